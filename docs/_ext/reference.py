@@ -1,0 +1,81 @@
+"""Two directives that write reference pages from the code itself, so that they cannot go stale.
+
+`{config-reference}` lists every key of a recipe from the schema; `{command-help} train ppo` shows what `--help` prints.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.errors import ExtensionError
+from sphinx.util.docutils import SphinxDirective
+
+from tunesmith.config.keys import Key, leaves
+from tunesmith.config.schema import RECIPES, Recipe
+
+
+def config_markdown() -> str:
+    """All keys of all recipes as Markdown tables: those that every recipe has, then those of each algorithm."""
+    shared = list(leaves(Recipe))
+    parts = [table("In every recipe", shared)]
+    for algorithm, schema in RECIPES.items():
+        own = [key for key in leaves(schema) if key.path not in {known.path for known in shared}]
+        parts.append(table(f"In recipes of `tunesmith train {algorithm}`", own))
+    return "\n".join(parts)
+
+
+def table(title: str, keys: Iterable[Key]) -> str:
+    """A heading and one row for each key."""
+    rows = [f"| `{key.path}` | {code(key.type)} | {code(key.default)} | {escaped(key.description)} |" for key in keys]
+    return "\n".join([f"## {title}", "", "| key | type | default | meaning |", "| --- | --- | --- | --- |", *rows, ""])
+
+
+def code(text: str) -> str:
+    """`text` as code inside a table cell."""
+    return f"`{escaped(text)}`"
+
+
+def escaped(text: str) -> str:
+    """`text` with the bars that would end a table cell escaped."""
+    return text.replace("|", "\\|")
+
+
+def help_text(arguments: list[str]) -> str:
+    """What `tunesmith <arguments> --help` prints, at a fixed width and without colour."""
+    environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb", "PYTHONIOENCODING": "utf-8"}
+    command = [sys.executable, "-m", "tunesmith", *arguments, "--help"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise ExtensionError(f"{' '.join(command)} exits with {done.returncode}: {done.stderr}")
+    return done.stdout
+
+
+class ConfigReference(SphinxDirective):
+    """`{config-reference}`."""
+
+    def run(self) -> list[nodes.Node]:
+        """The tables of `config_markdown`."""
+        return self.parse_text_to_nodes(config_markdown(), allow_section_headings=True)
+
+
+class CommandHelp(SphinxDirective):
+    """`{command-help} train ppo`."""
+
+    required_arguments = 0
+    optional_arguments = 1
+    final_argument_whitespace = True
+
+    def run(self) -> list[nodes.Node]:
+        """A literal block with the help of the command named in the argument."""
+        text = help_text(self.arguments[0].split() if self.arguments else [])
+        return [nodes.literal_block(text, text, language="text")]
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Add both directives."""
+    app.add_directive("config-reference", ConfigReference)
+    app.add_directive("command-help", CommandHelp)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,8 @@
+"""`python -m tunesmith` is the command `tunesmith`."""
+
+import sys
+
+from tunesmith.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

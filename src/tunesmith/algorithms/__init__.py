@@ -1,0 +1,1 @@
+"""Pure tensor functions: advantages, KL, policy, value and preference losses. Masks and denominators are given."""

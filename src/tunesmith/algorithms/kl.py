@@ -1,0 +1,198 @@
+"""KL divergence to the reference policy: estimators, their place in the reward or the loss, and the coefficient.
+
+Shapes: B sequences, T completion tokens. Log-probs in nats, of tokens drawn from the policy. With d = log policy - log
+reference of a token (Schulman 2020, "Approximating KL divergence"; for the gradients, Tang and Munos 2025, arXiv
+2506.09477):
+
+| estimator            | mean over samples     | in the reward, no gradient | gradient as a loss, mean over samples |
+|----------------------|-----------------------|----------------------------|---------------------------------------|
+| k1 = d               | KL(policy, reference) | that of KL(policy, ref.)   | 0; `penalty_loss` takes k2's instead  |
+| k2 = d^2 / 2         | near it for small d   | biased                     | that of KL(policy, reference)         |
+| k3 = exp(-d) - 1 + d | KL(policy, reference) | biased                     | that of KL(reference, policy)         |
+
+GRPO puts k3 in the loss.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from tunesmith.algorithms.sums import Denominator, check_denominator, check_shapes, kept
+from tunesmith.core.errors import InputError
+
+Estimator = Literal["k1", "k2", "k3"]
+
+MAX_RELATIVE_ERROR = 0.2
+"""Ziegler et al. 2019 (arXiv 1909.08593), section 2.2: the error that the controller acts on is clipped to +-0.2."""
+
+
+def k1(logp_BT: Tensor, ref_logp_BT: Tensor) -> Tensor:
+    """The log-ratio of each token: unbiased, of either sign. As a loss its gradient has mean 0: no restraint."""
+    return logp_BT - ref_logp_BT
+
+
+def k2(logp_BT: Tensor, ref_logp_BT: Tensor) -> Tensor:
+    """Half the squared log-ratio of each token: never negative, biased in value, unbiased in gradient as a loss."""
+    return 0.5 * (logp_BT - ref_logp_BT).square()
+
+
+def k3(logp_BT: Tensor, ref_logp_BT: Tensor) -> Tensor:
+    """exp(-d) - 1 + d of each token: never negative, unbiased, of lower variance than k1."""
+    difference_BT = ref_logp_BT - logp_BT
+    # expm1 keeps the digits that exp(x) - 1 loses where policy and reference nearly agree: where training starts.
+    return torch.expm1(difference_BT) - difference_BT
+
+
+def estimate(estimator: Estimator, logp_BT: Tensor, ref_logp_BT: Tensor) -> Tensor:
+    """The named estimate of each token, differentiable. Raises `InputError` for an unknown name or differing shapes."""
+    check_shapes(logp_BT=logp_BT, ref_logp_BT=ref_logp_BT)
+    functions = {"k1": k1, "k2": k2, "k3": k3}
+    if estimator not in functions:
+        raise InputError(f"The KL estimator is {estimator!r}; choose one of {', '.join(functions)}.")
+    return functions[estimator](logp_BT, ref_logp_BT)
+
+
+def per_sequence(kl_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """Nats of each sequence, shape B, without gradient: the sum over its tokens inside the mask."""
+    check_shapes(kl_BT=kl_BT, mask_BT=mask_BT)
+    return kept(kl_BT.detach(), mask_BT.bool()).sum(dim=1)
+
+
+def penalised_reward(score_B: Tensor, kl_BT: Tensor, mask_BT: Tensor, coef: float) -> Tensor:
+    """Reward of each token, shape B T, without gradient: -coef times its KL, plus the score on the row's last token.
+
+    Last is the last token inside the mask; the score of a row without any is left out. Ziegler et al. 2019, section 2.
+    """
+    check_shapes(kl_BT=kl_BT, mask_BT=mask_BT)
+    check_shapes(score_B=score_B, rows_of_kl_BT=kl_BT.sum(dim=1))
+    mask_BT = mask_BT.bool()
+    reward_BT = kept(-coef * kl_BT.detach(), mask_BT)
+    num_left_BT = mask_BT.flip(1).cumsum(1).flip(1)
+    is_last_BT = mask_BT & (num_left_BT == 1)
+    return reward_BT + kept(score_B.detach()[:, None].expand_as(reward_BT), is_last_BT)
+
+
+def penalty_loss(
+    estimator: Estimator, logp_BT: Tensor, ref_logp_BT: Tensor, mask_BT: Tensor, num_tokens: Denominator
+) -> Tensor:
+    """Sum of the estimates inside the mask over `num_tokens`: a scalar to add to the loss, times the coefficient.
+
+    The gradient flows through `logp_BT` alone, as in the table at the top of this file; k1 carries k2's gradient.
+    `num_tokens` counts the tokens of the whole optimizer step. In later epochs over a rollout the tokens come from the
+    policy that drew them, and the estimate is off by the ratio of the two policies, which clipping holds near 1; GRPO
+    accepts the same.
+    """
+    check_shapes(logp_BT=logp_BT, ref_logp_BT=ref_logp_BT, mask_BT=mask_BT)
+    check_denominator("num_tokens", num_tokens)
+    mask_BT = mask_BT.bool()
+    logp_BT, ref_logp_BT = kept(logp_BT, mask_BT), kept(ref_logp_BT.detach(), mask_BT)
+    kl_BT = estimate(estimator, logp_BT, ref_logp_BT)
+    if estimator == "k1":
+        guide_BT = k2(logp_BT, ref_logp_BT)
+        kl_BT = kl_BT.detach() + (guide_BT - guide_BT.detach())
+    return kl_BT.sum() / num_tokens
+
+
+class Controller(Protocol):
+    """The KL coefficient of a run. `value` is the coefficient of the next rollout."""
+
+    @property
+    def value(self) -> float:
+        """The coefficient."""
+        ...
+
+    def update(self, kl_per_sequence: float, num_sequences: int) -> None:
+        """Take in the mean KL of a rollout's sequences, in nats."""
+        ...
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint must hold."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on from `state_dict()`."""
+        ...
+
+
+class FixedKL:
+    """A coefficient that stays as it is."""
+
+    def __init__(self, coef: float) -> None:
+        self._coef = _checked("coef", coef, allow_zero=True)
+
+    @property
+    def value(self) -> float:
+        """The coefficient."""
+        return self._coef
+
+    def update(self, kl_per_sequence: float, num_sequences: int) -> None:
+        """Change nothing."""
+
+    def state_dict(self) -> dict[str, float]:
+        """The coefficient."""
+        return {"coef": self._coef}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Keep the coefficient of the recipe: a resumed run may have been given another one on purpose."""
+
+
+class AdaptiveKL:
+    """A coefficient that grows while the KL is above `target` nats per sequence and shrinks while it is below.
+
+    Ziegler et al. 2019, section 2.2, with the rate of their code:
+
+        error = clip(KL / target - 1, -0.2, 0.2)
+        coef <- coef (1 + error num_sequences / horizon)
+    """
+
+    def __init__(self, coef: float, target: float, horizon: float) -> None:
+        # The rule multiplies, so a coefficient of 0 would stay 0 for good.
+        self._coef = _checked("coef", coef)
+        self._target = _checked("target", target)
+        self._horizon = _checked("horizon", horizon)
+
+    @property
+    def value(self) -> float:
+        """The coefficient."""
+        return self._coef
+
+    def update(self, kl_per_sequence: float, num_sequences: int) -> None:
+        """Move the coefficient, given the mean KL of `num_sequences` completions in nats per sequence.
+
+        Raises `InputError` if the KL is not finite, or if `num_sequences` exceeds the horizon: far beyond it the
+        factor is negative.
+        """
+        if not math.isfinite(kl_per_sequence):
+            raise InputError(
+                f"kl_per_sequence is {kl_per_sequence}; it must be finite. Leave out a rollout that was refused."
+            )
+        if not 0 < num_sequences <= self._horizon:
+            raise InputError(
+                f"num_sequences is {num_sequences} with a KL horizon of {self._horizon:g}; it must be positive and at "
+                f"most the horizon. Set the horizon to {num_sequences} or more."
+            )
+        error = min(max(kl_per_sequence / self._target - 1, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)
+        self._coef *= 1 + error * num_sequences / self._horizon
+
+    def state_dict(self) -> dict[str, float]:
+        """The coefficient."""
+        return {"coef": self._coef}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on with the coefficient of `state`."""
+        self._coef = _checked("coef", state["coef"])
+
+
+def controller(coef: float, target: float | None = None, horizon: float = 10_000.0) -> FixedKL | AdaptiveKL:
+    """A fixed coefficient without a target, an adaptive one with it. Raises `InputError` for unusable values."""
+    return FixedKL(coef) if target is None else AdaptiveKL(coef, target, horizon)
+
+
+def _checked(name: str, value: float, *, allow_zero: bool = False) -> float:
+    if not math.isfinite(value) or value < 0 or (value == 0 and not allow_zero):
+        allowed = "finite and not negative" if allow_zero else "finite and positive"
+        raise InputError(f"The KL controller's {name} is {value}; it must be {allowed}.")
+    return float(value)

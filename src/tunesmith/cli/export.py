@@ -1,0 +1,103 @@
+"""`tunesmith export`: the trained model of a run as a folder of its own, that plain `from_pretrained` loads."""
+
+import json
+import os
+import shutil
+import struct
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tunesmith.cli.options import Positional, flag, parse
+from tunesmith.cli.output import reporting
+from tunesmith.config.yaml_text import is_list, is_mapping
+from tunesmith.core.errors import InputError, RunError
+
+_INDEX = "model.safetensors.index.json"
+_WEIGHTS = "model.safetensors"
+_MAX_HEADER_BYTES = 100_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """Copy the trained model of a run to a folder that plain `from_pretrained` loads. Nothing is overwritten."""
+
+    run: Annotated[str, Positional, flag("A run folder.", metavar="RUN")]
+    dest: Annotated[str, Positional, flag("New or empty folder.", metavar="DEST")]
+    json: Annotated[bool, flag("Print one JSON object.")] = False
+
+
+def export(words: Sequence[str]) -> None:
+    """Run `tunesmith export`."""
+    options = parse(ExportOptions, words, "export")
+    with reporting(as_json=options.json) as output:
+        source = final_folder(Path(options.run).expanduser())
+        check_layout(source)
+        dest = Path(options.dest).expanduser()
+        num_bytes = copy_whole(source, dest)
+        output.say(f"{dest}  {num_bytes / 1e6:.1f} MB")
+        output.finish({"source": source, "dest": dest, "num_bytes": num_bytes})
+
+
+def final_folder(run: Path) -> Path:
+    """The folder of the trained model of `run`; RunError if it is no run folder or has none yet."""
+    if not run.is_dir():
+        raise RunError(f"{run} is no folder; give a run folder, such as runs/20260102-030405-ppo-1a2b")
+    if not (run / "final").is_dir():
+        is_run = (run / "recipe.yaml").exists()
+        raise RunError(
+            f"{run} has no final/: its training did not end; see its checkpoints/"
+            if is_run
+            else f"{run} is no run folder: it has neither recipe.yaml nor final/"
+        )
+    return run / "final"
+
+
+def check_layout(folder: Path) -> None:
+    """RunError if config, tokenizer or weights are missing in `folder`, or a weight file is cut short."""
+    missing = [name for name in ("config.json", "tokenizer_config.json") if not (folder / name).is_file()]
+    if (folder / _INDEX).is_file():
+        shards = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values()
+        weights = sorted(set(map(str, shards)))
+    else:
+        weights = [_WEIGHTS]
+    missing += [name for name in weights if not (folder / name).is_file()]
+    if missing:
+        raise RunError(f"{folder} is incomplete: {', '.join(missing)} missing")
+    for name in weights:
+        if not _is_whole(folder / name):
+            raise RunError(f"{folder / name} is damaged: its size does not fit its header")
+
+
+def copy_whole(source: Path, dest: Path) -> int:
+    """Bytes copied from `source` to `dest`. The copy is moved into place when complete."""
+    if dest.resolve().is_relative_to(source.resolve()):
+        raise InputError(f"{dest} lies inside {source}; give a folder elsewhere")
+    if dest.is_file() or (dest.is_dir() and any(dest.iterdir())):
+        raise InputError(f"{dest} exists and is {'no folder' if dest.is_file() else 'not empty'}; give another folder")
+    try:
+        dest.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{dest.name}-", dir=dest.parent) as aside:
+            copy = Path(aside) / "copy"
+            shutil.copytree(source, copy)
+            os.replace(copy, dest)
+    except OSError as error:
+        raise InputError(f"{dest} cannot be written: {error.strerror or error}") from error
+    return sum(file.stat().st_size for file in dest.rglob("*") if file.is_file())
+
+
+def _is_whole(file: Path) -> bool:
+    """True if the size of a safetensors file is what its header promises (8 bytes length, JSON header, tensors)."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        start = stream.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else _MAX_HEADER_BYTES
+        if length >= min(size, _MAX_HEADER_BYTES):
+            return False
+        header: object = json.loads(stream.read(length))
+    if not is_mapping(header):
+        return False
+    offsets = [value["data_offsets"] for value in header.values() if is_mapping(value) and "data_offsets" in value]
+    return size == 8 + length + max((int(str(pair[1])) for pair in offsets if is_list(pair)), default=0)

@@ -1,0 +1,123 @@
+"""The entry point: finds the command, runs it, and turns errors into one message and an exit code."""
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+
+from tunesmith import __version__
+from tunesmith.config.suggest import did_you_mean
+from tunesmith.core import log
+from tunesmith.core.errors import InputError, TunesmithError
+
+COMMANDS: Mapping[str, tuple[str, str]] = {
+    "demo": ("demo:demo", "The whole loop on a real 135M model: votes, reward model, PPO, before and after."),
+    "train reward": ("train:reward", "Train a reward model on preference pairs."),
+    "train ppo": ("train:ppo", "Train a policy by PPO against a reward."),
+    "generate": ("generate:generate", "Let a model continue prompts."),
+    "chat": ("chat:chat", "Talk to a run or a model, if wanted beside another one."),
+    "compare": ("compare:compare", "Compare two models on the same prompts, judged by a scorer."),
+    "export": ("export:export", "Copy the trained model of a run to a folder of its own."),
+    "recipes ls": ("recipes:ls", "List the recipes that come with Tunesmith."),
+    "recipes show": ("recipes:show", "Print a recipe."),
+    "recipes cp": ("recipes:cp", "Copy a recipe to a file of your own."),
+    "recipes keys": ("recipes:keys", "List every key of a recipe, with its default."),
+    "validate": ("validate:validate", "Check recipes and list all that is wrong with them."),
+    "doctor": ("doctor:doctor", "Say what this machine has and what is missing."),
+}
+"""Of each command: `module:function` in this folder, which takes the words behind the name, and one line of help."""
+
+EXIT_INTERRUPTED = 130
+"""128 + SIGINT, as shells count it."""
+
+EXIT_BROKEN_PIPE = 141
+"""128 + SIGPIPE."""
+
+_HELP = """\
+usage: tunesmith COMMAND [OPTIONS]
+
+Tunesmith {version}: from human votes to a better language model.
+
+commands:
+{commands}
+
+`tunesmith COMMAND --help` explains a command. Everywhere: -v, --verbose; --quiet; --json where a command reports.
+Start with `tunesmith demo`.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code of the command in `argv`: 0, 2 for bad input, 1 for other errors, 130 after Ctrl-C."""
+    words, is_verbose, is_quiet = _split_global_flags(list(sys.argv[1:] if argv is None else argv))
+    log.configure(verbose=is_verbose, quiet=is_quiet)
+    try:
+        code = _dispatch(words)
+        sys.stdout.flush()
+        return code
+    except TunesmithError as error:
+        if is_verbose:
+            traceback.print_exc()
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+    except SystemExit as exit_:
+        # Help was printed.
+        return exit_.code if isinstance(exit_.code, int) else 0
+    except KeyboardInterrupt:
+        sys.stderr.write("\ninterrupted\n")
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader, such as `head`, has gone. Without this, Python would complain once more when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+
+
+def _dispatch(words: Sequence[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        sys.stdout.write(_help(COMMANDS))
+        return 0
+    if words[0] in ("--version", "-V"):
+        sys.stdout.write(f"tunesmith {__version__}\n")
+        return 0
+    command, rest = _find(words)
+    module, _, function = COMMANDS[command][0].partition(":")
+    run: Callable[[Sequence[str]], None] = getattr(importlib.import_module(f"tunesmith.cli.{module}"), function)
+    run(rest)
+    return 0
+
+
+def _find(words: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """The command that `words` begin with, and the words behind it; InputError with the nearest name if none."""
+    if words[0] in COMMANDS:
+        return words[0], words[1:]
+    group = {name.partition(" ")[2]: name for name in COMMANDS if name.startswith(words[0] + " ")}
+    if not group:
+        names = dict.fromkeys(name.partition(" ")[0] for name in COMMANDS)
+        raise InputError(
+            f"there is no command {words[0]!r}{did_you_mean(words[0], names)}; there are {', '.join(names)}"
+        )
+    if len(words) > 1 and words[1] in group:
+        return group[words[1]], words[2:]
+    if len(words) > 1 and words[1] in ("-h", "--help"):
+        sys.stdout.write(_help({name: COMMANDS[name] for name in group.values()}))
+        raise SystemExit(0)
+    given = (
+        f"there is no `{words[0]} {words[1]}`{did_you_mean(words[1], group)}"
+        if len(words) > 1
+        else "one word is missing"
+    )
+    raise InputError(f"{given}; there are {', '.join(f'`tunesmith {name}`' for name in group.values())}")
+
+
+def _help(commands: Mapping[str, tuple[str, str]]) -> str:
+    width = max(map(len, commands))
+    return _HELP.format(
+        version=__version__, commands="\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in commands.items())
+    )
+
+
+def _split_global_flags(words: list[str]) -> tuple[list[str], bool, bool]:
+    """`words` without the flags that every command takes, and whether to say more, or less."""
+    verbose, quiet = {"-v", "--verbose"}, {"-q", "--quiet"}
+    rest = [word for word in words if word not in verbose | quiet]
+    return rest, bool(verbose & set(words)), bool(quiet & set(words))

@@ -1,0 +1,78 @@
+"""The flags of a command: a frozen dataclass, read by tyro. Wrong flags become an InputError with a suggestion."""
+
+import io
+import re
+from collections.abc import Sequence
+from contextlib import redirect_stderr
+from dataclasses import fields
+from typing import Any, TypeVar
+
+import tyro
+from tyro.conf import Positional, UseAppendAction, arg
+
+from tunesmith.config.suggest import did_you_mean
+from tunesmith.core.errors import InputError
+
+__all__ = ["Positional", "UseAppendAction", "flag", "parse", "parse_known"]
+
+Options = TypeVar("Options")
+
+_SETTINGS = (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone, tyro.conf.HelptextFromCommentsOff)
+_RULE = re.compile(r"^[\s─╭╮╰╯│-]*$")
+
+
+def flag(help: str, *aliases: str, metavar: str | None = None, shows_default: bool = False) -> Any:
+    """How a flag is shown: `metavar` stands for its value, `aliases` are short forms such as `-n`."""
+    return arg(
+        help=help, aliases=aliases or None, metavar=metavar, help_behavior_hint=_default_hint if shows_default else ""
+    )
+
+
+def _default_hint(value: str) -> str:
+    return f"(default: {value})"
+
+
+def parse(options: type[Options], words: Sequence[str], command: str) -> Options:
+    """`options` filled from `words`; InputError for a bad value, and for words that belong to no flag."""
+    parsed, unknown = parse_known(options, words, command)
+    if unknown:
+        names = ["--" + field.name.replace("_", "-") for field in fields(options)]  # pyright: ignore[reportArgumentType]
+        given = unknown[0].partition("=")[0]
+        hint = did_you_mean(given, names) if given.startswith("-") else ""
+        raise InputError(f"{given!r} is no flag of `tunesmith {command}`{hint}\n{_see_help(command)}")
+    return parsed
+
+
+def parse_known(options: type[Options], words: Sequence[str], command: str) -> tuple[Options, list[str]]:
+    """As `parse`, but unknown words are returned in their order."""
+    complaint = io.StringIO()
+    try:
+        with redirect_stderr(complaint):
+            return tyro.cli(
+                options, prog=f"tunesmith {command}", args=list(words), config=_SETTINGS, return_unknown_args=True
+            )
+    except SystemExit as exit_:
+        if not exit_.code:
+            raise
+        raise InputError(f"{_plain(complaint.getvalue())}\n{_see_help(command)}") from None
+
+
+def _see_help(command: str) -> str:
+    return f"  `tunesmith {command} --help` lists the flags"
+
+
+def _plain(boxed: str) -> str:
+    """The first paragraph of an error that tyro drew in a box, as one line. Without UTF-8 the box has no sides."""
+    # Each line begins with a side and a blank, or two blanks; the first holds the title.
+    lines = [line[2:].rstrip(" │") for line in re.sub(r"\x1b\[[0-9;]*m", "", boxed).splitlines()[1:]]
+    has_text = [not _RULE.match(line) for line in lines]
+    start = has_text.index(True) if True in has_text else 0
+    end = has_text.index(False, start) if False in has_text[start:] else len(lines)
+    paragraph = lines[start:end]
+    if paragraph and paragraph[0].startswith("Missing from"):
+        names = [line.strip() for line in paragraph if re.match(r"^ {4}\S", line)]
+        return f"missing: {', '.join(names)}"
+    text = " ".join(line.strip() for line in paragraph)
+    text = re.sub(r"invalid literal for int\(\) with base 10: (.*)$", r"\1 is no whole number", text)
+    text = re.sub(r"could not convert string to float: (.*)$", r"\1 is no number", text)
+    return text.removeprefix("Error parsing ") or "the command line cannot be read"

@@ -1,0 +1,94 @@
+"""Where a command writes: text on stdout, or with `--json` one object last on stdout and all else on stderr."""
+
+import json
+import logging
+import math
+import sys
+import unicodedata
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tunesmith.config.yaml_text import is_list, is_mapping
+from tunesmith.core.log import get_logger
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_BIDI_CONTROLS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+
+
+class Output:
+    """The reports of one command."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self.as_json = as_json
+        self._stdout = sys.stdout
+
+    @property
+    def console(self) -> "Console":
+        """A rich console on stdout; it honours NO_COLOR and writes plain text into a pipe."""
+        from rich.console import Console
+
+        return Console(file=self._stdout, highlight=False, markup=False, emoji=False)
+
+    def say(self, renderable: object) -> None:
+        """Show something to a person; silent with `--json`."""
+        if self.as_json:
+            return
+        if isinstance(renderable, str):
+            self._stdout.write(renderable + "\n")
+        else:
+            self.console.print(renderable)
+
+    def finish(self, facts: Mapping[str, object]) -> None:
+        """Write the JSON object, if one was asked for. NaN and infinities, which JSON does not have, become null."""
+        if self.as_json:
+            self._stdout.write(json.dumps(as_plain(facts), ensure_ascii=True, allow_nan=False) + "\n")
+
+
+@contextmanager
+def reporting(*, as_json: bool) -> Generator[Output]:
+    """An `Output`. With `as_json`, what anything else prints meanwhile, as a reward function may, goes to stderr."""
+    output = Output(as_json=as_json)
+    previous = sys.stdout
+    if as_json:
+        sys.stdout = sys.stderr
+    try:
+        yield output
+    finally:
+        sys.stdout = previous
+
+
+def as_plain(value: object) -> object:
+    """`value` as JSON knows it: paths and unknown things as text, non-finite numbers as null."""
+    if is_mapping(value):
+        return {str(key): as_plain(item) for key, item in value.items()}
+    if is_list(value):
+        return [as_plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, str | int | bool):
+        return value
+    return str(value) if isinstance(value, Path) else as_plain(_number(value))
+
+
+def _number(value: object) -> object:
+    """A scalar of another library as a Python number; text for anything else."""
+    item = getattr(value, "item", None)
+    return item() if callable(item) else str(value)
+
+
+def wants_progress() -> bool:
+    """False with `--quiet`."""
+    return get_logger("tunesmith").isEnabledFor(logging.INFO)
+
+
+def visible(text: str) -> str:
+    """`text` with control characters escaped, so that what a model writes cannot steer the terminal. Newlines stay."""
+    return "".join(char if char in "\n\t" or not _steers(char) else repr(char)[1:-1] for char in text)
+
+
+def _steers(char: str) -> bool:
+    return unicodedata.category(char) in ("Cc", "Cs") or char in _BIDI_CONTROLS

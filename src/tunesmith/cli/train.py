@@ -1,0 +1,137 @@
+"""`tunesmith train reward` and `tunesmith train ppo`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from tunesmith.cli.options import UseAppendAction, flag, parse_known
+from tunesmith.cli.output import Output, reporting, visible, wants_progress
+
+if TYPE_CHECKING:
+    from tunesmith.config.load import Resolved
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TrainOptions:
+    recipe: Annotated[str | None, flag("A recipe that comes with Tunesmith.", metavar="NAME")] = None
+    config: Annotated[Path | None, flag("A recipe of your own, in YAML.", metavar="FILE")] = None
+    model: Annotated[str | None, flag("Hub id, folder, GGUF file, smollm2, scratch, tiny:FAMILY.", metavar="ID")] = None
+    steps: Annotated[str | None, flag("Training steps.", metavar="N")] = None
+    seed: Annotated[str | None, flag("Seed of everything that is drawn.", metavar="N")] = None
+    report_to: Annotated[
+        tuple[str, ...], UseAppendAction, flag("tensorboard, wandb or trackio; repeatable.", metavar="TRACKER")
+    ] = ()
+    dry_run: Annotated[bool, flag("Show config, size and a data sample; train and write nothing.")] = False
+    json: Annotated[bool, flag("Print one JSON object at the end.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOOptions(_TrainOptions):
+    """Train a policy by PPO against a reward.
+
+    Every key of the recipe is a flag too: --optimizer.learning-rate 3e-5. `tunesmith recipes keys ppo` lists them.
+    """
+
+    prompts: Annotated[str | None, flag("JSONL with a `prompt` column, or films.", metavar="FILE")] = None
+    reward: Annotated[
+        tuple[str, ...],
+        UseAppendAction,
+        flag("./file.py:function, built-in or reward model; repeatable.", metavar="SOURCE"),
+    ] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardOptions(_TrainOptions):
+    """Train a reward model on preference pairs.
+
+    Every key of the recipe is a flag too: --optimizer.learning-rate 3e-5. `tunesmith recipes keys reward` lists them.
+    """
+
+    pairs: Annotated[str | None, flag("JSONL with `chosen` and `rejected`.", metavar="FILE")] = None
+
+
+def ppo(words: Sequence[str]) -> None:
+    """Run `tunesmith train ppo`."""
+    options, unknown = parse_known(PPOOptions, words, "train ppo")
+    given = {"model": options.model, "prompts": options.prompts, "reward": list(options.reward)}
+    _train("ppo", options, given, unknown)
+
+
+def reward(words: Sequence[str]) -> None:
+    """Run `tunesmith train reward`."""
+    options, unknown = parse_known(RewardOptions, words, "train reward")
+    _train("reward", options, {"model": options.model, "pairs": options.pairs}, unknown)
+
+
+def _train(algorithm: str, options: _TrainOptions, given: Mapping[str, object], unknown: Sequence[str]) -> None:
+    with reporting(as_json=options.json) as output:
+        resolved = _resolve(algorithm, options, given, unknown)
+        if options.dry_run:
+            _show(resolved, output)
+        else:
+            _run(algorithm, resolved, output)
+
+
+def _resolve(algorithm: str, options: _TrainOptions, given: Mapping[str, object], unknown: Sequence[str]) -> "Resolved":
+    from tunesmith.config.load import load_recipe
+    from tunesmith.config.overrides import FLAGS, parse_overrides
+
+    overrides = parse_overrides(algorithm, unknown)
+    short = {"steps": options.steps, "seed": options.seed, "report_to": list(options.report_to)}
+    for name, value in {**given, **short}.items():
+        if value is not None and value != []:
+            path = FLAGS.get(name, name)
+            overrides.values[path] = value
+            overrides.origins[path] = f"command line --{name.replace('_', '-')}"
+    return load_recipe(
+        algorithm, recipe=options.recipe, file=options.config, overrides=overrides.values, origins=overrides.origins
+    )
+
+
+def _show(resolved: "Resolved", output: Output) -> None:
+    """What `--dry-run` prints."""
+    from tunesmith.config.render import to_yaml
+    from tunesmith.trainers.preview import preview
+
+    output.say(to_yaml(resolved.recipe, resolved.provenance))
+    facts = preview(resolved.recipe)
+    memory = ", ".join(f"{part} {size_gb:.2f}" for part, size_gb in facts.memory_gb.items())
+    output.say(f"model    {facts.model}, {facts.num_parameters:,} parameters")
+    output.say(f"memory   {sum(facts.memory_gb.values()):.2f} GB estimated: {memory}")
+    output.say(f"data     {facts.num_items:,} items, for example:\n{visible(facts.sample)}")
+    output.say("\ndry run: nothing was written")
+    output.finish(
+        {
+            "recipe": resolved.recipe.model_dump(mode="json"),
+            "provenance": resolved.provenance,
+            "model": facts.model,
+            "num_parameters": facts.num_parameters,
+            "memory_gb": facts.memory_gb,
+            "num_items": facts.num_items,
+            "sample": facts.sample,
+        }
+    )
+
+
+def _run(algorithm: str, resolved: "Resolved", output: Output) -> None:
+    from tunesmith.config.schema import PPORecipe
+
+    recipe = resolved.recipe
+    if isinstance(recipe, PPORecipe):
+        from tunesmith.trainers import ppo
+
+        result = ppo.run(recipe, provenance=resolved.provenance, progress=wants_progress())
+    else:
+        from tunesmith.trainers import reward
+
+        result = reward.run(recipe, provenance=resolved.provenance, progress=wants_progress())
+    for name, value in result.summary.items():
+        output.say(f"{name:<30} {value:.4g}" if isinstance(value, float) else f"{name:<30} {value}")
+    output.say(f"\nrun      {result.run_dir}\nreport   {result.run_dir / 'report.html'}")
+    if algorithm == "ppo":
+        output.say(f"try it   tunesmith chat {result.run_dir} --against base")
+    else:
+        output.say(f"use it   tunesmith train ppo --reward {result.run_dir}")
+    last = dict(result.metrics[-1]) if result.metrics else {}
+    output.finish({"run_dir": result.run_dir, "summary": dict(result.summary), "last_metrics": last})

@@ -1,0 +1,109 @@
+"""The keys of a recipe: dotted paths, what each one holds, its default and its description, read from the schema."""
+
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from tunesmith.config.schema import Section
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One leaf of a recipe: `path` (`reward.0.weight` for the first of a list), its type and default in words."""
+
+    path: str
+    type: str
+    default: str
+    description: str
+
+
+def section_of(annotation: object) -> type[Section] | None:
+    """The section that `annotation` names, or None if it is a plain value."""
+    return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
+
+
+def item_of(annotation: object) -> object | None:
+    """X of `tuple[X, ...]`, and None for every other annotation."""
+    arguments = get_args(annotation)
+    return (
+        arguments[0] if get_origin(annotation) is tuple and len(arguments) == 2 and arguments[1] is Ellipsis else None
+    )
+
+
+def holds_text(annotation: object) -> bool:
+    """True if a command-line word is meant literally: the field is text, or one of some texts, and nothing else."""
+    if annotation is str:
+        return True
+    return get_origin(annotation) is Literal and all(isinstance(choice, str) for choice in get_args(annotation))
+
+
+def takes_truth(annotation: object) -> bool:
+    """True if `true` and `false` are values of the field."""
+    return annotation is bool or get_origin(annotation) is dict or any(takes_truth(a) for a in get_args(annotation))
+
+
+def leaves(schema: type[Section], prefix: str = "") -> Iterator[Key]:
+    """All leaf keys of `schema`, in the order of the schema."""
+    for name, field in schema.model_fields.items():
+        path = f"{prefix}{name}"
+        item = section_of(item_of(field.annotation))
+        nested = section_of(field.annotation) or item
+        if nested is not None:
+            yield from leaves(nested, f"{path}.0." if item else f"{path}.")
+            continue
+        default = "required" if field.is_required() else _in_words(field.get_default(call_default_factory=True))
+        yield Key(path, type_in_words(field), default, field.description or "")
+
+
+def type_in_words(field: FieldInfo) -> str:
+    """The type and bounds of a field as a user reads them: `int >= 1`, `raw | log_odds`, `float > 0 or null`."""
+    return _annotation_in_words(field.annotation, field.metadata)
+
+
+def _annotation_in_words(annotation: Any, metadata: list[Any]) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if hasattr(annotation, "__metadata__"):
+        return _annotation_in_words(arguments[0], _bounds_of(annotation.__metadata__))
+    if origin is Literal:
+        return " | ".join(str(choice) for choice in arguments)
+    if origin in (Union, types.UnionType):
+        words = [_annotation_in_words(argument, metadata) for argument in arguments if argument is not type(None)]
+        return " or ".join([*words, "null"] if type(None) in arguments else words)
+    if origin is tuple:
+        item = _annotation_in_words(arguments[0], [])
+        return (
+            f"list of ({item})"
+            if arguments[-1] is Ellipsis
+            else f"[{', '.join(_annotation_in_words(a, []) for a in arguments)}]"
+        )
+    if origin is dict:
+        return "mapping"
+    name = {str: "text", bool: "true | false"}.get(annotation, getattr(annotation, "__name__", str(annotation)))
+    bounds = [
+        f"{sign} {getattr(bound, attribute):g}"
+        for bound in metadata
+        for attribute, sign in _SIGNS
+        if hasattr(bound, attribute)
+    ]
+    return " ".join([name, " and ".join(bounds)]).strip()
+
+
+_SIGNS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
+
+
+def _bounds_of(metadata: tuple[Any, ...]) -> list[Any]:
+    """The bounds inside `Annotated[...]`, where pydantic keeps them in a FieldInfo."""
+    return [bound for item in metadata for bound in (item.metadata if isinstance(item, FieldInfo) else [item])]
+
+
+def _in_words(default: object) -> str:
+    if default is None:
+        return "null"
+    if isinstance(default, bool):
+        return str(default).lower()
+    if isinstance(default, tuple):
+        return str(list(default))  # pyright: ignore[reportUnknownArgumentType]
+    return str(default) if default != "" else '""'

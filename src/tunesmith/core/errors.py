@@ -1,0 +1,49 @@
+"""The one exception tree. A message says what was given, what is allowed, and what to change.
+
+The command line maps a raised `TunesmithError` to its `exit_code` and prints the message without a traceback; anything else
+that escapes is a defect of Tunesmith and keeps its traceback.
+"""
+
+
+class TunesmithError(Exception):
+    """Root of all errors that Tunesmith raises on purpose."""
+
+    exit_code = 1
+
+
+class InputError(TunesmithError, ValueError):
+    """The user gave something that cannot be used; nothing was changed. Exit code 2."""
+
+    exit_code = 2
+
+
+class ConfigError(InputError):
+    """A recipe, config file or `--a.b value` override is wrong: unknown key, bad value, unreadable file."""
+
+
+class DataError(InputError):
+    """Prompts or preference rows are wrong; the message names file and line."""
+
+
+class ModelError(InputError):
+    """A model or tokenizer cannot be found, read or used for what was asked."""
+
+
+class RewardError(InputError):
+    """A reward function cannot be loaded, or returned something that is no score; the message names function and sample."""
+
+
+class RunError(InputError):
+    """A run folder is missing, incomplete or already in use."""
+
+
+class CheckpointError(RunError):
+    """A checkpoint is damaged or of a version that this release cannot read."""
+
+
+class TrainingError(TunesmithError):
+    """Training cannot go on: too many non-finite steps in a row. The last good checkpoint is kept."""
+
+
+class MissingDependencyError(InputError):
+    """An optional package is needed for what was asked; the message names the extra to install."""

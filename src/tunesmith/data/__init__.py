@@ -1,0 +1,1 @@
+"""Prompts and preference pairs from files and lists: read strictly, split by prompt, padded into tensors."""

@@ -1,0 +1,84 @@
+"""Held-out data by a hash of the prompt: all rows of one prompt fall on the same side, in every file and every run."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from tunesmith.core.errors import DataError
+from tunesmith.schema.records import Pair, Prompt, Text
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Split(Generic[T]):
+    """Items to train on and items kept away from training, each in its original order."""
+
+    train: list[T]
+    heldout: list[T]
+
+
+def prompt_key(item: Prompt | Pair) -> str:
+    """What an item is split by: its prompt, without regard to case and white space.
+
+    A pair without a prompt is split by what its two sides begin with in common, up to the last line break or message:
+    the dialogue before the answer. If they have nothing in common, by both.
+    """
+    if isinstance(item, Prompt):
+        return _normal(item.content)
+    shared = item.prompt.content or _common_start(item.chosen, item.rejected)
+    return _normal(shared) or f"{_normal(item.chosen)}\x1d{_normal(item.rejected)}"
+
+
+def split_by_prompt(
+    items: Sequence[T],
+    fraction: float,
+    seed: int,
+    key: Callable[..., str] = prompt_key,
+    *,
+    num_heldout: int | None = None,
+) -> Split[T]:
+    """`items` divided so that about `fraction` of the distinct prompts are held out.
+
+    A prompt is held out if its hash, a number in [0, 1) that depends on the seed and the prompt alone, is below
+    `fraction`: rows added later, or another file, move no prompt to the other side. With `0 < fraction < 1` and two
+    prompts or more no side stays empty. `num_heldout` asks for exactly so many prompts instead, those with the smallest
+    hashes. Raises DataError if that leaves none for training.
+    """
+    position_of = {name: _position(seed, name) for name in map(key, items)}
+    ranked = sorted(position_of, key=lambda name: (position_of[name], name))
+    if num_heldout is None:
+        num_heldout = sum(position < fraction for position in position_of.values())
+        if 0 < fraction < 1 and len(ranked) > 1:
+            num_heldout = min(max(num_heldout, 1), len(ranked) - 1)
+    elif not 0 <= num_heldout < len(ranked):
+        raise DataError(
+            f"{num_heldout} prompts are to be held out of {len(ranked)} distinct ones; ask for fewer or give more"
+        )
+    heldout = set(ranked[:num_heldout])
+    return Split(
+        train=[item for item in items if key(item) not in heldout],
+        heldout=[item for item in items if key(item) in heldout],
+    )
+
+
+def _position(seed: int, name: str) -> float:
+    digest = hashlib.sha256(f"{seed}\x1f{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64
+
+
+def _normal(content: Text) -> str:
+    if isinstance(content, str):
+        return " ".join(content.casefold().split())
+    return "\x1e".join(f"{message['role']}\x1f{_normal(message['content'])}" for message in content)
+
+
+def _common_start(first: Text, second: Text) -> Text:
+    length = next(
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )
+    if isinstance(first, str):
+        start = first[:length]
+        return start[: start.rindex("\n")] if "\n" in start.strip() else start
+    return first[:length]

@@ -1,0 +1,291 @@
+"""Compare two models on the same prompts with the same seeds.
+
+Shape suffixes: P prompts, G completions per prompt. The score of a prompt is the mean over its G completions; medians,
+wins, the permutation test and the bootstrap are over the P prompt scores.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, Protocol
+
+import numpy as np
+
+from tunesmith.batch.rollout import Group, SamplingParams
+from tunesmith.core.errors import InputError, ModelError, RewardError
+from tunesmith.core.trace import span
+from tunesmith.evaluation.samples import Sample, by_prompt, read_samples, write_samples
+from tunesmith.evaluation.statistics import bootstrap_interval, distinct_at_equal_tokens, is_exact, paired_permutation_p
+from tunesmith.schema.records import Prompt
+
+
+class Engine(Protocol):
+    """Anything that draws completions: every rollout backend."""
+
+    def generate(self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams) -> Sequence[Group]:
+        """One group of `n` completions for each prompt, in order."""
+        ...
+
+
+class Table(Protocol):
+    """A tensor or array of shape [P, G]."""
+
+    def tolist(self) -> Any:
+        """The numbers as nested lists."""
+        ...
+
+
+class Scores(Protocol):
+    """What a scorer returns."""
+
+    @property
+    def total_PG(self) -> Table:
+        """The score of every completion."""
+        ...
+
+
+class Scorer(Protocol):
+    """Anything that scores completions: `rewards.scorer.Scorer`, or an object of your own."""
+
+    def score(self, groups: Sequence[Group]) -> Scores:
+        """The scores of all completions of `groups`."""
+        ...
+
+
+LogProbs = Callable[[Sequence[Group]], Sequence[float]]
+"""Summed log-prob in nats of every completion at temperature 1 without filters: P x G numbers, groups in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One of the two models: its name in tables, its engine, and its own log-probs of given completions."""
+
+    name: str
+    engine: Engine
+    logps: LogProbs
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRow:
+    """Mean score of one prompt before and after."""
+
+    prompt_id: str
+    prompt: str
+    mean_before: float
+    mean_after: float
+    difference: float
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The outcome of `compare`. Every figure follows from `samples`; `recompute` does it from the file.
+
+    `num_improved` counts prompts whose mean score rose. `mean_*` and `median_*` are over prompt means. `p_value` is
+    that of the two-sided paired permutation test, `interval` the 95 % bootstrap interval of the mean difference.
+    `kl_per_sequence` is the mean over the completions after of log p_after - log p_before, in nats. `distinct2_*` are
+    taken at `distinct2_num_tokens` tokens on each side; the ratio is None where the side before has no bigram.
+    """
+
+    before: str
+    after: str
+    num_prompts: int
+    num_completions: int
+    num_improved: int
+    mean_before: float
+    mean_after: float
+    median_before: float
+    median_after: float
+    mean_difference: float
+    interval: tuple[float, float]
+    p_value: float
+    p_value_exact: bool
+    kl_per_sequence: float
+    distinct2_before: float
+    distinct2_after: float
+    distinct2_ratio: float | None
+    distinct2_num_tokens: int
+    mean_tokens_before: float
+    mean_tokens_after: float
+    seed: int
+    sampling: SamplingParams | None
+    rows: tuple[PromptRow, ...]
+    samples: tuple[Sample, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields as JSON types, samples included."""
+        return {**asdict(self), "samples": [sample.to_json() for sample in self.samples]}
+
+    def figures(self) -> dict[str, Any]:
+        """The figures alone: no samples, names or sampling settings."""
+        left_out = ("samples", "before", "after", "sampling")
+        return {name: value for name, value in self.to_json().items() if name not in left_out}
+
+    def write_samples_jsonl(self, path: Path) -> Path:
+        """Write one line for each sample and return `path`."""
+        return write_samples(path, self.samples)
+
+
+def compare(
+    before: Side,
+    after: Side,
+    prompts: Sequence[Prompt],
+    scorer: Scorer,
+    sampling: SamplingParams,
+    num_completions: int = 8,
+    seed: int = 0,
+) -> Comparison:
+    """Draw `num_completions` of every prompt from both sides with the same `seed`, score them all, and compare.
+
+    `sampling.seed` is replaced by `seed`. Raises InputError without prompts or completions, RewardError for a score
+    that is not finite, ModelError for log-probs that are not.
+    """
+    if not prompts or num_completions < 1:
+        raise InputError(
+            f"compare was given {len(prompts)} prompts and {num_completions} completions of each; "
+            "give at least one of both"
+        )
+    settings = replace(sampling, seed=seed)
+    drawn: list[Sequence[Group]] = []
+    scored: list[np.ndarray] = []
+    for stage, side in (("before", before), ("after", after)):
+        with span(f"generate_{stage}"):
+            groups = side.engine.generate(prompts, num_completions, settings)
+        _check_groups(groups, side, len(prompts), num_completions)
+        with span(f"score_{stage}"):
+            scored.append(_score(scorer, groups, num_completions))
+        drawn.append(groups)
+    with span("logps"):
+        # logps[sample side][model side]
+        logps = [[_logps(side, groups, num_completions) for side in (before, after)] for groups in drawn]
+    samples = _samples(drawn, scored, logps, seed)
+    return summarise(samples, before=before.name, after=after.name, sampling=settings)
+
+
+def summarise(
+    samples: Sequence[Sample], before: str = "before", after: str = "after", sampling: SamplingParams | None = None
+) -> Comparison:
+    """The comparison that `samples` hold: every figure is a function of them alone."""
+    if not samples:
+        raise InputError("there are no samples to compare; give at least one")
+    seed = samples[0].seed
+    rows = tuple(_row(group) for group in by_prompt(samples))
+    before_P = [row.mean_before for row in rows]
+    after_P = [row.mean_after for row in rows]
+    diff_P = [row.difference for row in rows]
+    ids_before = [sample.token_ids_before for sample in samples]
+    ids_after = [sample.token_ids_after for sample in samples]
+    distinct_before, distinct_after, num_tokens = distinct_at_equal_tokens(ids_before, ids_after)
+    return Comparison(
+        before=before,
+        after=after,
+        num_prompts=len(rows),
+        num_completions=len(samples) // len(rows),
+        num_improved=sum(diff > 0 for diff in diff_P),
+        mean_before=fmean(before_P),
+        mean_after=fmean(after_P),
+        median_before=median(before_P),
+        median_after=median(after_P),
+        mean_difference=fmean(diff_P),
+        interval=bootstrap_interval(diff_P, seed),
+        p_value=paired_permutation_p(diff_P, seed),
+        p_value_exact=is_exact(len(rows)),
+        kl_per_sequence=fmean(sample.log_ratio_after for sample in samples),
+        distinct2_before=distinct_before,
+        distinct2_after=distinct_after,
+        distinct2_ratio=distinct_after / distinct_before if distinct_before else None,
+        distinct2_num_tokens=num_tokens,
+        mean_tokens_before=fmean(map(len, ids_before)),
+        mean_tokens_after=fmean(map(len, ids_after)),
+        seed=seed,
+        sampling=sampling,
+        rows=rows,
+        samples=tuple(samples),
+    )
+
+
+def recompute(path: Path) -> dict[str, Any]:
+    """Every figure of a comparison from its samples file: the same numbers as `Comparison.figures`.
+
+    Raises DataError, naming file and line, for a file that does not hold samples.
+    """
+    return summarise(read_samples(path)).figures()
+
+
+def _row(group: Sequence[Sample]) -> PromptRow:
+    mean_before = fmean(sample.score_before for sample in group)
+    mean_after = fmean(sample.score_after for sample in group)
+    first = group[0]
+    return PromptRow(first.prompt_id, first.prompt_text, mean_before, mean_after, mean_after - mean_before)
+
+
+def _check_groups(groups: Sequence[Group], side: Side, num_prompts: int, num_completions: int) -> None:
+    counts = [len(group.completions) for group in groups]
+    if counts != [num_completions] * num_prompts:
+        raise ModelError(
+            f"the engine of {side.name!r} returned {counts[:4]} completions for {len(groups)} prompts; "
+            f"it must return {num_completions} for each of {num_prompts}"
+        )
+
+
+def _score(scorer: Scorer, groups: Sequence[Group], num_completions: int) -> np.ndarray:
+    scores = np.asarray(scorer.score(groups).total_PG.tolist(), dtype=np.float64)
+    if scores.shape != (len(groups), num_completions):
+        raise RewardError(
+            f"the scorer returned scores of shape {scores.shape}; it must return {(len(groups), num_completions)}, "
+            "prompts by completions"
+        )
+    if not np.isfinite(scores).all():
+        p, g = map(int, np.argwhere(~np.isfinite(scores))[0])
+        raise RewardError(
+            f"the scorer gave {scores[p, g]} to completion {g} of prompt {groups[p].prompt.id!r}; scores must be finite"
+        )
+    return scores
+
+
+def _logps(side: Side, groups: Sequence[Group], num_completions: int) -> np.ndarray:
+    logps = np.asarray(side.logps(groups), dtype=np.float64)
+    if logps.size != len(groups) * num_completions:
+        raise ModelError(
+            f"the log-probs of {side.name!r} have shape {logps.shape}; give one sum for each of "
+            f"{len(groups)} x {num_completions} completions"
+        )
+    logps = logps.reshape(len(groups), num_completions)
+    if not np.isfinite(logps).all():
+        p, g = map(int, np.argwhere(~np.isfinite(logps))[0])
+        raise ModelError(
+            f"the log-prob by {side.name!r} of completion {g} of prompt {groups[p].prompt.id!r} is {logps[p, g]}; "
+            "it must be finite: check the model's weights"
+        )
+    return logps
+
+
+def _samples(
+    drawn: Sequence[Sequence[Group]], scored: Sequence[np.ndarray], logps: Sequence[Sequence[np.ndarray]], seed: int
+) -> list[Sample]:
+    samples: list[Sample] = []
+    for p, (first, second) in enumerate(zip(*drawn, strict=True)):
+        for g, (old, new) in enumerate(zip(first.completions, second.completions, strict=True)):
+            samples.append(
+                Sample(
+                    prompt_index=p,
+                    completion_index=g,
+                    prompt_id=first.prompt.id,
+                    prompt=first.prompt.content,
+                    prompt_token_ids=tuple(first.prompt_token_ids),
+                    token_ids_before=tuple(old.token_ids),
+                    token_ids_after=tuple(new.token_ids),
+                    text_before=old.text,
+                    text_after=new.text,
+                    score_before=float(scored[0][p, g]),
+                    score_after=float(scored[1][p, g]),
+                    logp_before_by_before=float(logps[0][0][p, g]),
+                    logp_before_by_after=float(logps[0][1][p, g]),
+                    logp_after_by_before=float(logps[1][0][p, g]),
+                    logp_after_by_after=float(logps[1][1][p, g]),
+                    finish_reason_before=old.finish_reason,
+                    finish_reason_after=new.finish_reason,
+                    seed=seed,
+                )
+            )
+    return samples

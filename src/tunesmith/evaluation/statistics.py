@@ -1,0 +1,154 @@
+"""Statistics of paired comparisons: permutation test, bootstrap interval, McNemar's test, distinct-n.
+
+Shape suffixes: P prompts. The unit of every test is the prompt, because completions of one prompt are not independent.
+"""
+
+from collections.abc import Iterable, Sequence
+from math import ceil
+
+import numpy as np
+
+from tunesmith.core.errors import InputError
+
+MAX_EXACT_PROMPTS = 16
+"""Up to this many prompts all 2^P sign patterns are enumerated: 65,536 sums, a few milliseconds."""
+
+_CHUNK = 1_000
+"""Random sign patterns or resamples held in memory at a time."""
+
+
+def paired_permutation_p(diff_P: Sequence[float], seed: int = 0, num: int = 10_000) -> float:
+    """The two-sided p-value of a mean difference under random signs (Fisher's paired permutation test).
+
+    The null hypothesis is that before and after are exchangeable within each prompt. With at most `MAX_EXACT_PROMPTS`
+    prompts every sign pattern is counted; with more, `num` random ones are drawn from `seed` and the observed pattern
+    counts as one of them, (1 + k) / (1 + num), so that p is never zero (Phipson and Smyth 2010).
+    Raises InputError for no differences or a non-finite one.
+    """
+    diff = _finite(diff_P)
+    observed = abs(float(diff.sum()))
+    # Sums of the same numbers in another order differ in the last bits; such a sum counts as equally extreme.
+    threshold = observed - 1e-12 * float(np.abs(diff).sum())
+    if is_exact(len(diff)):
+        # Flipping every sign leaves |sum| as it is, so the first sign can stay positive.
+        patterns = np.arange(2 ** (len(diff) - 1))[:, None]
+        bits = np.arange(len(diff) - 1)[None, :]
+        sums = diff[0] + (1.0 - 2.0 * ((patterns >> bits) & 1)) @ diff[1:]
+        return float(np.mean(np.abs(sums) >= threshold))
+    random = np.random.default_rng(seed)
+    num_extreme = 0
+    for start in range(0, num, _CHUNK):
+        shape = (min(_CHUNK, num - start), len(diff))
+        sums = (1.0 - 2.0 * random.integers(0, 2, size=shape)) @ diff
+        num_extreme += int(np.count_nonzero(np.abs(sums) >= threshold))
+    return (1 + num_extreme) / (1 + num)
+
+
+def is_exact(num_prompts: int) -> bool:
+    """True if `paired_permutation_p` enumerates all sign patterns for this many prompts."""
+    return num_prompts <= MAX_EXACT_PROMPTS
+
+
+def bootstrap_interval(
+    diff_P: Sequence[float], seed: int = 0, num: int = 10_000, confidence: float = 0.95
+) -> tuple[float, float]:
+    """The percentile bootstrap interval (low, high) of the mean difference, resampling prompts `num` times from `seed`.
+
+    Raises InputError for no differences, a non-finite one, or a confidence outside (0, 1).
+    """
+    if not 0 < confidence < 1:
+        raise InputError(f"confidence is {confidence}; give a share between 0 and 1, for example 0.95")
+    diff = _finite(diff_P)
+    random = np.random.default_rng(seed)
+    means = np.empty(num)
+    for start in range(0, num, _CHUNK):
+        stop = min(start + _CHUNK, num)
+        means[start:stop] = diff[random.integers(0, len(diff), size=(stop - start, len(diff)))].mean(axis=1)
+    tail = (1 - confidence) / 2
+    low, high = np.quantile(means, [tail, 1 - tail])
+    return float(low), float(high)
+
+
+def mcnemar(num_only_first: int, num_only_second: int) -> float:
+    """The exact two-sided p-value of McNemar's test from the two discordant counts; 1 if there are none.
+
+    `num_only_first` items are right by the first rater or model alone, `num_only_second` by the second alone. Under the
+    null hypothesis the split is a fair coin. Raises InputError for a negative count.
+    """
+    if num_only_first < 0 or num_only_second < 0:
+        raise InputError(
+            f"the discordant counts are {num_only_first} and {num_only_second}; give counts of zero or more"
+        )
+    total = num_only_first + num_only_second
+    term = tail = 1  # Integer binomial coefficients: exact at any size.
+    for k in range(1, min(num_only_first, num_only_second) + 1):
+        term = term * (total - k + 1) // k
+        tail += term
+    return min(1.0, 2 * tail / 2**total)
+
+
+def distinct_n(token_id_lists: Sequence[Sequence[int]], n: int = 2, num_tokens: int | None = None) -> float:
+    """The share of different n-grams among all n-grams inside the lists (Li et al. 2016); 0 if there is no n-gram.
+
+    It falls with the amount of text, so two sides are comparable only at an equal `num_tokens`: the first token of each
+    list, then the second of each list, until that many are taken. None takes all tokens.
+    """
+    if n < 1:
+        raise InputError(f"n is {n}; give 1 or more")
+    lengths = [len(ids) for ids in token_id_lists]
+    kept = lengths if num_tokens is None else even_lengths(lengths, num_tokens)
+    grams = [
+        tuple(ids[start : start + n])
+        for ids, length in zip(token_id_lists, kept, strict=True)
+        for start in range(length - n + 1)
+    ]
+    return len(set(grams)) / len(grams) if grams else 0.0
+
+
+def distinct_at_equal_tokens(
+    before: Sequence[Sequence[int]], after: Sequence[Sequence[int]], n: int = 2
+) -> tuple[float, float, int]:
+    """Distinct-n before, distinct-n after, and the number of tokens taken from each side: that of the shorter one."""
+    num_tokens = min(sum(map(len, before)), sum(map(len, after)))
+    return distinct_n(before, n, num_tokens), distinct_n(after, n, num_tokens), num_tokens
+
+
+def even_lengths(lengths: Sequence[int], num_tokens: int) -> list[int]:
+    """Prefix lengths that sum to `num_tokens`, filled position by position over all lists.
+
+    >>> even_lengths([1, 5, 3], 6)
+    [1, 3, 2]
+    """
+    if not 0 <= num_tokens <= sum(lengths):
+        raise InputError(f"num_tokens is {num_tokens}; the lists hold {sum(lengths)}, give a count up to that")
+    level = _full_level(lengths, num_tokens)
+    kept = [min(length, level) for length in lengths]
+    left = num_tokens - sum(kept)
+    for index, length in enumerate(lengths):
+        if left and length > level:
+            kept[index] += 1
+            left -= 1
+    return kept
+
+
+def _full_level(lengths: Sequence[int], num_tokens: int) -> int:
+    """The largest level for which cutting every list to it keeps at most `num_tokens` tokens."""
+    low, high = 0, max(lengths, default=0)
+    while low < high:
+        middle = ceil((low + high) / 2)
+        if sum(min(length, middle) for length in lengths) <= num_tokens:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _finite(values: Iterable[float]) -> np.ndarray:
+    """The values as a float64 vector; raises InputError if there are none or one is not finite."""
+    array = np.asarray(list(values), dtype=np.float64)
+    if array.ndim != 1 or not len(array):
+        raise InputError(f"the differences have shape {array.shape}; give one number for each prompt, at least one")
+    if not np.isfinite(array).all():
+        index = int(np.flatnonzero(~np.isfinite(array))[0])
+        raise InputError(f"difference {index} is {array[index]}; every prompt needs a finite score before and after")
+    return array

@@ -1,0 +1,85 @@
+"""A comparison as text for the terminal."""
+
+import unicodedata
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tunesmith.evaluation.compare import Comparison
+
+_BIDI_CONTROLS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+
+
+def comparison_table(comparison: Comparison, num_samples: int = 0) -> RenderableType:
+    """A rich renderable: the per-prompt table, the figures below it, and `num_samples` pairs of texts side by side."""
+    parts: list[RenderableType] = [_prompt_table(comparison), _figures(comparison)]
+    if num_samples:
+        parts.append(_sample_table(comparison, num_samples))
+    return Group(*parts)
+
+
+def _prompt_table(comparison: Comparison) -> Table:
+    title = f"{printable(comparison.before)} against {printable(comparison.after)}"
+    table = Table(title=Text(title), title_justify="left", show_edge=False, pad_edge=False)
+    table.add_column("prompt", ratio=1, overflow="ellipsis", no_wrap=True)
+    for name in ("before", "after", "difference"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in comparison.rows:
+        style = "green" if row.difference > 0 else "red" if row.difference < 0 else ""
+        table.add_row(
+            Text(printable(row.prompt)),
+            f"{row.mean_before:.3f}",
+            f"{row.mean_after:.3f}",
+            Text(f"{row.difference:+.3f}", style=style),
+        )
+    table.add_section()
+    table.add_row(
+        "mean", f"{comparison.mean_before:.3f}", f"{comparison.mean_after:.3f}", f"{comparison.mean_difference:+.3f}"
+    )
+    table.add_row("median", f"{comparison.median_before:.3f}", f"{comparison.median_after:.3f}", "")
+    return table
+
+
+def _figures(comparison: Comparison) -> Table:
+    c = comparison
+    ratio = "none" if c.distinct2_ratio is None else f"{c.distinct2_ratio:.2f}"
+    method = "exact" if c.p_value_exact else "Monte Carlo"
+    table = Table.grid(padding=(0, 2))
+    table.add_row("improved", f"{c.num_improved} of {c.num_prompts} prompts, {c.num_completions} completions of each")
+    table.add_row("p-value", f"{c.p_value:.2g} (paired permutation test over prompts, two-sided, {method})")
+    table.add_row("95 % interval", f"{c.interval[0]:+.3f} to {c.interval[1]:+.3f} (bootstrap of the mean difference)")
+    table.add_row("KL", f"{c.kl_per_sequence:.2f} nats per completion")
+    table.add_row(
+        "distinct-2",
+        f"{c.distinct2_before:.3f} before, {c.distinct2_after:.3f} after, ratio {ratio} "
+        f"(at {c.distinct2_num_tokens} tokens each)",
+    )
+    table.add_row("tokens", f"{c.mean_tokens_before:.1f} before, {c.mean_tokens_after:.1f} after, on average")
+    return table
+
+
+def _sample_table(comparison: Comparison, num_samples: int) -> Table:
+    """The first completion of each prompt, in the order of the prompts: no choice is made."""
+    table = Table(title="Samples", title_justify="left", show_lines=True)
+    table.add_column("prompt", ratio=1)
+    table.add_column("before", ratio=2)
+    table.add_column("after", ratio=2)
+    first = [sample for sample in comparison.samples if sample.completion_index == 0]
+    for sample in first[:num_samples]:
+        table.add_row(
+            Text(printable(sample.prompt_text)),
+            Text(f"{sample.score_before:+.3f}  {printable(sample.text_before)}"),
+            Text(f"{sample.score_after:+.3f}  {printable(sample.text_after)}"),
+        )
+    return table
+
+
+def printable(text: str) -> str:
+    """`text` on one line, without control characters and bidi overrides: model output must not steer the terminal."""
+    kept = (" " if char.isspace() else char for char in text if char.isspace() or not _steers(char))
+    return " ".join("".join(kept).split())
+
+
+def _steers(char: str) -> bool:
+    return unicodedata.category(char) in ("Cc", "Cs") or char in _BIDI_CONTROLS

@@ -1,0 +1,153 @@
+"""The model folder that a run leaves behind: plain `from_pretrained` loads it, without Tunesmith."""
+
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tunesmith.core.errors import ModelError, RunError
+from tunesmith.models.assets import SMOLLM2, SMOLLM2_HUB_ID, sync_folder
+from tunesmith.models.heads import PolicyWithValue, RewardModel, ScalarHead
+from tunesmith.models.loaded import quiet_transformers
+
+VALUE_HEAD_FILE = "value_head.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """What the README.md of a model folder says. `base_model` is the name that the run started from.
+
+    Example: `ModelCard(base_model="smollm2", algorithm="PPO", metrics={"reward": 0.7}, recipe={"run": {"steps": 9}})`.
+    """
+
+    base_model: str
+    algorithm: str
+    title: str = ""
+    description: str = ""
+    metrics: Mapping[str, object] = field(default_factory=dict[str, object])
+    recipe: Mapping[str, object] = field(default_factory=dict[str, object])
+
+
+def save_final(
+    model: PreTrainedModel | PolicyWithValue | RewardModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    card: ModelCard,
+    *,
+    value_head: ScalarHead | None = None,
+) -> Path:
+    """`folder`, with weights (safetensors), config, tokenizer, chat template, generation config and a model card.
+
+    A value head, given here or carried by a `PolicyWithValue`, lies beside them as `value_head.safetensors`. The folder
+    is written aside and moved into place, so it is whole or absent; one that was there is replaced.
+    Raises RunError if it cannot be written.
+    """
+    inner = model.model if isinstance(model, PolicyWithValue | RewardModel) else model
+    if isinstance(model, PolicyWithValue) and value_head is None:
+        value_head = model.value_head
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as aside:
+            content = Path(aside) / "content"
+            content.mkdir()
+            _save_model(inner, tokenizer, content)
+            if value_head is not None:
+                save_value_head(value_head, content)
+            (content / "README.md").write_text(render_card(card, inner), encoding="utf-8")
+            sync_folder(content)
+            if folder.exists():
+                os.replace(folder, Path(aside) / "replaced")
+            os.replace(content, folder)
+    except OSError as error:
+        raise RunError(
+            f"cannot write the model to {folder}: {error}; free some space or choose another run.dir"
+        ) from error
+    return folder
+
+
+def save_value_head(head: ScalarHead, folder: Path) -> None:
+    """Write `head` into `folder` as `value_head.safetensors`."""
+    save_file({name: tensor.contiguous() for name, tensor in head.state_dict().items()}, folder / VALUE_HEAD_FILE)
+
+
+def load_value_head(folder: Path, *, device: str | torch.device = "cpu") -> ScalarHead | None:
+    """The value head that lies in `folder`, or None. Raises ModelError if the file is no value head."""
+    path = folder / VALUE_HEAD_FILE
+    if not path.is_file():
+        return None
+    tensors = load_file(path)
+    if tensors.keys() != {"weight", "bias"}:
+        raise ModelError(f"{path} holds {', '.join(sorted(tensors))}; a value head has weight and bias")
+    head = ScalarHead(tensors["weight"].shape[1])
+    head.load_state_dict(tensors)
+    return head.to(device)
+
+
+def render_card(card: ModelCard, model: PreTrainedModel) -> str:
+    """The text of the model card: YAML front matter as the hub reads it, then what was done and how to load it."""
+    is_classifier = not model.can_generate()
+    front: dict[str, object] = {
+        "library_name": "transformers",
+        "pipeline_tag": "text-classification" if is_classifier else "text-generation",
+        "tags": ["tunesmith", "rlhf", card.algorithm.lower().replace(" ", "-")],
+    }
+    if hub_id := _hub_id(card.base_model):
+        front["base_model"] = hub_id
+    auto_class = "AutoModelForSequenceClassification" if is_classifier else "AutoModelForCausalLM"
+    title = card.title or f"{Path(card.base_model).name} after {card.algorithm}"
+    parts = [
+        f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---\n",
+        f"# {title}\n",
+        f"{card.description}\n" if card.description else "",
+        f"Trained from `{card.base_model}` with Tunesmith ({card.algorithm}).\n",
+        f"## Use\n\n```python\nfrom transformers import {auto_class}, AutoTokenizer\n\n"
+        f'model = {auto_class}.from_pretrained("path/to/this/folder")\n'
+        'tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")\n```\n',
+    ]
+    if card.metrics:
+        rows = "\n".join(f"| `{name}` | {_figure(value)} |" for name, value in card.metrics.items())
+        parts.append(f"## Figures\n\n| metric | value |\n|---|---|\n{rows}\n")
+    if card.recipe:
+        recipe = yaml.safe_dump(dict(card.recipe), sort_keys=False, allow_unicode=True)
+        parts.append(f"## Recipe\n\n```yaml\n{recipe}```\n")
+    return "\n".join(part for part in parts if part)
+
+
+def _save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    # Training runs without the cache of generation; whoever loads the folder wants it.
+    use_cache, model.config.use_cache = model.config.use_cache, True
+    generation_config = model.generation_config if model.can_generate() else None
+    if generation_config is not None and generation_config.eos_token_id is None:
+        generation_config.eos_token_id = tokenizer.eos_token_id
+    if generation_config is not None and generation_config.pad_token_id is None:
+        generation_config.pad_token_id = tokenizer.pad_token_id
+    try:
+        with quiet_transformers():
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+    except ValueError as error:
+        # Old repositories carry sampling values without do_sample, which the library reads but refuses to write.
+        raise RunError(
+            f"the library refuses to write this model ({error}); correct its generation_config.json"
+        ) from error
+    finally:
+        model.config.use_cache = use_cache
+
+
+def _hub_id(name: str) -> str | None:
+    """The hub id of `name` if it has one: the hub links a card to it, and rejects a local path there."""
+    if name == SMOLLM2:
+        return SMOLLM2_HUB_ID
+    parts = name.split("/")
+    is_hub_id = len(parts) == 2 and all(parts) and parts[0] not in (".", "..", "~") and not Path(name).exists()
+    return name if is_hub_id else None
+
+
+def _figure(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

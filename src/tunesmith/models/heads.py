@@ -1,0 +1,175 @@
+"""Scalar heads, and the models that carry one: policy with values, separate critic, reward model.
+
+Dimension letters: B sequences, S positions of the whole sequence, T completion positions, H hidden, K labels.
+
+Heads are float32 and work on `hidden.float()` whatever the dtype of the trunk: the differences of rewards and values
+that matter are smaller than what bfloat16 resolves.
+"""
+
+import copy
+from typing import Literal, cast
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tunesmith.core.errors import ModelError
+from tunesmith.models.logprob import TokenScores, critic_values, hidden_states, length_mask, token_logps
+
+RewardTransform = Literal["raw", "log_odds"]
+
+
+class ScalarHead(nn.Module):
+    """One float32 number per hidden state. It starts at zero, so that a new value head predicts nothing at first."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, hidden_size))
+        self.bias = nn.Parameter(torch.zeros(1))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The number for each state: the shape of `hidden` without its last dimension."""
+        return functional.linear(hidden.float(), self.weight.float(), self.bias.float()).squeeze(-1)
+
+
+class PolicyWithValue(nn.Module):
+    """A language model and, if asked for, a value head on its last hidden states: one trunk, one pass."""
+
+    def __init__(self, model: PreTrainedModel, *, with_value_head: bool = True) -> None:
+        super().__init__()
+        self.model = model
+        self.value_head = ScalarHead(hidden_size(model)).to(model.device) if with_value_head else None
+
+    def forward(
+        self,
+        ids_BS: torch.Tensor,
+        lengths_B: torch.Tensor,
+        *,
+        prompt_lengths_B: torch.Tensor,
+        temperature: float = 1.0,
+    ) -> TokenScores:
+        """Log-probs, entropies and values of the completion tokens; see `logprob.token_logps`."""
+        return token_logps(
+            self.model,
+            ids_BS,
+            lengths_B,
+            prompt_lengths_B=prompt_lengths_B,
+            temperature=temperature,
+            value_head=self.value_head,
+        )
+
+
+class Critic(nn.Module):
+    """A value model of its own: the trunk of `model`, trainable, and a value head. The model's output layer is dropped.
+
+    The trunk is taken over, not copied; `from_policy` copies.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.trunk = cast(PreTrainedModel, model.base_model).requires_grad_(True)
+        self.value_head = ScalarHead(hidden_size(model)).to(model.device)
+
+    @classmethod
+    def from_policy(cls, model: PreTrainedModel) -> "Critic":
+        """A critic that starts from a copy of the policy's trunk; no storage is shared."""
+        return cls(copy.deepcopy(cast(PreTrainedModel, model.base_model)))
+
+    def forward(self, ids_BS: torch.Tensor, lengths_B: torch.Tensor, *, prompt_lengths_B: torch.Tensor) -> torch.Tensor:
+        """value_BT; see `logprob.critic_values`."""
+        return critic_values(self, ids_BS, lengths_B, prompt_lengths_B)
+
+
+class RewardModel(nn.Module):
+    """A sequence classifier that gives each sequence one reward.
+
+    A decoder in the standard layout (`score`) is read at the last token of each row, found by length and never by a pad
+    id. Any other classifier, such as a BERT, pools as its own forward does. With several labels, `label` picks the
+    logit; `log_odds` subtracts the log-sum-exp of the others. Raises ModelError for a label that the model lacks.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        label: str | int | None = None,
+        transform: RewardTransform = "raw",
+        source: str = "",
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.tokenizer = tokenizer
+        self.source = source
+        self.transform = transform
+        self.label_index = _label_index(model, label, transform)
+        if isinstance(score := self._score(), nn.Linear):
+            score.float()
+
+    @property
+    def pools_last_token(self) -> bool:
+        """True for the decoder layout: the reward is read at the last token, so the ids of a rollout can be scored."""
+        return isinstance(self._score(), nn.Linear)
+
+    def score_sequences(self, ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+        """reward_B in float32, of right-padded rows with `lengths_B` real ids each (at least 1)."""
+        if int(lengths_B.min()) < 1 or int(lengths_B.max()) > ids_BS.shape[1]:
+            raise ModelError(
+                f"lengths {lengths_B.tolist()} do not fit {ids_BS.shape[1]} columns; each row needs 1 token or more"
+            )
+        ids_BS = ids_BS[:, : int(lengths_B.max())]
+        return self._pick(self._logits(ids_BS, lengths_B))
+
+    def forward(self, ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+        """reward_B; see `score_sequences`."""
+        return self.score_sequences(ids_BS, lengths_B)
+
+    def _score(self) -> nn.Module | None:
+        return getattr(self.model, "score", None)
+
+    def _logits(self, ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+        score = self._score()
+        if not isinstance(score, nn.Linear):
+            mask_BS = length_mask(lengths_B, ids_BS.shape[1])
+            return self.model(input_ids=ids_BS, attention_mask=mask_BS.long()).logits.float()
+        hidden_BSH = hidden_states(cast(PreTrainedModel, self.model.base_model), ids_BS, lengths_B)
+        last_BH = hidden_BSH[torch.arange(len(ids_BS), device=ids_BS.device), lengths_B - 1]
+        bias = None if score.bias is None else score.bias.float()
+        return functional.linear(last_BH.float(), score.weight.float(), bias)
+
+    def _pick(self, logits_BK: torch.Tensor) -> torch.Tensor:
+        chosen_B = logits_BK[:, self.label_index]
+        if self.transform == "raw":
+            return chosen_B
+        others = [index for index in range(logits_BK.shape[1]) if index != self.label_index]
+        return chosen_B - logits_BK[:, others].logsumexp(-1)
+
+
+def hidden_size(model: PreTrainedModel) -> int:
+    """Width of the model's hidden states."""
+    return int(model.config.get_text_config().hidden_size)
+
+
+def _label_index(model: PreTrainedModel, label: str | int | None, transform: RewardTransform) -> int:
+    num_labels = int(model.config.num_labels or 1)
+    names = {int(index): str(name) for index, name in (model.config.id2label or {}).items() if index is not None}
+    allowed = ", ".join(f"{index} ({names.get(index, '?')})" for index in range(num_labels))
+    if num_labels == 1:
+        if transform == "log_odds":
+            raise ModelError(
+                "log_odds compares a label with the others, but the model has one label; use transform raw"
+            )
+        if label not in (None, 0, names.get(0)):
+            raise ModelError(f"the model has no label {label!r}; it has one label, so leave label out")
+        return 0
+    if label is None:
+        raise ModelError(f"the model has {num_labels} labels and none was chosen; set label to one of {allowed}")
+    if isinstance(label, int) or label.isdecimal():
+        if 0 <= int(label) < num_labels:
+            return int(label)
+    else:
+        for index, name in names.items():
+            if name.lower() == label.lower():
+                return index
+    raise ModelError(f"the model has no label {label!r}; its labels are {allowed}")

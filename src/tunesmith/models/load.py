@@ -1,0 +1,262 @@
+"""Models by name: hub id, local folder, run folder, GGUF file, `smollm2`, `scratch`, `tiny:<family>`.
+
+Weights are read from safetensors alone (a pickle can run code), and no code is ever taken from a model's repository.
+"""
+
+import copy
+import re
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from tunesmith.config.schema import ModelSection
+from tunesmith.core.errors import ModelError
+from tunesmith.models import assets, tiny
+from tunesmith.models.heads import RewardModel, RewardTransform
+from tunesmith.models.loaded import LoadedModel, disable_dropout, quiet_transformers
+from tunesmith.models.tokenizer import spare_pad_token
+
+__all__ = [
+    "LoadedModel",
+    "compute_dtype",
+    "count_parameters",
+    "find_folder",
+    "frozen_copy",
+    "load_policy",
+    "load_reward_model",
+    "new_reward_model",
+]
+
+_FORMS = "a hub id, a local folder, a run folder, a .gguf file, smollm2, scratch, or tiny:<family>"
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.h5", "*.msgpack")
+_TINY = "tiny:"
+
+
+def load_policy(
+    section: ModelSection, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+) -> LoadedModel:
+    """The language model that `section` names, in evaluation mode without dropout, with its right-padding tokenizer.
+
+    `dtype` overrides the section's. A tokenizer without a padding token pads with its eos: lengths make the masks.
+    Raises ModelError for a name that leads nowhere or to something that is no language model.
+    """
+    dtype = dtype or compute_dtype(section.dtype, device)
+    if _is_built_in_code(section.name):
+        loaded = _build_in_code(section.name, section.seed, dtype)
+    else:
+        folder = find_folder(section.name)
+        model = _from_folder(AutoModelForCausalLM, folder, section.name, dtype)
+        loaded = LoadedModel(model, load_tokenizer(folder, section.name), section.name, dtype)
+    _prepare(loaded.model, device, gradient_checkpointing=section.gradient_checkpointing)
+    return loaded
+
+
+def new_reward_model(
+    section: ModelSection, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+) -> RewardModel:
+    """A reward model on the trunk of the model that `section` names, with a fresh score head drawn from `section.seed`.
+
+    The weights of the head have standard deviation 1/sqrt(H + 1) (Stiennon et al. 2020). A model that already is a
+    single-label classifier keeps its head. The padding token is one that never ends a sequence, if one can be spared.
+    """
+    dtype = dtype or compute_dtype(section.dtype, device)
+    if _is_built_in_code(section.name):
+        policy = _build_in_code(section.name, section.seed, dtype)
+        tokenizer, model = policy.tokenizer, _classifier_on(policy.model, dtype)
+        has_head = False
+    else:
+        folder = find_folder(section.name)
+        tokenizer = load_tokenizer(folder, section.name)
+        model, missing = _from_pretrained(AutoModelForSequenceClassification, folder, section.name, dtype, num_labels=1)
+        has_head = "score.weight" not in missing
+    if not isinstance(getattr(model, "score", None), nn.Linear):
+        raise ModelError(
+            f"{section.name!r} ({type(model).__name__}) has no score head on its last token, so it cannot "
+            "be trained as a reward model; take a decoder such as Llama, Qwen, Gemma or GPT-2"
+        )
+    if not has_head:
+        _draw_score(model, section.seed)
+    if spare := spare_pad_token(tokenizer):
+        tokenizer.pad_token = spare
+    model.config.pad_token_id = tokenizer.pad_token_id
+    _prepare(model, device, gradient_checkpointing=section.gradient_checkpointing)
+    return RewardModel(model, tokenizer, source=section.name)
+
+
+def load_reward_model(
+    name: str,
+    *,
+    label: str | int | None = None,
+    transform: RewardTransform = "raw",
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+) -> RewardModel:
+    """The trained reward model or classifier `name`, frozen; `label` and `transform` say which logit is the reward.
+
+    Raises ModelError if `name` is no sequence classifier, or if it has several labels and none was chosen.
+    """
+    dtype = dtype or compute_dtype("auto", device)
+    if _is_built_in_code(name):
+        raise ModelError(f"{name!r} has no trained reward head; give a run folder, a local folder or a hub id")
+    folder = find_folder(name)
+    model, missing = _from_pretrained(AutoModelForSequenceClassification, folder, name, dtype)
+    if missing:
+        raise ModelError(
+            f"{name!r} is no reward model: its weights lack {', '.join(sorted(missing)[:3])}; "
+            "give a sequence classifier, for example the run folder of `tunesmith train reward`"
+        )
+    _prepare(model, device)
+    reward_model = RewardModel(model, load_tokenizer(folder, name), label=label, transform=transform, source=name)
+    return reward_model.eval().requires_grad_(False)
+
+
+def find_folder(name: str) -> Path:
+    """The local folder with the files of the model `name`, after download or conversion where needed.
+
+    A run folder leads to its `final/`. Raises ModelError if there is none, or if its weights are not safetensors.
+    """
+    path = Path(name).expanduser()
+    if name == assets.SMOLLM2:
+        return assets.resolve(name)
+    if path.is_file() and path.suffix.lower() == ".gguf":
+        return assets.convert_gguf(path)
+    if path.is_dir():
+        return _checked_folder(path, name)
+    if path.exists() or not _HUB_ID.fullmatch(name) or path.suffix.lower() == ".gguf":
+        what = "is no model folder or .gguf file" if path.exists() else "does not exist and is no hub id"
+        raise ModelError(f"the model {name!r} {what}; give {_FORMS}")
+    return _checked_folder(assets.download_from_hub(name), name)
+
+
+def load_tokenizer(folder: Path, name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer in `folder`, padding on the right, with its eos as padding token if it has none."""
+    try:
+        with quiet_transformers():
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelError(
+            f"cannot load a tokenizer for {name!r} ({_first_line(error)}); add its tokenizer.json"
+        ) from error
+    tokenizer.padding_side = "right"
+    if tokenizer.pad_token is None and tokenizer.eos_token is not None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of `model` with storage of its own, in evaluation mode, that takes no gradients: the reference policy."""
+    twin = copy.deepcopy(model)
+    twin.zero_grad(set_to_none=True)
+    return twin.eval().requires_grad_(False)
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Number of parameters; tied ones count once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def compute_dtype(requested: str, device: str | torch.device = "cpu") -> torch.dtype:
+    """The dtype called `requested` in a recipe: for `auto`, bfloat16 where the device computes in it.
+
+    Otherwise `auto` is float32 on a CPU, where emulated bfloat16 is several times slower, and float16 on a GPU.
+    """
+    named = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if requested in named:
+        return named[requested]
+    if requested != "auto":
+        raise ModelError(f"there is no dtype {requested!r}; give auto, {', '.join(named)}")
+    if torch.device(device).type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if has_bf16 else torch.float32
+
+
+def _is_built_in_code(name: str) -> bool:
+    return name == "scratch" or name.startswith(_TINY)
+
+
+def _build_in_code(name: str, seed: int, dtype: torch.dtype) -> LoadedModel:
+    if name == "scratch":
+        return tiny.scratch_model(seed, dtype=dtype)
+    return tiny.tiny_model(name.removeprefix(_TINY), seed, dtype=dtype)
+
+
+def _checked_folder(folder: Path, name: str) -> Path:
+    final = folder / "final"
+    if (final / "config.json").is_file():
+        folder = final
+    elif (folder / "recipe.yaml").is_file() and not (folder / "config.json").is_file():
+        raise ModelError(f"the run {name!r} has no final/ model: it did not finish; give another run or a model folder")
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"the folder of {name!r} holds no config.json, so it is no model; give {_FORMS}")
+    if any(folder.glob("*.safetensors")):
+        return folder
+    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+    found = f"only {', '.join(pickles[:3])}, which can run code when read" if pickles else "no weights"
+    raise ModelError(
+        f"{name!r} has {found}; Tunesmith reads safetensors alone. Take a revision with safetensors, or convert "
+        "it with `save_pretrained` in a place where you trust the file"
+    )
+
+
+def _from_folder(auto_class: type, folder: Path, name: str, dtype: torch.dtype) -> PreTrainedModel:
+    model, missing = _from_pretrained(auto_class, folder, name, dtype)
+    if missing:
+        raise ModelError(
+            f"{name!r} is no complete language model: its weights lack {', '.join(sorted(missing)[:3])}; "
+            "give a causal language model"
+        )
+    return model
+
+
+def _from_pretrained(
+    auto_class: type, folder: Path, name: str, dtype: torch.dtype, **options: object
+) -> tuple[PreTrainedModel, set[str]]:
+    """The model and the names of parameters that its files lack."""
+    try:
+        with quiet_transformers():
+            model, info = auto_class.from_pretrained(  # type: ignore[attr-defined]
+                folder, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True, **options
+            )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise ModelError(f"cannot load {name!r} from {folder} ({_first_line(error)}); give {_FORMS}") from error
+    return model, set(info["missing_keys"])
+
+
+def _classifier_on(policy: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    config = copy.deepcopy(policy.config)
+    config.num_labels = 1
+    model = AutoModelForSequenceClassification.from_config(config).to(dtype)
+    model.base_model.load_state_dict(policy.base_model.state_dict())
+    return model
+
+
+def _draw_score(model: PreTrainedModel, seed: int) -> None:
+    score: nn.Linear = model.score  # type: ignore[assignment]
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(score.weight.shape, generator=generator) / (score.in_features + 1) ** 0.5
+    score.weight = nn.Parameter(drawn)
+
+
+def _prepare(model: PreTrainedModel, device: str | torch.device, *, gradient_checkpointing: bool = False) -> None:
+    disable_dropout(model)
+    model.to(device)  # type: ignore[arg-type]
+    model.eval()
+    model.config.use_cache = False
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

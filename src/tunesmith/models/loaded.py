@@ -1,0 +1,49 @@
+"""The record of a loaded model, and two settings that every loader applies."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model with its tokenizer; `source` is the name that it was asked for by, `dtype` that of its weights."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    source: str
+    dtype: torch.dtype
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Set every dropout probability of `model` to zero; its config, and so what is exported, stays as it was.
+
+    The ratio of PPO compares two passes over the same tokens; with dropout it would differ from 1 before any update.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0  # type: ignore[assignment]
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Hold back the bars and warnings of transformers while local files are read or written; errors still raise."""
+    had_bars, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if had_bars:
+            transformers_logging.enable_progress_bar()

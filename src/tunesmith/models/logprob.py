@@ -1,0 +1,277 @@
+"""Log-probs of the tokens of completions: the hot path of PPO on a CPU.
+
+Dimension letters: B sequences, T completion positions, S positions of the whole sequence, N completion tokens of the
+batch in row order, R rows of a block, V vocabulary, H hidden.
+
+The trunk runs over whole sequences; logits are made for the N positions that predict a completion token and for no
+other. A hook in front of the model's own output layer picks those rows, so that whatever the model does to its logits
+afterwards (soft-capping in Gemma 2, scaling in Cohere and Granite) is done by its own code.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from tunesmith.core.errors import ModelError
+
+_BLOCK_ROWS = 16
+"""Rows of logits worked on at a time: at V = 49152 a block in float32 is 3 MB and stays in the CPU's cache."""
+
+_LOGITS_BYTES = 256 * 1024 * 1024
+"""Without gradients, rows of the batch are taken in chunks whose float32 logits stay below this."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """Per completion token, right padded with zeros: column t belongs to the t-th completion token of the row.
+
+    `logp_BT`: nats; `entropy_BT`: nats, of the distribution the token was drawn from; `value_BT`: value of the state
+    before the token was drawn, None without a value head. All float32.
+    """
+
+    logp_BT: torch.Tensor
+    entropy_BT: torch.Tensor
+    value_BT: torch.Tensor | None = None
+
+
+def token_logps(
+    model: PreTrainedModel,
+    ids_BS: torch.Tensor,
+    lengths_B: torch.Tensor,
+    *,
+    prompt_lengths_B: torch.Tensor,
+    temperature: float = 1.0,
+    value_head: nn.Module | None = None,
+) -> TokenScores:
+    """Log-prob and entropy of each completion token under softmax(logits / temperature), and values with a head.
+
+    `ids_BS` is right padded; row b has `lengths_B[b]` real ids, of which the first `prompt_lengths_B[b]` (at least 1)
+    are the prompt. The log-softmax is in float32 whatever the dtype of the weights. T is the longest completion.
+    Gradients flow to the model and the head; without them, rows go in chunks that bound the memory of the logits.
+    """
+    _check(ids_BS, lengths_B, prompt_lengths_B, temperature)
+    chunk = len(ids_BS) if torch.is_grad_enabled() else _rows_per_chunk(model, lengths_B - prompt_lengths_B)
+    num_columns = int((lengths_B - prompt_lengths_B).max())
+    parts: list[TokenScores] = []
+    for start in range(0, len(ids_BS), chunk):
+        rows = slice(start, start + chunk)
+        parts.append(
+            _scores(
+                model,
+                value_head,
+                _Layout(ids_BS[rows], lengths_B[rows], prompt_lengths_B[rows], num_columns),
+                temperature,
+            )
+        )
+    if len(parts) == 1:
+        return parts[0]
+    values = [part.value_BT for part in parts if part.value_BT is not None]
+    return TokenScores(
+        torch.cat([part.logp_BT for part in parts]),
+        torch.cat([part.entropy_BT for part in parts]),
+        torch.cat(values) if values else None,
+    )
+
+
+def token_logps_reference(
+    model: PreTrainedModel,
+    ids_BS: torch.Tensor,
+    lengths_B: torch.Tensor,
+    *,
+    prompt_lengths_B: torch.Tensor,
+    temperature: float = 1.0,
+) -> TokenScores:
+    """The definition of `token_logps`: one row at a time, no padding, logits of every position, plain log-softmax."""
+    num_columns = int((lengths_B - prompt_lengths_B).max())
+    logp_BT, entropy_BT = [], []
+    for ids_S, length, prompt_length in zip(ids_BS, lengths_B.tolist(), prompt_lengths_B.tolist(), strict=True):
+        logits_SV = model(ids_S[None, :length]).logits[0, prompt_length - 1 : length - 1].float() / temperature
+        logp_TV = logits_SV.log_softmax(-1)
+        padding = (0, num_columns - (length - prompt_length))
+        chosen_T = logp_TV.gather(-1, ids_S[prompt_length:length, None])[:, 0]
+        logp_BT.append(nn.functional.pad(chosen_T, padding))
+        entropy_BT.append(nn.functional.pad(-(logp_TV.exp() * logp_TV).sum(-1), padding))
+    return TokenScores(torch.stack(logp_BT), torch.stack(entropy_BT))
+
+
+def chosen_logp_entropy(
+    logits_NV: torch.Tensor, ids_N: torch.Tensor, temperature: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logp_N, entropy_N) of `softmax(logits / temperature)` in float32, with gradients to the logits.
+
+    Keeps the logits and one number per row for the backward pass; the plain form keeps two more [N, V] tensors.
+    """
+    return _ChosenLogpEntropy.apply(logits_NV, ids_N, temperature)  # type: ignore[return-value]
+
+
+def chosen_logp_entropy_reference(
+    logits_NV: torch.Tensor, ids_N: torch.Tensor, temperature: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The definition of `chosen_logp_entropy`, in plain autograd."""
+    logp_NV = (logits_NV.float() / temperature).log_softmax(-1)
+    return logp_NV.gather(-1, ids_N[:, None])[:, 0], -(logp_NV.exp() * logp_NV).sum(-1)
+
+
+def length_mask(lengths_B: torch.Tensor, num_columns: int) -> torch.Tensor:
+    """mask_BT: True for the first `lengths_B[b]` of `num_columns` columns. Never made from a pad id."""
+    return torch.arange(num_columns, device=lengths_B.device)[None] < lengths_B[:, None]
+
+
+class _ChosenLogpEntropy(torch.autograd.Function):
+    """With z = logits / temperature and H the entropy: d logp / dz = onehot - p, d H / dz = -p (log p + H)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_NV: torch.Tensor, ids_N: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        num_rows = logits_NV.shape[0]
+        logp_N, entropy_N, lse_N = logits_NV.new_empty((3, num_rows), dtype=torch.float32).unbind()
+        for start in range(0, num_rows, _BLOCK_ROWS):
+            rows = slice(start, start + _BLOCK_ROWS)
+            z_RV = _scaled(logits_NV[rows], temperature)
+            chosen_R = z_RV.gather(-1, ids_N[rows, None])[:, 0]
+            lse_R = z_RV.logsumexp(-1)
+            p_RV = (z_RV - lse_R[:, None]).exp_()
+            logp_N[rows], lse_N[rows] = chosen_R - lse_R, lse_R
+            # H = lse - sum p z, as a product of each row with itself: no further [R, V] tensor.
+            entropy_N[rows] = lse_R - torch.linalg.vecdot(p_RV, z_RV)
+        ctx.save_for_backward(logits_NV, ids_N, lse_N, entropy_N)
+        ctx.temperature = temperature
+        ctx.set_materialize_grads(False)
+        return logp_N, entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
+        logits_NV, ids_N, lse_N, entropy_N = ctx.saved_tensors
+        logp_grad_N, entropy_grad_N = grads
+        if logp_grad_N is None and entropy_grad_N is None:
+            return None, None, None
+        grad_NV = torch.empty_like(logits_NV)
+        for start in range(0, logits_NV.shape[0], _BLOCK_ROWS):
+            rows = slice(start, start + _BLOCK_ROWS)
+            block_RV = _scaled(logits_NV[rows], ctx.temperature).sub(lse_N[rows, None])
+            factor_RV = torch.zeros_like(lse_N[rows, None]) if logp_grad_N is None else logp_grad_N[rows, None]
+            if entropy_grad_N is not None:
+                factor_RV = factor_RV + (block_RV + entropy_N[rows, None]).mul_(entropy_grad_N[rows, None])
+            block_RV.exp_().mul_(factor_RV).neg_()
+            if logp_grad_N is not None:
+                block_RV.scatter_add_(-1, ids_N[rows, None], logp_grad_N[rows, None])
+            grad_NV[rows] = block_RV if ctx.temperature == 1.0 else block_RV.div_(ctx.temperature)
+        return grad_NV, None, None
+
+
+def _scaled(logits_RV: torch.Tensor, temperature: float) -> torch.Tensor:
+    logits_RV = logits_RV.float()
+    return logits_RV if temperature == 1.0 else logits_RV / temperature
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Some rows of the batch, and the number of columns of the result."""
+
+    ids_BS: torch.Tensor
+    lengths_B: torch.Tensor
+    prompt_lengths_B: torch.Tensor
+    num_columns: int
+
+    def trimmed_ids(self) -> torch.Tensor:
+        """ids_BS without the columns that are padding in every row."""
+        return self.ids_BS[:, : int(self.lengths_B.max())]
+
+    def state_positions(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(row_N, position_N, column_N): the state before each completion token, and its column in the result."""
+        mask_BT = length_mask(self.lengths_B - self.prompt_lengths_B, self.num_columns)
+        row_N, column_N = mask_BT.nonzero(as_tuple=True)
+        return row_N, column_N + self.prompt_lengths_B[row_N] - 1, column_N
+
+    def spread(self, score_N: torch.Tensor, row_N: torch.Tensor, column_N: torch.Tensor) -> torch.Tensor:
+        """score_BT with zeros in the padding columns."""
+        zeros_BT = score_N.new_zeros((len(self.ids_BS), self.num_columns))
+        return zeros_BT.index_put((row_N, column_N), score_N)
+
+
+def _scores(model: PreTrainedModel, value_head: nn.Module | None, layout: _Layout, temperature: float) -> TokenScores:
+    ids_BS = layout.trimmed_ids()
+    row_N, position_N, column_N = layout.state_positions()
+    logits_NV, hidden_NH = _logits_at(model, ids_BS, layout.lengths_B, row_N, position_N)
+    logp_N, entropy_N = chosen_logp_entropy(logits_NV, ids_BS[row_N, position_N + 1], temperature)
+    value_BT = None if value_head is None else layout.spread(value_head(hidden_NH), row_N, column_N)
+    return TokenScores(layout.spread(logp_N, row_N, column_N), layout.spread(entropy_N, row_N, column_N), value_BT)
+
+
+def _logits_at(
+    model: PreTrainedModel, ids_BS: torch.Tensor, lengths_B: torch.Tensor, row_N: torch.Tensor, position_N: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logits_NV, hidden_NH) of the states at (row, position), from one pass of the model."""
+    output_layer = model.get_output_embeddings()
+    if output_layer is None:
+        raise ModelError(f"{type(model).__name__} has no output layer; give a causal language model")
+    picked: list[torch.Tensor] = []
+
+    def pick(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:
+        picked.append(inputs[0][row_N, position_N])
+        return (picked[0][None],)
+
+    handle = output_layer.register_forward_pre_hook(pick)
+    try:
+        mask_BS = length_mask(lengths_B, ids_BS.shape[1])
+        logits_1NV = model(input_ids=ids_BS, attention_mask=mask_BS.long(), use_cache=False).logits
+    finally:
+        handle.remove()
+    return logits_1NV[0], picked[0]
+
+
+def hidden_states(trunk: PreTrainedModel, ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+    """hidden_BSH of a model without output layer, over right-padded rows; padding positions hold arbitrary numbers."""
+    mask_BS = length_mask(lengths_B, ids_BS.shape[1])
+    return trunk(input_ids=ids_BS, attention_mask=mask_BS.long(), use_cache=False).last_hidden_state
+
+
+class TrunkAndHead(Protocol):
+    """What `critic_values` needs: `heads.Critic` has it."""
+
+    @property
+    def trunk(self) -> PreTrainedModel:
+        """The model without output layer."""
+        ...
+
+    @property
+    def value_head(self) -> nn.Module:
+        """One number for each hidden state."""
+        ...
+
+
+def critic_values(
+    critic: TrunkAndHead, ids_BS: torch.Tensor, lengths_B: torch.Tensor, prompt_lengths_B: torch.Tensor
+) -> torch.Tensor:
+    """value_BT: a critic's value of the state before each completion token, laid out as in `TokenScores`."""
+    _check(ids_BS, lengths_B, prompt_lengths_B)
+    layout = _Layout(ids_BS, lengths_B, prompt_lengths_B, int((lengths_B - prompt_lengths_B).max()))
+    row_N, position_N, column_N = layout.state_positions()
+    hidden_BSH = hidden_states(critic.trunk, layout.trimmed_ids(), lengths_B)
+    return layout.spread(critic.value_head(hidden_BSH[row_N, position_N]), row_N, column_N)
+
+
+def _rows_per_chunk(model: PreTrainedModel, completion_lengths_B: torch.Tensor) -> int:
+    vocabulary = model.get_output_embeddings().weight.shape[0]  # type: ignore[union-attr]
+    row_bytes = 4 * vocabulary * int(completion_lengths_B.max())
+    return max(1, _LOGITS_BYTES // row_bytes)
+
+
+def _check(
+    ids_BS: torch.Tensor, lengths_B: torch.Tensor, prompt_lengths_B: torch.Tensor, temperature: float = 1.0
+) -> None:
+    if temperature <= 0:
+        raise ModelError(f"temperature is {temperature}; log-probs need a temperature above 0")
+    if int(prompt_lengths_B.min()) < 1:
+        raise ModelError(
+            "a row has an empty prompt; its first token has no state before it, so give each row a prompt token"
+        )
+    if int((lengths_B - prompt_lengths_B).min()) < 0 or int(lengths_B.max()) > ids_BS.shape[1]:
+        raise ModelError(
+            f"lengths do not fit: lengths {lengths_B.tolist()}, prompts {prompt_lengths_B.tolist()}, "
+            f"{ids_BS.shape[1]} columns; need prompt <= length <= columns in each row"
+        )

@@ -1,0 +1,146 @@
+"""Text and messages to token ids and back. Every id that a model sees comes from here or from a rollout engine.
+
+A sequence that ends by itself ends with its end-of-sequence token as the last id, as in a rollout: what a chat template
+writes after it (ChatML: a newline) is left out, so that a reward model sees the same ids in training and in PPO.
+"""
+
+from collections.abc import Sequence
+
+from jinja2.exceptions import TemplateError
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tunesmith.core.errors import DataError, ModelError
+from tunesmith.schema.records import Message, Prompt, Text
+
+
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, *, max_tokens: int | None = None
+) -> tuple[int, ...]:
+    """Token ids of a prompt that a completion is to follow.
+
+    A prompt that carries token ids keeps them. Text is encoded as it stands, with a leading special token only where
+    the tokenizer adds one by itself; an empty text becomes the begin-of-sequence token. Messages go through the chat
+    template with the opening of the assistant's turn; if the last message is the assistant's, it is continued.
+    Raises DataError for a prompt of no tokens or of more than `max_tokens`, ModelError if there is no chat template.
+    """
+    bos_id = _special_id(tokenizer.bos_token_id)
+    ids = _encode_content(tokenizer, prompt)
+    if not ids and bos_id is not None:
+        ids = (bos_id,)
+    if not ids:
+        raise DataError(
+            f"prompt {prompt.id} is empty and the tokenizer has no begin-of-sequence token; give it some text"
+        )
+    if max_tokens is not None and len(ids) > max_tokens:
+        raise DataError(
+            f"prompt {prompt.id} has {len(ids)} tokens, the limit is {max_tokens}; shorten it or raise max_tokens"
+        )
+    return ids
+
+
+def encode_pair_side(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: Text) -> tuple[int, ...]:
+    """Token ids of a prompt and its completion, ending with an end-of-sequence token.
+
+    A text completion of a conversational prompt is the assistant's message. With an empty text prompt the completion
+    stands alone and may be a whole conversation. Raises DataError if messages follow a text prompt, ModelError if there
+    is no chat template.
+    """
+    if isinstance(prompt.content, str) and isinstance(completion, str):
+        head = _encode_content(tokenizer, prompt)
+        tail = tuple(tokenizer(completion, add_special_tokens=not head)["input_ids"])
+        return _ended(tokenizer, head + tail)
+    if isinstance(prompt.content, str) and prompt.content:
+        raise DataError(
+            f"prompt {prompt.id} is text but its completion is a list of messages; give both as text or as messages"
+        )
+    before: tuple[Message, ...] = () if isinstance(prompt.content, str) else prompt.content
+    after: tuple[Message, ...] = (
+        ({"role": "assistant", "content": completion},) if isinstance(completion, str) else completion
+    )
+    return _closed(tokenizer, _apply_template(tokenizer, prompt, (*before, *after)))
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
+    """The text of `token_ids`, without special tokens and with every space as it was sampled."""
+    return str(tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Ids that end a completion: those of the model's generation config (often several), else the tokenizer's."""
+    generation_config = getattr(model, "generation_config", None)
+    ids = generation_config.eos_token_id if generation_config else None
+    ids = _special_id(tokenizer.eos_token_id) if ids is None else ids
+    if ids is None:
+        return ()
+    return (ids,) if isinstance(ids, int) else tuple(int(index) for index in ids)
+
+
+def same_vocabulary(first: PreTrainedTokenizerBase, second: PreTrainedTokenizerBase) -> bool:
+    """True if an id means the same token to both, so that one's sequences can be given to the other's model."""
+    return first is second or first.get_vocab() == second.get_vocab()
+
+
+def spare_pad_token(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """A token to pad with that never ends a sequence, or None if the vocabulary has none to spare.
+
+    The library's own classifiers pool the last token that is not padding: with pad equal to eos they stop one early.
+    """
+    taken = {_special_id(tokenizer.eos_token_id), _special_id(tokenizer.bos_token_id), None}
+    if _special_id(tokenizer.pad_token_id) not in taken:
+        return str(tokenizer.pad_token)
+    added = tokenizer.added_tokens_decoder
+    spare = {index: str(token) for index, token in sorted(added.items()) if token.special and index not in taken}
+    for word in ("pad", "endoftext", "unk", "reserved"):
+        for text in spare.values():
+            if word in text.lower():
+                return text
+    return None
+
+
+def _special_id(token_id: object) -> int | None:
+    return token_id if isinstance(token_id, int) else None
+
+
+def _encode_content(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[int, ...]:
+    if prompt.token_ids is not None:
+        return prompt.token_ids
+    if not isinstance(prompt.content, str):
+        return _apply_template(tokenizer, prompt, prompt.content, opens_turn=True)
+    ids = tuple(tokenizer(prompt.content)["input_ids"]) if prompt.content else ()
+    adds_eos = bool(ids) and ids[-1] == tokenizer.eos_token_id and not prompt.content.endswith(str(tokenizer.eos_token))
+    return ids[:-1] if adds_eos else ids
+
+
+def _apply_template(
+    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, messages: Sequence[Message], *, opens_turn: bool = False
+) -> tuple[int, ...]:
+    if not tokenizer.chat_template:
+        raise ModelError(
+            f"prompt {prompt.id} is a conversation, but the tokenizer has no chat template; give the prompts as text, "
+            "or take an instruction-tuned model"
+        )
+    continues = opens_turn and bool(messages) and messages[-1]["role"] == "assistant"
+    try:
+        ids = tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            add_generation_prompt=opens_turn and not continues,
+            continue_final_message=continues,
+            return_dict=False,
+        )
+    except (TemplateError, ValueError) as error:
+        raise DataError(f"the chat template refuses prompt {prompt.id} ({error}); change its messages") from error
+    return tuple(ids)  # type: ignore[arg-type]
+
+
+def _closed(tokenizer: PreTrainedTokenizerBase, ids: tuple[int, ...]) -> tuple[int, ...]:
+    """A templated conversation up to the token that closes its last turn, or with eos if no token closes it."""
+    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+    end = len(ids)
+    while end and ids[end - 1] not in special and not decode(tokenizer, ids[end - 1 : end]).strip():
+        end -= 1
+    return ids[:end] if end and ids[end - 1] in special else _ended(tokenizer, ids)
+
+
+def _ended(tokenizer: PreTrainedTokenizerBase, ids: tuple[int, ...]) -> tuple[int, ...]:
+    eos_id = _special_id(tokenizer.eos_token_id)
+    return ids if eos_id is None or ids[-1:] == (eos_id,) else (*ids, eos_id)

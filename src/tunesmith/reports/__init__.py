@@ -1,0 +1,1 @@
+"""Self-contained HTML reports from stored facts. Loads no torch and no numpy."""

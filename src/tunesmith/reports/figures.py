@@ -1,0 +1,175 @@
+"""Figures of a run over its steps: lines of metrics, and the time of each stage."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from tunesmith.reports.chart import Chart, label, layout
+from tunesmith.reports.palette import LIGHT, STAGES
+from tunesmith.reports.series import Row, Series, bucket_means, downsample, evenly, numeric_keys, series
+from tunesmith.reports.text import decimal, percent
+
+TABLE_ROWS = 25
+"""Rows of the table under a curve, evenly spaced; metrics.jsonl has them all."""
+
+MAX_STAGES = 8
+_FEW_POINTS = 40
+_MANY_POINTS = 200
+_NUM_MEANS = 100
+
+
+def line_chart(id: str, title: str, rows: Sequence[Row], labels: dict[str, str], unit: str = "") -> Chart | None:
+    """Lines of the metrics named by the keys of `labels`, or None if no row has a finite value of any.
+
+    More than 1,000 points a line are thinned so that the highest and lowest of each stretch stay.
+    """
+    lines = [line for key in labels if (line := series(rows, key)).finite]
+    if not lines:
+        return None
+    traces = [
+        trace for index, line in enumerate(lines) for trace in _line_traces(line, labels[line.key], index, len(lines))
+    ]
+    changes: dict[str, Any] = {"xaxis": {"title": {"text": "step", "standoff": 6}}}
+    if unit:
+        changes["yaxis"] = {"title": {"text": unit, "standoff": 8}}
+    if len(lines) > 1:
+        changes |= {"showlegend": True, "margin": {"t": 34 + 18 * ((len(lines) - 1) // 4)}}
+    return Chart(
+        id=id,
+        title=title,
+        description=f"{title}{f' in {unit}' if unit else ''}. "
+        + " ".join(_in_words(line, labels[line.key]) for line in lines),
+        figure={"data": traces, "layout": layout(**changes)},
+        columns=("step", *(labels[line.key] for line in lines)),
+        rows=_curve_rows(lines),
+        note=_note(lines),
+    )
+
+
+def _line_traces(line: Series, name: str, index: int, num_lines: int) -> list[dict[str, Any]]:
+    """The line itself; of a long one also the mean of each hundredth, bold over the pale line."""
+    thin = downsample(line)
+    colour = LIGHT["after"] if num_lines == 1 else STAGES[index % len(STAGES)]
+    many = len(line.values) > _MANY_POINTS
+    line_style: dict[str, Any] = {"color": colour, "width": 1.8, "dash": ("solid", "dash", "dot", "dashdot")[index % 4]}
+    trace: dict[str, Any] = {
+        "type": "scatter",
+        "mode": "lines+markers" if len(thin.values) <= _FEW_POINTS else "lines",
+        "name": label(name),
+        "x": list(thin.steps),
+        "y": list(thin.values),
+        "line": line_style,
+        "marker": {"color": colour, "size": 4},
+        "hovertemplate": f"%{{y:.4~g}}<extra>{label(name)}</extra>",
+    }
+    if not many:
+        return [trace]
+    means = bucket_means(line, _NUM_MEANS)
+    pale = {**trace, "opacity": 0.35, "showlegend": False, "hoverinfo": "skip", "line": {"color": colour, "width": 1}}
+    del pale["hovertemplate"]
+    return [pale, {**trace, "x": list(means.steps), "y": list(means.values), "line": {**line_style, "width": 2.2}}]
+
+
+def _note(lines: Sequence[Series]) -> str:
+    num_dropped = sum(line.num_dropped for line in lines)
+    notes = [f"{num_dropped} values were not finite; they are left out."] if num_dropped else []
+    if any(len(line.values) > _MANY_POINTS for line in lines):
+        notes.append("Bold: means over each 1 % of the run. Pale: the single steps.")
+    return " ".join(notes)
+
+
+def _in_words(line: Series, name: str) -> str:
+    points = line.finite
+    (first_step, first), (last_step, last) = points[0], points[-1]
+    low_step, low = min(points, key=lambda point: point[1])
+    high_step, high = max(points, key=lambda point: point[1])
+    return (
+        f"{name}: {decimal(first)} at step {first_step:g}, {decimal(last)} at step {last_step:g}; "
+        f"lowest {decimal(low)} at step {low_step:g}, highest {decimal(high)} at step {high_step:g}."
+    )
+
+
+def _curve_rows(lines: Sequence[Series]) -> tuple[tuple[str, ...], ...]:
+    values = [dict(zip(line.steps, line.values, strict=True)) for line in lines]
+    steps = evenly(sorted({step for line in values for step in line}), TABLE_ROWS)
+    return tuple((f"{step:g}", *(decimal(line.get(step), 4) for line in values)) for step in steps)
+
+
+def stage_chart(id: str, rows: Sequence[Row]) -> Chart | None:
+    """Seconds of each top-level stage (`time/<stage>_s`), stacked per step: bars for few steps, areas for many."""
+    keys = [key for key in numeric_keys(rows) if _is_stage(key)]
+    if not keys:
+        return None
+    timed = [row for row in rows if any(key in row for key in keys)]
+    filled = [{**dict.fromkeys(keys, 0.0), **row} for row in timed]
+    lines = sorted((series(filled, key) for key in keys), key=_total, reverse=True)
+    total = sum(map(_total, lines)) or 1.0
+    shown, merged = lines[:MAX_STAGES], lines[MAX_STAGES:]
+    if merged:
+        shown = [*lines[: MAX_STAGES - 1], _sum(lines[MAX_STAGES - 1 :])]
+    traces = [_stage_trace(line, index, len(timed) > _FEW_POINTS) for index, line in enumerate(shown)]
+    table = tuple(
+        (
+            stage_name(line.key),
+            decimal(_total(line) / len(timed)),
+            decimal(_total(line), 1),
+            percent(_total(line) / total),
+        )
+        for line in lines
+    )
+    shares = ", ".join(f"{row[0]} {row[3]}" for row in table)
+    return Chart(
+        id=id,
+        title="Time of each step",
+        description=f"Seconds of each step by stage over {len(timed)} steps. Share of the time: {shares}.",
+        figure={
+            "data": traces,
+            "layout": layout(
+                barmode="stack",
+                bargap=0.15,
+                showlegend=True,
+                margin={"t": 34 + 18 * ((len(shown) - 1) // 4)},
+                xaxis={"title": {"text": "step", "standoff": 6}},
+                yaxis={"title": {"text": "seconds", "standoff": 8}},
+            ),
+        },
+        columns=("stage", "mean s", "total s", "share"),
+        rows=table,
+        height=300,
+    )
+
+
+def stage_name(key: str) -> str:
+    """`time/rollout_s` as `rollout`."""
+    return key.removeprefix("time/").removesuffix("_s").replace("_", " ")
+
+
+def _is_stage(key: str) -> bool:
+    return key.startswith("time/") and key.count("/") == 1 and key not in ("time/step_s", "time/total_s", "time/wall_s")
+
+
+def _total(line: Series) -> float:
+    return sum(value for value in line.values if value is not None)
+
+
+def _sum(lines: Sequence[Series]) -> Series:
+    values = tuple(
+        sum(value or 0.0 for value in column) for column in zip(*(line.values for line in lines), strict=True)
+    )
+    return Series("time/all the rest_s", lines[0].steps, values)
+
+
+def _stage_trace(line: Series, index: int, as_area: bool) -> dict[str, Any]:
+    thin = bucket_means(line, 500)
+    colour = STAGES[index % len(STAGES)]
+    common = {"name": label(stage_name(line.key)), "x": list(thin.steps), "y": list(thin.values)}
+    common["hovertemplate"] = f"%{{y:.3~g}} s<extra>{common['name']}</extra>"
+    if as_area:
+        return {
+            **common,
+            "type": "scatter",
+            "mode": "lines",
+            "stackgroup": "time",
+            "fillcolor": colour,
+            "line": {"width": 0},
+        }
+    return {**common, "type": "bar", "marker": {"color": colour, "line": {"width": 0}}}

@@ -1,0 +1,1 @@
+"""Scores of completions: Python functions, built-in rewards, reward models, and the simulated rater."""

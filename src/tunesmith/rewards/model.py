@@ -1,0 +1,137 @@
+"""Reward models as rewards: the sampled token ids are scored as they are where the vocabularies agree.
+
+Shape legend: B sequences, T positions.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from tunesmith.core.errors import RewardError
+from tunesmith.models.heads import RewardModel
+from tunesmith.models.tokenizer import PreTrainedTokenizerBase, encode_pair_side, same_vocabulary
+from tunesmith.rewards.sample import Sample
+from tunesmith.schema.records import Prompt, plain_text
+
+# Spaces, line breaks, digits, accents and an emoji: what tokenizers with one vocabulary may still split differently.
+_PROBES = (
+    "The movie was",
+    "  two  spaces\nand\ttabs\r\n",
+    "Na\u00efve caf\u00e9, 12345 3.14!",
+    "\U0001f600 <|endoftext|>",
+)
+_MAX_SANE_LENGTH = 10**9  # tokenizers without a limit say 10**30
+
+
+class ModelReward:
+    """A reward model as a reward.
+
+    Sequences are sorted by length and scored in micro-batches of `micro_batch_size` without gradients. With the
+    policy's own tokenizer the ids of the rollout are scored; a completion that its length limit cut off is closed with
+    the end-of-sequence token that ended every training sequence. With another tokenizer, or for a classifier that does
+    not read the last token, the text is encoded again: by the chat template if there is one, else as plain text.
+    """
+
+    def __init__(
+        self,
+        model: RewardModel,
+        name: str | None = None,
+        *,
+        policy_tokenizer: PreTrainedTokenizerBase | None = None,
+        micro_batch_size: int = 32,
+    ) -> None:
+        if micro_batch_size < 1:
+            raise RewardError(f"micro_batch_size is {micro_batch_size}; give 1 or more")
+        self.name = name or model_name(model.source)
+        self._model = model
+        self._micro_batch_size = micro_batch_size
+        self.scores_token_ids = (
+            policy_tokenizer is not None
+            and model.pools_last_token
+            and same_tokenizer(policy_tokenizer, model.tokenizer)
+        )
+        self._same_template = (
+            policy_tokenizer is not None and policy_tokenizer.chat_template == model.tokenizer.chat_template
+        )
+        self._ends = frozenset(model.tokenizer.all_special_ids) | frozenset(model.tokenizer.added_tokens_decoder)
+        self._text_end_id: int | None = model.tokenizer.eos_token_id  # type: ignore[assignment]
+        self._turn_end_id = _turn_end_id(model.tokenizer)
+        self._max_tokens = _max_tokens(model)
+
+    def score(self, samples: Sequence[Sample]) -> list[float | None]:
+        """One reward per sample. Raises RewardError if a sequence is longer than the model takes, or its reward is not
+        finite.
+        """
+        sequences = [self._encode(sample) for sample in samples]
+        for sample, ids in zip(samples, sequences, strict=True):
+            if len(ids) > self._max_tokens:
+                raise RewardError(
+                    f"reward model `{self.name}` takes {self._max_tokens} tokens, but {sample} has {len(ids)} with its "
+                    "prompt; lower max_new_tokens or shorten the prompts"
+                )
+        rewards = self._score_sequences(sequences)
+        for sample, reward in zip(samples, rewards, strict=True):
+            if not math.isfinite(reward):
+                raise RewardError(f"reward model `{self.name}` gave {reward} to {sample}; its weights may be damaged")
+        return list(rewards)
+
+    def _score_sequences(self, sequences: Sequence[Sequence[int]]) -> list[float]:
+        order = sorted(range(len(sequences)), key=lambda index: len(sequences[index]))
+        rewards = [0.0] * len(sequences)
+        device = next(self._model.parameters()).device
+        was_training = self._model.training
+        self._model.eval()
+        with torch.no_grad():
+            for start in range(0, len(order), self._micro_batch_size):
+                indices = order[start : start + self._micro_batch_size]
+                lengths = [len(sequences[index]) for index in indices]
+                rows = [[*sequences[index], *[0] * (max(lengths) - len(sequences[index]))] for index in indices]
+                ids_BT, lengths_B = torch.tensor(rows, device=device), torch.tensor(lengths, device=device)
+                for index, reward in zip(indices, self._model.score_sequences(ids_BT, lengths_B).tolist(), strict=True):
+                    rewards[index] = reward
+        self._model.train(was_training)
+        return rewards
+
+    def _encode(self, sample: Sample) -> tuple[int, ...]:
+        if self.scores_token_ids and (self._same_template or not sample.prompt.is_conversational):
+            return self._closed(sample)
+        tokenizer = self._model.tokenizer
+        if self._model.pools_last_token and (tokenizer.chat_template or not sample.prompt.is_conversational):
+            return encode_pair_side(tokenizer, sample.prompt, sample.completion.text)
+        separator = "\n" if sample.prompt.is_conversational else ""
+        text = plain_text(sample.prompt.content) + separator + sample.completion.text
+        return tuple(tokenizer(text)["input_ids"])  # type: ignore[arg-type]
+
+    def _closed(self, sample: Sample) -> tuple[int, ...]:
+        ids = sample.prompt_token_ids + sample.completion.token_ids
+        end_id = self._turn_end_id if sample.prompt.is_conversational else self._text_end_id
+        return ids if end_id is None or ids[-1] in self._ends else (*ids, end_id)
+
+
+def same_tokenizer(first: PreTrainedTokenizerBase, second: PreTrainedTokenizerBase) -> bool:
+    """True if both have one vocabulary and split a set of probe texts alike, so that ids of one suit the other."""
+    return first is second or (
+        same_vocabulary(first, second)
+        and all(first(probe)["input_ids"] == second(probe)["input_ids"] for probe in _PROBES)
+    )
+
+
+def model_name(source: str) -> str:
+    """The last part of a hub id or folder, for metrics; `final` gives way to the run that it belongs to."""
+    parts = [part for part in source.split("/") if part not in ("", ".", "final")]
+    return parts[-1] if parts else "reward_model"
+
+
+def _turn_end_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The token with which the chat template ends the assistant's turn, which may differ from eos; None without
+    template.
+    """
+    if not tokenizer.chat_template:
+        return None
+    return encode_pair_side(tokenizer, Prompt(id="probe", content=({"role": "user", "content": "a"},)), "b")[-1]
+
+
+def _max_tokens(model: RewardModel) -> int:
+    limits = (model.tokenizer.model_max_length, getattr(model.model.config, "max_position_embeddings", None))
+    return min(int(limit) for limit in (*limits, _MAX_SANE_LENGTH) if limit)

@@ -1,0 +1,1 @@
+"""Rollout engines: `generate(prompts, n, sampling) -> groups`, with the log-prob of every sampled token."""

@@ -1,0 +1,183 @@
+"""The plain engine: `transformers.generate`. It is the reference that faster engines are compared with.
+
+Shape legend: B sequences, T tokens, V vocabulary.
+"""
+
+import secrets
+from collections.abc import Callable, Sequence
+
+import torch
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from tunesmith.batch.rollout import Completion, Group, SamplingParams
+from tunesmith.core.seeds import derive
+from tunesmith.models.tokenizer import decode, encode_prompt
+from tunesmith.rollout.engine import OnProgress, check_prompt_lengths, check_request
+from tunesmith.schema.records import FinishReason, Prompt
+
+
+class _ChosenLogProbs(LogitsProcessor):
+    """Remembers the log-prob of each token that `generate` draws.
+
+    It stands last in the list of processors and so sees the logits that the token is drawn from; which token that was, it learns
+    from the ids of the next call. `output_scores=True` would give the same at T times the memory.
+    """
+
+    def __init__(self) -> None:
+        self._pending_BV: torch.Tensor | None = None
+        self._columns: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        self._settle(input_ids[:, -1])
+        self._pending_BV = scores
+        return scores
+
+    def _settle(self, token_B: torch.Tensor) -> None:
+        if self._pending_BV is not None:
+            chosen_B = self._pending_BV.gather(1, token_B[:, None]).squeeze(1)
+            self._columns.append(chosen_B - self._pending_BV.logsumexp(dim=-1))
+            self._pending_BV = None
+
+    def logps(self, generated_BT: torch.Tensor) -> torch.Tensor:
+        """Log-prob of each generated token, `[B, T]`, float32; to be called once, when `generate` has returned."""
+        if len(self._columns) < generated_BT.shape[1]:
+            self._settle(generated_BT[:, -1])
+        return torch.stack(self._columns[: generated_BT.shape[1]], dim=1)
+
+
+class TransformersEngine:
+    """Draws completions with `model.generate`, `batch_size` sequences at a time.
+
+    `weight_version` is asked once per call and stamped on every group. The model is put in evaluation mode for the call.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        weight_version: Callable[[], int] = lambda: 0,
+        batch_size: int = 64,
+    ) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._weight_version = weight_version
+        self._batch_size = batch_size
+
+    def generate(
+        self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, *, on_progress: OnProgress | None = None
+    ) -> list[Group]:
+        """One group of `n` completions for each prompt; with `sampling.seed` set, the same call returns the same tokens.
+
+        Raises:
+            InputError: for a request that cannot be served, before any token is drawn.
+        """
+        check_request(prompts, n, sampling)
+        prompt_ids = [encode_prompt(self._tokenizer, prompt) for prompt in prompts]
+        config = self._model.config
+        context_length = getattr(config, "max_position_embeddings", None) or 1_000_000
+        check_prompt_lengths(
+            prompts, [len(ids) for ids in prompt_ids], config.vocab_size, context_length, sampling.max_new_tokens
+        )
+        seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
+        rows = [index for index in range(len(prompts)) for _ in range(n)]
+        completions: list[Completion] = []
+        was_training = self._model.training
+        self._model.eval()
+        try:
+            for start in range(0, len(rows), self._batch_size):
+                batch = [prompt_ids[index] for index in rows[start : start + self._batch_size]]
+                completions += self._generate_batch(batch, sampling, derive(seed, "batch", start))
+                if on_progress:
+                    on_progress(len(completions), len(rows))
+        finally:
+            self._model.train(was_training)
+        version = self._weight_version()
+        return [
+            Group(prompt, prompt_ids[i], tuple(completions[i * n : (i + 1) * n]), version)
+            for i, prompt in enumerate(prompts)
+        ]
+
+    @torch.no_grad()
+    def _generate_batch(
+        self, prompt_ids: Sequence[Sequence[int]], sampling: SamplingParams, seed: int
+    ) -> list[Completion]:
+        device = self._model.device
+        width = max(len(ids) for ids in prompt_ids)
+        fill = self._fill_token_id()
+        # Left padding, as `generate` needs it; the mask comes from the lengths, because pad may equal eos.
+        ids_BT = torch.tensor([[fill] * (width - len(ids)) + list(ids) for ids in prompt_ids], device=device)
+        mask_BT = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids], device=device)
+        stop_ids = self._stop_token_ids(sampling)
+        recorder = _ChosenLogProbs()
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            sequences_BT = self._model.generate(
+                ids_BT,
+                attention_mask=mask_BT,
+                generation_config=self._generation_config(sampling, stop_ids, fill),
+                logits_processor=_warpers(sampling, recorder),
+            )
+        generated_BT = sequences_BT[:, width:]
+        logp_BT = recorder.logps(generated_BT)
+        return [
+            self._completion(ids, logps, stop_ids)
+            for ids, logps in zip(generated_BT.tolist(), logp_BT.tolist(), strict=True)
+        ]
+
+    def _completion(self, ids: list[int], logps: list[float], stop_ids: Sequence[int]) -> Completion:
+        length = next((t + 1 for t, token in enumerate(ids) if token in stop_ids), len(ids))
+        stopped = length > 0 and ids[length - 1] in stop_ids
+        finish: FinishReason = "stop" if stopped else "length"
+        text = decode(self._tokenizer, ids[: length - 1] if stopped else ids[:length])
+        return Completion(tuple(ids[:length]), tuple(logps[:length]), text, finish)
+
+    def _fill_token_id(self) -> int:
+        pad, eos = self._tokenizer.pad_token_id, self._tokenizer.eos_token_id
+        return pad if pad is not None else eos if eos is not None else 0
+
+    def _stop_token_ids(self, sampling: SamplingParams) -> list[int]:
+        config_eos = self._model.generation_config.eos_token_id if self._model.generation_config else None
+        own = config_eos if isinstance(config_eos, list) else [] if config_eos is None else [config_eos]
+        eos = self._tokenizer.eos_token_id
+        return sorted({*own, *([] if eos is None else [eos]), *sampling.stop_token_ids})
+
+    def _generation_config(self, sampling: SamplingParams, stop_ids: list[int], fill: int) -> GenerationConfig:
+        # Every option that a model's own generation config could set is set here, so that nothing is taken from there.
+        return GenerationConfig(
+            do_sample=sampling.temperature > 0,
+            max_new_tokens=sampling.max_new_tokens,
+            min_new_tokens=sampling.min_new_tokens or None,
+            repetition_penalty=sampling.repetition_penalty,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            num_beams=1,
+            eos_token_id=stop_ids or None,
+            pad_token_id=fill,
+            use_cache=True,
+        )
+
+
+def _warpers(sampling: SamplingParams, recorder: _ChosenLogProbs) -> LogitsProcessorList:
+    """Temperature and filters in `generate`'s own order, and the recorder behind them."""
+    warpers: list[LogitsProcessor] = []
+    if sampling.temperature not in (0.0, 1.0):
+        warpers.append(TemperatureLogitsWarper(sampling.temperature))
+    if sampling.temperature > 0 and sampling.top_k:
+        warpers.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.temperature > 0 and sampling.top_p < 1:
+        warpers.append(TopPLogitsWarper(sampling.top_p))
+    if sampling.temperature > 0 and sampling.min_p > 0:
+        warpers.append(MinPLogitsWarper(sampling.min_p))
+    return LogitsProcessorList([*warpers, recorder])

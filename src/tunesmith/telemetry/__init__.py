@@ -1,0 +1,1 @@
+"""What a run writes while it works: its folder, metrics, samples, progress and trackers."""

@@ -1,0 +1,85 @@
+"""Versions and machine, for `environment.json` and `tunesmith doctor`; reads only, loads nothing heavy."""
+
+import os
+import platform
+import resource
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+PACKAGES = (
+    "tunesmith",
+    "torch",
+    "transformers",
+    "safetensors",
+    "numpy",
+    "pydantic",
+    "tyro",
+    "vaderSentiment",
+    "gguf",
+    "trl",
+)
+
+
+def environment() -> dict[str, object]:
+    """Package versions, Python, platform, CPU model and flags, cores, memory and the command line."""
+    return {
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "cpu": cpu_model(),
+        "num_cores": usable_cores(),
+        "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
+        "packages": package_versions(),
+        "thread_variables": {k: os.environ[k] for k in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if k in os.environ},
+    }
+
+
+def package_versions() -> dict[str, str | None]:
+    """Version of each package that matters to a result; None where it is not installed."""
+    versions: dict[str, str | None] = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    return versions
+
+
+def cpu_model() -> str:
+    """Name of the processor, as the kernel gives it; the architecture where it gives none."""
+    return _cpuinfo().get("model name", platform.processor() or platform.machine())
+
+
+def cpu_flags() -> frozenset[str]:
+    """Instruction-set flags of the processor, in the kernel's spelling; empty where there is no /proc/cpuinfo."""
+    return frozenset(_cpuinfo().get("flags", "").split())
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def rss_gb() -> float:
+    """Resident memory of this process, in GB (1e9 bytes)."""
+    return psutil.Process().memory_info().rss / 1e9
+
+
+def peak_rss_gb() -> float:
+    """Largest resident memory that this process ever had, in GB (1e9 bytes)."""
+    # Linux counts ru_maxrss in KiB, macOS in bytes.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+def _cpuinfo() -> dict[str, str]:
+    path = Path("/proc/cpuinfo")
+    if not path.exists():
+        return {}
+    first = path.read_text().split("\n\n", 1)[0]
+    pairs = (line.split(":", 1) for line in first.splitlines() if ":" in line)
+    return {key.strip(): value.strip() for key, value in pairs}

@@ -1,0 +1,79 @@
+"""Progress of long work: a live bar with rate, ETA and reward on a terminal, a plain line now and then elsewhere. All on stderr."""
+
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+_PLAIN_INTERVAL_S = 10.0
+
+
+class Reporter(Protocol):
+    """Told how far the work is."""
+
+    def update(self, done: int, facts: Mapping[str, float] | None = None) -> None:
+        """`done` items are finished; `facts` are figures to show, by name."""
+        ...
+
+
+class _Bar:
+    def __init__(self, progress: Progress, label: str, total: int) -> None:
+        self._progress = progress
+        self._task = progress.add_task(label, total=total, facts="")
+
+    def update(self, done: int, facts: Mapping[str, float] | None = None) -> None:
+        if facts is None:
+            self._progress.update(self._task, completed=done)
+        else:
+            self._progress.update(self._task, completed=done, facts=format_facts(facts))
+
+
+class _Lines:
+    def __init__(self, label: str, total: int) -> None:
+        self._label, self._total = label, total
+        self._start_s = self._last_s = time.monotonic()
+
+    def update(self, done: int, facts: Mapping[str, float] | None = None) -> None:
+        now_s = time.monotonic()
+        if now_s - self._last_s < _PLAIN_INTERVAL_S and done < self._total:
+            return
+        self._last_s = now_s
+        elapsed_s = now_s - self._start_s
+        eta_s = elapsed_s / done * (self._total - done) if done else 0.0
+        text = f"{self._label} {done}/{self._total}, {elapsed_s:.0f} s, {eta_s:.0f} s left"
+        sys.stderr.write(f"{text}  {format_facts(facts or {})}".rstrip() + "\n")
+
+
+class _Silent:
+    def update(self, done: int, facts: Mapping[str, float] | None = None) -> None:
+        pass
+
+
+def format_facts(facts: Mapping[str, float]) -> str:
+    """`reward 0.412  kl 3.10`: the figures that stand behind the bar."""
+    return "  ".join(f"{name} {value:.3f}" for name, value in facts.items())
+
+
+@contextmanager
+def progress(label: str, total: int, *, enabled: bool = True) -> Iterator[Reporter]:
+    """A reporter for `total` items of work called `label`."""
+    if not enabled:
+        yield _Silent()
+    elif not sys.stderr.isatty():
+        yield _Lines(label, total)
+    else:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[facts]}"),
+        )
+        with Progress(*columns, console=Console(stderr=True)) as bar:
+            yield _Bar(bar, label, total)

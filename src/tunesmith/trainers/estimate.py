@@ -1,0 +1,138 @@
+"""What a run will need: memory by part, and the work of a step in floating-point operations.
+
+Counts follow from the number of parameters N: a forward pass costs 2 N operations a token, a backward pass twice that
+(Kaplan et al. 2020, section 2.1). Activations are counted for the layers that are trained.
+"""
+
+import time
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from tunesmith.config.schema import PPORecipe, RewardRecipe
+from tunesmith.models.load import count_parameters
+from tunesmith.models.loaded import PreTrainedModel
+from tunesmith.trainers.setup import say
+
+_TYPICAL_PROMPT_TOKENS = 16
+_TYPICAL_PAIR_TOKENS = 64
+_GENERATE_SLOWDOWN = 2.5
+"""Drawing a token costs about this much more than scoring it: narrow matrices, a growing cache. Measured on two CPU cores."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Memory in GB (1e9 bytes) by part, and operations of one step."""
+
+    num_parameters: int
+    memory_gb: dict[str, float]
+    step_flop: float
+
+    @property
+    def total_gb(self) -> float:
+        """Sum of all parts."""
+        return sum(self.memory_gb.values())
+
+
+def ppo_estimate(model: PreTrainedModel, cfg: PPORecipe, *, num_reward_models: int) -> Estimate:
+    """Estimate for a PPO run on `model`; reward models are taken to be of its size."""
+    num_all, num_trained = count_parameters(model), _num_trained(model)
+    num_sequences = cfg.rollout.prompts_per_step * cfg.rollout.completions_per_prompt
+    drawn = num_sequences * cfg.rollout.max_new_tokens
+    scored = num_sequences * (cfg.rollout.max_new_tokens + _TYPICAL_PROMPT_TOKENS)
+    has_reference, is_separate = cfg.ppo.kl.coef > 0, cfg.ppo.critic == "separate"
+    passes = 1 + has_reference + num_reward_models + is_separate
+    training = cfg.ppo.num_epochs * (2 * num_all + 4 * num_trained) * (1 + is_separate)
+    flop = 2 * num_all * (drawn * _GENERATE_SLOWDOWN + scored * passes) + scored * training
+    weight_bytes = num_all * model.dtype.itemsize
+    width = cfg.rollout.max_new_tokens + _TYPICAL_PROMPT_TOKENS
+    memory = {
+        "weights": weight_bytes * (1 + is_separate),
+        "optimizer": _optimizer_bytes(model, num_trained) * (1 + is_separate),
+        "reference": weight_bytes * has_reference,
+        "reward models": weight_bytes * num_reward_models,
+        "activations": _activation_bytes(model, cfg.ppo.micro_batch_size * width, cfg.model.gradient_checkpointing),
+        "logits": 2
+        * 4
+        * cfg.ppo.micro_batch_size
+        * cfg.rollout.max_new_tokens
+        * model.config.get_text_config().vocab_size,
+        "cache": _cache_bytes(model, min(num_sequences, cfg.rollout.batch_size) * width),
+    }
+    return Estimate(num_all, _in_gb(memory), flop)
+
+
+def reward_estimate(model: PreTrainedModel, cfg: RewardRecipe) -> Estimate:
+    """Estimate for a reward-model run on `model`."""
+    num_all, num_trained = count_parameters(model), _num_trained(model)
+    tokens = 2 * cfg.reward_model.pairs_per_step * _TYPICAL_PAIR_TOKENS
+    micro_tokens = 2 * cfg.reward_model.micro_batch_size * _TYPICAL_PAIR_TOKENS
+    memory = {
+        "weights": num_all * model.dtype.itemsize,
+        "optimizer": _optimizer_bytes(model, num_trained),
+        "activations": _activation_bytes(model, micro_tokens, cfg.model.gradient_checkpointing),
+    }
+    return Estimate(num_all, _in_gb(memory), tokens * (2 * num_all + 4 * num_trained))
+
+
+def announce(estimate: Estimate, num_steps: int, enabled: bool) -> None:
+    """Say on stderr, before the first step, whether the run fits into memory and about how long it takes."""
+    if not enabled:
+        return
+    available_gb = psutil.virtual_memory().available / 1e9
+    parts = ", ".join(f"{name} {gb:.1f}" for name, gb in estimate.memory_gb.items() if gb >= 0.05)
+    fit = "fits" if estimate.total_gb < available_gb else "MAY NOT FIT: lower micro_batch_size, or train fewer layers"
+    say(f"memory: about {estimate.total_gb:.1f} GB of {available_gb:.1f} GB available, {fit} ({parts})", enabled=True)
+    seconds = num_steps * estimate.step_flop / (_matmul_flop_per_s() * _EFFICIENCY)
+    say(f"time: about {_duration(seconds)} for {num_steps} steps, by a short measurement of this machine", enabled=True)
+
+
+_EFFICIENCY = 0.6
+"""Share of the matrix rate that a whole pass reaches: norms, attention and Python take the rest. Measured on two CPU cores."""
+
+
+def _matmul_flop_per_s() -> float:
+    """Rate of a float32 matrix product of the kind that dominates a pass, best of a few tries of milliseconds each."""
+    rows, inner, columns = 512, 576, 1536
+    left, right = torch.randn(rows, inner), torch.randn(inner, columns)
+    best_s = float("inf")
+    for _ in range(8):
+        start_s = time.perf_counter()
+        torch.mm(left, right)
+        best_s = min(best_s, time.perf_counter() - start_s)
+    return 2 * rows * inner * columns / best_s
+
+
+def _duration(seconds: float) -> str:
+    return f"{max(1, round(seconds))} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+
+
+def _num_trained(model: PreTrainedModel) -> int:
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def _optimizer_bytes(model: PreTrainedModel, num_trained: int) -> int:
+    """Two float32 moments and a float32 gradient, and a float32 master for 16-bit weights."""
+    return num_trained * (12 if model.dtype.itemsize == 4 else 16)
+
+
+def _activation_bytes(model: PreTrainedModel, num_tokens: int, checkpointed: bool) -> int:
+    """About 34 values a token, layer and hidden unit (Korthikanti et al. 2022, eq. 1); with checkpointing one."""
+    config = model.config.get_text_config()
+    share = _num_trained(model) / max(1, count_parameters(model))
+    per_layer = 2 if checkpointed else 34
+    return int(
+        num_tokens * config.num_hidden_layers * config.hidden_size * per_layer * model.dtype.itemsize / 2 * share
+    )
+
+
+def _cache_bytes(model: PreTrainedModel, num_tokens: int) -> int:
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * num_tokens * config.num_hidden_layers * heads * head_dim * model.dtype.itemsize
+
+
+def _in_gb(parts: dict[str, int]) -> dict[str, float]:
+    return {name: num_bytes / 1e9 for name, num_bytes in parts.items()}

@@ -1,0 +1,1 @@
+"""Trainers, engines and evaluation put to one purpose: the demo, comparisons."""

@@ -1,0 +1,76 @@
+"""`tunesmith compare`: two models by name, the same prompts and seeds, one scorer.
+
+Shape legend: B sequences, T completion tokens.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from tunesmith.batch.pack import chunks, pack
+from tunesmith.batch.rollout import Group, SamplingParams
+from tunesmith.config.schema import ModelSection, PromptsSection, RewardSource
+from tunesmith.data.prompts import load_prompts
+from tunesmith.evaluation.compare import Comparison, Side, compare
+from tunesmith.models.load import load_policy
+from tunesmith.models.loaded import LoadedModel, PreTrainedModel
+from tunesmith.models.logprob import token_logps
+from tunesmith.reports.html import write_comparison_report
+from tunesmith.rewards.scorer import Scorer
+from tunesmith.rollout.transformers_backend import TransformersEngine
+
+_GROUPS_PER_PASS = 4
+
+
+def summed_logps(model: PreTrainedModel) -> Callable[[Sequence[Group]], list[float]]:
+    """A function from groups to the log-prob in nats of each completion, summed over its tokens, at temperature 1."""
+
+    @torch.no_grad()
+    def logps(groups: Sequence[Group]) -> list[float]:
+        sums: list[float] = []
+        for some in chunks(groups, _GROUPS_PER_PASS):
+            batch = pack(some, pad_id=0, device=model.device)
+            scores = token_logps(model, batch.ids_BS, batch.lengths_B, prompt_lengths_B=batch.prompt_lengths_B)
+            sums += scores.logp_BT.double().sum(dim=1).tolist()
+        return sums
+
+    return logps
+
+
+def side(name: str, loaded: LoadedModel, batch_size: int = 64) -> Side:
+    """A loaded model as one side of a comparison."""
+    engine = TransformersEngine(loaded.model, loaded.tokenizer, batch_size=batch_size)
+    return Side(name, engine, summed_logps(loaded.model))
+
+
+def run_comparison(
+    before: str,
+    after: str,
+    prompts: str,
+    scorer: str,
+    *,
+    num_completions: int = 8,
+    max_new_tokens: int = 32,
+    seed: int = 0,
+    out: Path | None = None,
+) -> Comparison:
+    """The comparison of the models named `before` and `after` on the prompts of a file; with `out`, also an HTML page there.
+
+    `scorer` is what a recipe's `reward.source` may be. Raises InputError for a model, file or scorer that cannot be used.
+    """
+    loaded_before, loaded_after = load_policy(ModelSection(name=before)), load_policy(ModelSection(name=after))
+    rows = load_prompts(prompts, PromptsSection(source=prompts))
+    judge = Scorer([RewardSource(source=scorer)], policy_tokenizer=loaded_before.tokenizer)
+    result = compare(
+        side(before, loaded_before),
+        side(after, loaded_after),
+        rows,
+        judge,
+        SamplingParams(max_new_tokens=max_new_tokens),
+        num_completions=num_completions,
+        seed=seed,
+    )
+    if out is not None:
+        write_comparison_report(out, result.to_json(), title=f"{before} and {after}")
+    return result

@@ -1,0 +1,266 @@
+"""`tunesmith demo`: the whole loop on a real language model, in minutes, on two CPU cores.
+
+1. The base model continues openings of film reviews, several times each.
+2. A rater votes between two continuations: a simulated one (VADER's lexicon), or you.
+3. A reward model learns from the votes; votes on other openings tell how well.
+4. PPO moves the policy toward the reward model, held near the base model by a KL penalty.
+5. Both models continue 15 openings that nothing was trained on, and the rater, not the reward model, judges.
+"""
+
+import gc
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tunesmith.batch.rollout import Group, SamplingParams
+from tunesmith.config.load import load_recipe
+from tunesmith.config.schema import ModelSection, PPORecipe, PromptsSection, RewardRecipe, RewardSource
+from tunesmith.core.seeds import derive
+from tunesmith.data.pairs import write_pairs
+from tunesmith.data.prompts import load_prompts
+from tunesmith.data.split import split_by_prompt
+from tunesmith.evaluation.compare import Comparison, compare
+from tunesmith.models.load import load_policy
+from tunesmith.reports.html import write_demo_report
+from tunesmith.rewards.rater import RATER_NAME, SimulatedRater
+from tunesmith.rewards.scorer import Scorer
+from tunesmith.rollout.transformers_backend import TransformersEngine
+from tunesmith.schema.records import Pair, Prompt, Vote
+from tunesmith.telemetry.environment import peak_rss_gb
+from tunesmith.telemetry.progress import progress
+from tunesmith.telemetry.run_folder import RunFolder
+from tunesmith.trainers import ppo, reward, setup
+from tunesmith.workflows.comparison import side
+from tunesmith.workflows.voting import ask_votes, votes_on
+
+NUM_COMPARED = 15
+"""Openings that are kept away from votes and training, and compared at the end."""
+
+COMPLETIONS_PER_VOTED_OPENING = 4
+NEW_TOKENS = 24
+COMPARED_COMPLETIONS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """What the command line offers. `quick` takes a third of the openings and two steps: it shows that all parts work, no more."""
+
+    seed: int = 0
+    vote: bool = False
+    out: str = "runs"
+    quick: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DemoResult:
+    """The figures of the demo, the comparison that they come from, and the demo's folder."""
+
+    figures: Mapping[str, object]
+    comparison: Comparison
+    run_dir: Path
+
+    def to_json(self) -> dict[str, object]:
+        """All figures as JSON types."""
+        return dict(self.figures)
+
+
+@dataclass(frozen=True, slots=True)
+class Votes:
+    """Votes to learn from and votes held out, by opening."""
+
+    train: Sequence[Vote]
+    heldout: Sequence[Vote]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What every stage of the demo needs: options, the demo's folder, the recipes of its two trainings."""
+
+    options: DemoOptions
+    folder: RunFolder
+    reward_recipe: RewardRecipe
+    ppo_recipe: PPORecipe
+
+    def say(self, number: int, text: str) -> None:
+        """Announce stage `number` of five on stderr."""
+        setup.say(f"\n[{number}/5] {text}", enabled=True)
+
+
+def run_demo(options: DemoOptions) -> DemoResult:
+    """Run the demo and write its folder; the figures that `tunesmith demo --json` prints."""
+    watch = setup.Stopwatch()
+    stage = prepare(options)
+    openings = load_prompts("films", PromptsSection())
+    openings = openings[::3] if options.quick else openings
+    split = split_by_prompt(openings, 0.0, options.seed, num_heldout=NUM_COMPARED)
+
+    votes = collect_votes(stage, split.train)
+    reward_run = train_reward_model(stage, votes)
+    ppo_run = train_policy(stage, split.train, reward_run)
+    comparison = compare_models(stage, split.heldout, reward_run, ppo_run)
+
+    facts = figures(stage, comparison, reward_run, watch)
+    write_report(stage, facts, comparison, votes, (reward_run, ppo_run))
+    return DemoResult(facts, comparison, stage.folder.path)
+
+
+def prepare(options: DemoOptions) -> Stage:
+    """The demo's folder and its two recipes, with this run's seed, folder and model filled in."""
+    overrides: dict[str, object] = {"run.seed": options.seed}
+    if options.quick:
+        overrides |= {"run.steps": 2}
+    folder = RunFolder.create(Path(options.out), "demo", {"demo": {"seed": options.seed, "vote": options.vote}})
+    overrides["run.dir"] = str(folder.path)
+    reward_recipe = load_recipe("reward", recipe="demo_reward", overrides=overrides).recipe
+    ppo_recipe = load_recipe("ppo", recipe="demo_ppo", overrides=overrides).recipe
+    assert isinstance(reward_recipe, RewardRecipe)
+    assert isinstance(ppo_recipe, PPORecipe)
+    setup.prepare(ppo_recipe)
+    return Stage(options, folder, reward_recipe, ppo_recipe)
+
+
+def collect_votes(stage: Stage, openings: Sequence[Prompt]) -> Votes:
+    """Draw completions of every opening from the base model and have them voted on, some openings for the held-out votes."""
+    seed = stage.options.seed
+    num = COMPLETIONS_PER_VOTED_OPENING
+    stage.say(1, f"the base model continues {len(openings)} openings, {num} times each")
+    loaded = load_policy(stage.ppo_recipe.model)
+    engine = TransformersEngine(loaded.model, loaded.tokenizer, batch_size=128)
+    sampling = SamplingParams(max_new_tokens=NEW_TOKENS, seed=derive(seed, "votes"))
+    with progress("completions", len(openings) * num) as reporter:
+        groups = engine.generate(openings, num, sampling, on_progress=lambda done, _: reporter.update(done))
+    del engine, loaded
+    gc.collect()
+    fraction = stage.reward_recipe.pairs.heldout_fraction
+    split = split_by_prompt(
+        groups, fraction, derive(seed, "heldout votes"), key=lambda group: str(group.prompt.content)
+    )
+    votes = vote(stage, split.train, split.heldout)
+    write_pairs(stage.folder.path / "votes.jsonl", as_pairs(votes.train))
+    write_pairs(stage.folder.path / "heldout_votes.jsonl", as_pairs(votes.heldout))
+    return votes
+
+
+def vote(stage: Stage, train: Sequence[Group], heldout: Sequence[Group]) -> Votes:
+    """The rater's votes on both parts: yours, or those of the simulated rater."""
+    if stage.options.vote:
+        stage.say(2, "you vote")
+        return Votes(*ask_votes(train, heldout, seed=stage.options.seed))
+    votes = Votes(votes_on(train, SimulatedRater()), votes_on(heldout, SimulatedRater(), all_pairs=True))
+    num_ties = sum(v.preference == "tie" for v in (*votes.train, *votes.heldout))
+    num_votes = len(votes.train) + len(votes.heldout)
+    stage.say(2, f"{num_votes} votes by the {RATER_NAME}, {num_ties} of them ties; no person voted")
+    return votes
+
+
+def train_reward_model(stage: Stage, votes: Votes) -> setup.RunResult:
+    """Train the reward model on the votes that are no ties; its run, with the accuracy on the held-out votes in the summary."""
+    decided = [pair for pair in as_pairs(votes.train) if not pair.tie]
+    heldout = [pair for pair in as_pairs(votes.heldout) if not pair.tie]
+    stage.say(3, f"a reward model learns from {len(decided)} votes, {len(heldout)} others tell how well")
+    result = reward.run(stage.reward_recipe, pairs=decided, heldout_pairs=heldout)
+    gc.collect()
+    return result
+
+
+def train_policy(stage: Stage, openings: Sequence[Prompt], reward_run: setup.RunResult) -> setup.RunResult:
+    """Train the policy by PPO against the reward model, on the openings that the votes were about."""
+    stage.say(4, "PPO moves the policy toward the reward model")
+    source = RewardSource(source=str(reward_run.run_dir))
+    cfg = stage.ppo_recipe.model_copy(update={"reward": (source,)})
+    result = ppo.run(cfg, prompts=openings)
+    gc.collect()
+    return result
+
+
+def compare_models(
+    stage: Stage, openings: Sequence[Prompt], reward_run: setup.RunResult, ppo_run: setup.RunResult
+) -> Comparison:
+    """Base model and policy on openings that nothing was trained on; the rater judges, or after your votes the reward model."""
+    judge = str(reward_run.run_dir) if stage.options.vote else "sentiment"
+    stage.say(5, f"before and after, {COMPARED_COMPLETIONS} completions of each of {len(openings)} openings")
+    before = load_policy(stage.ppo_recipe.model)
+    after = load_policy(ModelSection(name=str(ppo_run.run_dir), dtype=stage.ppo_recipe.model.dtype))
+    scorer = Scorer([RewardSource(source=judge)], policy_tokenizer=before.tokenizer)
+    return compare(
+        side("before", before, batch_size=128),
+        side("after", after, batch_size=128),
+        openings,
+        scorer,
+        SamplingParams(max_new_tokens=NEW_TOKENS),
+        num_completions=COMPARED_COMPLETIONS,
+        seed=derive(stage.options.seed, "compare"),
+    )
+
+
+def as_pairs(votes: Sequence[Vote]) -> list[Pair]:
+    """Votes as preference pairs, in order; ties are kept and marked."""
+    return [
+        Pair(v.prompt, v.b, v.a) if v.preference == "b" else Pair(v.prompt, v.a, v.b, tie=v.preference == "tie")
+        for v in votes
+    ]
+
+
+def figures(
+    stage: Stage, comparison: Comparison, reward_run: setup.RunResult, watch: setup.Stopwatch
+) -> dict[str, object]:
+    """The object that `tunesmith demo --json` prints."""
+    samples = comparison.write_samples_jsonl(stage.folder.path / "samples.jsonl")
+    names = (
+        "num_improved", "num_prompts", "mean_before", "mean_after", "median_before", "median_after",
+        "p_value", "kl_per_sequence", "distinct2_ratio",
+    )  # fmt: skip
+    return {
+        **{name: getattr(comparison, name) for name in names},
+        "reward_model_accuracy": reward_run.summary.get("eval/accuracy"),
+        "num_heldout_votes": int(float(str(reward_run.summary.get("eval/num_pairs", 0)))),
+        "minutes": watch.minutes,
+        "peak_rss_gb": peak_rss_gb(),
+        "seed": stage.options.seed,
+        "report": str(stage.folder.path / "report.html"),
+        "samples": str(samples),
+    }
+
+
+def write_report(
+    stage: Stage,
+    facts: Mapping[str, object],
+    comparison: Comparison,
+    votes: Votes,
+    runs: tuple[setup.RunResult, setup.RunResult],
+) -> None:
+    """Write `result.json` and `report.html` into the demo's folder."""
+    reward_run, ppo_run = runs
+    stage.folder.write_json("result.json", facts)
+    all_votes = [*votes.train, *votes.heldout]
+    demo: dict[str, Any] = {
+        "result": facts,
+        "comparison": comparison.to_json(),
+        "votes": {
+            "num_train": sum(v.preference != "tie" for v in votes.train),
+            "num_heldout": facts["num_heldout_votes"],
+            "num_ties": sum(v.preference == "tie" for v in all_votes),
+            "accuracy": facts["reward_model_accuracy"],
+            "examples": [vote_facts(v) for v in all_votes if v.preference != "tie"][:6],
+        },
+        "reward_metrics": list(reward_run.metrics),
+        "ppo_metrics": list(ppo_run.metrics),
+        "environment": json.loads((stage.folder.path / "environment.json").read_text(encoding="utf-8")),
+        "rater": "you" if stage.options.vote else "simulated: VADER lexicon",
+        "command": f"tunesmith demo --seed {stage.options.seed}" + (" --vote" if stage.options.vote else ""),
+    }
+    write_demo_report(stage.folder.path / "report.html", demo)
+
+
+def vote_facts(vote: Vote) -> dict[str, object]:
+    """A vote as the report shows it."""
+    return {
+        "prompt": vote.prompt.content,
+        "a": vote.a,
+        "b": vote.b,
+        "preference": vote.preference,
+        "score_a": vote.score_a,
+        "score_b": vote.score_b,
+    }

@@ -1,0 +1,109 @@
+"""TRL's own code as an oracle, called on light stand-ins for its trainers' state."""
+
+import importlib
+import importlib.util
+import os
+from collections import defaultdict
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import settings
+from torch import Tensor
+
+# A test never judges seconds: the first example pays for torch's start, and the machine may be shared.
+settings.register_profile("no_deadline", deadline=None)
+settings.load_profile("no_deadline")
+
+
+def _trl() -> object:
+    if importlib.util.find_spec("trl") is not None:
+        return importlib.import_module("trl")
+    reason = "TRL is not installed; `pip install -e .[dev]` brings it"
+    if os.environ.get("CI") == "true":
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+def _accelerator() -> SimpleNamespace:
+    return SimpleNamespace(
+        num_processes=1,
+        gather=lambda tensor: tensor,
+        gather_for_metrics=lambda tensor: tensor,
+        reduce=lambda tensor, reduction: tensor,
+        sync_gradients=False,
+    )
+
+
+GRPOLoss = Callable[..., tuple[Tensor, dict[str, float]]]
+RewardLoss = Callable[..., tuple[Tensor, dict[str, float]]]
+
+
+@pytest.fixture(scope="session")
+def trl_grpo_loss() -> GRPOLoss:
+    """Loss and metrics of `GRPOTrainer._compute_loss` with `loss_type="dapo"`, the one global token denominator."""
+    trainer_class = _trl().GRPOTrainer
+
+    def loss(logp_BT, old_logp_BT, advantage_BT, mask_BT, num_tokens, clip_low, clip_high, **options):
+        entropy_BT = options.get("entropy_BT", torch.zeros_like(logp_BT))
+        entropy_coef = options.get("entropy_coef", 0.0)
+        state = SimpleNamespace(
+            _get_per_token_logps_and_entropies=lambda *_, **__: (logp_BT, entropy_BT, None),
+            _entropy_bonus_enabled=entropy_coef != 0,
+            _metrics={"train": defaultdict(list)},
+            accelerator=_accelerator(),
+            args=SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=1),
+            aux_loss_enabled=False,
+            beta=options.get("beta", 0.0),
+            current_gradient_accumulation_steps=1,
+            entropy_coef=entropy_coef,
+            epsilon_high=clip_high,
+            epsilon_low=clip_low,
+            importance_sampling_level="token",
+            loss_type="dapo",
+            model=SimpleNamespace(training=True),
+            off_policy_mask_threshold=None,
+            top_entropy_quantile=1.0,
+            use_adaptive_entropy=False,
+            use_vllm=False,
+        )
+        ids_BT = torch.zeros(logp_BT.shape, dtype=torch.long)
+        inputs = {
+            "prompt_ids": ids_BT[:, :1],
+            "prompt_mask": ids_BT[:, :1] + 1,
+            "completion_ids": ids_BT,
+            "completion_mask": mask_BT.long(),
+            "advantages": advantage_BT,
+            "old_per_token_logps": old_logp_BT,
+            "ref_per_token_logps": options.get("ref_logp_BT"),
+            "num_items_in_batch": torch.tensor(float(num_tokens)),
+        }
+        value = trainer_class._compute_loss(state, None, inputs)
+        return value, {name: values[0] for name, values in state._metrics["train"].items()}
+
+    return loss
+
+
+@pytest.fixture(scope="session")
+def trl_reward_loss() -> RewardLoss:
+    """Loss and metrics of `RewardTrainer.compute_loss` for given rewards."""
+    trainer_class = _trl().RewardTrainer
+
+    def loss(chosen_B, rejected_B, margin_B=None, center_coef=None):
+        logits = torch.cat([chosen_B, rejected_B])[:, None]
+        state = SimpleNamespace(
+            _metrics={"train": defaultdict(list)},
+            _total_train_tokens=0,
+            _tp_size=1,
+            accelerator=_accelerator(),
+            args=SimpleNamespace(center_rewards_coefficient=center_coef),
+            model=SimpleNamespace(training=True),
+        )
+        inputs = {"attention_mask": torch.ones(len(logits), 1)}
+        if margin_B is not None:
+            inputs["margin"] = margin_B
+        value = trainer_class.compute_loss(state, lambda **_: SimpleNamespace(logits=logits), inputs)
+        return value, {name: values[0] for name, values in state._metrics["train"].items()}
+
+    return loss

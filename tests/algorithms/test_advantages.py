@@ -1,0 +1,155 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tunesmith.algorithms import advantages
+from tunesmith.algorithms.sums import merged
+from tunesmith.core.errors import InputError
+
+seeds = st.integers(0, 2**32 - 1)
+sizes = st.integers(1, 7)
+
+
+def batch(seed, num_sequences, num_tokens):
+    """Rewards, values and a right-padded mask with rows of 0 to `num_tokens` tokens, fp64."""
+    generator = torch.Generator().manual_seed(seed)
+    reward_BT = torch.randn(num_sequences, num_tokens, generator=generator, dtype=torch.float64)
+    value_BT = torch.randn(num_sequences, num_tokens, generator=generator, dtype=torch.float64)
+    lengths_B = torch.randint(0, num_tokens + 1, (num_sequences,), generator=generator)
+    return reward_BT, value_BT, torch.arange(num_tokens)[None] < lengths_B[:, None]
+
+
+def gae_twin(rewards, values, gamma, lam):
+    """Advantages of one unpadded row as the explicit sum over later deltas, equation 16 of the paper."""
+    following = [*values[1:], 0.0][: len(values)]
+    deltas = [r + gamma * after - v for r, v, after in zip(rewards, values, following, strict=True)]
+    return [math.fsum((gamma * lam) ** k * deltas[t + k] for k in range(len(deltas) - t)) for t in range(len(deltas))]
+
+
+@given(seed=seeds, num_sequences=sizes, num_tokens=sizes, gamma=st.floats(0, 1), lam=st.floats(0, 1))
+def test_both_forms_equal_the_explicit_sum(seed, num_sequences, num_tokens, gamma, lam):
+    reward_BT, value_BT, mask_BT = batch(seed, num_sequences, num_tokens)
+    for function in (advantages.gae, advantages.gae_loop):
+        advantage_BT, return_BT = function(reward_BT, value_BT, mask_BT, gamma, lam)
+        for b, length in enumerate(mask_BT.sum(1).tolist()):
+            twin = gae_twin(reward_BT[b, :length].tolist(), value_BT[b, :length].tolist(), gamma, lam)
+            padding = [0.0] * (num_tokens - length)
+            assert advantage_BT[b].tolist() == pytest.approx(twin + padding, abs=1e-10)
+            returns = [a + v for a, v in zip(twin, value_BT[b, :length].tolist(), strict=True)]
+            assert return_BT[b].tolist() == pytest.approx(returns + padding, abs=1e-10)
+
+
+@given(seed=seeds, num_tokens=sizes)
+def test_skipped_positions_may_lie_anywhere_in_a_row(seed, num_tokens):
+    reward_BT, value_BT, _ = batch(seed, 1, num_tokens)
+    mask_BT = torch.rand(1, num_tokens, generator=torch.Generator().manual_seed(seed)) < 0.5
+    without = advantages.gae(
+        reward_BT[mask_BT][None], value_BT[mask_BT][None], torch.ones(1, int(mask_BT.sum())), 0.9, 0.8
+    )
+    for function in (advantages.gae, advantages.gae_loop):
+        advantage_BT, return_BT = function(reward_BT, value_BT, mask_BT, 0.9, 0.8)
+        torch.testing.assert_close(advantage_BT[mask_BT][None], without.advantage_BT)
+        torch.testing.assert_close(return_BT[mask_BT][None], without.return_BT)
+        assert not advantage_BT[~mask_BT].any() and not return_BT[~mask_BT].any()
+
+
+@given(seed=seeds, num_padding=st.integers(0, 4), garbage=st.sampled_from([float("nan"), float("inf"), 1e30]))
+def test_padding_changes_nothing(seed, num_padding, garbage):
+    reward_BT, value_BT, mask_BT = batch(seed, 3, 5)
+    plain = advantages.gae(reward_BT, value_BT, mask_BT, 0.99, 0.95)
+    padding = torch.full((3, num_padding), garbage, dtype=torch.float64)
+    reward_BT, value_BT = (torch.cat([x.masked_fill(~mask_BT, garbage), padding], 1) for x in (reward_BT, value_BT))
+    mask_BT = torch.cat([mask_BT, torch.zeros(3, num_padding, dtype=torch.bool)], 1)
+    padded = advantages.gae(reward_BT, value_BT, mask_BT, 0.99, 0.95)
+    assert torch.equal(padded.advantage_BT[:, :5], plain.advantage_BT) and not padded.advantage_BT[:, 5:].any()
+    assert torch.equal(padded.return_BT[:, :5], plain.return_BT) and not padded.return_BT[:, 5:].any()
+
+
+def test_the_two_ends_of_lambda_are_reward_to_go_and_one_step_error():
+    reward_BT, value_BT, _ = batch(0, 2, 6)
+    mask_BT = torch.ones(2, 6, dtype=torch.bool)
+    to_go_BT = reward_BT.flip(1).cumsum(1).flip(1)
+    torch.testing.assert_close(advantages.gae(reward_BT, value_BT, mask_BT, 1.0, 1.0).return_BT, to_go_BT)
+    next_value_BT = torch.cat([value_BT[:, 1:], torch.zeros(2, 1)], 1)
+    one_step = advantages.gae(reward_BT, value_BT, mask_BT, 0.9, 0.0).return_BT
+    torch.testing.assert_close(one_step, reward_BT + 0.9 * next_value_BT)
+
+
+def test_long_rows_stay_accurate_in_fp32():
+    generator = torch.Generator().manual_seed(0)
+    reward_BT, value_BT = torch.randn(2, 2, 4096, generator=generator).unbind()
+    mask_BT = torch.ones(2, 4096, dtype=torch.bool)
+    fast = advantages.gae(reward_BT, value_BT, mask_BT, 1.0, 0.95).advantage_BT
+    torch.testing.assert_close(
+        fast.double(), advantages.gae_loop(reward_BT, value_BT, mask_BT, 1.0, 0.95).advantage_BT, atol=1e-4, rtol=1e-4
+    )
+
+
+def test_targets_carry_no_gradient_and_bf16_is_widened():
+    reward_BT, value_BT = torch.randn(2, 3, 4, requires_grad=True).unbind()
+    mask_BT = torch.ones(3, 4, dtype=torch.long)
+    result = advantages.gae(reward_BT, value_BT.bfloat16(), mask_BT, 1.0, 0.95)
+    assert not result.advantage_BT.requires_grad and not result.return_BT.requires_grad
+    assert result.advantage_BT.dtype == torch.float32
+    assert not advantages.whiten(reward_BT, mask_BT).requires_grad
+
+
+def test_an_empty_batch_gives_an_empty_result():
+    assert advantages.gae(torch.zeros(2, 0), torch.zeros(2, 0), torch.zeros(2, 0), 1.0, 1.0).advantage_BT.shape == (
+        2,
+        0,
+    )
+
+
+@pytest.mark.parametrize("function", [advantages.gae, advantages.gae_loop])
+def test_gae_refuses_bad_input(function):
+    good = torch.zeros(2, 3)
+    with pytest.raises(InputError, match=r"reward_BT \(2,\)"):
+        function(torch.zeros(2), good, good, 1.0, 0.95)
+    with pytest.raises(InputError, match=r"gamma is 1\.5"):
+        function(good, good, good, 1.5, 0.95)
+    with pytest.raises(InputError, match="lam is nan"):
+        function(good, good, good, 1.0, float("nan"))
+
+
+def whiten_twin(numbers, shift_mean):
+    mean = math.fsum(numbers) / len(numbers)
+    variance = math.fsum((x - mean) ** 2 for x in numbers) / max(len(numbers) - 1, 1)
+    return [(x - mean) / math.sqrt(variance + 1e-8) + (0.0 if shift_mean else mean) for x in numbers]
+
+
+@given(seed=seeds, num_sequences=sizes, num_tokens=sizes, shift_mean=st.booleans(), scale=st.floats(0.01, 100))
+def test_whitening_equals_its_twin(seed, num_sequences, num_tokens, shift_mean, scale):
+    x_BT, _, mask_BT = batch(seed, num_sequences, num_tokens)
+    x_BT = (x_BT + 1) * scale
+    white_BT = advantages.whiten(x_BT, mask_BT, shift_mean)
+    assert not white_BT[~mask_BT].any()
+    if mask_BT.any():
+        twin = whiten_twin(x_BT[mask_BT].tolist(), shift_mean)
+        assert white_BT[mask_BT].tolist() == pytest.approx(twin, abs=1e-10, rel=1e-10)
+
+
+@given(seed=seeds, offset=st.floats(-1e4, 1e4), scale=st.floats(0.1, 100), shift_mean=st.booleans())
+def test_whitened_numbers_have_variance_one_and_mean_zero_or_their_own(seed, offset, scale, shift_mean):
+    x_BT = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale + offset
+    mask_BT = torch.ones(4, 8, dtype=torch.bool)
+    mask_BT[0, 5:] = False
+    white = advantages.whiten(x_BT.masked_fill(~mask_BT, float("nan")), mask_BT, shift_mean)[mask_BT]
+    assert white.var().item() == pytest.approx(1, abs=1e-4)
+    assert white.mean().item() == pytest.approx(0 if shift_mean else x_BT[mask_BT].mean().item(), abs=1e-8)
+
+
+def test_whitening_over_the_sums_of_all_parts_equals_whitening_the_whole():
+    x_BT, _, mask_BT = batch(3, 6, 7)
+    over = merged(advantages.moments(x, m) for x, m in zip(x_BT.split(2), mask_BT.split(2), strict=True))
+    parts = [advantages.whiten(x, m, over=over) for x, m in zip(x_BT.split(2), mask_BT.split(2), strict=True)]
+    torch.testing.assert_close(torch.cat(parts), advantages.whiten(x_BT, mask_BT), atol=1e-12, rtol=0)
+
+
+def test_one_or_equal_numbers_whiten_to_zero_not_to_nan():
+    assert advantages.whiten(torch.tensor([[5.0]]), torch.ones(1, 1)).tolist() == [[0.0]]
+    assert advantages.whiten(torch.full((2, 3), 0.1), torch.ones(2, 3)).abs().max() < 1e-6
+    assert advantages.whiten(torch.ones(2, 3), torch.zeros(2, 3)).tolist() == [[0.0] * 3] * 2

@@ -1,0 +1,47 @@
+"""Groups become right-padded tensors whose masks come from lengths."""
+
+import torch
+
+from tunesmith.batch.pack import PPOBatch, chunks, pack, select
+from tunesmith.batch.rollout import Completion, Group
+from tunesmith.schema.records import Prompt
+
+
+def _group(prompt_ids: tuple[int, ...], *completions: tuple[int, ...]) -> Group:
+    drawn = tuple(Completion(ids, tuple(0.0 for _ in ids), "", "length") for ids in completions)
+    return Group(Prompt("p", "text"), prompt_ids, drawn, weight_version=0)
+
+
+GROUPS = [_group((7, 8), (1, 2, 3), (4,)), _group((9,), (5, 6), (7, 7, 7, 7))]
+
+
+def test_rows_hold_prompt_then_completion_then_padding() -> None:
+    batch = pack(GROUPS, pad_id=0)
+    assert batch.ids_BS.tolist() == [[7, 8, 1, 2, 3], [7, 8, 4, 0, 0], [9, 5, 6, 0, 0], [9, 7, 7, 7, 7]]
+    assert batch.lengths_B.tolist() == [5, 3, 3, 5]
+    assert batch.prompt_lengths_B.tolist() == [2, 2, 1, 1]
+
+
+def test_mask_counts_completion_tokens_even_where_pad_is_a_real_token() -> None:
+    batch = pack(GROUPS, pad_id=7)
+    assert batch.mask_BT.sum(dim=1).tolist() == [3, 1, 2, 4]
+    assert batch.num_tokens == 10
+
+
+def test_selected_rows_are_trimmed_to_their_own_longest() -> None:
+    batch = select(pack(GROUPS, pad_id=0), [1, 2])
+    assert batch.ids_BS.tolist() == [[7, 8, 4], [9, 5, 6]]
+    assert batch.mask_BT.tolist() == [[True, False], [True, True]]
+
+
+def test_ppo_batch_selects_the_same_rows_of_every_tensor() -> None:
+    sequences = pack(GROUPS, pad_id=0)
+    numbers_BT = torch.arange(16.0).reshape(4, 4)
+    batch = PPOBatch(sequences, *(numbers_BT + k for k in range(5)))
+    part = batch.select([2, 0])
+    assert part.old_logp_BT.tolist() == [[8.0, 9.0, 10.0], [0.0, 1.0, 2.0]]
+    assert part.return_BT.tolist() == [[12.0, 13.0, 14.0], [4.0, 5.0, 6.0]]
+
+
+def test_chunks_cover_everything_once() -> None:
+    assert [list(part) for part in chunks(range(5), 2)] == [[0, 1], [2, 3], [4]]

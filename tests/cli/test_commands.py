@@ -1,0 +1,195 @@
+"""The commands in this process, on tiny random models."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from tunesmith.cli.main import main
+from tunesmith.cli.output import as_plain, reporting, visible
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished PPO run of two steps."""
+    folder = tmp_path_factory.mktemp("run")
+    words = ["--model", "tiny:llama", "--reward", "length", "--steps", "2", "--rollout.max_new_tokens", "4"]
+    words += ["--rollout.prompts_per_step", "2", "--run.dir", str(folder / "runs"), "--quiet"]
+    assert main(["train", "ppo", *words]) == 0
+    return next((folder / "runs").iterdir())
+
+
+def answer(capsys: Capture) -> dict[str, object]:
+    captured = capsys.readouterr()
+    assert captured.out.count("\n") == 1
+    return json.loads(captured.out)
+
+
+def test_a_run_stores_what_was_given_and_where_it_came_from(run_dir: Path) -> None:
+    provenance = json.loads((run_dir / "provenance.json").read_text())
+    assert provenance["run.steps"] == "command line --steps"
+    assert provenance["reward.0.source"] == "command line --reward"
+    assert provenance["ppo.gamma"] == "default"
+
+
+def test_train_with_json_prints_one_object_though_the_reward_prints(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "r.py").write_text(
+        "def fn(completions, **kwargs):\n    print('noise')\n    return [1.0] * len(completions)\n"
+    )
+    words = ["--model", "tiny:llama", "--reward", f"{tmp_path}/r.py:fn", "--steps", "1", "--rollout.max_new_tokens=4"]
+    words += ["--rollout.prompts_per_step", "2", "--run.dir", str(tmp_path / "runs"), "--json"]
+    assert main(["train", "ppo", *words]) == 0
+    facts = answer(capsys)
+    assert Path(str(facts["run_dir"])).is_dir()
+    assert facts["summary"]["steps"] == 1  # type: ignore[index]
+
+
+def test_a_dry_run_says_everything_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["train", "ppo", "--model", "tiny:llama", "--reward", "length", "--dry-run"]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    for part in ("# command line --model", "# default", "parameters", "GB estimated", "items, for example", "dry run"):
+        assert part in shown
+    assert main([*words, "--json"]) == 0
+    facts = answer(capsys)
+    assert facts["provenance"]["model.name"] == "command line --model"  # type: ignore[index]
+    assert facts["num_parameters"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_generate_prints_rows_that_hold_ids_and_log_probs(capsys: Capture) -> None:
+    words = ["generate", "--model", "tiny:llama", "--prompt", "a", "--prompt", "b", "-n", "2", "--max-new-tokens", "3"]
+    assert main([*words, "--json"]) == 0
+    first = answer(capsys)
+    rows = first["completions"]
+    assert isinstance(rows, list)
+    assert [row["prompt"] for row in rows] == ["a", "a", "b", "b"]
+    assert all(len(row["token_ids"]) == len(row["logps"]) for row in rows)
+    assert main([*words, "--json"]) == 0
+    assert answer(capsys) == first
+
+
+def test_generate_never_overwrites(tmp_path: Path, capsys: Capture) -> None:
+    out = tmp_path / "out.jsonl"
+    words = ["generate", "--model", "tiny:llama", "--prompt", "a", "--chat", "--max-new-tokens", "3", "--out", str(out)]
+    assert main(words) == 0
+    text = out.read_text()
+    assert json.loads(text)["prompt"] == [{"role": "user", "content": "a"}]
+    assert main(words) == 2
+    assert "exists and is kept" in capsys.readouterr().err
+    assert out.read_text() == text
+
+
+def test_chat_reads_lines_from_a_pipe(run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n\n/unknown\n/reset\nagain\n/quit\nnever\n"))
+    assert main(["chat", str(run_dir), "--against", "base", "--max-new-tokens", "3", "--seed", "1"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.count("tiny:llama: ") == 2
+    assert captured.out.count(f"{run_dir}: ") == 2
+    assert "/unknown is no command" in captured.err
+
+
+def test_compare_prints_a_table_or_json(tmp_path: Path, capsys: Capture) -> None:
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt": "The movie was"}\n{"prompt": "I think"}\n')
+    words = ["compare", "--before", "tiny:llama", "--after", "tiny:gpt2", "--prompts", str(prompts)]
+    words += ["--scorer", "length", "-n", "2", "--max-new-tokens", "3"]
+    assert main(words) == 0
+    assert "The movie was" in capsys.readouterr().out
+    assert main([*words, "--json", "--html", str(tmp_path / "c.html")]) == 0
+    assert answer(capsys)["num_prompts"] == 2
+    assert (tmp_path / "c.html").stat().st_size > 1000
+
+
+def test_export_copies_a_model_that_loads(run_dir: Path, tmp_path: Path, capsys: Capture) -> None:
+    from transformers import AutoModelForCausalLM
+
+    dest = tmp_path / "new" / "model"
+    assert main(["export", str(run_dir), str(dest), "--json"]) == 0
+    assert answer(capsys)["dest"] == str(dest)
+    assert AutoModelForCausalLM.from_pretrained(dest).num_parameters() > 0
+    assert main(["export", str(run_dir), str(dest)]) == 2
+    assert "is not empty" in capsys.readouterr().err
+    assert main(["export", str(run_dir), str(run_dir / "final" / "x")]) == 2
+
+
+def test_export_refuses_what_is_no_whole_model(run_dir: Path, tmp_path: Path, capsys: Capture) -> None:
+    import shutil
+
+    broken = tmp_path / "broken"
+    shutil.copytree(run_dir, broken)
+    weights = broken / "final" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    assert main(["export", str(broken), str(tmp_path / "out")]) == 2
+    assert "is damaged" in capsys.readouterr().err
+    weights.unlink()
+    assert main(["export", str(broken), str(tmp_path / "out")]) == 2
+    assert "model.safetensors missing" in capsys.readouterr().err
+    shutil.rmtree(broken / "final")
+    assert main(["export", str(broken), str(tmp_path / "out")]) == 2
+    assert "its training did not end" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_recipes_are_listed_shown_and_copied_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["recipes", "ls", "--json"]) == 0
+    assert {"name", "algorithm", "description"} == set(answer(capsys)["recipes"][0])  # type: ignore[index]
+    assert main(["recipes", "cp", "scratch_ppo"]) == 0
+    assert capsys.readouterr().out == "scratch_ppo.yaml\n"
+    assert main(["recipes", "show", "scratch_ppo"]) == 0
+    assert capsys.readouterr().out == (tmp_path / "scratch_ppo.yaml").read_text()
+    assert main(["recipes", "cp", "scratch_ppo"]) == 2
+    assert main(["recipes", "cp", "scratch_ppo", "mine.yaml"]) == 0
+    assert main(["validate", "mine.yaml", "scratch_ppo"]) == 0
+    assert main(["recipes", "cp", "scratch_ppo", "none/mine.yaml"]) == 2
+
+
+def test_validate_lists_all_problems_of_all_files(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "a.yaml").write_text("algorithm: ppo\nrollout: {max_new_tokenz: 1}\noptimizer: -1\n")
+    (tmp_path / "b.yaml").write_text("a: [\n")
+    words = ["validate", str(tmp_path / "a.yaml"), str(tmp_path / "b.yaml"), "ppo_sentimint", "ppo_sentiment"]
+    assert main([*words, "--json"]) == 2
+    facts = answer(capsys)
+    assert facts["num_wrong"] == 3
+    problems = [recipe["problems"] for recipe in facts["recipes"]]  # type: ignore[attr-defined]
+    assert [len(found) for found in problems] == [2, 1, 1, 0]
+    assert "did you mean ppo_sentiment?" in problems[2][0]
+
+
+def test_doctor_reads_and_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TUNESMITH_CACHE", str(tmp_path / "cache"))
+    assert main(["doctor", "--json"]) == 0
+    findings = {finding["name"]: finding for finding in answer(capsys)["findings"]}  # type: ignore[attr-defined]
+    assert {"system", "python", "torch", "cpu", "bf16", "memory", "disk", "compiler", "smollm2"} <= set(findings)
+    assert all(finding["advice"] for finding in findings.values() if finding["status"] != "ok")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_doctor_says_what_is_untested(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    monkeypatch.setattr("platform.system", lambda: "Darwin")
+    assert main(["doctor"]) == 0
+    assert "only Linux x86-64 is tested" in capsys.readouterr().out
+
+
+def test_what_a_model_writes_cannot_steer_the_terminal() -> None:
+    assert visible("a\x1b[31mb\u202ec\n") == "a\\x1b[31mb\\u202ec\n"
+
+
+def test_json_holds_no_nan_and_keeps_other_prints_away(capsys: Capture) -> None:
+    with reporting(as_json=True) as output:
+        print("noise")
+        output.say("for people")
+        output.finish({"a": float("nan"), "b": Path("x"), "c": (1, True, None)})
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ('{"a": null, "b": "x", "c": [1, true, null]}\n', "noise\n")
+    assert as_plain({1: float("inf")}) == {"1": None}

@@ -1,0 +1,121 @@
+"""The command line as a user meets it: separate processes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tunesmith.cli.main import COMMANDS, main
+
+HEAVY = ("torch", "transformers", "numpy", "pandas", "scipy")
+
+WHAT_WAS_IMPORTED = f"""
+import sys
+from tunesmith.cli.main import main
+code = main(sys.argv[1:])
+loaded = [name for name in {HEAVY!r} if name in sys.modules]
+sys.exit(f"imported {{loaded}}" if loaded else code)
+"""
+
+
+def run(*words: str, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tunesmith", *words]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env={**os.environ, **variables})
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS, "train", "recipes"])
+def test_help_of_every_command_loads_nothing_heavy(command: str) -> None:
+    words = [*command.split(), "--help"]
+    result = subprocess.run([sys.executable, "-c", WHAT_WAS_IMPORTED, *words], capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith("usage: tunesmith")
+
+
+def test_what_needs_no_model_loads_nothing_heavy(tmp_path: Path) -> None:
+    for words in (["validate", "--all"], ["recipes", "ls"], ["recipes", "keys", "ppo"], ["train", "ppo", "--lr", "1"]):
+        command = [sys.executable, "-c", WHAT_WAS_IMPORTED, *words]
+        result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+        assert "imported" not in result.stderr, words
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_version_is_printed() -> None:
+    result = run("--version")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith("tunesmith 0.")
+
+
+def test_a_misspelt_key_ends_with_code_2_a_suggestion_and_nothing_created(tmp_path: Path) -> None:
+    result = run("train", "ppo", "--model", "tiny:llama", "--rollout.max_new_tokenz", "3", cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    expected = "rollout.max_new_tokenz: unknown key; did you mean rollout.max_new_tokens?"
+    assert result.stderr == f"error: {expected} (command line --rollout.max_new_tokenz)\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_json_is_the_only_thing_on_stdout() -> None:
+    result = run("validate", "--all", "--json", "--verbose")
+    assert result.returncode == 0
+    assert json.loads(result.stdout)["num_wrong"] == 0
+    assert result.stdout.count("\n") == 1
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    script = f"{sys.executable} -m tunesmith recipes keys ppo | head -1; exit ${{PIPESTATUS[0]}}"
+    result = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    assert result.stderr == ""
+    assert result.returncode in (0, 141)
+
+
+def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trian"], "there is no command 'trian'; did you mean train?"),
+        (["train"], "one word is missing; there are `tunesmith train reward`, `tunesmith train ppo`"),
+        (["train", "pop"], "there is no `train pop`; did you mean ppo?"),
+        (["recipes", "show"], "missing: NAME"),
+        (["compare", "--before", "a"], "missing: --after B, --prompts FILE, --scorer SOURCE"),
+        (["generate", "--prompt", "x", "--top-p", "high"], "--top-p: 'high' is no number"),
+        (["generate", "--prompt", "x", "-n", "2.5"], "-n/--num-completions: '2.5' is no whole number"),
+        (["validate", "--al"], "'--al' is no flag of `tunesmith validate`; did you mean --all?"),
+        (["validate"], "nothing to check"),
+        (["recipes", "ls", "extra"], "'extra' is no flag of `tunesmith recipes ls`"),
+        (["train", "ppo", "extra"], "'extra' belongs to no flag"),
+        (["train", "ppo", "--config", "/nowhere.yaml"], "/nowhere.yaml does not exist"),
+        (["train", "ppo", "--recipe", "demo_pop"], "there is no recipe 'demo_pop'; did you mean demo_ppo?"),
+        (["generate"], "give either --prompt TEXT or --prompts FILE"),
+        (["generate", "--prompt", "x", "--prompts", "y"], "give either --prompt TEXT or --prompts FILE"),
+        (["chat", "tiny:llama", "--against", "base"], "tiny:llama is no run folder"),
+        (["export", "/nowhere", "x"], "/nowhere is no folder"),
+    ],
+)
+def test_bad_input_is_one_error_on_stderr_and_code_2(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert message in captured.err
+    assert "Traceback" not in captured.err
+
+
+def test_ctrl_c_ends_with_130_and_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> list[str]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tunesmith.config.recipes.names", interrupted)
+    assert main(["recipes", "ls"]) == 130
+    assert capsys.readouterr().err == "\ninterrupted\n"

@@ -1,0 +1,25 @@
+from tunesmith.config.keys import leaves
+from tunesmith.config.load import load_recipe
+from tunesmith.config.schema import RECIPES, PPORecipe
+
+
+def test_keys_say_type_bounds_default_and_meaning() -> None:
+    keys = {key.path: key for key in leaves(PPORecipe)}
+    assert keys["optimizer.learning_rate"].type == "float > 0"
+    assert keys["optimizer.head_learning_rate"].type == "float > 0 or null"
+    assert keys["rollout.min_new_tokens"].type == "int >= 0"
+    assert keys["ppo.clip_low"].type == "float > 0 and < 1"
+    assert keys["prompts.prefix_tokens"].type == "[int >= 1, int >= 1] or null"
+    assert keys["ppo.kl.place"].type == "reward | loss"
+    assert keys["reward.0.source"].default == "required"
+    assert keys["run.dir"].default == "runs"
+
+
+def test_every_key_but_the_algorithm_is_explained() -> None:
+    for schema in RECIPES.values():
+        assert [key.path for key in leaves(schema) if not key.description] == ["algorithm"]
+
+
+def test_the_keys_are_those_of_a_resolved_recipe() -> None:
+    for algorithm, schema in RECIPES.items():
+        assert {key.path for key in leaves(schema)} == set(load_recipe(algorithm).provenance)

@@ -1,0 +1,34 @@
+import pytest
+
+from tunesmith.config import recipes
+from tunesmith.config.load import algorithm_of, load_recipe
+from tunesmith.config.yaml_text import parse
+from tunesmith.core.errors import ConfigError
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_every_shipped_recipe_is_valid_and_describes_itself(name: str) -> None:
+    text = recipes.text(name)
+    algorithm = algorithm_of(parse(text, name), name)
+    recipe = load_recipe(algorithm, recipe=name).recipe
+    assert recipe.description
+    assert recipe.run.name == name
+    assert text.startswith("# ")
+
+
+def test_the_recipes_that_the_documents_name_are_there() -> None:
+    expected = {"reward_votes", "ppo_sentiment", "ppo_from_reward_model", "scratch_ppo", "demo_reward", "demo_ppo"}
+    assert expected <= set(recipes.names())
+
+
+def test_an_unknown_recipe_is_told_the_nearest_and_all_names() -> None:
+    with pytest.raises(
+        ConfigError, match="no recipe 'ppo_sentimant'; did you mean ppo_sentiment\\?; there are demo_ppo"
+    ):
+        recipes.text("ppo_sentimant")
+
+
+@pytest.mark.parametrize("name", ["my.yaml", "../__init__", "/etc/passwd"])
+def test_a_path_is_no_name_and_is_sent_to_config(name: str) -> None:
+    with pytest.raises(ConfigError, match="--config"):
+        recipes.text(name)

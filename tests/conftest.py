@@ -1,0 +1,53 @@
+"""What all tests share: no hub, modest threads, the optional data folder, and tools that may be missing.
+
+A test that needs something absent skips with a reason. Under CI (`CI=true`) a missing tool is a failure, because CI
+installs what the tests use; the data folder stays optional there too.
+"""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OMP_NUM_THREADS", str(min(2, os.cpu_count() or 1)))
+
+Require = Callable[..., str]
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """The folder with optional test data, named by `TUNESMITH_DATA`."""
+    named = os.environ.get("TUNESMITH_DATA", "")
+    if not named:
+        pytest.skip("TUNESMITH_DATA is not set; it names the folder with optional test data")
+    folder = Path(named)
+    if not folder.is_dir():
+        pytest.skip(f"TUNESMITH_DATA names {folder}, which is no folder")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def require() -> Require:
+    """A function: `require("g++", "clang++")` is the path of the first of these tools that is installed."""
+
+    def find(*tools: str) -> str:
+        for tool in tools:
+            path = shutil.which(tool)
+            if path:
+                return path
+        reason = f"needs {' or '.join(tools)}, which is not installed"
+        if os.environ.get("CI") == "true":
+            pytest.fail(f"{reason}, though CI installs what the tests use")
+        pytest.skip(reason)
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def chromium(require: Require) -> str:
+    """Path of a Chromium browser, for Playwright's `executable_path`."""
+    return require("chromium", "chromium-browser", "google-chrome")

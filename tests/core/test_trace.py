@@ -1,0 +1,95 @@
+"""Spans: names, nesting, sums, and what happens when a block fails. No amount of time is asserted."""
+
+import threading
+
+import pytest
+
+from tunesmith.core.trace import Trace, span, trace
+
+
+def test_spans_are_recorded_under_their_path():
+    with trace() as record:
+        with span("update"):
+            with span("forward"):
+                pass
+            with span("backward"):
+                pass
+        with span("rollout"):
+            pass
+    assert set(record.seconds) == {"update", "update/forward", "update/backward", "rollout"}
+
+
+def test_a_span_that_runs_twice_adds_up():
+    with trace() as record:
+        for _ in range(3):
+            with span("micro"):
+                pass
+    assert record.num_calls == {"micro": 3}
+
+
+def test_the_time_of_a_span_includes_its_inner_spans_and_fits_in_the_trace():
+    with trace() as record, span("update"):
+        with span("forward"):
+            sum(range(1000))
+        with span("backward"):
+            sum(range(1000))
+    assert record.seconds["update/forward"] + record.seconds["update/backward"] <= record.seconds["update"]
+    assert record.seconds["update"] <= record.wall_s
+
+
+def test_top_level_stages_and_other_sum_to_the_step():
+    record = Trace(wall_s=10.0)
+    record.add("rollout", 3.0, is_outermost=True)
+    record.add("update/forward", 2.0, is_outermost=False)
+    record.add("update", 5.0, is_outermost=True)
+    metrics = record.metrics()
+    assert metrics["time/other_s"] == pytest.approx(2.0)
+    assert metrics["time/rollout_s"] + metrics["time/update_s"] + metrics["time/other_s"] == metrics["time/step_s"]
+    assert metrics["time/update/forward_s"] == 2.0
+
+
+def test_without_a_trace_the_block_just_runs():
+    ran = False
+    with span("rollout"):
+        ran = True
+    assert ran
+
+
+def test_a_failing_block_is_recorded_and_the_next_span_has_its_own_path():
+    with trace() as record:
+        with pytest.raises(KeyError), span("rollout"):
+            raise KeyError
+        with span("update"):
+            pass
+    assert set(record.seconds) == {"rollout", "update"}
+
+
+def test_a_trace_ends_when_its_block_fails():
+    with pytest.raises(KeyError), trace() as record:
+        raise KeyError
+    with span("after"):
+        pass
+    assert record.seconds == {}
+    assert record.wall_s > 0
+
+
+def test_an_inner_trace_takes_its_own_spans_alone():
+    with trace() as outer, span("step"):
+        with trace() as inner, span("rollout"):
+            pass
+        with span("update"):
+            pass
+    assert set(inner.seconds) == {"rollout"}
+    assert set(outer.seconds) == {"step", "step/update"}
+
+
+def test_spans_of_another_thread_stay_out():
+    def work() -> None:
+        with span("elsewhere"):
+            pass
+
+    with trace() as record:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert record.seconds == {}

@@ -1,0 +1,119 @@
+import pytest
+import torch
+
+from tunesmith.core.errors import DataError
+from tunesmith.data.collate import (
+    EncodedPair,
+    check_prompt_lengths,
+    collate_pairs,
+    encode_pairs,
+    pad_right,
+    prefix_prompts,
+)
+from tunesmith.data.pairs import load_pairs
+from tunesmith.data.prompts import load_prompts
+from tunesmith.models.tiny import EOS_ID, byte_tokenizer
+from tunesmith.models.tokenizer import decode, encode_pair_side, encode_prompt
+from tunesmith.schema.records import Prompt
+
+TOKENIZER = byte_tokenizer()
+
+
+def test_sequences_are_padded_at_the_end_and_keep_their_lengths():
+    ids_BT, lengths_B = pad_right([(5, 6), (7,), (1, 2, 3)], pad_id=9)
+    assert ids_BT.tolist() == [[5, 6, 9], [7, 9, 9], [1, 2, 3]]
+    assert lengths_B.tolist() == [2, 1, 3]
+    assert ids_BT.dtype == lengths_B.dtype == torch.int64
+    assert pad_right([], pad_id=0)[0].shape == (0, 0)
+
+
+def test_a_batch_holds_the_chosen_first_and_padding_equal_to_eos_changes_no_length():
+    pairs = [EncodedPair("a", (1, 2, EOS_ID), (1, EOS_ID), margin=0.5), EncodedPair("b", (4,), (5, 6), tie=True)]
+    batch = collate_pairs(pairs, pad_id=EOS_ID)
+    assert batch.ids_BT.tolist() == [[1, 2, 2], [4, 2, 2], [1, 2, 2], [5, 6, 2]]
+    assert batch.lengths_B.tolist() == [3, 1, 2, 2]
+    assert (batch.margin_N.tolist(), batch.tie_N.tolist()) == ([0.5, 0.0], [False, True])
+    chosen_N, rejected_N = batch.chosen_and_rejected(torch.arange(4))
+    assert (chosen_N.tolist(), rejected_N.tolist()) == ([0, 1], [2, 3])
+
+
+def test_pairs_are_encoded_with_prompt_and_end_token():
+    user, reply = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}
+    rows = [
+        {"prompt": "It", "chosen": " is", "rejected": " was", "margin": 1},
+        {"prompt": [user], "chosen": [reply], "rejected": [{**reply, "content": "No"}], "tie": True},
+    ]
+    pairs = load_pairs(rows)
+    text, chat = encode_pairs(pairs, TOKENIZER, max_tokens=100)
+    assert text.chosen_ids == (*TOKENIZER("It is")["input_ids"], EOS_ID)
+    assert (text.prompt_id, text.margin, text.tie) == ("pairs[0]", 1.0, False)
+    assert chat.rejected_ids == encode_pair_side(TOKENIZER, pairs[1].prompt, pairs[1].rejected)
+    assert chat.tie
+
+
+def test_too_long_rows_are_all_named():
+    pairs = load_pairs([{"prompt": "a", "chosen": "b" * n, "rejected": "c"} for n in (1, 20, 30)])
+    with pytest.raises(
+        DataError, match=r"(?s)2 too long, the limit is 10; .*pairs\[1\]: .*`chosen` have 22.*pairs\[2\]"
+    ):
+        encode_pairs(pairs, TOKENIZER, max_tokens=10)
+    prompts = load_prompts(["a" * n for n in (5, 11, 12, 13, 14, 15, 16)])
+    with pytest.raises(DataError, match=r"(?s)6 too long, the limit is 10; .*prompts\[1\]: 11 tokens.*and 1 more"):
+        check_prompt_lengths(prompts, TOKENIZER, max_tokens=10)
+    check_prompt_lengths(prompts, TOKENIZER, max_tokens=16)
+
+
+def test_prefixes_are_the_first_tokens_of_the_text():
+    text = "The film that I saw yesterday evening"
+    prompts = [Prompt(id=str(index), content=text, columns={"label": index}) for index in range(200)]
+    prefixes = prefix_prompts(prompts, TOKENIZER, (2, 8), seed=0)
+    whole = encode_prompt(TOKENIZER, prompts[0])
+    lengths = [len(prefix.token_ids or ()) for prefix in prefixes]
+    assert set(lengths) == {2, 3, 4, 5, 6, 7, 8}
+    for prompt, prefix, length in zip(prompts, prefixes, lengths, strict=True):
+        assert prefix.token_ids == whole[:length]
+        assert prefix.content == decode(TOKENIZER, whole[:length])
+        assert (prefix.id, prefix.columns) == (prompt.id, prompt.columns)
+
+
+def test_the_length_of_a_prefix_depends_on_seed_and_index_alone():
+    first = prefix_prompts([Prompt(str(n), "abcdefghijk") for n in range(50)], TOKENIZER, (2, 8), seed=3)
+    second = prefix_prompts([Prompt(f"x{n}", "ABCDEFGHIJKLMN") for n in range(70)], TOKENIZER, (2, 8), seed=3)
+    other = prefix_prompts([Prompt(str(n), "abcdefghijk") for n in range(50)], TOKENIZER, (2, 8), seed=4)
+    lengths = [[len(prefix.token_ids or ()) for prefix in prefixes] for prefixes in (first, second, other)]
+    assert lengths[0] == lengths[1][:50] != lengths[2]
+
+
+def test_a_prefix_ends_at_a_whole_character():
+    prompts = [Prompt(str(n), "ab\u00e9\u20ac\U0001f600\u00e9\u20ac tail") for n in range(100)]
+    for prefix in prefix_prompts(prompts, TOKENIZER, (2, 8), seed=0):
+        assert "\ufffd" not in prefix.content
+        assert 2 <= len(prefix.token_ids or ()) <= 8
+
+
+def test_a_character_longer_than_the_range_is_kept_whole():
+    (prefix,) = prefix_prompts([Prompt("0", "\U0001f600!")], TOKENIZER, (2, 3), seed=0)
+    assert prefix.content == "\U0001f600"
+
+
+def test_short_texts_are_kept_whole_and_shorter_ones_refused():
+    assert prefix_prompts([Prompt("0", "abc")], TOKENIZER, (3, 8), seed=0)[0].content == "abc"
+    with pytest.raises(DataError, match="prompt 0 has 1 tokens; `prefix_tokens` needs 2"):
+        prefix_prompts([Prompt("0", "a")], TOKENIZER, (2, 8), seed=0)
+
+
+def test_a_conversation_has_no_prefix():
+    with pytest.raises(DataError, match=r"prompt prompts\[0\] is a conversation"):
+        prefix_prompts(load_prompts([[{"role": "user", "content": "Hi"}]]), TOKENIZER, (2, 8), seed=0)
+
+
+def test_special_tokens_in_front_do_not_count_as_text():
+    tokenizer = byte_tokenizer()
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)]
+    )
+    (prefix,) = prefix_prompts([Prompt("0", "abcdef")], tokenizer, (2, 2), seed=0)
+    assert prefix.content == "ab"
+    assert prefix.token_ids is not None and prefix.token_ids[0] == 1 and len(prefix.token_ids) == 3

@@ -1,0 +1,94 @@
+from pathlib import Path
+
+import pytest
+
+from tunesmith.core.errors import DataError
+from tunesmith.data.pairs import load_pairs, write_pairs
+from tunesmith.schema.records import Pair, Prompt
+
+USER = {"role": "user", "content": "Hello"}
+GOOD = {"role": "assistant", "content": "Hi there"}
+BAD = {"role": "assistant", "content": "Go away"}
+
+TEXT_ROW = {"prompt": "It was", "chosen": " good", "rejected": " bad"}
+CHAT_ROW = {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}
+
+
+def test_text_and_conversational_rows_become_pairs():
+    text, chat = load_pairs([{**TEXT_ROW, "margin": 0.5, "rater": "ann"}, CHAT_ROW])
+    prompt = Prompt(id="pairs[0]", content="It was", columns={"rater": "ann"})
+    assert text == Pair(prompt, chosen=" good", rejected=" bad", margin=0.5, tie=False)
+    assert chat == Pair(Prompt(id="pairs[1]", content=(USER,)), chosen=(GOOD,), rejected=(BAD,))
+
+
+def test_without_a_prompt_the_sides_hold_the_whole_exchange():
+    text, chat, null = load_pairs(
+        [
+            {"chosen": "Q? yes", "rejected": "Q? no"},
+            {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
+            {"prompt": None, "chosen": "a", "rejected": "b"},
+        ]
+    )
+    assert (text.prompt.content, chat.prompt.content, null.prompt.content) == ("", "", "")
+    assert chat.chosen == (USER, GOOD)
+
+
+def test_a_tie_may_have_equal_sides():
+    (pair,) = load_pairs([{"prompt": "It was", "chosen": " ok", "rejected": " ok", "tie": True}])
+    assert pair.tie
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"chosen": ...}, "no column `chosen`; the row has `prompt`, `rejected`"),
+        ({"rejected": ...}, "no column `rejected`"),
+        ({"chosen": None}, "`chosen` is null"),
+        ({"rejected": 5}, "`rejected` is a number"),
+        ({"chosen": ""}, "`chosen` is empty"),
+        ({"chosen": "  "}, "`chosen` is empty"),
+        ({"prompt": ""}, "`prompt` is empty"),
+        ({"rejected": " good"}, "are the same; remove the row, or mark it"),
+        ({"tie": "yes"}, "`tie` is text; give true or false"),
+        ({"tie": 1}, "`tie` is a number"),
+        ({"margin": "0.5"}, "`margin` is text"),
+        ({"margin": True}, "`margin` is true or false"),
+        ({"margin": -1}, "`margin` is -1; it must be finite and at least 0"),
+        ({"margin": float("nan")}, "`margin` is nan"),
+        ({"margin": 0.5, "tie": True}, "a tie has no margin"),
+        ({"chosen": [GOOD]}, "`prompt` is text but `chosen` is a list|`rejected` is text but `chosen` is a list"),
+        ({"chosen": [USER], "rejected": [BAD], "prompt": [USER]}, "`chosen` ends with role 'user'"),
+        ({"chosen": [{**GOOD, "content": " "}], "rejected": [BAD], "prompt": [USER]}, "its last message says nothing"),
+        ({"chosen": "\ud800"}, "surrogate"),
+    ],
+)
+def test_a_bad_row_is_refused_with_its_reason(changes: dict[str, object], reason: str):
+    row = {key: value for key, value in {**TEXT_ROW, **changes}.items() if value is not ...}
+    with pytest.raises(DataError, match=rf"(?s)1 bad row of 2 .*pairs\[1\]: .*({reason})"):
+        load_pairs([CHAT_ROW, row])
+
+
+def test_written_pairs_are_read_back(tmp_path: Path):
+    tie = {"prompt": "It was", "chosen": " a", "rejected": " b", "tie": True}
+    pairs = load_pairs([{**TEXT_ROW, "margin": 0.25, "rater": "é"}, CHAT_ROW, tie, {"chosen": "x", "rejected": "y"}])
+    write_pairs(tmp_path / "pairs.jsonl", pairs)
+    again = load_pairs(tmp_path / "pairs.jsonl")
+    assert [pair.prompt.id for pair in again] == [f"pairs.jsonl:{line}" for line in (1, 2, 3, 4)]
+    for before, after in zip(pairs, again, strict=True):
+        assert (before.chosen, before.rejected, before.margin, before.tie) == (
+            after.chosen,
+            after.rejected,
+            after.margin,
+            after.tie,
+        )
+        assert (before.prompt.content, before.prompt.columns) == (after.prompt.content, after.prompt.columns)
+
+
+def test_an_empty_source_says_what_to_give():
+    with pytest.raises(DataError, match="name a JSONL file with `chosen` and `rejected` columns"):
+        load_pairs("")
+
+
+def test_equal_sides_in_real_rows_are_found(data_dir: Path):
+    with pytest.raises(DataError, match=r"2 bad rows of 2354 .*(?s:.*):722: `chosen` and `rejected` are the same"):
+        load_pairs(data_dir / "preference" / "hh-rlhf.helpful-base.test.jsonl.gz")

@@ -1,0 +1,71 @@
+"""A checkpoint is whole or it is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tunesmith.core.errors import CheckpointError
+from tunesmith.distributed.checkpoint import Checkpoint, list_steps, load, save
+from tunesmith.distributed.collectives import sum_over_ranks
+
+
+def _checkpoint(step: int = 3) -> Checkpoint:
+    tensors = {"policy": {"w": torch.arange(4.0), "half": torch.ones(2, dtype=torch.bfloat16)}, "optimizer": {"m": torch.ones(1)}}
+    return Checkpoint(step, tensors, {"kl": {"coef": 0.1}})
+
+
+def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
+    loaded = load(save(tmp_path, _checkpoint()))
+    assert loaded.step == 3
+    assert loaded.state == {"kl": {"coef": 0.1}}
+    assert torch.equal(loaded.tensors["policy"]["w"], torch.arange(4.0))
+    assert loaded.tensors["policy"]["half"].dtype == torch.bfloat16
+
+
+def test_only_the_newest_are_kept_and_unfinished_ones_do_not_count(tmp_path: Path) -> None:
+    (tmp_path / "tmp-000009-1").mkdir()
+    for step in (1, 2, 3):
+        save(tmp_path, _checkpoint(step), keep=2)
+    assert list_steps(tmp_path) == [2, 3]
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    save(tmp_path, _checkpoint())
+    save(tmp_path, Checkpoint(3, {}, {"kl": {"coef": 0.2}}))
+    assert load(tmp_path / "step-000003").state == {"kl": {"coef": 0.2}}
+
+
+def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
+    path = save(tmp_path, _checkpoint()) / "policy.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="SHA-256"):
+        load(path.parent)
+
+
+def test_a_cut_or_missing_file_is_found(tmp_path: Path) -> None:
+    path = save(tmp_path, _checkpoint()) / "optimizer.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="cut short"):
+        load(path.parent)
+    path.unlink()
+    with pytest.raises(CheckpointError, match="missing"):
+        load(path.parent)
+
+
+def test_another_version_and_a_folder_without_manifest_are_refused(tmp_path: Path) -> None:
+    path = save(tmp_path, _checkpoint()) / "manifest.json"
+    manifest = json.loads(path.read_text())
+    path.write_text(json.dumps({**manifest, "version": 99}))
+    with pytest.raises(CheckpointError, match="version 99"):
+        load(path.parent)
+    path.unlink()
+    with pytest.raises(CheckpointError, match=r"manifest\.json"):
+        load(path.parent)
+
+
+def test_the_sum_over_one_rank_is_the_value() -> None:
+    assert sum_over_ranks(7) == 7

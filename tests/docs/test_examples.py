@@ -1,0 +1,133 @@
+"""What README and docs print works: Python blocks run, commands exist with their flags, dry runs succeed."""
+
+import os
+import re
+import subprocess
+import sys
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+from pages import PAGES, ROOT, Block, all_blocks, blocks
+from tunesmith.config.keys import leaves
+from tunesmith.config.schema import RECIPES
+
+NESTED = {"train", "recipes"}
+COMMANDS = [(block.where, words) for block in all_blocks("console") for words in block.commands()]
+TUNESMITH = [(where, words[1:]) for where, words in COMMANDS if words[0] == "tunesmith"]
+TRAIN = [(where, words) for where, words in TUNESMITH if words[0] == "train" and "--help" not in words]
+
+
+def page_id(page: Path) -> str:
+    return page.name
+
+
+def write_files(page: Path, folder: Path) -> None:
+    for block in blocks(page):
+        if block.kind == "file":
+            (folder / block.value).write_text(block.text)
+
+
+def execute(blocks_to_run: list[Block]) -> None:
+    namespace: dict[str, object] = {"__name__": "example"}
+    for block in blocks_to_run:
+        code = "\n" * (block.line - 1) + block.text
+        exec(compile(code, str(block.page), "exec"), namespace)
+
+
+@pytest.fixture
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def runnable(page: Path) -> list[Block]:
+    return [block for block in blocks(page) if block.language == "python" and block.kind not in ("file", "not run")]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if runnable(page)], ids=page_id)
+def test_python_blocks_run_in_the_order_of_their_page(page: Path, in_folder: Path):
+    write_files(page, in_folder)
+    execute([block.replaced() for block in runnable(page)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if any(b.kind == "run with" for b in runnable(page))], ids=page_id
+)
+def test_python_blocks_run_exactly_as_printed(page: Path, in_folder: Path):
+    write_files(page, in_folder)
+    execute(runnable(page))
+
+
+@lru_cache
+def help_text(*command: str) -> str:
+    done = tunesmith([*command, "--help"])
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def tunesmith(arguments: list[str], folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
+    return subprocess.run(
+        [sys.executable, "-m", "tunesmith", *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+
+
+def is_recipe_key(algorithm: str, key: str) -> bool:
+    paths = {leaf.path for leaf in leaves(RECIPES[algorithm])}
+    plain = key.replace("-", "_")
+    return plain in paths or any(path.startswith(f"{plain}.") for path in paths)
+
+
+@pytest.mark.parametrize(("where", "words"), TUNESMITH, ids=[where for where, _ in TUNESMITH])
+def test_a_printed_command_and_its_flags_exist(where: str, words: list[str]):
+    if words[0].startswith("-"):
+        pytest.skip("a flag of the program itself")
+    command = words[: 2 if words[0] in NESTED else 1]
+    text = help_text(*command)
+    for word in words[len(command) :]:
+        flag = word.split("=")[0]
+        if not re.match(r"--?[a-z]", flag) or flag == "--help":
+            continue
+        if "." in flag:
+            assert is_recipe_key(command[-1], flag.removeprefix("--")), f"{where}: {flag} is no key of a recipe"
+        else:
+            assert re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w-])", text), f"{where}: {flag} is not in --help"
+
+
+@pytest.mark.parametrize(("where", "words"), TRAIN, ids=[where for where, _ in TRAIN])
+def test_a_printed_training_command_passes_a_dry_run(where: str, words: list[str], in_folder: Path):
+    """With a tiny model in place of the printed one: the files are those of the page."""
+    page = ROOT / where.rsplit(":", 1)[0]
+    write_files(page, in_folder)
+    before = sorted(in_folder.iterdir())
+    words = list(words)
+    if "--model" in words:
+        words[words.index("--model") + 1] = "tiny:llama"
+    else:
+        words += ["--model", "tiny:llama"]
+    done = tunesmith([*words, *([] if "--dry-run" in words else ["--dry-run"])], in_folder)
+    assert done.returncode == 0, f"{where}: {done.stderr}"
+    assert [path for path in sorted(in_folder.iterdir()) if path.name != "__pycache__"] == before, (
+        "a dry run writes nothing"
+    )
+
+
+@pytest.mark.parametrize("target", sorted({words[1] for _, words in COMMANDS if words[0] == "make" and len(words) > 1}))
+def test_a_printed_make_target_exists(target: str):
+    makefile = (ROOT / "Makefile").read_text()
+    assert re.search(rf"^{re.escape(target)}:", makefile, re.MULTILINE)
+
+
+def test_every_python_block_that_is_not_run_says_why():
+    for block in all_blocks("python"):
+        assert block.kind != "not run" or len(block.value.split()) >= 2, block.where

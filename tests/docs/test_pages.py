@@ -1,0 +1,69 @@
+"""The parser of pages reads blocks, comments and commands as documented."""
+
+from pathlib import Path
+
+import pytest
+
+import pages
+
+PAGE = """# Title
+
+<!-- file: my.py -->
+
+```python
+x = 1
+```
+
+```python
+x = 2
+```
+
+<!-- run with: steps=50 -> steps=1; smollm2 -> tiny:llama -->
+```python
+train("smollm2", steps=50)
+```
+
+<!-- not run: needs the hub -->
+Some words between the comment and the block make it another block's comment.
+
+```console
+$ tunesmith train ppo \\
+    --steps 3   # quick
+output
+$ make demo
+```
+"""
+
+
+@pytest.fixture
+def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[pages.Block]:
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
+    (tmp_path / "page.md").write_text(PAGE)
+    return pages.blocks(tmp_path / "page.md")
+
+
+def test_blocks_carry_language_place_and_comment(found: list[pages.Block]):
+    assert [(block.language, block.kind, block.value) for block in found[:2]] == [
+        ("python", "file", "my.py"),
+        ("python", "", ""),
+    ]
+    assert found[0].where == "page.md:6"
+    assert found[0].text == "x = 1\n"
+
+
+def test_a_comment_holds_for_the_block_right_after_it_alone(found: list[pages.Block]):
+    assert found[3].kind == ""
+
+
+def test_replacements_are_made(found: list[pages.Block]):
+    assert found[2].replaced().text == 'train("tiny:llama", steps=1)\n'
+
+
+def test_a_replacement_that_matches_nothing_is_an_error(found: list[pages.Block]):
+    stale = pages.Block(found[2].page, 1, "python", "other\n", "run with", "steps=50 -> steps=1")
+    with pytest.raises(ValueError, match="not in the block"):
+        stale.replaced()
+
+
+def test_commands_are_joined_over_lines_and_lose_their_comments(found: list[pages.Block]):
+    assert found[3].commands() == [["tunesmith", "train", "ppo", "--steps", "3"], ["make", "demo"]]

@@ -1,0 +1,70 @@
+"""Reference pages are complete: every key of a recipe, every command, every metric that a run writes."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import reference
+from pages import ROOT
+from tunesmith import train
+from tunesmith.cli.main import COMMANDS
+from tunesmith.config.keys import leaves
+from tunesmith.config.schema import RECIPES
+
+
+@pytest.mark.parametrize("algorithm", RECIPES)
+def test_every_key_of_a_recipe_is_in_the_tables_with_its_meaning(algorithm: str):
+    rows = reference.config_markdown().splitlines()
+    for key in leaves(RECIPES[algorithm]):
+        (row,) = {
+            row for row in rows if row.startswith(f"| `{key.path}` |") and reference.escaped(key.description) in row
+        }
+        assert key.description or key.path == "algorithm", f"{key.path} has no description"
+        assert len(re.split(r"(?<!\\)\|", row)) == 6, "a bar inside a cell must be escaped"
+
+
+def test_every_command_is_on_the_page_of_commands():
+    page = (ROOT / "docs" / "commands.md").read_text()
+    shown = re.findall(r"```\{command-help\} ([a-z ]+)\n", page)
+    assert sorted(shown) == sorted(COMMANDS)
+
+
+def documented_metrics() -> list[str]:
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    cells = re.findall(r"^\| (`.+?) \|", page, re.MULTILINE)
+    return [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+
+
+def written_metrics(run_dir: Path) -> set[str]:
+    return {name for line in (run_dir / "metrics.jsonl").read_text().splitlines() for name in json.loads(line)}
+
+
+def undocumented(names: set[str]) -> set[str]:
+    patterns = [re.sub(r"<\w+>", ".+", re.escape(name)) for name in documented_metrics()]
+    return {name for name in names if not any(re.fullmatch(pattern, name) for pattern in patterns)}
+
+
+def test_every_metric_of_a_ppo_run_is_documented(tmp_path: Path):
+    result = train.ppo(
+        model="tiny:llama",
+        prompts=["The film was", "The story is", "I liked", "The music"],
+        reward="unique_chars",
+        steps=1,
+        run={"dir": str(tmp_path)},
+        **{"rollout.max_new_tokens": 8, "rollout.prompts_per_step": 4, "prompts.heldout_fraction": 0.4},
+    )
+    assert undocumented(written_metrics(result.run_dir)) == set()
+
+
+def test_every_metric_of_a_reward_run_is_documented(tmp_path: Path):
+    pairs = [{"prompt": f"Film {i} was", "chosen": " a joy.", "rejected": " dull."} for i in range(8)]
+    result = train.reward(
+        model="tiny:llama",
+        pairs=pairs,
+        steps=1,
+        run={"dir": str(tmp_path)},
+        **{"pairs.heldout_fraction": 0.4},
+    )
+    assert undocumented(written_metrics(result.run_dir)) == set()

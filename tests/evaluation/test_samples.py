@@ -1,0 +1,61 @@
+import json
+
+import pytest
+
+from tunesmith.core.errors import DataError
+from tunesmith.evaluation.samples import Sample, by_prompt, read_samples, write_samples
+
+SAMPLE = Sample(
+    prompt_index=0,
+    completion_index=0,
+    prompt_id="films:0",
+    prompt="The film was",
+    prompt_token_ids=(1, 2),
+    token_ids_before=(3, 4),
+    token_ids_after=(5,),
+    text_before=" bad",
+    text_after=" good",
+    score_before=-0.5,
+    score_after=0.25,
+    logp_before_by_before=-3.5,
+    logp_before_by_after=-4.0,
+    logp_after_by_before=-6.0,
+    logp_after_by_after=-2.5,
+    finish_reason_before="length",
+    finish_reason_after="stop",
+    seed=0,
+)
+
+
+def test_samples_round_trip(tmp_path):
+    assert read_samples(write_samples(tmp_path / "s.jsonl", [SAMPLE])) == [SAMPLE]
+    assert SAMPLE.log_ratio_after == 3.5
+    assert by_prompt([SAMPLE, SAMPLE]) == [[SAMPLE, SAMPLE]]
+
+
+def row(**changes):
+    return json.dumps(SAMPLE.to_json() | changes)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty"),
+        (row() + "\n{broken", r"s\.jsonl:2: not JSON"),
+        ("[1]", r":1: a list"),
+        (row(extra=1), "'extra' is missing or unknown"),
+        (json.dumps({"prompt": "x"}), "is missing or unknown"),
+        (row(score_after=None), "score_after is None"),
+        (row(score_after=float("nan")), "score_after is nan"),
+    ],
+)
+def test_a_damaged_file_is_named_by_line(tmp_path, text, message):
+    path = tmp_path / "s.jsonl"
+    path.write_text(text)
+    with pytest.raises(DataError, match=message):
+        read_samples(path)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(DataError, match="does not exist"):
+        read_samples(tmp_path / "none.jsonl")

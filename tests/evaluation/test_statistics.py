@@ -1,0 +1,133 @@
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from tunesmith.core.errors import InputError
+from tunesmith.evaluation.statistics import (
+    bootstrap_interval,
+    distinct_at_equal_tokens,
+    distinct_n,
+    even_lengths,
+    is_exact,
+    mcnemar,
+    paired_permutation_p,
+)
+
+
+def brute_force_p(diff):
+    observed = abs(math.fsum(diff))
+    sums = [
+        abs(math.fsum(s * d for s, d in zip(signs, diff, strict=True)))
+        for signs in itertools.product((1, -1), repeat=len(diff))
+    ]
+    return sum(total >= observed - 1e-9 for total in sums) / len(sums)
+
+
+@pytest.mark.parametrize("num_prompts", [1, 2, 5, 9])
+def test_exact_permutation_p_equals_the_enumeration_of_all_sign_patterns(num_prompts):
+    for seed in range(5):
+        diff = np.random.default_rng(seed).normal(0.4, 1, num_prompts).round(2).tolist()
+        assert paired_permutation_p(diff) == pytest.approx(brute_force_p(diff), abs=1e-12)
+
+
+def test_permutation_p_agrees_with_scipy():
+    stats = pytest.importorskip("scipy.stats")
+    diff = np.random.default_rng(3).normal(0.3, 1, 12)
+    expected = stats.permutation_test(
+        (diff,), np.mean, permutation_type="samples", n_resamples=np.inf, alternative="two-sided"
+    ).pvalue
+    assert paired_permutation_p(diff) == pytest.approx(expected, abs=1e-9)
+
+
+def test_fifteen_prompts_that_all_improve_give_the_smallest_exact_p():
+    assert paired_permutation_p([0.1 * k for k in range(1, 16)]) == 2 / 2**15
+
+
+def test_no_difference_at_all_gives_p_one():
+    assert paired_permutation_p([0.0] * 7) == 1.0
+
+
+def test_equal_differences_count_as_ties_in_spite_of_rounding():
+    assert paired_permutation_p([0.1, 0.2, 0.3, -0.6]) == 1.0
+
+
+def test_monte_carlo_p_is_near_the_exact_one_is_seeded_and_never_zero():
+    assert is_exact(16) and not is_exact(17)
+    diff = np.random.default_rng(0).normal(0.35, 1, 17).tolist()
+    estimate = paired_permutation_p(diff, seed=1, num=20_000)
+    assert estimate == paired_permutation_p(diff, seed=1, num=20_000)
+    assert estimate == pytest.approx(brute_force_p(diff), abs=0.015)
+    assert paired_permutation_p([1.0] * 40, num=999) == 1 / 1000
+
+
+def test_permutation_p_is_uniform_enough_under_the_null():
+    values = [paired_permutation_p(np.random.default_rng(seed).normal(size=10)) for seed in range(400)]
+    assert 0.02 <= np.mean(np.array(values) <= 0.05) <= 0.09
+
+
+def test_bootstrap_interval_agrees_with_scipy_and_is_seeded():
+    stats = pytest.importorskip("scipy.stats")
+    diff = np.random.default_rng(5).normal(0.5, 1, 30)
+    low, high = bootstrap_interval(diff, seed=0)
+    expected = stats.bootstrap((diff,), np.mean, method="percentile", n_resamples=10_000, rng=0).confidence_interval
+    assert (low, high) == pytest.approx((expected.low, expected.high), abs=0.03)
+    assert (low, high) == bootstrap_interval(diff, seed=0) != bootstrap_interval(diff, seed=1)
+    assert low < diff.mean() < high
+
+
+def test_bootstrap_interval_widens_with_confidence_and_collapses_on_constants():
+    diff = [0.1, 0.5, -0.2, 0.9]
+    wide, narrow = bootstrap_interval(diff, confidence=0.99), bootstrap_interval(diff, confidence=0.5)
+    assert wide[0] < narrow[0] < narrow[1] < wide[1]
+    assert bootstrap_interval([0.25] * 4) == (0.25, 0.25)
+
+
+@pytest.mark.parametrize("counts", [(0, 0), (1, 0), (3, 9), (9, 3), (5, 5), (0, 12), (40, 61), (700, 800)])
+def test_mcnemar_equals_the_two_sided_binomial_test(counts):
+    stats = pytest.importorskip("scipy.stats")
+    expected = stats.binomtest(min(counts), sum(counts), 0.5).pvalue if sum(counts) else 1.0
+    assert mcnemar(*counts) == pytest.approx(expected, rel=1e-9)
+
+
+def test_distinct_n_counts_different_ngrams_inside_the_lists():
+    assert distinct_n([[1, 2, 1, 2], [1, 2]], n=2) == 2 / 4  # 12 21 12 | 12
+    assert distinct_n([[1, 2], [3, 4]], n=2) == 1.0  # 2-3 across the border is no bigram
+    assert distinct_n([[7, 7, 7]], n=1) == 1 / 3
+    assert distinct_n([[1], []], n=2) == 0.0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_even_lengths_take_position_by_position(seed):
+    random = np.random.default_rng(seed)
+    lengths = random.integers(0, 9, 7).tolist()
+    for num_tokens in range(sum(lengths) + 1):
+        order = sorted((position, index) for index, length in enumerate(lengths) for position in range(length))
+        taken = [index for _, index in order[:num_tokens]]
+        assert even_lengths(lengths, num_tokens) == [taken.count(index) for index in range(len(lengths))]
+
+
+def test_equal_token_count_stops_the_longer_side_from_looking_repetitive():
+    random = np.random.default_rng(0)
+    long = random.integers(0, 20, (8, 200)).tolist()
+    short = [ids[:25] for ids in long]
+    assert distinct_n(long) < 0.7 * distinct_n(short)
+    before, after, num_tokens = distinct_at_equal_tokens(short, long)
+    assert before == after and num_tokens == 200
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: paired_permutation_p([]), "at least one"),
+        (lambda: paired_permutation_p([0.1, float("nan")]), "difference 1 is nan"),
+        (lambda: bootstrap_interval([1.0], confidence=95), "confidence is 95"),
+        (lambda: mcnemar(-1, 2), "-1 and 2"),
+        (lambda: distinct_n([[1]], n=0), "n is 0"),
+        (lambda: even_lengths([1, 2], 9), "the lists hold 3"),
+    ],
+)
+def test_bad_input_is_named(call, message):
+    with pytest.raises(InputError, match=message):
+        call()

@@ -1,0 +1,102 @@
+import os
+import shutil
+
+import pytest
+
+from tunesmith.reports.html import write_comparison_report, write_demo_report, write_run_report
+
+pytestmark = pytest.mark.browser
+
+
+@pytest.fixture(scope="module")
+def browser():
+    executable = shutil.which("chromium") or shutil.which("google-chrome")
+    if executable is None:
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(
+            "no chromium on PATH: reports are not looked at"
+        )
+    api = pytest.importorskip("playwright.sync_api")
+    with api.sync_playwright() as play:
+        instance = play.chromium.launch(executable_path=executable, args=["--no-sandbox", "--disable-gpu"])
+        yield instance
+        instance.close()
+
+
+@pytest.fixture
+def look(browser):
+    """Opens a page and fails the test on anything in the console or any request but the page itself."""
+    complaints, contexts = [], []
+
+    def open_page(path, width=1280, scheme="light"):
+        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", lambda request: None if request.url == path.as_uri() else complaints.append(request.url))
+        page.goto(path.as_uri())
+        page.wait_for_selector("#theme:not([hidden])")
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert complaints == []
+
+
+@pytest.fixture(scope="module")
+def demo_page(synthetic, tmp_path_factory):
+    return write_demo_report(tmp_path_factory.mktemp("demo") / "demo.html", synthetic.demo())
+
+
+def test_all_open_charts_are_drawn_without_errors_or_network(look, demo_page):
+    page = look(demo_page)
+    plots = page.locator(".plot:visible")
+    assert plots.count() >= 10
+    assert page.locator(".plot:visible:has(svg.main-svg)").count() == plots.count()
+    assert page.locator(".plot:not([aria-label])").count() == 0
+
+
+def test_folded_charts_are_drawn_when_the_fold_opens(look, demo_page):
+    page = look(demo_page)
+    fold = page.locator("#training details.fold").first
+    assert fold.locator("svg.main-svg").count() == 0
+    fold.locator("summary").first.click()
+    page.wait_for_function("document.querySelector('#training details.fold svg.main-svg')")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_sticks_out_of_a_narrow_screen(look, demo_page, scheme):
+    page = look(demo_page, width=390, scheme=scheme)
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+
+
+def test_charts_follow_the_colour_scheme_and_the_button(look, demo_page):
+    page = look(demo_page, scheme="dark")
+    colour = "getComputedStyle(document.querySelector('#plot-prompts .ytitle, #plot-prompts .xtitle')).fill"
+    dark = page.evaluate(colour)
+    page.get_by_role("button", name="Light mode").click()
+    assert page.evaluate(colour) != dark
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(250, 249, 246)"
+
+
+def test_hostile_text_is_shown_and_does_nothing(look, synthetic, tmp_path):
+    drawn = synthetic.samples(openings=(synthetic.HOSTILE, "$x$ <b>bold</b>", synthetic.RTL), num_completions=2)
+    for row in drawn:
+        row["text_after"] = synthetic.HOSTILE
+    compared = synthetic.comparison(samples=drawn)
+    for path in (
+        write_comparison_report(tmp_path / "c.html", compared, synthetic.HOSTILE),
+        write_demo_report(tmp_path / "d.html", synthetic.demo(comparison=compared, rater=synthetic.HOSTILE)),
+    ):
+        page = look(path)
+        page.wait_for_selector("svg.main-svg")
+        assert not page.title().startswith("owned") and page.locator("img").count() == 0
+        assert page.get_by_text("<img src=x").count() > 0
+
+
+def test_a_long_run_and_one_without_metrics_open(look, synthetic, tmp_path):
+    long = look(write_run_report(synthetic.write_run(tmp_path / "long", metrics=synthetic.ppo_metrics(2_000))))
+    assert long.locator(".plot:visible:has(svg.main-svg)").count() == 6
+    empty = look(write_run_report(synthetic.write_run(tmp_path / "empty", metrics=[])))
+    assert empty.locator("svg.main-svg").count() == 0 and empty.get_by_text("No step has been recorded").is_visible()

@@ -1,0 +1,52 @@
+import math
+
+import pytest
+
+from tunesmith.reports import text
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (0.12345, "0.123"),
+        (-0.5, "\u22120.500"),
+        (1234, "1\u202f234"),
+        (3e-5, "3.00e\u221205"),
+        (262.04, "262.0"),
+        (None, "\u2013"),
+        (math.nan, "\u2013"),
+    ],
+)
+def test_decimal(value, shown):
+    assert text.decimal(value) == shown
+
+
+def test_scores_have_two_decimals_and_no_negative_zero():
+    assert [text.score(value) for value in (0.5, -0.126, -0.001, None)] == ["0.50", "\u22120.13", "0.00", "\u2013"]
+
+
+def test_small_words():
+    assert text.signed(0.5) == "+0.500" and text.signed(-0.5) == "\u22120.500" and text.signed(0.0) == "0.000"
+    assert (
+        text.p_value(6e-5) == "p < 0.001" and text.p_value(0.0312) == "p = 0.031" and text.p_value(None) == "p \u2013"
+    )
+    assert text.percent(0.806) == "81\u202f%"
+    assert [text.duration(s) for s in (0.25, 12.34, 245, 7_800)] == ["250 ms", "12.3 s", "4 min 05 s", "2 h 10 min"]
+
+
+def test_a_long_text_is_cut_and_says_so():
+    assert text.cut("x" * 5_000).endswith("(1000 more characters)")
+    assert text.short("a  b\n" * 100, 10) == "a b a b a…"
+
+
+def test_conversations_and_odd_prompts_are_text():
+    assert text.prompt_text([{"role": "user", "content": "hi"}, {"content": "yo"}]) == "user: hi\nyo"
+    assert text.prompt_text(None) == "" and text.prompt_text(["a", 3]) == "a\n3"
+
+
+def test_nested_facts_become_rows():
+    assert text.flatten({"cpu": {"cores": 2}, "flags": ["a", "b"], "gpu": None}) == [
+        ("cpu.cores", "2"),
+        ("flags", "a, b"),
+        ("gpu", ""),
+    ]

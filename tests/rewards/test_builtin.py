@@ -1,0 +1,60 @@
+import pytest
+
+from tunesmith.core.errors import RewardError
+from tunesmith.rewards.builtin import BUILTINS, length, match_format, sentiment, unique_chars
+from tunesmith.rewards.functions import builtin_function
+from tunesmith.rewards.rater import SimulatedRater
+
+CHAT = [[{"role": "assistant", "content": "abba"}]]
+
+
+def test_sentiment_is_the_simulated_raters_score():
+    scores = sentiment()(prompts=["It was", "It was"], completions=[" great", " bad"], completion_ids=[[1], [2]])
+    rater = SimulatedRater()
+    assert scores == [rater.score("It was", " great"), rater.score("It was", " bad")]
+
+
+def test_length_counts_the_unit_or_the_closeness_to_a_target():
+    arguments = {"prompts": ["p"], "completions": ["two words"], "completion_ids": [[5, 6, 7]]}
+    assert length()(**arguments) == [3.0]
+    assert length(unit="words")(**arguments) == [2.0]
+    assert length(unit="characters")(**arguments) == [9.0]
+    assert length(unit="words", target=5)(**arguments) == [-3.0]
+    assert length(target=3)(**arguments) == [0.0]
+
+
+def test_format_finds_the_pattern_or_matches_the_whole():
+    completions = ["answer: 42", "no answer", "42"]
+    assert match_format(r"\d+")(completions=completions) == [1.0, 0.0, 1.0]
+    assert match_format(r"\d+", whole=True)(completions=completions) == [0.0, 0.0, 1.0]
+    assert match_format("b{2}")(completions=CHAT) == [1.0]
+
+
+def test_unique_chars_counts_different_characters():
+    assert unique_chars()(completions=["aab", ""]) == [2.0, 0.0]
+    assert unique_chars()(completions=CHAT) == [2.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("format", {}, "the reward `format` needs `pattern`"),
+        ("format", {"pattern": "("}, r"'\(', no regular expression"),
+        ("format", {"pattern": 3}, "no regular expression"),
+        ("format", {"patern": "x"}, "no argument `patern`; it takes `pattern`, `whole`; did you mean `pattern`"),
+        ("sentiment", {"scale": 2}, "no argument `scale`; it takes none"),
+        ("length", {"unit": "lines"}, "'lines'; allowed are tokens, words, characters"),
+        ("length", {"target": -1}, "-1; give a number of tokens"),
+        ("length", {"target": "ten"}, "'ten'; give a number"),
+    ],
+)
+def test_wrong_arguments_are_named(name: str, arguments: dict[str, object], message: str):
+    with pytest.raises(RewardError, match=message):
+        builtin_function(name, arguments)
+
+
+def test_every_built_in_scores_with_its_smallest_arguments():
+    for name in BUILTINS:
+        function = builtin_function(name, {"pattern": "a"} if name == "format" else {})
+        scores = function(prompts=["p"], completions=["a"], completion_ids=[[1]], trainer_state=None)
+        assert isinstance(scores, list) and isinstance(scores[0], float)

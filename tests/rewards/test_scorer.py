@@ -1,0 +1,192 @@
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from tunesmith.batch.rollout import Group
+from tunesmith.config.schema import RewardSource
+from tunesmith.core.errors import RewardError
+from tunesmith.core.trace import trace
+from tunesmith.rewards.rater import SimulatedRater
+from tunesmith.rewards.sample import Sample
+from tunesmith.rewards.scorer import Scorer, TrainerState
+
+GroupMaker = Callable[..., Group]
+
+
+@pytest.fixture
+def groups(make_group: GroupMaker) -> list[Group]:
+    return [make_group("It was", " good", " bad", id="p:1"), make_group("It is", " a", " bcd", id="p:2")]
+
+
+def lengths(completions, **kwargs):
+    return [float(len(text)) for text in completions]
+
+
+def even_only(completions, **kwargs):
+    return [1.0 if len(text) % 2 == 0 else None for text in completions]
+
+
+def test_the_total_is_the_weighted_sum_in_the_layout_of_the_groups(groups: list[Group]):
+    scores = Scorer(["unique_chars", lengths], weights=[1.0, -0.5]).score(groups)
+    assert scores.parts["unique_chars"].tolist() == [[4, 4], [2, 4]]
+    assert scores.parts["lengths"].tolist() == [[5, 4], [2, 4]]
+    assert scores.total_PG.tolist() == [[1.5, 2.0], [1.0, 2.0]]
+    assert scores.total_PG.dtype == torch.float32
+
+
+def test_sections_of_a_recipe_bring_weight_and_arguments(groups: list[Group]):
+    sources = [
+        RewardSource(source="format", weight=2.0, arguments={"pattern": "good"}),
+        RewardSource(source="length", arguments={"unit": "words"}),
+    ]
+    assert Scorer(sources).score(groups).total_PG.tolist() == [[3, 1], [1, 1]]
+
+
+def test_sentiment_is_the_simulated_raters_score(groups: list[Group]):
+    rater = SimulatedRater()
+    expected = torch.tensor([[rater.score(g.prompt.content, c.text) for c in g.completions] for g in groups])
+    assert torch.equal(Scorer(["sentiment"]).score(groups).total_PG, expected)
+
+
+def test_none_counts_for_nothing_in_the_sum_and_in_the_means(groups: list[Group]):
+    scores = Scorer([lengths, even_only], weights=[1.0, 10.0]).score(groups)
+    assert scores.total_PG.tolist() == [[5, 14], [12, 14]]
+    assert scores.parts["even_only"].isnan().tolist() == [[True, False], [False, False]]
+    metrics = scores.metrics()
+    assert metrics["rewards/even_only/mean"] == 1.0
+    assert metrics["rewards/lengths/mean"] == 3.75
+    assert metrics["reward"] == 11.25
+    assert metrics["reward_std"] == pytest.approx(torch.tensor([5.0, 14, 12, 14]).std().item())
+
+
+def test_a_sample_without_any_reward_is_an_error_that_names_it(groups: list[Group]):
+    with pytest.raises(
+        RewardError, match=r"no reward applies to prompt p:1, completion 0 \('good'\): `even_only` returned None"
+    ):
+        Scorer([even_only]).score(groups)
+
+
+def test_rewards_of_one_name_are_told_apart(groups: list[Group]):
+    scorer = Scorer(["length", "unique_chars", "length", "length"])
+    assert scorer.names == ("length", "unique_chars", "length_2", "length_3")
+    assert list(scorer.score(groups).parts) == list(scorer.names)
+
+
+def test_functions_receive_trainer_state_and_may_log(groups: list[Group]):
+    def logs(completions, trainer_state, log_metric, log_extra, **kwargs):
+        log_metric("my/metric", 1.0)
+        log_metric("my/metric", 2.0)
+        log_extra("upper", [text.upper() for text in completions])
+        return [float(trainer_state.global_step)] * len(completions)
+
+    scores = Scorer([logs]).score(groups, state=TrainerState(global_step=7, max_steps=9))
+    assert scores.total_PG.tolist() == [[7, 7], [7, 7]]
+    assert scores.metrics()["my/metric"] == 1.5
+    assert scores.columns == {"upper": [" GOOD", " BAD", " A", " BCD"]}
+
+
+def test_async_functions_run_at_the_same_time_on_one_loop(groups: list[Group]):
+    loops: list[asyncio.AbstractEventLoop] = []
+    met = {"first": False, "second": False}
+
+    def meets(own: str, other: str):
+        async def reward(completions, **kwargs):
+            loops.append(asyncio.get_running_loop())
+            met[own] = True
+            while not met[other]:
+                await asyncio.sleep(0)
+            return [1.0] * len(completions)
+
+        reward.__name__ = own
+        return reward
+
+    scorer = Scorer([meets("first", "second"), lengths, meets("second", "first")])
+    for _ in range(2):
+        assert scorer.score(groups).total_PG.tolist() == [[7, 6], [4, 6]]
+    assert len(set(loops)) == 1
+
+
+def test_async_functions_run_where_a_loop_is_already_running(groups: list[Group]):
+    async def later(completions, **kwargs):
+        await asyncio.sleep(0)
+        return [2.0] * len(completions)
+
+    async def notebook_cell():
+        return Scorer([later]).score(groups).total_PG.sum().item()
+
+    assert asyncio.run(notebook_cell()) == 8.0
+
+
+def test_an_async_function_that_raises_is_named_with_its_sample(groups: list[Group]):
+    async def fragile(completions, **kwargs):
+        return [1 / (len(text) - 2) for text in completions]
+
+    with pytest.raises(
+        RewardError, match=r"reward `fragile` raised ZeroDivisionError.*scoring prompt p:2, completion 0 \('a'\)"
+    ):
+        Scorer([fragile]).score(groups)
+
+
+def test_an_object_with_name_and_score_is_a_reward(groups: list[Group]):
+    class Judge:
+        name = "judge"
+
+        def score(self, samples: Sequence[Sample]) -> list[float | None]:
+            return [float(sample.index) for sample in samples]
+
+    assert Scorer([Judge()]).score(groups).parts["judge"].tolist() == [[0, 1], [0, 1]]
+
+
+def test_the_time_of_each_reward_is_traced(groups: list[Group]):
+    with trace() as record:
+        Scorer([lengths, "unique_chars"]).score(groups)
+    assert set(record.seconds) == {"lengths", "unique_chars"}
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("sentimnt", "no built-in and no model; did you mean 'sentiment'"),
+        ("rewards.py", "names no function; write `./file.py:name`"),
+        ("./no/such/folder", "A reward is `./file.py:name`.* or a built-in: sentiment"),
+        ("tiny:llama", "there is no module `tiny`"),
+        (RewardSource(source="json:dumps", arguments={"a": 1}), "takes no `arguments`: only built-ins do"),
+        (RewardSource(source="length", label=1), "is a function; `label` and `transform` belong to reward models"),
+        (RewardSource(source="json:dumps", transform="log_odds"), "is a function; `label`"),
+        (7, "is of type int, which cannot be called"),
+        (dict, "is a class"),
+    ],
+)
+def test_a_source_that_is_no_reward_is_explained(source: object, message: str):
+    with pytest.raises(RewardError, match=message):
+        Scorer([source])  # type: ignore[list-item]
+
+
+def test_rewards_and_weights_must_fit(groups: list[Group], make_group: GroupMaker):
+    with pytest.raises(RewardError, match="no reward is given; give at least one, for example a built-in: sentiment"):
+        Scorer([])
+    with pytest.raises(RewardError, match="1 weights for 2 rewards"):
+        Scorer(["length", "sentiment"], weights=[1.0])
+    with pytest.raises(RewardError, match="must be finite"):
+        Scorer(["length"], weights=[float("nan")])
+    with pytest.raises(RewardError, match=r"groups of \[1, 2\] completions"):
+        Scorer(["length"]).score([groups[0], make_group("x", "y")])
+    with pytest.raises(RewardError, match="groups of no completions"):
+        Scorer(["length"]).score([])
+
+
+def test_a_function_of_a_file_is_a_reward(tmp_path: Path, groups: list[Group]):
+    (tmp_path / "mine.py").write_text(
+        "def shout(completions, **kwargs):\n    return [c.count('!') for c in completions]\n"
+    )
+    scores = Scorer([f"{tmp_path / 'mine.py'}:shout"]).score(groups)
+    assert scores.parts["shout"].tolist() == [[0, 0], [0, 0]]
+
+
+def test_trls_own_reward_function_works_unchanged(make_group: GroupMaker):
+    trl_rewards = pytest.importorskip("trl.rewards", reason="TRL is not installed")
+    group = make_group(({"role": "user", "content": "2+2?"},), "<think>\nsum\n</think>\n4", "4")
+    assert Scorer([trl_rewards.think_format_reward]).score([group]).total_PG.tolist() == [[1.0, 0.0]]

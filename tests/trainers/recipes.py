@@ -1,0 +1,45 @@
+"""Small recipes for tests of the trainers."""
+
+from pathlib import Path
+from typing import Any
+
+from tunesmith.config.schema import PPORecipe, RewardRecipe
+from tunesmith.schema.records import Pair, Prompt
+
+PROMPTS = ["The film", "A story", "Once more", "They said"]
+
+
+def ppo_recipe(tmp_path: Path, **sections: Any) -> PPORecipe:
+    """Three steps on a tiny Llama; each section given is merged over these values."""
+    base: dict[str, Any] = {
+        "model": {"name": "tiny:llama"},
+        "rollout": {"prompts_per_step": 4, "max_new_tokens": 6},
+        "ppo": {"num_epochs": 2, "num_minibatches": 2, "micro_batch_size": 2},
+        "optimizer": {"learning_rate": 1e-3},
+        "run": {"dir": str(tmp_path / "runs"), "steps": 3, "num_threads": 1},
+    }
+    return PPORecipe.model_validate(_merged(base, sections))
+
+
+def reward_recipe(tmp_path: Path, **sections: Any) -> RewardRecipe:
+    """A reward model on a tiny Llama; each section given is merged over these values."""
+    base: dict[str, Any] = {
+        "model": {"name": "tiny:llama"},
+        "reward_model": {"num_epochs": 3, "pairs_per_step": 8, "micro_batch_size": 8},
+        "optimizer": {"learning_rate": 3e-3},
+        "run": {"dir": str(tmp_path / "runs"), "num_threads": 1},
+    }
+    return RewardRecipe.model_validate(_merged(base, sections))
+
+
+def pairs(count: int = 48) -> list[Pair]:
+    """Pairs in which the text with more exclamation marks was preferred."""
+    return [
+        Pair(Prompt(f"p{i}", f"{PROMPTS[i % 4]} {i}"), chosen="wow!!! so good!", rejected=f"meh, not {i}.")
+        for i in range(count)
+    ]
+
+
+def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    both = {key: {**base[key], **over[key]} for key in base.keys() & over.keys() if isinstance(over[key], dict)}
+    return {**base, **over, **both}

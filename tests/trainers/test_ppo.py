@@ -1,0 +1,178 @@
+"""PPO: the step is what the paper says, it learns, and the same seed gives the same weights."""
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from recipes import PROMPTS, ppo_recipe
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tunesmith.core.errors import InputError, TrainingError
+from tunesmith.distributed.checkpoint import list_steps, load
+from tunesmith.telemetry.run_folder import read_jsonl
+from tunesmith.trainers import ppo
+
+
+def low_ids(completion_ids: Sequence[Sequence[int]], **_: object) -> list[float]:
+    """Share of the tokens in the lower half of the vocabulary: easy to learn, and rarely equal for two completions."""
+    return [sum(token < 130 for token in ids) / len(ids) for ids in completion_ids]
+
+
+def _weights(run_dir: Path) -> str:
+    return hashlib.sha256((run_dir / "final" / "model.safetensors").read_bytes()).hexdigest()
+
+
+def test_the_same_seed_gives_the_same_weights_metrics_and_tokens(tmp_path: Path) -> None:
+    cfg = ppo_recipe(tmp_path)
+    first = ppo.run(cfg, prompts=PROMPTS, rewards=[low_ids], progress=False)
+    again = ppo.run(cfg, prompts=PROMPTS, rewards=[low_ids], progress=False)
+    assert _weights(first.run_dir) == _weights(again.run_dir)
+    assert (first.run_dir / "samples.jsonl").read_text() == (again.run_dir / "samples.jsonl").read_text()
+    timeless = [{k: v for k, v in row.items() if not k.startswith(("time/", "memory/", "tokens_per_s"))} for row in first.metrics]
+    assert timeless == [{k: again.metrics[i][k] for k in row} for i, row in enumerate(timeless)]
+
+
+def test_another_seed_gives_other_weights(tmp_path: Path) -> None:
+    first = ppo.run(ppo_recipe(tmp_path), prompts=PROMPTS, rewards=[low_ids], progress=False)
+    other = ppo.run(ppo_recipe(tmp_path, run={"seed": 1}), prompts=PROMPTS, rewards=[low_ids], progress=False)
+    assert _weights(first.run_dir) != _weights(other.run_dir)
+
+
+def test_the_reward_rises_while_the_kl_stays_bounded(tmp_path: Path) -> None:
+    cfg = ppo_recipe(
+        tmp_path,
+        rollout={"prompts_per_step": 32, "max_new_tokens": 8},
+        ppo={"num_epochs": 4, "num_minibatches": 1, "micro_batch_size": 32, "kl": {"coef": 0.001}},
+        optimizer={"learning_rate": 5e-3},
+        run={"steps": 30},
+    )
+    result = ppo.run(cfg, prompts=PROMPTS, rewards=[low_ids], progress=False)
+    rewards = [row["reward"] for row in result.metrics]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2
+    assert math.isfinite(result.metrics[-1]["objective/kl"])
+
+
+def test_a_run_leaves_a_folder_that_plain_transformers_loads(tmp_path: Path) -> None:
+    result = ppo.run(ppo_recipe(tmp_path, run={"checkpoint_every": 2}), prompts=PROMPTS, rewards=[low_ids], progress=False)
+    model = AutoModelForCausalLM.from_pretrained(result.run_dir / "final")
+    tokenizer = AutoTokenizer.from_pretrained(result.run_dir / "final")
+    ids = tokenizer("The film", return_tensors="pt").input_ids
+    assert model.generate(ids, max_new_tokens=2, do_sample=False).shape[1] > ids.shape[1]
+    assert tokenizer.chat_template
+    assert list_steps(result.run_dir / "checkpoints") == [2, 3]
+    saved = load(result.run_dir / "checkpoints" / "step-000003")
+    name, weight = next(iter(model.named_parameters()))
+    assert torch.equal(saved.tensors["policy"][name], weight)
+    report = (result.run_dir / "report.html").read_text()
+    assert "<html" in report
+    assert {row["step"] for row in read_jsonl(result.run_dir / "samples.jsonl")} == {1, 2, 3}
+    assert json.loads((result.run_dir / "result.json").read_text())["steps"] == 3
+    assert isinstance(result.generate("The film", max_new_tokens=4), str)
+
+
+def test_metrics_have_the_field_s_names_and_stages_sum_to_the_step(tmp_path: Path) -> None:
+    result = ppo.run(ppo_recipe(tmp_path), prompts=PROMPTS, rewards=[low_ids], progress=False)
+    row = result.metrics[0]
+    for name in ("reward", "reward_std", "rewards/low_ids/mean", "objective/kl", "policy/approxkl_avg", "entropy", "tokens_per_s",
+                 "completions/mean_length", "val/ratio", "rollout/logp_diff_max", "lr", "grad_norm", "memory/rss_gb"):  # fmt: skip
+        assert math.isfinite(row[name]), name
+    outermost = ("rollout", "reward", "old_policy", "reference", "update/forward", "update/backward", "update/optimizer", "other")
+    assert sum(row[f"time/{stage}_s"] for stage in outermost) == pytest.approx(row["time/step_s"])
+    assert row["objective/kl"] == 0.0
+    assert row["rollout/logp_diff_max"] < 1e-4
+    assert 0 < result.metrics[-1]["objective/kl"]
+
+
+def test_without_kl_there_is_no_reference_model(tmp_path: Path) -> None:
+    state = ppo.build(ppo_recipe(tmp_path, ppo={"kl": {"coef": 0.0}}), prompts=PROMPTS, rewards=[low_ids])
+    assert state.reference is None
+    result = ppo.step(state, state.prompts, ppo.sampling_params(state.cfg, "rollout", 0))
+    assert result.metrics["objective/kl"] == 0.0
+    assert "time/reference_s" not in result.metrics
+
+
+def test_the_reference_does_not_move_with_the_policy(tmp_path: Path) -> None:
+    state = ppo.build(ppo_recipe(tmp_path), prompts=PROMPTS, rewards=[low_ids])
+    assert state.reference is not None
+    before = [parameter.clone() for parameter in state.reference.parameters()]
+    ppo.step(state, state.prompts, ppo.sampling_params(state.cfg, "rollout", 0))
+    assert all(torch.equal(a, b) for a, b in zip(before, state.reference.parameters(), strict=True))
+    assert any(not torch.equal(a, b) for a, b in zip(before, state.policy.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 3, 4])
+def test_micro_batches_do_not_change_the_update(tmp_path: Path, micro_batch_size: int) -> None:
+    def updated(size: int) -> torch.Tensor:
+        cfg = ppo_recipe(tmp_path, ppo={"num_epochs": 1, "num_minibatches": 1, "micro_batch_size": size})
+        state = ppo.build(cfg, prompts=PROMPTS, rewards=[low_ids])
+        ppo.step(state, state.prompts, ppo.sampling_params(cfg, "rollout", 0))
+        return torch.cat([parameter.detach().flatten() for parameter in state.policy.parameters()])
+
+    # Adam's first step has the size of the learning rate whatever the gradient's, so rounding shows only where it is near 0.
+    difference = (updated(micro_batch_size) - updated(2)).abs()
+    assert (difference > 1e-5).float().mean() < 0.01
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"critic": "separate"},
+        {"kl": {"coef": 0.1, "place": "loss", "estimator": "k3"}},
+        {"kl": {"coef": 0.1, "target": 2.0, "horizon": 100}},
+        {"entropy_coef": 0.01, "value_clip": None, "whiten_rewards": True, "whiten_advantages": False},
+    ],
+)
+def test_every_variant_trains_with_finite_figures(tmp_path: Path, options: dict[str, object]) -> None:
+    result = ppo.run(ppo_recipe(tmp_path, ppo=options), prompts=PROMPTS, rewards=[low_ids], progress=False)
+    assert all(math.isfinite(value) for row in result.metrics for value in row.values())
+
+
+def test_updates_stop_early_once_the_kl_to_the_rollout_policy_is_too_large(tmp_path: Path) -> None:
+    cfg = ppo_recipe(tmp_path, ppo={"num_epochs": 50, "target_kl": 1e-4}, optimizer={"learning_rate": 1e-2}, run={"steps": 1})
+    result = ppo.run(cfg, prompts=PROMPTS, rewards=[low_ids], progress=False)
+    assert result.metrics[0]["policy/stopped_early"] == 1.0
+    assert result.metrics[0]["updates"] < 100
+
+
+def test_only_the_top_layers_move_when_the_rest_is_frozen(tmp_path: Path) -> None:
+    state = ppo.build(ppo_recipe(tmp_path, model={"num_trainable_layers": 1}), prompts=PROMPTS, rewards=[low_ids])
+    before = {name: parameter.clone() for name, parameter in state.policy.named_parameters()}
+    ppo.step(state, state.prompts, ppo.sampling_params(state.cfg, "rollout", 0))
+    moved = {name for name, parameter in state.policy.named_parameters() if not torch.equal(parameter, before[name])}
+    assert moved
+    assert all(".layers.1." in name or name.endswith("model.norm.weight") for name in moved)
+
+
+def test_steps_that_are_not_finite_are_refused_and_then_stop_the_run(tmp_path: Path) -> None:
+    cfg = ppo_recipe(tmp_path, optimizer={"max_refused_steps": 2}, ppo={"num_epochs": 1})
+    state = ppo.build(cfg, prompts=PROMPTS, rewards=[low_ids])
+    before = [parameter.clone() for parameter in state.policy.parameters()]
+    handle = state.policy.model.layers[1].mlp.down_proj.weight.register_hook(lambda grad: grad * float("nan"))
+    result = ppo.step(state, state.prompts, ppo.sampling_params(cfg, "rollout", 0))
+    handle.remove()
+    assert result.metrics["refused_steps"] == 2.0
+    assert all(torch.equal(a, b) for a, b in zip(before, state.policy.parameters(), strict=True))
+    with pytest.raises(TrainingError, match=r"layers\.1\.mlp\.down_proj"):
+        ppo.setup.check_refused(result.report, cfg.optimizer.max_refused_steps, tmp_path)
+
+
+def test_held_out_prompts_are_never_trained_on_and_are_evaluated_at_the_end(tmp_path: Path) -> None:
+    cfg = ppo_recipe(tmp_path, prompts={"heldout_fraction": 0.5})
+    state = ppo.build(cfg, prompts=PROMPTS, rewards=[low_ids])
+    assert not {p.content for p in state.prompts} & {p.content for p in state.heldout}
+    assert len(state.prompts) + len(state.heldout) == len(PROMPTS)
+    result = ppo.run(cfg, prompts=PROMPTS, rewards=[low_ids], progress=False)
+    assert "eval/reward" in result.metrics[-1]
+    assert "eval/reward" not in result.metrics[0]
+
+
+def test_bad_input_makes_no_run_folder(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"num_trainable_layers is 9"):
+        ppo.run(ppo_recipe(tmp_path, model={"num_trainable_layers": 9}), prompts=PROMPTS, rewards=[low_ids], progress=False)
+    with pytest.raises(InputError, match="wandb"):
+        ppo.run(ppo_recipe(tmp_path, run={"report_to": ["wandb"]}), prompts=PROMPTS, rewards=[low_ids], progress=False)
+    assert not (tmp_path / "runs").exists()
