@@ -18,6 +18,7 @@ source_suffix = {".md": "markdown"}
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath", "fieldlist"]
 myst_heading_anchors = 3
 
+default_role = "code"  # docstrings mark code with single backticks
 autodoc_typehints = "description"
 autodoc_member_order = "bysource"
 

@@ -4,9 +4,10 @@ A test that needs something absent skips with a reason. Under CI (`CI=true`) a m
 installs what the tests use; the data folder stays optional there too.
 """
 
+import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,17 @@ def data_dir() -> Path:
     if not folder.is_dir():
         pytest.skip(f"TUNESMITH_DATA names {folder}, which is no folder")
     return folder
+
+
+@pytest.fixture
+def own_logging() -> Iterator[None]:
+    """Undoes what `core.log.configure`, and so every command run in this process, does to the logger."""
+    logger = logging.getLogger("tunesmith")
+    level, handlers, propagate = logger.level, list(logger.handlers), logger.propagate
+    yield
+    logger.setLevel(level)
+    logger.handlers[:] = handlers
+    logger.propagate = propagate
 
 
 @pytest.fixture(scope="session")

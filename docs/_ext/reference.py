@@ -30,7 +30,7 @@ def config_markdown() -> str:
 def table(title: str, keys: Iterable[Key]) -> str:
     """A heading and one row for each key."""
     rows = [f"| `{key.path}` | {code(key.type)} | {code(key.default)} | {escaped(key.description)} |" for key in keys]
-    return "\n".join([f"## {title}", "", "| key | type | default | meaning |", "| --- | --- | --- | --- |", *rows, ""])
+    return "\n".join([f"### {title}", "", "| key | type | default | meaning |", "| --- | --- | --- | --- |", *rows, ""])
 
 
 def code(text: str) -> str:
@@ -45,7 +45,7 @@ def escaped(text: str) -> str:
 
 def help_text(arguments: list[str]) -> str:
     """What `tunesmith <arguments> --help` prints, at a fixed width and without colour."""
-    environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb", "PYTHONIOENCODING": "utf-8"}
+    environment = {**os.environ, "COLUMNS": "84", "NO_COLOR": "1", "TERM": "dumb", "PYTHONIOENCODING": "utf-8"}
     command = [sys.executable, "-m", "tunesmith", *arguments, "--help"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:

@@ -1,4 +1,5 @@
-"""Training from Python. These functions, their arguments and `RunResult` are the public API; a test pins their signatures.
+"""Training from Python. These functions, their arguments and `RunResult` are the public API; a test pins their
+signatures.
 
 from tunesmith import train
 
@@ -37,10 +38,11 @@ def ppo(
 ) -> RunResult:
     """Train a policy by PPO; the run's folder, metrics and summary.
 
-    `model` is a hub id, folder, GGUF file or alias. `prompts` is a file or a list of texts, message lists or rows. `reward` is one
-    or several of: a Python function that is called as TRL calls it, `./file.py:name`, a built-in, a reward model's name or folder.
-    `recipe` names a shipped recipe, `config` a YAML file. Every key of the recipe can be overridden, whole sections as a
-    dict (`rollout={"max_new_tokens": 16}`) or one key by its path (`**{"rollout.max_new_tokens": 16}`).
+    `model` is a hub id, folder, GGUF file or alias. `prompts` is a file or a list of texts, message lists or rows.
+    `reward` is one or several of: a Python function that is called as TRL calls it, `./file.py:name`, a built-in, a
+    reward model's name or folder. `recipe` names a shipped recipe, `config` a YAML file. Every key of the recipe can
+    be overridden, whole sections as a dict (`rollout={"max_new_tokens": 16}`) or one key by its path
+    (`**{"rollout.max_new_tokens": 16}`).
     Raises `tunesmith.core.errors.InputError` for anything that cannot be used, before a run folder is made.
     """
     in_memory_prompts = None if prompts is None or isinstance(prompts, str) else list(prompts)
@@ -82,9 +84,9 @@ def reward(
 ) -> RunResult:
     """Train a reward model on preference pairs; the run's folder, metrics and summary.
 
-    `pairs` is a JSONL file or a list of rows with `chosen` and `rejected`, and where known `prompt`, `margin` and `tie`. The other
-    arguments are those of `ppo`. Raises `tunesmith.core.errors.InputError` for anything that cannot be used, before a run folder
-    is made.
+    `pairs` is a JSONL file or a list of rows with `chosen` and `rejected`, and where known `prompt`, `margin` and
+    `tie`. The other arguments are those of `ppo`. Raises `tunesmith.core.errors.InputError` for anything that cannot
+    be used, before a run folder is made.
     """
     given = {**overrides, "model": model, "pairs": pairs if isinstance(pairs, str) else None, "run.steps": steps}
     resolved = load_recipe("reward", recipe=recipe, file=Path(config) if config else None, overrides=_set(given))

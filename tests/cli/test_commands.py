@@ -77,7 +77,7 @@ def test_generate_prints_rows_that_hold_ids_and_log_probs(capsys: Capture) -> No
 
 def test_generate_never_overwrites(tmp_path: Path, capsys: Capture) -> None:
     out = tmp_path / "out.jsonl"
-    words = ["generate", "--model", "tiny:llama", "--prompt", "a", "--chat", "--max-new-tokens", "3", "--out", str(out)]
+    words = ["generate", "tiny:llama", "--prompt", "a", "--chat", "--max-new-tokens", "3", "--out", str(out)]
     assert main(words) == 0
     text = out.read_text()
     assert json.loads(text)["prompt"] == [{"role": "user", "content": "a"}]

@@ -94,6 +94,7 @@ def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str])
         (["train", "ppo", "--config", "/nowhere.yaml"], "/nowhere.yaml does not exist"),
         (["train", "ppo", "--recipe", "demo_pop"], "there is no recipe 'demo_pop'; did you mean demo_ppo?"),
         (["generate"], "give either --prompt TEXT or --prompts FILE"),
+        (["generate", "a", "--model", "b", "--prompt", "x"], "two models are given, a and --model b"),
         (["generate", "--prompt", "x", "--prompts", "y"], "give either --prompt TEXT or --prompts FILE"),
         (["chat", "tiny:llama", "--against", "base"], "tiny:llama is no run folder"),
         (["export", "/nowhere", "x"], "/nowhere is no folder"),

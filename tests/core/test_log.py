@@ -1,21 +1,10 @@
 """Logging: to stderr, one handler, each warning once where asked."""
 
-import logging
-from collections.abc import Iterator
-
 import pytest
 
 from tunesmith.core import log
 
-
-@pytest.fixture(autouse=True)
-def _restore_logger() -> Iterator[None]:
-    logger = logging.getLogger("tunesmith")
-    state = (logger.level, list(logger.handlers), logger.propagate)
-    yield
-    logger.setLevel(state[0])
-    logger.handlers[:] = state[1]
-    logger.propagate = state[2]
+pytestmark = pytest.mark.usefixtures("own_logging")
 
 
 def test_records_go_to_stderr_and_stdout_stays_empty(capsys: pytest.CaptureFixture[str]):

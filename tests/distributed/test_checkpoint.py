@@ -12,7 +12,10 @@ from tunesmith.distributed.collectives import sum_over_ranks
 
 
 def _checkpoint(step: int = 3) -> Checkpoint:
-    tensors = {"policy": {"w": torch.arange(4.0), "half": torch.ones(2, dtype=torch.bfloat16)}, "optimizer": {"m": torch.ones(1)}}
+    tensors = {
+        "policy": {"w": torch.arange(4.0), "half": torch.ones(2, dtype=torch.bfloat16)},
+        "optimizer": {"m": torch.ones(1)},
+    }
     return Checkpoint(step, tensors, {"kl": {"coef": 0.1}})
 
 

@@ -1,15 +1,14 @@
 """What README and docs print works: Python blocks run, commands exist with their flags, dry runs succeed."""
 
-import os
 import re
-import subprocess
-import sys
 from functools import lru_cache
 from pathlib import Path
 
 import pytest
 
 from pages import PAGES, ROOT, Block, all_blocks, blocks
+from reference import help_text
+from tunesmith.cli.main import main
 from tunesmith.config.keys import leaves
 from tunesmith.config.schema import RECIPES
 
@@ -63,23 +62,8 @@ def test_python_blocks_run_exactly_as_printed(page: Path, in_folder: Path):
 
 
 @lru_cache
-def help_text(*command: str) -> str:
-    done = tunesmith([*command, "--help"])
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def tunesmith(arguments: list[str], folder: Path | None = None) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
-    return subprocess.run(
-        [sys.executable, "-m", "tunesmith", *arguments],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+def cached_help(*command: str) -> str:
+    return help_text(list(command))
 
 
 def is_recipe_key(algorithm: str, key: str) -> bool:
@@ -93,7 +77,7 @@ def test_a_printed_command_and_its_flags_exist(where: str, words: list[str]):
     if words[0].startswith("-"):
         pytest.skip("a flag of the program itself")
     command = words[: 2 if words[0] in NESTED else 1]
-    text = help_text(*command)
+    text = cached_help(*command)
     for word in words[len(command) :]:
         flag = word.split("=")[0]
         if not re.match(r"--?[a-z]", flag) or flag == "--help":
@@ -104,6 +88,7 @@ def test_a_printed_command_and_its_flags_exist(where: str, words: list[str]):
             assert re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w-])", text), f"{where}: {flag} is not in --help"
 
 
+@pytest.mark.usefixtures("own_logging")
 @pytest.mark.parametrize(("where", "words"), TRAIN, ids=[where for where, _ in TRAIN])
 def test_a_printed_training_command_passes_a_dry_run(where: str, words: list[str], in_folder: Path):
     """With a tiny model in place of the printed one: the files are those of the page."""
@@ -115,8 +100,7 @@ def test_a_printed_training_command_passes_a_dry_run(where: str, words: list[str
         words[words.index("--model") + 1] = "tiny:llama"
     else:
         words += ["--model", "tiny:llama"]
-    done = tunesmith([*words, *([] if "--dry-run" in words else ["--dry-run"])], in_folder)
-    assert done.returncode == 0, f"{where}: {done.stderr}"
+    assert main([*words, *([] if "--dry-run" in words else ["--dry-run"])]) == 0, where
     assert [path for path in sorted(in_folder.iterdir()) if path.name != "__pycache__"] == before, (
         "a dry run writes nothing"
     )

@@ -18,10 +18,10 @@ from tunesmith.config.schema import RECIPES
 def test_every_key_of_a_recipe_is_in_the_tables_with_its_meaning(algorithm: str):
     rows = reference.config_markdown().splitlines()
     for key in leaves(RECIPES[algorithm]):
-        (row,) = {
-            row for row in rows if row.startswith(f"| `{key.path}` |") and reference.escaped(key.description) in row
-        }
-        assert key.description or key.path == "algorithm", f"{key.path} has no description"
+        start = f"| `{key.path}` | {reference.code(key.type)} | {reference.code(key.default)} |"
+        (row,) = [row for row in rows if row.startswith(start)]
+        assert key.description, f"{key.path} has no description"
+        assert reference.escaped(key.description) in row
         assert len(re.split(r"(?<!\\)\|", row)) == 6, "a bar inside a cell must be escaped"
 
 

@@ -1,15 +1,18 @@
 """Groups as right-padded tensors.
 
-Shape legend: B sequences, S positions of prompt and completion, T completion tokens. Column t of a `_BT` tensor belongs to the
-t-th completion token of its row, whatever the length of the prompt; columns behind the last token are padding.
+Shape legend: B sequences, S positions of prompt and completion, T completion tokens. Column t of a `_BT` tensor belongs
+to the t-th completion token of its row, whatever the length of the prompt; columns behind the last token are padding.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import TypeVar
 
 import torch
 
 from tunesmith.batch.rollout import Group
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,18 @@ class Sequences:
     def num_tokens(self) -> int:
         """Completion tokens in the batch."""
         return int(self.mask_BT.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyScores:
+    """What a policy and its critic say of each completion token, all `[B, T]` float32, zeros in the padding.
+
+    `logp_BT` and `entropy_BT` in nats; `value_BT` is the value of the state before the token was drawn.
+    """
+
+    logp_BT: torch.Tensor
+    entropy_BT: torch.Tensor
+    value_BT: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +95,7 @@ def select(sequences: Sequences, index_B: Sequence[int]) -> Sequences:
     )
 
 
-def chunks(indices: Sequence[int], size: int) -> Iterator[Sequence[int]]:
-    """Consecutive parts of `indices`, each of `size` items, the last one perhaps shorter."""
-    for start in range(0, len(indices), size):
-        yield indices[start : start + size]
+def chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    """Consecutive parts of `items`, each of `size` items, the last one perhaps shorter."""
+    for start in range(0, len(items), size):
+        yield items[start : start + size]

@@ -28,8 +28,9 @@ class SamplingParams:
 class Completion:
     """One sampled continuation.
 
-    `logps[t]` is the log-prob in nats of `token_ids[t]` under the distribution that it was drawn from (after temperature and
-    filters). A completion that ended by itself carries its end-of-sequence token as the last id; `text` does not show it.
+    `logps[t]` is the log-prob in nats of `token_ids[t]` under the distribution that it was drawn from (after
+    temperature and filters). A completion that ended by itself carries its end-of-sequence token as the last id; `text`
+    does not show it.
     """
 
     token_ids: tuple[int, ...]

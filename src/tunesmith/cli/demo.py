@@ -7,6 +7,9 @@ from typing import Annotated
 from tunesmith.cli.options import flag, parse
 from tunesmith.cli.output import reporting
 
+_NUM_SAMPLES = 3
+"""Samples that are shown side by side."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DemoFlags:
@@ -26,8 +29,20 @@ class DemoFlags:
 def demo(words: Sequence[str]) -> None:
     """Run `tunesmith demo`."""
     flags = parse(DemoFlags, words, "demo")
+    from tunesmith.evaluation.table import comparison_table
     from tunesmith.workflows.demo import DemoOptions, run_demo
 
     with reporting(as_json=flags.json) as output:
         result = run_demo(DemoOptions(seed=flags.seed, vote=flags.vote, out=flags.out, quick=flags.quick))
-        output.finish(result.to_json())
+        facts = result.to_json()
+        output.say(comparison_table(result.comparison, num_samples=_NUM_SAMPLES))
+        accuracy = facts["reward_model_accuracy"]
+        if isinstance(accuracy, float):
+            output.say(
+                f"\nvotes    the reward model is right on {accuracy:.0%} of {facts['num_heldout_votes']} held-out votes"
+            )
+        rater = "you" if flags.vote else "a simulated rater, the VADER sentiment lexicon"
+        output.say(f"rater    {rater}\nreport   {facts['report']}")
+        for policy in sorted(result.run_dir.glob("*-demo_ppo-*")):
+            output.say(f"try it   tunesmith chat {policy} --against base")
+        output.finish(facts)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from tunesmith.cli.options import UseAppendAction, flag, parse
+from tunesmith.cli.options import Positional, UseAppendAction, flag, parse
 from tunesmith.cli.output import Output, as_plain, reporting, visible, wants_progress
 from tunesmith.core.errors import InputError
 
@@ -14,14 +14,15 @@ if TYPE_CHECKING:
     from tunesmith.batch.rollout import Group
     from tunesmith.schema.records import Prompt
 
+_DEFAULT_MODEL = "smollm2"
+
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
     """Let a model continue prompts. Text goes in as it is; --chat asks it as a user's message."""
 
-    model: Annotated[str, flag("Run folder, hub id, folder, GGUF file, smollm2.", metavar="ID", shows_default=True)] = (
-        "smollm2"
-    )
+    run: Annotated[str, Positional, flag("The same as --model.", metavar="[RUN]")] = ""
+    model: Annotated[str, flag("Run folder, hub id, folder, GGUF file; smollm2 if left out.", metavar="ID")] = ""
     prompt: Annotated[tuple[str, ...], UseAppendAction, flag("A prompt; repeatable.", metavar="TEXT")] = ()
     prompts: Annotated[str | None, flag("JSONL with a `prompt` column, or films.", metavar="FILE")] = None
     chat: Annotated[bool, flag("Wrap each text in the model's chat template.")] = False
@@ -38,18 +39,21 @@ class GenerateOptions:
 def generate(words: Sequence[str]) -> None:
     """Run `tunesmith generate`."""
     options = parse(GenerateOptions, words, "generate")
+    if options.run and options.model:
+        raise InputError(f"two models are given, {options.run} and --model {options.model}; give one")
+    model = options.run or options.model or _DEFAULT_MODEL
     if options.out and options.out.exists():
         raise InputError(f"{options.out} exists and is kept; give another name to --out")
     prompts = _prompts(options)
     with reporting(as_json=options.json) as output:
-        groups = _complete(options, prompts)
+        groups = _complete(model, options, prompts)
         rows = [row for group in groups for row in _rows(group)]
         if options.out:
             _write(options.out, rows)
             output.say(f"{len(rows)} completions written to {options.out}")
         else:
             _show(groups, output)
-        output.finish({"model": options.model, "seed": options.seed, "out": options.out, "completions": rows})
+        output.finish({"model": model, "seed": options.seed, "out": options.out, "completions": rows})
 
 
 def _prompts(options: GenerateOptions) -> "list[Prompt]":
@@ -69,7 +73,7 @@ def _prompts(options: GenerateOptions) -> "list[Prompt]":
     ]
 
 
-def _complete(options: GenerateOptions, prompts: "Sequence[Prompt]") -> "list[Group]":
+def _complete(model: str, options: GenerateOptions, prompts: "Sequence[Prompt]") -> "list[Group]":
     from tunesmith.batch.rollout import SamplingParams
     from tunesmith.config.schema import ModelSection
     from tunesmith.models.load import load_policy
@@ -85,7 +89,7 @@ def _complete(options: GenerateOptions, prompts: "Sequence[Prompt]") -> "list[Gr
         seed=options.seed,
     )
     check_request(prompts, options.num_completions, sampling)
-    loaded = load_policy(ModelSection(name=options.model))
+    loaded = load_policy(ModelSection(name=model))
     engine = TransformersEngine(loaded.model, loaded.tokenizer)
     total = len(prompts) * options.num_completions
     with progress("completions", total, enabled=total > 1 and wants_progress()) as reporter:

@@ -216,6 +216,9 @@ class PPOSection(Section):
 class RewardTrainerSection(Section):
     """The Bradley-Terry reward model."""
 
+    num_layers: PositiveInt | None = Field(
+        default=None, description="Keep the lowest n layers of the model alone, a smaller reward model; null keeps all."
+    )
     num_epochs: PositiveInt = Field(default=1, description="Passes over the pairs.")
     pairs_per_step: PositiveInt = Field(default=16, description="Pairs in one optimizer step.")
     micro_batch_size: PositiveInt = Field(
@@ -266,7 +269,7 @@ class Recipe(Section):
 class RewardRecipe(Recipe):
     """`tunesmith train reward`: a reward model from preference pairs."""
 
-    algorithm: Literal["reward"] = "reward"
+    algorithm: Literal["reward"] = Field(default="reward", description="Trainer that reads the recipe.")
     pairs: PairsSection = PairsSection()
     reward_model: RewardTrainerSection = RewardTrainerSection()
 
@@ -274,7 +277,7 @@ class RewardRecipe(Recipe):
 class PPORecipe(Recipe):
     """`tunesmith train ppo`: a policy that follows a reward."""
 
-    algorithm: Literal["ppo"] = "ppo"
+    algorithm: Literal["ppo"] = Field(default="ppo", description="Trainer that reads the recipe.")
     prompts: PromptsSection = PromptsSection()
     reward: tuple[RewardSource, ...] = Field(default=(RewardSource(source="sentiment"),), min_length=1)
     rollout: RolloutSection = RolloutSection()

@@ -1,7 +1,7 @@
 """The one exception tree. A message says what was given, what is allowed, and what to change.
 
-The command line maps a raised `TunesmithError` to its `exit_code` and prints the message without a traceback; anything else
-that escapes is a defect of Tunesmith and keeps its traceback.
+The command line maps a raised `TunesmithError` to its `exit_code` and prints the message without a traceback; anything
+else that escapes is a defect of Tunesmith and keeps its traceback.
 """
 
 
@@ -30,7 +30,7 @@ class ModelError(InputError):
 
 
 class RewardError(InputError):
-    """A reward function cannot be loaded, or returned something that is no score; the message names function and sample."""
+    """A reward function cannot be loaded, or returned what is no score; the message names function and sample."""
 
 
 class RunError(InputError):

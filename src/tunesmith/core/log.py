@@ -12,7 +12,7 @@ def get_logger(name: str) -> logging.Logger:
 
 
 def configure(*, verbose: bool = False, quiet: bool = False) -> None:
-    """Send Tunesmith's log records to stderr: INFO and up, DEBUG if `verbose`, WARNING if `quiet`. Called by the CLI only."""
+    """Send log records to stderr: INFO and up, DEBUG if `verbose`, WARNING if `quiet`. Called by the CLI only."""
     logger = logging.getLogger(_LOGGER_NAME)
     logger.setLevel(logging.DEBUG if verbose else logging.WARNING if quiet else logging.INFO)
     for handler in list(logger.handlers):

@@ -1,7 +1,8 @@
 """Spans: how long each named stage of a step took.
 
-`with span("rollout"):` costs about a microsecond and does nothing more than add to the open trace, so it stays in the code
-for good. Spans nest; a nested name is the path, and `span("update/forward")` names a path by itself. The time of a span includes that of the spans inside it.
+`with span("rollout"):` costs about a microsecond and does nothing more than add to the open trace, so it stays in the
+code for good. Spans nest; a nested name is the path, and `span("update/forward")` names a path by itself. The time of a
+span includes that of the spans inside it.
 """
 
 import time

@@ -34,13 +34,17 @@ class EncodedPair:
 
 @dataclass(frozen=True, slots=True)
 class PairBatch:
-    """N pairs as B = 2N sequences: all chosen ones first, then the rejected ones in the same order.
+    """N pairs as B distinct sequences; `chosen_N` and `rejected_N` say which row is which side.
 
-    `margin_N` is 0 where a pair has none. Example: two pairs give `ids_BT` of 4 rows; row 0 goes with row 2.
+    A completion that meets several others of its prompt stands once and is scored once (Ouyang et al. 2022, section
+    3.5). `margin_N` is 0 where a pair has none. Example: the pairs (a, b) and (a, c) give rows a, b, c; `chosen_N` is
+    [0, 0], `rejected_N` is [1, 2].
     """
 
     ids_BT: torch.Tensor
     lengths_B: torch.Tensor
+    chosen_N: torch.Tensor
+    rejected_N: torch.Tensor
     margin_N: torch.Tensor
     tie_N: torch.Tensor
 
@@ -51,7 +55,7 @@ class PairBatch:
 
     def chosen_and_rejected(self, values_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """One number per sequence as two tensors of shape [N]: those of the chosen and those of the rejected."""
-        return values_B[: self.num_pairs], values_B[self.num_pairs :]
+        return values_B[self.chosen_N], values_B[self.rejected_N]
 
 
 def pad_right(
@@ -67,11 +71,14 @@ def pad_right(
 
 def collate_pairs(pairs: Sequence[EncodedPair], pad_id: int, device: torch.device | str = "cpu") -> PairBatch:
     """The pairs as one padded batch on `device`."""
-    sequences = [pair.chosen_ids for pair in pairs] + [pair.rejected_ids for pair in pairs]
-    ids_BT, lengths_B = pad_right(sequences, pad_id, device)
+    rows: dict[tuple[int, ...], int] = {}
+    chosen = [rows.setdefault(pair.chosen_ids, len(rows)) for pair in pairs]
+    rejected = [rows.setdefault(pair.rejected_ids, len(rows)) for pair in pairs]
+    ids_BT, lengths_B = pad_right(list(rows), pad_id, device)
     margin_N = torch.tensor([pair.margin or 0.0 for pair in pairs], dtype=torch.float32, device=device)
     tie_N = torch.tensor([pair.tie for pair in pairs], dtype=torch.bool, device=device)
-    return PairBatch(ids_BT=ids_BT, lengths_B=lengths_B, margin_N=margin_N, tie_N=tie_N)
+    chosen_N, rejected_N = torch.tensor(chosen, device=device), torch.tensor(rejected, device=device)
+    return PairBatch(ids_BT, lengths_B, chosen_N, rejected_N, margin_N, tie_N)
 
 
 def encode_pairs(pairs: Sequence[Pair], tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[EncodedPair]:

@@ -11,8 +11,10 @@ from tunesmith.data.films import OPENINGS
 from tunesmith.data.rows import Row, RowError, parse_rows
 from tunesmith.schema.records import Message, Prompt
 
-PromptLike = str | Sequence[Message] | Mapping[str, object]
-"""A prompt as given in Python: text, a list of messages, or a row with the prompt in its `prompt` column."""
+PromptLike = str | Sequence[Message] | Mapping[str, object] | Prompt
+"""A prompt as given in Python: text, a list of messages, a row with the prompt in its `prompt` column, or a
+`Prompt`.
+"""
 
 FILMS = "films"
 """Name of the built-in source. A file of that name is reached as `./films`."""
@@ -39,6 +41,8 @@ def load_prompts(source: str | Path | Sequence[PromptLike], section: PromptsSect
                 f"no prompts are given; name a JSONL file with a `{column}` column, or `{FILMS}`, the built-in openings"
             )
         return parse_rows(source, lambda row: _as_prompt(row, column))
+    if source and all(isinstance(item, Prompt) for item in source):
+        return [item for item in source if isinstance(item, Prompt)]
     rows = [item if isinstance(item, Mapping) else {column: item} for item in source]
     return parse_rows(rows, lambda row: _as_prompt(row, column), label="prompts")
 

@@ -1,4 +1,5 @@
-"""Checkpoints that are whole or not there: written aside, synced to disk, listed in a SHA-256 manifest, renamed into place.
+"""Checkpoints that are whole or not there: written aside, synced to disk, listed in a SHA-256 manifest, renamed into
+place.
 
 checkpoints/step-000010/
   manifest.json          version, step, and size and SHA-256 of every other file
@@ -91,7 +92,8 @@ def verify(path: Path) -> dict:
         raise CheckpointError(f"{path} has no readable manifest.json ({error}); use an older checkpoint") from error
     if manifest.get("version") != VERSION:
         raise CheckpointError(
-            f"{path} has version {manifest.get('version')}, this release reads version {VERSION}; use the release that wrote it"
+            f"{path} has version {manifest.get('version')}, this release reads version {VERSION}; "
+            "use the release that wrote it"
         )
     for name, expected in manifest["files"].items():
         file = path / name

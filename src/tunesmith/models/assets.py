@@ -122,12 +122,7 @@ def publish(folder: Path, build: Callable[[Path], None]) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.parent / f".{folder.name}.lock"):
             if not is_published(folder):
-                with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as aside:
-                    content = Path(aside) / "content"
-                    content.mkdir()
-                    build(content)
-                    sync_folder(content)
-                    os.replace(content, folder)
+                _build_aside(folder, build)
     except OSError as error:
         raise ModelError(
             f"cannot write the model to {folder}: {error}. Free some space, or set TUNESMITH_CACHE to a writable folder"
@@ -135,9 +130,18 @@ def publish(folder: Path, build: Callable[[Path], None]) -> Path:
     return folder
 
 
+def _build_aside(folder: Path, build: Callable[[Path], None]) -> None:
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as aside:
+        content = Path(aside) / "content"
+        content.mkdir()
+        build(content)
+        sync_folder(content)
+        os.replace(content, folder)
+
+
 def sync_folder(folder: Path) -> None:
     """Flush the files of `folder` to the disk, so that a rename after it can never expose half a file."""
-    for path in sorted(folder.iterdir()):
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         with path.open("rb+") as file:
             os.fsync(file.fileno())
 

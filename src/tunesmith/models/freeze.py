@@ -1,4 +1,4 @@
-"""Training the top layers alone: less memory and a shorter backward pass, at some loss of reach."""
+"""Parts of a stack of layers: train the top ones alone, or keep the lowest ones alone as a smaller model."""
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -29,6 +29,30 @@ def freeze_lower_layers(model: PreTrainedModel, num_trainable_layers: int | None
     for name, module in model.base_model.named_children():
         if "norm" in name or name == "ln_f":
             module.requires_grad_(True)
+
+
+def keep_lower_layers(model: PreTrainedModel, num_layers: int | None) -> None:
+    """Drop every transformer layer of `model` above the lowest `num_layers`; None keeps all. The final norm stays on
+    top.
+
+    A scalar head needs less depth than a language model: it costs a fraction to train, and to ask.
+
+    Raises:
+        ModelError: if the model has fewer layers, or its layers cannot be found.
+    """
+    if num_layers is None:
+        return
+    layers = _layers(model)
+    if num_layers > len(layers):
+        raise ModelError(
+            f"reward_model.num_layers is {num_layers}, but the model has {len(layers)} layers; "
+            f"give 1 to {len(layers)}, or null for all of them"
+        )
+    del layers[num_layers:]
+    config = model.config.get_text_config()
+    config.num_hidden_layers = num_layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:num_layers]
 
 
 def _layers(model: PreTrainedModel) -> nn.ModuleList:

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -21,7 +22,13 @@ from tunesmith.config.schema import ModelSection
 from tunesmith.core.errors import ModelError
 from tunesmith.models import assets, tiny
 from tunesmith.models.heads import RewardModel, RewardTransform
-from tunesmith.models.loaded import LoadedModel, disable_dropout, quiet_transformers
+from tunesmith.models.loaded import (
+    LoadedModel,
+    cast_parameters,
+    disable_dropout,
+    quiet_transformers,
+    unmask_padding_embedding,
+)
 from tunesmith.models.tokenizer import spare_pad_token
 
 __all__ = [
@@ -63,10 +70,11 @@ def load_policy(
 def new_reward_model(
     section: ModelSection, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
 ) -> RewardModel:
-    """A reward model on the trunk of the model that `section` names, with a fresh score head drawn from `section.seed`.
+    """A reward model on the trunk of the model that `section` names, with a fresh score head.
 
-    The weights of the head have standard deviation 1/sqrt(H + 1) (Stiennon et al. 2020). A model that already is a
-    single-label classifier keeps its head. The padding token is one that never ends a sequence, if one can be spared.
+    The head starts at zero: every pair is a coin flip at first, and few votes are not spent on unlearning a random one.
+    A model that already is a single-label classifier keeps its head. The padding token is one that never ends a
+    sequence, if one can be spared.
     """
     dtype = dtype or compute_dtype(section.dtype, device)
     if _is_built_in_code(section.name):
@@ -78,13 +86,14 @@ def new_reward_model(
         tokenizer = load_tokenizer(folder, section.name)
         model, missing = _from_pretrained(AutoModelForSequenceClassification, folder, section.name, dtype, num_labels=1)
         has_head = "score.weight" not in missing
-    if not isinstance(getattr(model, "score", None), nn.Linear):
+    score = getattr(model, "score", None)
+    if not isinstance(score, nn.Linear):
         raise ModelError(
             f"{section.name!r} ({type(model).__name__}) has no score head on its last token, so it cannot "
             "be trained as a reward model; take a decoder such as Llama, Qwen, Gemma or GPT-2"
         )
     if not has_head:
-        _draw_score(model, section.seed)
+        nn.init.zeros_(score.weight)
     if spare := spare_pad_token(tokenizer):
         tokenizer.pad_token = spare
     model.config.pad_token_id = tokenizer.pad_token_id
@@ -227,7 +236,7 @@ def _from_pretrained(
             model, info = auto_class.from_pretrained(  # type: ignore[attr-defined]
                 folder, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True, **options
             )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         raise ModelError(f"cannot load {name!r} from {folder} ({_first_line(error)}); give {_FORMS}") from error
     return model, set(info["missing_keys"])
 
@@ -235,20 +244,15 @@ def _from_pretrained(
 def _classifier_on(policy: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     config = copy.deepcopy(policy.config)
     config.num_labels = 1
-    model = AutoModelForSequenceClassification.from_config(config).to(dtype)
+    model = AutoModelForSequenceClassification.from_config(config)
+    cast_parameters(model, dtype)
     model.base_model.load_state_dict(policy.base_model.state_dict())
     return model
 
 
-def _draw_score(model: PreTrainedModel, seed: int) -> None:
-    score: nn.Linear = model.score  # type: ignore[assignment]
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randn(score.weight.shape, generator=generator) / (score.in_features + 1) ** 0.5
-    score.weight = nn.Parameter(drawn)
-
-
 def _prepare(model: PreTrainedModel, device: str | torch.device, *, gradient_checkpointing: bool = False) -> None:
     disable_dropout(model)
+    unmask_padding_embedding(model)
     model.to(device)  # type: ignore[arg-type]
     model.eval()
     model.config.use_cache = False

@@ -1,4 +1,4 @@
-"""The record of a loaded model, and two settings that every loader applies."""
+"""The record of a loaded model, and what every loader applies to it."""
 
 import warnings
 from collections.abc import Iterator
@@ -31,6 +31,25 @@ def disable_dropout(model: nn.Module) -> None:
             module.p = 0.0
         if isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0  # type: ignore[assignment]
+
+
+def unmask_padding_embedding(model: PreTrainedModel) -> None:
+    """Let the embedding of the padding token learn like any other: where pad equals eos, the library would freeze it.
+
+    Padding positions themselves get no gradient, because no loss reads them.
+    """
+    embedding = model.get_input_embeddings()
+    if isinstance(embedding, nn.Embedding):
+        embedding.padding_idx = None
+
+
+def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the parameters of `model` to `dtype` and leave its buffers alone, as the library's loading does.
+
+    Rotary frequencies are a float32 buffer: in bfloat16 they would turn positions by wrong angles.
+    """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from tunesmith.core.errors import ModelError
-from tunesmith.models.loaded import LoadedModel, disable_dropout
+from tunesmith.models.loaded import LoadedModel, cast_parameters, disable_dropout
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 BOS_ID, EOS_ID = 1, 2
@@ -134,10 +134,13 @@ def _tiny_config(family: str, overrides: dict[str, object]) -> PretrainedConfig:
 
 
 def _build(auto_class: Any, config: PretrainedConfig, seed: int, dtype: torch.dtype) -> Any:
+    # Without a padding token while weights are drawn: its embedding would be zero, and here it is the eos's too.
+    pad_token_id, config.pad_token_id = config.pad_token_id, None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = auto_class.from_config(config)
-    model = model.to(dtype).eval()
+        model = auto_class.from_config(config).eval()
+    model.config.pad_token_id = pad_token_id
+    cast_parameters(model, dtype)
     disable_dropout(model)
     if model.can_generate():
         model.generation_config = GenerationConfig(bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=EOS_ID)

@@ -35,7 +35,8 @@ def check_request(prompts: Sequence[Prompt], n: int, sampling: SamplingParams) -
         raise InputError(f"max_new_tokens is {sampling.max_new_tokens}; allow at least 1")
     if not 0 <= sampling.min_new_tokens <= sampling.max_new_tokens:
         raise InputError(
-            f"min_new_tokens is {sampling.min_new_tokens}; it must lie between 0 and max_new_tokens, {sampling.max_new_tokens}"
+            f"min_new_tokens is {sampling.min_new_tokens}; it must lie between 0 and max_new_tokens, "
+            f"{sampling.max_new_tokens}"
         )
     if not 0 <= sampling.temperature < float("inf"):
         raise InputError(f"temperature is {sampling.temperature}; give 0 (greedy) or a positive number")
@@ -62,8 +63,8 @@ def check_prompt_lengths(
             raise InputError(f"prompt {prompt.id} is empty; give at least one token of text")
         if length + max_new_tokens > context_length:
             raise InputError(
-                f"prompt {prompt.id} has {length} tokens and {max_new_tokens} are to be drawn, but the model's context holds "
-                f"{context_length}; shorten the prompt or lower max_new_tokens"
+                f"prompt {prompt.id} has {length} tokens and {max_new_tokens} are to be drawn, but the model's context "
+                f"holds {context_length}; shorten the prompt or lower max_new_tokens"
             )
         bad = [token for token in prompt.token_ids or () if not 0 <= token < vocabulary_size]
         if bad:

@@ -21,7 +21,7 @@ from transformers import (
 
 from tunesmith.batch.rollout import Completion, Group, SamplingParams
 from tunesmith.core.seeds import derive
-from tunesmith.models.tokenizer import decode, encode_prompt
+from tunesmith.models.tokenizer import decode, encode_prompt, stop_token_ids
 from tunesmith.rollout.engine import OnProgress, check_prompt_lengths, check_request
 from tunesmith.schema.records import FinishReason, Prompt
 
@@ -29,7 +29,8 @@ from tunesmith.schema.records import FinishReason, Prompt
 class _ChosenLogProbs(LogitsProcessor):
     """Remembers the log-prob of each token that `generate` draws.
 
-    It stands last in the list of processors and so sees the logits that the token is drawn from; which token that was, it learns
+    It stands last in the list of processors and so sees the logits that the token is drawn from; which token that
+    was, it learns
     from the ids of the next call. `output_scores=True` would give the same at T times the memory.
     """
 
@@ -58,7 +59,8 @@ class _ChosenLogProbs(LogitsProcessor):
 class TransformersEngine:
     """Draws completions with `model.generate`, `batch_size` sequences at a time.
 
-    `weight_version` is asked once per call and stamped on every group. The model is put in evaluation mode for the call.
+    `weight_version` is asked once per call and stamped on every group. The model is put in evaluation mode for the
+    call.
     """
 
     def __init__(
@@ -77,7 +79,8 @@ class TransformersEngine:
     def generate(
         self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, *, on_progress: OnProgress | None = None
     ) -> list[Group]:
-        """One group of `n` completions for each prompt; with `sampling.seed` set, the same call returns the same tokens.
+        """One group of `n` completions for each prompt; with `sampling.seed` set, the same call returns the same
+        tokens.
 
         Raises:
             InputError: for a request that cannot be served, before any token is drawn.
@@ -114,15 +117,15 @@ class TransformersEngine:
     ) -> list[Completion]:
         device = self._model.device
         width = max(len(ids) for ids in prompt_ids)
-        fill = self._fill_token_id()
-        # Left padding, as `generate` needs it; the mask comes from the lengths, because pad may equal eos.
+        fill = 0  # any id will do: padding is masked by length
+        # Left padding, as `generate` needs it.
         ids_BT = torch.tensor([[fill] * (width - len(ids)) + list(ids) for ids in prompt_ids], device=device)
         mask_BT = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids], device=device)
         stop_ids = self._stop_token_ids(sampling)
         recorder = _ChosenLogProbs()
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
-            sequences_BT = self._model.generate(
+            sequences_BT = self._model.generate(  # type: ignore[operator]
                 ids_BT,
                 attention_mask=mask_BT,
                 generation_config=self._generation_config(sampling, stop_ids, fill),
@@ -142,15 +145,8 @@ class TransformersEngine:
         text = decode(self._tokenizer, ids[: length - 1] if stopped else ids[:length])
         return Completion(tuple(ids[:length]), tuple(logps[:length]), text, finish)
 
-    def _fill_token_id(self) -> int:
-        pad, eos = self._tokenizer.pad_token_id, self._tokenizer.eos_token_id
-        return pad if pad is not None else eos if eos is not None else 0
-
     def _stop_token_ids(self, sampling: SamplingParams) -> list[int]:
-        config_eos = self._model.generation_config.eos_token_id if self._model.generation_config else None
-        own = config_eos if isinstance(config_eos, list) else [] if config_eos is None else [config_eos]
-        eos = self._tokenizer.eos_token_id
-        return sorted({*own, *([] if eos is None else [eos]), *sampling.stop_token_ids})
+        return sorted({*stop_token_ids(self._model, self._tokenizer), *sampling.stop_token_ids})
 
     def _generation_config(self, sampling: SamplingParams, stop_ids: list[int], fill: int) -> GenerationConfig:
         # Every option that a model's own generation config could set is set here, so that nothing is taken from there.

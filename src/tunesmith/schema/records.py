@@ -46,7 +46,7 @@ class Prompt:
 class Pair:
     """Two completions of a prompt and which one was preferred.
 
-    `margin` says by how much (reward units, None where unknown). With `tie` set the order of the two carries no meaning.
+    `margin` says by how much (reward units, None where unknown). With `tie` set the order of the two has no meaning.
     """
 
     prompt: Prompt
@@ -58,7 +58,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """A rater's choice between completions `a` and `b` of a prompt; `score_a` and `score_b` where the rater gives scores."""
+    """A rater's choice between completions `a` and `b` of a prompt, with their scores where the rater gives any."""
 
     prompt: Prompt
     a: Text

@@ -1,4 +1,6 @@
-"""Progress of long work: a live bar with rate, ETA and reward on a terminal, a plain line now and then elsewhere. All on stderr."""
+"""Progress of long work: a live bar with rate, ETA and reward on a terminal, a plain line now and then elsewhere.
+All on stderr.
+"""
 
 import sys
 import time

@@ -18,7 +18,9 @@ from tunesmith.trainers.setup import say
 _TYPICAL_PROMPT_TOKENS = 16
 _TYPICAL_PAIR_TOKENS = 64
 _GENERATE_SLOWDOWN = 2.5
-"""Drawing a token costs about this much more than scoring it: narrow matrices, a growing cache. Measured on two CPU cores."""
+"""Drawing a token costs about this much more than scoring it: narrow matrices, a growing cache. Measured on two CPU
+cores.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,9 @@ def announce(estimate: Estimate, num_steps: int, enabled: bool) -> None:
 
 
 _EFFICIENCY = 0.6
-"""Share of the matrix rate that a whole pass reaches: norms, attention and Python take the rest. Measured on two CPU cores."""
+"""Share of the matrix rate that a whole pass reaches: norms, attention and Python take the rest. Measured on two CPU
+cores.
+"""
 
 
 def _matmul_flop_per_s() -> float:

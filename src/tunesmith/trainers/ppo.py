@@ -1,7 +1,8 @@
 """Proximal policy optimisation for language models (Schulman et al. 2017; Ziegler et al. 2019; Ouyang et al. 2022).
 
-Shape legend: P prompts, G completions per prompt, B = P * G sequences, S positions of prompt and completion, T completion tokens.
-`step` is the whole algorithm; `build` makes what it works on, `run` adds cadence: evaluation, checkpoints, logs.
+Shape legend: P prompts, G completions per prompt, B = P * G sequences, S positions of prompt and completion, T
+completion tokens. `step` is the whole algorithm; `build` makes what it works on, `run` adds cadence: evaluation,
+checkpoints, logs.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from tunesmith.algorithms import advantages, kl, policy_loss, value_loss
-from tunesmith.batch.pack import PPOBatch, Sequences, chunks, pack, select
+from tunesmith.batch.pack import PolicyScores, PPOBatch, Sequences, chunks, pack, select
 from tunesmith.batch.rollout import Group, SamplingParams
 from tunesmith.config.schema import PPORecipe
 from tunesmith.core.seeds import derive, items_at, permutation
@@ -24,10 +25,10 @@ from tunesmith.models.export import ModelCard, save_final
 from tunesmith.models.freeze import freeze_lower_layers
 from tunesmith.models.heads import Critic, ScalarHead, critic_values, hidden_size
 from tunesmith.models.load import frozen_copy, load_policy
-from tunesmith.models.logprob import TokenScores, token_logps
 from tunesmith.models.loaded import PreTrainedModel, PreTrainedTokenizerBase
+from tunesmith.models.logprob import token_logps
 from tunesmith.models.optimizer import MasterAdamW, StepReport
-from tunesmith.rewards.scorer import RewardLike, Scorer, Scores, TrainerState
+from tunesmith.rewards.scorer import RewardLike, Scorer, Scores
 from tunesmith.rollout.engine import Engine
 from tunesmith.rollout.transformers_backend import TransformersEngine
 from tunesmith.schema.records import Prompt
@@ -88,9 +89,10 @@ def build(
     critic = None if shared else Critic.from_policy(policy)
     freeze_lower_layers(policy, cfg.model.num_trainable_layers)
     num_steps = cfg.run.steps or 100
-    trained = nn.ModuleDict({"policy": policy, "critic" if critic else "value_head": critic or value_head})
+    trained: dict[str, nn.Module] = {"policy": policy}
+    trained |= {name: part for name, part in (("value_head", value_head), ("critic", critic)) if part is not None}
     optimizer = MasterAdamW(
-        trained,
+        nn.ModuleDict(trained),
         cfg.optimizer,
         total_steps=num_steps * cfg.ppo.num_epochs * cfg.ppo.num_minibatches,
     )
@@ -128,8 +130,9 @@ def step(state: State, prompts: Sequence[Prompt], sampling: SamplingParams) -> S
     mask_BT = sequences.mask_BT
     with span("old_policy"):  # log-probs and values of the policy that drew the tokens
         old = score_policy(state, sequences)
-    with span("reference"):
-        reference_logp_BT = score_reference(state, sequences, otherwise=old.logp_BT)
+    reference_logp_BT = score_reference(state, sequences)
+    if reference_logp_BT is None:  # no KL control: the policy is its own reference
+        reference_logp_BT = old.logp_BT
 
     kl_BT = kl.estimate(cfg.kl.estimator, old.logp_BT, reference_logp_BT)
     kl_in_reward = state.kl.value if cfg.kl.place == "reward" else 0.0
@@ -181,45 +184,53 @@ def micro_batch_loss(state: State, micro: PPOBatch, num_tokens: float, stats: pp
     return loss
 
 
-def forward(state: State, sequences: Sequences) -> TokenScores:
-    """Log-probs, entropies and values of the completion tokens under the current weights, at the sampling temperature."""
+def forward(state: State, sequences: Sequences) -> PolicyScores:
+    """Log-probs, entropies and values of the completion tokens under the current weights."""
+    ids_BS, lengths_B, prompt_lengths_B = sequences.ids_BS, sequences.lengths_B, sequences.prompt_lengths_B
     scores = token_logps(
         state.policy,
-        sequences.ids_BS,
-        sequences.lengths_B,
-        prompt_lengths_B=sequences.prompt_lengths_B,
+        ids_BS,
+        lengths_B,
+        prompt_lengths_B=prompt_lengths_B,
         temperature=state.cfg.rollout.temperature,
         value_head=state.value_head,
     )
-    if state.critic is None:
-        return scores
-    value_BT = critic_values(state.critic, sequences.ids_BS, sequences.lengths_B, sequences.prompt_lengths_B)
-    return TokenScores(scores.logp_BT, scores.entropy_BT, value_BT)
+    if state.critic is not None:
+        value_BT = critic_values(state.critic, ids_BS, lengths_B, prompt_lengths_B)
+        return PolicyScores(scores.logp_BT, scores.entropy_BT, value_BT)
+    assert scores.value_BT is not None, "without a critic the policy has a value head"
+    return PolicyScores(scores.logp_BT, scores.entropy_BT, scores.value_BT)
 
 
 @torch.no_grad()
-def score_policy(state: State, sequences: Sequences) -> TokenScores:
+def score_policy(state: State, sequences: Sequences) -> PolicyScores:
     """What `forward` gives, without gradient, in micro-batches."""
     parts = [forward(state, part) for part in micro_batches(state, sequences)]
-    return ppo_metrics.join(parts, sequences.mask_BT)
+    mask_BT = sequences.mask_BT
+    return PolicyScores(
+        ppo_metrics.join([part.logp_BT for part in parts], mask_BT),
+        ppo_metrics.join([part.entropy_BT for part in parts], mask_BT),
+        ppo_metrics.join([part.value_BT for part in parts], mask_BT),
+    )
 
 
 @torch.no_grad()
-def score_reference(state: State, sequences: Sequences, otherwise: torch.Tensor) -> torch.Tensor:
-    """Log-probs of the completion tokens under the reference, `[B, T]`; `otherwise` where there is none."""
+def score_reference(state: State, sequences: Sequences) -> torch.Tensor | None:
+    """Log-probs of the completion tokens under the reference, `[B, T]`; None without one."""
     if state.reference is None:
-        return otherwise
-    parts = [
-        token_logps(
-            state.reference,
-            part.ids_BS,
-            part.lengths_B,
-            prompt_lengths_B=part.prompt_lengths_B,
-            temperature=state.cfg.rollout.temperature,
-        )
-        for part in micro_batches(state, sequences)
-    ]
-    return ppo_metrics.join(parts, sequences.mask_BT).logp_BT
+        return None
+    with span("reference"):
+        parts_BT = [
+            token_logps(
+                state.reference,
+                part.ids_BS,
+                part.lengths_B,
+                prompt_lengths_B=part.prompt_lengths_B,
+                temperature=state.cfg.rollout.temperature,
+            ).logp_BT
+            for part in micro_batches(state, sequences)
+        ]
+    return ppo_metrics.join(parts_BT, sequences.mask_BT)
 
 
 def micro_batches(state: State, sequences: Sequences) -> Iterator[Sequences]:

@@ -12,10 +12,9 @@ import torch
 from tunesmith.algorithms.policy_loss import PolicyStats
 from tunesmith.algorithms.sums import merged
 from tunesmith.algorithms.value_loss import ValueStats
-from tunesmith.batch.pack import PPOBatch
+from tunesmith.batch.pack import PolicyScores, PPOBatch
 from tunesmith.batch.rollout import Group
 from tunesmith.core.trace import Trace
-from tunesmith.models.logprob import TokenScores
 from tunesmith.models.optimizer import StepReport
 from tunesmith.rewards.scorer import Scores
 from tunesmith.schema.records import plain_text
@@ -25,7 +24,9 @@ Metrics = dict[str, float]
 
 @dataclass(slots=True)
 class UpdateStats:
-    """Statistics of a step's updates, summed over micro-batches; the last minibatch is kept apart for the early stop."""
+    """Statistics of a step's updates, summed over micro-batches; the last minibatch is kept apart for the early
+    stop.
+    """
 
     stopped_early: bool = False
     reports: list[StepReport] = field(default_factory=list[StepReport])
@@ -68,7 +69,7 @@ class UpdateStats:
 
 
 def step_metrics(
-    groups: Sequence[Group], scores: Scores, old: TokenScores, batch: PPOBatch, kl_coef: float, stats: UpdateStats
+    groups: Sequence[Group], scores: Scores, old: PolicyScores, batch: PPOBatch, kl_coef: float, stats: UpdateStats
 ) -> Metrics:
     """All figures of a step: rewards, KL and entropy of the rollout, lengths, log-prob agreement, updates."""
     mask_BT = batch.sequences.mask_BT
@@ -135,19 +136,10 @@ def kl_per_sequence(logp_BT: torch.Tensor, reference_logp_BT: torch.Tensor, mask
     return ((logp_BT - reference_logp_BT) * mask_BT).sum(dim=1).mean().item()
 
 
-def join(parts: Sequence[TokenScores], mask_BT: torch.Tensor) -> TokenScores:
-    """Micro-batches as one, each padded with zeros to the width of `mask_BT`."""
+def join(parts_BT: Sequence[torch.Tensor], mask_BT: torch.Tensor) -> torch.Tensor:
+    """Micro-batches as one tensor, each padded with zeros to the width of `mask_BT`."""
     width = mask_BT.shape[1]
-
-    def padded(tensors: list[torch.Tensor]) -> torch.Tensor:
-        return torch.cat([torch.nn.functional.pad(tensor, (0, width - tensor.shape[1])) for tensor in tensors])
-
-    values = [part.value_BT for part in parts if part.value_BT is not None]
-    return TokenScores(
-        padded([part.logp_BT for part in parts]),
-        padded([part.entropy_BT for part in parts]),
-        padded(values) if values else None,
-    )
+    return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts_BT])
 
 
 def with_times(metrics: Metrics, times: Trace) -> Metrics:
@@ -157,7 +149,9 @@ def with_times(metrics: Metrics, times: Trace) -> Metrics:
 
 
 def sample_rows(step: int, groups: Sequence[Group], scores: Scores, limit: int = 8) -> list[dict[str, object]]:
-    """Rows of `samples.jsonl`: the first completion of the first `limit` groups, with its reward and the parts of it."""
+    """Rows of `samples.jsonl`: the first completion of the first `limit` groups, with its reward and the parts of
+    it.
+    """
     rows: list[dict[str, object]] = []
     for p, group in enumerate(groups[:limit]):
         completion = group.completions[0]

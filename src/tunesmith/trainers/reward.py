@@ -20,7 +20,7 @@ from tunesmith.data.pairs import load_pairs
 from tunesmith.data.split import split_by_prompt
 from tunesmith.distributed import collectives
 from tunesmith.models.export import ModelCard, save_final
-from tunesmith.models.freeze import freeze_lower_layers
+from tunesmith.models.freeze import freeze_lower_layers, keep_lower_layers
 from tunesmith.models.heads import RewardModel
 from tunesmith.models.load import new_reward_model
 from tunesmith.models.optimizer import MasterAdamW, StepReport
@@ -67,6 +67,7 @@ def build(
     if not split.train:
         raise DataError("no pairs are left to train on; give more rows or lower pairs.heldout_fraction")
     model = new_reward_model(cfg.model, device=device)
+    keep_lower_layers(model.model, cfg.reward_model.num_layers)
     freeze_lower_layers(model.model, cfg.model.num_trainable_layers)
     model.model.score.requires_grad_(True)
     encoded = encode_pairs(split.train, model.tokenizer, cfg.pairs.max_tokens)
@@ -108,7 +109,8 @@ def step(state: State, pairs: Sequence[EncodedPair]) -> StepResult:
 def evaluate(state: State) -> setup.Metrics:
     """Accuracy, margin and loss on the held-out pairs; empty without them.
 
-    `eval/longer_wins` is the accuracy of the rule "the longer one was preferred": a reward model must beat it.
+    `eval/longer_wins` is the accuracy of the rule "the longer one was preferred", a coin decides between equals: a
+    reward model must beat it.
     """
     decided = [pair for pair in state.heldout if not pair.tie]
     if not decided:
@@ -119,9 +121,13 @@ def evaluate(state: State) -> setup.Metrics:
             batch = collate_pairs(micro, pad_id=0, device=state.device)
             chosen_N, rejected_N = batch.chosen_and_rejected(state.model.score_sequences(batch.ids_BT, batch.lengths_B))
             stats.append(bradley_terry(chosen_N, rejected_N, num_pairs=len(decided))[1])
-    longer = sum(len(pair.chosen_ids) > len(pair.rejected_ids) for pair in decided)
+    longer = sum((lengths[0] > lengths[1]) + 0.5 * (lengths[0] == lengths[1]) for lengths in map(_lengths, decided))
     metrics = {f"eval/{name}": value for name, value in merged(stats).metrics().items() if name != "tie_fraction"}
     return {**metrics, "eval/num_pairs": float(len(decided)), "eval/longer_wins": longer / len(decided)}
+
+
+def _lengths(pair: EncodedPair) -> tuple[int, int]:
+    return len(pair.chosen_ids), len(pair.rejected_ids)
 
 
 def run(
@@ -142,10 +148,12 @@ def run(
     state = build(cfg, pairs=pairs, heldout_pairs=heldout_pairs)
     announce(reward_estimate(state.model.model, cfg), state.num_steps, progress)
     per_step = cfg.reward_model.pairs_per_step
+    keys = [pair.prompt_id for pair in state.pairs]
     with setup.session(cfg, state.num_steps, provenance=provenance, show_progress=progress) as session:
         for index in range(state.num_steps):
             size = min(per_step, len(state.pairs))
-            chosen = items_at(cfg.run.seed, index * size, size, len(state.pairs))
+            # The pairs of one prompt stay together: a completion that stands in several is scored once.
+            chosen = items_at(cfg.run.seed, index * size, size, len(state.pairs), keys=keys)
             with trace() as times:
                 result = step(state, [state.pairs[i] for i in chosen])
                 is_last = index + 1 == state.num_steps

@@ -139,8 +139,8 @@ def check_refused(report: StepReport, limit: int, run_dir: Path) -> None:
     if report.num_refused_in_row >= limit:
         raise TrainingError(
             f"{report.num_refused_in_row} optimizer steps in a row had a gradient that is not finite, first in "
-            f"{report.bad_parameter}; the weights are those of the last good step. Lower optimizer.learning_rate, or look at "
-            f"the samples in {run_dir}"
+            f"{report.bad_parameter}; the weights are those of the last good step. Lower optimizer.learning_rate, or "
+            f"look at the samples in {run_dir}"
         )
 
 

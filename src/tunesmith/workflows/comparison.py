@@ -55,9 +55,11 @@ def run_comparison(
     seed: int = 0,
     out: Path | None = None,
 ) -> Comparison:
-    """The comparison of the models named `before` and `after` on the prompts of a file; with `out`, also an HTML page there.
+    """The comparison of the models named `before` and `after` on the prompts of a file; with `out`, also an HTML page
+    there.
 
-    `scorer` is what a recipe's `reward.source` may be. Raises InputError for a model, file or scorer that cannot be used.
+    `scorer` is what a recipe's `reward.source` may be. Raises InputError for a model, file or scorer that cannot be
+    used.
     """
     loaded_before, loaded_after = load_policy(ModelSection(name=before)), load_policy(ModelSection(name=after))
     rows = load_prompts(prompts, PromptsSection(source=prompts))

@@ -45,7 +45,9 @@ COMPARED_COMPLETIONS = 8
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """What the command line offers. `quick` takes a third of the openings and two steps: it shows that all parts work, no more."""
+    """What the command line offers. `quick` takes a third of the openings and two steps: it shows that all parts
+    work, no more.
+    """
 
     seed: int = 0
     vote: bool = False
@@ -122,7 +124,9 @@ def prepare(options: DemoOptions) -> Stage:
 
 
 def collect_votes(stage: Stage, openings: Sequence[Prompt]) -> Votes:
-    """Draw completions of every opening from the base model and have them voted on, some openings for the held-out votes."""
+    """Draw completions of every opening from the base model and have them voted on, some openings for the held-out
+    votes.
+    """
     seed = stage.options.seed
     num = COMPLETIONS_PER_VOTED_OPENING
     stage.say(1, f"the base model continues {len(openings)} openings, {num} times each")
@@ -148,7 +152,7 @@ def vote(stage: Stage, train: Sequence[Group], heldout: Sequence[Group]) -> Vote
     if stage.options.vote:
         stage.say(2, "you vote")
         return Votes(*ask_votes(train, heldout, seed=stage.options.seed))
-    votes = Votes(votes_on(train, SimulatedRater()), votes_on(heldout, SimulatedRater(), all_pairs=True))
+    votes = Votes(votes_on(train, SimulatedRater()), votes_on(heldout, SimulatedRater()))
     num_ties = sum(v.preference == "tie" for v in (*votes.train, *votes.heldout))
     num_votes = len(votes.train) + len(votes.heldout)
     stage.say(2, f"{num_votes} votes by the {RATER_NAME}, {num_ties} of them ties; no person voted")
@@ -156,7 +160,9 @@ def vote(stage: Stage, train: Sequence[Group], heldout: Sequence[Group]) -> Vote
 
 
 def train_reward_model(stage: Stage, votes: Votes) -> setup.RunResult:
-    """Train the reward model on the votes that are no ties; its run, with the accuracy on the held-out votes in the summary."""
+    """Train the reward model on the votes that are no ties; its run, with the accuracy on the held-out votes in the
+    summary.
+    """
     decided = [pair for pair in as_pairs(votes.train) if not pair.tie]
     heldout = [pair for pair in as_pairs(votes.heldout) if not pair.tie]
     stage.say(3, f"a reward model learns from {len(decided)} votes, {len(heldout)} others tell how well")
@@ -178,7 +184,9 @@ def train_policy(stage: Stage, openings: Sequence[Prompt], reward_run: setup.Run
 def compare_models(
     stage: Stage, openings: Sequence[Prompt], reward_run: setup.RunResult, ppo_run: setup.RunResult
 ) -> Comparison:
-    """Base model and policy on openings that nothing was trained on; the rater judges, or after your votes the reward model."""
+    """Base model and policy on openings that nothing was trained on; the rater judges, or after your votes the
+    reward model.
+    """
     judge = str(reward_run.run_dir) if stage.options.vote else "sentiment"
     stage.say(5, f"before and after, {COMPARED_COMPLETIONS} completions of each of {len(openings)} openings")
     before = load_policy(stage.ppo_recipe.model)

@@ -29,24 +29,20 @@ class Rater(Protocol):
         ...
 
 
-def votes_on(groups: Sequence[Group], rater: Rater, *, all_pairs: bool = False) -> list[Vote]:
-    """The rater's votes on completions of one prompt against each other, group after group.
-
-    Each completion meets its neighbour, the last one the first: as many votes as completions. With `all_pairs` every two meet.
-    """
+def votes_on(groups: Sequence[Group], rater: Rater) -> list[Vote]:
+    """The rater's votes on every two different completions of one prompt, group after group."""
     votes: list[Vote] = []
     for group in groups:
         texts = [completion.text for completion in group.completions]
-        ring = list(zip(texts, [*texts[1:], texts[0]], strict=True))
-        pairs = itertools.combinations(texts, 2) if all_pairs else ring[: 1 if len(texts) == 2 else len(texts)]
-        votes += [rater.vote(group.prompt, a, b) for a, b in pairs if a != b]
+        votes += [rater.vote(group.prompt, a, b) for a, b in itertools.combinations(texts, 2) if a != b]
     return votes
 
 
 def ask_votes(
     train: Sequence[Group], heldout: Sequence[Group], *, seed: int, num_asked: int = NUM_ASKED
 ) -> tuple[list[Vote], list[Vote]]:
-    """A person's votes on both parts, asked in the terminal: `1` or `2` for the better text, `0` for a tie, `q` to stop.
+    """A person's votes on both parts, asked in the terminal: `1` or `2` for the better text, `0` for a tie, `q` to
+    stop.
 
     Raises:
         InputError: if fewer than MIN_VOTES were given, or none of them on held-out prompts.
@@ -81,12 +77,13 @@ def ask_votes(
 def _questions(groups: Sequence[Group], count: int, seed: int) -> list[tuple[Prompt, str, str]]:
     """`count` pairs, one of each group before a second of any; which completion stands first is drawn."""
     draw = random.Random(derive(seed, "sides", count))
-    rounds = [
-        (group.prompt, *draw.sample([completion.text for completion in group.completions], 2))
-        for _ in range(-(-count // max(1, len(groups))))
-        for group in draw.sample(list(groups), len(groups))
-    ]
-    return [question for question in rounds if question[1] != question[2]][:count]
+    questions: list[tuple[Prompt, str, str]] = []
+    for _ in range(-(-count // max(1, len(groups)))):
+        for group in draw.sample(list(groups), len(groups)):
+            first, second = draw.sample([completion.text for completion in group.completions], 2)
+            if first != second:
+                questions.append((group.prompt, first, second))
+    return questions[:count]
 
 
 def _answer(keys: Iterator[str]) -> Preference | None:

@@ -1,0 +1,245 @@
+"""The optimizer: masters, accumulation, clipping, refusal, schedule, state."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from safetensors.torch import load, save
+
+from tunesmith.config.schema import OptimizerSection
+from tunesmith.core.errors import CheckpointError, TrainingError
+from tunesmith.models.heads import Critic, PolicyWithValue, RewardModel
+from tunesmith.models.load import frozen_copy
+from tunesmith.models.logprob import token_logps
+from tunesmith.models.optimizer import MasterAdamW, OptimizerState, parameter_groups, schedule_factor
+from tunesmith.models.tiny import tiny_classifier, tiny_model
+
+PLAIN = OptimizerSection(learning_rate=1e-3, max_grad_norm=1e9)
+
+
+class Weights(torch.nn.Module):
+    """A matrix and a vector of one dtype."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.matrix = torch.nn.Parameter(torch.randn(6, 5, generator=generator).to(dtype))
+        self.vector = torch.nn.Parameter(torch.randn(5, generator=generator).to(dtype))
+
+    def loss(self, step, scale=1.0):
+        inputs = torch.randn(3, 6, generator=torch.Generator().manual_seed(step)).to(self.matrix.dtype)
+        return ((inputs @ self.matrix + self.vector).float().square().mean()) * scale
+
+
+def snapshot(module, optimizer):
+    tensors = [parameter.detach().clone() for parameter in module.parameters()]
+    return tensors + [tensor.clone() for tensor in optimizer.state_dict().tensors.values()]
+
+
+def test_the_trajectory_in_float32_is_that_of_torchs_adamw():
+    section = OptimizerSection(
+        learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0.5, warmup_steps=3, schedule="cosine"
+    )
+    ours, theirs = Weights(), Weights()
+    optimizer = MasterAdamW(ours, section, total_steps=20)
+    groups = [{"params": [theirs.matrix], "weight_decay": 0.1}, {"params": [theirs.vector], "weight_decay": 0.0}]
+    plain = torch.optim.AdamW(groups, betas=section.betas, eps=section.eps, foreach=False, fused=False)
+    for step in range(20):
+        ours.loss(step).backward()
+        report = optimizer.step()
+        for group in plain.param_groups:
+            group["lr"] = section.learning_rate * schedule_factor(section, step, 20)
+        plain.zero_grad()
+        theirs.loss(step).backward()
+        norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+        plain.step()
+        assert report.grad_norm == pytest.approx(norm.item(), rel=1e-5)
+        assert report.learning_rate == pytest.approx(plain.param_groups[0]["lr"])
+    torch.testing.assert_close(ours.matrix, theirs.matrix, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(ours.vector, theirs.vector, atol=1e-6, rtol=1e-5)
+
+
+def test_a_thousand_updates_of_relative_size_1e_5_are_not_lost_in_bfloat16():
+    weights = Weights(torch.bfloat16)
+    with torch.no_grad():
+        weights.matrix.fill_(1.0)
+    # With a constant gradient AdamW moves each weight by the learning rate: 1e-5 of a weight of 1.
+    optimizer = MasterAdamW(weights, OptimizerSection(learning_rate=1e-5), total_steps=1000)
+    rounded = torch.ones(6, 5, dtype=torch.bfloat16)
+    for _ in range(1000):
+        weights.matrix.float().sum().backward()
+        optimizer.step()
+        rounded -= 1e-5
+    torch.testing.assert_close(weights.matrix.float(), torch.full((6, 5), 0.99), atol=2e-3, rtol=0)
+    master = optimizer.state_dict().tensors["master/matrix"]
+    torch.testing.assert_close(master, torch.full((6, 5), 0.99), atol=5e-5, rtol=0)
+    assert (rounded == 1.0).all(), "without a master every one of these updates rounds away"
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+def test_gradients_accumulated_over_micro_batches_equal_the_gradient_of_the_batch(dtype, tolerance):
+    model = tiny_model("llama", dtype=dtype).model
+    optimizer = MasterAdamW(model, PLAIN, total_steps=1)
+    ids_BS = torch.randint(0, 259, (8, 12), generator=torch.Generator().manual_seed(5))
+    lengths_B, prompts_B = torch.tensor([12, 5, 9, 12, 4, 7, 12, 10]), torch.tensor([3, 2, 4, 1, 2, 3, 5, 1])
+    num_tokens = (lengths_B - prompts_B).sum()
+
+    def accumulated(size):
+        for start in range(0, 8, size):
+            rows = slice(start, start + size)
+            scores = token_logps(model, ids_BS[rows], lengths_B[rows], prompt_lengths_B=prompts_B[rows])
+            (scores.logp_BT.sum() / num_tokens).backward()
+        gradients = [slot.master.grad.flatten().clone() for slot in optimizer._slots]
+        optimizer.zero_grad()
+        return torch.cat(gradients)
+
+    whole = accumulated(8)
+    assert whole.dtype == torch.float32
+    for size in (1, 2, 4):
+        assert (accumulated(size) - whole).norm() <= tolerance * whole.norm()
+
+
+def test_small_gradients_are_not_lost_when_summed_in_bfloat16():
+    weights, plain = Weights(torch.bfloat16), Weights(torch.bfloat16)
+    optimizer = MasterAdamW(weights, PLAIN, total_steps=1)
+    for scale in [1.0] + [1e-3] * 1000:
+        (weights.vector * scale).sum().backward()
+        (plain.vector * scale).sum().backward()
+    exact = 1.0 + 1000 * torch.tensor(1e-3, dtype=torch.bfloat16).item()
+    slot = next(slot for slot in optimizer._slots if slot.name == "vector")
+    torch.testing.assert_close(slot.master.grad, torch.full((5,), exact), rtol=1e-5, atol=0)
+    assert weights.vector.grad is None
+    assert (plain.vector.grad == 1.0).all(), "`.grad` in bfloat16 stays at 1: each addition of 1e-3 rounds away"
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_that_is_not_finite_changes_nothing_and_is_named(dtype, bad):
+    weights = Weights(dtype)
+    optimizer = MasterAdamW(weights, PLAIN, total_steps=9)
+    weights.loss(0).backward()
+    optimizer.step()
+    before = snapshot(weights, optimizer)
+    version = optimizer.weight_version
+    for expected in (1, 2):
+        (weights.loss(1) + weights.vector[2] * bad).backward()
+        report = optimizer.step()
+        assert (report.refused, report.bad_parameter, report.num_refused_in_row) == (True, "vector", expected)
+    assert all(torch.equal(a, b) for a, b in zip(before, snapshot(weights, optimizer), strict=True))
+    assert optimizer.weight_version == version
+    assert all(slot.master.grad is None for slot in optimizer._slots)
+    weights.loss(1).backward()
+    report = optimizer.step()
+    assert (report.refused, report.bad_parameter, report.num_refused_in_row) == (False, None, 0)
+    assert (optimizer.weight_version, optimizer.num_refused) == (version + 1, 2)
+
+
+def test_finite_gradients_whose_squares_overflow_are_clipped_not_refused():
+    weights = Weights()
+    optimizer = MasterAdamW(weights, PLAIN, total_steps=1)
+    (weights.matrix * 1e25).sum().backward()
+    report = optimizer.step(1.0)
+    assert not report.refused
+    assert report.grad_norm == pytest.approx(1e25 * 30**0.5, rel=1e-5)
+
+
+def test_a_step_without_gradients_and_a_frozen_model_are_errors():
+    weights = Weights()
+    with pytest.raises(TrainingError, match="call backward"):
+        MasterAdamW(weights, PLAIN, total_steps=1).step()
+    with pytest.raises(TrainingError, match="nothing to train"):
+        MasterAdamW(weights.requires_grad_(False), PLAIN, total_steps=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_run_resumed_from_its_state_goes_on_bit_for_bit(dtype):
+    section = OptimizerSection(learning_rate=1e-2, warmup_steps=4, schedule="linear", weight_decay=0.01)
+    weights = Weights(dtype)
+    optimizer = MasterAdamW(weights, section, total_steps=10)
+
+    def advance(module, used, steps):
+        for step in steps:
+            module.loss(step).backward()
+            used.step()
+
+    advance(weights, optimizer, range(5))
+    state = optimizer.state_dict()
+    stored, scalars = save(dict(state.tensors)), dict(state.scalars)
+    resumed = copy.deepcopy(weights)
+    advance(weights, optimizer, range(5, 10))
+
+    other = MasterAdamW(resumed, section, total_steps=10)
+    other.load_state_dict(OptimizerState(load(stored), scalars))
+    assert (other.num_steps, other.weight_version) == (5, 5)
+    advance(resumed, other, range(5, 10))
+    pairs = zip(snapshot(weights, optimizer), snapshot(resumed, other), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_the_weight_version_moves_on_with_every_load():
+    weights = Weights()
+    optimizer = MasterAdamW(weights, PLAIN, total_steps=9)
+    state = optimizer.state_dict()
+    for step in range(3):
+        weights.loss(step).backward()
+        optimizer.step()
+    seen = optimizer.weight_version
+    optimizer.load_state_dict(state)
+    assert optimizer.weight_version > seen
+
+
+def test_the_state_of_another_model_is_refused_with_nothing_changed():
+    weights, other = Weights(torch.bfloat16), torch.nn.Linear(3, 3)
+    source = MasterAdamW(other, PLAIN, total_steps=1)
+    other(torch.ones(1, 3)).sum().backward()
+    source.step()
+    optimizer = MasterAdamW(weights, PLAIN, total_steps=1)
+    before = snapshot(weights, optimizer)
+    with pytest.raises(CheckpointError, match=r"another model or dtype.*master/matrix"):
+        optimizer.load_state_dict(source.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(before, snapshot(weights, optimizer), strict=True))
+
+
+def test_groups_give_heads_their_rate_and_spare_vectors_the_decay():
+    section = OptimizerSection(learning_rate=1e-5, head_learning_rate=1e-3, weight_decay=0.1)
+    policy = PolicyWithValue(tiny_model("llama").model)
+    by_name = {n: g for g in parameter_groups([policy], section) for n, _ in g.parameters}
+    assert (by_name["value_head.weight"].learning_rate, by_name["value_head.weight"].weight_decay) == (1e-3, 0.1)
+    assert by_name["model.model.norm.weight"].weight_decay == 0.0
+    assert by_name["model.model.embed_tokens.weight"].learning_rate == 1e-5
+    assert "model.lm_head.weight" not in by_name, "tied weights count once"
+    loaded = tiny_classifier("llama")
+    rewards = parameter_groups([RewardModel(loaded.model, loaded.tokenizer)], section)
+    assert {n for g in rewards if g.learning_rate == 1e-3 for n, _ in g.parameters} == {"model.score.weight"}
+
+
+def test_two_modules_keep_their_names_apart():
+    policy = PolicyWithValue(tiny_model("llama").model)
+    groups = parameter_groups([policy, Critic.from_policy(policy.model)], PLAIN)
+    names = [name for group in groups for name, _ in group.parameters]
+    assert len(set(names)) == len(names)
+    assert {"PolicyWithValue.value_head.weight", "Critic.value_head.weight"} <= set(names)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_the_schedule_rises_then_falls_and_is_never_zero_during_the_run(schedule):
+    section = OptimizerSection(warmup_steps=4, schedule=schedule)
+    factors = [schedule_factor(section, step, 20) for step in range(20)]
+    assert factors[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert all(earlier >= later > 0 for earlier, later in itertools.pairwise(factors[4:]))
+    assert (factors[-1] == 1.0) == (schedule == "constant")
+
+
+def test_a_copy_made_after_the_optimizer_has_no_part_in_it():
+    model = tiny_model("llama", dtype=torch.bfloat16).model
+    optimizer = MasterAdamW(model, PLAIN, total_steps=3)
+    reference = frozen_copy(model)
+    before = [parameter.clone() for parameter in reference.parameters()]
+    ids_BS = torch.arange(12).view(2, 6)
+    token_logps(model, ids_BS, torch.tensor([6, 6]), prompt_lengths_B=torch.tensor([1, 1])).logp_BT.sum().backward()
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, reference.parameters(), strict=True))
+    assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    optimizer.close()
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
