@@ -20,33 +20,10 @@ NAMES = (
     *("reward", "reward_std", "rewards/low_ids/mean", "objective/kl", "policy/approxkl_avg", "entropy", "lr"),
     *("tokens_per_s", "grad_norm", "completions/mean_length", "val/ratio", "rollout/logp_diff_max", "memory/rss_gb"),
 )
-    "reward",
-    "reward_std",
-    "rewards/low_ids/mean",
-    "objective/kl",
-    "policy/approxkl_avg",
-    "entropy",
-    "tokens_per_s",
-    "lr",
-    "grad_norm",
-    "completions/mean_length",
-    "val/ratio",
-    "rollout/logp_diff_max",
-    "memory/rss_gb",
-]
 STAGES = (
     *("rollout", "reward", "old_policy", "reference"),
     *("update/forward", "update/backward", "update/optimizer", "other"),
 )
-    "rollout",
-    "reward",
-    "old_policy",
-    "reference",
-    "update/forward",
-    "update/backward",
-    "update/optimizer",
-    "other",
-]
 
 
 def low_ids(completion_ids: Sequence[Sequence[int]], **_: object) -> list[float]:
