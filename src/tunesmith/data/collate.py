@@ -105,6 +105,11 @@ def check_prompt_lengths(prompts: Sequence[Prompt], tokenizer: PreTrainedTokeniz
     _refuse_long(too_long, f"{max_tokens}; shorten these prompts or raise `prompts.max_tokens`")
 
 
+def mean_prompt_tokens(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> float:
+    """Tokens of a prompt, on average; 0 without prompts."""
+    return sum(len(encode_prompt(tokenizer, prompt)) for prompt in prompts) / max(1, len(prompts))
+
+
 def prefix_prompts(
     prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, num_tokens: tuple[int, int], seed: int
 ) -> list[Prompt]:

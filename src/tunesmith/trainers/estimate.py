@@ -15,11 +15,9 @@ from tunesmith.models.load import count_parameters
 from tunesmith.models.loaded import PreTrainedModel
 from tunesmith.trainers.setup import say
 
-_TYPICAL_PROMPT_TOKENS = 16
-_TYPICAL_PAIR_TOKENS = 64
-_GENERATE_SLOWDOWN = 2.5
-"""Drawing a token costs about this much more than scoring it: narrow matrices, a growing cache. Measured on two CPU
-cores.
+_ROWS_FOR_HALF_SPEED = 160
+"""Drawing tokens for this many sequences at a time takes twice as long as scoring them: narrow matrices, a growing
+cache. Fewer sequences take longer in proportion. Measured on two CPU cores.
 """
 
 
@@ -37,18 +35,22 @@ class Estimate:
         return sum(self.memory_gb.values())
 
 
-def ppo_estimate(model: PreTrainedModel, cfg: PPORecipe, *, num_reward_models: int) -> Estimate:
-    """Estimate for a PPO run on `model`; reward models are taken to be of its size."""
+def ppo_estimate(model: PreTrainedModel, cfg: PPORecipe, *, prompt_tokens: float, num_reward_models: int) -> Estimate:
+    """Estimate for a PPO run on `model` with prompts of `prompt_tokens` on average.
+
+    Reward models are taken to be of the policy's size.
+    """
     num_all, num_trained = count_parameters(model), _num_trained(model)
     num_sequences = cfg.rollout.prompts_per_step * cfg.rollout.completions_per_prompt
     drawn = num_sequences * cfg.rollout.max_new_tokens
-    scored = num_sequences * (cfg.rollout.max_new_tokens + _TYPICAL_PROMPT_TOKENS)
+    width = int(cfg.rollout.max_new_tokens + prompt_tokens)
+    scored = num_sequences * width
     has_reference, is_separate = cfg.ppo.kl.coef > 0, cfg.ppo.critic == "separate"
+    slowdown = 1 + _ROWS_FOR_HALF_SPEED / min(num_sequences, cfg.rollout.batch_size)
     passes = 1 + has_reference + num_reward_models + is_separate
     training = cfg.ppo.num_epochs * (2 * num_all + 4 * num_trained) * (1 + is_separate)
-    flop = 2 * num_all * (drawn * _GENERATE_SLOWDOWN + scored * passes) + scored * training
+    flop = 2 * num_all * (drawn * slowdown + scored * passes) + scored * training
     weight_bytes = num_all * model.dtype.itemsize
-    width = cfg.rollout.max_new_tokens + _TYPICAL_PROMPT_TOKENS
     memory = {
         "weights": weight_bytes * (1 + is_separate),
         "optimizer": _optimizer_bytes(model, num_trained) * (1 + is_separate),
@@ -65,11 +67,11 @@ def ppo_estimate(model: PreTrainedModel, cfg: PPORecipe, *, num_reward_models: i
     return Estimate(num_all, _in_gb(memory), flop)
 
 
-def reward_estimate(model: PreTrainedModel, cfg: RewardRecipe) -> Estimate:
-    """Estimate for a reward-model run on `model`."""
+def reward_estimate(model: PreTrainedModel, cfg: RewardRecipe, *, pair_tokens: float) -> Estimate:
+    """Estimate for a reward-model run on `model` with pairs of `pair_tokens` on average, both sides together."""
     num_all, num_trained = count_parameters(model), _num_trained(model)
-    tokens = 2 * cfg.reward_model.pairs_per_step * _TYPICAL_PAIR_TOKENS
-    micro_tokens = 2 * cfg.reward_model.micro_batch_size * _TYPICAL_PAIR_TOKENS
+    tokens = int(cfg.reward_model.pairs_per_step * pair_tokens)
+    micro_tokens = int(cfg.reward_model.micro_batch_size * pair_tokens)
     memory = {
         "weights": num_all * model.dtype.itemsize,
         "optimizer": _optimizer_bytes(model, num_trained),

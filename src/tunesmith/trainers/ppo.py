@@ -17,7 +17,7 @@ from tunesmith.batch.rollout import Group, SamplingParams
 from tunesmith.config.schema import PPORecipe
 from tunesmith.core.seeds import derive, items_at, permutation
 from tunesmith.core.trace import span, trace
-from tunesmith.data.collate import check_prompt_lengths, prefix_prompts
+from tunesmith.data.collate import check_prompt_lengths, mean_prompt_tokens, prefix_prompts
 from tunesmith.data.prompts import PromptLike, load_prompts
 from tunesmith.data.split import split_by_prompt
 from tunesmith.distributed import collectives
@@ -286,7 +286,13 @@ def run(
     """
     watch = setup.Stopwatch()
     state = build(cfg, prompts=prompts, rewards=rewards)
-    announce(ppo_estimate(state.policy, cfg, num_reward_models=state.scorer.num_models), state.num_steps, progress)
+    estimate = ppo_estimate(
+        state.policy,
+        cfg,
+        prompt_tokens=mean_prompt_tokens(state.prompts, state.tokenizer),
+        num_reward_models=state.scorer.num_models,
+    )
+    announce(estimate, state.num_steps, progress)
     per_step = cfg.rollout.prompts_per_step
     with setup.session(cfg, state.num_steps, provenance=provenance, show_progress=progress) as session:
         for index in range(state.num_steps):

@@ -3,14 +3,15 @@
 from dataclasses import dataclass
 
 from tunesmith.config.schema import PPORecipe, RewardRecipe
-from tunesmith.data.collate import prefix_prompts
+from tunesmith.data.collate import encode_pairs, mean_prompt_tokens, prefix_prompts
 from tunesmith.data.pairs import load_pairs
 from tunesmith.data.prompts import load_prompts
-from tunesmith.models.freeze import freeze_lower_layers
+from tunesmith.models.freeze import freeze_lower_layers, keep_lower_layers
 from tunesmith.models.load import load_policy
 from tunesmith.rewards.scorer import Scorer
 from tunesmith.schema.records import plain_text
 from tunesmith.trainers.estimate import ppo_estimate, reward_estimate
+from tunesmith.trainers.reward import mean_pair_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +28,13 @@ class Preview:
 def preview(cfg: RewardRecipe | PPORecipe) -> Preview:
     """The preview of `cfg`; raises what its run would raise for a model, data or reward that cannot be used."""
     loaded = load_policy(cfg.model)
+    if isinstance(cfg, RewardRecipe):
+        keep_lower_layers(loaded.model, cfg.reward_model.num_layers)
     freeze_lower_layers(loaded.model, cfg.model.num_trainable_layers)
     if isinstance(cfg, RewardRecipe):
         pairs = load_pairs(cfg.pairs.source)
-        estimate = reward_estimate(loaded.model, cfg)
+        encoded = encode_pairs(pairs, loaded.tokenizer, cfg.pairs.max_tokens)
+        estimate = reward_estimate(loaded.model, cfg, pair_tokens=mean_pair_tokens(encoded))
         first = pairs[0]
         texts = (plain_text(first.prompt.content), plain_text(first.chosen), plain_text(first.rejected))
         sample = "prompt: {}\nchosen: {}\nrejected: {}".format(*texts)
@@ -39,6 +43,11 @@ def preview(cfg: RewardRecipe | PPORecipe) -> Preview:
     if cfg.prompts.prefix_tokens:
         prompts = prefix_prompts(prompts, loaded.tokenizer, cfg.prompts.prefix_tokens, cfg.run.seed)
     scorer = Scorer(cfg.reward, policy_tokenizer=loaded.tokenizer)
-    estimate = ppo_estimate(loaded.model, cfg, num_reward_models=scorer.num_models)
+    estimate = ppo_estimate(
+        loaded.model,
+        cfg,
+        prompt_tokens=mean_prompt_tokens(prompts, loaded.tokenizer),
+        num_reward_models=scorer.num_models,
+    )
     sample = f"prompt: {plain_text(prompts[0].content)}"
     return Preview(cfg.model.name, estimate.num_parameters, estimate.memory_gb, len(prompts), sample)

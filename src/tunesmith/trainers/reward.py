@@ -126,6 +126,12 @@ def evaluate(state: State) -> setup.Metrics:
     return {**metrics, "eval/num_pairs": float(len(decided)), "eval/longer_wins": longer / len(decided)}
 
 
+def mean_pair_tokens(pairs: Sequence[EncodedPair]) -> float:
+    """Tokens of both sides of a pair, on average; a completion that stands in several pairs counts once."""
+    distinct = {ids for pair in pairs for ids in (pair.chosen_ids, pair.rejected_ids)}
+    return sum(map(len, distinct)) / len(pairs)
+
+
 def _lengths(pair: EncodedPair) -> tuple[int, int]:
     return len(pair.chosen_ids), len(pair.rejected_ids)
 
@@ -146,7 +152,8 @@ def run(
     """
     watch = setup.Stopwatch()
     state = build(cfg, pairs=pairs, heldout_pairs=heldout_pairs)
-    announce(reward_estimate(state.model.model, cfg), state.num_steps, progress)
+    estimate = reward_estimate(state.model.model, cfg, pair_tokens=mean_pair_tokens(state.pairs))
+    announce(estimate, state.num_steps, progress)
     per_step = cfg.reward_model.pairs_per_step
     keys = [pair.prompt_id for pair in state.pairs]
     with setup.session(cfg, state.num_steps, provenance=provenance, show_progress=progress) as session:

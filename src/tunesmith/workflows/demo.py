@@ -38,7 +38,11 @@ from tunesmith.workflows.voting import ask_votes, votes_on
 NUM_COMPARED = 15
 """Openings that are kept away from votes and training, and compared at the end."""
 
-COMPLETIONS_PER_VOTED_OPENING = 4
+COMPLETIONS_PER_VOTED_OPENING = 5
+
+VOTE_TEMPERATURE = 0.7
+"""Votes are about text that makes sense: at temperature 1 a model of this size often leaves its subject."""
+
 NEW_TOKENS = 24
 COMPARED_COMPLETIONS = 8
 
@@ -132,7 +136,9 @@ def collect_votes(stage: Stage, openings: Sequence[Prompt]) -> Votes:
     stage.say(1, f"the base model continues {len(openings)} openings, {num} times each")
     loaded = load_policy(stage.ppo_recipe.model)
     engine = TransformersEngine(loaded.model, loaded.tokenizer, batch_size=128)
-    sampling = SamplingParams(max_new_tokens=NEW_TOKENS, seed=derive(seed, "votes"))
+    sampling = SamplingParams(
+        max_new_tokens=NEW_TOKENS, temperature=VOTE_TEMPERATURE, seed=derive(seed, "votes")
+    )
     with progress("completions", len(openings) * num) as reporter:
         groups = engine.generate(openings, num, sampling, on_progress=lambda done, _: reporter.update(done))
     del engine, loaded
