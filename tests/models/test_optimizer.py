@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 
 import pytest
 import torch
@@ -133,6 +134,16 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_named(dtype, bad):
     report = optimizer.step()
     assert (report.refused, report.bad_parameter, report.num_refused_in_row) == (False, None, 0)
     assert (optimizer.weight_version, optimizer.num_refused) == (version + 1, 2)
+
+
+def test_a_loss_that_is_not_finite_is_refused_though_its_gradient_is_finite():
+    module = torch.nn.Linear(2, 1)
+    optimizer = MasterAdamW(module, OptimizerSection(), total_steps=3)
+    before = module.weight.detach().clone()
+    module(torch.ones(1, 2)).sum().backward()
+    report = optimizer.step(loss=math.nan)
+    assert (report.refused, report.bad_parameter) == (True, "the loss")
+    assert torch.equal(module.weight, before)
 
 
 def test_finite_gradients_whose_squares_overflow_are_clipped_not_refused():

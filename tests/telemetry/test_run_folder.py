@@ -7,7 +7,7 @@ import pytest
 
 from tunesmith.core.errors import MissingDependencyError, RunError
 from tunesmith.telemetry.environment import cpu_flags, environment, peak_rss_gb, rss_gb, usable_cores
-from tunesmith.telemetry.progress import progress
+from tunesmith.telemetry.progress import format_rate, progress
 from tunesmith.telemetry.run_folder import RunFolder, read_jsonl
 from tunesmith.telemetry.trackers import check_trackers, open_trackers
 
@@ -72,6 +72,7 @@ def test_progress_writes_plain_lines_where_there_is_no_terminal(capsys: pytest.C
     assert captured.out == ""
     assert "train 2/2" in captured.err
     assert "reward 0.250" in captured.err
+    assert (format_rate(20, 2.0), format_rate(2, 30.0), format_rate(0, 1.0)) == ("10.0/s", "15.0 s each", "")
     with progress("train", 2, enabled=False) as reporter:
         reporter.update(2)
     assert capsys.readouterr().err == ""

@@ -110,9 +110,9 @@ class RolloutSection(Section):
     """How completions are drawn during training."""
 
     backend: Literal["transformers"] = Field(default="transformers", description="Engine that draws completions.")
-    prompts_per_step: PositiveInt = Field(default=32, description="Prompts drawn for one training step.")
+    prompts_per_step: PositiveInt = Field(default=16, description="Prompts drawn for one training step.")
     completions_per_prompt: PositiveInt = Field(default=1, description="Completions of each prompt.")
-    max_new_tokens: PositiveInt = Field(default=64, description="Limit of a completion, in tokens.")
+    max_new_tokens: PositiveInt = Field(default=32, description="Limit of a completion, in tokens.")
     min_new_tokens: int = Field(
         default=0, ge=0, description="No end-of-sequence token is drawn before this many tokens."
     )
@@ -182,7 +182,7 @@ class KLSection(Section):
 class PPOSection(Section):
     """Proximal policy optimisation (Schulman et al. 2017)."""
 
-    num_epochs: PositiveInt = Field(default=4, description="Passes over each rollout.")
+    num_epochs: PositiveInt = Field(default=2, description="Passes over each rollout.")
     num_minibatches: PositiveInt = Field(default=1, description="Optimizer steps in each pass.")
     micro_batch_size: PositiveInt = Field(
         default=16, description="Sequences in one forward and backward pass; gradients are accumulated."

@@ -153,10 +153,11 @@ class MasterAdamW:
         self.num_refused = 0
         self.num_refused_in_row = 0
 
-    def step(self, max_norm: float | None = None) -> StepReport:
+    def step(self, max_norm: float | None = None, *, loss: float = 0.0) -> StepReport:
         """Clip the accumulated gradients to `max_norm` (default: the recipe's), update the weights, clear gradients.
 
-        If a gradient is not finite nothing but the gradients changes and the report says so.
+        If a gradient, or the `loss` that it came from, is not finite, nothing but the gradients changes and the report
+        says so.
         Raises TrainingError if there is no gradient at all.
         """
         used = [slot for slot in self._slots if slot.master.grad is not None]
@@ -166,6 +167,8 @@ class MasterAdamW:
         grad_norm = _total_norm(gradients)
         learning_rate = self._set_learning_rates()
         bad_parameter = None if math.isfinite(grad_norm) else _first_bad(used)
+        if bad_parameter is None and not math.isfinite(loss):
+            bad_parameter = "the loss"
         if bad_parameter is not None:
             self.num_refused += 1
             self.num_refused_in_row += 1

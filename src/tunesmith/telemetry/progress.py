@@ -25,13 +25,14 @@ class Reporter(Protocol):
 class _Bar:
     def __init__(self, progress: Progress, label: str, total: int) -> None:
         self._progress = progress
-        self._task = progress.add_task(label, total=total, facts="")
+        self._task = progress.add_task(label, total=total, facts="", rate="")
+        self._start_s = time.monotonic()
 
     def update(self, done: int, facts: Mapping[str, float] | None = None) -> None:
-        if facts is None:
-            self._progress.update(self._task, completed=done)
-        else:
-            self._progress.update(self._task, completed=done, facts=format_facts(facts))
+        shown = {"rate": format_rate(done, time.monotonic() - self._start_s)}
+        if facts is not None:
+            shown["facts"] = format_facts(facts)
+        self._progress.update(self._task, completed=done, **shown)
 
 
 class _Lines:
@@ -46,7 +47,8 @@ class _Lines:
         self._last_s = now_s
         elapsed_s = now_s - self._start_s
         eta_s = elapsed_s / done * (self._total - done) if done else 0.0
-        text = f"{self._label} {done}/{self._total}, {elapsed_s:.0f} s, {eta_s:.0f} s left"
+        text = f"{self._label} {done}/{self._total}, {elapsed_s:.0f} s, {format_rate(done, elapsed_s)}, "
+        text += f"{eta_s:.0f} s left"
         sys.stderr.write(f"{text}  {format_facts(facts or {})}".rstrip() + "\n")
 
 
@@ -58,6 +60,13 @@ class _Silent:
 def format_facts(facts: Mapping[str, float]) -> str:
     """`reward 0.412  kl 3.10`: the figures that stand behind the bar."""
     return "  ".join(f"{name} {value:.3f}" for name, value in facts.items())
+
+
+def format_rate(done: int, elapsed_s: float) -> str:
+    """`9.4/s`, or `21.3 s each` where that reads better; empty before the first item."""
+    if not done or elapsed_s <= 0:
+        return ""
+    return f"{done / elapsed_s:.1f}/s" if done >= elapsed_s else f"{elapsed_s / done:.1f} s each"
 
 
 @contextmanager
@@ -72,6 +81,7 @@ def progress(label: str, total: int, *, enabled: bool = True) -> Iterator[Report
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),

@@ -147,14 +147,16 @@ def step(state: State, prompts: Sequence[Prompt], sampling: SamplingParams) -> S
     stats = ppo_metrics.UpdateStats()
     for minibatch in minibatches(state, batch):
         num_tokens = collectives.sum_over_ranks(minibatch.sequences.num_tokens)  # one global denominator
+        total_loss = 0.0
         for rows in chunks(range(len(minibatch.sequences.lengths_B)), cfg.micro_batch_size):
             micro = minibatch.select(rows)
             with span("update/forward"):
                 loss = micro_batch_loss(state, micro, num_tokens, stats)
             with span("update/backward"):
                 loss.backward()
+            total_loss += loss.item()
         with span("update/optimizer"):
-            stats.add_report(state.optimizer.step())  # refuses what is not finite
+            stats.add_report(state.optimizer.step(loss=total_loss))  # refuses what is not finite
         if cfg.target_kl is not None and stats.last_minibatch_kl() > cfg.target_kl:
             stats.stopped_early = True
             break

@@ -84,6 +84,7 @@ def step(state: State, pairs: Sequence[EncodedPair]) -> StepResult:
     cfg = state.cfg.reward_model
     num_pairs = collectives.sum_over_ranks(len(pairs))  # one global denominator
     stats: list[PreferenceStats] = []
+    total_loss = 0.0
     for micro in chunks(pairs, cfg.micro_batch_size):
         batch = collate_pairs(micro, pad_id=0, device=state.device)
         with span("forward"):
@@ -98,9 +99,10 @@ def step(state: State, pairs: Sequence[EncodedPair]) -> StepResult:
             )
         with span("backward"):
             loss.backward()
+        total_loss += loss.item()
         stats.append(micro_stats)
     with span("optimizer"):
-        report = state.optimizer.step()
+        report = state.optimizer.step(loss=total_loss)
     metrics = {**merged(stats).metrics(), "grad_norm": report.grad_norm, "lr": report.learning_rate}
     return StepResult({**metrics, "refused_steps": float(report.refused)}, report)
 

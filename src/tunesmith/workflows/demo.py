@@ -1,6 +1,6 @@
 """`tunesmith demo`: the whole loop on a real language model, in minutes, on two CPU cores.
 
-1. The base model continues openings of film reviews, several times each.
+1. The base model continues openings of film reviews, several times each: plainly, and steered to praise and complain.
 2. A rater votes between two continuations: a simulated one (VADER's lexicon), or you.
 3. A reward model learns from the votes; votes on other openings tell how well.
 4. PPO moves the policy toward the reward model, held near the base model by a KL penalty.
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tunesmith.batch.pack import chunks
 from tunesmith.batch.rollout import Group, SamplingParams
 from tunesmith.config.load import load_recipe
 from tunesmith.config.schema import ModelSection, PPORecipe, PromptsSection, RewardRecipe, RewardSource
@@ -38,7 +39,12 @@ from tunesmith.workflows.voting import ask_votes, votes_on
 NUM_COMPARED = 15
 """Openings that are kept away from votes and training, and compared at the end."""
 
-COMPLETIONS_PER_VOTED_OPENING = 5
+STEERS = ("", "I loved this film. ", "I hated this film. ")
+"""Voted completions are drawn after each of these, which the rater does not see: pairs that differ teach more than
+pairs that are alike (after Yang et al. 2023, arXiv 2307.12950). What is trained and compared is drawn without any.
+"""
+
+COMPLETIONS_PER_STEER = 2
 
 VOTE_TEMPERATURE = 0.7
 """Votes are about text that makes sense: at temperature 1 a model of this size often leaves its subject."""
@@ -49,8 +55,9 @@ COMPARED_COMPLETIONS = 8
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """What the command line offers. `quick` takes a third of the openings and two steps: it shows that all parts
-    work, no more.
+    """What the command line offers.
+
+    `quick` takes a third of the openings, fewer completions and two steps: it shows that all parts work, no more.
     """
 
     seed: int = 0
@@ -113,14 +120,13 @@ def run_demo(options: DemoOptions) -> DemoResult:
 
 
 def prepare(options: DemoOptions) -> Stage:
-    """The demo's folder and its two recipes, with this run's seed, folder and model filled in."""
-    overrides: dict[str, object] = {"run.seed": options.seed}
-    if options.quick:
-        overrides |= {"run.steps": 2}
+    """The demo's folder and its two recipes, with this run's seed and folder filled in."""
     folder = RunFolder.create(Path(options.out), "demo", {"demo": {"seed": options.seed, "vote": options.vote}})
-    overrides["run.dir"] = str(folder.path)
-    reward_recipe = load_recipe("reward", recipe="demo_reward", overrides=overrides).recipe
-    ppo_recipe = load_recipe("ppo", recipe="demo_ppo", overrides=overrides).recipe
+    overrides: dict[str, object] = {"run.seed": options.seed, "run.dir": str(folder.path)}
+    few = {"run.steps": 2} if options.quick else {}
+    fewer = {**few, "rollout.prompts_per_step": 8, "ppo.num_minibatches": 1} if options.quick else {}
+    reward_recipe = load_recipe("reward", recipe="demo_reward", overrides={**overrides, **few}).recipe
+    ppo_recipe = load_recipe("ppo", recipe="demo_ppo", overrides={**overrides, **fewer}).recipe
     assert isinstance(reward_recipe, RewardRecipe)
     assert isinstance(ppo_recipe, PPORecipe)
     setup.prepare(ppo_recipe)
@@ -128,29 +134,36 @@ def prepare(options: DemoOptions) -> Stage:
 
 
 def collect_votes(stage: Stage, openings: Sequence[Prompt]) -> Votes:
-    """Draw completions of every opening from the base model and have them voted on, some openings for the held-out
-    votes.
-    """
-    seed = stage.options.seed
-    num = COMPLETIONS_PER_VOTED_OPENING
-    stage.say(1, f"the base model continues {len(openings)} openings, {num} times each")
-    loaded = load_policy(stage.ppo_recipe.model)
-    engine = TransformersEngine(loaded.model, loaded.tokenizer, batch_size=128)
-    sampling = SamplingParams(
-        max_new_tokens=NEW_TOKENS, temperature=VOTE_TEMPERATURE, seed=derive(seed, "votes")
-    )
-    with progress("completions", len(openings) * num) as reporter:
-        groups = engine.generate(openings, num, sampling, on_progress=lambda done, _: reporter.update(done))
-    del engine, loaded
+    """Draw completions of every opening from the base model and have them voted on; some openings are held out."""
+    num = 1 if stage.options.quick else COMPLETIONS_PER_STEER
+    stage.say(1, f"the base model continues {len(openings)} openings, {num * len(STEERS)} times each")
+    groups = draw_candidates(stage, openings, num)
     gc.collect()
     fraction = stage.reward_recipe.pairs.heldout_fraction
     split = split_by_prompt(
-        groups, fraction, derive(seed, "heldout votes"), key=lambda group: str(group.prompt.content)
+        groups, fraction, derive(stage.options.seed, "heldout votes"), key=lambda group: str(group.prompt.content)
     )
     votes = vote(stage, split.train, split.heldout)
     write_pairs(stage.folder.path / "votes.jsonl", as_pairs(votes.train))
     write_pairs(stage.folder.path / "heldout_votes.jsonl", as_pairs(votes.heldout))
     return votes
+
+
+def draw_candidates(stage: Stage, openings: Sequence[Prompt], num: int) -> list[Group]:
+    """One group for each opening, with `num` completions after each steer."""
+    loaded = load_policy(stage.ppo_recipe.model)
+    engine = TransformersEngine(loaded.model, loaded.tokenizer, batch_size=128)
+    seed = derive(stage.options.seed, "votes")
+    sampling = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=VOTE_TEMPERATURE, seed=seed)
+    steered = [Prompt(prompt.id, f"{steer}{prompt.content}") for prompt in openings for steer in STEERS]
+    with progress("completions", len(steered) * num) as reporter:
+        drawn = engine.generate(steered, num, sampling, on_progress=lambda done, _: reporter.update(done))
+    candidates: list[Group] = []
+    for prompt, groups in zip(openings, chunks(drawn, len(STEERS)), strict=True):
+        completions = tuple(completion for group in groups for completion in group.completions)
+        # The first group is the one without a steer: its prompt ids are the opening's own.
+        candidates.append(Group(prompt, groups[0].prompt_token_ids, completions, groups[0].weight_version))
+    return candidates
 
 
 def vote(stage: Stage, train: Sequence[Group], heldout: Sequence[Group]) -> Votes:
@@ -193,8 +206,9 @@ def compare_models(
     """Base model and policy on openings that nothing was trained on; the rater judges, or after your votes the
     reward model.
     """
+    num = 2 if stage.options.quick else COMPARED_COMPLETIONS
     judge = str(reward_run.run_dir) if stage.options.vote else "sentiment"
-    stage.say(5, f"before and after, {COMPARED_COMPLETIONS} completions of each of {len(openings)} openings")
+    stage.say(5, f"before and after, {num} completions of each of {len(openings)} openings")
     before = load_policy(stage.ppo_recipe.model)
     after = load_policy(ModelSection(name=str(ppo_run.run_dir), dtype=stage.ppo_recipe.model.dtype))
     scorer = Scorer([RewardSource(source=judge)], policy_tokenizer=before.tokenizer)
@@ -204,7 +218,7 @@ def compare_models(
         openings,
         scorer,
         SamplingParams(max_new_tokens=NEW_TOKENS),
-        num_completions=COMPARED_COMPLETIONS,
+        num_completions=num,
         seed=derive(stage.options.seed, "compare"),
     )
 
