@@ -136,7 +136,10 @@ def prepare(options: DemoOptions) -> Stage:
 def collect_votes(stage: Stage, openings: Sequence[Prompt]) -> Votes:
     """Draw completions of every opening from the base model and have them voted on; some openings are held out."""
     num = 1 if stage.options.quick else COMPLETIONS_PER_STEER
-    stage.say(1, f"the base model continues {len(openings)} openings, {num * len(STEERS)} times each")
+    stage.say(
+        1,
+        f"the base model continues {len(openings)} openings, {num * len(STEERS)} times each, steered to praise and to complain",
+    )
     groups = draw_candidates(stage, openings, num)
     gc.collect()
     fraction = stage.reward_recipe.pairs.heldout_fraction
@@ -267,6 +270,7 @@ def write_report(
         "result": facts,
         "comparison": comparison.to_json(),
         "votes": {
+            "steers": [steer.strip() for steer in STEERS if steer],
             "num_train": sum(v.preference != "tie" for v in votes.train),
             "num_heldout": facts["num_heldout_votes"],
             "num_ties": sum(v.preference == "tie" for v in all_votes),
