@@ -138,7 +138,7 @@ def collect_votes(stage: Stage, openings: Sequence[Prompt]) -> Votes:
     num = 1 if stage.options.quick else COMPLETIONS_PER_STEER
     stage.say(
         1,
-        f"the base model continues {len(openings)} openings, {num * len(STEERS)} times each, steered to praise and to complain",
+        f"the base model continues {len(openings)} openings, {num * len(STEERS)} times each, two thirds of them steered",
     )
     groups = draw_candidates(stage, openings, num)
     gc.collect()
