@@ -136,10 +136,8 @@ def prepare(options: DemoOptions) -> Stage:
 def collect_votes(stage: Stage, openings: Sequence[Prompt]) -> Votes:
     """Draw completions of every opening from the base model and have them voted on; some openings are held out."""
     num = 1 if stage.options.quick else COMPLETIONS_PER_STEER
-    stage.say(
-        1,
-        f"the base model continues {len(openings)} openings, {num * len(STEERS)} times each, two thirds of them steered",
-    )
+    times = num * len(STEERS)
+    stage.say(1, f"the base model continues {len(openings)} openings, {times} times each, two thirds of them steered")
     groups = draw_candidates(stage, openings, num)
     gc.collect()
     fraction = stage.reward_recipe.pairs.heldout_fraction
