@@ -29,10 +29,11 @@ class _Bar:
         self._start_s = time.monotonic()
 
     def update(self, done: int, facts: Mapping[str, float] | None = None) -> None:
-        shown = {"rate": format_rate(done, time.monotonic() - self._start_s)}
-        if facts is not None:
-            shown["facts"] = format_facts(facts)
-        self._progress.update(self._task, completed=done, **shown)
+        rate = format_rate(done, time.monotonic() - self._start_s)
+        if facts is None:
+            self._progress.update(self._task, completed=done, rate=rate)
+        else:
+            self._progress.update(self._task, completed=done, rate=rate, facts=format_facts(facts))
 
 
 class _Lines:
