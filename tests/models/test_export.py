@@ -56,6 +56,7 @@ def test_the_cache_of_generation_is_on_in_the_folder_though_training_has_it_off(
 def test_a_reward_model_makes_the_round_trip_and_plain_logits_are_its_rewards(family, dtype, tmp_path):
     section = ModelSection(name=f"tiny:{family}", seed=1)
     reward_model = new_reward_model(section, dtype=dtype)
+    torch.nn.init.normal_(reward_model.model.score.weight)
     folder = save_final(reward_model, reward_model.tokenizer, tmp_path / "final", CARD)
     plain = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     assert (plain.config.num_labels, tuple(plain.score.weight.shape)) == (1, (1, 32))

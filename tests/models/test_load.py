@@ -156,6 +156,7 @@ def test_a_reward_model_starts_from_the_weights_of_a_folder(folder):
 
 def test_a_trained_reward_model_keeps_its_head_when_trained_further(tmp_path):
     first = new_reward_model(ModelSection(name="tiny:llama", seed=1))
+    torch.nn.init.normal_(first.model.score.weight)
     saved = save_final(first, first.tokenizer, tmp_path / "reward", CARD)
     second = new_reward_model(ModelSection(name=str(saved), seed=2))
     assert torch.equal(first.model.score.weight, second.model.score.weight)

@@ -21,9 +21,16 @@ GroupMaker = Callable[..., Group]
 USER = {"role": "user", "content": "Hello"}
 
 
+def drawn_reward_model() -> RewardModel:
+    """A tiny reward model whose head is not at zero, so that it tells texts apart."""
+    model = new_reward_model(ModelSection(name="tiny:llama"))
+    torch.nn.init.normal_(model.model.score.weight, generator=torch.Generator().manual_seed(0))
+    return model
+
+
 @pytest.fixture(scope="module")
 def reward_model() -> RewardModel:
-    return new_reward_model(ModelSection(name="tiny:llama"))
+    return drawn_reward_model()
 
 
 def reward_of(model: RewardModel, ids: tuple[int, ...]) -> float:
@@ -78,7 +85,7 @@ def test_with_another_tokenizer_the_text_is_encoded_again(reward_model: RewardMo
 
 
 def test_a_conversation_under_another_template_is_encoded_again(make_group: GroupMaker):
-    model = new_reward_model(ModelSection(name="tiny:llama"))
+    model = drawn_reward_model()
     model.tokenizer.chat_template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}<|im_end|>{% endfor %}"
     group = make_group((USER,), "Hi")
     expected = reward_of(model, encode_pair_side(model.tokenizer, group.prompt, "Hi"))
@@ -102,7 +109,7 @@ def test_a_sequence_beyond_the_models_context_is_named(reward_model: RewardModel
 
 
 def test_a_reward_that_is_not_finite_is_named(make_group: GroupMaker):
-    model = new_reward_model(ModelSection(name="tiny:llama"))
+    model = drawn_reward_model()
     with torch.no_grad():
         model.model.score.weight.fill_(float("nan"))
     with pytest.raises(RewardError, match=r"`tiny:llama` gave nan to prompt p.jsonl:1, completion 0"):
