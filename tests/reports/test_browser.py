@@ -62,7 +62,7 @@ def test_folded_charts_are_drawn_when_the_fold_opens(look, demo_page):
     fold = page.locator("#training details.fold").first
     assert fold.locator("svg.main-svg").count() == 0
     fold.locator("summary").first.click()
-    page.wait_for_function("document.querySelector('#training details.fold svg.main-svg')")
+    fold.locator("svg.main-svg").first.wait_for()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
