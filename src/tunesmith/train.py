@@ -61,7 +61,9 @@ def ppo(
         "reward": rewards if by_name else None,
         "run.steps": steps,
     }
-    resolved = load_recipe("ppo", recipe=recipe, file=Path(config) if config else None, overrides=_set(given))
+    resolved = load_recipe(
+        "ppo", recipe=recipe, file=Path(config) if config else None, overrides=_set(given), origins=_origins(given)
+    )
     assert isinstance(resolved.recipe, PPORecipe)
     return _ppo.run(
         resolved.recipe,
@@ -89,7 +91,9 @@ def reward(
     be used, before a run folder is made.
     """
     given = {**overrides, "model": model, "pairs": pairs if isinstance(pairs, str) else None, "run.steps": steps}
-    resolved = load_recipe("reward", recipe=recipe, file=Path(config) if config else None, overrides=_set(given))
+    resolved = load_recipe(
+        "reward", recipe=recipe, file=Path(config) if config else None, overrides=_set(given), origins=_origins(given)
+    )
     assert isinstance(resolved.recipe, RewardRecipe)
     return _reward.run(
         resolved.recipe,
@@ -97,6 +101,10 @@ def reward(
         pairs=None if pairs is None or isinstance(pairs, str) else load_pairs(pairs),
         progress=progress,
     )
+
+
+def _origins(given: Mapping[str, object]) -> dict[str, str]:
+    return {key: f"argument {key}" for key in given}
 
 
 def _set(given: Mapping[str, object]) -> dict[str, object]:
