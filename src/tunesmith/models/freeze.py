@@ -17,12 +17,7 @@ def freeze_lower_layers(model: PreTrainedModel, num_trainable_layers: int | None
     """
     if num_trainable_layers is None:
         return
-    layers = _layers(model)
-    if num_trainable_layers > len(layers):
-        raise ModelError(
-            f"model.num_trainable_layers is {num_trainable_layers}, but the model has {len(layers)} layers; "
-            f"give 1 to {len(layers)}, or null for all of it"
-        )
+    layers = _layers(model, num_trainable_layers, "model.num_trainable_layers")
     model.requires_grad_(False)
     for layer in layers[-num_trainable_layers:]:
         layer.requires_grad_(True)
@@ -42,12 +37,7 @@ def keep_lower_layers(model: PreTrainedModel, num_layers: int | None) -> None:
     """
     if num_layers is None:
         return
-    layers = _layers(model)
-    if num_layers > len(layers):
-        raise ModelError(
-            f"reward_model.num_layers is {num_layers}, but the model has {len(layers)} layers; "
-            f"give 1 to {len(layers)}, or null for all of them"
-        )
+    layers = _layers(model, num_layers, "reward_model.num_layers")
     del layers[num_layers:]
     config = model.config.get_text_config()
     config.num_hidden_layers = num_layers
@@ -55,11 +45,18 @@ def keep_lower_layers(model: PreTrainedModel, num_layers: int | None) -> None:
         config.layer_types = config.layer_types[:num_layers]
 
 
-def _layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The stack of transformer layers: the module list of the trunk with the most parameters."""
+def _layers(model: PreTrainedModel, num_wanted: int, key: str) -> nn.ModuleList:
+    """The stack of transformer layers: the module list of the trunk with the most parameters.
+
+    `key` is the recipe's key that asks for `num_wanted` of them.
+    """
     lists = [module for module in model.base_model.children() if isinstance(module, nn.ModuleList) and len(module)]
     if not lists:
+        raise ModelError(f"the layers of {type(model).__name__} cannot be found; leave its layers as they are")
+    layers = max(lists, key=lambda stack: sum(p.numel() for p in stack.parameters()))
+    if num_wanted > len(layers):
         raise ModelError(
-            f"the layers of {type(model).__name__} cannot be found; set model.num_trainable_layers to null"
+            f"{key} is {num_wanted}, but the model has {len(layers)} layers; "
+            f"give 1 to {len(layers)}, or null for all of them"
         )
-    return max(lists, key=lambda stack: sum(p.numel() for p in stack.parameters()))
+    return layers
