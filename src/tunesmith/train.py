@@ -1,35 +1,39 @@
 """Training from Python. These functions, their arguments and `RunResult` are the public API; a test pins their
 signatures.
 
-from tunesmith import train
+    from tunesmith import train
 
-def cheerful(completions, **_):
-    return [float("!" in text) for text in completions]
+    def cheerful(completions, **_):
+        return [float("!" in text) for text in completions]
 
-run = train.ppo(model="smollm2", prompts=["The movie was", "I thought the film"], reward=cheerful, steps=20)
-print(run.generate("The movie was"))
+    run = train.ppo(model="smollm2", prompts=["The movie was", "I thought the film"], reward=cheerful, steps=20)
+    print(run.generate("The movie was"))
 """
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tunesmith.config.load import load_recipe
-from tunesmith.config.schema import PPORecipe, RewardRecipe
-from tunesmith.data.pairs import load_pairs
+from tunesmith.config.load import Resolved, load_recipe
+from tunesmith.config.schema import GRPORecipe, PPORecipe, RewardRecipe
 from tunesmith.data.prompts import PromptLike
 from tunesmith.rewards.scorer import RewardLike
+from tunesmith.trainers import grpo as _grpo
 from tunesmith.trainers import ppo as _ppo
+from tunesmith.trainers import resume as _resume
 from tunesmith.trainers import reward as _reward
 from tunesmith.trainers.setup import RunResult
 
-__all__ = ["RunResult", "ppo", "reward"]
+__all__ = ["RunResult", "grpo", "ppo", "resume", "reward"]
+
+Prompts = str | Sequence[PromptLike]
+Rewards = RewardLike | Sequence[RewardLike]
 
 
 def ppo(
     *,
     model: str | None = None,
-    prompts: str | Sequence[PromptLike] | None = None,
-    reward: RewardLike | Sequence[RewardLike] | None = None,
+    prompts: Prompts | None = None,
+    reward: Rewards | None = None,
     recipe: str | None = None,
     config: str | None = None,
     steps: int | None = None,
@@ -45,32 +49,29 @@ def ppo(
     (`**{"rollout.max_new_tokens": 16}`).
     Raises `tunesmith.core.errors.InputError` for anything that cannot be used, before a run folder is made.
     """
-    in_memory_prompts = None if prompts is None or isinstance(prompts, str) else list(prompts)
-    rewards = (
-        []
-        if reward is None
-        else list(reward)
-        if isinstance(reward, Sequence) and not isinstance(reward, str)
-        else [reward]
-    )
-    by_name = bool(rewards) and all(isinstance(item, str) for item in rewards)
-    given = {
-        **overrides,
-        "model": model,
-        "prompts": prompts if isinstance(prompts, str) else None,
-        "reward": rewards if by_name else None,
-        "run.steps": steps,
-    }
-    resolved = load_recipe(
-        "ppo", recipe=recipe, file=Path(config) if config else None, overrides=_set(given), origins=_origins(given)
-    )
+    rows, functions, given = _policy_arguments(model, prompts, reward, steps, overrides)
+    resolved = _resolved("ppo", recipe, config, given)
     assert isinstance(resolved.recipe, PPORecipe)
-    return _ppo.run(
-        resolved.recipe,
-        provenance=resolved.provenance,
-        prompts=in_memory_prompts,
-        rewards=rewards if rewards and not by_name else None,
-        progress=progress,
+    return _ppo.run(resolved.recipe, provenance=resolved.provenance, prompts=rows, rewards=functions, progress=progress)
+
+
+def grpo(
+    *,
+    model: str | None = None,
+    prompts: Prompts | None = None,
+    reward: Rewards | None = None,
+    recipe: str | None = None,
+    config: str | None = None,
+    steps: int | None = None,
+    progress: bool = True,
+    **overrides: object,
+) -> RunResult:
+    """Train a policy by GRPO; the run's folder, metrics and summary. Arguments and errors are those of `ppo`."""
+    rows, functions, given = _policy_arguments(model, prompts, reward, steps, overrides)
+    resolved = _resolved("grpo", recipe, config, given)
+    assert isinstance(resolved.recipe, GRPORecipe)
+    return _grpo.run(
+        resolved.recipe, provenance=resolved.provenance, prompts=rows, rewards=functions, progress=progress
     )
 
 
@@ -86,21 +87,81 @@ def reward(
 ) -> RunResult:
     """Train a reward model on preference pairs; the run's folder, metrics and summary.
 
-    `pairs` is a JSONL file or a list of rows with `chosen` and `rejected`, and where known `prompt`, `margin` and
-    `tie`. The other arguments are those of `ppo`. Raises `tunesmith.core.errors.InputError` for anything that cannot
-    be used, before a run folder is made.
+    `pairs` is a file or a list of rows with `chosen` and `rejected`, and where known `prompt`, `margin` and `tie`. The
+    other arguments are those of `ppo`. Raises `tunesmith.core.errors.InputError` for anything that cannot be used,
+    before a run folder is made.
     """
     given = {**overrides, "model": model, "pairs": pairs if isinstance(pairs, str) else None, "run.steps": steps}
-    resolved = load_recipe(
-        "reward", recipe=recipe, file=Path(config) if config else None, overrides=_set(given), origins=_origins(given)
-    )
+    resolved = _resolved("reward", recipe, config, given)
     assert isinstance(resolved.recipe, RewardRecipe)
     return _reward.run(
         resolved.recipe,
         provenance=resolved.provenance,
-        pairs=None if pairs is None or isinstance(pairs, str) else load_pairs(pairs),
+        pairs=None if pairs is None or isinstance(pairs, str) else list(pairs),
         progress=progress,
     )
+
+
+def resume(
+    run: str | Path,
+    *,
+    prompts: Sequence[PromptLike] | None = None,
+    reward: Rewards | None = None,
+    pairs: Sequence[Mapping[str, object]] | None = None,
+    steps: int | None = None,
+    progress: bool = True,
+    **overrides: object,
+) -> RunResult:
+    """Go on with the run in the folder `run` from its newest whole checkpoint, exactly as if it had not stopped.
+
+    What the run was given as Python objects (prompts, reward functions, pairs) must be given again. `overrides` may
+    change the learning rate, the number of steps and the logging; anything else raises
+    `tunesmith.core.errors.RunError` with the difference.
+    """
+    given = {**overrides, "run.steps": steps}
+    return _resume.resume(
+        Path(run),
+        overrides=_set(given),
+        origins=_origins(given),
+        inputs=_resume.Inputs(
+            prompts=None if prompts is None else list(prompts),
+            rewards=_as_list(reward) or None,
+            pairs=None if pairs is None else list(pairs),
+        ),
+        progress=progress,
+    )
+
+
+def _policy_arguments(
+    model: str | None,
+    prompts: Prompts | None,
+    reward: Rewards | None,
+    steps: int | None,
+    overrides: Mapping[str, object],
+) -> tuple[list[PromptLike] | None, list[RewardLike] | None, dict[str, object]]:
+    """Prompts and rewards that are Python objects, None where they are named, and everything else as overrides."""
+    rewards = _as_list(reward)
+    by_name = all(isinstance(item, str) for item in rewards)
+    given = {
+        **overrides,
+        "model": model,
+        "prompts": prompts if isinstance(prompts, str) else None,
+        "reward": rewards if rewards and by_name else None,
+        "run.steps": steps,
+    }
+    rows = None if prompts is None or isinstance(prompts, str) else list(prompts)
+    return rows, None if by_name else rewards, given
+
+
+def _as_list(reward: Rewards | None) -> list[RewardLike]:
+    if reward is None:
+        return []
+    return list(reward) if isinstance(reward, Sequence) and not isinstance(reward, str) else [reward]
+
+
+def _resolved(algorithm: str, recipe: str | None, config: str | None, given: Mapping[str, object]) -> Resolved:
+    file = Path(config) if config else None
+    return load_recipe(algorithm, recipe=recipe, file=file, overrides=_set(given), origins=_origins(given))
 
 
 def _origins(given: Mapping[str, object]) -> dict[str, str]:

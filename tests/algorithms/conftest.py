@@ -107,3 +107,55 @@ def trl_reward_loss() -> RewardLoss:
         return value, {name: values[0] for name, values in state._metrics["train"].items()}
 
     return loss
+
+
+@pytest.fixture(scope="session")
+def trl_advantages() -> Callable[..., Tensor]:
+    """Advantages of `_generate_and_score_completions` of TRL's GRPO or RLOO trainer for rewards of P groups of G.
+
+    NaN is a completion that no reward could score. What draws the completions is left out: only rewards matter here.
+    """
+    trl = _trl()
+
+    def advantages(trainer: str, reward_PG: Tensor, **options) -> Tensor:
+        num_completions, names = reward_PG.numel(), ("GRPOTrainer", "RLOOTrainer")
+        ids, texts = [[1]] * num_completions, [""] * num_completions
+        generated = {names[0]: (ids, ids, None, texts, None, {}, None, None), names[1]: (ids, ids, texts)}
+        state = SimpleNamespace(
+            _calculate_rewards=lambda *_: reward_PG.reshape(-1, 1).clone(),
+            _generate=lambda _: generated[trainer],
+            _get_per_token_logps_and_entropies=lambda *_, **__: (torch.zeros(num_completions, 1), None, None),
+            _logs=defaultdict(list, rewards=defaultdict(list), extra=defaultdict(list)),
+            _metrics={"train": defaultdict(list)},
+            _pending_extra_logs={},
+            _pending_metrics={},
+            _tokenizer=SimpleNamespace(pad_token_id=0),
+            accelerator=SimpleNamespace(device="cpu", process_index=0, gather=lambda tensor: tensor),
+            args=SimpleNamespace(
+                gradient_accumulation_steps=1,
+                gradient_checkpointing_kwargs=None,
+                per_device_train_batch_size=1,
+                steps_per_generation=1,
+            ),
+            beta=0.0,
+            environment_factories=None,
+            environments=None,
+            log_multimodal=False,
+            mask_truncated_completions=False,
+            model=SimpleNamespace(training=True, is_gradient_checkpointing=False),
+            multi_objective_aggregation="sum_then_normalize",
+            num_generations=reward_PG.shape[1],
+            num_iterations=1,
+            pad_to_multiple_of=None,
+            reward_clip_range=None,
+            reward_func_names=["reward"],
+            reward_weights=torch.ones(1),
+            tools=None,
+            use_vllm=False,
+            vllm_importance_sampling_correction=False,
+            **options,
+        )
+        rows = [{"prompt": "text"}] * num_completions
+        return getattr(trl, trainer)._generate_and_score_completions(state, rows)["advantages"].reshape(reward_PG.shape)
+
+    return advantages

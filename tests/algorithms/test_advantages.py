@@ -153,3 +153,163 @@ def test_one_or_equal_numbers_whiten_to_zero_not_to_nan():
     assert advantages.whiten(torch.tensor([[5.0]]), torch.ones(1, 1)).tolist() == [[0.0]]
     assert advantages.whiten(torch.full((2, 3), 0.1), torch.ones(2, 3)).abs().max() < 1e-6
     assert advantages.whiten(torch.ones(2, 3), torch.zeros(2, 3)).tolist() == [[0.0] * 3] * 2
+
+
+def rewards(seed, num_prompts, num_completions):
+    """Rewards, some groups all equal, and a mask in which some completions are dropped, fp64."""
+    generator = torch.Generator().manual_seed(seed)
+    reward_PG = torch.randn(num_prompts, num_completions, generator=generator, dtype=torch.float64)
+    reward_PG[torch.rand(num_prompts, generator=generator) < 0.3] = 0.1
+    return reward_PG, torch.rand(num_prompts, num_completions, generator=generator) < 0.7
+
+
+def spread(numbers):
+    """Unbiased standard deviation; 0 for fewer than two numbers."""
+    if len(numbers) < 2:
+        return 0.0
+    mean = math.fsum(numbers) / len(numbers)
+    return math.sqrt(math.fsum((x - mean) ** 2 for x in numbers) / (len(numbers) - 1))
+
+
+def group_twin(reward_PG, valid_PG, baseline, scale):
+    """The definition, completion by completion in plain fp64 numbers."""
+    groups = [
+        [number if counts else None for number, counts in zip(numbers, mask, strict=True)]
+        for numbers, mask in zip(reward_PG.tolist(), valid_PG.tolist(), strict=True)
+    ]
+    over_all = spread([number for group in groups for number in group if number is not None])
+    twin = []
+    for group in groups:
+        known = [number for number in group if number is not None]
+        divisor = {"group": spread(known) + 1e-4, "batch": over_all + 1e-4, "none": 1.0}[scale]
+        for place, number in enumerate(group):
+            others = [other for k, other in enumerate(group) if other is not None and k != place]
+            compared = known if baseline == "mean" else others
+            if number is None or len(set(known)) < 2:
+                twin.append(0.0)
+            else:
+                twin.append((number - math.fsum(compared) / len(compared)) / divisor)
+    return twin
+
+
+baselines = st.sampled_from(["mean", "leave_one_out"])
+scales = st.sampled_from(["group", "batch", "none"])
+
+
+@given(seed=seeds, num_prompts=sizes, num_completions=sizes, baseline=baselines, scale=scales)
+def test_group_advantages_equal_their_twin(seed, num_prompts, num_completions, baseline, scale):
+    reward_PG, valid_PG = rewards(seed, num_prompts, num_completions)
+    result = advantages.group_relative(reward_PG, valid_PG, baseline=baseline, scale=scale)
+    twin = group_twin(reward_PG, valid_PG, baseline, scale)
+    assert result.advantage_PG.flatten().tolist() == pytest.approx(twin, abs=1e-9, rel=1e-9)
+    assert result.varies_P.tolist() == [
+        len(set(group[mask].tolist())) > 1 for group, mask in zip(reward_PG, valid_PG, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("num_completions", [2, 5])
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_group_advantages_are_those_of_trl_s_grpo_trainer(scale, num_completions, trl_advantages):
+    reward_PG, valid_PG = (x for x in rewards(3, 6, num_completions))
+    expected = trl_advantages("GRPOTrainer", reward_PG.masked_fill(~valid_PG, math.nan).float(), scale_rewards=scale)
+    result = advantages.group_relative(reward_PG.float(), valid_PG, scale=scale)
+    # Where all rewards of a group are equal, TRL leaves the rounding error of their mean, divided by 1e-4.
+    torch.testing.assert_close(result.advantage_PG, expected, atol=2e-4, rtol=1e-5)
+    varied = valid_PG & result.varies_P[:, None]
+    torch.testing.assert_close(result.advantage_PG[varied], expected[varied], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("num_completions", [2, 5])
+def test_leave_one_out_advantages_are_those_of_trl_s_rloo_trainer(num_completions, trl_advantages):
+    reward_PG, valid_PG = rewards(4, 6, num_completions)
+    expected = trl_advantages(
+        "RLOOTrainer", reward_PG.masked_fill(~valid_PG, math.nan).float(), normalize_advantages=False
+    )
+    result = advantages.group_relative(reward_PG.float(), valid_PG, baseline="leave_one_out", scale="none")
+    torch.testing.assert_close(result.advantage_PG, expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("reward", [0.1, 1 / 3, 1e8 + 0.7, -0.0])
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_group_of_equal_rewards_has_advantages_of_exactly_zero(reward, baseline, scale, dtype):
+    reward_PG = torch.full((2, 7), reward, dtype=dtype)
+    reward_PG[1, 3] += 1
+    result = advantages.group_relative(reward_PG, baseline=baseline, scale=scale)
+    assert result.advantage_PG[0].tolist() == [0.0] * 7
+    assert result.varies_P.tolist() == [False, reward_PG[1, 3].item() != reward_PG[1, 0].item()]
+
+
+@given(
+    seed=seeds, garbage=st.sampled_from([math.nan, math.inf, -math.inf, 1e30, 0.0]), baseline=baselines, scale=scales
+)
+def test_a_dropped_completion_counts_for_nothing(seed, garbage, baseline, scale):
+    reward_PG, valid_PG = rewards(seed, 3, 5)
+    plain = advantages.group_relative(reward_PG, valid_PG, baseline=baseline, scale=scale)
+    reward_PG = reward_PG.masked_fill(~valid_PG, garbage)
+    again = advantages.group_relative(reward_PG, valid_PG, baseline=baseline, scale=scale)
+    assert torch.equal(plain.advantage_PG, again.advantage_PG) and torch.equal(plain.varies_P, again.varies_P)
+    assert not plain.advantage_PG[~valid_PG].any()
+    if scale != "batch":  # each group is what it would be without its dropped completions
+        for p in range(3):
+            known = reward_PG[p][valid_PG[p]][None]
+            alone = advantages.group_relative(known, baseline=baseline, scale=scale) if known.numel() else None
+            if alone is not None:
+                torch.testing.assert_close(again.advantage_PG[p][valid_PG[p]], alone.advantage_PG[0])
+
+
+@given(seed=seeds, shift=st.floats(-100, 100), baseline=baselines, scale=scales)
+def test_a_reward_added_to_a_whole_group_changes_nothing(seed, shift, baseline, scale):
+    reward_PG, valid_PG = rewards(seed, 4, 5)
+    moved_PG = reward_PG + shift * (1 if scale == "batch" else torch.arange(4.0)[:, None])
+    plain, moved = (
+        advantages.group_relative(x, valid_PG, baseline=baseline, scale=scale).advantage_PG
+        for x in (reward_PG, moved_PG)
+    )
+    torch.testing.assert_close(moved, plain, atol=1e-8, rtol=1e-8)
+
+
+@given(seed=seeds, scale=scales)
+def test_advantages_of_a_group_sum_to_zero(seed, scale):
+    reward_PG, valid_PG = rewards(seed, 4, 6)
+    advantage_PG = advantages.group_relative(reward_PG, valid_PG, scale=scale).advantage_PG
+    assert advantage_PG.sum(1).tolist() == pytest.approx([0.0] * 4, abs=1e-9)
+
+
+@given(seed=seeds, factor=st.floats(0.5, 100))
+def test_the_scale_of_rewards_does_not_matter_once_it_is_divided_out(seed, factor):
+    reward_PG = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    for scale in ("group", "batch"):
+        plain, scaled = (
+            advantages.group_relative(x, scale=scale).advantage_PG for x in (reward_PG, factor * reward_PG)
+        )
+        torch.testing.assert_close(scaled, plain, atol=1e-3, rtol=1e-2)
+
+
+@given(seed=seeds, num_completions=st.integers(2, 7))
+def test_leave_one_out_is_the_mean_baseline_times_g_over_g_minus_one(seed, num_completions):
+    reward_PG = torch.randn(3, num_completions, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    mean, others = (
+        advantages.group_relative(reward_PG, baseline=baseline, scale="none").advantage_PG
+        for baseline in ("mean", "leave_one_out")
+    )
+    torch.testing.assert_close(others, mean * num_completions / (num_completions - 1))
+
+
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_a_completion_alone_in_its_group_has_advantage_zero(baseline, scale):
+    result = advantages.group_relative(torch.tensor([[3.0], [-2.0]]), baseline=baseline, scale=scale)
+    assert result.advantage_PG.tolist() == [[0.0], [0.0]] and result.varies_P.tolist() == [False, False]
+    one_left = torch.tensor([[True, False, False]])
+    result = advantages.group_relative(torch.tensor([[3.0, 1.0, 2.0]]), one_left, baseline=baseline, scale=scale)
+    assert result.advantage_PG.tolist() == [[0.0] * 3] and result.varies_P.tolist() == [False]
+
+
+def test_group_advantages_carry_no_gradient_widen_bf16_and_need_one_shape():
+    reward_PG = torch.randn(2, 3, requires_grad=True)
+    assert not advantages.group_relative(reward_PG).advantage_PG.requires_grad
+    assert advantages.group_relative(reward_PG.bfloat16()).advantage_PG.dtype == torch.float32
+    with pytest.raises(InputError, match="valid_PG"):
+        advantages.group_relative(reward_PG, torch.ones(3, 2))

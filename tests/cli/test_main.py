@@ -26,7 +26,7 @@ def run(*words: str, cwd: Path | None = None, **variables: str) -> subprocess.Co
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env={**os.environ, **variables})
 
 
-@pytest.mark.parametrize("command", ["", *COMMANDS, "train", "recipes"])
+@pytest.mark.parametrize("command", ["", *COMMANDS, "train", "recipes", "runs"])
 def test_help_of_every_command_loads_nothing_heavy(command: str) -> None:
     words = [*command.split(), "--help"]
     result = subprocess.run([sys.executable, "-c", WHAT_WAS_IMPORTED, *words], capture_output=True, text=True)

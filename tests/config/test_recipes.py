@@ -18,12 +18,13 @@ def test_every_shipped_recipe_is_valid_and_describes_itself(name: str) -> None:
 
 def test_the_recipes_that_the_documents_name_are_there() -> None:
     expected = {"reward_votes", "ppo_sentiment", "ppo_from_reward_model", "scratch_ppo", "demo_reward", "demo_ppo"}
+    expected |= {"demo_grpo", "grpo_arithmetic"}
     assert expected <= set(recipes.names())
 
 
 def test_an_unknown_recipe_is_told_the_nearest_and_all_names() -> None:
     with pytest.raises(
-        ConfigError, match="no recipe 'ppo_sentimant'; did you mean ppo_sentiment\\?; there are demo_ppo"
+        ConfigError, match="no recipe 'ppo_sentimant'; did you mean ppo_sentiment\\?; there are demo_grpo, demo_ppo"
     ):
         recipes.text("ppo_sentimant")
 

@@ -54,13 +54,13 @@ def test_pairs_are_encoded_with_prompt_and_end_token():
 def test_too_long_rows_are_all_named():
     pairs = load_pairs([{"prompt": "a", "chosen": "b" * n, "rejected": "c"} for n in (1, 20, 30)])
     with pytest.raises(
-        DataError, match=r"(?s)2 too long, the limit is 10; .*pairs\[1\]: .*`chosen` have 22.*pairs\[2\]"
+        DataError, match=r"(?s)2 bad rows of 3 .*pairs\[1\]: too long: .*`chosen` have 22.* is 10.*pairs\[2\]"
     ):
         encode_pairs(pairs, TOKENIZER, max_tokens=10)
     prompts = load_prompts(["a" * n for n in (5, 11, 12, 13, 14, 15, 16)])
-    with pytest.raises(DataError, match=r"(?s)6 too long, the limit is 10; .*prompts\[1\]: 11 tokens.*and 1 more"):
+    with pytest.raises(DataError, match=r"(?s)6 bad rows of 7 .*prompts\[1\]: too long: 11 tokens, the limit is 10"):
         check_prompt_lengths(prompts, TOKENIZER, max_tokens=10)
-    check_prompt_lengths(prompts, TOKENIZER, max_tokens=16)
+    assert check_prompt_lengths(prompts, TOKENIZER, max_tokens=16) == (5, 11, 12, 13, 14, 15, 16)
 
 
 def test_prefixes_are_the_first_tokens_of_the_text():
@@ -98,12 +98,12 @@ def test_a_character_longer_than_the_range_is_kept_whole():
 
 def test_short_texts_are_kept_whole_and_shorter_ones_refused():
     assert prefix_prompts([Prompt("0", "abc")], TOKENIZER, (3, 8), seed=0)[0].content == "abc"
-    with pytest.raises(DataError, match="prompt 0 has 1 tokens; `prefix_tokens` needs 2"):
+    with pytest.raises(DataError, match="0: 1 tokens; `prefix_tokens` needs 2"):
         prefix_prompts([Prompt("0", "a")], TOKENIZER, (2, 8), seed=0)
 
 
 def test_a_conversation_has_no_prefix():
-    with pytest.raises(DataError, match=r"prompt prompts\[0\] is a conversation"):
+    with pytest.raises(DataError, match=r"prompts\[0\]: a conversation; `prefix_tokens` cuts texts alone"):
         prefix_prompts(load_prompts([[{"role": "user", "content": "Hi"}]]), TOKENIZER, (2, 8), seed=0)
 
 

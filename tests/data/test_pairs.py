@@ -21,7 +21,7 @@ def test_text_and_conversational_rows_become_pairs():
     assert chat == Pair(Prompt(id="pairs[1]", content=(USER,)), chosen=(GOOD,), rejected=(BAD,))
 
 
-def test_without_a_prompt_the_sides_hold_the_whole_exchange():
+def test_without_a_prompt_texts_stand_alone_and_common_messages_become_the_prompt():
     text, chat, null = load_pairs(
         [
             {"chosen": "Q? yes", "rejected": "Q? no"},
@@ -29,8 +29,8 @@ def test_without_a_prompt_the_sides_hold_the_whole_exchange():
             {"prompt": None, "chosen": "a", "rejected": "b"},
         ]
     )
-    assert (text.prompt.content, chat.prompt.content, null.prompt.content) == ("", "", "")
-    assert chat.chosen == (USER, GOOD)
+    assert (text.prompt.content, null.prompt.content) == ("", "")
+    assert (chat.prompt.content, chat.chosen, chat.rejected) == ((USER,), (GOOD,), (BAD,))
 
 
 def test_a_tie_may_have_equal_sides():
@@ -87,8 +87,3 @@ def test_written_pairs_are_read_back(tmp_path: Path):
 def test_an_empty_source_says_what_to_give():
     with pytest.raises(DataError, match="name a JSONL file with `chosen` and `rejected` columns"):
         load_pairs("")
-
-
-def test_equal_sides_in_real_rows_are_found(data_dir: Path):
-    with pytest.raises(DataError, match=r"2 bad rows of 2354 .*(?s:.*):722: `chosen` and `rejected` are the same"):
-        load_pairs(data_dir / "preference" / "hh-rlhf.helpful-base.test.jsonl.gz")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.config.schema import PromptsSection
+from tunesmith.config.sections import PromptsSection
 from tunesmith.core.errors import DataError
 from tunesmith.data.films import OPENINGS
 from tunesmith.data.prompts import load_prompts
@@ -94,6 +94,35 @@ def test_an_empty_source_says_what_to_give():
         load_prompts("")
     with pytest.raises(DataError, match="the list of prompts has no rows"):
         load_prompts([])
+
+
+ASKED = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}, {"role": "user", "content": "So?"}]
+REPLY = {"role": "assistant", "content": "So."}
+
+
+def test_a_conversation_in_messages_is_a_prompt_up_to_its_last_reply():
+    prompts = load_prompts([{"messages": [*ASKED, REPLY], "n": 1}, {"messages": ASKED}])
+    assert [prompt.content for prompt in prompts] == [tuple(ASKED), tuple(ASKED)]
+    assert prompts[0].columns == {"n": 1}
+    with pytest.raises(DataError, match="`messages` holds one reply and nothing that it answers"):
+        load_prompts([{"messages": [REPLY]}])
+
+
+def test_a_prompt_column_goes_before_messages_and_keeps_its_last_turn():
+    (prompt,) = load_prompts([{"prompt": [*ASKED, REPLY], "messages": ASKED}])
+    assert prompt.content == (*ASKED, REPLY)
+
+
+def test_the_built_in_sums_are_prompts():
+    prompts = load_prompts("arithmetic")
+    assert len({prompt.id for prompt in prompts}) == len(prompts) > 2000
+
+
+def test_real_questions_with_answers_are_read(data_dir: Path):
+    section = PromptsSection(text_column="question")
+    prompts = load_prompts(data_dir / "math" / "gsm8k.train.jsonl.gz", section)
+    assert len(prompts) == 7473
+    assert all("####" in str(prompt.columns["answer"]) for prompt in prompts)
 
 
 def test_real_rows_of_messages_are_read(data_dir: Path):

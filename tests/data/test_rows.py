@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from tunesmith.core.errors import DataError
-from tunesmith.data.rows import Row, RowError, parse_rows, read_jsonl
+from tunesmith.data.rows import Row, parse_rows
+from tunesmith.data.tally import RowError
 
 
 def write(path: Path, content: str | bytes) -> Path:
@@ -13,16 +14,20 @@ def write(path: Path, content: str | bytes) -> Path:
     return path
 
 
+def rows_of(path: Path) -> list[Row]:
+    return parse_rows(path, lambda row: row)
+
+
 def message_of(path: Path) -> str:
     with pytest.raises(DataError) as caught:
-        read_jsonl(path)
+        rows_of(path)
     assert caught.value.exit_code == 2
     return str(caught.value)
 
 
 def test_rows_carry_file_and_line(tmp_path: Path):
     path = write(tmp_path / "rows.jsonl", '{"a": 1}\n{"a": "\\u00e9"}\n')
-    assert read_jsonl(path) == [Row("rows.jsonl:1", {"a": 1}), Row("rows.jsonl:2", {"a": "é"})]
+    assert rows_of(path) == [Row("rows.jsonl:1", {"a": 1}), Row("rows.jsonl:2", {"a": "é"})]
 
 
 @pytest.mark.parametrize(
@@ -37,17 +42,17 @@ def test_rows_carry_file_and_line(tmp_path: Path):
     ids=["no last line end", "empty lines at the end", "CRLF", "byte order mark", "gzip without the suffix"],
 )
 def test_harmless_forms_are_read(tmp_path: Path, content: str | bytes):
-    assert [row.columns for row in read_jsonl(write(tmp_path / "rows.jsonl", content))] == [{"a": 1}, {"a": 2}]
+    assert [row.columns for row in rows_of(write(tmp_path / "rows.jsonl", content))] == [{"a": 1}, {"a": 2}]
 
 
 def test_gzip_file_gives_the_same_rows(tmp_path: Path):
     write(tmp_path / "rows.jsonl.gz", gzip.compress(b'{"a": 1}\n'))
-    assert read_jsonl(tmp_path / "rows.jsonl.gz") == [Row("rows.jsonl.gz:1", {"a": 1})]
+    assert rows_of(tmp_path / "rows.jsonl.gz") == [Row("rows.jsonl.gz:1", {"a": 1})]
 
 
 def test_a_line_separator_inside_a_text_ends_no_row(tmp_path: Path):
     path = write(tmp_path / "rows.jsonl", json.dumps({"a": "x\u2028y\x85z"}, ensure_ascii=False) + "\n")
-    assert [row.columns for row in read_jsonl(path)] == [{"a": "x\u2028y\x85z"}]
+    assert [row.columns for row in rows_of(path)] == [{"a": "x\u2028y\x85z"}]
 
 
 @pytest.mark.parametrize(
@@ -77,11 +82,11 @@ def test_a_bad_line_is_named_with_its_reason_and_the_count(tmp_path: Path, line:
     assert reason in message
 
 
-def test_all_bad_lines_are_counted_and_the_first_five_shown(tmp_path: Path):
-    message = message_of(write(tmp_path / "rows.jsonl", '{"a": 1}\n' + "oops\n" * 7))
-    assert "7 bad rows of 8" in message
-    assert "rows.jsonl:6: " in message
-    assert "rows.jsonl:7: " not in message
+def test_all_bad_lines_are_counted_and_the_first_ten_shown(tmp_path: Path):
+    message = message_of(write(tmp_path / "rows.jsonl", '{"a": 1}\n' + "oops\n" * 12))
+    assert "12 bad rows of 13" in message
+    assert "rows.jsonl:11: " in message
+    assert "rows.jsonl:12: " not in message
     assert "and 2 more" in message
 
 
@@ -119,3 +124,9 @@ def test_a_missing_file_suggests_the_closest_name(tmp_path: Path):
     write(tmp_path / "prompts.jsonl", '{"a": 1}\n')
     assert f"did you mean {tmp_path / 'prompts.jsonl'}?" in message_of(tmp_path / "promts.jsonl")
     assert "does not exist" in message_of(tmp_path / "nowhere" / "x.jsonl")
+
+
+def test_a_repeated_id_is_named_with_its_first_place(tmp_path: Path):
+    path = write(tmp_path / "rows.jsonl", '{"id": 1}\n{"id": "1"}\n{"id": null}\n{"id": null}\n{"id": 1}\n')
+    with pytest.raises(DataError, match=r"1 bad row of 5 .*\s+rows.jsonl:5: id '1' stands already at rows.jsonl:1"):
+        rows_of(path)

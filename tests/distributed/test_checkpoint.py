@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tunesmith.core.errors import CheckpointError
-from tunesmith.distributed.checkpoint import Checkpoint, list_steps, load, save
+from tunesmith.distributed.checkpoint import Checkpoint, list_steps, load, newest, prune, remove_unfinished, save
 from tunesmith.distributed.collectives import sum_over_ranks
 
 
@@ -27,11 +27,27 @@ def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
     assert loaded.tensors["policy"]["half"].dtype == torch.bfloat16
 
 
-def test_only_the_newest_are_kept_and_unfinished_ones_do_not_count(tmp_path: Path) -> None:
+def test_the_newest_and_the_best_are_kept_and_unfinished_ones_do_not_count(tmp_path: Path) -> None:
     (tmp_path / "tmp-000009-1").mkdir()
+    for step, score in ((1, 0.1), (2, 0.9), (3, 0.2), (4, None), (5, 0.3)):
+        save(tmp_path, Checkpoint(step, {}, {}, score))
+        prune(tmp_path, keep=2)
+    assert list_steps(tmp_path) == [2, 4, 5]
+    assert remove_unfinished(tmp_path) == ["tmp-000009-1"]
+
+
+def test_the_newest_whole_one_is_found_and_damaged_ones_are_named(tmp_path: Path) -> None:
     for step in (1, 2, 3):
-        save(tmp_path, _checkpoint(step), keep=2)
-    assert list_steps(tmp_path) == [2, 3]
+        save(tmp_path, _checkpoint(step))
+    (tmp_path / "step-000003" / "policy.safetensors").unlink()
+    manifest = tmp_path / "step-000002" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"score": null', '"score": 9.0'))
+    found = newest(tmp_path)
+    assert found.checkpoint is not None
+    assert found.checkpoint.step == 1
+    assert "missing" in found.skipped[0]
+    assert "was altered" in found.skipped[1]
+    assert newest(tmp_path / "nowhere").checkpoint is None
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:

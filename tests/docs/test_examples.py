@@ -12,7 +12,7 @@ from tunesmith.cli.main import main
 from tunesmith.config.keys import leaves
 from tunesmith.config.schema import RECIPES
 
-NESTED = {"train", "recipes"}
+NESTED = {"train", "recipes", "runs"}
 COMMANDS = [(block.where, words) for block in all_blocks("console") for words in block.commands()]
 TUNESMITH = [(where, words[1:]) for where, words in COMMANDS if words[0] == "tunesmith"]
 TRAIN = [(where, words) for where, words in TUNESMITH if words[0] == "train" and "--help" not in words]
@@ -67,7 +67,8 @@ def cached_help(*command: str) -> str:
 
 
 def is_recipe_key(algorithm: str, key: str) -> bool:
-    paths = {leaf.path for leaf in leaves(RECIPES[algorithm])}
+    recipes = [RECIPES[algorithm]] if algorithm in RECIPES else RECIPES.values()  # `resume` takes keys of any
+    paths = {leaf.path for recipe in recipes for leaf in leaves(recipe)}
     plain = key.replace("-", "_")
     return plain in paths or any(path.startswith(f"{plain}.") for path in paths)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tunesmith.config.schema import ModelSection
+from tunesmith.config.sections import ModelSection
 from tunesmith.core.errors import ModelError
 from tunesmith.models import assets
 from tunesmith.models.load import load_policy
@@ -84,7 +84,7 @@ def test_a_gguf_file_loads_as_the_model_it_was_made_of_and_is_converted_once(tmp
     path = tmp_path / "small.gguf"
     original = write_gguf(path)
     with caplog.at_level(logging.INFO, logger="tunesmith"):
-        first = load_policy(ModelSection(name=str(path)))
+        first = load_policy(ModelSection(name=str(path), dtype="float32"))
         load_policy(ModelSection(name=str(path)))
     assert [record.message.split(" once")[0] for record in caplog.records] == ["converting small"]
     ids = torch.arange(20)[None]

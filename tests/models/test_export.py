@@ -13,7 +13,7 @@ from transformers import (
     pipeline,
 )
 
-from tunesmith.config.schema import ModelSection
+from tunesmith.config.sections import ModelSection
 from tunesmith.core.errors import ModelError, RunError
 from tunesmith.models.export import ModelCard, load_value_head, render_card, save_final
 from tunesmith.models.heads import PolicyWithValue

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, DistilBertConfig
 
-from tunesmith.config.schema import ModelSection
+from tunesmith.config.sections import ModelSection
 from tunesmith.core.errors import ModelError
 from tunesmith.models.heads import Critic, PolicyWithValue, RewardModel, ScalarHead
 from tunesmith.models.load import frozen_copy, new_reward_model
@@ -108,7 +108,7 @@ def test_a_critic_made_of_a_frozen_copy_is_trainable_and_has_no_output_layer():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_new_reward_model_has_the_trunk_of_its_base_and_a_head_at_zero(family):
-    section = ModelSection(name=f"tiny:{family}", seed=3)
+    section = ModelSection(name=f"tiny:{family}", seed=3, dtype="float32")
     first = new_reward_model(section)
     base = tiny_model(family, seed=3).model.base_model.state_dict()
     trunk = first.model.base_model.state_dict()

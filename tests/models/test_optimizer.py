@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from tunesmith.config.schema import OptimizerSection
+from tunesmith.config.sections import OptimizerSection
 from tunesmith.core.errors import CheckpointError, TrainingError
 from tunesmith.models.heads import Critic, PolicyWithValue, RewardModel
 from tunesmith.models.load import frozen_copy

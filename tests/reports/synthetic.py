@@ -178,7 +178,7 @@ def demo(**changes):
             ],
         },
         "reward_metrics": reward_metrics(),
-        "ppo_metrics": ppo_metrics(),
+        "policy_metrics": ppo_metrics(),
         "environment": {"python": "3.11.7", "torch": "2.13.0", "cpu": {"model": "AMD EPYC", "cores": 2}},
         "rater": "simulated: VADER lexicon",
         "stages": {"write pairs": 71.0, "vote": 0.6, "reward model": 64.0, "PPO": 301.0, "compare": 58.0},

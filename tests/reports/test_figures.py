@@ -9,6 +9,7 @@ from tunesmith.reports.comparison_figures import calibration_chart, dumbbell, hi
 from tunesmith.reports.curves import curves
 from tunesmith.reports.figures import line_chart, stage_chart
 from tunesmith.reports.palette import DARK, LIGHT, dark_of_light
+from tunesmith.reports.views import run_tiles
 
 
 def contrast(first, second):
@@ -114,3 +115,10 @@ def test_reports_load_nothing_heavy():
     code = f"import sys, tunesmith.reports.html; print([name for name in {heavy} if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_accuracies_before_and_after_stand_in_one_tile_each():
+    result = {"accuracy_before": 0.29, "accuracy_after": 0.78, "greedy_before": 0.44, "greedy_after": 0.81}
+    tiles = {tile.name: tile.value for tile in run_tiles([{"reward": 0.2}, {"reward": 0.7}], result)}
+    assert tiles["Right answers, sampled"] == "29\u202f% → 78\u202f%"
+    assert tiles["Right answers, greedy"] == "44\u202f% → 81\u202f%"

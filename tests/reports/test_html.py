@@ -34,6 +34,14 @@ def test_the_demo_page_says_what_happened(synthetic, tmp_path):
     assert page.count("reached") == 5 and "missed" not in page.replace(".missed", "")
 
 
+@pytest.mark.parametrize("algorithm", ["PPO", "GRPO"])
+def test_the_demo_page_names_what_trained_the_policy(synthetic, tmp_path, algorithm):
+    page = html.unescape(read(write_demo_report(tmp_path / "demo.html", synthetic.demo(algorithm=algorithm))))
+    assert f"from votes, {algorithm} followed" in page and f"{algorithm}, step by step" in page
+    assert re.search(rf"{algorithm} followed the reward model.s score in 60 steps", page)
+    assert "policy-reward" in page
+
+
 def test_the_demo_page_does_not_hide_a_bad_outcome(synthetic, tmp_path):
     demo = synthetic.demo()
     demo["result"] |= {

@@ -56,5 +56,5 @@ def test_wrong_arguments_are_named(name: str, arguments: dict[str, object], mess
 def test_every_built_in_scores_with_its_smallest_arguments():
     for name in BUILTINS:
         function = builtin_function(name, {"pattern": "a"} if name == "format" else {})
-        scores = function(prompts=["p"], completions=["a"], completion_ids=[[1]], trainer_state=None)
+        scores = function(prompts=["p"], completions=["a"], completion_ids=[[1]], answer=[1], trainer_state=None)
         assert isinstance(scores, list) and isinstance(scores[0], float)

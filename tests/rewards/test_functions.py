@@ -3,9 +3,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
 from tunesmith.batch.rollout import Group
 from tunesmith.core.errors import RewardError
@@ -79,13 +77,14 @@ def test_the_call_is_trls(samples: list[Sample]):
         seen.update(locals())
         return [1.0, None]
 
-    extras = {"trainer_state": "state"}
-    assert FunctionReward(record).score(samples, extras) == [1.0, None]
+    assert FunctionReward(record).score(samples, {"trainer_state": "state"}) == [1.0, None]
     assert seen["prompts"] == ["It was", "It was"]
     assert seen["completions"] == [" good", " bad"]
     assert seen["completion_ids"] == [list(sample.completion.token_ids) for sample in samples]
     assert seen["answer"] == [4, 4]
-    assert seen["kwargs"] == {"trainer_state": "state"}
+    kwargs = seen["kwargs"]
+    assert isinstance(kwargs, dict) and kwargs.keys() == {"trainer_state", "log_extra", "log_metric"}
+    assert kwargs["trainer_state"] == "state"
 
 
 def test_conversations_are_lists_of_messages(make_group: GroupMaker):
@@ -142,66 +141,6 @@ def test_what_one_function_changes_the_next_does_not_see(samples: list[Sample]):
     assert FunctionReward(lambda completions: [len(c) for c in completions], "count").score(samples) == [5.0, 4.0]
 
 
-@pytest.mark.parametrize(
-    "output",
-    [
-        [1, 2],
-        (1.0, 2.0),
-        np.array([1.0, 2.0]),
-        torch.tensor([1.0, 2.0]),
-        iter([True, 2]),
-        [np.float32(1), torch.tensor(2)],
-    ],
-)
-def test_any_list_of_numbers_is_taken(samples: list[Sample], output: object):
-    assert FunctionReward(lambda **kwargs: output, "f").score(samples) == [1.0, 2.0]
-
-
-@pytest.mark.parametrize(
-    ("output", "message"),
-    [
-        ([1.0], r"returned 1 scores for 2 completions; it must return one for each. .*completion 1 \(' ?bad'\)"),
-        ([1.0, 2.0, 3.0], "returned 3 scores for 2 completions"),
-        (0.5, "returned an object of type float; it must return a list"),
-        (None, "returned an object of type NoneType"),
-        ("12", "returned an object of type str"),
-        ({0: 1.0, 1: 2.0}, "returned an object of type dict"),
-        ([1.0, "2"], r"returned '2' for prompt p.jsonl:7, completion 1 \('bad'\); it must be a finite number"),
-        ([float("nan"), 1.0], r"returned nan for prompt p.jsonl:7, completion 0 \('good'\)"),
-        ([1.0, float("inf")], "returned inf for prompt p.jsonl:7, completion 1"),
-        ([1.0, [2.0]], r"returned \[2.0\] for"),
-        ([1.0, object()], "returned <object object"),
-    ],
-)
-def test_what_is_no_score_is_named_with_its_sample(samples: list[Sample], output: object, message: str):
-    with pytest.raises(RewardError, match=f"reward `f` {message}"):
-        FunctionReward(lambda **kwargs: output, "f").score(samples)
-
-
-def test_a_function_that_raises_is_named_with_the_sample_it_fails_on(samples: list[Sample]):
-    def fragile(completions, **kwargs):
-        return [1 / (len(text) - 4) for text in completions]
-
-    message = (
-        r"reward `fragile` raised ZeroDivisionError: .*\(test_functions.py, line \d+\); "
-        r"scoring prompt p.jsonl:7, completion 1 \('bad'\)"
-    )
-    with pytest.raises(RewardError, match=message) as caught:
-        FunctionReward(fragile).score(samples)
-    assert caught.value.exit_code == 2
-
-
-def test_a_function_that_fails_on_the_batch_alone_names_its_first_sample(samples: list[Sample]):
-    def one_by_one(completions, **kwargs):
-        (text,) = completions
-        return [len(text)]
-
-    with pytest.raises(
-        RewardError, match=r"raised ValueError: .*2 completions together, from prompt p.jsonl:7, completion 0"
-    ):
-        FunctionReward(one_by_one).score(samples)
-
-
 def test_names_are_those_of_the_functions():
     def named(completions):
         return []
@@ -213,16 +152,3 @@ def test_names_are_those_of_the_functions():
     assert function_name(named) == "named"
     assert function_name(functools.partial(functools.partial(named), completions=[])) == "named"
     assert function_name(Judge()) == "Judge"
-
-
-def test_async_functions_are_recognised():
-    async def later(**kwargs):
-        return []
-
-    class Judge:
-        async def __call__(self, **kwargs):
-            return []
-
-    assert FunctionReward(later).is_async and FunctionReward(Judge()).is_async
-    assert FunctionReward(functools.partial(later, x=1)).is_async
-    assert not FunctionReward(lambda **kwargs: []).is_async

@@ -7,7 +7,7 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification
 
 from tunesmith.batch.rollout import Group
-from tunesmith.config.schema import ModelSection
+from tunesmith.config.sections import ModelSection
 from tunesmith.core.errors import RewardError
 from tunesmith.models.heads import RewardModel
 from tunesmith.models.load import new_reward_model
@@ -23,7 +23,7 @@ USER = {"role": "user", "content": "Hello"}
 
 def drawn_reward_model() -> RewardModel:
     """A tiny reward model whose head is not at zero, so that it tells texts apart."""
-    model = new_reward_model(ModelSection(name="tiny:llama"))
+    model = new_reward_model(ModelSection(name="tiny:llama", dtype="float32"))
     torch.nn.init.normal_(model.model.score.weight, generator=torch.Generator().manual_seed(0))
     return model
 
@@ -114,6 +114,28 @@ def test_a_reward_that_is_not_finite_is_named(make_group: GroupMaker):
         model.model.score.weight.fill_(float("nan"))
     with pytest.raises(RewardError, match=r"`tiny:llama` gave nan to prompt p.jsonl:1, completion 0"):
         ModelReward(model).score(samples_of([make_group("a", "b")]))
+
+
+def test_failures_of_a_reward_model_follow_the_policy_and_the_other_samples_keep_their_reward(
+    reward_model: RewardModel, make_group: GroupMaker
+):
+    group = make_group("ab", "x" * 300, "cd")
+    (expected,) = ModelReward(reward_model).score(samples_of([group])[1:])
+    scores = Scorer([reward_model], on_error="drop").score([group])
+    assert scores.valid_PG.tolist() == [[False, True]]
+    assert scores.total_PG[0].tolist() == pytest.approx([0.0, expected], abs=1e-5)
+    assert "takes 256 tokens, but prompt p.jsonl:1, completion 0" in scores.failures[0].reason
+    damaged = drawn_reward_model()
+    with torch.no_grad():
+        damaged.model.score.weight.fill_(float("inf"))
+    zero = Scorer([damaged], on_error="zero").score([make_group("ab", "cd")])
+    assert zero.total_PG.tolist() == [[0.0]] and "its weights may be damaged" in zero.failures[0].reason
+
+
+def test_where_every_sequence_is_too_long_the_model_is_not_asked(reward_model: RewardModel, make_group: GroupMaker):
+    samples = samples_of([make_group("ab", "x" * 300)])
+    (outcome,) = ModelReward(reward_model).outcomes(samples).outcomes
+    assert "takes 256 tokens" in str(outcome)
 
 
 def test_a_reward_model_in_memory_joins_functions_in_a_scorer(reward_model: RewardModel, make_group: GroupMaker):

@@ -1,14 +1,16 @@
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from tunesmith.batch.rollout import Group
-from tunesmith.config.schema import RewardSource
+from tunesmith.config.sections import RewardSource
 from tunesmith.core.errors import RewardError
-from tunesmith.core.trace import trace
+from tunesmith.core.trace import span, trace
 from tunesmith.rewards.rater import SimulatedRater
 from tunesmith.rewards.sample import Sample
 from tunesmith.rewards.scorer import Scorer, TrainerState
@@ -109,6 +111,90 @@ def test_async_functions_run_at_the_same_time_on_one_loop(groups: list[Group]):
     assert len(set(loops)) == 1
 
 
+def test_two_async_functions_that_wait_for_each_other_both_return(groups: list[Group]):
+    """One after the other they would wait for ever."""
+    events = {"a": asyncio.Event(), "b": asyncio.Event()}
+
+    def waits(own: str, other: str):
+        async def reward(completions, **kwargs):
+            events[own].set()
+            await events[other].wait()
+            return [1.0] * len(completions)
+
+        return reward
+
+    assert Scorer([waits("a", "b"), waits("b", "a")]).score(groups).total_PG.tolist() == [[2, 2], [2, 2]]
+
+
+def test_results_stand_in_the_order_of_the_rewards_whichever_ends_first(groups: list[Group]):
+    def ends(after: list[asyncio.Event], own: asyncio.Event, value: float):
+        async def reward(completions, log_extra, log_metric, **kwargs):
+            for event in after:
+                await event.wait()
+            log_extra("who", [value] * len(completions))
+            log_metric(f"value_{value:g}", value)
+            own.set()
+            return [value] * len(completions)
+
+        reward.__name__ = f"r{value:g}"
+        return reward
+
+    def scores(first_ends_last: bool):
+        one, two = asyncio.Event(), asyncio.Event()
+        first = ends([two] if first_ends_last else [], one, 1.0)
+        second = ends([] if first_ends_last else [one], two, 2.0)
+        return Scorer([first, lengths, second]).score(groups)
+
+    early, late = scores(first_ends_last=False), scores(first_ends_last=True)
+    assert list(early.parts) == list(late.parts) == ["r1", "lengths", "r2"]
+    assert all(torch.equal(early.parts[name], late.parts[name]) for name in early.parts)
+    assert early.columns == late.columns == {"who": [2.0] * 4}
+    assert list(early.metrics().items()) == list(late.metrics().items())
+
+
+def test_an_async_function_that_fails_leaves_the_others_their_results(groups: list[Group]):
+    failed = asyncio.Event()
+
+    async def fails(completions, **kwargs):
+        failed.set()
+        raise ValueError("no")
+
+    async def later(completions, **kwargs):
+        await failed.wait()
+        await asyncio.sleep(0)
+        return [3.0] * len(completions)
+
+    async def hangs(completions, **kwargs):
+        await asyncio.Event().wait()
+
+    section = Scorer([fails, later, hangs], on_error="zero", timeout_s=2.0).score(groups)
+    assert section.total_PG.tolist() == [[3, 3], [3, 3]]
+    assert {failure.reward for failure in section.failures} == {"fails", "hangs"}
+    assert section.metrics()["rewards/num_failed"] == 8.0
+
+
+def test_an_async_function_that_blocks_the_loop_fails_and_those_that_ended_count(groups: list[Group]):
+    release = threading.Event()
+
+    async def quick(completions, **kwargs):
+        return [1.0] * len(completions)
+
+    async def blocks(completions, **kwargs):
+        for _ in range(50):  # long enough for the other to end
+            await asyncio.sleep(0)
+        release.wait()
+        return [9.0] * len(completions)
+
+    scorer = Scorer([quick, blocks], on_error="zero", timeout_s=1.0)
+    try:
+        scores = scorer.score(groups)
+    finally:
+        release.set()
+    assert scores.total_PG.tolist() == [[1, 1], [1, 1]]
+    assert "an `async def` blocks the event loop" in scores.failures[0].reason
+    assert scorer.score(groups).total_PG.tolist() == [[10, 10], [10, 10]]
+
+
 def test_async_functions_run_where_a_loop_is_already_running(groups: list[Group]):
     async def later(completions, **kwargs):
         await asyncio.sleep(0)
@@ -140,29 +226,84 @@ def test_an_object_with_name_and_score_is_a_reward(groups: list[Group]):
     assert Scorer([Judge()]).score(groups).parts["judge"].tolist() == [[0, 1], [0, 1]]
 
 
+def breaks_on_bad(completions, **kwargs):
+    return [1.0 if text != " bad" else 1 / 0 for text in completions]
+
+
+def test_a_dropped_completion_is_marked_and_left_out_of_the_means(groups: list[Group]):
+    sources = [lengths, breaks_on_bad]
+    scores = Scorer(sources, on_error="drop").score(groups)
+    assert scores.valid_PG.tolist() == [[True, False], [True, True]]
+    assert scores.total_PG.tolist() == [[6, 0], [3, 5]]
+    metrics = scores.metrics()
+    assert metrics["reward"] == pytest.approx(14 / 3)
+    assert metrics["reward_std"] == pytest.approx(torch.tensor([6.0, 3, 5]).std().item())
+    assert metrics["rewards/lengths/mean"] == pytest.approx(11 / 3)
+    assert metrics["rewards/breaks_on_bad/mean"] == 1.0
+    assert metrics["rewards/num_failed"] == metrics["rewards/num_dropped"] == 1.0
+    (failure,) = scores.failures
+    assert (failure.reward, failure.action) == ("breaks_on_bad", "drop")
+    assert failure.sample == "prompt p:1, completion 1 ('bad')"
+    assert "ZeroDivisionError" in failure.reason
+
+
+def test_sections_have_policies_of_their_own(tmp_path: Path, groups: list[Group]):
+    (tmp_path / "fragile.py").write_text(
+        "def fragile(completions, **kwargs):\n"
+        "    return [1.0 if text != ' bad' else float('nan') for text in completions]\n"
+    )
+    source = f"{tmp_path / 'fragile.py'}:fragile"
+    zero = Scorer([lengths, RewardSource(source=source, on_error="zero", timeout_s=60)]).score(groups)
+    assert zero.total_PG.tolist() == [[6, 4], [3, 5]] and zero.valid_PG.all()
+    drop = Scorer([lengths, RewardSource(source=source, on_error="drop")]).score(groups)
+    assert drop.valid_PG.tolist() == [[True, False], [True, True]]
+    with pytest.raises(RewardError, match=r"`fragile` returned nan for prompt p:1, completion 1"):
+        Scorer([lengths, RewardSource(source=source)], on_error="drop").score(groups)
+    assert Scorer([source], on_error="zero").score(groups).metrics()["rewards/num_failed"] == 1.0
+
+
+def test_a_clean_call_has_no_failures_and_every_completion_is_valid(groups: list[Group]):
+    scores = Scorer([lengths]).score(groups)
+    assert scores.failures == () and scores.valid_PG.all()
+    assert scores.metrics()["rewards/num_failed"] == scores.metrics()["rewards/num_dropped"] == 0.0
+
+
+def test_dropping_every_completion_is_an_error(groups: list[Group]):
+    def never(**kwargs):
+        raise ConnectionError("refused")
+
+    with pytest.raises(RewardError, match=r"every one of 4 completions is left out .*ConnectionError: refused"):
+        Scorer([never], on_error="drop").score(groups)
+
+
+def test_a_part_that_applies_nowhere_has_no_metric(groups: list[Group]):
+    metrics = Scorer([lengths, lambda completions, **kwargs: [None] * len(completions)]).score(groups).metrics()
+    assert [name for name in metrics if name.startswith("rewards/<lambda>")] == []
+
+
+def test_an_unknown_policy_is_refused(groups: list[Group]):
+    with pytest.raises(RewardError, match="on_error is 'ignore'; allowed are fail, drop, zero"):
+        Scorer([lengths], on_error="ignore")  # type: ignore[arg-type]
+    with pytest.raises(ValidationError, match="on_error"):
+        RewardSource(source="length", on_error="ignore")  # type: ignore[arg-type]
+    with pytest.raises(ValidationError, match="timeout_s"):
+        RewardSource(source="length", timeout_s=0)
+
+
+def test_spans_of_a_function_with_a_time_limit_stand_inside_its_own(groups: list[Group]):
+    def with_span(completions, **kwargs):
+        with span("inner"):
+            return [0.0] * len(completions)
+
+    with trace() as record:
+        Scorer([with_span], timeout_s=60).score(groups)
+    assert set(record.seconds) == {"with_span", "with_span/inner"}
+
+
 def test_the_time_of_each_reward_is_traced(groups: list[Group]):
     with trace() as record:
         Scorer([lengths, "unique_chars"]).score(groups)
     assert set(record.seconds) == {"lengths", "unique_chars"}
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("sentimnt", "no built-in and no model; did you mean 'sentiment'"),
-        ("rewards.py", "names no function; write `./file.py:name`"),
-        ("./no/such/folder", "A reward is `./file.py:name`.* or a built-in: sentiment"),
-        ("tiny:llama", "there is no module `tiny`"),
-        (RewardSource(source="json:dumps", arguments={"a": 1}), "takes no `arguments`: only built-ins do"),
-        (RewardSource(source="length", label=1), "is a function; `label` and `transform` belong to reward models"),
-        (RewardSource(source="json:dumps", transform="log_odds"), "is a function; `label`"),
-        (7, "is of type int, which cannot be called"),
-        (dict, "is a class"),
-    ],
-)
-def test_a_source_that_is_no_reward_is_explained(source: object, message: str):
-    with pytest.raises(RewardError, match=message):
-        Scorer([source])  # type: ignore[list-item]
 
 
 def test_rewards_and_weights_must_fit(groups: list[Group], make_group: GroupMaker):

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from tunesmith.schema.records import Pair, Prompt, Vote, plain_text
+from tunesmith.schema.records import Pair, Prompt, Ranking, Vote, plain_text
 
 CHAT = ({"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi there"})
 
@@ -40,3 +40,9 @@ def test_records_are_frozen(record: Prompt | Pair):
     name = dataclasses.fields(record)[0].name
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(record, name, "changed")
+
+
+def test_a_ranking_gives_every_two_completions_better_first():
+    prompt = Prompt("a:1", "It was")
+    pairs = Ranking(prompt, ("x", "y", "z"), ranks=(2, 1, 2)).pairs()
+    assert pairs == [Pair(prompt, "y", "x"), Pair(prompt, "y", "z"), Pair(prompt, "x", "z", tie=True)]

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from tunesmith.config.schema import PPORecipe, RewardRecipe
+from tunesmith.config.schema import GRPORecipe, PPORecipe, RewardRecipe
 from tunesmith.schema.records import Pair, Prompt
 
 PROMPTS = ["The film", "A story", "Once more", "They said"]
@@ -12,7 +12,7 @@ PROMPTS = ["The film", "A story", "Once more", "They said"]
 def ppo_recipe(tmp_path: Path, **sections: Any) -> PPORecipe:
     """Three steps on a tiny Llama; each section given is merged over these values."""
     base: dict[str, Any] = {
-        "model": {"name": "tiny:llama"},
+        "model": {"name": "tiny:llama", "dtype": "float32"},
         "rollout": {"prompts_per_step": 4, "max_new_tokens": 6},
         "ppo": {"num_epochs": 2, "num_minibatches": 2, "micro_batch_size": 2},
         "optimizer": {"learning_rate": 1e-3},
@@ -21,10 +21,22 @@ def ppo_recipe(tmp_path: Path, **sections: Any) -> PPORecipe:
     return PPORecipe.model_validate(_merged(base, sections))
 
 
+def grpo_recipe(tmp_path: Path, **sections: Any) -> GRPORecipe:
+    """Three steps on a tiny Llama; each section given is merged over these values."""
+    base: dict[str, Any] = {
+        "model": {"name": "tiny:llama", "dtype": "float32"},
+        "rollout": {"prompts_per_step": 2, "completions_per_prompt": 4, "max_new_tokens": 6},
+        "grpo": {"micro_batch_size": 4},
+        "optimizer": {"learning_rate": 1e-3},
+        "run": {"dir": str(tmp_path / "runs"), "steps": 3, "num_threads": 1},
+    }
+    return GRPORecipe.model_validate(_merged(base, sections))
+
+
 def reward_recipe(tmp_path: Path, **sections: Any) -> RewardRecipe:
     """A reward model on a tiny Llama; each section given is merged over these values."""
     base: dict[str, Any] = {
-        "model": {"name": "tiny:llama"},
+        "model": {"name": "tiny:llama", "dtype": "float32"},
         "reward_model": {"num_epochs": 3, "pairs_per_step": 8, "micro_batch_size": 8},
         "optimizer": {"learning_rate": 3e-3},
         "run": {"dir": str(tmp_path / "runs"), "num_threads": 1},

@@ -11,6 +11,7 @@ import torch
 from recipes import PROMPTS, ppo_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tunesmith.config.sections import RewardSource
 from tunesmith.core.errors import InputError, TrainingError
 from tunesmith.distributed.checkpoint import list_steps, load
 from tunesmith.telemetry.run_folder import read_jsonl
@@ -100,7 +101,7 @@ def test_metrics_have_the_field_s_names_and_stages_sum_to_the_step(tmp_path: Pat
 def test_without_kl_there_is_no_reference_model(tmp_path: Path) -> None:
     state = ppo.build(ppo_recipe(tmp_path, ppo={"kl": {"coef": 0.0}}), prompts=PROMPTS, rewards=[low_ids])
     assert state.reference is None
-    result = ppo.step(state, state.prompts, ppo.sampling_params(state.cfg, "rollout", 0))
+    result = ppo.step(state, state.prompts.train, 0)
     assert result.metrics["objective/kl"] == 0.0
     assert "time/reference_s" not in result.metrics
 
@@ -109,7 +110,7 @@ def test_the_reference_does_not_move_with_the_policy(tmp_path: Path) -> None:
     state = ppo.build(ppo_recipe(tmp_path), prompts=PROMPTS, rewards=[low_ids])
     assert state.reference is not None
     before = [parameter.clone() for parameter in state.reference.parameters()]
-    ppo.step(state, state.prompts, ppo.sampling_params(state.cfg, "rollout", 0))
+    ppo.step(state, state.prompts.train, 0)
     assert all(torch.equal(a, b) for a, b in zip(before, state.reference.parameters(), strict=True))
     assert any(not torch.equal(a, b) for a, b in zip(before, state.policy.parameters(), strict=True))
 
@@ -119,7 +120,7 @@ def test_micro_batches_do_not_change_the_update(tmp_path: Path, micro_batch_size
     def updated(size: int) -> torch.Tensor:
         cfg = ppo_recipe(tmp_path, ppo={"num_epochs": 1, "num_minibatches": 1, "micro_batch_size": size})
         state = ppo.build(cfg, prompts=PROMPTS, rewards=[low_ids])
-        ppo.step(state, state.prompts, ppo.sampling_params(cfg, "rollout", 0))
+        ppo.step(state, state.prompts.train, 0)
         return torch.cat([parameter.detach().flatten() for parameter in state.policy.parameters()])
 
     # Adam's first step has the size of the learning rate whatever the gradient's, so rounding shows only where it is
@@ -154,33 +155,74 @@ def test_updates_stop_early_once_the_kl_to_the_rollout_policy_is_too_large(tmp_p
 def test_only_the_top_layers_move_when_the_rest_is_frozen(tmp_path: Path) -> None:
     state = ppo.build(ppo_recipe(tmp_path, model={"num_trainable_layers": 1}), prompts=PROMPTS, rewards=[low_ids])
     before = {name: parameter.clone() for name, parameter in state.policy.named_parameters()}
-    ppo.step(state, state.prompts, ppo.sampling_params(state.cfg, "rollout", 0))
+    ppo.step(state, state.prompts.train, 0)
     moved = {name for name, parameter in state.policy.named_parameters() if not torch.equal(parameter, before[name])}
     assert moved
     assert all(".layers.1." in name or name.endswith("model.norm.weight") for name in moved)
 
 
-def test_steps_that_are_not_finite_are_refused_and_then_stop_the_run(tmp_path: Path) -> None:
-    cfg = ppo_recipe(tmp_path, optimizer={"max_refused_steps": 2}, ppo={"num_epochs": 1})
+def test_a_gradient_that_is_not_finite_is_refused_and_its_parameter_named(tmp_path: Path) -> None:
+    cfg = ppo_recipe(tmp_path, ppo={"num_epochs": 1})
     state = ppo.build(cfg, prompts=PROMPTS, rewards=[low_ids])
     before = [parameter.clone() for parameter in state.policy.parameters()]
     handle = state.policy.model.layers[1].mlp.down_proj.weight.register_hook(lambda grad: grad * float("nan"))
-    result = ppo.step(state, state.prompts, ppo.sampling_params(cfg, "rollout", 0))
+    result = ppo.step(state, state.prompts.train, 0)
     handle.remove()
     assert result.metrics["refused_steps"] == 2.0
     assert all(torch.equal(a, b) for a, b in zip(before, state.policy.parameters(), strict=True))
-    with pytest.raises(TrainingError, match=r"layers\.1\.mlp\.down_proj"):
-        ppo.setup.check_refused(result.report, cfg.optimizer.max_refused_steps, tmp_path)
+    assert result.report is not None
+    assert result.report.num_refused_in_row == 2
+    assert "layers.1.mlp.down_proj" in result.report.bad_part
+
+
+def test_refused_steps_in_a_row_stop_the_run_and_leave_the_batch_behind(tmp_path: Path) -> None:
+    # The loss overflows in every step.
+    cfg = ppo_recipe(tmp_path, optimizer={"max_refused_steps": 4}, ppo={"num_epochs": 1, "value_coef": 1e300})
+    with pytest.raises(TrainingError, match="4 optimizer steps in a row were not finite"):
+        ppo.run(cfg, prompts=PROMPTS, rewards=[low_ids], progress=False)
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert [row["refused_steps"] for row in read_jsonl(run_dir / "metrics.jsonl")] == [2.0, 2.0]
+    batch = read_jsonl(run_dir / "refused" / "step-000001.jsonl")
+    assert sorted(str(row["prompt"]) for row in batch) == sorted(PROMPTS)
+    assert all(len(row["token_ids"]) == len(row["logps"]) > 0 for row in batch)
+    assert [row["name"] for row in read_jsonl(run_dir / "findings.jsonl")].count("refused") == 2
+    assert not (run_dir / "result.json").exists()
 
 
 def test_held_out_prompts_are_never_trained_on_and_are_evaluated_at_the_end(tmp_path: Path) -> None:
     cfg = ppo_recipe(tmp_path, prompts={"heldout_fraction": 0.5})
     state = ppo.build(cfg, prompts=PROMPTS, rewards=[low_ids])
-    assert not {p.content for p in state.prompts} & {p.content for p in state.heldout}
-    assert len(state.prompts) + len(state.heldout) == len(PROMPTS)
+    train, heldout = state.prompts.train, state.prompts.heldout
+    assert not {p.content for p in train} & {p.content for p in heldout}
+    assert len(train) + len(heldout) == len(PROMPTS)
     result = ppo.run(cfg, prompts=PROMPTS, rewards=[low_ids], progress=False)
     assert "eval/reward" in result.metrics[-1]
     assert "eval/reward" not in result.metrics[0]
+
+
+def test_a_dropped_completion_is_left_out_of_the_update_and_counted(tmp_path: Path) -> None:
+    (tmp_path / "picky.py").write_text(
+        "def picky(prompts, completion_ids, **_):\n"
+        "    shares = [sum(token < 130 for token in ids) / len(ids) for ids in completion_ids]\n"
+        "    return [float('nan') if p == 'The film' else share for p, share in zip(prompts, shares)]\n"
+    )
+    dropping = RewardSource(source=f"{tmp_path / 'picky.py'}:picky", on_error="drop")
+    cfg = ppo_recipe(tmp_path, ppo={"num_epochs": 1, "num_minibatches": 1})
+    state, other = (
+        ppo.build(cfg, prompts=PROMPTS, rewards=[dropping]),
+        ppo.build(cfg, prompts=PROMPTS, rewards=[low_ids]),
+    )
+    result = ppo.step(state, state.prompts.train, 0)
+    # The other state is given the same completions without the one that was dropped.
+    kept = [group for group in result.groups if group.prompt.content != "The film"]
+    other.engine.generate = lambda *_, **__: kept  # type: ignore[method-assign]
+    expected = ppo.step(other, other.prompts.train, 0)
+    assert len(kept) == 3
+    assert result.metrics["rewards/num_dropped"] == 1.0
+    for name in ("reward", "objective/kl", "entropy", "val/mean", "grad_norm"):
+        assert result.metrics[name] == pytest.approx(expected.metrics[name], rel=1e-4, abs=1e-5), name
+    for after, alone in zip(state.policy.parameters(), other.policy.parameters(), strict=True):
+        assert ((after - alone).abs() > 1e-5).float().mean() < 0.01
 
 
 def test_bad_input_makes_no_run_folder(tmp_path: Path) -> None:

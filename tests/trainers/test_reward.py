@@ -22,9 +22,9 @@ def test_it_learns_which_text_was_preferred_on_prompts_it_has_not_seen(tmp_path:
 
 def test_the_final_folder_is_a_standard_classifier_with_the_same_rewards(tmp_path: Path) -> None:
     result = reward.run(reward_recipe(tmp_path), pairs=pairs(), progress=False)
-    plain = AutoModelForSequenceClassification.from_pretrained(result.run_dir / "final")
+    plain = AutoModelForSequenceClassification.from_pretrained(result.run_dir / "final", dtype=torch.float32)
     assert plain.config.num_labels == 1
-    ours = load_reward_model(str(result.run_dir))
+    ours = load_reward_model(str(result.run_dir), dtype=torch.float32)
     ids = torch.tensor([[50, 60, 70, 2]])
     with torch.no_grad():
         expected = ours.score_sequences(ids, torch.tensor([4]))

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.core.errors import ModelError
+from tunesmith.core.errors import InputError, ModelError
 from tunesmith.data.pairs import load_pairs
 from tunesmith.evaluation.compare import recompute
 from tunesmith.models import assets
 from tunesmith.telemetry.run_folder import read_jsonl
-from tunesmith.workflows.demo import DemoOptions, DemoResult, run_demo
+from tunesmith.workflows.demo import DemoOptions, DemoResult, command, run_demo
 
 KEYS = (
     *("num_improved", "num_prompts", "mean_before", "mean_after", "median_before", "median_after", "p_value"),
@@ -21,16 +21,16 @@ KEYS = (
 )
 
 
-@pytest.fixture(scope="module")
-def result(tmp_path_factory: pytest.TempPathFactory) -> DemoResult:
-    """One quick demo; skipped where SmolLM2 is neither installed nor cached, which fails under CI."""
+@pytest.fixture(scope="module", params=["ppo", pytest.param("grpo", marks=pytest.mark.slow)])
+def result(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> DemoResult:
+    """One quick demo of each algorithm; skipped where SmolLM2 is neither installed nor cached, which fails under CI."""
     try:
         assets.resolve(assets.SMOLLM2)
     except ModelError as error:
         if os.environ.get("CI") == "true":
             raise
         pytest.skip(f"SmolLM2 is not here: {error}")
-    return run_demo(DemoOptions(quick=True, out=str(tmp_path_factory.mktemp("demo"))))
+    return run_demo(DemoOptions(request.param, quick=True, out=str(tmp_path_factory.mktemp("demo"))))
 
 
 def test_the_result_has_every_figure_as_plain_json(result: DemoResult) -> None:
@@ -55,7 +55,7 @@ def test_compared_openings_were_never_voted_on_or_trained_on(result: DemoResult)
         for name in ("votes.jsonl", "heldout_votes.jsonl")
         for pair in load_pairs(result.run_dir / name)
     }
-    trained = {row["prompt"] for path in result.run_dir.glob("*-demo_ppo-*/samples.jsonl") for row in read_jsonl(path)}
+    trained = {row["prompt"] for path in result.run_dir.glob("*-demo_*po-*/samples.jsonl") for row in read_jsonl(path)}
     assert trained
     assert not compared & (voted | trained)
 
@@ -73,4 +73,24 @@ def test_held_out_votes_are_about_other_openings(result: DemoResult) -> None:
 def test_the_report_says_that_the_rater_is_simulated(result: DemoResult) -> None:
     page = Path(str(result.to_json()["report"])).read_text(encoding="utf-8")
     assert "simulated" in page
+    assert f"{str(result.to_json()['algorithm']).upper()}, step by step" in page
     assert "<html" in page
+
+
+def test_the_folder_holds_a_run_of_the_algorithm_that_was_asked_for(result: DemoResult) -> None:
+    algorithm = str(result.to_json()["algorithm"])
+    (policy,) = result.run_dir.glob("*-demo_*po-*")
+    assert f"-demo_{algorithm}-" in policy.name
+    assert len(read_jsonl(policy / "metrics.jsonl")) == 2
+    assert json.loads((policy / "result.json").read_text())["algorithm"] == algorithm
+
+
+def test_an_algorithm_that_there_is_not_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="'dpo'; give ppo or grpo"):
+        run_demo(DemoOptions("dpo", out=str(tmp_path / "out")))  # type: ignore[arg-type]
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_in_the_report_runs_the_same_demo_again() -> None:
+    assert command(DemoOptions()) == "tunesmith demo --algorithm ppo --seed 0"
+    assert command(DemoOptions("grpo", seed=3, vote=True)) == "tunesmith demo --algorithm grpo --seed 3 --vote"

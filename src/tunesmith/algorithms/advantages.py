@@ -1,17 +1,24 @@
-"""Generalised advantage estimation and whitening.
+"""Generalised advantage estimation, whitening, and advantages relative to a group.
 
-Shapes: B sequences, T completion tokens. `mask_BT` is true where a token counts. Positions outside it are skipped as
-if they were not there, and come out as 0. Advantages are targets: no gradient flows through anything in this file.
+Shapes: B sequences, T completion tokens, P prompts, G completions per prompt. `mask_BT` is true where a token counts.
+Positions outside it are skipped as if they were not there, and come out as 0. Advantages are targets: no gradient flows
+through anything in this file.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tunesmith.algorithms.sums import Sums, check_shapes, kept, total
 from tunesmith.core.errors import InputError
+
+Baseline = Literal["mean", "leave_one_out"]
+Scale = Literal["group", "batch", "none"]
+
+GROUP_EPS = 1e-4
+"""Added to a standard deviation before dividing by it, as TRL's GRPO does."""
 
 
 class Advantages(NamedTuple):
@@ -99,6 +106,52 @@ def whiten(
     centred_BT = x_BT.double() - mean
     whitened_BT = centred_BT * torch.rsqrt(variance + eps) + (0.0 if shift_mean else mean)
     return kept(whitened_BT, mask_BT).to(x_BT.dtype)
+
+
+class GroupAdvantages(NamedTuple):
+    """Advantages, 0 for completions that are not valid; and whether the rewards of a group differ at all."""
+
+    advantage_PG: Tensor
+    varies_P: Tensor
+
+
+def group_relative(
+    reward_PG: Tensor, valid_PG: Tensor | None = None, *, baseline: Baseline = "mean", scale: Scale = "group"
+) -> GroupAdvantages:
+    """Reward of each completion minus a baseline of its group, divided by a spread; fp32 or wider, without gradient.
+
+    `baseline="mean"` is GRPO (Shao et al. 2024, arXiv 2402.03300, section 4.1); `"leave_one_out"` is the mean of the
+    *other* completions, RLOO (Ahmadian et al. 2024, arXiv 2402.14740, equation 8), which is G / (G - 1) times as far.
+    `scale="group"` divides by the group's unbiased standard deviation plus `GROUP_EPS`; `"batch"` by that of all valid
+    rewards, so that hard and easy prompts keep their weight (Liu et al. 2025, arXiv 2508.08221); `"none"` does not
+    divide (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783).
+    Where all valid rewards of a group are equal its advantages are exactly 0: nothing is to be learnt from it. Only
+    completions with `valid_PG` take part. Raises `InputError` if shapes differ.
+    """
+    valid_PG = torch.ones_like(reward_PG, dtype=torch.bool) if valid_PG is None else valid_PG.bool()
+    check_shapes(reward_PG=reward_PG, valid_PG=valid_PG)
+    reward_PG = kept(reward_PG.detach(), valid_PG)
+    num_P1 = valid_PG.sum(dim=1, keepdim=True)
+    mean_P1 = reward_PG.sum(dim=1, keepdim=True) / num_P1.clamp(min=1)
+    varies_P1 = _differs(reward_PG, valid_PG)
+    advantage_PG = kept(reward_PG - mean_P1, valid_PG & varies_P1)
+    std_P1 = ((advantage_PG.square().sum(dim=1, keepdim=True)) / (num_P1 - 1).clamp(min=1)).sqrt()
+    if baseline == "leave_one_out":
+        advantage_PG = advantage_PG * num_P1 / (num_P1 - 1).clamp(min=1)
+    if scale == "group":
+        advantage_PG = advantage_PG / (std_P1 + GROUP_EPS)
+    elif scale == "batch":
+        known = reward_PG[valid_PG]
+        std = known.std() if known.numel() > 1 else known.new_zeros(())
+        advantage_PG = advantage_PG / (std + GROUP_EPS)
+    return GroupAdvantages(advantage_PG, varies_P1[:, 0])
+
+
+def _differs(reward_PG: Tensor, valid_PG: Tensor) -> Tensor:
+    """True for each group, shape P 1, in which two valid rewards differ. A mean would carry rounding errors."""
+    high_P1 = reward_PG.masked_fill(~valid_PG, -torch.inf).amax(dim=1, keepdim=True)
+    low_P1 = reward_PG.masked_fill(~valid_PG, torch.inf).amin(dim=1, keepdim=True)
+    return high_P1 > low_P1
 
 
 def _check(reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor, gamma: float, lam: float) -> None:

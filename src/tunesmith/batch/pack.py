@@ -6,7 +6,7 @@ to the t-th completion token of its row, whatever the length of the prompt; colu
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import torch
 
@@ -21,12 +21,14 @@ class Sequences:
 
     Example: a prompt of 2 tokens with a completion of 3 is `ids_BS[0] = [7, 8, 1, 2, 3]`, `prompt_lengths_B[0] = 2`,
     `lengths_B[0] = 5`; `mask_BT[0]` is True for the 3 completion tokens. Masks come from lengths: pad may equal eos.
+    `sampled_logp_BT` is the engine's log-prob of each completion token, float32, 0 in the padding.
     """
 
     ids_BS: torch.Tensor
     lengths_B: torch.Tensor
     prompt_lengths_B: torch.Tensor
     mask_BT: torch.Tensor
+    sampled_logp_BT: torch.Tensor
 
     @property
     def num_tokens(self) -> int:
@@ -47,17 +49,19 @@ class PolicyScores:
 
 
 @dataclass(frozen=True, slots=True)
-class PPOBatch:
-    """A scored rollout: sequences, and one number per completion token for everything that the losses need."""
+class PolicyBatch:
+    """A scored rollout: sequences, and one number per completion token for everything that the losses need.
+
+    `old_logp_BT` is of the policy that drew the tokens. Without a pass of its own for it, which a rollout that is used
+    for a single update does not need, it is what the engine recorded.
+    """
 
     sequences: Sequences
     old_logp_BT: torch.Tensor
     reference_logp_BT: torch.Tensor
-    old_value_BT: torch.Tensor
     advantage_BT: torch.Tensor
-    return_BT: torch.Tensor
 
-    def select(self, index_B: Sequence[int]) -> "PPOBatch":
+    def select(self, index_B: Sequence[int]) -> Self:
         """The rows `index_B`, trimmed to their own longest sequence and completion."""
         sequences = select(self.sequences, index_B)
         rows, width = torch.as_tensor(index_B), sequences.mask_BT.shape[1]
@@ -65,33 +69,54 @@ class PPOBatch:
         return replace(self, sequences=sequences, **per_token)
 
 
-def pack(groups: Sequence[Group], pad_id: int, device: torch.device | str = "cpu") -> Sequences:
-    """All completions of `groups`, group after group, as right-padded tensors on `device`."""
-    rows = [(group.prompt_token_ids, completion.token_ids) for group in groups for completion in group.completions]
-    prompt_lengths = [len(prompt) for prompt, _ in rows]
-    completion_lengths = [len(completion) for _, completion in rows]
-    width = max(p + c for p, c in zip(prompt_lengths, completion_lengths, strict=True))
-    ids = [[*prompt, *completion, *[pad_id] * (width - len(prompt) - len(completion))] for prompt, completion in rows]
-    columns_T = torch.arange(max(completion_lengths))
-    mask_BT = columns_T[None, :] < torch.tensor(completion_lengths)[:, None]
+@dataclass(frozen=True, slots=True)
+class PPOBatch(PolicyBatch):
+    """What PPO needs besides: values of the critic and the returns that they are fitted to."""
+
+    old_value_BT: torch.Tensor
+    return_BT: torch.Tensor
+
+
+def pack(
+    groups: Sequence[Group], pad_id: int, device: torch.device | str = "cpu", *, rows: Sequence[int] | None = None
+) -> Sequences:
+    """The completions of `groups`, group after group, as right-padded tensors on `device`.
+
+    `rows` are the completions to take, counted over all groups; None takes all.
+    """
+    every = [(group.prompt_token_ids, completion) for group in groups for completion in group.completions]
+    taken = every if rows is None else [every[row] for row in rows]
+    prompt_lengths = [len(prompt) for prompt, _ in taken]
+    completion_lengths = [len(completion.token_ids) for _, completion in taken]
+    ids_BS = _padded([(*prompt, *completion.token_ids) for prompt, completion in taken], pad_id)
+    sampled_logp_BT = _padded([completion.logps for _, completion in taken], 0.0)
+    mask_BT = torch.arange(max(completion_lengths))[None, :] < torch.tensor(completion_lengths)[:, None]
     lengths_B = torch.tensor(prompt_lengths) + torch.tensor(completion_lengths)
     return Sequences(
-        torch.tensor(ids, device=device),
+        ids_BS.to(device),
         lengths_B.to(device),
         torch.tensor(prompt_lengths, device=device),
         mask_BT.to(device),
+        sampled_logp_BT.to(device, torch.float32),
     )
+
+
+def _padded(rows: Sequence[Sequence[float]], fill: float) -> torch.Tensor:
+    width = max(map(len, rows))
+    return torch.tensor([[*row, *[fill] * (width - len(row))] for row in rows])
 
 
 def select(sequences: Sequences, index_B: Sequence[int]) -> Sequences:
     """The rows `index_B` of `sequences`, trimmed to their own longest sequence and completion."""
     rows = torch.as_tensor(index_B)
     lengths_B, prompt_lengths_B = sequences.lengths_B[rows], sequences.prompt_lengths_B[rows]
+    width = int((lengths_B - prompt_lengths_B).max())
     return Sequences(
         sequences.ids_BS[rows, : int(lengths_B.max())],
         lengths_B,
         prompt_lengths_B,
-        sequences.mask_BT[rows, : int((lengths_B - prompt_lengths_B).max())],
+        sequences.mask_BT[rows, :width],
+        sequences.sampled_logp_BT[rows, :width],
     )
 
 

@@ -33,6 +33,7 @@ class ChatOptions:
     temperature: Annotated[float, flag("0 is greedy.", metavar="T", shows_default=True)] = 0.7
     top_p: Annotated[float, flag("Nucleus size; 1 is off.", metavar="P", shows_default=True)] = 1.0
     seed: Annotated[int | None, flag("Same seed and lines, same answers.", metavar="N")] = None
+    trust_remote_code: Annotated[bool, flag("Run code that the models bring along.")] = False
 
 
 @dataclass(slots=True)
@@ -66,7 +67,7 @@ def chat(words: Sequence[str]) -> None:
     if options.against:
         names.append(base_of(Path(options.model).expanduser()) if options.against == _BASE else options.against)
     console = Console(highlight=False, markup=False, emoji=False)
-    speakers = _load(names)
+    speakers = _load(names, options.trust_remote_code)
     for speaker in speakers:
         if not speaker.has_template:
             sys.stderr.write(f"{speaker.name} has no chat template: it continues each line\n")
@@ -98,14 +99,14 @@ def base_of(run: Path) -> str:
     return name
 
 
-def _load(names: Sequence[str]) -> list[Speaker]:
-    from tunesmith.config.schema import ModelSection
+def _load(names: Sequence[str], trust_remote_code: bool) -> list[Speaker]:
+    from tunesmith.config.sections import ModelSection
     from tunesmith.models.load import load_policy
     from tunesmith.rollout.transformers_backend import TransformersEngine
 
     speakers: list[Speaker] = []
     for name in names:
-        loaded = load_policy(ModelSection(name=name))
+        loaded = load_policy(ModelSection(name=name, trust_remote_code=trust_remote_code))
         has_template = bool(loaded.tokenizer.chat_template)  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
         speakers.append(Speaker(name, TransformersEngine(loaded.model, loaded.tokenizer), has_template))
     return speakers

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from tunesmith.cli.options import flag, parse
 from tunesmith.cli.output import reporting
@@ -13,12 +13,13 @@ _NUM_SAMPLES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class DemoFlags:
-    """The whole loop on SmolLM2-135M: completions, votes, reward model, PPO, before and after.
+    """The whole loop on SmolLM2-135M: completions, votes, reward model, PPO or GRPO, before and after.
 
     The votes come from a simulated rater of sentiment, or from you with --vote. Two CPU cores suffice; it takes some
     minutes.
     """
 
+    algorithm: Annotated[Literal["ppo", "grpo"], flag("What trains the policy.", shows_default=True)] = "ppo"
     seed: Annotated[int, flag("Seed of everything that is drawn.", metavar="N", shows_default=True)] = 0
     vote: Annotated[bool, flag("You vote, with two keys in the terminal.")] = False
     quick: Annotated[bool, flag("A run of few steps, to see that all parts work.")] = False
@@ -33,7 +34,8 @@ def demo(words: Sequence[str]) -> None:
     from tunesmith.workflows.demo import DemoOptions, run_demo
 
     with reporting(as_json=flags.json) as output:
-        result = run_demo(DemoOptions(seed=flags.seed, vote=flags.vote, out=flags.out, quick=flags.quick))
+        options = DemoOptions(flags.algorithm, seed=flags.seed, vote=flags.vote, out=flags.out, quick=flags.quick)
+        result = run_demo(options)
         facts = result.to_json()
         output.say(comparison_table(result.comparison, num_samples=_NUM_SAMPLES))
         accuracy = facts["reward_model_accuracy"]
@@ -43,6 +45,6 @@ def demo(words: Sequence[str]) -> None:
             )
         rater = "you" if flags.vote else "a simulated rater, the VADER sentiment lexicon"
         output.say(f"rater    {rater}\nreport   {facts['report']}")
-        for policy in sorted(result.run_dir.glob("*-demo_ppo-*")):
+        for policy in sorted(result.run_dir.glob(f"*-demo_{flags.algorithm}-*")):
             output.say(f"try it   tunesmith chat {policy} --against base")
         output.finish(facts)

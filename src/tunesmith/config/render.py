@@ -7,7 +7,7 @@ from typing import cast
 import yaml
 
 from tunesmith.config.merge import Origin
-from tunesmith.config.schema import Section
+from tunesmith.config.sections import Section
 from tunesmith.config.yaml_text import is_list, is_mapping, parse_value
 
 _PLAIN = re.compile(r"^[A-Za-z0-9_./][A-Za-z0-9_./ -]*(?::[A-Za-z0-9_./-]+)*$")

@@ -135,6 +135,7 @@ class _Builder:
         for key_node, value_node in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
                 raise self._error(key_node, "a key must be plain text")
+            self._scalar(key_node)  # for its tag alone: `1` and `true` are good names of keys
             key = str(key_node.value)
             if key in values:
                 raise self._error(key_node, f"the key {key!r} stands twice; keep one")
@@ -147,9 +148,9 @@ class _Builder:
         kind = node.tag.removeprefix(_TAG)
         if kind == "str":
             return text
-        if kind == "null":
+        if kind == "null" and _NULL.match(text):
             return None
-        if kind == "bool":
+        if kind == "bool" and _BOOL.match(text):
             return text.lower() == "true"
         try:
             if kind == "int":

@@ -45,5 +45,13 @@ class TrainingError(TunesmithError):
     """Training cannot go on: too many non-finite steps in a row. The last good checkpoint is kept."""
 
 
+class StoppedError(TunesmithError):
+    """A signal asked the run to stop; it saved a checkpoint first. The exit code is 128 plus the signal's number."""
+
+    def __init__(self, message: str, signal_number: int) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + signal_number
+
+
 class MissingDependencyError(InputError):
     """An optional package is needed for what was asked; the message names the extra to install."""

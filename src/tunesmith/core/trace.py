@@ -2,7 +2,7 @@
 
 `with span("rollout"):` costs about a microsecond and does nothing more than add to the open trace, so it stays in the
 code for good. Spans nest; a nested name is the path, and `span("update/forward")` names a path by itself. The time of a
-span includes that of the spans inside it.
+span includes that of the spans inside it. The beginning of a span is also a place for `core.faults`.
 """
 
 import time
@@ -11,15 +11,21 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+from tunesmith.core import faults
+
 
 @dataclass(slots=True)
 class Trace:
-    """Seconds and number of calls of every span that ended while this trace was open."""
+    """Seconds and number of calls of every span that ended while this trace was open.
+
+    `failed_in` is the path of the innermost span that an error left, empty if none did.
+    """
 
     seconds: dict[str, float] = field(default_factory=dict[str, float])
     num_calls: dict[str, int] = field(default_factory=dict[str, int])
     covered_s: float = 0.0
     wall_s: float = 0.0
+    failed_in: str = ""
 
     def add(self, name: str, duration_s: float, *, is_outermost: bool) -> None:
         """Add one finished span of `duration_s` seconds; only the outermost ones count as covered time."""
@@ -66,7 +72,11 @@ def span(name: str) -> Generator[None, None, None]:
     token = _path.set(path)
     start_s = time.perf_counter()
     try:
+        faults.reach(path)
         yield
+    except BaseException:
+        record.failed_in = record.failed_in or path
+        raise
     finally:
         record.add(path, time.perf_counter() - start_s, is_outermost=not outer)
         _path.reset(token)

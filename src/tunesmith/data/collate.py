@@ -1,9 +1,10 @@
-"""Prompts and pairs as token ids and right-padded tensors.
+"""Prompts, pairs and rankings as token ids and right-padded tensors.
 
-Shape legend: B sequences, T positions (right padded), N pairs. Lengths say where padding begins: the pad id may equal
-the end-of-sequence id. Tokenizers are those of `models.tokenizer`.
+Shape legend: B sequences, T positions (right padded), N pairs, R rankings, K completions of a ranking. Lengths say
+where padding begins: the pad id may equal the end-of-sequence id. Tokenizers are those of `models.tokenizer`.
 """
 
+import itertools
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -12,10 +13,11 @@ import torch
 
 from tunesmith.core import seeds
 from tunesmith.core.errors import DataError
+from tunesmith.data.tally import BadRows, RowError
 from tunesmith.models.tokenizer import PreTrainedTokenizerBase, decode, encode_pair_side, encode_prompt
-from tunesmith.schema.records import Pair, Prompt
+from tunesmith.schema.records import Pair, Prompt, Ranking, Text
 
-_NUM_SHOWN = 5
+TokenIds = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +28,48 @@ class EncodedPair:
     """
 
     prompt_id: str
-    chosen_ids: tuple[int, ...]
-    rejected_ids: tuple[int, ...]
+    chosen_ids: TokenIds
+    rejected_ids: TokenIds
     margin: float | None = None
     tie: bool = False
+
+    @property
+    def sequences(self) -> tuple[TokenIds, ...]:
+        """Both sides."""
+        return self.chosen_ids, self.rejected_ids
+
+    @property
+    def decided(self) -> Sequence[tuple[TokenIds, TokenIds]]:
+        """The better and the worse sequence; empty for a tie."""
+        return () if self.tie else ((self.chosen_ids, self.rejected_ids),)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedRanking:
+    """A ranking as token ids: prompt and completion together for each completion, and their places, 1 the best.
+
+    Example: `sequences=((72, 97, 2), (72, 98, 2), (72, 99, 2))` with `ranks=(1, 2, 2)`.
+    """
+
+    prompt_id: str
+    sequences: tuple[TokenIds, ...]
+    ranks: tuple[int, ...]
+
+    @property
+    def decided(self) -> Sequence[tuple[TokenIds, TokenIds]]:
+        """Every two sequences of different places, the better one first."""
+        return [(pair.chosen_ids, pair.rejected_ids) for pair in self.pairs() if not pair.tie]
+
+    def pairs(self) -> list[EncodedPair]:
+        """Every two sequences as a pair, those of one place as a tie."""
+        order = sorted(range(len(self.ranks)), key=lambda index: self.ranks[index])
+        return [
+            EncodedPair(self.prompt_id, self.sequences[a], self.sequences[b], tie=self.ranks[a] == self.ranks[b])
+            for a, b in itertools.combinations(order, 2)
+        ]
+
+
+Encoded = EncodedPair | EncodedRanking
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +98,24 @@ class PairBatch:
         return values_B[self.chosen_N], values_B[self.rejected_N]
 
 
+@dataclass(frozen=True, slots=True)
+class RankingBatch:
+    """R rankings as B distinct sequences; row `index_RK` of the sequences is the k-th completion of a ranking.
+
+    `rank_RK` is its place, 1 the best, and 0 where a ranking has fewer completions. It stays on the CPU: losses read it
+    there.
+    """
+
+    ids_BT: torch.Tensor
+    lengths_B: torch.Tensor
+    index_RK: torch.Tensor
+    rank_RK: torch.Tensor
+
+    def by_ranking(self, values_B: torch.Tensor) -> torch.Tensor:
+        """One number per sequence as `[R, K]`; in the padding stands the number of the first sequence."""
+        return values_B[self.index_RK]
+
+
 def pad_right(
     sequences: Sequence[Sequence[int]], pad_id: int, device: torch.device | str = "cpu"
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,7 +129,7 @@ def pad_right(
 
 def collate_pairs(pairs: Sequence[EncodedPair], pad_id: int, device: torch.device | str = "cpu") -> PairBatch:
     """The pairs as one padded batch on `device`."""
-    rows: dict[tuple[int, ...], int] = {}
+    rows: dict[TokenIds, int] = {}
     chosen = [rows.setdefault(pair.chosen_ids, len(rows)) for pair in pairs]
     rejected = [rows.setdefault(pair.rejected_ids, len(rows)) for pair in pairs]
     ids_BT, lengths_B = pad_right(list(rows), pad_id, device)
@@ -81,75 +139,196 @@ def collate_pairs(pairs: Sequence[EncodedPair], pad_id: int, device: torch.devic
     return PairBatch(ids_BT, lengths_B, chosen_N, rejected_N, margin_N, tie_N)
 
 
-def encode_pairs(pairs: Sequence[Pair], tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[EncodedPair]:
-    """The pairs as token ids, in order. Raises DataError that names and counts the pairs with a side of more than
-    `max_tokens`.
+def collate_rankings(
+    rankings: Sequence[EncodedRanking], pad_id: int, device: torch.device | str = "cpu"
+) -> RankingBatch:
+    """The rankings as one padded batch on `device`."""
+    rows: dict[TokenIds, int] = {}
+    indices = [[rows.setdefault(ids, len(rows)) for ids in ranking.sequences] for ranking in rankings]
+    ids_BT, lengths_B = pad_right(list(rows), pad_id, device)
+    index_RK, _ = pad_right(indices, 0, device)
+    rank_RK, _ = pad_right([ranking.ranks for ranking in rankings], 0)
+    return RankingBatch(ids_BT, lengths_B, index_RK, rank_RK)
+
+
+def as_rankings(items: Iterable[Encoded]) -> list[EncodedRanking]:
+    """The items with each pair as a ranking of two."""
+    return [
+        EncodedRanking(item.prompt_id, item.sequences, (1, 1 if item.tie else 2))
+        if isinstance(item, EncodedPair)
+        else item
+        for item in items
+    ]
+
+
+def as_pairs(items: Iterable[Encoded]) -> list[EncodedPair]:
+    """The items with each ranking of K completions as K(K-1)/2 pairs."""
+    return [pair for item in items for pair in ([item] if isinstance(item, EncodedPair) else item.pairs())]
+
+
+def encode_preferences(
+    items: Sequence[Pair | Ranking],
+    tokenizer: PreTrainedTokenizerBase,
+    max_tokens: int,
+    bad: BadRows | None = None,
+) -> list[Encoded]:
+    """The items as token ids, in order. Those with a side of more than `max_tokens`, or that the chat template refuses,
+    go to `bad`, for its owner to check; without it they are an error.
+
+    Raises DataError that names and counts them, ModelError if messages meet a tokenizer without a chat template.
     """
-    encoded: list[EncodedPair] = []
-    too_long: list[str] = []
-    for pair in pairs:
-        chosen_ids = encode_pair_side(tokenizer, pair.prompt, pair.chosen)
-        rejected_ids = encode_pair_side(tokenizer, pair.prompt, pair.rejected)
-        for name, ids in (("chosen", chosen_ids), ("rejected", rejected_ids)):
-            if len(ids) > max_tokens:
-                too_long.append(f"{pair.prompt.id}: prompt and `{name}` have {len(ids)} tokens")
-        encoded.append(EncodedPair(pair.prompt.id, chosen_ids, rejected_ids, pair.margin, pair.tie))
-    _refuse_long(too_long, f"{max_tokens}; shorten these rows or raise `pairs.max_tokens`")
+    found = bad or _rows_of(items, "pairs")
+    encoded: list[Encoded] = []
+    for item in items:
+        try:
+            encoded.append(_encode(item, tokenizer, max_tokens))
+        except RowError as error:
+            found.add(item.prompt.id, error)
+    if bad is None:
+        found.check()
     return encoded
 
 
-def check_prompt_lengths(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> None:
-    """Raise DataError that names and counts the prompts of more than `max_tokens` tokens."""
-    lengths = ((prompt, len(prompt.token_ids or encode_prompt(tokenizer, prompt))) for prompt in prompts)
-    too_long = [f"{prompt.id}: {length} tokens" for prompt, length in lengths if length > max_tokens]
-    _refuse_long(too_long, f"{max_tokens}; shorten these prompts or raise `prompts.max_tokens`")
+def encode_pairs(pairs: Sequence[Pair], tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[EncodedPair]:
+    """What `encode_preferences` gives for pairs alone, strictly."""
+    return as_pairs(encode_preferences(pairs, tokenizer, max_tokens))
 
 
-def mean_prompt_tokens(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> float:
-    """Tokens of a prompt, on average; 0 without prompts."""
-    return sum(len(encode_prompt(tokenizer, prompt)) for prompt in prompts) / max(1, len(prompts))
+def _encode(item: Pair | Ranking, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Encoded:
+    if isinstance(item, Ranking):
+        sequences = tuple(
+            _side(item.prompt, text, tokenizer, max_tokens, f"completions[{index}]")
+            for index, text in enumerate(item.completions)
+        )
+        return EncodedRanking(item.prompt.id, sequences, item.ranks)
+    chosen_ids = _side(item.prompt, item.chosen, tokenizer, max_tokens, "chosen")
+    rejected_ids = _side(item.prompt, item.rejected, tokenizer, max_tokens, "rejected")
+    return EncodedPair(item.prompt.id, chosen_ids, rejected_ids, item.margin, item.tie)
+
+
+def _side(prompt: Prompt, completion: Text, tokenizer: PreTrainedTokenizerBase, max_tokens: int, name: str) -> TokenIds:
+    try:
+        ids = encode_pair_side(tokenizer, prompt, completion)
+    except DataError as error:
+        raise RowError(str(error), "refused by the chat template") from error
+    if len(ids) > max_tokens:
+        raise RowError(
+            f"too long: prompt and `{name}` have {len(ids)} tokens, the limit is {max_tokens} (`pairs.max_tokens`, or "
+            "the model's context if that is less); shorten the row",
+            "too long",
+        )
+    return ids
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredPrompts:
+    """Prompts that can be used, and the number of tokens of each."""
+
+    prompts: list[Prompt]
+    lengths: tuple[int, ...]
+
+
+def measure_prompts(
+    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, max_tokens: int, bad: BadRows | None = None
+) -> MeasuredPrompts:
+    """The prompts of at most `max_tokens` tokens, in order, with their lengths. Longer ones, and those that the chat
+    template refuses, go to `bad`, for its owner to check; without it they are an error. Raises DataError that names and
+    counts them.
+    """
+    found = bad or _rows_of(prompts, "prompts")
+    kept: list[Prompt] = []
+    lengths: list[int] = []
+    for prompt in prompts:
+        try:
+            lengths.append(_length(prompt, tokenizer, max_tokens))
+        except RowError as error:
+            found.add(prompt.id, error)
+        else:
+            kept.append(prompt)
+    if bad is None:
+        found.check()
+    return MeasuredPrompts(kept, tuple(lengths))
+
+
+def check_prompt_lengths(
+    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, max_tokens: int
+) -> tuple[int, ...]:
+    """Tokens of each prompt. Raises DataError that names and counts the prompts of more than `max_tokens` tokens."""
+    return measure_prompts(prompts, tokenizer, max_tokens).lengths
+
+
+def _length(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> int:
+    try:
+        length = len(prompt.token_ids or encode_prompt(tokenizer, prompt))
+    except DataError as error:
+        raise RowError(str(error), "refused by the chat template") from error
+    if length > max_tokens:
+        raise RowError(
+            f"too long: {length} tokens, the limit is {max_tokens} (`prompts.max_tokens`, or what the model's context "
+            "leaves if that is less); shorten the prompt",
+            "too long",
+        )
+    return length
+
+
+def _rows_of(items: Sequence[object], label: str) -> BadRows:
+    bad = BadRows()
+    bad.opened(f"the list of {label}")
+    bad.saw(len(items))
+    return bad
 
 
 def prefix_prompts(
-    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, num_tokens: tuple[int, int], seed: int
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    num_tokens: tuple[int, int],
+    seed: int,
+    bad: BadRows | None = None,
 ) -> list[Prompt]:
     """Each text cut to its first n tokens, n drawn from `num_tokens` (both ends included) by (seed, index) alone.
 
     `token_ids` of the result hold the cut, special tokens that the tokenizer puts first not counted; `content` is its
-    text. A shorter text is kept whole. A cut inside a character is moved to the nearest one that is not. Raises
-    DataError for a conversation, and for a text with fewer tokens than the smaller number.
+    text. A shorter text is kept whole. A cut inside a character is moved to the nearest one that is not. Conversations,
+    and texts with fewer tokens than the smaller number, go to `bad`, for its owner to check; without it they are an
+    error. Raises DataError that names and counts them.
     """
-    low, high = num_tokens
-    special = set(tokenizer.all_special_ids)
+    found = bad or _rows_of(prompts, "prompts")
+    special = frozenset(tokenizer.all_special_ids)
     prefixes: list[Prompt] = []
     for index, prompt in enumerate(prompts):
-        if prompt.is_conversational:
-            raise DataError(f"prompt {prompt.id} is a conversation; `prefix_tokens` cuts texts alone, set it to null")
-        ids = encode_prompt(tokenizer, replace(prompt, token_ids=None))
-        num_leading = next((i for i, token in enumerate(ids) if token not in special), len(ids))
-        num_text = len(ids) - num_leading
-        if num_text < low:
-            raise DataError(
-                f"prompt {prompt.id} has {num_text} tokens; `prefix_tokens` needs {low}, lower it or remove the row"
-            )
-        drawn = random.Random(seeds.derive(seed, "prefix", index)).randint(low, min(high, num_text))
-        nearest = sorted(range(low, num_text + 1), key=lambda n, drawn=drawn: (n > high, abs(n - drawn), n))
-        prefixes.append(_cut(prompt, tokenizer, ids, (num_leading + n for n in nearest)))
+        try:
+            prefixes.append(_prefix(prompt, tokenizer, num_tokens, seeds.derive(seed, "prefix", index), special))
+        except RowError as error:
+            found.add(prompt.id, error)
+    if bad is None:
+        found.check()
     return prefixes
 
 
-def _cut(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, ids: tuple[int, ...], ends: Iterable[int]) -> Prompt:
+def _prefix(
+    prompt: Prompt,
+    tokenizer: PreTrainedTokenizerBase,
+    num_tokens: tuple[int, int],
+    seed: int,
+    special: frozenset[int],
+) -> Prompt:
+    low, high = num_tokens
+    if prompt.is_conversational:
+        raise RowError("a conversation; `prefix_tokens` cuts texts alone, set it to null", "wrong type")
+    ids = encode_prompt(tokenizer, replace(prompt, token_ids=None))
+    num_leading = next((i for i, token in enumerate(ids) if token not in special), len(ids))
+    num_text = len(ids) - num_leading
+    if num_text < low:
+        raise RowError(f"{num_text} tokens; `prefix_tokens` needs {low}, lower it or remove the row", "too short")
+    drawn = random.Random(seed).randint(low, min(high, num_text))
+    nearest = sorted(range(low, num_text + 1), key=lambda n: (n > high, abs(n - drawn), n))
+    return _cut(prompt, tokenizer, ids, (num_leading + n for n in nearest))
+
+
+def _cut(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, ids: TokenIds, ends: Iterable[int]) -> Prompt:
     """The prompt up to the first of `ends` that does not split a character (which would decode to U+FFFD)."""
     for end in ends:
         content = decode(tokenizer, ids[:end])
         if not content.endswith("\ufffd"):
             return replace(prompt, content=content, token_ids=ids[:end])
     return replace(prompt, content=decode(tokenizer, ids), token_ids=ids)
-
-
-def _refuse_long(too_long: Sequence[str], limit: str) -> None:
-    if not too_long:
-        return
-    shown = "\n  ".join(too_long[:_NUM_SHOWN])
-    more = f"\n  and {len(too_long) - _NUM_SHOWN} more" if len(too_long) > _NUM_SHOWN else ""
-    raise DataError(f"{len(too_long)} too long, the limit is {limit}:\n  {shown}{more}")

@@ -4,7 +4,8 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import cast
 
-from tunesmith.data.rows import RowError, kind_of
+from tunesmith.data.tally import RowError
+from tunesmith.data.values import kind_of
 from tunesmith.schema.records import Message, Text
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -24,13 +25,13 @@ def as_content(value: object, column: str) -> Text:
     """The text itself, or the messages as a tuple. Raises RowError if it is neither, or is empty."""
     if isinstance(value, str):
         if not value.strip():
-            raise RowError(f"`{column}` is empty")
+            raise RowError(f"`{column}` is empty", "empty")
         return value
     if not isinstance(value, list | tuple):
-        raise RowError(f"`{column}` is {kind_of(value)}; give text or a list of messages")
+        raise RowError(f"`{column}` is {kind_of(value)}; give text or a list of messages", "wrong type")
     messages = cast(Sequence[object], value)
     if not messages:
-        raise RowError(f"`{column}` is an empty list; give at least one message")
+        raise RowError(f"`{column}` is an empty list; give at least one message", "empty")
     return tuple(_as_message(message, f"{column}[{index}]") for index, message in enumerate(messages))
 
 
@@ -42,18 +43,20 @@ def as_completion(value: object, column: str) -> Text:
     if content[-1]["role"] != "assistant":
         raise RowError(f"`{column}` ends with role {content[-1]['role']!r}; a completion ends with the assistant")
     if not content[-1]["content"].strip():
-        raise RowError(f"`{column}` is empty: its last message says nothing")
+        raise RowError(f"`{column}` is empty: its last message says nothing", "empty")
     return content
 
 
 def _as_message(value: object, place: str) -> Message:
     if not isinstance(value, Mapping):
-        raise RowError(f'`{place}` is {kind_of(value)}; a message is {{"role": "user", "content": "..."}}')
+        raise RowError(
+            f'`{place}` is {kind_of(value)}; a message is {{"role": "user", "content": "..."}}', "wrong type"
+        )
     fields = cast(Mapping[str, object], value)
     for name in ("role", "content"):
         if not isinstance(fields.get(name), str):
             found = kind_of(fields[name]) if name in fields else "missing"
-            raise RowError(f"`{place}`: `{name}` is {found}; it must be text")
+            raise RowError(f"`{place}`: `{name}` is {found}; it must be text", "wrong type")
     role = str(fields["role"])
     if role not in ROLES:
         close = difflib.get_close_matches(role, ROLES, n=1)
@@ -65,5 +68,5 @@ def _as_message(value: object, place: str) -> Message:
         if isinstance(item, str):
             message[name] = item
         elif item is not None:  # exports write null for fields that a message does not use
-            raise RowError(f"`{place}`: `{name}` is {kind_of(item)}; only text fields are supported")
+            raise RowError(f"`{place}`: `{name}` is {kind_of(item)}; only text fields are supported", "wrong type")
     return message

@@ -1,4 +1,6 @@
-"""Preference pairs in TRL's columns: `prompt`, `chosen`, `rejected`, and optionally `margin` and `tie`."""
+"""Preference rows in TRL's columns: pairs (`prompt`, `chosen`, `rejected`, optionally `margin` and `tie`) and rankings
+(`prompt`, `completions`, optionally `ranks` or `scores`).
+"""
 
 import json
 import math
@@ -6,26 +8,55 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
+from tunesmith.config.sections import PairsSection
 from tunesmith.core.errors import DataError
 from tunesmith.data.content import as_completion, as_content
-from tunesmith.data.prompts import missing_column
-from tunesmith.data.rows import Row, RowError, kind_of, parse_rows
-from tunesmith.schema.records import Pair, Prompt, Text
+from tunesmith.data.dialogues import Exchange, as_messages, is_dialogue, split_messages, split_text
+from tunesmith.data.prompts import MESSAGES, missing_column
+from tunesmith.data.rankings import COMPLETIONS, as_ranking, check_one_form
+from tunesmith.data.rows import Row, parse_rows
+from tunesmith.data.tally import BadRows, RowError
+from tunesmith.data.values import kind_of
+from tunesmith.schema.records import Pair, Prompt, Ranking, Text
+
+PreferenceLike = Mapping[str, object] | Pair | Ranking
+"""Preferences as given in Python: a row, or a record."""
 
 _PAIR_COLUMNS = ("prompt", "chosen", "rejected", "margin", "tie")
 
 
-def load_pairs(source: str | Path | Sequence[Mapping[str, object]]) -> list[Pair]:
-    """The pairs of a JSONL file (plain or gzipped) or of a list of rows, in order.
+def load_preferences(
+    source: str | Path | Sequence[PreferenceLike], section: PairsSection | None = None, bad: BadRows | None = None
+) -> list[Pair | Ranking]:
+    """The pairs and rankings of `source`, in its order, one for each row.
 
-    Text or conversational, the same in all columns of a row. Without a `prompt` column `chosen` and `rejected` hold the
-    whole exchange and the prompt is empty text. Columns other than the five are kept in `Pair.prompt.columns`. Raises
-    DataError that names and counts the rows that cannot be used: a missing column, a wrong type, an empty completion, a
-    margin below 0, or two equal completions without `tie`. Lengths in tokens are checked by `collate.encode_pairs`.
+    `source` is anything that `data.sources` reads, or a list of rows or of records. Text or conversational, the same in
+    all columns of a row. A row with `completions` is a ranking, any other a pair. Without a `prompt` column `chosen`
+    and `rejected` hold the whole exchange: the messages that they have in common become the prompt, HH-RLHF dialogues
+    are taken apart (`section.dialogues`), and other texts have no prompt. Columns that mean nothing here are kept in
+    `prompt.columns`. Rows that cannot be used go to `bad`, which may skip them; without it they are an error. Raises
+    DataError that names and counts them: a missing column, a wrong type, an empty completion, a margin below 0, or
+    equal completions without `tie`. Lengths in tokens are checked by `collate.encode_preferences`.
     """
+    bad = bad or BadRows()
     if isinstance(source, str | Path) and not str(source):
         raise DataError("no pairs are given; name a JSONL file with `chosen` and `rejected` columns in `pairs.source`")
-    return parse_rows(cast(str | Path | Sequence[object], source), _as_pair, label="pairs")
+    if not isinstance(source, str | Path) and source and all(isinstance(item, Pair | Ranking) for item in source):
+        bad.opened("the list of pairs")
+        bad.saw(len(source))
+        return [item for item in source if isinstance(item, Pair | Ranking)]
+    as_text = (section or PairsSection()).dialogues == "text"
+    rows = cast(str | Path | Sequence[object], source)
+    return parse_rows(rows, lambda row: _as_preference(row, as_text), label="pairs", bad=bad)
+
+
+def load_pairs(source: str | Path | Sequence[PreferenceLike], section: PairsSection | None = None) -> list[Pair]:
+    """What `load_preferences` gives, strictly, with each ranking as every two of its completions."""
+    return [
+        pair
+        for item in load_preferences(source, section)
+        for pair in (item.pairs() if isinstance(item, Ranking) else [item])
+    ]
 
 
 def write_pairs(path: str | Path, pairs: Sequence[Pair]) -> None:
@@ -47,42 +78,71 @@ def _as_row(pair: Pair) -> dict[str, object]:
     return row
 
 
-def _as_pair(row: Row) -> Pair:
+def _as_preference(row: Row, dialogues_as_text: bool) -> Pair | Ranking:
+    if COMPLETIONS in row.columns and "chosen" not in row.columns:
+        return as_ranking(row)
+    return _as_pair(row, dialogues_as_text)
+
+
+def _as_pair(row: Row, dialogues_as_text: bool) -> Pair:
     columns = row.columns
     for name in ("chosen", "rejected"):
         if name not in columns:
-            raise RowError(missing_column(name, columns))
-    has_content = columns.get("prompt") is not None
-    content: Text = as_content(columns["prompt"], "prompt") if has_content else ""
+            raise RowError(missing_column(name, columns), "missing column")
+    source = next((name for name in ("prompt", MESSAGES) if columns.get(name) is not None), None)
+    prompt: Text = as_content(columns[source], source) if source else ""
     chosen, rejected = as_completion(columns["chosen"], "chosen"), as_completion(columns["rejected"], "rejected")
-    given = {"chosen": chosen, "rejected": rejected} | ({"prompt": content} if has_content else {})
-    texts = [name for name, value in given.items() if isinstance(value, str)]
-    if 0 < len(texts) < len(given):
-        lists = [name for name in given if name not in texts]
-        raise RowError(f"`{texts[0]}` is text but `{lists[0]}` is a list of messages; give all columns in one form")
     tie = _tie(columns.get("tie"))
     if chosen == rejected and not tie:
-        raise RowError('`chosen` and `rejected` are the same; remove the row, or mark it with "tie": true')
-    others = {name: value for name, value in columns.items() if name not in _PAIR_COLUMNS}
-    prompt = Prompt(id=row.where, content=content, columns=others)
-    return Pair(prompt=prompt, chosen=chosen, rejected=rejected, margin=_margin(columns.get("margin"), tie), tie=tie)
+        raise RowError(
+            '`chosen` and `rejected` are the same; remove the row, or mark it with "tie": true', "same completions"
+        )
+    exchange = _exchange(prompt, chosen, rejected, dialogues_as_text)
+    check_one_form({"prompt": exchange.prompt, "chosen": exchange.chosen, "rejected": exchange.rejected})
+    others = {name: value for name, value in columns.items() if name not in (*_PAIR_COLUMNS, source)}
+    return Pair(
+        Prompt(id=row.where, content=exchange.prompt, columns=others),
+        exchange.chosen,
+        exchange.rejected,
+        margin=_margin(columns.get("margin"), tie),
+        tie=tie,
+    )
+
+
+def _exchange(prompt: Text, chosen: Text, rejected: Text, dialogues_as_text: bool) -> Exchange:
+    """The prompt and the two answers, where the sides hold the whole exchange; else as they are."""
+    exchange = Exchange(prompt, chosen, rejected)
+    if isinstance(chosen, tuple) and isinstance(rejected, tuple):
+        shared = split_messages(chosen, rejected)
+        # Some data sets hold the last question as text in `prompt` beside whole conversations.
+        last = shared.prompt[-1] if isinstance(shared.prompt, tuple) else None
+        repeats_prompt = last is not None and last["content"] == prompt
+        exchange = shared if not prompt or repeats_prompt else exchange
+    elif not prompt and is_dialogue(chosen) and is_dialogue(rejected):
+        texts = str(chosen), str(rejected)
+        exchange = split_text(*texts) if dialogues_as_text else split_messages(*map(as_messages, texts))
+        # Checked again: of a dialogue only the answer counts.
+        as_completion(exchange.chosen, "chosen")
+        as_completion(exchange.rejected, "rejected")
+    return exchange
 
 
 def _tie(value: object) -> bool:
     if value is None or isinstance(value, bool):
         return bool(value)
-    raise RowError(f"`tie` is {kind_of(value)}; give true or false")
+    raise RowError(f"`tie` is {kind_of(value)}; give true or false", "wrong type")
 
 
 def _margin(value: object, tie: bool) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise RowError(f"`margin` is {kind_of(value)}; give a number, in units of reward, or null")
+        raise RowError(f"`margin` is {kind_of(value)}; give a number, in units of reward, or null", "wrong type")
     if not math.isfinite(value) or value < 0:
         raise RowError(
-            f"`margin` is {value}; it must be finite and at least 0 (the better completion stands in `chosen`)"
+            f"`margin` is {value}; it must be finite and at least 0 (the better completion stands in `chosen`)",
+            "bad value",
         )
     if tie and value:
-        raise RowError(f"`margin` is {value} but `tie` is true; a tie has no margin")
+        raise RowError(f"`margin` is {value} but `tie` is true; a tie has no margin", "bad value")
     return float(value)

@@ -1,15 +1,17 @@
-"""Prompts from a JSONL file, from a Python list, or from the built-in openings of film reviews."""
+"""Prompts from a file, folder or hub id, from a Python list, or built in."""
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from tunesmith.config.schema import PromptsSection
+from tunesmith.config.sections import PromptsSection
 from tunesmith.core.errors import DataError
+from tunesmith.data.arithmetic import arithmetic_prompts
 from tunesmith.data.content import as_content
 from tunesmith.data.films import OPENINGS
-from tunesmith.data.rows import Row, RowError, parse_rows
-from tunesmith.schema.records import Message, Prompt
+from tunesmith.data.rows import Row, parse_rows
+from tunesmith.data.tally import BadRows, RowError
+from tunesmith.schema.records import Message, Prompt, Text
 
 PromptLike = str | Sequence[Message] | Mapping[str, object] | Prompt
 """A prompt as given in Python: text, a list of messages, a row with the prompt in its `prompt` column, or a
@@ -19,42 +21,82 @@ PromptLike = str | Sequence[Message] | Mapping[str, object] | Prompt
 FILMS = "films"
 """Name of the built-in source. A file of that name is reached as `./films`."""
 
+ARITHMETIC = "arithmetic"
+"""Name of the built-in sums, for rewards that can be verified."""
+
+MESSAGES = "messages"
+"""Column of whole conversations, in TRL and in most chat data."""
+
 RESERVED_COLUMNS = frozenset({"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"})
 """Names that a reward function receives from the trainer; no column may have them."""
 
 
-def load_prompts(source: str | Path | Sequence[PromptLike], section: PromptsSection | None = None) -> list[Prompt]:
+def load_prompts(
+    source: str | Path | Sequence[PromptLike], section: PromptsSection | None = None, bad: BadRows | None = None
+) -> list[Prompt]:
     """The prompts of `source`, in its order.
 
-    `source` is `films`, the path of a JSONL file (plain or gzipped), or a list of texts, of message lists or of rows.
-    The column that `section.text_column` names becomes the content; the other columns are kept for reward functions.
-    Ids are `file:line`, `films:n` from 1, or `prompts[index]`. Raises DataError that names and counts the rows that
-    cannot be used. Lengths in tokens are checked by `collate.check_prompt_lengths`, prefixes cut by
-    `collate.prefix_prompts`.
+    `source` is `films` or `arithmetic`, anything that `data.sources` reads, or a list of texts, of message lists or of
+    rows. The column that `section.text_column` names becomes the content; without a `prompt` column a conversation in
+    `messages` does, up to its last reply. The other columns are kept for reward functions. Ids are `file:line`,
+    `films:n` from 1, or `prompts[index]`. Rows that cannot be used go to `bad`, which may skip them; without it they
+    are an error. Raises DataError that names and counts them. Lengths in tokens are checked by
+    `collate.check_prompt_lengths`, prefixes cut by `collate.prefix_prompts`.
     """
+    bad = bad or BadRows()
     column = (section or PromptsSection()).text_column
-    if isinstance(source, str) and source == FILMS:
-        return [Prompt(id=f"{FILMS}:{number}", content=opening) for number, opening in enumerate(OPENINGS, start=1)]
     if isinstance(source, str | Path):
         if not str(source):
             raise DataError(
                 f"no prompts are given; name a JSONL file with a `{column}` column, or `{FILMS}`, the built-in openings"
             )
-        return parse_rows(source, lambda row: _as_prompt(row, column))
+        if source in _BUILT_IN:
+            return _as_they_are(_BUILT_IN[str(source)](), bad, str(source))
+        return parse_rows(source, lambda row: _as_prompt(row, column), bad=bad)
     if source and all(isinstance(item, Prompt) for item in source):
-        return [item for item in source if isinstance(item, Prompt)]
+        return _as_they_are([item for item in source if isinstance(item, Prompt)], bad, "the list of prompts")
     rows = [item if isinstance(item, Mapping) else {column: item} for item in source]
-    return parse_rows(rows, lambda row: _as_prompt(row, column), label="prompts")
+    return parse_rows(rows, lambda row: _as_prompt(row, column), label="prompts", bad=bad)
+
+
+def _as_they_are(prompts: list[Prompt], bad: BadRows, name: str) -> list[Prompt]:
+    bad.opened(name)
+    bad.saw(len(prompts))
+    return prompts
+
+
+def _films() -> list[Prompt]:
+    return [Prompt(id=f"{FILMS}:{number}", content=opening) for number, opening in enumerate(OPENINGS, start=1)]
+
+
+_BUILT_IN: Mapping[str, Callable[[], list[Prompt]]] = {FILMS: _films, ARITHMETIC: arithmetic_prompts}
 
 
 def _as_prompt(row: Row, column: str) -> Prompt:
+    if column not in row.columns and column == "prompt" and MESSAGES in row.columns:
+        column = MESSAGES
     if column not in row.columns:
-        raise RowError(missing_column(column, row.columns))
+        raise RowError(missing_column(column, row.columns), "missing column")
     reserved = RESERVED_COLUMNS.intersection(row.columns)
     if reserved:
-        raise RowError(f"column `{min(reserved)}` has a name that reward functions receive from the trainer; rename it")
+        raise RowError(
+            f"column `{min(reserved)}` has a name that reward functions receive from the trainer; rename it",
+            "bad value",
+        )
     others = {name: value for name, value in row.columns.items() if name != column}
-    return Prompt(id=row.where, content=as_content(row.columns[column], column), columns=others)
+    content = as_content(row.columns[column], column)
+    if column == MESSAGES:
+        content = _without_reply(content)
+    return Prompt(id=row.where, content=content, columns=others)
+
+
+def _without_reply(content: Text) -> Text:
+    """A conversation without the assistant's turn at its end, which a new completion replaces."""
+    if isinstance(content, str) or content[-1]["role"] != "assistant":
+        return content
+    if len(content) == 1:
+        raise RowError(f"`{MESSAGES}` holds one reply and nothing that it answers", "empty")
+    return content[:-1]
 
 
 def missing_column(column: str, columns: Mapping[str, object]) -> str:

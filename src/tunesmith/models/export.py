@@ -8,11 +8,13 @@ from pathlib import Path
 
 import torch
 import yaml
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tunesmith.core.errors import ModelError, RunError
 from tunesmith.models.assets import SMOLLM2, SMOLLM2_HUB_ID, sync_folder
+from tunesmith.models.folder_check import find_pickle
 from tunesmith.models.heads import PolicyWithValue, RewardModel, ScalarHead
 from tunesmith.models.loaded import quiet_transformers
 
@@ -77,12 +79,20 @@ def save_value_head(head: ScalarHead, folder: Path) -> None:
 
 
 def load_value_head(folder: Path, *, device: str | torch.device = "cpu") -> ScalarHead | None:
-    """The value head that lies in `folder`, or None. Raises ModelError if the file is no value head."""
+    """The value head that lies in `folder`, or None. Raises ModelError if the file is no value head, or a pickle."""
     path = folder / VALUE_HEAD_FILE
     if not path.is_file():
+        if pickles := find_pickle(folder, path.stem):
+            raise ModelError(
+                f"{folder} has {pickles[0]}, which can run code when read; convert it to {VALUE_HEAD_FILE} with "
+                "`safetensors.torch.save_file` in a place where you trust the file"
+            )
         return None
-    tensors = load_file(path)
-    if tensors.keys() != {"weight", "bias"}:
+    try:
+        tensors = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path} cannot be read as safetensors ({error}); it is damaged or no value head") from error
+    if tensors.keys() != {"weight", "bias"} or tensors["weight"].dim() != 2:
         raise ModelError(f"{path} holds {', '.join(sorted(tensors))}; a value head has weight and bias")
     head = ScalarHead(tensors["weight"].shape[1])
     head.load_state_dict(tensors)

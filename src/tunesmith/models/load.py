@@ -1,6 +1,7 @@
 """Models by name: hub id, local folder, run folder, GGUF file, `smollm2`, `scratch`, `tiny:<family>`.
 
-Weights are read from safetensors alone (a pickle can run code), and no code is ever taken from a model's repository.
+Weights are read from safetensors alone (a pickle can run code), and code of a model's repository is run only where the
+recipe says so (`model.trust_remote_code`); see `folder_check`.
 """
 
 import copy
@@ -8,6 +9,7 @@ import re
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
@@ -18,9 +20,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from tunesmith.config.schema import ModelSection
+from tunesmith.config.sections import ModelSection
 from tunesmith.core.errors import ModelError
 from tunesmith.models import assets, tiny
+from tunesmith.models.folder_check import check_folder
 from tunesmith.models.heads import RewardModel, RewardTransform
 from tunesmith.models.loaded import (
     LoadedModel,
@@ -44,8 +47,29 @@ __all__ = [
 
 _FORMS = "a hub id, a local folder, a run folder, a .gguf file, smollm2, scratch, or tiny:<family>"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.h5", "*.msgpack")
 _TINY = "tiny:"
+_TRUST_POLICY = (
+    "set model.trust_remote_code to true (`--model.trust-remote-code true` of train, `--trust-remote-code` of "
+    "generate and chat)"
+)
+_TRUST_REWARD = (
+    "load it in a reward function of your own (`./file.py:name`), because a reward source never runs a model's code"
+)
+
+# What the library raises when the values of a config or tokenizer file make no sense.
+_LIBRARY_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    SafetensorError,
+    StrictDataclassError,
+    TypeError,
+    ValueError,
+)
 
 
 def load_policy(
@@ -60,9 +84,11 @@ def load_policy(
     if _is_built_in_code(section.name):
         loaded = _build_in_code(section.name, section.seed, dtype)
     else:
-        folder = find_folder(section.name)
-        model = _from_folder(AutoModelForCausalLM, folder, section.name, dtype)
-        loaded = LoadedModel(model, load_tokenizer(folder, section.name), section.name, dtype)
+        trust = section.trust_remote_code
+        folder = find_folder(section.name, trust_remote_code=trust)
+        model = _from_folder(AutoModelForCausalLM, folder, section.name, dtype, trust_remote_code=trust)
+        tokenizer = load_tokenizer(folder, section.name, trust_remote_code=trust)
+        loaded = LoadedModel(model, tokenizer, section.name, dtype)
     _prepare(loaded.model, device, gradient_checkpointing=section.gradient_checkpointing)
     return loaded
 
@@ -82,9 +108,12 @@ def new_reward_model(
         tokenizer, model = policy.tokenizer, _classifier_on(policy.model, dtype)
         has_head = False
     else:
-        folder = find_folder(section.name)
-        tokenizer = load_tokenizer(folder, section.name)
-        model, missing = _from_pretrained(AutoModelForSequenceClassification, folder, section.name, dtype, num_labels=1)
+        trust = section.trust_remote_code
+        folder = find_folder(section.name, trust_remote_code=trust)
+        tokenizer = load_tokenizer(folder, section.name, trust_remote_code=trust)
+        model, missing = _from_pretrained(
+            AutoModelForSequenceClassification, folder, section.name, dtype, trust_remote_code=trust, num_labels=1
+        )
         has_head = "score.weight" not in missing
     score = getattr(model, "score", None)
     if not isinstance(score, nn.Linear):
@@ -111,12 +140,13 @@ def load_reward_model(
 ) -> RewardModel:
     """The trained reward model or classifier `name`, frozen; `label` and `transform` say which logit is the reward.
 
-    Raises ModelError if `name` is no sequence classifier, or if it has several labels and none was chosen.
+    Code that the model brings along is never run here. Raises ModelError if it asks for that, if `name` is no sequence
+    classifier, or if it has several labels and none was chosen.
     """
     dtype = dtype or compute_dtype("auto", device)
     if _is_built_in_code(name):
         raise ModelError(f"{name!r} has no trained reward head; give a run folder, a local folder or a hub id")
-    folder = find_folder(name)
+    folder = find_folder(name, how_to_trust=_TRUST_REWARD)
     model, missing = _from_pretrained(AutoModelForSequenceClassification, folder, name, dtype)
     if missing:
         raise ModelError(
@@ -128,10 +158,11 @@ def load_reward_model(
     return reward_model.eval().requires_grad_(False)
 
 
-def find_folder(name: str) -> Path:
+def find_folder(name: str, *, trust_remote_code: bool = False, how_to_trust: str = _TRUST_POLICY) -> Path:
     """The local folder with the files of the model `name`, after download or conversion where needed.
 
-    A run folder leads to its `final/`. Raises ModelError if there is none, or if its weights are not safetensors.
+    A run folder leads to its `final/`. Raises ModelError if there is none, if its weights are not safetensors, or if it
+    brings code along and `trust_remote_code` is off.
     """
     path = Path(name).expanduser()
     if name == assets.SMOLLM2:
@@ -139,21 +170,28 @@ def find_folder(name: str) -> Path:
     if path.is_file() and path.suffix.lower() == ".gguf":
         return assets.convert_gguf(path)
     if path.is_dir():
-        return _checked_folder(path, name)
+        folder = _model_folder(path, name)
+        check_folder(folder, name, trust_remote_code=trust_remote_code, how_to_trust=how_to_trust)
+        return folder
     if path.exists() or not _HUB_ID.fullmatch(name) or path.suffix.lower() == ".gguf":
         what = "is no model folder or .gguf file" if path.exists() else "does not exist and is no hub id"
         raise ModelError(f"the model {name!r} {what}; give {_FORMS}")
-    return _checked_folder(assets.download_from_hub(name), name)
+    folder = assets.download_from_hub(name, with_code=trust_remote_code)
+    check_folder(folder, name, trust_remote_code=trust_remote_code, how_to_trust=how_to_trust)
+    return folder
 
 
-def load_tokenizer(folder: Path, name: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(folder: Path, name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer in `folder`, padding on the right, with its eos as padding token if it has none."""
     try:
         with quiet_transformers():
-            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        # The tokenizers library raises `Exception` itself for a file that makes no sense.
+        if type(error) is not Exception and not isinstance(error, _LIBRARY_ERRORS):
+            raise
         raise ModelError(
-            f"cannot load a tokenizer for {name!r} ({_first_line(error)}); add its tokenizer.json"
+            f"cannot load a tokenizer for {name!r} ({_first_line(error)}); look at its tokenizer.json"
         ) from error
     tokenizer.padding_side = "right"
     if tokenizer.pad_token is None and tokenizer.eos_token is not None:
@@ -199,26 +237,21 @@ def _build_in_code(name: str, seed: int, dtype: torch.dtype) -> LoadedModel:
     return tiny.tiny_model(name.removeprefix(_TINY), seed, dtype=dtype)
 
 
-def _checked_folder(folder: Path, name: str) -> Path:
-    final = folder / "final"
-    if (final / "config.json").is_file():
-        folder = final
-    elif (folder / "recipe.yaml").is_file() and not (folder / "config.json").is_file():
-        raise ModelError(f"the run {name!r} has no final/ model: it did not finish; give another run or a model folder")
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"the folder of {name!r} holds no config.json, so it is no model; give {_FORMS}")
-    if any(folder.glob("*.safetensors")):
+def _model_folder(folder: Path, name: str) -> Path:
+    """`folder`, or the `final/` of the run that it is."""
+    if (folder / "final" / "config.json").is_file():
+        return folder / "final"
+    if (folder / "config.json").is_file():
         return folder
-    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
-    found = f"only {', '.join(pickles[:3])}, which can run code when read" if pickles else "no weights"
-    raise ModelError(
-        f"{name!r} has {found}; Tunesmith reads safetensors alone. Take a revision with safetensors, or convert "
-        "it with `save_pretrained` in a place where you trust the file"
-    )
+    if (folder / "recipe.yaml").is_file():
+        raise ModelError(f"the run {name!r} has no final/ model: it did not finish; give another run or a model folder")
+    raise ModelError(f"the folder of {name!r} holds no config.json, so it is no model; give {_FORMS}")
 
 
-def _from_folder(auto_class: type, folder: Path, name: str, dtype: torch.dtype) -> PreTrainedModel:
-    model, missing = _from_pretrained(auto_class, folder, name, dtype)
+def _from_folder(
+    auto_class: type, folder: Path, name: str, dtype: torch.dtype, *, trust_remote_code: bool
+) -> PreTrainedModel:
+    model, missing = _from_pretrained(auto_class, folder, name, dtype, trust_remote_code=trust_remote_code)
     if missing:
         raise ModelError(
             f"{name!r} is no complete language model: its weights lack {', '.join(sorted(missing)[:3])}; "
@@ -228,15 +261,26 @@ def _from_folder(auto_class: type, folder: Path, name: str, dtype: torch.dtype) 
 
 
 def _from_pretrained(
-    auto_class: type, folder: Path, name: str, dtype: torch.dtype, **options: object
+    auto_class: type,
+    folder: Path,
+    name: str,
+    dtype: torch.dtype,
+    *,
+    trust_remote_code: bool = False,
+    **options: object,
 ) -> tuple[PreTrainedModel, set[str]]:
     """The model and the names of parameters that its files lack."""
     try:
         with quiet_transformers():
             model, info = auto_class.from_pretrained(  # type: ignore[attr-defined]
-                folder, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True, **options
+                folder,
+                dtype=dtype,
+                use_safetensors=True,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+                **options,
             )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+    except _LIBRARY_ERRORS as error:
         raise ModelError(f"cannot load {name!r} from {folder} ({_first_line(error)}); give {_FORMS}") from error
     return model, set(info["missing_keys"])
 
@@ -262,5 +306,6 @@ def _prepare(model: PreTrainedModel, device: str | torch.device, *, gradient_che
 
 
 def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    """What `error` says in one line; a line that only announces the next takes it along."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

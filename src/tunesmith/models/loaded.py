@@ -43,6 +43,11 @@ def unmask_padding_embedding(model: PreTrainedModel) -> None:
         embedding.padding_idx = None
 
 
+def context_length(model: PreTrainedModel) -> int | None:
+    """Tokens that the model's positions reach; None where its configuration names no limit."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast the parameters of `model` to `dtype` and leave its buffers alone, as the library's loading does.
 

@@ -13,11 +13,14 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from tunesmith.config.schema import OptimizerSection
+from tunesmith.config.sections import OptimizerSection
 from tunesmith.core.errors import CheckpointError, TrainingError
 from tunesmith.models.heads import ScalarHead
 
 _COUNTS = ("num_steps", "weight_version", "num_refused", "num_refused_in_row")
+
+LOSS = "the loss"
+"""Stands in `StepReport.bad_parameter` where the gradients are finite and the loss is not."""
 
 _MOMENTS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "num_updates": "step"}
 """Prefix of a tensor in `OptimizerState`, and its name in torch's AdamW."""
@@ -37,7 +40,8 @@ class StepReport:
     """What a step did.
 
     `grad_norm`: before clipping; `learning_rate`: of the first group; `refused`: the step changed nothing, because the
-    gradient of `bad_parameter`, the first such, holds NaN or infinity; `num_refused_in_row`: refused since a good one.
+    gradient of `bad_parameter`, the first such, holds NaN or infinity, or because the loss does (then `bad_parameter`
+    is `LOSS`); `num_refused_in_row`: refused since a good one.
     """
 
     grad_norm: float
@@ -45,6 +49,11 @@ class StepReport:
     refused: bool
     bad_parameter: str | None
     num_refused_in_row: int
+
+    @property
+    def bad_part(self) -> str:
+        """What was not finite, in words."""
+        return LOSS if self.bad_parameter == LOSS else f"the gradient of {self.bad_parameter}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +177,7 @@ class MasterAdamW:
         learning_rate = self._set_learning_rates()
         bad_parameter = None if math.isfinite(grad_norm) else _first_bad(used)
         if bad_parameter is None and not math.isfinite(loss):
-            bad_parameter = "the loss"
+            bad_parameter = LOSS
         if bad_parameter is not None:
             self.num_refused += 1
             self.num_refused_in_row += 1
@@ -183,6 +192,11 @@ class MasterAdamW:
             self.num_refused_in_row = 0
         self.zero_grad()
         return StepReport(grad_norm, learning_rate, bad_parameter is not None, bad_parameter, self.num_refused_in_row)
+
+    @property
+    def num_trained(self) -> int:
+        """Numbers that are trained."""
+        return sum(slot.parameter.numel() for slot in self._slots)
 
     def zero_grad(self) -> None:
         """Forget the accumulated gradients and free their memory."""
@@ -233,7 +247,9 @@ class MasterAdamW:
         self.num_steps = state.scalars["num_steps"]
         self.num_refused = state.scalars["num_refused"]
         self.num_refused_in_row = state.scalars["num_refused_in_row"]
-        self.weight_version = max(state.scalars["weight_version"], self.weight_version + 1)
+        version = state.scalars["weight_version"]
+        # Version 0 is the weights as they were loaded, in every run.
+        self.weight_version = 0 if version == self.weight_version == 0 else max(version, self.weight_version + 1)
 
     def _set_learning_rates(self) -> float:
         factor = schedule_factor(self._section, self.num_steps, self._total_steps)

@@ -20,6 +20,7 @@ class RunFacts:
     result: Mapping[str, Any]
     metrics: tuple[Row, ...]
     samples: tuple[Row, ...]
+    findings: tuple[Row, ...]
     num_unreadable: int
 
 
@@ -31,6 +32,7 @@ def read_run(run_dir: Path) -> RunFacts:
         )
     metrics, num_bad_metrics = read_rows(run_dir / "metrics.jsonl")
     samples, num_bad_samples = read_rows(run_dir / "samples.jsonl")
+    findings, num_bad_findings = read_rows(run_dir / "findings.jsonl")
     return RunFacts(
         name=run_dir.resolve().name,
         recipe=_text(run_dir / "recipe.yaml"),
@@ -38,7 +40,8 @@ def read_run(run_dir: Path) -> RunFacts:
         result=_object(run_dir / "result.json"),
         metrics=metrics,
         samples=samples,
-        num_unreadable=num_bad_metrics + num_bad_samples,
+        findings=findings,
+        num_unreadable=num_bad_metrics + num_bad_samples + num_bad_findings,
     )
 
 

@@ -40,7 +40,8 @@ from tunesmith.reports.views import (
 def write_run_report(run_dir: Path) -> Path:
     """Write `report.html` into a run folder from what stands there, and return its path.
 
-    Reads recipe.yaml, environment.json, metrics.jsonl, samples.jsonl and result.json; each may be missing.
+    Reads recipe.yaml, environment.json, metrics.jsonl, samples.jsonl, findings.jsonl and result.json; each may be
+    missing.
     Raises RunError if `run_dir` is no folder.
     """
     facts = read_run(run_dir)
@@ -55,6 +56,9 @@ def write_run_report(run_dir: Path) -> Path:
         curves=drawn,
         metric_columns=TABLE_COLUMNS,
         steps=step_samples(facts.samples),
+        findings=[
+            tuple(str(row.get(name, "")) for name in ("step", "name", "severity", "message")) for row in facts.findings
+        ],
         environment=text.flatten(facts.environment),
         result=text.flatten(facts.result),
     )
@@ -81,13 +85,13 @@ def write_demo_report(path: Path, demo: Facts) -> Path:
 
     `demo` holds `result` (what `tunesmith demo --json` prints), `comparison` (`Comparison.to_json()`), `votes`
     (`num_train`, `num_heldout`, `num_ties`, `accuracy`, `examples`, and optionally `calibration`), `reward_metrics` and
-    `ppo_metrics` (rows of metrics.jsonl), `environment`, `rater`, and optionally `stages` (name -> seconds)
-    and `command`.
+    `policy_metrics` (rows of metrics.jsonl), `environment`, `rater`, and optionally `algorithm` (what trained the
+    policy, by default PPO), `stages` (name -> seconds) and `command`.
     """
     comparison: Facts = demo.get("comparison") or {}
     votes: Facts = demo.get("votes") or {}
     reward_curves = curves(_rows(demo, "reward_metrics"), prefix="rm-")
-    ppo_curves = curves(_rows(demo, "ppo_metrics"), prefix="ppo-")
+    policy_curves = curves(_rows(demo, "policy_metrics"), prefix="policy-")
     charts = _comparison_charts(comparison)
     calibration = calibration_chart("calibration", votes.get("calibration") or ())
     stages: Mapping[str, Any] = demo.get("stages") or {}
@@ -97,7 +101,7 @@ def write_demo_report(path: Path, demo: Facts) -> Path:
     return _write(
         path,
         "demo.html",
-        (*charts.values(), *reward_curves.all, *ppo_curves.all, *([calibration] if calibration else [])),
+        (*charts.values(), *reward_curves.all, *policy_curves.all, *([calibration] if calibration else [])),
         title="Before and after",
         result=result,
         accuracy=number(votes.get("accuracy", result.get("reward_model_accuracy"))),
@@ -111,8 +115,9 @@ def write_demo_report(path: Path, demo: Facts) -> Path:
         charts=charts,
         calibration=calibration,
         reward_curves=reward_curves,
-        ppo_curves=ppo_curves,
-        num_ppo_steps=len(_rows(demo, "ppo_metrics")),
+        policy_curves=policy_curves,
+        num_policy_steps=len(_rows(demo, "policy_metrics")),
+        algorithm=str(demo.get("algorithm") or "PPO"),
         samples=prompt_samples(comparison.get("samples", ())),
         stages=[(name, seconds, _share(seconds, stages)) for name, seconds in stages.items()],
         environment=text.flatten(demo.get("environment") or {}),

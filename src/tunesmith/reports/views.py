@@ -230,13 +230,17 @@ def run_tiles(metrics: Sequence[Row], result: Facts) -> tuple[Tile, ...]:
         ("rewards/accuracies", "Accuracy on votes"),
         ("accuracy", "Accuracy on votes"),
         ("eval/accuracy", "Accuracy on held-out votes"),
-        ("kl", "KL, nats"),
-        ("objective/kl", "KL, nats"),
+        ("kl", "KL, nats per token"),
+        ("objective/kl", "KL, nats per completion"),
         ("entropy", "Entropy, nats"),
         ("loss", "Loss"),
         ("tokens_per_s", "Tokens per second"),
     )
     tiles = [Tile("Steps recorded", decimal(len(metrics)))] if metrics else []
+    for key, name in (("accuracy", "Right answers, sampled"), ("greedy", "Right answers, greedy")):
+        before, after = number(result.get(f"{key}_before")), number(result.get(f"{key}_after"))
+        if before is not None and after is not None:
+            tiles.append(Tile(name, f"{percent(before)} → {percent(after)}", "held-out prompts, before and after"))
     for key, name in names:
         values = [value for row in metrics if (value := number(row.get(key))) is not None]
         if values:

@@ -6,14 +6,9 @@ from types import MappingProxyType
 from typing import Literal
 
 from tunesmith.core.errors import RewardError
+from tunesmith.rewards.answers import arithmetic, gsm8k
+from tunesmith.rewards.exchange import Exchange, RewardFunction, frozen, text_of
 from tunesmith.rewards.rater import SimulatedRater
-from tunesmith.schema.records import Message, Text, plain_text
-
-RewardFunction = Callable[..., object]
-"""`f(prompts=, completions=, completion_ids=, **columns)` -> one float or None for each completion."""
-
-Exchange = str | Sequence[Message]
-"""A prompt or completion as functions receive it: text, or a list of messages."""
 
 
 def sentiment() -> RewardFunction:
@@ -21,7 +16,7 @@ def sentiment() -> RewardFunction:
     rater = SimulatedRater()
 
     def sentiment(prompts: Sequence[Exchange], completions: Sequence[Exchange], **kwargs: object) -> list[float]:
-        return [rater.score(_frozen(p), _frozen(c)) for p, c in zip(prompts, completions, strict=True)]
+        return [rater.score(frozen(p), frozen(c)) for p, c in zip(prompts, completions, strict=True)]
 
     return sentiment
 
@@ -43,7 +38,7 @@ def length(unit: Literal["tokens", "words", "characters"] = "tokens", target: fl
         if unit == "tokens":
             counts = [len(ids) for ids in completion_ids]
         else:
-            texts = [_text(completion) for completion in completions]
+            texts = [text_of(completion) for completion in completions]
             counts = [len(text.split()) if unit == "words" else len(text) for text in texts]
         return [float(count) if target is None else -abs(count - target) for count in counts]
 
@@ -64,7 +59,7 @@ def match_format(pattern: str, whole: bool = False) -> RewardFunction:
 
     def format(completions: Sequence[Exchange], **kwargs: object) -> list[float]:
         find = expression.fullmatch if whole else expression.search
-        return [1.0 if find(_text(completion)) else 0.0 for completion in completions]
+        return [1.0 if find(text_of(completion)) else 0.0 for completion in completions]
 
     return format
 
@@ -73,20 +68,19 @@ def unique_chars() -> RewardFunction:
     """The number of different characters in the completion."""
 
     def unique_chars(completions: Sequence[Exchange], **kwargs: object) -> list[float]:
-        return [float(len(set(_text(completion)))) for completion in completions]
+        return [float(len(set(text_of(completion)))) for completion in completions]
 
     return unique_chars
 
 
 BUILTINS: Mapping[str, Callable[..., RewardFunction]] = MappingProxyType(
-    {"sentiment": sentiment, "length": length, "format": match_format, "unique_chars": unique_chars}
+    {
+        "sentiment": sentiment,
+        "length": length,
+        "format": match_format,
+        "unique_chars": unique_chars,
+        "arithmetic": arithmetic,
+        "gsm8k": gsm8k,
+    }
 )
 """Factories of the built-in rewards by name; their parameters are the `arguments` of a recipe."""
-
-
-def _frozen(exchange: Exchange) -> Text:
-    return exchange if isinstance(exchange, str) else tuple(exchange)
-
-
-def _text(exchange: Exchange) -> str:
-    return plain_text(_frozen(exchange))

@@ -8,19 +8,19 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
-import math
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
 from tunesmith.core.errors import RewardError
-from tunesmith.rewards.builtin import BUILTINS, RewardFunction
+from tunesmith.rewards.builtin import BUILTINS
+from tunesmith.rewards.calling import CalledReward, is_async, last_line_of
+from tunesmith.rewards.exchange import RewardFunction
+from tunesmith.rewards.outcome import Policy
 from tunesmith.rewards.sample import Sample
 
 _FORMS = "`./file.py:name` or `package.module:name`"
-_SEARCH_S = 10.0
 _OWN_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
 
 
@@ -79,69 +79,31 @@ def function_name(function: RewardFunction) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
 
 
-class _CallError(RewardError):
-    """The user's function raised."""
-
-
-class FunctionReward:
+class FunctionReward(CalledReward):
     """A Python function as a reward, called as TRL calls it.
 
     `f(prompts=, completions=, completion_ids=, trainer_state=, log_extra=, log_metric=, <columns>=)`: each is a list
-    with one entry per completion, the last three are what `extras` holds. For a conversational prompt, `prompts` holds
-    message lists and `completions` holds `[{"role": "assistant", "content": text}]`. A row without a column gives None.
-    A function without `**kwargs` receives what it names alone.
+    with one entry per completion, the last three are functions and what `extras` holds. For a conversational prompt,
+    `prompts` holds message lists and `completions` holds `[{"role": "assistant", "content": text}]`. A row without a
+    column gives None. A function without `**kwargs` receives what it names alone.
     """
 
-    def __init__(self, function: RewardFunction, name: str | None = None) -> None:
-        self.name = name or function_name(function)
-        self._function = function
+    def __init__(self, function: RewardFunction, name: str | None = None, policy: Policy | None = None) -> None:
+        super().__init__(name or function_name(function), function, policy, is_async=is_async(function))
         self._parameters = _parameters(function)
-        self.is_async = _is_async(function)
 
-    def score(self, samples: Sequence[Sample], extras: Mapping[str, object] | None = None) -> list[float | None]:
-        """One number or None per sample. Raises RewardError that names the function and the sample.
-
-        If the function raises, it is called again with one sample at a time, for some seconds at most, to find the one.
-        """
-        try:
-            return self._checked(self._call(samples, extras), samples)
-        except _CallError:
-            for sample in _for_a_while(samples):
-                self._call([sample], extras)
-            raise
-
-    async def score_async(
-        self, samples: Sequence[Sample], extras: Mapping[str, object] | None = None
-    ) -> list[float | None]:
-        """As `score`, of an `async def` function."""
-        try:
-            return self._checked(await self._call_async(samples, extras), samples)
-        except _CallError:
-            for sample in _for_a_while(samples):
-                await self._call_async([sample], extras)
-            raise
-
-    def _call(self, samples: Sequence[Sample], extras: Mapping[str, object] | None) -> object:
-        arguments = self._arguments(samples, extras or {})
-        try:
-            return self._function(**arguments)
-        except Exception as error:  # the function is the user's: whatever it raises is reported as its failure
-            raise self._raised(error, samples) from error
-
-    async def _call_async(self, samples: Sequence[Sample], extras: Mapping[str, object] | None) -> object:
-        arguments = self._arguments(samples, extras or {})
-        try:
-            return await self._function(**arguments)  # type: ignore[misc]
-        except Exception as error:  # as in `_call`
-            raise self._raised(error, samples) from error
-
-    def _arguments(self, samples: Sequence[Sample], extras: Mapping[str, object]) -> dict[str, object]:
-        names = {name: None for sample in samples for name in sample.prompt.columns if name not in _OWN_COLUMNS}
+    def _arguments(
+        self, samples: Sequence[Sample], columns: Sequence[str], extras: Mapping[str, object]
+    ) -> dict[str, object]:
         arguments: dict[str, object] = {
             "prompts": [_prompt(sample) for sample in samples],
             "completions": [_completion(sample) for sample in samples],
             "completion_ids": [list(sample.completion.token_ids) for sample in samples],
-            **{name: [sample.prompt.columns.get(name) for sample in samples] for name in names},
+            **{
+                name: [sample.prompt.columns.get(name) for sample in samples]
+                for name in columns
+                if name not in _OWN_COLUMNS
+            },
             **extras,
         }
         if self._parameters is None:
@@ -159,58 +121,6 @@ class FunctionReward:
             return arguments
         named = {parameter.name for parameter in self._parameters}
         return {name: value for name, value in arguments.items() if name in named}
-
-    def _raised(self, error: Exception, samples: Sequence[Sample]) -> "_CallError":
-        place = _last_line_of(error)
-        which = samples[0] if len(samples) == 1 else f"{len(samples)} completions together, from {samples[0]}"
-        return _CallError(f"reward `{self.name}` raised {type(error).__name__}: {error}{place}; scoring {which}")
-
-    def _checked(self, output: object, samples: Sequence[Sample]) -> list[float | None]:
-        if isinstance(output, str | bytes | Mapping) or not isinstance(output, Iterable):
-            raise RewardError(
-                f"reward `{self.name}` returned an object of type {type(output).__name__}; it must "
-                "return a list with one number or None for each completion"
-            )
-        values = list(output)
-        if len(values) != len(samples):
-            where = samples[min(len(values), len(samples) - 1)]
-            raise RewardError(
-                f"reward `{self.name}` returned {len(values)} scores for {len(samples)} completions; it must return "
-                f"one for each. Missing or extra from {where}"
-            )
-        return [self._number(value, sample) for value, sample in zip(values, samples, strict=True)]
-
-    def _number(self, value: object, sample: Sample) -> float | None:
-        if value is None:
-            return None
-        try:
-            number = math.nan if isinstance(value, str | bytes) else float(value)  # type: ignore[arg-type]
-        except (TypeError, ValueError):
-            number = math.nan
-        if not math.isfinite(number):
-            raise RewardError(
-                f"reward `{self.name}` returned {value!r} for {sample}; it must be a finite number, or None where the "
-                "reward does not apply"
-            )
-        return number
-
-
-def _is_async(function: RewardFunction) -> bool:
-    """True for `async def`, also inside a partial or as the `__call__` of an object."""
-    if isinstance(function, functools.partial):
-        return _is_async(function.func)
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
-def _for_a_while(samples: Sequence[Sample]) -> Iterator[Sample]:
-    """The samples, until `_SEARCH_S` seconds are over: a function that asks a slow service is not called for all of
-    them.
-    """
-    end_s = time.monotonic() + _SEARCH_S
-    for sample in samples:
-        if time.monotonic() > end_s:
-            return
-        yield sample
 
 
 def _prompt(sample: Sample) -> object:
@@ -230,13 +140,6 @@ def _parameters(function: RewardFunction) -> list[inspect.Parameter] | None:
     except ValueError:
         return None
     return [parameter for parameter in parameters if parameter.kind is not parameter.VAR_POSITIONAL]
-
-
-def _last_line_of(error: Exception) -> str:
-    trace = error.__traceback__
-    while trace and trace.tb_next:
-        trace = trace.tb_next
-    return f" ({Path(trace.tb_frame.f_code.co_filename).name}, line {trace.tb_lineno})" if trace else ""
 
 
 def _load_file(path: Path, source: str) -> ModuleType:
@@ -268,8 +171,8 @@ def _import(name: str, source: str) -> ModuleType:
 def _run(load: Callable[[], ModuleType | None], what: str) -> ModuleType:
     try:
         return load()  # type: ignore[return-value]
-    except Exception as error:  # the file is the user's: whatever it raises is reported as its failure
-        raise RewardError(f"{what} fails to import: {type(error).__name__}: {error}{_last_line_of(error)}") from error
+    except (Exception, SystemExit) as error:  # the file is the user's: whatever it raises is reported as its failure
+        raise RewardError(f"{what} fails to import: {type(error).__name__}: {error}{last_line_of(error)}") from error
 
 
 def _add_to_import_path(folder: Path) -> None:

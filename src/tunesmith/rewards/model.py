@@ -4,13 +4,14 @@ Shape legend: B sequences, T positions.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from tunesmith.core.errors import RewardError
 from tunesmith.models.heads import RewardModel
 from tunesmith.models.tokenizer import PreTrainedTokenizerBase, encode_pair_side, same_vocabulary
+from tunesmith.rewards.outcome import Logged, Outcome, Policy, SampleError, Scored
 from tunesmith.rewards.sample import Sample
 from tunesmith.schema.records import Prompt, plain_text
 
@@ -40,10 +41,13 @@ class ModelReward:
         *,
         policy_tokenizer: PreTrainedTokenizerBase | None = None,
         micro_batch_size: int = 32,
+        policy: Policy | None = None,
     ) -> None:
         if micro_batch_size < 1:
             raise RewardError(f"micro_batch_size is {micro_batch_size}; give 1 or more")
         self.name = name or model_name(model.source)
+        self.policy = policy or Policy()
+        self.is_async = False
         self._model = model
         self._micro_batch_size = micro_batch_size
         self.scores_token_ids = (
@@ -63,18 +67,24 @@ class ModelReward:
         """One reward per sample. Raises RewardError if a sequence is longer than the model takes, or its reward is not
         finite.
         """
+        return self.outcomes(samples).numbers()
+
+    def outcomes(self, samples: Sequence[Sample], extras: Mapping[str, object] | None = None) -> Scored:
+        """The reward of each sample, or why it has none: its sequence is too long, or its reward not finite."""
         sequences = [self._encode(sample) for sample in samples]
-        for sample, ids in zip(samples, sequences, strict=True):
-            if len(ids) > self._max_tokens:
-                raise RewardError(
-                    f"reward model `{self.name}` takes {self._max_tokens} tokens, but {sample} has {len(ids)} with its "
-                    "prompt; lower max_new_tokens or shorten the prompts"
-                )
-        rewards = self._score_sequences(sequences)
-        for sample, reward in zip(samples, rewards, strict=True):
-            if not math.isfinite(reward):
-                raise RewardError(f"reward model `{self.name}` gave {reward} to {sample}; its weights may be damaged")
-        return list(rewards)
+        outcomes: list[Outcome] = [None] * len(samples)
+        fitting = [place for place, ids in enumerate(sequences) if len(ids) <= self._max_tokens]
+        for place in set(range(len(samples))).difference(fitting):
+            outcomes[place] = SampleError(
+                f"reward model `{self.name}` takes {self._max_tokens} tokens, but {samples[place]} has "
+                f"{len(sequences[place])} with its prompt; lower max_new_tokens or shorten the prompts",
+                "too long",
+            )
+        rewards = self._score_sequences([sequences[place] for place in fitting])
+        for place, reward in zip(fitting, rewards, strict=True):
+            message = f"reward model `{self.name}` gave {reward} to {samples[place]}; its weights may be damaged"
+            outcomes[place] = reward if math.isfinite(reward) else SampleError(message, "not finite")
+        return Scored(outcomes, Logged(len(samples)))
 
     def _score_sequences(self, sequences: Sequence[Sequence[int]]) -> list[float]:
         order = sorted(range(len(sequences)), key=lambda index: len(sequences[index]))

@@ -4,33 +4,25 @@ Shape legend: P prompts, G completions per prompt.
 """
 
 import asyncio
-import difflib
 import math
-import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from statistics import fmean
-from typing import TypeVar
 
 import torch
 
 from tunesmith.batch.rollout import Group
-from tunesmith.config.schema import RewardSource
-from tunesmith.core.errors import ModelError, RewardError
+from tunesmith.config.sections import OnError, RewardSource
+from tunesmith.core.errors import RewardError
 from tunesmith.core.trace import span
-from tunesmith.models.heads import RewardModel
-from tunesmith.models.load import load_reward_model
 from tunesmith.models.tokenizer import PreTrainedTokenizerBase
-from tunesmith.rewards.builtin import BUILTINS, RewardFunction
-from tunesmith.rewards.functions import FunctionReward, builtin_function, check_callable, load_function
+from tunesmith.rewards.builtin import BUILTINS
+from tunesmith.rewards.calling import CalledReward
 from tunesmith.rewards.model import ModelReward
-from tunesmith.rewards.sample import Reward, Sample, samples_of
-
-T = TypeVar("T")
-
-RewardLike = RewardSource | str | RewardModel | Reward | RewardFunction
-"""A section of a recipe, its source as text, a reward model, an object with `name` and `score`, or a function."""
+from tunesmith.rewards.outcome import Failure, Logged, Policy, Scored
+from tunesmith.rewards.sample import Sample, samples_of
+from tunesmith.rewards.settle import Settler
+from tunesmith.rewards.sources import Loading, RewardLike, resolve
+from tunesmith.rewards.threads import EventLoop, HangError
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,23 +38,32 @@ class Scores:
     """Scores of P groups of G completions.
 
     `total_PG` is the weighted sum, float32. `parts[name]` holds one reward unweighted, NaN where it does not apply.
-    `logged` are means of what functions passed to `log_metric`, `columns` what they passed to `log_extra`.
+    `valid_PG` is False where a completion is left out of training because a reward failed on it; `total_PG` is 0 there.
+    `failures` lists every reward that had no number for a completion, and what was done. `logged` are means of what
+    functions passed to `log_metric`, `columns` what they passed to `log_extra`.
     """
 
     total_PG: torch.Tensor
     parts: Mapping[str, torch.Tensor]
+    valid_PG: torch.Tensor
+    failures: Sequence[Failure] = ()
     logged: Mapping[str, float] = field(default_factory=dict[str, float])
     columns: Mapping[str, Sequence[object]] = field(default_factory=dict[str, Sequence[object]])
 
     def metrics(self) -> dict[str, float]:
-        """`reward`, `reward_std`, and `rewards/<name>/mean` and `/std` over the completions that have the reward (TRL's
-        names).
+        """`reward`, `reward_std`, and `rewards/<name>/mean` and `/std` over the valid completions that have the reward
+        (TRL's names); `rewards/num_failed` and `rewards/num_dropped`; and what functions logged.
         """
-        metrics = {"reward": float(self.total_PG.mean()), "reward_std": _std(self.total_PG.flatten())}
+        total = self.total_PG[self.valid_PG]
+        metrics = {"reward": float(total.mean()), "reward_std": _std(total)}
         for name, part_PG in self.parts.items():
-            known = part_PG[~part_PG.isnan()]
+            known = part_PG[self.valid_PG & ~part_PG.isnan()]
             if len(known):
                 metrics |= {f"rewards/{name}/mean": float(known.mean()), f"rewards/{name}/std": _std(known)}
+        metrics |= {
+            "rewards/num_failed": float(len(self.failures)),
+            "rewards/num_dropped": float((~self.valid_PG).sum()),
+        }
         return {**metrics, **self.logged}
 
 
@@ -70,10 +71,10 @@ class Scorer:
     """The weighted sum of rewards.
 
     `sources` are sections of a recipe, or their `source` as text, or Python objects: functions, reward models, anything
-    with a `name` and `score(samples)`. `weights` replaces the sections' weights. `policy_tokenizer` lets reward models
-    with the same tokenizer score sampled ids as they are; `device` and `dtype` are where named reward models are
-    loaded. Two rewards of one name are told apart by a number: `length`, `length_2`. Raises RewardError for a source
-    that leads nowhere.
+    with a `name` and `score(samples)`. `weights` replaces the sections' weights. `on_error` and `timeout_s` hold for
+    what is no section, which has its own. `policy_tokenizer` lets reward models with the same tokenizer score sampled
+    ids as they are; `device` is where named reward models are loaded. Two rewards of one name are told apart by a
+    number: `length`, `length_2`. Raises RewardError for a source that leads nowhere.
     """
 
     def __init__(
@@ -84,7 +85,8 @@ class Scorer:
         policy_tokenizer: PreTrainedTokenizerBase | None = None,
         device: str | torch.device = "cpu",
         dtype: torch.dtype | None = None,
-        micro_batch_size: int = 32,
+        on_error: OnError = "fail",
+        timeout_s: float | None = None,
     ) -> None:
         if not sources:
             raise RewardError(f"no reward is given; give at least one, for example a built-in: {', '.join(BUILTINS)}")
@@ -92,21 +94,13 @@ class Scorer:
             raise RewardError(f"{len(weights)} weights for {len(sources)} rewards; give one for each")
         if not all(math.isfinite(weight) for weight in weights or ()):
             raise RewardError(f"the weights of the rewards are {list(weights or ())}; each must be finite")
-
-        def with_model(model: RewardModel) -> ModelReward:
-            return ModelReward(model, policy_tokenizer=policy_tokenizer, micro_batch_size=micro_batch_size)
-
-        def load(section: RewardSource) -> ModelReward:
-            model = load_reward_model(
-                section.source, label=section.label, transform=section.transform, device=device, dtype=dtype
-            )
-            return with_model(model)
-
-        self._rewards = [_resolve(source, with_model, load) for source in sources]
+        loading = Loading(policy_tokenizer, device, dtype, Policy(on_error, timeout_s))
+        self._rewards = [resolve(source, loading) for source in sources]
         own_weights = [source.weight if isinstance(source, RewardSource) else 1.0 for source in sources]
         self.weights = tuple(own_weights if weights is None else weights)
         self.names = _distinct([reward.name for reward in self._rewards])
-        self._loop = _EventLoop()
+        self._loop = EventLoop()
+        self._settler = Settler(self.names, [reward.policy for reward in self._rewards], self.weights)
 
     @property
     def num_models(self) -> int:
@@ -116,125 +110,69 @@ class Scorer:
     def score(self, groups: Sequence[Group], *, state: TrainerState | None = None) -> Scores:
         """The scores of all completions. `state` is passed on to functions as `trainer_state`.
 
-        Raises RewardError that names the reward and the sample: for a function that raises or returns something that is
-        no score, and for a sample to which no reward applies.
+        A reward without a number for a sample (it raised, hung, returned no number), and a sample to which no reward
+        applies, follow `on_error`. Raises RewardError that names the reward and the sample under `fail`, and if every
+        completion is dropped.
         """
         samples = samples_of(groups)
         sizes = sorted({len(group.completions) for group in groups})
         if len(sizes) != 1 or not samples:
             raise RewardError(f"groups of {sizes or 'no'} completions; one call scores groups of one size, at least 1")
-        log = _Log()
-        extras = {"trainer_state": state or TrainerState(), "log_extra": log.extra, "log_metric": log.metric}
-        values = torch.tensor(self._all_values(samples, extras), dtype=torch.float32)
-        applies = ~values.isnan()
-        for sample, any_applies in zip(samples, applies.any(dim=0).tolist(), strict=True):
-            if not any_applies:
-                raise RewardError(
-                    f"no reward applies to {sample}: {', '.join(f'`{name}`' for name in self.names)} returned None; "
-                    "let one of them return a number for every sample"
-                )
-        weights = torch.tensor(self.weights, dtype=torch.float32)[:, None]
-        total = (torch.where(applies, values, 0.0) * weights).sum(dim=0)
+        scored = self._scored(samples, {"trainer_state": state or TrainerState()})
+        settled = self._settler.settle(samples, scored)
+        logged = Logged(len(samples))
+        for part in scored:
+            logged.add(part.logged, range(len(samples)))
         shape = (len(groups), sizes[0])
-        parts = {name: part.reshape(shape) for name, part in zip(self.names, values, strict=True)}
-        return Scores(total.reshape(shape), parts, logged=log.means(), columns=log.columns)
+        return Scores(
+            total_PG=settled.total_N.reshape(shape),
+            parts={name: part.reshape(shape) for name, part in zip(self.names, settled.values_RN, strict=True)},
+            valid_PG=settled.valid_N.reshape(shape),
+            failures=settled.failures,
+            logged=logged.means(),
+            columns=logged.columns,
+        )
 
-    def _all_values(self, samples: Sequence[Sample], extras: Mapping[str, object]) -> list[list[float]]:
-        """One row per reward; None becomes NaN. Async functions run at the same time."""
-        rows: dict[int, list[float | None]] = {}
-        waiting: dict[int, Coroutine[object, object, list[float | None]]] = {}
+    def _scored(self, samples: Sequence[Sample], extras: Mapping[str, object]) -> list[Scored]:
+        """What each reward made of the samples, in the order of the rewards. Async functions run at the same time."""
+        scored: dict[int, Scored] = {}
         for index, (reward, name) in enumerate(zip(self._rewards, self.names, strict=True)):
-            if not isinstance(reward, FunctionReward):
+            if not reward.is_async:
                 with span(name):
-                    rows[index] = reward.score(samples)
-            elif reward.is_async:
-                waiting[index] = reward.score_async(samples, extras)
-            else:
-                with span(name):
-                    rows[index] = reward.score(samples, extras)
+                    scored[index] = _checked(reward, reward.outcomes(samples, extras))
+        waiting = {i: r for i, r in enumerate(self._rewards) if isinstance(r, CalledReward) and r.is_async}
         if waiting:
             with span("async"):
-                rows |= dict(zip(waiting, self._loop.run(_gather(list(waiting.values()))), strict=True))
-        return [[float("nan") if value is None else value for value in rows[index]] for index in range(len(rows))]
+                scored |= self._scored_async(waiting, samples, extras)
+        return [scored[index] for index in range(len(self._rewards))]
+
+    def _scored_async(
+        self, rewards: Mapping[int, CalledReward], samples: Sequence[Sample], extras: Mapping[str, object]
+    ) -> dict[int, Scored]:
+        done: dict[int, Scored] = {}
+
+        async def score(index: int, reward: CalledReward) -> None:
+            done[index] = await reward.outcomes_async(samples, extras)
+
+        async def score_all() -> list[BaseException | None]:
+            return await asyncio.gather(*(score(i, r) for i, r in rewards.items()), return_exceptions=True)
+
+        limits = [r.policy.timeout_s for r in rewards.values() if r.policy.timeout_s is not None]
+        try:
+            for error in self._loop.run(score_all(), min(limits, default=None)):
+                if error is not None:
+                    raise error
+            scored = done
+        except HangError as error:  # the whole loop: what has ended counts, the others follow their policies
+            scored = {index: reward.hung(samples, error) for index, reward in rewards.items()} | dict(done)
+        return {index: _checked(reward, scored[index]) for index, reward in rewards.items()}
 
 
-class _Log:
-    """Collects what reward functions log."""
-
-    def __init__(self) -> None:
-        self.columns: dict[str, Sequence[object]] = {}
-        self._values: dict[str, list[float]] = {}
-
-    def extra(self, column: str, values: Sequence[object]) -> None:
-        self.columns[column] = list(values)
-
-    def metric(self, name: str, value: float) -> None:
-        self._values.setdefault(name, []).append(float(value))
-
-    def means(self) -> dict[str, float]:
-        return {name: fmean(values) for name, values in self._values.items()}
-
-
-class _EventLoop:
-    """One asyncio loop in a thread of its own, started on first use.
-
-    Clients of async services bind to the loop that first used them, so that one loop must serve all calls; and the
-    caller may itself run inside a loop, as in a notebook.
-    """
-
-    def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    def run(self, coroutine: Coroutine[object, object, T]) -> T:
-        """The result of `coroutine`."""
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name="tunesmith-rewards", daemon=True).start()
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
-
-
-async def _gather(coroutines: Sequence[Coroutine[object, object, T]]) -> list[T]:
-    return list(await asyncio.gather(*coroutines))
-
-
-def _resolve(
-    source: RewardLike, with_model: Callable[[RewardModel], ModelReward], load: Callable[[RewardSource], ModelReward]
-) -> Reward | FunctionReward:
-    if isinstance(source, str):
-        source = RewardSource(source=source)
-    if isinstance(source, RewardSource):
-        return _from_section(source, load)
-    if isinstance(source, RewardModel):
-        return with_model(source)
-    if isinstance(source, Reward | FunctionReward):
-        return source
-    return FunctionReward(check_callable(source, repr(source)))
-
-
-def _from_section(section: RewardSource, load: Callable[[RewardSource], ModelReward]) -> Reward | FunctionReward:
-    source = section.source
-    is_builtin = source in BUILTINS
-    is_model = not is_builtin and (Path(source).is_dir() or (":" not in source and not source.endswith(".py")))
-    if section.arguments and not is_builtin:
-        raise RewardError(f"reward {source!r} takes no `arguments`: only built-ins do ({', '.join(BUILTINS)})")
-    if not is_model and (section.label is not None or section.transform != "raw"):
-        raise RewardError(
-            f"reward {source!r} is a function; `label` and `transform` belong to reward models, remove them"
-        )
-    if is_builtin:
-        return FunctionReward(builtin_function(source, section.arguments), name=source)
-    if not is_model:
-        return FunctionReward(load_function(source))
-    close = difflib.get_close_matches(source, list(BUILTINS), n=1, cutoff=0.75)
-    if close and not Path(source).exists():
-        raise RewardError(f"reward {source!r} is no built-in and no model; did you mean {close[0]!r}?")
-    try:
-        return load(section)
-    except ModelError as error:
-        raise RewardError(
-            f"reward {source!r}: {error}. A reward is `./file.py:name`, `package.module:name`, a reward model, or a "
-            f"built-in: {', '.join(BUILTINS)}"
-        ) from error
+def _checked(reward: ModelReward | CalledReward, scored: Scored) -> Scored:
+    """`scored`; raises its first failure if `reward` fails on any, before the next reward is asked."""
+    if reward.policy.on_error == "fail":
+        scored.numbers()
+    return scored
 
 
 def _distinct(names: Sequence[str]) -> tuple[str, ...]:

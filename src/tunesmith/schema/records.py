@@ -1,5 +1,6 @@
-"""Records of text: prompts, preference pairs and votes. Column names are TRL's."""
+"""Records of text: prompts, preference pairs, rankings and votes. Column names are TRL's."""
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -57,6 +58,26 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
+class Ranking:
+    """Two or more completions of a prompt, each with its place: 1 is the best, equal places are ties.
+
+    Example: `Ranking(prompt, ("warm", "dull", "a mess"), ranks=(1, 2, 2))`.
+    """
+
+    prompt: Prompt
+    completions: tuple[Text, ...]
+    ranks: tuple[int, ...]
+
+    def pairs(self) -> list[Pair]:
+        """Every two of the completions as a pair, the better one chosen; those of one place are marked as ties."""
+        order = sorted(range(len(self.ranks)), key=lambda index: self.ranks[index])
+        return [
+            Pair(self.prompt, self.completions[a], self.completions[b], tie=self.ranks[a] == self.ranks[b])
+            for a, b in itertools.combinations(order, 2)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
 class Vote:
     """A rater's choice between completions `a` and `b` of a prompt, with their scores where the rater gives any."""
 
@@ -67,3 +88,19 @@ class Vote:
     rater: str
     score_a: float | None = None
     score_b: float | None = None
+
+
+Severity = Literal["note", "warning", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something about a run that deserves a look.
+
+    Example: `Finding(step=12, name="kl", severity="warning", message="the KL to the reference is 55 nats")`.
+    """
+
+    step: int
+    name: str
+    severity: Severity
+    message: str

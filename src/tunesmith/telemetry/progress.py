@@ -17,6 +17,10 @@ _PLAIN_INTERVAL_S = 10.0
 class Reporter(Protocol):
     """Told how far the work is."""
 
+    def begin(self, done: int) -> None:
+        """The work begins now, with `done` items finished before: rates count from here."""
+        ...
+
     def update(self, done: int, facts: Mapping[str, float] | None = None) -> None:
         """`done` items are finished; `facts` are figures to show, by name."""
         ...
@@ -26,10 +30,14 @@ class _Bar:
     def __init__(self, progress: Progress, label: str, total: int) -> None:
         self._progress = progress
         self._task = progress.add_task(label, total=total, facts="", rate="")
-        self._start_s = time.monotonic()
+        self._start_s, self._start_done = time.monotonic(), 0
+
+    def begin(self, done: int) -> None:
+        self._start_s, self._start_done = time.monotonic(), done
+        self._progress.reset(self._task, completed=done)
 
     def update(self, done: int, facts: Mapping[str, float] | None = None) -> None:
-        rate = format_rate(done, time.monotonic() - self._start_s)
+        rate = format_rate(done - self._start_done, time.monotonic() - self._start_s)
         if facts is None:
             self._progress.update(self._task, completed=done, rate=rate)
         else:
@@ -40,6 +48,10 @@ class _Lines:
     def __init__(self, label: str, total: int) -> None:
         self._label, self._total = label, total
         self._start_s = self._last_s = time.monotonic()
+        self._start_done = 0
+
+    def begin(self, done: int) -> None:
+        self._start_s, self._start_done = time.monotonic(), done
 
     def update(self, done: int, facts: Mapping[str, float] | None = None) -> None:
         now_s = time.monotonic()
@@ -47,13 +59,17 @@ class _Lines:
             return
         self._last_s = now_s
         elapsed_s = now_s - self._start_s
-        eta_s = elapsed_s / done * (self._total - done) if done else 0.0
-        text = f"{self._label} {done}/{self._total}, {elapsed_s:.0f} s, {format_rate(done, elapsed_s)}, "
+        num_new = done - self._start_done
+        eta_s = elapsed_s / num_new * (self._total - done) if num_new else 0.0
+        text = f"{self._label} {done}/{self._total}, {elapsed_s:.0f} s, {format_rate(num_new, elapsed_s)}, "
         text += f"{eta_s:.0f} s left"
         sys.stderr.write(f"{text}  {format_facts(facts or {})}".rstrip() + "\n")
 
 
 class _Silent:
+    def begin(self, done: int) -> None:
+        pass
+
     def update(self, done: int, facts: Mapping[str, float] | None = None) -> None:
         pass
 

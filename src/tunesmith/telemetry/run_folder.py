@@ -3,22 +3,31 @@
 runs/<date>-<name>-<id>/
   recipe.yaml       resolved configuration        provenance.json   where each value came from
   environment.json  versions and machine          metrics.jsonl     one object per step
-  samples.jsonl     prompts, completions, scores  checkpoints/      see distributed/checkpoint.py
+  samples.jsonl     prompts, completions, scores  findings.jsonl    what deserves a look
+  resumes.jsonl     one object per resume         refused/          batches whose update was refused
+  data.json         rows read, dropped, leaked
+  checkpoints/      see distributed/checkpoint.py run.lock          held while a process trains
   final/            the model, Hugging Face layout  result.json     the summary   report.html
 """
 
 import datetime
 import json
 import math
+import os
 import re
 import secrets
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import yaml
 
-from tunesmith.core.errors import RunError
+from tunesmith.core import faults
+from tunesmith.core.errors import RunError, TrainingError
 from tunesmith.telemetry.environment import environment
+
+LOGS = ("metrics.jsonl", "samples.jsonl", "findings.jsonl")
+"""Files that grow with the steps; a resumed run cuts them back to its checkpoint."""
 
 
 class RunFolder:
@@ -39,16 +48,17 @@ class RunFolder:
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         slug = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.") or "run"
         path = parent / f"{stamp}-{slug}-{secrets.token_hex(2)}"
+        run = cls(path)
         try:
             path.mkdir(parents=True)
-        except OSError as error:
+            (path / "recipe.yaml").write_text(
+                yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True), encoding="utf-8"
+            )
+            run.write_json("provenance.json", dict(provenance or {}))
+            run.write_json("environment.json", environment())
+        except (OSError, TrainingError) as error:
+            shutil.rmtree(path, ignore_errors=True)
             raise RunError(f"cannot make the run folder {path} ({error}); choose another with --run.dir") from error
-        run = cls(path)
-        (path / "recipe.yaml").write_text(
-            yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True), encoding="utf-8"
-        )
-        run.write_json("provenance.json", dict(provenance or {}))
-        run.write_json("environment.json", environment())
         return run
 
     @property
@@ -62,27 +72,97 @@ class RunFolder:
         return self.path / "final"
 
     def write_json(self, name: str, value: object) -> None:
-        """Write `value` as the JSON file `name`; numbers that are not finite become null."""
-        (self.path / name).write_text(json.dumps(_finite(value), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        """Write `value` as the JSON file `name`, all of it or nothing; numbers that are not finite become null.
+
+        Raises:
+            TrainingError: if it cannot be written.
+        """
+        text, aside = json.dumps(_finite(value), indent=1, ensure_ascii=False) + "\n", self.path / f".{name}-new"
+        try:
+            aside.write_text(text, encoding="utf-8")
+            os.replace(aside, self.path / name)
+        except OSError as error:
+            raise TrainingError(f"cannot write {self.path / name} ({error.strerror or error}); make room") from error
 
     def append_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add one line to `metrics.jsonl`."""
-        self._append("metrics.jsonl", [{"step": step, **metrics}])
+        self.append("metrics.jsonl", [{"step": step, **metrics}])
 
     def append_samples(self, rows: Sequence[Mapping[str, object]]) -> None:
         """Add one line to `samples.jsonl` for each row."""
-        self._append("samples.jsonl", rows)
+        self.append("samples.jsonl", rows)
 
-    def _append(self, name: str, rows: Sequence[Mapping[str, object]]) -> None:
-        with (self.path / name).open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(_finite(row), ensure_ascii=False) + "\n" for row in rows)
+    def append(self, name: str, rows: Sequence[Mapping[str, object]]) -> None:
+        """Add one line to the file `name` for each row.
+
+        Raises:
+            TrainingError: if the file cannot be written, as on a full disk.
+        """
+        text = "".join(json.dumps(_finite(row), ensure_ascii=False) + "\n" for row in rows)
+        try:
+            faults.reach(f"log/{name.removesuffix('.jsonl')}")
+            with (self.path / name).open("a", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            raise TrainingError(
+                f"cannot write {self.path / name} ({error.strerror or error}); make room or mend the folder, then "
+                f"`tunesmith resume {self.path}` goes on"
+            ) from error
+
+    def write_rows(self, name: str, rows: Sequence[Mapping[str, object]]) -> None:
+        """Write `rows` as the JSONL file `name`, whose folder is made if need be.
+
+        Raises:
+            TrainingError: if it cannot be written.
+        """
+        try:
+            (self.path / name).parent.mkdir(exist_ok=True)
+            (self.path / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise TrainingError(f"cannot write {self.path / name} ({error.strerror or error}); make room") from error
+        self.append(name, rows)
+
+    def read_metrics(self) -> list[dict[str, float]]:
+        """All rows of `metrics.jsonl`, with NaN where a number was not finite."""
+        rows = read_jsonl(self.path / "metrics.jsonl")
+        return [{name: math.nan if value is None else value for name, value in row.items()} for row in rows]  # type: ignore[misc]
+
+    def log_sizes(self) -> dict[str, int]:
+        """Bytes of each log that exists, once they are on disk: what a checkpoint must hold."""
+        sizes: dict[str, int] = {}
+        for name in LOGS:
+            if (self.path / name).exists():
+                with (self.path / name).open("rb") as file:
+                    os.fsync(file.fileno())
+                    sizes[name] = os.fstat(file.fileno()).st_size
+        return sizes
+
+    def cut_logs(self, sizes: Mapping[str, int]) -> None:
+        """Cut each log back to its size in `sizes`; a log that is not named there goes.
+
+        Raises:
+            RunError: if a log is shorter than that, so that lines of it are lost.
+        """
+        for name in LOGS:
+            path, size = self.path / name, sizes.get(name, 0)
+            found = path.stat().st_size if path.exists() else 0
+            if found < size:
+                raise RunError(
+                    f"{path} has {found} bytes, but the checkpoint was written when it had {size}; put the file back, "
+                    "or start a new run"
+                )
+            if size == 0:
+                path.unlink(missing_ok=True)
+            else:
+                os.truncate(path, size)
 
 
 def read_jsonl(path: Path) -> list[dict[str, object]]:
     """The objects of a JSONL file that Tunesmith wrote; empty if there is no such file."""
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    # Not splitlines: a text may hold other line ends, such as U+2028, which JSON leaves as they are.
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
 def _finite(value: object) -> object:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from tunesmith.config.schema import PPORecipe, RewardRecipe
+from tunesmith.config.schema import PolicyRecipe, PPORecipe, RewardRecipe
 from tunesmith.models.load import count_parameters
 from tunesmith.models.loaded import PreTrainedModel
 from tunesmith.trainers.setup import say
@@ -23,11 +23,12 @@ cache. Fewer sequences take longer in proportion. Measured on two CPU cores.
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Memory in GB (1e9 bytes) by part, and operations of one step."""
+    """Memory in GB (1e9 bytes) by part, operations of one step, and the dtype that they are done in."""
 
     num_parameters: int
     memory_gb: dict[str, float]
     step_flop: float
+    dtype: torch.dtype
 
     @property
     def total_gb(self) -> float:
@@ -35,8 +36,10 @@ class Estimate:
         return sum(self.memory_gb.values())
 
 
-def ppo_estimate(model: PreTrainedModel, cfg: PPORecipe, *, prompt_tokens: float, num_reward_models: int) -> Estimate:
-    """Estimate for a PPO run on `model` with prompts of `prompt_tokens` on average.
+def policy_estimate(
+    model: PreTrainedModel, cfg: PolicyRecipe, *, prompt_tokens: float, num_reward_models: int
+) -> Estimate:
+    """Estimate for a run of PPO or GRPO on `model` with prompts of `prompt_tokens` on average.
 
     Reward models are taken to be of the policy's size.
     """
@@ -45,10 +48,12 @@ def ppo_estimate(model: PreTrainedModel, cfg: PPORecipe, *, prompt_tokens: float
     drawn = num_sequences * cfg.rollout.max_new_tokens
     width = int(cfg.rollout.max_new_tokens + prompt_tokens)
     scored = num_sequences * width
-    has_reference, is_separate = cfg.ppo.kl.coef > 0, cfg.ppo.critic == "separate"
+    section = cfg.ppo if isinstance(cfg, PPORecipe) else cfg.grpo
+    has_reference = section.kl.coef > 0
+    is_separate = isinstance(cfg, PPORecipe) and cfg.ppo.critic == "separate"
     slowdown = 1 + _ROWS_FOR_HALF_SPEED / min(num_sequences, cfg.rollout.batch_size)
     passes = 1 + has_reference + num_reward_models + is_separate
-    training = cfg.ppo.num_epochs * (2 * num_all + 4 * num_trained) * (1 + is_separate)
+    training = section.num_epochs * (2 * num_all + 4 * num_trained) * (1 + is_separate)
     flop = 2 * num_all * (drawn * slowdown + scored * passes) + scored * training
     weight_bytes = num_all * model.dtype.itemsize
     memory = {
@@ -56,15 +61,15 @@ def ppo_estimate(model: PreTrainedModel, cfg: PPORecipe, *, prompt_tokens: float
         "optimizer": _optimizer_bytes(model, num_trained) * (1 + is_separate),
         "reference": weight_bytes * has_reference,
         "reward models": weight_bytes * num_reward_models,
-        "activations": _activation_bytes(model, cfg.ppo.micro_batch_size * width, cfg.model.gradient_checkpointing),
+        "activations": _activation_bytes(model, section.micro_batch_size * width, cfg.model.gradient_checkpointing),
         "logits": 2
         * 4
-        * cfg.ppo.micro_batch_size
+        * section.micro_batch_size
         * cfg.rollout.max_new_tokens
         * model.config.get_text_config().vocab_size,
         "cache": _cache_bytes(model, min(num_sequences, cfg.rollout.batch_size) * width),
     }
-    return Estimate(num_all, _in_gb(memory), flop)
+    return Estimate(num_all, _in_gb(memory), flop, model.dtype)
 
 
 def reward_estimate(model: PreTrainedModel, cfg: RewardRecipe, *, pair_tokens: float) -> Estimate:
@@ -77,7 +82,7 @@ def reward_estimate(model: PreTrainedModel, cfg: RewardRecipe, *, pair_tokens: f
         "optimizer": _optimizer_bytes(model, num_trained),
         "activations": _activation_bytes(model, micro_tokens, cfg.model.gradient_checkpointing),
     }
-    return Estimate(num_all, _in_gb(memory), tokens * (2 * num_all + 4 * num_trained))
+    return Estimate(num_all, _in_gb(memory), tokens * (2 * num_all + 4 * num_trained), model.dtype)
 
 
 def announce(estimate: Estimate, num_steps: int, enabled: bool) -> None:
@@ -88,7 +93,7 @@ def announce(estimate: Estimate, num_steps: int, enabled: bool) -> None:
     parts = ", ".join(f"{name} {gb:.1f}" for name, gb in estimate.memory_gb.items() if gb >= 0.05)
     fit = "fits" if estimate.total_gb < available_gb else "MAY NOT FIT: lower micro_batch_size, or train fewer layers"
     say(f"memory: about {estimate.total_gb:.1f} GB of {available_gb:.1f} GB available, {fit} ({parts})", enabled=True)
-    seconds = num_steps * estimate.step_flop / (_matmul_flop_per_s() * _EFFICIENCY)
+    seconds = num_steps * estimate.step_flop / (_matmul_flop_per_s(estimate.dtype) * _EFFICIENCY)
     say(f"time: about {_duration(seconds)} for {num_steps} steps, by a short measurement of this machine", enabled=True)
 
 
@@ -98,10 +103,10 @@ cores.
 """
 
 
-def _matmul_flop_per_s() -> float:
-    """Rate of a float32 matrix product of the kind that dominates a pass, best of a few tries of milliseconds each."""
+def _matmul_flop_per_s(dtype: torch.dtype) -> float:
+    """Rate of a matrix product of the kind that dominates a pass, best of a few tries of milliseconds each."""
     rows, inner, columns = 512, 576, 1536
-    left, right = torch.randn(rows, inner), torch.randn(inner, columns)
+    left, right = torch.randn(rows, inner, dtype=dtype), torch.randn(inner, columns, dtype=dtype)
     best_s = float("inf")
     for _ in range(8):
         start_s = time.perf_counter()

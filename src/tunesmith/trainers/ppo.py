@@ -5,21 +5,20 @@ completion tokens. `step` is the whole algorithm; `build` makes what it works on
 checkpoints, logs.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from tunesmith.algorithms import advantages, kl, policy_loss, value_loss
-from tunesmith.batch.pack import PolicyScores, PPOBatch, Sequences, chunks, pack, select
-from tunesmith.batch.rollout import Group, SamplingParams
+from tunesmith.batch.pack import PolicyScores, PPOBatch, Sequences, chunks, pack
+from tunesmith.batch.rollout import Group
 from tunesmith.config.schema import PPORecipe
-from tunesmith.core.seeds import derive, items_at, permutation
-from tunesmith.core.trace import span, trace
-from tunesmith.data.collate import check_prompt_lengths, mean_prompt_tokens, prefix_prompts
-from tunesmith.data.prompts import PromptLike, load_prompts
-from tunesmith.data.split import split_by_prompt
+from tunesmith.core.seeds import derive
+from tunesmith.core.trace import Trace, span
+from tunesmith.data.prompts import PromptLike
 from tunesmith.distributed import collectives
 from tunesmith.models.export import ModelCard, save_final
 from tunesmith.models.freeze import freeze_lower_layers
@@ -28,12 +27,14 @@ from tunesmith.models.load import frozen_copy, load_policy
 from tunesmith.models.loaded import PreTrainedModel, PreTrainedTokenizerBase
 from tunesmith.models.logprob import token_logps
 from tunesmith.models.optimizer import MasterAdamW, StepReport
-from tunesmith.rewards.scorer import RewardLike, Scorer, Scores
+from tunesmith.rewards.scorer import RewardLike, Scorer, Scores, TrainerState
 from tunesmith.rollout.engine import Engine
 from tunesmith.rollout.transformers_backend import TransformersEngine
 from tunesmith.schema.records import Prompt
-from tunesmith.trainers import ppo_metrics, setup
-from tunesmith.trainers.estimate import announce, ppo_estimate
+from tunesmith.trainers import policy_metrics, ppo_metrics, rollouts, setup
+from tunesmith.trainers.estimate import announce, policy_estimate
+from tunesmith.trainers.restart import Resumable
+from tunesmith.trainers.session import Session, StepRecord, open_session
 
 SHOWN = ("reward", "objective/kl", "completions/mean_length")
 """Figures that stand behind the progress bar."""
@@ -54,8 +55,8 @@ class State:
     optimizer: MasterAdamW
     kl: kl.Controller
     tokenizer: PreTrainedTokenizerBase
-    prompts: Sequence[Prompt]
-    heldout: Sequence[Prompt]
+    prompts: rollouts.PromptSets
+    identity: Mapping[str, str]
     num_steps: int
 
 
@@ -66,7 +67,7 @@ class StepResult:
     metrics: setup.Metrics
     groups: Sequence[Group]
     scores: Scores
-    report: StepReport
+    report: StepReport | None
 
 
 def build(
@@ -75,13 +76,7 @@ def build(
     """The state before the first step. `prompts` and `rewards`, where given, stand in for those that `cfg` names."""
     device = setup.prepare(cfg)
     loaded = load_policy(cfg.model, device=device)
-    texts = load_prompts(cfg.prompts.source if prompts is None else prompts, cfg.prompts)
-    split = split_by_prompt(texts, cfg.prompts.heldout_fraction, cfg.run.seed)
-    train, heldout = split.train, split.heldout
-    if cfg.prompts.prefix_tokens:
-        train = prefix_prompts(train, loaded.tokenizer, cfg.prompts.prefix_tokens, cfg.run.seed)
-        heldout = prefix_prompts(heldout, loaded.tokenizer, cfg.prompts.prefix_tokens, cfg.run.seed)
-    check_prompt_lengths([*train, *heldout], loaded.tokenizer, cfg.prompts.max_tokens)
+    sets = rollouts.prompt_sets(cfg, loaded, prompts)
     policy = loaded.model
     reference = frozen_copy(policy) if cfg.ppo.kl.coef > 0 else None
     shared = cfg.ppo.critic == "shared"
@@ -113,60 +108,64 @@ def build(
         optimizer=optimizer,
         kl=kl.controller(cfg.ppo.kl.coef, cfg.ppo.kl.target, cfg.ppo.kl.horizon),
         tokenizer=loaded.tokenizer,
-        prompts=train,
-        heldout=heldout,
+        prompts=sets,
+        identity=rollouts.identity(policy, sets, device),
         num_steps=num_steps,
     )
 
 
-def step(state: State, prompts: Sequence[Prompt], sampling: SamplingParams) -> StepResult:
-    """One PPO step: draw, score, estimate advantages, update over several epochs, move the KL coefficient."""
-    cfg = state.cfg.ppo
+def step(state: State, prompts: Sequence[Prompt], index: int) -> StepResult:
+    """PPO step `index` (from 0): draw, score, estimate advantages, update for some epochs, move the KL coefficient."""
+    cfg, sampling = state.cfg.ppo, rollouts.sampling_params(state.cfg, "rollout", index)
     with span("rollout"):
         groups = state.engine.generate(prompts, state.cfg.rollout.completions_per_prompt, sampling)
     with span("reward"):
-        scores = state.scorer.score(groups)
-    sequences = pack(groups, pad_id=0, device=state.device)
+        scores = state.scorer.score(groups, state=TrainerState(index, state.num_steps))
+    rows = rollouts.valid_rows(scores)
+    sequences = pack(groups, pad_id=0, device=state.device, rows=rows)
     mask_BT = sequences.mask_BT
     with span("old_policy"):  # log-probs and values of the policy that drew the tokens
         old = score_policy(state, sequences)
-    reference_logp_BT = score_reference(state, sequences)
-    if reference_logp_BT is None:  # no KL control: the policy is its own reference
-        reference_logp_BT = old.logp_BT
+    reference_logp_BT = old.logp_BT  # without KL control the policy is its own reference
+    if state.reference is not None:
+        with span("reference"):
+            temperature = state.cfg.rollout.temperature
+            reference_logp_BT = rollouts.logps(state.reference, sequences, temperature, cfg.micro_batch_size)
 
     kl_BT = kl.estimate(cfg.kl.estimator, old.logp_BT, reference_logp_BT)
     kl_in_reward = state.kl.value if cfg.kl.place == "reward" else 0.0
-    reward_BT = kl.penalised_reward(scores.total_PG.flatten().to(kl_BT), kl_BT, mask_BT, kl_in_reward)
+    reward_BT = kl.penalised_reward(scores.total_PG.flatten()[rows].to(kl_BT), kl_BT, mask_BT, kl_in_reward)
     if cfg.whiten_rewards:
         reward_BT = advantages.whiten(reward_BT, mask_BT, shift_mean=False)
     advantage_BT, return_BT = advantages.gae(reward_BT, old.value_BT, mask_BT, cfg.gamma, cfg.lam)
     if cfg.whiten_advantages:
         advantage_BT = advantages.whiten(advantage_BT, mask_BT)
-    batch = PPOBatch(sequences, old.logp_BT, reference_logp_BT, old.value_BT, advantage_BT, return_BT)
+    batch = PPOBatch(sequences, old.logp_BT, reference_logp_BT, advantage_BT, old.value_BT, return_BT)
 
-    stats = ppo_metrics.UpdateStats()
-    for minibatch in minibatches(state, batch):
+    stats = policy_metrics.UpdateStats()
+    for minibatch in rollouts.minibatches(batch, cfg, derive(state.cfg.run.seed, "minibatches", index)):
         num_tokens = collectives.sum_over_ranks(minibatch.sequences.num_tokens)  # one global denominator
-        total_loss = 0.0
+        total_loss = torch.zeros((), device=state.device)
         for rows in chunks(range(len(minibatch.sequences.lengths_B)), cfg.micro_batch_size):
             micro = minibatch.select(rows)
             with span("update/forward"):
                 loss = micro_batch_loss(state, micro, num_tokens, stats)
             with span("update/backward"):
                 loss.backward()
-            total_loss += loss.item()
+            total_loss += loss.detach()
         with span("update/optimizer"):
-            stats.add_report(state.optimizer.step(loss=total_loss))  # refuses what is not finite
+            stats.add_report(state.optimizer.step(loss=total_loss.item()))  # refuses what is not finite
         if cfg.target_kl is not None and stats.last_minibatch_kl() > cfg.target_kl:
             stats.stopped_early = True
             break
-    kl_per_sequence = ppo_metrics.kl_per_sequence(old.logp_BT, reference_logp_BT, mask_BT)
-    state.kl.update(kl_per_sequence, len(sequences.lengths_B))
+    state.kl.update(policy_metrics.kl_per_sequence(old.logp_BT, reference_logp_BT, mask_BT), len(sequences.lengths_B))
     metrics = ppo_metrics.step_metrics(groups, scores, old, batch, kl_in_reward, stats)
-    return StepResult({**metrics, "objective/kl_coef": state.kl.value}, groups, scores, stats.last_report())
+    return StepResult({**metrics, "objective/kl_coef": state.kl.value}, groups, scores, stats.worst_report())
 
 
-def micro_batch_loss(state: State, micro: PPOBatch, num_tokens: float, stats: ppo_metrics.UpdateStats) -> torch.Tensor:
+def micro_batch_loss(
+    state: State, micro: PPOBatch, num_tokens: float, stats: policy_metrics.UpdateStats
+) -> torch.Tensor:
     """The PPO loss of one micro-batch, a scalar; its statistics are added to `stats`."""
     cfg, mask_BT = state.cfg.ppo, micro.sequences.mask_BT
     new = forward(state, micro.sequences)
@@ -207,69 +206,13 @@ def forward(state: State, sequences: Sequences) -> PolicyScores:
 @torch.no_grad()
 def score_policy(state: State, sequences: Sequences) -> PolicyScores:
     """What `forward` gives, without gradient, in micro-batches."""
-    parts = [forward(state, part) for part in micro_batches(state, sequences)]
-    mask_BT = sequences.mask_BT
+    parts = [forward(state, part) for part in rollouts.micro_batches(sequences, state.cfg.ppo.micro_batch_size)]
+    width = sequences.mask_BT.shape[1]
     return PolicyScores(
-        ppo_metrics.join([part.logp_BT for part in parts], mask_BT),
-        ppo_metrics.join([part.entropy_BT for part in parts], mask_BT),
-        ppo_metrics.join([part.value_BT for part in parts], mask_BT),
+        rollouts.join([part.logp_BT for part in parts], width),
+        rollouts.join([part.entropy_BT for part in parts], width),
+        rollouts.join([part.value_BT for part in parts], width),
     )
-
-
-@torch.no_grad()
-def score_reference(state: State, sequences: Sequences) -> torch.Tensor | None:
-    """Log-probs of the completion tokens under the reference, `[B, T]`; None without one."""
-    if state.reference is None:
-        return None
-    with span("reference"):
-        parts_BT = [
-            token_logps(
-                state.reference,
-                part.ids_BS,
-                part.lengths_B,
-                prompt_lengths_B=part.prompt_lengths_B,
-                temperature=state.cfg.rollout.temperature,
-            ).logp_BT
-            for part in micro_batches(state, sequences)
-        ]
-    return ppo_metrics.join(parts_BT, sequences.mask_BT)
-
-
-def micro_batches(state: State, sequences: Sequences) -> Iterator[Sequences]:
-    """Consecutive rows of `sequences`, a micro-batch at a time."""
-    for rows in chunks(range(len(sequences.lengths_B)), state.cfg.ppo.micro_batch_size):
-        yield select(sequences, rows)
-
-
-def minibatches(state: State, batch: PPOBatch) -> Iterator[PPOBatch]:
-    """Minibatches of every epoch over the rollout; the order is a pure function of seed, weight version and epoch."""
-    num_rows = len(batch.sequences.lengths_B)
-    size = -(-num_rows // state.cfg.ppo.num_minibatches)
-    seed = derive(state.cfg.run.seed, "minibatches", state.optimizer.weight_version)
-    for epoch in range(state.cfg.ppo.num_epochs):
-        for rows in chunks(permutation(seed, epoch, num_rows), size):
-            yield batch.select(rows)
-
-
-def sampling_params(cfg: PPORecipe, stream: str, step_index: int) -> SamplingParams:
-    """How the completions of a step are drawn; the seed is a pure function of run seed, stream and step."""
-    return SamplingParams(
-        max_new_tokens=cfg.rollout.max_new_tokens,
-        min_new_tokens=cfg.rollout.min_new_tokens,
-        temperature=cfg.rollout.temperature,
-        top_p=cfg.rollout.top_p,
-        top_k=cfg.rollout.top_k,
-        seed=derive(cfg.run.seed, stream, step_index),
-    )
-
-
-def evaluate(state: State, step_index: int) -> setup.Metrics:
-    """Mean reward of one completion of each held-out prompt; empty without held-out prompts."""
-    if not state.heldout:
-        return {}
-    with span("evaluate"):
-        groups = state.engine.generate(state.heldout, 1, sampling_params(state.cfg, "evaluate", 0))
-        return {"eval/reward": state.scorer.score(groups).total_PG.mean().item()}
 
 
 def run(
@@ -279,57 +222,76 @@ def run(
     prompts: Sequence[PromptLike] | None = None,
     rewards: Sequence[RewardLike] | None = None,
     progress: bool = True,
+    resume: Path | None = None,
 ) -> setup.RunResult:
-    """Train a policy by PPO as `cfg` says; the run's folder, metrics and summary.
+    """Train a policy by PPO as `cfg` says, or go on with the run in the folder `resume`; folder, metrics and summary.
 
     Raises:
         InputError: for a config, model, prompts or reward that cannot be used, before the run folder is made.
-        TrainingError: if too many steps in a row are not finite.
+        TrainingError: if too many steps in a row are not finite, or memory runs out.
+        StoppedError: after SIGTERM or SIGINT, once a checkpoint is written.
     """
-    watch = setup.Stopwatch()
     state = build(cfg, prompts=prompts, rewards=rewards)
-    estimate = ppo_estimate(
-        state.policy,
-        cfg,
-        prompt_tokens=mean_prompt_tokens(state.prompts, state.tokenizer),
-        num_reward_models=state.scorer.num_models,
+    estimate = policy_estimate(
+        state.policy, cfg, prompt_tokens=state.prompts.mean_tokens, num_reward_models=state.scorer.num_models
     )
     announce(estimate, state.num_steps, progress)
-    per_step = cfg.rollout.prompts_per_step
-    with setup.session(cfg, state.num_steps, provenance=provenance, show_progress=progress) as session:
-        for index in range(state.num_steps):
-            chosen = items_at(cfg.run.seed, index * per_step, per_step, len(state.prompts))
-            with trace() as times:
-                result = step(state, [state.prompts[i] for i in chosen], sampling_params(cfg, "rollout", index))
-                is_last = index + 1 == state.num_steps
-                due = is_last or (cfg.run.eval_every and (index + 1) % cfg.run.eval_every == 0)
-                evaluation = evaluate(state, index) if due else {}
-            session.record(index + 1, ppo_metrics.with_times({**result.metrics, **evaluation}, times), SHOWN)
-            if index % cfg.run.sample_every == 0 or is_last:
-                session.folder.append_samples(ppo_metrics.sample_rows(index + 1, result.groups, result.scores))
-            setup.check_refused(result.report, cfg.optimizer.max_refused_steps, session.folder.path)
-            session.checkpoint(index + 1, *checkpoint_contents(state), is_last=is_last)
+    with open_session(
+        cfg,
+        resumable(state),
+        provenance=provenance,
+        show_progress=progress,
+        data=state.prompts.facts,
+        resume=resume,
+        from_python=setup.given(prompts=prompts, rewards=rewards),
+    ) as session:
+        for index in session.steps():
+            with session.working() as times:
+                result = step(state, rollouts.prompts_of_step(cfg, state.prompts.train, index), index)
+                evaluation = evaluate(state) if session.is_due(index, cfg.run.eval_every) else {}
+            session.end_step(index + 1, record(session, index, result, evaluation, times), SHOWN)
         export(state, session)
-        return session.finish({**ppo_metrics.summary(session.metrics), "algorithm": "ppo", "minutes": watch.minutes})
+        return session.finish({**policy_metrics.summary(session.metrics), "algorithm": "ppo"})
 
 
-def checkpoint_contents(state: State) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, object]]:
-    """Tensors and numbers from which training can go on."""
-    optimizer = state.optimizer.state_dict()
-    tensors = {"policy": dict(state.policy.named_parameters()), "optimizer": dict(optimizer.tensors)}
-    for name, head in (("value_head", state.value_head), ("critic", state.critic)):
-        if head is not None:
-            tensors[name] = dict(head.named_parameters())
-    return tensors, {"kl": state.kl.state_dict(), "optimizer": dict(optimizer.scalars)}
+def evaluate(state: State) -> setup.Metrics:
+    """Mean reward of one completion of each held-out prompt, with the same noise at every step."""
+    sampling = rollouts.sampling_params(state.cfg, "evaluate", 0)
+    return rollouts.mean_reward(state.engine, state.scorer, state.prompts.heldout, sampling)
 
 
-def export(state: State, session: setup.Session) -> None:
+def record(session: Session, index: int, result: StepResult, evaluation: setup.Metrics, times: Trace) -> StepRecord:
+    """What step `index` leaves in the run folder."""
+    groups, scores = result.groups, result.scores
+    return StepRecord(
+        metrics=policy_metrics.with_times({**result.metrics, **evaluation}, times),
+        report=result.report,
+        batch=lambda: policy_metrics.batch_rows(groups, scores),
+        samples=policy_metrics.sample_rows(index + 1, groups, scores) if session.samples_due(index) else (),
+    )
+
+
+def resumable(state: State) -> Resumable:
+    """How a session saves and restores `state`."""
+    heads: dict[str, nn.Module | None] = {"value_head": state.value_head, "critic": state.critic}
+    modules: dict[str, nn.Module] = {"policy": state.policy}
+    modules |= {name: module for name, module in heads.items() if module is not None}
+    return Resumable(
+        modules=modules,
+        optimizer=state.optimizer,
+        counters={"kl": state.kl},
+        num_steps=state.num_steps,
+        identity=state.identity,
+    )
+
+
+def export(state: State, session: Session) -> None:
     """Write `final/`: the policy in the Hugging Face layout, its value head beside it."""
     card = ModelCard(
         base_model=state.cfg.model.name,
         algorithm="PPO",
         title=session.folder.path.name,
-        metrics=ppo_metrics.summary(session.metrics),
+        metrics=policy_metrics.summary(session.metrics),
         recipe=state.cfg.model_dump(mode="json"),
     )
     save_final(state.policy, state.tokenizer, session.folder.final, card, value_head=state.value_head)

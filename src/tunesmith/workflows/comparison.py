@@ -10,7 +10,7 @@ import torch
 
 from tunesmith.batch.pack import chunks, pack
 from tunesmith.batch.rollout import Group, SamplingParams
-from tunesmith.config.schema import ModelSection, PromptsSection, RewardSource
+from tunesmith.config.sections import ModelSection, PromptsSection, RewardSource
 from tunesmith.data.prompts import load_prompts
 from tunesmith.evaluation.compare import Comparison, Side, compare
 from tunesmith.models.load import load_policy

@@ -3,7 +3,7 @@
 1. The base model continues openings of film reviews, several times each: plainly, and steered to praise and complain.
 2. A rater votes between two continuations: a simulated one (VADER's lexicon), or you.
 3. A reward model learns from the votes; votes on other openings tell how well.
-4. PPO moves the policy toward the reward model, held near the base model by a KL penalty.
+4. PPO or GRPO moves the policy toward the reward model, held near the base model by a KL penalty.
 5. Both models continue 15 openings that nothing was trained on, and the rater, not the reward model, judges.
 """
 
@@ -12,12 +12,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from tunesmith.batch.pack import chunks
 from tunesmith.batch.rollout import Group, SamplingParams
 from tunesmith.config.load import load_recipe
-from tunesmith.config.schema import ModelSection, PPORecipe, PromptsSection, RewardRecipe, RewardSource
+from tunesmith.config.schema import GRPORecipe, PPORecipe, RewardRecipe
+from tunesmith.config.sections import PromptsSection, RewardSource
+from tunesmith.core.errors import InputError
 from tunesmith.core.seeds import derive
 from tunesmith.data.pairs import write_pairs
 from tunesmith.data.prompts import load_prompts
@@ -32,9 +34,11 @@ from tunesmith.schema.records import Pair, Prompt, Vote
 from tunesmith.telemetry.environment import peak_rss_gb
 from tunesmith.telemetry.progress import progress
 from tunesmith.telemetry.run_folder import RunFolder
-from tunesmith.trainers import ppo, reward, setup
+from tunesmith.trainers import grpo, ppo, reward, setup
 from tunesmith.workflows.comparison import side
 from tunesmith.workflows.voting import ask_votes, votes_on
+
+Algorithm = Literal["ppo", "grpo"]
 
 NUM_COMPARED = 15
 """Openings that are kept away from votes and training, and compared at the end."""
@@ -55,11 +59,12 @@ COMPARED_COMPLETIONS = 8
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """What the command line offers.
+    """What the command line offers. `algorithm` trains the policy; the rest of the demo is the same.
 
     `quick` takes a third of the openings, fewer completions and two steps: it shows that all parts work, no more.
     """
 
+    algorithm: Algorithm = "ppo"
     seed: int = 0
     vote: bool = False
     out: str = "runs"
@@ -94,7 +99,7 @@ class Stage:
     options: DemoOptions
     folder: RunFolder
     reward_recipe: RewardRecipe
-    ppo_recipe: PPORecipe
+    policy_recipe: PPORecipe | GRPORecipe
 
     def say(self, number: int, text: str) -> None:
         """Announce stage `number` of five on stderr."""
@@ -102,7 +107,10 @@ class Stage:
 
 
 def run_demo(options: DemoOptions) -> DemoResult:
-    """Run the demo and write its folder; the figures that `tunesmith demo --json` prints."""
+    """Run the demo and write its folder; the figures that `tunesmith demo --json` prints.
+
+    Raises InputError for an algorithm that there is not.
+    """
     watch = setup.Stopwatch()
     stage = prepare(options)
     openings = load_prompts("films", PromptsSection())
@@ -111,26 +119,31 @@ def run_demo(options: DemoOptions) -> DemoResult:
 
     votes = collect_votes(stage, split.train)
     reward_run = train_reward_model(stage, votes)
-    ppo_run = train_policy(stage, split.train, reward_run)
-    comparison = compare_models(stage, split.heldout, reward_run, ppo_run)
+    policy_run = train_policy(stage, split.train, reward_run)
+    comparison = compare_models(stage, split.heldout, reward_run, policy_run)
 
     facts = figures(stage, comparison, reward_run, watch)
-    write_report(stage, facts, comparison, votes, (reward_run, ppo_run))
+    write_report(stage, facts, comparison, votes, (reward_run, policy_run))
     return DemoResult(facts, comparison, stage.folder.path)
 
 
 def prepare(options: DemoOptions) -> Stage:
     """The demo's folder and its two recipes, with this run's seed and folder filled in."""
-    folder = RunFolder.create(Path(options.out), "demo", {"demo": {"seed": options.seed, "vote": options.vote}})
+    algorithm = options.algorithm
+    if algorithm not in get_args(Algorithm):
+        raise InputError(f"the demo's algorithm is {algorithm!r}; give {' or '.join(get_args(Algorithm))}")
+    chosen = {"algorithm": algorithm, "seed": options.seed, "vote": options.vote}
+    folder = RunFolder.create(Path(options.out), "demo", {"demo": chosen})
     overrides: dict[str, object] = {"run.seed": options.seed, "run.dir": str(folder.path)}
     few = {"run.steps": 2} if options.quick else {}
-    fewer = {**few, "rollout.prompts_per_step": 8, "ppo.num_minibatches": 1} if options.quick else {}
+    prompts_per_step = {"ppo": 8, "grpo": 2}[algorithm]
+    fewer = {"rollout.prompts_per_step": prompts_per_step, f"{algorithm}.num_minibatches": 1} if options.quick else {}
     reward_recipe = load_recipe("reward", recipe="demo_reward", overrides={**overrides, **few}).recipe
-    ppo_recipe = load_recipe("ppo", recipe="demo_ppo", overrides={**overrides, **fewer}).recipe
+    policy_recipe = load_recipe(algorithm, recipe=f"demo_{algorithm}", overrides={**overrides, **few, **fewer}).recipe
     assert isinstance(reward_recipe, RewardRecipe)
-    assert isinstance(ppo_recipe, PPORecipe)
-    setup.prepare(ppo_recipe)
-    return Stage(options, folder, reward_recipe, ppo_recipe)
+    assert isinstance(policy_recipe, PPORecipe | GRPORecipe)
+    setup.prepare(policy_recipe)
+    return Stage(options, folder, reward_recipe, policy_recipe)
 
 
 def collect_votes(stage: Stage, openings: Sequence[Prompt]) -> Votes:
@@ -152,7 +165,7 @@ def collect_votes(stage: Stage, openings: Sequence[Prompt]) -> Votes:
 
 def draw_candidates(stage: Stage, openings: Sequence[Prompt], num: int) -> list[Group]:
     """One group for each opening, with `num` completions after each steer."""
-    loaded = load_policy(stage.ppo_recipe.model)
+    loaded = load_policy(stage.policy_recipe.model)
     engine = TransformersEngine(loaded.model, loaded.tokenizer, batch_size=128)
     seed = derive(stage.options.seed, "votes")
     sampling = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=VOTE_TEMPERATURE, seed=seed)
@@ -192,17 +205,17 @@ def train_reward_model(stage: Stage, votes: Votes) -> setup.RunResult:
 
 
 def train_policy(stage: Stage, openings: Sequence[Prompt], reward_run: setup.RunResult) -> setup.RunResult:
-    """Train the policy by PPO against the reward model, on the openings that the votes were about."""
-    stage.say(4, "PPO moves the policy toward the reward model")
+    """Train the policy against the reward model, on the openings that the votes were about."""
+    stage.say(4, f"{stage.options.algorithm.upper()} moves the policy toward the reward model")
     source = RewardSource(source=str(reward_run.run_dir))
-    cfg = stage.ppo_recipe.model_copy(update={"reward": (source,)})
-    result = ppo.run(cfg, prompts=openings)
+    cfg = stage.policy_recipe.model_copy(update={"reward": (source,)})
+    result = ppo.run(cfg, prompts=openings) if isinstance(cfg, PPORecipe) else grpo.run(cfg, prompts=openings)
     gc.collect()
     return result
 
 
 def compare_models(
-    stage: Stage, openings: Sequence[Prompt], reward_run: setup.RunResult, ppo_run: setup.RunResult
+    stage: Stage, openings: Sequence[Prompt], reward_run: setup.RunResult, policy_run: setup.RunResult
 ) -> Comparison:
     """Base model and policy on openings that nothing was trained on; the rater judges, or after your votes the
     reward model.
@@ -210,8 +223,8 @@ def compare_models(
     num = 2 if stage.options.quick else COMPARED_COMPLETIONS
     judge = str(reward_run.run_dir) if stage.options.vote else "sentiment"
     stage.say(5, f"before and after, {num} completions of each of {len(openings)} openings")
-    before = load_policy(stage.ppo_recipe.model)
-    after = load_policy(ModelSection(name=str(ppo_run.run_dir), dtype=stage.ppo_recipe.model.dtype))
+    before = load_policy(stage.policy_recipe.model)
+    after = load_policy(stage.policy_recipe.model.model_copy(update={"name": str(policy_run.run_dir)}))
     scorer = Scorer([RewardSource(source=judge)], policy_tokenizer=before.tokenizer)
     return compare(
         side("before", before, batch_size=128),
@@ -247,6 +260,7 @@ def figures(
         "num_heldout_votes": int(float(str(reward_run.summary.get("eval/num_pairs", 0)))),
         "minutes": watch.minutes,
         "peak_rss_gb": peak_rss_gb(),
+        "algorithm": stage.options.algorithm,
         "seed": stage.options.seed,
         "report": str(stage.folder.path / "report.html"),
         "samples": str(samples),
@@ -261,7 +275,7 @@ def write_report(
     runs: tuple[setup.RunResult, setup.RunResult],
 ) -> None:
     """Write `result.json` and `report.html` into the demo's folder."""
-    reward_run, ppo_run = runs
+    reward_run, policy_run = runs
     stage.folder.write_json("result.json", facts)
     all_votes = [*votes.train, *votes.heldout]
     demo: dict[str, Any] = {
@@ -276,12 +290,19 @@ def write_report(
             "examples": [vote_facts(v) for v in all_votes if v.preference != "tie"][:6],
         },
         "reward_metrics": list(reward_run.metrics),
-        "ppo_metrics": list(ppo_run.metrics),
+        "policy_metrics": list(policy_run.metrics),
+        "algorithm": stage.options.algorithm.upper(),
         "environment": json.loads((stage.folder.path / "environment.json").read_text(encoding="utf-8")),
         "rater": "you" if stage.options.vote else "simulated: VADER lexicon",
-        "command": f"tunesmith demo --seed {stage.options.seed}" + (" --vote" if stage.options.vote else ""),
+        "command": command(stage.options),
     }
     write_demo_report(stage.folder.path / "report.html", demo)
+
+
+def command(options: DemoOptions) -> str:
+    """The command line that runs the same demo again."""
+    flags = [f"--algorithm {options.algorithm}", f"--seed {options.seed}", *(["--vote"] if options.vote else [])]
+    return " ".join(["tunesmith demo", *flags])
 
 
 def vote_facts(vote: Vote) -> dict[str, object]:

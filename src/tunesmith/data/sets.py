@@ -1,0 +1,202 @@
+"""What a trainer starts from: rows read, checked, split into training and held-out, measured in tokens, and what there
+is to say about them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tunesmith.algorithms.preference_loss import MAX_TIED
+from tunesmith.config.sections import PairsSection, PromptsSection
+from tunesmith.core.errors import DataError
+from tunesmith.core.log import get_logger
+from tunesmith.data.collate import (
+    Encoded,
+    as_pairs,
+    as_rankings,
+    encode_preferences,
+    measure_prompts,
+    prefix_prompts,
+)
+from tunesmith.data.leaks import Item, Leak, leak_finding, leaks
+from tunesmith.data.pairs import PreferenceLike, load_preferences
+from tunesmith.data.prompts import PromptLike, load_prompts
+from tunesmith.data.split import Split, prompt_key, split_by_prompt
+from tunesmith.data.tally import BadRows, RowError, Tally
+from tunesmith.models.tokenizer import PreTrainedTokenizerBase
+from tunesmith.schema.records import Finding, Pair, Prompt, Ranking, plain_text
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a run records about its data: tallies of its source and of the held-out source, and leaks between them.
+
+    `heldout_tally` is None where held-out rows come from the same source.
+    """
+
+    tally: Tally
+    heldout_tally: Tally | None
+    leaks: tuple[Leak, ...]
+    num_heldout: int
+
+    @property
+    def findings(self) -> list[Finding]:
+        """Warnings about dropped rows and leaks, for step 0; empty if there is nothing to say."""
+        dropped = [tally for tally in (self.tally, self.heldout_tally) if tally and tally.num_dropped]
+        found = [Finding(step=0, name="bad_rows", severity="warning", message=str(tally)) for tally in dropped]
+        leak = leak_finding(self.leaks, self.num_heldout)
+        return [*found, leak] if leak else found
+
+    def to_json(self) -> dict[str, object]:
+        """The facts as JSON types."""
+        return {
+            "tally": self.tally.to_json(),
+            "heldout_tally": self.heldout_tally.to_json() if self.heldout_tally else None,
+            "num_leaks": len(self.leaks),
+            "leaks": [{"heldout": leak.heldout, "train": leak.train} for leak in self.leaks[:100]],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSets:
+    """Prompts to train on and prompts kept away from training, and the mean length of all of them in tokens."""
+
+    train: list[Prompt]
+    heldout: list[Prompt]
+    mean_tokens: float
+    facts: Facts
+
+
+@dataclass(frozen=True, slots=True)
+class PreferenceSets:
+    """Encoded pairs, or encoded rankings under `plackett_luce`, to train on and kept away from training.
+
+    `sample` is the first row as text.
+    """
+
+    train: Sequence[Encoded]
+    heldout: Sequence[Encoded]
+    sample: str
+    facts: Facts
+
+
+def prompt_sets(
+    section: PromptsSection,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    given: Sequence[PromptLike] | None = None,
+    *,
+    room: int | None = None,
+) -> PromptSets:
+    """The prompts that `section` names, or `given` in their place: split, cut to prefixes if wanted, and measured.
+
+    `room` is the number of tokens that the model's context leaves for a prompt; None is no such bound.
+    Raises DataError that names and counts bad rows, unless `section.skip_bad` drops them, or if none are left to train
+    on. A leak is logged as a warning.
+    """
+    bad = BadRows(skip=section.skip_bad)
+    rows = load_prompts(section.source if given is None else given, section, bad)
+    heldout_bad = BadRows(skip=section.skip_bad) if section.heldout_source else None
+    if heldout_bad:
+        split = Split(rows, load_prompts(section.heldout_source, section, heldout_bad))
+    else:
+        column = section.split_column
+        key = prompt_key if column is None else lambda prompt: str(prompt.columns.get(column, prompt.content))
+        split = split_by_prompt(rows, section.heldout_fraction, seed, key)
+    sides: list[list[Prompt]] = []
+    lengths: list[int] = []
+    for side, found in ((split.train, bad), (split.heldout, heldout_bad or bad)):
+        if section.prefix_tokens:
+            side = prefix_prompts(side, tokenizer, section.prefix_tokens, seed, found)
+        measured = measure_prompts(side, tokenizer, _limit(section.max_tokens, room), found)
+        sides.append(measured.prompts)
+        lengths += measured.lengths
+    train, heldout = sides
+    facts = _facts(bad, heldout_bad, train, heldout)
+    if not train:
+        raise DataError("no prompts are left to train on; give more rows or lower prompts.heldout_fraction")
+    return PromptSets(train, heldout, sum(lengths) / len(lengths), facts)
+
+
+def preference_sets(
+    section: PairsSection,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    given: Sequence[PreferenceLike] | None = None,
+    given_heldout: Sequence[PreferenceLike] | None = None,
+    *,
+    room: int | None = None,
+) -> PreferenceSets:
+    """The preferences that `section` names, or those given in their place: split by prompt and encoded.
+
+    `room` is the number of tokens that the model's context holds; None is no such bound.
+    Rows are held out of the source only if no held-out rows are given or named. Raises DataError that names and counts
+    bad rows, unless `section.skip_bad` drops them, or if none are left to train on; ModelError if messages meet a
+    tokenizer without a chat template. A leak is logged as a warning.
+    """
+    bad = BadRows(skip=section.skip_bad)
+    rows = _preferences(section.source if given is None else given, section, bad)
+    heldout_source = section.heldout_source or None if given_heldout is None else given_heldout
+    heldout_bad = None if heldout_source is None else BadRows(skip=section.skip_bad)
+    if heldout_source is None or heldout_bad is None:
+        split = split_by_prompt(rows, section.heldout_fraction, seed)
+    else:
+        split = Split(rows, _preferences(heldout_source, section, heldout_bad))
+    if not split.train:
+        raise DataError("no pairs are left to train on; give more rows or lower pairs.heldout_fraction")
+    if section.rankings == "plackett_luce":
+        split = Split(_without_wide_ties(split.train, bad), _without_wide_ties(split.heldout, heldout_bad or bad))
+    limit = _limit(section.max_tokens, room)
+    train = encode_preferences(split.train, tokenizer, limit, bad)
+    heldout = encode_preferences(split.heldout, tokenizer, limit, heldout_bad or bad)
+    facts = _facts(bad, heldout_bad, split.train, split.heldout)
+    if not train:
+        raise DataError("no pairs are left to train on; give more rows or lower pairs.heldout_fraction")
+    expanded = as_pairs if section.rankings == "pairs" else as_rankings
+    return PreferenceSets(expanded(train), expanded(heldout), _sample(split.train[0]), facts)
+
+
+def _limit(max_tokens: int, room: int | None) -> int:
+    return max_tokens if room is None else min(max_tokens, max(0, room))
+
+
+def _preferences(source: str | Sequence[PreferenceLike], section: PairsSection, bad: BadRows) -> list[Pair | Ranking]:
+    """As `load_preferences`; an empty list in memory is no error here, the caller says what it means."""
+    if not isinstance(source, str) and not source:
+        return []
+    return load_preferences(source, section, bad)
+
+
+def _without_wide_ties(items: Sequence[Pair | Ranking], bad: BadRows) -> list[Pair | Ranking]:
+    """The items whose loss can be computed: at most MAX_TIED completions share a place."""
+    usable: list[Pair | Ranking] = []
+    for item in items:
+        num_tied = max(map(item.ranks.count, item.ranks)) if isinstance(item, Ranking) else 0
+        if num_tied <= MAX_TIED:
+            usable.append(item)
+            continue
+        reason = f"{num_tied} completions share a place, at most {MAX_TIED} may; set `pairs.rankings: pairs`"
+        bad.add(item.prompt.id, RowError(reason, "bad value"))
+    return usable
+
+
+def _facts(bad: BadRows, heldout_bad: BadRows | None, train: Sequence[Item], heldout: Sequence[Item]) -> Facts:
+    bad.check()
+    if heldout_bad:
+        heldout_bad.check()
+    facts = Facts(
+        bad.finish(), heldout_bad.finish() if heldout_bad else None, leaks(train, heldout), num_heldout=len(heldout)
+    )
+    leak = leak_finding(facts.leaks, facts.num_heldout)
+    if leak:
+        _log.warning("%s", leak.message)
+    return facts
+
+
+def _sample(item: Pair | Ranking) -> str:
+    if isinstance(item, Ranking):
+        listed = [f"place {rank}: {plain_text(text)}" for rank, text in zip(item.ranks, item.completions, strict=True)]
+        return "\n".join([f"prompt: {plain_text(item.prompt.content)}", *listed])
+    texts = (plain_text(item.prompt.content), plain_text(item.chosen), plain_text(item.rejected))
+    return "prompt: {}\nchosen: {}\nrejected: {}".format(*texts)

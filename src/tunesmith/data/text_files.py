@@ -1,0 +1,258 @@
+"""Rows of text files: JSONL, JSON and CSV in UTF-8, plain or gzipped. The standard library is enough.
+
+Each row comes as a candidate: where it stands, and a function that gives its columns or raises `RowError`.
+"""
+
+import csv
+import gzip
+import io
+import json
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from tunesmith.core.errors import DataError
+from tunesmith.data.tally import RowError
+from tunesmith.data.values import Refused, checked_columns
+
+Candidate = tuple[str, Callable[[], Mapping[str, object]]]
+
+LINE_FORM = 'one JSON object per line, for example {"prompt": "The movie was"}'
+LIST_FORM = 'a list of objects, for example [{"prompt": "The movie was"}]'
+TABLE_FORM = "a line of column names and one line for each row"
+
+JSON_CELLS = frozenset({"margin", "tie", "ranks", "scores", "completions", "messages"})
+"""Columns whose cells are JSON in a CSV file, where everything else is text."""
+
+_BOM = b"\xef\xbb\xbf"
+_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+_GZIP_MAGIC = b"\x1f\x8b"
+_SPACE = " \t\n\r"
+
+
+def jsonl_rows(path: Path) -> Iterator[Candidate]:
+    """The lines of a JSONL file. Empty lines at the end are skipped."""
+    lines = read_bytes(path).split(b"\n")
+    last_is_closed = not lines[-1].strip()
+    while lines and not lines[-1].strip():
+        lines.pop()
+    decoder = _decoder()
+    for number, line in enumerate(lines, start=1):
+        is_cut = number == len(lines) and not last_is_closed
+        yield f"{path.name}:{number}", lambda line=line, is_cut=is_cut: _parse_line(decoder, line, is_cut)
+
+
+def json_rows(path: Path) -> Iterator[Candidate]:
+    """The objects of a JSON list, each named by the line on which it begins.
+
+    Raises DataError for a file that is no list, and where it stops being JSON: the rows behind cannot be told apart. A
+    file that is cut off at its end loses the cut row alone.
+    """
+    content = read_bytes(path)
+    text = content.decode("utf-8", errors="surrogateescape")
+    is_utf8 = _is_utf8(content)
+    decoder = _decoder()
+    position = _after_space(text, 0)
+    if text[position : position + 1] != "[":
+        hint = "; a file with one object on each line is named .jsonl" if text[position : position + 1] == "{" else ""
+        raise DataError(f"{path} holds no list; expected {LIST_FORM}{hint}")
+    position, line, separator = position + 1, 1 + text.count("\n", 0, position), ""
+    while True:
+        start = _after_space(text, position)
+        line, position = line + text.count("\n", position, start), start
+        where = f"{path.name}:{line}"
+        if text[position : position + 1] == "]" and separator != ",":
+            break
+        try:
+            value, end = decoder.raw_decode(text, position)
+        except (ValueError, RecursionError) as error:
+            yield where, _cut_row(text, where, error)
+            return
+        yield where, lambda value=value: _json_columns(value, is_utf8)
+        line += text.count("\n", position, end)
+        position = _after_space(text, end)
+        line += text.count("\n", end, position)
+        separator = text[position : position + 1]
+        if not separator:
+            yield f"{path.name}:{line}", _raising(RowError("the list is cut off; is the file complete?", "cut off"))
+            return
+        if separator not in ",]":
+            raise DataError(f"{path.name}:{line}: not JSON (expected , or ] after an object); correct the file")
+        position += separator == ","
+    if text[position + 1 :].strip():
+        raise DataError(f"{path.name}:{line}: not JSON (text behind the end of the list); correct the file")
+
+
+def csv_rows(path: Path, delimiter: str = ",") -> Iterator[Candidate]:
+    """The rows of a CSV file with a header, each named by the line on which it begins.
+
+    All cells are text, except those of `JSON_CELLS`. Raises DataError for a header with an empty or repeated name.
+    """
+    content = read_bytes(path)
+    text = content.decode("utf-8", errors="surrogateescape")
+    records = _csv_records(text, delimiter)
+    while records and records[-1][1] == []:
+        records.pop()
+    if not records:
+        return
+    header = records[0][1]
+    if isinstance(header, csv.Error) or not header:
+        raise DataError(f"{path.name}:1: no header ({header or 'blank line'}); expected {TABLE_FORM}")
+    bad = next((name for name in header if not name.strip() or header.count(name) > 1), None)
+    if bad is not None:
+        fault = "stands twice" if bad.strip() else "is empty"
+        raise DataError(f"{path.name}:1: column name {bad!r} {fault}; name each column once")
+    last_is_closed = text.endswith(("\n", "\r"))
+    for index, (line, cells) in enumerate(records[1:], start=2):
+        is_cut = index == len(records) and not last_is_closed
+        yield f"{path.name}:{line}", lambda cells=cells, is_cut=is_cut: _table_columns(header, cells, is_cut)
+
+
+def read_bytes(path: Path) -> bytes:
+    """The bytes of a file, unpacked if they are gzipped, without a byte order mark.
+
+    Raises DataError if the file cannot be read, is UTF-16, or is a damaged archive.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+    if content.startswith(_GZIP_MAGIC):
+        try:
+            content = gzip.decompress(content)
+        except (EOFError, OSError, zlib.error) as error:
+            raise DataError(f"{path} is a damaged or cut-off gzip file ({error}); copy it again") from error
+    elif path.suffix == ".gz":
+        raise DataError(f"{path} is named .gz but is not gzipped; rename or compress it")
+    if content.startswith(_UTF16_MARKS):
+        raise DataError(f"{path} is UTF-16; save it as UTF-8")
+    return content.removeprefix(_BOM)
+
+
+def _parse_line(decoder: json.JSONDecoder, line: bytes, is_cut: bool) -> Mapping[str, object]:
+    if not line.strip():
+        raise RowError("blank line", "blank line")
+    try:
+        value = decoder.decode(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise RowError(f"not UTF-8 (byte {error.start + 1} of the line)", "not UTF-8") from error
+    except RecursionError as error:
+        raise RowError("nested too deeply", "not parsed") from error
+    except json.JSONDecodeError as error:
+        if is_cut:
+            reason = f"the last line is cut off ({error.msg} at column {error.colno}); is the file complete?"
+            raise RowError(reason, "cut off") from error
+        reason = f"not JSON ({error.msg} at column {error.colno}); expected {LINE_FORM}"
+        raise RowError(reason, "not parsed") from error
+    except ValueError as error:  # an integer beyond Python's limit of digits
+        raise RowError(f"not JSON ({error})", "not parsed") from error
+    return checked_columns(value, LINE_FORM)
+
+
+def _cut_row(text: str, where: str, error: ValueError | RecursionError) -> Callable[[], Mapping[str, object]]:
+    """A row that the end of the file cuts off. Raises DataError if the fault stands before the end."""
+    at_end = isinstance(error, json.JSONDecodeError) and (
+        error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string")
+    )
+    if not at_end:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise DataError(f"{where}: not JSON ({reason}); the rows behind it cannot be read, correct the file") from error
+    return _raising(RowError(f"the last object is cut off ({error}); is the file complete?", "cut off"))
+
+
+def _json_columns(value: object, is_utf8: bool) -> Mapping[str, object]:
+    try:
+        return checked_columns(value, LIST_FORM)
+    except RowError as error:
+        if error.kind == "bad character" and not is_utf8:
+            raise RowError("a text is not UTF-8", "not UTF-8") from error
+        raise
+
+
+def _table_columns(header: list[str], cells: list[str] | csv.Error, is_cut: bool) -> Mapping[str, object]:
+    if isinstance(cells, csv.Error):
+        if "unexpected end of data" in str(cells):
+            raise RowError("a quote is never closed, or the file is cut off", "cut off")
+        raise RowError(f"not CSV ({cells}); double a quote inside a quoted cell", "not parsed")
+    if not cells:
+        raise RowError("blank line", "blank line")
+    if len(cells) != len(header):
+        if is_cut and len(cells) < len(header):
+            raise RowError(
+                f"the last line is cut off ({len(cells)} cells of {len(header)}); is the file complete?", "cut off"
+            )
+        raise RowError(
+            f"{len(cells)} cells, but the header has {len(header)}; quote cells that hold a comma", "not parsed"
+        )
+    if any("\udc80" <= character <= "\udcff" for cell in cells if not cell.isascii() for character in cell):
+        raise RowError("a cell is not UTF-8", "not UTF-8")
+    columns = {name: _cell(cell) if name in JSON_CELLS else cell for name, cell in zip(header, cells, strict=True)}
+    return checked_columns(columns, TABLE_FORM)
+
+
+def _cell(cell: str) -> object:
+    """What a cell of `JSON_CELLS` holds: None if it is empty, the text itself if it is no JSON."""
+    if not cell.strip():
+        return None
+    try:
+        return _decoder().decode(cell.lower() if cell.lower() in ("true", "false") else cell)
+    except (ValueError, RecursionError):
+        return cell
+
+
+def _csv_records(text: str, delimiter: str) -> list[tuple[int, list[str] | csv.Error]]:
+    """First line and cells of every record; the error in place of cells where a record is no CSV."""
+    records: list[tuple[int, list[str] | csv.Error]] = []
+    # The limit on a cell is one number for the whole process: raised for this reading, then put back.
+    limit_before = csv.field_size_limit(len(text) + 1)
+    try:
+        reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+        while True:
+            first_line = reader.line_num + 1
+            try:
+                records.append((first_line, next(reader)))
+            except csv.Error as error:
+                records.append((first_line, error))
+            except StopIteration:
+                return records
+    finally:
+        csv.field_size_limit(limit_before)
+
+
+def _decoder() -> json.JSONDecoder:
+    """JSON as the standard has it: NaN and repeated keys become `Refused`."""
+    return json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_refused_constant)
+
+
+def _unique_keys(pairs: list[tuple[str, object]]) -> object:
+    columns = dict(pairs)
+    if len(columns) == len(pairs):
+        return columns
+    repeated = Counter(name for name, _ in pairs).most_common(1)[0][0]
+    return Refused(f"key `{repeated}` stands twice in one object")
+
+
+def _refused_constant(name: str) -> object:
+    return Refused(f"{name} is no JSON number; write null or a finite number")
+
+
+def _raising(error: RowError) -> Callable[[], Mapping[str, object]]:
+    def columns() -> Mapping[str, object]:
+        raise error
+
+    return columns
+
+
+def _is_utf8(content: bytes) -> bool:
+    try:
+        content.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _after_space(text: str, position: int) -> int:
+    while position < len(text) and text[position] in _SPACE:
+        position += 1
+    return position

@@ -1,0 +1,270 @@
+"""Calls of the user's code as a reward: whatever it does, every sample gets an outcome, and errors name the sample."""
+
+import asyncio
+import functools
+import inspect
+import itertools
+import math
+import reprlib
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from tunesmith.core.errors import RewardError
+from tunesmith.rewards.outcome import Logged, Outcome, Policy, SampleError, Scored
+from tunesmith.rewards.sample import Reward, Sample
+from tunesmith.rewards.threads import HangError, Worker, within
+
+_SEARCH_S = 10.0
+_RETRY_S = 60.0
+_MAX_FLOAT32 = 3.4028234e38
+_MAX_SHOWN = 60
+
+
+class _RaisedError(SampleError):
+    """The user's function raised."""
+
+
+class _HungError(SampleError):
+    """The user's function did not return in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call: the samples it scores, its keyword arguments, and what it logs."""
+
+    samples: Sequence[Sample]
+    arguments: Mapping[str, object]
+    logged: Logged
+
+
+_Calls = Generator[_Call, object, Scored]
+"""Yields the calls to make; is sent what each returned, or thrown its SampleError; returns the outcomes."""
+
+
+class CalledReward(ABC):
+    """Code of the user's as a reward. A subclass says with which arguments it is called.
+
+    If a call with several samples raises, the code is called again with one sample at a time: under `fail` for at most
+    10 seconds, to name the sample; otherwise for at most 60, so that the failing samples alone follow the policy. A
+    call that hangs is not repeated. What a failed call logged does not count.
+    """
+
+    def __init__(self, name: str, function: Callable[..., object], policy: Policy | None, *, is_async: bool) -> None:
+        self.name = name
+        self.policy = policy or Policy()
+        self.is_async = is_async
+        self._function = function
+        self._worker = Worker(name)
+
+    def score(self, samples: Sequence[Sample], extras: Mapping[str, object] | None = None) -> list[float | None]:
+        """One number or None per sample, whatever the policy. Raises RewardError naming function and sample."""
+        return self.outcomes(samples, extras).numbers()
+
+    def outcomes(self, samples: Sequence[Sample], extras: Mapping[str, object] | None = None) -> Scored:
+        """An outcome for each sample. Raises RewardError where no call can be made, such as for a missing column."""
+        calls = self._calls(samples, extras or {})
+        step = functools.partial(next, calls)
+        while True:
+            try:
+                call = step()
+            except StopIteration as end:
+                return end.value
+            try:
+                step = functools.partial(calls.send, self._call(call))
+            except SampleError as error:
+                step = functools.partial(calls.throw, error)
+
+    async def outcomes_async(self, samples: Sequence[Sample], extras: Mapping[str, object] | None = None) -> Scored:
+        """As `outcomes`, of an `async def` function."""
+        calls = self._calls(samples, extras or {})
+        step = functools.partial(next, calls)
+        while True:
+            try:
+                call = step()
+            except StopIteration as end:
+                return end.value
+            try:
+                step = functools.partial(calls.send, await self._call_async(call))
+            except SampleError as error:
+                step = functools.partial(calls.throw, error)
+
+    def hung(self, samples: Sequence[Sample], error: HangError) -> Scored:
+        """The outcomes of a call that never returned."""
+        return Scored([self._hung(error, samples)] * len(samples), Logged(len(samples)))
+
+    @abstractmethod
+    def _arguments(
+        self, samples: Sequence[Sample], columns: Sequence[str], extras: Mapping[str, object]
+    ) -> dict[str, object]:
+        """Keyword arguments of a call. `columns` are those of all samples, also where a call has some of them."""
+
+    def _calls(self, samples: Sequence[Sample], extras: Mapping[str, object]) -> _Calls:
+        columns = list({name: None for sample in samples for name in sample.prompt.columns})
+        call = self._prepared(samples, columns, extras)
+        try:
+            return Scored(self._checked((yield call), samples), call.logged)
+        except SampleError as error:
+            failure = error
+        is_fatal = self.policy.on_error == "fail"
+        can_search = isinstance(failure, _RaisedError) if is_fatal else not isinstance(failure, _HungError)
+        scored = Scored([failure] * len(samples), Logged(len(samples)))
+        if len(samples) == 1 or not can_search:
+            return scored
+        for place in _for_a_while(len(samples), _SEARCH_S if is_fatal else _RETRY_S):
+            call = self._prepared([samples[place]], columns, extras)
+            try:
+                scored.outcomes[place] = self._checked((yield call), call.samples)[0]
+                scored.logged.add(call.logged, [place])
+            except SampleError as error:
+                scored.outcomes[place] = error
+            if is_fatal and isinstance(scored.outcomes[place], SampleError):
+                return scored
+        if any(isinstance(outcome, SampleError) for outcome in scored.outcomes):
+            return scored
+        if is_fatal:
+            return Scored([failure] * len(samples), scored.logged)
+        return Scored(scored.outcomes, scored.logged, retried=failure)
+
+    def _prepared(self, samples: Sequence[Sample], columns: Sequence[str], extras: Mapping[str, object]) -> _Call:
+        logged = Logged(len(samples))
+        extras = {**extras, "log_extra": logged.extra, "log_metric": logged.metric}
+        return _Call(samples, self._arguments(samples, columns, extras), logged)
+
+    def _call(self, call: _Call) -> object:
+        if self.policy.timeout_s is None:
+            return self._invoke(call)
+        try:
+            return self._worker.run(functools.partial(self._invoke, call), self.policy.timeout_s)
+        except HangError as error:
+            raise self._hung(error, call.samples) from error
+
+    async def _call_async(self, call: _Call) -> object:
+        try:
+            return await within(self._invoke_async(call), self.policy.timeout_s)
+        except HangError as error:
+            raise self._hung(error, call.samples) from error
+
+    def _invoke(self, call: _Call) -> object:
+        try:
+            return _read(self._function(**call.arguments), len(call.samples))
+        except (Exception, SystemExit) as error:  # the user's code: whatever it raises is reported as its failure
+            raise self._raised(error, call.samples) from error
+
+    async def _invoke_async(self, call: _Call) -> object:
+        try:
+            return _read(await self._function(**call.arguments), len(call.samples))  # type: ignore[misc]
+        except (Exception, SystemExit, asyncio.CancelledError) as error:  # as in `_invoke`
+            raise self._raised(error, call.samples) from error
+
+    def _raised(self, error: BaseException, samples: Sequence[Sample]) -> _RaisedError:
+        kind = f"raised {type(error).__name__}"
+        what = f": {error}" if isinstance(error, RewardError) else f" {kind}: {error}{last_line_of(error)}"
+        return _RaisedError(f"reward `{self.name}`{what}; scoring {_which(samples)}", kind)
+
+    def _hung(self, error: HangError, samples: Sequence[Sample]) -> _HungError:
+        limit = "" if self.policy.timeout_s is None else f" within timeout_s, {self.policy.timeout_s:g} seconds"
+        return _HungError(f"reward `{self.name}` did not return{limit} ({error}); scoring {_which(samples)}", "hung")
+
+    def _checked(self, output: object, samples: Sequence[Sample]) -> list[Outcome]:
+        if not isinstance(output, list):
+            raise SampleError(
+                f"reward `{self.name}` returned an object of type {type(output).__name__}; it must "
+                f"return a list with one number or None for each completion; scoring {_which(samples)}",
+                "returned no list",
+            )
+        if len(output) != len(samples):
+            where = samples[min(len(output), len(samples) - 1)]
+            raise SampleError(
+                f"reward `{self.name}` returned {len(output)} scores for {len(samples)} completions; it must return "
+                f"one for each. Missing or extra from {where}",
+                "returned a list of the wrong length",
+            )
+        return [self._number(value, sample) for value, sample in zip(output, samples, strict=True)]
+
+    def _number(self, value: object, sample: Sample) -> Outcome:
+        if value is None:
+            return None
+        number = _as_float(value)
+        if abs(number) <= _MAX_FLOAT32:  # false for NaN too
+            return number
+        return SampleError(
+            f"reward `{self.name}` returned {_shown(value)} for {sample}; it must be a finite number in the range of "
+            "float32, or None where the reward does not apply",
+            "returned no finite number",
+        )
+
+
+class ObjectReward(CalledReward):
+    """An object with `name` and `score(samples)` as a reward."""
+
+    def __init__(self, reward: Reward, policy: Policy | None = None) -> None:
+        def score(samples: Sequence[Sample]) -> object:
+            return reward.score(samples)
+
+        super().__init__(reward.name, score, policy, is_async=is_async(reward.score))
+
+    def _arguments(
+        self, samples: Sequence[Sample], columns: Sequence[str], extras: Mapping[str, object]
+    ) -> dict[str, object]:
+        return {"samples": list(samples)}
+
+
+def is_async(function: Callable[..., object]) -> bool:
+    """True for `async def`, also inside a partial or as the `__call__` of an object."""
+    if isinstance(function, functools.partial):
+        return is_async(function.func)
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def last_line_of(error: BaseException) -> str:
+    """Where `error` was raised: ` (file.py, line 3)`, or nothing if that is unknown."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return ""
+    return f" ({trace.tb_frame.f_code.co_filename.rsplit('/', 1)[-1]}, line {trace.tb_lineno})"
+
+
+def _for_a_while(count: int, limit_s: float) -> Iterator[int]:
+    """0 to `count` - 1 until `limit_s` seconds are over: code that asks a slow service is not called for all of
+    them.
+    """
+    end_s = time.monotonic() + limit_s
+    for place in range(count):
+        if time.monotonic() > end_s:
+            return
+        yield place
+
+
+def _read(output: object, num_samples: int) -> object:
+    """`output` as a list if it is any kind of list. Iterators run the user's code, so they are read under its guard."""
+    if isinstance(output, str | bytes | Mapping) or not isinstance(output, Iterable):
+        return output
+    if isinstance(output, Iterator):
+        return list(itertools.islice(output, num_samples + 1))  # it may never end
+    return list(output)
+
+
+def _as_float(value: object) -> float:
+    """The number that `value` is, NaN if it is none."""
+    try:
+        return math.nan if isinstance(value, str | bytes) else float(value)  # type: ignore[arg-type]
+    except OverflowError:
+        return math.inf
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several numbers
+        return math.nan
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"  # Python refuses to print very long ones
+    shorten = reprlib.Repr()
+    shorten.maxother = shorten.maxstring = _MAX_SHOWN
+    return shorten.repr(value)
+
+
+def _which(samples: Sequence[Sample]) -> str:
+    return str(samples[0]) if len(samples) == 1 else f"{len(samples)} completions together, from {samples[0]}"

@@ -1,0 +1,231 @@
+"""Runs as they lie on disk: found, named, and summed up from their files alone. A damaged file costs a figure, not the
+list.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Literal, cast
+
+from tunesmith.config.suggest import did_you_mean
+from tunesmith.config.yaml_text import is_mapping
+from tunesmith.config.yaml_text import parse as parse_yaml
+from tunesmith.config.yaml_text import read as read_yaml
+from tunesmith.core.errors import ConfigError, RunError
+from tunesmith.telemetry.manifest import list_steps
+from tunesmith.telemetry.run_lock import is_locked
+
+RunStatus = Literal["running", "finished", "stopped", "failed"]
+"""`stopped` has a checkpoint to go on from, `failed` has none."""
+
+FIGURES = ("eval/accuracy", "eval/reward", "reward", "accuracy")
+"""The first of these that a run measured says how well it did."""
+
+_MAX_DEPTH = 3
+_STAMP = re.compile(r"(\d{8}-\d{6})-")
+# What a run holds itself; no run lies below.
+_PARTS = frozenset({"checkpoints", "final", "refused", "tensorboard"})
+_MAX_JSON_BYTES = 10_000_000
+
+Row = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """What a list shows of a run; None where it is not known.
+
+    `name` is the path below the folder that was searched; `figure` is the last value of the metric `figure_name`.
+    """
+
+    path: Path
+    name: str
+    algorithm: str
+    status: RunStatus
+    num_steps: int
+    total_steps: int | None
+    figure_name: str | None
+    figure: float | None
+    minutes: float | None
+    num_bytes: int
+    started: datetime | None
+
+
+def is_run(folder: Path) -> bool:
+    """True for a real folder, no link, with the recipe of a run."""
+    return not folder.is_symlink() and folder.is_dir() and (folder / "recipe.yaml").is_file()
+
+
+def find_runs(folder: Path) -> list[Path]:
+    """Run folders at `folder` and up to three levels below, those inside of other runs too; no link is followed."""
+    found = [folder] if is_run(folder) else []
+    return found + sorted(_below(folder, 1))
+
+
+def _below(folder: Path, depth: int) -> Iterator[Path]:
+    try:
+        children = [Path(entry.path) for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
+    except OSError:
+        return
+    for child in children:
+        if child.name in _PARTS and is_run(folder):
+            continue
+        if is_run(child):
+            yield child
+        if depth < _MAX_DEPTH:
+            yield from _below(child, depth + 1)
+
+
+def list_runs(folder: Path) -> list[RunFacts]:
+    """The runs below `folder`, newest first.
+
+    Raises:
+        RunError: if there is no such folder.
+    """
+    if not folder.is_dir():
+        raise RunError(f"there is no folder {folder}; name the one that holds the runs with --dir")
+    runs = [read_run(path, folder) for path in find_runs(folder)]
+    return sorted(runs, key=lambda run: (run.started or datetime.min, run.name), reverse=True)
+
+
+def resolve_run(given: str, folder: Path) -> Path:
+    """The run that `given` names: a path, or the name of a run below `folder`, or the end of one name alone.
+
+    Raises:
+        RunError: if there is none, or more than one.
+    """
+    path = Path(given).expanduser()
+    if is_run(path):
+        return path
+    if path.is_symlink():
+        raise RunError(f"{path} is a link; give the run folder itself")
+    runs = {str(run.relative_to(folder)): run for run in find_runs(folder) if run != folder} if folder.is_dir() else {}
+    if given in runs:
+        return runs[given]
+    matches = [name for name in runs if Path(name).name == given or Path(name).name.endswith(f"-{given}")]
+    if len(matches) == 1:
+        return runs[matches[0]]
+    if matches:
+        raise RunError(f"{given!r} names {len(matches)} runs below {folder}: {', '.join(sorted(matches))}; give one")
+    if path.is_dir() or (folder / given).is_dir():
+        raise RunError(f"{given} is no run folder: it has no recipe.yaml")
+    raise RunError(
+        f"there is no run {given!r}{did_you_mean(given, runs)}; give a path, or a name that `tunesmith runs ls --dir "
+        f"{folder}` shows, or the letters at its end"
+    )
+
+
+def read_run(path: Path, root: Path | None = None) -> RunFacts:
+    """The facts of the run in `path`, named as seen from `root`."""
+    recipe, result, rows = read_recipe(path), read_object(path / "result.json"), read_rows(path / "metrics.jsonl")
+    figure_name, figure = _figure(rows)
+    minutes = _number(result.get("minutes"))
+    spent_s = sum(_number(row.get("time/step_s")) or 0.0 for row in rows)
+    return RunFacts(
+        path=path,
+        name=path.name if root is None or path == root else str(path.relative_to(root)),
+        algorithm="demo" if "demo" in recipe else str(recipe.get("algorithm", "?")),
+        status=_status(path),
+        num_steps=int(_number(rows[-1].get("step")) or 0) if rows else 0,
+        total_steps=_total_steps(recipe, result),
+        figure_name=figure_name,
+        figure=figure,
+        minutes=minutes if minutes is not None else spent_s / 60 if rows else None,
+        num_bytes=folder_bytes(path),
+        started=_started(path),
+    )
+
+
+def read_recipe(path: Path) -> Row:
+    """The recipe of the run in `path`; empty if it cannot be read."""
+    try:
+        data = parse_yaml(read_yaml(path / "recipe.yaml"), "recipe.yaml").data
+    except ConfigError:
+        return {}
+    return data if is_mapping(data) else {}
+
+
+def read_object(file: Path) -> Row:
+    """The JSON object in `file`; empty if there is none or it cannot be read."""
+    try:
+        if file.stat().st_size > _MAX_JSON_BYTES:
+            return {}
+        data: object = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return data if is_mapping(data) else {}
+
+
+def read_rows(file: Path) -> list[Row]:
+    """The objects of a JSONL file; lines that cannot be read, such as one that a crash cut off, are left out."""
+    try:
+        with file.open(encoding="utf-8", errors="replace") as lines:
+            return [row for line in lines if (row := _object_in(line)) is not None]
+    except OSError:
+        return []
+
+
+def _object_in(line: str) -> Row | None:
+    try:
+        row: object = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if is_mapping(row) else None
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes of the files in and below `folder`; links count as themselves."""
+    return sum(_sizes(folder))
+
+
+def _sizes(folder: Path) -> Iterator[int]:
+    for parent, _, names in os.walk(folder, followlinks=False):
+        for name in names:
+            try:
+                yield os.lstat(os.path.join(parent, name)).st_size
+            except OSError:
+                # A running trainer may have removed it a moment ago.
+                continue
+
+
+def _status(path: Path) -> RunStatus:
+    if any(is_locked(run) for run in find_runs(path)):
+        return "running"
+    if (path / "result.json").is_file():
+        return "finished"
+    return "stopped" if list_steps(path / "checkpoints") else "failed"
+
+
+def _total_steps(recipe: Row, result: Row) -> int | None:
+    run = recipe.get("run")
+    steps = run.get("steps") if is_mapping(run) else None
+    found = steps if steps is not None else result.get("steps")
+    return int(found) if isinstance(found, int | float) else None
+
+
+def _figure(rows: Sequence[Row]) -> tuple[str | None, float | None]:
+    for name in FIGURES:
+        for row in reversed(rows):
+            if (value := _number(row.get(name))) is not None:
+                return name, value
+    return None, None
+
+
+def _started(path: Path) -> datetime | None:
+    """The time in the folder's name, or that of its recipe."""
+    if stamp := _STAMP.match(path.name):
+        try:
+            return datetime.strptime(stamp[1], "%Y%m%d-%H%M%S")
+        except ValueError:
+            pass
+    try:
+        return datetime.fromtimestamp((path / "recipe.yaml").stat().st_mtime)
+    except (OSError, ValueError, OverflowError):
+        return None
+
+
+def _number(value: object) -> float | None:
+    return float(cast(float, value)) if isinstance(value, int | float) and not isinstance(value, bool) else None

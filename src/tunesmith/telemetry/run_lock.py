@@ -1,0 +1,170 @@
+"""The lock of a run folder: one process trains in it at a time.
+
+`run.lock` carries an flock of the kernel, which ends with the process that holds it, however it ends. A lock file that
+nobody holds means nothing, so a killed run never has to be unlocked by hand. Opening the lock file may empty it; who
+the holder is stands in `lock.json` beside it.
+"""
+
+import datetime
+import errno
+import fcntl
+import json
+import os
+import socket
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+
+from filelock import FileLock, Timeout
+
+from tunesmith.core.errors import RunError
+
+LOCK_FILE = "run.lock"
+HOLDER_FILE = "lock.json"
+
+# `is_locked` holds a shared lock for an instant; an owner to be must not take that for another owner.
+_TIMEOUT_S = 0.5
+_POLL_S = 0.02
+_HELD_ELSEWHERE = (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES)
+_NOT_SUPPORTED = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who holds a run folder: process id, name of the host, and the time (ISO 8601, local) when it took the lock."""
+
+    pid: int
+    host: str
+    started: str
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on host {self.host} since {self.started.replace('T', ' ')}"
+
+
+class RunLock:
+    """The sole right to write a run folder: `with RunLock(folder): ...`, or `acquire` and `release`.
+
+    A process that was forked while the lock was held does not own it: there, `release` does nothing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._lock: FileLock | None = None
+        self._pid = 0
+
+    @property
+    def is_held(self) -> bool:
+        """True while this object, in this process, holds the lock."""
+        return self._lock is not None and self._pid == os.getpid()
+
+    def acquire(self) -> None:
+        """Take the lock, also one that a dead process left behind. Taking it twice by one object changes nothing.
+
+        Raises:
+            RunError: if another process, or another object of this one, holds it; or if the folder is missing, cannot
+                be written, or lies on a file system without locks.
+        """
+        if self.is_held:
+            return
+        lock = FileLock(self.folder / LOCK_FILE, thread_local=False)
+        try:
+            _require_flock(self.folder / LOCK_FILE)
+            lock.acquire(timeout=_TIMEOUT_S, poll_interval=_POLL_S)
+        except Timeout:
+            holder = holder_of(self.folder) or "another process"
+            raise RunError(f"{self.folder} is in use by {holder}; wait, or stop it") from None
+        except OSError as error:
+            raise RunError(_why_not(self.folder, error)) from error
+        self._lock, self._pid = lock, os.getpid()
+        try:
+            self._write_holder()
+        except OSError as error:
+            self.release()
+            raise RunError(_why_not(self.folder, error)) from error
+
+    def release(self) -> None:
+        """Give the lock back; does nothing if this process does not hold it."""
+        if self._lock is None or not self.is_held:
+            return
+        try:
+            (self.folder / HOLDER_FILE).unlink(missing_ok=True)
+        except OSError:
+            # The folder may be gone or read-only by now. The file has no meaning without the lock.
+            pass
+        finally:
+            self._lock.release()
+            self._lock = None
+
+    def __enter__(self) -> "RunLock":
+        self.acquire()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def _write_holder(self) -> None:
+        started = datetime.datetime.now().isoformat(timespec="seconds")
+        facts = asdict(Holder(os.getpid(), socket.gethostname(), started))
+        aside = self.folder / f".{HOLDER_FILE}-{os.getpid()}"
+        try:
+            aside.write_text(json.dumps(facts) + "\n", encoding="utf-8")
+            os.replace(aside, self.folder / HOLDER_FILE)
+        finally:
+            aside.unlink(missing_ok=True)
+
+
+def is_locked(folder: Path) -> bool:
+    """True if a living process holds the lock of the run folder; a lock that may not be looked at counts as held."""
+    try:
+        descriptor = os.open(folder / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in _HELD_ELSEWHERE
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def holder_of(folder: Path) -> Holder | None:
+    """What `lock.json` says about the holder, or None if it is missing or unreadable. It may be out of date: ask
+    `is_locked` first.
+    """
+    try:
+        facts = json.loads((folder / HOLDER_FILE).read_text(encoding="utf-8"))
+        return Holder(int(facts["pid"]), str(facts["host"]), str(facts["started"]))
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _require_flock(file: Path) -> None:
+    """Raise OSError if `file` cannot be made or locked at all.
+
+    Releases of filelock differ where flock is missing: some fall back, with a warning, to a file that a killed process
+    leaves behind. Here that is an error.
+    """
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _HELD_ELSEWHERE:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _why_not(folder: Path, error: OSError) -> str:
+    if error.errno in _NOT_SUPPORTED:
+        return (
+            f"the file system of {folder} has no file locks ({error.strerror}), so two processes could write one run; "
+            "choose a folder on another file system with --run.dir"
+        )
+    if error.errno == errno.ENOENT:
+        return f"{folder} does not exist; give a run folder"
+    return f"{folder} cannot be locked ({error.strerror or error}); make it a writable folder with free space"

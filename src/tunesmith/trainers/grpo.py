@@ -1,0 +1,308 @@
+"""Group-relative policy optimisation (Shao et al. 2024, arXiv 2402.03300) and RLOO (Ahmadian et al. 2024).
+
+Several completions are drawn for each prompt, and each is measured against the others of its group: no critic. Groups
+whose rewards are all equal teach nothing and are left out. Shape legend: P prompts, G completions per prompt, B
+sequences (the completions that are left), S positions of prompt and completion, T completion tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tunesmith.algorithms import advantages, kl, policy_loss
+from tunesmith.batch.pack import PolicyBatch, chunks, pack
+from tunesmith.batch.rollout import Group
+from tunesmith.config.schema import GRPORecipe
+from tunesmith.core.errors import DataError
+from tunesmith.core.seeds import derive, permutation
+from tunesmith.core.trace import Trace, span
+from tunesmith.data.prompts import PromptLike
+from tunesmith.distributed import collectives
+from tunesmith.evaluation import accuracy
+from tunesmith.models.export import ModelCard, save_final
+from tunesmith.models.freeze import freeze_lower_layers
+from tunesmith.models.load import frozen_copy, load_policy
+from tunesmith.models.loaded import PreTrainedModel, PreTrainedTokenizerBase
+from tunesmith.models.logprob import token_logps
+from tunesmith.models.optimizer import MasterAdamW, StepReport
+from tunesmith.rewards.scorer import RewardLike, Scorer, Scores, TrainerState
+from tunesmith.rollout.engine import Engine
+from tunesmith.rollout.transformers_backend import TransformersEngine
+from tunesmith.schema.records import Prompt
+from tunesmith.trainers import grpo_metrics, policy_metrics, rollouts, setup
+from tunesmith.trainers.estimate import announce, policy_estimate
+from tunesmith.trainers.restart import Resumable
+from tunesmith.trainers.session import Session, StepRecord, open_session
+
+SHOWN = ("reward", "frac_reward_zero_std", "completions/mean_length")
+"""Figures that stand behind the progress bar."""
+
+
+@dataclass(slots=True)
+class State:
+    """What the loop owns. `step` changes the policy, the optimizer and the KL controller, nothing else."""
+
+    cfg: GRPORecipe
+    device: torch.device
+    policy: PreTrainedModel
+    reference: PreTrainedModel | None
+    engine: Engine
+    scorer: Scorer
+    optimizer: MasterAdamW
+    kl: kl.Controller
+    tokenizer: PreTrainedTokenizerBase
+    prompts: rollouts.PromptSets
+    identity: Mapping[str, str]
+    num_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step hands to `run`: metrics, the groups it drew and their scores."""
+
+    metrics: setup.Metrics
+    groups: Sequence[Group]
+    scores: Scores
+    report: StepReport | None
+
+
+def build(
+    cfg: GRPORecipe, *, prompts: Sequence[PromptLike] | None = None, rewards: Sequence[RewardLike] | None = None
+) -> State:
+    """The state before the first step. `prompts` and `rewards`, where given, stand in for those that `cfg` names."""
+    device = setup.prepare(cfg)
+    loaded = load_policy(cfg.model, device=device)
+    sets = rollouts.prompt_sets(cfg, loaded, prompts)
+    if cfg.evaluation.correct_at is not None and not sets.heldout:
+        raise DataError(
+            "evaluation.correct_at asks for the accuracy on held-out prompts, but none are held out; give "
+            "prompts.heldout_fraction a share above 0, or prompts.heldout_source a file"
+        )
+    policy = loaded.model
+    identity = rollouts.identity(policy, sets, device)
+    reference = frozen_copy(policy) if cfg.grpo.kl.coef > 0 else None
+    freeze_lower_layers(policy, cfg.model.num_trainable_layers)
+    num_steps = cfg.run.steps or 100
+    optimizer = MasterAdamW(
+        policy, cfg.optimizer, total_steps=num_steps * cfg.grpo.num_epochs * cfg.grpo.num_minibatches
+    )
+    engine = TransformersEngine(
+        policy,
+        loaded.tokenizer,
+        weight_version=lambda: optimizer.weight_version,
+        batch_size=cfg.rollout.batch_size,
+    )
+    return State(
+        cfg=cfg,
+        device=device,
+        policy=policy,
+        reference=reference,
+        engine=engine,
+        scorer=Scorer(cfg.reward if rewards is None else rewards, policy_tokenizer=loaded.tokenizer, device=device),
+        optimizer=optimizer,
+        kl=kl.controller(cfg.grpo.kl.coef, cfg.grpo.kl.target, cfg.grpo.kl.horizon),
+        tokenizer=loaded.tokenizer,
+        prompts=sets,
+        identity=identity,
+        num_steps=num_steps,
+    )
+
+
+def step(state: State, prompts: Sequence[Prompt], index: int) -> StepResult:
+    """GRPO step `index` (from 0): draw groups, score, compare within each group, update the policy."""
+    cfg, sampling = state.cfg.grpo, rollouts.sampling_params(state.cfg, "rollout", index)
+    with span("rollout"):
+        groups = state.engine.generate(prompts, state.cfg.rollout.completions_per_prompt, sampling)
+    with span("reward"):
+        scores = state.scorer.score(groups, state=TrainerState(index, state.num_steps))
+    stats = grpo_metrics.StepStats(groups, scores)
+    reward_PG = scores.total_PG
+    if state.reference is not None and cfg.kl.place == "reward":
+        reward_PG = reward_PG - state.kl.value * sequence_kl(state, groups).to(reward_PG)
+    advantage_PG = advantages.group_relative(
+        reward_PG, scores.valid_PG, baseline=cfg.baseline, scale=cfg.scale
+    ).advantage_PG
+    varies_P = advantages.group_relative(scores.total_PG, scores.valid_PG).varies_P  # the KL alone is no signal
+    rows = torch.nonzero((scores.valid_PG & varies_P[:, None]).flatten()).flatten().tolist()
+    if not rows:  # every completion was as good as its neighbours
+        return StepResult(stats.metrics(varies_P), groups, scores, None)
+
+    sequences = pack(groups, pad_id=0, device=state.device, rows=rows)
+    advantage_BT = advantage_PG.flatten()[rows].to(state.device)[:, None] * sequences.mask_BT
+    old_logp_BT = reference_logp_BT = sequences.sampled_logp_BT
+    is_single = cfg.num_epochs * cfg.num_minibatches == 1  # then the old policy is the one that is updated
+    temperature = state.cfg.rollout.temperature
+    if not is_single:
+        with span("old_policy"):
+            old_logp_BT = rollouts.logps(state.policy, sequences, temperature, cfg.micro_batch_size)
+    if state.reference is not None:
+        with span("reference"):
+            reference_logp_BT = rollouts.logps(state.reference, sequences, temperature, cfg.micro_batch_size)
+    batch = PolicyBatch(sequences, old_logp_BT, reference_logp_BT, advantage_BT)
+
+    for minibatch in rollouts.minibatches(batch, cfg, derive(state.cfg.run.seed, "minibatches", index)):
+        num_tokens = collectives.sum_over_ranks(minibatch.sequences.num_tokens)  # one global denominator
+        total_loss = torch.zeros((), device=state.device)
+        for chosen in chunks(range(len(minibatch.sequences.lengths_B)), cfg.micro_batch_size):
+            micro = minibatch.select(chosen)
+            with span("update/forward"):
+                loss = micro_batch_loss(state, micro, num_tokens, is_single, stats)
+            with span("update/backward"):
+                loss.backward()
+            total_loss += loss.detach()
+        with span("update/optimizer"):
+            stats.add_report(state.optimizer.step(loss=total_loss.item()))  # refuses what is not finite
+    state.kl.update(stats.mean_kl(), len(rows))
+    metrics = {**stats.metrics(varies_P), "objective/kl_coef": state.kl.value}
+    return StepResult(metrics, groups, scores, stats.worst_report())
+
+
+def micro_batch_loss(
+    state: State, micro: PolicyBatch, num_tokens: float, is_single: bool, stats: grpo_metrics.StepStats
+) -> torch.Tensor:
+    """The GRPO loss of one micro-batch, a scalar; its statistics are added to `stats`."""
+    cfg, sequences, mask_BT = state.cfg.grpo, micro.sequences, micro.sequences.mask_BT
+    new = token_logps(
+        state.policy,
+        sequences.ids_BS,
+        sequences.lengths_B,
+        prompt_lengths_B=sequences.prompt_lengths_B,
+        temperature=state.cfg.rollout.temperature,
+    )
+    old_logp_BT = new.logp_BT.detach() if is_single else micro.old_logp_BT
+    loss, policy_stats = policy_loss.clipped(
+        new.logp_BT, old_logp_BT, micro.advantage_BT, mask_BT, num_tokens, cfg.clip_low, cfg.clip_high
+    )
+    if cfg.entropy_coef > 0:
+        loss = loss - cfg.entropy_coef * policy_loss.entropy_bonus(new.entropy_BT, mask_BT, num_tokens)
+    if cfg.kl.place == "loss" and state.kl.value > 0:
+        penalty = kl.penalty_loss(cfg.kl.estimator, new.logp_BT, micro.reference_logp_BT, mask_BT, num_tokens)
+        loss = loss + state.kl.value * penalty
+    reference_logp_BT = None if state.reference is None else micro.reference_logp_BT
+    stats.add(policy_stats, sequences, new, reference_logp_BT)
+    return loss
+
+
+@torch.no_grad()
+def sequence_kl(state: State, groups: Sequence[Group]) -> torch.Tensor:
+    """KL estimate of each completion to the reference, summed over its tokens, `[P, G]`, in nats.
+
+    The policy's side is what the engine recorded: with top-p or top-k, the cut distribution.
+    """
+    assert state.reference is not None
+    size, temperature = state.cfg.grpo.micro_batch_size, state.cfg.rollout.temperature
+    sequences = pack(groups, pad_id=0, device=state.device)
+    with span("reference"):
+        reference_logp_BT = rollouts.logps(state.reference, sequences, temperature, size)
+    kl_BT = kl.estimate(state.cfg.grpo.kl.estimator, sequences.sampled_logp_BT, reference_logp_BT)
+    return kl.per_sequence(kl_BT, sequences.mask_BT).reshape(len(groups), -1)
+
+
+def run(
+    cfg: GRPORecipe,
+    *,
+    provenance: Mapping[str, str] | None = None,
+    prompts: Sequence[PromptLike] | None = None,
+    rewards: Sequence[RewardLike] | None = None,
+    progress: bool = True,
+    resume: Path | None = None,
+) -> setup.RunResult:
+    """Train a policy by GRPO as `cfg` says, or go on with the run in the folder `resume`; folder, metrics and summary.
+
+    Raises:
+        InputError: for a config, model, prompts or reward that cannot be used, before the run folder is made.
+        TrainingError: if too many steps in a row are not finite, or memory runs out.
+        StoppedError: after SIGTERM or SIGINT, once a checkpoint is written.
+    """
+    state = build(cfg, prompts=prompts, rewards=rewards)
+    estimate = policy_estimate(
+        state.policy, cfg, prompt_tokens=state.prompts.mean_tokens, num_reward_models=state.scorer.num_models
+    )
+    announce(estimate, state.num_steps, progress)
+    with open_session(
+        cfg,
+        resumable(state),
+        provenance=provenance,
+        show_progress=progress,
+        data=state.prompts.facts,
+        resume=resume,
+        from_python=setup.given(prompts=prompts, rewards=rewards),
+    ) as session:
+        measure_accuracy(state, session, "before")
+        for index in session.steps():
+            with session.working() as times:
+                result = step(state, rollouts.prompts_of_step(cfg, state.prompts.train, index), index)
+                evaluation = evaluate(state) if session.is_due(index, cfg.run.eval_every) else {}
+            session.end_step(index + 1, record(session, index, result, evaluation, times), SHOWN)
+        measure_accuracy(state, session, "after")
+        export(state, session)
+        figures = accuracy.figures(session.facts)
+        return session.finish({**policy_metrics.summary(session.metrics), **figures, "algorithm": "grpo"})
+
+
+def evaluate(state: State) -> setup.Metrics:
+    """Mean reward of one completion of each held-out prompt, with the same noise at every step."""
+    sampling = rollouts.sampling_params(state.cfg, "evaluate", 0)
+    return rollouts.mean_reward(state.engine, state.scorer, state.prompts.heldout, sampling)
+
+
+def measure_accuracy(state: State, session: Session, when: str) -> None:
+    """Measure the share of right answers on held-out prompts, if the recipe wants it and it is not known yet."""
+    section = state.cfg.evaluation
+    if section.correct_at is None or f"accuracy_{when}" in session.facts:
+        return
+    setup.say(f"accuracy {when} training", enabled=session.shows_progress)
+    with session.working():
+        measured = accuracy.measure(
+            state.engine,
+            state.scorer,
+            asked_prompts(state),
+            rollouts.sampling_params(state.cfg, f"accuracy {when}", 0),
+            num_completions=section.completions_per_prompt,
+            correct_at=section.correct_at,
+        )
+    session.facts |= measured.facts(when)
+    session.leave_if_asked()
+
+
+def asked_prompts(state: State) -> list[Prompt]:
+    """The held-out prompts on which accuracy is measured, drawn evenly: rows are often sorted by difficulty."""
+    heldout = state.prompts.heldout
+    drawn = permutation(derive(state.cfg.run.seed, "accuracy"), 0, len(heldout))
+    return [heldout[i] for i in sorted(drawn[: state.cfg.evaluation.num_prompts])]
+
+
+def record(session: Session, index: int, result: StepResult, evaluation: setup.Metrics, times: Trace) -> StepRecord:
+    """What step `index` leaves in the run folder."""
+    groups, scores = result.groups, result.scores
+    return StepRecord(
+        metrics=policy_metrics.with_times({**result.metrics, **evaluation}, times),
+        report=result.report,
+        batch=lambda: policy_metrics.batch_rows(groups, scores),
+        samples=policy_metrics.sample_rows(index + 1, groups, scores) if session.samples_due(index) else (),
+    )
+
+
+def resumable(state: State) -> Resumable:
+    """How a session saves and restores `state`."""
+    return Resumable(
+        modules={"policy": state.policy},
+        optimizer=state.optimizer,
+        counters={"kl": state.kl},
+        num_steps=state.num_steps,
+        identity=state.identity,
+    )
+
+
+def export(state: State, session: Session) -> None:
+    """Write `final/`: the policy in the Hugging Face layout."""
+    card = ModelCard(
+        base_model=state.cfg.model.name,
+        algorithm="GRPO",
+        title=session.folder.path.name,
+        metrics=policy_metrics.summary(session.metrics),
+        recipe=state.cfg.model_dump(mode="json"),
+    )
+    save_final(state.policy, state.tokenizer, session.folder.final, card)

@@ -1,0 +1,163 @@
+"""The figures of a rollout and of its updates, under TRL's names where TRL has one: what PPO and GRPO share.
+
+Shape legend: P prompts, G completions per prompt, B = P * G sequences, T completion tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from tunesmith.algorithms.policy_loss import PolicyStats
+from tunesmith.algorithms.sums import merged
+from tunesmith.algorithms.value_loss import ValueStats
+from tunesmith.batch.rollout import Group
+from tunesmith.core.trace import Trace
+from tunesmith.models.optimizer import StepReport
+from tunesmith.rewards.scorer import Scores
+from tunesmith.schema.records import plain_text
+
+Metrics = dict[str, float]
+
+
+@dataclass(slots=True)
+class UpdateStats:
+    """Statistics of a step's updates, summed over micro-batches; the last minibatch is kept apart for the early stop.
+
+    Without a critic there are no statistics of values.
+    """
+
+    stopped_early: bool = False
+    reports: list[StepReport] = field(default_factory=list[StepReport])
+    _policy: list[PolicyStats] = field(default_factory=list[PolicyStats])
+    _value: list[ValueStats] = field(default_factory=list[ValueStats])
+    _minibatch: list[PolicyStats] = field(default_factory=list[PolicyStats])
+    _num_closed: int = 0
+
+    def add(self, policy: PolicyStats, value: ValueStats | None = None) -> None:
+        """Take in one micro-batch."""
+        if len(self.reports) > self._num_closed:
+            self._minibatch, self._num_closed = [], len(self.reports)
+        self._policy.append(policy)
+        self._minibatch.append(policy)
+        if value is not None:
+            self._value.append(value)
+
+    def add_report(self, report: StepReport) -> None:
+        """Take in the optimizer's report, which closes a minibatch."""
+        self.reports.append(report)
+
+    def last_minibatch_kl(self) -> float:
+        """KL of the last minibatch to the policy that drew its tokens, in nats per token."""
+        return merged(self._minibatch).metrics()["policy/approxkl_avg"]
+
+    def worst_report(self) -> StepReport | None:
+        """The report of the last update that was refused, else of the last one; None without updates."""
+        refused = [report for report in self.reports if report.refused]
+        return (refused or self.reports or [None])[-1]
+
+    def metrics(self) -> Metrics:
+        """Means over all tokens of all updates, and the optimizer's figures."""
+        return {
+            **merged(self._policy).metrics(),
+            **(merged(self._value).metrics() if self._value else {}),
+            "grad_norm": mean([report.grad_norm for report in self.reports]),
+            "lr": self.reports[-1].learning_rate,
+            "updates": float(len(self.reports)),
+            "refused_steps": float(sum(report.refused for report in self.reports)),
+            "policy/stopped_early": float(self.stopped_early),
+        }
+
+
+def completion_metrics(groups: Sequence[Group]) -> Metrics:
+    """Lengths in tokens, and the share that the length limit cut off."""
+    completions = [completion for group in groups for completion in group.completions]
+    lengths = [len(completion.token_ids) for completion in completions]
+    return {
+        "completions/mean_length": mean(lengths),
+        "completions/min_length": float(min(lengths)),
+        "completions/max_length": float(max(lengths)),
+        "completions/clipped_ratio": mean([completion.finish_reason == "length" for completion in completions]),
+    }
+
+
+def logp_agreement(sampled_logp_BT: torch.Tensor, logp_BT: torch.Tensor, mask_BT: torch.Tensor) -> Metrics:
+    """How far the engine's log-probs lie from the trainer's, in nats: the largest and the mean difference.
+
+    With top-p or top-k the engine's are those of the cut distribution, and the difference is real.
+    """
+    difference_BT = (sampled_logp_BT.to(logp_BT) - logp_BT).abs() * mask_BT
+    return {
+        "rollout/logp_diff_max": difference_BT.max().item(),
+        "rollout/logp_diff_mean": (difference_BT.sum() / mask_BT.sum()).item(),
+    }
+
+
+def kl_per_sequence(logp_BT: torch.Tensor, reference_logp_BT: torch.Tensor, mask_BT: torch.Tensor) -> float:
+    """Mean over the sequences of log policy - log reference, summed over the tokens, in nats."""
+    return ((logp_BT - reference_logp_BT) * mask_BT).sum(dim=1).mean().item()
+
+
+def with_times(metrics: Metrics, times: Trace) -> Metrics:
+    """`metrics` with the seconds of each stage, and completion tokens per second of the step."""
+    tokens_per_s = {"tokens_per_s": metrics["num_tokens"] / times.wall_s} if "num_tokens" in metrics else {}
+    return {**metrics, **times.metrics(), **tokens_per_s}
+
+
+def sample_rows(step: int, groups: Sequence[Group], scores: Scores, limit: int = 8) -> list[dict[str, object]]:
+    """Rows of `samples.jsonl`: the first completion of the first `limit` groups, with its reward and the parts of
+    it.
+    """
+    rows: list[dict[str, object]] = []
+    for p, group in enumerate(groups[:limit]):
+        completion = group.completions[0]
+        rows.append(
+            {
+                "step": step,
+                "prompt_id": group.prompt.id,
+                "prompt": plain_text(group.prompt.content),
+                "completion": completion.text,
+                "num_tokens": len(completion.token_ids),
+                "finish_reason": completion.finish_reason,
+                "weight_version": group.weight_version,
+                "reward": scores.total_PG[p, 0].item() if scores.valid_PG[p, 0] else None,
+                "rewards": {name: part_PG[p, 0].item() for name, part_PG in scores.parts.items()},
+            }
+        )
+    return rows
+
+
+def batch_rows(groups: Sequence[Group], scores: Scores) -> list[dict[str, object]]:
+    """Every completion of a step with its prompt and reward: what is written aside when an update was refused."""
+    return [
+        {
+            "prompt_id": group.prompt.id,
+            "prompt": plain_text(group.prompt.content),
+            "completion": completion.text,
+            "token_ids": list(completion.token_ids),
+            "logps": list(completion.logps),
+            "reward": scores.total_PG[p, g].item() if scores.valid_PG[p, g] else None,
+        }
+        for p, group in enumerate(groups)
+        for g, completion in enumerate(group.completions)
+    ]
+
+
+def summary(metrics: Sequence[Mapping[str, float]]) -> dict[str, object]:
+    """What a run came to: reward and KL at the first step, and at the last one that has the figure."""
+    if not metrics:
+        return {"steps": 0}
+    first = metrics[0]
+    last = {name: value for row in metrics for name, value in row.items()}
+    names = ("reward", "objective/kl", "entropy", "completions/mean_length", "eval/reward")
+    return {
+        "steps": len(metrics),
+        "refused_steps": int(sum(row["refused_steps"] for row in metrics)),
+        **{f"{name}_first": first[name] for name in names if name in first and len(metrics) > 1},
+        **{name: last[name] for name in names if name in last},
+    }
+
+
+def mean(values: Sequence[float]) -> float:
+    """The mean of `values`."""
+    return sum(values) / len(values)

@@ -1,0 +1,110 @@
+"""What every trainer that draws completions shares: its prompts, how they are drawn, and passes without gradient.
+
+Shape legend: B sequences, T completion tokens.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+import torch
+from torch.nn.functional import pad
+
+from tunesmith.batch.pack import PolicyBatch, Sequences, chunks, select
+from tunesmith.batch.rollout import SamplingParams
+from tunesmith.config.schema import PolicyRecipe
+from tunesmith.config.sections import GRPOSection, PPOSection
+from tunesmith.core.seeds import derive, items_at, permutation
+from tunesmith.core.trace import span
+from tunesmith.data import sets
+from tunesmith.data.prompts import PromptLike
+from tunesmith.data.sets import PromptSets
+from tunesmith.models.loaded import LoadedModel, PreTrainedModel, context_length
+from tunesmith.models.logprob import token_logps
+from tunesmith.rewards.scorer import Scorer, Scores
+from tunesmith.rollout.engine import Engine
+from tunesmith.schema.records import Prompt
+from tunesmith.trainers.restart import fingerprint_of_rows, fingerprint_of_tensors
+
+BatchT = TypeVar("BatchT", bound=PolicyBatch)
+
+
+def prompt_sets(cfg: PolicyRecipe, loaded: LoadedModel, prompts: Sequence[PromptLike] | None) -> PromptSets:
+    """The prompts that `cfg` names, or `prompts` in their place: split, cut to prefixes if wanted, lengths checked."""
+    context = context_length(loaded.model)
+    room = None if context is None else context - cfg.rollout.max_new_tokens
+    return sets.prompt_sets(cfg.prompts, loaded.tokenizer, cfg.run.seed, prompts, room=room)
+
+
+def identity(policy: PreTrainedModel, prompts: PromptSets, device: torch.device) -> dict[str, str]:
+    """What a resumed run must find unchanged, as short hashes; to be taken before the first step."""
+    rows = [(prompt.id, prompt.content, dict(prompt.columns)) for prompt in (*prompts.train, *prompts.heldout)]
+    return {
+        "the model": fingerprint_of_tensors(policy),
+        "the prompts": fingerprint_of_rows(rows),
+        "the device": device.type,
+    }
+
+
+def prompts_of_step(cfg: PolicyRecipe, prompts: Sequence[Prompt], step_index: int) -> list[Prompt]:
+    """The prompts of step `step_index` (from 0): a pure function of the run's seed and the step."""
+    size = cfg.rollout.prompts_per_step
+    return [prompts[i] for i in items_at(cfg.run.seed, step_index * size, size, len(prompts))]
+
+
+def sampling_params(cfg: PolicyRecipe, stream: str, step_index: int) -> SamplingParams:
+    """How the completions of a step are drawn; the seed is a pure function of run seed, stream and step."""
+    return SamplingParams(
+        max_new_tokens=cfg.rollout.max_new_tokens,
+        min_new_tokens=cfg.rollout.min_new_tokens,
+        temperature=cfg.rollout.temperature,
+        top_p=cfg.rollout.top_p,
+        top_k=cfg.rollout.top_k,
+        seed=derive(cfg.run.seed, stream, step_index),
+    )
+
+
+def mean_reward(
+    engine: Engine, scorer: Scorer, prompts: Sequence[Prompt], sampling: SamplingParams
+) -> dict[str, float]:
+    """`eval/reward`, the mean reward of one completion of each prompt; empty without prompts."""
+    if not prompts:
+        return {}
+    with span("evaluate"):
+        return {"eval/reward": scorer.score(engine.generate(prompts, 1, sampling)).metrics()["reward"]}
+
+
+def valid_rows(scores: Scores) -> list[int]:
+    """The completions, counted over all groups, whose score counts: those that a failed reward dropped are left out."""
+    return torch.nonzero(scores.valid_PG.flatten()).flatten().tolist()
+
+
+def micro_batches(sequences: Sequences, size: int) -> Iterator[Sequences]:
+    """Consecutive rows of `sequences`, `size` at a time."""
+    for rows in chunks(range(len(sequences.lengths_B)), size):
+        yield select(sequences, rows)
+
+
+def minibatches(batch: BatchT, section: PPOSection | GRPOSection, seed: int) -> Iterator[BatchT]:
+    """Minibatches of every epoch over the rollout; the order is a pure function of `seed` and epoch."""
+    num_rows = len(batch.sequences.lengths_B)
+    size = -(-num_rows // section.num_minibatches)
+    for epoch in range(section.num_epochs):
+        for rows in chunks(permutation(seed, epoch, num_rows), size):
+            yield batch.select(rows)
+
+
+@torch.no_grad()
+def logps(model: PreTrainedModel, sequences: Sequences, temperature: float, micro_batch_size: int) -> torch.Tensor:
+    """Log-probs of the completion tokens under `model`, `[B, T]`, without gradient."""
+    parts_BT = [
+        token_logps(
+            model, part.ids_BS, part.lengths_B, prompt_lengths_B=part.prompt_lengths_B, temperature=temperature
+        ).logp_BT
+        for part in micro_batches(sequences, micro_batch_size)
+    ]
+    return join(parts_BT, sequences.mask_BT.shape[1])
+
+
+def join(parts_BT: Sequence[torch.Tensor], width: int) -> torch.Tensor:
+    """Micro-batches as one tensor, each padded with zeros to `width` columns."""
+    return torch.cat([pad(part, (0, width - part.shape[1])) for part in parts_BT])

@@ -1,0 +1,314 @@
+"""An open run: its folder and lock, and what happens after each step: record, look for alarms, save, leave if asked.
+
+A run is resumed by the same code that starts it: `run` builds the state of step 0, and `open_session` puts the newest
+whole checkpoint into it.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tunesmith.config.schema import AnyRecipe, RewardRecipe
+from tunesmith.core.errors import CheckpointError, RunError, StoppedError, TrainingError
+from tunesmith.core.log import get_logger
+from tunesmith.core.trace import Trace, trace
+from tunesmith.data.sets import Facts
+from tunesmith.distributed.checkpoint import Checkpoint, prune, save
+from tunesmith.models.optimizer import StepReport
+from tunesmith.reports.html import write_run_report
+from tunesmith.schema.records import Finding, Severity
+from tunesmith.telemetry.environment import environment, peak_rss_gb, rss_gb
+from tunesmith.telemetry.progress import Reporter, progress
+from tunesmith.telemetry.run_folder import RunFolder
+from tunesmith.telemetry.run_lock import RunLock
+from tunesmith.telemetry.trackers import Tracker, check_trackers, open_trackers
+from tunesmith.trainers import random_state, restart
+from tunesmith.trainers.guards import alarms
+from tunesmith.trainers.memory import memory_advice
+from tunesmith.trainers.restart import Resumable
+from tunesmith.trainers.setup import Metrics, RunResult, Stopwatch
+from tunesmith.trainers.signals import StopRequest, stop_signals
+
+_log = get_logger(__name__)
+
+Row = Mapping[str, object]
+
+_EVALUATED = ("eval/accuracy", "eval/reward")
+_TRAINED = ("reward", "accuracy")
+"""What says how good a checkpoint is: the first with evaluations on held-out data on the way, the second without."""
+
+_MAX_REFUSED_DUMPS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """A finished step, as it is recorded: metrics, rows of `samples.jsonl`, and the optimizer's last report.
+
+    `batch` gives the rows that the step learnt from; it is called, and the rows written, if an update was refused.
+    """
+
+    metrics: Mapping[str, float]
+    report: StepReport | None
+    batch: Callable[[], Sequence[Row]]
+    samples: Sequence[Row] = ()
+
+
+class Session:
+    """An open run. `facts` are figures that outlive a resume, such as an accuracy measured before the first step."""
+
+    def __init__(
+        self,
+        cfg: AnyRecipe,
+        folder: RunFolder,
+        state: Resumable,
+        stop: StopRequest,
+        trackers: Sequence[Tracker],
+        reporter: Reporter,
+        shows_progress: bool,
+    ) -> None:
+        self.cfg = cfg
+        self.folder = folder
+        self.metrics: list[Metrics] = []
+        self.facts: dict[str, object] = {}
+        self.first_step = 0
+        self.shows_progress = shows_progress
+        self._state = state
+        self._stop = stop
+        self._trackers = trackers
+        self._reporter = reporter
+        self._watch = Stopwatch()
+        self._num_findings = 0
+        self._saved_step: int | None = None
+
+    def steps(self) -> range:
+        """The indices, from 0, of the steps that are still to be done."""
+        self._reporter.begin(self.first_step)
+        return range(self.first_step, self._state.num_steps)
+
+    def is_due(self, index: int, every: int) -> bool:
+        """True at every `every`-th step and at the last; with 0 at the last alone."""
+        return index + 1 == self._state.num_steps or bool(every and (index + 1) % every == 0)
+
+    def samples_due(self, index: int) -> bool:
+        """True where the recipe wants samples of step `index` (from 0) stored."""
+        return index % self.cfg.run.sample_every == 0 or index + 1 == self._state.num_steps
+
+    @contextmanager
+    def working(self) -> Iterator[Trace]:
+        """The trace of a step; if memory runs out inside, the error says where and what to change."""
+        with trace() as times, memory_advice(self.cfg, times, self.folder.path):
+            yield times
+
+    def end_step(self, step: int, record: StepRecord, shown: Sequence[str]) -> None:
+        """Write what `step` (counted from 1) left, look for alarms, save if it is time, and leave if a signal asked.
+
+        Raises:
+            TrainingError: if too many steps in a row were refused, naming the parameter whose gradient was bad.
+            StoppedError: after SIGTERM or SIGINT, once the checkpoint is written.
+        """
+        row = {**record.metrics, "memory/rss_gb": rss_gb(), "memory/peak_rss_gb": peak_rss_gb()}
+        self.metrics.append({"step": step, **row})
+        self.folder.append_metrics(step, row)
+        if record.samples:
+            self.folder.append_samples(record.samples)
+        for tracker in self._trackers:
+            tracker.log(step, row)
+        if step % self.cfg.run.log_every == 0:
+            self._reporter.update(step, {name.rsplit("/", 1)[-1]: row[name] for name in shown if name in row})
+        if not isinstance(self.cfg, RewardRecipe):
+            for finding in alarms(self.metrics, self.cfg.alarms):
+                self.find(finding)
+        self._check_refused(step, record)
+        every = self.cfg.run.checkpoint_every
+        if every and self.is_due(step - 1, every):
+            self._save()
+        self.leave_if_asked()
+
+    @property
+    def num_done(self) -> int:
+        """Steps that are done."""
+        return int(self.metrics[-1]["step"]) if self.metrics else 0
+
+    def leave_if_asked(self) -> None:
+        """If a signal asked the run to stop: save what is not saved yet, and raise StoppedError."""
+        if self._stop.signal is None:
+            return
+        if self._saved_step != self.num_done:
+            self._save()
+        name, number = self._stop.signal.name, int(self._stop.signal)
+        raise StoppedError(
+            f"stopped by {name} after step {self.num_done}; `tunesmith resume {self.folder.path}` goes on", number
+        )
+
+    def find(self, finding: Finding) -> None:
+        """Record a finding, and say it."""
+        self.folder.append("findings.jsonl", [asdict(finding)])
+        self._num_findings += 1
+        _log.warning("step %d, %s: %s", finding.step, finding.name, finding.message)
+
+    def note_data(self, data: Facts) -> None:
+        """Write what became of the rows of the data, and record its findings."""
+        self.folder.write_json("data.json", data.to_json())
+        for finding in data.findings:
+            self.find(finding)
+
+    def finish(self, summary: Mapping[str, object]) -> RunResult:
+        """Write summary and report; the run's result."""
+        facts = {**summary, "findings": self._num_findings, "minutes": self._watch.minutes}
+        self.folder.write_json("result.json", facts)
+        try:
+            write_run_report(self.folder.path)
+        except OSError as error:
+            _log.warning("cannot write the report (%s); everything else of the run is there", error)
+        _log.info("run written to %s", self.folder.path)
+        return RunResult(self.folder.path, tuple(self.metrics), facts, self.cfg.model.trust_remote_code)
+
+    def restore(self) -> None:
+        """Put the newest whole checkpoint into the state; if none was ever written, begin again. The logs are cut back
+        to it.
+
+        Raises:
+            RunError: if there are checkpoints but none is whole; nothing is changed.
+        """
+        found = restart.newest(self.folder)
+        for reason in found.skipped:
+            _log.warning("passed over a checkpoint: %s", reason)
+        if found.checkpoint is not None:
+            self._take_over(found.checkpoint)
+        elif found.skipped:
+            reasons = "\n".join(f"  {reason}" for reason in found.skipped)
+            raise RunError(
+                f"{self.folder.path} has no checkpoint that can be used:\n{reasons}\nput one back from a copy, remove "
+                "the checkpoints folder to train from the beginning, or start a new run"
+            )
+        else:
+            self.folder.cut_logs({})
+        (self.folder.path / "result.json").unlink(missing_ok=True)  # of a run that has ended and is given more steps
+        for reason in found.skipped:
+            self._find("checkpoint", "warning", f"passed over a damaged checkpoint: {reason}", self.first_step)
+
+    def _take_over(self, checkpoint: Checkpoint) -> None:
+        own = restart.SessionState.from_checkpoint(checkpoint)
+        restart.check_identity(own.identity, self._state.identity, self.folder.path)
+        self._state.restore(checkpoint)
+        random_state.restore(checkpoint.tensors["generators"], own.generators)
+        self.folder.cut_logs(own.log_sizes)
+        self.metrics = self.folder.read_metrics()
+        self.facts, self.first_step, self._num_findings = dict(own.facts), checkpoint.step, own.num_findings
+        self._watch, self._saved_step = Stopwatch(own.minutes), checkpoint.step
+        _log.info("resumed after step %d", checkpoint.step)
+
+    def _check_refused(self, step: int, record: StepRecord) -> None:
+        report = record.report
+        if report is None or not report.refused:
+            return
+        place = self.folder.path / "refused"
+        message = f"{report.bad_part} is not finite, so the update was refused and the weights stay as they were"
+        if not place.exists() or len(list(place.iterdir())) < _MAX_REFUSED_DUMPS:
+            self.folder.write_rows(f"refused/step-{step:06d}.jsonl", record.batch())
+            message += f"; the batch is in refused/step-{step:06d}.jsonl"
+        self._find("refused", "warning", message, step)
+        if report.num_refused_in_row >= self.cfg.optimizer.max_refused_steps:
+            raise TrainingError(
+                f"{report.num_refused_in_row} optimizer steps in a row were not finite, the last in {report.bad_part}. "
+                f"The weights are those of the last good step, and so are the checkpoints. Look at the batches in "
+                f"{place}, and go on with `tunesmith resume {self.folder.path} --optimizer.learning-rate ...`"
+            )
+
+    def _save(self) -> None:
+        """Write a checkpoint; if that fails, record a finding and train on: the older ones are still there."""
+        tensors, trainer_state = self._state.contents()
+        generators, values = random_state.capture()
+        own = restart.SessionState(
+            identity=self._state.identity,
+            log_sizes=self.folder.log_sizes(),
+            generators=values,
+            facts=self.facts,
+            minutes=self._watch.minutes,
+            num_findings=self._num_findings,
+        )
+        state = {**trainer_state, "session": asdict(own)}
+        checkpoint = Checkpoint(self.num_done, {**tensors, "generators": generators}, state, self._score())
+        try:
+            save(self.folder.checkpoints, checkpoint)
+            self._saved_step = self.num_done
+            prune(self.folder.checkpoints, self.cfg.run.keep_checkpoints)
+        except CheckpointError as error:
+            self._find("checkpoint", "error", str(error), self.num_done)
+
+    def _score(self) -> float | None:
+        row = self.metrics[-1] if self.metrics else {}
+        names = _EVALUATED if self.cfg.run.eval_every else _TRAINED  # never one kind beside the other
+        return next((float(row[name]) for name in names if name in row), None)
+
+    def _find(self, name: str, severity: Severity, message: str, step: int) -> None:
+        self.find(Finding(step, name, severity, message))
+
+
+@contextmanager
+def open_session(
+    cfg: AnyRecipe,
+    state: Resumable,
+    *,
+    provenance: Mapping[str, str] | None,
+    show_progress: bool,
+    data: Facts,
+    resume: Path | None = None,
+    from_python: Sequence[str] = (),
+) -> Iterator[Session]:
+    """An open run for `cfg`, in a new folder, or in the folder `resume` from its newest whole checkpoint on.
+
+    `data` says what became of the rows; it is written to `data.json`, and its findings are recorded. `from_python`
+    names what was given as Python objects, which a recipe cannot hold. When the block ends, also by an
+    error, trackers and lock are closed and what was written stays.
+
+    Raises:
+        RunError: if the folder cannot be written, has too little space, or is in use by another process.
+    """
+    check_trackers(cfg.run.report_to)
+    recipe = cfg.model_dump(mode="json")
+    parent = Path(cfg.run.dir) if resume is None else resume
+    require_space(parent, state, cfg.run.keep_checkpoints if cfg.run.checkpoint_every else 0)
+    with ExitStack() as stack:
+        if resume is None:
+            folder = RunFolder.create(parent, cfg.run.name or cfg.algorithm, recipe, provenance)
+            folder.write_json("environment.json", {**environment(), "given_in_python": list(from_python)})
+        else:
+            folder = RunFolder(resume)
+        stack.enter_context(RunLock(folder.path))
+        stop = stack.enter_context(stop_signals())
+        trackers = open_trackers(cfg.run.report_to, folder.path, recipe)
+        for tracker in trackers:
+            stack.callback(tracker.close)
+        reporter = stack.enter_context(progress(f"train {cfg.algorithm}", state.num_steps, enabled=show_progress))
+        session = Session(cfg, folder, state, stop, trackers, reporter, show_progress)
+        if resume is not None:
+            session.restore()
+        if session.first_step == 0:
+            session.note_data(data)
+        yield session
+
+
+def require_space(folder: Path, state: Resumable, num_checkpoints: int) -> None:
+    """Refuse a run whose model and checkpoints cannot be held by the disk of `folder`.
+
+    Raises:
+        RunError: naming the bytes that are free and those that are needed.
+    """
+    place = next((path for path in (folder, *folder.absolute().parents) if path.exists()), Path("/"))
+    if not os.access(place, os.W_OK):
+        raise RunError(f"{place} cannot be written; choose another folder with --run.dir")
+    tensors, _ = state.contents()
+    weights = Checkpoint(0, tensors, {}).num_bytes
+    # A checkpoint holds two float32 moments for each trained number besides; one more is on its way while others stand.
+    each = weights + 8 * state.optimizer.num_trained
+    needed = weights + (each * (num_checkpoints + 2) if num_checkpoints else 0)
+    free = shutil.disk_usage(place).free
+    if free < needed:
+        raise RunError(
+            f"the disk of {place} has {free / 1e9:.2f} GB free, but the model and {num_checkpoints} checkpoints need "
+            f"{needed / 1e9:.2f} GB; make room, set run.checkpoint_every to 0, or choose another --run.dir"
+        )

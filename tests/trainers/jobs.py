@@ -1,0 +1,102 @@
+"""Small trainings in processes of their own, forked from one that has torch loaded, so that they can be killed."""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from recipes import PROMPTS, grpo_recipe, pairs, ppo_recipe, reward_recipe
+
+from tunesmith.core.errors import TunesmithError
+from tunesmith.core.faults import VARIABLE
+from tunesmith.trainers import grpo, ppo, reward
+from tunesmith.trainers.resume import Inputs, resume
+
+TRAINERS = ("reward", "ppo", "grpo")
+NUM_STEPS = 10
+EVERY = {"checkpoint_every": 2, "eval_every": 3, "sample_every": 2, "keep_checkpoints": 2, "steps": NUM_STEPS}
+
+
+def noisy(completion_ids: Sequence[Sequence[int]], **_: object) -> list[float]:
+    """Easy to learn, and drawn in part from every global generator: a resumed run must find them as they were."""
+    noise = random.random() + float(np.random.rand()) + torch.rand(()).item()
+    return [sum(token < 130 for token in ids) / len(ids) + 0.01 * noise * len(set(ids)) for ids in completion_ids]
+
+
+def train(trainer: str, folder: Path, dtype: str = "float32", **run: Any) -> Path:
+    """A run of ten steps below `folder`; its run folder."""
+    section = {**EVERY, "dir": str(folder), **run}
+    model = {"dtype": dtype}
+    heldout = {"heldout_fraction": 0.3}
+    if trainer == "reward":
+        cfg = reward_recipe(folder, model=model, run=section, pairs=heldout)
+        return reward.run(cfg, pairs=pairs(), progress=False).run_dir
+    if trainer == "ppo":
+        kl = {"coef": 0.1, "target": 1.0, "horizon": 50}
+        cfg = ppo_recipe(folder, model=model, run=section, prompts=heldout, ppo={"kl": kl})
+        return ppo.run(cfg, prompts=PROMPTS, rewards=[noisy], progress=False).run_dir
+    cfg = grpo_recipe(folder, model=model, run=section, prompts=heldout, grpo={"num_minibatches": 2})
+    return grpo.run(cfg, prompts=PROMPTS, rewards=[noisy], progress=False).run_dir
+
+
+def go_on(run_dir: Path, **overrides: Any) -> Path:
+    """The run in `run_dir`, resumed to its end."""
+    is_reward = (run_dir / "recipe.yaml").read_text().count("algorithm: reward")
+    inputs = Inputs(pairs=pairs()) if is_reward else Inputs(prompts=PROMPTS, rewards=[noisy])
+    return resume(run_dir, overrides=overrides, inputs=inputs, progress=False).run_dir
+
+
+def start(target: Any, *arguments: Any, fault: str = "") -> BaseProcess:
+    """`target(*arguments)` in a forked process, with a fault planned."""
+    process = _context().Process(target=_run, args=(target, arguments, fault), daemon=True)
+    process.start()
+    return process
+
+
+def forked(target: Any, *arguments: Any, fault: str = "") -> int:
+    """The exit code of `target(*arguments)` in a forked process: negative for a signal that ended it."""
+    process = start(target, *arguments, fault=fault)
+    process.join(timeout=120)
+    assert process.exitcode is not None, "the process hangs"
+    return process.exitcode
+
+
+def the_run(folder: Path) -> Path:
+    """The one run folder below `folder`."""
+    (found,) = [path for path in folder.iterdir() if (path / "recipe.yaml").exists()]
+    return found
+
+
+def outcome(run_dir: Path) -> Mapping[str, object]:
+    """What must not depend on whether a run was interrupted: weights, metrics without times, sampled tokens."""
+    changing = ("time/", "memory/", "tokens_per_s")
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().split("\n") if line]
+    samples = run_dir / "samples.jsonl"
+    return {
+        "weights": hashlib.sha256((run_dir / "final" / "model.safetensors").read_bytes()).hexdigest(),
+        "metrics": [{k: v for k, v in row.items() if not k.startswith(changing)} for row in rows],
+        "samples": samples.read_text() if samples.exists() else "",
+    }
+
+
+def _context() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([f"tunesmith.trainers.{name}" for name in (*TRAINERS, "resume")])
+    return context
+
+
+def _run(target: Any, arguments: Sequence[Any], fault: str) -> None:
+    os.environ[VARIABLE] = fault
+    try:
+        target(*arguments)
+    except TunesmithError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(error.exit_code)

@@ -1,0 +1,88 @@
+"""Alarms speak when something begins, stay silent while it lasts, and speak again when it comes back."""
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from tunesmith.config.sections import AlarmsSection
+from tunesmith.trainers.guards import alarms
+
+DEFAULTS = AlarmsSection()
+
+
+def steps_of(rows: Sequence[Mapping[str, float]], name: str, section: AlarmsSection = DEFAULTS) -> list[int]:
+    """The steps at which the alarm `name` is recorded, when the rows come one after the other as in a run."""
+    numbered = [{"step": float(step), **row} for step, row in enumerate(rows, start=1)]
+    found = [finding for end in range(len(rows) + 1) for finding in alarms(numbered[:end], section)]
+    assert all(finding.severity == "warning" for finding in found)
+    return [finding.step for finding in found if finding.name == name]
+
+
+def column(name: str, *values: float) -> list[dict[str, float]]:
+    return [{name: value} for value in values]
+
+
+def test_no_step_and_a_calm_run_give_no_alarm() -> None:
+    assert alarms([], DEFAULTS) == []
+    calm = {"objective/kl": 3.0, "completions/mean_length": 20.0, "entropy": 2.0, "frac_reward_zero_std": 0.5}
+    assert all(not steps_of([calm] * 8, name) for name in ("kl", "length", "entropy", "no_signal"))
+
+
+def test_an_alarm_is_recorded_when_it_begins_and_again_when_it_comes_back() -> None:
+    rows = column("objective/kl", 1, 60, 70, 60, 10, 50, 51, 52)
+    assert steps_of(rows, "kl") == [2, 7]
+    rows = column("frac_reward_zero_std", 1.0, 1.0, 0.99, 1.0)
+    assert steps_of(rows, "no_signal") == [1, 4]
+
+
+def test_growth_and_fall_of_the_length_are_measured_from_the_mean_of_the_first_three_steps() -> None:
+    rows = column("completions/mean_length", 8, 10, 12, 30, 31, 32, 20, 3, 3)
+    assert steps_of(rows, "length") == [5, 8]
+    messages = [alarms([{"step": 1.0, **row} for row in rows[:end]], DEFAULTS)[0].message for end in (5, 8)]
+    assert "grew from 10 to 31" in messages[0]
+    assert "shrank from 10 to 3" in messages[1]
+
+
+def test_the_first_steps_give_no_alarm_about_themselves() -> None:
+    assert steps_of(column("completions/mean_length", 10, 100, 1), "length") == []
+    assert steps_of(column("entropy", 2.0, 0.01, 0.01), "entropy") == []
+
+
+def test_the_entropy_is_compared_with_a_share_of_that_of_the_first_steps() -> None:
+    rows = column("entropy", 2, 2, 2, 0.2, 0.19, 0.1, 1.0, 0.1)
+    assert steps_of(rows, "entropy") == [5, 8]
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "setting"),
+    [
+        ("kl", column("objective/kl", 1e6), {"max_kl": None}),
+        ("length", column("completions/mean_length", 1, 1, 1, 100), {"length_factor": None}),
+        ("entropy", column("entropy", 2, 2, 2, 0.0), {"min_entropy_share": None}),
+    ],
+)
+def test_an_alarm_can_be_set_off(name: str, rows: list[dict[str, float]], setting: dict[str, None]) -> None:
+    assert steps_of(rows, name)
+    assert not steps_of(rows, name, AlarmsSection(**setting))
+
+
+def test_a_bound_of_the_recipe_is_the_bound_of_the_alarm() -> None:
+    rows = column("objective/kl", 1.0, 2.0, 3.0)
+    assert steps_of(rows, "kl", AlarmsSection(max_kl=1.5)) == [2]
+    assert "above 1.5 (alarms.max_kl)" in alarms([{"step": 1.0, **rows[1]}], AlarmsSection(max_kl=1.5))[0].message
+
+
+def test_a_kl_that_is_no_number_is_an_alarm() -> None:
+    assert steps_of(column("objective/kl", 1.0, float("nan")), "kl") == [2]
+
+
+def test_rows_without_the_figure_give_no_alarm() -> None:
+    rows: list[dict[str, float]] = [{"reward": 1.0}] * 6
+    assert all(not steps_of(rows, name) for name in ("kl", "length", "entropy", "no_signal"))
+
+
+def test_alarms_that_begin_together_are_all_recorded() -> None:
+    calm = {"objective/kl": 1.0, "entropy": 2.0, "completions/mean_length": 10.0}
+    wild = {"objective/kl": 99.0, "entropy": 0.01, "completions/mean_length": 99.0}
+    rows = [{"step": float(step), **row} for step, row in enumerate([calm, calm, calm, wild], start=1)]
+    assert [finding.name for finding in alarms(rows, DEFAULTS)] == ["kl", "length", "entropy"]

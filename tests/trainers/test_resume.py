@@ -1,0 +1,219 @@
+"""A run that was interrupted ends as one that was not: the same weights, metrics and tokens, bit for bit."""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+import jobs
+import pytest
+from jobs import TRAINERS, forked, go_on, outcome, the_run, train
+
+from tunesmith.core.errors import RunError
+from tunesmith.distributed.checkpoint import list_steps
+
+SPANS = {
+    "reward": ("forward", "backward", "optimizer", "evaluate"),
+    "ppo": ("rollout", "reward", "old_policy", "reference", "update/forward", "update/backward", "update/optimizer"),
+    "grpo": ("rollout", "reward", "old_policy", "reference", "update/forward", "update/backward", "update/optimizer"),
+}
+PLACES = (
+    *("log/metrics", "checkpoint/tensors", "checkpoint/manifest"),
+    *("checkpoint/written", "checkpoint/renamed", "checkpoint/pruned"),
+)
+
+KILLED = -9
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Mapping[str, object]]:
+    """The outcome of a whole run of each trainer, in a process of its own."""
+    known: dict[str, Mapping[str, object]] = {}
+
+    def outcome_of(trainer: str) -> Mapping[str, object]:
+        if trainer not in known:
+            folder = tmp_path_factory.mktemp(trainer)
+            assert forked(train, trainer, folder) == 0
+            known[trainer] = outcome(the_run(folder))
+        return known[trainer]
+
+    return outcome_of
+
+
+@pytest.mark.parametrize(
+    ("trainer", "place"),
+    [(trainer, place) for trainer in TRAINERS for place in (*SPANS[trainer], *PLACES)],
+)
+def test_killed_at_any_place_and_resumed_a_run_ends_the_same(
+    trainer: str, place: str, tmp_path: Path, uninterrupted: Callable[[str], Mapping[str, object]]
+) -> None:
+    visit = {"evaluate": 2, "checkpoint/pruned": 1}.get(place, 5)
+    assert forked(train, trainer, tmp_path, fault=f"{place}:kill:{visit}") == KILLED
+    run_dir = the_run(tmp_path)
+    assert not (run_dir / "result.json").exists()
+    assert forked(go_on, run_dir) == 0
+    assert outcome(run_dir) == uninterrupted(trainer)
+    assert not list((run_dir / "checkpoints").glob("tmp-*"))
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_killed_before_the_first_checkpoint_a_run_begins_again(
+    trainer: str, tmp_path: Path, uninterrupted: Callable[[str], Mapping[str, object]]
+) -> None:
+    assert forked(train, trainer, tmp_path, fault="log/metrics:kill:2") == KILLED
+    run_dir = the_run(tmp_path)
+    assert list_steps(run_dir / "checkpoints") == []
+    assert forked(go_on, run_dir) == 0
+    assert outcome(run_dir) == uninterrupted(trainer)
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_masters_of_16_bit_weights_are_restored_too(trainer: str, tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir()
+    killed.mkdir()
+    assert forked(train, trainer, whole, "bfloat16") == 0
+    assert forked(train, trainer, killed, "bfloat16", fault="log/metrics:kill:7") == KILLED
+    assert forked(go_on, the_run(killed)) == 0
+    assert outcome(the_run(killed)) == outcome(the_run(whole))
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize(("action", "code"), [("term", 143), ("interrupt", 130)])
+def test_a_signal_saves_and_leaves(
+    trainer: str, action: str, code: int, tmp_path: Path, uninterrupted: Callable[[str], Mapping[str, object]]
+) -> None:
+    place = "forward" if trainer == "reward" else "update/forward"
+    assert forked(train, trainer, tmp_path, fault=f"{place}:{action}:1") == code
+    run_dir = the_run(tmp_path)
+    assert list_steps(run_dir / "checkpoints") == [1]
+    assert forked(go_on, run_dir) == 0
+    assert outcome(run_dir) == uninterrupted(trainer)
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_a_second_signal_leaves_at_once(
+    trainer: str, tmp_path: Path, uninterrupted: Callable[[str], Mapping[str, object]]
+) -> None:
+    first, second = ("forward", "backward") if trainer == "reward" else ("update/forward", "update/backward")
+    assert forked(train, trainer, tmp_path, fault=f"{first}:term:1,{second}:term:1") == 143
+    run_dir = the_run(tmp_path)
+    assert list_steps(run_dir / "checkpoints") == []
+    assert forked(go_on, run_dir) == 0
+    assert outcome(run_dir) == uninterrupted(trainer)
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_a_damaged_checkpoint_is_passed_over_with_its_reason(
+    trainer: str, tmp_path: Path, uninterrupted: Callable[[str], Mapping[str, object]]
+) -> None:
+    assert forked(train, trainer, tmp_path, fault="log/metrics:kill:7") == KILLED
+    run_dir = the_run(tmp_path)
+    newest = max((run_dir / "checkpoints").glob("step-*"))
+    assert newest.name == "step-000006"
+    damaged = newest / "optimizer.safetensors"
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    assert forked(go_on, run_dir) == 0
+    assert outcome(run_dir) == uninterrupted(trainer)
+    findings = [json.loads(line) for line in (run_dir / "findings.jsonl").read_text().splitlines()]
+    assert any("SHA-256" in finding["message"] for finding in findings)
+
+
+def test_a_torn_last_line_of_the_metrics_is_cut_off(
+    tmp_path: Path, uninterrupted: Callable[[str], Mapping[str, object]]
+) -> None:
+    assert forked(train, "grpo", tmp_path, fault="log/metrics:kill:7") == KILLED
+    metrics = the_run(tmp_path) / "metrics.jsonl"
+    metrics.write_text(metrics.read_text() + '{"step": 7, "rew')
+    assert forked(go_on, metrics.parent) == 0
+    assert outcome(metrics.parent) == uninterrupted("grpo")
+
+
+def test_with_damaged_checkpoints_alone_nothing_is_touched(tmp_path: Path) -> None:
+    assert forked(train, "grpo", tmp_path, fault="log/metrics:kill:7") == KILLED
+    run_dir = the_run(tmp_path)
+    for manifest in run_dir.glob("checkpoints/*/manifest.json"):
+        manifest.write_text(manifest.read_text().replace('"version": 1', '"version": 2'))
+    before = (run_dir / "metrics.jsonl").read_text()
+    with pytest.raises(RunError, match=r"no checkpoint that can be used:\n .* has version 2, this release reads"):
+        go_on(run_dir)
+    assert (run_dir / "metrics.jsonl").read_text() == before
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}"])
+def test_a_damaged_environment_file_is_named(content: str, tmp_path: Path) -> None:
+    assert forked(train, "ppo", tmp_path, fault="log/metrics:kill:3") == KILLED
+    run_dir = the_run(tmp_path)
+    (run_dir / "environment.json").write_text(content)
+    with pytest.raises(RunError, match=r"environment\.json cannot be read"):
+        go_on(run_dir)
+
+
+def test_metrics_that_lost_lines_are_refused(tmp_path: Path) -> None:
+    assert forked(train, "grpo", tmp_path, fault="log/metrics:kill:7") == KILLED
+    run_dir = the_run(tmp_path)
+    os.truncate(run_dir / "metrics.jsonl", 10)
+    with pytest.raises(RunError, match=r"metrics\.jsonl has 10 bytes"):
+        go_on(run_dir)
+
+
+def test_more_steps_can_be_asked_of_a_run_that_has_ended(tmp_path: Path) -> None:
+    longer, shorter = tmp_path / "longer", tmp_path / "shorter"
+    longer.mkdir()
+    shorter.mkdir()
+    whole = jobs.train("ppo", longer, steps=6, eval_every=2)
+    first = jobs.train("ppo", shorter, steps=4, eval_every=2)
+    with pytest.raises(RunError, match="has ended"):
+        go_on(first)
+    go_on(first, **{"run.steps": 6})
+    # The last step is always sampled, so step 4 of the shorter run left a sample more.
+    assert {**outcome(first), "samples": ""} == {**outcome(whole), "samples": ""}
+
+
+@pytest.mark.parametrize(
+    "key", ["run.seed", "model.seed", "rollout.temperature", "ppo.kl.coef", "ppo.micro_batch_size"]
+)
+def test_what_may_not_change_is_refused_with_the_difference(key: str, tmp_path: Path) -> None:
+    assert forked(train, "ppo", tmp_path, fault="log/metrics:kill:5") == KILLED
+    run_dir = the_run(tmp_path)
+    before = {path.name for path in run_dir.iterdir()} - {"lock.json"}  # of the process that was killed
+    with pytest.raises(RunError, match=rf"{key}: .* -> 7"):
+        go_on(run_dir, **{key: 7})
+    assert {path.name for path in run_dir.iterdir()} == before
+
+
+def test_the_learning_rate_may_change_and_the_change_is_noted(tmp_path: Path) -> None:
+    assert forked(train, "ppo", tmp_path, fault="log/metrics:kill:5") == KILLED
+    run_dir = the_run(tmp_path)
+    go_on(run_dir, **{"optimizer.learning_rate": 5e-4})
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["lr"] for row in rows] == [1e-3] * 4 + [5e-4] * 6
+    (note,) = [json.loads(line) for line in (run_dir / "resumes.jsonl").read_text().splitlines()]
+    assert note["changes"] == {"optimizer.learning_rate": [1e-3, 5e-4]}
+
+
+def test_other_data_is_refused(tmp_path: Path) -> None:
+    from tunesmith.trainers.resume import Inputs, resume
+
+    assert forked(train, "ppo", tmp_path, fault="log/metrics:kill:5") == KILLED
+    run_dir = the_run(tmp_path)
+    with pytest.raises(RunError, match=r"the prompts .* changed since its checkpoint"):
+        resume(run_dir, inputs=Inputs(prompts=["Another"], rewards=[jobs.noisy]), progress=False)
+    with pytest.raises(RunError, match="was given its prompts as Python objects"):
+        resume(run_dir, progress=False)
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_the_newest_and_the_best_checkpoints_are_kept(trainer: str, tmp_path: Path) -> None:
+    assert forked(partial(train, eval_every=2), trainer, tmp_path) == 0
+    folder = the_run(tmp_path) / "checkpoints"
+    scores = {
+        step: json.loads((folder / f"step-{step:06d}" / "manifest.json").read_text())["score"]
+        for step in list_steps(folder)
+    }
+    assert list(scores)[-2:] == [8, 10]
+    assert len(scores) <= 3
+    assert all(isinstance(score, float) for score in scores.values())
