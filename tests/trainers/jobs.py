@@ -22,6 +22,9 @@ from tunesmith.trainers.resume import Inputs, resume
 
 TRAINERS = ("reward", "ppo", "grpo")
 NUM_STEPS = 10
+ALARMS = {"max_kl": 1e-3}
+"""So low that there is a finding."""
+
 EVERY = {"checkpoint_every": 2, "eval_every": 3, "sample_every": 2, "keep_checkpoints": 2, "steps": NUM_STEPS}
 
 
@@ -41,9 +44,13 @@ def train(trainer: str, folder: Path, dtype: str = "float32", **run: Any) -> Pat
         return reward.run(cfg, pairs=pairs(), progress=False).run_dir
     if trainer == "ppo":
         kl = {"coef": 0.1, "target": 1.0, "horizon": 50}
-        cfg = ppo_recipe(folder, model=model, run=section, prompts=heldout, ppo={"kl": kl})
+        cfg = ppo_recipe(folder, model=model, run=section, prompts=heldout, ppo={"kl": kl}, alarms=ALARMS)
         return ppo.run(cfg, prompts=PROMPTS, rewards=[noisy], progress=False).run_dir
-    cfg = grpo_recipe(folder, model=model, run=section, prompts=heldout, grpo={"num_minibatches": 2})
+    grpo_section = {"num_minibatches": 2}
+    measured = {"correct_at": 0.5}
+    cfg = grpo_recipe(
+        folder, model=model, run=section, prompts=heldout, grpo=grpo_section, evaluation=measured, alarms=ALARMS
+    )
     return grpo.run(cfg, prompts=PROMPTS, rewards=[noisy], progress=False).run_dir
 
 

@@ -13,15 +13,22 @@ from jobs import TRAINERS, forked, go_on, outcome, the_run, train
 from tunesmith.core.errors import RunError
 from tunesmith.distributed.checkpoint import list_steps
 
+POLICY = (
+    *("rollout", "reward", "reward/noisy", "old_policy", "reference", "update/forward", "update/backward"),
+    *("update/optimizer", "evaluate", "log/samples", "log/findings"),
+)
 SPANS = {
     "reward": ("forward", "backward", "optimizer", "evaluate"),
-    "ppo": ("rollout", "reward", "old_policy", "reference", "update/forward", "update/backward", "update/optimizer"),
-    "grpo": ("rollout", "reward", "old_policy", "reference", "update/forward", "update/backward", "update/optimizer"),
+    "ppo": POLICY,
+    "grpo": (*POLICY, "accuracy"),
 }
 PLACES = (
     *("log/metrics", "checkpoint/tensors", "checkpoint/manifest"),
     *("checkpoint/written", "checkpoint/renamed", "checkpoint/pruned"),
 )
+
+VISITS = {"evaluate": 2, "accuracy": 2, "log/samples": 3, "log/findings": 1, "checkpoint/pruned": 1}
+"""The visit at which a place is killed, where it is not the fifth."""
 
 KILLED = -9
 
@@ -48,13 +55,25 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], M
 def test_killed_at_any_place_and_resumed_a_run_ends_the_same(
     trainer: str, place: str, tmp_path: Path, uninterrupted: Callable[[str], Mapping[str, object]]
 ) -> None:
-    visit = {"evaluate": 2, "checkpoint/pruned": 1}.get(place, 5)
+    visit = VISITS.get(place, 5)
     assert forked(train, trainer, tmp_path, fault=f"{place}:kill:{visit}") == KILLED
     run_dir = the_run(tmp_path)
     assert not (run_dir / "result.json").exists()
     assert forked(go_on, run_dir) == 0
     assert outcome(run_dir) == uninterrupted(trainer)
     assert not list((run_dir / "checkpoints").glob("tmp-*"))
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_a_resume_that_is_killed_is_resumed(
+    trainer: str, tmp_path: Path, uninterrupted: Callable[[str], Mapping[str, object]]
+) -> None:
+    assert forked(train, trainer, tmp_path, fault="log/metrics:kill:7") == KILLED
+    run_dir = the_run(tmp_path)
+    for place in ("log/resumes", "checkpoint/tensors"):
+        assert forked(go_on, run_dir, fault=f"{place}:kill:1") == KILLED
+    assert forked(go_on, run_dir) == 0
+    assert outcome(run_dir) == uninterrupted(trainer)
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
