@@ -1,0 +1,362 @@
+"""Continuous batching: which tokens are computed in the next step, and which completions are drawn from them.
+
+A completion that is drawn takes one of a fixed number of slots; when it ends, the next one starts in its place. A
+prompt is computed once, in chunks, and its completions share its blocks. Their first tokens are all drawn from its last
+logits, also where fewer slots than completions are free; those without a slot wait, and hold nothing but the prompt.
+
+Long completions start first, because what starts last should end soon: by `max_new_tokens`, then by the prompt's
+length, then by index; requests of one call of `add` before those of the next, so none waits for ever. Nobody overtakes.
+
+Nothing is ever preempted. A completion starts only if the cache can hold it at its greatest length besides all others
+that run, and a prompt only if the same is true of one of its completions. So a completion is never computed twice, and
+one can always go on: when nothing runs, the first that waits fits, as it did when its prompt was admitted.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from tunesmith.core.errors import InputError
+from tunesmith.rollout.kv_cache import BLOCK_TOKENS, BlockCopy, KVCache, Table, blocks_for
+from tunesmith.rollout.sequence import Decode, Limits, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt of which `n` completions are wanted. `index` is its own: no other request of a scheduler has it."""
+
+    index: int
+    prompt_ids: tuple[int, ...]
+    n: int
+    limits: Limits
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Tokens to compute, flat: token i has id `token_ids[i]`, stands at `positions[i]` of its sequence, and its keys go
+    where row `table_rows[i]` of `KVCache.block_tables` says.
+    """
+
+    token_ids: list[int] = field(default_factory=list[int])
+    positions: list[int] = field(default_factory=list[int])
+    table_rows: list[int] = field(default_factory=list[int])
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens `start` to `stop` of a prompt, of table row `table_row`.
+
+    `sequences` are drawn from the logits of the last token: all completions of the prompt if the chunk ends it, else
+    none.
+    """
+
+    table_row: int
+    start: int
+    stop: int
+    sequences: tuple[Sequence, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step of the model. First `copies` are done; then, layer by layer, the keys and values of all tokens are
+    written before any are read.
+
+    `decode` has one token for each of `sequences`, the last that was drawn, and the next is drawn from its logits.
+    `prefill` has the tokens of all `chunks`, one chunk after the other, without padding.
+
+    Example: two completions of a prompt `(5, 6, 7)` run, with 9 and 4 as their first tokens, while the first two tokens
+    of a prompt `(8, 8, 8)` are computed: `decode.token_ids == [9, 4]`, `decode.positions == [3, 3]`, `prefill.token_ids
+    == [8, 8]`, `prefill.positions == [0, 1]`, `chunks[0].stop == 2`, and `drawn` are the two completions.
+    """
+
+    copies: list[BlockCopy]
+    sequences: list[Sequence]
+    decode: Rows
+    chunks: list[Chunk]
+    prefill: Rows
+
+    @property
+    def drawn(self) -> list[Sequence]:
+        """The completions that get a token in this step: those that decode, then those whose prompt ends."""
+        return self.sequences + [sequence for chunk in self.chunks for sequence in chunk.sequences]
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """A prompt that was admitted. `reserved` blocks are set aside for one completion until the prompt is computed."""
+
+    request: Request
+    table: Table
+    waiting: deque[Sequence]
+    num_planned: int
+    reserved: int
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A completion in a slot. `reserved` blocks are set aside for it, beyond those that it has."""
+
+    sequence: Sequence
+    table: Table
+    reserved: int
+
+
+class Scheduler:
+    """Plans steps until every completion of every request has ended.
+
+    `num_slots` completions at most are decoded in a step, and `prefill_tokens` tokens of prompts at most are computed.
+    The loop of an engine:
+
+        while (plan := scheduler.plan()) is not None:
+            token_ids, logps, raw_logps = run(plan)  # one for each of plan.drawn
+            finished = scheduler.accept(plan, token_ids, logps, raw_logps)
+
+    Work in a step grows with the rows that are active and with the tokens that are computed, not with the context.
+    """
+
+    def __init__(self, cache: KVCache, decode: Decode, *, num_slots: int = 64, prefill_tokens: int = 512) -> None:
+        if num_slots < 1:
+            raise InputError(f"the number of slots is {num_slots}; give at least 1")
+        if prefill_tokens < 1:
+            raise InputError(f"prefill tokens per step are {prefill_tokens}; allow at least 1")
+        if cache.max_tables < 2 * num_slots:
+            raise InputError(
+                f"the cache has {cache.max_tables} tables; {num_slots} slots need {2 * num_slots}, one for each "
+                "completion and one for each prompt that is computed"
+            )
+        self._cache = cache
+        self._decode = decode
+        self._num_slots = num_slots
+        self._prefill_tokens = prefill_tokens
+        self._num_adds = 0
+        self._indices: set[int] = set()
+        self._queue: list[tuple[int, int, int, int, Request]] = []
+        self._is_blocked = False  # the head of the queue did not fit, and nothing was freed since
+        self._prefilling: deque[_Group] = deque()
+        self._ready: deque[_Group] = deque()
+        self._running: list[_Running] = []
+        self._reserved = 0
+        self._num_claimed = 0  # slots that the prompts in prefill will want
+        self._planned: Plan | None = None
+        self._finished: list[Sequence] = []
+
+    @property
+    def finished(self) -> list[Sequence]:
+        """Completions that have ended, in the order of request and sample."""
+        return sorted(self._finished, key=lambda sequence: (sequence.request, sequence.sample))
+
+    def add(self, requests: Iterable[Request]) -> None:
+        """Let `requests` wait, behind those of earlier calls.
+
+        Raises:
+            InputError: if one of them cannot be served; then none is added.
+        """
+        requests = list(requests)
+        indices: set[int] = set()
+        for request in requests:
+            self._check(request)
+            if request.index in self._indices or request.index in indices:
+                raise InputError(f"two requests have the index {request.index}; give each its own")
+            indices.add(request.index)
+        self._indices |= indices
+        for request in requests:
+            order = -request.limits.max_new_tokens, -len(request.prompt_ids), request.index
+            heapq.heappush(self._queue, (self._num_adds, *order, request))
+        self._num_adds += 1
+
+    def plan(self) -> Plan | None:
+        """What to compute next; None if every completion has ended. Each plan must be accepted before the next."""
+        if self._planned is not None:
+            raise RuntimeError("a plan was not accepted before the next one was asked for")
+        self._start_completions()
+        self._admit_prompts()
+        if not self._running and not self._prefilling:
+            if self._ready or self._queue:
+                raise RuntimeError("nothing runs and what waits does not fit; tables are held from outside")
+            return None
+        copies: list[BlockCopy] = []
+        decode = Rows()
+        for running in self._running:
+            copies += self._grow(running)
+            decode.token_ids.append(running.sequence.token_ids[-1])
+            decode.positions.append(running.sequence.position - 1)
+            decode.table_rows.append(running.table.row)
+        chunks, prefill = self._chunks()
+        self._planned = Plan(copies, [running.sequence for running in self._running], decode, chunks, prefill)
+        return self._planned
+
+    def accept(self, plan: Plan, token_ids: list[int], logps: list[float], raw_logps: list[float]) -> list[Sequence]:
+        """The completions that ended with this step. One token, log-prob and raw log-prob for each of `plan.drawn`."""
+        if plan is not self._planned:
+            raise RuntimeError("this is not the plan that was made last, or it was accepted before")
+        drawn = plan.drawn
+        if not len(drawn) == len(token_ids) == len(logps) == len(raw_logps):
+            raise RuntimeError(f"{len(drawn)} completions were to be drawn, {len(token_ids)} tokens came")
+        self._planned = None
+        for group, chunk in zip(self._prefilling, plan.chunks, strict=False):
+            self._cache.mark_written(group.table, chunk.stop)
+        ended = [
+            sequence
+            for sequence, token_id, logp, raw_logp in zip(drawn, token_ids, logps, raw_logps, strict=True)
+            if sequence.append(token_id, logp, raw_logp)
+        ]
+        self._finished += ended
+        self._retire()
+        while self._prefilling and self._prefilling[0].num_planned == len(self._prefilling[0].request.prompt_ids):
+            self._open(self._prefilling.popleft())
+        return ended
+
+    def cancel_all(self) -> list[Sequence]:
+        """The completions that have ended so far, as `finished`; all others are dropped and their blocks freed.
+
+        May be called between `plan` and `accept`, whose plan is then void. Requests may be added again afterwards.
+        """
+        tables = [running.table for running in self._running]
+        tables += [group.table for group in (*self._ready, *self._prefilling)]
+        for table in reversed(tables):  # a prompt that shares blocks of one still in prefill goes first
+            self._cache.free(table)
+        self._queue.clear()
+        self._prefilling.clear()
+        self._ready.clear()
+        self._running.clear()
+        self._reserved = self._num_claimed = 0
+        self._is_blocked = False
+        self._planned = None
+        return self.finished
+
+    def check_integrity(self) -> None:
+        """Check the cache's invariants and the scheduler's: slots, tables and reserved blocks; for tests, O(blocks).
+
+        Raises:
+            AssertionError: naming what is wrong.
+        """
+        self._cache.check_integrity()
+        groups = [*self._ready, *self._prefilling]
+        reserved = [item.reserved for item in (*self._running, *groups)]
+        if sum(reserved) != self._reserved or min(reserved, default=0) < 0:
+            raise AssertionError(f"{self._reserved} blocks are reserved, completions need {reserved}")
+        if self._reserved > self._cache.num_free:
+            raise AssertionError(f"{self._reserved} blocks are reserved, {self._cache.num_free} are free")
+        if len(self._running) > self._num_slots or len(groups) > self._num_slots:
+            raise AssertionError(f"{len(self._running)} completions and {len(groups)} prompts, {self._num_slots} slots")
+        if self._num_claimed != sum(group.request.n for group in self._prefilling):
+            raise AssertionError(f"{self._num_claimed} slots are claimed, which is not what prompts in prefill want")
+        if any(not group.waiting for group in groups):
+            raise AssertionError("a prompt is kept for no completion")
+
+    def _check(self, request: Request) -> None:
+        name = f"request {request.index}"
+        if request.n < 1:
+            raise InputError(f"{name} asks for {request.n} completions; ask for at least 1")
+        if not request.prompt_ids:
+            raise InputError(f"{name} has an empty prompt; give it at least one token")
+        num_tokens = len(request.prompt_ids) + request.limits.max_new_tokens
+        if num_tokens > self._cache.max_tokens:
+            raise InputError(
+                f"{name} has {len(request.prompt_ids)} tokens and may draw {request.limits.max_new_tokens}, but a "
+                f"sequence may have {self._cache.max_tokens}; shorten the prompt or lower max_new_tokens"
+            )
+        needed = blocks_for(len(request.prompt_ids)) + _growth(request, shares_prompt=request.n > 1)
+        if needed > self._cache.num_blocks:
+            raise InputError(
+                f"{name} needs {needed} blocks of {BLOCK_TOKENS} tokens in the key/value cache, which has "
+                f"{self._cache.num_blocks}; raise the cache's budget, shorten the prompt or lower max_new_tokens"
+            )
+
+    def _start_completions(self) -> None:
+        """Give free slots to completions whose first token is drawn."""
+        while self._ready and len(self._running) < self._num_slots:
+            group = self._ready[0]
+            is_last = len(group.waiting) == 1
+            growth = _growth(group.request, shares_prompt=not is_last)
+            if growth > self._cache.num_free - self._reserved:
+                return
+            table = group.table if is_last else self._cache.fork(group.table)
+            self._running.append(_Running(group.waiting.popleft(), table, growth))
+            self._reserved += growth
+            if is_last:
+                self._ready.popleft()
+
+    def _admit_prompts(self) -> None:
+        """Let prompts begin while slots are left that no completion waits for."""
+        while self._queue and not self._ready and not self._is_blocked:
+            if len(self._running) + self._num_claimed >= self._num_slots:
+                return
+            request = self._queue[0][-1]
+            growth = _growth(request, shares_prompt=request.n > 1)
+            if self._cache.num_needed(request.prompt_ids) + growth > self._cache.num_free - self._reserved:
+                self._is_blocked = True
+                return
+            heapq.heappop(self._queue)
+            table = self._cache.allocate(request.prompt_ids)
+            waiting = deque(
+                Sequence(request.index, sample, request.prompt_ids, request.limits, self._decode)
+                for sample in range(request.n)
+            )
+            self._prefilling.append(_Group(request, table, waiting, table.num_found, growth))
+            self._reserved += growth
+            self._num_claimed += request.n
+
+    def _grow(self, running: _Running) -> list[BlockCopy]:
+        """Make place for the token that is computed now."""
+        num_free = self._cache.num_free
+        copy = self._cache.append(running.table)
+        taken = num_free - self._cache.num_free
+        running.reserved -= taken
+        self._reserved -= taken
+        return [] if copy is None else [copy]
+
+    def _chunks(self) -> tuple[list[Chunk], Rows]:
+        """The next tokens of the prompts, in the order of admission: a prompt may need what one before it computes."""
+        chunks: list[Chunk] = []
+        rows = Rows()
+        for group in self._prefilling:
+            room = self._prefill_tokens - len(rows.token_ids)
+            if room == 0:
+                break
+            prompt_ids, start = group.request.prompt_ids, group.num_planned
+            stop = min(start + room, len(prompt_ids))
+            sequences = tuple(group.waiting) if stop == len(prompt_ids) else ()
+            chunks.append(Chunk(group.table.row, start, stop, sequences))
+            rows.token_ids.extend(prompt_ids[start:stop])
+            rows.positions.extend(range(start, stop))
+            rows.table_rows.extend([group.table.row] * (stop - start))
+            group.num_planned = stop
+        return chunks, rows
+
+    def _retire(self) -> None:
+        """Free what ended; the rows that go on close ranks."""
+        going: list[_Running] = []
+        for running in self._running:
+            if running.sequence.finish_reason is None:
+                going.append(running)
+                continue
+            self._cache.free(running.table)
+            self._reserved -= running.reserved
+            self._is_blocked = False
+        self._running = going
+
+    def _open(self, group: _Group) -> None:
+        """The prompt is computed and all first tokens are drawn: those that go on wait for slots."""
+        self._num_claimed -= group.request.n
+        self._reserved -= group.reserved
+        self._is_blocked = False
+        group.reserved = 0
+        group.waiting = deque(sequence for sequence in group.waiting if sequence.finish_reason is None)
+        if group.waiting:
+            self._ready.append(group)
+        else:
+            self._cache.free(group.table)
+
+
+def _growth(request: Request, *, shares_prompt: bool) -> int:
+    """Blocks that a completion may take beyond its prompt's. The last token that is drawn needs no place.
+
+    With a shared prompt, the prompt's last block is counted too if it is not full: the completion writes into a copy.
+    """
+    if request.limits.max_new_tokens == 1:
+        return 0
+    length = len(request.prompt_ids)
+    prompt_blocks = length // BLOCK_TOKENS if shares_prompt else blocks_for(length)
+    return blocks_for(length + request.limits.max_new_tokens - 1) - prompt_blocks
