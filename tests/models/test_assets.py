@@ -70,16 +70,6 @@ def write_gguf(path):
     return loaded
 
 
-def test_the_cache_is_where_the_environment_says(monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
-    monkeypatch.setenv("TUNESMITH_CACHE", "/y")
-    assert assets.cache_folder() == Path("/y")
-    monkeypatch.delenv("TUNESMITH_CACHE")
-    assert assets.cache_folder() == Path("/x/tunesmith")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert assets.cache_folder() == Path.home() / ".cache" / "tunesmith"
-
-
 def test_a_gguf_file_loads_as_the_model_it_was_made_of_and_is_converted_once(tmp_path, cache, caplog):
     path = tmp_path / "small.gguf"
     original = write_gguf(path)

@@ -56,9 +56,10 @@ def _say_no_gpu(torch: Any) -> None:
 
 def _smollm2() -> None:
     """Whether smollm2 is at hand, without converting or downloading it."""
+    from tunesmith.core.cache import cache_folder
     from tunesmith.models import assets
 
-    cache = assets.cache_folder()
+    cache = cache_folder()
     _say("cache", str(cache))
     converted = sorted(cache.glob(f"converted/{assets.GGUF_SHA256[:16]}*/config.json"))
     if converted:

@@ -53,5 +53,9 @@ class StoppedError(TunesmithError):
         self.exit_code = 128 + signal_number
 
 
+class NativeUnavailableError(InputError):
+    """A kernel in C++ was asked for and cannot be compiled or loaded on this machine; the message says why."""
+
+
 class MissingDependencyError(InputError):
     """An optional package is needed for what was asked; the message names the extra to install."""

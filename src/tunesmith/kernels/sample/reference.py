@@ -1,0 +1,184 @@
+"""The definition of the sampler, in torch alone.
+
+Order and meaning are those of transformers' processors: logit bias, repetition penalty, temperature, top-k, top-p,
+min-p. Tokens of equal logit share their fate: a filter keeps all of them or none (transformers' top-p splits them by
+the order of its sort).
+
+Shape legend: B rows, V vocabulary, N biased tokens of all rows.
+"""
+
+import torch
+
+from tunesmith.core.errors import InputError, TrainingError
+from tunesmith.kernels.sample.records import LogitBias, NoiseKeys, Sampled, SampleSettings, Seen
+
+NOT_FINITE = "a logit of the model is not finite"
+NOTHING_LEFT = "the logit bias forbids every token"
+INFINITE = "logit bias or repetition penalty make a logit infinite"
+
+_WORD = 0xFFFFFFFF
+
+
+def sample(
+    logits_BV: torch.Tensor,
+    settings: SampleSettings,
+    keys: NoiseKeys,
+    *,
+    seen: Seen | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> Sampled:
+    """One token for each row: the first whose running sum of probabilities, in the order of the vocabulary, passes the
+    row's `uniform` number; greedy rows take the largest logit, the lowest id on a tie.
+
+    `dtype` is that of the arithmetic.
+
+    Raises:
+        TrainingError: a logit is not finite, or bias and penalty leave no token or overflow; the message names the row.
+    """
+    logp_BV = distribution(logits_BV, settings, seen=seen, dtype=dtype)
+    sum_BV = logp_BV.double().exp().cumsum(-1)
+    target_B1 = uniform(keys).to(logits_BV.device)[:, None] * sum_BV[:, -1:]
+    drawn_B = torch.searchsorted(sum_BV, target_B1, right=True)[:, 0]
+    num_tokens = logits_BV.shape[1]
+    index_V = torch.arange(num_tokens, device=logits_BV.device)
+    last_B = torch.where(logp_BV > float("-inf"), index_V, -1).amax(-1)
+    greedy_B = torch.where(logp_BV == logp_BV.amax(-1, keepdim=True), index_V, num_tokens).amin(-1)
+    is_greedy_B = (settings.temperature_B == 0).to(logits_BV.device)
+    token_B = torch.where(is_greedy_B, greedy_B, torch.minimum(drawn_B, last_B))
+    return Sampled(token_B, _chosen(logp_BV, token_B), score(logits_BV, token_B, settings.temperature_B, dtype=dtype))
+
+
+def score(
+    logits_BV: torch.Tensor, token_B: torch.Tensor, temperature_B: torch.Tensor, *, dtype: torch.dtype = torch.float64
+) -> torch.Tensor:
+    """Log-prob of `token_B` in nats under softmax(logits / temperature), float32; a temperature of 0 counts as 1.
+
+    Raises:
+        TrainingError: a logit is not finite; the message names the row.
+    """
+    require_rows(logits_BV.isfinite().all(-1), NOT_FINITE)
+    return _chosen((logits_BV.to(dtype) / _divisor(temperature_B, dtype, logits_BV.device)).log_softmax(-1), token_B)
+
+
+def distribution(
+    logits_BV: torch.Tensor,
+    settings: SampleSettings,
+    *,
+    seen: Seen | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> torch.Tensor:
+    """Log-probs [B, V] of what a row draws from, -inf where a token cannot be drawn. A greedy row has those at
+    temperature 1, without filters.
+
+    Raises:
+        TrainingError: as `sample`.
+    """
+    require_rows(logits_BV.isfinite().all(-1), NOT_FINITE)
+    x_BV = logits_BV.to(dtype)
+    if settings.bias is not None:
+        x_BV = _biased(x_BV, settings.bias)
+    if seen is not None:
+        x_BV = _penalised(x_BV, settings.repetition_penalty_B, seen)
+    require_rows(x_BV.amax(-1) > float("-inf"), NOTHING_LEFT)
+    require_rows(x_BV.amax(-1) < float("inf"), INFINITE)
+    x_BV = x_BV / _divisor(settings.temperature_B, dtype, x_BV.device)
+    filtered_BV = _min_p(_top_p(_top_k(x_BV, settings.top_k_B), settings.top_p_B), settings.min_p_B)
+    is_greedy_B1 = (settings.temperature_B == 0).to(x_BV.device)[:, None]
+    return torch.where(is_greedy_B1, x_BV, filtered_BV).log_softmax(-1)
+
+
+def uniform(keys: NoiseKeys) -> torch.Tensor:
+    """A number in [0, 1) for each row, float64 with 53 random bits: the first two words of Philox4x32-10."""
+    zero_B = torch.zeros_like(keys.seed_B)
+    counter = (keys.prompt_B, keys.sample_B, keys.position_B, zero_B)
+    first_B, second_B, _, _ = philox(counter, (keys.seed_B & _WORD, keys.seed_B >> 32))
+    return ((first_B << 21) | (second_B >> 11)).double() * 2.0**-53
+
+
+def philox(counter: tuple[torch.Tensor, ...], key: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Four random words for each entry, from four words of counter and two of key: Philox4x32-10.
+
+    Words are int64 tensors of values in [0, 2^32). Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011).
+    """
+    a, b, c, d = counter
+    low_key, high_key = key
+    for _ in range(10):
+        # Both factors have 32 bits, so the wrapped int64 product has all 64 bits of the unsigned one.
+        first, second = a * 0xD2511F53, c * 0xCD9E8D57
+        a, b, c, d = (
+            ((second >> 32) & _WORD) ^ b ^ low_key,
+            second & _WORD,
+            ((first >> 32) & _WORD) ^ d ^ high_key,
+            first & _WORD,
+        )
+        low_key, high_key = (low_key + 0x9E3779B9) & _WORD, (high_key + 0xBB67AE85) & _WORD
+    return a, b, c, d
+
+
+def require_rows(fine_B: torch.Tensor, complaint: str) -> None:
+    """Raise TrainingError with the rows that are not fine."""
+    if not bool(fine_B.all()):
+        rows = (~fine_B).nonzero()[:, 0].tolist()
+        named = ", ".join(map(str, rows[:8])) + (", ..." if len(rows) > 8 else "")
+        raise TrainingError(f"no token can be drawn for row {named} of {len(fine_B)}: {complaint}")
+
+
+def require_bias(bias: LogitBias, num_tokens: int) -> None:
+    """Raise InputError if a biased token is outside of the vocabulary."""
+    if len(bias.token_N) and int(bias.token_N.max()) >= num_tokens:
+        raise InputError(f"logit bias for token {int(bias.token_N.max())}; ids must lie in [0, {num_tokens})")
+
+
+def _divisor(temperature_B: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    temperature_B = temperature_B.to(device, dtype)
+    return torch.where(temperature_B == 0, torch.ones_like(temperature_B), temperature_B)[:, None]
+
+
+def _biased(x_BV: torch.Tensor, bias: LogitBias) -> torch.Tensor:
+    require_bias(bias, x_BV.shape[1])
+    rows_N = torch.repeat_interleave(torch.arange(len(x_BV)), bias.offset_B1.diff())
+    place = (rows_N.to(x_BV.device), bias.token_N.to(x_BV.device))
+    return x_BV.index_put(place, bias.value_N.to(x_BV), accumulate=True)
+
+
+def _penalised(x_BV: torch.Tensor, penalty_B: torch.Tensor, seen: Seen) -> torch.Tensor:
+    """Keskar et al., CTRL (2019): positive logits are divided by the penalty, negative ones multiplied."""
+    penalty_B1 = penalty_B.to(x_BV)[:, None]
+    mask_BV = seen.mask_SV[seen.slot_B].to(x_BV.device)
+    return torch.where(mask_BV, torch.where(x_BV < 0, x_BV * penalty_B1, x_BV / penalty_B1), x_BV)
+
+
+def _top_k(x_BV: torch.Tensor, top_k_B: torch.Tensor) -> torch.Tensor:
+    """Keeps the k largest, and what equals the smallest of them."""
+    num_tokens = x_BV.shape[1]
+    top_k_B = torch.where(top_k_B == 0, num_tokens, top_k_B.clamp(max=num_tokens)).to(x_BV.device)
+    if bool((top_k_B == num_tokens).all()):
+        return x_BV
+    sorted_BV = x_BV.sort(-1, descending=True).values
+    return x_BV.masked_fill(x_BV < sorted_BV.gather(-1, top_k_B[:, None] - 1), float("-inf"))
+
+
+def _top_p(x_BV: torch.Tensor, top_p_B: torch.Tensor) -> torch.Tensor:
+    """Keeps what has less than p above it: the smallest set with at least p, and what equals its smallest.
+
+    Holtzman et al., The curious case of neural text degeneration (2020).
+    """
+    top_p_B1 = top_p_B.to(x_BV.device)[:, None]
+    if bool((top_p_B1 == 1).all()):
+        return x_BV
+    sorted_BV = x_BV.sort(-1, descending=True).values
+    p_BV = sorted_BV.double().softmax(-1)
+    is_kept_BV = (p_BV.cumsum(-1) - p_BV < top_p_B1) | (top_p_B1 == 1)
+    is_kept_BV[:, 0] = True
+    smallest_B1 = torch.where(is_kept_BV, sorted_BV, float("inf")).amin(-1, keepdim=True)
+    return x_BV.masked_fill(x_BV < smallest_B1, float("-inf"))
+
+
+def _min_p(x_BV: torch.Tensor, min_p_B: torch.Tensor) -> torch.Tensor:
+    """Keeps what is at least min_p times as probable as the most probable. Nguyen et al., min-p sampling (2024)."""
+    weight_BV = (x_BV - x_BV.amax(-1, keepdim=True)).exp()
+    return x_BV.masked_fill(weight_BV < min_p_B.to(x_BV)[:, None], float("-inf"))
+
+
+def _chosen(logp_BV: torch.Tensor, token_B: torch.Tensor) -> torch.Tensor:
+    return logp_BV.gather(-1, token_B[:, None])[:, 0].float()
