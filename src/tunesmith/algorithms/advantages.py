@@ -133,7 +133,7 @@ def group_relative(
     reward_PG = kept(reward_PG.detach(), valid_PG)
     num_P1 = valid_PG.sum(dim=1, keepdim=True)
     mean_P1 = reward_PG.sum(dim=1, keepdim=True) / num_P1.clamp(min=1)
-    varies_P1 = _differs(reward_PG, valid_PG)
+    varies_P1 = rewards_differ(reward_PG, valid_PG)[:, None]
     advantage_PG = kept(reward_PG - mean_P1, valid_PG & varies_P1)
     std_P1 = ((advantage_PG.square().sum(dim=1, keepdim=True)) / (num_P1 - 1).clamp(min=1)).sqrt()
     if baseline == "leave_one_out":
@@ -147,11 +147,11 @@ def group_relative(
     return GroupAdvantages(advantage_PG, varies_P1[:, 0])
 
 
-def _differs(reward_PG: Tensor, valid_PG: Tensor) -> Tensor:
-    """True for each group, shape P 1, in which two valid rewards differ. A mean would carry rounding errors."""
-    high_P1 = reward_PG.masked_fill(~valid_PG, -torch.inf).amax(dim=1, keepdim=True)
-    low_P1 = reward_PG.masked_fill(~valid_PG, torch.inf).amin(dim=1, keepdim=True)
-    return high_P1 > low_P1
+def rewards_differ(reward_PG: Tensor, valid_PG: Tensor) -> Tensor:
+    """True for each group, shape P, in which two valid rewards differ. A mean would carry rounding errors."""
+    high_P = reward_PG.masked_fill(~valid_PG, -torch.inf).amax(dim=1)
+    low_P = reward_PG.masked_fill(~valid_PG, torch.inf).amin(dim=1)
+    return high_P > low_P
 
 
 def _check(reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor, gamma: float, lam: float) -> None:

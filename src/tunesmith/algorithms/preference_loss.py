@@ -5,6 +5,7 @@ whole optimizer step, so that the losses and gradients of its micro-batches add 
 """
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -34,21 +35,24 @@ class PreferenceStats(Sums):
     def metrics(self) -> dict[str, float]:
         """Means under the names of TRL's RewardTrainer; without pairs they are left out. Waits for the device once."""
         sums = self.floats()
-        num_pairs, num_decided = sums["num_pairs"], sums["num_decided"]
-        if num_pairs == 0:
-            return {}
-        mean_reward = sums["reward"] / (2 * num_pairs)
-        variance = max(0.0, sums["reward_square"] / (2 * num_pairs) - mean_reward**2)
-        metrics = {
-            "loss": sums["loss"] / num_pairs,
-            "mean_reward": mean_reward,
-            "std_reward": variance**0.5,
-            "tie_fraction": 1 - num_decided / num_pairs,
-        }
-        if num_decided > 0:
-            metrics["accuracy"] = sums["correct"] / num_decided
-            metrics["margin"] = sums["margin"] / num_decided
-        return metrics
+        num_pairs = sums["num_pairs"]
+        return _means(sums, num_losses=num_pairs, num_completions=2 * num_pairs) if num_pairs else {}
+
+
+def _means(sums: Mapping[str, float], *, num_losses: float, num_completions: float) -> dict[str, float]:
+    """The metrics of pairs and of rankings: a loss of each of `num_losses`, rewards of `num_completions`."""
+    mean_reward = sums["reward"] / num_completions
+    variance = max(0.0, sums["reward_square"] / num_completions - mean_reward**2)
+    metrics = {
+        "loss": sums["loss"] / num_losses,
+        "mean_reward": mean_reward,
+        "std_reward": variance**0.5,
+        "tie_fraction": 1 - sums["num_decided"] / sums["num_pairs"],
+    }
+    if sums["num_decided"] > 0:
+        metrics["accuracy"] = sums["correct"] / sums["num_decided"]
+        metrics["margin"] = sums["margin"] / sums["num_decided"]
+    return metrics
 
 
 def bradley_terry(
@@ -119,20 +123,8 @@ class RankingStats(Sums):
     def metrics(self) -> dict[str, float]:
         """Means under the names of `PreferenceStats.metrics`; the loss is that of a ranking."""
         sums = self.floats()
-        if sums["num_rankings"] == 0:
-            return {}
-        mean_reward = sums["reward"] / sums["num_completions"]
-        variance = max(0.0, sums["reward_square"] / sums["num_completions"] - mean_reward**2)
-        metrics = {
-            "loss": sums["loss"] / sums["num_rankings"],
-            "mean_reward": mean_reward,
-            "std_reward": variance**0.5,
-            "tie_fraction": 1 - sums["num_decided"] / sums["num_pairs"],
-        }
-        if sums["num_decided"] > 0:
-            metrics["accuracy"] = sums["correct"] / sums["num_decided"]
-            metrics["margin"] = sums["margin"] / sums["num_decided"]
-        return metrics
+        num_rankings = sums["num_rankings"]
+        return _means(sums, num_losses=num_rankings, num_completions=sums["num_completions"]) if num_rankings else {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,9 +38,16 @@ class RunFolder:
 
     @classmethod
     def create(
-        cls, parent: Path, name: str, recipe: Mapping[str, object], provenance: Mapping[str, str] | None = None
+        cls,
+        parent: Path,
+        name: str,
+        recipe: Mapping[str, object],
+        provenance: Mapping[str, str] | None = None,
+        from_python: Sequence[str] = (),
     ) -> "RunFolder":
         """A fresh folder below `parent` with the resolved recipe, its provenance and the environment written.
+
+        `from_python` names what was given as Python objects; it stands in `environment.json` as `given_in_python`.
 
         Raises:
             RunError: if `parent` cannot be written.
@@ -55,7 +62,7 @@ class RunFolder:
                 yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True), encoding="utf-8"
             )
             run.write_json("provenance.json", dict(provenance or {}))
-            run.write_json("environment.json", environment())
+            run.write_json("environment.json", {**environment(), "given_in_python": list(from_python)})
         except (OSError, TrainingError) as error:
             shutil.rmtree(path, ignore_errors=True)
             raise RunError(f"cannot make the run folder {path} ({error}); choose another with --run.dir") from error

@@ -17,7 +17,7 @@ from tunesmith.batch.rollout import Group
 from tunesmith.config.schema import GRPORecipe
 from tunesmith.core.errors import DataError
 from tunesmith.core.seeds import derive, permutation
-from tunesmith.core.trace import Trace, span
+from tunesmith.core.trace import span
 from tunesmith.data.prompts import PromptLike
 from tunesmith.distributed import collectives
 from tunesmith.evaluation import accuracy
@@ -26,15 +26,16 @@ from tunesmith.models.freeze import freeze_lower_layers
 from tunesmith.models.load import frozen_copy, load_policy
 from tunesmith.models.loaded import PreTrainedModel, PreTrainedTokenizerBase
 from tunesmith.models.logprob import token_logps
-from tunesmith.models.optimizer import MasterAdamW, StepReport
-from tunesmith.rewards.scorer import RewardLike, Scorer, Scores, TrainerState
+from tunesmith.models.optimizer import MasterAdamW
+from tunesmith.rewards.scorer import RewardLike, Scorer, TrainerState
 from tunesmith.rollout.engine import Engine
 from tunesmith.rollout.transformers_backend import TransformersEngine
 from tunesmith.schema.records import Prompt
 from tunesmith.trainers import grpo_metrics, policy_metrics, rollouts, setup
 from tunesmith.trainers.estimate import announce, policy_estimate
+from tunesmith.trainers.policy_record import StepResult, step_record
 from tunesmith.trainers.restart import Resumable
-from tunesmith.trainers.session import Session, StepRecord, open_session
+from tunesmith.trainers.session import Session, open_session
 
 SHOWN = ("reward", "frac_reward_zero_std", "completions/mean_length")
 """Figures that stand behind the progress bar."""
@@ -56,16 +57,6 @@ class State:
     prompts: rollouts.PromptSets
     identity: Mapping[str, str]
     num_steps: int
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What a step hands to `run`: metrics, the groups it drew and their scores."""
-
-    metrics: setup.Metrics
-    groups: Sequence[Group]
-    scores: Scores
-    report: StepReport | None
 
 
 def build(
@@ -124,7 +115,7 @@ def step(state: State, prompts: Sequence[Prompt], index: int) -> StepResult:
     advantage_PG = advantages.group_relative(
         reward_PG, scores.valid_PG, baseline=cfg.baseline, scale=cfg.scale
     ).advantage_PG
-    varies_P = advantages.group_relative(scores.total_PG, scores.valid_PG).varies_P  # the KL alone is no signal
+    varies_P = advantages.rewards_differ(scores.total_PG, scores.valid_PG)  # the KL alone is no signal
     rows = torch.nonzero((scores.valid_PG & varies_P[:, None]).flatten()).flatten().tolist()
     if not rows:  # every completion was as good as its neighbours
         return StepResult(stats.metrics(varies_P), groups, scores, None)
@@ -235,7 +226,7 @@ def run(
             with session.working() as times:
                 result = step(state, rollouts.prompts_of_step(cfg, state.prompts.train, index), index)
                 evaluation = evaluate(state) if session.is_due(index, cfg.run.eval_every) else {}
-            session.end_step(index + 1, record(session, index, result, evaluation, times), SHOWN)
+            session.end_step(index + 1, step_record(session, index, result, evaluation, times), SHOWN)
         measure_accuracy(state, session, "after")
         export(state, session)
         figures = accuracy.figures(session.facts)
@@ -272,17 +263,6 @@ def asked_prompts(state: State) -> list[Prompt]:
     heldout = state.prompts.heldout
     drawn = permutation(derive(state.cfg.run.seed, "accuracy"), 0, len(heldout))
     return [heldout[i] for i in sorted(drawn[: state.cfg.evaluation.num_prompts])]
-
-
-def record(session: Session, index: int, result: StepResult, evaluation: setup.Metrics, times: Trace) -> StepRecord:
-    """What step `index` leaves in the run folder."""
-    groups, scores = result.groups, result.scores
-    return StepRecord(
-        metrics=policy_metrics.with_times({**result.metrics, **evaluation}, times),
-        report=result.report,
-        batch=lambda: policy_metrics.batch_rows(groups, scores),
-        samples=policy_metrics.sample_rows(index + 1, groups, scores) if session.samples_due(index) else (),
-    )
 
 
 def resumable(state: State) -> Resumable:

@@ -14,10 +14,9 @@ from torch import nn
 
 from tunesmith.algorithms import advantages, kl, policy_loss, value_loss
 from tunesmith.batch.pack import PolicyScores, PPOBatch, Sequences, chunks, pack
-from tunesmith.batch.rollout import Group
 from tunesmith.config.schema import PPORecipe
 from tunesmith.core.seeds import derive
-from tunesmith.core.trace import Trace, span
+from tunesmith.core.trace import span
 from tunesmith.data.prompts import PromptLike
 from tunesmith.distributed import collectives
 from tunesmith.models.export import ModelCard, save_final
@@ -26,15 +25,16 @@ from tunesmith.models.heads import Critic, ScalarHead, critic_values, hidden_siz
 from tunesmith.models.load import frozen_copy, load_policy
 from tunesmith.models.loaded import PreTrainedModel, PreTrainedTokenizerBase
 from tunesmith.models.logprob import token_logps
-from tunesmith.models.optimizer import MasterAdamW, StepReport
-from tunesmith.rewards.scorer import RewardLike, Scorer, Scores, TrainerState
+from tunesmith.models.optimizer import MasterAdamW
+from tunesmith.rewards.scorer import RewardLike, Scorer, TrainerState
 from tunesmith.rollout.engine import Engine
 from tunesmith.rollout.transformers_backend import TransformersEngine
 from tunesmith.schema.records import Prompt
 from tunesmith.trainers import policy_metrics, ppo_metrics, rollouts, setup
 from tunesmith.trainers.estimate import announce, policy_estimate
+from tunesmith.trainers.policy_record import StepResult, step_record
 from tunesmith.trainers.restart import Resumable
-from tunesmith.trainers.session import Session, StepRecord, open_session
+from tunesmith.trainers.session import Session, open_session
 
 SHOWN = ("reward", "objective/kl", "completions/mean_length")
 """Figures that stand behind the progress bar."""
@@ -58,16 +58,6 @@ class State:
     prompts: rollouts.PromptSets
     identity: Mapping[str, str]
     num_steps: int
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What a step hands to `run`: metrics, the groups it drew and their scores."""
-
-    metrics: setup.Metrics
-    groups: Sequence[Group]
-    scores: Scores
-    report: StepReport | None
 
 
 def build(
@@ -249,7 +239,7 @@ def run(
             with session.working() as times:
                 result = step(state, rollouts.prompts_of_step(cfg, state.prompts.train, index), index)
                 evaluation = evaluate(state) if session.is_due(index, cfg.run.eval_every) else {}
-            session.end_step(index + 1, record(session, index, result, evaluation, times), SHOWN)
+            session.end_step(index + 1, step_record(session, index, result, evaluation, times), SHOWN)
         export(state, session)
         return session.finish({**policy_metrics.summary(session.metrics), "algorithm": "ppo"})
 
@@ -258,17 +248,6 @@ def evaluate(state: State) -> setup.Metrics:
     """Mean reward of one completion of each held-out prompt, with the same noise at every step."""
     sampling = rollouts.sampling_params(state.cfg, "evaluate", 0)
     return rollouts.mean_reward(state.engine, state.scorer, state.prompts.heldout, sampling)
-
-
-def record(session: Session, index: int, result: StepResult, evaluation: setup.Metrics, times: Trace) -> StepRecord:
-    """What step `index` leaves in the run folder."""
-    groups, scores = result.groups, result.scores
-    return StepRecord(
-        metrics=policy_metrics.with_times({**result.metrics, **evaluation}, times),
-        report=result.report,
-        batch=lambda: policy_metrics.batch_rows(groups, scores),
-        samples=policy_metrics.sample_rows(index + 1, groups, scores) if session.samples_due(index) else (),
-    )
 
 
 def resumable(state: State) -> Resumable:

@@ -20,7 +20,7 @@ from tunesmith.distributed.checkpoint import Checkpoint, prune, save
 from tunesmith.models.optimizer import StepReport
 from tunesmith.reports.html import write_run_report
 from tunesmith.schema.records import Finding, Severity
-from tunesmith.telemetry.environment import environment, peak_rss_gb, rss_gb
+from tunesmith.telemetry.environment import peak_rss_gb, rss_gb
 from tunesmith.telemetry.progress import Reporter, progress
 from tunesmith.telemetry.run_folder import RunFolder
 from tunesmith.telemetry.run_lock import RunLock
@@ -174,8 +174,6 @@ class Session:
             RunError: if there are checkpoints but none is whole; nothing is changed.
         """
         found = restart.newest(self.folder)
-        for reason in found.skipped:
-            _log.warning("passed over a checkpoint: %s", reason)
         if found.checkpoint is not None:
             self._take_over(found.checkpoint)
         elif found.skipped:
@@ -274,8 +272,7 @@ def open_session(
     require_space(parent, state, cfg.run.keep_checkpoints if cfg.run.checkpoint_every else 0)
     with ExitStack() as stack:
         if resume is None:
-            folder = RunFolder.create(parent, cfg.run.name or cfg.algorithm, recipe, provenance)
-            folder.write_json("environment.json", {**environment(), "given_in_python": list(from_python)})
+            folder = RunFolder.create(parent, cfg.run.name or cfg.algorithm, recipe, provenance, from_python)
         else:
             folder = RunFolder(resume)
         stack.enter_context(RunLock(folder.path))
