@@ -1,23 +1,28 @@
-"""Native kernels against their definitions in torch, at the sizes of a rollout step. Writes benchmarks/kernels.json.
+"""Native kernels against their definitions in torch, at the sizes of a rollout step and of a training step.
 
-Logits have the spread of a language model's: a few hundred likely tokens and a long tail. With two threads on a busy
-machine the ratios mean little: look at `uptime` first.
+Writes benchmarks/kernels.json. Logits have the spread of a language model's: a few hundred likely tokens and a long
+tail. With two threads on a busy machine the ratios mean little: look at `uptime` first.
 
-Shape legend: B rows, V vocabulary, R rows, H hidden.
+Shape legend: B, R and N rows, V vocabulary, H hidden, I intermediate size.
 """
 
 import sys
+from collections.abc import Callable
 from functools import partial
+from typing import get_args
 
 import torch
 
-from measure import ratio, write
+from measure import Ratio, ratio, write
+from tunesmith.kernels.gated.api import Activation, gated, softcap
+from tunesmith.kernels.logprob.api import chosen_logp_entropy
 from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.rms_norm.api import add_rms_norm
 from tunesmith.kernels.sample.api import sample
 from tunesmith.kernels.sample.records import NoiseKeys, SampleSettings, Seen
 
-NUM_ROWS, NUM_TOKENS, HIDDEN = 64, 49152, 576
+NUM_ROWS, NUM_TOKENS, HIDDEN, INTERMEDIATE, HEADS = 64, 49152, 576, 1536, 9
+TRAINING_ROWS, SCORED_ROWS = 2240, 512
 OPTIONS = {
     "plain": {},
     "greedy": {"temperature": 0.0},
@@ -26,33 +31,112 @@ OPTIONS = {
     "T 0.7, top_p 0.9, penalty 1.05": {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.05},
 }
 
+Work = Callable[[Kernels], object]
+
 
 def main() -> int:
     """Exit code 0; prints and writes the ratios."""
-    native, plain = Kernels("native"), Kernels("torch")
     generator = torch.Generator().manual_seed(0)
-    logits_BV = (2.5 * torch.randn(NUM_ROWS, NUM_TOKENS, generator=generator)).bfloat16()
-    likely_BK = torch.randint(NUM_TOKENS, (NUM_ROWS, 200), generator=generator)
-    logits_BV.scatter_add_(1, likely_BK, (8 + 2 * torch.randn(NUM_ROWS, 200, generator=generator)).bfloat16())
-    row_B = torch.arange(NUM_ROWS)
-    keys = NoiseKeys(torch.zeros_like(row_B), row_B, torch.zeros_like(row_B), torch.zeros_like(row_B))
-    seen = Seen.of(torch.randint(NUM_TOKENS, (NUM_ROWS, 128), generator=generator).tolist(), NUM_TOKENS)
-    ratios = []
-    for name, options in OPTIONS.items():
-        work = partial(sample, logits_BV, SampleSettings.same(NUM_ROWS, **options), keys, seen=seen)
-        title = f"sample {NUM_ROWS}x{NUM_TOKENS} {name}"
-        ratios.append(ratio(title, fast=partial(work, kernels=native), slow=partial(work, kernels=plain)))
-    x_RH = torch.randn(NUM_ROWS, HIDDEN, generator=generator).bfloat16()
-    work = partial(add_rms_norm, x_RH, x_RH, x_RH[0], 1e-5)
-    fast, slow = partial(_repeat, partial(work, kernels=native)), partial(_repeat, partial(work, kernels=plain))
-    ratios.append(ratio(f"add_rms_norm {NUM_ROWS}x{HIDDEN}, 100 calls", fast=fast, slow=slow))
+    ratios = [*_sampler(generator), *_decode(generator), *_training(generator), *_logits(generator)]
     print(f"written to {write('kernels', ratios)}")
     return 0
 
 
-def _repeat(work: partial[object]) -> None:
+def _sampler(generator: torch.Generator) -> list[Ratio]:
+    logits_BV = _likely_logits(NUM_ROWS, generator)
+    row_B = torch.arange(NUM_ROWS)
+    keys = NoiseKeys(torch.zeros_like(row_B), row_B, torch.zeros_like(row_B), torch.zeros_like(row_B))
+    seen = Seen.of(torch.randint(NUM_TOKENS, (NUM_ROWS, 128), generator=generator).tolist(), NUM_TOKENS)
+    ratios: list[Ratio] = []
+    for name, options in OPTIONS.items():
+        settings = SampleSettings.same(NUM_ROWS, **options)
+        work = partial(_sample, logits_BV, settings, keys, seen)
+        ratios.append(_against_torch(f"sample {NUM_ROWS}x{NUM_TOKENS} {name}", work))
+    return ratios
+
+
+def _decode(generator: torch.Generator) -> list[Ratio]:
+    """Element-wise and norm work of one step: each call is repeated, since one takes microseconds."""
+    x_RH, x_RX = _normal(generator, NUM_ROWS, HIDDEN), _normal(generator, NUM_ROWS, 2 * INTERMEDIATE)
+    works: dict[str, Work] = {
+        f"add_rms_norm {NUM_ROWS}x{HIDDEN}": lambda kernels: add_rms_norm(x_RH, x_RH, x_RH[0], 1e-5, kernels=kernels),
+        f"rms_norm of heads {NUM_ROWS}x{HEADS}x64": lambda kernels: add_rms_norm(
+            x_RH.unflatten(1, (HEADS, 64)), None, x_RH[0, :64], 1e-5, kernels=kernels
+        ),
+        f"gated silu {NUM_ROWS}x{INTERMEDIATE}": lambda kernels: gated(
+            x_RX[:, :INTERMEDIATE], x_RX[:, INTERMEDIATE:], "silu", kernels=kernels
+        ),
+    }
+    return [_against_torch(f"{name}, 100 calls", partial(_repeat, work)) for name, work in works.items()]
+
+
+def _training(generator: torch.Generator) -> list[Ratio]:
+    """Forward and backward passes over the tokens of a training step."""
+    x_RH, residual_RH, d_RH = (_normal(generator, TRAINING_ROWS, HIDDEN) for _ in range(3))
+    gate_RI, up_RI, d_RI = (_normal(generator, TRAINING_ROWS, INTERMEDIATE) for _ in range(3))
+    weight_H = x_RH[0].clone()
+    leaves = [tensor.requires_grad_() for tensor in (x_RH, residual_RH, weight_H, gate_RI, up_RI)]
+
+    def norm(kernels: Kernels) -> object:
+        found = add_rms_norm(x_RH, residual_RH, weight_H, 1e-5, kernels=kernels)
+        return torch.autograd.grad([found.normed_RH, found.sum_RH], leaves[:3], [d_RH, d_RH])
+
+    def gate(activation: Activation, kernels: Kernels) -> object:
+        return torch.autograd.grad(gated(gate_RI, up_RI, activation, kernels=kernels), leaves[3:], d_RI)
+
+    return [
+        _against_torch(f"add_rms_norm {TRAINING_ROWS}x{HIDDEN}, with gradients", norm),
+        *(
+            _against_torch(
+                f"gated {activation} {TRAINING_ROWS}x{INTERMEDIATE}, with gradients", partial(gate, activation)
+            )
+            for activation in get_args(Activation)
+        ),
+    ]
+
+
+def _logits(generator: torch.Generator) -> list[Ratio]:
+    logits_NV = _likely_logits(SCORED_ROWS, generator)
+    ids_N = torch.randint(NUM_TOKENS, (SCORED_ROWS,), generator=generator)
+    leaf_NV, d_N = logits_NV.clone().requires_grad_(), torch.randn(SCORED_ROWS, generator=generator)
+
+    def scored(kernels: Kernels) -> object:
+        return chosen_logp_entropy(logits_NV, ids_N, 1.0, kernels=kernels)
+
+    def trained(kernels: Kernels) -> object:
+        logp_N, _ = chosen_logp_entropy(leaf_NV, ids_N, 1.0, kernels=kernels)
+        return torch.autograd.grad(logp_N, leaf_NV, d_N)
+
+    size = f"{SCORED_ROWS}x{NUM_TOKENS}"
+    return [
+        _against_torch(f"chosen_logp_entropy {size}", scored, num_rounds=7),
+        _against_torch(f"chosen_logp_entropy {size}, with gradients", trained, num_rounds=7),
+        _against_torch(f"softcap {size}", lambda kernels: softcap(logits_NV, 30.0, kernels=kernels), num_rounds=7),
+    ]
+
+
+def _against_torch(name: str, work: Work, num_rounds: int = 15) -> Ratio:
+    fast, slow = partial(work, Kernels("native")), partial(work, Kernels("torch"))
+    return ratio(name, fast=fast, slow=slow, num_rounds=num_rounds)
+
+
+def _sample(logits_BV: torch.Tensor, settings: SampleSettings, keys: NoiseKeys, seen: Seen, kernels: Kernels) -> object:
+    return sample(logits_BV, settings, keys, seen=seen, kernels=kernels)
+
+
+def _repeat(work: Work, kernels: Kernels) -> None:
     for _ in range(100):
-        work()
+        work(kernels)
+
+
+def _normal(generator: torch.Generator, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=generator).bfloat16()
+
+
+def _likely_logits(num_rows: int, generator: torch.Generator) -> torch.Tensor:
+    logits_BV = (2.5 * torch.randn(num_rows, NUM_TOKENS, generator=generator)).bfloat16()
+    likely_BK = torch.randint(NUM_TOKENS, (num_rows, 200), generator=generator)
+    return logits_BV.scatter_add_(1, likely_BK, (8 + 2 * torch.randn(num_rows, 200, generator=generator)).bfloat16())
 
 
 if __name__ == "__main__":

@@ -214,7 +214,8 @@ def test_what_cannot_be_scored_is_refused(kernels: Kernels):
         (r"tokens lie in \[0, 9\]; give ids in \[0, 9\)", (logits_BV, torch.tensor([0, 9]), one_B)),
         (r"tokens are torch\.int32", (logits_BV, token_B.int(), one_B)),
         (r"temperatures are torch\.float32", (logits_BV, token_B, one_B.float())),
-        (r"give 0 or positive numbers", (logits_BV, token_B, -one_B)),
+        (r"each must be 0 \(greedy\) or at least 1e-06", (logits_BV, token_B, -one_B)),
+        (r"each must be 0 \(greedy\) or at least 1e-06", (logits_BV, token_B, 1e-7 * one_B)),
     ):
         with pytest.raises(InputError, match=match):
             score(*arguments, kernels=kernels)
@@ -273,14 +274,25 @@ def test_what_does_not_fit_is_refused_before_any_work(native: Kernels):
         with pytest.raises(InputError, match=match):
             sample(logits, chosen, keys or keys_of(3), seen=seen, kernels=native)
 
-    refused(r"give bfloat16 or float32 \[rows, vocabulary\]", logits=logits_BV.double())
-    refused("give bfloat16 or float32", logits=logits_BV[0])
-    refused("give bfloat16 or float32", logits=logits_BV[:0])
+    refused(r"give floating-point \[rows, columns\]", logits=logits_BV.long())
+    refused("give floating-point", logits=logits_BV[0])
+    refused("give floating-point", logits=logits_BV[:0])
     refused("settings are for 2 rows and the logits have 3", chosen=SampleSettings.same(2))
     refused("noise keys are for 4 rows", keys=keys_of(4))
     refused(r"token 10; ids must lie in \[0, 10\)", chosen=SampleSettings.same(3, bias={10: 1.0}))
     refused(r"give bool \[slots, 10\]", seen=Seen.of([[1]] * 3, 11))
     refused(r"give 3 int64 in \[0, 3\)", seen=replace(Seen.of([[1]] * 3, 10), slot_B=torch.tensor([0, 1, 3])))
+
+
+def test_float64_is_drawn_from_and_scored_as_defined_and_never_natively(native: Kernels):
+    logits_BV, chosen = normal(8, 100).double(), SampleSettings.same(8, top_p=0.9)
+    found = sample(logits_BV, chosen, keys_of(8), kernels=Kernels("auto"))
+    exact = reference.sample(logits_BV, chosen, keys_of(8))
+    assert all(torch.equal(getattr(found, name), getattr(exact, name)) for name in Sampled.__slots__)
+    scored = score(logits_BV, found.token_B, chosen.temperature_B, kernels=Kernels("auto"))
+    assert torch.equal(scored, exact.raw_logp_B)
+    with pytest.raises(NativeUnavailableError, match=r"bfloat16 and float32 and was given torch\.float64"):
+        sample(logits_BV, chosen, keys_of(8), kernels=native)
 
 
 def test_without_a_compiler_drawing_goes_on_in_torch(monkeypatch, tmp_path, native):

@@ -1,16 +1,36 @@
-"""Add and RMSNorm, in C++ or in torch; without gradients.
+"""Add and RMSNorm, with gradients, in C++ or in torch.
 
-Shape legend: R rows, H hidden.
+Shape legend: R rows, H hidden; an x with heads is [R, heads, H].
 """
 
 import ctypes
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from tunesmith.core.errors import InputError
+from tunesmith.kernels.arguments import (
+    FLOATS,
+    INTEGER,
+    POINTER,
+    SINGLE,
+    address,
+    empty_as,
+    function_of,
+    library_for,
+    records_gradient,
+    with_dense_rows,
+)
 from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.rms_norm import reference
 from tunesmith.kernels.rms_norm.reference import Normed
+
+_ROWS_OF_SUM = 64
+"""`kRowsOfSum` of cpu.cpp."""
+
+_FORWARD = (*[POINTER] * 6, *[INTEGER] * 5, SINGLE, SINGLE, INTEGER, INTEGER)
+_BACKWARD = (*[POINTER] * 8, *[INTEGER] * 5, SINGLE, INTEGER, INTEGER)
 
 
 def add_rms_norm(
@@ -19,45 +39,145 @@ def add_rms_norm(
     weight_H: torch.Tensor,
     epsilon: float,
     *,
+    offset: float = 0.0,
     kernels: Kernels,
 ) -> Normed:
-    """The residual stream x + residual and its RMSNorm, bfloat16 or float32, as `reference.add_rms_norm` defines them.
+    """The residual stream x + residual and its RMSNorm, as `reference.add_rms_norm` defines them; gradients to all.
 
-    Natively, a row's result depends on that row alone, to the bit, and sums run in another order than torch's, so a
-    result may be rounded to its neighbour. There is no gradient: call it where none is recorded.
+    `offset` 1 is Gemma's norm, whose weight is stored less 1. x is [R, H], or [R, heads, H] for a norm of each head;
+    it may be a slice of a wider tensor, so the heads within a fused projection need no copy. Without a residual,
+    `sum_RH` is x itself. Natively, a row's result depends on that row alone, to the bit, with gradients or without, and
+    sums run in another order than torch's, so a result may be rounded to its neighbour. The gradient of a bfloat16
+    weight is summed in float32, in the same order for any number of threads.
 
     Raises:
-        InputError: shapes or dtypes do not fit, or a gradient would be lost.
+        InputError: shapes or dtypes do not fit.
         NativeUnavailableError: native kernels were chosen and cannot be had.
     """
     _check(x_RH, residual_RH, weight_H)
-    library = kernels.library("rms_norm", x_RH.device)
+    library = library_for(kernels, "rms_norm", x_RH)
     if library is None:
-        return reference.add_rms_norm(x_RH, residual_RH, weight_H, epsilon)
-    x_RH, weight_H = x_RH.contiguous(), weight_H.contiguous()
-    residual_RH = None if residual_RH is None else residual_RH.contiguous()
-    normed_RH, sum_RH = torch.empty_like(x_RH), x_RH if residual_RH is None else torch.empty_like(x_RH)
-    library.add_rms_norm(
-        *(ctypes.c_void_p(tensor.data_ptr()) for tensor in (x_RH, residual_RH if residual_RH is not None else x_RH)),
-        *(ctypes.c_void_p(tensor.data_ptr()) for tensor in (weight_H, normed_RH, sum_RH)),
-        ctypes.c_int64(x_RH.shape[0]),
-        ctypes.c_int64(x_RH.shape[1]),
-        ctypes.c_float(epsilon),
-        ctypes.c_int64(residual_RH is not None),
-        ctypes.c_int64(x_RH.dtype == torch.bfloat16),
-        ctypes.c_int64(torch.get_num_threads()),
-    )
-    return Normed(normed_RH, sum_RH)
+        return reference.add_rms_norm(x_RH, residual_RH, weight_H, epsilon, offset)
+    form = _Form(library, epsilon, offset)
+    if not records_gradient(x_RH, residual_RH, weight_H):
+        return Normed(*form.forward(x_RH, residual_RH, weight_H, None))
+    if residual_RH is None:
+        return Normed(_RmsNorm.apply(x_RH, weight_H, form), x_RH)  # type: ignore[arg-type]
+    return Normed(*_AddRmsNorm.apply(x_RH, residual_RH, weight_H, form))  # type: ignore[misc]
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """A norm in C++ and its two numbers."""
+
+    library: ctypes.CDLL
+    epsilon: float
+    offset: float
+
+    def forward(
+        self, x_RH: torch.Tensor, residual_RH: torch.Tensor | None, weight_H: torch.Tensor, scale_R: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(normed, sum); each row's 1 / root mean square is written to `scale_R` where one is given."""
+        x_RH, weight_H = with_dense_rows(x_RH), weight_H.contiguous()
+        normed_RH = empty_as(x_RH)
+        sum_RH = None
+        if residual_RH is not None:
+            residual_RH, sum_RH = residual_RH.contiguous(), empty_as(x_RH)
+        function_of(self.library, "add_rms_norm", _FORWARD)(
+            x_RH.data_ptr(),
+            address(residual_RH),
+            weight_H.data_ptr(),
+            normed_RH.data_ptr(),
+            address(sum_RH),
+            address(scale_R),
+            *_layout(x_RH),
+            self.epsilon,
+            self.offset,
+            x_RH.dtype == torch.bfloat16,
+            torch.get_num_threads(),
+        )
+        return normed_RH, x_RH if sum_RH is None else sum_RH
+
+    def backward(
+        self,
+        saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        d_normed_RH: torch.Tensor,
+        d_sum_RH: torch.Tensor | None,
+        *,
+        for_weight: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(gradient of x and of the residual, gradient of the weight) from (sum, weight, scale)."""
+        sum_RH, weight_H, scale_R = saved
+        sum_RH, weight_H, d_normed_RH = with_dense_rows(sum_RH), weight_H.contiguous(), d_normed_RH.contiguous()
+        d_sum_RH = None if d_sum_RH is None else d_sum_RH.contiguous()
+        d_x_RH = empty_as(sum_RH)
+        d_weight_H = torch.empty_like(weight_H) if for_weight else None
+        partial = (
+            torch.empty(-(-len(scale_R) // _ROWS_OF_SUM), len(weight_H), dtype=torch.float32) if for_weight else None
+        )
+        function_of(self.library, "add_rms_norm_backward", _BACKWARD)(
+            *(address(tensor) for tensor in (sum_RH, scale_R, weight_H, d_normed_RH, d_sum_RH)),
+            *(address(tensor) for tensor in (d_x_RH, d_weight_H, partial)),
+            *_layout(sum_RH),
+            self.offset,
+            sum_RH.dtype == torch.bfloat16,
+            torch.get_num_threads(),
+        )
+        return d_x_RH, d_weight_H
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_RH: torch.Tensor, weight_H: torch.Tensor, form: _Form) -> torch.Tensor:
+        scale_R = torch.empty(x_RH.shape[:-1].numel(), dtype=torch.float32)
+        normed_RH, _ = form.forward(x_RH, None, weight_H, scale_R)
+        ctx.save_for_backward(x_RH, weight_H, scale_R)
+        ctx.form = form
+        return normed_RH
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        return *ctx.form.backward(ctx.saved_tensors, grads[0], None, for_weight=ctx.needs_input_grad[1]), None
+
+
+class _AddRmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_RH: torch.Tensor, residual_RH: torch.Tensor, weight_H: torch.Tensor, form: _Form
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        scale_R = torch.empty(x_RH.shape[:-1].numel(), dtype=torch.float32)
+        normed_RH, sum_RH = form.forward(x_RH, residual_RH, weight_H, scale_R)
+        ctx.save_for_backward(sum_RH, weight_H, scale_R)
+        ctx.form = form
+        ctx.set_materialize_grads(False)
+        return normed_RH, sum_RH
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        d_normed_RH, d_sum_RH = grads
+        if d_normed_RH is None:
+            return d_sum_RH, d_sum_RH, None, None
+        d_x_RH, d_weight_H = ctx.form.backward(
+            ctx.saved_tensors, d_normed_RH, d_sum_RH, for_weight=ctx.needs_input_grad[2]
+        )
+        return d_x_RH, d_x_RH, d_weight_H, None
+
+
+def _layout(x_RH: torch.Tensor) -> tuple[int, int, int, int, int]:
+    """(rows, their length, rows of a group, distance of two groups, distance of two rows of a group)."""
+    if x_RH.dim() == 2:
+        return x_RH.shape[0], x_RH.shape[1], 1, x_RH.stride(0), 0
+    return x_RH.shape[0] * x_RH.shape[1], x_RH.shape[2], x_RH.shape[1], x_RH.stride(0), x_RH.stride(1)
 
 
 def _check(x_RH: torch.Tensor, residual_RH: torch.Tensor | None, weight_H: torch.Tensor) -> None:
-    if x_RH.dim() != 2 or not x_RH.numel() or x_RH.dtype not in (torch.bfloat16, torch.float32):
-        raise InputError(f"x is {x_RH.dtype} of shape {tuple(x_RH.shape)}; give bfloat16 or float32 [rows, hidden]")
-    for name, tensor, shape in (("residual", residual_RH, x_RH.shape), ("weight", weight_H, x_RH.shape[1:])):
+    if x_RH.dim() not in (2, 3) or x_RH.dtype not in FLOATS or not x_RH.numel():
+        raise InputError(
+            f"x is {x_RH.dtype} of shape {tuple(x_RH.shape)}; "
+            "give floating-point [rows, hidden] or [rows, heads, hidden], not empty"
+        )
+    for name, tensor, shape in (("residual", residual_RH, x_RH.shape), ("weight", weight_H, x_RH.shape[-1:])):
         if tensor is not None and (tensor.shape != shape or tensor.dtype != x_RH.dtype):
             raise InputError(
                 f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}; give {x_RH.dtype} of shape {tuple(shape)}"
             )
-    tensors = (x_RH, residual_RH, weight_H)
-    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
-        raise InputError("add_rms_norm has no gradient and an input requires one; call it under torch.no_grad()")

@@ -1,4 +1,4 @@
-"""The definition of add and RMSNorm, in torch alone.
+"""The definition of add and RMSNorm, in torch alone; its gradients are those of autograd.
 
 Shape legend: R rows, H hidden.
 """
@@ -17,14 +17,23 @@ class Normed:
 
 
 def add_rms_norm(
-    x_RH: torch.Tensor, residual_RH: torch.Tensor | None, weight_H: torch.Tensor, epsilon: float
+    x_RH: torch.Tensor,
+    residual_RH: torch.Tensor | None,
+    weight_H: torch.Tensor,
+    epsilon: float,
+    offset: float = 0.0,
 ) -> Normed:
     """x + residual, rounded to the dtype of x, and that over its root mean square, times the weight.
 
-    The mean and the division are in float32 (float64 for float64), and their result is rounded before the product with
-    the weight, as in transformers' Llama. Zhang and Sennrich, Root mean square layer normalization (2019).
+    The mean and the division are in float32 (float64 for float64). Without an offset their result is rounded before the
+    product with the weight, as in transformers' Llama. With one, the product with (offset + weight) is in float32 too
+    and is rounded once, as in transformers' Gemma, whose offset is 1.
+    Zhang and Sennrich, Root mean square layer normalization (2019).
     """
     sum_RH = x_RH if residual_RH is None else x_RH + residual_RH
-    wide_RH = sum_RH.double() if sum_RH.dtype == torch.float64 else sum_RH.float()
+    wide = torch.float64 if sum_RH.dtype == torch.float64 else torch.float32
+    wide_RH = sum_RH.to(wide)
     unit_RH = wide_RH * torch.rsqrt(wide_RH.pow(2).mean(-1, keepdim=True) + epsilon)
-    return Normed(weight_H * unit_RH.to(sum_RH.dtype), sum_RH)
+    if offset == 0:
+        return Normed(weight_H * unit_RH.to(sum_RH.dtype), sum_RH)
+    return Normed((unit_RH * (offset + weight_H.to(wide))).to(sum_RH.dtype), sum_RH)

@@ -9,9 +9,17 @@ from collections.abc import Callable, Mapping
 import torch
 
 from tunesmith.core.errors import InputError
+from tunesmith.kernels.arguments import library_for, require_rows
 from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.sample import reference
-from tunesmith.kernels.sample.records import NoiseKeys, Sampled, SampleSettings, Seen
+from tunesmith.kernels.sample.records import (
+    TEMPERATURE_RULE,
+    NoiseKeys,
+    Sampled,
+    SampleSettings,
+    Seen,
+    is_temperature,
+)
 
 _COMPLAINTS = {1: reference.NOT_FINITE, 2: reference.NOTHING_LEFT, 3: reference.INFINITE}
 _POINTERS = (
@@ -39,7 +47,7 @@ def sample(
     seen: Seen | None = None,
     kernels: Kernels,
 ) -> Sampled:
-    """One token for each row of bfloat16 or float32 logits, with its log-probs; `reference.sample` is the definition.
+    """One token for each row of logits, with its log-probs; `reference.sample` is the definition.
 
     A row's result is a function of its logits, settings, keys and seen tokens, not of the rows beside it. The native
     kernel is exact up to float32 weights: a filter may decide otherwise than the definition for tokens within about
@@ -51,9 +59,9 @@ def sample(
         NativeUnavailableError: native kernels were chosen and cannot be had.
     """
     _check(logits_BV, settings, keys, seen)
-    library = kernels.library("sample", logits_BV.device)
+    library = library_for(kernels, "sample", logits_BV)
     if library is None:
-        return reference.sample(logits_BV, settings, keys, seen=seen, dtype=torch.float32)
+        return reference.sample(logits_BV, settings, keys, seen=seen, dtype=_arithmetic(logits_BV))
     return _native(library, logits_BV, settings, keys, seen)
 
 
@@ -70,19 +78,19 @@ def score(
         TrainingError: a logit is not finite; the message names the row.
         NativeUnavailableError: native kernels were chosen and cannot be had.
     """
-    _check_logits(logits_BV)
+    require_rows("logits", logits_BV)
     num_rows, num_tokens = logits_BV.shape
     for name, tensor, dtype in (("tokens", token_B, torch.int64), ("temperatures", temperature_B, torch.float64)):
         if tensor.dtype != dtype or tensor.shape != (num_rows,):
             raise InputError(f"{name} are {tensor.dtype} of shape {tuple(tensor.shape)}; give {dtype} [{num_rows}]")
     if bool(((token_B < 0) | (token_B >= num_tokens)).any()):
         raise InputError(f"tokens lie in [{int(token_B.min())}, {int(token_B.max())}]; give ids in [0, {num_tokens})")
-    if not bool(((temperature_B >= 0) & temperature_B.isfinite()).all()):
-        raise InputError(f"temperatures are {temperature_B.tolist()}; give 0 or positive numbers")
-    library = kernels.library("sample", logits_BV.device)
+    if not bool(is_temperature(temperature_B).all()):
+        raise InputError(f"temperatures are {temperature_B.tolist()}; each must be {TEMPERATURE_RULE}")
+    library = library_for(kernels, "sample", logits_BV)
     if library is None:
-        return reference.score(logits_BV, token_B, temperature_B, dtype=torch.float32)
-    logp_B = torch.empty(num_rows)
+        return reference.score(logits_BV, token_B, temperature_B, dtype=_arithmetic(logits_BV))
+    logp_B = torch.empty(num_rows, dtype=torch.float32)
     _call(library.score_rows, logits_BV, {"temperature": temperature_B, "token": token_B, "raw_logp": logp_B})
     return logp_B
 
@@ -91,7 +99,8 @@ def _native(
     library: ctypes.CDLL, logits_BV: torch.Tensor, settings: SampleSettings, keys: NoiseKeys, seen: Seen | None
 ) -> Sampled:
     num_rows = len(logits_BV)
-    result = Sampled(torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows), torch.empty(num_rows))
+    logp_B, raw_logp_B = torch.empty(2, num_rows, dtype=torch.float32).unbind()
+    result = Sampled(torch.empty(num_rows, dtype=torch.int64), logp_B, raw_logp_B)
     tensors = {
         "temperature": settings.temperature_B,
         "top_p": settings.top_p_B,
@@ -137,16 +146,12 @@ def _call(function: Callable[[object], object], logits_BV: torch.Tensor, tensors
         reference.require_rows(status_B != code, _COMPLAINTS[code])
 
 
-def _check_logits(logits_BV: torch.Tensor) -> None:
-    if logits_BV.dim() != 2 or not logits_BV.numel() or logits_BV.dtype not in (torch.bfloat16, torch.float32):
-        raise InputError(
-            f"logits are {logits_BV.dtype} of shape {tuple(logits_BV.shape)}; "
-            "give bfloat16 or float32 [rows, vocabulary]"
-        )
+def _arithmetic(logits_BV: torch.Tensor) -> torch.dtype:
+    return torch.float64 if logits_BV.dtype == torch.float64 else torch.float32
 
 
 def _check(logits_BV: torch.Tensor, settings: SampleSettings, keys: NoiseKeys, seen: Seen | None) -> None:
-    _check_logits(logits_BV)
+    require_rows("logits", logits_BV)
     num_rows, num_tokens = logits_BV.shape
     for name, given in (("settings are", len(settings.temperature_B)), ("noise keys are", len(keys.seed_B))):
         if given != num_rows:

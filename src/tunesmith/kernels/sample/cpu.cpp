@@ -1,8 +1,7 @@
 // One token for each row of logits; reference.py is the definition. The vocabulary is never sorted: a filter keeps what
 // has at least some weight, and the threshold is found among the few candidates that can matter.
 //
-// Weights are exp((x - largest x) / temperature), so the largest is 1. Sums run in float32 within blocks of the
-// vocabulary and in double over the blocks, always in the same order, so a row's result depends on that row alone.
+// Weights and their sums are those of softmax_row.hpp, in one order, so a row's result depends on that row alone.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -10,13 +9,13 @@
 #include <limits>
 #include <vector>
 
+#include "softmax_row.hpp"
 #include "vector.hpp"
 
 using namespace tunesmith;
 
 namespace {
 
-constexpr int kBlock = 128;
 constexpr uint32_t kOneBits = 0x3f800000;  // the float 1, the largest weight
 
 enum Status : int32_t { kFine = 0, kNotFinite = 1, kNothingLeft = 2, kOverflow = 3 };
@@ -107,15 +106,11 @@ class Row {
         double temperature = a_.temperature[row_];
         inverse_temperature_ = temperature == 0 ? 1.0 : 1.0 / temperature;
         largest_ = largest();
-        a_.raw_logp[row_] = log_prob(load_one(logits + a_.token[row_]), largest_, weigh());
+        a_.raw_logp[row_] = log_prob(load_one(logits + a_.token[row_]), largest_, weigh(), inverse_temperature_);
         return kFine;
     }
 
   private:
-    float log_prob(double x, double largest, double total) const {
-        return (float)((x - largest) * inverse_temperature_ - std::log(total));
-    }
-
     // Copies the row as float32, padded with -inf; false if a logit is not finite.
     template <class T> bool read(const T* from) {
         float* to = s_.logits.data();
@@ -170,13 +165,9 @@ class Row {
         Floats offset = splat((float)largest_), scale = splat((float)inverse_temperature_);
         double total = 0;
         for (int64_t block = 0; block < num_blocks_; ++block, x += kBlock, weight += kBlock) {
-            Floats sum = {};
-            for (int i = 0; i < kBlock; i += kLanes) {
-                Floats values = exp_of_negative((load(x + i) - offset) * scale);
-                store(weight + i, values);
-                sum += values;
-            }
-            total += s_.block_sum[block] = sum_of_lanes(sum);
+            total += s_.block_sum[block] = block_sum(
+                offset, scale, [&](int i) TUNESMITH_INLINE { return load(x + i); },
+                [&](int i, Floats values, Floats) TUNESMITH_INLINE { store(weight + i, values); });
         }
         return total;
     }
@@ -185,8 +176,8 @@ class Row {
         double mass = total_;
         int64_t token = greedy ? first_largest() : is_filtered() ? pick_filtered(mass) : pick();
         a_.token[row_] = token;
-        a_.logp[row_] = log_prob(s_.logits[token], largest_, mass);
-        a_.raw_logp[row_] = log_prob(load_one(logits + token), raw_largest, raw_total);
+        a_.logp[row_] = log_prob(s_.logits[token], largest_, mass, inverse_temperature_);
+        a_.raw_logp[row_] = log_prob(load_one(logits + token), raw_largest, raw_total, inverse_temperature_);
         return kFine;
     }
 

@@ -11,7 +11,15 @@ import torch
 
 from tunesmith.core.errors import InputError
 
-_SMALLEST_TEMPERATURE = 1e-6
+SMALLEST_TEMPERATURE = 1e-6
+"""Below it float32 logits divided by the temperature overflow; 0 itself is greedy."""
+
+TEMPERATURE_RULE = f"0 (greedy) or at least {SMALLEST_TEMPERATURE}, and finite"
+
+
+def is_temperature(value_B: torch.Tensor) -> torch.Tensor:
+    """Whether each number is allowed as a temperature: `TEMPERATURE_RULE`."""
+    return (value_B == 0) | ((value_B >= SMALLEST_TEMPERATURE) & value_B.isfinite())
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +80,8 @@ class SampleSettings:
             (
                 "temperature",
                 temperature_B,
-                (temperature_B == 0) | (temperature_B.isfinite() & (temperature_B >= _SMALLEST_TEMPERATURE)),
-                f"0 (greedy) or at least {_SMALLEST_TEMPERATURE}, and finite",
+                is_temperature(temperature_B),
+                TEMPERATURE_RULE,
             ),
             ("top_k", self.top_k_B, self.top_k_B >= 0, "0 (off) or more"),
             ("top_p", self.top_p_B, (self.top_p_B > 0) & (self.top_p_B <= 1), "in (0, 1], where 1 is off"),

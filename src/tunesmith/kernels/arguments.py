@@ -1,0 +1,73 @@
+"""What the interfaces of native kernels have in common: which tensors run in C++, and how they are handed over."""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tunesmith.core.errors import InputError, NativeUnavailableError
+from tunesmith.kernels.native import Kernels
+
+POINTER, INTEGER, SINGLE, DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_double
+"""Types of the arguments of a native function."""
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+"""What a kernel takes; the first and the third natively."""
+
+
+def library_for(kernels: Kernels, op: str, tensor: torch.Tensor) -> ctypes.CDLL | None:
+    """The library of `op` for this tensor's device and dtype; None where torch is to do the work.
+
+    Native kernels are for bfloat16 and float32. Other dtypes are for tests and for other devices, and run in torch.
+
+    Raises:
+        NativeUnavailableError: `native` was chosen and cannot be had.
+    """
+    if tensor.dtype in (torch.bfloat16, torch.float32):
+        return kernels.library(op, tensor.device)
+    if kernels.choice == "native":
+        raise NativeUnavailableError(
+            f"the native kernel {op} is for bfloat16 and float32 and was given {tensor.dtype}; choose auto or torch"
+        )
+    return None
+
+
+def function_of(library: ctypes.CDLL, name: str, types: Sequence[type]) -> Any:
+    """The function `name` of the library, with its argument types declared: numbers are then passed as they are."""
+    function = getattr(library, name)
+    if function.argtypes is None:
+        function.argtypes, function.restype = tuple(types), None
+    return function
+
+
+def address(tensor: torch.Tensor | None) -> int | None:
+    """Where the tensor's first element stands; None, a null pointer, for None. Keep the tensor until the call ends."""
+    return None if tensor is None else tensor.data_ptr()
+
+
+def with_dense_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself if each row (its last dimension) is contiguous, else a contiguous copy."""
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
+def empty_as(tensor: torch.Tensor) -> torch.Tensor:
+    """Memory for a tensor of the same shape and dtype, without gaps whatever the strides of the one given."""
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+def records_gradient(*tensors: torch.Tensor | None) -> bool:
+    """Whether an operation on these tensors is to be recorded for a backward pass."""
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def require_rows(name: str, tensor: torch.Tensor) -> None:
+    """Refuse what is no matrix of floats.
+
+    Raises:
+        InputError: naming the argument, its dtype and shape.
+    """
+    if tensor.dim() != 2 or tensor.dtype not in FLOATS or not tensor.numel():
+        raise InputError(
+            f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}; give floating-point [rows, columns], not empty"
+        )

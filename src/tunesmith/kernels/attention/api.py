@@ -1,0 +1,268 @@
+"""Causal attention over a paged cache, and over packed sequences with gradients, in C++ or in torch.
+
+Shape legend: T tokens, X = query heads * head width, Y = key/value heads * head width, N blocks, W numbers of a block,
+R tables.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from tunesmith.core.errors import InputError
+from tunesmith.kernels.arguments import (
+    DOUBLE,
+    FLOATS,
+    INTEGER,
+    POINTER,
+    library_for,
+    records_gradient,
+    with_dense_rows,
+)
+from tunesmith.kernels.attention import backward, reference
+from tunesmith.kernels.attention.records import BLOCK_TOKENS, AttentionSettings, Places, Rope
+from tunesmith.kernels.native import Kernels
+
+_COMPLAINTS = {
+    1: "a position is negative, or outside of the block tables or the rotary tables",
+    2: "a table row is outside of the block tables",
+    3: "a block of a table is outside of the cache",
+}
+
+
+def _record(name: str, pointers: str, numbers: str) -> type[ctypes.Structure]:
+    """A structure of cpu.cpp that begins with what forward and backward are told alike, field by field."""
+    layer = (
+        *((field, POINTER) for field in ("cos", "sin")),
+        *((field, INTEGER) for field in ("num_heads", "num_kv_heads", "head_dim", "half_rotary")),
+        *((field, INTEGER) for field in ("window", "is_bfloat16", "num_threads")),
+        *((field, DOUBLE) for field in ("scale", "softcap")),
+    )
+    own = (*((field, POINTER) for field in pointers.split()), *((field, INTEGER) for field in numbers.split()))
+    return type(name, (ctypes.Structure,), {"_fields_": (*layer, *own)})
+
+
+_AttendArguments = _record(
+    "_AttendArguments",
+    "q k v keys values out position table_row tables",
+    "num_tokens q_stride k_stride v_stride num_blocks num_tables table_width num_positions",
+)
+_GradientArguments = _record(
+    "_GradientArguments", "q k v grad dq dk dv starts", "num_sequences q_stride k_stride v_stride grad_stride"
+)
+
+
+def attend(
+    q_TX: torch.Tensor,
+    k_TY: torch.Tensor,
+    v_TY: torch.Tensor,
+    rope: Rope | None,
+    places: Places,
+    cache_2NW: torch.Tensor,
+    settings: AttentionSettings,
+    *,
+    kernels: Kernels,
+) -> torch.Tensor:
+    """Attention of each token over its own sequence up to itself, [T, X], as `reference.attend` defines it.
+
+    Queries and keys are turned by `rope`; keys and values of all tokens are written into `cache_2NW`, one layer of
+    `rollout.kv_cache.allocate_storage`, before any is read. How a block is laid out depends on the kernels, so a cache
+    belongs to one `Kernels`. What stands behind a token in its block must be finite and has no effect. The rows of q, k
+    and v may be any distance apart. The same token may be given twice.
+
+    Natively, bfloat16 or float32, the result of a token depends to the bit on its sequence alone: not on other rows, on
+    threads, on blocks, or on how the prompt was split. There is no gradient.
+
+    Raises:
+        InputError: shapes or dtypes do not fit, a place is out of range, or a gradient would be lost.
+        NativeUnavailableError: native kernels were chosen and cannot be had.
+    """
+    _check(q_TX, k_TY, v_TY, settings)
+    _check_places(q_TX, places, cache_2NW, settings)
+    if records_gradient(q_TX, k_TY, v_TY):
+        raise InputError("attend has no gradient and an input requires one; use attend_packed, or torch.no_grad()")
+    library = library_for(kernels, "attention", q_TX)
+    if library is None:
+        return reference.attend(q_TX, k_TY, v_TY, rope, places, cache_2NW, settings)
+    return _native(library, q_TX, k_TY, v_TY, rope, places, cache_2NW, settings)
+
+
+def attend_packed(
+    q_TX: torch.Tensor,
+    k_TY: torch.Tensor,
+    v_TY: torch.Tensor,
+    rope: Rope | None,
+    lengths: Sequence[int],
+    settings: AttentionSettings,
+    *,
+    kernels: Kernels,
+) -> torch.Tensor:
+    """Attention of sequences of `lengths` that stand one after the other, each from position 0, [T, X].
+
+    Natively it has the bits of `attend`. Gradients flow to q, k and v; they are computed anew from these, so no
+    probabilities are kept. Only the first gradient is defined.
+
+    Raises:
+        InputError: shapes or dtypes do not fit, or the lengths do not add up to the tokens.
+        NativeUnavailableError: native kernels were chosen and cannot be had.
+    """
+    _check(q_TX, k_TY, v_TY, settings)
+    if sum(lengths) != len(q_TX) or any(length < 1 for length in lengths):
+        raise InputError(
+            f"the lengths {list(lengths)[:8]} add up to {sum(lengths)} and there are {len(q_TX)} tokens; "
+            "give one positive length for each sequence"
+        )
+    if rope is not None and max(lengths, default=0) > len(rope.cos_PF):
+        raise InputError(
+            f"a sequence has {max(lengths)} tokens and the rotary tables {len(rope.cos_PF)} positions; "
+            "make longer tables or cut the sequence"
+        )
+    packing = _Packing(tuple(lengths), rope, settings, kernels)
+    if records_gradient(q_TX, k_TY, v_TY):
+        return _Packed.apply(q_TX, k_TY, v_TY, packing)  # type: ignore[return-value]
+    return packing.forward(q_TX, k_TY, v_TY)
+
+
+@dataclass(frozen=True, slots=True)
+class _Packing:
+    """One call of `attend_packed`, without its tensors."""
+
+    lengths: tuple[int, ...]
+    rope: Rope | None
+    settings: AttentionSettings
+    kernels: Kernels
+
+    def forward(self, q_TX: torch.Tensor, k_TY: torch.Tensor, v_TY: torch.Tensor) -> torch.Tensor:
+        library = library_for(self.kernels, "attention", q_TX)
+        if library is None:
+            return reference.attend_packed(q_TX, k_TY, v_TY, self.rope, self.lengths, self.settings)
+        places = _packed_places(self.lengths)
+        num_blocks = places.block_tables_RN.numel()
+        cache_2NW = torch.zeros((2, num_blocks, BLOCK_TOKENS * self.settings.key_width), dtype=q_TX.dtype)
+        return _native(library, q_TX, k_TY, v_TY, self.rope, places, cache_2NW, self.settings)
+
+    def backward(
+        self, q_TX: torch.Tensor, k_TY: torch.Tensor, v_TY: torch.Tensor, grad_TX: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gradients of q, k and v."""
+        library = library_for(self.kernels, "attention_gradient", q_TX)
+        if library is None:
+            return backward.gradients(q_TX, k_TY, v_TY, grad_TX, self.rope, self.lengths, self.settings)
+        tensors = tuple(with_dense_rows(tensor) for tensor in (q_TX, k_TY, v_TY, grad_TX))
+        dq_TX, dk_TY, dv_TY = (torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors[:3])
+        starts = torch.tensor((0, *accumulate(self.lengths)))
+        rope = _float32(self.rope)
+        arguments = _GradientArguments(
+            *_layer(q_TX, rope, self.settings),
+            *(tensor.data_ptr() for tensor in (*tensors, dq_TX, dk_TY, dv_TY, starts)),
+            len(self.lengths),
+            *(tensor.stride(0) for tensor in tensors),
+        )
+        library.attend_backward(ctypes.byref(arguments))
+        return dq_TX, dk_TY, dv_TY
+
+
+class _Packed(torch.autograd.Function):
+    """Keeps q, k and v alone for the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q_TX: torch.Tensor, k_TY: torch.Tensor, v_TY: torch.Tensor, packing: _Packing
+    ) -> torch.Tensor:
+        ctx.save_for_backward(q_TX, k_TY, v_TY)
+        ctx.packing = packing
+        return packing.forward(q_TX, k_TY, v_TY)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return *ctx.packing.backward(*ctx.saved_tensors, *grads), None
+
+
+def _packed_places(lengths: tuple[int, ...]) -> Places:
+    """Places of sequences one after the other, each with blocks of its own."""
+    lengths_B = torch.tensor(lengths)
+    rows_T = torch.repeat_interleave(torch.arange(len(lengths)), lengths_B)
+    starts_B = lengths_B.cumsum(0) - lengths_B
+    positions_T = torch.arange(len(rows_T)) - starts_B[rows_T]
+    width = -(-max(lengths, default=1) // BLOCK_TOKENS)
+    tables_RN = torch.arange(len(lengths) * width, dtype=torch.int32).view(-1, width)
+    return Places(positions_T.int(), rows_T.int(), tables_RN)
+
+
+def _native(
+    library: ctypes.CDLL,
+    q_TX: torch.Tensor,
+    k_TY: torch.Tensor,
+    v_TY: torch.Tensor,
+    rope: Rope | None,
+    places: Places,
+    cache_2NW: torch.Tensor,
+    settings: AttentionSettings,
+) -> torch.Tensor:
+    # The names hold contiguous copies alive until the call is over.
+    q_TX, k_TY, v_TY = (with_dense_rows(tensor) for tensor in (q_TX, k_TY, v_TY))
+    positions_T, rows_T, tables_RN = (
+        tensor.contiguous() for tensor in (places.positions_T, places.table_rows_T, places.block_tables_RN)
+    )
+    rope = _float32(rope)
+    out_TX = torch.empty(q_TX.shape, dtype=q_TX.dtype)
+    num_tables, table_width = tables_RN.shape
+    arguments = _AttendArguments(
+        *_layer(q_TX, rope, settings),
+        *(tensor.data_ptr() for tensor in (q_TX, k_TY, v_TY, cache_2NW[0], cache_2NW[1], out_TX)),
+        *(tensor.data_ptr() for tensor in (positions_T, rows_T, tables_RN)),
+        len(q_TX),
+        *(tensor.stride(0) for tensor in (q_TX, k_TY, v_TY)),
+        cache_2NW.shape[1],
+        num_tables,
+        table_width,
+        table_width * BLOCK_TOKENS if rope is None else len(rope.cos_PF),
+    )
+    status = library.attend(ctypes.byref(arguments))
+    if status:
+        raise InputError(f"{_COMPLAINTS[status]}; nothing was written. Give places inside of them")
+    return out_TX
+
+
+def _float32(rope: Rope | None) -> Rope | None:
+    return rope and Rope(rope.cos_PF.float().contiguous(), rope.sin_PF.float().contiguous())
+
+
+def _layer(q_TX: torch.Tensor, rope: Rope | None, settings: AttentionSettings) -> tuple[float | None, ...]:
+    """The fields that forward and backward have in common; the tables of `rope` must outlive the call."""
+    tables = (None, None) if rope is None else (rope.cos_PF.data_ptr(), rope.sin_PF.data_ptr())
+    half = 0 if rope is None else rope.cos_PF.shape[1]
+    heads = (settings.num_heads, settings.num_kv_heads, settings.head_dim, half)
+    work = (settings.window or 0, int(q_TX.dtype == torch.bfloat16), torch.get_num_threads())
+    return *tables, *heads, *work, settings.scale, settings.softcap or 0.0
+
+
+def _check(q_TX: torch.Tensor, k_TY: torch.Tensor, v_TY: torch.Tensor, settings: AttentionSettings) -> None:
+    num_tokens = q_TX.shape[0] if q_TX.dim() else 0
+    for name, tensor, width in (
+        ("q", q_TX, settings.query_width),
+        ("k", k_TY, settings.key_width),
+        ("v", v_TY, settings.key_width),
+    ):
+        if tensor.shape != (num_tokens, width) or tensor.dtype != q_TX.dtype or tensor.device != q_TX.device:
+            raise InputError(
+                f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}; "
+                f"give {q_TX.dtype} [{num_tokens}, {width}] on {q_TX.device}"
+            )
+    if q_TX.dtype not in FLOATS:
+        raise InputError(f"q, k and v are {q_TX.dtype}; give floating-point numbers")
+
+
+def _check_places(q_TX: torch.Tensor, places: Places, cache_2NW: torch.Tensor, settings: AttentionSettings) -> None:
+    if len(places.positions_T) != len(q_TX):
+        raise InputError(f"{len(places.positions_T)} places and {len(q_TX)} tokens; give one for each token")
+    width = BLOCK_TOKENS * settings.key_width
+    is_cache = cache_2NW.dim() == 3 and cache_2NW.shape[0] == 2 and cache_2NW.shape[2] == width
+    if not is_cache or cache_2NW.dtype != q_TX.dtype or cache_2NW.stride()[1:] != (width, 1):
+        raise InputError(
+            f"the cache is {cache_2NW.dtype} of shape {tuple(cache_2NW.shape)}; "
+            f"give {q_TX.dtype} [2, blocks, {width}] whose blocks are contiguous"
+        )

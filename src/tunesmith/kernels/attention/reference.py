@@ -1,0 +1,138 @@
+"""The definition of attention, in torch alone, for any floating dtype and any device.
+
+Shape legend: T tokens, X = query heads * D, Y = key/value heads * D, H query heads, K key/value heads, D head width,
+C tokens of a context, G query heads of a key/value head, P positions, F half of the rotated width, N blocks,
+W numbers of a block.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from tunesmith.core.errors import InputError
+from tunesmith.kernels.attention.records import BLOCK_TOKENS, AttentionSettings, Places, Rope
+
+
+def attend(
+    q_TX: torch.Tensor,
+    k_TY: torch.Tensor,
+    v_TY: torch.Tensor,
+    rope: Rope | None,
+    places: Places,
+    cache_2NW: torch.Tensor,
+    settings: AttentionSettings,
+) -> torch.Tensor:
+    """Attention of each token over its own sequence up to itself, [T, X]; keys and values go into the cache first.
+
+    The cache is `[2, num_blocks, 16 * Y]`, keys in 0 and values in 1; here a block is `[16, K, D]`.
+
+    Raises:
+        InputError: a place lies outside of the tables, the cache or the rotary tables.
+    """
+    require_places(places, rope, cache_2NW.shape[1])
+    device = q_TX.device
+    positions_T, rows_T = places.positions_T.long().to(device), places.table_rows_T.long().to(device)
+    tables_RN = places.block_tables_RN.long().to(device)
+    q_THD = rotated(q_TX.unflatten(1, (-1, settings.head_dim)), positions_T, rope)
+    k_TKD = rotated(k_TY.unflatten(1, (-1, settings.head_dim)), positions_T, rope)
+    blocks_NCKD = cache_2NW.unflatten(2, (BLOCK_TOKENS, settings.num_kv_heads, settings.head_dim))
+    block_T, slot_T = tables_RN[rows_T, positions_T // BLOCK_TOKENS], positions_T % BLOCK_TOKENS
+    blocks_NCKD[0, block_T, slot_T] = k_TKD
+    blocks_NCKD[1, block_T, slot_T] = v_TY.unflatten(1, (-1, settings.head_dim))
+    out_TX = torch.empty_like(q_TX, memory_format=torch.contiguous_format)
+    for row in rows_T.unique().tolist():
+        of_row_T = (rows_T == row).nonzero()[:, 0]
+        num_blocks = int(positions_T[of_row_T].max()) // BLOCK_TOKENS + 1
+        blocks_N = tables_RN[row, :num_blocks]
+        k_CKD, v_CKD = blocks_NCKD[0, blocks_N].flatten(0, 1), blocks_NCKD[1, blocks_N].flatten(0, 1)
+        out_TX[of_row_T] = _one_sequence(q_THD[of_row_T], k_CKD, v_CKD, positions_T[of_row_T], settings)
+    return out_TX
+
+
+def attend_packed(
+    q_TX: torch.Tensor,
+    k_TY: torch.Tensor,
+    v_TY: torch.Tensor,
+    rope: Rope | None,
+    lengths: Sequence[int],
+    settings: AttentionSettings,
+) -> torch.Tensor:
+    """Attention of sequences that stand one after the other, each from position 0, [T, X]; gradients by autograd."""
+    outs_TX: list[torch.Tensor] = []
+    start = 0
+    for length in lengths:
+        here = slice(start, start + length)
+        start += length
+        positions_T = torch.arange(length, device=q_TX.device)
+        q_THD, k_TKD = (
+            rotated(tensor[here].unflatten(1, (-1, settings.head_dim)), positions_T, rope) for tensor in (q_TX, k_TY)
+        )
+        v_TKD = v_TY[here].unflatten(1, (-1, settings.head_dim))
+        outs_TX.append(_one_sequence(q_THD, k_TKD, v_TKD, positions_T, settings))
+    return torch.cat(outs_TX)
+
+
+def rotated(x_THD: torch.Tensor, positions_T: torch.Tensor, rope: Rope | None, *, sign: float = 1.0) -> torch.Tensor:
+    """The first 2F dimensions of each head turned by the angles of its position, computed in float32 or float64 and
+    rounded once; `sign=-1` turns back.
+    """
+    if rope is None:
+        return x_THD
+    wide = _wide(x_THD.dtype)
+    half = rope.cos_PF.shape[1]
+    cos_T1F = rope.cos_PF.to(x_THD.device, wide)[positions_T][:, None]
+    sin_T1F = rope.sin_PF.to(x_THD.device, wide)[positions_T][:, None] * sign
+    first, second = x_THD[..., :half].to(wide), x_THD[..., half : 2 * half].to(wide)
+    turned = torch.cat((first * cos_T1F - second * sin_T1F, second * cos_T1F + first * sin_T1F), -1)
+    return torch.cat((turned.to(x_THD.dtype), x_THD[..., 2 * half :]), -1)
+
+
+def require_places(places: Places, rope: Rope | None, num_blocks: int) -> None:
+    """Raise InputError if a token stands outside of the tables, the cache or the rotary tables."""
+    num_rows, width = places.block_tables_RN.shape
+    num_positions = width * BLOCK_TOKENS if rope is None else min(width * BLOCK_TOKENS, len(rope.cos_PF))
+    for name, values, limit in (
+        ("position", places.positions_T, num_positions),
+        ("table row", places.table_rows_T, num_rows),
+        ("block", _used_blocks(places, num_rows, num_positions), num_blocks),
+    ):
+        if values.numel() and not 0 <= int(values.min()) <= int(values.max()) < limit:
+            raise InputError(
+                f"{name}s lie in [{int(values.min())}, {int(values.max())}]; they must lie in [0, {limit})"
+            )
+
+
+def _used_blocks(places: Places, num_rows: int, num_positions: int) -> torch.Tensor:
+    """The entries of the tables that the tokens read, flat."""
+    rows_T = places.table_rows_T.clamp(0, num_rows - 1).long()
+    last_T1 = places.positions_T.clamp(0, num_positions - 1)[:, None] // BLOCK_TOKENS
+    index_N = torch.arange(places.block_tables_RN.shape[1])
+    return places.block_tables_RN[rows_T][index_N <= last_T1]
+
+
+def _one_sequence(
+    q_THD: torch.Tensor,
+    k_CKD: torch.Tensor,
+    v_CKD: torch.Tensor,
+    positions_T: torch.Tensor,
+    settings: AttentionSettings,
+) -> torch.Tensor:
+    """Attention of the tokens at `positions_T` over one sequence, [T, X]; what stands behind a token does not count."""
+    wide = _wide(q_THD.dtype)
+    q_TKGD = q_THD.unflatten(1, (settings.num_kv_heads, -1)).to(wide)
+    scores_TKGC = torch.einsum("tkgd,ckd->tkgc", q_TKGD, k_CKD.to(wide)) * settings.scale
+    if settings.softcap is not None:
+        scores_TKGC = settings.softcap * torch.tanh(scores_TKGC / settings.softcap)
+    is_seen_TC = seen(positions_T[:, None], torch.arange(len(k_CKD), device=q_THD.device), settings.window)
+    p_TKGC = scores_TKGC.masked_fill(~is_seen_TC[:, None, None], float("-inf")).softmax(-1)
+    return torch.einsum("tkgc,ckd->tkgd", p_TKGC, v_CKD.to(wide)).flatten(1).to(q_THD.dtype)
+
+
+def seen(position: torch.Tensor, other: torch.Tensor, window: int | None) -> torch.Tensor:
+    """Whether the token at `position` sees the one at `other`, with broadcasting."""
+    is_seen = other <= position
+    return is_seen if window is None else is_seen & (other > position - window)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,0 +1,1 @@
+"""The backward pass of packed attention in C++; `kernels.attention` is its interface."""

@@ -1,0 +1,140 @@
+"""Log-prob of chosen tokens and entropy, with gradients, in C++ or in torch.
+
+Shape legend: N rows, V vocabulary.
+"""
+
+import ctypes
+from typing import Any
+
+import torch
+
+from tunesmith.core.errors import InputError
+from tunesmith.kernels.arguments import (
+    DOUBLE,
+    INTEGER,
+    POINTER,
+    address,
+    empty_as,
+    function_of,
+    library_for,
+    records_gradient,
+    require_rows,
+    with_dense_rows,
+)
+from tunesmith.kernels.logprob import reference
+from tunesmith.kernels.native import Kernels
+from tunesmith.kernels.sample.records import SMALLEST_TEMPERATURE
+
+_FORWARD = (*[POINTER] * 5, *[INTEGER] * 3, DOUBLE, INTEGER, INTEGER)
+_BACKWARD = (*[POINTER] * 6, *[INTEGER] * 4, DOUBLE, INTEGER, INTEGER)
+
+
+def chosen_logp_entropy(
+    logits_NV: torch.Tensor,
+    ids_N: torch.Tensor,
+    temperature: float,
+    *,
+    reuse_logits: bool = False,
+    kernels: Kernels,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logp_N, entropy_N) in nats of softmax(logits / temperature), float32 (float64 for float64), with gradients.
+
+    `ids_N` is int64. Natively, from equal logits the log-probs have the bits of the sampler's `raw_logp_B`, and a row's
+    result depends on that row alone. Both are NaN where a logit of the row is not finite. What is kept for the backward
+    pass are the logits and a few numbers per row; it gives a gradient in the dtype of the logits.
+
+    With `reuse_logits` that gradient is written over the logits, which saves as much memory as they take: nobody may
+    read the logits after the backward pass, and a second backward pass raises.
+
+    Raises:
+        InputError: shapes, dtypes, ids or the temperature do not fit, or logits to be reused are a leaf.
+        NativeUnavailableError: native kernels were chosen and cannot be had.
+    """
+    _check(logits_NV, ids_N, temperature)
+    is_recorded = records_gradient(logits_NV)
+    if reuse_logits and is_recorded and logits_NV.is_leaf:
+        raise InputError("logits are a leaf, whose values the gradient would overwrite; call without reuse_logits")
+    library = library_for(kernels, "logprob", logits_NV)
+    if library is None:
+        logp_N, entropy_N = reference.chosen_logp_entropy_in_blocks(
+            logits_NV, ids_N, temperature, reuse_logits=reuse_logits
+        )
+        return logp_N.where(entropy_N.isfinite(), torch.nan), entropy_N
+    if is_recorded:
+        return _ChosenLogpEntropy.apply(logits_NV, ids_N, temperature, reuse_logits, library)  # type: ignore[return-value]
+    return _forward(library, with_dense_rows(logits_NV), ids_N, temperature)[:2]
+
+
+class _ChosenLogpEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits_NV: torch.Tensor,
+        ids_N: torch.Tensor,
+        temperature: float,
+        reuse_logits: bool,
+        library: ctypes.CDLL,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logp_N, entropy_N, sums_N3 = _forward(library, with_dense_rows(logits_NV), ids_N, temperature)
+        ctx.save_for_backward(logits_NV, ids_N, sums_N3)
+        ctx.library, ctx.temperature = library, temperature
+        # Rows that share memory cannot hold a gradient each.
+        ctx.reuse_logits = reuse_logits and logits_NV.stride(0) >= logits_NV.shape[1]
+        ctx.set_materialize_grads(False)
+        return logp_N, entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None, None]:
+        if grads[0] is None and grads[1] is None:
+            return None, None, None, None, None
+        logits_NV, ids_N, sums_N3 = ctx.saved_tensors
+        dense_NV, ids_N = with_dense_rows(logits_NV.detach()), ids_N.contiguous()
+        gradient_NV = dense_NV if ctx.reuse_logits else empty_as(dense_NV)
+        d_logp_N, d_entropy_N = (None if grad is None else grad.contiguous() for grad in grads)
+        function_of(ctx.library, "chosen_logp_entropy_backward", _BACKWARD)(
+            *(address(tensor) for tensor in (dense_NV, ids_N, sums_N3, d_logp_N, d_entropy_N, gradient_NV)),
+            *dense_NV.shape,
+            dense_NV.stride(0),
+            gradient_NV.stride(0),
+            ctx.temperature,
+            dense_NV.dtype == torch.bfloat16,
+            torch.get_num_threads(),
+        )
+        if ctx.reuse_logits:
+            # autograd does not see what C++ writes; with this, reading the logits in another backward pass raises.
+            torch.autograd.graph.increment_version(logits_NV)
+        return gradient_NV, None, None, None, None
+
+
+def _forward(
+    library: ctypes.CDLL, logits_NV: torch.Tensor, ids_N: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(logp, entropy, three doubles per row for the backward pass)."""
+    num_rows, num_tokens = logits_NV.shape
+    ids_N = ids_N.contiguous()
+    logp_N, entropy_N = torch.empty(2, num_rows, dtype=torch.float32).unbind()
+    sums_N3 = torch.empty(num_rows, 3, dtype=torch.float64)
+    function_of(library, "chosen_logp_entropy", _FORWARD)(
+        *(tensor.data_ptr() for tensor in (logits_NV, ids_N, logp_N, entropy_N, sums_N3)),
+        num_rows,
+        num_tokens,
+        logits_NV.stride(0),
+        temperature,
+        logits_NV.dtype == torch.bfloat16,
+        torch.get_num_threads(),
+    )
+    return logp_N, entropy_N, sums_N3
+
+
+def _check(logits_NV: torch.Tensor, ids_N: torch.Tensor, temperature: float) -> None:
+    require_rows("logits", logits_NV)
+    num_rows, num_tokens = logits_NV.shape
+    if ids_N.dtype != torch.int64 or ids_N.shape != (num_rows,):
+        raise InputError(f"ids are {ids_N.dtype} of shape {tuple(ids_N.shape)}; give torch.int64 [{num_rows}]")
+    # On a GPU this would wait for it, and indexing checks the ids there.
+    if ids_N.device.type == "cpu" and not 0 <= int(ids_N.min()) <= int(ids_N.max()) < num_tokens:
+        raise InputError(f"ids lie in [{int(ids_N.min())}, {int(ids_N.max())}]; give ids in [0, {num_tokens})")
+    if not SMALLEST_TEMPERATURE <= temperature < float("inf"):
+        raise InputError(
+            f"temperature is {temperature}; log-probs need one of at least {SMALLEST_TEMPERATURE}, and finite"
+        )

@@ -1,0 +1,77 @@
+"""The definition of log-prob and entropy, and the same in torch in blocks of rows, which keeps less memory.
+
+Shape legend: N rows, V vocabulary, R rows of a block.
+"""
+
+from typing import Any
+
+import torch
+
+_BLOCK_ROWS = 16
+"""Rows of logits worked on at a time: at V = 49152 a block in float32 is 3 MB and stays in the CPU's cache."""
+
+
+def chosen_logp_entropy(
+    logits_NV: torch.Tensor, ids_N: torch.Tensor, temperature: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logp_N, entropy_N) of softmax(logits / temperature) in nats, float32 (float64 for float64); plain autograd."""
+    logp_NV = _scaled(logits_NV, temperature).log_softmax(-1)
+    return logp_NV.gather(-1, ids_N[:, None])[:, 0], -(logp_NV.exp() * logp_NV).sum(-1)
+
+
+def chosen_logp_entropy_in_blocks(
+    logits_NV: torch.Tensor, ids_N: torch.Tensor, temperature: float = 1.0, *, reuse_logits: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`chosen_logp_entropy`, keeping the logits and two numbers per row for the backward pass.
+
+    The plain form keeps two more [N, V] tensors. With `reuse_logits` the gradient is written over the logits.
+    """
+    return _InBlocks.apply(logits_NV, ids_N, temperature, reuse_logits)  # type: ignore[return-value]
+
+
+class _InBlocks(torch.autograd.Function):
+    """With z = logits / temperature and H the entropy: d logp / dz = onehot - p, d H / dz = -p (log p + H)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_NV: torch.Tensor, ids_N: torch.Tensor, temperature: float, reuse_logits: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        num_rows = logits_NV.shape[0]
+        wide = torch.float64 if logits_NV.dtype == torch.float64 else torch.float32
+        logp_N, entropy_N, lse_N = logits_NV.new_empty((3, num_rows), dtype=wide).unbind()
+        for start in range(0, num_rows, _BLOCK_ROWS):
+            rows = slice(start, start + _BLOCK_ROWS)
+            z_RV = _scaled(logits_NV[rows], temperature)
+            lse_N[rows] = lse_R = z_RV.logsumexp(-1)
+            logp_RV = z_RV - lse_R[:, None]
+            logp_N[rows] = logp_RV.gather(-1, ids_N[rows, None])[:, 0]
+            # Not lse - sum p z, which saves a step and loses a low entropy to cancellation.
+            entropy_N[rows] = -torch.linalg.vecdot(logp_RV.exp(), logp_RV)
+        ctx.save_for_backward(logits_NV, ids_N, lse_N, entropy_N)
+        ctx.temperature, ctx.reuse_logits = temperature, reuse_logits
+        ctx.set_materialize_grads(False)
+        return logp_N, entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:
+        logits_NV, ids_N, lse_N, entropy_N = ctx.saved_tensors
+        logp_grad_N, entropy_grad_N = grads
+        if logp_grad_N is None and entropy_grad_N is None:
+            return None, None, None, None
+        grad_NV = logits_NV.detach() if ctx.reuse_logits else torch.empty_like(logits_NV)
+        for start in range(0, logits_NV.shape[0], _BLOCK_ROWS):
+            rows = slice(start, start + _BLOCK_ROWS)
+            block_RV = _scaled(logits_NV[rows], ctx.temperature).sub(lse_N[rows, None])
+            factor_RV = torch.zeros_like(lse_N[rows, None]) if logp_grad_N is None else logp_grad_N[rows, None]
+            if entropy_grad_N is not None:
+                factor_RV = factor_RV + (block_RV + entropy_N[rows, None]).mul_(entropy_grad_N[rows, None])
+            block_RV.exp_().mul_(factor_RV).neg_()
+            if logp_grad_N is not None:
+                block_RV.scatter_add_(-1, ids_N[rows, None], logp_grad_N[rows, None])
+            grad_NV[rows] = block_RV if ctx.temperature == 1.0 else block_RV.div_(ctx.temperature)
+        return grad_NV, None, None, None
+
+
+def _scaled(logits_RV: torch.Tensor, temperature: float) -> torch.Tensor:
+    wide_RV = logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float()
+    return wide_RV if temperature == 1.0 else wide_RV / temperature

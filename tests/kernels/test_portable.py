@@ -1,0 +1,81 @@
+"""Kernels compiled for older processors of the same family give what the definitions give."""
+
+import platform
+from functools import partial
+
+import pytest
+import torch
+
+from tunesmith.kernels import native as compiled
+from tunesmith.kernels.gated.api import activate, gated, softcap
+from tunesmith.kernels.logprob.api import chosen_logp_entropy
+from tunesmith.kernels.native import Kernels
+from tunesmith.kernels.rms_norm.api import add_rms_norm
+from tunesmith.kernels.sample.api import sample
+from tunesmith.kernels.sample.records import NoiseKeys, SampleSettings
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return 2 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="module", params=["x86-64", "x86-64-v3"])
+def portable(request, require, tmp_path_factory) -> Kernels:
+    """Kernels without AVX-512, and without AVX."""
+    require("c++", "g++", "clang++")
+    if platform.machine() != "x86_64":
+        pytest.skip("these are levels of x86-64")
+    kernels = Kernels("native")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TUNESMITH_CACHE", str(tmp_path_factory.mktemp(f"cache-{request.param}")))
+        flags = tuple(flag.replace("native", request.param) for flag in compiled.FLAGS)
+        patch.setattr(compiled, "FLAGS", flags)
+        for op in ("sample", "rms_norm", "gated", "logprob"):
+            assert kernels.library(op, torch.device("cpu")) is not None
+    return kernels
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_and_gradients_are_those_of_the_definition(dtype: torch.dtype, portable: Kernels):
+    x, y, weight = normal(70, 45).to(dtype), normal(70, 45, seed=1).to(dtype), normal(45, seed=2).to(dtype)
+    ids = torch.arange(70) % 45
+    works = {
+        "rms_norm": lambda x, y, weight, kernels: add_rms_norm(x, y, weight, 1e-5, kernels=kernels).normed_RH,
+        "rms_norm, offset": lambda x, y, weight, kernels: (
+            add_rms_norm(x, y, weight, 1e-5, offset=1.0, kernels=kernels).normed_RH
+        ),
+        "silu": lambda x, y, weight, kernels: gated(x, y, "silu", kernels=kernels) + 0 * weight,
+        "gelu": lambda x, y, weight, kernels: activate(x, "gelu_tanh", kernels=kernels) + 0 * y + 0 * weight,
+        "softcap": lambda x, y, weight, kernels: softcap(x, 3.0, kernels=kernels) + 0 * y + 0 * weight,
+        "logprob": lambda x, y, weight, kernels: (
+            torch.stack(chosen_logp_entropy(x, ids, 0.7, kernels=kernels)).sum() + 0 * y + 0 * weight
+        ),
+    }
+    for name, work in works.items():
+        found, expected = (
+            _with_gradients(partial(work, kernels=kernels), x, y, weight) for kernels in (portable, Kernels("torch"))
+        )
+        for ours, theirs in zip(found, expected, strict=True):
+            scale = float(theirs.abs().max())
+            rtol = 2e-6 if dtype == torch.float32 else 2**-6
+            torch.testing.assert_close(ours, theirs, atol=rtol * max(1.0, scale), rtol=rtol, msg=partial(_named, name))
+
+
+def test_draws_are_those_of_the_definition_and_scored_to_the_bit(portable: Kernels):
+    logits_BV, zero_B, row_B = normal(200, 1000), torch.zeros(200, dtype=torch.int64), torch.arange(200)
+    chosen, keys = SampleSettings.same(200, top_p=0.9, top_k=50), NoiseKeys(zero_B, row_B, zero_B, zero_B)
+    found = sample(logits_BV, chosen, keys, kernels=portable)
+    expected = sample(logits_BV, chosen, keys, kernels=Kernels("torch"))
+    assert (found.token_B == expected.token_B).float().mean() > 0.99
+    logp_N, _ = chosen_logp_entropy(logits_BV, found.token_B, 1.0, kernels=portable)
+    assert torch.equal(logp_N, found.raw_logp_B)
+
+
+def _with_gradients(work, *inputs: torch.Tensor) -> list[torch.Tensor]:
+    leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+    out = work(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+
+
+def _named(name: str, message: str) -> str:
+    return f"{name}: {message}"
