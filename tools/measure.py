@@ -1,17 +1,13 @@
 """Measuring two versions of one thing against each other: alternating, in one process, as a ratio with its spread."""
 
 import json
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-
-from tunesmith.telemetry.environment import cpu_model, package_versions
+from tunesmith.telemetry.machine import machine_facts
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -51,30 +47,13 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - start_s
 
 
-def machine() -> dict[str, object]:
-    """What a figure depends on: processor, threads, versions and commit."""
-    versions = package_versions()
-    return {
-        "device": cpu_model(),
-        "num_threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "packages": {name: versions[name] for name in ("torch", "transformers", "numpy")},
-        "commit": git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(git("status", "--porcelain", "--untracked-files=no", "--", "src", "tools")),
-    }
-
-
-def git(*arguments: str) -> str:
-    """What `git <arguments>` prints; empty outside of a repository or before its first commit."""
-    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else ""
-
-
 def write(name: str, ratios: list[Ratio]) -> Path:
     """Write `benchmarks/<name>.json` and return its path; one line for each ratio is printed."""
     path = ROOT / "benchmarks" / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps({"machine": machine(), "ratios": [asdict(item) for item in ratios]}, indent=1) + "\n")
+    path.write_text(
+        json.dumps({"machine": machine_facts(), "ratios": [asdict(item) for item in ratios]}, indent=1) + "\n"
+    )
     for item in ratios:
         spread = f"{item.lower_quartile:.2f}-{item.upper_quartile:.2f}"
         print(f"{item.name}: {item.median:.2f}x ({spread}), {item.slow_ms:.2f} ms against {item.fast_ms:.2f} ms")

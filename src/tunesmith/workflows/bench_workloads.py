@@ -1,0 +1,121 @@
+"""The workloads of `bench rollout`: which prompts, how many completions, how they are drawn.
+
+The text is this package's own: sixteen instructions. `plain` and `shared` take pieces of it by tokens, so that lengths
+are exact for every tokenizer.
+"""
+
+import itertools
+from dataclasses import dataclass
+from importlib import resources
+
+from tunesmith.batch.rollout import SamplingParams
+from tunesmith.core.errors import InputError
+from tunesmith.core.seeds import permutation
+from tunesmith.models.loaded import PreTrainedTokenizerBase
+from tunesmith.models.tokenizer import encode_prompt
+from tunesmith.schema.records import Prompt
+
+NAMES = ("plain", "seed", "shared")
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Token ids of the prompts, completions of each, and how they are drawn.
+
+    With `is_exact_length` every completion has `max_new_tokens` tokens: its end-of-sequence token is switched off.
+    """
+
+    name: str
+    prompt_ids: tuple[tuple[int, ...], ...]
+    num_completions: int
+    sampling: SamplingParams
+    is_exact_length: bool
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """The prompts with their token ids, for an engine."""
+        return [Prompt(f"{self.name}:{i}", "", token_ids=ids) for i, ids in enumerate(self.prompt_ids)]
+
+    @property
+    def rows(self) -> list[tuple[int, ...]]:
+        """Each prompt as often as it has completions, in the order of an engine's groups."""
+        return [ids for ids in self.prompt_ids for _ in range(self.num_completions)]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all prompts, each counted once."""
+        return sum(map(len, self.prompt_ids))
+
+    def positions(self) -> int:
+        """Positions that the longest sequence needs."""
+        return max(map(len, self.prompt_ids)) + self.sampling.max_new_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Prompts, tokens of a prompt (0: a whole instruction), completions of each, new tokens."""
+
+    prompts: int
+    prompt_tokens: int
+    completions: int
+    new_tokens: int
+
+
+_FULL = {"plain": _Sizes(64, 32, 1, 64), "seed": _Sizes(16, 0, 8, 128), "shared": _Sizes(1, 512, 32, 32)}
+_QUICK = {"plain": _Sizes(8, 16, 1, 8), "seed": _Sizes(4, 0, 2, 12), "shared": _Sizes(1, 64, 4, 8)}
+
+
+def instructions() -> list[str]:
+    """The sixteen instructions."""
+    text = resources.files("tunesmith.workflows").joinpath("instructions.txt").read_text(encoding="utf-8")
+    return text.splitlines()
+
+
+def workload(name: str, tokenizer: PreTrainedTokenizerBase, context: int | None, *, quick: bool) -> Workload:
+    """The workload `name`; `quick` makes it small enough for a smoke run on a tiny model.
+
+    Raises:
+        InputError: for an unknown name, and for a model whose `context` is too short.
+    """
+    if name not in NAMES:
+        raise InputError(f"there is no workload {name!r}; there are {', '.join(NAMES)}")
+    sizes = (_QUICK if quick else _FULL)[name]
+    if name == "seed":
+        prompt_ids = _chats(tokenizer, sizes.prompts)
+        sampling = SamplingParams(sizes.new_tokens, temperature=0.7, top_p=0.9, repetition_penalty=1.05)
+    else:
+        prompt_ids = _pieces(tokenizer, sizes.prompts, sizes.prompt_tokens)
+        sampling = SamplingParams(sizes.new_tokens)
+    found = Workload(name, prompt_ids, sizes.completions, sampling, is_exact_length=name != "seed")
+    if context is not None and found.positions() > context:
+        raise InputError(
+            f"workload {name} needs {found.positions()} positions, but the model's context holds {context}; take "
+            "another model, or --quick"
+        )
+    return found
+
+
+def _chats(tokenizer: PreTrainedTokenizerBase, num_prompts: int) -> tuple[tuple[int, ...], ...]:
+    """The shortest instructions as chats; as text where the tokenizer has no chat template."""
+    chosen = sorted(instructions(), key=len)[:num_prompts]
+    texts = [text for text in instructions() if text in chosen]
+    has_template = bool(tokenizer.chat_template)
+    return tuple(
+        encode_prompt(tokenizer, Prompt(str(i), ({"role": "user", "content": text},) if has_template else text + "\n"))
+        for i, text in enumerate(texts)
+    )
+
+
+def _pieces(tokenizer: PreTrainedTokenizerBase, num_pieces: int, length: int) -> tuple[tuple[int, ...], ...]:
+    """Pieces of `length` tokens, one after the other in a text of the words of all instructions, shuffled.
+
+    So no two begin alike, which would let an engine that shares prefixes skip work that this workload is to show.
+    """
+    tokens: list[int] = []
+    words = " ".join(instructions()).split()
+    for index in itertools.count():
+        if len(tokens) >= num_pieces * length:
+            break
+        text = " ".join(words[i] for i in permutation(0, index, len(words)))
+        tokens += tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[operator]
+    return tuple(tuple(tokens[i * length : (i + 1) * length]) for i in range(num_pieces))

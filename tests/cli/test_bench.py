@@ -1,0 +1,61 @@
+"""`bench rollout` and `bench step`: a smoke run on a tiny model has every figure that is promised."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tunesmith.cli.main import main
+
+
+def _facts(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
+    assert main(["bench", *words, "--model", "tiny:llama", "--quick", "--rounds", "2", "--json"]) == 0
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_bench_rollout_has_the_promised_figures_and_writes_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], own_logging: None
+):
+    out = tmp_path / "rollout.json"
+    words = ["rollout", "--workload", "plain", "--backend", "transformers", "--threads", "1", "--out", str(out)]
+    facts = _facts(capsys, *words)
+    plain = facts["workloads"]["plain"]
+    assert plain["ratio_min"] <= plain["ratio_median"] <= plain["ratio_max"]
+    assert {"tokens_per_s", "roofline_share", "peak_rss_gb", "prefill_tokens_per_s", "decode_tokens_per_s"} <= set(
+        plain
+    )
+    assert plain["greedy_equal"] is True
+    assert plain["against"] in plain["ratios"]
+    assert len(plain["contenders"]) == 2  # sdpa and eager
+    assert facts["logp_diff_max"] < 1
+    assert json.loads(out.read_text()) == facts
+
+
+@pytest.mark.slow
+def test_bench_step_has_the_promised_figures(capsys: pytest.CaptureFixture[str], own_logging: None):
+    pytest.importorskip("trl")
+    facts = _facts(capsys, "step", "--threads", "1")
+    assert facts["ratio_min"] <= facts["ratio_median"] <= facts["ratio_max"]
+    assert facts["peak_rss_ratio"] == pytest.approx(
+        facts["peak_rss_gb"] / facts["trl"]["default_precision"]["peak_rss_gb"]
+    )
+    assert {"rollout", "reference", "update/forward", "update/backward", "update/optimizer"} <= set(facts["stages"])
+    assert facts["trl"]["micro_batch_size"] in (8, 16)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["rollout", "--workload", "plian"], "plain, seed, shared"),
+        (["rollout", "--against", "vllm"], "transformers, transformers-cb"),
+        (["rollout", "--rounds", "0"], "rounds is 0"),
+        (["rollout", "--workload", "shared"], "--quick"),
+        (["rollout", "--out", "no/such/folder/x.json"], "--out"),
+        (["step", "--rounds", "0"], "rounds is 0"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_measured(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], own_logging: None
+):
+    assert main(["bench", *words, "--model", "tiny:llama"]) == 2
+    assert said in capsys.readouterr().err
