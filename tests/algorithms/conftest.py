@@ -121,41 +121,81 @@ def trl_advantages() -> Callable[..., Tensor]:
         num_completions, names = reward_PG.numel(), ("GRPOTrainer", "RLOOTrainer")
         ids, texts = [[1]] * num_completions, [""] * num_completions
         generated = {names[0]: (ids, ids, None, texts, None, {}, None, None), names[1]: (ids, ids, texts)}
-        state = SimpleNamespace(
-            _calculate_rewards=lambda *_: reward_PG.reshape(-1, 1).clone(),
-            _generate=lambda _: generated[trainer],
-            _get_per_token_logps_and_entropies=lambda *_, **__: (torch.zeros(num_completions, 1), None, None),
-            _logs=defaultdict(list, rewards=defaultdict(list), extra=defaultdict(list)),
-            _metrics={"train": defaultdict(list)},
-            _pending_extra_logs={},
-            _pending_metrics={},
-            _tokenizer=SimpleNamespace(pad_token_id=0),
-            accelerator=SimpleNamespace(device="cpu", process_index=0, gather=lambda tensor: tensor),
-            args=SimpleNamespace(
-                gradient_accumulation_steps=1,
-                gradient_checkpointing_kwargs=None,
-                per_device_train_batch_size=1,
-                steps_per_generation=1,
-            ),
-            beta=0.0,
-            environment_factories=None,
-            environments=None,
-            log_multimodal=False,
-            mask_truncated_completions=False,
-            model=SimpleNamespace(training=True, is_gradient_checkpointing=False),
-            multi_objective_aggregation="sum_then_normalize",
-            num_generations=reward_PG.shape[1],
-            num_iterations=1,
-            pad_to_multiple_of=None,
-            reward_clip_range=None,
-            reward_func_names=["reward"],
-            reward_weights=torch.ones(1),
-            tools=None,
-            use_vllm=False,
-            vllm_importance_sampling_correction=False,
-            **options,
-        )
+        state = _rollout_state(generated[trainer], reward_PG, torch.zeros(num_completions, 1), **options)
         rows = [{"prompt": "text"}] * num_completions
         return getattr(trl, trainer)._generate_and_score_completions(state, rows)["advantages"].reshape(reward_PG.shape)
 
     return advantages
+
+
+@pytest.fixture(scope="session")
+def trl_importance() -> Callable[..., tuple[Tensor, dict[str, float]]]:
+    """Weights and their metrics of `GRPOTrainer._generate_and_score_completions` for log-probs of trainer and engine.
+
+    What draws the completions is left out: only the two log-probs and the mask matter here.
+    """
+    trl = _trl()
+
+    def weights(train_BT: Tensor, sampled_BT: Tensor, mask_BT: Tensor, mode: str, cap: float, floor: float):
+        num_completions, lengths = len(mask_BT), mask_BT.sum(1).tolist()
+        ids, texts = [[1] * length for length in lengths], [""] * num_completions
+        sampled = [row[:length] for row, length in zip(sampled_BT.tolist(), lengths, strict=True)]
+        generated = ([[1]] * num_completions, ids, None, texts, sampled, {}, None, None)
+        metrics: dict[str, list[float]] = defaultdict(list)
+        state = _rollout_state(
+            generated,
+            torch.zeros(1, num_completions),
+            train_BT,
+            use_vllm=True,
+            vllm_importance_sampling_correction=True,
+            vllm_importance_sampling_mode=mode,
+            vllm_importance_sampling_clip_max=cap,
+            vllm_importance_sampling_clip_min=floor,
+            num_iterations=1,
+            scale_rewards="none",
+            _metrics={"train": metrics},
+        )
+        rows = [{"prompt": "text"}] * num_completions
+        scored = trl.GRPOTrainer._generate_and_score_completions(state, rows)
+        named = {name: values[0] for name, values in metrics.items() if name.startswith("sampling/")}
+        return scored["importance_sampling_ratio"], named
+
+    return weights
+
+
+def _rollout_state(generated: tuple[object, ...], reward_PG: Tensor, train_BT: Tensor, **options) -> SimpleNamespace:
+    """What `_generate_and_score_completions` reads of its trainer, for completions that are given."""
+    defaults = {
+        "_calculate_rewards": lambda *_: reward_PG.reshape(-1, 1).clone(),
+        "_generate": lambda _: generated,
+        "_get_per_token_logps_and_entropies": lambda *_, **__: (train_BT, None, None),
+        "_logs": defaultdict(list, rewards=defaultdict(list), extra=defaultdict(list)),
+        "_metrics": {"train": defaultdict(list)},
+        "_pending_extra_logs": {},
+        "_pending_metrics": {},
+        "_tokenizer": SimpleNamespace(pad_token_id=0),
+        "accelerator": SimpleNamespace(device="cpu", process_index=0, gather=lambda tensor: tensor),
+        "args": SimpleNamespace(
+            gradient_accumulation_steps=1,
+            gradient_checkpointing_kwargs=None,
+            per_device_train_batch_size=1,
+            steps_per_generation=1,
+        ),
+        "beta": 0.0,
+        "environment_factories": None,
+        "environments": None,
+        "log_multimodal": False,
+        "mask_truncated_completions": False,
+        "model": SimpleNamespace(training=True, is_gradient_checkpointing=False),
+        "multi_objective_aggregation": "sum_then_normalize",
+        "num_generations": reward_PG.shape[1],
+        "num_iterations": 1,
+        "pad_to_multiple_of": None,
+        "reward_clip_range": None,
+        "reward_func_names": ["reward"],
+        "reward_weights": torch.ones(1),
+        "tools": None,
+        "use_vllm": False,
+        "vllm_importance_sampling_correction": False,
+    }
+    return SimpleNamespace(**{**defaults, **options})

@@ -8,7 +8,10 @@ from tunesmith.schema.records import Prompt
 
 
 def _group(prompt_ids: tuple[int, ...], *completions: tuple[int, ...]) -> Group:
-    drawn = tuple(Completion(ids, tuple(-token / 4 for token in ids), "", "length") for ids in completions)
+    drawn = tuple(
+        Completion(ids, tuple(-token / 4 for token in ids), tuple(-token / 2 for token in ids), "", "length")
+        for ids in completions
+    )
     return Group(Prompt("p", "text"), prompt_ids, drawn, weight_version=0)
 
 

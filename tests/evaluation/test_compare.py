@@ -38,7 +38,8 @@ class UnigramEngine:
             ids = ids[:stop]
             text = " ".join(f"w{token}" for token in ids if token)
             finish = "stop" if ids[-1] == 0 else "length"
-            completions.append(Completion(tuple(ids), tuple(self.logps[ids].tolist()), text, finish))
+            logps = tuple(self.logps[ids].tolist())
+            completions.append(Completion(tuple(ids), logps, logps, text, finish))
         return Group(prompt, (1, 2), tuple(completions), weight_version=0)
 
     def sums(self, groups):

@@ -169,7 +169,7 @@ def train_with_broken_weights(trainer: str, folder: Path, at: int) -> None:
 
 def matrix_of(state: Any) -> torch.nn.Parameter:
     """A matrix of the trained model."""
-    trained = state.model.model if hasattr(state, "model") else state.policy
+    trained = state.model.model if hasattr(state, "model") else state.policy.module
     return next(p for name, p in trained.named_parameters() if name.endswith("layers.1.mlp.down_proj.weight"))
 
 

@@ -84,7 +84,7 @@ def test_weights_that_are_no_numbers_end_the_run_before_anything_is_drawn(
     runs.mkdir()
     at = 6 * CALLS_PER_STEP[trainer]
     assert forked(told, message, train_with_broken_weights, trainer, runs, at) == 1
-    assert "the model's logits are not finite" in message.read_text()
+    assert "the model's numbers are not finite from layer 1 on" in message.read_text()
     assert "go back to an older checkpoint" in message.read_text()
     run_dir = the_run(runs)
     assert list_steps(run_dir / "checkpoints")[-1] == 6

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from tunesmith.core.errors import ModelError
+from tunesmith.kernels.logprob.reference import chosen_logp_entropy as chosen_logp_entropy_reference
+from tunesmith.kernels.logprob.reference import chosen_logp_entropy_in_blocks as chosen_logp_entropy
 from tunesmith.models import logprob
 from tunesmith.models.heads import Critic, PolicyWithValue, ScalarHead
 from tunesmith.models.logprob import (
-    chosen_logp_entropy,
-    chosen_logp_entropy_reference,
     critic_values,
     token_logps,
     token_logps_reference,

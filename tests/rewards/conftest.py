@@ -30,7 +30,9 @@ def make_group() -> GroupMaker:
         completions: list[Completion] = []
         for text in texts:
             ids = (*tokenizer(text)["input_ids"], *([EOS_ID] if ended else []))
-            completions.append(Completion(ids, (-1.0,) * len(ids), text, "stop" if ended else "length"))
+            completions.append(
+                Completion(ids, (-1.0,) * len(ids), (-1.0,) * len(ids), text, "stop" if ended else "length")
+            )
         return Group(prompt, encode_prompt(tokenizer, prompt), tuple(completions), weight_version=0)
 
     return make

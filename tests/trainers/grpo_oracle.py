@@ -37,7 +37,7 @@ class Recorder:
         step = self.state.optimizer.step
 
         def recording(**arguments: Any) -> Any:
-            named = dict(self.state.policy.named_parameters())
+            named = dict(self.state.policy.module.named_parameters())
             weights = {name: parameter.detach().clone() for name, parameter in named.items()}
             gradients = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
             self.updates.append(Update(weights, gradients))
@@ -80,7 +80,7 @@ class Oracle:
     def gradients(self, weights: Tensors) -> Tensors:
         """The gradient of the loss over all completions that teach something, at `weights`."""
         cfg = self.state.cfg.grpo
-        model = double(self.state.policy, weights)
+        model = double(self.state.policy.module, weights)
         loss, num_tokens = torch.zeros((), dtype=torch.float64), 0
         for group, advantages in zip(self.groups, self.advantages(), strict=True):
             rewards = {self.reward(completion) for completion in group.completions} - {None}

@@ -49,12 +49,12 @@ def moved_apart(state: grpo.State) -> None:
     """Move the policy away from its reference, so that the KL between them is not zero."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in state.policy.parameters():
+        for parameter in state.policy.module.parameters():
             parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
 
 
 def weights_of(state: grpo.State) -> list[torch.Tensor]:
-    return [parameter.detach().clone() for parameter in state.policy.parameters()]
+    return [parameter.detach().clone() for parameter in state.policy.module.parameters()]
 
 
 def digest(result: Any) -> str:
@@ -68,11 +68,11 @@ def timeless(metrics: Sequence[dict[str, float]]) -> list[dict[str, float]]:
 
 def checked_step(state: grpo.State, reward: Any, *, apart: bool = False) -> tuple[grpo.StepResult, Recorder]:
     """A step whose every gradient was found equal to that of the float64 oracle."""
-    state.policy.generation_config.eos_token_id = list(range(3, 40))  # many, so that lengths differ
-    reference = double(state.policy)
+    state.policy.module.generation_config.eos_token_id = list(range(3, 40))  # many, so that lengths differ
+    reference = double(state.policy.module)
     if apart:
         moved_apart(state)
-    old, recorder = double(state.policy), Recorder(state)
+    old, recorder = double(state.policy.module), Recorder(state)
     result = grpo.step(state, state.prompts.train, 0)
     oracle = Oracle(state, result.groups, reward, reference, old)
     lengths = {len(completion.token_ids) for group in result.groups for completion in group.completions}
@@ -220,7 +220,7 @@ def test_a_run_in_which_nothing_is_learnt_ends_well_with_one_finding(tmp_path: P
     assert [row["updates"] for row in result.metrics] == [0.0] * 3
     findings = [row for row in read_jsonl(result.run_dir / "findings.jsonl") if row["name"] == "no_signal"]
     assert [finding["step"] for finding in findings] == [1]
-    start = build(grpo_recipe(tmp_path), constant).policy
+    start = build(grpo_recipe(tmp_path), constant).policy.module
     final = AutoModelForCausalLM.from_pretrained(result.run_dir / "final", dtype=torch.float32)
     assert all(torch.equal(a, b) for a, b in zip(start.parameters(), final.parameters(), strict=True))
 
@@ -296,7 +296,7 @@ def test_every_variant_trains_with_finite_figures(tmp_path: Path, options: dict[
 def test_steps_that_are_not_finite_are_refused_and_reported(tmp_path: Path) -> None:
     state = build(grpo_recipe(tmp_path))
     before = weights_of(state)
-    handle = state.policy.model.layers[1].mlp.down_proj.weight.register_hook(lambda grad: grad * float("nan"))
+    handle = state.policy.module.model.layers[1].mlp.down_proj.weight.register_hook(lambda grad: grad * float("nan"))
     result = grpo.step(state, state.prompts.train, 0)
     handle.remove()
     assert result.metrics["refused_steps"] == 1.0

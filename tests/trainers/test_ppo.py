@@ -109,10 +109,10 @@ def test_without_kl_there_is_no_reference_model(tmp_path: Path) -> None:
 def test_the_reference_does_not_move_with_the_policy(tmp_path: Path) -> None:
     state = ppo.build(ppo_recipe(tmp_path), prompts=PROMPTS, rewards=[low_ids])
     assert state.reference is not None
-    before = [parameter.clone() for parameter in state.reference.parameters()]
+    before = [parameter.clone() for parameter in state.reference.module.parameters()]
     ppo.step(state, state.prompts.train, 0)
-    assert all(torch.equal(a, b) for a, b in zip(before, state.reference.parameters(), strict=True))
-    assert any(not torch.equal(a, b) for a, b in zip(before, state.policy.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, state.reference.module.parameters(), strict=True))
+    assert any(not torch.equal(a, b) for a, b in zip(before, state.policy.module.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 3, 4])
@@ -121,7 +121,7 @@ def test_micro_batches_do_not_change_the_update(tmp_path: Path, micro_batch_size
         cfg = ppo_recipe(tmp_path, ppo={"num_epochs": 1, "num_minibatches": 1, "micro_batch_size": size})
         state = ppo.build(cfg, prompts=PROMPTS, rewards=[low_ids])
         ppo.step(state, state.prompts.train, 0)
-        return torch.cat([parameter.detach().flatten() for parameter in state.policy.parameters()])
+        return torch.cat([parameter.detach().flatten() for parameter in state.policy.module.parameters()])
 
     # Adam's first step has the size of the learning rate whatever the gradient's, so rounding shows only where it is
     # near 0.
@@ -154,9 +154,10 @@ def test_updates_stop_early_once_the_kl_to_the_rollout_policy_is_too_large(tmp_p
 
 def test_only_the_top_layers_move_when_the_rest_is_frozen(tmp_path: Path) -> None:
     state = ppo.build(ppo_recipe(tmp_path, model={"num_trainable_layers": 1}), prompts=PROMPTS, rewards=[low_ids])
-    before = {name: parameter.clone() for name, parameter in state.policy.named_parameters()}
+    before = {name: parameter.clone() for name, parameter in state.policy.module.named_parameters()}
     ppo.step(state, state.prompts.train, 0)
-    moved = {name for name, parameter in state.policy.named_parameters() if not torch.equal(parameter, before[name])}
+    named = dict(state.policy.module.named_parameters())
+    moved = {name for name, parameter in named.items() if not torch.equal(parameter, before[name])}
     assert moved
     assert all(".layers.1." in name or name.endswith("model.norm.weight") for name in moved)
 
@@ -164,12 +165,12 @@ def test_only_the_top_layers_move_when_the_rest_is_frozen(tmp_path: Path) -> Non
 def test_a_gradient_that_is_not_finite_is_refused_and_its_parameter_named(tmp_path: Path) -> None:
     cfg = ppo_recipe(tmp_path, ppo={"num_epochs": 1})
     state = ppo.build(cfg, prompts=PROMPTS, rewards=[low_ids])
-    before = [parameter.clone() for parameter in state.policy.parameters()]
-    handle = state.policy.model.layers[1].mlp.down_proj.weight.register_hook(lambda grad: grad * float("nan"))
+    before = [parameter.clone() for parameter in state.policy.module.parameters()]
+    handle = state.policy.module.model.layers[1].mlp.down_proj.weight.register_hook(lambda grad: grad * float("nan"))
     result = ppo.step(state, state.prompts.train, 0)
     handle.remove()
     assert result.metrics["refused_steps"] == 2.0
-    assert all(torch.equal(a, b) for a, b in zip(before, state.policy.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, state.policy.module.parameters(), strict=True))
     assert result.report is not None
     assert result.report.num_refused_in_row == 2
     assert "layers.1.mlp.down_proj" in result.report.bad_part
@@ -221,7 +222,7 @@ def test_a_dropped_completion_is_left_out_of_the_update_and_counted(tmp_path: Pa
     assert result.metrics["rewards/num_dropped"] == 1.0
     for name in ("reward", "objective/kl", "entropy", "val/mean", "grad_norm"):
         assert result.metrics[name] == pytest.approx(expected.metrics[name], rel=1e-4, abs=1e-5), name
-    for after, alone in zip(state.policy.parameters(), other.policy.parameters(), strict=True):
+    for after, alone in zip(state.policy.module.parameters(), other.policy.module.parameters(), strict=True):
         assert ((after - alone).abs() > 1e-5).float().mean() < 0.01
 
 

@@ -14,7 +14,7 @@ TEXTS = (" great and lovely", " awful", " a table", " good")
 
 
 def _groups(count: int, start: int = 0, texts: tuple[str, ...] = TEXTS) -> list[Group]:
-    completions = tuple(Completion((1,), (0.0,), text, "length") for text in texts)
+    completions = tuple(Completion((1,), (0.0,), (0.0,), text, "length") for text in texts)
     return [Group(Prompt(f"p{i}", f"film {i} is"), (1,), completions, 0) for i in range(start, start + count)]
 
 

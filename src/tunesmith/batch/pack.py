@@ -21,7 +21,9 @@ class Sequences:
 
     Example: a prompt of 2 tokens with a completion of 3 is `ids_BS[0] = [7, 8, 1, 2, 3]`, `prompt_lengths_B[0] = 2`,
     `lengths_B[0] = 5`; `mask_BT[0]` is True for the 3 completion tokens. Masks come from lengths: pad may equal eos.
-    `sampled_logp_BT` is the engine's log-prob of each completion token, float32, 0 in the padding.
+    `sampled_logp_BT` is the engine's log-prob of each completion token under the distribution that it was drawn from,
+    `raw_logp_BT` that under the model itself at the same temperature; `value_BT`, from an engine with a value head, is
+    the value of the state before each. All float32, 0 in the padding.
     """
 
     ids_BS: torch.Tensor
@@ -29,6 +31,8 @@ class Sequences:
     prompt_lengths_B: torch.Tensor
     mask_BT: torch.Tensor
     sampled_logp_BT: torch.Tensor
+    raw_logp_BT: torch.Tensor
+    value_BT: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -52,8 +56,8 @@ class PolicyScores:
 class PolicyBatch:
     """A scored rollout: sequences, and one number per completion token for everything that the losses need.
 
-    `old_logp_BT` is of the policy that drew the tokens. Without a pass of its own for it, which a rollout that is used
-    for a single update does not need, it is what the engine recorded.
+    `old_logp_BT` is of the policy that drew the tokens: what the engine recorded if that is exact, or if the rollout is
+    used for a single update, which does not need it; else from a pass of its own.
     """
 
     sequences: Sequences
@@ -90,6 +94,9 @@ def pack(
     completion_lengths = [len(completion.token_ids) for _, completion in taken]
     ids_BS = _padded([(*prompt, *completion.token_ids) for prompt, completion in taken], pad_id)
     sampled_logp_BT = _padded([completion.logps for _, completion in taken], 0.0)
+    raw_logp_BT = _padded([completion.raw_logps for _, completion in taken], 0.0)
+    values = [completion.values for _, completion in taken if completion.values is not None]
+    value_BT = _padded(values, 0.0).to(device, torch.float32) if len(values) == len(taken) else None
     mask_BT = torch.arange(max(completion_lengths))[None, :] < torch.tensor(completion_lengths)[:, None]
     lengths_B = torch.tensor(prompt_lengths) + torch.tensor(completion_lengths)
     return Sequences(
@@ -98,6 +105,8 @@ def pack(
         torch.tensor(prompt_lengths, device=device),
         mask_BT.to(device),
         sampled_logp_BT.to(device, torch.float32),
+        raw_logp_BT.to(device, torch.float32),
+        value_BT,
     )
 
 
@@ -117,6 +126,8 @@ def select(sequences: Sequences, index_B: Sequence[int]) -> Sequences:
         prompt_lengths_B,
         sequences.mask_BT[rows, :width],
         sequences.sampled_logp_BT[rows, :width],
+        sequences.raw_logp_BT[rows, :width],
+        None if sequences.value_BT is None else sequences.value_BT[rows, :width],
     )
 
 

@@ -1,12 +1,13 @@
 """`tunesmith chat`: talk to a run or a model, if wanted beside another one."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from tunesmith.cli.options import Positional, flag, parse
+from tunesmith.cli.live_text import LiveText
+from tunesmith.cli.options import Positional, UseAppendAction, flag, parse
 from tunesmith.cli.output import visible
 from tunesmith.core.errors import InputError, RunError
 
@@ -24,7 +25,8 @@ _COMMANDS = "/reset begins anew, /quit or Ctrl-D ends"
 class ChatOptions:
     """Talk to a run or a model. With --against, two of them answer side by side; `base` is what the run started from.
 
-    A model without a chat template continues each line that you type. Lines may also come from a pipe.
+    A model without a chat template continues each line that you type. Lines may also come from a pipe. Ctrl-C cuts an
+    answer where it stands.
     """
 
     model: Annotated[str, Positional, flag("Run folder, hub id, folder, GGUF file, smollm2.", metavar="RUN")]
@@ -32,8 +34,20 @@ class ChatOptions:
     max_new_tokens: Annotated[int, flag("Limit of an answer.", metavar="N", shows_default=True)] = 128
     temperature: Annotated[float, flag("0 is greedy.", metavar="T", shows_default=True)] = 0.7
     top_p: Annotated[float, flag("Nucleus size; 1 is off.", metavar="P", shows_default=True)] = 1.0
+    min_p: Annotated[float, flag("Least share of the likeliest token; 0 is off.", metavar="P", shows_default=True)] = 0
+    repetition_penalty: Annotated[float, flag("Above 1, tokens recur less.", metavar="X", shows_default=True)] = 1.0
+    stop: Annotated[tuple[str, ...], UseAppendAction, flag("A text that ends it; repeatable.", metavar="TEXT")] = ()
     seed: Annotated[int | None, flag("Same seed and lines, same answers.", metavar="N")] = None
+    backend: Annotated[Literal["native", "transformers"], flag("Engine that draws.", shows_default=True)] = "native"
     trust_remote_code: Annotated[bool, flag("Run code that the models bring along.")] = False
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a model said; `is_cut` if Ctrl-C ended it."""
+
+    text: str
+    is_cut: bool = False
 
 
 @dataclass(slots=True)
@@ -45,17 +59,30 @@ class Speaker:
     has_template: bool
     history: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
 
-    def answer(self, line: str, sampling: "SamplingParams") -> str:
-        """The answer to `line`, which joins the history; without a chat template, the continuation of `line`."""
+    def answer(self, line: str, sampling: "SamplingParams", show: Callable[[str], None] = lambda piece: None) -> Answer:
+        """The answer to `line`, which joins the history; without a chat template, the continuation of `line`.
+
+        `show` is called with each piece of it. Of an answer that is cut, what was said by then joins the history.
+        """
         from tunesmith.schema.records import Prompt
 
         asked = {"role": "user", "content": line}
         content = (*self.history, asked) if self.has_template else line
-        (group,) = self.engine.generate([Prompt("chat", content)], 1, sampling)
-        text = group.completions[0].text
-        if self.has_template:
+        pieces: list[str] = []
+
+        def on_text(_prompt: int, _sample: int, piece: str) -> None:
+            pieces.append(piece)
+            show(piece)
+
+        is_cut = False
+        try:
+            self.engine.generate([Prompt("chat", content)], 1, sampling, on_text=on_text)
+        except KeyboardInterrupt:
+            is_cut = True
+        text = "".join(pieces)
+        if self.has_template and (text or not is_cut):
             self.history += [asked, {"role": "assistant", "content": text}]
-        return text
+        return Answer(text, is_cut)
 
 
 def chat(words: Sequence[str]) -> None:
@@ -66,8 +93,9 @@ def chat(words: Sequence[str]) -> None:
     names = [options.model]
     if options.against:
         names.append(base_of(Path(options.model).expanduser()) if options.against == _BASE else options.against)
+    _check(options)
     console = Console(highlight=False, markup=False, emoji=False)
-    speakers = _load(names, options.trust_remote_code)
+    speakers = _load(names, options)
     for speaker in speakers:
         if not speaker.has_template:
             sys.stderr.write(f"{speaker.name} has no chat template: it continues each line\n")
@@ -99,16 +127,25 @@ def base_of(run: Path) -> str:
     return name
 
 
-def _load(names: Sequence[str], trust_remote_code: bool) -> list[Speaker]:
+def _check(options: ChatOptions) -> None:
+    """Refuse settings before a model is loaded."""
+    from tunesmith.rollout.engine import check_request
+    from tunesmith.schema.records import Prompt
+
+    check_request([Prompt("chat", "")], 1, _sampling(options, 0))
+
+
+def _load(names: Sequence[str], options: ChatOptions) -> list[Speaker]:
     from tunesmith.config.sections import ModelSection
     from tunesmith.models.load import load_policy
-    from tunesmith.rollout.transformers_backend import TransformersEngine
+    from tunesmith.rollout.factory import open_engine
 
     speakers: list[Speaker] = []
     for name in names:
-        loaded = load_policy(ModelSection(name=name, trust_remote_code=trust_remote_code))
+        loaded = load_policy(ModelSection(name=name, trust_remote_code=options.trust_remote_code))
         has_template = bool(loaded.tokenizer.chat_template)  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
-        speakers.append(Speaker(name, TransformersEngine(loaded.model, loaded.tokenizer), has_template))
+        engine = open_engine(loaded.model, loaded.tokenizer, backend=options.backend)
+        speakers.append(Speaker(name, engine, has_template))
     return speakers
 
 
@@ -117,7 +154,15 @@ def _sampling(options: ChatOptions, turn: int) -> "SamplingParams":
     from tunesmith.core.seeds import derive
 
     seed = None if options.seed is None else derive(options.seed, "chat", turn)
-    return SamplingParams(options.max_new_tokens, temperature=options.temperature, top_p=options.top_p, seed=seed)
+    return SamplingParams(
+        options.max_new_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
+        stop_strings=options.stop,
+        seed=seed,
+    )
 
 
 def _lines() -> Iterator[str]:
@@ -138,24 +183,36 @@ def _lines() -> Iterator[str]:
 
 
 def _take_turn(speakers: Sequence[Speaker], line: str, sampling: "SamplingParams", console: "Console") -> None:
-    """Ask all speakers and show what they say. Ctrl-C stops the answer, not the conversation."""
+    """Ask all speakers and show what they say. Ctrl-C cuts the answer, and does not end the conversation."""
+    is_live = len(speakers) == 1 and console.is_terminal
+    live = LiveText(console.file, strips=True)  # pyright: ignore[reportArgumentType] - IO[str] is what a TextIO is
+    answers: list[Answer] = []
     try:
-        answers = [visible(speaker.answer(line, sampling)).strip() for speaker in speakers]
-    except KeyboardInterrupt:
-        if not sys.stdin.isatty():
-            raise
-        sys.stderr.write("\nstopped\n")
-        return
+        for speaker in speakers:
+            answers.append(speaker.answer(line, sampling, live.add) if is_live else speaker.answer(line, sampling))
+            if answers[-1].is_cut:
+                break
     except InputError as error:
         sys.stderr.write(f"error: {error}\n/reset begins anew\n")
         return
+    if is_live:
+        live.end()
+    else:
+        _show(speakers, [visible(answer.text).strip() for answer in answers], console)
+    if answers[-1].is_cut:
+        if not sys.stdin.isatty():
+            raise KeyboardInterrupt
+        sys.stderr.write("stopped\n")
+
+
+def _show(speakers: Sequence[Speaker], answers: Sequence[str], console: "Console") -> None:
     if len(speakers) == 1:
-        console.print(answers[0], soft_wrap=not console.is_terminal)
+        console.print(answers[0], soft_wrap=True)
     elif not console.is_terminal:
-        for speaker, text in zip(speakers, answers, strict=True):
+        for speaker, text in zip(speakers, answers, strict=False):
             console.print(f"{speaker.name}: {text}", soft_wrap=True)
     else:
-        _show_side_by_side(speakers, answers, console)
+        _show_side_by_side(speakers[: len(answers)], answers, console)
 
 
 def _show_side_by_side(speakers: Sequence[Speaker], answers: Sequence[str], console: "Console") -> None:

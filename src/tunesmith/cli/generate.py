@@ -1,17 +1,20 @@
 """`tunesmith generate`: a model continues prompts."""
 
 import json as json_text
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
+from tunesmith.cli.live_text import LiveText
 from tunesmith.cli.options import Positional, UseAppendAction, flag, parse
 from tunesmith.cli.output import Output, as_plain, reporting, visible, wants_progress
 from tunesmith.core.errors import InputError
 
 if TYPE_CHECKING:
-    from tunesmith.batch.rollout import Group
+    from tunesmith.batch.rollout import Completion, Group, SamplingParams
+    from tunesmith.rollout.engine import Engine
     from tunesmith.schema.records import Prompt
 
 _DEFAULT_MODEL = "smollm2"
@@ -31,7 +34,11 @@ class GenerateOptions:
     temperature: Annotated[float, flag("0 is greedy.", metavar="T", shows_default=True)] = 0.7
     top_p: Annotated[float, flag("Nucleus size; 1 is off.", metavar="P", shows_default=True)] = 1.0
     top_k: Annotated[int, flag("Number of candidates; 0 is off.", metavar="K", shows_default=True)] = 0
+    min_p: Annotated[float, flag("Least share of the likeliest token; 0 is off.", metavar="P", shows_default=True)] = 0
+    repetition_penalty: Annotated[float, flag("Above 1, tokens recur less.", metavar="X", shows_default=True)] = 1.0
+    stop: Annotated[tuple[str, ...], UseAppendAction, flag("A text that ends it; repeatable.", metavar="TEXT")] = ()
     seed: Annotated[int, flag("Same seed, same text.", metavar="N", shows_default=True)] = 0
+    backend: Annotated[Literal["native", "transformers"], flag("Engine that draws.", shows_default=True)] = "native"
     trust_remote_code: Annotated[bool, flag("Run code that the model brings along.")] = False
     out: Annotated[Path | None, flag("Write one JSON line per completion.", metavar="FILE.jsonl")] = None
     json: Annotated[bool, flag("Print one JSON object at the end.")] = False
@@ -46,15 +53,35 @@ def generate(words: Sequence[str]) -> None:
     if options.out and options.out.exists():
         raise InputError(f"{options.out} exists and is kept; give another name to --out")
     prompts = _prompts(options)
+    from tunesmith.rollout.engine import GenerationInterrupted
+
     with reporting(as_json=options.json) as output:
-        groups = _complete(model, options, prompts)
-        rows = [row for group in groups for row in _rows(group)]
-        if options.out:
-            _write(options.out, rows)
-            output.say(f"{len(rows)} completions written to {options.out}")
-        else:
-            _show(groups, output)
-        output.finish({"model": model, "seed": options.seed, "out": options.out, "completions": rows})
+        try:
+            _report(options, model, _complete(model, options, prompts), output)
+        except GenerationInterrupted as interrupt:
+            num = sum(len(group.completions) for group in interrupt.groups)
+            sys.stderr.write(f"\n{num} of {len(prompts) * options.num_completions} completions were finished\n")
+            _report(options, model, interrupt.groups, output, interrupted=True)
+            raise
+
+
+def _report(
+    options: GenerateOptions, model: str, groups: "Sequence[Group]", output: Output, *, interrupted: bool = False
+) -> None:
+    rows = [row for group in groups for row in _rows(group)]
+    if options.out:
+        _write(options.out, rows)
+        output.say(f"{len(rows)} completions written to {options.out}")
+    elif not _is_live(options):
+        _show(groups, output)
+    facts = {"model": model, "seed": options.seed, "out": options.out, "completions": rows}
+    output.finish({**facts, "interrupted": interrupted})
+
+
+def _is_live(options: GenerateOptions) -> bool:
+    """True if the one completion that is asked for is shown while it is drawn."""
+    is_one = len(options.prompt) == 1 and options.num_completions == 1
+    return is_one and not options.json and not options.out and sys.stdout.isatty()
 
 
 def _prompts(options: GenerateOptions) -> "list[Prompt]":
@@ -79,7 +106,7 @@ def _complete(model: str, options: GenerateOptions, prompts: "Sequence[Prompt]")
     from tunesmith.config.sections import ModelSection
     from tunesmith.models.load import load_policy
     from tunesmith.rollout.engine import check_request
-    from tunesmith.rollout.transformers_backend import TransformersEngine
+    from tunesmith.rollout.factory import open_engine
     from tunesmith.telemetry.progress import progress
 
     sampling = SamplingParams(
@@ -87,16 +114,32 @@ def _complete(model: str, options: GenerateOptions, prompts: "Sequence[Prompt]")
         temperature=options.temperature,
         top_p=options.top_p,
         top_k=options.top_k,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
+        stop_strings=options.stop,
         seed=options.seed,
     )
     check_request(prompts, options.num_completions, sampling)
     loaded = load_policy(ModelSection(name=model, trust_remote_code=options.trust_remote_code))
-    engine = TransformersEngine(loaded.model, loaded.tokenizer)
+    engine = open_engine(loaded.model, loaded.tokenizer, backend=options.backend)
+    if _is_live(options):
+        return _complete_live(engine, prompts, sampling)
     total = len(prompts) * options.num_completions
     with progress("completions", total, enabled=total > 1 and wants_progress()) as reporter:
         return engine.generate(
             prompts, options.num_completions, sampling, on_progress=lambda done, _: reporter.update(done)
         )
+
+
+def _complete_live(engine: "Engine", prompts: "Sequence[Prompt]", sampling: "SamplingParams") -> "list[Group]":
+    """Show the prompt, and behind it its completion while it is drawn."""
+    from rich.text import Text
+
+    Output(as_json=False).console.print(Text(_asked(prompts[0]), "bold"), end="", soft_wrap=True)
+    live = LiveText(sys.stdout)
+    groups = engine.generate(prompts, 1, sampling, on_text=lambda _prompt, _sample, text: live.add(text))
+    live.end(_end(groups[0].completions[0]) + "\n")
+    return groups
 
 
 def _rows(group: "Group") -> list[dict[str, object]]:
@@ -107,6 +150,7 @@ def _rows(group: "Group") -> list[dict[str, object]]:
             "finish_reason": completion.finish_reason,
             "token_ids": list(completion.token_ids),
             "logps": list(completion.logps),
+            "raw_logps": list(completion.raw_logps),
         }
         for completion in group.completions
     ]
@@ -123,13 +167,19 @@ def _write(file: Path, rows: Sequence[dict[str, object]]) -> None:
 def _show(groups: "Sequence[Group]", output: Output) -> None:
     from rich.text import Text
 
-    from tunesmith.schema.records import plain_text
-
     for group in groups:
         for completion in group.completions:
-            end = "" if completion.finish_reason == "stop" else " ..."
-            # A continuation joins on to a text; an answer stands below a message.
-            joint = "\n" if group.prompt.is_conversational else ""
-            asked = (visible(plain_text(group.prompt.content)) + joint, "bold")
-            output.say(Text.assemble(asked, visible(completion.text) + end))
+            asked = (_asked(group.prompt), "bold")
+            output.say(Text.assemble(asked, visible(completion.text) + _end(completion)))
             output.say("")
+
+
+def _asked(prompt: "Prompt") -> str:
+    """The prompt as it stands before a completion: a continuation joins on to it, an answer stands below a message."""
+    from tunesmith.schema.records import plain_text
+
+    return visible(plain_text(prompt.content)) + ("\n" if prompt.is_conversational else "")
+
+
+def _end(completion: "Completion") -> str:
+    return "" if completion.finish_reason == "stop" else " ..."

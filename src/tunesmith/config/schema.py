@@ -4,10 +4,10 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from tunesmith.config.rollout_sections import GRPORolloutSection, RolloutSection
 from tunesmith.config.sections import (
     AlarmsSection,
     EvaluationSection,
-    GRPORolloutSection,
     GRPOSection,
     KLSection,
     ModelSection,
@@ -17,7 +17,6 @@ from tunesmith.config.sections import (
     PromptsSection,
     RewardSource,
     RewardTrainerSection,
-    RolloutSection,
     RunSection,
     Section,
 )

@@ -142,33 +142,6 @@ class RewardSource(Section):
     )
 
 
-class RolloutSection(Section):
-    """How completions are drawn during training."""
-
-    backend: Literal["transformers"] = Field(default="transformers", description="Engine that draws completions.")
-    prompts_per_step: PositiveInt = Field(default=16, description="Prompts drawn for one training step.")
-    completions_per_prompt: PositiveInt = Field(default=1, description="Completions of each prompt.")
-    max_new_tokens: PositiveInt = Field(default=32, description="Limit of a completion, in tokens.")
-    min_new_tokens: int = Field(
-        default=0, ge=0, description="No end-of-sequence token is drawn before this many tokens."
-    )
-    temperature: Positive = Field(
-        default=1.0, description="Sampling temperature; log-probs in training are taken at the same temperature."
-    )
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(default=1.0, description="Nucleus size; 1 is off.")
-    top_k: int = Field(default=0, ge=0, description="Number of candidates; 0 is off.")
-    batch_size: PositiveInt = Field(default=64, description="Sequences generated at a time.")
-
-    @model_validator(mode="after")
-    def _min_is_at_most_max(self) -> "RolloutSection":
-        if self.min_new_tokens > self.max_new_tokens:
-            raise ValueError(
-                f"min_new_tokens is {self.min_new_tokens}, more than max_new_tokens, {self.max_new_tokens}; "
-                "lower the first"
-            )
-        return self
-
-
 class OptimizerSection(Section):
     """AdamW on float32 masters, gradient clipping and the learning-rate schedule."""
 
@@ -247,15 +220,6 @@ class PPOSection(Section):
         default="shared", description="Value head on the policy's trunk, or a model of its own."
     )
     kl: KLSection = KLSection()
-
-
-class GRPORolloutSection(RolloutSection):
-    """How groups of completions are drawn."""
-
-    prompts_per_step: PositiveInt = Field(default=8, description="Prompts drawn for one training step.")
-    completions_per_prompt: Annotated[int, Field(ge=2)] = Field(
-        default=8, description="Completions of each prompt: the group that a completion is measured against."
-    )
 
 
 class GRPOKLSection(KLSection):

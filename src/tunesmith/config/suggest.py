@@ -4,6 +4,7 @@ import difflib
 from collections.abc import Iterable
 
 _CUTOFF = 0.6
+_END_CUTOFF = 0.75
 
 SYNONYMS = {
     "lr": "learning_rate",
@@ -32,7 +33,8 @@ SYNONYMS = {
 def nearest(given: str, allowed: Iterable[str]) -> str | None:
     """The one of `allowed` that `given` was probably meant to be, or None.
 
-    For dotted paths: a known synonym or an equal last part comes first, then the nearest spelling.
+    For dotted paths: a known synonym or an equal last part comes first, then a like path of as many parts, then a like
+    last part, then any like path.
     """
     options = list(allowed)
     last = given.rsplit(".", 1)[-1].lower().replace("-", "_")
@@ -40,8 +42,11 @@ def nearest(given: str, allowed: Iterable[str]) -> str | None:
     same_end = [option for option in options if option == ending or option.endswith("." + ending)]
     if same_end:
         return max(same_end, key=lambda option: _likeness(option, given))
+    as_deep = [option for option in options if option.count(".") == given.count(".")]
+    if by_depth := difflib.get_close_matches(given, as_deep, n=1, cutoff=_END_CUTOFF):
+        return by_depth[0]
     by_path = difflib.get_close_matches(given, options, n=1, cutoff=_CUTOFF)
-    by_end = difflib.get_close_matches(last, {option.rsplit(".", 1)[-1] for option in options}, n=1, cutoff=0.75)
+    by_end = difflib.get_close_matches(last, {option.rsplit(".", 1)[-1] for option in options}, n=1, cutoff=_END_CUTOFF)
     if by_end:
         ends = [option for option in options if option.rsplit(".", 1)[-1] == by_end[0]]
         return max(ends, key=lambda option: _likeness(option, given))

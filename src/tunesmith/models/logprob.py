@@ -1,24 +1,26 @@
 """Log-probs of the tokens of completions: the hot path of PPO on a CPU.
 
 Dimension letters: B sequences, T completion positions, S positions of the whole sequence, N completion tokens of the
-batch in row order, R rows of a block, V vocabulary, H hidden.
+batch in row order, V vocabulary, H hidden.
 
-The trunk runs over whole sequences; logits are made for the N positions that predict a completion token and for no
-other. A hook in front of the model's own output layer picks those rows, so that whatever the model does to its logits
-afterwards (soft-capping in Gemma 2, scaling in Cohere and Granite) is done by its own code.
+Logits are made for the N positions that predict a completion token and for no other. A `LanguageModel` with a decoder
+computes packed tokens, without padding, and with the bits of the rollout engine. Any other model runs its own forward
+over padded rows; a hook in front of its output layer picks the N rows, so that whatever the model does to its logits
+afterwards (scaling in Cohere and Granite) is done by its own code.
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from tunesmith.core.errors import ModelError
-
-_BLOCK_ROWS = 16
-"""Rows of logits worked on at a time: at V = 49152 a block in float32 is 3 MB and stays in the CPU's cache."""
+from tunesmith.kernels.logprob.api import chosen_logp_entropy as packed_logp_entropy
+from tunesmith.kernels.logprob.reference import chosen_logp_entropy_in_blocks as chosen_logp_entropy
+from tunesmith.models.decoder import Decoder
+from tunesmith.models.language_model import LanguageModel
 
 _LOGITS_BYTES = 256 * 1024 * 1024
 """Without gradients, rows of the batch are taken in chunks whose float32 logits stay below this."""
@@ -38,7 +40,7 @@ class TokenScores:
 
 
 def token_logps(
-    model: PreTrainedModel,
+    model: PreTrainedModel | LanguageModel,
     ids_BS: torch.Tensor,
     lengths_B: torch.Tensor,
     *,
@@ -53,19 +55,18 @@ def token_logps(
     Gradients flow to the model and the head; without them, rows go in chunks that bound the memory of the logits.
     """
     _check(ids_BS, lengths_B, prompt_lengths_B, temperature)
-    chunk = len(ids_BS) if torch.is_grad_enabled() else _rows_per_chunk(model, lengths_B - prompt_lengths_B)
+    module = model.module if isinstance(model, LanguageModel) else model
+    decoder = model.decoder if isinstance(model, LanguageModel) else None
+    chunk = len(ids_BS) if torch.is_grad_enabled() else _rows_per_chunk(module, lengths_B - prompt_lengths_B)
     num_columns = int((lengths_B - prompt_lengths_B).max())
     parts: list[TokenScores] = []
     for start in range(0, len(ids_BS), chunk):
         rows = slice(start, start + chunk)
-        parts.append(
-            _scores(
-                model,
-                value_head,
-                _Layout(ids_BS[rows], lengths_B[rows], prompt_lengths_B[rows], num_columns),
-                temperature,
-            )
-        )
+        layout = _Layout(ids_BS[rows], lengths_B[rows], prompt_lengths_B[rows], num_columns)
+        if decoder is None:
+            parts.append(_scores(module, value_head, layout, temperature))
+        else:
+            parts.append(_packed_scores(decoder, value_head, layout, temperature))
     if len(parts) == 1:
         return parts[0]
     values = [part.value_BT for part in parts if part.value_BT is not None]
@@ -97,74 +98,9 @@ def token_logps_reference(
     return TokenScores(torch.stack(logp_BT), torch.stack(entropy_BT))
 
 
-def chosen_logp_entropy(
-    logits_NV: torch.Tensor, ids_N: torch.Tensor, temperature: float = 1.0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(logp_N, entropy_N) of `softmax(logits / temperature)` in float32, with gradients to the logits.
-
-    Keeps the logits and one number per row for the backward pass; the plain form keeps two more [N, V] tensors.
-    """
-    return _ChosenLogpEntropy.apply(logits_NV, ids_N, temperature)  # type: ignore[return-value]
-
-
-def chosen_logp_entropy_reference(
-    logits_NV: torch.Tensor, ids_N: torch.Tensor, temperature: float = 1.0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The definition of `chosen_logp_entropy`, in plain autograd."""
-    logp_NV = (logits_NV.float() / temperature).log_softmax(-1)
-    return logp_NV.gather(-1, ids_N[:, None])[:, 0], -(logp_NV.exp() * logp_NV).sum(-1)
-
-
 def length_mask(lengths_B: torch.Tensor, num_columns: int) -> torch.Tensor:
     """mask_BT: True for the first `lengths_B[b]` of `num_columns` columns. Never made from a pad id."""
     return torch.arange(num_columns, device=lengths_B.device)[None] < lengths_B[:, None]
-
-
-class _ChosenLogpEntropy(torch.autograd.Function):
-    """With z = logits / temperature and H the entropy: d logp / dz = onehot - p, d H / dz = -p (log p + H)."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits_NV: torch.Tensor, ids_N: torch.Tensor, temperature: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        num_rows = logits_NV.shape[0]
-        logp_N, entropy_N, lse_N = logits_NV.new_empty((3, num_rows), dtype=torch.float32).unbind()
-        for start in range(0, num_rows, _BLOCK_ROWS):
-            rows = slice(start, start + _BLOCK_ROWS)
-            z_RV = _scaled(logits_NV[rows], temperature)
-            lse_N[rows] = lse_R = z_RV.logsumexp(-1)
-            logp_RV = z_RV - lse_R[:, None]
-            logp_N[rows] = logp_RV.gather(-1, ids_N[rows, None])[:, 0]
-            # Not lse - sum p z, which saves a step and loses a low entropy to cancellation.
-            entropy_N[rows] = -torch.linalg.vecdot(logp_RV.exp(), logp_RV)
-        ctx.save_for_backward(logits_NV, ids_N, lse_N, entropy_N)
-        ctx.temperature = temperature
-        ctx.set_materialize_grads(False)
-        return logp_N, entropy_N
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
-        logits_NV, ids_N, lse_N, entropy_N = ctx.saved_tensors
-        logp_grad_N, entropy_grad_N = grads
-        if logp_grad_N is None and entropy_grad_N is None:
-            return None, None, None
-        grad_NV = torch.empty_like(logits_NV)
-        for start in range(0, logits_NV.shape[0], _BLOCK_ROWS):
-            rows = slice(start, start + _BLOCK_ROWS)
-            block_RV = _scaled(logits_NV[rows], ctx.temperature).sub(lse_N[rows, None])
-            factor_RV = torch.zeros_like(lse_N[rows, None]) if logp_grad_N is None else logp_grad_N[rows, None]
-            if entropy_grad_N is not None:
-                factor_RV = factor_RV + (block_RV + entropy_N[rows, None]).mul_(entropy_grad_N[rows, None])
-            block_RV.exp_().mul_(factor_RV).neg_()
-            if logp_grad_N is not None:
-                block_RV.scatter_add_(-1, ids_N[rows, None], logp_grad_N[rows, None])
-            grad_NV[rows] = block_RV if ctx.temperature == 1.0 else block_RV.div_(ctx.temperature)
-        return grad_NV, None, None
-
-
-def _scaled(logits_RV: torch.Tensor, temperature: float) -> torch.Tensor:
-    logits_RV = logits_RV.float()
-    return logits_RV if temperature == 1.0 else logits_RV / temperature
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +133,22 @@ def _scores(model: PreTrainedModel, value_head: nn.Module | None, layout: _Layou
     row_N, position_N, column_N = layout.state_positions()
     logits_NV, hidden_NH = _logits_at(model, ids_BS, layout.lengths_B, row_N, position_N)
     logp_N, entropy_N = chosen_logp_entropy(logits_NV, ids_BS[row_N, position_N + 1], temperature)
+    value_BT = None if value_head is None else layout.spread(value_head(hidden_NH), row_N, column_N)
+    return TokenScores(layout.spread(logp_N, row_N, column_N), layout.spread(entropy_N, row_N, column_N), value_BT)
+
+
+def _packed_scores(decoder: Decoder, value_head: nn.Module | None, layout: _Layout, temperature: float) -> TokenScores:
+    row_N, position_N, column_N = layout.state_positions()
+    used_B = (layout.lengths_B - 1).clamp(min=1)  # nothing follows the last token, so its state is not needed
+    ids_T = layout.ids_BS[length_mask(used_B, layout.ids_BS.shape[1])]
+    start_B = used_B.cumsum(0) - used_B
+    hidden_NH = decoder.hidden_states(ids_T, used_B.tolist())[start_B[row_N] + position_N]
+    logp_N, entropy_N = hidden_NH.new_zeros((2, len(row_N)), dtype=torch.float32).unbind()
+    if len(row_N):
+        chosen_N = layout.ids_BS[row_N, position_N + 1]
+        logp_N, entropy_N = packed_logp_entropy(
+            decoder.logits(hidden_NH), chosen_N, temperature, reuse_logits=True, kernels=decoder.kernels
+        )
     value_BT = None if value_head is None else layout.spread(value_head(hidden_NH), row_N, column_N)
     return TokenScores(layout.spread(logp_N, row_N, column_N), layout.spread(entropy_N, row_N, column_N), value_BT)
 

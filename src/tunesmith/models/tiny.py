@@ -12,9 +12,11 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     Gemma2Config,
+    Gemma3TextConfig,
     GenerationConfig,
     GPT2Config,
     LlamaConfig,
+    MistralConfig,
     PretrainedConfig,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
@@ -28,7 +30,7 @@ from tunesmith.models.loaded import LoadedModel, cast_parameters, disable_dropou
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 BOS_ID, EOS_ID = 1, 2
 VOCABULARY_SIZE = len(SPECIAL_TOKENS) + 256
-FAMILIES = ("llama", "qwen2", "qwen3", "gpt2", "gemma2")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "gemma2", "gemma3")
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -119,6 +121,8 @@ def _tiny_config(family: str, overrides: dict[str, object]) -> PretrainedConfig:
     match family:
         case "llama":
             return LlamaConfig(**{**shared, **modern, **overrides})  # type: ignore[arg-type]
+        case "mistral":
+            return MistralConfig(**{**shared, **modern, "sliding_window": 16, **overrides})  # type: ignore[arg-type]
         case "qwen2":
             return Qwen2Config(**{**shared, **modern, **overrides})  # type: ignore[arg-type]
         case "qwen3":
@@ -126,6 +130,10 @@ def _tiny_config(family: str, overrides: dict[str, object]) -> PretrainedConfig:
         case "gemma2":
             gemma = {"query_pre_attn_scalar": 8, "final_logit_softcapping": 5.0, "sliding_window": 16}
             return Gemma2Config(**{**shared, **modern, **gemma, **overrides})  # type: ignore[arg-type]
+        case "gemma3":
+            gemma = {"query_pre_attn_scalar": 8, "sliding_window": 16}
+            kinds = {"layer_types": ["sliding_attention", "full_attention"]}
+            return Gemma3TextConfig(**{**shared, **modern, **gemma, **kinds, **overrides})  # type: ignore[arg-type]
         case "gpt2":
             sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
             return GPT2Config(**{**shared, **sizes, **overrides})  # type: ignore[arg-type]

@@ -1,28 +1,75 @@
 """The interface of a rollout engine. Trainers, `generate`, `chat` and `compare` know nothing else about generation."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Protocol
 
 from tunesmith.batch.rollout import Group, SamplingParams
 from tunesmith.core.errors import InputError
+from tunesmith.kernels.sample.records import SMALLEST_TEMPERATURE, TEMPERATURE_RULE
+from tunesmith.rollout.sequence import Limits
 from tunesmith.schema.records import Prompt
 
 OnProgress = Callable[[int, int], None]
 """Called with (completions finished, completions in all)."""
 
+OnText = Callable[[int, int, str], None]
+"""Called with (index of the prompt, sample, new text) while completions are drawn.
+
+The texts of one completion, joined, are its `Completion.text`. Only whole characters are given, and nothing that may
+yet turn out to be the beginning of a stop string.
+"""
+
 
 class Engine(Protocol):
     """Draws completions from the weights that it was given; in process or remote, the methods are the same."""
 
+    @property
+    def is_exact(self) -> bool:
+        """True if `Completion.raw_logps` equal, to the bit, what the trainer computes for the same tokens."""
+        ...
+
     def generate(
-        self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, *, on_progress: OnProgress | None = None
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: SamplingParams,
+        *,
+        on_progress: OnProgress | None = None,
+        on_text: OnText | None = None,
     ) -> list[Group]:
-        """One group of `n` completions for each prompt, in the order of the prompts."""
+        """One group of `n` completions for each prompt, in the order of the prompts.
+
+        Raises:
+            InputError: for a request that cannot be served, before any work is done.
+            GenerationInterrupted: on Ctrl-C, with what was finished by then.
+        """
+        ...
+
+    def unload(self) -> None:
+        """Free what the engine can rebuild, such as its cache and packed weights; the next `generate` rebuilds it."""
         ...
 
 
-def check_request(prompts: Sequence[Prompt], n: int, sampling: SamplingParams) -> None:
+class GenerationInterrupted(KeyboardInterrupt):
+    """Ctrl-C arrived while completions were drawn. A `KeyboardInterrupt`: who does not care for `groups` ignores it.
+
+    `groups` are the prompts of which at least one completion was finished, with their finished completions alone, in
+    the order of the request.
+    """
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        super().__init__("interrupted while completions were drawn")
+        self.groups = tuple(groups)
+
+
+def check_request(
+    prompts: Sequence[Prompt], n: int, sampling: SamplingParams, *, vocabulary_size: int | None = None
+) -> None:
     """Refuse a request that no engine can serve, before any work is done.
+
+    With `vocabulary_size`, stop ids and biased tokens must be ids of the vocabulary.
 
     Raises:
         InputError: naming the argument, its value and what is allowed.
@@ -31,15 +78,9 @@ def check_request(prompts: Sequence[Prompt], n: int, sampling: SamplingParams) -
         raise InputError("no prompts were given; give at least one")
     if n < 1:
         raise InputError(f"n is {n}; ask for at least 1 completion of each prompt")
-    if sampling.max_new_tokens < 1:
-        raise InputError(f"max_new_tokens is {sampling.max_new_tokens}; allow at least 1")
-    if not 0 <= sampling.min_new_tokens <= sampling.max_new_tokens:
-        raise InputError(
-            f"min_new_tokens is {sampling.min_new_tokens}; it must lie between 0 and max_new_tokens, "
-            f"{sampling.max_new_tokens}"
-        )
-    if not 0 <= sampling.temperature < float("inf"):
-        raise InputError(f"temperature is {sampling.temperature}; give 0 (greedy) or a positive number")
+    temperature = sampling.temperature
+    if not (temperature == 0 or SMALLEST_TEMPERATURE <= temperature < float("inf")):
+        raise InputError(f"temperature is {temperature}; it must be {TEMPERATURE_RULE}")
     if not 0 < sampling.top_p <= 1:
         raise InputError(f"top_p is {sampling.top_p}; it must lie in (0, 1], where 1 is off")
     if not 0 <= sampling.min_p < 1:
@@ -48,6 +89,39 @@ def check_request(prompts: Sequence[Prompt], n: int, sampling: SamplingParams) -
         raise InputError(f"top_k is {sampling.top_k}; it must be 0 (off) or more")
     if not 0 < sampling.repetition_penalty < float("inf"):
         raise InputError(f"repetition_penalty is {sampling.repetition_penalty}; it must be positive, where 1 is off")
+    stop_ids = _stop_ids(sampling)
+    # A record that checks itself: both limits of length, and the types of ids and strings.
+    Limits(sampling.max_new_tokens, sampling.min_new_tokens, stop_ids, sampling.stop_strings)
+    _check_bias(sampling.logit_bias)
+    if vocabulary_size is not None:
+        _check_ids(stop_ids, sampling.logit_bias, vocabulary_size)
+
+
+def _stop_ids(sampling: SamplingParams) -> frozenset[int]:
+    given = sampling.stop_token_ids
+    if isinstance(given, str | int):
+        raise InputError(f"stop_token_ids is {given!r}; give a tuple of token ids, and texts as stop_strings")
+    return frozenset(given)
+
+
+def _check_bias(bias: Mapping[int, float]) -> None:
+    if not isinstance(bias, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] - users may not check types
+        raise InputError(f"logit_bias is {bias!r}; give a mapping of token ids to numbers")
+    for token, value in bias.items():
+        if isinstance(token, bool) or not isinstance(token, int) or token < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InputError(f"logit_bias is for {token!r}; its keys must be token ids, whole numbers from 0 up")
+        if not isinstance(value, Real) or math.isnan(value) or value == float("inf"):
+            raise InputError(f"logit_bias of token {token} is {value!r}; give a finite number, or -inf to forbid it")
+
+
+def _check_ids(stop_ids: frozenset[int], bias: Mapping[int, float], vocabulary_size: int) -> None:
+    for name, ids in (("stop_token_ids", stop_ids), ("logit_bias", bias)):
+        if ids and max(ids) >= vocabulary_size:
+            raise InputError(f"{name} names token id {max(ids)}; ids must lie in [0, {vocabulary_size})")
+    if sum(value == float("-inf") for value in bias.values()) == vocabulary_size:
+        raise InputError(
+            f"logit_bias forbids all {vocabulary_size} tokens of the vocabulary; leave at least one that can be drawn"
+        )
 
 
 def check_prompt_lengths(

@@ -106,7 +106,8 @@ class Sequence:
     """One completion: sample `sample` of request `request`.
 
     `logps[t]` is the log-prob in nats of `token_ids[t]` under the distribution that it was drawn from, `raw_logps[t]`
-    under the model itself. `finish_reason` is None while it is drawn. `decode` is used for stop strings and for `text`.
+    under the model itself; `values[t]`, from an engine with a value head, is the value of the state before it.
+    `finish_reason` is None while it is drawn. `decode` is used for stop strings and for `text`.
 
     Example: a prompt of 5 tokens of which 2 more are drawn has `position == 7`: the next token's noise is keyed by
     (seed, request, sample, 7), and nothing else, so it does not matter what else is drawn at the same time.
@@ -120,6 +121,7 @@ class Sequence:
     token_ids: list[int] = field(default_factory=list[int])
     logps: list[float] = field(default_factory=list[float])
     raw_logps: list[float] = field(default_factory=list[float])
+    values: list[float] = field(default_factory=list[float])
     finish_reason: FinishReason | None = None
     _search: StopSearch | None = field(default=None, init=False, repr=False)
     _cut: int | None = field(default=None, init=False, repr=False)

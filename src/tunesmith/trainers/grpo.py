@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from tunesmith.algorithms import advantages, kl, policy_loss
+from tunesmith.algorithms import advantages, importance, kl, policy_loss
 from tunesmith.batch.pack import PolicyBatch, chunks, pack
 from tunesmith.batch.rollout import Group
 from tunesmith.config.schema import GRPORecipe
@@ -21,15 +21,16 @@ from tunesmith.core.trace import span
 from tunesmith.data.prompts import PromptLike
 from tunesmith.distributed import collectives
 from tunesmith.evaluation import accuracy
+from tunesmith.kernels.native import Kernels
 from tunesmith.models.export import ModelCard, save_final
 from tunesmith.models.freeze import freeze_lower_layers
+from tunesmith.models.language_model import LanguageModel, language_model
 from tunesmith.models.load import frozen_copy, load_policy
-from tunesmith.models.loaded import PreTrainedModel, PreTrainedTokenizerBase
+from tunesmith.models.loaded import PreTrainedTokenizerBase
 from tunesmith.models.logprob import token_logps
 from tunesmith.models.optimizer import MasterAdamW
 from tunesmith.rewards.scorer import RewardLike, Scorer, TrainerState
 from tunesmith.rollout.engine import Engine
-from tunesmith.rollout.transformers_backend import TransformersEngine
 from tunesmith.schema.records import Prompt
 from tunesmith.trainers import grpo_metrics, policy_metrics, rollouts, setup
 from tunesmith.trainers.estimate import announce, policy_estimate
@@ -47,8 +48,8 @@ class State:
 
     cfg: GRPORecipe
     device: torch.device
-    policy: PreTrainedModel
-    reference: PreTrainedModel | None
+    policy: LanguageModel
+    reference: LanguageModel | None
     engine: Engine
     scorer: Scorer
     optimizer: MasterAdamW
@@ -71,20 +72,15 @@ def build(
             "evaluation.correct_at asks for the accuracy on held-out prompts, but none are held out; give "
             "prompts.heldout_fraction a share above 0, or prompts.heldout_source a file"
         )
-    policy = loaded.model
-    identity = rollouts.identity(policy, sets, device)
-    reference = frozen_copy(policy) if cfg.grpo.kl.coef > 0 else None
-    freeze_lower_layers(policy, cfg.model.num_trainable_layers)
+    policy = language_model(loaded.model, Kernels())
+    identity = rollouts.identity(loaded.model, sets, device)
+    reference = language_model(frozen_copy(loaded.model), policy.kernels) if cfg.grpo.kl.coef > 0 else None
+    freeze_lower_layers(loaded.model, cfg.model.num_trainable_layers)
     num_steps = cfg.run.steps or 100
     optimizer = MasterAdamW(
-        policy, cfg.optimizer, total_steps=num_steps * cfg.grpo.num_epochs * cfg.grpo.num_minibatches
+        loaded.model, cfg.optimizer, total_steps=num_steps * cfg.grpo.num_epochs * cfg.grpo.num_minibatches
     )
-    engine = TransformersEngine(
-        policy,
-        loaded.tokenizer,
-        weight_version=lambda: optimizer.weight_version,
-        batch_size=cfg.rollout.batch_size,
-    )
+    engine = rollouts.engine_of(cfg, policy, loaded.tokenizer, optimizer)
     return State(
         cfg=cfg,
         device=device,
@@ -105,7 +101,7 @@ def step(state: State, prompts: Sequence[Prompt], index: int) -> StepResult:
     """GRPO step `index` (from 0): draw groups, score, compare within each group, update the policy."""
     cfg, sampling = state.cfg.grpo, rollouts.sampling_params(state.cfg, "rollout", index)
     with span("rollout"):
-        groups = state.engine.generate(prompts, state.cfg.rollout.completions_per_prompt, sampling)
+        groups = rollouts.draw(state.engine, state.cfg, prompts, sampling)
     with span("reward"):
         scores = state.scorer.score(groups, state=TrainerState(index, state.num_steps))
     stats = grpo_metrics.StepStats(groups, scores)
@@ -122,10 +118,10 @@ def step(state: State, prompts: Sequence[Prompt], index: int) -> StepResult:
 
     sequences = pack(groups, pad_id=0, device=state.device, rows=rows)
     advantage_BT = advantage_PG.flatten()[rows].to(state.device)[:, None] * sequences.mask_BT
-    old_logp_BT = reference_logp_BT = sequences.sampled_logp_BT
+    old_logp_BT = reference_logp_BT = sequences.raw_logp_BT
     is_single = cfg.num_epochs * cfg.num_minibatches == 1  # then the old policy is the one that is updated
     temperature = state.cfg.rollout.temperature
-    if not is_single:
+    if not (is_single or state.engine.is_exact):
         with span("old_policy"):
             old_logp_BT = rollouts.logps(state.policy, sequences, temperature, cfg.micro_batch_size)
     if state.reference is not None:
@@ -163,8 +159,11 @@ def micro_batch_loss(
         temperature=state.cfg.rollout.temperature,
     )
     old_logp_BT = new.logp_BT.detach() if is_single else micro.old_logp_BT
+    # Where filters or rounding made the engine draw from another distribution than the policy's.
+    drawn = importance.correction(old_logp_BT, sequences.sampled_logp_BT, mask_BT, state.cfg.rollout.importance)
+    advantage_BT = micro.advantage_BT * drawn.weight_BT
     loss, policy_stats = policy_loss.clipped(
-        new.logp_BT, old_logp_BT, micro.advantage_BT, mask_BT, num_tokens, cfg.clip_low, cfg.clip_high
+        new.logp_BT, old_logp_BT, advantage_BT, mask_BT, num_tokens, cfg.clip_low, cfg.clip_high
     )
     if cfg.entropy_coef > 0:
         loss = loss - cfg.entropy_coef * policy_loss.entropy_bonus(new.entropy_BT, mask_BT, num_tokens)
@@ -172,7 +171,7 @@ def micro_batch_loss(
         penalty = kl.penalty_loss(cfg.kl.estimator, new.logp_BT, micro.reference_logp_BT, mask_BT, num_tokens)
         loss = loss + state.kl.value * penalty
     reference_logp_BT = None if state.reference is None else micro.reference_logp_BT
-    stats.add(policy_stats, sequences, new, reference_logp_BT)
+    stats.add(policy_stats, sequences, new, reference_logp_BT, drawn)
     return loss
 
 
@@ -180,14 +179,14 @@ def micro_batch_loss(
 def sequence_kl(state: State, groups: Sequence[Group]) -> torch.Tensor:
     """KL estimate of each completion to the reference, summed over its tokens, `[P, G]`, in nats.
 
-    The policy's side is what the engine recorded: with top-p or top-k, the cut distribution.
+    The policy's side is what the engine recorded.
     """
     assert state.reference is not None
     size, temperature = state.cfg.grpo.micro_batch_size, state.cfg.rollout.temperature
     sequences = pack(groups, pad_id=0, device=state.device)
     with span("reference"):
         reference_logp_BT = rollouts.logps(state.reference, sequences, temperature, size)
-    kl_BT = kl.estimate(state.cfg.grpo.kl.estimator, sequences.sampled_logp_BT, reference_logp_BT)
+    kl_BT = kl.estimate(state.cfg.grpo.kl.estimator, sequences.raw_logp_BT, reference_logp_BT)
     return kl.per_sequence(kl_BT, sequences.mask_BT).reshape(len(groups), -1)
 
 
@@ -209,7 +208,7 @@ def run(
     """
     state = build(cfg, prompts=prompts, rewards=rewards)
     estimate = policy_estimate(
-        state.policy, cfg, prompt_tokens=state.prompts.mean_tokens, num_reward_models=state.scorer.num_models
+        state.policy.module, cfg, prompt_tokens=state.prompts.mean_tokens, num_reward_models=state.scorer.num_models
     )
     announce(estimate, state.num_steps, progress)
     with open_session(
@@ -268,7 +267,7 @@ def asked_prompts(state: State) -> list[Prompt]:
 def resumable(state: State) -> Resumable:
     """How a session saves and restores `state`."""
     return Resumable(
-        modules={"policy": state.policy},
+        modules={"policy": state.policy.module},
         optimizer=state.optimizer,
         counters={"kl": state.kl},
         num_steps=state.num_steps,
@@ -285,4 +284,4 @@ def export(state: State, session: Session) -> None:
         metrics=policy_metrics.summary(session.metrics),
         recipe=state.cfg.model_dump(mode="json"),
     )
-    save_final(state.policy, state.tokenizer, session.folder.final, card)
+    save_final(state.policy.module, state.tokenizer, session.folder.final, card)

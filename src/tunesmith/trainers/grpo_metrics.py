@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from tunesmith.algorithms.importance import Correction
 from tunesmith.algorithms.policy_loss import PolicyStats
 from tunesmith.batch.pack import Sequences
 from tunesmith.batch.rollout import Group
@@ -14,7 +15,7 @@ from tunesmith.models.logprob import TokenScores
 from tunesmith.models.optimizer import StepReport
 from tunesmith.rewards.scorer import Scores
 from tunesmith.trainers import policy_metrics
-from tunesmith.trainers.policy_metrics import Metrics, mean
+from tunesmith.trainers.policy_metrics import Metrics
 
 
 class StepStats:
@@ -26,27 +27,25 @@ class StepStats:
         self._groups = groups
         self._scores = scores
         self._updates = policy_metrics.UpdateStats()
-        self._entropy_sum = self._kl_sum = 0.0
-        self._num_tokens = self._num_sequences = 0
+        self._kl_sum = 0.0
         self._has_reference = False
-        self._agreement: list[Metrics] = []
 
     def add(
-        self, policy: PolicyStats, sequences: Sequences, new: TokenScores, reference_logp_BT: torch.Tensor | None
+        self,
+        policy: PolicyStats,
+        sequences: Sequences,
+        new: TokenScores,
+        reference_logp_BT: torch.Tensor | None,
+        drawn: Correction,
     ) -> None:
         """Take in one micro-batch."""
         self._updates.add(policy)
         if self._updates.reports:
             return
-        mask_BT = sequences.mask_BT
-        logp_BT = new.logp_BT.detach()
-        self._num_tokens += sequences.num_tokens
-        self._num_sequences += len(mask_BT)
-        self._entropy_sum += (new.entropy_BT.detach() * mask_BT).sum().item()
+        self._updates.add_pass(sequences, new.logp_BT, new.entropy_BT, drawn)
         if reference_logp_BT is not None:
             self._has_reference = True
-            self._kl_sum += ((logp_BT - reference_logp_BT) * mask_BT).sum().item()
-        self._agreement.append(policy_metrics.logp_agreement(sequences.sampled_logp_BT, logp_BT, mask_BT))
+            self._kl_sum += ((new.logp_BT.detach() - reference_logp_BT) * sequences.mask_BT).sum().item()
 
     def add_report(self, report: StepReport) -> None:
         """Take in the optimizer's report, which closes a minibatch."""
@@ -58,12 +57,12 @@ class StepStats:
 
     def mean_kl(self) -> float:
         """Mean KL of a completion to the reference, in nats; 0 without a reference."""
-        return self._kl_sum / max(1, self._num_sequences)
+        return self._kl_sum / max(1, self._updates.first.num_sequences)
 
     def _kl_metrics(self) -> Metrics:
         if not self._has_reference:
             return {}
-        return {"objective/kl": self.mean_kl(), "kl": self._kl_sum / self._num_tokens}
+        return {"objective/kl": self.mean_kl(), "kl": self._kl_sum / self._updates.first.num_tokens}
 
     def metrics(self, varies_P: torch.Tensor) -> Metrics:
         """All figures of the step. `varies_P`: whether the rewards of a group differ."""
@@ -80,8 +79,5 @@ class StepStats:
         return {
             **shared,
             **self._kl_metrics(),
-            "entropy": self._entropy_sum / self._num_tokens,
-            "rollout/logp_diff_max": max(part["rollout/logp_diff_max"] for part in self._agreement),
-            "rollout/logp_diff_mean": mean([part["rollout/logp_diff_mean"] for part in self._agreement]),
             **self._updates.metrics(),
         }

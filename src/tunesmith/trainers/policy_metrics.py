@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tunesmith.algorithms.importance import Correction
 from tunesmith.algorithms.policy_loss import PolicyStats
 from tunesmith.algorithms.sums import merged
 from tunesmith.algorithms.value_loss import ValueStats
+from tunesmith.batch.pack import Sequences
 from tunesmith.batch.rollout import Group
 from tunesmith.core.trace import Trace
 from tunesmith.models.optimizer import StepReport
@@ -21,12 +23,54 @@ Metrics = dict[str, float]
 
 
 @dataclass(slots=True)
+class FirstPass:
+    """Sums over the completions of a step's first update, where the policy is still the one that drew them."""
+
+    num_tokens: int = 0
+    num_sequences: int = 0
+    entropy_sum: float = 0.0
+    difference_sum: float = 0.0
+    difference_max: float = 0.0
+    corrections: list[Correction] = field(default_factory=list[Correction])
+
+    @torch.no_grad()
+    def add(
+        self, sequences: Sequences, logp_BT: torch.Tensor, entropy_BT: torch.Tensor, correction: Correction
+    ) -> None:
+        """Take in one micro-batch: the trainer's log-probs and entropies, and the importance weights."""
+        self.corrections.append(correction)
+        mask_BT = sequences.mask_BT
+        difference_BT = (sequences.raw_logp_BT.to(logp_BT) - logp_BT).abs() * mask_BT
+        self.num_tokens += sequences.num_tokens
+        self.num_sequences += len(mask_BT)
+        self.entropy_sum += (entropy_BT * mask_BT).sum().item()
+        self.difference_sum += difference_BT.sum().item()
+        self.difference_max = max(self.difference_max, difference_BT.max().item())
+
+    @property
+    def entropy_per_sequence(self) -> float:
+        """Mean over completions of the entropies of their tokens, summed, in nats."""
+        return self.entropy_sum / max(1, self.num_sequences)
+
+    def metrics(self) -> Metrics:
+        """Mean entropy of a token, and how far the engine's log-probs lie from the trainer's, in nats."""
+        num_tokens = max(1, self.num_tokens)
+        return {
+            "entropy": self.entropy_sum / num_tokens,
+            "rollout/logp_diff_max": self.difference_max,
+            "rollout/logp_diff_mean": self.difference_sum / num_tokens,
+            **_merged_corrections(self.corrections),
+        }
+
+
+@dataclass(slots=True)
 class UpdateStats:
     """Statistics of a step's updates, summed over micro-batches; the last minibatch is kept apart for the early stop.
 
     Without a critic there are no statistics of values.
     """
 
+    first: FirstPass = field(default_factory=FirstPass)
     stopped_early: bool = False
     reports: list[StepReport] = field(default_factory=list[StepReport])
     _policy: list[PolicyStats] = field(default_factory=list[PolicyStats])
@@ -42,6 +86,13 @@ class UpdateStats:
         self._minibatch.append(policy)
         if value is not None:
             self._value.append(value)
+
+    def add_pass(
+        self, sequences: Sequences, logp_BT: torch.Tensor, entropy_BT: torch.Tensor, correction: Correction
+    ) -> None:
+        """Take in what the policy says of one micro-batch; in later updates it is another policy, and left out."""
+        if not self.reports:
+            self.first.add(sequences, logp_BT, entropy_BT, correction)
 
     def add_report(self, report: StepReport) -> None:
         """Take in the optimizer's report, which closes a minibatch."""
@@ -61,12 +112,31 @@ class UpdateStats:
         return {
             **merged(self._policy).metrics(),
             **(merged(self._value).metrics() if self._value else {}),
+            **self.first.metrics(),
             "grad_norm": mean([report.grad_norm for report in self.reports]),
             "lr": self.reports[-1].learning_rate,
             "updates": float(len(self.reports)),
             "refused_steps": float(sum(report.refused for report in self.reports)),
             "policy/stopped_early": float(self.stopped_early),
         }
+
+
+def _merged_corrections(corrections: Sequence[Correction]) -> Metrics:
+    """Importance weights over all micro-batches; nothing if all are 1 because engine and trainer are one."""
+    parts = [(len(part.ratio_N), part.metrics()) for part in corrections if part.ratio_N.numel()]
+    if all(part.logp_difference_N.max() == 0 for part in corrections if part.ratio_N.numel()):
+        return {}
+    total = sum(count for count, _ in parts)
+    merged_metrics: Metrics = {}
+    for name in parts[0][1]:
+        values = [metrics[name] for _, metrics in parts]
+        if name.endswith("/max"):
+            merged_metrics[name] = max(values)
+        elif name.endswith("/min"):
+            merged_metrics[name] = min(values)
+        else:
+            merged_metrics[name] = sum(count * metrics[name] for count, metrics in parts) / total
+    return merged_metrics
 
 
 def completion_metrics(groups: Sequence[Group]) -> Metrics:
@@ -78,18 +148,6 @@ def completion_metrics(groups: Sequence[Group]) -> Metrics:
         "completions/min_length": float(min(lengths)),
         "completions/max_length": float(max(lengths)),
         "completions/clipped_ratio": mean([completion.finish_reason == "length" for completion in completions]),
-    }
-
-
-def logp_agreement(sampled_logp_BT: torch.Tensor, logp_BT: torch.Tensor, mask_BT: torch.Tensor) -> Metrics:
-    """How far the engine's log-probs lie from the trainer's, in nats: the largest and the mean difference.
-
-    With top-p or top-k the engine's are those of the cut distribution, and the difference is real.
-    """
-    difference_BT = (sampled_logp_BT.to(logp_BT) - logp_BT).abs() * mask_BT
-    return {
-        "rollout/logp_diff_max": difference_BT.max().item(),
-        "rollout/logp_diff_mean": (difference_BT.sum() / mask_BT.sum()).item(),
     }
 
 

@@ -12,23 +12,24 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tunesmith.algorithms import advantages, kl, policy_loss, value_loss
+from tunesmith.algorithms import advantages, importance, kl, policy_loss, value_loss
 from tunesmith.batch.pack import PolicyScores, PPOBatch, Sequences, chunks, pack
 from tunesmith.config.schema import PPORecipe
 from tunesmith.core.seeds import derive
 from tunesmith.core.trace import span
 from tunesmith.data.prompts import PromptLike
 from tunesmith.distributed import collectives
+from tunesmith.kernels.native import Kernels
 from tunesmith.models.export import ModelCard, save_final
 from tunesmith.models.freeze import freeze_lower_layers
 from tunesmith.models.heads import Critic, ScalarHead, critic_values, hidden_size
+from tunesmith.models.language_model import LanguageModel, language_model
 from tunesmith.models.load import frozen_copy, load_policy
-from tunesmith.models.loaded import PreTrainedModel, PreTrainedTokenizerBase
+from tunesmith.models.loaded import PreTrainedTokenizerBase
 from tunesmith.models.logprob import token_logps
 from tunesmith.models.optimizer import MasterAdamW
 from tunesmith.rewards.scorer import RewardLike, Scorer, TrainerState
 from tunesmith.rollout.engine import Engine
-from tunesmith.rollout.transformers_backend import TransformersEngine
 from tunesmith.schema.records import Prompt
 from tunesmith.trainers import policy_metrics, ppo_metrics, rollouts, setup
 from tunesmith.trainers.estimate import announce, policy_estimate
@@ -46,10 +47,10 @@ class State:
 
     cfg: PPORecipe
     device: torch.device
-    policy: PreTrainedModel
+    policy: LanguageModel
     value_head: ScalarHead | None
     critic: Critic | None
-    reference: PreTrainedModel | None
+    reference: LanguageModel | None
     engine: Engine
     scorer: Scorer
     optimizer: MasterAdamW
@@ -67,14 +68,14 @@ def build(
     device = setup.prepare(cfg)
     loaded = load_policy(cfg.model, device=device)
     sets = rollouts.prompt_sets(cfg, loaded, prompts)
-    policy = loaded.model
-    reference = frozen_copy(policy) if cfg.ppo.kl.coef > 0 else None
+    policy = language_model(loaded.model, Kernels())
+    reference = language_model(frozen_copy(loaded.model), policy.kernels) if cfg.ppo.kl.coef > 0 else None
     shared = cfg.ppo.critic == "shared"
-    value_head = ScalarHead(hidden_size(policy)).to(device) if shared else None
-    critic = None if shared else Critic.from_policy(policy)
-    freeze_lower_layers(policy, cfg.model.num_trainable_layers)
+    value_head = ScalarHead(hidden_size(loaded.model)).to(device) if shared else None
+    critic = None if shared else Critic.from_policy(loaded.model)
+    freeze_lower_layers(loaded.model, cfg.model.num_trainable_layers)
     num_steps = cfg.run.steps or 100
-    trained: dict[str, nn.Module] = {"policy": policy}
+    trained: dict[str, nn.Module] = {"policy": loaded.model}
     trained |= {name: part for name, part in (("value_head", value_head), ("critic", critic)) if part is not None}
     optimizer = MasterAdamW(
         nn.ModuleDict(trained),
@@ -88,18 +89,13 @@ def build(
         value_head=value_head,
         critic=critic,
         reference=reference,
-        engine=TransformersEngine(
-            policy,
-            loaded.tokenizer,
-            weight_version=lambda: optimizer.weight_version,
-            batch_size=cfg.rollout.batch_size,
-        ),
+        engine=rollouts.engine_of(cfg, policy, loaded.tokenizer, optimizer, value_head=value_head),
         scorer=Scorer(cfg.reward if rewards is None else rewards, policy_tokenizer=loaded.tokenizer, device=device),
         optimizer=optimizer,
         kl=kl.controller(cfg.ppo.kl.coef, cfg.ppo.kl.target, cfg.ppo.kl.horizon),
         tokenizer=loaded.tokenizer,
         prompts=sets,
-        identity=rollouts.identity(policy, sets, device),
+        identity=rollouts.identity(loaded.model, sets, device),
         num_steps=num_steps,
     )
 
@@ -108,29 +104,29 @@ def step(state: State, prompts: Sequence[Prompt], index: int) -> StepResult:
     """PPO step `index` (from 0): draw, score, estimate advantages, update for some epochs, move the KL coefficient."""
     cfg, sampling = state.cfg.ppo, rollouts.sampling_params(state.cfg, "rollout", index)
     with span("rollout"):
-        groups = state.engine.generate(prompts, state.cfg.rollout.completions_per_prompt, sampling)
+        groups = rollouts.draw(state.engine, state.cfg, prompts, sampling)
     with span("reward"):
         scores = state.scorer.score(groups, state=TrainerState(index, state.num_steps))
     rows = rollouts.valid_rows(scores)
     sequences = pack(groups, pad_id=0, device=state.device, rows=rows)
     mask_BT = sequences.mask_BT
-    with span("old_policy"):  # log-probs and values of the policy that drew the tokens
-        old = score_policy(state, sequences)
-    reference_logp_BT = old.logp_BT  # without KL control the policy is its own reference
+    with span("old_policy"):  # what the policy that drew the tokens, and its critic, say of them
+        old_logp_BT, old_value_BT = old_scores(state, sequences)
+    reference_logp_BT = old_logp_BT  # without KL control the policy is its own reference
     if state.reference is not None:
         with span("reference"):
             temperature = state.cfg.rollout.temperature
             reference_logp_BT = rollouts.logps(state.reference, sequences, temperature, cfg.micro_batch_size)
 
-    kl_BT = kl.estimate(cfg.kl.estimator, old.logp_BT, reference_logp_BT)
+    kl_BT = kl.estimate(cfg.kl.estimator, old_logp_BT, reference_logp_BT)
     kl_in_reward = state.kl.value if cfg.kl.place == "reward" else 0.0
     reward_BT = kl.penalised_reward(scores.total_PG.flatten()[rows].to(kl_BT), kl_BT, mask_BT, kl_in_reward)
     if cfg.whiten_rewards:
         reward_BT = advantages.whiten(reward_BT, mask_BT, shift_mean=False)
-    advantage_BT, return_BT = advantages.gae(reward_BT, old.value_BT, mask_BT, cfg.gamma, cfg.lam)
+    advantage_BT, return_BT = advantages.gae(reward_BT, old_value_BT, mask_BT, cfg.gamma, cfg.lam)
     if cfg.whiten_advantages:
         advantage_BT = advantages.whiten(advantage_BT, mask_BT)
-    batch = PPOBatch(sequences, old.logp_BT, reference_logp_BT, advantage_BT, old.value_BT, return_BT)
+    batch = PPOBatch(sequences, old_logp_BT, reference_logp_BT, advantage_BT, old_value_BT, return_BT)
 
     stats = policy_metrics.UpdateStats()
     for minibatch in rollouts.minibatches(batch, cfg, derive(state.cfg.run.seed, "minibatches", index)):
@@ -148,8 +144,8 @@ def step(state: State, prompts: Sequence[Prompt], index: int) -> StepResult:
         if cfg.target_kl is not None and stats.last_minibatch_kl() > cfg.target_kl:
             stats.stopped_early = True
             break
-    state.kl.update(policy_metrics.kl_per_sequence(old.logp_BT, reference_logp_BT, mask_BT), len(sequences.lengths_B))
-    metrics = ppo_metrics.step_metrics(groups, scores, old, batch, kl_in_reward, stats)
+    state.kl.update(policy_metrics.kl_per_sequence(old_logp_BT, reference_logp_BT, mask_BT), len(sequences.lengths_B))
+    metrics = ppo_metrics.step_metrics(groups, scores, batch, kl_in_reward, stats)
     return StepResult({**metrics, "objective/kl_coef": state.kl.value}, groups, scores, stats.worst_report())
 
 
@@ -159,8 +155,13 @@ def micro_batch_loss(
     """The PPO loss of one micro-batch, a scalar; its statistics are added to `stats`."""
     cfg, mask_BT = state.cfg.ppo, micro.sequences.mask_BT
     new = forward(state, micro.sequences)
+    # Where filters or rounding made the engine draw from another distribution than the policy's.
+    drawn = importance.correction(
+        micro.old_logp_BT, micro.sequences.sampled_logp_BT, mask_BT, state.cfg.rollout.importance
+    )
+    advantage_BT = micro.advantage_BT * drawn.weight_BT
     policy, policy_stats = policy_loss.clipped(
-        new.logp_BT, micro.old_logp_BT, micro.advantage_BT, mask_BT, num_tokens, cfg.clip_low, cfg.clip_high
+        new.logp_BT, micro.old_logp_BT, advantage_BT, mask_BT, num_tokens, cfg.clip_low, cfg.clip_high
     )
     value, value_stats = value_loss.clipped(
         new.value_BT, micro.old_value_BT, micro.return_BT, mask_BT, num_tokens, cfg.value_clip
@@ -172,6 +173,7 @@ def micro_batch_loss(
         penalty = kl.penalty_loss(cfg.kl.estimator, new.logp_BT, micro.reference_logp_BT, mask_BT, num_tokens)
         loss = loss + state.kl.value * penalty
     stats.add(policy_stats, value_stats)
+    stats.add_pass(micro.sequences, new.logp_BT, new.entropy_BT, drawn)
     return loss
 
 
@@ -194,15 +196,22 @@ def forward(state: State, sequences: Sequences) -> PolicyScores:
 
 
 @torch.no_grad()
-def score_policy(state: State, sequences: Sequences) -> PolicyScores:
-    """What `forward` gives, without gradient, in micro-batches."""
-    parts = [forward(state, part) for part in rollouts.micro_batches(sequences, state.cfg.ppo.micro_batch_size)]
-    width = sequences.mask_BT.shape[1]
-    return PolicyScores(
-        rollouts.join([part.logp_BT for part in parts], width),
-        rollouts.join([part.entropy_BT for part in parts], width),
-        rollouts.join([part.value_BT for part in parts], width),
-    )
+def old_scores(state: State, sequences: Sequences) -> tuple[torch.Tensor, torch.Tensor]:
+    """(log-probs, values) of the tokens under the policy that drew them, without gradient.
+
+    An exact engine has recorded what a pass of the trainer would give, so there is none. A critic of its own is asked.
+    """
+    size, width = state.cfg.ppo.micro_batch_size, sequences.mask_BT.shape[1]
+    micros = list(rollouts.micro_batches(sequences, size))
+    if not state.engine.is_exact:
+        parts = [forward(state, micro) for micro in micros]
+        logp_BT = rollouts.join([part.logp_BT for part in parts], width)
+        return logp_BT, rollouts.join([part.value_BT for part in parts], width)
+    if state.critic is not None:
+        values = [critic_values(state.critic, m.ids_BS, m.lengths_B, m.prompt_lengths_B) for m in micros]
+        return sequences.raw_logp_BT, rollouts.join(values, width)
+    assert sequences.value_BT is not None, "an exact engine with a value head records values"
+    return sequences.raw_logp_BT, sequences.value_BT
 
 
 def run(
@@ -223,7 +232,7 @@ def run(
     """
     state = build(cfg, prompts=prompts, rewards=rewards)
     estimate = policy_estimate(
-        state.policy, cfg, prompt_tokens=state.prompts.mean_tokens, num_reward_models=state.scorer.num_models
+        state.policy.module, cfg, prompt_tokens=state.prompts.mean_tokens, num_reward_models=state.scorer.num_models
     )
     announce(estimate, state.num_steps, progress)
     with open_session(
@@ -253,7 +262,7 @@ def evaluate(state: State) -> setup.Metrics:
 def resumable(state: State) -> Resumable:
     """How a session saves and restores `state`."""
     heads: dict[str, nn.Module | None] = {"value_head": state.value_head, "critic": state.critic}
-    modules: dict[str, nn.Module] = {"policy": state.policy}
+    modules: dict[str, nn.Module] = {"policy": state.policy.module}
     modules |= {name: module for name, module in heads.items() if module is not None}
     return Resumable(
         modules=modules,
@@ -273,4 +282,4 @@ def export(state: State, session: Session) -> None:
         metrics=policy_metrics.summary(session.metrics),
         recipe=state.cfg.model_dump(mode="json"),
     )
-    save_final(state.policy, state.tokenizer, session.folder.final, card, value_head=state.value_head)
+    save_final(state.policy.module, state.tokenizer, session.folder.final, card, value_head=state.value_head)

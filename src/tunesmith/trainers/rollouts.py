@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 import torch
+from torch import nn
 from torch.nn.functional import pad
 
 from tunesmith.batch.pack import PolicyBatch, Sequences, chunks, select
-from tunesmith.batch.rollout import SamplingParams
+from tunesmith.batch.rollout import Group, SamplingParams
 from tunesmith.config.schema import PolicyRecipe
 from tunesmith.config.sections import GRPOSection, PPOSection
 from tunesmith.core.seeds import derive, items_at, permutation
@@ -18,10 +19,13 @@ from tunesmith.core.trace import span
 from tunesmith.data import sets
 from tunesmith.data.prompts import PromptLike
 from tunesmith.data.sets import PromptSets
-from tunesmith.models.loaded import LoadedModel, PreTrainedModel, context_length
+from tunesmith.models.language_model import LanguageModel
+from tunesmith.models.loaded import LoadedModel, PreTrainedModel, PreTrainedTokenizerBase, context_length
 from tunesmith.models.logprob import token_logps
+from tunesmith.models.optimizer import MasterAdamW
 from tunesmith.rewards.scorer import Scorer, Scores
 from tunesmith.rollout.engine import Engine
+from tunesmith.rollout.factory import open_engine
 from tunesmith.schema.records import Prompt
 from tunesmith.trainers.restart import fingerprint_of_rows, fingerprint_of_tensors
 
@@ -59,8 +63,40 @@ def sampling_params(cfg: PolicyRecipe, stream: str, step_index: int) -> Sampling
         temperature=cfg.rollout.temperature,
         top_p=cfg.rollout.top_p,
         top_k=cfg.rollout.top_k,
+        min_p=cfg.rollout.min_p,
+        repetition_penalty=cfg.rollout.repetition_penalty,
         seed=derive(cfg.run.seed, stream, step_index),
     )
+
+
+def engine_of(
+    cfg: PolicyRecipe,
+    policy: LanguageModel,
+    tokenizer: PreTrainedTokenizerBase,
+    optimizer: MasterAdamW,
+    *,
+    value_head: nn.Module | None = None,
+) -> Engine:
+    """The engine that `cfg` names, on the weights that `optimizer` changes."""
+    section = cfg.rollout
+    return open_engine(
+        policy,
+        tokenizer,
+        backend=section.backend,
+        weight_version=lambda: optimizer.weight_version,
+        batch_size=section.batch_size,
+        num_slots=section.num_slots,
+        kv_cache_mb=section.kv_cache_mb,
+        value_head=value_head,
+    )
+
+
+def draw(engine: Engine, cfg: PolicyRecipe, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Group]:
+    """The completions of one step; if the recipe wants it, the engine's memory is free when they are there."""
+    groups = engine.generate(prompts, cfg.rollout.completions_per_prompt, sampling)
+    if cfg.rollout.unload_during_update:
+        engine.unload()
+    return groups
 
 
 def mean_reward(
@@ -94,7 +130,7 @@ def minibatches(batch: BatchT, section: PPOSection | GRPOSection, seed: int) -> 
 
 
 @torch.no_grad()
-def logps(model: PreTrainedModel, sequences: Sequences, temperature: float, micro_batch_size: int) -> torch.Tensor:
+def logps(model: LanguageModel, sequences: Sequences, temperature: float, micro_batch_size: int) -> torch.Tensor:
     """Log-probs of the completion tokens under `model`, `[B, T]`, without gradient."""
     parts_BT = [
         token_logps(

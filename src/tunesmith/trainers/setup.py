@@ -38,7 +38,7 @@ class RunResult:
         from tunesmith.batch.rollout import SamplingParams
         from tunesmith.config.sections import ModelSection
         from tunesmith.models.load import load_policy
-        from tunesmith.rollout.transformers_backend import TransformersEngine
+        from tunesmith.rollout.factory import open_engine
         from tunesmith.schema.records import Prompt
 
         if self.summary.get("algorithm") == "reward":
@@ -47,7 +47,7 @@ class RunResult:
             )
         loaded = load_policy(ModelSection(name=str(self.run_dir / "final"), trust_remote_code=self.trust_remote_code))
         sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
-        (group,) = TransformersEngine(loaded.model, loaded.tokenizer).generate([Prompt("0", prompt)], 1, sampling)
+        (group,) = open_engine(loaded.model, loaded.tokenizer).generate([Prompt("0", prompt)], 1, sampling)
         return group.completions[0].text
 
 

@@ -18,7 +18,7 @@ from tunesmith.models.loaded import LoadedModel, PreTrainedModel
 from tunesmith.models.logprob import token_logps
 from tunesmith.reports.html import write_comparison_report
 from tunesmith.rewards.scorer import Scorer
-from tunesmith.rollout.transformers_backend import TransformersEngine
+from tunesmith.rollout.factory import open_engine
 
 _GROUPS_PER_PASS = 4
 
@@ -40,7 +40,7 @@ def summed_logps(model: PreTrainedModel) -> Callable[[Sequence[Group]], list[flo
 
 def side(name: str, loaded: LoadedModel, batch_size: int = 64) -> Side:
     """A loaded model as one side of a comparison."""
-    engine = TransformersEngine(loaded.model, loaded.tokenizer, batch_size=batch_size)
+    engine = open_engine(loaded.model, loaded.tokenizer, batch_size=batch_size)
     return Side(name, engine, summed_logps(loaded.model))
 
 

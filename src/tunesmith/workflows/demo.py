@@ -29,7 +29,7 @@ from tunesmith.models.load import load_policy
 from tunesmith.reports.html import write_demo_report
 from tunesmith.rewards.rater import RATER_NAME, SimulatedRater
 from tunesmith.rewards.scorer import Scorer
-from tunesmith.rollout.transformers_backend import TransformersEngine
+from tunesmith.rollout.factory import open_engine
 from tunesmith.schema.records import Pair, Prompt, Vote
 from tunesmith.telemetry.environment import peak_rss_gb
 from tunesmith.telemetry.progress import progress
@@ -166,7 +166,7 @@ def collect_votes(stage: Stage, openings: Sequence[Prompt]) -> Votes:
 def draw_candidates(stage: Stage, openings: Sequence[Prompt], num: int) -> list[Group]:
     """One group for each opening, with `num` completions after each steer."""
     loaded = load_policy(stage.policy_recipe.model)
-    engine = TransformersEngine(loaded.model, loaded.tokenizer, batch_size=128)
+    engine = open_engine(loaded.model, loaded.tokenizer, batch_size=128)
     seed = derive(stage.options.seed, "votes")
     sampling = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=VOTE_TEMPERATURE, seed=seed)
     steered = [Prompt(prompt.id, f"{steer}{prompt.content}") for prompt in openings for steer in STEERS]

@@ -1,0 +1,300 @@
+"""What a decoder is made of, read off a transformers model: the families that `models/decoder.py` can compute itself.
+
+The records hold the model's own modules, never copies, so what trains them is seen by whoever computes with them.
+Shape legend: H hidden, F half of the rotated dimensions of a head.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import (
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+)
+from transformers.pytorch_utils import Conv1D
+
+from tunesmith.core.errors import ModelError
+from tunesmith.kernels.attention.records import AttentionSettings
+from tunesmith.kernels.gated.api import Activation
+
+
+class UnsupportedArchitecture(ModelError):
+    """The model has a part that the flat decoder does not know; transformers' own code computes it as ever."""
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """RMSNorm with weight `offset + weight` (Gemma's offset is 1), or LayerNorm with a bias."""
+
+    kind: Literal["rms", "layer"]
+    module: nn.Module
+    epsilon: float
+    offset: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """Linear maps of one input. `sizes` are the widths of what comes out: of each module, or parts of the only one."""
+
+    modules: tuple[nn.Module, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSource:
+    """Angles are position * frequency_F; cosine and sine are multiplied by `scaling`."""
+
+    frequency_F: torch.Tensor
+    scaling: float
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One layer. `rope` is an index into `Architecture.ropes`; norms that a family lacks are None.
+
+    `gate_up` has two outputs where the activation of the first gates the second, one where there is no gate.
+    """
+
+    norm_attention: Norm
+    qkv: Projection
+    q_norm: Norm | None
+    k_norm: Norm | None
+    rope: int | None
+    attention: AttentionSettings
+    out: Projection
+    norm_after_attention: Norm | None
+    norm_mlp: Norm
+    gate_up: Projection
+    activation: Activation
+    down: Projection
+    norm_after_mlp: Norm | None
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """A whole decoder. `positions` is the table of learned positions, where a family has one."""
+
+    embedding: nn.Module
+    positions: nn.Module | None
+    blocks: tuple[Block, ...]
+    ropes: tuple[RopeSource, ...]
+    final_norm: Norm
+    head: Projection
+    final_softcap: float | None
+    context_length: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return self.final_norm.module.weight.dtype  # type: ignore[return-value]
+
+
+def describe(model: PreTrainedModel) -> Architecture:
+    """What `model` is made of.
+
+    Raises:
+        UnsupportedArchitecture: naming the part that stands in the way.
+    """
+    read = _READERS.get(type(model))
+    if read is None:
+        families = ", ".join(sorted(family.__name__ for family in _READERS))
+        raise UnsupportedArchitecture(f"{type(model).__name__} is none of {families}")
+    if model._forward_hooks or model._forward_pre_hooks:  # type: ignore[reportPrivateUsage]
+        raise UnsupportedArchitecture("the model has forward hooks, which only its own forward would call")
+    architecture = read(model)
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    if len(dtypes) != 1:
+        raise UnsupportedArchitecture(f"its weights have several dtypes: {', '.join(sorted(map(str, dtypes)))}")
+    return architecture
+
+
+def _llama_like(model: Any) -> Architecture:
+    """Llama, Mistral, Qwen2 (biases), Qwen3 (norms of queries and keys)."""
+    config, trunk = model.config, model.model
+    blocks = [_llama_block(layer, config) for layer in trunk.layers]
+    return Architecture(
+        trunk.embed_tokens,
+        None,
+        tuple(blocks),
+        (_rope(trunk.rotary_emb, ""),),
+        _rms(trunk.norm),
+        _linear(model.lm_head),
+        None,
+        config.max_position_embeddings,
+    )
+
+
+def _llama_block(layer: Any, config: Any) -> Block:
+    attention, mlp = layer.self_attn, layer.mlp
+    # Mistral's window stands in its config, that of the others in the layer that has one.
+    window = getattr(attention, "sliding_window", config.sliding_window if config.model_type == "mistral" else None)
+    return Block(
+        norm_attention=_rms(layer.input_layernorm),
+        qkv=_linear(attention.q_proj, attention.k_proj, attention.v_proj),
+        q_norm=_rms(attention.q_norm) if hasattr(attention, "q_norm") else None,
+        k_norm=_rms(attention.k_norm) if hasattr(attention, "k_norm") else None,
+        rope=0,
+        attention=_attention(attention, config.num_attention_heads, config.num_key_value_heads, window),
+        out=_linear(attention.o_proj),
+        norm_after_attention=None,
+        norm_mlp=_rms(layer.post_attention_layernorm),
+        gate_up=_linear(mlp.gate_proj, mlp.up_proj),
+        activation=_activation(config.hidden_act),
+        down=_linear(mlp.down_proj),
+        norm_after_mlp=None,
+    )
+
+
+def _gemma(model: Any) -> Architecture:
+    """Gemma 2 and 3: norms before and after each part, alternating windows, capped logits."""
+    config, trunk = model.config, model.model
+    if getattr(config, "use_bidirectional_attention", False):
+        raise UnsupportedArchitecture("its attention is not causal")
+    # Gemma 3 turns by other angles in layers with a window.
+    kinds = sorted(set(config.layer_types)) if isinstance(model, Gemma3ForCausalLM) else [""]
+    ropes = tuple(_rope(trunk.rotary_emb, f"{kind}_" if kind else "") for kind in kinds)
+    blocks = [_gemma_block(layer, config, kinds) for layer in trunk.layers]
+    cap = config.final_logit_softcapping
+    return Architecture(
+        trunk.embed_tokens,
+        None,
+        tuple(blocks),
+        ropes,
+        _rms(trunk.norm, offset=1.0),
+        _linear(model.lm_head),
+        cap,
+        config.max_position_embeddings,
+    )
+
+
+def _gemma_block(layer: Any, config: Any, kinds: list[str]) -> Block:
+    attention, mlp = layer.self_attn, layer.mlp
+    settings = _attention(
+        attention,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        attention.sliding_window,
+        softcap=attention.attn_logit_softcapping,
+    )
+    return Block(
+        norm_attention=_rms(layer.input_layernorm, offset=1.0),
+        qkv=_linear(attention.q_proj, attention.k_proj, attention.v_proj),
+        q_norm=_rms(attention.q_norm, offset=1.0) if hasattr(attention, "q_norm") else None,
+        k_norm=_rms(attention.k_norm, offset=1.0) if hasattr(attention, "k_norm") else None,
+        rope=0 if kinds == [""] else kinds.index(attention.layer_type),
+        attention=settings,
+        out=_linear(attention.o_proj),
+        norm_after_attention=_rms(layer.post_attention_layernorm, offset=1.0),
+        norm_mlp=_rms(layer.pre_feedforward_layernorm, offset=1.0),
+        gate_up=_linear(mlp.gate_proj, mlp.up_proj),
+        activation=_activation(config.hidden_activation),
+        down=_linear(mlp.down_proj),
+        norm_after_mlp=_rms(layer.post_feedforward_layernorm, offset=1.0),
+    )
+
+
+def _gpt2(model: Any) -> Architecture:
+    config, trunk = model.config, model.transformer
+    if config.add_cross_attention:
+        raise UnsupportedArchitecture("it attends to an encoder")
+    return Architecture(
+        trunk.wte,
+        trunk.wpe,
+        tuple(_gpt2_block(layer, config) for layer in trunk.h),
+        (),
+        _layer_norm(trunk.ln_f),
+        _linear(model.lm_head),
+        None,
+        config.max_position_embeddings,
+    )
+
+
+def _gpt2_block(layer: Any, config: Any) -> Block:
+    width = config.n_embd
+    return Block(
+        norm_attention=_layer_norm(layer.ln_1),
+        qkv=_linear(layer.attn.c_attn, sizes=(width, width, width)),
+        q_norm=None,
+        k_norm=None,
+        rope=None,
+        attention=_attention(layer.attn, config.n_head, config.n_head, None),
+        out=_linear(layer.attn.c_proj),
+        norm_after_attention=None,
+        norm_mlp=_layer_norm(layer.ln_2),
+        gate_up=_linear(layer.mlp.c_fc),
+        activation=_activation(config.activation_function),
+        down=_linear(layer.mlp.c_proj),
+        norm_after_mlp=None,
+    )
+
+
+def _attention(
+    module: Any, num_heads: int, num_kv_heads: int, window: int | None, *, softcap: float | None = None
+) -> AttentionSettings:
+    return AttentionSettings(num_heads, num_kv_heads, module.head_dim, module.scaling, window=window, softcap=softcap)
+
+
+def _rms(module: Any, *, offset: float = 0.0) -> Norm:
+    epsilon = getattr(module, "variance_epsilon", None)
+    return Norm("rms", module, module.eps if epsilon is None else epsilon, offset)
+
+
+def _layer_norm(module: Any) -> Norm:
+    return Norm("layer", module, module.eps)
+
+
+def _linear(*modules: nn.Module, sizes: tuple[int, ...] | None = None) -> Projection:
+    for module in modules:
+        if type(module) not in (nn.Linear, Conv1D):  # an adapter or a quantised weight
+            raise UnsupportedArchitecture(f"a linear layer is a {type(module).__name__}")
+    return Projection(modules, sizes or tuple(output_size(module) for module in modules))
+
+
+def output_size(module: nn.Module) -> int:
+    """Width of what a linear map gives; GPT-2's `Conv1D` holds its weight the other way round."""
+    return module.weight.shape[1] if isinstance(module, Conv1D) else module.weight.shape[0]  # type: ignore[index]
+
+
+def weight_of(module: nn.Module) -> torch.Tensor:
+    """The weight as `[out, in]`, a view of the module's own."""
+    weight: torch.Tensor = module.weight  # type: ignore[assignment]
+    return weight.t() if isinstance(module, Conv1D) else weight
+
+
+def _rope(module: Any, prefix: str) -> RopeSource:
+    kinds = module.rope_type
+    kind = kinds[prefix.removesuffix("_")] if isinstance(kinds, dict) else kinds
+    if kind in ("dynamic", "longrope"):
+        raise UnsupportedArchitecture(f"its rotary positions are {kind!r}, whose angles depend on the length")
+    return RopeSource(getattr(module, f"{prefix}inv_freq"), float(getattr(module, f"{prefix}attention_scaling")))
+
+
+def _activation(name: str) -> Activation:
+    known: dict[str, Activation] = {
+        "silu": "silu",
+        "gelu_new": "gelu_tanh",
+        "gelu_pytorch_tanh": "gelu_tanh",
+    }
+    if name not in known:
+        raise UnsupportedArchitecture(f"its activation is {name!r}; known are {', '.join(known)}")
+    return known[name]
+
+
+_READERS: dict[type[PreTrainedModel], Callable[[Any], Architecture]] = {
+    LlamaForCausalLM: _llama_like,
+    MistralForCausalLM: _llama_like,
+    Qwen2ForCausalLM: _llama_like,
+    Qwen3ForCausalLM: _llama_like,
+    GPT2LMHeadModel: _gpt2,
+    Gemma2ForCausalLM: _gemma,
+    Gemma3ForCausalLM: _gemma,
+}

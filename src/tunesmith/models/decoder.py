@@ -1,0 +1,209 @@
+"""A decoder computed over packed tokens: one definition for the trainer and for the rollout engine.
+
+The tokens of all sequences stand one after the other, without padding. How a linear map is done and where keys and
+values are kept is the caller's: the trainer takes the model's own modules and gradients, the engine packed weights and
+a paged cache. All else is the same code and the same kernels, and no row's result depends on the rows beside it; so in
+bfloat16 on a CPU the engine's log-probs are the trainer's, bit for bit.
+
+Shape legend: T tokens, H hidden, X query width, Y key width, N picked rows, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch.nn.functional import layer_norm
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from tunesmith.core.errors import InputError
+from tunesmith.kernels.attention.api import attend_packed
+from tunesmith.kernels.attention.records import Rope
+from tunesmith.kernels.gated.api import activate, gated, softcap
+from tunesmith.kernels.native import Kernels
+from tunesmith.kernels.rms_norm.api import add_rms_norm
+from tunesmith.models.architecture import Architecture, Block, Norm, Projection, RopeSource, describe
+
+_ROPE_ROWS = 512
+"""Angles are made for a multiple of as many positions."""
+
+Linear = Callable[[Projection, torch.Tensor], Sequence[torch.Tensor]]
+"""The outputs of a projection for an input `[rows, in]`, each `[rows, size]`."""
+
+OnLayer = Callable[[str, torch.Tensor], None]
+"""Called with the name of what was computed and with the hidden states behind it."""
+
+
+class Attend(Protocol):
+    """Attention of one layer over all tokens."""
+
+    def __call__(
+        self, layer: int, block: Block, q_TX: torch.Tensor, k_TY: torch.Tensor, v_TY: torch.Tensor
+    ) -> torch.Tensor:
+        """`[T, X]`; queries and keys come without their rotation."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """How one pass over a decoder is done. `on_layer` is for finding where numbers go wrong."""
+
+    linear: Linear
+    attend: Attend
+    kernels: Kernels
+    checkpoints: bool = False
+    on_layer: OnLayer | None = None
+
+
+def hidden_states(
+    architecture: Architecture, ids_T: torch.Tensor, positions_T: torch.Tensor, way: Pass
+) -> torch.Tensor:
+    """Hidden states behind the final norm, `[T, H]`."""
+    x_TH = architecture.embedding(ids_T)
+    if architecture.positions is not None:
+        x_TH = x_TH + architecture.positions(positions_T)
+    residual_TH: torch.Tensor | None = None
+    for layer, block in enumerate(architecture.blocks):
+        if way.checkpoints and torch.is_grad_enabled():
+            x_TH, residual_TH = checkpoint(_block, layer, block, x_TH, residual_TH, way, use_reentrant=False)
+        else:
+            x_TH, residual_TH = _block(layer, block, x_TH, residual_TH, way)
+        if way.on_layer:
+            way.on_layer(f"layer {layer}", x_TH if residual_TH is None else x_TH + residual_TH)
+    return _norm(architecture.final_norm, x_TH, residual_TH, way)[0]
+
+
+def logits(architecture: Architecture, hidden_NH: torch.Tensor, way: Pass) -> torch.Tensor:
+    """Logits of some rows of `hidden_states`, `[N, V]`."""
+    (logits_NV,) = way.linear(architecture.head, hidden_NH)
+    cap = architecture.final_softcap
+    return logits_NV if cap is None else softcap(logits_NV, cap, kernels=way.kernels)
+
+
+def _block(
+    layer: int, block: Block, x_TH: torch.Tensor, residual_TH: torch.Tensor | None, way: Pass
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the layer adds, and the residual stream that it is to be added to: the next norm does both at once."""
+    normed_TH, residual_TH = _norm(block.norm_attention, x_TH, residual_TH, way)
+    q_TX, k_TY, v_TY = way.linear(block.qkv, normed_TH)
+    if block.q_norm is not None and block.k_norm is not None:
+        q_TX, k_TY = _norm_heads(block.q_norm, q_TX, way), _norm_heads(block.k_norm, k_TY, way)
+    (x_TH,) = way.linear(block.out, way.attend(layer, block, q_TX, k_TY, v_TY))
+    if block.norm_after_attention is not None:
+        x_TH, _ = _norm(block.norm_after_attention, x_TH, None, way)
+    normed_TH, residual_TH = _norm(block.norm_mlp, x_TH, residual_TH, way)
+    inner = way.linear(block.gate_up, normed_TH)
+    if len(inner) == 2:
+        inner_TI = gated(inner[0], inner[1], block.activation, kernels=way.kernels)
+    else:
+        inner_TI = activate(inner[0], block.activation, kernels=way.kernels)
+    (x_TH,) = way.linear(block.down, inner_TI)
+    if block.norm_after_mlp is not None:
+        x_TH, _ = _norm(block.norm_after_mlp, x_TH, None, way)
+    return x_TH, residual_TH
+
+
+def _norm(
+    norm: Norm, x_TH: torch.Tensor, residual_TH: torch.Tensor | None, way: Pass
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The normed sum of input and residual stream, and the sum."""
+    weight_H: torch.Tensor = norm.module.weight  # type: ignore[assignment]
+    if norm.kind == "rms":
+        done = add_rms_norm(x_TH, residual_TH, weight_H, norm.epsilon, offset=norm.offset, kernels=way.kernels)
+        return done.normed_RH, done.sum_RH
+    sum_TH = x_TH if residual_TH is None else x_TH + residual_TH
+    bias_H: torch.Tensor = norm.module.bias  # type: ignore[assignment]
+    return layer_norm(sum_TH, weight_H.shape, weight_H, bias_H, norm.epsilon), sum_TH
+
+
+def _norm_heads(norm: Norm, x_TX: torch.Tensor, way: Pass) -> torch.Tensor:
+    """Each head normed for itself."""
+    weight_D: torch.Tensor = norm.module.weight  # type: ignore[assignment]
+    width = len(weight_D)
+    normed_TKD, _ = _norm(norm, x_TX.unflatten(1, (-1, width)), None, way)
+    return normed_TKD.flatten(1)
+
+
+class RopeTables:
+    """Cosines and sines of every position up to the longest that was asked for.
+
+    The angle is rounded to float32 as transformers does; its cosine is taken in float64, because float32's depends on
+    where in a tensor a number stands.
+    """
+
+    def __init__(self, sources: Sequence[RopeSource]) -> None:
+        self._sources = sources
+        self._tables: list[Rope] = []
+
+    def get(self, index: int, num_positions: int) -> Rope:
+        """The table of source `index`, for `num_positions` positions or more."""
+        if not self._tables or len(self._tables[0].cos_PF) < num_positions:
+            rows = -(-num_positions // _ROPE_ROWS) * _ROPE_ROWS
+            self._tables = [_rope_table(source, rows) for source in self._sources]
+        return self._tables[index]
+
+
+def _rope_table(source: RopeSource, num_positions: int) -> Rope:
+    frequency_F = source.frequency_F.float()
+    angle_PF = (torch.arange(num_positions, device=frequency_F.device)[:, None].float() * frequency_F).double()
+    return Rope((angle_PF.cos() * source.scaling).float(), (angle_PF.sin() * source.scaling).float())
+
+
+class Decoder:
+    """A transformers model as the trainer computes it: packed sequences, gradients to its own parameters.
+
+    Raises:
+        UnsupportedArchitecture: the model is of no known family.
+    """
+
+    def __init__(self, model: PreTrainedModel, kernels: Kernels) -> None:
+        self.architecture = describe(model)
+        self.kernels = kernels
+        self.ropes = RopeTables(self.architecture.ropes)
+        self._model = model
+
+    def hidden_states(
+        self, ids_T: torch.Tensor, lengths: Sequence[int], *, on_layer: OnLayer | None = None
+    ) -> torch.Tensor:
+        """Hidden states `[T, H]` of sequences that stand one after the other; sequence b has `lengths[b]` tokens.
+
+        Raises:
+            InputError: lengths that do not add up to T, or beyond the model's context.
+        """
+        longest, total = max(lengths, default=0), sum(lengths)
+        if min(lengths, default=0) < 1 or total != len(ids_T) or longest > self.architecture.context_length:
+            raise InputError(
+                f"{len(ids_T)} tokens in sequences of {list(lengths)}; lengths must be positive, add up, and fit the "
+                f"context of {self.architecture.context_length}"
+            )
+        positions_T = torch.cat([torch.arange(length, device=ids_T.device) for length in lengths])
+        return hidden_states(self.architecture, ids_T, positions_T, self._pass(lengths, on_layer))
+
+    def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
+        """Logits `[N, V]` of some of the hidden states."""
+        return logits(self.architecture, hidden_NH, self._pass(()))
+
+    def _pass(self, lengths: Sequence[int], on_layer: OnLayer | None = None) -> Pass:
+        num_positions = max(lengths, default=1)
+
+        def attend(
+            layer: int, block: Block, q_TX: torch.Tensor, k_TY: torch.Tensor, v_TY: torch.Tensor
+        ) -> torch.Tensor:
+            rope = None if block.rope is None else self.ropes.get(block.rope, num_positions)
+            return attend_packed(q_TX, k_TY, v_TY, rope, lengths, block.attention, kernels=self.kernels)
+
+        checkpoints = _uses_checkpoints(self._model)
+        return Pass(_module_outputs, attend, self.kernels, checkpoints, on_layer)
+
+
+def _module_outputs(projection: Projection, x_TH: torch.Tensor) -> Sequence[torch.Tensor]:
+    if len(x_TH) == 1:  # a matrix of one row may be multiplied by other code, with other bits
+        return [output_TH[:1] for output_TH in _module_outputs(projection, x_TH.expand(2, -1))]
+    outputs = [module(x_TH) for module in projection.modules]
+    return outputs if len(outputs) == len(projection.sizes) else outputs[0].split(projection.sizes, dim=-1)
+
+
+def _uses_checkpoints(model: PreTrainedModel) -> bool:
+    """True if activations are to be computed again in the backward pass: the switch that transformers' modules have."""
+    return model.training and any(getattr(module, "gradient_checkpointing", False) for module in model.modules())

@@ -1,0 +1,311 @@
+"""Tunesmith's own rollout engine: continuous batching over a paged cache, from the tensors that are being trained.
+
+Shape legend: R rows that are drawn from, H hidden, V vocabulary.
+"""
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import psutil
+import torch
+from torch import nn
+
+from tunesmith.batch.rollout import Completion, Group, SamplingParams
+from tunesmith.core.errors import InputError, TrainingError
+from tunesmith.core.trace import span
+from tunesmith.kernels.sample.records import Sampled
+from tunesmith.models.decoder import Decoder
+from tunesmith.models.language_model import LanguageModel
+from tunesmith.models.loaded import PreTrainedModel, PreTrainedTokenizerBase
+from tunesmith.models.tokenizer import decode, encode_prompt, stop_token_ids
+from tunesmith.rollout import weight_check
+from tunesmith.rollout.engine import (
+    GenerationInterrupted,
+    OnProgress,
+    OnText,
+    check_prompt_lengths,
+    check_request,
+)
+from tunesmith.rollout.kv_cache import (
+    KVCache,
+    allocate_storage,
+    blocks_for,
+    copy_blocks,
+    num_blocks_for,
+)
+from tunesmith.rollout.runner import Runner, cache_shape
+from tunesmith.rollout.sampler import Sampler, noise_keys
+from tunesmith.rollout.scheduler import Plan, Request, Scheduler
+from tunesmith.rollout.sequence import Limits
+from tunesmith.rollout.sequence import Sequence as DrawnSequence
+from tunesmith.rollout.text_stream import Watch
+from tunesmith.schema.records import Prompt
+
+_PREFILL_TOKENS = 512
+"""Tokens of prompts in one step: enough to keep the matrix units busy, few enough that decoding rows do not wait."""
+
+_FREE_MEMORY_SHARE = 0.25
+"""Share of the free memory that the cache may take where no budget is given."""
+
+
+@dataclass(slots=True)
+class _Loaded:
+    """What `unload` frees: packed weights of one version, and the cache with its storage."""
+
+    runner: Runner
+    version: "_Version"
+    cache: KVCache
+    storage: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Version:
+    """Which weights: what the owner counts, and torch's own count of changes, which sees what the owner forgot."""
+
+    counted: int
+    num_changes: int
+
+
+@dataclass(slots=True)
+class _Call:
+    """One call of `generate`."""
+
+    prompts: Sequence[Prompt]
+    prompt_ids: list[tuple[int, ...]]
+    scheduler: Scheduler
+    sampler: Sampler
+    watch: Watch
+
+
+class NativeEngine:
+    """Draws from `model`'s weights as they are at each call. `weight_version` says whether they changed since the last.
+
+    Not thread-safe: one `generate` at a time. With `value_head`, each completion carries the values of its states.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        weight_version: Callable[[], int] = lambda: 0,
+        num_slots: int = 64,
+        kv_cache_mb: int | None = None,
+        value_head: nn.Module | None = None,
+    ) -> None:
+        if model.decoder is None:
+            raise InputError("this model has no flat decoder; draw with the transformers backend")
+        self._decoder: Decoder = model.decoder
+        self._module: PreTrainedModel = model.module
+        self._kernels = model.kernels
+        self._tokenizer = tokenizer
+        self._weight_version = weight_version
+        self._num_slots = num_slots
+        self._kv_cache_mb = kv_cache_mb
+        self._value_head = value_head
+        self._loaded: _Loaded | None = None
+        self._is_exact: bool | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        """True if raw log-probs equal the trainer's to the bit, as measured when the weights were first packed."""
+        if self._is_exact is None:
+            self._load(1, 1)
+        return bool(self._is_exact)
+
+    def unload(self) -> None:
+        """Free the cache and the packed weights; the next `generate` makes them anew."""
+        self._loaded = None
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: SamplingParams,
+        *,
+        on_progress: OnProgress | None = None,
+        on_text: OnText | None = None,
+    ) -> list[Group]:
+        """One group of `n` completions for each prompt. With `sampling.seed` set, a prompt's completions are always the
+        same, whatever else is asked for, and whatever the number of slots.
+
+        Raises:
+            InputError: for a request that cannot be served, before any token is drawn.
+            TrainingError: if logits are not finite; the message names the layer.
+            GenerationInterrupted: on Ctrl-C, with what was finished by then.
+        """
+        call = self._open(prompts, n, sampling, on_progress, on_text)
+        version = self._weight_version()
+        interrupted = False
+        try:
+            self._draw_all(call)
+        except KeyboardInterrupt:
+            interrupted = True
+        except TrainingError:
+            self.unload()  # what is not finite must not stand in blocks that are used again
+            raise
+        finally:
+            finished = call.scheduler.cancel_all()
+        groups = self._groups(call, finished, version)
+        if interrupted:
+            raise GenerationInterrupted([group for group in groups if group.completions])
+        return groups
+
+    def _open(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: SamplingParams,
+        on_progress: OnProgress | None,
+        on_text: OnText | None,
+    ) -> _Call:
+        vocabulary_size = self._module.config.get_text_config().vocab_size
+        check_request(prompts, n, sampling, vocabulary_size=vocabulary_size)
+        prompt_ids = [encode_prompt(self._tokenizer, prompt) for prompt in prompts]
+        lengths = [len(ids) for ids in prompt_ids]
+        context_length = self._decoder.architecture.context_length
+        check_prompt_lengths(prompts, lengths, vocabulary_size, context_length, sampling.max_new_tokens)
+        stop_ids = frozenset({*stop_token_ids(self._module, self._tokenizer), *sampling.stop_token_ids})
+        num_slots = min(self._num_slots, n * len(prompts))
+        loaded = self._load(num_slots, max(lengths) + sampling.max_new_tokens)
+        tokenizer = self._tokenizer
+        scheduler = Scheduler(
+            loaded.cache, lambda ids: decode(tokenizer, ids), num_slots=num_slots, prefill_tokens=_PREFILL_TOKENS
+        )
+        limits = Limits(sampling.max_new_tokens, sampling.min_new_tokens, stop_ids, sampling.stop_strings)
+        scheduler.add(Request(index, tuple(ids), n, limits) for index, ids in enumerate(prompt_ids))
+        sampler = Sampler(
+            sampling,
+            seed=secrets.randbits(62) if sampling.seed is None else sampling.seed,
+            stop_ids=stop_ids,
+            keys=noise_keys(prompt_ids, n),
+            vocabulary_size=vocabulary_size,
+            kernels=self._kernels,
+        )
+        watch = Watch(n * len(prompts), on_progress, on_text)
+        return _Call(prompts, [tuple(ids) for ids in prompt_ids], scheduler, sampler, watch)
+
+    def _draw_all(self, call: _Call) -> None:
+        """The loop of the engine: plan a step, compute it, draw from it, take what was drawn."""
+        loaded = self._loaded
+        assert loaded is not None, "a call is opened on loaded weights"
+        while (plan := call.scheduler.plan()) is not None:
+            copy_blocks(loaded.storage, plan.copies)
+            with span("prefill" if plan.chunks else "decode"):
+                drawn = loaded.runner.run(plan, loaded.storage, loaded.cache.block_tables)
+            if not plan.drawn:
+                call.scheduler.accept(plan, [], [], [])
+                continue
+            with span("sample"):
+                sampled = self._sample(call, plan, drawn.logits_RV, loaded)
+            self._record_values(plan, drawn.hidden_RH)
+            ended = call.scheduler.accept(
+                plan, sampled.token_B.tolist(), sampled.logp_B.tolist(), sampled.raw_logp_B.tolist()
+            )
+            call.sampler.release(ended)
+            for sequence in plan.drawn:
+                call.watch.note(sequence)
+
+    def _sample(self, call: _Call, plan: Plan, logits_RV: torch.Tensor, loaded: _Loaded) -> Sampled:
+        try:
+            return call.sampler.draw(plan, logits_RV)
+        except TrainingError as error:
+            if bool(logits_RV.isfinite().all()):
+                raise
+            place = weight_check.first_bad_layer(
+                lambda look: loaded.runner.run(plan, loaded.storage, loaded.cache.block_tables, on_layer=look)
+            )
+            raise TrainingError(weight_check.not_finite(place)) from error
+
+    @torch.no_grad()
+    def _record_values(self, plan: Plan, hidden_RH: torch.Tensor) -> None:
+        if self._value_head is None:
+            return
+        for sequence, value in zip(plan.drawn, self._value_head(hidden_RH).tolist(), strict=True):
+            sequence.values.append(value)
+
+    def _groups(self, call: _Call, finished: Sequence[DrawnSequence], version: int) -> list[Group]:
+        completions: list[list[Completion]] = [[] for _ in call.prompts]
+        for sequence in finished:
+            completions[sequence.request].append(_completion(sequence))
+        return [
+            Group(prompt, ids, tuple(drawn), version)
+            for prompt, ids, drawn in zip(call.prompts, call.prompt_ids, completions, strict=True)
+        ]
+
+    def _load(self, num_slots: int, num_tokens: int) -> _Loaded:
+        """Packed weights of the current version, and a cache for `num_slots` sequences of `num_tokens` tokens.
+
+        Raises:
+            InputError: not even one such sequence fits the budget.
+            TrainingError: the packed weights do not give what the trainer computes.
+        """
+        version = self._version()
+        num_blocks = self._num_blocks(num_slots, num_tokens)
+        loaded = self._loaded
+        self._loaded = None  # if anything fails from here on, nothing half-made is left
+        if loaded is None or loaded.cache.num_blocks < num_blocks or loaded.cache.max_tables < 2 * num_slots:
+            runner = loaded.runner if loaded and loaded.version == version else None
+            del loaded  # the old cache is freed before the new one is made
+            cache = KVCache(
+                num_blocks,
+                max_tokens=self._decoder.architecture.context_length,
+                max_tables=max(2 * num_slots, len(weight_check.FIRST_CHECK)),
+            )
+            storage = allocate_storage(cache_shape(self._decoder.architecture), num_blocks)
+            is_fresh = runner is None
+            loaded = _Loaded(runner or Runner(self._decoder), version, cache, storage)
+        else:
+            is_fresh = loaded.version != version
+            if is_fresh:
+                loaded.cache.invalidate()
+                loaded.runner.repack()
+                loaded.version = version
+        if is_fresh:
+            self._check_weights(loaded)
+        self._loaded = loaded
+        return loaded
+
+    def _version(self) -> _Version:
+        return _Version(self._weight_version(), sum(parameter._version for parameter in self._module.parameters()))
+
+    def _num_blocks(self, num_slots: int, num_tokens: int) -> int:
+        shape = cache_shape(self._decoder.architecture)
+        if self._kv_cache_mb is None:
+            budget = int(psutil.virtual_memory().available * _FREE_MEMORY_SHARE)
+        else:
+            budget = self._kv_cache_mb * 2**20
+        # Each completion may need a copy of its prompt's last block besides.
+        wanted = num_slots * (blocks_for(num_tokens) + 1) + sum(map(blocks_for, weight_check.FIRST_CHECK))
+        return min(wanted, num_blocks_for(budget, shape, max_tokens=num_tokens))
+
+    def _check_weights(self, loaded: _Loaded) -> None:
+        dtype = self._decoder.architecture.dtype
+        is_first = self._is_exact is None
+        lengths = weight_check.FIRST_CHECK if is_first else weight_check.LATER_CHECK
+        difference = weight_check.largest_difference(
+            self._decoder, loaded.runner, loaded.cache, loaded.storage, lengths
+        )
+        if is_first:
+            # In float32 a linear map of few rows may agree by chance with one of many.
+            self._is_exact = difference == 0 and dtype == torch.bfloat16
+        allowed = 0.0 if self._is_exact else weight_check.MAX_DIFFERENCE[dtype]
+        if not difference <= allowed:
+            raise TrainingError(
+                f"the rollout engine's log-probs of fixed tokens are {difference:.3g} nats from the trainer's, "
+                f"{allowed:g} is allowed, with weights of version {loaded.version.counted}: its packed weights are not "
+                "the trained ones, or these are not finite. Train on with rollout.backend transformers, and report it"
+            )
+
+
+def _completion(sequence: DrawnSequence) -> Completion:
+    assert sequence.finish_reason is not None, "only finished completions are given out"
+    return Completion(
+        tuple(sequence.token_ids),
+        tuple(sequence.logps),
+        tuple(sequence.raw_logps),
+        sequence.text,
+        sequence.finish_reason,
+        tuple(sequence.values) if sequence.values else None,
+    )

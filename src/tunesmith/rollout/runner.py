@@ -1,0 +1,178 @@
+"""Computes one step of a plan: packed weights, keys and values in the paged cache, hidden states of the drawn rows.
+
+The forward itself is `models/decoder.py`'s, the trainer's own; here is how the engine does its linear maps and its
+attention. Shape legend: T tokens, R rows that are drawn from, H hidden, X query width, Y key width, L layers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import linear
+
+from tunesmith.kernels.attention.api import attend
+from tunesmith.kernels.attention.records import Places
+from tunesmith.models import decoder as flat
+from tunesmith.models.architecture import Architecture, Block, Projection, weight_of
+from tunesmith.models.decoder import Decoder, OnLayer, Pass
+from tunesmith.rollout.kv_cache import CacheShape
+from tunesmith.rollout.scheduler import Plan, Rows
+
+_MIN_ROWS = 4
+"""A step with fewer rows is filled up: oneDNN takes longer for two than for four, and one row it may sum otherwise."""
+
+_PACKED_ROWS = 64
+"""Rows that the packed layout is chosen for."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLinear:
+    """The weights of a projection side by side, in the layout of oneDNN where `is_packed`."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    sizes: tuple[int, ...]
+    is_packed: bool
+
+    def __call__(self, x_TI: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The outputs, views of one tensor `[T, sum(sizes)]`."""
+        if self.is_packed:
+            y_TO = torch.ops.mkldnn._linear_pointwise(x_TI, self.weight, self.bias, "none", [], "")
+        else:
+            y_TO = linear(x_TI, self.weight, self.bias)
+        return (y_TO,) if len(self.sizes) == 1 else y_TO.split(self.sizes, dim=-1)
+
+
+@torch.no_grad()
+def pack(projection: Projection) -> PackedLinear:
+    """A copy of the projection's weights as they are now."""
+    parts = [weight_of(module) for module in projection.modules]
+    weight_OI = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
+    biases = [module.bias for module in projection.modules]
+    bias_O: torch.Tensor | None = None
+    if any(bias is not None for bias in biases):
+        filled = [
+            weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in zip(parts, biases, strict=True)
+        ]
+        bias_O = torch.cat(filled)  # type: ignore[arg-type]
+    if weight_OI.dtype in (torch.bfloat16, torch.float32) and torch.backends.mkldnn.is_available():
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, _PACKED_ROWS)
+        return PackedLinear(packed, bias_O, projection.sizes, is_packed=True)
+    return PackedLinear(weight_OI.clone(), bias_O, projection.sizes, is_packed=False)
+
+
+def cache_shape(architecture: Architecture) -> CacheShape:
+    """What the cache must hold for each token."""
+    settings = architecture.blocks[0].attention
+    return CacheShape(len(architecture.blocks), settings.num_kv_heads, settings.head_dim, architecture.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Rows that tokens are drawn from, in the order of `plan.drawn`; `hidden_RH` is behind the final norm."""
+
+    hidden_RH: torch.Tensor
+    logits_RV: torch.Tensor
+
+
+class Runner:
+    """Packed weights of `decoder`, as they were when it was made, or at the last `repack`."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        architecture = decoder.architecture
+        self._projections = [
+            projection
+            for block in architecture.blocks
+            for projection in (block.qkv, block.out, block.gate_up, block.down)
+        ]
+        self._projections.append(architecture.head)
+        self._packed: dict[int, PackedLinear] = {}
+        self.repack()
+
+    def repack(self) -> None:
+        """Pack the weights as they are now; one projection after the other, so that there are never two of all."""
+        for projection in self._projections:
+            self._packed.pop(id(projection), None)
+            self._packed[id(projection)] = pack(projection)
+
+    @torch.no_grad()
+    def run(
+        self,
+        plan: Plan,
+        storage: torch.Tensor,
+        block_tables: torch.Tensor,
+        *,
+        on_layer: OnLayer | None = None,
+    ) -> Drawn:
+        """Write keys and values of the plan's tokens into `storage`, and compute what is drawn from.
+
+        The plan's copies must have been done.
+        """
+        tokens = Rows(
+            plan.decode.token_ids + plan.prefill.token_ids,
+            plan.decode.positions + plan.prefill.positions,
+            plan.decode.table_rows + plan.prefill.table_rows,
+        )
+        hidden_TH = self.hidden_states(tokens, storage, block_tables, on_layer=on_layer)
+        rows = list(range(len(plan.sequences)))
+        repeats: list[int] = [1] * len(rows)
+        end = len(rows)
+        for chunk in plan.chunks:
+            end += chunk.stop - chunk.start
+            if chunk.sequences:
+                rows.append(end - 1)
+                repeats.append(len(chunk.sequences))
+        hidden_RH = hidden_TH[rows]
+        logits_RV = self.logits(hidden_RH)
+        if max(repeats, default=1) > 1:
+            repeat_R = torch.tensor(repeats)
+            hidden_RH, logits_RV = (x.repeat_interleave(repeat_R, dim=0) for x in (hidden_RH, logits_RV))
+        return Drawn(hidden_RH, logits_RV)
+
+    @torch.no_grad()
+    def hidden_states(
+        self, tokens: Rows, storage: torch.Tensor, block_tables: torch.Tensor, *, on_layer: OnLayer | None = None
+    ) -> torch.Tensor:
+        """Hidden states of `tokens`, `[T, H]`; their keys and values are written."""
+        count = len(tokens.token_ids)
+        missing = max(0, _MIN_ROWS - count)
+        ids_T, positions_T, table_rows_T = (
+            torch.tensor(values + values[-1:] * missing, dtype=dtype)
+            for values, dtype in (
+                (tokens.token_ids, torch.int64),
+                (tokens.positions, torch.int32),
+                (tokens.table_rows, torch.int32),
+            )
+        )
+        places = Places(positions_T, table_rows_T, block_tables)
+        num_positions = int(positions_T.max()) + 1
+
+        def attention(
+            layer: int, block: Block, q_TX: torch.Tensor, k_TY: torch.Tensor, v_TY: torch.Tensor
+        ) -> torch.Tensor:
+            rope = None if block.rope is None else self._decoder.ropes.get(block.rope, num_positions)
+            return attend(
+                q_TX, k_TY, v_TY, rope, places, storage[layer], block.attention, kernels=self._decoder.kernels
+            )
+
+        way = Pass(self._linear, attention, self._decoder.kernels, on_layer=on_layer)
+        return flat.hidden_states(self._decoder.architecture, ids_T, positions_T, way)[:count]
+
+    @torch.no_grad()
+    def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
+        """Logits `[R, V]`."""
+        count = len(hidden_RH)
+        if count == 0:
+            return hidden_RH.new_zeros((0, *self._decoder.architecture.head.sizes))
+        if count < _MIN_ROWS:
+            hidden_RH = torch.cat([hidden_RH, hidden_RH[-1:].expand(_MIN_ROWS - count, -1)])
+        way = Pass(self._linear, _no_attention, self._decoder.kernels)
+        return flat.logits(self._decoder.architecture, hidden_RH, way)[:count]
+
+    def _linear(self, projection: Projection, x_TI: torch.Tensor) -> Sequence[torch.Tensor]:
+        return self._packed[id(projection)](x_TI)
+
+
+def _no_attention(layer: int, block: Block, q_TX: torch.Tensor, k_TY: torch.Tensor, v_TY: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("the output layer has no attention")

@@ -1,0 +1,168 @@
+"""Draws the tokens of one step: which settings, noise and seen tokens belong to which row of the logits.
+
+Shape legend: R rows that are drawn from, V vocabulary, S rows of the mask of seen tokens.
+"""
+
+import hashlib
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tunesmith.batch.rollout import SamplingParams
+from tunesmith.kernels.native import Kernels
+from tunesmith.kernels.sample.api import sample
+from tunesmith.kernels.sample.records import LogitBias, NoiseKeys, Sampled, SampleSettings, Seen
+from tunesmith.rollout.scheduler import Plan
+from tunesmith.rollout.sequence import Sequence as DrawnSequence
+
+
+@dataclass(frozen=True, slots=True)
+class NoiseKey:
+    """What the noise of a request's completions is keyed by, besides the seed, the sample and the position.
+
+    `prompt` is a hash of the prompt's ids, not its place in the request: the same prompt draws the same completions,
+    whatever is asked for beside it. Where a request holds a prompt twice, the second one's samples count on.
+    """
+
+    prompt: int
+    first_sample: int
+
+
+def noise_keys(prompts: Sequence[Sequence[int]], n: int) -> list[NoiseKey]:
+    """One key for each prompt, of which `n` completions are drawn."""
+    counts: dict[tuple[int, ...], int] = {}
+    keys: list[NoiseKey] = []
+    for ids in prompts:
+        earlier = counts.get(tuple(ids), 0)
+        counts[tuple(ids)] = earlier + 1
+        digest = hashlib.blake2b(array("q", ids).tobytes(), digest_size=4).digest()
+        keys.append(NoiseKey(int.from_bytes(digest, "little"), earlier * n))
+    return keys
+
+
+class Sampler:
+    """Draws for one call of `generate`. `keys[i]` belongs to the request with index i."""
+
+    def __init__(
+        self,
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        stop_ids: frozenset[int],
+        keys: Sequence[NoiseKey],
+        vocabulary_size: int,
+        kernels: Kernels,
+    ) -> None:
+        self._sampling = sampling
+        self._seed = seed
+        self._stop_ids = stop_ids
+        self._keys = keys
+        self._kernels = kernels
+        self._seen = SeenTokens(vocabulary_size) if sampling.repetition_penalty != 1 else None
+        self._settings: SampleSettings | None = None
+
+    def draw(self, plan: Plan, logits_RV: torch.Tensor) -> Sampled:
+        """One token for each of `plan.drawn`.
+
+        Raises:
+            TrainingError: a logit is not finite, or nothing is left to be drawn.
+        """
+        drawn = plan.drawn
+        seen = None if self._seen is None else self._seen.of(plan)
+        sampled = sample(logits_RV, self._settings_of(drawn), self._noise_of(drawn), seen=seen, kernels=self._kernels)
+        if self._seen is not None:
+            self._seen.add(plan.sequences, sampled.token_B)
+        return sampled
+
+    def release(self, ended: Sequence[DrawnSequence]) -> None:
+        """These completions have ended; nothing more is drawn for them."""
+        if self._seen is not None:
+            self._seen.release(ended)
+
+    def _noise_of(self, drawn: Sequence[DrawnSequence]) -> NoiseKeys:
+        keys = [self._keys[sequence.request] for sequence in drawn]
+        return NoiseKeys(
+            torch.full((len(drawn),), self._seed, dtype=torch.int64),
+            torch.tensor([key.prompt for key in keys]),
+            torch.tensor([key.first_sample + sequence.sample for key, sequence in zip(keys, drawn, strict=True)]),
+            torch.tensor([sequence.position for sequence in drawn]),
+        )
+
+    def _settings_of(self, drawn: Sequence[DrawnSequence]) -> SampleSettings:
+        given = self._sampling
+        masked = [bool(self._stop_ids) and sequence.masks_stop_ids for sequence in drawn]
+        is_plain = not any(masked) and not given.logit_bias
+        if is_plain and self._settings is not None and len(self._settings.temperature_B) == len(drawn):
+            return self._settings
+        settings = SampleSettings.same(
+            len(drawn),
+            temperature=given.temperature,
+            top_k=given.top_k,
+            top_p=given.top_p,
+            min_p=given.min_p,
+            repetition_penalty=given.repetition_penalty,
+        )
+        if is_plain:
+            self._settings = settings
+            return settings
+        forbidden = {token: float("-inf") for token in self._stop_ids}
+        always: Mapping[int, float] = given.logit_bias
+        bias = LogitBias.of([{**always, **forbidden} if is_masked else always for is_masked in masked])
+        return SampleSettings(
+            settings.temperature_B,
+            settings.top_k_B,
+            settings.top_p_B,
+            settings.min_p_B,
+            settings.repetition_penalty_B,
+            bias,
+        )
+
+
+class SeenTokens:
+    """Which tokens stand in which running completion and its prompt, as rows of a mask that are used again."""
+
+    def __init__(self, vocabulary_size: int) -> None:
+        self._mask_SV = torch.zeros(0, vocabulary_size, dtype=torch.bool)
+        self._free: list[int] = []
+        self._rows: dict[int, int] = {}  # by id() of a sequence, which its scheduler keeps alive until it ends
+
+    def of(self, plan: Plan) -> Seen:
+        """The rows of `plan.drawn`. The first tokens of a prompt share one, that of the prompt."""
+        rows = [self._row(sequence) for sequence in plan.sequences]
+        borrowed: list[int] = []
+        for chunk in plan.chunks:
+            if chunk.sequences:
+                borrowed.append(self._take(chunk.sequences[0].prompt_ids))
+                rows += [borrowed[-1]] * len(chunk.sequences)
+        self._free += borrowed  # to be filled anew by the next step
+        return Seen(self._mask_SV, torch.tensor(rows))
+
+    def add(self, sequences: Sequence[DrawnSequence], token_B: torch.Tensor) -> None:
+        """The first tokens of `token_B` were drawn for these running completions."""
+        if sequences:
+            rows = torch.tensor([self._rows[id(sequence)] for sequence in sequences])
+            self._mask_SV[rows, token_B[: len(sequences)]] = True
+
+    def release(self, ended: Sequence[DrawnSequence]) -> None:
+        """Rows of completions that have ended are free."""
+        self._free += [self._rows.pop(id(sequence)) for sequence in ended if id(sequence) in self._rows]
+
+    def _row(self, sequence: DrawnSequence) -> int:
+        row = self._rows.get(id(sequence))
+        if row is None:
+            row = self._rows[id(sequence)] = self._take((*sequence.prompt_ids, *sequence.token_ids))
+        return row
+
+    def _take(self, ids: Sequence[int]) -> int:
+        if not self._free:
+            first, size = len(self._mask_SV), max(16, len(self._mask_SV))
+            grown_SV = torch.zeros(first + size, self._mask_SV.shape[1], dtype=torch.bool)
+            grown_SV[:first] = self._mask_SV
+            self._mask_SV = grown_SV
+            self._free = list(range(first + size - 1, first - 1, -1))
+        row = self._free.pop()
+        self._mask_SV[row] = False
+        self._mask_SV[row, list(ids)] = True
+        return row
