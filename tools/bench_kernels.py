@@ -14,6 +14,8 @@ from typing import get_args
 import torch
 
 from measure import Ratio, ratio, write
+from tunesmith.kernels.attention.api import attend, attend_packed
+from tunesmith.kernels.attention.records import BLOCK_TOKENS, AttentionSettings, Places, Rope
 from tunesmith.kernels.gated.api import Activation, gated, softcap
 from tunesmith.kernels.logprob.api import chosen_logp_entropy
 from tunesmith.kernels.native import Kernels
@@ -21,7 +23,7 @@ from tunesmith.kernels.rms_norm.api import add_rms_norm
 from tunesmith.kernels.sample.api import sample
 from tunesmith.kernels.sample.records import NoiseKeys, SampleSettings, Seen
 
-NUM_ROWS, NUM_TOKENS, HIDDEN, INTERMEDIATE, HEADS = 64, 49152, 576, 1536, 9
+NUM_ROWS, NUM_TOKENS, HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, CONTEXT = 64, 49152, 576, 1536, 9, 3, 96
 TRAINING_ROWS, SCORED_ROWS = 2240, 512
 OPTIONS = {
     "plain": {},
@@ -37,7 +39,8 @@ Work = Callable[[Kernels], object]
 def main() -> int:
     """Exit code 0; prints and writes the ratios."""
     generator = torch.Generator().manual_seed(0)
-    ratios = [*_sampler(generator), *_decode(generator), *_training(generator), *_logits(generator)]
+    ratios = [*_sampler(generator), *_decode(generator), *_attention(generator), *_training(generator)]
+    ratios += _logits(generator)
     print(f"written to {write('kernels', ratios)}")
     return 0
 
@@ -68,6 +71,34 @@ def _decode(generator: torch.Generator) -> list[Ratio]:
         ),
     }
     return [_against_torch(f"{name}, 100 calls", partial(_repeat, work)) for name, work in works.items()]
+
+
+def _attention(generator: torch.Generator) -> list[Ratio]:
+    """A decoding step over contexts of 96 tokens, and sequences of 70 tokens with gradients; SmolLM2's heads."""
+    settings = AttentionSettings(HEADS, KV_HEADS, 64, 0.125)
+    angle_PF = torch.arange(CONTEXT)[:, None] * 10000 ** (-torch.arange(32) / 32)
+    rope = Rope(angle_PF.cos(), angle_PF.sin())
+    widths = (64 * HEADS, 64 * KV_HEADS, 64 * KV_HEADS)
+    decoded = _normal(generator, NUM_ROWS, sum(widths)).split(widths, dim=1)
+    num_blocks = NUM_ROWS * CONTEXT // BLOCK_TOKENS
+    cache_2NW = _normal(generator, 2, num_blocks, BLOCK_TOKENS * 64 * KV_HEADS)
+    rows_T = torch.arange(NUM_ROWS, dtype=torch.int32)
+    tables_RN = torch.arange(num_blocks, dtype=torch.int32).view(NUM_ROWS, -1)
+    places = Places(torch.full_like(rows_T, CONTEXT - 1), rows_T, tables_RN)
+    trained = [x.contiguous().requires_grad_() for x in _normal(generator, 2240, sum(widths)).split(widths, dim=1)]
+    d_TX = _normal(generator, 2240, widths[0])
+
+    def packed(kernels: Kernels) -> object:
+        out_TX = attend_packed(*trained, rope, [70] * 32, settings, kernels=kernels)
+        return torch.autograd.grad(out_TX, trained, d_TX)
+
+    def step(kernels: Kernels) -> object:
+        return attend(*decoded, rope, places, cache_2NW, settings, kernels=kernels)
+
+    return [
+        _against_torch(f"attend {NUM_ROWS} rows at {CONTEXT} tokens", step, num_rounds=7),
+        _against_torch("attend_packed 32x70, with gradients", packed, num_rounds=7),
+    ]
 
 
 def _training(generator: torch.Generator) -> list[Ratio]:

@@ -17,9 +17,9 @@ Uninterrupted = Callable[[str], Mapping[str, object]]
     [
         ("reward", "forward", 6, "reward_model.micro_batch_size (8)"),
         ("reward", "evaluate", 2, "reward_model.micro_batch_size (8)"),
-        ("ppo", "rollout", 6, "rollout.batch_size (64) or rollout.max_new_tokens"),
+        ("ppo", "rollout", 6, "rollout.num_slots (128), rollout.kv_cache_mb or rollout.max_new_tokens"),
         ("ppo", "update/backward", 25, "ppo.micro_batch_size (2)"),
-        ("grpo", "evaluate", 2, "rollout.batch_size (64) or rollout.max_new_tokens"),
+        ("grpo", "evaluate", 2, "rollout.num_slots (128), rollout.kv_cache_mb or rollout.max_new_tokens"),
         ("grpo", "update/forward", 12, "grpo.micro_batch_size (4)"),
         ("grpo", "update/optimizer", 12, "grpo.micro_batch_size (4)"),
     ],

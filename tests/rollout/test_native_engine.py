@@ -1,16 +1,18 @@
 """The native engine against `transformers.generate` and against the trainer: same greedy tokens, same bits."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
 from tunesmith.batch.pack import pack, select
 from tunesmith.batch.rollout import Group, SamplingParams
+from tunesmith.config.sections import ModelSection
 from tunesmith.core.errors import InputError, TrainingError
 from tunesmith.kernels.native import Kernels
 from tunesmith.models.language_model import LanguageModel, language_model
+from tunesmith.models.load import load_policy
 from tunesmith.models.loaded import LoadedModel
 from tunesmith.models.logprob import token_logps
 from tunesmith.models.tiny import tiny_model
@@ -60,10 +62,23 @@ def test_greedy_tokens_are_those_of_generate(family: str) -> None:
     sampling = SamplingParams(max_new_tokens=12, temperature=0.0)
     # In float64 transformers' eager attention gives NaN for padding that lies outside of a window.
     batch_size = 1 if family == "gemma2" else 64
+    num_near_ties = compare_greedily(loaded, asked, sampling, ((1, 5), (7, 30), (200, 200)), batch_size)
+    print(f"{num_near_ties} near-ties")
+    assert num_near_ties < 10
+
+
+def compare_greedily(
+    loaded: LoadedModel,
+    asked: Sequence[Prompt],
+    sampling: SamplingParams,
+    slots_and_counts: Sequence[tuple[int, int]],
+    batch_size: int = 64,
+) -> int:
+    """How many completions part from those of `generate` at a near-tie; at anything else the test fails."""
     plain = open_engine(loaded.model, loaded.tokenizer, backend="transformers", batch_size=batch_size)
     reference = plain.generate(asked, 1, sampling)
     num_near_ties = 0
-    for num_slots, count in ((1, 5), (7, 30), (200, 200)):
+    for num_slots, count in slots_and_counts:
         engine, _ = engine_of(loaded, num_slots=num_slots)
         for ours, theirs in zip(engine.generate(asked[:count], 1, sampling), reference, strict=False):
             mine, other = ours.completions[0].token_ids, theirs.completions[0].token_ids
@@ -71,8 +86,7 @@ def test_greedy_tokens_are_those_of_generate(family: str) -> None:
                 same = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(mine, other, strict=False))))
                 assert near_tie(loaded, theirs.prompt_token_ids, other[:same])
                 num_near_ties += 1
-    print(f"{num_near_ties} near-ties")
-    assert num_near_ties < 10
+    return num_near_ties
 
 
 def trained_logps(model: LanguageModel, groups: Sequence[Group], temperature: float, micro: int) -> torch.Tensor:
@@ -94,10 +108,15 @@ def trained_logps(model: LanguageModel, groups: Sequence[Group], temperature: fl
 @pytest.mark.parametrize("family", DECODERS)
 def test_raw_log_probs_are_the_trainers_to_the_bit(family: str, temperature: float) -> None:
     loaded = tiny_model(family, dtype=torch.bfloat16)
-    for (count, n), num_slots in itertools.product(((1, 1), (2, 1), (7, 1), (8, 4)), (1, 3, 64)):
+    check_exactness(loaded, temperature, (1, 3, 64), num_new=9)
+
+
+def check_exactness(loaded: LoadedModel, temperature: float, slots: Sequence[int], num_new: int) -> None:
+    """Batches of 1, 2, 7 and 32 completions, refilled or not, with and without shared prompts; micro-batches too."""
+    for (count, n), num_slots in itertools.product(((1, 1), (2, 1), (7, 1), (8, 4)), slots):
         engine, model = engine_of(loaded, num_slots=num_slots)
         assert engine.is_exact
-        sampling = SamplingParams(max_new_tokens=9, min_new_tokens=1, temperature=temperature, seed=3)
+        sampling = SamplingParams(max_new_tokens=num_new, min_new_tokens=1, temperature=temperature, seed=3)
         groups = engine.generate(prompts(count, seed=count), n, sampling)
         raw_BT = pack(groups, pad_id=2).raw_logp_BT
         for micro in (1, 3, 32):
@@ -294,3 +313,26 @@ def test_a_model_of_another_family_is_drawn_from_by_transformers(caplog: pytest.
     assert not isinstance(engine, NativeEngine) and not engine.is_exact
     assert "forward hooks" in caplog.text
     assert len(engine.generate(prompts(2), 2, SamplingParams(max_new_tokens=3))[0].completions) == 2
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Callable[[torch.dtype], LoadedModel]:
+    return lambda dtype: load_policy(ModelSection(name="smollm2"), dtype=dtype)
+
+
+@pytest.mark.slow
+def test_greedy_tokens_of_a_real_model_are_those_of_generate(smollm2: Callable[[torch.dtype], LoadedModel]) -> None:
+    loaded = smollm2(torch.float32)
+    sampling = SamplingParams(max_new_tokens=16, temperature=0.0)
+    num_near_ties = compare_greedily(loaded, prompts(200), sampling, ((3, 12), (50, 60), (200, 200)))
+    print(f"{num_near_ties} near-ties in 272 completions")
+    assert num_near_ties < 14
+
+
+@pytest.mark.slow
+@needs_bf16
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_raw_log_probs_of_a_real_model_are_the_trainers_to_the_bit(
+    smollm2: Callable[[torch.dtype], LoadedModel], temperature: float
+) -> None:
+    check_exactness(smollm2(torch.bfloat16), temperature, (3, 64), num_new=8)

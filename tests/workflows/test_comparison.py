@@ -8,6 +8,8 @@ import torch
 from tunesmith.batch.rollout import SamplingParams
 from tunesmith.core.errors import InputError
 from tunesmith.evaluation.compare import recompute
+from tunesmith.kernels.native import Kernels
+from tunesmith.models.language_model import language_model
 from tunesmith.models.tiny import tiny_model
 from tunesmith.rollout.transformers_backend import TransformersEngine
 from tunesmith.schema.records import Prompt
@@ -48,7 +50,10 @@ def test_summed_log_probs_equal_what_the_engine_sampled_by() -> None:
     )
     expected = [sum(completion.logps) for group in groups for completion in group.completions]
     torch.testing.assert_close(
-        torch.tensor(summed_logps(loaded.model)(groups)), torch.tensor(expected), atol=1e-4, rtol=0
+        torch.tensor(summed_logps(language_model(loaded.model, Kernels()))(groups)),
+        torch.tensor(expected),
+        atol=1e-4,
+        rtol=0,
     )
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from tunesmith.cli.live_text import LiveText
 from tunesmith.cli.options import Positional, UseAppendAction, flag, parse
 from tunesmith.cli.output import visible
+from tunesmith.core.allocator import keep_freed_memory
 from tunesmith.core.errors import InputError, RunError
 
 if TYPE_CHECKING:
@@ -140,6 +141,7 @@ def _load(names: Sequence[str], options: ChatOptions) -> list[Speaker]:
     from tunesmith.models.load import load_policy
     from tunesmith.rollout.factory import open_engine
 
+    keep_freed_memory()
     speakers: list[Speaker] = []
     for name in names:
         loaded = load_policy(ModelSection(name=name, trust_remote_code=options.trust_remote_code))

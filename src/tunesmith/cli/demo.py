@@ -23,6 +23,9 @@ class DemoFlags:
     seed: Annotated[int, flag("Seed of everything that is drawn.", metavar="N", shows_default=True)] = 0
     vote: Annotated[bool, flag("You vote, with two keys in the terminal.")] = False
     quick: Annotated[bool, flag("A run of few steps, to see that all parts work.")] = False
+    backend: Annotated[Literal["native", "transformers"], flag("What draws completions.", shows_default=True)] = (
+        "native"
+    )
     out: Annotated[str, flag("Folder for the run folders.", metavar="DIR", shows_default=True)] = "runs"
     json: Annotated[bool, flag("Print one JSON object at the end.")] = False
 
@@ -34,7 +37,14 @@ def demo(words: Sequence[str]) -> None:
     from tunesmith.workflows.demo import DemoOptions, run_demo
 
     with reporting(as_json=flags.json) as output:
-        options = DemoOptions(flags.algorithm, seed=flags.seed, vote=flags.vote, out=flags.out, quick=flags.quick)
+        options = DemoOptions(
+            flags.algorithm,
+            seed=flags.seed,
+            vote=flags.vote,
+            out=flags.out,
+            quick=flags.quick,
+            backend=flags.backend,
+        )
         result = run_demo(options)
         facts = result.to_json()
         output.say(comparison_table(result.comparison, num_samples=_NUM_SAMPLES))

@@ -264,7 +264,8 @@ def _compiler() -> list[Finding]:
             continue
         if answer.returncode == 0 and answer.stdout.strip():
             return [Finding("compiler", answer.stdout.splitlines()[0])]
-    return [Finding("compiler", "no C++ compiler found; nothing needs one")]
+    advice = "install g++ or clang++: without one, rollouts are slower and their log-probs not exact"
+    return [Finding("compiler", "no C++ compiler found", "note", advice)]
 
 
 def _hub() -> list[Finding]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from tunesmith.cli.live_text import LiveText
 from tunesmith.cli.options import Positional, UseAppendAction, flag, parse
 from tunesmith.cli.output import Output, as_plain, reporting, visible, wants_progress
+from tunesmith.core.allocator import keep_freed_memory
 from tunesmith.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -119,6 +120,7 @@ def _complete(model: str, options: GenerateOptions, prompts: "Sequence[Prompt]")
         stop_strings=options.stop,
         seed=options.seed,
     )
+    keep_freed_memory()
     check_request(prompts, options.num_completions, sampling)
     loaded = load_policy(ModelSection(name=model, trust_remote_code=options.trust_remote_code))
     engine = open_engine(loaded.model, loaded.tokenizer, backend=options.backend)

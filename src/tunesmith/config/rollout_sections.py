@@ -53,7 +53,7 @@ class RolloutSection(Section):
         default=1.0, description="Above 1, tokens of the prompt and the completion become less likely; 1 is off."
     )
     num_slots: PositiveInt = Field(
-        default=64, description="Completions that are drawn at a time, by the native engine."
+        default=128, description="Completions that are drawn at a time, by the native engine."
     )
     kv_cache_mb: PositiveInt | None = Field(
         default=None,
@@ -61,7 +61,7 @@ class RolloutSection(Section):
         "quarter of the free memory.",
     )
     unload_during_update: bool = Field(
-        default=False, description="Free cache and packed weights during the update: less memory, more time."
+        default=True, description="Free the native engine's cache and packed weights during the update."
     )
     batch_size: PositiveInt = Field(
         default=64, description="Sequences generated at a time, by the transformers engine."

@@ -4,29 +4,26 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from tunesmith.core.log import get_logger
 from tunesmith.kernels.native import Kernels
 from tunesmith.models.architecture import UnsupportedArchitecture
 from tunesmith.models.decoder import Decoder
 
-_log = get_logger(__name__)
-
 
 @dataclass(frozen=True, slots=True)
 class LanguageModel:
-    """`module` with its flat decoder; `decoder` is None where transformers' own forward is used."""
+    """`module` with its flat decoder. Where transformers' own forward is used it is None, and `reason` says why."""
 
     module: PreTrainedModel
     decoder: Decoder | None
     kernels: Kernels
+    reason: str = ""
 
 
 def language_model(module: PreTrainedModel, kernels: Kernels) -> LanguageModel:
     """`module`, with the flat decoder if it stands on a CPU and is of a family that the decoder knows."""
     if module.device.type != "cpu":
-        return LanguageModel(module, None, kernels)
+        return LanguageModel(module, None, kernels, f"the model is on a device of type {module.device.type}")
     try:
         return LanguageModel(module, Decoder(module, kernels), kernels)
     except UnsupportedArchitecture as error:
-        _log.info("the model is computed by transformers, which is slower than the own decoder: %s", error)
-        return LanguageModel(module, None, kernels)
+        return LanguageModel(module, None, kernels, str(error))

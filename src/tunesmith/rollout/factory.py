@@ -6,12 +6,15 @@ from typing import Literal
 from torch import nn
 
 from tunesmith.core.errors import InputError
+from tunesmith.core.log import get_logger
 from tunesmith.kernels.native import Kernels
 from tunesmith.models.language_model import LanguageModel, language_model
 from tunesmith.models.loaded import PreTrainedModel, PreTrainedTokenizerBase
 from tunesmith.rollout.engine import Engine
 from tunesmith.rollout.native_engine import NativeEngine
 from tunesmith.rollout.transformers_backend import TransformersEngine
+
+_log = get_logger(__name__)
 
 Backend = Literal["native", "transformers"]
 
@@ -23,7 +26,7 @@ def open_engine(
     backend: Backend = "native",
     weight_version: Callable[[], int] = lambda: 0,
     batch_size: int = 64,
-    num_slots: int = 64,
+    num_slots: int = 128,
     kv_cache_mb: int | None = None,
     value_head: nn.Module | None = None,
 ) -> Engine:
@@ -53,5 +56,6 @@ def open_engine(
                 kv_cache_mb=kv_cache_mb,
                 value_head=value_head,
             )
+        _log.info("the rollout engine is transformers, which is slower: %s", known.reason)
     module = model.module if isinstance(model, LanguageModel) else model
     return TransformersEngine(module, tokenizer, weight_version=weight_version, batch_size=batch_size)

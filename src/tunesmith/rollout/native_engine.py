@@ -90,7 +90,7 @@ class NativeEngine:
         tokenizer: PreTrainedTokenizerBase,
         *,
         weight_version: Callable[[], int] = lambda: 0,
-        num_slots: int = 64,
+        num_slots: int = 128,
         kv_cache_mb: int | None = None,
         value_head: nn.Module | None = None,
     ) -> None:

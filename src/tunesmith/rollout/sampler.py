@@ -126,7 +126,7 @@ class SeenTokens:
     def __init__(self, vocabulary_size: int) -> None:
         self._mask_SV = torch.zeros(0, vocabulary_size, dtype=torch.bool)
         self._free: list[int] = []
-        self._rows: dict[int, int] = {}  # by id() of a sequence, which its scheduler keeps alive until it ends
+        self._rows: dict[tuple[int, int], int] = {}  # by request and sample
 
     def of(self, plan: Plan) -> Seen:
         """The rows of `plan.drawn`. The first tokens of a prompt share one, that of the prompt."""
@@ -142,17 +142,17 @@ class SeenTokens:
     def add(self, sequences: Sequence[DrawnSequence], token_B: torch.Tensor) -> None:
         """The first tokens of `token_B` were drawn for these running completions."""
         if sequences:
-            rows = torch.tensor([self._rows[id(sequence)] for sequence in sequences])
+            rows = torch.tensor([self._rows[_name(sequence)] for sequence in sequences])
             self._mask_SV[rows, token_B[: len(sequences)]] = True
 
     def release(self, ended: Sequence[DrawnSequence]) -> None:
         """Rows of completions that have ended are free."""
-        self._free += [self._rows.pop(id(sequence)) for sequence in ended if id(sequence) in self._rows]
+        self._free += [self._rows.pop(_name(sequence)) for sequence in ended if _name(sequence) in self._rows]
 
     def _row(self, sequence: DrawnSequence) -> int:
-        row = self._rows.get(id(sequence))
+        row = self._rows.get(_name(sequence))
         if row is None:
-            row = self._rows[id(sequence)] = self._take((*sequence.prompt_ids, *sequence.token_ids))
+            row = self._rows[_name(sequence)] = self._take((*sequence.prompt_ids, *sequence.token_ids))
         return row
 
     def _take(self, ids: Sequence[int]) -> int:
@@ -166,3 +166,7 @@ class SeenTokens:
         self._mask_SV[row] = False
         self._mask_SV[row, list(ids)] = True
         return row
+
+
+def _name(sequence: DrawnSequence) -> tuple[int, int]:
+    return sequence.request, sequence.sample

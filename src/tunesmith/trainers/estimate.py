@@ -15,7 +15,7 @@ from tunesmith.models.load import count_parameters
 from tunesmith.models.loaded import PreTrainedModel
 from tunesmith.trainers.setup import say
 
-_ROWS_FOR_HALF_SPEED = 160
+_ROWS_FOR_HALF_SPEED = {"native": 20, "transformers": 160}
 """Drawing tokens for this many sequences at a time takes twice as long as scoring them: narrow matrices, a growing
 cache. Fewer sequences take longer in proportion. Measured on two CPU cores.
 """
@@ -51,7 +51,9 @@ def policy_estimate(
     section = cfg.ppo if isinstance(cfg, PPORecipe) else cfg.grpo
     has_reference = section.kl.coef > 0
     is_separate = isinstance(cfg, PPORecipe) and cfg.ppo.critic == "separate"
-    slowdown = 1 + _ROWS_FOR_HALF_SPEED / min(num_sequences, cfg.rollout.batch_size)
+    is_native = cfg.rollout.backend == "native"
+    rows = min(num_sequences, cfg.rollout.num_slots if is_native else cfg.rollout.batch_size)
+    slowdown = 1 + _ROWS_FOR_HALF_SPEED[cfg.rollout.backend] / rows
     passes = 1 + has_reference + num_reward_models + is_separate
     training = section.num_epochs * (2 * num_all + 4 * num_trained) * (1 + is_separate)
     flop = 2 * num_all * (drawn * slowdown + scored * passes) + scored * training
@@ -67,7 +69,8 @@ def policy_estimate(
         * section.micro_batch_size
         * cfg.rollout.max_new_tokens
         * model.config.get_text_config().vocab_size,
-        "cache": _cache_bytes(model, min(num_sequences, cfg.rollout.batch_size) * width),
+        "cache": _cache_bytes(model, rows * width),
+        "packed weights": weight_bytes * is_native,
     }
     return Estimate(num_all, _in_gb(memory), flop, model.dtype)
 

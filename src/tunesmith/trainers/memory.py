@@ -35,8 +35,11 @@ def is_memory_error(error: BaseException) -> bool:
 
 
 def _what_to_lower(cfg: AnyRecipe, stage: str) -> str:
-    if isinstance(cfg, PPORecipe | GRPORecipe) and stage in ("rollout", "evaluate"):
-        return f"rollout.batch_size ({cfg.rollout.batch_size}) or rollout.max_new_tokens"
+    if isinstance(cfg, PPORecipe | GRPORecipe) and stage.split("/")[0] in ("rollout", "evaluate"):
+        rollout = cfg.rollout
+        if rollout.backend == "native":
+            return f"rollout.num_slots ({rollout.num_slots}), rollout.kv_cache_mb or rollout.max_new_tokens"
+        return f"rollout.batch_size ({rollout.batch_size}) or rollout.max_new_tokens"
     section = {"reward": "reward_model"}.get(cfg.algorithm, cfg.algorithm)
     size = getattr(cfg, section).micro_batch_size
     return f"{section}.micro_batch_size ({size}), set model.gradient_checkpointing, or train fewer layers"

@@ -78,6 +78,7 @@ MAY_CHANGE = frozenset(
         "optimizer.learning_rate",
         "optimizer.head_learning_rate",
         "optimizer.max_refused_steps",
+        "rollout.unload_during_update",
         "run.steps",
         "run.log_every",
         "run.sample_every",

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from tunesmith.config.schema import AnyRecipe
+from tunesmith.core.allocator import keep_freed_memory
 from tunesmith.core.errors import ModelError
 from tunesmith.telemetry.environment import usable_cores
 
@@ -52,10 +53,12 @@ class RunResult:
 
 
 def prepare(cfg: AnyRecipe) -> torch.device:
-    """The device to train on, with the thread count of the run and the seeds of all global generators set.
+    """The device to train on, with the thread count of the run and the seeds of all global generators set, and with
+    an allocator that keeps freed memory.
 
     Tunesmith draws new heads alone from them, but a reward function may draw anything.
     """
+    keep_freed_memory()
     torch.set_num_threads(cfg.run.num_threads or usable_cores())
     torch.manual_seed(cfg.run.seed)
     random.seed(cfg.run.seed)

@@ -13,24 +13,26 @@ from tunesmith.batch.rollout import Group, SamplingParams
 from tunesmith.config.sections import ModelSection, PromptsSection, RewardSource
 from tunesmith.data.prompts import load_prompts
 from tunesmith.evaluation.compare import Comparison, Side, compare
+from tunesmith.kernels.native import Kernels
+from tunesmith.models.language_model import LanguageModel, language_model
 from tunesmith.models.load import load_policy
-from tunesmith.models.loaded import LoadedModel, PreTrainedModel
+from tunesmith.models.loaded import LoadedModel
 from tunesmith.models.logprob import token_logps
 from tunesmith.reports.html import write_comparison_report
 from tunesmith.rewards.scorer import Scorer
-from tunesmith.rollout.factory import open_engine
+from tunesmith.rollout.factory import Backend, open_engine
 
 _GROUPS_PER_PASS = 4
 
 
-def summed_logps(model: PreTrainedModel) -> Callable[[Sequence[Group]], list[float]]:
+def summed_logps(model: LanguageModel) -> Callable[[Sequence[Group]], list[float]]:
     """A function from groups to the log-prob in nats of each completion, summed over its tokens, at temperature 1."""
 
     @torch.no_grad()
     def logps(groups: Sequence[Group]) -> list[float]:
         sums: list[float] = []
         for some in chunks(groups, _GROUPS_PER_PASS):
-            batch = pack(some, pad_id=0, device=model.device)
+            batch = pack(some, pad_id=0, device=model.module.device)
             scores = token_logps(model, batch.ids_BS, batch.lengths_B, prompt_lengths_B=batch.prompt_lengths_B)
             sums += scores.logp_BT.double().sum(dim=1).tolist()
         return sums
@@ -38,10 +40,11 @@ def summed_logps(model: PreTrainedModel) -> Callable[[Sequence[Group]], list[flo
     return logps
 
 
-def side(name: str, loaded: LoadedModel, batch_size: int = 64) -> Side:
-    """A loaded model as one side of a comparison."""
-    engine = open_engine(loaded.model, loaded.tokenizer, batch_size=batch_size)
-    return Side(name, engine, summed_logps(loaded.model))
+def side(name: str, loaded: LoadedModel, *, backend: Backend = "native", batch_size: int = 64) -> Side:
+    """A loaded model as one side of a comparison; `backend` draws its completions."""
+    model = language_model(loaded.model, Kernels())
+    engine = open_engine(model, loaded.tokenizer, backend=backend, batch_size=batch_size)
+    return Side(name, engine, summed_logps(model))
 
 
 def run_comparison(

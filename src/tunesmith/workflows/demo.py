@@ -29,7 +29,7 @@ from tunesmith.models.load import load_policy
 from tunesmith.reports.html import write_demo_report
 from tunesmith.rewards.rater import RATER_NAME, SimulatedRater
 from tunesmith.rewards.scorer import Scorer
-from tunesmith.rollout.factory import open_engine
+from tunesmith.rollout.factory import Backend, open_engine
 from tunesmith.schema.records import Pair, Prompt, Vote
 from tunesmith.telemetry.environment import peak_rss_gb
 from tunesmith.telemetry.progress import progress
@@ -62,6 +62,7 @@ class DemoOptions:
     """What the command line offers. `algorithm` trains the policy; the rest of the demo is the same.
 
     `quick` takes a third of the openings, fewer completions and two steps: it shows that all parts work, no more.
+    `backend` draws all completions.
     """
 
     algorithm: Algorithm = "ppo"
@@ -69,6 +70,7 @@ class DemoOptions:
     vote: bool = False
     out: str = "runs"
     quick: bool = False
+    backend: Backend = "native"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +137,13 @@ def prepare(options: DemoOptions) -> Stage:
     chosen = {"algorithm": algorithm, "seed": options.seed, "vote": options.vote}
     folder = RunFolder.create(Path(options.out), "demo", {"demo": chosen})
     overrides: dict[str, object] = {"run.seed": options.seed, "run.dir": str(folder.path)}
+    drawing = {"rollout.backend": options.backend}
     few = {"run.steps": 2} if options.quick else {}
     prompts_per_step = {"ppo": 8, "grpo": 2}[algorithm]
     fewer = {"rollout.prompts_per_step": prompts_per_step, f"{algorithm}.num_minibatches": 1} if options.quick else {}
     reward_recipe = load_recipe("reward", recipe="demo_reward", overrides={**overrides, **few}).recipe
-    policy_recipe = load_recipe(algorithm, recipe=f"demo_{algorithm}", overrides={**overrides, **few, **fewer}).recipe
+    loaded = load_recipe(algorithm, recipe=f"demo_{algorithm}", overrides={**overrides, **drawing, **few, **fewer})
+    policy_recipe = loaded.recipe
     assert isinstance(reward_recipe, RewardRecipe)
     assert isinstance(policy_recipe, PPORecipe | GRPORecipe)
     setup.prepare(policy_recipe)
@@ -166,7 +170,7 @@ def collect_votes(stage: Stage, openings: Sequence[Prompt]) -> Votes:
 def draw_candidates(stage: Stage, openings: Sequence[Prompt], num: int) -> list[Group]:
     """One group for each opening, with `num` completions after each steer."""
     loaded = load_policy(stage.policy_recipe.model)
-    engine = open_engine(loaded.model, loaded.tokenizer, batch_size=128)
+    engine = open_engine(loaded.model, loaded.tokenizer, backend=stage.options.backend, batch_size=128)
     seed = derive(stage.options.seed, "votes")
     sampling = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=VOTE_TEMPERATURE, seed=seed)
     steered = [Prompt(prompt.id, f"{steer}{prompt.content}") for prompt in openings for steer in STEERS]
@@ -227,8 +231,8 @@ def compare_models(
     after = load_policy(stage.policy_recipe.model.model_copy(update={"name": str(policy_run.run_dir)}))
     scorer = Scorer([RewardSource(source=judge)], policy_tokenizer=before.tokenizer)
     return compare(
-        side("before", before, batch_size=128),
-        side("after", after, batch_size=128),
+        side("before", before, backend=stage.options.backend, batch_size=128),
+        side("after", after, backend=stage.options.backend, batch_size=128),
         openings,
         scorer,
         SamplingParams(max_new_tokens=NEW_TOKENS),

@@ -1,0 +1,35 @@
+"""Freed memory stays with the process, where the allocator is glibc's."""
+
+import platform
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import ctypes, sys
+from tunesmith.core.allocator import keep_freed_memory
+
+def resident_mb():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 / 2**20
+
+if sys.argv[1] == "keep":
+    assert keep_freed_memory()
+before = resident_mb()
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+block = libc.malloc(200 * 2**20)
+ctypes.memset(block, 1, 200 * 2**20)
+libc.free(block)
+print(resident_mb() - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has these settings")
+def test_a_large_block_that_is_freed_stays_only_if_asked() -> None:
+    def growth_mb(mode: str) -> float:
+        done = subprocess.run([sys.executable, "-c", PROGRAM, mode], capture_output=True, text=True, check=True)
+        return float(done.stdout)
+
+    assert growth_mb("keep") > 190
+    assert growth_mb("leave") < 20
