@@ -79,21 +79,21 @@ def _attention(generator: torch.Generator) -> list[Ratio]:
     angle_PF = torch.arange(CONTEXT)[:, None] * 10000 ** (-torch.arange(32) / 32)
     rope = Rope(angle_PF.cos(), angle_PF.sin())
     widths = (64 * HEADS, 64 * KV_HEADS, 64 * KV_HEADS)
-    decoded = _normal(generator, NUM_ROWS, sum(widths)).split(widths, dim=1)
+    q_TX, k_TY, v_TY = _normal(generator, NUM_ROWS, sum(widths)).split(widths, dim=1)
     num_blocks = NUM_ROWS * CONTEXT // BLOCK_TOKENS
     cache_2NW = _normal(generator, 2, num_blocks, BLOCK_TOKENS * 64 * KV_HEADS)
     rows_T = torch.arange(NUM_ROWS, dtype=torch.int32)
     tables_RN = torch.arange(num_blocks, dtype=torch.int32).view(NUM_ROWS, -1)
     places = Places(torch.full_like(rows_T, CONTEXT - 1), rows_T, tables_RN)
-    trained = [x.contiguous().requires_grad_() for x in _normal(generator, 2240, sum(widths)).split(widths, dim=1)]
+    leaves = [_normal(generator, 2240, width).requires_grad_() for width in widths]
     d_TX = _normal(generator, 2240, widths[0])
 
     def packed(kernels: Kernels) -> object:
-        out_TX = attend_packed(*trained, rope, [70] * 32, settings, kernels=kernels)
-        return torch.autograd.grad(out_TX, trained, d_TX)
+        out_TX = attend_packed(leaves[0], leaves[1], leaves[2], rope, [70] * 32, settings, kernels=kernels)
+        return torch.autograd.grad(out_TX, leaves, d_TX)
 
     def step(kernels: Kernels) -> object:
-        return attend(*decoded, rope, places, cache_2NW, settings, kernels=kernels)
+        return attend(q_TX, k_TY, v_TY, rope, places, cache_2NW, settings, kernels=kernels)
 
     return [
         _against_torch(f"attend {NUM_ROWS} rows at {CONTEXT} tokens", step, num_rounds=7),

@@ -58,7 +58,7 @@ class RolloutSection(Section):
     kv_cache_mb: PositiveInt | None = Field(
         default=None,
         description="Budget of the native engine's key/value cache; null takes what all slots need at most, up to a "
-        "quarter of the free memory.",
+        "quarter of the machine's memory.",
     )
     unload_during_update: bool = Field(
         default=True, description="Free the native engine's cache and packed weights during the update."

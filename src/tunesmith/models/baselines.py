@@ -1,15 +1,14 @@
 """What transformers itself offers for drawing tokens, as its user would call it: the benchmarks compare with it.
 
-Nothing is recorded on the way (no log-probs, no text), and every setting that is known to make it faster is used.
+Nothing is recorded on the way (no log-probs, no text). The library's code runs as it is shipped.
 Shape legend: B sequences, T positions.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import nn
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel, TrainerCallback
 
 from tunesmith.batch.rollout import SamplingParams
@@ -39,20 +38,14 @@ def generate(
     config = _generation_config(sampling, stop_ids)
     order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
     outputs: list[list[int]] = [[] for _ in rows]
-    head = cast(nn.Module, model.get_output_embeddings())
-    # Prompts leave a strided slice for the output layer; in some shapes torch would copy the weight once for each row.
-    handle = head.register_forward_pre_hook(lambda _, inputs: (inputs[0].contiguous(), *inputs[1:]))
-    try:
-        for start in range(0, len(order), batch_size):
-            chosen = order[start : start + batch_size]
-            width = max(len(rows[index]) for index in chosen)
-            ids_BT = torch.tensor([[0] * (width - len(rows[i])) + list(rows[i]) for i in chosen])
-            mask_BT = torch.tensor([[0] * (width - len(rows[i])) + [1] * len(rows[i]) for i in chosen])
-            all_BT = model.generate(ids_BT, attention_mask=mask_BT, generation_config=config)  # type: ignore[operator]
-            for index, tokens in zip(chosen, all_BT[:, width:].tolist(), strict=True):
-                outputs[index] = _cut(tokens, stop_ids)
-    finally:
-        handle.remove()
+    for start in range(0, len(order), batch_size):
+        chosen = order[start : start + batch_size]
+        width = max(len(rows[index]) for index in chosen)
+        ids_BT = torch.tensor([[0] * (width - len(rows[i])) + list(rows[i]) for i in chosen])
+        mask_BT = torch.tensor([[0] * (width - len(rows[i])) + [1] * len(rows[i]) for i in chosen])
+        all_BT = model.generate(ids_BT, attention_mask=mask_BT, generation_config=config)  # type: ignore[operator]
+        for index, tokens in zip(chosen, all_BT[:, width:].tolist(), strict=True):
+            outputs[index] = _cut(tokens, stop_ids)
     return outputs
 
 

@@ -45,8 +45,9 @@ from tunesmith.schema.records import Prompt
 _PREFILL_TOKENS = 512
 """Tokens of prompts in one step: enough to keep the matrix units busy, few enough that decoding rows do not wait."""
 
-_FREE_MEMORY_SHARE = 0.25
-"""Share of the free memory that the cache may take where no budget is given."""
+_MEMORY_SHARE = 0.25
+"""Share of the machine's memory that the cache may take where no budget is given. Not of what is free now: in float32
+the bits of a completion depend on what is computed beside it, and so on the size of the cache."""
 
 
 @dataclass(slots=True)
@@ -65,6 +66,23 @@ class _Version:
 
     counted: int
     num_changes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """What a call needs at most: prompts, and `num_slots` completions of up to `new_tokens` at a time."""
+
+    num_prompts: int
+    prompt_tokens: int
+    num_slots: int
+    new_tokens: int
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks with which nothing ever waits."""
+        # A completion begins in the middle of a block, of which it may need a copy.
+        of_completions = self.num_slots * (blocks_for(self.new_tokens) + 2)
+        return min(self.num_prompts, 2 * self.num_slots) * blocks_for(self.prompt_tokens) + of_completions
 
 
 @dataclass(slots=True)
@@ -111,7 +129,7 @@ class NativeEngine:
     def is_exact(self) -> bool:
         """True if raw log-probs equal the trainer's to the bit, as measured when the weights were first packed."""
         if self._is_exact is None:
-            self._load(1, 1)
+            self._load(_Size(1, 1, 1, 1))
         return bool(self._is_exact)
 
     def unload(self) -> None:
@@ -168,7 +186,7 @@ class NativeEngine:
         check_prompt_lengths(prompts, lengths, vocabulary_size, context_length, sampling.max_new_tokens)
         stop_ids = frozenset({*stop_token_ids(self._module, self._tokenizer), *sampling.stop_token_ids})
         num_slots = min(self._num_slots, n * len(prompts))
-        loaded = self._load(num_slots, max(lengths) + sampling.max_new_tokens)
+        loaded = self._load(_Size(len(prompts), max(lengths), num_slots, sampling.max_new_tokens))
         tokenizer = self._tokenizer
         scheduler = Scheduler(
             loaded.cache, lambda ids: decode(tokenizer, ids), num_slots=num_slots, prefill_tokens=_PREFILL_TOKENS
@@ -234,25 +252,22 @@ class NativeEngine:
             for prompt, ids, drawn in zip(call.prompts, call.prompt_ids, completions, strict=True)
         ]
 
-    def _load(self, num_slots: int, num_tokens: int) -> _Loaded:
-        """Packed weights of the current version, and a cache for `num_slots` sequences of `num_tokens` tokens.
+    def _load(self, size: _Size) -> _Loaded:
+        """Packed weights of the current version, and a cache for a call of `size`.
 
         Raises:
-            InputError: not even one such sequence fits the budget.
+            InputError: not even one of its sequences fits the budget.
             TrainingError: the packed weights do not give what the trainer computes.
         """
         version = self._version()
-        num_blocks = self._num_blocks(num_slots, num_tokens)
+        num_blocks, num_tables = self._num_blocks(size), 2 * size.num_slots
         loaded = self._loaded
         self._loaded = None  # if anything fails from here on, nothing half-made is left
-        if loaded is None or loaded.cache.num_blocks < num_blocks or loaded.cache.max_tables < 2 * num_slots:
+        if loaded is None or loaded.cache.num_blocks < num_blocks or loaded.cache.max_tables < num_tables:
             runner = loaded.runner if loaded and loaded.version == version else None
             del loaded  # the old cache is freed before the new one is made
-            cache = KVCache(
-                num_blocks,
-                max_tokens=self._decoder.architecture.context_length,
-                max_tables=max(2 * num_slots, len(weight_check.FIRST_CHECK)),
-            )
+            context_length = self._decoder.architecture.context_length
+            cache = KVCache(num_blocks, max_tokens=context_length, max_tables=num_tables)
             storage = allocate_storage(cache_shape(self._decoder.architecture), num_blocks)
             is_fresh = runner is None
             loaded = _Loaded(runner or Runner(self._decoder), version, cache, storage)
@@ -264,29 +279,28 @@ class NativeEngine:
                 loaded.version = version
         if is_fresh:
             self._check_weights(loaded)
+        if not self._is_exact:
+            loaded.cache.invalidate()  # what an earlier call left would change the bits, and a resumed run has none
         self._loaded = loaded
         return loaded
 
     def _version(self) -> _Version:
         return _Version(self._weight_version(), sum(parameter._version for parameter in self._module.parameters()))
 
-    def _num_blocks(self, num_slots: int, num_tokens: int) -> int:
+    def _num_blocks(self, size: _Size) -> int:
         shape = cache_shape(self._decoder.architecture)
         if self._kv_cache_mb is None:
-            budget = int(psutil.virtual_memory().available * _FREE_MEMORY_SHARE)
+            budget = int(psutil.virtual_memory().total * _MEMORY_SHARE)
         else:
             budget = self._kv_cache_mb * 2**20
-        # Each completion may need a copy of its prompt's last block besides.
-        wanted = num_slots * (blocks_for(num_tokens) + 1) + sum(map(blocks_for, weight_check.FIRST_CHECK))
-        return min(wanted, num_blocks_for(budget, shape, max_tokens=num_tokens))
+        longest = size.prompt_tokens + size.new_tokens
+        return min(size.num_blocks, num_blocks_for(budget, shape, max_tokens=longest))
 
     def _check_weights(self, loaded: _Loaded) -> None:
         dtype = self._decoder.architecture.dtype
         is_first = self._is_exact is None
-        lengths = weight_check.FIRST_CHECK if is_first else weight_check.LATER_CHECK
-        difference = weight_check.largest_difference(
-            self._decoder, loaded.runner, loaded.cache, loaded.storage, lengths
-        )
+        check = weight_check.FIRST_CHECK if is_first else weight_check.LATER_CHECK
+        difference = weight_check.largest_difference(self._decoder, loaded.runner, check)
         if is_first:
             # In float32 a linear map of few rows may agree by chance with one of many.
             self._is_exact = difference == 0 and dtype == torch.bfloat16

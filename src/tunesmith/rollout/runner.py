@@ -55,10 +55,17 @@ def pack(projection: Projection) -> PackedLinear:
             weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in zip(parts, biases, strict=True)
         ]
         bias_O = torch.cat(filled)  # type: ignore[arg-type]
-    if weight_OI.dtype in (torch.bfloat16, torch.float32) and torch.backends.mkldnn.is_available():
+    if _can_be_packed(weight_OI.dtype):
         packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, _PACKED_ROWS)
         return PackedLinear(packed, bias_O, projection.sizes, is_packed=True)
     return PackedLinear(weight_OI.clone(), bias_O, projection.sizes, is_packed=False)
+
+
+def _can_be_packed(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available():
+        return False
+    # oneDNN refuses bfloat16 on processors that it has no code for.
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def cache_shape(architecture: Architecture) -> CacheShape:

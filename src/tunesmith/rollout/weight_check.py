@@ -4,38 +4,50 @@ The engine works on a packed copy of the weights. If an update were missed, or a
 with log-probs of another model, and nothing else would say so.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from tunesmith.core.errors import TrainingError
 from tunesmith.kernels.sample.api import score
 from tunesmith.models.decoder import Decoder, OnLayer
-from tunesmith.rollout.kv_cache import KVCache
-from tunesmith.rollout.runner import Runner
+from tunesmith.rollout.kv_cache import KVCache, allocate_storage, blocks_for
+from tunesmith.rollout.runner import Runner, cache_shape
 from tunesmith.rollout.scheduler import Rows
 
-FIRST_CHECK = (7, 40, 24)
-"""Lengths of the sequences that are scored when weights are packed for the first time."""
 
-LATER_CHECK = (16,)
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Lengths of the sequences, and how many tokens the engine takes at a time behind their first half."""
+
+    lengths: tuple[int, ...]
+    step: int
+
+
+FIRST_CHECK = Check((7, 40, 24), step=1)
+"""When weights are packed for the first time: token by token, as completions are drawn."""
+
+LATER_CHECK = Check((16,), step=8)
+"""After each update: three short passes."""
 
 MAX_DIFFERENCE = {torch.bfloat16: 0.5, torch.float16: 0.5, torch.float32: 1e-2, torch.float64: 1e-6}
 """Nats by which two right computations in that dtype may differ on one token; several times what was measured."""
 
 
 @torch.no_grad()
-def largest_difference(
-    decoder: Decoder, runner: Runner, cache: KVCache, storage: torch.Tensor, lengths: Sequence[int]
-) -> float:
+def largest_difference(decoder: Decoder, runner: Runner, check: Check) -> float:
     """Largest absolute difference in nats between the engine's and the trainer's log-prob of a fixed token.
 
-    The trainer takes all sequences in one pass, the engine takes the first half of each as one chunk and the rest token
-    by token, so both ways of the cache are used. The cache must be free. Sequences are cut to the model's context.
+    The trainer takes all sequences in one pass, the engine in steps that read what earlier ones have cached. Sequences
+    are cut to the model's context.
+
+    Raises:
+        TrainingError: the trainer's own logits are not finite; the message names the layer.
     """
     longest = decoder.architecture.context_length
     vocabulary_size = decoder.architecture.head.sizes[0]
-    cut = [min(length, longest) for length in lengths]
+    cut = [min(length, longest) for length in check.lengths]
     ids = [[(7919 * (i + 1) + 104729 * row) % vocabulary_size for i in range(cut[row])] for row in range(len(cut))]
     flat_T = torch.tensor([token for row in ids for token in row])
     target_T = flat_T.roll(-1)  # any fixed token will do, also behind the end of a sequence
@@ -45,36 +57,33 @@ def largest_difference(
         place = first_bad_layer(lambda look: decoder.hidden_states(flat_T, cut, on_layer=look))
         raise TrainingError(not_finite(place))
     trained_T = score(logits_TV, target_T, ones_T, kernels=decoder.kernels)
-    drawn_TH = torch.cat(_in_steps(runner, cache, storage, ids))
+    num_blocks = sum(map(blocks_for, cut))
+    cache = KVCache(num_blocks, max_tokens=max(cut), max_tables=len(cut))
+    storage = allocate_storage(cache_shape(decoder.architecture), num_blocks)
+    drawn_TH = torch.cat(_in_steps(runner, cache, storage, ids, check.step))
     drawn_T = score(runner.logits(drawn_TH), target_T, ones_T, kernels=decoder.kernels)
     return float((drawn_T - trained_T).abs().max())
 
 
-def _in_steps(runner: Runner, cache: KVCache, storage: torch.Tensor, ids: list[list[int]]) -> list[torch.Tensor]:
-    """Hidden states of each sequence, computed as decoding would."""
+def _in_steps(
+    runner: Runner, cache: KVCache, storage: torch.Tensor, ids: list[list[int]], step: int
+) -> list[torch.Tensor]:
+    """Hidden states of each sequence: of its first half at once, then of `step` tokens at a time."""
     tables = [cache.allocate(row) for row in ids]
-    halves = [-(-len(row) // 2) for row in ids]
     hidden: list[list[torch.Tensor]] = [[] for _ in ids]
-    first = Rows()
-    for row, table, half in zip(ids, tables, halves, strict=True):
-        first.token_ids.extend(row[:half])
-        first.positions.extend(range(half))
-        first.table_rows.extend([table.row] * half)
-    done_TH = runner.hidden_states(first, storage, cache.block_tables)
-    for row, part_TH in enumerate(done_TH.split(halves)):
-        hidden[row].append(part_TH)
-    for step in range(max(len(row) - half for row, half in zip(ids, halves, strict=True))):
-        going = [row for row in range(len(ids)) if halves[row] + step < len(ids[row])]
-        tokens = Rows(
-            [ids[row][halves[row] + step] for row in going],
-            [halves[row] + step for row in going],
-            [tables[row].row for row in going],
-        )
+    start, stop = [0 for _ in ids], [-(-len(row) // 2) for row in ids]
+    while any(start[row] < len(ids[row]) for row in range(len(ids))):
+        tokens = Rows()
+        for row, table in enumerate(tables):
+            here = range(start[row], stop[row])
+            tokens.token_ids.extend(ids[row][start[row] : stop[row]])
+            tokens.positions.extend(here)
+            tokens.table_rows.extend([table.row] * len(here))
         done_TH = runner.hidden_states(tokens, storage, cache.block_tables)
-        for row, part_TH in zip(going, done_TH.split(1), strict=True):
+        counts = [stop[row] - start[row] for row in range(len(ids))]
+        for row, part_TH in enumerate(done_TH.split(counts)):
             hidden[row].append(part_TH)
-    for table in reversed(tables):
-        cache.free(table)
+        start, stop = stop, [min(stop[row] + step, len(ids[row])) for row in range(len(ids))]
     return [torch.cat(parts) for parts in hidden]
 
 
