@@ -37,7 +37,7 @@ class PackedLinear:
     def __call__(self, x_TI: torch.Tensor) -> Sequence[torch.Tensor]:
         """The outputs, views of one tensor `[T, sum(sizes)]`."""
         if self.is_packed:
-            y_TO = torch.ops.mkldnn._linear_pointwise(x_TI, self.weight, self.bias, "none", [], "")
+            y_TO = torch.ops.mkldnn._linear_pointwise.default(x_TI, self.weight, self.bias, "none", [], "")
         else:
             y_TO = linear(x_TI, self.weight, self.bias)
         return (y_TO,) if len(self.sizes) == 1 else y_TO.split(self.sizes, dim=-1)

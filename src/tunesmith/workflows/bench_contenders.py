@@ -14,6 +14,7 @@ import torch
 from tunesmith.batch.pack import pack
 from tunesmith.batch.rollout import Group
 from tunesmith.config.sections import ModelSection
+from tunesmith.core.allocator import keep_freed_memory
 from tunesmith.core.errors import InputError, TrainingError
 from tunesmith.kernels.native import Kernels
 from tunesmith.models import baselines
@@ -112,6 +113,7 @@ class EngineContender:
     """
 
     def __init__(self, settings: EngineSettings) -> None:
+        keep_freed_memory()  # as our trainings and commands do
         loaded = _load(settings.model)
         self._policy = language_model(loaded.model, Kernels())  # as the trainers have it
         self._version = 0

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, Protocol
 
-from tunesmith.core.allocator import keep_freed_memory
 from tunesmith.core.errors import InputError, TrainingError
 
 _LOG_LINES = 20
@@ -138,11 +137,7 @@ def serve(build: Callable[[Any], Contender], settings: object, server: Server) -
 
 
 def main(target: str, descriptor: str) -> None:
-    """Run the function `module:name` of `target` with the settings that come first and a `Server`.
-
-    Every contender gets the allocator that our trainings give themselves, so that no ratio comes from there.
-    """
-    keep_freed_memory()
+    """Run the function `module:name` of `target` with the settings that come first and a `Server`."""
     connection = Connection(int(descriptor))
     settings = connection.recv()
     module, _, name = target.partition(":")

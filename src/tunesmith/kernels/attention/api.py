@@ -212,7 +212,9 @@ def _native(
     num_tables, table_width = tables_RN.shape
     arguments = _AttendArguments(
         *_layer(q_TX, rope, settings),
-        *(tensor.data_ptr() for tensor in (q_TX, k_TY, v_TY, cache_2NW[0], cache_2NW[1], out_TX)),
+        *(tensor.data_ptr() for tensor in (q_TX, k_TY, v_TY, cache_2NW)),
+        cache_2NW.data_ptr() + cache_2NW.stride(0) * cache_2NW.element_size(),
+        out_TX.data_ptr(),
         *(tensor.data_ptr() for tensor in (positions_T, rows_T, tables_RN)),
         len(q_TX),
         *(tensor.stride(0) for tensor in (q_TX, k_TY, v_TY)),
@@ -228,7 +230,10 @@ def _native(
 
 
 def _float32(rope: Rope | None) -> Rope | None:
-    return rope and Rope(rope.cos_PF.float().contiguous(), rope.sin_PF.float().contiguous())
+    """`rope` as the kernel reads it; itself, if it is that already, because every layer of every step asks."""
+    if rope is None or all(x.dtype == torch.float32 and x.is_contiguous() for x in (rope.cos_PF, rope.sin_PF)):
+        return rope
+    return Rope(rope.cos_PF.float().contiguous(), rope.sin_PF.float().contiguous())
 
 
 def _layer(q_TX: torch.Tensor, rope: Rope | None, settings: AttentionSettings) -> tuple[float | None, ...]:
