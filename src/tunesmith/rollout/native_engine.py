@@ -3,7 +3,6 @@
 Shape legend: R rows that are drawn from, H hidden, V vocabulary.
 """
 
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -11,21 +10,19 @@ import psutil
 import torch
 from torch import nn
 
-from tunesmith.batch.rollout import Completion, Group, SamplingParams
+from tunesmith.batch.rollout import Group, SamplingParams
 from tunesmith.core.errors import InputError, TrainingError
 from tunesmith.core.trace import span
 from tunesmith.kernels.sample.records import Sampled
 from tunesmith.models.decoder import Decoder
 from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.loaded import PreTrainedModel, PreTrainedTokenizerBase
-from tunesmith.models.tokenizer import decode, encode_prompt, stop_token_ids
 from tunesmith.rollout import weight_check
+from tunesmith.rollout.asked import Asked, ask
 from tunesmith.rollout.engine import (
     GenerationInterrupted,
     OnProgress,
     OnText,
-    check_prompt_lengths,
-    check_request,
 )
 from tunesmith.rollout.kv_cache import (
     KVCache,
@@ -37,8 +34,6 @@ from tunesmith.rollout.kv_cache import (
 from tunesmith.rollout.runner import Runner, cache_shape
 from tunesmith.rollout.sampler import Sampler, noise_keys
 from tunesmith.rollout.scheduler import Plan, Request, Scheduler
-from tunesmith.rollout.sequence import Limits
-from tunesmith.rollout.sequence import Sequence as DrawnSequence
 from tunesmith.rollout.text_stream import Watch
 from tunesmith.schema.records import Prompt
 
@@ -89,8 +84,7 @@ class _Size:
 class _Call:
     """One call of `generate`."""
 
-    prompts: Sequence[Prompt]
-    prompt_ids: list[tuple[int, ...]]
+    asked: Asked
     scheduler: Scheduler
     sampler: Sampler
     watch: Watch
@@ -165,7 +159,7 @@ class NativeEngine:
             raise
         finally:
             finished = call.scheduler.cancel_all()
-        groups = self._groups(call, finished, version)
+        groups = call.asked.groups(finished, version)
         if interrupted:
             raise GenerationInterrupted([group for group in groups if group.completions])
         return groups
@@ -178,31 +172,21 @@ class NativeEngine:
         on_progress: OnProgress | None,
         on_text: OnText | None,
     ) -> _Call:
-        vocabulary_size = self._module.config.get_text_config().vocab_size
-        check_request(prompts, n, sampling, vocabulary_size=vocabulary_size)
-        prompt_ids = [encode_prompt(self._tokenizer, prompt) for prompt in prompts]
-        lengths = [len(ids) for ids in prompt_ids]
-        context_length = self._decoder.architecture.context_length
-        check_prompt_lengths(prompts, lengths, vocabulary_size, context_length, sampling.max_new_tokens)
-        stop_ids = frozenset({*stop_token_ids(self._module, self._tokenizer), *sampling.stop_token_ids})
-        num_slots = min(self._num_slots, n * len(prompts))
-        loaded = self._load(_Size(len(prompts), max(lengths), num_slots, sampling.max_new_tokens))
-        tokenizer = self._tokenizer
-        scheduler = Scheduler(
-            loaded.cache, lambda ids: decode(tokenizer, ids), num_slots=num_slots, prefill_tokens=_PREFILL_TOKENS
-        )
-        limits = Limits(sampling.max_new_tokens, sampling.min_new_tokens, stop_ids, sampling.stop_strings)
-        scheduler.add(Request(index, tuple(ids), n, limits) for index, ids in enumerate(prompt_ids))
+        asked = ask(self._module, self._tokenizer, prompts, n, sampling)
+        num_slots = min(self._num_slots, asked.num_completions)
+        longest = max(map(len, asked.prompt_ids))
+        loaded = self._load(_Size(len(prompts), longest, num_slots, sampling.max_new_tokens))
+        scheduler = Scheduler(loaded.cache, asked.decode, num_slots=num_slots, prefill_tokens=_PREFILL_TOKENS)
+        scheduler.add(Request(index, ids, n, asked.limits) for index, ids in enumerate(asked.prompt_ids))
         sampler = Sampler(
             sampling,
-            seed=secrets.randbits(62) if sampling.seed is None else sampling.seed,
-            stop_ids=stop_ids,
-            keys=noise_keys(prompt_ids, n),
-            vocabulary_size=vocabulary_size,
+            seed=asked.seed,
+            stop_ids=asked.limits.stop_ids,
+            keys=noise_keys(asked.prompt_ids, n),
+            vocabulary_size=asked.vocabulary_size,
             kernels=self._kernels,
         )
-        watch = Watch(n * len(prompts), on_progress, on_text)
-        return _Call(prompts, [tuple(ids) for ids in prompt_ids], scheduler, sampler, watch)
+        return _Call(asked, scheduler, sampler, Watch(asked.num_completions, on_progress, on_text))
 
     def _draw_all(self, call: _Call) -> None:
         """The loop of the engine: plan a step, compute it, draw from it, take what was drawn."""
@@ -242,15 +226,6 @@ class NativeEngine:
             return
         for sequence, value in zip(plan.drawn, self._value_head(hidden_RH).tolist(), strict=True):
             sequence.values.append(value)
-
-    def _groups(self, call: _Call, finished: Sequence[DrawnSequence], version: int) -> list[Group]:
-        completions: list[list[Completion]] = [[] for _ in call.prompts]
-        for sequence in finished:
-            completions[sequence.request].append(_completion(sequence))
-        return [
-            Group(prompt, ids, tuple(drawn), version)
-            for prompt, ids, drawn in zip(call.prompts, call.prompt_ids, completions, strict=True)
-        ]
 
     def _load(self, size: _Size) -> _Loaded:
         """Packed weights of the current version, and a cache for a call of `size`.
@@ -311,15 +286,3 @@ class NativeEngine:
                 f"{allowed:g} is allowed, with weights of version {loaded.version.counted}: its packed weights are not "
                 "the trained ones, or these are not finite. Train on with rollout.backend transformers, and report it"
             )
-
-
-def _completion(sequence: DrawnSequence) -> Completion:
-    assert sequence.finish_reason is not None, "only finished completions are given out"
-    return Completion(
-        tuple(sequence.token_ids),
-        tuple(sequence.logps),
-        tuple(sequence.raw_logps),
-        sequence.text,
-        sequence.finish_reason,
-        tuple(sequence.values) if sequence.values else None,
-    )

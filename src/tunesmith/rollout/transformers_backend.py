@@ -4,7 +4,6 @@ model that transformers loads.
 Shape legend: B sequences, T tokens, V vocabulary.
 """
 
-import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -22,17 +21,14 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from tunesmith.batch.rollout import Completion, Group, SamplingParams
+from tunesmith.batch.rollout import Group, SamplingParams
 from tunesmith.core.seeds import derive
-from tunesmith.models.loaded import context_length
-from tunesmith.models.tokenizer import decode, encode_prompt, stop_token_ids
 from tunesmith.rollout import sequence
-from tunesmith.rollout.engine import GenerationInterrupted, OnProgress, OnText, check_prompt_lengths, check_request
+from tunesmith.rollout.asked import ask
+from tunesmith.rollout.engine import GenerationInterrupted, OnProgress, OnText
 from tunesmith.rollout.text_stream import Watch
 from tunesmith.rollout.transformers_draw import Draw, Filter
 from tunesmith.schema.records import Prompt
-
-_UNKNOWN_CONTEXT = 1_000_000
 
 
 class TransformersEngine:
@@ -80,30 +76,23 @@ class TransformersEngine:
             TrainingError: if the model's logits are not finite, or bias and penalty leave no token.
             GenerationInterrupted: on Ctrl-C, with what was finished by then.
         """
-        vocabulary_size = self._model.config.get_text_config().vocab_size
-        check_request(prompts, n, sampling, vocabulary_size=vocabulary_size)
-        prompt_ids = [encode_prompt(self._tokenizer, prompt) for prompt in prompts]
-        lengths = [len(ids) for ids in prompt_ids]
-        room = context_length(self._model) or _UNKNOWN_CONTEXT
-        check_prompt_lengths(prompts, lengths, vocabulary_size, room, sampling.max_new_tokens)
-        limits = self._limits(sampling)
+        asked = ask(self._model, self._tokenizer, prompts, n, sampling)
         version = self._weight_version()
         rows = [
-            sequence.Sequence(index, sample, ids, limits, self._decode)
-            for index, ids in enumerate(prompt_ids)
+            sequence.Sequence(index, sample, ids, asked.limits, asked.decode)
+            for index, ids in enumerate(asked.prompt_ids)
             for sample in range(n)
         ]
         try:
-            self._draw(rows, sampling, Watch(len(rows), on_progress, on_text))
+            self._draw(rows, sampling, asked.seed, Watch(len(rows), on_progress, on_text))
         except KeyboardInterrupt as interrupt:
-            groups = _groups([row for row in rows if row.finish_reason], prompts, prompt_ids, version)
+            groups = asked.groups([row for row in rows if row.finish_reason], version)
             raise GenerationInterrupted([group for group in groups if group.completions]) from interrupt
-        return _groups(rows, prompts, prompt_ids, version)
+        return asked.groups(rows, version)
 
     @torch.no_grad()
-    def _draw(self, rows: Sequence[sequence.Sequence], sampling: SamplingParams, watch: Watch) -> None:
+    def _draw(self, rows: Sequence[sequence.Sequence], sampling: SamplingParams, seed: int, watch: Watch) -> None:
         """Draw until every one of `rows` has ended."""
-        seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
         device = self._model.device
         was_training = self._model.training
         self._model.eval()
@@ -135,13 +124,6 @@ class TransformersEngine:
             stopping_criteria=StoppingCriteriaList([_Criterion(draw)]),
         )
 
-    def _limits(self, sampling: SamplingParams) -> sequence.Limits:
-        stop_ids = frozenset({*stop_token_ids(self._model, self._tokenizer), *sampling.stop_token_ids})
-        return sequence.Limits(sampling.max_new_tokens, sampling.min_new_tokens, stop_ids, sampling.stop_strings)
-
-    def _decode(self, token_ids: list[int]) -> str:
-        return decode(self._tokenizer, token_ids)
-
 
 class _Processor(LogitsProcessor):
     def __init__(self, draw: Draw) -> None:
@@ -170,24 +152,6 @@ def _filters(sampling: SamplingParams) -> list[Filter]:
     if sampling.min_p > 0:
         filters.append(MinPLogitsWarper(sampling.min_p))  # type: ignore[arg-type]
     return filters
-
-
-def _groups(
-    rows: Sequence[sequence.Sequence],
-    prompts: Sequence[Prompt],
-    prompt_ids: Sequence[tuple[int, ...]],
-    version: int,
-) -> list[Group]:
-    completions: list[list[Completion]] = [[] for _ in prompts]
-    for row in rows:
-        assert row.finish_reason is not None, "generate returned before its completions ended"
-        completions[row.request].append(
-            Completion(tuple(row.token_ids), tuple(row.logps), tuple(row.raw_logps), row.text, row.finish_reason)
-        )
-    return [
-        Group(prompt, ids, tuple(drawn), version)
-        for prompt, ids, drawn in zip(prompts, prompt_ids, completions, strict=True)
-    ]
 
 
 def _generation_config(sampling: SamplingParams, limits: sequence.Limits, fill: int) -> GenerationConfig:
