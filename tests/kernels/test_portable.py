@@ -30,7 +30,7 @@ def portable(request, require, tmp_path_factory) -> Kernels:
         patch.setenv("TUNESMITH_CACHE", str(tmp_path_factory.mktemp(f"cache-{request.param}")))
         flags = tuple(flag.replace("native", request.param) for flag in compiled.FLAGS)
         patch.setattr(compiled, "FLAGS", flags)
-        for op in ("sample", "rms_norm", "gated", "logprob"):
+        for op in ("sample", "rms_norm", "gated", "linear", "logprob"):
             assert kernels.library(op, torch.device("cpu")) is not None
     return kernels
 

@@ -8,10 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import linear
+from torch import nn
 
 from tunesmith.kernels.attention.api import attend
 from tunesmith.kernels.attention.records import Places
+from tunesmith.kernels.linear.api import PackedWeight, block_like_torch, linear
+from tunesmith.kernels.linear.api import pack as pack_panels
+from tunesmith.kernels.native import Kernels
 from tunesmith.models import decoder as flat
 from tunesmith.models.architecture import Architecture, Block, Projection, weight_of
 from tunesmith.models.decoder import Decoder, OnLayer, Pass
@@ -27,38 +30,63 @@ _PACKED_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """The weights of a projection side by side, in the layout of oneDNN where `is_packed`."""
+    """The weights of a projection side by side: in panels for our kernel, in the layout of oneDNN, or as they stand."""
 
-    weight: torch.Tensor
+    weight: PackedWeight | torch.Tensor
     bias: torch.Tensor | None
     sizes: tuple[int, ...]
-    is_packed: bool
 
     def __call__(self, x_TI: torch.Tensor) -> Sequence[torch.Tensor]:
         """The outputs, views of one tensor `[T, sum(sizes)]`."""
-        if self.is_packed:
+        if isinstance(self.weight, PackedWeight):
+            y_TO = linear(x_TI, self.weight, self.bias)
+        elif self.weight.is_mkldnn:
             y_TO = torch.ops.mkldnn._linear_pointwise.default(x_TI, self.weight, self.bias, "none", [], "")
         else:
-            y_TO = linear(x_TI, self.weight, self.bias)
-        return (y_TO,) if len(self.sizes) == 1 else y_TO.split(self.sizes, dim=-1)
+            y_TO = nn.functional.linear(x_TI, self.weight, self.bias)
+        return (
+            (y_TO,) if len(self.sizes) == 1 else y_TO.split_with_sizes(self.sizes, -1)
+        )  # `split` is Python, and slower
 
 
-@torch.no_grad()
-def pack(projection: Projection) -> PackedLinear:
-    """A copy of the projection's weights as they are now."""
-    parts = [weight_of(module) for module in projection.modules]
-    weight_OI = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
+class Packer:
+    """Packs projections; what suits a shape is tried out once, when the first weight of that shape comes."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self._blocks: dict[torch.Size, int | None] = {}
+
+    @torch.no_grad()
+    def pack(self, projection: Projection) -> PackedLinear:
+        """A copy of the projection's weights as they are now."""
+        parts = [weight_of(module) for module in projection.modules]
+        weight_OI = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
+        bias_O = _joined_bias(projection, parts)
+        block = self._block(weight_OI)
+        if block is not None:
+            return PackedLinear(pack_panels(weight_OI, block, kernels=self._kernels), bias_O, projection.sizes)
+        if _can_be_packed(weight_OI.dtype):
+            packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, _PACKED_ROWS)
+            return PackedLinear(packed, bias_O, projection.sizes)
+        return PackedLinear(weight_OI.clone(), bias_O, projection.sizes)
+
+    def _block(self, weight_OI: torch.Tensor) -> int | None:
+        """Inputs that our kernel must sum at a time to have the bits of torch; None where it has none."""
+        if weight_OI.dtype != torch.bfloat16:
+            return None
+        if weight_OI.shape not in self._blocks:
+            self._blocks[weight_OI.shape] = block_like_torch(*weight_OI.shape, kernels=self._kernels)
+        return self._blocks[weight_OI.shape]
+
+
+def _joined_bias(projection: Projection, parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
     biases = [module.bias for module in projection.modules]
-    bias_O: torch.Tensor | None = None
-    if any(bias is not None for bias in biases):
-        filled = [
-            weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in zip(parts, biases, strict=True)
-        ]
-        bias_O = torch.cat(filled)  # type: ignore[arg-type]
-    if _can_be_packed(weight_OI.dtype):
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, _PACKED_ROWS)
-        return PackedLinear(packed, bias_O, projection.sizes, is_packed=True)
-    return PackedLinear(weight_OI.clone(), bias_O, projection.sizes, is_packed=False)
+    if all(bias is None for bias in biases):
+        return None
+    filled = [
+        weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in zip(parts, biases, strict=True)
+    ]
+    return torch.cat(filled)  # type: ignore[arg-type]
 
 
 def _can_be_packed(dtype: torch.dtype) -> bool:
@@ -94,6 +122,7 @@ class Runner:
             for projection in (block.qkv, block.out, block.gate_up, block.down)
         ]
         self._projections.append(architecture.head)
+        self._packer = Packer(decoder.kernels)
         self._packed: dict[int, PackedLinear] = {}
         self.repack()
 
@@ -101,7 +130,7 @@ class Runner:
         """Pack the weights as they are now; one projection after the other, so that there are never two of all."""
         for projection in self._projections:
             self._packed.pop(id(projection), None)
-            self._packed[id(projection)] = pack(projection)
+            self._packed[id(projection)] = self._packer.pack(projection)
 
     @torch.no_grad()
     def run(

@@ -30,7 +30,7 @@ from tunesmith.workflows.bench_contenders import (
 from tunesmith.workflows.bench_equality import Equality, compare_greedy
 from tunesmith.workflows.bench_figures import Spread, paired, percentile_95
 from tunesmith.workflows.bench_process import Process
-from tunesmith.workflows.bench_roofline import SHOWN_ROWS, MeasureRows, Rates, ideal, needed_rows
+from tunesmith.workflows.bench_roofline import SHOWN_ROWS, MeasureRows, ProductRates, Rates, ideal, needed_rows
 from tunesmith.workflows.bench_workloads import NAMES, Workload, workload
 
 BASELINES = ("transformers", "transformers-cb")
@@ -103,7 +103,7 @@ class Measured:
     work: Workload
     ours: Entry
     others: list[Entry]
-    rates: list[Rates]
+    rates: list[ProductRates]
     loads: list[Load]
     equality: Equality
     calibration: Mapping[str, float]
@@ -114,21 +114,15 @@ class Measured:
         """Figures of the workload. The ratio without a name is to `generate` at its fastest."""
         generate = [entry for entry in self.others if entry.setting and entry.setting.way == "generate"]
         fastest = max(generate or self.others, key=lambda entry: statistics.median(entry.tokens_per_s))
-        ideals_s = [
-            ideal(self.work, item.whole.lengths, rates).seconds
-            for item, rates in zip(self.ours.rounds, self.rates, strict=True)
-        ]
-        shares = [ideal_s / item.whole.seconds for ideal_s, item in zip(ideals_s, self.ours.rounds, strict=True)]
+        roofline = self._roofline([rates.fastest for rates in self.rates])
+        of_torch = self._roofline([rates.torch for rates in self.rates])
         return {
             **self._ratio(fastest).facts("ratio"),
             "against": fastest.label,
             "ratios": {entry.label: self._ratio(entry).facts("ratio") for entry in self.others},
             **self.ours.facts(self.work),
-            "roofline_share": statistics.median(shares),
-            "roofline": {
-                "ideal_s": statistics.median(ideals_s),
-                "gflops": {str(n): statistics.median(rates.gflops(n) for rates in self.rates) for n in SHOWN_ROWS},
-            },
+            "roofline_share": roofline["share"],
+            "roofline": {**roofline, "torch_products": of_torch},
             "greedy_equal": self.equality.is_equal,
             "greedy": {
                 "sequences": self.equality.num_sequences,
@@ -148,6 +142,19 @@ class Measured:
                 "load_average": max(load.load_average for load in self.loads),
                 "other_busy_cores": Spread.of([load.other_busy_cores for load in self.loads]).facts("cores"),
             },
+        }
+
+    def _roofline(self, rates: Sequence[Rates]) -> dict[str, object]:
+        """Time of the products alone, and our share of it, with the rates of each round."""
+        ideals_s = [
+            ideal(self.work, item.whole.lengths, rate).seconds
+            for item, rate in zip(self.ours.rounds, rates, strict=True)
+        ]
+        shares = [ideal_s / item.whole.seconds for ideal_s, item in zip(ideals_s, self.ours.rounds, strict=True)]
+        return {
+            "share": statistics.median(shares),
+            "ideal_s": statistics.median(ideals_s),
+            "gflops": {str(count): statistics.median(rate.gflops(count) for rate in rates) for count in SHOWN_ROWS},
         }
 
     def _ratio(self, entry: Entry) -> Spread:
@@ -261,10 +268,10 @@ def _calibrated(
 
 def _rounds(
     entries: Sequence[Entry], gemm: Process, work: Workload, options: RolloutBench, say: Say
-) -> tuple[list[Rates], list[Load]]:
+) -> tuple[list[ProductRates], list[Load]]:
     """Every contender draws once in each round; who begins changes from round to round."""
     prompts_only = replace(work, sampling=replace(work.sampling, max_new_tokens=1), is_exact_length=True)
-    rates: list[Rates] = []
+    rates: list[ProductRates] = []
     loads: list[Load] = []
     for index in range(options.num_rounds):
         loads.append(measure_load())

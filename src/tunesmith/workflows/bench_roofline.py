@@ -1,5 +1,6 @@
 """The roofline of drawing tokens on a CPU: the model's matrix products alone, at the rate measured in the same run.
 
+The rate is that of the faster of torch's products and the engine's own, which in bfloat16 are the same to the bit.
 Each product has the weight of its own layer, as in a real pass: a single weight, used again and again, would stay in
 the cache and promise what no engine can reach. Shape legend: M rows, I inputs, O outputs.
 """
@@ -13,6 +14,8 @@ import torch
 from torch import nn
 
 from tunesmith.config.sections import ModelSection
+from tunesmith.kernels.linear.api import block_like_torch, linear, pack
+from tunesmith.kernels.native import Kernels
 from tunesmith.models.load import load_policy
 from tunesmith.models.loaded import PreTrainedModel
 from tunesmith.workflows.bench_contenders import ModelSettings
@@ -40,6 +43,14 @@ class Rates:
         """GFLOP/s of a whole pass over `num_rows` rows."""
         seconds = self.trunk_s[num_rows] + self.head_s[num_rows]
         return num_rows * (self.trunk_flop + self.head_flop) / seconds / 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class ProductRates:
+    """`fastest`: the faster of torch's products and our own, for each number of rows; `torch`: torch's alone."""
+
+    fastest: Rates
+    torch: Rates
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,17 +105,24 @@ class GemmContender:
     def __init__(self, settings: ModelSettings) -> None:
         torch.set_num_threads(settings.num_threads)
         loaded = load_policy(ModelSection.model_validate({"name": settings.name, "dtype": settings.dtype}))
+        kernels = Kernels()
         trunk_OI, head_OI = linear_weights(loaded.model)
-        self._trunk = [_Product(weight_OI) for weight_OI in trunk_OI]
-        self._head = [_Product(head_OI)]
+        self._trunk = [_Product(weight_OI, kernels) for weight_OI in trunk_OI]
+        self._head = [_Product(head_OI, kernels)]
         self._trunk_flop = 2 * sum(weight_OI.numel() for weight_OI in trunk_OI)
         self._head_flop = 2 * head_OI.numel()
 
     @torch.no_grad()
-    def handle(self, request: MeasureRows) -> Rates:
+    def handle(self, request: MeasureRows) -> ProductRates:
         """The fastest of a few passes for each number of rows."""
-        trunk_s = {rows: _fastest(self._trunk, rows) for rows in request.rows}
-        head_s = {rows: _fastest(self._head, rows) for rows in request.rows}
+        of_torch, own = (self._rates(request.rows, is_own) for is_own in (False, True))
+        trunk_s = {rows: min(of_torch.trunk_s[rows], own.trunk_s[rows]) for rows in request.rows}
+        head_s = {rows: min(of_torch.head_s[rows], own.head_s[rows]) for rows in request.rows}
+        return ProductRates(Rates(trunk_s, head_s, self._trunk_flop, self._head_flop), of_torch)
+
+    def _rates(self, rows: Sequence[int], is_own: bool) -> Rates:
+        trunk_s = {count: _fastest(self._trunk, count, is_own) for count in rows}
+        head_s = {count: _fastest(self._head, count, is_own) for count in rows}
         return Rates(trunk_s, head_s, self._trunk_flop, self._head_flop)
 
 
@@ -132,14 +150,19 @@ def linear_weights(model: PreTrainedModel) -> tuple[list[torch.Tensor], torch.Te
 
 
 class _Product:
-    """One product with its weight packed by oneDNN, where it packs such weights, else as it stands."""
+    """One product in two ways: torch's with its weight packed by oneDNN where it packs such weights, and our own."""
 
-    def __init__(self, weight_OI: torch.Tensor) -> None:
+    def __init__(self, weight_OI: torch.Tensor, kernels: Kernels) -> None:
         self.num_inputs, self.dtype = weight_OI.shape[1], weight_OI.dtype
         self._weight_OI = weight_OI
         self._packed = _packed(weight_OI)
+        is_bfloat16 = weight_OI.dtype == torch.bfloat16
+        block = block_like_torch(*weight_OI.shape, kernels=kernels) if is_bfloat16 else None
+        self._own = None if block is None else pack(weight_OI, block, kernels=kernels)
 
-    def __call__(self, x_MI: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x_MI: torch.Tensor, is_own: bool) -> torch.Tensor:
+        if is_own and self._own is not None:
+            return linear(x_MI, self._own, None)
         if self._packed is None:
             return nn.functional.linear(x_MI, self._weight_OI)
         return torch.ops.mkldnn._linear_pointwise(x_MI, self._packed, None, "none", [], "")
@@ -152,13 +175,13 @@ def _packed(weight_OI: torch.Tensor) -> torch.Tensor | None:
     return torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous(), 64)
 
 
-def _fastest(products: Sequence[_Product], num_rows: int) -> float:
+def _fastest(products: Sequence[_Product], num_rows: int, is_own: bool) -> float:
     inputs = {size: torch.randn(num_rows, size) for size in {product.num_inputs for product in products}}
     inputs = {size: x_MI.to(products[0].dtype) for size, x_MI in inputs.items()}
 
     def work() -> None:
         for product in products:
-            product(inputs[product.num_inputs])
+            product(inputs[product.num_inputs], is_own)
 
     work()
     return min(_seconds(work) for _ in range(_NUM_TRIES))
