@@ -115,6 +115,39 @@ def test_bits_do_not_depend_on_how_tokens_are_batched(heads, kv_heads, head_dim,
     assert torch.equal(case.paged(repeated, native), whole)
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(9, 3, 64), (4, 4, 80), (8, 1, 16)])
+@pytest.mark.parametrize("num_shared", [5, 35])
+def test_bits_do_not_depend_on_whether_sequences_with_one_beginning_stand_together(
+    num_shared, heads, kv_heads, head_dim, dtype, form, native: Kernels
+):
+    """The completions of a prompt share its blocks, and then each has some of its own, also none."""
+    num_own = torch.tensor([0, 3, 1, 2, 40, 1, 1, 0, 2])
+    case = Case.of(heads, kv_heads, head_dim, dtype, [len(num_own)], **form)
+    generator = torch.Generator().manual_seed(2)
+    tables_RN = torch.arange(num_shared).int().repeat(len(num_own), 1)
+    own_RN = torch.arange(num_shared, num_shared + 40 * len(num_own)).int().view(len(num_own), 40)
+    places = Places(
+        (16 * (num_shared + num_own) - 1 - torch.arange(len(num_own)) % 3).int(),
+        torch.arange(len(num_own)).int(),
+        torch.cat([tables_RN, own_RN], 1),
+    )
+    shape = (2, num_shared + own_RN.numel(), BLOCK_TOKENS * case.settings.key_width)
+    cache_2NW = torch.randn(shape, generator=generator).to(dtype)
+    q_TX, k_TY, v_TY = case.split(case.qkv_TZ)
+
+    def attended(index: torch.Tensor) -> torch.Tensor:
+        some = Places(places.positions_T[index], places.table_rows_T[index], places.block_tables_RN)
+        rows = (x[index] for x in (q_TX, k_TY, v_TY))
+        return attend(*rows, case.rope, some, cache_2NW, case.settings, kernels=native)
+
+    attended(torch.arange(len(num_own)))  # all keys and values are written, by those that share a block too
+    alone_TX = torch.cat([attended(torch.tensor([token])) for token in range(len(num_own))])
+    for order in (torch.arange(len(num_own)), torch.randperm(len(num_own), generator=generator)):
+        assert torch.equal(attended(order), alone_TX[order])
+
+
 def test_the_torch_path_reads_the_cache_that_it_wrote():
     case = Case.of(6, 2, 16, torch.float32, LENGTHS)
     found = case.paged(in_chunks(LENGTHS, 7), Kernels("torch"))

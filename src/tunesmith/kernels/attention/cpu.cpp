@@ -1,7 +1,7 @@
 // Causal attention over a cache of blocks of 16 tokens; reference.py is the definition.
 //
-// A row is one query head of one token. The rows of a tile, neighbouring tokens of a sequence and the query heads of
-// one key/value head, share each load of keys and values. The softmax goes in spans of 512 keys that begin at position
+// A row is one query head of one token. The rows of a tile share each load of keys and values: the query heads of one
+// key/value head, of neighbouring tokens of a sequence, or of tokens whose sequences begin with the same blocks. The softmax goes in spans of 512 keys that begin at position
 // 0, and every sum of a row runs in an order that its position decides alone. So the bits of a row do not depend on the
 // tile, on other rows, or on how a prompt was split.
 #include <vector>
@@ -26,6 +26,7 @@ namespace {
 constexpr int kSpanBlocks = 32;
 constexpr int kSpan = kSpanBlocks * kBlock;
 constexpr int kTileRows = 16;
+constexpr int64_t kLeastShared = 4;       // blocks from which on it pays to take several sequences together
 
 // Turns the products of a span into weights, in place as steps of P, and adds them to the state. Returns the factor by
 // which what was added up before is to be multiplied. `first` is the position of the first key.
@@ -66,9 +67,11 @@ struct Scratch {
     template <class T> T* head() { return (T*)turned.data(); }
 };
 
-// Neighbouring tokens of one sequence.
+// Tokens that stand one after the other in the list: neighbours of one sequence, or one of each of several sequences.
+// They have the first `shared` blocks in common; neighbours have all.
 struct Tile {
-    int64_t token, count;
+    int64_t token, count, shared;
+    bool joined = false;                  // of several sequences
 };
 
 template <class P> class Forward {
@@ -98,7 +101,7 @@ template <class P> class Forward {
             scratch.turned.resize(stride_);
 #pragma omp for schedule(static)
             for (int64_t token = 0; token < a_.num_tokens; ++token) write(token, scratch);
-#pragma omp for schedule(dynamic, 4)
+#pragma omp for schedule(dynamic, num_units > 64 ? 4 : 1)
             for (int64_t unit = 0; unit < num_units; ++unit) attend(unit, std::min(unit + 1, num_units - 1), scratch);
         }
         return 0;
@@ -117,14 +120,35 @@ template <class P> class Forward {
             if (row < 0 || row >= a_.num_tables) return 2;
             if (token && row == a_.table_row[token - 1] && position == a_.position[token - 1] + 1 && position % most) {
                 ++tiles_.back().count;
+                tiles_.back().shared = num_blocks(token);
                 continue;
             }
             for (int64_t i = 0; i <= position / kBlock; ++i)
                 if (table(token)[i] < 0 || table(token)[i] >= a_.num_blocks) return 3;
-            tiles_.push_back({token, 1});
+            tiles_.push_back({token, 1, num_blocks(token)});
         }
+        if (!layer_.window) join();
         return 0;
     }
+
+    // Single tokens whose sequences begin with the same blocks become one tile.
+    void join() {
+        int64_t most = std::max<int64_t>(1, kTileRows / group_);
+        size_t last = 0;
+        for (size_t next = 1; next < tiles_.size(); ++next) {
+            Tile &into = tiles_[last], from = tiles_[next];
+            int64_t shared = 0, limit = std::min(into.shared, from.shared);
+            if (from.count == 1 && into.count < most && (into.count == 1 || into.joined))
+                while (shared < limit && table(into.token)[shared] == table(from.token)[shared]) ++shared;
+            if (shared >= kLeastShared && 2 * shared >= into.shared)
+                into = {into.token, into.count + 1, shared, true};
+            else
+                tiles_[++last] = from;
+        }
+        if (!tiles_.empty()) tiles_.resize(last + 1);
+    }
+
+    int64_t num_blocks(int64_t token) const { return a_.position[token] / kBlock + 1; }
 
     // Keys and values of a token into its block.
     void write(int64_t token, Scratch& scratch) const {
@@ -139,11 +163,11 @@ template <class P> class Forward {
         }
     }
 
-    // Pointers to `count` blocks of keys or values of one head; the last used block of the tile stands for later ones.
-    void point(const void* cache, const Tile& tile, int64_t head, int64_t first, int64_t count, const Number** at) const {
-        int64_t last = (a_.position[tile.token] + tile.count - 1) / kBlock;
+    // Pointers to `count` blocks of keys or values of one head; the last used block of the token stands for later ones.
+    void point(const void* cache, int64_t token, int64_t head, int64_t first, int64_t count, const Number** at) const {
+        int64_t last = num_blocks(token) - 1;
         for (int64_t i = 0; i < count; ++i) {
-            int64_t block = table(tile.token)[std::min(first + i, last)];
+            int64_t block = table(token)[std::min(first + i, last)];
             at[i] = (const Number*)cache + (block * layer_.num_kv_heads + head) * head_size_;
         }
     }
@@ -155,25 +179,67 @@ template <class P> class Forward {
     // The rows of one tile and key/value head. A unit is a tile times the number of those heads plus a head.
     void attend(int64_t unit, int64_t next_unit, Scratch& scratch) const {
         const Tile &tile = tiles_[unit / layer_.num_kv_heads], &next_tile = tiles_[next_unit / layer_.num_kv_heads];
-        int64_t head = unit % layer_.num_kv_heads, num_rows = tile.count * group_;
-        int64_t num_blocks = (a_.position[tile.token] + tile.count - 1) / kBlock + 1;
+        int64_t head = unit % layer_.num_kv_heads, num_rows = tile.count * group_, last_token = tile.token + tile.count - 1;
+        int64_t end = 0;
+        for (int64_t token = tile.token; token <= last_token; ++token) end = std::max(end, num_blocks(token));
         begin(tile, head, scratch);
         const Number *keys[kSpanBlocks], *values[kSpanBlocks], *next[kSpanBlocks];
-        Rows products = {scratch.products.data(), kSpan};
-        for (int64_t block = scratch.states[0].low / kBlock, count; block < num_blocks; block += count) {
-            count = std::min(num_blocks, (block / kSpanBlocks + 1) * kSpanBlocks) - block;
-            point(a_.keys, tile, head, block, count, keys);
-            point(a_.values, tile, head, block, count, values);
-            bool is_last = block + count == num_blocks;
-            int64_t first = is_last ? lowest_seen(a_.position[next_tile.token]) / kBlock : block + count;
-            point(a_.keys, is_last ? next_tile : tile, is_last ? next_unit % layer_.num_kv_heads : head, first, count, next);
-            multiply<P>({scratch.queries.data(), stride_}, num_rows, width_, {keys, values, count}, products);
-            for (int64_t row = 0; row < num_rows; ++row)
-                scratch.factors[row] = weigh<P>(products.from(row).data, count * kBlock, block * kBlock, layer_, scratch.states[row]);
-            add_weighted<P>({products.data, kSpan, 1, scratch.factors.data()}, num_rows, {values, next, count}, width_,
-                            {scratch.sums.data(), stride_});
+        for (int64_t block = scratch.states[0].low / kBlock, stop; block < end; block = stop) {
+            stop = std::min(end, (block / kSpanBlocks + 1) * kSpanBlocks);
+            int64_t count = std::max<int64_t>(0, std::min(stop, tile.shared) - block);
+            Rows products = {scratch.products.data(), kSpan};
+            point(a_.keys, last_token, head, block, count, keys);
+            point(a_.values, last_token, head, block, count, values);
+            bool is_last = stop == end;
+            int64_t first = is_last ? lowest_seen(a_.position[next_tile.token]) / kBlock : stop;
+            point(a_.keys, is_last ? next_tile.token + next_tile.count - 1 : last_token,
+                  is_last ? next_unit % layer_.num_kv_heads : head, first, count, next);
+            if (count) multiply<P>({scratch.queries.data(), stride_}, num_rows, width_, {keys, values, count}, products);
+            Span span = {block, count, stop};
+            if (tile.joined) multiply_own(tile, head, span, scratch);
+            for (int64_t row = 0; row < num_rows; ++row) {
+                int64_t used = tile.joined ? count + num_own(tile.token + row / group_, span) : count;
+                if (used)
+                    scratch.factors[row] = weigh<P>(products.from(row).data, used * kBlock, block * kBlock, layer_,
+                                                    scratch.states[row]);
+            }
+            if (count)
+                add_weighted<P>({products.data, kSpan, 1, scratch.factors.data()}, num_rows, {values, next, count}, width_,
+                                {scratch.sums.data(), stride_});
+            if (tile.joined) add_own(tile, head, span, scratch);
         }
         finish(tile, head, scratch);
+    }
+
+    // Blocks from `block` to `stop`, of which the tile has the first `shared` in common.
+    struct Span {
+        int64_t block, shared, stop;
+    };
+
+    int64_t num_own(int64_t token, const Span& span) const {
+        return std::max<int64_t>(0, std::min(span.stop, num_blocks(token)) - span.block - span.shared);
+    }
+
+    // Products with the keys that each sequence of the tile has for itself, behind those with the shared ones.
+    void multiply_own(const Tile& tile, int64_t head, const Span& span, Scratch& scratch) const {
+        const Number* keys[kSpanBlocks];
+        for (int64_t i = 0; i < tile.count; ++i) {
+            int64_t count = num_own(tile.token + i, span), row = i * group_;
+            point(a_.keys, tile.token + i, head, span.block + span.shared, count, keys);
+            multiply<P>({scratch.queries.data() + row * stride_, stride_}, count ? group_ : 0, width_, {keys, nullptr, count},
+                        {scratch.products.data() + row * kSpan + span.shared * kBlock, kSpan});
+        }
+    }
+
+    void add_own(const Tile& tile, int64_t head, const Span& span, Scratch& scratch) const {
+        const Number* values[kSpanBlocks];
+        for (int64_t i = 0; i < tile.count; ++i) {
+            int64_t count = num_own(tile.token + i, span), row = i * group_;
+            point(a_.values, tile.token + i, head, span.block + span.shared, count, values);
+            const float* weights = scratch.products.data() + row * kSpan + span.shared * kBlock / P::kPerStep;
+            add_weighted<P>({weights, kSpan, 1, span.shared ? nullptr : scratch.factors.data() + row}, count ? group_ : 0,
+                            {values, nullptr, count}, width_, {scratch.sums.data() + row * stride_, stride_});
+        }
     }
 
     void begin(const Tile& tile, int64_t head, Scratch& scratch) const {
