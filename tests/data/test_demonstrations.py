@@ -1,4 +1,4 @@
-"""Demonstrations in TRL's columns are read strictly, split by how they open, and encoded with what is learnt of them."""
+"""Demonstrations in TRL's columns are read strictly, split by how they open, and encoded with what is learnt."""
 
 from pathlib import Path
 
