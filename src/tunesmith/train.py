@@ -145,8 +145,8 @@ def sft(
     """Fine-tune a language model on demonstrations; the run's folder, metrics and summary.
 
     `demonstrations` is a file or a list of rows with `prompt` and `completion`, with `messages`, or with `text` (a
-    plain text in the list is such a row). The other arguments are those of `ppo`. Raises `tunesmith.core.errors.InputError`
-    for anything that cannot be used, before a run folder is made.
+    plain text in the list is such a row). The other arguments are those of `ppo`. Raises
+    `tunesmith.core.errors.InputError` for anything that cannot be used, before a run folder is made.
     """
     source = demonstrations if isinstance(demonstrations, str) else None
     given = {**overrides, "model": model, "demonstrations": source, "run.steps": steps}

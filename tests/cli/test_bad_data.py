@@ -44,6 +44,8 @@ def train(algorithm: str, source: str) -> list[str]:
     words = ["train", algorithm, "--model", "tiny:llama", "--steps", "1", "--rollout.max-new-tokens", "4"]
     if algorithm == "reward":
         return [*words[:-2], "--pairs", source]
+    if algorithm == "sft":
+        return [*words[:-2], "--demonstrations", source]
     return [*words, "--prompts", source, "--reward", "length"]
 
 
@@ -56,6 +58,7 @@ def pair(**columns: object) -> bytes:
 
 
 PROMPT, PAIR = line(prompt="The film was"), pair()
+DEMONSTRATION = line(prompt="The film was", completion=" a joy")
 
 BAD_ANYWHERE: dict[str, tuple[bytes, str]] = {
     "blank line": (b"\n", "blank line"),
@@ -80,6 +83,16 @@ BAD_PROMPTS: dict[str, tuple[bytes, str]] = {
     "lone surrogate in another column": (line(prompt="A", answer="\udfff"), "lone surrogate (U+DFFF)"),
     "longer than max_tokens": (line(prompt="word " * 200), "tokens"),
     "a megabyte": (line(prompt="word " * 200_000), "tokens"),
+}
+BAD_DEMONSTRATIONS: dict[str, tuple[bytes, str]] = {
+    **BAD_ANYWHERE,
+    "missing field": (line(prompt="A"), "no column `completion`; the row has `prompt`"),
+    "wrong type": (line(prompt="A", completion=3), "`completion` is a number"),
+    "empty": (line(text=" "), "`text` is empty"),
+    "no answer": (line(messages=[{"role": "user", "content": "Hi"}]), "no turn of the assistant"),
+    "two forms": (line(prompt="A", completion=[{"role": "assistant", "content": "b"}]), "`prompt` is text but"),
+    "NUL": (line(text="a\x00b"), "a text holds a NUL character"),
+    "longer than max_tokens": (line(prompt="A", completion="word " * 300), "tokens"),
 }
 BAD_PAIRS: dict[str, tuple[bytes, str]] = {
     **BAD_ANYWHERE,
@@ -120,6 +133,25 @@ def test_a_bad_pair_is_refused_with_file_and_line(name: str, folder: Path, capsy
     assert problem in message
     assert "1 bad row of 3" in message
     assert len(message) < 1000
+
+
+@pytest.mark.parametrize("name", BAD_DEMONSTRATIONS)
+def test_a_bad_demonstration_is_refused_with_file_and_line(name: str, folder: Path, capsys: Capture) -> None:
+    bad, problem = BAD_DEMONSTRATIONS[name]
+    (folder / "mine.jsonl").write_bytes(DEMONSTRATION + bad + DEMONSTRATION)
+    message = refused(capsys, folder, *train("sft", "mine.jsonl"))
+    assert "mine.jsonl:2: " in message
+    assert problem in message
+    assert "1 bad row of 3" in message
+    assert len(message) < 1000
+
+
+def test_skip_bad_drops_and_counts_demonstrations(folder: Path) -> None:
+    bad = [row for row, _ in BAD_DEMONSTRATIONS.values()]
+    (folder / "mine.jsonl").write_bytes(b"".join([*bad, DEMONSTRATION, DEMONSTRATION.replace(b"film", b"end")]))
+    assert main([*train("sft", "mine.jsonl"), "--skip-bad", "--demonstrations.heldout-fraction", "0"]) == 0
+    tally = json.loads((the_run(folder) / "data.json").read_text())["tally"]
+    assert (tally["num_rows"], tally["num_used"]) == (len(bad) + 2, 2)
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,29 @@ def test_a_dry_run_says_everything_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_supervised_fine_tuning_trains_shows_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"Film {i} was", "completion": " a joy."} for i in range(12)]
+    Path("mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["train", "sft", "--model", "tiny:llama", "--demonstrations", "mine.jsonl", "--steps", "2"]
+    words += ["--demonstrations.heldout-fraction", "0.3"]
+    assert main([*words, "--dry-run", "--json"]) == 0
+    shown = answer(capsys)
+    assert (shown["num_items"], shown["sample"]) == (12, "prompt: Film 0 was\ncompletion:  a joy.")
+    assert {"weights", "optimizer", "activations", "logits"} == set(shown["memory_gb"])  # type: ignore[arg-type]
+    assert main([*words, "--json"]) == 0
+    facts = answer(capsys)
+    assert facts["eval/loss"] < facts["eval/loss_before"]  # type: ignore[operator]
+    assert main(["resume", str(facts["run_dir"]), "--run.steps", "3", "--json"]) == 0
+    assert answer(capsys)["steps"] == 3
+    assert main(["runs", "show", str(facts["run_dir"])]) == 0
+    assert "mine.jsonl" in capsys.readouterr().out
+    assert main(["recipes", "keys", "sft"]) == 0
+    assert "demonstrations.loss_on" in capsys.readouterr().out
+
+
 def test_generate_prints_rows_that_hold_ids_and_log_probs(capsys: Capture) -> None:
     words = ["generate", "--model", "tiny:llama", "--prompt", "a", "--prompt", "b", "-n", "2", "--max-new-tokens", "3"]
     assert main([*words, "--json"]) == 0

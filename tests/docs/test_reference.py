@@ -58,6 +58,18 @@ def test_every_metric_of_a_ppo_run_is_documented(tmp_path: Path):
     assert undocumented(written_metrics(result.run_dir)) == set()
 
 
+def test_every_metric_of_an_sft_run_is_documented(tmp_path: Path):
+    rows = [{"prompt": f"Film {i} was", "completion": " a joy."} for i in range(8)]
+    result = train.sft(
+        model="tiny:llama",
+        demonstrations=rows,
+        steps=1,
+        run={"dir": str(tmp_path)},
+        **{"demonstrations.heldout_fraction": 0.4},
+    )
+    assert undocumented(written_metrics(result.run_dir)) == set()
+
+
 def test_every_metric_of_a_reward_run_is_documented(tmp_path: Path):
     pairs = [{"prompt": f"Film {i} was", "chosen": " a joy.", "rejected": " dull."} for i in range(8)]
     result = train.reward(

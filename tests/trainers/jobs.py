@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from recipes import PROMPTS, grpo_recipe, pairs, ppo_recipe, reward_recipe
+from recipes import PROMPTS, demonstrations, grpo_recipe, pairs, ppo_recipe, reward_recipe, sft_recipe
 
 from tunesmith.core.errors import TunesmithError
 from tunesmith.core.faults import VARIABLE
-from tunesmith.trainers import grpo, ppo, reward
+from tunesmith.trainers import grpo, ppo, reward, sft
 from tunesmith.trainers.resume import Inputs, resume
 
-TRAINERS = ("reward", "ppo", "grpo")
+TRAINERS = ("sft", "reward", "ppo", "grpo")
 NUM_STEPS = 10
 ALARMS = {"max_kl": 1e-3}
 """So low that there is a finding."""
@@ -42,6 +42,10 @@ def train(trainer: str, folder: Path, dtype: str = "float32", **run: Any) -> Pat
     if trainer == "reward":
         cfg = reward_recipe(folder, model=model, run=section, pairs=heldout)
         return reward.run(cfg, pairs=pairs(), progress=False).run_dir
+    if trainer == "sft":
+        buckets = {"bucket_steps": 3}
+        cfg = sft_recipe(folder, model=model, run=section, demonstrations=heldout, sft=buckets)
+        return sft.run(cfg, demonstrations=demonstrations(), progress=False).run_dir
     if trainer == "ppo":
         kl = {"coef": 0.1, "target": 1.0, "horizon": 50}
         cfg = ppo_recipe(folder, model=model, run=section, prompts=heldout, ppo={"kl": kl}, alarms=ALARMS)
@@ -56,8 +60,9 @@ def train(trainer: str, folder: Path, dtype: str = "float32", **run: Any) -> Pat
 
 def go_on(run_dir: Path, **overrides: Any) -> Path:
     """The run in `run_dir`, resumed to its end."""
-    is_reward = (run_dir / "recipe.yaml").read_text().count("algorithm: reward")
-    inputs = Inputs(pairs=pairs()) if is_reward else Inputs(prompts=PROMPTS, rewards=[noisy])
+    known = {"reward": Inputs(pairs=pairs()), "sft": Inputs(demonstrations=demonstrations())}
+    algorithm = (run_dir / "recipe.yaml").read_text().partition("algorithm: ")[2].split()[0]
+    inputs = known.get(algorithm, Inputs(prompts=PROMPTS, rewards=[noisy]))
     return resume(run_dir, overrides=overrides, inputs=inputs, progress=False).run_dir
 
 

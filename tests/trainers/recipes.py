@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from tunesmith.config.schema import GRPORecipe, PPORecipe, RewardRecipe
+from tunesmith.config.schema import GRPORecipe, PPORecipe, RewardRecipe, SFTRecipe
 from tunesmith.schema.records import Pair, Prompt
 
 PROMPTS = ["The film", "A story", "Once more", "They said"]
@@ -42,6 +42,32 @@ def reward_recipe(tmp_path: Path, **sections: Any) -> RewardRecipe:
         "run": {"dir": str(tmp_path / "runs"), "num_threads": 1},
     }
     return RewardRecipe.model_validate(_merged(base, sections))
+
+
+def sft_recipe(tmp_path: Path, **sections: Any) -> SFTRecipe:
+    """Fine-tuning of a tiny Llama; each section given is merged over these values."""
+    base: dict[str, Any] = {
+        "model": {"name": "tiny:llama", "dtype": "float32"},
+        "demonstrations": {"heldout_fraction": 0.0},
+        "sft": {"demonstrations_per_step": 8, "micro_batch_tokens": 200},
+        "optimizer": {"learning_rate": 1e-2},
+        "run": {"dir": str(tmp_path / "runs"), "num_threads": 1},
+    }
+    return SFTRecipe.model_validate(_merged(base, sections))
+
+
+def demonstrations(count: int = 48) -> list[dict[str, object]]:
+    """Completions, conversations and texts of several lengths that are easy to learn."""
+    rows: list[dict[str, object]] = []
+    for i in range(count):
+        question = {"role": "user", "content": f"{PROMPTS[i % 4]} {i}?"}
+        answer = {"role": "assistant", "content": "yes " * (i % 5 + 1)}
+        rows.append({"prompt": f"{PROMPTS[i % 4]} {i}", "completion": " is good." * (i % 3 + 1)})
+        if i % 3 == 1:
+            rows[-1] = {"messages": [question, answer] * (i % 2 + 1)}
+        elif i % 3 == 2:
+            rows[-1] = {"text": f"{i} {PROMPTS[i % 4]} is good."}
+    return rows
 
 
 def pairs(count: int = 48) -> list[Pair]:

@@ -18,6 +18,7 @@ POLICY = (
     *("update/optimizer", "evaluate", "log/samples", "log/findings"),
 )
 SPANS = {
+    "sft": ("forward", "backward", "optimizer", "evaluate"),
     "reward": ("forward", "backward", "optimizer", "evaluate"),
     "ppo": POLICY,
     "grpo": (*POLICY, "accuracy"),
@@ -103,7 +104,7 @@ def test_masters_of_16_bit_weights_are_restored_too(trainer: str, tmp_path: Path
 def test_a_signal_saves_and_leaves(
     trainer: str, action: str, code: int, tmp_path: Path, uninterrupted: Callable[[str], Mapping[str, object]]
 ) -> None:
-    place = "forward" if trainer == "reward" else "update/forward"
+    place = "forward" if trainer in ("sft", "reward") else "update/forward"
     assert forked(train, trainer, tmp_path, fault=f"{place}:{action}:1") == code
     run_dir = the_run(tmp_path)
     assert list_steps(run_dir / "checkpoints") == [1]
@@ -115,7 +116,8 @@ def test_a_signal_saves_and_leaves(
 def test_a_second_signal_leaves_at_once(
     trainer: str, tmp_path: Path, uninterrupted: Callable[[str], Mapping[str, object]]
 ) -> None:
-    first, second = ("forward", "backward") if trainer == "reward" else ("update/forward", "update/backward")
+    is_plain = trainer in ("sft", "reward")
+    first, second = ("forward", "backward") if is_plain else ("update/forward", "update/backward")
     assert forked(train, trainer, tmp_path, fault=f"{first}:term:1,{second}:term:1") == 143
     run_dir = the_run(tmp_path)
     assert list_steps(run_dir / "checkpoints") == []

@@ -1,0 +1,197 @@
+"""The assistant's tokens are found in what any prefix-stable template writes, and TRL's marked templates agree."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from tunesmith.core.errors import DataError, ModelError
+from tunesmith.models.tiny import CHAT_TEMPLATE, byte_tokenizer
+from tunesmith.models.tokenizer import (
+    PreTrainedTokenizerBase,
+    decode,
+    encode_demonstration,
+    encode_pair_side,
+    encode_prompt,
+)
+from tunesmith.schema.records import Demonstration, Message, Prompt
+
+TALK: tuple[Message, ...] = (
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Yo \U0001f600"},
+    {"role": "user", "content": "2 + 2?"},
+    {"role": "assistant", "content": "Four.\n"},
+)
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=12)
+
+
+def merging_tokenizer() -> PreTrainedTokenizerBase:
+    """Byte-level BPE that merges across the places where turns begin, with GPT-2's trimmed offsets."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.ByteLevel(trim_offsets=True)
+    special = [AddedToken(name, special=True) for name in ("<|im_start|>", "<|im_end|>")]
+    text = ["assistant\n\n  Four", "  ", "\n\n", "user\nHi", "Yo there"] * 5
+    trainer = trainers.BpeTrainer(
+        vocab_size=330, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    backend.train_from_iterator(text, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def learnt_texts(tokenizer: PreTrainedTokenizerBase, demonstration: Demonstration, loss_on: str = "assistant") -> list:
+    found = encode_demonstration(tokenizer, demonstration, loss_on)  # type: ignore[arg-type]
+    return [tokenizer.decode(list(found.ids[span.start : span.stop])) for span in found.spans]
+
+
+def alone(messages: tuple[Message, ...]) -> Demonstration:
+    return Demonstration(Prompt("1", ""), messages)
+
+
+def test_of_a_conversation_every_turn_of_the_assistant_is_learnt_with_its_end() -> None:
+    assert learnt_texts(byte_tokenizer(), alone(TALK)) == ["Yo \U0001f600<|im_end|>", "Four.\n<|im_end|>"]
+    assert learnt_texts(byte_tokenizer(), alone(TALK), "last") == ["Four.\n<|im_end|>"]
+    everything = encode_demonstration(byte_tokenizer(), alone(TALK), "all")
+    assert everything.spans == (range(1, len(everything.ids)),)
+
+
+def test_with_a_prompt_the_turns_of_the_completion_alone_are_learnt() -> None:
+    demonstration = Demonstration(Prompt("1", TALK[:4]), "Four.")
+    assert learnt_texts(byte_tokenizer(), demonstration) == ["Four.<|im_end|>"]
+    assert learnt_texts(byte_tokenizer(), Demonstration(Prompt("1", TALK[:2]), TALK[2:])) == [
+        "Yo \U0001f600<|im_end|>",
+        "Four.\n<|im_end|>",
+    ]
+
+
+@pytest.mark.parametrize("make", [byte_tokenizer, merging_tokenizer])
+def test_the_ids_are_those_of_a_reward_model_and_learning_begins_where_generation_does(make) -> None:
+    tokenizer = make()
+    demonstration = Demonstration(Prompt("1", TALK[:4]), "Four.")
+    found = encode_demonstration(tokenizer, demonstration, "assistant")
+    assert found.ids == encode_pair_side(tokenizer, demonstration.prompt, "Four.")
+    prompt_ids = encode_prompt(tokenizer, demonstration.prompt)
+    assert found.ids[: len(prompt_ids)] == prompt_ids
+    assert found.spans == (range(len(prompt_ids), len(found.ids)),)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=3))
+def test_any_text_is_found_to_the_last_byte(turns: list[tuple[str, str]]) -> None:
+    messages = [
+        message
+        for question, answer in turns
+        for message in ({"role": "user", "content": question}, {"role": "assistant", "content": answer})
+    ]
+    expected = [f"{answer}<|im_end|>" for _, answer in turns]
+    assert learnt_texts(byte_tokenizer(), alone(tuple(messages))) == expected
+
+
+def test_a_token_across_the_place_where_the_assistant_begins_is_not_learnt() -> None:
+    tokenizer = merging_tokenizer()
+    messages = (TALK[1], {"role": "assistant", "content": "\n  Four"})
+    found = encode_demonstration(tokenizer, alone(messages), "assistant")
+    (span,) = found.spans
+    before = tokenizer.decode(list(found.ids[: span.start]))
+    assert before == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n\n  Four"[: len(before)]
+    assert before.endswith("\n\n") or before.endswith("assistant\n\n  Four")
+    assert found.ids[span.stop - 1] == tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize("space", [" ", "   "])
+def test_white_space_at_either_end_of_a_turn_belongs_to_the_turn(space: str) -> None:
+    messages = (TALK[1], {"role": "assistant", "content": f"{space}Yo there{space}"})
+    assert learnt_texts(merging_tokenizer(), alone(messages)) == [f"{space}Yo there{space}<|im_end|>"]
+
+
+def test_a_template_that_closes_no_turn_gets_the_end_of_sequence_token() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    assert learnt_texts(tokenizer, alone(TALK[1:])) == ["Yo \U0001f600\n", "Four.\n\n<|im_end|>"]
+
+
+FORGETFUL = (
+    "{% for m in messages %}{% set last = loop.last %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% if m['role'] == 'assistant' and last %}{{ '<think></think>' }}{% endif %}"
+    "{{ m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_unless_the_last_alone_is_learnt() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = FORGETFUL
+    with pytest.raises(DataError, match=r"writes the turn 2 of 5 otherwise alone than .*loss_on: last"):
+        encode_demonstration(tokenizer, alone(TALK), "assistant")
+    assert learnt_texts(tokenizer, alone(TALK), "last") == ["<think></think>Four.\n<|im_end|>"]
+
+
+def test_a_template_whose_opening_is_not_in_the_conversation_is_refused() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("assistant\n' }}", "assistant\n<think>' }}")
+    with pytest.raises(DataError, match="writes what comes before turn 2 of 5 otherwise"):
+        encode_demonstration(tokenizer, alone(TALK), "assistant")
+
+
+def test_without_a_chat_template_messages_are_an_error() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(ModelError, match="no chat template"):
+        encode_demonstration(tokenizer, alone(TALK), "assistant")
+
+
+def test_text_is_learnt_behind_its_prompt_and_whole_without_one() -> None:
+    tokenizer = byte_tokenizer()
+    behind = Demonstration(Prompt("1", "The film"), " was")
+    assert learnt_texts(tokenizer, behind) == learnt_texts(tokenizer, behind, "last") == [" was<|im_end|>"]
+    assert learnt_texts(tokenizer, behind, "all") == ["he film was<|im_end|>"]
+    assert learnt_texts(tokenizer, Demonstration(Prompt("1", ""), "The film")) == ["he film<|im_end|>"]
+
+
+def _templates() -> list[Path]:
+    spec = importlib.util.find_spec("trl")
+    folder = Path(spec.origin).parent / "chat_templates" if spec and spec.origin else Path()
+    return sorted(folder.glob("*_training.jinja"))
+
+
+STABLE = ("qwen2_5", "qwen2_5_vl", "qwen3_vl", "qwen3_instruct_2507", "lfm2", "llama3", "gemma", "gemma3", "cohere")
+
+
+@pytest.mark.parametrize("name", STABLE)
+def test_trl_marks_the_same_tokens_in_its_templates_with_tags(name: str) -> None:
+    """TRL's templates learn the white space behind the closing token too, which is left out here."""
+    by_name = {path.name.removesuffix("_training.jinja"): path for path in _templates()}
+    if not by_name:
+        pytest.skip("TRL is not installed")
+    tagged = by_name[name]
+    plain = (tagged.parent / f"{name}.jinja").read_text()
+    tokenizer = byte_tokenizer()
+    special = sorted(set(re.findall(r"<[|\w]+>|<end_of_turn>", plain)))
+    tokenizer.add_special_tokens({"additional_special_tokens": special})  # type: ignore[arg-type]
+    messages = TALK[1:]
+    tokenizer.chat_template = tagged.read_text()
+    marked = tokenizer.apply_chat_template(
+        [dict(message) for message in messages], return_dict=True, return_assistant_tokens_mask=True
+    )
+    theirs = [index for index, learnt in enumerate(marked["assistant_masks"]) if learnt]
+    tokenizer.chat_template = plain
+    found = encode_demonstration(tokenizer, alone(messages), "assistant")
+    length = min(len(found.ids), len(marked["input_ids"]))
+    assert found.ids[:length] == tuple(marked["input_ids"][:length])
+    ours = [index for span in found.spans for index in span if index < length]
+    extra = [marked["input_ids"][index] for index in set(theirs) - set(ours)]
+    assert set(ours) <= set(theirs)
+    assert not decode(tokenizer, extra).strip()
+    assert len(extra) <= 2 * 2
