@@ -14,10 +14,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tunesmith.config.load import Resolved, load_recipe
-from tunesmith.config.schema import GRPORecipe, PPORecipe, RewardRecipe, SFTRecipe
+from tunesmith.config.schema import DPORecipe, GRPORecipe, PPORecipe, RewardRecipe, SFTRecipe
 from tunesmith.data.demonstrations import DemonstrationLike
 from tunesmith.data.prompts import PromptLike
 from tunesmith.rewards.scorer import RewardLike
+from tunesmith.trainers import dpo as _dpo
 from tunesmith.trainers import grpo as _grpo
 from tunesmith.trainers import ppo as _ppo
 from tunesmith.trainers import resume as _resume
@@ -25,7 +26,7 @@ from tunesmith.trainers import reward as _reward
 from tunesmith.trainers import sft as _sft
 from tunesmith.trainers.setup import RunResult
 
-__all__ = ["RunResult", "grpo", "ppo", "resume", "reward", "sft"]
+__all__ = ["RunResult", "dpo", "grpo", "ppo", "resume", "reward", "sft"]
 
 Prompts = str | Sequence[PromptLike]
 Rewards = RewardLike | Sequence[RewardLike]
@@ -97,6 +98,33 @@ def reward(
     resolved = _resolved("reward", recipe, config, given)
     assert isinstance(resolved.recipe, RewardRecipe)
     return _reward.run(
+        resolved.recipe,
+        provenance=resolved.provenance,
+        pairs=None if pairs is None or isinstance(pairs, str) else list(pairs),
+        progress=progress,
+    )
+
+
+def dpo(
+    *,
+    model: str | None = None,
+    pairs: str | Sequence[Mapping[str, object]] | None = None,
+    recipe: str | None = None,
+    config: str | None = None,
+    steps: int | None = None,
+    progress: bool = True,
+    **overrides: object,
+) -> RunResult:
+    """Train a policy on preferences directly, without a reward model; the run's folder, metrics and summary.
+
+    `pairs` is a file or a list of rows with `chosen` and `rejected`, and where known `prompt` and `tie`; for the loss
+    `kto` also of rows with `prompt`, `completion` and `label`. The other arguments are those of `ppo`. Raises
+    `tunesmith.core.errors.InputError` for anything that cannot be used, before a run folder is made.
+    """
+    given = {**overrides, "model": model, "pairs": pairs if isinstance(pairs, str) else None, "run.steps": steps}
+    resolved = _resolved("dpo", recipe, config, given)
+    assert isinstance(resolved.recipe, DPORecipe)
+    return _dpo.run(
         resolved.recipe,
         provenance=resolved.provenance,
         pairs=None if pairs is None or isinstance(pairs, str) else list(pairs),

@@ -36,6 +36,12 @@ def _accelerator() -> SimpleNamespace:
     )
 
 
+@pytest.fixture(scope="session")
+def trl() -> object:
+    """The installed TRL."""
+    return _trl()
+
+
 GRPOLoss = Callable[..., tuple[Tensor, dict[str, float]]]
 RewardLoss = Callable[..., tuple[Tensor, dict[str, float]]]
 

@@ -13,15 +13,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from recipes import PROMPTS, demonstrations, grpo_recipe, pairs, ppo_recipe, reward_recipe, sft_recipe
+from recipes import PROMPTS, demonstrations, dpo_recipe, grpo_recipe, pairs, ppo_recipe, reward_recipe, sft_recipe
 
 from tunesmith.core.errors import TunesmithError
 from tunesmith.core.faults import VARIABLE
-from tunesmith.trainers import grpo, ppo, reward, sft
+from tunesmith.trainers import dpo, grpo, ppo, reward, sft
 from tunesmith.trainers.resume import Inputs, resume
 
-TRAINERS = ("sft", "reward", "ppo", "grpo")
+TRAINERS = ("sft", "reward", "dpo", "ppo", "grpo")
 NUM_STEPS = 10
+DPO_VARIANTS = {"kto": {"loss": "kto"}, "live": {"reference": "live"}}
+"""What the trainer of preferences does otherwise than in its own job."""
 ALARMS = {"max_kl": 1e-3}
 """So low that there is a finding."""
 
@@ -46,6 +48,9 @@ def train(trainer: str, folder: Path, dtype: str = "float32", **run: Any) -> Pat
         buckets = {"bucket_steps": 3}
         cfg = sft_recipe(folder, model=model, run=section, demonstrations=heldout, sft=buckets)
         return sft.run(cfg, demonstrations=demonstrations(), progress=False).run_dir
+    if trainer in ("dpo", *DPO_VARIANTS):
+        cfg = dpo_recipe(folder, model=model, run=section, pairs=heldout, dpo=DPO_VARIANTS.get(trainer, {}))
+        return dpo.run(cfg, pairs=pairs(), progress=False).run_dir
     if trainer == "ppo":
         kl = {"coef": 0.1, "target": 1.0, "horizon": 50}
         cfg = ppo_recipe(folder, model=model, run=section, prompts=heldout, ppo={"kl": kl}, alarms=ALARMS)
@@ -60,7 +65,11 @@ def train(trainer: str, folder: Path, dtype: str = "float32", **run: Any) -> Pat
 
 def go_on(run_dir: Path, **overrides: Any) -> Path:
     """The run in `run_dir`, resumed to its end."""
-    known = {"reward": Inputs(pairs=pairs()), "sft": Inputs(demonstrations=demonstrations())}
+    known = {
+        "reward": Inputs(pairs=pairs()),
+        "dpo": Inputs(pairs=pairs()),
+        "sft": Inputs(demonstrations=demonstrations()),
+    }
     algorithm = (run_dir / "recipe.yaml").read_text().partition("algorithm: ")[2].split()[0]
     inputs = known.get(algorithm, Inputs(prompts=PROMPTS, rewards=[noisy]))
     return resume(run_dir, overrides=overrides, inputs=inputs, progress=False).run_dir

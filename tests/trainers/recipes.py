@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from tunesmith.config.schema import GRPORecipe, PPORecipe, RewardRecipe, SFTRecipe
+from tunesmith.config.schema import DPORecipe, GRPORecipe, PPORecipe, RewardRecipe, SFTRecipe
 from tunesmith.schema.records import Pair, Prompt
 
 PROMPTS = ["The film", "A story", "Once more", "They said"]
@@ -42,6 +42,17 @@ def reward_recipe(tmp_path: Path, **sections: Any) -> RewardRecipe:
         "run": {"dir": str(tmp_path / "runs"), "num_threads": 1},
     }
     return RewardRecipe.model_validate(_merged(base, sections))
+
+
+def dpo_recipe(tmp_path: Path, **sections: Any) -> DPORecipe:
+    """Preferences learnt by a tiny Llama directly; each section given is merged over these values."""
+    base: dict[str, Any] = {
+        "model": {"name": "tiny:llama", "dtype": "float32"},
+        "dpo": {"num_epochs": 3, "pairs_per_step": 8, "micro_batch_size": 3},
+        "optimizer": {"learning_rate": 1e-3},
+        "run": {"dir": str(tmp_path / "runs"), "num_threads": 1},
+    }
+    return DPORecipe.model_validate(_merged(base, sections))
 
 
 def sft_recipe(tmp_path: Path, **sections: Any) -> SFTRecipe:

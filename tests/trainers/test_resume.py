@@ -20,6 +20,7 @@ POLICY = (
 SPANS = {
     "sft": ("forward", "backward", "optimizer", "evaluate"),
     "reward": ("forward", "backward", "optimizer", "evaluate"),
+    "dpo": ("reference", "kl", "forward", "backward", "optimizer", "evaluate"),
     "ppo": POLICY,
     "grpo": (*POLICY, "accuracy"),
 }
@@ -104,7 +105,7 @@ def test_masters_of_16_bit_weights_are_restored_too(trainer: str, tmp_path: Path
 def test_a_signal_saves_and_leaves(
     trainer: str, action: str, code: int, tmp_path: Path, uninterrupted: Callable[[str], Mapping[str, object]]
 ) -> None:
-    place = "forward" if trainer in ("sft", "reward") else "update/forward"
+    place = "forward" if trainer in ("sft", "reward", "dpo") else "update/forward"
     assert forked(train, trainer, tmp_path, fault=f"{place}:{action}:1") == code
     run_dir = the_run(tmp_path)
     assert list_steps(run_dir / "checkpoints") == [1]
@@ -116,7 +117,7 @@ def test_a_signal_saves_and_leaves(
 def test_a_second_signal_leaves_at_once(
     trainer: str, tmp_path: Path, uninterrupted: Callable[[str], Mapping[str, object]]
 ) -> None:
-    is_plain = trainer in ("sft", "reward")
+    is_plain = trainer in ("sft", "reward", "dpo")
     first, second = ("forward", "backward") if is_plain else ("update/forward", "update/backward")
     assert forked(train, trainer, tmp_path, fault=f"{first}:term:1,{second}:term:1") == 143
     run_dir = the_run(tmp_path)

@@ -1,4 +1,4 @@
-"""`tunesmith train sft`, `tunesmith train reward`, `tunesmith train ppo` and `tunesmith train grpo`."""
+"""`tunesmith train`: one function for each algorithm."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -69,6 +69,19 @@ class RewardOptions(_TrainOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DPOOptions(_TrainOptions):
+    """Train a policy on preference pairs directly, without a reward model: DPO, IPO, SimPO, ORPO, KTO and others.
+
+    Every key of the recipe is a flag too: --dpo.loss ipo. `tunesmith recipes keys dpo` lists them.
+    """
+
+    pairs: Annotated[
+        str | None,
+        flag("File, folder or hub id with `chosen` and `rejected`, or for KTO with `label`.", metavar="SOURCE"),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class SFTOptions(_TrainOptions):
     """Fine-tune a language model on demonstrations.
 
@@ -95,6 +108,12 @@ def reward(words: Sequence[str]) -> None:
     """Run `tunesmith train reward`."""
     options, unknown = parse_known(RewardOptions, words, "train reward")
     _train("reward", options, {"model": options.model, "pairs": options.pairs}, unknown)
+
+
+def dpo(words: Sequence[str]) -> None:
+    """Run `tunesmith train dpo`."""
+    options, unknown = parse_known(DPOOptions, words, "train dpo")
+    _train("dpo", options, {"model": options.model, "pairs": options.pairs}, unknown)
 
 
 def sft(words: Sequence[str]) -> None:
@@ -129,7 +148,7 @@ def _resolve(algorithm: str, options: _TrainOptions, given: Mapping[str, object]
             overrides.values[path] = value
             overrides.origins[path] = f"command line --{name.replace('_', '-')}"
     if options.skip_bad:
-        section = {"reward": "pairs", "sft": "demonstrations"}.get(algorithm, "prompts")
+        section = {"reward": "pairs", "dpo": "pairs", "sft": "demonstrations"}.get(algorithm, "prompts")
         path = f"{section}.skip_bad"
         overrides.values[path], overrides.origins[path] = True, "command line --skip-bad"
     return load_recipe(
@@ -163,7 +182,7 @@ def _show(resolved: "Resolved", output: Output) -> None:
 
 
 def _run(resolved: "Resolved", output: Output) -> None:
-    from tunesmith.config.schema import PPORecipe, RewardRecipe, SFTRecipe
+    from tunesmith.config.schema import DPORecipe, PPORecipe, RewardRecipe, SFTRecipe
 
     recipe, provenance, progress = resolved.recipe, resolved.provenance, wants_progress()
     if isinstance(recipe, RewardRecipe):
@@ -174,6 +193,10 @@ def _run(resolved: "Resolved", output: Output) -> None:
         from tunesmith.trainers import sft
 
         result = sft.run(recipe, provenance=provenance, progress=progress)
+    elif isinstance(recipe, DPORecipe):
+        from tunesmith.trainers import dpo
+
+        result = dpo.run(recipe, provenance=provenance, progress=progress)
     elif isinstance(recipe, PPORecipe):
         from tunesmith.trainers import ppo
 

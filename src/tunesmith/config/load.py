@@ -72,7 +72,7 @@ def resolve(
 
 
 def algorithm_of(document: Document, name: str) -> str:
-    """The algorithm a recipe document is for: its key `algorithm`, else the one algorithm that has its sections."""
+    """The algorithm a recipe document is for: its key `algorithm`, else the one that has most of its sections."""
     data = document.data if is_mapping(document.data) else {}
     if "algorithm" in data:
         given = str(data["algorithm"])
@@ -82,7 +82,8 @@ def algorithm_of(document: Document, name: str) -> str:
             )
         return given
     own = {algorithm: set(schema.model_fields) - set(Recipe.model_fields) for algorithm, schema in RECIPES.items()}
-    fitting = [algorithm for algorithm, sections in own.items() if set(data) & sections]
+    most = max(len(set(data) & sections) for sections in own.values())
+    fitting = [algorithm for algorithm, sections in own.items() if most and len(set(data) & sections) == most]
     if len(fitting) != 1:
         raise ConfigError(f"{name}: add `algorithm: {' | '.join(RECIPES)}` to say which trainer it is for")
     return fitting[0]

@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from tunesmith.config.dpo_sections import DPOSection
 from tunesmith.config.rollout_sections import GRPORolloutSection, RolloutSection
 from tunesmith.config.sections import (
     AlarmsSection,
@@ -59,6 +60,22 @@ class SFTRecipe(Recipe):
     sft: SFTSection = SFTSection()
 
 
+class DPORecipe(Recipe):
+    """`tunesmith train dpo`: a policy that learns from preferences directly."""
+
+    algorithm: Literal["dpo"] = Field(default="dpo", description="Trainer that reads the recipe.")
+    pairs: PairsSection = PairsSection()
+    dpo: DPOSection = DPOSection()
+
+    @model_validator(mode="after")
+    def _rankings_are_pairs(self) -> "DPORecipe":
+        if self.pairs.rankings != "pairs":
+            raise ValueError(
+                f"pairs.rankings is {self.pairs.rankings}, which reward models alone know; set it to pairs"
+            )
+        return self
+
+
 class PPORecipe(Recipe):
     """`tunesmith train ppo`: a policy that follows a reward."""
 
@@ -95,11 +112,12 @@ class GRPORecipe(Recipe):
 PolicyRecipe = PPORecipe | GRPORecipe
 """Recipes that draw completions and follow a reward."""
 
-AnyRecipe = SFTRecipe | RewardRecipe | PPORecipe | GRPORecipe
+AnyRecipe = SFTRecipe | RewardRecipe | DPORecipe | PPORecipe | GRPORecipe
 
 RECIPES: dict[str, type[AnyRecipe]] = {
     "sft": SFTRecipe,
     "reward": RewardRecipe,
+    "dpo": DPORecipe,
     "ppo": PPORecipe,
     "grpo": GRPORecipe,
 }

@@ -47,7 +47,7 @@ def load_preferences(
         return [item for item in source if isinstance(item, Pair | Ranking)]
     as_text = (section or PairsSection()).dialogues == "text"
     rows = cast(str | Path | Sequence[object], source)
-    return parse_rows(rows, lambda row: _as_preference(row, as_text), label="pairs", bad=bad)
+    return parse_rows(rows, lambda row: as_preference(row, as_text), label="pairs", bad=bad)
 
 
 def load_pairs(source: str | Path | Sequence[PreferenceLike], section: PairsSection | None = None) -> list[Pair]:
@@ -78,7 +78,8 @@ def _as_row(pair: Pair) -> dict[str, object]:
     return row
 
 
-def _as_preference(row: Row, dialogues_as_text: bool) -> Pair | Ranking:
+def as_preference(row: Row, dialogues_as_text: bool) -> Pair | Ranking:
+    """The pair or ranking in `row`. Raises RowError for a row that is neither."""
     if COMPLETIONS in row.columns and "chosen" not in row.columns:
         return as_ranking(row)
     return _as_pair(row, dialogues_as_text)

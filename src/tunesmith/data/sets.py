@@ -7,10 +7,20 @@ from dataclasses import dataclass
 
 from tunesmith.algorithms.preference_loss import MAX_TIED
 from tunesmith.batch.targets import LearntSequence
+from tunesmith.config.dpo_sections import DPOSection
 from tunesmith.config.sections import PairsSection, PromptsSection
 from tunesmith.config.sft_sections import DemonstrationsSection
 from tunesmith.core.errors import DataError
 from tunesmith.core.log import get_logger
+from tunesmith.data.answers import (
+    Answer,
+    AnswerLabel,
+    AnswerPair,
+    AnswerTable,
+    encode_labels,
+    encode_pairs,
+    with_mismatched,
+)
 from tunesmith.data.collate import (
     Encoded,
     as_pairs,
@@ -20,13 +30,14 @@ from tunesmith.data.collate import (
     prefix_prompts,
 )
 from tunesmith.data.demonstrations import DemonstrationLike, encode_demonstrations, load_demonstrations
+from tunesmith.data.judgements import JudgementLike, load_judgements, pairs_of
 from tunesmith.data.leaks import Item, Leak, leak_finding, leaks
 from tunesmith.data.pairs import PreferenceLike, load_preferences
 from tunesmith.data.prompts import PromptLike, load_prompts
 from tunesmith.data.split import Split, prompt_key, split_by_prompt
 from tunesmith.data.tally import BadRows, RowError, Tally
 from tunesmith.models.tokenizer import PreTrainedTokenizerBase
-from tunesmith.schema.records import Demonstration, Finding, Pair, Prompt, Ranking, plain_text
+from tunesmith.schema.records import Demonstration, Finding, Judgement, Pair, Prompt, Ranking, plain_text
 
 _log = get_logger(__name__)
 
@@ -160,6 +171,59 @@ def preference_sets(
     return PreferenceSets(expanded(train), expanded(heldout), _sample(split.train[0]), facts)
 
 
+Unit = AnswerPair | AnswerLabel
+"""What a direct loss is made of."""
+
+
+@dataclass(frozen=True, slots=True)
+class DirectSets:
+    """Pairs, or labels for `kto`, to train on and kept away from training, and the distinct answers they refer to.
+
+    `num_ties` counts the pairs that are ties, kept or not; `sample` is the first row as text.
+    """
+
+    answers: Sequence[Answer]
+    train: Sequence[Unit]
+    heldout: Sequence[Unit]
+    num_ties: int
+    sample: str
+    facts: Facts
+
+
+def direct_sets(
+    section: PairsSection,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: DPOSection,
+    seed: int,
+    given: Sequence[JudgementLike] | None = None,
+    given_heldout: Sequence[JudgementLike] | None = None,
+    *,
+    room: int | None = None,
+) -> DirectSets:
+    """The preferences that `section` names, or those given in their place: split by prompt and encoded.
+
+    The loss `kto` takes labelled completions as well as pairs, all others take pairs; ties are left out where
+    `settings` drop them. Arguments and errors are those of `preference_sets`.
+    """
+    bad = BadRows(skip=section.skip_bad)
+    rows = _judged(section.source if given is None else given, section, settings, bad)
+    heldout_source = section.heldout_source or None if given_heldout is None else given_heldout
+    heldout_bad = None if heldout_source is None else BadRows(skip=section.skip_bad)
+    if heldout_source is None or heldout_bad is None:
+        split = split_by_prompt(rows, section.heldout_fraction, seed, lambda item: prompt_key(_as_item(item)))
+    else:
+        split = Split(rows, _judged(heldout_source, section, settings, heldout_bad))
+    limit, table = _limit(section.max_tokens, room), AnswerTable()
+    train = _units(split.train, settings, tokenizer, limit, table, bad)
+    heldout = _units(split.heldout, settings, tokenizer, limit, table, heldout_bad or bad)
+    facts = _facts(bad, heldout_bad, [_as_item(row) for row in split.train], [_as_item(row) for row in split.heldout])
+    if not train:
+        raise DataError("no pairs are left to train on; give more rows or lower pairs.heldout_fraction")
+    if settings.loss == "kto":
+        train, heldout = (with_mismatched(side, table, limit, seed) for side in (train, heldout))
+    return DirectSets(table.answers, train, heldout, sum(map(_num_ties, rows)), _sample(split.train[0]), facts)
+
+
 @dataclass(frozen=True, slots=True)
 class DemonstrationSets:
     """Encoded demonstrations to train on and kept away from training; `sample` is the first one as text."""
@@ -226,6 +290,44 @@ def _preferences(source: str | Sequence[PreferenceLike], section: PairsSection, 
     return load_preferences(source, section, bad)
 
 
+def _judged(
+    source: str | Sequence[JudgementLike], section: PairsSection, settings: DPOSection, bad: BadRows
+) -> list[Judgement | Pair | Ranking]:
+    """Rows that the loss of `settings` can learn from; an empty list in memory is no error here."""
+    if not isinstance(source, str) and not source:
+        return []
+    if settings.loss == "kto":
+        return load_judgements(source, section, bad)
+    if isinstance(source, str):
+        return [*load_preferences(source, section, bad)]
+    if any(isinstance(item, Judgement) for item in source):
+        raise DataError(f"the loss {settings.loss} needs pairs; single judgements are for the loss kto")
+    return [*load_preferences([item for item in source if not isinstance(item, Judgement)], section, bad)]
+
+
+def _units(
+    items: Sequence[Judgement | Pair | Ranking],
+    settings: DPOSection,
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int,
+    table: AnswerTable,
+    bad: BadRows,
+) -> Sequence[Unit]:
+    """The items as the loss of `settings` takes them."""
+    if settings.loss == "kto":
+        return encode_labels(items, tokenizer, limit, table, bad)
+    pairs = encode_pairs([item for item in items if not isinstance(item, Judgement)], tokenizer, limit, table, bad)
+    return [pair for pair in pairs if settings.ties != "drop" or not pair.tie]
+
+
+def _num_ties(item: Judgement | Pair | Ranking) -> int:
+    return 0 if isinstance(item, Judgement) else sum(pair.tie for pair in pairs_of(item))
+
+
+def _as_item(item: Judgement | Pair | Ranking) -> Item:
+    return item.prompt if isinstance(item, Judgement) else item
+
+
 def _without_wide_ties(items: Sequence[Pair | Ranking], bad: BadRows) -> list[Pair | Ranking]:
     """The items whose loss can be computed: at most MAX_TIED completions share a place."""
     usable: list[Pair | Ranking] = []
@@ -252,7 +354,10 @@ def _facts(bad: BadRows, heldout_bad: BadRows | None, train: Sequence[Item], hel
     return facts
 
 
-def _sample(item: Pair | Ranking) -> str:
+def _sample(item: Judgement | Pair | Ranking) -> str:
+    if isinstance(item, Judgement):
+        name = "wanted" if item.is_wanted else "not wanted"
+        return f"prompt: {plain_text(item.prompt.content)}\n{name}: {plain_text(item.completion)}"
     if isinstance(item, Ranking):
         listed = [f"place {rank}: {plain_text(text)}" for rank, text in zip(item.ranks, item.completions, strict=True)]
         return "\n".join([f"prompt: {plain_text(item.prompt.content)}", *listed])

@@ -101,6 +101,15 @@ class Ranking:
 
 
 @dataclass(frozen=True, slots=True)
+class Judgement:
+    """A completion of a prompt, and whether it was wanted: a thumb up or down, without another one beside it."""
+
+    prompt: Prompt
+    completion: Text
+    is_wanted: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Vote:
     """A rater's choice between completions `a` and `b` of a prompt, with their scores where the rater gives any."""
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from tunesmith.config.schema import PolicyRecipe, PPORecipe, RewardRecipe, SFTRecipe
+from tunesmith.config.schema import DPORecipe, PolicyRecipe, PPORecipe, RewardRecipe, SFTRecipe
+from tunesmith.data.sets import DirectSets
 from tunesmith.models.load import count_parameters
 from tunesmith.models.loaded import PreTrainedModel
 from tunesmith.trainers.setup import say
@@ -100,6 +101,30 @@ def sft_estimate(model: PreTrainedModel, cfg: SFTRecipe, *, mean_tokens: float) 
         "logits": 4 * micro_tokens * model.config.get_text_config().vocab_size,
     }
     return Estimate(num_all, _in_gb(memory), tokens * (2 * num_all + 4 * num_trained), model.dtype)
+
+
+def direct_estimate(model: PreTrainedModel, cfg: DPORecipe, data: DirectSets) -> Estimate:
+    """Estimate for learning from the preferences `data` directly; a pass for precomputed log-probs of the reference is
+    shared out over the steps of an epoch.
+    """
+    num_all, num_trained = count_parameters(model), _num_trained(model)
+    asked = [data.answers[place] for unit in data.train for place in unit.answers]
+    scale = 1 / len(data.train)
+    completion_tokens = scale * sum(len(answer.completion_ids) for answer in asked)
+    pair_tokens = completion_tokens + scale * sum(len(answer.prompt_ids) for answer in asked)
+    passes = cfg.dpo.needs_reference * (2 if cfg.dpo.loss == "kto" else 1) + (cfg.dpo.loss == "kto")
+    is_live = cfg.dpo.needs_reference and cfg.dpo.reference == "live"
+    micro_tokens = int(cfg.dpo.micro_batch_size * pair_tokens)
+    micro_logits = int(cfg.dpo.micro_batch_size * completion_tokens) * model.config.get_text_config().vocab_size
+    memory = {
+        "weights": num_all * model.dtype.itemsize,
+        "optimizer": _optimizer_bytes(model, num_trained),
+        "reference": num_all * model.dtype.itemsize * is_live,
+        "activations": _activation_bytes(model, micro_tokens, cfg.model.gradient_checkpointing),
+        "logits": 2 * 4 * micro_logits,
+    }
+    flop = int(cfg.dpo.pairs_per_step * pair_tokens) * (2 * num_all * (1 + passes) + 4 * num_trained)
+    return Estimate(num_all, _in_gb(memory), flop, model.dtype)
 
 
 def announce(estimate: Estimate, num_steps: int, enabled: bool) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.config.load import Resolved, load_recipe, read_algorithm
-from tunesmith.config.schema import AnyRecipe, PPORecipe, RewardRecipe, SFTRecipe
+from tunesmith.config.schema import AnyRecipe, DPORecipe, PPORecipe, RewardRecipe, SFTRecipe
 from tunesmith.core.errors import RunError
 from tunesmith.core.log import get_logger
 from tunesmith.data.demonstrations import DemonstrationLike
@@ -17,7 +17,7 @@ from tunesmith.rewards.scorer import RewardLike
 from tunesmith.telemetry.environment import package_versions
 from tunesmith.telemetry.run_folder import RunFolder
 from tunesmith.telemetry.run_lock import RunLock
-from tunesmith.trainers import grpo, ppo, restart, reward, setup, sft
+from tunesmith.trainers import dpo, grpo, ppo, restart, reward, setup, sft
 
 _log = get_logger(__name__)
 
@@ -124,6 +124,8 @@ def _run(recipe: AnyRecipe, run_dir: Path, inputs: Inputs, progress: bool) -> se
         return reward.run(recipe, pairs=inputs.pairs, progress=progress, resume=run_dir)
     if isinstance(recipe, SFTRecipe):
         return sft.run(recipe, demonstrations=inputs.demonstrations, progress=progress, resume=run_dir)
+    if isinstance(recipe, DPORecipe):
+        return dpo.run(recipe, pairs=inputs.pairs, progress=progress, resume=run_dir)
     prompts, rewards = inputs.prompts, inputs.rewards
     if isinstance(recipe, PPORecipe):
         return ppo.run(recipe, prompts=prompts, rewards=rewards, progress=progress, resume=run_dir)

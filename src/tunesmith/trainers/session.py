@@ -36,8 +36,8 @@ _log = get_logger(__name__)
 
 Row = Mapping[str, object]
 
-_EVALUATED = ("eval/accuracy", "eval/reward", "eval/mean_token_accuracy")
-_TRAINED = ("reward", "accuracy", "mean_token_accuracy")
+_EVALUATED = ("eval/accuracy", "eval/reward", "eval/rewards/accuracies", "eval/mean_token_accuracy")
+_TRAINED = ("reward", "accuracy", "rewards/accuracies", "mean_token_accuracy")
 """What says how good a checkpoint is: the first with evaluations on held-out data on the way, the second without."""
 
 _MAX_REFUSED_DUMPS = 20

@@ -1,0 +1,126 @@
+"""Answers as token ids: the prompt apart from the completion, each distinct one once, mismatched ones for KTO."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tunesmith.config.sections import ModelSection
+from tunesmith.data.answers import (
+    Answer,
+    AnswerLabel,
+    AnswerPair,
+    AnswerTable,
+    collate_answers,
+    encode_answer,
+    encode_labels,
+    encode_pairs,
+    with_mismatched,
+)
+from tunesmith.data.tally import BadRows, RowError
+from tunesmith.models.load import load_policy
+from tunesmith.models.tokenizer import PreTrainedTokenizerBase, decode, encode_pair_side, encode_prompt
+from tunesmith.schema.records import Judgement, Pair, Prompt, Ranking
+
+ASK = ({"role": "user", "content": "Hi"},)
+SAY = ({"role": "assistant", "content": "Yo"},)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return load_policy(ModelSection(name="tiny:llama")).tokenizer
+
+
+@pytest.mark.parametrize(
+    ("content", "completion"), [("The film", " was good."), (ASK, "Yo"), (ASK, SAY), ("", "alone"), ("", (*ASK, *SAY))]
+)
+def test_prompt_and_completion_together_are_what_a_reward_model_sees(
+    tokenizer: PreTrainedTokenizerBase, content: object, completion: object
+) -> None:
+    prompt = Prompt("0", content)  # type: ignore[arg-type]
+    answer = encode_answer(tokenizer, prompt, completion, 100, "chosen")  # type: ignore[arg-type]
+    whole = encode_pair_side(tokenizer, prompt, completion)  # type: ignore[arg-type]
+    assert answer.prompt_ids == encode_prompt(tokenizer, prompt)
+    assert (*answer.prompt_ids, *answer.completion_ids)[-len(whole) :] == whole
+    assert answer.completion_ids[-1] == tokenizer.eos_token_id
+
+
+def test_the_completion_of_a_conversation_is_what_the_assistant_said(tokenizer: PreTrainedTokenizerBase) -> None:
+    answer = encode_answer(tokenizer, Prompt("0", ASK), SAY, 100, "chosen")
+    assert decode(tokenizer, answer.completion_ids).strip() == "Yo"
+
+
+def test_too_long_answers_and_unstable_templates_are_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(RowError, match=r"prompt and `rejected` have \d+ tokens, the limit is 3"):
+        encode_answer(tokenizer, Prompt("0", "The film"), " was good.", 3, "rejected")
+    usual = tokenizer.chat_template
+    tokenizer.chat_template = (
+        "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}>{% endif %}"
+    )
+    try:
+        with pytest.raises(RowError, match="renders the prompt otherwise when an answer follows"):
+            encode_answer(tokenizer, Prompt("0", ASK), SAY, 100, "chosen")
+    finally:
+        tokenizer.chat_template = usual
+
+
+def test_pairs_share_answers_and_a_bad_side_takes_its_row_along(tokenizer: PreTrainedTokenizerBase) -> None:
+    prompt, table, bad = Prompt("0", "p"), AnswerTable(), BadRows(skip=True)
+    bad.saw(4)
+    items = [
+        Pair(prompt, "a", "b"),
+        Pair(prompt, "a", "far too long" * 20),
+        Ranking(prompt, ("c", "a", "b"), (1, 2, 2)),
+        Ranking(prompt, ("c", "a", "far too long" * 20), (1, 2, 3)),
+    ]
+    pairs = encode_pairs(items, tokenizer, 30, table, bad)
+    assert [(pair.chosen, pair.rejected, pair.tie) for pair in pairs] == [
+        *((0, 1, False), (2, 0, False), (2, 1, False), (0, 1, True)),
+    ]
+    assert bad.finish().reasons == {"too long": 2}
+
+
+def test_labels_of_a_pair_stand_or_fall_together(tokenizer: PreTrainedTokenizerBase) -> None:
+    prompt, table, bad = Prompt("same id", "p"), AnswerTable(), BadRows(skip=True)
+    bad.saw(3)
+    items = [Pair(prompt, "a", "b"), Pair(prompt, "a", "far too long" * 20), Judgement(prompt, "b", True)]
+    labels = encode_labels(items, tokenizer, 30, table, bad)
+    assert [(label.answer, label.is_wanted) for label in labels] == [(0, True), (1, False), (1, True)]
+    assert bad.finish().reasons == {"too long": 1}
+
+
+def test_a_batch_holds_each_answer_once_with_those_of_a_prompt_side_by_side() -> None:
+    answers = [Answer((1, 2), (3,)), Answer((1,), (4, 5)), Answer((1, 2), (6, 7, 8)), Answer((9,), (9,))]
+    batch = collate_answers(answers, [2, 1, 0, 2])
+    assert batch.answer_B.tolist() == [1, 0, 2]
+    assert batch.ids_BS.tolist() == [[1, 4, 5, 0, 0], [1, 2, 3, 0, 0], [1, 2, 6, 7, 8]]
+    assert batch.lengths_B.tolist() == [3, 3, 5]
+    assert batch.prompt_lengths_B.tolist() == [1, 2, 2]
+
+
+@given(prompts=st.lists(st.integers(0, 3), min_size=1, max_size=12), seed=st.integers(0, 99))
+def test_mismatched_completions_are_those_of_other_prompts(prompts: list[int], seed: int) -> None:
+    table = AnswerTable()
+    places = [table.place(Answer((prompt,), (prompt, 100 + index))) for index, prompt in enumerate(prompts)]
+    labels = [AnswerLabel(str(index), place, index % 2 == 0) for index, place in enumerate(places)]
+    found = with_mismatched(labels, table, 2, seed)
+    assert [(label.prompt_id, label.answer, label.is_wanted) for label in found] == [
+        (label.prompt_id, label.answer, label.is_wanted) for label in labels
+    ]
+    for label, prompt in zip(found, prompts, strict=True):
+        if len(set(prompts)) == 1:
+            assert label.mismatched == -1
+            continue
+        mixed = table.answers[label.mismatched]
+        assert mixed.prompt_ids == (prompt,)
+        assert len(mixed.completion_ids) == 1 and mixed.completion_ids[0] != prompt
+
+
+def test_mismatched_completions_depend_on_the_seed_alone() -> None:
+    def found(seed: int) -> list[AnswerLabel]:
+        table = AnswerTable()
+        labels = [AnswerLabel("", table.place(Answer((index,), (index,))), True) for index in range(20)]
+        return with_mismatched(labels, table, 9, seed)
+
+    assert found(1) == found(1) != found(2)
+    assert with_mismatched([AnswerPair("", 0, 1)], AnswerTable(), 9, 0) == []
