@@ -148,8 +148,9 @@ def preference_sets(
     if section.rankings == "plackett_luce":
         split = Split(_without_wide_ties(split.train, bad), _without_wide_ties(split.heldout, heldout_bad or bad))
     limit = _limit(section.max_tokens, room)
-    train = encode_preferences(split.train, tokenizer, limit, bad)
-    heldout = encode_preferences(split.heldout, tokenizer, limit, heldout_bad or bad)
+    cuts = section.truncate == "left"
+    train = encode_preferences(split.train, tokenizer, limit, bad, truncates=cuts)
+    heldout = encode_preferences(split.heldout, tokenizer, limit, heldout_bad or bad, truncates=cuts)
     facts = _facts(bad, heldout_bad, split.train, split.heldout)
     if not train:
         raise DataError("no pairs are left to train on; give more rows or lower pairs.heldout_fraction")
