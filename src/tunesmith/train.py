@@ -14,16 +14,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tunesmith.config.load import Resolved, load_recipe
-from tunesmith.config.schema import GRPORecipe, PPORecipe, RewardRecipe
+from tunesmith.config.schema import GRPORecipe, PPORecipe, RewardRecipe, SFTRecipe
+from tunesmith.data.demonstrations import DemonstrationLike
 from tunesmith.data.prompts import PromptLike
 from tunesmith.rewards.scorer import RewardLike
 from tunesmith.trainers import grpo as _grpo
 from tunesmith.trainers import ppo as _ppo
 from tunesmith.trainers import resume as _resume
 from tunesmith.trainers import reward as _reward
+from tunesmith.trainers import sft as _sft
 from tunesmith.trainers.setup import RunResult
 
-__all__ = ["RunResult", "grpo", "ppo", "resume", "reward"]
+__all__ = ["RunResult", "grpo", "ppo", "resume", "reward", "sft"]
 
 Prompts = str | Sequence[PromptLike]
 Rewards = RewardLike | Sequence[RewardLike]
@@ -102,20 +104,49 @@ def reward(
     )
 
 
+def sft(
+    *,
+    model: str | None = None,
+    demonstrations: str | Sequence[DemonstrationLike] | None = None,
+    recipe: str | None = None,
+    config: str | None = None,
+    steps: int | None = None,
+    progress: bool = True,
+    **overrides: object,
+) -> RunResult:
+    """Fine-tune a language model on demonstrations; the run's folder, metrics and summary.
+
+    `demonstrations` is a file or a list of rows with `prompt` and `completion`, with `messages`, or with `text` (a
+    plain text in the list is such a row). The other arguments are those of `ppo`. Raises `tunesmith.core.errors.InputError`
+    for anything that cannot be used, before a run folder is made.
+    """
+    source = demonstrations if isinstance(demonstrations, str) else None
+    given = {**overrides, "model": model, "demonstrations": source, "run.steps": steps}
+    resolved = _resolved("sft", recipe, config, given)
+    assert isinstance(resolved.recipe, SFTRecipe)
+    return _sft.run(
+        resolved.recipe,
+        provenance=resolved.provenance,
+        demonstrations=None if demonstrations is None or source is not None else list(demonstrations),
+        progress=progress,
+    )
+
+
 def resume(
     run: str | Path,
     *,
     prompts: Sequence[PromptLike] | None = None,
     reward: Rewards | None = None,
     pairs: Sequence[Mapping[str, object]] | None = None,
+    demonstrations: Sequence[DemonstrationLike] | None = None,
     steps: int | None = None,
     progress: bool = True,
     **overrides: object,
 ) -> RunResult:
     """Go on with the run in the folder `run` from its newest whole checkpoint, exactly as if it had not stopped.
 
-    What the run was given as Python objects (prompts, reward functions, pairs) must be given again. `overrides` may
-    change the learning rate, the number of steps and the logging; anything else raises
+    What the run was given as Python objects (prompts, reward functions, pairs, demonstrations) must be given again.
+    `overrides` may change the learning rate, the number of steps and the logging; anything else raises
     `tunesmith.core.errors.RunError` with the difference.
     """
     given = {**overrides, "run.steps": steps}
@@ -127,6 +158,7 @@ def resume(
             prompts=None if prompts is None else list(prompts),
             rewards=_as_list(reward) or None,
             pairs=None if pairs is None else list(pairs),
+            demonstrations=None if demonstrations is None else list(demonstrations),
         ),
         progress=progress,
     )

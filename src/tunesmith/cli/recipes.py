@@ -37,7 +37,7 @@ class CopyOptions:
 class KeysOptions:
     """List every key of a recipe, with type, default and meaning. Each is a flag of `tunesmith train` too."""
 
-    algorithm: Annotated[str, Positional, flag("reward, ppo or grpo.", metavar="ALGORITHM")]
+    algorithm: Annotated[str, Positional, flag("sft, reward, ppo or grpo.", metavar="ALGORITHM")]
     json: Annotated[bool, flag("Print one JSON object.")] = False
 
 
@@ -90,7 +90,7 @@ def keys(words: Sequence[str]) -> None:
     name = options.algorithm
     if name in recipes.names():
         raise ConfigError(
-            f"{name!r} is a recipe; `tunesmith recipes show {name}` prints it. Give reward, ppo or grpo here"
+            f"{name!r} is a recipe; `tunesmith recipes show {name}` prints it. Give sft, reward, ppo or grpo here"
         )
     with reporting(as_json=options.json) as output:
         found = list(leaves(schema_of(name)))

@@ -20,6 +20,7 @@ _HIGHLIGHTS = (
     "optimizer.learning_rate",
     "prompts.source",
     "pairs.source",
+    "demonstrations.source",
     "reward",
     "run.steps",
     "run.seed",

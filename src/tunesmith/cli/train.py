@@ -1,4 +1,4 @@
-"""`tunesmith train reward`, `tunesmith train ppo` and `tunesmith train grpo`."""
+"""`tunesmith train sft`, `tunesmith train reward`, `tunesmith train ppo` and `tunesmith train grpo`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -68,6 +68,19 @@ class RewardOptions(_TrainOptions):
     ] = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class SFTOptions(_TrainOptions):
+    """Fine-tune a language model on demonstrations.
+
+    Every key of the recipe is a flag too: --optimizer.learning-rate 3e-5. `tunesmith recipes keys sft` lists them.
+    """
+
+    demonstrations: Annotated[
+        str | None,
+        flag("File, folder or hub id with `prompt` and `completion`, `messages`, or `text`.", metavar="SOURCE"),
+    ] = None
+
+
 def ppo(words: Sequence[str]) -> None:
     """Run `tunesmith train ppo`."""
     _train_policy("ppo", *parse_known(PPOOptions, words, "train ppo"))
@@ -82,6 +95,12 @@ def reward(words: Sequence[str]) -> None:
     """Run `tunesmith train reward`."""
     options, unknown = parse_known(RewardOptions, words, "train reward")
     _train("reward", options, {"model": options.model, "pairs": options.pairs}, unknown)
+
+
+def sft(words: Sequence[str]) -> None:
+    """Run `tunesmith train sft`."""
+    options, unknown = parse_known(SFTOptions, words, "train sft")
+    _train("sft", options, {"model": options.model, "demonstrations": options.demonstrations}, unknown)
 
 
 def _train_policy(algorithm: str, options: _PolicyOptions, unknown: Sequence[str]) -> None:
@@ -110,7 +129,8 @@ def _resolve(algorithm: str, options: _TrainOptions, given: Mapping[str, object]
             overrides.values[path] = value
             overrides.origins[path] = f"command line --{name.replace('_', '-')}"
     if options.skip_bad:
-        path = "pairs.skip_bad" if algorithm == "reward" else "prompts.skip_bad"
+        section = {"reward": "pairs", "sft": "demonstrations"}.get(algorithm, "prompts")
+        path = f"{section}.skip_bad"
         overrides.values[path], overrides.origins[path] = True, "command line --skip-bad"
     return load_recipe(
         algorithm, recipe=options.recipe, file=options.config, overrides=overrides.values, origins=overrides.origins
@@ -143,13 +163,17 @@ def _show(resolved: "Resolved", output: Output) -> None:
 
 
 def _run(resolved: "Resolved", output: Output) -> None:
-    from tunesmith.config.schema import PPORecipe, RewardRecipe
+    from tunesmith.config.schema import PPORecipe, RewardRecipe, SFTRecipe
 
     recipe, provenance, progress = resolved.recipe, resolved.provenance, wants_progress()
     if isinstance(recipe, RewardRecipe):
         from tunesmith.trainers import reward
 
         result = reward.run(recipe, provenance=provenance, progress=progress)
+    elif isinstance(recipe, SFTRecipe):
+        from tunesmith.trainers import sft
+
+        result = sft.run(recipe, provenance=provenance, progress=progress)
     elif isinstance(recipe, PPORecipe):
         from tunesmith.trainers import ppo
 

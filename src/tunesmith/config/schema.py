@@ -20,6 +20,7 @@ from tunesmith.config.sections import (
     RunSection,
     Section,
 )
+from tunesmith.config.sft_sections import DemonstrationsSection, SFTSection
 
 
 def check_horizon(kl: KLSection, rollout: RolloutSection, section: str) -> None:
@@ -48,6 +49,14 @@ class RewardRecipe(Recipe):
     algorithm: Literal["reward"] = Field(default="reward", description="Trainer that reads the recipe.")
     pairs: PairsSection = PairsSection()
     reward_model: RewardTrainerSection = RewardTrainerSection()
+
+
+class SFTRecipe(Recipe):
+    """`tunesmith train sft`: a language model that follows demonstrations."""
+
+    algorithm: Literal["sft"] = Field(default="sft", description="Trainer that reads the recipe.")
+    demonstrations: DemonstrationsSection = DemonstrationsSection()
+    sft: SFTSection = SFTSection()
 
 
 class PPORecipe(Recipe):
@@ -86,7 +95,12 @@ class GRPORecipe(Recipe):
 PolicyRecipe = PPORecipe | GRPORecipe
 """Recipes that draw completions and follow a reward."""
 
-AnyRecipe = RewardRecipe | PPORecipe | GRPORecipe
+AnyRecipe = SFTRecipe | RewardRecipe | PPORecipe | GRPORecipe
 
-RECIPES: dict[str, type[AnyRecipe]] = {"reward": RewardRecipe, "ppo": PPORecipe, "grpo": GRPORecipe}
+RECIPES: dict[str, type[AnyRecipe]] = {
+    "sft": SFTRecipe,
+    "reward": RewardRecipe,
+    "ppo": PPORecipe,
+    "grpo": GRPORecipe,
+}
 """Schema of each algorithm, by the name that the command line uses."""

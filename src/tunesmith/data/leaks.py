@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tunesmith.data.split import prompt_key
-from tunesmith.schema.records import Finding, Pair, Prompt, Ranking
+from tunesmith.schema.records import Demonstration, Finding, Pair, Prompt, Ranking
 
-Item = Prompt | Pair | Ranking
+Item = Prompt | Pair | Ranking | Demonstration
 
 _NUM_SHOWN = 3
 

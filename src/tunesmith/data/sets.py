@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tunesmith.algorithms.preference_loss import MAX_TIED
+from tunesmith.batch.targets import LearntSequence
 from tunesmith.config.sections import PairsSection, PromptsSection
+from tunesmith.config.sft_sections import DemonstrationsSection
 from tunesmith.core.errors import DataError
 from tunesmith.core.log import get_logger
 from tunesmith.data.collate import (
@@ -17,13 +19,14 @@ from tunesmith.data.collate import (
     measure_prompts,
     prefix_prompts,
 )
+from tunesmith.data.demonstrations import DemonstrationLike, encode_demonstrations, load_demonstrations
 from tunesmith.data.leaks import Item, Leak, leak_finding, leaks
 from tunesmith.data.pairs import PreferenceLike, load_preferences
 from tunesmith.data.prompts import PromptLike, load_prompts
 from tunesmith.data.split import Split, prompt_key, split_by_prompt
 from tunesmith.data.tally import BadRows, RowError, Tally
 from tunesmith.models.tokenizer import PreTrainedTokenizerBase
-from tunesmith.schema.records import Finding, Pair, Prompt, Ranking, plain_text
+from tunesmith.schema.records import Demonstration, Finding, Pair, Prompt, Ranking, plain_text
 
 _log = get_logger(__name__)
 
@@ -156,6 +159,61 @@ def preference_sets(
         raise DataError("no pairs are left to train on; give more rows or lower pairs.heldout_fraction")
     expanded = as_pairs if section.rankings == "pairs" else as_rankings
     return PreferenceSets(expanded(train), expanded(heldout), _sample(split.train[0]), facts)
+
+
+@dataclass(frozen=True, slots=True)
+class DemonstrationSets:
+    """Encoded demonstrations to train on and kept away from training; `sample` is the first one as text."""
+
+    train: Sequence[LearntSequence]
+    heldout: Sequence[LearntSequence]
+    sample: str
+    facts: Facts
+
+
+def demonstration_sets(
+    section: DemonstrationsSection,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    given: Sequence[DemonstrationLike] | None = None,
+    given_heldout: Sequence[DemonstrationLike] | None = None,
+    *,
+    room: int | None = None,
+) -> DemonstrationSets:
+    """The demonstrations that `section` names, or those given in their place: split by prompt and encoded.
+
+    `room` is the number of tokens that the model's context holds; None is no such bound. Rows are held out of the
+    source only if no held-out rows are given or named. Raises DataError that names and counts bad rows, unless
+    `section.skip_bad` drops them, or if none are left to train on; ModelError if messages meet a tokenizer without a
+    chat template. A leak is logged as a warning.
+    """
+    bad = BadRows(skip=section.skip_bad)
+    rows = _demonstrations(section.source if given is None else given, bad)
+    heldout_source = section.heldout_source or None if given_heldout is None else given_heldout
+    heldout_bad = None if heldout_source is None else BadRows(skip=section.skip_bad)
+    if heldout_source is None or heldout_bad is None:
+        split = split_by_prompt(rows, section.heldout_fraction, seed)
+    else:
+        split = Split(rows, _demonstrations(heldout_source, heldout_bad))
+    limit = _limit(section.max_tokens, room)
+    train = encode_demonstrations(split.train, tokenizer, section, limit, bad)
+    heldout = encode_demonstrations(split.heldout, tokenizer, section, limit, heldout_bad or bad)
+    facts = _facts(bad, heldout_bad, split.train, split.heldout)
+    if not train:
+        raise DataError(
+            "no demonstrations are left to train on; give more rows or lower demonstrations.heldout_fraction"
+        )
+    first = split.train[0]
+    texts = {"prompt": plain_text(first.prompt.content), "completion": plain_text(first.completion)}
+    sample = "\n".join(f"{name}: {text}" for name, text in texts.items() if text)
+    return DemonstrationSets(train, heldout, sample, facts)
+
+
+def _demonstrations(source: str | Sequence[DemonstrationLike], bad: BadRows) -> list[Demonstration]:
+    """As `load_demonstrations`; an empty list in memory is no error here, the caller says what it means."""
+    if not isinstance(source, str) and not source:
+        return []
+    return load_demonstrations(source, bad)
 
 
 def _limit(max_tokens: int, room: int | None) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from tunesmith.core.errors import DataError
-from tunesmith.schema.records import Pair, Prompt, Ranking, Text
+from tunesmith.schema.records import Demonstration, Pair, Prompt, Ranking, Text
 
 T = TypeVar("T")
 
@@ -19,16 +19,19 @@ class Split(Generic[T]):
     heldout: list[T]
 
 
-def prompt_key(item: Prompt | Pair | Ranking) -> str:
+def prompt_key(item: Prompt | Pair | Ranking | Demonstration) -> str:
     """What an item is split by: its prompt, without regard to case and white space.
 
     A pair without a prompt is split by what its two sides begin with in common, up to the last line break or message:
-    the dialogue before the answer. If they have nothing in common, by both.
+    the dialogue before the answer. If they have nothing in common, by both. A demonstration is split by what comes
+    before its first answer: continued conversations stand beside those that they continue.
     """
     if isinstance(item, Prompt):
         return _normal(item.content)
     if isinstance(item, Ranking):
         return _normal(item.prompt.content)
+    if isinstance(item, Demonstration):
+        return _normal(item.opening)
     shared = item.prompt.content or _common_start(item.chosen, item.rejected)
     return _normal(shared) or f"{_normal(item.chosen)}\x1d{_normal(item.rejected)}"
 

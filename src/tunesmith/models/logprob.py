@@ -131,7 +131,7 @@ class _Layout:
 def _scores(model: PreTrainedModel, value_head: nn.Module | None, layout: _Layout, temperature: float) -> TokenScores:
     ids_BS = layout.trimmed_ids()
     row_N, position_N, column_N = layout.state_positions()
-    logits_NV, hidden_NH = _logits_at(model, ids_BS, layout.lengths_B, row_N, position_N)
+    logits_NV, hidden_NH = logits_at(model, ids_BS, layout.lengths_B, row_N, position_N)
     logp_N, entropy_N = chosen_logp_entropy(logits_NV, ids_BS[row_N, position_N + 1], temperature)
     value_BT = None if value_head is None else layout.spread(value_head(hidden_NH), row_N, column_N)
     return TokenScores(layout.spread(logp_N, row_N, column_N), layout.spread(entropy_N, row_N, column_N), value_BT)
@@ -153,7 +153,7 @@ def _packed_scores(decoder: Decoder, value_head: nn.Module | None, layout: _Layo
     return TokenScores(layout.spread(logp_N, row_N, column_N), layout.spread(entropy_N, row_N, column_N), value_BT)
 
 
-def _logits_at(
+def logits_at(
     model: PreTrainedModel, ids_BS: torch.Tensor, lengths_B: torch.Tensor, row_N: torch.Tensor, position_N: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(logits_NV, hidden_NH) of the states at (row, position), from one pass of the model."""

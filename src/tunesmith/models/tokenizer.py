@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from tunesmith.batch.targets import LearntSequence
 from tunesmith.core.errors import DataError, ModelError
-from tunesmith.schema.records import Message, Prompt, Text
+from tunesmith.models.assistant_turns import LossOn, assistant_spans, tokens_of
+from tunesmith.schema.records import Demonstration, Message, Prompt, Text
 
 
 def encode_prompt(
@@ -58,6 +60,42 @@ def encode_pair_side(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, complet
         ({"role": "assistant", "content": completion},) if isinstance(completion, str) else completion
     )
     return _closed(tokenizer, _apply_template(tokenizer, prompt, (*before, *after)))
+
+
+def encode_demonstration(
+    tokenizer: PreTrainedTokenizerBase, demonstration: Demonstration, loss_on: LossOn
+) -> LearntSequence:
+    """Token ids of a prompt and its completion as `encode_pair_side` gives them, and which of them are learnt.
+
+    `loss_on` is `assistant` (the completion; of messages every turn of the assistant in it), `last` (the last such
+    turn) or `all`. A turn is learnt with the token that closes it. The first token of a sequence is never learnt, as
+    nothing stands before it. Raises DataError if the template refuses the messages or the turns cannot be found in what
+    it writes, ModelError if there is no chat template.
+    """
+    prompt, completion = demonstration.prompt, demonstration.completion
+    if isinstance(prompt.content, str) and isinstance(completion, str):
+        num_prompt = len(_encode_content(tokenizer, prompt))
+        ids = encode_pair_side(tokenizer, prompt, completion)
+        return LearntSequence(prompt.id, ids, (range(1 if loss_on == "all" else max(1, num_prompt), len(ids)),))
+    before: tuple[Message, ...] = () if isinstance(prompt.content, str) else prompt.content
+    after: tuple[Message, ...] = (
+        ({"role": "assistant", "content": completion},) if isinstance(completion, str) else completion
+    )
+    messages = (*before, *after)
+
+    def render(some: Sequence[Message], opens_turn: bool) -> str:
+        return str(_templated(tokenizer, prompt, some, tokenize=False, add_generation_prompt=opens_turn))
+
+    found = tokens_of(tokenizer, render(messages, False))
+    ids = _closed(tokenizer, found.ids)
+    if loss_on == "all":
+        return LearntSequence(prompt.id, ids, (range(1, len(ids)),))
+    turns = [index for index in range(len(before), len(messages)) if messages[index]["role"] == "assistant"]
+    characters = assistant_spans(render, messages, turns[-1:] if loss_on == "last" else turns, _closing(tokenizer))
+    spans = found.spans(characters)
+    if turns[-1:] == [len(messages) - 1] and len(ids) > len(found.ids):
+        spans[-1] = range(spans[-1].start, len(ids))  # with the end-of-sequence token, which no template wrote
+    return LearntSequence(prompt.id, ids, tuple(span for span in spans if span))
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
@@ -114,22 +152,30 @@ def _encode_content(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple
 def _apply_template(
     tokenizer: PreTrainedTokenizerBase, prompt: Prompt, messages: Sequence[Message], *, opens_turn: bool = False
 ) -> tuple[int, ...]:
+    continues = opens_turn and bool(messages) and messages[-1]["role"] == "assistant"
+    ids = _templated(
+        tokenizer,
+        prompt,
+        messages,
+        add_generation_prompt=opens_turn and not continues,
+        continue_final_message=continues,
+        return_dict=False,
+    )
+    return tuple(ids)  # type: ignore[arg-type]
+
+
+def _templated(
+    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, messages: Sequence[Message], **options: bool
+) -> object:
     if not tokenizer.chat_template:
         raise ModelError(
             f"prompt {prompt.id} is a conversation, but the tokenizer has no chat template; give the prompts as text, "
             "or take an instruction-tuned model"
         )
-    continues = opens_turn and bool(messages) and messages[-1]["role"] == "assistant"
     try:
-        ids = tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            add_generation_prompt=opens_turn and not continues,
-            continue_final_message=continues,
-            return_dict=False,
-        )
+        return tokenizer.apply_chat_template([dict(message) for message in messages], **options)  # type: ignore[arg-type]
     except (TemplateError, ValueError) as error:
         raise DataError(f"the chat template refuses prompt {prompt.id} ({error}); change its messages") from error
-    return tuple(ids)  # type: ignore[arg-type]
 
 
 def _closed(tokenizer: PreTrainedTokenizerBase, ids: tuple[int, ...]) -> tuple[int, ...]:
@@ -139,6 +185,12 @@ def _closed(tokenizer: PreTrainedTokenizerBase, ids: tuple[int, ...]) -> tuple[i
     while end and ids[end - 1] not in special and not decode(tokenizer, ids[end - 1 : end]).strip():
         end -= 1
     return ids[:end] if end and ids[end - 1] in special else _ended(tokenizer, ids)
+
+
+def _closing(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """Texts of the tokens that may close a turn."""
+    added = (str(token) for token in tokenizer.added_tokens_decoder.values())
+    return tuple(dict.fromkeys((*map(str, tokenizer.all_special_tokens), *added)))
 
 
 def _ended(tokenizer: PreTrainedTokenizerBase, ids: tuple[int, ...]) -> tuple[int, ...]:

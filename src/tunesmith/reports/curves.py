@@ -27,9 +27,10 @@ PICTURES = (
         r"(eval[/_])?reward|objective/scores|(eval[/_])?rewards/(?!acc|margin|chosen|rejected)[^/]+(/mean)?",
     ),
     Picture("accuracy", "Accuracy on votes", r"(eval[/_])?(rewards/)?accurac(y|ies)|heldout/accuracy"),
+    Picture("tokens", "Share of learnt tokens that were the likeliest", r"(eval[/_])?mean_token_accuracy"),
     Picture("margins", "Reward of chosen and rejected", r"(eval[/_])?rewards/(margins|chosen|rejected)"),
     Picture("kl", "KL to the starting model", r"kl|objective/kl|kl_per_sequence", "nats"),
-    Picture("entropy", "Entropy", r"entropy|objective/entropy|policy/entropy(_avg)?", "nats per token"),
+    Picture("entropy", "Entropy", r"(eval[/_])?entropy|objective/entropy|policy/entropy(_avg)?", "nats per token"),
     Picture("lengths", "Length of completions", r"completions/(mean|min|max)_(terminated_)?length", "tokens"),
     Picture("losses", "Losses", r"(eval[/_])?loss(/.+)?|.+[/_]loss"),
     Picture(
@@ -48,7 +49,7 @@ PICTURES = (
     Picture("memory", "Memory", r"memory/.+"),
 )
 
-MAIN = ("reward", "accuracy", "margins", "kl", "entropy", "lengths", "losses")
+MAIN = ("reward", "accuracy", "tokens", "margins", "kl", "entropy", "lengths", "losses")
 """Pictures that every report shows openly; the rest stand in a fold."""
 
 

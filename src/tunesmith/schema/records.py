@@ -44,6 +44,29 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
+class Demonstration:
+    """A completion to be learnt from, and the prompt that it answers, empty where the completion stands alone.
+
+    Example: `Demonstration(Prompt("1", "The film was"), " a joy.")`. Of a conversation without a prompt every turn of
+    the assistant is a completion; the turns between them are context.
+    """
+
+    prompt: Prompt
+    completion: Text
+
+    @property
+    def opening(self) -> Text:
+        """What comes before the first answer; the text itself where nothing does."""
+        if isinstance(self.prompt.content, str):
+            messages = () if isinstance(self.completion, str) else self.completion
+        else:
+            messages = self.prompt.content
+        roles = [message["role"] for message in messages]
+        before = messages[: roles.index("assistant")] if "assistant" in roles else messages
+        return before or self.prompt.content or self.completion
+
+
+@dataclass(frozen=True, slots=True)
 class Pair:
     """Two completions of a prompt and which one was preferred.
 

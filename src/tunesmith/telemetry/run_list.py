@@ -22,7 +22,7 @@ from tunesmith.telemetry.run_lock import is_locked
 RunStatus = Literal["running", "finished", "stopped", "failed"]
 """`stopped` has a checkpoint to go on from, `failed` has none."""
 
-FIGURES = ("eval/accuracy", "eval/reward", "reward", "accuracy")
+FIGURES = ("eval/accuracy", "eval/reward", "reward", "accuracy", "eval/loss", "loss")
 """The first of these that a run measured says how well it did."""
 
 _MAX_DEPTH = 3

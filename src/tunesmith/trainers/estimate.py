@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from tunesmith.config.schema import PolicyRecipe, PPORecipe, RewardRecipe
+from tunesmith.config.schema import PolicyRecipe, PPORecipe, RewardRecipe, SFTRecipe
 from tunesmith.models.load import count_parameters
 from tunesmith.models.loaded import PreTrainedModel
 from tunesmith.trainers.setup import say
@@ -84,6 +84,20 @@ def reward_estimate(model: PreTrainedModel, cfg: RewardRecipe, *, pair_tokens: f
         "weights": num_all * model.dtype.itemsize,
         "optimizer": _optimizer_bytes(model, num_trained),
         "activations": _activation_bytes(model, micro_tokens, cfg.model.gradient_checkpointing),
+    }
+    return Estimate(num_all, _in_gb(memory), tokens * (2 * num_all + 4 * num_trained), model.dtype)
+
+
+def sft_estimate(model: PreTrainedModel, cfg: SFTRecipe, *, mean_tokens: float) -> Estimate:
+    """Estimate for supervised fine-tuning of `model` on demonstrations of `mean_tokens` on average."""
+    num_all, num_trained = count_parameters(model), _num_trained(model)
+    tokens = int(cfg.sft.demonstrations_per_step * mean_tokens)
+    micro_tokens = max(min(tokens, cfg.sft.micro_batch_tokens), int(mean_tokens))
+    memory = {
+        "weights": num_all * model.dtype.itemsize,
+        "optimizer": _optimizer_bytes(model, num_trained),
+        "activations": _activation_bytes(model, micro_tokens, cfg.model.gradient_checkpointing),
+        "logits": 4 * micro_tokens * model.config.get_text_config().vocab_size,
     }
     return Estimate(num_all, _in_gb(memory), tokens * (2 * num_all + 4 * num_trained), model.dtype)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from tunesmith.config.schema import AnyRecipe, GRPORecipe, PPORecipe
+from tunesmith.config.schema import AnyRecipe, GRPORecipe, PPORecipe, SFTRecipe
 from tunesmith.core.errors import TrainingError
 from tunesmith.core.trace import Trace
 
@@ -41,5 +41,6 @@ def _what_to_lower(cfg: AnyRecipe, stage: str) -> str:
             return f"rollout.num_slots ({rollout.num_slots}), rollout.kv_cache_mb or rollout.max_new_tokens"
         return f"rollout.batch_size ({rollout.batch_size}) or rollout.max_new_tokens"
     section = {"reward": "reward_model"}.get(cfg.algorithm, cfg.algorithm)
-    size = getattr(cfg, section).micro_batch_size
-    return f"{section}.micro_batch_size ({size}), set model.gradient_checkpointing, or train fewer layers"
+    key = "micro_batch_tokens" if isinstance(cfg, SFTRecipe) else "micro_batch_size"
+    size = getattr(getattr(cfg, section), key)
+    return f"{section}.{key} ({size}), set model.gradient_checkpointing, or train fewer layers"

@@ -2,16 +2,17 @@
 
 from dataclasses import dataclass
 
-from tunesmith.config.schema import AnyRecipe, RewardRecipe
-from tunesmith.data.sets import preference_sets
+from tunesmith.config.schema import AnyRecipe, RewardRecipe, SFTRecipe
+from tunesmith.data.sets import demonstration_sets, preference_sets
 from tunesmith.models.freeze import freeze_lower_layers, keep_lower_layers
 from tunesmith.models.load import load_policy
 from tunesmith.models.loaded import context_length
 from tunesmith.rewards.scorer import Scorer
 from tunesmith.schema.records import plain_text
-from tunesmith.trainers.estimate import policy_estimate, reward_estimate
+from tunesmith.trainers.estimate import policy_estimate, reward_estimate, sft_estimate
 from tunesmith.trainers.reward import mean_pair_tokens
 from tunesmith.trainers.rollouts import prompt_sets
+from tunesmith.trainers.sft import mean_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,12 @@ def preview(cfg: AnyRecipe) -> Preview:
         estimate = reward_estimate(loaded.model, cfg, pair_tokens=mean_pair_tokens(pairs.train))
         num_pairs = len(pairs.train) + len(pairs.heldout)
         return Preview(cfg.model.name, estimate.num_parameters, estimate.memory_gb, num_pairs, pairs.sample)
+    if isinstance(cfg, SFTRecipe):
+        room = context_length(loaded.model)
+        shown = demonstration_sets(cfg.demonstrations, loaded.tokenizer, cfg.run.seed, room=room)
+        estimate = sft_estimate(loaded.model, cfg, mean_tokens=mean_tokens(shown.train))
+        num_rows = len(shown.train) + len(shown.heldout)
+        return Preview(cfg.model.name, estimate.num_parameters, estimate.memory_gb, num_rows, shown.sample)
     sets = prompt_sets(cfg, loaded, None)
     scorer = Scorer(cfg.reward, policy_tokenizer=loaded.tokenizer)
     estimate = policy_estimate(loaded.model, cfg, prompt_tokens=sets.mean_tokens, num_reward_models=scorer.num_models)

@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.config.load import Resolved, load_recipe, read_algorithm
-from tunesmith.config.schema import AnyRecipe, PPORecipe, RewardRecipe
+from tunesmith.config.schema import AnyRecipe, PPORecipe, RewardRecipe, SFTRecipe
 from tunesmith.core.errors import RunError
 from tunesmith.core.log import get_logger
+from tunesmith.data.demonstrations import DemonstrationLike
 from tunesmith.data.pairs import PreferenceLike
 from tunesmith.data.prompts import PromptLike
 from tunesmith.rewards.scorer import RewardLike
 from tunesmith.telemetry.environment import package_versions
 from tunesmith.telemetry.run_folder import RunFolder
 from tunesmith.telemetry.run_lock import RunLock
-from tunesmith.trainers import grpo, ppo, restart, reward, setup
+from tunesmith.trainers import grpo, ppo, restart, reward, setup, sft
 
 _log = get_logger(__name__)
 
@@ -30,6 +31,7 @@ class Inputs:
     prompts: Sequence[PromptLike] | None = None
     rewards: Sequence[RewardLike] | None = None
     pairs: Sequence[PreferenceLike] | None = None
+    demonstrations: Sequence[DemonstrationLike] | None = None
 
 
 def resume(
@@ -120,6 +122,8 @@ def _note_resume(run_dir: Path, changes: Mapping[str, tuple[object, object]]) ->
 def _run(recipe: AnyRecipe, run_dir: Path, inputs: Inputs, progress: bool) -> setup.RunResult:
     if isinstance(recipe, RewardRecipe):
         return reward.run(recipe, pairs=inputs.pairs, progress=progress, resume=run_dir)
+    if isinstance(recipe, SFTRecipe):
+        return sft.run(recipe, demonstrations=inputs.demonstrations, progress=progress, resume=run_dir)
     prompts, rewards = inputs.prompts, inputs.rewards
     if isinstance(recipe, PPORecipe):
         return ppo.run(recipe, prompts=prompts, rewards=rewards, progress=progress, resume=run_dir)

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tunesmith.config.schema import AnyRecipe, RewardRecipe
+from tunesmith.config.schema import AnyRecipe, PolicyRecipe
 from tunesmith.core.errors import CheckpointError, RunError, StoppedError, TrainingError
 from tunesmith.core.log import get_logger
 from tunesmith.core.trace import Trace, trace
@@ -36,8 +36,8 @@ _log = get_logger(__name__)
 
 Row = Mapping[str, object]
 
-_EVALUATED = ("eval/accuracy", "eval/reward")
-_TRAINED = ("reward", "accuracy")
+_EVALUATED = ("eval/accuracy", "eval/reward", "eval/mean_token_accuracy")
+_TRAINED = ("reward", "accuracy", "mean_token_accuracy")
 """What says how good a checkpoint is: the first with evaluations on held-out data on the way, the second without."""
 
 _MAX_REFUSED_DUMPS = 20
@@ -118,7 +118,7 @@ class Session:
             tracker.log(step, row)
         if step % self.cfg.run.log_every == 0:
             self._reporter.update(step, {name.rsplit("/", 1)[-1]: row[name] for name in shown if name in row})
-        if not isinstance(self.cfg, RewardRecipe):
+        if isinstance(self.cfg, PolicyRecipe):
             for finding in alarms(self.metrics, self.cfg.alarms):
                 self.find(finding)
         self._check_refused(step, record)
