@@ -22,6 +22,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "generate": ("generate:generate", "Let a model continue prompts."),
     "chat": ("chat:chat", "Talk to a run or a model, if wanted beside another one."),
     "compare": ("compare:compare", "Compare two models on the same prompts, judged by a scorer."),
+    "eval reward": ("eval:reward", "Judge a reward model: accuracy, calibration, length bias."),
     "bench rollout": ("bench:rollout", "Measure our rollout engine against what transformers offers."),
     "bench step": ("bench:step", "Measure one whole GRPO step against one of TRL's."),
     "export": ("export:export", "Copy the trained model of a run to a folder of its own."),

@@ -78,11 +78,9 @@ class Vectorizer:
 
     @classmethod
     def fitted(cls, texts: Sequence[str]) -> "Vectorizer":
-        """The features of `texts`, in the order in which they come. Raises DataError if they have none."""
+        """The features of `texts`, sorted; none if the texts share no word."""
         counts = Counter(name for text in texts for name in set(_features(text)))
         kept = [name for name, count in counts.items() if count >= _MIN_TEXTS]
-        if not kept:
-            raise DataError(f"{len(texts)} texts have no word in common, so there is nothing to learn; give more texts")
         kept.sort()  # sets have no order of their own
         weight_F = np.array([math.log((1 + len(texts)) / (1 + counts[name])) + 1 for name in kept])
         return cls({name: place for place, name in enumerate(kept)}, weight_F)
@@ -144,7 +142,9 @@ class TextBradleyTerry:
 
     @classmethod
     def fitted(cls, pairs: Sequence[TextPair], *, l2: float = 3.0) -> "TextBradleyTerry":
-        """The model of `pairs`. Raises DataError if there are none, or they have no words."""
+        """The model of `pairs`. Raises DataError if there are none."""
+        if not pairs:
+            raise DataError("there are no pairs to learn from; give at least one")
         vectorizer = Vectorizer.fitted([text for pair in pairs for text in (pair.better, pair.worse)])
         rows = _differences(vectorizer, pairs)
         return cls(vectorizer, fit_logistic(rows, np.ones(len(pairs)), l2=l2))
