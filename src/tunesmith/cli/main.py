@@ -14,6 +14,7 @@ from tunesmith.core.errors import InputError, TunesmithError
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "demo": ("demo:demo", "The whole loop on a real 135M model: votes, reward model, PPO or GRPO, before and after."),
+    "sentiment": ("sentiment:sentiment", "Film reviews: SFT, reward model, PPO, and a judge of its own."),
     "train sft": ("train:sft", "Fine-tune a language model on demonstrations."),
     "train reward": ("train:reward", "Train a reward model on preference pairs."),
     "train ppo": ("train:ppo", "Train a policy by PPO against a reward."),
