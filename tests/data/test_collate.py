@@ -1,5 +1,7 @@
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tunesmith.core.errors import DataError
 from tunesmith.data.collate import (
@@ -7,10 +9,12 @@ from tunesmith.data.collate import (
     check_prompt_lengths,
     collate_pairs,
     encode_pairs,
+    encode_preferences,
     pad_right,
     prefix_prompts,
+    truncate_left,
 )
-from tunesmith.data.pairs import load_pairs
+from tunesmith.data.pairs import load_pairs, load_preferences
 from tunesmith.data.prompts import load_prompts
 from tunesmith.models.tiny import EOS_ID, byte_tokenizer
 from tunesmith.models.tokenizer import decode, encode_pair_side, encode_prompt
@@ -117,3 +121,37 @@ def test_special_tokens_in_front_do_not_count_as_text():
     (prefix,) = prefix_prompts([Prompt("0", "abcdef")], tokenizer, (2, 2), seed=0)
     assert prefix.content == "ab"
     assert prefix.token_ids is not None and prefix.token_ids[0] == 1 and len(prefix.token_ids) == 3
+
+
+def test_a_pair_that_is_too_long_loses_the_beginning_of_its_prompt_on_both_sides_alike():
+    pairs = load_pairs([{"prompt": "abcdefgh", "chosen": "12345", "rejected": "67"}])
+    (whole,) = encode_preferences(pairs, TOKENIZER, 100, truncates=True)
+    (cut,) = encode_preferences(pairs, TOKENIZER, 9, truncates=True)
+    assert whole.sequences == encode_pairs(pairs, TOKENIZER, 100)[0].sequences
+    assert [decode(TOKENIZER, ids) for ids in cut.sequences] == ["fgh12345", "fgh67"]
+    assert all(ids[-1] == EOS_ID for ids in cut.sequences)
+
+
+def test_an_answer_longer_than_the_limit_loses_its_own_beginning_and_the_other_stays_whole():
+    pairs = load_pairs([{"prompt": "ab", "chosen": "123456789", "rejected": "z"}])
+    (cut,) = encode_preferences(pairs, TOKENIZER, 4, truncates=True)
+    assert [decode(TOKENIZER, ids) for ids in cut.sequences] == ["789", "z"]
+
+
+def test_completions_of_a_ranking_are_cut_together():
+    rows = [{"prompt": "abcdef", "completions": ["1", "234", "56"], "ranks": [1, 2, 3]}]
+    (cut,) = encode_preferences(load_preferences(rows), TOKENIZER, 6, truncates=True)
+    assert [decode(TOKENIZER, ids) for ids in cut.sequences] == ["ef1", "ef234", "ef56"]
+
+
+IDS = st.lists(st.integers(0, 2), min_size=1, max_size=12).map(tuple)
+
+
+@given(st.lists(IDS, min_size=2, max_size=4), st.lists(st.integers(0, 2), max_size=8).map(tuple), st.integers(1, 10))
+def test_cut_sequences_are_ends_within_the_limit_and_what_fits_is_kept(tails, prompt, limit):
+    sequences = [prompt + tail for tail in tails]
+    cut = truncate_left(sequences, limit)
+    assert all(ids == whole[len(whole) - len(ids) :] for ids, whole in zip(cut, sequences, strict=True))
+    assert max(map(len, cut)) == min(limit, max(map(len, sequences)))
+    if len(prompt) >= max(map(len, sequences)) - limit:  # the prompt alone pays
+        assert len({len(whole) - len(ids) for ids, whole in zip(cut, sequences, strict=True)}) == 1

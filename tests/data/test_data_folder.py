@@ -74,3 +74,11 @@ def test_a_path_out_of_the_folder_is_refused(name: str, folder: Path) -> None:
     write_jsonl(folder.parent / "rows.jsonl", [{"prompt": "a"}])
     with pytest.raises(DataError, match="leads out of the folder"):
         source_rows(f"data:{name}")
+
+
+def test_several_files_below_it_are_read_by_a_star_and_missed_with_the_hub_id(folder: Path) -> None:
+    for number in (1, 2):
+        write_jsonl(folder / "math" / f"part-{number}.jsonl", [{"prompt": str(number)}])
+    assert [prompt.content for prompt in load_prompts("data:math/part-*.jsonl")] == ["1", "2"]
+    with pytest.raises(DataError, match=r"has no math/gsm8k\.\*\.gz; put it there, or take openai/gsm8k"):
+        source_rows("data:math/gsm8k.*.gz")

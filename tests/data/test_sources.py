@@ -112,3 +112,13 @@ def test_a_file_that_may_not_be_read_says_so(tmp_path: Path):
         pytest.skip("this user may read every file")
     with pytest.raises(DataError, match="cannot be read: Permission denied"):
         list(source_rows(path))
+
+
+def test_a_name_with_a_star_is_all_files_of_that_name_in_their_order(tmp_path: Path):
+    for name in ("b", "a", "c"):
+        write_jsonl(tmp_path / f"part-{name}.jsonl", [{"text": name}])
+    write_jsonl(tmp_path / "other.jsonl", [{"text": "x"}])
+    rows = [(where, read()["text"]) for where, read in source_rows(tmp_path / "part-*.jsonl")]
+    assert rows == [("part-a.jsonl:1", "a"), ("part-b.jsonl:1", "b"), ("part-c.jsonl:1", "c")]
+    with pytest.raises(DataError, match=r"no file is named .*none-\*\.jsonl"):
+        source_rows(tmp_path / "none-*.jsonl")

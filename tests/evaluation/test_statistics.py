@@ -13,6 +13,7 @@ from tunesmith.evaluation.statistics import (
     is_exact,
     mcnemar,
     paired_permutation_p,
+    proportion_interval,
 )
 
 
@@ -131,3 +132,44 @@ def test_equal_token_count_stops_the_longer_side_from_looking_repetitive():
 def test_bad_input_is_named(call, message):
     with pytest.raises(InputError, match=message):
         call()
+
+
+def test_the_interval_of_a_share_is_wilsons_where_every_item_is_a_cluster():
+    hits = [1.0] * 60 + [0.0] * 40
+    low, high = proportion_interval(hits, [str(i) for i in range(100)])
+    # Wilson's interval of 60 of 100 from the tables; the sample variance makes the effective size 99.
+    assert (low, high) == (pytest.approx(0.502, abs=2e-3), pytest.approx(0.691, abs=2e-3))
+
+
+def test_items_that_go_together_count_as_one():
+    hits = [1.0] * 60 + [0.0] * 40
+    apart = proportion_interval(hits, [str(i) for i in range(100)])
+    together = proportion_interval(hits, [str(i // 10) for i in range(100)])
+    ten = proportion_interval([1.0] * 6 + [0.0] * 4, [str(i) for i in range(10)])
+    assert together == pytest.approx(ten, abs=1e-9)
+    assert together[1] - together[0] > 2 * (apart[1] - apart[0])
+
+
+def test_a_share_without_misses_has_an_interval_that_narrows_with_the_clusters():
+    few, many = (proportion_interval([1.0] * 40, [str(i % n) for i in range(40)]) for n in (4, 40))
+    assert few[0] < many[0] < 1.0
+    assert few[1] == pytest.approx(1.0)
+    assert many[1] == pytest.approx(1.0)
+
+
+def test_the_interval_covers_the_true_share_about_as_often_as_it_says():
+    random = np.random.default_rng(0)
+    covered = 0
+    for _ in range(400):
+        share_C = random.beta(6, 4, size=80)  # pairs of one prompt are alike
+        clusters = [str(c) for c in range(80) for _ in range(3)]
+        hits = [float(random.random() < share_C[int(c)]) for c in clusters]
+        low, high = proportion_interval(hits, clusters)
+        covered += low <= 0.6 <= high
+    assert 0.91 < covered / 400 < 0.985
+
+
+@pytest.mark.parametrize(("hits", "clusters"), [([], []), ([1.0], [])])
+def test_no_items_or_no_clusters_are_refused(hits, clusters):
+    with pytest.raises(InputError, match="one cluster for each hit"):
+        proportion_interval(hits, clusters)

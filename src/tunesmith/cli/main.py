@@ -14,6 +14,7 @@ from tunesmith.core.errors import InputError, TunesmithError
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "demo": ("demo:demo", "The whole loop on a real 135M model: votes, reward model, PPO or GRPO, before and after."),
+    "sentiment": ("sentiment:sentiment", "Film reviews: SFT, reward model, PPO, and a judge of its own."),
     "train sft": ("train:sft", "Fine-tune a language model on demonstrations."),
     "train reward": ("train:reward", "Train a reward model on preference pairs."),
     "train dpo": ("train:dpo", "Train a policy on preference pairs directly, without a reward model."),
@@ -23,6 +24,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "generate": ("generate:generate", "Let a model continue prompts."),
     "chat": ("chat:chat", "Talk to a run or a model, if wanted beside another one."),
     "compare": ("compare:compare", "Compare two models on the same prompts, judged by a scorer."),
+    "eval reward": ("eval:reward", "Judge a reward model: accuracy, calibration, length bias."),
     "bench rollout": ("bench:rollout", "Measure our rollout engine against what transformers offers."),
     "bench step": ("bench:step", "Measure one whole GRPO step against one of TRL's."),
     "export": ("export:export", "Copy the trained model of a run to a folder of its own."),

@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from tunesmith.config.dpo_sections import DPOSection
+from tunesmith.config.evaluation_sections import RewardEvaluationSection
 from tunesmith.config.rollout_sections import GRPORolloutSection, RolloutSection
 from tunesmith.config.sections import (
     AlarmsSection,
@@ -50,6 +51,7 @@ class RewardRecipe(Recipe):
     algorithm: Literal["reward"] = Field(default="reward", description="Trainer that reads the recipe.")
     pairs: PairsSection = PairsSection()
     reward_model: RewardTrainerSection = RewardTrainerSection()
+    evaluation: RewardEvaluationSection = RewardEvaluationSection()
 
 
 class SFTRecipe(Recipe):

@@ -104,7 +104,11 @@ class PairsSection(Section):
         default="pairs",
         description="A ranking of K completions is K(K-1)/2 pairs, or one loss over its order (Plackett-Luce).",
     )
-    max_tokens: PositiveInt = Field(default=1024, description="A longer prompt plus completion is a bad row.")
+    max_tokens: PositiveInt = Field(default=1024, description="Limit of prompt plus completion; see `truncate`.")
+    truncate: Literal["none", "left"] = Field(
+        default="none",
+        description="What is too long is a bad row, or loses its beginning, both sides the same tokens.",
+    )
     heldout_fraction: Fraction = Field(
         default=0.1, description="Share of prompts whose pairs are kept for the accuracy figure."
     )

@@ -171,9 +171,13 @@ def encode_preferences(
     tokenizer: PreTrainedTokenizerBase,
     max_tokens: int,
     bad: BadRows | None = None,
+    *,
+    truncates: bool = False,
 ) -> list[Encoded]:
     """The items as token ids, in order. Those with a side of more than `max_tokens`, or that the chat template refuses,
     go to `bad`, for its owner to check; without it they are an error.
+
+    With `truncates` nothing is too long: see `truncate_left`.
 
     Raises DataError that names and counts them, ModelError if messages meet a tokenizer without a chat template.
     """
@@ -181,7 +185,7 @@ def encode_preferences(
     encoded: list[Encoded] = []
     for item in items:
         try:
-            encoded.append(_encode(item, tokenizer, max_tokens))
+            encoded.append(_encode(item, tokenizer, max_tokens, truncates=truncates))
         except RowError as error:
             found.add(item.prompt.id, error)
     if bad is None:
@@ -194,30 +198,53 @@ def encode_pairs(pairs: Sequence[Pair], tokenizer: PreTrainedTokenizerBase, max_
     return as_pairs(encode_preferences(pairs, tokenizer, max_tokens))
 
 
-def _encode(item: Pair | Ranking, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Encoded:
+def truncate_left(sequences: Sequence[TokenIds], max_tokens: int) -> tuple[TokenIds, ...]:
+    """The sequences, which begin with one prompt, cut to their last `max_tokens` ids.
+
+    All lose the same number of ids, as long as these belong to what they have in common: the prompt stays shared. An
+    answer that is too long by itself loses its own beginning.
+
+    >>> truncate_left([(1, 2, 3, 4), (1, 2, 5)], 3)
+    ((2, 3, 4), (2, 5))
+    """
+    num_common = next(
+        (place for place, ids in enumerate(zip(*sequences, strict=False)) if len(set(ids)) > 1),
+        min(map(len, sequences)),
+    )
+    num_cut = max(0, min(num_common, max(map(len, sequences)) - max_tokens))
+    return tuple(ids[num_cut:][-max_tokens:] for ids in sequences)
+
+
+def _encode(item: Pair | Ranking, tokenizer: PreTrainedTokenizerBase, max_tokens: int, *, truncates: bool) -> Encoded:
+    texts = (
+        {f"completions[{index}]": text for index, text in enumerate(item.completions)}
+        if isinstance(item, Ranking)
+        else {"chosen": item.chosen, "rejected": item.rejected}
+    )
+    sequences = tuple(_side(item.prompt, text, tokenizer, name) for name, text in texts.items())
+    if truncates:
+        sequences = truncate_left(sequences, max_tokens)
+    for name, ids in zip(texts, sequences, strict=True):
+        _check_length(ids, max_tokens, name)
     if isinstance(item, Ranking):
-        sequences = tuple(
-            _side(item.prompt, text, tokenizer, max_tokens, f"completions[{index}]")
-            for index, text in enumerate(item.completions)
-        )
         return EncodedRanking(item.prompt.id, sequences, item.ranks)
-    chosen_ids = _side(item.prompt, item.chosen, tokenizer, max_tokens, "chosen")
-    rejected_ids = _side(item.prompt, item.rejected, tokenizer, max_tokens, "rejected")
-    return EncodedPair(item.prompt.id, chosen_ids, rejected_ids, item.margin, item.tie)
+    return EncodedPair(item.prompt.id, *sequences, item.margin, item.tie)
 
 
-def _side(prompt: Prompt, completion: Text, tokenizer: PreTrainedTokenizerBase, max_tokens: int, name: str) -> TokenIds:
+def _side(prompt: Prompt, completion: Text, tokenizer: PreTrainedTokenizerBase, name: str) -> TokenIds:
     try:
-        ids = encode_pair_side(tokenizer, prompt, completion)
+        return encode_pair_side(tokenizer, prompt, completion)
     except DataError as error:
         raise RowError(str(error), "refused by the chat template") from error
+
+
+def _check_length(ids: TokenIds, max_tokens: int, name: str) -> None:
     if len(ids) > max_tokens:
         raise RowError(
             f"too long: prompt and `{name}` have {len(ids)} tokens, the limit is {max_tokens} (`pairs.max_tokens`, or "
-            "the model's context if that is less); shorten the row",
+            "the model's context if that is less); shorten the row, or set `pairs.truncate: left`",
             "too long",
         )
-    return ids
 
 
 @dataclass(frozen=True, slots=True)

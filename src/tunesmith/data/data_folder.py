@@ -32,6 +32,16 @@ def is_data_source(source: str) -> bool:
     return source.startswith(PREFIX) and re.fullmatch(r"[\w-]*", name) is None
 
 
+def is_pattern(path: Path) -> bool:
+    """True if the name of the file has a `*`, which stands for any characters."""
+    return "*" in path.name
+
+
+def matching(pattern: Path) -> list[Path]:
+    """The files that `pattern` stands for, in the order of their names."""
+    return sorted(file for file in pattern.parent.glob(pattern.name) if file.is_file())
+
+
 def data_path(source: str) -> Path:
     """The file or folder that `source`, such as `data:math/gsm8k.train.jsonl.gz`, names.
 
@@ -47,7 +57,7 @@ def data_path(source: str) -> Path:
     path = Path(os.path.normpath(folder / name))  # links inside of the folder may lead anywhere
     if not path.is_relative_to(os.path.normpath(folder)):
         raise DataError(f"{source} leads out of the folder {folder}; give the path of the file itself")
-    if not path.exists():
+    if not path.exists() and not (is_pattern(path) and matching(path)):
         names = [str(file.relative_to(folder)) for file in folder.glob("*/*")]
         close = difflib.get_close_matches(name, names, n=1)
         hint = f"; did you mean {PREFIX}{close[0]}?" if close else f"; put it there{_or(name)}"

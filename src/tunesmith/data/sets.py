@@ -2,7 +2,7 @@
 is to say about them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tunesmith.algorithms.preference_loss import MAX_TIED
@@ -86,13 +86,14 @@ class PromptSets:
 class PreferenceSets:
     """Encoded pairs, or encoded rankings under `plackett_luce`, to train on and kept away from training.
 
-    `sample` is the first row as text.
+    `sample` is the first row as text. `heldout_prompts` says of each held-out row, by its id, which prompt it is about.
     """
 
     train: Sequence[Encoded]
     heldout: Sequence[Encoded]
     sample: str
     facts: Facts
+    heldout_prompts: Mapping[str, str]
 
 
 def prompt_sets(
@@ -162,13 +163,15 @@ def preference_sets(
     if section.rankings == "plackett_luce":
         split = Split(_without_wide_ties(split.train, bad), _without_wide_ties(split.heldout, heldout_bad or bad))
     limit = _limit(section.max_tokens, room)
-    train = encode_preferences(split.train, tokenizer, limit, bad)
-    heldout = encode_preferences(split.heldout, tokenizer, limit, heldout_bad or bad)
+    cuts = section.truncate == "left"
+    train = encode_preferences(split.train, tokenizer, limit, bad, truncates=cuts)
+    heldout = encode_preferences(split.heldout, tokenizer, limit, heldout_bad or bad, truncates=cuts)
     facts = _facts(bad, heldout_bad, split.train, split.heldout)
     if not train:
         raise DataError("no pairs are left to train on; give more rows or lower pairs.heldout_fraction")
     expanded = as_pairs if section.rankings == "pairs" else as_rankings
-    return PreferenceSets(expanded(train), expanded(heldout), _sample(split.train[0]), facts)
+    prompts = {item.prompt.id: prompt_key(item) for item in split.heldout}
+    return PreferenceSets(expanded(train), expanded(heldout), _sample(split.train[0]), facts, prompts)
 
 
 Unit = AnswerPair | AnswerLabel

@@ -8,19 +8,21 @@
 | `x.parquet` | Parquet |
 | `folder`, `folder:split` | a folder written by `save_to_disk` of the datasets library |
 | `org/name`, `org/name/config`, either with `:split` | a data set on the hub, if nothing on disk has that name |
+| `folder/part-*.jsonl` | all files of that name, in the order of their names, one after another |
 | `data:path` | any of these below the folder that `TUNESMITH_DATA` names |
 
 Text files may be gzipped, with `.gz` behind the extension.
 """
 
 import difflib
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 from tunesmith.core.errors import DataError
-from tunesmith.data.data_folder import data_path, is_data_source
+from tunesmith.data.data_folder import data_path, is_data_source, is_pattern, matching
 from tunesmith.data.tables import hub_rows, parquet_rows, saved_rows
 from tunesmith.data.text_files import Candidate, csv_rows, json_rows, jsonl_rows
 
@@ -54,6 +56,8 @@ def source_rows(source: str | Path) -> Iterator[Candidate]:
         raise DataError(f"{name[:80]!r}... cannot be the name of a file: {error.strerror or error}") from error
     if path.is_dir():
         return saved_rows(_saved_folder(path), None)
+    if not exists and is_pattern(path):
+        return _rows_of_files(path)
     if exists or extension(path) in READERS:
         return _file_rows(path)
     folder, colon, split = name.rpartition(":")
@@ -69,6 +73,13 @@ def extension(path: Path) -> str:
     """The extension that names the format, in lower case: that before `.gz` where the file is gzipped."""
     name = path.name.lower().removesuffix(".gz")
     return Path(name).suffix
+
+
+def _rows_of_files(pattern: Path) -> Iterator[Candidate]:
+    files = matching(pattern)
+    if not files:
+        raise DataError(f"no file is named {pattern}; correct the name, or give one file")
+    return itertools.chain.from_iterable([_file_rows(file) for file in files])
 
 
 def _file_rows(path: Path) -> Iterator[Candidate]:

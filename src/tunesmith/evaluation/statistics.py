@@ -3,8 +3,10 @@
 Shape suffixes: P prompts. The unit of every test is the prompt, because completions of one prompt are not independent.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from math import ceil
+from statistics import NormalDist
 
 import numpy as np
 
@@ -67,6 +69,31 @@ def bootstrap_interval(
     tail = (1 - confidence) / 2
     low, high = np.quantile(means, [tail, 1 - tail])
     return float(low), float(high)
+
+
+def proportion_interval(
+    hits: Sequence[float], clusters: Sequence[str], confidence: float = 0.95
+) -> tuple[float, float]:
+    """The interval (low, high) of a share: `hits` are 0 to 1, one for each item, those of one cluster go together.
+
+    Wilson's score interval (1927) at the effective sample size p (1 - p) / v, where v is the variance of the share when
+    whole clusters are drawn (Korn and Graubard 1998); at most the number of items, and where v is 0 the number of
+    clusters. Raises InputError for no items, or lists of different length.
+    """
+    if not 0 < confidence < 1:
+        raise InputError(f"confidence is {confidence}; give a share between 0 and 1, for example 0.95")
+    if not hits or len(hits) != len(clusters):
+        raise InputError(f"there are {len(hits)} hits in {len(clusters)} clusters; give one cluster for each hit")
+    _, cluster_N = np.unique(np.asarray(clusters), return_inverse=True)
+    hit_N = np.asarray(hits, dtype=np.float64)
+    share, num_clusters = float(hit_N.mean()), int(cluster_N.max()) + 1
+    excess_C = np.bincount(cluster_N, hit_N - share)
+    variance = float(excess_C @ excess_C) / len(hits) ** 2 * num_clusters / max(1, num_clusters - 1)
+    effective = min(len(hits), share * (1 - share) / variance) if variance > 0 else num_clusters
+    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    centre = (share + z**2 / (2 * effective)) / (1 + z**2 / effective)
+    half = z / (1 + z**2 / effective) * math.sqrt(share * (1 - share) / effective + (z / (2 * effective)) ** 2)
+    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def mcnemar(num_only_first: int, num_only_second: int) -> float:

@@ -64,13 +64,21 @@ def write_run_report(run_dir: Path) -> Path:
     )
 
 
-def write_comparison_report(path: Path, comparison: Facts, title: str) -> Path:
-    """Write the page of one comparison, `Comparison.to_json()`, to `path`, and return it."""
+def write_comparison_report(
+    path: Path, comparison: Facts, title: str, policy_metrics: Sequence[Row] = (), notes: Sequence[str] = ()
+) -> Path:
+    """Write the page of one comparison, `Comparison.to_json()`, to `path`, and return it.
+
+    `policy_metrics`, rows of metrics.jsonl, show the training between the two; `notes` are sentences about it.
+    """
     charts = _comparison_charts(comparison)
+    policy_curves = curves(policy_metrics, prefix="policy-")
     return _write(
         path,
         "comparison.html",
-        tuple(charts.values()),
+        (*charts.values(), *policy_curves.all),
+        policy_curves=policy_curves,
+        notes=notes,
         title=title,
         comparison=comparison,
         tiles=comparison_tiles(comparison),

@@ -21,6 +21,7 @@ from tunesmith.data.collate import Encoded, as_pairs, as_rankings, collate_pairs
 from tunesmith.data.pairs import PreferenceLike
 from tunesmith.data.sets import Facts, preference_sets
 from tunesmith.distributed import collectives
+from tunesmith.evaluation.reward_quality import decided_pairs, judge
 from tunesmith.models.export import ModelCard, save_final
 from tunesmith.models.freeze import freeze_lower_layers, keep_lower_layers
 from tunesmith.models.heads import RewardModel
@@ -46,6 +47,7 @@ class State:
     optimizer: MasterAdamW
     pairs: Sequence[Encoded]
     heldout: Sequence[Encoded]
+    heldout_prompts: Mapping[str, str]
     identity: Mapping[str, str]
     num_steps: int
     facts: Facts
@@ -85,7 +87,18 @@ def build(
         "the pairs": fingerprint_of_rows([*data.train, *data.heldout]),
         "the device": device.type,
     }
-    return State(cfg, device, model, optimizer, data.train, data.heldout, identity, num_steps, data.facts)
+    return State(
+        cfg=cfg,
+        device=device,
+        model=model,
+        optimizer=optimizer,
+        pairs=data.train,
+        heldout=data.heldout,
+        heldout_prompts=data.heldout_prompts,
+        identity=identity,
+        num_steps=num_steps,
+        facts=data.facts,
+    )
 
 
 def step(state: State, pairs: Sequence[Encoded]) -> StepResult:
@@ -189,7 +202,7 @@ def run(
             metrics = {**result.metrics, **evaluation, **times.metrics()}
             rows = partial(batch_rows, chosen)
             session.end_step(index + 1, StepRecord(metrics, result.report, rows), SHOWN)
-        figures = summary(state, session)
+        figures = {**summary(state, session), **judged(state, session)}
         card = ModelCard(
             base_model=cfg.model.name,
             algorithm="Bradley-Terry reward model",
@@ -199,6 +212,20 @@ def run(
         )
         save_final(state.model, state.model.tokenizer, session.folder.final, card)
         return session.finish({**figures, "algorithm": "reward"})
+
+
+def judged(state: State, session: Session) -> dict[str, object]:
+    """The figures of `evaluation.judge` on held-out pairs, which take the place of those of the last training step;
+    empty if it is off or no pairs are held out. All figures are written to `reward_quality.json`.
+    """
+    heldout = decided_pairs(state.heldout, state.heldout_prompts)
+    if not state.cfg.evaluation.judge or not heldout:
+        return {}
+    train = decided_pairs(state.pairs, {})
+    found = judge(state.model, heldout, train, micro_batch_size=state.cfg.reward_model.micro_batch_size)
+    session.folder.write_json("reward_quality.json", found.to_json())
+    names = ("accuracy", "accuracy_low", "accuracy_high", "tfidf", "longer_wins", "brier", "ece", "num_pairs")
+    return {"num_train_pairs": len(state.pairs), **{name: getattr(found, name) for name in names}}
 
 
 def resumable(state: State) -> Resumable:

@@ -1,0 +1,91 @@
+"""A trained reward model is judged on what its run held out, or on other pairs, by the command line too."""
+
+import contextlib
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from tunesmith.cli.main import main
+from tunesmith.core.errors import InputError
+from tunesmith.data.pairs import write_pairs
+from tunesmith.schema.records import Pair, Prompt
+from tunesmith.workflows.reward_evaluation import evaluate_reward, run_recipe
+
+
+def votes(subject: str, count: int) -> list[Pair]:
+    return [Pair(Prompt(f"p{i}", f"{subject} {i}"), " wow!!! so good!", f" meh, not {i}.") for i in range(count)]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[str, object]]:
+    """A run, the file of its pairs, and what `train reward --json` printed."""
+    folder = tmp_path_factory.mktemp("reward")
+    write_pairs(folder / "votes.jsonl", votes("The film", 48))
+    printed = io.StringIO()
+    flags = "--model tiny:llama --model.dtype float32 --run.num-threads 1 --optimizer.learning-rate 3e-3"
+    flags += " --pairs.heldout-fraction 0.25 --reward-model.num-epochs 3 --evaluation.judge true"
+    with contextlib.redirect_stdout(printed):
+        words = ["train", "reward", "--pairs", str(folder / "votes.jsonl"), *flags.split()]
+        assert main([*words, "--run.dir", str(folder / "runs"), "--json"]) == 0
+    facts = json.loads(printed.getvalue().splitlines()[-1])
+    return Path(facts["run_dir"]), folder / "votes.jsonl", facts
+
+
+def test_training_prints_the_figures_of_the_judgement_and_keeps_all_of_them(trained) -> None:
+    run, _, facts = trained
+    kept = json.loads((run / "reward_quality.json").read_text())
+    names = ("accuracy", "accuracy_low", "tfidf", "longer_wins", "num_pairs")
+    assert {name: facts[name] for name in names} == {name: kept[name] for name in names}
+    assert facts["accuracy"] == facts["eval/accuracy"] == 1.0
+    assert facts["num_pairs"] + facts["num_train_pairs"] == 48
+    assert facts["minutes"] > 0
+    assert kept["num_tfidf_pairs"] == facts["num_train_pairs"]
+
+
+def test_a_run_is_judged_on_the_pairs_that_it_held_out_with_the_figures_of_its_end(trained) -> None:
+    run, file, _ = trained
+    kept = json.loads((run / "reward_quality.json").read_text())
+    for source in (None, str(file)):
+        found = evaluate_reward(str(run), source).to_json()
+        assert {name: found[name] for name in kept if name != "bins"} == pytest.approx(
+            {name: kept[name] for name in kept if name != "bins"}
+        )
+
+
+def test_other_pairs_are_all_judged_and_the_tfidf_model_keeps_the_training_pairs(trained, tmp_path: Path) -> None:
+    run, file, facts = trained
+    write_pairs(tmp_path / "other.jsonl", votes("A book", 9))
+    found = evaluate_reward(str(run), str(tmp_path / "other.jsonl"))
+    assert (found.source, found.train_source) == (str(tmp_path / "other.jsonl"), str(file))
+    assert (found.quality.num_pairs, found.quality.accuracy) == (9, 1.0)
+    assert found.quality.num_tfidf_pairs >= facts["num_train_pairs"]
+
+
+def test_a_model_that_is_no_run_is_judged_on_half_of_the_prompts(trained) -> None:
+    run, file, _ = trained
+    assert run_recipe(str(run / "final")) is None
+    found = evaluate_reward(str(run / "final"), str(file)).quality
+    assert found.num_pairs + found.num_tfidf_pairs == 48
+    assert 10 < found.num_pairs < 38
+
+
+def test_the_command_prints_one_object_or_a_table(trained, capsys: pytest.CaptureFixture[str]) -> None:
+    run, _, facts = trained
+    assert main(["eval", "reward", "--model", str(run), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["accuracy"] == facts["accuracy"]
+    assert main(["eval", "reward", "--model", str(run)]) == 0
+    shown = capsys.readouterr().out
+    assert "accuracy on the" in shown
+    assert "TF-IDF   fitted on" in shown
+
+
+def test_a_model_of_unknown_pairs_needs_some_and_says_so(trained) -> None:
+    with pytest.raises(InputError, match="name some with --pairs"):
+        evaluate_reward(str(trained[0] / "final"))
+
+
+def test_flags_out_of_range_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "reward", "--model", "x", "--num-bins", "0"]) == 2
+    assert "--num-bins is 0" in capsys.readouterr().err
