@@ -4,16 +4,14 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from tunesmith.config.policy_sections import GRPOSection, KLSection, PPOSection
 from tunesmith.config.rollout_sections import GRPORolloutSection, RolloutSection
 from tunesmith.config.sections import (
     AlarmsSection,
     EvaluationSection,
-    GRPOSection,
-    KLSection,
     ModelSection,
     OptimizerSection,
     PairsSection,
-    PPOSection,
     PromptsSection,
     RewardSource,
     RewardTrainerSection,

@@ -12,8 +12,8 @@ from torch.nn.functional import pad
 
 from tunesmith.batch.pack import PolicyBatch, Sequences, chunks, select
 from tunesmith.batch.rollout import Group, SamplingParams
+from tunesmith.config.policy_sections import GRPOSection, PPOSection
 from tunesmith.config.schema import PolicyRecipe
-from tunesmith.config.sections import GRPOSection, PPOSection
 from tunesmith.core.seeds import derive, items_at, permutation
 from tunesmith.core.trace import span
 from tunesmith.data import sets
