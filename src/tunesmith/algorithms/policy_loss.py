@@ -68,7 +68,7 @@ class UpdateSize:
     num_micro_batches: float
 
 
-def denominator(normalization: Normalization, mask_BT: Tensor, size: UpdateSize, max_tokens: int) -> Denominator:
+def loss_denominator(normalization: Normalization, mask_BT: Tensor, size: UpdateSize, max_tokens: int) -> Denominator:
     """What the summed losses of the tokens of a micro-batch are divided by: a number, or one for each row `[B, 1]`.
 
     `token` is a mean over all tokens of the optimizer step (DAPO, arXiv 2503.14476, equation 12); `sequence` a mean
@@ -120,10 +120,10 @@ def surrogate(
     """Scalar loss, differentiable through `logp_BT` alone, and detached statistics.
 
     `old_logp_BT` are the log-probs under the policy that drew the tokens, r the `importance_ratio` at the level of
-    `settings`. `clip` is equation 7 of Schulman et al. 2017 (arXiv 1707.06347), with the two sides of the clip set apart
-    as in DAPO (arXiv 2503.14476); with `dual_clip`, r in its first term is at most that, which holds where A < 0 alone
-    (Ye et al. 2020, arXiv 1912.09729, equation 5). `cispo` is equation 4 of MiniMax-M1 (arXiv 2506.13585) without a lower
-    bound, with sg for no gradient:
+    `settings`. `clip` is equation 7 of Schulman et al. 2017 (arXiv 1707.06347), with the two sides of the clip set
+    apart as in DAPO (arXiv 2503.14476); with `dual_clip`, r in its first term is at most that, which matters where A is
+    negative (Ye et al. 2020, arXiv 1912.09729). `cispo` is the loss of MiniMax-M1 (arXiv 2506.13585) without a lower
+    bound, sg for no gradient:
 
         clip:  loss = -sum min(min(r, dual_clip) A, clip(r, 1 - clip_low, 1 + clip_high) A) / denominator
         cispo: loss = -sum sg(min(r, 1 + clip_high)) A logp / denominator

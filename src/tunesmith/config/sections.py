@@ -118,7 +118,7 @@ class RewardSource(Section):
     source: str = Field(
         ...,
         description="`./file.py:name`, `package.module:name`, a built-in (`sentiment`, `length`, `format`, "
-        "`unique_chars`, `arithmetic`, `gsm8k`), or a reward model: run folder, local folder or hub id.",
+        "`unique_chars`, `overlong`, `arithmetic`, `gsm8k`), or a reward model: run folder, local folder or hub id.",
     )
     weight: float = Field(default=1.0, allow_inf_nan=False, description="Weight in the sum of rewards.")
     label: str | int | None = Field(
