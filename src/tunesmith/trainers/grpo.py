@@ -1,4 +1,4 @@
-"""Group-relative policy optimisation (Shao et al. 2024, arXiv 2402.03300), RLOO (Ahmadian et al. 2024) and their variants.
+"""Group-relative policy optimisation (Shao et al. 2024, arXiv 2402.03300), RLOO (Ahmadian et al. 2024), and variants.
 
 Several completions are drawn for each prompt, and each is measured against the others of its group: no critic. Groups
 whose rewards are all equal teach nothing and are left out. Shape legend: P prompts, G completions per prompt, R
