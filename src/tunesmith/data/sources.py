@@ -8,6 +8,7 @@
 | `x.parquet` | Parquet |
 | `folder`, `folder:split` | a folder written by `save_to_disk` of the datasets library |
 | `org/name`, `org/name/config`, either with `:split` | a data set on the hub, if nothing on disk has that name |
+| `data:path` | any of these below the folder that `TUNESMITH_DATA` names |
 
 Text files may be gzipped, with `.gz` behind the extension.
 """
@@ -19,6 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from tunesmith.core.errors import DataError
+from tunesmith.data.data_folder import data_path, is_data_source
 from tunesmith.data.tables import hub_rows, parquet_rows, saved_rows
 from tunesmith.data.text_files import Candidate, csv_rows, json_rows, jsonl_rows
 
@@ -43,6 +45,8 @@ def source_rows(source: str | Path) -> Iterator[Candidate]:
     Raises DataError if there is no such file, folder or data set, or if its kind is unknown.
     """
     name = str(source)
+    if is_data_source(name):
+        return source_rows(data_path(name))
     path = Path(source)
     try:
         exists = path.exists()
