@@ -48,7 +48,7 @@ RewardLoss = Callable[..., tuple[Tensor, dict[str, float]]]
 
 @pytest.fixture(scope="session")
 def trl_grpo_loss() -> GRPOLoss:
-    """Loss and metrics of `GRPOTrainer._compute_loss` with `loss_type="dapo"`, the one global token denominator."""
+    """Loss and metrics of `GRPOTrainer._compute_loss`; by default `loss_type="dapo"`, one global token denominator."""
     trainer_class = _trl().GRPOTrainer
 
     def loss(logp_BT, old_logp_BT, advantage_BT, mask_BT, num_tokens, clip_low, clip_high, **options):
@@ -59,15 +59,20 @@ def trl_grpo_loss() -> GRPOLoss:
             _entropy_bonus_enabled=entropy_coef != 0,
             _metrics={"train": defaultdict(list)},
             accelerator=_accelerator(),
-            args=SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=1),
+            args=SimpleNamespace(
+                delta=options.get("delta"),
+                use_bias_correction_kl=options.get("use_bias_correction_kl", False),
+                steps_per_generation=1,
+            ),
             aux_loss_enabled=False,
             beta=options.get("beta", 0.0),
             current_gradient_accumulation_steps=1,
             entropy_coef=entropy_coef,
             epsilon_high=clip_high,
             epsilon_low=clip_low,
-            importance_sampling_level="token",
-            loss_type="dapo",
+            importance_sampling_level=options.get("importance_sampling_level", "token"),
+            loss_type=options.get("loss_type", "dapo"),
+            max_completion_length=options.get("max_completion_length"),
             model=SimpleNamespace(training=True),
             off_policy_mask_threshold=None,
             top_entropy_quantile=1.0,
@@ -84,6 +89,36 @@ def trl_grpo_loss() -> GRPOLoss:
             "old_per_token_logps": old_logp_BT,
             "ref_per_token_logps": options.get("ref_logp_BT"),
             "num_items_in_batch": torch.tensor(float(num_tokens)),
+        }
+        value = trainer_class._compute_loss(state, None, inputs)
+        return value, {name: values[0] for name, values in state._metrics["train"].items()}
+
+    return loss
+
+
+@pytest.fixture(scope="session")
+def trl_rloo_loss() -> GRPOLoss:
+    """Loss and metrics of `RLOOTrainer._compute_loss`: one ratio and one advantage for each completion."""
+    trainer_class = _trl().RLOOTrainer
+
+    def loss(logp_BT, old_logp_BT, advantage_B, mask_BT, clip_low, clip_high):
+        state = SimpleNamespace(
+            _get_per_token_logps_and_entropies=lambda *_, **__: (logp_BT, torch.zeros_like(logp_BT), None),
+            _metrics={"train": defaultdict(list)},
+            accelerator=_accelerator(),
+            aux_loss_enabled=False,
+            epsilon_high=clip_high,
+            epsilon_low=clip_low,
+            model=SimpleNamespace(training=True),
+        )
+        ids_BT = torch.zeros(logp_BT.shape, dtype=torch.long)
+        inputs = {
+            "prompt_ids": ids_BT[:, :1],
+            "prompt_mask": ids_BT[:, :1] + 1,
+            "completion_ids": ids_BT,
+            "completion_mask": mask_BT.long(),
+            "advantages": advantage_B,
+            "old_logps": (old_logp_BT * mask_BT).sum(dim=1),
         }
         value = trainer_class._compute_loss(state, None, inputs)
         return value, {name: values[0] for name, values in state._metrics["train"].items()}

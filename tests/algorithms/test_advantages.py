@@ -181,7 +181,7 @@ def group_twin(reward_PG, valid_PG, baseline, scale):
     twin = []
     for group in groups:
         known = [number for number in group if number is not None]
-        divisor = {"group": spread(known) + 1e-4, "batch": over_all + 1e-4, "none": 1.0}[scale]
+        divisor = {"group": spread(known) + 1e-4, "batch": over_all + 1e-4}.get(scale, 1.0)
         for place, number in enumerate(group):
             others = [other for k, other in enumerate(group) if other is not None and k != place]
             compared = known if baseline == "mean" else others
@@ -189,11 +189,93 @@ def group_twin(reward_PG, valid_PG, baseline, scale):
                 twin.append(0.0)
             else:
                 twin.append((number - math.fsum(compared) / len(compared)) / divisor)
+    if scale == "advantages":
+        valid = [is_valid for row in valid_PG.tolist() for is_valid in row]
+        over_advantages = spread([number for number, is_valid in zip(twin, valid, strict=True) if is_valid])
+        twin = [number / (over_advantages + 1e-4) for number in twin]
     return twin
 
 
+def mixture(seed, num_rewards=3, num_prompts=4, num_completions=5):
+    """Several rewards of different size, NaN where one does not apply, some groups flat in one; weights; and a mask."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (num_rewards, num_prompts, num_completions)
+    part_RPG = (
+        torch.randn(shape, generator=generator, dtype=torch.float64) * 10.0 ** torch.arange(num_rewards)[:, None, None]
+    )
+    part_RPG[torch.rand(shape[:2], generator=generator) < 0.3] = 0.1
+    part_RPG[torch.rand(shape, generator=generator) < 0.1] = math.nan
+    valid_PG = (torch.rand(shape[1:], generator=generator) < 0.9) & ~part_RPG.isnan().all(dim=0)
+    return part_RPG, torch.tensor([1.0, 0.5, -2.0], dtype=torch.float64)[:num_rewards], valid_PG
+
+
+def mixture_twin(part_RPG, weight_R, valid_PG):
+    """GDPO, reward by reward and group by group in plain fp64 numbers."""
+    sums = {}
+    for part_PG, weight in zip(part_RPG.tolist(), weight_R.tolist(), strict=True):
+        for p, row in enumerate(part_PG):
+            places = [g for g, number in enumerate(row) if valid_PG[p, g] and not math.isnan(number)]
+            known = [row[g] for g in places]
+            for g in places:
+                gap = row[g] - math.fsum(known) / len(known) if len(set(known)) > 1 else 0.0
+                sums[p, g] = sums.get((p, g), 0.0) + weight * gap / (spread(known) + 1e-4)
+    for place in valid_PG.nonzero().tolist():
+        sums.setdefault(tuple(place), 0.0)
+    mean = math.fsum(sums.values()) / len(sums) if sums else 0.0
+    divisor = spread(list(sums.values())) + 1e-4
+    return {place: (number - mean) / divisor for place, number in sums.items()}
+
+
+@given(seed=seeds)
+def test_rewards_that_are_normalised_one_by_one_equal_their_twin(seed):
+    part_RPG, weight_R, valid_PG = mixture(seed)
+    result = advantages.normalized_sum(part_RPG, weight_R, valid_PG)
+    twin = mixture_twin(part_RPG, weight_R, valid_PG)
+    for p, g in torch.cartesian_prod(torch.arange(4), torch.arange(5)).tolist():
+        assert result.advantage_PG[p, g].item() == pytest.approx(twin.get((p, g), 0.0), abs=1e-9, rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rewards_that_are_normalised_one_by_one_are_trl_s_normalize_then_sum(trl_advantages, seed):
+    part_RPG, weight_R, valid_PG = mixture(seed)
+    part_RPG = torch.where(valid_PG & ~part_RPG.isnan().any(dim=0), part_RPG, math.nan)  # TRL knows no third state
+    part_RPG[:, :, 0] = torch.arange(3.0)[:, None]  # a group is never empty
+    valid_PG = ~part_RPG.isnan().any(dim=0)
+    expected = trl_advantages(
+        "GRPOTrainer",
+        part_RPG[0],
+        _calculate_rewards=lambda *_: part_RPG.flatten(1).T.float().clone(),
+        multi_objective_aggregation="normalize_then_sum",
+        reward_func_names=["a", "b", "c"],
+        reward_funcs=[None] * 3,
+        reward_weights=weight_R.float(),
+    )
+    result = advantages.normalized_sum(part_RPG.float(), weight_R, valid_PG)
+    torch.testing.assert_close(result.advantage_PG, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_a_reward_of_small_spread_counts_as_much_as_one_of_large_spread():
+    part_RPG = torch.tensor([[[0.0, 1.0, 0.0, 1.0]], [[0.0, 0.0, 900.0, 900.0]]])
+    valid_PG, equal_R = torch.ones(1, 4, dtype=torch.bool), torch.ones(2)
+    advantage_PG = advantages.normalized_sum(part_RPG, equal_R, valid_PG).advantage_PG
+    assert advantage_PG[0, 1].item() == pytest.approx(advantage_PG[0, 2].item(), abs=1e-3)
+    summed_PG = advantages.group_relative(part_RPG.sum(0), valid_PG).advantage_PG
+    assert summed_PG[0, 2] - summed_PG[0, 1] > 1.5
+
+
+def test_groups_vary_if_any_reward_does_and_flat_groups_have_advantages_of_exactly_zero():
+    part_RPG = torch.tensor([[[0.1, 0.1, 0.1], [0.1, 0.1, 0.1]], [[1 / 3, 1 / 3, 1 / 3], [0.0, 1.0, 0.0]]])
+    result = advantages.normalized_sum(part_RPG, torch.ones(2), torch.ones(2, 3, dtype=torch.bool))
+    assert result.varies_P.tolist() == [False, True]
+    assert result.advantage_PG[0].tolist() == [0.0] * 3
+    with pytest.raises(InputError, match="valid_PG"):
+        advantages.normalized_sum(part_RPG, torch.ones(2), torch.ones(2, 2, dtype=torch.bool))
+    with pytest.raises(InputError, match="weight_R"):
+        advantages.normalized_sum(part_RPG, torch.ones(3), torch.ones(2, 3, dtype=torch.bool))
+
+
 baselines = st.sampled_from(["mean", "leave_one_out"])
-scales = st.sampled_from(["group", "batch", "none"])
+scales = st.sampled_from(["group", "batch", "advantages", "none"])
 
 
 @given(seed=seeds, num_prompts=sizes, num_completions=sizes, baseline=baselines, scale=scales)
@@ -251,7 +333,7 @@ def test_a_dropped_completion_counts_for_nothing(seed, garbage, baseline, scale)
     again = advantages.group_relative(reward_PG, valid_PG, baseline=baseline, scale=scale)
     assert torch.equal(plain.advantage_PG, again.advantage_PG) and torch.equal(plain.varies_P, again.varies_P)
     assert not plain.advantage_PG[~valid_PG].any()
-    if scale != "batch":  # each group is what it would be without its dropped completions
+    if scale not in ("batch", "advantages"):  # each group is what it would be without its dropped completions
         for p in range(3):
             known = reward_PG[p][valid_PG[p]][None]
             alone = advantages.group_relative(known, baseline=baseline, scale=scale) if known.numel() else None
@@ -280,7 +362,7 @@ def test_advantages_of_a_group_sum_to_zero(seed, scale):
 @given(seed=seeds, factor=st.floats(0.5, 100))
 def test_the_scale_of_rewards_does_not_matter_once_it_is_divided_out(seed, factor):
     reward_PG = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    for scale in ("group", "batch"):
+    for scale in ("group", "batch", "advantages"):
         plain, scaled = (
             advantages.group_relative(x, scale=scale).advantage_PG for x in (reward_PG, factor * reward_PG)
         )

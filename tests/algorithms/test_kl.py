@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch.autograd import grad, gradcheck
 
 from tunesmith.algorithms import kl, policy_loss
+from tunesmith.config.policy_sections import PolicyLossSection
 from tunesmith.core.errors import InputError
 
 seeds = st.integers(0, 2**32 - 1)
@@ -47,6 +48,29 @@ def test_penalty_and_gradient_equal_the_twin(seed, estimator, num_tokens):
     assert loss.item() == pytest.approx(expected, abs=1e-10)
 
 
+@given(seed=seeds, estimator=st.sampled_from(ESTIMATORS), num_tokens=st.floats(1, 100))
+def test_a_penalty_weighted_by_the_ratio_has_the_value_and_gradient_of_the_product(seed, estimator, num_tokens):
+    logp_BT, ref_logp_BT, mask_BT = batch(seed)
+    old_logp_BT = logp_BT.detach() + 0.3 * torch.randn_like(ref_logp_BT)
+    ratio_BT = policy_loss.importance_ratio(logp_BT, old_logp_BT, mask_BT, "token")
+    share_B1 = torch.full((len(mask_BT), 1), num_tokens, dtype=torch.float64)
+    loss = kl.penalty_loss(estimator, logp_BT, ref_logp_BT, mask_BT, share_B1, ratio_BT=ratio_BT)
+    (gradient_BT,) = grad(loss, logp_BT)
+    expected = 0.0
+    for b, t in torch.cartesian_prod(torch.arange(3), torch.arange(5)).tolist():
+        difference = logp_BT[b, t].item() - ref_logp_BT[b, t].item()
+        value, slope = {
+            "k1": (difference, 1.0),
+            "k2": (difference**2 / 2, difference),
+            "k3": (math.exp(-difference) - 1 + difference, 1 - math.exp(-difference)),
+        }[estimator]
+        ratio = math.exp(logp_BT[b, t].item() - old_logp_BT[b, t].item())
+        inside = mask_BT[b, t].item()
+        expected += ratio * value * inside / num_tokens
+        assert gradient_BT[b, t].item() == pytest.approx(ratio * (value + slope) * inside / num_tokens, abs=1e-10)
+    assert loss.item() == pytest.approx(expected, abs=1e-10)
+
+
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_estimates_pass_gradcheck(estimator):
     logp_BT, ref_logp_BT, _ = batch(0)
@@ -80,6 +104,20 @@ def test_in_the_loss_k1_and_k2_follow_the_reverse_kl_and_k3_the_forward_kl(categ
     torch.testing.assert_close(expected_gradient("k1", logits_V, ref_logp_V), reverse_V, atol=1e-12, rtol=0)
     torch.testing.assert_close(expected_gradient("k2", logits_V, ref_logp_V), reverse_V, atol=1e-12, rtol=0)
     torch.testing.assert_close(expected_gradient("k3", logits_V, ref_logp_V), forward_V, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_weighted_by_the_ratio_k1_and_k3_follow_the_reverse_kl_of_a_policy_that_has_moved_on(categorical, estimator):
+    logits_V, ref_logp_V = categorical
+    logp_V = logits_V.log_softmax(0)
+    old_logp_V = (logits_V.detach() + torch.linspace(-1, 1, 9, dtype=torch.float64)).log_softmax(0)
+    (reverse_V,) = grad((logp_V.exp() * (logp_V - ref_logp_V)).sum(), logits_V, retain_graph=True)
+    everything = torch.ones(9, 1, dtype=torch.bool)
+    ratio_V1 = policy_loss.importance_ratio(logp_V[:, None], old_logp_V[:, None], everything, "token")
+    # The mean over the tokens that the old policy draws.
+    share_V1 = 1 / old_logp_V.exp()[:, None]
+    loss = kl.penalty_loss(estimator, logp_V[:, None], ref_logp_V[:, None], everything, share_V1, ratio_BT=ratio_V1)
+    torch.testing.assert_close(grad(loss, logits_V)[0], reverse_V, atol=1e-12, rtol=0)
 
 
 def test_in_the_reward_k1_follows_the_reverse_kl(categorical):
@@ -156,15 +194,20 @@ def test_a_row_without_tokens_gets_no_score():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_k3_in_the_loss_equals_trl(trl_grpo_loss, seed):
+@pytest.mark.parametrize("level", [None, "token", "sequence"])
+def test_k3_in_the_loss_equals_trl_with_and_without_its_bias_correction(trl_grpo_loss, seed, level):
     logp_BT, ref_logp_BT, mask_BT = batch(seed, 4, 6)
     logp_BT, ref_logp_BT = logp_BT.detach().float().requires_grad_(), ref_logp_BT.float()
     old_logp_BT, advantage_BT = logp_BT.detach() + 0.1, torch.randn(4, 6)
     num_tokens = int(mask_BT.sum())
-    arguments = (logp_BT, old_logp_BT, advantage_BT, mask_BT, num_tokens, 0.2, 0.2)
-    theirs, metrics = trl_grpo_loss(*arguments, beta=0.3, ref_logp_BT=ref_logp_BT)
-    penalty = kl.penalty_loss("k3", logp_BT, ref_logp_BT, mask_BT, num_tokens)
-    ours = policy_loss.clipped(*arguments)[0] + 0.3 * penalty
+    arguments = (logp_BT, old_logp_BT, advantage_BT, mask_BT, num_tokens)
+    corrected = {"beta": 0.3, "ref_logp_BT": ref_logp_BT, "use_bias_correction_kl": level is not None}
+    corrected["importance_sampling_level"] = level or "token"
+    theirs, metrics = trl_grpo_loss(*arguments, 0.2, 0.2, **corrected)
+    ratio_BT = level and policy_loss.importance_ratio(logp_BT, old_logp_BT, mask_BT, level)
+    penalty = kl.penalty_loss("k3", logp_BT, ref_logp_BT, mask_BT, num_tokens, ratio_BT=ratio_BT)
+    settings = PolicyLossSection(importance_sampling_level=level or "token")
+    ours = policy_loss.surrogate(*arguments, settings)[0] + 0.3 * penalty
     assert penalty.item() == pytest.approx(metrics["kl"], abs=1e-5)
     assert ours.item() == pytest.approx(theirs.item(), abs=1e-5)
     torch.testing.assert_close(grad(ours, logp_BT)[0], grad(theirs, logp_BT)[0], atol=1e-5, rtol=0)
@@ -178,5 +221,5 @@ def test_bad_input_is_refused():
         kl.estimate("k1", good, torch.zeros(3))
     with pytest.raises(InputError, match="different shapes"):
         kl.penalised_reward(torch.zeros(3), good, good, 0.1)
-    with pytest.raises(InputError, match="num_tokens is 0"):
+    with pytest.raises(InputError, match="denominator is 0"):
         kl.penalty_loss("k2", good, good, good, 0)

@@ -4,10 +4,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from torch.autograd import grad, gradcheck
 
 from tunesmith.algorithms import policy_loss
 from tunesmith.algorithms.sums import merged
+from tunesmith.config.policy_sections import GRPOSection, KLSection, PolicyLossSection, PPOSection
 from tunesmith.core.errors import InputError
 
 seeds = st.integers(0, 2**32 - 1)
@@ -25,14 +27,58 @@ def batch(seed, num_sequences=4, num_tokens=5, spread=0.4, dtype=torch.float64):
     return logp_BT.requires_grad_(), old_logp_BT, advantage_BT, mask_BT
 
 
-def twin(logp, old_logp, advantage, clip_low, clip_high):
-    """Loss of one token, its derivative by `logp`, and whether the clip cuts it below or above."""
-    ratio = math.exp(logp) / math.exp(old_logp)
-    if advantage > 0 and ratio > 1 + clip_high:
-        return -(1 + clip_high) * advantage, 0.0, False, True
-    if advantage < 0 and ratio < 1 - clip_low:
-        return -(1 - clip_low) * advantage, 0.0, True, False
-    return -ratio * advantage, -ratio * advantage, False, False
+def section(clip_low=0.2, clip_high=0.2, **options):
+    return PolicyLossSection(clip_low=clip_low, clip_high=clip_high, **options)
+
+
+def token_twin(logp, ratio, advantage, cfg):
+    """Loss of one token, its derivatives by the ratio and by `logp` itself, and the side of the clip it lies beyond."""
+    low, high = 1 - cfg.clip_low, 1 + cfg.clip_high
+    is_high = advantage > 0 and ratio > high
+    if cfg.surrogate == "cispo":
+        weight = min(ratio, high)
+        return -weight * advantage * logp, 0.0, -weight * advantage, "high" if is_high else ""
+    if is_high:
+        return -high * advantage, 0.0, 0.0, "high"
+    if advantage < 0 and ratio < low:
+        return -low * advantage, 0.0, 0.0, "low"
+    if advantage < 0 and cfg.dual_clip is not None and ratio > cfg.dual_clip:
+        return -cfg.dual_clip * advantage, 0.0, 0.0, "dual"
+    return -ratio * advantage, -advantage, 0.0, ""
+
+
+def rows_of(*tensors_BT, mask_BT):
+    """For each row one tuple of numbers for each token inside the mask."""
+    return [
+        list(zip(*(tensor[b][mask_BT[b]].tolist() for tensor in tensors_BT), strict=True)) for b in range(len(mask_BT))
+    ]
+
+
+def row_twin(row, cfg):
+    """Losses, gradients by the log-probs, ratios and sides of the clip of the tokens of one completion."""
+    log_ratios = [logp - old_logp for logp, old_logp, _ in row]
+    total, count = math.fsum(log_ratios), len(row)
+    if cfg.importance_sampling_level == "token":
+        ratios = [math.exp(number) for number in log_ratios]
+    else:
+        ratios = [math.exp(total / count if cfg.importance_sampling_level == "sequence" else total)] * count
+    tokens = [token_twin(logp, ratio, advantage, cfg) for (logp, _, advantage), ratio in zip(row, ratios, strict=True)]
+    shared = math.fsum(token[1] for token in tokens) / (count if cfg.importance_sampling_level == "sequence" else 1)
+    is_own = cfg.importance_sampling_level == "token"
+    slopes = [(token[1] if is_own else shared) * r + token[2] for token, r in zip(tokens, ratios, strict=True)]
+    return [token[0] for token in tokens], slopes, ratios, [token[3] for token in tokens]
+
+
+def divisors(rows, normalization, max_tokens):
+    """What the losses of each row are divided by, if all rows are one micro-batch and one optimizer step."""
+    num_tokens = sum(map(len, rows))
+    return {
+        "token": [num_tokens] * len(rows),
+        "sequence": [len(row) * len(rows) for row in rows],
+        "sequence_sum": [len(rows)] * len(rows),
+        "constant": [len(rows) * max_tokens] * len(rows),
+        "micro_batch": [num_tokens] * len(rows),
+    }[normalization]
 
 
 def tokens(*tensors_BT, mask_BT):
@@ -40,56 +86,90 @@ def tokens(*tensors_BT, mask_BT):
     return list(zip(*(tensor[mask_BT].tolist() for tensor in tensors_BT), strict=True))
 
 
-@given(seed=seeds, clip_low=clips, clip_high=clips, num_tokens=st.floats(1, 100))
-def test_loss_gradient_and_statistics_equal_the_twin(seed, clip_low, clip_high, num_tokens):
-    logp_BT, old_logp_BT, advantage_BT, mask_BT = batch(seed)
-    loss, stats = policy_loss.clipped(logp_BT, old_logp_BT, advantage_BT, mask_BT, num_tokens, clip_low, clip_high)
+NORMALIZATIONS = ("token", "sequence", "sequence_sum", "constant", "micro_batch")
+levels = st.sampled_from(["token", "sequence", "product"])
+sections = st.one_of(
+    st.builds(section, clips, clips, importance_sampling_level=levels, dual_clip=st.sampled_from([None, 1.6, 3.0])),
+    st.builds(section, clips, clips, importance_sampling_level=levels, surrogate=st.just("cispo")),
+)
+
+
+def whole_step(mask_BT, num_micro_batches=1):
+    return policy_loss.UpdateSize(int(mask_BT.sum()), len(mask_BT), num_micro_batches)
+
+
+@given(seed=seeds, cfg=sections, normalization=st.sampled_from(NORMALIZATIONS), max_tokens=st.integers(1, 100))
+def test_every_loss_gradient_and_statistic_equals_the_twin(seed, cfg, normalization, max_tokens):
+    logp_BT, old_logp_BT, advantage_BT, mask_BT = batch(seed, spread=0.8)
+    denominator = policy_loss.loss_denominator(normalization, mask_BT, whole_step(mask_BT), max_tokens)
+    loss, stats = policy_loss.surrogate(logp_BT, old_logp_BT, advantage_BT, mask_BT, denominator, cfg)
     (gradient_BT,) = grad(loss, logp_BT)
-    numbers = tokens(logp_BT, old_logp_BT, advantage_BT, mask_BT=mask_BT)
-    twins = [twin(*number, clip_low, clip_high) for number in numbers]
-    assert loss.item() == pytest.approx(math.fsum(t[0] for t in twins) / num_tokens, abs=1e-10)
-    assert gradient_BT[mask_BT].tolist() == pytest.approx([t[1] / num_tokens for t in twins], abs=1e-10)
+    rows = rows_of(logp_BT, old_logp_BT, advantage_BT, mask_BT=mask_BT)
+    twins = [row_twin(row, cfg) for row in rows]
+    shares = divisors(rows, normalization, max_tokens)
+    expected_loss = math.fsum(math.fsum(twin[0]) / share for twin, share in zip(twins, shares, strict=True))
+    expected_slopes = [slope / share for twin, share in zip(twins, shares, strict=True) for slope in twin[1]]
+    assert loss.item() == pytest.approx(expected_loss, abs=1e-10)
+    assert gradient_BT[mask_BT].tolist() == pytest.approx(expected_slopes, abs=1e-10)
     assert not gradient_BT[~mask_BT].any()
-    differences = [logp - old_logp for logp, old_logp, _ in numbers]
-    low, high = sum(t[2] for t in twins) / len(twins), sum(t[3] for t in twins) / len(twins)
-    ratios = [math.exp(d) for d in differences]
-    mean_ratio = math.fsum(ratios) / len(ratios)
+    count = sum(map(len, rows))
+    ratios, sides = [r for twin in twins for r in twin[2]], [side for twin in twins for side in twin[3]]
+    low, high, dual = (sides.count(side) / count for side in ("low", "high", "dual"))
+    mean_ratio = math.fsum(ratios) / count
     expected = {
-        "loss/policy_avg": math.fsum(t[0] for t in twins) / len(twins),
-        "policy/approxkl_avg": math.fsum(d**2 / 2 for d in differences) / len(twins),
-        "policy/clipfrac_avg": low + high,
+        "loss/policy_avg": math.fsum(loss for twin in twins for loss in twin[0]) / count,
+        "policy/approxkl_avg": math.fsum((logp - old) ** 2 / 2 for row in rows for logp, old, _ in row) / count,
+        "policy/clipfrac_avg": low + high + dual,
         "clip_ratio/low_mean": low,
         "clip_ratio/high_mean": high,
-        "clip_ratio/region_mean": low + high,
+        "clip_ratio/dual_mean": dual,
+        "clip_ratio/region_mean": low + high + dual,
         "val/ratio": mean_ratio,
-        "val/ratio_var": math.fsum((r - mean_ratio) ** 2 for r in ratios) / len(ratios),
+        "val/ratio_var": math.fsum((r - mean_ratio) ** 2 for r in ratios) / count,
     }
     assert stats.metrics() == pytest.approx(expected, abs=1e-10)
 
 
 def test_loss_passes_gradcheck():
     logp_BT, old_logp_BT, advantage_BT, mask_BT = batch(0)
-    assert gradcheck(lambda x: policy_loss.clipped(x, old_logp_BT, advantage_BT, mask_BT, 9, 0.2, 0.3)[0], (logp_BT,))
+    for level in ("token", "sequence", "product"):
+        cfg = section(0.2, 0.3, importance_sampling_level=level, dual_clip=1.5)
+        assert gradcheck(
+            lambda x, c=cfg: policy_loss.surrogate(x, old_logp_BT, advantage_BT, mask_BT, 9, c)[0], (logp_BT,)
+        )
     assert gradcheck(lambda x: policy_loss.entropy_bonus(x, mask_BT, 9), (logp_BT,))
 
 
-@given(seed=seeds)
-def test_the_first_pass_has_ratio_one_and_the_gradient_of_the_policy_gradient(seed):
+@given(seed=seeds, cfg=sections)
+def test_the_first_pass_has_ratio_one_and_the_gradient_of_the_policy_gradient(seed, cfg):
     logp_BT, _, advantage_BT, mask_BT = batch(seed)
     num_tokens = int(mask_BT.sum())
-    loss, stats = policy_loss.clipped(logp_BT, logp_BT.detach(), advantage_BT, mask_BT, num_tokens, 0.2, 0.2)
+    if cfg.importance_sampling_level == "sequence":  # then a token has its completion's mean advantage
+        advantage_BT = advantage_BT[:, :1].expand_as(mask_BT)
+    if cfg.importance_sampling_level == "product":  # and here the sum over its completion
+        advantage_BT = advantage_BT.masked_fill(torch.arange(5) > 0, 0.0)
+    loss, stats = policy_loss.surrogate(logp_BT, logp_BT.detach(), advantage_BT, mask_BT, num_tokens, cfg)
     metrics = stats.metrics()
     assert (metrics["val/ratio"], metrics["val/ratio_var"]) == (1.0, 0.0)
     assert metrics["policy/approxkl_avg"] == metrics["policy/clipfrac_avg"] == 0.0
+    if cfg.importance_sampling_level == "product" and cfg.surrogate == "clip":
+        advantage_BT = advantage_BT[:, :1].expand_as(mask_BT)
     expected_BT = -(advantage_BT * mask_BT) / num_tokens
     torch.testing.assert_close(grad(loss, logp_BT)[0], expected_BT, atol=1e-14, rtol=0)
 
 
-@given(seed=seeds, size=st.integers(1, 4), garbage=st.sampled_from([float("nan"), float("inf"), -1e30]))
-def test_micro_batches_with_their_own_padding_add_up_to_the_full_batch(seed, size, garbage):
+@given(
+    seed=seeds,
+    size=st.integers(1, 4),
+    garbage=st.sampled_from([float("nan"), float("inf"), -1e30]),
+    cfg=sections,
+    normalization=st.sampled_from(NORMALIZATIONS[:4]),
+)
+def test_micro_batches_with_their_own_padding_add_up_to_the_full_batch(seed, size, garbage, cfg, normalization):
     logp_BT, old_logp_BT, advantage_BT, mask_BT = batch(seed)
-    num_tokens = int(mask_BT.sum())
-    loss, stats = policy_loss.clipped(logp_BT, old_logp_BT, advantage_BT, mask_BT, num_tokens, 0.2, 0.2)
+    whole = whole_step(mask_BT)
+    denominator = policy_loss.loss_denominator(normalization, mask_BT, whole, 9)
+    loss, stats = policy_loss.surrogate(logp_BT, old_logp_BT, advantage_BT, mask_BT, denominator, cfg)
     (gradient_BT,) = grad(loss, logp_BT)
     micro_losses, micro_stats = [], []
     for rows in torch.arange(4).split(size):
@@ -102,13 +182,37 @@ def test_micro_batches_with_their_own_padding_add_up_to_the_full_batch(seed, siz
             for x in (logp_BT, old_logp_BT, advantage_BT)
         ]
         mask = torch.cat([mask_BT[rows, :longest], torch.zeros(len(rows), 2, dtype=torch.bool)], 1)
-        micro_loss, micro_stat = policy_loss.clipped(*padded, mask, num_tokens, 0.2, 0.2)
+        denominator = policy_loss.loss_denominator(normalization, mask, whole, 9)
+        micro_loss, micro_stat = policy_loss.surrogate(*padded, mask, denominator, cfg)
         micro_losses.append(micro_loss)
         micro_stats.append(micro_stat)
     total = torch.stack(micro_losses).sum()
-    assert total.item() == pytest.approx(loss.item(), abs=1e-12)
-    torch.testing.assert_close(grad(total, logp_BT)[0], gradient_BT, atol=1e-14, rtol=0)
+    assert total.item() == pytest.approx(loss.item(), abs=1e-11)
+    torch.testing.assert_close(grad(total, logp_BT)[0], gradient_BT, atol=1e-13, rtol=0)
     assert merged(micro_stats).metrics() == pytest.approx(stats.metrics(), abs=1e-12)
+
+
+@given(seed=seeds, size=st.integers(1, 4))
+def test_a_mean_over_micro_batches_weighs_each_alike_whatever_its_tokens(seed, size):
+    logp_BT, old_logp_BT, advantage_BT, mask_BT = batch(seed)
+    parts = torch.arange(4).split(size)
+    whole, cfg = whole_step(mask_BT, len(parts)), section()
+    losses, means = [], []
+    for rows in parts:
+        tensors = [x[rows] for x in (logp_BT, old_logp_BT, advantage_BT, mask_BT)]
+        denominator = policy_loss.loss_denominator("micro_batch", mask_BT[rows], whole, 9)
+        losses.append(policy_loss.surrogate(*tensors, denominator, cfg)[0].item())
+        means.append(policy_loss.surrogate(*tensors, int(mask_BT[rows].sum()), cfg)[0].item())
+    assert sum(losses) == pytest.approx(sum(means) / len(means), abs=1e-12)
+
+
+def test_completions_that_were_drawn_and_left_out_count_in_means_over_completions():
+    mask_BT = torch.ones(2, 3, dtype=torch.bool)
+    size = policy_loss.UpdateSize(num_tokens=6, num_sequences=8, num_micro_batches=1)
+    assert policy_loss.loss_denominator("constant", mask_BT, size, 10) == 80
+    assert policy_loss.loss_denominator("sequence_sum", mask_BT, size, 10) == 8
+    assert policy_loss.loss_denominator("sequence", mask_BT, size, 10).tolist() == [[24], [24]]
+    assert policy_loss.loss_denominator("token", mask_BT, size, 10) == 6
 
 
 @given(seed=seeds, num_tokens=st.floats(1, 100))
@@ -120,30 +224,88 @@ def test_entropy_bonus_equals_its_twin_and_ignores_padding(seed, num_tokens):
     torch.testing.assert_close(grad(bonus, dirty_BT)[0], mask_BT.double() / num_tokens)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_loss_gradient_and_clip_ratios_equal_trl(trl_grpo_loss, seed):
-    logp_BT, old_logp_BT, advantage_BT, mask_BT = batch(seed, 6, 7, dtype=torch.float32)
-    entropy_BT = logp_BT.square()
+TRL_LOSSES = {
+    "dapo": ("token", {}),
+    "grpo": ("sequence", {}),
+    "dr_grpo": ("constant", {}),
+    "bnpo": ("micro_batch", {}),
+    "luspo": ("sequence_sum", {}),
+    "cispo": ("token", {"surrogate": "cispo"}),
+}
+"""TRL's loss types, and the settings that make them."""
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("loss_type", TRL_LOSSES)
+def test_loss_gradient_and_clip_ratios_equal_trl(trl_grpo_loss, seed, level, loss_type):
+    logp_BT, old_logp_BT, advantage_BT, mask_BT = batch(seed, 6, 7, dtype=torch.float32, spread=0.8)
+    advantage_BT = advantage_BT[:, :1]
+    if loss_type == "luspo" and level == "sequence":
+        pytest.skip("TRL's luspo counts a completion's loss once if it has one ratio; ours has one loss for each token")
+    normalization, options = TRL_LOSSES[loss_type]
+    cfg = section(0.05, 0.08, importance_sampling_level=level, **options)
     num_tokens = int(mask_BT.sum())
-    arguments = (logp_BT, old_logp_BT, advantage_BT, mask_BT, num_tokens, 0.2, 0.28)
-    theirs, expected = trl_grpo_loss(*arguments, entropy_BT=entropy_BT, entropy_coef=0.05)
-    policy, stats = policy_loss.clipped(*arguments)
-    bonus = policy_loss.entropy_bonus(entropy_BT, mask_BT, num_tokens)
-    ours = policy - 0.05 * bonus
+    arguments = (logp_BT, old_logp_BT, advantage_BT.expand_as(mask_BT), mask_BT)
+    # TRL's bound of cispo is the ratio itself.
+    high = 1.08 if loss_type == "cispo" else 0.08
+    trl = {"loss_type": loss_type, "importance_sampling_level": level, "max_completion_length": 11}
+    theirs, expected = trl_grpo_loss(logp_BT, old_logp_BT, advantage_BT, mask_BT, num_tokens, 0.05, high, **trl)
+    denominator = policy_loss.loss_denominator(normalization, mask_BT, whole_step(mask_BT), 11)
+    ours, stats = policy_loss.surrogate(*arguments, denominator, cfg)
     assert ours.item() == pytest.approx(theirs.item(), abs=1e-5)
+    torch.testing.assert_close(grad(ours, logp_BT)[0], grad(theirs, logp_BT)[0], atol=1e-5, rtol=0)
+    assert stats.metrics()["policy/clipfrac_avg"] > 0
+    if level == "token" and loss_type == "cispo":
+        assert stats.metrics()["clip_ratio/high_mean"] == pytest.approx(expected["cispo_clip_ratio"], abs=1e-6)
+    elif level == "token":
+        for name in ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"):
+            assert stats.metrics()[name] == pytest.approx(expected[name], abs=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_dual_clip_equals_trl_s_delta(trl_grpo_loss, seed):
+    logp_BT, old_logp_BT, advantage_BT, mask_BT = batch(seed, 6, 7, dtype=torch.float32, spread=1.2)
+    num_tokens = int(mask_BT.sum())
+    arguments = (logp_BT, old_logp_BT, advantage_BT, mask_BT, num_tokens)
+    theirs, _ = trl_grpo_loss(*arguments, 0.2, 0.28, delta=1.7)
+    ours, stats = policy_loss.surrogate(*arguments, section(0.2, 0.28, dual_clip=1.7))
+    assert ours.item() == pytest.approx(theirs.item(), abs=1e-5)
+    torch.testing.assert_close(grad(ours, logp_BT)[0], grad(theirs, logp_BT)[0], atol=1e-5, rtol=0)
+    assert stats.metrics()["clip_ratio/dual_mean"] > 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_product_of_a_completion_s_ratios_gives_the_loss_of_trl_s_rloo(trl_rloo_loss, seed):
+    logp_BT, old_logp_BT, advantage_BT, mask_BT = batch(seed, 6, 7, dtype=torch.float32, spread=0.2)
+    theirs, expected = trl_rloo_loss(logp_BT, old_logp_BT, advantage_BT[:, 0], mask_BT, 0.05, 0.08)
+    cfg = section(0.05, 0.08, importance_sampling_level="product")
+    denominator = policy_loss.loss_denominator("sequence", mask_BT, whole_step(mask_BT), 9)
+    advantage_BT = advantage_BT[:, :1].expand_as(mask_BT)
+    ours, _ = policy_loss.surrogate(logp_BT, old_logp_BT, advantage_BT, mask_BT, denominator, cfg)
+    assert ours.item() == pytest.approx(theirs.item(), abs=1e-5)
+    torch.testing.assert_close(grad(ours, logp_BT)[0], grad(theirs, logp_BT)[0], atol=1e-5, rtol=0)
+    assert expected["clip_ratio/region_mean"] > 0
+
+
+def test_the_entropy_bonus_equals_trl(trl_grpo_loss):
+    logp_BT, old_logp_BT, advantage_BT, mask_BT = batch(1, 6, 7, dtype=torch.float32)
+    entropy_BT, num_tokens = logp_BT.square(), int(mask_BT.sum())
+    arguments = (logp_BT, old_logp_BT, advantage_BT, mask_BT, num_tokens)
+    theirs, expected = trl_grpo_loss(*arguments, 0.2, 0.28, entropy_BT=entropy_BT, entropy_coef=0.05)
+    policy, _ = policy_loss.surrogate(*arguments, section(0.2, 0.28))
+    bonus = policy_loss.entropy_bonus(entropy_BT, mask_BT, num_tokens)
     assert policy.item() == pytest.approx(expected["policy_loss"], abs=1e-5)
     assert bonus.item() == pytest.approx(expected["entropy"], abs=1e-5)
-    torch.testing.assert_close(grad(ours, logp_BT, retain_graph=True)[0], grad(theirs, logp_BT)[0], atol=1e-5, rtol=0)
-    for name in ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"):
-        assert stats.metrics()[name] == pytest.approx(expected[name], abs=1e-6)
-    assert stats.metrics()["policy/clipfrac_avg"] > 0
+    assert (policy - 0.05 * bonus).item() == pytest.approx(theirs.item(), abs=1e-5)
 
 
 def test_statistics_are_detached_and_nothing_but_logp_gets_a_gradient():
     logp_BT, old_logp_BT, advantage_BT, mask_BT = batch(0)
     old_logp_BT.requires_grad_()
     advantage_BT.requires_grad_()
-    loss, stats = policy_loss.clipped(logp_BT, old_logp_BT, advantage_BT, mask_BT.long(), torch.tensor(9.0), 0.2, 0.2)
+    cfg = section(importance_sampling_level="sequence")
+    loss, stats = policy_loss.surrogate(logp_BT, old_logp_BT, advantage_BT, mask_BT.long(), torch.tensor(9.0), cfg)
     loss.backward()
     assert logp_BT.grad is not None and old_logp_BT.grad is None and advantage_BT.grad is None
     assert not stats.pack().requires_grad
@@ -151,22 +313,33 @@ def test_statistics_are_detached_and_nothing_but_logp_gets_a_gradient():
 
 def test_bf16_log_probs_give_an_fp32_loss():
     logp_BT, old_logp_BT, advantage_BT, mask_BT = (x.bfloat16() if x.is_floating_point() else x for x in batch(0))
-    assert policy_loss.clipped(logp_BT, old_logp_BT, advantage_BT, mask_BT, 9, 0.2, 0.2)[0].dtype == torch.float32
+    assert policy_loss.surrogate(logp_BT, old_logp_BT, advantage_BT, mask_BT, 9, section())[0].dtype == torch.float32
 
 
 def test_a_batch_without_tokens_has_no_loss_and_no_metrics():
     logp_BT, old_logp_BT, advantage_BT, mask_BT = batch(0)
-    loss, stats = policy_loss.clipped(logp_BT, old_logp_BT, advantage_BT, mask_BT & False, 9, 0.2, 0.2)
+    loss, stats = policy_loss.surrogate(logp_BT, old_logp_BT, advantage_BT, mask_BT & False, 9, section())
     assert loss.item() == 0 and stats.metrics() == {}
 
 
 def test_bad_input_is_refused():
     good = torch.zeros(2, 3)
     with pytest.raises(InputError, match=r"advantage_BT \(2,\)"):
-        policy_loss.clipped(good, good, torch.zeros(2), good, 6, 0.2, 0.2)
-    with pytest.raises(InputError, match="num_tokens is 0"):
-        policy_loss.clipped(good, good, good, good, 0, 0.2, 0.2)
-    with pytest.raises(InputError, match=r"clip_low is 1\.2"):
-        policy_loss.clipped(good, good, good, good, 6, 1.2, 0.2)
-    with pytest.raises(InputError, match=r"clip_high nan"):
-        policy_loss.clipped(good, good, good, good, 6, 0.2, float("nan"))
+        policy_loss.surrogate(good, good, torch.zeros(2), good, 6, section())
+    with pytest.raises(InputError, match="denominator is 0"):
+        policy_loss.surrogate(good, good, good, good, 0, section())
+
+
+def test_settings_that_contradict_each_other_are_refused():
+    with pytest.raises(ValidationError, match=r"dual_clip is 1\.1, not above 1 \+ clip_high, 1\.2"):
+        section(dual_clip=1.1)
+    with pytest.raises(ValidationError, match="dual_clip belongs to surrogate clip"):
+        section(surrogate="cispo", dual_clip=3.0)
+    with pytest.raises(ValidationError, match="bias_correction weighs the KL in the loss"):
+        KLSection(bias_correction=True)
+    with pytest.raises(ValidationError, match=r"lam is 0\.95.*critic is none; set lam: 1\.0"):
+        PPOSection(critic="none")
+    with pytest.raises(ValidationError, match=r"set kl\.place: loss"):
+        GRPOSection.model_validate(
+            {"multi_objective_aggregation": "normalize_then_sum", "kl": {"place": "reward", "estimator": "k1"}}
+        )

@@ -106,7 +106,7 @@ def test_all_problems_are_reported_at_once_with_path_and_origin(tmp_path: Path) 
     text = "\n".join(lines)
     assert f"optimizer.learning_rate: -1 given; must be greater than 0 (file {file}:2)" in text
     assert f"optimizer.lr: unknown key; did you mean optimizer.learning_rate? (file {file}:3)" in text
-    assert "ppo.critic: 'shard' given; must be 'shared' or 'separate'; did you mean shared?" in text
+    assert "ppo.critic: 'shard' given; must be 'shared', 'separate' or 'none'; did you mean shared?" in text
     assert "reward.0.wieght: unknown key; did you mean reward.0.weight?" in text
     assert "reward.0.source: is required" in text
     assert "run.steps: 'abc' given; must be a valid integer (command line --steps)" in text

@@ -1,7 +1,7 @@
 import pytest
 
 from tunesmith.core.errors import RewardError
-from tunesmith.rewards.builtin import BUILTINS, length, match_format, sentiment, unique_chars
+from tunesmith.rewards.builtin import BUILTINS, length, match_format, overlong, sentiment, unique_chars
 from tunesmith.rewards.functions import builtin_function
 from tunesmith.rewards.rater import SimulatedRater
 
@@ -58,3 +58,18 @@ def test_every_built_in_scores_with_its_smallest_arguments():
         function = builtin_function(name, {"pattern": "a"} if name == "format" else {})
         scores = function(prompts=["p"], completions=["a"], completion_ids=[[1]], answer=[1], trainer_state=None)
         assert isinstance(scores, list) and isinstance(scores[0], float)
+
+
+@pytest.mark.parametrize(("limit", "cache"), [(10, 4), (10, 10), (7, 1)])
+def test_overlong_is_trl_s_soft_punishment(limit: int, cache: int):
+    rewards = pytest.importorskip("trl.rewards")
+    ids = [[1] * length for length in range(1, 15)]
+    expected = rewards.get_soft_overlong_punishment(limit, cache)(completion_ids=ids)
+    assert overlong(limit, cache)(completion_ids=ids) == pytest.approx(expected, abs=1e-12)
+    assert len(set(expected)) == cache + 1
+
+
+@pytest.mark.parametrize(("limit", "cache"), [(10, 0), (10, 11)])
+def test_overlong_refuses_a_range_that_is_none(limit: int, cache: int):
+    with pytest.raises(RewardError, match=f"soft_punish_cache {cache}; the second must be at least 1 and at most"):
+        overlong(limit, cache)

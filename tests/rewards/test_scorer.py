@@ -13,7 +13,7 @@ from tunesmith.core.errors import RewardError
 from tunesmith.core.trace import span, trace
 from tunesmith.rewards.rater import SimulatedRater
 from tunesmith.rewards.sample import Sample
-from tunesmith.rewards.scorer import Scorer, TrainerState
+from tunesmith.rewards.scorer import Scorer, TrainerState, joined
 
 GroupMaker = Callable[..., Group]
 
@@ -37,6 +37,24 @@ def test_the_total_is_the_weighted_sum_in_the_layout_of_the_groups(groups: list[
     assert scores.parts["lengths"].tolist() == [[5, 4], [2, 4]]
     assert scores.total_PG.tolist() == [[1.5, 2.0], [1.0, 2.0]]
     assert scores.total_PG.dtype == torch.float32
+
+
+def test_scores_of_several_calls_are_those_of_one_call(groups: list[Group], make_group: GroupMaker):
+    def noting(completions, log_metric, log_extra, **kwargs):
+        log_metric("mean", sum(map(len, completions)) / len(completions))
+        if len(completions) != 4:
+            log_extra("text", completions)
+        return [float("nan") if text == " bcd" else float(len(text)) for text in completions]
+
+    more = [make_group("They", " x", " yy", id="p:3")]
+    scorer = Scorer([noting, "unique_chars"], weights=[1.0, 2.0], on_error="drop")
+    both, whole = joined([scorer.score(groups), scorer.score(more)]), scorer.score([*groups, *more])
+    assert torch.equal(both.total_PG, whole.total_PG) and torch.equal(both.valid_PG, whole.valid_PG)
+    assert both.metrics() == pytest.approx(whole.metrics())
+    assert [str(f) for f in both.failures] == [str(f) for f in whole.failures] and len(both.failures) == 1
+    assert both.columns == {"text": [None] * 4 + [" x", " yy"]}
+    only = scorer.score(more)
+    assert joined([only]) is only
 
 
 def test_sections_of_a_recipe_bring_weight_and_arguments(groups: list[Group]):

@@ -67,7 +67,7 @@ class Oracle:
         rows = []
         for group in totals:
             known = [total for total in group if total is not None]
-            divisor = {"none": 1.0, "group": _std(known) + 1e-4, "batch": _std(over_all) + 1e-4}[cfg.scale]
+            divisor = {"group": _std(known) + 1e-4, "batch": _std(over_all) + 1e-4}.get(cfg.scale, 1.0)
             row = []
             for place, total in enumerate(group):
                 others = [other for k, other in enumerate(group) if k != place and other is not None]
@@ -75,34 +75,76 @@ class Oracle:
                 is_flat = len(set(known)) < 2
                 row.append(0.0 if total is None or is_flat else (total - statistics.fmean(compared)) / divisor)
             rows.append(row)
+        if cfg.scale == "advantages":
+            valid = [[total is not None for total in group] for group in totals]
+            known = [
+                a for row, is_valid in zip(rows, valid, strict=True) for a, v in zip(row, is_valid, strict=True) if v
+            ]
+            rows = [[advantage / (_std(known) + 1e-4) for advantage in row] for row in rows]
         return rows
 
     def gradients(self, weights: Tensors) -> Tensors:
-        """The gradient of the loss over all completions that teach something, at `weights`."""
+        """The gradient of the loss over all completions that teach something, at `weights`.
+
+        All of them are one minibatch; `micro_batch` needs them to be one micro-batch too.
+        """
         cfg = self.state.cfg.grpo
         model = double(self.state.policy.module, weights)
-        loss, num_tokens = torch.zeros((), dtype=torch.float64), 0
+        losses_BT, entropies, num_compared = [], [], 0
         for group, advantages in zip(self.groups, self.advantages(), strict=True):
-            rewards = {self.reward(completion) for completion in group.completions} - {None}
-            if cfg.kl.place == "loss" and len(rewards) < 2:
+            known = [completion for completion in group.completions if self.reward(completion) is not None]
+            num_compared += len(known)
+            if len({self.reward(completion) for completion in known}) < 2 and cfg.kl.place == "loss":
                 continue
             for completion, advantage in zip(group.completions, advantages, strict=True):
                 if self.reward(completion) is None:
                     continue
-                new_T, entropy_T = self._score(model, group, completion)
-                with torch.no_grad():
-                    old_T, _ = self._score(self.old, group, completion)
-                    reference_T, _ = self._score(self.reference, group, completion)
-                num_tokens += len(new_T)
-                for new, old, reference, entropy in zip(new_T, old_T, reference_T, entropy_T, strict=True):
-                    ratio = torch.exp(new - old)
-                    bounded = min(max(ratio.item(), 1 - cfg.clip_low), 1 + cfg.clip_high)
-                    is_cut = bounded * advantage < ratio.item() * advantage
-                    loss = loss - (bounded if is_cut else ratio) * advantage - cfg.entropy_coef * entropy
-                    if cfg.kl.place == "loss":
-                        loss = loss + cfg.kl.coef * (torch.exp(reference - new) - 1 - (reference - new))
-        (loss / num_tokens).backward()
+                if cfg.mask_truncated_completions and completion.finish_reason == "length":
+                    continue
+                losses, entropy_T = self._losses(model, group, completion, advantage)
+                losses_BT.append(losses)
+                entropies.extend(entropy_T)
+        num_tokens = sum(map(len, losses_BT))
+        loss = sum(torch.stack(losses).sum() / self._share(losses, num_tokens, num_compared) for losses in losses_BT)
+        (loss - cfg.entropy_coef * torch.stack(entropies).sum() / num_tokens).backward()
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    def _share(self, losses: Sequence[torch.Tensor], num_tokens: int, num_compared: int) -> float:
+        """What the losses of one completion are divided by."""
+        return {
+            "token": num_tokens,
+            "micro_batch": num_tokens,
+            "sequence": len(losses) * num_compared,
+            "sequence_sum": num_compared,
+            "constant": num_compared * self.state.cfg.rollout.max_new_tokens,
+        }[self.state.cfg.grpo.loss_normalization]
+
+    def _losses(self, model: Any, group: Group, completion: Completion, advantage: float) -> tuple[Any, Any]:
+        """Loss of each token of a completion, with the KL, and its entropies."""
+        cfg = self.state.cfg.grpo
+        new_T, entropy_T = self._score(model, group, completion)
+        with torch.no_grad():
+            old_T, _ = self._score(self.old, group, completion)
+            reference_T, _ = self._score(self.reference, group, completion)
+        total = (new_T - old_T).sum()
+        whole = {"token": None, "sequence": torch.exp(total / len(new_T)), "product": torch.exp(total)}
+        losses = []
+        for new, old, reference in zip(new_T, old_T, reference_T, strict=True):
+            own = whole[cfg.importance_sampling_level]
+            ratio = torch.exp(new - old) if own is None else own
+            if cfg.surrogate == "cispo":
+                loss = -min(ratio.item(), 1 + cfg.clip_high) * advantage * new
+            else:
+                bounded = min(max(ratio.item(), 1 - cfg.clip_low), 1 + cfg.clip_high)
+                is_cut = bounded * advantage < ratio.item() * advantage
+                loss = -(bounded if is_cut else ratio) * advantage
+                if cfg.dual_clip is not None and advantage < 0 and ratio.item() > cfg.dual_clip:
+                    loss = torch.tensor(-cfg.dual_clip * advantage, dtype=torch.float64)
+            if cfg.kl.place == "loss":
+                weight = ratio if cfg.kl.bias_correction else 1.0
+                loss = loss + weight * cfg.kl.coef * (torch.exp(reference - new) - 1 - (reference - new))
+            losses.append(torch.as_tensor(loss, dtype=torch.float64))
+        return losses, entropy_T
 
     def _penalised(self, group: Group, completion: Completion) -> float | None:
         cfg, reward = self.state.cfg.grpo, self.reward(completion)

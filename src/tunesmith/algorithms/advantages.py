@@ -15,7 +15,7 @@ from tunesmith.algorithms.sums import Sums, check_shapes, kept, total
 from tunesmith.core.errors import InputError
 
 Baseline = Literal["mean", "leave_one_out"]
-Scale = Literal["group", "batch", "none"]
+Scale = Literal["group", "batch", "advantages", "none"]
 
 GROUP_EPS = 1e-4
 """Added to a standard deviation before dividing by it, as TRL's GRPO does."""
@@ -123,8 +123,9 @@ def group_relative(
     `baseline="mean"` is GRPO (Shao et al. 2024, arXiv 2402.03300, section 4.1); `"leave_one_out"` is the mean of the
     *other* completions, RLOO (Ahmadian et al. 2024, arXiv 2402.14740, equation 8), which is G / (G - 1) times as far.
     `scale="group"` divides by the group's unbiased standard deviation plus `GROUP_EPS`; `"batch"` by that of all valid
-    rewards, so that hard and easy prompts keep their weight (Liu et al. 2025, arXiv 2508.08221); `"none"` does not
-    divide (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783).
+    rewards, so that hard and easy prompts keep their weight (Liu et al. 2025, arXiv 2508.08221); `"advantages"` by that
+    of what is left once the baselines are taken off (REINFORCE++-baseline, Hu et al. 2025, arXiv 2501.03262); `"none"`
+    does not divide (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783).
     Where all valid rewards of a group are equal its advantages are exactly 0: nothing is to be learnt from it. Only
     completions with `valid_PG` take part. Raises `InputError` if shapes differ.
     """
@@ -140,11 +141,36 @@ def group_relative(
         advantage_PG = advantage_PG * num_P1 / (num_P1 - 1).clamp(min=1)
     if scale == "group":
         advantage_PG = advantage_PG / (std_P1 + GROUP_EPS)
-    elif scale == "batch":
-        known = reward_PG[valid_PG]
-        std = known.std() if known.numel() > 1 else known.new_zeros(())
-        advantage_PG = advantage_PG / (std + GROUP_EPS)
+    elif scale != "none":
+        known = (reward_PG if scale == "batch" else advantage_PG)[valid_PG]
+        advantage_PG = advantage_PG / (_std(known) + GROUP_EPS)
     return GroupAdvantages(advantage_PG, varies_P1[:, 0])
+
+
+def normalized_sum(part_RPG: Tensor, weight_R: Tensor, valid_PG: Tensor) -> GroupAdvantages:
+    """Advantages from R rewards, each compared within its own group, then added with their weights and scaled together.
+
+    `part_RPG` holds the rewards without their weights, NaN where one does not apply: there it counts nothing. GDPO
+    (Liu et al. 2026, arXiv 2601.05242): each reward loses its group's mean and is divided by its group's unbiased
+    standard deviation plus `GROUP_EPS`; the weighted sums are divided likewise by that of all valid completions. So a
+    reward of small spread counts as much as one of large spread, and different mixtures do not fall together. A group
+    varies if any of its rewards does. Raises `InputError` if shapes differ.
+    """
+    check_shapes(part_PG=part_RPG[0], valid_PG=valid_PG)
+    check_shapes(weight_R=weight_R, rewards_R=part_RPG[:, 0, 0])
+    valid_PG, part_RPG = valid_PG.bool(), part_RPG.detach()
+    compared = [group_relative(part_PG, valid_PG & ~part_PG.isnan()) for part_PG in part_RPG]
+    varies_P = torch.stack([part.varies_P for part in compared]).any(dim=0)
+    sum_PG = torch.stack([part.advantage_PG * w for part, w in zip(compared, weight_R, strict=True)]).sum(dim=0)
+    # The sums of a group's parts are zero, and so is their mean; what is left of it is rounding.
+    known = sum_PG[valid_PG]
+    centred_PG = kept(sum_PG - (known.mean() if known.numel() else 0.0), valid_PG & varies_P[:, None])
+    return GroupAdvantages(centred_PG / (_std(known) + GROUP_EPS), varies_P)
+
+
+def _std(x_N: Tensor) -> Tensor:
+    """Unbiased standard deviation, 0 of fewer than two numbers."""
+    return x_N.std() if x_N.numel() > 1 else x_N.new_zeros(())
 
 
 def rewards_differ(reward_PG: Tensor, valid_PG: Tensor) -> Tensor:

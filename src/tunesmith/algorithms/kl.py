@@ -10,7 +10,9 @@ reference of a token (Schulman 2020, "Approximating KL divergence"; for the grad
 | k2 = d^2 / 2         | near it for small d   | biased                     | that of KL(policy, reference)         |
 | k3 = exp(-d) - 1 + d | KL(policy, reference) | biased                     | that of KL(reference, policy)         |
 
-GRPO puts k3 in the loss.
+GRPO puts k3 in the loss. Weighted by the ratio of the new policy to the one that drew the tokens, with the gradient
+through the ratio too, k1 and k3 have the gradient of KL(policy, reference) as a loss, also in later updates over the
+same tokens, where the unweighted estimates are off by the ratio (DeepSeek-AI 2025, arXiv 2512.02556, equation 7).
 """
 
 import math
@@ -20,7 +22,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from tunesmith.algorithms.sums import Denominator, check_denominator, check_shapes, kept
+from tunesmith.algorithms.sums import Denominator, check_denominator, check_shapes, kept, shared_out
 from tunesmith.core.errors import InputError
 
 Estimator = Literal["k1", "k2", "k3"]
@@ -76,24 +78,32 @@ def penalised_reward(score_B: Tensor, kl_BT: Tensor, mask_BT: Tensor, coef: floa
 
 
 def penalty_loss(
-    estimator: Estimator, logp_BT: Tensor, ref_logp_BT: Tensor, mask_BT: Tensor, num_tokens: Denominator
+    estimator: Estimator,
+    logp_BT: Tensor,
+    ref_logp_BT: Tensor,
+    mask_BT: Tensor,
+    denominator: Denominator,
+    *,
+    ratio_BT: Tensor | None = None,
 ) -> Tensor:
-    """Sum of the estimates inside the mask over `num_tokens`: a scalar to add to the loss, times the coefficient.
+    """Sum of the estimates inside the mask over `denominator`: a scalar to add to the loss, times the coefficient.
 
     The gradient flows through `logp_BT` alone, as in the table at the top of this file; k1 carries k2's gradient.
-    `num_tokens` counts the tokens of the whole optimizer step. In later epochs over a rollout the tokens come from the
-    policy that drew them, and the estimate is off by the ratio of the two policies, which clipping holds near 1; GRPO
-    accepts the same.
+    `denominator` is that of the whole optimizer step, a number or one for each row. In later epochs over a rollout the
+    tokens come from the policy that drew them, and the estimate is off by the ratio of the two policies, which clipping
+    holds near 1; GRPO accepts the same. `ratio_BT`, differentiable, corrects it: each estimate is multiplied by it.
     """
-    check_shapes(logp_BT=logp_BT, ref_logp_BT=ref_logp_BT, mask_BT=mask_BT)
-    check_denominator("num_tokens", num_tokens)
+    check_shapes(logp_BT=logp_BT, ref_logp_BT=ref_logp_BT, mask_BT=mask_BT, ratio_BT=ratio_BT)
+    check_denominator("denominator", denominator)
     mask_BT = mask_BT.bool()
     logp_BT, ref_logp_BT = kept(logp_BT, mask_BT), kept(ref_logp_BT.detach(), mask_BT)
     kl_BT = estimate(estimator, logp_BT, ref_logp_BT)
+    if ratio_BT is not None:
+        return shared_out(kept(ratio_BT, mask_BT) * kl_BT, denominator)
     if estimator == "k1":
         guide_BT = k2(logp_BT, ref_logp_BT)
         kl_BT = kl_BT.detach() + (guide_BT - guide_BT.detach())
-    return kl_BT.sum() / num_tokens
+    return shared_out(kl_BT, denominator)
 
 
 class Controller(Protocol):

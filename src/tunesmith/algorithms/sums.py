@@ -16,7 +16,7 @@ from tunesmith.core.errors import InputError
 
 Denominator = float | Tensor
 """A number of tokens or pairs: of the whole optimizer step, over all micro-batches and ranks, not of the tensors at
-hand.
+hand. Where a function says so, one number for each row, shape `[B, 1]`.
 """
 
 
@@ -40,6 +40,15 @@ def kept(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """`x_BT` with zeros outside the mask, in fp32 or wider. NaN in the padding reaches neither value nor gradient."""
     wide_BT = x_BT if x_BT.dtype in (torch.float32, torch.float64) else x_BT.float()
     return wide_BT.masked_fill(~mask_BT, 0.0)
+
+
+def shared_out(x_BT: Tensor, denominator: Denominator) -> Tensor:
+    """The sum of all elements over `denominator`, a differentiable scalar; or, with a denominator for each row, the sum
+    of the elements over that of their row.
+    """
+    if isinstance(denominator, Tensor) and denominator.dim() > 0:
+        return (x_BT / denominator).sum()
+    return x_BT.sum() / denominator
 
 
 def total(x_BT: Tensor) -> Tensor:

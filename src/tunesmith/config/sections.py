@@ -122,7 +122,7 @@ class RewardSource(Section):
     source: str = Field(
         ...,
         description="`./file.py:name`, `package.module:name`, a built-in (`sentiment`, `length`, `format`, "
-        "`unique_chars`, `arithmetic`, `gsm8k`), or a reward model: run folder, local folder or hub id.",
+        "`unique_chars`, `overlong`, `arithmetic`, `gsm8k`), or a reward model: run folder, local folder or hub id.",
     )
     weight: float = Field(default=1.0, allow_inf_nan=False, description="Weight in the sum of rewards.")
     label: str | int | None = Field(
@@ -170,96 +170,6 @@ class OptimizerSection(Section):
     max_refused_steps: PositiveInt = Field(
         default=5, description="Non-finite steps in a row after which training stops."
     )
-
-
-class KLSection(Section):
-    """KL divergence to the reference policy: estimator, place and coefficient."""
-
-    SHORTHAND = "coef"
-
-    coef: NonNegative = Field(default=0.05, description="Coefficient; 0 loads no reference model.")
-    estimator: Literal["k1", "k2", "k3"] = Field(
-        default="k1", description="Estimator of the KL, after Schulman (2020)."
-    )
-    place: Literal["reward", "loss"] = Field(
-        default="reward", description="Subtract it from the reward per token, or add it to the loss."
-    )
-    target: Positive | None = Field(
-        default=None, description="Nats per sequence that an adaptive coefficient aims at; null keeps it fixed."
-    )
-    horizon: Positive = Field(
-        default=10_000.0, description="Completions over which the adaptive coefficient reacts (Ziegler et al. 2019)."
-    )
-
-
-class PPOSection(Section):
-    """Proximal policy optimisation (Schulman et al. 2017)."""
-
-    num_epochs: PositiveInt = Field(default=2, description="Passes over each rollout.")
-    num_minibatches: PositiveInt = Field(default=1, description="Optimizer steps in each pass.")
-    micro_batch_size: PositiveInt = Field(
-        default=16, description="Sequences in one forward and backward pass; gradients are accumulated."
-    )
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = Field(
-        default=0.2, description="The ratio is clipped below 1 - clip_low."
-    )
-    clip_high: Positive = Field(default=0.2, description="The ratio is clipped above 1 + clip_high.")
-    value_clip: Positive | None = Field(
-        default=0.2, description="Values may move this far from the rollout's; null is off."
-    )
-    value_coef: NonNegative = Field(default=0.1, description="Weight of the value loss.")
-    entropy_coef: NonNegative = Field(default=0.0, description="Weight of the entropy bonus.")
-    gamma: Fraction = Field(default=1.0, description="Discount of later rewards.")
-    lam: Fraction = Field(default=0.95, description="Lambda of generalised advantage estimation.")
-    whiten_advantages: bool = Field(
-        default=True, description="Shift and scale advantages to mean 0 and variance 1 over the rollout."
-    )
-    whiten_rewards: bool = Field(
-        default=False, description="Scale rewards to variance 1 over the rollout, keeping their mean."
-    )
-    target_kl: Positive | None = Field(
-        default=None, description="Stop a rollout's updates once the KL to its own policy exceeds this, per token."
-    )
-    critic: Literal["shared", "separate"] = Field(
-        default="shared", description="Value head on the policy's trunk, or a model of its own."
-    )
-    kl: KLSection = KLSection()
-
-
-class GRPOKLSection(KLSection):
-    """KL divergence to the reference policy, as GRPO has it: k3, in the loss."""
-
-    coef: NonNegative = Field(default=0.04, description="Coefficient; 0 loads no reference model.")
-    estimator: Literal["k1", "k2", "k3"] = Field(
-        default="k3", description="Estimator of the KL, after Schulman (2020)."
-    )
-    place: Literal["reward", "loss"] = Field(
-        default="loss", description="Subtract it from the reward of a completion, or add it to the loss."
-    )
-
-
-class GRPOSection(Section):
-    """Group-relative policy optimisation (Shao et al. 2024) and RLOO: the baseline is the group, there is no critic."""
-
-    baseline: Literal["mean", "leave_one_out"] = Field(
-        default="mean", description="Mean reward of the group (GRPO), or of its other completions (RLOO)."
-    )
-    scale: Literal["group", "batch", "none"] = Field(
-        default="group", description="Divide advantages by the spread of the group, of all groups, or not at all."
-    )
-    num_epochs: PositiveInt = Field(default=1, description="Passes over each rollout.")
-    num_minibatches: PositiveInt = Field(default=1, description="Optimizer steps in each pass.")
-    micro_batch_size: PositiveInt = Field(
-        default=16, description="Sequences in one forward and backward pass; gradients are accumulated."
-    )
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = Field(
-        default=0.2, description="The ratio is clipped below 1 - clip_low."
-    )
-    clip_high: Positive = Field(
-        default=0.2, description="The ratio is clipped above 1 + clip_high; 0.28 lets rare tokens grow (DAPO)."
-    )
-    entropy_coef: NonNegative = Field(default=0.0, description="Weight of the entropy bonus.")
-    kl: GRPOKLSection = GRPOKLSection()
 
 
 class EvaluationSection(Section):

@@ -73,12 +73,32 @@ def unique_chars() -> RewardFunction:
     return unique_chars
 
 
+def overlong(max_completion_len: int, soft_punish_cache: int) -> RewardFunction:
+    """0 for a short completion, -1 for one of `max_completion_len` tokens, and a straight line between them over the
+    last `soft_punish_cache` tokens: the soft overlong punishment of DAPO (arXiv 2503.14476, equation 13).
+
+    Raises RewardError unless 0 < soft_punish_cache <= max_completion_len.
+    """
+    if not 0 < soft_punish_cache <= max_completion_len:
+        raise RewardError(
+            f"the reward `overlong` has max_completion_len {max_completion_len} and soft_punish_cache "
+            f"{soft_punish_cache}; the second must be at least 1 and at most the first"
+        )
+    start = max_completion_len - soft_punish_cache
+
+    def overlong(completion_ids: Sequence[Sequence[int]], **kwargs: object) -> list[float]:
+        return [-min(max(len(ids) - start, 0) / soft_punish_cache, 1.0) for ids in completion_ids]
+
+    return overlong
+
+
 BUILTINS: Mapping[str, Callable[..., RewardFunction]] = MappingProxyType(
     {
         "sentiment": sentiment,
         "length": length,
         "format": match_format,
         "unique_chars": unique_chars,
+        "overlong": overlong,
         "arithmetic": arithmetic,
         "gsm8k": gsm8k,
     }

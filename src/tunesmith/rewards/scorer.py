@@ -67,6 +67,31 @@ class Scores:
         return {**metrics, **self.logged}
 
 
+def joined(parts: Sequence[Scores]) -> Scores:
+    """The scores of several calls of one scorer, on groups of one size, as those of all groups together."""
+    if len(parts) == 1:
+        return parts[0]
+    sizes = [part.total_PG.numel() for part in parts]
+    logged: dict[str, float] = {}
+    for name in dict.fromkeys(name for part in parts for name in part.logged):
+        known = [(size, part.logged[name]) for size, part in zip(sizes, parts, strict=True) if name in part.logged]
+        logged[name] = sum(size * value for size, value in known) / sum(size for size, _ in known)
+    columns = {
+        name: [
+            value for size, part in zip(sizes, parts, strict=True) for value in part.columns.get(name, [None] * size)
+        ]
+        for name in dict.fromkeys(name for part in parts for name in part.columns)
+    }
+    return Scores(
+        total_PG=torch.cat([part.total_PG for part in parts]),
+        parts={name: torch.cat([part.parts[name] for part in parts]) for name in parts[0].parts},
+        valid_PG=torch.cat([part.valid_PG for part in parts]),
+        failures=[failure for part in parts for failure in part.failures],
+        logged=logged,
+        columns=columns,
+    )
+
+
 class Scorer:
     """The weighted sum of rewards.
 

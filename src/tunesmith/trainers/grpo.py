@@ -1,12 +1,13 @@
-"""Group-relative policy optimisation (Shao et al. 2024, arXiv 2402.03300) and RLOO (Ahmadian et al. 2024).
+"""Group-relative policy optimisation (Shao et al. 2024, arXiv 2402.03300), RLOO (Ahmadian et al. 2024), and variants.
 
 Several completions are drawn for each prompt, and each is measured against the others of its group: no critic. Groups
-whose rewards are all equal teach nothing and are left out. Shape legend: P prompts, G completions per prompt, B
-sequences (the completions that are left), S positions of prompt and completion, T completion tokens.
+whose rewards are all equal teach nothing and are left out. Shape legend: P prompts, G completions per prompt, R
+rewards, B sequences (the completions that are left), S positions of prompt and completion, T completion tokens.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -14,12 +15,12 @@ import torch
 from tunesmith.algorithms import advantages, importance, kl, policy_loss
 from tunesmith.batch.pack import PolicyBatch, chunks, pack
 from tunesmith.batch.rollout import Group
+from tunesmith.config.policy_sections import GRPOSection
 from tunesmith.config.schema import GRPORecipe
 from tunesmith.core.errors import DataError
 from tunesmith.core.seeds import derive, permutation
 from tunesmith.core.trace import span
 from tunesmith.data.prompts import PromptLike
-from tunesmith.distributed import collectives
 from tunesmith.evaluation import accuracy
 from tunesmith.kernels.native import Kernels
 from tunesmith.models.export import ModelCard, save_final
@@ -29,7 +30,7 @@ from tunesmith.models.load import frozen_copy, load_policy
 from tunesmith.models.loaded import PreTrainedTokenizerBase
 from tunesmith.models.logprob import token_logps
 from tunesmith.models.optimizer import MasterAdamW
-from tunesmith.rewards.scorer import RewardLike, Scorer, TrainerState
+from tunesmith.rewards.scorer import RewardLike, Scorer, Scores, TrainerState, joined
 from tunesmith.rollout.engine import Engine
 from tunesmith.schema.records import Prompt
 from tunesmith.trainers import grpo_metrics, policy_metrics, rollouts, setup
@@ -99,20 +100,13 @@ def build(
 
 def step(state: State, prompts: Sequence[Prompt], index: int) -> StepResult:
     """GRPO step `index` (from 0): draw groups, score, compare within each group, update the policy."""
-    cfg, sampling = state.cfg.grpo, rollouts.sampling_params(state.cfg, "rollout", index)
-    with span("rollout"):
-        groups = rollouts.draw(state.engine, state.cfg, prompts, sampling)
-    with span("reward"):
-        scores = state.scorer.score(groups, state=TrainerState(index, state.num_steps))
+    cfg, temperature = state.cfg.grpo, state.cfg.rollout.temperature
+    groups, scores = draw_and_score(state, prompts, index)
     stats = grpo_metrics.StepStats(groups, scores)
-    reward_PG = scores.total_PG
-    if state.reference is not None and cfg.kl.place == "reward":
-        reward_PG = reward_PG - state.kl.value * sequence_kl(state, groups).to(reward_PG)
-    advantage_PG = advantages.group_relative(
-        reward_PG, scores.valid_PG, baseline=cfg.baseline, scale=cfg.scale
-    ).advantage_PG
-    varies_P = advantages.rewards_differ(scores.total_PG, scores.valid_PG)  # the KL alone is no signal
-    rows = torch.nonzero((scores.valid_PG & varies_P[:, None]).flatten()).flatten().tolist()
+    advantage_PG = compare(state, groups, scores)
+    varies_P = differing(state, scores)  # a KL in the reward is no signal alone
+    taught_PG = scores.valid_PG & varies_P[:, None] & ~left_out(cfg, groups)
+    rows = torch.nonzero(taught_PG.flatten()).flatten().tolist()
     if not rows:  # every completion was as good as its neighbours
         return StepResult(stats.metrics(varies_P), groups, scores, None)
 
@@ -120,7 +114,6 @@ def step(state: State, prompts: Sequence[Prompt], index: int) -> StepResult:
     advantage_BT = advantage_PG.flatten()[rows].to(state.device)[:, None] * sequences.mask_BT
     old_logp_BT = reference_logp_BT = sequences.raw_logp_BT
     is_single = cfg.num_epochs * cfg.num_minibatches == 1  # then the old policy is the one that is updated
-    temperature = state.cfg.rollout.temperature
     if not (is_single or state.engine.is_exact):
         with span("old_policy"):
             old_logp_BT = rollouts.logps(state.policy, sequences, temperature, cfg.micro_batch_size)
@@ -128,14 +121,17 @@ def step(state: State, prompts: Sequence[Prompt], index: int) -> StepResult:
         with span("reference"):
             reference_logp_BT = rollouts.logps(state.reference, sequences, temperature, cfg.micro_batch_size)
     batch = PolicyBatch(sequences, old_logp_BT, reference_logp_BT, advantage_BT)
+    num_asked = len(prompts) * scores.valid_PG.shape[1]
+    drawn_per_row = min(num_asked, int(scores.valid_PG.sum())) / len(rows)  # those that are left out count in means
 
     for minibatch in rollouts.minibatches(batch, cfg, derive(state.cfg.run.seed, "minibatches", index)):
-        num_tokens = collectives.sum_over_ranks(minibatch.sequences.num_tokens)  # one global denominator
+        drawn = drawn_per_row * len(minibatch.sequences.lengths_B)
+        size = rollouts.update_size(minibatch.sequences, cfg.micro_batch_size, drawn)  # global denominators
         total_loss = torch.zeros((), device=state.device)
         for chosen in chunks(range(len(minibatch.sequences.lengths_B)), cfg.micro_batch_size):
             micro = minibatch.select(chosen)
             with span("update/forward"):
-                loss = micro_batch_loss(state, micro, num_tokens, is_single, stats)
+                loss = micro_batch_loss(state, micro, size, is_single, stats)
             with span("update/backward"):
                 loss.backward()
             total_loss += loss.detach()
@@ -146,8 +142,62 @@ def step(state: State, prompts: Sequence[Prompt], index: int) -> StepResult:
     return StepResult(metrics, groups, scores, stats.worst_report())
 
 
+def draw_and_score(state: State, prompts: Sequence[Prompt], index: int) -> tuple[list[Group], Scores]:
+    """The groups of `prompts` and their scores.
+
+    Dynamic sampling (DAPO, Yu et al. 2025, arXiv 2503.14476, section 3.2) then draws groups of further prompts, one for
+    each group that teaches nothing, until enough teach something or the recipe's limit is reached.
+    """
+    drawn: list[Group] = []
+    parts: list[Scores] = []
+    num_missing, asked = len(prompts), list(prompts)
+    further = rollouts.further_prompts(state.cfg, state.prompts.train, prompts, index)
+    for attempt in range(1 + state.cfg.grpo.dynamic_sampling):
+        stream = f"refill {attempt}" if attempt else "rollout"
+        with span("rollout"):
+            groups = rollouts.draw(state.engine, state.cfg, asked, rollouts.sampling_params(state.cfg, stream, index))
+        with span("reward"):
+            scores = state.scorer.score(groups, state=TrainerState(index, state.num_steps))
+        drawn.extend(groups)
+        parts.append(scores)
+        num_missing -= int(differing(state, scores).sum())
+        asked = list(islice(further, num_missing))
+        if not asked:
+            break
+    return drawn, joined(parts)
+
+
+def differing(state: State, scores: Scores) -> torch.Tensor:
+    """True for each group that teaches something, `[P]`: its rewards differ, or one of those compared alone."""
+    if state.cfg.grpo.multi_objective_aggregation == "sum_then_normalize":
+        return advantages.rewards_differ(scores.total_PG, scores.valid_PG)
+    differs_P = torch.zeros(len(scores.total_PG), dtype=torch.bool)
+    for weight, part_PG in zip(state.scorer.weights, scores.parts.values(), strict=True):
+        if weight != 0:
+            differs_P |= advantages.rewards_differ(part_PG, scores.valid_PG & ~part_PG.isnan())
+    return differs_P
+
+
+def compare(state: State, groups: Sequence[Group], scores: Scores) -> torch.Tensor:
+    """Advantage of each completion, `[P, G]`, by the rewards of its group."""
+    cfg, valid_PG = state.cfg.grpo, scores.valid_PG
+    if cfg.multi_objective_aggregation == "normalize_then_sum":
+        part_RPG = torch.stack(list(scores.parts.values()))
+        return advantages.normalized_sum(part_RPG, torch.tensor(state.scorer.weights), valid_PG).advantage_PG
+    reward_PG = scores.total_PG
+    if state.reference is not None and cfg.kl.place == "reward":
+        reward_PG = reward_PG - state.kl.value * sequence_kl(state, groups).to(reward_PG)
+    return advantages.group_relative(reward_PG, valid_PG, baseline=cfg.baseline, scale=cfg.scale).advantage_PG
+
+
+def left_out(cfg: GRPOSection, groups: Sequence[Group]) -> torch.Tensor:
+    """True for completions that the length limit ended, `[P, G]`, if the recipe does not learn from them."""
+    truncated = [[completion.finish_reason == "length" for completion in group.completions] for group in groups]
+    return torch.tensor(truncated) & cfg.mask_truncated_completions
+
+
 def micro_batch_loss(
-    state: State, micro: PolicyBatch, num_tokens: float, is_single: bool, stats: grpo_metrics.StepStats
+    state: State, micro: PolicyBatch, size: policy_loss.UpdateSize, is_single: bool, stats: grpo_metrics.StepStats
 ) -> torch.Tensor:
     """The GRPO loss of one micro-batch, a scalar; its statistics are added to `stats`."""
     cfg, sequences, mask_BT = state.cfg.grpo, micro.sequences, micro.sequences.mask_BT
@@ -162,14 +212,13 @@ def micro_batch_loss(
     # Where filters or rounding made the engine draw from another distribution than the policy's.
     drawn = importance.correction(old_logp_BT, sequences.sampled_logp_BT, mask_BT, state.cfg.rollout.importance)
     advantage_BT = micro.advantage_BT * drawn.weight_BT
-    loss, policy_stats = policy_loss.clipped(
-        new.logp_BT, old_logp_BT, advantage_BT, mask_BT, num_tokens, cfg.clip_low, cfg.clip_high
-    )
+    max_tokens = state.cfg.rollout.max_new_tokens
+    denominator = policy_loss.loss_denominator(cfg.loss_normalization, mask_BT, size, max_tokens)
+    loss, policy_stats = policy_loss.surrogate(new.logp_BT, old_logp_BT, advantage_BT, mask_BT, denominator, cfg)
     if cfg.entropy_coef > 0:
-        loss = loss - cfg.entropy_coef * policy_loss.entropy_bonus(new.entropy_BT, mask_BT, num_tokens)
+        loss = loss - cfg.entropy_coef * policy_loss.entropy_bonus(new.entropy_BT, mask_BT, size.num_tokens)
     if cfg.kl.place == "loss" and state.kl.value > 0:
-        penalty = kl.penalty_loss(cfg.kl.estimator, new.logp_BT, micro.reference_logp_BT, mask_BT, num_tokens)
-        loss = loss + state.kl.value * penalty
+        loss = loss + state.kl.value * rollouts.kl_penalty(cfg, micro, new.logp_BT, old_logp_BT, denominator)
     reference_logp_BT = None if state.reference is None else micro.reference_logp_BT
     stats.add(policy_stats, sequences, new, reference_logp_BT, drawn)
     return loss

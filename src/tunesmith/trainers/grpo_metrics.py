@@ -70,6 +70,7 @@ class StepStats:
         shared = {
             **self._scores.metrics(),
             "frac_reward_zero_std": (~varies_P).float().mean().item(),
+            "groups/num_drawn": float(len(self._groups)),
             "groups/num_dropped": float((~varies_P).sum().item()),
             **policy_metrics.completion_metrics(self._groups),
             "num_tokens": float(num_drawn),

@@ -18,7 +18,6 @@ from tunesmith.config.schema import PPORecipe
 from tunesmith.core.seeds import derive
 from tunesmith.core.trace import span
 from tunesmith.data.prompts import PromptLike
-from tunesmith.distributed import collectives
 from tunesmith.kernels.native import Kernels
 from tunesmith.models.export import ModelCard, save_final
 from tunesmith.models.freeze import freeze_lower_layers
@@ -70,9 +69,8 @@ def build(
     sets = rollouts.prompt_sets(cfg, loaded, prompts)
     policy = language_model(loaded.model, Kernels())
     reference = language_model(frozen_copy(loaded.model), policy.kernels) if cfg.ppo.kl.coef > 0 else None
-    shared = cfg.ppo.critic == "shared"
-    value_head = ScalarHead(hidden_size(loaded.model)).to(device) if shared else None
-    critic = None if shared else Critic.from_policy(loaded.model)
+    value_head = ScalarHead(hidden_size(loaded.model)).to(device) if cfg.ppo.critic == "shared" else None
+    critic = Critic.from_policy(loaded.model) if cfg.ppo.critic == "separate" else None
     freeze_lower_layers(loaded.model, cfg.model.num_trainable_layers)
     num_steps = cfg.run.steps or 100
     trained: dict[str, nn.Module] = {"policy": loaded.model}
@@ -130,12 +128,12 @@ def step(state: State, prompts: Sequence[Prompt], index: int) -> StepResult:
 
     stats = policy_metrics.UpdateStats()
     for minibatch in rollouts.minibatches(batch, cfg, derive(state.cfg.run.seed, "minibatches", index)):
-        num_tokens = collectives.sum_over_ranks(minibatch.sequences.num_tokens)  # one global denominator
+        size = rollouts.update_size(minibatch.sequences, cfg.micro_batch_size)  # global denominators
         total_loss = torch.zeros((), device=state.device)
         for rows in chunks(range(len(minibatch.sequences.lengths_B)), cfg.micro_batch_size):
             micro = minibatch.select(rows)
             with span("update/forward"):
-                loss = micro_batch_loss(state, micro, num_tokens, stats)
+                loss = micro_batch_loss(state, micro, size, stats)
             with span("update/backward"):
                 loss.backward()
             total_loss += loss.detach()
@@ -150,7 +148,7 @@ def step(state: State, prompts: Sequence[Prompt], index: int) -> StepResult:
 
 
 def micro_batch_loss(
-    state: State, micro: PPOBatch, num_tokens: float, stats: policy_metrics.UpdateStats
+    state: State, micro: PPOBatch, size: policy_loss.UpdateSize, stats: policy_metrics.UpdateStats
 ) -> torch.Tensor:
     """The PPO loss of one micro-batch, a scalar; its statistics are added to `stats`."""
     cfg, mask_BT = state.cfg.ppo, micro.sequences.mask_BT
@@ -160,18 +158,19 @@ def micro_batch_loss(
         micro.old_logp_BT, micro.sequences.sampled_logp_BT, mask_BT, state.cfg.rollout.importance
     )
     advantage_BT = micro.advantage_BT * drawn.weight_BT
-    policy, policy_stats = policy_loss.clipped(
-        new.logp_BT, micro.old_logp_BT, advantage_BT, mask_BT, num_tokens, cfg.clip_low, cfg.clip_high
-    )
-    value, value_stats = value_loss.clipped(
-        new.value_BT, micro.old_value_BT, micro.return_BT, mask_BT, num_tokens, cfg.value_clip
-    )
-    loss = policy + cfg.value_coef * value
+    max_tokens = state.cfg.rollout.max_new_tokens
+    denominator = policy_loss.loss_denominator(cfg.loss_normalization, mask_BT, size, max_tokens)
+    loss, policy_stats = policy_loss.surrogate(new.logp_BT, micro.old_logp_BT, advantage_BT, mask_BT, denominator, cfg)
+    value_stats = None
+    if cfg.critic != "none":
+        value, value_stats = value_loss.clipped(
+            new.value_BT, micro.old_value_BT, micro.return_BT, mask_BT, size.num_tokens, cfg.value_clip
+        )
+        loss = loss + cfg.value_coef * value
     if cfg.entropy_coef > 0:
-        loss = loss - cfg.entropy_coef * policy_loss.entropy_bonus(new.entropy_BT, mask_BT, num_tokens)
+        loss = loss - cfg.entropy_coef * policy_loss.entropy_bonus(new.entropy_BT, mask_BT, size.num_tokens)
     if cfg.kl.place == "loss" and state.kl.value > 0:
-        penalty = kl.penalty_loss(cfg.kl.estimator, new.logp_BT, micro.reference_logp_BT, mask_BT, num_tokens)
-        loss = loss + state.kl.value * penalty
+        loss = loss + state.kl.value * rollouts.kl_penalty(cfg, micro, new.logp_BT, micro.old_logp_BT, denominator)
     stats.add(policy_stats, value_stats)
     stats.add_pass(micro.sequences, new.logp_BT, new.entropy_BT, drawn)
     return loss
@@ -191,8 +190,8 @@ def forward(state: State, sequences: Sequences) -> PolicyScores:
     if state.critic is not None:
         value_BT = critic_values(state.critic, ids_BS, lengths_B, prompt_lengths_B)
         return PolicyScores(scores.logp_BT, scores.entropy_BT, value_BT)
-    assert scores.value_BT is not None, "without a critic the policy has a value head"
-    return PolicyScores(scores.logp_BT, scores.entropy_BT, scores.value_BT)
+    value_BT = torch.zeros_like(scores.logp_BT) if scores.value_BT is None else scores.value_BT  # zeros without both
+    return PolicyScores(scores.logp_BT, scores.entropy_BT, value_BT)
 
 
 @torch.no_grad()
@@ -210,8 +209,8 @@ def old_scores(state: State, sequences: Sequences) -> tuple[torch.Tensor, torch.
     if state.critic is not None:
         values = [critic_values(state.critic, m.ids_BS, m.lengths_B, m.prompt_lengths_B) for m in micros]
         return sequences.raw_logp_BT, rollouts.join(values, width)
-    assert sequences.value_BT is not None, "an exact engine with a value head records values"
-    return sequences.raw_logp_BT, sequences.value_BT
+    value_BT = torch.zeros_like(sequences.raw_logp_BT) if sequences.value_BT is None else sequences.value_BT
+    return sequences.raw_logp_BT, value_BT
 
 
 def run(

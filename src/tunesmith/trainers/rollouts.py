@@ -10,15 +10,19 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
+from tunesmith.algorithms import kl
+from tunesmith.algorithms.policy_loss import UpdateSize, importance_ratio
+from tunesmith.algorithms.sums import Denominator
 from tunesmith.batch.pack import PolicyBatch, Sequences, chunks, select
 from tunesmith.batch.rollout import Group, SamplingParams
+from tunesmith.config.policy_sections import GRPOSection, PPOSection
 from tunesmith.config.schema import PolicyRecipe
-from tunesmith.config.sections import GRPOSection, PPOSection
 from tunesmith.core.seeds import derive, items_at, permutation
 from tunesmith.core.trace import span
 from tunesmith.data import sets
 from tunesmith.data.prompts import PromptLike
 from tunesmith.data.sets import PromptSets
+from tunesmith.distributed import collectives
 from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.loaded import LoadedModel, PreTrainedModel, PreTrainedTokenizerBase, context_length
 from tunesmith.models.logprob import token_logps
@@ -53,6 +57,17 @@ def prompts_of_step(cfg: PolicyRecipe, prompts: Sequence[Prompt], step_index: in
     """The prompts of step `step_index` (from 0): a pure function of the run's seed and the step."""
     size = cfg.rollout.prompts_per_step
     return [prompts[i] for i in items_at(cfg.run.seed, step_index * size, size, len(prompts))]
+
+
+def further_prompts(
+    cfg: PolicyRecipe, prompts: Sequence[Prompt], asked: Sequence[Prompt], step_index: int
+) -> Iterator[Prompt]:
+    """The prompts that step `step_index` may ask besides `asked`, each once, in an order of its own: a pure function of
+    the run's seed and the step, so a resumed run needs no stored place.
+    """
+    known = {prompt.id for prompt in asked}
+    order = permutation(derive(cfg.run.seed, "further prompts", step_index), 0, len(prompts))
+    return (prompts[i] for i in order if prompts[i].id not in known)
 
 
 def sampling_params(cfg: PolicyRecipe, stream: str, step_index: int) -> SamplingParams:
@@ -127,6 +142,35 @@ def minibatches(batch: BatchT, section: PPOSection | GRPOSection, seed: int) -> 
     for epoch in range(section.num_epochs):
         for rows in chunks(permutation(seed, epoch, num_rows), size):
             yield batch.select(rows)
+
+
+def kl_penalty(
+    section: PPOSection | GRPOSection,
+    micro: PolicyBatch,
+    logp_BT: torch.Tensor,
+    old_logp_BT: torch.Tensor,
+    denominator: Denominator,
+) -> torch.Tensor:
+    """The KL of a micro-batch to the reference as a loss, a scalar before its coefficient, corrected if wanted."""
+    mask_BT, ratio_BT = micro.sequences.mask_BT, None
+    if section.kl.bias_correction:
+        ratio_BT = importance_ratio(logp_BT, old_logp_BT, mask_BT, section.importance_sampling_level)
+    return kl.penalty_loss(
+        section.kl.estimator, logp_BT, micro.reference_logp_BT, mask_BT, denominator, ratio_BT=ratio_BT
+    )
+
+
+def update_size(sequences: Sequences, micro_batch_size: int, num_drawn: float | None = None) -> UpdateSize:
+    """How much a minibatch of `sequences` learns from, over all ranks: the global denominators of its losses.
+
+    `num_drawn` is the number of completions that it stands for, where some were left out; None counts its own.
+    """
+    num_rows = len(sequences.lengths_B)
+    return UpdateSize(
+        num_tokens=collectives.sum_over_ranks(sequences.num_tokens),
+        num_sequences=collectives.sum_over_ranks(num_rows if num_drawn is None else num_drawn),
+        num_micro_batches=collectives.sum_over_ranks(-(-num_rows // micro_batch_size)),
+    )
 
 
 @torch.no_grad()

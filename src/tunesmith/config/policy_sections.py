@@ -1,0 +1,171 @@
+"""The sections of a recipe that say how PPO and GRPO learn from a rollout: loss of the policy, advantages, KL."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from tunesmith.config.sections import Fraction, NonNegative, Positive, PositiveInt, Section
+
+
+class KLSection(Section):
+    """KL divergence to the reference policy: estimator, place and coefficient."""
+
+    SHORTHAND = "coef"
+
+    coef: NonNegative = Field(default=0.05, description="Coefficient; 0 loads no reference model.")
+    estimator: Literal["k1", "k2", "k3"] = Field(
+        default="k1", description="Estimator of the KL, after Schulman (2020)."
+    )
+    place: Literal["reward", "loss"] = Field(
+        default="reward", description="Subtract it from the reward per token, or add it to the loss."
+    )
+    target: Positive | None = Field(
+        default=None, description="Nats per sequence that an adaptive coefficient aims at; null keeps it fixed."
+    )
+    horizon: Positive = Field(
+        default=10_000.0, description="Completions over which the adaptive coefficient reacts (Ziegler et al. 2019)."
+    )
+    bias_correction: bool = Field(
+        default=False,
+        description="In the loss, weigh the KL of each token by the ratio of the new policy to the one that drew it: "
+        "k1 and k3 then have the gradient of KL(policy, reference), in later updates too.",
+    )
+
+    @model_validator(mode="after")
+    def _correction_is_of_the_loss(self) -> "KLSection":
+        if self.bias_correction and self.place != "loss":
+            raise ValueError("bias_correction weighs the KL in the loss, but place is reward; set place: loss")
+        return self
+
+
+class PolicyLossSection(Section):
+    """The loss of the policy, which PPO and GRPO share: ratio, what is maximised, and what the sum is divided by."""
+
+    surrogate: Literal["clip", "cispo"] = Field(
+        default="clip",
+        description="PPO's clipped ratio, or CISPO's log-prob weighted by a ratio that is cut at 1 + clip_high and "
+        "carries no gradient, so that no token is left out.",
+    )
+    importance_sampling_level: Literal["token", "sequence", "product"] = Field(
+        default="token",
+        description="A ratio of new to old policy for each token; one for a completion, the geometric mean of its "
+        "tokens' (GSPO); or their product (RLOO).",
+    )
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = Field(
+        default=0.2, description="The ratio is clipped below 1 - clip_low; cispo has no lower bound."
+    )
+    clip_high: Positive = Field(
+        default=0.2, description="The ratio is clipped above 1 + clip_high; 0.28 lets rare tokens grow (DAPO)."
+    )
+    dual_clip: Positive | None = Field(
+        default=None,
+        description="Where the advantage is negative the ratio counts no more than this (dual-clip PPO; TRL's delta); "
+        "above 1 + clip_high, 3 is usual; null is off.",
+    )
+    loss_normalization: Literal["token", "sequence", "sequence_sum", "constant", "micro_batch"] = Field(
+        default="token",
+        description="The loss is a mean over all tokens of the update; over completions, of the mean or the sum of "
+        "their tokens; the sum over completions x max_new_tokens; or a mean over micro-batches of means over tokens.",
+    )
+    entropy_coef: NonNegative = Field(default=0.0, description="Weight of the entropy bonus, a mean over tokens.")
+
+    @model_validator(mode="after")
+    def _dual_clip_lies_above_the_clip(self) -> "PolicyLossSection":
+        if self.dual_clip is not None and self.surrogate == "cispo":
+            raise ValueError("dual_clip belongs to surrogate clip; set dual_clip: null for cispo")
+        if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
+            raise ValueError(
+                f"dual_clip is {self.dual_clip}, not above 1 + clip_high, {1 + self.clip_high:g}; raise it"
+            )
+        return self
+
+
+class PPOSection(PolicyLossSection):
+    """Proximal policy optimisation (Schulman et al. 2017)."""
+
+    num_epochs: PositiveInt = Field(default=2, description="Passes over each rollout.")
+    num_minibatches: PositiveInt = Field(default=1, description="Optimizer steps in each pass.")
+    micro_batch_size: PositiveInt = Field(
+        default=16, description="Sequences in one forward and backward pass; gradients are accumulated."
+    )
+    value_clip: Positive | None = Field(
+        default=0.2, description="Values may move this far from the rollout's; null is off."
+    )
+    value_coef: NonNegative = Field(default=0.1, description="Weight of the value loss.")
+    gamma: Fraction = Field(default=1.0, description="Discount of later rewards.")
+    lam: Fraction = Field(default=0.95, description="Lambda of generalised advantage estimation.")
+    whiten_advantages: bool = Field(
+        default=True, description="Shift and scale advantages to mean 0 and variance 1 over the rollout."
+    )
+    whiten_rewards: bool = Field(
+        default=False, description="Scale rewards to variance 1 over the rollout, keeping their mean."
+    )
+    target_kl: Positive | None = Field(
+        default=None, description="Stop a rollout's updates once the KL to its own policy exceeds this, per token."
+    )
+    critic: Literal["shared", "separate", "none"] = Field(
+        default="shared",
+        description="Value head on the policy's trunk, a model of its own, or none: advantages are then the rewards "
+        "to come (REINFORCE++).",
+    )
+    kl: KLSection = KLSection()
+
+    @model_validator(mode="after")
+    def _no_critic_has_no_lambda(self) -> "PPOSection":
+        if self.critic == "none" and self.lam != 1:
+            raise ValueError(f"lam is {self.lam}, which weighs values, but critic is none; set lam: 1.0")
+        return self
+
+
+class GRPOKLSection(KLSection):
+    """KL divergence to the reference policy, as GRPO has it: k3, in the loss."""
+
+    coef: NonNegative = Field(default=0.04, description="Coefficient; 0 loads no reference model.")
+    estimator: Literal["k1", "k2", "k3"] = Field(
+        default="k3", description="Estimator of the KL, after Schulman (2020)."
+    )
+    place: Literal["reward", "loss"] = Field(
+        default="loss", description="Subtract it from the reward of a completion, or add it to the loss."
+    )
+
+
+class GRPOSection(PolicyLossSection):
+    """Group-relative policy optimisation (Shao et al. 2024) and RLOO: the baseline is the group, there is no critic."""
+
+    baseline: Literal["mean", "leave_one_out"] = Field(
+        default="mean", description="Mean reward of the group (GRPO), or of its other completions (RLOO)."
+    )
+    scale: Literal["group", "batch", "advantages", "none"] = Field(
+        default="group",
+        description="Divide advantages by the spread of the group's rewards, of all rewards, of all advantages "
+        "(REINFORCE++-baseline), or not at all.",
+    )
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = Field(
+        default="sum_then_normalize",
+        description="Add several rewards and compare the sums; or compare each reward within its group, add those, "
+        "and scale to variance 1 over the step (GDPO), whatever baseline and scale are.",
+    )
+    dynamic_sampling: int = Field(
+        default=0,
+        ge=0,
+        description="Times that a step may draw further prompts in place of groups whose rewards are all equal "
+        "(DAPO); 0 is off.",
+    )
+    mask_truncated_completions: bool = Field(
+        default=False, description="Completions that the length limit ended are compared, but not learnt from."
+    )
+    num_epochs: PositiveInt = Field(default=1, description="Passes over each rollout.")
+    num_minibatches: PositiveInt = Field(default=1, description="Optimizer steps in each pass.")
+    micro_batch_size: PositiveInt = Field(
+        default=16, description="Sequences in one forward and backward pass; gradients are accumulated."
+    )
+    kl: GRPOKLSection = GRPOKLSection()
+
+    @model_validator(mode="after")
+    def _kl_in_the_reward_needs_a_sum(self) -> "GRPOSection":
+        if self.multi_objective_aggregation == "normalize_then_sum" and self.kl.place == "reward" and self.kl.coef > 0:
+            raise ValueError(
+                "multi_objective_aggregation is normalize_then_sum, which has no sum to take the KL from; set "
+                "kl.place: loss"
+            )
+        return self

@@ -1,0 +1,62 @@
+"""The page of variants: every row of its table loads, and trains two steps with what it names."""
+
+import math
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from pages import ROOT
+from tunesmith.config.load import load_recipe
+from tunesmith.config.overrides import parse_overrides
+from tunesmith.trainers import grpo, ppo
+
+PAGE = ROOT / "docs" / "variants.md"
+PROMISED = ("PPO", "dual-clip PPO", "REINFORCE++", "REINFORCE++-baseline", "GRPO", "Dr. GRPO", "RLOO", "DAPO", "GSPO")
+PROMISED += ("CISPO", "BNPO", "GDPO")
+PROMPTS = ["The film", "A story", "Once more", "They said"]
+SMALL = {
+    "model.name": "tiny:llama",
+    "model.dtype": "float32",
+    "run.steps": 2,
+    "run.num_threads": 1,
+    "rollout.prompts_per_step": 2,
+    "rollout.max_new_tokens": 6,
+    "reward": [
+        {"source": "unique_chars"},
+        {"source": "overlong", "arguments": {"max_completion_len": 6, "soft_punish_cache": 2}},
+    ],
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A paper, the trainer that it takes, and flags as they stand on the page."""
+
+    paper: str
+    trainer: str
+    flags: str
+
+
+def rows() -> list[Row]:
+    found = re.findall(r"^\| (.+?) \| `(ppo|grpo)` \| `(--.+?)`.* \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    return [Row(*cells) for cells in found]
+
+
+@pytest.mark.parametrize("name", PROMISED)
+def test_a_promised_paper_has_a_row(name: str):
+    assert any(re.match(rf"{re.escape(name)}(?=[ ,])", row.paper) for row in rows())
+
+
+@pytest.mark.parametrize("row", rows(), ids=[row.paper for row in rows()])
+def test_the_settings_of_a_row_load_and_train_two_steps(row: Row, tmp_path: Path):
+    overrides = SMALL | {"run.dir": str(tmp_path)} | parse_overrides(row.trainer, shlex.split(row.flags)).values
+    assert all(key.startswith(f"{row.trainer}.") for key in overrides.keys() - SMALL.keys() - {"run.dir"})
+    recipe = load_recipe(row.trainer, overrides=overrides).recipe
+    trainer = {"ppo": ppo, "grpo": grpo}[row.trainer]
+    result = trainer.run(recipe, prompts=PROMPTS, progress=False)  # type: ignore[arg-type]
+    assert len(result.metrics) == 2
+    assert all(math.isfinite(value) for metrics in result.metrics for value in metrics.values())
+    assert result.metrics[0]["updates"] >= 1
