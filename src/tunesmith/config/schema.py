@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from tunesmith.config.optimizer_sections import OptimizerSection
 from tunesmith.config.rollout_sections import GRPORolloutSection, RolloutSection
 from tunesmith.config.sections import (
     AlarmsSection,
@@ -11,7 +12,6 @@ from tunesmith.config.sections import (
     GRPOSection,
     KLSection,
     ModelSection,
-    OptimizerSection,
     PairsSection,
     PPOSection,
     PromptsSection,

@@ -300,8 +300,8 @@ def require_space(folder: Path, state: Resumable, num_checkpoints: int) -> None:
         raise RunError(f"{place} cannot be written; choose another folder with --run.dir")
     tensors, _ = state.contents()
     weights = Checkpoint(0, tensors, {}).num_bytes
-    # A checkpoint holds two float32 moments for each trained number besides; one more is on its way while others stand.
-    each = weights + 8 * state.optimizer.num_trained
+    # A checkpoint holds the moments of each trained number besides; one more is on its way while others stand.
+    each = weights + state.optimizer.moment_bytes
     needed = weights + (each * (num_checkpoints + 2) if num_checkpoints else 0)
     free = shutil.disk_usage(place).free
     if free < needed:

@@ -1,6 +1,7 @@
 """AdamW and gradient norms in C++ and in torch against a float64 twin, and to the bit where bits are promised."""
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -204,7 +205,7 @@ def test_levels_ascend_from_0_to_1_and_thin_out_by_decades():
         levels = reference.levels(num_bits).tolist()
         assert len(levels) == 2**num_bits
         assert (levels[0], levels[-1]) == (0.0, 1.0)
-        assert all(a < b for a, b in zip(levels, levels[1:], strict=False))
+        assert all(a < b for a, b in itertools.pairwise(levels))
         top = [level for level in levels if 0.1 < level < 1]
         second = [level for level in levels if 0.01 < level < 0.1]
         assert len(top) == 2 * len(second) == 2 ** (num_bits - 1)
