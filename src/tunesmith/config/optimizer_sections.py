@@ -29,8 +29,8 @@ class OptimizerSection(Section):
     )
     schedule: Schedule = Field(
         default="constant",
-        description="Fall of the learning rate after the warm-up; `warmup_stable_decay` keeps the peak until decay_share "
-        "of the steps are left, then falls linearly.",
+        description="Fall of the learning rate after the warm-up; `warmup_stable_decay` keeps the peak until "
+        "decay_share of the steps are left, then falls linearly.",
     )
     min_ratio: Annotated[float, Field(ge=0, lt=1)] = Field(
         default=0.0, description="Share of the peak at which the fall ends; not for `constant`."

@@ -152,7 +152,7 @@ class _Slot:
         return found
 
     def expected_moments(self, *, coded: bool) -> dict[str, torch.Tensor]:
-        """Tensors without memory, of the names, shapes and dtypes that the moments of this parameter have in a state."""
+        """Tensors of the names, shapes and kinds that the moments of this parameter have in a state."""
         moments = _named(zero_moments(self.master.to("meta"), coded=coded))
         return {f"{prefix}/{self.name}": t for prefix, t in {**moments, "num_updates": torch.tensor(0.0)}.items()}
 
@@ -342,7 +342,7 @@ class MasterAdamW:
         if missing or strange:
             raise CheckpointError(
                 "the optimizer state belongs to another model or dtype "
-                f"(missing: {sorted(missing)[:3]}; not fitting: {strange[:3]}); resume with the recipe of the checkpoint"
+                f"(missing: {sorted(missing)[:3]}; not fitting: {strange[:3]}); resume with the checkpoint's recipe"
             )
 
 
