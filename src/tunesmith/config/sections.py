@@ -283,6 +283,9 @@ class RunSection(Section):
         ge=0,
         description="Steps between checkpoints, and one at the end; 0 writes one only when a signal stops the run.",
     )
+    checkpoint_in_background: bool = Field(
+        default=True, description="Write checkpoints while the next step runs, from a copy of the state in memory."
+    )
     eval_every: int = Field(
         default=0, ge=0, description="Steps between evaluations on held-out data; 0 evaluates at the end."
     )
