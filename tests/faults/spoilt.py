@@ -9,16 +9,19 @@ import itertools
 import json
 import os
 import resource
+import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from jobs import EVERY, noisy, the_run, train
+from jobs import EVERY, NUM_STEPS, noisy, the_run, train
 from recipes import PROMPTS, grpo_recipe, ppo_recipe, reward_recipe
 
 from tunesmith.core.errors import TunesmithError
+from tunesmith.distributed.checkpoint import Checkpoint
 from tunesmith.schema.records import Pair, Prompt
 from tunesmith.trainers import grpo, ppo, reward
 
@@ -91,9 +94,38 @@ def train_with_checkpoints_read_only(folder: Path, at: int) -> None:
 
     def close(step: int) -> None:
         if step == at:
-            (the_run(folder) / "checkpoints").chmod(0o500)
+            checkpoints = the_run(folder) / "checkpoints"
+            while not (checkpoints / f"step-{at:06d}").exists():  # it is being written meanwhile
+                time.sleep(0.001)
+            checkpoints.chmod(0o500)
 
     train_and(folder, close)
+
+
+def train_with_saves_that_wait_for_the_next_step(folder: Path, log: Path, kill_at: int | None) -> None:
+    """No checkpoint can be written before the reward of the next step is asked for; the last one just waits a second.
+
+    `log` gets a line for each step and each save as it begins to write. In step `kill_at` the process is killed.
+    """
+    from tunesmith.distributed import checkpoint_writer
+
+    original, reached = checkpoint_writer.save, {step: threading.Event() for step in range(20)}
+
+    def held_back(place: Path, checkpoint: Checkpoint) -> Path:
+        came = reached[checkpoint.step].wait(timeout=1 if checkpoint.step == NUM_STEPS else 60)
+        with log.open("a") as file:
+            file.write(f"save {checkpoint.step} {came}\n")
+        return original(place, checkpoint)
+
+    def reach(step: int) -> None:
+        with log.open("a") as file:
+            file.write(f"step {step}\n")
+        if step == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        reached[step].set()
+
+    checkpoint_writer.save = held_back
+    train_and(folder, reach)
 
 
 def train_in_a_read_only_folder(folder: Path) -> None:

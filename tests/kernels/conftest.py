@@ -13,6 +13,9 @@ def native(require, tmp_path_factory) -> Kernels:
     kernels = Kernels("native")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TUNESMITH_CACHE", str(tmp_path_factory.mktemp("cache")))
-        for op in ("sample", "rms_norm", "gated", "linear", "logprob", "attention", "attention_gradient"):
+        for op in (
+            *("sample", "rms_norm", "gated", "linear", "logprob"),
+            *("attention", "attention_gradient", "adamw"),
+        ):
             assert kernels.library(op, torch.device("cpu")) is not None
     return kernels

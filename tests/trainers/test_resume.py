@@ -89,13 +89,15 @@ def test_killed_before_the_first_checkpoint_a_run_begins_again(
     assert outcome(run_dir) == uninterrupted(trainer)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("trainer", TRAINERS)
-def test_masters_of_16_bit_weights_are_restored_too(trainer: str, tmp_path: Path) -> None:
+def test_masters_of_16_bit_weights_are_restored_too(trainer: str, dtype: str, tmp_path: Path) -> None:
+    """With float16 the loss scale is, too: PPO and GRPO halve it in the first steps."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir()
     killed.mkdir()
-    assert forked(train, trainer, whole, "bfloat16") == 0
-    assert forked(train, trainer, killed, "bfloat16", fault="log/metrics:kill:7") == KILLED
+    assert forked(train, trainer, whole, dtype) == 0
+    assert forked(train, trainer, killed, dtype, fault="log/metrics:kill:7") == KILLED
     assert forked(go_on, the_run(killed)) == 0
     assert outcome(the_run(killed)) == outcome(the_run(whole))
 

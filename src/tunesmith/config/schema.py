@@ -6,13 +6,13 @@ from pydantic import Field, model_validator
 
 from tunesmith.config.dpo_sections import DPOSection
 from tunesmith.config.evaluation_sections import RewardEvaluationSection
+from tunesmith.config.optimizer_sections import OptimizerSection
 from tunesmith.config.policy_sections import GRPOSection, KLSection, PPOSection
 from tunesmith.config.rollout_sections import GRPORolloutSection, RolloutSection
 from tunesmith.config.sections import (
     AlarmsSection,
     EvaluationSection,
     ModelSection,
-    OptimizerSection,
     PairsSection,
     PromptsSection,
     RewardSource,

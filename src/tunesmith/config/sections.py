@@ -146,32 +146,6 @@ class RewardSource(Section):
     )
 
 
-class OptimizerSection(Section):
-    """AdamW on float32 masters, gradient clipping and the learning-rate schedule."""
-
-    SHORTHAND = "learning_rate"
-
-    learning_rate: Positive = Field(default=1e-5, description="Peak learning rate.")
-    head_learning_rate: Positive | None = Field(
-        default=None, description="Learning rate of value and reward heads; null takes learning_rate."
-    )
-    betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.95), description="AdamW's decay of the two moments.")
-    eps: Positive = Field(default=1e-8, description="AdamW's epsilon.")
-    weight_decay: NonNegative = Field(
-        default=0.0, description="Decoupled weight decay; not applied to vectors (norms, biases)."
-    )
-    max_grad_norm: Positive = Field(default=1.0, description="Gradients are scaled down to this global norm.")
-    warmup_steps: int = Field(
-        default=0, ge=0, description="Steps over which the learning rate rises linearly to its peak."
-    )
-    schedule: Literal["constant", "linear", "cosine"] = Field(
-        default="constant", description="Fall of the learning rate after the warm-up."
-    )
-    max_refused_steps: PositiveInt = Field(
-        default=5, description="Non-finite steps in a row after which training stops."
-    )
-
-
 class EvaluationSection(Section):
     """Share of right answers on held-out prompts, before and after, for rewards that can be verified."""
 
@@ -222,6 +196,9 @@ class RunSection(Section):
         default=20,
         ge=0,
         description="Steps between checkpoints, and one at the end; 0 writes one only when a signal stops the run.",
+    )
+    checkpoint_in_background: bool = Field(
+        default=True, description="Write checkpoints while the next step runs, from a copy of the state in memory."
     )
     eval_every: int = Field(
         default=0, ge=0, description="Steps between evaluations on held-out data; 0 evaluates at the end."

@@ -50,20 +50,22 @@ template <class T> Floats rounded(Floats values);
 
 template <> inline Floats rounded<float>(Floats values) { return values; }
 
-#ifdef __AVX512BF16__
-
-// One instruction instead of ten; it takes numbers below 1.2e-38 as 0, which nothing here is sensitive to.
-inline Halves to_halves(Floats values) { return (Halves)_mm512_cvtneps_pbh((__m512)values); }
-
-#else
-
 // To bfloat16: nearest, ties to even, as torch rounds. A NaN stays one.
-inline Halves to_halves(Floats values) {
+inline Halves to_nearest_halves(Floats values) {
     Ints bits = (Ints)values;
     Ints result = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     Ints is_nan = values != values;
     return __builtin_convertvector((is_nan ? (bits >> 16) | 0x40 : result) & 0xffff, Halves);
 }
+
+#ifdef __AVX512BF16__
+
+// One instruction instead of ten; it takes numbers below 1.2e-38 as 0, which nothing that calls it is sensitive to.
+inline Halves to_halves(Floats values) { return (Halves)_mm512_cvtneps_pbh((__m512)values); }
+
+#else
+
+inline Halves to_halves(Floats values) { return to_nearest_halves(values); }
 
 #endif
 

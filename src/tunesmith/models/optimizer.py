@@ -1,8 +1,10 @@
 """AdamW on float32 masters, with float32 gradient accumulation, clipping, a schedule, and refusal of non-finite steps.
 
 A bfloat16 weight has 8 bits: an update below 1/256 of it rounds away. So each 16-bit parameter has a float32 master
-that takes the update, and a float32 buffer that takes each micro-batch's gradient as soon as it is complete (summed in
-`.grad` the small ones would round away likewise). A float32 parameter is its own master and sums in its own `.grad`.
+that takes the update, and each micro-batch's gradient is added up in float32 as soon as it is complete (summed in
+`.grad` the small ones would round away likewise); the first is held as it came until there is a second. A float32
+parameter is its own master and sums in its own `.grad`. A step is two passes over memory: one for the norm, which finds
+what is not finite too, and one for clipping, moments, master and weight (`kernels/adamw`).
 """
 
 import math
@@ -11,19 +13,27 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from tunesmith.config.sections import OptimizerSection
+from tunesmith.config.optimizer_sections import OptimizerSection
 from tunesmith.core.errors import CheckpointError, TrainingError
+from tunesmith.kernels.adamw.api import adamw, add_gradient, sums_of_squares
+from tunesmith.kernels.adamw.records import (
+    CODED,
+    AdamWSettings,
+    CodedMoments,
+    Moments,
+    ParameterUpdate,
+    zero_moments,
+)
+from tunesmith.kernels.native import Kernels
 from tunesmith.models.heads import ScalarHead
+from tunesmith.models.loss_scale import LossScale
+from tunesmith.models.schedule import schedule_factor
 
 _COUNTS = ("num_steps", "weight_version", "num_refused", "num_refused_in_row")
 
 LOSS = "the loss"
 """Stands in `StepReport.bad_parameter` where the gradients are finite and the loss is not."""
-
-_MOMENTS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "num_updates": "step"}
-"""Prefix of a tensor in `OptimizerState`, and its name in torch's AdamW."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +51,9 @@ class StepReport:
 
     `grad_norm`: before clipping; `learning_rate`: of the first group; `refused`: the step changed nothing, because the
     gradient of `bad_parameter`, the first such, holds NaN or infinity, or because the loss does (then `bad_parameter`
-    is `LOSS`); `num_refused_in_row`: refused since a good one.
+    is `LOSS`); `num_refused_in_row`: refused since a good one. `loss_scale`: the factor that the gradients of float16
+    weights came with, None for other weights; `overflowed`: it was too large, so it was halved and the step left out,
+    which is no failure.
     """
 
     grad_norm: float
@@ -49,6 +61,8 @@ class StepReport:
     refused: bool
     bad_parameter: str | None
     num_refused_in_row: int
+    loss_scale: float | None = None
+    overflowed: bool = False
 
     @property
     def bad_part(self) -> str:
@@ -61,11 +75,13 @@ class OptimizerState:
     """What a resumed run needs besides the weights: flat tensors for a safetensors file, and counts for a JSON file.
 
     Tensors: `exp_avg/<parameter>`, `exp_avg_sq/<parameter>`, `num_updates/<parameter>` (0-d), and `master/<parameter>`
-    for 16-bit parameters. Scalars: `num_steps`, `weight_version`, `num_refused`, `num_refused_in_row`.
+    for 16-bit parameters. 8-bit moments are codes (uint8), with `exp_avg_scale/<parameter>` and
+    `exp_avg_sq_scale/<parameter>`. Scalars: `num_steps`, `weight_version`, `num_refused`, `num_refused_in_row`, and for
+    float16 weights `loss_scale` and `num_since_rescale`.
     """
 
     tensors: Mapping[str, torch.Tensor]
-    scalars: Mapping[str, int]
+    scalars: Mapping[str, float]
 
 
 def parameter_groups(modules: Sequence[nn.Module], section: OptimizerSection) -> list[ParameterGroup]:
@@ -92,38 +108,70 @@ def parameter_groups(modules: Sequence[nn.Module], section: OptimizerSection) ->
     return [ParameterGroup(tuple(named), rate, decay) for (rate, decay), named in sorted_in.items()]
 
 
-def schedule_factor(section: OptimizerSection, step: int, total_steps: int) -> float:
-    """The share of the peak learning rate that step `step` (from 0) of `total_steps` takes; above 0 for all of them."""
-    if step < section.warmup_steps:
-        return (step + 1) / section.warmup_steps
-    progress = min(1.0, (step - section.warmup_steps) / max(1, total_steps - section.warmup_steps))
-    match section.schedule:
-        case "constant":
-            return 1.0
-        case "linear":
-            return 1.0 - progress
-        case "cosine":
-            return 0.5 * (1.0 + math.cos(math.pi * progress))
-
-
 class _Slot:
-    """A parameter and its master; a 16-bit one hands each finished gradient to the float32 `.grad` of its master."""
+    """A parameter, its master and its moments; a 16-bit one takes each finished gradient out of its `.grad`."""
 
-    def __init__(self, name: str, parameter: nn.Parameter) -> None:
+    def __init__(self, name: str, parameter: nn.Parameter, group: ParameterGroup, kernels: Kernels) -> None:
         self.name = name
         self.parameter = parameter
+        self.peak = group.learning_rate
+        self.weight_decay = group.weight_decay
         self.has_master = parameter.dtype in (torch.bfloat16, torch.float16)
-        self.master = parameter.detach().float() if self.has_master else parameter
+        self.master = parameter.detach().float() if self.has_master else parameter.detach()
+        self.moments: Moments | None = None
+        self.num_updates = 0
         self.handle = parameter.register_post_accumulate_grad_hook(self._collect) if self.has_master else None
+        self._kernels = kernels
+        self._held: torch.Tensor | None = None
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """What has come since the last step, float32; the gradient of a single backward pass in the weight's dtype."""
+        return self._held if self.has_master else self.parameter.grad
+
+    def forget_gradient(self) -> None:
+        """Free its memory."""
+        self._held = None
+        self.parameter.grad = None
+
+    def update(self, gradient: torch.Tensor, factor: float, *, coded: bool) -> ParameterUpdate:
+        """This parameter's part in the next step, at `factor` times its peak learning rate; the update is counted."""
+        if self.moments is None:
+            self.moments = zero_moments(self.master, coded=coded)
+        self.num_updates += 1
+        weight = self.parameter.detach() if self.has_master else None
+        return ParameterUpdate(
+            gradient, self.master, weight, self.moments, self.num_updates, self.peak * factor, self.weight_decay
+        )
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The live tensors of the state, by their prefix."""
+        found = {"master": self.master} if self.has_master else {}
+        if self.moments is not None:
+            found |= {**_named(self.moments), "num_updates": torch.tensor(float(self.num_updates))}
+        return found
+
+    def expected_moments(self, *, coded: bool) -> dict[str, torch.Tensor]:
+        """Tensors of the names, shapes and kinds that the moments of this parameter have in a state."""
+        moments = _named(zero_moments(self.master.to("meta"), coded=coded))
+        return {f"{prefix}/{self.name}": t for prefix, t in {**moments, "num_updates": torch.tensor(0.0)}.items()}
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], *, coded: bool) -> None:
+        """Take over what `tensors` gave."""
+        if self.has_master:
+            self.master.copy_(tensors["master"])
+            self.parameter.detach().copy_(self.master)
+        self.moments, self.num_updates = None, 0
+        if "exp_avg" in tensors:
+            self.moments, self.num_updates = zero_moments(self.master, coded=coded), int(tensors["num_updates"])
+            for name, tensor in _named(self.moments).items():
+                tensor.copy_(tensors[name])
 
     def _collect(self, parameter: torch.Tensor) -> None:
         if parameter.grad is None:
             return
-        if self.master.grad is None:
-            self.master.grad = parameter.grad.float()
-        else:
-            self.master.grad.add_(parameter.grad)
-        parameter.grad = None
+        new, parameter.grad = parameter.grad, None
+        self._held = new if self._held is None else add_gradient(self._held, new, kernels=self._kernels)
 
 
 class MasterAdamW:
@@ -131,78 +179,100 @@ class MasterAdamW:
 
     `weight_version` counts the changes of the weights: one for each step that was not refused and for each load. A
     reader that keeps a copy of the weights, such as a rollout engine, compares it with the version it has seen.
+    With float16 weights every backward pass starts from `scaled(loss)`.
     """
 
     def __init__(
-        self, modules: nn.Module | Sequence[nn.Module], section: OptimizerSection, *, total_steps: int
+        self,
+        modules: nn.Module | Sequence[nn.Module],
+        section: OptimizerSection,
+        *,
+        total_steps: int,
+        kernels: Kernels | None = None,
     ) -> None:
         groups = parameter_groups([modules] if isinstance(modules, nn.Module) else modules, section)
         if not groups:
             raise TrainingError("there is nothing to train: no parameter of the model requires a gradient")
         self._section = section
         self._total_steps = total_steps
-        self._peaks = [group.learning_rate for group in groups]
-        self._slots = [_Slot(name, parameter) for group in groups for name, parameter in group.parameters]
-        masters = {id(slot.parameter): slot.master for slot in self._slots}
-        self._adamw = torch.optim.AdamW(
-            [
-                {
-                    "params": [masters[id(parameter)] for _, parameter in group.parameters],
-                    "lr": group.learning_rate,
-                    "weight_decay": group.weight_decay,
-                }
-                for group in groups
-            ],
-            betas=section.betas,
-            eps=section.eps,
-            fused=True,
-        )
+        self._kernels = kernels or Kernels()
+        self._coded = section.state == "int8"
+        self._settings = AdamWSettings(*section.betas, section.eps)
+        self._slots = [
+            _Slot(name, parameter, group, self._kernels) for group in groups for name, parameter in group.parameters
+        ]
+        is_float16 = any(slot.parameter.dtype == torch.float16 for slot in self._slots)
+        self._scale = LossScale(section.loss_scale, section.loss_scale_window) if is_float16 else None
+        self._was_scaled = False
         self.num_steps = 0
         self.weight_version = 0
         self.num_refused = 0
         self.num_refused_in_row = 0
 
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss to call `backward` on: times the loss scale for float16 weights, else the loss itself."""
+        self._was_scaled = True
+        return loss if self._scale is None else loss * self._scale.value
+
     def step(self, max_norm: float | None = None, *, loss: float = 0.0) -> StepReport:
         """Clip the accumulated gradients to `max_norm` (default: the recipe's), update the weights, clear gradients.
 
         If a gradient, or the `loss` that it came from, is not finite, nothing but the gradients changes and the report
-        says so.
-        Raises TrainingError if there is no gradient at all.
+        says so. `loss` is the one without the loss scale.
+        Raises TrainingError if there is no gradient at all, or if it did not come from `scaled` though it had to.
         """
-        used = [slot for slot in self._slots if slot.master.grad is not None]
-        if not used:
+        used = [(slot, slot.gradient) for slot in self._slots]
+        found = [(slot, gradient) for slot, gradient in used if gradient is not None]
+        if not found:
             raise TrainingError("no parameter has a gradient; call backward on a loss before step")
-        gradients = [slot.master.grad for slot in used if slot.master.grad is not None]
-        grad_norm = _total_norm(gradients)
-        learning_rate = self._set_learning_rates()
-        bad_parameter = None if math.isfinite(grad_norm) else _first_bad(used)
+        if self._scale is not None and not self._was_scaled:
+            raise TrainingError("float16 weights need a scaled loss; call optimizer.scaled(loss).backward()")
+        sums = sums_of_squares([gradient for _, gradient in found], kernels=self._kernels)
+        loss_scale = 1.0 if self._scale is None else self._scale.value
+        grad_norm = math.sqrt(sum(sums)) / loss_scale
+        factor = schedule_factor(self._section, self.num_steps, self._total_steps)
+        bad_parameter = next(
+            (slot.name for (slot, _), s in zip(found, sums, strict=True) if not math.isfinite(s)), None
+        )
+        overflowed = bad_parameter is not None and math.isfinite(loss) and self._lower_scale()
         if bad_parameter is None and not math.isfinite(loss):
             bad_parameter = LOSS
-        if bad_parameter is not None:
+        refused = bad_parameter is not None and not overflowed
+        if refused:
             self.num_refused += 1
             self.num_refused_in_row += 1
-        else:
+        elif not overflowed:
             limit = self._section.max_grad_norm if max_norm is None else max_norm
-            if grad_norm > limit:
-                clip_grads_with_norm_([slot.master for slot in used], limit, torch.tensor(grad_norm))
-            self._adamw.step()
-            self._write_weights(used)
-            self.num_steps += 1
-            self.weight_version += 1
-            self.num_refused_in_row = 0
+            clip = min(1.0, limit / (grad_norm + 1e-6)) / loss_scale
+            updates = [slot.update(gradient, factor, coded=self._coded) for slot, gradient in found]
+            adamw(updates, self._settings, clip, kernels=self._kernels)
+            self._note_update()
         self.zero_grad()
-        return StepReport(grad_norm, learning_rate, bad_parameter is not None, bad_parameter, self.num_refused_in_row)
+        return StepReport(
+            grad_norm=grad_norm,
+            learning_rate=self._slots[0].peak * factor,
+            refused=refused,
+            bad_parameter=bad_parameter,
+            num_refused_in_row=self.num_refused_in_row,
+            loss_scale=None if self._scale is None else loss_scale,
+            overflowed=overflowed,
+        )
 
     @property
     def num_trained(self) -> int:
         """Numbers that are trained."""
         return sum(slot.parameter.numel() for slot in self._slots)
 
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of the moments of all parameters, once each had an update."""
+        return moment_bytes(self.num_trained, self._section)
+
     def zero_grad(self) -> None:
         """Forget the accumulated gradients and free their memory."""
+        self._was_scaled = False
         for slot in self._slots:
-            slot.master.grad = None
-            slot.parameter.grad = None
+            slot.forget_gradient()
 
     def close(self) -> None:
         """Take the hooks off the parameters, so that another optimizer can have them."""
@@ -212,17 +282,13 @@ class MasterAdamW:
 
     def state_dict(self) -> OptimizerState:
         """The state as it stands; its tensors are the live ones, so write or copy them before the next step."""
-        tensors: dict[str, torch.Tensor] = {}
-        for slot in self._slots:
-            if slot.has_master:
-                tensors[f"master/{slot.name}"] = slot.master
-            for key, name in _MOMENTS.items():
-                if moments := self._adamw.state.get(slot.master):
-                    tensors[f"{key}/{slot.name}"] = moments[name]
-        return OptimizerState(
-            {key: tensor.detach() for key, tensor in tensors.items()}, {name: getattr(self, name) for name in _COUNTS}
-        )
+        tensors = {f"{prefix}/{slot.name}": tensor for slot in self._slots for prefix, tensor in slot.tensors().items()}
+        scalars: dict[str, float] = {name: getattr(self, name) for name in _COUNTS}
+        if self._scale is not None:
+            scalars |= {"loss_scale": self._scale.value, "num_since_rescale": self._scale.num_good}
+        return OptimizerState(tensors, scalars)
 
+    @torch.no_grad()
     def load_state_dict(self, state: OptimizerState) -> None:
         """Take over a state and go on as the run that wrote it would have; load the weights first.
 
@@ -230,62 +296,71 @@ class MasterAdamW:
         Raises CheckpointError, with nothing changed, if the state belongs to other parameters.
         """
         self._require_match(state)
+        by_slot: dict[str, dict[str, torch.Tensor]] = {slot.name: {} for slot in self._slots}
+        for key, tensor in state.tensors.items():
+            prefix, _, name = key.partition("/")
+            by_slot[name][prefix] = tensor
         for slot in self._slots:
-            if slot.has_master:
-                slot.master.copy_(state.tensors[f"master/{slot.name}"])
-            moments = {name: state.tensors.get(f"{key}/{slot.name}") for key, name in _MOMENTS.items()}
-            self._adamw.state.pop(slot.master, None)
-            if moments["step"] is not None:
-                device = slot.master.device
-                self._adamw.state[slot.master] = {
-                    name: tensor.detach().to(device, torch.float32, copy=True)
-                    for name, tensor in moments.items()
-                    if tensor is not None
-                }
-        self._write_weights(self._slots)
+            slot.restore(by_slot[slot.name], coded=self._coded)
         self.zero_grad()
-        self.num_steps = state.scalars["num_steps"]
-        self.num_refused = state.scalars["num_refused"]
-        self.num_refused_in_row = state.scalars["num_refused_in_row"]
-        version = state.scalars["weight_version"]
+        scalars = {name: int(state.scalars[name]) for name in _COUNTS}
+        self.num_steps = scalars["num_steps"]
+        self.num_refused = scalars["num_refused"]
+        self.num_refused_in_row = scalars["num_refused_in_row"]
+        if self._scale is not None and "loss_scale" in state.scalars:
+            self._scale.value = float(state.scalars["loss_scale"])
+            self._scale.num_good = int(state.scalars["num_since_rescale"])
+        version = scalars["weight_version"]
         # Version 0 is the weights as they were loaded, in every run.
         self.weight_version = 0 if version == self.weight_version == 0 else max(version, self.weight_version + 1)
 
-    def _set_learning_rates(self) -> float:
-        factor = schedule_factor(self._section, self.num_steps, self._total_steps)
-        for group, peak in zip(self._adamw.param_groups, self._peaks, strict=True):
-            group["lr"] = peak * factor
-        return self._peaks[0] * factor
+    def _lower_scale(self) -> bool:
+        """Halve the loss scale; False if there is none, or none smaller, so that the gradients themselves are bad."""
+        if self._scale is None or not self._scale.can_fall:
+            return False
+        self._scale.note_overflow()
+        return True
 
-    @torch.no_grad()
-    def _write_weights(self, slots: Sequence[_Slot]) -> None:
-        for slot in slots:
-            if slot.has_master:
-                slot.parameter.copy_(slot.master)
+    def _note_update(self) -> None:
+        if self._scale is not None:
+            self._scale.note_update()
+        self.num_steps += 1
+        self.weight_version += 1
+        self.num_refused_in_row = 0
 
     def _require_match(self, state: OptimizerState) -> None:
-        shapes = {f"{key}/{slot.name}": slot.master.shape for slot in self._slots for key in ("exp_avg", "exp_avg_sq")}
-        shapes |= {f"num_updates/{slot.name}": torch.Size() for slot in self._slots}
-        masters = {f"master/{slot.name}": slot.master.shape for slot in self._slots if slot.has_master}
-        missing = sorted((masters.keys() - state.tensors.keys()) | (set(_COUNTS) - state.scalars.keys()))
-        strange = sorted(key for key, t in state.tensors.items() if (shapes | masters).get(key) != t.shape)
+        missing = set(_COUNTS) - state.scalars.keys()
+        allowed: dict[str, torch.Tensor] = {}
+        for slot in self._slots:
+            moments = slot.expected_moments(coded=self._coded)
+            masters = {f"master/{slot.name}": slot.master} if slot.has_master else {}
+            missing |= masters.keys() - state.tensors.keys()
+            if moments.keys() & state.tensors.keys():  # a parameter that never had a gradient has none
+                missing |= moments.keys() - state.tensors.keys()
+            allowed |= {**masters, **moments}
+        strange = sorted(key for key, tensor in state.tensors.items() if not _is_like(tensor, allowed.get(key)))
         if missing or strange:
             raise CheckpointError(
                 "the optimizer state belongs to another model or dtype "
-                f"(missing: {missing[:3]}; not fitting: {strange[:3]}); resume with the recipe of the checkpoint"
+                f"(missing: {sorted(missing)[:3]}; not fitting: {strange[:3]}); resume with the checkpoint's recipe"
             )
 
 
-def _total_norm(gradients: list[torch.Tensor]) -> float:
-    """The global norm; if its squares overflow float32, taken in float64, so that large but finite gradients pass."""
-    norm = float(get_total_norm(gradients))
-    if math.isfinite(norm):
-        return norm
-    return math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
+def _named(moments: Moments) -> dict[str, torch.Tensor]:
+    """The live tensors of moments, by their prefix in a state."""
+    found = {"exp_avg": moments.exp_avg, "exp_avg_sq": moments.exp_avg_sq}
+    if isinstance(moments, CodedMoments):
+        found |= {"exp_avg_scale": moments.exp_avg_scale_K, "exp_avg_sq_scale": moments.exp_avg_sq_scale_K}
+    return found
 
 
-def _first_bad(slots: Sequence[_Slot]) -> str:
-    for slot in slots:
-        if slot.master.grad is not None and not bool(slot.master.grad.isfinite().all()):
-            return slot.name
-    return slots[0].name
+def moment_bytes(num_trained: int, section: OptimizerSection) -> int:
+    """Bytes of the two moments of `num_trained` numbers."""
+    return 8 * num_trained if section.state == "float32" else 2 * (num_trained + 4 * -(-num_trained // CODED))
+
+
+def _is_like(tensor: torch.Tensor, expected: torch.Tensor | None) -> bool:
+    """The same shape, and both codes or both numbers."""
+    if expected is None:
+        return False
+    return tensor.shape == expected.shape and tensor.is_floating_point() == expected.is_floating_point()

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 import psutil
 import torch
 
+from tunesmith.config.optimizer_sections import OptimizerSection
 from tunesmith.config.schema import DPORecipe, PolicyRecipe, PPORecipe, RewardRecipe, SFTRecipe
 from tunesmith.data.sets import DirectSets
 from tunesmith.models.load import count_parameters
 from tunesmith.models.loaded import PreTrainedModel
+from tunesmith.models.optimizer import moment_bytes
 from tunesmith.trainers.setup import say
 
 _ROWS_FOR_HALF_SPEED = {"native": 20, "transformers": 160}
@@ -61,7 +63,7 @@ def policy_estimate(
     weight_bytes = num_all * model.dtype.itemsize
     memory = {
         "weights": weight_bytes * (1 + is_separate),
-        "optimizer": _optimizer_bytes(model, num_trained) * (1 + is_separate),
+        "optimizer": _optimizer_bytes(model, num_trained, cfg.optimizer) * (1 + is_separate),
         "reference": weight_bytes * has_reference,
         "reward models": weight_bytes * num_reward_models,
         "activations": _activation_bytes(model, section.micro_batch_size * width, cfg.model.gradient_checkpointing),
@@ -83,7 +85,7 @@ def reward_estimate(model: PreTrainedModel, cfg: RewardRecipe, *, pair_tokens: f
     micro_tokens = int(cfg.reward_model.micro_batch_size * pair_tokens)
     memory = {
         "weights": num_all * model.dtype.itemsize,
-        "optimizer": _optimizer_bytes(model, num_trained),
+        "optimizer": _optimizer_bytes(model, num_trained, cfg.optimizer),
         "activations": _activation_bytes(model, micro_tokens, cfg.model.gradient_checkpointing),
     }
     return Estimate(num_all, _in_gb(memory), tokens * (2 * num_all + 4 * num_trained), model.dtype)
@@ -165,9 +167,9 @@ def _num_trained(model: PreTrainedModel) -> int:
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
-def _optimizer_bytes(model: PreTrainedModel, num_trained: int) -> int:
-    """Two float32 moments and a float32 gradient, and a float32 master for 16-bit weights."""
-    return num_trained * (12 if model.dtype.itemsize == 4 else 16)
+def _optimizer_bytes(model: PreTrainedModel, num_trained: int, section: OptimizerSection) -> int:
+    """Two moments and a float32 gradient, and a float32 master for 16-bit weights."""
+    return moment_bytes(num_trained, section) + num_trained * (4 if model.dtype.itemsize == 4 else 8)
 
 
 def _activation_bytes(model: PreTrainedModel, num_tokens: int, checkpointed: bool) -> int:

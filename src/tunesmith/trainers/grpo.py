@@ -133,7 +133,7 @@ def step(state: State, prompts: Sequence[Prompt], index: int) -> StepResult:
             with span("update/forward"):
                 loss = micro_batch_loss(state, micro, size, is_single, stats)
             with span("update/backward"):
-                loss.backward()
+                state.optimizer.scaled(loss).backward()
             total_loss += loss.detach()
         with span("update/optimizer"):
             stats.add_report(state.optimizer.step(loss=total_loss.item()))  # refuses what is not finite

@@ -18,6 +18,7 @@ from tunesmith.core.trace import Trace
 from tunesmith.models.optimizer import StepReport
 from tunesmith.rewards.scorer import Scores
 from tunesmith.schema.records import plain_text
+from tunesmith.trainers.update_metrics import update_metrics
 
 Metrics = dict[str, float]
 
@@ -113,10 +114,8 @@ class UpdateStats:
             **merged(self._policy).metrics(),
             **(merged(self._value).metrics() if self._value else {}),
             **self.first.metrics(),
-            "grad_norm": mean([report.grad_norm for report in self.reports]),
-            "lr": self.reports[-1].learning_rate,
+            **update_metrics(self.reports),
             "updates": float(len(self.reports)),
-            "refused_steps": float(sum(report.refused for report in self.reports)),
             "policy/stopped_early": float(self.stopped_early),
         }
 

@@ -83,6 +83,7 @@ MAY_CHANGE = frozenset(
         "run.log_every",
         "run.sample_every",
         "run.checkpoint_every",
+        "run.checkpoint_in_background",
         "run.keep_checkpoints",
         "run.report_to",
     }

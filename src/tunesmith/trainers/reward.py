@@ -32,6 +32,7 @@ from tunesmith.trainers import setup
 from tunesmith.trainers.estimate import announce, reward_estimate
 from tunesmith.trainers.restart import Resumable, fingerprint_of_rows, fingerprint_of_tensors
 from tunesmith.trainers.session import Session, StepRecord, open_session
+from tunesmith.trainers.update_metrics import update_metrics
 
 SHOWN = ("loss", "accuracy", "margin")
 """Figures that stand behind the progress bar."""
@@ -113,13 +114,12 @@ def step(state: State, pairs: Sequence[Encoded]) -> StepResult:
                 state, micro, num_pairs, with_margin=cfg.margin == "column", center_coef=cfg.center_coef
             )
         with span("backward"):
-            loss.backward()
+            state.optimizer.scaled(loss).backward()
         total_loss += loss.detach()
         stats.append(micro_stats)
     with span("optimizer"):
         report = state.optimizer.step(loss=total_loss.item())
-    metrics = {**merged(stats).metrics(), "grad_norm": report.grad_norm, "lr": report.learning_rate}
-    return StepResult({**metrics, "refused_steps": float(report.refused)}, report)
+    return StepResult({**merged(stats).metrics(), **update_metrics([report])}, report)
 
 
 def micro_batch_loss(

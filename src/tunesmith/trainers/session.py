@@ -12,11 +12,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tunesmith.config.schema import AnyRecipe, PolicyRecipe
-from tunesmith.core.errors import CheckpointError, RunError, StoppedError, TrainingError
+from tunesmith.core.errors import RunError, StoppedError, TrainingError
 from tunesmith.core.log import get_logger
 from tunesmith.core.trace import Trace, trace
 from tunesmith.data.sets import Facts
-from tunesmith.distributed.checkpoint import Checkpoint, prune, save
+from tunesmith.distributed.checkpoint import Checkpoint
+from tunesmith.distributed.checkpoint_writer import CheckpointWriter
 from tunesmith.models.optimizer import StepReport
 from tunesmith.reports.html import write_run_report
 from tunesmith.schema.records import Finding, Severity
@@ -81,6 +82,7 @@ class Session:
         self._reporter = reporter
         self._watch = Stopwatch()
         self._num_findings = 0
+        self._writer = CheckpointWriter(folder.checkpoints, cfg.run.keep_checkpoints)
         self._saved_step: int | None = None
 
     def steps(self) -> range:
@@ -105,10 +107,13 @@ class Session:
     def end_step(self, step: int, record: StepRecord, shown: Sequence[str]) -> None:
         """Write what `step` (counted from 1) left, look for alarms, save if it is time, and leave if a signal asked.
 
+        The checkpoint is written while the next step runs; before that is recorded, this waits until it is on disk.
+
         Raises:
             TrainingError: if too many steps in a row were refused, naming the parameter whose gradient was bad.
             StoppedError: after SIGTERM or SIGINT, once the checkpoint is written.
         """
+        self._settle()
         row = {**record.metrics, "memory/rss_gb": rss_gb(), "memory/peak_rss_gb": peak_rss_gb()}
         self.metrics.append({"step": step, **row})
         self.folder.append_metrics(step, row)
@@ -136,8 +141,10 @@ class Session:
         """If a signal asked the run to stop: save what is not saved yet, and raise StoppedError."""
         if self._stop.signal is None:
             return
+        self._settle()
         if self._saved_step != self.num_done:
             self._save()
+            self._settle()
         name, number = self._stop.signal.name, int(self._stop.signal)
         raise StoppedError(
             f"stopped by {name} after step {self.num_done}; `tunesmith resume {self.folder.path}` goes on", number
@@ -156,7 +163,8 @@ class Session:
             self.find(finding)
 
     def finish(self, summary: Mapping[str, object]) -> RunResult:
-        """Write summary and report; the run's result."""
+        """Write summary and report, once the last checkpoint is on disk; the run's result."""
+        self._settle()
         facts = {**summary, "findings": self._num_findings, "minutes": self._watch.minutes}
         self.folder.write_json("result.json", facts)
         try:
@@ -216,8 +224,12 @@ class Session:
                 f"{place}, and go on with `tunesmith resume {self.folder.path} --optimizer.learning-rate ...`"
             )
 
+    def close(self) -> None:
+        """Wait for a checkpoint that is being written."""
+        self._writer.close()
+
     def _save(self) -> None:
-        """Write a checkpoint; if that fails, record a finding and train on: the older ones are still there."""
+        """Begin to write a checkpoint of what is now."""
         tensors, trainer_state = self._state.contents()
         generators, values = random_state.capture()
         own = restart.SessionState(
@@ -230,12 +242,17 @@ class Session:
         )
         state = {**trainer_state, "session": asdict(own)}
         checkpoint = Checkpoint(self.num_done, {**tensors, "generators": generators}, state, self._score())
-        try:
-            save(self.folder.checkpoints, checkpoint)
-            self._saved_step = self.num_done
-            prune(self.folder.checkpoints, self.cfg.run.keep_checkpoints)
-        except CheckpointError as error:
-            self._find("checkpoint", "error", str(error), self.num_done)
+        self._writer.begin(checkpoint, in_background=self.cfg.run.checkpoint_in_background)
+
+    def _settle(self) -> None:
+        """Wait for the checkpoint; if it failed, record a finding and train on: the older ones are still there."""
+        settled = self._writer.settle()
+        if settled is None:
+            return
+        if settled.problem:
+            self._find("checkpoint", "error", settled.problem, settled.step)
+        else:
+            self._saved_step = settled.step
 
     def _score(self) -> float | None:
         row = self.metrics[-1] if self.metrics else {}
@@ -282,6 +299,7 @@ def open_session(
             stack.callback(tracker.close)
         reporter = stack.enter_context(progress(f"train {cfg.algorithm}", state.num_steps, enabled=show_progress))
         session = Session(cfg, folder, state, stop, trackers, reporter, show_progress)
+        stack.callback(session.close)
         if resume is not None:
             session.restore()
         if session.first_step == 0:
@@ -300,8 +318,8 @@ def require_space(folder: Path, state: Resumable, num_checkpoints: int) -> None:
         raise RunError(f"{place} cannot be written; choose another folder with --run.dir")
     tensors, _ = state.contents()
     weights = Checkpoint(0, tensors, {}).num_bytes
-    # A checkpoint holds two float32 moments for each trained number besides; one more is on its way while others stand.
-    each = weights + 8 * state.optimizer.num_trained
+    # A checkpoint holds the moments of each trained number besides; one more is on its way while others stand.
+    each = weights + state.optimizer.moment_bytes
     needed = weights + (each * (num_checkpoints + 2) if num_checkpoints else 0)
     free = shutil.disk_usage(place).free
     if free < needed:

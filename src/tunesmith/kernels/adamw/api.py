@@ -1,0 +1,215 @@
+"""Gradient norms and the step of AdamW over all parameters at once, in C++ or in torch."""
+
+import ctypes
+import math
+from collections.abc import Sequence
+
+import torch
+from torch.optim.adamw import adamw as adamw_of_torch
+
+from tunesmith.core.errors import InputError
+from tunesmith.kernels.adamw import reference
+from tunesmith.kernels.adamw.records import AdamWSettings, CodedMoments, FloatMoments, ParameterUpdate
+from tunesmith.kernels.arguments import DOUBLE, INTEGER, POINTER, SINGLE, address, function_of, library_for
+from tunesmith.kernels.native import Kernels
+
+_MASTERS = (torch.float32, torch.float64)
+
+
+class _Gradient(ctypes.Structure):
+    _fields_ = (("values", POINTER), ("size", INTEGER), ("is_bfloat16", INTEGER))
+
+
+class _Parameter(ctypes.Structure):
+    _fields_ = (
+        ("gradient", _Gradient),
+        *((name, POINTER) for name in ("master", "weight", "exp_avg", "exp_avg_sq")),
+        *((name, POINTER) for name in ("exp_avg_scale", "exp_avg_sq_scale")),
+        ("seed", ctypes.c_uint32),
+        *((name, SINGLE) for name in ("step_size", "keep", "root_factor")),
+    )
+
+
+class _Settings(ctypes.Structure):
+    _fields_ = (
+        *((name, SINGLE) for name in ("gradient_factor", "one_minus_beta1", "beta2", "one_minus_beta2", "eps")),
+        *((name, POINTER) for name in ("signed_levels", "unsigned_levels")),
+    )
+
+
+def sums_of_squares(gradients: Sequence[torch.Tensor], *, kernels: Kernels) -> list[float]:
+    """The sum of the squares of each gradient, in float64: finite exactly where all elements are finite.
+
+    One pass over memory. Natively the bits do not depend on the number of threads.
+
+    Raises:
+        NativeUnavailableError: native kernels were chosen and cannot be had.
+    """
+    sums = [math.nan] * len(gradients)
+    native: list[int] = []
+    library: ctypes.CDLL | None = None
+    for index, gradient in enumerate(gradients):
+        if gradient.is_contiguous() and (found := library_for(kernels, "adamw", gradient)) is not None:
+            native.append(index)
+            library = found
+    if library is not None:
+        items = (_Gradient * len(native))(*(_gradient(gradients[index]) for index in native))
+        results = (DOUBLE * len(native))()
+        function_of(library, "sums_of_squares", (POINTER, INTEGER, POINTER, INTEGER))(
+            ctypes.addressof(items), len(native), ctypes.addressof(results), torch.get_num_threads()
+        )
+        for index, result in zip(native, results, strict=True):
+            sums[index] = result
+    rest = sorted(set(range(len(gradients))) - set(native))
+    if rest:  # stacked, so that a GPU is waited for once
+        found_sums = torch.stack([reference.sum_of_squares(gradients[index]) for index in rest]).tolist()
+        for index, result in zip(rest, found_sums, strict=True):
+            sums[index] = result
+    return sums
+
+
+@torch.no_grad()
+def add_gradient(held: torch.Tensor, gradient: torch.Tensor, *, kernels: Kernels) -> torch.Tensor:
+    """held + gradient in float32: into `held` itself where that is float32, else into a new tensor.
+
+    One pass over memory; torch's own addition of bfloat16 to float32 takes an order of magnitude longer.
+
+    Raises:
+        NativeUnavailableError: native kernels were chosen and cannot be had.
+    """
+    dense = held.is_contiguous() and gradient.is_contiguous() and held.dtype in (torch.float32, torch.bfloat16)
+    library = library_for(kernels, "adamw", gradient) if dense else None
+    if library is None:
+        return held.add_(gradient) if held.dtype == torch.float32 else held.float().add_(gradient)
+    total = held if held.dtype == torch.float32 else torch.empty_like(held, dtype=torch.float32)
+    items = _gradient(held), _gradient(gradient)
+    function_of(library, "add_gradients", (POINTER, POINTER, POINTER, INTEGER))(
+        *(ctypes.addressof(item) for item in items), total.data_ptr(), torch.get_num_threads()
+    )
+    return total
+
+
+@torch.no_grad()
+def adamw(
+    updates: Sequence[ParameterUpdate], settings: AdamWSettings, gradient_factor: float = 1.0, *, kernels: Kernels
+) -> None:
+    """Change moments, master and weight of each parameter in place by one step of AdamW (Loshchilov and Hutter 2019).
+
+    The gradient counts `gradient_factor` times, which is where clipping and loss scaling go in. Natively all is one
+    pass over memory, and the bits do not depend on the number of threads; in torch, float32 moments go through torch's
+    own fused AdamW, which is on GPUs one pass too. The two differ by rounding.
+
+    Raises:
+        InputError: shapes or dtypes do not fit.
+        NativeUnavailableError: native kernels were chosen and cannot be had.
+    """
+    native: list[ParameterUpdate] = []
+    fused: list[ParameterUpdate] = []
+    library: ctypes.CDLL | None = None
+    for update in updates:
+        _check(update)
+        is_dense = _is_dense(update)
+        if is_dense and _is_known(update) and (found := library_for(kernels, "adamw", update.gradient)) is not None:
+            native.append(update)
+            library = found
+        elif is_dense and isinstance(update.moments, FloatMoments):
+            fused.append(update)
+        else:
+            reference.adamw(update, settings, gradient_factor)
+    if library is not None:
+        _run_natively(native, settings, gradient_factor, library)
+    if fused:
+        _run_by_torch(fused, settings, gradient_factor)
+
+
+def _check(update: ParameterUpdate) -> None:
+    master, shape = update.master, update.master.shape
+    if master.dtype not in _MASTERS:
+        raise InputError(f"the master is {master.dtype}; give float32")
+    tensors = {"gradient": update.gradient, "weight": update.weight, "exp_avg": update.moments.exp_avg}
+    for name, tensor in (tensors | {"exp_avg_sq": update.moments.exp_avg_sq}).items():
+        if tensor is not None and tensor.shape != shape:
+            raise InputError(f"{name} has shape {tuple(tensor.shape)}; give that of the master, {tuple(shape)}")
+
+
+def _is_dense(update: ParameterUpdate) -> bool:
+    """Whether element i is the i-th in memory everywhere, which neither C++ nor torch's fused code asks about."""
+    tensors = (update.gradient, update.master, update.weight, update.moments.exp_avg, update.moments.exp_avg_sq)
+    return all(tensor is None or tensor.is_contiguous() for tensor in tensors)
+
+
+def _is_known(update: ParameterUpdate) -> bool:
+    """Whether C++ knows the dtypes of master and weight; `library_for` asks about the gradient's."""
+    weight = update.weight
+    return update.master.dtype == torch.float32 and (weight is None or weight.dtype == torch.bfloat16)
+
+
+def _run_natively(
+    updates: Sequence[ParameterUpdate], settings: AdamWSettings, gradient_factor: float, library: ctypes.CDLL
+) -> None:
+    signed, unsigned = reference.levels(7), reference.levels(8)
+    numbers = _Settings(
+        gradient_factor,
+        1 - settings.beta1,
+        settings.beta2,
+        1 - settings.beta2,
+        settings.eps,
+        signed.data_ptr(),
+        unsigned.data_ptr(),
+    )
+    items = (_Parameter * len(updates))(*(_parameter(update, settings) for update in updates))
+    function_of(library, "adamw", (POINTER, INTEGER, POINTER, INTEGER))(
+        ctypes.addressof(items), len(updates), ctypes.addressof(numbers), torch.get_num_threads()
+    )
+
+
+def _gradient(gradient: torch.Tensor) -> _Gradient:
+    return _Gradient(gradient.data_ptr(), gradient.numel(), gradient.dtype == torch.bfloat16)
+
+
+def _parameter(update: ParameterUpdate, settings: AdamWSettings) -> _Parameter:
+    moments, count = update.moments, update.num_updates
+    scales: tuple[torch.Tensor | None, ...] = (None, None)
+    if isinstance(moments, CodedMoments):
+        scales = moments.exp_avg_scale_K, moments.exp_avg_sq_scale_K
+    return _Parameter(
+        _gradient(update.gradient),
+        *(address(tensor) for tensor in (update.master, update.weight, moments.exp_avg, moments.exp_avg_sq, *scales)),
+        reference.seed_of(count),
+        update.learning_rate / (1 - settings.beta1**count),
+        1 - update.learning_rate * update.weight_decay,
+        1 / math.sqrt(1 - settings.beta2**count),
+    )
+
+
+def _run_by_torch(updates: Sequence[ParameterUpdate], settings: AdamWSettings, gradient_factor: float) -> None:
+    """Those that share a rate and a decay in one call."""
+    together: dict[tuple[float, float, torch.device], list[ParameterUpdate]] = {}
+    for update in updates:
+        key = (update.learning_rate, update.weight_decay, update.master.device)
+        together.setdefault(key, []).append(update)
+    for (learning_rate, weight_decay, device), group in together.items():
+        gradients = [update.gradient.to(update.master.dtype) for update in group]
+        if gradient_factor != 1.0:
+            gradients = [gradient * gradient_factor for gradient in gradients]
+        moments = [update.moments for update in group if isinstance(update.moments, FloatMoments)]
+        counts = torch.tensor([float(update.num_updates - 1) for update in group], device=device)
+        adamw_of_torch(
+            [update.master for update in group],
+            gradients,
+            [moment.exp_avg for moment in moments],
+            [moment.exp_avg_sq for moment in moments],
+            [],
+            list(counts.unbind()),
+            fused=True,
+            amsgrad=False,
+            beta1=settings.beta1,
+            beta2=settings.beta2,
+            lr=learning_rate,
+            weight_decay=weight_decay,
+            eps=settings.eps,
+            maximize=False,
+        )
+        for update in group:
+            if update.weight is not None:
+                update.weight.copy_(update.master)

@@ -1,0 +1,111 @@
+"""The definition of a step of AdamW, in torch alone: one parameter at a time, float32 (float64 for float64).
+
+Shape legend: N elements of a parameter, K groups of CODED elements, C = CODED, L levels.
+"""
+
+import math
+
+import torch
+
+from tunesmith.kernels.adamw.records import CODED, AdamWSettings, CodedMoments, FloatMoments, ParameterUpdate
+
+_CHANCES = 2**16
+"""The rounding of a moment is drawn from as many chances."""
+
+
+def adamw(update: ParameterUpdate, settings: AdamWSettings, gradient_factor: float) -> None:
+    """Change moments, master and weight in place by one step with the gradient times `gradient_factor`.
+
+    Loshchilov and Hutter 2019, algorithm 2: the decay acts on the weight, outside of the moments.
+    """
+    moments = update.moments
+    decoded = _decoded(moments) if isinstance(moments, CodedMoments) else moments
+    gradient = update.gradient.to(update.master.dtype) * gradient_factor
+    decoded.exp_avg.lerp_(gradient, 1 - settings.beta1)
+    decoded.exp_avg_sq.mul_(settings.beta2).addcmul_(gradient, gradient, value=1 - settings.beta2)
+    root = decoded.exp_avg_sq.sqrt().div_(math.sqrt(1 - settings.beta2**update.num_updates))
+    update.master.mul_(1 - update.learning_rate * update.weight_decay)
+    step_size = update.learning_rate / (1 - settings.beta1**update.num_updates)
+    update.master.addcdiv_(decoded.exp_avg, root.add_(settings.eps), value=-step_size)
+    if update.weight is not None:
+        update.weight.copy_(update.master)
+    if isinstance(moments, CodedMoments):
+        _encode(decoded, moments, update.num_updates)
+
+
+def sum_of_squares(gradient: torch.Tensor) -> torch.Tensor:
+    """The sum of the squares of all elements, a float64 scalar: finite where all elements are."""
+    return gradient.double().square().sum()
+
+
+def levels(num_bits: int) -> torch.Tensor:
+    """The 2^num_bits magnitudes of a code, ascending from 0 to 1, float32: the dynamic type of Dettmers (2016).
+
+    Each decade below 1 has half as many levels as the one above it, evenly spread: the means of neighbouring marks.
+    """
+    parts = [torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)]
+    for decade in range(num_bits - 1):
+        marks = torch.linspace(0.1, 1, 2 ** (num_bits - 1 - decade) + 1, dtype=torch.float64)
+        parts.append((marks[1:] + marks[:-1]) / 2 * 10.0**-decade)
+    return torch.cat(parts).sort().values.float()
+
+
+def seed_of(num_updates: int) -> int:
+    """The seed of the rounding in update `num_updates` of a parameter, below 2^32: no two updates draw the same."""
+    return num_updates * 0x632BE5AB % 2**32
+
+
+def _decoded(moments: CodedMoments) -> FloatMoments:
+    code_N, sign_N = moments.exp_avg.flatten().int() & 127, 1 - 2 * (moments.exp_avg.flatten() >= 128).int()
+    device, shape = moments.exp_avg.device, moments.exp_avg.shape
+    mean_N = levels(7).to(device)[code_N] * sign_N * _spread(moments.exp_avg_scale_K, code_N.numel())
+    root_N = levels(8).to(device)[moments.exp_avg_sq.flatten().int()]
+    root_N = root_N * _spread(moments.exp_avg_sq_scale_K, code_N.numel())
+    return FloatMoments(mean_N.view(shape), root_N.square().view(shape))
+
+
+def _encode(decoded: FloatMoments, moments: CodedMoments, num_updates: int) -> None:
+    mean_N, root_N = decoded.exp_avg.flatten(), decoded.exp_avg_sq.flatten().sqrt()
+    moments.exp_avg_scale_K.copy_(_largest(mean_N))
+    moments.exp_avg_sq_scale_K.copy_(_largest(root_N))
+    random_N = _drawn(seed_of(num_updates), mean_N.numel(), mean_N.device)
+    mean_code_N = _rounded(mean_N.abs(), moments.exp_avg_scale_K, levels(7), random_N // _CHANCES)
+    moments.exp_avg.copy_((mean_code_N + 128 * (mean_N < 0)).view_as(moments.exp_avg))
+    root_code_N = _rounded(root_N, moments.exp_avg_sq_scale_K, levels(8), random_N % _CHANCES)
+    # A root of 0 under a mean that is not 0 would be a step without bound.
+    moments.exp_avg_sq.copy_(torch.maximum(root_code_N, (root_N > 0).long()).view_as(moments.exp_avg_sq))
+
+
+def _rounded(
+    magnitude_N: torch.Tensor, scale_K: torch.Tensor, levels_L: torch.Tensor, random_N: torch.Tensor
+) -> torch.Tensor:
+    """Codes of the level below or above, above with the probability that makes the mean exact."""
+    levels_L, scale_N = levels_L.to(scale_K.device), _spread(scale_K, len(magnitude_N))
+    share_N = torch.where(scale_N > 0, magnitude_N / scale_N, 0.0)
+    below_N = torch.bucketize(share_N, levels_L, right=True) - 1
+    low_N, high_N = levels_L[below_N], levels_L[(below_N + 1).clamp(max=len(levels_L) - 1)]
+    return below_N + (share_N - low_N > random_N.float() / _CHANCES * (high_N - low_N)).long()
+
+
+def _drawn(seed: int, count: int, device: torch.device) -> torch.Tensor:
+    """`count` numbers below 2^32, each a function of seed and position: the mixer of MurmurHash3."""
+    x_N = (seed + torch.arange(count, device=device) * 0x9E3779B9) % 2**32
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        x_N = _times(x_N ^ (x_N >> shift), factor)
+    return x_N ^ (x_N >> 16)
+
+
+def _times(x_N: torch.Tensor, factor: int) -> torch.Tensor:
+    """x * factor modulo 2^32, in halves: the whole product would not fit into 64 bits with a sign."""
+    return ((x_N >> 16) * factor % 2**16 * 2**16 + (x_N % 2**16) * factor) % 2**32
+
+
+def _spread(scale_K: torch.Tensor, count: int) -> torch.Tensor:
+    """The scale of each element."""
+    return scale_K.repeat_interleave(CODED)[:count]
+
+
+def _largest(value_N: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude of each group."""
+    padded_N = torch.nn.functional.pad(value_N.abs(), (0, -len(value_N) % CODED))
+    return padded_N.view(-1, CODED).amax(dim=1)
