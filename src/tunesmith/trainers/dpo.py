@@ -39,6 +39,7 @@ from tunesmith.trainers import setup
 from tunesmith.trainers.estimate import announce, direct_estimate
 from tunesmith.trainers.restart import Resumable, fingerprint_of_rows, fingerprint_of_tensors
 from tunesmith.trainers.session import Session, StepRecord, open_session
+from tunesmith.trainers.update_metrics import update_metrics
 
 _log = get_logger(__name__)
 
@@ -178,7 +179,7 @@ def step(state: State, units: Sequence[Unit]) -> StepResult:
             logp_A = logp_A.index_put((batch.answer_B,), scores.logp_BT.sum(dim=1))
             loss, micro_stats = loss_of(state, micro, logp_A, reference_A, num_units, kl)
         with span("backward"):
-            loss.backward()
+            state.optimizer.scaled(loss).backward()
         total_loss += loss.detach()
         stats.append(micro_stats)
         tokens.append(TokenSums(total(batch.lengths_B - batch.prompt_lengths_B), total(scores.entropy_BT)))
@@ -187,8 +188,7 @@ def step(state: State, units: Sequence[Unit]) -> StepResult:
     counted = merged(tokens).floats()
     metrics = {**merged(stats).metrics(), "num_tokens": counted["num_tokens"]}
     metrics |= {"entropy": counted["entropy"] / counted["num_tokens"], **({"kl": kl} if cfg.loss == "kto" else {})}
-    metrics |= {"grad_norm": report.grad_norm, "lr": report.learning_rate, "refused_steps": float(report.refused)}
-    return StepResult(metrics, report)
+    return StepResult({**metrics, **update_metrics([report])}, report)
 
 
 def loss_of(

@@ -98,7 +98,7 @@ def sft_estimate(model: PreTrainedModel, cfg: SFTRecipe, *, mean_tokens: float) 
     micro_tokens = max(min(tokens, cfg.sft.micro_batch_tokens), int(mean_tokens))
     memory = {
         "weights": num_all * model.dtype.itemsize,
-        "optimizer": _optimizer_bytes(model, num_trained),
+        "optimizer": _optimizer_bytes(model, num_trained, cfg.optimizer),
         "activations": _activation_bytes(model, micro_tokens, cfg.model.gradient_checkpointing),
         "logits": 4 * micro_tokens * model.config.get_text_config().vocab_size,
     }
@@ -120,7 +120,7 @@ def direct_estimate(model: PreTrainedModel, cfg: DPORecipe, data: DirectSets) ->
     micro_logits = int(cfg.dpo.micro_batch_size * completion_tokens) * model.config.get_text_config().vocab_size
     memory = {
         "weights": num_all * model.dtype.itemsize,
-        "optimizer": _optimizer_bytes(model, num_trained),
+        "optimizer": _optimizer_bytes(model, num_trained, cfg.optimizer),
         "reference": num_all * model.dtype.itemsize * is_live,
         "activations": _activation_bytes(model, micro_tokens, cfg.model.gradient_checkpointing),
         "logits": 2 * 4 * micro_logits,

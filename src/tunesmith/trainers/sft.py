@@ -32,6 +32,7 @@ from tunesmith.trainers import setup
 from tunesmith.trainers.estimate import announce, sft_estimate
 from tunesmith.trainers.restart import Resumable, fingerprint_of_rows, fingerprint_of_tensors
 from tunesmith.trainers.session import Session, StepRecord, open_session
+from tunesmith.trainers.update_metrics import update_metrics
 
 SHOWN = ("loss", "mean_token_accuracy")
 """Figures that stand behind the progress bar."""
@@ -108,14 +109,13 @@ def step(state: State, sequences: Sequence[LearntSequence]) -> StepResult:
         with span("forward"):
             loss, micro_stats = micro_batch_loss(state, micro, num_tokens)
         with span("backward"):
-            loss.backward()
+            state.optimizer.scaled(loss).backward()
         total_loss += loss.detach()
         stats.append(micro_stats)
     with span("optimizer"):
         report = state.optimizer.step(loss=total_loss.item())
     sizes = {"num_tokens": float(sum(len(one.ids) for one in sequences)), "num_learnt_tokens": float(num_learnt)}
-    metrics = {**merged(stats).metrics(), **sizes, "grad_norm": report.grad_norm, "lr": report.learning_rate}
-    return StepResult({**metrics, "refused_steps": float(report.refused)}, report)
+    return StepResult({**merged(stats).metrics(), **sizes, **update_metrics([report])}, report)
 
 
 def micro_batches(state: State, sequences: Sequence[LearntSequence]) -> list[list[LearntSequence]]:
