@@ -21,6 +21,7 @@ from tunesmith.core.errors import InputError
 from tunesmith.kernels.attention.api import attend_packed
 from tunesmith.kernels.attention.records import Rope
 from tunesmith.kernels.gated.api import activate, gated, softcap
+from tunesmith.kernels.logprob.head import head_logp_entropy
 from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.rms_norm.api import add_rms_norm
 from tunesmith.models.architecture import Architecture, Block, Norm, Projection, RopeSource, describe
@@ -183,6 +184,16 @@ class Decoder:
     def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
         """Logits `[N, V]` of some of the hidden states."""
         return logits(self.architecture, hidden_NH, self._pass(()))
+
+    def logp_entropy(
+        self, hidden_NH: torch.Tensor, ids_N: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logp_N, entropy_N) of the tokens `ids_N`, each drawn from the state in its row, with gradients.
+
+        Never all logits at a time: see `kernels.logprob.head.head_logp_entropy`.
+        """
+        layer = self.architecture.output_layer
+        return head_logp_entropy(hidden_NH, layer, ids_N, temperature, kernels=self.kernels)
 
     def _pass(self, lengths: Sequence[int], on_layer: OnLayer | None = None) -> Pass:
         num_positions = max(lengths, default=1)

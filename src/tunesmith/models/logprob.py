@@ -17,7 +17,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tunesmith.core.errors import ModelError
-from tunesmith.kernels.logprob.api import chosen_logp_entropy as packed_logp_entropy
 from tunesmith.kernels.logprob.reference import chosen_logp_entropy_in_blocks as chosen_logp_entropy
 from tunesmith.models.decoder import Decoder
 from tunesmith.models.language_model import LanguageModel
@@ -143,12 +142,8 @@ def _packed_scores(decoder: Decoder, value_head: nn.Module | None, layout: _Layo
     ids_T = layout.ids_BS[length_mask(used_B, layout.ids_BS.shape[1])]
     start_B = used_B.cumsum(0) - used_B
     hidden_NH = decoder.hidden_states(ids_T, used_B.tolist())[start_B[row_N] + position_N]
-    logp_N, entropy_N = hidden_NH.new_zeros((2, len(row_N)), dtype=torch.float32).unbind()
-    if len(row_N):
-        chosen_N = layout.ids_BS[row_N, position_N + 1]
-        logp_N, entropy_N = packed_logp_entropy(
-            decoder.logits(hidden_NH), chosen_N, temperature, reuse_logits=True, kernels=decoder.kernels
-        )
+    chosen_N = layout.ids_BS[row_N, position_N + 1]
+    logp_N, entropy_N = decoder.logp_entropy(hidden_NH, chosen_N, temperature)
     value_BT = None if value_head is None else layout.spread(value_head(hidden_NH), row_N, column_N)
     return TokenScores(layout.spread(logp_N, row_N, column_N), layout.spread(entropy_N, row_N, column_N), value_BT)
 
