@@ -76,7 +76,7 @@ def test_a_single_token_is_computed() -> None:
 
 @pytest.mark.parametrize("lengths", [[3, 4], [0, 8], [9], []])
 def test_lengths_that_do_not_fit_are_refused(lengths: list[int]) -> None:
-    with pytest.raises(InputError, match="lengths must be positive, add up, and fit"):
+    with pytest.raises(InputError, match="lengths must"):
         Decoder(tiny_model("llama").model, Kernels("torch")).hidden_states(torch.arange(8), lengths)
 
 

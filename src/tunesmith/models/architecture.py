@@ -25,6 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from tunesmith.core.errors import ModelError
 from tunesmith.kernels.attention.records import AttentionSettings
 from tunesmith.kernels.gated.api import Activation
+from tunesmith.kernels.logprob.head import OutputLayer
 
 
 class UnsupportedArchitecture(ModelError):
@@ -96,6 +97,12 @@ class Architecture:
     def dtype(self) -> torch.dtype:
         """Of the weights."""
         return self.final_norm.module.weight.dtype  # type: ignore[return-value]
+
+    @property
+    def output_layer(self) -> OutputLayer:
+        """What turns hidden states into logits: the model's own weights."""
+        (module,) = self.head.modules
+        return OutputLayer(weight_of(module), module.bias, self.final_softcap)  # type: ignore[arg-type]
 
 
 def describe(model: PreTrainedModel) -> Architecture:

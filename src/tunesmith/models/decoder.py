@@ -19,8 +19,10 @@ from transformers import PreTrainedModel
 
 from tunesmith.core.errors import InputError
 from tunesmith.kernels.attention.api import attend_packed
+from tunesmith.kernels.attention.packing import Packing, Segments
 from tunesmith.kernels.attention.records import Rope
 from tunesmith.kernels.gated.api import activate, gated, softcap
+from tunesmith.kernels.logprob.head import head_logp_entropy
 from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.rms_norm.api import add_rms_norm
 from tunesmith.models.architecture import Architecture, Block, Norm, Projection, RopeSource, describe
@@ -164,34 +166,47 @@ class Decoder:
         self._model = model
 
     def hidden_states(
-        self, ids_T: torch.Tensor, lengths: Sequence[int], *, on_layer: OnLayer | None = None
+        self, ids_T: torch.Tensor, lengths: Sequence[int] | Segments, *, on_layer: OnLayer | None = None
     ) -> torch.Tensor:
         """Hidden states `[T, H]` of sequences that stand one after the other; sequence b has `lengths[b]` tokens.
+
+        With `Segments` sequences may go on from an earlier one: what they share is computed once, with the same bits.
 
         Raises:
             InputError: lengths that do not add up to T, or beyond the model's context.
         """
-        longest, total = max(lengths, default=0), sum(lengths)
-        if min(lengths, default=0) < 1 or total != len(ids_T) or longest > self.architecture.context_length:
+        segments = lengths if isinstance(lengths, Segments) else Segments.alone(lengths)
+        context = self.architecture.context_length
+        if not segments.lengths or segments.num_tokens != len(ids_T) or segments.longest > context:
             raise InputError(
-                f"{len(ids_T)} tokens in sequences of {list(lengths)}; lengths must be positive, add up, and fit the "
-                f"context of {self.architecture.context_length}"
+                f"{len(ids_T)} tokens in sequences of {list(segments.lengths)}, the longest of {segments.longest}; "
+                f"lengths must add up, and fit the context of {context}"
             )
-        positions_T = torch.cat([torch.arange(length, device=ids_T.device) for length in lengths])
-        return hidden_states(self.architecture, ids_T, positions_T, self._pass(lengths, on_layer))
+        positions_T = segments.positions(ids_T.device)
+        return hidden_states(self.architecture, ids_T, positions_T, self._pass(segments, on_layer))
 
     def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
         """Logits `[N, V]` of some of the hidden states."""
-        return logits(self.architecture, hidden_NH, self._pass(()))
+        return logits(self.architecture, hidden_NH, self._pass(Segments((), ())))
 
-    def _pass(self, lengths: Sequence[int], on_layer: OnLayer | None = None) -> Pass:
-        num_positions = max(lengths, default=1)
+    def logp_entropy(
+        self, hidden_NH: torch.Tensor, ids_N: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logp_N, entropy_N) of the tokens `ids_N`, each drawn from the state in its row, with gradients.
+
+        Never all logits at a time: see `kernels.logprob.head.head_logp_entropy`.
+        """
+        layer = self.architecture.output_layer
+        return head_logp_entropy(hidden_NH, layer, ids_N, temperature, kernels=self.kernels)
+
+    def _pass(self, segments: Segments, on_layer: OnLayer | None = None) -> Pass:
+        packing, num_positions = Packing(segments), max(1, segments.longest)
 
         def attend(
             layer: int, block: Block, q_TX: torch.Tensor, k_TY: torch.Tensor, v_TY: torch.Tensor
         ) -> torch.Tensor:
             rope = None if block.rope is None else self.ropes.get(block.rope, num_positions)
-            return attend_packed(q_TX, k_TY, v_TY, rope, lengths, block.attention, kernels=self.kernels)
+            return attend_packed(q_TX, k_TY, v_TY, rope, packing, block.attention, kernels=self.kernels)
 
         checkpoints = _uses_checkpoints(self._model)
         return Pass(_module_outputs, attend, self.kernels, checkpoints, on_layer)

@@ -4,9 +4,10 @@ Dimension letters: B sequences, T completion positions, S positions of the whole
 batch in row order, V vocabulary, H hidden.
 
 Logits are made for the N positions that predict a completion token and for no other. A `LanguageModel` with a decoder
-computes packed tokens, without padding, and with the bits of the rollout engine. Any other model runs its own forward
-over padded rows; a hook in front of its output layer picks the N rows, so that whatever the model does to its logits
-afterwards (scaling in Cohere and Granite) is done by its own code.
+computes packed tokens, without padding, what neighbouring rows begin with in common once, and with the bits of the
+rollout engine; it never holds all logits. Any other model runs its own forward over padded rows; a hook in front of its
+output layer picks the N rows, so that whatever the model does to its logits afterwards (scaling in Cohere and Granite)
+is done by its own code.
 """
 
 from dataclasses import dataclass
@@ -17,10 +18,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tunesmith.core.errors import ModelError
-from tunesmith.kernels.logprob.api import chosen_logp_entropy as packed_logp_entropy
 from tunesmith.kernels.logprob.reference import chosen_logp_entropy_in_blocks as chosen_logp_entropy
 from tunesmith.models.decoder import Decoder
 from tunesmith.models.language_model import LanguageModel
+from tunesmith.models.packed_rows import pack_rows, states_at
 
 _LOGITS_BYTES = 256 * 1024 * 1024
 """Without gradients, rows of the batch are taken in chunks whose float32 logits stay below this."""
@@ -52,12 +53,14 @@ def token_logps(
 
     `ids_BS` is right padded; row b has `lengths_B[b]` real ids, of which the first `prompt_lengths_B[b]` (at least 1)
     are the prompt. The log-softmax is in float32 whatever the dtype of the weights. T is the longest completion.
-    Gradients flow to the model and the head; without them, rows go in chunks that bound the memory of the logits.
+    Rows of one prompt should stand together: a decoder computes it once. Gradients flow to the model and the head;
+    without them, and without a decoder, rows go in chunks that bound the memory of the logits.
     """
     _check(ids_BS, lengths_B, prompt_lengths_B, temperature)
     module = model.module if isinstance(model, LanguageModel) else model
     decoder = model.decoder if isinstance(model, LanguageModel) else None
-    chunk = len(ids_BS) if torch.is_grad_enabled() else _rows_per_chunk(module, lengths_B - prompt_lengths_B)
+    takes_all = decoder is not None or torch.is_grad_enabled()
+    chunk = len(ids_BS) if takes_all else _rows_per_chunk(module, lengths_B - prompt_lengths_B)
     num_columns = int((lengths_B - prompt_lengths_B).max())
     parts: list[TokenScores] = []
     for start in range(0, len(ids_BS), chunk):
@@ -139,16 +142,11 @@ def _scores(model: PreTrainedModel, value_head: nn.Module | None, layout: _Layou
 
 def _packed_scores(decoder: Decoder, value_head: nn.Module | None, layout: _Layout, temperature: float) -> TokenScores:
     row_N, position_N, column_N = layout.state_positions()
-    used_B = (layout.lengths_B - 1).clamp(min=1)  # nothing follows the last token, so its state is not needed
-    ids_T = layout.ids_BS[length_mask(used_B, layout.ids_BS.shape[1])]
-    start_B = used_B.cumsum(0) - used_B
-    hidden_NH = decoder.hidden_states(ids_T, used_B.tolist())[start_B[row_N] + position_N]
-    logp_N, entropy_N = hidden_NH.new_zeros((2, len(row_N)), dtype=torch.float32).unbind()
-    if len(row_N):
-        chosen_N = layout.ids_BS[row_N, position_N + 1]
-        logp_N, entropy_N = packed_logp_entropy(
-            decoder.logits(hidden_NH), chosen_N, temperature, reuse_logits=True, kernels=decoder.kernels
-        )
+    # Nothing follows the last token, so its state is not needed.
+    packed = pack_rows(layout.ids_BS, (layout.lengths_B - 1).clamp(min=1))
+    hidden_TH = decoder.hidden_states(packed.ids_T, packed.segments)
+    hidden_NH = states_at(hidden_TH, packed.index(row_N, position_N))
+    logp_N, entropy_N = decoder.logp_entropy(hidden_NH, layout.ids_BS[row_N, position_N + 1], temperature)
     value_BT = None if value_head is None else layout.spread(value_head(hidden_NH), row_N, column_N)
     return TokenScores(layout.spread(logp_N, row_N, column_N), layout.spread(entropy_N, row_N, column_N), value_BT)
 

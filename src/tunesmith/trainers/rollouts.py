@@ -136,12 +136,15 @@ def micro_batches(sequences: Sequences, size: int) -> Iterator[Sequences]:
 
 
 def minibatches(batch: BatchT, section: PPOSection | GRPOSection, seed: int) -> Iterator[BatchT]:
-    """Minibatches of every epoch over the rollout; the order is a pure function of `seed` and epoch."""
+    """Minibatches of every epoch over the rollout, a pure function of `seed` and epoch.
+
+    Within one, rows stand as in the rollout: those of one prompt together, so that it is computed once.
+    """
     num_rows = len(batch.sequences.lengths_B)
     size = -(-num_rows // section.num_minibatches)
     for epoch in range(section.num_epochs):
         for rows in chunks(permutation(seed, epoch, num_rows), size):
-            yield batch.select(rows)
+            yield batch.select(sorted(rows))
 
 
 def kl_penalty(

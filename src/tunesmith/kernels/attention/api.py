@@ -7,7 +7,6 @@ R tables.
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from tunesmith.kernels.arguments import (
     with_dense_rows,
 )
 from tunesmith.kernels.attention import backward, reference
+from tunesmith.kernels.attention.packing import CopiedPlaces, Packing, Segments
 from tunesmith.kernels.attention.records import BLOCK_TOKENS, AttentionSettings, Places, Rope
 from tunesmith.kernels.native import Kernels
 
@@ -47,11 +47,11 @@ def _record(name: str, pointers: str, numbers: str) -> type[ctypes.Structure]:
 
 _AttendArguments = _record(
     "_AttendArguments",
-    "q k v keys values out position table_row tables",
-    "num_tokens q_stride k_stride v_stride num_blocks num_tables table_width num_positions",
+    "q k v keys values out position table_row tables copied",
+    "num_tokens q_stride k_stride v_stride num_blocks num_tables table_width num_positions num_copies",
 )
 _GradientArguments = _record(
-    "_GradientArguments", "q k v grad dq dk dv starts", "num_sequences q_stride k_stride v_stride grad_stride"
+    "_GradientArguments", "q k v grad dq dk dv starts parents", "num_sequences q_stride k_stride v_stride grad_stride"
 )
 
 
@@ -87,7 +87,8 @@ def attend(
     library = library_for(kernels, "attention", q_TX)
     if library is None:
         return reference.attend(q_TX, k_TY, v_TY, rope, places, cache_2NW, settings)
-    return _native(library, q_TX, k_TY, v_TY, rope, places, cache_2NW, settings)
+    copied = CopiedPlaces(places, torch.zeros(0, dtype=torch.int32), cache_2NW.shape[1])
+    return _native(library, q_TX, k_TY, v_TY, rope, copied, cache_2NW, settings)
 
 
 def attend_packed(
@@ -95,42 +96,49 @@ def attend_packed(
     k_TY: torch.Tensor,
     v_TY: torch.Tensor,
     rope: Rope | None,
-    lengths: Sequence[int],
+    packing: Packing | Sequence[int],
     settings: AttentionSettings,
     *,
     kernels: Kernels,
 ) -> torch.Tensor:
-    """Attention of sequences of `lengths` that stand one after the other, each from position 0, [T, X].
+    """Attention of sequences that stand one after the other, [T, X].
 
-    Natively it has the bits of `attend`. Gradients flow to q, k and v; they are computed anew from these, so no
-    probabilities are kept. Only the first gradient is defined.
+    `packing` says where each ends and from which earlier one it goes on; lengths alone are sequences that share
+    nothing, each from position 0. Layers of one pass take the same `Packing`.
+
+    Natively it has the bits of `attend`, shared or not. Gradients flow to q, k and v; they are computed anew from
+    these, so no probabilities are kept. What all sequences give to the keys and values of one that they share is summed
+    in float32. Only the first gradient is defined.
 
     Raises:
         InputError: shapes or dtypes do not fit, or the lengths do not add up to the tokens.
         NativeUnavailableError: native kernels were chosen and cannot be had.
     """
     _check(q_TX, k_TY, v_TY, settings)
-    if sum(lengths) != len(q_TX) or any(length < 1 for length in lengths):
+    if not isinstance(packing, Packing):
+        packing = Packing(Segments.alone(packing))
+    segments = packing.segments
+    if segments.num_tokens != len(q_TX):
         raise InputError(
-            f"the lengths {list(lengths)[:8]} add up to {sum(lengths)} and there are {len(q_TX)} tokens; "
-            "give one positive length for each sequence"
+            f"the lengths {list(segments.lengths)[:8]} add up to {segments.num_tokens} and there are {len(q_TX)} "
+            "tokens; give one positive length for each sequence"
         )
-    if rope is not None and max(lengths, default=0) > len(rope.cos_PF):
+    if rope is not None and segments.longest > len(rope.cos_PF):
         raise InputError(
-            f"a sequence has {max(lengths)} tokens and the rotary tables {len(rope.cos_PF)} positions; "
+            f"a sequence has {segments.longest} tokens and the rotary tables {len(rope.cos_PF)} positions; "
             "make longer tables or cut the sequence"
         )
-    packing = _Packing(tuple(lengths), rope, settings, kernels)
+    call = _Call(packing, rope, settings, kernels)
     if records_gradient(q_TX, k_TY, v_TY):
-        return _Packed.apply(q_TX, k_TY, v_TY, packing)  # type: ignore[return-value]
-    return packing.forward(q_TX, k_TY, v_TY)
+        return _Packed.apply(q_TX, k_TY, v_TY, call)  # type: ignore[return-value]
+    return call.forward(q_TX, k_TY, v_TY)
 
 
 @dataclass(frozen=True, slots=True)
-class _Packing:
+class _Call:
     """One call of `attend_packed`, without its tensors."""
 
-    lengths: tuple[int, ...]
+    packing: Packing
     rope: Rope | None
     settings: AttentionSettings
     kernels: Kernels
@@ -138,27 +146,26 @@ class _Packing:
     def forward(self, q_TX: torch.Tensor, k_TY: torch.Tensor, v_TY: torch.Tensor) -> torch.Tensor:
         library = library_for(self.kernels, "attention", q_TX)
         if library is None:
-            return reference.attend_packed(q_TX, k_TY, v_TY, self.rope, self.lengths, self.settings)
-        places = _packed_places(self.lengths)
-        num_blocks = places.block_tables_RN.numel()
-        cache_2NW = torch.zeros((2, num_blocks, BLOCK_TOKENS * self.settings.key_width), dtype=q_TX.dtype)
-        return _native(library, q_TX, k_TY, v_TY, self.rope, places, cache_2NW, self.settings)
+            return reference.attend_packed(q_TX, k_TY, v_TY, self.rope, self.packing.segments, self.settings)
+        room_2NW = self.packing.room(self.settings.key_width, q_TX.dtype)
+        return _native(library, q_TX, k_TY, v_TY, self.rope, self.packing.places, room_2NW, self.settings)
 
     def backward(
         self, q_TX: torch.Tensor, k_TY: torch.Tensor, v_TY: torch.Tensor, grad_TX: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gradients of q, k and v."""
+        segments = self.packing.segments
         library = library_for(self.kernels, "attention_gradient", q_TX)
         if library is None:
-            return backward.gradients(q_TX, k_TY, v_TY, grad_TX, self.rope, self.lengths, self.settings)
+            return backward.gradients(q_TX, k_TY, v_TY, grad_TX, self.rope, segments, self.settings)
         tensors = tuple(with_dense_rows(tensor) for tensor in (q_TX, k_TY, v_TY, grad_TX))
         dq_TX, dk_TY, dv_TY = (torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors[:3])
-        starts = torch.tensor((0, *accumulate(self.lengths)))
+        starts, parents = torch.tensor(segments.starts), torch.tensor(segments.parents, dtype=torch.int64)
         rope = _float32(self.rope)
         arguments = _GradientArguments(
             *_layer(q_TX, rope, self.settings),
-            *(tensor.data_ptr() for tensor in (*tensors, dq_TX, dk_TY, dv_TY, starts)),
-            len(self.lengths),
+            *(tensor.data_ptr() for tensor in (*tensors, dq_TX, dk_TY, dv_TY, starts, parents)),
+            len(parents),
             *(tensor.stride(0) for tensor in tensors),
         )
         library.attend_backward(ctypes.byref(arguments))
@@ -169,27 +176,14 @@ class _Packed(torch.autograd.Function):
     """Keeps q, k and v alone for the backward pass."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q_TX: torch.Tensor, k_TY: torch.Tensor, v_TY: torch.Tensor, packing: _Packing
-    ) -> torch.Tensor:
+    def forward(ctx: Any, q_TX: torch.Tensor, k_TY: torch.Tensor, v_TY: torch.Tensor, call: _Call) -> torch.Tensor:
         ctx.save_for_backward(q_TX, k_TY, v_TY)
-        ctx.packing = packing
-        return packing.forward(q_TX, k_TY, v_TY)
+        ctx.call = call
+        return call.forward(q_TX, k_TY, v_TY)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return *ctx.packing.backward(*ctx.saved_tensors, *grads), None
-
-
-def _packed_places(lengths: tuple[int, ...]) -> Places:
-    """Places of sequences one after the other, each with blocks of its own."""
-    lengths_B = torch.tensor(lengths)
-    rows_T = torch.repeat_interleave(torch.arange(len(lengths)), lengths_B)
-    starts_B = lengths_B.cumsum(0) - lengths_B
-    positions_T = torch.arange(len(rows_T)) - starts_B[rows_T]
-    width = -(-max(lengths, default=1) // BLOCK_TOKENS)
-    tables_RN = torch.arange(len(lengths) * width, dtype=torch.int32).view(-1, width)
-    return Places(positions_T.int(), rows_T.int(), tables_RN)
+        return *ctx.call.backward(*ctx.saved_tensors, *grads), None
 
 
 def _native(
@@ -198,10 +192,11 @@ def _native(
     k_TY: torch.Tensor,
     v_TY: torch.Tensor,
     rope: Rope | None,
-    places: Places,
+    copied: CopiedPlaces,
     cache_2NW: torch.Tensor,
     settings: AttentionSettings,
 ) -> torch.Tensor:
+    places = copied.places
     # The names hold contiguous copies alive until the call is over.
     q_TX, k_TY, v_TY = (with_dense_rows(tensor) for tensor in (q_TX, k_TY, v_TY))
     positions_T, rows_T, tables_RN = (
@@ -215,13 +210,14 @@ def _native(
         *(tensor.data_ptr() for tensor in (q_TX, k_TY, v_TY, cache_2NW)),
         cache_2NW.data_ptr() + cache_2NW.stride(0) * cache_2NW.element_size(),
         out_TX.data_ptr(),
-        *(tensor.data_ptr() for tensor in (positions_T, rows_T, tables_RN)),
+        *(tensor.data_ptr() for tensor in (positions_T, rows_T, tables_RN, copied.copied_E)),
         len(q_TX),
         *(tensor.stride(0) for tensor in (q_TX, k_TY, v_TY)),
         cache_2NW.shape[1],
         num_tables,
         table_width,
         table_width * BLOCK_TOKENS if rope is None else len(rope.cos_PF),
+        len(copied.copied_E),
     )
     status = library.attend(ctypes.byref(arguments))
     if status:

@@ -4,7 +4,8 @@ Sequences are padded to the longest of their chunk, and the query heads of a key
 rows of one matrix, so that all products are batched matmuls.
 
 Shape legend: T tokens, X = query heads * D, Y = key/value heads * D, B sequences of a chunk, L longest of them,
-K key/value heads, G query heads of a key/value head, D head width, M = B * K matrices, R = G * L rows of a matrix.
+C tokens with copies, K key/value heads, G query heads of a key/value head, D head width, M = B * K matrices,
+R = G * L rows of a matrix.
 """
 
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 import torch
 
 from tunesmith.kernels.attention import reference
+from tunesmith.kernels.attention.packing import ALONE, Segments
 from tunesmith.kernels.attention.records import AttentionSettings, Rope
 
 _CHUNK_BYTES = 64 * 2**20
@@ -24,10 +26,40 @@ def gradients(
     v_TY: torch.Tensor,
     grad_TX: torch.Tensor,
     rope: Rope | None,
+    segments: Segments,
+    settings: AttentionSettings,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k and v from that of the output. Scores, softmax and its backward are in float32.
+
+    Sequences that share another are taken with a copy of it each; what the copies get is summed.
+    """
+    if all(parent == ALONE for parent in segments.parents):
+        return _of_sequences(q_TX, k_TY, v_TY, grad_TX, rope, segments.lengths, settings)
+    index_C = torch.cat(segments.token_indices()).to(q_TX.device)
+    lengths = tuple(len(tokens) for tokens in segments.token_indices())
+    # What a parent's own tokens give is counted with the parent.
+    is_own_C = torch.cat([torch.arange(n) >= p for n, p in zip(lengths, segments.prefixes, strict=True)])
+    is_own_C1 = is_own_C.to(q_TX.device)[:, None]
+    results = _of_sequences(
+        q_TX[index_C], k_TY[index_C], v_TY[index_C], grad_TX[index_C] * is_own_C1, rope, lengths, settings
+    )
+    summed: list[torch.Tensor] = []
+    for whole, part in zip((q_TX, k_TY, v_TY), results, strict=True):
+        wide = part if part.dtype == torch.float64 else part.float()
+        sums = torch.zeros(whole.shape, dtype=wide.dtype, device=whole.device)
+        summed.append(sums.index_add_(0, index_C, wide).to(whole.dtype))
+    return summed[0], summed[1], summed[2]
+
+
+def _of_sequences(
+    q_TX: torch.Tensor,
+    k_TY: torch.Tensor,
+    v_TY: torch.Tensor,
+    grad_TX: torch.Tensor,
+    rope: Rope | None,
     lengths: tuple[int, ...],
     settings: AttentionSettings,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v from that of the output. Scores, softmax and its backward are in float32."""
     dq_TX, dk_TY, dv_TY = (
         torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (q_TX, k_TY, v_TY)
     )

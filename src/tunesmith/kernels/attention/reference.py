@@ -5,11 +5,10 @@ C tokens of a context, G query heads of a key/value head, P positions, F half of
 W numbers of a block.
 """
 
-from collections.abc import Sequence
-
 import torch
 
 from tunesmith.core.errors import InputError
+from tunesmith.kernels.attention.packing import Segments
 from tunesmith.kernels.attention.records import BLOCK_TOKENS, AttentionSettings, Places, Rope
 
 
@@ -54,21 +53,18 @@ def attend_packed(
     k_TY: torch.Tensor,
     v_TY: torch.Tensor,
     rope: Rope | None,
-    lengths: Sequence[int],
+    segments: Segments,
     settings: AttentionSettings,
 ) -> torch.Tensor:
-    """Attention of sequences that stand one after the other, each from position 0, [T, X]; gradients by autograd."""
+    """Attention of sequences that stand one after the other, [T, X]; gradients by autograd."""
     outs_TX: list[torch.Tensor] = []
-    start = 0
-    for length in lengths:
-        here = slice(start, start + length)
-        start += length
-        positions_T = torch.arange(length, device=q_TX.device)
-        q_THD, k_TKD = (
-            rotated(tensor[here].unflatten(1, (-1, settings.head_dim)), positions_T, rope) for tensor in (q_TX, k_TY)
-        )
-        v_TKD = v_TY[here].unflatten(1, (-1, settings.head_dim))
-        outs_TX.append(_one_sequence(q_THD, k_TKD, v_TKD, positions_T, settings))
+    for tokens_C, prefix in zip(segments.token_indices(), segments.prefixes, strict=True):
+        here_C = tokens_C.to(q_TX.device)
+        positions_C = torch.arange(len(here_C), device=q_TX.device)
+        q_THD, k_CKD, v_CKD = (tensor[here_C].unflatten(1, (-1, settings.head_dim)) for tensor in (q_TX, k_TY, v_TY))
+        k_CKD = rotated(k_CKD, positions_C, rope)
+        positions_T = positions_C[prefix:]
+        outs_TX.append(_one_sequence(rotated(q_THD[prefix:], positions_T, rope), k_CKD, v_CKD, positions_T, settings))
     return torch.cat(outs_TX)
 
 

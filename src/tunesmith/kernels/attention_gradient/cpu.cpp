@@ -2,6 +2,10 @@
 //
 // For 16 tokens and the query heads of one key/value head, the products with all keys that they see stand in a matrix,
 // which is small enough for the cache. Sums and the softmax are in float32; what is multiplied has the dtype given.
+//
+// A sequence may go on from another, its parent, which several may share. What its keys and values get from one after
+// the other is summed in float32 and in one order, whatever the threads.
+#include <memory>
 #include <vector>
 
 #include "attention_layer.hpp"
@@ -13,6 +17,7 @@ extern "C" struct GradientArguments {
     const void *q, *k, *v, *grad;         // [tokens, heads * head_dim], rows a stride apart
     void *dq, *dk, *dv;                   // the same, without gaps
     const int64_t* starts;                // [num_sequences + 1], first token of each sequence
+    const int64_t* parents;               // [num_sequences], the sequence that each goes on from, or -1
     int64_t num_sequences, q_stride, k_stride, v_stride, grad_stride;
 };
 
@@ -62,34 +67,82 @@ struct Scratch {
     std::vector<float> query_sums, key_sums, value_sums, head;
 };
 
-// One sequence and one key/value head.
-template <class P> class Sequence {
+// Neighbouring sequences of one parent, so many that its keys are seldom loaded anew; or one without a parent.
+struct Unit {
+    int64_t first, count;
+    float* sums;                          // what its parent's keys and values get: [heads][2][tokens][stride]
+};
+
+constexpr int64_t kSiblings = 4;
+
+// The sequences of one unit and one key/value head.
+template <class P> class Work {
     typedef typename P::Number Number;
 
   public:
-    Sequence(const GradientArguments& a, int64_t sequence, int64_t head, Scratch& scratch)
+    // `own_sums` is where a parent leaves what its own queries give to its keys and values.
+    Work(const GradientArguments& a, const Unit& unit, int64_t head, float* const* own_sums, Scratch& scratch)
         : a_(a), layer_(a.layer), s_(scratch), group_(layer_.num_heads / layer_.num_kv_heads), width_(layer_.head_dim),
-          stride_((width_ + kLanes - 1) / kLanes * kLanes), head_size_(kBlock * width_), head_(head),
-          start_(a.starts[sequence]), length_(a.starts[sequence + 1] - start_),
-          num_blocks_((length_ + kBlock - 1) / kBlock) {}
+          stride_((width_ + kLanes - 1) / kLanes * kLanes), head_size_(kBlock * width_), head_(head), unit_(unit),
+          own_sums_(own_sums) {
+        int64_t parent = a.parents[unit.first];
+        if (parent < 0) return;
+        parent_start_ = a.starts[parent];
+        prefix_ = a.starts[parent + 1] - parent_start_;
+    }
 
     void run() {
+        int64_t longest = 0;
+        for (int64_t i = unit_.first; i < unit_.first + unit_.count; ++i)
+            longest = std::max(longest, prefix_ + a_.starts[i + 1] - a_.starts[i]);
+        int64_t most_blocks = (longest + kBlock - 1) / kBlock;
         s_.head.resize(stride_);
-        load_keys();
-        s_.key_sums.assign(num_blocks_ * kBlock * stride_, 0.0f);
-        s_.value_sums.assign(num_blocks_ * kBlock * stride_, 0.0f);
-        for (int64_t block = 0; block < num_blocks_; ++block) {
+        for (auto* room : {&s_.keys_across, &s_.keys_along, &s_.values_across}) cleared(*room, most_blocks * head_size_);
+        s_.key_sums.assign(most_blocks * kBlock * stride_, 0.0f);
+        s_.value_sums.assign(most_blocks * kBlock * stride_, 0.0f);
+        load_keys(0, prefix_ / kBlock * kBlock);
+        for (int64_t i = unit_.first; i < unit_.first + unit_.count; ++i) run_sequence(i);
+        if (unit_.sums) keep_sums(unit_.sums, 0, prefix_);
+    }
+
+  private:
+    void run_sequence(int64_t sequence) {
+        start_ = a_.starts[sequence];
+        length_ = prefix_ + a_.starts[sequence + 1] - start_;
+        num_blocks_ = (length_ + kBlock - 1) / kBlock;
+        clear_behind_prefix();
+        load_keys(prefix_ / kBlock * kBlock, length_);
+        for (int64_t block = prefix_ / kBlock; block < num_blocks_; ++block) {
             load_queries(block);
             differentiate_block(block);
         }
-        for (int64_t row = 0; row < length_; ++row) {
-            int64_t to = ((start_ + row) * layer_.num_kv_heads + head_) * width_;
+        if (own_sums_[sequence]) return keep_sums(own_sums_[sequence], prefix_, length_);
+        for (int64_t row = prefix_; row < length_; ++row) {
+            int64_t to = (token_at(row) * layer_.num_kv_heads + head_) * width_;
             rotate<P>(s_.key_sums.data() + row * stride_, (Number*)a_.dk + to, layer_, row, -1.0f);
             store_row(s_.value_sums.data() + row * stride_, (Number*)a_.dv + to);
         }
     }
 
-  private:
+    int64_t token_at(int64_t position) const {
+        return position < prefix_ ? parent_start_ + position : start_ + position - prefix_;
+    }
+
+    // What the last sibling left.
+    void clear_behind_prefix() {
+        int64_t first = prefix_ / kBlock, count = (num_blocks_ - first) * head_size_;
+        for (auto* room : {&s_.keys_across, &s_.keys_along, &s_.values_across})
+            std::fill_n((Number*)room->data() + first * head_size_, count, Number());
+        for (auto* sums : {&s_.key_sums, &s_.value_sums})
+            std::fill_n(sums->data() + prefix_ * stride_, (num_blocks_ * kBlock - prefix_) * stride_, 0.0f);
+    }
+
+    void keep_sums(float* to, int64_t first, int64_t end) const {
+        int64_t size = (end - first) * stride_;
+        std::copy_n(s_.key_sums.data() + first * stride_, size, to + head_ * 2 * size);
+        std::copy_n(s_.value_sums.data() + first * stride_, size, to + (head_ * 2 + 1) * size);
+    }
+
     // Room for `count` numbers, all zero.
     static Number* cleared(std::vector<float>& room, int64_t count) {
         room.assign((count * sizeof(Number) + sizeof(float) - 1) / sizeof(float), 0.0f);
@@ -100,12 +153,11 @@ template <class P> class Sequence {
         each_vector(width_, [&](int64_t i, int count) { store(to + i, load(from + i), count); });
     }
 
-    void load_keys() {
-        int64_t count = num_blocks_ * head_size_;
-        Number *across = cleared(s_.keys_across, count), *along = cleared(s_.keys_along, count);
-        Number *values = cleared(s_.values_across, count), *turned = (Number*)s_.head.data();
-        for (int64_t row = 0; row < length_; ++row) {
-            int64_t block = row / kBlock * head_size_, token = start_ + row;
+    void load_keys(int64_t first, int64_t end) {
+        Number *across = (Number*)s_.keys_across.data(), *along = (Number*)s_.keys_along.data();
+        Number *values = (Number*)s_.values_across.data(), *turned = (Number*)s_.head.data();
+        for (int64_t row = first; row < end; ++row) {
+            int64_t block = row / kBlock * head_size_, token = token_at(row);
             rotate<P>((const Number*)a_.k + token * a_.k_stride + head_ * width_, turned, layer_, row, 1.0f);
             put_crosswise<P>(across + block, row % kBlock, turned, width_);
             P::put_lengthwise(along + block, row % kBlock, turned, width_);
@@ -114,15 +166,15 @@ template <class P> class Sequence {
     }
 
     // Queries of the 16 tokens of a block and gradients of their outputs; row `g * 16 + t` is head g of token t. Tokens
-    // behind the end are zeros, which add nothing to any sum.
+    // of the parent and behind the end are zeros, which add nothing to any sum.
     void load_queries(int64_t block) {
         Number *queries = cleared(s_.queries_along, group_ * head_size_), *grads = cleared(s_.grads_along, group_ * head_size_);
         s_.queries.assign(group_ * kBlock * stride_, 0.0f);
         s_.grads.assign(group_ * kBlock * stride_, 0.0f);
         Number* turned = (Number*)s_.head.data();
         for (int64_t g = 0; g < group_; ++g)
-            for (int64_t t = 0; t < kBlock && block * kBlock + t < length_; ++t) {
-                int64_t position = block * kBlock + t, token = start_ + position, row = g * kBlock + t;
+            for (int64_t t = std::max<int64_t>(0, prefix_ - block * kBlock); t < kBlock && block * kBlock + t < length_; ++t) {
+                int64_t position = block * kBlock + t, token = token_at(position), row = g * kBlock + t;
                 int64_t column = (head_ * group_ + g) * width_;
                 rotate<P>((const Number*)a_.q + token * a_.q_stride + column, turned, layer_, position, 1.0f);
                 P::store_steps(s_.queries.data() + row * stride_, turned, width_);
@@ -171,40 +223,93 @@ template <class P> class Sequence {
     void store_queries(int64_t block) const {
         for (int64_t row = 0; row < group_ * kBlock; ++row) {
             int64_t position = block * kBlock + row % kBlock, head = head_ * group_ + row / kBlock;
-            if (position < length_)
+            if (position >= prefix_ && position < length_)
                 rotate<P>(s_.query_sums.data() + row * stride_,
-                          (Number*)a_.dq + ((start_ + position) * layer_.num_heads + head) * width_, layer_, position, -1.0f);
+                          (Number*)a_.dq + (token_at(position) * layer_.num_heads + head) * width_, layer_, position, -1.0f);
         }
     }
 
     const GradientArguments& a_;
     const Layer& layer_;
     Scratch& s_;
-    const int64_t group_, width_, stride_, head_size_, head_, start_, length_, num_blocks_;
+    const int64_t group_, width_, stride_, head_size_, head_;
+    const Unit& unit_;
+    float* const* own_sums_;
+    int64_t parent_start_ = 0, prefix_ = 0, start_ = 0, length_ = 0, num_blocks_ = 0;
     std::vector<const Number*> at_, more_;
 };
 
-template <class P> void run(const GradientArguments& a) {
-    const Layer& layer = a.layer;
-    int64_t work = 0, num_units = a.num_sequences * layer.num_kv_heads;
-    for (int64_t i = 0; i < a.num_sequences; ++i) {
-        int64_t length = a.starts[i + 1] - a.starts[i];
-        work += length * (length + 64) * layer.num_heads * layer.head_dim;
+// All sequences. A parent's gradients are stored when those of its children are there.
+template <class P> class Backward {
+    typedef typename P::Number Number;
+
+  public:
+    explicit Backward(const GradientArguments& a)
+        : a_(a), layer_(a.layer), stride_((layer_.head_dim + kLanes - 1) / kLanes * kLanes), own_sums_(a.num_sequences) {
+        for (int64_t i = 0; i < a_.num_sequences; ++i) {
+            bool joins = i && a_.parents[i] >= 0 && a_.parents[i] == a_.parents[i - 1] && units_.back().count < kSiblings;
+            if (joins) ++units_.back().count;
+            else units_.push_back({i, 1, nullptr});
+            if (a_.parents[i] >= 0 && !own_sums_[a_.parents[i]]) own_sums_[a_.parents[i]] = room(a_.parents[i]);
+        }
+        for (Unit& unit : units_)
+            if (a_.parents[unit.first] >= 0) unit.sums = room(a_.parents[unit.first]);
     }
-#pragma omp parallel for schedule(dynamic, 1) num_threads((int)layer.num_threads) \
-    if (layer.num_threads > 1 && work > kParallelWork)
-    for (int64_t unit = 0; unit < num_units; ++unit) {
-        static thread_local Scratch scratch;
-        Sequence<P>(a, unit / layer.num_kv_heads, unit % layer.num_kv_heads, scratch).run();
+
+    void run() {
+        int64_t work = 0, heads = layer_.num_kv_heads, num_units = (int64_t)units_.size() * heads;
+        for (int64_t i = 0; i < a_.num_sequences; ++i) {
+            int64_t own = length(i), seen = own + (a_.parents[i] < 0 ? 0 : length(a_.parents[i]));
+            work += own * (seen + 64) * layer_.num_heads * layer_.head_dim;
+        }
+#pragma omp parallel num_threads((int)layer_.num_threads) if (layer_.num_threads > 1 && work > kParallelWork)
+        {
+            static thread_local Scratch scratch;
+#pragma omp for schedule(dynamic, 1)
+            for (int64_t unit = 0; unit < num_units; ++unit)
+                Work<P>(a_, units_[unit / heads], unit % heads, own_sums_.data(), scratch).run();
+#pragma omp for schedule(dynamic, 1)
+            for (int64_t item = 0; item < a_.num_sequences * heads; ++item)
+                if (own_sums_[item / heads]) store_parent(item / heads, item % heads);
+        }
     }
-}
+
+  private:
+    int64_t length(int64_t sequence) const { return a_.starts[sequence + 1] - a_.starts[sequence]; }
+
+    float* room(int64_t parent) {
+        rooms_.emplace_back(new float[layer_.num_kv_heads * 2 * length(parent) * stride_]);
+        return rooms_.back().get();
+    }
+
+    void store_parent(int64_t parent, int64_t head) {
+        int64_t size = length(parent) * stride_;
+        float* sums = own_sums_[parent] + head * 2 * size;
+        for (const Unit& unit : units_)
+            if (a_.parents[unit.first] == parent)
+                for (int64_t i = 0; i < 2 * size; ++i) sums[i] += unit.sums[head * 2 * size + i];
+        for (int64_t row = 0; row < length(parent); ++row) {
+            int64_t to = ((a_.starts[parent] + row) * layer_.num_kv_heads + head) * layer_.head_dim;
+            rotate<P>(sums + row * stride_, (Number*)a_.dk + to, layer_, row, -1.0f);
+            const float* values = sums + size + row * stride_;
+            each_vector(layer_.head_dim, [&](int64_t i, int count) { store((Number*)a_.dv + to + i, load(values + i), count); });
+        }
+    }
+
+    const GradientArguments& a_;
+    const Layer& layer_;
+    const int64_t stride_;
+    std::vector<Unit> units_;
+    std::vector<float*> own_sums_;                 // of each parent, null for the others
+    std::vector<std::unique_ptr<float[]>> rooms_;
+};
 
 }  // namespace
 
 extern "C" void attend_backward(const GradientArguments* a) {
-    if (!a->layer.is_bfloat16) return run<Single<float>>(*a);
+    if (!a->layer.is_bfloat16) return Backward<Single<float>>(*a).run();
 #ifdef __AVX512BF16__
-    if (a->layer.head_dim % kLanes == 0) return run<Pairs>(*a);
+    if (a->layer.head_dim % kLanes == 0) return Backward<Pairs>(*a).run();
 #endif
-    run<Single<uint16_t>>(*a);
+    Backward<Single<uint16_t>>(*a).run();
 }

@@ -4,6 +4,7 @@ Shape legend: N rows, V vocabulary.
 """
 
 import ctypes
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -65,6 +66,62 @@ def chosen_logp_entropy(
     return _forward(library, with_dense_rows(logits_NV), ids_N, temperature)[:2]
 
 
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Log-probs and entropies of rows, and what `logits_gradient` needs of each besides its logits."""
+
+    logp_N: torch.Tensor
+    entropy_N: torch.Tensor
+    sums_NK: torch.Tensor
+
+
+def score(logits_NV: torch.Tensor, ids_N: torch.Tensor, temperature: float, *, kernels: Kernels) -> Scored:
+    """What `chosen_logp_entropy` gives, with the same bits, and a few sums per row; without autograd.
+
+    Raises:
+        InputError, NativeUnavailableError: as `chosen_logp_entropy`.
+    """
+    _check(logits_NV, ids_N, temperature)
+    library = library_for(kernels, "logprob", logits_NV)
+    if library is not None:
+        return Scored(*_forward(library, with_dense_rows(logits_NV), ids_N, temperature))
+    sums = reference.sums_in_blocks(logits_NV, ids_N, temperature)
+    logp_N = sums.logp_N.where(sums.entropy_N.isfinite(), torch.nan)
+    return Scored(logp_N, sums.entropy_N, torch.stack((sums.lse_N, sums.entropy_N), -1))
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreGradient:
+    """Gradients of some loss with respect to the log-probs and entropies of rows; None where it uses none of them."""
+
+    d_logp_N: torch.Tensor | None
+    d_entropy_N: torch.Tensor | None
+
+
+def logits_gradient(
+    logits_NV: torch.Tensor,
+    ids_N: torch.Tensor,
+    sums_NK: torch.Tensor,
+    gradient: ScoreGradient,
+    temperature: float,
+    *,
+    kernels: Kernels,
+) -> torch.Tensor:
+    """The gradient of the logits, written over them: rows of `score`, or some neighbouring columns of those.
+
+    `sums_NK` are from `score` of the whole rows, with the same kernels. For columns from c on, give `ids_N - c`; ids
+    outside are no error.
+    """
+    library = library_for(kernels, "logprob", logits_NV)
+    if library is None:
+        reference.gradient_in_blocks(
+            logits_NV, ids_N, sums_NK, gradient.d_logp_N, gradient.d_entropy_N, temperature, logits_NV
+        )
+    else:
+        _backward(library, logits_NV, ids_N.contiguous(), sums_NK.contiguous(), gradient, temperature, logits_NV)
+    return logits_NV
+
+
 class _ChosenLogpEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -90,16 +147,7 @@ class _ChosenLogpEntropy(torch.autograd.Function):
         logits_NV, ids_N, sums_N3 = ctx.saved_tensors
         dense_NV, ids_N = with_dense_rows(logits_NV.detach()), ids_N.contiguous()
         gradient_NV = dense_NV if ctx.reuse_logits else empty_as(dense_NV)
-        d_logp_N, d_entropy_N = (None if grad is None else grad.contiguous() for grad in grads)
-        function_of(ctx.library, "chosen_logp_entropy_backward", _BACKWARD)(
-            *(address(tensor) for tensor in (dense_NV, ids_N, sums_N3, d_logp_N, d_entropy_N, gradient_NV)),
-            *dense_NV.shape,
-            dense_NV.stride(0),
-            gradient_NV.stride(0),
-            ctx.temperature,
-            dense_NV.dtype == torch.bfloat16,
-            torch.get_num_threads(),
-        )
+        _backward(ctx.library, dense_NV, ids_N, sums_N3, ScoreGradient(*grads), ctx.temperature, gradient_NV)
         if ctx.reuse_logits:
             # autograd does not see what C++ writes; with this, reading the logits in another backward pass raises.
             torch.autograd.graph.increment_version(logits_NV)
@@ -124,6 +172,31 @@ def _forward(
         torch.get_num_threads(),
     )
     return logp_N, entropy_N, sums_N3
+
+
+def _backward(
+    library: ctypes.CDLL,
+    logits_NV: torch.Tensor,
+    ids_N: torch.Tensor,
+    sums_N3: torch.Tensor,
+    gradient: ScoreGradient,
+    temperature: float,
+    out_NV: torch.Tensor,
+) -> None:
+    """Write the gradient of the logits to `out_NV`, which may be the logits."""
+    # The names hold contiguous copies alive until the call is over.
+    d_logp_N, d_entropy_N = (
+        None if grad is None else grad.contiguous() for grad in (gradient.d_logp_N, gradient.d_entropy_N)
+    )
+    function_of(library, "chosen_logp_entropy_backward", _BACKWARD)(
+        *(address(tensor) for tensor in (logits_NV, ids_N, sums_N3, d_logp_N, d_entropy_N, out_NV)),
+        *logits_NV.shape,
+        logits_NV.stride(0),
+        out_NV.stride(0),
+        temperature,
+        logits_NV.dtype == torch.bfloat16,
+        torch.get_num_threads(),
+    )
 
 
 def _check(logits_NV: torch.Tensor, ids_N: torch.Tensor, temperature: float) -> None:

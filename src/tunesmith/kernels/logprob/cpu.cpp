@@ -74,7 +74,7 @@ template <class T> RowSums sums_of(const T* x, int64_t n, double inverse_tempera
 }
 
 // With z = logits / temperature and H the entropy: d logp / dz = onehot - p and d H / dz = -p (log p + H).
-// `gradient` may be `x` itself.
+// `gradient` may be `x` itself. A token outside of the row, in columns that the caller did not give, adds nothing.
 template <class T>
 void row_backward(const T* x, T* gradient, int64_t n, int64_t token, const RowSums& sums, double inverse_temperature,
                   double d_logp, double d_entropy) {
@@ -86,9 +86,10 @@ void row_backward(const T* x, T* gradient, int64_t n, int64_t token, const RowSu
         Floats exponents = larger((values - offset) * scale, splat(kLowest));
         return -exp_of_negative(exponents) * (exponents * factor + constant);
     };
-    float of_token = (float)(d_logp * inverse_temperature + slope(splat(load_one(x + token)))[0]);
+    bool is_here = token >= 0 && token < n;
+    float of_token = is_here ? (float)(d_logp * inverse_temperature + slope(splat(load_one(x + token)))[0]) : 0.0f;
     each_vector(n, [&](int64_t i, int count) TUNESMITH_INLINE { store(gradient + i, slope(load(x + i, count)), count); });
-    store_one(gradient + token, of_token);
+    if (is_here) store_one(gradient + token, of_token);
 }
 
 template <class T>

@@ -1,0 +1,129 @@
+"""Padded rows as packed tokens: no padding, and what neighbouring rows begin with in common stands there once.
+
+The state behind a token depends on the tokens up to it alone, so rows may share the states of a common beginning: the
+prompt of a group's completions, or of the two sides of a pair.
+
+Shape legend: B rows, S positions of a row, T packed tokens, N picked states, H hidden.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tunesmith.kernels.attention.packing import ALONE, Segments
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRows:
+    """The tokens of some rows. Those of row b before position `shared_B[b]` begin at `shared_start_B[b]`, the others at
+    `own_start_B[b]`.
+
+    Example: rows [5, 6, 7, 8] and [5, 6, 9] are the tokens [5, 6, 7, 8, 9] in segments of 2, 2 and 1, the last two of
+    which go on from the first.
+    """
+
+    ids_T: torch.Tensor
+    segments: Segments
+    shared_B: torch.Tensor
+    shared_start_B: torch.Tensor
+    own_start_B: torch.Tensor
+
+    def index(self, row_N: torch.Tensor, position_N: torch.Tensor) -> torch.Tensor:
+        """index_N: where the token at a position of a row stands among the packed tokens."""
+        shared_N = self.shared_B[row_N]
+        own_N = self.own_start_B[row_N] + position_N - shared_N
+        return torch.where(position_N < shared_N, self.shared_start_B[row_N] + position_N, own_N)
+
+
+def pack_rows(ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> PackedRows:
+    """The first `lengths_B[b]` (at least 1) tokens of each row; what a row begins with may stand with those beside it.
+
+    Neighbours share where that saves most tokens.
+    """
+    lengths = lengths_B.tolist()
+    run = _Run([], [], [])
+    shared_at: list[tuple[int, int]] = []  # of each row
+    own_starts: list[int] = []
+    for group in _groups(ids_BS, lengths):
+        parent, start = ALONE, run.num_tokens
+        if group.shared:
+            parent = len(run.lengths)
+            run.add(ids_BS[group.rows.start, : group.shared], ALONE)
+        for row in group.rows:
+            shared_at.append((group.shared, start))
+            own_starts.append(run.num_tokens)
+            run.add(ids_BS[row, group.shared : lengths[row]], parent)
+    shared_B2, own_start_B = (torch.tensor(numbers, device=ids_BS.device) for numbers in (shared_at, own_starts))
+    segments = Segments(tuple(run.lengths), tuple(run.parents))
+    return PackedRows(torch.cat(run.ids), segments, *shared_B2.unbind(1), own_start_B)
+
+
+@dataclass(slots=True)
+class _Run:
+    """Segments so far."""
+
+    lengths: list[int]
+    parents: list[int]
+    ids: list[torch.Tensor]
+    num_tokens: int = 0
+
+    def add(self, tokens: torch.Tensor, parent: int) -> None:
+        """One more segment; a row that is all shared has no tokens of its own, and none is made."""
+        if len(tokens):
+            self.lengths.append(len(tokens))
+            self.parents.append(parent)
+            self.ids.append(tokens)
+            self.num_tokens += len(tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Neighbouring rows whose first `shared` tokens are the same; a row alone shares none."""
+
+    rows: range
+    shared: int
+
+
+def _groups(ids_BS: torch.Tensor, lengths: Sequence[int]) -> Iterator[_Group]:
+    """A row joins the group before it if that then saves more tokens in all, although all of it may share fewer."""
+    first, shared = 0, lengths[0] if lengths else 0
+    for row in range(1, len(lengths) + 1):
+        num_saving = row - first  # rows that share what the first one brings
+        common = 0 if row == len(lengths) else _common(ids_BS[first], ids_BS[row], min(shared, lengths[row]))
+        if num_saving * common > (num_saving - 1) * shared:
+            shared = common
+        else:
+            yield _Group(range(first, row), shared if num_saving > 1 else 0)
+            first, shared = row, 0 if row == len(lengths) else lengths[row]
+
+
+def _common(first_S: torch.Tensor, second_S: torch.Tensor, limit: int) -> int:
+    """How many of the first `limit` tokens are the same before one differs."""
+    different = (first_S[:limit] != second_S[:limit]).nonzero()
+    return int(different[0]) if len(different) else limit
+
+
+def states_at(hidden_TH: torch.Tensor, index_N: torch.Tensor) -> torch.Tensor:
+    """hidden_NH: the states at `index_N`, one of which may be asked for several times; gradients are summed in float32,
+    or float64.
+    """
+    return _States.apply(hidden_TH, index_N)  # type: ignore[return-value]
+
+
+class _States(torch.autograd.Function):
+    """Not torch's indexing, which sums repeated rows in bfloat16, and in float32 in an order that may change."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_TH: torch.Tensor, index_N: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(index_N)
+        ctx.num_states, ctx.dtype = len(hidden_TH), hidden_TH.dtype
+        return hidden_TH.index_select(0, index_N)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (index_N,) = ctx.saved_tensors
+        wide_NH = grads[0] if ctx.dtype == torch.float64 else grads[0].float()
+        sums_TH = wide_NH.new_zeros((ctx.num_states, wide_NH.shape[1]))
+        return sums_TH.index_add_(0, index_N, wide_NH).to(ctx.dtype), None

@@ -1,0 +1,209 @@
+"""Scores from hidden states: bits of the values, gradients against float64, and what exists at a time.
+
+Shape legend: N rows, H hidden, V vocabulary.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import linear
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from tunesmith.core.errors import InputError
+from tunesmith.kernels.gated.api import softcap
+from tunesmith.kernels.logprob import reference
+from tunesmith.kernels.logprob.api import chosen_logp_entropy
+from tunesmith.kernels.logprob.head import OutputLayer, head_logp_entropy
+from tunesmith.kernels.native import Kernels
+
+ROWS, HIDDEN, TOKENS = 45, 32, 700
+ROW_BYTES = {torch.float32: 4 * TOKENS, torch.bfloat16: 2 * TOKENS, torch.float64: 8 * TOKENS}
+FORMS = [(False, None), (True, None), (False, 5.0), (True, 5.0)]
+
+
+@pytest.fixture(params=["native", "torch"])
+def kernels(request: pytest.FixtureRequest, native: Kernels) -> Kernels:
+    return native if request.param == "native" else Kernels("torch")
+
+
+def normal(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Case:
+    """Leaves, ids, and the gradients that a loss gives to the scores."""
+
+    def __init__(self, dtype: torch.dtype, has_bias: bool = False, cap: float | None = None, rows: int = ROWS) -> None:
+        self.hidden_NH = normal(rows, HIDDEN, seed=0).to(dtype).requires_grad_()
+        self.weight_VH = (0.5 * normal(TOKENS, HIDDEN, seed=1)).to(dtype).requires_grad_()
+        self.bias_V = normal(TOKENS, seed=2).to(dtype).requires_grad_() if has_bias else None
+        self.cap = cap
+        self.ids_N = torch.randint(TOKENS, (rows,), generator=torch.Generator().manual_seed(3))
+        self.d_logp_N, self.d_entropy_N = normal(rows, seed=4), normal(rows, seed=5)
+
+    @property
+    def leaves(self) -> list[torch.Tensor]:
+        return [self.hidden_NH, self.weight_VH, *([] if self.bias_V is None else [self.bias_V])]
+
+    def scores(self, kernels: Kernels, num_rows: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """By chunks of at most `num_rows` rows; None is one chunk."""
+        chunk_bytes = (num_rows or ROWS) * ROW_BYTES[self.hidden_NH.dtype]
+        layer = OutputLayer(self.weight_VH, self.bias_V, self.cap)
+        return head_logp_entropy(self.hidden_NH, layer, self.ids_N, 0.7, kernels=kernels, chunk_bytes=chunk_bytes)
+
+    def gradients(self, scores: tuple[torch.Tensor, torch.Tensor], retain: bool = False) -> list[torch.Tensor]:
+        logp_N, entropy_N = scores
+        loss = (logp_N * self.d_logp_N).sum() + (entropy_N * self.d_entropy_N).sum()
+        return list(torch.autograd.grad(loss, self.leaves, retain_graph=retain))
+
+    def exact(self) -> list[torch.Tensor]:
+        """Gradients by plain autograd in float64."""
+        wide = [leaf.detach().double().requires_grad_() for leaf in self.leaves]
+        logits_NV = linear(*wide)
+        if self.cap is not None:
+            logits_NV = self.cap * torch.tanh(logits_NV / self.cap)
+        logp_N, entropy_N = reference.chosen_logp_entropy(logits_NV, self.ids_N, 0.7)
+        loss = (logp_N * self.d_logp_N).sum() + (entropy_N * self.d_entropy_N).sum()
+        return list(torch.autograd.grad(loss, wide))
+
+
+class Largest(TorchDispatchMode):
+    """Shape and bytes of the largest tensor that an operation gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+        self.shape: torch.Size = torch.Size()
+
+    def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor) and leaf.numel() * leaf.element_size() > self.num_bytes:
+                self.num_bytes, self.shape = leaf.numel() * leaf.element_size(), leaf.shape
+        return out
+
+
+@pytest.mark.parametrize("num_rows", [None, 2, 7, 44])
+@pytest.mark.parametrize(("has_bias", "cap"), FORMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_values_have_the_bits_of_scores_of_all_logits(dtype, has_bias, cap, num_rows, kernels: Kernels) -> None:
+    if dtype == torch.float32 and num_rows:
+        pytest.skip("a float32 product depends on the rows beside it")
+    case = Case(dtype, has_bias, cap)
+    with torch.no_grad():
+        logits_NV = linear(case.hidden_NH, case.weight_VH, case.bias_V)
+        logits_NV = logits_NV if cap is None else softcap(logits_NV, cap, kernels=kernels)
+        whole = chosen_logp_entropy(logits_NV, case.ids_N, 0.7, kernels=kernels)
+        without_gradient = case.scores(kernels, num_rows)
+    for found, alone, expected in zip(case.scores(kernels, num_rows), without_gradient, whole, strict=True):
+        assert torch.equal(found, expected) and torch.equal(alone, expected)
+
+
+@pytest.mark.parametrize("num_rows", [None, 2, 7])
+@pytest.mark.parametrize(("has_bias", "cap"), FORMS)
+def test_gradients_are_those_of_float64(has_bias, cap, num_rows, kernels: Kernels) -> None:
+    case = Case(torch.float32, has_bias, cap)
+    for found, exact in zip(case.gradients(case.scores(kernels, num_rows)), case.exact(), strict=True):
+        torch.testing.assert_close(found.double(), exact, atol=2e-6 * exact.abs().max().item(), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("has_bias", "cap"), FORMS)
+def test_in_float64_the_chunks_are_exact(has_bias, cap) -> None:
+    case = Case(torch.float64, has_bias, cap)
+    for found, exact in zip(case.gradients(case.scores(Kernels("torch"), 7)), case.exact(), strict=True):
+        torch.testing.assert_close(found, exact, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("num_rows", [2, 7])
+def test_in_bfloat16_chunks_cost_no_accuracy(num_rows: int, kernels: Kernels) -> None:
+    case = Case(torch.bfloat16)
+    whole, chunked = (case.gradients(case.scores(kernels, rows)) for rows in (None, num_rows))
+    for one, several, exact in zip(whole, chunked, case.exact(), strict=True):
+        assert (several - exact).norm() <= 1.05 * (one - exact).norm()
+
+
+@pytest.mark.parametrize("num_rows", [None, 7])
+def test_rows_without_gradient_are_left_out_and_change_nothing(num_rows: int | None, native: Kernels) -> None:
+    case = Case(torch.float32)
+    expected = case.exact()[0]
+    unused_N = torch.arange(ROWS) % 3 > 0
+    case.d_logp_N[unused_N], case.d_entropy_N[unused_N] = 0.0, 0.0
+    scores = case.scores(native, num_rows)
+    with FlopCounterMode(display=False) as counter:
+        d_hidden_NH, d_weight_VH = case.gradients(scores)
+    num_products = 2 if num_rows is None else 3  # the logits again, unless they were kept
+    assert counter.get_total_flops() == num_products * 2 * int((~unused_N).sum()) * HIDDEN * TOKENS
+    assert (d_hidden_NH[unused_N] == 0).all()
+    scale = expected.abs().max().item()
+    torch.testing.assert_close(d_hidden_NH[~unused_N].double(), expected[~unused_N], atol=2e-6 * scale, rtol=1e-5)
+    torch.testing.assert_close(d_weight_VH.double(), case.exact()[1], atol=2e-6 * scale, rtol=1e-5)
+
+
+def test_a_loss_that_uses_nothing_has_a_gradient_of_zero(native: Kernels) -> None:
+    case = Case(torch.float32)
+    case.d_logp_N.zero_()
+    case.d_entropy_N.zero_()
+    assert all((gradient == 0).all() for gradient in case.gradients(case.scores(native, 7)))
+
+
+def test_no_tensor_is_larger_than_the_bound(kernels: Kernels) -> None:
+    """Nor than hidden states or weights: those are there anyway, or are the gradients that were asked for."""
+    case = Case(torch.float32, rows=400)
+    chunk_bytes = 40 * ROW_BYTES[torch.float32]
+    layer = OutputLayer(case.weight_VH)
+    with Largest() as largest:
+        scores = head_logp_entropy(case.hidden_NH, layer, case.ids_N, kernels=kernels, chunk_bytes=chunk_bytes)
+        case.gradients(scores)
+    given = max(leaf.numel() * leaf.element_size() for leaf in case.leaves)
+    assert largest.num_bytes <= max(chunk_bytes, given)
+    with Largest() as all_at_once:
+        case.gradients(chosen_logp_entropy(linear(*case.leaves), case.ids_N, 1.0, kernels=kernels))
+    assert all_at_once.shape == (400, TOKENS)  # the measure sees what it is to see
+
+
+def test_a_second_backward_pass_gives_the_same(native: Kernels) -> None:
+    case = Case(torch.bfloat16)
+    scores = case.scores(native)
+    first, second = case.gradients(scores, retain=True), case.gradients(scores)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_a_frozen_layer_gets_no_gradient_and_none_is_computed(native: Kernels) -> None:
+    case = Case(torch.float32)
+    expected = case.gradients(case.scores(native))[0]
+    case.weight_VH.requires_grad_(False)
+    logp_N, entropy_N = case.scores(native)
+    with FlopCounterMode(display=False) as counter:
+        ((logp_N * case.d_logp_N).sum() + (entropy_N * case.d_entropy_N).sum()).backward()
+    assert counter.get_total_flops() == 2 * ROWS * HIDDEN * TOKENS
+    assert case.hidden_NH.grad is not None and case.weight_VH.grad is None
+    assert torch.equal(case.hidden_NH.grad, expected)
+
+
+def test_one_row_and_no_row_are_computed(native: Kernels) -> None:
+    for rows in (0, 1):
+        case = Case(torch.bfloat16, rows=rows)
+        whole = Case(torch.bfloat16, rows=5)
+        logp_N, _ = case.scores(native)
+        with torch.no_grad():
+            whole.hidden_NH[:rows] = case.hidden_NH
+            whole.ids_N[:rows] = case.ids_N
+        assert torch.equal(logp_N, whole.scores(native)[0][:rows])
+        (d_hidden_NH,) = torch.autograd.grad(case.scores(native)[0].sum(), case.hidden_NH)
+        assert d_hidden_NH.shape == (rows, HIDDEN)
+
+
+def test_what_does_not_fit_is_refused(native: Kernels) -> None:
+    case = Case(torch.float32)
+    with pytest.raises(InputError, match="hidden states are"):
+        head_logp_entropy(case.hidden_NH[:, 1:], OutputLayer(case.weight_VH), case.ids_N, kernels=native)
+    with pytest.raises(InputError, match="ids for 45 rows"):
+        head_logp_entropy(case.hidden_NH, OutputLayer(case.weight_VH), case.ids_N[1:], kernels=native)
+    with pytest.raises(InputError, match="temperature is 0"):
+        head_logp_entropy(case.hidden_NH, OutputLayer(case.weight_VH), case.ids_N, 0.0, kernels=native)
+    with pytest.raises(InputError, match="ids lie in"):
+        head_logp_entropy(case.hidden_NH, OutputLayer(case.weight_VH), case.ids_N + TOKENS, kernels=native)
