@@ -6,7 +6,8 @@ import torch
 from tunesmith.batch.targets import LearntSequence, Targets, pack_targets
 from tunesmith.kernels.native import Kernels
 from tunesmith.models.language_model import LanguageModel, language_model
-from tunesmith.models.next_token import NextTokenScores, next_token_scores
+from tunesmith.kernels.logprob.head import HeadScores
+from tunesmith.models.next_token import next_token_scores
 from tunesmith.models.tiny import FAMILIES, tiny_model
 
 SEQUENCES = [
@@ -24,7 +25,7 @@ def models(family: str) -> tuple[LanguageModel, LanguageModel]:
     return packed, LanguageModel(module, None, packed.kernels, "the padded way")
 
 
-def gradients(model: LanguageModel, scores: NextTokenScores) -> list[torch.Tensor]:
+def gradients(model: LanguageModel, scores: HeadScores) -> list[torch.Tensor]:
     model.module.zero_grad()
     (scores.logp_N.sum() + 0.3 * scores.entropy_N.sum()).backward()
     return [p.grad.clone() for p in model.module.parameters() if p.grad is not None]

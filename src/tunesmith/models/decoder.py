@@ -22,7 +22,7 @@ from tunesmith.kernels.attention.api import attend_packed
 from tunesmith.kernels.attention.packing import Packing, Segments
 from tunesmith.kernels.attention.records import Rope
 from tunesmith.kernels.gated.api import activate, gated, softcap
-from tunesmith.kernels.logprob.head import head_logp_entropy
+from tunesmith.kernels.logprob.head import HeadScores, head_logp_entropy, head_scores
 from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.rms_norm.api import add_rms_norm
 from tunesmith.models.architecture import Architecture, Block, Norm, Projection, RopeSource, describe
@@ -198,6 +198,10 @@ class Decoder:
         """
         layer = self.architecture.output_layer
         return head_logp_entropy(hidden_NH, layer, ids_N, temperature, kernels=self.kernels)
+
+    def scores(self, hidden_NH: torch.Tensor, ids_N: torch.Tensor) -> HeadScores:
+        """What `logp_entropy` gives at temperature 1, and which tokens are the most likely ones."""
+        return head_scores(hidden_NH, self.architecture.output_layer, ids_N, kernels=self.kernels)
 
     def _pass(self, segments: Segments, on_layer: OnLayer | None = None) -> Pass:
         packing, num_positions = Packing(segments), max(1, segments.longest)

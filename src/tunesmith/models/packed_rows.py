@@ -57,7 +57,8 @@ def pack_rows(ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> PackedRows:
             run.add(ids_BS[row, group.shared : lengths[row]], parent)
     shared_B2, own_start_B = (torch.tensor(numbers, device=ids_BS.device) for numbers in (shared_at, own_starts))
     segments = Segments(tuple(run.lengths), tuple(run.parents))
-    return PackedRows(torch.cat(run.ids), segments, *shared_B2.unbind(1), own_start_B)
+    shared_B, shared_start_B = shared_B2.unbind(1)
+    return PackedRows(torch.cat(run.ids), segments, shared_B, shared_start_B, own_start_B)
 
 
 @dataclass(slots=True)

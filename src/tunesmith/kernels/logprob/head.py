@@ -32,6 +32,15 @@ class OutputLayer:
     softcap: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class HeadScores:
+    """Of each row: log-prob of its token and entropy in nats, and whether no token is more likely than its own."""
+
+    logp_N: torch.Tensor
+    entropy_N: torch.Tensor
+    is_top_N: torch.Tensor
+
+
 def head_logp_entropy(
     hidden_NH: torch.Tensor,
     layer: OutputLayer,
@@ -58,7 +67,19 @@ def head_logp_entropy(
         InputError: shapes or dtypes, ids or the temperature do not fit.
         NativeUnavailableError: native kernels were chosen and cannot be had.
     """
-    weight_VH, bias_V = layer.weight_VH, layer.bias_V
+    _check(hidden_NH, layer, ids_N)
+    return _scored(hidden_NH, layer, _Call(ids_N, layer.softcap, temperature, chunk_bytes, kernels))[:2]
+
+
+def head_scores(hidden_NH: torch.Tensor, layer: OutputLayer, ids_N: torch.Tensor, *, kernels: Kernels) -> HeadScores:
+    """What `head_logp_entropy` gives at temperature 1, and which tokens are the most likely ones, from one pass."""
+    _check(hidden_NH, layer, ids_N)
+    call = _Call(ids_N, layer.softcap, 1.0, CHUNK_BYTES, kernels, marks_top=True)
+    return HeadScores(*_scored(hidden_NH, layer, call))
+
+
+def _check(hidden_NH: torch.Tensor, layer: OutputLayer, ids_N: torch.Tensor) -> None:
+    weight_VH = layer.weight_VH
     if hidden_NH.dim() != 2 or weight_VH.dim() != 2 or hidden_NH.shape[1] != weight_VH.shape[1]:
         raise InputError(
             f"hidden states are {tuple(hidden_NH.shape)} and the output layer {tuple(weight_VH.shape)}; "
@@ -66,21 +87,29 @@ def head_logp_entropy(
         )
     if ids_N.shape != hidden_NH.shape[:1]:
         raise InputError(f"{tuple(ids_N.shape)} ids for {len(hidden_NH)} rows; give one for each row")
-    call = _Call(ids_N, layer.softcap, temperature, chunk_bytes, kernels)
-    if len(ids_N) == 0:  # still a function of its inputs: a loss over nothing has a gradient of zero
+
+
+def _scored(
+    hidden_NH: torch.Tensor, layer: OutputLayer, call: "_Call"
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(logp_N, entropy_N, is_top_N); the last is empty unless the call asks for it."""
+    if len(call.ids_N) == 0:  # still a function of its inputs: a loss over nothing has a gradient of zero
         nothing_N = 0.0 * hidden_NH.sum(-1).to(torch.float64 if hidden_NH.dtype == torch.float64 else torch.float32)
-        return nothing_N, nothing_N.clone()
-    if records_gradient(hidden_NH, weight_VH, bias_V):
-        return _FromHidden.apply(hidden_NH, weight_VH, bias_V, call)  # type: ignore[return-value]
-    scored = call.forward(hidden_NH, layer, keeps=False).scored
-    return scored.logp_N, scored.entropy_N
+        return nothing_N, nothing_N.clone(), torch.zeros_like(call.ids_N, dtype=torch.bool)
+    if records_gradient(hidden_NH, layer.weight_VH, layer.bias_V):
+        return _FromHidden.apply(hidden_NH, layer.weight_VH, layer.bias_V, call)  # type: ignore[return-value]
+    done = call.forward(hidden_NH, layer, keeps=False)
+    return done.scored.logp_N, done.scored.entropy_N, done.is_top_N
 
 
 @dataclass(frozen=True, slots=True)
 class _Forward:
-    """The scores of all rows, and their logits before any cap if they were few enough to keep."""
+    """The scores of all rows, which tokens are the most likely ones if that was asked, and the logits before any cap
+    if they were few enough to keep.
+    """
 
     scored: Scored
+    is_top_N: torch.Tensor
     logits_NV: torch.Tensor | None
 
 
@@ -93,18 +122,23 @@ class _Call:
     temperature: float
     chunk_bytes: int
     kernels: Kernels
+    marks_top: bool = False
 
     def forward(self, hidden_NH: torch.Tensor, layer: OutputLayer, *, keeps: bool) -> _Forward:
         row_bytes = layer.weight_VH.shape[0] * hidden_NH.element_size()
         chunks: list[Scored] = []
+        tops = [torch.zeros(0, dtype=torch.bool, device=hidden_NH.device)]
         logits_RV = None
         for rows in _chunks(len(hidden_NH), max(_FEWEST_ROWS, self.chunk_bytes // row_bytes)):
             logits_RV = _logits(hidden_NH[rows], layer.weight_VH, layer.bias_V)
             chunks.append(score(self._capped(logits_RV), self.ids_N[rows], self.temperature, kernels=self.kernels))
+            if self.marks_top:  # a cap changes no order
+                tops.append(logits_RV.gather(1, self.ids_N[rows, None])[:, 0] >= logits_RV.amax(1))
+        is_top_N = torch.cat(tops)
         if len(chunks) == 1:
-            return _Forward(chunks[0], logits_RV if keeps else None)
+            return _Forward(chunks[0], is_top_N, logits_RV if keeps else None)
         parts = ([getattr(chunk, field.name) for chunk in chunks] for field in fields(Scored))
-        return _Forward(Scored(*map(torch.cat, parts)), None)
+        return _Forward(Scored(*map(torch.cat, parts)), is_top_N, None)
 
     def d_logits(
         self, logits_NC: torch.Tensor, start: int, sums_NK: torch.Tensor, gradient: ScoreGradient
@@ -127,15 +161,17 @@ class _FromHidden(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None, call: _Call
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         done = call.forward(hidden_NH, OutputLayer(weight_VH, bias_V), keeps=True)
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, done.scored.sums_NK)
         ctx.call, ctx.logits_NV = call, done.logits_NV
         ctx.set_materialize_grads(False)
-        return done.scored.logp_N, done.scored.entropy_N
+        ctx.mark_non_differentiable(done.is_top_N)
+        return done.scored.logp_N, done.scored.entropy_N, done.is_top_N
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, *given: torch.Tensor | None) -> Any:
+        grads = given[:2]  # of log-probs and entropies
         hidden_NH, weight_VH, bias_V, sums_NK = ctx.saved_tensors
         logits_NV, ctx.logits_NV = ctx.logits_NV, None  # they are written over; a second pass makes them again
         call: _Call = ctx.call
