@@ -63,13 +63,13 @@ def test_every_built_in_scores_with_its_smallest_arguments():
 
 @pytest.mark.parametrize(("limit", "cache"), [(10, 4), (10, 10), (7, 1)])
 def test_overlong_is_trl_s_soft_punishment(limit: int, cache: int):
-    ids = [[1] * length for length in range(1, 15)]
+    ids = [[1] * count for count in range(1, 15)]
     ours = overlong(limit, cache)(completion_ids=ids)
-    for length, reward in enumerate(ours, start=1):
-        if length <= limit - cache:
+    for count, reward in enumerate(ours, start=1):
+        if count <= limit - cache:
             assert reward == 0.0
         else:
-            assert reward == pytest.approx(max(-1.0, (limit - cache - length) / cache), abs=1e-12)
+            assert reward == pytest.approx(max(-1.0, (limit - cache - count) / cache), abs=1e-12)
     theirs = pytest.importorskip("trl.rewards").get_soft_overlong_punishment(limit, cache)
     assert ours == pytest.approx(theirs(completion_ids=ids), abs=1e-12)
 
