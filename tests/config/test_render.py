@@ -2,6 +2,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tunesmith.config import recipes
 from tunesmith.config.load import load_recipe
 from tunesmith.config.render import to_yaml
 from tunesmith.config.schema import PPORecipe
@@ -55,5 +56,6 @@ def test_the_origin_stands_beside_each_value_and_does_not_change_it() -> None:
     text = to_yaml(resolved.recipe, resolved.provenance)
     assert PPORecipe.model_validate(parse(text, "again").data) == resolved.recipe
     line = next(line for line in text.splitlines() if line.strip().startswith("max_new_tokens"))
-    assert line.endswith("# recipe ppo_scratch:16")
+    place = next(n for n, text in enumerate(recipes.text("ppo_scratch").splitlines(), 1) if "max_new_tokens" in text)
+    assert line.endswith(f"# recipe ppo_scratch:{place}")
     assert text.count(" # ") == len(resolved.provenance)

@@ -54,19 +54,24 @@ def test_wrong_arguments_are_named(name: str, arguments: dict[str, object], mess
 
 
 def test_every_built_in_scores_with_its_smallest_arguments():
+    needed = {"format": {"pattern": "a"}, "overlong": {"max_completion_len": 2, "soft_punish_cache": 1}}
     for name in BUILTINS:
-        function = builtin_function(name, {"pattern": "a"} if name == "format" else {})
+        function = builtin_function(name, needed.get(name, {}))
         scores = function(prompts=["p"], completions=["a"], completion_ids=[[1]], answer=[1], trainer_state=None)
         assert isinstance(scores, list) and isinstance(scores[0], float)
 
 
 @pytest.mark.parametrize(("limit", "cache"), [(10, 4), (10, 10), (7, 1)])
 def test_overlong_is_trl_s_soft_punishment(limit: int, cache: int):
-    rewards = pytest.importorskip("trl.rewards")
-    ids = [[1] * length for length in range(1, 15)]
-    expected = rewards.get_soft_overlong_punishment(limit, cache)(completion_ids=ids)
-    assert overlong(limit, cache)(completion_ids=ids) == pytest.approx(expected, abs=1e-12)
-    assert len(set(expected)) == cache + 1
+    ids = [[1] * count for count in range(1, 15)]
+    ours = overlong(limit, cache)(completion_ids=ids)
+    for count, reward in enumerate(ours, start=1):
+        if count <= limit - cache:
+            assert reward == 0.0
+        else:
+            assert reward == pytest.approx(max(-1.0, (limit - cache - count) / cache), abs=1e-12)
+    theirs = pytest.importorskip("trl.rewards").get_soft_overlong_punishment(limit, cache)
+    assert ours == pytest.approx(theirs(completion_ids=ids), abs=1e-12)
 
 
 @pytest.mark.parametrize(("limit", "cache"), [(10, 0), (10, 11)])
