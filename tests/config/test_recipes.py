@@ -18,7 +18,7 @@ def test_every_shipped_recipe_is_valid_and_describes_itself(name: str) -> None:
 
 def test_the_recipes_that_the_documents_name_are_there() -> None:
     expected = {"reward_votes", "ppo_sentiment", "ppo_from_reward_model", "scratch_ppo", "demo_reward", "demo_ppo"}
-    expected |= {"demo_grpo", "grpo_arithmetic", "sft_oasst"}
+    expected |= {"demo_grpo", "grpo_arithmetic", "sft_oasst", "dpo_demo"}
     assert expected <= set(recipes.names())
 
 
