@@ -63,6 +63,27 @@ def test_a_dry_run_says_everything_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_preferences_are_learnt_directly_shown_and_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"Film {i} was", "chosen": " a joy.", "rejected": " dull."} for i in range(12)]
+    Path("mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": "x", "chosen": 3}]))
+    words = ["train", "dpo", "--model", "tiny:llama", "--pairs", "mine.jsonl", "--steps", "2", "--skip-bad"]
+    words += ["--pairs.heldout-fraction", "0.3", "--dpo.reference", "live"]
+    assert main([*words, "--dry-run", "--json"]) == 0
+    shown = answer(capsys)
+    assert (shown["num_items"], shown["sample"]) == (12, "prompt: Film 0 was\nchosen:  a joy.\nrejected:  dull.")
+    assert {"weights", "optimizer", "reference", "activations", "logits"} == set(shown["memory_gb"])  # type: ignore[arg-type]
+    assert main([*words, "--json"]) == 0
+    facts = answer(capsys)
+    assert {"eval/rewards/accuracies", "eval/rewards/margins", "num_ties"} <= facts.keys()
+    assert main(["resume", str(facts["run_dir"]), "--run.steps", "3", "--json"]) == 0
+    assert answer(capsys)["steps"] == 3
+    assert main(["train", "dpo", "--model", "tiny:llama", "--pairs", "mine.jsonl", "--dpo.loss", "robust"]) == 2
+    assert "robust needs label_smoothing" in capsys.readouterr().err
+
+
 def test_supervised_fine_tuning_trains_shows_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:

@@ -58,6 +58,20 @@ def test_every_metric_of_a_ppo_run_is_documented(tmp_path: Path):
     assert undocumented(written_metrics(result.run_dir)) == set()
 
 
+@pytest.mark.parametrize("loss", ["sigmoid", "kto"])
+def test_every_metric_of_a_dpo_run_is_documented(loss: str, tmp_path: Path):
+    pairs = [{"prompt": f"Film {i} was", "chosen": " a joy.", "rejected": " dull."} for i in range(8)]
+    result = train.dpo(
+        model="tiny:llama",
+        pairs=pairs,
+        steps=1,
+        dpo=loss,
+        run={"dir": str(tmp_path)},
+        **{"pairs.heldout_fraction": 0.4},
+    )
+    assert undocumented(written_metrics(result.run_dir)) == set()
+
+
 def test_every_metric_of_an_sft_run_is_documented(tmp_path: Path):
     rows = [{"prompt": f"Film {i} was", "completion": " a joy."} for i in range(8)]
     result = train.sft(

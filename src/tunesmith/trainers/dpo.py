@@ -297,7 +297,7 @@ def run(
     state = build(cfg, pairs=pairs, heldout_pairs=heldout_pairs)
     announce(direct_estimate(state.policy.module, cfg, state.data), state.num_steps, progress)
     compute_reference(state, progress)
-    keys = [unit.prompt_id for unit in state.data.train]
+    keys = [state.data.answers[unit.answers[0]].prompt_ids for unit in state.data.train]
     size = min(cfg.dpo.pairs_per_step, len(keys))
     with open_session(
         cfg,
@@ -309,7 +309,7 @@ def run(
         from_python=setup.given(pairs=pairs),
     ) as session:
         for index in session.steps():
-            # The pairs of a ranking stay together: a completion that stands in several is computed once.
+            # The pairs of a prompt stay together: a completion that stands in several is computed once.
             units = [state.data.train[i] for i in items_at(cfg.run.seed, index * size, size, len(keys), keys=keys)]
             with session.working() as times:
                 result = step(state, units)

@@ -106,11 +106,11 @@ def sft_estimate(model: PreTrainedModel, cfg: SFTRecipe, *, mean_tokens: float) 
 
 
 def direct_estimate(model: PreTrainedModel, cfg: DPORecipe, data: DirectSets) -> Estimate:
-    """Estimate for learning from the preferences `data` directly; a pass for precomputed log-probs of the reference is
-    shared out over the steps of an epoch.
+    """Estimate for learning from the preferences `data` directly, each distinct completion computed once in an epoch. A
+    pass for precomputed log-probs of the reference is shared out over the steps of an epoch.
     """
     num_all, num_trained = count_parameters(model), _num_trained(model)
-    asked = [data.answers[place] for unit in data.train for place in unit.answers]
+    asked = [data.answers[place] for place in {place for unit in data.train for place in unit.answers}]
     scale = 1 / len(data.train)
     completion_tokens = scale * sum(len(answer.completion_ids) for answer in asked)
     pair_tokens = completion_tokens + scale * sum(len(answer.prompt_ids) for answer in asked)
