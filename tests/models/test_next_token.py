@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from tunesmith.batch.targets import LearntSequence, Targets, pack_targets
+from tunesmith.kernels.logprob.head import HeadScores
 from tunesmith.kernels.native import Kernels
 from tunesmith.models.language_model import LanguageModel, language_model
-from tunesmith.kernels.logprob.head import HeadScores
 from tunesmith.models.next_token import next_token_scores
 from tunesmith.models.tiny import FAMILIES, tiny_model
 
