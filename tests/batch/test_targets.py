@@ -71,9 +71,9 @@ def test_an_epoch_of_steps_takes_every_sequence_once_in_any_window(
     seed: int, count: int, size: int, window: int
 ) -> None:
     lengths = [(7 * index) % 13 + 1 for index in range(count * size)]
-    steps = [items_of_step(seed, step, count, size, lengths, window=window) for step in range(count)]
+    steps = [items_of_step(seed, step, size, lengths, window=window) for step in range(count)]
     assert sorted(index for step in steps for index in step) == list(range(len(lengths)))
-    assert steps[count // 2] == items_of_step(seed, count // 2, count, size, lengths, window=window)
+    assert steps[count // 2] == items_of_step(seed, count // 2, size, lengths, window=window)
     assert {len(step) for step in steps} == {size}
 
 
@@ -81,7 +81,7 @@ def test_a_window_gathers_equal_lengths_and_shuffles_the_steps() -> None:
     lengths = [index % 16 + 1 for index in range(64)]
 
     def spread(window: int) -> tuple[float, list[int]]:
-        steps = [[lengths[i] for i in items_of_step(3, step, 16, 4, lengths, window=window)] for step in range(16)]
+        steps = [[lengths[i] for i in items_of_step(3, step, 4, lengths, window=window)] for step in range(16)]
         return sum(max(step) - min(step) for step in steps) / 16, [max(step) for step in steps]
 
     assert spread(16)[0] == 0.0
@@ -92,4 +92,17 @@ def test_a_window_gathers_equal_lengths_and_shuffles_the_steps() -> None:
 def test_without_a_window_the_order_is_that_of_the_seed() -> None:
     from tunesmith.core.seeds import items_at
 
-    assert items_of_step(5, 3, 9, 4, [1] * 11) == items_at(5, 12, 4, 11)
+    assert items_of_step(5, 3, 4, [1] * 11) == items_at(5, 12, 4, 11)
+
+
+def test_a_window_does_not_reach_into_the_next_pass() -> None:
+    """Ten sequences, two a step: five steps a pass, so a window of three is followed by one of two."""
+    lengths = list(range(1, 11))
+    steps = [items_of_step(1, step, 2, lengths, window=3) for step in range(10)]
+    for first, last in ((0, 5), (5, 10)):
+        assert sorted(index for step in steps[first:last] for index in step) == list(range(10))
+    spans = [max(step) - min(step) for step in steps]
+    drawn = [items_of_step(1, step, 2, lengths) for step in range(10)]
+    assert {i for step in drawn[:3] for i in step} == {i for step in steps[:3] for i in step}
+    assert {i for step in drawn[3:5] for i in step} == {i for step in steps[3:5] for i in step}
+    assert sum(spans) < sum(max(step) - min(step) for step in drawn)

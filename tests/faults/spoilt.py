@@ -23,9 +23,9 @@ from recipes import PROMPTS, grpo_recipe, ppo_recipe, reward_recipe
 from tunesmith.core.errors import TunesmithError
 from tunesmith.distributed.checkpoint import Checkpoint
 from tunesmith.schema.records import Pair, Prompt
-from tunesmith.trainers import grpo, ppo, reward
+from tunesmith.trainers import grpo, ppo, reward, sft
 
-MODULES = {"reward": reward, "ppo": ppo, "grpo": grpo}
+MODULES = {"sft": sft, "reward": reward, "ppo": ppo, "grpo": grpo}
 Spoil = Callable[[int], None]
 
 

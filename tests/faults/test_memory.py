@@ -15,6 +15,7 @@ Uninterrupted = Callable[[str], Mapping[str, object]]
 @pytest.mark.parametrize(
     ("trainer", "stage", "visit", "advice"),
     [
+        ("sft", "backward", 6, "sft.micro_batch_tokens (2000)"),
         ("reward", "forward", 6, "reward_model.micro_batch_size (8)"),
         ("reward", "evaluate", 2, "reward_model.micro_batch_size (8)"),
         ("ppo", "rollout", 6, "rollout.num_slots (128), rollout.kv_cache_mb or rollout.max_new_tokens"),

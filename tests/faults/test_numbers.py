@@ -17,13 +17,20 @@ from tunesmith.trainers import reward
 
 Uninterrupted = Callable[[str], Mapping[str, object]]
 MATRIX = "layers.1.mlp.down_proj.weight"
-CALLS_PER_STEP = {"reward": 1, "ppo": 4, "grpo": 2}
+CALLS_PER_STEP = {"sft": 1, "reward": 1, "ppo": 4, "grpo": 2}
 """Calls of the loss with gradient in one step of the jobs, where nothing is refused or dropped."""
 
 
 @pytest.mark.parametrize(
     ("trainer", "kind"),
-    [("reward", "loss"), ("reward", "gradient"), ("ppo", "infinite"), ("ppo", "loss"), ("grpo", "gradient")],
+    [
+        ("sft", "gradient"),
+        ("reward", "loss"),
+        ("reward", "gradient"),
+        ("ppo", "infinite"),
+        ("ppo", "loss"),
+        ("grpo", "gradient"),
+    ],
 )
 def test_a_step_that_is_not_finite_changes_no_weight_and_leaves_its_batch(
     trainer: str, kind: str, tmp_path: Path

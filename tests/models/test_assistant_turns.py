@@ -122,6 +122,12 @@ def test_a_template_that_closes_no_turn_gets_the_end_of_sequence_token() -> None
     assert learnt_texts(tokenizer, alone(TALK[1:])) == ["Yo \U0001f600\n", "Four.\n\n<|im_end|>"]
 
 
+def test_every_byte_of_a_last_character_is_learnt_though_nothing_closes_the_turn() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    assert learnt_texts(tokenizer, alone(TALK[1:])) == ["Yo \U0001f600", "Four.\n<|im_end|>"]
+
+
 FORGETFUL = (
     "{% for m in messages %}{% set last = loop.last %}{{ '<|im_start|>' + m['role'] + '\n' }}"
     "{% if m['role'] == 'assistant' and last %}{{ '<think></think>' }}{% endif %}"

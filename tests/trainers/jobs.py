@@ -45,7 +45,7 @@ def train(trainer: str, folder: Path, dtype: str = "float32", **run: Any) -> Pat
         cfg = reward_recipe(folder, model=model, run=section, pairs=heldout)
         return reward.run(cfg, pairs=pairs(), progress=False).run_dir
     if trainer == "sft":
-        buckets = {"bucket_steps": 3}
+        buckets = {"bucket_steps": 3, "micro_batch_tokens": 2000}
         cfg = sft_recipe(folder, model=model, run=section, demonstrations=heldout, sft=buckets)
         return sft.run(cfg, demonstrations=demonstrations(), progress=False).run_dir
     if trainer in ("dpo", *DPO_VARIANTS):

@@ -90,16 +90,16 @@ def by_token_budget(lengths: Sequence[int], budget: int, *, padded: bool) -> lis
     return groups
 
 
-def items_of_step(
-    seed: int, step: int, num_steps: int, size: int, lengths: Sequence[int], *, window: int = 1
-) -> list[int]:
+def items_of_step(seed: int, step: int, size: int, lengths: Sequence[int], *, window: int = 1) -> list[int]:
     """Indices of the `size` sequences that step `step` (from 0) learns from: a pure function of its arguments.
 
     The order is that of `core.seeds.items_at`. The sequences of `window` steps are dealt out by length, so that those
-    of a step are about equally long, and the steps of the window are shuffled; the last window ends with the run.
+    of a step are about equally long, and the steps of the window are shuffled. A window ends at the last step that a
+    pass over the sequences takes; how long the run is does not matter, so that it may be given more steps.
     """
-    first = step - step % window
-    width = min(window, num_steps - first)
+    steps_per_pass = -(-len(lengths) // size)
+    first = step - step % steps_per_pass % window
+    width = min(window, steps_per_pass - first % steps_per_pass)
     drawn = items_at(seed, first * size, width * size, len(lengths))
     if width > 1:
         drawn.sort(key=lambda index: lengths[index])

@@ -195,7 +195,7 @@ def sequences_of_step(state: State, index: int) -> list[LearntSequence]:
     section = state.cfg.sft
     size = min(section.demonstrations_per_step, len(state.sequences))
     lengths = [sequence.num_used for sequence in state.sequences]
-    chosen = items_of_step(state.cfg.run.seed, index, state.num_steps, size, lengths, window=section.bucket_steps)
+    chosen = items_of_step(state.cfg.run.seed, index, size, lengths, window=section.bucket_steps)
     return [state.sequences[i] for i in chosen]
 
 
