@@ -14,6 +14,8 @@ from typing import get_args
 import torch
 
 from measure import Ratio, ratio, write
+from tunesmith.kernels.adamw.api import adamw, add_gradient, sums_of_squares
+from tunesmith.kernels.adamw.records import AdamWSettings, ParameterUpdate, zero_moments
 from tunesmith.kernels.attention.api import attend, attend_packed
 from tunesmith.kernels.attention.records import BLOCK_TOKENS, AttentionSettings, Places, Rope
 from tunesmith.kernels.gated.api import Activation, gated, softcap
@@ -40,7 +42,7 @@ def main() -> int:
     """Exit code 0; prints and writes the ratios."""
     generator = torch.Generator().manual_seed(0)
     ratios = [*_sampler(generator), *_decode(generator), *_attention(generator), *_training(generator)]
-    ratios += _logits(generator)
+    ratios += [*_logits(generator), *_optimizer(generator)]
     print(f"written to {write('kernels', ratios)}")
     return 0
 
@@ -144,6 +146,45 @@ def _logits(generator: torch.Generator) -> list[Ratio]:
         _against_torch(f"chosen_logp_entropy {size}, with gradients", trained, num_rounds=7),
         _against_torch(f"softcap {size}", lambda kernels: softcap(logits_NV, 30.0, kernels=kernels), num_rounds=7),
     ]
+
+
+def _optimizer(generator: torch.Generator) -> list[Ratio]:
+    """A step of AdamW: norm, clipping, update, bfloat16 weights; with 8-bit moments torch is slow, so on one layer."""
+    layer = [*[(HIDDEN, HIDDEN)] * 2, *[(64 * KV_HEADS, HIDDEN)] * 2, *[(INTERMEDIATE, HIDDEN)] * 3]
+    whole = [_normal(generator, *shape) for shape in [(NUM_TOKENS, HIDDEN), *layer * 8]]
+    totals = [gradient.float() for gradient in whole]
+
+    def accumulate(kernels: Kernels) -> None:
+        for total, gradient in zip(totals, whole, strict=True):
+            add_gradient(total, gradient, kernels=kernels)
+
+    return [
+        _against_torch(f"adamw, {_millions(whole)} weights", _adamw_over(whole, coded=False), num_rounds=7),
+        _against_torch(
+            f"adamw with 8-bit moments, {_millions(whole[-7:])} weights",
+            _adamw_over(whole[-7:], coded=True),
+            num_rounds=3,
+        ),
+        _against_torch(f"add_gradient, {_millions(whole)} weights", accumulate, num_rounds=7),
+    ]
+
+
+def _adamw_over(gradients: list[torch.Tensor], *, coded: bool) -> Work:
+    masters = [gradient.float() for gradient in gradients]
+    weights = [gradient.clone() for gradient in gradients]
+    moments = [zero_moments(master, coded=coded) for master in masters]
+
+    def step(kernels: Kernels) -> None:
+        norm = sum(sums_of_squares(gradients, kernels=kernels)) ** 0.5
+        parts = zip(gradients, masters, weights, moments, strict=True)
+        updates = [ParameterUpdate(*part, num_updates=10, learning_rate=1e-5, weight_decay=0.0) for part in parts]
+        adamw(updates, AdamWSettings(0.9, 0.95, 1e-8), 1.0 / norm, kernels=kernels)
+
+    return step
+
+
+def _millions(tensors: list[torch.Tensor]) -> str:
+    return f"{sum(tensor.numel() for tensor in tensors) / 1e6:.1f} million"
 
 
 def _against_torch(name: str, work: Work, num_rounds: int = 15) -> Ratio:

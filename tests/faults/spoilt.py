@@ -21,12 +21,16 @@ from jobs import EVERY, NUM_STEPS, noisy, the_run, train
 from recipes import PROMPTS, grpo_recipe, ppo_recipe, reward_recipe
 
 from tunesmith.core.errors import TunesmithError
+from tunesmith.distributed import checkpoint_writer
 from tunesmith.distributed.checkpoint import Checkpoint
+from tunesmith.models.optimizer import MasterAdamW, StepReport
 from tunesmith.schema.records import Pair, Prompt
 from tunesmith.trainers import grpo, ppo, reward, sft
 
 MODULES = {"sft": sft, "reward": reward, "ppo": ppo, "grpo": grpo}
 Spoil = Callable[[int], None]
+UPDATES_PER_STEP = 4
+"""Updates in a step of the PPO runs: two epochs of two minibatches."""
 
 
 def told(file: Path, target: Callable[..., object], *arguments: object) -> None:
@@ -94,25 +98,38 @@ def train_with_checkpoints_read_only(folder: Path, at: int) -> None:
 
     def close(step: int) -> None:
         if step == at:
-            checkpoints = the_run(folder) / "checkpoints"
-            while not (checkpoints / f"step-{at:06d}").exists():  # it is being written meanwhile
-                time.sleep(0.001)
-            checkpoints.chmod(0o500)
+            wait_for_checkpoint(folder, at)
+            (the_run(folder) / "checkpoints").chmod(0o500)
 
     train_and(folder, close)
 
 
+def wait_for_checkpoint(folder: Path, step: int) -> None:
+    """Return when the checkpoint of `step` is on disk: it is written while the next step runs."""
+    while not (the_run(folder) / "checkpoints" / f"step-{step:06d}").exists():
+        time.sleep(0.001)
+
+
 def train_with_saves_that_wait_for_the_next_step(folder: Path, log: Path, kill_at: int | None) -> None:
-    """No checkpoint can be written before the reward of the next step is asked for; the last one just waits a second.
+    """No checkpoint is written before the next step has changed the weights; the last one just waits a second.
 
     `log` gets a line for each step and each save as it begins to write. In step `kill_at` the process is killed.
     """
-    from tunesmith.distributed import checkpoint_writer
+    original, update, lock = checkpoint_writer.save, MasterAdamW.step, threading.Condition()
+    num_updates = 0
 
-    original, reached = checkpoint_writer.save, {step: threading.Event() for step in range(20)}
+    def updated(self: MasterAdamW, *arguments: Any, **options: Any) -> StepReport:
+        nonlocal num_updates
+        report = update(self, *arguments, **options)
+        with lock:
+            num_updates += 1
+            lock.notify_all()
+        return report
 
     def held_back(place: Path, checkpoint: Checkpoint) -> Path:
-        came = reached[checkpoint.step].wait(timeout=1 if checkpoint.step == NUM_STEPS else 60)
+        before = checkpoint.step * UPDATES_PER_STEP
+        with lock:
+            came = lock.wait_for(lambda: num_updates > before, timeout=1 if checkpoint.step == NUM_STEPS else 60)
         with log.open("a") as file:
             file.write(f"save {checkpoint.step} {came}\n")
         return original(place, checkpoint)
@@ -122,9 +139,8 @@ def train_with_saves_that_wait_for_the_next_step(folder: Path, log: Path, kill_a
             file.write(f"step {step}\n")
         if step == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
-        reached[step].set()
 
-    checkpoint_writer.save = held_back
+    checkpoint_writer.save, MasterAdamW.step = held_back, updated  # type: ignore[method-assign]
     train_and(folder, reach)
 
 
@@ -231,6 +247,7 @@ def train_until_told(folder: Path, waiting: Path, go: Path) -> None:
 
     def wait(step: int) -> None:
         if step == 2 and not waiting.exists():
+            wait_for_checkpoint(folder, 2)
             waiting.touch()
             while not go.exists():
                 time.sleep(0.02)

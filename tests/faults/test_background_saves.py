@@ -1,4 +1,4 @@
-"""Checkpoints that are written while the next step runs: nothing of that step is in them, a kill costs one alone."""
+"""Checkpoints written while the next step runs: nothing of that step is in them, and a kill costs one alone."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -80,15 +80,17 @@ def test_at_the_lowest_scale_a_bad_gradient_is_a_failure_and_a_bad_loss_is_one_a
 
 def test_norm_and_step_are_those_without_a_scale():
     """Gradients of float16 weights, with a scale and without, in a range where neither loses bits."""
-    reports, masters = [], []
+    reports, masters, means = [], [], []
     for scale in (1.0, 1024.0):
         weights = Weights(torch.float16)
         section = OptimizerSection(learning_rate=1e-3, max_grad_norm=0.5, loss_scale=scale)
         optimizer = MasterAdamW(weights, section, total_steps=5)
         reports.append([scaled_step(weights, optimizer).grad_norm for _ in range(5)])
         masters.append(torch.cat([slot.master.flatten() for slot in optimizer._slots]))
+        means.append(optimizer.state_dict().tensors["exp_avg/matrix"])
     assert reports[0] == pytest.approx(reports[1], rel=1e-3)
     torch.testing.assert_close(masters[0], masters[1], atol=1e-5, rtol=0)
+    torch.testing.assert_close(means[0], means[1], atol=1e-5, rtol=1e-3)
 
 
 def test_gradients_that_vanish_in_float16_are_kept_by_the_scale():

@@ -157,7 +157,7 @@ def test_a_parameter_with_gaps_in_memory_is_updated_too(kernels: Kernels):
     adamw([plain.update(gradient, 1e-2, 0.1)], SETTINGS, kernels=kernels)
     torch.testing.assert_close(turned.master, plain.master, atol=1e-7, rtol=1e-6)
     (sum_turned,) = sums_of_squares([gradient.t()], kernels=kernels)
-    assert sum_turned == pytest.approx(gradient.double().square().sum().item(), rel=1e-12)
+    assert sum_turned == pytest.approx(gradient.double().square().sum().item(), rel=1e-6)
 
 
 def test_a_weight_as_small_as_a_denormal_of_bfloat16_is_rounded_not_lost(native: Kernels):
@@ -174,7 +174,11 @@ def test_sums_of_squares_are_those_of_float64(dtype: torch.dtype, kernels: Kerne
         kernels = Kernels("auto")
     gradients = [normal(size, seed=size).to(dtype) for size in SIZES]
     found = sums_of_squares(gradients, kernels=kernels)
-    assert found == pytest.approx([g.double().square().sum().item() for g in gradients], rel=1e-13)
+    exact = [g.double().square().sum().item() for g in gradients]
+    assert found == pytest.approx(exact, rel=1e-13 if kernels.choice == "native" else 1e-5)
+    extreme = torch.tensor([1e30, 1e-30, 0.0])[:, None].expand(3, 20).contiguous()
+    found = sums_of_squares(list(extreme), kernels=kernels)
+    assert found == pytest.approx((20 * extreme[:, 0].double() ** 2).tolist(), rel=1e-6, abs=0)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -194,9 +198,9 @@ def test_gradients_add_up_in_float32_with_the_bits_of_torch(size: int, kernels: 
     st.sampled_from([torch.float32, torch.bfloat16]),
 )
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_sum_is_finite_exactly_where_all_elements_are(native, values, dtype):
+def test_a_sum_is_finite_exactly_where_all_elements_are(kernels, values, dtype):
     gradient = torch.tensor(values, dtype=torch.float32).to(dtype)
-    (found,) = sums_of_squares([gradient], kernels=native)
+    (found,) = sums_of_squares([gradient], kernels=kernels)
     assert math.isfinite(found) == bool(gradient.isfinite().all())
 
 

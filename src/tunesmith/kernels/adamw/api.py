@@ -38,9 +38,10 @@ class _Settings(ctypes.Structure):
 
 
 def sums_of_squares(gradients: Sequence[torch.Tensor], *, kernels: Kernels) -> list[float]:
-    """The sum of the squares of each gradient, in float64: finite exactly where all elements are finite.
+    """The sum of the squares of each gradient: finite exactly where all elements are finite.
 
-    One pass over memory. Natively the bits do not depend on the number of threads.
+    One pass over memory. Natively it is added up in float64 and no bit depends on the number of threads; in torch it is
+    added up in float32.
 
     Raises:
         NativeUnavailableError: native kernels were chosen and cannot be had.
@@ -61,11 +62,20 @@ def sums_of_squares(gradients: Sequence[torch.Tensor], *, kernels: Kernels) -> l
         for index, result in zip(native, results, strict=True):
             sums[index] = result
     rest = sorted(set(range(len(gradients))) - set(native))
-    if rest:  # stacked, so that a GPU is waited for once
-        found_sums = torch.stack([reference.sum_of_squares(gradients[index]) for index in rest]).tolist()
-        for index, result in zip(rest, found_sums, strict=True):
-            sums[index] = result
+    for index, result in zip(rest, _norms_by_torch([gradients[index] for index in rest]), strict=True):
+        # In float32 the squares of numbers above 1e19 are infinite, and those below 1e-19 are nothing.
+        in_range = math.isfinite(result) and result > 1e-15
+        sums[index] = result**2 if in_range else float(reference.sum_of_squares(gradients[index]))
     return sums
+
+
+def _norms_by_torch(gradients: Sequence[torch.Tensor]) -> list[float]:
+    """The norm of each gradient in float32, without a wider copy; stacked, so that a GPU is waited for once."""
+    if not gradients:
+        return []
+    wide = [torch.float64 if gradient.dtype == torch.float64 else torch.float32 for gradient in gradients]
+    norms = [torch.linalg.vector_norm(g, dtype=dtype).double() for g, dtype in zip(gradients, wide, strict=True)]
+    return torch.stack(norms).tolist()
 
 
 @torch.no_grad()
