@@ -31,14 +31,14 @@ def test_sequences_are_padded_at_the_end_and_keep_their_lengths():
     assert pad_right([], pad_id=0)[0].shape == (0, 0)
 
 
-def test_a_batch_holds_the_chosen_first_and_padding_equal_to_eos_changes_no_length():
+def test_the_sides_of_a_pair_stand_together_and_padding_equal_to_eos_changes_no_length():
     pairs = [EncodedPair("a", (1, 2, EOS_ID), (1, EOS_ID), margin=0.5), EncodedPair("b", (4,), (5, 6), tie=True)]
     batch = collate_pairs(pairs, pad_id=EOS_ID)
-    assert batch.ids_BT.tolist() == [[1, 2, 2], [4, 2, 2], [1, 2, 2], [5, 6, 2]]
-    assert batch.lengths_B.tolist() == [3, 1, 2, 2]
+    assert batch.ids_BT.tolist() == [[1, 2, 2], [1, 2, 2], [4, 2, 2], [5, 6, 2]]
+    assert batch.lengths_B.tolist() == [3, 2, 1, 2]
     assert (batch.margin_N.tolist(), batch.tie_N.tolist()) == ([0.5, 0.0], [False, True])
     chosen_N, rejected_N = batch.chosen_and_rejected(torch.arange(4))
-    assert (chosen_N.tolist(), rejected_N.tolist()) == ([0, 1], [2, 3])
+    assert (chosen_N.tolist(), rejected_N.tolist()) == ([0, 2], [1, 3])
 
 
 def test_pairs_are_encoded_with_prompt_and_end_token():

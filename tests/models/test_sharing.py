@@ -8,12 +8,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from transformers import BertConfig, BertForSequenceClassification
 
 from tunesmith.kernels.native import Kernels
 from tunesmith.models import decoder as flat
+from tunesmith.models import logprob
+from tunesmith.models.architecture import describe
+from tunesmith.models.freeze import keep_lower_layers
+from tunesmith.models.heads import Critic, RewardModel, critic_values
 from tunesmith.models.language_model import LanguageModel, language_model
 from tunesmith.models.logprob import TokenScores, token_logps
-from tunesmith.models.tiny import FAMILIES, tiny_model
+from tunesmith.models.tiny import FAMILIES, byte_tokenizer, tiny_classifier, tiny_model
 
 PROMPTS = torch.tensor([19] * 4 + [33] * 3 + [16, 1])
 COMPLETIONS = torch.tensor([8, 1, 15, 20, 3, 30, 2, 9, 4])
@@ -76,6 +81,71 @@ def test_a_shared_prompt_is_forwarded_once(monkeypatch: pytest.MonkeyPatch) -> N
     num_last = len(LENGTHS)  # nothing follows the last token
     expected = 19 + 33 + 16 + 1 + int(COMPLETIONS.sum()) - num_last
     assert counted(monkeypatch, lambda: scores_of(model)) == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_the_flat_decoder_the_output_layer_goes_in_chunks_all_the_same(family: str) -> None:
+    """The way of GPUs: transformers' trunk over padded rows."""
+    module = tiny_model(family, initializer_range=0.1).model
+    chunked = gradients(LanguageModel(module, None, Kernels("torch"), "", describe(module).output_layer))
+    padded = gradients(LanguageModel(module, None, Kernels("torch")))
+    assert norm({name: chunked[name] - padded[name] for name in chunked}) <= 1e-6 * norm(padded)
+
+
+def own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let transformers compute trunks, over padded rows."""
+    monkeypatch.setattr(logprob, "trunk_decoder", lambda trunk, kernels: None)
+
+
+def gradients_of(module: torch.nn.Module, value: Callable[[], torch.Tensor]) -> dict[str, torch.Tensor]:
+    module.zero_grad()
+    values = value()
+    (values * torch.linspace(-1, 2, values.numel()).view_as(values)).sum().backward()
+    return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_reward_models_have_the_gradients_of_their_own_padded_forward(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = tiny_classifier(family, initializer_range=0.1)
+    model = RewardModel(loaded.model, loaded.tokenizer)
+    keep_lower_layers(model.model, 1)
+    assert model.packs_rows
+    packed = gradients_of(model, lambda: model.score_sequences(rows(), LENGTHS))
+    own_forward(monkeypatch)
+    padded = gradients_of(model, lambda: model.score_sequences(rows(), LENGTHS))
+    assert packed.keys() == padded.keys()
+    assert norm({name: packed[name] - padded[name] for name in packed}) <= 1e-6 * norm(padded)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_critics_have_the_gradients_of_their_own_padded_forward(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    critic = Critic.from_policy(tiny_model(family, initializer_range=0.1).model)
+    torch.nn.init.normal_(critic.value_head.weight, generator=torch.Generator().manual_seed(0))
+    packed = gradients_of(critic, lambda: critic_values(critic, rows(), LENGTHS, PROMPTS))
+    own_forward(monkeypatch)
+    padded = gradients_of(critic, lambda: critic_values(critic, rows(), LENGTHS, PROMPTS))
+    assert packed.keys() == padded.keys()
+    assert norm({name: packed[name] - padded[name] for name in packed}) <= 1e-6 * norm(padded)
+
+
+def test_reward_models_and_critics_compute_no_padding_and_a_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = tiny_classifier("llama")
+    model = RewardModel(loaded.model, loaded.tokenizer)
+    own = 19 + 33 + 16 + 1 + int(COMPLETIONS.sum())
+    assert counted(monkeypatch, lambda: model.score_sequences(rows(), LENGTHS)) == own
+    critic = Critic.from_policy(tiny_model("llama").model)
+    assert counted(monkeypatch, lambda: critic_values(critic, rows(), LENGTHS, PROMPTS)) == own - len(LENGTHS)
+
+
+def test_a_classifier_of_another_kind_runs_its_own_forward() -> None:
+    config = BertConfig(
+        vocab_size=259, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+    model = RewardModel(BertForSequenceClassification(config).eval(), byte_tokenizer(), label=1)
+    assert not model.packs_rows
+    assert model.score_sequences(rows(), LENGTHS).shape == (9,)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gemma2"])

@@ -1,4 +1,4 @@
-"""`tunesmith bench rollout` and `tunesmith bench step`: how fast, against whom, and how near to the roofline."""
+"""`tunesmith bench rollout`, `bench step` and `bench update`: how fast, against whom, and how near to the roofline."""
 
 import json as json_text
 import sys
@@ -63,6 +63,26 @@ class StepFlags:
     json: Annotated[bool, _JSON] = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class UpdateFlags:
+    """The update of one GRPO step against TRL's, from the same completions: time, and memory above the resting state.
+
+    ragged: 4 short prompts x 8 completions of 8 to 64 tokens; shared: 8 completions of a prompt of 256 tokens. Leave
+    the machine alone meanwhile; with smollm2 on two cores it takes about a quarter of an hour.
+    """
+
+    model: Annotated[str, _MODEL] = "smollm2"
+    against: Annotated[Literal["trl"], flag("Whose update.", shows_default=True)] = "trl"
+    workload: Annotated[tuple[str, ...], UseAppendAction, flag("ragged or shared; repeatable.", metavar="W")] = ()
+    micro_batch_size: Annotated[int | None, flag("Of our side; the recipe's default if left out.", metavar="N")] = None
+    threads: Annotated[int | None, _THREADS] = None
+    rounds: Annotated[int, _ROUNDS] = 5
+    seed: Annotated[int, flag("Seed of what is learnt from.", metavar="N", shows_default=True)] = 0
+    quick: Annotated[bool, _QUICK] = False
+    out: Annotated[Path | None, _OUT] = None
+    json: Annotated[bool, _JSON] = False
+
+
 def rollout(words: Sequence[str]) -> None:
     """Run `tunesmith bench rollout`."""
     flags = parse(RolloutFlags, words, "bench rollout")
@@ -110,6 +130,30 @@ def step(words: Sequence[str]) -> None:
         facts = run_step_bench(options, _say)
         _write(flags.out, facts, output)
         _show_step(facts, output)
+        output.finish(facts)
+
+
+def update(words: Sequence[str]) -> None:
+    """Run `tunesmith bench update`."""
+    flags = parse(UpdateFlags, words, "bench update")
+    _check_out(flags.out)
+    from tunesmith.workflows.bench_update import WORKLOADS, UpdateBench, run_update_bench
+
+    options = UpdateBench(
+        model=flags.model,
+        against=flags.against,
+        workloads=flags.workload or tuple(WORKLOADS),
+        micro_batch_size=flags.micro_batch_size,
+        num_threads=flags.threads,
+        num_rounds=flags.rounds,
+        seed=flags.seed,
+        quick=flags.quick,
+    )
+    with reporting(as_json=flags.json) as output:
+        facts = run_update_bench(options, _say)
+        _write(flags.out, facts, output)
+        for name, figures in _mappings(facts["workloads"]).items():
+            _show_update(name, figures, output)
         output.finish(facts)
 
 
@@ -176,6 +220,20 @@ def _show_step(facts: Mapping[str, Any], output: Output) -> None:
     )
     for name, seconds in facts["stages"].items():
         output.say(f"  {name:<24}{seconds:8.3f} s")
+
+
+def _show_update(name: str, figures: Mapping[str, Any], output: Output) -> None:
+    trl = figures["trl"]
+    output.say(
+        f"{name:<10}{figures['update_s']:.2f} s against TRL's {trl['update_s']:.2f} s: {figures['ratio_median']:.2f}x "
+        f"({figures['ratio_min']:.2f}-{figures['ratio_max']:.2f})\n"
+        f"memory    {figures['memory_gb']:.2f} GB above rest, {figures['memory_ratio']:.2f} of TRL's "
+        f"{trl['default_precision']['memory_gb']:.2f} GB in its default precision "
+        f"({trl['memory_gb']:.2f} GB with {trl['dtype']} weights)\n"
+        f"TRL       {trl['attention']} attention, micro-batch of {trl['micro_batch_size']}{_load(figures)}"
+    )
+    for stage, seconds in figures["stages"].items():
+        output.say(f"  {stage:<24}{seconds:8.3f} s")
 
 
 def _load(figures: Mapping[str, Any]) -> str:

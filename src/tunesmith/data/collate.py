@@ -128,10 +128,10 @@ def pad_right(
 
 
 def collate_pairs(pairs: Sequence[EncodedPair], pad_id: int, device: torch.device | str = "cpu") -> PairBatch:
-    """The pairs as one padded batch on `device`."""
+    """The pairs as one padded batch on `device`; the sides of a pair stand together, because they share a prompt."""
     rows: dict[TokenIds, int] = {}
-    chosen = [rows.setdefault(pair.chosen_ids, len(rows)) for pair in pairs]
-    rejected = [rows.setdefault(pair.rejected_ids, len(rows)) for pair in pairs]
+    sides = [[rows.setdefault(ids, len(rows)) for ids in (pair.chosen_ids, pair.rejected_ids)] for pair in pairs]
+    chosen, rejected = [side[0] for side in sides], [side[1] for side in sides]
     ids_BT, lengths_B = pad_right(list(rows), pad_id, device)
     margin_N = torch.tensor([pair.margin or 0.0 for pair in pairs], dtype=torch.float32, device=device)
     tie_N = torch.tensor([pair.tie for pair in pairs], dtype=torch.bool, device=device)

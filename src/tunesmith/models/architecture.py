@@ -12,13 +12,20 @@ import torch
 from torch import nn
 from transformers import (
     Gemma2ForCausalLM,
+    Gemma2Model,
     Gemma3ForCausalLM,
+    Gemma3TextModel,
     GPT2LMHeadModel,
+    GPT2Model,
     LlamaForCausalLM,
+    LlamaModel,
     MistralForCausalLM,
+    MistralModel,
     PreTrainedModel,
     Qwen2ForCausalLM,
+    Qwen2Model,
     Qwen3ForCausalLM,
+    Qwen3Model,
 )
 from transformers.pytorch_utils import Conv1D
 
@@ -82,14 +89,16 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A whole decoder. `positions` is the table of learned positions, where a family has one."""
+    """A whole decoder. `positions` is the table of learned positions, where a family has one; `output` is the output
+    layer, None for a trunk alone, such as that of a reward model.
+    """
 
     embedding: nn.Module
     positions: nn.Module | None
     blocks: tuple[Block, ...]
     ropes: tuple[RopeSource, ...]
     final_norm: Norm
-    head: Projection
+    output: Projection | None
     final_softcap: float | None
     context_length: int
 
@@ -99,6 +108,13 @@ class Architecture:
         return self.final_norm.module.weight.dtype  # type: ignore[return-value]
 
     @property
+    def head(self) -> Projection:
+        """The output layer. Raises ModelError for a trunk, which has none."""
+        if self.output is None:
+            raise ModelError("the model has no output layer; give a causal language model")
+        return self.output
+
+    @property
     def output_layer(self) -> OutputLayer:
         """What turns hidden states into logits: the model's own weights."""
         (module,) = self.head.modules
@@ -106,27 +122,29 @@ class Architecture:
 
 
 def describe(model: PreTrainedModel) -> Architecture:
-    """What `model` is made of.
+    """What `model`, a causal language model or the trunk of one, is made of.
 
     Raises:
         UnsupportedArchitecture: naming the part that stands in the way.
     """
-    read = _READERS.get(type(model))
+    read = _READERS.get(type(model)) or _READERS.get(_TRUNKS.get(type(model), PreTrainedModel))
     if read is None:
-        families = ", ".join(sorted(family.__name__ for family in _READERS))
-        raise UnsupportedArchitecture(f"{type(model).__name__} is none of {families}")
-    if model._forward_hooks or model._forward_pre_hooks:  # type: ignore[reportPrivateUsage]
+        families = ", ".join(sorted(family.__name__ for family in _TRUNKS))
+        raise UnsupportedArchitecture(f"{type(model).__name__} is none of {families}, nor the trunk of one")
+    trunk: PreTrainedModel = model.base_model  # type: ignore[assignment]
+    if any(part._forward_hooks or part._forward_pre_hooks for part in (model, trunk)):  # type: ignore[reportPrivateUsage]
         raise UnsupportedArchitecture("the model has forward hooks, which only its own forward would call")
-    architecture = read(model)
+    output = None if model is trunk else _linear(model.lm_head)  # type: ignore[arg-type]
+    architecture = read(trunk, output)
     dtypes = {parameter.dtype for parameter in model.parameters()}
     if len(dtypes) != 1:
         raise UnsupportedArchitecture(f"its weights have several dtypes: {', '.join(sorted(map(str, dtypes)))}")
     return architecture
 
 
-def _llama_like(model: Any) -> Architecture:
+def _llama_like(trunk: Any, output: Projection | None) -> Architecture:
     """Llama, Mistral, Qwen2 (biases), Qwen3 (norms of queries and keys)."""
-    config, trunk = model.config, model.model
+    config = trunk.config
     blocks = [_llama_block(layer, config) for layer in trunk.layers]
     return Architecture(
         trunk.embed_tokens,
@@ -134,7 +152,7 @@ def _llama_like(model: Any) -> Architecture:
         tuple(blocks),
         (_rope(trunk.rotary_emb, ""),),
         _rms(trunk.norm),
-        _linear(model.lm_head),
+        output,
         None,
         config.max_position_embeddings,
     )
@@ -161,13 +179,13 @@ def _llama_block(layer: Any, config: Any) -> Block:
     )
 
 
-def _gemma(model: Any) -> Architecture:
+def _gemma(trunk: Any, output: Projection | None) -> Architecture:
     """Gemma 2 and 3: norms before and after each part, alternating windows, capped logits."""
-    config, trunk = model.config, model.model
+    config = trunk.config
     if getattr(config, "use_bidirectional_attention", False):
         raise UnsupportedArchitecture("its attention is not causal")
     # Gemma 3 turns by other angles in layers with a window.
-    kinds = sorted(set(config.layer_types)) if isinstance(model, Gemma3ForCausalLM) else [""]
+    kinds = sorted(set(config.layer_types)) if isinstance(trunk, Gemma3TextModel) else [""]
     ropes = tuple(_rope(trunk.rotary_emb, f"{kind}_" if kind else "") for kind in kinds)
     blocks = [_gemma_block(layer, config, kinds) for layer in trunk.layers]
     cap = config.final_logit_softcapping
@@ -177,7 +195,7 @@ def _gemma(model: Any) -> Architecture:
         tuple(blocks),
         ropes,
         _rms(trunk.norm, offset=1.0),
-        _linear(model.lm_head),
+        output,
         cap,
         config.max_position_embeddings,
     )
@@ -209,8 +227,8 @@ def _gemma_block(layer: Any, config: Any, kinds: list[str]) -> Block:
     )
 
 
-def _gpt2(model: Any) -> Architecture:
-    config, trunk = model.config, model.transformer
+def _gpt2(trunk: Any, output: Projection | None) -> Architecture:
+    config = trunk.config
     if config.add_cross_attention:
         raise UnsupportedArchitecture("it attends to an encoder")
     return Architecture(
@@ -219,7 +237,7 @@ def _gpt2(model: Any) -> Architecture:
         tuple(_gpt2_block(layer, config) for layer in trunk.h),
         (),
         _layer_norm(trunk.ln_f),
-        _linear(model.lm_head),
+        output,
         None,
         config.max_position_embeddings,
     )
@@ -296,12 +314,22 @@ def _activation(name: str) -> Activation:
     return known[name]
 
 
-_READERS: dict[type[PreTrainedModel], Callable[[Any], Architecture]] = {
-    LlamaForCausalLM: _llama_like,
-    MistralForCausalLM: _llama_like,
-    Qwen2ForCausalLM: _llama_like,
-    Qwen3ForCausalLM: _llama_like,
-    GPT2LMHeadModel: _gpt2,
-    Gemma2ForCausalLM: _gemma,
-    Gemma3ForCausalLM: _gemma,
+_READERS: dict[type[PreTrainedModel], Callable[[Any, Projection | None], Architecture]] = {
+    LlamaModel: _llama_like,
+    MistralModel: _llama_like,
+    Qwen2Model: _llama_like,
+    Qwen3Model: _llama_like,
+    GPT2Model: _gpt2,
+    Gemma2Model: _gemma,
+    Gemma3TextModel: _gemma,
+}
+
+_TRUNKS: dict[type[PreTrainedModel], type[PreTrainedModel]] = {
+    LlamaForCausalLM: LlamaModel,
+    MistralForCausalLM: MistralModel,
+    Qwen2ForCausalLM: Qwen2Model,
+    Qwen3ForCausalLM: Qwen3Model,
+    GPT2LMHeadModel: GPT2Model,
+    Gemma2ForCausalLM: Gemma2Model,
+    Gemma3ForCausalLM: Gemma3TextModel,
 }

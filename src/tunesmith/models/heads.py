@@ -15,7 +15,9 @@ from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tunesmith.core.errors import ModelError
-from tunesmith.models.logprob import TokenScores, critic_values, hidden_states, length_mask, token_logps
+from tunesmith.kernels.native import Kernels
+from tunesmith.models.language_model import trunk_decoder
+from tunesmith.models.logprob import States, TokenScores, critic_values, length_mask, token_logps, trunk_states
 
 RewardTransform = Literal["raw", "log_odds"]
 
@@ -70,6 +72,7 @@ class Critic(nn.Module):
         super().__init__()
         self.trunk = cast(PreTrainedModel, model.base_model).requires_grad_(True)
         self.value_head = ScalarHead(hidden_size(model)).to(model.device)
+        self.kernels = Kernels()
 
     @classmethod
     def from_policy(cls, model: PreTrainedModel) -> "Critic":
@@ -103,6 +106,7 @@ class RewardModel(nn.Module):
         self.tokenizer = tokenizer
         self.source = source
         self.transform = transform
+        self.kernels = Kernels()
         self.label_index = _label_index(model, label, transform)
         if isinstance(score := self._score(), nn.Linear):
             score.float()
@@ -111,6 +115,11 @@ class RewardModel(nn.Module):
     def pools_last_token(self) -> bool:
         """True for the decoder layout: the reward is read at the last token, so the ids of a rollout can be scored."""
         return isinstance(self._score(), nn.Linear)
+
+    @property
+    def packs_rows(self) -> bool:
+        """True if rows are computed without padding, and what neighbouring rows begin with in common once."""
+        return self.pools_last_token and trunk_decoder(self._trunk, self.kernels) is not None
 
     def score_sequences(self, ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
         """reward_B in float32, of right-padded rows with `lengths_B` real ids each (at least 1)."""
@@ -125,6 +134,10 @@ class RewardModel(nn.Module):
         """reward_B; see `score_sequences`."""
         return self.score_sequences(ids_BS, lengths_B)
 
+    @property
+    def _trunk(self) -> PreTrainedModel:
+        return cast(PreTrainedModel, self.model.base_model)
+
     def _score(self) -> nn.Module | None:
         return getattr(self.model, "score", None)
 
@@ -133,8 +146,8 @@ class RewardModel(nn.Module):
         if not isinstance(score, nn.Linear):
             mask_BS = length_mask(lengths_B, ids_BS.shape[1])
             return self.model(input_ids=ids_BS, attention_mask=mask_BS.long()).logits.float()
-        hidden_BSH = hidden_states(cast(PreTrainedModel, self.model.base_model), ids_BS, lengths_B)
-        last_BH = hidden_BSH[torch.arange(len(ids_BS), device=ids_BS.device), lengths_B - 1]
+        last = States(torch.arange(len(ids_BS), device=ids_BS.device), lengths_B - 1)
+        last_BH = trunk_states(self._trunk, ids_BS, lengths_B, last, self.kernels)
         bias = None if score.bias is None else score.bias.float()
         return functional.linear(last_BH.float(), score.weight.float(), bias)
 

@@ -11,16 +11,18 @@ is done by its own code.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from tunesmith.core.errors import ModelError
+from tunesmith.kernels.logprob.head import OutputLayer, head_logp_entropy
 from tunesmith.kernels.logprob.reference import chosen_logp_entropy_in_blocks as chosen_logp_entropy
+from tunesmith.kernels.native import Kernels
 from tunesmith.models.decoder import Decoder
-from tunesmith.models.language_model import LanguageModel
+from tunesmith.models.language_model import LanguageModel, trunk_decoder
 from tunesmith.models.packed_rows import pack_rows, states_at
 
 _LOGITS_BYTES = 256 * 1024 * 1024
@@ -59,17 +61,20 @@ def token_logps(
     _check(ids_BS, lengths_B, prompt_lengths_B, temperature)
     module = model.module if isinstance(model, LanguageModel) else model
     decoder = model.decoder if isinstance(model, LanguageModel) else None
-    takes_all = decoder is not None or torch.is_grad_enabled()
+    output = model.output if isinstance(model, LanguageModel) else None
+    takes_all = decoder is not None or output is not None or torch.is_grad_enabled()
     chunk = len(ids_BS) if takes_all else _rows_per_chunk(module, lengths_B - prompt_lengths_B)
     num_columns = int((lengths_B - prompt_lengths_B).max())
     parts: list[TokenScores] = []
     for start in range(0, len(ids_BS), chunk):
         rows = slice(start, start + chunk)
         layout = _Layout(ids_BS[rows], lengths_B[rows], prompt_lengths_B[rows], num_columns)
-        if decoder is None:
-            parts.append(_scores(module, value_head, layout, temperature))
-        else:
+        if decoder is not None:
             parts.append(_packed_scores(decoder, value_head, layout, temperature))
+        elif output is not None and isinstance(model, LanguageModel):
+            parts.append(_trunk_scores(model, output, value_head, layout, temperature))
+        else:
+            parts.append(_scores(module, value_head, layout, temperature))
     if len(parts) == 1:
         return parts[0]
     values = [part.value_BT for part in parts if part.value_BT is not None]
@@ -140,6 +145,20 @@ def _scores(model: PreTrainedModel, value_head: nn.Module | None, layout: _Layou
     return TokenScores(layout.spread(logp_N, row_N, column_N), layout.spread(entropy_N, row_N, column_N), value_BT)
 
 
+def _trunk_scores(
+    model: LanguageModel, output: OutputLayer, value_head: nn.Module | None, layout: _Layout, temperature: float
+) -> TokenScores:
+    """By transformers' own trunk over padded rows, and the output layer in chunks."""
+    ids_BS = layout.trimmed_ids()
+    row_N, position_N, column_N = layout.state_positions()
+    trunk = cast(PreTrainedModel, model.module.base_model)
+    hidden_NH = _padded_states(trunk, ids_BS, layout.lengths_B)[row_N, position_N]
+    chosen_N = ids_BS[row_N, position_N + 1]
+    logp_N, entropy_N = head_logp_entropy(hidden_NH, output, chosen_N, temperature, kernels=model.kernels)
+    value_BT = None if value_head is None else layout.spread(value_head(hidden_NH), row_N, column_N)
+    return TokenScores(layout.spread(logp_N, row_N, column_N), layout.spread(entropy_N, row_N, column_N), value_BT)
+
+
 def _packed_scores(decoder: Decoder, value_head: nn.Module | None, layout: _Layout, temperature: float) -> TokenScores:
     row_N, position_N, column_N = layout.state_positions()
     # Nothing follows the last token, so its state is not needed.
@@ -173,8 +192,31 @@ def logits_at(
     return logits_1NV[0], picked[0]
 
 
-def hidden_states(trunk: PreTrainedModel, ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
-    """hidden_BSH of a model without output layer, over right-padded rows; padding positions hold arbitrary numbers."""
+@dataclass(frozen=True, slots=True)
+class States:
+    """Which states are asked for: `position_N` of the rows `row_N`."""
+
+    row_N: torch.Tensor
+    position_N: torch.Tensor
+
+
+def trunk_states(
+    trunk: PreTrainedModel, ids_BS: torch.Tensor, lengths_B: torch.Tensor, states: States, kernels: Kernels
+) -> torch.Tensor:
+    """hidden_NH of a model without output layer, at some places of right-padded rows.
+
+    On a CPU, for a family that the flat decoder knows, no padding is computed, and what neighbouring rows begin with in
+    common once; else it is the model's own forward over padded rows.
+    """
+    decoder = trunk_decoder(trunk, kernels)
+    if decoder is None:
+        return _padded_states(trunk, ids_BS, lengths_B)[states.row_N, states.position_N]
+    packed = pack_rows(ids_BS, lengths_B)
+    hidden_TH = decoder.hidden_states(packed.ids_T, packed.segments)
+    return states_at(hidden_TH, packed.index(states.row_N, states.position_N))
+
+
+def _padded_states(trunk: PreTrainedModel, ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
     mask_BS = length_mask(lengths_B, ids_BS.shape[1])
     return trunk(input_ids=ids_BS, attention_mask=mask_BS.long(), use_cache=False).last_hidden_state
 
@@ -192,6 +234,11 @@ class TrunkAndHead(Protocol):
         """One number for each hidden state."""
         ...
 
+    @property
+    def kernels(self) -> Kernels:
+        """How the trunk is computed."""
+        ...
+
 
 def critic_values(
     critic: TrunkAndHead, ids_BS: torch.Tensor, lengths_B: torch.Tensor, prompt_lengths_B: torch.Tensor
@@ -200,8 +247,10 @@ def critic_values(
     _check(ids_BS, lengths_B, prompt_lengths_B)
     layout = _Layout(ids_BS, lengths_B, prompt_lengths_B, int((lengths_B - prompt_lengths_B).max()))
     row_N, position_N, column_N = layout.state_positions()
-    hidden_BSH = hidden_states(critic.trunk, layout.trimmed_ids(), lengths_B)
-    return layout.spread(critic.value_head(hidden_BSH[row_N, position_N]), row_N, column_N)
+    used_B = (lengths_B - 1).clamp(min=1)  # nothing follows the last token
+    ids_BS = ids_BS[:, : int(used_B.max())]
+    hidden_NH = trunk_states(critic.trunk, ids_BS, used_B, States(row_N, position_N), critic.kernels)
+    return layout.spread(critic.value_head(hidden_NH), row_N, column_N)
 
 
 def _rows_per_chunk(model: PreTrainedModel, completion_lengths_B: torch.Tensor) -> int:

@@ -44,20 +44,17 @@ def pack_rows(ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> PackedRows:
     """
     lengths = lengths_B.tolist()
     run = _Run([], [], [])
-    shared_at: list[tuple[int, int]] = []  # of each row
-    own_starts: list[int] = []
+    starts: list[tuple[int, int, int]] = []  # of each row: shared tokens, where they begin, where its own do
     for group in _groups(ids_BS, lengths):
         parent, start = ALONE, run.num_tokens
         if group.shared:
             parent = len(run.lengths)
             run.add(ids_BS[group.rows.start, : group.shared], ALONE)
         for row in group.rows:
-            shared_at.append((group.shared, start))
-            own_starts.append(run.num_tokens)
+            starts.append((group.shared, start, run.num_tokens))
             run.add(ids_BS[row, group.shared : lengths[row]], parent)
-    shared_B2, own_start_B = (torch.tensor(numbers, device=ids_BS.device) for numbers in (shared_at, own_starts))
+    shared_B, shared_start_B, own_start_B = torch.tensor(starts, device=ids_BS.device).unbind(1)
     segments = Segments(tuple(run.lengths), tuple(run.parents))
-    shared_B, shared_start_B = shared_B2.unbind(1)
     return PackedRows(torch.cat(run.ids), segments, shared_B, shared_start_B, own_start_B)
 
 

@@ -28,7 +28,8 @@ _MAX_SANE_LENGTH = 10**9  # tokenizers without a limit say 10**30
 class ModelReward:
     """A reward model as a reward.
 
-    Sequences are sorted by length and scored in micro-batches of `micro_batch_size` without gradients. With the
+    Sequences are scored in micro-batches of `micro_batch_size` without gradients, sorted by length if they are padded
+    (see `RewardModel.packs_rows`). With the
     policy's own tokenizer the ids of the rollout are scored; a completion that its length limit cut off is closed with
     the end-of-sequence token that ended every training sequence. With another tokenizer, or for a classifier that does
     not read the last token, the text is encoded again: by the chat template if there is one, else as plain text.
@@ -87,7 +88,9 @@ class ModelReward:
         return Scored(outcomes, Logged(len(samples)))
 
     def _score_sequences(self, sequences: Sequence[Sequence[int]]) -> list[float]:
-        order = sorted(range(len(sequences)), key=lambda index: len(sequences[index]))
+        order = list(range(len(sequences)))
+        if not self._model.packs_rows:  # else there is no padding, and the rows of one prompt stand together
+            order.sort(key=lambda index: len(sequences[index]))
         rewards = [0.0] * len(sequences)
         device = next(self._model.parameters()).device
         was_training = self._model.training

@@ -122,7 +122,7 @@ def run_step_bench(options: StepBench, say: Say = lambda _: None) -> dict[str, o
     size = _QUICK_SIZE if options.quick else StepSize()
     ours = OurStep(options.model, size, num_threads, options.seed, options.backend, options.micro_batch_size)
     section = recipe(ours).grpo
-    with _exported(options.model) as folder:
+    with exported(options.model) as folder:
         dtype = str(compute_dtype("auto")).removeprefix("torch.")
         first = TRLStep(str(folder), size, num_threads, size.num_rows, dtype, seed=options.seed)
         measured = _measure(options, ours, first, say)
@@ -208,7 +208,7 @@ def _check_same_work(ours: list[StepTaken], theirs: list[StepTaken]) -> None:
 
 
 @contextmanager
-def _exported(model: str) -> Iterator[Path]:
+def exported(model: str) -> Iterator[Path]:
     """A folder with the model that TRL can read, gone afterwards."""
     with tempfile.TemporaryDirectory() as folder:
         loaded = load_policy(ModelSection(name=model))

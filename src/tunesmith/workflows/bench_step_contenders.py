@@ -180,7 +180,7 @@ def load_trl() -> tuple[Any, Any]:
         return importlib.import_module("trl"), importlib.import_module("datasets")
     except ImportError as error:
         raise MissingDependencyError(
-            f"`bench step --against trl` needs trl ({error}); install it with `pip install 'tunesmith[trl]'`"
+            f"a benchmark against trl needs it ({error}); install it with `pip install 'tunesmith[trl]'`"
         ) from error
 
 
