@@ -45,8 +45,8 @@ class Recipe(Section):
     def _no_dropout_where_two_passes_are_compared(self) -> "Recipe":
         if getattr(self, "algorithm", "") in ("ppo", "grpo") and self.model.lora.dropout > 0:
             raise ValueError(
-                f"model.lora.dropout is {self.model.lora.dropout:g}, but the ratios of this algorithm compare two passes "
-                "over the same tokens; set it to 0"
+                f"model.lora.dropout is {self.model.lora.dropout:g}, but the ratios of this algorithm compare two "
+                "passes over the same tokens; set it to 0"
             )
         return self
 

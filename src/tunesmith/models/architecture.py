@@ -25,6 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from tunesmith.core.errors import ModelError
 from tunesmith.kernels.attention.records import AttentionSettings
 from tunesmith.kernels.gated.api import Activation
+from tunesmith.models.adapter import Adapter
 
 
 class UnsupportedArchitecture(ModelError):
@@ -43,10 +44,14 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """Linear maps of one input. `sizes` are the widths of what comes out: of each module, or parts of the only one."""
+    """Linear maps of one input. `sizes` are the widths of what comes out: of each module, or parts of the only one.
+
+    `adapters` has one entry for each module: what PEFT put beside it, or None.
+    """
 
     modules: tuple[nn.Module, ...]
     sizes: tuple[int, ...]
+    adapters: tuple[Adapter | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +132,7 @@ def _llama_like(model: Any) -> Architecture:
         tuple(blocks),
         (_rope(trunk.rotary_emb, ""),),
         _rms(trunk.norm),
-        _linear(model.lm_head),
+        _output_layer(model.lm_head),
         None,
         config.max_position_embeddings,
     )
@@ -170,7 +175,7 @@ def _gemma(model: Any) -> Architecture:
         tuple(blocks),
         ropes,
         _rms(trunk.norm, offset=1.0),
-        _linear(model.lm_head),
+        _output_layer(model.lm_head),
         cap,
         config.max_position_embeddings,
     )
@@ -212,7 +217,7 @@ def _gpt2(model: Any) -> Architecture:
         tuple(_gpt2_block(layer, config) for layer in trunk.h),
         (),
         _layer_norm(trunk.ln_f),
-        _linear(model.lm_head),
+        _output_layer(model.lm_head),
         None,
         config.max_position_embeddings,
     )
@@ -253,10 +258,59 @@ def _layer_norm(module: Any) -> Norm:
 
 
 def _linear(*modules: nn.Module, sizes: tuple[int, ...] | None = None) -> Projection:
-    for module in modules:
-        if type(module) not in (nn.Linear, Conv1D):  # an adapter or a quantised weight
-            raise UnsupportedArchitecture(f"a linear layer is a {type(module).__name__}")
-    return Projection(modules, sizes or tuple(output_size(module) for module in modules))
+    bases = tuple(base_layer(module) for module in modules)
+    for base in bases:
+        if type(base) not in (nn.Linear, Conv1D):  # a quantised weight, or an adapter of another kind
+            raise UnsupportedArchitecture(f"a linear layer is a {type(base).__name__}")
+    adapters = tuple(adapter_of(module) for module in modules)
+    return Projection(bases, sizes or tuple(output_size(base) for base in bases), adapters)
+
+
+def _output_layer(module: nn.Module) -> Projection:
+    if is_adapted(module):  # its weight is read as it stands, and is that of the embedding where both are tied
+        raise UnsupportedArchitecture("its output layer has an adapter")
+    return _linear(module)
+
+
+def base_layer(module: nn.Module) -> nn.Module:
+    """The linear map beside which PEFT put an adapter; `module` itself where there is none."""
+    return module.base_layer if is_adapted(module) else module  # type: ignore[return-value]
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """True if PEFT put a LoRA adapter beside this layer."""
+    return hasattr(module, "base_layer") and hasattr(module, "lora_A")
+
+
+def adapter_of(module: Any) -> Adapter | None:
+    """The adapter that is at work in a layer of PEFT; None in any other layer, and where it is switched off.
+
+    Raises:
+        UnsupportedArchitecture: several adapters, one that was merged, or one of a kind that is neither LoRA nor DoRA.
+    """
+    if not is_adapted(module) or module.disable_adapters:
+        return None
+    names = [name for name in module.active_adapters if name in module.lora_A]
+    if not names and not module.merged:
+        return None
+    magnitudes = getattr(module, "lora_magnitude_vector", {})
+    is_plain = len(names) == 1 and not module.merged and module.lora_A[names[0]].weight.dim() == 2
+    if (
+        not is_plain
+        or module.lora_B[names[0]].bias is not None
+        or (names[0] in module.lora_variant) != bool(magnitudes)
+    ):
+        raise UnsupportedArchitecture("it has several adapters, a merged one, or one that is neither LoRA nor DoRA")
+    name = names[0]
+    magnitude = magnitudes[name].weight if magnitudes else None
+    dropout = module.lora_dropout[name]
+    return Adapter(
+        module.lora_A[name].weight,
+        module.lora_B[name].weight,
+        float(module.scaling[name]),
+        magnitude,
+        None if isinstance(dropout, nn.Identity) else dropout,
+    )
 
 
 def output_size(module: nn.Module) -> int:

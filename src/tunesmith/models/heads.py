@@ -6,7 +6,6 @@ Heads are float32 and work on `hidden.float()` whatever the dtype of the trunk: 
 that matter are smaller than what bfloat16 resolves.
 """
 
-import copy
 from typing import Literal, cast
 
 import torch
@@ -16,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tunesmith.core.errors import ModelError
 from tunesmith.models.logprob import TokenScores, critic_values, hidden_states, length_mask, token_logps
+from tunesmith.models.lora import require_gradients, twin
 
 RewardTransform = Literal["raw", "log_odds"]
 
@@ -68,13 +68,16 @@ class Critic(nn.Module):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        self.trunk = cast(PreTrainedModel, model.base_model).requires_grad_(True)
+        self.trunk = cast(PreTrainedModel, model.base_model)
+        require_gradients(self.trunk)
         self.value_head = ScalarHead(hidden_size(model)).to(model.device)
 
     @classmethod
     def from_policy(cls, model: PreTrainedModel) -> "Critic":
-        """A critic that starts from a copy of the policy's trunk; no storage is shared."""
-        return cls(copy.deepcopy(cast(PreTrainedModel, model.base_model)))
+        """A critic that starts from a copy of the policy's trunk; no storage is shared, but for a frozen base, beside
+        which it has adapters of its own.
+        """
+        return cls(twin(cast(PreTrainedModel, model.base_model)))
 
     def forward(self, ids_BS: torch.Tensor, lengths_B: torch.Tensor, *, prompt_lengths_B: torch.Tensor) -> torch.Tensor:
         """value_BT; see `logprob.critic_values`."""
