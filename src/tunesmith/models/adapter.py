@@ -41,16 +41,17 @@ def add_low_rank(y_TO: torch.Tensor, inner_TR: torch.Tensor, up_OR: torch.Tensor
 
 
 def stretch(y_TO: torch.Tensor, scale_O: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
-    """`scale * y + bias` in y's dtype; `scale_O` is float32."""
+    """`scale * y + bias` in y's dtype; `scale_O` is float32 or wider."""
     stretched_TO = (y_TO * scale_O).to(y_TO.dtype)
     return stretched_TO if bias_O is None else stretched_TO + bias_O
 
 
 def dora_scale(adapter: Adapter, weight_OI: torch.Tensor) -> torch.Tensor:
-    """`m / |W + scaling B A|` in float32, with a gradient to m alone. The lengths are rounded to the weight's dtype as
+    """`m / |W + scaling B A|` in float32 or wider, with a gradient to m alone. The lengths are rounded to the weight's dtype as
     the magnitudes are, so before the first update it is exactly 1."""
     assert adapter.magnitude_O is not None, "only adapters with a magnitude are stretched"
-    return adapter.magnitude_O.float() / row_lengths(adapter, weight_OI).float()
+    wide = _wide(weight_OI)
+    return adapter.magnitude_O.to(wide) / row_lengths(adapter, weight_OI).to(wide)
 
 
 @torch.no_grad()
@@ -59,18 +60,19 @@ def row_lengths(adapter: Adapter, weight_OI: torch.Tensor) -> torch.Tensor:
 
     |W|^2 + 2 s B (A W^T) + s^2 B (A A^T) B^T, row by row: a weight of the size of W is not made.
     """
-    down_RI, up_OR, scaling = adapter.down_RI, adapter.up_OR.float(), adapter.scaling
-    square_O = torch.linalg.vector_norm(weight_OI, dim=1, dtype=torch.float32).square()
-    cross_OR = linear(weight_OI, down_RI).float()
-    gram_RR = linear(down_RI.float(), down_RI.float())
-    square_O = square_O + ((2 * scaling * cross_OR + scaling**2 * (up_OR @ gram_RR)) * up_OR).sum(1)
+    wide = _wide(weight_OI)
+    down_RI, up_OR, scaling = adapter.down_RI.to(wide), adapter.up_OR.to(wide), adapter.scaling
+    square_O = torch.linalg.vector_norm(weight_OI, dim=1, dtype=wide).square()
+    cross_OR = linear(weight_OI, adapter.down_RI).to(wide)
+    square_O = square_O + ((2 * scaling * cross_OR + scaling**2 * (up_OR @ linear(down_RI, down_RI))) * up_OR).sum(1)
     return square_O.clamp(min=torch.finfo(torch.float32).tiny).sqrt().to(weight_OI.dtype)
 
 
 @torch.no_grad()
 def merged(adapter: Adapter, weight_OI: torch.Tensor) -> torch.Tensor:
     """The one weight that does what base and adapter do: summed in float32, rounded once to the weight's dtype."""
-    changed_OI = weight_OI.float() + adapter.scaling * (adapter.up_OR.float() @ adapter.down_RI.float())
+    wide = _wide(weight_OI)
+    changed_OI = weight_OI.to(wide) + adapter.scaling * (adapter.up_OR.to(wide) @ adapter.down_RI.to(wide))
     if adapter.magnitude_O is not None:
         changed_OI *= dora_scale(adapter, weight_OI)[:, None]
     return changed_OI.to(weight_OI.dtype)
@@ -81,3 +83,7 @@ def is_idle(adapter: Adapter, weight_OI: torch.Tensor) -> bool:
     if bool(adapter.up_OR.any()):
         return False
     return adapter.magnitude_O is None or torch.equal(adapter.magnitude_O, row_lengths(adapter, weight_OI))
+
+
+def _wide(weight_OI: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(weight_OI.dtype, torch.float32)

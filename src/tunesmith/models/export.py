@@ -75,26 +75,6 @@ def save_final(
     return folder
 
 
-def save_merged(source: Path, dest: Path) -> Path:
-    """`dest`, with the model that the adapters in `source` make of their base: a model folder like any other.
-
-    Weights and adapters are summed in float32, and rounded once to the dtype of the adapters. Whatever else lies in
-    `source`, such as a value head, is taken along. Raises ModelError if `source` holds no adapters.
-    """
-    if not is_adapter_folder(source):
-        raise ModelError(f"{source} holds no adapters, so there is nothing to merge; leave --merge out")
-    dtype = adapter_dtype(source)
-    if is_reward_adapter(source, str(source)):
-        found: PreTrainedModel | RewardModel = load_reward_model(str(source), dtype=dtype, label=0)
-        model, tokenizer = found.model, found.tokenizer
-    else:
-        loaded = load_policy(ModelSection(name=str(source)), dtype=dtype)
-        model, tokenizer = loaded.model, loaded.tokenizer
-    card = ModelCard(base_of(model).name, "adapters, merged", title=f"{source.parent.name}, merged")
-    merge(model)
-    return save_final(model, tokenizer, dest, card, value_head=load_value_head(source))
-
-
 def save_value_head(head: ScalarHead, folder: Path) -> None:
     """Write `head` into `folder` as `value_head.safetensors`."""
     save_file({name: tensor.contiguous() for name, tensor in head.state_dict().items()}, folder / VALUE_HEAD_FILE)
