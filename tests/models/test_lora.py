@@ -297,14 +297,19 @@ def test_what_does_not_fit_is_refused(tmp_path):
         load_policy(ModelSection.model_validate({"name": str(folder), "lora": {"rank": 4}}))
     with pytest.raises(ModelError, match="scores nothing"):
         load_reward_model(str(folder))
+    with pytest.raises(ModelError, match="no adapter fits"):
+        load_adapters(load_policy(ModelSection(name="tiny:gpt2")).model, folder, "it")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "r": 5}))
     with pytest.raises(ModelError, match="do not fit their base"):
-        load_adapters(load_policy(ModelSection(name="tiny:gemma2")).model, folder, "it")
+        load_policy(ModelSection(name=str(folder)))
     (folder / "base.json").write_text(json.dumps({"name": str(folder), "seed": 0, "num_layers": None}))
     with pytest.raises(ModelError, match="holds adapters itself"):
         load_policy(ModelSection(name=str(folder)))
     (folder / "base.json").write_text("[]")
     with pytest.raises(ModelError, match="no JSON object"):
         load_policy(ModelSection(name=str(folder)))
+    (folder / "base.json").unlink()
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
     with pytest.raises(ModelError, match="can run code when read"):
         load_policy(ModelSection(name=str(folder)))

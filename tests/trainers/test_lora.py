@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from test_exactness import needs_bf16, spread
 
 from tunesmith.batch.rollout import SamplingParams
 from tunesmith.config.sections import ModelSection
+from tunesmith.core import faults
 from tunesmith.core.errors import StoppedError
 from tunesmith.core.faults import VARIABLE
 from tunesmith.kernels.native import Kernels
@@ -38,9 +39,9 @@ def model(family: str = "llama", dtype: str = "bfloat16", **lora: Any) -> dict[s
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gpt2", "gemma2"])
 def test_with_adapters_there_is_no_difference_at_all(family: str, use_dora: bool, tmp_path: Path) -> None:
     section = model(family, use_dora=use_dora)
-    cfg = grpo_recipe(tmp_path, model=section, run={"steps": 10}, grpo={"num_epochs": 2})
+    cfg = grpo_recipe(tmp_path, model=section, run={"steps": 5}, grpo={"num_epochs": 2})
     rows = grpo.run(cfg, prompts=PROMPTS, rewards=[spread], progress=False).metrics
-    assert [row["rollout/logp_diff_max"] for row in rows] == [0.0] * 10
+    assert [row["rollout/logp_diff_max"] for row in rows] == [0.0] * 5
     assert rows[0]["grad_norm"] > 0
 
 
@@ -97,7 +98,7 @@ def train(trainer: str, folder: Path, dtype: str, lora: Mapping[str, Any]) -> Pa
     run = {"dir": str(folder), "steps": STEPS, "checkpoint_every": 2, "keep_checkpoints": 9}
     section = model(dtype=dtype, **lora)
     if trainer == "reward":
-        return reward.run(reward_recipe(folder, model=section, run=run), pairs=pairs(), progress=False).run_dir
+        return reward.run(reward_recipe(folder, model=section, run=run), pairs=pairs(24), progress=False).run_dir
     if trainer == "ppo":
         cfg = ppo_recipe(folder, model=section, run=run, ppo={"critic": "separate"})
         return ppo.run(cfg, prompts=PROMPTS, rewards=[noisy], progress=False).run_dir
@@ -115,21 +116,37 @@ def outcome(run_dir: Path) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.fixture
+def fault(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Plans a fault in this process; an empty plan takes it back."""
+
+    def plan(text: str) -> None:
+        monkeypatch.setenv(VARIABLE, text)
+        faults._plan.cache_clear()
+
+    yield plan
+    plan("")
+
+
 @pytest.mark.parametrize(
-    ("trainer", "lora"),
-    [("reward", {"dropout": 0.2}), ("ppo", {}), ("grpo", {"use_dora": True})],
+    ("trainer", "dtype", "lora"),
+    [
+        ("reward", "float32", {"dropout": 0.2}),
+        ("ppo", "bfloat16", {}),
+        ("grpo", "bfloat16", {"use_dora": True}),
+        ("grpo", "float32", {}),
+    ],
 )
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(
-    trainer: str, lora: Mapping[str, Any], dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trainer: str, dtype: str, lora: Mapping[str, Any], tmp_path: Path, fault: Callable[[str], None]
 ) -> None:
     whole = train(trainer, tmp_path / "whole", dtype, lora)
-    monkeypatch.setenv(VARIABLE, f"{'forward' if trainer == 'reward' else 'update/forward'}:term:5")
+    fault(f"{'forward' if trainer == 'reward' else 'update/forward'}:term:3")
     with pytest.raises(StoppedError):
         train(trainer, tmp_path / "stopped", dtype, lora)
-    monkeypatch.delenv(VARIABLE)
+    fault("")
     (run_dir,) = (tmp_path / "stopped").iterdir()
-    inputs = Inputs(pairs=pairs()) if trainer == "reward" else Inputs(prompts=PROMPTS, rewards=[noisy])
+    inputs = Inputs(pairs=pairs(24)) if trainer == "reward" else Inputs(prompts=PROMPTS, rewards=[noisy])
     assert outcome(resume(run_dir, inputs=inputs, progress=False).run_dir) == outcome(whole)
 
 

@@ -47,8 +47,10 @@ def stretch(y_TO: torch.Tensor, scale_O: torch.Tensor, bias_O: torch.Tensor | No
 
 
 def dora_scale(adapter: Adapter, weight_OI: torch.Tensor) -> torch.Tensor:
-    """`m / |W + scaling B A|` in float32 or wider, with a gradient to m alone. The lengths are rounded to the weight's dtype as
-    the magnitudes are, so before the first update it is exactly 1."""
+    """`m / |W + scaling B A|` in float32 or wider, with a gradient to m alone.
+
+    The lengths are rounded to the weight's dtype as the magnitudes are, so before the first update it is exactly 1.
+    """
     assert adapter.magnitude_O is not None, "only adapters with a magnitude are stretched"
     wide = _wide(weight_OI)
     return adapter.magnitude_O.to(wide) / row_lengths(adapter, weight_OI).to(wide)
