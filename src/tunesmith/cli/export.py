@@ -17,15 +17,21 @@ from tunesmith.core.errors import InputError, RunError
 
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = "model.safetensors"
+_ADAPTER_CONFIG = "adapter_config.json"
+_ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _MAX_HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """Copy the trained model of a run to a folder that plain `from_pretrained` loads. Nothing is overwritten."""
+    """Copy the trained model of a run to a folder that plain `from_pretrained` loads, or adapters to one that PEFT
+    loads. Nothing is overwritten.
+    """
 
     run: Annotated[str, Positional, flag("A run folder.", metavar="RUN")]
     dest: Annotated[str, Positional, flag("New or empty folder.", metavar="DEST")]
+    merge: Annotated[bool, flag("Put adapters into the weights of their base: a plain model.")] = False
+    trust_remote_code: Annotated[bool, flag("With --merge, run code that the base brings along.")] = False
     json: Annotated[bool, flag("Print one JSON object.")] = False
 
 
@@ -36,7 +42,11 @@ def export(words: Sequence[str]) -> None:
         source = final_folder(Path(options.run).expanduser())
         check_layout(source)
         dest = Path(options.dest).expanduser()
-        num_bytes = copy_whole(source, dest)
+        check_dest(source, dest)
+        if options.merge:
+            num_bytes = merge_whole(source, dest, trust_remote_code=options.trust_remote_code)
+        else:
+            num_bytes = copy_whole(source, dest)
         output.say(f"{dest}  {num_bytes / 1e6:.1f} MB")
         output.finish({"source": source, "dest": dest, "num_bytes": num_bytes})
 
@@ -57,8 +67,12 @@ def final_folder(run: Path) -> Path:
 
 def check_layout(folder: Path) -> None:
     """RunError if config, tokenizer or weights are missing in `folder`, or a weight file is cut short."""
-    missing = [name for name in ("config.json", "tokenizer_config.json") if not (folder / name).is_file()]
-    if (folder / _INDEX).is_file():
+    has_adapters = (folder / _ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
+    config = _ADAPTER_CONFIG if has_adapters else "config.json"
+    missing = [name for name in (config, "tokenizer_config.json") if not (folder / name).is_file()]
+    if has_adapters:
+        weights = [_ADAPTER_WEIGHTS]
+    elif (folder / _INDEX).is_file():
         shards = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values()
         weights = sorted(set(map(str, shards)))
     else:
@@ -71,12 +85,23 @@ def check_layout(folder: Path) -> None:
             raise RunError(f"{folder / name} is damaged: its size does not fit its header")
 
 
-def copy_whole(source: Path, dest: Path) -> int:
-    """Bytes copied from `source` to `dest`. The copy is moved into place when complete."""
+def check_dest(source: Path, dest: Path) -> None:
+    """InputError if `dest` lies inside `source`, or holds something already."""
     if dest.resolve().is_relative_to(source.resolve()):
         raise InputError(f"{dest} lies inside {source}; give a folder elsewhere")
     if dest.is_file() or (dest.is_dir() and any(dest.iterdir())):
         raise InputError(f"{dest} exists and is {'no folder' if dest.is_file() else 'not empty'}; give another folder")
+
+
+def merge_whole(source: Path, dest: Path, *, trust_remote_code: bool) -> int:
+    """Bytes of the plain model that the adapters in `source` make of their base, written to `dest`."""
+    from tunesmith.models.merge import save_merged
+
+    return _num_bytes(save_merged(source, dest, trust_remote_code=trust_remote_code))
+
+
+def copy_whole(source: Path, dest: Path) -> int:
+    """Bytes copied from `source` to `dest`. The copy is moved into place when complete."""
     try:
         dest.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{dest.name}-", dir=dest.parent) as aside:
@@ -85,7 +110,11 @@ def copy_whole(source: Path, dest: Path) -> int:
             os.replace(copy, dest)
     except OSError as error:
         raise InputError(f"{dest} cannot be written: {error.strerror or error}") from error
-    return sum(file.stat().st_size for file in dest.rglob("*") if file.is_file())
+    return _num_bytes(dest)
+
+
+def _num_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def _is_whole(file: Path) -> bool:

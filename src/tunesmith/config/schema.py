@@ -42,6 +42,15 @@ class Recipe(Section):
     optimizer: OptimizerSection = OptimizerSection()
     run: RunSection = RunSection()
 
+    @model_validator(mode="after")
+    def _no_dropout_where_two_passes_are_compared(self) -> "Recipe":
+        if getattr(self, "algorithm", "") in ("ppo", "grpo") and self.model.lora.dropout > 0:
+            raise ValueError(
+                f"model.lora.dropout is {self.model.lora.dropout:g}, but the ratios of this algorithm compare two "
+                "passes over the same tokens; set it to 0"
+            )
+        return self
+
 
 class RewardRecipe(Recipe):
     """`tunesmith train reward`: a reward model from preference pairs."""

@@ -4,22 +4,14 @@ Sections are frozen, an unknown key is an error. `SHORTHAND` names the field tha
 means `model: {name: smollm2}`.
 """
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-PositiveInt = Annotated[int, Field(ge=1)]
+from tunesmith.config.lora_sections import LoraSection
+from tunesmith.config.section import Fraction, NonNegative, Positive, PositiveInt, Section
+
 OnError = Literal["fail", "drop", "zero"]
-
-
-class Section(BaseModel):
-    """A part of a recipe: frozen, and unknown keys are refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
-    SHORTHAND: ClassVar[str | None] = None
 
 
 class ModelSection(Section):
@@ -42,11 +34,21 @@ class ModelSection(Section):
         default=None,
         description="Train the top layers alone and freeze what lies below, embeddings included; null trains all.",
     )
+    lora: LoraSection = LoraSection()
     seed: int = Field(default=0, ge=0, description="Seed of random weights, for `scratch` and `tiny:<family>` alone.")
     trust_remote_code: bool = Field(
         default=False,
         description="Run Python code that the model's folder or repository brings along; only for code that you read.",
     )
+
+    @model_validator(mode="after")
+    def _adapters_train_alone(self) -> "ModelSection":
+        if self.lora.rank and self.num_trainable_layers is not None:
+            raise ValueError(
+                "lora.rank and num_trainable_layers both say what is trained; set lora.rank to 0 to train layers, or "
+                "num_trainable_layers to null to train adapters"
+            )
+        return self
 
 
 class PromptsSection(Section):

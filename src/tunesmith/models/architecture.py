@@ -33,6 +33,7 @@ from tunesmith.core.errors import ModelError
 from tunesmith.kernels.attention.records import AttentionSettings
 from tunesmith.kernels.gated.api import Activation
 from tunesmith.kernels.logprob.head import OutputLayer
+from tunesmith.models.adapter import Adapter
 
 
 class UnsupportedArchitecture(ModelError):
@@ -51,10 +52,14 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """Linear maps of one input. `sizes` are the widths of what comes out: of each module, or parts of the only one."""
+    """Linear maps of one input. `sizes` are the widths of what comes out: of each module, or parts of the only one.
+
+    `adapters` has one entry for each module: what PEFT put beside it, or None.
+    """
 
     modules: tuple[nn.Module, ...]
     sizes: tuple[int, ...]
+    adapters: tuple[Adapter | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +139,7 @@ def describe(model: PreTrainedModel) -> Architecture:
     trunk: PreTrainedModel = model.base_model  # type: ignore[assignment]
     if any(part._forward_hooks or part._forward_pre_hooks for part in (model, trunk)):  # type: ignore[reportPrivateUsage]
         raise UnsupportedArchitecture("the model has forward hooks, which only its own forward would call")
-    output = None if model is trunk else _linear(model.lm_head)  # type: ignore[arg-type]
+    output = None if model is trunk else _output_layer(model.lm_head)  # type: ignore[arg-type]
     architecture = read(trunk, output)
     dtypes = {parameter.dtype for parameter in model.parameters()}
     if len(dtypes) != 1:
@@ -278,10 +283,59 @@ def _layer_norm(module: Any) -> Norm:
 
 
 def _linear(*modules: nn.Module, sizes: tuple[int, ...] | None = None) -> Projection:
-    for module in modules:
-        if type(module) not in (nn.Linear, Conv1D):  # an adapter or a quantised weight
-            raise UnsupportedArchitecture(f"a linear layer is a {type(module).__name__}")
-    return Projection(modules, sizes or tuple(output_size(module) for module in modules))
+    bases = tuple(base_layer(module) for module in modules)
+    for base in bases:
+        if type(base) not in (nn.Linear, Conv1D):  # a quantised weight, or an adapter of another kind
+            raise UnsupportedArchitecture(f"a linear layer is a {type(base).__name__}")
+    adapters = tuple(adapter_of(module) for module in modules)
+    return Projection(bases, sizes or tuple(output_size(base) for base in bases), adapters)
+
+
+def _output_layer(module: nn.Module) -> Projection:
+    if is_adapted(module):  # its weight is read as it stands, and is that of the embedding where both are tied
+        raise UnsupportedArchitecture("its output layer has an adapter")
+    return _linear(module)
+
+
+def base_layer(module: nn.Module) -> nn.Module:
+    """The linear map beside which PEFT put an adapter; `module` itself where there is none."""
+    return module.base_layer if is_adapted(module) else module  # type: ignore[return-value]
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """True if PEFT put a LoRA adapter beside this layer."""
+    return hasattr(module, "base_layer") and hasattr(module, "lora_A")
+
+
+def adapter_of(module: Any) -> Adapter | None:
+    """The adapter that is at work in a layer of PEFT; None in any other layer, and where it is switched off.
+
+    Raises:
+        UnsupportedArchitecture: several adapters, one that was merged, or one of a kind that is neither LoRA nor DoRA.
+    """
+    if not is_adapted(module) or module.disable_adapters:
+        return None
+    names = [name for name in module.active_adapters if name in module.lora_A]
+    if not names and not module.merged:
+        return None
+    magnitudes = getattr(module, "lora_magnitude_vector", {})
+    is_plain = len(names) == 1 and not module.merged and module.lora_A[names[0]].weight.dim() == 2
+    if (
+        not is_plain
+        or module.lora_B[names[0]].bias is not None
+        or (names[0] in module.lora_variant) != bool(magnitudes)
+    ):
+        raise UnsupportedArchitecture("it has several adapters, a merged one, or one that is neither LoRA nor DoRA")
+    name = names[0]
+    magnitude = magnitudes[name].weight if magnitudes else None
+    dropout = module.lora_dropout[name]
+    return Adapter(
+        module.lora_A[name].weight,
+        module.lora_B[name].weight,
+        float(module.scaling[name]),
+        magnitude,
+        None if isinstance(dropout, nn.Identity) else dropout,
+    )
 
 
 def output_size(module: nn.Module) -> int:

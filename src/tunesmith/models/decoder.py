@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch.nn.functional import layer_norm
+from torch import nn
+from torch.nn.functional import layer_norm, linear
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -25,7 +26,8 @@ from tunesmith.kernels.gated.api import activate, gated, softcap
 from tunesmith.kernels.logprob.head import HeadScores, head_logp_entropy, head_scores
 from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.rms_norm.api import add_rms_norm
-from tunesmith.models.architecture import Architecture, Block, Norm, Projection, RopeSource, describe
+from tunesmith.models.adapter import Adapter, add_low_rank, dora_scale, low_rank, stretch
+from tunesmith.models.architecture import Architecture, Block, Norm, Projection, RopeSource, describe, weight_of
 
 _ROPE_ROWS = 512
 """Angles are made for a multiple of as many positions."""
@@ -219,8 +221,20 @@ class Decoder:
 def _module_outputs(projection: Projection, x_TH: torch.Tensor) -> Sequence[torch.Tensor]:
     if len(x_TH) == 1:  # a matrix of one row may be multiplied by other code, with other bits
         return [output_TH[:1] for output_TH in _module_outputs(projection, x_TH.expand(2, -1))]
-    outputs = [module(x_TH) for module in projection.modules]
+    parts = zip(projection.modules, projection.adapters, strict=True)
+    outputs = [module(x_TH) if adapter is None else _adapted(module, adapter, x_TH) for module, adapter in parts]
     return outputs if len(outputs) == len(projection.sizes) else outputs[0].split(projection.sizes, dim=-1)
+
+
+def _adapted(module: nn.Module, adapter: Adapter, x_TH: torch.Tensor) -> torch.Tensor:
+    """The output of a linear map with its adapter."""
+    dropped_TH = x_TH if adapter.dropout is None else adapter.dropout(x_TH)
+    inner_TR = low_rank(dropped_TH, adapter.down_RI, adapter.scaling)
+    if adapter.magnitude_O is None:
+        return add_low_rank(module(x_TH), inner_TR, adapter.up_OR)
+    weight_OI, bias_O = weight_of(module), module.bias
+    y_TO = add_low_rank(linear(x_TH, weight_OI), inner_TR, adapter.up_OR)
+    return stretch(y_TO, dora_scale(adapter, weight_OI), bias_O)  # type: ignore[arg-type]
 
 
 def _uses_checkpoints(model: PreTrainedModel) -> bool:

@@ -13,10 +13,12 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tunesmith.core.errors import ModelError, RunError
+from tunesmith.models.adapter_folder import save_adapters
 from tunesmith.models.assets import SMOLLM2, SMOLLM2_HUB_ID, sync_folder
 from tunesmith.models.folder_check import find_pickle
 from tunesmith.models.heads import PolicyWithValue, RewardModel, ScalarHead
 from tunesmith.models.loaded import quiet_transformers
+from tunesmith.models.lora import has_adapters
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 
@@ -102,21 +104,26 @@ def load_value_head(folder: Path, *, device: str | torch.device = "cpu") -> Scal
 def render_card(card: ModelCard, model: PreTrainedModel) -> str:
     """The text of the model card: YAML front matter as the hub reads it, then what was done and how to load it."""
     is_classifier = not model.can_generate()
+    is_adapter = has_adapters(model)
     front: dict[str, object] = {
-        "library_name": "transformers",
+        "library_name": "peft" if is_adapter else "transformers",
         "pipeline_tag": "text-classification" if is_classifier else "text-generation",
         "tags": ["tunesmith", "rlhf", card.algorithm.lower().replace(" ", "-")],
     }
     if hub_id := _hub_id(card.base_model):
         front["base_model"] = hub_id
-    auto_class = "AutoModelForSequenceClassification" if is_classifier else "AutoModelForCausalLM"
+    auto_class = "SequenceClassification" if is_classifier else "CausalLM"
+    auto_class = f"AutoPeftModelFor{auto_class}" if is_adapter else f"AutoModelFor{auto_class}"
+    imports = f"from transformers import {auto_class}, AutoTokenizer"
+    if is_adapter:
+        imports = f"from peft import {auto_class}\nfrom transformers import AutoTokenizer"
     title = card.title or f"{Path(card.base_model).name} after {card.algorithm}"
     parts = [
         f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---\n",
         f"# {title}\n",
         f"{card.description}\n" if card.description else "",
         f"Trained from `{card.base_model}` with Tunesmith ({card.algorithm}).\n",
-        f"## Use\n\n```python\nfrom transformers import {auto_class}, AutoTokenizer\n\n"
+        f"## Use\n\n```python\n{imports}\n\n"
         f'model = {auto_class}.from_pretrained("path/to/this/folder")\n'
         'tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")\n```\n',
     ]
@@ -139,7 +146,10 @@ def _save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fold
         generation_config.pad_token_id = tokenizer.pad_token_id
     try:
         with quiet_transformers():
-            model.save_pretrained(folder)
+            if has_adapters(model):
+                save_adapters(model, folder)
+            else:
+                model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
     except ValueError as error:
         # Old repositories carry sampling values without do_sample, which the library reads but refuses to write.

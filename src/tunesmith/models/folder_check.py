@@ -23,6 +23,8 @@ _MAX_BYTES = {
     "tokenizer_config.json": 4 * MAX_CONFIG_BYTES,
     # One row for each tensor; 10 MB are real, for mixtures of many experts.
     "model.safetensors.index.json": 25 * MAX_CONFIG_BYTES,
+    "adapter_config.json": MAX_CONFIG_BYTES,
+    "base.json": MAX_CONFIG_BYTES,
 }
 _MAX_DEPTH = 40
 _MAX_LAYERS = 10_000
@@ -52,6 +54,19 @@ def check_folder(folder: Path, name: str, *, trust_remote_code: bool, how_to_tru
         )
     if code:
         _logger.warning("model %s: code of its own is run, as trust_remote_code says: %s", name, ", ".join(code))
+
+
+def check_adapter_folder(folder: Path, name: str) -> dict[str, dict[str, object]]:
+    """The JSON files of the adapters `name` in `folder`, by file name. Raises ModelError; see `check_folder`."""
+    files = [file for file in ("adapter_config.json", "base.json") if (folder / file).is_file()]
+    documents = {file: _read_json(folder / file) for file in files}
+    if "adapter_config.json" not in documents:
+        raise ModelError(f"the folder of {name!r} holds no adapter_config.json, so it holds no adapters")
+    if not (folder / "adapter_model.safetensors").is_file():
+        pickles = find_pickle(folder, "adapter_model")
+        found = f"only {pickles[0]}, which can run code when read" if pickles else "no weights"
+        raise ModelError(f"the adapters {name!r} have {found}; Tunesmith reads adapter_model.safetensors alone")
+    return documents
 
 
 def find_pickle(folder: Path, stem: str = "*") -> list[str]:

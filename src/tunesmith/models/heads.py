@@ -6,7 +6,6 @@ Heads are float32 and work on `hidden.float()` whatever the dtype of the trunk: 
 that matter are smaller than what bfloat16 resolves.
 """
 
-import copy
 from typing import Literal, cast
 
 import torch
@@ -18,6 +17,7 @@ from tunesmith.core.errors import ModelError
 from tunesmith.kernels.native import Kernels
 from tunesmith.models.language_model import trunk_decoder
 from tunesmith.models.logprob import States, TokenScores, critic_values, length_mask, token_logps, trunk_states
+from tunesmith.models.lora import require_gradients, twin
 
 RewardTransform = Literal["raw", "log_odds"]
 
@@ -70,14 +70,17 @@ class Critic(nn.Module):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        self.trunk = cast(PreTrainedModel, model.base_model).requires_grad_(True)
+        self.trunk = cast(PreTrainedModel, model.base_model)
+        require_gradients(self.trunk)
         self.value_head = ScalarHead(hidden_size(model)).to(model.device)
         self.kernels = Kernels()
 
     @classmethod
     def from_policy(cls, model: PreTrainedModel) -> "Critic":
-        """A critic that starts from a copy of the policy's trunk; no storage is shared."""
-        return cls(copy.deepcopy(cast(PreTrainedModel, model.base_model)))
+        """A critic that starts from a copy of the policy's trunk; no storage is shared, but for a frozen base, beside
+        which it has adapters of its own.
+        """
+        return cls(twin(cast(PreTrainedModel, model.base_model)))
 
     def forward(self, ids_BS: torch.Tensor, lengths_B: torch.Tensor, *, prompt_lengths_B: torch.Tensor) -> torch.Tensor:
         """value_BT; see `logprob.critic_values`."""

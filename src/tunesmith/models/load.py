@@ -22,8 +22,9 @@ from transformers import (
 
 from tunesmith.config.sections import ModelSection
 from tunesmith.core.errors import ModelError
-from tunesmith.models import assets, tiny
-from tunesmith.models.folder_check import check_folder
+from tunesmith.models import adapter_folder, assets, lora, tiny
+from tunesmith.models.folder_check import check_adapter_folder, check_folder
+from tunesmith.models.freeze import keep_lower_layers
 from tunesmith.models.heads import RewardModel, RewardTransform
 from tunesmith.models.loaded import (
     LoadedModel,
@@ -77,7 +78,9 @@ def load_policy(
 ) -> LoadedModel:
     """The language model that `section` names, in evaluation mode without dropout, with its right-padding tokenizer.
 
-    `dtype` overrides the section's. A tokenizer without a padding token pads with its eos: lengths make the masks.
+    With `section.lora` its base is frozen and fresh adapters are trained; where `section` names a folder with adapters,
+    these stand on their base, and are trained on. `dtype` overrides the section's. A tokenizer without a padding token
+    pads with its eos: lengths make the masks.
     Raises ModelError for a name that leads nowhere or to something that is no language model.
     """
     dtype = dtype or compute_dtype(section.dtype, device)
@@ -86,10 +89,13 @@ def load_policy(
     else:
         trust = section.trust_remote_code
         folder = find_folder(section.name, trust_remote_code=trust)
+        if adapter_folder.is_adapter_folder(folder):
+            return _adapted_policy(section, folder, device, dtype)
         model = _from_folder(AutoModelForCausalLM, folder, section.name, dtype, trust_remote_code=trust)
         tokenizer = load_tokenizer(folder, section.name, trust_remote_code=trust)
         loaded = LoadedModel(model, tokenizer, section.name, dtype)
     _prepare(loaded.model, device, gradient_checkpointing=section.gradient_checkpointing)
+    lora.add_adapters(loaded.model, section.lora, lora.AdapterBase(section.name, section.seed))
     return loaded
 
 
@@ -100,16 +106,24 @@ def new_reward_model(
 
     The head starts at zero: every pair is a coin flip at first, and few votes are not spent on unlearning a random one.
     A model that already is a single-label classifier keeps its head. The padding token is one that never ends a
-    sequence, if one can be spared.
+    sequence, if one can be spared. With `section.lora` the trunk is frozen, and fresh adapters are trained beside the
+    head; the adapters of a policy become a part of the trunk's weights, those of a reward model are trained on.
     """
     dtype = dtype or compute_dtype(section.dtype, device)
-    if _is_built_in_code(section.name):
-        policy = _build_in_code(section.name, section.seed, dtype)
+    trust, in_code = section.trust_remote_code, _is_built_in_code(section.name)
+    folder = Path() if in_code else find_folder(section.name, trust_remote_code=trust)
+    if not in_code and adapter_folder.is_adapter_folder(folder):
+        _refuse_second_adapters(section)
+        if adapter_folder.is_reward_adapter(folder, section.name):
+            return _adapted_reward_model(section, folder, device, dtype)
+        policy = load_policy(section, dtype=dtype)
+        lora.merge(policy.model)
+    else:
+        policy = _build_in_code(section.name, section.seed, dtype) if in_code else None
+    if policy is not None:
         tokenizer, model = policy.tokenizer, _classifier_on(policy.model, dtype)
         has_head = False
     else:
-        trust = section.trust_remote_code
-        folder = find_folder(section.name, trust_remote_code=trust)
         tokenizer = load_tokenizer(folder, section.name, trust_remote_code=trust)
         model, missing = _from_pretrained(
             AutoModelForSequenceClassification, folder, section.name, dtype, trust_remote_code=trust, num_labels=1
@@ -127,6 +141,7 @@ def new_reward_model(
         tokenizer.pad_token = spare
     model.config.pad_token_id = tokenizer.pad_token_id
     _prepare(model, device, gradient_checkpointing=section.gradient_checkpointing)
+    lora.add_adapters(model, section.lora, lora.AdapterBase(section.name, section.seed))
     return RewardModel(model, tokenizer, source=section.name)
 
 
@@ -147,6 +162,12 @@ def load_reward_model(
     if _is_built_in_code(name):
         raise ModelError(f"{name!r} has no trained reward head; give a run folder, a local folder or a hub id")
     folder = find_folder(name, how_to_trust=_TRUST_REWARD)
+    if adapter_folder.is_adapter_folder(folder):
+        if not adapter_folder.is_reward_adapter(folder, name):
+            raise ModelError(f"{name!r} holds the adapters of a policy, which scores nothing; give a reward model")
+        found = _adapted_reward_model(ModelSection(name=name), folder, device, dtype)
+        model = RewardModel(found.model, found.tokenizer, label=label, transform=transform, source=name)  # type: ignore[arg-type]
+        return model.eval().requires_grad_(False)
     model, missing = _from_pretrained(AutoModelForSequenceClassification, folder, name, dtype)
     if missing:
         raise ModelError(
@@ -171,13 +192,13 @@ def find_folder(name: str, *, trust_remote_code: bool = False, how_to_trust: str
         return assets.convert_gguf(path)
     if path.is_dir():
         folder = _model_folder(path, name)
-        check_folder(folder, name, trust_remote_code=trust_remote_code, how_to_trust=how_to_trust)
+        _check(folder, name, trust_remote_code, how_to_trust)
         return folder
     if path.exists() or not _HUB_ID.fullmatch(name) or path.suffix.lower() == ".gguf":
         what = "is no model folder or .gguf file" if path.exists() else "does not exist and is no hub id"
         raise ModelError(f"the model {name!r} {what}; give {_FORMS}")
     folder = assets.download_from_hub(name, with_code=trust_remote_code)
-    check_folder(folder, name, trust_remote_code=trust_remote_code, how_to_trust=how_to_trust)
+    _check(folder, name, trust_remote_code, how_to_trust)
     return folder
 
 
@@ -200,10 +221,12 @@ def load_tokenizer(folder: Path, name: str, *, trust_remote_code: bool = False) 
 
 
 def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of `model` with storage of its own, in evaluation mode, that takes no gradients: the reference policy."""
-    twin = copy.deepcopy(model)
-    twin.zero_grad(set_to_none=True)
-    return twin.eval().requires_grad_(False)
+    """A copy of `model` in evaluation mode that takes no gradients: the reference policy.
+
+    It has storage of its own. Only where adapters are trained it shares their frozen base; then it is that base, or the
+    base with the adapters as they are now where these change something already.
+    """
+    return lora.frozen_twin(model)
 
 
 def count_parameters(model: nn.Module) -> int:
@@ -239,13 +262,67 @@ def _build_in_code(name: str, seed: int, dtype: torch.dtype) -> LoadedModel:
 
 def _model_folder(folder: Path, name: str) -> Path:
     """`folder`, or the `final/` of the run that it is."""
-    if (folder / "final" / "config.json").is_file():
-        return folder / "final"
-    if (folder / "config.json").is_file():
-        return folder
+    for place in (folder / "final", folder):
+        if (place / "config.json").is_file() or adapter_folder.is_adapter_folder(place):
+            return place
     if (folder / "recipe.yaml").is_file():
         raise ModelError(f"the run {name!r} has no final/ model: it did not finish; give another run or a model folder")
     raise ModelError(f"the folder of {name!r} holds no config.json, so it is no model; give {_FORMS}")
+
+
+def _check(folder: Path, name: str, trust_remote_code: bool, how_to_trust: str) -> None:
+    if adapter_folder.is_adapter_folder(folder):
+        check_adapter_folder(folder, name)
+    else:
+        check_folder(folder, name, trust_remote_code=trust_remote_code, how_to_trust=how_to_trust)
+
+
+def _adapted_policy(section: ModelSection, folder: Path, device: str | torch.device, dtype: torch.dtype) -> LoadedModel:
+    """The base of the adapters in `folder`, with them; they are what is trained."""
+    _refuse_second_adapters(section)
+    if adapter_folder.is_reward_adapter(folder, section.name):
+        raise ModelError(
+            f"{section.name!r} holds the adapters of a reward model, which writes no text; give a policy's"
+        )
+    base = _base_section(section, folder)
+    loaded = load_policy(base, device=device, dtype=dtype)
+    adapter_folder.load_adapters(loaded.model, folder, section.name)
+    return LoadedModel(loaded.model, _tokenizer_beside(folder, section, loaded.tokenizer), section.name, dtype)
+
+
+def _adapted_reward_model(
+    section: ModelSection, folder: Path, device: str | torch.device, dtype: torch.dtype
+) -> RewardModel:
+    """The reward model whose adapters and head are in `folder`."""
+    found = new_reward_model(_base_section(section, folder), device=device, dtype=dtype)
+    keep_lower_layers(found.model, adapter_folder.read_base(folder, section.name).num_layers)
+    adapter_folder.load_adapters(found.model, folder, section.name)
+    return RewardModel(found.model, _tokenizer_beside(folder, section, found.tokenizer), source=section.name)
+
+
+def _base_section(section: ModelSection, folder: Path) -> ModelSection:
+    base = adapter_folder.read_base(folder, section.name)
+    if not _is_built_in_code(base.name) and adapter_folder.is_adapter_folder(find_folder(base.name)):
+        raise ModelError(
+            f"the base of {section.name!r} is {base.name!r}, which holds adapters itself; merge that one with "
+            "`tunesmith export --merge`"
+        )
+    return section.model_copy(update={"name": base.name, "seed": base.seed})
+
+
+def _tokenizer_beside(folder: Path, section: ModelSection, of_base: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """The tokenizer that was saved with the adapters; theirs may have another template. PEFT saves none."""
+    if not (folder / "tokenizer_config.json").is_file():
+        return of_base
+    return load_tokenizer(folder, section.name, trust_remote_code=section.trust_remote_code)
+
+
+def _refuse_second_adapters(section: ModelSection) -> None:
+    if section.lora.rank:
+        raise ModelError(
+            f"{section.name!r} holds adapters, and model.lora asks for others; set model.lora.rank to 0 to train these "
+            "on, or merge them first with `tunesmith export --merge`"
+        )
 
 
 def _from_folder(

@@ -117,6 +117,7 @@ class NativeEngine:
         self._kv_cache_mb = kv_cache_mb
         self._value_head = value_head
         self._loaded: _Loaded | None = None
+        self._base_runner: Runner | None = None
         self._is_exact: bool | None = None
 
     @property
@@ -127,7 +128,12 @@ class NativeEngine:
         return bool(self._is_exact)
 
     def unload(self) -> None:
-        """Free the cache and the packed weights; the next `generate` makes them anew."""
+        """Free the cache and the packed weights; the next `generate` makes them anew.
+
+        Under adapters the packed weights never change and are kept.
+        """
+        if self._loaded is not None and self._loaded.runner.has_adapters:
+            self._base_runner = self._loaded.runner
         self._loaded = None
 
     def generate(
@@ -245,7 +251,7 @@ class NativeEngine:
             cache = KVCache(num_blocks, max_tokens=context_length, max_tables=num_tables)
             storage = allocate_storage(cache_shape(self._decoder.architecture), num_blocks)
             is_fresh = runner is None
-            loaded = _Loaded(runner or Runner(self._decoder), version, cache, storage)
+            loaded = _Loaded(runner or self._new_runner(), version, cache, storage)
         else:
             is_fresh = loaded.version != version
             if is_fresh:
@@ -258,6 +264,13 @@ class NativeEngine:
             loaded.cache.invalidate()  # what an earlier call left would change the bits, and a resumed run has none
         self._loaded = loaded
         return loaded
+
+    def _new_runner(self) -> Runner:
+        runner, self._base_runner = self._base_runner, None
+        if runner is None:
+            return Runner(self._decoder)
+        runner.repack()
+        return runner
 
     def _version(self) -> _Version:
         return _Version(self._weight_version(), sum(parameter._version for parameter in self._module.parameters()))

@@ -18,6 +18,7 @@ from tunesmith.kernels.native import Kernels
 from tunesmith.models import decoder as flat
 from tunesmith.models.architecture import Architecture, Block, Projection, weight_of
 from tunesmith.models.decoder import Decoder, OnLayer, Pass
+from tunesmith.rollout.adapted_linear import AdaptedLinear, base_of, has_bias_apart
 from tunesmith.rollout.kv_cache import CacheShape
 from tunesmith.rollout.scheduler import Plan, Rows
 
@@ -80,7 +81,10 @@ class Packer:
 
 
 def _joined_bias(projection: Projection, parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    biases = [module.bias for module in projection.modules]
+    biases = [
+        None if has_bias_apart(adapter) else module.bias
+        for module, adapter in zip(projection.modules, projection.adapters, strict=True)
+    ]
     if all(bias is None for bias in biases):
         return None
     filled = [
@@ -123,14 +127,35 @@ class Runner:
         ]
         self._projections.append(architecture.head)
         self._packer = Packer(decoder.kernels)
-        self._packed: dict[int, PackedLinear] = {}
+        self._packed: dict[int, PackedLinear | AdaptedLinear] = {}
+        self._frozen: dict[int, tuple[int, ...] | None] = {}
         self.repack()
 
+    @property
+    def has_adapters(self) -> bool:
+        """True if adapters alone are trained, so that the packed weights stay as they are."""
+        return any(any(projection.adapters) for projection in self._projections)
+
     def repack(self) -> None:
-        """Pack the weights as they are now; one projection after the other, so that there are never two of all."""
+        """Pack the weights as they are now; one projection after the other, so that there are never two of all.
+
+        Weights that are frozen and as they were are left as they are packed: of a model with adapters, all.
+        """
         for projection in self._projections:
-            self._packed.pop(id(projection), None)
-            self._packed[id(projection)] = self._packer.pack(projection)
+            key, state = id(projection), _frozen_state(projection)
+            held = self._packed.get(key)
+            if held is None or state is None or self._frozen[key] != state:
+                self._packed.pop(key, None)
+                del held
+                self._packed[key] = self._pack(projection)
+                self._frozen[key] = state
+            elif isinstance(held, AdaptedLinear):
+                held.follow()
+
+    def _pack(self, projection: Projection) -> PackedLinear | AdaptedLinear:
+        if not any(projection.adapters):
+            return self._packer.pack(projection)
+        return AdaptedLinear(projection, self._packer.pack(base_of(projection)))
 
     @torch.no_grad()
     def run(
@@ -208,6 +233,14 @@ class Runner:
 
     def _linear(self, projection: Projection, x_TI: torch.Tensor) -> Sequence[torch.Tensor]:
         return self._packed[id(projection)](x_TI)
+
+
+def _frozen_state(projection: Projection) -> tuple[int, ...] | None:
+    """Torch's counts of the changes of a projection's weights; None if they are trained."""
+    parameters = [parameter for module in projection.modules for parameter in module.parameters()]
+    if any(parameter.requires_grad for parameter in parameters):
+        return None
+    return tuple(parameter._version for parameter in parameters)
 
 
 def _no_attention(layer: int, block: Block, q_TX: torch.Tensor, k_TY: torch.Tensor, v_TY: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from tunesmith.config.schema import DPORecipe, PolicyRecipe, PPORecipe, RewardRe
 from tunesmith.data.sets import DirectSets
 from tunesmith.models.load import count_parameters
 from tunesmith.models.loaded import PreTrainedModel
+from tunesmith.models.lora import has_adapters
 from tunesmith.models.optimizer import moment_bytes
 from tunesmith.trainers.setup import say
 
@@ -61,10 +62,11 @@ def policy_estimate(
     training = section.num_epochs * (2 * num_all + 4 * num_trained) * (1 + is_separate)
     flop = 2 * num_all * (drawn * slowdown + scored * passes) + scored * training
     weight_bytes = num_all * model.dtype.itemsize
+    num_bases = not has_adapters(model)  # under adapters all share one
     memory = {
-        "weights": weight_bytes * (1 + is_separate),
+        "weights": weight_bytes * (1 + is_separate * num_bases),
         "optimizer": _optimizer_bytes(model, num_trained, cfg.optimizer) * (1 + is_separate),
-        "reference": weight_bytes * has_reference,
+        "reference": weight_bytes * has_reference * num_bases,
         "reward models": weight_bytes * num_reward_models,
         "activations": _activation_bytes(model, section.micro_batch_size * width, cfg.model.gradient_checkpointing),
         "logits": 2

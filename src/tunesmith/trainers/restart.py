@@ -12,6 +12,7 @@ from torch import nn
 from tunesmith.core.errors import CheckpointError, RunError
 from tunesmith.distributed import checkpoint
 from tunesmith.distributed.checkpoint import Checkpoint, Found, remove_unfinished
+from tunesmith.models.lora import trained_parameters
 from tunesmith.models.optimizer import MasterAdamW, OptimizerState
 from tunesmith.telemetry.run_folder import RunFolder
 
@@ -32,6 +33,7 @@ class Counter(Protocol):
 class Resumable:
     """What training changes, from which a checkpoint is made and into which one is restored.
 
+    Of a module with adapters these alone are in it: its base is in `identity`, and is loaded again by its name.
     `identity` are hashes of what the run was made from, which a resumed run must find unchanged.
     """
 
@@ -45,7 +47,7 @@ class Resumable:
         """Tensors by file name and name, and JSON values. The tensors are the live ones."""
         optimizer = self.optimizer.state_dict()
         tensors: dict[str, Mapping[str, torch.Tensor]] = {
-            name: dict(module.named_parameters()) for name, module in self.modules.items()
+            name: trained_parameters(module) for name, module in self.modules.items()
         }
         tensors["optimizer"] = optimizer.tensors
         values: dict[str, object] = {name: dict(counter.state_dict()) for name, counter in self.counters.items()}
@@ -60,7 +62,7 @@ class Resumable:
         """
         values: Any = found.state
         for name, module in self.modules.items():
-            parameters, saved = dict(module.named_parameters()), found.tensors.get(name, {})
+            parameters, saved = trained_parameters(module), found.tensors.get(name, {})
             if {key: p.shape for key, p in parameters.items()} != {key: t.shape for key, t in saved.items()}:
                 raise CheckpointError(
                     f"the checkpoint's `{name}` has other parameters; resume with the run's own recipe"

@@ -1,0 +1,236 @@
+"""Low-rank adapters on a transformers model, through PEFT: put on, taken off, merged, and kept apart from their base.
+
+PEFT puts its layers into the model where the linear ones stood, so the model stays what it was to everybody else: its
+class, its configuration, its trunk. The base is frozen; the adapters are the model's only trained weights, in the dtype
+of the base, with float32 masters in the optimizer.
+"""
+
+import copy
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from tunesmith.config.lora_sections import LoraSection
+from tunesmith.core.errors import MissingDependencyError, ModelError
+from tunesmith.models.adapter import is_idle, merged, row_lengths
+from tunesmith.models.architecture import adapter_of, base_layer, is_adapted, weight_of
+
+ADAPTER = "default"
+"""PEFT's name for the one adapter of a model."""
+
+_SCORE = "score"
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterBase:
+    """What names the model that adapters stand on: the recipe's name and seed, and how many of its layers are left."""
+
+    name: str
+    seed: int = 0
+    num_layers: int | None = None
+
+
+def add_adapters(model: PreTrainedModel, section: LoraSection, base: AdapterBase) -> None:
+    """Freeze `model` and put fresh adapters beside its linear layers, as `section` says; nothing if its rank is 0.
+
+    What the model computes is unchanged, bit for bit, until the first update. A pure function of the section: the
+    global random generator is left as it was.
+
+    Raises:
+        ModelError: `target_modules` names no linear layer, or the output layer.
+        MissingDependencyError: PEFT is not installed.
+    """
+    if not section.rank:
+        return
+    targets = section.target_modules
+    config = peft().LoraConfig(
+        r=section.rank,
+        lora_alpha=2 * section.rank if section.alpha is None else section.alpha,
+        lora_dropout=section.dropout,
+        target_modules=targets[0] if targets == ("all-linear",) else list(targets),
+        use_dora=section.use_dora,
+        use_rslora=section.use_rslora,
+        fan_in_fan_out=has_transposed_weights(model),
+        task_type=task_of(model),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(section.seed)
+        inject(model, config, base)
+    for layer in _adapted_layers(model):
+        adapter = adapter_of(layer)
+        if adapter is not None and adapter.magnitude_O is not None:  # as we round them, so that nothing is stretched
+            adapter.magnitude_O.data.copy_(row_lengths(adapter, weight_of(base_layer(layer))))
+
+
+def inject(model: PreTrainedModel, config: Any, base: AdapterBase) -> None:
+    """Put the adapters of a PEFT `config` into `model` and freeze all else but a reward model's head.
+
+    Raises:
+        ModelError: the adapters fit no layer, or one that they may not change.
+    """
+    dtype = next(model.parameters()).dtype
+    if has_adapters(model):
+        raise ModelError("the model has adapters already; merge them with `tunesmith export --merge` first")
+    if config.target_modules == "all-linear" and not _has_head(model):
+        raise ModelError("`all-linear` needs a model whose output layer is known; name the modules in target_modules")
+    model.requires_grad_(False)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            peft().inject_adapter_in_model(config, model, ADAPTER)
+    except ValueError as error:
+        names = sorted({name.rpartition(".")[2] for name, part in model.named_modules() if _is_linear(part)})
+        raise ModelError(
+            f"no adapter fits {list(config.target_modules)!r} ({str(error).splitlines()[0]}); this model's linear "
+            f"layers are {', '.join(names)}"
+        ) from error
+    for name, layer in model.named_modules():
+        if is_adapted(layer) and (name.rpartition(".")[2] == _SCORE or not _is_linear(base_layer(layer))):
+            raise ModelError(f"{name} cannot have an adapter; leave it out of target_modules")
+    if is_adapted(model.get_output_embeddings() or nn.Identity()):
+        raise ModelError("the output layer cannot have an adapter; leave it out of target_modules")
+    for layer in _adapted_layers(model):
+        _settle(layer, dtype)
+    if _has_score(model):
+        model.score.requires_grad_(True)
+    model.train(model.training)
+    model.adapter_base = base  # type: ignore[assignment]
+
+
+def has_adapters(module: nn.Module) -> bool:
+    """True if PEFT put adapters anywhere into `module`."""
+    return any(is_adapted(part) for part in module.modules())
+
+
+def base_of(model: PreTrainedModel) -> AdapterBase:
+    """What names the base of `model`, which has adapters, as it stands now: layers may have been dropped since."""
+    base: AdapterBase = model.adapter_base  # type: ignore[assignment]
+    return AdapterBase(base.name, base.seed, model.config.get_text_config().num_hidden_layers)
+
+
+def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """What a checkpoint must hold of `module`, by name: all parameters, but of a model with adapters those that are
+    trained; its base is as it was loaded."""
+    named = dict(module.named_parameters())
+    if not has_adapters(module):
+        return named
+    return {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+
+
+def require_gradients(module: nn.Module) -> None:
+    """Make all of `module` trainable; of a model with adapters, these alone."""
+    if not has_adapters(module):
+        module.requires_grad_(True)
+    for layer in _adapted_layers(module):
+        for parameter in _adapter_parameters(layer):
+            parameter.requires_grad_(True)
+
+
+def twin(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of `model` that shares the frozen base with it, and has adapters of its own; without adapters, a copy of
+    everything."""
+    shared: dict[int, Any] = {}
+    if has_adapters(model):
+        shared = {id(parameter): parameter for parameter in model.parameters() if not parameter.requires_grad}
+    return copy.deepcopy(model, shared)
+
+
+def frozen_twin(model: PreTrainedModel) -> PreTrainedModel:
+    """A `twin` that takes no gradients. Adapters that change nothing yet are off it, so it is the base itself."""
+    reference = twin(model)
+    if all(_is_idle(layer) for layer in _adapted_layers(reference)):
+        take_off(reference)
+    for parameter in reference.parameters():
+        parameter.grad = None
+    return reference.requires_grad_(False).eval()
+
+
+def merge(model: PreTrainedModel) -> None:
+    """Put what the adapters do into the weights themselves, in place: afterwards it is a plain model."""
+    for layer in _adapted_layers(model):
+        adapter = adapter_of(layer)
+        if adapter is not None:
+            weight_of(base_layer(layer)).data.copy_(merged(adapter, weight_of(base_layer(layer))))
+    take_off(model)
+
+
+def take_off(model: PreTrainedModel) -> None:
+    """Take the adapters off `model`, in place: what is left is the base."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if is_adapted(child):
+                setattr(parent, name, base_layer(child))
+    for attribute in ("peft_config", "adapter_base"):
+        if hasattr(model, attribute):
+            delattr(model, attribute)
+
+
+def has_transposed_weights(model: nn.Module) -> bool:
+    """True for GPT-2, whose linear layers hold their weights the other way round."""
+    return any(isinstance(part, Conv1D) for part in model.modules())
+
+
+def task_of(model: PreTrainedModel) -> str:
+    """PEFT's word for what the model does."""
+    return "CAUSAL_LM" if model.can_generate() else "SEQ_CLS"
+
+
+def peft() -> Any:
+    """The PEFT library. Raises MissingDependencyError if it is not installed."""
+    try:
+        import peft as library
+    except ImportError as error:
+        raise MissingDependencyError("adapters need the peft package; run `pip install tunesmith[lora]`") from error
+    return library
+
+
+class _Dropout(nn.Module):
+    """Dropout wherever gradients are taken: passes that only look, such as a reference's, see the whole input."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x`, with a `share` of its numbers zero and the others larger while gradients are taken."""
+        return functional.dropout(x, self.share, training=torch.is_grad_enabled())
+
+
+def _settle(layer: Any, dtype: torch.dtype) -> None:
+    """Adapters in the dtype of the base, and their dropout as ours."""
+    for parameter in _adapter_parameters(layer):
+        parameter.data = parameter.data.to(dtype)
+    for name, dropout in layer.lora_dropout.items():
+        if isinstance(dropout, nn.Dropout):
+            layer.lora_dropout[name] = _Dropout(dropout.p)
+
+
+def _is_idle(layer: nn.Module) -> bool:
+    adapter = adapter_of(layer)
+    return adapter is None or is_idle(adapter, weight_of(base_layer(layer)))
+
+
+def _adapted_layers(module: nn.Module) -> list[nn.Module]:
+    return [part for part in module.modules() if is_adapted(part)]
+
+
+def _adapter_parameters(layer: Any) -> list[nn.Parameter]:
+    return [parameter for name, parameter in layer.named_parameters() if not name.startswith("base_layer.")]
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear | Conv1D)
+
+
+def _has_score(model: PreTrainedModel) -> bool:
+    return isinstance(getattr(model, _SCORE, None), nn.Linear)
+
+
+def _has_head(model: PreTrainedModel) -> bool:
+    return model.get_output_embeddings() is not None or _has_score(model)
