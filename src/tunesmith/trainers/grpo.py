@@ -87,7 +87,7 @@ def build(
         policy=policy,
         reference=reference,
         engine=engine,
-        scorer=Scorer(cfg.reward if rewards is None else rewards, policy_tokenizer=loaded.tokenizer, device=device),
+        scorer=rollouts.scorer_of(cfg, rewards, loaded.tokenizer, device),
         optimizer=optimizer,
         kl=kl.controller(cfg.grpo.kl.coef, cfg.grpo.kl.target, cfg.grpo.kl.horizon),
         tokenizer=loaded.tokenizer,
@@ -100,10 +100,8 @@ def build(
 def step(state: State, prompts: Sequence[Prompt], index: int) -> StepResult:
     """GRPO step `index` (from 0): draw groups, score, compare within each group, update the policy."""
     cfg, sampling = state.cfg.grpo, rollouts.sampling_params(state.cfg, "rollout", index)
-    with span("rollout"):
-        groups = rollouts.draw(state.engine, state.cfg, prompts, sampling)
-    with span("reward"):
-        scores = state.scorer.score(groups, state=TrainerState(index, state.num_steps))
+    asked = TrainerState(index, state.num_steps)
+    groups, scores = rollouts.draw_scored(state.engine, state.scorer, state.cfg, prompts, sampling, asked)
     stats = grpo_metrics.StepStats(groups, scores)
     reward_PG = scores.total_PG
     if state.reference is not None and cfg.kl.place == "reward":
