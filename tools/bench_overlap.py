@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from measure import Ratio, ratio, write
 
+from measure import Ratio, ratio, write
 from tunesmith.config.load import load_recipe
 from tunesmith.config.sections import ModelSection
+from tunesmith.models.freeze import keep_lower_layers
 from tunesmith.models.heads import RewardModel
 from tunesmith.models.load import new_reward_model
 from tunesmith.rewards.scorer import Scorer, TrainerState
@@ -26,7 +27,8 @@ _DELAY_S = 0.5
 
 def reward_model() -> RewardModel:
     """A reward model as the demo trains it, with a head drawn at random."""
-    model = new_reward_model(ModelSection(name="smollm2"), num_layers=6)
+    model = new_reward_model(ModelSection(name="smollm2"))
+    keep_lower_layers(model.model, 6)
     torch.nn.init.normal_(model.model.score.weight, std=0.02, generator=torch.Generator().manual_seed(0))
     return model
 
@@ -65,10 +67,10 @@ def demo_step(folder: str, num_rounds: int) -> Ratio:
     return ratio("demo_step_with_reward_model", lambda: step(early), lambda: step(late), num_rounds)
 
 
-def rollout(name: str, rewards: Sequence[Any], folder: str, num_rounds: int, **overrides: object) -> Ratio:
+def rollout(name: str, rewards: Sequence[Any], folder: str, num_rounds: int) -> Ratio:
     """GRPO's rollout of sixteen prompts, two thirds of whose groups still wait for a slot when the first have ended."""
     wide = {"rollout.prompts_per_step": 16, "rollout.num_slots": 16, "rollout.max_new_tokens": 48}
-    state = state_of(grpo, "grpo", folder, **wide, **overrides)
+    state = state_of(grpo, "grpo", folder, **wide)
     early, late = scorers(state, rewards)
     prompts = rollouts.prompts_of_step(state.cfg, state.prompts.train, 0)
     sampling, at = rollouts.sampling_params(state.cfg, "rollout", 0), TrainerState(0, 1)
@@ -79,19 +81,18 @@ def rollout(name: str, rewards: Sequence[Any], folder: str, num_rounds: int, **o
     return ratio(name, lambda: draw(early), lambda: draw(late), num_rounds)
 
 
-def main() -> None:
-    """Measure all three and write `benchmarks/overlap.json`; the argument is the number of rounds."""
+def main() -> int:
+    """Exit code 0; measures all three, the argument is the number of rounds."""
     num_rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 9
     with tempfile.TemporaryDirectory() as folder:
-        write(
-            "overlap",
-            [
-                demo_step(folder, num_rounds),
-                rollout("rollout_with_reward_model", [reward_model()], folder, num_rounds),
-                rollout("rollout_with_judge", [judge], folder, num_rounds),
-            ],
-        )
+        ratios = [
+            demo_step(folder, num_rounds),
+            rollout("rollout_with_reward_model", [reward_model()], folder, num_rounds),
+            rollout("rollout_with_judge", [judge], folder, num_rounds),
+        ]
+    print(f"written to {write('overlap', ratios)}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
