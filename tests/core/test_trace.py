@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from tunesmith.core.trace import Trace, span, trace
+from tunesmith.core.trace import Trace, include, span, trace
 
 
 def test_spans_are_recorded_under_their_path():
@@ -93,3 +93,15 @@ def test_spans_of_another_thread_stay_out():
         thread.start()
         thread.join()
     assert record.seconds == {}
+
+
+def test_spans_of_another_thread_are_included_below_the_current_one_and_cover_no_time():
+    with trace() as other, span("length"):
+        pass
+    with trace() as record, span("reward"):
+        include(other)
+        include(other)
+    assert record.seconds["reward/length"] == 2 * other.seconds["length"]
+    assert record.num_calls["reward/length"] == 2
+    assert record.covered_s == record.seconds["reward"]
+    include(other)  # without an open trace nothing happens

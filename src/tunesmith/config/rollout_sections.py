@@ -63,6 +63,11 @@ class RolloutSection(Section):
     unload_during_update: bool = Field(
         default=True, description="Free the native engine's cache and packed weights during the update."
     )
+    score_while_drawing: bool = Field(
+        default=False,
+        description="Ask rewards in a thread beside the engine's, for each group as soon as it has ended; functions "
+        "are then called with one group at a time.",
+    )
     batch_size: PositiveInt = Field(
         default=64, description="Sequences generated at a time, by the transformers engine."
     )

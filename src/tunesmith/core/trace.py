@@ -33,6 +33,15 @@ class Trace:
         self.num_calls[name] = self.num_calls.get(name, 0) + 1
         self.covered_s += duration_s if is_outermost else 0.0
 
+    def include(self, other: "Trace", under: str = "") -> None:
+        """Add the spans of `other`, which ran beside this trace and so cover none of its time, below the path
+        `under`.
+        """
+        for name, duration_s in other.seconds.items():
+            path = f"{under}/{name}" if under else name
+            self.seconds[path] = self.seconds.get(path, 0.0) + duration_s
+            self.num_calls[path] = self.num_calls.get(path, 0) + other.num_calls[name]
+
     def metrics(self) -> dict[str, float]:
         """`time/<stage>_s` for each span, `time/other_s` for what no span covers, and `time/step_s`.
 
@@ -80,3 +89,10 @@ def span(name: str) -> Generator[None, None, None]:
     finally:
         record.add(path, time.perf_counter() - start_s, is_outermost=not outer)
         _path.reset(token)
+
+
+def include(record: Trace) -> None:
+    """Add the spans of `record`, which another thread has filled, below the current one in the open trace."""
+    current = _open_trace.get()
+    if current is not None:
+        current.include(record, under=_path.get())

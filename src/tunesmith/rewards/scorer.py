@@ -4,6 +4,7 @@ Shape legend: P prompts, G completions per prompt.
 """
 
 import asyncio
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,14 +16,16 @@ from tunesmith.config.sections import OnError, RewardSource
 from tunesmith.core.errors import RewardError
 from tunesmith.core.trace import span
 from tunesmith.models.tokenizer import PreTrainedTokenizerBase
+from tunesmith.rewards.ahead import Ahead, Threads, checked
 from tunesmith.rewards.builtin import BUILTINS
 from tunesmith.rewards.calling import CalledReward
 from tunesmith.rewards.model import ModelReward
 from tunesmith.rewards.outcome import Failure, Logged, Policy, Scored
+from tunesmith.rewards.portions import one_answer, portions
 from tunesmith.rewards.sample import Sample, samples_of
 from tunesmith.rewards.settle import Settler
 from tunesmith.rewards.sources import Loading, RewardLike, resolve
-from tunesmith.rewards.threads import EventLoop, HangError
+from tunesmith.rewards.threads import EventLoop, HangError, Worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +102,8 @@ class Scorer:
     with a `name` and `score(samples)`. `weights` replaces the sections' weights. `on_error` and `timeout_s` hold for
     what is no section, which has its own. `policy_tokenizer` lets reward models with the same tokenizer score sampled
     ids as they are; `device` is where named reward models are loaded. Two rewards of one name are told apart by a
-    number: `length`, `length_2`. Raises RewardError for a source that leads nowhere.
+    number: `length`, `length_2`. With `while_drawing` all rewards are asked in a thread beside the caller's, so that
+    `ahead` can score groups while an engine draws others. Raises RewardError for a source that leads nowhere.
     """
 
     def __init__(
@@ -112,6 +116,7 @@ class Scorer:
         dtype: torch.dtype | None = None,
         on_error: OnError = "fail",
         timeout_s: float | None = None,
+        while_drawing: bool = False,
     ) -> None:
         if not sources:
             raise RewardError(f"no reward is given; give at least one, for example a built-in: {', '.join(BUILTINS)}")
@@ -125,6 +130,7 @@ class Scorer:
         self.weights = tuple(own_weights if weights is None else weights)
         self.names = _distinct([reward.name for reward in self._rewards])
         self._loop = EventLoop()
+        self._worker = Worker("scorer") if while_drawing else None
         self._settler = Settler(self.names, [reward.policy for reward in self._rewards], self.weights)
 
     @property
@@ -132,8 +138,18 @@ class Scorer:
         """Rewards that are models, for memory estimates."""
         return sum(isinstance(reward, ModelReward) for reward in self._rewards)
 
-    def score(self, groups: Sequence[Group], *, state: TrainerState | None = None) -> Scores:
-        """The scores of all completions. `state` is passed on to functions as `trainer_state`.
+    def ahead(self, num_groups: int, group_size: int, state: TrainerState) -> Ahead | None:
+        """Scores groups as they end; what comes of it is to be given to `score`. None without `while_drawing`."""
+        if self._worker is None:
+            return None
+        rewards = dict(zip(self.names, self._rewards, strict=True))
+        return Ahead(rewards, Threads(self._worker, self._loop), num_groups, group_size, {"trainer_state": state})
+
+    def score(
+        self, groups: Sequence[Group], *, state: TrainerState | None = None, ahead: Ahead | None = None
+    ) -> Scores:
+        """The scores of all completions. `state` is passed on to functions as `trainer_state`. With `ahead`, which was
+        handed every one of `groups`, no reward is asked any more.
 
         A reward without a number for a sample (it raised, hung, returned no number), and a sample to which no reward
         applies, follow `on_error`. Raises RewardError that names the reward and the sample under `fail`, and if every
@@ -143,7 +159,8 @@ class Scorer:
         sizes = sorted({len(group.completions) for group in groups})
         if len(sizes) != 1 or not samples:
             raise RewardError(f"groups of {sizes or 'no'} completions; one call scores groups of one size, at least 1")
-        scored = self._scored(samples, {"trainer_state": state or TrainerState()})
+        extras = {"trainer_state": state or TrainerState()}
+        scored = self._scored(samples, sizes[0], extras) if ahead is None else ahead.answers()
         settled = self._settler.settle(samples, scored)
         logged = Logged(len(samples))
         for part in scored:
@@ -158,13 +175,14 @@ class Scorer:
             columns=logged.columns,
         )
 
-    def _scored(self, samples: Sequence[Sample], extras: Mapping[str, object]) -> list[Scored]:
+    def _scored(self, samples: Sequence[Sample], group_size: int, extras: Mapping[str, object]) -> list[Scored]:
         """What each reward made of the samples, in the order of the rewards. Async functions run at the same time."""
         scored: dict[int, Scored] = {}
         for index, (reward, name) in enumerate(zip(self._rewards, self.names, strict=True)):
             if not reward.is_async:
                 with span(name):
-                    scored[index] = _checked(reward, reward.outcomes(samples, extras))
+                    ask = functools.partial(_outcomes, reward, samples, group_size, extras)
+                    scored[index] = checked(reward, ask() if self._worker is None else self._worker.run(ask, math.inf))
         waiting = {i: r for i, r in enumerate(self._rewards) if isinstance(r, CalledReward) and r.is_async}
         if waiting:
             with span("async"):
@@ -190,14 +208,17 @@ class Scorer:
             scored = done
         except HangError as error:  # the whole loop: what has ended counts, the others follow their policies
             scored = {index: reward.hung(samples, error) for index, reward in rewards.items()} | dict(done)
-        return {index: _checked(reward, scored[index]) for index, reward in rewards.items()}
+        return {index: checked(reward, scored[index]) for index, reward in rewards.items()}
 
 
-def _checked(reward: ModelReward | CalledReward, scored: Scored) -> Scored:
-    """`scored`; raises its first failure if `reward` fails on any, before the next reward is asked."""
-    if reward.policy.on_error == "fail":
-        scored.numbers()
-    return scored
+def _outcomes(
+    reward: ModelReward | CalledReward, samples: Sequence[Sample], group_size: int, extras: Mapping[str, object]
+) -> Scored:
+    """A function is called with all samples at once, a model with a portion at a time."""
+    if isinstance(reward, CalledReward):
+        return reward.outcomes(samples, extras)
+    parts = portions(len(samples) // group_size, group_size)
+    return one_answer({part: reward.outcomes(samples[part.samples.start : part.samples.stop]) for part in parts})
 
 
 def _distinct(names: Sequence[str]) -> tuple[str, ...]:

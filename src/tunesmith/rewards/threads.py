@@ -59,15 +59,21 @@ class Worker:
 
     def run(self, call: Callable[[], T], timeout_s: float) -> T:
         """What `call` returns or raises. Raises HangError after `timeout_s` seconds, RewardError if 8 threads hang."""
+        future = self.submit(call)
         thread = self._running()
-        future: Future[T] = Future()
-        self._tasks.put((contextvars.copy_context(), call, future))
         if _ended(future, timeout_s):  # not `future.result(timeout_s)`: the call may raise a TimeoutError of its own
             return future.result()
         self._thread = None
         self._tasks.put(None)  # should the call end after all, so does its thread
         self._left_behind.add(thread)
         raise HangError(f"its thread {thread.name} is left behind and may still run")
+
+    def submit(self, call: Callable[[], T]) -> "Future[T]":
+        """What `call` returns or raises, once all calls that were submitted before have ended."""
+        self._running()
+        future: Future[T] = Future()
+        self._tasks.put((contextvars.copy_context(), call, future))
+        return future
 
     def _running(self) -> threading.Thread:
         if self._thread is None or not self._thread.is_alive():  # after a fork no thread is alive
@@ -82,6 +88,8 @@ class Worker:
 def _serve(tasks: "queue.SimpleQueue[_Task | None]") -> None:
     while (task := tasks.get()) is not None:
         context, call, future = task
+        if not future.set_running_or_notify_cancel():
+            continue
         with _Into(future):
             future.set_result(context.run(call))
 
@@ -121,8 +129,8 @@ class EventLoop:
         Raises HangError if the loop does nothing for `timeout_s` seconds, because some `async def` blocks it; the loop
         is then left behind. None waits for ever.
         """
+        future = self.submit(coroutine)
         loop, thread = self._running()
-        future = asyncio.run_coroutine_threadsafe(coroutine, loop)
         while not _ended(future, timeout_s):
             answer: Future[None] = Future()
             loop.call_soon_threadsafe(answer.set_result, None)
@@ -132,6 +140,10 @@ class EventLoop:
                 self._left_behind.add(thread)
                 raise HangError("an `async def` blocks the event loop: it calls something that waits without `await`")
         return future.result()
+
+    def submit(self, coroutine: Coroutine[object, object, T]) -> "Future[T]":
+        """What `coroutine` will return or raise. It runs from now on, beside those that were submitted before."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._running()[0])
 
     def _running(self) -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
         if self._loop is None or self._thread is None or not self._thread.is_alive():
@@ -151,6 +163,12 @@ def _wind_up(loop: asyncio.AbstractEventLoop) -> None:
     for task in asyncio.all_tasks(loop):
         task.cancel()
     loop.call_later(_LOOP_ANSWERS_S, loop.stop)
+
+
+def result_of(future: "Future[T]") -> T:
+    """What `future` returns or raises. Signals are handled meanwhile."""
+    _ended(future, None)
+    return future.result()
 
 
 def _ended(future: "Future[Any]", timeout_s: float | None) -> bool:

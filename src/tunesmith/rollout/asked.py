@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tunesmith.batch.rollout import Completion, Group, SamplingParams
 from tunesmith.models.loaded import PreTrainedModel, PreTrainedTokenizerBase, context_length
 from tunesmith.models.tokenizer import decode, encode_prompt, stop_token_ids
-from tunesmith.rollout.engine import check_prompt_lengths, check_request
+from tunesmith.rollout.engine import OnGroup, check_prompt_lengths, check_request
 from tunesmith.rollout.sequence import Decode, Limits
 from tunesmith.rollout.sequence import Sequence as DrawnSequence
 from tunesmith.schema.records import Prompt
@@ -42,6 +42,29 @@ class Asked:
             Group(prompt, ids, tuple(drawn), version)
             for prompt, ids, drawn in zip(self.prompts, self.prompt_ids, completions, strict=True)
         ]
+
+
+class HandOut:
+    """Gives a group to `on_group` as soon as the last of its completions has ended."""
+
+    def __init__(self, asked: Asked, version: int, on_group: OnGroup | None) -> None:
+        self._asked = asked
+        self._version = version
+        self._on_group = on_group
+        self._ended: dict[int, list[DrawnSequence]] = {}
+
+    def note(self, rows: Iterable[DrawnSequence]) -> None:
+        """To be called with the completions that have ended since the last call."""
+        if self._on_group is None:
+            return
+        for row in rows:
+            ended = self._ended.setdefault(row.request, [])
+            ended.append(row)
+            if len(ended) < self._asked.n:
+                continue
+            drawn = sorted(self._ended.pop(row.request), key=lambda sequence: sequence.sample)
+            prompt, ids = self._asked.prompts[row.request], self._asked.prompt_ids[row.request]
+            self._on_group(row.request, Group(prompt, ids, tuple(map(_completion, drawn)), self._version))
 
 
 def ask(

@@ -21,6 +21,11 @@ The texts of one completion, joined, are its `Completion.text`. Only whole chara
 yet turn out to be the beginning of a stop string.
 """
 
+OnGroup = Callable[[int, Group], None]
+"""Called with (index of the prompt, its group) as soon as all completions of the prompt have ended, in the order in
+which groups end. It must return at once: the engine waits for it.
+"""
+
 
 class Engine(Protocol):
     """Draws completions from the weights that it was given; in process or remote, the methods are the same."""
@@ -38,8 +43,11 @@ class Engine(Protocol):
         *,
         on_progress: OnProgress | None = None,
         on_text: OnText | None = None,
+        on_group: OnGroup | None = None,
     ) -> list[Group]:
         """One group of `n` completions for each prompt, in the order of the prompts.
+
+        `on_group` has been given every group when the call returns; an engine may hand them out at the end alone.
 
         Raises:
             InputError: for a request that cannot be served, before any work is done.

@@ -18,9 +18,10 @@ from tunesmith.models.decoder import Decoder
 from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.loaded import PreTrainedModel, PreTrainedTokenizerBase
 from tunesmith.rollout import weight_check
-from tunesmith.rollout.asked import Asked, ask
+from tunesmith.rollout.asked import Asked, HandOut, ask
 from tunesmith.rollout.engine import (
     GenerationInterrupted,
+    OnGroup,
     OnProgress,
     OnText,
 )
@@ -144,6 +145,7 @@ class NativeEngine:
         *,
         on_progress: OnProgress | None = None,
         on_text: OnText | None = None,
+        on_group: OnGroup | None = None,
     ) -> list[Group]:
         """One group of `n` completions for each prompt. With `sampling.seed` set, a prompt's completions are always the
         same, whatever else is asked for, and whatever the number of slots.
@@ -157,7 +159,7 @@ class NativeEngine:
         version = self._weight_version()
         interrupted = False
         try:
-            self._draw_all(call)
+            self._draw_all(call, HandOut(call.asked, version, on_group))
         except KeyboardInterrupt:
             interrupted = True
         except TrainingError:
@@ -194,7 +196,7 @@ class NativeEngine:
         )
         return _Call(asked, scheduler, sampler, Watch(asked.num_completions, on_progress, on_text))
 
-    def _draw_all(self, call: _Call) -> None:
+    def _draw_all(self, call: _Call, hand_out: HandOut) -> None:
         """The loop of the engine: plan a step, compute it, draw from it, take what was drawn."""
         loaded = self._loaded
         assert loaded is not None, "a call is opened on loaded weights"
@@ -214,6 +216,7 @@ class NativeEngine:
             call.sampler.release(ended)
             for sequence in plan.drawn:
                 call.watch.note(sequence)
+            hand_out.note(ended)
 
     def _sample(self, call: _Call, plan: Plan, logits_RV: torch.Tensor, loaded: _Loaded) -> Sampled:
         try:

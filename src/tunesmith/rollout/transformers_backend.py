@@ -24,8 +24,8 @@ from transformers import (
 from tunesmith.batch.rollout import Group, SamplingParams
 from tunesmith.core.seeds import derive
 from tunesmith.rollout import sequence
-from tunesmith.rollout.asked import ask
-from tunesmith.rollout.engine import GenerationInterrupted, OnProgress, OnText
+from tunesmith.rollout.asked import HandOut, ask
+from tunesmith.rollout.engine import GenerationInterrupted, OnGroup, OnProgress, OnText
 from tunesmith.rollout.text_stream import Watch
 from tunesmith.rollout.transformers_draw import Draw, Filter
 from tunesmith.schema.records import Prompt
@@ -67,6 +67,7 @@ class TransformersEngine:
         *,
         on_progress: OnProgress | None = None,
         on_text: OnText | None = None,
+        on_group: OnGroup | None = None,
     ) -> list[Group]:
         """One group of `n` completions for each prompt; with `sampling.seed` set, the same call returns the same
         tokens.
@@ -88,6 +89,8 @@ class TransformersEngine:
         except KeyboardInterrupt as interrupt:
             groups = asked.groups([row for row in rows if row.finish_reason], version)
             raise GenerationInterrupted([group for group in groups if group.completions]) from interrupt
+        # Not before the end: tokens are drawn from torch's global generator, which a reward may use meanwhile.
+        HandOut(asked, version, on_group).note(rows)
         return asked.groups(rows, version)
 
     @torch.no_grad()

@@ -88,7 +88,7 @@ def build(
         policy=policy,
         reference=reference,
         engine=engine,
-        scorer=Scorer(cfg.reward if rewards is None else rewards, policy_tokenizer=loaded.tokenizer, device=device),
+        scorer=rollouts.scorer_of(cfg, rewards, loaded.tokenizer, device),
         optimizer=optimizer,
         kl=kl.controller(cfg.grpo.kl.coef, cfg.grpo.kl.target, cfg.grpo.kl.horizon),
         tokenizer=loaded.tokenizer,
@@ -154,10 +154,9 @@ def draw_and_score(state: State, prompts: Sequence[Prompt], index: int) -> tuple
     further = rollouts.further_prompts(state.cfg, state.prompts.train, prompts, index)
     for attempt in range(1 + state.cfg.grpo.dynamic_sampling):
         stream = f"refill {attempt}" if attempt else "rollout"
-        with span("rollout"):
-            groups = rollouts.draw(state.engine, state.cfg, asked, rollouts.sampling_params(state.cfg, stream, index))
-        with span("reward"):
-            scores = state.scorer.score(groups, state=TrainerState(index, state.num_steps))
+        sampling = rollouts.sampling_params(state.cfg, stream, index)
+        about = TrainerState(index, state.num_steps)
+        groups, scores = rollouts.draw_scored(state.engine, state.scorer, state.cfg, asked, sampling, about)
         drawn.extend(groups)
         parts.append(scores)
         num_missing -= int(differing(state, scores).sum())

@@ -88,7 +88,7 @@ def build(
         critic=critic,
         reference=reference,
         engine=rollouts.engine_of(cfg, policy, loaded.tokenizer, optimizer, value_head=value_head),
-        scorer=Scorer(cfg.reward if rewards is None else rewards, policy_tokenizer=loaded.tokenizer, device=device),
+        scorer=rollouts.scorer_of(cfg, rewards, loaded.tokenizer, device),
         optimizer=optimizer,
         kl=kl.controller(cfg.ppo.kl.coef, cfg.ppo.kl.target, cfg.ppo.kl.horizon),
         tokenizer=loaded.tokenizer,
@@ -101,10 +101,8 @@ def build(
 def step(state: State, prompts: Sequence[Prompt], index: int) -> StepResult:
     """PPO step `index` (from 0): draw, score, estimate advantages, update for some epochs, move the KL coefficient."""
     cfg, sampling = state.cfg.ppo, rollouts.sampling_params(state.cfg, "rollout", index)
-    with span("rollout"):
-        groups = rollouts.draw(state.engine, state.cfg, prompts, sampling)
-    with span("reward"):
-        scores = state.scorer.score(groups, state=TrainerState(index, state.num_steps))
+    asked = TrainerState(index, state.num_steps)
+    groups, scores = rollouts.draw_scored(state.engine, state.scorer, state.cfg, prompts, sampling, asked)
     rows = rollouts.valid_rows(scores)
     sequences = pack(groups, pad_id=0, device=state.device, rows=rows)
     mask_BT = sequences.mask_BT

@@ -4,6 +4,7 @@ Shape legend: B sequences, T completion tokens.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import TypeVar
 
 import torch
@@ -27,8 +28,8 @@ from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.loaded import LoadedModel, PreTrainedModel, PreTrainedTokenizerBase, context_length
 from tunesmith.models.logprob import token_logps
 from tunesmith.models.optimizer import MasterAdamW
-from tunesmith.rewards.scorer import Scorer, Scores
-from tunesmith.rollout.engine import Engine
+from tunesmith.rewards.scorer import RewardLike, Scorer, Scores, TrainerState
+from tunesmith.rollout.engine import Engine, OnGroup
 from tunesmith.rollout.factory import open_engine
 from tunesmith.schema.records import Prompt
 from tunesmith.trainers.restart import fingerprint_of_rows, fingerprint_of_tensors
@@ -106,12 +107,50 @@ def engine_of(
     )
 
 
-def draw(engine: Engine, cfg: PolicyRecipe, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Group]:
+def scorer_of(
+    cfg: PolicyRecipe,
+    rewards: Sequence[RewardLike] | None,
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+) -> Scorer:
+    """The rewards that `cfg` names, or `rewards` in their place."""
+    return Scorer(
+        cfg.reward if rewards is None else rewards,
+        policy_tokenizer=tokenizer,
+        device=device,
+        while_drawing=cfg.rollout.score_while_drawing,
+    )
+
+
+def draw(
+    engine: Engine,
+    cfg: PolicyRecipe,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    on_group: OnGroup | None = None,
+) -> list[Group]:
     """The completions of one step; if the recipe wants it, the engine's memory is free when they are there."""
-    groups = engine.generate(prompts, cfg.rollout.completions_per_prompt, sampling)
+    groups = engine.generate(prompts, cfg.rollout.completions_per_prompt, sampling, on_group=on_group)
     if cfg.rollout.unload_during_update:
         engine.unload()
     return groups
+
+
+def draw_scored(
+    engine: Engine,
+    scorer: Scorer,
+    cfg: PolicyRecipe,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    state: TrainerState,
+) -> tuple[list[Group], Scores]:
+    """The completions of one step and their scores, given afterwards or, if the recipe wants it, meanwhile."""
+    ahead = scorer.ahead(len(prompts), cfg.rollout.completions_per_prompt, state)
+    with ahead or nullcontext():
+        with span("rollout"):
+            groups = draw(engine, cfg, prompts, sampling, None if ahead is None else ahead.add)
+        with span("reward"):
+            return groups, scorer.score(groups, state=state, ahead=ahead)
 
 
 def mean_reward(
