@@ -178,17 +178,18 @@ def _measure(options: UpdateBench, ours: OurUpdate, first: TRLUpdate, say: Say) 
     loads: list[Load] = []
     with Process(f"{_CONTENDERS}:serve_ours", ours, num_threads=ours.num_threads) as us, _trl(setting) as them:
         my_memory, their_memory = _warm(us), _warm(them)
+        for process in (us, them):
+            process.ask(TakeUpdate())  # memory was given back before
         for index in range(options.num_rounds):
             loads.append(measure_load())
             if loads[-1].other_busy_cores > BUSY_CORES:
                 say(f"  another program keeps {loads[-1].other_busy_cores:.1f} cores busy: this round means little")
             sides = [(us, mine), (them, theirs)]
             for process, updates in sides if index % 2 == 0 else reversed(sides):
-                if index == 0:
-                    process.ask(TakeUpdate())  # memory was given back before
                 updates.append(process.ask(TakeUpdate()))
-            seconds = f"{mine[-1].seconds:.2f} s against {theirs[-1].seconds:.2f} s"
-            say(f"  round {index + 1} of {options.num_rounds}: {seconds}")
+            say(
+                f"  round {index + 1} of {options.num_rounds}: {mine[-1].seconds:.2f} s against {theirs[-1].seconds:.2f} s"
+            )
     _check_same_gradient(my_memory[0].grad_norm, their_memory[0].grad_norm)
     peaks = [max(update.memory_gb for update in updates) for updates in (my_memory, their_memory)]
     return Measured(mine, theirs, peaks[0], peaks[1], default, setting, calibration, loads)
