@@ -187,9 +187,8 @@ def _measure(options: UpdateBench, ours: OurUpdate, first: TRLUpdate, say: Say) 
             sides = [(us, mine), (them, theirs)]
             for process, updates in sides if index % 2 == 0 else reversed(sides):
                 updates.append(process.ask(TakeUpdate()))
-            say(
-                f"  round {index + 1} of {options.num_rounds}: {mine[-1].seconds:.2f} s against {theirs[-1].seconds:.2f} s"
-            )
+            seconds = f"{mine[-1].seconds:.2f} s against {theirs[-1].seconds:.2f} s"
+            say(f"  round {index + 1} of {options.num_rounds}: {seconds}")
     _check_same_gradient(my_memory[0].grad_norm, their_memory[0].grad_norm)
     peaks = [max(update.memory_gb for update in updates) for updates in (my_memory, their_memory)]
     return Measured(mine, theirs, peaks[0], peaks[1], default, setting, calibration, loads)
