@@ -81,7 +81,7 @@ def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str])
     ("words", "message"),
     [
         (["trian"], "there is no command 'trian'; did you mean train?"),
-        (["train"], "one word is missing; there are `tunesmith train reward`, `tunesmith train ppo`"),
+        (["train"], "one word is missing; there are `tunesmith train sft`, `tunesmith train reward`"),
         (["train", "pop"], "there is no `train pop`; did you mean ppo?"),
         (["recipes", "show"], "missing: NAME"),
         (["compare", "--before", "a"], "missing: --after B, --prompts FILE, --scorer SOURCE"),

@@ -197,7 +197,7 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None
 def test_the_algorithm_is_known_from_its_key_or_its_sections() -> None:
     assert algorithm_of(parse("algorithm: ppo", "f"), "f") == "ppo"
     assert algorithm_of(parse("pairs: votes.jsonl", "f"), "f") == "reward"
-    with pytest.raises(ConfigError, match=r"add `algorithm: reward \| ppo \| grpo`"):
+    with pytest.raises(ConfigError, match=r"add `algorithm: sft \| reward \| ppo \| grpo`"):
         algorithm_of(parse("model: smollm2", "f"), "f")
     with pytest.raises(ConfigError, match="did you mean ppo"):
         algorithm_of(parse("algorithm: ppoo", "f"), "f")
