@@ -187,14 +187,14 @@ def test_recipes_are_listed_shown_and_copied_once(
     monkeypatch.chdir(tmp_path)
     assert main(["recipes", "ls", "--json"]) == 0
     assert {"name", "algorithm", "description"} == set(answer(capsys)["recipes"][0])  # type: ignore[index]
-    assert main(["recipes", "cp", "ppo_scratch"]) == 0
-    assert capsys.readouterr().out == "ppo_scratch.yaml\n"
-    assert main(["recipes", "show", "ppo_scratch"]) == 0
-    assert capsys.readouterr().out == (tmp_path / "ppo_scratch.yaml").read_text()
-    assert main(["recipes", "cp", "ppo_scratch"]) == 2
-    assert main(["recipes", "cp", "ppo_scratch", "mine.yaml"]) == 0
-    assert main(["validate", "mine.yaml", "ppo_scratch"]) == 0
-    assert main(["recipes", "cp", "ppo_scratch", "none/mine.yaml"]) == 2
+    assert main(["recipes", "cp", "scratch_ppo"]) == 0
+    assert capsys.readouterr().out == "scratch_ppo.yaml\n"
+    assert main(["recipes", "show", "scratch_ppo"]) == 0
+    assert capsys.readouterr().out == (tmp_path / "scratch_ppo.yaml").read_text()
+    assert main(["recipes", "cp", "scratch_ppo"]) == 2
+    assert main(["recipes", "cp", "scratch_ppo", "mine.yaml"]) == 0
+    assert main(["validate", "mine.yaml", "scratch_ppo"]) == 0
+    assert main(["recipes", "cp", "scratch_ppo", "none/mine.yaml"]) == 2
 
 
 def test_validate_lists_all_problems_of_all_files(tmp_path: Path, capsys: Capture) -> None:

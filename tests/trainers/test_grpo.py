@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from grpo_oracle import Oracle, Recorder, double
+from grpo_oracle import Recorder
+from grpo_steps import build, checked_step, low_ids, low_share, weights_of
 from recipes import PROMPTS, grpo_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -23,15 +24,6 @@ from tunesmith.telemetry.run_folder import read_jsonl
 from tunesmith.trainers import grpo
 
 
-def low_ids(completion_ids: Sequence[Sequence[int]], **_: object) -> list[float]:
-    """Share of the tokens in the lower half of the vocabulary: easy to learn."""
-    return [low_share(ids) for ids in completion_ids]
-
-
-def low_share(ids: Sequence[int]) -> float:
-    return sum(token < 130 for token in ids) / len(ids)
-
-
 def constant(completions: Sequence[str], **_: object) -> list[float]:
     """The same for all, and a number that does not sum exactly."""
     return [0.1] * len(completions)
@@ -41,22 +33,6 @@ def run(cfg: GRPORecipe, reward: RewardLike = low_ids) -> Any:
     return grpo.run(cfg, prompts=PROMPTS, rewards=[reward], progress=False)
 
 
-def build(cfg: GRPORecipe, *rewards: RewardLike) -> grpo.State:
-    return grpo.build(cfg, prompts=PROMPTS, rewards=rewards or [low_ids])
-
-
-def moved_apart(state: grpo.State) -> None:
-    """Move the policy away from its reference, so that the KL between them is not zero."""
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in state.policy.module.parameters():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
-
-
-def weights_of(state: grpo.State) -> list[torch.Tensor]:
-    return [parameter.detach().clone() for parameter in state.policy.module.parameters()]
-
-
 def digest(result: Any) -> str:
     return hashlib.sha256((result.run_dir / "final" / "model.safetensors").read_bytes()).hexdigest()
 
@@ -64,28 +40,6 @@ def digest(result: Any) -> str:
 def timeless(metrics: Sequence[dict[str, float]]) -> list[dict[str, float]]:
     changing = ("time/", "memory/", "tokens_per_s")
     return [{k: v for k, v in row.items() if not k.startswith(changing)} for row in metrics]
-
-
-def checked_step(state: grpo.State, reward: Any, *, apart: bool = False) -> tuple[grpo.StepResult, Recorder]:
-    """A step whose every gradient was found equal to that of the float64 oracle."""
-    state.policy.module.generation_config.eos_token_id = list(range(3, 40))  # many, so that lengths differ
-    reference = double(state.policy.module)
-    if apart:
-        moved_apart(state)
-    old, recorder = double(state.policy.module), Recorder(state)
-    result = grpo.step(state, state.prompts.train, 0)
-    oracle = Oracle(state, result.groups, reward, reference, old)
-    lengths = {len(completion.token_ids) for group in result.groups for completion in group.completions}
-    assert len(lengths) > 1, "with one length a mean over tokens would be one over completions"
-    assert recorder.updates
-    for update in recorder.updates:
-        expected = oracle.gradients(update.weights)
-        assert update.gradients.keys() == expected.keys()
-        size = max(gradient.abs().max().item() for gradient in expected.values())
-        assert size > 1e-3, "a gradient that is zero would prove nothing"
-        for name, gradient in expected.items():
-            torch.testing.assert_close(update.gradients[name].double(), gradient, atol=2e-5 * size, rtol=1e-3, msg=name)
-    return result, recorder
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -144,28 +98,6 @@ def test_the_gradient_of_a_later_epoch_is_clipped_against_the_policy_that_drew_t
     assert len(recorder.updates) == 3
     assert result.metrics["clip_ratio/low_mean"] > 0
     assert result.metrics["clip_ratio/high_mean"] > 0
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {
-            "importance_sampling_level": "sequence",
-            "loss_normalization": "sequence",
-            "clip_low": 0.02,
-            "clip_high": 0.02,
-        },
-        {"importance_sampling_level": "product", "loss_normalization": "sequence_sum"},
-        {"surrogate": "cispo", "clip_high": 0.1, "kl": {"coef": 0.1, "bias_correction": True}},
-        {"dual_clip": 1.15, "clip_high": 0.1},
-    ],
-)
-def test_later_epochs_of_every_ratio_have_the_gradient_of_the_paper(tmp_path: Path, options: dict[str, Any]) -> None:
-    state = build(grpo_recipe(tmp_path, grpo={"num_epochs": 3, **options}, optimizer={"learning_rate": 1e-2}))
-    result, recorder = checked_step(state, lambda completion: low_share(completion.token_ids), apart=True)
-    assert len(recorder.updates) == 3
-    name = "clip_ratio/dual_mean" if "dual_clip" in options else "clip_ratio/region_mean"
-    assert result.metrics[name] > 0
 
 
 @pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
@@ -297,77 +229,6 @@ def test_several_rewards_are_added_with_their_weights(tmp_path: Path) -> None:
     )
     row = result.metrics
     assert row["reward"] == pytest.approx(0.5 * row["rewards/unique_chars/mean"] - 0.1 * row["rewards/length/mean"])
-
-
-def test_rewards_compared_one_by_one_weigh_alike_whatever_their_size(tmp_path: Path) -> None:
-    def large(completion_ids: Sequence[Sequence[int]], **_: object) -> list[float]:
-        return [1000.0 * share for share in low_ids(completion_ids)]
-
-    grpo_section = {"multi_objective_aggregation": "normalize_then_sum", "kl": {"coef": 0.0}}
-    gradients = []
-    for reward in (low_ids, large):
-        sources = (reward, RewardSource(source="length", weight=-0.5, arguments={"unit": "tokens"}))
-        state = build(grpo_recipe(tmp_path, grpo=grpo_section), *sources)
-        state.policy.module.generation_config.eos_token_id = list(range(3, 40))
-        recorder = Recorder(state)
-        grpo.step(state, state.prompts.train, 0)
-        gradients.append(recorder.updates[0].gradients)
-    for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], gradient, atol=1e-4, rtol=1e-2)
-
-
-def flat_unless(*texts: str) -> Any:
-    """`low_ids` for the prompts of these texts, and the same for every completion of the others."""
-
-    def reward(prompts: Sequence[str], completion_ids: Sequence[Sequence[int]], **_: object) -> list[float]:
-        shares = low_ids(completion_ids)
-        return [share if prompt in texts else 0.1 for prompt, share in zip(prompts, shares, strict=True)]
-
-    return reward
-
-
-def test_dynamic_sampling_asks_further_prompts_until_enough_groups_teach_something(tmp_path: Path) -> None:
-    teaching = PROMPTS[2:]
-    state = build(grpo_recipe(tmp_path, grpo={"dynamic_sampling": 3}), flat_unless(*teaching))
-    asked = [prompt for prompt in state.prompts.train if prompt.content not in teaching]
-    result = grpo.step(state, asked, 0)
-    drawn = [str(group.prompt.content) for group in result.groups]
-    assert drawn[:2] == [prompt.content for prompt in asked]
-    assert sorted(drawn[2:]) == sorted(teaching)
-    assert result.metrics["groups/num_drawn"] == 4.0
-    assert result.metrics["groups/num_dropped"] == 2.0
-    assert result.metrics["updates"] == 1.0
-
-
-def test_dynamic_sampling_ends_at_its_limit_and_when_all_prompts_were_asked(tmp_path: Path) -> None:
-    for limit, expected in ((1, 3), (9, 4)):
-        state = build(grpo_recipe(tmp_path, grpo={"dynamic_sampling": limit}), flat_unless())
-        result = grpo.step(state, state.prompts.train[:1], 0)
-        drawn = [group.prompt.id for group in result.groups]
-        assert len(drawn) == len(set(drawn)) == min(expected, 1 + limit)
-        assert result.metrics["updates"] == 0.0
-
-
-def test_dynamic_sampling_is_a_pure_function_of_seed_and_step(tmp_path: Path) -> None:
-    def drawn(index: int, seed: int = 0) -> list[tuple[str, tuple[int, ...]]]:
-        cfg = grpo_recipe(tmp_path, grpo={"dynamic_sampling": 2}, run={"seed": seed})
-        state = build(cfg, flat_unless(PROMPTS[3]))
-        groups = grpo.step(state, state.prompts.train[:1], index).groups
-        return [(group.prompt.id, completion.token_ids) for group in groups for completion in group.completions]
-
-    assert drawn(5) == drawn(5)
-    assert drawn(5) != drawn(6)
-
-
-def test_truncated_completions_are_compared_but_not_learnt_from(tmp_path: Path) -> None:
-    cfg = grpo_recipe(tmp_path, grpo={"mask_truncated_completions": True, "kl": {"coef": 0.0}})
-    state = build(cfg)
-    before = weights_of(state)
-    state.policy.module.generation_config.eos_token_id = []
-    result = grpo.step(state, state.prompts.train, 0)
-    assert result.metrics["completions/clipped_ratio"] == 1.0
-    assert result.metrics["updates"] == 0.0
-    assert all(torch.equal(a, b) for a, b in zip(before, weights_of(state), strict=True))
 
 
 def test_the_first_step_has_no_kl_and_agrees_with_the_engine(tmp_path: Path) -> None:

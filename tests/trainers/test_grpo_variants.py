@@ -1,0 +1,107 @@
+"""Variants of GRPO: later updates of every ratio, rewards compared one by one, dynamic sampling, cut completions."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from grpo_oracle import Recorder
+from grpo_steps import build, checked_step, low_ids, low_share, weights_of
+from recipes import PROMPTS, grpo_recipe
+
+from tunesmith.config.sections import RewardSource
+from tunesmith.trainers import grpo
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {
+            "importance_sampling_level": "sequence",
+            "loss_normalization": "sequence",
+            "clip_low": 0.02,
+            "clip_high": 0.02,
+        },
+        {"importance_sampling_level": "product", "loss_normalization": "sequence_sum"},
+        {"surrogate": "cispo", "clip_high": 0.1, "kl": {"coef": 0.1, "bias_correction": True}},
+        {"dual_clip": 1.15, "clip_high": 0.1},
+    ],
+)
+def test_later_epochs_of_every_ratio_have_the_gradient_of_the_paper(tmp_path: Path, options: dict[str, Any]) -> None:
+    state = build(grpo_recipe(tmp_path, grpo={"num_epochs": 3, **options}, optimizer={"learning_rate": 1e-2}))
+    result, recorder = checked_step(state, lambda completion: low_share(completion.token_ids), apart=True)
+    assert len(recorder.updates) == 3
+    name = "clip_ratio/dual_mean" if "dual_clip" in options else "clip_ratio/region_mean"
+    assert result.metrics[name] > 0
+
+
+def test_rewards_compared_one_by_one_weigh_alike_whatever_their_size(tmp_path: Path) -> None:
+    def large(completion_ids: Sequence[Sequence[int]], **_: object) -> list[float]:
+        return [1000.0 * share for share in low_ids(completion_ids)]
+
+    grpo_section = {"multi_objective_aggregation": "normalize_then_sum", "kl": {"coef": 0.0}}
+    gradients = []
+    for reward in (low_ids, large):
+        sources = (reward, RewardSource(source="length", weight=-0.5, arguments={"unit": "tokens"}))
+        state = build(grpo_recipe(tmp_path, grpo=grpo_section), *sources)
+        state.policy.module.generation_config.eos_token_id = list(range(3, 40))
+        recorder = Recorder(state)
+        grpo.step(state, state.prompts.train, 0)
+        gradients.append(recorder.updates[0].gradients)
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, atol=1e-4, rtol=1e-2)
+
+
+def flat_unless(*texts: str) -> Any:
+    """`low_ids` for the prompts of these texts, and the same for every completion of the others."""
+
+    def reward(prompts: Sequence[str], completion_ids: Sequence[Sequence[int]], **_: object) -> list[float]:
+        shares = low_ids(completion_ids)
+        return [share if prompt in texts else 0.1 for prompt, share in zip(prompts, shares, strict=True)]
+
+    return reward
+
+
+def test_dynamic_sampling_asks_further_prompts_until_enough_groups_teach_something(tmp_path: Path) -> None:
+    teaching = PROMPTS[2:]
+    state = build(grpo_recipe(tmp_path, grpo={"dynamic_sampling": 1}), flat_unless(*teaching))  # both at once
+    asked = [prompt for prompt in state.prompts.train if prompt.content not in teaching]
+    result = grpo.step(state, asked, 0)
+    drawn = [str(group.prompt.content) for group in result.groups]
+    assert drawn[:2] == [prompt.content for prompt in asked]
+    assert sorted(drawn[2:]) == sorted(teaching)
+    assert result.metrics["groups/num_drawn"] == 4.0
+    assert result.metrics["groups/num_dropped"] == 2.0
+    assert result.metrics["updates"] == 1.0
+
+
+def test_dynamic_sampling_ends_at_its_limit_and_when_all_prompts_were_asked(tmp_path: Path) -> None:
+    for limit, expected in ((1, 3), (9, 4)):
+        state = build(grpo_recipe(tmp_path, grpo={"dynamic_sampling": limit}), flat_unless())
+        result = grpo.step(state, state.prompts.train[:1], 0)
+        drawn = [group.prompt.id for group in result.groups]
+        assert len(drawn) == len(set(drawn)) == min(expected, 1 + limit)
+        assert result.metrics["updates"] == 0.0
+
+
+def test_dynamic_sampling_is_a_pure_function_of_seed_and_step(tmp_path: Path) -> None:
+    def drawn(index: int, seed: int = 0) -> list[tuple[str, tuple[int, ...]]]:
+        cfg = grpo_recipe(tmp_path, grpo={"dynamic_sampling": 2}, run={"seed": seed})
+        state = build(cfg, flat_unless(PROMPTS[3]))
+        groups = grpo.step(state, state.prompts.train[:1], index).groups
+        return [(group.prompt.id, completion.token_ids) for group in groups for completion in group.completions]
+
+    assert drawn(5) == drawn(5)
+    assert drawn(5) != drawn(6)
+
+
+def test_truncated_completions_are_compared_but_not_learnt_from(tmp_path: Path) -> None:
+    cfg = grpo_recipe(tmp_path, grpo={"mask_truncated_completions": True, "kl": {"coef": 0.0}})
+    state = build(cfg)
+    before = weights_of(state)
+    state.policy.module.generation_config.eos_token_id = []
+    result = grpo.step(state, state.prompts.train, 0)
+    assert result.metrics["completions/clipped_ratio"] == 1.0
+    assert result.metrics["updates"] == 0.0
+    assert all(torch.equal(a, b) for a, b in zip(before, weights_of(state), strict=True))
