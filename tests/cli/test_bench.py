@@ -1,4 +1,4 @@
-"""`bench rollout` and `bench step`: a smoke run on a tiny model has every figure that is promised."""
+"""`bench rollout`, `bench step` and `bench update`: a smoke run on a tiny model has every figure that is promised."""
 
 import json
 from pathlib import Path
@@ -43,9 +43,27 @@ def test_bench_step_has_the_promised_figures(capsys: pytest.CaptureFixture[str],
     assert facts["trl"]["micro_batch_size"] in (8, 16)
 
 
+@pytest.mark.slow
+def test_bench_update_has_the_promised_figures_from_equal_gradients(
+    capsys: pytest.CaptureFixture[str], own_logging: None
+):
+    pytest.importorskip("trl")
+    facts = _facts(capsys, "update", "--threads", "1")
+    assert set(facts["workloads"]) == {"ragged", "shared"}
+    for figures in facts["workloads"].values():
+        assert figures["ratio_min"] <= figures["ratio_median"] <= figures["ratio_max"]
+        assert figures["memory_ratio"] == figures["memory_gb"] / figures["trl"]["default_precision"]["memory_gb"]
+        assert set(figures["stages"]) == {"forward", "backward", "optimizer"}
+        assert figures["grad_norm"] == pytest.approx(figures["trl"]["grad_norm"], rel=0.02)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["update", "--rounds", "0"], "rounds is 0"),
+        (["update", "--workload", "raged"], "ragged, shared"),
+        (["update", "--micro-batch-size", "0"], "micro_batch_size is 0"),
+        (["update", "--out", "no/such/folder/x.json"], "--out"),
         (["rollout", "--workload", "plian"], "plain, seed, shared"),
         (["rollout", "--against", "vllm"], "transformers, transformers-cb"),
         (["rollout", "--rounds", "0"], "rounds is 0"),

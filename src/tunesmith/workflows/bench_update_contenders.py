@@ -107,6 +107,11 @@ class TRLUpdate:
     attention: str = "sdpa"
     autocasts: bool = False
 
+    @property
+    def num_rows(self) -> int:
+        """Completions of an update."""
+        return sum(map(len, self.batch.completions))
+
 
 @dataclass(frozen=True, slots=True)
 class TakeUpdate:
@@ -289,7 +294,7 @@ def trl_arguments(settings: TRLUpdate) -> dict[str, object]:
         "use_cpu": not torch.cuda.is_available(),
         "gradient_checkpointing": False,
         "per_device_train_batch_size": settings.micro_batch_size,
-        "gradient_accumulation_steps": len(batch.prompts) * num_completions // settings.micro_batch_size,
+        "gradient_accumulation_steps": settings.num_rows // settings.micro_batch_size,
         "num_generations": num_completions,
         "max_completion_length": max(len(ids) for group in batch.completions for ids in group),
         "beta": 0.0,

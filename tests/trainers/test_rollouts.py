@@ -1,0 +1,30 @@
+"""How a rollout is cut into minibatches."""
+
+import torch
+
+from tunesmith.batch.pack import PolicyBatch, Sequences
+from tunesmith.config.sections import GRPOSection
+from tunesmith.trainers.rollouts import minibatches
+
+
+def rollout(num_rows: int) -> PolicyBatch:
+    """Row b has the token b."""
+    ids_BS = torch.arange(num_rows)[:, None].repeat(1, 2)
+    lengths_B, ones_B = torch.full((num_rows,), 2), torch.ones(num_rows, dtype=torch.int64)
+    one_BT = torch.zeros(num_rows, 1)
+    sequences = Sequences(ids_BS, lengths_B, ones_B, torch.ones(num_rows, 1, dtype=torch.bool), one_BT, one_BT)
+    return PolicyBatch(sequences, one_BT, one_BT, one_BT)
+
+
+def rows_of(section: GRPOSection, seed: int) -> list[list[int]]:
+    return [batch.sequences.ids_BS[:, 0].tolist() for batch in minibatches(rollout(24), section, seed)]
+
+
+def test_minibatches_are_drawn_anew_in_each_epoch_and_keep_the_order_of_the_rollout() -> None:
+    section = GRPOSection(num_epochs=2, num_minibatches=3)
+    first, second = (rows_of(section, 0)[i : i + 3] for i in (0, 3))
+    for epoch in (first, second):
+        assert sorted(row for rows in epoch for row in rows) == list(range(24))
+        assert all(rows == sorted(rows) for rows in epoch)  # so completions of one prompt stand together
+    assert first != second
+    assert rows_of(section, 0) == rows_of(section, 0) != rows_of(section, 1)
