@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from tunesmith.core.errors import DataError, ModelError
+from tunesmith.models.assistant_turns import PlacedTokens
 from tunesmith.models.tiny import CHAT_TEMPLATE, byte_tokenizer
 from tunesmith.models.tokenizer import (
     PreTrainedTokenizerBase,
@@ -126,6 +127,14 @@ def test_every_byte_of_a_last_character_is_learnt_though_nothing_closes_the_turn
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     assert learnt_texts(tokenizer, alone(TALK[1:])) == ["Yo \U0001f600", "Four.\n<|im_end|>"]
+
+
+def test_tokens_without_characters_and_tokens_that_share_one_are_placed_by_their_neighbours() -> None:
+    # "ab " + "cd": the blank token says 3 to 3. "a" + a character of two tokens + "b".
+    blank = PlacedTokens((1, 2, 3), starts=(0, 3, 3), ends=(2, 3, 5))
+    assert blank.spans([range(2, 5), range(3, 5)]) == [range(1, 3), range(2, 3)]
+    shared = PlacedTokens((1, 2, 3, 4), starts=(0, 1, 1, 2), ends=(1, 2, 2, 3))
+    assert shared.spans([range(0, 2), range(1, 3)]) == [range(0, 3), range(1, 4)]
 
 
 FORGETFUL = (
