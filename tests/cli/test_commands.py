@@ -163,6 +163,28 @@ def test_export_copies_a_model_that_loads(run_dir: Path, tmp_path: Path, capsys:
     assert main(["export", str(run_dir), str(run_dir / "final" / "x")]) == 2
 
 
+def test_export_copies_adapters_and_merges_them(tmp_path: Path, capsys: Capture) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from tunesmith.config.sections import ModelSection
+    from tunesmith.models.export import ModelCard, save_final
+    from tunesmith.models.load import load_policy
+
+    loaded = load_policy(ModelSection.model_validate({"name": "tiny:llama", "lora": {"rank": 2}}))
+    run = tmp_path / "run"
+    save_final(loaded.model, loaded.tokenizer, run / "final", ModelCard("tiny:llama", "GRPO"))
+    assert main(["export", str(run), str(tmp_path / "adapters")]) == 0
+    assert (tmp_path / "adapters" / "adapter_model.safetensors").is_file()
+    assert main(["export", str(run), str(tmp_path / "merged"), "--merge", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["num_bytes"] > 0
+    AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    (tmp_path / "merged").rename(plain / "final")
+    assert main(["export", str(plain), str(tmp_path / "again"), "--merge"]) == 2
+    assert "holds no adapters" in capsys.readouterr().err
+
+
 def test_export_refuses_what_is_no_whole_model(run_dir: Path, tmp_path: Path, capsys: Capture) -> None:
     import shutil
 

@@ -136,6 +136,12 @@ class Runner:
         """True if adapters alone are trained, so that the packed weights stay as they are."""
         return any(any(projection.adapters) for projection in self._projections)
 
+    @property
+    def is_idle(self) -> bool:
+        """True if there are adapters, and they change nothing yet."""
+        adapted = [packed for packed in self._packed.values() if isinstance(packed, AdaptedLinear)]
+        return bool(adapted) and all(packed.is_idle for packed in adapted)
+
     def repack(self) -> None:
         """Pack the weights as they are now; one projection after the other, so that there are never two of all.
 
