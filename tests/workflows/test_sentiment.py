@@ -1,7 +1,9 @@
 """The sentiment workflow runs through on a tiny model, its parts share no review, and its recipes are right."""
 
 import json
+import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,16 @@ def test_the_judge_is_right_on_what_it_was_not_fitted_on_and_reads_prompt_and_co
     assert good > 0.6 > 0.4 > bad
 
 
+@pytest.fixture
+def one_core() -> Iterator[None]:
+    """One core, and so one thread: of tiny matrices two threads on a busy machine mostly wait for each other."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    yield
+    os.sched_setaffinity(0, cores)
+
+
+@pytest.mark.usefixtures("one_core")
 def test_all_stages_run_and_the_figures_follow_from_the_samples(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
