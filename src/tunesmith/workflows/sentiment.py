@@ -214,10 +214,16 @@ def train_sft(stage: Stage, reviews: Sequence[Review]) -> setup.RunResult:
 
 
 def train_reward_model(stage: Stage, reviews: Sequence[Review]) -> setup.RunResult:
-    """The reward model after pairs of a piece of a positive and a piece of a negative review of `reviews`."""
-    pairs = labelled_pairs(reviews, stage.options.seed)
+    """The reward model after pairs of a piece of a positive and a piece of a negative review of `reviews`.
+
+    Whole reviews are held out: pieces of one review may overlap.
+    """
+    num_heldout = max(1, int(len(reviews) * stage.reward_recipe.pairs.heldout_fraction))
+    heldout, pairs = (
+        labelled_pairs(some, stage.options.seed) for some in (reviews[:num_heldout], reviews[num_heldout:])
+    )
     stage.say(2, f"a reward model learns from {len(pairs)} pieces of positive and as many of negative reviews")
-    result = reward.run(stage.reward_recipe, pairs=pairs)
+    result = reward.run(stage.reward_recipe, pairs=pairs, heldout_pairs=heldout)
     gc.collect()
     return result
 
