@@ -147,6 +147,10 @@ def test_items_that_go_together_count_as_one():
     together = proportion_interval(hits, [str(i // 10) for i in range(100)])
     ten = proportion_interval([1.0] * 6 + [0.0] * 4, [str(i) for i in range(10)])
     assert together == pytest.approx(ten, abs=1e-9)
+    # Ten draws whose variance is estimated from themselves are worth nine: Wilson's interval by its formula.
+    z, n, p = 1.959964, 9, 0.6
+    half = z * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
+    assert ten == pytest.approx([(p + z**2 / (2 * n) + sign * half) / (1 + z**2 / n) for sign in (-1, 1)], abs=1e-6)
     assert together[1] - together[0] > 2 * (apart[1] - apart[0])
 
 

@@ -1,11 +1,14 @@
 """Packed sequences are scored as each would be alone, and the padded way gives the same numbers and gradients."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from tunesmith.batch.targets import LearntSequence, Targets, pack_targets
-from tunesmith.kernels.logprob.head import HeadScores
+from tunesmith.kernels.logprob.head import HeadScores, head_scores
 from tunesmith.kernels.native import Kernels
+from tunesmith.models import decoder
 from tunesmith.models.language_model import LanguageModel, language_model
 from tunesmith.models.next_token import next_token_scores
 from tunesmith.models.tiny import FAMILIES, tiny_model
@@ -58,10 +61,16 @@ def test_a_sequence_is_not_touched_by_its_neighbours() -> None:
     assert torch.equal(beside.entropy_N[-2:], alone.entropy_N)
 
 
-def test_the_head_sees_the_states_before_learnt_tokens_alone() -> None:
+def test_the_head_sees_the_states_before_learnt_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     packed, padded = models("llama")
     rows: list[int] = []
-    head = packed.module.get_output_embeddings()
+
+    def recording(hidden_NH: torch.Tensor, *arguments: Any, **options: Any) -> HeadScores:
+        rows.append(len(hidden_NH))
+        return head_scores(hidden_NH, *arguments, **options)
+
+    monkeypatch.setattr(decoder, "head_scores", recording)
+    head = padded.module.get_output_embeddings()
     assert head is not None
     handle = head.register_forward_hook(lambda module, inputs, output: rows.append(inputs[0].flatten(0, -2).shape[0]))
     for model in (packed, padded):

@@ -1,7 +1,9 @@
 """The sentiment workflow runs through on a tiny model, its parts share no review, and its recipes are right."""
 
 import json
+import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -52,7 +54,7 @@ def test_pairs_set_a_positive_piece_against_a_negative_one() -> None:
     rows = reviews(40)
     positive = [one.text for one in rows if one.is_positive]
     pairs = labelled_pairs(rows, seed=0)
-    assert len(pairs) == 40
+    assert len(pairs) == 80  # four pieces of each of twenty reviews on either side
     assert all(pair.chosen in positive and pair.rejected not in positive for pair in pairs)
 
 
@@ -61,8 +63,20 @@ def test_the_judge_is_right_on_what_it_was_not_fitted_on_and_reads_prompt_and_co
     assert judge.accuracy > 0.95
     good, bad = judge.positive(["The film was", "The film was"], [" lovely", " awful"])
     assert good > 0.6 > 0.4 > bad
+    good, bad = judge.positive(["A lovely film", "An awful film"], [" with a plot", " with a plot"])
+    assert good > bad
 
 
+@pytest.fixture
+def one_core() -> Iterator[None]:
+    """One core, and so one thread: of tiny matrices two threads on a busy machine mostly wait for each other."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    yield
+    os.sched_setaffinity(0, cores)
+
+
+@pytest.mark.usefixtures("one_core")
 def test_all_stages_run_and_the_figures_follow_from_the_samples(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

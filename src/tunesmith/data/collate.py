@@ -228,8 +228,8 @@ def _encode(item: Pair | Ranking, tokenizer: PreTrainedTokenizerBase, max_tokens
         _check_length(ids, max_tokens, name)
     if isinstance(item, Ranking):
         return EncodedRanking(item.prompt.id, sequences, item.ranks)
-    chosen, rejected = sequences
-    return EncodedPair(item.prompt.id, chosen, rejected, item.margin, item.tie)
+    chosen_ids, rejected_ids = sequences
+    return EncodedPair(item.prompt.id, chosen_ids, rejected_ids, item.margin, item.tie)
 
 
 def _side(prompt: Prompt, completion: Text, tokenizer: PreTrainedTokenizerBase, name: str) -> TokenIds:

@@ -173,22 +173,30 @@ def step(state: State, units: Sequence[Unit]) -> StepResult:
     total_loss = torch.zeros((), device=state.device)
     for micro in chunks(units, cfg.micro_batch_size):
         with span("forward"):
-            batch = collate_answers(state.data.answers, places_of(micro), state.device)
-            scores = token_logps(state.policy, batch.ids_BS, batch.lengths_B, prompt_lengths_B=batch.prompt_lengths_B)
-            logp_A = torch.zeros_like(state.length_A, dtype=torch.float32)
-            logp_A = logp_A.index_put((batch.answer_B,), scores.logp_BT.sum(dim=1))
-            loss, micro_stats = loss_of(state, micro, logp_A, reference_A, num_units, kl)
+            loss, micro_stats, micro_tokens = micro_batch_loss(state, micro, reference_A, num_units, kl)
         with span("backward"):
             state.optimizer.scaled(loss).backward()
         total_loss += loss.detach()
         stats.append(micro_stats)
-        tokens.append(TokenSums(total(batch.lengths_B - batch.prompt_lengths_B), total(scores.entropy_BT)))
+        tokens.append(micro_tokens)
     with span("optimizer"):
         report = state.optimizer.step(loss=total_loss.item())
     counted = merged(tokens).floats()
     metrics = {**merged(stats).metrics(), "num_tokens": counted["num_tokens"]}
     metrics |= {"entropy": counted["entropy"] / counted["num_tokens"], **({"kl": kl} if cfg.loss == "kto" else {})}
     return StepResult({**metrics, **update_metrics([report])}, report)
+
+
+def micro_batch_loss(
+    state: State, micro: Sequence[Unit], reference_A: torch.Tensor | None, num_units: float, kl: float
+) -> tuple[torch.Tensor, DirectStats, TokenSums]:
+    """The loss of one micro-batch, a scalar, with its statistics. An answer of several pairs is computed once."""
+    batch = collate_answers(state.data.answers, places_of(micro), state.device)
+    scores = token_logps(state.policy, batch.ids_BS, batch.lengths_B, prompt_lengths_B=batch.prompt_lengths_B)
+    logp_A = torch.zeros_like(state.length_A, dtype=torch.float32)
+    logp_A = logp_A.index_put((batch.answer_B,), scores.logp_BT.sum(dim=1))
+    loss, stats = loss_of(state, micro, logp_A, reference_A, num_units, kl)
+    return loss, stats, TokenSums(total(batch.lengths_B - batch.prompt_lengths_B), total(scores.entropy_BT))
 
 
 def loss_of(

@@ -44,7 +44,7 @@ COMPARED_COMPLETIONS = 8
 PIECE_WORDS = (8, 32)
 """Words in a piece that the reward model learns from: about as many as the policy writes."""
 
-PIECES_PER_REVIEW = 2
+PIECES_PER_REVIEW = 4
 JUDGE_PIECES = 6
 SHARES = (0.25, 0.4, 0.15)
 """Of the reviews for SFT, for the reward model and for the judge; PPO takes its beginnings from the rest."""
@@ -56,7 +56,7 @@ JUDGE_HELDOUT = 0.1
 class SentimentOptions:
     """What the command line offers. `quick` takes a twentieth of the reviews and two steps of each stage.
 
-    `model`, where given, stands in for that of the recipes.
+    `model`, where given, stands in for that of the recipes, and all of its layers are kept and trained.
     """
 
     reviews: str = "data:sentiment/imdb5k.text2vec.jsonl.gz"
@@ -189,11 +189,15 @@ def prepare(options: SentimentOptions) -> Stage:
     folder = RunFolder.create(Path(options.out), "sentiment_imdb", {"sentiment": chosen})
     overrides: dict[str, object] = {"run.seed": options.seed, "run.dir": str(folder.path)}
     overrides |= {"run.steps": 2} if options.quick else {}
-    named = {"model": options.model} if options.model else {}
+    # The recipes count the layers of their own model.
+    named: dict[str, object] = {"model": {"name": options.model}} if options.model else {}
+    whole: dict[str, object] = {"reward_model.num_layers": None} if options.model else {}
+    trained: dict[str, object] = {"model.num_trainable_layers": None} if options.model else {}
     small = {"rollout.prompts_per_step": 8, "ppo.num_minibatches": 1} if options.quick else {}
-    sft_recipe = load_recipe("sft", recipe="sentiment_imdb_sft", overrides={**overrides, **named}).recipe
-    reward_recipe = load_recipe("reward", recipe="sentiment_imdb_reward", overrides={**overrides, **named}).recipe
-    policy_recipe = load_recipe("ppo", recipe="sentiment_imdb", overrides={**overrides, **named, **small}).recipe
+    given = {**overrides, **named}
+    sft_recipe = load_recipe("sft", recipe="sentiment_imdb_sft", overrides={**given, **trained}).recipe
+    reward_recipe = load_recipe("reward", recipe="sentiment_imdb_reward", overrides={**given, **whole}).recipe
+    policy_recipe = load_recipe("ppo", recipe="sentiment_imdb", overrides={**given, **trained, **small}).recipe
     assert isinstance(sft_recipe, SFTRecipe)
     assert isinstance(reward_recipe, RewardRecipe)
     assert isinstance(policy_recipe, PPORecipe)
@@ -210,10 +214,16 @@ def train_sft(stage: Stage, reviews: Sequence[Review]) -> setup.RunResult:
 
 
 def train_reward_model(stage: Stage, reviews: Sequence[Review]) -> setup.RunResult:
-    """The reward model after pairs of a piece of a positive and a piece of a negative review of `reviews`."""
-    pairs = labelled_pairs(reviews, stage.options.seed)
+    """The reward model after pairs of a piece of a positive and a piece of a negative review of `reviews`.
+
+    Whole reviews are held out: pieces of one review may overlap.
+    """
+    num_heldout = max(1, int(len(reviews) * stage.reward_recipe.pairs.heldout_fraction))
+    heldout, pairs = (
+        labelled_pairs(some, stage.options.seed) for some in (reviews[:num_heldout], reviews[num_heldout:])
+    )
     stage.say(2, f"a reward model learns from {len(pairs)} pieces of positive and as many of negative reviews")
-    result = reward.run(stage.reward_recipe, pairs=pairs)
+    result = reward.run(stage.reward_recipe, pairs=pairs, heldout_pairs=heldout)
     gc.collect()
     return result
 

@@ -12,7 +12,7 @@ from tunesmith.kernels.linear import reference
 from tunesmith.kernels.linear.api import PackedWeight, block_like_torch, linear, pack
 from tunesmith.kernels.native import Kernels
 
-SHAPES = [(48, 64), (960, 576), (100, 1030), (576, 1536), (17, 2), (2, 48)]
+SHAPES = [(48, 64), (960, 576), (100, 1030), (576, 1536), (17, 2), (33, 64)]
 FAST = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
