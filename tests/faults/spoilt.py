@@ -25,9 +25,9 @@ from tunesmith.distributed import checkpoint_writer
 from tunesmith.distributed.checkpoint import Checkpoint
 from tunesmith.models.optimizer import MasterAdamW, StepReport
 from tunesmith.schema.records import Pair, Prompt
-from tunesmith.trainers import grpo, ppo, reward, sft
+from tunesmith.trainers import dpo, grpo, ppo, reward, sft
 
-MODULES = {"sft": sft, "reward": reward, "ppo": ppo, "grpo": grpo}
+MODULES = {"sft": sft, "reward": reward, "dpo": dpo, "ppo": ppo, "grpo": grpo}
 Spoil = Callable[[int], None]
 UPDATES_PER_STEP = 4
 """Updates in a step of the PPO runs: two epochs of two minibatches."""

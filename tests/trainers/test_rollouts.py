@@ -3,7 +3,7 @@
 import torch
 
 from tunesmith.batch.pack import PolicyBatch, Sequences
-from tunesmith.config.sections import GRPOSection
+from tunesmith.config.policy_sections import GRPOSection
 from tunesmith.trainers.rollouts import minibatches
 
 
