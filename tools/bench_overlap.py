@@ -29,7 +29,9 @@ def reward_model() -> RewardModel:
     """A reward model as the demo trains it, with a head drawn at random."""
     model = new_reward_model(ModelSection(name="smollm2"))
     keep_lower_layers(model.model, 6)
-    torch.nn.init.normal_(model.model.score.weight, std=0.02, generator=torch.Generator().manual_seed(0))
+    torch.nn.init.normal_(
+        model.model.get_parameter("score.weight"), std=0.02, generator=torch.Generator().manual_seed(0)
+    )
     return model
 
 

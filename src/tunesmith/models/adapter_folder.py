@@ -62,7 +62,7 @@ def is_adapter_folder(folder: Path) -> bool:
 def save_adapters(model: PreTrainedModel, folder: Path) -> None:
     """Write the adapters of `model`, and a reward model's head, into `folder`."""
     base = base_of(model)
-    config = copy.deepcopy(model.peft_config[ADAPTER])  # type: ignore[index]
+    config: Any = copy.deepcopy(model.peft_config[ADAPTER])  # type: ignore[index]
     config.inference_mode = True
     config.base_model_name_or_path = _name_for_peft(base.name)
     tensors: dict[str, torch.Tensor] = peft().get_peft_model_state_dict(
@@ -70,7 +70,7 @@ def save_adapters(model: PreTrainedModel, folder: Path) -> None:
     )
     if config.task_type == "SEQ_CLS":
         config.modules_to_save = ["score"]
-        tensors = {**tensors, _SCORE: model.score.weight}
+        tensors = {**tensors, _SCORE: model.get_parameter(_SCORE)}
     config.save_pretrained(folder)
     save_file(
         {f"{_PREFIX}{name}": tensor.detach().contiguous() for name, tensor in tensors.items()},
@@ -127,7 +127,7 @@ def load_adapters(model: PreTrainedModel, folder: Path, name: str) -> None:
     ):
         raise ModelError(f"the head in {folder} does not fit: it is for another kind of model")
     if score is not None:
-        model.score.weight.data.copy_(score)
+        model.get_parameter(_SCORE).data.copy_(score)
     expected: dict[str, torch.Tensor] = peft().get_peft_model_state_dict(model, save_embedding_layers=False)
     if {key: t.shape for key, t in expected.items()} != {key: t.shape for key, t in tensors.items()}:
         strange = sorted(expected.keys() ^ tensors.keys()) or ["shapes"]

@@ -20,7 +20,7 @@ from tunesmith.batch.rollout import Completion, Group, SamplingParams
 from tunesmith.config.schema import GRPORecipe
 from tunesmith.core.trace import trace
 from tunesmith.models import baselines
-from tunesmith.rollout.engine import OnProgress, OnText
+from tunesmith.rollout.engine import OnGroup, OnProgress, OnText
 from tunesmith.schema.records import Prompt
 from tunesmith.telemetry.machine import peak_rss_since_reset_gb, reset_peak_rss
 from tunesmith.trainers import grpo, rollouts
@@ -183,6 +183,7 @@ class GivenCompletions:
         *,
         on_progress: OnProgress | None = None,
         on_text: OnText | None = None,
+        on_group: OnGroup | None = None,
     ) -> list[Group]:
         """The completions, whatever is asked."""
         return self._groups
