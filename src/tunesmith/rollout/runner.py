@@ -12,7 +12,7 @@ from torch import nn
 
 from tunesmith.kernels.attention.api import attend
 from tunesmith.kernels.attention.records import Places
-from tunesmith.kernels.linear.api import PackedWeight, block_like_torch, linear
+from tunesmith.kernels.linear.api import BlocksLikeTorch, PackedWeight, linear
 from tunesmith.kernels.linear.api import pack as pack_panels
 from tunesmith.kernels.native import Kernels
 from tunesmith.models import decoder as flat
@@ -45,9 +45,9 @@ class PackedLinear:
             y_TO = torch.ops.mkldnn._linear_pointwise.default(x_TI, self.weight, self.bias, "none", [], "")
         else:
             y_TO = nn.functional.linear(x_TI, self.weight, self.bias)
-        return (
-            (y_TO,) if len(self.sizes) == 1 else y_TO.split_with_sizes(self.sizes, -1)
-        )  # `split` is Python, and slower
+        if len(self.sizes) == 1:
+            return (y_TO,)
+        return y_TO.split_with_sizes(self.sizes, -1)  # `split` is Python, and slower
 
 
 class Packer:
@@ -55,7 +55,7 @@ class Packer:
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
-        self._blocks: dict[torch.Size, int | None] = {}
+        self._blocks = BlocksLikeTorch(kernels)
 
     @torch.no_grad()
     def pack(self, projection: Projection) -> PackedLinear:
@@ -63,21 +63,13 @@ class Packer:
         parts = [weight_of(module) for module in projection.modules]
         weight_OI = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
         bias_O = _joined_bias(projection, parts)
-        block = self._block(weight_OI)
+        block = self._blocks.of(weight_OI)
         if block is not None:
             return PackedLinear(pack_panels(weight_OI, block, kernels=self._kernels), bias_O, projection.sizes)
         if _can_be_packed(weight_OI.dtype):
             packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, _PACKED_ROWS)
             return PackedLinear(packed, bias_O, projection.sizes)
         return PackedLinear(weight_OI.clone(), bias_O, projection.sizes)
-
-    def _block(self, weight_OI: torch.Tensor) -> int | None:
-        """Inputs that our kernel must sum at a time to have the bits of torch; None where it has none."""
-        if weight_OI.dtype != torch.bfloat16:
-            return None
-        if weight_OI.shape not in self._blocks:
-            self._blocks[weight_OI.shape] = block_like_torch(*weight_OI.shape, kernels=self._kernels)
-        return self._blocks[weight_OI.shape]
 
 
 def _joined_bias(projection: Projection, parts: Sequence[torch.Tensor]) -> torch.Tensor | None:

@@ -116,7 +116,7 @@ def build(
         reference=reference,
         reference_A=None,
         tokenizer=loaded.tokenizer,
-        optimizer=MasterAdamW(loaded.model, cfg.optimizer, total_steps=num_steps),
+        optimizer=MasterAdamW(loaded.model, cfg.optimizer, total_steps=num_steps, kernels=policy.kernels),
         data=data,
         length_A=torch.tensor([len(answer.completion_ids) for answer in data.answers], device=device),
         identity=identity,

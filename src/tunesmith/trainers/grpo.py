@@ -79,7 +79,10 @@ def build(
     freeze_lower_layers(loaded.model, cfg.model.num_trainable_layers)
     num_steps = cfg.run.steps or 100
     optimizer = MasterAdamW(
-        loaded.model, cfg.optimizer, total_steps=num_steps * cfg.grpo.num_epochs * cfg.grpo.num_minibatches
+        loaded.model,
+        cfg.optimizer,
+        total_steps=num_steps * cfg.grpo.num_epochs * cfg.grpo.num_minibatches,
+        kernels=policy.kernels,
     )
     engine = rollouts.engine_of(cfg, policy, loaded.tokenizer, optimizer)
     return State(

@@ -79,6 +79,7 @@ def build(
         nn.ModuleDict(trained),
         cfg.optimizer,
         total_steps=num_steps * cfg.ppo.num_epochs * cfg.ppo.num_minibatches,
+        kernels=policy.kernels,
     )
     return State(
         cfg=cfg,

@@ -85,12 +85,13 @@ def build(
         "the demonstrations": fingerprint_of_rows([*data.train, *data.heldout]),
         "the device": device.type,
     }
+    policy = language_model(loaded.model, Kernels())
     return State(
         cfg=cfg,
         device=device,
-        policy=language_model(loaded.model, Kernels()),
+        policy=policy,
         tokenizer=loaded.tokenizer,
-        optimizer=MasterAdamW(loaded.model, cfg.optimizer, total_steps=num_steps),
+        optimizer=MasterAdamW(loaded.model, cfg.optimizer, total_steps=num_steps, kernels=policy.kernels),
         sequences=data.train,
         heldout=data.heldout,
         identity=identity,

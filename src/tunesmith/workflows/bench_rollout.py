@@ -5,7 +5,7 @@ keeps its fastest of each attention; then all contenders draw in turns, and each
 """
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
@@ -16,7 +16,7 @@ from tunesmith.core.errors import InputError
 from tunesmith.models.load import load_policy
 from tunesmith.models.loaded import context_length
 from tunesmith.telemetry.environment import usable_cores
-from tunesmith.telemetry.machine import Load, machine_facts, measure_load
+from tunesmith.telemetry.machine import Load, machine_facts
 from tunesmith.workflows.bench_contenders import (
     Backend,
     Draw,
@@ -31,17 +31,14 @@ from tunesmith.workflows.bench_equality import Equality, compare_greedy
 from tunesmith.workflows.bench_figures import Spread, paired, percentile_95
 from tunesmith.workflows.bench_process import Process
 from tunesmith.workflows.bench_roofline import SHOWN_ROWS, MeasureRows, ProductRates, Rates, ideal, needed_rows
+from tunesmith.workflows.bench_rounds import Say, load_facts, noted_load
 from tunesmith.workflows.bench_workloads import NAMES, Workload, workload
 
 BASELINES = ("transformers", "transformers-cb")
 OURS = "tunesmith"
 ATTENTIONS = ("sdpa", "eager")
 BATCH_SIZES = (16, 32, 64, 128)
-BUSY_CORES = 0.25
-"""From this many cores' worth of others' work on, two threads are slowed unevenly and a ratio means little."""
-
 _CONTENDERS = "tunesmith.workflows.bench_contenders"
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +135,7 @@ class Measured:
             },
             "calibration_tokens_per_s": dict(self.calibration),
             "rounds": len(self.ours.rounds),
-            "load": {
-                "load_average": max(load.load_average for load in self.loads),
-                "other_busy_cores": Spread.of([load.other_busy_cores for load in self.loads]).facts("cores"),
-            },
+            "load": load_facts(self.loads),
         }
 
     def _roofline(self, rates: Sequence[Rates]) -> dict[str, object]:
@@ -274,9 +268,7 @@ def _rounds(
     rates: list[ProductRates] = []
     loads: list[Load] = []
     for index in range(options.num_rounds):
-        loads.append(measure_load())
-        if loads[-1].other_busy_cores > BUSY_CORES:
-            say(f"  another program keeps {loads[-1].other_busy_cores:.1f} cores busy: this round means little")
+        loads.append(noted_load(say))
         seed = options.seed + 1 + index
         first = index % len(entries)
         for entry in [*entries[first:], *entries[:first]]:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from tunesmith.config.sections import ModelSection
-from tunesmith.kernels.linear.api import block_like_torch, linear, pack
+from tunesmith.kernels.linear.api import BlocksLikeTorch, linear, pack
 from tunesmith.kernels.native import Kernels
 from tunesmith.models.load import load_policy
 from tunesmith.models.loaded import PreTrainedModel
@@ -106,9 +106,10 @@ class GemmContender:
         torch.set_num_threads(settings.num_threads)
         loaded = load_policy(ModelSection.model_validate({"name": settings.name, "dtype": settings.dtype}))
         kernels = Kernels()
+        blocks = BlocksLikeTorch(kernels)
         trunk_OI, head_OI = linear_weights(loaded.model)
-        self._trunk = [_Product(weight_OI, kernels) for weight_OI in trunk_OI]
-        self._head = [_Product(head_OI, kernels)]
+        self._trunk = [_Product(weight_OI, blocks.of(weight_OI), kernels) for weight_OI in trunk_OI]
+        self._head = [_Product(head_OI, blocks.of(head_OI), kernels)]
         self._trunk_flop = 2 * sum(weight_OI.numel() for weight_OI in trunk_OI)
         self._head_flop = 2 * head_OI.numel()
 
@@ -152,12 +153,10 @@ def linear_weights(model: PreTrainedModel) -> tuple[list[torch.Tensor], torch.Te
 class _Product:
     """One product in two ways: torch's with its weight packed by oneDNN where it packs such weights, and our own."""
 
-    def __init__(self, weight_OI: torch.Tensor, kernels: Kernels) -> None:
+    def __init__(self, weight_OI: torch.Tensor, block: int | None, kernels: Kernels) -> None:
         self.num_inputs, self.dtype = weight_OI.shape[1], weight_OI.dtype
         self._weight_OI = weight_OI
         self._packed = _packed(weight_OI)
-        is_bfloat16 = weight_OI.dtype == torch.bfloat16
-        block = block_like_torch(*weight_OI.shape, kernels=kernels) if is_bfloat16 else None
         self._own = None if block is None else pack(weight_OI, block, kernels=kernels)
 
     def __call__(self, x_MI: torch.Tensor, is_own: bool) -> torch.Tensor:

@@ -8,9 +8,10 @@ precision, float32 weights with autocast, because those are masters as ours are;
 
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,10 +21,10 @@ from tunesmith.core.errors import InputError, TrainingError
 from tunesmith.models.export import ModelCard, save_final
 from tunesmith.models.load import compute_dtype, load_policy
 from tunesmith.telemetry.environment import usable_cores
-from tunesmith.telemetry.machine import Load, machine_facts, measure_load
-from tunesmith.workflows.bench_figures import Spread, paired
+from tunesmith.telemetry.machine import Load, machine_facts
+from tunesmith.workflows.bench_figures import paired
 from tunesmith.workflows.bench_process import Process
-from tunesmith.workflows.bench_rollout import BUSY_CORES, Say
+from tunesmith.workflows.bench_rounds import Rounds, Say, alternate, fastest_setting, load_facts
 from tunesmith.workflows.bench_step_contenders import (
     PROMPTS,
     OurStep,
@@ -63,7 +64,7 @@ class Measured:
     theirs: list[StepTaken]
     default_precision: list[StepTaken]
     setting: TRLStep
-    calibration: dict[str, float]
+    calibration: Mapping[str, float]
     loads: list[Load]
 
     def to_json(self) -> dict[str, object]:
@@ -97,10 +98,7 @@ class Measured:
                 },
             },
             "rounds": len(self.ours),
-            "load": {
-                "load_average": max(load.load_average for load in self.loads),
-                "other_busy_cores": Spread.of([load.other_busy_cores for load in self.loads]).facts("cores"),
-            },
+            "load": load_facts(self.loads),
         }
 
 
@@ -142,44 +140,20 @@ def run_step_bench(options: StepBench, say: Say = lambda _: None) -> dict[str, o
 
 
 def _measure(options: StepBench, ours: OurStep, first: TRLStep, say: Say) -> Measured:
-    setting, calibration = _calibrated(first, options, say)
+    sizes = _QUICK_MICRO_BATCHES if options.quick else MICRO_BATCHES
+    setting, calibration = fastest_setting(first, sizes, partial(_second_step, say=say), tries_eager=True)
     with _trl(replace(setting, dtype="float32", autocasts=True)) as process:
         default = _steps(process, 2)[_WARM_UP_STEPS:]
     say(f"  trl in its default precision: {default[0].seconds:.2f} s, {default[0].peak_gb:.2f} GB")
-    mine: list[StepTaken] = []
-    theirs: list[StepTaken] = []
-    loads: list[Load] = []
     with (
         Process(f"{_CONTENDERS}:serve_ours", ours, num_threads=ours.num_threads) as us,
         _trl(setting) as them,
     ):
         for process in (us, them):
             _steps(process, _WARM_UP_STEPS)
-        for index in range(options.num_rounds):
-            loads.append(measure_load())
-            if loads[-1].other_busy_cores > BUSY_CORES:
-                say(f"  another program keeps {loads[-1].other_busy_cores:.1f} cores busy: this round means little")
-            sides = [(us, mine), (them, theirs)]
-            for process, steps in sides if index % 2 == 0 else reversed(sides):
-                steps.append(process.ask(TakeStep()))
-            seconds = f"{mine[-1].seconds:.2f} s against {theirs[-1].seconds:.2f} s"
-            say(f"  round {index + 1} of {options.num_rounds}: {seconds}")
-    _check_same_work(mine, theirs)
-    return Measured(mine, theirs, default, setting, calibration, loads)
-
-
-def _calibrated(first: TRLStep, options: StepBench, say: Say) -> tuple[TRLStep, dict[str, float]]:
-    """TRL's fastest setting, and the seconds of each that was tried: every micro-batch, then eager attention."""
-    sizes = _QUICK_MICRO_BATCHES if options.quick else MICRO_BATCHES
-    seconds: dict[TRLStep, float] = {}
-    for size in sizes:
-        setting = replace(first, micro_batch_size=size)
-        seconds[setting] = _second_step(setting, say)
-    best = min(seconds, key=lambda setting: seconds[setting])
-    eager = replace(best, attention="eager")
-    seconds[eager] = _second_step(eager, say)
-    named = {f"{setting.attention}@{setting.micro_batch_size}": value for setting, value in seconds.items()}
-    return min(seconds, key=lambda setting: seconds[setting]), named
+        done: Rounds[StepTaken] = alternate(us, them, TakeStep(), options.num_rounds, say)
+    _check_same_work(done.ours, done.theirs)
+    return Measured(done.ours, done.theirs, default, setting, calibration, done.loads)
 
 
 def _second_step(setting: TRLStep, say: Say) -> float:

@@ -9,8 +9,9 @@ too.
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -18,10 +19,10 @@ from tunesmith.config.sections import ModelSection
 from tunesmith.core.errors import InputError, TrainingError
 from tunesmith.models.load import compute_dtype, load_policy
 from tunesmith.telemetry.environment import usable_cores
-from tunesmith.telemetry.machine import Load, machine_facts, measure_load
-from tunesmith.workflows.bench_figures import Spread, paired
+from tunesmith.telemetry.machine import Load, machine_facts
+from tunesmith.workflows.bench_figures import paired
 from tunesmith.workflows.bench_process import Process
-from tunesmith.workflows.bench_rollout import BUSY_CORES, Say
+from tunesmith.workflows.bench_rounds import Rounds, Say, alternate, fastest_setting, load_facts
 from tunesmith.workflows.bench_step import exported
 from tunesmith.workflows.bench_step_contenders import load_trl
 from tunesmith.workflows.bench_update_contenders import (
@@ -68,7 +69,7 @@ class Measured:
     default_precision: list[UpdateTaken]
     equal_micro_batch_size: int
     setting: TRLUpdate
-    calibration: dict[str, float]
+    calibration: Mapping[str, float]
     loads: list[Load]
 
     def to_json(self) -> dict[str, object]:
@@ -105,10 +106,7 @@ class Measured:
                 },
             },
             "rounds": len(self.ours),
-            "load": {
-                "load_average": max(load.load_average for load in self.loads),
-                "other_busy_cores": Spread.of([load.other_busy_cores for load in self.loads]).facts("cores"),
-            },
+            "load": load_facts(self.loads),
         }
 
 
@@ -172,31 +170,26 @@ def _quick(size: UpdateSize) -> UpdateSize:
 
 
 def _measure(options: UpdateBench, ours: OurUpdate, first: TRLUpdate, say: Say) -> Measured:
-    setting, calibration = _calibrated(first, options, say)
+    sizes = [size for size in _MICRO_BATCHES if size <= first.num_rows and first.num_rows % size == 0]
+    setting, calibration = fastest_setting(
+        first,
+        sizes[-1:] if options.quick else sizes,
+        partial(_second_update, say=say),
+        tries_eager=not options.quick,
+    )
     rows, micro = setting.num_rows, recipe(ours).grpo.micro_batch_size
     equal = max(size for size in range(1, rows + 1) if rows % size == 0 and size <= micro)
     with _trl(replace(setting, dtype="float32", autocasts=True, micro_batch_size=equal)) as process:
         default = _warm(process)
     say(f"  trl in its default precision: {default[0].seconds:.2f} s, {default[0].memory_gb:.2f} GB above rest")
-    mine: list[UpdateTaken] = []
-    theirs: list[UpdateTaken] = []
-    loads: list[Load] = []
     with Process(f"{_CONTENDERS}:serve_ours", ours, num_threads=ours.num_threads) as us, _trl(setting) as them:
         my_memory, their_memory = _warm(us), _warm(them)
         for process in (us, them):
             process.ask(TakeUpdate())  # memory was given back before
-        for index in range(options.num_rounds):
-            loads.append(measure_load())
-            if loads[-1].other_busy_cores > BUSY_CORES:
-                say(f"  another program keeps {loads[-1].other_busy_cores:.1f} cores busy: this round means little")
-            sides = [(us, mine), (them, theirs)]
-            for process, updates in sides if index % 2 == 0 else reversed(sides):
-                updates.append(process.ask(TakeUpdate()))
-            seconds = f"{mine[-1].seconds:.2f} s against {theirs[-1].seconds:.2f} s"
-            say(f"  round {index + 1} of {options.num_rounds}: {seconds}")
+        done: Rounds[UpdateTaken] = alternate(us, them, TakeUpdate(), options.num_rounds, say)
     _check_same_gradient(my_memory[0].grad_norm, their_memory[0].grad_norm)
     peaks = [max(update.memory_gb for update in updates) for updates in (my_memory, their_memory)]
-    return Measured(mine, theirs, peaks[0], peaks[1], default, equal, setting, calibration, loads)
+    return Measured(done.ours, done.theirs, peaks[0], peaks[1], default, equal, setting, calibration, done.loads)
 
 
 def _warm(process: Process) -> list[UpdateTaken]:
@@ -204,26 +197,6 @@ def _warm(process: Process) -> list[UpdateTaken]:
     for _ in range(_WARM_UP_UPDATES):
         process.ask(TakeUpdate())
     return [process.ask(TakeUpdate(measures_memory=True)) for _ in range(_MEMORY_UPDATES)]
-
-
-def _calibrated(first: TRLUpdate, options: UpdateBench, say: Say) -> tuple[TRLUpdate, dict[str, float]]:
-    """TRL's fastest setting, and the seconds of each that was tried: every micro-batch, then eager attention."""
-    num_rows = first.micro_batch_size
-    sizes = [size for size in _MICRO_BATCHES if size <= num_rows and num_rows % size == 0]
-    seconds: dict[TRLUpdate, float] = {}
-    for size in sizes[-1:] if options.quick else sizes:
-        setting = replace(first, micro_batch_size=size)
-        seconds[setting] = _second_update(setting, say)
-    best = _fastest(list(seconds), list(seconds.values()))
-    if not options.quick:
-        eager = replace(best, attention="eager")
-        seconds[eager] = _second_update(eager, say)
-    named = {f"{setting.attention}@{setting.micro_batch_size}": value for setting, value in seconds.items()}
-    return _fastest(list(seconds), list(seconds.values())), named
-
-
-def _fastest(settings: Sequence[TRLUpdate], seconds: Sequence[float]) -> TRLUpdate:
-    return settings[seconds.index(min(seconds))]
 
 
 def _second_update(setting: TRLUpdate, say: Say) -> float:

@@ -17,12 +17,13 @@ from tunesmith.kernels.arguments import (
     FLOATS,
     INTEGER,
     POINTER,
+    address,
     library_for,
     records_gradient,
     with_dense_rows,
 )
 from tunesmith.kernels.attention import backward, reference
-from tunesmith.kernels.attention.packing import CopiedPlaces, Packing, Segments
+from tunesmith.kernels.attention.packing import Packing, Segments
 from tunesmith.kernels.attention.records import BLOCK_TOKENS, AttentionSettings, Places, Rope
 from tunesmith.kernels.native import Kernels
 
@@ -87,8 +88,7 @@ def attend(
     library = library_for(kernels, "attention", q_TX)
     if library is None:
         return reference.attend(q_TX, k_TY, v_TY, rope, places, cache_2NW, settings)
-    copied = CopiedPlaces(places, torch.zeros(0, dtype=torch.int32), cache_2NW.shape[1])
-    return _native(library, q_TX, k_TY, v_TY, rope, copied, cache_2NW, settings)
+    return _native(library, (q_TX, k_TY, v_TY), rope, places, None, cache_2NW, settings)
 
 
 def attend_packed(
@@ -148,7 +148,8 @@ class _Call:
         if library is None:
             return reference.attend_packed(q_TX, k_TY, v_TY, self.rope, self.packing.segments, self.settings)
         room_2NW = self.packing.room(self.settings.key_width, q_TX.dtype)
-        return _native(library, q_TX, k_TY, v_TY, self.rope, self.packing.places, room_2NW, self.settings)
+        placed = self.packing.places
+        return _native(library, (q_TX, k_TY, v_TY), self.rope, placed.places, placed.copied_E, room_2NW, self.settings)
 
     def backward(
         self, q_TX: torch.Tensor, k_TY: torch.Tensor, v_TY: torch.Tensor, grad_TX: torch.Tensor
@@ -188,17 +189,15 @@ class _Packed(torch.autograd.Function):
 
 def _native(
     library: ctypes.CDLL,
-    q_TX: torch.Tensor,
-    k_TY: torch.Tensor,
-    v_TY: torch.Tensor,
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     rope: Rope | None,
-    copied: CopiedPlaces,
+    places: Places,
+    copied_E: torch.Tensor | None,
     cache_2NW: torch.Tensor,
     settings: AttentionSettings,
 ) -> torch.Tensor:
-    places = copied.places
     # The names hold contiguous copies alive until the call is over.
-    q_TX, k_TY, v_TY = (with_dense_rows(tensor) for tensor in (q_TX, k_TY, v_TY))
+    q_TX, k_TY, v_TY = (with_dense_rows(tensor) for tensor in qkv)
     positions_T, rows_T, tables_RN = (
         tensor.contiguous() for tensor in (places.positions_T, places.table_rows_T, places.block_tables_RN)
     )
@@ -210,14 +209,15 @@ def _native(
         *(tensor.data_ptr() for tensor in (q_TX, k_TY, v_TY, cache_2NW)),
         cache_2NW.data_ptr() + cache_2NW.stride(0) * cache_2NW.element_size(),
         out_TX.data_ptr(),
-        *(tensor.data_ptr() for tensor in (positions_T, rows_T, tables_RN, copied.copied_E)),
+        *(tensor.data_ptr() for tensor in (positions_T, rows_T, tables_RN)),
+        address(copied_E),
         len(q_TX),
         *(tensor.stride(0) for tensor in (q_TX, k_TY, v_TY)),
         cache_2NW.shape[1],
         num_tables,
         table_width,
         table_width * BLOCK_TOKENS if rope is None else len(rope.cos_PF),
-        len(copied.copied_E),
+        0 if copied_E is None else len(copied_E),
     )
     status = library.attend(ctypes.byref(arguments))
     if status:

@@ -63,6 +63,22 @@ def block_like_torch(num_outputs: int, num_inputs: int, *, kernels: Kernels) -> 
     return None
 
 
+class BlocksLikeTorch:
+    """`block_like_torch` of many weights, tried once for each shape."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self._blocks: dict[torch.Size, int | None] = {}
+
+    def of(self, weight_OI: torch.Tensor) -> int | None:
+        """The block for this weight; None for other dtypes than bfloat16, too."""
+        if weight_OI.dtype != torch.bfloat16:
+            return None
+        if weight_OI.shape not in self._blocks:
+            self._blocks[weight_OI.shape] = block_like_torch(*weight_OI.shape, kernels=self._kernels)
+        return self._blocks[weight_OI.shape]
+
+
 def pack(weight_OI: torch.Tensor, block: int, *, kernels: Kernels) -> PackedWeight:
     """A copy of a bfloat16 weight as `linear` reads it; `block` comes from `block_like_torch`.
 
