@@ -77,6 +77,20 @@ def test_pairs_without_prompt_are_split_by_the_dialogue_before_the_answer():
     assert prompt_key(nothing)
 
 
+def test_pairs_of_single_lines_are_split_by_the_words_that_both_begin_with_and_not_by_chance():
+    rows = [
+        ("The film was good", "The film was bad"),
+        ("The film was long", "The film was longer"),
+        ("The film was it", "The film wasn't"),
+        ("The plot", "They left"),
+        ("The end", "The start"),
+    ]
+    first, second, cut, chance, word = load_pairs([{"chosen": a, "rejected": b} for a, b in rows])
+    assert prompt_key(first) == "the film was"
+    assert prompt_key(second) == "the film was"
+    assert len({prompt_key(pair) for pair in (first, cut, chance, word)}) == 4
+
+
 def test_conversations_without_prompt_are_split_by_their_common_messages():
     user = {"role": "user", "content": "Hi?"}
     replies = [{"role": "assistant", "content": text} for text in ("a", "b", "c")]

@@ -10,6 +10,9 @@ from tunesmith.schema.records import Demonstration, Pair, Prompt, Ranking, Text
 
 T = TypeVar("T")
 
+MIN_SHARED_WORDS = 3
+"""Fewer words at the beginning of both sides of a pair are taken for chance, not for a prompt."""
+
 
 @dataclass(frozen=True, slots=True)
 class Split(Generic[T]):
@@ -23,8 +26,9 @@ def prompt_key(item: Prompt | Pair | Ranking | Demonstration) -> str:
     """What an item is split by: its prompt, without regard to case and white space.
 
     A pair without a prompt is split by what its two sides begin with in common, up to the last line break or message:
-    the dialogue before the answer. If they have nothing in common, by both. A demonstration is split by what comes
-    before its first answer: continued conversations stand beside those that they continue.
+    the dialogue before the answer. On one line it is whole words, three or more: many texts begin with "The". If they
+    have nothing in common, by both. A demonstration is split by what comes before its first answer: continued
+    conversations stand beside those that they continue.
     """
     if isinstance(item, Prompt):
         return _normal(item.content)
@@ -84,7 +88,11 @@ def _common_start(first: Text, second: Text) -> Text:
     length = _num_common(first, second)
     if isinstance(first, str):
         start = first[:length]
-        return start[: start.rindex("\n")] if "\n" in start.strip() else start
+        if "\n" in start.strip():
+            return start[: start.rindex("\n")]
+        ends_in_a_word = not start[-1:].isspace() and any(text[length : length + 1].strip() for text in (first, second))
+        words = start.split()[:-1] if ends_in_a_word else start.split()
+        return " ".join(words) if len(words) >= MIN_SHARED_WORDS else ""
     return first[:length]
 
 
