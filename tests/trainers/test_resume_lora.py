@@ -1,4 +1,4 @@
-"""A run of adapters that was interrupted ends as one that was not: the same adapters, metrics and tokens, bit for bit."""
+"""A run of adapters that was interrupted ends as one that was not: the same adapters, metrics and tokens."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -103,5 +103,5 @@ def test_a_base_that_changed_is_refused(
         train("dpo", tmp_path / "stopped", lora=LORA, steps=5)
     fault("")
     (other / "final" / "model.safetensors").replace(first / "final" / "model.safetensors")
-    with pytest.raises(RunError, match="the model .* changed since its checkpoint"):
+    with pytest.raises(RunError, match=r"the model .* changed since its checkpoint"):
         go_on(the_run(tmp_path / "stopped"))

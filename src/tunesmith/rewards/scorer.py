@@ -103,8 +103,9 @@ class Scorer:
     with a `name` and `score(samples)`. `weights` replaces the sections' weights. `on_error` and `timeout_s` hold for
     what is no section, which has its own. `policy_tokenizer` lets reward models with the same tokenizer score sampled
     ids as they are; `device` is where named reward models are loaded. Two rewards of one name are told apart by a
-    number: `length`, `length_2`. `code_files` are the files of the functions that are named. With `while_drawing` all rewards are asked in a thread beside the caller's, so that
-    `ahead` can score groups while an engine draws others. Raises RewardError for a source that leads nowhere.
+    number: `length`, `length_2`. With `while_drawing` all rewards are asked in a thread beside the caller's, so that
+    `ahead` can score groups while an engine draws others. `code_files` are the files of the functions that are named.
+    Raises RewardError for a source that leads nowhere.
     """
 
     def __init__(

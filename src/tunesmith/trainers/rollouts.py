@@ -44,9 +44,7 @@ def prompt_sets(cfg: PolicyRecipe, loaded: LoadedModel, prompts: Sequence[Prompt
     return sets.prompt_sets(cfg.prompts, loaded.tokenizer, cfg.run.seed, prompts, room=room)
 
 
-def identity(
-    policy: PreTrainedModel, prompts: PromptSets, scorer: Scorer, device: torch.device
-) -> dict[str, str]:
+def identity(policy: PreTrainedModel, prompts: PromptSets, scorer: Scorer, device: torch.device) -> dict[str, str]:
     """What a resumed run must find unchanged, as short hashes; to be taken before the first step.
 
     Of a reward function it is the file that it is in, not what that imports.
