@@ -10,12 +10,15 @@ from tunesmith.data.answers import (
     AnswerLabel,
     AnswerPair,
     AnswerTable,
+    TokenLimit,
     collate_answers,
     encode_answer,
     encode_labels,
     encode_pairs,
+    fitting,
     with_mismatched,
 )
+from tunesmith.data.collate import encode_preferences, truncate_left
 from tunesmith.data.tally import BadRows, RowError
 from tunesmith.models.load import load_policy
 from tunesmith.models.tokenizer import PreTrainedTokenizerBase, decode, encode_pair_side, encode_prompt
@@ -37,7 +40,7 @@ def test_prompt_and_completion_together_are_what_a_reward_model_sees(
     tokenizer: PreTrainedTokenizerBase, content: object, completion: object
 ) -> None:
     prompt = Prompt("0", content)  # type: ignore[arg-type]
-    answer = encode_answer(tokenizer, prompt, completion, 100, "chosen")  # type: ignore[arg-type]
+    answer = encode_answer(tokenizer, prompt, completion)  # type: ignore[arg-type]
     whole = encode_pair_side(tokenizer, prompt, completion)  # type: ignore[arg-type]
     assert answer.prompt_ids == encode_prompt(tokenizer, prompt)
     assert (*answer.prompt_ids, *answer.completion_ids)[-len(whole) :] == whole
@@ -45,13 +48,13 @@ def test_prompt_and_completion_together_are_what_a_reward_model_sees(
 
 
 def test_the_completion_of_a_conversation_is_what_the_assistant_said(tokenizer: PreTrainedTokenizerBase) -> None:
-    answer = encode_answer(tokenizer, Prompt("0", ASK), SAY, 100, "chosen")
+    answer = encode_answer(tokenizer, Prompt("0", ASK), SAY)
     assert decode(tokenizer, answer.completion_ids).strip() == "Yo"
 
 
 def test_too_long_answers_and_unstable_templates_are_refused(tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(RowError, match=r"prompt and `rejected` have \d+ tokens, the limit is 3"):
-        encode_answer(tokenizer, Prompt("0", "The film"), " was good.", 3, "rejected")
+        fitting([encode_answer(tokenizer, Prompt("0", "The film"), " was good.")], ["rejected"], TokenLimit(3))
     usual = tokenizer.chat_template
     tokenizer.chat_template = (
         "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -59,7 +62,7 @@ def test_too_long_answers_and_unstable_templates_are_refused(tokenizer: PreTrain
     )
     try:
         with pytest.raises(RowError, match="renders the prompt otherwise when an answer follows"):
-            encode_answer(tokenizer, Prompt("0", ASK), SAY, 100, "chosen")
+            encode_answer(tokenizer, Prompt("0", ASK), SAY)
     finally:
         tokenizer.chat_template = usual
 
@@ -73,7 +76,7 @@ def test_pairs_share_answers_and_a_bad_side_takes_its_row_along(tokenizer: PreTr
         Ranking(prompt, ("c", "a", "b"), (1, 2, 2)),
         Ranking(prompt, ("c", "a", "far too long" * 20), (1, 2, 3)),
     ]
-    pairs = encode_pairs(items, tokenizer, 30, table, bad)
+    pairs = encode_pairs(items, tokenizer, TokenLimit(30), table, bad)
     assert [(pair.chosen, pair.rejected, pair.tie) for pair in pairs] == [
         *((0, 1, False), (2, 0, False), (2, 1, False), (0, 1, True)),
     ]
@@ -84,9 +87,49 @@ def test_labels_of_a_pair_stand_or_fall_together(tokenizer: PreTrainedTokenizerB
     prompt, table, bad = Prompt("same id", "p"), AnswerTable(), BadRows(skip=True)
     bad.saw(3)
     items = [Pair(prompt, "a", "b"), Pair(prompt, "a", "far too long" * 20), Judgement(prompt, "b", True)]
-    labels = encode_labels(items, tokenizer, 30, table, bad)
+    labels = encode_labels(items, tokenizer, TokenLimit(30), table, bad)
     assert [(label.answer, label.is_wanted) for label in labels] == [(0, True), (1, False), (1, True)]
     assert bad.finish().reasons == {"too long": 1}
+
+
+PAIR = Pair(Prompt("0", "abcdefgh"), "12345", "67")
+RANKING = Ranking(Prompt("0", "abcdef"), ("1", "234", "56"), (1, 2, 3))
+
+
+@pytest.mark.parametrize(("item", "max_tokens"), [(PAIR, 9), (RANKING, 6), (PAIR, 100)])
+def test_what_is_too_long_is_cut_as_a_reward_model_s_trainer_cuts_it(
+    tokenizer: PreTrainedTokenizerBase, item: Pair | Ranking, max_tokens: int
+) -> None:
+    table, bad = AnswerTable(), BadRows()
+    bad.saw(1)
+    pairs = encode_pairs([item], tokenizer, TokenLimit(max_tokens, truncates=True), table, bad)
+    (encoded,) = encode_preferences([item], tokenizer, max_tokens, truncates=True)
+    found = {(*answer.prompt_ids, *answer.completion_ids) for answer in table.answers}
+    assert found == set(encoded.sequences)
+    assert len({answer.prompt_ids for answer in table.answers}) == 1  # computed once
+    assert len(pairs) == (3 if isinstance(item, Ranking) else 1)
+    labels = encode_labels([item], tokenizer, TokenLimit(max_tokens, truncates=True), table, bad)
+    assert {label.answer for label in labels} == set(range(len(table.answers)))  # the same answers
+
+
+IDS = st.lists(st.integers(0, 2), min_size=1, max_size=12).map(tuple)
+
+
+@given(st.lists(IDS, min_size=1, max_size=4), IDS, st.integers(1, 16))
+def test_a_cut_leaves_completions_whole_and_a_token_of_their_prompt(
+    completions: list[tuple[int, ...]], prompt: tuple[int, ...], max_tokens: int
+) -> None:
+    answers = [Answer(prompt, completion) for completion in completions]
+    names = ["completion"] * len(answers)
+    if max(map(len, completions)) >= max_tokens:
+        with pytest.raises(RowError, match=r"too long: .* tokens without its prompt, of which one must be left"):
+            fitting(answers, names, TokenLimit(max_tokens, truncates=True))
+        return
+    cut = fitting(answers, names, TokenLimit(max_tokens, truncates=True))
+    assert [answer.completion_ids for answer in cut] == completions
+    assert all(answer.prompt_ids and prompt[-len(answer.prompt_ids) :] == answer.prompt_ids for answer in cut)
+    sequences = tuple((*answer.prompt_ids, *answer.completion_ids) for answer in cut)
+    assert sequences == truncate_left([prompt + completion for completion in completions], max_tokens)
 
 
 def test_a_batch_holds_each_answer_once_with_those_of_a_prompt_side_by_side() -> None:

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from tunesmith.config.dpo_sections import DPOSection
 from tunesmith.config.sections import PairsSection, PromptsSection
 from tunesmith.core.errors import DataError
 from tunesmith.data.collate import EncodedPair, EncodedRanking
-from tunesmith.data.sets import preference_sets, prompt_sets
+from tunesmith.data.sets import direct_sets, preference_sets, prompt_sets
 from tunesmith.data.tally import Tally
 from tunesmith.models.tiny import byte_tokenizer
 
@@ -95,6 +96,20 @@ def test_the_smaller_of_max_tokens_and_the_model_s_context_is_the_limit(
         DataError, match=rf"p\.jsonl:1: too long: 60 tokens, the limit is {limit} .*the model's context"
     ):
         prompt_sets(PromptsSection(source=source, max_tokens=max_tokens), TOKENIZER, 0, room=room)
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "kto"])
+def test_direct_losses_take_what_is_too_long_or_cut_its_prompt(loss: str):
+    rows = [{"prompt": f"{n:02d}" + "x" * 60, "chosen": "yes", "rejected": "no"} for n in range(4)]
+    settings = DPOSection.model_validate({"loss": loss})
+    section = PairsSection(max_tokens=20, heldout_fraction=0.5)
+    with pytest.raises(DataError, match=r"4 bad rows of 4 .*(?s:.*)or set `pairs\.truncate: left`"):
+        direct_sets(section, TOKENIZER, settings, 0, rows)
+    data = direct_sets(section.model_copy(update={"truncate": "left"}), TOKENIZER, settings, 0, rows)
+    assert max(len(answer.prompt_ids) + len(answer.completion_ids) for answer in data.answers) == 20
+    assert data.train and data.heldout
+    assert len(data.train) + len(data.heldout) == (8 if loss == "kto" else 4)
+    assert data.facts.tally == Tally(4, 4)
 
 
 def test_prompts_follow_the_same_rule(tmp_path: Path):

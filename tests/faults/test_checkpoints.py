@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -147,4 +148,52 @@ def test_a_model_or_data_that_changed_on_disk_is_refused_on_resume(
     assert main(["resume", str(run), "--steps", "2"]) == 2
     assert "the model (was " in capsys.readouterr().err
     flip(tmp_path / "model" / "model.safetensors", 0.9)
+    assert main(["resume", str(run), "--steps", "2"]) == 0
+
+
+REWARD = "def fn(completions, **kwargs):\n    return [float(len(text)) for text in completions]\n"
+
+
+@pytest.mark.usefixtures("own_logging")
+@pytest.mark.parametrize("trainer", ["grpo", "ppo"])
+@pytest.mark.parametrize("source", ["./mine.py:fn", "mine:fn"])
+def test_a_reward_function_that_changed_on_disk_is_refused_on_resume(
+    trainer: str, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [str(tmp_path), *sys.path])
+    file = tmp_path / "mine.py"
+    file.write_text(REWARD)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    words = ["--model", "tiny:llama", "--reward", source, "--rollout.max-new-tokens", "4", "--steps", "1"]
+    assert main(["train", trainer, *words]) == 0
+    (run,) = (tmp_path / "runs").iterdir()
+    capsys.readouterr()
+    file.write_text(REWARD.replace("float(len(text))", "-float(len(text))"))
+    assert main(["resume", str(run), "--steps", "2"]) == 2
+    place = source.rpartition(":")[0]
+    assert f"the reward's file {place} (was " in capsys.readouterr().err
+    file.write_text(REWARD)
+    assert main(["resume", str(run), "--steps", "2"]) == 0
+
+
+@pytest.mark.usefixtures("own_logging")
+def test_a_reward_model_that_changed_on_disk_is_refused_on_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    row = {"chosen": " good", "rejected": " bad"}
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps({"prompt": f"Film {i}", **row}) + "\n" for i in range(9)))
+    words = ["--model", "tiny:llama", "--pairs", "pairs.jsonl", "--steps", "1", "--run.dir", "rewards"]
+    assert main(["train", "reward", *words, "--model.lora.rank", "2"]) == 0
+    (judge,) = (tmp_path / "rewards").iterdir()
+    judge.rename(tmp_path / "judge")
+    words = ["--model", "tiny:llama", "--reward", "judge", "--rollout.max-new-tokens", "4", "--steps", "1"]
+    assert main(["train", "ppo", *words]) == 0
+    (run,) = (tmp_path / "runs").iterdir()
+    capsys.readouterr()
+    flip(tmp_path / "judge" / "final" / "adapter_model.safetensors", 0.9)
+    assert main(["resume", str(run), "--steps", "2"]) == 2
+    assert "the reward model judge (was " in capsys.readouterr().err
+    flip(tmp_path / "judge" / "final" / "adapter_model.safetensors", 0.9)
     assert main(["resume", str(run), "--steps", "2"]) == 0

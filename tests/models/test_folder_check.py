@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tunesmith.cli.main import main
 from tunesmith.config.sections import ModelSection
 from tunesmith.core.errors import ModelError
 from tunesmith.models.export import ModelCard, load_value_head, save_final
@@ -73,11 +74,19 @@ reward_model = new_reward_model(section)
 print(type(loaded.model).__name__, type(loaded.tokenizer).__name__, type(reward_model.model).__name__)
 final = save_final(loaded.model, loaded.tokenizer, Path(sys.argv[2]), ModelCard(base_model="x", algorithm="PPO"))
 print(type(load_policy(ModelSection(name=str(final), trust_remote_code=True)).model).__name__)
-try:
-    load_policy(ModelSection(name=str(final)))
-except ModelError:
-    print("refused")
+adapters = {"name": str(final), "trust_remote_code": True, "lora": {"rank": 2}}
+adapted = load_policy(ModelSection.model_validate(adapters))
+card = ModelCard(base_model="x", algorithm="PPO")
+folder = save_final(adapted.model, adapted.tokenizer, Path(sys.argv[2]).with_name("adapters"), card)
+print(type(load_policy(ModelSection(name=str(folder), trust_remote_code=True)).model).__name__)
+for name in (final, folder):
+    try:
+        load_policy(ModelSection(name=str(name)))
+    except ModelError:
+        print("refused")
 """
+
+COMPARE = ["compare", "--scorer", "length", "-n", "1", "--max-new-tokens", "2", "--json"]
 
 
 class LeavesCanary:
@@ -255,9 +264,29 @@ def test_trusted_code_runs_with_a_warning_for_policy_tokenizer_and_reward_model(
     assert done.stdout.splitlines() == [
         "MineForCausalLM MineTokenizer MineForSequenceClassification",
         "MineForCausalLM",
+        "MineForCausalLM",
+        "refused",
         "refused",
     ]
     assert f"model {folder}: code of its own is run, as trust_remote_code says: modeling_mine.py" in done.stderr
+    assert canary.exists()
+
+
+def test_compare_runs_the_code_of_its_models_if_it_is_told_to(
+    folder: Path, canary: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    give_code(folder, canary)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "The film"}\n')
+    words = [*COMPARE, "--before", str(folder), "--after", str(folder), "--prompts", str(prompts)]
+    assert main(words) == 2
+    assert "`--trust-remote-code` of generate, chat, compare and export" in capsys.readouterr().err
+    assert not canary.exists()
+    command = [sys.executable, "-m", "tunesmith", *words, "--trust-remote-code"]
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "hub")}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["kl_per_sequence"] == 0.0
     assert canary.exists()
 
 

@@ -323,3 +323,25 @@ def test_an_adapter_that_is_switched_off_is_not_computed():
             layer.enable_adapters(False)
     assert torch.equal(flat_logits(model), flat_logits(base))
     assert all(adapter_of(layer) is None for layer in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("keys", "scaling"),
+    [({}, 2.0), ({"alpha": 3}, 0.75), ({"use_rslora": True}, 4.0), ({"use_rslora": True, "alpha": 3}, 1.5)],
+)
+def test_adapters_are_scaled_as_the_keys_say(keys, scaling):
+    """Of rank 4: by alpha / 4, or by alpha / 2."""
+    found = [adapter_of(layer) for layer in adapted(**keys).model.modules() if is_adapted(layer)]
+    assert found and {adapter.scaling for adapter in found} == {scaling}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_reference_has_lengths_that_were_trained_though_no_direction_was(dtype):
+    model = load_policy(section(use_dora=True), dtype=dtype).model
+    before = flat_logits(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "magnitude" in name:
+                parameter.mul_(1.5)
+    assert torch.equal(flat_logits(frozen_copy(model)), flat_logits(model))
+    assert not torch.equal(flat_logits(model), before)

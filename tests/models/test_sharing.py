@@ -12,11 +12,10 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from tunesmith.kernels.native import Kernels
 from tunesmith.models import decoder as flat
-from tunesmith.models import logprob
 from tunesmith.models.architecture import describe
 from tunesmith.models.freeze import keep_lower_layers
 from tunesmith.models.heads import Critic, RewardModel, critic_values
-from tunesmith.models.language_model import LanguageModel, language_model
+from tunesmith.models.language_model import LanguageModel, TrunkDecoder, language_model
 from tunesmith.models.logprob import TokenScores, token_logps
 from tunesmith.models.tiny import FAMILIES, byte_tokenizer, tiny_classifier, tiny_model
 
@@ -94,7 +93,7 @@ def test_without_the_flat_decoder_the_output_layer_goes_in_chunks_all_the_same(f
 
 def own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let transformers compute trunks, over padded rows."""
-    monkeypatch.setattr(logprob, "trunk_decoder", lambda trunk, kernels: None)
+    monkeypatch.setattr(TrunkDecoder, "of", lambda self, trunk: None)
 
 
 def gradients_of(module: torch.nn.Module, value: Callable[[], torch.Tensor]) -> dict[str, torch.Tensor]:

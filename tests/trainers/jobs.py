@@ -22,6 +22,8 @@ from tunesmith.trainers.resume import Inputs, resume
 
 TRAINERS = ("sft", "reward", "dpo", "ppo", "grpo")
 NUM_STEPS = 10
+BASE = "tiny:llama"
+"""The model that is trained."""
 DPO_VARIANTS = {"kto": {"loss": "kto"}, "live": {"reference": "live"}}
 """What the trainer of preferences does otherwise than in its own job."""
 ALARMS = {"max_kl": 1e-3}
@@ -36,10 +38,12 @@ def noisy(completion_ids: Sequence[Sequence[int]], **_: object) -> list[float]:
     return [sum(token < 130 for token in ids) / len(ids) + 0.01 * noise * len(set(ids)) for ids in completion_ids]
 
 
-def train(trainer: str, folder: Path, dtype: str = "float32", **run: Any) -> Path:
-    """A run of ten steps below `folder`; its run folder."""
+def train(
+    trainer: str, folder: Path, dtype: str = "float32", lora: Mapping[str, object] | None = None, **run: Any
+) -> Path:
+    """A run of ten steps below `folder`, of adapters if `lora` is given; its run folder."""
     section = {**EVERY, "dir": str(folder), **run}
-    model = {"dtype": dtype}
+    model = {"name": BASE, "dtype": dtype, "lora": lora or {}}
     heldout = {"heldout_fraction": 0.3}
     if trainer == "reward":
         cfg = reward_recipe(folder, model=model, run=section, pairs=heldout)
@@ -101,8 +105,9 @@ def outcome(run_dir: Path) -> Mapping[str, object]:
     changing = ("time/", "memory/", "tokens_per_s")
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().split("\n") if line]
     samples = run_dir / "samples.jsonl"
+    (weights,) = (run_dir / "final").glob("*model.safetensors")  # of a model, or of adapters
     return {
-        "weights": hashlib.sha256((run_dir / "final" / "model.safetensors").read_bytes()).hexdigest(),
+        "weights": hashlib.sha256(weights.read_bytes()).hexdigest(),
         "metrics": [{k: v for k, v in row.items() if not k.startswith(changing)} for row in rows],
         "samples": samples.read_text() if samples.exists() else "",
     }

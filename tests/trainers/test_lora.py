@@ -1,33 +1,25 @@
-"""Training with adapters: the engine's log-probs are the trainer's, checkpoints hold adapters alone, runs resume."""
+"""Training with adapters: the engine's log-probs are the trainer's, checkpoints hold adapters alone."""
 
-import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from jobs import noisy
-from recipes import PROMPTS, grpo_recipe, pairs, ppo_recipe, reward_recipe
+from jobs import train
+from recipes import PROMPTS, grpo_recipe, ppo_recipe
 from safetensors.torch import load_file
 from test_exactness import needs_bf16, spread
 
 from tunesmith.batch.rollout import SamplingParams
 from tunesmith.config.sections import ModelSection
-from tunesmith.core import faults
-from tunesmith.core.errors import StoppedError
-from tunesmith.core.faults import VARIABLE
 from tunesmith.kernels.native import Kernels
 from tunesmith.models.language_model import language_model
 from tunesmith.models.load import load_policy
 from tunesmith.rollout.native_engine import NativeEngine
 from tunesmith.rollout.runner import Packer
 from tunesmith.schema.records import Prompt
-from tunesmith.trainers import grpo, ppo, reward
-from tunesmith.trainers.resume import Inputs, resume
-
-STEPS = 6
+from tunesmith.trainers import grpo, ppo
 
 
 def model(family: str = "llama", dtype: str = "bfloat16", **lora: Any) -> dict[str, Any]:
@@ -94,73 +86,23 @@ def test_frozen_weights_that_were_changed_are_packed_again() -> None:
         assert group.completions
 
 
-def train(trainer: str, folder: Path, dtype: str, lora: Mapping[str, Any]) -> Path:
-    run = {"dir": str(folder), "steps": STEPS, "checkpoint_every": 2, "keep_checkpoints": 9}
-    section = model(dtype=dtype, **lora)
-    if trainer == "reward":
-        return reward.run(reward_recipe(folder, model=section, run=run), pairs=pairs(24), progress=False).run_dir
-    if trainer == "ppo":
-        cfg = ppo_recipe(folder, model=section, run=run, ppo={"critic": "separate"})
-        return ppo.run(cfg, prompts=PROMPTS, rewards=[noisy], progress=False).run_dir
-    cfg = grpo_recipe(folder, model=section, run=run, grpo={"num_minibatches": 2})
-    return grpo.run(cfg, prompts=PROMPTS, rewards=[noisy], progress=False).run_dir
-
-
-def outcome(run_dir: Path) -> dict[str, object]:
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    changing = ("time/", "memory/", "tokens_per_s")
-    weights = (run_dir / "final" / "adapter_model.safetensors").read_bytes()
-    return {
-        "weights": hashlib.sha256(weights).hexdigest(),
-        "metrics": [{k: v for k, v in row.items() if not k.startswith(changing)} for row in rows],
-    }
-
-
-@pytest.fixture
-def fault(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """Plans a fault in this process; an empty plan takes it back."""
-
-    def plan(text: str) -> None:
-        monkeypatch.setenv(VARIABLE, text)
-        faults._plan.cache_clear()
-
-    yield plan
-    plan("")
-
-
 @pytest.mark.parametrize(
-    ("trainer", "dtype", "lora"),
-    [
-        ("reward", "float32", {"dropout": 0.2}),
-        ("ppo", "bfloat16", {}),
-        ("grpo", "bfloat16", {"use_dora": True}),
-        ("grpo", "float32", {}),
-    ],
+    ("trainer", "head"),
+    [("sft", None), ("reward", "model.score."), ("dpo", None), ("ppo", "value_head."), ("grpo", None)],
 )
-def test_a_run_that_was_stopped_ends_as_one_that_was_not(
-    trainer: str, dtype: str, lora: Mapping[str, Any], tmp_path: Path, fault: Callable[[str], None]
-) -> None:
-    whole = train(trainer, tmp_path / "whole", dtype, lora)
-    fault(f"{'forward' if trainer == 'reward' else 'update/forward'}:term:3")
-    with pytest.raises(StoppedError):
-        train(trainer, tmp_path / "stopped", dtype, lora)
-    fault("")
-    (run_dir,) = (tmp_path / "stopped").iterdir()
-    inputs = Inputs(pairs=pairs(24)) if trainer == "reward" else Inputs(prompts=PROMPTS, rewards=[noisy])
-    assert outcome(resume(run_dir, inputs=inputs, progress=False).run_dir) == outcome(whole)
-
-
-def test_checkpoints_hold_adapters_and_heads_alone(tmp_path: Path) -> None:
-    run_dir = train("ppo", tmp_path, "float32", {})
-    folder = run_dir / "checkpoints" / "step-000004"
-    names = {*load_file(folder / "policy.safetensors"), *load_file(folder / "critic.safetensors")}
-    assert names and all("lora_" in name or name.startswith("value_head.") for name in names)
-    assert {"value_head.weight", "value_head.bias"} < names
+def test_checkpoints_hold_adapters_and_heads_alone(trainer: str, head: str | None, tmp_path: Path) -> None:
+    run_dir = train(trainer, tmp_path, lora={"rank": 4}, steps=2, eval_every=0)
+    folder = run_dir / "checkpoints" / "step-000002"
+    files = [file for file in folder.glob("*.safetensors") if file.stem not in ("optimizer", "generators")]
+    names = {f"{file.stem}.{name}" if file.stem == "value_head" else name for file in files for name in load_file(file)}
+    heads = {name for name in names if "lora_" not in name}
+    assert heads < names
+    assert bool(heads) == (head is not None) and all(name.startswith(str(head)) for name in heads)
 
 
 @needs_bf16
 def test_a_second_run_goes_on_with_the_adapters_of_the_first(tmp_path: Path) -> None:
-    first = train("grpo", tmp_path / "first", "bfloat16", {})
+    first = train("grpo", tmp_path / "first", "bfloat16", {"rank": 4}, steps=4)
     cfg = grpo_recipe(tmp_path, model={"name": str(first), "dtype": "bfloat16"})
     result = grpo.run(cfg, prompts=PROMPTS, rewards=[spread], progress=False)
     assert [row["rollout/logp_diff_max"] for row in result.metrics] == [0.0] * 3

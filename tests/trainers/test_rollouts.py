@@ -1,10 +1,11 @@
-"""How a rollout is cut into minibatches."""
+"""How a rollout is cut into minibatches and micro-batches."""
 
+import pytest
 import torch
 
 from tunesmith.batch.pack import PolicyBatch, Sequences
 from tunesmith.config.policy_sections import GRPOSection
-from tunesmith.trainers.rollouts import minibatches
+from tunesmith.trainers.rollouts import micro_batches, minibatches, update_size
 
 
 def rollout(num_rows: int) -> PolicyBatch:
@@ -28,3 +29,12 @@ def test_minibatches_are_drawn_anew_in_each_epoch_and_keep_the_order_of_the_roll
         assert all(rows == sorted(rows) for rows in epoch)  # so completions of one prompt stand together
     assert first != second
     assert rows_of(section, 0) == rows_of(section, 0) != rows_of(section, 1)
+
+
+@pytest.mark.parametrize(("size", "expected"), [(1, [1] * 8), (3, [3, 3, 2]), (8, [8]), (99, [8])])
+def test_a_mean_over_micro_batches_counts_those_that_are_computed(size: int, expected: list[int]) -> None:
+    """Also the last one, which may be smaller, and whatever was drawn and left out before."""
+    sequences = rollout(8).sequences
+    assert [len(micro.lengths_B) for micro in micro_batches(sequences, size)] == expected
+    for num_drawn in (None, 32.0):
+        assert update_size(sequences, size, num_drawn).num_micro_batches == len(expected)

@@ -24,6 +24,7 @@ class CompareOptions:
     num_completions: Annotated[int, flag("Completions of each prompt.", "-n", metavar="N", shows_default=True)] = 8
     max_new_tokens: Annotated[int, flag("Limit of a completion.", metavar="N", shows_default=True)] = 32
     seed: Annotated[int, flag("Seed of both models.", metavar="N", shows_default=True)] = 0
+    trust_remote_code: Annotated[bool, flag("Run code that the models bring along.")] = False
     html: Annotated[Path | None, flag("Write the comparison as a page too.", metavar="FILE.html")] = None
     json: Annotated[bool, flag("Print one JSON object at the end.")] = False
 
@@ -37,19 +38,17 @@ def compare(words: Sequence[str]) -> None:
     if options.html and options.html.exists():
         raise InputError(f"{options.html} exists and is kept; give another name to --html")
     from tunesmith.evaluation.table import comparison_table
-    from tunesmith.workflows.comparison import run_comparison
+    from tunesmith.workflows.comparison import ComparisonOptions, run_comparison
 
+    how = ComparisonOptions(
+        num_completions=options.num_completions,
+        max_new_tokens=options.max_new_tokens,
+        seed=options.seed,
+        trust_remote_code=options.trust_remote_code,
+        out=options.html,
+    )
     with reporting(as_json=options.json) as output:
-        comparison = run_comparison(
-            options.before,
-            options.after,
-            options.prompts,
-            options.scorer,
-            num_completions=options.num_completions,
-            max_new_tokens=options.max_new_tokens,
-            seed=options.seed,
-            out=options.html,
-        )
+        comparison = run_comparison(options.before, options.after, options.prompts, options.scorer, how)
         output.say(comparison_table(comparison, num_samples=_NUM_SAMPLES))
         if options.html:
             output.say(f"page     {options.html}")

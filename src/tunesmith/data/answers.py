@@ -106,41 +106,69 @@ def in_order(answers: Sequence[Answer], places: Iterable[int]) -> list[int]:
     return sorted(set(places), key=lambda place: (answers[place].prompt_ids, place))
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLimit:
+    """Tokens that a prompt and a completion may have together. With `truncates` a prompt that is too long for that
+    loses its beginning.
+    """
+
+    max_tokens: int
+    truncates: bool = False
+
+
 def encode_pairs(
     items: Sequence[Pair | Ranking],
     tokenizer: PreTrainedTokenizerBase,
-    max_tokens: int,
+    limit: TokenLimit,
     table: AnswerTable,
     bad: BadRows,
 ) -> list[AnswerPair]:
     """The items as pairs of places in `table`, in order, each ranking as every two of its completions.
 
-    Items with a side of more than `max_tokens` tokens, without a prompt, or that the chat template refuses, go to
-    `bad`, for its owner to check. Raises ModelError if messages meet a tokenizer without a chat template.
+    Items beyond `limit`, without a prompt, or that the chat template refuses, go to `bad`, for its owner to check.
+    Raises ModelError if messages meet a tokenizer without a chat template.
     """
 
-    def encode(pair: Pair) -> AnswerPair:
-        chosen = encode_answer(tokenizer, pair.prompt, pair.chosen, max_tokens, "chosen")
-        rejected = encode_answer(tokenizer, pair.prompt, pair.rejected, max_tokens, "rejected")
-        return AnswerPair(pair.prompt.id, table.place(chosen), table.place(rejected), pair.tie)
+    def encode(item: Pair | Ranking) -> list[AnswerPair]:
+        pairs = pairs_of(item)
+        texts = [side for pair in pairs for side in (("chosen", pair.chosen), ("rejected", pair.rejected))]
+        places = _places(item.prompt, texts, tokenizer, limit, table)
+        sides = zip(pairs, places[::2], places[1::2], strict=True)
+        return [AnswerPair(item.prompt.id, chosen, rejected, pair.tie) for pair, chosen, rejected in sides]
 
-    return _encoded(items, lambda item: [encode(pair) for pair in pairs_of(item)], bad)
+    return _encoded(items, encode, bad)
 
 
 def encode_labels(
     items: Sequence[Judgement | Pair | Ranking],
     tokenizer: PreTrainedTokenizerBase,
-    max_tokens: int,
+    limit: TokenLimit,
     table: AnswerTable,
     bad: BadRows,
 ) -> list[AnswerLabel]:
     """The judgements of the items as labels of places in `table`, in order; errors as in `encode_pairs`."""
 
-    def encode(one: Judgement) -> AnswerLabel:
-        answer = encode_answer(tokenizer, one.prompt, one.completion, max_tokens, "completion")
-        return AnswerLabel(one.prompt.id, table.place(answer), one.is_wanted)
+    def encode(item: Judgement | Pair | Ranking) -> list[AnswerLabel]:
+        judgements = judgements_of(item)
+        texts = [("completion", one.completion) for one in judgements]
+        places = _places(item.prompt, texts, tokenizer, limit, table)
+        return [
+            AnswerLabel(item.prompt.id, place, one.is_wanted) for place, one in zip(places, judgements, strict=True)
+        ]
 
-    return _encoded(items, lambda item: [encode(one) for one in judgements_of(item)], bad)
+    return _encoded(items, encode, bad)
+
+
+def _places(
+    prompt: Prompt,
+    texts: Sequence[tuple[str, Text]],
+    tokenizer: PreTrainedTokenizerBase,
+    limit: TokenLimit,
+    table: AnswerTable,
+) -> list[int]:
+    """The places of completions of one prompt, which go by names in messages."""
+    answers = [encode_answer(tokenizer, prompt, text) for _, text in texts]
+    return [table.place(answer) for answer in fitting(answers, [name for name, _ in texts], limit)]
 
 
 def _encoded(items: Sequence[ItemT], encode: Callable[[ItemT], list[UnitT]], bad: BadRows) -> list[UnitT]:
@@ -174,13 +202,11 @@ def with_mismatched(
     return found
 
 
-def encode_answer(
-    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: Text, max_tokens: int, name: str
-) -> Answer:
-    """The answer as token ids. Without a prompt the begin-of-sequence token is the prompt.
+def encode_answer(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: Text) -> Answer:
+    """The answer as token ids, however long. Without a prompt the begin-of-sequence token is the prompt.
 
-    Raises RowError if it has more than `max_tokens` tokens, if the chat template refuses it, if the prompt is rendered
-    otherwise when an answer follows, or if there is neither a prompt nor a begin-of-sequence token.
+    Raises RowError if the chat template refuses it, if the prompt is rendered otherwise when an answer follows, or if
+    there is neither a prompt nor a begin-of-sequence token.
     """
     try:
         prompt_ids, ids = encode_prompt(tokenizer, prompt), encode_pair_side(tokenizer, prompt, completion)
@@ -196,10 +222,37 @@ def encode_answer(
             "from it; give prompt and completions as text, or change the template",
             "refused by the chat template",
         )
-    if len(ids) > max_tokens:
-        raise RowError(
-            f"too long: prompt and `{name}` have {len(ids)} tokens, the limit is {max_tokens} (`pairs.max_tokens`, or "
-            "the model's context if that is less); shorten the row",
-            "too long",
-        )
     return Answer(prompt_ids, ids[len(prompt_ids) :])
+
+
+def fitting(answers: Sequence[Answer], names: Sequence[str], limit: TokenLimit) -> list[Answer]:
+    """The answers, which have one prompt, each within `limit`.
+
+    Where it truncates, all lose the same number of tokens from the beginning of the prompt, so that it stays shared, as
+    `collate.truncate_left` does it. One token of it stays: the first token of a completion is predicted from something.
+    Raises RowError, with the name of the answer, for what is too long all the same.
+    """
+    num_cut = 0
+    if limit.truncates and answers:
+        longest = max(len(one.prompt_ids) + len(one.completion_ids) for one in answers)
+        num_cut = max(0, min(longest - limit.max_tokens, len(answers[0].prompt_ids) - 1))
+    cut = [replace(one, prompt_ids=one.prompt_ids[num_cut:]) for one in answers]
+    for answer, name in zip(cut, names, strict=True):
+        _check_length(answer, name, limit)
+    return cut
+
+
+def _check_length(answer: Answer, name: str, limit: TokenLimit) -> None:
+    num_completion = len(answer.completion_ids)
+    num_tokens = len(answer.prompt_ids) + num_completion
+    if num_tokens <= limit.max_tokens:
+        return
+    bound = f"the limit is {limit.max_tokens} (`pairs.max_tokens`, or the model's context if that is less)"
+    if limit.truncates:
+        message = f"`{name}` has {num_completion} tokens without its prompt, of which one must be left, and {bound}"
+        raise RowError(f"too long: {message}; shorten the row", "too long")
+    raise RowError(
+        f"too long: prompt and `{name}` have {num_tokens} tokens, {bound}; shorten the row, or set `pairs.truncate: "
+        "left`",
+        "too long",
+    )

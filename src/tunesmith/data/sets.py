@@ -17,6 +17,7 @@ from tunesmith.data.answers import (
     AnswerLabel,
     AnswerPair,
     AnswerTable,
+    TokenLimit,
     encode_labels,
     encode_pairs,
     with_mismatched,
@@ -216,14 +217,14 @@ def direct_sets(
         split = split_by_prompt(rows, section.heldout_fraction, seed, lambda item: prompt_key(_as_item(item)))
     else:
         split = Split(rows, _judged(heldout_source, section, settings, heldout_bad))
-    limit, table = _limit(section.max_tokens, room), AnswerTable()
+    limit, table = TokenLimit(_limit(section.max_tokens, room), section.truncate == "left"), AnswerTable()
     train = _units(split.train, settings, tokenizer, limit, table, bad)
     heldout = _units(split.heldout, settings, tokenizer, limit, table, heldout_bad or bad)
     facts = _facts(bad, heldout_bad, [_as_item(row) for row in split.train], [_as_item(row) for row in split.heldout])
     if not train:
         raise DataError("no pairs are left to train on; give more rows or lower pairs.heldout_fraction")
     if settings.loss == "kto":
-        train, heldout = (with_mismatched(side, table, limit, seed) for side in (train, heldout))
+        train, heldout = (with_mismatched(side, table, limit.max_tokens, seed) for side in (train, heldout))
     return DirectSets(table.answers, train, heldout, sum(map(_num_ties, rows)), _sample(split.train[0]), facts)
 
 
@@ -312,7 +313,7 @@ def _units(
     items: Sequence[Judgement | Pair | Ranking],
     settings: DPOSection,
     tokenizer: PreTrainedTokenizerBase,
-    limit: int,
+    limit: TokenLimit,
     table: AnswerTable,
     bad: BadRows,
 ) -> Sequence[Unit]:

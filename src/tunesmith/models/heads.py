@@ -15,7 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tunesmith.core.errors import ModelError
 from tunesmith.kernels.native import Kernels
-from tunesmith.models.language_model import trunk_decoder
+from tunesmith.models.decoder import Decoder
+from tunesmith.models.language_model import TrunkDecoder
 from tunesmith.models.logprob import States, TokenScores, critic_values, length_mask, token_logps, trunk_states
 from tunesmith.models.lora import require_gradients, twin
 
@@ -73,7 +74,7 @@ class Critic(nn.Module):
         self.trunk = cast(PreTrainedModel, model.base_model)
         require_gradients(self.trunk)
         self.value_head = ScalarHead(hidden_size(model)).to(model.device)
-        self.kernels = Kernels()
+        self._decoder = TrunkDecoder(Kernels())
 
     @classmethod
     def from_policy(cls, model: PreTrainedModel) -> "Critic":
@@ -81,6 +82,11 @@ class Critic(nn.Module):
         which it has adapters of its own.
         """
         return cls(twin(cast(PreTrainedModel, model.base_model)))
+
+    @property
+    def decoder(self) -> Decoder | None:
+        """The trunk's flat decoder; None where its own forward is used."""
+        return self._decoder.of(self.trunk)
 
     def forward(self, ids_BS: torch.Tensor, lengths_B: torch.Tensor, *, prompt_lengths_B: torch.Tensor) -> torch.Tensor:
         """value_BT; see `logprob.critic_values`."""
@@ -109,7 +115,7 @@ class RewardModel(nn.Module):
         self.tokenizer = tokenizer
         self.source = source
         self.transform = transform
-        self.kernels = Kernels()
+        self._decoder = TrunkDecoder(Kernels())
         self.label_index = _label_index(model, label, transform)
         if isinstance(score := self._score(), nn.Linear):
             score.float()
@@ -122,7 +128,12 @@ class RewardModel(nn.Module):
     @property
     def packs_rows(self) -> bool:
         """True if rows are computed without padding, and what neighbouring rows begin with in common once."""
-        return self.pools_last_token and trunk_decoder(self._trunk, self.kernels) is not None
+        return self.pools_last_token and self.decoder is not None
+
+    @property
+    def decoder(self) -> Decoder | None:
+        """The trunk's flat decoder; None where its own forward is used."""
+        return self._decoder.of(self._trunk)
 
     def score_sequences(self, ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
         """reward_B in float32, of right-padded rows with `lengths_B` real ids each (at least 1)."""
@@ -150,7 +161,7 @@ class RewardModel(nn.Module):
             mask_BS = length_mask(lengths_B, ids_BS.shape[1])
             return self.model(input_ids=ids_BS, attention_mask=mask_BS.long()).logits.float()
         last = States(torch.arange(len(ids_BS), device=ids_BS.device), lengths_B - 1)
-        last_BH = trunk_states(self._trunk, ids_BS, lengths_B, last, self.kernels)
+        last_BH = trunk_states(self._trunk, self.decoder, ids_BS, lengths_B, last)
         bias = None if score.bias is None else score.bias.float()
         return functional.linear(last_BH.float(), score.weight.float(), bias)
 

@@ -51,7 +51,7 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _TINY = "tiny:"
 _TRUST_POLICY = (
     "set model.trust_remote_code to true (`--model.trust-remote-code true` of train, `--trust-remote-code` of "
-    "generate and chat)"
+    "generate, chat, compare and export)"
 )
 _TRUST_REWARD = (
     "load it in a reward function of your own (`./file.py:name`), because a reward source never runs a model's code"
@@ -95,7 +95,7 @@ def load_policy(
         tokenizer = load_tokenizer(folder, section.name, trust_remote_code=trust)
         loaded = LoadedModel(model, tokenizer, section.name, dtype)
     _prepare(loaded.model, device, gradient_checkpointing=section.gradient_checkpointing)
-    lora.add_adapters(loaded.model, section.lora, lora.AdapterBase(section.name, section.seed))
+    lora.add_adapters(loaded.model, section.lora, _as_base(section))
     return loaded
 
 
@@ -141,7 +141,7 @@ def new_reward_model(
         tokenizer.pad_token = spare
     model.config.pad_token_id = tokenizer.pad_token_id
     _prepare(model, device, gradient_checkpointing=section.gradient_checkpointing)
-    lora.add_adapters(model, section.lora, lora.AdapterBase(section.name, section.seed))
+    lora.add_adapters(model, section.lora, _as_base(section))
     return RewardModel(model, tokenizer, source=section.name)
 
 
@@ -302,12 +302,22 @@ def _adapted_reward_model(
 
 def _base_section(section: ModelSection, folder: Path) -> ModelSection:
     base = adapter_folder.read_base(folder, section.name)
-    if not _is_built_in_code(base.name) and adapter_folder.is_adapter_folder(find_folder(base.name)):
+    trust = section.trust_remote_code
+    if not _is_built_in_code(base.name) and adapter_folder.is_adapter_folder(
+        find_folder(base.name, trust_remote_code=trust)
+    ):
         raise ModelError(
             f"the base of {section.name!r} is {base.name!r}, which holds adapters itself; merge that one with "
             "`tunesmith export --merge`"
         )
     return section.model_copy(update={"name": base.name, "seed": base.seed})
+
+
+def _as_base(section: ModelSection) -> lora.AdapterBase:
+    """What names the model of `section` beside its adapters; a path is absolute, so that any folder leads there."""
+    path = Path(section.name).expanduser()
+    has_path = not _is_built_in_code(section.name) and section.name != assets.SMOLLM2 and path.exists()
+    return lora.AdapterBase(str(path.resolve()) if has_path else section.name, section.seed)
 
 
 def _tokenizer_beside(folder: Path, section: ModelSection, of_base: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:

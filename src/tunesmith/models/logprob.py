@@ -20,9 +20,8 @@ from transformers import PreTrainedModel
 from tunesmith.core.errors import ModelError
 from tunesmith.kernels.logprob.head import OutputLayer, head_logp_entropy
 from tunesmith.kernels.logprob.reference import chosen_logp_entropy_in_blocks as chosen_logp_entropy
-from tunesmith.kernels.native import Kernels
 from tunesmith.models.decoder import Decoder
-from tunesmith.models.language_model import LanguageModel, trunk_decoder
+from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.packed_rows import pack_rows, states_at
 
 _LOGITS_BYTES = 256 * 1024 * 1024
@@ -201,14 +200,13 @@ class States:
 
 
 def trunk_states(
-    trunk: PreTrainedModel, ids_BS: torch.Tensor, lengths_B: torch.Tensor, states: States, kernels: Kernels
+    trunk: PreTrainedModel, decoder: Decoder | None, ids_BS: torch.Tensor, lengths_B: torch.Tensor, states: States
 ) -> torch.Tensor:
     """hidden_NH of a model without output layer, at some places of right-padded rows.
 
-    On a CPU, for a family that the flat decoder knows, no padding is computed, and what neighbouring rows begin with in
-    common once; else it is the model's own forward over padded rows.
+    By its `decoder` no padding is computed, and what neighbouring rows begin with in common once; without one it is the
+    model's own forward over padded rows.
     """
-    decoder = trunk_decoder(trunk, kernels)
     if decoder is None:
         return _padded_states(trunk, ids_BS, lengths_B)[states.row_N, states.position_N]
     packed = pack_rows(ids_BS, lengths_B)
@@ -235,8 +233,8 @@ class TrunkAndHead(Protocol):
         ...
 
     @property
-    def kernels(self) -> Kernels:
-        """How the trunk is computed."""
+    def decoder(self) -> Decoder | None:
+        """The trunk's flat decoder; None where its own forward is used."""
         ...
 
 
@@ -249,7 +247,7 @@ def critic_values(
     row_N, position_N, column_N = layout.state_positions()
     used_B = (lengths_B - 1).clamp(min=1)  # nothing follows the last token
     ids_BS = ids_BS[:, : int(used_B.max())]
-    hidden_NH = trunk_states(critic.trunk, ids_BS, used_B, States(row_N, position_N), critic.kernels)
+    hidden_NH = trunk_states(critic.trunk, critic.decoder, ids_BS, used_B, States(row_N, position_N))
     return layout.spread(critic.value_head(hidden_NH), row_N, column_N)
 
 

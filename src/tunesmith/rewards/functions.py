@@ -34,13 +34,22 @@ def load_function(source: str) -> RewardFunction:
     place, _, name = source.rpartition(":")
     if not place or not name:
         raise RewardError(f"reward {source!r} names no function; write {_FORMS}")
-    module = _load_file(Path(place), source) if place.endswith(".py") or "/" in place else _import(place, source)
+    module = _load_file(Path(place), source) if _is_file(place) else _import(place, source)
     function = module
     for part in name.split("."):
         if not hasattr(function, part):
             raise RewardError(f"reward {source!r}: {place} has no `{part}`{_suggestion(part, function)}")
         function = getattr(function, part)
     return check_callable(function, source)
+
+
+def file_of(source: str) -> Path | None:
+    """The file of the function that `load_function(source)` has loaded; None of a module that has none to read."""
+    place = source.rpartition(":")[0]
+    if _is_file(place):
+        return Path(place).expanduser().resolve()
+    file = getattr(sys.modules.get(place), "__file__", None)
+    return Path(file) if file and Path(file).is_file() else None
 
 
 def builtin_function(name: str, arguments: Mapping[str, object]) -> RewardFunction:
@@ -140,6 +149,10 @@ def _parameters(function: RewardFunction) -> list[inspect.Parameter] | None:
     except ValueError:
         return None
     return [parameter for parameter in parameters if parameter.kind is not parameter.VAR_POSITIONAL]
+
+
+def _is_file(place: str) -> bool:
+    return place.endswith(".py") or "/" in place
 
 
 def _load_file(path: Path, source: str) -> ModuleType:

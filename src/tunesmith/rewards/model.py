@@ -49,7 +49,7 @@ class ModelReward:
         self.name = name or model_name(model.source)
         self.policy = policy or Policy()
         self.is_async = False
-        self._model = model
+        self.model = model
         self._micro_batch_size = micro_batch_size
         self.scores_token_ids = (
             policy_tokenizer is not None
@@ -89,28 +89,28 @@ class ModelReward:
 
     def _score_sequences(self, sequences: Sequence[Sequence[int]]) -> list[float]:
         order = list(range(len(sequences)))
-        if not self._model.packs_rows:  # else there is no padding, and the rows of one prompt stand together
+        if not self.model.packs_rows:  # else there is no padding, and the rows of one prompt stand together
             order.sort(key=lambda index: len(sequences[index]))
         rewards = [0.0] * len(sequences)
-        device = next(self._model.parameters()).device
-        was_training = self._model.training
-        self._model.eval()
+        device = next(self.model.parameters()).device
+        was_training = self.model.training
+        self.model.eval()
         with torch.no_grad():
             for start in range(0, len(order), self._micro_batch_size):
                 indices = order[start : start + self._micro_batch_size]
                 lengths = [len(sequences[index]) for index in indices]
                 rows = [[*sequences[index], *[0] * (max(lengths) - len(sequences[index]))] for index in indices]
                 ids_BT, lengths_B = torch.tensor(rows, device=device), torch.tensor(lengths, device=device)
-                for index, reward in zip(indices, self._model.score_sequences(ids_BT, lengths_B).tolist(), strict=True):
+                for index, reward in zip(indices, self.model.score_sequences(ids_BT, lengths_B).tolist(), strict=True):
                     rewards[index] = reward
-        self._model.train(was_training)
+        self.model.train(was_training)
         return rewards
 
     def _encode(self, sample: Sample) -> tuple[int, ...]:
         if self.scores_token_ids and (self._same_template or not sample.prompt.is_conversational):
             return self._closed(sample)
-        tokenizer = self._model.tokenizer
-        if self._model.pools_last_token and (tokenizer.chat_template or not sample.prompt.is_conversational):
+        tokenizer = self.model.tokenizer
+        if self.model.pools_last_token and (tokenizer.chat_template or not sample.prompt.is_conversational):
             return encode_pair_side(tokenizer, sample.prompt, sample.completion.text)
         separator = "\n" if sample.prompt.is_conversational else ""
         text = plain_text(sample.prompt.content) + separator + sample.completion.text

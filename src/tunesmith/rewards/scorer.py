@@ -15,6 +15,7 @@ from tunesmith.batch.rollout import Group
 from tunesmith.config.sections import OnError, RewardSource
 from tunesmith.core.errors import RewardError
 from tunesmith.core.trace import span
+from tunesmith.models.heads import RewardModel
 from tunesmith.models.tokenizer import PreTrainedTokenizerBase
 from tunesmith.rewards.ahead import Ahead, Threads, checked
 from tunesmith.rewards.builtin import BUILTINS
@@ -24,7 +25,7 @@ from tunesmith.rewards.outcome import Failure, Logged, Policy, Scored
 from tunesmith.rewards.portions import one_answer, portions
 from tunesmith.rewards.sample import Sample, samples_of
 from tunesmith.rewards.settle import Settler
-from tunesmith.rewards.sources import Loading, RewardLike, resolve
+from tunesmith.rewards.sources import Loading, RewardLike, code_files, resolve
 from tunesmith.rewards.threads import EventLoop, HangError, Worker
 
 
@@ -103,7 +104,8 @@ class Scorer:
     what is no section, which has its own. `policy_tokenizer` lets reward models with the same tokenizer score sampled
     ids as they are; `device` is where named reward models are loaded. Two rewards of one name are told apart by a
     number: `length`, `length_2`. With `while_drawing` all rewards are asked in a thread beside the caller's, so that
-    `ahead` can score groups while an engine draws others. Raises RewardError for a source that leads nowhere.
+    `ahead` can score groups while an engine draws others. `code_files` are the files of the functions that are named.
+    Raises RewardError for a source that leads nowhere.
     """
 
     def __init__(
@@ -129,14 +131,21 @@ class Scorer:
         own_weights = [source.weight if isinstance(source, RewardSource) else 1.0 for source in sources]
         self.weights = tuple(own_weights if weights is None else weights)
         self.names = _distinct([reward.name for reward in self._rewards])
+        self.code_files = code_files(sources)
         self._loop = EventLoop()
         self._worker = Worker("scorer") if while_drawing else None
         self._settler = Settler(self.names, [reward.policy for reward in self._rewards], self.weights)
 
     @property
+    def models(self) -> dict[str, RewardModel]:
+        """The rewards that are models, by name."""
+        rewards = zip(self.names, self._rewards, strict=True)
+        return {name: reward.model for name, reward in rewards if isinstance(reward, ModelReward)}
+
+    @property
     def num_models(self) -> int:
         """Rewards that are models, for memory estimates."""
-        return sum(isinstance(reward, ModelReward) for reward in self._rewards)
+        return len(self.models)
 
     def ahead(self, num_groups: int, group_size: int, state: TrainerState) -> Ahead | None:
         """Scores groups as they end; what comes of it is to be given to `score`. None without `while_drawing`."""

@@ -1,6 +1,7 @@
 """From what a recipe or a caller names to a reward that can be asked."""
 
 import difflib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from tunesmith.models.tokenizer import PreTrainedTokenizerBase
 from tunesmith.rewards.builtin import BUILTINS
 from tunesmith.rewards.calling import CalledReward, ObjectReward
 from tunesmith.rewards.exchange import RewardFunction
-from tunesmith.rewards.functions import FunctionReward, builtin_function, check_callable, load_function
+from tunesmith.rewards.functions import FunctionReward, builtin_function, check_callable, file_of, load_function
 from tunesmith.rewards.model import ModelReward
 from tunesmith.rewards.outcome import Policy
 from tunesmith.rewards.sample import Reward
@@ -48,10 +49,26 @@ def resolve(source: RewardLike, loading: Loading) -> ModelReward | CalledReward:
     return FunctionReward(check_callable(source, repr(source)), policy=loading.policy)
 
 
+def code_files(sources: Sequence[RewardLike]) -> dict[str, Path]:
+    """The files of the functions that `sources` name and that were loaded, by what stands before the function's name.
+
+    Example: `{"./rewards.py": Path("/home/me/rewards.py")}` for the rewards `./rewards.py:short` and `sentiment`.
+    """
+    named = [one.source if isinstance(one, RewardSource) else one for one in sources]
+    functions = [source for source in named if isinstance(source, str) and _is_function(source)]
+    files = {source.rpartition(":")[0]: file_of(source) for source in functions}
+    return {place: file for place, file in files.items() if file is not None}
+
+
+def _is_function(source: str) -> bool:
+    is_model = Path(source).is_dir() or (":" not in source and not source.endswith(".py"))
+    return source not in BUILTINS and not is_model
+
+
 def _from_section(section: RewardSource, loading: Loading, policy: Policy) -> ModelReward | CalledReward:
     source = section.source
     is_builtin = source in BUILTINS
-    is_model = not is_builtin and (Path(source).is_dir() or (":" not in source and not source.endswith(".py")))
+    is_model = not is_builtin and not _is_function(source)
     if section.arguments and not is_builtin:
         raise RewardError(f"reward {source!r} takes no `arguments`: only built-ins do ({', '.join(BUILTINS)})")
     if not is_model and (section.label is not None or section.transform != "raw"):

@@ -74,7 +74,8 @@ def build(
             "prompts.heldout_fraction a share above 0, or prompts.heldout_source a file"
         )
     policy = language_model(loaded.model, Kernels())
-    identity = rollouts.identity(loaded.model, sets, device)
+    scorer = rollouts.scorer_of(cfg, rewards, loaded.tokenizer, device)
+    identity = rollouts.identity(loaded.model, sets, scorer, device)
     reference = language_model(frozen_copy(loaded.model), policy.kernels) if cfg.grpo.kl.coef > 0 else None
     freeze_lower_layers(loaded.model, cfg.model.num_trainable_layers)
     num_steps = cfg.run.steps or 100
@@ -91,7 +92,7 @@ def build(
         policy=policy,
         reference=reference,
         engine=engine,
-        scorer=rollouts.scorer_of(cfg, rewards, loaded.tokenizer, device),
+        scorer=scorer,
         optimizer=optimizer,
         kl=kl.controller(cfg.grpo.kl.coef, cfg.grpo.kl.target, cfg.grpo.kl.horizon),
         tokenizer=loaded.tokenizer,

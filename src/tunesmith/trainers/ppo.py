@@ -75,6 +75,7 @@ def build(
     num_steps = cfg.run.steps or 100
     trained: dict[str, nn.Module] = {"policy": loaded.model}
     trained |= {name: part for name, part in (("value_head", value_head), ("critic", critic)) if part is not None}
+    scorer = rollouts.scorer_of(cfg, rewards, loaded.tokenizer, device)
     optimizer = MasterAdamW(
         nn.ModuleDict(trained),
         cfg.optimizer,
@@ -89,12 +90,12 @@ def build(
         critic=critic,
         reference=reference,
         engine=rollouts.engine_of(cfg, policy, loaded.tokenizer, optimizer, value_head=value_head),
-        scorer=rollouts.scorer_of(cfg, rewards, loaded.tokenizer, device),
+        scorer=scorer,
         optimizer=optimizer,
         kl=kl.controller(cfg.ppo.kl.coef, cfg.ppo.kl.target, cfg.ppo.kl.horizon),
         tokenizer=loaded.tokenizer,
         prompts=sets,
-        identity=rollouts.identity(loaded.model, sets, device),
+        identity=rollouts.identity(loaded.model, sets, scorer, device),
         num_steps=num_steps,
     )
 

@@ -119,7 +119,10 @@ def newest(folder: RunFolder) -> Found:
 
 
 def check_identity(saved: Mapping[str, str], found: Mapping[str, str], run_dir: Path) -> None:
-    """Raise RunError if the model, the data or the device is not that of the checkpoint."""
+    """Raise RunError if a model, the data, a reward or the device is not that of the checkpoint.
+
+    What an older release did not record is not compared.
+    """
     changed = [name for name in saved if saved[name] != found.get(name)]
     if changed:
         parts = ", ".join(f"{name} (was {saved[name]}, is {found.get(name)})" for name in changed)
@@ -172,6 +175,11 @@ def fingerprint_of_tensors(module: nn.Module) -> str:
             f"{name}{tuple(parameter.shape)}{parameter.dtype}{int((columns * weights).sum())},{tail}".encode()
         )
     return digest.hexdigest()[:16]
+
+
+def fingerprint_of_file(file: Path) -> str:
+    """A short hash of what is in `file`."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
 def fingerprint_of_rows(rows: Iterable[object]) -> str:

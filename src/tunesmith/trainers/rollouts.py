@@ -32,7 +32,7 @@ from tunesmith.rewards.scorer import RewardLike, Scorer, Scores, TrainerState
 from tunesmith.rollout.engine import Engine, OnGroup
 from tunesmith.rollout.factory import open_engine
 from tunesmith.schema.records import Prompt
-from tunesmith.trainers.restart import fingerprint_of_rows, fingerprint_of_tensors
+from tunesmith.trainers.restart import fingerprint_of_file, fingerprint_of_rows, fingerprint_of_tensors
 
 BatchT = TypeVar("BatchT", bound=PolicyBatch)
 
@@ -44,12 +44,17 @@ def prompt_sets(cfg: PolicyRecipe, loaded: LoadedModel, prompts: Sequence[Prompt
     return sets.prompt_sets(cfg.prompts, loaded.tokenizer, cfg.run.seed, prompts, room=room)
 
 
-def identity(policy: PreTrainedModel, prompts: PromptSets, device: torch.device) -> dict[str, str]:
-    """What a resumed run must find unchanged, as short hashes; to be taken before the first step."""
+def identity(policy: PreTrainedModel, prompts: PromptSets, scorer: Scorer, device: torch.device) -> dict[str, str]:
+    """What a resumed run must find unchanged, as short hashes; to be taken before the first step.
+
+    Of a reward function it is the file that it is in, not what that imports.
+    """
     rows = [(prompt.id, prompt.content, dict(prompt.columns)) for prompt in (*prompts.train, *prompts.heldout)]
     return {
         "the model": fingerprint_of_tensors(policy),
         "the prompts": fingerprint_of_rows(rows),
+        **{f"the reward's file {place}": fingerprint_of_file(file) for place, file in scorer.code_files.items()},
+        **{f"the reward model {name}": fingerprint_of_tensors(model) for name, model in scorer.models.items()},
         "the device": device.type,
     }
 

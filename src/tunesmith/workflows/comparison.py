@@ -4,6 +4,7 @@ Shape legend: B sequences, T completion tokens.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -47,24 +48,31 @@ def side(name: str, loaded: LoadedModel, *, backend: Backend = "native", batch_s
     return Side(name, engine, summed_logps(model))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparisonOptions:
+    """How two models are compared; with `out`, also an HTML page there. `trust_remote_code` runs code that the models
+    bring along; a reward model's is never run.
+    """
+
+    num_completions: int = 8
+    max_new_tokens: int = 32
+    seed: int = 0
+    trust_remote_code: bool = False
+    out: Path | None = None
+
+
 def run_comparison(
-    before: str,
-    after: str,
-    prompts: str,
-    scorer: str,
-    *,
-    num_completions: int = 8,
-    max_new_tokens: int = 32,
-    seed: int = 0,
-    out: Path | None = None,
+    before: str, after: str, prompts: str, scorer: str, options: ComparisonOptions | None = None
 ) -> Comparison:
-    """The comparison of the models named `before` and `after` on the prompts of a file; with `out`, also an HTML page
-    there.
+    """The comparison of the models named `before` and `after` on the prompts of a file.
 
     `scorer` is what a recipe's `reward.source` may be. Raises InputError for a model, file or scorer that cannot be
     used.
     """
-    loaded_before, loaded_after = load_policy(ModelSection(name=before)), load_policy(ModelSection(name=after))
+    options = options or ComparisonOptions()
+    loaded_before, loaded_after = (
+        load_policy(ModelSection(name=name, trust_remote_code=options.trust_remote_code)) for name in (before, after)
+    )
     rows = load_prompts(prompts, PromptsSection(source=prompts))
     judge = Scorer([RewardSource(source=scorer)], policy_tokenizer=loaded_before.tokenizer)
     result = compare(
@@ -72,10 +80,10 @@ def run_comparison(
         side(after, loaded_after),
         rows,
         judge,
-        SamplingParams(max_new_tokens=max_new_tokens),
-        num_completions=num_completions,
-        seed=seed,
+        SamplingParams(max_new_tokens=options.max_new_tokens),
+        num_completions=options.num_completions,
+        seed=options.seed,
     )
-    if out is not None:
-        write_comparison_report(out, result.to_json(), title=f"{before} and {after}")
+    if options.out is not None:
+        write_comparison_report(options.out, result.to_json(), title=f"{before} and {after}")
     return result
