@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import Connection, Table, insert, select, update
-from sqlalchemy.engine import Row
 
 from tunesmith.core.errors import UnknownPresentationError, VoteConflictError, VoteError
 from tunesmith.store.campaigns import campaign as load_campaign
@@ -34,8 +33,8 @@ class Answering:
             raise UnknownPresentationError("there is no such presentation; ask for the next one")
         self._connection = connection
         self._now = now
-        self._shown: Row[Any] = shown
-        self._item: Row[Any] = connection.execute(select(items).where(items.c.id == shown.item_id)).one()
+        self._shown: Any = shown
+        self._item: Any = connection.execute(select(items).where(items.c.id == shown.item_id)).one()
         self._campaign: Campaign = load_campaign(connection, self._item.campaign_id)
         self._answers: Table = votes if self._item.kind == "pair" else rankings
 
@@ -143,7 +142,7 @@ class Answering:
         last = self._last(table)
         return self._receipt(last, is_repeat=True) if last is not None and _is_same(last, content) else None
 
-    def _last(self, table: Table) -> Row[Any] | None:
+    def _last(self, table: Table) -> Any | None:
         query = select(table).where(table.c.presentation_id == self._shown.id).order_by(table.c.revision.desc())
         return self._connection.execute(query.limit(1)).first()
 
@@ -165,12 +164,12 @@ class Answering:
         key: Any = result.inserted_primary_key
         return self._receipt(self._connection.execute(select(table).where(table.c.id == key[0])).one())
 
-    def _receipt(self, row: Row[Any], *, is_repeat: bool = False) -> VoteReceipt:
+    def _receipt(self, row: Any, *, is_repeat: bool = False) -> VoteReceipt:
         return VoteReceipt(
             id=row.id,
             token=self._shown.token,
             revision=row.revision,
-            verdict=row._mapping.get("verdict", "written"),
+            verdict=getattr(row, "verdict", "written"),
             created_at=row.created_at,
             undo_until=row.created_at + self._campaign.settings.undo_s,
             is_repeat=is_repeat,
@@ -181,7 +180,7 @@ class Answering:
         is_leased = self._shown.state == "open" and self._shown.lease_until > self._now
         return is_leased or self._shown.state == "done"
 
-    def _check_time(self, last: Row[Any]) -> None:
+    def _check_time(self, last: Any) -> None:
         if self._now > last.created_at + self._campaign.settings.undo_s:
             raise VoteConflictError(
                 f"a vote can be changed for {self._campaign.settings.undo_s:g} s, and this time is over"
@@ -200,5 +199,5 @@ class Answering:
         refresh_open_items(self._connection, self._campaign.id, self._campaign.settings.overlap, [int(self._item.id)])
 
 
-def _is_same(row: Row[Any], content: Mapping[str, object]) -> bool:
-    return all(row._mapping[name] == value for name, value in content.items())
+def _is_same(row: Any, content: Mapping[str, object]) -> bool:
+    return all(getattr(row, name) == value for name, value in content.items())
