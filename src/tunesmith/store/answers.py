@@ -93,10 +93,10 @@ class Answering:
         if not text.strip():
             raise VoteError("the answer is empty; write one, or leave it out")
         check_text(text, "the answer")
-        repeated = self._repeated(demonstrations, {"text": text}, request_key)
+        last = self._last(demonstrations)
+        repeated = self._repeated(demonstrations, last, {"text": text}, request_key)
         if repeated is not None:
             return repeated
-        last = self._last(demonstrations)
         content = {"text": text, "prompt_id": self._item.prompt_id, "rater_id": self._shown.rater_id}
         revision = 1 if last is None else int(last.revision) + 1
         return self._insert(demonstrations, content, revision, None, request_key)
@@ -111,10 +111,10 @@ class Answering:
 
     def _add(self, content: Mapping[str, object], dwell_ms: int | None, request_key: str | None) -> VoteReceipt:
         """Append a revision, unless it is there already."""
-        repeated = self._repeated(self._answers, content, request_key)
+        last = self._last(self._answers)
+        repeated = self._repeated(self._answers, last, content, request_key)
         if repeated is not None:
             return repeated
-        last = self._last(self._answers)
         if last is not None and last.verdict != "withdrawn":
             self._check_time(last)
         state = "skipped" if content["verdict"] == "skip" else "done"
@@ -125,7 +125,9 @@ class Answering:
         self._set_state(state)
         return receipt
 
-    def _repeated(self, table: Table, content: Mapping[str, object], request_key: str | None) -> VoteReceipt | None:
+    def _repeated(
+        self, table: Table, last: Any | None, content: Mapping[str, object], request_key: str | None
+    ) -> VoteReceipt | None:
         """The receipt of the row that says the same: of the same request, or the last one of the presentation."""
         if request_key is not None:
             if not 0 < len(request_key) <= 200:
@@ -139,7 +141,6 @@ class Answering:
                 raise VoteError("this request key was used with another content; give each vote a key of its own")
             if found is not None:
                 return self._receipt(found, is_repeat=True)
-        last = self._last(table)
         return self._receipt(last, is_repeat=True) if last is not None and _is_same(last, content) else None
 
     def _last(self, table: Table) -> Any | None:
@@ -162,18 +163,16 @@ class Answering:
             )
         )
         key: Any = result.inserted_primary_key
-        return self._receipt(self._connection.execute(select(table).where(table.c.id == key[0])).one())
+        verdict = str(content.get("verdict", "written"))
+        return self._receipt_of(int(key[0]), revision, verdict, self._now, is_repeat=False)
 
-    def _receipt(self, row: Any, *, is_repeat: bool = False) -> VoteReceipt:
-        return VoteReceipt(
-            id=row.id,
-            token=self._shown.token,
-            revision=row.revision,
-            verdict=getattr(row, "verdict", "written"),
-            created_at=row.created_at,
-            undo_until=row.created_at + self._campaign.settings.undo_s,
-            is_repeat=is_repeat,
-        )
+    def _receipt(self, row: Any, *, is_repeat: bool) -> VoteReceipt:
+        verdict = getattr(row, "verdict", "written")
+        return self._receipt_of(row.id, row.revision, verdict, row.created_at, is_repeat=is_repeat)
+
+    def _receipt_of(self, id_: int, revision: int, verdict: str, time: float, *, is_repeat: bool) -> VoteReceipt:
+        undo_until = time + self._campaign.settings.undo_s
+        return VoteReceipt(id_, self._shown.token, revision, verdict, time, undo_until, is_repeat)
 
     @property
     def _holds_place(self) -> bool:
