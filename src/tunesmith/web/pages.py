@@ -20,11 +20,11 @@ def router() -> APIRouter:
     def vote(caller: Caller, services: ServicesOf) -> HTMLResponse:
         campaign = services.campaign()
         guidelines = safe_html(campaign.settings.guidelines) or ""
-        return page(services, "vote.html", caller, guidelines=guidelines, undo_s=campaign.settings.undo_s)
+        return page(services, "vote.html", caller, here="/vote", guidelines=guidelines)
 
     @routes.get("/raters")
     def raters(caller: Caller, services: ServicesOf) -> HTMLResponse:
-        return page(services, "raters.html", caller)
+        return page(services, "raters.html", caller, here="/raters")
 
     @routes.get("/login")
     def log_in(services: ServicesOf) -> HTMLResponse:
