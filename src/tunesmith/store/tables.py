@@ -128,6 +128,7 @@ items = Table(
     CheckConstraint("kind IN ('pair', 'ranking')", name="kind"),
     UniqueConstraint("campaign_id", "offer_id"),
     Index("ix_items_queue", "campaign_id", "is_open", "is_gold", "offer_id", "id"),
+    Index("ix_items_prompt_id", "prompt_id"),
     sqlite_autoincrement=True,
 )
 
@@ -183,7 +184,9 @@ rankings = Table(
     _id(),
     _reference("presentation_id", "presentations.id"),
     Column("revision", Integer, nullable=False),
-    # One place for each candidate in the order of the item; null: withdrawn.
+    Column("verdict", String(16), nullable=False),
+    Column("reason", Text, nullable=False),
+    # One place for each candidate in the order of the item; null where the verdict is `skip` or `withdrawn`.
     Column("ranks_json", Text, nullable=True),
     Column("dwell_ms", Integer, nullable=True),
     _time("created_at"),
@@ -279,7 +282,8 @@ metrics = Table(
     Column("name", String(200), nullable=False),
     # Null: the number was not finite.
     Column("value", Double, nullable=True),
-    Index("ix_metrics_name_id", "name", "id"),
+    # With the value, so that a series is read from the index alone.
+    Index("ix_metrics_name_id_value", "name", "id", "value"),
     sqlite_autoincrement=True,
 )
 
