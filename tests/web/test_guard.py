@@ -99,7 +99,9 @@ def test_a_rater_who_is_shut_out_is_out_at_once(parts):
     assert client.get(f"{API}/session").status_code == 401
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "", "[::1", "a b", "127.0.0.2"])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "", "[::1", "a b", "127.0.0.2"]
+)
 def test_a_foreign_host_is_refused_everywhere(parts, host):
     for path in ("/login", "/vote", "/static/app.css", f"{API}/next", f"{API}/stream"):
         assert parts.client(parts.admin).get(path, headers={"Host": host}).status_code == 400, path
@@ -196,7 +198,13 @@ def test_no_socket_is_opened(parts):
 
 
 def test_static_files_do_not_lead_out_of_their_folder(parts):
-    for path in ("/static/../app.py", "/static/%2e%2e/app.py", "/static/..%2fapp.py", "/static//etc/passwd", "/static/"):
+    for path in (
+        "/static/../app.py",
+        "/static/%2e%2e/app.py",
+        "/static/..%2fapp.py",
+        "/static//etc/passwd",
+        "/static/",
+    ):
         assert parts.client().get(path).status_code in (401, 404), path
 
 

@@ -4,7 +4,6 @@ In this order: the Host header, the Origin header, the table of routes, the logi
 answers it gives itself, and all others, leave with the safety headers.
 """
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from http.cookies import CookieError, SimpleCookie
@@ -125,9 +124,7 @@ class Guard:
             identity = await self._logins.look_up(caller.bearer, cookie)
         if identity is None:
             self._logins.failures.take(caller.address)
-            raise Refusal(
-                401, "this login is unknown, has expired or was ended", [(b"www-authenticate", b"Bearer")]
-            )
+            raise Refusal(401, "this login is unknown, has expired or was ended", [(b"www-authenticate", b"Bearer")])
         return identity
 
     def _nothing_there(self, scope: Scope) -> Refusal:
