@@ -187,4 +187,4 @@ def test_flags_change_the_campaign_and_leave_the_rest(serve, tmp_path):
     server.flags = ()
     server.start()
     assert admin.get("/guidelines").json["text"] == "Be *kind*."
-    assert [rater.next(1)[0]["prompt"][0]["text"] for rater in map(server.rater, "abc")]
+    assert [rater.next(1)[0]["prompt"][0]["text"] for rater in (server.rater(name, admin) for name in "ab")]
