@@ -31,6 +31,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "votes import": ("votes:import_", "Put pairs before raters, or take over votes made elsewhere."),
     "votes export": ("votes:export", "Write votes as JSONL, Parquet, a datasets folder or Argilla records."),
     "votes stats": ("votes:stats", "Count votes; agreement and bias of raters."),
+    "serve": ("serve:serve", "Open the pages where people vote, and watch training."),
     "export": ("export:export", "Copy the trained model of a run to a folder of its own."),
     "runs ls": ("runs:ls", "List runs, newest first."),
     "runs show": ("runs:show", "Show a run: recipe, metrics, findings, checkpoints, how to go on."),
