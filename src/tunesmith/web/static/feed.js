@@ -1,0 +1,102 @@
+// One stream of server-sent events for all tabs of this browser. Browsers allow few connections to one server, so the tab
+// that holds a lock keeps the stream and tells the others. A tab that is hidden lets go of it.
+
+const LOCK = "tunesmith-watch";
+const RETRY_MS = 2000;
+export const EVENTS = ["metrics", "state", "versions", "votes", "reset"];
+
+export class Feed {
+  /**
+   * `cursor()` is where to go on, `receive(event, data)` gets each event, `connected(isOpen)` tells of the line. Call
+   * `start` when the page can take events, `stop` when it cannot.
+   */
+  constructor(url, { cursor, receive, connected }) {
+    this.url = url;
+    this.cursor = cursor;
+    this.receive = receive;
+    this.connected = connected;
+    this.latest = new Map();
+    this.channel = new BroadcastChannel(LOCK + url);
+    this.channel.onmessage = ({ data }) => this.hear(data);
+    this.isOn = false;
+    this.release = null;
+    this.source = null;
+  }
+
+  start() {
+    if (this.isOn) return;
+    this.isOn = true;
+    this.channel.postMessage({ kind: "hello" });
+    // Without locks, as on plain HTTP from another machine, each tab has a stream of its own.
+    if (!navigator.locks) {
+      this.open();
+      return;
+    }
+    this.waiting = new AbortController();
+    navigator.locks
+      .request(LOCK + this.url, { signal: this.waiting.signal }, () => this.lead())
+      .catch((error) => {
+        if (error.name !== "AbortError") throw error;
+      });
+  }
+
+  stop() {
+    this.isOn = false;
+    this.waiting?.abort();
+    this.close();
+    this.release?.();
+    this.release = null;
+  }
+
+  /** Keeps the lock, and the stream, until `stop`. */
+  lead() {
+    if (!this.isOn) return undefined;
+    this.open();
+    return new Promise((resolve) => {
+      this.release = resolve;
+    });
+  }
+
+  open() {
+    this.source = new EventSource(`${this.url}?after=${encodeURIComponent(this.cursor())}`);
+    this.source.onopen = () => this.tell({ kind: "line", isOpen: true });
+    this.source.onerror = () => {
+      this.tell({ kind: "line", isOpen: false });
+      // The browser tries again by itself unless the server refused.
+      if (this.source?.readyState !== EventSource.CLOSED) return;
+      this.close();
+      setTimeout(() => {
+        if (this.isOn && !this.source && (this.release || !navigator.locks)) this.open();
+      }, RETRY_MS);
+    };
+    for (const event of EVENTS) {
+      this.source.addEventListener(event, ({ data }) => this.tell({ kind: "event", event, data: JSON.parse(data) }));
+    }
+  }
+
+  close() {
+    this.source?.close();
+    this.source = null;
+  }
+
+  /** For this tab and all others; what a new tab wants to know at once is kept. */
+  tell(message) {
+    if (message.kind === "line") this.latest.set("line", message);
+    if (["state", "versions", "votes"].includes(message.event)) this.latest.set(message.event, message);
+    if (navigator.locks) this.channel.postMessage(message);
+    this.take(message);
+  }
+
+  hear(message) {
+    if (message.kind !== "hello") {
+      if (this.isOn && !this.source) this.take(message);
+      return;
+    }
+    if (this.source && navigator.locks) for (const kept of this.latest.values()) this.channel.postMessage(kept);
+  }
+
+  take(message) {
+    if (message.kind === "line") this.connected(message.isOpen);
+    else this.receive(message.event, message.data);
+  }
+}

@@ -1,0 +1,298 @@
+// The watch page: versions, votes and metrics of a run as they come.
+import { BarChart, interval, LineChart, percent, WinRateChart } from "./chart.js";
+import { html, oncePerFrame } from "./draw.js";
+import { Feed } from "./feed.js";
+import { Line, short } from "./series.js";
+
+const API = "/api/v1";
+const POINTS = 600;
+const NAMES_PER_REQUEST = 40;
+const ROWS_SHOWN = 60;
+const page = document.getElementById("watch");
+const find = (id) => document.getElementById(id);
+
+const lines = new Map(); // metric -> Line
+const charts = new Map(); // picture -> LineChart
+const newest = new Map(); // metric -> { step, value }
+const winRates = new WinRateChart();
+const votes = new BarChart("votes", "Votes a minute", "last hour");
+let cursor = "";
+let held = null; // events that came while points were being fetched
+let state = null;
+let stateAt = 0;
+let isConnected = false;
+let versions = [];
+
+async function ask(path) {
+  const response = await fetch(API + path, { headers: { accept: "application/json" } });
+  if (!response.ok) throw new Error(`${path}: ${response.status}`);
+  return response.json();
+}
+
+// Points
+
+/** Fetches what the lines do not have yet. What the stream brings meanwhile waits, so that points stay in order. */
+async function catchUp(wanted) {
+  const names = wanted.map(({ name }) => name);
+  const after = Math.min(...wanted.map(({ lastId }) => lastId));
+  for (let start = 0; start < names.length; start += NAMES_PER_REQUEST) {
+    const query = new URLSearchParams([["after", after], ["points", POINTS]]);
+    for (const name of names.slice(start, start + NAMES_PER_REQUEST)) query.append("name", name);
+    const found = await ask(`/metrics?${query}`);
+    for (const { name, points } of found.series) for (const point of points) lines.get(name).add(...point);
+  }
+}
+
+async function holding(work) {
+  if (held) return;
+  held = [];
+  try {
+    await work();
+  } catch (error) {
+    say(`The server did not answer (${error.message}); trying again.`);
+    setTimeout(() => load(), 2000);
+  } finally {
+    const events = held;
+    held = null;
+    for (const [event, data] of events) receive(event, data);
+    for (const chart of charts.values()) chart.draw();
+  }
+}
+
+/** Begins anew: the names there are, their pictures, and all points. */
+function load() {
+  return holding(async () => {
+    const found = await ask("/metrics/names");
+    cursor = found.cursor;
+    newest.clear();
+    for (const name of found.names) newest.set(name, null);
+    for (const line of lines.values()) line.clear();
+    found.pictures.forEach(place);
+    if (lines.size) await catchUp([...lines.values()]);
+    for (const [name, line] of lines) if (line.last) newest.set(name, line.last);
+    find("no-metrics").hidden = found.names.length > 0;
+    showTable();
+  });
+}
+
+/** The chart of a picture, in its place on the page; lines that it has not had are added. */
+function place({ id, title, unit, is_main: isMain, lines: wanted }) {
+  const known = charts.get(id);
+  if (known && wanted.every(({ name }) => known.lines.some((line) => line.name === name))) return;
+  const own = wanted.map(({ name, label }) => {
+    if (!lines.has(name)) lines.set(name, new Line(name, label));
+    return lines.get(name);
+  });
+  const chart = new LineChart(id, title, unit, own);
+  chart.smoothing = Number(find("smoothing").value);
+  charts.set(id, chart);
+  if (known) known.element.replaceWith(chart.element);
+  else find(isMain ? "main-charts" : "more-charts").append(chart.element);
+  find("more").hidden = !find("more-charts").childElementCount;
+}
+
+const reloadSoon = (() => {
+  let timer = null;
+  return () => {
+    timer ??= setTimeout(() => {
+      timer = null;
+      load();
+    }, 500);
+  };
+})();
+
+// Events
+
+function receive(event, data) {
+  if (held && event !== "state") {
+    held.push([event, data]);
+    return;
+  }
+  if (event === "metrics") addRows(data);
+  else if (event === "state") showState(data);
+  else if (event === "versions") showVersions(data);
+  else if (event === "votes") showVotes(data);
+  else if (event === "reset") load();
+}
+
+function addRows({ cursor: to, names, rows }) {
+  cursor = to;
+  const touched = new Set();
+  for (const [id, step, time, place, value] of rows) {
+    const name = names[place];
+    if (!newest.has(name)) reloadSoon();
+    newest.set(name, { step, value });
+    if (lines.get(name)?.add(id, step, time, value)) touched.add(name);
+  }
+  for (const chart of charts.values()) if (chart.lines.some(({ name }) => touched.has(name))) chart.draw();
+  showTable();
+}
+
+// The trainer's state
+
+const SENTENCES = {
+  none: "No trainer has written here yet.",
+  running: "Training.",
+  dead: "The trainer has died.",
+  finished: "The run has finished.",
+  stopped: "The run has stopped.",
+};
+
+function showState(data) {
+  state = data;
+  stateAt = performance.now();
+  tick();
+}
+
+/** The state in words. Only a change of the sentence is read aloud, the seconds beside it are not. */
+function tick() {
+  const sentence = !isConnected && state ? "The connection is lost; trying again." : SENTENCES[state?.kind] ?? "Connecting.";
+  find("lamp").dataset.kind = isConnected ? (state?.kind ?? "none") : "lost";
+  say(sentence);
+  const parts = [];
+  if (state?.doing) parts.push(state.doing);
+  if (state?.step) parts.push(`step ${state.step}`);
+  if (state?.age_s !== null && state?.age_s !== undefined) {
+    parts.push(`last sign of life ${age(state.age_s + (performance.now() - stateAt) / 1000)} ago`);
+  }
+  find("details").textContent = parts.join(" · ");
+  find("hint").textContent = (isConnected && state?.hint) || "";
+}
+
+function say(sentence) {
+  if (find("sentence").textContent !== sentence) find("sentence").textContent = sentence;
+}
+
+function age(seconds) {
+  if (seconds < 90) return `${Math.round(seconds)} s`;
+  if (seconds < 5400) return `${Math.round(seconds / 60)} min`;
+  if (seconds < 172800) return `${Math.round(seconds / 3600)} h`;
+  return `${Math.round(seconds / 86400)} days`;
+}
+
+// Votes and versions
+
+function showVotes({ per_minute: perMinute, total, last_minutes: recent }) {
+  votes.show(perMinute);
+  find("total-votes").textContent = `${total} votes, ${short(recent)} a minute over the last five.`;
+  find("versions-part").hidden = false;
+}
+
+function showVersions(data) {
+  versions = data.versions.map((one) => ({ ...one, shown: one.from_votes?.win_rate == null ? one.measured : one.from_votes }));
+  find("versions-part").hidden = false;
+  winRates.show(versions);
+  const rows = [...versions].reverse().map(versionRow);
+  find("version-rows").replaceChildren(...rows);
+  find("no-versions").hidden = versions.length > 0;
+  find("version-table").hidden = versions.length === 0;
+}
+
+function versionRow(one) {
+  const served = one.serving ? "serving" : one.accepted ? "" : "turned down";
+  const button = html("button", { type: "button", "aria-label": `Roll back to version ${one.version}` }, "Roll back");
+  button.addEventListener("click", () => askBeforeRollback(one));
+  const rate = one.shown ? interval(one.shown) : one.from_votes?.note || "–";
+  return html(
+    "tr",
+    { class: one.serving ? "serving" : null, "data-version": one.version },
+    html("th", { scope: "row" }, String(one.version)),
+    html("td", {}, new Date(one.created_at * 1000).toLocaleTimeString()),
+    html("td", {}, rate),
+    html("td", {}, one.heldout_accuracy === null ? "–" : percent(one.heldout_accuracy)),
+    html("td", {}, one.kl === null ? "–" : short(one.kl)),
+    html("td", {}, String(one.num_votes)),
+    html("td", { class: "words" }, [served, one.note].filter(Boolean).join(": ") || "–"),
+    page.dataset.role === "admin" ? html("td", {}, one.serving || !one.accepted ? null : button) : null,
+  );
+}
+
+function askBeforeRollback({ version }) {
+  const dialog = find("rollback");
+  find("rollback-version").textContent = String(version);
+  find("rollback-answer").textContent = "";
+  dialog.dataset.version = version;
+  dialog.returnValue = "";
+  dialog.showModal();
+}
+
+async function rollBack(version) {
+  const response = await fetch(`${API}/versions/${version}/rollback`, {
+    method: "POST",
+    headers: { "content-type": "application/json" },
+    body: "{}",
+  }).catch(() => null);
+  const answer = find("rollback-done");
+  answer.textContent = response?.ok
+    ? `The trainer was asked to go back to version ${version}; it does so before its next update.`
+    : `Version ${version} was not asked for: ${(await response?.json().catch(() => null))?.detail ?? "the server did not answer"}`;
+}
+
+// The table of all metrics
+
+const showTable = oncePerFrame(() => {
+  if (!find("all-metrics").open) return;
+  const wanted = find("search").value.trim().toLowerCase();
+  const names = [...newest.keys()].filter((name) => name.toLowerCase().includes(wanted)).sort();
+  find("metric-rows").replaceChildren(...names.slice(0, ROWS_SHOWN).map(metricRow));
+  find("metric-count").textContent =
+    names.length > ROWS_SHOWN ? `${ROWS_SHOWN} of ${names.length} metrics; type to find others.` : `${names.length} metrics.`;
+});
+
+function metricRow(name) {
+  const button = html("button", { type: "button", "aria-label": `Draw ${name}` }, "Draw");
+  button.addEventListener("click", () => drawAlone(name));
+  const last = newest.get(name) ?? lines.get(name)?.last;
+  return html(
+    "tr",
+    {},
+    html("th", { scope: "row" }, name),
+    html("td", {}, last ? String(last.step) : "–"),
+    html("td", {}, last ? short(last.value) : "–"),
+    html("td", {}, charts.has(`own ${name}`) ? "drawn" : button),
+  );
+}
+
+async function drawAlone(name) {
+  place({ id: `own ${name}`, title: name, unit: "", is_main: false, lines: [{ name, label: name }] });
+  find("more").open = true;
+  await holding(() => catchUp([lines.get(name)]));
+  showTable();
+}
+
+// The page
+
+const feed = new Feed(`${API}/stream`, {
+  cursor: () => cursor,
+  receive,
+  connected(isOpen) {
+    isConnected = isOpen;
+    tick();
+  },
+});
+
+async function wake() {
+  if (document.hidden) return;
+  feed.start();
+  await load();
+}
+
+find("vote-chart").append(votes.element);
+find("win-chart").append(winRates.element);
+find("smoothing").addEventListener("input", ({ target }) => {
+  find("smoothing-value").textContent = target.value;
+  for (const chart of charts.values()) {
+    chart.smoothing = Number(target.value);
+    chart.draw();
+  }
+});
+find("search").addEventListener("input", showTable);
+find("all-metrics").addEventListener("toggle", showTable);
+find("rollback").addEventListener("close", ({ target }) => {
+  if (target.returnValue === "yes") rollBack(target.dataset.version);
+});
+document.addEventListener("visibilitychange", () => (document.hidden ? feed.stop() : wake()));
+window.addEventListener("pagehide", () => feed.stop());
+window.addEventListener("pageshow", ({ persisted }) => persisted && wake());
+setInterval(tick, 1000);
+wake();
