@@ -158,8 +158,8 @@ class StoredVote:
     """The effective vote of one presentation.
 
     `chosen` and `rejected` follow the verdict; of `tie`, `both_bad`, `skip` and `withdrawn` they are the left and the
-    right answer, and `margin` is 0. `replaces` is the id of the vote that this one takes the place of: forget that one
-    (and, if the verdict is `withdrawn`, learn nothing in its place).
+    right answer, and `margin` is 0. A `revision` above 1 takes the place of every earlier vote of its
+    `presentation_id`: forget that one (and, if the verdict is `withdrawn`, learn nothing instead).
     """
 
     id: int
@@ -180,12 +180,14 @@ class StoredVote:
     dwell_ms: int | None = None
     reason: str = ""
     revision: int = 1
-    replaces: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StoredRanking:
-    """The effective ranking of one presentation: `ranks[i]` is the place of `candidates[i]`, 1 the best."""
+    """The effective ranking of one presentation: `ranks[i]` is the place of `candidates[i]`, 1 the best.
+
+    `ranks` is empty if it was withdrawn or skipped; a higher `revision` takes the place of every lower one.
+    """
 
     id: int
     presentation_id: int
@@ -199,7 +201,6 @@ class StoredRanking:
     heldout: bool
     created_at: float
     revision: int = 1
-    replaces: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,7 +183,8 @@ rankings = Table(
     _id(),
     _reference("presentation_id", "presentations.id"),
     Column("revision", Integer, nullable=False),
-    # One place for each candidate in the order of the item; null: withdrawn.
+    Column("verdict", String(16), nullable=False),
+    # One place for each candidate in the order of the item; null where the verdict is `skip` or `withdrawn`.
     Column("ranks_json", Text, nullable=True),
     Column("dwell_ms", Integer, nullable=True),
     _time("created_at"),
@@ -279,7 +280,8 @@ metrics = Table(
     Column("name", String(200), nullable=False),
     # Null: the number was not finite.
     Column("value", Double, nullable=True),
-    Index("ix_metrics_name_id", "name", "id"),
+    # With the value, so that a series is read from the index alone.
+    Index("ix_metrics_name_id_value", "name", "id", "value"),
     sqlite_autoincrement=True,
 )
 

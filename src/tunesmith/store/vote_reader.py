@@ -20,7 +20,8 @@ class VoteReader:
     def votes_after(self, cursor: int, limit: int = 1000) -> list[StoredVote]:
         """Effective votes with an id above `cursor`, in order; pass the last one's id as the next cursor.
 
-        A vote that was changed comes again with `replaces`, one that was undone with the verdict `withdrawn`.
+        A vote that was changed comes again with a higher `revision`, one that was undone with the verdict `withdrawn`:
+        both take the place of what came before with the same `presentation_id`. Skips come only in such a place.
         """
         ...
 
