@@ -58,7 +58,7 @@ export class Feed {
   }
 
   open() {
-    this.source = new EventSource(`${this.url}?after=${encodeURIComponent(this.cursor())}`);
+    this.source = new EventSource(`${this.url}?after=${this.cursor()}`);
     this.source.onopen = () => this.tell({ kind: "line", isOpen: true });
     this.source.onerror = () => {
       this.tell({ kind: "line", isOpen: false });

@@ -16,7 +16,7 @@ const charts = new Map(); // picture -> LineChart
 const newest = new Map(); // metric -> { step, value }
 const winRates = new WinRateChart();
 const votes = new BarChart("votes", "Votes a minute", "last hour");
-let cursor = "";
+let cursor = 0;
 let held = null; // events that came while points were being fetched
 let state = null;
 let stateAt = 0;
@@ -112,7 +112,7 @@ function receive(event, data) {
   else if (event === "state") showState(data);
   else if (event === "versions") showVersions(data);
   else if (event === "votes") showVotes(data);
-  else if (event === "reset") load();
+  else if (event === "reset") reloadSoon();
 }
 
 function addRows({ cursor: to, names, rows }) {
@@ -210,7 +210,6 @@ function versionRow(one) {
 function askBeforeRollback({ version }) {
   const dialog = find("rollback");
   find("rollback-version").textContent = String(version);
-  find("rollback-answer").textContent = "";
   dialog.dataset.version = version;
   dialog.returnValue = "";
   dialog.showModal();
