@@ -11,9 +11,10 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import BinaryIO
 
 from tunesmith.config.yaml_text import is_mapping
@@ -27,6 +28,8 @@ POLL_S = 0.5
 
 METRICS_FILE = "metrics.jsonl"
 POSITION_FILE = "position.json"
+WATCH_FOLDER = "watch"
+"""Folder in a run's folder for what the watch page needs. It can be removed when nobody watches."""
 
 _PORTION = 1 << 20
 _MAX_NAME = 200
@@ -146,20 +149,34 @@ class RunTail:
 
 
 @contextmanager
-def following(run: Path, folder: Path) -> Iterator[Path]:
-    """Follow `run` in a thread while the block runs, into `runs.db` in `folder`, whose path is given.
+def following(run: Path) -> Iterator[Path]:
+    """Follow `run` in a thread while the block runs; the folder that holds `runs.db` is given.
 
-    Raises StoreError as `RunTail` does. Later failures are logged and tried again: what is watched goes on regardless.
+    It is `watch` in the run's folder, or a temporary one if that is in use or cannot be written. Failures are logged
+    and tried again: what is watched goes on regardless.
     """
-    tail, ending = RunTail(run, folder), threading.Event()
-    thread = threading.Thread(target=_follow, args=(tail, ending), name="run-tail", daemon=True)
-    thread.start()
+    with ExitStack() as stack:
+        folder, tail = _open(run, stack)
+        stack.callback(tail.close)
+        ending = threading.Event()
+        thread = threading.Thread(target=_follow, args=(tail, ending), name="run-tail", daemon=True)
+        thread.start()
+        try:
+            yield folder
+        finally:
+            ending.set()
+            thread.join()
+
+
+def _open(run: Path, stack: ExitStack) -> tuple[Path, RunTail]:
+    folder = run / WATCH_FOLDER
     try:
-        yield folder / "runs.db"
-    finally:
-        ending.set()
-        thread.join()
-        tail.close()
+        folder.mkdir(exist_ok=True)
+        return folder, RunTail(run, folder)
+    except (OSError, StoreError) as error:
+        get_logger(__name__).info("%s; what the page needs goes to a temporary folder", error)
+    folder = Path(stack.enter_context(TemporaryDirectory(prefix="tunesmith-watch-")))
+    return folder, RunTail(run, folder)
 
 
 def _follow(tail: RunTail, ending: threading.Event) -> None:

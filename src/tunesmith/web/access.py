@@ -75,6 +75,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("GET",), "/raters", "admin", is_page=True),
     Rule(("POST",), f"{API}/session", "public"),
     Rule(("GET", "DELETE"), f"{API}/session", "rater"),
+    Rule(("POST",), f"{API}/join", "public"),
     Rule(("GET",), f"{API}/openapi.json", "rater"),
     Rule(("GET",), f"{API}/next", "rater"),
     Rule(("GET",), f"{API}/progress", "rater"),

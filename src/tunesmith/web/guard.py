@@ -4,7 +4,6 @@ In this order: the Host header, the Origin header, the table of routes, the logi
 answers it gives itself, and all others, leave with the safety headers.
 """
 
-import ipaddress
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from tunesmith.web.access import RouteTable, Rule
 from tunesmith.web.bodies import given_once, is_deeper, read_body, too_large
 from tunesmith.web.buckets import Buckets
 from tunesmith.web.logins import Logins
-from tunesmith.web.replies import Refusal, send_redirect, send_refusal, with_safety_headers
+from tunesmith.web.replies import Refusal, send_redirect, send_refusal, too_many, with_safety_headers
 from tunesmith.web.sessions import Identity
 from tunesmith.web.settings import Limits
 
@@ -63,7 +62,6 @@ class Guard:
         self._limits = limits
         self._hosts = frozenset(host.lower() for host in (*_LOCAL_NAMES, *hosts))
         self._rates = Buckets(limits.rate_per_s, limits.burst)
-        self._failures = Buckets(1 / limits.failure_every_s, limits.failures)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let the request through, or answer it."""
@@ -96,7 +94,7 @@ class Guard:
             scope[_IDENTITY] = identity
         wait_s = self._rates.take(str(identity.rater_id) if identity else caller.address)
         if wait_s:
-            raise _too_many(wait_s)
+            raise too_many(wait_s)
         if rule is None:
             raise self._nothing_there(scope)
         if rule.access == "admin" and not (identity and identity.is_admin):
@@ -119,13 +117,14 @@ class Guard:
         cookie = caller.cookie(self._logins.cookie)
         if not caller.bearer and not cookie:
             raise Refusal(401, "log in first: send `Authorization: Bearer TOKEN`", [(b"www-authenticate", b"Bearer")])
-        identity = await self._logins.recall(caller.bearer, cookie)
+        identity = self._logins.recall(caller.bearer, cookie)
         if identity is None:
-            if self._failures.wait_s(caller.address):
-                raise _too_many(self._failures.wait_s(caller.address))
+            wait_s = self._logins.failures.wait_s(caller.address)
+            if wait_s:
+                raise too_many(wait_s)
             identity = await self._logins.look_up(caller.bearer, cookie)
         if identity is None:
-            self._failures.take(caller.address)
+            self._logins.failures.take(caller.address)
             raise Refusal(
                 401, "this login is unknown, has expired or was ended", [(b"www-authenticate", b"Bearer")]
             )
@@ -176,7 +175,7 @@ def _check_origin(method: str, caller: _Caller, cookie: str) -> None:
     """A browser names the page that a request comes from: another server's page is refused, whatever it asks."""
     origin = caller.headers.get("origin")
     if origin is not None:
-        if urlsplit_netloc(origin) != caller.headers.get("host", "").lower():
+        if _netloc(origin) != caller.headers.get("host", "").lower():
             raise Refusal(403, "this request comes from a page of another server")
         return
     site = caller.headers.get("sec-fetch-site", "")
@@ -187,25 +186,9 @@ def _check_origin(method: str, caller: _Caller, cookie: str) -> None:
         raise Refusal(403, "a request with a session cookie must say its Origin")
 
 
-def urlsplit_netloc(origin: str) -> str:
+def _netloc(origin: str) -> str:
     """Host and port of an origin such as `http://127.0.0.1:8000`; empty if it is none."""
     try:
         return urlsplit(origin).netloc.lower()
     except ValueError:
         return ""
-
-
-def _too_many(wait_s: int) -> Refusal:
-    return Refusal(
-        429, f"too many requests; try again in {wait_s} s", [(b"retry-after", str(wait_s).encode())]
-    )
-
-
-def is_local(host: str) -> bool:
-    """True if a server bound to `host` can be reached from this machine alone."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

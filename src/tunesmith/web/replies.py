@@ -34,6 +34,11 @@ class Refusal(Exception):
     headers: Sequence[Header] = ()
 
 
+def too_many(wait_s: int) -> Refusal:
+    """The refusal of a client that asks too often."""
+    return Refusal(429, f"too many requests; try again in {wait_s} s", [(b"retry-after", str(wait_s).encode())])
+
+
 async def send_refusal(refusal: Refusal, send: Send) -> None:
     """Answer with the refusal as JSON: `{"detail": sentence}`."""
     body = json.dumps({"detail": refusal.detail}).encode()

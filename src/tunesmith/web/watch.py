@@ -69,7 +69,7 @@ def watch_router() -> APIRouter:
 
     @routes.get("/watch", include_in_schema=False)
     def watch(caller: Caller, services: ServicesOf) -> HTMLResponse:
-        return page(services, "watch.html", caller)
+        return page(services, "watch.html", caller, here="/watch")
 
     @routes.get(f"{API}/versions")
     def versions(services: ServicesOf) -> JSONResponse:

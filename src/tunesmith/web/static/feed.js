@@ -3,6 +3,7 @@
 
 const LOCK = "tunesmith-watch";
 const RETRY_MS = 2000;
+const MAX_RETRY_MS = 30000;
 export const EVENTS = ["metrics", "state", "versions", "votes", "reset"];
 
 export class Feed {
@@ -21,6 +22,7 @@ export class Feed {
     this.isOn = false;
     this.release = null;
     this.source = null;
+    this.retryMs = RETRY_MS;
   }
 
   start() {
@@ -59,7 +61,10 @@ export class Feed {
 
   open() {
     this.source = new EventSource(`${this.url}?after=${this.cursor()}`);
-    this.source.onopen = () => this.tell({ kind: "line", isOpen: true });
+    this.source.onopen = () => {
+      this.retryMs = RETRY_MS;
+      this.tell({ kind: "line", isOpen: true });
+    };
     this.source.onerror = () => {
       this.tell({ kind: "line", isOpen: false });
       // The browser tries again by itself unless the server refused.
@@ -67,7 +72,8 @@ export class Feed {
       this.close();
       setTimeout(() => {
         if (this.isOn && !this.source && (this.release || !navigator.locks)) this.open();
-      }, RETRY_MS);
+      }, this.retryMs);
+      this.retryMs = Math.min(2 * this.retryMs, MAX_RETRY_MS);
     };
     for (const event of EVENTS) {
       this.source.addEventListener(event, ({ data }) => this.tell({ kind: "event", event, data: JSON.parse(data) }));

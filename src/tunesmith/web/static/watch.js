@@ -1,10 +1,12 @@
 // The watch page: versions, votes and metrics of a run as they come.
+import { call, LoggedOut } from "./api.js";
 import { BarChart, interval, LineChart, percent, WinRateChart } from "./chart.js";
 import { html, oncePerFrame } from "./draw.js";
 import { Feed } from "./feed.js";
 import { Line, short } from "./series.js";
 
-const API = "/api/v1";
+const STREAM = "/api/v1/stream";
+const RETRY_MS = 2000;
 const POINTS = 600;
 const NAMES_PER_REQUEST = 40;
 const ROWS_SHOWN = 60;
@@ -23,12 +25,6 @@ let stateAt = 0;
 let isConnected = false;
 let versions = [];
 
-async function ask(path) {
-  const response = await fetch(API + path, { headers: { accept: "application/json" } });
-  if (!response.ok) throw new Error(`${path}: ${response.status}`);
-  return response.json();
-}
-
 // Points
 
 /** Fetches what the lines do not have yet. What the stream brings meanwhile waits, so that points stay in order. */
@@ -38,7 +34,7 @@ async function catchUp(wanted) {
   for (let start = 0; start < names.length; start += NAMES_PER_REQUEST) {
     const query = new URLSearchParams([["after", after], ["points", POINTS]]);
     for (const name of names.slice(start, start + NAMES_PER_REQUEST)) query.append("name", name);
-    const found = await ask(`/metrics?${query}`);
+    const found = await call("GET", `metrics?${query}`);
     for (const { name, points } of found.series) for (const point of points) lines.get(name).add(...point);
   }
 }
@@ -49,8 +45,9 @@ async function holding(work) {
   try {
     await work();
   } catch (error) {
+    if (error instanceof LoggedOut) location.assign("/login");
     say(`The server did not answer (${error.message}); trying again.`);
-    setTimeout(() => load(), 2000);
+    setTimeout(load, RETRY_MS);
   } finally {
     const events = held;
     held = null;
@@ -62,7 +59,7 @@ async function holding(work) {
 /** Begins anew: the names there are, their pictures, and all points. */
 function load() {
   return holding(async () => {
-    const found = await ask("/metrics/names");
+    const found = await call("GET", "metrics/names");
     cursor = found.cursor;
     newest.clear();
     for (const name of found.names) newest.set(name, null);
@@ -156,7 +153,7 @@ function tick() {
     parts.push(`last sign of life ${age(state.age_s + (performance.now() - stateAt) / 1000)} ago`);
   }
   find("details").textContent = parts.join(" · ");
-  find("hint").textContent = (isConnected && state?.hint) || "";
+  find("hint").hidden = !isConnected || !["dead", "stopped"].includes(state?.kind);
 }
 
 function say(sentence) {
@@ -216,15 +213,13 @@ function askBeforeRollback({ version }) {
 }
 
 async function rollBack(version) {
-  const response = await fetch(`${API}/versions/${version}/rollback`, {
-    method: "POST",
-    headers: { "content-type": "application/json" },
-    body: "{}",
-  }).catch(() => null);
   const answer = find("rollback-done");
-  answer.textContent = response?.ok
-    ? `The trainer was asked to go back to version ${version}; it does so before its next update.`
-    : `Version ${version} was not asked for: ${(await response?.json().catch(() => null))?.detail ?? "the server did not answer"}`;
+  try {
+    await call("POST", `versions/${version}/rollback`);
+    answer.textContent = `The trainer was asked to go back to version ${version}; it does so before its next update.`;
+  } catch (error) {
+    answer.textContent = `Version ${version} was not asked for: ${error.message}`;
+  }
 }
 
 // The table of all metrics
@@ -261,7 +256,7 @@ async function drawAlone(name) {
 
 // The page
 
-const feed = new Feed(`${API}/stream`, {
+const feed = new Feed(STREAM, {
   cursor: () => cursor,
   receive,
   connected(isOpen) {
