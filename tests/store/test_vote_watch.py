@@ -27,9 +27,12 @@ def ask(votes):
     rater = votes.add_rater("anna", "rater").rater
     number = iter(range(1_000))
 
-    def vote(versions, winner, now=NOW, prompt=None, verdict=None, gold=None):
+    def vote(versions, winner, now=NOW, prompt=None, verdict=None, gold=None, sources=("", "")):
         place = next(number)
-        answers = tuple(Candidate(f"{place} by {side}", weight_version=version) for side, version in enumerate(versions))
+        answers = tuple(
+            Candidate(f"{place} by {side}", weight_version=version, source_id=source)
+            for side, (version, source) in enumerate(zip(versions, sources, strict=True))
+        )
         votes.add_items(campaign.id, [NewItem(prompt or f"prompt {place}", answers, gold=gold)], now=now)
         (shown,) = votes.next_presentations(rater.id, campaign.id, 1, now)
         said = verdict or ("left" if shown.answers[0].endswith(f"by {winner}") else "right")
@@ -92,6 +95,13 @@ def test_votes_within_a_version_and_on_gold_items_are_left_out(ask, watch):
     ask((0, 2), 0, gold=1)
     ask((None, 2), 0)
     assert watch.contests()[1] == []
+
+
+def test_the_trainers_names_of_sources_say_which_versions_met(ask, watch):
+    ask((7, 7), 1, sources=("v0", "v7"))
+    ask((7, 7), 1, sources=("v7", "v7"))
+    ask((7, 7), 1, sources=("a file", "another"))
+    assert [(one.first, one.second, one.score) for one in watch.contests()[1]] == [(0, 7, 0.0)]
 
 
 def test_votes_on_one_prompt_share_its_id(ask, watch):

@@ -1,11 +1,13 @@
 """What the watch page asks of the votes: how many come each minute, and which were between answers of two versions."""
 
+import re
 import threading
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from sqlalchemy import Connection, Select, func, select
+from sqlalchemy import Connection, Select, func, or_, select
 
 from tunesmith.store.database import ReadOnlyDatabase
 from tunesmith.store.tables import candidates, item_candidates, items, presentations, votes
@@ -17,6 +19,7 @@ _MINUTE_S = 60.0
 _PORTION = 5_000
 _EVEN = ("tie", "both_bad")
 _NOTHING = ("skip", "withdrawn")
+_SOURCE = re.compile(r"v(\d{1,9})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +97,17 @@ class VoteWatch:
     def _compare(self, connection: Connection) -> bool:
         """Take in the next portion of votes between versions; True if there may be more."""
         found = connection.execute(_between_versions(self._last_contest_id)).all()
-        for id, presentation_id, verdict, chosen_id, first_id, first, second, prompt_id in found:
-            self._last_contest_id = id
-            self._changes += 1
-            if verdict in _NOTHING:
-                self._contests.pop(presentation_id, None)
+        for row in found:
+            self._last_contest_id = row.id
+            first, second = _version(row.source_a, row.version_a), _version(row.source_b, row.version_b)
+            if first is None or second is None or first == second:
                 continue
-            score = 0.5 if verdict in _EVEN or chosen_id is None else float(chosen_id == first_id)
-            self._contests[presentation_id] = VersionContest(first, second, score, prompt_id)
+            self._changes += 1
+            if row.verdict in _NOTHING:
+                self._contests.pop(row.presentation_id, None)
+                continue
+            score = 0.5 if row.verdict in _EVEN else float(row.chosen_candidate_id == row.first_id)
+            self._contests[row.presentation_id] = VersionContest(first, second, score, row.prompt_id)
         return len(found) == _PORTION
 
 
@@ -118,8 +124,14 @@ def _recent(connection: Connection, oldest: float) -> list[float]:
         below = rows[-1].id
 
 
-def _between_versions(after: int) -> Select[tuple[int, int, str, int | None, int, int, int, int]]:
-    """Votes on pairs whose two answers come from different versions: the first candidate of the item is `first`."""
+def _version(source_id: str, weight_version: int | None) -> int | None:
+    """The version that wrote an answer: the trainer names it `v12`; else the version that it was offered with."""
+    found = _SOURCE.fullmatch(source_id)
+    return weight_version if found is None else int(found[1])
+
+
+def _between_versions(after: int) -> Select[Any]:
+    """Votes on pairs whose two answers were written by two sources: the first candidate of the item is `a`."""
     place_a, place_b = item_candidates.alias("place_a"), item_candidates.alias("place_b")
     a, b = candidates.alias("a"), candidates.alias("b")
     return (
@@ -128,9 +140,11 @@ def _between_versions(after: int) -> Select[tuple[int, int, str, int | None, int
             votes.c.presentation_id,
             votes.c.verdict,
             votes.c.chosen_candidate_id,
-            a.c.id,
-            a.c.weight_version,
-            b.c.weight_version,
+            a.c.id.label("first_id"),
+            a.c.weight_version.label("version_a"),
+            a.c.source_id.label("source_a"),
+            b.c.weight_version.label("version_b"),
+            b.c.source_id.label("source_b"),
             items.c.prompt_id,
         )
         .select_from(votes)
@@ -141,7 +155,7 @@ def _between_versions(after: int) -> Select[tuple[int, int, str, int | None, int
         .join(a, a.c.id == place_a.c.candidate_id)
         .join(b, b.c.id == place_b.c.candidate_id)
         .where(votes.c.id > after, items.c.kind == "pair", items.c.is_gold.is_(False))
-        .where(a.c.weight_version != b.c.weight_version)
+        .where(or_(a.c.weight_version != b.c.weight_version, a.c.source_id != b.c.source_id))
         .order_by(votes.c.id)
         .limit(_PORTION)
     )

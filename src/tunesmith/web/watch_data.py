@@ -24,7 +24,7 @@ MAX_ROWS = 5_000
 MAX_BEHIND = 50_000
 """A client that has more metrics to catch up with is told to fetch thinned series instead."""
 
-_ENDS = {"finished": "finished", "stopped": "stopped", "failed": "stopped", "died": "dead"}
+_ENDS = {"finished": "finished", "stopped": "stopped", "ended": "stopped", "failed": "stopped", "died": "dead"}
 Json = dict[str, Any]
 T = TypeVar("T")
 
