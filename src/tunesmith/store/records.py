@@ -1,6 +1,5 @@
 """What the store takes and gives. Times are seconds since the epoch (UTC), ids grow and never come back."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +10,9 @@ Verdict = Literal["left_much", "left", "tie", "right", "right_much", "both_bad",
 
 StoredVerdict = Literal["left_much", "left", "tie", "right", "right_much", "both_bad", "skip", "withdrawn"]
 """A verdict, or `withdrawn`: the vote before it was undone."""
+
+PreferenceName = Literal["much_better", "better", "tie", "both_bad"]
+"""A verdict without its side."""
 
 VERDICTS: tuple[Verdict, ...] = ("left_much", "left", "tie", "right", "right_much", "both_bad", "skip")
 
@@ -199,6 +201,7 @@ class StoredRanking:
     candidates: tuple[Candidate, ...]
     ranks: tuple[int, ...]
     heldout: bool
+    is_gold: bool
     created_at: float
     revision: int = 1
 
@@ -209,10 +212,13 @@ class StoredDemonstration:
 
     id: int
     presentation_id: int
+    item_id: int
+    campaign_id: int
     rater_id: int
     rater: str
     prompt: Text
     text: str
+    heldout: bool
     created_at: float
     revision: int = 1
 
@@ -318,78 +324,10 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, slots=True)
-class BiasTest:
-    """How often raters took one side of a choice that should not matter, with the two-sided binomial p-value.
-
-    `share` and `p_value` are None where `num` is 0.
-    """
-
-    num_hits: int
-    num: int
-    share: float | None
-    p_value: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """A measure of agreement, or None with the reason why it is undefined. `num` items were judged by several."""
-
-    value: float | None
-    num: int
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class RaterPair:
-    """Cohen's kappa of two raters over the items that both judged."""
-
-    a: str
-    b: str
-    kappa: Agreement
-
-
-@dataclass(frozen=True, slots=True)
-class RaterStats:
-    """What one rater did. `left` counts choices of the left answer, `longer` those of the longer one."""
-
-    rater_id: int
-    name: str
-    num_votes: int
-    num_ties: int
-    num_both_bad: int
-    num_skips: int
-    left: BiasTest
-    longer: BiasTest
-    num_gold: int
-    gold_accuracy: float | None
-    median_dwell_ms: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class VoteStats:
-    """Counts of effective votes, agreement, biases and gold accuracy of one campaign, or of all."""
-
-    num_items: int
-    num_items_done: int
-    num_votes: int
-    num_ties: int
-    num_both_bad: int
-    num_skips: int
-    num_rankings: int
-    num_demonstrations: int
-    num_votes_last_hour: int
-    alpha: Agreement
-    kappas: Sequence[RaterPair]
-    left: BiasTest
-    longer: BiasTest
-    raters: Sequence[RaterStats]
-
-
-@dataclass(frozen=True, slots=True)
 class ExportRow:
     """A vote in TRL's columns. A conversational prompt has conversational answers, else all are text.
 
-    `tie` and `both_bad`: the order of the two has no meaning, `chosen` stood on the left.
+    `tie`, and `verdict` `both_bad`, which also sets it: the order of the two has no meaning, `chosen` stood on the left.
     """
 
     prompt: Text
@@ -397,7 +335,7 @@ class ExportRow:
     rejected: Text
     margin: float
     tie: bool
-    both_bad: bool
+    verdict: PreferenceName
     rater: str
     heldout: bool
     created_at: float
@@ -407,3 +345,26 @@ class ExportRow:
     prompt_id: str
     chosen_version: int | None
     rejected_version: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class GivenVote:
+    """A vote that was made elsewhere. `item` is a pair; `better` is the place (0 or 1) of its better answer, which of
+    a tie or two bad ones has no meaning.
+    """
+
+    item: NewItem
+    verdict: PreferenceName
+    better: int
+    rater: str
+    created_at: float | None = None
+    dwell_ms: int | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """What an import did: rows that were added, and rows that were there already."""
+
+    num_new: int
+    num_there: int

@@ -128,6 +128,7 @@ items = Table(
     CheckConstraint("kind IN ('pair', 'ranking')", name="kind"),
     UniqueConstraint("campaign_id", "offer_id"),
     Index("ix_items_queue", "campaign_id", "is_open", "is_gold", "offer_id", "id"),
+    Index("ix_items_prompt_id", "prompt_id"),
     sqlite_autoincrement=True,
 )
 
@@ -184,6 +185,7 @@ rankings = Table(
     _reference("presentation_id", "presentations.id"),
     Column("revision", Integer, nullable=False),
     Column("verdict", String(16), nullable=False),
+    Column("reason", Text, nullable=False),
     # One place for each candidate in the order of the item; null where the verdict is `skip` or `withdrawn`.
     Column("ranks_json", Text, nullable=True),
     Column("dwell_ms", Integer, nullable=True),
