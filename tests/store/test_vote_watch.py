@@ -74,6 +74,18 @@ def test_a_changed_vote_counts_once(ask, votes, watch):
     assert watch.total == 1
 
 
+def test_skips_are_no_votes_and_rankings_are(ask, votes, watch):
+    ask((1, 1), 0, verdict="skip")
+    campaign = votes.set_campaign(CampaignSettings(name="orders", kind="ranking"), now=NOW)
+    rater = votes.add_rater("bert", "rater").rater
+    answers = tuple(Candidate(f"answer {number}") for number in range(3))
+    votes.add_items(campaign.id, [NewItem("prompt", answers, kind="ranking")], now=NOW)
+    (shown,) = votes.next_presentations(rater.id, campaign.id, 1, NOW)
+    votes.rank(shown.token, rater.id, [1, 2, 3], now=NOW)
+    assert watch.per_minute(NOW)[-1] == 1
+    assert watch.total == 1
+
+
 def test_a_contest_says_who_won_whatever_the_side(ask, watch):
     for _ in range(6):
         ask((0, 3), 1)

@@ -55,7 +55,7 @@ def test_a_heartbeat_says_whether_the_trainer_lives(heartbeat, expected):
 
 
 def test_without_any_file_there_is_nothing_yet(data):
-    assert data.names() == {"cursor": 0, "names": [], "pictures": []}
+    assert data.names() == {"cursor": 0, "names": [], "pictures": [], "recent": {}}
     assert data.series(["reward"], 0, 100)["series"][0]["points"] == []
     assert data.versions() == {"base": 0, "versions": []}
     assert data.state() == {"kind": "none", "doing": "", "step": None, "beat": None, "age_s": None}
@@ -88,6 +88,14 @@ def test_answers_are_json_also_where_numbers_are_not_finite(trainer, data):
     for answer in (data.names(), data.series(["reward", "über/α"], 0, 100), data.versions()):
         json.dumps(answer, allow_nan=False)
     assert data.series(["reward"], 0, 100)["series"][0]["points"][0][3] is None
+
+
+def test_the_names_come_with_the_last_value_of_each_metric_of_late(trainer, data, monkeypatch):
+    monkeypatch.setattr(watch_data, "MAX_ROWS", 3)
+    for step in range(1, 4):
+        trainer.add_metrics(step, {"reward": step / 2, "kl": math.nan} if step > 1 else {"old": 1.0})
+    assert data.names()["names"] == ["kl", "old", "reward"]
+    assert data.names()["recent"] == {"kl": [3, None], "reward": [3, 1.5]}
 
 
 def test_a_version_shows_what_the_trainer_measured(trainer, data):

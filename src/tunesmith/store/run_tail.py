@@ -76,7 +76,8 @@ class RunTail:
     def beat(self) -> None:
         """Write how the run is, as a trainer does itself in a live loop."""
         state = run_state(self._run)
-        self._store.beat(state, None if state == "running" else _modified_at(self._file))
+        ended_at = _modified_at(self._file) or _started_at(self._run)
+        self._store.beat(state, None if state == "running" else ended_at)
 
     def poll(self) -> bool:
         """Copy a portion of what is new; True if there is more. A line without its end is left for later.

@@ -3,14 +3,15 @@
 import re
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Select, func, or_, select
+from sqlalchemy import Connection, Select, Table, func, or_, select
 
 from tunesmith.store.database import ReadOnlyDatabase
-from tunesmith.store.tables import candidates, item_candidates, items, presentations, votes
+from tunesmith.store.tables import candidates, item_candidates, items, presentations, rankings, votes
 
 MINUTES = 60
 """Minutes that `per_minute` looks back."""
@@ -43,34 +44,32 @@ class VoteWatch:
     def __init__(self, place: str | Path) -> None:
         self._database = ReadOnlyDatabase(place, "votes")
         self._lock = threading.Lock()
-        self._times: deque[float] = deque()
-        self._total = 0
-        self._last_vote_id = 0
+        self._counted = (_Counted(votes), _Counted(rankings))
         self._last_contest_id = 0
         self._changes = 0
         self._contests: dict[int, VersionContest] = {}
 
     @property
     def total(self) -> int:
-        """Presentations that were voted on, as of the last `per_minute`; those undone since are still counted."""
-        return self._total
+        """Votes and rankings as of the last `per_minute`, without skips; those undone since are still counted."""
+        return sum(one.total for one in self._counted)
 
     def close(self) -> None:
         """Close all connections. Harmless if called twice."""
         self._database.close()
 
     def per_minute(self, now: float) -> list[int]:
-        """Votes of each of the last `MINUTES` minutes before `now`, the oldest first. A changed vote counts once."""
+        """Votes and rankings of each of the last `MINUTES` minutes before `now`, the oldest first, without skips. One
+        that was changed counts once.
+        """
+        counts = [0] * MINUTES
         with self._lock:
-            oldest = now - MINUTES * _MINUTE_S
-            self._database.read(lambda connection: self._count(connection, oldest), None)
-            while self._times and self._times[0] <= oldest:
-                self._times.popleft()
-            counts = [0] * MINUTES
-            for time in self._times:
-                # A clock that was set back makes votes of the future; they count as of now.
-                counts[max(0, min(MINUTES - 1, MINUTES - 1 - int((now - time) // _MINUTE_S)))] += 1
-            return counts
+            for one in self._counted:
+                self._database.read(one.read_new(now - MINUTES * _MINUTE_S), None)
+                for time in one.times:
+                    # A clock that was set back makes votes of the future; they count as of now.
+                    counts[max(0, min(MINUTES - 1, MINUTES - 1 - int((now - time) // _MINUTE_S)))] += 1
+        return counts
 
     def contests(self) -> tuple[int, list[VersionContest]]:
         """A number that grows with every change, and the contests. Gold items and rankings are left out."""
@@ -78,21 +77,6 @@ class VoteWatch:
             while self._database.read(self._compare, False):
                 pass
             return self._changes, list(self._contests.values())
-
-    def _count(self, connection: Connection, oldest: float) -> None:
-        last = connection.execute(select(func.max(votes.c.id))).scalar() or 0
-        if last <= self._last_vote_id:
-            return
-        new = (votes.c.revision == 1, votes.c.id > self._last_vote_id, votes.c.id <= last)
-        if self._last_vote_id == 0:
-            # Only the times of the last hour are kept, and ids grow with time.
-            self._total = connection.execute(select(func.count()).where(*new[:1])).scalar() or 0
-            self._times.extend(_recent(connection, oldest))
-        else:
-            times = connection.execute(select(votes.c.created_at).where(*new).order_by(votes.c.id)).scalars().all()
-            self._total += len(times)
-            self._times.extend(times)
-        self._last_vote_id = last
 
     def _compare(self, connection: Connection) -> bool:
         """Take in the next portion of votes between versions; True if there may be more."""
@@ -111,17 +95,53 @@ class VoteWatch:
         return len(found) == _PORTION
 
 
-def _recent(connection: Connection, oldest: float) -> list[float]:
-    """Times of first votes after `oldest`, in order, read backwards from the newest."""
-    times: list[float] = []
-    below: int | None = None
-    while True:
-        query = select(votes.c.id, votes.c.created_at, votes.c.revision).order_by(votes.c.id.desc()).limit(_PORTION)
-        rows = connection.execute(query if below is None else query.where(votes.c.id < below)).all()
-        times += [created_at for _, created_at, revision in rows if revision == 1 and created_at > oldest]
-        if len(rows) < _PORTION or rows[-1].created_at <= oldest:
-            return times[::-1]
-        below = rows[-1].id
+class _Counted:
+    """Times of the last hour's first revisions in a table, and how many there are in all."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+        self._last_id = 0
+        self.times: deque[float] = deque()
+        self.total = 0
+
+    def read_new(self, oldest: float) -> Callable[[Connection], None]:
+        """A query that takes in what is new and lets go of what came before `oldest`."""
+
+        def read(connection: Connection) -> None:
+            self._read(connection, oldest)
+            while self.times and self.times[0] <= oldest:
+                self.times.popleft()
+
+        return read
+
+    def _read(self, connection: Connection, oldest: float) -> None:
+        table = self._table
+        last = connection.execute(select(func.max(table.c.id))).scalar() or 0
+        if last <= self._last_id:
+            return
+        counts = (table.c.revision == 1, table.c.verdict != "skip")
+        if self._last_id == 0:
+            self.total = connection.execute(select(func.count()).select_from(table).where(*counts)).scalar() or 0
+            self.times.extend(self._recent(connection, oldest))
+        else:
+            query = select(table.c.created_at).where(*counts, table.c.id > self._last_id, table.c.id <= last)
+            times = connection.execute(query.order_by(table.c.id)).scalars().all()
+            self.total += len(times)
+            self.times.extend(times)
+        self._last_id = last
+
+    def _recent(self, connection: Connection, oldest: float) -> list[float]:
+        """Times after `oldest` in order, read backwards from the newest: ids grow with time."""
+        columns = (self._table.c.id, self._table.c.created_at, self._table.c.revision, self._table.c.verdict)
+        query = select(*columns).order_by(self._table.c.id.desc()).limit(_PORTION)
+        times: list[float] = []
+        rows = connection.execute(query).all()
+        while rows:
+            times += [at for _, at, revision, verdict in rows if revision == 1 and verdict != "skip" and at > oldest]
+            if len(rows) < _PORTION or rows[-1].created_at <= oldest:
+                break
+            rows = connection.execute(query.where(self._table.c.id < rows[-1].id)).all()
+        return times[::-1]
 
 
 def _version(source_id: str, weight_version: int | None) -> int | None:

@@ -72,9 +72,17 @@ class WatchData:
         self._cached_state = Cached(self._state, max_age_s=0.4)
 
     def names(self) -> Json:
-        """`cursor`, the sorted `names` of all metrics, and the `pictures` that show them."""
+        """`cursor`, the sorted `names` of all metrics, the `pictures` that show them, and `recent`: the last step and
+        value of each that was written lately.
+        """
         cursor, names = self._runs.last_metric_id(), self._runs.metric_names()
-        return {"cursor": cursor, "names": names, "pictures": [asdict(one) for one in pictures(names)]}
+        lately = self._runs.metrics_after(cursor - MAX_ROWS, MAX_ROWS) if cursor else []
+        return {
+            "cursor": cursor,
+            "names": names,
+            "pictures": [asdict(one) for one in pictures(names)],
+            "recent": {one.name: [one.step, one.value] for one in lately},
+        }
 
     def series(self, names: Sequence[str], after: int, points: int) -> Json:
         """`series`: of each name the `points` (id, step, time, value or null) with an id above `after`, thinned."""

@@ -10,6 +10,7 @@ const RETRY_MS = 2000;
 const POINTS = 600;
 const NAMES_PER_REQUEST = 40;
 const ROWS_SHOWN = 60;
+const MOMENT = { dateStyle: "short", timeStyle: "short" };
 const page = document.getElementById("watch");
 const find = (id) => document.getElementById(id);
 
@@ -20,6 +21,7 @@ const winRates = new WinRateChart();
 const votes = new BarChart("votes", "Votes a minute", "last hour");
 let cursor = 0;
 let held = null; // events that came while points were being fetched
+let isAskedAgain = false;
 let state = null;
 let stateAt = 0;
 let isConnected = false;
@@ -27,32 +29,46 @@ let versions = [];
 
 // Points
 
-/** Fetches what the lines do not have yet. What the stream brings meanwhile waits, so that points stay in order. */
-async function catchUp(wanted) {
-  const names = wanted.map(({ name }) => name);
-  const after = Math.min(...wanted.map(({ lastId }) => lastId));
+/** All points of these metrics, thinned by the server. */
+async function fetchPoints(names) {
+  const found = [];
   for (let start = 0; start < names.length; start += NAMES_PER_REQUEST) {
-    const query = new URLSearchParams([["after", after], ["points", POINTS]]);
+    const query = new URLSearchParams({ points: POINTS });
     for (const name of names.slice(start, start + NAMES_PER_REQUEST)) query.append("name", name);
-    const found = await call("GET", `metrics?${query}`);
-    for (const { name, points } of found.series) for (const point of points) lines.get(name).add(...point);
+    found.push(...(await call("GET", `metrics?${query}`)).series);
+  }
+  return found;
+}
+
+/** Puts fetched points in the place of what the lines have; they are at least as new. */
+function fill(series) {
+  for (const { name, points } of series) {
+    const line = lines.get(name);
+    line.clear();
+    for (const point of points) line.add(...point);
+    if (line.last) newest.set(name, line.last);
   }
 }
 
+/** Fetches and fills; what the stream brings meanwhile waits, so that points stay in order and none is lost. */
 async function holding(work) {
-  if (held) return;
+  if (held) {
+    isAskedAgain = true;
+    return;
+  }
   held = [];
+  isAskedAgain = false;
   try {
     await work();
   } catch (error) {
     if (error instanceof LoggedOut) location.assign("/login");
-    say(`The server did not answer (${error.message}); trying again.`);
     setTimeout(load, RETRY_MS);
   } finally {
     const events = held;
     held = null;
     for (const [event, data] of events) receive(event, data);
     for (const chart of charts.values()) chart.draw();
+    if (isAskedAgain) load();
   }
 }
 
@@ -60,13 +76,13 @@ async function holding(work) {
 function load() {
   return holding(async () => {
     const found = await call("GET", "metrics/names");
-    cursor = found.cursor;
-    newest.clear();
-    for (const name of found.names) newest.set(name, null);
-    for (const line of lines.values()) line.clear();
+    const shown = found.pictures.flatMap((picture) => picture.lines.map(({ name }) => name));
+    const series = await fetchPoints([...new Set([...shown, ...lines.keys()])]);
+    cursor = Math.max(cursor, found.cursor);
+    for (const name of found.names) if (!newest.has(name)) newest.set(name, null);
+    for (const [name, [step, value]] of Object.entries(found.recent)) newest.set(name, { step, value });
     found.pictures.forEach(place);
-    if (lines.size) await catchUp([...lines.values()]);
-    for (const [name, line] of lines) if (line.last) newest.set(name, line.last);
+    fill(series);
     find("no-metrics").hidden = found.names.length > 0;
     showTable();
   });
@@ -172,12 +188,12 @@ function age(seconds) {
 function showVotes({ per_minute: perMinute, total, last_minutes: recent }) {
   votes.show(perMinute);
   find("total-votes").textContent = `${total} votes, ${short(recent)} a minute over the last five.`;
-  find("versions-part").hidden = false;
+  if (total) find("versions-part").hidden = false;
 }
 
 function showVersions(data) {
   versions = data.versions.map((one) => ({ ...one, shown: one.from_votes?.win_rate == null ? one.measured : one.from_votes }));
-  find("versions-part").hidden = false;
+  if (versions.length) find("versions-part").hidden = false;
   winRates.show(versions);
   const rows = [...versions].reverse().map(versionRow);
   find("version-rows").replaceChildren(...rows);
@@ -194,7 +210,7 @@ function versionRow(one) {
     "tr",
     { class: one.serving ? "serving" : null, "data-version": one.version },
     html("th", { scope: "row" }, String(one.version)),
-    html("td", {}, new Date(one.created_at * 1000).toLocaleTimeString()),
+    html("td", {}, new Date(one.created_at * 1000).toLocaleString([], MOMENT)),
     html("td", {}, rate),
     html("td", {}, one.heldout_accuracy === null ? "–" : percent(one.heldout_accuracy)),
     html("td", {}, one.kl === null ? "–" : short(one.kl)),
@@ -224,11 +240,24 @@ async function rollBack(version) {
 
 // The table of all metrics
 
+let rowsShown = []; // { name, step, value, action } of each row of the table
+
+/** Rows stay while the same metrics are shown, so that what has the focus keeps it. */
 const showTable = oncePerFrame(() => {
   if (!find("all-metrics").open) return;
   const wanted = find("search").value.trim().toLowerCase();
   const names = [...newest.keys()].filter((name) => name.toLowerCase().includes(wanted)).sort();
-  find("metric-rows").replaceChildren(...names.slice(0, ROWS_SHOWN).map(metricRow));
+  const shown = names.slice(0, ROWS_SHOWN);
+  if (shown.length !== rowsShown.length || shown.some((name, at) => name !== rowsShown[at].name)) {
+    rowsShown = shown.map(metricRow);
+    find("metric-rows").replaceChildren(...rowsShown.map(({ element }) => element));
+  }
+  for (const { name, step, value, action } of rowsShown) {
+    const last = newest.get(name);
+    step.textContent = last ? String(last.step) : "–";
+    value.textContent = last ? short(last.value) : "–";
+    if (charts.has(`own ${name}`)) action.textContent = "drawn";
+  }
   find("metric-count").textContent =
     names.length > ROWS_SHOWN ? `${ROWS_SHOWN} of ${names.length} metrics; type to find others.` : `${names.length} metrics.`;
 });
@@ -236,21 +265,14 @@ const showTable = oncePerFrame(() => {
 function metricRow(name) {
   const button = html("button", { type: "button", "aria-label": `Draw ${name}` }, "Draw");
   button.addEventListener("click", () => drawAlone(name));
-  const last = newest.get(name) ?? lines.get(name)?.last;
-  return html(
-    "tr",
-    {},
-    html("th", { scope: "row" }, name),
-    html("td", {}, last ? String(last.step) : "–"),
-    html("td", {}, last ? short(last.value) : "–"),
-    html("td", {}, charts.has(`own ${name}`) ? "drawn" : button),
-  );
+  const [step, value, action] = [html("td"), html("td"), html("td", {}, button)];
+  return { name, step, value, action, element: html("tr", {}, html("th", { scope: "row" }, name), step, value, action) };
 }
 
 async function drawAlone(name) {
   place({ id: `own ${name}`, title: name, unit: "", is_main: false, lines: [{ name, label: name }] });
   find("more").open = true;
-  await holding(() => catchUp([lines.get(name)]));
+  await holding(async () => fill(await fetchPoints([name])));
   showTable();
 }
 
