@@ -1,0 +1,94 @@
+"""`tunesmith votes import | export | stats`."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tunesmith.cli.main import main
+from tunesmith.store.votes import VoteStore
+
+pytestmark = pytest.mark.usefixtures("own_logging")
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> Path:
+    path = tmp_path / "pairs.jsonl"
+    rows = [{"prompt": f"p{n}", "chosen": "good", "rejected": "poor", "rater": "ann"} for n in range(3)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    code = main([str(word) for word in words])
+    shown = capsys.readouterr()
+    return code, shown.out, shown.err
+
+
+def test_pairs_are_put_before_raters_and_their_labels_dropped(
+    tmp_path: Path, pairs: Path, capsys: pytest.CaptureFixture[str]
+):
+    folder = tmp_path / "live"
+    code, out, _ = run(capsys, "votes", "import", pairs, "--dir", folder, "--json")
+    assert (code, json.loads(out)["num_new"]) == (0, 3)
+    assert json.loads(run(capsys, "votes", "import", pairs, "--dir", folder, "--json")[1])["num_there"] == 3
+    with VoteStore.open(folder / "votes.db") as store:
+        rater = store.add_rater("bob").rater.id
+        (campaign,) = store.campaigns()
+        assert len(store.next_presentations(rater, campaign.id, 5)) == 3
+        assert store.stats().num_votes == 0
+
+
+def test_votes_are_taken_over_counted_and_written_out_again(
+    tmp_path: Path, pairs: Path, capsys: pytest.CaptureFixture[str]
+):
+    folder, dest = tmp_path / "live", tmp_path / "out.jsonl"
+    assert run(capsys, "votes", "import", pairs, "--dir", folder, "--labels", "votes")[0] == 0
+    code, out, _ = run(capsys, "votes", "stats", "--dir", folder, "--json")
+    facts = json.loads(out)
+    assert (code, facts["num_votes"], facts["raters"][0]["name"]) == (0, 3, "ann")
+    assert facts["alpha"] == {"value": None, "num": 0, "reason": "no item was judged by two raters"}
+    assert "ann: 3 votes" in run(capsys, "votes", "stats", "--dir", folder)[1]
+    assert run(capsys, "votes", "export", dest, "--dir", folder, "--decided")[0] == 0
+    assert [json.loads(line)["chosen"] for line in dest.read_text().splitlines()] == ["good"] * 3
+
+
+def test_votes_are_read_while_a_server_holds_them_but_not_written(
+    tmp_path: Path, pairs: Path, capsys: pytest.CaptureFixture[str]
+):
+    folder = tmp_path / "live"
+    run(capsys, "votes", "import", pairs, "--dir", folder, "--labels", "votes")
+    with VoteStore.open(folder / "votes.db"):
+        assert run(capsys, "votes", "export", tmp_path / "out.jsonl", "--dir", folder)[0] == 0
+        code, _, err = run(capsys, "votes", "import", pairs, "--dir", folder)
+        assert code == 2
+        assert "in use" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (("import",), "no file is named"),
+        (("stats", "--dir", "nowhere"), "does not exist"),
+        (("export", "x.csv", "--dir", "nowhere"), ".csv is no format"),
+        (("export", "x.jsonl", "--dir", "nowhere", "--format", "argilla", "--kind", "rankings"), "Argilla"),
+    ],
+)
+def test_what_cannot_be_done_is_explained(
+    words: tuple[str, ...], part: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run(capsys, "votes", *words)
+    assert code == 2
+    assert part in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_campaign_is_named_with_those_that_are_there(
+    tmp_path: Path, pairs: Path, capsys: pytest.CaptureFixture[str]
+):
+    folder = tmp_path / "live"
+    run(capsys, "votes", "import", pairs, "--dir", folder, "--campaign", "spring")
+    code, _, err = run(capsys, "votes", "stats", "--dir", folder, "--campaign", "autumn")
+    assert code == 2
+    assert "there are spring" in err

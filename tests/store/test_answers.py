@@ -1,0 +1,257 @@
+"""Votes, undo, rankings and written answers."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tunesmith.core.errors import DataError, UnknownPresentationError, VoteConflictError, VoteError
+from tunesmith.store.records import VERDICTS, Candidate, NewItem, Presentation, Verdict
+from tunesmith.store.vote_reader import VoteReader
+from tunesmith.store.votes import VoteStore
+
+Pairs = Callable[..., list[NewItem]]
+MakeCampaign = Callable[..., int]
+MakeRater = Callable[[str], int]
+
+
+@pytest.fixture
+def asked(store: VoteStore, campaign: MakeCampaign, pairs: Pairs) -> int:
+    made = campaign(lease_s=100.0, undo_s=50.0)
+    store.add_items(made, pairs(5))
+    return made
+
+
+@pytest.fixture
+def ann(rater: MakeRater) -> int:
+    return rater("ann")
+
+
+@pytest.fixture
+def shown(store: VoteStore, asked: int, ann: int) -> Presentation:
+    return store.next_presentations(ann, asked, 1, now=0.0)[0]
+
+
+@pytest.fixture
+def reader(path: Path) -> Iterator[VoteReader]:
+    with VoteReader.open(path) as reader:
+        yield reader
+
+
+@pytest.mark.parametrize("verdict", VERDICTS)
+def test_a_verdict_by_side_becomes_the_answer_that_stood_there(
+    store: VoteStore, shown: Presentation, ann: int, reader: VoteReader, verdict: Verdict
+):
+    store.vote(shown.token, ann, verdict, reason="so", dwell_ms=1200, now=1.0)
+    votes = reader.votes_after(0)
+    if verdict == "skip":
+        assert votes == []
+        return
+    (vote,) = votes
+    left, right = shown.answers
+    expected = (right, left) if verdict.startswith("right") else (left, right)
+    assert (vote.chosen.text, vote.rejected.text) == expected
+    assert vote.margin == {"left": 1, "right": 1, "left_much": 2, "right_much": 2}.get(verdict, 0)
+    assert (vote.verdict, vote.prompt, vote.rater, vote.reason) == (verdict, shown.prompt, "ann", "so")
+    assert (vote.dwell_ms, vote.created_at) == (1200, 1.0)
+
+
+def test_the_same_vote_twice_is_one_vote_with_one_receipt(
+    store: VoteStore, shown: Presentation, ann: int, reader: VoteReader
+):
+    first = store.vote(shown.token, ann, "left", request_key="k1", now=1.0)
+    by_key = store.vote(shown.token, ann, "left", request_key="k1", now=2.0)
+    by_content = store.vote(shown.token, ann, "left", request_key="k2", now=3.0)
+    assert [one.is_repeat for one in (first, by_key, by_content)] == [False, True, True]
+    assert {(one.id, one.revision, one.created_at) for one in (first, by_key, by_content)} == {(first.id, 1, 1.0)}
+    assert len(reader.votes_after(0)) == 1
+
+
+def test_a_late_retry_of_a_vote_that_was_undone_does_not_bring_it_back(
+    store: VoteStore, shown: Presentation, ann: int, reader: VoteReader
+):
+    store.vote(shown.token, ann, "left", request_key="k1", now=1.0)
+    store.withdraw(shown.token, ann, now=2.0)
+    assert store.vote(shown.token, ann, "left", request_key="k1", now=3.0).is_repeat
+    assert [vote.verdict for vote in reader.votes_after(0)] == ["withdrawn"]
+
+
+def test_a_request_key_with_another_content_is_refused(store: VoteStore, shown: Presentation, ann: int):
+    store.vote(shown.token, ann, "left", request_key="k1", now=1.0)
+    with pytest.raises(VoteError, match="request key"):
+        store.vote(shown.token, ann, "right", request_key="k1", now=2.0)
+
+
+def test_another_verdict_takes_the_place_of_the_first(
+    store: VoteStore, shown: Presentation, ann: int, reader: VoteReader
+):
+    first = store.vote(shown.token, ann, "left", now=1.0)
+    (seen,) = reader.votes_after(0)
+    second = store.vote(shown.token, ann, "right_much", now=2.0)
+    assert second.revision == 2
+    (changed,) = reader.votes_after(seen.id)
+    assert (changed.revision, changed.presentation_id) == (2, seen.presentation_id)
+    assert [vote.id for vote in reader.votes_after(0)] == [second.id]
+    assert first.id < second.id
+
+
+def test_undo_opens_the_presentation_again_and_history_is_kept(
+    store: VoteStore, shown: Presentation, ann: int, asked: int, reader: VoteReader
+):
+    store.vote(shown.token, ann, "left", now=1.0)
+    store.withdraw(shown.token, ann, now=2.0)
+    assert store.withdraw(shown.token, ann, now=3.0).is_repeat
+    (again,) = store.next_presentations(ann, asked, 1, now=3.0)
+    assert (again.token, again.num_revisions) == (shown.token, 2)
+    assert list(store.export()) == []
+    store.vote(shown.token, ann, "tie", now=4.0)
+    (row,) = store.export()
+    assert (row.verdict, row.tie) == ("tie", True)
+    assert [vote.revision for vote in reader.votes_after(0)] == [3]
+
+
+def test_a_vote_cannot_be_changed_or_undone_after_its_time(store: VoteStore, shown: Presentation, ann: int):
+    receipt = store.vote(shown.token, ann, "left", now=1.0)
+    assert receipt.undo_until == 51.0
+    with pytest.raises(VoteConflictError, match="50 s"):
+        store.withdraw(shown.token, ann, now=52.0)
+    with pytest.raises(VoteConflictError, match="50 s"):
+        store.vote(shown.token, ann, "right", now=52.0)
+    assert store.vote(shown.token, ann, "left", now=52.0).is_repeat
+
+
+def test_a_vote_on_what_was_never_shown_to_this_rater_is_refused(
+    store: VoteStore, shown: Presentation, rater: MakeRater
+):
+    bob = rater("bob")
+    for token in (shown.token, "no-such-token", "'; DROP TABLE votes; --"):
+        with pytest.raises(UnknownPresentationError):
+            store.vote(token, bob, "left", now=1.0)
+    assert list(store.export()) == []
+
+
+def test_a_vote_after_the_lease_is_refused_where_others_took_the_place(
+    store: VoteStore, shown: Presentation, ann: int, asked: int, rater: MakeRater
+):
+    bob = rater("bob")
+    (of_bob,) = store.next_presentations(bob, asked, 1, now=101.0)
+    assert of_bob.prompt == shown.prompt
+    with pytest.raises(VoteConflictError, match="no more votes"):
+        store.vote(shown.token, ann, "left", now=102.0)
+    store.vote(of_bob.token, bob, "right", now=103.0)
+    assert [row.rater for row in store.export()] == ["bob"]
+
+
+def test_undoing_a_skip_is_refused_where_others_took_the_place(
+    store: VoteStore, shown: Presentation, ann: int, asked: int, rater: MakeRater
+):
+    store.vote(shown.token, ann, "skip", now=1.0)
+    store.next_presentations(rater("bob"), asked, 1, now=2.0)
+    with pytest.raises(VoteConflictError):
+        store.withdraw(shown.token, ann, now=3.0)
+    with pytest.raises(VoteConflictError):
+        store.vote(shown.token, ann, "left", now=3.0)
+
+
+def test_undo_without_a_vote_and_unknown_verdicts_are_refused(store: VoteStore, shown: Presentation, ann: int):
+    with pytest.raises(VoteError, match="no vote"):
+        store.withdraw(shown.token, ann, now=1.0)
+    with pytest.raises(VoteError, match="left_much, left"):
+        store.vote(shown.token, ann, "up", now=1.0)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_skip_that_became_a_vote_and_back_is_told_to_the_trainer(
+    store: VoteStore, shown: Presentation, ann: int, reader: VoteReader
+):
+    store.vote(shown.token, ann, "left", now=1.0)
+    store.vote(shown.token, ann, "skip", now=2.0)
+    (vote,) = reader.votes_after(0)
+    assert (vote.verdict, vote.revision) == ("skip", 2)
+    assert list(store.export()) == []
+
+
+@pytest.fixture
+def ranking(store: VoteStore, campaign: MakeCampaign, ann: int) -> Presentation:
+    made = campaign(name="rank", kind="ranking")
+    texts = ("first", "second", "third", "fourth")
+    store.add_items(made, [NewItem("sort", tuple(map(Candidate, texts)), kind="ranking", gold=0)])
+    store.add_items(made, [NewItem("sort these", tuple(map(Candidate, texts)), kind="ranking")])
+    return store.next_presentations(ann, made, 1, now=0.0)[0]
+
+
+def test_ranks_follow_the_answers_wherever_they_stood(
+    store: VoteStore, ranking: Presentation, ann: int, reader: VoteReader
+):
+    assert ranking.kind == "ranking"
+    place = {"first": 1, "second": 3, "third": 3, "fourth": 4}
+    store.rank(ranking.token, ann, [place[text] for text in ranking.answers], now=1.0)
+    (found,) = reader.rankings_after(0)
+    assert {c.text: rank for c, rank in zip(found.candidates, found.ranks, strict=True)} == {
+        "first": 1,
+        "second": 2,
+        "third": 2,
+        "fourth": 3,
+    }
+    store.withdraw(ranking.token, ann, now=2.0)
+    assert [one.ranks for one in reader.rankings_after(0)] == [()]
+    assert list(store.export_rankings()) == []
+
+
+@pytest.mark.parametrize("ranks", [[1, 2, 3], [1, 2, 3, 5], [0, 1, 2, 3], []])
+def test_ranks_that_do_not_fit_are_refused(store: VoteStore, ranking: Presentation, ann: int, ranks: list[int]):
+    with pytest.raises(VoteError, match="4 places"):
+        store.rank(ranking.token, ann, ranks, now=1.0)
+
+
+def test_a_ranking_takes_no_verdict_but_skip_and_a_pair_no_ranks(
+    store: VoteStore, ranking: Presentation, shown: Presentation, ann: int
+):
+    with pytest.raises(VoteError, match="rank them"):
+        store.vote(ranking.token, ann, "left", now=1.0)
+    assert store.vote(ranking.token, ann, "skip", now=1.0).verdict == "skip"
+    with pytest.raises(VoteError, match="verdict"):
+        store.rank(shown.token, ann, [1, 2], now=1.0)
+
+
+def test_a_written_answer_stands_beside_the_vote(
+    store: VoteStore, shown: Presentation, ann: int, reader: VoteReader
+):
+    first = store.demonstrate(shown.token, ann, "A better answer.", request_key="d1", now=1.0)
+    assert store.demonstrate(shown.token, ann, "A better answer.", request_key="d1", now=2.0).is_repeat
+    store.demonstrate(shown.token, ann, "The best answer.", now=3.0)
+    store.vote(shown.token, ann, "both_bad", now=4.0)
+    (written,) = reader.demonstrations_after(0)
+    assert (written.text, written.prompt, written.revision) == ("The best answer.", shown.prompt, 2)
+    assert first.verdict == "written"
+    with pytest.raises(VoteError, match="empty"):
+        store.demonstrate(shown.token, ann, " \n", now=5.0)
+
+
+@pytest.mark.parametrize("text", ["a\x00b", "a\ud800b"])
+def test_text_that_no_file_can_carry_is_refused_everywhere(
+    store: VoteStore, shown: Presentation, ann: int, asked: int, text: str
+):
+    with pytest.raises(DataError, match="NUL|surrogate"):
+        store.vote(shown.token, ann, "left", reason=text, now=1.0)
+    with pytest.raises(DataError, match="NUL|surrogate"):
+        store.demonstrate(shown.token, ann, text, now=1.0)
+    with pytest.raises(DataError, match="NUL|surrogate"):
+        store.add_items(asked, [NewItem("p", (Candidate(text), Candidate("b")))])
+    with pytest.raises(DataError, match="NUL|surrogate"):
+        store.add_items(asked, [NewItem(({"role": "user", "content": text},), (Candidate("a"), Candidate("b")))])
+    with pytest.raises(DataError, match="NUL|surrogate"):
+        store.add_rater(text)
+    assert list(store.export()) == []
+
+
+@pytest.mark.parametrize(
+    "text", ["\u202eright to left", "\u05e9\u05dc\u05d5\u05dd", "\U0001f600", "x" * 1_000_000, "a\nb\r\n\tc\u2028d", "' OR 1=1"]
+)
+def test_any_other_text_comes_back_as_it_was(store: VoteStore, campaign: MakeCampaign, ann: int, text: str):
+    asked = campaign(name="texts")
+    store.add_items(asked, [NewItem(text, (Candidate(text), Candidate("b")))])
+    (shown,) = store.next_presentations(ann, asked, 1, now=0.0)
+    assert (shown.prompt, set(shown.answers)) == (text, {text, "b"})
+    store.vote(shown.token, ann, "left", reason=text, now=1.0)
+    (row,) = store.export(asked)
+    assert (row.prompt, {row.chosen, row.rejected}, row.reason) == (text, {text, "b"}, text)
