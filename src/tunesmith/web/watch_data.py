@@ -158,7 +158,7 @@ class WatchData:
         beat, last = self._runs.heartbeat(), self._runs.last_metric_id()
         newest = self._runs.metrics_after(last - 1, 1) if last else []
         kind = kind_of(beat, time.time())
-        doing = beat.state if beat is not None and kind in ("running", "silent") else ""
+        doing = beat.state if beat is not None and kind in ("running", "silent") and beat.state != "running" else ""
         step = newest[0].step if newest else None
         return beat, {"kind": kind, "doing": doing, "step": step, "beat": None if beat is None else beat.time}
 

@@ -15,7 +15,7 @@ class Chart {
     this.legend = html("ul", { class: "legend" });
     this.element = html(
       "figure",
-      { class: "chart", id: `chart-${id}` },
+      { class: "chart", id: `chart-${id.replace(/\W+/g, "-")}` },
       html("figcaption", {}, title, unit ? html("span", { class: "unit" }, ` ${unit}`) : null),
       this.plot,
       this.legend,

@@ -8,35 +8,43 @@ export const EVENTS = ["metrics", "state", "versions", "votes", "reset"];
 
 export class Feed {
   /**
-   * `cursor()` is where to go on, `receive(event, data)` gets each event, `connected(isOpen)` tells of the line. Call
-   * `start` when the page can take events, `stop` when it cannot.
+   * `cursor()` is where to go on, `receive(event, data)` gets each event, `connected(isOpen)` tells of the line, and
+   * `refused()` that the server does not let this browser in. `listen` takes what other tabs tell; `start`, once the page
+   * knows its cursor, lets this tab keep the stream when no other one does; `stop` ends both.
    */
-  constructor(url, { cursor, receive, connected }) {
+  constructor(url, { cursor, receive, connected, refused }) {
     this.url = url;
     this.cursor = cursor;
     this.receive = receive;
     this.connected = connected;
+    this.refused = refused;
     this.latest = new Map();
     this.channel = new BroadcastChannel(LOCK + url);
     this.channel.onmessage = ({ data }) => this.hear(data);
     this.isOn = false;
+    this.waiting = null;
     this.release = null;
     this.source = null;
     this.retryMs = RETRY_MS;
   }
 
-  start() {
+  listen() {
     if (this.isOn) return;
     this.isOn = true;
     this.channel.postMessage({ kind: "hello" });
+  }
+
+  start() {
+    if (!this.isOn || this.waiting || this.source) return;
     // Without locks, as on plain HTTP from another machine, each tab has a stream of its own.
     if (!navigator.locks) {
       this.open();
       return;
     }
-    this.waiting = new AbortController();
+    const waiting = new AbortController();
+    this.waiting = waiting;
     navigator.locks
-      .request(LOCK + this.url, { signal: this.waiting.signal }, () => this.lead())
+      .request(LOCK + this.url, { signal: waiting.signal }, () => (waiting === this.waiting ? this.lead() : undefined))
       .catch((error) => {
         if (error.name !== "AbortError") throw error;
       });
@@ -45,6 +53,7 @@ export class Feed {
   stop() {
     this.isOn = false;
     this.waiting?.abort();
+    this.waiting = null;
     this.close();
     this.release?.();
     this.release = null;
@@ -52,7 +61,6 @@ export class Feed {
 
   /** Keeps the lock, and the stream, until `stop`. */
   lead() {
-    if (!this.isOn) return undefined;
     this.open();
     return new Promise((resolve) => {
       this.release = resolve;
@@ -70,6 +78,7 @@ export class Feed {
       // The browser tries again by itself unless the server refused.
       if (this.source?.readyState !== EventSource.CLOSED) return;
       this.close();
+      this.refused();
       setTimeout(() => {
         if (this.isOn && !this.source && (this.release || !navigator.locks)) this.open();
       }, this.retryMs);

@@ -146,6 +146,7 @@ function addRows({ cursor: to, names, rows }) {
 const SENTENCES = {
   none: "No trainer has written here yet.",
   running: "Training.",
+  silent: "Training, but without a sign of life for a while.",
   dead: "The trainer has died.",
   finished: "The run has finished.",
   stopped: "The run has stopped.",
@@ -195,8 +196,9 @@ function showVersions(data) {
   versions = data.versions.map((one) => ({ ...one, shown: one.from_votes?.win_rate == null ? one.measured : one.from_votes }));
   if (versions.length) find("versions-part").hidden = false;
   winRates.show(versions);
-  const rows = [...versions].reverse().map(versionRow);
-  find("version-rows").replaceChildren(...rows);
+  const focused = document.activeElement?.closest("tr[data-version]")?.dataset.version;
+  find("version-rows").replaceChildren(...[...versions].reverse().map(versionRow));
+  if (focused) document.querySelector(`tr[data-version="${focused}"] button`)?.focus();
   find("no-versions").hidden = versions.length > 0;
   find("version-table").hidden = versions.length === 0;
 }
@@ -285,12 +287,14 @@ const feed = new Feed(STREAM, {
     isConnected = isOpen;
     tick();
   },
+  refused: () => load(),
 });
 
 async function wake() {
   if (document.hidden) return;
-  feed.start();
+  feed.listen();
   await load();
+  feed.start();
 }
 
 find("vote-chart").append(votes.element);
