@@ -33,7 +33,7 @@ def ask(votes):
             Candidate(f"{place} by {side}", weight_version=version, source_id=source)
             for side, (version, source) in enumerate(zip(versions, sources, strict=True))
         )
-        votes.add_items(campaign.id, [NewItem(prompt or f"prompt {place}", answers, gold=gold)], now=now)
+        votes.add_items(campaign.id, [NewItem(prompt or f"prompt {place}", answers, gold=gold)])
         (shown,) = votes.next_presentations(rater.id, campaign.id, 1, now)
         said = verdict or ("left" if shown.answers[0].endswith(f"by {winner}") else "right")
         votes.vote(shown.token, rater.id, said, "", 500, f"key {place}", now)
@@ -79,7 +79,7 @@ def test_skips_are_no_votes_and_rankings_are(ask, votes, watch):
     campaign = votes.set_campaign(CampaignSettings(name="orders", kind="ranking"), now=NOW)
     rater = votes.add_rater("bert", "rater").rater
     answers = tuple(Candidate(f"answer {number}") for number in range(3))
-    votes.add_items(campaign.id, [NewItem("prompt", answers, kind="ranking")], now=NOW)
+    votes.add_items(campaign.id, [NewItem("prompt", answers, kind="ranking")])
     (shown,) = votes.next_presentations(rater.id, campaign.id, 1, NOW)
     votes.rank(shown.token, rater.id, [1, 2, 3], now=NOW)
     assert watch.per_minute(NOW)[-1] == 1

@@ -7,9 +7,9 @@ import sys
 from unittest.mock import patch
 
 import pytest
+
 from page_parts import faults_of
 from server_parts import Client
-
 from tunesmith.store.records import Candidate, NewItem, PolicyVersion
 from tunesmith.store.runs import RunStore
 from tunesmith.store.vote_reader import VoteReader

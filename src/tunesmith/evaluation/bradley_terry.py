@@ -115,7 +115,9 @@ def _table(contests: Sequence[Contest], versions: Sequence[int]) -> _Table:
     kept = [one for one in contests if one.first != one.second and one.first in place and one.second in place]
     wrong = next((one for one in kept if not 0 <= one.score <= 1), None)
     if wrong is not None:
-        raise InputError(f"a contest has score {wrong.score}; give 1 for a win of the first, 0 for a loss, 0.5 for a tie")
+        raise InputError(
+            f"a contest has score {wrong.score}; give 1 for a win of the first, 0 for a loss, 0.5 for a tie"
+        )
     prompts, prompt_N = np.unique(np.array([one.prompt for one in kept], dtype=np.int64), return_inverse=True)
     return _Table(
         first_N=np.array([place[one.first] for one in kept], dtype=np.int64),

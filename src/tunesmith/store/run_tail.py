@@ -266,7 +266,12 @@ def _numbers(values: Mapping[str, object]) -> Iterator[tuple[str, float]]:
 
 
 def _is_name(name: str) -> bool:
-    return len(name) <= _MAX_NAME and bool(name.strip()) and "\x00" not in name and not any("\ud800" <= char <= "\udfff" for char in name)
+    return (
+        len(name) <= _MAX_NAME
+        and bool(name.strip())
+        and "\x00" not in name
+        and not any("\ud800" <= char <= "\udfff" for char in name)
+    )
 
 
 def _read_position(file: Path) -> Position:
