@@ -75,7 +75,11 @@ def test_votes_are_read_while_a_server_holds_them_but_not_written(
     ],
 )
 def test_what_cannot_be_done_is_explained(
-    words: tuple[str, ...], part: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: tuple[str, ...],
+    part: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.chdir(tmp_path)
     code, _, err = run(capsys, "votes", *words)

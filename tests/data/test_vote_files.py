@@ -35,8 +35,10 @@ def voted(tmp_path: Path, request: pytest.FixtureRequest) -> list[ExportRow]:
     chat = request.param == "chat"
     items = [
         NewItem(
-            (*CHAT, {"role": "assistant", "content": f"{n}?"}, {"role": "user", "content": "Yes"}) if chat else f"p {n}",
-            (Candidate(f"\u202egood\u2028 {n} \U0001f600", weight_version=n), Candidate(f"poor\n{n}, \"quoted\"")),
+            (*CHAT, {"role": "assistant", "content": f"{n}?"}, {"role": "user", "content": "Yes"})
+            if chat
+            else f"p {n}",
+            (Candidate(f"\u202egood\u2028 {n} \U0001f600", weight_version=n), Candidate(f'poor\n{n}, "quoted"')),
         )
         for n in range(5)
     ]
@@ -71,9 +73,7 @@ def comparable(row: ExportRow) -> ExportRow:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_an_export_comes_back_as_the_same_votes(
-    tmp_path: Path, voted: list[ExportRow], form: VoteFormat
-):
+def test_an_export_comes_back_as_the_same_votes(tmp_path: Path, voted: list[ExportRow], form: VoteFormat):
     if form in ("parquet", "datasets"):
         pytest.importorskip("datasets" if form == "datasets" else "pyarrow")
     dest = tmp_path / {"jsonl": "v.jsonl", "parquet": "v.parquet", "datasets": "v", "argilla": "a.jsonl"}[form]

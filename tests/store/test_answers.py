@@ -213,9 +213,7 @@ def test_a_ranking_takes_no_verdict_but_skip_and_a_pair_no_ranks(
         store.rank(shown.token, ann, [1, 2], now=1.0)
 
 
-def test_a_written_answer_stands_beside_the_vote(
-    store: VoteStore, shown: Presentation, ann: int, reader: VoteReader
-):
+def test_a_written_answer_stands_beside_the_vote(store: VoteStore, shown: Presentation, ann: int, reader: VoteReader):
     first = store.demonstrate(shown.token, ann, "A better answer.", request_key="d1", now=1.0)
     assert store.demonstrate(shown.token, ann, "A better answer.", request_key="d1", now=2.0).is_repeat
     store.demonstrate(shown.token, ann, "The best answer.", now=3.0)
@@ -245,7 +243,15 @@ def test_text_that_no_file_can_carry_is_refused_everywhere(
 
 
 @pytest.mark.parametrize(
-    "text", ["\u202eright to left", "\u05e9\u05dc\u05d5\u05dd", "\U0001f600", "x" * 1_000_000, "a\nb\r\n\tc\u2028d", "' OR 1=1"]
+    "text",
+    [
+        "\u202eright to left",
+        "\u05e9\u05dc\u05d5\u05dd",
+        "\U0001f600",
+        "x" * 1_000_000,
+        "a\nb\r\n\tc\u2028d",
+        "' OR 1=1",
+    ],
 )
 def test_any_other_text_comes_back_as_it_was(store: VoteStore, campaign: MakeCampaign, ann: int, text: str):
     asked = campaign(name="texts")

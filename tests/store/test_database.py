@@ -52,9 +52,7 @@ def test_the_tables_are_no_affair_of_sqlite_alone(metadata: MetaData):
     assert not any("AUTOINCREMENT" in statement for statement in statements)
 
 
-def test_an_older_file_is_brought_up_to_date_and_a_newer_one_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_older_file_is_brought_up_to_date_and_a_newer_one_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "votes.db"
     with VoteStore.open(path) as store:
         kept = store.set_campaign(CampaignSettings(guidelines="Be kind."))

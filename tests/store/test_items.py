@@ -43,9 +43,7 @@ def test_an_item_that_cannot_be_judged_is_refused_and_nothing_is_added(
     assert store.next_presentations(rater("ann"), asked, 5) == []
 
 
-def test_tokens_log_probs_and_versions_reach_the_trainer(
-    store: VoteStore, campaign: MakeCampaign, rater: MakeRater
-):
+def test_tokens_log_probs_and_versions_reach_the_trainer(store: VoteStore, campaign: MakeCampaign, rater: MakeRater):
     asked, ann = campaign(), rater("ann")
     prompt = ({"role": "user", "content": "Hi"},)
     answers = (Candidate("a", (1, 2), (-0.5, -1.25), 3, "policy-3"), Candidate("b", (4,), (-2.0,), 3, "policy-3"))

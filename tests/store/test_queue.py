@@ -194,9 +194,7 @@ def test_a_closed_campaign_asks_for_nothing(store: VoteStore, campaign: MakeCamp
     assert store.next_presentations(rater("ann"), asked, 1, now=2.0) == []
 
 
-def test_a_larger_overlap_opens_items_again(
-    store: VoteStore, campaign: MakeCampaign, rater: MakeRater, pairs: Pairs
-):
+def test_a_larger_overlap_opens_items_again(store: VoteStore, campaign: MakeCampaign, rater: MakeRater, pairs: Pairs):
     asked, ann, bob = campaign(), rater("ann"), rater("bob")
     store.add_items(asked, pairs(1))
     (shown,) = store.next_presentations(ann, asked, 1, now=0.0)

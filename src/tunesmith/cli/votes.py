@@ -46,9 +46,9 @@ class ExportVotesOptions:
 
     dest: Annotated[str, Positional, flag("NAME.jsonl, NAME.parquet, or a new folder.", metavar="DEST")]
     dir: Annotated[Path, flag("Folder of the votes.", metavar="FOLDER", shows_default=True)] = Path("live")
-    kind: Annotated[
-        Literal["votes", "rankings", "demonstrations"], flag("What to write.", shows_default=True)
-    ] = "votes"
+    kind: Annotated[Literal["votes", "rankings", "demonstrations"], flag("What to write.", shows_default=True)] = (
+        "votes"
+    )
     format: Annotated[
         Literal["jsonl", "parquet", "datasets", "argilla"] | None, flag("Format; without it, the name says it.")
     ] = None
@@ -96,7 +96,9 @@ def import_(words: Sequence[str]) -> None:
                 done = store.import_items(campaign.id, items)
         what = "votes" if options.labels == "votes" else "items"
         output.say(f"{done.num_new} {what} added, {done.num_there} were there already")
-        output.finish({"dir": options.dir, "num_new": done.num_new, "num_there": done.num_there, "labels": options.labels})
+        output.finish(
+            {"dir": options.dir, "num_new": done.num_new, "num_there": done.num_there, "labels": options.labels}
+        )
 
 
 def export(words: Sequence[str]) -> None:
@@ -161,7 +163,9 @@ def _say(found: "VoteStats", output: Output) -> None:
     for rater in found.raters[:_MAX_SHOWN]:
         gold = "" if rater.gold_accuracy is None else f", gold {rater.gold_accuracy:.0%} of {rater.num_gold}"
         dwell = "" if rater.median_dwell_ms is None else f", {rater.median_dwell_ms / 1000:.1f} s each"
-        output.say(f"rater          {visible(rater.name)}: {rater.num_votes} votes, left {_bias(rater.left)}{gold}{dwell}")
+        output.say(
+            f"rater          {visible(rater.name)}: {rater.num_votes} votes, left {_bias(rater.left)}{gold}{dwell}"
+        )
 
 
 def _agreement(measure: "Agreement") -> str:

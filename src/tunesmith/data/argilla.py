@@ -74,11 +74,15 @@ def _add_response(record: dict[str, object], row: ExportRow, chosen: str) -> Non
 
 
 def _votes_of(row: Row, with_unjudged: bool) -> list[GivenVote]:
-    fields, responses, metadata = (_mapping(row.columns.get(name), name) for name in ("fields", "responses", "metadata"))
+    fields, responses, metadata = (
+        _mapping(row.columns.get(name), name) for name in ("fields", "responses", "metadata")
+    )
     names = [name for name, value in fields.items() if isinstance(value, str) and name not in _PROMPT_FIELDS]
     if len(names) != 2:
         raise RowError(f"`fields` has {len(names)} answers ({', '.join(names)}); give a prompt and two", "bad value")
-    item = NewItem(_prompt(fields), tuple(Candidate(str(fields[name]), source_id=f"{row.where}/{name}") for name in names))
+    item = NewItem(
+        _prompt(fields), tuple(Candidate(str(fields[name]), source_id=f"{row.where}/{name}") for name in names)
+    )
     if item.candidates[0].text == item.candidates[1].text:
         raise RowError("the two answers are the same; remove the record", "same completions")
     votes: list[GivenVote] = []
@@ -96,9 +100,7 @@ def _prompt(fields: Mapping[str, object]) -> Text:
     return "" if name is None else as_content(fields[name], name)
 
 
-def _vote(
-    item: NewItem, names: Sequence[str], response: object, metadata: Mapping[str, object]
-) -> GivenVote | None:
+def _vote(item: NewItem, names: Sequence[str], response: object, metadata: Mapping[str, object]) -> GivenVote | None:
     facts = _mapping(response, "responses")
     said = _label(facts.get("value"), names)
     if said is None:

@@ -225,9 +225,7 @@ def _known_best(row: Pair | Ranking) -> int | None:
 
 def _of_vote(vote: GivenVote, *, gold: bool, heldout: bool) -> NewItem:
     is_known = gold and vote.verdict in ("much_better", "better")
-    return NewItem(
-        vote.item.prompt, vote.item.candidates, gold=vote.better if is_known else None, heldout=heldout
-    )
+    return NewItem(vote.item.prompt, vote.item.candidates, gold=vote.better if is_known else None, heldout=heldout)
 
 
 def _given(pair: Pair) -> GivenVote:

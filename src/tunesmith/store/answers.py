@@ -126,9 +126,7 @@ class Answering:
         self._set_state(state)
         return receipt
 
-    def _repeated(
-        self, table: Table, content: Mapping[str, object], request_key: str | None
-    ) -> VoteReceipt | None:
+    def _repeated(self, table: Table, content: Mapping[str, object], request_key: str | None) -> VoteReceipt | None:
         """The receipt of the row that says the same: of the same request, or the last one of the presentation."""
         if request_key is not None:
             if not 0 < len(request_key) <= 200:
@@ -199,9 +197,7 @@ class Answering:
         if state == "open":
             values["lease_until"] = self._now + self._campaign.settings.lease_s
         self._connection.execute(update(presentations).where(presentations.c.id == self._shown.id).values(**values))
-        refresh_open_items(
-            self._connection, self._campaign.id, self._campaign.settings.overlap, [int(self._item.id)]
-        )
+        refresh_open_items(self._connection, self._campaign.id, self._campaign.settings.overlap, [int(self._item.id)])
 
 
 def _is_same(row: Row[Any], content: Mapping[str, object]) -> bool:

@@ -35,9 +35,7 @@ def add_votes(
     return num_new
 
 
-def _add(
-    connection: Connection, draw: random.Random, vote: GivenVote, item_id: int, rater_id: int, now: float
-) -> None:
+def _add(connection: Connection, draw: random.Random, vote: GivenVote, item_id: int, rater_id: int, now: float) -> None:
     time = now if vote.created_at is None else vote.created_at
     seed = draw.getrandbits(31)
     order = [0, 1]

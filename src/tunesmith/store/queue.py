@@ -108,7 +108,11 @@ def _renew_held(connection: Connection, rater_id: int, campaign: Campaign, now: 
     """
     rows = connection.execute(
         select(
-            items.c.id, items.c.is_gold, items.c.retired_at, presentations.c.id.label("shown"), presentations.c.lease_until
+            items.c.id,
+            items.c.is_gold,
+            items.c.retired_at,
+            presentations.c.id.label("shown"),
+            presentations.c.lease_until,
         )
         .select_from(presentations.join(items))
         .where(
@@ -122,8 +126,7 @@ def _renew_held(connection: Connection, rater_id: int, campaign: Campaign, now: 
     lost: list[int] = []
     for row in rows:
         stays = row.lease_until > now or (
-            has_room(connection, row, row.shown, campaign, now)
-            and num_allowed(connection, rater_id, campaign, now) > 0
+            has_room(connection, row, row.shown, campaign, now) and num_allowed(connection, rater_id, campaign, now) > 0
         )
         (kept if stays else lost).append(row.shown)
         if stays:
@@ -145,9 +148,7 @@ def _pick_item(
     return found
 
 
-def _first_item(
-    connection: Connection, rater_id: int, campaign: Campaign, now: float, *, is_offer: bool
-) -> int | None:
+def _first_item(connection: Connection, rater_id: int, campaign: Campaign, now: float, *, is_offer: bool) -> int | None:
     """The newest offer, or the oldest given item, that the rater may still vote on. Read from `ix_items_queue`."""
     num_active = (
         select(func.count())

@@ -24,8 +24,8 @@ from tunesmith.store.tables import (
     items,
     presentations,
     prompts,
-    raters,
     rankings,
+    raters,
     votes,
 )
 
@@ -92,9 +92,7 @@ def _effective(
     A skip or withdrawal that replaces nothing is no news to anyone.
     """
     later = table.alias()
-    is_last = ~exists().where(
-        later.c.presentation_id == table.c.presentation_id, later.c.revision > table.c.revision
-    )
+    is_last = ~exists().where(later.c.presentation_id == table.c.presentation_id, later.c.revision > table.c.revision)
     joined = (
         table.join(presentations, presentations.c.id == table.c.presentation_id)
         .join(items, items.c.id == presentations.c.item_id)

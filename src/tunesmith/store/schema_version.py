@@ -40,13 +40,13 @@ def check_readable(connection: Connection, name: DatabaseName, place: str) -> bo
     return revision is not None
 
 
-def _revision(
-    connection: Connection, name: DatabaseName, place: str, *, may_hold_others: bool = False
-) -> str | None:
+def _revision(connection: Connection, name: DatabaseName, place: str, *, may_hold_others: bool = False) -> str | None:
     tables = inspect(connection).get_table_names()
     if _VERSION_TABLE not in tables:
         if tables and not may_hold_others:
-            raise StoreError(f"{place} is a database of something else (tables {', '.join(tables[:5])}); choose another")
+            raise StoreError(
+                f"{place} is a database of something else (tables {', '.join(tables[:5])}); choose another"
+            )
         return None
     revision = connection.execute(text(f"SELECT version_num FROM {_VERSION_TABLE}")).scalar()
     if revision is None or revision in REVISIONS[name]:

@@ -95,7 +95,9 @@ class VoteReader:
     def progress(self, rater_id: int, campaign_id: int) -> Progress:
         """How far the rater and the campaign are. Raises StoreError if there is no such campaign."""
         nothing = Progress(0, 0, 0, 0, 0)
-        return self._database.read(lambda c: vote_stats.progress(c, rater_id, campaigns.campaign(c, campaign_id)), nothing)
+        return self._database.read(
+            lambda c: vote_stats.progress(c, rater_id, campaigns.campaign(c, campaign_id)), nothing
+        )
 
     def stats(self, campaign_id: int | None = None, now: float | None = None) -> VoteStats:
         """Counts, agreement, biases and gold accuracy of one campaign, or of all."""

@@ -19,8 +19,8 @@ from tunesmith.store.tables import (
     item_candidates,
     items,
     presentations,
-    raters,
     rankings,
+    raters,
     votes,
 )
 
@@ -198,9 +198,7 @@ def _rankings(connection: Connection, campaign_id: int | None) -> tuple[int, lis
 def _gold_place() -> Any:
     return (
         select(item_candidates.c.position)
-        .where(
-            item_candidates.c.item_id == items.c.id, item_candidates.c.candidate_id == items.c.gold_candidate_id
-        )
+        .where(item_candidates.c.item_id == items.c.id, item_candidates.c.candidate_id == items.c.gold_candidate_id)
         .correlate(items)
         .scalar_subquery()
     )
