@@ -120,7 +120,7 @@ def test_the_same_votes_give_the_same_figures():
 def test_wrong_arguments_are_refused():
     with pytest.raises(InputError, match=r"score 2.0; give 1 for a win"):
         standings([Contest(0, 1, 2.0, 0)])
-    with pytest.raises(InputError, match="confidence is 1.5"):
+    with pytest.raises(InputError, match=r"confidence is 1\.5"):
         standings([], confidence=1.5)
 
 

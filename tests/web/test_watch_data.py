@@ -83,9 +83,9 @@ def test_who_is_far_behind_is_told_to_fetch_thinned_series(trainer, data, monkey
 
 
 def test_answers_are_json_also_where_numbers_are_not_finite(trainer, data):
-    trainer.add_metrics(1, {"reward": math.inf, "über/α": 1.0})
+    trainer.add_metrics(1, {"reward": math.inf, "über/ü": 1.0})
     trainer.add_version(PolicyVersion(version=0, created_at=NOW, kl=None))
-    for answer in (data.names(), data.series(["reward", "über/α"], 0, 100), data.versions()):
+    for answer in (data.names(), data.series(["reward", "über/ü"], 0, 100), data.versions()):
         json.dumps(answer, allow_nan=False)
     assert data.series(["reward"], 0, 100)["series"][0]["points"][0][3] is None
 

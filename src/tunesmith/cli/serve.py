@@ -10,7 +10,8 @@ from tunesmith.cli.output import Output, reporting
 from tunesmith.core.errors import InputError, MissingDependencyError
 
 if TYPE_CHECKING:
-    from tunesmith.store.records import CampaignSettings
+    from tunesmith.store.records import CampaignSettings, NewItem
+    from tunesmith.store.votes import VoteStore
     from tunesmith.web.server import Opened
 
 _MAX_PORT = 65_535
@@ -33,6 +34,9 @@ class ServeOptions:
     allow_host: Annotated[
         UseAppendAction[tuple[str, ...]], flag("Another name that browsers know this server by.", metavar="NAME")
     ] = ()
+    pairs: Annotated[
+        str | None, flag("Pairs or rankings to be judged, as `tunesmith votes import` reads them.", metavar="FILE")
+    ] = None
     guidelines: Annotated[Path | None, flag("Markdown for raters: what makes an answer good.", metavar="FILE")] = None
     overlap: Annotated[int | None, flag("Raters who judge each pair; 1 at first.", metavar="N")] = None
     raw: Annotated[bool, flag("Show answers as they are, not as Markdown.")] = False
@@ -53,14 +57,32 @@ def serve(words: Sequence[str]) -> None:
         raise MissingDependencyError(
             f"the pages need {error.name}, which is not installed; run `pip install 'tunesmith[web]'`"
         ) from None
+    items = _items(options.pairs)
     settings = ServerSettings(options.dir.expanduser(), options.host, options.port, options.allow_host)
     with reporting(as_json=options.json) as output:
         server.serve(
             settings,
             adjust=lambda campaign: _adjusted(campaign, options),
             is_exposed=options.login,
+            fill=lambda votes, campaign_id: _fill(votes, campaign_id, items, output),
             announce=lambda opened: _say(opened, settings.votes_path, output),
         )
+
+
+def _items(source: str | None) -> "Sequence[NewItem]":
+    """The pairs and rankings of a file; none without one. All are read before anything is stored."""
+    if source is None:
+        return ()
+    from tunesmith.data.vote_files import read_items
+
+    return read_items(source)
+
+
+def _fill(votes: "VoteStore", campaign_id: int, items: "Sequence[NewItem]", output: Output) -> None:
+    """Put the given items before raters; those that are there already stay as they are."""
+    if items:
+        done = votes.import_items(campaign_id, items)
+        output.say(f"pairs    {done.num_new} added, {done.num_there} were there already")
 
 
 def _adjusted(campaign: "CampaignSettings", options: ServeOptions) -> "CampaignSettings":

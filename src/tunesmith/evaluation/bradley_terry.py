@@ -130,7 +130,7 @@ def _table(contests: Sequence[Contest], versions: Sequence[int]) -> _Table:
 
 
 def _wins(table: _Table, weight_SN: np.ndarray) -> np.ndarray:
-    """wins_SKK: how often, ties half, the row's version won against the column's, each contest counted by its weight."""
+    """wins_SKK: how often, ties half, the row's version won against the column's; contests count by their weight."""
     size = table.num_versions
     forward_N, backward_N = table.first_N * size + table.second_N, table.second_N * size + table.first_N
     wins_SKK = np.empty((len(weight_SN), size, size))

@@ -20,6 +20,7 @@ from typing import BinaryIO
 from tunesmith.config.yaml_text import is_mapping
 from tunesmith.core.errors import StoreError, TunesmithError
 from tunesmith.core.log import get_logger
+from tunesmith.store.content import MAX_NAME, is_storable
 from tunesmith.store.runs import RunStore
 from tunesmith.telemetry.run_lock import HOLDER_FILE, is_locked
 
@@ -32,7 +33,6 @@ WATCH_FOLDER = "watch"
 """Folder in a run's folder for what the watch page needs. It can be removed when nobody watches."""
 
 _PORTION = 1 << 20
-_MAX_NAME = 200
 _BEAT_S = 2.0
 
 MetricRow = tuple[int, float, str, float]

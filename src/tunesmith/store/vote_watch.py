@@ -36,7 +36,7 @@ class VersionContest:
 
 
 class VoteWatch:
-    """Reads only votes that are new since the last call, and of those no texts. Safe to call from any number of threads.
+    """Reads votes that are new since the last call, and no texts. Safe to call from any number of threads.
 
     A file that is not there yet has no votes. Raises StoreError for one that cannot be read.
     """

@@ -1,4 +1,4 @@
-"""What the watch page shows, read from the trainer's file and from the votes. Everything here runs in worker threads."""
+"""What the watch page shows, read from the trainer's file and from the votes. All of it runs in worker threads."""
 
 import math
 import os

@@ -1,8 +1,8 @@
 """The stream of what is new, as server-sent events.
 
 One stream carries all topics: `metrics` as they come, and `state`, `versions` and `votes` whole whenever they change.
-Only `metrics` events have an id, the cursor behind them, with which a client goes on after a break. Nothing is kept for a
-client but its cursor: what it has not read yet stays in the database, so a slow one costs no memory.
+Only `metrics` events have an id, the cursor behind them, with which a client goes on after a break. Nothing is kept for
+a client but its cursor: what it has not read yet stays in the database, so a slow one costs no memory.
 """
 
 import json

@@ -40,6 +40,7 @@ export class Desk {
   takeBack(presentation) {
     this.#answered.delete(presentation.token);
     this.#held.unshift(presentation);
+    this.#claim(presentation.token);
   }
 
   /** The server knows that it is answered, or will not take an answer. */

@@ -35,11 +35,12 @@ let isRaw = false;
 let pollMs = POLL_MS;
 let pollTimer = 0;
 let isFilling = false;
+let mustRefill = false;
 
 const outbox = new Outbox({
   sent(letter) {
-    desk.settle(tokenOf(letter.path));
     if (letter.path.endsWith("/demonstration")) say("Your answer is stored.");
+    else if (letter.method === "PUT") desk.settle(tokenOf(letter.path));
     refill();
   },
   refused(letter, error) {
@@ -64,20 +65,26 @@ function tokenOf(path) {
 
 /** Fetch ahead, and show what came if nothing was shown. */
 async function refill() {
-  if (isFilling) return;
+  if (isFilling) {
+    mustRefill = true;
+    return;
+  }
   isFilling = true;
+  mustRefill = false;
   clearTimeout(pollTimer);
   try {
     showProgress(await desk.fill());
-    if (desk.current?.token !== seen.token) show();
-    if (!desk.current) $("nothing").hidden = false;
+    if ((desk.current?.token ?? null) !== seen.token) show();
+    $("nothing").hidden = Boolean(desk.current);
   } catch (error) {
     if (error instanceof LoggedOut) location.assign("/login");
     if (error instanceof Refused) say(error.message, true);
   } finally {
     isFilling = false;
   }
-  if (desk.current) {
+  if (mustRefill) {
+    refill();
+  } else if (desk.current) {
     pollMs = POLL_MS;
   } else {
     pollTimer = setTimeout(() => (document.hidden ? 0 : refill()), pollMs);
@@ -88,7 +95,7 @@ async function refill() {
 function show() {
   const shown = desk.current;
   $("table").hidden = !shown;
-  $("nothing").hidden = Boolean(shown);
+  $("nothing").hidden = true; // Only the server can say that there is nothing.
   main.dataset.state = "settling";
   seen.token = shown?.token ?? null;
   seen.ms = 0;
