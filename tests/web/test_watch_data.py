@@ -132,15 +132,8 @@ def test_votes_between_versions_give_win_rates_against_the_base(trainer, data, t
 
 
 def test_pictures_group_metrics_as_the_reports_do_and_add_the_stages():
-    names = [
-        "kl",
-        "reward",
-        "rewards/helpful/mean",
-        "time/rollout_s",
-        "time/step_s",
-        "time/update/forward_s",
-        "grad_norm",
-    ]
+    stages = ["time/rollout_s", "time/step_s", "time/update/forward_s"]
+    names = ["kl", "reward", "rewards/helpful/mean", *stages, "grad_norm"]
     found = {one.id: [line.name for line in one.lines] for one in pictures(names)}
     assert found == {
         "reward": ["reward", "rewards/helpful/mean"],

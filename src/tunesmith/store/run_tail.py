@@ -266,12 +266,8 @@ def _numbers(values: Mapping[str, object]) -> Iterator[tuple[str, float]]:
 
 
 def _is_name(name: str) -> bool:
-    return (
-        len(name) <= _MAX_NAME
-        and bool(name.strip())
-        and "\x00" not in name
-        and not any("\ud800" <= char <= "\udfff" for char in name)
-    )
+    """True if the store takes a metric of this name."""
+    return bool(name.strip()) and len(name) <= MAX_NAME and is_storable(name)
 
 
 def _read_position(file: Path) -> Position:
