@@ -249,7 +249,7 @@ def test_what_files_name_cannot_become_markup(watch, trainer):
     page.locator("#all-metrics summary").click()
     page.locator("#metric-rows").get_by_text(name, exact=True).wait_for()
     page.locator("#version-rows").get_by_text(name).wait_for()
-    page.locator("#details").get_by_text(name).wait_for()
+    page.locator("#details", has_text=name).wait_for()
     assert page.locator("main img").count() == 0
 
 

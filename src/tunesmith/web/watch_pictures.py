@@ -9,7 +9,7 @@ from tunesmith.reports.curves import MAIN, PICTURES, labels
 MAX_LINES = 8
 """Lines of one picture, as many as there are colours; further metrics stand in the table."""
 
-_STAGE = r"time/(?!step_s)[^/]+_s"
+_STAGE = re.compile(r"time/(?!step_s)([^/]+)_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,14 @@ def pictures(names: Sequence[str]) -> tuple[WatchPicture, ...]:
         _picture(one.id, one.title, one.unit, one.id in MAIN, one.pattern, names)
         for one in sorted(PICTURES, key=lambda one: one.id not in MAIN)
     ]
-    found.append(_picture("stages", "Time of each stage", "seconds", True, _STAGE, names))
+    found.append(_stages(names))
     return tuple(one for one in found if one.lines)
+
+
+def _stages(names: Sequence[str]) -> WatchPicture:
+    matching = [found for name in names if (found := _STAGE.fullmatch(name))][:MAX_LINES]
+    lines = tuple(PictureLine(found[0], found[1]) for found in matching)
+    return WatchPicture("stages", "Time of each stage", "seconds", True, lines)
 
 
 def _picture(id: str, title: str, unit: str, is_main: bool, pattern: str, names: Sequence[str]) -> WatchPicture:

@@ -94,7 +94,6 @@ export class LineChart extends Chart {
     const group = svg("g", { class: name });
     group.append(svg("path", { class: this.smoothing ? "line raw" : "line", d: path(places, values, y) }));
     if (this.smoothing) group.append(svg("path", { class: "line", d: path(places, smooth(values, this.smoothing), y) }));
-    if (line.points.length === 1 && values[0] !== null) group.append(svg("circle", { cx: places[0], cy: y(values[0]), r: 3 }));
     const marks = places.filter((_, at) => values[at] === null);
     this.plot.append(group);
     if (!marks.length) return;
@@ -211,17 +210,15 @@ function valueRange(lines) {
   return [low - room, high + room];
 }
 
-/** The way through all finite points; it is lifted at every gap. */
+/** The way through all finite points; it is lifted at every gap, and a point between two gaps becomes a dot. */
 function path(places, values, y) {
+  const isFinite = (at) => values[at] !== null && values[at] !== undefined;
   const parts = [];
-  let isDown = false;
   places.forEach((place, at) => {
-    if (values[at] === null) {
-      isDown = false;
-      return;
-    }
-    parts.push(`${isDown ? "L" : "M"}${place.toFixed(1)} ${y(values[at]).toFixed(1)}`);
-    isDown = true;
+    if (!isFinite(at)) return;
+    const goesOn = isFinite(at - 1);
+    parts.push(`${goesOn ? "L" : "M"}${place.toFixed(1)} ${y(values[at]).toFixed(1)}`);
+    if (!goesOn && !isFinite(at + 1)) parts.push("h0");
   });
   return parts.join("");
 }
