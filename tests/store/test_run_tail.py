@@ -158,6 +158,15 @@ def test_a_run_that_is_cut_back_to_its_checkpoint_loses_the_steps_after_it_at_on
     assert copied(place)[-2:] == [(4, 4.0), (5, 50.0)]
 
 
+def test_a_run_that_was_cut_back_and_did_fewer_steps_meanwhile_is_copied_anew(run, place):
+    append(run, *(line(step, reward=float(step)) for step in range(1, 9)))
+    follow_once(run, place)
+    (run / METRICS_FILE).unlink()
+    append(run, *(line(step, reward=10.0 * step) for step in range(1, 4)))
+    follow_once(run, place)
+    assert copied(place) == [(step, 10.0 * step) for step in range(1, 4)]
+
+
 def test_a_run_that_was_cut_back_and_went_on_meanwhile_is_copied_anew(run, place):
     append(run, *(line(step, reward=float(step)) for step in range(1, 5)))
     follow_once(run, place)

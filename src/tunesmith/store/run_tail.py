@@ -80,13 +80,14 @@ class RunTail:
         self._store.beat(state, None if state == "running" else ended_at)
 
     def poll(self) -> bool:
-        """Copy a portion of what is new; True if there is more. A line without its end is left for later.
+        """Copy a portion of what is new; True if there was any. A line without its end is left for later. A file that is
+        not as it was, as after a resumed run has cut it back, is copied anew.
 
         Raises StoreError if the database cannot be written.
         """
         try:
             with self._file.open("rb") as file:
-                start = self._position if _is_as_before(file, self._position) else self._go_back(file)
+                start = self._position if _is_as_before(file, self._position) else self._begin_again()
                 file.seek(start.offset)
                 data = _whole_lines(file)
         except FileNotFoundError:
@@ -97,7 +98,7 @@ class RunTail:
             raise StoreError(f"{self._file} cannot be read: {error.strerror or error}") from error
         if data:
             self._copy(start, data)
-        return len(data) >= _PORTION
+        return bool(data)
 
     def _copy(self, start: Position, data: bytes) -> None:
         rows: list[MetricRow] = []
@@ -120,19 +121,6 @@ class RunTail:
                 time=when,
             )
         )
-
-    def _go_back(self, file: BinaryIO) -> Position:
-        """Where to go on in a file that is not as it was: after its last line if it was only cut, as a resumed run
-        does, else at its beginning. What was copied from there on is taken back.
-        """
-        size = file.seek(0, os.SEEK_END)
-        if size < self._position.offset:
-            position = _end_of(file, size, self._position.time)
-            if position is not None:
-                self._store.truncate_metrics(position.step + 1)
-                self._keep(position)
-                return position
-        return self._begin_again()
 
     def _begin_again(self) -> Position:
         self._store.truncate_metrics(0)
@@ -222,18 +210,6 @@ def _whole_lines(file: BinaryIO) -> bytes:
         if b"\n" in portion:
             break
     return data[: data.rfind(b"\n") + 1]
-
-
-def _end_of(file: BinaryIO, size: int, when: float) -> Position | None:
-    """The position after the last line of the file; None if its last portion holds no whole line with a step."""
-    file.seek(max(0, size - _PORTION))
-    data = file.read(_PORTION)
-    line_start = data.rfind(b"\n", 0, len(data) - 1) + 1
-    line = data[line_start:]
-    values = _object(line)
-    if not line.endswith(b"\n") or values is None or "step" not in values:
-        return None
-    return Position(size, size - len(line), hashlib.sha256(line).hexdigest(), _step(values, -1), when)
 
 
 def _object(line: bytes) -> Mapping[str, object] | None:
