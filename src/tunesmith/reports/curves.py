@@ -82,10 +82,10 @@ def curves(rows: Sequence[Row], prefix: str = "") -> Curves:
 
 def _draw(picture: Picture, keys: Sequence[str], rows: Sequence[Row], prefix: str) -> Chart | None:
     found = [key for key in keys if re.fullmatch(picture.pattern, key)]
-    return line_chart(f"{prefix}{picture.id}", picture.title, rows, _labels(found), picture.unit)
+    return line_chart(f"{prefix}{picture.id}", picture.title, rows, labels(found), picture.unit)
 
 
-def _labels(keys: Sequence[str]) -> dict[str, str]:
+def labels(keys: Sequence[str]) -> dict[str, str]:
     """`completions/mean_length` as `mean length`; the whole name where the last parts are the same."""
     short = [key.rsplit("/", 1)[-1].replace("_", " ") for key in keys]
     return {key: name if short.count(name) == 1 else key for key, name in zip(keys, short, strict=True)}

@@ -1,13 +1,15 @@
 // Logs in by a token that is typed, or by the one in the address of a link, which is used at once and taken out of sight.
 import { call } from "./api.js";
 
+const PAGES = ["/vote", "/watch", "/raters"];
+const asked = new URLSearchParams(location.search);
 const status = document.getElementById("status");
 
 async function logIn(token) {
   status.textContent = "";
   try {
     await call("POST", "session", { token });
-    location.replace("/vote");
+    location.replace(PAGES.find((page) => page === asked.get("next")) ?? "/vote");
   } catch (error) {
     status.textContent = error.message;
   }
@@ -18,7 +20,7 @@ document.getElementById("login").addEventListener("submit", (event) => {
   logIn(document.getElementById("token").value.trim());
 });
 
-const given = new URLSearchParams(location.search).get("token");
+const given = asked.get("token");
 if (given) {
   history.replaceState(null, "", "/login");
   logIn(given);

@@ -1,0 +1,181 @@
+"""What the watch page asks of the votes: how many come each minute, and which were between answers of two versions."""
+
+import re
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, Select, Table, func, or_, select
+
+from tunesmith.store.database import ReadOnlyDatabase
+from tunesmith.store.tables import candidates, item_candidates, items, presentations, rankings, votes
+
+MINUTES = 60
+"""Minutes that `per_minute` looks back."""
+
+_MINUTE_S = 60.0
+_PORTION = 5_000
+_EVEN = ("tie", "both_bad")
+_NOTHING = ("skip", "withdrawn")
+_SOURCE = re.compile(r"v(\d{1,9})")
+
+
+@dataclass(frozen=True, slots=True)
+class VersionContest:
+    """An effective vote between answers of two versions: `score` 1 if `first` won, 0 if it lost, 0.5 for a tie, also
+    of two bad answers.
+    """
+
+    first: int
+    second: int
+    score: float
+    prompt_id: int
+
+
+class VoteWatch:
+    """Reads votes that are new since the last call, and no texts. Safe to call from any number of threads.
+
+    A file that is not there yet has no votes. Raises StoreError for one that cannot be read.
+    """
+
+    def __init__(self, place: str | Path) -> None:
+        self._database = ReadOnlyDatabase(place, "votes")
+        self._lock = threading.Lock()
+        self._counted = (_Counted(votes), _Counted(rankings))
+        self._last_contest_id = 0
+        self._changes = 0
+        self._contests: dict[int, VersionContest] = {}
+
+    @property
+    def total(self) -> int:
+        """Votes and rankings as of the last `per_minute`, without skips; those undone since are still counted."""
+        return sum(one.total for one in self._counted)
+
+    def close(self) -> None:
+        """Close all connections. Harmless if called twice."""
+        self._database.close()
+
+    def per_minute(self, now: float) -> list[int]:
+        """Votes and rankings of each of the last `MINUTES` minutes before `now`, the oldest first, without skips. One
+        that was changed counts once.
+        """
+        counts = [0] * MINUTES
+        with self._lock:
+            for one in self._counted:
+                self._database.read(one.read_new(now - MINUTES * _MINUTE_S), None)
+                for time in one.times:
+                    # A clock that was set back makes votes of the future; they count as of now.
+                    counts[max(0, min(MINUTES - 1, MINUTES - 1 - int((now - time) // _MINUTE_S)))] += 1
+        return counts
+
+    def contests(self) -> tuple[int, list[VersionContest]]:
+        """A number that grows with every change, and the contests. Gold items and rankings are left out."""
+        with self._lock:
+            while self._database.read(self._compare, False):
+                pass
+            return self._changes, list(self._contests.values())
+
+    def _compare(self, connection: Connection) -> bool:
+        """Take in the next portion of votes between versions; True if there may be more."""
+        found = connection.execute(_between_versions(self._last_contest_id)).all()
+        for row in found:
+            self._last_contest_id = row.id
+            first, second = _version(row.source_a, row.version_a), _version(row.source_b, row.version_b)
+            if first is None or second is None or first == second:
+                continue
+            self._changes += 1
+            if row.verdict in _NOTHING:
+                self._contests.pop(row.presentation_id, None)
+                continue
+            score = 0.5 if row.verdict in _EVEN else float(row.chosen_candidate_id == row.first_id)
+            self._contests[row.presentation_id] = VersionContest(first, second, score, row.prompt_id)
+        return len(found) == _PORTION
+
+
+class _Counted:
+    """Times of the last hour's first revisions in a table, and how many there are in all."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+        self._last_id = 0
+        self.times: deque[float] = deque()
+        self.total = 0
+
+    def read_new(self, oldest: float) -> Callable[[Connection], None]:
+        """A query that takes in what is new and lets go of what came before `oldest`."""
+
+        def read(connection: Connection) -> None:
+            self._read(connection, oldest)
+            while self.times and self.times[0] <= oldest:
+                self.times.popleft()
+
+        return read
+
+    def _read(self, connection: Connection, oldest: float) -> None:
+        table = self._table
+        last = connection.execute(select(func.max(table.c.id))).scalar() or 0
+        if last <= self._last_id:
+            return
+        counts = (table.c.revision == 1, table.c.verdict != "skip")
+        if self._last_id == 0:
+            self.total = connection.execute(select(func.count()).select_from(table).where(*counts)).scalar() or 0
+            self.times.extend(self._recent(connection, oldest))
+        else:
+            query = select(table.c.created_at).where(*counts, table.c.id > self._last_id, table.c.id <= last)
+            times = connection.execute(query.order_by(table.c.id)).scalars().all()
+            self.total += len(times)
+            self.times.extend(times)
+        self._last_id = last
+
+    def _recent(self, connection: Connection, oldest: float) -> list[float]:
+        """Times after `oldest` in order, read backwards from the newest: ids grow with time."""
+        columns = (self._table.c.id, self._table.c.created_at, self._table.c.revision, self._table.c.verdict)
+        query = select(*columns).order_by(self._table.c.id.desc()).limit(_PORTION)
+        times: list[float] = []
+        rows = connection.execute(query).all()
+        while rows:
+            times += [at for _, at, revision, verdict in rows if revision == 1 and verdict != "skip" and at > oldest]
+            if len(rows) < _PORTION or rows[-1].created_at <= oldest:
+                break
+            rows = connection.execute(query.where(self._table.c.id < rows[-1].id)).all()
+        return times[::-1]
+
+
+def _version(source_id: str, weight_version: int | None) -> int | None:
+    """The version that wrote an answer: the trainer names it `v12`; else the version that it was offered with."""
+    found = _SOURCE.fullmatch(source_id)
+    return weight_version if found is None else int(found[1])
+
+
+def _between_versions(after: int) -> Select[Any]:
+    """Votes on pairs whose two answers were written by two sources: the first candidate of the item is `a`."""
+    place_a, place_b = item_candidates.alias("place_a"), item_candidates.alias("place_b")
+    a, b = candidates.alias("a"), candidates.alias("b")
+    return (
+        select(
+            votes.c.id,
+            votes.c.presentation_id,
+            votes.c.verdict,
+            votes.c.chosen_candidate_id,
+            a.c.id.label("first_id"),
+            a.c.weight_version.label("version_a"),
+            a.c.source_id.label("source_a"),
+            b.c.weight_version.label("version_b"),
+            b.c.source_id.label("source_b"),
+            items.c.prompt_id,
+        )
+        .select_from(votes)
+        .join(presentations, presentations.c.id == votes.c.presentation_id)
+        .join(items, items.c.id == presentations.c.item_id)
+        .join(place_a, (place_a.c.item_id == items.c.id) & (place_a.c.position == 0))
+        .join(place_b, (place_b.c.item_id == items.c.id) & (place_b.c.position == 1))
+        .join(a, a.c.id == place_a.c.candidate_id)
+        .join(b, b.c.id == place_b.c.candidate_id)
+        .where(votes.c.id > after, items.c.kind == "pair", items.c.is_gold.is_(False))
+        .where(or_(a.c.weight_version != b.c.weight_version, a.c.source_id != b.c.source_id))
+        .order_by(votes.c.id)
+        .limit(_PORTION)
+    )

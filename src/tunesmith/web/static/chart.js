@@ -1,0 +1,233 @@
+// Charts as plain SVG: they follow the page's colours, print sharp and need no library.
+import { html, oncePerFrame, svg } from "./draw.js";
+import { short, smooth, ticks } from "./series.js";
+
+const HEIGHT = 190;
+const EDGE = { left: 52, right: 10, top: 10, bottom: 24 };
+const COLOURS = ["after", "before", "stage-3", "stage-5", "stage-6", "stage-4", "stage-2", "stage-7"];
+
+/** A figure with a title, a plot and a legend; what is shared by all charts. */
+class Chart {
+  constructor(id, title, unit) {
+    this.id = id;
+    this.title = title;
+    this.plot = svg("svg", { class: "plot", role: "img", height: HEIGHT, "aria-label": `${title}: no data yet` });
+    this.legend = html("ul", { class: "legend" });
+    this.element = html(
+      "figure",
+      { class: "chart", id: `chart-${id.replace(/\W+/g, "-")}` },
+      html("figcaption", {}, title, unit ? html("span", { class: "unit" }, ` ${unit}`) : null),
+      this.plot,
+      this.legend,
+    );
+    this.draw = oncePerFrame(() => this.render());
+    this.width = 0;
+    new ResizeObserver((entries) => {
+      this.width = Math.floor(entries[0].contentRect.width);
+      this.draw();
+    }).observe(this.plot);
+  }
+
+  /** Grid, numbers and scales for the two ranges: `x` and `y` turn values into places. */
+  frame([xLow, xHigh], [yLow, yHigh], xText = short) {
+    const right = Math.max(EDGE.left + 1, this.width - EDGE.right);
+    const bottom = HEIGHT - EDGE.bottom;
+    const x = (value) => EDGE.left + ((value - xLow) / (xHigh - xLow || 1)) * (right - EDGE.left);
+    const y = (value) => bottom - ((value - yLow) / (yHigh - yLow || 1)) * (bottom - EDGE.top);
+    const grid = svg("g", { class: "grid-lines" });
+    for (const value of ticks(yLow, yHigh, 4)) {
+      grid.append(
+        svg("line", { x1: EDGE.left, x2: right, y1: y(value), y2: y(value) }),
+        svg("text", { x: EDGE.left - 6, y: y(value) + 4, "text-anchor": "end" }, short(value)),
+      );
+    }
+    for (const value of ticks(xLow, xHigh, Math.max(2, Math.floor(this.width / 90)))) {
+      grid.append(svg("text", { x: x(value), y: HEIGHT - 6, "text-anchor": "middle" }, xText(value)));
+    }
+    this.plot.setAttribute("viewBox", `0 0 ${Math.max(1, this.width)} ${HEIGHT}`);
+    this.plot.replaceChildren(grid);
+    return { x, y, right, bottom };
+  }
+}
+
+/** A chart of lines over steps, which grows point by point. */
+export class LineChart extends Chart {
+  constructor(id, title, unit, lines) {
+    super(id, title, unit);
+    this.lines = lines;
+    this.smoothing = 0;
+    this.pointed = null;
+    this.values = lines.map((line, place) => {
+      const value = html("b", {}, "–");
+      this.legend.append(html("li", {}, html("i", { class: `swatch ${colour(place)}` }), line.label, " ", value));
+      return value;
+    });
+    this.plot.addEventListener("pointermove", (event) => this.point(event.offsetX));
+    this.plot.addEventListener("pointerleave", () => this.point(null));
+  }
+
+  point(place) {
+    this.pointed = place;
+    this.draw();
+  }
+
+  render() {
+    if (!this.width) return;
+    const steps = this.lines.flatMap(({ points }) => (points.length ? [points[0].step, points.at(-1).step] : []));
+    if (!steps.length) {
+      this.plot.replaceChildren();
+      return;
+    }
+    const range = [Math.min(...steps), Math.max(...steps)];
+    const { x, y, right, bottom } = this.frame(range, valueRange(this.lines));
+    this.lines.forEach((line, place) => this.drawLine(line, colour(place), x, y, bottom));
+    const step = this.pointed === null ? null : stepAt(this.pointed, range, right);
+    if (step !== null) {
+      this.plot.append(svg("line", { class: "pointer", x1: x(step), x2: x(step), y1: EDGE.top, y2: bottom }));
+    }
+    this.say(step);
+  }
+
+  drawLine(line, name, x, y, bottom) {
+    const places = line.points.map(({ step }) => x(step));
+    const values = line.points.map(({ value }) => value);
+    const group = svg("g", { class: name });
+    group.append(svg("path", { class: this.smoothing ? "line raw" : "line", d: path(places, values, y) }));
+    if (this.smoothing) group.append(svg("path", { class: "line", d: path(places, smooth(values, this.smoothing), y) }));
+    const marks = places.filter((_, at) => values[at] === null);
+    this.plot.append(group);
+    if (!marks.length) return;
+    const cross = (place) => `M${place.toFixed(1)} ${bottom - 7}m-3 -3l6 6m0 -6l-6 6`;
+    this.plot.append(
+      svg("path", { class: "not-finite", d: marks.map(cross).join("") }, svg("title", {}, `${line.label}: not finite here`)),
+    );
+  }
+
+  /** The legend's numbers, those at `step` or else the last ones, and the same in words for who does not see it. */
+  say(step) {
+    this.lines.forEach((line, place) => {
+      const point = step === null ? line.last : line.nearest(step);
+      this.values[place].textContent = point ? short(point.value) : "–";
+    });
+    this.legend.dataset.step = step === null ? "" : `step ${Math.round(step)}`;
+    if (step !== null) return;
+    const words = this.lines.filter((line) => line.points.length).map(describe);
+    this.plot.setAttribute("aria-label", `${this.title}: ${words.join("; ")}`);
+  }
+}
+
+/** The chance of each version to win against the base, with its interval; the served one is filled. */
+export class WinRateChart extends Chart {
+  constructor() {
+    super("win-rate", "Win rate against the base", "share of votes");
+    this.versions = [];
+  }
+
+  show(versions) {
+    this.versions = versions.filter(({ shown }) => shown);
+    const last = this.versions.at(-1);
+    const words = last ? `version ${last.version} at ${percent(last.shown.win_rate)}` : "no votes yet between versions";
+    this.plot.setAttribute("aria-label", `${this.title}: ${words}`);
+    this.draw();
+  }
+
+  render() {
+    if (!this.width) return;
+    const numbers = this.versions.map(({ version }) => version);
+    const { x, y, right } = this.frame([Math.min(0, ...numbers) - 0.5, Math.max(1, ...numbers) + 0.5], [0, 1], whole);
+    this.plot.append(svg("line", { class: "even", x1: EDGE.left, x2: right, y1: y(0.5), y2: y(0.5) }));
+    for (const { version, shown, serving, accepted } of this.versions) {
+      const kind = serving ? "after serving" : accepted ? "after" : "before dropped";
+      const group = svg("g", { class: `win ${kind}`, "data-version": version });
+      if (shown.low !== null) {
+        group.append(svg("line", { x1: x(version), x2: x(version), y1: y(shown.low), y2: y(shown.high) }));
+      }
+      group.append(
+        svg("circle", { cx: x(version), cy: y(shown.win_rate), r: 4 }),
+        svg("title", {}, `version ${version}: ${interval(shown)}`),
+      );
+      this.plot.append(group);
+    }
+  }
+}
+
+/** Votes of each minute as bars; `bars` are [minutes ago, number]. */
+export class BarChart extends Chart {
+  constructor(id, title, unit) {
+    super(id, title, unit);
+    this.bars = [];
+  }
+
+  show(bars) {
+    this.bars = bars;
+    const total = bars.reduce((sum, [, number]) => sum + number, 0);
+    this.plot.setAttribute("aria-label", `${this.title}: ${total} in the last hour, ${bars.at(-1)?.[1] ?? 0} in this minute`);
+    this.draw();
+  }
+
+  render() {
+    if (!this.width || !this.bars.length) return;
+    const places = this.bars.map(([minute]) => minute);
+    const range = [Math.min(...places) - 0.5, Math.max(...places) + 0.5];
+    const highest = Math.max(4, ...this.bars.map(([, number]) => number));
+    const { x, y, bottom } = this.frame(range, [0, highest], (minute) => (minute === 0 ? "now" : `${minute} min`));
+    const width = Math.max(1, x(1) - x(0) - 1);
+    for (const [minute, number] of this.bars) {
+      if (!number) continue;
+      const box = { x: x(minute) - width / 2, y: y(number), width, height: bottom - y(number), class: "bar-of-votes" };
+      this.plot.append(svg("rect", box, svg("title", {}, `${number} votes`)));
+    }
+  }
+}
+
+export const percent = (share) => `${(100 * share).toFixed(0)} %`;
+
+/** A win rate in words. */
+export function interval({ win_rate, low, high }) {
+  return low === null ? percent(win_rate) : `${percent(win_rate)} (${percent(low)} to ${percent(high)})`;
+}
+
+const whole = (value) => (Number.isInteger(value) ? String(value) : "");
+const colour = (place) => COLOURS[place % COLOURS.length];
+
+function stepAt(place, [low, high], right) {
+  const share = Math.min(1, Math.max(0, (place - EDGE.left) / (right - EDGE.left)));
+  return low + share * (high - low);
+}
+
+function valueRange(lines) {
+  let low = Infinity;
+  let high = -Infinity;
+  for (const { points } of lines) {
+    for (const { value } of points) {
+      if (value === null) continue;
+      if (value < low) low = value;
+      if (value > high) high = value;
+    }
+  }
+  if (low > high) return [0, 1];
+  const room = (high - low) * 0.05 || Math.abs(low) * 0.1 || 0.5;
+  return [low - room, high + room];
+}
+
+/** The way through all finite points; it is lifted at every gap, and a point between two gaps becomes a dot. */
+function path(places, values, y) {
+  const isFinite = (at) => values[at] !== null && values[at] !== undefined;
+  const parts = [];
+  places.forEach((place, at) => {
+    if (!isFinite(at)) return;
+    const goesOn = isFinite(at - 1);
+    parts.push(`${goesOn ? "L" : "M"}${place.toFixed(1)} ${y(values[at]).toFixed(1)}`);
+    if (!goesOn && !isFinite(at + 1)) parts.push("h0");
+  });
+  return parts.join("");
+}
+
+function describe(line) {
+  const finite = line.points.filter(({ value }) => value !== null).map(({ value }) => value);
+  const [low, high] = [Math.min(...finite), Math.max(...finite)];
+  const gaps = line.points.length - finite.length;
+  const last = `${line.label} ${short(line.last.value)} at step ${line.last.step}`;
+  if (!finite.length) return last;
+  return `${last}, between ${short(low)} and ${short(high)}${gaps ? `, ${gaps} not finite` : ""}`;
+}

@@ -1,0 +1,318 @@
+// The watch page: versions, votes and metrics of a run as they come.
+import { call, LoggedOut } from "./api.js";
+import { BarChart, interval, LineChart, percent, WinRateChart } from "./chart.js";
+import { html, oncePerFrame } from "./draw.js";
+import { Feed } from "./feed.js";
+import { Line, short } from "./series.js";
+
+const STREAM = "/api/v1/stream";
+const RETRY_MS = 2000;
+const POINTS = 600;
+const NAMES_PER_REQUEST = 40;
+const ROWS_SHOWN = 60;
+const MOMENT = { dateStyle: "short", timeStyle: "short" };
+const page = document.getElementById("watch");
+const find = (id) => document.getElementById(id);
+
+const lines = new Map(); // metric -> Line
+const charts = new Map(); // picture -> LineChart
+const newest = new Map(); // metric -> { step, value }
+const winRates = new WinRateChart();
+const votes = new BarChart("votes", "Votes a minute", "last hour");
+let cursor = 0;
+let held = null; // events that came while points were being fetched
+let isAskedAgain = false;
+let state = null;
+let stateAt = 0;
+let isConnected = false;
+let versions = [];
+
+// Points
+
+/** All points of these metrics, thinned by the server. */
+async function fetchPoints(names) {
+  const found = [];
+  for (let start = 0; start < names.length; start += NAMES_PER_REQUEST) {
+    const query = new URLSearchParams({ points: POINTS });
+    for (const name of names.slice(start, start + NAMES_PER_REQUEST)) query.append("name", name);
+    found.push(...(await call("GET", `metrics?${query}`)).series);
+  }
+  return found;
+}
+
+/** Puts fetched points in the place of what the lines have; they are at least as new. */
+function fill(series) {
+  for (const { name, points } of series) {
+    const line = lines.get(name);
+    line.clear();
+    for (const point of points) line.add(...point);
+    if (line.last) newest.set(name, line.last);
+  }
+}
+
+/** Fetches and fills; what the stream brings meanwhile waits, so that points stay in order and none is lost. */
+async function holding(work) {
+  if (held) {
+    isAskedAgain = true;
+    return;
+  }
+  held = [];
+  isAskedAgain = false;
+  try {
+    await work();
+  } catch (error) {
+    if (error instanceof LoggedOut) location.assign("/login");
+    setTimeout(load, RETRY_MS);
+  } finally {
+    const events = held;
+    held = null;
+    for (const [event, data] of events) receive(event, data);
+    for (const chart of charts.values()) chart.draw();
+    if (isAskedAgain) load();
+  }
+}
+
+/** Begins anew: the names there are, their pictures, and all points. */
+function load() {
+  return holding(async () => {
+    const found = await call("GET", "metrics/names");
+    const shown = found.pictures.flatMap((picture) => picture.lines.map(({ name }) => name));
+    const series = await fetchPoints([...new Set([...shown, ...lines.keys()])]);
+    cursor = Math.max(cursor, found.cursor);
+    for (const name of found.names) if (!newest.has(name)) newest.set(name, null);
+    for (const [name, [step, value]] of Object.entries(found.recent)) newest.set(name, { step, value });
+    found.pictures.forEach(place);
+    fill(series);
+    find("no-metrics").hidden = found.names.length > 0;
+    showTable();
+  });
+}
+
+/** The chart of a picture, in its place on the page; lines that it has not had are added. */
+function place({ id, title, unit, is_main: isMain, lines: wanted }) {
+  const known = charts.get(id);
+  if (known && wanted.every(({ name }) => known.lines.some((line) => line.name === name))) return;
+  const own = wanted.map(({ name, label }) => {
+    if (!lines.has(name)) lines.set(name, new Line(name, label));
+    return lines.get(name);
+  });
+  const chart = new LineChart(id, title, unit, own);
+  chart.smoothing = Number(find("smoothing").value);
+  charts.set(id, chart);
+  if (known) known.element.replaceWith(chart.element);
+  else find(isMain ? "main-charts" : "more-charts").append(chart.element);
+  find("more").hidden = !find("more-charts").childElementCount;
+}
+
+const reloadSoon = (() => {
+  let timer = null;
+  return () => {
+    timer ??= setTimeout(() => {
+      timer = null;
+      load();
+    }, 500);
+  };
+})();
+
+// Events
+
+function receive(event, data) {
+  if (held && event !== "state") {
+    held.push([event, data]);
+    return;
+  }
+  if (event === "metrics") addRows(data);
+  else if (event === "state") showState(data);
+  else if (event === "versions") showVersions(data);
+  else if (event === "votes") showVotes(data);
+  else if (event === "reset") reloadSoon();
+}
+
+function addRows({ cursor: to, names, rows }) {
+  cursor = to;
+  const touched = new Set();
+  for (const [id, step, time, place, value] of rows) {
+    const name = names[place];
+    if (!newest.has(name)) reloadSoon();
+    newest.set(name, { step, value });
+    if (lines.get(name)?.add(id, step, time, value)) touched.add(name);
+  }
+  for (const chart of charts.values()) if (chart.lines.some(({ name }) => touched.has(name))) chart.draw();
+  showTable();
+}
+
+// The trainer's state
+
+const SENTENCES = {
+  none: "No trainer has written here yet.",
+  running: "Training.",
+  silent: "Training, but without a sign of life for a while.",
+  dead: "The trainer has died.",
+  finished: "The run has finished.",
+  stopped: "The run has stopped.",
+};
+
+function showState(data) {
+  state = data;
+  stateAt = performance.now();
+  tick();
+}
+
+/** The state in words. Only a change of the sentence is read aloud, the seconds beside it are not. */
+function tick() {
+  const sentence = !isConnected && state ? "The connection is lost; trying again." : SENTENCES[state?.kind] ?? "Connecting.";
+  find("lamp").dataset.kind = isConnected ? (state?.kind ?? "none") : "lost";
+  say(sentence);
+  const parts = [];
+  if (state?.doing) parts.push(state.doing);
+  if (state?.step) parts.push(`step ${state.step}`);
+  if (state?.age_s !== null && state?.age_s !== undefined) {
+    parts.push(`last sign of life ${age(state.age_s + (performance.now() - stateAt) / 1000)} ago`);
+  }
+  find("details").textContent = parts.join(" · ");
+  find("hint").hidden = !isConnected || !["dead", "stopped"].includes(state?.kind);
+}
+
+function say(sentence) {
+  if (find("sentence").textContent !== sentence) find("sentence").textContent = sentence;
+}
+
+function age(seconds) {
+  if (seconds < 90) return `${Math.round(seconds)} s`;
+  if (seconds < 5400) return `${Math.round(seconds / 60)} min`;
+  if (seconds < 172800) return `${Math.round(seconds / 3600)} h`;
+  return `${Math.round(seconds / 86400)} days`;
+}
+
+// Votes and versions
+
+function showVotes({ per_minute: perMinute, total, last_minutes: recent }) {
+  votes.show(perMinute);
+  find("total-votes").textContent = `${total} votes, ${short(recent)} a minute over the last five.`;
+  if (total) find("versions-part").hidden = false;
+}
+
+function showVersions(data) {
+  versions = data.versions.map((one) => ({ ...one, shown: one.from_votes?.win_rate == null ? one.measured : one.from_votes }));
+  if (versions.length) find("versions-part").hidden = false;
+  winRates.show(versions);
+  const focused = document.activeElement?.closest("tr[data-version]")?.dataset.version;
+  find("version-rows").replaceChildren(...[...versions].reverse().map(versionRow));
+  if (focused) document.querySelector(`tr[data-version="${focused}"] button`)?.focus();
+  find("no-versions").hidden = versions.length > 0;
+  find("version-table").hidden = versions.length === 0;
+}
+
+function versionRow(one) {
+  const served = one.serving ? "serving" : one.accepted ? "" : "turned down";
+  const button = html("button", { type: "button", "aria-label": `Roll back to version ${one.version}` }, "Roll back");
+  button.addEventListener("click", () => askBeforeRollback(one));
+  const rate = one.shown ? interval(one.shown) : one.from_votes?.note || "–";
+  return html(
+    "tr",
+    { class: one.serving ? "serving" : null, "data-version": one.version },
+    html("th", { scope: "row" }, String(one.version)),
+    html("td", {}, new Date(one.created_at * 1000).toLocaleString([], MOMENT)),
+    html("td", {}, rate),
+    html("td", {}, one.heldout_accuracy === null ? "–" : percent(one.heldout_accuracy)),
+    html("td", {}, one.kl === null ? "–" : short(one.kl)),
+    html("td", {}, String(one.num_votes)),
+    html("td", { class: "words" }, [served, one.note].filter(Boolean).join(": ") || "–"),
+    page.dataset.role === "admin" ? html("td", {}, one.serving || !one.accepted ? null : button) : null,
+  );
+}
+
+function askBeforeRollback({ version }) {
+  const dialog = find("rollback");
+  find("rollback-version").textContent = String(version);
+  dialog.dataset.version = version;
+  dialog.returnValue = "";
+  dialog.showModal();
+}
+
+async function rollBack(version) {
+  const answer = find("rollback-done");
+  try {
+    await call("POST", `versions/${version}/rollback`);
+    answer.textContent = `The trainer was asked to go back to version ${version}; it does so before its next update.`;
+  } catch (error) {
+    answer.textContent = `Version ${version} was not asked for: ${error.message}`;
+  }
+}
+
+// The table of all metrics
+
+let rowsShown = []; // { name, step, value, action } of each row of the table
+
+/** Rows stay while the same metrics are shown, so that what has the focus keeps it. */
+const showTable = oncePerFrame(() => {
+  if (!find("all-metrics").open) return;
+  const wanted = find("search").value.trim().toLowerCase();
+  const names = [...newest.keys()].filter((name) => name.toLowerCase().includes(wanted)).sort();
+  const shown = names.slice(0, ROWS_SHOWN);
+  if (shown.length !== rowsShown.length || shown.some((name, at) => name !== rowsShown[at].name)) {
+    rowsShown = shown.map(metricRow);
+    find("metric-rows").replaceChildren(...rowsShown.map(({ element }) => element));
+  }
+  for (const { name, step, value, action } of rowsShown) {
+    const last = newest.get(name);
+    step.textContent = last ? String(last.step) : "–";
+    value.textContent = last ? short(last.value) : "–";
+    if (charts.has(`own ${name}`)) action.textContent = "drawn";
+  }
+  find("metric-count").textContent =
+    names.length > ROWS_SHOWN ? `${ROWS_SHOWN} of ${names.length} metrics; type to find others.` : `${names.length} metrics.`;
+});
+
+function metricRow(name) {
+  const button = html("button", { type: "button", "aria-label": `Draw ${name}` }, "Draw");
+  button.addEventListener("click", () => drawAlone(name));
+  const [step, value, action] = [html("td"), html("td"), html("td", {}, button)];
+  return { name, step, value, action, element: html("tr", {}, html("th", { scope: "row" }, name), step, value, action) };
+}
+
+async function drawAlone(name) {
+  place({ id: `own ${name}`, title: name, unit: "", is_main: false, lines: [{ name, label: name }] });
+  find("more").open = true;
+  await holding(async () => fill(await fetchPoints([name])));
+  showTable();
+}
+
+// The page
+
+const feed = new Feed(STREAM, {
+  cursor: () => cursor,
+  receive,
+  connected(isOpen) {
+    isConnected = isOpen;
+    tick();
+  },
+  refused: () => load(),
+});
+
+async function wake() {
+  if (document.hidden) return;
+  feed.listen();
+  await load();
+  feed.start();
+}
+
+find("vote-chart").append(votes.element);
+find("win-chart").append(winRates.element);
+find("smoothing").addEventListener("input", ({ target }) => {
+  find("smoothing-value").textContent = target.value;
+  for (const chart of charts.values()) {
+    chart.smoothing = Number(target.value);
+    chart.draw();
+  }
+});
+find("search").addEventListener("input", showTable);
+find("all-metrics").addEventListener("toggle", showTable);
+find("rollback").addEventListener("close", ({ target }) => {
+  if (target.returnValue === "yes") rollBack(target.dataset.version);
+});
+document.addEventListener("visibilitychange", () => (document.hidden ? feed.stop() : wake()));
+window.addEventListener("pagehide", () => feed.stop());
+window.addEventListener("pageshow", ({ persisted }) => persisted && wake());
+setInterval(tick, 1000);
+wake();

@@ -1,0 +1,199 @@
+"""What the watch page shows, read from the trainer's file and from the votes. All of it runs in worker threads."""
+
+import math
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Generic, TypeVar
+
+from tunesmith.store.records import Heartbeat, Metric, PolicyVersion
+from tunesmith.store.run_reader import RunReader
+from tunesmith.store.vote_watch import VoteWatch
+from tunesmith.web.watch_pictures import pictures
+
+SILENT_S = 60.0
+"""A trainer of this machine whose process lives may be busy for long; after this it is called silent. One on another
+machine is called dead."""
+
+MAX_ROWS = 5_000
+"""Metrics of one event of the stream."""
+
+MAX_BEHIND = 50_000
+"""A client that has more metrics to catch up with is told to fetch thinned series instead."""
+
+_ENDS = {"finished": "finished", "stopped": "stopped", "ended": "stopped", "failed": "stopped", "died": "dead"}
+Json = dict[str, Any]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """Metrics after a cursor, and the new cursor, the id of the last one.
+
+    `is_reset`: there were too many, so they are left out, and the client must fetch thinned series.
+    """
+
+    rows: Sequence[Metric]
+    cursor: int
+    is_reset: bool = False
+
+
+class Cached(Generic[T]):
+    """What `make` returns, at most `max_age_s` old. Many may ask at a time; one of them makes it anew."""
+
+    def __init__(self, make: Callable[[], T], max_age_s: float) -> None:
+        self._make = make
+        self._max_age_s = max_age_s
+        self._lock = threading.Lock()
+        self._found: tuple[float, T] | None = None
+
+    def get(self) -> T:
+        """The value."""
+        with self._lock:
+            now = time.monotonic()
+            if self._found is None or now - self._found[0] > self._max_age_s:
+                self._found = (now, self._make())
+            return self._found[1]
+
+
+class WatchData:
+    """Versions, votes, metrics and the trainer's state. Safe to call from any number of threads."""
+
+    def __init__(self, runs: RunReader, votes: VoteWatch) -> None:
+        self._runs = runs
+        self._votes = votes
+        self._standings_of = -1
+        self._standings: dict[int, Json] = {}
+        self._cached_versions = Cached(self._versions, max_age_s=1.0)
+        self._cached_votes = Cached(self._votes_per_minute, max_age_s=0.5)
+        self._cached_state = Cached(self._state, max_age_s=0.4)
+
+    def names(self) -> Json:
+        """`cursor`, the sorted `names` of all metrics, the `pictures` that show them, and `recent`: the last step and
+        value of each that was written lately.
+        """
+        cursor, names = self._runs.last_metric_id(), self._runs.metric_names()
+        lately = self._runs.metrics_after(cursor - MAX_ROWS, MAX_ROWS) if cursor else []
+        return {
+            "cursor": cursor,
+            "names": names,
+            "pictures": [asdict(one) for one in pictures(names)],
+            "recent": {one.name: [one.step, one.value] for one in lately},
+        }
+
+    def series(self, names: Sequence[str], after: int, points: int) -> Json:
+        """`series`: of each name the `points` (id, step, time, value or null) with an id above `after`, thinned."""
+        cursor = self._runs.last_metric_id()
+        found: list[Json] = []
+        for name in dict.fromkeys(names):
+            line = self._runs.series(name, after, points)
+            found.append(
+                {
+                    "name": name,
+                    "points": [[one.id, one.step, one.time, one.value] for one in line.points],
+                    "num_points": line.num_points,
+                    "is_sampled": line.is_sampled,
+                    "last_id": line.last_id,
+                }
+            )
+        return {"cursor": cursor, "series": found}
+
+    def news(self, cursor: int) -> News:
+        """What came after `cursor`, at most `MAX_ROWS` of it. Ids also grow when the trainer's file is made anew."""
+        rows = self._runs.metrics_after(cursor, MAX_ROWS)
+        if not rows:
+            return News((), cursor)
+        if len(rows) == MAX_ROWS:
+            last = self._runs.last_metric_id()
+            if last - rows[-1].id > MAX_BEHIND:
+                return News((), last, is_reset=True)
+        return News(rows, rows[-1].id)
+
+    def versions(self) -> Json:
+        """`versions`, oldest first: the trainer's facts, what it `measured` and what follows `from_votes`."""
+        return self._cached_versions.get()
+
+    def votes_per_minute(self) -> Json:
+        """`per_minute`: (minutes from now, votes) of the last hour; `total`; the mean of the `last_minutes`."""
+        return self._cached_votes.get()
+
+    def state(self) -> Json:
+        """`kind` (none, running, silent, dead, stopped, finished), what the trainer is `doing`, its last `step`, and
+        `age_s`, seconds since its last sign of life."""
+        beat, found = self._cached_state.get()
+        age_s = None if beat is None else round(max(0.0, time.time() - beat.time), 1)
+        return {**found, "age_s": age_s}
+
+    def _versions(self) -> Json:
+        versions = self._runs.versions()
+        base = versions[0].version if versions else 0
+        standings = self._from_votes(base)
+        return {"base": base, "versions": [_version(one, standings.get(one.version)) for one in versions]}
+
+    def _from_votes(self, base: int) -> dict[int, Json]:
+        """Standings by version; they are computed when a vote between two versions has come."""
+        state, contests = self._votes.contests()
+        if state == self._standings_of:
+            return self._standings
+        # numpy takes a tenth of a second to load, which a page without such votes need not wait for.
+        from tunesmith.evaluation.bradley_terry import Contest, standings
+
+        found = standings([Contest(one.first, one.second, one.score, one.prompt_id) for one in contests], base)
+        self._standings = {one.version: asdict(one) for one in found}
+        self._standings_of = state
+        return self._standings
+
+    def _votes_per_minute(self) -> Json:
+        counts = self._votes.per_minute(time.time())
+        return {
+            "per_minute": [[index - len(counts) + 1, count] for index, count in enumerate(counts)],
+            "total": self._votes.total,
+            "last_minutes": sum(counts[-5:]) / 5,
+        }
+
+    def _state(self) -> tuple[Heartbeat | None, Json]:
+        beat, last = self._runs.heartbeat(), self._runs.last_metric_id()
+        newest = self._runs.metrics_after(last - 1, 1) if last else []
+        kind = kind_of(beat, time.time())
+        doing = beat.state if beat is not None and kind in ("running", "silent") and beat.state != "running" else ""
+        step = newest[0].step if newest else None
+        return beat, {"kind": kind, "doing": doing, "step": step, "beat": None if beat is None else beat.time}
+
+
+def kind_of(beat: Heartbeat | None, now: float) -> str:
+    """What a heartbeat says at `now`: none, running, silent, dead, stopped or finished."""
+    if beat is None:
+        return "none"
+    if beat.state in _ENDS:
+        return _ENDS[beat.state]
+    is_late = now - beat.time > SILENT_S
+    if beat.host != socket.gethostname():
+        return "dead" if is_late else "running"
+    if not _is_alive(beat.pid):
+        return "dead"
+    return "silent" if is_late else "running"
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True
+
+
+def _version(one: PolicyVersion, standing: Json | None) -> Json:
+    facts = {name: _finite(value) for name, value in asdict(one).items()}
+    rate, low, high = (facts.pop(name) for name in ("win_rate", "win_rate_low", "win_rate_high"))
+    del facts["path"]
+    measured = None if rate is None else {"win_rate": rate, "low": low, "high": high}
+    return {**facts, "measured": measured, "from_votes": standing}
+
+
+def _finite(value: object) -> object:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,356 @@
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from unittest.mock import patch
+
+import pytest
+
+from page_parts import faults_of
+from server_parts import Client
+from tunesmith.store.records import Candidate, NewItem, PolicyVersion
+from tunesmith.store.runs import RunStore
+from tunesmith.store.vote_reader import VoteReader
+
+pytestmark = pytest.mark.browser
+
+
+@pytest.fixture
+def server(serve):
+    return serve()
+
+
+@pytest.fixture
+def trainer(server):
+    with RunStore.open(server.folder / "runs.db") as store:
+        yield store
+
+
+@pytest.fixture
+def watch(visit, server):
+    """The watch page of the server, in a window of its own."""
+
+    def look(width=1280, scheme="light"):
+        return visit.page(visit.context(server, width, scheme), server, f"{server.url}/watch")
+
+    return look
+
+
+def client_of(context, server):
+    """A client that is who the window is: the value of the session's cookie is a token too."""
+    (cookie,) = (one for one in context.cookies() if "session" in one["name"])
+    return Client(server.url, cookie["value"])
+
+
+def label(page, chart, *parts):
+    """Wait until the words for a chart hold each of `parts`."""
+    pattern = "".join(f"(?=.*{re.escape(part)})" for part in parts)
+    page.wait_for_function(
+        "([id, pattern]) => new RegExp(pattern).test("
+        "document.getElementById(id)?.querySelector('svg').getAttribute('aria-label') ?? '')",
+        arg=[f"chart-{chart}", pattern],
+    )
+
+
+def num_drawn(page, chart):
+    """How many points the first line of a chart goes through."""
+    path = page.locator(f"#chart-{chart} path.line").first.get_attribute("d")
+    return len(re.findall("[ML]", path))
+
+
+def hide(page, is_hidden):
+    page.evaluate(
+        "(hidden) => { Object.defineProperty(document, 'hidden', { configurable: true, get: () => hidden });"
+        "document.dispatchEvent(new Event('visibilitychange')); }",
+        is_hidden,
+    )
+
+
+def test_metrics_are_drawn_and_grow_as_they_come(watch, trainer):
+    for step in range(1, 6):
+        trainer.add_metrics(step, {"reward": step / 10, "time/rollout_s": 1.0, "completions/mean_length": 20.0})
+    page = watch()
+    label(page, "reward", "reward 0.5 at step 5", "between 0.1 and 0.5")
+    assert num_drawn(page, "reward") == 5
+    for step in range(6, 9):
+        trainer.add_metrics(step, {"reward": step / 10, "time/rollout_s": 1.0, "completions/mean_length": 20.0})
+    label(page, "reward", "reward 0.8 at step 8")
+    assert num_drawn(page, "reward") == 8
+    label(page, "stages", "step 8")
+    assert page.locator("#chart-reward .legend").inner_text().split() == ["reward", "0.8"]
+
+
+def test_a_page_that_was_open_before_the_first_step_shows_it(watch, server):
+    page = watch()
+    page.get_by_text("No step has been recorded yet").wait_for()
+    with RunStore.open(server.folder / "runs.db") as trainer:
+        trainer.beat("learning")
+        trainer.add_metrics(1, {"kl": 0.25})
+        label(page, "kl", "kl 0.25 at step 1")
+        page.get_by_text("Training.").wait_for()
+    assert page.get_by_text("No step has been recorded yet").is_hidden()
+
+
+def test_a_number_that_is_not_finite_is_a_marked_gap(watch, trainer):
+    for step, value in enumerate([1.0, 2.0, math.nan, 3.0, math.inf, 2.0], 1):
+        trainer.add_metrics(step, {"kl": value})
+    page = watch()
+    label(page, "kl", "2 not finite")
+    path = page.locator("#chart-kl path.line").first.get_attribute("d")
+    assert path.count("M") == 3
+    assert page.locator("#chart-kl path.not-finite").get_attribute("d").count("M") == 2
+
+
+def test_steps_that_a_resumed_run_does_again_replace_what_was_there(watch, trainer):
+    for step in range(1, 7):
+        trainer.add_metrics(step, {"reward": 1.0})
+    page = watch()
+    label(page, "reward", "step 6")
+    for step in range(4, 6):
+        trainer.add_metrics(step, {"reward": 2.0})
+    label(page, "reward", "reward 2 at step 5")
+    assert num_drawn(page, "reward") == 5
+
+
+def test_after_a_restart_of_the_server_nothing_is_missing_and_nothing_there_twice(watch, server, trainer, visit):
+    visit.expected = ("ERR_CONNECTION", "ERR_INCOMPLETE", "Failed to load resource")
+    trainer.add_metrics(1, {"reward": 1.0})
+    page = watch()
+    label(page, "reward", "step 1")
+    trainer.add_metrics(2, {"reward": 2.0})
+    label(page, "reward", "step 2")
+    server.stop()
+    page.get_by_text("The connection is lost").wait_for()
+    trainer.add_metrics(3, {"reward": 3.0})
+    server.start()
+    trainer.add_metrics(4, {"reward": 4.0})
+    label(page, "reward", "reward 4 at step 4")
+    assert num_drawn(page, "reward") == 4
+
+
+def test_eight_tabs_share_one_stream_and_all_are_live(visit, server, trainer):
+    trainer.add_metrics(1, {"reward": 1.0})
+    context = visit.context(server)
+    pages = [visit.page(context, server, f"{server.url}/watch") for _ in range(8)]
+    for page in pages:
+        label(page, "reward", "step 1")
+    trainer.add_metrics(2, {"reward": 2.0})
+    for page in pages:
+        label(page, "reward", "reward 2 at step 2")
+        page.get_by_text("No trainer has written here yet.").wait_for()
+    # Whoever keeps the stream leaves; another one takes over and tells the rest.
+    pages.pop(0).close()
+    trainer.add_metrics(3, {"reward": 3.0})
+    for page in pages:
+        label(page, "reward", "reward 3 at step 3")
+        assert num_drawn(page, "reward") == 3
+
+
+def test_a_hidden_tab_lets_go_of_the_stream_and_catches_up_when_it_is_seen_again(visit, server, trainer):
+    trainer.add_metrics(1, {"reward": 1.0})
+    context = visit.context(server)
+    first, second = (visit.page(context, server, f"{server.url}/watch") for _ in range(2))
+    for page in (first, second):
+        label(page, "reward", "step 1")
+    hide(first, True)
+    for step in (2, 3):
+        trainer.add_metrics(step, {"reward": float(step)})
+        label(second, "reward", f"step {step}")
+    assert "step 1" in first.locator("#chart-reward svg").get_attribute("aria-label")
+    hide(first, False)
+    label(first, "reward", "reward 3 at step 3")
+    assert num_drawn(first, "reward") == 3
+
+
+def test_a_trainer_that_dies_is_said_to_be_dead_with_what_to_do(watch, trainer):
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    with patch.object(os, "getpid", lambda: process.pid):
+        trainer.beat("learning")
+    page = watch()
+    page.get_by_text("Training.").wait_for()
+    page.get_by_text("learning").wait_for()
+    process.kill()
+    process.wait()
+    page.get_by_text("The trainer has died.").wait_for()
+    assert page.get_by_text("goes on from the last checkpoint").is_visible()
+
+
+def serve_versions(trainer):
+    for version in range(3):
+        trainer.add_version(
+            PolicyVersion(
+                version=version,
+                created_at=1_800_000_000.0 + version,
+                kl=0.5 * version,
+                win_rate=0.5 + 0.1 * version,
+                win_rate_low=0.4,
+                win_rate_high=0.9,
+                serving=version == 2,
+                note="first" if version == 0 else "",
+            )
+        )
+
+
+def test_an_admin_rolls_back_after_being_asked(watch, server, trainer):
+    serve_versions(trainer)
+    page = watch()
+    row = page.locator("tr[data-version='1']")
+    row.wait_for()
+    assert "60 % (40 % to 90 %)" in row.inner_text()
+    assert page.locator("#chart-win-rate .win").count() == 3
+    assert page.locator("tr[data-version='2'] button").count() == 0
+    row.get_by_role("button", name="Roll back to version 1").click()
+    page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
+    row.get_by_role("button").click()
+    page.get_by_role("dialog").get_by_role("button", name="Roll back").click()
+    page.get_by_text("The trainer was asked to go back to version 1").wait_for()
+    reader = VoteReader.open(server.folder / "votes.db")
+    assert [(one.kind, one.argument) for one in reader.commands_after(0)] == [("rollback", "1")]
+    trainer.set_serving(1)
+    page.locator("tr.serving[data-version='1']").wait_for()
+
+
+def test_a_rater_sees_versions_but_no_way_to_roll_back(visit, server, trainer):
+    serve_versions(trainer)
+    rater = server.rater("rob")
+    page = visit.page(visit.stranger(), server, f"{server.url}/login?token={rater.token}&next=/watch")
+    page.wait_for_url("**/watch")
+    page.locator("tr[data-version='1']").wait_for()
+    assert page.get_by_role("button", name="Roll back").count() == 0
+    assert rater.send("POST", "/api/v1/versions/1/rollback").status == 403
+
+
+def test_votes_are_counted_as_they_are_given(visit, serve):
+    pair = (Candidate("old", source_id="v0"), Candidate("new", source_id="v1"))
+    server = serve([NewItem(f"prompt {number}", pair) for number in range(6)])
+    with RunStore.open(server.folder / "runs.db") as trainer:
+        for version in (0, 1):
+            trainer.add_version(PolicyVersion(version=version, created_at=1.0))
+        context = visit.context(server)
+        page = visit.page(context, server, f"{server.url}/watch")
+        page.get_by_text("0 votes, 0 a minute").wait_for()
+        admin = client_of(context, server)
+        for _ in range(6):
+            (shown,) = admin.next(1)
+            assert admin.vote(shown["token"], "left").status == 200
+        page.get_by_text("6 votes, 1.2 a minute over the last five.").wait_for()
+        label(page, "votes", "6 in the last hour")
+        assert "(" in page.locator("tr[data-version='1']").inner_text()
+
+
+def test_what_files_name_cannot_become_markup(watch, trainer):
+    name = "<img src=x onerror=alert(1)>"
+    trainer.add_metrics(1, {name: 1.0, f"rewards/{name}": 2.0})
+    trainer.add_version(PolicyVersion(version=0, created_at=1.0, note=name))
+    trainer.beat(name)
+    page = watch()
+    page.locator("#all-metrics summary").click()
+    page.locator("#metric-rows").get_by_text(name, exact=True).wait_for()
+    page.locator("#version-rows").get_by_text(name).wait_for()
+    page.locator("#details", has_text=name).wait_for()
+    assert page.locator("main img").count() == 0
+
+
+def test_of_thousands_of_metrics_any_can_be_found_and_drawn(watch, trainer):
+    trainer.add_metrics(1, {f"layer/{number:04d}/norm": float(number) for number in range(5_000)})
+    page = watch()
+    page.locator("#all-metrics summary").click()
+    page.get_by_text("60 of 5000 metrics").wait_for()
+    page.get_by_label("Find").fill("4321")
+    page.get_by_role("button", name="Draw layer/4321/norm").click()
+    figure = page.locator("figure", has_text="layer/4321/norm")
+    figure.get_by_text("4321", exact=True).wait_for()
+    trainer.add_metrics(2, {"layer/4321/norm": 7.5})
+    figure.get_by_text("7.5", exact=True).wait_for()
+
+
+def test_smoothing_keeps_the_raw_line_visible(watch, trainer):
+    for step in range(30):
+        trainer.add_metrics(step, {"reward": float(step % 2)})
+    page = watch()
+    label(page, "reward", "step 29")
+    page.get_by_label("Smoothing").fill("0.9")
+    page.locator("#chart-reward path.raw").wait_for()
+    raw, smoothed = (path.bounding_box() for path in page.locator("#chart-reward path.line").all())
+    assert smoothed["height"] < raw["height"]
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
+def test_the_page_is_accessible_and_fits_its_screen(watch, trainer, width, scheme):
+    serve_versions(trainer)
+    trainer.beat("learning")
+    for step in range(1, 4):
+        trainer.add_metrics(step, {"reward": 0.1, "kl": 0.1, "lr": 0.1, "time/rollout_s": 2.0, "eval/reward": 0.2})
+    page = watch(width, scheme)
+    label(page, "reward", "step 3")
+    page.locator("#more summary").click()
+    page.locator("#all-metrics summary").click()
+    page.locator("#metric-rows tr").first.wait_for()
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert faults_of(page) == []
+
+
+def test_points_are_thinned_without_losing_extremes_and_gaps(watch):
+    page = watch()
+    found = page.evaluate(
+        """async () => {
+        const { Line, MAX_POINTS, smooth, thin, ticks } = await import('/static/series.js');
+        const points = Array.from({ length: 5000 }, (_, step) => ({ step, value: step === 3333 ? 99 : step % 7 }));
+        points[2000].value = null;
+        const thinned = thin(points, 600);
+        const line = new Line('a', 'a');
+        for (let id = 1; id <= 20000; id += 1) line.add(id, id, 0, id === 12345 ? -50 : 1);
+        const again = line.add(20000, 20000, 0, 5);
+        return {
+          count: thinned.length, high: thinned.some(({ value }) => value === 99),
+          gap: thinned.some(({ value }) => value === null),
+          sorted: thinned.every(({ step }, at) => at === 0 || step > thinned[at - 1].step),
+          length: line.points.length, bound: 2 * MAX_POINTS, again,
+          low: line.points.some(({ step, value }) => step === 12345 && value === -50),
+          smooth: smooth([1, null, 1, 3], 0.5), ticks: ticks(0, 1, 4), none: ticks(2, 2, 4),
+        };
+        }"""
+    )
+    assert found["count"] <= 600
+    assert found["high"] and found["gap"] and found["sorted"] and found["low"]
+    assert found["length"] <= found["bound"]
+    assert found["again"] is False
+    assert found["smooth"][:3] == [1, None, 1]
+    assert 2 < found["smooth"][3] < 3
+    assert found["ticks"] == pytest.approx([0, 0.5, 1])
+    assert found["none"] == [2]
+
+
+def test_any_run_can_be_watched_while_it_writes(visit, tmp_path):
+    run = tmp_path / "runs" / "20260101-120000-ppo-ab12"
+    run.mkdir(parents=True)
+    (run / "recipe.yaml").write_text("algorithm: ppo\n")
+
+    def write(*steps):
+        with (run / "metrics.jsonl").open("a") as file:
+            file.writelines(json.dumps({"step": step, "reward": step / 10}) + "\n" for step in steps)
+
+    write(1, 2, 3)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tunesmith", "watch", "ab12", "--dir", str(run.parent), "--port", "0", "--json"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        said = json.loads(process.stdout.readline())
+        page = visit.stranger().new_page()
+        page.goto(said["login_url"])
+        page.wait_for_url("**/watch")
+        label(page, "reward", "reward 0.3 at step 3")
+        page.get_by_text("The run has stopped.").wait_for()
+        write(4)
+        label(page, "reward", "reward 0.4 at step 4")
+        (run / "result.json").write_text("{}")
+        page.get_by_text("The run has finished.").wait_for()
+        process.terminate()
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+    assert sorted(path.name for path in run.iterdir()) == ["metrics.jsonl", "recipe.yaml", "result.json", "watch"]
