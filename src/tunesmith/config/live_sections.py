@@ -60,10 +60,8 @@ class OnlineDPOSection(DPOSection):
         description="Votes that call both equal: leave them out, count half a vote for each side, or give ties a "
         "probability of their own (Rao and Kupper 1967, with `sigmoid`).",
     )
-    num_epochs: PositiveInt = Field(default=1, description="Passes over the votes of one update.")
-    pairs_per_step: PositiveInt = Field(default=32, description="Votes in one optimizer step.")
     micro_batch_size: PositiveInt = Field(
-        default=32, description="Votes in one forward and backward pass; gradients are accumulated."
+        default=16, description="Pairs in one forward and backward pass; gradients are accumulated."
     )
 
     @model_validator(mode="after")

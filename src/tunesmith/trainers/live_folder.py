@@ -18,7 +18,6 @@ import yaml
 
 from tunesmith.config.load import load_recipe
 from tunesmith.config.schema import LiveRecipe
-from tunesmith.core import faults
 from tunesmith.core.errors import RunError
 from tunesmith.core.log import get_logger
 from tunesmith.distributed import checkpoint
@@ -97,7 +96,6 @@ class LiveFolder:
         for version in self.kept_versions()[:-keep]:
             if version != serving:
                 shutil.rmtree(self.version_path(version), ignore_errors=True)
-                faults.reach("live/pruned")
 
     def newest(self) -> Checkpoint | None:
         """The newest whole checkpoint; None if none was ever written.

@@ -11,7 +11,7 @@ from tunesmith.data.answers import Answer
 from tunesmith.rollout.factory import open_engine
 from tunesmith.schema.records import Prompt
 from tunesmith.store.records import Candidate, NewOffer
-from tunesmith.store.text import is_storable
+from tunesmith.store.content import is_storable
 from tunesmith.trainers.live_state import State, sampling
 
 BASE = "v0"
