@@ -29,6 +29,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "bench rollout": ("bench:rollout", "Measure our rollout engine against what transformers offers."),
     "bench step": ("bench:step", "Measure one whole GRPO step against one of TRL's."),
     "bench update": ("bench:update", "Measure the update of one GRPO step against TRL's."),
+    "serve": ("serve:serve", "Open the pages where people vote, and watch training."),
     "export": ("export:export", "Copy the trained model of a run to a folder of its own."),
     "runs ls": ("runs:ls", "List runs, newest first."),
     "runs show": ("runs:show", "Show a run: recipe, metrics, findings, checkpoints, how to go on."),

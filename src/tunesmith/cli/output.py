@@ -48,6 +48,11 @@ class Output:
             self._stdout.write(json.dumps(as_plain(facts), ensure_ascii=True, allow_nan=False) + "\n")
 
 
+    def flush(self) -> None:
+        """Hand on what was written so far: the command goes on for long, and a reader may wait for it."""
+        self._stdout.flush()
+
+
 @contextmanager
 def reporting(*, as_json: bool) -> Generator[Output]:
     """An `Output`. With `as_json`, what anything else prints meanwhile, as a reward function may, goes to stderr."""

@@ -59,3 +59,19 @@ class NativeUnavailableError(InputError):
 
 class MissingDependencyError(InputError):
     """An optional package is needed for what was asked; the message names the extra to install."""
+
+
+class StoreError(InputError):
+    """A database file cannot be opened: damaged, in use by another server, or written by a newer release."""
+
+
+class VoteError(InputError):
+    """A vote, ranking or written answer cannot be taken as it was given; nothing was stored."""
+
+
+class UnknownPresentationError(VoteError):
+    """There is no such presentation, or it was shown to another rater: the two are not told apart."""
+
+
+class VoteConflictError(VoteError):
+    """The vote came too late: others have filled the item, the campaign is closed, or the time to undo is over."""

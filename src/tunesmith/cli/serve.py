@@ -1,0 +1,96 @@
+"""`tunesmith serve`: the pages where people vote, and the page that watches training."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from tunesmith.cli.options import UseAppendAction, flag, parse
+from tunesmith.cli.output import Output, reporting
+from tunesmith.core.errors import InputError, MissingDependencyError
+
+if TYPE_CHECKING:
+    from tunesmith.store.records import CampaignSettings
+    from tunesmith.web.server import Opened
+
+_MAX_PORT = 65_535
+_MAX_GUIDELINES = 200_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """Open the pages where people vote and watch training.
+
+    Votes are kept in FOLDER/votes.db. A trainer (`tunesmith live --dir FOLDER`) may run, start or end at any time.
+    """
+
+    dir: Annotated[Path, flag("Folder of votes and of the trainer.", metavar="FOLDER", shows_default=True)] = Path(
+        "live"
+    )
+    host: Annotated[str, flag("Address to listen on.", metavar="HOST", shows_default=True)] = "127.0.0.1"
+    port: Annotated[int, flag("Port to listen on; 0 takes a free one.", metavar="N", shows_default=True)] = 8000
+    login: Annotated[bool, flag("Allow other machines; everybody logs in with a token.")] = False
+    allow_host: Annotated[
+        UseAppendAction[tuple[str, ...]], flag("Another name that browsers know this server by.", metavar="NAME")
+    ] = ()
+    guidelines: Annotated[Path | None, flag("Markdown for raters: what makes an answer good.", metavar="FILE")] = None
+    overlap: Annotated[int | None, flag("Raters who judge each pair; 1 at first.", metavar="N")] = None
+    raw: Annotated[bool, flag("Show answers as they are, not as Markdown.")] = False
+    json: Annotated[bool, flag("Print one JSON object, with the addresses, at the start.")] = False
+
+
+def serve(words: Sequence[str]) -> None:
+    """Run `tunesmith serve`."""
+    options = parse(ServeOptions, words, "serve")
+    if not 0 <= options.port <= _MAX_PORT:
+        raise InputError(f"--port is {options.port}; it must be from 0 to {_MAX_PORT}")
+    if options.overlap is not None and options.overlap < 1:
+        raise InputError(f"--overlap is {options.overlap}; it must be at least 1")
+    try:
+        from tunesmith.web import server
+        from tunesmith.web.settings import ServerSettings
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError(
+            f"the pages need {error.name}, which is not installed; run `pip install 'tunesmith[web]'`"
+        ) from None
+    settings = ServerSettings(options.dir.expanduser(), options.host, options.port, options.allow_host)
+    with reporting(as_json=options.json) as output:
+        server.serve(
+            settings,
+            adjust=lambda campaign: _adjusted(campaign, options),
+            is_exposed=options.login,
+            announce=lambda opened: _say(opened, settings.votes_path, output),
+        )
+
+
+def _adjusted(campaign: "CampaignSettings", options: ServeOptions) -> "CampaignSettings":
+    """The campaign with what the flags say; what they do not say stays as it was at the last start."""
+    return replace(
+        campaign,
+        guidelines=campaign.guidelines if options.guidelines is None else _text(options.guidelines),
+        overlap=campaign.overlap if options.overlap is None else options.overlap,
+        answer_style="raw" if options.raw else campaign.answer_style,
+    )
+
+
+def _text(path: Path) -> str:
+    """The guidelines in a file."""
+    try:
+        text = path.expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--guidelines {path} cannot be read as text: {error}") from None
+    if len(text) > _MAX_GUIDELINES:
+        raise InputError(f"--guidelines {path} has {len(text):,} characters; {_MAX_GUIDELINES:,} are allowed")
+    return text
+
+
+def _say(opened: "Opened", votes_path: Path, output: Output) -> None:
+    """Print where the server is."""
+    if opened.login_url:
+        output.say(f"vote     {opened.login_url}\n         this link logs you in as admin, once; {opened.url} afterwards")
+    else:
+        output.say(f"vote     {opened.url}")
+    output.say(f"votes    {votes_path}")
+    output.say("Ctrl-C ends the server; what is not answered yet stays for the next start.")
+    output.finish({"url": opened.url, "login_url": opened.login_url, "votes": votes_path})
+    output.flush()

@@ -1,0 +1,208 @@
+"""Votes, rankings and written answers: append-only rows, of which the highest revision of a presentation counts."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import Connection, Table, insert, select, update
+from sqlalchemy.engine import Row
+
+from tunesmith.core.errors import UnknownPresentationError, VoteConflictError, VoteError
+from tunesmith.store.campaigns import campaign as load_campaign
+from tunesmith.store.candidates import candidate_ids
+from tunesmith.store.content import check_text
+from tunesmith.store.queue import has_room, num_allowed, refresh_open_items
+from tunesmith.store.records import VERDICTS, Campaign, Verdict, VoteReceipt
+from tunesmith.store.tables import demonstrations, items, presentations, rankings, votes
+
+_MAX_DWELL_MS = 2**31 - 1
+_LEFT = ("left_much", "left")
+_RIGHT = ("right_much", "right")
+
+
+class Answering:
+    """One presentation that its rater answers, inside a transaction.
+
+    Raises UnknownPresentationError if the token is not this rater's.
+    """
+
+    def __init__(self, connection: Connection, token: str, rater_id: int, now: float) -> None:
+        shown = connection.execute(
+            select(presentations).where(presentations.c.token == token, presentations.c.rater_id == rater_id)
+        ).first()
+        if shown is None:
+            raise UnknownPresentationError("there is no such presentation; ask for the next one")
+        self._connection = connection
+        self._now = now
+        self._shown: Row[Any] = shown
+        self._item: Row[Any] = connection.execute(select(items).where(items.c.id == shown.item_id)).one()
+        self._campaign: Campaign = load_campaign(connection, self._item.campaign_id)
+        self._answers: Table = votes if self._item.kind == "pair" else rankings
+
+    def vote(self, verdict: Verdict, reason: str, dwell_ms: int | None, request_key: str | None) -> VoteReceipt:
+        """Record a verdict; a ranking can only be skipped this way."""
+        if verdict not in VERDICTS:
+            raise VoteError(f"verdict {verdict!r} is unknown; give one of {', '.join(VERDICTS)}")
+        check_text(reason, "the reason")
+        if self._item.kind != "pair":
+            if verdict != "skip":
+                raise VoteError(f"{verdict!r} does not fit {self._num_answers} answers; rank them, or skip")
+            return self._add({"verdict": "skip", "reason": reason, "ranks_json": None}, dwell_ms, request_key)
+        ids = candidate_ids(self._connection, self._item.id)
+        left, right = (ids[place] for place in self._order)
+        chosen, rejected = None, None
+        if verdict in _LEFT:
+            chosen, rejected = left, right
+        elif verdict in _RIGHT:
+            chosen, rejected = right, left
+        content = {"chosen_candidate_id": chosen, "rejected_candidate_id": rejected}
+        return self._add({"verdict": verdict, "reason": reason, **content}, dwell_ms, request_key)
+
+    def rank(self, ranks: Sequence[int], dwell_ms: int | None, request_key: str | None) -> VoteReceipt:
+        """Record a ranking, given for the answers from left to right."""
+        if self._item.kind != "ranking":
+            raise VoteError("these two answers are a pair; give a verdict")
+        if len(ranks) != self._num_answers or not all(1 <= rank <= self._num_answers for rank in ranks):
+            raise VoteError(
+                f"ranks {list(ranks)} do not fit; give {self._num_answers} places from 1 (the best) to "
+                f"{self._num_answers}, equal ones for ties"
+            )
+        places = sorted(set(ranks))
+        by_position = [0] * self._num_answers
+        for position, rank in zip(self._order, ranks, strict=True):
+            by_position[position] = places.index(rank) + 1
+        content = {"verdict": "ranked", "reason": "", "ranks_json": json.dumps(by_position)}
+        return self._add(content, dwell_ms, request_key)
+
+    def withdraw(self) -> VoteReceipt:
+        """Undo the last vote or ranking: the presentation is open again."""
+        last = self._last(self._answers)
+        if last is None:
+            raise VoteError("there is no vote to undo")
+        if last.verdict == "withdrawn":
+            return self._receipt(last, is_repeat=True)
+        self._check_time(last)
+        if self._shown.state == "skipped":
+            self._check_room()
+        content: dict[str, object] = {"verdict": "withdrawn", "reason": ""}
+        receipt = self._insert(self._answers, content, int(last.revision) + 1, None, None)
+        self._set_state("open")
+        return receipt
+
+    def demonstrate(self, text: str, request_key: str | None) -> VoteReceipt:
+        """Record an answer that the rater wrote. The presentation stays as it is."""
+        if not text.strip():
+            raise VoteError("the answer is empty; write one, or leave it out")
+        check_text(text, "the answer")
+        repeated = self._repeated(demonstrations, {"text": text}, request_key)
+        if repeated is not None:
+            return repeated
+        last = self._last(demonstrations)
+        content = {"text": text, "prompt_id": self._item.prompt_id, "rater_id": self._shown.rater_id}
+        revision = 1 if last is None else int(last.revision) + 1
+        return self._insert(demonstrations, content, revision, None, request_key)
+
+    @property
+    def _order(self) -> list[int]:
+        return json.loads(self._shown.order_json)
+
+    @property
+    def _num_answers(self) -> int:
+        return len(self._order)
+
+    def _add(self, content: Mapping[str, object], dwell_ms: int | None, request_key: str | None) -> VoteReceipt:
+        """Append a revision, unless it is there already."""
+        repeated = self._repeated(self._answers, content, request_key)
+        if repeated is not None:
+            return repeated
+        last = self._last(self._answers)
+        if last is not None and last.verdict != "withdrawn":
+            self._check_time(last)
+        state = "skipped" if content["verdict"] == "skip" else "done"
+        if state == "done" and not self._holds_place:
+            self._check_room()
+        revision = 1 if last is None else int(last.revision) + 1
+        receipt = self._insert(self._answers, content, revision, dwell_ms, request_key)
+        self._set_state(state)
+        return receipt
+
+    def _repeated(
+        self, table: Table, content: Mapping[str, object], request_key: str | None
+    ) -> VoteReceipt | None:
+        """The receipt of the row that says the same: of the same request, or the last one of the presentation."""
+        if request_key is not None:
+            if not 0 < len(request_key) <= 200:
+                raise VoteError(f"the request key has {len(request_key)} characters; give 1 to 200")
+            check_text(request_key, "the request key")
+            of_request = select(table).where(
+                table.c.presentation_id == self._shown.id, table.c.request_key == request_key
+            )
+            found = self._connection.execute(of_request).first()
+            if found is not None and not _is_same(found, content):
+                raise VoteError("this request key was used with another content; give each vote a key of its own")
+            if found is not None:
+                return self._receipt(found, is_repeat=True)
+        last = self._last(table)
+        return self._receipt(last, is_repeat=True) if last is not None and _is_same(last, content) else None
+
+    def _last(self, table: Table) -> Row[Any] | None:
+        query = select(table).where(table.c.presentation_id == self._shown.id).order_by(table.c.revision.desc())
+        return self._connection.execute(query.limit(1)).first()
+
+    def _insert(
+        self, table: Table, content: Mapping[str, object], revision: int, dwell_ms: int | None, request_key: str | None
+    ) -> VoteReceipt:
+        values: dict[str, object] = dict(content)
+        if "dwell_ms" in table.c:
+            values["dwell_ms"] = None if dwell_ms is None else min(max(0, dwell_ms), _MAX_DWELL_MS)
+        result = self._connection.execute(
+            insert(table).values(
+                presentation_id=self._shown.id,
+                revision=revision,
+                created_at=self._now,
+                request_key=request_key,
+                **values,
+            )
+        )
+        key: Any = result.inserted_primary_key
+        return self._receipt(self._connection.execute(select(table).where(table.c.id == key[0])).one())
+
+    def _receipt(self, row: Row[Any], *, is_repeat: bool = False) -> VoteReceipt:
+        return VoteReceipt(
+            id=row.id,
+            token=self._shown.token,
+            revision=row.revision,
+            verdict=row._mapping.get("verdict", "written"),
+            created_at=row.created_at,
+            undo_until=row.created_at + self._campaign.settings.undo_s,
+            is_repeat=is_repeat,
+        )
+
+    @property
+    def _holds_place(self) -> bool:
+        is_leased = self._shown.state == "open" and self._shown.lease_until > self._now
+        return is_leased or self._shown.state == "done"
+
+    def _check_time(self, last: Row[Any]) -> None:
+        if self._now > last.created_at + self._campaign.settings.undo_s:
+            raise VoteConflictError(
+                f"a vote can be changed for {self._campaign.settings.undo_s:g} s, and this time is over"
+            )
+
+    def _check_room(self) -> None:
+        has_place = has_room(self._connection, self._item, self._shown.id, self._campaign, self._now)
+        if not has_place or num_allowed(self._connection, self._shown.rater_id, self._campaign, self._now) < 1:
+            raise VoteConflictError("this item needs no more votes; ask for the next one")
+
+    def _set_state(self, state: str) -> None:
+        values: dict[str, object] = {"state": state}
+        if state == "open":
+            values["lease_until"] = self._now + self._campaign.settings.lease_s
+        self._connection.execute(update(presentations).where(presentations.c.id == self._shown.id).values(**values))
+        refresh_open_items(
+            self._connection, self._campaign.id, self._campaign.settings.overlap, [int(self._item.id)]
+        )
+
+
+def _is_same(row: Row[Any], content: Mapping[str, object]) -> bool:
+    return all(row._mapping[name] == value for name, value in content.items())

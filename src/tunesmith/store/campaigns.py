@@ -1,0 +1,196 @@
+"""Campaigns and raters as rows."""
+
+import math
+import secrets
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+from sqlalchemy import Connection, func, insert, select, update
+from sqlalchemy.engine import Row
+
+from tunesmith.core.errors import StoreError
+from tunesmith.store import tables
+from tunesmith.store.content import check_name, check_text, token_sha256
+from tunesmith.store.queue import refresh_open_items
+from tunesmith.store.records import Campaign, CampaignSettings, CommandKind, NewRater, PolicyVersion, Rater, Role
+
+_SETTINGS = tuple(field.name for field in fields(CampaignSettings))
+_MAX_OVERLAP = 1000
+
+
+def set_campaign(connection: Connection, settings: CampaignSettings, now: float) -> Campaign:
+    """The campaign of this name, made or changed."""
+    _check_settings(settings)
+    table = tables.campaigns
+    found = connection.execute(select(table.c.id).where(table.c.name == settings.name)).scalar()
+    if found is None:
+        result = connection.execute(insert(table).values(**asdict(settings), created_at=now))
+        found = _new_id(result.inserted_primary_key)
+    else:
+        connection.execute(update(table).where(table.c.id == found).values(**asdict(settings), closed_at=None))
+        # Another overlap opens or closes items.
+        refresh_open_items(connection, int(found), settings.overlap)
+    return campaign(connection, int(found))
+
+
+def campaign(connection: Connection, campaign_id: int) -> Campaign:
+    """One campaign. Raises StoreError if there is none of this id."""
+    found = connection.execute(select(tables.campaigns).where(tables.campaigns.c.id == campaign_id)).first()
+    if found is None:
+        raise StoreError(f"there is no campaign {campaign_id}")
+    return _campaign(found)
+
+
+def all_campaigns(connection: Connection) -> list[Campaign]:
+    """All campaigns, oldest first."""
+    return [_campaign(row) for row in connection.execute(select(tables.campaigns).order_by(tables.campaigns.c.id))]
+
+
+def close_campaign(connection: Connection, campaign_id: int, now: float) -> None:
+    """Ask for no more votes."""
+    campaign(connection, campaign_id)
+    connection.execute(update(tables.campaigns).where(tables.campaigns.c.id == campaign_id).values(closed_at=now))
+
+
+def add_rater(
+    connection: Connection, name: str, role: Role, invited_by: int | None, expires_at: float | None, now: float
+) -> NewRater:
+    """A new rater and their token. Raises StoreError if the name is taken."""
+    if role not in ("rater", "admin"):
+        raise StoreError(f"role {role!r} is unknown; give rater or admin")
+    token = secrets.token_urlsafe(24)
+    result = connection.execute(
+        insert(tables.raters).values(
+            name=_free_name(connection, name),
+            role=role,
+            token_sha256=token_sha256(token),
+            invited_by=invited_by,
+            created_at=now,
+            expires_at=expires_at,
+        )
+    )
+    return NewRater(_rater_of_id(connection, _new_id(result.inserted_primary_key)), token)
+
+
+def rater_of_token(connection: Connection, token: str, now: float) -> Rater | None:
+    """Whom `token` lets in; None for a wrong, expired or disabled one."""
+    table = tables.raters
+    found = connection.execute(select(table).where(table.c.token_sha256 == token_sha256(token))).first()
+    rater = None if found is None else _rater(found)
+    if rater is None or rater.disabled_at is not None or (rater.expires_at is not None and rater.expires_at <= now):
+        return None
+    return rater
+
+
+def redeem(
+    connection: Connection, token: str, name: str | None, expires_at: float | None, now: float
+) -> NewRater | None:
+    """The rater of `token` with a fresh token in its place; None if it lets nobody in."""
+    rater = rater_of_token(connection, token, now)
+    if rater is None:
+        return None
+    fresh = secrets.token_urlsafe(24)
+    values: dict[str, object] = {"token_sha256": token_sha256(fresh), "expires_at": expires_at}
+    if name is not None and name != rater.name:
+        values["name"] = _free_name(connection, name)
+    connection.execute(update(tables.raters).where(tables.raters.c.id == rater.id).values(**values))
+    return NewRater(_rater_of_id(connection, rater.id), fresh)
+
+
+def rater_named(connection: Connection, name: str, now: float) -> int:
+    """Id of the rater of this name, made without access if there is none: for votes that come from elsewhere."""
+    found = connection.execute(select(tables.raters.c.id).where(tables.raters.c.name == name)).scalar()
+    if found is not None:
+        return int(found)
+    result = connection.execute(
+        insert(tables.raters).values(name=check_name(name, "the rater's name"), role="rater", created_at=now)
+    )
+    return _new_id(result.inserted_primary_key)
+
+
+def all_raters(connection: Connection) -> list[Rater]:
+    """All raters, oldest first."""
+    return [_rater(row) for row in connection.execute(select(tables.raters).order_by(tables.raters.c.id))]
+
+
+def disable_rater(connection: Connection, rater_id: int, now: float) -> None:
+    """End a rater's access."""
+    _rater_of_id(connection, rater_id)
+    connection.execute(update(tables.raters).where(tables.raters.c.id == rater_id).values(disabled_at=now))
+
+
+def add_command(connection: Connection, kind: CommandKind, argument: str, rater_id: int, now: float) -> int:
+    """Id of a new command. Raises StoreError for an unknown kind."""
+    if kind != "rollback":
+        raise StoreError(f"command {kind!r} is unknown; there is rollback")
+    check_text(argument, "the command's argument")
+    values = {"kind": kind, "argument": argument, "rater_id": rater_id, "created_at": now}
+    return _new_id(connection.execute(insert(tables.commands).values(**values)).inserted_primary_key)
+
+
+def copy_versions(connection: Connection, versions: Sequence[PolicyVersion]) -> None:
+    """Add or replace the copies of the trainer's versions."""
+    table = tables.shown_versions
+    there = set(connection.execute(select(table.c.version)).scalars())
+    for version in versions:
+        values = asdict(version)
+        if version.version in there:
+            connection.execute(update(table).where(table.c.version == version.version).values(**values))
+        else:
+            connection.execute(insert(table).values(**values))
+
+
+def shown_versions(connection: Connection) -> list[PolicyVersion]:
+    """The copied versions, oldest first."""
+    rows = connection.execute(select(tables.shown_versions).order_by(tables.shown_versions.c.version))
+    return [PolicyVersion(**row._mapping) for row in rows]
+
+
+def _check_settings(settings: CampaignSettings) -> None:
+    check_name(settings.name, "the campaign's name")
+    check_text(settings.guidelines, "the campaign's guidelines")
+    numbers = {"lease_s": settings.lease_s, "undo_s": settings.undo_s, "gold_share": settings.gold_share}
+    for name, number in numbers.items():
+        if not math.isfinite(number) or number < 0:
+            raise StoreError(f"{name} is {number}; it must be finite and at least 0")
+    if settings.lease_s == 0:
+        raise StoreError("lease_s is 0; give the seconds for which a pair is kept for one rater")
+    if settings.gold_share > 0.5:
+        raise StoreError(f"gold_share is {settings.gold_share}; it must be at most 0.5")
+    if not 1 <= settings.overlap <= _MAX_OVERLAP:
+        raise StoreError(f"overlap is {settings.overlap}; it must be from 1 to {_MAX_OVERLAP}")
+    if settings.max_votes_per_rater < 0:
+        raise StoreError(f"max_votes_per_rater is {settings.max_votes_per_rater}; give 0 for no limit, or more")
+    if settings.kind not in ("pair", "ranking"):
+        raise StoreError(f"kind {settings.kind!r} is unknown; give pair or ranking")
+    if settings.answer_style not in ("raw", "markdown"):
+        raise StoreError(f"answer_style {settings.answer_style!r} is unknown; give raw or markdown")
+
+
+def _free_name(connection: Connection, name: str) -> str:
+    name = check_name(name.strip(), "the rater's name")
+    if connection.execute(select(func.count()).where(tables.raters.c.name == name)).scalar():
+        raise StoreError(f"the name {name!r} is taken; choose another")
+    return name
+
+
+def _rater_of_id(connection: Connection, rater_id: int) -> Rater:
+    found = connection.execute(select(tables.raters).where(tables.raters.c.id == rater_id)).first()
+    if found is None:
+        raise StoreError(f"there is no rater {rater_id}")
+    return _rater(found)
+
+
+def _campaign(row: Row[Any]) -> Campaign:
+    values = row._mapping
+    settings = CampaignSettings(**{name: values[name] for name in _SETTINGS})
+    return Campaign(values["id"], settings, values["created_at"], values["closed_at"])
+
+
+def _rater(row: Row[Any]) -> Rater:
+    return Rater(**{field.name: row._mapping[field.name] for field in fields(Rater)})
+
+
+def _new_id(key: Any) -> int:
+    return int(key[0])

@@ -1,0 +1,90 @@
+"""Prompts, tokens and texts as the columns hold them, and what text may be stored at all."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import cast
+
+from tunesmith.core.errors import DataError
+from tunesmith.schema.records import Message, Text
+
+MAX_NAME = 200
+"""Characters of a name: of a campaign, a rater, a source, a request key."""
+
+
+def is_storable(text: str) -> bool:
+    """True if every database and file can carry `text`: it has no NUL and no lone surrogate."""
+    return _fault(text) is None
+
+
+def check_text(text: str, what: str) -> str:
+    """`text` itself. Raises DataError, which names `what`, for a NUL or a lone surrogate."""
+    fault = _fault(text)
+    if fault is not None:
+        raise DataError(f"{what} holds {fault}; remove it")
+    return text
+
+
+def check_name(name: str, what: str) -> str:
+    """`name` itself. Raises DataError if it is blank, longer than `MAX_NAME`, or no storable text."""
+    if not name.strip():
+        raise DataError(f"{what} is empty; give a name")
+    if len(name) > MAX_NAME:
+        raise DataError(f"{what} has {len(name)} characters; {MAX_NAME} are allowed")
+    return check_text(name, what)
+
+
+def check_content(content: Text, what: str) -> Text:
+    """`content` itself, text or messages. Raises DataError as `check_text` does."""
+    for text in [content] if isinstance(content, str) else [part for message in content for part in message.values()]:
+        check_text(text, what)
+    return content
+
+
+def encode_content(content: Text) -> str:
+    """A prompt as JSON: equal prompts give equal JSON."""
+    plain = content if isinstance(content, str) else [dict(message) for message in content]
+    return json.dumps(plain, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+
+
+def decode_content(encoded: str) -> Text:
+    """The prompt that `encode_content` wrote."""
+    value: object = json.loads(encoded)
+    if isinstance(value, str):
+        return value
+    return tuple(cast(Sequence[Message], value))
+
+
+def content_sha256(encoded: str) -> str:
+    """The hash that tells prompts apart, of what `encode_content` gave."""
+    return hashlib.sha256(encoded.encode()).hexdigest()
+
+
+def token_sha256(token: str) -> str:
+    """What is kept of a token that lets somebody in. Tokens have 128 random bits, so that no salt is needed."""
+    return hashlib.sha256(token.encode("utf-8", errors="surrogatepass")).hexdigest()
+
+
+def encode_numbers(numbers: Sequence[float] | None) -> str | None:
+    """Token ids or log-probs as JSON, None as None."""
+    return None if numbers is None else json.dumps(list(numbers), separators=(",", ":"))
+
+
+def decode_ints(encoded: str | None) -> tuple[int, ...] | None:
+    """Whole numbers that `encode_numbers` wrote."""
+    return None if encoded is None else tuple(cast(Sequence[int], json.loads(encoded)))
+
+
+def decode_floats(encoded: str | None) -> tuple[float, ...] | None:
+    """Numbers that `encode_numbers` wrote."""
+    return None if encoded is None else tuple(cast(Sequence[float], json.loads(encoded)))
+
+
+def _fault(text: str) -> str | None:
+    if "\x00" in text:
+        return f"a NUL character (at position {text.index(chr(0))})"
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        return f"a lone surrogate (U+{ord(text[error.start]):04X} at position {error.start}), which is no character"
+    return None

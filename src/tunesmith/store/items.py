@@ -1,0 +1,180 @@
+"""Items: a prompt with answers to be judged. Given ones are told apart by their texts, the trainer's by their offer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, and_, func, insert, select, update
+
+from tunesmith.core.errors import DataError
+from tunesmith.store.candidates import chunks, texts_of_items
+from tunesmith.store.content import (
+    check_content,
+    check_text,
+    content_sha256,
+    encode_content,
+    encode_numbers,
+)
+from tunesmith.store.records import Candidate, NewItem, Offer
+from tunesmith.store.tables import candidates, item_candidates, items, prompts
+
+MAX_ANSWERS = 10
+"""Most answers of a ranking."""
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """The ids of the items that were asked for, in that order, and how many of them are new."""
+
+    item_ids: tuple[int, ...]
+    num_new: int
+
+
+def check_answers(texts: Sequence[str], where: str) -> None:
+    """Raise DataError for fewer than two answers, too many, equal ones, or a text that cannot be stored."""
+    if not 2 <= len(texts) <= MAX_ANSWERS:
+        raise DataError(f"{where} has {len(texts)} answers; give 2 to {MAX_ANSWERS}")
+    for number, text in enumerate(texts, start=1):
+        check_text(text, f"answer {number} of {where}")
+    if len(set(texts)) < len(texts):
+        raise DataError(f"{where} has the same answer twice; nobody could tell them apart")
+
+
+def check_item(item: NewItem, where: str) -> None:
+    """Raise DataError if `item` cannot be stored or judged; `where` names it."""
+    check_content(item.prompt, f"the prompt of {where}")
+    check_answers([candidate.text for candidate in item.candidates], where)
+    if item.kind == "pair" and len(item.candidates) != 2:
+        raise DataError(f"{where} has {len(item.candidates)} answers; a pair has two, more are a ranking")
+    if item.gold is not None and not 0 <= item.gold < len(item.candidates):
+        raise DataError(f"gold of {where} is {item.gold}; it must be from 0 to {len(item.candidates) - 1}")
+
+
+def add_items(connection: Connection, campaign_id: int, new: Sequence[NewItem]) -> Added:
+    """Add items. A given item (without an offer) that is there already, in whatever order of its answers, is not added
+    again.
+    """
+    for number, item in enumerate(new):
+        check_item(item, f"item {number + 1}")
+    prompt_ids = _prompt_ids(connection, campaign_id, [encode_content(item.prompt) for item in new])
+    there = _given_items(connection, campaign_id, prompt_ids)
+    ids: list[int] = []
+    num_new = 0
+    for item, prompt_id in zip(new, prompt_ids, strict=True):
+        key = (prompt_id, item.kind, frozenset(candidate.text for candidate in item.candidates))
+        found = there.get(key) if item.offer_id is None else None
+        if found is None:
+            found = _insert(connection, campaign_id, prompt_id, item)
+            num_new += 1
+            if item.offer_id is None:
+                there[key] = found
+        ids.append(found)
+    return Added(tuple(ids), num_new)
+
+
+def ingest(connection: Connection, campaign_id: int, offers: Sequence[Offer], now: float) -> int:
+    """Number of items made of offers that are not here yet; stale offers are retired."""
+    there: set[int] = set()
+    for chunk in chunks([offer.id for offer in offers]):
+        query = select(items.c.offer_id).where(items.c.campaign_id == campaign_id, items.c.offer_id.in_(chunk))
+        there |= {int(id_) for id_ in connection.execute(query).scalars() if id_ is not None}
+    stale = max((offer.retires_before for offer in offers), default=0)
+    fresh = [offer for offer in offers if offer.id not in there and offer.id >= stale]
+    add_items(connection, campaign_id, [_item_of(offer) for offer in fresh])
+    if stale:
+        is_stale = and_(items.c.campaign_id == campaign_id, items.c.offer_id < stale, items.c.retired_at.is_(None))
+        connection.execute(update(items).where(is_stale).values(retired_at=now, is_open=False))
+    return len(fresh)
+
+
+def last_offer_id(connection: Connection, campaign_id: int) -> int:
+    """The newest offer that was ingested, 0 if there is none."""
+    query = select(func.max(items.c.offer_id)).where(items.c.campaign_id == campaign_id)
+    return int(connection.execute(query).scalar() or 0)
+
+
+def retire_items(connection: Connection, item_ids: Sequence[int], now: float) -> int:
+    """Number of items that were taken out of the queue."""
+    num_retired = 0
+    for chunk in chunks(item_ids):
+        query = update(items).where(items.c.id.in_(chunk), items.c.retired_at.is_(None))
+        num_retired += connection.execute(query.values(retired_at=now, is_open=False)).rowcount
+    return num_retired
+
+
+def _item_of(offer: Offer) -> NewItem:
+    kind = "pair" if len(offer.candidates) == 2 else "ranking"
+    return NewItem(offer.prompt, offer.candidates, kind=kind, heldout=offer.heldout, offer_id=offer.id)
+
+
+def _prompt_ids(connection: Connection, campaign_id: int, encoded: Sequence[str]) -> list[int]:
+    """Id of each prompt, added where it is new."""
+    hashes = [content_sha256(content) for content in encoded]
+    ids: dict[str, int] = {}
+    for chunk in chunks_of_texts(hashes):
+        query = select(prompts.c.sha256, prompts.c.id)
+        query = query.where(prompts.c.campaign_id == campaign_id, prompts.c.sha256.in_(chunk))
+        ids |= {row.sha256: row.id for row in connection.execute(query)}
+    for digest, content in zip(hashes, encoded, strict=True):
+        if digest not in ids:
+            values = {"campaign_id": campaign_id, "content_json": content, "sha256": digest}
+            ids[digest] = _new_id(connection.execute(insert(prompts).values(**values)).inserted_primary_key)
+    return [ids[digest] for digest in hashes]
+
+
+def chunks_of_texts(texts: Sequence[str]) -> list[list[str]]:
+    """`texts` without repeats, in pieces that fit into one query."""
+    unique = list(dict.fromkeys(texts))
+    return [unique[start : start + 500] for start in range(0, len(unique), 500)]
+
+
+def _given_items(
+    connection: Connection, campaign_id: int, prompt_ids: Sequence[int]
+) -> dict[tuple[int, str, frozenset[str]], int]:
+    """The given items of these prompts by prompt, kind and texts."""
+    rows: list[Any] = []
+    for chunk in chunks(prompt_ids):
+        query = select(items.c.id, items.c.prompt_id, items.c.kind)
+        rows += connection.execute(
+            query.where(items.c.campaign_id == campaign_id, items.c.prompt_id.in_(chunk), items.c.offer_id.is_(None))
+        ).all()
+    texts = texts_of_items(connection, [row.id for row in rows])
+    return {(row.prompt_id, row.kind, frozenset(texts[row.id])): row.id for row in rows}
+
+
+def _insert(connection: Connection, campaign_id: int, prompt_id: int, item: NewItem) -> int:
+    ids = [_insert_candidate(connection, prompt_id, candidate) for candidate in item.candidates]
+    result = connection.execute(
+        insert(items).values(
+            campaign_id=campaign_id,
+            prompt_id=prompt_id,
+            kind=item.kind,
+            is_gold=item.gold is not None,
+            gold_candidate_id=None if item.gold is None else ids[item.gold],
+            heldout=item.heldout,
+            offer_id=item.offer_id,
+            is_open=True,
+        )
+    )
+    item_id = _new_id(result.inserted_primary_key)
+    links = [{"item_id": item_id, "position": place, "candidate_id": id_} for place, id_ in enumerate(ids)]
+    connection.execute(insert(item_candidates), links)
+    return item_id
+
+
+def _insert_candidate(connection: Connection, prompt_id: int, candidate: Candidate) -> int:
+    result = connection.execute(
+        insert(candidates).values(
+            prompt_id=prompt_id,
+            text=candidate.text,
+            token_ids_json=encode_numbers(candidate.token_ids),
+            logps_json=encode_numbers(candidate.logps),
+            weight_version=candidate.weight_version,
+            source_id=check_text(candidate.source_id, "the source of an answer")[:200],
+        )
+    )
+    return _new_id(result.inserted_primary_key)
+
+
+def _new_id(key: Any) -> int:
+    return int(key[0])

@@ -1,0 +1,311 @@
+"""The tables of `votes.db` and `runs.db`, in types that every SQL database has.
+
+Times are seconds since the epoch (UTC) as double precision, whatever is nested is JSON in text. Each id grows and never
+comes back, so that a reader's cursor is an id. What a client sees is a random token, never an id.
+"""
+
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    CheckConstraint,
+    Column,
+    Double,
+    ForeignKey,
+    Index,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+    UniqueConstraint,
+)
+
+_NAMES = {
+    "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+    "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+    "ck": "ck_%(table_name)s_%(constraint_name)s",
+    "fk": "fk_%(table_name)s_%(column_0_name)s",
+    "pk": "pk_%(table_name)s",
+}
+
+_ID = BigInteger().with_variant(Integer, "sqlite")
+"""SQLite counts only columns of the type INTEGER by itself."""
+
+votes_metadata = MetaData(naming_convention=_NAMES)
+"""The tables of `votes.db`, which the server writes."""
+
+runs_metadata = MetaData(naming_convention=_NAMES)
+"""The tables of `runs.db`, which the trainer writes."""
+
+
+def _id() -> Column[int]:
+    return Column("id", _ID, primary_key=True, autoincrement=True)
+
+
+def _time(name: str, *, nullable: bool = False) -> Column[float]:
+    return Column(name, Double, nullable=nullable)
+
+
+def _reference(name: str, target: str, *, nullable: bool = False) -> Column[int]:
+    return Column(name, _ID, ForeignKey(target), nullable=nullable)
+
+
+campaigns = Table(
+    "campaigns",
+    votes_metadata,
+    _id(),
+    Column("name", String(200), nullable=False, unique=True),
+    Column("guidelines", Text, nullable=False),
+    Column("kind", String(16), nullable=False),
+    Column("overlap", Integer, nullable=False),
+    Column("lease_s", Double, nullable=False),
+    Column("undo_s", Double, nullable=False),
+    Column("max_votes_per_rater", Integer, nullable=False),
+    Column("gold_share", Double, nullable=False),
+    Column("answer_style", String(16), nullable=False),
+    _time("created_at"),
+    _time("closed_at", nullable=True),
+    CheckConstraint("overlap >= 1", name="overlap"),
+    CheckConstraint("answer_style IN ('raw', 'markdown')", name="answer_style"),
+    sqlite_autoincrement=True,
+)
+
+raters = Table(
+    "raters",
+    votes_metadata,
+    _id(),
+    Column("name", String(200), nullable=False, unique=True),
+    Column("role", String(16), nullable=False),
+    Column("token_sha256", String(64), nullable=True, unique=True),
+    _reference("invited_by", "raters.id", nullable=True),
+    _time("created_at"),
+    _time("expires_at", nullable=True),
+    _time("disabled_at", nullable=True),
+    CheckConstraint("role IN ('rater', 'admin')", name="role"),
+    sqlite_autoincrement=True,
+)
+
+prompts = Table(
+    "prompts",
+    votes_metadata,
+    _id(),
+    _reference("campaign_id", "campaigns.id"),
+    Column("content_json", Text, nullable=False),
+    Column("sha256", String(64), nullable=False),
+    UniqueConstraint("campaign_id", "sha256"),
+    sqlite_autoincrement=True,
+)
+
+candidates = Table(
+    "candidates",
+    votes_metadata,
+    _id(),
+    _reference("prompt_id", "prompts.id"),
+    Column("text", Text, nullable=False),
+    Column("token_ids_json", Text, nullable=True),
+    Column("logps_json", Text, nullable=True),
+    Column("weight_version", Integer, nullable=True),
+    Column("source_id", String(200), nullable=False),
+    sqlite_autoincrement=True,
+)
+
+items = Table(
+    "items",
+    votes_metadata,
+    _id(),
+    _reference("campaign_id", "campaigns.id"),
+    _reference("prompt_id", "prompts.id"),
+    Column("kind", String(16), nullable=False),
+    Column("is_gold", Boolean, nullable=False),
+    _reference("gold_candidate_id", "candidates.id", nullable=True),
+    Column("heldout", Boolean, nullable=False),
+    # Ids of offers count in `runs.db`, so nothing is referenced here.
+    Column("offer_id", _ID, nullable=True),
+    # True while the item asks for more votes. Follows from presentations and campaign; kept so that the queue is read
+    # from an index.
+    Column("is_open", Boolean, nullable=False),
+    _time("retired_at", nullable=True),
+    CheckConstraint("kind IN ('pair', 'ranking')", name="kind"),
+    UniqueConstraint("campaign_id", "offer_id"),
+    Index("ix_items_queue", "campaign_id", "is_open", "is_gold", "offer_id", "id"),
+    Index("ix_items_prompt_id", "prompt_id"),
+    sqlite_autoincrement=True,
+)
+
+item_candidates = Table(
+    "item_candidates",
+    votes_metadata,
+    Column("item_id", _ID, ForeignKey("items.id"), primary_key=True),
+    Column("position", Integer, primary_key=True),
+    _reference("candidate_id", "candidates.id"),
+)
+
+presentations = Table(
+    "presentations",
+    votes_metadata,
+    _id(),
+    _reference("item_id", "items.id"),
+    _reference("rater_id", "raters.id"),
+    Column("token", String(43), nullable=False, unique=True),
+    Column("order_json", Text, nullable=False),
+    Column("seed", _ID, nullable=False),
+    _time("shown_at"),
+    _time("lease_until"),
+    Column("state", String(16), nullable=False),
+    # The same rater never gets an item twice.
+    UniqueConstraint("item_id", "rater_id"),
+    CheckConstraint("state IN ('open', 'done', 'skipped', 'expired')", name="state"),
+    Index("ix_presentations_rater_state", "rater_id", "state"),
+    sqlite_autoincrement=True,
+)
+
+votes = Table(
+    "votes",
+    votes_metadata,
+    _id(),
+    _reference("presentation_id", "presentations.id"),
+    Column("revision", Integer, nullable=False),
+    Column("verdict", String(16), nullable=False),
+    Column("reason", Text, nullable=False),
+    _reference("chosen_candidate_id", "candidates.id", nullable=True),
+    _reference("rejected_candidate_id", "candidates.id", nullable=True),
+    Column("dwell_ms", Integer, nullable=True),
+    _time("created_at"),
+    Column("request_key", String(200), nullable=True),
+    UniqueConstraint("presentation_id", "revision"),
+    UniqueConstraint("presentation_id", "request_key"),
+    sqlite_autoincrement=True,
+)
+"""Append-only: the highest revision of a presentation counts; `withdrawn` stands for none."""
+
+rankings = Table(
+    "rankings",
+    votes_metadata,
+    _id(),
+    _reference("presentation_id", "presentations.id"),
+    Column("revision", Integer, nullable=False),
+    Column("verdict", String(16), nullable=False),
+    Column("reason", Text, nullable=False),
+    # One place for each candidate in the order of the item; null where the verdict is `skip` or `withdrawn`.
+    Column("ranks_json", Text, nullable=True),
+    Column("dwell_ms", Integer, nullable=True),
+    _time("created_at"),
+    Column("request_key", String(200), nullable=True),
+    UniqueConstraint("presentation_id", "revision"),
+    UniqueConstraint("presentation_id", "request_key"),
+    sqlite_autoincrement=True,
+)
+
+demonstrations = Table(
+    "demonstrations",
+    votes_metadata,
+    _id(),
+    _reference("presentation_id", "presentations.id"),
+    _reference("prompt_id", "prompts.id"),
+    _reference("rater_id", "raters.id"),
+    Column("text", Text, nullable=False),
+    Column("revision", Integer, nullable=False),
+    _time("created_at"),
+    Column("request_key", String(200), nullable=True),
+    UniqueConstraint("presentation_id", "revision"),
+    UniqueConstraint("presentation_id", "request_key"),
+    sqlite_autoincrement=True,
+)
+
+commands = Table(
+    "commands",
+    votes_metadata,
+    _id(),
+    Column("kind", String(32), nullable=False),
+    Column("argument", Text, nullable=False),
+    _reference("rater_id", "raters.id"),
+    _time("created_at"),
+    sqlite_autoincrement=True,
+)
+
+
+def _policy_versions(metadata: MetaData) -> Table:
+    return Table(
+        "policy_versions",
+        metadata,
+        Column("version", Integer, primary_key=True, autoincrement=False),
+        _time("created_at"),
+        Column("parent", Integer, nullable=True),
+        Column("path", Text, nullable=False),
+        Column("heldout_accuracy", Double, nullable=True),
+        Column("win_rate", Double, nullable=True),
+        Column("win_rate_low", Double, nullable=True),
+        Column("win_rate_high", Double, nullable=True),
+        Column("num_votes", Integer, nullable=False),
+        Column("kl", Double, nullable=True),
+        Column("accepted", Boolean, nullable=False),
+        Column("serving", Boolean, nullable=False),
+        Column("note", Text, nullable=False),
+    )
+
+
+shown_versions = _policy_versions(votes_metadata)
+"""The server's copy, so that votes.db can be read without the trainer's file."""
+
+policy_versions = _policy_versions(runs_metadata)
+
+offers = Table(
+    "offers",
+    runs_metadata,
+    _id(),
+    Column("version", Integer, nullable=False),
+    Column("heldout", Boolean, nullable=False),
+    Column("prompt_json", Text, nullable=False),
+    # Offers with a smaller id are stale from this one on.
+    Column("retires_before", _ID, nullable=False),
+    _time("created_at"),
+    sqlite_autoincrement=True,
+)
+
+offer_candidates = Table(
+    "offer_candidates",
+    runs_metadata,
+    Column("offer_id", _ID, ForeignKey("offers.id"), primary_key=True),
+    Column("position", Integer, primary_key=True),
+    Column("text", Text, nullable=False),
+    Column("token_ids_json", Text, nullable=True),
+    Column("logps_json", Text, nullable=True),
+    Column("source_id", String(200), nullable=False),
+)
+
+metrics = Table(
+    "metrics",
+    runs_metadata,
+    _id(),
+    Column("step", Integer, nullable=False),
+    Column("time", Double, nullable=False),
+    Column("name", String(200), nullable=False),
+    # Null: the number was not finite.
+    Column("value", Double, nullable=True),
+    # With the value, so that a series is read from the index alone.
+    Index("ix_metrics_name_id_value", "name", "id", "value"),
+    sqlite_autoincrement=True,
+)
+
+jobs = Table(
+    "jobs",
+    runs_metadata,
+    _id(),
+    Column("kind", String(64), nullable=False),
+    Column("state", String(32), nullable=False),
+    _time("created_at"),
+    _time("ended_at", nullable=True),
+    Column("detail_json", Text, nullable=False),
+    sqlite_autoincrement=True,
+)
+
+heartbeat = Table(
+    "heartbeat",
+    runs_metadata,
+    # One row, so that it is replaced and never piles up.
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("pid", Integer, nullable=False),
+    Column("host", String(200), nullable=False),
+    Column("time", Double, nullable=False),
+    Column("state", String(64), nullable=False),
+)

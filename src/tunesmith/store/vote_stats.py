@@ -1,0 +1,239 @@
+"""Counts, agreement and biases of the votes in a database."""
+
+import json
+import statistics
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, Table, exists, func, select, true
+from sqlalchemy.engine import Row
+
+from tunesmith.store.records import Progress
+from tunesmith.store.stat_records import BiasTest, RaterPair, RaterStats, VoteStats
+from tunesmith.store.statistics import bias_test, cohen_kappa, krippendorff_alpha, shared_judgements
+from tunesmith.store.tables import (
+    candidates,
+    demonstrations,
+    item_candidates,
+    items,
+    presentations,
+    raters,
+    rankings,
+    votes,
+)
+
+MAX_RATER_PAIRS = 200
+"""Kappas that are listed: those with the most items in common."""
+
+_HOUR_S = 3600.0
+_LEFT = ("left", "left_much")
+_DECIDED = ("left", "left_much", "right", "right_much")
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """What statistics need of one effective vote. `judgement` names the preferred answer, not its side."""
+
+    item_id: int
+    rater_id: int
+    verdict: str
+    judgement: Hashable
+    chosen_length: int | None
+    rejected_length: int | None
+    gold_hit: bool | None
+    dwell_ms: int | None
+    created_at: float
+
+
+def vote_stats(connection: Connection, campaign_id: int | None, now: float) -> VoteStats:
+    """Everything of `VoteStats`. Gold items count for the raters, not for agreement."""
+    judged = _judged_pairs(connection, campaign_id)
+    num_rankings, gold_of_rankings = _rankings(connection, campaign_id)
+    names = {row.id: row.name for row in connection.execute(select(raters.c.id, raters.c.name))}
+    counted = [one for one in judged if one.verdict != "skip"]
+    units: dict[int, dict[int, Hashable]] = {}
+    for one in counted:
+        if one.gold_hit is None:
+            units.setdefault(one.item_id, {})[one.rater_id] = one.judgement
+    shared = sorted(shared_judgements(units).items(), key=lambda pair: (-len(pair[1]), pair[0]))
+    num_items, num_done = _num_items(connection, campaign_id)
+    return VoteStats(
+        num_items=num_items,
+        num_items_done=num_done,
+        num_votes=len(counted),
+        num_ties=sum(one.verdict == "tie" for one in counted),
+        num_both_bad=sum(one.verdict == "both_bad" for one in counted),
+        num_skips=len(judged) - len(counted),
+        num_rankings=num_rankings,
+        num_demonstrations=_num_demonstrations(connection, campaign_id),
+        num_votes_last_hour=sum(one.created_at > now - _HOUR_S for one in counted),
+        alpha=krippendorff_alpha([list(unit.values()) for unit in units.values()]),
+        kappas=[RaterPair(names[a], names[b], cohen_kappa(said)) for (a, b), said in shared[:MAX_RATER_PAIRS]],
+        left=_left(counted),
+        longer=_longer(counted),
+        raters=_rater_stats(judged, gold_of_rankings, names),
+    )
+
+
+def progress(connection: Connection, rater_id: int, campaign_id: int, max_votes: int) -> Progress:
+    """How far a rater and the campaign are."""
+    mine = presentations.c.rater_id == rater_id
+    of_campaign = items.c.campaign_id == campaign_id
+    num_votes = connection.execute(
+        select(func.count())
+        .select_from(presentations.join(items))
+        .where(mine, of_campaign, presentations.c.state == "done")
+    ).scalar_one()
+    answered = exists().where(
+        presentations.c.item_id == items.c.id, mine, presentations.c.state.in_(("done", "skipped"))
+    )
+    is_left = of_campaign, items.c.is_open == true(), items.c.is_gold != true(), ~answered
+    num_left = int(connection.execute(select(func.count()).select_from(items).where(*is_left)).scalar_one())
+    if max_votes:
+        num_left = min(num_left, max(0, max_votes - int(num_votes)))
+    num_items, num_done = _num_items(connection, campaign_id)
+    return Progress(int(num_votes), num_left, num_items, num_done, max_votes)
+
+
+def _num_items(connection: Connection, campaign_id: int | None) -> tuple[int, int]:
+    """Items that are asked or have all their votes, and the latter. Gold and retired ones are left out."""
+    query = select(items.c.is_open, func.count()).where(items.c.is_gold != true(), items.c.retired_at.is_(None))
+    if campaign_id is not None:
+        query = query.where(items.c.campaign_id == campaign_id)
+    counts = {bool(is_open): int(count) for is_open, count in connection.execute(query.group_by(items.c.is_open))}
+    return sum(counts.values()), counts.get(False, 0)
+
+
+def _last_answers(table: Table, campaign_id: int | None, *columns: Any) -> Any:
+    later = table.alias()
+    is_last = ~exists().where(later.c.presentation_id == table.c.presentation_id, later.c.revision > table.c.revision)
+    query = (
+        select(*columns)
+        .select_from(
+            table.join(presentations, presentations.c.id == table.c.presentation_id).join(
+                items, items.c.id == presentations.c.item_id
+            )
+        )
+        .where(is_last)
+    )
+    return query if campaign_id is None else query.where(items.c.campaign_id == campaign_id)
+
+
+def _judged_pairs(connection: Connection, campaign_id: int | None) -> list[_Judged]:
+    chosen, rejected = candidates.alias(), candidates.alias()
+    query = _last_answers(
+        votes,
+        campaign_id,
+        presentations.c.item_id,
+        presentations.c.rater_id,
+        votes.c.verdict,
+        votes.c.chosen_candidate_id,
+        votes.c.dwell_ms,
+        votes.c.created_at,
+        items.c.is_gold,
+        items.c.gold_candidate_id,
+        select(func.length(chosen.c.text)).where(chosen.c.id == votes.c.chosen_candidate_id).scalar_subquery(),
+        select(func.length(rejected.c.text)).where(rejected.c.id == votes.c.rejected_candidate_id).scalar_subquery(),
+    ).where(votes.c.verdict != "withdrawn")
+    return [_judged(row) for row in connection.execute(query)]
+
+
+def _judged(row: Row[Any]) -> _Judged:
+    is_decided = row.chosen_candidate_id is not None
+    is_checked = row.is_gold and row.verdict != "skip"
+    return _Judged(
+        item_id=row.item_id,
+        rater_id=row.rater_id,
+        verdict=row.verdict,
+        judgement=row.chosen_candidate_id if is_decided else row.verdict,
+        chosen_length=row[-2],
+        rejected_length=row[-1],
+        gold_hit=row.chosen_candidate_id == row.gold_candidate_id if is_checked else None,
+        dwell_ms=row.dwell_ms,
+        created_at=row.created_at,
+    )
+
+
+def _rankings(connection: Connection, campaign_id: int | None) -> tuple[int, list[tuple[int, bool]]]:
+    """How many rankings there are, and of the gold ones: rater, and whether the known best stands alone at the top."""
+    gold_place = _gold_place()
+    query = _last_answers(
+        rankings,
+        campaign_id,
+        presentations.c.rater_id,
+        rankings.c.ranks_json,
+        items.c.is_gold,
+        gold_place.label("gold_place"),
+    ).where(rankings.c.verdict == "ranked")
+    rows = connection.execute(query).all()
+    checked: list[tuple[int, bool]] = []
+    for row in rows:
+        if row.is_gold:
+            ranks: list[int] = json.loads(row.ranks_json)
+            checked.append((row.rater_id, ranks[row.gold_place] == 1 and ranks.count(1) == 1))
+    return len(rows), checked
+
+
+def _gold_place() -> Any:
+    return (
+        select(item_candidates.c.position)
+        .where(
+            item_candidates.c.item_id == items.c.id, item_candidates.c.candidate_id == items.c.gold_candidate_id
+        )
+        .correlate(items)
+        .scalar_subquery()
+    )
+
+
+def _num_demonstrations(connection: Connection, campaign_id: int | None) -> int:
+    query = _last_answers(demonstrations, campaign_id, func.count())
+    return int(connection.execute(query).scalar_one())
+
+
+def _rater_stats(
+    judged: Sequence[_Judged], gold_of_rankings: Sequence[tuple[int, bool]], names: dict[int, str]
+) -> list[RaterStats]:
+    by_rater: dict[int, list[_Judged]] = {}
+    for one in judged:
+        by_rater.setdefault(one.rater_id, []).append(one)
+    gold = [(one.rater_id, one.gold_hit) for one in judged if one.gold_hit is not None]
+    num_gold = Counter(rater for rater, _ in (*gold, *gold_of_rankings))
+    num_hits = Counter(rater for rater, is_hit in (*gold, *gold_of_rankings) if is_hit)
+    found: list[RaterStats] = []
+    for rater_id in sorted({*by_rater, *num_gold}):
+        own = by_rater.get(rater_id, [])
+        counted = [one for one in own if one.verdict != "skip"]
+        times = [one.dwell_ms for one in counted if one.dwell_ms is not None]
+        found.append(
+            RaterStats(
+                rater_id=rater_id,
+                name=names[rater_id],
+                num_votes=len(counted),
+                num_ties=sum(one.verdict == "tie" for one in counted),
+                num_both_bad=sum(one.verdict == "both_bad" for one in counted),
+                num_skips=len(own) - len(counted),
+                left=_left(counted),
+                longer=_longer(counted),
+                num_gold=num_gold[rater_id],
+                gold_accuracy=num_hits[rater_id] / num_gold[rater_id] if num_gold[rater_id] else None,
+                median_dwell_ms=statistics.median(times) if times else None,
+            )
+        )
+    return found
+
+
+def _left(counted: Sequence[_Judged]) -> BiasTest:
+    decided = [one for one in counted if one.verdict in _DECIDED]
+    return bias_test(sum(one.verdict in _LEFT for one in decided), len(decided))
+
+
+def _longer(counted: Sequence[_Judged]) -> BiasTest:
+    lengths = [
+        (one.chosen_length, one.rejected_length)
+        for one in counted
+        if one.chosen_length is not None and one.rejected_length is not None
+    ]
+    unequal = [(chosen, rejected) for chosen, rejected in lengths if chosen != rejected]
+    return bias_test(sum(chosen > rejected for chosen, rejected in unequal), len(unequal))

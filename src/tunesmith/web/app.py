@@ -1,0 +1,109 @@
+"""Puts the app together: services, routes, the guard before them, and what happens to errors."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import jinja2
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.middleware import Middleware
+from starlette.staticfiles import StaticFiles
+
+from tunesmith import __version__
+from tunesmith.core.errors import InputError, UnknownPresentationError, VoteConflictError
+from tunesmith.reports.palette import DARK, LIGHT
+from tunesmith.store.run_reader import RunReader
+from tunesmith.store.votes import VoteStore
+from tunesmith.web import access, admin, pages, session_routes, vote_routes, watch
+from tunesmith.web.buckets import Buckets
+from tunesmith.web.guard import Guard
+from tunesmith.web.lifetime import Lifetime
+from tunesmith.web.logins import Logins
+from tunesmith.web.offers import keep_copying
+from tunesmith.web.services import Services
+from tunesmith.web.sessions import Links, Sessions, read_key
+from tunesmith.web.settings import ServerSettings
+
+_STATUS: tuple[tuple[type[InputError], int], ...] = (
+    (UnknownPresentationError, 404),
+    (VoteConflictError, 409),
+    (InputError, 422),
+)
+
+
+def create_app(settings: ServerSettings, votes: VoteStore, runs: RunReader) -> FastAPI:
+    """The app. `votes` and `runs` belong to the caller, who closes them after the server has ended."""
+    lifetime = Lifetime()
+    failures = Buckets(1 / settings.limits.failure_every_s, settings.limits.failures)
+    logins = Logins(votes, Sessions(read_key(settings.folder)), Links(), failures)
+    services = Services(settings, votes, runs, logins, lifetime, _templates())
+    table = access.RouteTable((*access.RULES, *watch.RULES))
+    app = FastAPI(
+        title="Tunesmith",
+        version=__version__,
+        openapi_url=f"{access.API}/openapi.json",
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        lifespan=_lifespan,
+        middleware=[Middleware(Guard, table=table, logins=logins, limits=settings.limits, hosts=settings.hosts)],
+    )
+    app.state.services = services
+    for router in (
+        session_routes.router(),
+        vote_routes.router(),
+        admin.router(),
+        pages.router(),
+        watch.watch_router(),
+    ):
+        app.include_router(router)
+    app.mount("/static", StaticFiles(directory=Path(__file__).parent / "static"), name="static")
+    app.add_exception_handler(RequestValidationError, _explain_validation)
+    app.add_exception_handler(InputError, _explain)
+    return app
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncGenerator[None]:
+    services: Services = app.state.services
+    copying = asyncio.create_task(keep_copying(services))
+    try:
+        yield
+    finally:
+        services.lifetime.end()
+        with suppress(asyncio.CancelledError):
+            await copying
+
+
+def _templates() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("tunesmith.web"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals.update({"light": LIGHT, "dark": DARK, "version": __version__})  # pyright: ignore[reportUnknownMemberType]
+    return environment
+
+
+async def _explain(request: Request, error: Exception) -> JSONResponse:
+    """Bad input that a store refused, as its message and a status."""
+    status = next(status for kind, status in _STATUS if isinstance(error, kind))
+    return _reply(status, str(error))
+
+
+async def _explain_validation(request: Request, error: Exception) -> JSONResponse:
+    """What is wrong with a request, without a copy of what was sent: that may be large, or have no UTF-8 form."""
+    assert isinstance(error, RequestValidationError), "registered for this error alone"
+    complaints = [
+        f"{'.'.join(str(part) for part in complaint['loc'])}: {complaint['msg']}" for complaint in error.errors()[:8]
+    ]
+    return _reply(422, "; ".join(complaints))
+
+
+def _reply(status: int, detail: str) -> JSONResponse:
+    return JSONResponse({"detail": detail.encode("utf-8", "replace").decode()}, status)

@@ -1,0 +1,172 @@
+"""Runs the app: binds, lets the first admin in, and ends within moments of a signal."""
+
+import errno
+import ipaddress
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from types import FrameType
+
+import uvicorn
+
+from tunesmith.core.errors import InputError
+from tunesmith.store.records import CampaignSettings, Rater
+from tunesmith.store.run_reader import RunReader
+from tunesmith.store.votes import VoteStore
+from tunesmith.web.app import create_app
+from tunesmith.web.connection import protocol_with_deadline
+from tunesmith.web.lifetime import Lifetime
+from tunesmith.web.services import Services
+from tunesmith.web.settings import ServerSettings
+
+_GRACE_S = 2
+"""Seconds for which answers under way may finish after a signal."""
+
+_KEEP_ALIVE_S = 15
+_MAX_HEAD_BYTES = 32 * 1024
+_FIRST_ADMIN = "admin"
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A server that listens. `login_url` logs the first admin in, once; None if admins use their own tokens."""
+
+    url: str
+    login_url: str | None
+
+
+def is_local(host: str) -> bool:
+    """True if a server bound to `host` can be reached from this machine alone."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def serve(
+    settings: ServerSettings,
+    *,
+    adjust: Callable[[CampaignSettings], CampaignSettings] | None = None,
+    is_exposed: bool = False,
+    fill: Callable[[VoteStore, int], None] | None = None,
+    announce: Callable[[Opened], None],
+) -> None:
+    """Serve until a signal asks to end: SIGTERM returns, Ctrl-C raises KeyboardInterrupt.
+
+    `adjust` changes the settings of what is voted on, `fill` adds items to it before the server listens. `is_exposed`
+    allows a host beyond this machine. `announce` is called once connections are taken.
+
+    Raises:
+        InputError: for a host beyond this machine without `is_exposed`, and a port that is taken.
+        StoreError: if `votes.db` cannot be opened.
+    """
+    if not is_exposed and not is_local(settings.host):
+        raise InputError(
+            f"--host {settings.host} can be reached from other machines; give --login to serve them, or leave --host out"
+        )
+    settings.folder.mkdir(parents=True, exist_ok=True)
+    listener = _listen(settings)
+    with (
+        closing(listener),
+        VoteStore.open(settings.votes_path) as votes,
+        closing(RunReader.open(settings.runs_path)) as runs,
+    ):
+        app = create_app(settings, votes, runs)
+        services: Services = app.state.services
+        campaign = services.campaign()
+        if adjust is not None:
+            campaign = votes.set_campaign(adjust(campaign.settings))
+        if fill is not None:
+            fill(votes, campaign.id)
+        opened = _opened(services, listener, is_exposed=is_exposed)
+        signal.signal(signal.SIGTERM, _leave)
+        server = _Server(_config(app, settings), services.lifetime, lambda: announce(opened))
+        server.run(sockets=[listener])
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, which tells streams to end before it waits for them."""
+
+    def __init__(self, config: uvicorn.Config, lifetime: Lifetime, announce: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._lifetime = lifetime
+        self._announce = announce
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._announce()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._lifetime.end()
+        await super().shutdown(sockets)
+
+
+def _config(app: object, settings: ServerSettings) -> uvicorn.Config:
+    limits = settings.limits
+    return uvicorn.Config(
+        app,  # pyright: ignore[reportArgumentType]
+        http=protocol_with_deadline(limits.head_timeout_s),
+        loop="asyncio",
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        log_level="error",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        limit_concurrency=limits.num_connections,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=_GRACE_S,
+        h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
+    )
+
+
+def _leave(signal_number: int, frame: FrameType | None) -> None:
+    """uvicorn raises the signal once more after it has ended in order: there is nothing left to do."""
+    sys.exit(0)
+
+
+def _listen(settings: ServerSettings) -> socket.socket:
+    """A socket that is bound, so that the port is known and no other process takes it meanwhile."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise InputError(f"--host {settings.host} is no address of this machine: {error.strerror}") from None
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise InputError(
+                f"port {settings.port} is taken; give another --port, or 0 for one that is free"
+            ) from None
+        raise InputError(f"cannot listen on {settings.host} port {settings.port}: {error.strerror}") from None
+    return listener
+
+
+def _opened(services: Services, listener: socket.socket, *, is_exposed: bool) -> Opened:
+    """Where the server is, with a link for the first admin unless admins have tokens of their own to log in with."""
+    port: int = listener.getsockname()[1]
+    settings = services.settings
+    name = settings.hosts[0] if settings.hosts else settings.host
+    if name in ("0.0.0.0", "::"):
+        name = socket.gethostname() if is_exposed else "127.0.0.1"
+    url = f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
+    admin = next((rater for rater in services.votes.raters() if _is_admin(rater)), None)
+    if admin is not None and is_exposed:
+        return Opened(url, None)
+    admin = admin or services.votes.add_rater(_FIRST_ADMIN, "admin").rater
+    return Opened(url, f"{url}/login?token={services.logins.links.make(admin.id)}")
+
+
+def _is_admin(rater: Rater) -> bool:
+    return rater.role == "admin" and rater.disabled_at is None

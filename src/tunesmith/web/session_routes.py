@@ -1,0 +1,85 @@
+"""Logging in and out."""
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from fastapi import APIRouter, Request, Response
+from fastapi.exceptions import HTTPException
+
+from tunesmith.store.records import Rater
+from tunesmith.web.access import API
+from tunesmith.web.messages import JoinReply, JoinRequest, SessionReply, SessionRequest
+from tunesmith.web.services import Caller, Services, ServicesOf
+
+Found = TypeVar("Found")
+
+_DAY_S = 24 * 3600
+_UNKNOWN = "this token is unknown, has expired or was used"
+
+
+def router() -> APIRouter:
+    """Routes under `/api/v1`: `session` and `join`."""
+    routes = APIRouter(prefix=API, tags=["session"])
+
+    @routes.post("/session")
+    def log_in(body: SessionRequest, request: Request, response: Response, services: ServicesOf) -> SessionReply:
+        """Begin a session: the answer sets a cookie, whose value is good as a bearer token too."""
+
+        def find() -> Rater | None:
+            rater_id = services.logins.links.use(body.token)
+            if rater_id is not None:
+                return services.logins.rater(rater_id)
+            return services.votes.rater_of(body.token)
+
+        rater = _counted(find, request, services)
+        _set_cookie(rater.id, request, response, services)
+        return SessionReply(name=rater.name, role=rater.role)
+
+    @routes.post("/join")
+    def join(body: JoinRequest, request: Request, response: Response, services: ServicesOf) -> JoinReply:
+        """Take an invitation: begins a session and gives the personal token in place of the invitation's."""
+        name = body.name.strip() if body.name else None
+        joined = _counted(lambda: services.votes.redeem(body.token, name=name or None), request, services)
+        services.logins.forget()
+        _set_cookie(joined.rater.id, request, response, services)
+        return JoinReply(name=joined.rater.name, role=joined.rater.role, token=joined.token)
+
+    @routes.get("/session")
+    def show(caller: Caller) -> SessionReply:
+        """Who is logged in."""
+        return SessionReply(name=caller.name, role=caller.role)
+
+    @routes.delete("/session", status_code=204)
+    def log_out(response: Response, services: ServicesOf) -> None:
+        """End the session of this browser."""
+        response.delete_cookie(services.logins.cookie, httponly=True, samesite="strict")
+
+    return routes
+
+
+def _counted(find: Callable[[], Found | None], request: Request, services: Services) -> Found:
+    """What `find` finds. Too many wrong tokens from one address are answered by 429, whatever they are."""
+    address = request.client.host if request.client else "unknown"
+    failures = services.logins.failures
+    wait_s = failures.wait_s(address)
+    if wait_s:
+        raise HTTPException(429, f"too many wrong tokens; try again in {wait_s} s", {"retry-after": str(wait_s)})
+    found = find()
+    if found is None:
+        failures.take(address)
+        raise HTTPException(401, _UNKNOWN)
+    return found
+
+
+def _set_cookie(rater_id: int, request: Request, response: Response, services: Services) -> None:
+    seconds = int(services.settings.session_days * _DAY_S)
+    response.set_cookie(
+        services.logins.cookie,
+        services.logins.sessions.sign(rater_id, time.time() + seconds),
+        max_age=seconds,
+        httponly=True,
+        samesite="strict",
+        # A browser that came by TLS, through a proxy that ends it, never sends the cookie in the clear.
+        secure=request.headers.get("origin", "").startswith("https://"),
+    )

@@ -1,0 +1,54 @@
+"""What an operator may choose about the server, and the limits that protect it."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+VOTES_FILE = "votes.db"
+RUNS_FILE = "runs.db"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds on what one client can ask for.
+
+    A rater may make `rate_per_s` requests a second on average and `burst` at once. A network address may fail to log in
+    `failures` times at once, and once more every `failure_every_s`. A body must arrive within `body_timeout_s`, and a
+    request's head within `head_timeout_s`. JSON may be nested `json_depth` deep.
+    """
+
+    rate_per_s: float = 50.0
+    burst: int = 200
+    failures: int = 20
+    failure_every_s: float = 3.0
+    body_timeout_s: float = 10.0
+    head_timeout_s: float = 10.0
+    json_depth: int = 32
+    num_connections: int = 512
+    streams_per_rater: int = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """Where the server keeps its files and whom it listens to.
+
+    `folder` holds `votes.db` (written here) and `runs.db` (the trainer's, read). `hosts` are further names, besides
+    those of this machine, that a browser may call the server by. A session ends after
+    `session_days`.
+    """
+
+    folder: Path
+    host: str = "127.0.0.1"
+    port: int = 8000
+    hosts: tuple[str, ...] = ()
+    session_days: float = 30.0
+    limits: Limits = field(default_factory=Limits)
+
+    @property
+    def votes_path(self) -> Path:
+        """The file that the server writes."""
+        return self.folder / VOTES_FILE
+
+    @property
+    def runs_path(self) -> Path:
+        """The file that the trainer writes; it may not exist yet."""
+        return self.folder / RUNS_FILE

@@ -1,0 +1,58 @@
+// Requests to this server. Three things can go wrong, and callers treat each in its own way.
+
+/** The server understood and said no: sending the same again would not help. */
+export class Refused extends Error {
+  constructor(status, detail) {
+    super(detail);
+    this.status = status;
+  }
+}
+
+/** The server was not reached, or is busy: the same request may work later. */
+export class Unreachable extends Error {}
+
+/** The session has ended. */
+export class LoggedOut extends Error {}
+
+const PREFIX = "/api/v1/";
+const TIMEOUT_MS = 15_000;
+
+/** The answer's JSON, null where it has none. `key` names the request, so that sending it twice does no harm. */
+export async function call(method, path, body, key) {
+  const headers = {};
+  if (body !== undefined) headers["Content-Type"] = "application/json";
+  if (key) headers["Idempotency-Key"] = key;
+  let response;
+  let text;
+  try {
+    response = await fetch(PREFIX + path, {
+      method,
+      headers,
+      body: body === undefined ? undefined : JSON.stringify(body),
+      credentials: "same-origin",
+      signal: AbortSignal.timeout(TIMEOUT_MS),
+    });
+    text = await response.text();
+  } catch (error) {
+    throw new Unreachable(error.message);
+  }
+  if (response.ok) return text ? JSON.parse(text) : null;
+  const detail = detailOf(text) || `the server answered ${response.status}`;
+  if (response.status === 401) throw new LoggedOut(detail);
+  if (response.status >= 500 || response.status === 429 || response.status === 408) throw new Unreachable(detail);
+  throw new Refused(response.status, detail);
+}
+
+/** A random name for a request. */
+export function newKey() {
+  const bytes = crypto.getRandomValues(new Uint8Array(16));
+  return Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
+}
+
+function detailOf(text) {
+  try {
+    return JSON.parse(text).detail;
+  } catch {
+    return "";
+  }
+}

@@ -1,0 +1,69 @@
+// The admin's page: who votes, how they do, and links for new raters.
+import { call } from "./api.js";
+
+const $ = (id) => document.getElementById(id);
+const say = (text) => ($("status").textContent = text);
+const percent = (value) => (value === null || value === undefined ? "" : `${Math.round(100 * value)} %`);
+
+async function refresh() {
+  const [raters, stats] = await Promise.all([call("GET", "raters"), call("GET", "stats")]);
+  const byId = new Map(stats.raters.map((one) => [one.rater_id, one]));
+  $("rows").replaceChildren(...raters.map((rater) => row(rater, byId.get(rater.id))));
+  const { alpha } = stats;
+  $("agreement").textContent =
+    alpha.value === null
+      ? `Agreement (Krippendorff's alpha): ${alpha.reason}`
+      : `Agreement (Krippendorff's alpha): ${alpha.value.toFixed(2)} over ${alpha.num} items`;
+}
+
+function row(rater, stats) {
+  const line = document.createElement("tr");
+  const cells = [rater.name, rater.role, stats?.num_votes ?? 0, percent(stats?.left.share), percent(stats?.gold_accuracy)];
+  for (const text of cells) {
+    const cell = document.createElement("td");
+    cell.textContent = text;
+    line.append(cell);
+  }
+  const last = document.createElement("td");
+  if (rater.is_disabled) {
+    last.textContent = "ended";
+  } else {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.textContent = "End access";
+    button.setAttribute("aria-label", `End the access of ${rater.name}`);
+    button.addEventListener("click", () => end(rater));
+    last.append(button);
+  }
+  line.append(last);
+  return line;
+}
+
+async function end(rater) {
+  if (!window.confirm(`End the access of ${rater.name}? Their votes stay.`)) return;
+  await attempt(() => call("DELETE", `raters/${rater.id}`));
+}
+
+async function attempt(action) {
+  try {
+    await action();
+    say("");
+    await refresh();
+  } catch (error) {
+    say(error.message);
+  }
+}
+
+$("invite").addEventListener("submit", (event) => {
+  event.preventDefault();
+  attempt(async () => {
+    const made = await call("POST", "raters", { name: $("name").value.trim(), role: $("role").value });
+    $("link").value = new URL(made.link, location.href).href;
+    $("who").textContent = made.rater.name;
+    $("made").hidden = false;
+    $("name").value = "";
+    $("link").select();
+  });
+});
+
+attempt(async () => {});

@@ -1,0 +1,94 @@
+"""What raters ask and send: the next answers to judge, votes, rankings, written answers."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Path, Query
+
+from tunesmith.web.access import API
+from tunesmith.web.markdown import safe_html
+from tunesmith.web.messages import (
+    MAX_PREFETCH,
+    DemonstrationRequest,
+    GuidelinesReply,
+    NextReply,
+    PresentationReply,
+    ProgressReply,
+    RankingRequest,
+    ReceiptReply,
+    VoteRequest,
+)
+from tunesmith.web.services import Caller, ServicesOf
+
+PresentationToken = Annotated[str, Path(min_length=1, max_length=200)]
+RequestKey = Annotated[
+    str | None,
+    Header(
+        alias="Idempotency-Key",
+        min_length=1,
+        max_length=200,
+        description="Names this request: sent again, it gives the first answer again.",
+    ),
+]
+
+
+def router() -> APIRouter:
+    """Routes under `/api/v1`: `next`, `progress`, `guidelines`, and those of one presentation."""
+    routes = APIRouter(prefix=API, tags=["votes"])
+    one = "/presentations/{token}"
+
+    @routes.get("/next")
+    def show_next(
+        caller: Caller, services: ServicesOf, count: Annotated[int, Query(ge=1, le=MAX_PREFETCH)] = 2
+    ) -> NextReply:
+        """What to judge next: what this rater holds already, then fresh pairs; none if there is nothing left."""
+        campaign = services.campaign()
+        shown = services.votes.next_presentations(caller.rater_id, campaign.id, count)
+        return NextReply(
+            presentations=[PresentationReply.of(one) for one in shown],
+            progress=ProgressReply.of(services.votes.progress(caller.rater_id, campaign.id)),
+        )
+
+    @routes.put(f"{one}/vote")
+    def vote(
+        token: PresentationToken, body: VoteRequest, caller: Caller, services: ServicesOf, key: RequestKey = None
+    ) -> ReceiptReply:
+        """Vote, or change the vote. The answer comes when the vote is on disk; sending it again changes nothing."""
+        return ReceiptReply.of(
+            services.votes.vote(token, caller.rater_id, body.verdict, body.reason, body.dwell_ms, key)
+        )
+
+    @routes.delete(f"{one}/vote")
+    def withdraw(token: PresentationToken, caller: Caller, services: ServicesOf) -> ReceiptReply:
+        """Undo a vote or a ranking: the presentation is open again."""
+        return ReceiptReply.of(services.votes.withdraw(token, caller.rater_id))
+
+    @routes.put(f"{one}/ranking")
+    def rank(
+        token: PresentationToken, body: RankingRequest, caller: Caller, services: ServicesOf, key: RequestKey = None
+    ) -> ReceiptReply:
+        """Rank the answers, or change the ranking."""
+        return ReceiptReply.of(services.votes.rank(token, caller.rater_id, body.ranks, body.dwell_ms, key))
+
+    @routes.put(f"{one}/demonstration")
+    def demonstrate(
+        token: PresentationToken,
+        body: DemonstrationRequest,
+        caller: Caller,
+        services: ServicesOf,
+        key: RequestKey = None,
+    ) -> ReceiptReply:
+        """Write a better answer. It stands beside the vote and does not take its place."""
+        return ReceiptReply.of(services.votes.demonstrate(token, caller.rater_id, body.text, key))
+
+    @routes.get("/progress")
+    def progress(caller: Caller, services: ServicesOf) -> ProgressReply:
+        """How far this rater and the campaign are."""
+        return ProgressReply.of(services.votes.progress(caller.rater_id, services.campaign().id))
+
+    @routes.get("/guidelines")
+    def guidelines(services: ServicesOf) -> GuidelinesReply:
+        """What raters should look for."""
+        text = services.campaign().settings.guidelines
+        return GuidelinesReply(text=text, html=safe_html(text) or "")
+
+    return routes

@@ -1,0 +1,40 @@
+"""The app in this process, with raters of every kind."""
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastapi import FastAPI
+from starlette.testclient import TestClient
+
+from tunesmith.store.run_reader import RunReader
+from tunesmith.store.votes import VoteStore
+from tunesmith.web.app import create_app
+from tunesmith.web.settings import Limits, ServerSettings
+
+URL = "http://127.0.0.1:8000"
+GENEROUS = Limits(rate_per_s=1e6, burst=1_000_000, failures=1_000_000)
+
+
+@dataclass
+class Parts:
+    app: FastAPI
+    store: VoteStore
+    admin: str
+    rater: str
+
+    def client(self, token: str = "", address: str = "127.0.0.1") -> TestClient:
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        return TestClient(
+            self.app, base_url=URL, headers=headers, follow_redirects=False, client=(address, 1), raise_server_exceptions=False
+        )
+
+
+@contextmanager
+def app_in(folder: Path, limits: Limits = GENEROUS, hosts: tuple[str, ...] = ()) -> Iterator[Parts]:
+    """The app over a fresh folder, with an admin and a rater."""
+    settings = ServerSettings(folder, hosts=hosts, limits=limits)
+    with VoteStore.open(settings.votes_path) as store, closing(RunReader.open(settings.runs_path)) as runs:
+        app = create_app(settings, store, runs)
+        yield Parts(app, store, store.add_rater("ada", "admin").token, store.add_rater("rob").token)

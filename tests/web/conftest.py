@@ -1,0 +1,104 @@
+"""A server as a process, and a browser that looks at it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from server_parts import Server
+
+from tunesmith.store.records import CampaignSettings, NewItem
+from tunesmith.store.votes import VoteStore
+
+Serve = Callable[..., Server]
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Serve]:
+    """A function that fills a folder with items and serves it: `serve(items, overlap=2)`."""
+    with ExitStack() as stack:
+
+        def start(items: Sequence[NewItem] = (), flags: Sequence[str] = (), folder: str = "live", **settings) -> Server:
+            path = tmp_path / folder
+            path.mkdir(exist_ok=True)
+            with VoteStore.open(path / "votes.db") as store:
+                campaign = store.set_campaign(CampaignSettings(**settings))
+                store.add_items(campaign.id, items)
+            server = Server(path, flags)
+            stack.callback(lambda: server.process and server.process.poll() is None and server.kill())
+            return server.start()
+
+        yield start
+
+
+@pytest.fixture
+def stored() -> Callable[[Server], list]:
+    """A function: the effective votes of a server that has ended."""
+
+    def read(server: Server) -> list:
+        with VoteStore.open(server.folder / "votes.db") as store:
+            return list(store.export())
+
+    return read
+
+
+@pytest.fixture(scope="module")
+def browser(chromium: str):
+    api = pytest.importorskip("playwright.sync_api")
+    with api.sync_playwright() as play:
+        instance = play.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        yield instance
+        instance.close()
+
+
+class Visit:
+    """Browser windows that are logged in. Whatever a console says, and any request elsewhere, fails the test."""
+
+    def __init__(self, browser) -> None:
+        self._browser = browser
+        self._contexts = []
+        self.complaints: list[str] = []
+        self.expected: tuple[str, ...] = ()
+
+    def context(self, server: Server, width: int = 1280, scheme: str = "light"):
+        """A window's cookies and storage, logged in by the printed link."""
+        context = self._browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        context.set_default_timeout(20_000)
+        self._contexts.append(context)
+        page = self.page(context, server, server.login_url)
+        page.wait_for_url("**/vote")
+        page.close()
+        return context
+
+    def stranger(self, width: int = 1280):
+        """A window that is not logged in."""
+        context = self._browser.new_context(viewport={"width": width, "height": 900})
+        self._contexts.append(context)
+        return context
+
+    def page(self, context, server: Server, address: str = ""):
+        page = context.new_page()
+        page.on("console", lambda message: self._hear(message.text))
+        page.on("pageerror", lambda error: self._hear(str(error)))
+        page.on("request", lambda sent: sent.url.startswith(server.url) or self._hear(f"foreign: {sent.url}"))
+        page.goto(address or f"{server.url}/vote")
+        return page
+
+    def open(self, server: Server, width: int = 1280, scheme: str = "light"):
+        return self.page(self.context(server, width, scheme), server)
+
+    def close(self) -> None:
+        for context in self._contexts:
+            context.close()
+
+    def _hear(self, text: str) -> None:
+        if not any(part in text for part in self.expected):
+            self.complaints.append(text)
+
+
+@pytest.fixture
+def visit(browser) -> Iterator[Visit]:
+    seen = Visit(browser)
+    yield seen
+    seen.close()
+    assert seen.complaints == []

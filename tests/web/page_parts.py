@@ -1,0 +1,44 @@
+"""What tests of the vote page do with it."""
+
+import re
+
+from axe_playwright_python.sync_playwright import Axe
+
+HOSTILE = (
+    "<img src=x onerror=\"document.title='owned'\">",
+    "</script><script>document.title='owned'</script>",
+    "[click](javascript:document.title='owned') ![pixel](http://evil.example/x.png)",
+    "\x1b[31mred \u202ereversed\u202c " + "|a|b|\n|-|-|\n" + "|x|y|\n" * 50,
+    "<style>*{display:none}</style><base href=http://evil.example>",
+)
+
+
+def press(page, *keys: str) -> None:
+    """Press keys as soon as the page takes a verdict."""
+    page.wait_for_selector("main[data-state=ready]")
+    for key in keys:
+        page.keyboard.press(key)
+
+
+def answers(page) -> list[str]:
+    """The texts of the answers from left to right."""
+    page.wait_for_selector("main[data-state=ready]")
+    return page.locator(".answer .passage").all_inner_texts()
+
+
+def number(page) -> int:
+    """The number in the prompt that is shown."""
+    page.wait_for_selector("main[data-state=ready]")
+    return int(re.search(r"Prompt (\d+)", page.locator("#prompt").inner_text())[1])
+
+
+def wait_until_sent(page, count: int) -> None:
+    """Wait until the page knows from the server that this rater has `count` votes."""
+    words = "1 vote " if count == 1 else f"{count} votes "
+    page.wait_for_function("words => document.getElementById('progress-text').textContent.startsWith(words)", arg=words)
+
+
+def faults_of(page) -> list[str]:
+    """What axe finds wrong with the page for people who use assistive technology."""
+    found = Axe().run(page).response["violations"]
+    return [f"{one['id']}: {[node['html'][:120] for node in one['nodes']]}" for one in found]

@@ -1,0 +1,218 @@
+"""The guard: what it lets through, for every route there is."""
+
+import json
+import time
+
+import pytest
+from app_parts import URL, app_in
+from fastapi.routing import iter_route_contexts
+from starlette.websockets import WebSocketDisconnect
+
+from tunesmith.store.records import Candidate, NewItem
+from tunesmith.web.access import API, RULES, Rule, RouteTable
+from tunesmith.web.settings import Limits
+
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+PUBLIC = {("GET", "/login"), ("GET", "/join/x"), ("POST", f"{API}/session"), ("POST", f"{API}/join")}
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    with app_in(tmp_path_factory.mktemp("app")) as made:
+        yield made
+
+
+def routes_of(app) -> list[tuple[str, str]]:
+    """Every path of the app, with something in place of its parameters, and every method."""
+    paths = set()
+    for context in iter_route_contexts(app.routes):
+        path = getattr(context, "path", "") or getattr(context.original_route, "path", "")
+        for name in ("token", "invite", "rater_id", "version", "name"):
+            path = path.replace(f"{{{name}}}", "7" if name in ("rater_id", "version") else "x")
+        paths.add(path)
+    assert f"{API}/next" in paths and f"{API}/presentations/x/vote" in paths and "/vote" in paths
+    assert not any("{" in path for path in paths), paths
+    return [(method, path) for path in sorted(paths) for method in METHODS if not path.startswith("/static")]
+
+
+def test_every_route_and_method_is_closed_without_a_good_token(parts):
+    expired = parts.store.add_rater("late", expires_at=time.time() - 1).token
+    gone = parts.store.add_rater("gone")
+    parts.store.disable_rater(gone.rater.id)
+    open_ones = set()
+    for token in ("", "wrong", expired, gone.token):
+        client = parts.client(token)
+        for method, path in routes_of(parts.app):
+            status = client.request(method, path).status_code
+            is_page = status == 303 and path in ("/", "/vote", "/raters", "/watch")
+            if status != 401 and not is_page:
+                open_ones.add(("GET" if method == "HEAD" else method, path))
+    assert open_ones <= PUBLIC
+
+
+def test_admin_routes_are_closed_to_raters(parts):
+    client = parts.client(parts.rater)
+    admin_rules = [rule for rule in parts.app.user_middleware[0].kwargs["table"].rules if rule.access == "admin"]
+    assert len(admin_rules) >= 6
+    for rule in admin_rules:
+        path = rule.path.replace("{rater_id}", "7").replace("{version}", "7")
+        for method in rule.methods:
+            assert client.request(method, path).status_code == 403, (method, path)
+
+
+def test_every_route_of_the_app_has_a_rule(parts):
+    table = parts.app.user_middleware[0].kwargs["table"]
+    for context in iter_route_contexts(parts.app.routes):
+        path = getattr(context, "path", "") or context.original_route.path
+        for method in getattr(context, "methods", None) or ():
+            assert any(rule.path == path and (method == "HEAD" or method in rule.methods) for rule in table.rules), path
+
+
+def test_what_no_rule_names_is_not_there(parts):
+    client = parts.client(parts.admin)
+    for path in ("/nothing", "/docs", "/redoc", "/openapi.json", f"{API}/next/", "//vote", "/vote/", "/%2e%2e/vote"):
+        assert client.get(path).status_code == 404, path
+    refused = client.patch(f"{API}/next")
+    assert refused.status_code == 405 and refused.headers["allow"] == "GET"
+    assert client.options(f"{API}/next").status_code == 405
+
+
+def test_paths_that_only_look_alike_do_not_match():
+    table = RouteTable((Rule(("GET",), "/a.b/{x}", "rater"), Rule(("GET",), "/s/{p:path}", "public")))
+    assert table.find("GET", "/a.b/1") is not None and table.find("HEAD", "/a.b/1") is not None
+    assert table.find("GET", "/s/x/y") is not None
+    for path in ("/aXb/1", "/a.b/", "/a.b/1/2", "/a.b/1\n", "/A.b/1"):
+        assert table.find("GET", path) is None, path
+    assert table.find("POST", "/a.b/1") is None
+
+
+def test_a_token_lets_a_rater_in_and_admins_further(parts):
+    assert parts.client(parts.rater).get(f"{API}/session").json() == {"name": "rob", "role": "rater"}
+    assert parts.client(parts.admin).get(f"{API}/raters").status_code == 200
+
+
+def test_a_rater_who_is_shut_out_is_out_at_once(parts):
+    new = parts.store.add_rater("brief")
+    client, admin = parts.client(new.token), parts.client(parts.admin)
+    assert client.get(f"{API}/session").status_code == 200
+    assert admin.delete(f"{API}/raters/{new.rater.id}").status_code == 204
+    assert client.get(f"{API}/session").status_code == 401
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "", "[::1", "a b", "127.0.0.2"])
+def test_a_foreign_host_is_refused_everywhere(parts, host):
+    for path in ("/login", "/vote", "/static/app.css", f"{API}/next", f"{API}/stream"):
+        assert parts.client(parts.admin).get(path, headers={"Host": host}).status_code == 400, path
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost:9000", "LOCALHOST", "[::1]:8000", "votes.example"])
+def test_own_names_are_answered_on_any_port(tmp_path, host):
+    with app_in(tmp_path, hosts=("Votes.Example",)) as parts:
+        assert parts.client(parts.rater).get(f"{API}/session", headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://127.0.0.1:9", "http://[", "file://", ""])
+def test_a_foreign_origin_is_refused_whatever_it_asks(parts, origin):
+    client = parts.client(parts.admin)
+    for method, path in (("GET", f"{API}/next"), ("POST", f"{API}/raters"), ("POST", f"{API}/session")):
+        answer = client.request(method, path, headers={"Origin": origin})
+        assert answer.status_code == 403 and "another server" in answer.json()["detail"], (method, path)
+    site = client.get(f"{API}/next", headers={"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "cors"})
+    assert site.status_code == 403
+
+
+def test_a_cookie_alone_changes_nothing_without_an_origin(parts):
+    sessions = parts.app.state.services.logins.sessions
+    rater_id = next(rater.id for rater in parts.store.raters() if rater.name == "rob")
+    cookie = f"{sessions.cookie}={sessions.sign(rater_id, time.time() + 60)}"
+    client = parts.client()
+    assert client.get(f"{API}/session", headers={"Cookie": cookie}).status_code == 200
+    assert client.delete(f"{API}/session", headers={"Cookie": cookie}).status_code == 403
+    assert client.delete(f"{API}/session", headers={"Cookie": cookie, "Origin": URL}).status_code == 204
+    late = f"{sessions.cookie}={sessions.sign(rater_id, time.time() - 1)}"
+    forged = f"{cookie[:-2]}xx"
+    for bad in (late, forged, f"{sessions.cookie}=1.99999999999.x", f"{sessions.cookie}=", "a=b;;=;\\"):
+        assert client.get(f"{API}/session", headers={"Cookie": bad}).status_code == 401, bad
+
+
+def test_bodies_are_json_small_and_shallow(parts):
+    client, path = parts.client(parts.rater), f"{API}/presentations/x/vote"
+    json_type = {"Content-Type": "application/json"}
+    assert client.put(path, content=b"verdict=left", headers={"Content-Type": "text/plain"}).status_code == 415
+    assert client.put(path, content=b"[" * 10_000 + b"]" * 10_000, headers=json_type).status_code == 400
+    assert client.put(path, content=b" " * 70_000, headers=json_type).status_code == 413
+    assert client.put(path, content=(b" " * 1000 for _ in range(70)), headers=json_type).status_code == 413
+    assert client.request("GET", f"{API}/next", content=b"{}", headers=json_type).status_code == 400
+    for body in (b"{", b"[]", b"null", b'"left"', b'{"verdict": "best"}', b'{"verdict": "left", "x": 1}', b"\xff"):
+        assert client.put(path, content=body, headers=json_type).status_code == 422, body
+
+
+def test_errors_do_not_repeat_what_was_sent(parts):
+    client, path = parts.client(parts.rater), f"{API}/presentations/x/vote"
+    for body in ({"verdict": "\ud800"}, {"verdict": "left", "reason": "\ud800"}, {"verdict": "x" * 5000}):
+        answer = client.put(path, content=json.dumps(body).encode(), headers={"Content-Type": "application/json"})
+        assert answer.status_code == 422 and len(answer.content) < 1000
+
+
+def test_a_rater_who_asks_too_often_must_wait_and_others_need_not(tmp_path):
+    with app_in(tmp_path, Limits(rate_per_s=0.01, burst=3)) as parts:
+        client = parts.client(parts.rater)
+        assert [client.get(f"{API}/session").status_code for _ in range(4)] == [200, 200, 200, 429]
+        assert int(client.get(f"{API}/session").headers["retry-after"]) >= 1
+        assert parts.client(parts.admin).get(f"{API}/session").status_code == 200
+
+
+def test_wrong_tokens_are_slowed_down_for_their_address_and_good_ones_go_on(tmp_path):
+    with app_in(tmp_path, Limits(failures=3, failure_every_s=1000)) as parts:
+        good = parts.client(parts.rater)
+        assert good.get(f"{API}/session").status_code == 200
+        bad = parts.client("wrong")
+        assert [bad.get(f"{API}/session").status_code for _ in range(5)] == [401, 401, 401, 429, 429]
+        assert parts.client().post(f"{API}/session", json={"token": parts.rater}).status_code == 429
+        assert good.get(f"{API}/session").status_code == 200
+        assert parts.client("wrong", address="10.0.0.9").get(f"{API}/session").status_code == 401
+
+
+def test_every_answer_carries_the_safety_headers(parts):
+    answers = [
+        parts.client().get("/login"),
+        parts.client().get("/vote"),
+        parts.client().get("/static/app.css"),
+        parts.client().get(f"{API}/next"),
+        parts.client(parts.rater).get(f"{API}/next"),
+        parts.client(parts.rater).get("/login", headers={"Host": "evil.example"}),
+    ]
+    for answer in answers:
+        policy = answer.headers["content-security-policy"]
+        assert "script-src 'self';" in policy and "default-src 'none'" in policy, answer.url
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["cache-control"] == ("no-cache" if "static" in str(answer.url) else "no-store")
+        assert answer.headers.get_list("cache-control") == [answer.headers["cache-control"]]
+
+
+def test_no_socket_is_opened(parts):
+    with pytest.raises(WebSocketDisconnect), parts.client(parts.admin).websocket_connect(f"{API}/next"):
+        pass
+
+
+def test_static_files_do_not_lead_out_of_their_folder(parts):
+    for path in ("/static/../app.py", "/static/%2e%2e/app.py", "/static/..%2fapp.py", "/static//etc/passwd", "/static/"):
+        assert parts.client().get(path).status_code in (401, 404), path
+
+
+def test_pages_send_strangers_to_the_login(parts):
+    for rule in RULES:
+        if rule.is_page:
+            answer = parts.client().get(rule.path)
+            assert answer.status_code == 303 and answer.headers["location"] == "/login"
+
+
+def test_a_vote_on_another_raters_pair_is_unknown(parts):
+    campaign = parts.app.state.services.campaign()
+    parts.store.add_items(campaign.id, [NewItem("p", (Candidate("a"), Candidate("b")))])
+    shown = parts.client(parts.rater).get(f"{API}/next").json()["presentations"][0]
+    path = f"{API}/presentations/{shown['token']}/vote"
+    for method, body in (("PUT", {"verdict": "left"}), ("DELETE", None)):
+        assert parts.client(parts.admin).request(method, path, json=body).status_code == 404
+    assert parts.client(parts.rater).put(path, json={"verdict": "left"}).status_code == 200
+    assert "version" not in json.dumps(shown) and "source" not in json.dumps(shown)

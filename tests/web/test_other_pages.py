@@ -1,0 +1,78 @@
+"""Logging in, joining by an invitation, and the admin's page."""
+
+import pytest
+from page_parts import faults_of, press
+from server_parts import Client, pairs
+
+pytestmark = pytest.mark.browser
+
+
+def test_the_printed_link_works_once_and_leaves_no_token_in_sight(serve, visit):
+    visit.expected = ("401",)
+    server = serve(pairs(1))
+    page = visit.open(server)
+    press(page)
+    assert "token" not in page.url
+    assert page.context.cookies()[0]["httpOnly"] and page.context.cookies()[0]["sameSite"] == "Strict"
+    page.get_by_role("button", name="Log out").click()
+    page.wait_for_url("**/login")
+    page.goto(server.login_url)
+    page.get_by_role("alert").get_by_text("unknown, has expired or was used").wait_for()
+    assert "token=" not in page.url and faults_of(page) == []
+    page.goto(f"{server.url}/vote")
+    page.wait_for_url("**/login")
+
+
+def test_an_invited_rater_joins_and_votes(serve, visit):
+    visit.expected = ("401",)
+    server = serve(pairs(1))
+    admin = visit.open(server)
+    admin.get_by_role("link", name="Raters").click()
+    admin.get_by_label("Name").fill("grace")
+    admin.get_by_role("button", name="Make a link").click()
+    link = admin.locator("#link").input_value() or admin.wait_for_selector("#made:not([hidden]) #link").input_value()
+    assert faults_of(admin) == []
+    context = visit.stranger(width=390)
+    page = visit.page(context, server, link)
+    assert faults_of(page) == []
+    page.get_by_label("Your name").fill("Grace H.")
+    page.get_by_role("button", name="Join").click()
+    token = page.locator("#token").inner_text()
+    assert faults_of(page) == []
+    page.get_by_role("link", name="Begin").click()
+    press(page, "1")
+    assert page.get_by_role("link", name="Raters").count() == 0
+    assert Client(server.url, token).get("/session").json == {"name": "Grace H.", "role": "rater"}
+    again = visit.page(context, server, link)
+    again.get_by_role("button", name="Join").click()
+    again.get_by_role("alert").get_by_text("was used").wait_for()
+    admin.reload()
+    admin.get_by_role("cell", name="Grace H.").wait_for()
+    admin.on("dialog", lambda dialog: dialog.accept())
+    admin.get_by_role("button", name="End the access of Grace H.").click()
+    admin.get_by_role("cell", name="ended").wait_for()
+    assert Client(server.url, token).get("/session").status == 401
+
+
+def test_an_expired_session_leads_to_the_login_and_keeps_the_vote(serve, visit):
+    visit.expected = ("401",)
+    server = serve(pairs(3))
+    page = visit.open(server)
+    press(page)
+    page.wait_for_load_state("networkidle")
+    cookies = page.context.cookies()
+    page.context.clear_cookies()
+    press(page, "1")
+    page.wait_for_url("**/login")
+    page.context.add_cookies(cookies)
+    page.goto(f"{server.url}/vote")
+    page.wait_for_function("document.getElementById('progress-text').textContent.startsWith('1 vote ')")
+
+
+def test_the_choice_of_colours_stays(serve, visit):
+    page = visit.open(serve(pairs(1)))
+    press(page)
+    page.get_by_role("button", name="Dark mode").click()
+    page.reload()
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    page.get_by_role("button", name="Light mode").wait_for()

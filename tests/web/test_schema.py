@@ -1,0 +1,55 @@
+"""Requests made up from the OpenAPI description: whatever comes, nothing answers 500."""
+
+import pytest
+from app_parts import app_in
+from hypothesis import HealthCheck, settings
+
+from tunesmith.store.records import Candidate, NewItem
+from tunesmith.web.access import API
+
+schemathesis = pytest.importorskip("schemathesis")
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    with app_in(tmp_path_factory.mktemp("app")) as made:
+        campaign = made.app.state.services.campaign()
+        made.store.add_items(campaign.id, [NewItem(f"p{i}", (Candidate("a"), Candidate("b"))) for i in range(50)])
+        yield made
+
+
+@pytest.fixture(scope="module")
+def schema(parts):
+    return schemathesis.openapi.from_dict(parts.app.openapi())
+
+
+def test_nothing_made_from_the_description_answers_500(parts, schema):
+    client = parts.client(parts.admin)
+    names = []
+    for found in schema.get_all_operations():
+        operation = found.ok()
+        names.append(operation.label)
+        _send_many(client, operation)
+    assert len(names) >= 15
+
+
+def _send_many(client, operation):
+    from hypothesis import given
+
+    @settings(max_examples=12, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(case=operation.as_strategy())
+    def send(case):
+        arguments = case.as_transport_kwargs(base_url="http://127.0.0.1:8000")
+        path = arguments["url"].removeprefix("http://127.0.0.1:8000")
+        if path.endswith(f"{API}/session") and arguments["method"] == "DELETE":
+            return
+        answer = client.request(
+            arguments["method"],
+            path,
+            params=arguments.get("params"),
+            json=arguments.get("json"),
+            headers={"Content-Type": "application/json"} if "json" in arguments else None,
+        )
+        assert answer.status_code < 500, (operation.label, answer.text)
+
+    send()
