@@ -111,7 +111,7 @@ def test_an_update_over_the_kl_budget_is_dropped_and_the_penalty_grows(tmp_path:
         turns(loop, 1)
         assert loop.state.position.serving == 0
         assert same(before, weights(loop))
-        assert loop.state.kl.value == pytest.approx(0.12)
+        assert loop.state.kl.value == pytest.approx(0.1 * 1.2**4)
         assert loop.state.position.unserved
         assert "budget" in people.runs.versions()[-1].note
 

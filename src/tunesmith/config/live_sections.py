@@ -92,10 +92,10 @@ class LiveKLSection(Section):
     SHORTHAND = "budget"
 
     coef: NonNegative = Field(
-        default=0.05, description="Coefficient at the start of the KL penalty that is added to the loss of a pair."
+        default=0.1, description="Coefficient at the start of the KL penalty that is added to the loss of a pair."
     )
     target: Positive | None = Field(
-        default=5.0, description="Nats per completion at which the coefficient aims; null keeps it fixed."
+        default=4.0, description="Nats per completion at which the coefficient aims; null keeps it fixed."
     )
     budget: Positive | None = Field(
         default=8.0, description="Nats per completion; a version above it is not served. null is off."
@@ -113,10 +113,10 @@ class LiveKLSection(Section):
 class LiveCheckSection(Section):
     """What an update must pass before it is served: votes on held-out prompts, which are never learnt from."""
 
-    num_votes: PositiveInt = Field(default=64, description="Newest held-out votes that are asked.")
+    num_votes: PositiveInt = Field(default=48, description="Newest held-out votes that are asked.")
     min_votes: PositiveInt = Field(default=12, description="With fewer held-out votes nothing is turned down for them.")
     p_value: Annotated[float, Field(gt=0, lt=1)] = Field(
-        default=0.1,
+        default=0.05,
         description="An update is dropped if it is right on fewer held-out votes than the served version, with a "
         "one-sided p-value below this (McNemar's exact test).",
     )

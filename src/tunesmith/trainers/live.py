@@ -42,6 +42,10 @@ __all__ = ["LiveResult", "State", "build", "run", "step", "update"]
 _log = get_logger(__name__)
 
 
+_HOLD_BACK = 4
+"""An update over the budget moves the KL coefficient so many times, to about the double: else many would be dropped."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What an optimizer step hands to `update`."""
@@ -130,7 +134,7 @@ def update(loop: Loop) -> Verdict:
     job = loop.folder.runs.start_job("update")
     with trace() as times:
         asked = state.memory.heldout_decided(state.cfg.live.check.num_votes)
-        correct_before = live_check.correct(state, asked)
+        correct_before = live_check.correct(state, asked, loop.known_correct)
         before = snapshot(contents(state))
         fresh = state.memory.take(state.cfg.live.max_votes_per_update)
         position.num_updates += 1
@@ -140,9 +144,13 @@ def update(loop: Loop) -> Verdict:
         drawn = live_pool.draw(state, "update", position.num_updates)  # tells the KL, and is what raters see next
         nats = live_pool.mean_kl(state, drawn)
         verdict = live_check.judge(state, correct_before, correct_after, nats, refused)
-        if not verdict.passes:
+        if verdict.passes:
+            loop.known_correct = dict(zip((vote.vote_id for vote in asked), correct_after, strict=True))
+        else:
             restore(state, before)
-        state.kl.update(nats, 1)
+        is_over_budget = state.cfg.live.kl.budget is not None and nats > state.cfg.live.kl.budget
+        for _ in range(_HOLD_BACK if is_over_budget else 1):
+            state.kl.update(nats if math.isfinite(nats) else 0.0, 1)
         with span("save"):
             version = live_serving.write_version(loop, verdict, fresh)
     live_serving.announce(loop, version, drawn)

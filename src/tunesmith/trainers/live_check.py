@@ -3,8 +3,10 @@
 Shape legend: B sequences.
 """
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -42,12 +44,19 @@ class Verdict:
 
 
 @torch.no_grad()
-def correct(state: State, votes: Sequence[Comparison]) -> list[bool]:
-    """For each vote whether the policy's reward, log policy - log base, is higher for the answer that was preferred."""
+def correct(
+    state: State, votes: Sequence[Comparison], known: Mapping[int, bool] = MappingProxyType({})
+) -> list[bool]:
+    """For each vote whether the policy's reward, log policy - log base, is higher for the answer that was preferred.
+
+    `known` are answers for these weights by vote id, which are not computed again.
+    """
     with span("check"):
-        answers = list(dict.fromkeys(answer for vote in votes for answer in vote.answers))
+        answers = list(dict.fromkeys(a for vote in votes if vote.vote_id not in known for a in vote.answers))
         reward = dict(zip(answers, _rewards(state, answers), strict=True))
-    return [reward[vote.chosen] > reward[vote.rejected] for vote in votes]
+    return [
+        known[vote.vote_id] if vote.vote_id in known else reward[vote.chosen] > reward[vote.rejected] for vote in votes
+    ]
 
 
 def _rewards(state: State, answers: Sequence[Answer]) -> list[float]:
@@ -77,7 +86,9 @@ def judge(state: State, before: Sequence[bool], after: Sequence[bool], kl: float
     accuracy = sum(after) / len(after) if after else None
     if refused:
         return Verdict(accuracy, kl, refused)
-    if section.kl.budget is not None and not kl <= section.kl.budget:
+    if not math.isfinite(kl):
+        return Verdict(accuracy, kl, "the log-probs of its own completions are not finite")
+    if section.kl.budget is not None and kl > section.kl.budget:
         return Verdict(accuracy, kl, f"{kl:.2f} nats from the base model, the budget is {section.kl.budget:g}")
     lost = sum(old and not new for old, new in zip(before, after, strict=True))
     won = sum(new and not old for old, new in zip(before, after, strict=True))

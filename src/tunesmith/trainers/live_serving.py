@@ -10,8 +10,8 @@ import torch
 
 from tunesmith.config.sections import LoraSection
 from tunesmith.core import faults
-from tunesmith.core.errors import TrainingError
-from tunesmith.core.log import get_logger
+from tunesmith.core.errors import StoreError, TrainingError
+from tunesmith.core.log import Once, get_logger
 from tunesmith.core.trace import trace
 from tunesmith.distributed.checkpoint import Checkpoint
 from tunesmith.models.load import load_policy
@@ -61,6 +61,7 @@ class Loop:
     """The running trainer: state, folder, pool, and when it last gave a sign of life.
 
     `job` is the number of this start: rounds that refill the pool are drawn from a stream of their own.
+    `known_correct` says of held-out votes, by id, whether the served version is right on them.
     """
 
     state: State
@@ -69,6 +70,8 @@ class Loop:
     job: int
     pool: Pool = field(default_factory=Pool)
     reward: RewardUpdate | None = None
+    known_correct: dict[int, bool] = field(default_factory=dict[int, bool])
+    once: Once = field(default_factory=lambda: Once(_log))
     num_refills: int = 0
     is_worth_drawing: bool = True
     beaten_s: float = -math.inf
@@ -131,16 +134,21 @@ def require_identity(saved: object, found: Mapping[str, str], folder: LiveFolder
 
 
 def read(loop: Loop) -> Command | None:
-    """Take in all votes that came; the next command, if there is one."""
+    """Take in all votes that came; the next command, if there is one.
+
+    While `votes.db` cannot be read, nothing has come: the server may be about to put it right.
+    """
     position, votes = loop.state.position, loop.folder.votes
-    came: list[StoredVote] = []
-    while page := votes.votes_after(position.vote_cursor, _PAGE):
-        position.vote_cursor = page[-1].id
-        came += page
-    loop.state.memory.add(came)
-    loop.pool.open -= {vote.offer_id for vote in came if vote.offer_id is not None}
-    note_win_rates(loop, came)
-    commands = votes.commands_after(position.command_cursor, 1)
+    try:
+        while page := votes.votes_after(position.vote_cursor, _PAGE):
+            loop.state.memory.add(page)
+            loop.pool.open -= {vote.offer_id for vote in page if vote.offer_id is not None}
+            note_win_rates(loop, page)
+            position.vote_cursor = page[-1].id
+        commands = votes.commands_after(position.command_cursor, 1)
+    except StoreError as error:
+        loop.once.warning(f"votes cannot be read: {error}")
+        return None
     return commands[0] if commands else None
 
 
@@ -282,7 +290,7 @@ def rollback(loop: Loop, version: int, note: str) -> bool:
     old, state.optimizer = state.optimizer, fresh_optimizer(state.cfg, state.policy)
     old.close()
     state.optimizer.weight_version = old.weight_version + 1
-    position.serving = version
+    position.serving, loop.known_correct = version, {}
     row = position.version(version) or PolicyVersion(version, time.time(), path=str(path) if version else "")
     row = replace(row, serving=True, accepted=True, note=note)
     position.note_version(row, state.cfg.live.keep_versions)
