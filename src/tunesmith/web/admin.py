@@ -10,7 +10,7 @@ from fastapi import APIRouter, Path
 from fastapi.exceptions import HTTPException
 from fastapi.responses import StreamingResponse
 
-from tunesmith.store.records import VoteStats
+from tunesmith.store.stat_records import VoteStats
 from tunesmith.web.access import API
 from tunesmith.web.messages import CommandReply, InviteReply, RaterReply, RaterRequest
 from tunesmith.web.services import Caller, Services, ServicesOf
@@ -33,6 +33,7 @@ def router() -> APIRouter:
     @routes.post("/raters", status_code=201)
     def invite(body: RaterRequest, caller: Caller, services: ServicesOf) -> InviteReply:
         """Make a rater and an invitation for them."""
+        _check_name(body.name, services)
         expires_at = time.time() + body.invite_days * _DAY_S
         new = services.votes.add_rater(body.name, body.role, invited_by=caller.rater_id, expires_at=expires_at)
         return InviteReply(rater=RaterReply.of(new.rater), token=new.token, link=f"/join/{new.token}")
@@ -66,6 +67,11 @@ def router() -> APIRouter:
         return StreamingResponse(_lines(services, kind), media_type="application/x-ndjson")
 
     return routes
+
+
+def _check_name(name: str, services: Services) -> None:
+    if any(rater.name == name.strip() for rater in services.votes.raters()):
+        raise HTTPException(409, f"the name {name.strip()!r} is taken; choose another")
 
 
 def _lines(services: Services, kind: ExportKind) -> Iterator[str]:

@@ -13,7 +13,7 @@ from starlette.middleware import Middleware
 from starlette.staticfiles import StaticFiles
 
 from tunesmith import __version__
-from tunesmith.core.errors import InputError, UnknownPresentationError, VoteConflictError
+from tunesmith.core.errors import InputError, StoreError, UnknownPresentationError, VoteConflictError
 from tunesmith.reports.palette import DARK, LIGHT
 from tunesmith.store.run_reader import RunReader
 from tunesmith.store.votes import VoteStore
@@ -30,6 +30,8 @@ from tunesmith.web.settings import ServerSettings
 _STATUS: tuple[tuple[type[InputError], int], ...] = (
     (UnknownPresentationError, 404),
     (VoteConflictError, 409),
+    # The database is busy, full or broken: the client keeps what it has and tries again.
+    (StoreError, 503),
     (InputError, 422),
 )
 

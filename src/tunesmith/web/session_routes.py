@@ -7,7 +7,7 @@ from typing import TypeVar
 from fastapi import APIRouter, Request, Response
 from fastapi.exceptions import HTTPException
 
-from tunesmith.store.records import Rater
+from tunesmith.store.records import NewRater, Rater
 from tunesmith.web.access import API
 from tunesmith.web.messages import JoinReply, JoinRequest, SessionReply, SessionRequest
 from tunesmith.web.services import Caller, Services, ServicesOf
@@ -40,7 +40,15 @@ def router() -> APIRouter:
     def join(body: JoinRequest, request: Request, response: Response, services: ServicesOf) -> JoinReply:
         """Take an invitation: begins a session and gives the personal token in place of the invitation's."""
         name = body.name.strip() if body.name else None
-        joined = _counted(lambda: services.votes.redeem(body.token, name=name or None), request, services)
+
+        def find() -> NewRater | None:
+            invited = services.votes.rater_of(body.token)
+            others = [rater.name for rater in services.votes.raters() if invited and rater.id != invited.id]
+            if name in others:
+                raise HTTPException(409, f"the name {name!r} is taken; choose another")
+            return services.votes.redeem(body.token, name=name or None)
+
+        joined = _counted(find, request, services)
         services.logins.forget()
         _set_cookie(joined.rater.id, request, response, services)
         return JoinReply(name=joined.rater.name, role=joined.rater.role, token=joined.token)
