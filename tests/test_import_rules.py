@@ -12,7 +12,7 @@ from tunesmith.cli.main import COMMANDS
 
 ROOT = Path(__file__).parent.parent
 HEAVY = {"torch", "transformers", "numpy", "safetensors", "datasets", "trl", "plotly"}
-LIGHT_FOLDERS = ("cli", "config", "core", "reports", "schema", "web")
+LIGHT_FOLDERS = ("cli", "config", "core", "reports", "schema", "store", "web")
 
 
 def modules_of(folder: str) -> list[str]:

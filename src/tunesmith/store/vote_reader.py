@@ -1,10 +1,25 @@
-"""`VoteReader`: how the trainer reads `votes.db`, without ever writing or checkpointing it."""
+"""`VoteReader`: how everyone but the server reads `votes.db`, without ever writing or checkpointing it."""
 
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
-from tunesmith.store import reading
+from tunesmith.core.errors import StoreError
+from tunesmith.store import campaigns, reading, vote_stats
 from tunesmith.store.database import ReadOnlyDatabase
-from tunesmith.store.records import Command, StoredDemonstration, StoredRanking, StoredVote
+from tunesmith.store.records import (
+    Campaign,
+    Command,
+    ExportRow,
+    PolicyVersion,
+    Progress,
+    Rater,
+    StoredDemonstration,
+    StoredRanking,
+    StoredVote,
+)
+from tunesmith.store.rows import export_row
+from tunesmith.store.stat_records import VoteStats
 
 
 class VoteReader:
@@ -52,3 +67,65 @@ class VoteReader:
     def commands_after(self, cursor: int, limit: int = 100) -> list[Command]:
         """Commands with an id above `cursor`, in order."""
         return self._database.read(lambda c: reading.commands_after(c, cursor, limit), [])
+
+    def campaigns(self) -> list[Campaign]:
+        """All campaigns, oldest first."""
+        return self._database.read(campaigns.all_campaigns, [])
+
+    def campaign_named(self, name: str) -> Campaign:
+        """The campaign of this name. Raises StoreError if there is none."""
+        found = {campaign.settings.name: campaign for campaign in self.campaigns()}
+        if name not in found:
+            raise StoreError(f"there is no campaign {name!r}; there are {', '.join(found) or 'none'}")
+        return found[name]
+
+    def raters(self) -> list[Rater]:
+        """All raters, oldest first."""
+        return self._database.read(campaigns.all_raters, [])
+
+    def rater_of(self, token: str, now: float | None = None) -> Rater | None:
+        """Whom `token` lets in; None for a wrong, expired or disabled one."""
+        moment = time.time() if now is None else now
+        return self._database.read(lambda c: campaigns.rater_of_token(c, token, moment), None)
+
+    def versions(self) -> list[PolicyVersion]:
+        """The server's copy of the trainer's versions, oldest first."""
+        return self._database.read(campaigns.shown_versions, [])
+
+    def progress(self, rater_id: int, campaign_id: int) -> Progress:
+        """How far the rater and the campaign are. Raises StoreError if there is no such campaign."""
+        nothing = Progress(0, 0, 0, 0, 0)
+        return self._database.read(lambda c: vote_stats.progress(c, rater_id, campaigns.campaign(c, campaign_id)), nothing)
+
+    def stats(self, campaign_id: int | None = None, now: float | None = None) -> VoteStats:
+        """Counts, agreement, biases and gold accuracy of one campaign, or of all."""
+        moment = time.time() if now is None else now
+        found = self._database.read(lambda c: vote_stats.vote_stats(c, campaign_id, moment), None)
+        return vote_stats.NO_VOTES if found is None else found
+
+    def export(
+        self, campaign_id: int | None = None, *, include_gold: bool = False, include_bad: bool = True
+    ) -> Iterator[ExportRow]:
+        """Effective votes in the order of their ids, skipped and withdrawn ones left out.
+
+        Without `include_bad` those that call both answers bad are left out too.
+        """
+        for vote in reading.pages(
+            lambda cursor, limit: self._database.read(
+                lambda c: reading.votes_after(c, cursor, limit, campaign_id, changes=False), []
+            )
+        ):
+            if (include_gold or not vote.is_gold) and (include_bad or vote.verdict != "both_bad"):
+                yield export_row(vote)
+
+    def export_rankings(self, campaign_id: int | None = None) -> Iterator[StoredRanking]:
+        """Effective rankings in the order of their ids."""
+        return reading.pages(
+            lambda cursor, limit: self._database.read(
+                lambda c: reading.rankings_after(c, cursor, limit, campaign_id, changes=False), []
+            )
+        )
+
+    def export_demonstrations(self, campaign_id: int | None = None) -> Iterator[StoredDemonstration]:
+        """Effective written answers in the order of their ids."""
+        return reading.pages(lambda cursor, limit: self.demonstrations_after(cursor, limit, campaign_id))

@@ -10,7 +10,7 @@ from typing import Any
 from sqlalchemy import Connection, Table, exists, func, select, true
 from sqlalchemy.engine import Row
 
-from tunesmith.store.records import Progress
+from tunesmith.store.records import Campaign, Progress
 from tunesmith.store.stat_records import BiasTest, RaterPair, RaterStats, VoteStats
 from tunesmith.store.statistics import bias_test, cohen_kappa, krippendorff_alpha, shared_judgements
 from tunesmith.store.tables import (
@@ -30,6 +30,24 @@ MAX_RATER_PAIRS = 200
 _HOUR_S = 3600.0
 _LEFT = ("left", "left_much")
 _DECIDED = ("left", "left_much", "right", "right_much")
+
+NO_VOTES = VoteStats(
+    num_items=0,
+    num_items_done=0,
+    num_votes=0,
+    num_ties=0,
+    num_both_bad=0,
+    num_skips=0,
+    num_rankings=0,
+    num_demonstrations=0,
+    num_votes_last_hour=0,
+    alpha=krippendorff_alpha([]),
+    kappas=(),
+    left=bias_test(0, 0),
+    longer=bias_test(0, 0),
+    raters=(),
+)
+"""Statistics where there is no database yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +95,11 @@ def vote_stats(connection: Connection, campaign_id: int | None, now: float) -> V
     )
 
 
-def progress(connection: Connection, rater_id: int, campaign_id: int, max_votes: int) -> Progress:
+def progress(connection: Connection, rater_id: int, campaign: Campaign) -> Progress:
     """How far a rater and the campaign are."""
+    max_votes = campaign.settings.max_votes_per_rater
     mine = presentations.c.rater_id == rater_id
-    of_campaign = items.c.campaign_id == campaign_id
+    of_campaign = items.c.campaign_id == campaign.id
     num_votes = connection.execute(
         select(func.count())
         .select_from(presentations.join(items))
@@ -93,7 +112,7 @@ def progress(connection: Connection, rater_id: int, campaign_id: int, max_votes:
     num_left = int(connection.execute(select(func.count()).select_from(items).where(*is_left)).scalar_one())
     if max_votes:
         num_left = min(num_left, max(0, max_votes - int(num_votes)))
-    num_items, num_done = _num_items(connection, campaign_id)
+    num_items, num_done = _num_items(connection, campaign.id)
     return Progress(int(num_votes), num_left, num_items, num_done, max_votes)
 
 

@@ -8,9 +8,9 @@ from typing import TypeVar
 
 from sqlalchemy import Connection
 
-from tunesmith.store import campaigns, imports, items, reading, vote_stats
+from tunesmith.store import campaigns, imports, items
 from tunesmith.store.answers import Answering
-from tunesmith.store.database import OwnedDatabase, ReadOnlyDatabase
+from tunesmith.store.database import OwnedDatabase
 from tunesmith.store.queue import next_presentations
 from tunesmith.store.records import (
     Campaign,
@@ -32,8 +32,8 @@ from tunesmith.store.records import (
     Verdict,
     VoteReceipt,
 )
-from tunesmith.store.rows import export_row
 from tunesmith.store.stat_records import VoteStats
+from tunesmith.store.vote_reader import VoteReader
 from tunesmith.store.writer import Writer
 
 T = TypeVar("T")
@@ -60,7 +60,7 @@ class VoteStore:
 
     def __init__(self, place: str | Path, seed: int | None = None) -> None:
         self._writer = Writer(OwnedDatabase(place, "votes", durable=True))
-        self._reader = ReadOnlyDatabase(place, "votes")
+        self._reader = VoteReader(place)
         # Used by the writing thread alone.
         self._draw = random.SystemRandom() if seed is None else random.Random(seed)
 
@@ -83,7 +83,7 @@ class VoteStore:
 
     def campaigns(self) -> list[Campaign]:
         """All campaigns, oldest first."""
-        return self._reader.read(campaigns.all_campaigns, [])
+        return self._reader.campaigns()
 
     def campaign(self, campaign_id: int) -> Campaign:
         """One campaign. Raises StoreError if there is none of this id."""
@@ -111,7 +111,7 @@ class VoteStore:
 
     def rater_of(self, token: str, now: float | None = None) -> Rater | None:
         """Whom `token` lets in; None for a wrong, expired or disabled one."""
-        return self._reader.read(lambda connection: campaigns.rater_of_token(connection, token, _or_now(now)), None)
+        return self._reader.rater_of(token, now)
 
     def redeem(
         self, token: str, *, expires_at: float | None = None, name: str | None = None, now: float | None = None
@@ -122,7 +122,7 @@ class VoteStore:
 
     def raters(self) -> list[Rater]:
         """All raters, oldest first."""
-        return self._reader.read(campaigns.all_raters, [])
+        return self._reader.raters()
 
     def disable_rater(self, rater_id: int, now: float | None = None) -> None:
         """End a rater's access; their votes stay."""
@@ -134,13 +134,12 @@ class VoteStore:
         """Ids of the items made of `new`, in its order; one that is there already, whatever the order of its answers, is
         not added again. Raises DataError for fewer than two or equal answers, or a text that cannot be stored; then
         nothing is added."""
-        for number, item in enumerate(new, start=1):
-            items.check_item(item, f"item {number}")
-        ids: list[int] = []
-        for start in range(0, len(new), _ADDED_AT_ONCE):
-            part = new[start : start + _ADDED_AT_ONCE]
-            ids += self._write(lambda c, part=part: items.add_items(c, campaign_id, part)).item_ids
-        return ids
+        return self._add_items(campaign_id, new)[0]
+
+    def import_items(self, campaign_id: int, new: Sequence[NewItem]) -> Imported:
+        """As `add_items`: how many items were added, and how many were there already."""
+        num_new = self._add_items(campaign_id, new)[1]
+        return Imported(num_new, len(new) - num_new)
 
     def import_votes(self, campaign_id: int, given: Sequence[GivenVote], now: float | None = None) -> Imported:
         """How many votes made elsewhere were added, and how many were there already. Raters that are not known are made
@@ -162,7 +161,7 @@ class VoteStore:
 
     def last_offer_id(self, campaign_id: int) -> int:
         """The newest offer that was ingested, 0 if none: the cursor of `RunReader.offers_after`."""
-        return self._reader.read(lambda connection: items.last_offer_id(connection, campaign_id), 0)
+        return self._write(lambda connection: items.last_offer_id(connection, campaign_id))
 
     def retire_items(self, item_ids: Sequence[int], now: float | None = None) -> int:
         """Number of items that were taken out of the queue. Votes on them stay."""
@@ -226,11 +225,7 @@ class VoteStore:
 
     def progress(self, rater_id: int, campaign_id: int) -> Progress:
         """How far the rater and the campaign are."""
-        def read(connection: Connection) -> Progress:
-            max_votes = campaigns.campaign(connection, campaign_id).settings.max_votes_per_rater
-            return vote_stats.progress(connection, rater_id, campaign_id, max_votes)
-
-        return self._reader.read(read, Progress(0, 0, 0, 0, 0))
+        return self._reader.progress(rater_id, campaign_id)
 
     # The trainer
 
@@ -244,44 +239,39 @@ class VoteStore:
 
     def versions(self) -> list[PolicyVersion]:
         """The copied versions, oldest first."""
-        return self._reader.read(campaigns.shown_versions, [])
+        return self._reader.versions()
 
     # Reading
 
     def stats(self, campaign_id: int | None = None, now: float | None = None) -> VoteStats:
         """Counts, agreement, biases and gold accuracy of one campaign, or of all."""
-        stats = self._reader.read(lambda connection: vote_stats.vote_stats(connection, campaign_id, _or_now(now)), None)
-        assert stats is not None, "the tables are made on opening"
-        return stats
+        return self._reader.stats(campaign_id, now)
 
-    def export(self, campaign_id: int | None = None, *, include_gold: bool = False) -> Iterator[ExportRow]:
-        """Effective votes in the order of their ids. Skipped and withdrawn ones are left out."""
-        read = self._reader.read
-        for vote in reading.pages(
-            lambda cursor, limit: read(
-                lambda connection: reading.votes_after(connection, cursor, limit, campaign_id, changes=False), []
-            )
-        ):
-            if include_gold or not vote.is_gold:
-                yield export_row(vote)
+    def export(
+        self, campaign_id: int | None = None, *, include_gold: bool = False, include_bad: bool = True
+    ) -> Iterator[ExportRow]:
+        """Effective votes in the order of their ids, skipped and withdrawn ones left out."""
+        return self._reader.export(campaign_id, include_gold=include_gold, include_bad=include_bad)
 
     def export_rankings(self, campaign_id: int | None = None) -> Iterator[StoredRanking]:
         """Effective rankings in the order of their ids."""
-        read = self._reader.read
-        return reading.pages(
-            lambda cursor, limit: read(
-                lambda connection: reading.rankings_after(connection, cursor, limit, campaign_id, changes=False), []
-            )
-        )
+        return self._reader.export_rankings(campaign_id)
 
     def export_demonstrations(self, campaign_id: int | None = None) -> Iterator[StoredDemonstration]:
         """Effective written answers in the order of their ids."""
-        read = self._reader.read
-        return reading.pages(
-            lambda cursor, limit: read(
-                lambda connection: reading.demonstrations_after(connection, cursor, limit, campaign_id), []
-            )
-        )
+        return self._reader.export_demonstrations(campaign_id)
+
+    def _add_items(self, campaign_id: int, new: Sequence[NewItem]) -> tuple[list[int], int]:
+        for number, item in enumerate(new, start=1):
+            items.check_item(item, f"item {number}")
+        ids: list[int] = []
+        num_new = 0
+        for start in range(0, len(new), _ADDED_AT_ONCE):
+            part = new[start : start + _ADDED_AT_ONCE]
+            added = self._write(lambda c, part=part: items.add_items(c, campaign_id, part))
+            ids += added.item_ids
+            num_new += added.num_new
+        return ids, num_new
 
     def _write(self, work: Callable[[Connection], T]) -> T:
         return self._writer.do(work)

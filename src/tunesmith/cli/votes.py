@@ -1,0 +1,176 @@
+"""`tunesmith votes import | export | stats`: the votes of a folder. Nothing here loads torch."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from tunesmith.cli.options import Positional, flag, parse
+from tunesmith.cli.output import Output, reporting, visible
+from tunesmith.core.errors import InputError
+
+if TYPE_CHECKING:
+    from tunesmith.store.stat_records import Agreement, BiasTest, VoteStats
+    from tunesmith.store.vote_reader import VoteReader
+
+VOTES_FILE = "votes.db"
+"""Name of the database in a folder of the live loop."""
+
+_MAX_SHOWN = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportOptions:
+    """Put pairs and rankings of files before raters, or take over votes that were made elsewhere."""
+
+    files: Annotated[
+        tuple[str, ...], Positional, flag("JSONL, Parquet, a datasets folder, Argilla records.", metavar="FILE")
+    ] = ()
+    dir: Annotated[Path, flag("Folder of the votes.", metavar="FOLDER", shows_default=True)] = Path("live")
+    labels: Annotated[
+        Literal["drop", "votes", "gold"],
+        flag(
+            "What the files say of the better answer: `drop` it and ask raters, take it for `votes`, or check raters "
+            "silently by it (`gold`).",
+            shows_default=True,
+        ),
+    ] = "drop"
+    campaign: Annotated[str, flag("Campaign, made if it is new.", metavar="NAME", shows_default=True)] = "default"
+    heldout: Annotated[bool, flag("Votes on these items check versions and train nothing.")] = False
+    json: Annotated[bool, flag("Print one JSON object.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportVotesOptions:
+    """Write votes to a file or folder, in TRL's columns or as Argilla's records. Nothing is overwritten."""
+
+    dest: Annotated[str, Positional, flag("NAME.jsonl, NAME.parquet, or a new folder.", metavar="DEST")]
+    dir: Annotated[Path, flag("Folder of the votes.", metavar="FOLDER", shows_default=True)] = Path("live")
+    kind: Annotated[
+        Literal["votes", "rankings", "demonstrations"], flag("What to write.", shows_default=True)
+    ] = "votes"
+    format: Annotated[
+        Literal["jsonl", "parquet", "datasets", "argilla"] | None, flag("Format; without it, the name says it.")
+    ] = None
+    campaign: Annotated[str | None, flag("One campaign; without it, all.", metavar="NAME")] = None
+    decided: Annotated[bool, flag("Leave out ties: for libraries that know no column `tie`.")] = False
+    both_bad: Annotated[bool, flag("Keep votes that call both answers bad, with that `verdict`, as ties.")] = False
+    json: Annotated[bool, flag("Print one JSON object.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatsOptions:
+    """Count votes, and say how far raters agree and what they lean to."""
+
+    dir: Annotated[Path, flag("Folder of the votes.", metavar="FOLDER", shows_default=True)] = Path("live")
+    campaign: Annotated[str | None, flag("One campaign; without it, all.", metavar="NAME")] = None
+    json: Annotated[bool, flag("Print one JSON object.")] = False
+
+
+def import_(words: Sequence[str]) -> None:
+    """Run `tunesmith votes import`."""
+    options = parse(ImportOptions, words, "votes import")
+    if not options.files:
+        raise InputError("no file is named; give one or more, such as pairs.jsonl")
+    if options.labels == "votes" and options.heldout:
+        raise InputError("--heldout asks raters; votes that were made keep what their rows say")
+    from tunesmith.data.vote_files import read_given_votes, read_items
+    from tunesmith.store.records import CampaignSettings
+    from tunesmith.store.votes import VoteStore
+
+    with reporting(as_json=options.json) as output:
+        # All files are read before anything is stored.
+        items = [
+            item
+            for file in options.files
+            if options.labels != "votes"
+            for item in read_items(file, gold=options.labels == "gold", heldout=options.heldout)
+        ]
+        votes = [vote for file in options.files if options.labels == "votes" for vote in read_given_votes(file)]
+        with VoteStore.open(options.dir.expanduser() / VOTES_FILE) as store:
+            named = [one for one in store.campaigns() if one.settings.name == options.campaign]
+            campaign = named[0] if named else store.set_campaign(CampaignSettings(name=options.campaign))
+            if options.labels == "votes":
+                done = store.import_votes(campaign.id, votes)
+            else:
+                done = store.import_items(campaign.id, items)
+        what = "votes" if options.labels == "votes" else "items"
+        output.say(f"{done.num_new} {what} added, {done.num_there} were there already")
+        output.finish({"dir": options.dir, "num_new": done.num_new, "num_there": done.num_there, "labels": options.labels})
+
+
+def export(words: Sequence[str]) -> None:
+    """Run `tunesmith votes export`."""
+    options = parse(ExportVotesOptions, words, "votes export")
+    from tunesmith.data.vote_files import (
+        demonstration_columns,
+        format_of,
+        ranking_columns,
+        write_rows,
+        write_votes,
+    )
+
+    form = options.format or format_of(options.dest)
+    if form == "argilla" and options.kind != "votes":
+        raise InputError(f"Argilla's records hold votes, not {options.kind}; choose another format")
+    with reporting(as_json=options.json) as output, _reader(options.dir) as reader:
+        campaign_id = None if options.campaign is None else reader.campaign_named(options.campaign).id
+        if options.kind == "rankings":
+            num = write_rows(options.dest, map(ranking_columns, reader.export_rankings(campaign_id)), form)
+        elif options.kind == "demonstrations":
+            num = write_rows(options.dest, map(demonstration_columns, reader.export_demonstrations(campaign_id)), form)
+        else:
+            rows = reader.export(campaign_id, include_bad=options.both_bad)
+            num = write_votes(options.dest, (row for row in rows if not (options.decided and row.tie)), form)
+        output.say(f"{options.dest}  {num} {options.kind}")
+        output.finish({"dest": options.dest, "format": form, "kind": options.kind, "num_rows": num})
+
+
+def stats(words: Sequence[str]) -> None:
+    """Run `tunesmith votes stats`."""
+    options = parse(StatsOptions, words, "votes stats")
+    with reporting(as_json=options.json) as output, _reader(options.dir) as reader:
+        campaign_id = None if options.campaign is None else reader.campaign_named(options.campaign).id
+        found = reader.stats(campaign_id)
+        _say(found, output)
+        output.finish(asdict(found))
+
+
+def _reader(folder: Path) -> "VoteReader":
+    """A reader of the folder's votes. Raises InputError if it has none."""
+    from tunesmith.store.vote_reader import VoteReader
+
+    path = folder.expanduser() / VOTES_FILE
+    if not path.is_file():
+        raise InputError(f"{path} does not exist; name the folder of a `tunesmith serve` or `votes import` in --dir")
+    return VoteReader.open(path)
+
+
+def _say(found: "VoteStats", output: Output) -> None:
+    output.say(
+        f"votes          {found.num_votes}  (ties {found.num_ties}, both bad {found.num_both_bad}, "
+        f"last hour {found.num_votes_last_hour}); skipped {found.num_skips}"
+    )
+    output.say(f"rankings       {found.num_rankings}; written answers {found.num_demonstrations}")
+    output.say(f"items          {found.num_items}, with all their votes {found.num_items_done}")
+    output.say(f"agreement      Krippendorff's alpha {_agreement(found.alpha)}")
+    output.say(f"left answer    {_bias(found.left)}")
+    output.say(f"longer answer  {_bias(found.longer)}")
+    for pair in found.kappas[:_MAX_SHOWN]:
+        output.say(f"kappa          {_agreement(pair.kappa)}  {visible(pair.a)}, {visible(pair.b)}")
+    for rater in found.raters[:_MAX_SHOWN]:
+        gold = "" if rater.gold_accuracy is None else f", gold {rater.gold_accuracy:.0%} of {rater.num_gold}"
+        dwell = "" if rater.median_dwell_ms is None else f", {rater.median_dwell_ms / 1000:.1f} s each"
+        output.say(f"rater          {visible(rater.name)}: {rater.num_votes} votes, left {_bias(rater.left)}{gold}{dwell}")
+
+
+def _agreement(measure: "Agreement") -> str:
+    if measure.value is None:
+        return f"undefined: {measure.reason}"
+    return f"{measure.value:.3f} over {measure.num} items"
+
+
+def _bias(test: "BiasTest") -> str:
+    if test.share is None or test.p_value is None:
+        return "no choices yet"
+    return f"{test.share:.0%} of {test.num} (p {test.p_value:.3g})"
