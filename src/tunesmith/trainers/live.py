@@ -151,6 +151,7 @@ def update(loop: Loop) -> Verdict:
         is_over_budget = state.cfg.live.kl.budget is not None and nats > state.cfg.live.kl.budget
         for _ in range(_HOLD_BACK if is_over_budget else 1):
             state.kl.update(nats if math.isfinite(nats) else 0.0, 1)
+        live_serving.forget(loop, drawn)
         with span("save"):
             version = live_serving.write_version(loop, verdict, fresh)
     live_serving.announce(loop, version, drawn)

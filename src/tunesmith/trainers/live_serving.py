@@ -13,6 +13,7 @@ from tunesmith.core import faults
 from tunesmith.core.errors import StoreError, TrainingError
 from tunesmith.core.log import Once, get_logger
 from tunesmith.core.trace import trace
+from tunesmith.data.answers import Answer
 from tunesmith.distributed.checkpoint import Checkpoint
 from tunesmith.models.load import load_policy
 from tunesmith.models.optimizer import StepReport
@@ -242,13 +243,14 @@ def announce(loop: Loop, version: PolicyVersion, drawn: Round) -> None:
     loop.folder.link_final(version.version)
     loop.folder.prune(loop.state.cfg.live.keep_versions, version.version)
     offer(loop, drawn, is_new=True)
+
+
+def forget(loop: Loop, drawn: Round) -> None:
+    """Free log-probs of answers that no vote and none of the pairs of `drawn` is about."""
     memory = loop.state.memory
-    loop.state.reference_logps.forget_all_but(
-        answer
-        for votes in (memory.fresh, memory.learnt, memory.heldout)
-        for vote in votes.values()
-        for answer in vote.answers
-    )
+    votes = [vote for known in (memory.fresh, memory.learnt, memory.heldout) for vote in known.values()]
+    waiting = [Answer(group.prompt_token_ids, one.token_ids) for group, one in drawn.answers]
+    loop.state.reference_logps.forget_all_but([*waiting, *(answer for vote in votes for answer in vote.answers)])
 
 
 def offer(loop: Loop, drawn: Round, *, is_new: bool) -> None:

@@ -104,7 +104,33 @@ class ReferenceLogps:
 
     def forget_all_but(self, answers: Iterable[Answer]) -> None:
         """Free what is not among `answers`."""
-        self._known = {one: self._known[one] for one in set(answers) & self._known.keys()}
+        kept = set(answers)
+        self._known = {one: logp_T for one, logp_T in self._known.items() if one in kept}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All that is known, flat: `sizes` holds the tokens of each prompt and each completion.
+
+        In float32 a log-prob depends in its last bits on what is computed beside it, so a checkpoint keeps them.
+        """
+        known = list(self._known)
+        ids = [token for one in known for token in (*one.prompt_ids, *one.completion_ids)]
+        sizes = [(len(one.prompt_ids), len(one.completion_ids)) for one in known]
+        return {
+            "ids": torch.tensor(ids, dtype=torch.int32),
+            "sizes": torch.tensor(sizes, dtype=torch.int32).reshape(-1, 2),
+            "logps": torch.cat([*self._known.values(), torch.zeros(0)]),
+        }
+
+    def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Know what `tensors()` gave, and nothing else."""
+        self._known = {}
+        ids, logps = tensors["ids"].tolist(), tensors["logps"]
+        place = token = 0
+        for num_prompt, num_completion in tensors["sizes"].tolist():
+            middle, end = place + num_prompt, place + num_prompt + num_completion
+            answer = Answer(tuple(ids[place:middle]), tuple(ids[middle:end]))
+            self._known[answer] = logps[token : token + num_completion].clone()
+            place, token = end, token + num_completion
 
 
 @dataclass(slots=True)
@@ -206,7 +232,11 @@ def contents(state: State) -> Checkpoint:
     optimizer = state.optimizer.state_dict()
     return Checkpoint(
         step=state.position.num_updates,
-        tensors={"policy": trained(state.policy.module), "optimizer": optimizer.tensors},
+        tensors={
+            "policy": trained(state.policy.module),
+            "optimizer": optimizer.tensors,
+            "reference": state.reference_logps.tensors(),
+        },
         state={
             "position": asdict(state.position),
             "kl": state.kl.state_dict(),
@@ -218,7 +248,7 @@ def contents(state: State) -> Checkpoint:
 
 @torch.no_grad()
 def restore(state: State, found: Checkpoint) -> None:
-    """Put the weights, the optimizer and the KL coefficient of a checkpoint into `state`, and nothing else.
+    """Put weights, optimizer, KL coefficient and log-probs of the base model of a checkpoint into `state`.
 
     Raises:
         CheckpointError: if it belongs to another model.
@@ -231,3 +261,4 @@ def restore(state: State, found: Checkpoint) -> None:
         parameter.copy_(saved[name])
     state.optimizer.load_state_dict(OptimizerState(found.tensors["optimizer"], values["optimizer"]))
     state.kl.load_state_dict(values["kl"])
+    state.reference_logps.restore(found.tensors["reference"])

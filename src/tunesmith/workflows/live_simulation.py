@@ -177,5 +177,5 @@ def compare_versions(options: SimulationOptions) -> Comparison:
         num_completions=-(-options.num_pairs // len(prompts)),
         seed=derive(options.seed, "live comparison"),
     )
-    comparison.write_samples_jsonl(options.folder / "samples.jsonl")
+    comparison.write_samples_jsonl(options.folder / "simulation_samples.jsonl")
     return comparison
