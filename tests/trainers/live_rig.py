@@ -17,7 +17,9 @@ from tunesmith.trainers.live_folder import open_folder
 from tunesmith.trainers.live_serving import Loop
 from tunesmith.trainers.signals import StopRequest
 
-PROMPTS = [f"{opening} {number}" for number in range(6) for opening in ("The film", "A story", "Once more", "They said")]
+PROMPTS = [
+    f"{opening} {number}" for number in range(6) for opening in ("The film", "A story", "Once more", "They said")
+]
 
 
 def live_recipe(folder: Path, **sections: Any) -> LiveRecipe:

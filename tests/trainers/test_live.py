@@ -108,7 +108,9 @@ def test_an_update_that_is_worse_on_held_out_votes_is_taken_back_bit_for_bit(tmp
 
 def test_an_update_over_the_kl_budget_is_dropped_and_the_penalty_grows(tmp_path: Path) -> None:
     folder = tmp_path / "live"
-    cfg = live_recipe(folder, live={"kl": {"budget": 1e-4, "target": 1e-5, "coef": 0.1}}, optimizer={"learning_rate": 1e-2})
+    cfg = live_recipe(
+        folder, live={"kl": {"budget": 1e-4, "target": 1e-5, "coef": 0.1}}, optimizer={"learning_rate": 1e-2}
+    )
     with looping(cfg) as loop, voters(folder) as people:
         live.turn(loop)
         before = weights(loop)
@@ -240,8 +242,9 @@ def test_a_killed_trainer_goes_on_to_the_same_weights(fault: str, tmp_path: Path
 def test_a_folder_is_not_continued_with_another_model_or_other_prompts_nor_by_two_trainers(tmp_path: Path) -> None:
     folder = voted(tmp_path / "live")
     until(folder, 1)
-    with pytest.raises(RunError, match=r"model\.name.*tiny:llama.*tiny:gpt2"), looping(
-        live_recipe(folder, model={"name": "tiny:gpt2"})
+    with (
+        pytest.raises(RunError, match=r"model\.name.*tiny:llama.*tiny:gpt2"),
+        looping(live_recipe(folder, model={"name": "tiny:gpt2"})),
     ):
         pass
     with looping(live_recipe(folder)), pytest.raises(RunError, match="in use"), looping(live_recipe(folder)):
@@ -278,5 +281,3 @@ def test_votes_teach_a_reward_model_and_the_policy_follows_it(update: str, tmp_p
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["reward_model/accuracy"] > 0.6
     assert rows[-1]["kl"] != 0
-
-

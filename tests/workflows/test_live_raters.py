@@ -120,7 +120,7 @@ def test_a_vote_whose_answer_was_lost_is_sent_again_with_the_same_key() -> None:
 
 
 def test_raters_vote_until_the_block_ends_and_count_what_was_acknowledged() -> None:
-    with recording() as (url, keys), Raters(url, ["a", "b"], RaterTraits(pace_s=0.0), seed=0) as raters:
+    with recording() as (url, _), Raters(url, ["a", "b"], RaterTraits(pace_s=0.0), seed=0) as raters:
         while raters.num_votes < 2:
             pass
     assert raters.num_votes >= 2 and raters.problems == []

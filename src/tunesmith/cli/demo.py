@@ -71,7 +71,9 @@ def _live(flags: DemoFlags) -> None:
 
     with reporting(as_json=flags.json) as output:
         found = run_live_demo(Path(flags.out), seed=flags.seed, announce=lambda url: output.say(f"vote     {url}"))
-        output.say(f"version {found.result.serving} has learnt from {found.result.votes} votes\nfolder   {found.folder}")
+        output.say(
+            f"version {found.result.serving} has learnt from {found.result.votes} votes\nfolder   {found.folder}"
+        )
         if found.result.path:
             output.say(f"try it   tunesmith chat {found.result.path} --against base")
         output.finish({"folder": found.folder, **found.result.to_json()})

@@ -30,9 +30,9 @@ class LiveOptions:
         "live"
     )
     model: Annotated[str | None, flag("Hub id, folder, GGUF file, smollm2, scratch, tiny:FAMILY.", metavar="ID")] = None
-    prompts: Annotated[str | None, flag("File, folder or hub id with a `prompt` column, or films.", metavar="SOURCE")] = (
-        None
-    )
+    prompts: Annotated[
+        str | None, flag("File, folder or hub id with a `prompt` column, or films.", metavar="SOURCE")
+    ] = None
     recipe: Annotated[
         str | None, flag("A recipe that comes with Tunesmith; live_smollm2 for smollm2.", metavar="NAME")
     ] = None

@@ -45,7 +45,9 @@ class LiveOptimizerSection(OptimizerSection):
     @model_validator(mode="after")
     def _has_no_end(self) -> "LiveOptimizerSection":
         if self.schedule != "constant":
-            raise ValueError(f"schedule is {self.schedule}, which needs an end, but the live loop has none; set constant")
+            raise ValueError(
+                f"schedule is {self.schedule}, which needs an end, but the live loop has none; set constant"
+            )
         return self
 
 
@@ -87,7 +89,7 @@ class LivePPOSection(PPOSection):
 
 
 class LiveKLSection(Section):
-    """How near the policy is held to the base model: a penalty that adapts, and a budget that nothing served exceeds."""
+    """How near the policy is held to the base model: an adaptive penalty, and a budget that nothing served exceeds."""
 
     SHORTHAND = "budget"
 
@@ -130,7 +132,7 @@ class LiveSection(Section):
     dir: str = Field(default="live", description="Folder that the trainer and the server share.")
     update: Literal["dpo", "ppo", "grpo"] = Field(
         default="dpo",
-        description="Online DPO; or a reward model that learns from the votes and some steps of PPO or GRPO against it.",
+        description="Online DPO; or a reward model that learns from the votes, and steps of PPO or GRPO against it.",
     )
     votes_per_update: PositiveInt = Field(default=32, description="New votes that start an update.")
     update_after_s: Positive = Field(

@@ -95,13 +95,12 @@ def algorithm_of(document: Document, name: str) -> str:
                 f"{name}: algorithm is {given!r}; allowed: {', '.join(RECIPES)}{did_you_mean(given, RECIPES)}"
             )
         return given
-    own = {
-        algorithm: set(schema.model_fields) - set(Recipe.model_fields)
-        for algorithm, schema in RECIPES.items()
-        if algorithm != "live" or "live" in data  # it has the sections of others too
-    }
+    if "live" in data:
+        return "live"  # it has the sections of others too
+    shared = set(Recipe.model_fields)
+    own = {name: set(schema.model_fields) - shared for name, schema in RECIPES.items() if name != "live"}
     most = max(len(set(data) & sections) for sections in own.values())
-    fitting = ["live"] if "live" in data else [algorithm for algorithm, sections in own.items() if most and len(set(data) & sections) == most]
+    fitting = [algorithm for algorithm, sections in own.items() if most and len(set(data) & sections) == most]
     if len(fitting) != 1:
         raise ConfigError(f"{name}: add `algorithm: {' | '.join(RECIPES)}` to say which trainer it is for")
     return fitting[0]

@@ -190,9 +190,7 @@ def learn(loop: Loop, fresh: Sequence[Comparison]) -> list[StepResult]:
     return results
 
 
-def reward_steps(
-    loop: Loop, reward: RewardUpdate, votes: Sequence[Comparison], seed: int
-) -> Iterator[StepResult]:
+def reward_steps(loop: Loop, reward: RewardUpdate, votes: Sequence[Comparison], seed: int) -> Iterator[StepResult]:
     """The steps of PPO or GRPO, one after the other."""
     for metrics, report in reward.learn(votes, seed, loop.beat):
         yield StepResult(metrics, report)

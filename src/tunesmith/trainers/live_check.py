@@ -44,9 +44,7 @@ class Verdict:
 
 
 @torch.no_grad()
-def correct(
-    state: State, votes: Sequence[Comparison], known: Mapping[int, bool] = MappingProxyType({})
-) -> list[bool]:
+def correct(state: State, votes: Sequence[Comparison], known: Mapping[int, bool] = MappingProxyType({})) -> list[bool]:
     """For each vote whether the policy's reward, log policy - log base, is higher for the answer that was preferred.
 
     `known` are answers for these weights by vote id, which are not computed again.

@@ -1,4 +1,4 @@
-"""The trainer's part of the live folder: versions as model folders, checkpoints, logs and the connection to both stores.
+"""The trainer's part of the live folder: versions as model folders, checkpoints, logs, and both stores.
 
 live/
   runs.db           written by the trainer alone     votes.db          written by the server alone

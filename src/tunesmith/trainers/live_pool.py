@@ -10,8 +10,8 @@ from tunesmith.core.trace import span
 from tunesmith.data.answers import Answer
 from tunesmith.rollout.factory import open_engine
 from tunesmith.schema.records import Prompt
-from tunesmith.store.records import Candidate, NewOffer
 from tunesmith.store.content import is_storable
+from tunesmith.store.records import Candidate, NewOffer
 from tunesmith.trainers.live_state import State, sampling
 
 BASE = "v0"
@@ -73,13 +73,11 @@ def mean_kl(state: State, drawn: Round) -> float:
     """
     with span("reference"):
         base = state.reference_logps.of(Answer(group.prompt_token_ids, one.token_ids) for group, one in drawn.answers)
-    return fmean(
-        sum(one.raw_logps) - logp_T.sum().item() for (_, one), logp_T in zip(drawn.answers, base, strict=True)
-    )
+    return fmean(sum(one.raw_logps) - logp_T.sum().item() for (_, one), logp_T in zip(drawn.answers, base, strict=True))
 
 
 def offers(state: State, pool: Pool, drawn: Round, version: int) -> list[NewOffer]:
-    """Pairs of different answers: two of the policy's, or on held-out prompts one of its and one of the base model's."""
+    """Pairs of different answers: two of the policy's; on held-out prompts one of its and one of the base model's."""
     made = [NewOffer(version, group.prompt.content, pair) for group in drawn.train for pair in _pairs(group, version)]
     base = pool.base_answers(state, [group.prompt for group in drawn.heldout])
     for group in drawn.heldout:

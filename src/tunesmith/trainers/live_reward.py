@@ -24,7 +24,7 @@ from tunesmith.trainers.live_votes import Comparison
 
 
 class RewardUpdate:
-    """A reward model beside the policy. It is made anew at each start, and learns all earlier votes at its first use."""
+    """A reward model beside the policy, made anew at each start. It learns all earlier votes at its first use."""
 
     def __init__(self, state: State) -> None:
         self._state = state

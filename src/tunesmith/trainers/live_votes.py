@@ -1,4 +1,4 @@
-"""Votes as the live trainer keeps them: token ids of both answers, those that are new apart from those to learn again."""
+"""Votes as the live trainer keeps them: token ids of both answers, new ones apart from those to learn again."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ MAX_REMEMBERED = 8192
 class Comparison:
     """A vote as token ids. With `tie` the order of the two answers has no meaning. `created_at` in seconds (UTC).
 
-    `duel` names the versions that wrote the chosen and the rejected answer (`v12`, `v0` is the base model), where known.
+    `duel` names the versions that wrote the preferred answer and the other (`v12`; `v0` is the base model), if known.
     """
 
     vote_id: int

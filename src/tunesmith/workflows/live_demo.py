@@ -19,9 +19,7 @@ class LiveDemo:
     result: LiveResult
 
 
-def run_live_demo(
-    out: Path, *, seed: int = 0, announce: Callable[[str], object], opens_page: bool = True
-) -> LiveDemo:
+def run_live_demo(out: Path, *, seed: int = 0, announce: Callable[[str], object], opens_page: bool = True) -> LiveDemo:
     """Serve the voting page and train until Ctrl-C. The folder is `live` below `out`; used again, it goes on.
 
     `announce` is given the address that logs the person in. Raises RunError if the server does not come up.

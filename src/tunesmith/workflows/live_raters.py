@@ -180,9 +180,7 @@ class Raters:
         _log.debug("%s", problem)
 
 
-def verdict_of(
-    presentation: Mapping[str, Any], traits: RaterTraits, draw: random.Random, judge: SimulatedRater
-) -> str:
+def verdict_of(presentation: Mapping[str, Any], traits: RaterTraits, draw: random.Random, judge: SimulatedRater) -> str:
     """The verdict of a simulated rater on a presentation as the server sends it."""
     prompt = prompt_of(presentation)
     left, right = (judge.score(prompt, answer["text"]) for answer in presentation["answers"])
