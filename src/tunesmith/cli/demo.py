@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 from tunesmith.cli.options import flag, parse
@@ -27,12 +28,16 @@ class DemoFlags:
         "native"
     )
     out: Annotated[str, flag("Folder for the run folders.", metavar="DIR", shows_default=True)] = "runs"
+    live: Annotated[bool, flag("You vote in the browser, and the model learns while you do; Ctrl-C ends it.")] = False
     json: Annotated[bool, flag("Print one JSON object at the end.")] = False
 
 
 def demo(words: Sequence[str]) -> None:
     """Run `tunesmith demo`."""
     flags = parse(DemoFlags, words, "demo")
+    if flags.live:
+        _live(flags)
+        return
     from tunesmith.evaluation.table import comparison_table
     from tunesmith.workflows.demo import DemoOptions, run_demo
 
@@ -58,3 +63,17 @@ def demo(words: Sequence[str]) -> None:
         for policy in sorted(result.run_dir.glob(f"*-demo_{flags.algorithm}-*")):
             output.say(f"try it   tunesmith chat {policy} --against base")
         output.finish(facts)
+
+
+def _live(flags: DemoFlags) -> None:
+    """Run `tunesmith demo --live`."""
+    from tunesmith.workflows.live_demo import run_live_demo
+
+    with reporting(as_json=flags.json) as output:
+        found = run_live_demo(Path(flags.out), seed=flags.seed, announce=lambda url: output.say(f"vote     {url}"))
+        output.say(
+            f"version {found.result.serving} has learnt from {found.result.votes} votes\nfolder   {found.folder}"
+        )
+        if found.result.path:
+            output.say(f"try it   tunesmith chat {found.result.path} --against base")
+        output.finish({"folder": found.folder, **found.result.to_json()})

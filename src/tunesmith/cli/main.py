@@ -20,6 +20,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "train dpo": ("train:dpo", "Train a policy on preference pairs directly, without a reward model."),
     "train ppo": ("train:ppo", "Train a policy by PPO against a reward."),
     "train grpo": ("train:grpo", "Train a policy by GRPO: each completion against its group, no critic."),
+    "live": ("live:live", "Learn from votes while they are given, beside `tunesmith serve`."),
     "resume": ("resume:resume", "Go on with a run exactly where its newest checkpoint stands."),
     "generate": ("generate:generate", "Let a model continue prompts."),
     "chat": ("chat:chat", "Talk to a run or a model, if wanted beside another one."),

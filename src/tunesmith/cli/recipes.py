@@ -37,7 +37,7 @@ class CopyOptions:
 class KeysOptions:
     """List every key of a recipe, with type, default and meaning. Each is a flag of `tunesmith train` too."""
 
-    algorithm: Annotated[str, Positional, flag("sft, reward, dpo, ppo or grpo.", metavar="ALGORITHM")]
+    algorithm: Annotated[str, Positional, flag("sft, reward, dpo, ppo, grpo or live.", metavar="ALGORITHM")]
     json: Annotated[bool, flag("Print one JSON object.")] = False
 
 
@@ -54,7 +54,8 @@ def ls(words: Sequence[str]) -> None:
             recipe = load_recipe(algorithm, recipe=name).recipe
             rows.append({"name": name, "algorithm": algorithm, "description": recipe.description})
         for row in rows:
-            output.say(f"{row['name']:<24} train {row['algorithm']:<8} {row['description']}")
+            command = row["algorithm"] if row["algorithm"] == "live" else f"train {row['algorithm']}"
+            output.say(f"{row['name']:<24} {command:<14} {row['description']}")
         output.finish({"recipes": rows})
 
 

@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 from tunesmith.config import recipes
 from tunesmith.config.keys import item_of, section_of
 from tunesmith.config.merge import Layers, Origin, Problem
-from tunesmith.config.schema import RECIPES, AnyRecipe, Recipe
+from tunesmith.config.schema import RECIPES, AnyRecipe, LiveRecipe, Recipe
 from tunesmith.config.sections import Section
 from tunesmith.config.suggest import did_you_mean
 from tunesmith.config.yaml_text import Document, is_mapping, parse, read
@@ -48,6 +48,20 @@ def load_recipe(
     return resolved
 
 
+def load_live(
+    *,
+    recipe: str | None = None,
+    file: Path | None = None,
+    overrides: Mapping[str, object] | None = None,
+    origins: Mapping[str, Origin] | None = None,
+) -> tuple[LiveRecipe, dict[str, Origin]]:
+    """The recipe of `tunesmith live` and the origin of each key; arguments and errors as in `load_recipe`."""
+    resolved = load_recipe("live", recipe=recipe, file=file, overrides=overrides, origins=origins)
+    found: object = resolved.recipe
+    assert isinstance(found, LiveRecipe)
+    return found, resolved.provenance
+
+
 def resolve(
     algorithm: str,
     *,
@@ -81,7 +95,10 @@ def algorithm_of(document: Document, name: str) -> str:
                 f"{name}: algorithm is {given!r}; allowed: {', '.join(RECIPES)}{did_you_mean(given, RECIPES)}"
             )
         return given
-    own = {algorithm: set(schema.model_fields) - set(Recipe.model_fields) for algorithm, schema in RECIPES.items()}
+    if "live" in data:
+        return "live"  # it has the sections of others too
+    shared = set(Recipe.model_fields)
+    own = {name: set(schema.model_fields) - shared for name, schema in RECIPES.items() if name != "live"}
     most = max(len(set(data) & sections) for sections in own.values())
     fitting = [algorithm for algorithm, sections in own.items() if most and len(set(data) & sections) == most]
     if len(fitting) != 1:
@@ -94,7 +111,7 @@ def read_algorithm(file: Path) -> str:
     return algorithm_of(parse(read(file), str(file)), str(file))
 
 
-def schema_of(algorithm: str) -> type[AnyRecipe]:
+def schema_of(algorithm: str) -> type[AnyRecipe | LiveRecipe]:
     """The schema of an algorithm; ConfigError with the allowed names if there is none."""
     if algorithm not in RECIPES:
         raise ConfigError(

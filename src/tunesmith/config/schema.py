@@ -6,6 +6,14 @@ from pydantic import Field, model_validator
 
 from tunesmith.config.dpo_sections import DPOSection
 from tunesmith.config.evaluation_sections import RewardEvaluationSection
+from tunesmith.config.live_sections import (
+    LiveOptimizerSection,
+    LivePPOSection,
+    LivePromptsSection,
+    LiveRolloutSection,
+    LiveSection,
+    OnlineDPOSection,
+)
 from tunesmith.config.optimizer_sections import OptimizerSection
 from tunesmith.config.policy_sections import GRPOSection, KLSection, PPOSection
 from tunesmith.config.rollout_sections import GRPORolloutSection, RolloutSection
@@ -118,16 +126,40 @@ class GRPORecipe(Recipe):
         return self
 
 
+class LiveRecipe(Recipe):
+    """`tunesmith live`: a policy that learns from votes while they are given."""
+
+    algorithm: Literal["live"] = Field(default="live", description="Trainer that reads the recipe.")
+    optimizer: LiveOptimizerSection = LiveOptimizerSection()
+    prompts: LivePromptsSection = LivePromptsSection()
+    rollout: LiveRolloutSection = LiveRolloutSection()
+    dpo: OnlineDPOSection = OnlineDPOSection()
+    reward_model: RewardTrainerSection = RewardTrainerSection()
+    ppo: LivePPOSection = LivePPOSection()
+    grpo: GRPOSection = GRPOSection()
+    live: LiveSection = LiveSection()
+
+    @model_validator(mode="after")
+    def _kl_horizons_span_a_step(self) -> "LiveRecipe":
+        if self.live.update == "ppo":
+            check_horizon(self.ppo.kl, self.rollout, "ppo")
+        if self.live.update == "grpo":
+            check_horizon(self.grpo.kl, self.rollout, "grpo")
+        return self
+
+
 PolicyRecipe = PPORecipe | GRPORecipe
 """Recipes that draw completions and follow a reward."""
 
 AnyRecipe = SFTRecipe | RewardRecipe | DPORecipe | PPORecipe | GRPORecipe
+"""Recipes of `tunesmith train`: a run with an end, in a folder of its own."""
 
-RECIPES: dict[str, type[AnyRecipe]] = {
+RECIPES: dict[str, type[AnyRecipe | LiveRecipe]] = {
     "sft": SFTRecipe,
     "reward": RewardRecipe,
     "dpo": DPORecipe,
     "ppo": PPORecipe,
     "grpo": GRPORecipe,
+    "live": LiveRecipe,
 }
 """Schema of each algorithm, by the name that the command line uses."""

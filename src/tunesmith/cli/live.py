@@ -1,0 +1,135 @@
+"""`tunesmith live`: a policy learns from votes while they are given."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from tunesmith.cli.options import flag, parse_known
+from tunesmith.cli.output import Output, reporting
+from tunesmith.core.errors import InputError
+
+if TYPE_CHECKING:
+    from tunesmith.config.overrides import Overrides
+
+_UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+_SMOLLM2 = "smollm2"
+_RECIPE = "live_smollm2"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveOptions:
+    """Learn from votes while they are given: draw pairs, read votes, and serve each update that passes its checks.
+
+    People vote at `tunesmith serve --dir FOLDER`, which may start before or after. Ctrl-C ends; the next start goes on.
+    Every key of the recipe is a flag too: --live.votes-per-update 16. `tunesmith recipes keys live` lists them.
+    """
+
+    dir: Annotated[Path, flag("Folder of votes and of the trainer.", metavar="FOLDER", shows_default=True)] = Path(
+        "live"
+    )
+    model: Annotated[str | None, flag("Hub id, folder, GGUF file, smollm2, scratch, tiny:FAMILY.", metavar="ID")] = None
+    prompts: Annotated[
+        str | None, flag("File, folder or hub id with a `prompt` column, or films.", metavar="SOURCE")
+    ] = None
+    recipe: Annotated[
+        str | None, flag("A recipe that comes with Tunesmith; live_smollm2 for smollm2.", metavar="NAME")
+    ] = None
+    config: Annotated[Path | None, flag("A recipe of your own, in YAML.", metavar="FILE")] = None
+    seed: Annotated[int | None, flag("Seed of everything that is drawn.", metavar="N")] = None
+    simulate: Annotated[
+        int, flag("Serve the page too, let so many simulated raters vote, and compare at the end.", metavar="N")
+    ] = 0
+    duration: Annotated[str, flag("Of --simulate as a whole: 90s, 10m, 1h.", metavar="TIME", shows_default=True)] = (
+        "10m"
+    )
+    accuracy: Annotated[
+        float, flag("Share of a simulated rater's votes that are right.", metavar="SHARE", shows_default=True)
+    ] = 0.85
+    left_bias: Annotated[
+        float, flag("Share of them that take the left answer unseen.", metavar="SHARE", shows_default=True)
+    ] = 0.0
+    pace: Annotated[
+        float, flag("Seconds that a simulated rater looks at a pair.", metavar="SECONDS", shows_default=True)
+    ] = 1.0
+    json: Annotated[bool, flag("Print one JSON object at the end.")] = False
+
+
+def live(words: Sequence[str]) -> None:
+    """Run `tunesmith live`."""
+    options, unknown = parse_known(LiveOptions, words, "live")
+    from tunesmith.config.overrides import parse_overrides
+
+    overrides = parse_overrides("live", unknown)
+    for key, value in (("model", options.model), ("prompts", options.prompts), ("run.seed", options.seed)):
+        if value is not None:
+            overrides.values[key] = value
+            overrides.origins[key] = f"command line --{key.rpartition('.')[2]}"
+    with reporting(as_json=options.json) as output:
+        if options.simulate:
+            _simulate(options, unknown, output)
+        else:
+            _train(options, overrides, output)
+
+
+def seconds(text: str) -> float:
+    """A time such as `90s`, `10m` or `1.5h` in seconds. Raises InputError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
+    if found is None:
+        raise InputError(f"--duration is {text!r}; give a number with s, m or h, such as 90s or 10m")
+    return float(found[1]) * _UNITS_S[found[2]]
+
+
+def _recipe(options: LiveOptions) -> str | None:
+    """The recipe that is asked for; for SmolLM2 there is one."""
+    is_plain = options.recipe is None and options.config is None
+    return _RECIPE if is_plain and options.model in (None, _SMOLLM2) else options.recipe
+
+
+def _train(options: LiveOptions, overrides: "Overrides", output: Output) -> None:
+    from tunesmith.config.load import load_live
+
+    overrides.values["live.dir"], overrides.origins["live.dir"] = str(options.dir), "command line --dir"
+    cfg, provenance = load_live(
+        recipe=_recipe(options), file=options.config, overrides=overrides.values, origins=overrides.origins
+    )
+    from tunesmith.trainers import live
+
+    result = live.run(cfg, provenance=provenance)
+    output.say(f"version {result.serving} has learnt from {result.votes} votes in {result.updates} updates")
+    output.say(f"folder   {options.dir}")
+    if result.path:
+        output.say(f"try it   tunesmith chat {result.path} --against base")
+    output.finish({"folder": options.dir, **result.to_json()})
+
+
+def _simulate(options: LiveOptions, unknown: Sequence[str], output: Output) -> None:
+    duration_s = seconds(options.duration)
+    given = {
+        "model": options.model,
+        "prompts": options.prompts,
+        "recipe": options.recipe,
+        "config": options.config,
+        "seed": options.seed,
+    }
+    passed = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
+    from tunesmith.workflows.live_raters import RaterTraits
+    from tunesmith.workflows.live_simulation import SimulationOptions, run_simulation
+
+    result = run_simulation(
+        SimulationOptions(
+            options.dir,
+            num_raters=options.simulate,
+            duration_s=duration_s,
+            traits=RaterTraits(options.accuracy, options.left_bias, options.pace),
+            trainer_words=[*passed, *unknown],
+            seed=options.seed or 0,
+        )
+    )
+    interval = f"{result.win_rate_low:.2f} to {result.win_rate_high:.2f}"
+    output.say(f"win rate {result.win_rate:.2f} ({interval}) against the base model, {result.num_pairs} pairs")
+    output.say(f"KL       {result.kl_per_sequence:.2f} nats per completion")
+    output.say(f"votes    {result.votes} by {options.simulate} simulated raters, {result.versions} versions")
+    output.say(f"rater    {result.rater}; no person voted")
+    output.finish(result.to_json())

@@ -1,0 +1,246 @@
+"""The live loop: a policy learns from votes while they are given, and the next pairs come from what it has learnt.
+
+Online preference optimisation (Guo et al. 2024, arXiv 2402.04792; Qi et al. 2024, 2406.05534). The trainer offers pairs
+in `runs.db`, reads votes from `votes.db`, and answers every few votes with an update. What passes the checks of
+`live_check` becomes the next version, from which new pairs are drawn; anything else is taken back. The server is
+another process, which may come and go. Shape legend: N votes, S sides (0 preferred, 1 not), A distinct answers of a
+micro-batch, B the same as rows, T completion tokens.
+"""
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tunesmith.algorithms import direct_loss, kl
+from tunesmith.algorithms.direct_loss import DirectStats, PairLogps
+from tunesmith.algorithms.sums import Sums, merged, total
+from tunesmith.batch.pack import chunks
+from tunesmith.config.schema import LiveRecipe
+from tunesmith.core.log import get_logger
+from tunesmith.core.seeds import derive, permutation_of_groups
+from tunesmith.core.trace import span, trace
+from tunesmith.data.answers import AnswerTable, collate_answers
+from tunesmith.data.prompts import PromptLike
+from tunesmith.distributed import collectives
+from tunesmith.distributed.checkpoint_writer import snapshot
+from tunesmith.models.logprob import length_mask, token_logps
+from tunesmith.models.optimizer import StepReport
+from tunesmith.trainers import live_check, live_pool, live_serving, setup
+from tunesmith.trainers.live_check import Verdict
+from tunesmith.trainers.live_folder import open_folder
+from tunesmith.trainers.live_reward import RewardUpdate
+from tunesmith.trainers.live_serving import LiveResult, Loop
+from tunesmith.trainers.live_state import State, build, contents, restore
+from tunesmith.trainers.live_votes import Comparison
+from tunesmith.trainers.signals import stop_signals
+
+__all__ = ["LiveResult", "State", "build", "run", "step", "update"]
+
+_log = get_logger(__name__)
+
+
+_HOLD_BACK = 4
+"""An update over the budget moves the KL coefficient so many times, to about the double: else many would be dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What an optimizer step hands to `update`."""
+
+    metrics: setup.Metrics
+    report: StepReport
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSums(Sums):
+    """Completion tokens that a step computed, and the sum of their entropies in nats."""
+
+    num_tokens: torch.Tensor
+    entropy: torch.Tensor
+
+
+class Left(Exception):
+    """A signal came in the middle of an update, which is given up: its votes are learnt at the next start."""
+
+
+def step(state: State, votes: Sequence[Comparison]) -> StepResult:
+    """One optimizer step: the loss of `votes` and the KL to the base model on their answers, and an update."""
+    num_votes = collectives.sum_over_ranks(len(votes))  # one global denominator
+    with span("reference"):
+        state.reference_logps.of(answer for vote in votes for answer in vote.answers)
+    stats: list[DirectStats] = []
+    tokens: list[TokenSums] = []
+    total_loss = torch.zeros((), device=state.device)
+    for micro in chunks(votes, state.cfg.dpo.micro_batch_size):
+        with span("update/forward"):
+            loss, micro_stats, micro_tokens = micro_batch_loss(state, micro, num_votes)
+        with span("update/backward"):
+            state.optimizer.scaled(loss).backward()
+        total_loss += loss.detach()
+        stats.append(micro_stats)
+        tokens.append(micro_tokens)
+    with span("update/optimizer"):
+        report = state.optimizer.step(loss=total_loss.item())  # refuses what is not finite
+    counted = merged(tokens).floats()
+    entropy = {"entropy": counted["entropy"] / counted["num_tokens"], "num_tokens": counted["num_tokens"]}
+    return StepResult({**merged(stats).metrics(), **entropy}, report)
+
+
+def micro_batch_loss(
+    state: State, votes: Sequence[Comparison], num_votes: float
+) -> tuple[torch.Tensor, DirectStats, TokenSums]:
+    """The loss of some votes, divided by `num_votes`, with its statistics. An answer of several votes is computed once.
+
+    To the loss of preferences (`algorithms.direct_loss`) comes the KL coefficient times the nats per answer to the
+    base model, with the gradient of KL(policy, base) where the answers are the policy's own.
+    """
+    table = AnswerTable()
+    pairs = [(table.place(vote.chosen), table.place(vote.rejected)) for vote in votes]
+    answers = table.answers
+    batch = collate_answers(answers, range(len(answers)), state.device)
+    scores = token_logps(
+        state.policy,
+        batch.ids_BS,
+        batch.lengths_B,
+        prompt_lengths_B=batch.prompt_lengths_B,
+        temperature=state.cfg.rollout.temperature,
+    )
+    base = state.reference_logps.of(answers[place] for place in batch.answer_B.tolist())
+    base_BT = torch.nn.utils.rnn.pad_sequence(base, batch_first=True).to(scores.logp_BT)
+    length_B = batch.lengths_B - batch.prompt_lengths_B
+    mask_BT = length_mask(length_B, scores.logp_BT.shape[1])
+
+    place_A = torch.argsort(batch.answer_B)  # rows in the order of the table
+    answer_SN = torch.tensor(pairs, device=state.device).T
+    logp_A, base_A = scores.logp_BT.sum(dim=1)[place_A], base_BT.sum(dim=1)[place_A]
+    tie_N = torch.tensor([vote.tie for vote in votes], device=state.device)
+    logps = PairLogps(logp_A[answer_SN], length_B[place_A][answer_SN], base_A[answer_SN], tie_N)
+    loss, stats = direct_loss.paired(logps, state.cfg.dpo, num_pairs=num_votes)
+    if state.kl.value > 0:
+        loss = loss + state.kl.value * kl.penalty_loss("k1", scores.logp_BT, base_BT, mask_BT, 2 * num_votes)
+    return loss, stats, TokenSums(total(length_B), total(scores.entropy_BT))
+
+
+def update(loop: Loop) -> Verdict:
+    """Learn from the fresh votes, and serve the result if it passes its checks; else everything is as it was before.
+
+    Raises Left, with weights that are good for nothing, if a signal asks the trainer to end.
+    """
+    state, position = loop.state, loop.state.position
+    loop.beat("learning")
+    job = loop.folder.runs.start_job("update")
+    with trace() as times:
+        asked = state.memory.heldout_decided(state.cfg.live.check.num_votes)
+        correct_before = live_check.correct(state, asked, loop.known_correct)
+        before = snapshot(contents(state))
+        fresh = state.memory.take(state.cfg.live.max_votes_per_update)
+        position.num_updates += 1
+        results = learn(loop, fresh)
+        refused = next((f"{one.report.bad_part} is not finite" for one in results if one.report.refused), "")
+        correct_after = live_check.correct(state, asked)
+        drawn = live_pool.draw(state, "update", position.num_updates)  # tells the KL, and is what raters see next
+        nats = live_pool.mean_kl(state, drawn)
+        verdict = live_check.judge(state, correct_before, correct_after, nats, refused)
+        if verdict.passes:
+            loop.known_correct = dict(zip((vote.vote_id for vote in asked), correct_after, strict=True))
+        else:
+            restore(state, before)
+        is_over_budget = state.cfg.live.kl.budget is not None and nats > state.cfg.live.kl.budget
+        for _ in range(_HOLD_BACK if is_over_budget else 1):
+            state.kl.update(nats if math.isfinite(nats) else 0.0, 1)
+        live_serving.forget(loop, drawn)
+        with span("save"):
+            version = live_serving.write_version(loop, verdict, fresh)
+    live_serving.announce(loop, version, drawn)
+    means = mean_metrics(results)
+    figures = live_serving.figures_of(loop, verdict, drawn, fresh, [one.report for one in results])
+    live_serving.record(loop, {**means, **figures, **times.metrics()})
+    loop.folder.runs.end_job(job, "done" if verdict.passes else "dropped", {"reason": verdict.reason})
+    _log.info(
+        "update %d: %d votes, %s, %.2f nats, %.1f s",
+        position.num_updates,
+        len(fresh),
+        f"version {position.serving} is served" if verdict.passes else f"dropped: {verdict.reason}",
+        nats,
+        times.wall_s,
+    )
+    return verdict
+
+
+def learn(loop: Loop, fresh: Sequence[Comparison]) -> list[StepResult]:
+    """The optimizer steps of one update: fresh votes and some of the old ones, those of one prompt together."""
+    state, cfg = loop.state, loop.state.cfg
+    seed = derive(cfg.run.seed, "update", state.position.num_updates)
+    old = state.memory.replay(round(cfg.live.replay * len(fresh)), seed, fresh)
+    votes = [*fresh, *old]
+    if loop.reward is not None:
+        return list(reward_steps(loop, loop.reward, votes, seed))
+    results: list[StepResult] = []
+    for epoch in range(cfg.dpo.num_epochs):
+        order = permutation_of_groups(seed, epoch, [vote.chosen.prompt_ids for vote in votes])
+        for places in even_chunks(order, cfg.dpo.pairs_per_step):
+            if loop.leaves:
+                raise Left
+            results.append(step(state, [votes[place] for place in places]))
+            state.position.num_steps += 1
+            loop.beat("learning")
+    return results
+
+
+def reward_steps(loop: Loop, reward: RewardUpdate, votes: Sequence[Comparison], seed: int) -> Iterator[StepResult]:
+    """The steps of PPO or GRPO, one after the other."""
+    for metrics, report in reward.learn(votes, seed, loop.beat):
+        yield StepResult(metrics, report)
+        if loop.leaves:
+            raise Left
+
+
+def even_chunks(items: Sequence[int], size: int) -> Iterable[Sequence[int]]:
+    """Consecutive parts of about equal length, at most `size`: a short last step would be as loud as a whole one."""
+    return chunks(items, math.ceil(len(items) / math.ceil(len(items) / size)))
+
+
+def mean_metrics(results: Sequence[StepResult]) -> setup.Metrics:
+    """Means over the optimizer steps of an update; tokens are added up."""
+    means: setup.Metrics = {}
+    for name in dict.fromkeys(name for one in results for name in one.metrics):
+        values = [one.metrics[name] for one in results if name in one.metrics]
+        means[name] = sum(values) if name == "num_tokens" else sum(values) / len(values)
+    return means
+
+
+def run(
+    cfg: LiveRecipe, *, provenance: Mapping[str, str] | None = None, prompts: Iterable[PromptLike] | None = None
+) -> LiveResult:
+    """Learn from votes in the folder `cfg.live.dir` until SIGTERM or SIGINT; what it came to, as in `result.json`.
+
+    A folder that was used before goes on from its newest version: weights, optimizer and votes are as they were.
+
+    Raises:
+        InputError: for a config, model or prompts that cannot be used, or a folder that is in use.
+        TrainingError: if too many updates in a row are not finite.
+    """
+    with open_folder(cfg, provenance) as folder, stop_signals() as stop:
+        loop = live_serving.begin(build(cfg, prompts=prompts), folder, stop)
+        try:
+            while not loop.leaves:
+                turn(loop)
+        except Left:
+            _log.info("an update was given up; its votes are learnt at the next start")
+        return live_serving.finish(loop)
+
+
+def turn(loop: Loop) -> None:
+    """What is most pressing now: a command, an update, more pairs, or a moment's wait."""
+    command = live_serving.read(loop)
+    if command is not None:
+        live_serving.obey(loop, command)
+    elif live_serving.is_due(loop, time.time()):
+        update(loop)
+    elif live_serving.needs_pairs(loop):
+        live_serving.refill(loop)
+    else:
+        live_serving.wait(loop)

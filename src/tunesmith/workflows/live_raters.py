@@ -1,0 +1,203 @@
+"""Simulated raters who vote over HTTP as people do: each asks for a pair, judges it, and sends a verdict.
+
+They judge by a lexicon (`rewards.rater`), are wrong as often as they are told to be, and may prefer a side. No person
+votes, and nothing that is learnt from them says anything about people.
+"""
+
+import http.client
+import json
+import random
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+from urllib.parse import urlsplit
+
+from tunesmith.core.errors import InputError, TunesmithError
+from tunesmith.core.log import get_logger
+from tunesmith.core.seeds import derive
+from tunesmith.rewards.rater import TIE_BELOW, SimulatedRater
+from tunesmith.schema.records import Text
+
+_log = get_logger(__name__)
+
+MUCH = 0.8
+"""Scores that differ by more than this, of a range of 2, make an answer much better."""
+
+_TIMEOUT_S = 30.0
+_RETRY_S = 0.5
+_CONNECTION_ERRORS = (OSError, http.client.HTTPException)
+
+
+@dataclass(frozen=True, slots=True)
+class RaterTraits:
+    """How simulated raters are. `accuracy` is the share of verdicts that follow the lexicon, `left_bias` the share that
+    take the left answer whatever it says, `pace_s` the seconds that a rater looks at a pair.
+    """
+
+    accuracy: float = 0.85
+    left_bias: float = 0.0
+    pace_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("accuracy", "left_bias"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise InputError(f"{name} of a simulated rater is {getattr(self, name):g}; give a share from 0 to 1")
+        if self.pace_s < 0:
+            raise InputError(f"pace_s of a simulated rater is {self.pace_s:g}; give 0 or more seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Status and JSON body of an answer of the server."""
+
+    status: int
+    body: Any
+
+
+class RaterClient:
+    """One rater's connection to the server. A request is sent again, with its key, until the server answers."""
+
+    def __init__(self, url: str, token: str) -> None:
+        self._host = urlsplit(url).netloc
+        self._token = token
+        self._connection: http.client.HTTPConnection | None = None
+
+    def send(
+        self, method: str, path: str, body: Mapping[str, object] | None = None, *, key: str = "", until: float
+    ) -> Reply:
+        """The server's answer. Raises TunesmithError if there is none before `until`, a time of the monotonic clock."""
+        headers = {"Authorization": f"Bearer {self._token}", "Accept": "application/json"}
+        data = None if body is None else json.dumps(body)
+        if data is not None:
+            headers["Content-Type"] = "application/json"
+        if key:
+            headers["Idempotency-Key"] = key
+        while True:
+            try:
+                return self._once(method, path, data, headers)
+            except _CONNECTION_ERRORS as error:
+                self.close()
+                if time.monotonic() >= until:
+                    raise TunesmithError(f"the server at {self._host} does not answer ({error})") from error
+                time.sleep(_RETRY_S)
+
+    def close(self) -> None:
+        """Let go of the connection; the next request opens another."""
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None
+
+    def _once(self, method: str, path: str, data: str | None, headers: Mapping[str, str]) -> Reply:
+        if self._connection is None:
+            self._connection = http.client.HTTPConnection(self._host, timeout=_TIMEOUT_S)
+        self._connection.request(method, path, data, dict(headers))
+        response = self._connection.getresponse()
+        text = response.read()
+        if response.status >= 500:
+            raise http.client.HTTPException(f"status {response.status}")
+        return Reply(response.status, json.loads(text) if text else None)
+
+
+class Raters:
+    """`with Raters(...)`: one thread for each token votes until the block ends."""
+
+    def __init__(self, url: str, tokens: Sequence[str], traits: RaterTraits, seed: int) -> None:
+        self._url = url
+        self._traits = traits
+        self._leave = threading.Event()
+        self._lock = threading.Lock()
+        self._num_votes = 0
+        self._problems: list[str] = []
+        self._threads = [
+            threading.Thread(target=self._work, args=(index, token, seed), name=f"rater-{index}", daemon=True)
+            for index, token in enumerate(tokens)
+        ]
+
+    @property
+    def num_votes(self) -> int:
+        """Votes that the server has acknowledged."""
+        with self._lock:
+            return self._num_votes
+
+    @property
+    def problems(self) -> list[str]:
+        """What the server refused, or why a rater gave up."""
+        with self._lock:
+            return list(self._problems)
+
+    def __enter__(self) -> "Raters":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._leave.set()
+        for thread in self._threads:
+            thread.join(_TIMEOUT_S)
+
+    def _work(self, index: int, token: str, seed: int) -> None:
+        draw, judge = random.Random(derive(seed, "rater", index)), SimulatedRater()
+        client = RaterClient(self._url, token)
+        try:
+            while not self._leave.is_set():
+                self._turn(client, draw, judge, index)
+        except TunesmithError as error:
+            self._note(str(error))
+        finally:
+            client.close()
+
+    def _turn(self, client: RaterClient, draw: random.Random, judge: SimulatedRater, index: int) -> None:
+        """Ask for a pair, look at it, and vote; or wait where there is none."""
+        reply = client.send("GET", "/api/v1/next?count=1", until=time.monotonic() + _TIMEOUT_S)
+        shown = reply.body["presentations"] if reply.status == 200 else []
+        if reply.status != 200:
+            self._note(f"rater {index}: GET next was answered with {reply.status} {reply.body}")
+        if not shown:
+            self._leave.wait(_RETRY_S)
+            return
+        presentation = shown[0]
+        verdict = verdict_of(presentation, self._traits, draw, judge)
+        if self._leave.wait(self._traits.pace_s * draw.uniform(0.5, 1.5)):
+            return
+        path = f"/api/v1/presentations/{presentation['token']}/vote"
+        body = {"verdict": verdict, "dwell_ms": int(1000 * self._traits.pace_s)}
+        key = f"simulated-{derive(0, presentation['token'], verdict)}"
+        reply = client.send("PUT", path, body, key=key, until=time.monotonic() + _TIMEOUT_S)
+        if reply.status == 200:
+            with self._lock:
+                self._num_votes += 1
+        else:
+            self._note(f"rater {index}: a vote was answered with {reply.status} {reply.body}")
+
+    def _note(self, problem: str) -> None:
+        with self._lock:
+            self._problems.append(problem)
+        _log.debug("%s", problem)
+
+
+def verdict_of(presentation: Mapping[str, Any], traits: RaterTraits, draw: random.Random, judge: SimulatedRater) -> str:
+    """The verdict of a simulated rater on a presentation as the server sends it."""
+    prompt = prompt_of(presentation)
+    left, right = (judge.score(prompt, answer["text"]) for answer in presentation["answers"])
+    if draw.random() < traits.left_bias:
+        return "left"
+    gain = right - left
+    if draw.random() >= traits.accuracy:
+        gain = -gain if abs(gain) >= TIE_BELOW else draw.choice((-1.0, 1.0)) * TIE_BELOW
+    if abs(gain) < TIE_BELOW:
+        return "tie"
+    side = "right" if gain > 0 else "left"
+    return f"{side}_much" if abs(gain) > MUCH else side
+
+
+def prompt_of(presentation: Mapping[str, Any]) -> Text:
+    """The prompt of a presentation: text, or the turns of a conversation."""
+    passages = presentation["prompt"]
+    if len(passages) == 1 and passages[0]["role"] is None:
+        return str(passages[0]["text"])
+    return tuple({"role": str(one["role"]), "content": str(one["text"])} for one in passages)

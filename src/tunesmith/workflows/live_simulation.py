@@ -1,0 +1,181 @@
+"""`tunesmith live --simulate`: the whole loop with simulated raters in the place of people, measured at the end.
+
+1. `tunesmith serve` and `tunesmith live` are started as processes, as a person would start them.
+2. Raters of a stated accuracy vote over HTTP while the trainer answers with version after version.
+3. Both processes end, and the base model and the last version answer held-out prompts; the lexicon judges, without
+   the raters' noise.
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from tunesmith.batch.rollout import SamplingParams
+from tunesmith.config.load import load_live
+from tunesmith.config.sections import LoraSection, RewardSource
+from tunesmith.core.errors import InputError
+from tunesmith.core.seeds import derive
+from tunesmith.data import sets
+from tunesmith.evaluation.compare import Comparison, compare
+from tunesmith.evaluation.statistics import proportion_interval
+from tunesmith.models.load import load_policy
+from tunesmith.rewards.rater import RATER_NAME, TIE_BELOW
+from tunesmith.rewards.scorer import Scorer
+from tunesmith.store.run_reader import RunReader
+from tunesmith.store.votes import VoteStore
+from tunesmith.telemetry.run_folder import RunFolder
+from tunesmith.trainers import setup
+from tunesmith.workflows.comparison import side
+from tunesmith.workflows.live_processes import child, server, wait_until
+from tunesmith.workflows.live_raters import Raters, RaterTraits
+
+_RESERVE_S = 75.0
+_RESERVE_SHARE = 0.2
+"""Of the duration, so much at most is kept for the comparison at the end."""
+
+_LOWEST_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationOptions:
+    """What the command line offers: `duration_s` of the whole, the comparison included, and what the trainer is told.
+
+    `num_pairs` fresh pairs, at least, are compared at the end.
+    """
+
+    folder: Path
+    num_raters: int = 8
+    duration_s: float = 600.0
+    traits: RaterTraits = field(default_factory=RaterTraits)
+    trainer_words: Sequence[str] = ()
+    num_pairs: int = 200
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_raters < 1:
+            raise InputError(f"--simulate is {self.num_raters}; give 1 or more raters")
+        if self.duration_s < _LOWEST_S:
+            raise InputError(f"--duration is {self.duration_s:g} seconds; give {_LOWEST_S:g} or more")
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationResult:
+    """What a simulation came to.
+
+    `win_rate` is the share of fresh pairs of completions, base model against last version, of which the last version's
+    is the more positive by the lexicon, ties half, with its 95 % interval. `votes` were acknowledged by the server,
+    `votes_learnt` are what the last version has learnt from.
+    """
+
+    win_rate: float
+    win_rate_low: float
+    win_rate_high: float
+    num_pairs: int
+    kl_per_sequence: float
+    distinct2_ratio: float | None
+    mean_before: float
+    mean_after: float
+    votes: int
+    votes_learnt: int
+    versions: int
+    dropped: int
+    vote_to_version_median_s: float | None
+    problems: int
+    minutes: float
+    accuracy: float
+    rater: str = RATER_NAME
+
+    def to_json(self) -> dict[str, object]:
+        """All figures as JSON types."""
+        return asdict(self)
+
+
+def run_simulation(options: SimulationOptions) -> SimulationResult:
+    """Run the loop with simulated raters; the figures, also in `simulation.json` of the folder.
+
+    Raises:
+        RunError: if the server or the trainer ends by itself.
+    """
+    watch, start_s = setup.Stopwatch(), time.monotonic()
+    folder = options.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    deadline_s = start_s + options.duration_s - min(_RESERVE_S, _RESERVE_SHARE * options.duration_s)
+    tokens = add_raters(folder, options.num_raters)
+    words = ["live", "--dir", str(folder), *options.trainer_words]
+    with server(folder) as served, child("trainer", words, folder / "trainer.log") as trainer:
+        setup.say(f"{options.num_raters} simulated raters vote at {served.url}", enabled=True)
+        with Raters(served.url, tokens, options.traits, options.seed) as raters:
+            wait_until(deadline_s, [served.child, trainer])
+        setup.say(f"{raters.num_votes} votes; the base model and the last version are compared", enabled=True)
+    result = measured(options, raters, watch)
+    RunFolder(folder).write_json("simulation.json", result.to_json())
+    return result
+
+
+def add_raters(folder: Path, count: int) -> list[str]:
+    """Tokens of new raters in the votes of `folder`, which no server has open."""
+    with VoteStore.open(folder / "votes.db") as store:
+        taken = {rater.name for rater in store.raters()}
+        names = (f"simulated {number}" for number in range(1, count + len(taken) + 1))
+        free = [name for name in names if name not in taken][:count]
+        return [store.add_rater(name).token for name in free]
+
+
+def measured(options: SimulationOptions, raters: Raters, watch: setup.Stopwatch) -> SimulationResult:
+    """The figures, once both processes have ended."""
+    comparison = compare_versions(options)
+    hits = [hit(sample.score_before, sample.score_after) for sample in comparison.samples]
+    low, high = proportion_interval(hits, [sample.prompt_id for sample in comparison.samples])
+    with closing(RunReader.open(options.folder / "runs.db")) as reader:
+        versions = [version for version in reader.versions() if version.version > 0]
+    latency = json.loads((options.folder / "result.json").read_text(encoding="utf-8"))["vote_to_version_median_s"]
+    return SimulationResult(
+        win_rate=sum(hits) / len(hits),
+        win_rate_low=low,
+        win_rate_high=high,
+        num_pairs=len(hits),
+        kl_per_sequence=comparison.kl_per_sequence,
+        distinct2_ratio=comparison.distinct2_ratio,
+        mean_before=comparison.mean_before,
+        mean_after=comparison.mean_after,
+        votes=raters.num_votes,
+        votes_learnt=max((version.num_votes for version in versions if version.accepted), default=0),
+        versions=sum(version.accepted for version in versions),
+        dropped=sum(not version.accepted for version in versions),
+        vote_to_version_median_s=latency,
+        problems=len(raters.problems),
+        minutes=watch.minutes,
+        accuracy=options.traits.accuracy,
+    )
+
+
+def hit(before: float, after: float) -> float:
+    """1 if the completion after is the better one, 0 if it is the worse one, a half for a tie."""
+    if abs(after - before) < TIE_BELOW:
+        return 0.5
+    return float(after > before)
+
+
+def compare_versions(options: SimulationOptions) -> Comparison:
+    """Base model and last version on the held-out prompts, which nothing was trained on, by the lexicon."""
+    cfg, _ = load_live(file=options.folder / "recipe.yaml")
+    setup.prepare(cfg)
+    before = load_policy(cfg.model)
+    final = options.folder / "final"
+    last = {"name": str(final), "lora": LoraSection()}
+    after = load_policy(cfg.model.model_copy(update=last) if final.exists() else cfg.model)
+    prompts = sets.prompt_sets(cfg.prompts, before.tokenizer, cfg.run.seed).heldout
+    comparison = compare(
+        side("before", before),
+        side("after", after),
+        prompts,
+        Scorer([RewardSource(source="sentiment")], policy_tokenizer=before.tokenizer),
+        SamplingParams(max_new_tokens=cfg.rollout.max_new_tokens, temperature=cfg.rollout.temperature),
+        num_completions=-(-options.num_pairs // len(prompts)),
+        seed=derive(options.seed, "live comparison"),
+    )
+    comparison.write_samples_jsonl(options.folder / "simulation_samples.jsonl")
+    return comparison

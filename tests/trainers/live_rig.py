@@ -1,0 +1,113 @@
+"""A live folder with both stores: the trainer's loop on a tiny model, and raters who vote without a server."""
+
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from recipes import _merged
+
+from tunesmith.config.schema import LiveRecipe
+from tunesmith.store.records import CampaignSettings, Candidate, NewItem, Presentation, Verdict
+from tunesmith.store.run_reader import RunReader
+from tunesmith.store.votes import VoteStore
+from tunesmith.trainers import live, live_serving
+from tunesmith.trainers.live_folder import open_folder
+from tunesmith.trainers.live_serving import Loop
+from tunesmith.trainers.signals import StopRequest
+
+PROMPTS = [
+    f"{opening} {number}" for number in range(6) for opening in ("The film", "A story", "Once more", "They said")
+]
+
+
+def live_recipe(folder: Path, **sections: Any) -> LiveRecipe:
+    """A tiny Llama that learns from every eight votes; each section given is merged over these values."""
+    base: dict[str, Any] = {
+        "model": {"name": "tiny:llama", "dtype": "float32"},
+        "prompts": {"heldout_fraction": 0.25},
+        "rollout": {"prompts_per_step": 6, "completions_per_prompt": 4, "max_new_tokens": 6},
+        "optimizer": {"learning_rate": 3e-3},
+        "dpo": {"pairs_per_step": 8, "micro_batch_size": 4},
+        "live": {
+            "dir": str(folder),
+            "votes_per_update": 8,
+            "max_votes_per_update": 8,
+            "pool": 8,
+            "poll_s": 0.01,
+            "kl": {"budget": None, "target": None},
+        },
+        "run": {"num_threads": 1},
+    }
+    return LiveRecipe.model_validate(_merged(base, sections))
+
+
+@contextmanager
+def looping(cfg: LiveRecipe) -> Iterator[Loop]:
+    """The loop of a trainer in this process, at its start."""
+    with open_folder(cfg) as folder:
+        yield live_serving.begin(live.build(cfg, prompts=PROMPTS), folder, StopRequest())
+
+
+def share_of_letters(text: str) -> float:
+    """What raters here like: plain letters."""
+    return sum(char.isascii() and char.isalpha() for char in text) / max(1, len(text))
+
+
+@dataclass
+class Voters:
+    """Raters of one folder; `likes` gives a text's worth."""
+
+    store: VoteStore
+    runs: RunReader
+    campaign_id: int
+    rater_id: int
+    likes: Callable[[str], float] = share_of_letters
+
+    def ask(self, count: int) -> list[Presentation]:
+        """What is to be judged next, once new offers are in."""
+        offers = self.runs.offers_after(self.store.last_offer_id(self.campaign_id), 1000)
+        self.store.ingest(self.campaign_id, offers)
+        return self.store.next_presentations(self.rater_id, self.campaign_id, count)
+
+    def vote(self, count: int, verdict: Callable[[Presentation], Verdict] | None = None) -> list[Presentation]:
+        """Vote on the next `count` items; those that were judged."""
+        shown = self.ask(count)
+        for one in shown:
+            self.store.vote(one.token, self.rater_id, (verdict or self.verdict)(one))
+        return shown
+
+    def verdict(self, shown: Presentation) -> Verdict:
+        """The verdict that follows from `likes`."""
+        left, right = map(self.likes, shown.answers)
+        return "tie" if left == right else "left" if left > right else "right"
+
+
+@contextmanager
+def voters(folder: Path, **settings: Any) -> Iterator[Voters]:
+    """Raters on the folder's `votes.db`, which is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with VoteStore.open(folder / "votes.db", seed=0) as store, closing(RunReader.open(folder / "runs.db")) as runs:
+        campaign = store.set_campaign(CampaignSettings(**settings))
+        names = {rater.name: rater.id for rater in store.raters()}
+        rater_id = names.get("one") or store.add_rater("one").rater.id
+        yield Voters(store, runs, campaign.id, rater_id)
+
+
+def given_items(count: int, heldout: int = 0) -> list[NewItem]:
+    """Pairs that no trainer drew: texts of letters against texts of digits."""
+    return [
+        NewItem(
+            f"{PROMPTS[index % len(PROMPTS)]} {index}",
+            (Candidate(f" good film {'abc' * (index % 3 + 1)}"), Candidate(f" {index}{'123' * (index % 4 + 1)}")),
+            heldout=index < heldout,
+        )
+        for index in range(count)
+    ]
+
+
+def turns(loop: Loop, num_updates: int) -> None:
+    """Turns of the loop until it has made so many updates."""
+    while loop.state.position.num_updates < num_updates:
+        live.turn(loop)

@@ -1,0 +1,283 @@
+"""The live loop: votes become versions, checks turn bad ones down, a killed trainer goes on exactly, rollback works."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import forked
+from live_rig import PROMPTS, given_items, live_recipe, looping, turns, voters
+from safetensors.torch import load_file
+
+from tunesmith.core.errors import DataError, RunError
+from tunesmith.store.records import Presentation, Verdict
+from tunesmith.store.vote_reader import VoteReader
+from tunesmith.trainers import live, live_check, live_serving
+from tunesmith.trainers.live_serving import Loop
+
+KILLED = -9
+
+
+def weights(loop: Loop) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in loop.state.policy.module.named_parameters()}
+
+
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
+def version_files(folder: Path, version: int) -> dict[str, torch.Tensor]:
+    return load_file(folder / "versions" / f"v{version:06d}" / "model.safetensors")
+
+
+def test_votes_on_what_the_policy_wrote_move_it_towards_what_raters_like(tmp_path: Path) -> None:
+    folder = tmp_path / "live"
+    cfg = live_recipe(folder, live={"votes_per_update": 16, "max_votes_per_update": 64})
+    with looping(cfg) as loop, voters(folder) as people:
+        live.turn(loop)  # draws the first pairs
+        for number in range(1, 7):
+            people.vote(16)
+            turns(loop, number)
+        versions = people.runs.versions()
+        served = loop.state.position.serving
+        held = loop.state.memory.heldout_decided(64)
+        right = live_check.correct(loop.state, held)
+    assert served >= 4
+    assert [version.version for version in versions if version.serving] == [served]
+    assert (folder / "final").resolve() == (folder / "versions" / f"v{served:06d}").resolve()
+    assert len(right) >= 6 and sum(right) / len(right) > 0.65
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 7))
+    assert rows[-1]["kl"] > rows[0]["kl"] > 0
+    assert rows[-1]["rewards/accuracies"] > 0.6
+
+
+def test_pairs_are_different_texts_of_the_served_version_and_duels_with_the_base_model_on_held_out_prompts(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "live"
+    with looping(live_recipe(folder)) as loop, voters(folder) as people:
+        live.turn(loop)
+        people.vote(8)
+        turns(loop, 1)
+        offers = people.runs.offers_after(0, 1000)
+        heldout = {prompt.content for prompt in loop.state.prompts.heldout}
+    newest = [offer for offer in offers if offer.version == 1]
+    assert newest
+    for offer in newest:
+        first, second = offer.candidates
+        assert first.text.strip() != second.text.strip()
+        assert offer.heldout == (offer.prompt in heldout)
+        assert [first.source_id, second.source_id] == (["v0", "v1"] if offer.heldout else ["v1", "v1"])
+        assert len(second.token_ids or ()) == len(second.logps or ())
+    assert {offer.heldout for offer in newest} == {True, False}
+    stale = max(offer.retires_before for offer in newest)
+    assert all(offer.id < stale for offer in offers if offer.version == 0)
+
+
+def contrary(shown: Presentation) -> Verdict:
+    """On held-out prompts, the first sixteen, the good film is preferred, on all others the digits."""
+    is_left = ("good" in shown.answers[0]) == (int(str(shown.prompt).split()[-1]) < 16)
+    return "left" if is_left else "right"
+
+
+def test_an_update_that_is_worse_on_held_out_votes_is_taken_back_bit_for_bit(tmp_path: Path) -> None:
+    folder = tmp_path / "live"
+    cfg = live_recipe(folder, live={"check": {"min_votes": 4, "p_value": 0.6}}, optimizer={"learning_rate": 1e-2})
+    with voters(folder) as people:
+        people.store.add_items(people.campaign_id, given_items(24, heldout=16))
+        people.vote(24, contrary)
+        with looping(cfg) as loop:
+            held = live_serving.read(loop) or loop.state.memory.heldout_decided(64)
+            assert len(held) == 16
+            before, version_before = weights(loop), loop.state.optimizer.weight_version
+            while not all(live_check.correct(loop.state, held)):  # a served version that is right on all of them
+                live.step(loop.state, held)
+            before, version_before = weights(loop), loop.state.optimizer.weight_version
+            turns(loop, 1)
+            after = weights(loop)
+            (dropped,) = [version for version in people.runs.versions() if version.version == 1]
+            assert loop.state.position.serving == 0
+            assert loop.state.optimizer.weight_version > version_before  # the engine must pack the old weights anew
+    assert not dropped.accepted and "held-out" in dropped.note
+    assert same(before, after)
+    assert not (folder / "final").exists()
+
+
+def test_an_update_over_the_kl_budget_is_dropped_and_the_penalty_grows(tmp_path: Path) -> None:
+    folder = tmp_path / "live"
+    cfg = live_recipe(
+        folder, live={"kl": {"budget": 1e-4, "target": 1e-5, "coef": 0.1}}, optimizer={"learning_rate": 1e-2}
+    )
+    with looping(cfg) as loop, voters(folder) as people:
+        live.turn(loop)
+        before = weights(loop)
+        people.vote(8)
+        turns(loop, 1)
+        assert loop.state.position.serving == 0
+        assert same(before, weights(loop))
+        assert loop.state.kl.value == pytest.approx(0.1 * 1.2**4)
+        assert loop.state.position.unserved
+        assert "budget" in people.runs.versions()[-1].note
+
+
+def test_the_gradient_does_not_depend_on_the_micro_batches(tmp_path: Path) -> None:
+    found: list[torch.Tensor] = []
+    folder = tmp_path / "live"
+    with voters(folder) as people:
+        people.store.add_items(people.campaign_id, given_items(8))
+        people.vote(8)
+    for size in (1, 3, 8):
+        cfg = live_recipe(folder, dpo={"micro_batch_size": size})
+        with looping(cfg) as loop:
+            live_serving.read(loop)
+            votes = list(loop.state.memory.fresh.values())
+            live.step(loop.state, votes)
+            found.append(torch.cat([p.flatten() for p in weights(loop).values()]))
+    assert len(votes) == 8
+    torch.testing.assert_close(found[0], found[1], atol=2e-5, rtol=0)
+    torch.testing.assert_close(found[0], found[2], atol=2e-5, rtol=0)
+
+
+def test_changed_votes_count_once_and_withdrawn_gold_and_skipped_ones_teach_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "live"
+    with voters(folder) as people, looping(live_recipe(folder)) as loop:
+        people.store.add_items(people.campaign_id, given_items(6))
+        shown = people.ask(6)
+        for one, verdict in zip(shown, ("left", "left", "tie", "both_bad", "skip", "right"), strict=True):
+            people.store.vote(one.token, people.rater_id, verdict)
+        live_serving.read(loop)
+        memory = loop.state.memory
+        assert len(memory.fresh) == 4 and sum(vote.tie for vote in memory.fresh.values()) == 1
+        first = next(vote for vote in memory.fresh.values() if vote.texts[0] == shown[0].answers[0])
+        people.store.vote(shown[0].token, people.rater_id, "right_much")
+        people.store.withdraw(shown[1].token, people.rater_id)
+        live_serving.read(loop)
+        assert len(memory.fresh) == 3
+        (changed,) = [vote for vote in memory.fresh.values() if vote.texts[0] == shown[0].answers[1]]
+        assert changed.rejected == first.chosen
+
+
+def test_a_vote_alone_is_learnt_from_after_a_while(tmp_path: Path) -> None:
+    folder = tmp_path / "live"
+    cfg = live_recipe(folder, live={"update_after_s": 5.0})
+    with voters(folder) as people, looping(cfg) as loop:
+        people.store.add_items(people.campaign_id, given_items(1))
+        people.vote(1)
+        live_serving.read(loop)
+        (vote,) = loop.state.memory.fresh.values()
+        assert not live_serving.is_due(loop, vote.created_at + 4.9)
+        assert live_serving.is_due(loop, vote.created_at + 5.1)
+
+
+def test_rollback_by_a_command_restores_the_weights_of_a_version_and_goes_on_from_there(tmp_path: Path) -> None:
+    folder = tmp_path / "live"
+    with looping(live_recipe(folder)) as loop, voters(folder) as people:
+        start = weights(loop)
+        live.turn(loop)
+        for number in (1, 2):
+            people.vote(8)
+            turns(loop, number)
+        assert loop.state.position.serving == 2
+        for target in (1, 0):
+            people.store.command("rollback", str(target), people.rater_id)
+            live.turn(loop)
+            assert loop.state.position.serving == target
+            files = version_files(folder, 1) if target else start
+            assert same(files, weights(loop))
+            served = [version for version in people.runs.versions() if version.serving]
+            assert [version.version for version in served] == [target] and "gone back" in served[0].note
+            assert people.runs.offers_after(0, 1000)[-1].version == target
+        people.store.command("rollback", "77", people.rater_id)
+        people.store.command("rollback", "nothing", people.rater_id)
+        live.turn(loop)
+        live.turn(loop)
+        assert loop.state.position.serving == 0
+        people.vote(8)
+        turns(loop, 3)
+        assert loop.state.position.serving == 3 and people.runs.versions()[-1].parent == 0
+
+
+def until(folder: Path, num_updates: int) -> None:
+    """A trainer that ends after so many updates."""
+    with looping(live_recipe(folder)) as loop:
+        turns(loop, num_updates)
+        live_serving.finish(loop)
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    changing = ("time/", "memory/", "tokens_per_s", "votes/to_version_s")
+    model = (folder / "final" / "model.safetensors").read_bytes()
+    result = json.loads((folder / "result.json").read_text())
+    return {
+        "weights": hashlib.sha256(model).hexdigest(),
+        "metrics": [{k: v for k, v in row.items() if not k.startswith(changing)} for row in rows],
+        "result": {k: v for k, v in result.items() if k not in ("path", "vote_to_version_median_s")},
+    }
+
+
+def voted(folder: Path) -> Path:
+    """A folder with 24 votes to learn from and 8 held-out ones."""
+    with voters(folder) as people:
+        people.store.add_items(people.campaign_id, given_items(32, heldout=8))
+        people.vote(32)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "fault", ["update/forward:kill:3", "live/version:kill:2", "checkpoint/tensors:kill:3", "live/saved:kill:2"]
+)
+def test_a_killed_trainer_goes_on_to_the_same_weights(fault: str, tmp_path: Path) -> None:
+    whole, killed = voted(tmp_path / "whole"), voted(tmp_path / "killed")
+    until(whole, 3)
+    assert forked(until, killed, 3, fault=fault) == KILLED
+    until(killed, 3)
+    assert outcome(killed) == outcome(whole)
+    assert outcome(whole)["result"]["votes"] == 24
+
+
+def test_a_folder_is_not_continued_with_another_model_or_other_prompts_nor_by_two_trainers(tmp_path: Path) -> None:
+    folder = voted(tmp_path / "live")
+    until(folder, 1)
+    with (
+        pytest.raises(RunError, match=r"model\.name.*tiny:llama.*tiny:gpt2"),
+        looping(live_recipe(folder, model={"name": "tiny:gpt2"})),
+    ):
+        pass
+    with looping(live_recipe(folder)), pytest.raises(RunError, match="in use"), looping(live_recipe(folder)):
+        pass
+
+
+def test_the_trainer_starts_without_votes_and_without_prompts_held_out_it_says_what_to_change(tmp_path: Path) -> None:
+    with looping(live_recipe(tmp_path / "alone")) as loop:
+        live.turn(loop)
+        live.turn(loop)
+        assert loop.pool.open
+        assert VoteReader.open(tmp_path / "none.db").votes_after(0) == []
+    with pytest.raises(DataError, match="heldout_fraction"):
+        live.build(live_recipe(tmp_path / "x", prompts={"heldout_fraction": 0.0}), prompts=PROMPTS)
+
+
+@pytest.mark.parametrize("update", ["grpo", "ppo"])
+def test_votes_teach_a_reward_model_and_the_policy_follows_it(update: str, tmp_path: Path) -> None:
+    folder = tmp_path / "live"
+    cfg = live_recipe(
+        folder,
+        live={"update": update, "votes_per_update": 16, "max_votes_per_update": 16},
+        reward_model={"num_epochs": 4, "pairs_per_step": 8, "micro_batch_size": 8},
+        optimizer={"head_learning_rate": 1e-2},
+        grpo={"micro_batch_size": 8},
+        ppo={"micro_batch_size": 8},
+    )
+    with looping(cfg) as loop, voters(folder) as people:
+        live.turn(loop)
+        for number in (1, 2):
+            people.vote(16)
+            turns(loop, number)
+        assert loop.state.position.serving >= 1
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["reward_model/accuracy"] > 0.6
+    assert rows[-1]["kl"] != 0
