@@ -152,8 +152,14 @@ def _judged_pairs(connection: Connection, campaign_id: int | None) -> list[_Judg
         votes.c.created_at,
         items.c.is_gold,
         items.c.gold_candidate_id,
-        select(func.length(chosen.c.text)).where(chosen.c.id == votes.c.chosen_candidate_id).scalar_subquery().label("chosen_length"),
-        select(func.length(rejected.c.text)).where(rejected.c.id == votes.c.rejected_candidate_id).scalar_subquery().label("rejected_length"),
+        select(func.length(chosen.c.text))
+        .where(chosen.c.id == votes.c.chosen_candidate_id)
+        .scalar_subquery()
+        .label("chosen_length"),
+        select(func.length(rejected.c.text))
+        .where(rejected.c.id == votes.c.rejected_candidate_id)
+        .scalar_subquery()
+        .label("rejected_length"),
     ).where(votes.c.verdict != "withdrawn")
     return [_judged(row) for row in connection.execute(query)]
 

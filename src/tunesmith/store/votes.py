@@ -133,8 +133,8 @@ class VoteStore:
     def add_items(self, campaign_id: int, new: Sequence[NewItem]) -> list[int]:
         """Ids of the items made of `new`, in its order.
 
-        One that is there already, whatever the order of its answers, is not added again. Raises DataError for fewer than
-        two or equal answers, or a text that cannot be stored; then nothing is added.
+        One that is there already, whatever the order of its answers, is not added again. Raises DataError for fewer
+        than two or equal answers, or a text that cannot be stored; then nothing is added.
         """
         return self._add_items(campaign_id, new)[0]
 
