@@ -5,8 +5,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from server_parts import Server
 
+from server_parts import Server
 from tunesmith.store.records import CampaignSettings, NewItem
 from tunesmith.store.votes import VoteStore
 

@@ -1,7 +1,8 @@
 """Logging in, joining by an invitation, and the admin's page."""
 
 import pytest
-from page_parts import faults_of, press
+
+from page_parts import faults_of, press, wait_until_sent
 from server_parts import Client, pairs
 
 pytestmark = pytest.mark.browser
@@ -25,7 +26,7 @@ def test_the_printed_link_works_once_and_leaves_no_token_in_sight(serve, visit):
 
 def test_an_invited_rater_joins_and_votes(serve, visit):
     visit.expected = ("401",)
-    server = serve(pairs(1))
+    server = serve(pairs(4))
     admin = visit.open(server)
     admin.get_by_role("link", name="Raters").click()
     admin.get_by_label("Name").fill("grace")
@@ -66,7 +67,7 @@ def test_an_expired_session_leads_to_the_login_and_keeps_the_vote(serve, visit):
     page.wait_for_url("**/login")
     page.context.add_cookies(cookies)
     page.goto(f"{server.url}/vote")
-    page.wait_for_function("document.getElementById('progress-text').textContent.startsWith('1 vote ')")
+    wait_until_sent(page, 1)
 
 
 def test_the_choice_of_colours_stays(serve, visit):

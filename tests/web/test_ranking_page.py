@@ -1,8 +1,8 @@
 """Rankings of several answers, by keys and by buttons."""
 
 import pytest
-from page_parts import answers, faults_of, press, wait_until_sent
 
+from page_parts import answers, faults_of, press, wait_until_sent
 from tunesmith.store.records import Candidate, NewItem
 from tunesmith.store.votes import VoteStore
 

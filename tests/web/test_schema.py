@@ -1,9 +1,9 @@
 """Requests made up from the OpenAPI description: whatever comes, nothing answers 500."""
 
 import pytest
-from app_parts import app_in
 from hypothesis import HealthCheck, settings
 
+from app_parts import app_in
 from tunesmith.store.records import Candidate, NewItem
 from tunesmith.web.access import API
 

@@ -6,16 +6,15 @@ from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
 import pytest
-from server_parts import Client, pairs
 
+from server_parts import Client, pairs
 from tunesmith.cli.main import main
-from tunesmith.store.records import NewOffer, Candidate, PolicyVersion
+from tunesmith.store.records import Candidate, NewOffer, PolicyVersion
 from tunesmith.store.runs import RunStore
 from tunesmith.web.access import API
 
 BEGUN = (
-    b"POST /api/v1/session HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 50\r\n"
-    b"Content-Type: application/json\r\n\r\n{"
+    b"POST /api/v1/session HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 50\r\nContent-Type: application/json\r\n\r\n{"
 )
 """A request whose body does not come to its end."""
 

@@ -1,9 +1,9 @@
 """The vote page in a real browser, against a real server process."""
 
 import pytest
+
 from page_parts import HOSTILE, answers, faults_of, number, press, wait_until_sent
 from server_parts import pairs
-
 from tunesmith.store.records import Candidate, NewItem, NewOffer
 from tunesmith.store.runs import RunStore
 from tunesmith.store.votes import VoteStore

@@ -25,7 +25,7 @@ def safe_html(text: str) -> str | None:
     return nh3.clean(
         parser.renderer.render(tokens, parser.options, {}),
         tags=_TAGS,
-        attributes={"a": {"href"}, "ol": {"start"}},
+        attributes={"*": set[str](), "a": {"href"}, "ol": {"start"}},
         allowed_classes={"p": _LEVELS},
         url_schemes={"http", "https", "mailto"},
         url_relative="deny",

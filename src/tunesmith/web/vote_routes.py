@@ -41,12 +41,10 @@ def router() -> APIRouter:
         caller: Caller, services: ServicesOf, count: Annotated[int, Query(ge=1, le=MAX_PREFETCH)] = 2
     ) -> NextReply:
         """What to judge next: what this rater holds already, then fresh pairs; none if there is nothing left."""
-        campaign = services.campaign()
-        shown = services.votes.next_presentations(caller.rater_id, campaign.id, count)
-        return NextReply(
-            presentations=[PresentationReply.of(one) for one in shown],
-            progress=ProgressReply.of(services.votes.progress(caller.rater_id, campaign.id)),
-        )
+        campaign_id = services.campaign().id
+        shown = services.votes.next_presentations(caller.rater_id, campaign_id, count)
+        progress = ProgressReply.of(services.votes.progress(caller.rater_id, campaign_id))
+        return NextReply(presentations=[PresentationReply.of(one) for one in shown], progress=progress)
 
     @routes.put(f"{one}/vote")
     def vote(
