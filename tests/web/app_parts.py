@@ -27,7 +27,12 @@ class Parts:
     def client(self, token: str = "", address: str = "127.0.0.1") -> TestClient:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         return TestClient(
-            self.app, base_url=URL, headers=headers, follow_redirects=False, client=(address, 1), raise_server_exceptions=False
+            self.app,
+            base_url=URL,
+            headers=headers,
+            follow_redirects=False,
+            client=(address, 1),
+            raise_server_exceptions=False,
         )
 
 

@@ -80,7 +80,9 @@ class Visit:
         page = context.new_page()
         page.on("console", lambda message: self._hear(message.text))
         page.on("pageerror", lambda error: self._hear(str(error)))
-        page.on("request", lambda sent: sent.url.startswith((server.url, "data:")) or self._hear(f"foreign: {sent.url}"))
+        page.on(
+            "request", lambda sent: sent.url.startswith((server.url, "data:")) or self._hear(f"foreign: {sent.url}")
+        )
         page.goto(address or f"{server.url}/vote")
         return page
 

@@ -9,6 +9,7 @@ from fastapi.routing import iter_route_contexts
 from starlette.websockets import WebSocketDisconnect
 
 from tunesmith.store.records import Candidate, NewItem
+from tunesmith.web import logins
 from tunesmith.web.access import API, RULES, Rule, RouteTable
 from tunesmith.web.settings import Limits
 
@@ -99,7 +100,9 @@ def test_a_rater_who_is_shut_out_is_out_at_once(parts):
     assert client.get(f"{API}/session").status_code == 401
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "", "[::1", "a b", "127.0.0.2"])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "", "[::1", "a b", "127.0.0.2"]
+)
 def test_a_foreign_host_is_refused_everywhere(parts, host):
     for path in ("/login", "/vote", "/static/app.css", f"{API}/next", f"{API}/stream"):
         assert parts.client(parts.admin).get(path, headers={"Host": host}).status_code == 400, path
@@ -162,14 +165,19 @@ def test_a_rater_who_asks_too_often_must_wait_and_others_need_not(tmp_path):
         assert parts.client(parts.admin).get(f"{API}/session").status_code == 200
 
 
-def test_wrong_tokens_are_slowed_down_for_their_address_and_good_ones_go_on(tmp_path):
+def test_wrong_tokens_are_slowed_down_for_their_address_and_good_ones_go_on(tmp_path, monkeypatch):
+    # Nothing is remembered, so that every request is looked up.
+    monkeypatch.setattr(logins, "_REMEMBER_S", -1)
     with app_in(tmp_path, Limits(failures=3, failure_every_s=1000)) as parts:
         good = parts.client(parts.rater)
         assert good.get(f"{API}/session").status_code == 200
+        session = parts.client().post(f"{API}/session", json={"token": parts.rater}).headers["set-cookie"]
         bad = parts.client("wrong")
         assert [bad.get(f"{API}/session").status_code for _ in range(5)] == [401, 401, 401, 429, 429]
         assert parts.client().post(f"{API}/session", json={"token": parts.rater}).status_code == 429
         assert good.get(f"{API}/session").status_code == 200
+        cookie = {"Cookie": session.partition(";")[0]}
+        assert parts.client().get(f"{API}/session", headers=cookie).status_code == 200
         assert parts.client("wrong", address="10.0.0.9").get(f"{API}/session").status_code == 401
 
 
@@ -196,7 +204,13 @@ def test_no_socket_is_opened(parts):
 
 
 def test_static_files_do_not_lead_out_of_their_folder(parts):
-    for path in ("/static/../app.py", "/static/%2e%2e/app.py", "/static/..%2fapp.py", "/static//etc/passwd", "/static/"):
+    for path in (
+        "/static/../app.py",
+        "/static/%2e%2e/app.py",
+        "/static/..%2fapp.py",
+        "/static//etc/passwd",
+        "/static/",
+    ):
         assert parts.client().get(path).status_code in (401, 404), path
 
 

@@ -13,6 +13,12 @@ from tunesmith.store.records import NewOffer, Candidate, PolicyVersion
 from tunesmith.store.runs import RunStore
 from tunesmith.web.access import API
 
+BEGUN = (
+    b"POST /api/v1/session HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 50\r\n"
+    b"Content-Type: application/json\r\n\r\n{"
+)
+"""A request whose body does not come to its end."""
+
 
 def connect(server) -> socket.socket:
     place = urlsplit(server.url)
@@ -78,7 +84,7 @@ def test_votes_receipts_and_errors_over_http(serve):
 def test_it_ends_in_time_with_requests_under_way(serve):
     server = serve(pairs(1))
     idle, slow = connect(server), connect(server)
-    slow.sendall(b"POST /api/v1/session HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 50\r\nContent-Type: application/json\r\n\r\n{")
+    slow.sendall(BEGUN)
     time.sleep(0.3)
     start = time.monotonic()
     assert server.stop() == 0
@@ -102,7 +108,7 @@ def test_silent_and_slow_clients_are_hung_up_on(serve):
     server = serve()
     silent, dripping, slow_body = connect(server), connect(server), connect(server)
     dripping.sendall(b"GET / HTTP/1.1\r\nHo")
-    slow_body.sendall(b"POST /api/v1/session HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\nContent-Type: application/json\r\n\r\n{")
+    slow_body.sendall(BEGUN)
     with ThreadPoolExecutor(3) as pool:
         for seconds in pool.map(seconds_until_closed, (silent, dripping, slow_body)):
             assert seconds < 25
@@ -181,4 +187,4 @@ def test_flags_change_the_campaign_and_leave_the_rest(serve, tmp_path):
     server.flags = ()
     server.start()
     assert admin.get("/guidelines").json["text"] == "Be *kind*."
-    assert [rater.next(1)[0]["prompt"][0]["text"] for rater in map(server.rater, "abc")]
+    assert [rater.next(1)[0]["prompt"][0]["text"] for rater in (server.rater(name, admin) for name in "ab")]

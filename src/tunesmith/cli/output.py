@@ -47,7 +47,6 @@ class Output:
         if self.as_json:
             self._stdout.write(json.dumps(as_plain(facts), ensure_ascii=True, allow_nan=False) + "\n")
 
-
     def flush(self) -> None:
         """Hand on what was written so far: the command goes on for long, and a reader may wait for it."""
         self._stdout.flush()

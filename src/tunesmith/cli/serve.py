@@ -109,7 +109,9 @@ def _text(path: Path) -> str:
 def _say(opened: "Opened", votes_path: Path, output: Output) -> None:
     """Print where the server is."""
     if opened.login_url:
-        output.say(f"vote     {opened.login_url}\n         this link logs you in as admin, once; {opened.url} afterwards")
+        output.say(
+            f"vote     {opened.login_url}\n         this link logs you in as admin, once; {opened.url} afterwards"
+        )
     else:
         output.say(f"vote     {opened.url}")
     output.say(f"votes    {votes_path}")

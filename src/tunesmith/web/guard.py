@@ -4,7 +4,6 @@ In this order: the Host header, the Origin header, the table of routes, the logi
 answers it gives itself, and all others, leave with the safety headers.
 """
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from http.cookies import CookieError, SimpleCookie
@@ -119,15 +118,15 @@ class Guard:
             raise Refusal(401, "log in first: send `Authorization: Bearer TOKEN`", [(b"www-authenticate", b"Bearer")])
         identity = self._logins.recall(caller.bearer, cookie)
         if identity is None:
-            wait_s = self._logins.failures.wait_s(caller.address)
+            # Whoever was let in before goes on, even if somebody at the same address guesses tokens.
+            is_known = self._logins.is_known(caller.bearer, cookie)
+            wait_s = 0 if is_known else self._logins.failures.wait_s(caller.address)
             if wait_s:
                 raise too_many(wait_s)
             identity = await self._logins.look_up(caller.bearer, cookie)
         if identity is None:
             self._logins.failures.take(caller.address)
-            raise Refusal(
-                401, "this login is unknown, has expired or was ended", [(b"www-authenticate", b"Bearer")]
-            )
+            raise Refusal(401, "this login is unknown, has expired or was ended", [(b"www-authenticate", b"Bearer")])
         return identity
 
     def _nothing_there(self, scope: Scope) -> Refusal:

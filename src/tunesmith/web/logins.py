@@ -39,6 +39,12 @@ class Logins:
         identity, until = self._remembered.get(_key(bearer, cookie), (None, 0.0))
         return identity if time.monotonic() < until else None
 
+    def is_known(self, bearer: str, cookie: str) -> bool:
+        """True for what nobody guesses: a session that is signed, or a token that was good before."""
+        if self.sessions.read(bearer or cookie, time.time()) is not None:
+            return True
+        return _key(bearer, cookie) in self._remembered
+
     async def look_up(self, bearer: str, cookie: str) -> Identity | None:
         """Whom this token or, without one, this cookie lets in. A session may also be sent as a bearer token."""
         identity = await run_in_threadpool(self._find, bearer, cookie)

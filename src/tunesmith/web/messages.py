@@ -70,9 +70,7 @@ class VoteRequest(Request):
 class RankingRequest(Request):
     """`ranks[i]` is the place of the i-th answer shown: 1 is the best, equal places are ties."""
 
-    ranks: Annotated[
-        list[Annotated[int, Field(ge=1, le=MAX_ANSWERS)]], Field(min_length=2, max_length=MAX_ANSWERS)
-    ]
+    ranks: Annotated[list[Annotated[int, Field(ge=1, le=MAX_ANSWERS)]], Field(min_length=2, max_length=MAX_ANSWERS)]
     dwell_ms: Dwell | None = None
 
 
@@ -224,8 +222,6 @@ def passages(content: Text, *, is_markdown: bool) -> list[PassageReply]:
     if isinstance(content, str):
         return [PassageReply(text=content, html=safe_html(content) if is_markdown else None)]
     return [
-        PassageReply(
-            text=turn["content"], html=safe_html(turn["content"]) if is_markdown else None, role=turn["role"]
-        )
+        PassageReply(text=turn["content"], html=safe_html(turn["content"]) if is_markdown else None, role=turn["role"])
         for turn in content
     ]

@@ -67,7 +67,7 @@ def serve(
     """
     if not is_exposed and not is_local(settings.host):
         raise InputError(
-            f"--host {settings.host} can be reached from other machines; give --login to serve them, or leave --host out"
+            f"--host {settings.host} is open to other machines; give --login to serve them, or leave --host out"
         )
     settings.folder.mkdir(parents=True, exist_ok=True)
     listener = _listen(settings)
@@ -146,9 +146,7 @@ def _listen(settings: ServerSettings) -> socket.socket:
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
-            raise InputError(
-                f"port {settings.port} is taken; give another --port, or 0 for one that is free"
-            ) from None
+            raise InputError(f"port {settings.port} is taken; give another --port, or 0 for one that is free") from None
         raise InputError(f"cannot listen on {settings.host} port {settings.port}: {error.strerror}") from None
     return listener
 
