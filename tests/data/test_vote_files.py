@@ -101,7 +101,7 @@ def test_an_export_is_read_by_every_trainer_as_pairs(tmp_path: Path, voted: list
 
 def test_argilla_records_have_the_shape_that_argilla_reads(tmp_path: Path, voted: list[ExportRow]):
     write_votes(tmp_path / "a.jsonl", voted, "argilla")
-    records = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text(encoding="utf-8").splitlines()]
+    records = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text(encoding="utf-8").rstrip("\n").split("\n")]
     assert len(records) == 5
     for record in records:
         assert set(record) == {"id", "fields", "metadata", "suggestions", "responses", "vectors"}

@@ -229,15 +229,15 @@ def test_a_written_answer_stands_beside_the_vote(store: VoteStore, shown: Presen
 def test_text_that_no_file_can_carry_is_refused_everywhere(
     store: VoteStore, shown: Presentation, ann: int, asked: int, text: str
 ):
-    with pytest.raises(DataError, match="NUL|surrogate"):
+    with pytest.raises(DataError, match=r"NUL|surrogate"):
         store.vote(shown.token, ann, "left", reason=text, now=1.0)
-    with pytest.raises(DataError, match="NUL|surrogate"):
+    with pytest.raises(DataError, match=r"NUL|surrogate"):
         store.demonstrate(shown.token, ann, text, now=1.0)
-    with pytest.raises(DataError, match="NUL|surrogate"):
+    with pytest.raises(DataError, match=r"NUL|surrogate"):
         store.add_items(asked, [NewItem("p", (Candidate(text), Candidate("b")))])
-    with pytest.raises(DataError, match="NUL|surrogate"):
+    with pytest.raises(DataError, match=r"NUL|surrogate"):
         store.add_items(asked, [NewItem(({"role": "user", "content": text},), (Candidate("a"), Candidate("b")))])
-    with pytest.raises(DataError, match="NUL|surrogate"):
+    with pytest.raises(DataError, match=r"NUL|surrogate"):
         store.add_rater(text)
     assert list(store.export()) == []
 

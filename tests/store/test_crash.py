@@ -35,7 +35,8 @@ def test_twenty_raters_at_once_lose_nothing_and_keep_the_overlap(
     store: VoteStore, campaign: Callable[..., int], pairs: Callable[..., list[NewItem]]
 ):
     asked = campaign(overlap=2)
-    store.add_items(asked, pairs(500))
+    # More than are needed: near the end a rater may find nothing but what they have judged already.
+    store.add_items(asked, pairs(600))
     raters = [store.add_rater(f"rater {number}").rater.id for number in range(20)]
     receipts: list[tuple[int, str]] = []
     errors: list[BaseException] = []
@@ -59,7 +60,7 @@ def test_twenty_raters_at_once_lose_nothing_and_keep_the_overlap(
     votes = list(store.export())
     assert len(votes) == len({row.vote_id for row in votes}) == len(set(receipts)) == 1000
     assert {row.vote_id for row in votes} == {id_ for id_, _ in receipts}
-    assert Counter(Counter(str(row.prompt) for row in votes).values()) == {2: 500}
+    assert max(Counter(row.prompt for row in votes).values()) == 2
     assert len({(row.rater, row.prompt) for row in votes}) == 1000
 
 

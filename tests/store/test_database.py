@@ -67,7 +67,7 @@ def test_an_older_file_is_brought_up_to_date_and_a_newer_one_refused(tmp_path: P
             reader.votes_after(0)
         with VoteStore.open(path) as store:
             assert store.campaigns() == [kept]
-    with pytest.raises(StoreError, match="newer release.*votes_0002.*update tunesmith"):
+    with pytest.raises(StoreError, match=r"newer release.*votes_0002.*update tunesmith"):
         VoteStore.open(path)
     with VoteReader.open(path) as reader, pytest.raises(StoreError, match="newer release"):
         reader.votes_after(0)
@@ -94,7 +94,7 @@ def test_a_database_of_something_else_is_left_alone(tmp_path: Path):
     with sqlite3.connect(path) as connection:
         connection.execute("CREATE TABLE recipes (id INTEGER)")
     connection.close()
-    with pytest.raises(StoreError, match="something else.*recipes"):
+    with pytest.raises(StoreError, match=r"something else.*recipes"):
         VoteStore.open(path)
 
 

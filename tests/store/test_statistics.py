@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tunesmith.store.statistics import bias_test, cohen_kappa, krippendorff_alpha
@@ -59,6 +59,7 @@ def test_alpha_is_at_most_one_and_never_nan(units: list[list[str]]):
         assert found.value <= 1.0
 
 
+@settings(deadline=None)  # the first example imports scipy
 @given(st.integers(1, 300).flatmap(lambda num: st.tuples(st.integers(0, num), st.just(num))))
 def test_the_binomial_test_is_that_of_scipy(counts: tuple[int, int]):
     stats = pytest.importorskip("scipy.stats")

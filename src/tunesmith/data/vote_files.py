@@ -183,7 +183,7 @@ def _library(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise MissingDependencyError(
-            f"this format needs the package {name.partition('.')[0]}; run `pip install tunesmith[data]`, or export JSONL"
+            f"this format needs the package {name.partition('.')[0]}; run `pip install tunesmith[data]`, or take JSONL"
         ) from error
 
 

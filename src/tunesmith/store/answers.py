@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import Connection, Table, insert, select, update
-from sqlalchemy.engine import Row
 
 from tunesmith.core.errors import UnknownPresentationError, VoteConflictError, VoteError
 from tunesmith.store.campaigns import campaign as load_campaign
@@ -34,8 +33,8 @@ class Answering:
             raise UnknownPresentationError("there is no such presentation; ask for the next one")
         self._connection = connection
         self._now = now
-        self._shown: Row[Any] = shown
-        self._item: Row[Any] = connection.execute(select(items).where(items.c.id == shown.item_id)).one()
+        self._shown: Any = shown
+        self._item: Any = connection.execute(select(items).where(items.c.id == shown.item_id)).one()
         self._campaign: Campaign = load_campaign(connection, self._item.campaign_id)
         self._answers: Table = votes if self._item.kind == "pair" else rankings
 
@@ -94,10 +93,10 @@ class Answering:
         if not text.strip():
             raise VoteError("the answer is empty; write one, or leave it out")
         check_text(text, "the answer")
-        repeated = self._repeated(demonstrations, {"text": text}, request_key)
+        last = self._last(demonstrations)
+        repeated = self._repeated(demonstrations, last, {"text": text}, request_key)
         if repeated is not None:
             return repeated
-        last = self._last(demonstrations)
         content = {"text": text, "prompt_id": self._item.prompt_id, "rater_id": self._shown.rater_id}
         revision = 1 if last is None else int(last.revision) + 1
         return self._insert(demonstrations, content, revision, None, request_key)
@@ -112,10 +111,10 @@ class Answering:
 
     def _add(self, content: Mapping[str, object], dwell_ms: int | None, request_key: str | None) -> VoteReceipt:
         """Append a revision, unless it is there already."""
-        repeated = self._repeated(self._answers, content, request_key)
+        last = self._last(self._answers)
+        repeated = self._repeated(self._answers, last, content, request_key)
         if repeated is not None:
             return repeated
-        last = self._last(self._answers)
         if last is not None and last.verdict != "withdrawn":
             self._check_time(last)
         state = "skipped" if content["verdict"] == "skip" else "done"
@@ -126,7 +125,9 @@ class Answering:
         self._set_state(state)
         return receipt
 
-    def _repeated(self, table: Table, content: Mapping[str, object], request_key: str | None) -> VoteReceipt | None:
+    def _repeated(
+        self, table: Table, last: Any | None, content: Mapping[str, object], request_key: str | None
+    ) -> VoteReceipt | None:
         """The receipt of the row that says the same: of the same request, or the last one of the presentation."""
         if request_key is not None:
             if not 0 < len(request_key) <= 200:
@@ -140,10 +141,9 @@ class Answering:
                 raise VoteError("this request key was used with another content; give each vote a key of its own")
             if found is not None:
                 return self._receipt(found, is_repeat=True)
-        last = self._last(table)
         return self._receipt(last, is_repeat=True) if last is not None and _is_same(last, content) else None
 
-    def _last(self, table: Table) -> Row[Any] | None:
+    def _last(self, table: Table) -> Any | None:
         query = select(table).where(table.c.presentation_id == self._shown.id).order_by(table.c.revision.desc())
         return self._connection.execute(query.limit(1)).first()
 
@@ -163,25 +163,23 @@ class Answering:
             )
         )
         key: Any = result.inserted_primary_key
-        return self._receipt(self._connection.execute(select(table).where(table.c.id == key[0])).one())
+        verdict = str(content.get("verdict", "written"))
+        return self._receipt_of(int(key[0]), revision, verdict, self._now, is_repeat=False)
 
-    def _receipt(self, row: Row[Any], *, is_repeat: bool = False) -> VoteReceipt:
-        return VoteReceipt(
-            id=row.id,
-            token=self._shown.token,
-            revision=row.revision,
-            verdict=row._mapping.get("verdict", "written"),
-            created_at=row.created_at,
-            undo_until=row.created_at + self._campaign.settings.undo_s,
-            is_repeat=is_repeat,
-        )
+    def _receipt(self, row: Any, *, is_repeat: bool) -> VoteReceipt:
+        verdict = getattr(row, "verdict", "written")
+        return self._receipt_of(row.id, row.revision, verdict, row.created_at, is_repeat=is_repeat)
+
+    def _receipt_of(self, id_: int, revision: int, verdict: str, time: float, *, is_repeat: bool) -> VoteReceipt:
+        undo_until = time + self._campaign.settings.undo_s
+        return VoteReceipt(id_, self._shown.token, revision, verdict, time, undo_until, is_repeat)
 
     @property
     def _holds_place(self) -> bool:
         is_leased = self._shown.state == "open" and self._shown.lease_until > self._now
         return is_leased or self._shown.state == "done"
 
-    def _check_time(self, last: Row[Any]) -> None:
+    def _check_time(self, last: Any) -> None:
         if self._now > last.created_at + self._campaign.settings.undo_s:
             raise VoteConflictError(
                 f"a vote can be changed for {self._campaign.settings.undo_s:g} s, and this time is over"
@@ -200,5 +198,5 @@ class Answering:
         refresh_open_items(self._connection, self._campaign.id, self._campaign.settings.overlap, [int(self._item.id)])
 
 
-def _is_same(row: Row[Any], content: Mapping[str, object]) -> bool:
-    return all(row._mapping[name] == value for name, value in content.items())
+def _is_same(row: Any, content: Mapping[str, object]) -> bool:
+    return all(getattr(row, name) == value for name, value in content.items())

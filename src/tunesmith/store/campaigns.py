@@ -7,7 +7,6 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from sqlalchemy import Connection, func, insert, select, update
-from sqlalchemy.engine import Row
 
 from tunesmith.core.errors import StoreError
 from tunesmith.store import tables
@@ -144,7 +143,7 @@ def copy_versions(connection: Connection, versions: Sequence[PolicyVersion]) -> 
 def shown_versions(connection: Connection) -> list[PolicyVersion]:
     """The copied versions, oldest first."""
     rows = connection.execute(select(tables.shown_versions).order_by(tables.shown_versions.c.version))
-    return [PolicyVersion(**row._mapping) for row in rows]
+    return [PolicyVersion(**row) for row in rows.mappings()]
 
 
 def _check_settings(settings: CampaignSettings) -> None:
@@ -182,14 +181,13 @@ def _rater_of_id(connection: Connection, rater_id: int) -> Rater:
     return _rater(found)
 
 
-def _campaign(row: Row[Any]) -> Campaign:
-    values = row._mapping
-    settings = CampaignSettings(**{name: values[name] for name in _SETTINGS})
-    return Campaign(values["id"], settings, values["created_at"], values["closed_at"])
+def _campaign(row: Any) -> Campaign:
+    settings = CampaignSettings(**{name: getattr(row, name) for name in _SETTINGS})
+    return Campaign(row.id, settings, row.created_at, row.closed_at)
 
 
-def _rater(row: Row[Any]) -> Rater:
-    return Rater(**{field.name: row._mapping[field.name] for field in fields(Rater)})
+def _rater(row: Any) -> Rater:
+    return Rater(**{field.name: getattr(row, field.name) for field in fields(Rater)})
 
 
 def _new_id(key: Any) -> int:

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import Connection, select
-from sqlalchemy.engine import Row
 
 from tunesmith.store.content import decode_floats, decode_ints
 from tunesmith.store.records import Candidate
@@ -52,7 +51,7 @@ def chunks(ids: Sequence[int]) -> Iterator[Sequence[int]]:
         yield unique[start : start + _CHUNK]
 
 
-def _rows(connection: Connection, item_ids: Sequence[int], columns: Sequence[Any]) -> Iterator[Row[Any]]:
+def _rows(connection: Connection, item_ids: Sequence[int], columns: Sequence[Any]) -> Iterator[Any]:
     for chunk in chunks(item_ids):
         yield from connection.execute(
             select(*columns)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, and_, exists, func, insert, or_, select, true, update
-from sqlalchemy.engine import Row
 
 from tunesmith.store.candidates import texts_of_items
 from tunesmith.store.content import decode_content
@@ -58,7 +57,7 @@ def is_active(now: float) -> ColumnElement[bool]:
     )
 
 
-def has_room(connection: Connection, item: Row[Any], presentation_id: int, campaign: Campaign, now: float) -> bool:
+def has_room(connection: Connection, item: Any, presentation_id: int, campaign: Campaign, now: float) -> bool:
     """True if the item (a row with `id`, `is_gold`, `retired_at`) may have one more vote, this presentation's."""
     if item.retired_at is not None or campaign.closed_at is not None:
         return False
@@ -223,13 +222,14 @@ def _num_revisions() -> Any:
     return in_votes.correlate(presentations).scalar_subquery() + in_rankings.correlate(presentations).scalar_subquery()
 
 
-def _presentation(row: Row[Any], texts: Sequence[str], campaign: Campaign) -> Presentation:
+def _presentation(row: Any, texts: Sequence[str], campaign: Campaign) -> Presentation:
+    order: list[int] = json.loads(row.order_json)
     return Presentation(
         token=row.token,
         campaign_id=campaign.id,
         kind=row.kind,
         prompt=decode_content(row.content_json),
-        answers=tuple(texts[place] for place in json.loads(row.order_json)),
+        answers=tuple(texts[place] for place in order),
         answer_style=campaign.settings.answer_style,
         shown_at=row.shown_at,
         lease_until=row.lease_until,

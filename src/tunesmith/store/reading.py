@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Table, exists, or_, select
-from sqlalchemy.engine import Row
 
 from tunesmith.store.candidates import candidates_of_items
 from tunesmith.store.content import decode_content
@@ -73,7 +72,7 @@ def demonstrations_after(
 def commands_after(connection: Connection, cursor: int, limit: int) -> list[Command]:
     """Commands with an id above `cursor`, in order."""
     rows = connection.execute(select(commands).where(commands.c.id > cursor).order_by(commands.c.id).limit(limit))
-    return [Command(**row._mapping) for row in rows]
+    return [Command(**row) for row in rows.mappings()]
 
 
 def pages(read: Callable[[int, int], Sequence[Record]]) -> Iterator[Record]:
@@ -86,7 +85,7 @@ def pages(read: Callable[[int, int], Sequence[Record]]) -> Iterator[Record]:
 
 def _effective(
     connection: Connection, table: Table, cursor: int, limit: int, campaign_id: int | None, *, changes: bool
-) -> Sequence[Row[Any]]:
+) -> Sequence[Any]:
     """Rows of `table` that no higher revision has replaced, with what they belong to.
 
     A skip or withdrawal that replaces nothing is no news to anyone.
@@ -121,7 +120,7 @@ def _effective(
     return connection.execute(query.order_by(table.c.id).limit(limit)).all()
 
 
-def _common(row: Row[Any]) -> dict[str, Any]:
+def _common(row: Any) -> dict[str, Any]:
     return {
         "id": row.id,
         "presentation_id": row.presentation_id,
@@ -136,8 +135,9 @@ def _common(row: Row[Any]) -> dict[str, Any]:
     }
 
 
-def _stored_vote(row: Row[Any], answers: Sequence[Candidate]) -> StoredVote:
-    left, right = (answers[place] for place in json.loads(row.order_json))
+def _stored_vote(row: Any, answers: Sequence[Candidate]) -> StoredVote:
+    order: list[int] = json.loads(row.order_json)
+    left, right = (answers[place] for place in order)
     chosen, rejected = (right, left) if row.verdict in ("right", "right_much") else (left, right)
     margin = 0.0
     if row.verdict in ("left", "right"):

@@ -327,7 +327,8 @@ class Heartbeat:
 class ExportRow:
     """A vote in TRL's columns. A conversational prompt has conversational answers, else all are text.
 
-    `tie`, and `verdict` `both_bad`, which also sets it: the order of the two has no meaning, `chosen` stood on the left.
+    With `tie`, which a `verdict` of `both_bad` sets too, the order of the two has no meaning: `chosen` stood on the
+    left.
     """
 
     prompt: Text

@@ -44,7 +44,7 @@ class RunReader:
     def versions(self) -> list[PolicyVersion]:
         """All versions, oldest first."""
         query = select(policy_versions).order_by(policy_versions.c.version)
-        return self._database.read(lambda c: [PolicyVersion(**row._mapping) for row in c.execute(query)], [])
+        return self._database.read(lambda c: [PolicyVersion(**row) for row in c.execute(query).mappings()], [])
 
     def metric_names(self) -> list[str]:
         """Names of all metrics, sorted."""
@@ -60,7 +60,7 @@ class RunReader:
     def metrics_after(self, cursor: int, limit: int = 1000) -> list[Metric]:
         """Metrics of every name with an id above `cursor`, in order."""
         query = select(metrics).where(metrics.c.id > cursor).order_by(metrics.c.id).limit(limit)
-        return self._database.read(lambda c: [Metric(**row._mapping) for row in c.execute(query)], [])
+        return self._database.read(lambda c: [Metric(**row) for row in c.execute(query).mappings()], [])
 
     def last_metric_id(self) -> int:
         """The newest metric's id, 0 if there is none."""
@@ -76,8 +76,8 @@ class RunReader:
         query = select(heartbeat.c.pid, heartbeat.c.host, heartbeat.c.time, heartbeat.c.state)
 
         def read(connection: Connection) -> Heartbeat | None:
-            row = connection.execute(query).first()
-            return None if row is None else Heartbeat(**row._mapping)
+            row = connection.execute(query).mappings().first()
+            return None if row is None else Heartbeat(**row)
 
         return self._database.read(read, None)
 

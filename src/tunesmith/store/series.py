@@ -31,12 +31,12 @@ def series(connection: Connection, name: str, after_id: int, max_points: int) ->
         return Series(name, (), after_id, 0, False)
     if num <= max_points:
         rows = connection.execute(select(metrics).where(*is_asked).order_by(metrics.c.id))
-        return Series(name, tuple(Metric(**row._mapping) for row in rows), last, num, False)
+        return Series(name, tuple(Metric(**row) for row in rows.mappings()), last, num, False)
     ids = _extremes(connection, name, first, last, max(1, max_points // 2)) | {first, last}
     points: list[Metric] = []
     for chunk in chunks(sorted(ids)):
         rows = connection.execute(select(metrics).where(metrics.c.id.in_(chunk)).order_by(metrics.c.id))
-        points += [Metric(**row._mapping) for row in rows]
+        points += [Metric(**row) for row in rows.mappings()]
     return Series(name, tuple(points), last, num, True)
 
 

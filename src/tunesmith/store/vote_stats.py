@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import Connection, Table, exists, func, select, true
-from sqlalchemy.engine import Row
 
 from tunesmith.store.records import Campaign, Progress
 from tunesmith.store.stat_records import BiasTest, RaterPair, RaterStats, VoteStats
@@ -153,13 +152,19 @@ def _judged_pairs(connection: Connection, campaign_id: int | None) -> list[_Judg
         votes.c.created_at,
         items.c.is_gold,
         items.c.gold_candidate_id,
-        select(func.length(chosen.c.text)).where(chosen.c.id == votes.c.chosen_candidate_id).scalar_subquery(),
-        select(func.length(rejected.c.text)).where(rejected.c.id == votes.c.rejected_candidate_id).scalar_subquery(),
+        select(func.length(chosen.c.text))
+        .where(chosen.c.id == votes.c.chosen_candidate_id)
+        .scalar_subquery()
+        .label("chosen_length"),
+        select(func.length(rejected.c.text))
+        .where(rejected.c.id == votes.c.rejected_candidate_id)
+        .scalar_subquery()
+        .label("rejected_length"),
     ).where(votes.c.verdict != "withdrawn")
     return [_judged(row) for row in connection.execute(query)]
 
 
-def _judged(row: Row[Any]) -> _Judged:
+def _judged(row: Any) -> _Judged:
     is_decided = row.chosen_candidate_id is not None
     is_checked = row.is_gold and row.verdict != "skip"
     return _Judged(
@@ -167,8 +172,8 @@ def _judged(row: Row[Any]) -> _Judged:
         rater_id=row.rater_id,
         verdict=row.verdict,
         judgement=row.chosen_candidate_id if is_decided else row.verdict,
-        chosen_length=row[-2],
-        rejected_length=row[-1],
+        chosen_length=row.chosen_length,
+        rejected_length=row.rejected_length,
         gold_hit=row.chosen_candidate_id == row.gold_candidate_id if is_checked else None,
         dwell_ms=row.dwell_ms,
         created_at=row.created_at,
@@ -191,7 +196,8 @@ def _rankings(connection: Connection, campaign_id: int | None) -> tuple[int, lis
     for row in rows:
         if row.is_gold:
             ranks: list[int] = json.loads(row.ranks_json)
-            checked.append((row.rater_id, ranks[row.gold_place] == 1 and ranks.count(1) == 1))
+            place: int = row.gold_place
+            checked.append((row.rater_id, ranks[place] == 1 and ranks.count(1) == 1))
     return len(rows), checked
 
 

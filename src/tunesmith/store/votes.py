@@ -131,9 +131,11 @@ class VoteStore:
     # Items
 
     def add_items(self, campaign_id: int, new: Sequence[NewItem]) -> list[int]:
-        """Ids of the items made of `new`, in its order; one that is there already, whatever the order of its answers, is
-        not added again. Raises DataError for fewer than two or equal answers, or a text that cannot be stored; then
-        nothing is added."""
+        """Ids of the items made of `new`, in its order.
+
+        One that is there already, whatever the order of its answers, is not added again. Raises DataError for fewer
+        than two or equal answers, or a text that cannot be stored; then nothing is added.
+        """
         return self._add_items(campaign_id, new)[0]
 
     def import_items(self, campaign_id: int, new: Sequence[NewItem]) -> Imported:

@@ -1,5 +1,7 @@
 """The tables of `runs.db`."""
 
+# pyright: basic
+
 import sqlalchemy as sa
 from alembic import op
 
@@ -52,6 +54,15 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("offer_id", "position", name="pk_offer_candidates"),
         sa.ForeignKeyConstraint(["offer_id"], ["offers.id"], name="fk_offer_candidates_offer_id"),
     )
+    _make_metrics()
+
+
+def downgrade() -> None:
+    """Nothing leads back: an older release refuses the file."""
+    raise NotImplementedError
+
+
+def _make_metrics() -> None:
     op.create_table(
         "metrics",
         sa.Column("id", _ID, autoincrement=True, nullable=False),
@@ -83,8 +94,3 @@ def upgrade() -> None:
         sa.Column("state", sa.String(64), nullable=False),
         sa.PrimaryKeyConstraint("id", name="pk_heartbeat"),
     )
-
-
-def downgrade() -> None:
-    """Nothing leads back: an older release refuses the file."""
-    raise NotImplementedError

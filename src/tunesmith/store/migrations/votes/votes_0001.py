@@ -1,5 +1,7 @@
 """The tables of `votes.db`."""
 
+# pyright: basic
+
 import sqlalchemy as sa
 from alembic import op
 
@@ -15,6 +17,7 @@ def upgrade() -> None:
     """Make the tables."""
     _make_people()
     _make_questions()
+    _make_presentations()
     _make_answers()
     op.create_table(
         "policy_versions",
@@ -153,7 +156,7 @@ def _make_questions() -> None:
     )
 
 
-def _make_answers() -> None:
+def _make_presentations() -> None:
     op.create_table(
         "presentations",
         _id(),
@@ -174,6 +177,9 @@ def _make_answers() -> None:
         sqlite_autoincrement=True,
     )
     op.create_index("ix_presentations_rater_state", "presentations", ["rater_id", "state"])
+
+
+def _make_answers() -> None:
     op.create_table(
         "votes",
         _id(),
