@@ -20,7 +20,6 @@ pytestmark = pytest.mark.browser
 @pytest.fixture
 def visit(serve, visit):
     """Windows that are closed before their server ends: a stream that breaks is told on the console."""
-    visit.expected = ("[DOM] Password forms",)
     return visit
 
 
