@@ -23,7 +23,7 @@ def watch(tmp_path):
 @pytest.fixture
 def ask(votes):
     """A function: makes a pair of these two versions, has it voted on, and returns the token of the presentation."""
-    campaign = votes.set_campaign(CampaignSettings(undo_s=1e9), now=NOW - 9_000)
+    campaign = votes.set_campaign(CampaignSettings(undo_s=1e9, gold_share=1.0), now=NOW - 9_000)
     rater = votes.add_rater("anna", "rater").rater
     number = iter(range(1_000))
 
@@ -102,10 +102,13 @@ def test_ties_and_two_bad_answers_are_half_a_win_and_skips_are_nothing(ask, watc
     assert [one.score for one in contests] == [0.5, 0.5]
 
 
-def test_votes_within_a_version_and_on_gold_items_are_left_out(ask, watch):
+def test_votes_within_a_version_and_on_gold_items_are_left_out(ask, votes, watch):
     ask((2, 2), 0)
-    ask((0, 2), 0, gold=1)
     ask((None, 2), 0)
+    # Gold items are mixed in among others.
+    votes.add_items(votes.campaigns()[0].id, [NewItem("other", (Candidate("one"), Candidate("two")))])
+    shown, _ = ask((0, 2), 0, gold=1)
+    assert "other" not in shown.prompt
     assert watch.contests()[1] == []
 
 
