@@ -17,6 +17,7 @@ from tunesmith.trainers.live_folder import open_folder
 from tunesmith.trainers.live_serving import Loop
 from tunesmith.trainers.signals import StopRequest
 
+MOST_AT_ONCE = 20
 PROMPTS = [
     f"{opening} {number}" for number in range(6) for opening in ("The film", "A story", "Once more", "They said")
 ]
@@ -37,6 +38,7 @@ def live_recipe(folder: Path, **sections: Any) -> LiveRecipe:
             "pool": 8,
             "poll_s": 0.01,
             "kl": {"budget": None, "target": None},
+            "check": {"p_value": 1e-9},
         },
         "run": {"num_threads": 1},
     }
@@ -73,10 +75,12 @@ class Voters:
 
     def vote(self, count: int, verdict: Callable[[Presentation], Verdict] | None = None) -> list[Presentation]:
         """Vote on the next `count` items; those that were judged."""
-        shown = self.ask(count)
-        for one in shown:
-            self.store.vote(one.token, self.rater_id, (verdict or self.verdict)(one))
-        return shown
+        judged: list[Presentation] = []
+        while len(judged) < count and (shown := self.ask(min(MOST_AT_ONCE, count - len(judged)))):
+            for one in shown:
+                self.store.vote(one.token, self.rater_id, (verdict or self.verdict)(one))
+            judged += shown
+        return judged
 
     def verdict(self, shown: Presentation) -> Verdict:
         """The verdict that follows from `likes`."""
@@ -111,3 +115,18 @@ def turns(loop: Loop, num_updates: int) -> None:
     """Turns of the loop until it has made so many updates."""
     while loop.state.position.num_updates < num_updates:
         live.turn(loop)
+
+
+def learn(loop: Loop, people: Voters) -> None:
+    """Votes and turns of the loop until it has made another update."""
+    num_updates = loop.state.position.num_updates
+    while loop.state.position.num_updates == num_updates:
+        people.vote(8)
+        live.turn(loop)
+
+
+def until(folder: Path, num_updates: int) -> None:
+    """A trainer that ends after so many updates."""
+    with looping(live_recipe(folder)) as loop:
+        turns(loop, num_updates)
+        live_serving.finish(loop)

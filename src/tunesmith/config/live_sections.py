@@ -146,7 +146,9 @@ class LiveSection(Section):
         default=32, description="Pairs that wait for votes; where fewer are left, new ones are drawn."
     )
     heldout_prompts_per_round: int = Field(
-        default=3, ge=0, description="Held-out prompts of a round: the policy's answers against the base model's."
+        default=4,
+        ge=0,
+        description="Held-out prompts of a round: half of the answers meet each other, half those of the base model.",
     )
     policy_steps: PositiveInt = Field(default=2, description="Steps of PPO or GRPO in one update.")
     kl: LiveKLSection = LiveKLSection()

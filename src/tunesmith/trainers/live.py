@@ -154,10 +154,9 @@ def update(loop: Loop) -> Verdict:
         live_serving.forget(loop, drawn)
         with span("save"):
             version = live_serving.write_version(loop, verdict, fresh)
-    live_serving.announce(loop, version, drawn)
-    means = mean_metrics(results)
     figures = live_serving.figures_of(loop, verdict, drawn, fresh, [one.report for one in results])
-    live_serving.record(loop, {**means, **figures, **times.metrics()})
+    live_serving.record(loop, {**mean_metrics(results), **figures, **times.metrics()})
+    live_serving.announce(loop, version, drawn)
     loop.folder.runs.end_job(job, "done" if verdict.passes else "dropped", {"reason": verdict.reason})
     _log.info(
         "update %d: %d votes, %s, %.2f nats, %.1f s",

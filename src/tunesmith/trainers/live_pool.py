@@ -77,15 +77,22 @@ def mean_kl(state: State, drawn: Round) -> float:
 
 
 def offers(state: State, pool: Pool, drawn: Round, version: int) -> list[NewOffer]:
-    """Pairs of different answers: two of the policy's; on held-out prompts one of its and one of the base model's."""
-    made = [NewOffer(version, group.prompt.content, pair) for group in drawn.train for pair in _pairs(group, version)]
+    """Pairs of different answers. On held-out prompts half of the policy's are paired among themselves, by which updates
+    are checked, and half with answers of the base model, which tell how often the policy wins.
+    """
+    made = [
+        NewOffer(version, group.prompt.content, pair)
+        for group in drawn.train
+        for pair in _pairs(group.completions, version)
+    ]
     base = pool.base_answers(state, [group.prompt for group in drawn.heldout])
     for group in drawn.heldout:
-        rivals = base[group.prompt.id].completions
-        for index, one in enumerate(group.completions):
-            pair = (_candidate(rivals[index % len(rivals)], 0), _candidate(one, version))
-            if _can_be_asked(*pair):
-                made.append(NewOffer(version, group.prompt.content, pair, heldout=True))
+        middle = len(group.completions) // 2
+        duels = zip(base[group.prompt.id].completions, group.completions[middle:], strict=False)
+        pairs = _pairs(group.completions[:middle], version)
+        pairs += [(_candidate(rival, 0), _candidate(one, version)) for rival, one in duels]
+        asked = [pair for pair in pairs if _can_be_asked(*pair)]
+        made += [NewOffer(version, group.prompt.content, pair, heldout=True) for pair in asked]
     return made
 
 
@@ -94,9 +101,9 @@ def _some(prompts: Sequence[Prompt], count: int, seed: int) -> list[Prompt]:
     return [prompts[index] for index in items_at(seed, 0, count, len(prompts))] if count else []
 
 
-def _pairs(group: Group, version: int) -> list[tuple[Candidate, Candidate]]:
+def _pairs(completions: Sequence[Completion], version: int) -> list[tuple[Candidate, Candidate]]:
     """Every completion in at most one pair, with the first later one that reads otherwise."""
-    left = [_candidate(one, version) for one in group.completions]
+    left = [_candidate(one, version) for one in completions]
     pairs: list[tuple[Candidate, Candidate]] = []
     while left:
         first = left.pop(0)

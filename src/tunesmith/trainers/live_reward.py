@@ -102,7 +102,7 @@ def _reward_state(state: State) -> reward.State:
         heldout_prompts={},
         identity={},
         num_steps=ENDLESS,
-        facts=Facts(Tally("votes"), None, (), 0),
+        facts=Facts(Tally(0, 0), None, (), 0),
     )
 
 

@@ -200,7 +200,7 @@ def wait(loop: Loop) -> None:
 
 
 def write_version(loop: Loop, verdict: Verdict, fresh: Sequence[Comparison]) -> PolicyVersion:
-    """The record of an update: a version with its weights on disk if it passed. A checkpoint of it is on disk too."""
+    """The record of an update: a version, with its weights on disk if it passed. The position is that after it."""
     state, position = loop.state, loop.state.position
     position.newest += 1
     position.fresh = sorted(state.memory.fresh)
@@ -230,13 +230,13 @@ def write_version(loop: Loop, verdict: Verdict, fresh: Sequence[Comparison]) -> 
     else:
         position.unserved = waited
     position.note_version(version, state.cfg.live.keep_versions)
-    loop.folder.save(checkpoint_of(loop))
-    faults.reach("live/saved")
     return version
 
 
 def announce(loop: Loop, version: PolicyVersion, drawn: Round) -> None:
-    """Write the version to `runs.db`; if it is served, raters get its pairs from now on."""
+    """Write a checkpoint, then the version to `runs.db`; if it is served, raters get its pairs from now on."""
+    loop.folder.save(checkpoint_of(loop))
+    faults.reach("live/saved")
     loop.folder.runs.add_version(version)
     if not version.serving:
         return

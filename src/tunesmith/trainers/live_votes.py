@@ -101,9 +101,12 @@ class VoteMemory:
         return [self.learnt[known[index]] for index in drawn]
 
     def heldout_decided(self, most: int) -> list[Comparison]:
-        """The newest `most` held-out votes that prefer one answer."""
-        decided = [self.heldout[vote_id] for vote_id in sorted(self.heldout) if not self.heldout[vote_id].tie]
-        return decided[-most:]
+        """The newest `most` held-out votes that prefer one of two answers of the same version.
+
+        Where two versions wrote the answers, each model finds its own likelier, whatever raters say.
+        """
+        known = (self.heldout[vote_id] for vote_id in sorted(self.heldout))
+        return [vote for vote in known if not vote.tie and vote.duel[0] == vote.duel[1]][-most:]
 
 
 def comparison_of(vote: StoredVote, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Comparison:
