@@ -32,7 +32,7 @@ from tunesmith.workflows.comparison import side
 from tunesmith.workflows.live_processes import child, server, wait_until
 from tunesmith.workflows.live_raters import Raters, RaterTraits
 
-_RESERVE_S = 75.0
+_RESERVE_S = 90.0
 _RESERVE_SHARE = 0.2
 """Of the duration, so much at most is kept for the comparison at the end."""
 
