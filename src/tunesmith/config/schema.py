@@ -130,7 +130,7 @@ class LiveRecipe(Recipe):
     """`tunesmith live`: a policy that learns from votes while they are given."""
 
     algorithm: Literal["live"] = Field(default="live", description="Trainer that reads the recipe.")
-    optimizer: LiveOptimizerSection = LiveOptimizerSection()
+    optimizer: LiveOptimizerSection = LiveOptimizerSection()  # pyright: ignore[reportIncompatibleVariableOverride]
     prompts: LivePromptsSection = LivePromptsSection()
     rollout: LiveRolloutSection = LiveRolloutSection()
     dpo: OnlineDPOSection = OnlineDPOSection()

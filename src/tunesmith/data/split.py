@@ -86,14 +86,14 @@ def _normal(content: Text) -> str:
 
 def _common_start(first: Text, second: Text) -> Text:
     length = _num_common(first, second)
-    if isinstance(first, str):
-        start = first[:length]
-        if "\n" in start.strip():
-            return start[: start.rindex("\n")]
-        ends_in_a_word = not start[-1:].isspace() and any(text[length : length + 1].strip() for text in (first, second))
-        words = start.split()[:-1] if ends_in_a_word else start.split()
-        return " ".join(words) if len(words) >= MIN_SHARED_WORDS else ""
-    return first[:length]
+    if not isinstance(first, str) or not isinstance(second, str):
+        return first[:length]
+    start = first[:length]
+    if "\n" in start.strip():
+        return start[: start.rindex("\n")]
+    ends_in_a_word = not start[-1:].isspace() and any(text[length : length + 1].strip() for text in (first, second))
+    words = start.split()[:-1] if ends_in_a_word else start.split()
+    return " ".join(words) if len(words) >= MIN_SHARED_WORDS else ""
 
 
 def _num_common(first: Text, second: Text) -> int:

@@ -10,7 +10,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -138,7 +138,7 @@ class RunTail:
 
 
 @contextmanager
-def following(run: Path) -> Iterator[Path]:
+def following(run: Path) -> Generator[Path]:
     """Follow `run` in a thread while the block runs; the folder that holds `runs.db` is given.
 
     It is `watch` in the run's folder, or a temporary one if that is in use or cannot be written. Failures are logged

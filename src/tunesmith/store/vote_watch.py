@@ -150,7 +150,7 @@ def _version(source_id: str, weight_version: int | None) -> int | None:
     return weight_version if found is None else int(found[1])
 
 
-def _between_versions(after: int) -> Select[Any]:
+def _between_versions(after: int) -> Select[*tuple[Any, ...]]:
     """Votes on pairs whose two answers were written by two sources: the first candidate of the item is `a`."""
     place_a, place_b = item_candidates.alias("place_a"), item_candidates.alias("place_b")
     a, b = candidates.alias("a"), candidates.alias("b")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from tunesmith.core.log import get_logger
 from tunesmith.core.seeds import derive, permutation
-from tunesmith.data.answers import Answer, encode_answer
+from tunesmith.data.answers import Answer, TokenLimit, encode_answer, fitting
 from tunesmith.data.tally import RowError
 from tunesmith.models.tokenizer import PreTrainedTokenizerBase, encode_prompt
 from tunesmith.schema.records import Pair, Prompt
@@ -127,5 +127,6 @@ def comparison_of(vote: StoredVote, tokenizer: PreTrainedTokenizerBase, max_toke
 
 def _answer(prompt: Prompt, candidate: Candidate, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Answer:
     if not candidate.token_ids:
-        return encode_answer(tokenizer, prompt, candidate.text, max_tokens, "answer")
+        answer = encode_answer(tokenizer, prompt, candidate.text)
+        return fitting([answer], ["answer"], TokenLimit(max_tokens))[0]
     return Answer(encode_prompt(tokenizer, prompt), tuple(candidate.token_ids))
