@@ -38,6 +38,7 @@ def test_an_invited_rater_joins_and_votes(serve, visit):
     assert faults_of(page) == []
     page.get_by_label("Your name").fill("Grace H.")
     page.get_by_role("button", name="Join").click()
+    page.get_by_role("link", name="Begin").wait_for()
     token = page.locator("#token").inner_text()
     assert faults_of(page) == []
     page.get_by_role("link", name="Begin").click()

@@ -90,7 +90,13 @@ def test_a_reason_and_a_written_answer_go_with_the_vote(serve, visit, stored):
 def test_a_key_pressed_twice_judges_one_pair(serve, visit, stored):
     server = serve(pairs(3))
     page = visit.open(server)
-    press(page, "1", "1", "1")
+    press(page)
+    page.evaluate("""async () => {
+      for (const start = performance.now(); performance.now() - start < 100; ) {
+        document.body.dispatchEvent(new KeyboardEvent("keydown", { key: "1", bubbles: true }));
+        await new Promise((resolve) => setTimeout(resolve, 10));
+      }
+    }""")
     wait_until_sent(page, 1)
     press(page)
     server.stop()
