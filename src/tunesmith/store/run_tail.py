@@ -80,8 +80,8 @@ class RunTail:
         self._store.beat(state, None if state == "running" else ended_at)
 
     def poll(self) -> bool:
-        """Copy a portion of what is new; True if there was any. A line without its end is left for later. A file that is
-        not as it was, as after a resumed run has cut it back, is copied anew.
+        """Copy a portion of what is new; True if there was any. A line without its end is left for later. A file that
+        is not as it was, as after a resumed run has cut it back, is copied anew.
 
         Raises StoreError if the database cannot be written.
         """
