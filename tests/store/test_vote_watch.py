@@ -23,7 +23,7 @@ def watch(tmp_path):
 @pytest.fixture
 def ask(votes):
     """A function: makes a pair of these two versions, has it voted on, and returns the token of the presentation."""
-    campaign = votes.set_campaign(CampaignSettings(undo_s=1e9, gold_share=1.0), now=NOW - 9_000)
+    campaign = votes.set_campaign(CampaignSettings(undo_s=1e9, gold_share=0.5), now=NOW - 9_000)
     rater = votes.add_rater("anna", "rater").rater
     number = iter(range(1_000))
 
@@ -102,14 +102,25 @@ def test_ties_and_two_bad_answers_are_half_a_win_and_skips_are_nothing(ask, watc
     assert [one.score for one in contests] == [0.5, 0.5]
 
 
-def test_votes_within_a_version_and_on_gold_items_are_left_out(ask, votes, watch):
+def test_votes_within_a_version_are_left_out(ask, watch):
     ask((2, 2), 0)
     ask((None, 2), 0)
-    # Gold items are mixed in among others.
-    votes.add_items(votes.campaigns()[0].id, [NewItem("other", (Candidate("one"), Candidate("two")))])
-    shown, _ = ask((0, 2), 0, gold=1)
-    assert "other" not in shown.prompt
     assert watch.contests()[1] == []
+
+
+def test_votes_on_gold_items_are_left_out(ask, votes, watch):
+    ask((0, 1), 0)
+    (campaign,) = votes.campaigns()
+    (rater,) = votes.raters()
+    pair = (Candidate("good", source_id="v0"), Candidate("bad", source_id="v1"))
+    others = [NewItem(f"other {number}", (Candidate("one"), Candidate("two"))) for number in range(9)]
+    # Gold items are mixed in among others.
+    votes.add_items(campaign.id, [NewItem("gold", pair, gold=0), *others])
+    shown = votes.next_presentations(rater.id, campaign.id, 10, NOW)
+    assert "gold" in [one.prompt for one in shown]
+    for one in shown:
+        votes.vote(one.token, rater.id, "left", now=NOW)
+    assert len(watch.contests()[1]) == 1
 
 
 def test_the_trainers_names_of_sources_say_which_versions_met(ask, watch):
