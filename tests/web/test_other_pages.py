@@ -49,7 +49,7 @@ def test_an_invited_rater_joins_and_votes(serve, visit):
     again.get_by_role("button", name="Join").click()
     again.get_by_role("alert").get_by_text("was used").wait_for()
     admin.reload()
-    admin.get_by_role("cell", name="Grace H.").wait_for()
+    admin.get_by_role("cell", name="Grace H.", exact=True).wait_for()
     admin.on("dialog", lambda dialog: dialog.accept())
     admin.get_by_role("button", name="End the access of Grace H.").click()
     admin.get_by_role("cell", name="ended").wait_for()
