@@ -5,9 +5,9 @@ import subprocess
 import sys
 
 import pytest
-from watch_parts import hide, label, num_drawn
 
 from tunesmith.store.runs import RunStore
+from watch_parts import hide, label, num_drawn
 
 pytestmark = pytest.mark.browser
 
