@@ -22,7 +22,7 @@ def config_markdown() -> str:
     shared = list(leaves(Recipe))
     parts = [table("In every recipe", shared)]
     for algorithm, schema in RECIPES.items():
-        own = [key for key in leaves(schema) if key not in shared]
+        own = [key for key in leaves(schema) if key.path not in {known.path for known in shared}]
         command = algorithm if algorithm == "live" else f"train {algorithm}"
         parts.append(table(f"In recipes of `tunesmith {command}`", own))
     return "\n".join(parts)

@@ -5,7 +5,6 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from tunesmith.config.dpo_sections import DPOSection
-from tunesmith.config.optimizer_sections import OptimizerSection
 from tunesmith.config.policy_sections import PPOSection
 from tunesmith.config.rollout_sections import RolloutSection
 from tunesmith.config.sections import Fraction, NonNegative, Positive, PositiveInt, PromptsSection, Section
@@ -35,20 +34,6 @@ class LiveRolloutSection(RolloutSection):
         default=4, description="Completions of each prompt; every two that differ become a pair, each in one pair."
     )
     max_new_tokens: PositiveInt = Field(default=24, description="Limit of a completion, in tokens.")
-
-
-class LiveOptimizerSection(OptimizerSection):
-    """The optimizer of updates: the loop has no end, so the rate does not fall."""
-
-    learning_rate: Positive = Field(default=5e-5, description="Peak learning rate.")
-
-    @model_validator(mode="after")
-    def _has_no_end(self) -> "LiveOptimizerSection":
-        if self.schedule != "constant":
-            raise ValueError(
-                f"schedule is {self.schedule}, which needs an end, but the live loop has none; set constant"
-            )
-        return self
 
 
 class OnlineDPOSection(DPOSection):
@@ -94,7 +79,7 @@ class LiveKLSection(Section):
     SHORTHAND = "budget"
 
     coef: NonNegative = Field(
-        default=0.1, description="Coefficient at the start of the KL penalty that is added to the loss of a pair."
+        default=0.05, description="Lowest coefficient of the KL penalty that is added to the loss of a pair."
     )
     target: Positive | None = Field(
         default=4.0, description="Nats per completion at which the coefficient aims; null keeps it fixed."
@@ -140,7 +125,7 @@ class LiveSection(Section):
     )
     max_votes_per_update: PositiveInt = Field(default=128, description="New votes that one update takes at most.")
     replay: NonNegative = Field(
-        default=1.0, description="Old votes that are learnt again in an update, for each new one."
+        default=0.25, description="Old votes that are learnt again in an update, for each new one."
     )
     pool: PositiveInt = Field(
         default=32, description="Pairs that wait for votes; where fewer are left, new ones are drawn."

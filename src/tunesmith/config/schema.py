@@ -7,7 +7,6 @@ from pydantic import Field, model_validator
 from tunesmith.config.dpo_sections import DPOSection
 from tunesmith.config.evaluation_sections import RewardEvaluationSection
 from tunesmith.config.live_sections import (
-    LiveOptimizerSection,
     LivePPOSection,
     LivePromptsSection,
     LiveRolloutSection,
@@ -130,7 +129,6 @@ class LiveRecipe(Recipe):
     """`tunesmith live`: a policy that learns from votes while they are given."""
 
     algorithm: Literal["live"] = Field(default="live", description="Trainer that reads the recipe.")
-    optimizer: LiveOptimizerSection = LiveOptimizerSection()  # pyright: ignore[reportIncompatibleVariableOverride]
     prompts: LivePromptsSection = LivePromptsSection()
     rollout: LiveRolloutSection = LiveRolloutSection()
     dpo: OnlineDPOSection = OnlineDPOSection()
@@ -140,7 +138,12 @@ class LiveRecipe(Recipe):
     live: LiveSection = LiveSection()
 
     @model_validator(mode="after")
-    def _kl_horizons_span_a_step(self) -> "LiveRecipe":
+    def _fits_a_loop_without_end(self) -> "LiveRecipe":
+        if self.optimizer.schedule != "constant":
+            raise ValueError(
+                f"optimizer.schedule is {self.optimizer.schedule}, which needs an end, but the live loop has none; "
+                "set it to constant"
+            )
         if self.live.update == "ppo":
             check_horizon(self.ppo.kl, self.rollout, "ppo")
         if self.live.update == "grpo":

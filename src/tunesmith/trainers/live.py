@@ -148,9 +148,7 @@ def update(loop: Loop) -> Verdict:
             loop.known_correct = dict(zip((vote.vote_id for vote in asked), correct_after, strict=True))
         else:
             restore(state, before)
-        is_over_budget = state.cfg.live.kl.budget is not None and nats > state.cfg.live.kl.budget
-        for _ in range(_HOLD_BACK if is_over_budget else 1):
-            state.kl.update(nats if math.isfinite(nats) else 0.0, 1)
+        move_penalty(state, nats)
         live_serving.forget(loop, drawn)
         with span("save"):
             version = live_serving.write_version(loop, verdict, fresh)
@@ -167,6 +165,19 @@ def update(loop: Loop) -> Verdict:
         times.wall_s,
     )
     return verdict
+
+
+def move_penalty(state: State, nats: float) -> None:
+    """Let the KL coefficient follow the nats per completion; it does not fall below where it began.
+
+    A policy that is far below the target would lose its penalty, and be far above the budget before it is back.
+    """
+    section = state.cfg.live.kl
+    if section.target is None or not math.isfinite(nats):
+        return
+    if nats > section.target or state.kl.value > section.coef:
+        for _ in range(_HOLD_BACK if section.budget is not None and nats > section.budget else 1):
+            state.kl.update(nats, 1)
 
 
 def learn(loop: Loop, fresh: Sequence[Comparison]) -> list[StepResult]:

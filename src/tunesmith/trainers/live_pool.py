@@ -77,8 +77,8 @@ def mean_kl(state: State, drawn: Round) -> float:
 
 
 def offers(state: State, pool: Pool, drawn: Round, version: int) -> list[NewOffer]:
-    """Pairs of different answers. On held-out prompts half of the policy's are paired among themselves, for the check
-    of updates, and half with answers of the base model, which tell how often the policy wins.
+    """Pairs of different answers. On held-out prompts half of the policy's are paired among themselves, to check
+    updates; the other half meet answers of the base model, which tells how often the policy wins.
     """
     made = [
         NewOffer(version, group.prompt.content, pair)

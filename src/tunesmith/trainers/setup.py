@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tunesmith.config.schema import AnyRecipe, LiveRecipe
+from tunesmith.config.schema import Recipe
 from tunesmith.core.allocator import keep_freed_memory
 from tunesmith.core.errors import ModelError
 from tunesmith.telemetry.environment import usable_cores
@@ -52,7 +52,7 @@ class RunResult:
         return group.completions[0].text
 
 
-def prepare(cfg: AnyRecipe | LiveRecipe) -> torch.device:
+def prepare(cfg: Recipe) -> torch.device:
     """The device to train on, with the thread count of the run and the seeds of all global generators set, and with
     an allocator that keeps freed memory.
 
