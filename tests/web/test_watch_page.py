@@ -161,7 +161,7 @@ def test_votes_are_counted_as_they_are_given(visit, serve):
             assert admin.vote(shown["token"], "left").status == 200
         page.get_by_text("6 votes, 1.2 a minute over the last five.").wait_for()
         label(page, "votes", "6 in the last hour")
-        assert "(" in page.locator("tr[data-version='1']").inner_text()
+        page.locator("tr[data-version='1']", has_text="(").wait_for()
 
 
 def test_what_files_name_cannot_become_markup(watch, trainer):
