@@ -44,7 +44,8 @@ def liking(loop: Loop) -> float:
 
 def test_votes_on_what_the_policy_wrote_move_it_towards_what_raters_like(tmp_path: Path) -> None:
     folder = tmp_path / "live"
-    live_section = {"votes_per_update": 16, "max_votes_per_update": 64, "kl": {"coef": 0.0, "target": None, "budget": None}}
+    kl = {"coef": 0.0, "target": None, "budget": None}
+    live_section = {"votes_per_update": 16, "max_votes_per_update": 64, "kl": kl}
     cfg = live_recipe(folder, live=live_section, optimizer={"learning_rate": 1e-2})
     with looping(cfg) as loop, voters(folder) as people:
         before = liking(loop)
