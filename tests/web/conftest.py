@@ -8,6 +8,7 @@ import pytest
 
 from server_parts import Server
 from tunesmith.store.records import CampaignSettings, NewItem
+from tunesmith.store.runs import RunStore
 from tunesmith.store.votes import VoteStore
 
 Serve = Callable[..., Server]
@@ -29,6 +30,19 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
             return server.start()
 
         yield start
+
+
+@pytest.fixture
+def server(serve: Serve) -> Server:
+    """A server without items."""
+    return serve()
+
+
+@pytest.fixture
+def trainer(server: Server) -> Iterator[RunStore]:
+    """What a trainer beside that server writes."""
+    with RunStore.open(server.folder / "runs.db") as store:
+        yield store
 
 
 @pytest.fixture
@@ -89,9 +103,14 @@ class Visit:
     def open(self, server: Server, width: int = 1280, scheme: str = "light"):
         return self.page(self.context(server, width, scheme), server)
 
+    def end(self, server: Server) -> None:
+        """Closes the windows and ends the server; a window left open would ask it in vain, and tell."""
+        self.close()
+        server.stop()
+
     def close(self) -> None:
-        for context in self._contexts:
-            context.close()
+        while self._contexts:
+            self._contexts.pop().close()
 
     def _hear(self, text: str) -> None:
         if not any(part in text for part in self.expected):
@@ -99,8 +118,19 @@ class Visit:
 
 
 @pytest.fixture
-def visit(browser) -> Iterator[Visit]:
+def visit(serve: Serve, browser) -> Iterator[Visit]:
+    """Windows that are closed before their server ends: a stream that breaks is told on the console."""
     seen = Visit(browser)
     yield seen
     seen.close()
     assert seen.complaints == []
+
+
+@pytest.fixture
+def watch(visit: Visit, server: Server):
+    """The watch page of the server, in a window of its own."""
+
+    def look(width: int = 1280, scheme: str = "light"):
+        return visit.page(visit.context(server, width, scheme), server, f"{server.url}/watch")
+
+    return look

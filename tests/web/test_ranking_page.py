@@ -36,7 +36,7 @@ def test_a_ranking_by_keys_is_stored_with_its_ties(serve, visit):
     press(page, "1", "2", "1", "3", "Enter")
     page.get_by_text("Nothing to judge right now").wait_for()
     wait_until_sent(page, 2)
-    server.stop()
+    visit.end(server)
     assert stored_ranks(server) == [
         {first[2]: 1, first[0]: 2, first[3]: 2, first[1]: 3},
         {second[3]: 1, second[1]: 2, second[0]: 3, second[2]: 4},
@@ -59,7 +59,7 @@ def test_a_ranking_by_buttons_can_be_undone_and_skipped(serve, visit):
     press(page, "s")
     page.get_by_text("Nothing to judge right now").wait_for()
     wait_until_sent(page, 1)
-    server.stop()
+    visit.end(server)
     assert stored_ranks(server) == [{shown[0]: 1, shown[1]: 2, shown[2]: 3}]
 
 

@@ -24,7 +24,7 @@ def test_votes_by_keyboard_alone_are_stored_as_they_were_meant(serve, visit, sto
         press(page, key)
     page.get_by_text("Nothing to judge right now").wait_for()
     wait_until_sent(page, 6)
-    server.stop()
+    visit.end(server)
     rows = stored(server)
     assert len(rows) == 6
     for row in rows:
@@ -63,7 +63,7 @@ def test_undo_brings_the_pair_back_and_one_vote_counts(serve, visit, stored):
     page.get_by_text("There is nothing to undo.").wait_for()
     press(page, "4")
     wait_until_sent(page, 1)
-    server.stop()
+    visit.end(server)
     rows = stored(server)
     assert [(row.chosen, row.margin) for row in rows] == [(shown[1], 1)]
 
@@ -81,7 +81,7 @@ def test_a_reason_and_a_written_answer_go_with_the_vote(serve, visit, stored):
     press(page, "2")
     wait_until_sent(page, 1)
     assert page.locator("#reason").input_value() == ""
-    server.stop()
+    visit.end(server)
     assert [row.reason for row in stored(server)] == ["too long 12 s"]
     with VoteStore.open(server.folder / "votes.db") as store:
         assert [one.text for one in store.export_demonstrations()] == ["A better\none: 1 2 3"]
@@ -99,7 +99,7 @@ def test_a_key_pressed_twice_judges_one_pair(serve, visit, stored):
     }""")
     wait_until_sent(page, 1)
     press(page)
-    server.stop()
+    visit.end(server)
     assert len(stored(server)) == 1
 
 
@@ -121,7 +121,7 @@ def test_a_restart_of_the_server_loses_and_doubles_nothing(serve, visit, stored)
     for count in (4, 5, 6):
         press(page, "4")
         wait_until_sent(page, count)
-    server.stop()
+    visit.end(server)
     rows = stored(server)
     assert len(rows) == 6 and len({row.prompt for row in rows}) == 6
 
@@ -140,7 +140,7 @@ def test_what_was_not_sent_survives_a_reload(serve, visit, stored):
     assert number(page) != first
     page.unroute(f"**{API}/presentations/**")
     wait_until_sent(page, 1)
-    server.stop()
+    visit.end(server)
     assert [row.prompt for row in stored(server)] == [f"Prompt {first}"]
 
 
@@ -162,7 +162,7 @@ def test_a_vote_whose_answer_got_lost_counts_once(serve, visit, stored):
     press(page, "1")
     wait_until_sent(page, 1)
     assert len(keys) == 2 and len(set(keys)) == 1
-    server.stop()
+    visit.end(server)
     assert len(stored(server)) == 1
 
 
@@ -174,7 +174,7 @@ def test_eight_tabs_show_eight_pairs_and_each_vote_counts(serve, visit, stored):
     for page in tabs:
         press(page, "2")
     wait_until_sent(tabs[-1], 8)
-    server.stop()
+    visit.end(server)
     rows = stored(server)
     assert len(rows) == 8 and len({row.prompt for row in rows}) == 8
 

@@ -15,33 +15,6 @@ from watch_parts import client_of, label, num_drawn
 pytestmark = pytest.mark.browser
 
 
-@pytest.fixture
-def visit(serve, visit):
-    """Windows that are closed before their server ends: a stream that breaks is told on the console."""
-    return visit
-
-
-@pytest.fixture
-def server(serve):
-    return serve()
-
-
-@pytest.fixture
-def trainer(server):
-    with RunStore.open(server.folder / "runs.db") as store:
-        yield store
-
-
-@pytest.fixture
-def watch(visit, server):
-    """The watch page of the server, in a window of its own."""
-
-    def look(width=1280, scheme="light"):
-        return visit.page(visit.context(server, width, scheme), server, f"{server.url}/watch")
-
-    return look
-
-
 def test_metrics_are_drawn_and_grow_as_they_come(watch, trainer):
     for step in range(1, 6):
         trainer.add_metrics(step, {"reward": step / 10, "time/rollout_s": 1.0, "completions/mean_length": 20.0})

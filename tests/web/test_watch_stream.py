@@ -63,17 +63,6 @@ def stream(client, after=0, last_event_id=None):
         yield Events(response)
 
 
-@pytest.fixture
-def server(serve):
-    return serve()
-
-
-@pytest.fixture
-def trainer(server):
-    with RunStore.open(server.folder / "runs.db") as store:
-        yield store
-
-
 def values(event):
     _, data, _ = event
     return [(step, data["names"][place], value) for _, step, _, place, value in data["rows"]]

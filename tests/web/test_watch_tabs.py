@@ -6,37 +6,9 @@ import sys
 
 import pytest
 
-from tunesmith.store.runs import RunStore
 from watch_parts import hide, label, num_drawn
 
 pytestmark = pytest.mark.browser
-
-
-@pytest.fixture
-def visit(serve, visit):
-    """Windows that are closed before their server ends: a stream that breaks is told on the console."""
-    return visit
-
-
-@pytest.fixture
-def server(serve):
-    return serve()
-
-
-@pytest.fixture
-def trainer(server):
-    with RunStore.open(server.folder / "runs.db") as store:
-        yield store
-
-
-@pytest.fixture
-def watch(visit, server):
-    """The watch page of the server, in a window of its own."""
-
-    def look(width=1280, scheme="light"):
-        return visit.page(visit.context(server, width, scheme), server, f"{server.url}/watch")
-
-    return look
 
 
 def test_after_a_restart_of_the_server_nothing_is_missing_and_nothing_there_twice(watch, server, trainer, visit):

@@ -1,10 +1,7 @@
 """Votes that were made elsewhere, stored as if they had been made here."""
 
-import json
 import random
-import secrets
 from collections.abc import Sequence
-from typing import Any
 
 from sqlalchemy import Connection, exists, insert, select
 
@@ -12,7 +9,7 @@ from tunesmith.store.campaigns import campaign, rater_named
 from tunesmith.store.candidates import candidate_ids, texts_of_items
 from tunesmith.store.content import check_text
 from tunesmith.store.items import add_items
-from tunesmith.store.queue import refresh_open_items
+from tunesmith.store.queue import add_presentation, refresh_open_items
 from tunesmith.store.records import GivenVote
 from tunesmith.store.tables import presentations, votes
 
@@ -37,31 +34,18 @@ def add_votes(
 
 def _add(connection: Connection, draw: random.Random, vote: GivenVote, item_id: int, rater_id: int, now: float) -> None:
     time = now if vote.created_at is None else vote.created_at
-    seed = draw.getrandbits(31)
-    order = [0, 1]
-    random.Random(seed).shuffle(order)
-    shown = connection.execute(
-        insert(presentations).values(
-            item_id=item_id,
-            rater_id=rater_id,
-            token=secrets.token_urlsafe(16),
-            order_json=json.dumps(order),
-            seed=seed,
-            shown_at=time,
-            lease_until=time,
-            state="done",
-        )
-    ).inserted_primary_key
-    key: Any = shown
+    shown = add_presentation(
+        connection, draw, 2, state="done", item_id=item_id, rater_id=rater_id, shown_at=time, lease_until=time
+    )
     ids = candidate_ids(connection, item_id)
     # The item may have been there with its answers the other way round.
     better = texts_of_items(connection, [item_id])[item_id].index(vote.item.candidates[vote.better].text)
-    side = "left" if order[0] == better else "right"
+    side = "left" if shown.order[0] == better else "right"
     verdict = {"much_better": f"{side}_much", "better": side}.get(vote.verdict, vote.verdict)
     is_decided = vote.verdict in ("much_better", "better")
     connection.execute(
         insert(votes).values(
-            presentation_id=key[0],
+            presentation_id=shown.id,
             revision=1,
             verdict=verdict,
             reason=check_text(vote.reason, "the reason"),

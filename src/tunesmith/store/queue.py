@@ -4,6 +4,7 @@ import json
 import random
 import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, and_, exists, func, insert, or_, select, true, update
@@ -67,6 +68,45 @@ def has_room(connection: Connection, item: Any, presentation_id: int, campaign: 
         presentations.c.item_id == item.id, presentations.c.id != presentation_id, is_active(now)
     )
     return int(connection.execute(query).scalar_one()) < campaign.settings.overlap
+
+
+@dataclass(frozen=True, slots=True)
+class AddedPresentation:
+    """The id of a new presentation, and the places of the item's candidates from left to right."""
+
+    id: int
+    order: tuple[int, ...]
+
+
+def add_presentation(
+    connection: Connection,
+    draw: random.Random,
+    num_answers: int,
+    *,
+    item_id: int,
+    rater_id: int,
+    shown_at: float,
+    lease_until: float,
+    state: str = "open",
+) -> AddedPresentation:
+    """Write down that an item with `num_answers` answers is shown to a rater, in an order that is drawn here."""
+    seed = draw.getrandbits(_SEED_BITS)
+    order = list(range(num_answers))
+    random.Random(seed).shuffle(order)
+    result = connection.execute(
+        insert(presentations).values(
+            item_id=item_id,
+            rater_id=rater_id,
+            token=secrets.token_urlsafe(16),
+            order_json=json.dumps(order),
+            seed=seed,
+            shown_at=shown_at,
+            lease_until=lease_until,
+            state=state,
+        )
+    )
+    key: Any = result.inserted_primary_key
+    return AddedPresentation(int(key[0]), tuple(order))
 
 
 def refresh_open_items(
@@ -191,23 +231,10 @@ def _show(
         connection.execute(update(presentations).where(presentations.c.id == found).values(state="open"))
         _set_lease(connection, found, lease_until)
         return int(found)
-    seed = draw.getrandbits(_SEED_BITS)
-    order = list(range(len(texts_of_items(connection, [item_id])[item_id])))
-    random.Random(seed).shuffle(order)
-    result = connection.execute(
-        insert(presentations).values(
-            item_id=item_id,
-            rater_id=rater_id,
-            token=secrets.token_urlsafe(16),
-            order_json=json.dumps(order),
-            seed=seed,
-            shown_at=now,
-            lease_until=lease_until,
-            state="open",
-        )
-    )
-    key: Any = result.inserted_primary_key
-    return int(key[0])
+    num_answers = len(texts_of_items(connection, [item_id])[item_id])
+    return add_presentation(
+        connection, draw, num_answers, item_id=item_id, rater_id=rater_id, shown_at=now, lease_until=lease_until
+    ).id
 
 
 def _set_lease(connection: Connection, presentation_id: int, lease_until: float) -> None:

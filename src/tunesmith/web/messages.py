@@ -30,7 +30,7 @@ class Request(BaseModel):
 class Reply(BaseModel):
     """What the server answers."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, from_attributes=True)
 
 
 class SessionRequest(Request):
@@ -93,14 +93,7 @@ class ReceiptReply(Reply):
     @classmethod
     def of(cls, receipt: VoteReceipt) -> "ReceiptReply":
         """The receipt without the database's id."""
-        return cls(
-            token=receipt.token,
-            revision=receipt.revision,
-            verdict=receipt.verdict,
-            created_at=receipt.created_at,
-            undo_until=receipt.undo_until,
-            is_repeat=receipt.is_repeat,
-        )
+        return cls.model_validate(receipt)
 
 
 class PassageReply(Reply):
@@ -149,13 +142,7 @@ class ProgressReply(Reply):
     @classmethod
     def of(cls, progress: Progress) -> "ProgressReply":
         """The store's record."""
-        return cls(
-            num_votes=progress.num_votes,
-            num_left=progress.num_left,
-            num_items=progress.num_items,
-            num_items_done=progress.num_items_done,
-            max_votes=progress.max_votes,
-        )
+        return cls.model_validate(progress)
 
 
 class NextReply(Reply):

@@ -1,4 +1,4 @@
-"""The tables of `runs.db`."""
+"""The tables of `runs.db`. Nothing leads back: an older release refuses a newer file."""
 
 # pyright: basic
 
@@ -55,11 +55,6 @@ def upgrade() -> None:
         sa.ForeignKeyConstraint(["offer_id"], ["offers.id"], name="fk_offer_candidates_offer_id"),
     )
     _make_metrics()
-
-
-def downgrade() -> None:
-    """Nothing leads back: an older release refuses the file."""
-    raise NotImplementedError
 
 
 def _make_metrics() -> None:

@@ -1,4 +1,4 @@
-"""The tables of `votes.db`."""
+"""The tables of `votes.db`. Nothing leads back: an older release refuses a newer file."""
 
 # pyright: basic
 
@@ -36,11 +36,6 @@ def upgrade() -> None:
         sa.Column("note", sa.Text(), nullable=False),
         sa.PrimaryKeyConstraint("version", name="pk_policy_versions"),
     )
-
-
-def downgrade() -> None:
-    """Nothing leads back: an older release refuses the file."""
-    raise NotImplementedError
 
 
 def _id() -> sa.Column[int]:
