@@ -11,6 +11,7 @@ from server_parts import Client, pairs
 from tunesmith.cli.main import main
 from tunesmith.store.records import Candidate, NewOffer, PolicyVersion
 from tunesmith.store.runs import RunStore
+from tunesmith.store.votes import VoteStore
 from tunesmith.web.access import API
 
 BEGUN = (
@@ -160,7 +161,9 @@ def test_a_taken_port_and_an_open_address_are_refused(tmp_path, capsys, own_logg
         assert "--login" in capsys.readouterr().err
     assert main(["serve", "--dir", str(tmp_path), "--host", "no.such.host.invalid", "--login"]) == 2
     assert main(["serve", "--dir", str(tmp_path), "--port", "70000"]) == 2
-    assert main(["serve", "--dir", str(tmp_path), "--overlap", "0"]) == 2
+    for flag, value in (("--overlap", "0"), ("--gold-share", "0.6"), ("--max-votes", "-1"), ("--lease", "0")):
+        assert main(["serve", "--dir", str(tmp_path), flag, value]) == 2
+        assert f"{flag} is {value};" in capsys.readouterr().err
     assert main(["serve", "--dir", str(tmp_path), "--guidelines", str(tmp_path)]) == 2
 
 
@@ -178,7 +181,7 @@ def test_with_login_the_first_start_lets_the_admin_in_and_later_ones_do_not(serv
 def test_flags_change_the_campaign_and_leave_the_rest(serve, tmp_path):
     text = tmp_path / "guide.md"
     text.write_text("Be *kind*.")
-    server = serve(pairs(1), flags=["--guidelines", str(text), "--raw"], overlap=3)
+    server = serve(pairs(1), flags=["--guidelines", str(text), "--raw", "--max-votes", "1"], overlap=3)
     admin = server.admin()
     assert admin.get("/guidelines").json == {"text": "Be *kind*.", "html": "<p>Be <em>kind</em>.</p>\n"}
     assert admin.next(1)[0]["answers"][0]["html"] is None
@@ -187,3 +190,7 @@ def test_flags_change_the_campaign_and_leave_the_rest(serve, tmp_path):
     server.start()
     assert admin.get("/guidelines").json["text"] == "Be *kind*."
     assert [rater.next(1)[0]["prompt"][0]["text"] for rater in (server.rater(name, admin) for name in "ab")]
+    server.stop()
+    with VoteStore.open(server.folder / "votes.db") as store:
+        (campaign,) = store.campaigns()
+    assert (campaign.settings.max_votes_per_rater, campaign.settings.overlap) == (1, 3)

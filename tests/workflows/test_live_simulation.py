@@ -69,7 +69,7 @@ def test_a_simulation_measures_the_last_version_against_the_base_model(tmp_path:
     assert json.loads((folder / "simulation.json").read_text()) == found
     assert found["versions"] >= 1 and found["votes"] >= 8 and found["problems"] == 0
     assert 0 <= found["win_rate_low"] <= found["win_rate"] <= found["win_rate_high"] <= 1
-    assert found["num_pairs"] >= 30 and found["vote_to_version_median_s"] > 0
+    assert found["num_pairs"] >= 30 and found["vote_to_version_median_s"] > 0 and found["vote_p95_ms"] > 0
     assert "simulated" in found["rater"]
     with closing(RunReader.open(folder / "runs.db")) as reader:
         names = reader.metric_names()

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _MAX_PORT = 65_535
 _MAX_GUIDELINES = 200_000
+_MAX_GOLD_SHARE = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,17 @@ class ServeOptions:
     ] = None
     guidelines: Annotated[Path | None, flag("Markdown for raters: what makes an answer good.", metavar="FILE")] = None
     overlap: Annotated[int | None, flag("Raters who judge each pair; 1 at first.", metavar="N")] = None
+    gold_share: Annotated[
+        float | None,
+        flag(
+            "Share of what a rater sees whose better answer is known, as a silent check; 0 at first.", metavar="SHARE"
+        ),
+    ] = None
+    max_votes: Annotated[int | None, flag("Votes that one rater may give; 0 at first: no limit.", metavar="N")] = None
+    lease: Annotated[
+        float | None,
+        flag("Minutes for which a pair is kept for the rater who sees it; 10 at first.", metavar="MINUTES"),
+    ] = None
     raw: Annotated[bool, flag("Show answers as they are, not as Markdown.")] = False
     json: Annotated[bool, flag("Print one JSON object, with the addresses, at the start.")] = False
 
@@ -48,8 +60,7 @@ def serve(words: Sequence[str]) -> None:
     options = parse(ServeOptions, words, "serve")
     if not 0 <= options.port <= _MAX_PORT:
         raise InputError(f"--port is {options.port}; it must be from 0 to {_MAX_PORT}")
-    if options.overlap is not None and options.overlap < 1:
-        raise InputError(f"--overlap is {options.overlap}; it must be at least 1")
+    _check_campaign(options)
     try:
         from tunesmith.web import server
         from tunesmith.web.settings import ServerSettings
@@ -67,6 +78,18 @@ def serve(words: Sequence[str]) -> None:
             fill=lambda votes, campaign_id: _fill(votes, campaign_id, items, output),
             announce=lambda opened: _say(opened, settings.votes_path, output),
         )
+
+
+def _check_campaign(options: ServeOptions) -> None:
+    """Refuse numbers that no campaign can have."""
+    if options.overlap is not None and options.overlap < 1:
+        raise InputError(f"--overlap is {options.overlap}; it must be at least 1")
+    if options.gold_share is not None and not 0 <= options.gold_share <= _MAX_GOLD_SHARE:
+        raise InputError(f"--gold-share is {options.gold_share:g}; give a share from 0 to {_MAX_GOLD_SHARE:g}")
+    if options.max_votes is not None and options.max_votes < 0:
+        raise InputError(f"--max-votes is {options.max_votes}; give a number of votes, or 0 for no limit")
+    if options.lease is not None and not 0 < options.lease < float("inf"):
+        raise InputError(f"--lease is {options.lease:g}; give a number of minutes above 0")
 
 
 def _items(source: str | None) -> "Sequence[NewItem]":
@@ -87,12 +110,15 @@ def _fill(votes: "VoteStore", campaign_id: int, items: "Sequence[NewItem]", outp
 
 def _adjusted(campaign: "CampaignSettings", options: ServeOptions) -> "CampaignSettings":
     """The campaign with what the flags say; what they do not say stays as it was at the last start."""
-    return replace(
-        campaign,
-        guidelines=campaign.guidelines if options.guidelines is None else _text(options.guidelines),
-        overlap=campaign.overlap if options.overlap is None else options.overlap,
-        answer_style="raw" if options.raw else campaign.answer_style,
-    )
+    said = {
+        "guidelines": None if options.guidelines is None else _text(options.guidelines),
+        "overlap": options.overlap,
+        "gold_share": options.gold_share,
+        "max_votes_per_rater": options.max_votes,
+        "lease_s": None if options.lease is None else 60 * options.lease,
+        "answer_style": "raw" if options.raw else None,
+    }
+    return replace(campaign, **{name: value for name, value in said.items() if value is not None})
 
 
 def _text(path: Path) -> str:

@@ -109,7 +109,7 @@ class Raters:
         self._traits = traits
         self._leave = threading.Event()
         self._lock = threading.Lock()
-        self._num_votes = 0
+        self._vote_ms: list[float] = []
         self._problems: list[str] = []
         self._threads = [
             threading.Thread(target=self._work, args=(index, token, seed), name=f"rater-{index}", daemon=True)
@@ -120,7 +120,13 @@ class Raters:
     def num_votes(self) -> int:
         """Votes that the server has acknowledged."""
         with self._lock:
-            return self._num_votes
+            return len(self._vote_ms)
+
+    @property
+    def vote_ms(self) -> list[float]:
+        """Milliseconds from sending to acknowledgement of each of these votes, the raters' own time for it included."""
+        with self._lock:
+            return list(self._vote_ms)
 
     @property
     def problems(self) -> list[str]:
@@ -167,10 +173,11 @@ class Raters:
         path = f"/api/v1/presentations/{presentation['token']}/vote"
         body = {"verdict": verdict, "dwell_ms": int(1000 * self._traits.pace_s)}
         key = f"simulated-{derive(0, presentation['token'], verdict)}"
-        reply = client.send("PUT", path, body, key=key, until=time.monotonic() + _TIMEOUT_S)
+        sent_s = time.monotonic()
+        reply = client.send("PUT", path, body, key=key, until=sent_s + _TIMEOUT_S)
         if reply.status == 200:
             with self._lock:
-                self._num_votes += 1
+                self._vote_ms.append(1000 * (time.monotonic() - sent_s))
         else:
             self._note(f"rater {index}: a vote was answered with {reply.status} {reply.body}")
 

@@ -39,12 +39,12 @@ from tunesmith.workflows.comparison import side
 NUM_COMPARED = 15
 """Beginnings that are kept away from training and compared at the end."""
 
-COMPARED_COMPLETIONS = 8
+COMPARED_COMPLETIONS = 24
 
 PIECE_WORDS = (8, 32)
 """Words in a piece that the reward model learns from: about as many as the policy writes."""
 
-PIECES_PER_REVIEW = 4
+PIECES_PER_REVIEW = 8
 JUDGE_PIECES = 6
 SHARES = (0.25, 0.4, 0.15)
 """Of the reviews for SFT, for the reward model and for the judge; PPO takes its beginnings from the rest."""
