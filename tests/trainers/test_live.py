@@ -46,7 +46,7 @@ def test_votes_on_what_the_policy_wrote_move_it_towards_what_raters_like(tmp_pat
     folder = tmp_path / "live"
     free = {"coef": 0.0, "target": None, "budget": None}
     live_section = {"votes_per_update": 16, "max_votes_per_update": 64, "kl": free}
-    cfg = live_recipe(folder, live=live_section, optimizer={"learning_rate": 1e-2})
+    cfg = live_recipe(folder, live=live_section, optimizer={"learning_rate": 3e-3})
     with looping(cfg) as loop, voters(folder) as people:
         before = liking(loop)
         for _ in range(8):

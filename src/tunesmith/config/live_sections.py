@@ -79,10 +79,10 @@ class LiveKLSection(Section):
     SHORTHAND = "budget"
 
     coef: NonNegative = Field(
-        default=0.05, description="Lowest coefficient of the KL penalty that is added to the loss of a pair."
+        default=0.01, description="Lowest coefficient of the KL penalty that is added to the loss of a pair."
     )
     target: Positive | None = Field(
-        default=4.0, description="Nats per completion at which the coefficient aims; null keeps it fixed."
+        default=5.0, description="Nats per completion at which the coefficient aims; null keeps it fixed."
     )
     budget: Positive | None = Field(
         default=8.0, description="Nats per completion; a version above it is not served. null is off."
@@ -125,7 +125,7 @@ class LiveSection(Section):
     )
     max_votes_per_update: PositiveInt = Field(default=128, description="New votes that one update takes at most.")
     replay: NonNegative = Field(
-        default=0.25, description="Old votes that are learnt again in an update, for each new one."
+        default=1.0, description="Old votes that are learnt again in an update, for each new one."
     )
     pool: PositiveInt = Field(
         default=32, description="Pairs that wait for votes; where fewer are left, new ones are drawn."
