@@ -15,7 +15,7 @@ import pytest
 from server_parts import Answer, Client, Server, pairs
 from tunesmith.web.access import API
 
-PATIENCE_S = 300
+PATIENCE_S = 3000
 VERDICTS = ("left_much", "left", "tie", "right", "right_much", "both_bad")
 CHANGED = 0.2
 """Share of the votes that the rater changes at once."""
