@@ -4,10 +4,12 @@
 #   TORCH_INDEX    package index for torch alone; for a build without CUDA, a few hundred megabytes instead of gigabytes:
 #                  make .venv TORCH_INDEX=https://download.pytorch.org/whl/cpu
 #   TUNESMITH_DATA folder with the optional test data; tests that use it are skipped where it is missing
+#   WORKERS        processes that `make test` runs the tests in, each with one thread; 0 is this one alone
 #   PYTEST_ARGS    further arguments of pytest, for example PYTEST_ARGS="tests/core -k span"
 
 PYTHON ?= python3
 TORCH_INDEX ?=
+WORKERS ?= 2
 PYTEST_ARGS ?=
 
 BIN := .venv/bin
@@ -51,8 +53,9 @@ demo: $(STAMP)
 	$(BIN)/tunesmith demo
 
 test: export HF_HUB_OFFLINE = 1
+test: export OMP_NUM_THREADS ?= 1
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) $(PYTEST_ARGS)
 
 test-slow: export HF_HUB_OFFLINE = 1
 test-slow: $(STAMP)

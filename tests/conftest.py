@@ -15,6 +15,9 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", str(min(2, os.cpu_count() or 1)))
+# Triton's kernels run in its interpreter. Triton reads this when it is imported, which torch, TRL and others do too.
+# The check that compiles the kernels runs in a process of its own without it.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 Require = Callable[..., str]
 

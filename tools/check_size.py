@@ -75,6 +75,11 @@ def num_arguments(function: Function, *, is_method: bool) -> int:
     return count - (is_method and not is_static)
 
 
+def is_kernel(function: Function) -> bool:
+    """Whether it is a kernel in Triton: a launch hands over pointers, strides and sizes one by one."""
+    return any(ast.unparse(decorator) == "triton.jit" for decorator in function.decorator_list)
+
+
 def functions(node: ast.AST, prefix: str = "", *, in_class: bool = False) -> Iterator[tuple[str, Function, bool]]:
     """Qualified name, node, and whether it is a method, of every function under `node`, inner ones included."""
     for child in ast.iter_child_nodes(node):
@@ -96,7 +101,9 @@ def measure(path: str, source: str, rules: tuple[str, ...]) -> list[Excess]:
         num_lines = (function.end_lineno or function.lineno) - function.lineno + 1
         found.append(Excess(path, function.lineno, name, "function", num_lines))
         found.append(Excess(path, function.lineno, name, "nesting", nesting(function)))
-        found.append(Excess(path, function.lineno, name, "arguments", num_arguments(function, is_method=is_method)))
+        if not is_kernel(function):
+            count = num_arguments(function, is_method=is_method)
+            found.append(Excess(path, function.lineno, name, "arguments", count))
     return [excess for excess in found if excess.rule in rules and excess.measured > LIMITS[excess.rule]]
 
 

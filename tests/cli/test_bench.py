@@ -1,9 +1,10 @@
-"""`bench rollout`, `bench step` and `bench update`: a smoke run on a tiny model has every figure that is promised."""
+"""`bench rollout`, `step`, `update` and `kernels`: a smoke run on a tiny model has every figure that is promised."""
 
 import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tunesmith.cli.main import main
 
@@ -76,4 +77,38 @@ def test_bad_input_is_refused_before_anything_is_measured(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str], own_logging: None
 ):
     assert main(["bench", *words, "--model", "tiny:llama"]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_bench_kernels_has_the_promised_figures_and_writes_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], own_logging: None
+):
+    out = tmp_path / "kernels.json"
+    words = ["bench", "kernels", "--quick", "--rounds", "2", "--threads", "1", "--json", "--out", str(out)]
+    assert main(words) == 0
+    facts = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert json.loads(out.read_text()) == facts
+    promised = {"preference", "logprob", "logprob_logits", "sampling", "masked_softmax", "gae", "policy_loss"}
+    assert promised | {"segment_sum", "upload"} <= set(facts["kernels"])
+    for figures in facts["kernels"].values():
+        assert figures["ratio_min"] <= figures["ratio_median"] <= figures["ratio_max"]
+        assert figures["copy_share"] > 0 and 0 <= figures["max_error"] <= figures["tolerance"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--op", "gea"], "there is no operation 'gea'; give preference, logprob"),
+        (["--rounds", "0"], "rounds is 0"),
+        (["--threads", "0"], "threads is 0"),
+        (["--device", "cuda"], "torch sees no CUDA device"),
+        (["--out", "no/such/folder/x.json"], "--out"),
+    ],
+)
+def test_bad_input_of_bench_kernels_is_refused_before_anything_is_measured(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], own_logging: None
+):
+    if "cuda" in words and torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    assert main(["bench", "kernels", *words]) == 2
     assert said in capsys.readouterr().err

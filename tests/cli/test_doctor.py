@@ -11,6 +11,7 @@ import pytest
 
 from tunesmith.cli import doctor
 from tunesmith.cli.main import main
+from tunesmith.kernels.survey import operations
 from tunesmith.telemetry.folder_facts import file_system, why_not_writable
 
 Capture = pytest.CaptureFixture[str]
@@ -72,6 +73,7 @@ def test_every_part_of_the_machine_is_named(tmp_path: Path, monkeypatch: pytest.
     assert findings["run folder"].value == f"{tmp_path} can be written and locked"
     assert any(name.startswith("gpu") for name in findings)
     assert all(finding.advice for finding in findings.values() if finding.status != "ok")
+    assert {f"kernel {op}" for op in operations()} <= set(findings)
     assert list(tmp_path.iterdir()) == []
 
 

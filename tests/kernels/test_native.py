@@ -188,5 +188,5 @@ def test_torch_is_never_compiled_and_other_devices_are_left_to_it(sources, no_co
 
 
 def test_an_unknown_choice_is_refused():
-    with pytest.raises(InputError, match="'fast'; allowed: auto, native, torch"):
+    with pytest.raises(InputError, match="'fast'; allowed: auto, native, triton, torch"):
         Kernels("fast")

@@ -98,6 +98,12 @@ def test_eight_arguments_pass_and_nine_do_not():
     assert rules_broken("def f(a, b, /, c, d, *, e, f, g, h, i): ...") == ["arguments"]
 
 
+def test_the_arguments_of_a_triton_kernel_do_not_count():
+    source = "@triton.jit\ndef f(a, b, c, d, e, f, g, h, i): pass\n"
+    assert rules_broken(source) == []
+    assert rules_broken(source.replace("@triton.jit", "@cache")) == ["arguments"]
+
+
 def test_starred_arguments_count():
     assert rules_broken("def f(a, b, c, d, e, f, g, *args, **kwargs): ...") == ["arguments"]
 

@@ -13,7 +13,7 @@ from tunesmith.config.load import load_recipe
 from tunesmith.core.errors import DataError
 from tunesmith.data.reviews import Review
 from tunesmith.evaluation.compare import recompute
-from tunesmith.workflows.sentiment import SentimentOptions, fit_judge, labelled_pairs, split_reviews
+from tunesmith.workflows.sentiment import PIECES_PER_REVIEW, SentimentOptions, fit_judge, labelled_pairs, split_reviews
 
 
 def reviews(count: int) -> list[Review]:
@@ -54,7 +54,7 @@ def test_pairs_set_a_positive_piece_against_a_negative_one() -> None:
     rows = reviews(40)
     positive = [one.text for one in rows if one.is_positive]
     pairs = labelled_pairs(rows, seed=0)
-    assert len(pairs) == 80  # four pieces of each of twenty reviews on either side
+    assert len(pairs) == 20 * PIECES_PER_REVIEW  # twenty reviews on either side
     assert all(pair.chosen in positive and pair.rejected not in positive for pair in pairs)
 
 

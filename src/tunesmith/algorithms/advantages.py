@@ -12,7 +12,10 @@ import torch
 from torch import Tensor
 
 from tunesmith.algorithms.sums import Sums, check_shapes, kept, total
-from tunesmith.core.errors import InputError
+from tunesmith.kernels.gae import api as kernel
+from tunesmith.kernels.gae import reference
+from tunesmith.kernels.gae.reference import Advantages
+from tunesmith.kernels.native import shared
 
 Baseline = Literal["mean", "leave_one_out"]
 Scale = Literal["group", "batch", "advantages", "none"]
@@ -21,55 +24,22 @@ GROUP_EPS = 1e-4
 """Added to a standard deviation before dividing by it, as TRL's GRPO does."""
 
 
-class Advantages(NamedTuple):
-    """Advantages, and the returns that the value function is fitted to; 0 outside the mask."""
-
-    advantage_BT: Tensor
-    return_BT: Tensor
-
-
 def gae(reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor, gamma: float, lam: float) -> Advantages:
-    """Advantages and returns (advantage + value) of each token, in fp32 or wider, without gradient.
+    """Advantages and returns of each token, in fp32 or wider, without gradient: `kernels.gae.reference` has equation
+    and definition.
 
     `value_BT` is the value of the state before the token is drawn. The value after a row's last token is 0: a
-    completion is an episode, whether it ended by itself or at the length limit. Equation 16 of Schulman et al. 2016
-    (arXiv 1506.02438),
-
-        delta_t = r_t + gamma V_{t+1} - V_t,    A_t = delta_t + gamma lam A_{t+1},
-
-    scanned from the last column to the first, all rows at once. The scan only ever multiplies by gamma lam <= 1, so it
-    is stable for any length. Raises `InputError` if shapes differ or gamma or lam lies outside 0 to 1.
+    completion is an episode, whether it ended by itself or at the length limit. Runs in C++ or in Triton where that can
+    be had; in C++ the bits are those of the definition. Raises `InputError` if shapes differ or gamma or lam lies
+    outside 0 to 1.
     """
-    _check(reward_BT, value_BT, mask_BT, gamma, lam)
-    mask_BT = mask_BT.bool()
-    reward_BT, value_BT = kept(reward_BT.detach(), mask_BT), kept(value_BT.detach(), mask_BT)
-    advantage_BT = torch.zeros_like(value_BT + reward_BT)
-    next_value_B = next_advantage_B = advantage_BT.new_zeros(advantage_BT.shape[0])
-    for t in reversed(range(value_BT.shape[1])):
-        mask_B, value_B = mask_BT[:, t], value_BT[:, t]
-        delta_B = reward_BT[:, t] + gamma * next_value_B - value_B
-        next_advantage_B = torch.where(mask_B, delta_B + gamma * lam * next_advantage_B, next_advantage_B)
-        next_value_B = torch.where(mask_B, value_B, next_value_B)
-        advantage_BT[:, t] = next_advantage_B
-    advantage_BT = kept(advantage_BT, mask_BT)
-    return Advantages(advantage_BT, advantage_BT + value_BT)
+    return kernel.gae(reward_BT, value_BT, mask_BT, gamma, lam, kernels=shared("auto"))
 
 
 def gae_loop(reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor, gamma: float, lam: float) -> Advantages:
-    """What `gae` returns, token by token in plain fp64 numbers: the definition that `gae` is tested against."""
-    _check(reward_BT, value_BT, mask_BT, gamma, lam)
-    advantages = torch.zeros(value_BT.shape, dtype=torch.float64)
-    returns = torch.zeros_like(advantages)
-    for b, (rewards, values, mask) in enumerate(
-        zip(reward_BT.tolist(), value_BT.tolist(), mask_BT.tolist(), strict=True)
-    ):
-        next_value, next_advantage = 0.0, 0.0
-        for t in reversed([t for t, counts in enumerate(mask) if counts]):
-            delta = rewards[t] + gamma * next_value - values[t]
-            next_advantage = delta + gamma * lam * next_advantage
-            next_value = values[t]
-            advantages[b, t], returns[b, t] = next_advantage, next_advantage + next_value
-    return Advantages(advantages, returns)
+    """What `gae` returns, token by token in plain fp64 numbers: what `gae` is tested against."""
+    kernel.check(reward_BT, value_BT, mask_BT, gamma, lam)
+    return reference.gae_loop(reward_BT, value_BT, mask_BT, gamma, lam)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,10 +148,3 @@ def rewards_differ(reward_PG: Tensor, valid_PG: Tensor) -> Tensor:
     high_P = reward_PG.masked_fill(~valid_PG, -torch.inf).amax(dim=1)
     low_P = reward_PG.masked_fill(~valid_PG, torch.inf).amin(dim=1)
     return high_P > low_P
-
-
-def _check(reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor, gamma: float, lam: float) -> None:
-    check_shapes(reward_BT=reward_BT, value_BT=value_BT, mask_BT=mask_BT)
-    for name, value in (("gamma", gamma), ("lam", lam)):
-        if not 0 <= value <= 1:
-            raise InputError(f"{name} is {value}; it must lie between 0 and 1.")

@@ -17,44 +17,29 @@ same tokens, where the unweighted estimates are off by the ratio (DeepSeek-AI 20
 
 import math
 from collections.abc import Mapping
-from typing import Literal, Protocol
+from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from tunesmith.algorithms.sums import Denominator, check_denominator, check_shapes, kept, shared_out
 from tunesmith.core.errors import InputError
-
-Estimator = Literal["k1", "k2", "k3"]
+from tunesmith.kernels.policy_loss import reference
+from tunesmith.kernels.policy_loss.records import Estimator as Estimator
+from tunesmith.kernels.policy_loss.reference import ESTIMATORS
+from tunesmith.kernels.policy_loss.reference import k1 as k1
+from tunesmith.kernels.policy_loss.reference import k2 as k2
+from tunesmith.kernels.policy_loss.reference import k3 as k3
 
 MAX_RELATIVE_ERROR = 0.2
 """Ziegler et al. 2019 (arXiv 1909.08593), section 2.2: the error that the controller acts on is clipped to +-0.2."""
 
 
-def k1(logp_BT: Tensor, ref_logp_BT: Tensor) -> Tensor:
-    """The log-ratio of each token: unbiased, of either sign. As a loss its gradient has mean 0: no restraint."""
-    return logp_BT - ref_logp_BT
-
-
-def k2(logp_BT: Tensor, ref_logp_BT: Tensor) -> Tensor:
-    """Half the squared log-ratio of each token: never negative, biased in value, unbiased in gradient as a loss."""
-    return 0.5 * (logp_BT - ref_logp_BT).square()
-
-
-def k3(logp_BT: Tensor, ref_logp_BT: Tensor) -> Tensor:
-    """exp(-d) - 1 + d of each token: never negative, unbiased, of lower variance than k1."""
-    difference_BT = ref_logp_BT - logp_BT
-    # expm1 keeps the digits that exp(x) - 1 loses where policy and reference nearly agree: where training starts.
-    return torch.expm1(difference_BT) - difference_BT
-
-
 def estimate(estimator: Estimator, logp_BT: Tensor, ref_logp_BT: Tensor) -> Tensor:
     """The named estimate of each token, differentiable. Raises `InputError` for an unknown name or differing shapes."""
     check_shapes(logp_BT=logp_BT, ref_logp_BT=ref_logp_BT)
-    functions = {"k1": k1, "k2": k2, "k3": k3}
-    if estimator not in functions:
-        raise InputError(f"The KL estimator is {estimator!r}; choose one of {', '.join(functions)}.")
-    return functions[estimator](logp_BT, ref_logp_BT)
+    if estimator not in ESTIMATORS:
+        raise InputError(f"The KL estimator is {estimator!r}; choose one of {', '.join(ESTIMATORS)}.")
+    return ESTIMATORS[estimator](logp_BT, ref_logp_BT)
 
 
 def per_sequence(kl_BT: Tensor, mask_BT: Tensor) -> Tensor:
@@ -95,15 +80,9 @@ def penalty_loss(
     """
     check_shapes(logp_BT=logp_BT, ref_logp_BT=ref_logp_BT, mask_BT=mask_BT, ratio_BT=ratio_BT)
     check_denominator("denominator", denominator)
-    mask_BT = mask_BT.bool()
-    logp_BT, ref_logp_BT = kept(logp_BT, mask_BT), kept(ref_logp_BT.detach(), mask_BT)
-    kl_BT = estimate(estimator, logp_BT, ref_logp_BT)
-    if ratio_BT is not None:
-        return shared_out(kept(ratio_BT, mask_BT) * kl_BT, denominator)
-    if estimator == "k1":
-        guide_BT = k2(logp_BT, ref_logp_BT)
-        kl_BT = kl_BT.detach() + (guide_BT - guide_BT.detach())
-    return shared_out(kl_BT, denominator)
+    if estimator not in ESTIMATORS:
+        raise InputError(f"The KL estimator is {estimator!r}; choose one of {', '.join(ESTIMATORS)}.")
+    return shared_out(reference.penalty(estimator, logp_BT, ref_logp_BT, mask_BT, ratio_BT), denominator)
 
 
 class Controller(Protocol):

@@ -1,4 +1,4 @@
-"""`tunesmith bench rollout`, `bench step` and `bench update`: how fast, against whom, and how near to the roofline."""
+"""`tunesmith bench rollout`, `step`, `update` and `kernels`: how fast, against whom, and how near to the limit."""
 
 import json as json_text
 import sys
@@ -83,6 +83,26 @@ class UpdateFlags:
     json: Annotated[bool, _JSON] = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class KernelsFlags:
+    """Each kernel against the plain way in torch, alternating, after its result is compared with the definition's.
+
+    `copy` is the share of the bandwidth of a copy: the time to copy the bytes that the operation must move over the
+    time that it takes. Leave the machine alone meanwhile; it takes some minutes.
+    """
+
+    op: Annotated[
+        tuple[str, ...], UseAppendAction, flag("One operation; repeatable. All if left out.", metavar="OP")
+    ] = ()
+    device: Annotated[Literal["cpu", "cuda"], flag("Where tensors lie.", shows_default=True)] = "cpu"
+    threads: Annotated[int | None, _THREADS] = None
+    rounds: Annotated[int, _ROUNDS] = 7
+    seed: Annotated[int, flag("Seed of what is drawn.", metavar="N", shows_default=True)] = 0
+    quick: Annotated[bool, _QUICK] = False
+    out: Annotated[Path | None, _OUT] = None
+    json: Annotated[bool, _JSON] = False
+
+
 def rollout(words: Sequence[str]) -> None:
     """Run `tunesmith bench rollout`."""
     flags = parse(RolloutFlags, words, "bench rollout")
@@ -154,6 +174,27 @@ def update(words: Sequence[str]) -> None:
         _write(flags.out, facts, output)
         for name, figures in _mappings(facts["workloads"]).items():
             _show_update(name, figures, output)
+        output.finish(facts)
+
+
+def kernels(words: Sequence[str]) -> None:
+    """Run `tunesmith bench kernels`."""
+    flags = parse(KernelsFlags, words, "bench kernels")
+    _check_out(flags.out)
+    from tunesmith.workflows.bench_kernels import CASES, KernelBench, run_kernel_bench
+
+    options = KernelBench(
+        ops=flags.op or tuple(CASES),
+        num_threads=flags.threads,
+        num_rounds=flags.rounds,
+        seed=flags.seed,
+        device=flags.device,
+        quick=flags.quick,
+    )
+    with reporting(as_json=flags.json) as output:
+        facts = run_kernel_bench(options, _say)
+        _write(flags.out, facts, output)
+        _show_kernels(_mappings(facts["kernels"]), output)
         output.finish(facts)
 
 
@@ -234,6 +275,28 @@ def _show_update(name: str, figures: Mapping[str, Any], output: Output) -> None:
     )
     for stage, seconds in figures["stages"].items():
         output.say(f"  {stage:<24}{seconds:8.3f} s")
+
+
+def _show_kernels(kernels: Mapping[str, Mapping[str, Any]], output: Output) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for column in ("", "ratio", "min-max", "ms", "copy", "memory", "error"):
+        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    for op, figures in kernels.items():
+        memory = figures.get("memory_ratio")
+        table.add_row(
+            op,
+            f"{figures['ratio_median']:.2f}x",
+            f"{figures['ratio_min']:.2f}-{figures['ratio_max']:.2f}",
+            f"{figures['ours_ms']:.3g}",
+            f"{figures['copy_share']:.0%}",
+            "" if memory is None else f"{memory:.2f}",
+            f"{figures['max_error']:.1e}",
+        )
+    output.say(table)
+    for op, figures in kernels.items():
+        output.say(f"{op} ({figures['picked']}): {figures['size']}; against {figures['against']}{_load(figures)}")
 
 
 def _load(figures: Mapping[str, Any]) -> str:

@@ -96,6 +96,7 @@ def examine() -> list[Finding]:
         "memory": _memory,
         "current folder": _current_folder,
         "compiler": _compiler,
+        "kernels": lambda: _ask_probe("kernels", "note", "install what is named above"),
         "hub": _hub,
         "smollm2": lambda: _ask_probe("smollm2", "note", "install the packages named above"),
         "untested": _untested,

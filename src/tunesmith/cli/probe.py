@@ -71,7 +71,18 @@ def _smollm2() -> None:
         _say("smollm2", "neither cached nor installed", "note", advice)
 
 
-_PARTS: Mapping[str, Callable[[], None]] = {"torch": _torch, "smollm2": _smollm2}
+def _kernels() -> None:
+    """What each operation runs in, on the CPU and on the GPU, without compiling anything."""
+    from tunesmith.kernels.survey import survey
+
+    names = {"native": "C++", "triton": "Triton", "torch": "torch"}
+    for pick in survey():
+        place = "CPU" if pick.device == "cpu" else "GPU"
+        because = f": {pick.why}" if pick.why else ""
+        _say(f"kernel {pick.op}", f"{names[pick.backend]} on the {place}{because}")
+
+
+_PARTS: Mapping[str, Callable[[], None]] = {"torch": _torch, "kernels": _kernels, "smollm2": _smollm2}
 
 if __name__ == "__main__":
     main()

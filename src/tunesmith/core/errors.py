@@ -57,6 +57,10 @@ class NativeUnavailableError(InputError):
     """A kernel in C++ was asked for and cannot be compiled or loaded on this machine; the message says why."""
 
 
+class TritonUnavailableError(InputError):
+    """A kernel in Triton was asked for and cannot run on this machine or on these tensors; the message says why."""
+
+
 class MissingDependencyError(InputError):
     """An optional package is needed for what was asked; the message names the extra to install."""
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tunesmith.core.errors import InputError, NativeUnavailableError
-from tunesmith.kernels.native import Kernels
+from tunesmith.kernels.native import NATIVE_DTYPES, Kernels
 
 POINTER, INTEGER, SINGLE, DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_double
 """Types of the arguments of a native function."""
@@ -23,14 +23,22 @@ def library_for(kernels: Kernels, op: str, tensor: torch.Tensor) -> ctypes.CDLL 
 
     Raises:
         NativeUnavailableError: `native` was chosen and cannot be had.
+        TritonUnavailableError: `triton` was chosen; an operation that has it asks `Kernels.picked` before.
     """
-    if tensor.dtype in (torch.bfloat16, torch.float32):
+    if tensor.dtype in NATIVE_DTYPES or kernels.choice == "triton":
         return kernels.library(op, tensor.device)
     if kernels.choice == "native":
         raise NativeUnavailableError(
             f"the native kernel {op} is for bfloat16 and float32 and was given {tensor.dtype}; choose auto or torch"
         )
     return None
+
+
+def picked_library(kernels: Kernels, op: str, tensor: torch.Tensor) -> ctypes.CDLL:
+    """The library of `op`, once `kernels.picked(op, tensor)` was `native`, which loads it."""
+    library = kernels.library(op, tensor.device)
+    assert library is not None
+    return library
 
 
 def function_of(library: ctypes.CDLL, name: str, types: Sequence[type]) -> Any:

@@ -1,16 +1,19 @@
-"""Kernels in C++: compiled with the system's compiler at first use, cached, loaded by ctypes.
+"""Which kernels run, and those in C++: compiled with the system's compiler at first use, cached, loaded by ctypes.
 
 An operation `<op>` has its source in `kernels/<op>/cpu.cpp`. The library is cached under a hash of that source, the
 shared headers, the flags, and what the compiler predefines for this processor, so nothing stale is ever loaded.
 """
 
 import ctypes
+import functools
 import hashlib
+import importlib.util
 import os
 import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -19,11 +22,27 @@ from typing import Literal, get_args
 import torch
 
 from tunesmith.core.cache import cache_folder
-from tunesmith.core.errors import InputError, NativeUnavailableError
+from tunesmith.core.errors import InputError, NativeUnavailableError, TritonUnavailableError
 from tunesmith.core.log import Once, get_logger
 
-Choice = Literal["auto", "native", "torch"]
-"""`native`: C++ or an error. `torch`: never C++. `auto`: C++ where it can be had, else torch, which is said once."""
+Choice = Literal["auto", "native", "triton", "torch"]
+"""`native`: C++ or an error. `triton`: Triton or an error. `torch`: the definition. `auto`: what is fast on the device
+of the tensors, C++ on a CPU and Triton on a GPU, else torch, which is said once."""
+
+Backend = Literal["native", "triton", "torch"]
+"""What an operation runs in."""
+
+Capability = tuple[int, int]
+"""Compute capability of an NVIDIA GPU: (7, 0) is a V100, (8, 0) an A100, (9, 0) an H100 or H200."""
+
+NATIVE_DTYPES = (torch.bfloat16, torch.float32)
+"""What most operations take in C++; one that takes others says so where it asks `Kernels.picked`."""
+
+TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""What operations take in Triton."""
+
+LEAST_CAPABILITY: Capability = (7, 0)
+"""The oldest GPU that Triton kernels are compiled for in the tests."""
 
 # No -ffast-math: a shared library linked with it switches denormals off for the whole process, in torch too. These two
 # change no result; they allow vector code where errno and floating-point traps would forbid it.
@@ -43,10 +62,11 @@ _COMPILERS = ("c++", "g++", "clang++")
 _SOURCES = Path(__file__).parent
 _TIMEOUT_S = 300
 _MESSAGE_LINES = 6
+_NO_TRITON = "Triton is not installed; pip install triton, which torch's builds for CUDA bring along"
 
 
 class Kernels:
-    """Where operations run: in C++ or in torch. One object for each owner, such as an engine; it keeps what it loaded.
+    """Where operations run. One object for each owner, such as an engine; it keeps the libraries that it loaded.
 
     `sources` is the folder with the operations, and the package's own by default.
     """
@@ -59,14 +79,47 @@ class Kernels:
         self._once = Once(get_logger(__name__))
         self._libraries: dict[str, ctypes.CDLL | None] = {}
 
+    def picked(
+        self,
+        op: str,
+        tensor: torch.Tensor,
+        *,
+        native_dtypes: Sequence[torch.dtype] = NATIVE_DTYPES,
+        capability: Capability = LEAST_CAPABILITY,
+    ) -> Backend:
+        """What `op` runs in on this tensor's device and dtype; `library` then has its C++.
+
+        `auto` takes C++ on a CPU and Triton on a GPU where the operation has it, the dtype is one that it takes, and a
+        compiler, or Triton and a GPU of at least `capability`, is there. Else it takes torch: without a word for want
+        of a kernel or for another dtype, and with one warning for want of a compiler, of Triton or of a newer GPU.
+
+        Raises:
+            NativeUnavailableError: `native` was chosen and cannot run on this tensor.
+            TritonUnavailableError: `triton` was chosen and cannot run on this tensor.
+        """
+        if self.choice == "torch":
+            return "torch"
+        if self.choice == "triton":
+            return self._triton_or_error(op, tensor, capability)
+        if tensor.device.type == "cuda" and self.choice == "auto":
+            return self._triton_or_torch(op, tensor, capability)
+        if tensor.dtype not in native_dtypes or not has_native(op, sources=self._sources):
+            if self.choice == "native":
+                raise NativeUnavailableError(_why_not_native(op, tensor, native_dtypes, self._sources))
+            return "torch"
+        return "torch" if self.library(op, tensor.device) is None else "native"
+
     def library(self, op: str, device: torch.device) -> ctypes.CDLL | None:
         """The library of `op`, None where torch is to do the work: as chosen, off the CPU, or for want of a compiler.
 
         Raises:
             NativeUnavailableError: `native` was chosen and cannot be had; with `auto` this is a warning, said once.
+            TritonUnavailableError: `triton` was chosen, for an operation that asks for C++ alone.
         """
         if self.choice == "torch":
             return None
+        if self.choice == "triton":
+            raise TritonUnavailableError(f"{op} has no Triton kernel; choose auto, native or torch for it")
         if device.type != "cpu":
             if self.choice == "native":
                 raise NativeUnavailableError(
@@ -85,6 +138,89 @@ class Kernels:
                 raise
             self._once.warning(f"using torch instead of compiled kernels, which is slower: {error}")
             return None
+
+    def _triton_or_error(self, op: str, tensor: torch.Tensor, capability: Capability) -> Backend:
+        if not has_triton(op, sources=self._sources):
+            problem = "there is none for this operation; choose auto, native or torch for it"
+        elif tensor.dtype not in TRITON_DTYPES:
+            problem = f"it was given {tensor.dtype}; give bfloat16, float16 or float32, or choose auto or torch"
+        elif tensor.device.type == "cuda":
+            problem = why_not_on(tensor.device, capability)
+        elif tensor.device.type == "cpu" and _interprets():
+            problem = "" if _triton_is_installed() else _NO_TRITON
+        else:
+            problem = (
+                f"it runs on a CUDA device and was given tensors on {tensor.device}; choose auto or torch. To try it "
+                "on a CPU, very slowly, set TRITON_INTERPRET=1 before Python starts"
+            )
+        if problem:
+            raise TritonUnavailableError(f"the Triton kernel {op} cannot run: {problem}")
+        return "triton"
+
+    def _triton_or_torch(self, op: str, tensor: torch.Tensor, capability: Capability) -> Backend:
+        if not has_triton(op, sources=self._sources) or tensor.dtype not in TRITON_DTYPES:
+            return "torch"
+        problem = why_not_on(tensor.device, capability)
+        if problem:
+            self._once.warning(f"using torch instead of Triton for {op}, which is slower: {problem}")
+        return "torch" if problem else "triton"
+
+
+@functools.cache
+def shared(choice: Choice) -> Kernels:
+    """The process's kernels of this choice: for custom operators of torch, which take text and not objects."""
+    return Kernels(choice)
+
+
+def has_native(op: str, *, sources: Path = _SOURCES) -> bool:
+    """Whether the operation is written in C++."""
+    return (sources / op / "cpu.cpp").is_file()
+
+
+def has_triton(op: str, *, sources: Path = _SOURCES) -> bool:
+    """Whether the operation is written in Triton."""
+    return (sources / op / "triton_impl.py").is_file()
+
+
+def why_not_triton(*, installed: bool, found: Capability | None, least: Capability) -> str:
+    """What keeps a Triton kernel from running on a GPU of capability `found`, and what to do; empty if nothing does.
+
+    `found` is None where torch sees no CUDA device.
+    """
+    if not installed:
+        return _NO_TRITON
+    if found is None:
+        return "torch sees no CUDA device; choose auto or torch"
+    if found < least:
+        return f"it needs compute capability {_dotted(least)} and this GPU has {_dotted(found)}; choose auto or torch"
+    return ""
+
+
+def why_not_on(device: torch.device, least: Capability) -> str:
+    """What keeps a Triton kernel that needs capability `least` from running on this device; empty if nothing does."""
+    found = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
+    return why_not_triton(installed=_triton_is_installed(), found=found, least=least)
+
+
+def _why_not_native(op: str, tensor: torch.Tensor, dtypes: Sequence[torch.dtype], sources: Path) -> str:
+    if not has_native(op, sources=sources):
+        return f"{op} has no native kernel; choose auto or torch for it"
+    names = " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return f"the native kernel {op} is for {names} and was given {tensor.dtype}; choose auto or torch"
+
+
+def _dotted(capability: Capability) -> str:
+    return ".".join(map(str, capability))
+
+
+@functools.cache
+def _triton_is_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _interprets() -> bool:
+    """Whether Triton's kernels run in its interpreter: read as Triton reads it."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 
 def load(op: str, *, sources: Path = _SOURCES) -> ctypes.CDLL:

@@ -23,6 +23,7 @@ from tunesmith.core.trace import span
 from tunesmith.data.prompts import PromptLike
 from tunesmith.evaluation import accuracy
 from tunesmith.kernels.native import Kernels
+from tunesmith.kernels.policy_loss.records import PolicyTokens
 from tunesmith.models.export import ModelCard, save_final
 from tunesmith.models.freeze import freeze_lower_layers
 from tunesmith.models.language_model import LanguageModel, language_model
@@ -217,11 +218,8 @@ def micro_batch_loss(
     advantage_BT = micro.advantage_BT * drawn.weight_BT
     max_tokens = state.cfg.rollout.max_new_tokens
     denominator = policy_loss.loss_denominator(cfg.loss_normalization, mask_BT, size, max_tokens)
-    loss, policy_stats = policy_loss.surrogate(new.logp_BT, old_logp_BT, advantage_BT, mask_BT, denominator, cfg)
-    if cfg.entropy_coef > 0:
-        loss = loss - cfg.entropy_coef * policy_loss.entropy_bonus(new.entropy_BT, mask_BT, size.num_tokens)
-    if cfg.kl.place == "loss" and state.kl.value > 0:
-        loss = loss + state.kl.value * rollouts.kl_penalty(cfg, micro, new.logp_BT, old_logp_BT, denominator)
+    tokens = PolicyTokens(new.logp_BT, old_logp_BT, advantage_BT, mask_BT, entropy_BT=new.entropy_BT)
+    loss, policy_stats = rollouts.policy_objective(cfg, tokens, micro, state.kl.value, denominator, size.num_tokens)
     reference_logp_BT = None if state.reference is None else micro.reference_logp_BT
     stats.add(policy_stats, sequences, new, reference_logp_BT, drawn)
     return loss

@@ -19,6 +19,7 @@ from tunesmith.core.seeds import derive
 from tunesmith.core.trace import span
 from tunesmith.data.prompts import PromptLike
 from tunesmith.kernels.native import Kernels
+from tunesmith.kernels.policy_loss.records import PolicyTokens
 from tunesmith.models.export import ModelCard, save_final
 from tunesmith.models.freeze import freeze_lower_layers
 from tunesmith.models.heads import Critic, ScalarHead, critic_values, hidden_size
@@ -160,17 +161,14 @@ def micro_batch_loss(
     advantage_BT = micro.advantage_BT * drawn.weight_BT
     max_tokens = state.cfg.rollout.max_new_tokens
     denominator = policy_loss.loss_denominator(cfg.loss_normalization, mask_BT, size, max_tokens)
-    loss, policy_stats = policy_loss.surrogate(new.logp_BT, micro.old_logp_BT, advantage_BT, mask_BT, denominator, cfg)
+    tokens = PolicyTokens(new.logp_BT, micro.old_logp_BT, advantage_BT, mask_BT, entropy_BT=new.entropy_BT)
+    loss, policy_stats = rollouts.policy_objective(cfg, tokens, micro, state.kl.value, denominator, size.num_tokens)
     value_stats = None
     if cfg.critic != "none":
         value, value_stats = value_loss.clipped(
             new.value_BT, micro.old_value_BT, micro.return_BT, mask_BT, size.num_tokens, cfg.value_clip
         )
         loss = loss + cfg.value_coef * value
-    if cfg.entropy_coef > 0:
-        loss = loss - cfg.entropy_coef * policy_loss.entropy_bonus(new.entropy_BT, mask_BT, size.num_tokens)
-    if cfg.kl.place == "loss" and state.kl.value > 0:
-        loss = loss + state.kl.value * rollouts.kl_penalty(cfg, micro, new.logp_BT, micro.old_logp_BT, denominator)
     stats.add(policy_stats, value_stats)
     stats.add_pass(micro.sequences, new.logp_BT, new.entropy_BT, drawn)
     return loss

@@ -16,8 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from tunesmith.core.errors import InputError
 from tunesmith.kernels.gated.api import softcap
 from tunesmith.kernels.logprob import reference
-from tunesmith.kernels.logprob.api import chosen_logp_entropy
-from tunesmith.kernels.logprob.head import OutputLayer, head_logp_entropy
+from tunesmith.kernels.logprob.api import ScoreGradient, chosen_logp_entropy
+from tunesmith.kernels.logprob.head import OutputLayer, head_gradients, head_logp_entropy
 from tunesmith.kernels.native import Kernels
 
 ROWS, HIDDEN, TOKENS = 45, 32, 700
@@ -163,6 +163,51 @@ def test_no_tensor_is_larger_than_the_bound(kernels: Kernels) -> None:
     with Largest() as all_at_once:
         case.gradients(chosen_logp_entropy(linear(*case.leaves), case.ids_N, 1.0, kernels=kernels))
     assert all_at_once.shape == (400, TOKENS)  # the measure sees what it is to see
+
+
+@pytest.mark.parametrize("num_rows", [None, 2, 12])
+@pytest.mark.parametrize(("has_bias", "cap"), FORMS)
+def test_a_loss_that_is_known_at_once_takes_three_products_and_gives_the_same(
+    has_bias, cap, num_rows, kernels: Kernels
+) -> None:
+    case = Case(torch.float32, has_bias, cap)
+    layer = OutputLayer(case.weight_VH, case.bias_V, cap)
+    seen: list[slice] = []
+
+    def loss(rows: slice, logp_R: torch.Tensor, entropy_R: torch.Tensor) -> ScoreGradient:
+        assert len(logp_R) == len(entropy_R) == rows.stop - rows.start
+        seen.append(rows)
+        return ScoreGradient(case.d_logp_N[rows], case.d_entropy_N[rows])
+
+    chunk_bytes = (num_rows or ROWS) * ROW_BYTES[torch.float32]
+    with FlopCounterMode(display=False) as counter:
+        found = head_gradients(case.hidden_NH, layer, case.ids_N, loss, 0.7, kernels=kernels, chunk_bytes=chunk_bytes)
+    if num_rows != 2:  # a single row is multiplied twice
+        assert counter.get_total_flops() == 3 * 2 * ROWS * HIDDEN * TOKENS
+    assert [rows.start for rows in seen] == [0, *(rows.stop for rows in seen[:-1])] and seen[-1].stop == ROWS
+    for ours, expected in zip((found.logp_N, found.entropy_N), case.scores(kernels), strict=True):
+        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+    given = [found.d_hidden_NH, found.d_weight_VH, *([] if found.d_bias_V is None else [found.d_bias_V])]
+    for ours, exact in zip(given, case.exact(), strict=True):
+        torch.testing.assert_close(ours.double(), exact, atol=2e-6 * exact.abs().max().item(), rtol=1e-5)
+
+
+def test_a_loss_that_is_known_at_once_sums_weights_in_float32(kernels: Kernels) -> None:
+    case = Case(torch.bfloat16)
+
+    def loss(rows: slice, *_: torch.Tensor) -> ScoreGradient:
+        return ScoreGradient(case.d_logp_N[rows], case.d_entropy_N[rows])
+
+    exact_VH, layer = case.exact()[1], OutputLayer(case.weight_VH)
+    found = [
+        head_gradients(case.hidden_NH, layer, case.ids_N, loss, 0.7, kernels=kernels, chunk_bytes=num_bytes)
+        for num_bytes in (2**20, 5 * ROW_BYTES[torch.bfloat16])
+    ]
+    assert all(one.d_weight_VH.dtype == torch.float32 for one in found)
+    whole, chunked = ((one.d_weight_VH - exact_VH).norm() for one in found)
+    assert chunked <= 1.05 * whole
+    nothing = head_gradients(case.hidden_NH[:0], layer, case.ids_N[:0], loss, kernels=kernels)
+    assert nothing.logp_N.shape == (0,) and not nothing.d_weight_VH.any()
 
 
 def test_a_second_backward_pass_gives_the_same(native: Kernels) -> None:

@@ -1,4 +1,4 @@
-"""Log-prob of chosen tokens and entropy, with gradients, in C++ or in torch.
+"""Log-prob of chosen tokens and entropy, with gradients, in C++, in Triton or in torch.
 
 Shape legend: N rows, V vocabulary.
 """
@@ -22,7 +22,8 @@ from tunesmith.kernels.arguments import (
     require_rows,
     with_dense_rows,
 )
-from tunesmith.kernels.logprob import reference
+from tunesmith.kernels.gated.api import softcap as capped
+from tunesmith.kernels.logprob import ops, reference
 from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.sample.records import SMALLEST_TEMPERATURE
 
@@ -35,26 +36,37 @@ def chosen_logp_entropy(
     ids_N: torch.Tensor,
     temperature: float,
     *,
+    softcap: float | None = None,
     reuse_logits: bool = False,
     kernels: Kernels,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(logp_N, entropy_N) in nats of softmax(logits / temperature), float32 (float64 for float64), with gradients.
 
-    `ids_N` is int64. Natively, from equal logits the log-probs have the bits of the sampler's `raw_logp_B`, and a row's
-    result depends on that row alone. Both are NaN where a logit of the row is not finite. What is kept for the backward
-    pass are the logits and a few numbers per row; it gives a gradient in the dtype of the logits.
+    `ids_N` is int64. In C++ and in Triton, from equal logits the log-probs have the bits of the sampler's `raw_logp_B`,
+    and a row's result depends on that row alone. Both are NaN where a logit of the row is not finite. What is kept for
+    the backward pass are the logits and a few numbers per row; it gives a gradient in the dtype of the logits.
 
-    With `reuse_logits` that gradient is written over the logits, which saves as much memory as they take: nobody may
+    With a `softcap` c the logits are c * tanh(logits / c): in Triton within the same pass, else in one before it, which
+    rounds to the dtype of the logits and keeps one more tensor of their size.
+
+    With `reuse_logits` the gradient is written over the logits, which saves as much memory as they take: nobody may
     read the logits after the backward pass, and a second backward pass raises.
 
     Raises:
-        InputError: shapes, dtypes, ids or the temperature do not fit, or logits to be reused are a leaf.
-        NativeUnavailableError: native kernels were chosen and cannot be had.
+        InputError: shapes, dtypes, ids, the temperature or the cap do not fit, or logits to be reused are a leaf.
+        NativeUnavailableError, TritonUnavailableError: that kernel was chosen and cannot be had.
     """
-    _check(logits_NV, ids_N, temperature)
+    _check(logits_NV, ids_N, temperature, softcap)
     is_recorded = records_gradient(logits_NV)
     if reuse_logits and is_recorded and logits_NV.is_leaf:
         raise InputError("logits are a leaf, whose values the gradient would overwrite; call without reuse_logits")
+    if kernels.picked("logprob", logits_NV) == "triton":
+        if reuse_logits and is_recorded:
+            return ops.ReusingLogits.apply(logits_NV, ids_N, temperature, softcap or 0.0)  # type: ignore[return-value]
+        return ops.logprob(logits_NV, ids_N, temperature, softcap or 0.0)[:2]
+    if softcap is not None:  # the cap's backward pass reads its output, so that must not be written over
+        capped_NV = capped(logits_NV, softcap, kernels=kernels)
+        return chosen_logp_entropy(capped_NV, ids_N, temperature, kernels=kernels)
     library = library_for(kernels, "logprob", logits_NV)
     if library is None:
         logp_N, entropy_N = reference.chosen_logp_entropy_in_blocks(
@@ -75,13 +87,25 @@ class Scored:
     sums_NK: torch.Tensor
 
 
-def score(logits_NV: torch.Tensor, ids_N: torch.Tensor, temperature: float, *, kernels: Kernels) -> Scored:
+def score(
+    logits_NV: torch.Tensor,
+    ids_N: torch.Tensor,
+    temperature: float,
+    *,
+    softcap: float | None = None,
+    kernels: Kernels,
+) -> Scored:
     """What `chosen_logp_entropy` gives, with the same bits, and a few sums per row; without autograd.
 
     Raises:
-        InputError, NativeUnavailableError: as `chosen_logp_entropy`.
+        InputError, NativeUnavailableError, TritonUnavailableError: as `chosen_logp_entropy`.
     """
-    _check(logits_NV, ids_N, temperature)
+    _check(logits_NV, ids_N, temperature, softcap)
+    logits_NV = logits_NV.detach()
+    if kernels.picked("logprob", logits_NV) == "triton":
+        return Scored(*ops.logprob(logits_NV, ids_N, temperature, softcap or 0.0))
+    if softcap is not None:
+        logits_NV = capped(logits_NV, softcap, kernels=kernels)
     library = library_for(kernels, "logprob", logits_NV)
     if library is not None:
         return Scored(*_forward(library, with_dense_rows(logits_NV), ids_N, temperature))
@@ -105,13 +129,29 @@ def logits_gradient(
     gradient: ScoreGradient,
     temperature: float,
     *,
+    softcap: float | None = None,
     kernels: Kernels,
 ) -> torch.Tensor:
     """The gradient of the logits, written over them: rows of `score`, or some neighbouring columns of those.
 
     `sums_NK` are from `score` of the whole rows, with the same kernels. For columns from c on, give `ids_N - c`; ids
-    outside are no error.
+    outside are no error. With a `softcap` it is the gradient of the logits before the cap; in C++ and in torch it then
+    has memory of its own, and the pass takes three times that of the logits.
     """
+    logits_NV = logits_NV.detach()
+    if kernels.picked("logprob", logits_NV) == "triton":
+        d_logp_N, d_entropy_N = (
+            torch.zeros_like(sums_NK[:, 0]) if grad is None else grad
+            for grad in (gradient.d_logp_N, gradient.d_entropy_N)
+        )
+        ops.logprob_gradient_(logits_NV, ids_N, sums_NK, d_logp_N, d_entropy_N, temperature, softcap or 0.0)
+        return logits_NV
+    if softcap is not None:
+        with torch.enable_grad():
+            capped_NV = capped(logits_NV.requires_grad_(), softcap, kernels=kernels)
+        d_capped_NV = capped_NV.detach().clone()  # the cap may want its own output
+        logits_gradient(d_capped_NV, ids_N, sums_NK, gradient, temperature, kernels=kernels)
+        return torch.autograd.grad(capped_NV, logits_NV, d_capped_NV)[0]
     library = library_for(kernels, "logprob", logits_NV)
     if library is None:
         reference.gradient_in_blocks(
@@ -199,15 +239,17 @@ def _backward(
     )
 
 
-def _check(logits_NV: torch.Tensor, ids_N: torch.Tensor, temperature: float) -> None:
+def _check(logits_NV: torch.Tensor, ids_N: torch.Tensor, temperature: float, softcap: float | None) -> None:
     require_rows("logits", logits_NV)
     num_rows, num_tokens = logits_NV.shape
     if ids_N.dtype != torch.int64 or ids_N.shape != (num_rows,):
         raise InputError(f"ids are {ids_N.dtype} of shape {tuple(ids_N.shape)}; give torch.int64 [{num_rows}]")
-    # On a GPU this would wait for it, and indexing checks the ids there.
+    # On a GPU this would wait for it; there indexing checks the ids, and Triton gives NaN for one outside.
     if ids_N.device.type == "cpu" and not 0 <= int(ids_N.min()) <= int(ids_N.max()) < num_tokens:
         raise InputError(f"ids lie in [{int(ids_N.min())}, {int(ids_N.max())}]; give ids in [0, {num_tokens})")
     if not SMALLEST_TEMPERATURE <= temperature < float("inf"):
         raise InputError(
             f"temperature is {temperature}; log-probs need one of at least {SMALLEST_TEMPERATURE}, and finite"
         )
+    if softcap is not None and not 0 < softcap < float("inf"):
+        raise InputError(f"softcap is {softcap}; give a positive finite number, or None for no cap")

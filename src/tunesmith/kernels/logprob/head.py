@@ -3,7 +3,7 @@
 Shape legend: N rows, H hidden, V vocabulary, R rows of a chunk, C columns of a chunk (neighbouring tokens).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -12,12 +12,14 @@ from torch.nn.functional import linear
 
 from tunesmith.core.errors import InputError
 from tunesmith.kernels.arguments import records_gradient
-from tunesmith.kernels.gated.api import softcap
 from tunesmith.kernels.logprob.api import Scored, ScoreGradient, logits_gradient, score
 from tunesmith.kernels.native import Kernels
 
-CHUNK_BYTES = 64 * 2**20
-"""Logits that exist at a time take no more than this, in the dtype of the weights."""
+_CPU_CHUNK_BYTES = 64 * 2**20
+_GPU_SHARE = 32
+
+_PARTS = 4
+"""Logits that do not fit are made in blocks of this part of what may be kept: on a CPU smaller blocks cost no time."""
 
 _FEWEST_ROWS, _FEWEST_COLUMNS = 2, 64
 """A chunk has so many whatever it takes: a matrix of one row may be multiplied by other code, with other bits."""
@@ -48,7 +50,7 @@ def head_logp_entropy(
     temperature: float = 1.0,
     *,
     kernels: Kernels,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(logp_N, entropy_N) in nats of softmax(logits / temperature), float32 (float64 for float64), with gradients.
 
@@ -56,26 +58,104 @@ def head_logp_entropy(
     product of a row does not depend on the rows beside it (bfloat16 on a CPU). Gradients flow to the hidden states, the
     weight and the bias; the weight's has one rounding, as if all logits had been there.
 
-    Memory: the forward pass makes logits for some rows at a time, the backward pass makes them again for some columns
-    and writes their gradient over them. So at any time there are at most `chunk_bytes` of them (with a softcap three
-    times as much), or 2 rows in the forward and 64 columns in the backward pass if that is more. Kept for the backward
-    pass are the hidden states, which the caller has, and a few numbers per row; the logits too if those of all rows fit
-    in `chunk_bytes`. The backward pass adds a float32 [N, H], and the gradients themselves. Rows to whose scores the
-    loss gives no gradient are left out of it.
+    Memory: if the logits of all rows fit in `chunk_bytes` (by default `chunk_bytes_on` the device) they are kept for
+    the backward pass, which writes their gradient over them. Else the forward pass makes those of some rows at a time,
+    and the backward pass makes them again for some columns: a quarter of `chunk_bytes` exist at a time, or 2 rows in
+    the forward and 64 columns in the backward pass if that is more. With a softcap in C++ or in torch it is three times
+    as much. Kept besides are the hidden states, which the caller has, and a few numbers per row. The backward pass adds
+    a float32 [N, H], and the gradients themselves. Rows to whose scores the loss gives no gradient are left out of it.
 
     Raises:
         InputError: shapes or dtypes, ids or the temperature do not fit.
         NativeUnavailableError: native kernels were chosen and cannot be had.
     """
     _check(hidden_NH, layer, ids_N)
+    chunk_bytes = chunk_bytes_on(hidden_NH.device) if chunk_bytes is None else chunk_bytes
     return _scored(hidden_NH, layer, _Call(ids_N, layer.softcap, temperature, chunk_bytes, kernels))[:2]
+
+
+def chunk_bytes_on(device: torch.device) -> int:
+    """Bytes that the logits of all rows may take to be kept, by default, in the dtype of the weights.
+
+    64 MiB on a CPU, and on a GPU a part of its whole memory: time is dear there, and logits of all rows that fit need
+    not be made again.
+    """
+    if device.type != "cuda":
+        return _CPU_CHUNK_BYTES
+    return torch.cuda.get_device_properties(device).total_memory // _GPU_SHARE
 
 
 def head_scores(hidden_NH: torch.Tensor, layer: OutputLayer, ids_N: torch.Tensor, *, kernels: Kernels) -> HeadScores:
     """What `head_logp_entropy` gives at temperature 1, and which tokens are the most likely ones, from one pass."""
     _check(hidden_NH, layer, ids_N)
-    call = _Call(ids_N, layer.softcap, 1.0, CHUNK_BYTES, kernels, marks_top=True)
+    call = _Call(ids_N, layer.softcap, 1.0, chunk_bytes_on(hidden_NH.device), kernels, marks_top=True)
     return HeadScores(*_scored(hidden_NH, layer, call))
+
+
+ScoreLoss = Callable[[slice, torch.Tensor, torch.Tensor], ScoreGradient]
+"""From some rows and their log-probs and entropies: the gradient that a loss gives to these."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadGradients:
+    """Scores of all rows, and the gradients of a loss of them; those of weight and bias in float32 for 16 bits."""
+
+    logp_N: torch.Tensor
+    entropy_N: torch.Tensor
+    d_hidden_NH: torch.Tensor
+    d_weight_VH: torch.Tensor
+    d_bias_V: torch.Tensor | None
+
+
+@torch.no_grad()
+def head_gradients(
+    hidden_NH: torch.Tensor,
+    layer: OutputLayer,
+    ids_N: torch.Tensor,
+    loss: ScoreLoss,
+    temperature: float = 1.0,
+    *,
+    kernels: Kernels,
+    chunk_bytes: int | None = None,
+) -> HeadGradients:
+    """Scores as by `head_logp_entropy`, and gradients of a loss whose derivative by a row's scores is known once these
+    are: as for a log-likelihood, or a clipped policy loss with its advantages and old log-probs.
+
+    Each block of logits is made once, scored, written over by its gradient and multiplied: three matrix products, where
+    a backward pass that comes later takes four if not all logits fit in `chunk_bytes`. `loss` is called for some rows
+    at a time, in their order, and can sum up its value and statistics. Gradients of weight and bias are summed over the
+    blocks in float32.
+
+    Raises:
+        InputError: shapes or dtypes, ids or the temperature do not fit.
+        NativeUnavailableError, TritonUnavailableError: that kernel was chosen and cannot be had.
+    """
+    _check(hidden_NH, layer, ids_N)
+    row_bytes = layer.weight_VH.shape[0] * hidden_NH.element_size()
+    chunk_bytes = chunk_bytes_on(hidden_NH.device) if chunk_bytes is None else chunk_bytes
+    scores_2N = _wide(hidden_NH.new_empty(2, len(ids_N)))
+    d_hidden_NH = torch.zeros_like(hidden_NH)
+    d_weight_VH = _wide(torch.zeros_like(layer.weight_VH))
+    d_bias_V = None if layer.bias_V is None else _wide(torch.zeros_like(layer.bias_V))
+    for rows in _chunks(len(ids_N), row_bytes, chunk_bytes, _FEWEST_ROWS):
+        logits_RV = _logits(hidden_NH[rows], layer.weight_VH, layer.bias_V)
+        scored = score(logits_RV, ids_N[rows], temperature, softcap=layer.softcap, kernels=kernels)
+        scores_2N[0, rows], scores_2N[1, rows] = scored.logp_N, scored.entropy_N
+        gradient = loss(rows, scored.logp_N, scored.entropy_N)
+        d_logits_RV = logits_gradient(
+            logits_RV,
+            ids_N[rows],
+            scored.sums_NK,
+            gradient,
+            temperature,
+            softcap=layer.softcap,
+            kernels=kernels,
+        )
+        d_hidden_NH[rows] = d_logits_RV.mm(layer.weight_VH)
+        d_weight_VH += _product(d_logits_RV.t(), hidden_NH[rows])
+        if d_bias_V is not None:
+            d_bias_V += d_logits_RV.sum(0, dtype=d_bias_V.dtype)
+    return HeadGradients(scores_2N[0], scores_2N[1], d_hidden_NH, d_weight_VH, d_bias_V)
 
 
 def _check(hidden_NH: torch.Tensor, layer: OutputLayer, ids_N: torch.Tensor) -> None:
@@ -129,11 +209,12 @@ class _Call:
         chunks: list[Scored] = []
         tops = [torch.zeros(0, dtype=torch.bool, device=hidden_NH.device)]
         logits_RV = None
-        for rows in _chunks(len(hidden_NH), max(_FEWEST_ROWS, self.chunk_bytes // row_bytes)):
+        for rows in _chunks(len(hidden_NH), row_bytes, self.chunk_bytes, _FEWEST_ROWS):
             logits_RV = _logits(hidden_NH[rows], layer.weight_VH, layer.bias_V)
-            chunks.append(score(self._capped(logits_RV), self.ids_N[rows], self.temperature, kernels=self.kernels))
+            ids_R = self.ids_N[rows]
+            chunks.append(score(logits_RV, ids_R, self.temperature, softcap=self.softcap, kernels=self.kernels))
             if self.marks_top:  # a cap changes no order
-                tops.append(logits_RV.gather(1, self.ids_N[rows, None])[:, 0] >= logits_RV.amax(1))
+                tops.append(logits_RV.gather(1, ids_R[:, None])[:, 0] >= logits_RV.amax(1))
         is_top_N = torch.cat(tops)
         if len(chunks) == 1:
             return _Forward(chunks[0], is_top_N, logits_RV if keeps else None)
@@ -144,17 +225,15 @@ class _Call:
         self, logits_NC: torch.Tensor, start: int, sums_NK: torch.Tensor, gradient: ScoreGradient
     ) -> torch.Tensor:
         """The gradient of the columns from `start` on of the logits before the cap, written over them."""
-        ids_N = self.ids_N - start
-        if self.softcap is None:
-            return logits_gradient(logits_NC, ids_N, sums_NK, gradient, self.temperature, kernels=self.kernels)
-        with torch.enable_grad():
-            capped_NC = self._capped(logits_NC.requires_grad_())
-        d_capped_NC = capped_NC.detach().clone()  # the cap may want its own output
-        logits_gradient(d_capped_NC, ids_N, sums_NK, gradient, self.temperature, kernels=self.kernels)
-        return torch.autograd.grad(capped_NC, logits_NC, d_capped_NC)[0]
-
-    def _capped(self, logits_NC: torch.Tensor) -> torch.Tensor:
-        return logits_NC if self.softcap is None else softcap(logits_NC, self.softcap, kernels=self.kernels)
+        return logits_gradient(
+            logits_NC,
+            self.ids_N - start,
+            sums_NK,
+            gradient,
+            self.temperature,
+            softcap=self.softcap,
+            kernels=self.kernels,
+        )
 
 
 class _FromHidden(torch.autograd.Function):
@@ -213,7 +292,7 @@ class _Gradients:
         if self.d_bias_V is not None:
             self.d_bias_V[columns] = d_logits_MC.sum(0)
         if self._d_hidden_MH is not None:
-            part_MH = d_logits_MC.mm(self._weight_VH[columns])
+            part_MH = _product(d_logits_MC, self._weight_VH[columns])
             # One block needs no sum, and several are summed in more than 16 bits.
             self._d_hidden_MH = self._d_hidden_MH + part_MH if self._num_blocks else _wide(part_MH)
         self._num_blocks += 1
@@ -234,7 +313,7 @@ def _columns(
         yield slice(0, num_tokens), logits_MV
         return
     column_bytes = len(hidden_MH) * hidden_MH.element_size()
-    for columns in _chunks(num_tokens, max(_FEWEST_COLUMNS, chunk_bytes // column_bytes)):
+    for columns in _chunks(num_tokens, column_bytes, chunk_bytes, _FEWEST_COLUMNS):
         bias_C = None if layer.bias_V is None else layer.bias_V[columns]
         yield columns, _logits(hidden_MH, layer.weight_VH[columns], bias_C)
 
@@ -245,11 +324,19 @@ def _logits(hidden_RH: torch.Tensor, weight_CH: torch.Tensor, bias_C: torch.Tens
     return linear(hidden_RH, weight_CH, bias_C)
 
 
-def _chunks(length: int, most: int) -> Iterator[slice]:
-    """Neighbouring parts of `length` things, as even as can be, none of more than `most`."""
-    count = -(-length // most)
-    for index in range(count):
+def _chunks(length: int, bytes_of_one: int, chunk_bytes: int, fewest: int) -> Iterator[slice]:
+    """All of `length` things at once if they fit in `chunk_bytes`, else neighbouring ones, as even as can be."""
+    most = max(fewest, chunk_bytes // _PARTS // bytes_of_one)
+    count = 1 if length * bytes_of_one <= chunk_bytes else -(-length // most)
+    for index in range(count if length else 0):
         yield slice(length * index // count, length * (index + 1) // count)
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a @ b; on a GPU products of 16 bits come in float32, as they were summed, without a rounding of each part."""
+    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.mm(b)
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:

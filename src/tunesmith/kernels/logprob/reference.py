@@ -13,9 +13,15 @@ _BLOCK_ROWS = 16
 
 
 def chosen_logp_entropy(
-    logits_NV: torch.Tensor, ids_N: torch.Tensor, temperature: float = 1.0
+    logits_NV: torch.Tensor, ids_N: torch.Tensor, temperature: float = 1.0, softcap: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(logp_N, entropy_N) of softmax(logits / temperature) in nats, float32 (float64 for float64); plain autograd."""
+    """(logp_N, entropy_N) of softmax(logits / temperature) in nats, float32 (float64 for float64); plain autograd.
+
+    With a `softcap` the logits are `softcap * tanh(logits / softcap)`: Gemma 2 (2024).
+    """
+    if softcap is not None:
+        wide_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
+        logits_NV = softcap * torch.tanh(wide_NV / softcap)
     logp_NV = _scaled(logits_NV, temperature).log_softmax(-1)
     return logp_NV.gather(-1, ids_N[:, None])[:, 0], -(logp_NV.exp() * logp_NV).sum(-1)
 

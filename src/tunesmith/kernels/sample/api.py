@@ -1,4 +1,4 @@
-"""Draws one token for each row of logits, and scores tokens that are given, in C++ or in torch.
+"""Draws one token for each row of logits, and scores tokens that are given, in C++, in Triton or in torch.
 
 Shape legend: B rows, V vocabulary, N biased tokens of all rows, S slots.
 """
@@ -11,7 +11,7 @@ import torch
 from tunesmith.core.errors import InputError
 from tunesmith.kernels.arguments import library_for, require_rows
 from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.sample import reference
+from tunesmith.kernels.sample import ops, reference
 from tunesmith.kernels.sample.records import (
     TEMPERATURE_RULE,
     NoiseKeys,
@@ -49,16 +49,18 @@ def sample(
 ) -> Sampled:
     """One token for each row of logits, with its log-probs; `reference.sample` is the definition.
 
-    A row's result is a function of its logits, settings, keys and seen tokens, not of the rows beside it. The native
-    kernel is exact up to float32 weights: a filter may decide otherwise than the definition for tokens within about
-    1e-6 of its limit. Without `seen` there is no repetition penalty.
+    A row's result is a function of its logits, settings, keys and seen tokens, not of the rows beside it. The kernels
+    are exact up to float32 weights: a filter may decide otherwise than the definition for tokens within about 1e-6 of
+    its limit. Without `seen` there is no repetition penalty.
 
     Raises:
         InputError: shapes or dtypes do not fit, or a biased token is outside of the vocabulary.
         TrainingError: a logit is not finite, or bias and penalty leave no token or overflow; the message names the row.
-        NativeUnavailableError: native kernels were chosen and cannot be had.
+        NativeUnavailableError, TritonUnavailableError: that kernel was chosen and cannot be had.
     """
     _check(logits_BV, settings, keys, seen)
+    if kernels.picked("sample", logits_BV) == "triton":
+        return _triton(logits_BV, settings, keys, seen)
     library = library_for(kernels, "sample", logits_BV)
     if library is None:
         return reference.sample(logits_BV, settings, keys, seen=seen, dtype=_arithmetic(logits_BV))
@@ -70,13 +72,13 @@ def score(
 ) -> torch.Tensor:
     """Log-prob of given tokens under softmax(logits / temperature), nats, float32; `reference.score` is the definition.
 
-    From equal logits it has the bits of `Sampled.raw_logp_B`, natively. `temperature_B` is float64, and 0 counts as 1.
-    There is no gradient: it is for scoring.
+    From equal logits it has the bits of `Sampled.raw_logp_B`, natively and in Triton. `temperature_B` is float64, and 0
+    counts as 1. There is no gradient: it is for scoring.
 
     Raises:
         InputError: shapes or dtypes do not fit, or a token is outside of the vocabulary.
         TrainingError: a logit is not finite; the message names the row.
-        NativeUnavailableError: native kernels were chosen and cannot be had.
+        NativeUnavailableError, TritonUnavailableError: that kernel was chosen and cannot be had.
     """
     require_rows("logits", logits_BV)
     num_rows, num_tokens = logits_BV.shape
@@ -87,6 +89,11 @@ def score(
         raise InputError(f"tokens lie in [{int(token_B.min())}, {int(token_B.max())}]; give ids in [0, {num_tokens})")
     if not bool(is_temperature(temperature_B).all()):
         raise InputError(f"temperatures are {temperature_B.tolist()}; each must be {TEMPERATURE_RULE}")
+    if kernels.picked("sample", logits_BV) == "triton":
+        device = logits_BV.device
+        logp_B = ops.sample_score(logits_BV, token_B.to(device), temperature_B.to(device))
+        reference.require_rows(~logp_B.isnan(), reference.NOT_FINITE)
+        return logp_B
     library = library_for(kernels, "sample", logits_BV)
     if library is None:
         return reference.score(logits_BV, token_B, temperature_B, dtype=_arithmetic(logits_BV))
@@ -123,6 +130,25 @@ def _native(
     return result
 
 
+def _triton(logits_BV: torch.Tensor, settings: SampleSettings, keys: NoiseKeys, seen: Seen | None) -> Sampled:
+    device, num_tokens = logits_BV.device, logits_BV.shape[1]
+    top_k_B = settings.top_k_B.where(settings.top_k_B < num_tokens, 0)  # as many as there are is off
+    slot_B = torch.zeros_like(top_k_B) if seen is None else seen.slot_B.cpu()
+    numbers = (settings.temperature_B, settings.top_p_B, settings.min_p_B, settings.repetition_penalty_B)
+    integers = (top_k_B, slot_B, keys.seed_B, keys.prompt_B, keys.sample_B, keys.position_B)
+    filters = bool(((top_k_B > 0) | (settings.top_p_B < 1) | (settings.min_p_B > 0)).any())
+    token_B, scores_B2, status_B = ops.sample(
+        logits_BV,
+        torch.stack(numbers, -1).to(device),
+        torch.stack(integers, -1).to(device),
+        None if settings.bias is None else reference.biased(logits_BV.float(), settings.bias),
+        None if seen is None else seen.mask_SV.to(device),
+        filters,
+    )
+    _require_fine(status_B)
+    return Sampled(token_B, *scores_B2.unbind(-1))
+
+
 def _call(function: Callable[[object], object], logits_BV: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
     """Run `function` over the rows with pointers to `tensors`, of which those that it writes to are contiguous."""
     if logits_BV.stride(-1) != 1:
@@ -141,6 +167,10 @@ def _call(function: Callable[[object], object], logits_BV: torch.Tensor, tensors
         **{name: tensor.data_ptr() for name, tensor in contiguous.items()},
     )
     function(ctypes.byref(arguments))
+    _require_fine(status_B)
+
+
+def _require_fine(status_B: torch.Tensor) -> None:
     if bool(status_B.any()):
         code = int(status_B[status_B != 0][0])
         reference.require_rows(status_B != code, _COMPLAINTS[code])

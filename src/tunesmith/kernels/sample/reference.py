@@ -76,7 +76,7 @@ def distribution(
     require_rows(logits_BV.isfinite().all(-1), NOT_FINITE)
     x_BV = logits_BV.to(dtype)
     if settings.bias is not None:
-        x_BV = _biased(x_BV, settings.bias)
+        x_BV = biased(x_BV, settings.bias)
     if seen is not None:
         x_BV = _penalised(x_BV, settings.repetition_penalty_B, seen)
     require_rows(x_BV.amax(-1) > float("-inf"), NOTHING_LEFT)
@@ -129,16 +129,21 @@ def require_bias(bias: LogitBias, num_tokens: int) -> None:
         raise InputError(f"logit bias for token {int(bias.token_N.max())}; ids must lie in [0, {num_tokens})")
 
 
-def _divisor(temperature_B: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    temperature_B = temperature_B.to(device, dtype)
-    return torch.where(temperature_B == 0, torch.ones_like(temperature_B), temperature_B)[:, None]
+def biased(x_BV: torch.Tensor, bias: LogitBias) -> torch.Tensor:
+    """The logits with the bias added to them.
 
-
-def _biased(x_BV: torch.Tensor, bias: LogitBias) -> torch.Tensor:
+    Raises:
+        InputError: a biased token is outside of the vocabulary.
+    """
     require_bias(bias, x_BV.shape[1])
     rows_N = torch.repeat_interleave(torch.arange(len(x_BV)), bias.offset_B1.diff())
     place = (rows_N.to(x_BV.device), bias.token_N.to(x_BV.device))
     return x_BV.index_put(place, bias.value_N.to(x_BV), accumulate=True)
+
+
+def _divisor(temperature_B: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    temperature_B = temperature_B.to(device, dtype)
+    return torch.where(temperature_B == 0, torch.ones_like(temperature_B), temperature_B)[:, None]
 
 
 def _penalised(x_BV: torch.Tensor, penalty_B: torch.Tensor, seen: Seen) -> torch.Tensor:

@@ -1,0 +1,1 @@
+"""Generalised advantage estimation."""

@@ -1,0 +1,1 @@
+"""Scale, mask by indices and softmax in one pass."""

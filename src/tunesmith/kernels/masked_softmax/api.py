@@ -1,0 +1,221 @@
+"""Scale, mask by indices and softmax of attention scores in one pass, with gradients.
+
+Shape legend: B sequences, H heads, Q queries, K keys.
+"""
+
+import math
+from typing import cast
+
+import torch
+
+from tunesmith.core.errors import InputError
+from tunesmith.kernels.arguments import FLOATS, INTEGER, POINTER, SINGLE, address, function_of
+from tunesmith.kernels.masked_softmax import reference
+from tunesmith.kernels.masked_softmax.records import KeyMask
+from tunesmith.kernels.native import Choice, Kernels, shared
+
+_FORWARD = (*[POINTER] * 4, *[INTEGER] * 9, SINGLE, INTEGER, INTEGER)
+_BACKWARD = (*[POINTER] * 4, *[INTEGER] * 7, SINGLE, INTEGER, INTEGER)
+_NO_WINDOW = -1
+
+
+def masked_softmax(scores_BHQK: torch.Tensor, *, scale: float, mask: KeyMask, kernels: Kernels) -> torch.Tensor:
+    """softmax(scale * scores) over the keys that each query sees `[B, H, Q, K]`, in the dtype given, with gradients.
+
+    Computed in float32 (float64 for float64) and rounded once, whatever autocast says. Keys that are not seen get 0,
+    and a query that sees none gets 0 for all. No mask of the size of the scores is made. Scores with gaps are copied.
+
+    Raises:
+        InputError: shapes, dtypes, devices, the scale or a rule of the mask do not fit.
+        NativeUnavailableError, TritonUnavailableError: such kernels were chosen and cannot run.
+    """
+    _check(scores_BHQK, scale, mask)
+    offset = scores_BHQK.shape[3] - scores_BHQK.shape[2] if mask.offset is None else mask.offset
+    window = _NO_WINDOW if mask.window is None else mask.window
+    return _softmax(scores_BHQK, mask.keys_B2, mask.allowed_BQK, scale, mask.causal, window, offset, kernels.choice)
+
+
+@torch.library.custom_op("tunesmith::masked_softmax", mutates_args=())
+def _softmax(
+    scores_BHQK: torch.Tensor,
+    keys_B2: torch.Tensor | None,
+    allowed_BQK: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    window: int,
+    offset: int,
+    choice: str,
+) -> torch.Tensor:
+    kernels = shared(cast(Choice, choice))
+    backend = kernels.picked("masked_softmax", scores_BHQK)
+    if not scores_BHQK.numel():
+        return torch.empty_like(scores_BHQK, memory_format=torch.contiguous_format)
+    scores_BHQK, mask = scores_BHQK.contiguous(), _mask(keys_B2, allowed_BQK, causal, window, offset)
+    if backend == "native":
+        return _native(scores_BHQK, scale, mask, offset, kernels)
+    if backend == "triton":
+        from tunesmith.kernels.masked_softmax import triton_impl
+
+        return triton_impl.forward(scores_BHQK, scale, mask, offset)
+    return reference.masked_softmax(scores_BHQK, scale, mask)
+
+
+@_softmax.register_fake
+def _(
+    scores_BHQK: torch.Tensor,
+    keys_B2: torch.Tensor | None,
+    allowed_BQK: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    window: int,
+    offset: int,
+    choice: str,
+) -> torch.Tensor:
+    return torch.empty_like(scores_BHQK, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("tunesmith::masked_softmax_backward", mutates_args=())
+def _softmax_backward(
+    p_BHQK: torch.Tensor,
+    d_p_BHQK: torch.Tensor,
+    keys_B2: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    window: int,
+    offset: int,
+    choice: str,
+) -> torch.Tensor:
+    kernels = shared(cast(Choice, choice))
+    backend = kernels.picked("masked_softmax", p_BHQK)
+    if not p_BHQK.numel():
+        return torch.empty_like(p_BHQK)
+    d_p_BHQK, mask = d_p_BHQK.contiguous(), _mask(keys_B2, None, causal, window, offset)
+    if backend == "native":
+        return _native_backward(p_BHQK, d_p_BHQK, scale, mask, offset, kernels)
+    if backend == "triton":
+        from tunesmith.kernels.masked_softmax import triton_impl
+
+        return triton_impl.backward(p_BHQK, d_p_BHQK, scale, mask, offset)
+    return reference.scores_gradient(p_BHQK, d_p_BHQK, scale)
+
+
+@_softmax_backward.register_fake
+def _(
+    p_BHQK: torch.Tensor,
+    d_p_BHQK: torch.Tensor,
+    keys_B2: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    window: int,
+    offset: int,
+    choice: str,
+) -> torch.Tensor:
+    return torch.empty_like(p_BHQK)
+
+
+def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: torch.Tensor) -> None:
+    _, keys_B2, _, *numbers = inputs
+    ctx.save_for_backward(output, keys_B2)
+    ctx.numbers = numbers  # type: ignore[attr-defined]
+
+
+def _gradients(ctx: torch.autograd.function.FunctionCtx, d_p_BHQK: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    p_BHQK, keys_B2 = ctx.saved_tensors  # type: ignore[attr-defined]
+    d_scores_BHQK = _softmax_backward(p_BHQK, d_p_BHQK, keys_B2, *ctx.numbers)  # type: ignore[attr-defined]
+    return d_scores_BHQK, *[None] * 7
+
+
+_softmax.register_autograd(_gradients, setup_context=_save)
+
+
+def _mask(
+    keys_B2: torch.Tensor | None, allowed_BQK: torch.Tensor | None, causal: bool, window: int, offset: int
+) -> KeyMask:
+    """The mask as kernels want it: `keys` without gaps, `allowed` without gaps in its last dimension."""
+    if allowed_BQK is not None and allowed_BQK.stride(-1) != 1:
+        allowed_BQK = allowed_BQK.contiguous()
+    return KeyMask(
+        causal=causal,
+        window=None if window == _NO_WINDOW else window,
+        offset=offset,
+        keys_B2=None if keys_B2 is None else keys_B2.contiguous(),
+        allowed_BQK=allowed_BQK,
+    )
+
+
+def _native(scores_BHQK: torch.Tensor, scale: float, mask: KeyMask, offset: int, kernels: Kernels) -> torch.Tensor:
+    out_BHQK, allowed_BQK = torch.empty_like(scores_BHQK), mask.allowed_BQK
+    library = kernels.library("masked_softmax", scores_BHQK.device)
+    assert library is not None  # picked
+    steps = (0, 0) if allowed_BQK is None else tuple(_step(allowed_BQK, dim) for dim in (0, 1))
+    function_of(library, "masked_softmax", _FORWARD)(
+        *(address(tensor) for tensor in (scores_BHQK, mask.keys_B2, allowed_BQK, out_BHQK)),
+        *_sizes(scores_BHQK),
+        *(offset, mask.causal, _NO_WINDOW if mask.window is None else mask.window),
+        *steps,
+        scale,
+        scores_BHQK.dtype == torch.bfloat16,
+        torch.get_num_threads(),
+    )
+    return out_BHQK
+
+
+def _native_backward(
+    p_BHQK: torch.Tensor, d_p_BHQK: torch.Tensor, scale: float, mask: KeyMask, offset: int, kernels: Kernels
+) -> torch.Tensor:
+    d_scores_BHQK = torch.empty_like(p_BHQK)
+    library = kernels.library("masked_softmax", p_BHQK.device)
+    assert library is not None  # picked
+    function_of(library, "masked_softmax_backward", _BACKWARD)(
+        *(address(tensor) for tensor in (p_BHQK, d_p_BHQK, mask.keys_B2, d_scores_BHQK)),
+        *_sizes(p_BHQK),
+        *(offset, mask.causal, _NO_WINDOW if mask.window is None else mask.window),
+        scale,
+        p_BHQK.dtype == torch.bfloat16,
+        torch.get_num_threads(),
+    )
+    return d_scores_BHQK
+
+
+def _sizes(scores_BHQK: torch.Tensor) -> tuple[int, int, int, int]:
+    """(rows, heads, queries, keys)."""
+    _, heads, queries, keys = scores_BHQK.shape
+    return scores_BHQK.shape[:-1].numel(), heads, queries, keys
+
+
+def _step(tensor: torch.Tensor, dim: int) -> int:
+    """Elements between two of this dimension; 0 where there is one alone, which all share."""
+    return 0 if tensor.shape[dim] == 1 else tensor.stride(dim)
+
+
+def _check(scores_BHQK: torch.Tensor, scale: float, mask: KeyMask) -> None:
+    if scores_BHQK.dim() != 4 or scores_BHQK.dtype not in FLOATS:
+        raise InputError(
+            f"scores are {scores_BHQK.dtype} of shape {tuple(scores_BHQK.shape)}; give floating-point "
+            "[sequences, heads, queries, keys]"
+        )
+    if not math.isfinite(scale):
+        raise InputError(f"scale is {scale}; give a finite number")
+    if mask.window is not None and mask.window < 1:
+        raise InputError(f"mask.window is {mask.window}; give 1 or more, or None for no window")
+    num_sequences, _, num_queries, num_keys = scores_BHQK.shape
+    keys_B2, allowed_BQK = mask.keys_B2, mask.allowed_BQK
+    if keys_B2 is not None and (keys_B2.shape != (num_sequences, 2) or keys_B2.dtype != torch.int64):
+        raise InputError(
+            f"mask.keys is {keys_B2.dtype} of shape {tuple(keys_B2.shape)}; give torch.int64 [{num_sequences}, 2]"
+        )
+    sizes = ({1, num_sequences}, {1, num_queries}, {num_keys})
+    if allowed_BQK is not None and (
+        allowed_BQK.dim() != 3
+        or allowed_BQK.dtype != torch.bool
+        or any(size not in allowed for size, allowed in zip(allowed_BQK.shape, sizes, strict=True))
+    ):
+        raise InputError(
+            f"mask.allowed is {allowed_BQK.dtype} of shape {tuple(allowed_BQK.shape)}; give torch.bool "
+            f"[{num_sequences} or 1, {num_queries} or 1, {num_keys}]"
+        )
+    for name, tensor in (("keys", keys_B2), ("allowed", allowed_BQK)):
+        if tensor is not None and tensor.device != scores_BHQK.device:
+            raise InputError(
+                f"mask.{name} is on {tensor.device} and the scores on {scores_BHQK.device}; give one device"
+            )

@@ -1,0 +1,1 @@
+"""The loss of a policy: ratio, clips, KL and entropy terms, statistics and gradient."""

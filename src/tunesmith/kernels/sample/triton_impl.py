@@ -1,0 +1,396 @@
+"""The sampler in Triton: one program draws the token of one row; `reference.py` is the definition.
+
+Noise and meaning are the definition's: one number for each row, and the token is the first at which the running sum of
+probabilities passes it. So there is no noise for each token, and no sort either:
+
+- A row without filters is read once for the sums of its tiles, and then the one tile in which the sum passes.
+- A filter keeps what is at least some logit. Tokens that no filter can keep are left out first. The others are written,
+  in the order of the vocabulary, to a scratch, over which a threshold is found by halving the range of the float's
+  bits: the smallest logit above which there are fewer than k tokens, or less than p of the mass. That is exact.
+
+Functions of the kernel pass these tuples on:
+  row      (pointer to its logits, to its seen tokens, number of tokens, penalty)
+  softmax  (largest logit, inverse temperature)
+  scratch  (pointer to the row's room for logits, for tokens)
+  lowest   (smallest key, smallest weight) that is kept
+
+Shape legend: B rows, V vocabulary, S slots, X columns of a tile, T tiles of a row.
+"""
+
+# In Triton 3.7 a call of one kernel function by another has no type that can be unpacked.
+# pyright: reportGeneralTypeIssues=false
+
+# pyright: reportArgumentType=false, reportAssignmentType=false
+# Triton makes constants of the numbers that a kernel hands to its functions.
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from tunesmith.kernels.triton_candidates import (
+    candidate_weights,
+    first_passing,
+    key_of,
+    mass_of,
+    threshold,
+)
+from tunesmith.kernels.triton_check import Variant
+from tunesmith.kernels.triton_softmax import LaunchPlan, launch, logit_at, relative_to_row, softmax_row, weights_of
+
+_MAX_REGISTERS = 128
+"""As many as 512 threads can have; left alone, the compiler spills some of the filters'."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What is drawn from, all on one device; rows of logits are dense.
+
+    `settings_B4` float64: temperature, top_p, min_p, repetition penalty. `integers_B6` int64: top_k, row of `seen_SV`,
+    seed, prompt, sample, position. `changed_BV`: the logits with a bias, None for none. `seen_SV`: bool, or None.
+    Without `filters` neither top_k nor top_p nor min_p is looked at.
+    """
+
+    logits_BV: torch.Tensor
+    settings_B4: torch.Tensor
+    integers_B6: torch.Tensor
+    changed_BV: torch.Tensor | None = None
+    seen_SV: torch.Tensor | None = None
+    filters: bool = False
+
+
+@triton.jit
+def _uniform(integers_ptr):
+    """A number in [0, 1) with 53 bits, float64: the first two words of Philox4x32-10 (Salmon et al. 2011)."""
+    seed = tl.load(integers_ptr + 2)
+    prompt = tl.load(integers_ptr + 3).to(tl.uint32)
+    sample = tl.load(integers_ptr + 4).to(tl.uint32)
+    position = tl.load(integers_ptr + 5).to(tl.uint32)
+    first, second, _, _ = tl.philox(seed, prompt, sample, position, position ^ position)
+    return ((first.to(tl.int64) << 21) | (second.to(tl.int64) >> 11)).to(tl.float64) * 1.1102230246251565e-16
+
+
+@triton.jit
+def _logit(row, column, PENALISED: tl.constexpr):
+    """The logits of columns, or of one, after bias and penalty; -inf outside. Keskar et al., CTRL (2019)."""
+    logits_ptr, seen_ptr, num_tokens, penalty = row
+    x = logit_at(logits_ptr, column, num_tokens, 0.0, False)
+    if PENALISED:
+        seen = tl.load(seen_ptr + column, mask=column < num_tokens, other=0) != 0
+        x = tl.where(seen, tl.where(x < 0, x * penalty, x / penalty), x)
+    return x
+
+
+@triton.jit
+def _sums(row, inverse_temperature, PENALISED: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr):
+    """(largest of the row, sums of its tiles, float64); a logit may be -inf here, which forbids its token."""
+    num_tokens = row[2]
+    tile_T = tl.arange(0, TILES)
+    largest_T = tl.full([TILES], float("-inf"), tl.float32)
+    sum_T = tl.zeros([TILES], tl.float32)
+    for tile in range(0, tl.cdiv(num_tokens, BLOCK)):
+        column_X = tile * BLOCK + tl.arange(0, BLOCK)
+        x_X = _logit(row, column_X, PENALISED)
+        largest, weight_X, _ = weights_of(x_X, column_X < num_tokens, inverse_temperature)
+        largest_T = tl.where(tile_T == tile, largest, largest_T)
+        sum_T = tl.where(tile_T == tile, tl.sum(weight_X, axis=0), sum_T)
+    largest, _, total_T = relative_to_row(largest_T, sum_T, inverse_temperature)
+    return largest, total_T
+
+
+@triton.jit
+def _pick(row, softmax, total_T, noise, PENALISED: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr):
+    """The token that the noise falls on: the tile from the sums of all, then a running sum within it, by steps."""
+    STEP: tl.constexpr = 1024 if BLOCK > 1024 else BLOCK
+    largest, inverse_temperature = softmax
+    tile_T = tl.arange(0, TILES)
+    target = noise * tl.sum(total_T, axis=0)
+    tile = tl.sum((tl.cumsum(total_T, axis=0) <= target).to(tl.int32), axis=0)
+    tile = tl.minimum(tile, tl.max(tl.where(total_T > 0, tile_T, 0), axis=0))
+    passed = tl.sum(tl.where(tile_T < tile, total_T, 0.0), axis=0)
+    token = tl.full([], -1, tl.int32)
+    last = tl.full([], 0, tl.int32)
+    for step in range(0, BLOCK, STEP):
+        column_X = tile * BLOCK + step + tl.arange(0, STEP)
+        weight_X = tl.exp((_logit(row, column_X, PENALISED) - largest) * inverse_temperature)
+        first_here, last_here = first_passing(weight_X, column_X, (target - passed).to(tl.float32))
+        token = tl.where(token < 0, first_here, token)
+        last = tl.maximum(last, last_here)
+        passed += tl.sum(weight_X, axis=0).to(tl.float64)
+    # A sum in another order may fall short of the target by rounding: then the last with weight.
+    return tl.where(token < 0, last, token)
+
+
+@triton.jit
+def _first_largest(row, largest, PENALISED: tl.constexpr, BLOCK: tl.constexpr):
+    """The lowest id of the largest logit."""
+    num_tokens = row[2]
+    found = tl.full([], 2147483647, tl.int32)
+    for tile in range(0, tl.cdiv(num_tokens, BLOCK)):
+        column_X = tile * BLOCK + tl.arange(0, BLOCK)
+        x_X = _logit(row, column_X, PENALISED)
+        found = tl.minimum(found, tl.min(tl.where(x_X == largest, column_X, 2147483647), axis=0))
+    return tl.minimum(found, num_tokens - 1)
+
+
+@triton.jit
+def _bound_of_top_k(row, softmax, top_k, scratch, PENALISED: tl.constexpr, BLOCK: tl.constexpr):
+    """A key that the k-th largest logit reaches: that of the k-th largest among the maxima of columns over the tiles.
+
+    Each is a token of its own. Where there are fewer columns than k, it is the key of -inf.
+    """
+    best_X = tl.full([BLOCK], float("-inf"), tl.float32)
+    for tile in range(0, tl.cdiv(row[2], BLOCK)):
+        best_X = tl.maximum(best_X, _logit(row, tile * BLOCK + tl.arange(0, BLOCK), PENALISED))
+    tl.store(scratch[0] + tl.arange(0, BLOCK), best_X)
+    tl.debug_barrier()  # from here on threads read what others wrote
+    lowest = tl.full([], -2139095041, tl.int32)
+    key = threshold(scratch[0], BLOCK, lowest, top_k.to(tl.float64), softmax, False, BLOCK)
+    tl.debug_barrier()  # and all have read before the scratch is written anew
+    return key
+
+
+@triton.jit
+def _gather(row, softmax, lowest, scratch, PENALISED: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the candidates, what has at least this key and this weight, to the scratch, in order; their number."""
+    num_tokens = row[2]
+    largest, inverse_temperature = softmax
+    lowest_key, lowest_weight = lowest
+    count = tl.full([], 0, tl.int32)
+    for tile in range(0, tl.cdiv(num_tokens, BLOCK)):
+        column_X = tile * BLOCK + tl.arange(0, BLOCK)
+        x_X = _logit(row, column_X, PENALISED)
+        weight_X = tl.exp((x_X - largest) * inverse_temperature)
+        is_kept_X = (column_X < num_tokens) & (key_of(x_X) >= lowest_key) & (weight_X >= lowest_weight)
+        place_X = count + tl.cumsum(is_kept_X.to(tl.int32), axis=0) - 1
+        tl.store(scratch[0] + place_X, x_X, mask=is_kept_X)
+        tl.store(scratch[1] + place_X, column_X, mask=is_kept_X)
+        count += tl.sum(is_kept_X.to(tl.int32), axis=0)
+    tl.debug_barrier()  # from here on threads read what others wrote
+    return count
+
+
+@triton.jit
+def _pick_filtered(row, filters, softmax, total, noise, scratch, PENALISED: tl.constexpr, BLOCK: tl.constexpr):
+    """(token, mass of what is kept) after top-k, then top-p, then min-p."""
+    top_k, top_p, min_p = filters
+    # What weighs less has together less than 1 - p of the mass; a hundredth is room for rounding. It counts, though, in
+    # the mass that top-k leaves.
+    bound = tl.where(top_p < 1, 0.99 * (1 - top_p) * total / row[2], 0.0).to(tl.float32)
+    bound = tl.where(top_k > 0, 0.0, tl.maximum(bound, min_p))
+    low = tl.full([], -2139095041, tl.int32)
+    if top_k > 0:
+        low = _bound_of_top_k(row, softmax, top_k, scratch, PENALISED, BLOCK)
+    count = _gather(row, softmax, (low, bound), scratch, PENALISED, BLOCK)
+    if top_k > 0:
+        low = threshold(scratch[0], count, low, top_k.to(tl.float64), softmax, False, BLOCK)
+        total = mass_of(scratch[0], count, (low, 0.0), softmax, BLOCK)
+    if top_p < 1:
+        low = threshold(scratch[0], count, low, top_p * total, softmax, True, BLOCK)
+    mass = mass_of(scratch[0], count, (low, min_p), softmax, BLOCK)
+    target = noise * mass
+    passed = tl.full([], 0.0, tl.float64)
+    place = tl.full([], -1, tl.int32)
+    last = tl.full([], 0, tl.int32)
+    for start in range(0, count, BLOCK):
+        weight_X = candidate_weights(scratch[0], start, count, (low, min_p), softmax, BLOCK)
+        first_here, last_here = first_passing(weight_X, start + tl.arange(0, BLOCK), (target - passed).to(tl.float32))
+        place = tl.where(place < 0, first_here, place)
+        last = tl.maximum(last, last_here)
+        passed += tl.sum(weight_X, axis=0).to(tl.float64)
+    place = tl.where(place < 0, last, place)
+    return tl.load(scratch[1] + place, mask=place < count, other=0), mass
+
+
+@triton.jit
+def _sample_kernel(
+    logits_ptr,
+    changed_ptr,
+    seen_ptr,
+    settings_ptr,
+    integers_ptr,
+    candidate_logit_ptr,
+    candidate_token_ptr,
+    token_ptr,
+    scores_ptr,
+    status_ptr,
+    num_tokens,
+    stride,
+    changed_stride,
+    seen_stride,
+    scratch_stride,
+    CHANGED: tl.constexpr,
+    PENALISED: tl.constexpr,
+    FILTERS: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    STEP: tl.constexpr = 1024 if BLOCK > 1024 else BLOCK  # fewer registers; the sums must be those of the loss
+    index = tl.program_id(0).to(tl.int64)
+    logits_ptr += index * stride
+    settings_ptr += index * 4
+    integers_ptr += index * 6
+    temperature = tl.load(settings_ptr)
+    inverse_temperature = (1.0 / tl.where(temperature == 0, 1.0, temperature)).to(tl.float32)
+    raw_largest, raw_log_total, entropy, total_T = softmax_row(
+        logits_ptr, num_tokens, inverse_temperature, 0.0, False, TILES, BLOCK
+    )
+    largest = raw_largest
+    row = (logits_ptr, seen_ptr, num_tokens, tl.load(settings_ptr + 3).to(tl.float32))
+    if CHANGED:
+        row = (changed_ptr + index * changed_stride, row[1], num_tokens, row[3])
+    if PENALISED:
+        row = (row[0], seen_ptr + tl.load(integers_ptr + 1) * seen_stride, num_tokens, row[3])
+    if CHANGED or PENALISED:
+        largest, total_T = _sums(row, inverse_temperature, PENALISED, TILES, BLOCK)
+    softmax = (largest, inverse_temperature)
+    mass = tl.sum(total_T, axis=0)
+    noise = _uniform(integers_ptr)
+    token = _pick(row, softmax, total_T, noise, PENALISED, TILES, BLOCK)
+    if FILTERS:
+        top_k = tl.load(integers_ptr).to(tl.int32)
+        top_p = tl.load(settings_ptr + 1)
+        min_p = tl.load(settings_ptr + 2).to(tl.float32)
+        if (temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0)):
+            scratch = (candidate_logit_ptr + index * scratch_stride, candidate_token_ptr + index * scratch_stride)
+            token, mass = _pick_filtered(row, (top_k, top_p, min_p), softmax, mass, noise, scratch, PENALISED, STEP)
+    if temperature == 0:
+        token = _first_largest(row, largest, PENALISED, STEP)
+    logp = (_logit(row, token, PENALISED) - largest) * inverse_temperature - tl.log(mass.to(tl.float32))
+    raw_x = logit_at(logits_ptr, token, num_tokens, 0.0, False)
+    tl.store(token_ptr + index, token.to(tl.int64))
+    tl.store(scores_ptr + index * 2, logp)
+    tl.store(scores_ptr + index * 2 + 1, (raw_x - raw_largest) * inverse_temperature - raw_log_total)
+    status = tl.where(largest == float("-inf"), 2, tl.where(largest == float("inf"), 3, 0))
+    tl.store(status_ptr + index, tl.where(entropy == entropy, status, 1))
+
+
+@triton.jit
+def _score_kernel(
+    logits_ptr,
+    token_ptr,
+    temperature_ptr,
+    logp_ptr,
+    num_tokens,
+    stride,
+    TILES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    index = tl.program_id(0).to(tl.int64)
+    logits_ptr += index * stride
+    temperature = tl.load(temperature_ptr + index)
+    inverse_temperature = (1.0 / tl.where(temperature == 0, 1.0, temperature)).to(tl.float32)
+    largest, log_total, entropy, _ = softmax_row(logits_ptr, num_tokens, inverse_temperature, 0.0, False, TILES, BLOCK)
+    x = logit_at(logits_ptr, tl.load(token_ptr + index), num_tokens, 0.0, False)
+    logp = (x - largest) * inverse_temperature - log_total
+    tl.store(logp_ptr + index, tl.where(entropy == entropy, logp, float("nan")))
+
+
+def draw(rows: Rows, plan: LaunchPlan | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(token_B int64, scores_B2 float32, status_B int32): the token, its log-prob under what it was drawn from and
+    under the model, and what is wrong with the row: 0 nothing, 1 a logit is not finite, 2 the bias forbids all tokens,
+    3 bias or penalty make a logit infinite. Nothing waits for the device.
+    """
+    logits_BV = rows.logits_BV
+    num_rows, num_tokens = logits_BV.shape
+    plan = plan or launch(num_tokens, logits_BV.dtype)
+    device = logits_BV.device
+    token_B = torch.empty(num_rows, dtype=torch.int64, device=device)
+    scores_B2 = torch.empty(num_rows, 2, dtype=torch.float32, device=device)
+    status_B = torch.empty(num_rows, dtype=torch.int32, device=device)
+    room = (num_rows, max(num_tokens, plan.block)) if rows.filters else (1, 1)
+    changed_BV = logits_BV if rows.changed_BV is None else rows.changed_BV
+    seen_SV = status_B[None] if rows.seen_SV is None else rows.seen_SV.view(torch.uint8)
+    if num_rows:
+        with torch.cuda.device_of(logits_BV):
+            kernel: Any = _sample_kernel  # parameters of the launch itself are none of the kernel's
+            kernel[(num_rows,)](
+                logits_BV,
+                changed_BV,
+                seen_SV,
+                rows.settings_B4,
+                rows.integers_B6,
+                torch.empty(room, dtype=torch.float32, device=device),
+                torch.empty(room, dtype=torch.int32, device=device),
+                token_B,
+                scores_B2,
+                status_B,
+                num_tokens,
+                logits_BV.stride(0),
+                changed_BV.stride(0),
+                seen_SV.stride(0),
+                room[1],
+                CHANGED=rows.changed_BV is not None,
+                PENALISED=rows.seen_SV is not None,
+                FILTERS=rows.filters,
+                TILES=plan.tiles,
+                BLOCK=plan.block,
+                num_warps=plan.num_warps,
+                maxnreg=_MAX_REGISTERS,
+            )
+    return token_B, scores_B2, status_B
+
+
+def score(logits_BV: torch.Tensor, token_B: torch.Tensor, temperature_B: torch.Tensor) -> torch.Tensor:
+    """Log-prob of given tokens, float32, with the bits of the second score of `draw`; NaN if a logit is not finite."""
+    num_rows, num_tokens = logits_BV.shape
+    logp_B = torch.empty(num_rows, dtype=torch.float32, device=logits_BV.device)
+    plan = launch(num_tokens, logits_BV.dtype)
+    if num_rows:
+        with torch.cuda.device_of(logits_BV):
+            kernel: Any = _score_kernel
+            kernel[(num_rows,)](
+                logits_BV,
+                token_B,
+                temperature_B,
+                logp_B,
+                num_tokens,
+                logits_BV.stride(0),
+                TILES=plan.tiles,
+                BLOCK=plan.block,
+                num_warps=plan.num_warps,
+            )
+    return logp_B
+
+
+def _variants() -> tuple[Variant, ...]:
+    """Plain and with everything, at a vocabulary of 152,000."""
+    row_types = {"num_tokens": "i32", "stride": "i64"}
+    types = row_types | {"settings_ptr": "*fp64", "integers_ptr": "*i64", "token_ptr": "*i64", "scores_ptr": "*fp32"}
+    types |= {
+        "status_ptr": "*i32",
+        "changed_stride": "i64",
+        "seen_stride": "i64",
+        "scratch_stride": "i64",
+        "seen_ptr": "*u8",
+    }
+    types |= {"candidate_logit_ptr": "*fp32", "candidate_token_ptr": "*i32"}
+    score_types = row_types | {"token_ptr": "*i64", "temperature_ptr": "*fp64", "logp_ptr": "*fp32"}
+    found: list[Variant] = []
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)):
+        plan = launch(151936, dtype)
+        sizes = {"TILES": plan.tiles, "BLOCK": plan.block}
+        logits = {"logits_ptr": f"*{name}", "changed_ptr": f"*{name}"}
+        forms = {"plain": (False, False), "filtered": (True, False)} | (
+            {"whole": (True, True)} if name == "fp32" else {}
+        )
+        for form, (filters, changed) in forms.items():
+            constants = sizes | {"CHANGED": changed, "PENALISED": changed, "FILTERS": filters}
+            found.append(
+                Variant(
+                    f"{form}_{name}",
+                    _sample_kernel,
+                    types | logits,
+                    constants,
+                    plan.num_warps,
+                    maxnreg=_MAX_REGISTERS,
+                )
+            )
+        score_logits = {"logits_ptr": f"*{name}"}
+        found.append(Variant(f"score_{name}", _score_kernel, score_types | score_logits, sizes, plan.num_warps))
+    return tuple(found)
+
+
+VARIANTS = _variants()

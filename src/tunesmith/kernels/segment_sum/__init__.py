@@ -1,0 +1,1 @@
+"""Sums over the sequences of a packed batch."""

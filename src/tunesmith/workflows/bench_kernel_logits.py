@@ -1,0 +1,148 @@
+"""Cases of `tunesmith bench kernels` over a vocabulary: log-probs from hidden states and from logits, and sampling.
+
+Shapes: N and B rows, H hidden, V vocabulary.
+"""
+
+import torch
+from torch.nn.functional import linear
+
+from tunesmith.kernels.logprob import reference as logprob_reference
+from tunesmith.kernels.logprob.api import chosen_logp_entropy
+from tunesmith.kernels.logprob.head import OutputLayer, head_logp_entropy
+from tunesmith.kernels.native import Kernels
+from tunesmith.kernels.sample import reference as sample_reference
+from tunesmith.kernels.sample.api import sample
+from tunesmith.kernels.sample.records import NoiseKeys, SampleSettings
+from tunesmith.workflows.bench_kernel_case import Case, Setting, error_of
+
+_TOP_P = 0.9
+_CHECKED_ROWS = 64
+"""Rows that are compared with the definition in float64, which takes long."""
+
+
+def logprob_case(setting: Setting) -> Case:
+    """Log-probs and entropies of 2,048 tokens of 49,152 from hidden states, against log_softmax and gather."""
+    return _from_hidden(setting, with_gradients=False)
+
+
+def logprob_gradient_case(setting: Setting) -> Case:
+    """The same with the gradients of hidden states and weight."""
+    return _from_hidden(setting, with_gradients=True)
+
+
+def _from_hidden(setting: Setting, *, with_gradients: bool) -> Case:
+    num_rows, width, num_tokens = setting.either(2048, 32), setting.either(576, 64), setting.either(49152, 500)
+    hidden_NH = setting.normal(num_rows, width, dtype=torch.bfloat16).requires_grad_(with_gradients)
+    weight_VH = (0.1 * setting.normal(num_tokens, width, stream=1)).bfloat16().requires_grad_(with_gradients)
+    ids_N, d_logp_N = setting.whole(num_tokens, num_rows), setting.normal(num_rows, stream=2)
+    kernels = Kernels("auto")
+
+    def finished(logp_N: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(logp_N, (hidden_NH, weight_VH), d_logp_N) if with_gradients else (logp_N,)
+
+    def ours() -> tuple[torch.Tensor, ...]:
+        return finished(head_logp_entropy(hidden_NH, OutputLayer(weight_VH), ids_N, kernels=kernels)[0])
+
+    def plain() -> tuple[torch.Tensor, ...]:
+        logp_NV = linear(hidden_NH, weight_VH).float().log_softmax(-1)
+        return finished(logp_NV.gather(1, ids_N[:, None])[:, 0])
+
+    def error() -> float:
+        hidden_MH = hidden_NH.detach()[:_CHECKED_ROWS]
+        layer = OutputLayer(weight_VH.detach())
+        found = head_logp_entropy(hidden_MH, layer, ids_N[:_CHECKED_ROWS], kernels=kernels)
+        logits_MV = linear(hidden_MH, layer.weight_VH).double()
+        exact = logprob_reference.chosen_logp_entropy(logits_MV, ids_N[:_CHECKED_ROWS])
+        pairs = list(zip(found, exact, strict=True))
+        if with_gradients:  # both in bfloat16: some units in its last place
+            pairs += [(a, b.float()) for a, b in zip(ours(), plain(), strict=True)]
+        return error_of(pairs)
+
+    weights = 2 * (num_rows + num_tokens) * width
+    return Case(
+        ours=ours,
+        plain=plain,
+        max_error=error,
+        # On a GPU a product of other rows may round otherwise.
+        tolerance=0.03 if with_gradients or setting.device.type == "cuda" else 1e-4,
+        num_bytes=2 * weights if with_gradients else weights,
+        device=setting.device,
+        size=f"{num_rows} x {num_tokens} from {width} numbers, bfloat16{', with gradients' if with_gradients else ''}",
+        against="log_softmax and gather",
+        picked=kernels.picked("logprob", hidden_NH),
+        measures_memory=True,
+    )
+
+
+def logprob_logits_case(setting: Setting) -> Case:
+    """Log-probs and entropies of 2,048 rows of logits that are there, against log_softmax and gather."""
+    num_rows, num_tokens = setting.either(2048, 32), setting.either(49152, 500)
+    logits_NV = _likely(setting, num_rows, num_tokens)
+    ids_N, kernels = setting.whole(num_tokens, num_rows), Kernels("auto")
+
+    def error() -> float:
+        rows = slice(0, _CHECKED_ROWS)
+        found = chosen_logp_entropy(logits_NV[rows], ids_N[rows], 1.0, kernels=kernels)
+        return error_of(
+            zip(found, logprob_reference.chosen_logp_entropy(logits_NV[rows].double(), ids_N[rows]), strict=True)
+        )
+
+    return Case(
+        ours=lambda: chosen_logp_entropy(logits_NV, ids_N, 1.0, kernels=kernels),
+        plain=lambda: logits_NV.float().log_softmax(-1).gather(1, ids_N[:, None]),
+        max_error=error,
+        tolerance=1e-5,
+        num_bytes=2 * logits_NV.numel(),
+        device=setting.device,
+        size=f"{num_rows} x {num_tokens} bfloat16",
+        against="log_softmax and gather, without the entropy",
+        picked=kernels.picked("logprob", logits_NV),
+        measures_memory=True,
+    )
+
+
+def sampling_case(setting: Setting) -> Case:
+    """A token of each of 32 rows of logits within top-p 0.9, and its log-prob, against the way that sorts."""
+    num_rows, num_tokens = setting.either(32, 4), setting.either(49152, 500)
+    logits_BV, kernels = _likely(setting, num_rows, num_tokens), Kernels("auto")
+    row_B = torch.arange(num_rows)
+    keys = NoiseKeys(torch.zeros_like(row_B), row_B, torch.zeros_like(row_B), torch.zeros_like(row_B))
+    settings = SampleSettings.same(num_rows, top_p=_TOP_P)
+
+    def error() -> float:
+        found = sample(logits_BV, settings, keys, kernels=kernels)
+        exact = sample_reference.sample(logits_BV.cpu(), settings, keys, dtype=torch.float64)
+        if not torch.equal(found.token_B.cpu(), exact.token_B):
+            return float("inf")
+        pairs = ((found.logp_B, exact.logp_B), (found.raw_logp_B, exact.raw_logp_B))
+        return error_of((a.cpu(), b) for a, b in pairs)
+
+    return Case(
+        ours=lambda: sample(logits_BV, settings, keys, kernels=kernels),
+        plain=lambda: _by_sorting(logits_BV),
+        max_error=error,
+        tolerance=1e-5,
+        num_bytes=2 * logits_BV.numel(),
+        device=setting.device,
+        size=f"{num_rows} x {num_tokens} bfloat16, top-p {_TOP_P}",
+        against="sort, cumsum, scatter and multinomial",
+        picked=kernels.picked("sample", logits_BV),
+    )
+
+
+def _by_sorting(logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Top-p as transformers has it, then a draw and the log-prob of what was drawn."""
+    sorted_BV, token_BV = logits_BV.float().sort(descending=False)
+    is_out_BV = sorted_BV.softmax(-1).cumsum(-1) <= 1 - _TOP_P
+    is_out_BV[:, -1] = False
+    kept_BV = logits_BV.float().masked_fill(is_out_BV.scatter(1, token_BV, is_out_BV), -torch.inf)
+    logp_BV = kept_BV.log_softmax(-1)
+    drawn_B1 = torch.multinomial(logp_BV.exp(), 1)
+    return drawn_B1, logp_BV.gather(1, drawn_B1)
+
+
+def _likely(setting: Setting, num_rows: int, num_tokens: int) -> torch.Tensor:
+    """Logits with the spread of a language model's: a few hundred likely tokens and a long tail."""
+    logits_NV = (2.5 * setting.normal(num_rows, num_tokens)).bfloat16()
+    likely_NK = setting.whole(num_tokens, num_rows, 200)
+    return logits_NV.scatter_add_(1, likely_NK, (8 + 2 * setting.normal(num_rows, 200, stream=1)).bfloat16())

@@ -1,0 +1,108 @@
+"""Batches and settings for the tests of the policy loss, and its comparison with the definition in float64.
+
+Shapes: B sequences, T completion tokens.
+"""
+
+from dataclasses import dataclass, fields
+
+import torch
+from hypothesis import strategies as st
+
+from tunesmith.kernels.masking import Denominator
+from tunesmith.kernels.native import Kernels
+from tunesmith.kernels.policy_loss import reference
+from tunesmith.kernels.policy_loss.api import policy_loss
+from tunesmith.kernels.policy_loss.records import PolicyTerms, PolicyTokens
+
+_SHARED = {
+    "clip_low": st.sampled_from([0.1, 0.2, 0.5]),
+    "clip_high": st.sampled_from([0.1, 0.28]),
+    "kl": st.sampled_from(["k1", "k2", "k3"]),
+    "kl_coef": st.sampled_from([0.0, 0.3]),
+    "corrects_kl": st.booleans(),
+    "entropy_coef": st.sampled_from([0.0, 0.2]),
+}
+TERMS = st.one_of(
+    st.builds(PolicyTerms, **_SHARED, dual_clip=st.sampled_from([None, 1.3, 3.0])),
+    st.builds(PolicyTerms, **_SHARED, surrogate=st.just("cispo")),
+)
+NOISE = st.sampled_from([0.0, 1e-3, 0.3, 2.0])
+"""How far old and reference log-probs lie from the new ones, in nats."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch, its settings and its denominators."""
+
+    tokens: PolicyTokens
+    terms: PolicyTerms
+    denominator: Denominator
+    entropy_denominator: Denominator
+
+    @classmethod
+    def of(
+        cls,
+        num_rows: int,
+        num_columns: int,
+        terms: PolicyTerms,
+        *,
+        noise: float = 0.3,
+        share: float = 0.8,
+        dtype: torch.dtype = torch.float32,
+        per_row: bool = False,
+        seed: int = 0,
+    ) -> "Case":
+        generator = torch.Generator().manual_seed(seed)
+        shape = (num_rows, num_columns)
+        first, second, third, fourth = torch.randn(4, *shape, generator=generator).unbind()
+        mask_BT = torch.rand(*shape, generator=generator) < share
+        logp_BT = -first.abs() - 0.1
+        numbers = {
+            "logp_BT": logp_BT,
+            "old_logp_BT": logp_BT + noise * second,
+            "advantage_BT": third,
+            "reference_logp_BT": logp_BT + noise * fourth if terms.kl_coef else None,
+            "entropy_BT": first.abs() if terms.entropy_coef else None,
+        }
+        # What stands outside of the mask must reach nothing.
+        dirty = {
+            name: None if value is None else value.masked_fill(~mask_BT, float("nan")).to(dtype)
+            for name, value in numbers.items()
+        }
+        denominator = torch.arange(1.0, num_rows + 1)[:, None] if per_row else 7.0
+        return cls(PolicyTokens(mask_BT=mask_BT, **dirty), terms, denominator, torch.tensor(5.0))
+
+    def wide(self) -> "Case":
+        """The same numbers in float64."""
+        values = {field.name: getattr(self.tokens, field.name) for field in fields(PolicyTokens)}
+        tokens = PolicyTokens(
+            **{k: v if v is None or v.dtype == torch.bool else v.detach().double() for k, v in values.items()}
+        )
+        return Case(tokens, self.terms, self.denominator, self.entropy_denominator)
+
+    def with_leaves(self) -> tuple["Case", list[torch.Tensor]]:
+        """The case with new log-probs and entropies as leaves."""
+        values = {field.name: getattr(self.tokens, field.name) for field in fields(PolicyTokens)}
+        names = [name for name in ("logp_BT", "entropy_BT") if values[name] is not None]
+        values |= {name: values[name].detach().clone().requires_grad_() for name in names}
+        case = Case(PolicyTokens(**values), self.terms, self.denominator, self.entropy_denominator)
+        return case, [values[name] for name in names]
+
+
+def check(case: Case, kernels: Kernels, *, tolerance: float = 2e-6) -> None:
+    """Loss, sums and gradients with `kernels` are those of the definition, by autograd in float64."""
+    ours, our_leaves = case.with_leaves()
+    wide, wide_leaves = case.wide().with_leaves()
+    loss, sums = policy_loss(ours.tokens, ours.terms, ours.denominator, ours.entropy_denominator, kernels=kernels)
+    exact_loss, exact_sums = reference.policy_loss(wide.tokens, wide.terms, wide.denominator, wide.entropy_denominator)
+    # A sum's rounding grows with the sum of magnitudes, here at most a few per token.
+    size = max(1, case.tokens.mask_BT.numel()) * tolerance
+    torch.testing.assert_close(loss.detach().double(), exact_loss.detach(), atol=size, rtol=1e-5)
+    for field in fields(sums):
+        found, expected = getattr(sums, field.name), getattr(exact_sums, field.name)
+        torch.testing.assert_close(found, expected, atol=size, rtol=1e-5, msg=f"{field.name}: {found} for {expected}")
+    gradients = torch.autograd.grad(3.0 * loss, our_leaves)
+    exact = torch.autograd.grad(3.0 * exact_loss, wide_leaves)
+    for found, expected in zip(gradients, exact, strict=True):
+        step = 0.0 if found.dtype == torch.float32 else 2.0**-8 if found.dtype == torch.bfloat16 else 2.0**-11
+        torch.testing.assert_close(found.double(), expected, atol=10 * tolerance, rtol=1e-5 + step)

@@ -1,0 +1,126 @@
+"""Scale, mask and softmax in Triton, run by its interpreter: against the definition in float64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tunesmith.kernels.masked_softmax import reference
+from tunesmith.kernels.masked_softmax.api import masked_softmax
+from tunesmith.kernels.masked_softmax.records import KeyMask
+from tunesmith.kernels.native import Kernels
+
+# The interpreter cuts bfloat16 where a GPU rounds: a unit in the last place.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+MASKS = {
+    "none": KeyMask(causal=False),
+    "causal": KeyMask(),
+    "causal from a cache": KeyMask(offset=0),
+    "window": KeyMask(window=3),
+    "padding": KeyMask(keys_B2=torch.tensor([[2, 19], [0, 5]])),
+    "everything": KeyMask(
+        window=9,
+        keys_B2=torch.tensor([[2, 19], [0, 11]]),
+        allowed_BQK=torch.rand(2, 7, 19, generator=torch.Generator().manual_seed(2)) > 0.3,
+    ),
+}
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def with_gradient(scores: torch.Tensor, d_out: torch.Tensor, work) -> tuple[torch.Tensor, torch.Tensor]:
+    leaf = scores.clone().requires_grad_()
+    out = work(leaf)
+    return out.detach(), torch.autograd.grad(out, leaf, d_out.to(out.dtype))[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", MASKS)
+def test_outputs_and_gradients_are_those_of_the_definition_in_float64(
+    name: str, dtype: torch.dtype, interpreted: Kernels
+):
+    scores_BHQK, d_out = 3 * normal(2, 3, 7, 19, dtype=dtype), normal(2, 3, 7, 19, dtype=dtype, seed=1)
+    mask = MASKS[name]
+    found = with_gradient(scores_BHQK, d_out, lambda x: masked_softmax(x, scale=0.37, mask=mask, kernels=interpreted))
+    exact = with_gradient(scores_BHQK.double(), d_out, lambda x: reference.masked_softmax(x, 0.37, mask))
+    for mine, theirs, slack in zip(found, exact, (1, 4), strict=True):
+        assert mine.dtype == dtype
+        torch.testing.assert_close(mine.double(), theirs, atol=slack * TOLERANCE[dtype], rtol=2 * TOLERANCE[dtype])
+
+
+@given(
+    sizes=st.tuples(st.integers(0, 2), st.integers(1, 2), st.integers(0, 4), st.integers(0, 30)),
+    causal=st.booleans(),
+    window=st.none() | st.integers(1, 30),
+    seed=st.integers(0, 999),
+)
+@settings(max_examples=25, deadline=None)
+def test_any_shape(sizes: tuple[int, int, int, int], causal: bool, window: int | None, seed: int):
+    scores_BHQK, d_out, mask = normal(*sizes, seed=seed), normal(*sizes, seed=seed + 1), KeyMask(causal, window)
+    kernels = Kernels("triton")
+    found = with_gradient(scores_BHQK, d_out, lambda x: masked_softmax(x, scale=2.0, mask=mask, kernels=kernels))
+    exact = with_gradient(scores_BHQK.double(), d_out, lambda x: reference.masked_softmax(x, 2.0, mask))
+    for mine, theirs in zip(found, exact, strict=True):
+        torch.testing.assert_close(mine.double(), theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("mask", [KeyMask(causal=False), KeyMask(), KeyMask(window=70), MASKS["none"]])
+def test_rows_longer_than_a_block_give_the_same_in_two_passes(mask: KeyMask, interpreted: Kernels):
+    from tunesmith.kernels.masked_softmax import triton_impl
+
+    scores_BHQK, d_out = 3 * normal(2, 1, 3, 200), normal(2, 1, 3, 200, seed=1)
+    mask = KeyMask(mask.causal, mask.window, keys_B2=torch.tensor([[150, 200], [0, 30]]))
+    exact, gradient = with_gradient(scores_BHQK.double(), d_out, lambda x: reference.masked_softmax(x, 0.5, mask))
+    plan = triton_impl.LaunchPlan(1, 64, False, 6, 4)
+    found = triton_impl.forward(scores_BHQK, 0.5, mask, 197, plan)
+    torch.testing.assert_close(found.double(), exact, atol=2e-6, rtol=2e-6)
+    d_scores = triton_impl.backward(found, d_out, 0.5, mask, 197, plan)
+    torch.testing.assert_close(d_scores.double(), gradient, atol=2e-6, rtol=2e-6)
+
+
+def test_a_mask_of_booleans_holds_in_two_passes_too(interpreted: Kernels):
+    from tunesmith.kernels.masked_softmax import triton_impl
+
+    allowed_BQK = torch.rand(2, 1, 200, generator=torch.Generator().manual_seed(3)) > 0.7
+    allowed_BQK[1] = False
+    scores_BHQK, mask = normal(2, 1, 3, 200), KeyMask(causal=False, allowed_BQK=allowed_BQK)
+    found = triton_impl.forward(scores_BHQK, 1.0, mask, 197, triton_impl.LaunchPlan(1, 64, False, 6, 4))
+    exact = reference.masked_softmax(scores_BHQK.double(), 1.0, mask)
+    torch.testing.assert_close(found.double(), exact, atol=2e-6, rtol=2e-6)
+
+
+def test_extreme_scores_stay_exact_and_rows_that_see_nothing_are_0(interpreted: Kernels):
+    scores_BHQK = torch.tensor([[-1e4, 1e4, 0.0], [-1e4, -1e4, -1e4], [1e4, 1e4, -1e4]]).view(1, 1, 3, 3)
+    found = masked_softmax(scores_BHQK, scale=1.0, mask=KeyMask(causal=False), kernels=interpreted)
+    third, half = 1 / 3, 0.5
+    expected = torch.tensor([[0.0, 1.0, 0.0], [third, third, third], [half, half, 0.0]])
+    torch.testing.assert_close(found[0, 0], expected)
+    nothing = KeyMask(keys_B2=torch.tensor([[3, 3]]))
+    out, gradient = with_gradient(
+        scores_BHQK, scores_BHQK, lambda x: masked_softmax(x, scale=1.0, mask=nothing, kernels=interpreted)
+    )
+    assert not out.any() and not gradient.any()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_scores_that_are_not_finite_are_told_by_their_row_alone(bad: float, interpreted: Kernels):
+    scores_BHQK = normal(1, 1, 9, 9)
+    scores_BHQK[0, 0, 7, 3] = bad
+    scores_BHQK[0, 0, 2, 8] = bad  # after its query
+    found = masked_softmax(scores_BHQK, scale=1.0, mask=KeyMask(), kernels=interpreted)
+    expected = masked_softmax(scores_BHQK, scale=1.0, mask=KeyMask(), kernels=Kernels("torch"))
+    torch.testing.assert_close(found, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("num_keys", [1, 17, 1000, 4096, 8192, 8193, 1_000_000])
+@pytest.mark.parametrize("num_rows", [1, 100, 1 << 20])
+def test_a_plan_covers_every_row_and_fits_the_registers(num_rows: int, num_keys: int):
+    from tunesmith.kernels.masked_softmax.triton_impl import LONGEST, launch
+
+    plan = launch(num_rows, num_keys)
+    assert plan.num_programs * plan.block_r >= num_rows > (plan.num_programs - 1) * plan.block_r
+    assert plan.is_whole == (num_keys <= LONGEST)
+    assert plan.block_k >= num_keys or not plan.is_whole
+    assert plan.block_r * plan.block_k <= 16 * 32 * plan.num_warps or plan.num_warps == 1
