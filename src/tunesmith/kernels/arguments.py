@@ -59,6 +59,11 @@ def with_dense_rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
+def step_of(tensor: torch.Tensor, dim: int) -> int:
+    """Elements between two of this dimension; 0 where there is one alone, which all share."""
+    return 0 if tensor.shape[dim] == 1 else tensor.stride(dim)
+
+
 def empty_as(tensor: torch.Tensor) -> torch.Tensor:
     """Memory for a tensor of the same shape and dtype, without gaps whatever the strides of the one given."""
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)

@@ -24,9 +24,6 @@ from tunesmith.core.errors import TritonUnavailableError
 CAPABILITIES = (70, 80, 90)
 """V100, A100, H100 and H200: compute capability times ten."""
 
-SHARED_LIMIT_BYTES: Mapping[int, int] = {70: 96 * 1024, 80: 163 * 1024, 90: 227 * 1024}
-"""Shared memory that one block may have, by capability. Source: CUDA C++ programming guide."""
-
 _WARP_SIZE = 32
 _TIMEOUT_S = 60
 _KERNELS = Path(__file__).parent

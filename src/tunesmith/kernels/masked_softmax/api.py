@@ -9,7 +9,7 @@ from typing import cast
 import torch
 
 from tunesmith.core.errors import InputError
-from tunesmith.kernels.arguments import FLOATS, INTEGER, POINTER, SINGLE, address, function_of
+from tunesmith.kernels.arguments import FLOATS, INTEGER, POINTER, SINGLE, address, function_of, picked_library, step_of
 from tunesmith.kernels.masked_softmax import reference
 from tunesmith.kernels.masked_softmax.records import KeyMask
 from tunesmith.kernels.native import Choice, Kernels, shared
@@ -61,16 +61,7 @@ def _softmax(
 
 
 @_softmax.register_fake
-def _(
-    scores_BHQK: torch.Tensor,
-    keys_B2: torch.Tensor | None,
-    allowed_BQK: torch.Tensor | None,
-    scale: float,
-    causal: bool,
-    window: int,
-    offset: int,
-    choice: str,
-) -> torch.Tensor:
+def _(scores_BHQK: torch.Tensor, *_: object) -> torch.Tensor:
     return torch.empty_like(scores_BHQK, memory_format=torch.contiguous_format)
 
 
@@ -100,16 +91,7 @@ def _softmax_backward(
 
 
 @_softmax_backward.register_fake
-def _(
-    p_BHQK: torch.Tensor,
-    d_p_BHQK: torch.Tensor,
-    keys_B2: torch.Tensor | None,
-    scale: float,
-    causal: bool,
-    window: int,
-    offset: int,
-    choice: str,
-) -> torch.Tensor:
+def _(p_BHQK: torch.Tensor, *_: object) -> torch.Tensor:
     return torch.empty_like(p_BHQK)
 
 
@@ -145,10 +127,8 @@ def _mask(
 
 def _native(scores_BHQK: torch.Tensor, scale: float, mask: KeyMask, offset: int, kernels: Kernels) -> torch.Tensor:
     out_BHQK, allowed_BQK = torch.empty_like(scores_BHQK), mask.allowed_BQK
-    library = kernels.library("masked_softmax", scores_BHQK.device)
-    assert library is not None  # picked
-    steps = (0, 0) if allowed_BQK is None else tuple(_step(allowed_BQK, dim) for dim in (0, 1))
-    function_of(library, "masked_softmax", _FORWARD)(
+    steps = (0, 0) if allowed_BQK is None else tuple(step_of(allowed_BQK, dim) for dim in (0, 1))
+    function_of(picked_library(kernels, "masked_softmax", scores_BHQK), "masked_softmax", _FORWARD)(
         *(address(tensor) for tensor in (scores_BHQK, mask.keys_B2, allowed_BQK, out_BHQK)),
         *_sizes(scores_BHQK),
         *(offset, mask.causal, _NO_WINDOW if mask.window is None else mask.window),
@@ -164,9 +144,7 @@ def _native_backward(
     p_BHQK: torch.Tensor, d_p_BHQK: torch.Tensor, scale: float, mask: KeyMask, offset: int, kernels: Kernels
 ) -> torch.Tensor:
     d_scores_BHQK = torch.empty_like(p_BHQK)
-    library = kernels.library("masked_softmax", p_BHQK.device)
-    assert library is not None  # picked
-    function_of(library, "masked_softmax_backward", _BACKWARD)(
+    function_of(picked_library(kernels, "masked_softmax", p_BHQK), "masked_softmax_backward", _BACKWARD)(
         *(address(tensor) for tensor in (p_BHQK, d_p_BHQK, mask.keys_B2, d_scores_BHQK)),
         *_sizes(p_BHQK),
         *(offset, mask.causal, _NO_WINDOW if mask.window is None else mask.window),
@@ -181,11 +159,6 @@ def _sizes(scores_BHQK: torch.Tensor) -> tuple[int, int, int, int]:
     """(rows, heads, queries, keys)."""
     _, heads, queries, keys = scores_BHQK.shape
     return scores_BHQK.shape[:-1].numel(), heads, queries, keys
-
-
-def _step(tensor: torch.Tensor, dim: int) -> int:
-    """Elements between two of this dimension; 0 where there is one alone, which all share."""
-    return 0 if tensor.shape[dim] == 1 else tensor.stride(dim)
 
 
 def _check(scores_BHQK: torch.Tensor, scale: float, mask: KeyMask) -> None:

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tunesmith.kernels.arguments import step_of
 from tunesmith.kernels.launching import ceil_div, power_of_two
 from tunesmith.kernels.masked_softmax.records import KeyMask
 from tunesmith.kernels.triton_check import Variant
@@ -244,7 +245,7 @@ def forward(
             num_keys,
             offset,
             0 if mask.window is None else mask.window,
-            *((0, 0) if allowed_BQK is None else (_stride(allowed_BQK, 0), _stride(allowed_BQK, 1))),
+            *((0, 0) if allowed_BQK is None else (step_of(allowed_BQK, 0), step_of(allowed_BQK, 1))),
             scale,
             CAUSAL=mask.causal,
             HAS_WINDOW=mask.window is not None,
@@ -292,11 +293,6 @@ def backward(
             num_warps=plan.num_warps,
         )
     return d_scores_BHQK
-
-
-def _stride(tensor: torch.Tensor, dim: int) -> int:
-    """Elements between two of this dimension; 0 where there is one alone, which all share."""
-    return 0 if tensor.shape[dim] == 1 else tensor.stride(dim)
 
 
 def _variants() -> tuple[Variant, ...]:

@@ -17,6 +17,7 @@ from tunesmith.kernels.arguments import (
     POINTER,
     address,
     function_of,
+    picked_library,
     with_dense_rows,
 )
 from tunesmith.kernels.native import Choice, Kernels, shared
@@ -104,14 +105,7 @@ def _select(
 
 @_select.register_fake
 def _(
-    a_BN: torch.Tensor,
-    b_BN: torch.Tensor,
-    choices_B: torch.Tensor,
-    votes_B: torch.Tensor | None,
-    weights_N: torch.Tensor,
-    scale: float,
-    deterministic: bool,
-    choice: str,
+    a_BN: torch.Tensor, b_BN: object, choices_B: object, votes_B: object, weights_N: torch.Tensor, *_: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(a_BN, memory_format=torch.contiguous_format), torch.empty_like(weights_N)
 
@@ -184,8 +178,7 @@ def _run_native(batch: PreferenceBatch, weights_N: torch.Tensor, scale: float, k
     a_BN, b_BN = with_dense_rows(batch.outputs_a_BN), with_dense_rows(batch.outputs_b_BN)
     choices_B, votes_B, start_N = _single(batch.choices_B), _votes(batch), _single(weights_N)
     updated_N = torch.empty_like(start_N)
-    library = kernels.library("preference", a_BN.device)
-    assert library is not None  # picked
+    library = picked_library(kernels, "preference", a_BN)
     unknown = ctypes.c_int64()
     function_of(library, "first_unknown_choice", (POINTER, INTEGER, POINTER))(
         choices_B.data_ptr(), len(choices_B), ctypes.addressof(unknown)

@@ -4,7 +4,7 @@ Shapes: T elements of all segments, D columns, S segments.
 """
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import triton
@@ -41,18 +41,7 @@ def segment_sum(values_TD: torch.Tensor, offset_S1: torch.Tensor) -> torch.Tenso
     sum_SD = values_TD.new_zeros((num_segments, num_columns), dtype=torch.float32)
     if not (sum_SD.numel() and values_TD.numel()):
         return sum_SD
-    plan = launch(num_segments, num_columns)
-    cast(Any, segment_sum_kernel)[plan.grid](
-        values_TD,
-        offset_S1.contiguous(),
-        sum_SD,
-        num_columns,
-        *values_TD.stride(),
-        BLOCK_ROWS=plan.block_rows,
-        BLOCK_COLUMNS=plan.block_columns,
-        num_warps=plan.num_warps,
-    )
-    return sum_SD
+    return _run(segment_sum_kernel, values_TD, offset_S1, sum_SD)
 
 
 def segment_gradient(d_sum_SD: torch.Tensor, offset_S1: torch.Tensor, num_rows: int) -> torch.Tensor:
@@ -61,18 +50,24 @@ def segment_gradient(d_sum_SD: torch.Tensor, offset_S1: torch.Tensor, num_rows: 
     d_values_TD = d_sum_SD.new_zeros((num_rows, num_columns))
     if not (d_values_TD.numel() and num_segments):
         return d_values_TD
-    plan = launch(num_segments, num_columns)
-    cast(Any, segment_gradient_kernel)[plan.grid](
-        d_sum_SD,
+    return _run(segment_gradient_kernel, d_sum_SD, offset_S1, d_values_TD)
+
+
+def _run(kernel: Any, given_XD: torch.Tensor, offset_S1: torch.Tensor, out_XD: torch.Tensor) -> torch.Tensor:
+    """`out_XD`, once the kernel has written it from what is given."""
+    num_columns = given_XD.shape[1]
+    plan = launch(len(offset_S1) - 1, num_columns)
+    kernel[plan.grid](
+        given_XD,
         offset_S1.contiguous(),
-        d_values_TD,
+        out_XD,
         num_columns,
-        *d_sum_SD.stride(),
+        *given_XD.stride(),
         BLOCK_ROWS=plan.block_rows,
         BLOCK_COLUMNS=plan.block_columns,
         num_warps=plan.num_warps,
     )
-    return d_values_TD
+    return out_XD
 
 
 @triton.jit
