@@ -136,6 +136,11 @@ class Sequence:
         return len(self.prompt_ids) + len(self.token_ids)
 
     @property
+    def num_left(self) -> int:
+        """Tokens that may yet be drawn."""
+        return self.limits.max_new_tokens - len(self.token_ids)
+
+    @property
     def masks_stop_ids(self) -> bool:
         """True while no token of `limits.stop_ids` may be drawn."""
         return len(self.token_ids) < self.limits.min_new_tokens
@@ -162,3 +167,10 @@ class Sequence:
         elif len(self.token_ids) == self.limits.max_new_tokens:
             self.finish_reason = "length"
         return self.finish_reason is not None
+
+    def extend(self, token_ids: list[int], logps: list[float], raw_logps: list[float]) -> bool:
+        """Take tokens that were drawn one after the other; True if the completion ends with one of them.
+
+        Tokens behind the end are dropped: a device that draws several in a row knows nothing of stop strings.
+        """
+        return any(map(self.append, token_ids, logps, raw_logps))
