@@ -21,7 +21,6 @@ from tunesmith.core.errors import InputError
 from tunesmith.rollout.kv_cache import BLOCK_TOKENS, BlockCopy, KVCache, Table, blocks_for
 from tunesmith.rollout.sequence import Decode, Limits, Sequence
 
-
 Run = tuple[list[int], list[float], list[float]]
 """Tokens that were drawn of one completion, one after the other, with their log-probs and raw log-probs."""
 
