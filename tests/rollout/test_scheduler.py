@@ -6,7 +6,7 @@ back through the block tables, so that a wrong table, copy or order changes what
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -79,8 +79,8 @@ class Runner:
         drawn: list[Run] = []
         for place, token_id in enumerate(self(plan)):
             given = plan.drawn[place]
-            limits = Limits(given.limits.max_new_tokens, given.limits.min_new_tokens, given.limits.stop_ids)
-            ghost = Sequence(given.request, given.sample, given.prompt_ids, limits, decode, list(given.token_ids))
+            limits, drawn_ids = replace(given.limits, stop_strings=()), list(given.token_ids)
+            ghost = replace(given, limits=limits, token_ids=drawn_ids, logps=[], raw_logps=[])
             steps = plan.num_steps if place < len(plan.sequences) else 1
             while not ghost.append(token_id, -1.0, -2.0) and steps > 1:
                 steps -= 1
@@ -115,12 +115,9 @@ def _step(scheduler: Scheduler, runner: Runner, max_steps: int = 1) -> list[Sequ
     if plan is None:
         return None
     if max_steps > 1:
-        ended = scheduler.accept_runs(plan, runner.runs(plan))
-    else:
-        tokens = runner(plan)
-        ended = scheduler.accept(plan, tokens, [-1.0] * len(tokens), [-2.0] * len(tokens))
-    scheduler.check_integrity()
-    return ended
+        return scheduler.accept_runs(plan, runner.runs(plan))
+    tokens = runner(plan)
+    return scheduler.accept(plan, tokens, [-1.0] * len(tokens), [-2.0] * len(tokens))
 
 
 def _drain(
@@ -128,6 +125,7 @@ def _drain(
 ) -> list[Sequence]:
     ended: list[Sequence] = []
     while (more := _step(scheduler, runner, max_steps)) is not None:
+        scheduler.check_integrity()
         ended += more
         each()
     assert runner.cache.num_free == runner.cache.num_blocks, "all blocks are free in the end"
@@ -175,10 +173,8 @@ def test_completions_do_not_depend_on_how_many_steps_are_planned_at_a_time(num_s
     scheduler, runner = _setup(num_slots, prefill_tokens=24)
     scheduler.add(requests)
     assert _results(_drain(scheduler, runner, max_steps=max_steps)) == alone(requests)
-    planned = [plan for plan in runner.plans if plan.sequences]
-    assert all(plan.num_steps == 1 for plan in planned if plan.chunks), "prompts do not wait for many steps"
-    assert max(plan.num_steps for plan in planned) > 1
-    assert max(plan.num_steps for plan in planned) <= max_steps
+    assert all(plan.num_steps == 1 for plan in runner.plans if plan.chunks), "prompts do not wait for many steps"
+    assert 1 < max(plan.num_steps for plan in runner.plans) <= max_steps
 
 
 REQUESTS = st.builds(

@@ -145,7 +145,7 @@ def _triton(logits_BV: torch.Tensor, settings: SampleSettings, keys: NoiseKeys, 
         None if seen is None else seen.mask_SV.to(device),
         filters,
     )
-    _require_fine(status_B)
+    require_drawn(status_B)
     return Sampled(token_B, *scores_B2.unbind(-1))
 
 
@@ -167,10 +167,11 @@ def _call(function: Callable[[object], object], logits_BV: torch.Tensor, tensors
         **{name: tensor.data_ptr() for name, tensor in contiguous.items()},
     )
     function(ctypes.byref(arguments))
-    _require_fine(status_B)
+    require_drawn(status_B)
 
 
-def _require_fine(status_B: torch.Tensor) -> None:
+def require_drawn(status_B: torch.Tensor) -> None:
+    """Raise TrainingError for rows whose status, as `ops.sample` gives it, says that there is no token."""
     if bool(status_B.any()):
         code = int(status_B[status_B != 0][0])
         reference.require_rows(status_B != code, _COMPLAINTS[code])

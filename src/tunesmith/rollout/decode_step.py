@@ -1,0 +1,131 @@
+"""One decoding step on a device: model, draw, stop test and the state for the next step. The host is not asked.
+
+The whole step is one function over tensors that keep their place, so it can be captured in a CUDA graph and played
+again and again; on a CPU, and in the tests, the same function simply runs.
+
+Shape legend: S slots, N blocks of a table, H hidden, V vocabulary, K tokens that are drawn between two visits of the
+host.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Self
+
+import torch
+from torch import nn
+
+from tunesmith.kernels.attention.records import Places
+from tunesmith.kernels.native import Kernels
+from tunesmith.rollout.device_draw import DrawForm, DrawSettings, draw
+from tunesmith.rollout.device_model import DeviceModel
+
+_POSITION = 5
+"""The column of `Slots.integers_S6` that counts up."""
+
+TOKEN, LOGP, RAW_LOGP, VALUE = range(4)
+"""Columns of `Slots.drawn_SK4`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """The state of all slots. A slot without a completion has `left` 0; it computes one token over and over, in a block
+    that belongs to nobody.
+
+    The host writes these before a visit:
+      token_S int64, position_S int32: the last token that was drawn, which is computed next, and where it stands.
+      left_S int32: tokens that may yet be drawn; a stop id sets it to 0.
+      to_mask_S int32: tokens that must be drawn before a stop id may be.
+      integers_S6 int64: top_k, row of the seen tokens, seed, prompt, sample, position of the token that is drawn next.
+      tables_SN int32: the blocks of each sequence; places enough for all steps of the visit.
+    `row_S` int32 counts the slots. The device writes these, and the host reads them after a visit:
+      drawn_SK4 float32 [S, K + 1, 4]: token (exact below 2^24), log-prob, raw log-prob and value; the first `count_S`.
+      count_S int64: tokens that were drawn.
+      status_S int32: 0, or why there is no token (`kernels.sample.ops.sample`).
+    """
+
+    token_S: torch.Tensor
+    position_S: torch.Tensor
+    left_S: torch.Tensor
+    to_mask_S: torch.Tensor
+    integers_S6: torch.Tensor
+    tables_SN: torch.Tensor
+    row_S: torch.Tensor
+    drawn_SK4: torch.Tensor
+    count_S: torch.Tensor
+    status_S: torch.Tensor
+
+    @classmethod
+    def empty(cls, num_slots: int, table_width: int, max_steps: int, device: torch.device) -> Self:
+        """Slots without completions."""
+
+        def zeros(*size: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        return cls(
+            token_S=zeros(num_slots, dtype=torch.int64),
+            position_S=zeros(num_slots, dtype=torch.int32),
+            left_S=zeros(num_slots, dtype=torch.int32),
+            to_mask_S=zeros(num_slots, dtype=torch.int32),
+            integers_S6=zeros(num_slots, 6, dtype=torch.int64),
+            tables_SN=zeros(num_slots, table_width, dtype=torch.int32),
+            row_S=torch.arange(num_slots, dtype=torch.int32, device=device),
+            drawn_SK4=zeros(num_slots, max_steps + 1, 4, dtype=torch.float32),
+            count_S=zeros(num_slots, dtype=torch.int64),
+            status_S=zeros(num_slots, dtype=torch.int32),
+        )
+
+    @property
+    def written_by_host(self) -> tuple[torch.Tensor, ...]:
+        """What a visit fills."""
+        return self.token_S, self.position_S, self.left_S, self.to_mask_S, self.integers_S6, self.tables_SN
+
+    def first(self, num_slots: int) -> Self:
+        """The first slots: views, in which a smaller step reads and writes the same memory."""
+        return type(self)(*(getattr(self, field.name)[:num_slots] for field in fields(self)))
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a step computes with, besides the slots."""
+
+    model: DeviceModel
+    storage: torch.Tensor
+    settings: DrawSettings
+    form: DrawForm
+    kernels: Kernels
+    value_head: nn.Module | None
+
+
+@torch.no_grad()
+def decode_step(slots: Slots, step: Step) -> None:
+    """One more token for each slot that has some left."""
+    places = Places(slots.position_S, slots.row_S, slots.tables_SN)
+    hidden_SH = step.model.forward(slots.token_S, places, step.storage)
+    logits_SV = step.model.logits(hidden_SH)
+    token_S, scores_S2, status_S = draw(
+        logits_SV, slots.integers_S6, slots.to_mask_S, step.settings, step.form, step.kernels
+    )
+    row_S4 = drawn_rows(token_S, scores_S2, hidden_SH, step.value_head)
+
+    runs_S = slots.left_S > 0
+    slots.drawn_SK4.scatter_(1, slots.count_S[:, None, None].expand(-1, 1, 4), row_S4[:, None])
+    slots.count_S.add_(runs_S)
+    slots.status_S.copy_(torch.where(runs_S & (slots.status_S == 0), status_S, slots.status_S))
+    if step.form.penalises:
+        # A slot without a completion has the last row, which nobody reads.
+        step.settings.seen_RV.index_put_((slots.integers_S6[:, 1], token_S), torch.ones_like(runs_S))
+
+    is_stop_S = step.settings.is_stop_V[token_S] & (slots.to_mask_S <= 0)
+    slots.left_S.sub_(runs_S.int()).masked_fill_(is_stop_S, 0)
+    slots.to_mask_S.sub_(1)
+    goes_on_S = slots.left_S > 0
+    slots.token_S.copy_(torch.where(goes_on_S, token_S, slots.token_S))
+    slots.position_S.add_(goes_on_S)
+    slots.integers_S6[:, _POSITION].add_(goes_on_S)
+
+
+def drawn_rows(
+    token_B: torch.Tensor, scores_B2: torch.Tensor, hidden_BH: torch.Tensor, value_head: nn.Module | None
+) -> torch.Tensor:
+    """What is kept of each token, in the columns of `Slots.drawn_SK4`; without a head the value is 0."""
+    value_B = torch.zeros_like(scores_B2[:, 0]) if value_head is None else value_head(hidden_BH).float()
+    return torch.stack((token_B, *scores_B2.unbind(1), value_B), -1)

@@ -1,0 +1,221 @@
+"""The host's side of decoding on a device: it fills the slots, lets the device run, and reads what was drawn.
+
+Between two visits the device draws several tokens of each completion by itself. On a GPU each step is one CUDA graph,
+captured once for each number of slots; elsewhere the same function runs as it is.
+
+Shape legend: B rows that are drawn from, S slots, N blocks of a table, T tokens, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tunesmith.batch.rollout import SamplingParams
+from tunesmith.kernels.attention.records import Places
+from tunesmith.kernels.sample.api import require_drawn
+from tunesmith.kernels.upload.api import Uploader
+from tunesmith.rollout.decode_step import LOGP, RAW_LOGP, TOKEN, VALUE, Slots, Step, decode_step, drawn_rows
+from tunesmith.rollout.device_draw import DrawForm, DrawSettings, draw
+from tunesmith.rollout.device_model import DeviceModel
+from tunesmith.rollout.kv_cache import KVCache
+from tunesmith.rollout.sampler import NoiseKey, SeenTokens
+from tunesmith.rollout.scheduler import Plan
+from tunesmith.rollout.sequence import Sequence as DrawnSequence
+
+STEPS_PER_VISIT = 16
+"""Tokens that the device draws of a completion before the host looks. One that ends on the way waits for the rest."""
+
+_FEWEST_SLOTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What stays allocated between calls; `scratch_block` is the block of `storage` that belongs to nobody."""
+
+    cache: KVCache
+    storage: torch.Tensor
+    slots: Slots
+    settings: DrawSettings
+
+    @property
+    def scratch_block(self) -> int:
+        """The last one."""
+        return self.storage.shape[2] - 1
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceDrawn:
+    """Of one completion, what was drawn since the last visit, and the values of the states before it."""
+
+    token_ids: list[int]
+    logps: list[float]
+    raw_logps: list[float]
+    values: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a call draws by: the form, the noise keys of each request, the seed, top_k."""
+
+    form: DrawForm
+    keys: Sequence[NoiseKey]
+    seed: int
+    top_k: int
+    seen: SeenTokens | None
+
+
+class DeviceSteps:
+    """Steps of one model in one room. `begin` a call before its first plan."""
+
+    def __init__(self, model: DeviceModel, room: Room, value_head: nn.Module | None) -> None:
+        self._model = model
+        self._room = room
+        self._value_head = value_head
+        self._device = room.storage.device
+        self._uploader = Uploader(self._device)
+        self._graphs: dict[tuple[int, DrawForm], Callable[[], None]] = {}
+        self._pool: Any = None  # torch's handle of the memory that all graphs share
+        self._asked: _Asked | None = None
+
+    def begin(self, sampling: SamplingParams, stop_ids: frozenset[int], seed: int, keys: Sequence[NoiseKey]) -> None:
+        """Draw by these settings from now on; `keys[i]` belong to the request with index i."""
+        form = DrawForm.of(sampling)
+        self._room.settings.fill(sampling, stop_ids)
+        seen = SeenTokens(self._room.settings.seen_RV[:-1]) if form.penalises else None
+        self._asked = _Asked(form, keys, seed, sampling.top_k, seen)
+
+    def release(self, ended: Sequence[DrawnSequence]) -> None:
+        """These completions have ended; nothing more is drawn of them."""
+        if self._asked is not None and self._asked.seen is not None:
+            self._asked.seen.release(ended)
+
+    def run(self, plan: Plan) -> list[DeviceDrawn]:
+        """What was drawn of each of `plan.drawn`. The plan's copies must have been done.
+
+        Raises:
+            TrainingError: a logit was not finite, or nothing was left to be drawn.
+        """
+        assert self._asked is not None, "a call begins before its first plan"
+        seen_rows = [-1] * len(plan.drawn) if self._asked.seen is None else self._asked.seen.of(plan).slot_B.tolist()
+        integers = [self._integers(sequence, row) for sequence, row in zip(plan.drawn, seen_rows, strict=True)]
+        count = len(plan.sequences)
+        drawn = self._decode(plan, integers[:count]) if count else []
+        return drawn + self._prefill(plan, integers[count:]) if plan.chunks else drawn
+
+    def _decode(self, plan: Plan, integers: list[list[int]]) -> list[DeviceDrawn]:
+        """Up to `plan.num_steps` tokens of each completion that runs."""
+        count = len(plan.sequences)
+        num_slots = min(max(_FEWEST_SLOTS, 1 << (count - 1).bit_length()), len(self._room.slots.token_S))
+        step, slots = self._step(num_slots), self._room.slots.first(num_slots)
+        self._fill(slots, plan, integers)
+        for _ in range(plan.num_steps):
+            step()
+        counts = slots.count_S[:count].tolist()
+        require_drawn(slots.status_S[:count])
+        rows = slots.drawn_SK4[:count, : plan.num_steps].cpu()
+        return [self._drawn(rows[slot, : counts[slot]]) for slot in range(count)]
+
+    @torch.no_grad()
+    def _prefill(self, plan: Plan, integers: list[list[int]]) -> list[DeviceDrawn]:
+        """The first token of each completion whose prompt ends here; keys and values of all chunks are written."""
+        rows = [chunk.table_row for chunk in plan.chunks]
+        of_chunk = {row: index for index, row in enumerate(rows)}
+        width = self._room.slots.tables_SN.shape[1]
+        last, end = [], 0
+        for chunk in plan.chunks:
+            end += chunk.stop - chunk.start
+            last += [end - 1] * len(chunk.sequences)
+        ids_T, positions_T, rows_T, tables_CN, last_B, integers_B6 = self._uploader.tensors(
+            (
+                torch.tensor(plan.prefill.token_ids),
+                torch.tensor(plan.prefill.positions, dtype=torch.int32),
+                torch.tensor([of_chunk[row] for row in plan.prefill.table_rows], dtype=torch.int32),
+                self._room.cache.block_tables[rows, :width],
+                torch.tensor(last, dtype=torch.int64),
+                torch.tensor(integers, dtype=torch.int64).reshape(-1, 6),
+            )
+        )
+        hidden_TH = self._model.forward(ids_T, Places(positions_T, rows_T, tables_CN), self._room.storage)
+        if not last:
+            return []
+        assert self._asked is not None
+        hidden_BH = hidden_TH[last_B]
+        to_mask_B = torch.ones_like(last_B, dtype=torch.int32)  # read if some tokens come before the first stop id
+        logits_BV = self._model.logits(hidden_BH)
+        token_B, scores_B2, status_B = draw(
+            logits_BV, integers_B6, to_mask_B, self._room.settings, self._asked.form, self._model.decoder.kernels
+        )
+        require_drawn(status_B)
+        rows_B4 = drawn_rows(token_B, scores_B2, hidden_BH, self._value_head).cpu()
+        return [self._drawn(rows_B4[row : row + 1]) for row in range(len(rows_B4))]
+
+    def _fill(self, slots: Slots, plan: Plan, integers: list[list[int]]) -> None:
+        """Write the state of the plan's completions into the slots; those that are left over rest."""
+        count, idle = len(plan.sequences), len(slots.token_S) - len(plan.sequences)
+        sequences = plan.sequences
+        tables_SN = torch.full(slots.tables_SN.shape, self._room.scratch_block, dtype=torch.int32)
+        tables_SN[:count] = self._room.cache.block_tables[plan.decode.table_rows, : tables_SN.shape[1]]
+        to_mask = [max(0, sequence.limits.min_new_tokens - len(sequence.token_ids)) for sequence in sequences]
+        sent = self._uploader.tensors(
+            (
+                torch.tensor(plan.decode.token_ids + [0] * idle),
+                torch.tensor(plan.decode.positions + [0] * idle, dtype=torch.int32),
+                torch.tensor([sequence.num_left for sequence in sequences] + [0] * idle, dtype=torch.int32),
+                torch.tensor(to_mask + [0] * idle, dtype=torch.int32),
+                torch.tensor(integers + [self._no_integers()] * idle),
+                tables_SN,
+            )
+        )
+        for mine, new in zip(slots.written_by_host, sent, strict=True):
+            mine.copy_(new)
+        slots.count_S.zero_()
+        slots.status_S.zero_()
+
+    def _step(self, num_slots: int) -> Callable[[], None]:
+        """The step of the first `num_slots` slots: a graph on a GPU, captured at first use."""
+        assert self._asked is not None
+        key = num_slots, self._asked.form
+        if key not in self._graphs:
+            self._graphs[key] = self._new_step(self._room.slots.first(num_slots), self._asked.form)
+        return self._graphs[key]
+
+    def _new_step(self, slots: Slots, form: DrawForm) -> Callable[[], None]:
+        room, kernels = self._room, self._model.decoder.kernels
+        step = Step(self._model, room.storage, room.settings, form, kernels, self._value_head)
+        if self._device.type != "cuda":
+            return lambda: decode_step(slots, step)
+        # Slots that rest: what runs before and while the graph is captured must change no completion's blocks.
+        for mine in slots.written_by_host:
+            mine.zero_()
+        slots.tables_SN.fill_(room.scratch_block)
+        slots.integers_S6.copy_(torch.tensor(self._no_integers()))
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # kernels are compiled, libraries make their workspaces
+                decode_step(slots, step)
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            decode_step(slots, step)
+        self._pool = graph.pool()
+        return graph.replay
+
+    def _integers(self, sequence: DrawnSequence, seen_row: int) -> list[int]:
+        """A row of `Slots.integers_S6`."""
+        assert self._asked is not None
+        key = self._asked.keys[sequence.request]
+        sample = key.first_sample + sequence.sample
+        return [self._asked.top_k, max(seen_row, 0), self._asked.seed, key.prompt, sample, sequence.position]
+
+    def _no_integers(self) -> list[int]:
+        """The row of a slot that rests: the last row of the seen tokens is nobody's."""
+        return [0, len(self._room.settings.seen_RV) - 1, 0, 0, 0, 0]
+
+    def _drawn(self, row_K4: torch.Tensor) -> DeviceDrawn:
+        values = [] if self._value_head is None else row_K4[:, VALUE].tolist()
+        ids = row_K4[:, TOKEN].long().tolist()
+        return DeviceDrawn(ids, row_K4[:, LOGP].tolist(), row_K4[:, RAW_LOGP].tolist(), values)
