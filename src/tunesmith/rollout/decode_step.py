@@ -3,17 +3,17 @@
 The whole step is one function over tensors that keep their place, so it can be captured in a CUDA graph and played
 again and again; on a CPU, and in the tests, the same function simply runs.
 
-Shape legend: S slots, N blocks of a table, H hidden, V vocabulary, K tokens that are drawn between two visits of the
-host.
+Shape legend: S slots, N blocks of a table, P shared prefixes, G members of one, H hidden, V vocabulary, K tokens that
+are drawn between two visits of the host.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Self
 
 import torch
 from torch import nn
 
-from tunesmith.kernels.attention.records import Places
+from tunesmith.kernels.attention.records import Places, SharedPrefixes
 from tunesmith.kernels.native import Kernels
 from tunesmith.rollout.device_draw import DrawForm, DrawSettings, draw
 from tunesmith.rollout.device_model import DeviceModel
@@ -23,6 +23,9 @@ _POSITION = 5
 
 TOKEN, LOGP, RAW_LOGP, VALUE = range(4)
 """Columns of `Slots.drawn_SK4`."""
+
+PREFIX_MEMBERS = 16
+"""Completions that read a shared beginning together; a larger group is several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,7 @@ class Slots:
       to_mask_S int32: tokens that must be drawn before a stop id may be.
       integers_S6 int64: top_k, row of the seen tokens, seed, prompt, sample, position of the token that is drawn next.
       tables_SN int32: the blocks of each sequence; places enough for all steps of the visit.
+      start_S, members_PG, length_P int32: which slots' sequences begin with the same blocks (`SharedPrefixes`).
     `row_S` int32 counts the slots. The device writes these, and the host reads them after a visit:
       drawn_SK4 float32 [S, K + 1, 4]: token (exact below 2^24), log-prob, raw log-prob and value; the first `count_S`.
       count_S int64: tokens that were drawn.
@@ -48,6 +52,9 @@ class Slots:
     to_mask_S: torch.Tensor
     integers_S6: torch.Tensor
     tables_SN: torch.Tensor
+    start_S: torch.Tensor
+    members_PG: torch.Tensor
+    length_P: torch.Tensor
     row_S: torch.Tensor
     drawn_SK4: torch.Tensor
     count_S: torch.Tensor
@@ -57,40 +64,54 @@ class Slots:
     def empty(cls, num_slots: int, table_width: int, max_steps: int, device: torch.device) -> Self:
         """Slots without completions."""
 
-        def zeros(*size: int, dtype: torch.dtype) -> torch.Tensor:
+        def zeros(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
 
         return cls(
             token_S=zeros(num_slots, dtype=torch.int64),
-            position_S=zeros(num_slots, dtype=torch.int32),
-            left_S=zeros(num_slots, dtype=torch.int32),
-            to_mask_S=zeros(num_slots, dtype=torch.int32),
+            position_S=zeros(num_slots),
+            left_S=zeros(num_slots),
+            to_mask_S=zeros(num_slots),
             integers_S6=zeros(num_slots, 6, dtype=torch.int64),
-            tables_SN=zeros(num_slots, table_width, dtype=torch.int32),
+            tables_SN=zeros(num_slots, table_width),
+            start_S=zeros(num_slots),
+            members_PG=zeros(_num_prefixes(num_slots), PREFIX_MEMBERS),
+            length_P=zeros(_num_prefixes(num_slots)),
             row_S=torch.arange(num_slots, dtype=torch.int32, device=device),
             drawn_SK4=zeros(num_slots, max_steps + 1, 4, dtype=torch.float32),
             count_S=zeros(num_slots, dtype=torch.int64),
-            status_S=zeros(num_slots, dtype=torch.int32),
+            status_S=zeros(num_slots),
         )
 
     @property
     def written_by_host(self) -> tuple[torch.Tensor, ...]:
         """What a visit fills."""
-        return self.token_S, self.position_S, self.left_S, self.to_mask_S, self.integers_S6, self.tables_SN
+        of_each = self.token_S, self.position_S, self.left_S, self.to_mask_S, self.integers_S6, self.tables_SN
+        return *of_each, self.start_S, self.members_PG, self.length_P
 
     def first(self, num_slots: int) -> Self:
         """The first slots: views, in which a smaller step reads and writes the same memory."""
-        return type(self)(*(getattr(self, field.name)[:num_slots] for field in fields(self)))
+        views = type(self)(*(getattr(self, field.name)[:num_slots] for field in fields(self)))
+        prefixes = slice(_num_prefixes(num_slots))
+        return replace(views, members_PG=self.members_PG[prefixes], length_P=self.length_P[prefixes])
+
+
+def _num_prefixes(num_slots: int) -> int:
+    """As many as there can be of two members or more."""
+    return num_slots // 2
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a step computes with, besides the slots."""
+    """What a step computes with, besides the slots. With `shares_prefixes` attention reads a beginning that several
+    sequences share once for all of them.
+    """
 
     model: DeviceModel
     storage: torch.Tensor
     settings: DrawSettings
     form: DrawForm
+    shares_prefixes: bool
     kernels: Kernels
     value_head: nn.Module | None
 
@@ -99,7 +120,8 @@ class Step:
 def decode_step(slots: Slots, step: Step) -> None:
     """One more token for each slot that has some left."""
     places = Places(slots.position_S, slots.row_S, slots.tables_SN)
-    hidden_SH = step.model.forward(slots.token_S, places, step.storage)
+    prefixes = SharedPrefixes(slots.members_PG, slots.length_P, slots.start_S) if step.shares_prefixes else None
+    hidden_SH = step.model.forward(slots.token_S, places, step.storage, prefixes=prefixes)
     logits_SV = step.model.logits(hidden_SH)
     token_S, scores_S2, status_S = draw(
         logits_SV, slots.integers_S6, slots.to_mask_S, step.settings, step.form, step.kernels

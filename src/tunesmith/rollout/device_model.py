@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from tunesmith.kernels.attention.api import attend
-from tunesmith.kernels.attention.records import Places
+from tunesmith.kernels.attention.records import Places, SharedPrefixes
 from tunesmith.models import decoder as flat
 from tunesmith.models.architecture import Block, Projection
 from tunesmith.models.decoder import Decoder, OnLayer, Pass
@@ -54,9 +54,15 @@ class DeviceModel:
 
     @torch.no_grad()
     def forward(
-        self, ids_T: torch.Tensor, places: Places, storage: torch.Tensor, *, on_layer: OnLayer | None = None
+        self,
+        ids_T: torch.Tensor,
+        places: Places,
+        storage: torch.Tensor,
+        *,
+        prefixes: SharedPrefixes | None = None,
+        on_layer: OnLayer | None = None,
     ) -> torch.Tensor:
-        """Hidden states `[T, H]` behind the final norm; keys and values are written to `storage`, as attention is told.
+        """Hidden states `[T, H]` behind the final norm; keys and values are written to `storage`.
 
         Everything is on the model's device, and nothing waits for it.
         """
@@ -66,7 +72,9 @@ class DeviceModel:
             layer: int, block: Block, q_TX: torch.Tensor, k_TY: torch.Tensor, v_TY: torch.Tensor
         ) -> torch.Tensor:
             rope = None if block.rope is None else decoder.ropes.get(block.rope, num_positions)
-            return attend(q_TX, k_TY, v_TY, rope, places, storage[layer], block.attention, kernels=decoder.kernels)
+            kernels = decoder.kernels
+            cache_2NW, settings = storage[layer], block.attention
+            return attend(q_TX, k_TY, v_TY, rope, places, cache_2NW, settings, prefixes=prefixes, kernels=kernels)
 
         way = Pass(self._linear, attention, decoder.kernels, on_layer=on_layer)
         return flat.hidden_states(decoder.architecture, ids_T, places.positions_T, way)

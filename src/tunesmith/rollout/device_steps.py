@@ -17,10 +17,20 @@ from tunesmith.batch.rollout import SamplingParams
 from tunesmith.kernels.attention.records import Places
 from tunesmith.kernels.sample.api import require_drawn
 from tunesmith.kernels.upload.api import Uploader
-from tunesmith.rollout.decode_step import LOGP, RAW_LOGP, TOKEN, VALUE, Slots, Step, decode_step, drawn_rows
+from tunesmith.rollout.decode_step import (
+    LOGP,
+    PREFIX_MEMBERS,
+    RAW_LOGP,
+    TOKEN,
+    VALUE,
+    Slots,
+    Step,
+    decode_step,
+    drawn_rows,
+)
 from tunesmith.rollout.device_draw import DrawForm, DrawSettings, draw
 from tunesmith.rollout.device_model import DeviceModel
-from tunesmith.rollout.kv_cache import KVCache
+from tunesmith.rollout.kv_cache import BLOCK_TOKENS, KVCache
 from tunesmith.rollout.sampler import NoiseKey, SeenTokens
 from tunesmith.rollout.scheduler import Plan
 from tunesmith.rollout.sequence import Sequence as DrawnSequence
@@ -29,6 +39,10 @@ STEPS_PER_VISIT = 16
 """Tokens that the device draws of a completion before the host looks. One that ends on the way waits for the rest."""
 
 _FEWEST_SLOTS = 4
+
+_FEWEST_MEMBERS = 4
+_SHORTEST_PREFIX = 128
+"""Fewer completions, or a shorter beginning, are served as well by the second-level cache of a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +71,14 @@ class DeviceDrawn:
 
 
 @dataclass(frozen=True, slots=True)
+class Prefix:
+    """Running completions, by their slots, whose sequences begin with the same `length` tokens, in whole blocks."""
+
+    slots: tuple[int, ...]
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Asked:
     """What a call draws by: the form, the noise keys of each request, the seed, top_k."""
 
@@ -76,7 +98,7 @@ class DeviceSteps:
         self._value_head = value_head
         self._device = room.storage.device
         self._uploader = Uploader(self._device)
-        self._graphs: dict[tuple[int, DrawForm], Callable[[], None]] = {}
+        self._graphs: dict[tuple[int, DrawForm, bool], Callable[[], None]] = {}
         self._pool: Any = None  # torch's handle of the memory that all graphs share
         self._asked: _Asked | None = None
 
@@ -109,8 +131,9 @@ class DeviceSteps:
         """Up to `plan.num_steps` tokens of each completion that runs."""
         count = len(plan.sequences)
         num_slots = min(max(_FEWEST_SLOTS, 1 << (count - 1).bit_length()), len(self._room.slots.token_S))
-        step, slots = self._step(num_slots), self._room.slots.first(num_slots)
-        self._fill(slots, plan, integers)
+        slots, prefixes = self._room.slots.first(num_slots), shared_prefixes(plan.sequences)
+        step = self._step(num_slots, shares_prefixes=bool(prefixes))
+        self._fill(slots, plan, integers, prefixes)
         for _ in range(plan.num_steps):
             step()
         counts = slots.count_S[:count].tolist()
@@ -152,7 +175,7 @@ class DeviceSteps:
         rows_B4 = drawn_rows(token_B, scores_B2, hidden_BH, self._value_head).cpu()
         return [self._drawn(rows_B4[row : row + 1]) for row in range(len(rows_B4))]
 
-    def _fill(self, slots: Slots, plan: Plan, integers: list[list[int]]) -> None:
+    def _fill(self, slots: Slots, plan: Plan, integers: list[list[int]], prefixes: list[Prefix]) -> None:
         """Write the state of the plan's completions into the slots; those that are left over rest."""
         count, idle = len(plan.sequences), len(slots.token_S) - len(plan.sequences)
         sequences = plan.sequences
@@ -167,6 +190,7 @@ class DeviceSteps:
                 torch.tensor(to_mask + [0] * idle, dtype=torch.int32),
                 torch.tensor(integers + [self._no_integers()] * idle),
                 tables_SN,
+                *_prefix_tensors(slots, prefixes),
             )
         )
         for mine, new in zip(slots.written_by_host, sent, strict=True):
@@ -174,23 +198,25 @@ class DeviceSteps:
         slots.count_S.zero_()
         slots.status_S.zero_()
 
-    def _step(self, num_slots: int) -> Callable[[], None]:
+    def _step(self, num_slots: int, *, shares_prefixes: bool) -> Callable[[], None]:
         """The step of the first `num_slots` slots: a graph on a GPU, captured at first use."""
         assert self._asked is not None
-        key = num_slots, self._asked.form
+        key = num_slots, self._asked.form, shares_prefixes
         if key not in self._graphs:
-            self._graphs[key] = self._new_step(self._room.slots.first(num_slots), self._asked.form)
+            room, kernels = self._room, self._model.decoder.kernels
+            step = Step(
+                self._model, room.storage, room.settings, self._asked.form, shares_prefixes, kernels, self._value_head
+            )
+            self._graphs[key] = self._new_step(room.slots.first(num_slots), step)
         return self._graphs[key]
 
-    def _new_step(self, slots: Slots, form: DrawForm) -> Callable[[], None]:
-        room, kernels = self._room, self._model.decoder.kernels
-        step = Step(self._model, room.storage, room.settings, form, kernels, self._value_head)
+    def _new_step(self, slots: Slots, step: Step) -> Callable[[], None]:
         if self._device.type != "cuda":
             return lambda: decode_step(slots, step)
         # Slots that rest: what runs before and while the graph is captured must change no completion's blocks.
         for mine in slots.written_by_host:
             mine.zero_()
-        slots.tables_SN.fill_(room.scratch_block)
+        slots.tables_SN.fill_(self._room.scratch_block)
         slots.integers_S6.copy_(torch.tensor(self._no_integers()))
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -219,3 +245,33 @@ class DeviceSteps:
         values = [] if self._value_head is None else row_K4[:, VALUE].tolist()
         ids = row_K4[:, TOKEN].long().tolist()
         return DeviceDrawn(ids, row_K4[:, LOGP].tolist(), row_K4[:, RAW_LOGP].tolist(), values)
+
+
+def shared_prefixes(sequences: Sequence[DrawnSequence]) -> list[Prefix]:
+    """Which completions of one prompt read its blocks together: groups and prompts for which that saves something.
+
+    Up to `PREFIX_MEMBERS` in each, and no slot in two.
+    """
+    members: dict[int, list[int]] = {}
+    for slot, sequence in enumerate(sequences):
+        members.setdefault(sequence.request, []).append(slot)
+    found: list[Prefix] = []
+    for slots in members.values():
+        length = len(sequences[slots[0]].prompt_ids) // BLOCK_TOKENS * BLOCK_TOKENS
+        if len(slots) < _FEWEST_MEMBERS or length < _SHORTEST_PREFIX:
+            continue
+        parts = [slots[start : start + PREFIX_MEMBERS] for start in range(0, len(slots), PREFIX_MEMBERS)]
+        found += [Prefix(tuple(part), length) for part in parts if len(part) > 1]
+    return found
+
+
+def _prefix_tensors(slots: Slots, prefixes: Sequence[Prefix]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(start_S, members_PG, length_P), as `Slots` has them."""
+    start_S = torch.zeros(slots.start_S.shape, dtype=torch.int32)
+    members_PG = torch.full(slots.members_PG.shape, -1, dtype=torch.int32)
+    length_P = torch.zeros(slots.length_P.shape, dtype=torch.int32)
+    for index, prefix in enumerate(prefixes):
+        start_S[list(prefix.slots)] = prefix.length
+        members_PG[index, : len(prefix.slots)] = torch.tensor(prefix.slots, dtype=torch.int32)
+        length_P[index] = prefix.length
+    return start_S, members_PG, length_P
