@@ -275,6 +275,19 @@ def test_a_small_cache_makes_completions_wait_and_changes_none() -> None:
     require_same(small, device_engine(loaded).generate(asked, 3, sampling))
 
 
+def test_unload_keeps_a_small_cache_and_its_graphs_and_frees_a_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = device_engine(tiny_model("llama"))
+    sampling = SamplingParams(max_new_tokens=6, seed=5)
+    before = engine.generate(prompts(3), 2, sampling)
+    loaded = engine._loaded
+    engine.unload()
+    assert engine._loaded is loaded and loaded is not None
+    monkeypatch.setattr(engine, "_memory", lambda: (2**40, loaded.room.storage.nbytes))
+    engine.unload()
+    assert engine._loaded is None
+    assert engine.generate(prompts(3), 2, sampling) == before
+
+
 def test_it_is_the_engine_of_a_model_that_is_not_on_a_cpu() -> None:
     loaded = tiny_model("llama")
     assert isinstance(open_engine(loaded.model.to("meta"), loaded.tokenizer), DeviceEngine)

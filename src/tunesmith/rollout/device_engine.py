@@ -38,6 +38,9 @@ _PREFILL_TOKENS = 8192
 _MEMORY_SHARE = 0.5
 """Share of the free memory that the cache may take where no budget is given; an update needs the rest."""
 
+_KEPT_SHARE = 0.1
+"""Share of all memory up to which the cache is kept over an update."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
@@ -83,8 +86,12 @@ class DeviceEngine:
         self._is_checked = False
 
     def unload(self) -> None:
-        """Free the cache and the graphs; the next `generate` makes them anew."""
-        self._loaded = None
+        """Free the cache and the graphs if the cache takes more than a tenth of the device's memory.
+
+        A smaller one stays: an update hardly needs its room, and graphs would have to be captured again.
+        """
+        if self._loaded is not None and self._loaded.room.storage.nbytes > _KEPT_SHARE * self._memory()[1]:
+            self._loaded = None
 
     def generate(
         self,
@@ -131,7 +138,7 @@ class DeviceEngine:
         try:
             return loaded.steps.run(plan)
         except TrainingError as error:
-            self.unload()  # what is not finite must not stand in blocks that are used again
+            self._loaded = None  # what is not finite must not stand in blocks that are used again
             place = self._first_bad_layer(plan)
             if place is None:
                 raise
@@ -179,9 +186,15 @@ class DeviceEngine:
         """Bytes that the cache may take, of which one that is there holds `held_bytes`."""
         if self._kv_cache_mb is not None:
             return self._kv_cache_mb * 2**20
+        return int((self._memory()[0] + held_bytes) * _MEMORY_SHARE)
+
+    def _memory(self) -> tuple[int, int]:
+        """(free, all) bytes of the device."""
         device = self._model.decoder.architecture.device
-        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().total // 2
-        return int((free + held_bytes) * _MEMORY_SHARE)
+        if device.type == "cuda":
+            return torch.cuda.mem_get_info(device)
+        memory = psutil.virtual_memory()
+        return memory.available, memory.total
 
     def _new_room(self, needed: "_Needed") -> Room:
         architecture = self._model.decoder.architecture
