@@ -13,16 +13,12 @@ from typing import Self
 import torch
 from torch import nn
 
+from tunesmith.kernels.advance.api import advance
+from tunesmith.kernels.advance.records import DrawnTokens, SlotState
 from tunesmith.kernels.attention.records import Places, SharedPrefixes
 from tunesmith.kernels.native import Kernels
 from tunesmith.rollout.device_draw import DrawForm, DrawSettings, draw
 from tunesmith.rollout.device_model import DeviceModel
-
-_POSITION = 5
-"""The column of `Slots.integers_S6` that counts up."""
-
-TOKEN, LOGP, RAW_LOGP, VALUE = range(4)
-"""Columns of `Slots.drawn_SK4`."""
 
 PREFIX_MEMBERS = 16
 """Completions that read a shared beginning together; a larger group is several."""
@@ -34,16 +30,11 @@ class Slots:
     that belongs to nobody.
 
     The host writes these before a visit:
-      token_S int64, position_S int32: the last token that was drawn, which is computed next, and where it stands.
-      left_S int32: tokens that may yet be drawn; a stop id sets it to 0.
-      to_mask_S int32: tokens that must be drawn before a stop id may be.
-      integers_S6 int64: top_k, row of the seen tokens, seed, prompt, sample, position of the token that is drawn next.
+      token_S, position_S, left_S, to_mask_S, integers_S6: as `kernels.advance.records.SlotState` has them.
       tables_SN int32: the blocks of each sequence; places enough for all steps of the visit.
       start_S, members_PG, length_P int32: which slots' sequences begin with the same blocks (`SharedPrefixes`).
     `row_S` int32 counts the slots. The device writes these, and the host reads them after a visit:
-      drawn_SK4 float32 [S, K + 1, 4]: token (exact below 2^24), log-prob, raw log-prob and value; the first `count_S`.
-      count_S int64: tokens that were drawn.
-      status_S int32: 0, or why there is no token (`kernels.sample.ops.sample`).
+      drawn_SK4, count_S, status_S: there too.
     """
 
     token_S: torch.Tensor
@@ -89,6 +80,11 @@ class Slots:
         of_each = self.token_S, self.position_S, self.left_S, self.to_mask_S, self.integers_S6, self.tables_SN
         return *of_each, self.start_S, self.members_PG, self.length_P
 
+    def state(self, is_stop_V: torch.Tensor, seen_RV: torch.Tensor | None) -> SlotState:
+        """What the end of a step reads and changes."""
+        of_step = self.token_S, self.position_S, self.left_S, self.to_mask_S, self.integers_S6
+        return SlotState(*of_step, self.drawn_SK4, self.count_S, self.status_S, is_stop_V, seen_RV)
+
     def first(self, num_slots: int) -> Self:
         """The first slots: views, in which a smaller step reads and writes the same memory."""
         views = type(self)(*(getattr(self, field.name)[:num_slots] for field in fields(self)))
@@ -126,28 +122,6 @@ def decode_step(slots: Slots, step: Step) -> None:
     token_S, scores_S2, status_S = draw(
         logits_SV, slots.integers_S6, slots.to_mask_S, step.settings, step.form, step.kernels
     )
-    row_S4 = drawn_rows(token_S, scores_S2, hidden_SH, step.value_head)
-
-    runs_S = slots.left_S > 0
-    slots.drawn_SK4.scatter_(1, slots.count_S[:, None, None].expand(-1, 1, 4), row_S4[:, None])
-    slots.count_S.add_(runs_S)
-    slots.status_S.copy_(torch.where(runs_S & (slots.status_S == 0), status_S, slots.status_S))
-    if step.form.penalises:
-        # A slot without a completion has the last row, which nobody reads.
-        step.settings.seen_RV.index_put_((slots.integers_S6[:, 1], token_S), torch.ones_like(runs_S))
-
-    is_stop_S = step.settings.is_stop_V[token_S] & (slots.to_mask_S <= 0)
-    slots.left_S.sub_(runs_S.int()).masked_fill_(is_stop_S, 0)
-    slots.to_mask_S.sub_(1)
-    goes_on_S = slots.left_S > 0
-    slots.token_S.copy_(torch.where(goes_on_S, token_S, slots.token_S))
-    slots.position_S.add_(goes_on_S)
-    slots.integers_S6[:, _POSITION].add_(goes_on_S)
-
-
-def drawn_rows(
-    token_B: torch.Tensor, scores_B2: torch.Tensor, hidden_BH: torch.Tensor, value_head: nn.Module | None
-) -> torch.Tensor:
-    """What is kept of each token, in the columns of `Slots.drawn_SK4`; without a head the value is 0."""
-    value_B = torch.zeros_like(scores_B2[:, 0]) if value_head is None else value_head(hidden_BH).float()
-    return torch.stack((token_B, *scores_B2.unbind(1), value_B), -1)
+    value_S = None if step.value_head is None else step.value_head(hidden_SH).float()
+    state = slots.state(step.settings.is_stop_V, step.settings.seen_RV if step.form.penalises else None)
+    advance(state, DrawnTokens(token_S, scores_S2, status_S, value_S), kernels=step.kernels)

@@ -14,20 +14,11 @@ import torch
 from torch import nn
 
 from tunesmith.batch.rollout import SamplingParams
+from tunesmith.kernels.advance.records import LOGP, RAW_LOGP, TOKEN, VALUE
 from tunesmith.kernels.attention.records import Places
 from tunesmith.kernels.sample.api import require_drawn
 from tunesmith.kernels.upload.api import Uploader
-from tunesmith.rollout.decode_step import (
-    LOGP,
-    PREFIX_MEMBERS,
-    RAW_LOGP,
-    TOKEN,
-    VALUE,
-    Slots,
-    Step,
-    decode_step,
-    drawn_rows,
-)
+from tunesmith.rollout.decode_step import PREFIX_MEMBERS, Slots, Step, decode_step
 from tunesmith.rollout.device_draw import DrawForm, DrawSettings, draw
 from tunesmith.rollout.device_model import DeviceModel
 from tunesmith.rollout.kv_cache import BLOCK_TOKENS, KVCache
@@ -172,8 +163,12 @@ class DeviceSteps:
             logits_BV, integers_B6, to_mask_B, self._room.settings, self._asked.form, self._model.decoder.kernels
         )
         require_drawn(status_B)
-        rows_B4 = drawn_rows(token_B, scores_B2, hidden_BH, self._value_head).cpu()
-        return [self._drawn(rows_B4[row : row + 1]) for row in range(len(rows_B4))]
+        values = [[]] * len(last) if self._value_head is None else self._value_head(hidden_BH)[:, None].tolist()
+        scores = scores_B2.tolist()
+        return [
+            DeviceDrawn([token], [logp], [raw_logp], value)
+            for token, (logp, raw_logp), value in zip(token_B.tolist(), scores, values, strict=True)
+        ]
 
     def _fill(self, slots: Slots, plan: Plan, integers: list[list[int]], prefixes: list[Prefix]) -> None:
         """Write the state of the plan's completions into the slots; those that are left over rest."""
