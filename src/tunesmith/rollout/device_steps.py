@@ -3,7 +3,8 @@
 Between two visits the device draws several tokens of each completion by itself. On a GPU each step is one CUDA graph,
 captured once for each number of slots; elsewhere the same function runs as it is.
 
-Shape legend: B rows that are drawn from, S slots, N blocks of a table, T tokens, V vocabulary.
+Shape legend: B rows that are drawn from, C completions that run, S slots, N blocks of a table, P prefixes of G members,
+T tokens, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -112,28 +113,23 @@ class DeviceSteps:
             TrainingError: a logit was not finite, or nothing was left to be drawn.
         """
         assert self._asked is not None, "a call begins before its first plan"
-        seen_rows = [-1] * len(plan.drawn) if self._asked.seen is None else self._asked.seen.of(plan).slot_B.tolist()
-        integers = [self._integers(sequence, row) for sequence, row in zip(plan.drawn, seen_rows, strict=True)]
-        count = len(plan.sequences)
-        drawn = self._decode(plan, integers[:count]) if count else []
-        return drawn + self._prefill(plan, integers[count:]) if plan.chunks else drawn
+        integers_B6, count = self._integers(plan), len(plan.sequences)
+        drawn = self._decode(plan, integers_B6[:count]) if count else []
+        return drawn + self._prefill(plan, integers_B6[count:]) if plan.chunks else drawn
 
-    def _decode(self, plan: Plan, integers: list[list[int]]) -> list[DeviceDrawn]:
+    def _decode(self, plan: Plan, integers_C6: torch.Tensor) -> list[DeviceDrawn]:
         """Up to `plan.num_steps` tokens of each completion that runs."""
         count = len(plan.sequences)
         num_slots = min(max(_FEWEST_SLOTS, 1 << (count - 1).bit_length()), len(self._room.slots.token_S))
         slots, prefixes = self._room.slots.first(num_slots), shared_prefixes(plan.sequences)
         step = self._step(num_slots, shares_prefixes=bool(prefixes))
-        self._fill(slots, plan, integers, prefixes)
+        self._fill(slots, plan, integers_C6, prefixes)
         for _ in range(plan.num_steps):
             step()
-        counts = slots.count_S[:count].tolist()
-        require_drawn(slots.status_S[:count])
-        rows = slots.drawn_SK4[:count, : plan.num_steps].cpu()
-        return [self._drawn(rows[slot, : counts[slot]]) for slot in range(count)]
+        return self._drawn(slots, count, plan.num_steps)
 
     @torch.no_grad()
-    def _prefill(self, plan: Plan, integers: list[list[int]]) -> list[DeviceDrawn]:
+    def _prefill(self, plan: Plan, integers_B6: torch.Tensor) -> list[DeviceDrawn]:
         """The first token of each completion whose prompt ends here; keys and values of all chunks are written."""
         rows = [chunk.table_row for chunk in plan.chunks]
         of_chunk = {row: index for index, row in enumerate(rows)}
@@ -149,7 +145,7 @@ class DeviceSteps:
                 torch.tensor([of_chunk[row] for row in plan.prefill.table_rows], dtype=torch.int32),
                 self._room.cache.block_tables[rows, :width],
                 torch.tensor(last, dtype=torch.int64),
-                torch.tensor(integers, dtype=torch.int64).reshape(-1, 6),
+                integers_B6,
             )
         )
         hidden_TH = self._model.forward(ids_T, Places(positions_T, rows_T, tables_CN), self._room.storage)
@@ -170,7 +166,7 @@ class DeviceSteps:
             for token, (logp, raw_logp), value in zip(token_B.tolist(), scores, values, strict=True)
         ]
 
-    def _fill(self, slots: Slots, plan: Plan, integers: list[list[int]], prefixes: list[Prefix]) -> None:
+    def _fill(self, slots: Slots, plan: Plan, integers_C6: torch.Tensor, prefixes: list[Prefix]) -> None:
         """Write the state of the plan's completions into the slots; those that are left over rest."""
         count, idle = len(plan.sequences), len(slots.token_S) - len(plan.sequences)
         sequences = plan.sequences
@@ -183,7 +179,7 @@ class DeviceSteps:
                 torch.tensor(plan.decode.positions + [0] * idle, dtype=torch.int32),
                 torch.tensor([sequence.num_left for sequence in sequences] + [0] * idle, dtype=torch.int32),
                 torch.tensor(to_mask + [0] * idle, dtype=torch.int32),
-                torch.tensor(integers + [self._no_integers()] * idle),
+                torch.cat((integers_C6, self._no_integers().expand(idle, 6))),
                 tables_SN,
                 *_prefix_tensors(slots, prefixes),
             )
@@ -212,7 +208,7 @@ class DeviceSteps:
         for mine in slots.written_by_host:
             mine.zero_()
         slots.tables_SN.fill_(self._room.scratch_block)
-        slots.integers_S6.copy_(torch.tensor(self._no_integers()))
+        slots.integers_S6.copy_(self._no_integers())
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
@@ -225,21 +221,34 @@ class DeviceSteps:
         self._pool = graph.pool()
         return graph.replay
 
-    def _integers(self, sequence: DrawnSequence, seen_row: int) -> list[int]:
-        """A row of `Slots.integers_S6`."""
+    def _integers(self, plan: Plan) -> torch.Tensor:
+        """`Slots.integers_S6` of `plan.drawn`, on the host."""
         assert self._asked is not None
-        key = self._asked.keys[sequence.request]
-        sample = key.first_sample + sequence.sample
-        return [self._asked.top_k, max(seen_row, 0), self._asked.seed, key.prompt, sample, sequence.position]
+        drawn, keys, seen = plan.drawn, self._asked.keys, self._asked.seen
+        integers_B6 = torch.zeros((len(drawn), 6), dtype=torch.int64)
+        integers_B6[:, 0] = self._asked.top_k
+        if seen is not None:
+            integers_B6[:, 1] = seen.of(plan).slot_B
+        integers_B6[:, 2] = self._asked.seed
+        prompts = [keys[sequence.request].prompt for sequence in drawn]
+        samples = [keys[sequence.request].first_sample + sequence.sample for sequence in drawn]
+        positions = [sequence.position for sequence in drawn]
+        integers_B6[:, 3:] = torch.tensor((prompts, samples, positions)).T
+        return integers_B6
 
-    def _no_integers(self) -> list[int]:
+    def _no_integers(self) -> torch.Tensor:
         """The row of a slot that rests: the last row of the seen tokens is nobody's."""
-        return [0, len(self._room.settings.seen_RV) - 1, 0, 0, 0, 0]
+        return torch.tensor([0, len(self._room.settings.seen_RV) - 1, 0, 0, 0, 0])
 
-    def _drawn(self, row_K4: torch.Tensor) -> DeviceDrawn:
-        values = [] if self._value_head is None else row_K4[:, VALUE].tolist()
-        ids = row_K4[:, TOKEN].long().tolist()
-        return DeviceDrawn(ids, row_K4[:, LOGP].tolist(), row_K4[:, RAW_LOGP].tolist(), values)
+    def _drawn(self, slots: Slots, count: int, num_steps: int) -> list[DeviceDrawn]:
+        """What the first `count` slots have drawn; waits for the device."""
+        drawn_CK4 = slots.drawn_SK4[:count, :num_steps].cpu()
+        require_drawn(slots.status_S[:count])
+        counts, ids = slots.count_S[:count].tolist(), drawn_CK4[..., TOKEN].long().tolist()
+        logps, raw_logps = drawn_CK4[..., LOGP].tolist(), drawn_CK4[..., RAW_LOGP].tolist()
+        values = [[]] * count if self._value_head is None else drawn_CK4[..., VALUE].tolist()
+        parts = zip(counts, ids, logps, raw_logps, values, strict=True)
+        return [DeviceDrawn(i[:end], logp[:end], raw[:end], value[:end]) for end, i, logp, raw, value in parts]
 
 
 def shared_prefixes(sequences: Sequence[DrawnSequence]) -> list[Prefix]:
@@ -262,11 +271,12 @@ def shared_prefixes(sequences: Sequence[DrawnSequence]) -> list[Prefix]:
 
 def _prefix_tensors(slots: Slots, prefixes: Sequence[Prefix]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(start_S, members_PG, length_P), as `Slots` has them."""
-    start_S = torch.zeros(slots.start_S.shape, dtype=torch.int32)
-    members_PG = torch.full(slots.members_PG.shape, -1, dtype=torch.int32)
-    length_P = torch.zeros(slots.length_P.shape, dtype=torch.int32)
-    for index, prefix in enumerate(prefixes):
-        start_S[list(prefix.slots)] = prefix.length
-        members_PG[index, : len(prefix.slots)] = torch.tensor(prefix.slots, dtype=torch.int32)
-        length_P[index] = prefix.length
-    return start_S, members_PG, length_P
+    starts, unused = [0] * len(slots.start_S), len(slots.length_P) - len(prefixes)
+    for prefix in prefixes:
+        for slot in prefix.slots:
+            starts[slot] = prefix.length
+    members = [prefix.slots + (-1,) * (PREFIX_MEMBERS - len(prefix.slots)) for prefix in prefixes]
+    members += [(-1,) * PREFIX_MEMBERS] * unused
+    lengths = [prefix.length for prefix in prefixes] + [0] * unused
+    start_S, members_PG, length_P = (torch.tensor(given, dtype=torch.int32) for given in (starts, members, lengths))
+    return start_S, members_PG.reshape(-1, PREFIX_MEMBERS), length_P

@@ -320,11 +320,11 @@ class Scheduler:
     def _grow(self, running: _Running, num_tokens: int) -> list[BlockCopy]:
         """Make place for the tokens that are computed now."""
         num_free = self._cache.num_free
-        copies = [self._cache.append(running.table) for _ in range(num_tokens)]
+        copy = self._cache.append(running.table, num_tokens)
         taken = num_free - self._cache.num_free
         running.reserved -= taken
         self._reserved -= taken
-        return [copy for copy in copies if copy is not None]
+        return [] if copy is None else [copy]
 
     def _chunks(self) -> tuple[list[Chunk], Rows]:
         """The next tokens of the prompts, in the order of admission: a prompt may need what one before it computes."""

@@ -173,4 +173,17 @@ class Sequence:
 
         Tokens behind the end are dropped: a device that draws several in a row knows nothing of stop strings.
         """
-        return any(map(self.append, token_ids, logps, raw_logps))
+        if self._search is not None:
+            return any(map(self.append, token_ids, logps, raw_logps))
+        count = min(self.num_left, len(token_ids))
+        first = max(0, self.limits.min_new_tokens - len(self.token_ids))
+        stop = next((index for index in range(first, count) if token_ids[index] in self.limits.stop_ids), None)
+        count = count if stop is None else stop + 1
+        self.token_ids += token_ids[:count]
+        self.logps += logps[:count]
+        self.raw_logps += raw_logps[:count]
+        if stop is not None:
+            self.finish_reason = "stop"
+        elif self.num_left == 0:
+            self.finish_reason = "length"
+        return self.finish_reason is not None
