@@ -17,6 +17,7 @@ from torch import nn
 from tunesmith.batch.rollout import SamplingParams
 from tunesmith.kernels.advance.records import LOGP, RAW_LOGP, TOKEN, VALUE
 from tunesmith.kernels.attention.records import Places
+from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.sample.api import require_drawn
 from tunesmith.kernels.upload.api import Uploader
 from tunesmith.rollout.decode_step import PREFIX_MEMBERS, Slots, Step, decode_step
@@ -190,7 +191,7 @@ class DeviceSteps:
         slots.status_S.zero_()
 
     def _step(self, num_slots: int, *, shares_prefixes: bool) -> Callable[[], None]:
-        """The step of the first `num_slots` slots: a graph on a GPU, captured at first use."""
+        """The step of the first `num_slots` slots: a graph where that is possible, captured at first use."""
         assert self._asked is not None
         key = num_slots, self._asked.form, shares_prefixes
         if key not in self._graphs:
@@ -202,24 +203,31 @@ class DeviceSteps:
         return self._graphs[key]
 
     def _new_step(self, slots: Slots, step: Step) -> Callable[[], None]:
-        if self._device.type != "cuda":
+        if not self._can_be_captured(step.kernels):
             return lambda: decode_step(slots, step)
         # Slots that rest: what runs before and while the graph is captured must change no completion's blocks.
         for mine in slots.written_by_host:
             mine.zero_()
         slots.tables_SN.fill_(self._room.scratch_block)
         slots.integers_S6.copy_(self._no_integers())
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            for _ in range(2):  # kernels are compiled, libraries make their workspaces
-                decode_step(slots, step)
-        torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            decode_step(slots, step)
+        with torch.cuda.device(self._device):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(2):  # kernels are compiled, libraries make their workspaces
+                    decode_step(slots, step)
+            torch.cuda.current_stream().wait_stream(stream)
+            with torch.cuda.graph(graph, pool=self._pool):
+                decode_step(slots, step)
         self._pool = graph.pool()
         return graph.replay
+
+    def _can_be_captured(self, kernels: Kernels) -> bool:
+        """True on a GPU where these run in Triton; in torch they ask the host."""
+        if self._device.type != "cuda":
+            return False
+        return all(kernels.picked(op, self._room.storage) == "triton" for op in ("attention", "sample", "advance"))
 
     def _integers(self, plan: Plan) -> torch.Tensor:
         """`Slots.integers_S6` of `plan.drawn`, on the host."""
