@@ -27,7 +27,7 @@ class LaunchPlan:
     A program has `rows` query heads of one token, `head_tiles` programs make up those of a key/value head, and programs
     over a shared prefix have `prefix_rows` of several tokens. They go over `split_tokens` keys, `tile_tokens` at a
     time; `num_splits` of them make up the width of the tables. `block_d` is a head's width, filled up to a power of
-    two, and `block_h` the number of heads in a program that turns, writes or merges. `uses_dot`: by matrix units. The
+    two, and `block_h` the number of heads in a program that turns and writes. `uses_dot`: by matrix units. The
     stages of a loop are entries of the block table, keys and values that these lead to, and products.
     """
 

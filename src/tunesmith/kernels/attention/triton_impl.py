@@ -33,6 +33,9 @@ SCRATCH_BYTES = 256 * 2**20
 _PREFIX_REGISTERS = 255
 """Of a thread: left alone, the compiler spills a few for the sake of more threads at a time."""
 
+_MERGED_SLOTS = 16  # at a time
+_MERGE_WARPS = 2
+
 
 @dataclass(frozen=True, slots=True)
 class _Partials:
@@ -147,10 +150,10 @@ def _attend(
     given = (q_TX, *cache_2NW.unbind(), places.positions_T, places.table_rows_T, places.block_tables_RN)
     strides = (q_TX.stride(0), places.block_tables_RN.stride(0), num_slots)
     shape: dict[str, Any] = {"HEADS": num_heads, "D": settings.head_dim, "WINDOW": settings.window or 0}
-    shape |= {"SPLIT": plan.split_tokens, "BLOCK_D": plan.block_d, "num_warps": plan.num_warps}
+    shape |= {"SPLIT": plan.split_tokens, "BLOCK_D": plan.block_d}
     layer = {"KV_HEADS": num_kv_heads, "SCALE": settings.scale, "SOFTCAP": settings.softcap or 0.0}
     layer |= {"USES_DOT": plan.uses_dot, "WIDEN": q_TX.device.type == "cpu", "BLOCK_C": plan.tile_tokens}
-    layer |= {"num_stages": plan.num_stages, **shape}
+    layer |= {"num_warps": plan.num_warps, "num_stages": plan.num_stages, **shape}
     if prefixes is not None:
         members_PG = prefixes.members_PG
         num_prefixes, num_members = members_PG.shape
@@ -174,10 +177,11 @@ def _attend(
     )
     if not is_whole:
         kernel = merge_kernel
-        kernel[(num_tokens, ceil_div(num_heads, plan.block_h))](
+        kernel[(num_tokens, num_heads)](
             *(places.positions_T, starts_T, *partials, out_TX, num_slots),
             HAS_PREFIXES=int(prefixes is not None),
-            BLOCK_H=plan.block_h,
+            BLOCK_S=_MERGED_SLOTS,
+            num_warps=_MERGE_WARPS,
             **shape,
         )
 
@@ -202,23 +206,23 @@ def _variants_of(settings: AttentionSettings, dtype: str, plan: LaunchPlan) -> l
     types |= dict.fromkeys(("cos", "sin", "largest", "total", "sums"), "*fp32")
     types |= dict.fromkeys(("q_stride", "k_stride", "v_stride", "table_stride", "num_slots", "num_members"), "i32")
     heads = {"HEADS": settings.num_heads, "KV_HEADS": settings.num_kv_heads, "D": settings.head_dim}
-    blocks = {"BLOCK_C": plan.tile_tokens, "BLOCK_D": plan.block_d, "BLOCK_H": plan.block_h}
+    blocks = {"BLOCK_C": plan.tile_tokens, "BLOCK_D": plan.block_d, "BLOCK_H": plan.block_h, "BLOCK_S": _MERGED_SLOTS}
     scores = {"SCALE": settings.scale, "SOFTCAP": settings.softcap or 0.0, "WINDOW": settings.window or 0}
     cut = {"SPLIT": plan.split_tokens, "HEAD_TILES": plan.head_tiles, "USES_DOT": plan.uses_dot, "WIDEN": False}
     turn = {"HALF": settings.head_dim // 2, "QUERY_PARTS": ceil_div(settings.num_heads, plan.block_h)}
     every = {**heads, **blocks, **scores, **cut, **turn, "HAS_PREFIXES": 1, "IS_WHOLE": False}
-    kernels: list[tuple[str, Any, int, int | None]] = [
-        ("attend", attend_kernel, plan.rows, None),
-        ("prefix", prefix_kernel, plan.prefix_rows, _PREFIX_REGISTERS),
+    kernels: list[tuple[str, Any, int, int, int | None]] = [
+        ("attend", attend_kernel, plan.rows, plan.num_warps, None),
+        ("prefix", prefix_kernel, plan.prefix_rows, plan.num_warps, _PREFIX_REGISTERS),
     ]
     if not plan.uses_dot:
-        kernels += [("write", write_kernel, 0, None), ("merge", merge_kernel, 0, None)]
+        kernels += [("write", write_kernel, 0, plan.num_warps, None), ("merge", merge_kernel, 0, _MERGE_WARPS, None)]
     found: list[Variant] = []
-    for title, kernel, rows, most in kernels:
+    for title, kernel, rows, num_warps, most in kernels:
         constants = {name: value for name, value in {**every, "ROWS": rows}.items() if name in kernel.arg_names}
         signature = {name: kind for name, kind in types.items() if name in kernel.arg_names}
         name = f"{title}_{settings.head_dim}{'_dot' if plan.uses_dot else ''}_{dtype}"
-        launched = (plan.num_warps, plan.uses_dot, plan.num_stages, most)
+        launched = (num_warps, plan.uses_dot, plan.num_stages, most)
         found.append(Variant(name, kernel, signature, constants, *launched))
     return found
 
