@@ -302,24 +302,26 @@ def prefix_kernel(
 
 
 @triton.jit
-def _merged(partials, begin, end, head_H, state, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """A state (largest scores, sums of weights, weighted sums) with the slots from `begin` to `end` put to it."""
-    largest, total, sums = partials
-    largest_H, total_H, sum_HD = state
-    d_D = tl.arange(0, BLOCK_D)
-    is_head_H = head_H < HEADS
-    is_inside_HD = is_head_H[:, None] & (d_D < D)[None, :]
-    for slot in range(begin, end):
-        at_H = slot * HEADS + head_H
-        more_H = tl.load(largest + at_H, mask=is_head_H, other=float("-inf"))
-        part_HD = tl.load(sums + at_H[:, None] * D + d_D[None, :], mask=is_inside_HD, other=0.0)
-        new_H = tl.maximum(largest_H, more_H)
-        base_H = tl.where(new_H == float("-inf"), 0.0, new_H)
-        shrink_H, share_H = tl.exp(largest_H - base_H), tl.exp(more_H - base_H)
-        total_H = total_H * shrink_H + tl.load(total + at_H, mask=is_head_H, other=0.0) * share_H
-        sum_HD = sum_HD * shrink_H[:, None] + part_HD * share_H[:, None]
-        largest_H = new_H
-    return largest_H, total_H, sum_HD
+def _merged(partials, begin, end, state, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_S: tl.constexpr):
+    """A state (largest score, sum of weights, weighted sum of values) with the slots from `begin` to `end` added."""
+    largest, total, sums, d_D = partials
+    most, weight, sum_D = state
+    for start in range(begin // BLOCK_S * BLOCK_S, end, BLOCK_S):
+        slot_S = start + tl.arange(0, BLOCK_S)
+        is_slot_S = (slot_S >= begin) & (slot_S < end)
+        at_S = slot_S * HEADS
+        largest_S = tl.load(largest + at_S, mask=is_slot_S, other=float("-inf"))
+        total_S = tl.load(total + at_S, mask=is_slot_S, other=0.0)
+        is_inside_SD = is_slot_S[:, None] & (d_D < D)[None, :]
+        sum_SD = tl.load(sums + at_S[:, None] * D + d_D[None, :], mask=is_inside_SD, other=0.0)
+        new = tl.maximum(most, tl.max(largest_S, axis=0))
+        # Of a window that sees nothing of a prefix both are -inf, whose difference is NaN.
+        base = tl.where(new == float("-inf"), 0.0, new)
+        shrink, share_S = tl.exp(most - base), tl.exp(largest_S - base)
+        weight = weight * shrink + tl.sum(total_S * share_S, axis=0)
+        sum_D = sum_D * shrink + tl.sum(sum_SD * share_S[:, None], axis=0)
+        most = new
+    return most, weight, sum_D
 
 
 @triton.jit
@@ -336,31 +338,26 @@ def merge_kernel(
     WINDOW: tl.constexpr,
     HAS_PREFIXES: tl.constexpr,
     SPLIT: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Heads of one token from the slots that hold something: of its prefix, then of its own part."""
-    token = tl.program_id(0).to(tl.int64)
-    head_H, d_D = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
+    """One head of one token from the slots that hold something: of its prefix, then of its own part."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    d_D = tl.arange(0, BLOCK_D)
     position = tl.load(positions + token)
     begin, end = position * 0, position // SPLIT + 1
     if WINDOW > 0:
         begin = tl.maximum(begin, position - WINDOW + 1)
-    at = token * num_slots * HEADS
-    partials = (largest + at, total + at, sums + at * D)
-    state = (
-        tl.full([BLOCK_H], float("-inf"), tl.float32),
-        tl.zeros([BLOCK_H], tl.float32),
-        tl.zeros([BLOCK_H, BLOCK_D], tl.float32),
-    )
+    at = token * num_slots * HEADS + head
+    partials = (largest + at, total + at, sums + at * D, d_D)
+    state = (tl.full([], float("-inf"), tl.float32), tl.full([], 0.0, tl.float32), tl.zeros([BLOCK_D], tl.float32))
     if HAS_PREFIXES:
         start = tl.load(starts + token)
         last = tl.minimum((start + SPLIT - 1) // SPLIT, end)
         last = tl.where(begin < start, last, 0)  # nothing of the prefix is inside of the window
-        state = _merged(partials, begin // SPLIT, last, head_H, state, HEADS, D, BLOCK_D)
+        state = _merged(partials, begin // SPLIT, last, state, HEADS, D, BLOCK_S)
         end = tl.where(start <= position, end, 0)  # its own part is empty where it stands inside of the prefix
         begin = tl.maximum(begin, start)
-    state = _merged(partials, begin // SPLIT + HAS_PREFIXES, end + HAS_PREFIXES, head_H, state, HEADS, D, BLOCK_D)
-    result_HD = state[2] / tl.where(state[1] == 0.0, 1.0, state[1])[:, None]
-    at_HD = token * (HEADS * D) + head_H[:, None] * D + d_D[None, :]
-    tl.store(out + at_HD, result_HD.to(out.dtype.element_ty), mask=(head_H < HEADS)[:, None] & (d_D < D)[None, :])
+    state = _merged(partials, begin // SPLIT + HAS_PREFIXES, end + HAS_PREFIXES, state, HEADS, D, BLOCK_S)
+    result_D = state[2] / tl.where(state[1] == 0.0, 1.0, state[1])
+    tl.store(out + (token * HEADS + head) * D + d_D, result_D.to(out.dtype.element_ty), mask=d_D < D)

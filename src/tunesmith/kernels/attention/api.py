@@ -302,6 +302,10 @@ def _check(q_TX: torch.Tensor, k_TY: torch.Tensor, v_TY: torch.Tensor, settings:
 def _check_places(q_TX: torch.Tensor, places: Places, cache_2NW: torch.Tensor, settings: AttentionSettings) -> None:
     if len(places.positions_T) != len(q_TX):
         raise InputError(f"{len(places.positions_T)} places and {len(q_TX)} tokens; give one for each token")
+    if places.positions_T.device not in (torch.device("cpu"), q_TX.device):
+        raise InputError(
+            f"places are on {places.positions_T.device} and q is on {q_TX.device}; give both on one device"
+        )
     width = BLOCK_TOKENS * settings.key_width
     is_cache = cache_2NW.dim() == 3 and cache_2NW.shape[0] == 2 and cache_2NW.shape[2] == width
     if not is_cache or cache_2NW.dtype != q_TX.dtype or cache_2NW.stride()[1:] != (width, 1):

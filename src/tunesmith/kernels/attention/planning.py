@@ -14,11 +14,10 @@ SPLIT_TOKENS = 512
 """Tokens of a sequence that one program goes over. Where a split begins depends on nothing else, and so do the bits."""
 
 _SMALLEST_DOT = 16
-_MOST_ROWS = 64
+_MOST_ROWS = 32
 _TILE_BYTES = 16 * 1024
 _NUMBERS_OF_A_PRODUCT = 4096
 _NUMBERS_OF_A_PROGRAM = 1024
-_WIDE_HEAD = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +27,8 @@ class LaunchPlan:
     A program has `rows` query heads of one token, `head_tiles` programs make up those of a key/value head, and programs
     over a shared prefix have `prefix_rows` of several tokens. They go over `split_tokens` keys, `tile_tokens` at a
     time; `num_splits` of them make up the width of the tables. `block_d` is a head's width, filled up to a power of
-    two, and `block_h` the number of heads in a program that turns, writes or merges. `uses_dot`: by matrix units.
+    two, and `block_h` the number of heads in a program that turns and writes. `uses_dot`: by matrix units. The
+    stages of a loop are entries of the block table, keys and values that these lead to, and products.
     """
 
     rows: int
@@ -40,8 +40,8 @@ class LaunchPlan:
     block_d: int
     block_h: int
     uses_dot: bool
-    num_warps: int = 4
-    num_stages: int = 3
+    num_warps: int
+    num_stages: int = 5
 
     def prefix_tiles(self, num_members: int, group_size: int) -> int:
         """Programs that make up the query heads of a key/value head, of all members of a prefix."""
@@ -61,9 +61,8 @@ def launch(
     """
     group, block_d = settings.group_size, max(_SMALLEST_DOT, power_of_two(settings.head_dim))
     if uses_dot:
-        most_rows = _MOST_ROWS if block_d < _WIDE_HEAD else _MOST_ROWS // 2
-        rows = min(most_rows, max(_SMALLEST_DOT, power_of_two(group)))
-        prefix_rows = most_rows
+        rows = min(_MOST_ROWS, max(_SMALLEST_DOT, power_of_two(group)))
+        prefix_rows = _MOST_ROWS
         tile_tokens = max(_SMALLEST_DOT, min(64, _TILE_BYTES // (block_d * dtype.itemsize)))
     else:
         rows = min(power_of_two(group), 4, max(1, 512 // block_d))
@@ -79,4 +78,5 @@ def launch(
         block_d=block_d,
         block_h=max(1, min(power_of_two(settings.num_heads), _NUMBERS_OF_A_PROGRAM // block_d)),
         uses_dot=uses_dot,
+        num_warps=4 if uses_dot else 8,
     )

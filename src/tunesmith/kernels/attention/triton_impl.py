@@ -30,6 +30,12 @@ from tunesmith.kernels.triton_check import Variant
 SCRATCH_BYTES = 256 * 2**20
 """Most memory for partial results of tokens without shared prefixes; more tokens are taken in several passes."""
 
+_PREFIX_REGISTERS = 255
+"""Of a thread: left alone, the compiler spills a few for the sake of more threads at a time."""
+
+_MERGED_SLOTS = 16  # at a time
+_MERGE_WARPS = 2
+
 
 @dataclass(frozen=True, slots=True)
 class _Partials:
@@ -72,6 +78,9 @@ def forward(
     positions_T, rows_T = places.positions_T.contiguous(), places.table_rows_T.contiguous()
     places = Places(positions_T, rows_T, with_dense_rows(places.block_tables_RN))
     plan = plan or launch(settings, q_TX.dtype, places.block_tables_RN.shape[1], uses_dot=uses_dot(q_TX))
+    if prefixes is not None:
+        tensors = (prefixes.members_PG, prefixes.length_P, prefixes.start_T)
+        prefixes = SharedPrefixes(*(one.contiguous() for one in tensors)) if prefixes.members_PG.numel() else None
     out_TX = torch.empty(q_TX.shape, dtype=q_TX.dtype, device=q_TX.device)
     num_tokens, num_slots = len(q_TX), plan.num_splits + (prefixes is not None)
     if not num_tokens:
@@ -141,17 +150,25 @@ def _attend(
     given = (q_TX, *cache_2NW.unbind(), places.positions_T, places.table_rows_T, places.block_tables_RN)
     strides = (q_TX.stride(0), places.block_tables_RN.stride(0), num_slots)
     shape: dict[str, Any] = {"HEADS": num_heads, "D": settings.head_dim, "WINDOW": settings.window or 0}
-    shape |= {"SPLIT": plan.split_tokens, "BLOCK_D": plan.block_d, "num_warps": plan.num_warps}
+    shape |= {"SPLIT": plan.split_tokens, "BLOCK_D": plan.block_d}
     layer = {"KV_HEADS": num_kv_heads, "SCALE": settings.scale, "SOFTCAP": settings.softcap or 0.0}
     layer |= {"USES_DOT": plan.uses_dot, "WIDEN": q_TX.device.type == "cpu", "BLOCK_C": plan.tile_tokens}
-    layer |= {"num_stages": plan.num_stages, **shape}
+    layer |= {"num_warps": plan.num_warps, "num_stages": plan.num_stages, **shape}
     if prefixes is not None:
         members_PG = prefixes.members_PG
         num_prefixes, num_members = members_PG.shape
         tiles = plan.prefix_tiles(num_members, settings.group_size)
         kernel: Any = prefix_kernel
         kernel[(num_prefixes * num_kv_heads, plan.num_splits, tiles)](
-            *given, members_PG, prefixes.length_P, *partials, *strides, num_members, ROWS=plan.prefix_rows, **layer
+            *given,
+            members_PG,
+            prefixes.length_P,
+            *partials,
+            *strides,
+            num_members,
+            ROWS=plan.prefix_rows,
+            maxnreg=_PREFIX_REGISTERS,
+            **layer,
         )
     kernel = attend_kernel
     own = {"HAS_PREFIXES": int(prefixes is not None), "IS_WHOLE": is_whole}
@@ -160,57 +177,59 @@ def _attend(
     )
     if not is_whole:
         kernel = merge_kernel
-        kernel[(num_tokens, ceil_div(num_heads, plan.block_h))](
+        kernel[(num_tokens, num_heads)](
             *(places.positions_T, starts_T, *partials, out_TX, num_slots),
             HAS_PREFIXES=int(prefixes is not None),
-            BLOCK_H=plan.block_h,
+            BLOCK_S=_MERGED_SLOTS,
+            num_warps=_MERGE_WARPS,
             **shape,
         )
 
 
-_SHAPES = (
-    AttentionSettings(14, 2, 64, 0.125),
-    AttentionSettings(32, 8, 128, 128**-0.5, window=1024, softcap=50.0),
-    AttentionSettings(8, 4, 256, 0.0625),
+_QWEN = AttentionSettings(14, 2, 64, 0.125)
+_WINDOWED = AttentionSettings(32, 8, 128, 128**-0.5, window=1024, softcap=50.0)
+_WIDE = AttentionSettings(8, 4, 256, 0.0625)
+_COMPILED = (
+    ("bf16", torch.bfloat16, True, (_QWEN, _WINDOWED, _WIDE)),
+    ("fp16", torch.float16, True, (_QWEN,)),
+    ("fp16", torch.float16, False, (_QWEN, _WINDOWED, _WIDE)),
+    ("fp32", torch.float32, False, (_QWEN, _WINDOWED)),
 )
-"""Of Qwen2.5-0.5B, of an 8B model with all that scores can have, and of Gemma 2."""
-
-
-def _variants() -> tuple[Variant, ...]:
-    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-    found: list[Variant] = []
-    for name, dtype in dtypes.items():
-        for settings in _SHAPES:
-            for dot in (False, True) if dtype != torch.float32 else (False,):
-                found += _variants_of(settings, name, launch(settings, dtype, 128, uses_dot=dot))
-    return tuple(found)
+"""What is compiled for GPUs that are not there: type, whether by matrix units, and layers: of Qwen2.5-0.5B, of an 8B
+model with all that scores can have, and of Gemma 2."""
 
 
 def _variants_of(settings: AttentionSettings, dtype: str, plan: LaunchPlan) -> list[Variant]:
-    """The kernels of one layer, with prefixes and several splits; those that do not multiply are of one plan alone."""
+    """The kernels of one layer, with prefixes and several splits; those that do not multiply without matrix units."""
     types = dict.fromkeys(("q", "k", "v", "keys", "values", "turned", "out"), f"*{dtype}")
     types |= dict.fromkeys(("positions", "table_rows", "tables", "starts", "members", "lengths"), "*i32")
     types |= dict.fromkeys(("cos", "sin", "largest", "total", "sums"), "*fp32")
     types |= dict.fromkeys(("q_stride", "k_stride", "v_stride", "table_stride", "num_slots", "num_members"), "i32")
     heads = {"HEADS": settings.num_heads, "KV_HEADS": settings.num_kv_heads, "D": settings.head_dim}
-    blocks = {"BLOCK_C": plan.tile_tokens, "BLOCK_D": plan.block_d, "BLOCK_H": plan.block_h}
+    blocks = {"BLOCK_C": plan.tile_tokens, "BLOCK_D": plan.block_d, "BLOCK_H": plan.block_h, "BLOCK_S": _MERGED_SLOTS}
     scores = {"SCALE": settings.scale, "SOFTCAP": settings.softcap or 0.0, "WINDOW": settings.window or 0}
     cut = {"SPLIT": plan.split_tokens, "HEAD_TILES": plan.head_tiles, "USES_DOT": plan.uses_dot, "WIDEN": False}
     turn = {"HALF": settings.head_dim // 2, "QUERY_PARTS": ceil_div(settings.num_heads, plan.block_h)}
     every = {**heads, **blocks, **scores, **cut, **turn, "HAS_PREFIXES": 1, "IS_WHOLE": False}
-    kernels: list[tuple[str, Any, int, bool]] = [
-        ("attend", attend_kernel, plan.rows, plan.uses_dot),
-        ("prefix", prefix_kernel, plan.prefix_rows, plan.uses_dot),
+    kernels: list[tuple[str, Any, int, int, int | None]] = [
+        ("attend", attend_kernel, plan.rows, plan.num_warps, None),
+        ("prefix", prefix_kernel, plan.prefix_rows, plan.num_warps, _PREFIX_REGISTERS),
     ]
     if not plan.uses_dot:
-        kernels += [("write", write_kernel, 0, False), ("merge", merge_kernel, 0, False)]
+        kernels += [("write", write_kernel, 0, plan.num_warps, None), ("merge", merge_kernel, 0, _MERGE_WARPS, None)]
     found: list[Variant] = []
-    for title, kernel, rows, dot in kernels:
+    for title, kernel, rows, num_warps, most in kernels:
         constants = {name: value for name, value in {**every, "ROWS": rows}.items() if name in kernel.arg_names}
         signature = {name: kind for name, kind in types.items() if name in kernel.arg_names}
-        name = f"{title}_{settings.head_dim}{'_dot' if dot else ''}_{dtype}"
-        found.append(Variant(name, kernel, signature, constants, plan.num_warps, dot, plan.num_stages))
+        name = f"{title}_{settings.head_dim}{'_dot' if plan.uses_dot else ''}_{dtype}"
+        launched = (num_warps, plan.uses_dot, plan.num_stages, most)
+        found.append(Variant(name, kernel, signature, constants, *launched))
     return found
 
 
-VARIANTS = _variants()
+VARIANTS = tuple(
+    variant
+    for name, dtype, dot, layers in _COMPILED
+    for settings in layers
+    for variant in _variants_of(settings, name, launch(settings, dtype, 128, uses_dot=dot))
+)
