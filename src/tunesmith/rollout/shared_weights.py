@@ -8,7 +8,7 @@ Shape legend: T tokens, I inputs, O outputs.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -50,9 +50,7 @@ def share(projection: Projection) -> SharedLinear | ModuleLinear:
     """
     biases = [module.bias for module in projection.modules]
     if any(projection.adapters) or len({bias is None for bias in biases}) == 2:
-        # What is drawn is drawn from the whole policy: dropout is for updates.
-        adapters = tuple(adapter and replace(adapter, dropout=None) for adapter in projection.adapters)
-        return ModuleLinear(replace(projection, adapters=adapters))
+        return ModuleLinear(projection)
     if len(projection.modules) == 1:
         return SharedLinear(weight_of(projection.modules[0]), biases[0], projection.sizes)  # type: ignore[arg-type]
     weight_OI = _side_by_side([module.weight for module in projection.modules])  # type: ignore[misc]
