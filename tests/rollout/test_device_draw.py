@@ -1,5 +1,8 @@
 """Settings that keep their place on the device from call to call, and the draw by them."""
 
+import importlib.util
+
+import pytest
 import torch
 
 from tunesmith.batch.rollout import SamplingParams
@@ -32,9 +35,12 @@ def test_settings_of_an_earlier_call_are_gone() -> None:
 
 
 def test_the_form_says_what_a_call_needs_and_no_numbers() -> None:
-    assert DrawForm.of(SamplingParams()) == DrawForm(False, False, False, False)
-    assert DrawForm.of(SAMPLING) == DrawForm(True, True, True, True)
-    assert DrawForm.of(SamplingParams(top_p=0.5)) == DrawForm.of(SamplingParams(top_k=3, temperature=0.1))
+    stops = frozenset({2})
+    assert DrawForm.of(SamplingParams(), stops) == DrawForm(False, False, False, False, True)
+    assert DrawForm.of(SAMPLING, stops) == DrawForm(True, True, True, True, True)
+    assert DrawForm.of(SAMPLING, frozenset()) == DrawForm(True, True, True, False, True)
+    assert not DrawForm.of(SAMPLING, frozenset(range(9))).few_stops
+    assert DrawForm.of(SamplingParams(top_p=0.5), stops) == DrawForm.of(SamplingParams(top_k=3, temperature=0.1), stops)
 
 
 def test_it_draws_as_the_sampler_does_by_the_same_settings() -> None:
@@ -58,7 +64,31 @@ def test_it_draws_as_the_sampler_does_by_the_same_settings() -> None:
     seen = Seen(given.seen_RV, integers_B6[:, 1].contiguous())
     expected = sample(logits_BV, settings, keys, seen=seen, kernels=Kernels("torch"))
     token_B, scores_B2, status_B = draw(
-        logits_BV, integers_B6, to_mask_B, given, DrawForm.of(SAMPLING), Kernels("torch")
+        logits_BV, integers_B6, to_mask_B, given, DrawForm.of(SAMPLING, stop_ids), Kernels("torch")
     )
     assert torch.equal(token_B, expected.token_B) and not status_B.any()
     assert torch.equal(scores_B2, torch.stack((expected.logp_B, expected.raw_logp_B), -1))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.parametrize("num_stops", [3, 20])
+@pytest.mark.parametrize("bias", [{}, {4: 1.0}])
+def test_stop_ids_that_may_not_come_yet_are_masked_alike_in_triton(num_stops: int, bias: dict[int, float]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits_BV = torch.randn(40, VOCABULARY, generator=generator)
+    stop_ids = frozenset(range(10, 10 + num_stops))
+    logits_BV[:, 10 : 10 + num_stops] += 3
+    sampling = SamplingParams(min_new_tokens=2, logit_bias=bias)
+    given = DrawSettings.empty(VOCABULARY, 0, torch.device("cpu"))
+    given.fill(sampling, stop_ids)
+    integers_B6 = torch.zeros(40, 6, dtype=torch.int64)
+    integers_B6[:, 4] = torch.arange(40)
+    to_mask_B = torch.arange(40, dtype=torch.int32) % 2
+    form = DrawForm.of(sampling, stop_ids)
+    ours, theirs = (
+        draw(logits_BV, integers_B6, to_mask_B, given, form, Kernels(choice)) for choice in ("triton", "torch")
+    )
+    assert torch.equal(ours[0], theirs[0])
+    torch.testing.assert_close(ours[1], theirs[1], rtol=1e-5, atol=1e-5)
+    is_stop_B = given.is_stop_V[ours[0]]
+    assert not is_stop_B[1::2].any() and is_stop_B[::2].any()

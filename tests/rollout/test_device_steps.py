@@ -58,7 +58,7 @@ def test_steps_behind_the_end_change_nothing() -> None:
     assert slots.left_S.tolist() == [0] * 4 and slots.count_S.max() == 3
     kept = {name: getattr(slots, name).clone() for name in ("token_S", "position_S", "count_S", "integers_S6")}
     drawn_S34, storage = slots.drawn_SK4[:, :3].clone(), room.storage.clone()
-    form = DrawForm.of(SAMPLING)
+    form = DrawForm.of(SAMPLING, frozenset({2}))
     for _ in range(3):
         decode_step(slots, Step(model, room.storage, room.settings, form, False, Kernels(), None))
     assert all(torch.equal(getattr(slots, name), tensor) for name, tensor in kept.items())

@@ -1,6 +1,6 @@
 """Draws tokens from logits that stand on a device, by settings that stand there too.
 
-Shape legend: B rows that are drawn from, V vocabulary, R rows of the mask of seen tokens.
+Shape legend: B rows that are drawn from, V vocabulary, R rows of the mask of seen tokens, E stop ids that have a list.
 """
 
 from dataclasses import dataclass, replace
@@ -14,6 +14,10 @@ from tunesmith.kernels.sample.api import sample
 from tunesmith.kernels.sample.records import LogitBias, NoiseKeys, SampleSettings, Seen
 
 
+_MOST_LISTED = 8
+"""Stop ids whose logits are changed one by one; of more, all logits are passed over."""
+
+
 @dataclass(frozen=True, slots=True)
 class DrawForm:
     """Which parts the drawing of a call has; what is captured in a graph depends on it and not on the numbers."""
@@ -22,15 +26,17 @@ class DrawForm:
     penalises: bool
     biases: bool
     masks_stops: bool
+    few_stops: bool
 
     @classmethod
-    def of(cls, sampling: SamplingParams) -> "DrawForm":
+    def of(cls, sampling: SamplingParams, stop_ids: frozenset[int]) -> "DrawForm":
         """The parts that `sampling` asks for."""
         return cls(
             filters=sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0,
             penalises=sampling.repetition_penalty != 1,
             biases=bool(sampling.logit_bias),
-            masks_stops=sampling.min_new_tokens > 0,
+            masks_stops=sampling.min_new_tokens > 0 and bool(stop_ids),
+            few_stops=len(stop_ids) <= _MOST_LISTED,
         )
 
 
@@ -39,13 +45,15 @@ class DrawSettings:
     """The settings of a call, on the device: they keep their place from call to call.
 
     `settings_4` float64: temperature, top_p, min_p, repetition penalty. `top_k` stands with the noise keys of each row.
-    `bias_V` float32 is added to the logits. `is_stop_V` bool: the token ends a completion. `seen_RV` bool: what the
-    penalty applies to; its last row belongs to slots without a completion.
+    `bias_V` float32 is added to the logits. `is_stop_V` bool: the token ends a completion; `stop_E` int64 lists some of
+    those, one perhaps several times. `seen_RV` bool: what the penalty applies to; its last row belongs to slots without
+    a completion.
     """
 
     settings_4: torch.Tensor
     bias_V: torch.Tensor
     is_stop_V: torch.Tensor
+    stop_E: torch.Tensor
     seen_RV: torch.Tensor
 
     @classmethod
@@ -55,6 +63,7 @@ class DrawSettings:
             torch.zeros(4, dtype=torch.float64, device=device),
             torch.zeros(vocabulary_size, device=device),
             torch.zeros(vocabulary_size, dtype=torch.bool, device=device),
+            torch.zeros(_MOST_LISTED, dtype=torch.int64, device=device),
             torch.zeros((num_seen + 1, vocabulary_size), dtype=torch.bool, device=device),
         )
 
@@ -70,6 +79,8 @@ class DrawSettings:
         self.is_stop_V.zero_()
         if stop_ids:
             self.is_stop_V[torch.tensor(sorted(stop_ids), device=self.is_stop_V.device)] = True
+            listed = sorted(stop_ids)[:_MOST_LISTED]
+            self.stop_E.copy_(torch.tensor(listed + listed[-1:] * (_MOST_LISTED - len(listed))))
 
 
 def draw(
@@ -85,12 +96,12 @@ def draw(
     `integers_B6` int64: top_k, row of the seen tokens, and the four noise keys. While `left_to_mask_B` is above 0 no
     stop id can be drawn. On a GPU nothing waits; on a CPU a row that nothing can be drawn from raises TrainingError.
     """
-    change_BV = _change(logits_BV, left_to_mask_B, given, form)
     seen_RV = given.seen_RV if form.penalises else None
     if kernels.picked("sample", logits_BV) == "triton":
         settings_B4 = given.settings_4.expand(len(logits_BV), 4)
-        changed_BV = None if change_BV is None else logits_BV.float() + change_BV
+        changed_BV = _changed(logits_BV, left_to_mask_B, given, form)
         return ops.sample(logits_BV, settings_B4, integers_B6, changed_BV, seen_RV, form.filters)
+    change_BV = _change(logits_BV, left_to_mask_B, given, form)
     on_host_B6 = integers_B6.cpu()
     drawn = sample(
         logits_BV,
@@ -101,6 +112,18 @@ def draw(
     )
     scores_B2 = torch.stack((drawn.logp_B, drawn.raw_logp_B), -1)
     return drawn.token_B, scores_B2, torch.zeros_like(drawn.token_B, dtype=torch.int32)
+
+
+def _changed(
+    logits_BV: torch.Tensor, left_to_mask_B: torch.Tensor, given: DrawSettings, form: DrawForm
+) -> torch.Tensor | None:
+    """The logits that are drawn from [B, V]; None where they are those of the model."""
+    if form.masks_stops and form.few_stops and not form.biases:
+        changed_BV, stop_BE = logits_BV.clone(), given.stop_E.expand(len(logits_BV), -1)
+        kept_BE = logits_BV[:, given.stop_E].masked_fill((left_to_mask_B > 0)[:, None], float("-inf"))
+        return changed_BV.scatter_(1, stop_BE, kept_BE)
+    change_BV = _change(logits_BV, left_to_mask_B, given, form)
+    return None if change_BV is None else logits_BV.float() + change_BV
 
 
 def _change(

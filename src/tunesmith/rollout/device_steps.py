@@ -8,7 +8,7 @@ T tokens, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -97,7 +97,7 @@ class DeviceSteps:
 
     def begin(self, sampling: SamplingParams, stop_ids: frozenset[int], seed: int, keys: Sequence[NoiseKey]) -> None:
         """Draw by these settings from now on; `keys[i]` belong to the request with index i."""
-        form = DrawForm.of(sampling)
+        form = DrawForm.of(sampling, stop_ids)
         self._room.settings.fill(sampling, stop_ids)
         seen = SeenTokens(self._room.settings.seen_RV[:-1]) if form.penalises else None
         self._asked = _Asked(form, keys, seed, sampling.top_k, seen)
@@ -123,7 +123,10 @@ class DeviceSteps:
         count = len(plan.sequences)
         num_slots = min(max(_FEWEST_SLOTS, 1 << (count - 1).bit_length()), len(self._room.slots.token_S))
         slots, prefixes = self._room.slots.first(num_slots), shared_prefixes(plan.sequences)
-        step = self._step(num_slots, shares_prefixes=bool(prefixes))
+        assert self._asked is not None
+        # Until they may stop, completions need a copy of their logits; behind that there is no need for one.
+        masks_stops = self._asked.form.masks_stops and any(sequence.masks_stop_ids for sequence in plan.sequences)
+        step = self._step(num_slots, replace(self._asked.form, masks_stops=masks_stops), shares_prefixes=bool(prefixes))
         self._fill(slots, plan, integers_C6, prefixes)
         for _ in range(plan.num_steps):
             step()
@@ -190,15 +193,12 @@ class DeviceSteps:
         slots.count_S.zero_()
         slots.status_S.zero_()
 
-    def _step(self, num_slots: int, *, shares_prefixes: bool) -> Callable[[], None]:
+    def _step(self, num_slots: int, form: DrawForm, *, shares_prefixes: bool) -> Callable[[], None]:
         """The step of the first `num_slots` slots: a graph where that is possible, captured at first use."""
-        assert self._asked is not None
-        key = num_slots, self._asked.form, shares_prefixes
+        key = num_slots, form, shares_prefixes
         if key not in self._graphs:
             room, kernels = self._room, self._model.decoder.kernels
-            step = Step(
-                self._model, room.storage, room.settings, self._asked.form, shares_prefixes, kernels, self._value_head
-            )
+            step = Step(self._model, room.storage, room.settings, form, shares_prefixes, kernels, self._value_head)
             self._graphs[key] = self._new_step(room.slots.first(num_slots), step)
         return self._graphs[key]
 
