@@ -13,7 +13,6 @@ from tunesmith.kernels.sample import ops
 from tunesmith.kernels.sample.api import sample
 from tunesmith.kernels.sample.records import LogitBias, NoiseKeys, SampleSettings, Seen
 
-
 _MOST_LISTED = 8
 """Stop ids whose logits are changed one by one; of more, all logits are passed over."""
 
