@@ -306,9 +306,9 @@ def _merged(partials, begin, end, state, HEADS: tl.constexpr, D: tl.constexpr, B
     """A state (largest score, sum of weights, weighted sum of values) with the slots from `begin` to `end` added."""
     largest, total, sums, d_D = partials
     most, weight, sum_D = state
-    for start in range(begin // BLOCK_S * BLOCK_S, end, BLOCK_S):
+    for start in range(begin, end, BLOCK_S):
         slot_S = start + tl.arange(0, BLOCK_S)
-        is_slot_S = (slot_S >= begin) & (slot_S < end)
+        is_slot_S = slot_S < end
         at_S = slot_S * HEADS
         largest_S = tl.load(largest + at_S, mask=is_slot_S, other=float("-inf"))
         total_S = tl.load(total + at_S, mask=is_slot_S, other=0.0)

@@ -65,9 +65,9 @@ def launch(
         prefix_rows = _MOST_ROWS
         tile_tokens = max(_SMALLEST_DOT, min(64, _TILE_BYTES // (block_d * dtype.itemsize)))
     else:
-        rows = min(power_of_two(group), 4, max(1, 512 // block_d))
-        prefix_rows = rows
-        tile_tokens = max(BLOCK_TOKENS, min(64, _NUMBERS_OF_A_PRODUCT // (rows * block_d)))
+        prefix_rows = max(1, min(4, 512 // block_d))
+        rows = min(power_of_two(group), prefix_rows)
+        tile_tokens = max(BLOCK_TOKENS, min(64, _NUMBERS_OF_A_PRODUCT // (prefix_rows * block_d)))
     return LaunchPlan(
         rows=rows,
         head_tiles=ceil_div(group, rows),
