@@ -16,11 +16,13 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
 
 from measure import ROOT, ratio
+from tunesmith.core.allocator import keep_freed_memory
 from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.preference.records import PreferenceBatch
 from tunesmith.kernels.preference.tuning import iterative_tuning, process_user_preference
@@ -144,12 +146,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(options.threads)
     device, kernels = torch.device(options.device), Kernels()
     found: list[Measured] = []
-    for dtype in _DTYPES:
-        for num_pairs, num_rounds in _ROUNDS.items():
-            if num_pairs <= options.most:
-                for one in measure(Votes.of(num_pairs, dtype, device), options.rounds or num_rounds, kernels):
-                    found.append(one)
-                    print(_line(one), flush=True)
+    for dtype, num_pairs in product(_DTYPES, (size for size in _ROUNDS if size <= options.most)):
+        for one in measure(Votes.of(num_pairs, dtype, device), options.rounds or _ROUNDS[num_pairs], kernels):
+            found.append(one)
+            print(_line(one), flush=True)
     facts = {
         "machine": machine_facts(),
         "device": options.device,
@@ -165,4 +165,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()  # as trainings do: each call of `iterative_tuning` takes memory for what is selected
     sys.exit(main())

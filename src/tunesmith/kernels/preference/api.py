@@ -198,9 +198,7 @@ def _run_elsewhere(
         new_N = torch.empty(weights_N.shape, dtype=weights_N.dtype, device=weights_N.device)
         plan = triton_impl.launch((a_BN.shape[0], a_BN.shape[1]), form.block)
         new, is_ordered = (selected_BN, new_N), form.deterministic
-        triton_impl.select_into(
-            outputs, votes, weights_N.contiguous(), scale, new, deterministic=is_ordered, plan=plan
-        )
+        triton_impl.select_into(outputs, votes, weights_N.contiguous(), scale, new, deterministic=is_ordered, plan=plan)
         updated_N.copy_(new_N)
     else:
         found = reference.select_and_update(
