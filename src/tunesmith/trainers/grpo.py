@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from tunesmith.algorithms import advantages, importance, kl, policy_loss
+from tunesmith.algorithms import advantages, kl, policy_loss
 from tunesmith.batch.pack import PolicyBatch, chunks, pack
 from tunesmith.batch.rollout import Group
 from tunesmith.config.policy_sections import GRPOSection
@@ -23,7 +23,6 @@ from tunesmith.core.trace import span
 from tunesmith.data.prompts import PromptLike
 from tunesmith.evaluation import accuracy
 from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.policy_loss.records import PolicyTokens
 from tunesmith.models.export import ModelCard, save_final
 from tunesmith.models.freeze import freeze_lower_layers
 from tunesmith.models.language_model import LanguageModel, language_model
@@ -36,6 +35,7 @@ from tunesmith.rollout.engine import Engine
 from tunesmith.schema.records import Prompt
 from tunesmith.trainers import grpo_metrics, policy_metrics, rollouts, setup
 from tunesmith.trainers.estimate import announce, policy_estimate
+from tunesmith.trainers.objective import Weights, objective_of
 from tunesmith.trainers.policy_record import StepResult, step_record
 from tunesmith.trainers.restart import Resumable
 from tunesmith.trainers.session import Session, open_session
@@ -204,25 +204,24 @@ def micro_batch_loss(
     state: State, micro: PolicyBatch, size: policy_loss.UpdateSize, is_single: bool, stats: grpo_metrics.StepStats
 ) -> torch.Tensor:
     """The GRPO loss of one micro-batch, a scalar; its statistics are added to `stats`."""
-    cfg, sequences, mask_BT = state.cfg.grpo, micro.sequences, micro.sequences.mask_BT
+    cfg, sequences = state.cfg.grpo, micro.sequences
+    denominator = policy_loss.loss_denominator(
+        cfg.loss_normalization, sequences.mask_BT, size, state.cfg.rollout.max_new_tokens
+    )
+    weights = Weights(denominator, size.num_tokens, state.kl.value)
+    objective = objective_of(cfg, state.cfg.rollout.importance, micro, weights, is_single=is_single)
     new = token_logps(
         state.policy,
         sequences.ids_BS,
         sequences.lengths_B,
         prompt_lengths_B=sequences.prompt_lengths_B,
         temperature=state.cfg.rollout.temperature,
+        known=objective.known(state.optimizer.scaled),  # so that the output layer may be visited once
     )
-    old_logp_BT = new.logp_BT.detach() if is_single else micro.old_logp_BT
-    # Where filters or rounding made the engine draw from another distribution than the policy's.
-    drawn = importance.correction(old_logp_BT, sequences.sampled_logp_BT, mask_BT, state.cfg.rollout.importance)
-    advantage_BT = micro.advantage_BT * drawn.weight_BT
-    max_tokens = state.cfg.rollout.max_new_tokens
-    denominator = policy_loss.loss_denominator(cfg.loss_normalization, mask_BT, size, max_tokens)
-    tokens = PolicyTokens(new.logp_BT, old_logp_BT, advantage_BT, mask_BT, entropy_BT=new.entropy_BT)
-    loss, policy_stats = rollouts.policy_objective(cfg, tokens, micro, state.kl.value, denominator, size.num_tokens)
+    policy = objective.of(new.logp_BT, new.entropy_BT)
     reference_logp_BT = None if state.reference is None else micro.reference_logp_BT
-    stats.add(policy_stats, sequences, new, reference_logp_BT, drawn)
-    return loss
+    stats.add(policy.stats, sequences, new, reference_logp_BT, policy.drawn)
+    return policy.loss
 
 
 @torch.no_grad()
