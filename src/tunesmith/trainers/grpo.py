@@ -6,7 +6,7 @@ rewards, B sequences (the completions that are left), S positions of prompt and 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from tunesmith.core.trace import span
 from tunesmith.data.prompts import PromptLike
 from tunesmith.evaluation import accuracy
 from tunesmith.kernels.native import Kernels
+from tunesmith.kernels.upload.api import Uploader
 from tunesmith.models.export import ModelCard, save_final
 from tunesmith.models.freeze import freeze_lower_layers
 from tunesmith.models.language_model import LanguageModel, language_model
@@ -60,6 +61,10 @@ class State:
     prompts: rollouts.PromptSets
     identity: Mapping[str, str]
     num_steps: int
+    uploader: Uploader | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.uploader = setup.uploader_to(self.device)
 
 
 def build(
@@ -115,7 +120,7 @@ def step(state: State, prompts: Sequence[Prompt], index: int) -> StepResult:
     if not rows:  # every completion was as good as its neighbours
         return StepResult(stats.metrics(varies_P), groups, scores, None)
 
-    sequences = pack(groups, pad_id=0, device=state.device, rows=rows)
+    sequences = setup.sent(pack(groups, pad_id=0, rows=rows), state.uploader)
     advantage_BT = advantage_PG.flatten()[rows].to(state.device)[:, None] * sequences.mask_BT
     old_logp_BT = reference_logp_BT = sequences.raw_logp_BT
     is_single = cfg.num_epochs * cfg.num_minibatches == 1  # then the old policy is the one that is updated
@@ -232,7 +237,7 @@ def sequence_kl(state: State, groups: Sequence[Group]) -> torch.Tensor:
     """
     assert state.reference is not None
     size, temperature = state.cfg.grpo.micro_batch_size, state.cfg.rollout.temperature
-    sequences = pack(groups, pad_id=0, device=state.device)
+    sequences = setup.sent(pack(groups, pad_id=0), state.uploader)
     with span("reference"):
         reference_logp_BT = rollouts.logps(state.reference, sequences, temperature, size)
     kl_BT = kl.estimate(state.cfg.grpo.kl.estimator, sequences.raw_logp_BT, reference_logp_BT)

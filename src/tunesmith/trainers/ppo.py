@@ -6,7 +6,7 @@ checkpoints, logs.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from tunesmith.core.trace import span
 from tunesmith.data.prompts import PromptLike
 from tunesmith.kernels.logprob.head import ScoreLoss
 from tunesmith.kernels.native import Kernels
+from tunesmith.kernels.upload.api import Uploader
 from tunesmith.models.export import ModelCard, save_final
 from tunesmith.models.freeze import freeze_lower_layers
 from tunesmith.models.heads import Critic, ScalarHead, critic_values, hidden_size
@@ -60,6 +61,10 @@ class State:
     prompts: rollouts.PromptSets
     identity: Mapping[str, str]
     num_steps: int
+    uploader: Uploader | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.uploader = setup.uploader_to(self.device)
 
 
 def build(
@@ -108,7 +113,7 @@ def step(state: State, prompts: Sequence[Prompt], index: int) -> StepResult:
     asked = TrainerState(index, state.num_steps)
     groups, scores = rollouts.draw_scored(state.engine, state.scorer, state.cfg, prompts, sampling, asked)
     rows = rollouts.valid_rows(scores)
-    sequences = pack(groups, pad_id=0, device=state.device, rows=rows)
+    sequences = setup.sent(pack(groups, pad_id=0, rows=rows), state.uploader)
     mask_BT = sequences.mask_BT
     with span("old_policy"):  # what the policy that drew the tokens, and its critic, say of them
         old_logp_BT, old_value_BT = old_scores(state, sequences)

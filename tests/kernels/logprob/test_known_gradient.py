@@ -22,6 +22,12 @@ PRODUCT = 2 * HIDDEN * TOKENS
 Grads = tuple[torch.Tensor, ...]
 
 
+@pytest.fixture(autouse=True)
+def one_visit_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is on a GPU."""
+    monkeypatch.setattr("tunesmith.kernels.logprob.head_blocks.ONE_VISIT_ON", {"cpu"})
+
+
 def loss_of(case: Case, factor: float = 1.0) -> ScoreLoss:
     """What `Case.gradients` gives the scores, times a factor."""
     return lambda rows, *_: ScoreGradient(factor * case.d_logp_N[rows], factor * case.d_entropy_N[rows])
@@ -116,6 +122,14 @@ def test_where_all_logits_fit_nothing_is_asked_of_the_loss(native: Kernels) -> N
     assert all(torch.equal(a, b) for a, b in zip(kept[0] + kept[1], plain[0] + plain[1], strict=True))
     with torch.no_grad():
         head_logp_entropy(case.hidden_NH, OutputLayer(case.weight_VH), case.ids_N, kernels=native, known=never)
+
+
+def test_on_a_cpu_nothing_is_asked_of_the_loss(native: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    case = Case(torch.bfloat16)
+    asked, plain = taken(case, native, lambda *_: ScoreGradient(None, None)), taken(case, native, None)
+    assert asked[2] == plain[2] == 4 * ROWS * PRODUCT
+    assert all(torch.equal(a, b) for a, b in zip(asked[0] + asked[1], plain[0] + plain[1], strict=True))
 
 
 def test_rows_without_gradient_take_one_product(native: Kernels) -> None:

@@ -68,10 +68,10 @@ def head_logp_entropy(
     pass adds a float32 [N, H], and the gradients themselves. Rows to whose scores the loss gives no gradient are left
     out of it.
 
-    `known` says what gradient the loss will give to the scores of some rows. With it, where not all logits fit, the
-    forward pass computes all gradients in the same visit, by `head_gradients`: three matrix products instead of four,
-    blocks of `chunk_bytes`, and a weight's gradient that is summed in float32. Where the loss then gives another one,
-    the backward pass computes them anew.
+    `known` says what gradient the loss will give to the scores of some rows. On a GPU, where not all logits fit, the
+    forward pass then computes all gradients in the same visit, by `head_gradients`: three matrix products instead of
+    four, blocks of `chunk_bytes`, and a weight's gradient that is summed in float32. If the loss gives another gradient
+    after all, the backward pass computes them anew. On a CPU nobody asks `known`: it would gain nothing there.
 
     Raises:
         InputError: shapes or dtypes, ids or the temperature do not fit.
@@ -105,7 +105,7 @@ def _scored(
         return nothing_N, nothing_N.clone(), torch.zeros_like(call.ids_N, dtype=torch.bool)
     tensors = (hidden_NH, layer.weight_VH, layer.bias_V)
     if records_gradient(*tensors):
-        if known is not None and not call.fits(hidden_NH, layer.weight_VH):
+        if known is not None and call.visits_once(hidden_NH, layer.weight_VH):
             return scores_with_known_gradient(hidden_NH, layer, call, known)
         return _FromHidden.apply(*tensors, call)  # type: ignore[return-value]
     done = _forward(call, hidden_NH, layer, keeps=False)
