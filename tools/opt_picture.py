@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from math import ceil
 
 from opt_profile import OTHER, PART_NAMES, Call, Profile
 
@@ -10,8 +11,8 @@ _COLOURS = ("#4477aa", "#66ccee", "#ee6677", "#ccbb44", "#aa3377", "#228833", "#
 """One for each of PART_NAMES; they can be told apart by people who see fewer colours (Paul Tol, "Colour schemes")."""
 
 _LEFT, _WIDTH, _BAR, _GAP, _RIGHT = 150, 740, 34, 12, 110
-_FEWEST_PIXELS = 0.35
-"""Calls that are narrower are drawn together with their neighbours of the same part, or are left out."""
+_PIXELS = 0.5
+"""Width of what has one colour: it bounds the size of the picture."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +79,26 @@ def _lane(profile: Profile, top: float, longest_us: float) -> str:
 
 
 def _bars(calls: Sequence[Call], pixels_per_us: float) -> list[_Bar]:
-    """Neighbours of one part drawn as one where less than a pixel's part lies between them."""
-    bars: list[_Bar] = []
+    """Each half pixel has the colour of the part that took most of it, or none where calls took less than half of it;
+    neighbours of one colour are one bar.
+    """
+    columns: dict[int, dict[str, float]] = {}
     for call in calls:
-        left = call.start_us * pixels_per_us
-        right = left + call.duration_us * pixels_per_us
-        last = bars[-1] if bars else None
-        if last is not None and last.part == call.part and left - last.right < _FEWEST_PIXELS:
-            bars[-1] = _Bar(call.part, last.left, max(last.right, right))
+        left = call.start_us * pixels_per_us / _PIXELS
+        right = left + call.duration_us * pixels_per_us / _PIXELS
+        for column in range(int(left), ceil(right)):
+            taken = columns.setdefault(column, {})
+            taken[call.part] = taken.get(call.part, 0.0) + min(right, column + 1) - max(left, column)
+    bars: list[_Bar] = []
+    for column, taken in sorted(columns.items()):
+        if sum(taken.values()) < 0.5:
+            continue
+        part, left = max(taken, key=lambda name: taken[name]), column * _PIXELS
+        if bars and bars[-1].part == part and bars[-1].right == left:
+            bars[-1] = _Bar(part, bars[-1].left, left + _PIXELS)
         else:
-            bars.append(_Bar(call.part, left, right))
-    return [bar for bar in bars if bar.right - bar.left >= _FEWEST_PIXELS / 2]
+            bars.append(_Bar(part, left, left + _PIXELS))
+    return bars
 
 
 def _text(x: float, y: float, text: str, style: str = "") -> str:

@@ -8,10 +8,9 @@ a launch besides.
 
 import ctypes
 import importlib
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -125,7 +124,7 @@ class _RecordedFunction:
 
 
 @contextmanager
-def parts_named() -> Generator[None]:
+def parts_named() -> Generator[None, None, None]:
     """While this is open, what the functions of PARTS do shows under the name of their part."""
     changed: list[tuple[Any, str, Any]] = []
     try:
@@ -158,35 +157,65 @@ def _under(label: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def profiled(work: Callable[[], object], *, takes: Callable[[Sequence[FunctionEvent]], tuple[float, float]]) -> Profile:
-    """The step of `work` that lies in the span that `takes` finds among the events, in microseconds."""
+def profiled(work: Callable[[], object]) -> Profile:
+    """What `work` did inside the first span under the name STEP."""
+    with parts_named(), _profiler() as recorded:
+        work()
+    events = _events(recorded)
+    step = next(event for event in events if event.name == STEP)
+    return _step(events, step.time_range.start, step.time_range.end)
+
+
+def profiled_between(work: Callable[[], object], place: str, first: int) -> Profile | None:
+    """What `work` did from the call number `first` of the function at `place` to the next one; None if there were none.
+
+    The profiler runs for that time alone: with torch's kernels a step of an engine is some hundred thousand events.
+    """
+    with parts_named():  # the named function is inside of the counted one, so that its name is in the profile
+        owner, name, function = _found(place)
+        between = _Between(function, first)
+        try:
+            setattr(owner, name, between.method())
+            work()
+        finally:
+            setattr(owner, name, function)
+    if between.num_calls <= first:
+        return None
+    events = _events(between.recorded)
+    return _step(events, min(event.time_range.start for event in events), max(e.time_range.end for e in events))
+
+
+class _Between:
+    """Profiles from one call of a function to the next."""
+
+    def __init__(self, function: Callable[..., Any], first: int) -> None:
+        self._function, self._first = function, first
+        self.num_calls = 0
+        self.recorded = _profiler()
+
+    def method(self) -> Callable[..., Any]:
+        """A function to stand in a class, which binds functions alone."""
+
+        def run(*arguments: Any, **options: Any) -> Any:
+            self.num_calls += 1
+            if self.num_calls == self._first:
+                self.recorded.start()
+            if self.num_calls == self._first + 1:
+                self.recorded.stop()
+            return self._function(*arguments, **options)
+
+        return run
+
+
+def _profiler() -> profile:
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
-    with parts_named(), profile(activities=activities) as recorded:
-        work()
-    events = [event for event in recorded.events() if event.device_type.name == "CPU"]
-    start_us, end_us = takes(events)
-    return _step(events, start_us, end_us)
+    return profile(activities=activities)
 
 
-def marked(events: Sequence[FunctionEvent]) -> tuple[float, float]:
-    """The first span under the name STEP."""
-    step = next(event for event in events if event.name == STEP)
-    return step.time_range.start, step.time_range.end
-
-
-def middle_of(name: str) -> Callable[[Sequence[FunctionEvent]], tuple[float, float]]:
-    """From one event `name` to the next, the span of median length but for the first one; all that is marked STEP where
-    there are no such events, as with an engine whose steps the host does not see.
-    """
-
-    def found(events: Sequence[FunctionEvent]) -> tuple[float, float]:
-        starts = sorted(event.time_range.start for event in events if event.name == name)
-        spans = sorted(pairwise(starts[1:]), key=lambda span: span[1] - span[0])
-        return spans[len(spans) // 2] if spans else marked(events)
-
-    return found
+def _events(recorded: profile) -> list[FunctionEvent]:
+    return [event for event in recorded.events() or () if event.device_type.name == "CPU"]
 
 
 def _step(events: Iterable[FunctionEvent], start_us: float, end_us: float) -> Profile:
@@ -205,7 +234,7 @@ def _is_call(event: FunctionEvent) -> bool:
     return event.name.startswith(("aten::", "tunesmith::", "mkldnn::", _NATIVE))
 
 
-def _parents(event: FunctionEvent) -> Generator[FunctionEvent]:
+def _parents(event: FunctionEvent) -> Iterator[FunctionEvent]:
     parent = event.cpu_parent
     while parent is not None:
         yield parent

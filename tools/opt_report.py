@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from measure import ROOT
 from opt_picture import Pair, picture, table
-from opt_profile import PART_NAMES, STEP, Profile, RecordedKernels, marked, middle_of, profiled
+from opt_profile import PART_NAMES, STEP, Profile, RecordedKernels, profiled, profiled_between
 from tunesmith.batch.pack import PolicyBatch, Sequences
 from tunesmith.batch.rollout import SamplingParams
 from tunesmith.config.optimizer_sections import OptimizerSection
@@ -43,18 +43,21 @@ from tunesmith.schema.records import Prompt
 from tunesmith.telemetry.machine import machine_facts
 from tunesmith.trainers.objective import Weights, objective_of
 
-_DECODE_STEP = "part:sampler"
+_DRAW = "tunesmith.rollout.sampler:Sampler.draw"
 """A decoding step lasts from one draw to the next."""
+
+_SHORT, _LONG, _PROFILED = 2, 8, 5
+"""New tokens: the time of a step is what the longer call takes longer. The profile is of the step behind draw 3."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The model, and what is drawn and learnt: sequences, tokens of a prompt, new tokens, and timed repeats."""
+    """The model; sequences and tokens of their prompts; tokens of a completion that is learnt; timed repeats."""
 
     config: LlamaConfig
     num_sequences: int
     prompt_tokens: int
-    new_tokens: int
+    learnt_tokens: int
     num_repeats: int
 
 
@@ -82,7 +85,7 @@ def sizes_of(quick: bool) -> Sizes:
         max_position_embeddings=2048,
         **special,
     )
-    return Sizes(config, 32, 32, 32, 3)
+    return Sizes(config, 32, 32, 64, 3)
 
 
 class Work:
@@ -121,16 +124,18 @@ class Work:
             )
             loss = objective.of(new.logp_BT, new.entropy_BT).loss
             self.optimizer.scaled(loss).backward()
-            self.optimizer.step(loss=float(loss))
+            self.optimizer.step(loss=loss.item())
 
     def batch(self) -> PolicyBatch:
-        """Random completions of half to all of the new tokens, with random advantages."""
+        """Random completions of half to all of `learnt_tokens`, with random advantages."""
         sizes, draw = self._sizes, torch.Generator().manual_seed(1)
-        shape = (sizes.num_sequences, sizes.prompt_tokens + sizes.new_tokens)
+        shape = (sizes.num_sequences, sizes.prompt_tokens + sizes.learnt_tokens)
         ids_BS = torch.randint(sizes.config.vocab_size, shape, generator=draw)
-        length_B = torch.randint(sizes.new_tokens // 2, sizes.new_tokens + 1, (sizes.num_sequences,), generator=draw)
-        length_B[0] = sizes.new_tokens
-        mask_BT = length_mask(length_B, sizes.new_tokens)
+        length_B = torch.randint(
+            sizes.learnt_tokens // 2, sizes.learnt_tokens + 1, (sizes.num_sequences,), generator=draw
+        )
+        length_B[0] = sizes.learnt_tokens
+        mask_BT = length_mask(length_B, sizes.learnt_tokens)
         advantage_BT = torch.randn(mask_BT.shape, generator=draw) * mask_BT
         logp_BT = torch.full(mask_BT.shape, -10.0) * mask_BT
         prompt_B = torch.full((sizes.num_sequences,), sizes.prompt_tokens)
@@ -143,30 +148,31 @@ class Work:
 def measured(sizes: Sizes, device: torch.device) -> list[Pair]:
     """The decoding step and the update, both ways; those without the profiler in turns."""
     works = [Work(sizes, choice, device) for choice in ("torch", "auto")]
-    short, whole = max(1, sizes.new_tokens // 4), sizes.new_tokens
     for work in works:
-        work.generate(short)
+        work.generate(_SHORT)
     steps = [[] for _ in works]
     for _ in range(sizes.num_repeats):
         for seconds, work in zip(steps, works, strict=True):
-            longer = _seconds(lambda work=work: work.generate(whole)) - _seconds(lambda work=work: work.generate(short))
-            seconds.append(longer / (whole - short))
-    drawn = [profiled(lambda work=work: work.generate(whole), takes=middle_of(_DECODE_STEP)) for work in works]
+            longer = _seconds(lambda work=work: work.generate(_LONG)) - _seconds(
+                lambda work=work: work.generate(_SHORT)
+            )
+            seconds.append(longer / (_LONG - _SHORT))
+    drawn = [profiled_between(lambda work=work: work.generate(_PROFILED), _DRAW, first=3) for work in works]
     batches = [work.batch() for work in works]
     updates = [[] for _ in works]
     for _ in range(1 + sizes.num_repeats):  # the first one is slower, and left out
         for seconds, work, batch in zip(updates, works, batches, strict=True):
             seconds.append(_seconds(lambda work=work, batch=batch: work.update(batch)))
     learnt = [
-        profiled(lambda work=work, batch=batch: work.update(batch), takes=marked)
-        for work, batch in zip(works, batches, strict=True)
+        profiled(lambda work=work, batch=batch: work.update(batch)) for work, batch in zip(works, batches, strict=True)
     ]
     num_tokens = batches[0].sequences.num_tokens
-    # Steps that the host does not see, as those of a CUDA graph, are profiled together.
-    is_seen = all(profile.num_calls("sampler") for profile in drawn)
-    which = "One decoding step" if is_seen else f"{whole} decoding steps"
+    which = "One decoding step"
+    if None in drawn:  # steps that the host does not see, as those of a CUDA graph, are profiled together
+        drawn = [profiled(lambda work=work: work.generate(_PROFILED)) for work in works]
+        which = f"{_PROFILED} decoding steps"
     return [
-        _pair(f"{which} of {sizes.num_sequences} sequences", drawn, steps),
+        _pair(f"{which} of {sizes.num_sequences} sequences", [one for one in drawn if one], steps),
         _pair(f"One update on {num_tokens:,} completion tokens", learnt, [seconds[1:] for seconds in updates]),
     ]
 
