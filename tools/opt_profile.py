@@ -117,7 +117,7 @@ class _RecordedFunction:
 
     def __call__(self, *arguments: Any) -> Any:
         self._function.argtypes, self._function.restype = self.argtypes, self.restype
-        if not torch.autograd._profiler_enabled():
+        if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
             return self._function(*arguments)
         with record_function(self._name):
             return self._function(*arguments)
