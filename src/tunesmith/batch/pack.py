@@ -68,7 +68,7 @@ class PolicyBatch:
     def select(self, index_B: Sequence[int]) -> Self:
         """The rows `index_B`, trimmed to their own longest sequence and completion."""
         sequences = select(self.sequences, index_B)
-        rows, width = torch.as_tensor(index_B), sequences.mask_BT.shape[1]
+        rows, width = torch.as_tensor(index_B, device=sequences.mask_BT.device), sequences.mask_BT.shape[1]
         per_token = {f.name: getattr(self, f.name)[rows, :width] for f in fields(self) if f.name != "sequences"}
         return replace(self, sequences=sequences, **per_token)
 
@@ -117,7 +117,7 @@ def _padded(rows: Sequence[Sequence[float]], fill: float) -> torch.Tensor:
 
 def select(sequences: Sequences, index_B: Sequence[int]) -> Sequences:
     """The rows `index_B` of `sequences`, trimmed to their own longest sequence and completion."""
-    rows = torch.as_tensor(index_B)
+    rows = torch.as_tensor(index_B, device=sequences.ids_BS.device)  # once, not for each field
     lengths_B, prompt_lengths_B = sequences.lengths_B[rows], sequences.prompt_lengths_B[rows]
     width = int((lengths_B - prompt_lengths_B).max())
     return Sequences(

@@ -8,13 +8,15 @@ from torch.nn.utils.rnn import pad_sequence
 
 from tunesmith.batch.targets import Targets
 from tunesmith.kernels.attention.packing import Segments
-from tunesmith.kernels.logprob.head import HeadScores
+from tunesmith.kernels.logprob.head import HeadScores, ScoreLoss
 from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.logprob import chosen_logp_entropy, logits_at
 
 
-def next_token_scores(model: LanguageModel, targets: Targets) -> HeadScores:
+def next_token_scores(model: LanguageModel, targets: Targets, known: ScoreLoss | None = None) -> HeadScores:
     """Scores of `targets.chosen_N`, with gradients to the model. Only the states before learnt tokens meet the head.
+
+    `known`, what gradient the loss will give them, lets a decoder's head compute its own in the same visit.
 
     A model with a decoder sees the packed tokens, each sequence for itself and none padded. Any other runs its own
     forward over right-padded rows.
@@ -22,7 +24,7 @@ def next_token_scores(model: LanguageModel, targets: Targets) -> HeadScores:
     if model.decoder is None:
         return _padded_scores(model, targets)
     hidden_TH = model.decoder.hidden_states(targets.ids_T, Segments.alone(targets.lengths))
-    return model.decoder.scores(hidden_TH[targets.state_N], targets.chosen_N)
+    return model.decoder.scores(hidden_TH[targets.state_N], targets.chosen_N, known)
 
 
 def _padded_scores(model: LanguageModel, targets: Targets) -> HeadScores:

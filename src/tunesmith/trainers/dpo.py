@@ -6,7 +6,7 @@ several pairs of a micro-batch is computed once, and those of one prompt side by
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -27,6 +27,7 @@ from tunesmith.data.judgements import JudgementLike
 from tunesmith.data.sets import DirectSets, Unit, direct_sets
 from tunesmith.distributed import collectives
 from tunesmith.kernels.native import Kernels
+from tunesmith.kernels.upload.api import Uploader
 from tunesmith.models.export import ModelCard, save_final
 from tunesmith.models.freeze import freeze_lower_layers
 from tunesmith.models.language_model import LanguageModel, language_model
@@ -66,6 +67,10 @@ class State:
     length_A: torch.Tensor
     identity: Mapping[str, str]
     num_steps: int
+    uploader: Uploader | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.uploader = setup.uploader_to(self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +196,7 @@ def micro_batch_loss(
     state: State, micro: Sequence[Unit], reference_A: torch.Tensor | None, num_units: float, kl: float
 ) -> tuple[torch.Tensor, DirectStats, TokenSums]:
     """The loss of one micro-batch, a scalar, with its statistics. An answer of several pairs is computed once."""
-    batch = collate_answers(state.data.answers, places_of(micro), state.device)
+    batch = setup.sent(collate_answers(state.data.answers, places_of(micro)), state.uploader)
     scores = token_logps(state.policy, batch.ids_BS, batch.lengths_B, prompt_lengths_B=batch.prompt_lengths_B)
     logp_A = torch.zeros_like(state.length_A, dtype=torch.float32)
     logp_A = logp_A.index_put((batch.answer_B,), scores.logp_BT.sum(dim=1))
@@ -246,7 +251,7 @@ def answer_logps(state: State, model: LanguageModel, places: Iterable[int]) -> t
     """logp_A: the log-prob of each answer at `places` under `model`, summed over its tokens; NaN at all others."""
     logp_A = torch.full_like(state.length_A, torch.nan, dtype=torch.float32)
     for chunk in chunks(in_order(state.data.answers, places), 2 * state.cfg.dpo.micro_batch_size):
-        batch = collate_answers(state.data.answers, chunk, state.device)
+        batch = setup.sent(collate_answers(state.data.answers, chunk), state.uploader)
         scores = token_logps(model, batch.ids_BS, batch.lengths_B, prompt_lengths_B=batch.prompt_lengths_B)
         logp_A[batch.answer_B] = scores.logp_BT.sum(dim=1)
     return logp_A

@@ -6,13 +6,13 @@ rewards, B sequences (the completions that are left), S positions of prompt and 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
 import torch
 
-from tunesmith.algorithms import advantages, importance, kl, policy_loss
+from tunesmith.algorithms import advantages, kl, policy_loss
 from tunesmith.batch.pack import PolicyBatch, chunks, pack
 from tunesmith.batch.rollout import Group
 from tunesmith.config.policy_sections import GRPOSection
@@ -23,7 +23,7 @@ from tunesmith.core.trace import span
 from tunesmith.data.prompts import PromptLike
 from tunesmith.evaluation import accuracy
 from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.policy_loss.records import PolicyTokens
+from tunesmith.kernels.upload.api import Uploader
 from tunesmith.models.export import ModelCard, save_final
 from tunesmith.models.freeze import freeze_lower_layers
 from tunesmith.models.language_model import LanguageModel, language_model
@@ -36,6 +36,7 @@ from tunesmith.rollout.engine import Engine
 from tunesmith.schema.records import Prompt
 from tunesmith.trainers import grpo_metrics, policy_metrics, rollouts, setup
 from tunesmith.trainers.estimate import announce, policy_estimate
+from tunesmith.trainers.objective import Weights, objective_of
 from tunesmith.trainers.policy_record import StepResult, step_record
 from tunesmith.trainers.restart import Resumable
 from tunesmith.trainers.session import Session, open_session
@@ -60,6 +61,10 @@ class State:
     prompts: rollouts.PromptSets
     identity: Mapping[str, str]
     num_steps: int
+    uploader: Uploader | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.uploader = setup.uploader_to(self.device)
 
 
 def build(
@@ -115,7 +120,7 @@ def step(state: State, prompts: Sequence[Prompt], index: int) -> StepResult:
     if not rows:  # every completion was as good as its neighbours
         return StepResult(stats.metrics(varies_P), groups, scores, None)
 
-    sequences = pack(groups, pad_id=0, device=state.device, rows=rows)
+    sequences = setup.sent(pack(groups, pad_id=0, rows=rows), state.uploader)
     advantage_BT = advantage_PG.flatten()[rows].to(state.device)[:, None] * sequences.mask_BT
     old_logp_BT = reference_logp_BT = sequences.raw_logp_BT
     is_single = cfg.num_epochs * cfg.num_minibatches == 1  # then the old policy is the one that is updated
@@ -204,25 +209,24 @@ def micro_batch_loss(
     state: State, micro: PolicyBatch, size: policy_loss.UpdateSize, is_single: bool, stats: grpo_metrics.StepStats
 ) -> torch.Tensor:
     """The GRPO loss of one micro-batch, a scalar; its statistics are added to `stats`."""
-    cfg, sequences, mask_BT = state.cfg.grpo, micro.sequences, micro.sequences.mask_BT
+    cfg, sequences = state.cfg.grpo, micro.sequences
+    denominator = policy_loss.loss_denominator(
+        cfg.loss_normalization, sequences.mask_BT, size, state.cfg.rollout.max_new_tokens
+    )
+    weights = Weights(denominator, size.num_tokens, state.kl.value)
+    objective = objective_of(cfg, state.cfg.rollout.importance, micro, weights, is_single=is_single)
     new = token_logps(
         state.policy,
         sequences.ids_BS,
         sequences.lengths_B,
         prompt_lengths_B=sequences.prompt_lengths_B,
         temperature=state.cfg.rollout.temperature,
+        known=objective.known(state.optimizer.scaled),  # so that the output layer may be visited once
     )
-    old_logp_BT = new.logp_BT.detach() if is_single else micro.old_logp_BT
-    # Where filters or rounding made the engine draw from another distribution than the policy's.
-    drawn = importance.correction(old_logp_BT, sequences.sampled_logp_BT, mask_BT, state.cfg.rollout.importance)
-    advantage_BT = micro.advantage_BT * drawn.weight_BT
-    max_tokens = state.cfg.rollout.max_new_tokens
-    denominator = policy_loss.loss_denominator(cfg.loss_normalization, mask_BT, size, max_tokens)
-    tokens = PolicyTokens(new.logp_BT, old_logp_BT, advantage_BT, mask_BT, entropy_BT=new.entropy_BT)
-    loss, policy_stats = rollouts.policy_objective(cfg, tokens, micro, state.kl.value, denominator, size.num_tokens)
+    policy = objective.of(new.logp_BT, new.entropy_BT)
     reference_logp_BT = None if state.reference is None else micro.reference_logp_BT
-    stats.add(policy_stats, sequences, new, reference_logp_BT, drawn)
-    return loss
+    stats.add(policy.stats, sequences, new, reference_logp_BT, policy.drawn)
+    return policy.loss
 
 
 @torch.no_grad()
@@ -233,7 +237,7 @@ def sequence_kl(state: State, groups: Sequence[Group]) -> torch.Tensor:
     """
     assert state.reference is not None
     size, temperature = state.cfg.grpo.micro_batch_size, state.cfg.rollout.temperature
-    sequences = pack(groups, pad_id=0, device=state.device)
+    sequences = setup.sent(pack(groups, pad_id=0), state.uploader)
     with span("reference"):
         reference_logp_BT = rollouts.logps(state.reference, sequences, temperature, size)
     kl_BT = kl.estimate(state.cfg.grpo.kl.estimator, sequences.raw_logp_BT, reference_logp_BT)

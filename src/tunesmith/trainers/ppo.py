@@ -6,20 +6,21 @@ checkpoints, logs.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from tunesmith.algorithms import advantages, importance, kl, policy_loss, value_loss
+from tunesmith.algorithms import advantages, kl, policy_loss, value_loss
 from tunesmith.batch.pack import PolicyScores, PPOBatch, Sequences, chunks, pack
 from tunesmith.config.schema import PPORecipe
 from tunesmith.core.seeds import derive
 from tunesmith.core.trace import span
 from tunesmith.data.prompts import PromptLike
+from tunesmith.kernels.logprob.head import ScoreLoss
 from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.policy_loss.records import PolicyTokens
+from tunesmith.kernels.upload.api import Uploader
 from tunesmith.models.export import ModelCard, save_final
 from tunesmith.models.freeze import freeze_lower_layers
 from tunesmith.models.heads import Critic, ScalarHead, critic_values, hidden_size
@@ -33,6 +34,7 @@ from tunesmith.rollout.engine import Engine
 from tunesmith.schema.records import Prompt
 from tunesmith.trainers import policy_metrics, ppo_metrics, rollouts, setup
 from tunesmith.trainers.estimate import announce, policy_estimate
+from tunesmith.trainers.objective import Weights, objective_of
 from tunesmith.trainers.policy_record import StepResult, step_record
 from tunesmith.trainers.restart import Resumable
 from tunesmith.trainers.session import Session, open_session
@@ -59,6 +61,10 @@ class State:
     prompts: rollouts.PromptSets
     identity: Mapping[str, str]
     num_steps: int
+    uploader: Uploader | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.uploader = setup.uploader_to(self.device)
 
 
 def build(
@@ -107,7 +113,7 @@ def step(state: State, prompts: Sequence[Prompt], index: int) -> StepResult:
     asked = TrainerState(index, state.num_steps)
     groups, scores = rollouts.draw_scored(state.engine, state.scorer, state.cfg, prompts, sampling, asked)
     rows = rollouts.valid_rows(scores)
-    sequences = pack(groups, pad_id=0, device=state.device, rows=rows)
+    sequences = setup.sent(pack(groups, pad_id=0, rows=rows), state.uploader)
     mask_BT = sequences.mask_BT
     with span("old_policy"):  # what the policy that drew the tokens, and its critic, say of them
         old_logp_BT, old_value_BT = old_scores(state, sequences)
@@ -153,29 +159,27 @@ def micro_batch_loss(
 ) -> torch.Tensor:
     """The PPO loss of one micro-batch, a scalar; its statistics are added to `stats`."""
     cfg, mask_BT = state.cfg.ppo, micro.sequences.mask_BT
-    new = forward(state, micro.sequences)
-    # Where filters or rounding made the engine draw from another distribution than the policy's.
-    drawn = importance.correction(
-        micro.old_logp_BT, micro.sequences.sampled_logp_BT, mask_BT, state.cfg.rollout.importance
-    )
-    advantage_BT = micro.advantage_BT * drawn.weight_BT
-    max_tokens = state.cfg.rollout.max_new_tokens
-    denominator = policy_loss.loss_denominator(cfg.loss_normalization, mask_BT, size, max_tokens)
-    tokens = PolicyTokens(new.logp_BT, micro.old_logp_BT, advantage_BT, mask_BT, entropy_BT=new.entropy_BT)
-    loss, policy_stats = rollouts.policy_objective(cfg, tokens, micro, state.kl.value, denominator, size.num_tokens)
-    value_stats = None
+    denominator = policy_loss.loss_denominator(cfg.loss_normalization, mask_BT, size, state.cfg.rollout.max_new_tokens)
+    weights = Weights(denominator, size.num_tokens, state.kl.value)
+    objective = objective_of(cfg, state.cfg.rollout.importance, micro, weights)
+    new = forward(state, micro.sequences, objective.known(state.optimizer.scaled))
+    policy = objective.of(new.logp_BT, new.entropy_BT)
+    loss, value_stats = policy.loss, None
     if cfg.critic != "none":
         value, value_stats = value_loss.clipped(
             new.value_BT, micro.old_value_BT, micro.return_BT, mask_BT, size.num_tokens, cfg.value_clip
         )
         loss = loss + cfg.value_coef * value
-    stats.add(policy_stats, value_stats)
-    stats.add_pass(micro.sequences, new.logp_BT, new.entropy_BT, drawn)
+    stats.add(policy.stats, value_stats)
+    stats.add_pass(micro.sequences, new.logp_BT, new.entropy_BT, policy.drawn)
     return loss
 
 
-def forward(state: State, sequences: Sequences) -> PolicyScores:
-    """Log-probs, entropies and values of the completion tokens under the current weights."""
+def forward(state: State, sequences: Sequences, known: ScoreLoss | None = None) -> PolicyScores:
+    """Log-probs, entropies and values of the completion tokens under the current weights.
+
+    `known`: what gradient the loss will give the first two, so that the output layer may be visited once.
+    """
     ids_BS, lengths_B, prompt_lengths_B = sequences.ids_BS, sequences.lengths_B, sequences.prompt_lengths_B
     scores = token_logps(
         state.policy,
@@ -184,6 +188,7 @@ def forward(state: State, sequences: Sequences) -> PolicyScores:
         prompt_lengths_B=prompt_lengths_B,
         temperature=state.cfg.rollout.temperature,
         value_head=state.value_head,
+        known=known,
     )
     if state.critic is not None:
         value_BT = critic_values(state.critic, ids_BS, lengths_B, prompt_lengths_B)

@@ -4,7 +4,7 @@ Bradley and Terry 1952; Stiennon et al. 2020. Shape legend: N pairs, B = 2 N seq
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from tunesmith.data.pairs import PreferenceLike
 from tunesmith.data.sets import Facts, preference_sets
 from tunesmith.distributed import collectives
 from tunesmith.evaluation.reward_quality import decided_pairs, judge
+from tunesmith.kernels.upload.api import Uploader
 from tunesmith.models.export import ModelCard, save_final
 from tunesmith.models.freeze import freeze_lower_layers, keep_lower_layers
 from tunesmith.models.heads import RewardModel
@@ -52,6 +53,10 @@ class State:
     identity: Mapping[str, str]
     num_steps: int
     facts: Facts
+    uploader: Uploader | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.uploader = setup.uploader_to(self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +134,10 @@ def micro_batch_loss(
     the recipe asks for it. Each completion is scored once.
     """
     if state.cfg.pairs.rankings == "plackett_luce":
-        ranked = collate_rankings(as_rankings(items), pad_id=0, device=state.device)
+        ranked = setup.sent(collate_rankings(as_rankings(items), pad_id=0), state.uploader)
         reward_RK = ranked.by_ranking(state.model.score_sequences(ranked.ids_BT, ranked.lengths_B))
         return plackett_luce(reward_RK, ranked.rank_RK, num_rankings=num_items, center_coef=center_coef)
-    batch = collate_pairs(as_pairs(items), pad_id=0, device=state.device)
+    batch = setup.sent(collate_pairs(as_pairs(items), pad_id=0), state.uploader)
     chosen_N, rejected_N = batch.chosen_and_rejected(state.model.score_sequences(batch.ids_BT, batch.lengths_B))
     margin_N = batch.margin_N if with_margin else None
     return bradley_terry(chosen_N, rejected_N, margin_N, batch.tie_N, num_pairs=num_items, center_coef=center_coef)

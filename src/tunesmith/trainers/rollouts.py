@@ -5,15 +5,13 @@ Shape legend: B sequences, T completion tokens.
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import TypeVar
 
 import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from tunesmith.algorithms.policy_loss import PolicyStats, UpdateSize, objective, terms_of
-from tunesmith.algorithms.sums import Denominator
+from tunesmith.algorithms.policy_loss import UpdateSize
 from tunesmith.batch.pack import PolicyBatch, Sequences, chunks, select
 from tunesmith.batch.rollout import Group, SamplingParams
 from tunesmith.config.policy_sections import GRPOSection, PPOSection
@@ -24,7 +22,6 @@ from tunesmith.data import sets
 from tunesmith.data.prompts import PromptLike
 from tunesmith.data.sets import PromptSets
 from tunesmith.distributed import collectives
-from tunesmith.kernels.policy_loss.records import PolicyTokens
 from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.loaded import LoadedModel, PreTrainedModel, PreTrainedTokenizerBase, context_length
 from tunesmith.models.logprob import token_logps
@@ -190,27 +187,6 @@ def minibatches(batch: BatchT, section: PPOSection | GRPOSection, seed: int) -> 
     for epoch in range(section.num_epochs):
         for rows in chunks(permutation(seed, epoch, num_rows), size):
             yield batch.select(sorted(rows))
-
-
-def policy_objective(
-    section: PPOSection | GRPOSection,
-    tokens: PolicyTokens,
-    micro: PolicyBatch,
-    kl_coef: float,
-    denominator: Denominator,
-    num_tokens: float,
-) -> tuple[torch.Tensor, PolicyStats]:
-    """The loss of the policy and its statistics: surrogate, entropy bonus, and the KL where the recipe puts it there.
-
-    `tokens` may leave out what a term needs that the recipe does not have.
-    """
-    kl_coef = kl_coef if section.kl.place == "loss" else 0.0
-    tokens = replace(
-        tokens,
-        reference_logp_BT=micro.reference_logp_BT if kl_coef > 0 else None,
-        entropy_BT=tokens.entropy_BT if section.entropy_coef > 0 else None,
-    )
-    return objective(tokens, terms_of(section, section.kl, kl_coef), denominator, num_tokens)
 
 
 def update_size(sequences: Sequences, micro_batch_size: int, num_drawn: float | None = None) -> UpdateSize:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -13,9 +14,11 @@ import torch
 from tunesmith.config.schema import Recipe
 from tunesmith.core.allocator import keep_freed_memory
 from tunesmith.core.errors import ModelError
+from tunesmith.kernels.upload.api import Uploader
 from tunesmith.telemetry.environment import usable_cores
 
 Metrics = dict[str, float]
+RecordT = TypeVar("RecordT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,16 @@ def prepare(cfg: Recipe) -> torch.device:
     random.seed(cfg.run.seed)
     np.random.seed(cfg.run.seed % 2**32)
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def uploader_to(device: torch.device) -> Uploader | None:
+    """What batches are sent to `device` by; None on a CPU, where they lie already and a copy would gain nothing."""
+    return Uploader(device) if device.type == "cuda" else None
+
+
+def sent(record: RecordT, uploader: Uploader | None) -> RecordT:
+    """A record of tensors, made on the CPU, on the device that is trained on: all of them by one copy."""
+    return record if uploader is None else uploader.record(record)
 
 
 def given(**objects: object) -> list[str]:

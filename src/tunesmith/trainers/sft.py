@@ -5,7 +5,7 @@ tokens meet the head, and nothing is padded where the model has a flat decoder.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +19,9 @@ from tunesmith.core.trace import span
 from tunesmith.data.demonstrations import DemonstrationLike
 from tunesmith.data.sets import Facts, demonstration_sets
 from tunesmith.distributed import collectives
+from tunesmith.kernels.logprob.api import ScoreGradient
 from tunesmith.kernels.native import Kernels
+from tunesmith.kernels.upload.api import Uploader
 from tunesmith.models.export import ModelCard, save_final
 from tunesmith.models.freeze import freeze_lower_layers
 from tunesmith.models.language_model import LanguageModel, language_model
@@ -52,6 +54,10 @@ class State:
     identity: Mapping[str, str]
     num_steps: int
     facts: Facts
+    uploader: Uploader | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.uploader = setup.uploader_to(self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +136,11 @@ def micro_batch_loss(
     state: State, sequences: Sequence[LearntSequence], num_tokens: float
 ) -> tuple[torch.Tensor, TokenStats]:
     """The loss of one micro-batch, divided by `num_tokens`, and its statistics."""
-    scores = next_token_scores(state.policy, pack_targets(sequences, state.device))
+
+    def known(_: slice, logp_R: torch.Tensor, __: torch.Tensor) -> ScoreGradient:  # so that the head is visited once
+        return ScoreGradient(state.optimizer.scaled(torch.full_like(logp_R, -1 / num_tokens)), None)
+
+    scores = next_token_scores(state.policy, setup.sent(pack_targets(sequences), state.uploader), known)
     return negative_log_likelihood(scores.logp_N, scores.entropy_N, scores.is_top_N, num_tokens=num_tokens)
 
 

@@ -1,37 +1,38 @@
 """Log-prob and entropy from hidden states, through the output layer, without ever holding all logits.
 
-Shape legend: N rows, H hidden, V vocabulary, R rows of a chunk, C columns of a chunk (neighbouring tokens).
+Shape legend: N rows, H hidden, V vocabulary, R rows of a block, M rows with a gradient, C columns of a block.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-from torch.nn.functional import linear
 
-from tunesmith.core.errors import InputError
 from tunesmith.kernels.arguments import records_gradient
 from tunesmith.kernels.logprob.api import Scored, ScoreGradient, logits_gradient, score
+from tunesmith.kernels.logprob.head_blocks import (
+    FEWEST_COLUMNS,
+    FEWEST_ROWS,
+    HeadCall,
+    blocks,
+    check,
+    is_top,
+    logits,
+    product,
+    wide,
+)
+from tunesmith.kernels.logprob.head_blocks import OutputLayer as OutputLayer
+from tunesmith.kernels.logprob.head_blocks import chunk_bytes_on as chunk_bytes_on
+from tunesmith.kernels.logprob.head_gradients import HeadGradients as HeadGradients
+from tunesmith.kernels.logprob.head_gradients import ScoreLoss as ScoreLoss
+from tunesmith.kernels.logprob.head_gradients import head_gradients as head_gradients
+from tunesmith.kernels.logprob.head_gradients import picked, rows_with_gradient, scores_with_known_gradient
 from tunesmith.kernels.native import Kernels
 
-_CPU_CHUNK_BYTES = 64 * 2**20
-_GPU_SHARE = 32
-
-_PARTS = 4
-"""Logits that do not fit are made in blocks of this part of what may be kept: on a CPU smaller blocks cost no time."""
-
-_FEWEST_ROWS, _FEWEST_COLUMNS = 2, 64
-"""A chunk has so many whatever it takes: a matrix of one row may be multiplied by other code, with other bits."""
-
-
-@dataclass(frozen=True, slots=True)
-class OutputLayer:
-    """Logits are `hidden @ weight_VH.T + bias_V`, then `softcap * tanh(logit / softcap)` if there is a `softcap`."""
-
-    weight_VH: torch.Tensor
-    bias_V: torch.Tensor | None = None
-    softcap: float | None = None
+_FORWARD_PARTS, _BACKWARD_PARTS = 4, 8
+"""Logits that do not all fit are made in blocks of this part of what may be kept. On a CPU smaller blocks of rows take
+longer, as each packs the weight anew; the blocks of columns of the backward pass do so below an eighth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ def head_logp_entropy(
     *,
     kernels: Kernels,
     chunk_bytes: int | None = None,
+    known: ScoreLoss | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(logp_N, entropy_N) in nats of softmax(logits / temperature), float32 (float64 for float64), with gradients.
 
@@ -60,125 +62,53 @@ def head_logp_entropy(
 
     Memory: if the logits of all rows fit in `chunk_bytes` (by default `chunk_bytes_on` the device) they are kept for
     the backward pass, which writes their gradient over them. Else the forward pass makes those of some rows at a time,
-    and the backward pass makes them again for some columns: a quarter of `chunk_bytes` exist at a time, or 2 rows in
-    the forward and 64 columns in the backward pass if that is more. With a softcap in C++ or in torch it is three times
-    as much. Kept besides are the hidden states, which the caller has, and a few numbers per row. The backward pass adds
-    a float32 [N, H], and the gradients themselves. Rows to whose scores the loss gives no gradient are left out of it.
+    and the backward pass makes them again for some columns: a quarter of `chunk_bytes` exists at a time, in the
+    backward pass an eighth, or 2 rows and 64 columns if that is more. With a softcap in C++ or in torch it is three
+    times as much. Kept besides are the hidden states, which the caller has, and a few numbers per row. The backward
+    pass adds a float32 [N, H], and the gradients themselves. Rows to whose scores the loss gives no gradient are left
+    out of it.
+
+    `known` says what gradient the loss will give to the scores of some rows. On a GPU, where not all logits fit, the
+    forward pass then computes all gradients in the same visit, by `head_gradients`: three matrix products instead of
+    four, blocks of `chunk_bytes`, and a weight's gradient that is summed in float32. If the loss gives another gradient
+    after all, the backward pass computes them anew. On a CPU nobody asks `known`: it would gain nothing there.
 
     Raises:
         InputError: shapes or dtypes, ids or the temperature do not fit.
         NativeUnavailableError: native kernels were chosen and cannot be had.
     """
-    _check(hidden_NH, layer, ids_N)
+    check(hidden_NH, layer, ids_N)
     chunk_bytes = chunk_bytes_on(hidden_NH.device) if chunk_bytes is None else chunk_bytes
-    return _scored(hidden_NH, layer, _Call(ids_N, layer.softcap, temperature, chunk_bytes, kernels))[:2]
+    return _scored(hidden_NH, layer, HeadCall(ids_N, layer.softcap, temperature, chunk_bytes, kernels), known)[:2]
 
 
-def chunk_bytes_on(device: torch.device) -> int:
-    """Bytes that the logits of all rows may take to be kept, by default, in the dtype of the weights.
-
-    64 MiB on a CPU, and on a GPU a part of its whole memory: time is dear there, and logits of all rows that fit need
-    not be made again.
-    """
-    if device.type != "cuda":
-        return _CPU_CHUNK_BYTES
-    return torch.cuda.get_device_properties(device).total_memory // _GPU_SHARE
-
-
-def head_scores(hidden_NH: torch.Tensor, layer: OutputLayer, ids_N: torch.Tensor, *, kernels: Kernels) -> HeadScores:
-    """What `head_logp_entropy` gives at temperature 1, and which tokens are the most likely ones, from one pass."""
-    _check(hidden_NH, layer, ids_N)
-    call = _Call(ids_N, layer.softcap, 1.0, chunk_bytes_on(hidden_NH.device), kernels, marks_top=True)
-    return HeadScores(*_scored(hidden_NH, layer, call))
-
-
-ScoreLoss = Callable[[slice, torch.Tensor, torch.Tensor], ScoreGradient]
-"""From some rows and their log-probs and entropies: the gradient that a loss gives to these."""
-
-
-@dataclass(frozen=True, slots=True)
-class HeadGradients:
-    """Scores of all rows, and the gradients of a loss of them; those of weight and bias in float32 for 16 bits."""
-
-    logp_N: torch.Tensor
-    entropy_N: torch.Tensor
-    d_hidden_NH: torch.Tensor
-    d_weight_VH: torch.Tensor
-    d_bias_V: torch.Tensor | None
-
-
-@torch.no_grad()
-def head_gradients(
+def head_scores(
     hidden_NH: torch.Tensor,
     layer: OutputLayer,
     ids_N: torch.Tensor,
-    loss: ScoreLoss,
-    temperature: float = 1.0,
     *,
     kernels: Kernels,
-    chunk_bytes: int | None = None,
-) -> HeadGradients:
-    """Scores as by `head_logp_entropy`, and gradients of a loss whose derivative by a row's scores is known once these
-    are: as for a log-likelihood, or a clipped policy loss with its advantages and old log-probs.
-
-    Each block of logits is made once, scored, written over by its gradient and multiplied: three matrix products, where
-    a backward pass that comes later takes four if not all logits fit in `chunk_bytes`. `loss` is called for some rows
-    at a time, in their order, and can sum up its value and statistics. Gradients of weight and bias are summed over the
-    blocks in float32.
-
-    Raises:
-        InputError: shapes or dtypes, ids or the temperature do not fit.
-        NativeUnavailableError, TritonUnavailableError: that kernel was chosen and cannot be had.
-    """
-    _check(hidden_NH, layer, ids_N)
-    row_bytes = layer.weight_VH.shape[0] * hidden_NH.element_size()
-    chunk_bytes = chunk_bytes_on(hidden_NH.device) if chunk_bytes is None else chunk_bytes
-    scores_2N = _wide(hidden_NH.new_empty(2, len(ids_N)))
-    d_hidden_NH = torch.zeros_like(hidden_NH)
-    d_weight_VH = _wide(torch.zeros_like(layer.weight_VH))
-    d_bias_V = None if layer.bias_V is None else _wide(torch.zeros_like(layer.bias_V))
-    for rows in _chunks(len(ids_N), row_bytes, chunk_bytes, _FEWEST_ROWS):
-        logits_RV = _logits(hidden_NH[rows], layer.weight_VH, layer.bias_V)
-        scored = score(logits_RV, ids_N[rows], temperature, softcap=layer.softcap, kernels=kernels)
-        scores_2N[0, rows], scores_2N[1, rows] = scored.logp_N, scored.entropy_N
-        gradient = loss(rows, scored.logp_N, scored.entropy_N)
-        d_logits_RV = logits_gradient(
-            logits_RV,
-            ids_N[rows],
-            scored.sums_NK,
-            gradient,
-            temperature,
-            softcap=layer.softcap,
-            kernels=kernels,
-        )
-        d_hidden_NH[rows] = d_logits_RV.mm(layer.weight_VH)
-        d_weight_VH += _product(d_logits_RV.t(), hidden_NH[rows])
-        if d_bias_V is not None:
-            d_bias_V += d_logits_RV.sum(0, dtype=d_bias_V.dtype)
-    return HeadGradients(scores_2N[0], scores_2N[1], d_hidden_NH, d_weight_VH, d_bias_V)
-
-
-def _check(hidden_NH: torch.Tensor, layer: OutputLayer, ids_N: torch.Tensor) -> None:
-    weight_VH = layer.weight_VH
-    if hidden_NH.dim() != 2 or weight_VH.dim() != 2 or hidden_NH.shape[1] != weight_VH.shape[1]:
-        raise InputError(
-            f"hidden states are {tuple(hidden_NH.shape)} and the output layer {tuple(weight_VH.shape)}; "
-            "give [rows, hidden] and [vocabulary, hidden]"
-        )
-    if ids_N.shape != hidden_NH.shape[:1]:
-        raise InputError(f"{tuple(ids_N.shape)} ids for {len(hidden_NH)} rows; give one for each row")
+    known: ScoreLoss | None = None,
+) -> HeadScores:
+    """What `head_logp_entropy` gives at temperature 1, and which tokens are the most likely ones, from one pass."""
+    check(hidden_NH, layer, ids_N)
+    call = HeadCall(ids_N, layer.softcap, 1.0, chunk_bytes_on(hidden_NH.device), kernels, marks_top=True)
+    return HeadScores(*_scored(hidden_NH, layer, call, known))
 
 
 def _scored(
-    hidden_NH: torch.Tensor, layer: OutputLayer, call: "_Call"
+    hidden_NH: torch.Tensor, layer: OutputLayer, call: HeadCall, known: ScoreLoss | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(logp_N, entropy_N, is_top_N); the last is empty unless the call asks for it."""
     if len(call.ids_N) == 0:  # still a function of its inputs: a loss over nothing has a gradient of zero
         nothing_N = 0.0 * hidden_NH.sum(-1).to(torch.float64 if hidden_NH.dtype == torch.float64 else torch.float32)
         return nothing_N, nothing_N.clone(), torch.zeros_like(call.ids_N, dtype=torch.bool)
-    if records_gradient(hidden_NH, layer.weight_VH, layer.bias_V):
-        return _FromHidden.apply(hidden_NH, layer.weight_VH, layer.bias_V, call)  # type: ignore[return-value]
-    done = call.forward(hidden_NH, layer, keeps=False)
+    tensors = (hidden_NH, layer.weight_VH, layer.bias_V)
+    if records_gradient(*tensors):
+        if known is not None and call.visits_once(hidden_NH, layer.weight_VH):
+            return scores_with_known_gradient(hidden_NH, layer, call, known)
+        return _FromHidden.apply(*tensors, call)  # type: ignore[return-value]
+    done = _forward(call, hidden_NH, layer, keeps=False)
     return done.scored.logp_N, done.scored.entropy_N, done.is_top_N
 
 
@@ -193,55 +123,31 @@ class _Forward:
     logits_NV: torch.Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """One call of `head_logp_entropy`, without the tensors that take gradients."""
-
-    ids_N: torch.Tensor
-    softcap: float | None
-    temperature: float
-    chunk_bytes: int
-    kernels: Kernels
-    marks_top: bool = False
-
-    def forward(self, hidden_NH: torch.Tensor, layer: OutputLayer, *, keeps: bool) -> _Forward:
-        row_bytes = layer.weight_VH.shape[0] * hidden_NH.element_size()
-        chunks: list[Scored] = []
-        tops = [torch.zeros(0, dtype=torch.bool, device=hidden_NH.device)]
-        logits_RV = None
-        for rows in _chunks(len(hidden_NH), row_bytes, self.chunk_bytes, _FEWEST_ROWS):
-            logits_RV = _logits(hidden_NH[rows], layer.weight_VH, layer.bias_V)
-            ids_R = self.ids_N[rows]
-            chunks.append(score(logits_RV, ids_R, self.temperature, softcap=self.softcap, kernels=self.kernels))
-            if self.marks_top:  # a cap changes no order
-                tops.append(logits_RV.gather(1, ids_R[:, None])[:, 0] >= logits_RV.amax(1))
-        is_top_N = torch.cat(tops)
-        if len(chunks) == 1:
-            return _Forward(chunks[0], is_top_N, logits_RV if keeps else None)
-        parts = ([getattr(chunk, field.name) for chunk in chunks] for field in fields(Scored))
-        return _Forward(Scored(*map(torch.cat, parts)), is_top_N, None)
-
-    def d_logits(
-        self, logits_NC: torch.Tensor, start: int, sums_NK: torch.Tensor, gradient: ScoreGradient
-    ) -> torch.Tensor:
-        """The gradient of the columns from `start` on of the logits before the cap, written over them."""
-        return logits_gradient(
-            logits_NC,
-            self.ids_N - start,
-            sums_NK,
-            gradient,
-            self.temperature,
-            softcap=self.softcap,
-            kernels=self.kernels,
-        )
+def _forward(call: HeadCall, hidden_NH: torch.Tensor, layer: OutputLayer, *, keeps: bool) -> _Forward:
+    row_bytes = layer.weight_VH.shape[0] * hidden_NH.element_size()
+    block_bytes = call.chunk_bytes // (1 if call.fits(hidden_NH, layer.weight_VH) else _FORWARD_PARTS)
+    chunks: list[Scored] = []
+    tops = [torch.zeros(0, dtype=torch.bool, device=hidden_NH.device)]
+    logits_RV = None
+    for rows in blocks(len(hidden_NH), row_bytes, block_bytes, FEWEST_ROWS):
+        logits_RV = logits(hidden_NH[rows], layer.weight_VH, layer.bias_V)
+        ids_R = call.ids_N[rows]
+        chunks.append(score(logits_RV, ids_R, call.temperature, softcap=call.softcap, kernels=call.kernels))
+        if call.marks_top:
+            tops.append(is_top(logits_RV, ids_R))
+    is_top_N = torch.cat(tops)
+    if len(chunks) == 1:
+        return _Forward(chunks[0], is_top_N, logits_RV if keeps else None)
+    parts = ([getattr(chunk, field.name) for chunk in chunks] for field in fields(Scored))
+    return _Forward(Scored(*map(torch.cat, parts)), is_top_N, None)
 
 
 class _FromHidden(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None, call: _Call
+        ctx: Any, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None, call: HeadCall
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        done = call.forward(hidden_NH, OutputLayer(weight_VH, bias_V), keeps=True)
+        done = _forward(call, hidden_NH, OutputLayer(weight_VH, bias_V), keeps=True)
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, done.scored.sums_NK)
         ctx.call, ctx.logits_NV = call, done.logits_NV
         ctx.set_materialize_grads(False)
@@ -249,25 +155,30 @@ class _FromHidden(torch.autograd.Function):
         return done.scored.logp_N, done.scored.entropy_N, done.is_top_N
 
     @staticmethod
-    def backward(ctx: Any, *given: torch.Tensor | None) -> Any:
-        grads = given[:2]  # of log-probs and entropies
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         hidden_NH, weight_VH, bias_V, sums_NK = ctx.saved_tensors
         logits_NV, ctx.logits_NV = ctx.logits_NV, None  # they are written over; a second pass makes them again
-        call: _Call = ctx.call
-        used_N = torch.zeros(len(hidden_NH), dtype=torch.bool, device=hidden_NH.device)
-        for grad in grads:
-            used_N |= False if grad is None else grad != 0
-        gradient = ScoreGradient(*grads)
-        rows_M = None if bool(used_N.all()) else used_N.nonzero()[:, 0]
+        call: HeadCall = ctx.call
+        gradient = ScoreGradient(*grads[:2])  # of log-probs and entropies
+        rows_M = rows_with_gradient(gradient, hidden_NH.device)
+        hidden_MH = hidden_NH
         if rows_M is not None:
             logits_NV = None if logits_NV is None else logits_NV[rows_M]
             call = replace(call, ids_N=call.ids_N[rows_M])
-            gradient = ScoreGradient(*(None if grad is None else grad[rows_M] for grad in grads))
-        picked = (hidden_NH, sums_NK) if rows_M is None else (hidden_NH[rows_M], sums_NK[rows_M])
+            gradient, hidden_MH, sums_NK = picked(gradient, rows_M), hidden_NH[rows_M], sums_NK[rows_M]
         layer = OutputLayer(weight_VH, bias_V)
-        sums = _Gradients(picked[0], layer, ctx.needs_input_grad)
-        for columns, logits_MC in _columns(picked[0], layer, call.chunk_bytes, logits_NV):
-            sums.add(columns, call.d_logits(logits_MC, columns.start, picked[1], gradient))
+        sums = _Gradients(hidden_MH, layer, ctx.needs_input_grad)
+        for columns, logits_MC in _columns(hidden_MH, layer, call, logits_NV):
+            d_logits_MC = logits_gradient(
+                logits_MC,
+                call.ids_N - columns.start,
+                sums_NK,
+                gradient,
+                call.temperature,
+                softcap=call.softcap,
+                kernels=call.kernels,
+            )
+            sums.add(columns, d_logits_MC)
         d_hidden_MH = sums.d_hidden()
         if rows_M is not None and d_hidden_MH is not None:
             d_hidden_MH = torch.zeros_like(hidden_NH).index_copy_(0, rows_M, d_hidden_MH)
@@ -292,9 +203,9 @@ class _Gradients:
         if self.d_bias_V is not None:
             self.d_bias_V[columns] = d_logits_MC.sum(0)
         if self._d_hidden_MH is not None:
-            part_MH = _product(d_logits_MC, self._weight_VH[columns])
+            part_MH = product(d_logits_MC, self._weight_VH[columns])
             # One block needs no sum, and several are summed in more than 16 bits.
-            self._d_hidden_MH = self._d_hidden_MH + part_MH if self._num_blocks else _wide(part_MH)
+            self._d_hidden_MH = self._d_hidden_MH + part_MH if self._num_blocks else wide(part_MH)
         self._num_blocks += 1
 
     def d_hidden(self) -> torch.Tensor | None:
@@ -303,7 +214,7 @@ class _Gradients:
 
 
 def _columns(
-    hidden_MH: torch.Tensor, layer: OutputLayer, chunk_bytes: int, logits_MV: torch.Tensor | None
+    hidden_MH: torch.Tensor, layer: OutputLayer, call: HeadCall, logits_MV: torch.Tensor | None
 ) -> Iterator[tuple[slice, torch.Tensor]]:
     """Blocks of columns and their logits, made anew unless `logits_MV` are all of them."""
     num_tokens = layer.weight_VH.shape[0]
@@ -313,31 +224,7 @@ def _columns(
         yield slice(0, num_tokens), logits_MV
         return
     column_bytes = len(hidden_MH) * hidden_MH.element_size()
-    for columns in _chunks(num_tokens, column_bytes, chunk_bytes, _FEWEST_COLUMNS):
+    block_bytes = call.chunk_bytes // (1 if call.fits(hidden_MH, layer.weight_VH) else _BACKWARD_PARTS)
+    for columns in blocks(num_tokens, column_bytes, block_bytes, FEWEST_COLUMNS):
         bias_C = None if layer.bias_V is None else layer.bias_V[columns]
-        yield columns, _logits(hidden_MH, layer.weight_VH[columns], bias_C)
-
-
-def _logits(hidden_RH: torch.Tensor, weight_CH: torch.Tensor, bias_C: torch.Tensor | None) -> torch.Tensor:
-    if len(hidden_RH) == 1:  # see _FEWEST_ROWS
-        return linear(hidden_RH.expand(2, -1), weight_CH, bias_C)[:1]
-    return linear(hidden_RH, weight_CH, bias_C)
-
-
-def _chunks(length: int, bytes_of_one: int, chunk_bytes: int, fewest: int) -> Iterator[slice]:
-    """All of `length` things at once if they fit in `chunk_bytes`, else neighbouring ones, as even as can be."""
-    most = max(fewest, chunk_bytes // _PARTS // bytes_of_one)
-    count = 1 if length * bytes_of_one <= chunk_bytes else -(-length // most)
-    for index in range(count if length else 0):
-        yield slice(length * index // count, length * (index + 1) // count)
-
-
-def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a @ b; on a GPU products of 16 bits come in float32, as they were summed, without a rounding of each part."""
-    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return a.mm(b)
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+        yield columns, logits(hidden_MH, layer.weight_VH[columns], bias_C)

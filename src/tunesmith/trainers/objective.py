@@ -1,0 +1,153 @@
+"""What the loss of a micro-batch is, but for what the policy says of its tokens now.
+
+Apart from the step, so that the output layer can be told what gradient the loss will give the scores of some tokens,
+and compute its own while their logits are there.
+
+Shape legend: B sequences, T completion tokens, N tokens inside the mask, R of them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tunesmith.algorithms import importance, policy_loss
+from tunesmith.algorithms.importance import Correction
+from tunesmith.algorithms.policy_loss import PolicyStats
+from tunesmith.algorithms.sums import Denominator
+from tunesmith.batch.pack import PolicyBatch
+from tunesmith.config.policy_sections import GRPOSection, PPOSection
+from tunesmith.config.rollout_sections import ImportanceSection
+from tunesmith.kernels.logprob.api import ScoreGradient
+from tunesmith.kernels.logprob.head import ScoreLoss
+from tunesmith.kernels.policy_loss.records import PolicyTerms, PolicyTokens
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """The loss, a scalar with gradients to log-probs and entropies; statistics of its surrogate; importance weights."""
+
+    loss: Tensor
+    stats: PolicyStats
+    drawn: Correction
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """Surrogate, entropy bonus and KL of some tokens, all `[B, T]`: `algorithms.policy_loss.objective`.
+
+    `advantage_BT` are without importance weights, which `importance` asks for: the engine may have drawn from another
+    distribution than the policy's, `sampled_logp_BT`. `old_logp_BT` is None where the policy of now is the old one.
+    """
+
+    terms: PolicyTerms
+    importance: ImportanceSection
+    mask_BT: Tensor
+    advantage_BT: Tensor
+    sampled_logp_BT: Tensor
+    old_logp_BT: Tensor | None
+    reference_logp_BT: Tensor | None
+    denominator: Denominator
+    num_tokens: float
+
+    def of(self, logp_BT: Tensor, entropy_BT: Tensor) -> Evaluated:
+        """The loss of tokens of which the policy says this."""
+        old_logp_BT = logp_BT.detach() if self.old_logp_BT is None else self.old_logp_BT
+        drawn = importance.correction(old_logp_BT, self.sampled_logp_BT, self.mask_BT, self.importance)
+        tokens = PolicyTokens(
+            logp_BT,
+            old_logp_BT,
+            self.advantage_BT * drawn.weight_BT,
+            self.mask_BT,
+            self.reference_logp_BT,
+            entropy_BT if self.terms.entropy_coef > 0 else None,
+        )
+        loss, stats = policy_loss.objective(tokens, self.terms, self.denominator, self.num_tokens)
+        return Evaluated(loss, stats, drawn)
+
+    def known(self, scaled: Callable[[Tensor], Tensor]) -> ScoreLoss | None:
+        """What gradient `scaled(loss)` has with respect to the scores of some of the N tokens, row after row.
+
+        None where a token's depends on others, because a ratio is that of a whole completion.
+        """
+        if self.terms.level != "token" or self.importance.level != "token":
+            return None
+        flat: list[Objective] = []  # made when it is asked for the first time, if ever
+
+        def of_rows(rows: slice, logp_R: Tensor, entropy_R: Tensor) -> ScoreGradient:
+            if not flat:
+                flat.append(self._flat())
+            with torch.enable_grad():
+                leaves = [scores_R.detach()[:, None].requires_grad_() for scores_R in (logp_R, entropy_R)]
+                loss = scaled(flat[0]._rows(rows).of(leaves[0], leaves[1]).loss)
+                grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+            return ScoreGradient(*(None if grad is None else grad[:, 0] for grad in grads))
+
+        return of_rows
+
+    def _flat(self) -> "Objective":
+        """Each token inside the mask as a row of its own, `[N, 1]`, in the order of the rows."""
+        mask_BT = self.mask_BT.bool()
+
+        def column(x: Tensor) -> Tensor:
+            return x.expand_as(mask_BT)[mask_BT][:, None]
+
+        return replace(
+            self,
+            mask_BT=column(mask_BT),
+            advantage_BT=column(self.advantage_BT),
+            sampled_logp_BT=column(self.sampled_logp_BT),
+            old_logp_BT=None if self.old_logp_BT is None else column(self.old_logp_BT),
+            reference_logp_BT=None if self.reference_logp_BT is None else column(self.reference_logp_BT),
+            denominator=column(each) if (each := _of_each_row(self.denominator)) is not None else self.denominator,
+        )
+
+    def _rows(self, rows: slice) -> "Objective":
+        """Some rows of `_flat`."""
+        return replace(
+            self,
+            mask_BT=self.mask_BT[rows],
+            advantage_BT=self.advantage_BT[rows],
+            sampled_logp_BT=self.sampled_logp_BT[rows],
+            old_logp_BT=None if self.old_logp_BT is None else self.old_logp_BT[rows],
+            reference_logp_BT=None if self.reference_logp_BT is None else self.reference_logp_BT[rows],
+            denominator=each[rows] if (each := _of_each_row(self.denominator)) is not None else self.denominator,
+        )
+
+
+def _of_each_row(denominator: Denominator) -> Tensor | None:
+    """The denominators if there is one for each row."""
+    return denominator if isinstance(denominator, Tensor) and denominator.dim() > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What sums are divided by, over all micro-batches and ranks, and what the KL in the loss is multiplied by."""
+
+    denominator: Denominator
+    num_tokens: float
+    kl_coef: float
+
+
+def objective_of(
+    section: PPOSection | GRPOSection,
+    importance_section: ImportanceSection,
+    micro: PolicyBatch,
+    weights: Weights,
+    *,
+    is_single: bool = False,
+) -> Objective:
+    """The objective of a micro-batch as the recipe has it; `is_single`: the policy of now is the one that drew."""
+    kl_coef = weights.kl_coef if section.kl.place == "loss" else 0.0
+    return Objective(
+        terms=policy_loss.terms_of(section, section.kl, kl_coef),
+        importance=importance_section,
+        mask_BT=micro.sequences.mask_BT,
+        advantage_BT=micro.advantage_BT,
+        sampled_logp_BT=micro.sequences.sampled_logp_BT,
+        old_logp_BT=None if is_single else micro.old_logp_BT,
+        reference_logp_BT=micro.reference_logp_BT if kl_coef > 0 else None,
+        denominator=weights.denominator,
+        num_tokens=weights.num_tokens,
+    )
