@@ -200,7 +200,8 @@ model with all that scores can have, and of Gemma 2."""
 
 
 def _variants_of(settings: AttentionSettings, dtype: str, plan: LaunchPlan) -> list[Variant]:
-    """The kernels of one layer, with prefixes and several splits; those that do not multiply without matrix units."""
+    """The kernels of one layer, with prefixes and several splits; `whole` has neither, and those that do not multiply
+    come without matrix units alone."""
     types = dict.fromkeys(("q", "k", "v", "keys", "values", "turned", "out"), f"*{dtype}")
     types |= dict.fromkeys(("positions", "table_rows", "tables", "starts", "members", "lengths"), "*i32")
     types |= dict.fromkeys(("cos", "sin", "largest", "total", "sums"), "*fp32")
@@ -213,13 +214,15 @@ def _variants_of(settings: AttentionSettings, dtype: str, plan: LaunchPlan) -> l
     every = {**heads, **blocks, **scores, **cut, **turn, "HAS_PREFIXES": 1, "IS_WHOLE": False}
     kernels: list[tuple[str, Any, int, int, int | None]] = [
         ("attend", attend_kernel, plan.rows, plan.num_warps, None),
+        ("whole", attend_kernel, plan.rows, plan.num_warps, None),
         ("prefix", prefix_kernel, plan.prefix_rows, plan.num_warps, _PREFIX_REGISTERS),
     ]
     if not plan.uses_dot:
         kernels += [("write", write_kernel, 0, plan.num_warps, None), ("merge", merge_kernel, 0, _MERGE_WARPS, None)]
     found: list[Variant] = []
     for title, kernel, rows, num_warps, most in kernels:
-        constants = {name: value for name, value in {**every, "ROWS": rows}.items() if name in kernel.arg_names}
+        given = {**every, "ROWS": rows, **({"HAS_PREFIXES": 0, "IS_WHOLE": True} if title == "whole" else {})}
+        constants = {name: value for name, value in given.items() if name in kernel.arg_names}
         signature = {name: kind for name, kind in types.items() if name in kernel.arg_names}
         name = f"{title}_{settings.head_dim}{'_dot' if plan.uses_dot else ''}_{dtype}"
         launched = (num_warps, plan.uses_dot, plan.num_stages, most)
