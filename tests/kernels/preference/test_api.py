@@ -179,11 +179,24 @@ def test_an_update_in_place_counts_as_a_change(native: Kernels):
     assert weights_N._version > before
 
 
-def test_a_choice_that_is_refused_changes_no_weight(kernels: Kernels):
-    weights_N, batch = torch.ones(3), replace(BATCH, choices_B=torch.tensor([0.0, 1.0, 0.5, 0.7]))
-    with pytest.raises(InputError, match=r"choices hold 0\.69.* at 3"):
-        update_in_place(batch, weights_N, scale=1.0, kernels=kernels)
+@pytest.mark.parametrize("index", [0, 3])
+def test_a_choice_that_is_refused_changes_no_weight(index: int, kernels: Kernels):
+    weights_N, choices_B = torch.ones(3), torch.tensor([0.0, 1.0, 0.5, 0.0])
+    choices_B[index] = 0.75
+    with pytest.raises(InputError, match=rf"choices hold 0\.75 at {index}"):
+        update_in_place(replace(BATCH, choices_B=choices_B), weights_N, scale=1.0, kernels=kernels)
     assert weights_N.tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("num_columns", [16, 33])
+def test_a_block_is_the_rows_that_are_added_in_float32(num_columns: int, native: Kernels):
+    a_BN = torch.ones(2048, num_columns)
+    a_BN[0] = 2.0**24  # a float32 to which 1 cannot be added
+    batch = PreferenceBatch(a_BN, a_BN, torch.ones(2048))
+    for block in (16, 256, 2048):
+        weights_N = torch.zeros(num_columns)
+        update_in_place(batch, weights_N, scale=1.0, block=block, kernels=native)
+        assert weights_N.tolist() == [2.0**24 + 2048 - block] * num_columns
 
 
 @pytest.mark.parametrize("offset", [0, 1, 3])

@@ -1,6 +1,6 @@
 """Tuning weights by votes, batch after batch: each step moves them towards what raters selected.
 
-Shape legend: B pairs, N numbers of an output.
+Shape legend: B pairs, M pairs of the largest batch so far, N numbers of an output.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from tunesmith.core.errors import InputError
-from tunesmith.kernels.native import Kernels
+from tunesmith.kernels.native import Kernels, shared
 from tunesmith.kernels.preference.api import update_in_place
 from tunesmith.kernels.preference.records import PreferenceBatch
 
@@ -42,7 +42,7 @@ def process_user_preference(
         out_BN=out_BN,
         deterministic=deterministic,
         block=block,
-        kernels=kernels or Kernels(),
+        kernels=kernels or shared("auto"),
     )
 
 
@@ -79,19 +79,20 @@ def iterative_tuning(
         raise InputError(f"epochs is {epochs}; give 0 or more")
     if not 0 < decay <= 1:
         raise InputError(f"decay is {decay}; give a number above 0 and at most 1")
-    kernels = kernels or Kernels()
-    room: torch.Tensor | None = None
+    kernels = kernels or shared("auto")
+    room_MN: torch.Tensor | None = None
     moved: list[float] = []
     for epoch in range(epochs):
         before_N = weights_N.clone()
         for given in batches:
             batch = _on(given, weights_N.device)
-            room = _room_for(batch.outputs_a_BN, room)
+            out_BN = _room_for(batch.outputs_a_BN, room_MN)
+            room_MN = out_BN if room_MN is None or out_BN.numel() > room_MN.numel() else room_MN
             process_user_preference(
                 batch,
                 weights_N,
                 learning_rate=learning_rate * decay**epoch,
-                out_BN=room[: batch.outputs_a_BN.numel()].view(batch.outputs_a_BN.shape),
+                out_BN=out_BN,
                 deterministic=deterministic,
                 block=block,
                 kernels=kernels,
@@ -110,11 +111,14 @@ def _num_votes(batches: Iterable[PreferenceBatch]) -> int:
     return sum(len(batch.choices_B) for batch in batches)
 
 
-def _room_for(outputs_BN: torch.Tensor, room: torch.Tensor | None) -> torch.Tensor:
-    """Memory for as many numbers, the one given if it is large enough."""
-    if room is not None and room.numel() >= outputs_BN.numel() and room.dtype == outputs_BN.dtype:
-        return room
-    return torch.empty(outputs_BN.numel(), dtype=outputs_BN.dtype, device=outputs_BN.device)
+def _room_for(outputs_BN: torch.Tensor, room_MN: torch.Tensor | None) -> torch.Tensor:
+    """Memory like that of the outputs: within what is given, if they fit."""
+    if room_MN is not None and room_MN.dtype == outputs_BN.dtype and room_MN.shape[1:] == outputs_BN.shape[1:]:
+        if room_MN.shape == outputs_BN.shape:
+            return room_MN
+        if room_MN.shape[0] > outputs_BN.shape[0]:
+            return room_MN[: outputs_BN.shape[0]]
+    return torch.empty_like(outputs_BN, memory_format=torch.contiguous_format)
 
 
 def _on(batch: PreferenceBatch, device: torch.device) -> PreferenceBatch:
