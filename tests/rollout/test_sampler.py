@@ -37,7 +37,7 @@ def test_a_prompt_that_stands_twice_goes_on_counting_samples() -> None:
 
 
 def test_seen_tokens_are_those_of_prompt_and_completion() -> None:
-    seen = SeenTokens(10)
+    seen = SeenTokens(torch.zeros(0, 10, dtype=torch.bool))
     running = sequence(0, 0, (1, 2), (5,))
     rows = seen.of(plan([running]))
     assert rows.mask_SV[rows.slot_B[0]].nonzero()[:, 0].tolist() == [1, 2, 5]
@@ -48,7 +48,7 @@ def test_seen_tokens_are_those_of_prompt_and_completion() -> None:
 
 
 def test_first_tokens_of_a_prompt_share_its_row_and_the_row_is_filled_anew_afterwards() -> None:
-    seen = SeenTokens(10)
+    seen = SeenTokens(torch.zeros(0, 10, dtype=torch.bool))
     starting = (sequence(0, 0, (3, 4)), sequence(0, 1, (3, 4)))
     rows = seen.of(plan([sequence(1, 0, (8,), (9,))], starting))
     assert rows.slot_B[1] == rows.slot_B[2] != rows.slot_B[0]
@@ -59,7 +59,7 @@ def test_first_tokens_of_a_prompt_share_its_row_and_the_row_is_filled_anew_after
 
 
 def test_rows_of_ended_completions_are_used_again() -> None:
-    seen = SeenTokens(10)
+    seen = SeenTokens(torch.zeros(0, 10, dtype=torch.bool))
     for turn in range(100):
         running = [sequence(turn, sample, (1,), (2,)) for sample in range(8)]
         rows = seen.of(plan(running))

@@ -6,7 +6,7 @@ back through the block tables, so that a wrong table, copy or order changes what
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tunesmith.core.errors import InputError
 from tunesmith.core.seeds import derive
 from tunesmith.rollout.kv_cache import BLOCK_TOKENS, KVCache, blocks_for
-from tunesmith.rollout.scheduler import Plan, Request, Rows, Scheduler
+from tunesmith.rollout.scheduler import Plan, Request, Rows, Run, Scheduler
 from tunesmith.rollout.sequence import Limits, Sequence
 
 STOP_ID = 0
@@ -74,6 +74,22 @@ class Runner:
         last += [(chunk.table_row, chunk.stop - 1) for chunk in plan.chunks for _ in chunk.sequences]
         return [draw(s, self._read(*place)) for s, place in zip(plan.drawn, last, strict=True)]
 
+    def runs(self, plan: Plan) -> list[Run]:
+        """As a device does that draws several tokens in a row: it knows stop ids and lengths, and no stop strings."""
+        drawn: list[Run] = []
+        for place, token_id in enumerate(self(plan)):
+            given = plan.drawn[place]
+            limits, drawn_ids = replace(given.limits, stop_strings=()), list(given.token_ids)
+            ghost = replace(given, limits=limits, token_ids=drawn_ids, logps=[], raw_logps=[])
+            steps = plan.num_steps if place < len(plan.sequences) else 1
+            while not ghost.append(token_id, -1.0, -2.0) and steps > 1:
+                steps -= 1
+                row = plan.decode.table_rows[place]
+                self._write(Rows([token_id], [ghost.position - 1], [row]))
+                token_id = draw(ghost, self._read(row, ghost.position - 1))
+            drawn.append((ghost.token_ids[len(given.token_ids) :], ghost.logps, ghost.raw_logps))
+        return drawn
+
     def _write(self, rows: Rows) -> None:
         for token_id, position, row in zip(rows.token_ids, rows.positions, rows.table_rows, strict=True):
             block = self.cache.block_tables[row, position // BLOCK_TOKENS]
@@ -93,20 +109,23 @@ def _setup(num_slots: int, *, num_blocks: int = 400, prefill_tokens: int = 512) 
     )
 
 
-def _step(scheduler: Scheduler, runner: Runner) -> list[Sequence] | None:
-    plan = scheduler.plan()
+def _step(scheduler: Scheduler, runner: Runner, max_steps: int = 1) -> list[Sequence] | None:
+    plan = scheduler.plan(max_steps)
     scheduler.check_integrity()
     if plan is None:
         return None
+    if max_steps > 1:
+        return scheduler.accept_runs(plan, runner.runs(plan))
     tokens = runner(plan)
-    ended = scheduler.accept(plan, tokens, [-1.0] * len(tokens), [-2.0] * len(tokens))
-    scheduler.check_integrity()
-    return ended
+    return scheduler.accept(plan, tokens, [-1.0] * len(tokens), [-2.0] * len(tokens))
 
 
-def _drain(scheduler: Scheduler, runner: Runner, each: Callable[[], None] = lambda: None) -> list[Sequence]:
+def _drain(
+    scheduler: Scheduler, runner: Runner, each: Callable[[], None] = lambda: None, max_steps: int = 1
+) -> list[Sequence]:
     ended: list[Sequence] = []
-    while (more := _step(scheduler, runner)) is not None:
+    while (more := _step(scheduler, runner, max_steps)) is not None:
+        scheduler.check_integrity()
         ended += more
         each()
     assert runner.cache.num_free == runner.cache.num_blocks, "all blocks are free in the end"
@@ -147,6 +166,17 @@ def test_completions_do_not_depend_on_slots_or_chunks(num_slots: int, prefill_to
     assert _results(_drain(scheduler, runner)) == alone(requests)
 
 
+@pytest.mark.parametrize("num_slots", [1, 3, 64])
+@pytest.mark.parametrize("max_steps", [2, 5, 100])
+def test_completions_do_not_depend_on_how_many_steps_are_planned_at_a_time(num_slots: int, max_steps: int):
+    requests = _mixed()
+    scheduler, runner = _setup(num_slots, prefill_tokens=24)
+    scheduler.add(requests)
+    assert _results(_drain(scheduler, runner, max_steps=max_steps)) == alone(requests)
+    assert all(plan.num_steps == 1 for plan in runner.plans if plan.chunks), "prompts do not wait for many steps"
+    assert 1 < max(plan.num_steps for plan in runner.plans) <= max_steps
+
+
 REQUESTS = st.builds(
     lambda start, tail, n, new, least, stops: (start, tail, n, Limits(new, min(least, new), frozenset({0}), stops)),
     st.sampled_from([(), (7,) * 16, (7,) * 32, (7,) * 16 + (8,) * 16]),
@@ -165,8 +195,9 @@ REQUESTS = st.builds(
     spare=st.integers(0, 12),
     prefill_tokens=st.sampled_from([1, 10, 64]),
     order=st.randoms(use_true_random=False),
+    max_steps=st.sampled_from([1, 4]),
 )
-def test_completions_do_not_depend_on_arrival_or_budget(drawn, num_slots, spare, prefill_tokens, order):
+def test_completions_do_not_depend_on_arrival_or_budget(drawn, num_slots, spare, prefill_tokens, order, max_steps):
     requests = [Request(i, start + tail, n, limits) for i, (start, tail, n, limits) in enumerate(drawn)]
     fewest = max(
         blocks_for(len(r.prompt_ids) + max(r.limits.max_new_tokens - 1, 0)) + (r.n > 1 and r.limits.max_new_tokens > 1)
@@ -181,9 +212,9 @@ def test_completions_do_not_depend_on_arrival_or_budget(drawn, num_slots, spare,
             scheduler.add([arriving.pop()])
 
     scheduler.add([arriving.pop()])
-    ended = _drain(scheduler, runner, arrive)
+    ended = _drain(scheduler, runner, arrive, max_steps)
     scheduler.add(arriving)
-    ended += _drain(scheduler, runner)
+    ended += _drain(scheduler, runner, max_steps=max_steps)
     assert _results(ended) == alone(requests)
     assert [(s.request, s.sample) for s in scheduler.finished] == sorted(_results(ended))
 

@@ -113,6 +113,11 @@ class Architecture:
         return self.final_norm.module.weight.dtype  # type: ignore[return-value]
 
     @property
+    def device(self) -> torch.device:
+        """Of the weights."""
+        return self.final_norm.module.weight.device  # type: ignore[return-value]
+
+    @property
     def head(self) -> Projection:
         """The output layer. Raises ModelError for a trunk, which has none."""
         if self.output is None:

@@ -216,12 +216,13 @@ class Decoder:
             return attend_packed(q_TX, k_TY, v_TY, rope, packing, block.attention, kernels=self.kernels)
 
         checkpoints = _uses_checkpoints(self._model)
-        return Pass(_module_outputs, attend, self.kernels, checkpoints, on_layer)
+        return Pass(module_outputs, attend, self.kernels, checkpoints, on_layer)
 
 
-def _module_outputs(projection: Projection, x_TH: torch.Tensor) -> Sequence[torch.Tensor]:
+def module_outputs(projection: Projection, x_TH: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The outputs of a projection by the model's own modules, with their adapters and gradients."""
     if len(x_TH) == 1:  # a matrix of one row may be multiplied by other code, with other bits
-        return [output_TH[:1] for output_TH in _module_outputs(projection, x_TH.expand(2, -1))]
+        return [output_TH[:1] for output_TH in module_outputs(projection, x_TH.expand(2, -1))]
     parts = zip(projection.modules, projection.adapters, strict=True)
     outputs = [module(x_TH) if adapter is None else _adapted(module, adapter, x_TH) for module, adapter in parts]
     return outputs if len(outputs) == len(projection.sizes) else outputs[0].split(projection.sizes, dim=-1)

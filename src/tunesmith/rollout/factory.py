@@ -10,6 +10,7 @@ from tunesmith.core.log import get_logger
 from tunesmith.kernels.native import Kernels
 from tunesmith.models.language_model import LanguageModel, language_model
 from tunesmith.models.loaded import PreTrainedModel, PreTrainedTokenizerBase
+from tunesmith.rollout.device_engine import DeviceEngine
 from tunesmith.rollout.engine import Engine
 from tunesmith.rollout.native_engine import NativeEngine
 from tunesmith.rollout.transformers_backend import TransformersEngine
@@ -34,8 +35,8 @@ def open_engine(
 
     `batch_size` is of `transformers`; `num_slots`, the completions that are drawn at a time, and `kv_cache_mb` are of
     `native`. None takes as much cache as a request needs. With `value_head`, a native engine records the values of
-    states. A model that the native engine does not know (`models/architecture.py`), or one on a GPU, is drawn from by
-    transformers, which is said in the log.
+    states. On a GPU `native` is the device engine. A model of a family that is not known (`models/architecture.py`) is
+    drawn from by transformers, which is said in the log.
 
     Raises:
         InputError: for an unknown backend or a number below 1.
@@ -51,6 +52,16 @@ def open_engine(
             return NativeEngine(
                 known,
                 tokenizer,
+                weight_version=weight_version,
+                num_slots=num_slots,
+                kv_cache_mb=kv_cache_mb,
+                value_head=value_head,
+            )
+        if known.output is not None:
+            return DeviceEngine(
+                known.module,
+                tokenizer,
+                kernels=known.kernels,
                 weight_version=weight_version,
                 num_slots=num_slots,
                 kv_cache_mb=kv_cache_mb,

@@ -184,20 +184,20 @@ class KVCache:
         found, written, length = table.num_found, table.num_written, table.num_tokens
         return self._enter(Table(-1, table.prompt_ids, table.keys, list(table.blocks), found, written, length))
 
-    def append(self, table: Table) -> BlockCopy | None:
-        """Make place for one more token; a copy is returned if the last block was shared and is only partly full."""
-        if table.num_tokens == self.max_tokens:
+    def append(self, table: Table, num_tokens: int = 1) -> BlockCopy | None:
+        """Make place for more tokens; a copy is returned if the last block was shared and is only partly full."""
+        if table.num_tokens + num_tokens > self.max_tokens:
             raise RuntimeError(f"a sequence grows over the {self.max_tokens} tokens that the cache was made for")
         copy = None
-        if table.num_tokens % BLOCK_TOKENS == 0:
-            table.blocks.append(self._pool.take())
-            self._rows[table.row, len(table.blocks) - 1] = table.blocks[-1]
-        elif self._pool.num_holders(table.blocks[-1]) > 1:
+        if table.num_tokens % BLOCK_TOKENS and self._pool.num_holders(table.blocks[-1]) > 1:
             copy = BlockCopy(table.blocks[-1], self._pool.take())
             self._pool.release(copy.source)
             table.blocks[-1] = copy.target
             self._rows[table.row, len(table.blocks) - 1] = copy.target
-        table.num_tokens += 1
+        table.num_tokens += num_tokens
+        while len(table.blocks) < blocks_for(table.num_tokens):
+            table.blocks.append(self._pool.take())
+            self._rows[table.row, len(table.blocks) - 1] = table.blocks[-1]
         return copy
 
     def free(self, table: Table) -> None:

@@ -19,22 +19,12 @@ from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.loaded import PreTrainedModel, PreTrainedTokenizerBase
 from tunesmith.rollout import weight_check
 from tunesmith.rollout.asked import Asked, HandOut, ask
-from tunesmith.rollout.engine import (
-    GenerationInterrupted,
-    OnGroup,
-    OnProgress,
-    OnText,
-)
-from tunesmith.rollout.kv_cache import (
-    KVCache,
-    allocate_storage,
-    blocks_for,
-    copy_blocks,
-    num_blocks_for,
-)
+from tunesmith.rollout.call import CallSize, drawn_groups, open_scheduler
+from tunesmith.rollout.engine import OnGroup, OnProgress, OnText
+from tunesmith.rollout.kv_cache import KVCache, allocate_storage, copy_blocks, num_blocks_for
 from tunesmith.rollout.runner import Runner, cache_shape
 from tunesmith.rollout.sampler import Sampler, noise_keys
-from tunesmith.rollout.scheduler import Plan, Request, Scheduler
+from tunesmith.rollout.scheduler import Plan, Scheduler
 from tunesmith.rollout.text_stream import Watch
 from tunesmith.schema.records import Prompt
 
@@ -62,23 +52,6 @@ class _Version:
 
     counted: int
     num_changes: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Size:
-    """What a call needs at most: prompts, and `num_slots` completions of up to `new_tokens` at a time."""
-
-    num_prompts: int
-    prompt_tokens: int
-    num_slots: int
-    new_tokens: int
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks with which nothing ever waits."""
-        # A completion begins in the middle of a block, of which it may need a copy.
-        of_completions = self.num_slots * (blocks_for(self.new_tokens) + 2)
-        return min(self.num_prompts, 2 * self.num_slots) * blocks_for(self.prompt_tokens) + of_completions
 
 
 @dataclass(slots=True)
@@ -126,7 +99,7 @@ class NativeEngine:
     def is_exact(self) -> bool:
         """True if raw log-probs equal the trainer's to the bit, as measured when the weights were first packed."""
         if self._is_exact is None:
-            self._load(_Size(1, 1, 1, 1))
+            self._load(CallSize(1, 1, 1, 1))
         return bool(self._is_exact)
 
     def unload(self) -> None:
@@ -158,20 +131,8 @@ class NativeEngine:
         """
         call = self._open(prompts, n, sampling, on_progress, on_text)
         version = self._weight_version()
-        interrupted = False
-        try:
-            self._draw_all(call, HandOut(call.asked, version, on_group))
-        except KeyboardInterrupt:
-            interrupted = True
-        except TrainingError:
-            self.unload()  # what is not finite must not stand in blocks that are used again
-            raise
-        finally:
-            finished = call.scheduler.cancel_all()
-        groups = call.asked.groups(finished, version)
-        if interrupted:
-            raise GenerationInterrupted([group for group in groups if group.completions])
-        return groups
+        hand_out = HandOut(call.asked, version, on_group)
+        return drawn_groups(call.asked, call.scheduler, version, lambda: self._draw_all(call, hand_out))
 
     def _open(
         self,
@@ -182,11 +143,9 @@ class NativeEngine:
         on_text: OnText | None,
     ) -> _Call:
         asked = ask(self._module, self._tokenizer, prompts, n, sampling)
-        num_slots = min(self._num_slots, asked.num_completions)
-        longest = max(map(len, asked.prompt_ids))
-        loaded = self._load(_Size(len(prompts), longest, num_slots, sampling.max_new_tokens))
-        scheduler = Scheduler(loaded.cache, asked.decode, num_slots=num_slots, prefill_tokens=_PREFILL_TOKENS)
-        scheduler.add(Request(index, ids, n, asked.limits) for index, ids in enumerate(asked.prompt_ids))
+        size = CallSize.of(asked, self._num_slots)
+        loaded = self._load(size)
+        scheduler = open_scheduler(asked, loaded.cache, num_slots=size.num_slots, prefill_tokens=_PREFILL_TOKENS)
         sampler = Sampler(
             sampling,
             seed=asked.seed,
@@ -223,6 +182,7 @@ class NativeEngine:
         try:
             return call.sampler.draw(plan, logits_RV)
         except TrainingError as error:
+            self.unload()  # what is not finite must not stand in blocks that are used again
             if bool(logits_RV.isfinite().all()):
                 raise
             place = weight_check.first_bad_layer(
@@ -237,7 +197,7 @@ class NativeEngine:
         for sequence, value in zip(plan.drawn, self._value_head(hidden_RH).tolist(), strict=True):
             sequence.values.append(value)
 
-    def _load(self, size: _Size) -> _Loaded:
+    def _load(self, size: CallSize) -> _Loaded:
         """Packed weights of the current version, and a cache for a call of `size`.
 
         Raises:
@@ -279,14 +239,13 @@ class NativeEngine:
     def _version(self) -> _Version:
         return _Version(self._weight_version(), sum(parameter._version for parameter in self._module.parameters()))
 
-    def _num_blocks(self, size: _Size) -> int:
+    def _num_blocks(self, size: CallSize) -> int:
         shape = cache_shape(self._decoder.architecture)
         if self._kv_cache_mb is None:
             budget = int(psutil.virtual_memory().total * _MEMORY_SHARE)
         else:
             budget = self._kv_cache_mb * 2**20
-        longest = size.prompt_tokens + size.new_tokens
-        return min(size.num_blocks, num_blocks_for(budget, shape, max_tokens=longest))
+        return min(size.num_blocks, num_blocks_for(budget, shape, max_tokens=size.longest))
 
     def _check_weights(self, loaded: _Loaded) -> None:
         dtype = self._decoder.architecture.dtype

@@ -60,7 +60,9 @@ class Sampler:
         self._stop_ids = stop_ids
         self._keys = keys
         self._kernels = kernels
-        self._seen = SeenTokens(vocabulary_size) if sampling.repetition_penalty != 1 else None
+        self._seen = (
+            SeenTokens(torch.zeros(0, vocabulary_size, dtype=torch.bool)) if sampling.repetition_penalty != 1 else None
+        )
         self._settings: SampleSettings | None = None
 
     def draw(self, plan: Plan, logits_RV: torch.Tensor) -> Sampled:
@@ -121,11 +123,14 @@ class Sampler:
 
 
 class SeenTokens:
-    """Which tokens stand in which running completion and its prompt, as rows of a mask that are used again."""
+    """Which tokens stand in which running completion and its prompt, as rows of `mask_SV` that are used again.
 
-    def __init__(self, vocabulary_size: int) -> None:
-        self._mask_SV = torch.zeros(0, vocabulary_size, dtype=torch.bool)
-        self._free: list[int] = []
+    A mask that is too small is replaced by one twice as large.
+    """
+
+    def __init__(self, mask_SV: torch.Tensor) -> None:
+        self._mask_SV = mask_SV
+        self._free = list(range(len(mask_SV) - 1, -1, -1))
         self._rows: dict[tuple[int, int], int] = {}  # by request and sample
 
     def of(self, plan: Plan) -> Seen:
@@ -158,7 +163,7 @@ class SeenTokens:
     def _take(self, ids: Sequence[int]) -> int:
         if not self._free:
             first, size = len(self._mask_SV), max(16, len(self._mask_SV))
-            grown_SV = torch.zeros(first + size, self._mask_SV.shape[1], dtype=torch.bool)
+            grown_SV = self._mask_SV.new_zeros(first + size, self._mask_SV.shape[1])
             grown_SV[:first] = self._mask_SV
             self._mask_SV = grown_SV
             self._free = list(range(first + size - 1, first - 1, -1))

@@ -21,6 +21,9 @@ from tunesmith.core.errors import InputError
 from tunesmith.rollout.kv_cache import BLOCK_TOKENS, BlockCopy, KVCache, Table, blocks_for
 from tunesmith.rollout.sequence import Decode, Limits, Sequence
 
+Run = tuple[list[int], list[float], list[float]]
+"""Tokens that were drawn of one completion, one after the other, with their log-probs and raw log-probs."""
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -68,6 +71,9 @@ class Plan:
     Example: two completions of a prompt `(5, 6, 7)` run, with 9 and 4 as their first tokens, while the first two tokens
     of a prompt `(8, 8, 8)` are computed: `decode.token_ids == [9, 4]`, `decode.positions == [3, 3]`, `prefill.token_ids
     == [8, 8]`, `prefill.positions == [0, 1]`, `chunks[0].stop == 2`, and `drawn` are the two completions.
+
+    `num_steps` tokens may be drawn of each of `sequences`, one after the other, before the plan is accepted: the cache
+    has a place for each that is computed on the way.
     """
 
     copies: list[BlockCopy]
@@ -75,6 +81,7 @@ class Plan:
     decode: Rows
     chunks: list[Chunk]
     prefill: Rows
+    num_steps: int = 1
 
     @property
     def drawn(self) -> list[Sequence]:
@@ -165,8 +172,12 @@ class Scheduler:
             heapq.heappush(self._queue, (self._num_adds, *order, request))
         self._num_adds += 1
 
-    def plan(self) -> Plan | None:
-        """What to compute next; None if every completion has ended. Each plan must be accepted before the next."""
+    def plan(self, max_steps: int = 1) -> Plan | None:
+        """What to compute next; None if every completion has ended. Each plan must be accepted before the next.
+
+        Up to `max_steps` tokens of each running completion are planned; one where prompts are computed too, which then
+        need not wait, nor leave their slots empty.
+        """
         if self._planned is not None:
             raise RuntimeError("a plan was not accepted before the next one was asked for")
         self._start_completions()
@@ -177,30 +188,38 @@ class Scheduler:
             return None
         copies: list[BlockCopy] = []
         decode = Rows()
+        num_steps = 1 if self._prefilling else min(max_steps, max(item.sequence.num_left for item in self._running))
         for running in self._running:
-            copies += self._grow(running)
+            copies += self._grow(running, min(num_steps, running.sequence.num_left))
             decode.token_ids.append(running.sequence.token_ids[-1])
             decode.positions.append(running.sequence.position - 1)
             decode.table_rows.append(running.table.row)
         chunks, prefill = self._chunks()
-        self._planned = Plan(copies, [running.sequence for running in self._running], decode, chunks, prefill)
+        sequences = [running.sequence for running in self._running]
+        self._planned = Plan(copies, sequences, decode, chunks, prefill, num_steps)
         return self._planned
 
     def accept(self, plan: Plan, token_ids: list[int], logps: list[float], raw_logps: list[float]) -> list[Sequence]:
         """The completions that ended with this step. One token, log-prob and raw log-prob for each of `plan.drawn`."""
+        if not len(token_ids) == len(logps) == len(raw_logps):
+            raise RuntimeError(f"{len(token_ids)} tokens, {len(logps)} log-probs and {len(raw_logps)} raw ones came")
+        return self.accept_runs(
+            plan, [([i], [logp], [raw]) for i, logp, raw in zip(token_ids, logps, raw_logps, strict=True)]
+        )
+
+    def accept_runs(self, plan: Plan, runs: list[Run]) -> list[Sequence]:
+        """The completions that ended with this plan. For each of `plan.drawn`, what was drawn of it: up to
+        `plan.num_steps` tokens of one that runs, one of each whose prompt ends.
+        """
         if plan is not self._planned:
             raise RuntimeError("this is not the plan that was made last, or it was accepted before")
         drawn = plan.drawn
-        if not len(drawn) == len(token_ids) == len(logps) == len(raw_logps):
-            raise RuntimeError(f"{len(drawn)} completions were to be drawn, {len(token_ids)} tokens came")
+        if len(drawn) != len(runs):
+            raise RuntimeError(f"{len(drawn)} completions were to be drawn, {len(runs)} tokens came")
         self._planned = None
         for group, chunk in zip(self._prefilling, plan.chunks, strict=False):
             self._cache.mark_written(group.table, chunk.stop)
-        ended = [
-            sequence
-            for sequence, token_id, logp, raw_logp in zip(drawn, token_ids, logps, raw_logps, strict=True)
-            if sequence.append(token_id, logp, raw_logp)
-        ]
+        ended = [sequence for sequence, run in zip(drawn, runs, strict=True) if sequence.extend(*run)]
         self._finished += ended
         self._retire()
         while self._prefilling and self._prefilling[0].num_planned == len(self._prefilling[0].request.prompt_ids):
@@ -298,10 +317,10 @@ class Scheduler:
             self._reserved += growth
             self._num_claimed += request.n
 
-    def _grow(self, running: _Running) -> list[BlockCopy]:
-        """Make place for the token that is computed now."""
+    def _grow(self, running: _Running, num_tokens: int) -> list[BlockCopy]:
+        """Make place for the tokens that are computed now."""
         num_free = self._cache.num_free
-        copy = self._cache.append(running.table)
+        copy = self._cache.append(running.table, num_tokens)
         taken = num_free - self._cache.num_free
         running.reserved -= taken
         self._reserved -= taken

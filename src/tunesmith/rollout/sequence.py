@@ -136,6 +136,11 @@ class Sequence:
         return len(self.prompt_ids) + len(self.token_ids)
 
     @property
+    def num_left(self) -> int:
+        """Tokens that may yet be drawn."""
+        return self.limits.max_new_tokens - len(self.token_ids)
+
+    @property
     def masks_stop_ids(self) -> bool:
         """True while no token of `limits.stop_ids` may be drawn."""
         return len(self.token_ids) < self.limits.min_new_tokens
@@ -160,5 +165,25 @@ class Sequence:
         if is_stop or self._cut is not None:
             self.finish_reason = "stop"
         elif len(self.token_ids) == self.limits.max_new_tokens:
+            self.finish_reason = "length"
+        return self.finish_reason is not None
+
+    def extend(self, token_ids: list[int], logps: list[float], raw_logps: list[float]) -> bool:
+        """Take tokens that were drawn one after the other; True if the completion ends with one of them.
+
+        Tokens behind the end are dropped: a device that draws several in a row knows nothing of stop strings.
+        """
+        if self._search is not None:
+            return any(map(self.append, token_ids, logps, raw_logps))
+        count = min(self.num_left, len(token_ids))
+        first = max(0, self.limits.min_new_tokens - len(self.token_ids))
+        stop = next((index for index in range(first, count) if token_ids[index] in self.limits.stop_ids), None)
+        count = count if stop is None else stop + 1
+        self.token_ids += token_ids[:count]
+        self.logps += logps[:count]
+        self.raw_logps += raw_logps[:count]
+        if stop is not None:
+            self.finish_reason = "stop"
+        elif self.num_left == 0:
             self.finish_reason = "length"
         return self.finish_reason is not None

@@ -6,6 +6,7 @@ with log-probs of another model, and nothing else would say so.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -13,7 +14,7 @@ from tunesmith.core.errors import TrainingError
 from tunesmith.kernels.sample.api import score
 from tunesmith.models.decoder import Decoder, OnLayer
 from tunesmith.rollout.kv_cache import KVCache, allocate_storage, blocks_for
-from tunesmith.rollout.runner import Runner, cache_shape
+from tunesmith.rollout.runner import cache_shape
 from tunesmith.rollout.scheduler import Rows
 
 
@@ -35,8 +36,20 @@ MAX_DIFFERENCE = {torch.bfloat16: 0.5, torch.float16: 0.5, torch.float32: 1e-2, 
 """Nats by which two right computations in that dtype may differ on one token; several times what was measured."""
 
 
+class Scored(Protocol):
+    """What an engine computes with: its packed weights, or the trained ones on a device."""
+
+    def hidden_states(self, tokens: Rows, storage: torch.Tensor, block_tables: torch.Tensor) -> torch.Tensor:
+        """Hidden states `[T, H]` of the tokens, whose keys and values are written."""
+        ...
+
+    def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
+        """Logits `[R, V]`."""
+        ...
+
+
 @torch.no_grad()
-def largest_difference(decoder: Decoder, runner: Runner, check: Check) -> float:
+def largest_difference(decoder: Decoder, runner: Scored, check: Check) -> float:
     """Largest absolute difference in nats between the engine's and the trainer's log-prob of a fixed token.
 
     The trainer takes all sequences in one pass, the engine in steps that read what earlier ones have cached. Sequences
@@ -49,9 +62,10 @@ def largest_difference(decoder: Decoder, runner: Runner, check: Check) -> float:
     vocabulary_size = decoder.architecture.head.sizes[0]
     cut = [min(length, longest) for length in check.lengths]
     ids = [[(7919 * (i + 1) + 104729 * row) % vocabulary_size for i in range(cut[row])] for row in range(len(cut))]
-    flat_T = torch.tensor([token for row in ids for token in row])
+    device = decoder.architecture.device
+    flat_T = torch.tensor([token for row in ids for token in row], device=device)
     target_T = flat_T.roll(-1)  # any fixed token will do, also behind the end of a sequence
-    ones_T = torch.ones(len(flat_T), dtype=torch.float64)
+    ones_T = torch.ones(len(flat_T), dtype=torch.float64, device=device)
     logits_TV = decoder.logits(decoder.hidden_states(flat_T, cut))
     if not bool(logits_TV.isfinite().all()):
         place = first_bad_layer(lambda look: decoder.hidden_states(flat_T, cut, on_layer=look))
@@ -59,14 +73,14 @@ def largest_difference(decoder: Decoder, runner: Runner, check: Check) -> float:
     trained_T = score(logits_TV, target_T, ones_T, kernels=decoder.kernels)
     num_blocks = sum(map(blocks_for, cut))
     cache = KVCache(num_blocks, max_tokens=max(cut), max_tables=len(cut))
-    storage = allocate_storage(cache_shape(decoder.architecture), num_blocks)
+    storage = allocate_storage(cache_shape(decoder.architecture), num_blocks, device)
     drawn_TH = torch.cat(_in_steps(runner, cache, storage, ids, check.step))
     drawn_T = score(runner.logits(drawn_TH), target_T, ones_T, kernels=decoder.kernels)
     return float((drawn_T - trained_T).abs().max())
 
 
 def _in_steps(
-    runner: Runner, cache: KVCache, storage: torch.Tensor, ids: list[list[int]], step: int
+    runner: Scored, cache: KVCache, storage: torch.Tensor, ids: list[list[int]], step: int
 ) -> list[torch.Tensor]:
     """Hidden states of each sequence: of its first half at once, then of `step` tokens at a time."""
     tables = [cache.allocate(row) for row in ids]

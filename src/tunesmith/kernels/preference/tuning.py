@@ -21,16 +21,17 @@ def process_user_preference(
     learning_rate: float,
     out_BN: torch.Tensor | None = None,
     deterministic: bool = True,
+    block: int | None = None,
     kernels: Kernels | None = None,
 ) -> torch.Tensor:
     """The outputs that raters selected `[B, N]`; `weights_N` moves by learning_rate times their mean, in place.
 
     The mean counts every vote as 1 or by its weight; a step has the same size for any number of votes. A batch without
-    votes, or whose vote weights add up to 0, changes nothing. `out_BN` receives the selected outputs, see
-    `update_in_place`. Batch and weights stand on one device, a CPU or a GPU.
+    votes, or whose vote weights add up to 0, changes nothing. `out_BN` receives the selected outputs, and `block` is
+    how the work is cut, see `update_in_place`. Batch and weights stand on one device, a CPU or a GPU.
 
     Raises:
-        InputError: shapes, dtypes, devices or choices do not fit, or the learning rate is not finite.
+        InputError: shapes, dtypes, devices, choices or the block do not fit, or the learning rate is not finite.
         NativeUnavailableError, TritonUnavailableError: such kernels were chosen and cannot run.
     """
     count = _total_weight(batch)
@@ -40,6 +41,7 @@ def process_user_preference(
         scale=learning_rate / count if count else 0.0,
         out_BN=out_BN,
         deterministic=deterministic,
+        block=block,
         kernels=kernels or Kernels(),
     )
 
@@ -61,6 +63,7 @@ def iterative_tuning(
     learning_rate: float,
     decay: float = 1.0,
     deterministic: bool = True,
+    block: int | None = None,
     kernels: Kernels | None = None,
 ) -> TuningReport:
     """What was done; `weights_N` is tuned in place by every batch of every epoch, in their order.
@@ -90,6 +93,7 @@ def iterative_tuning(
                 learning_rate=learning_rate * decay**epoch,
                 out_BN=room[: batch.outputs_a_BN.numel()].view(batch.outputs_a_BN.shape),
                 deterministic=deterministic,
+                block=block,
                 kernels=kernels,
             )
         moved.append(float((weights_N - before_N).float().norm()))

@@ -1,0 +1,290 @@
+"""The host's side of decoding on a device: it fills the slots, lets the device run, and reads what was drawn.
+
+Between two visits the device draws several tokens of each completion by itself. On a GPU each step is one CUDA graph,
+captured once for each number of slots; elsewhere the same function runs as it is.
+
+Shape legend: B rows that are drawn from, C completions that run, S slots, N blocks of a table, P prefixes of G members,
+T tokens, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from tunesmith.batch.rollout import SamplingParams
+from tunesmith.kernels.advance.records import LOGP, RAW_LOGP, TOKEN, VALUE
+from tunesmith.kernels.attention.records import Places
+from tunesmith.kernels.native import Kernels
+from tunesmith.kernels.sample.api import require_drawn
+from tunesmith.kernels.upload.api import Uploader
+from tunesmith.rollout.decode_step import PREFIX_MEMBERS, Slots, Step, decode_step
+from tunesmith.rollout.device_draw import DrawForm, DrawSettings, draw
+from tunesmith.rollout.device_model import DeviceModel
+from tunesmith.rollout.kv_cache import BLOCK_TOKENS, KVCache
+from tunesmith.rollout.sampler import NoiseKey, SeenTokens
+from tunesmith.rollout.scheduler import Plan
+from tunesmith.rollout.sequence import Sequence as DrawnSequence
+
+STEPS_PER_VISIT = 16
+"""Tokens that the device draws of a completion before the host looks. One that ends on the way waits for the rest."""
+
+_FEWEST_SLOTS = 4
+
+_FEWEST_MEMBERS = 4
+_SHORTEST_PREFIX = 128
+"""Fewer completions, or a shorter beginning, are served as well by the second-level cache of a GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What stays allocated between calls; `scratch_block` is the block of `storage` that belongs to nobody."""
+
+    cache: KVCache
+    storage: torch.Tensor
+    slots: Slots
+    settings: DrawSettings
+
+    @property
+    def scratch_block(self) -> int:
+        """The last one."""
+        return self.storage.shape[2] - 1
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceDrawn:
+    """Of one completion, what was drawn since the last visit, and the values of the states before it."""
+
+    token_ids: list[int]
+    logps: list[float]
+    raw_logps: list[float]
+    values: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """Running completions, by their slots, whose sequences begin with the same `length` tokens, in whole blocks."""
+
+    slots: tuple[int, ...]
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a call draws by: the form, the noise keys of each request, the seed, top_k."""
+
+    form: DrawForm
+    keys: Sequence[NoiseKey]
+    seed: int
+    top_k: int
+    seen: SeenTokens | None
+
+
+class DeviceSteps:
+    """Steps of one model in one room. `begin` a call before its first plan."""
+
+    def __init__(self, model: DeviceModel, room: Room, value_head: nn.Module | None) -> None:
+        self._model = model
+        self._room = room
+        self._value_head = value_head
+        self._device = room.storage.device
+        self._uploader = Uploader(self._device)
+        self._graphs: dict[tuple[int, DrawForm, bool], Callable[[], None]] = {}
+        self._pool: Any = None  # torch's handle of the memory that all graphs share
+        self._asked: _Asked | None = None
+
+    def begin(self, sampling: SamplingParams, stop_ids: frozenset[int], seed: int, keys: Sequence[NoiseKey]) -> None:
+        """Draw by these settings from now on; `keys[i]` belong to the request with index i."""
+        form = DrawForm.of(sampling, stop_ids)
+        self._room.settings.fill(sampling, stop_ids)
+        seen = SeenTokens(self._room.settings.seen_RV[:-1]) if form.penalises else None
+        self._asked = _Asked(form, keys, seed, sampling.top_k, seen)
+
+    def release(self, ended: Sequence[DrawnSequence]) -> None:
+        """These completions have ended; nothing more is drawn of them."""
+        if self._asked is not None and self._asked.seen is not None:
+            self._asked.seen.release(ended)
+
+    def run(self, plan: Plan) -> list[DeviceDrawn]:
+        """What was drawn of each of `plan.drawn`. The plan's copies must have been done.
+
+        Raises:
+            TrainingError: a logit was not finite, or nothing was left to be drawn.
+        """
+        assert self._asked is not None, "a call begins before its first plan"
+        integers_B6, count = self._integers(plan), len(plan.sequences)
+        drawn = self._decode(plan, integers_B6[:count]) if count else []
+        return drawn + self._prefill(plan, integers_B6[count:]) if plan.chunks else drawn
+
+    def _decode(self, plan: Plan, integers_C6: torch.Tensor) -> list[DeviceDrawn]:
+        """Up to `plan.num_steps` tokens of each completion that runs."""
+        count = len(plan.sequences)
+        num_slots = min(max(_FEWEST_SLOTS, 1 << (count - 1).bit_length()), len(self._room.slots.token_S))
+        slots, prefixes = self._room.slots.first(num_slots), shared_prefixes(plan.sequences)
+        assert self._asked is not None
+        # Until they may stop, completions need a copy of their logits; behind that there is no need for one.
+        masks_stops = self._asked.form.masks_stops and any(sequence.masks_stop_ids for sequence in plan.sequences)
+        step = self._step(num_slots, replace(self._asked.form, masks_stops=masks_stops), shares_prefixes=bool(prefixes))
+        self._fill(slots, plan, integers_C6, prefixes)
+        for _ in range(plan.num_steps):
+            step()
+        return self._drawn(slots, count, plan.num_steps)
+
+    @torch.no_grad()
+    def _prefill(self, plan: Plan, integers_B6: torch.Tensor) -> list[DeviceDrawn]:
+        """The first token of each completion whose prompt ends here; keys and values of all chunks are written."""
+        rows = [chunk.table_row for chunk in plan.chunks]
+        of_chunk = {row: index for index, row in enumerate(rows)}
+        width = self._room.slots.tables_SN.shape[1]
+        last, end = [], 0
+        for chunk in plan.chunks:
+            end += chunk.stop - chunk.start
+            last += [end - 1] * len(chunk.sequences)
+        ids_T, positions_T, rows_T, tables_CN, last_B, integers_B6 = self._uploader.tensors(
+            (
+                torch.tensor(plan.prefill.token_ids),
+                torch.tensor(plan.prefill.positions, dtype=torch.int32),
+                torch.tensor([of_chunk[row] for row in plan.prefill.table_rows], dtype=torch.int32),
+                self._room.cache.block_tables[rows, :width],
+                torch.tensor(last, dtype=torch.int64),
+                integers_B6,
+            )
+        )
+        hidden_TH = self._model.forward(ids_T, Places(positions_T, rows_T, tables_CN), self._room.storage)
+        if not last:
+            return []
+        assert self._asked is not None
+        hidden_BH = hidden_TH[last_B]
+        to_mask_B = torch.ones_like(last_B, dtype=torch.int32)  # read if some tokens come before the first stop id
+        logits_BV = self._model.logits(hidden_BH)
+        token_B, scores_B2, status_B = draw(
+            logits_BV, integers_B6, to_mask_B, self._room.settings, self._asked.form, self._model.decoder.kernels
+        )
+        require_drawn(status_B)
+        values = [[]] * len(last) if self._value_head is None else self._value_head(hidden_BH)[:, None].tolist()
+        scores = scores_B2.tolist()
+        return [
+            DeviceDrawn([token], [logp], [raw_logp], value)
+            for token, (logp, raw_logp), value in zip(token_B.tolist(), scores, values, strict=True)
+        ]
+
+    def _fill(self, slots: Slots, plan: Plan, integers_C6: torch.Tensor, prefixes: list[Prefix]) -> None:
+        """Write the state of the plan's completions into the slots; those that are left over rest."""
+        count, idle = len(plan.sequences), len(slots.token_S) - len(plan.sequences)
+        sequences = plan.sequences
+        tables_SN = torch.full(slots.tables_SN.shape, self._room.scratch_block, dtype=torch.int32)
+        tables_SN[:count] = self._room.cache.block_tables[plan.decode.table_rows, : tables_SN.shape[1]]
+        to_mask = [max(0, sequence.limits.min_new_tokens - len(sequence.token_ids)) for sequence in sequences]
+        sent = self._uploader.tensors(
+            (
+                torch.tensor(plan.decode.token_ids + [0] * idle),
+                torch.tensor(plan.decode.positions + [0] * idle, dtype=torch.int32),
+                torch.tensor([sequence.num_left for sequence in sequences] + [0] * idle, dtype=torch.int32),
+                torch.tensor(to_mask + [0] * idle, dtype=torch.int32),
+                torch.cat((integers_C6, self._no_integers().expand(idle, 6))),
+                tables_SN,
+                *_prefix_tensors(slots, prefixes),
+            )
+        )
+        for mine, new in zip(slots.written_by_host, sent, strict=True):
+            mine.copy_(new)
+        slots.count_S.zero_()
+        slots.status_S.zero_()
+
+    def _step(self, num_slots: int, form: DrawForm, *, shares_prefixes: bool) -> Callable[[], None]:
+        """The step of the first `num_slots` slots: a graph where that is possible, captured at first use."""
+        key = num_slots, form, shares_prefixes
+        if key not in self._graphs:
+            room, kernels = self._room, self._model.decoder.kernels
+            step = Step(self._model, room.storage, room.settings, form, shares_prefixes, kernels, self._value_head)
+            self._graphs[key] = self._new_step(room.slots.first(num_slots), step)
+        return self._graphs[key]
+
+    def _new_step(self, slots: Slots, step: Step) -> Callable[[], None]:
+        if not self._can_be_captured(step.kernels):
+            return lambda: decode_step(slots, step)
+        # Slots that rest: what runs before and while the graph is captured must change no completion's blocks.
+        for mine in slots.written_by_host:
+            mine.zero_()
+        slots.tables_SN.fill_(self._room.scratch_block)
+        slots.integers_S6.copy_(self._no_integers())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self._device):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(2):  # kernels are compiled, libraries make their workspaces
+                    decode_step(slots, step)
+            torch.cuda.current_stream().wait_stream(stream)
+            with torch.cuda.graph(graph, pool=self._pool):
+                decode_step(slots, step)
+        self._pool = graph.pool()
+        return graph.replay
+
+    def _can_be_captured(self, kernels: Kernels) -> bool:
+        """True on a GPU where these run in Triton; in torch they ask the host."""
+        if self._device.type != "cuda":
+            return False
+        return all(kernels.picked(op, self._room.storage) == "triton" for op in ("attention", "sample", "advance"))
+
+    def _integers(self, plan: Plan) -> torch.Tensor:
+        """`Slots.integers_S6` of `plan.drawn`, on the host."""
+        assert self._asked is not None
+        drawn, keys, seen = plan.drawn, self._asked.keys, self._asked.seen
+        integers_B6 = torch.zeros((len(drawn), 6), dtype=torch.int64)
+        integers_B6[:, 0] = self._asked.top_k
+        if seen is not None:
+            integers_B6[:, 1] = seen.of(plan).slot_B
+        integers_B6[:, 2] = self._asked.seed
+        prompts = [keys[sequence.request].prompt for sequence in drawn]
+        samples = [keys[sequence.request].first_sample + sequence.sample for sequence in drawn]
+        positions = [sequence.position for sequence in drawn]
+        integers_B6[:, 3:] = torch.tensor((prompts, samples, positions)).T
+        return integers_B6
+
+    def _no_integers(self) -> torch.Tensor:
+        """The row of a slot that rests: the last row of the seen tokens is nobody's."""
+        return torch.tensor([0, len(self._room.settings.seen_RV) - 1, 0, 0, 0, 0])
+
+    def _drawn(self, slots: Slots, count: int, num_steps: int) -> list[DeviceDrawn]:
+        """What the first `count` slots have drawn; waits for the device."""
+        drawn_CK4 = slots.drawn_SK4[:count, :num_steps].cpu()
+        require_drawn(slots.status_S[:count])
+        counts, ids = slots.count_S[:count].tolist(), drawn_CK4[..., TOKEN].long().tolist()
+        logps, raw_logps = drawn_CK4[..., LOGP].tolist(), drawn_CK4[..., RAW_LOGP].tolist()
+        values = [[]] * count if self._value_head is None else drawn_CK4[..., VALUE].tolist()
+        parts = zip(counts, ids, logps, raw_logps, values, strict=True)
+        return [DeviceDrawn(i[:end], logp[:end], raw[:end], value[:end]) for end, i, logp, raw, value in parts]
+
+
+def shared_prefixes(sequences: Sequence[DrawnSequence]) -> list[Prefix]:
+    """Which completions of one prompt read its blocks together: groups and prompts for which that saves something.
+
+    Up to `PREFIX_MEMBERS` in each, and no slot in two.
+    """
+    members: dict[int, list[int]] = {}
+    for slot, sequence in enumerate(sequences):
+        members.setdefault(sequence.request, []).append(slot)
+    found: list[Prefix] = []
+    for slots in members.values():
+        length = len(sequences[slots[0]].prompt_ids) // BLOCK_TOKENS * BLOCK_TOKENS
+        if len(slots) < _FEWEST_MEMBERS or length < _SHORTEST_PREFIX:
+            continue
+        parts = [slots[start : start + PREFIX_MEMBERS] for start in range(0, len(slots), PREFIX_MEMBERS)]
+        found += [Prefix(tuple(part), length) for part in parts if len(part) > 1]
+    return found
+
+
+def _prefix_tensors(slots: Slots, prefixes: Sequence[Prefix]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(start_S, members_PG, length_P), as `Slots` has them."""
+    starts, unused = [0] * len(slots.start_S), len(slots.length_P) - len(prefixes)
+    for prefix in prefixes:
+        for slot in prefix.slots:
+            starts[slot] = prefix.length
+    members = [prefix.slots + (-1,) * (PREFIX_MEMBERS - len(prefix.slots)) for prefix in prefixes]
+    members += [(-1,) * PREFIX_MEMBERS] * unused
+    lengths = [prefix.length for prefix in prefixes] + [0] * unused
+    start_S, members_PG, length_P = (torch.tensor(given, dtype=torch.int32) for given in (starts, members, lengths))
+    return start_S, members_PG.reshape(-1, PREFIX_MEMBERS), length_P

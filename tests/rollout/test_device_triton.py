@@ -1,0 +1,79 @@
+"""The whole decoding step in Triton, by the interpreter, against the same step in torch: what a GPU captures."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs Triton, which comes with torch's builds for CUDA")
+
+from tunesmith.batch.rollout import SamplingParams
+from tunesmith.kernels.native import Choice, Kernels
+from tunesmith.models.decoder import Decoder
+from tunesmith.models.loaded import PreTrainedModel
+from tunesmith.models.tiny import tiny_model
+from tunesmith.rollout import device_steps
+from tunesmith.rollout.decode_step import Slots
+from tunesmith.rollout.device_draw import DrawSettings
+from tunesmith.rollout.device_model import DeviceModel
+from tunesmith.rollout.device_steps import DeviceDrawn, DeviceSteps, Room, shared_prefixes
+from tunesmith.rollout.kv_cache import KVCache, allocate_storage, copy_blocks
+from tunesmith.rollout.sampler import NoiseKey
+from tunesmith.rollout.scheduler import Request, Scheduler
+from tunesmith.rollout.sequence import Limits
+
+CPU = torch.device("cpu")
+NUM_SLOTS, WIDTH, MAX_STEPS = 6, 4, 3
+PLAIN = SamplingParams(seed=0)
+EVERYTHING = SamplingParams(
+    temperature=0.8,
+    top_p=0.9,
+    top_k=50,
+    min_p=0.01,
+    repetition_penalty=1.2,
+    min_new_tokens=3,
+    logit_bias={5: -2.0, 9: float("-inf")},
+    seed=0,
+)
+
+
+def visits(module: PreTrainedModel, choice: Choice, sampling: SamplingParams) -> list[list[DeviceDrawn]]:
+    """What is drawn of four completions of a long prompt and one of a short one, visit by visit."""
+    model = DeviceModel(module, Decoder(module, Kernels(choice)))
+    cache = KVCache(40, max_tokens=WIDTH * 16, max_tables=2 * NUM_SLOTS)
+    settings = DrawSettings.empty(model.decoder.architecture.head.sizes[0], 2 * NUM_SLOTS, CPU)
+    slots = Slots.empty(NUM_SLOTS, WIDTH, MAX_STEPS, CPU)
+    room = Room(cache, allocate_storage(model.cache_shape, 41), slots, settings)
+    steps = DeviceSteps(model, room, None)
+    steps.begin(sampling, frozenset({2, 7}), 0, [NoiseKey(7, 0), NoiseKey(9, 0)])
+    scheduler = Scheduler(cache, lambda ids: "", num_slots=NUM_SLOTS)
+    limits = Limits(5, sampling.min_new_tokens, stop_ids=frozenset({2, 7}))
+    scheduler.add([Request(0, tuple(5 + 7 * i % 200 for i in range(34)), 4, limits), Request(1, (9, 8), 1, limits)])
+    found: list[list[DeviceDrawn]] = []
+    while (plan := scheduler.plan(MAX_STEPS)) is not None:
+        copy_blocks(room.storage, plan.copies)
+        if found and len(found) < 2:
+            assert shared_prefixes(plan.sequences), "attention over a shared beginning is part of this test"
+        drawn = steps.run(plan)
+        steps.release(scheduler.accept_runs(plan, [(run.token_ids, run.logps, run.raw_logps) for run in drawn]))
+        found.append(drawn)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "sampling"),
+    [("llama", EVERYTHING), ("qwen3", PLAIN), ("gemma2", PLAIN)],
+)
+def test_the_step_in_triton_draws_what_the_step_in_torch_draws(
+    family: str, sampling: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_steps, "_SHORTEST_PREFIX", 32)  # the interpreter takes long for longer prompts
+    module = tiny_model(family, dtype=torch.float32).model
+    with torch.no_grad():  # random weights of the usual size let attention say next to nothing
+        for parameter in module.parameters():
+            parameter.mul_(3.0 if parameter.dim() > 1 else 1.0)
+    ours, theirs = visits(module, "triton", sampling), visits(module, "torch", sampling)
+    assert len(ours) == len(theirs) >= 3
+    for mine, other in zip(ours, theirs, strict=True):
+        assert [run.token_ids for run in mine] == [run.token_ids for run in other]
+        for a, b in zip(mine, other, strict=True):
+            torch.testing.assert_close(torch.tensor(a.logps), torch.tensor(b.logps), rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(torch.tensor(a.raw_logps), torch.tensor(b.raw_logps), rtol=1e-4, atol=1e-4)
