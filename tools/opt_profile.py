@@ -23,15 +23,23 @@ STEP, _SCOPE, _NATIVE = "step", "part:", "native:"
 OTHER = "other"
 
 PARTS = (
-    ("linear maps", ("tunesmith.models.decoder:_module_outputs", "tunesmith.rollout.runner:Runner._linear")),
+    ("linear maps", ("tunesmith.models.decoder:module_outputs", "tunesmith.rollout.runner:Runner._linear")),
     (
         "output layer",
         (
             "tunesmith.models.decoder:Decoder.logp_entropy",
+            "tunesmith.models.logprob:head_logp_entropy",
             "tunesmith.rollout.runner:Runner.logits",
         ),
     ),
-    ("attention", ("tunesmith.models.decoder:attend_packed", "tunesmith.rollout.runner:attend")),
+    (
+        "attention",
+        (
+            "tunesmith.models.decoder:attend_packed",
+            "tunesmith.rollout.runner:attend",
+            "tunesmith.rollout.device_model:attend",
+        ),
+    ),
     ("norms", ("tunesmith.models.decoder:add_rms_norm",)),
     ("activation", ("tunesmith.models.decoder:gated",)),
     ("sampler", ("tunesmith.rollout.sampler:Sampler.draw",)),

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from tunesmith.batch.targets import LearntSequence, Targets, pack_targets
+from tunesmith.kernels.logprob.api import ScoreGradient
 from tunesmith.kernels.logprob.head import HeadScores, head_scores
 from tunesmith.kernels.native import Kernels
 from tunesmith.models import decoder
+from tunesmith.models.architecture import describe
 from tunesmith.models.language_model import LanguageModel, language_model
 from tunesmith.models.next_token import next_token_scores
 from tunesmith.models.tiny import FAMILIES, tiny_model
@@ -51,6 +53,34 @@ def test_packed_padded_and_one_at_a_time_agree(family: str) -> None:
     expected = gradients(padded, theirs)
     for one, other in zip(gradients(packed, ours), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_where_the_output_layer_is_known_the_padded_way_never_holds_all_logits(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, padded = models(family)
+    known_head = LanguageModel(padded.module, None, padded.kernels, "", describe(padded.module).output_layer)
+    targets = pack_targets(SEQUENCES)
+    expected = next_token_scores(padded, targets)
+    ours = next_token_scores(known_head, targets)
+    for name in ("logp_N", "entropy_N"):
+        torch.testing.assert_close(getattr(ours, name), getattr(expected, name), rtol=1e-5, atol=1e-5)
+    assert ours.is_top_N.tolist() == expected.is_top_N.tolist()
+    exact = gradients(padded, expected)
+    # As on a GPU whose memory holds three rows of logits, with and without a word of what the loss will be.
+    monkeypatch.setattr("tunesmith.kernels.logprob.head_blocks.ONE_VISIT_ON", {"cpu"})
+    monkeypatch.setattr("tunesmith.kernels.logprob.head_blocks.CPU_CHUNK_BYTES", 3 * 4 * 259)
+    asked: list[slice] = []
+
+    def known(rows: slice, logp_R: torch.Tensor, entropy_R: torch.Tensor) -> ScoreGradient:
+        asked.append(rows)
+        return ScoreGradient(torch.ones_like(logp_R), torch.full_like(entropy_R, 0.3))
+
+    for word in (None, known):
+        for one, other in zip(gradients(known_head, next_token_scores(known_head, targets, word)), exact, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert [rows.start for rows in asked] == [0, 2, 5] and asked[-1].stop == 8
 
 
 def test_a_sequence_is_not_touched_by_its_neighbours() -> None:
