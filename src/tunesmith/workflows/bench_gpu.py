@@ -149,7 +149,8 @@ def _measured(
         try:
             answer = workers.ask(MeasureUnit(name, key), ROWS[name].most_s)
         except (InputError, TrainingError) as error:
-            record.errors[key] = str(error).splitlines()[-_ERROR_LINES:]
+            lines = str(error).splitlines()
+            record.errors[key] = [*lines[:1], *lines[1:][-_ERROR_LINES:]]
             say(f"{name}: {key} failed: {record.errors[key][-1]}")
             continue
         record.settings[key] = {**plain(asdict(answer)), "sources": made["sources"]}

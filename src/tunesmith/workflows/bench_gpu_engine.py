@@ -44,8 +44,7 @@ QWEN: dict[str, object] = {
 """The sizes of Qwen2.5-0.5B, after its published configuration."""
 
 _SMALL: dict[str, object] = {"vocab_size": 300, "tie_word_embeddings": True}
-_SCORED_ROWS = 8
-_NEAR, _FAR = (17, 49), (5, 13)
+_OURS, _THEIRS, _QUICK = (17, 49), (5, 13), (2, 4)
 """New tokens of the two calls whose difference is that of decoding steps: of ours, which may take several steps at a
 time, and of `generate`, whose steps are slow to profile."""
 
@@ -149,9 +148,10 @@ def mismatch(setting: Setting, clock: Clock) -> Measured:
 def decode_launches(setting: Setting, clock: Clock) -> Measured:
     """What one decoding step asks of the device, before (transformers) and after (our engine)."""
     num_sequences = setting.sized(64, 3)
-    sides = Contenders(setting, workload(setting, num_sequences, _NEAR[1]))
+    sides = Contenders(setting, workload(setting, num_sequences, _OURS[1]))
     facts: dict[str, object] = {}
-    for name, draw, (short, long) in (("after", sides.ours, _NEAR), ("before", sides.theirs, _FAR)):
+    for name, draw, counts in (("after", sides.ours, _OURS), ("before", sides.theirs, _THEIRS)):
+        short, long = _QUICK if setting.quick else counts
         draw(long)
         draw(short)
         facts[name] = _per_step(draw, short, long, setting.device)

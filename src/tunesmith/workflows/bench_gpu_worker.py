@@ -12,6 +12,7 @@ from tunesmith.workflows.bench_gpu_rows import ROWS
 from tunesmith.workflows.bench_kernel_case import Setting
 from tunesmith.workflows.bench_process import Server, serve
 
+_MUCH_BYTES = 1 << 30
 TARGET = "tunesmith.workflows.bench_gpu_worker:serve_rows"
 
 
@@ -46,10 +47,16 @@ class RowContender:
         """The figures of one setting. The span is a place for `core.faults`: `<row>/<setting>`."""
         with trace(), span(f"{request.row}/{request.setting}"):
             measured = ROWS[request.row].units[request.setting](self._setting, self._clock)
-        gc.collect()
-        if self._setting.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self._free()
         return measured
+
+    def _free(self) -> None:
+        """Give the device's memory back; what refers to itself is looked for only if much is held, which takes long."""
+        if self._setting.device.type != "cuda":
+            return
+        if torch.cuda.memory_allocated(self._setting.device) > _MUCH_BYTES:
+            gc.collect()
+        torch.cuda.empty_cache()
 
 
 def serve_rows(settings: WorkerSettings, server: Server) -> None:

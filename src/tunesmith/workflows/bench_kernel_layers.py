@@ -159,7 +159,8 @@ def _attention_error(setting: Setting, settings: AttentionSettings, context: int
 
     def attended(tokens: slice, settings: AttentionSettings) -> torch.Tensor:
         places = Places(position_C[tokens], torch.zeros_like(position_C[tokens]), table_1N)
-        return attend(*x_CX[tokens].split(widths, dim=1), rope, places, cache_2NW, settings, kernels=kernels)
+        q_TX, k_TY, v_TY = x_CX[tokens].split(widths, dim=1)
+        return attend(q_TX, k_TY, v_TY, rope, places, cache_2NW, settings, kernels=kernels)
 
     for start in range(0, context, _FILLED_TOKENS):  # a window of one token: what is wanted is what is written
         attended(slice(start, min(start + _FILLED_TOKENS, context)), replace(settings, window=1))
