@@ -1,11 +1,13 @@
 """Pieces of `bench gpu`: floors, shares, bars, clocks, counts; no process is started."""
 
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 
 import pytest
 import torch
 
-from tunesmith.kernels.native import Kernels
+from tunesmith.kernels.native import Kernels, has_triton
 from tunesmith.kernels.preference.records import PreferenceBatch
 from tunesmith.models.tiny import tiny_model
 from tunesmith.workflows.bench_gpu_cases import measured_case
@@ -15,8 +17,16 @@ from tunesmith.workflows.bench_gpu_floor import generation_floors, update_floor
 from tunesmith.workflows.bench_gpu_launches import count_launches
 from tunesmith.workflows.bench_gpu_records import Floor, Measured
 from tunesmith.workflows.bench_gpu_table import Ceilings, bars, failures, shares
-from tunesmith.workflows.bench_kernel_case import Case
-from tunesmith.workflows.bench_kernel_outputs import _ways
+from tunesmith.workflows.bench_kernel_batches import gae_case, policy_loss_case, segment_sum_case
+from tunesmith.workflows.bench_kernel_case import Case, Setting
+from tunesmith.workflows.bench_kernel_layers import attention_case, gated_case, rms_norm_case
+from tunesmith.workflows.bench_kernel_logits import (
+    head_case,
+    logprob_logits_case,
+    logprob_logits_gradient_case,
+    sampling_case,
+)
+from tunesmith.workflows.bench_kernel_outputs import _ways, masked_softmax_case, preference_case
 
 CPU = torch.device("cpu")
 
@@ -135,3 +145,32 @@ def test_all_ways_to_take_votes_select_the_same(monkeypatch: pytest.MonkeyPatch)
         way()
         if not name.startswith("iterative_tuning"):  # it has memory of its own
             assert torch.equal(out_BN, torch.where(batch.choices_B[:, None] == 1, a_BN, b_BN)), name
+
+
+@pytest.mark.parametrize(
+    ("op", "build"),
+    [
+        ("preference", partial(preference_case, all_ways=True)),
+        ("masked_softmax", masked_softmax_case),
+        ("policy_loss", policy_loss_case),
+        ("logprob", logprob_logits_case),
+        ("logprob", logprob_logits_gradient_case),
+        ("logprob", partial(head_case, width=16, num_tokens=300, with_gradients=True)),
+        ("sample", sampling_case),
+        ("sample", partial(sampling_case, top_p=1.0)),
+        ("gae", gae_case),
+        ("segment_sum", segment_sum_case),
+        ("rms_norm", partial(rms_norm_case, with_gradients=True)),
+        ("gated", partial(gated_case, with_gradients=True)),
+        ("attention", attention_case),
+    ],
+)
+def test_what_a_gpu_runs_is_right_in_the_interpreter(op: str, build: Callable[[Setting], Case]):
+    pytest.importorskip("triton", reason="needs Triton, which comes with torch's builds for CUDA")
+    if not has_triton(op):
+        pytest.skip(f"{op} has no Triton kernel")
+    case = build(Setting(CPU, seed=0, quick=True, choice="triton"))
+    assert case.picked == "triton"
+    assert case.max_error() <= case.tolerance
+    for work in case.variants.values():
+        work()

@@ -18,7 +18,6 @@ from tunesmith.kernels.upload import reference as upload_reference
 from tunesmith.kernels.upload.api import Uploader
 from tunesmith.workflows.bench_kernel_case import Case, Setting, error_of
 
-_KERNELS = "auto"
 _CHECKED_ROWS = 64
 """Rows that are compared with the loop over tokens, which takes long."""
 
@@ -29,7 +28,7 @@ def gae_case(setting: Setting) -> Case:
     reward_BT, value_BT = setting.normal(*shape), setting.normal(*shape, stream=1)
     mask_BT = _mask(setting, shape)
     arguments = (reward_BT, value_BT, mask_BT, 1.0, 0.95)
-    kernels = Kernels(_KERNELS)
+    kernels = Kernels(setting.choice)
 
     def error() -> float:
         rows = slice(0, _CHECKED_ROWS)
@@ -64,7 +63,7 @@ def policy_loss_case(setting: Setting) -> Case:
         setting.normal(*shape, stream=4).abs().requires_grad_(),
     )
     terms = PolicyTerms(kl="k3", kl_coef=0.05, entropy_coef=0.01)
-    kernels = Kernels(_KERNELS)
+    kernels = Kernels(setting.choice)
     count = float(tokens.mask_BT.sum())
 
     def gradients(loss: torch.Tensor, of: PolicyTokens) -> tuple[torch.Tensor, ...]:
@@ -104,7 +103,7 @@ def segment_sum_case(setting: Setting) -> Case:
     offset_S1 = torch.cat((lengths_S.new_zeros(1), lengths_S.cumsum(0)))
     values_T = setting.normal(int(offset_S1[-1]))
     segment_T = torch.arange(num_segments, device=setting.device).repeat_interleave(lengths_S)
-    kernels = Kernels(_KERNELS)
+    kernels = Kernels(setting.choice)
 
     def by_index(values_T: torch.Tensor) -> torch.Tensor:
         return values_T.new_zeros(num_segments).index_add_(0, segment_T, values_T)

@@ -5,15 +5,20 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tunesmith.kernels.native import Choice
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Where tensors lie, what they are drawn from, and whether they are small, or large enough to fill a GPU."""
+    """Where tensors lie, what they are drawn from, whether they are small, or large enough to fill a GPU, and which
+    kernels ours are.
+    """
 
     device: torch.device
     seed: int
     quick: bool
     large: bool = False
+    choice: Choice = "auto"
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.float32, stream: int = 0) -> torch.Tensor:
         """Standard normal numbers; another `stream` gives others. A GPU draws its own: a processor takes seconds."""

@@ -33,7 +33,7 @@ def rms_norm_case(setting: Setting, num_rows: int | None = None, *, with_gradien
     x_RH, residual_RH, d_RH = (setting.normal(num_rows, width, dtype=torch.bfloat16, stream=i) for i in range(3))
     weight_H = (1 + 0.1 * setting.normal(width, stream=3)).bfloat16()
     leaves = [tensor.requires_grad_(with_gradients) for tensor in (x_RH, residual_RH, weight_H)]
-    kernels = Kernels("auto")
+    kernels = Kernels(setting.choice)
 
     def finished(of: list[torch.Tensor], normed: norm_reference.Normed) -> list[torch.Tensor]:
         out = [normed.normed_RH, normed.sum_RH]
@@ -74,7 +74,7 @@ def gated_case(setting: Setting, num_rows: int | None = None, *, with_gradients:
     num_rows, width = num_rows or setting.sized(2240, 8, 32768), setting.sized(1536, 64, 4864)
     inputs = [setting.normal(num_rows, width, dtype=torch.bfloat16, stream=i) for i in range(3)]
     leaves, d_RI = [tensor.requires_grad_(with_gradients) for tensor in inputs[:2]], inputs[2]
-    kernels = Kernels("auto")
+    kernels = Kernels(setting.choice)
 
     def finished(of: list[torch.Tensor], out_RI: torch.Tensor) -> list[torch.Tensor]:
         grad_RI = d_RI[: len(out_RI)].to(out_RI.dtype)
@@ -127,7 +127,7 @@ def attention_case(setting: Setting, context: int | None = None, num_rows: int |
     places = Places(torch.full_like(row_R, context - 1), row_R, tables_RN)
     cache_2NW = setting.normal(2, num_rows * per_row, BLOCK_TOKENS * settings.key_width, dtype=torch.bfloat16, stream=2)
     dense = [setting.normal(num_rows, kv_heads, context, _WIDTH, dtype=torch.bfloat16, stream=3 + i) for i in range(2)]
-    rope, kernels = _rope(setting, context), Kernels("auto")
+    rope, kernels = _rope(setting, context), Kernels(setting.choice)
 
     def plain() -> torch.Tensor:
         q_RH1D = q_RX.unflatten(1, (heads, 1, _WIDTH))

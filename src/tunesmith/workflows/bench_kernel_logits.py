@@ -50,7 +50,7 @@ def _from_hidden(
     hidden_NH = setting.normal(num_rows, width, dtype=torch.bfloat16).requires_grad_(with_gradients)
     weight_VH = (0.1 * setting.normal(num_tokens, width, stream=1)).bfloat16().requires_grad_(with_gradients)
     ids_N, d_logp_N = setting.whole(num_tokens, num_rows), setting.normal(num_rows, stream=2)
-    kernels = Kernels("auto")
+    kernels = Kernels(setting.choice)
 
     def finished(logp_N: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(logp_N, (hidden_NH, weight_VH), d_logp_N) if with_gradients else (logp_N,)
@@ -102,7 +102,7 @@ def logprob_logits_case(setting: Setting) -> Case:
     """Log-probs and entropies of 2,048 rows of logits that are there, against log_softmax and gather."""
     num_rows, num_tokens = setting.sized(2048, 32, 8192), setting.sized(49152, 500, 151936)
     logits_NV = _likely(setting, num_rows, num_tokens)
-    ids_N, kernels = setting.whole(num_tokens, num_rows), Kernels("auto")
+    ids_N, kernels = setting.whole(num_tokens, num_rows), Kernels(setting.choice)
 
     def error() -> float:
         rows = slice(0, _CHECKED_ROWS)
@@ -131,7 +131,7 @@ def logprob_logits_gradient_case(setting: Setting) -> Case:
     num_rows, num_tokens = setting.sized(2048, 32, 8192), setting.sized(49152, 500, 151936)
     logits_NV = _likely(setting, num_rows, num_tokens).requires_grad_()
     ids_N, d_logp_N = setting.whole(num_tokens, num_rows), setting.normal(num_rows, stream=2)
-    kernels = Kernels("auto")
+    kernels = Kernels(setting.choice)
 
     def ours(rows: slice = slice(None)) -> tuple[torch.Tensor, ...]:
         leaf_MV = logits_NV[rows].detach().requires_grad_()
@@ -165,7 +165,7 @@ def logprob_logits_gradient_case(setting: Setting) -> Case:
 def sampling_case(setting: Setting, top_p: float = _TOP_P) -> Case:
     """A token of each of 32 rows of logits within top-p 0.9, and its log-prob, against the way that sorts."""
     num_rows, num_tokens = setting.sized(32, 4, 256), setting.sized(49152, 500, 151936)
-    logits_BV, kernels = _likely(setting, num_rows, num_tokens), Kernels("auto")
+    logits_BV, kernels = _likely(setting, num_rows, num_tokens), Kernels(setting.choice)
     keys, settings = _keys(num_rows), SampleSettings.same(num_rows, top_p=top_p)
     # A number within float32's rounding of a limit may fall on its other side; in few rows there is none.
     most_different = num_rows // _MOST_DIFFERENT if setting.large else 0

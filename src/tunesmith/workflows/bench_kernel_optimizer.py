@@ -18,7 +18,7 @@ def adamw_case(setting: Setting) -> Case:
     """
     shape = (setting.sized(49152, 64), setting.sized(576, 33))
     gradient = setting.normal(*shape, dtype=torch.bfloat16)
-    kernels, fused = Kernels("auto"), Kernels("torch")
+    kernels, fused = Kernels(setting.choice), Kernels("torch")
 
     def update(dtype: torch.dtype = torch.float32) -> ParameterUpdate:
         master = setting.normal(*shape, stream=1).to(dtype)

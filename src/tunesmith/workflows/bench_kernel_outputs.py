@@ -35,7 +35,7 @@ def preference_case(
     num_pairs, width, scale = num_pairs or setting.sized(65536, 64), setting.sized(512, 33, 512), 1e-3
     outputs = setting.normal(num_pairs, width, dtype=dtype), setting.normal(num_pairs, width, dtype=dtype, stream=1)
     batch = PreferenceBatch(*outputs, setting.whole(2, num_pairs).float())
-    weights_N, out_BN, kernels = setting.normal(width, stream=2), torch.empty_like(outputs[0]), Kernels("auto")
+    weights_N, out_BN, kernels = setting.normal(width, stream=2), torch.empty_like(outputs[0]), Kernels(setting.choice)
 
     def error() -> float:
         found_N, rows = weights_N.clone(), slice(0, _CHECKED_PAIRS)
@@ -102,7 +102,7 @@ def masked_softmax_case(setting: Setting) -> Case:
     width = setting.sized(512, 24, 2048)
     shape, scale = (setting.sized(4, 2, 8), setting.sized(9, 2, 14), width, width), 0.125
     scores_BHQK = setting.normal(*shape, dtype=torch.bfloat16)
-    mask, kernels = KeyMask(), Kernels("auto")
+    mask, kernels = KeyMask(), Kernels(setting.choice)
     seen_BHQK = softmax_reference.visible(scores_BHQK.shape, mask, setting.device)
     added_BHQK = torch.zeros(seen_BHQK.shape, device=setting.device).masked_fill(~seen_BHQK, -torch.inf).bfloat16()
 
