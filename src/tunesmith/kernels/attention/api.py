@@ -1,4 +1,4 @@
-"""Causal attention over a paged cache, and over packed sequences with gradients, in C++ or in torch.
+"""Causal attention over a paged cache, in C++, in Triton or in torch, and over packed sequences with gradients.
 
 Shape legend: T tokens, X = query heads * head width, Y = key/value heads * head width, N blocks, W numbers of a block,
 R tables.
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tunesmith.core.errors import InputError
+from tunesmith.core.errors import InputError, TritonUnavailableError
 from tunesmith.kernels.arguments import (
     DOUBLE,
     FLOATS,
@@ -19,12 +19,13 @@ from tunesmith.kernels.arguments import (
     POINTER,
     address,
     library_for,
+    picked_library,
     records_gradient,
     with_dense_rows,
 )
-from tunesmith.kernels.attention import backward, reference
+from tunesmith.kernels.attention import backward, ops, reference
 from tunesmith.kernels.attention.packing import Packing, Segments
-from tunesmith.kernels.attention.records import BLOCK_TOKENS, AttentionSettings, Places, Rope
+from tunesmith.kernels.attention.records import BLOCK_TOKENS, AttentionSettings, Places, Rope, SharedPrefixes
 from tunesmith.kernels.native import Kernels
 
 _COMPLAINTS = {
@@ -56,7 +57,7 @@ _GradientArguments = _record(
 )
 
 
-def attend(
+def attend(  # noqa: PLR0913 - the prefixes say of the places what only one kernel reads
     q_TX: torch.Tensor,
     k_TY: torch.Tensor,
     v_TY: torch.Tensor,
@@ -65,6 +66,7 @@ def attend(
     cache_2NW: torch.Tensor,
     settings: AttentionSettings,
     *,
+    prefixes: SharedPrefixes | None = None,
     kernels: Kernels,
 ) -> torch.Tensor:
     """Attention of each token over its own sequence up to itself, [T, X], as `reference.attend` defines it.
@@ -77,18 +79,27 @@ def attend(
     Natively, bfloat16 or float32, the result of a token depends to the bit on its sequence alone: not on other rows, on
     threads, on blocks, or on how the prompt was split. There is no gradient.
 
+    In Triton places stand on the device of the tokens. Nothing of them is read by the host, so **their ranges are not
+    checked**, and what is launched depends on shapes and settings alone: a CUDA graph of it stays right while positions
+    and tables change in place. Bits depend on a token's sequence alone, here too, without `prefixes`. With them a
+    beginning that several tokens share is read once for all of them, which changes the order of sums and so the last
+    bits; C++ and torch ignore them.
+
     Raises:
-        InputError: shapes or dtypes do not fit, a place is out of range, or a gradient would be lost.
-        NativeUnavailableError: native kernels were chosen and cannot be had.
+        InputError: shapes, dtypes or devices do not fit, a place is out of range, or a gradient would be lost.
+        NativeUnavailableError, TritonUnavailableError: that kernel was chosen and cannot be had.
     """
     _check(q_TX, k_TY, v_TY, settings)
     _check_places(q_TX, places, cache_2NW, settings)
     if records_gradient(q_TX, k_TY, v_TY):
         raise InputError("attend has no gradient and an input requires one; use attend_packed, or torch.no_grad()")
-    library = library_for(kernels, "attention", q_TX)
-    if library is None:
+    backend = kernels.picked("attention", q_TX)
+    if backend == "torch":
         return reference.attend(q_TX, k_TY, v_TY, rope, places, cache_2NW, settings)
-    return _native(library, (q_TX, k_TY, v_TY), rope, places, None, cache_2NW, settings)
+    if backend == "native":
+        library = picked_library(kernels, "attention", q_TX)
+        return _native(library, (q_TX, k_TY, v_TY), rope, places, None, cache_2NW, settings)
+    return _triton((q_TX, k_TY, v_TY), rope, places, cache_2NW, settings, prefixes)
 
 
 def attend_packed(
@@ -113,7 +124,10 @@ def attend_packed(
     Raises:
         InputError: shapes or dtypes do not fit, or the lengths do not add up to the tokens.
         NativeUnavailableError: native kernels were chosen and cannot be had.
+        TritonUnavailableError: Triton was chosen, which has none for packed sequences.
     """
+    if kernels.choice == "triton":
+        raise TritonUnavailableError("attend_packed has no Triton kernel; choose auto, native or torch for it")
     _check(q_TX, k_TY, v_TY, settings)
     if not isinstance(packing, Packing):
         packing = Packing(Segments.alone(packing))
@@ -225,6 +239,34 @@ def _native(
     return out_TX
 
 
+def _triton(
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    rope: Rope | None,
+    places: Places,
+    cache_2NW: torch.Tensor,
+    settings: AttentionSettings,
+    prefixes: SharedPrefixes | None,
+) -> torch.Tensor:
+    q_TX, rope = qkv[0], _float32(rope)
+    given = {"places": places.positions_T, "the cache": cache_2NW}
+    given |= {} if rope is None else {"the cosines": rope.cos_PF, "the sines": rope.sin_PF}
+    given |= {} if prefixes is None else {"prefixes": prefixes.start_T}
+    for name, tensor in given.items():
+        if tensor.device != q_TX.device:
+            raise InputError(f"{name} are on {tensor.device} and q is on {q_TX.device}; give all on one device")
+    if prefixes is not None and len(prefixes.start_T) != len(q_TX):
+        raise InputError(f"{len(prefixes.start_T)} starts and {len(q_TX)} tokens; give one for each token")
+    return ops.attend(
+        list(qkv),
+        [] if rope is None else [rope.cos_PF, rope.sin_PF],
+        [places.positions_T, places.table_rows_T, places.block_tables_RN],
+        cache_2NW,
+        [] if prefixes is None else [prefixes.members_PG, prefixes.length_P, prefixes.start_T],
+        [settings.num_heads, settings.num_kv_heads, settings.head_dim, settings.window or 0],
+        [settings.scale, settings.softcap or 0.0],
+    )
+
+
 def _float32(rope: Rope | None) -> Rope | None:
     """`rope` as the kernel reads it; itself, if it is that already, because every layer of every step asks."""
     if rope is None or all(x.dtype == torch.float32 and x.is_contiguous() for x in (rope.cos_PF, rope.sin_PF)):
@@ -260,6 +302,10 @@ def _check(q_TX: torch.Tensor, k_TY: torch.Tensor, v_TY: torch.Tensor, settings:
 def _check_places(q_TX: torch.Tensor, places: Places, cache_2NW: torch.Tensor, settings: AttentionSettings) -> None:
     if len(places.positions_T) != len(q_TX):
         raise InputError(f"{len(places.positions_T)} places and {len(q_TX)} tokens; give one for each token")
+    if places.positions_T.device not in (torch.device("cpu"), q_TX.device):
+        raise InputError(
+            f"places are on {places.positions_T.device} and q is on {q_TX.device}; give both on one device"
+        )
     width = BLOCK_TOKENS * settings.key_width
     is_cache = cache_2NW.dim() == 3 and cache_2NW.shape[0] == 2 and cache_2NW.shape[2] == width
     if not is_cache or cache_2NW.dtype != q_TX.dtype or cache_2NW.stride()[1:] != (width, 1):

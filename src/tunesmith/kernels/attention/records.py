@@ -1,6 +1,7 @@
 """What attention is told besides queries, keys and values.
 
-Shape legend: T tokens, P positions, F half of the rotated width, R tables, N blocks of a table.
+Shape legend: T tokens, P positions or prefixes, F half of the rotated width, R tables, N blocks of a table, G members
+of a prefix.
 """
 
 import math
@@ -90,7 +91,7 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where tokens stand: int32, on the CPU.
+    """Where tokens stand: int32, on one device. In C++ that is the CPU; in Triton it is the device of the tokens.
 
     Token t is number `positions_T[t]` of the sequence whose blocks row `table_rows_T[t]` of `block_tables_RN` lists;
     16 tokens stand in a block.
@@ -107,17 +108,56 @@ class Places:
     block_tables_RN: torch.Tensor
 
     def __post_init__(self) -> None:
+        device = self.positions_T.device
         for name, tensor, dims in (
             ("positions", self.positions_T, 1),
             ("table_rows", self.table_rows_T, 1),
             ("block_tables", self.block_tables_RN, 2),
         ):
-            if tensor.dtype != torch.int32 or tensor.dim() != dims or tensor.device.type != "cpu":
-                raise InputError(
-                    f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}; "
-                    f"give int32 with {dims} dimensions on the CPU"
-                )
+            _require_int32(name, tensor, dims, device)
         if self.positions_T.shape != self.table_rows_T.shape:
             raise InputError(
                 f"{len(self.positions_T)} positions and {len(self.table_rows_T)} table rows; give one for each token"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefixes:
+    """Which tokens of a batch have sequences that begin with the same blocks: int32, on the device of the tokens.
+
+    `members_PG[p]` are the indices of such tokens in the batch, -1 for none; `length_P[p]` is how many tokens of their
+    sequences stand in the same blocks, a multiple of 16, and 0 where prefix p is not used. `start_T[t]` is where the
+    part of token t's sequence begins that is its own: the length of the prefix that it is a member of, else 0. A token
+    is a member of one prefix at most. Only shapes are checked: the numbers may change between replays of a CUDA graph.
+
+    Example: tokens 0 and 1 of three share two blocks: `members_PG=[[0, 1]]`, `length_P=[32]`, `start_T=[32, 32, 0]`.
+
+    Raises:
+        InputError: shapes, dtypes or devices do not fit.
+    """
+
+    members_PG: torch.Tensor
+    length_P: torch.Tensor
+    start_T: torch.Tensor
+
+    def __post_init__(self) -> None:
+        device = self.members_PG.device
+        for name, tensor, dims in (
+            ("members", self.members_PG, 2),
+            ("length", self.length_P, 1),
+            ("start", self.start_T, 1),
+        ):
+            _require_int32(name, tensor, dims, device)
+        if len(self.members_PG) != len(self.length_P):
+            raise InputError(
+                f"members are of {len(self.members_PG)} prefixes and length of {len(self.length_P)}; give one length "
+                "for each row of members"
+            )
+
+
+def _require_int32(name: str, tensor: torch.Tensor, dims: int, device: torch.device) -> None:
+    if tensor.dtype != torch.int32 or tensor.dim() != dims or tensor.device != device:
+        raise InputError(
+            f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}; "
+            f"give int32 with {dims} dimensions on {device}"
+        )

@@ -102,7 +102,7 @@ def _used_blocks(places: Places, num_rows: int, num_positions: int) -> torch.Ten
     """The entries of the tables that the tokens read, flat."""
     rows_T = places.table_rows_T.clamp(0, num_rows - 1).long()
     last_T1 = places.positions_T.clamp(0, num_positions - 1)[:, None] // BLOCK_TOKENS
-    index_N = torch.arange(places.block_tables_RN.shape[1])
+    index_N = torch.arange(places.block_tables_RN.shape[1], device=places.block_tables_RN.device)
     return places.block_tables_RN[rows_T][index_N <= last_T1]
 
 

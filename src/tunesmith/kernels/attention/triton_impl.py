@@ -1,0 +1,235 @@
+"""Attention over a paged cache in Triton, for CUDA graphs: what grows with a sequence is read from device memory.
+
+1. `write_kernel` turns queries and keys, and writes keys and values into the cache.
+2. `attend_kernel`: a program for each token, key/value head and split of the sequence. Query heads that share a
+   key/value head are the rows of one tile, so a key is loaded once for all of them. Programs beyond the end of the
+   sequence leave at once. `prefix_kernel` does the same for a beginning that several tokens share: all their queries
+   are rows.
+3. `merge_kernel` puts together what programs found of one token: each gives the largest score m, the sum l of
+   exp(score - m), and the sum of exp(score - m) value; those are brought to the largest m (Dao et al., Flash-Decoding,
+   2023; Juravsky et al., Hydragen, 2024). With a single split the program writes the result itself.
+
+A row's sums run over tiles of keys that begin at multiples of a tile, so its bits depend on no other row.
+
+Shape legend: T tokens, X = query heads * D, Y = key/value heads * D, D head width, H query heads, N blocks, W numbers
+of a block, S slots for partial results, P prefixes, G members of a prefix.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tunesmith.kernels.arguments import with_dense_rows
+from tunesmith.kernels.attention.planning import LaunchPlan, launch
+from tunesmith.kernels.attention.records import AttentionSettings, Places, Rope, SharedPrefixes
+from tunesmith.kernels.launching import ceil_div
+from tunesmith.kernels.triton_attention import attend_kernel, merge_kernel, prefix_kernel, write_kernel
+from tunesmith.kernels.triton_check import Variant
+
+SCRATCH_BYTES = 256 * 2**20
+"""Most memory for partial results of tokens without shared prefixes; more tokens are taken in several passes."""
+
+_PREFIX_REGISTERS = 255
+"""Of a thread: left alone, the compiler spills a few for the sake of more threads at a time."""
+
+_MERGED_SLOTS = 16  # at a time
+_MERGE_WARPS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Partials:
+    """Partial results: the largest score and the sum of weights `[T, S, H]`, and the weighted sums `[T, S, H, D]`."""
+
+    largest_TSH: torch.Tensor
+    total_TSH: torch.Tensor
+    sum_TSHD: torch.Tensor
+
+    @classmethod
+    def empty(cls, num_tokens: int, num_slots: int, settings: AttentionSettings, device: torch.device) -> "_Partials":
+        """Memory that nothing was written to yet."""
+        shape = (num_tokens, num_slots, settings.num_heads)
+        shapes = (shape, shape, (*shape, settings.head_dim))
+        return cls(*(torch.empty(one, dtype=torch.float32, device=device) for one in shapes))
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """In the order in which kernels take them."""
+        return self.largest_TSH, self.total_TSH, self.sum_TSHD
+
+
+def uses_dot(tensor: torch.Tensor) -> bool:
+    """Whether matrix units do the products: in 16 bits, from compute capability 8.0 on, and in the interpreter."""
+    if tensor.dtype == torch.float32:
+        return False
+    return tensor.device.type != "cuda" or torch.cuda.get_device_capability(tensor.device) >= (8, 0)
+
+
+def forward(
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    rope: Rope | None,
+    places: Places,
+    cache_2NW: torch.Tensor,
+    prefixes: SharedPrefixes | None,
+    settings: AttentionSettings,
+    plan: LaunchPlan | None = None,
+) -> torch.Tensor:
+    """What `reference.attend` defines, [T, X]; all tensors on one device, tables of `rope` float32 without gaps."""
+    q_TX, k_TY, v_TY = (with_dense_rows(tensor) for tensor in qkv)
+    positions_T, rows_T = places.positions_T.contiguous(), places.table_rows_T.contiguous()
+    places = Places(positions_T, rows_T, with_dense_rows(places.block_tables_RN))
+    plan = plan or launch(settings, q_TX.dtype, places.block_tables_RN.shape[1], uses_dot=uses_dot(q_TX))
+    if prefixes is not None:
+        tensors = (prefixes.members_PG, prefixes.length_P, prefixes.start_T)
+        prefixes = SharedPrefixes(*(one.contiguous() for one in tensors)) if prefixes.members_PG.numel() else None
+    out_TX = torch.empty(q_TX.shape, dtype=q_TX.dtype, device=q_TX.device)
+    num_tokens, num_slots = len(q_TX), plan.num_splits + (prefixes is not None)
+    if not num_tokens:
+        return out_TX
+    with torch.cuda.device_of(q_TX):
+        turned_TX = _write((q_TX, k_TY, v_TY), rope, places, cache_2NW, settings, plan)
+        step = num_tokens
+        if prefixes is None and num_slots > 1:
+            step = max(16, SCRATCH_BYTES // (4 * num_slots * settings.query_width) // 16 * 16)
+        for first in range(0, num_tokens, step):
+            some = slice(first, first + step)
+            part = Places(positions_T[some], rows_T[some], places.block_tables_RN)
+            _attend(turned_TX[some], part, cache_2NW, prefixes, settings, plan, out_TX[some])
+    return out_TX
+
+
+def _write(
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    rope: Rope | None,
+    places: Places,
+    cache_2NW: torch.Tensor,
+    settings: AttentionSettings,
+    plan: LaunchPlan,
+) -> torch.Tensor:
+    """The turned queries; keys and values stand in the cache after it."""
+    q_TX = qkv[0]
+    turned_TX = q_TX if rope is None else torch.empty(q_TX.shape, dtype=q_TX.dtype, device=q_TX.device)
+    query_parts = 0 if rope is None else ceil_div(settings.num_heads, plan.block_h)
+    kernel: Any = write_kernel  # parameters of the launch itself are none of the kernel's
+    kernel[(len(q_TX), query_parts + ceil_div(settings.num_kv_heads, plan.block_h))](
+        *qkv,
+        *((q_TX, q_TX) if rope is None else (rope.cos_PF, rope.sin_PF)),
+        places.positions_T,
+        places.table_rows_T,
+        places.block_tables_RN,
+        *cache_2NW.unbind(),
+        turned_TX,
+        *(tensor.stride(0) for tensor in qkv),
+        places.block_tables_RN.stride(0),
+        HEADS=settings.num_heads,
+        KV_HEADS=settings.num_kv_heads,
+        D=settings.head_dim,
+        HALF=0 if rope is None else rope.cos_PF.shape[1],
+        QUERY_PARTS=query_parts,
+        BLOCK_H=plan.block_h,
+        BLOCK_D=plan.block_d,
+        num_warps=plan.num_warps,
+    )
+    return turned_TX
+
+
+def _attend(
+    q_TX: torch.Tensor,
+    places: Places,
+    cache_2NW: torch.Tensor,
+    prefixes: SharedPrefixes | None,
+    settings: AttentionSettings,
+    plan: LaunchPlan,
+    out_TX: torch.Tensor,
+) -> None:
+    """Write the attention of turned queries to `out_TX`."""
+    num_tokens, num_heads, num_kv_heads = len(q_TX), settings.num_heads, settings.num_kv_heads
+    num_slots = plan.num_splits + (prefixes is not None)
+    is_whole = num_slots == 1
+    partials = _Partials.empty(0 if is_whole else num_tokens, num_slots, settings, q_TX.device).tensors()
+    starts_T = places.positions_T if prefixes is None else prefixes.start_T
+    given = (q_TX, *cache_2NW.unbind(), places.positions_T, places.table_rows_T, places.block_tables_RN)
+    strides = (q_TX.stride(0), places.block_tables_RN.stride(0), num_slots)
+    shape: dict[str, Any] = {"HEADS": num_heads, "D": settings.head_dim, "WINDOW": settings.window or 0}
+    shape |= {"SPLIT": plan.split_tokens, "BLOCK_D": plan.block_d}
+    layer = {"KV_HEADS": num_kv_heads, "SCALE": settings.scale, "SOFTCAP": settings.softcap or 0.0}
+    layer |= {"USES_DOT": plan.uses_dot, "WIDEN": q_TX.device.type == "cpu", "BLOCK_C": plan.tile_tokens}
+    layer |= {"num_warps": plan.num_warps, "num_stages": plan.num_stages, **shape}
+    if prefixes is not None:
+        members_PG = prefixes.members_PG
+        num_prefixes, num_members = members_PG.shape
+        tiles = plan.prefix_tiles(num_members, settings.group_size)
+        kernel: Any = prefix_kernel
+        kernel[(num_prefixes * num_kv_heads, plan.num_splits, tiles)](
+            *given,
+            members_PG,
+            prefixes.length_P,
+            *partials,
+            *strides,
+            num_members,
+            ROWS=plan.prefix_rows,
+            maxnreg=_PREFIX_REGISTERS,
+            **layer,
+        )
+    kernel = attend_kernel
+    own = {"HAS_PREFIXES": int(prefixes is not None), "IS_WHOLE": is_whole}
+    kernel[(num_tokens * num_kv_heads * plan.head_tiles, plan.num_splits)](
+        *(*given, starts_T, out_TX, *partials, *strides), ROWS=plan.rows, HEAD_TILES=plan.head_tiles, **own, **layer
+    )
+    if not is_whole:
+        kernel = merge_kernel
+        kernel[(num_tokens, num_heads)](
+            *(places.positions_T, starts_T, *partials, out_TX, num_slots),
+            HAS_PREFIXES=int(prefixes is not None),
+            BLOCK_S=_MERGED_SLOTS,
+            num_warps=_MERGE_WARPS,
+            **shape,
+        )
+
+
+_QWEN = AttentionSettings(14, 2, 64, 0.125)
+_WINDOWED = AttentionSettings(32, 8, 128, 128**-0.5, window=1024, softcap=50.0)
+_WIDE = AttentionSettings(8, 4, 256, 0.0625)
+_COMPILED = (
+    ("bf16", torch.bfloat16, True, (_QWEN, _WINDOWED, _WIDE)),
+    ("fp16", torch.float16, True, (_QWEN,)),
+    ("fp16", torch.float16, False, (_QWEN, _WINDOWED, _WIDE)),
+    ("fp32", torch.float32, False, (_QWEN, _WINDOWED)),
+)
+"""What is compiled for GPUs that are not there: type, whether by matrix units, and layers: of Qwen2.5-0.5B, of an 8B
+model with all that scores can have, and of Gemma 2."""
+
+
+def _variants_of(settings: AttentionSettings, dtype: str, plan: LaunchPlan) -> list[Variant]:
+    """The kernels of one layer, with prefixes and several splits; those that do not multiply without matrix units."""
+    types = dict.fromkeys(("q", "k", "v", "keys", "values", "turned", "out"), f"*{dtype}")
+    types |= dict.fromkeys(("positions", "table_rows", "tables", "starts", "members", "lengths"), "*i32")
+    types |= dict.fromkeys(("cos", "sin", "largest", "total", "sums"), "*fp32")
+    types |= dict.fromkeys(("q_stride", "k_stride", "v_stride", "table_stride", "num_slots", "num_members"), "i32")
+    heads = {"HEADS": settings.num_heads, "KV_HEADS": settings.num_kv_heads, "D": settings.head_dim}
+    blocks = {"BLOCK_C": plan.tile_tokens, "BLOCK_D": plan.block_d, "BLOCK_H": plan.block_h, "BLOCK_S": _MERGED_SLOTS}
+    scores = {"SCALE": settings.scale, "SOFTCAP": settings.softcap or 0.0, "WINDOW": settings.window or 0}
+    cut = {"SPLIT": plan.split_tokens, "HEAD_TILES": plan.head_tiles, "USES_DOT": plan.uses_dot, "WIDEN": False}
+    turn = {"HALF": settings.head_dim // 2, "QUERY_PARTS": ceil_div(settings.num_heads, plan.block_h)}
+    every = {**heads, **blocks, **scores, **cut, **turn, "HAS_PREFIXES": 1, "IS_WHOLE": False}
+    kernels: list[tuple[str, Any, int, int, int | None]] = [
+        ("attend", attend_kernel, plan.rows, plan.num_warps, None),
+        ("prefix", prefix_kernel, plan.prefix_rows, plan.num_warps, _PREFIX_REGISTERS),
+    ]
+    if not plan.uses_dot:
+        kernels += [("write", write_kernel, 0, plan.num_warps, None), ("merge", merge_kernel, 0, _MERGE_WARPS, None)]
+    found: list[Variant] = []
+    for title, kernel, rows, num_warps, most in kernels:
+        constants = {name: value for name, value in {**every, "ROWS": rows}.items() if name in kernel.arg_names}
+        signature = {name: kind for name, kind in types.items() if name in kernel.arg_names}
+        name = f"{title}_{settings.head_dim}{'_dot' if plan.uses_dot else ''}_{dtype}"
+        launched = (num_warps, plan.uses_dot, plan.num_stages, most)
+        found.append(Variant(name, kernel, signature, constants, *launched))
+    return found
+
+
+VARIANTS = tuple(
+    variant
+    for name, dtype, dot, layers in _COMPILED
+    for settings in layers
+    for variant in _variants_of(settings, name, launch(settings, dtype, 128, uses_dot=dot))
+)
