@@ -97,17 +97,31 @@ class Kernels:
             NativeUnavailableError: `native` was chosen and cannot run on this tensor.
             TritonUnavailableError: `triton` was chosen and cannot run on this tensor.
         """
+        return self._picked(op, tensor.device, tensor.dtype, tuple(native_dtypes), capability)
+
+    def _picked(
+        self,
+        op: str,
+        device: torch.device,
+        dtype: torch.dtype,
+        native_dtypes: tuple[torch.dtype, ...],
+        capability: Capability,
+    ) -> Backend:
         if self.choice == "torch":
             return "torch"
         if self.choice == "triton":
-            return self._triton_or_error(op, tensor, capability)
-        if tensor.device.type == "cuda" and self.choice == "auto":
-            return self._triton_or_torch(op, tensor, capability)
-        if tensor.dtype not in native_dtypes or not has_native(op, sources=self._sources):
+            return self._triton_or_error(op, device, dtype, capability)
+        if device.type == "cuda" and self.choice == "auto":
+            return self._triton_or_torch(op, device, dtype, capability)
+        if dtype not in native_dtypes or not has_native(op, sources=self._sources):
             if self.choice == "native":
-                raise NativeUnavailableError(_why_not_native(op, tensor, native_dtypes, self._sources))
+                raise NativeUnavailableError(_why_not_native(op, dtype, native_dtypes, self._sources))
             return "torch"
-        return "torch" if self.library(op, tensor.device) is None else "native"
+        return "torch" if self.library(op, device) is None else "native"
+
+    # Files and the environment are looked at here, which torch.compile cannot follow, and the answer stays what it is.
+    # This is torch.compiler.assume_constant_result without the second that it takes to import the compiler.
+    _picked.__dict__["_dynamo_marked_constant"] = True
 
     def library(self, op: str, device: torch.device) -> ctypes.CDLL | None:
         """The library of `op`, None where torch is to do the work: as chosen, off the CPU, or for want of a compiler.
@@ -139,28 +153,28 @@ class Kernels:
             self._once.warning(f"using torch instead of compiled kernels, which is slower: {error}")
             return None
 
-    def _triton_or_error(self, op: str, tensor: torch.Tensor, capability: Capability) -> Backend:
+    def _triton_or_error(self, op: str, device: torch.device, dtype: torch.dtype, capability: Capability) -> Backend:
         if not has_triton(op, sources=self._sources):
             problem = "there is none for this operation; choose auto, native or torch for it"
-        elif tensor.dtype not in TRITON_DTYPES:
-            problem = f"it was given {tensor.dtype}; give bfloat16, float16 or float32, or choose auto or torch"
-        elif tensor.device.type == "cuda":
-            problem = why_not_on(tensor.device, capability)
-        elif tensor.device.type == "cpu" and _interprets():
+        elif dtype not in TRITON_DTYPES:
+            problem = f"it was given {dtype}; give bfloat16, float16 or float32, or choose auto or torch"
+        elif device.type == "cuda":
+            problem = why_not_on(device, capability)
+        elif device.type == "cpu" and _interprets():
             problem = "" if _triton_is_installed() else _NO_TRITON
         else:
             problem = (
-                f"it runs on a CUDA device and was given tensors on {tensor.device}; choose auto or torch. To try it "
+                f"it runs on a CUDA device and was given tensors on {device}; choose auto or torch. To try it "
                 "on a CPU, very slowly, set TRITON_INTERPRET=1 before Python starts"
             )
         if problem:
             raise TritonUnavailableError(f"the Triton kernel {op} cannot run: {problem}")
         return "triton"
 
-    def _triton_or_torch(self, op: str, tensor: torch.Tensor, capability: Capability) -> Backend:
-        if not has_triton(op, sources=self._sources) or tensor.dtype not in TRITON_DTYPES:
+    def _triton_or_torch(self, op: str, device: torch.device, dtype: torch.dtype, capability: Capability) -> Backend:
+        if not has_triton(op, sources=self._sources) or dtype not in TRITON_DTYPES:
             return "torch"
-        problem = why_not_on(tensor.device, capability)
+        problem = why_not_on(device, capability)
         if problem:
             self._once.warning(f"using torch instead of Triton for {op}, which is slower: {problem}")
         return "torch" if problem else "triton"
@@ -172,11 +186,13 @@ def shared(choice: Choice) -> Kernels:
     return Kernels(choice)
 
 
+@functools.cache
 def has_native(op: str, *, sources: Path = _SOURCES) -> bool:
     """Whether the operation is written in C++."""
     return (sources / op / "cpu.cpp").is_file()
 
 
+@functools.cache
 def has_triton(op: str, *, sources: Path = _SOURCES) -> bool:
     """Whether the operation is written in Triton."""
     return (sources / op / "triton_impl.py").is_file()
@@ -202,11 +218,11 @@ def why_not_on(device: torch.device, least: Capability) -> str:
     return why_not_triton(installed=_triton_is_installed(), found=found, least=least)
 
 
-def _why_not_native(op: str, tensor: torch.Tensor, dtypes: Sequence[torch.dtype], sources: Path) -> str:
+def _why_not_native(op: str, dtype: torch.dtype, dtypes: Sequence[torch.dtype], sources: Path) -> str:
     if not has_native(op, sources=sources):
         return f"{op} has no native kernel; choose auto or torch for it"
-    names = " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-    return f"the native kernel {op} is for {names} and was given {tensor.dtype}; choose auto or torch"
+    names = " and ".join(str(known).removeprefix("torch.") for known in dtypes)
+    return f"the native kernel {op} is for {names} and was given {dtype}; choose auto or torch"
 
 
 def _dotted(capability: Capability) -> str:

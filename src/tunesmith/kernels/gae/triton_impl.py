@@ -42,21 +42,22 @@ def gae(
     if not reward_BT.numel():
         return advantage_BT, return_BT
     plan = launch(num_rows, num_columns)
-    cast(Any, gae_kernel)[(plan.num_programs,)](
-        reward_BT,
-        value_BT,
-        mask_BT.view(torch.uint8),
-        advantage_BT,
-        return_BT,
-        num_columns,
-        *reward_BT.stride(),
-        *value_BT.stride(),
-        *mask_BT.stride(),
-        gamma,
-        gamma * lam,
-        BLOCK=plan.block_columns,
-        num_warps=plan.num_warps,
-    )
+    with torch.cuda.device_of(reward_BT):
+        cast(Any, gae_kernel)[(plan.num_programs,)](
+            reward_BT,
+            value_BT,
+            mask_BT.view(torch.uint8),
+            advantage_BT,
+            return_BT,
+            num_columns,
+            *reward_BT.stride(),
+            *value_BT.stride(),
+            *mask_BT.stride(),
+            gamma,
+            gamma * lam,
+            BLOCK=plan.block_columns,
+            num_warps=plan.num_warps,
+        )
     return advantage_BT, return_BT
 
 

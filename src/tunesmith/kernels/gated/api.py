@@ -1,11 +1,11 @@
-"""Gated activations and soft-capping, with gradients, in C++ or in torch.
+"""Gated activations and soft-capping, with gradients, in C++, in Triton or in torch.
 
 Shape legend: R rows, I intermediate size, V vocabulary.
 """
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Protocol, get_args
 
 import torch
 
@@ -17,12 +17,12 @@ from tunesmith.kernels.arguments import (
     address,
     empty_as,
     function_of,
-    library_for,
+    picked_library,
     records_gradient,
     require_rows,
     with_dense_rows,
 )
-from tunesmith.kernels.gated import reference
+from tunesmith.kernels.gated import ops, reference
 from tunesmith.kernels.gated.reference import Activation
 from tunesmith.kernels.native import Kernels
 
@@ -40,11 +40,11 @@ def gated(gate_RI: torch.Tensor, up_RI: torch.Tensor, activation: Activation, *,
 
     Computed in float32 and rounded once. Transformers rounds the activation before the product, so in bfloat16 the
     result may differ from it by a unit in the last place; in float32 the two are the same function. Gate and up may be
-    halves of one fused [R, 2 I]. Natively an element's bits depend on its own two inputs alone.
+    halves of one fused [R, 2 I]. In C++ and in Triton an element's bits depend on its own two inputs alone.
 
     Raises:
         InputError: shapes or dtypes do not fit, or the activation is unknown.
-        NativeUnavailableError: native kernels were chosen and cannot be had.
+        NativeUnavailableError, TritonUnavailableError: such kernels were chosen and cannot run.
     """
     require_rows("gate", gate_RI)
     if up_RI.shape != gate_RI.shape or up_RI.dtype != gate_RI.dtype:
@@ -59,7 +59,7 @@ def activate(x_RI: torch.Tensor, activation: Activation, *, kernels: Kernels) ->
 
     Raises:
         InputError: x is no matrix of floats, or the activation is unknown.
-        NativeUnavailableError: native kernels were chosen and cannot be had.
+        NativeUnavailableError, TritonUnavailableError: such kernels were chosen and cannot run.
     """
     require_rows("x", x_RI)
     return _gated(x_RI, None, activation, kernels)
@@ -73,36 +73,67 @@ def softcap(x_RV: torch.Tensor, cap: float, *, kernels: Kernels) -> torch.Tensor
 
     Raises:
         InputError: x is no matrix of floats, or the cap is not positive.
-        NativeUnavailableError: native kernels were chosen and cannot be had.
+        NativeUnavailableError, TritonUnavailableError: such kernels were chosen and cannot run.
     """
     require_rows("x", x_RV)
     if not 0 < cap < float("inf"):
         raise InputError(f"cap is {cap}; give a positive number, or leave soft-capping out")
-    library = library_for(kernels, "gated", x_RV)
-    if library is None:
+    form = _cap_form(kernels, x_RV, cap)
+    if form is None:
         return reference.softcap(x_RV, cap)
     if records_gradient(x_RV):
-        return _Softcap.apply(x_RV, cap, library)  # type: ignore[return-value]
-    return _softcap_forward(x_RV, cap, library)
+        return _Softcap.apply(x_RV, form)  # type: ignore[return-value]
+    return form.forward(x_RV)
 
 
 def _gated(gate_RI: torch.Tensor, up_RI: torch.Tensor | None, activation: Activation, kernels: Kernels) -> torch.Tensor:
     if activation not in _ACTIVATIONS:
         raise InputError(f"activation is {activation!r}; allowed: {', '.join(_ACTIVATIONS)}")
-    library = library_for(kernels, "gated", gate_RI)
-    if library is None and up_RI is None:
-        return reference.activate(gate_RI, activation)
-    if library is None:
-        return reference.gated(gate_RI, up_RI, activation)  # type: ignore[arg-type]
-    form = _Form(library, _ACTIVATIONS.index(activation))
+    form = _form(kernels, gate_RI, activation)
+    if form is None:
+        return reference.activate(gate_RI, activation) if up_RI is None else reference.gated(gate_RI, up_RI, activation)
     if records_gradient(gate_RI, up_RI):
         return _Gated.apply(gate_RI, up_RI, form)  # type: ignore[return-value]
     return form.forward(gate_RI, up_RI)
 
 
+class _Form(Protocol):
+    """An activation in one of the kernels."""
+
+    def forward(self, gate_RI: torch.Tensor, up_RI: torch.Tensor | None) -> torch.Tensor: ...
+
+    def backward(
+        self, gate_RI: torch.Tensor, up_RI: torch.Tensor | None, d_out_RI: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(gradient of gate, gradient of up)."""
+        ...
+
+
+def _form(kernels: Kernels, gate_RI: torch.Tensor, activation: Activation) -> _Form | None:
+    """None where the definition is to do the work."""
+    backend = kernels.picked("gated", gate_RI)
+    if backend == "native":
+        return _Native(picked_library(kernels, "gated", gate_RI), _ACTIVATIONS.index(activation))
+    return _Triton(activation) if backend == "triton" else None
+
+
 @dataclass(frozen=True, slots=True)
-class _Form:
-    """An activation in C++, by its number there."""
+class _Triton:
+    activation: Activation
+
+    def forward(self, gate_RI: torch.Tensor, up_RI: torch.Tensor | None) -> torch.Tensor:
+        return ops.gated(gate_RI, up_RI, self.activation)
+
+    def backward(
+        self, gate_RI: torch.Tensor, up_RI: torch.Tensor | None, d_out_RI: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        d_gate_RI, d_up_RI = ops.gated_gradient(gate_RI, up_RI, d_out_RI, self.activation)
+        return d_gate_RI, None if up_RI is None else d_up_RI
+
+
+@dataclass(frozen=True, slots=True)
+class _Native:
+    """In C++, where an activation is a number."""
 
     library: ctypes.CDLL
     activation: int
@@ -118,7 +149,6 @@ class _Form:
     def backward(
         self, gate_RI: torch.Tensor, up_RI: torch.Tensor | None, d_out_RI: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(gradient of gate, gradient of up)."""
         gate_RI, up_RI = with_dense_rows(gate_RI), None if up_RI is None else with_dense_rows(up_RI)
         d_out_RI, d_gate_RI = d_out_RI.contiguous(), empty_as(gate_RI)
         d_up_RI = None if up_RI is None else empty_as(gate_RI)
@@ -148,29 +178,63 @@ class _Gated(torch.autograd.Function):
         return *ctx.form.backward(gate_RI, up_RI, grads[0]), None
 
 
+class _CapForm(Protocol):
+    """Soft-capping in one of the kernels."""
+
+    def forward(self, x_RV: torch.Tensor) -> torch.Tensor: ...
+
+    def backward(self, x_RV: torch.Tensor, d_out_RV: torch.Tensor) -> torch.Tensor: ...
+
+
+def _cap_form(kernels: Kernels, x_RV: torch.Tensor, cap: float) -> _CapForm | None:
+    """None where the definition is to do the work."""
+    backend = kernels.picked("gated", x_RV)
+    if backend == "native":
+        return _NativeCap(picked_library(kernels, "gated", x_RV), cap)
+    return _TritonCap(cap) if backend == "triton" else None
+
+
+@dataclass(frozen=True, slots=True)
+class _TritonCap:
+    cap: float
+
+    def forward(self, x_RV: torch.Tensor) -> torch.Tensor:
+        return ops.softcap(x_RV, self.cap)
+
+    def backward(self, x_RV: torch.Tensor, d_out_RV: torch.Tensor) -> torch.Tensor:
+        return ops.softcap_gradient(x_RV, d_out_RV, self.cap)
+
+
+@dataclass(frozen=True, slots=True)
+class _NativeCap:
+    library: ctypes.CDLL
+    cap: float
+
+    def forward(self, x_RV: torch.Tensor) -> torch.Tensor:
+        x_RV = with_dense_rows(x_RV)
+        out_RV = empty_as(x_RV)
+        function_of(self.library, "softcap", _SOFTCAP)(x_RV.data_ptr(), out_RV.data_ptr(), *self._numbers(x_RV))
+        return out_RV
+
+    def backward(self, x_RV: torch.Tensor, d_out_RV: torch.Tensor) -> torch.Tensor:
+        x_RV, d_out_RV = with_dense_rows(x_RV), d_out_RV.contiguous()
+        d_x_RV = empty_as(x_RV)
+        function_of(self.library, "softcap_backward", _SOFTCAP_BACKWARD)(
+            x_RV.data_ptr(), d_out_RV.data_ptr(), d_x_RV.data_ptr(), *self._numbers(x_RV)
+        )
+        return d_x_RV
+
+    def _numbers(self, x_RV: torch.Tensor) -> tuple[int | float, ...]:
+        return (*x_RV.shape, x_RV.stride(0), self.cap, x_RV.dtype == torch.bfloat16, torch.get_num_threads())
+
+
 class _Softcap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_RV: torch.Tensor, cap: float, library: ctypes.CDLL) -> torch.Tensor:
+    def forward(ctx: Any, x_RV: torch.Tensor, form: _CapForm) -> torch.Tensor:
         ctx.save_for_backward(x_RV)
-        ctx.cap, ctx.library = cap, library
-        return _softcap_forward(x_RV, cap, library)
+        ctx.form = form
+        return form.forward(x_RV)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        x_RV, d_out_RV = with_dense_rows(ctx.saved_tensors[0]), grads[0].contiguous()
-        d_x_RV = empty_as(x_RV)
-        function_of(ctx.library, "softcap_backward", _SOFTCAP_BACKWARD)(
-            x_RV.data_ptr(), d_out_RV.data_ptr(), d_x_RV.data_ptr(), *_softcap_numbers(x_RV, ctx.cap)
-        )
-        return d_x_RV, None, None
-
-
-def _softcap_forward(x_RV: torch.Tensor, cap: float, library: ctypes.CDLL) -> torch.Tensor:
-    x_RV = with_dense_rows(x_RV)
-    out_RV = empty_as(x_RV)
-    function_of(library, "softcap", _SOFTCAP)(x_RV.data_ptr(), out_RV.data_ptr(), *_softcap_numbers(x_RV, cap))
-    return out_RV
-
-
-def _softcap_numbers(x_RV: torch.Tensor, cap: float) -> tuple[int | float, ...]:
-    return (*x_RV.shape, x_RV.stride(0), cap, x_RV.dtype == torch.bfloat16, torch.get_num_threads())
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.form.backward(ctx.saved_tensors[0], grads[0]), None

@@ -17,7 +17,7 @@ from tunesmith.kernels.arguments import (
     address,
     empty_as,
     function_of,
-    library_for,
+    picked_library,
     records_gradient,
     require_rows,
     with_dense_rows,
@@ -60,19 +60,20 @@ def chosen_logp_entropy(
     is_recorded = records_gradient(logits_NV)
     if reuse_logits and is_recorded and logits_NV.is_leaf:
         raise InputError("logits are a leaf, whose values the gradient would overwrite; call without reuse_logits")
-    if kernels.picked("logprob", logits_NV) == "triton":
+    backend = kernels.picked("logprob", logits_NV)
+    if backend == "triton":
         if reuse_logits and is_recorded:
             return ops.ReusingLogits.apply(logits_NV, ids_N, temperature, softcap or 0.0)  # type: ignore[return-value]
         return ops.logprob(logits_NV, ids_N, temperature, softcap or 0.0)[:2]
     if softcap is not None:  # the cap's backward pass reads its output, so that must not be written over
         capped_NV = capped(logits_NV, softcap, kernels=kernels)
         return chosen_logp_entropy(capped_NV, ids_N, temperature, kernels=kernels)
-    library = library_for(kernels, "logprob", logits_NV)
-    if library is None:
+    if backend == "torch":
         logp_N, entropy_N = reference.chosen_logp_entropy_in_blocks(
             logits_NV, ids_N, temperature, reuse_logits=reuse_logits
         )
         return logp_N.where(entropy_N.isfinite(), torch.nan), entropy_N
+    library = picked_library(kernels, "logprob", logits_NV)
     if is_recorded:
         return _ChosenLogpEntropy.apply(logits_NV, ids_N, temperature, reuse_logits, library)  # type: ignore[return-value]
     return _forward(library, with_dense_rows(logits_NV), ids_N, temperature)[:2]
@@ -102,12 +103,13 @@ def score(
     """
     _check(logits_NV, ids_N, temperature, softcap)
     logits_NV = logits_NV.detach()
-    if kernels.picked("logprob", logits_NV) == "triton":
+    backend = kernels.picked("logprob", logits_NV)
+    if backend == "triton":
         return Scored(*ops.logprob(logits_NV, ids_N, temperature, softcap or 0.0))
     if softcap is not None:
         logits_NV = capped(logits_NV, softcap, kernels=kernels)
-    library = library_for(kernels, "logprob", logits_NV)
-    if library is not None:
+    if backend == "native":
+        library = picked_library(kernels, "logprob", logits_NV)
         return Scored(*_forward(library, with_dense_rows(logits_NV), ids_N, temperature))
     sums = reference.sums_in_blocks(logits_NV, ids_N, temperature)
     logp_N = sums.logp_N.where(sums.entropy_N.isfinite(), torch.nan)
@@ -139,7 +141,8 @@ def logits_gradient(
     has memory of its own, and the pass takes three times that of the logits.
     """
     logits_NV = logits_NV.detach()
-    if kernels.picked("logprob", logits_NV) == "triton":
+    backend = kernels.picked("logprob", logits_NV)
+    if backend == "triton":
         d_logp_N, d_entropy_N = (
             torch.zeros_like(sums_NK[:, 0]) if grad is None else grad
             for grad in (gradient.d_logp_N, gradient.d_entropy_N)
@@ -152,12 +155,12 @@ def logits_gradient(
         d_capped_NV = capped_NV.detach().clone()  # the cap may want its own output
         logits_gradient(d_capped_NV, ids_N, sums_NK, gradient, temperature, kernels=kernels)
         return torch.autograd.grad(capped_NV, logits_NV, d_capped_NV)[0]
-    library = library_for(kernels, "logprob", logits_NV)
-    if library is None:
+    if backend == "torch":
         reference.gradient_in_blocks(
             logits_NV, ids_N, sums_NK, gradient.d_logp_N, gradient.d_entropy_N, temperature, logits_NV
         )
     else:
+        library = picked_library(kernels, "logprob", logits_NV)
         _backward(library, logits_NV, ids_N.contiguous(), sums_NK.contiguous(), gradient, temperature, logits_NV)
     return logits_NV
 

@@ -45,31 +45,32 @@ def evaluated(tokens: PolicyTokens, terms: PolicyTerms, weight_R1: torch.Tensor)
     d_logp_BT = torch.empty_like(logp_BT, dtype=torch.float32)
     sums_PS = logp_BT.new_zeros((plan.num_programs, _NUM_SUMS), dtype=torch.float32)
     if plan.num_programs:
-        cast(Any, policy_loss_kernel)[(plan.num_programs,)](
-            logp_BT,
-            tokens.old_logp_BT.contiguous(),
-            tokens.advantage_BT.contiguous(),
-            tokens.mask_BT.contiguous().view(torch.uint8),
-            logp_BT if reference_BT is None else reference_BT.contiguous(),
-            logp_BT if entropy_BT is None else entropy_BT.contiguous(),
-            weight_R1,
-            d_logp_BT,
-            sums_PS,
-            logp_BT.numel(),
-            logp_BT.shape[1],
-            1 - terms.clip_low,
-            1 + terms.clip_high,
-            terms.dual_clip or float("inf"),
-            terms.kl_coef,
-            IS_CISPO=terms.surrogate == "cispo",
-            KL=0 if reference_BT is None else _KINDS[terms.kl],
-            CORRECTS_KL=terms.corrects_kl,
-            HAS_ENTROPY=entropy_BT is not None,
-            PER_ROW=len(weight_R1) > 1,
-            NUM_SUMS=_NUM_SUMS,
-            BLOCK=plan.block,
-            num_warps=plan.num_warps,
-        )
+        with torch.cuda.device_of(logp_BT):
+            cast(Any, policy_loss_kernel)[(plan.num_programs,)](
+                logp_BT,
+                tokens.old_logp_BT.contiguous(),
+                tokens.advantage_BT.contiguous(),
+                tokens.mask_BT.contiguous().view(torch.uint8),
+                logp_BT if reference_BT is None else reference_BT.contiguous(),
+                logp_BT if entropy_BT is None else entropy_BT.contiguous(),
+                weight_R1,
+                d_logp_BT,
+                sums_PS,
+                logp_BT.numel(),
+                logp_BT.shape[1],
+                1 - terms.clip_low,
+                1 + terms.clip_high,
+                terms.dual_clip or float("inf"),
+                terms.kl_coef,
+                IS_CISPO=terms.surrogate == "cispo",
+                KL=0 if reference_BT is None else _KINDS[terms.kl],
+                CORRECTS_KL=terms.corrects_kl,
+                HAS_ENTROPY=entropy_BT is not None,
+                PER_ROW=len(weight_R1) > 1,
+                NUM_SUMS=_NUM_SUMS,
+                BLOCK=plan.block,
+                num_warps=plan.num_warps,
+            )
     sums_S = sums_PS.sum(0, dtype=torch.float64)
     return Evaluated(sums_S[-1], sums_S[:-1].clone(), d_logp_BT)
 

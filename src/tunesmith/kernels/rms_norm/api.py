@@ -1,15 +1,15 @@
-"""Add and RMSNorm, with gradients, in C++ or in torch.
+"""Add and RMSNorm, with gradients, in C++, in Triton or in torch.
 
 Shape legend: R rows, H hidden; an x with heads is [R, heads, H].
 """
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from tunesmith.core.errors import InputError
+from tunesmith.core.errors import InputError, TritonUnavailableError
 from tunesmith.kernels.arguments import (
     FLOATS,
     INTEGER,
@@ -18,12 +18,13 @@ from tunesmith.kernels.arguments import (
     address,
     empty_as,
     function_of,
-    library_for,
+    picked_library,
     records_gradient,
     with_dense_rows,
 )
 from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.rms_norm import reference
+from tunesmith.kernels.rms_norm import ops, reference
+from tunesmith.kernels.rms_norm.layout import LONGEST, layout_of
 from tunesmith.kernels.rms_norm.reference import Normed
 
 _ROWS_OF_SUM = 64
@@ -46,43 +47,94 @@ def add_rms_norm(
 
     `offset` 1 is Gemma's norm, whose weight is stored less 1. x is [R, H], or [R, heads, H] for a norm of each head;
     it may be a slice of a wider tensor, so the heads within a fused projection need no copy. Without a residual,
-    `sum_RH` is x itself. Natively, a row's result depends on that row alone, to the bit, with gradients or without, and
-    sums run in another order than torch's, so a result may be rounded to its neighbour. The gradient of a bfloat16
-    weight is summed in float32, in the same order for any number of threads.
+    `sum_RH` is x itself. In C++ and in Triton a row's result depends on that row alone, to the bit, with gradients or
+    without, and sums run in another order than torch's, so a result may be rounded to its neighbour. The gradient of a
+    bfloat16 weight is summed in float32: in C++ in the same order for any number of threads, in Triton in one that the
+    shape decides. Triton has rows of up to `layout.LONGEST` numbers; with `auto` longer ones run in torch.
 
     Raises:
         InputError: shapes or dtypes do not fit.
-        NativeUnavailableError: native kernels were chosen and cannot be had.
+        NativeUnavailableError, TritonUnavailableError: such kernels were chosen and cannot run.
     """
     _check(x_RH, residual_RH, weight_H)
-    library = library_for(kernels, "rms_norm", x_RH)
-    if library is None:
+    form = _form(kernels, x_RH, epsilon, offset)
+    if form is None:
         return reference.add_rms_norm(x_RH, residual_RH, weight_H, epsilon, offset)
-    form = _Form(library, epsilon, offset)
     if not records_gradient(x_RH, residual_RH, weight_H):
-        return Normed(*form.forward(x_RH, residual_RH, weight_H, None))
+        return Normed(*form.forward(x_RH, residual_RH, weight_H, keeps_scale=False)[:2])
     if residual_RH is None:
         return Normed(_RmsNorm.apply(x_RH, weight_H, form), x_RH)  # type: ignore[arg-type]
     return Normed(*_AddRmsNorm.apply(x_RH, residual_RH, weight_H, form))  # type: ignore[misc]
 
 
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """A norm in C++ and its two numbers."""
+Saved = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""(sum, weight, 1 / root mean square of each row): what the backward pass needs."""
 
+
+class _Form(Protocol):
+    """A norm with its two numbers, in one of the kernels."""
+
+    def forward(
+        self, x_RH: torch.Tensor, residual_RH: torch.Tensor | None, weight_H: torch.Tensor, *, keeps_scale: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """(normed, sum, 1 / root mean square of each row); the last may be None unless it `keeps_scale`."""
+        ...
+
+    def backward(
+        self, saved: Saved, d_normed_RH: torch.Tensor, d_sum_RH: torch.Tensor | None, *, for_weight: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(gradient of x and of the residual, gradient of the weight)."""
+        ...
+
+
+def _form(kernels: Kernels, x_RH: torch.Tensor, epsilon: float, offset: float) -> _Form | None:
+    """None where the definition is to do the work."""
+    backend, width = kernels.picked("rms_norm", x_RH), x_RH.shape[-1]
+    if backend == "native":
+        return _Native(picked_library(kernels, "rms_norm", x_RH), epsilon, offset)
+    if backend == "torch" or (width > LONGEST and kernels.choice != "triton"):
+        return None
+    if width > LONGEST:
+        raise TritonUnavailableError(
+            f"the Triton kernel rms_norm takes rows of up to {LONGEST} numbers and was given {width}; choose auto "
+            "or torch"
+        )
+    return _Triton(epsilon, offset)
+
+
+@dataclass(frozen=True, slots=True)
+class _Triton:
+    epsilon: float
+    offset: float
+
+    def forward(
+        self, x_RH: torch.Tensor, residual_RH: torch.Tensor | None, weight_H: torch.Tensor, *, keeps_scale: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        normed_RH, sum_RH, scale_R = ops.add_rms_norm(x_RH, residual_RH, weight_H, self.epsilon, self.offset)
+        return normed_RH, x_RH if residual_RH is None else sum_RH, scale_R
+
+    def backward(
+        self, saved: Saved, d_normed_RH: torch.Tensor, d_sum_RH: torch.Tensor | None, *, for_weight: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        d_x_RH, d_weight_H = ops.add_rms_norm_gradient(*saved, d_normed_RH, d_sum_RH, self.offset, for_weight)
+        return d_x_RH, d_weight_H if for_weight else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Native:
     library: ctypes.CDLL
     epsilon: float
     offset: float
 
     def forward(
-        self, x_RH: torch.Tensor, residual_RH: torch.Tensor | None, weight_H: torch.Tensor, scale_R: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(normed, sum); each row's 1 / root mean square is written to `scale_R` where one is given."""
+        self, x_RH: torch.Tensor, residual_RH: torch.Tensor | None, weight_H: torch.Tensor, *, keeps_scale: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         x_RH, weight_H = with_dense_rows(x_RH), weight_H.contiguous()
         normed_RH = empty_as(x_RH)
         sum_RH = None
         if residual_RH is not None:
             residual_RH, sum_RH = residual_RH.contiguous(), empty_as(x_RH)
+        scale_R = torch.empty(x_RH.shape[:-1].numel(), dtype=torch.float32) if keeps_scale else None
         function_of(self.library, "add_rms_norm", _FORWARD)(
             x_RH.data_ptr(),
             address(residual_RH),
@@ -90,23 +142,17 @@ class _Form:
             normed_RH.data_ptr(),
             address(sum_RH),
             address(scale_R),
-            *_layout(x_RH),
+            *layout_of(x_RH),
             self.epsilon,
             self.offset,
             x_RH.dtype == torch.bfloat16,
             torch.get_num_threads(),
         )
-        return normed_RH, x_RH if sum_RH is None else sum_RH
+        return normed_RH, x_RH if sum_RH is None else sum_RH, scale_R
 
     def backward(
-        self,
-        saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        d_normed_RH: torch.Tensor,
-        d_sum_RH: torch.Tensor | None,
-        *,
-        for_weight: bool,
+        self, saved: Saved, d_normed_RH: torch.Tensor, d_sum_RH: torch.Tensor | None, *, for_weight: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(gradient of x and of the residual, gradient of the weight) from (sum, weight, scale)."""
         sum_RH, weight_H, scale_R = saved
         sum_RH, weight_H, d_normed_RH = with_dense_rows(sum_RH), weight_H.contiguous(), d_normed_RH.contiguous()
         d_sum_RH = None if d_sum_RH is None else d_sum_RH.contiguous()
@@ -118,7 +164,7 @@ class _Form:
         function_of(self.library, "add_rms_norm_backward", _BACKWARD)(
             *(address(tensor) for tensor in (sum_RH, scale_R, weight_H, d_normed_RH, d_sum_RH)),
             *(address(tensor) for tensor in (d_x_RH, d_weight_H, partial)),
-            *_layout(sum_RH),
+            *layout_of(sum_RH),
             self.offset,
             sum_RH.dtype == torch.bfloat16,
             torch.get_num_threads(),
@@ -129,8 +175,7 @@ class _Form:
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_RH: torch.Tensor, weight_H: torch.Tensor, form: _Form) -> torch.Tensor:
-        scale_R = torch.empty(x_RH.shape[:-1].numel(), dtype=torch.float32)
-        normed_RH, _ = form.forward(x_RH, None, weight_H, scale_R)
+        normed_RH, _, scale_R = form.forward(x_RH, None, weight_H, keeps_scale=True)
         ctx.save_for_backward(x_RH, weight_H, scale_R)
         ctx.form = form
         return normed_RH
@@ -145,8 +190,7 @@ class _AddRmsNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x_RH: torch.Tensor, residual_RH: torch.Tensor, weight_H: torch.Tensor, form: _Form
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        scale_R = torch.empty(x_RH.shape[:-1].numel(), dtype=torch.float32)
-        normed_RH, sum_RH = form.forward(x_RH, residual_RH, weight_H, scale_R)
+        normed_RH, sum_RH, scale_R = form.forward(x_RH, residual_RH, weight_H, keeps_scale=True)
         ctx.save_for_backward(sum_RH, weight_H, scale_R)
         ctx.form = form
         ctx.set_materialize_grads(False)
@@ -161,13 +205,6 @@ class _AddRmsNorm(torch.autograd.Function):
             ctx.saved_tensors, d_normed_RH, d_sum_RH, for_weight=ctx.needs_input_grad[2]
         )
         return d_x_RH, d_x_RH, d_weight_H, None
-
-
-def _layout(x_RH: torch.Tensor) -> tuple[int, int, int, int, int]:
-    """(rows, their length, rows of a group, distance of two groups, distance of two rows of a group)."""
-    if x_RH.dim() == 2:
-        return x_RH.shape[0], x_RH.shape[1], 1, x_RH.stride(0), 0
-    return x_RH.shape[0] * x_RH.shape[1], x_RH.shape[2], x_RH.shape[1], x_RH.stride(0), x_RH.stride(1)
 
 
 def _check(x_RH: torch.Tensor, residual_RH: torch.Tensor | None, weight_H: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from tunesmith.core.errors import InputError
-from tunesmith.kernels.arguments import library_for, require_rows
+from tunesmith.kernels.arguments import picked_library, require_rows
 from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.sample import ops, reference
 from tunesmith.kernels.sample.records import (
@@ -59,12 +59,13 @@ def sample(
         NativeUnavailableError, TritonUnavailableError: that kernel was chosen and cannot be had.
     """
     _check(logits_BV, settings, keys, seen)
-    if kernels.picked("sample", logits_BV) == "triton":
-        return _triton(logits_BV, settings, keys, seen)
-    library = library_for(kernels, "sample", logits_BV)
-    if library is None:
-        return reference.sample(logits_BV, settings, keys, seen=seen, dtype=_arithmetic(logits_BV))
-    return _native(library, logits_BV, settings, keys, seen)
+    match kernels.picked("sample", logits_BV):
+        case "triton":
+            return _triton(logits_BV, settings, keys, seen)
+        case "native":
+            return _native(picked_library(kernels, "sample", logits_BV), logits_BV, settings, keys, seen)
+        case "torch":
+            return reference.sample(logits_BV, settings, keys, seen=seen, dtype=_arithmetic(logits_BV))
 
 
 def score(
@@ -89,15 +90,16 @@ def score(
         raise InputError(f"tokens lie in [{int(token_B.min())}, {int(token_B.max())}]; give ids in [0, {num_tokens})")
     if not bool(is_temperature(temperature_B).all()):
         raise InputError(f"temperatures are {temperature_B.tolist()}; each must be {TEMPERATURE_RULE}")
-    if kernels.picked("sample", logits_BV) == "triton":
+    backend = kernels.picked("sample", logits_BV)
+    if backend == "triton":
         device = logits_BV.device
         logp_B = ops.sample_score(logits_BV, token_B.to(device), temperature_B.to(device))
         reference.require_rows(~logp_B.isnan(), reference.NOT_FINITE)
         return logp_B
-    library = library_for(kernels, "sample", logits_BV)
-    if library is None:
+    if backend == "torch":
         return reference.score(logits_BV, token_B, temperature_B, dtype=_arithmetic(logits_BV))
     logp_B = torch.empty(num_rows, dtype=torch.float32)
+    library = picked_library(kernels, "sample", logits_BV)
     _call(library.score_rows, logits_BV, {"temperature": temperature_B, "token": token_B, "raw_logp": logp_B})
     return logp_B
 

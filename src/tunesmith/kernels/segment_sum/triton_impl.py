@@ -57,16 +57,17 @@ def _run(kernel: Any, given_XD: torch.Tensor, offset_S1: torch.Tensor, out_XD: t
     """`out_XD`, once the kernel has written it from what is given."""
     num_columns = given_XD.shape[1]
     plan = launch(len(offset_S1) - 1, num_columns)
-    kernel[plan.grid](
-        given_XD,
-        offset_S1.contiguous(),
-        out_XD,
-        num_columns,
-        *given_XD.stride(),
-        BLOCK_ROWS=plan.block_rows,
-        BLOCK_COLUMNS=plan.block_columns,
-        num_warps=plan.num_warps,
-    )
+    with torch.cuda.device_of(given_XD):
+        kernel[plan.grid](
+            given_XD,
+            offset_S1.contiguous(),
+            out_XD,
+            num_columns,
+            *given_XD.stride(),
+            BLOCK_ROWS=plan.block_rows,
+            BLOCK_COLUMNS=plan.block_columns,
+            num_warps=plan.num_warps,
+        )
     return out_XD
 
 
