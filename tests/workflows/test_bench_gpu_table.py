@@ -19,7 +19,8 @@ from tunesmith.workflows.bench_gpu_records import Floor, Measured
 from tunesmith.workflows.bench_gpu_table import Ceilings, bars, failures, shares
 from tunesmith.workflows.bench_kernel_batches import gae_case, policy_loss_case, segment_sum_case
 from tunesmith.workflows.bench_kernel_case import Case, Setting
-from tunesmith.workflows.bench_kernel_layers import attention_case, gated_case, rms_norm_case
+from tunesmith.workflows.bench_kernel_head_sample import head_sample_case
+from tunesmith.workflows.bench_kernel_layers import attention_case, gated_case, rms_norm_case, shared_prefix_case
 from tunesmith.workflows.bench_kernel_logits import (
     head_case,
     logprob_logits_case,
@@ -163,6 +164,8 @@ def test_all_ways_to_take_votes_select_the_same(monkeypatch: pytest.MonkeyPatch)
         ("rms_norm", partial(rms_norm_case, with_gradients=True)),
         ("gated", partial(gated_case, with_gradients=True)),
         ("attention", attention_case),
+        ("attention", shared_prefix_case),
+        ("head_sample", head_sample_case),
     ],
 )
 def test_what_a_gpu_runs_is_right_in_the_interpreter(op: str, build: Callable[[Setting], Case]):

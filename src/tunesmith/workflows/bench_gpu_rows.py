@@ -15,7 +15,8 @@ from tunesmith.workflows.bench_gpu_clock import Clock
 from tunesmith.workflows.bench_gpu_records import Bar, Measured
 from tunesmith.workflows.bench_kernel_batches import gae_case, policy_loss_case, segment_sum_case, upload_case
 from tunesmith.workflows.bench_kernel_case import Case, Setting
-from tunesmith.workflows.bench_kernel_layers import attention_case, gated_case, rms_norm_case
+from tunesmith.workflows.bench_kernel_head_sample import head_sample_case
+from tunesmith.workflows.bench_kernel_layers import attention_case, gated_case, rms_norm_case, shared_prefix_case
 from tunesmith.workflows.bench_kernel_logits import (
     head_case,
     logprob_logits_case,
@@ -88,6 +89,10 @@ def _decoding(build: Callable[..., Case], setting: Setting) -> Case:
     return build(setting, 4 if setting.quick else _DECODE_ROWS)
 
 
+def _few_heads(setting: Setting) -> Case:
+    return head_sample_case(setting, 3 if setting.quick else 64)
+
+
 def _engine(setting: Setting, clock: Clock) -> Measured:
     from tunesmith.workflows.bench_gpu_engine import drawing
 
@@ -152,11 +157,16 @@ ROWS: Mapping[str, Row] = {
         {
             f"{context} tokens": unit(partial(_attention_of, context, num_rows), compiles=False)
             for context, num_rows in _CONTEXTS.items()
-        },
+        }
+        | {"shared prompts": unit(shared_prefix_case)},
         expected_s=30,
     ),
     "gae": Row({"tokens": unit(gae_case)}, expected_s=8),
     "segment_sum": Row({"tokens": unit(segment_sum_case)}, expected_s=15),
     "rms_norm": Row(_layers(rms_norm_case), expected_s=25),
     "gated": Row(_layers(gated_case), expected_s=25),
+    "head_sample": Row(
+        {"256 rows": unit(head_sample_case, compiles=False), "64 rows": unit(_few_heads, compiles=False)},
+        expected_s=15,
+    ),
 }

@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tunesmith.kernels.attention import reference as attention_reference
 from tunesmith.kernels.attention.api import attend
-from tunesmith.kernels.attention.records import BLOCK_TOKENS, AttentionSettings, Places, Rope
+from tunesmith.kernels.attention.records import BLOCK_TOKENS, AttentionSettings, Places, Rope, SharedPrefixes
 from tunesmith.kernels.gated import reference as gated_reference
 from tunesmith.kernels.gated.api import gated
 from tunesmith.kernels.native import Kernels
@@ -145,6 +145,45 @@ def attention_case(setting: Setting, context: int | None = None, num_rows: int |
         against="sdpa over a cache in one piece, without rotation and writing",
         picked=kernels.picked("attention", q_RX),
         num_flops=4 * num_rows * context * settings.query_width,
+    )
+
+
+def shared_prefix_case(setting: Setting) -> Case:
+    """The same for groups of 8 sequences that begin with one prompt, whose blocks they share, against reading it for
+    each of them. The bytes are those of a prompt that is read once for its group.
+    """
+    group, prompt, own = setting.sized(8, 2), setting.sized(512, 32, 1024), setting.sized(128, 16, 256)
+    num_groups = setting.sized(8, 2, 32)
+    settings = AttentionSettings(setting.sized(9, 4, 14), setting.sized(3, 2, 2), _WIDTH, _WIDTH**-0.5)
+    num_rows, widths = num_groups * group, [settings.query_width, settings.key_width, settings.key_width]
+    q_RX, k_RY, v_RY = setting.normal(num_rows, sum(widths), dtype=torch.bfloat16).split(widths, dim=1)
+    of_prompts, of_rows = num_groups * prompt // BLOCK_TOKENS, num_rows * own // BLOCK_TOKENS
+    blocks = torch.arange(of_prompts + of_rows, dtype=torch.int32, device=setting.device)
+    shared_RN = blocks[:of_prompts].view(num_groups, -1).repeat_interleave(group, 0)
+    tables_RN = torch.cat((shared_RN, blocks[of_prompts:].view(num_rows, -1)), 1)
+    row_R = torch.arange(num_rows, dtype=torch.int32, device=setting.device)
+    places = Places(torch.full_like(row_R, prompt + own - 1), row_R, tables_RN)
+    prefixes = SharedPrefixes(
+        row_R.view(num_groups, group), torch.full_like(row_R[:num_groups], prompt), torch.full_like(row_R, prompt)
+    )
+    cache_2NW = setting.normal(2, len(blocks), BLOCK_TOKENS * settings.key_width, dtype=torch.bfloat16, stream=2)
+    rope, kernels = _rope(setting, prompt + own), Kernels(setting.choice)
+
+    def attended(prefixes: SharedPrefixes | None) -> torch.Tensor:
+        return attend(q_RX, k_RY, v_RY, rope, places, cache_2NW, settings, prefixes=prefixes, kernels=kernels)
+
+    return Case(
+        ours=lambda: attended(prefixes),
+        plain=lambda: attended(None),
+        max_error=lambda: error_of([(attended(prefixes), attended(None))]),
+        tolerance=4 * _ONE_ULP,
+        num_bytes=2 * 2 * len(blocks) * BLOCK_TOKENS * settings.key_width + 2 * 2 * num_rows * settings.query_width,
+        device=setting.device,
+        size=f"{num_groups} groups of {group}, prompts of {prompt} tokens and {own} of each sequence, bfloat16",
+        against="our kernel without shared prefixes",
+        picked=kernels.picked("attention", q_RX),
+        num_flops=4 * num_rows * (prompt + own) * settings.query_width,
+        compiles=False,
     )
 
 

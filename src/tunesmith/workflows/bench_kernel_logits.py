@@ -166,13 +166,13 @@ def sampling_case(setting: Setting, top_p: float = _TOP_P) -> Case:
     """A token of each of 32 rows of logits within top-p 0.9, and its log-prob, against the way that sorts."""
     num_rows, num_tokens = setting.sized(32, 4, 256), setting.sized(49152, 500, 151936)
     logits_BV, kernels = _likely(setting, num_rows, num_tokens), Kernels(setting.choice)
-    keys, settings = _keys(num_rows), SampleSettings.same(num_rows, top_p=top_p)
+    keys, settings = row_keys(num_rows), SampleSettings.same(num_rows, top_p=top_p)
     # A number within float32's rounding of a limit may fall on its other side; in few rows there is none.
     most_different = num_rows // _MOST_DIFFERENT if setting.large else 0
 
     def error() -> float:
         rows = min(num_rows, _CHECKED_ROWS)
-        some = _keys(rows), SampleSettings.same(rows, top_p=top_p)
+        some = row_keys(rows), SampleSettings.same(rows, top_p=top_p)
         found = sample(logits_BV[:rows], some[1], some[0], kernels=kernels)
         exact = sample_reference.sample(logits_BV[:rows].cpu(), some[1], some[0], dtype=torch.float64)
         same_B = found.token_B.cpu() == exact.token_B
@@ -196,18 +196,24 @@ def sampling_case(setting: Setting, top_p: float = _TOP_P) -> Case:
     )
 
 
-def _keys(num_rows: int) -> NoiseKeys:
+def row_keys(num_rows: int) -> NoiseKeys:
+    """Another noise for each row."""
     row_B = torch.arange(num_rows)
     return NoiseKeys(torch.zeros_like(row_B), row_B, torch.zeros_like(row_B), torch.zeros_like(row_B))
 
 
-def _operator(logits_BV: torch.Tensor, settings: SampleSettings, keys: NoiseKeys) -> Callable[[], object]:
-    """The kernel as an engine calls it: everything is on the device already, and nothing waits for it."""
+def on_device(settings: SampleSettings, keys: NoiseKeys, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Settings and integers of `torch.ops.tunesmith.sample`, as an engine has them: on the device already."""
     numbers = (settings.temperature_B, settings.top_p_B, settings.min_p_B, settings.repetition_penalty_B)
     integers = (settings.top_k_B, keys.seed_B * 0, keys.seed_B, keys.prompt_B, keys.sample_B, keys.position_B)
-    on_device = [torch.stack(columns, -1).to(logits_BV.device) for columns in (numbers, integers)]
+    return torch.stack(numbers, -1).to(device), torch.stack(integers, -1).to(device)
+
+
+def _operator(logits_BV: torch.Tensor, settings: SampleSettings, keys: NoiseKeys) -> Callable[[], object]:
+    """The kernel as an engine calls it: nothing is copied, and nothing waits for it."""
+    settings_B4, integers_B6 = on_device(settings, keys, logits_BV.device)
     filters = bool((settings.top_p_B < 1).any())
-    return lambda: ops.sample(logits_BV, on_device[0], on_device[1], None, None, filters)
+    return lambda: ops.sample(logits_BV, settings_B4, integers_B6, None, None, filters)
 
 
 def _by_multinomial(logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
