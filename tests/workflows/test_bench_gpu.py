@@ -90,16 +90,21 @@ def test_bars_say_what_was_reached(first: Path):
     assert ("engine", "256 x 256", "times_eager") in bars and ("upload", "a PPO batch", "times_eager") in bars
 
 
-def test_a_second_start_measures_what_failed_and_nothing_else(first: Path, tmp_path: Path):
+def test_a_second_start_measures_what_is_missing_or_failed_and_nothing_else(first: Path, tmp_path: Path):
     out = tmp_path / "gpu"
     shutil.copytree(first, out)
+    cut_off = read(out / "ceilings.json")
+    del cut_off["settings"]["matrix"]
+    (out / "ceilings.json").write_text(json.dumps(cut_off | {"left": ["matrix"]}))
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     said: list[str] = []
     facts = run_gpu_bench(options(out), said.append)
-    assert [line.partition(" ours")[0] for line in said] == ["gae: tokens"]
+    assert [line.partition(" ours")[0] for line in said] == ["ceilings: matrix", "gae: tokens"]
     assert facts["failed"] == [] and facts["unmeasured"] == [] and facts["has_one_source"]
+    assert {row["status"] for row in facts["rows"].values()} == {"done"}
     changed = {path.name for path in out.iterdir() if before[path.name] != path.read_bytes()}
-    assert changed == {"gae.json", SUMMARY}
+    assert changed == {"ceilings.json", "gae.json", SUMMARY}
+    assert list(read(out / "ceilings.json")["settings"]) == ["copy", "matrix"]
 
 
 def test_the_summary_alone_is_enough_to_go_on(first: Path, tmp_path: Path):

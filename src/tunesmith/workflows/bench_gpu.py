@@ -67,7 +67,9 @@ def run_gpu_bench(options: GpuBench, say: Say = lambda _: None) -> dict[str, Any
             if time.monotonic() + ROWS[name].expected_s > deadline_s:
                 say(f"{name}: left for another start, too little time remains")
                 continue
-            records[name] = _measured(name, wanted, records.get(name), made, workers, say)
+            kept = {} if name not in records else records[name].settings
+            records[name] = RowRecord(name, made, {key: kept[key] for key in kept if key not in wanted})
+            _measured(records[name], wanted, folder, workers, say)
             folder.write_row(records[name])
             write_json(folder.path / SUMMARY, _facts(records, made))
     facts = _facts(records, made)
@@ -130,34 +132,26 @@ def _wanted(name: str, record: RowRecord | None, *, again: bool) -> list[str]:
     return [key for key in ROWS[name].units if key not in finished]
 
 
-def _measured(
-    name: str,
-    wanted: list[str],
-    earlier: RowRecord | None,
-    made: Mapping[str, Any],
-    workers: "_Workers",
-    say: Say,
-) -> RowRecord:
-    """The row with its `wanted` settings measured, and with those that were finished earlier."""
+def _measured(record: RowRecord, wanted: list[str], folder: Folder, workers: "_Workers", say: Say) -> None:
+    """Measure the `wanted` settings of the record's row, which is written when one has ended."""
     start_s = time.monotonic()
-    kept = {} if earlier is None else {k: v for k, v in earlier.settings.items() if k not in wanted}
-    record = RowRecord(name, made, kept)
-    for key in wanted:
+    name, made = record.row, record.made
+    for index, key in enumerate(wanted):
+        record.left = wanted[index:]
         if workers.is_late():
-            record.left.append(key)
-            continue
+            break
         try:
             answer = workers.ask(MeasureUnit(name, key), ROWS[name].most_s)
+            record.settings[key] = {**plain(asdict(answer)), "sources": made["sources"]}
+            say(f"{name}: {key} {_seconds_of(answer.timings)}")
         except (InputError, TrainingError) as error:
             lines = str(error).splitlines()
             record.errors[key] = [*lines[:1], *lines[1:][-_ERROR_LINES:]]
             say(f"{name}: {key} failed: {record.errors[key][-1]}")
-            continue
-        record.settings[key] = {**plain(asdict(answer)), "sources": made["sources"]}
-        say(f"{name}: {key} {_seconds_of(answer.timings)}")
+        record.left = wanted[index + 1 :]
+        record.wall_s = time.monotonic() - start_s
+        folder.write_row(record)
     record.settings = {key: record.settings[key] for key in ROWS[name].units if key in record.settings}
-    record.wall_s = time.monotonic() - start_s
-    return record
 
 
 def _seconds_of(timings: Mapping[str, Any]) -> str:
