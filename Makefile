@@ -63,6 +63,7 @@ test-slow: $(STAMP)
 
 bench: $(STAMP)
 	@set -e; for script in $(BENCHMARKS); do echo "$$script"; $(BIN)/python $$script; done
+	$(BIN)/tunesmith bench kernels --out benchmarks/kernels.json
 
 docs: $(STAMP)
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html

@@ -1,4 +1,4 @@
-"""`bench rollout`, `step`, `update` and `kernels`: a smoke run on a tiny model has every figure that is promised."""
+"""`bench rollout`, `step`, `update`, `kernels` and `gpu`: a smoke run has every figure that is promised."""
 
 import json
 from pathlib import Path
@@ -111,4 +111,33 @@ def test_bad_input_of_bench_kernels_is_refused_before_anything_is_measured(
     if "cuda" in words and torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")
     assert main(["bench", "kernels", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_bench_gpu_shows_what_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str], own_logging: None):
+    words = ["bench", "gpu", "--device", "cpu", "--quick", "--out", str(tmp_path)]
+    assert main([*words, "--row", "ceilings", "--row", "gae"]) == 0
+    shown = capsys.readouterr().out
+    assert "ceilings, copy (torch)" in shown and "gae, tokens (" in shown and "unmeasured: engine: 256 x 256" in shown
+    assert main([*words, "--row", "gae", "--json"]) == 0  # finished: nothing is measured again
+    facts = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert json.loads((tmp_path / "gpu.json").read_text())["rows"] == facts["rows"]
+    assert set(facts["rows"]) == {"ceilings", "gae"}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--out", "x"], "torch sees no CUDA device"),
+        (["--device", "cpu", "--out", "x"], "give --quick"),
+        (["--device", "cpu", "--quick", "--out", "x", "--row", "gea"], "there is no row 'gea'"),
+        (["--quick"], "missing: --out"),
+    ],
+)
+def test_bad_input_of_bench_gpu_is_refused_before_anything_is_measured(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], own_logging: None
+):
+    if "cuda" in said and torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    assert main(["bench", "gpu", *words]) == 2
     assert said in capsys.readouterr().err

@@ -37,6 +37,15 @@ def test_a_contender_that_dies_says_what_it_wrote_last():
         Process("tunesmith.workflows.bench_contenders:no_such_function", MODEL, num_threads=1)
 
 
+def test_a_contender_that_takes_too_long_is_ended():
+    work = workload("plain", byte_tokenizer(), 256, quick=True)
+    process = Process(SERVE, MODEL, num_threads=1)
+    with pytest.raises(TrainingError, match=r"no answer within 0\.001 s"):
+        process.ask(Draw(work, seed=1, setting=Setting("eager", 3)), timeout_s=0.001)
+    assert process._process.poll() is not None
+    process.close()
+
+
 def test_a_process_that_is_closed_ends():
     process = Process(SERVE, MODEL, num_threads=1)
     pid = process._process.pid

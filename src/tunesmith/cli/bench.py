@@ -1,4 +1,4 @@
-"""`tunesmith bench rollout`, `step`, `update` and `kernels`: how fast, against whom, and how near to the limit."""
+"""`tunesmith bench rollout`, `step`, `update`, `kernels` and `gpu`: how fast, against whom, how near to the limit."""
 
 import json as json_text
 import sys
@@ -103,6 +103,24 @@ class KernelsFlags:
     json: Annotated[bool, _JSON] = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class GpuFlags:
+    """The whole table of a GPU: kernels, engine and update, beside torch, torch.compile and Liger, and their ceilings.
+
+    Rows are written to --out one by one, and a second start goes on where the first ended. A row that fails is listed,
+    with its error in the file, and tried again by the next start. Needs the GPU for itself.
+    """
+
+    out: Annotated[Path, flag("Folder for gpu.json and a file for each row.", metavar="DIR")]
+    row: Annotated[tuple[str, ...], UseAppendAction, flag("One row; repeatable. All if left out.", metavar="ROW")] = ()
+    device: Annotated[Literal["cuda", "cpu"], flag("cpu only with --quick.", shows_default=True)] = "cuda"
+    minutes: Annotated[float, flag("No row begins that would end later.", metavar="N", shows_default=True)] = 8.0
+    seed: Annotated[int, flag("Seed of what is drawn.", metavar="N", shows_default=True)] = 0
+    again: Annotated[bool, flag("Measure rows that are finished once more.")] = False
+    quick: Annotated[bool, flag("A smoke run on tiny sizes; its figures say nothing.")] = False
+    json: Annotated[bool, _JSON] = False
+
+
 def rollout(words: Sequence[str]) -> None:
     """Run `tunesmith bench rollout`."""
     flags = parse(RolloutFlags, words, "bench rollout")
@@ -195,6 +213,28 @@ def kernels(words: Sequence[str]) -> None:
         facts = run_kernel_bench(options, _say)
         _write(flags.out, facts, output)
         _show_kernels(_mappings(facts["kernels"]), output)
+        output.finish(facts)
+
+
+def gpu(words: Sequence[str]) -> None:
+    """Run `tunesmith bench gpu`."""
+    flags = parse(GpuFlags, words, "bench gpu")
+    from tunesmith.cli.bench_gpu import show
+    from tunesmith.workflows.bench_gpu import ROWS, GpuBench, run_gpu_bench
+
+    options = GpuBench(
+        out=flags.out,
+        rows=flags.row or tuple(ROWS),
+        device=flags.device,
+        minutes=flags.minutes,
+        seed=flags.seed,
+        again=flags.again,
+        quick=flags.quick,
+    )
+    with reporting(as_json=flags.json) as output:
+        facts = run_gpu_bench(options, _say)
+        show(facts, output)
+        output.say(f"written to {flags.out / 'gpu.json'}")
         output.finish(facts)
 
 

@@ -30,6 +30,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "bench step": ("bench:step", "Measure one whole GRPO step against one of TRL's."),
     "bench update": ("bench:update", "Measure the update of one GRPO step against TRL's."),
     "bench kernels": ("bench:kernels", "Measure each kernel against the plain way in torch."),
+    "bench gpu": ("bench:gpu", "Measure kernels, engine and update on a GPU: the whole table, in minutes."),
     "votes import": ("votes:import_", "Put pairs before raters, or take over votes made elsewhere."),
     "votes export": ("votes:export", "Write votes as JSONL, Parquet, a datasets folder or Argilla records."),
     "votes stats": ("votes:stats", "Count votes; agreement and bias of raters."),

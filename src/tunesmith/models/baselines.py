@@ -43,6 +43,7 @@ def generate(
         width = max(len(rows[index]) for index in chosen)
         ids_BT = torch.tensor([[0] * (width - len(rows[i])) + list(rows[i]) for i in chosen])
         mask_BT = torch.tensor([[0] * (width - len(rows[i])) + [1] * len(rows[i]) for i in chosen])
+        ids_BT, mask_BT = ids_BT.to(model.device), mask_BT.to(model.device)
         all_BT = model.generate(ids_BT, attention_mask=mask_BT, generation_config=config)  # type: ignore[operator]
         for index, tokens in zip(chosen, all_BT[:, width:].tolist(), strict=True):
             outputs[index] = _cut(tokens, stop_ids)

@@ -18,21 +18,23 @@ from tunesmith.kernels.upload import reference as upload_reference
 from tunesmith.kernels.upload.api import Uploader
 from tunesmith.workflows.bench_kernel_case import Case, Setting, error_of
 
-_KERNELS = "auto"
+_CHECKED_ROWS = 64
+"""Rows that are compared with the loop over tokens, which takes long."""
 
 
 def gae_case(setting: Setting) -> Case:
     """Advantages and returns of 64 sequences of up to 512 tokens, against the loop over columns in torch."""
-    shape = (setting.either(64, 4), setting.either(512, 32))
+    shape = (setting.sized(64, 4, 512), setting.sized(512, 32, 1024))
     reward_BT, value_BT = setting.normal(*shape), setting.normal(*shape, stream=1)
     mask_BT = _mask(setting, shape)
     arguments = (reward_BT, value_BT, mask_BT, 1.0, 0.95)
-    kernels = Kernels(_KERNELS)
+    kernels = Kernels(setting.choice)
 
     def error() -> float:
-        exact = gae_reference.gae_loop(*arguments)
+        rows = slice(0, _CHECKED_ROWS)
+        exact = gae_reference.gae_loop(reward_BT[rows], value_BT[rows], mask_BT[rows], *arguments[3:])
         found = gae(*arguments, kernels=kernels)
-        return error_of(zip((x.cpu() for x in found), exact, strict=True))
+        return error_of(zip((x[rows].cpu() for x in found), exact, strict=True))
 
     return Case(
         ours=lambda: gae(*arguments, kernels=kernels),
@@ -44,12 +46,13 @@ def gae_case(setting: Setting) -> Case:
         size=f"{shape[0]} sequences x {shape[1]} tokens",
         against="the loop over columns in torch",
         picked=kernels.picked("gae", reward_BT),
+        compiles=False,
     )
 
 
 def policy_loss_case(setting: Setting) -> Case:
     """Clipped loss with KL and entropy terms of 64 x 512 tokens, statistics and gradient, against autograd in torch."""
-    shape = (setting.either(64, 4), setting.either(512, 32))
+    shape = (setting.sized(64, 4, 4096), setting.sized(512, 32, 2048))
     logp_BT = -setting.normal(*shape).abs()
     tokens = PolicyTokens(
         logp_BT.requires_grad_(),
@@ -60,7 +63,7 @@ def policy_loss_case(setting: Setting) -> Case:
         setting.normal(*shape, stream=4).abs().requires_grad_(),
     )
     terms = PolicyTerms(kl="k3", kl_coef=0.05, entropy_coef=0.01)
-    kernels = Kernels(_KERNELS)
+    kernels = Kernels(setting.choice)
     count = float(tokens.mask_BT.sum())
 
     def gradients(loss: torch.Tensor, of: PolicyTokens) -> tuple[torch.Tensor, ...]:
@@ -95,12 +98,12 @@ def policy_loss_case(setting: Setting) -> Case:
 
 def segment_sum_case(setting: Setting) -> Case:
     """Sums of 4,096 sequences within a million tokens, against index_add over the number of each token's sequence."""
-    num_segments, mean = setting.either(4096, 16), setting.either(256, 8)
+    num_segments, mean = setting.sized(4096, 16, 32768), setting.sized(256, 8, 1024)
     lengths_S = setting.whole(2 * mean, num_segments)
     offset_S1 = torch.cat((lengths_S.new_zeros(1), lengths_S.cumsum(0)))
     values_T = setting.normal(int(offset_S1[-1]))
     segment_T = torch.arange(num_segments, device=setting.device).repeat_interleave(lengths_S)
-    kernels = Kernels(_KERNELS)
+    kernels = Kernels(setting.choice)
 
     def by_index(values_T: torch.Tensor) -> torch.Tensor:
         return values_T.new_zeros(num_segments).index_add_(0, segment_T, values_T)
@@ -121,8 +124,8 @@ def segment_sum_case(setting: Setting) -> Case:
 def upload_case(setting: Setting) -> Case:
     """The nine fields of a PPO batch of 64 x 512 tokens, against a copy of each."""
     cpu = replace(setting, device=torch.device("cpu"))
-    shape = (setting.either(64, 4), setting.either(512, 16))
-    fields_ = [setting.whole(50_000, *shape).cpu(), cpu.whole(shape[1], shape[0]), _mask(cpu, shape)]
+    shape = (setting.sized(64, 4), setting.sized(512, 16))
+    fields_ = [cpu.whole(50_000, *shape), cpu.whole(shape[1], shape[0]), _mask(cpu, shape)]
     fields_ += [cpu.normal(*shape, stream=stream) for stream in range(6)]
     uploader = Uploader(setting.device)
 
@@ -140,6 +143,8 @@ def upload_case(setting: Setting) -> Case:
         size=f"{len(fields_)} fields of {shape[0]} x {shape[1]}",
         against="field by field",
         picked="one pinned copy" if setting.device.type == "cuda" else "one copy, not pinned",
+        compiles=False,
+        by_wall=True,
     )
 
 

@@ -9,22 +9,27 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from tunesmith.core.errors import InputError, TrainingError
 from tunesmith.telemetry.environment import usable_cores
-from tunesmith.telemetry.machine import machine_facts, peak_rss_since_reset_gb, reset_peak_rss
+from tunesmith.telemetry.machine import machine_facts
 from tunesmith.workflows.bench_figures import paired
 from tunesmith.workflows.bench_kernel_batches import gae_case, policy_loss_case, segment_sum_case, upload_case
 from tunesmith.workflows.bench_kernel_case import Case, Setting
+from tunesmith.workflows.bench_kernel_layers import attention_case, gated_case, rms_norm_case
 from tunesmith.workflows.bench_kernel_logits import (
     logprob_case,
     logprob_gradient_case,
     logprob_logits_case,
+    logprob_logits_gradient_case,
     sampling_case,
 )
+from tunesmith.workflows.bench_kernel_optimizer import adamw_case
 from tunesmith.workflows.bench_kernel_outputs import masked_softmax_case, preference_case
+from tunesmith.workflows.bench_memory import memory_facts
 from tunesmith.workflows.bench_rounds import Say, load_facts, noted_load
 
 CASES: Mapping[str, Callable[[Setting], Case]] = {
@@ -32,12 +37,17 @@ CASES: Mapping[str, Callable[[Setting], Case]] = {
     "logprob": logprob_case,
     "logprob_gradient": logprob_gradient_case,
     "logprob_logits": logprob_logits_case,
+    "logprob_logits_gradient": logprob_logits_gradient_case,
     "sampling": sampling_case,
     "masked_softmax": masked_softmax_case,
     "gae": gae_case,
     "policy_loss": policy_loss_case,
     "segment_sum": segment_sum_case,
     "upload": upload_case,
+    "rms_norm": partial(rms_norm_case, with_gradients=True),
+    "gated": partial(gated_case, with_gradients=True),
+    "attention": attention_case,
+    "adamw": adamw_case,
 }
 
 _LEAST_S = 5e-3
@@ -103,7 +113,7 @@ def _measured(case: Case, op: str, options: KernelBench, say: Say) -> dict[str, 
     error = case.max_error()
     if not error <= case.tolerance:
         raise TrainingError(f"{op} is {error:g} off its definition, more than {case.tolerance:g}; nothing was measured")
-    memory = _memory_facts(case) if case.measures_memory else {}
+    memory = memory_facts(case.ours, case.plain, case.device) if case.measures_memory else {}
     works = {"ours": case.ours, "plain": case.plain, "copy": _copy(case)}
     least_s = _LEAST_S / 10 if options.quick else _LEAST_S
     repeats = {name: _repeats(work, case.device, least_s) for name, work in works.items()}
@@ -159,25 +169,3 @@ def _seconds(work: Callable[[], object], repeats: int, device: torch.device) -> 
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _memory_facts(case: Case) -> dict[str, object]:
-    """Peak memory of both ways above what was there before, in GB, and ours over the plain way's."""
-    ours, plain = _peak_gb(case.ours, case.device), _peak_gb(case.plain, case.device)
-    return {"memory_gb": ours, "plain_memory_gb": plain, "memory_ratio": ours / plain if plain else None}
-
-
-def _peak_gb(work: Callable[[], object], device: torch.device) -> float:
-    work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        rest = torch.cuda.memory_allocated(device)
-        work()
-        torch.cuda.synchronize(device)
-        return (torch.cuda.max_memory_allocated(device) - rest) / 1e9
-    if not reset_peak_rss():
-        return 0.0
-    rest_gb = peak_rss_since_reset_gb()
-    work()
-    return max(0.0, peak_rss_since_reset_gb() - rest_gb)

@@ -79,14 +79,17 @@ class Process:
         self._send(settings)
         self._answer()  # built, or why not
 
-    def ask(self, request: object) -> Any:
-        """The contender's answer to `request`.
+    def ask(self, request: object, *, timeout_s: float | None = None) -> Any:
+        """The contender's answer to `request`; one that takes longer than `timeout_s` is killed.
 
         Raises:
             InputError: if it refuses what it was given.
-            TrainingError: if it raised anything else, or ended.
+            TrainingError: if it raised anything else, ended, or took too long.
         """
         self._send(request)
+        if not self._connection.poll(timeout_s):
+            self._process.kill()
+            raise TrainingError(f"no answer within {timeout_s:g} s; {self._ended()}")
         return self._answer()
 
     def close(self) -> None:
