@@ -1,177 +1,169 @@
-"""Selection by votes against a copy of as many bytes, over batch sizes, tiles and both ways to sum.
+"""Selection by votes against a copy of as many bytes: batch sizes, block sizes, both functions, both ways to sum.
 
-    python tools/bench_preference.py [--device cuda] [--rounds 15] [--most 1000000] [--out FILE]
+    python tools/bench_preference.py [--device cuda] [--threads 1] [--most 1000000] [--out FILE]
 
-One batch in place (`process_user_preference`), and an epoch over ten batches (`iterative_tuning`), with outputs of 512
-numbers. Bytes are those of the selected rows, read and written. Ours and the copy alternate in one process; the share
-is the median of their ratios. On a GPU each width of a tile is measured, deterministic and atomic; the tiles of the
-C++ are fixed. Written to benchmarks/preference.json, or to FILE.
+One batch (`process_user_preference`) and an epoch over ten (`iterative_tuning`), with outputs of 512 numbers in float32
+and bfloat16. Bytes are those of the selected rows, read and written. A block is rows in C++ and columns in Triton; on a
+GPU each is measured deterministic and atomic. Ours and the copy alternate in one process; the share is the median of
+their ratios. A million pairs take 6 GB. Written to benchmarks/preference.json, or to FILE.
+
+Shape legend: B pairs, N numbers of an output.
 """
 
 import argparse
 import json
-import statistics
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
 
+from measure import ROOT, ratio
+from tunesmith.core.allocator import keep_freed_memory
 from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.preference.api import update_in_place
 from tunesmith.kernels.preference.records import PreferenceBatch
-from tunesmith.kernels.preference.tuning import iterative_tuning
+from tunesmith.kernels.preference.tuning import iterative_tuning, process_user_preference
 from tunesmith.telemetry.machine import machine_facts
 
 _WIDTH = 512
-_BATCHES = 10
-_BATCH_SIZES = (1_000, 10_000, 100_000, 1_000_000)
-_BLOCKS = (64, 128, 256, 512)
+_NUM_BATCHES = 10
+_ROUNDS = {1_000: 101, 10_000: 31, 100_000: 15, 1_000_000: 7}
+_BLOCKS = (None, 64, 128, 256, 512)
+_DTYPES = (torch.float32, torch.bfloat16)
+_RATE = 1e-6
+_PATTERN_ROWS = 10_000
+
+Work = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One setting: median milliseconds, GB/s of it, and how its speed stands to a copy's (median and least)."""
+    """One setting: median milliseconds, GB/s of it and of a copy, and how its speed stands to the copy's.
 
-    what: str
+    `block` None is what the kernel takes by itself.
+    """
+
+    function: str
     num_pairs: int
     dtype: str
+    block: int | None
+    deterministic: bool
     ms: float
     gb_per_s: float
+    copy_gb_per_s: float
     copy_share: float
-    copy_share_min: float
+    copy_share_quartiles: tuple[float, float]
 
 
-def seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one call, until the device has ended it."""
-    if device.type == "cuda":
+@dataclass(frozen=True, slots=True)
+class Votes:
+    """A batch, its tenths, weights, and memory for what is selected."""
+
+    batch: PreferenceBatch
+    parts: tuple[PreferenceBatch, ...]
+    weights_N: torch.Tensor
+    out_BN: torch.Tensor
+
+    @classmethod
+    def of(cls, num_pairs: int, dtype: torch.dtype, device: torch.device) -> "Votes":
+        """Random outputs, of which some rows stand several times, and choices, of which one in 41 is a tie."""
+        rows_B = torch.arange(num_pairs, device=device) % _PATTERN_ROWS
+        size = min(num_pairs, _PATTERN_ROWS)
+        a_BN, b_BN = (torch.randn(size, _WIDTH, device=device).to(dtype)[rows_B] for _ in range(2))
+        drawn_B = torch.randint(0, 41, (num_pairs,), device=device)
+        batch = PreferenceBatch(a_BN, b_BN, torch.where(drawn_B == 40, 0.5, (drawn_B < 20).float()))
+        step = max(1, num_pairs // _NUM_BATCHES)
+        parts = (slice(start, start + step) for start in range(0, num_pairs, step))
+        tenths = tuple(PreferenceBatch(a_BN[part], b_BN[part], batch.choices_B[part]) for part in parts)
+        return cls(batch, tenths, torch.zeros(_WIDTH, device=device), torch.zeros_like(a_BN))
+
+
+def measure(votes: Votes, num_rounds: int, kernels: Kernels) -> Iterator[Measured]:
+    """Both functions at each size of a block, and with atomic additions where there are any."""
+    is_gpu = votes.out_BN.device.type == "cuda"
+    for block in _BLOCKS:
+        for deterministic in (True, False) if is_gpu else (True,):
+            how = {"learning_rate": _RATE, "deterministic": deterministic, "block": block, "kernels": kernels}
+            one = partial(process_user_preference, votes.batch, votes.weights_N, out_BN=votes.out_BN, **how)
+            epoch = partial(iterative_tuning, votes.parts, votes.weights_N, **how)
+            for ours, copy, function in (
+                (one, partial(_copy_of, [votes.batch], votes.out_BN), "process_user_preference"),
+                (epoch, partial(_copy_of, votes.parts, votes.out_BN), "iterative_tuning"),
+            ):
+                found = ratio(function, _ended(ours, is_gpu), _ended(copy, is_gpu), num_rounds)
+                num_bytes = 2 * votes.out_BN.numel() * votes.out_BN.element_size()
+                yield Measured(
+                    function,
+                    len(votes.out_BN),
+                    str(votes.out_BN.dtype).removeprefix("torch."),
+                    block,
+                    deterministic,
+                    found.fast_ms,
+                    num_bytes / found.fast_ms / 1e6,
+                    num_bytes / found.slow_ms / 1e6,
+                    found.median,
+                    (found.lower_quartile, found.upper_quartile),
+                )
+
+
+def _copy_of(parts: Sequence[PreferenceBatch], out_BN: torch.Tensor) -> None:
+    """A copy for each batch, into the same memory."""
+    for part in parts:
+        out_BN[: len(part.choices_B)].copy_(part.outputs_a_BN)
+
+
+def _ended(work: Work, is_gpu: bool) -> Work:
+    """The work, until the device has ended it."""
+
+    def whole() -> None:
+        work()
         torch.cuda.synchronize()
-    start_s = time.perf_counter()
-    work()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start_s
+
+    return whole if is_gpu else work
 
 
-def against_copy(
-    what: str, work: Callable[[], object], out_BN: torch.Tensor, num_rounds: int, times: int = 1
-) -> Measured:
-    """`work`, which selects `out` so many times, against as many copies of it; the first round is left out."""
-    source_BN, target_BN = torch.zeros_like(out_BN), torch.zeros_like(out_BN)
-
-    def copy() -> None:
-        for _ in range(times):
-            target_BN.copy_(source_BN)
-
-    pairs: list[tuple[float, float]] = []
-    for index in range(num_rounds + 1):
-        if index % 2:
-            copy_s, ours_s = seconds(copy, out_BN.device), seconds(work, out_BN.device)
-        else:
-            ours_s, copy_s = seconds(work, out_BN.device), seconds(copy, out_BN.device)
-        pairs.append((ours_s, copy_s))
-    ours_s = statistics.median(ours for ours, _ in pairs[1:])
-    shares = [copied / ours for ours, copied in pairs[1:]]
-    size = 2 * times * out_BN.numel() * out_BN.element_size()
-    kind = str(out_BN.dtype).removeprefix("torch.")
-    measured = Measured(
-        what, times * len(out_BN), kind, 1e3 * ours_s, size / ours_s / 1e9, statistics.median(shares), min(shares)
+def _line(one: Measured) -> str:
+    lower, upper = one.copy_share_quartiles
+    how = f"block {one.block or 'default'}{'' if one.deterministic else ', atomic'}"
+    return (
+        f"{one.function:<24} {one.dtype:<9} {one.num_pairs:>9} pairs {how:<21} {one.ms:>9.3f} ms "
+        f"{one.gb_per_s:>7.1f} GB/s {one.copy_share:>5.0%} of a copy ({lower:.0%}-{upper:.0%})"
     )
-    print(
-        f"{what:<28} {kind:<9} {measured.num_pairs:>9} pairs {measured.ms:>9.3f} ms {measured.gb_per_s:>8.1f} GB/s "
-        f"{measured.copy_share:>6.0%} of a copy (least {measured.copy_share_min:.0%})",
-        flush=True,
-    )
-    return measured
 
 
-def batch_of(num_pairs: int, dtype: torch.dtype, device: torch.device) -> PreferenceBatch:
-    """Random outputs and choices, ties among them."""
-    a_BN, b_BN = (torch.empty(num_pairs, _WIDTH, dtype=dtype, device=device).normal_() for _ in range(2))
-    drawn_B = torch.randint(0, 41, (num_pairs,), device=device)
-    return PreferenceBatch(a_BN, b_BN, torch.where(drawn_B == 40, 0.5, (drawn_B < 20).float()))
-
-
-def measure(num_pairs: int, dtype: torch.dtype, device: torch.device, num_rounds: int) -> list[Measured]:
-    """All settings at one batch size."""
-    batch = batch_of(num_pairs, dtype, device)
-    weights_N, out_BN = torch.zeros(_WIDTH, device=device), torch.zeros_like(batch.outputs_a_BN)
-    kernels = Kernels()
-
-    def one(deterministic: bool) -> Callable[[], object]:
-        return lambda: update_in_place(
-            batch, weights_N, scale=1e-6, out_BN=out_BN, deterministic=deterministic, kernels=kernels
-        )
-
-    found = [against_copy("in place", one(True), out_BN, num_rounds)]
-    if device.type == "cuda":
-        found.append(against_copy("in place, atomic", one(False), out_BN, num_rounds))
-        found += over_blocks(batch, weights_N, out_BN, num_rounds)
-    size = max(1, num_pairs // _BATCHES)
-    starts = range(0, size * _BATCHES, size)
-    parts = [
-        PreferenceBatch(
-            batch.outputs_a_BN[start : start + size],
-            batch.outputs_b_BN[start : start + size],
-            batch.choices_B[start : start + size],
-        )
-        for start in starts
-    ]
-    found.append(
-        against_copy(
-            f"epoch of {len(parts)} batches",
-            lambda: iterative_tuning(parts, weights_N, learning_rate=1e-6, kernels=kernels),
-            out_BN[:size],
-            num_rounds,
-            times=len(parts),
-        )
-    )
-    return found
-
-
-def over_blocks(
-    batch: PreferenceBatch, weights_N: torch.Tensor, out_BN: torch.Tensor, num_rounds: int
-) -> list[Measured]:
-    """The Triton kernel with tiles of each width, both ways to sum."""
-    from tunesmith.kernels.preference import triton_impl
-
-    shape = (len(out_BN), _WIDTH)
-    votes = triton_impl.Votes(batch.choices_B, None)
-    found: list[Measured] = []
-    for block_n in _BLOCKS:
-        for deterministic in (True, False):
-            plan = triton_impl.launch(shape, block_n)
-
-            def work(plan: triton_impl.LaunchPlan = plan, deterministic: bool = deterministic) -> None:
-                outputs, out = (batch.outputs_a_BN, batch.outputs_b_BN), (out_BN, weights_N)
-                triton_impl.select_into(outputs, votes, weights_N, 1e-6, out, deterministic=deterministic, plan=plan)
-
-            name = f"block {block_n}{'' if deterministic else ', atomic'}"
-            found.append(against_copy(name, work, out_BN, num_rounds))
-    return found
-
-
-def main() -> int:
-    """Exit code 0; measures all batch sizes up to the largest asked for, in float32 and bfloat16."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code 0; measures all batch sizes up to the largest asked for and writes the file."""
     parser = argparse.ArgumentParser(description="Measure selection by votes against a copy.")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--most", type=int, default=100_000, help="largest batch; a million pairs take 8 GB")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent.parent / "benchmarks" / "preference.json")
-    options = parser.parse_args()
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, help="by default 101 for a thousand pairs to 7 for a million")
+    parser.add_argument("--most", type=int, default=max(_ROUNDS), help="largest batch; a million pairs take 6 GB")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "preference.json")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    device, kernels = torch.device(options.device), Kernels()
     found: list[Measured] = []
-    for dtype in (torch.float32, torch.bfloat16):
-        for num_pairs in _BATCH_SIZES:
-            if num_pairs <= options.most:
-                found += measure(num_pairs, dtype, torch.device(options.device), options.rounds)
-    rows = [asdict(one) for one in found]
-    facts = {"machine": machine_facts(), "device": options.device, "width": _WIDTH, "measured": rows}
+    for dtype, num_pairs in product(_DTYPES, (size for size in _ROUNDS if size <= options.most)):
+        for one in measure(Votes.of(num_pairs, dtype, device), options.rounds or _ROUNDS[num_pairs], kernels):
+            found.append(one)
+            print(_line(one), flush=True)
+    facts = {
+        "machine": machine_facts(),
+        "device": options.device,
+        "num_threads": options.threads,
+        "picked": kernels.picked("preference", torch.zeros(1, device=device)),
+        "width": _WIDTH,
+        "batches_of_an_epoch": _NUM_BATCHES,
+        "measured": [asdict(one) for one in found],
+    }
     options.out.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     print(f"written to {options.out}")
     return 0
 
 
 if __name__ == "__main__":
+    keep_freed_memory()  # as trainings do: each call of `iterative_tuning` takes memory for what is selected
     sys.exit(main())

@@ -50,7 +50,7 @@ def main() -> int:
         record = {"triton": version(), "registers": dict(sorted(registers.items()))}
         RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     if options.json:
-        print(json.dumps({"triton": version(), "resources": [asdict(one) for one in found]}))
+        print(json.dumps({"triton": version(), "resources": [{"key": one.key, **asdict(one)} for one in found]}))
         return 0
     width = max((len(one.key) for one in found), default=0)
     for one in found:

@@ -6,10 +6,12 @@ from functools import partial
 import pytest
 import torch
 
+from preference_cases import batch_of, exact
 from tunesmith.kernels import native as compiled
 from tunesmith.kernels.gated.api import activate, gated, softcap
 from tunesmith.kernels.logprob.api import chosen_logp_entropy
 from tunesmith.kernels.native import Kernels
+from tunesmith.kernels.preference.api import update_in_place
 from tunesmith.kernels.rms_norm.api import add_rms_norm
 from tunesmith.kernels.sample.api import sample
 from tunesmith.kernels.sample.records import NoiseKeys, SampleSettings
@@ -30,7 +32,7 @@ def portable(request, require, tmp_path_factory) -> Kernels:
         patch.setenv("TUNESMITH_CACHE", str(tmp_path_factory.mktemp(f"cache-{request.param}")))
         flags = tuple(flag.replace("native", request.param) for flag in compiled.FLAGS)
         patch.setattr(compiled, "FLAGS", flags)
-        for op in ("sample", "rms_norm", "gated", "linear", "logprob"):
+        for op in ("sample", "rms_norm", "gated", "linear", "logprob", "preference"):
             assert kernels.library(op, torch.device("cpu")) is not None
     return kernels
 
@@ -69,6 +71,17 @@ def test_draws_are_those_of_the_definition_and_scored_to_the_bit(portable: Kerne
     assert (found.token_B == expected.token_B).float().mean() > 0.99
     logp_N, _ = chosen_logp_entropy(logits_BV, found.token_B, 1.0, kernels=portable)
     assert torch.equal(logp_N, found.raw_logp_B)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(300, 512), (5000, 512), (5000, 333)])
+def test_votes_select_and_update_as_defined(shape: tuple[int, int], dtype: torch.dtype, portable: Kernels):
+    batch, start_N = batch_of(*shape, dtype=dtype, share_of_ties=0.1), torch.zeros(shape[1])
+    out_BN, weights_N = torch.empty_like(batch.outputs_a_BN), start_N.clone()
+    update_in_place(batch, weights_N, scale=0.01, out_BN=out_BN, kernels=portable)
+    expected = exact(batch, start_N, 0.01)
+    assert torch.equal(out_BN, expected.selected_BN.to(dtype))
+    torch.testing.assert_close(weights_N.double(), expected.weights_N, atol=1e-5, rtol=1e-5)
 
 
 def _with_gradients(work, *inputs: torch.Tensor) -> list[torch.Tensor]:

@@ -39,10 +39,6 @@ def recorded() -> dict:
     return json.loads(triton_registers.RECORD.read_text(encoding="utf-8"))
 
 
-def key(one: dict) -> str:
-    return f"{one['op']}/{one['variant']}/sm_{one['capability']}"
-
-
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_every_kernel_is_compiled_for_each_target_that_it_runs_on(op: str):
     targets: dict[str, set[int]] = {}
@@ -55,9 +51,9 @@ def test_every_kernel_is_compiled_for_each_target_that_it_runs_on(op: str):
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_no_kernel_spills_and_each_fits_the_shared_memory_of_its_target(op: str):
     for one in resources(op):
-        assert one["stack_bytes"] == 0, key(one)
-        assert one["shared_bytes"] <= SHARED_LIMIT_BYTES[one["capability"]], key(one)
-        assert 0 < one["registers"] <= MOST_REGISTERS, key(one)
+        assert one["stack_bytes"] == 0, one["key"]
+        assert one["shared_bytes"] <= SHARED_LIMIT_BYTES[one["capability"]], one["key"]
+        assert 0 < one["registers"] <= MOST_REGISTERS, one["key"]
 
 
 @pytest.mark.parametrize("op", OPERATIONS)
@@ -65,7 +61,7 @@ def test_no_kernel_takes_more_registers_than_recorded(op: str):
     record = recorded()
     if record["triton"] != found()["triton"]:
         pytest.skip(f"recorded with Triton {record['triton']}, this is {found()['triton']}")
-    now = {key(one): one["registers"] for one in resources(op)}
+    now = {one["key"]: one["registers"] for one in resources(op)}
     known = {name: count for name, count in record["registers"].items() if name.split("/")[0] == op}
     assert set(now) == set(known), "run tools/triton_registers.py --write"
     worse = {name: (known[name], count) for name, count in now.items() if count > known[name]}

@@ -7,29 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drawn import normal
+from softmax_cases import MASKS, SHAPE, check_extreme_scores, check_mask, check_shape
 from tunesmith.core.errors import InputError, NativeUnavailableError
 from tunesmith.kernels.masked_softmax import api, reference
 from tunesmith.kernels.masked_softmax.api import masked_softmax
 from tunesmith.kernels.masked_softmax.records import KeyMask
 from tunesmith.kernels.native import Kernels, shared
 
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
-MASKS = {
-    "none": KeyMask(causal=False),
-    "causal": KeyMask(),
-    "causal from a cache": KeyMask(offset=0),
-    "window": KeyMask(window=3),
-    "window both ways": KeyMask(causal=False, window=5),
-    "padding": KeyMask(keys_B2=torch.tensor([[2, 19], [0, 5]])),
-    "one for all": KeyMask(
-        causal=False, allowed_BQK=torch.rand(1, 1, 19, generator=torch.Generator().manual_seed(1)) > 0.4
-    ),
-    "everything": KeyMask(
-        window=9,
-        keys_B2=torch.tensor([[2, 19], [0, 11]]),
-        allowed_BQK=torch.rand(2, 7, 19, generator=torch.Generator().manual_seed(2)) > 0.3,
-    ),
-}
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
 
 
 @pytest.fixture(params=["native", "torch"])
@@ -37,29 +23,10 @@ def kernels(request, native) -> Kernels:
     return native if request.param == "native" else Kernels("torch")
 
 
-def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def with_gradient(scores: torch.Tensor, d_out: torch.Tensor, work) -> tuple[torch.Tensor, torch.Tensor]:
-    leaf = scores.clone().requires_grad_()
-    out = work(leaf)
-    return out.detach(), torch.autograd.grad(out, leaf, d_out.to(out.dtype))[0]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MASKS)
 def test_outputs_and_gradients_are_those_of_the_definition_in_float64(name: str, dtype: torch.dtype, kernels: Kernels):
-    scores_BHQK, d_out = 3 * normal(2, 3, 7, 19, dtype=dtype), normal(2, 3, 7, 19, dtype=dtype, seed=1)
-    mask = MASKS[name]
-    found = with_gradient(scores_BHQK, d_out, lambda x: masked_softmax(x, scale=0.37, mask=mask, kernels=kernels))
-    exact = with_gradient(scores_BHQK.double(), d_out, lambda x: reference.masked_softmax(x, 0.37, mask))
-    # The gradient is computed from the rounded probabilities.
-    for mine, theirs, slack in zip(found, exact, (1, 4), strict=True):
-        assert mine.dtype == dtype
-        torch.testing.assert_close(mine.double(), theirs, atol=slack * TOLERANCE[dtype], rtol=2 * TOLERANCE[dtype])
-    seen = reference.visible(scores_BHQK.shape, mask, scores_BHQK.device).expand(scores_BHQK.shape)
-    assert not found[0][~seen].any() and not found[1][~seen].any()
+    check_mask(MASKS[name], dtype, kernels, TOLERANCE[dtype])
 
 
 def test_without_a_mask_it_is_torchs_softmax(kernels: Kernels):
@@ -107,25 +74,11 @@ CASES = st.builds(
 @given(case=CASES)
 @settings(max_examples=150, deadline=None)
 def test_any_shape_and_any_rules(case: Case):
-    scores_BHQK, d_out = 5 * normal(*case.sizes, seed=case.seed), normal(*case.sizes, seed=case.seed + 1)
-    mask = case.mask()
-    found = with_gradient(scores_BHQK, d_out, lambda x: masked_softmax(x, scale=0.5, mask=mask, kernels=Kernels()))
-    exact = with_gradient(scores_BHQK.double(), d_out, lambda x: reference.masked_softmax(x, 0.5, mask))
-    for mine, theirs in zip(found, exact, strict=True):
-        torch.testing.assert_close(mine.double(), theirs, atol=1e-5, rtol=1e-5)
+    check_shape(case.sizes, case.mask(), Kernels(), scale=0.5, seed=case.seed)
 
 
 def test_extreme_scores_stay_exact_and_rows_that_see_nothing_are_0(kernels: Kernels):
-    scores_BHQK = torch.tensor([[-1e4, 1e4, 0.0], [-1e4, -1e4, -1e4], [1e4, 1e4, -1e4]]).view(1, 1, 3, 3)
-    found = masked_softmax(scores_BHQK, scale=1.0, mask=KeyMask(causal=False), kernels=kernels)
-    third, half = 1 / 3, 0.5
-    expected = torch.tensor([[0.0, 1.0, 0.0], [third, third, third], [half, half, 0.0]])
-    torch.testing.assert_close(found[0, 0], expected)
-    nothing = KeyMask(keys_B2=torch.tensor([[3, 3]]))
-    out, gradient = with_gradient(
-        scores_BHQK, scores_BHQK, lambda x: masked_softmax(x, scale=1.0, mask=nothing, kernels=kernels)
-    )
-    assert not out.any() and not gradient.any()
+    check_extreme_scores(kernels)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
@@ -205,10 +158,10 @@ def test_torch_compile_sees_one_operator_with_gradients(native: Kernels):
 
 
 def test_the_operators_keep_the_rules_of_torch_library():
-    scores_BHQK, mask = normal(2, 3, 7, 19).requires_grad_(), MASKS["everything"]
+    scores_BHQK, mask = normal(*SHAPE).requires_grad_(), MASKS["everything"]
     numbers = (0.5, mask.causal, 9, 12, "auto")
     torch.library.opcheck(api._softmax, (scores_BHQK, mask.keys_B2, mask.allowed_BQK, *numbers))
-    p_BHQK, d_p_BHQK = torch.softmax(normal(2, 3, 7, 19), -1), normal(2, 3, 7, 19, seed=1)
+    p_BHQK, d_p_BHQK = torch.softmax(normal(*SHAPE), -1), normal(*SHAPE, seed=1)
     torch.library.opcheck(api._softmax_backward, (p_BHQK, d_p_BHQK, mask.keys_B2, *numbers))
 
 

@@ -7,10 +7,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drawn import normal
+from preference_cases import (
+    batch_of,
+    check,
+    check_copies_of_what_was_selected,
+    check_weights_that_lie_apart,
+    exact,
+    run,
+)
 from tunesmith.core.errors import InputError, NativeUnavailableError
 from tunesmith.kernels.native import Kernels, shared
-from tunesmith.kernels.preference import api, reference
-from tunesmith.kernels.preference.api import select_and_update, update_in_place
+from tunesmith.kernels.preference import api
+from tunesmith.kernels.preference.api import update_in_place
 from tunesmith.kernels.preference.records import PreferenceBatch
 
 SHAPES = [(1, 1), (3, 16), (7, 17), (257, 33), (600, 512), (2, 2049), (5, 4100), (37, 3072)]
@@ -20,36 +29,6 @@ DTYPES = [torch.float32, torch.bfloat16]
 @pytest.fixture(params=["native", "torch"])
 def kernels(request, native) -> Kernels:
     return native if request.param == "native" else Kernels("torch")
-
-
-def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def batch_of(num_pairs: int, num_columns: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreferenceBatch:
-    draw = torch.Generator().manual_seed(seed)
-    return PreferenceBatch(
-        normal(num_pairs, num_columns, dtype=dtype, seed=seed),
-        normal(num_pairs, num_columns, dtype=dtype, seed=seed + 1),
-        torch.randint(0, 3, (num_pairs,), generator=draw) / 2,
-        torch.rand(num_pairs, generator=draw),
-    )
-
-
-def exact(batch: PreferenceBatch, weights_N: torch.Tensor, scale: float):
-    a_BN, b_BN = batch.outputs_a_BN.double(), batch.outputs_b_BN.double()
-    votes_B = None if batch.vote_weights_B is None else batch.vote_weights_B.double()
-    return reference.select_and_update(a_BN, b_BN, batch.choices_B, weights_N.double(), scale, votes_B)
-
-
-def run(batch: PreferenceBatch, weights_N: torch.Tensor, scale: float, kernels: Kernels, **options):
-    return select_and_update(
-        *(batch.outputs_a_BN, batch.outputs_b_BN, batch.choices_B, weights_N),
-        scale=scale,
-        vote_weights_B=batch.vote_weights_B,
-        kernels=kernels,
-        **options,
-    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -64,11 +43,8 @@ def test_results_are_those_of_the_definition_in_float64(shape: tuple[int, int], 
 @given(num_pairs=st.integers(0, 40), num_columns=st.integers(0, 70), seed=st.integers(0, 999), votes=st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_any_shape_with_or_without_vote_weights(num_pairs: int, num_columns: int, seed: int, votes: bool):
-    batch, weights_N = batch_of(num_pairs, num_columns, seed=seed), normal(num_columns, seed=seed)
-    batch = batch if votes else replace(batch, vote_weights_B=None)
-    found, expected = run(batch, weights_N, 0.7, Kernels()), exact(batch, weights_N, 0.7)
-    torch.testing.assert_close(found.selected_BN.double(), expected.selected_BN)
-    torch.testing.assert_close(found.weights_N.double(), expected.weights_N, atol=1e-5, rtol=1e-5)
+    batch = batch_of(num_pairs, num_columns, seed=seed)
+    check(batch if votes else replace(batch, vote_weights_B=None), Kernels(), seed=seed)
 
 
 @pytest.mark.parametrize("choices", [torch.tensor([True, False]), torch.tensor([1, 0]), torch.tensor([1.0, 0.0])])
@@ -81,13 +57,7 @@ def test_choices_may_be_booleans_whole_numbers_or_floats(choices: torch.Tensor, 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_was_not_selected_has_no_influence_and_what_was_is_copied_bit_by_bit(dtype: torch.dtype, kernels: Kernels):
-    a_BN = torch.tensor([1e-40, -0.0, float("inf"), 3e38] * 9).to(dtype).repeat(300, 1)
-    b_BN = torch.full_like(a_BN, torch.nan)
-    batch = PreferenceBatch(a_BN, b_BN, torch.ones(300))
-    found = run(batch, torch.zeros(36), 0.0, kernels)
-    view = torch.int16 if dtype == torch.bfloat16 else torch.int32
-    assert torch.equal(found.selected_BN.view(view), a_BN.view(view))
-    assert found.weights_N[:2].tolist() == [0.0, 0.0]
+    check_copies_of_what_was_selected(kernels, dtype, num_pairs=300)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -168,6 +138,67 @@ def test_outputs_too_large_for_the_caches_are_the_same(num_columns: int, dtype: 
     torch.testing.assert_close(found.weights_N, expected.weights_N, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("share_of_ties", [0.0, 0.03, 0.3, 1.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_pairs", [70, 5003])
+def test_ties_between_rows_that_are_added_together_keep_their_place(
+    num_pairs: int, dtype: torch.dtype, share_of_ties: float, native: Kernels
+):
+    batch = batch_of(num_pairs, 512, dtype=dtype, share_of_ties=share_of_ties)
+    found, expected = run(batch, torch.zeros(512), 1e-2, native), exact(batch, torch.zeros(512), 1e-2)
+    assert torch.equal(found.selected_BN, expected.selected_BN.to(dtype))
+    torch.testing.assert_close(found.weights_N.double(), expected.weights_N, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("num_columns", [33, 512])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_size_of_a_block_changes_more_than_rounding_nor_depends_on_threads(
+    dtype: torch.dtype, num_columns: int, native: Kernels
+):
+    batch = batch_of(3001, num_columns, dtype=dtype)
+    expected, before = exact(batch, torch.zeros(num_columns), 0.1), torch.get_num_threads()
+    for block in (None, 16, 64, 512, 2048):
+        results = []
+        for num_threads in (1, 2):
+            try:
+                torch.set_num_threads(num_threads)
+                weights_N = torch.zeros(num_columns)
+                selected_BN = update_in_place(batch, weights_N, scale=0.1, block=block, kernels=native)
+            finally:
+                torch.set_num_threads(before)
+            results.append(weights_N)
+            assert torch.equal(selected_BN, expected.selected_BN.to(dtype))
+        assert torch.equal(*results)
+        torch.testing.assert_close(results[0].double(), expected.weights_N, atol=1e-4, rtol=1e-5)
+
+
+def test_an_update_in_place_counts_as_a_change(native: Kernels):
+    weights_N = torch.zeros(64)
+    before = weights_N._version
+    update_in_place(batch_of(5, 64), weights_N, scale=0.1, kernels=native)
+    assert weights_N._version > before
+
+
+@pytest.mark.parametrize("index", [0, 3])
+def test_a_choice_that_is_refused_changes_no_weight(index: int, kernels: Kernels):
+    weights_N, choices_B = torch.ones(3), torch.tensor([0.0, 1.0, 0.5, 0.0])
+    choices_B[index] = 0.75
+    with pytest.raises(InputError, match=rf"choices hold 0\.75 at {index}"):
+        update_in_place(replace(BATCH, choices_B=choices_B), weights_N, scale=1.0, kernels=kernels)
+    assert weights_N.tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("num_columns", [16, 33])
+def test_a_block_is_the_rows_that_are_added_in_float32(num_columns: int, native: Kernels):
+    a_BN = torch.ones(2048, num_columns)
+    a_BN[0] = 2.0**24  # a float32 to which 1 cannot be added
+    batch = PreferenceBatch(a_BN, a_BN, torch.ones(2048))
+    for block in (16, 256, 2048):
+        weights_N = torch.zeros(num_columns)
+        update_in_place(batch, weights_N, scale=1.0, block=block, kernels=native)
+        assert weights_N.tolist() == [2.0**24 + 2048 - block] * num_columns
+
+
 @pytest.mark.parametrize("offset", [0, 1, 3])
 @pytest.mark.parametrize("num_columns", [17, 64])
 def test_in_place_writes_weights_and_the_memory_given(num_columns: int, offset: int, kernels: Kernels):
@@ -181,10 +212,7 @@ def test_in_place_writes_weights_and_the_memory_given(num_columns: int, offset: 
 
 
 def test_weights_that_lie_apart_are_updated_in_place(kernels: Kernels):
-    batch, table = batch_of(9, 17), torch.zeros(17, 3)
-    update_in_place(batch, table[:, 1], scale=0.5, kernels=kernels)
-    assert torch.equal(table[:, 1], run(batch, torch.zeros(17), 0.5, kernels).weights_N)
-    assert not table[:, [0, 2]].any()
+    check_weights_that_lie_apart(kernels)
 
 
 def test_empty_batches_change_nothing(kernels: Kernels):
@@ -257,3 +285,5 @@ def test_weights_scale_and_memory_that_do_not_fit_are_refused(kernels: Kernels):
         run(BATCH, torch.zeros(3), float("inf"), kernels)
     with pytest.raises(InputError, match=r"out is .* without gaps"):
         update_in_place(BATCH, torch.zeros(3), scale=1.0, out_BN=torch.empty(3, 4).t(), kernels=kernels)
+    with pytest.raises(InputError, match="block is 100; give one of 16, 32, 64"):
+        update_in_place(BATCH, torch.zeros(3), scale=1.0, block=100, kernels=kernels)

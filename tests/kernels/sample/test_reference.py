@@ -13,13 +13,9 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from sample_cases import keys_of
 from tunesmith.kernels.sample.records import NoiseKeys, SampleSettings, Seen
 from tunesmith.kernels.sample.reference import distribution, philox, sample, uniform
-
-
-def keys_of(num_rows: int, seed: int = 0) -> NoiseKeys:
-    zero_B = torch.zeros(num_rows, dtype=torch.int64)
-    return NoiseKeys(zero_B + seed, zero_B, torch.arange(num_rows), zero_B)
 
 
 def words(*texts: str) -> tuple[torch.Tensor, ...]:

@@ -5,6 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drawn import normal
+from softmax_cases import MASKS, check_extreme_scores, check_mask, check_shape, with_gradient
 from tunesmith.kernels.masked_softmax import reference
 from tunesmith.kernels.masked_softmax.api import masked_softmax
 from tunesmith.kernels.masked_softmax.records import KeyMask
@@ -12,28 +14,6 @@ from tunesmith.kernels.native import Kernels
 
 # The interpreter cuts bfloat16 where a GPU rounds: a unit in the last place.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
-MASKS = {
-    "none": KeyMask(causal=False),
-    "causal": KeyMask(),
-    "causal from a cache": KeyMask(offset=0),
-    "window": KeyMask(window=3),
-    "padding": KeyMask(keys_B2=torch.tensor([[2, 19], [0, 5]])),
-    "everything": KeyMask(
-        window=9,
-        keys_B2=torch.tensor([[2, 19], [0, 11]]),
-        allowed_BQK=torch.rand(2, 7, 19, generator=torch.Generator().manual_seed(2)) > 0.3,
-    ),
-}
-
-
-def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def with_gradient(scores: torch.Tensor, d_out: torch.Tensor, work) -> tuple[torch.Tensor, torch.Tensor]:
-    leaf = scores.clone().requires_grad_()
-    out = work(leaf)
-    return out.detach(), torch.autograd.grad(out, leaf, d_out.to(out.dtype))[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -41,13 +21,7 @@ def with_gradient(scores: torch.Tensor, d_out: torch.Tensor, work) -> tuple[torc
 def test_outputs_and_gradients_are_those_of_the_definition_in_float64(
     name: str, dtype: torch.dtype, interpreted: Kernels
 ):
-    scores_BHQK, d_out = 3 * normal(2, 3, 7, 19, dtype=dtype), normal(2, 3, 7, 19, dtype=dtype, seed=1)
-    mask = MASKS[name]
-    found = with_gradient(scores_BHQK, d_out, lambda x: masked_softmax(x, scale=0.37, mask=mask, kernels=interpreted))
-    exact = with_gradient(scores_BHQK.double(), d_out, lambda x: reference.masked_softmax(x, 0.37, mask))
-    for mine, theirs, slack in zip(found, exact, (1, 4), strict=True):
-        assert mine.dtype == dtype
-        torch.testing.assert_close(mine.double(), theirs, atol=slack * TOLERANCE[dtype], rtol=2 * TOLERANCE[dtype])
+    check_mask(MASKS[name], dtype, interpreted, TOLERANCE[dtype])
 
 
 @given(
@@ -58,12 +32,7 @@ def test_outputs_and_gradients_are_those_of_the_definition_in_float64(
 )
 @settings(max_examples=25, deadline=None)
 def test_any_shape(sizes: tuple[int, int, int, int], causal: bool, window: int | None, seed: int):
-    scores_BHQK, d_out, mask = normal(*sizes, seed=seed), normal(*sizes, seed=seed + 1), KeyMask(causal, window)
-    kernels = Kernels("triton")
-    found = with_gradient(scores_BHQK, d_out, lambda x: masked_softmax(x, scale=2.0, mask=mask, kernels=kernels))
-    exact = with_gradient(scores_BHQK.double(), d_out, lambda x: reference.masked_softmax(x, 2.0, mask))
-    for mine, theirs in zip(found, exact, strict=True):
-        torch.testing.assert_close(mine.double(), theirs, atol=1e-5, rtol=1e-5)
+    check_shape(sizes, KeyMask(causal, window), Kernels("triton"), scale=2.0, seed=seed)
 
 
 @pytest.mark.parametrize("mask", [KeyMask(causal=False), KeyMask(), KeyMask(window=70), MASKS["none"]])
@@ -92,16 +61,7 @@ def test_a_mask_of_booleans_holds_in_two_passes_too(interpreted: Kernels):
 
 
 def test_extreme_scores_stay_exact_and_rows_that_see_nothing_are_0(interpreted: Kernels):
-    scores_BHQK = torch.tensor([[-1e4, 1e4, 0.0], [-1e4, -1e4, -1e4], [1e4, 1e4, -1e4]]).view(1, 1, 3, 3)
-    found = masked_softmax(scores_BHQK, scale=1.0, mask=KeyMask(causal=False), kernels=interpreted)
-    third, half = 1 / 3, 0.5
-    expected = torch.tensor([[0.0, 1.0, 0.0], [third, third, third], [half, half, 0.0]])
-    torch.testing.assert_close(found[0, 0], expected)
-    nothing = KeyMask(keys_B2=torch.tensor([[3, 3]]))
-    out, gradient = with_gradient(
-        scores_BHQK, scores_BHQK, lambda x: masked_softmax(x, scale=1.0, mask=nothing, kernels=interpreted)
-    )
-    assert not out.any() and not gradient.any()
+    check_extreme_scores(interpreted)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])

@@ -7,42 +7,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drawn import normal
+from preference_cases import (
+    batch_of,
+    check,
+    check_copies_of_what_was_selected,
+    check_weights_that_lie_apart,
+    exact,
+    run,
+)
 from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.preference import reference
-from tunesmith.kernels.preference.api import select_and_update, update_in_place
+from tunesmith.kernels.preference.api import update_in_place
 from tunesmith.kernels.preference.records import PreferenceBatch
 
 SHAPES = [(1, 1), (3, 16), (70, 17), (257, 33), (40, 600)]
-
-
-def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def batch_of(num_pairs: int, num_columns: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreferenceBatch:
-    draw = torch.Generator().manual_seed(seed)
-    return PreferenceBatch(
-        normal(num_pairs, num_columns, dtype=dtype, seed=seed),
-        normal(num_pairs, num_columns, dtype=dtype, seed=seed + 1),
-        torch.randint(0, 3, (num_pairs,), generator=draw) / 2,
-        torch.rand(num_pairs, generator=draw),
-    )
-
-
-def exact(batch: PreferenceBatch, weights_N: torch.Tensor, scale: float):
-    votes_B = None if batch.vote_weights_B is None else batch.vote_weights_B.double()
-    a_BN, b_BN = batch.outputs_a_BN.double(), batch.outputs_b_BN.double()
-    return reference.select_and_update(a_BN, b_BN, batch.choices_B, weights_N.double(), scale, votes_B)
-
-
-def run(batch: PreferenceBatch, weights_N: torch.Tensor, scale: float, kernels: Kernels, **options):
-    return select_and_update(
-        *(batch.outputs_a_BN, batch.outputs_b_BN, batch.choices_B, weights_N),
-        scale=scale,
-        vote_weights_B=batch.vote_weights_B,
-        kernels=kernels,
-        **options,
-    )
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
@@ -63,28 +41,18 @@ def test_results_are_those_of_the_definition_in_float64(
 @given(num_pairs=st.integers(0, 20), num_columns=st.integers(0, 40), seed=st.integers(0, 999), votes=st.booleans())
 @settings(max_examples=25, deadline=None)
 def test_any_shape_with_or_without_vote_weights(num_pairs: int, num_columns: int, seed: int, votes: bool):
-    batch, weights_N = batch_of(num_pairs, num_columns, seed=seed), normal(num_columns, seed=seed)
-    batch = batch if votes else replace(batch, vote_weights_B=None)
-    found, expected = run(batch, weights_N, 0.7, Kernels("triton")), exact(batch, weights_N, 0.7)
-    torch.testing.assert_close(found.selected_BN.double(), expected.selected_BN)
-    torch.testing.assert_close(found.weights_N.double(), expected.weights_N, atol=1e-5, rtol=1e-5)
+    batch = batch_of(num_pairs, num_columns, seed=seed)
+    check(batch if votes else replace(batch, vote_weights_B=None), Kernels("triton"), seed=seed)
 
 
 def test_what_was_not_selected_has_no_influence_and_what_was_is_copied_bit_by_bit(interpreted: Kernels):
-    a_BN = torch.tensor([1e-40, -0.0, float("inf"), 3e38] * 5).repeat(6, 1)
-    batch = PreferenceBatch(a_BN, torch.full_like(a_BN, torch.nan), torch.ones(6))
-    found = run(batch, torch.zeros(20), 0.0, interpreted)
-    assert torch.equal(found.selected_BN.view(torch.int32), a_BN.view(torch.int32))
-    swapped = PreferenceBatch(batch.outputs_b_BN, a_BN, torch.zeros(6))
-    assert torch.equal(run(swapped, torch.zeros(20), 0.0, interpreted).selected_BN, found.selected_BN)
+    check_copies_of_what_was_selected(interpreted, torch.float32, num_pairs=6)
 
 
 def test_slices_of_wider_tensors_are_found_by_their_strides(interpreted: Kernels):
     wide_a, wide_b = normal(40, 70), normal(40, 90, seed=1)
     batch = PreferenceBatch(wide_a[:, 3:40], wide_b[:, 20:57], torch.arange(40) % 2)
-    found, expected = run(batch, torch.zeros(37), 1.0, interpreted), exact(batch, torch.zeros(37), 1.0)
-    torch.testing.assert_close(found.selected_BN.double(), expected.selected_BN)
-    torch.testing.assert_close(found.weights_N.double(), expected.weights_N, atol=1e-5, rtol=1e-5)
+    check(batch, interpreted)
 
 
 def test_gradients_and_updates_in_place_go_through_the_same_kernels(interpreted: Kernels):
@@ -110,10 +78,7 @@ def test_more_sums_than_one_block_are_all_added(interpreted: Kernels):
 
 
 def test_weights_that_lie_apart_are_updated_in_place(interpreted: Kernels):
-    batch, table = batch_of(9, 17), torch.zeros(17, 3)
-    update_in_place(batch, table[:, 1], scale=0.5, kernels=interpreted)
-    assert torch.equal(table[:, 1], run(batch, torch.zeros(17), 0.5, interpreted).weights_N)
-    assert not table[:, [0, 2]].any()
+    check_weights_that_lie_apart(interpreted)
 
 
 @pytest.mark.parametrize("block_n", [None, 64, 128, 256, 512])
@@ -130,15 +95,13 @@ def test_a_plan_covers_every_row_and_column_with_tiles_of_one_size(shape: tuple[
 
 
 def test_all_block_sizes_give_the_same_selection_and_weights(interpreted: Kernels):
-    from tunesmith.kernels.preference import triton_impl
-
-    batch, weights_N = batch_of(100, 150), normal(150)
-    votes = triton_impl.Votes(batch.choices_B, batch.vote_weights_B)
-    expected = exact(batch, weights_N, 0.5)
-    for block_n in (64, 128, 256, 512):
-        out = torch.empty(100, 150), torch.empty(150)
-        plan = triton_impl.launch((100, 150), block_n)
-        outputs = batch.outputs_a_BN, batch.outputs_b_BN
-        triton_impl.select_into(outputs, votes, weights_N, 0.5, out, plan=plan)
-        torch.testing.assert_close(out[0].double(), expected.selected_BN)
-        torch.testing.assert_close(out[1].double(), expected.weights_N, atol=1e-5, rtol=1e-5)
+    batch, start_N = batch_of(100, 150), normal(150)
+    expected = exact(batch, start_N, 0.5)
+    for block in (64, 128, 256, 512):
+        for deterministic in (True, False):
+            weights_N = start_N.clone()
+            selected_BN = update_in_place(
+                batch, weights_N, scale=0.5, block=block, deterministic=deterministic, kernels=interpreted
+            )
+            torch.testing.assert_close(selected_BN.double(), expected.selected_BN)
+            torch.testing.assert_close(weights_N.double(), expected.weights_N, atol=1e-5, rtol=1e-5)

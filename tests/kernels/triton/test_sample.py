@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -9,84 +10,30 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+import sample_cases
+from sample_cases import OPTIONS, keys_of, logits_of, rows_of
 from tunesmith.core.errors import TrainingError, TritonUnavailableError
 from tunesmith.kernels.logprob.api import chosen_logp_entropy
 from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.sample import ops, reference, triton_impl
 from tunesmith.kernels.sample.api import sample, score
-from tunesmith.kernels.sample.records import LogitBias, NoiseKeys, Sampled, SampleSettings, Seen
+from tunesmith.kernels.sample.records import Sampled, SampleSettings, Seen
 from tunesmith.kernels.triton_softmax import LaunchPlan
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-OPTIONS = {
-    "plain": {},
-    "temperature": {"temperature": 0.6},
-    "greedy": {"temperature": 0.0, "top_k": 3},
-    "top_k": {"top_k": 4},
-    "top_p": {"top_p": 0.8},
-    "min_p": {"min_p": 0.1},
-    "repetition_penalty": {"repetition_penalty": 1.5},
-    "bias": {"bias": {1: 1.0, 3: float("-inf"), 11: 2.0}},
-    "top_k and top_p": {"top_k": 6, "top_p": 0.7, "temperature": 1.4},
-    "top_p and min_p": {"top_p": 0.95, "min_p": 0.05, "temperature": 0.8},
-    "all": {
-        "temperature": 1.3,
-        "top_k": 8,
-        "top_p": 0.9,
-        "min_p": 0.05,
-        "repetition_penalty": 1.2,
-        "bias": {0: -1.0, 5: 0.5},
-    },
-}
-
-
-def keys_of(num_rows: int, *, seed: int = 0, position: int = 0) -> NoiseKeys:
-    row_B = torch.arange(num_rows)
-    return NoiseKeys(torch.full((num_rows,), seed), row_B // 7, row_B % 7, torch.full((num_rows,), position))
-
-
-def normal(*shape: int, scale: float = 3.0, seed: int = 0) -> torch.Tensor:
-    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def is_clear(logits_BV: torch.Tensor, chosen: SampleSettings, keys: NoiseKeys, seen: Seen | None) -> torch.Tensor:
-    """Rows whose noise and filters are further than rounding in float32 from any limit."""
-    exact_BV = reference.distribution(logits_BV, chosen, seen=seen)
-    gap_BV = exact_BV.exp().cumsum(-1) - reference.uniform(keys)[:, None]
-    clear_B = gap_BV.abs().amin(-1) > 1e-6
-    for factor in (1 - 1e-5, 1 + 1e-5):
-        moved = replace(
-            chosen,
-            top_p_B=torch.where(chosen.top_p_B < 1, chosen.top_p_B * factor, 1.0).clamp(max=1),
-            min_p_B=chosen.min_p_B * factor,
-        )
-        kept_BV = reference.distribution(logits_BV, moved, seen=seen).isfinite()
-        clear_B &= (kept_BV == exact_BV.isfinite()).all(-1)
-    return clear_B | (chosen.temperature_B == 0)
-
-
-def assert_as_defined(
-    logits_BV: torch.Tensor, chosen: SampleSettings, keys: NoiseKeys, seen: Seen | None, kernels: Kernels
-) -> None:
-    found = sample(logits_BV, chosen, keys, seen=seen, kernels=kernels)
-    exact = reference.sample(logits_BV, chosen, keys, seen=seen)
-    clear_B = is_clear(logits_BV, chosen, keys, seen)
-    assert torch.equal(found.token_B[clear_B], exact.token_B[clear_B])
-    for name in ("logp_B", "raw_logp_B"):
-        assert getattr(found, name).dtype == torch.float32
-        torch.testing.assert_close(getattr(found, name)[clear_B], getattr(exact, name)[clear_B], atol=1e-5, rtol=1e-6)
+assert_as_defined = partial(sample_cases.assert_as_defined, most_unclear=math.inf, rtol=1e-6)
 
 
 @pytest.mark.parametrize(("name", "dtype"), list(zip(OPTIONS, DTYPES * len(OPTIONS), strict=False)))
 def test_a_batch_draws_the_tokens_of_the_definition(name: str, dtype: torch.dtype, interpreted: Kernels):
-    logits_BV, keys = normal(8, 333).to(dtype), keys_of(8, seed=2**40 + 3, position=12)
-    seen = Seen(normal(30, 333) > 4, torch.randperm(30, generator=torch.Generator().manual_seed(0))[:8])
+    logits_BV, keys = logits_of(8, 333).to(dtype), keys_of(8, seed=2**40 + 3, position=12)
+    seen = Seen(logits_of(30, 333) > 4, torch.randperm(30, generator=torch.Generator().manual_seed(0))[:8])
     assert_as_defined(logits_BV, SampleSettings.same(8, **OPTIONS[name]), keys, seen, interpreted)
 
 
 @pytest.mark.parametrize("name", ["plain", "all", "greedy"])
 def test_rows_of_several_tiles_draw_the_tokens_of_the_definition(name: str, interpreted: Kernels):
-    logits_BV = normal(8, 9000)
+    logits_BV = logits_of(8, 9000)
     seen = Seen.of([list(range(row, 9000, 8)) for row in range(8)], 9000)
     options = {**OPTIONS[name], "top_k": 50 * OPTIONS[name].get("top_k", 0)}
     assert_as_defined(logits_BV, SampleSettings.same(8, **options), keys_of(8), seen, interpreted)
@@ -109,7 +56,7 @@ def test_rows_of_several_tiles_draw_the_tokens_of_the_definition(name: str, inte
 )
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_settings_draw_the_tokens_of_the_definition(interpreted, options, num_tokens, dtype, seed):
-    logits_BV = normal(4, num_tokens, seed=seed).to(dtype)
+    logits_BV = logits_of(4, num_tokens, seed=seed).to(dtype)
     ids_BS = torch.randint(num_tokens, (4, 5), generator=torch.Generator().manual_seed(seed))
     seen = Seen.of(ids_BS.tolist(), num_tokens)
     assert_as_defined(logits_BV, SampleSettings.same(4, **options), keys_of(4, seed=seed), seen, interpreted)
@@ -119,11 +66,11 @@ def test_any_settings_draw_the_tokens_of_the_definition(interpreted, options, nu
     "options", [{"top_k": 1}, {"top_k": 300}, {"top_k": 299}, {"top_p": 1e-9}, {"top_p": 1 - 1e-9}]
 )
 def test_filters_at_their_ends_are_exact(options: dict, interpreted: Kernels):
-    assert_as_defined(normal(6, 300), SampleSettings.same(6, **options), keys_of(6), None, interpreted)
+    assert_as_defined(logits_of(6, 300), SampleSettings.same(6, **options), keys_of(6), None, interpreted)
 
 
 def test_top_k_beyond_the_columns_of_a_tile_is_exact():
-    logits_BV, chosen, keys = normal(4, 700), SampleSettings.same(4, top_k=200), keys_of(4)
+    logits_BV, chosen, keys = logits_of(4, 700), SampleSettings.same(4, top_k=200), keys_of(4)
     exact = reference.sample(logits_BV, chosen, keys)
     numbers = (chosen.temperature_B, chosen.top_p_B, chosen.min_p_B, chosen.repetition_penalty_B)
     integers = (chosen.top_k_B, keys.seed_B, keys.seed_B, keys.prompt_B, keys.sample_B, keys.position_B)
@@ -135,7 +82,7 @@ def test_top_k_beyond_the_columns_of_a_tile_is_exact():
 
 def test_draws_follow_the_exact_distribution(interpreted: Kernels):
     num_draws, options = 100, {"top_p": 0.9, "temperature": 1.3}
-    logits_1V = normal(1, 5, scale=1.0, seed=3)
+    logits_1V = logits_of(1, 5, scale=1.0, seed=3)
     exact_V = reference.distribution(logits_1V, SampleSettings.same(1, **options))[0].exp()
     logits_BV = logits_1V.expand(num_draws, -1)
     chosen = SampleSettings.same(num_draws, **options)
@@ -146,25 +93,25 @@ def test_draws_follow_the_exact_distribution(interpreted: Kernels):
 
 
 def test_hundreds_of_plain_draws_are_those_of_the_definition(interpreted: Kernels):
-    assert_as_defined(normal(160, 50), SampleSettings.same(160), keys_of(160, position=2**32 - 1), None, interpreted)
+    assert_as_defined(logits_of(160, 50), SampleSettings.same(160), keys_of(160, position=2**32 - 1), None, interpreted)
 
 
 @pytest.mark.parametrize("scale", [1e4, 1e-4, 0.0])
 def test_extreme_logits_draw_the_tokens_of_the_definition(scale: float, interpreted: Kernels):
-    logits_BV = normal(3, 200, scale=scale)
+    logits_BV = logits_of(3, 200, scale=scale)
     for options in ({}, {"top_p": 0.5}, {"top_k": 50}, {"min_p": 0.5}):
         assert_as_defined(logits_BV, SampleSettings.same(3, **options), keys_of(3), None, interpreted)
 
 
 def test_rows_with_settings_of_their_own_do_not_touch_each_other(interpreted: Kernels):
-    logits_BV, keys = normal(len(OPTIONS), 200), keys_of(len(OPTIONS))
+    logits_BV, keys = logits_of(len(OPTIONS), 200), keys_of(len(OPTIONS))
     single = [SampleSettings.same(1, **{**options, "bias": None}) for options in OPTIONS.values()]
     names = [name for name in SampleSettings.__slots__ if name != "bias"]
     together = SampleSettings(*(torch.cat([getattr(one, name) for one in single]) for name in names))
-    seen = Seen(normal(1, 200) > 4, torch.zeros(len(OPTIONS), dtype=torch.int64))
+    seen = Seen(logits_of(1, 200) > 4, torch.zeros(len(OPTIONS), dtype=torch.int64))
     whole = sample(logits_BV, together, keys, seen=seen, kernels=interpreted)
     for row, chosen in enumerate(single):
-        own = NoiseKeys(*(getattr(keys, name)[row : row + 1] for name in NoiseKeys.__slots__))
+        own = rows_of(keys, torch.tensor([row]))
         alone = replace(seen, slot_B=seen.slot_B[:1])
         part = sample(logits_BV[row : row + 1], chosen, own, seen=alone, kernels=interpreted)
         for field in Sampled.__slots__:
@@ -174,7 +121,7 @@ def test_rows_with_settings_of_their_own_do_not_touch_each_other(interpreted: Ke
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_raw_log_probs_have_the_bits_of_the_score_and_of_the_training_loss(temperature: float, interpreted: Kernels):
     for dtype in DTYPES:
-        logits_BV = normal(3, 5000).to(dtype)
+        logits_BV = logits_of(3, 5000).to(dtype)
         logits_BV[:, 0] = 13  # the bias makes it larger than all are without
         options = {"temperature": temperature, "top_p": 0.9, "bias": {0: 2.0}}
         drawn = sample(logits_BV, SampleSettings.same(3, **options), keys_of(3), kernels=interpreted)
@@ -192,17 +139,13 @@ def test_tokens_of_equal_logit_share_their_fate_and_zeros_are_equal(interpreted:
 
 
 def test_greedy_takes_the_lowest_id_of_the_largest(interpreted: Kernels):
-    logits_BV = torch.zeros(3, 300)
-    logits_BV[0, [70, 200, 299]] = 4.0
-    logits_BV[1, 299] = 1.0
-    drawn = sample(logits_BV, SampleSettings.same(3, temperature=0), keys_of(3), kernels=interpreted)
-    assert drawn.token_B.tolist() == [70, 299, 0]
+    sample_cases.check_greedy_takes_the_lowest_id(interpreted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_logits_that_are_not_finite_name_their_row(dtype, bad, interpreted: Kernels):
-    logits_BV = normal(6, 101).to(dtype)
+    logits_BV = logits_of(6, 101).to(dtype)
     logits_BV[2, 0] = logits_BV[4, 100] = bad
     with pytest.raises(TrainingError, match="row 2, 4 of 6: a logit of the model is not finite"):
         sample(logits_BV, SampleSettings.same(6, top_k=5, top_p=0.9), keys_of(6), kernels=interpreted)
@@ -211,25 +154,16 @@ def test_logits_that_are_not_finite_name_their_row(dtype, bad, interpreted: Kern
 
 
 def test_a_bias_that_leaves_nothing_or_overflows_names_its_row(interpreted: Kernels):
-    nothing = LogitBias.of([{}, {token: float("-inf") for token in range(5)}])
-    with pytest.raises(TrainingError, match="row 1 of 2: the logit bias forbids every token"):
-        sample(normal(2, 5), replace(SampleSettings.same(2), bias=nothing), keys_of(2), kernels=interpreted)
-    tiny = SampleSettings.same(2, repetition_penalty=1e-45)
-    with pytest.raises(TrainingError, match=r"row 0 of 2: .*make a logit infinite"):
-        sample(torch.ones(2, 5), tiny, keys_of(2), seen=Seen.of([[1], []], 5), kernels=interpreted)
+    sample_cases.check_a_bias_that_leaves_nothing_or_overflows(interpreted)
 
 
 def test_logits_may_be_part_of_a_larger_tensor(interpreted: Kernels):
-    wide_BV = normal(10, 900)
-    for part_BV in (wide_BV[::2, 100:777], wide_BV.t()[:10, :7]):
-        chosen, keys = SampleSettings.same(len(part_BV), top_p=0.9), keys_of(len(part_BV))
-        found = sample(part_BV, chosen, keys, kernels=interpreted)
-        assert torch.equal(found.token_B, sample(part_BV.contiguous(), chosen, keys, kernels=interpreted).token_B)
+    sample_cases.check_parts_of_a_larger_tensor(interpreted)
 
 
 def test_torch_knows_the_operators():
     settings_B4 = torch.tensor([[1.0, 0.9, 0.0, 1.0]], dtype=torch.float64).repeat(3, 1)
-    given_ = (normal(3, 40), settings_B4, torch.zeros(3, 6, dtype=torch.int64), None, None, True)
+    given_ = (logits_of(3, 40), settings_B4, torch.zeros(3, 6, dtype=torch.int64), None, None, True)
     torch.library.opcheck(torch.ops.tunesmith.sample.default, given_)
     token_B = torch.zeros(3, dtype=torch.int64)
     torch.library.opcheck(torch.ops.tunesmith.sample_score.default, (given_[0], token_B, settings_B4[:, 0]))
@@ -239,4 +173,4 @@ def test_torch_knows_the_operators():
 
 def test_float64_is_refused(interpreted: Kernels):
     with pytest.raises(TritonUnavailableError, match="float64"):
-        sample(normal(2, 5).double(), SampleSettings.same(2), keys_of(2), kernels=interpreted)
+        sample(logits_of(2, 5).double(), SampleSettings.same(2), keys_of(2), kernels=interpreted)

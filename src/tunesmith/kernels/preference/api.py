@@ -5,6 +5,7 @@ Shape legend: B pairs, N numbers of an output.
 
 import ctypes
 import math
+from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
 import torch
@@ -20,11 +21,14 @@ from tunesmith.kernels.arguments import (
     picked_library,
     with_dense_rows,
 )
-from tunesmith.kernels.native import Choice, Kernels, shared
+from tunesmith.kernels.native import Backend, Choice, Kernels, shared
 from tunesmith.kernels.preference import reference
 from tunesmith.kernels.preference.records import PreferenceBatch, Selected
 
-_NATIVE = (*[POINTER] * 7, *[INTEGER] * 4, DOUBLE, INTEGER, INTEGER)
+_NATIVE = (*[POINTER] * 8, *[INTEGER] * 5, DOUBLE, INTEGER, INTEGER)
+
+BLOCKS = (16, 32, 64, 128, 256, 512, 1024, 2048)
+"""How work may be cut, see `update_in_place`."""
 
 
 def select_and_update(
@@ -62,17 +66,23 @@ def update_in_place(
     scale: float,
     out_BN: torch.Tensor | None = None,
     deterministic: bool = True,
+    block: int | None = None,
     kernels: Kernels,
 ) -> torch.Tensor:
     """The selected outputs `[B, N]`; the weights are updated in place. As `select_and_update`, without gradients.
 
     `out_BN`, of the shape and dtype of the outputs and without gaps, receives the selected outputs: memory that is used
-    again is written several times faster on a CPU than memory that is new.
+    again is written several times faster on a CPU than memory that is new. `block` is how the work is cut: in C++ the
+    rows that are summed in float32, in Triton the columns of a tile, a power of two from 16 to 2,048. By default it is
+    what was fastest; the definition in torch has none. The last bits of the weights depend on it.
 
     Raises:
-        InputError, NativeUnavailableError, TritonUnavailableError: as `select_and_update`; or `out` does not fit.
+        InputError, NativeUnavailableError, TritonUnavailableError: as `select_and_update`; or `out` or `block` does not
+            fit.
     """
     _check(batch, weights_N, scale)
+    if block is not None and block not in BLOCKS:
+        raise InputError(f"block is {block}; give one of {', '.join(map(str, BLOCKS))}")
     a_BN = batch.outputs_a_BN
     if out_BN is None:
         out_BN = torch.empty_like(a_BN, memory_format=torch.contiguous_format)
@@ -81,8 +91,7 @@ def update_in_place(
             f"out is {out_BN.dtype} of shape {tuple(out_BN.shape)} with strides {out_BN.stride()}; give "
             f"{a_BN.dtype} of shape {tuple(a_BN.shape)} without gaps"
         )
-    with torch.no_grad():
-        _run(batch, weights_N, scale, deterministic, kernels, Selected(out_BN, weights_N))
+    _run(batch, weights_N, scale, kernels, (out_BN, weights_N), deterministic=deterministic, block=block)
     return out_BN
 
 
@@ -97,10 +106,10 @@ def _select(
     deterministic: bool,
     choice: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out = Selected(torch.empty_like(a_BN, memory_format=torch.contiguous_format), torch.empty_like(weights_N))
+    out = torch.empty_like(a_BN, memory_format=torch.contiguous_format), torch.empty_like(weights_N)
     batch = PreferenceBatch(a_BN, b_BN, choices_B, votes_B)
-    _run(batch, weights_N, scale, deterministic, shared(cast(Choice, choice)), out)
-    return out.selected_BN, out.weights_N
+    _run(batch, weights_N, scale, shared(cast(Choice, choice)), out, deterministic=deterministic)
+    return out
 
 
 @_select.register_fake
@@ -145,61 +154,108 @@ _select.register_autograd(_gradients, setup_context=_save)
 
 
 def _run(
-    batch: PreferenceBatch, weights_N: torch.Tensor, scale: float, deterministic: bool, kernels: Kernels, out: Selected
+    batch: PreferenceBatch,
+    weights_N: torch.Tensor,
+    scale: float,
+    kernels: Kernels,
+    out: tuple[torch.Tensor, torch.Tensor],
+    *,
+    deterministic: bool = True,
+    block: int | None = None,
 ) -> None:
     """Write what was selected and the updated weights, which may be the weights themselves, to `out`."""
-    a_BN = batch.outputs_a_BN
-    backend = kernels.picked("preference", a_BN)
-    # On a GPU this would wait for it; natively it is done there, many times faster.
-    if backend != "native" and a_BN.device.type == "cpu":
+    backend = kernels.picked("preference", batch.outputs_a_BN)
+    if backend == "native" and batch.outputs_a_BN.numel():
+        _run_native(batch, weights_N, scale, block, kernels, out)
+    else:
+        with torch.no_grad():
+            _run_elsewhere(batch, weights_N, scale, _Form(backend, deterministic, block), out)
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What runs, and which of the ways to sum."""
+
+    backend: Backend
+    deterministic: bool
+    block: int | None
+
+
+def _run_elsewhere(
+    batch: PreferenceBatch, weights_N: torch.Tensor, scale: float, form: _Form, out: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    a_BN, (selected_BN, updated_N) = batch.outputs_a_BN, out
+    # On a GPU this would wait for it.
+    if a_BN.device.type == "cpu":
         _check_choices(batch.choices_B)
     if not a_BN.numel():
-        out.weights_N.copy_(weights_N)
-    elif backend == "native":
-        _run_native(batch, weights_N, scale, kernels, out)
-    elif backend == "triton":
+        updated_N.copy_(weights_N)
+    elif form.backend == "triton":
         from tunesmith.kernels.preference import triton_impl
 
         outputs = (with_dense_rows(a_BN), with_dense_rows(batch.outputs_b_BN))
         votes = triton_impl.Votes(_single(batch.choices_B), _votes(batch))
-        updated_N = torch.empty(weights_N.shape, dtype=weights_N.dtype, device=weights_N.device)
-        new = out.selected_BN, updated_N
-        triton_impl.select_into(outputs, votes, weights_N.contiguous(), scale, new, deterministic=deterministic)
-        out.weights_N.copy_(updated_N)
+        new_N = torch.empty(weights_N.shape, dtype=weights_N.dtype, device=weights_N.device)
+        plan = triton_impl.launch((a_BN.shape[0], a_BN.shape[1]), form.block)
+        new, is_ordered = (selected_BN, new_N), form.deterministic
+        triton_impl.select_into(outputs, votes, weights_N.contiguous(), scale, new, deterministic=is_ordered, plan=plan)
+        updated_N.copy_(new_N)
     else:
         found = reference.select_and_update(
             a_BN, batch.outputs_b_BN, batch.choices_B, weights_N, scale, batch.vote_weights_B
         )
-        out.selected_BN.copy_(found.selected_BN)
-        out.weights_N.copy_(found.weights_N)
+        selected_BN.copy_(found.selected_BN)
+        updated_N.copy_(found.weights_N)
 
 
-def _run_native(batch: PreferenceBatch, weights_N: torch.Tensor, scale: float, kernels: Kernels, out: Selected) -> None:
+def _run_native(
+    batch: PreferenceBatch,
+    weights_N: torch.Tensor,
+    scale: float,
+    block: int | None,
+    kernels: Kernels,
+    out: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    """In C++, with as little around it as can be: a thousand pairs are selected in some tens of microseconds."""
     a_BN, b_BN = with_dense_rows(batch.outputs_a_BN), with_dense_rows(batch.outputs_b_BN)
     choices_B, votes_B, start_N = _single(batch.choices_B), _votes(batch), _single(weights_N)
-    updated_N = torch.empty_like(start_N)
-    library = picked_library(kernels, "preference", a_BN)
-    unknown = ctypes.c_int64()
-    function_of(library, "first_unknown_choice", (POINTER, INTEGER, POINTER))(
-        choices_B.data_ptr(), len(choices_B), ctypes.addressof(unknown)
-    )
-    if unknown.value >= 0:
-        _refuse_choice(choices_B, unknown.value)
-    function_of(library, "select_and_update", _NATIVE)(
-        *(address(tensor) for tensor in (a_BN, b_BN, choices_B, votes_B, out.selected_BN, start_N, updated_N)),
+    selected_BN, updated_N = out
+    is_direct, unknown = _is_single(updated_N), ctypes.c_int64()
+    new_N = updated_N if is_direct else torch.empty_like(start_N)
+    function_of(picked_library(kernels, "preference", a_BN), "select_and_update", _NATIVE)(
+        a_BN.data_ptr(),
+        b_BN.data_ptr(),
+        choices_B.data_ptr(),
+        address(votes_B),
+        selected_BN.data_ptr(),
+        start_N.data_ptr(),
+        new_N.data_ptr(),
+        ctypes.addressof(unknown),
         *a_BN.shape,
         a_BN.stride(0),
         b_BN.stride(0),
+        block or 0,
         scale,
-        a_BN.dtype == torch.bfloat16,
+        a_BN.dtype is torch.bfloat16,
         torch.get_num_threads(),
     )
-    out.weights_N.copy_(updated_N)
+    if unknown.value >= 0:
+        _refuse_choice(choices_B, unknown.value)
+    if is_direct:
+        # torch does not see what C++ writes.
+        torch.autograd.graph.increment_version(updated_N)
+    else:
+        with torch.no_grad():
+            updated_N.copy_(new_N)
 
 
 def _single(tensor: torch.Tensor) -> torch.Tensor:
     """In float32, without gaps."""
-    return tensor.detach().to(torch.float32).contiguous()
+    return tensor if _is_single(tensor) else tensor.detach().to(torch.float32).contiguous()
+
+
+def _is_single(tensor: torch.Tensor) -> bool:
+    return tensor.dtype == torch.float32 and tensor.is_contiguous()
 
 
 def _votes(batch: PreferenceBatch) -> torch.Tensor | None:

@@ -1,8 +1,8 @@
 // Selection by votes and the weighted sum of what was selected, in one pass; reference.py is the definition.
 //
 // A selected number is read and written once, past the caches where the outputs are larger than they are. Rows go in
-// blocks of kRows, columns in tiles of kColumns; a block and tile is summed in float32 in the order of its rows, and the
-// blocks in float64 in theirs. So no bit depends on the number of threads.
+// blocks, columns in tiles of kColumns; a block and tile is summed in float32 in the order of its rows, and the blocks
+// in float64 in theirs. So no bit depends on the number of threads, but the last ones may on the rows of a block.
 #include <algorithm>
 #include <cstdint>
 #include <memory>
@@ -18,14 +18,19 @@ using namespace tunesmith;
 
 namespace {
 
-constexpr int64_t kRows = 256;
+constexpr int64_t kBlockRows = 256;          // unless the caller names another number
 constexpr int64_t kColumns = 1024;           // of a tile: its sums and some rows of it fit the first-level cache
-constexpr int64_t kAhead = 4096;             // numbers that are fetched before they are used, in whole rows
+constexpr int64_t kAheadBytes = 1 << 14;     // that are fetched before they are used, in whole rows
+constexpr int64_t kMostAhead = 32;           // rows that are fetched before they are used
+constexpr int kGroup = 8;                    // rows that are added to the sums together, past the caches
+constexpr int kCachedGroup = 2;              // and within them
+constexpr int64_t kLineBytes = 64;
 constexpr int64_t kThreadedWork = 32768;     // numbers from which on a second thread is worth its start
-constexpr int64_t kStreamedBytes = 1 << 20;  // of output, from which on it is written past the caches
+constexpr int64_t kStreamedBytes = 3 << 20;  // of output, from which on it is written past the caches
 
 struct Sizes {
-    int64_t num_rows, n, a_stride, b_stride;
+    int64_t num_rows, n, stride[2], block_rows;
+    bool has_lines;                          // rows of the result are whole lines of the cache; sums are in their order
 };
 
 // 16 numbers as they stand in memory: a selected output is copied without a conversion.
@@ -64,7 +69,7 @@ template <class V> inline void stream(void* to, V values) {
 #endif
 }
 
-// Writes see all streamed stores of this thread as done.
+// Other threads see all streamed stores of this one as done.
 inline void end_of_streams() {
 #if defined(__AVX__)
     _mm_sfence();
@@ -118,111 +123,216 @@ inline TUNESMITH_INLINE void select_row(const T* from, const T* other, const T* 
     if (i < n) part(i, n - i);
 }
 
-inline bool none_tied(const float* choices) {
-    bool any = false;
-    for (int i = 0; i < 4; ++i) any |= !(choices[i] > 0.5f || choices[i] < 0.5f);
-    return !any;
+// A line of the cache as it stands in memory, and the vectors of float32 that its numbers make: one of float32, two of
+// bfloat16. These are the numbers in even and in odd places, which are told apart by a shift and a mask; putting them
+// in order would take three times as many instructions.
+template <class T> struct Line;
+
+template <> struct Line<float> {
+    static constexpr int kVectors = 1;
+    static Floats wide(Ints bits, int) { return (Floats)bits; }
+    static Ints narrow(const Floats* values) { return (Ints)values[0]; }
+};
+
+template <> struct Line<uint16_t> {
+    static constexpr int kVectors = 2;
+    static Floats wide(Ints bits, int odd) { return (Floats)(odd ? bits & (int32_t)0xffff0000 : bits << 16); }
+    static Ints narrow(const Floats* values) {
+        Ints even = __builtin_convertvector(to_nearest_halves(values[0]), Ints);
+        return even | __builtin_convertvector(to_nearest_halves(values[1]), Ints) << 16;
+    }
+};
+
+inline Ints bits_at(const void* from) {
+    Ints bits;
+    std::memcpy(&bits, from, sizeof bits);
+    return bits;
 }
 
-// Four selected rows of a tile at once, none of them a tie, with their places at multiples of a vector: a sum is loaded
-// and stored a quarter as often. The sums run in the order of the rows, so their bits are those of `select_row`.
-template <class T, bool streams>
-inline TUNESMITH_INLINE void select_four(const T* const* from, const T* const* ahead, T* to, int64_t step,
-                                         const float* votes, float* sum, int64_t n) {
-    Floats factor[4] = {splat(votes[0]), splat(votes[1]), splat(votes[2]), splat(votes[3])};
-    for (int64_t i = 0; i < n; i += kLanes) {
-        Floats total = load(sum + i);
-#pragma GCC unroll 4
-        for (int row = 0; row < 4; ++row) {
-            __builtin_prefetch(ahead[row] + i);
-            auto values = raw(from[row] + i);
-            total += factor[row] * wide(values);
-            if (streams)
-                stream(to + row * step + i, values);
-            else
-                plain(to + row * step + i, values);
+// Into the first-level cache; past the second where the result goes past it too, so that what is there stays.
+template <bool streams> inline TUNESMITH_INLINE void fetch(const void* from) {
+    __builtin_prefetch(from, 0, streams ? 0 : 3);
+}
+
+template <bool streams> inline TUNESMITH_INLINE void put(void* to, Ints bits) {
+    if (streams)
+        stream(to, bits);
+    else
+        plain(to, bits);
+}
+
+inline bool is_tied(float choice) { return choice == 0.5f; }
+
+// Some selected rows of a tile, none of them a tie, each a number of whole lines: a sum is loaded and stored once for
+// all. It runs in the order of the rows, so its bits are those of one row at a time. `to` is where the first row goes,
+// `step` the distance of the next, `ahead` what to fetch meanwhile.
+template <class T, int rows, bool streams>
+inline TUNESMITH_INLINE void select_lines(const T* const* from, const T* const* ahead, T* to, int64_t step,
+                                          const float* votes, float* sum, int64_t n) {
+    constexpr int64_t kNumbers = kLineBytes / sizeof(T);
+    for (int64_t i = 0; i < n; i += kNumbers) {
+        Floats total[Line<T>::kVectors];
+        for (int v = 0; v < Line<T>::kVectors; ++v) total[v] = load(sum + i + v * kLanes);
+#pragma GCC unroll 8
+        for (int row = 0; row < rows; ++row) {
+            fetch<streams>(ahead[row] + i);
+            Ints bits = bits_at(from[row] + i);
+            for (int v = 0; v < Line<T>::kVectors; ++v) total[v] += splat(votes[row]) * Line<T>::wide(bits, v);
+            put<streams>(to + row * step + i, bits);
         }
-        store(sum + i, total);
+        for (int v = 0; v < Line<T>::kVectors; ++v) store(sum + i + v * kLanes, total[v]);
     }
 }
 
+// The mean of both rows, as `select_lines`.
 template <class T, bool streams>
-void select_tile(const T* a, const T* b, const float* choices, const float* votes, T* selected, float* sum,
-                 const Sizes& sizes, int64_t first_row, int64_t column) {
-    int64_t n = std::min(kColumns, sizes.n - column), end = std::min(first_row + kRows, sizes.num_rows);
-    int64_t rows_ahead = std::min<int64_t>(32, (kAhead + n - 1) / n);
-    auto source = [&](int64_t row) TUNESMITH_INLINE {
-        return choices[row] < 0.5f ? b + row * sizes.b_stride + column : a + row * sizes.a_stride + column;
-    };
-    std::fill(sum, sum + n, 0.0f);
-    bool is_even = n % kLanes == 0 && sizes.n * sizeof(T) % 64 == 0 && (uintptr_t)(selected + column) % 64 == 0;
-    for (int64_t row = first_row; row < end; ++row) {
-        if (is_even && row + 4 <= end && none_tied(choices + row)) {
-            const T *from[4], *ahead[4];
-            float vote[4];
-            for (int i = 0; i < 4; ++i) {
-                from[i] = source(row + i);
-                ahead[i] = source(std::min(row + i + rows_ahead, end - 1));
-                vote[i] = votes ? votes[row + i] : 1.0f;
-            }
-            select_four<T, streams>(from, ahead, selected + row * sizes.n + column, sizes.n, vote, sum, n);
-            row += 3;
-            continue;
+void mean_lines(const T* a, const T* b, const T* ahead, T* to, float vote, float* sum, int64_t n) {
+    constexpr int64_t kNumbers = kLineBytes / sizeof(T);
+    for (int64_t i = 0; i < n; i += kNumbers) {
+        fetch<streams>(ahead + i);
+        Ints bits_a = bits_at(a + i), bits_b = bits_at(b + i);
+        Floats mean[Line<T>::kVectors];
+        for (int v = 0; v < Line<T>::kVectors; ++v) {
+            mean[v] = 0.5f * Line<T>::wide(bits_a, v) + 0.5f * Line<T>::wide(bits_b, v);
+            store(sum + i + v * kLanes, load(sum + i + v * kLanes) + splat(vote) * mean[v]);
         }
-        const T* ahead = source(std::min(row + rows_ahead, end - 1));
-        T* to = selected + row * sizes.n + column;
-        float vote = votes ? votes[row] : 1.0f;
-        if (choices[row] > 0.5f || choices[row] < 0.5f)
-            select_row<T, false, streams>(source(row), nullptr, ahead, to, vote, sum, n);
+        put<streams>(to + i, Line<T>::narrow(mean));
+    }
+}
+
+// The rows of a block and the columns of a tile. Pairs of B and A.
+template <class T> struct Tile {
+    const T* of[2];
+    const float *choices, *votes;
+    T* selected;
+    const Sizes& sizes;
+    int64_t first, end, n, num_ahead;
+
+    const T* row_of(int is_a, int64_t row) const { return of[is_a] + row * sizes.stride[is_a]; }
+    // Without a branch: raters are hard to foretell.
+    const T* source(int64_t row) const { return row_of(choices[row] >= 0.5f, row); }
+    const T* ahead(int64_t row) const { return source(std::min(row + num_ahead, sizes.num_rows - 1)); }
+    T* target(int64_t row) const { return selected + row * sizes.n; }
+    float vote(int64_t row) const { return votes ? votes[row] : 1.0f; }
+};
+
+// `rows` rows from `row` on, none of them a tie.
+template <class T, int rows, bool streams> inline void select_group(const Tile<T>& tile, int64_t row, float* sum) {
+    const T *from[rows], *ahead[rows];
+    float votes[rows];
+    for (int i = 0; i < rows; ++i) {
+        from[i] = tile.source(row + i);
+        ahead[i] = tile.ahead(row + i);
+        votes[i] = tile.vote(row + i);
+    }
+    select_lines<T, rows, streams>(from, ahead, tile.target(row), tile.sizes.n, votes, sum, tile.n);
+}
+
+template <class T, bool streams> void select_tie(const Tile<T>& tile, int64_t row, float* sum) {
+    mean_lines<T, streams>(tile.row_of(1, row), tile.row_of(0, row), tile.ahead(row), tile.target(row), tile.vote(row),
+                           sum, tile.n);
+}
+
+// Whole lines throughout; `sum` is in their order.
+template <class T, bool streams> void select_whole(const Tile<T>& tile, float* sum) {
+    constexpr int kRows = streams ? kGroup : kCachedGroup;
+    for (int64_t row = tile.first; row < tile.end;) {
+        int64_t most = std::min<int64_t>(kRows, tile.end - row), count = 0;  // rows before the next tie
+        while (count < most && !is_tied(tile.choices[row + count])) ++count;
+        if (count == kRows)
+            select_group<T, kRows, streams>(tile, row, sum);
+        else if (count >= kRows / 2)
+            select_group<T, kRows / 2, streams>(tile, row, sum), count = kRows / 2;
+        else if (count)
+            select_group<T, 1, streams>(tile, row, sum), count = 1;
         else
-            select_row<T, true, streams>(a + row * sizes.a_stride + column, b + row * sizes.b_stride + column, ahead,
-                                         to, vote, sum, n);
+            select_tie<T, streams>(tile, row, sum), count = 1;
+        row += count;
     }
-    if (streams) end_of_streams();
+}
+
+template <class T, bool streams> void select_any(const Tile<T>& tile, float* sum) {
+    for (int64_t row = tile.first; row < tile.end; ++row)
+        if (is_tied(tile.choices[row]))
+            select_row<T, true, streams>(tile.row_of(1, row), tile.row_of(0, row), tile.ahead(row), tile.target(row),
+                                         tile.vote(row), sum, tile.n);
+        else
+            select_row<T, false, streams>(tile.source(row), nullptr, tile.ahead(row), tile.target(row), tile.vote(row),
+                                          sum, tile.n);
+}
+
+template <class T, bool streams> void select_tile(const Tile<T>& tile, float* sum) {
+    std::fill(sum, sum + tile.n, 0.0f);
+    if (tile.sizes.has_lines)
+        select_whole<T, streams>(tile, sum);
+    else
+        select_any<T, streams>(tile, sum);
 }
 
 template <class T>
 void select_all(const T* a, const T* b, const float* choices, const float* votes, T* selected, const float* weights,
-                float* updated, Sizes sizes, double scale, int num_threads) {
-    int64_t num_blocks = (sizes.num_rows + kRows - 1) / kRows, num_tiles = (sizes.n + kColumns - 1) / kColumns;
+                float* updated, const Sizes& sizes, double scale, int num_threads) {
+    int64_t rows = sizes.block_rows, num_tiles = (sizes.n + kColumns - 1) / kColumns;
+    int64_t num_blocks = (sizes.num_rows + rows - 1) / rows;
     std::unique_ptr<float[]> sums(new float[num_blocks * sizes.n]);
     bool streams = sizes.num_rows * sizes.n * (int64_t)sizeof(T) >= kStreamedBytes;
     auto work = streams ? select_tile<T, true> : select_tile<T, false>;
-#pragma omp parallel for schedule(static) num_threads(num_threads) \
-    if (num_threads > 1 && sizes.num_rows * sizes.n > kThreadedWork)
-    for (int64_t task = 0; task < num_blocks * num_tiles; ++task) {
-        int64_t block = task / num_tiles, column = task % num_tiles * kColumns;
-        work(a, b, choices, votes, selected, sums.get() + block * sizes.n + column, sizes, block * kRows, column);
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1 && sizes.num_rows * sizes.n > kThreadedWork)
+    {
+#pragma omp for schedule(static) nowait
+        for (int64_t task = 0; task < num_blocks * num_tiles; ++task) {
+            int64_t block = task / num_tiles, column = task % num_tiles * kColumns, first = block * rows;
+            int64_t n = std::min(kColumns, sizes.n - column), row_bytes = n * (int64_t)sizeof(T);
+            int64_t num_ahead = std::clamp<int64_t>((kAheadBytes + row_bytes - 1) / row_bytes, kGroup, kMostAhead);
+            int64_t end = std::min(first + rows, sizes.num_rows);
+            work({{b + column, a + column}, choices, votes, selected + column, sizes, first, end, n, num_ahead},
+                 sums.get() + block * sizes.n + column);
+        }
+        if (streams) end_of_streams();
     }
     std::vector<double> total(sizes.n, 0.0);
     for (int64_t block = 0; block < num_blocks; ++block)
         for (int64_t i = 0; i < sizes.n; ++i) total[i] += sums[block * sizes.n + i];
-    for (int64_t i = 0; i < sizes.n; ++i) updated[i] = (float)(weights[i] + scale * total[i]);
+    auto update = [&](int64_t i, int64_t place) { updated[i] = (float)(weights[i] + scale * total[place]); };
+    constexpr int kVectors = Line<T>::kVectors;
+    if (!sizes.has_lines || kVectors == 1) {
+        for (int64_t i = 0; i < sizes.n; ++i) update(i, i);
+        return;
+    }
+    for (int64_t i = 0; i < sizes.n; i += kVectors * kLanes)
+        for (int lane = 0; lane < kLanes; ++lane)
+            for (int v = 0; v < kVectors; ++v) update(i + lane * kVectors + v, i + v * kLanes + lane);
+}
+
+inline bool is_unknown(float choice) { return (choice != 0.0f) & (choice != 0.5f) & (choice != 1.0f); }
+
+// The index of the first choice that is none of 0, 1/2 and 1, or -1.
+int64_t first_unknown(const float* choices, int64_t num_rows) {
+    int32_t any = 0;
+    for (int64_t row = 0; row < num_rows; ++row) any |= is_unknown(choices[row]);
+    int64_t row = 0;
+    while (any && !is_unknown(choices[row])) ++row;
+    return any ? row : -1;
 }
 
 }  // namespace
 
 // Rows of a and b are found by their strides; selected is [num_rows, n] without gaps, choices and votes are [num_rows],
-// weights and updated [n] and may be the same. votes may be null.
+// weights and updated [n] and may be the same. votes may be null. `block_rows` is the number of rows whose sum is in
+// float32; 0 is kBlockRows. `unknown` gets the index of the first choice that is none of 0, 1/2 and 1, or -1; if there
+// is one nothing else is written.
 extern "C" void select_and_update(const void* a, const void* b, const float* choices, const float* votes,
-                                  void* selected, const float* weights, float* updated, int64_t num_rows, int64_t n,
-                                  int64_t a_stride, int64_t b_stride, double scale, int64_t is_bfloat16,
-                                  int64_t num_threads) {
-    Sizes sizes{num_rows, n, a_stride, b_stride};
+                                  void* selected, const float* weights, float* updated, int64_t* unknown,
+                                  int64_t num_rows, int64_t n, int64_t a_stride, int64_t b_stride, int64_t block_rows,
+                                  double scale, int64_t is_bfloat16, int64_t num_threads) {
+    *unknown = first_unknown(choices, num_rows);
+    if (*unknown >= 0) return;
+    bool has_lines = n * (is_bfloat16 ? 2 : 4) % kLineBytes == 0 && (uintptr_t)selected % kLineBytes == 0;
+    Sizes sizes{num_rows, n, {b_stride, a_stride}, block_rows ? block_rows : kBlockRows, has_lines};
     if (is_bfloat16)
         select_all((const uint16_t*)a, (const uint16_t*)b, choices, votes, (uint16_t*)selected, weights, updated,
                    sizes, scale, (int)num_threads);
     else
         select_all((const float*)a, (const float*)b, choices, votes, (float*)selected, weights, updated, sizes, scale,
                    (int)num_threads);
-}
-
-// Writes the index of the first choice that is none of 0, 1/2 and 1, or -1.
-extern "C" void first_unknown_choice(const float* choices, int64_t num_rows, int64_t* index) {
-    int64_t num_known = 0;
-    for (int64_t row = 0; row < num_rows; ++row)
-        num_known += choices[row] == 0.0f || choices[row] == 0.5f || choices[row] == 1.0f;
-    *index = -1;
-    for (int64_t row = 0; num_known < num_rows && *index < 0; ++row)
-        if (!(choices[row] == 0.0f || choices[row] == 0.5f || choices[row] == 1.0f)) *index = row;
 }
