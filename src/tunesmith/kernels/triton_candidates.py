@@ -1,4 +1,4 @@
-"""Candidates of a draw in Triton: which are kept by a filter, found without a sort, and which one the noise falls on.
+"""A draw in Triton: its noise, which candidates a filter keeps, found without a sort, and which one the noise falls on.
 
 Candidates are logits in float32, in the order of the vocabulary, in a scratch that one program wrote and reads. A
 filter keeps those from a threshold on. It is found by halving the range of keys, whole numbers that order as floats do:
@@ -11,8 +11,25 @@ These tuples are passed on:
 Shape legend: X candidates of a tile.
 """
 
+# In Triton 3.7 a call of one kernel function by another has no type that can be unpacked.
+# pyright: reportGeneralTypeIssues=false
+
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def uniform(integers_ptr):
+    """A number in [0, 1) with 53 bits, float64: the first two words of Philox4x32-10 (Salmon et al. 2011).
+
+    Of a row's six integers of int64, the last four are its keys: seed, prompt, sample, position.
+    """
+    seed = tl.load(integers_ptr + 2)
+    prompt = tl.load(integers_ptr + 3).to(tl.uint32)
+    sample = tl.load(integers_ptr + 4).to(tl.uint32)
+    position = tl.load(integers_ptr + 5).to(tl.uint32)
+    first, second, _, _ = tl.philox(seed, prompt, sample, position, position ^ position)
+    return ((first.to(tl.int64) << 21) | (second.to(tl.int64) >> 11)).to(tl.float64) * 1.1102230246251565e-16
 
 
 @triton.jit

@@ -36,6 +36,7 @@ from tunesmith.kernels.triton_candidates import (
     key_of,
     mass_of,
     threshold,
+    uniform,
 )
 from tunesmith.kernels.triton_check import Variant
 from tunesmith.kernels.triton_softmax import LaunchPlan, launch, logit_at, relative_to_row, softmax_row, weights_of
@@ -59,17 +60,6 @@ class Rows:
     changed_BV: torch.Tensor | None = None
     seen_SV: torch.Tensor | None = None
     filters: bool = False
-
-
-@triton.jit
-def _uniform(integers_ptr):
-    """A number in [0, 1) with 53 bits, float64: the first two words of Philox4x32-10 (Salmon et al. 2011)."""
-    seed = tl.load(integers_ptr + 2)
-    prompt = tl.load(integers_ptr + 3).to(tl.uint32)
-    sample = tl.load(integers_ptr + 4).to(tl.uint32)
-    position = tl.load(integers_ptr + 5).to(tl.uint32)
-    first, second, _, _ = tl.philox(seed, prompt, sample, position, position ^ position)
-    return ((first.to(tl.int64) << 21) | (second.to(tl.int64) >> 11)).to(tl.float64) * 1.1102230246251565e-16
 
 
 @triton.jit
@@ -247,7 +237,7 @@ def _sample_kernel(
         largest, total_T = _sums(row, inverse_temperature, PENALISED, TILES, BLOCK)
     softmax = (largest, inverse_temperature)
     mass = tl.sum(total_T, axis=0)
-    noise = _uniform(integers_ptr)
+    noise = uniform(integers_ptr)
     token = _pick(row, softmax, total_T, noise, PENALISED, TILES, BLOCK)
     if FILTERS:
         top_k = tl.load(integers_ptr).to(tl.int32)
