@@ -139,13 +139,20 @@ def test_all_ways_to_take_votes_select_the_same(monkeypatch: pytest.MonkeyPatch)
     a_BN, b_BN = torch.randn(2, 12, 40).unbind()
     batch = PreferenceBatch(a_BN, b_BN, (torch.arange(12) % 2).float())
     out_BN = torch.empty_like(a_BN)
-    ways = _ways(batch, torch.zeros(40), out_BN, Kernels("triton"))
-    assert {"atomic", "block 16", "block 16, atomic", "block 32"} <= set(ways)
+    selected_BN = torch.where(batch.choices_B[:, None] == 1, a_BN, b_BN)
+    weights_N = torch.zeros(40)
+    ways = _ways(batch, weights_N, out_BN, Kernels("triton"))
+    assert {"process", "process, atomic", "process, block 16", "tuning, block 32, atomic"} <= set(ways)
+    assert len(ways) == 2 * 2 * 3
     for name, way in ways.items():
+        weights_N.zero_()
         out_BN.fill_(torch.nan)
         way()
-        if not name.startswith("iterative_tuning"):  # it has memory of its own
-            assert torch.equal(out_BN, torch.where(batch.choices_B[:, None] == 1, a_BN, b_BN)), name
+        if name.startswith("process"):  # the other one has memory of its own
+            assert torch.equal(out_BN, selected_BN), name
+            torch.testing.assert_close(weights_N, 1e-6 * selected_BN.mean(0))
+        else:
+            torch.testing.assert_close(weights_N, 1e-6 * selected_BN.sum(0))  # of batches of one pair
 
 
 @pytest.mark.parametrize(

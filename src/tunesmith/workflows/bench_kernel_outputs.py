@@ -3,7 +3,9 @@
 Shapes: B pairs or sequences, N numbers of an output, H heads, Q queries, K keys.
 """
 
+import itertools
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -30,7 +32,7 @@ def preference_case(
     """The selected of 65,536 pairs of 512 numbers, or of `num_pairs`, and the update, against the definition in torch.
 
     The bytes are those of the selected rows, read and written; the output is memory in use, as a copy's target is. With
-    `all_ways` its variants are atomic sums, tiles of each width, and the functions that tune by votes.
+    `all_ways` its variants are `process_user_preference` and, for ten batches, `iterative_tuning`, as `_ways` has them.
     """
     num_pairs, width, scale = num_pairs or setting.sized(65536, 64), setting.sized(512, 33, 512), 1e-3
     outputs = setting.normal(num_pairs, width, dtype=dtype), setting.normal(num_pairs, width, dtype=dtype, stream=1)
@@ -64,32 +66,16 @@ def preference_case(
 def _ways(
     batch: PreferenceBatch, weights_N: torch.Tensor, out_BN: torch.Tensor, kernels: Kernels
 ) -> dict[str, Callable[[], object]]:
-    """Every other way to take the votes of a batch; those of Triton where it runs."""
+    """Both functions that tune by votes, at every size of a block, and with atomic sums where there are any."""
     size = max(1, len(out_BN) // _TUNING_BATCHES)
     parts = [_part(batch, slice(start, start + size)) for start in range(0, len(out_BN), size)]
-    ways: dict[str, Callable[[], object]] = {
-        "process_user_preference": lambda: process_user_preference(
-            batch, weights_N, learning_rate=1e-6, out_BN=out_BN, kernels=kernels
-        ),
-        f"iterative_tuning of {len(parts)} batches": lambda: iterative_tuning(
-            parts, weights_N, learning_rate=1e-6, kernels=kernels
-        ),
-    }
-    if kernels.picked("preference", out_BN) != "triton":
-        return ways
-    from tunesmith.kernels.preference import triton_impl
-
-    votes, outputs, out = triton_impl.Votes(batch.choices_B, None), (batch.outputs_a_BN, batch.outputs_b_BN), out_BN
-
-    def block(width: int | None, deterministic: bool) -> Callable[[], object]:
-        plan = triton_impl.launch((out.shape[0], out.shape[1]), width)
-        return lambda: triton_impl.select_into(
-            outputs, votes, weights_N, 1e-6, (out, weights_N), deterministic=deterministic, plan=plan
-        )
-
-    ways["atomic"] = block(None, False)
-    for width in _BLOCKS:
-        ways |= {f"block {width}": block(width, True), f"block {width}, atomic": block(width, False)}
+    sums = (True, False) if kernels.picked("preference", out_BN) == "triton" else (True,)
+    ways: dict[str, Callable[[], object]] = {}
+    for block, deterministic in itertools.product((None, *_BLOCKS), sums):
+        how = {"learning_rate": 1e-6, "deterministic": deterministic, "block": block, "kernels": kernels}
+        label = f"{'' if block is None else f', block {block}'}{'' if deterministic else ', atomic'}"
+        ways[f"process{label}"] = partial(process_user_preference, batch, weights_N, out_BN=out_BN, **how)
+        ways[f"tuning{label}"] = partial(iterative_tuning, parts, weights_N, **how)
     return ways
 
 
