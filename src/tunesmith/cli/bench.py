@@ -125,8 +125,8 @@ def rollout(words: Sequence[str]) -> None:
     """Run `tunesmith bench rollout`."""
     flags = parse(RolloutFlags, words, "bench rollout")
     _check_out(flags.out)
-    from tunesmith.workflows.bench_rollout import RolloutBench, run_rollout_bench
-    from tunesmith.workflows.bench_workloads import NAMES
+    from tunesmith.workflows.bench.rollout import RolloutBench, run_rollout_bench
+    from tunesmith.workflows.bench.workloads import NAMES
 
     options = RolloutBench(
         model=flags.model,
@@ -152,7 +152,7 @@ def step(words: Sequence[str]) -> None:
     """Run `tunesmith bench step`."""
     flags = parse(StepFlags, words, "bench step")
     _check_out(flags.out)
-    from tunesmith.workflows.bench_step import StepBench, run_step_bench
+    from tunesmith.workflows.bench.step import StepBench, run_step_bench
 
     options = StepBench(
         model=flags.model,
@@ -175,7 +175,7 @@ def update(words: Sequence[str]) -> None:
     """Run `tunesmith bench update`."""
     flags = parse(UpdateFlags, words, "bench update")
     _check_out(flags.out)
-    from tunesmith.workflows.bench_update import WORKLOADS, UpdateBench, run_update_bench
+    from tunesmith.workflows.bench.update import WORKLOADS, UpdateBench, run_update_bench
 
     options = UpdateBench(
         model=flags.model,
@@ -199,7 +199,7 @@ def kernels(words: Sequence[str]) -> None:
     """Run `tunesmith bench kernels`."""
     flags = parse(KernelsFlags, words, "bench kernels")
     _check_out(flags.out)
-    from tunesmith.workflows.bench_kernels import CASES, KernelBench, run_kernel_bench
+    from tunesmith.workflows.bench.kernels import CASES, KernelBench, run_kernel_bench
 
     options = KernelBench(
         ops=flags.op or tuple(CASES),
@@ -220,7 +220,7 @@ def gpu(words: Sequence[str]) -> None:
     """Run `tunesmith bench gpu`."""
     flags = parse(GpuFlags, words, "bench gpu")
     from tunesmith.cli.bench_gpu import show
-    from tunesmith.workflows.bench_gpu import ROWS, GpuBench, run_gpu_bench
+    from tunesmith.workflows.bench.gpu import ROWS, GpuBench, run_gpu_bench
 
     options = GpuBench(
         out=flags.out,
