@@ -105,8 +105,8 @@ def test_the_step_is_the_same_for_more_slots() -> None:
     ("lengths", "counts", "expected"),
     [
         ((200,), (4,), [Prefix((0, 1, 2, 3), 192)]),
-        ((200,), (3,), []),  # too few
-        ((120,), (8,), []),  # too short
+        ((200,), (1,), []),  # nobody to share with
+        ((15,), (8,), []),  # no whole block
         ((128, 500), (5, 4), [Prefix((0, 1, 2, 3, 4), 128), Prefix((5, 6, 7, 8), 496)]),
         ((300,), (PREFIX_MEMBERS + 1,), [Prefix(tuple(range(PREFIX_MEMBERS)), 288)]),  # one alone reads for itself
     ],

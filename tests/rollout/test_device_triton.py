@@ -65,7 +65,7 @@ def visits(module: PreTrainedModel, choice: Choice, sampling: SamplingParams) ->
 def test_the_step_in_triton_draws_what_the_step_in_torch_draws(
     family: str, sampling: SamplingParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_steps, "_SHORTEST_PREFIX", 32)  # the interpreter takes long for longer prompts
+    monkeypatch.setattr(device_steps, "_LEAST_SAVED_BYTES", 0)  # the interpreter takes long for prompts that pay
     module = tiny_model(family, dtype=torch.float32).model
     with torch.no_grad():  # random weights of the usual size let attention say next to nothing
         for parameter in module.parameters():
