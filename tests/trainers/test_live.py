@@ -37,9 +37,9 @@ def version_files(folder: Path, version: int) -> dict[str, torch.Tensor]:
 
 
 def liking(loop: Loop) -> float:
-    """How much raters like what the policy writes."""
-    drawn = live_pool.draw(loop.state, "measure")
-    return fmean(share_of_letters(one.text) for _, one in drawn.answers)
+    """How much raters like what the policy writes: the mean of many draws, because two dozen texts are loud."""
+    drawn = [live_pool.draw(loop.state, f"measure {index}") for index in range(16)]
+    return fmean(share_of_letters(one.text) for each in drawn for _, one in each.answers)
 
 
 def test_votes_on_what_the_policy_wrote_move_it_towards_what_raters_like(tmp_path: Path) -> None:
@@ -49,17 +49,17 @@ def test_votes_on_what_the_policy_wrote_move_it_towards_what_raters_like(tmp_pat
     cfg = live_recipe(folder, live=live_section, optimizer={"learning_rate": 3e-3})
     with looping(cfg) as loop, voters(folder) as people:
         before = liking(loop)
-        for _ in range(8):
+        for _ in range(24):
             learn(loop, people)
         versions = people.runs.versions()
         served = loop.state.position.serving
         after = liking(loop)
-    assert served == 8
-    assert after > before + 0.05
+    assert served == 24
+    assert after > before + 0.02
     assert [version.version for version in versions if version.serving] == [served]
     assert (folder / "final").resolve() == (folder / "versions" / f"v{served:06d}").resolve()
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert [row["step"] for row in rows] == list(range(1, 25))
     assert rows[-1]["kl"] > rows[0]["kl"] > 0
     accuracies = [row["rewards/accuracies"] for row in rows]
     assert fmean(accuracies[1:]) > accuracies[0]

@@ -40,13 +40,15 @@ def environment() -> dict[str, object]:
 
 def package_versions() -> dict[str, str | None]:
     """Version of each package that matters to a result; None where it is not installed."""
-    versions: dict[str, str | None] = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = None
-    return versions
+    return {name: package_version(name) for name in PACKAGES}
+
+
+def package_version(name: str) -> str | None:
+    """Version of an installed package; None where it is not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def cpu_model() -> str:

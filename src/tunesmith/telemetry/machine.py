@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from tunesmith.telemetry.environment import cpu_model, package_versions, peak_rss_gb, usable_cores
+from tunesmith.telemetry.environment import cpu_model, package_version, peak_rss_gb, usable_cores
 
 _RESET_PEAK = "5"  # proc(5), /proc/<pid>/clear_refs: the high-water mark of resident memory begins again
 
@@ -33,13 +33,12 @@ def machine_facts(packages: tuple[str, ...] = ("torch", "transformers", "numpy")
 
     `uncommitted_changes` is of `src` and `tools`: with it the commit alone does not say what was measured.
     """
-    versions = package_versions()
     return {
         "device": cpu_model(),
         "num_cores": usable_cores(),
         "num_threads": torch.get_num_threads(),
         "python": platform.python_version(),
-        "packages": {name: versions.get(name) for name in packages},
+        "packages": {name: package_version(name) for name in packages},
         "commit": git("rev-parse", "HEAD"),
         "uncommitted_changes": bool(git("status", "--porcelain", "--", "src", "tools")),
     }

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -94,25 +94,15 @@ def _check(options: GpuBench) -> None:
 def _made(options: GpuBench) -> dict[str, Any]:
     """By whom and with what a row is measured."""
     device = torch.cuda.get_device_name() if options.device == "cuda" else cpu_model()
-    machine = machine_facts(("torch", "transformers", "triton"))
+    machine = machine_facts(("torch", "transformers", "triton", "liger_kernel"))
     return {
         "device": device,
         "quick": options.quick,
         "seed": options.seed,
         "sources": sources_digest(),
         "commit": machine["commit"],
-        "packages": {**_versions(machine), "cuda": torch.version.cuda},
+        "packages": {**cast(dict[str, object], machine["packages"]), "cuda": torch.version.cuda},
     }
-
-
-def _versions(machine: Mapping[str, Any]) -> dict[str, Any]:
-    from importlib import metadata
-    from importlib.util import find_spec
-
-    versions = dict(machine["packages"])
-    for package in ("triton", "liger_kernel"):
-        versions[package] = metadata.version(package) if find_spec(package) else None
-    return versions
 
 
 def _check_same(records: Mapping[str, RowRecord], made: Mapping[str, Any], out: Path) -> None:
