@@ -41,16 +41,20 @@ class DeviceModel:
         """Whether all weights still stand where they stood, as after an update in place; else they are found anew, and
         what was captured with the old addresses must go.
         """
+        if self._addresses and self._addresses_now() == self._addresses:
+            return True
         architecture = self.decoder.architecture
-        linears = {
-            id(projection): share(projection)
+        projections = [
+            projection
             for block in architecture.blocks
             for projection in (block.qkv, block.out, block.gate_up, block.down)
-        }
-        linears[id(architecture.head)] = share(architecture.head)
-        addresses = tuple(parameter.data_ptr() for parameter in self._module.parameters())
-        is_same, self._linears, self._addresses = addresses == self._addresses, linears, addresses
-        return is_same
+        ]
+        self._linears = {id(projection): share(projection) for projection in (*projections, architecture.head)}
+        self._addresses = self._addresses_now()
+        return False
+
+    def _addresses_now(self) -> tuple[int, ...]:
+        return tuple(parameter.data_ptr() for parameter in self._module.parameters())
 
     @torch.no_grad()
     def forward(

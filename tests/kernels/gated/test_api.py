@@ -10,6 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers.activations import ACT2FN
 
+import gated_cases
+from gated_cases import normal, with_gradients
 from tunesmith.core.errors import InputError, NativeUnavailableError
 from tunesmith.kernels.gated import reference
 from tunesmith.kernels.gated.api import Activation, activate, gated, softcap
@@ -25,33 +27,14 @@ def kernels(request, native) -> Kernels:
     return native if request.param == "native" else Kernels("torch")
 
 
-def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, scale: float = 4.0) -> torch.Tensor:
-    return (scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
-
-
-def with_gradients(
-    function: Callable[..., torch.Tensor], inputs: list[torch.Tensor], d_out: torch.Tensor
-) -> list[torch.Tensor]:
-    """[output, gradient of each input]."""
-    leaves = [tensor.clone().requires_grad_() for tensor in inputs]
-    out = function(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
-
-
 def assert_as_in_float64(
     native_function: Callable[..., torch.Tensor],
     definition: Callable[..., torch.Tensor],
     inputs: list[torch.Tensor],
     d_out: torch.Tensor,
 ) -> None:
-    """One rounding to the dtype, after arithmetic in float32 whose errors are relative to the largest term."""
-    found = with_gradients(native_function, inputs, d_out)
-    exact = with_gradients(definition, [tensor.double() for tensor in inputs], d_out.double())
-    for ours, expected in zip(found, exact, strict=True):
-        assert ours.dtype == d_out.dtype
-        torch.testing.assert_close(
-            ours.double(), expected, atol=2e-6, rtol=2e-6 if ours.dtype == torch.float32 else 2**-8
-        )
+    rtol = 2e-6 if d_out.dtype == torch.float32 else 2**-8
+    gated_cases.assert_as_in_float64(native_function, definition, inputs, d_out, rtol=rtol)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

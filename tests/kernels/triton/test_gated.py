@@ -11,6 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch._dynamo.backends.common import aot_autograd
 
+import gated_cases
+from gated_cases import normal, with_gradients
 from tunesmith.core.errors import TritonUnavailableError
 from tunesmith.kernels.gated import reference, triton_impl
 from tunesmith.kernels.gated.api import activate, gated, softcap
@@ -22,31 +24,13 @@ STEP = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 """Relative error of a stored number; the interpreter cuts numbers off where a GPU rounds them."""
 
 
-def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, scale: float = 4.0) -> torch.Tensor:
-    return (scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
-
-
-def with_gradients(
-    function: Callable[..., torch.Tensor], inputs: list[torch.Tensor], d_out: torch.Tensor
-) -> list[torch.Tensor]:
-    """[output, gradient of each input]."""
-    leaves = [tensor.clone().requires_grad_() for tensor in inputs]
-    out = function(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
-
-
 def assert_as_defined(
     function: Callable[..., torch.Tensor],
     definition: Callable[..., torch.Tensor],
     inputs: list[torch.Tensor],
     d_out: torch.Tensor,
 ) -> None:
-    """One rounding to the dtype, after arithmetic in float32 whose errors are relative to the largest term."""
-    found = with_gradients(function, inputs, d_out)
-    exact = with_gradients(definition, [tensor.double() for tensor in inputs], d_out.double())
-    for ours, expected in zip(found, exact, strict=True):
-        assert ours.dtype == d_out.dtype
-        torch.testing.assert_close(ours.double(), expected, atol=2e-6, rtol=STEP[ours.dtype])
+    gated_cases.assert_as_in_float64(function, definition, inputs, d_out, rtol=STEP[d_out.dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
