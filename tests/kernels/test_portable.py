@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 
+import drawn
 from preference_cases import batch_of, exact
 from tunesmith.kernels import native as compiled
 from tunesmith.kernels.gated.api import activate, gated, softcap
@@ -16,9 +17,7 @@ from tunesmith.kernels.rms_norm.api import add_rms_norm
 from tunesmith.kernels.sample.api import sample
 from tunesmith.kernels.sample.records import NoiseKeys, SampleSettings
 
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return 2 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+normal = partial(drawn.normal, scale=2.0)
 
 
 @pytest.fixture(scope="module", params=["x86-64", "x86-64-v3"])

@@ -9,6 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from drawn import normal
 from tunesmith.core.errors import InputError, NativeUnavailableError
 from tunesmith.kernels.adamw import reference
 from tunesmith.kernels.adamw.api import adamw, add_gradient, sums_of_squares
@@ -29,10 +30,6 @@ SIZES = [1, 15, 16, 17, 255, 256, 1000, 40_003]
 @pytest.fixture(params=["native", "torch"])
 def kernels(request, native) -> Kernels:
     return native if request.param == "native" else Kernels("torch")
-
-
-def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
-    return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 class Twin:

@@ -1,5 +1,6 @@
 """Linear maps over packed weights: against the definition in float64, and against torch to the bit."""
 
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import drawn
 from tunesmith.core.errors import InputError, NativeUnavailableError
 from tunesmith.kernels.linear import reference
 from tunesmith.kernels.linear.api import PackedWeight, block_like_torch, linear, pack
@@ -25,8 +27,7 @@ def compiled(native) -> Kernels:
     return native
 
 
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+normal = partial(drawn.normal, dtype=torch.bfloat16)
 
 
 def cancelling(num_rows: int, num_inputs: int, seed: int = 0) -> torch.Tensor:

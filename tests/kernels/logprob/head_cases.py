@@ -6,6 +6,7 @@ Shape legend: N rows, H hidden, V vocabulary.
 import torch
 from torch.nn.functional import linear
 
+from drawn import normal
 from tunesmith.kernels.logprob import reference
 from tunesmith.kernels.logprob.head import OutputLayer, head_logp_entropy
 from tunesmith.kernels.native import Kernels
@@ -13,10 +14,6 @@ from tunesmith.kernels.native import Kernels
 ROWS, HIDDEN, TOKENS = 45, 32, 700
 ROW_BYTES = {torch.float32: 4 * TOKENS, torch.bfloat16: 2 * TOKENS, torch.float64: 8 * TOKENS}
 FORMS = [(False, None), (True, None), (False, 5.0), (True, 5.0)]
-
-
-def normal(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 class Case:

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 
+from logprob_cases import ids_of, normal
 from tunesmith.core.errors import InputError, NativeUnavailableError
 from tunesmith.kernels.logprob import reference
 from tunesmith.kernels.logprob.api import chosen_logp_entropy
@@ -21,14 +22,6 @@ WIDTHS = [1, 15, 17, 127, 128, 129, 1000]
 @pytest.fixture(params=["native", "torch"])
 def kernels(request, native) -> Kernels:
     return native if request.param == "native" else Kernels("torch")
-
-
-def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, scale: float = 4.0) -> torch.Tensor:
-    return (scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
-
-
-def ids_of(num_rows: int, num_tokens: int) -> torch.Tensor:
-    return torch.randint(num_tokens, (num_rows,), generator=torch.Generator().manual_seed(7))
 
 
 def gradient(

@@ -1,7 +1,6 @@
 """Add and RMSNorm against the definition in float64, against transformers' modules, and to the bit across batches."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -9,11 +8,12 @@ import torch
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from drawn import normal
+from norm_cases import Case
 from tunesmith.core.errors import InputError, NativeUnavailableError
 from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.rms_norm import reference
 from tunesmith.kernels.rms_norm.api import add_rms_norm
-from tunesmith.kernels.rms_norm.reference import Normed
 
 WIDTHS = [1, 15, 16, 17, 64, 576, 1000]
 
@@ -21,10 +21,6 @@ WIDTHS = [1, 15, 16, 17, 64, 576, 1000]
 @pytest.fixture(params=["native", "torch"])
 def kernels(request, native) -> Kernels:
     return native if request.param == "native" else Kernels("torch")
-
-
-def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -95,36 +91,6 @@ def test_an_offset_makes_it_the_norm_of_gemma(dtype: torch.dtype, kernels: Kerne
     # One rounding, which may go to the neighbour.
     torch.testing.assert_close(found_RH, module(x_RH), atol=1e-6, rtol=2e-6 if dtype == torch.float32 else 2**-7)
     assert (found_RH == module(x_RH)).float().mean() > (0.4 if dtype == torch.float32 else 0.99)
-
-
-@dataclass(frozen=True)
-class Case:
-    """Leaves, and the gradients of the two results."""
-
-    x_RH: torch.Tensor
-    residual_RH: torch.Tensor | None
-    weight_H: torch.Tensor
-    d_normed_RH: torch.Tensor
-    d_sum_RH: torch.Tensor
-
-    @classmethod
-    def of(cls, num_rows: int, width: int, *, with_residual: bool, dtype: torch.dtype = torch.float32) -> "Case":
-        x_RH, residual_RH, d_normed_RH, d_sum_RH = (normal(num_rows, width, dtype=dtype, seed=i) for i in range(4))
-        return cls(
-            x_RH, residual_RH if with_residual else None, normal(width, dtype=dtype, seed=9), d_normed_RH, d_sum_RH
-        )
-
-    def wide(self) -> "Case":
-        return Case(*(None if tensor is None else tensor.double() for tensor in vars(self).values()))
-
-    def gradients(
-        self, function: Callable[..., Normed], *, use_normed: bool = True, use_sum: bool = True
-    ) -> list[torch.Tensor]:
-        leaves = [self.x_RH, self.weight_H, *([] if self.residual_RH is None else [self.residual_RH])]
-        leaves = [tensor.clone().requires_grad_() for tensor in leaves]
-        found = function(leaves[0], leaves[2] if len(leaves) > 2 else None, leaves[1], 1e-5)
-        outputs = [(found.normed_RH, self.d_normed_RH)] * use_normed + [(found.sum_RH, self.d_sum_RH)] * use_sum
-        return list(torch.autograd.grad([a for a, _ in outputs], leaves, [b for _, b in outputs], allow_unused=True))
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])

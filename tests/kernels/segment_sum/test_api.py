@@ -5,16 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drawn import normal
 from tunesmith.core.errors import InputError, NativeUnavailableError
 from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.segment_sum import reference
 from tunesmith.kernels.segment_sum.api import segment_sum
 
 LENGTHS = [[], [0], [1], [0, 0, 3], [5, 0, 64, 1, 200], [1000, 3, 17]]
-
-
-def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def offsets(lengths: list[int]) -> torch.Tensor:

@@ -5,6 +5,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from drawn import normal
+
 pytest.importorskip("triton", reason="needs Triton, which comes with torch's builds for CUDA")
 
 from tunesmith.core.errors import InputError
@@ -17,10 +19,6 @@ from tunesmith.kernels.sample.triton_impl import draw as draw_from_logits
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SMALL = LaunchPlan(16, 32, 16, 32, 4, 2)
 """Tiles so small that a small case has many."""
-
-
-def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
-    return (scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
 
 
 def logits_of(hidden_BH: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import linear
 
+from logprob_cases import ids_of, normal
 from tunesmith.core.errors import InputError, TritonUnavailableError
 from tunesmith.kernels.logprob import ops, reference, triton_impl
 from tunesmith.kernels.logprob.api import ScoreGradient, chosen_logp_entropy, logits_gradient, score
@@ -18,14 +19,6 @@ from tunesmith.kernels.triton_softmax import LaunchPlan, launch
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 STEP = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 """Relative error of a stored gradient; the interpreter cuts numbers off where a GPU rounds them."""
-
-
-def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, scale: float = 4.0) -> torch.Tensor:
-    return (scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
-
-
-def ids_of(num_rows: int, num_tokens: int) -> torch.Tensor:
-    return torch.randint(num_tokens, (num_rows,), generator=torch.Generator().manual_seed(7))
 
 
 def gradient(function, logits_NV: torch.Tensor, weights: tuple[float, float] = (1.0, 1.0)) -> torch.Tensor:

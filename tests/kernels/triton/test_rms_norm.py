@@ -1,7 +1,6 @@
 """Add and RMSNorm in Triton's interpreter, outputs and gradients, against the definition in float64."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,53 +10,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch._dynamo.backends.common import aot_autograd
 
+from drawn import normal
+from norm_cases import Case
 from tunesmith.core.errors import TritonUnavailableError
 from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.rms_norm import reference, triton_impl
 from tunesmith.kernels.rms_norm.api import add_rms_norm
 from tunesmith.kernels.rms_norm.layout import LONGEST
-from tunesmith.kernels.rms_norm.reference import Normed
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 STEP = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 """Relative error of one number that is stored; the interpreter cuts numbers off where a GPU rounds them."""
 
 WIDTHS = [1, 15, 16, 64, 577, 1500]
-
-
-def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
-    return (scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
-
-
-@dataclass(frozen=True)
-class Case:
-    """What is given, and the gradients of both results."""
-
-    x_RH: torch.Tensor
-    residual_RH: torch.Tensor | None
-    weight_H: torch.Tensor
-    d_normed_RH: torch.Tensor
-    d_sum_RH: torch.Tensor
-
-    @classmethod
-    def of(cls, *shape: int, dtype=torch.float32, with_residual: bool = True, seed: int = 0, scale=1.0) -> "Case":
-        x_RH, residual_RH, d_normed_RH, d_sum_RH = (
-            normal(*shape, dtype=dtype, seed=4 * seed + index, scale=scale if index < 2 else 1.0) for index in range(4)
-        )
-        weight_H = normal(shape[-1], dtype=dtype, seed=9 + seed)
-        return cls(x_RH, residual_RH if with_residual else None, weight_H, d_normed_RH, d_sum_RH)
-
-    def wide(self) -> "Case":
-        return Case(*(None if tensor is None else tensor.double() for tensor in vars(self).values()))
-
-    def run(self, function: Callable[..., Normed], *, use_normed=True, use_sum=True) -> list[torch.Tensor | None]:
-        """Normed, sum, and the gradients of x, weight and residual."""
-        leaves = [self.x_RH, self.weight_H, *([] if self.residual_RH is None else [self.residual_RH])]
-        leaves = [tensor.clone().requires_grad_() for tensor in leaves]
-        found = function(leaves[0], leaves[2] if len(leaves) > 2 else None, leaves[1], 1e-5)
-        outputs = [(found.normed_RH, self.d_normed_RH)] * use_normed + [(found.sum_RH, self.d_sum_RH)] * use_sum
-        grads = torch.autograd.grad([a for a, _ in outputs], leaves, [b for _, b in outputs], allow_unused=True)
-        return [found.normed_RH.detach(), found.sum_RH.detach(), *grads]
 
 
 def assert_near(ours: torch.Tensor | None, expected: torch.Tensor | None, bound: torch.Tensor | float) -> None:
