@@ -31,7 +31,7 @@ def test_an_invited_rater_joins_and_votes(serve, visit):
     admin.get_by_role("link", name="Raters").click()
     admin.get_by_label("Name").fill("grace")
     admin.get_by_role("button", name="Make a link").click()
-    link = admin.locator("#link").input_value() or admin.wait_for_selector("#made:not([hidden]) #link").input_value()
+    link = admin.wait_for_selector("#made:not([hidden]) #link").input_value()
     assert faults_of(admin) == []
     context = visit.stranger(width=390)
     page = visit.page(context, server, link)
@@ -54,6 +54,42 @@ def test_an_invited_rater_joins_and_votes(serve, visit):
     admin.get_by_role("button", name="End the access of Grace H.").click()
     admin.get_by_role("cell", name="ended").wait_for()
     assert Client(server.url, token).get("/session").status == 401
+
+
+def open_without_script(visit, page, address: str, script: str) -> None:
+    """The page as it is while that script has not come; a reload brings it."""
+    visit.expected = ("ERR_FAILED",)
+    page.route(f"**/static/{script}", lambda route: route.abort(), times=1)
+    page.goto(address)
+
+
+def test_a_form_is_not_sent_before_its_script_has_come(serve, visit):
+    server = serve(pairs(1))
+    page = visit.open(server)
+    open_without_script(visit, page, f"{server.url}/raters", "raters.js")
+    methods = []
+    page.on("request", lambda request: methods.append(request.method))
+    page.get_by_label("Name").fill("grace")
+    page.get_by_label("Name").press("Enter")
+    page.get_by_role("button", name="Make a link").click(force=True)
+    page.reload()
+    assert set(methods) == {"GET"}
+    page.get_by_label("Name").fill("grace")
+    page.get_by_role("button", name="Make a link").click()
+    assert "/join/" in page.wait_for_selector("#made:not([hidden]) #link").input_value()
+
+
+@pytest.mark.parametrize(
+    ("path", "script", "button"),
+    [("/login", "login.js", "Log in"), ("/join/x", "join.js", "Join"), ("/watch", "page.js", "Log out")],
+)
+def test_a_button_waits_for_its_script(path: str, script: str, button: str, serve, visit):
+    server = serve(pairs(1))
+    page = visit.open(server) if path == "/watch" else visit.page(visit.stranger(), server, f"{server.url}/login")
+    open_without_script(visit, page, f"{server.url}{path}", script)
+    page.locator("button:disabled", has_text=button).wait_for()
+    page.reload()
+    page.locator("button:enabled", has_text=button).wait_for()
 
 
 def test_an_expired_session_leads_to_the_login_and_keeps_the_vote(serve, visit):

@@ -19,3 +19,4 @@ form.addEventListener("submit", async (event) => {
     status.textContent = error.message;
   }
 });
+form.querySelector("button").disabled = false;

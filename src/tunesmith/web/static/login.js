@@ -15,10 +15,13 @@ async function logIn(token) {
   }
 }
 
-document.getElementById("login").addEventListener("submit", (event) => {
+const form = document.getElementById("login");
+
+form.addEventListener("submit", (event) => {
   event.preventDefault();
   logIn(document.getElementById("token").value.trim());
 });
+form.querySelector("button").disabled = false;
 
 const given = asked.get("token");
 if (given) {

@@ -65,5 +65,6 @@ $("invite").addEventListener("submit", (event) => {
     $("link").select();
   });
 });
+document.querySelector("#invite button").disabled = false;
 
 attempt(async () => {});
