@@ -137,6 +137,7 @@ def test_a_thinned_series_keeps_ends_extremes_and_gaps(
 def test_jobs_and_heartbeat_say_what_the_trainer_does(runs: RunStore, reader: RunReader):
     job = runs.start_job("update", {"votes": 12}, now=1.0)
     (running,) = reader.jobs_after(0)
+    assert (runs.num_jobs("update"), runs.num_jobs("train")) == (1, 0)
     assert (running.id, running.kind, running.state, running.ended_at) == (job, "update", "running", None)
     runs.end_job(job, "failed", {"why": "NaN"}, now=2.0)
     (ended,) = reader.jobs_after(0)

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, delete, insert, select, update
+from sqlalchemy import Connection, delete, func, insert, select, update
 from sqlalchemy.exc import DBAPIError
 
 from tunesmith.core.errors import StoreError
@@ -60,7 +60,7 @@ class RunStore:
             connection.execute(delete(policy_versions).where(policy_versions.c.version == version.version))
             connection.execute(insert(policy_versions).values(**asdict(version)))
 
-        self._write(work)
+        self._transact(work)
 
     def set_serving(self, version: int) -> None:
         """Let this version serve and no other. Raises StoreError if there is none of this number."""
@@ -72,7 +72,7 @@ class RunStore:
             connection.execute(update(policy_versions).values(serving=False))
             connection.execute(update(policy_versions).where(is_it).values(serving=True))
 
-        self._write(work)
+        self._transact(work)
 
     def add_offers(self, new: Sequence[NewOffer], *, retires_before: int = 0, now: float | None = None) -> list[int]:
         """Ids of the offers, in their order. Offers with an id below `retires_before` are stale from now on.
@@ -84,7 +84,7 @@ class RunStore:
             check_content(offer.prompt, f"the prompt of offer {number}")
             check_answers([candidate.text for candidate in offer.candidates], f"offer {number}")
         moment = _or_now(now)
-        return self._write(lambda c: [_add_offer(c, offer, retires_before, moment) for offer in new])
+        return self._transact(lambda c: [_add_offer(c, offer, retires_before, moment) for offer in new])
 
     def add_metrics(self, step: int, values: Mapping[str, float], now: float | None = None) -> None:
         """Write the numbers of a step, one row each; those that are not finite as null."""
@@ -104,11 +104,11 @@ class RunStore:
             }
             for step, moment, name, value in rows
         ]
-        self._write(lambda connection: connection.execute(insert(metrics), values))
+        self._transact(lambda connection: connection.execute(insert(metrics), values))
 
     def truncate_metrics(self, from_step: int) -> int:
         """Number of metrics removed: those of `from_step` and later, as on resume."""
-        return self._write(lambda c: c.execute(delete(metrics).where(metrics.c.step >= from_step)).rowcount)
+        return self._transact(lambda c: c.execute(delete(metrics).where(metrics.c.step >= from_step)).rowcount)
 
     def start_job(self, kind: str, detail: Mapping[str, object] | None = None, now: float | None = None) -> int:
         """Id of a job that has begun."""
@@ -118,7 +118,12 @@ class RunStore:
             "created_at": _or_now(now),
             "detail_json": json.dumps(dict(detail or {})),
         }
-        return self._write(lambda connection: _new_id(connection.execute(insert(jobs).values(**values))))
+        return self._transact(lambda connection: _new_id(connection.execute(insert(jobs).values(**values))))
+
+    def num_jobs(self, kind: str) -> int:
+        """Number of jobs of this kind that have begun so far."""
+        query = select(func.count()).select_from(jobs).where(jobs.c.kind == kind)
+        return self._transact(lambda connection: int(connection.execute(query).scalar_one()))
 
     def end_job(
         self,
@@ -131,7 +136,7 @@ class RunStore:
         values: dict[str, object] = {"state": state[:32], "ended_at": _or_now(now)}
         if detail is not None:
             values["detail_json"] = json.dumps(dict(detail))
-        self._write(lambda connection: connection.execute(update(jobs).where(jobs.c.id == job_id).values(**values)))
+        self._transact(lambda connection: connection.execute(update(jobs).where(jobs.c.id == job_id).values(**values)))
 
     def beat(self, state: str, now: float | None = None) -> None:
         """Sign of life: this process, its host, the time and what it is doing."""
@@ -146,9 +151,9 @@ class RunStore:
             if not connection.execute(update(heartbeat).where(heartbeat.c.id == 1).values(**values)).rowcount:
                 connection.execute(insert(heartbeat).values(id=1, **values))
 
-        self._write(work)
+        self._transact(work)
 
-    def _write(self, work: Callable[[Connection], T]) -> T:
+    def _transact(self, work: Callable[[Connection], T]) -> T:
         with self._lock:
             if self._database.connection.closed:
                 raise StoreError(f"{self._database.place} is closed")

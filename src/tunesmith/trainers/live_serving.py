@@ -61,7 +61,8 @@ class LiveResult:
 class Loop:
     """The running trainer: state, folder, pool, and when it last gave a sign of life.
 
-    `job` is the number of this start: rounds that refill the pool are drawn from a stream of their own.
+    `job` is the id of this start in `runs.db`, `start` counts the starts there have been: rounds that refill the pool
+    are drawn from a stream of their own at each. Ids would not do, they begin at the clock.
     `known_correct` says of held-out votes, by id, whether the served version is right on them.
     """
 
@@ -69,6 +70,7 @@ class Loop:
     folder: LiveFolder
     stop: StopRequest
     job: int
+    start: int
     pool: Pool = field(default_factory=Pool)
     reward: RewardUpdate | None = None
     known_correct: dict[int, bool] = field(default_factory=dict[int, bool])
@@ -106,7 +108,8 @@ def begin(state: State, folder: LiveFolder, stop: StopRequest) -> Loop:
     for row in state.position.versions:
         folder.runs.add_version(PolicyVersion(**row))
     folder.link_final(state.position.serving)
-    loop = Loop(state, folder, stop, folder.runs.start_job("train", {"serving": state.position.serving}))
+    job = folder.runs.start_job("train", {"serving": state.position.serving})
+    loop = Loop(state, folder, stop, job, folder.runs.num_jobs("train"))
     if state.cfg.live.update != "dpo":
         loop.reward = RewardUpdate(state)
     loop.beat("ready")
@@ -271,7 +274,7 @@ def refill(loop: Loop, *, is_new: bool = False) -> None:
     loop.beat("drawing")
     loop.num_refills += 1
     with trace():
-        drawn = live_pool.draw(loop.state, "refill", loop.job, loop.num_refills)
+        drawn = live_pool.draw(loop.state, "refill", loop.start, loop.num_refills)
     offer(loop, drawn, is_new=is_new or loop.num_refills == 1)
 
 
