@@ -65,11 +65,13 @@ def test_votes_on_what_the_policy_wrote_move_it_towards_what_raters_like(tmp_pat
     assert fmean(accuracies[1:]) > accuracies[0]
 
 
-def test_the_same_votes_make_the_same_weights_at_any_hour(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["dpo", "ppo", "grpo"])
+def test_the_same_votes_make_the_same_weights_at_any_hour(way: str, tmp_path: Path) -> None:
     """Raters here vote by what they read, so their votes are the same where the pairs are."""
     found = []
     for name in ("one", "two"):
-        with looping(live_recipe(tmp_path / name)) as loop, voters(tmp_path / name) as people:
+        cfg = live_recipe(tmp_path / name, live={"update": way})
+        with looping(cfg) as loop, voters(tmp_path / name) as people:
             for _ in range(3):
                 learn(loop, people)
             offers = [[one.text for one in offer.candidates] for offer in people.runs.offers_after(0, 1000)]
