@@ -9,14 +9,13 @@ import torch
 from tunesmith.batch.pack import pack, select
 from tunesmith.batch.rollout import Group, SamplingParams
 from tunesmith.config.sections import ModelSection
-from tunesmith.core.errors import InputError, TrainingError
+from tunesmith.core.errors import TrainingError
 from tunesmith.kernels.native import Kernels
 from tunesmith.models.language_model import LanguageModel, language_model
 from tunesmith.models.load import load_policy
 from tunesmith.models.loaded import LoadedModel
 from tunesmith.models.logprob import token_logps
 from tunesmith.models.tiny import tiny_model
-from tunesmith.rollout.engine import GenerationInterrupted
 from tunesmith.rollout.factory import open_engine
 from tunesmith.rollout.native_engine import NativeEngine
 from tunesmith.schema.records import Prompt
@@ -255,45 +254,6 @@ def test_numbers_that_are_not_finite_name_the_layer_and_leave_nothing_behind(lay
     with torch.no_grad():
         weight.copy_(kept)
     assert engine.generate(prompts(2), 2, sampling) == good
-
-
-def test_ctrl_c_gives_what_is_finished() -> None:
-    engine, _ = engine_of(tiny_model("llama"), num_slots=2)
-
-    def interrupt(done: int, total: int) -> None:
-        assert total == 12
-        if done >= 5:
-            raise KeyboardInterrupt
-
-    sampling = SamplingParams(max_new_tokens=5, seed=0)
-    with pytest.raises(GenerationInterrupted) as caught:
-        engine.generate(prompts(6), 2, sampling, on_progress=interrupt)
-    drawn = [completion for group in caught.value.groups for completion in group.completions]
-    assert 5 <= len(drawn) < 12 and all(completion.finish_reason for completion in drawn)
-    whole = {group.prompt.id: group for group in engine.generate(prompts(6), 2, sampling)}
-    for group in caught.value.groups:
-        assert set(group.completions) <= set(whole[group.prompt.id].completions)
-
-
-def test_streamed_text_joins_to_the_text_of_each_completion() -> None:
-    engine, _ = engine_of(tiny_model("llama"))
-    pieces: dict[tuple[int, int], str] = {}
-
-    def take(prompt: int, sample: int, text: str) -> None:
-        pieces[prompt, sample] = pieces.get((prompt, sample), "") + text
-
-    groups = engine.generate(prompts(4), 2, SamplingParams(max_new_tokens=30, seed=2), on_text=take)
-    for p, group in enumerate(groups):
-        for g, completion in enumerate(group.completions):
-            assert pieces.get((p, g), "") == completion.text
-
-
-def test_a_cache_too_small_for_one_sequence_is_refused_before_any_work() -> None:
-    loaded = tiny_model("llama", max_position_embeddings=32768)
-    engine, _ = engine_of(loaded, kv_cache_mb=1)
-    long = Prompt("long", "", token_ids=tuple([5] * 20000))
-    with pytest.raises(InputError, match=r"budget of the key/value cache is 1\.0 MiB"):
-        engine.generate([long], 1, SamplingParams(max_new_tokens=8))
 
 
 def test_a_small_cache_makes_completions_wait_and_changes_none() -> None:
