@@ -90,15 +90,13 @@ class AnswerBatch:
     answer_B: torch.Tensor
 
 
-def collate_answers(
-    answers: Sequence[Answer], places: Iterable[int], device: torch.device | str = "cpu"
-) -> AnswerBatch:
-    """The answers at `places`, each once, as one batch on `device`."""
+def collate_answers(answers: Sequence[Answer], places: Iterable[int]) -> AnswerBatch:
+    """The answers at `places`, each once, as one batch on the CPU."""
     order = in_order(answers, places)
     chosen = [answers[place] for place in order]
-    ids_BS, lengths_B = pad_right([(*one.prompt_ids, *one.completion_ids) for one in chosen], 0, device)
-    prompt_lengths_B = torch.tensor([len(one.prompt_ids) for one in chosen], device=device)
-    return AnswerBatch(ids_BS, lengths_B, prompt_lengths_B, torch.tensor(order, device=device))
+    ids_BS, lengths_B = pad_right([(*one.prompt_ids, *one.completion_ids) for one in chosen], 0)
+    prompt_lengths_B = torch.tensor([len(one.prompt_ids) for one in chosen])
+    return AnswerBatch(ids_BS, lengths_B, prompt_lengths_B, torch.tensor(order))
 
 
 def in_order(answers: Sequence[Answer], places: Iterable[int]) -> list[int]:

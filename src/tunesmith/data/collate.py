@@ -127,26 +127,23 @@ def pad_right(
     return ids_BT, torch.tensor(lengths, dtype=torch.int64, device=device)
 
 
-def collate_pairs(pairs: Sequence[EncodedPair], pad_id: int, device: torch.device | str = "cpu") -> PairBatch:
-    """The pairs as one padded batch on `device`; the sides of a pair stand together, because they share a prompt."""
+def collate_pairs(pairs: Sequence[EncodedPair], pad_id: int) -> PairBatch:
+    """The pairs as one padded batch on the CPU; the sides of a pair stand together, because they share a prompt."""
     rows: dict[TokenIds, int] = {}
     sides = [[rows.setdefault(ids, len(rows)) for ids in (pair.chosen_ids, pair.rejected_ids)] for pair in pairs]
     chosen, rejected = [side[0] for side in sides], [side[1] for side in sides]
-    ids_BT, lengths_B = pad_right(list(rows), pad_id, device)
-    margin_N = torch.tensor([pair.margin or 0.0 for pair in pairs], dtype=torch.float32, device=device)
-    tie_N = torch.tensor([pair.tie for pair in pairs], dtype=torch.bool, device=device)
-    chosen_N, rejected_N = torch.tensor(chosen, device=device), torch.tensor(rejected, device=device)
-    return PairBatch(ids_BT, lengths_B, chosen_N, rejected_N, margin_N, tie_N)
+    ids_BT, lengths_B = pad_right(list(rows), pad_id)
+    margin_N = torch.tensor([pair.margin or 0.0 for pair in pairs], dtype=torch.float32)
+    tie_N = torch.tensor([pair.tie for pair in pairs], dtype=torch.bool)
+    return PairBatch(ids_BT, lengths_B, torch.tensor(chosen), torch.tensor(rejected), margin_N, tie_N)
 
 
-def collate_rankings(
-    rankings: Sequence[EncodedRanking], pad_id: int, device: torch.device | str = "cpu"
-) -> RankingBatch:
-    """The rankings as one padded batch on `device`."""
+def collate_rankings(rankings: Sequence[EncodedRanking], pad_id: int) -> RankingBatch:
+    """The rankings as one padded batch on the CPU."""
     rows: dict[TokenIds, int] = {}
     indices = [[rows.setdefault(ids, len(rows)) for ids in ranking.sequences] for ranking in rankings]
-    ids_BT, lengths_B = pad_right(list(rows), pad_id, device)
-    index_RK, _ = pad_right(indices, 0, device)
+    ids_BT, lengths_B = pad_right(list(rows), pad_id)
+    index_RK, _ = pad_right(indices, 0)
     rank_RK, _ = pad_right([ranking.ranks for ranking in rankings], 0)
     return RankingBatch(ids_BT, lengths_B, index_RK, rank_RK)
 

@@ -22,7 +22,7 @@ from tunesmith.config.schema import LiveRecipe
 from tunesmith.core.log import get_logger
 from tunesmith.core.seeds import derive, permutation_of_groups
 from tunesmith.core.trace import span, trace
-from tunesmith.data.answers import AnswerTable, collate_answers
+from tunesmith.data.answers import AnswerBatch, AnswerTable, collate_answers
 from tunesmith.data.prompts import PromptLike
 from tunesmith.distributed import collectives
 from tunesmith.distributed.checkpoint_writer import snapshot
@@ -62,6 +62,16 @@ class TokenSums(Sums):
     entropy: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class VoteBatch:
+    """The answers of some votes, their log-probs under the base model, and which two each vote is about."""
+
+    answers: AnswerBatch
+    base_BT: torch.Tensor
+    answer_SN: torch.Tensor
+    tie_N: torch.Tensor
+
+
 class Left(Exception):
     """A signal came in the middle of an update, which is given up: its votes are learnt at the next start."""
 
@@ -97,10 +107,8 @@ def micro_batch_loss(
     To the loss of preferences (`algorithms.direct_loss`) comes the KL coefficient times the nats per answer to the
     base model, with the gradient of KL(policy, base) where the answers are the policy's own.
     """
-    table = AnswerTable()
-    pairs = [(table.place(vote.chosen), table.place(vote.rejected)) for vote in votes]
-    answers = table.answers
-    batch = collate_answers(answers, range(len(answers)), state.device)
+    sent = setup.sent(batch_of(state, votes), state.uploader)
+    batch = sent.answers
     scores = token_logps(
         state.policy,
         batch.ids_BS,
@@ -108,20 +116,28 @@ def micro_batch_loss(
         prompt_lengths_B=batch.prompt_lengths_B,
         temperature=state.cfg.rollout.temperature,
     )
-    base = state.reference_logps.of(answers[place] for place in batch.answer_B.tolist())
-    base_BT = torch.nn.utils.rnn.pad_sequence(base, batch_first=True).to(scores.logp_BT)
+    base_BT = sent.base_BT.to(scores.logp_BT)
     length_B = batch.lengths_B - batch.prompt_lengths_B
     mask_BT = length_mask(length_B, scores.logp_BT.shape[1])
 
     place_A = torch.argsort(batch.answer_B)  # rows in the order of the table
-    answer_SN = torch.tensor(pairs, device=state.device).T
     logp_A, base_A = scores.logp_BT.sum(dim=1)[place_A], base_BT.sum(dim=1)[place_A]
-    tie_N = torch.tensor([vote.tie for vote in votes], device=state.device)
-    logps = PairLogps(logp_A[answer_SN], length_B[place_A][answer_SN], base_A[answer_SN], tie_N)
+    both = sent.answer_SN
+    logps = PairLogps(logp_A[both], length_B[place_A][both], base_A[both], sent.tie_N)
     loss, stats = direct_loss.paired(logps, state.cfg.dpo, num_pairs=num_votes)
     if state.kl.value > 0:
         loss = loss + state.kl.value * kl.penalty_loss("k1", scores.logp_BT, base_BT, mask_BT, 2 * num_votes)
     return loss, stats, TokenSums(total(length_B), total(scores.entropy_BT))
+
+
+def batch_of(state: State, votes: Sequence[Comparison]) -> VoteBatch:
+    """The votes as tensors on the CPU. An answer of several votes stands once."""
+    table = AnswerTable()
+    pairs = [(table.place(vote.chosen), table.place(vote.rejected)) for vote in votes]
+    batch = collate_answers(table.answers, range(len(table.answers)))
+    base = state.reference_logps.of(table.answers[place] for place in batch.answer_B.tolist())
+    base_BT = torch.nn.utils.rnn.pad_sequence(base, batch_first=True)
+    return VoteBatch(batch, base_BT, torch.tensor(pairs).T, torch.tensor([vote.tie for vote in votes]))
 
 
 def update(loop: Loop) -> Verdict:

@@ -15,6 +15,7 @@ from tunesmith.core.trace import span
 from tunesmith.data.answers import Answer, collate_answers
 from tunesmith.evaluation.statistics import mcnemar, proportion_interval
 from tunesmith.models.logprob import token_logps
+from tunesmith.trainers import setup
 from tunesmith.trainers.live_pool import BASE
 from tunesmith.trainers.live_state import State
 from tunesmith.trainers.live_votes import Comparison
@@ -62,7 +63,8 @@ def _rewards(state: State, answers: Sequence[Answer]) -> list[float]:
     found = [0.0] * len(answers)
     order = sorted(range(len(answers)), key=lambda place: answers[place].prompt_ids)
     for some in chunks(order, 2 * state.cfg.dpo.micro_batch_size):
-        batch = collate_answers(answers, some, state.device)
+        made = collate_answers(answers, some)
+        batch = setup.sent(made, state.uploader)
         logp_BT = token_logps(
             state.policy,
             batch.ids_BS,
@@ -70,7 +72,7 @@ def _rewards(state: State, answers: Sequence[Answer]) -> list[float]:
             prompt_lengths_B=batch.prompt_lengths_B,
             temperature=state.cfg.rollout.temperature,
         ).logp_BT
-        for place, logp in zip(batch.answer_B.tolist(), logp_BT.sum(dim=1).tolist(), strict=True):
+        for place, logp in zip(made.answer_B.tolist(), logp_BT.sum(dim=1).tolist(), strict=True):
             found[place] = logp - base[place]
     return found
 

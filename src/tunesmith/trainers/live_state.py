@@ -18,6 +18,7 @@ from tunesmith.data.prompts import PromptLike
 from tunesmith.data.sets import PromptSets
 from tunesmith.distributed.checkpoint import Checkpoint
 from tunesmith.kernels.native import Kernels
+from tunesmith.kernels.upload.api import Uploader
 from tunesmith.models.freeze import freeze_lower_layers
 from tunesmith.models.language_model import LanguageModel, language_model
 from tunesmith.models.load import frozen_copy, load_policy
@@ -78,10 +79,11 @@ class Position:
 class ReferenceLogps:
     """Log-probs of answers under the base model, token by token: each answer is asked once."""
 
-    def __init__(self, model: LanguageModel, temperature: float, rows_per_pass: int) -> None:
+    def __init__(self, model: LanguageModel, temperature: float, rows_per_pass: int, uploader: Uploader | None) -> None:
         self._model = model
         self._temperature = temperature
         self._rows = rows_per_pass
+        self._uploader = uploader
         self._known: dict[Answer, torch.Tensor] = {}
 
     @torch.no_grad()
@@ -90,7 +92,8 @@ class ReferenceLogps:
         asked = list(answers)
         missing = sorted(set(asked) - self._known.keys(), key=lambda one: (one.prompt_ids, one.completion_ids))
         for some in chunks(missing, self._rows):
-            batch = collate_answers(some, range(len(some)), self._model.module.device)
+            made = collate_answers(some, range(len(some)))
+            batch = setup.sent(made, self._uploader)
             logp_BT = token_logps(
                 self._model,
                 batch.ids_BS,
@@ -98,7 +101,7 @@ class ReferenceLogps:
                 prompt_lengths_B=batch.prompt_lengths_B,
                 temperature=self._temperature,
             ).logp_BT.cpu()
-            for place, logp_T in zip(batch.answer_B.tolist(), logp_BT, strict=True):
+            for place, logp_T in zip(made.answer_B.tolist(), logp_BT, strict=True):
                 self._known[some[place]] = logp_T[: len(some[place].completion_ids)].clone()
         return [self._known[one] for one in asked]
 
@@ -142,6 +145,7 @@ class State:
     policy: LanguageModel
     reference: LanguageModel
     reference_logps: ReferenceLogps
+    uploader: Uploader | None
     tokenizer: PreTrainedTokenizerBase
     optimizer: MasterAdamW
     engine: Engine
@@ -168,7 +172,7 @@ def build(cfg: LiveRecipe, *, prompts: Iterable[PromptLike] | None = None) -> St
             "no prompts are held out, so nothing can tell whether an update is better; give prompts.heldout_fraction a "
             "larger share, prompts.heldout_source a file, or set live.heldout_prompts_per_round to 0"
         )
-    policy = language_model(loaded.model, Kernels())
+    policy, uploader = language_model(loaded.model, Kernels()), setup.uploader_to(device)
     reference = language_model(frozen_copy(loaded.model), policy.kernels)
     rows = [(prompt.id, prompt.content) for prompt in (*found.train, *found.heldout)]
     identity = {
@@ -182,7 +186,8 @@ def build(cfg: LiveRecipe, *, prompts: Iterable[PromptLike] | None = None) -> St
         device=device,
         policy=policy,
         reference=reference,
-        reference_logps=ReferenceLogps(reference, cfg.rollout.temperature, 2 * cfg.dpo.micro_batch_size),
+        reference_logps=ReferenceLogps(reference, cfg.rollout.temperature, 2 * cfg.dpo.micro_batch_size, uploader),
+        uploader=uploader,
         tokenizer=loaded.tokenizer,
         optimizer=fresh_optimizer(cfg, policy),
         engine=open_engine(policy, loaded.tokenizer),
