@@ -116,15 +116,13 @@ class RankingBatch:
         return values_B[self.index_RK]
 
 
-def pad_right(
-    sequences: Sequence[Sequence[int]], pad_id: int, device: torch.device | str = "cpu"
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(ids_BT, lengths_B)`, int64: the sequences padded at the end to the longest one, and their own lengths."""
+def pad_right(sequences: Sequence[Sequence[int]], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(ids_BT, lengths_B)`, int64, on the CPU: sequences padded at the end to the longest, and their own lengths."""
     lengths = [len(sequence) for sequence in sequences]
     width = max(lengths, default=0)
     rows = [[*sequence, *[pad_id] * (width - len(sequence))] for sequence in sequences]
-    ids_BT = torch.tensor(rows, dtype=torch.int64, device=device).reshape(len(sequences), width)
-    return ids_BT, torch.tensor(lengths, dtype=torch.int64, device=device)
+    ids_BT = torch.tensor(rows, dtype=torch.int64).reshape(len(sequences), width)
+    return ids_BT, torch.tensor(lengths, dtype=torch.int64)
 
 
 def collate_pairs(pairs: Sequence[EncodedPair], pad_id: int) -> PairBatch:

@@ -172,8 +172,9 @@ def build(cfg: LiveRecipe, *, prompts: Iterable[PromptLike] | None = None) -> St
             "no prompts are held out, so nothing can tell whether an update is better; give prompts.heldout_fraction a "
             "larger share, prompts.heldout_source a file, or set live.heldout_prompts_per_round to 0"
         )
-    policy, uploader = language_model(loaded.model, Kernels()), setup.uploader_to(device)
+    policy = language_model(loaded.model, Kernels())
     reference = language_model(frozen_copy(loaded.model), policy.kernels)
+    uploader = setup.uploader_to(device)
     rows = [(prompt.id, prompt.content) for prompt in (*found.train, *found.heldout)]
     identity = {
         "the model": fingerprint_of_tensors(loaded.model),
