@@ -31,9 +31,11 @@ class Case:
     def leaves(self) -> list[torch.Tensor]:
         return [self.hidden_NH, self.weight_VH, *([] if self.bias_V is None else [self.bias_V])]
 
-    def scores(self, kernels: Kernels, num_rows: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """By chunks of at most `num_rows` rows; None is one chunk."""
-        chunk_bytes = (num_rows or ROWS) * ROW_BYTES[self.hidden_NH.dtype]
+    def scores(
+        self, kernels: Kernels, num_rows: int | None = None, logits: torch.dtype | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """By chunks of at most `num_rows` rows of `logits`, by default in the states' dtype; None is one chunk."""
+        chunk_bytes = (num_rows or ROWS) * ROW_BYTES[logits or self.hidden_NH.dtype]
         layer = OutputLayer(self.weight_VH, self.bias_V, self.cap)
         return head_logp_entropy(self.hidden_NH, layer, self.ids_N, 0.7, kernels=kernels, chunk_bytes=chunk_bytes)
 

@@ -18,6 +18,7 @@ from tunesmith.core.errors import InputError
 from tunesmith.kernels.gated.api import softcap
 from tunesmith.kernels.logprob.api import ScoreGradient, chosen_logp_entropy
 from tunesmith.kernels.logprob.head import OutputLayer, head_gradients, head_logp_entropy
+from tunesmith.kernels.logprob.head_blocks import LogitsRoom, blocks
 from tunesmith.kernels.native import Kernels
 
 
@@ -56,6 +57,53 @@ def test_values_have_the_bits_of_scores_of_all_logits(dtype, has_bias, cap, num_
         without_gradient = case.scores(kernels, num_rows)
     for found, alone, expected in zip(case.scores(kernels, num_rows), without_gradient, whole, strict=True):
         assert torch.equal(found, expected) and torch.equal(alone, expected)
+
+
+@pytest.mark.parametrize("num_rows", [None, 7])
+@pytest.mark.parametrize(("has_bias", "cap"), FORMS)
+@pytest.mark.parametrize("of_hidden", [torch.float32, torch.bfloat16])
+def test_under_autocast_logits_come_in_its_dtype(of_hidden, has_bias, cap, num_rows, kernels: Kernels) -> None:
+    case, narrow = Case(torch.float32, has_bias, cap), Case(torch.bfloat16, has_bias, cap)
+    case.hidden_NH = case.hidden_NH.detach().to(of_hidden).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        scores = case.scores(kernels, num_rows, torch.bfloat16)
+    expected = narrow.scores(kernels, num_rows)
+    assert all(map(torch.equal, scores, expected))
+    for found, exact in zip(case.gradients(scores), narrow.gradients(expected), strict=True):
+        assert torch.equal(found, exact.to(found.dtype))
+
+
+def test_what_is_known_at_once_follows_autocast_too(kernels: Kernels) -> None:
+    cases = Case(torch.float32), Case(torch.bfloat16)
+    grad_N = torch.ones(ROWS)
+    found: list[Any] = []
+    for case, autocasts in zip(cases, (True, False), strict=True):
+        layer = OutputLayer(case.weight_VH.detach())
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
+            found.append(
+                head_gradients(
+                    case.hidden_NH.detach(),
+                    layer,
+                    case.ids_N,
+                    lambda rows, *_: ScoreGradient(grad_N[rows], None),
+                    kernels=kernels,
+                    chunk_bytes=7 * ROW_BYTES[torch.bfloat16],
+                )
+            )
+    assert torch.equal(found[0].logp_N, found[1].logp_N)
+    assert torch.equal(found[0].d_weight_VH, found[1].d_weight_VH)
+    assert found[0].d_hidden_NH.dtype == torch.float32
+    assert torch.equal(found[0].d_hidden_NH, found[1].d_hidden_NH.float())
+
+
+def test_blocks_of_logits_stand_in_the_same_memory() -> None:
+    room, case = LogitsRoom(), Case(torch.bfloat16, True)
+    with torch.no_grad():
+        parts = list(blocks(ROWS, 1, 7, 1))
+        made = [room.logits(case.hidden_NH[part], case.weight_VH, case.bias_V) for part in parts]
+        assert len(made) > 2 and len({one.data_ptr() for one in made}) == 1
+        assert torch.equal(made[-1], linear(case.hidden_NH, case.weight_VH, case.bias_V)[parts[-1]])
+    assert sorted(parts, key=lambda part: part.start - part.stop)[0] == parts[0]
 
 
 @pytest.mark.parametrize("num_rows", [None, 2, 7])

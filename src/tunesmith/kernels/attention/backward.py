@@ -15,6 +15,7 @@ import torch
 from tunesmith.kernels.attention import reference
 from tunesmith.kernels.attention.packing import ALONE, Segments
 from tunesmith.kernels.attention.records import AttentionSettings, Rope
+from tunesmith.kernels.autocast import without_autocast
 
 _CHUNK_BYTES = 64 * 2**20
 _SCORE_BYTES = 16  # of one score in all of its copies at once
@@ -129,6 +130,7 @@ def _of_chunk(
     return dq_THD.flatten(1), dk_TKD.flatten(1), dv_TKD.flatten(1)
 
 
+@without_autocast
 def _of_matrices(
     q_MRD: torch.Tensor,
     k_MLD: torch.Tensor,

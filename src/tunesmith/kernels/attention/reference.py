@@ -10,6 +10,7 @@ import torch
 from tunesmith.core.errors import InputError
 from tunesmith.kernels.attention.packing import Segments
 from tunesmith.kernels.attention.records import BLOCK_TOKENS, AttentionSettings, Places, Rope
+from tunesmith.kernels.autocast import without_autocast
 
 
 def attend(
@@ -106,6 +107,7 @@ def _used_blocks(places: Places, num_rows: int, num_positions: int) -> torch.Ten
     return places.block_tables_RN[rows_T][index_N <= last_T1]
 
 
+@without_autocast
 def _one_sequence(
     q_THD: torch.Tensor,
     k_CKD: torch.Tensor,

@@ -5,7 +5,10 @@ Shape legend: R rows, I inputs, O outputs.
 
 import torch
 
+from tunesmith.kernels.autocast import without_autocast
 
+
+@without_autocast
 def linear(
     x_RI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, block: int, *, dtype: torch.dtype
 ) -> torch.Tensor:

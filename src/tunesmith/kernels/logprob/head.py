@@ -15,10 +15,11 @@ from tunesmith.kernels.logprob.head_blocks import (
     FEWEST_COLUMNS,
     FEWEST_ROWS,
     HeadCall,
+    LogitsRoom,
     blocks,
     check,
+    in_autocast,
     is_top,
-    logits,
     product,
     wide,
 )
@@ -58,7 +59,8 @@ def head_logp_entropy(
 
     `ids_N` is int64. The values have the bits of `chosen_logp_entropy` on the logits of all rows, where the matrix
     product of a row does not depend on the rows beside it (bfloat16 on a CPU). Gradients flow to the hidden states, the
-    weight and the bias; the weight's has one rounding, as if all logits had been there.
+    weight and the bias; the weight's has one rounding, as if all logits had been there. Under autocast logits come in
+    its dtype, as those of `torch.nn.functional.linear` do.
 
     Memory: if the logits of all rows fit in `chunk_bytes` (by default `chunk_bytes_on` the device) they are kept for
     the backward pass, which writes their gradient over them. Else the forward pass makes those of some rows at a time,
@@ -78,6 +80,7 @@ def head_logp_entropy(
         NativeUnavailableError: native kernels were chosen and cannot be had.
     """
     check(hidden_NH, layer, ids_N)
+    hidden_NH, layer = in_autocast(hidden_NH, layer)
     chunk_bytes = chunk_bytes_on(hidden_NH.device) if chunk_bytes is None else chunk_bytes
     return _scored(hidden_NH, layer, HeadCall(ids_N, layer.softcap, temperature, chunk_bytes, kernels), known)[:2]
 
@@ -92,6 +95,7 @@ def head_scores(
 ) -> HeadScores:
     """What `head_logp_entropy` gives at temperature 1, and which tokens are the most likely ones, from one pass."""
     check(hidden_NH, layer, ids_N)
+    hidden_NH, layer = in_autocast(hidden_NH, layer)
     call = HeadCall(ids_N, layer.softcap, 1.0, chunk_bytes_on(hidden_NH.device), kernels, marks_top=True)
     return HeadScores(*_scored(hidden_NH, layer, call, known))
 
@@ -128,9 +132,9 @@ def _forward(call: HeadCall, hidden_NH: torch.Tensor, layer: OutputLayer, *, kee
     block_bytes = call.chunk_bytes // (1 if call.fits(hidden_NH, layer.weight_VH) else _FORWARD_PARTS)
     chunks: list[Scored] = []
     tops = [torch.zeros(0, dtype=torch.bool, device=hidden_NH.device)]
-    logits_RV = None
+    logits_RV, room = None, LogitsRoom()
     for rows in blocks(len(hidden_NH), row_bytes, block_bytes, FEWEST_ROWS):
-        logits_RV = logits(hidden_NH[rows], layer.weight_VH, layer.bias_V)
+        logits_RV = room.logits(hidden_NH[rows], layer.weight_VH, layer.bias_V)
         ids_R = call.ids_N[rows]
         chunks.append(score(logits_RV, ids_R, call.temperature, softcap=call.softcap, kernels=call.kernels))
         if call.marks_top:
@@ -225,6 +229,7 @@ def _columns(
         return
     column_bytes = len(hidden_MH) * hidden_MH.element_size()
     block_bytes = call.chunk_bytes // (1 if call.fits(hidden_MH, layer.weight_VH) else _BACKWARD_PARTS)
+    room = LogitsRoom()
     for columns in blocks(num_tokens, column_bytes, block_bytes, FEWEST_COLUMNS):
         bias_C = None if layer.bias_V is None else layer.bias_V[columns]
-        yield columns, logits(hidden_MH, layer.weight_VH[columns], bias_C)
+        yield columns, room.logits(hidden_MH, layer.weight_VH[columns], bias_C)

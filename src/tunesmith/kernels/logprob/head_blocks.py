@@ -81,11 +81,23 @@ def check(hidden_NH: torch.Tensor, layer: OutputLayer, ids_N: torch.Tensor) -> N
         raise InputError(f"{tuple(ids_N.shape)} ids for {len(hidden_NH)} rows; give one for each row")
 
 
+def in_autocast(hidden_NH: torch.Tensor, layer: OutputLayer) -> tuple[torch.Tensor, OutputLayer]:
+    """Hidden states and layer as autocast hands them to a linear map, if it is on; gradients come back in their own
+    dtypes. float64 stays what it is, there too.
+    """
+    device = hidden_NH.device.type
+    if not torch.is_autocast_enabled(device) or hidden_NH.dtype == torch.float64:
+        return hidden_NH, layer
+    dtype = torch.get_autocast_dtype(device)
+    bias_V = None if layer.bias_V is None else layer.bias_V.to(dtype)
+    return hidden_NH.to(dtype), OutputLayer(layer.weight_VH.to(dtype), bias_V, layer.softcap)
+
+
 def blocks(length: int, bytes_of_one: int, block_bytes: int, fewest: int) -> Iterator[slice]:
-    """`length` things as neighbouring ones of at most `block_bytes` or `fewest`, as even as can be."""
+    """`length` things as neighbouring ones of at most `block_bytes` or `fewest`, as even as can be, the most first."""
     count = -(-length // max(fewest, block_bytes // bytes_of_one))
     for index in range(count):
-        yield slice(length * index // count, length * (index + 1) // count)
+        yield slice(-(-length * index // count), -(-length * (index + 1) // count))
 
 
 def logits(hidden_RH: torch.Tensor, weight_CH: torch.Tensor, bias_C: torch.Tensor | None) -> torch.Tensor:
@@ -93,6 +105,29 @@ def logits(hidden_RH: torch.Tensor, weight_CH: torch.Tensor, bias_C: torch.Tenso
     if len(hidden_RH) == 1:  # see FEWEST_ROWS
         return linear(hidden_RH.expand(2, -1), weight_CH, bias_C)[:1]
     return linear(hidden_RH, weight_CH, bias_C)
+
+
+class LogitsRoom:
+    """Where the logits of one block after the other stand, the largest block first. Blocks that are taken and freed one
+    by one come to lie apart in the system's heap, and then several times the memory of one is resident.
+    """
+
+    def __init__(self) -> None:
+        self._room: torch.Tensor | None = None
+
+    def logits(self, hidden_RH: torch.Tensor, weight_CH: torch.Tensor, bias_C: torch.Tensor | None) -> torch.Tensor:
+        """`logits`, over those that were made here before."""
+        if self._room is None:
+            logits_RC = logits(hidden_RH, weight_CH, bias_C)
+            self._room = logits_RC.view(-1)
+            return logits_RC
+        if len(hidden_RH) == 1:  # see FEWEST_ROWS
+            return logits(hidden_RH, weight_CH, bias_C)
+        shape = len(hidden_RH), len(weight_CH)
+        out_RC = self._room[: shape[0] * shape[1]].view(shape)
+        if bias_C is None:
+            return torch.mm(hidden_RH, weight_CH.t(), out=out_RC)
+        return torch.addmm(bias_C, hidden_RH, weight_CH.t(), out=out_RC)
 
 
 def is_top(logits_RV: torch.Tensor, ids_R: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ Shape legend: N rows, H hidden, V vocabulary, R rows of a block, U rows of a blo
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,12 +14,13 @@ from tunesmith.kernels.logprob.head_blocks import (
     FEWEST_COLUMNS,
     FEWEST_ROWS,
     HeadCall,
+    LogitsRoom,
     OutputLayer,
     blocks,
     check,
     chunk_bytes_on,
+    in_autocast,
     is_top,
-    logits,
     product,
     wide,
 )
@@ -64,16 +65,19 @@ def head_gradients(
     by their gradient and multiplied: three matrix products, where a backward pass that comes later takes four if not
     all logits fit. `loss` is called for some rows at a time, in their order, and can sum up its value and statistics.
     Rows to whose scores it gives no gradient are left out of the last two products. Gradients of weight and bias are
-    summed over the blocks in float32.
+    summed over the blocks in float32. Under autocast logits come in its dtype, as by `head_logp_entropy`.
 
     Raises:
         InputError: shapes or dtypes, ids or the temperature do not fit.
         NativeUnavailableError, TritonUnavailableError: that kernel was chosen and cannot be had.
     """
     check(hidden_NH, layer, ids_N)
+    dtype = hidden_NH.dtype
+    hidden_NH, layer = in_autocast(hidden_NH.detach(), layer)
     chunk_bytes = chunk_bytes_on(hidden_NH.device) if chunk_bytes is None else chunk_bytes
     call = HeadCall(ids_N, layer.softcap, temperature, chunk_bytes, kernels)
-    return _in_one_visit(hidden_NH, layer, call, loss, needs_weight=needs_weight)[0]
+    found = _in_one_visit(hidden_NH, layer, call, loss, needs_weight=needs_weight)[0]
+    return replace(found, d_hidden_NH=found.d_hidden_NH.to(dtype))
 
 
 @torch.no_grad()
@@ -85,9 +89,10 @@ def _in_one_visit(
     scores_2N = wide(hidden_NH.new_empty(2, len(hidden_NH)))
     tops = [torch.zeros(0, dtype=torch.bool, device=hidden_NH.device)]
     sums = _Sums(hidden_NH, layer, call, needs_weight=needs_weight)
+    room = LogitsRoom()
     for rows in blocks(len(hidden_NH), row_bytes, call.chunk_bytes, FEWEST_ROWS):
         ids_R = call.ids_N[rows]
-        logits_RV = logits(hidden_NH[rows], layer.weight_VH, layer.bias_V)
+        logits_RV = room.logits(hidden_NH[rows], layer.weight_VH, layer.bias_V)
         scored = score(logits_RV, ids_R, call.temperature, softcap=layer.softcap, kernels=call.kernels)
         scores_2N[0, rows], scores_2N[1, rows] = scored.logp_N, scored.entropy_N
         if call.marks_top:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from tunesmith.kernels.autocast import without_autocast
+
 _BLOCK_ROWS = 16
 """Rows of logits worked on at a time: at V = 49152 a block in float32 is 3 MB and stays in the CPU's cache."""
 
@@ -45,6 +47,7 @@ class BlockSums:
     lse_N: torch.Tensor
 
 
+@without_autocast
 def sums_in_blocks(logits_NV: torch.Tensor, ids_N: torch.Tensor, temperature: float) -> BlockSums:
     """Log-prob, entropy and log-sum-exp of each row, without autograd."""
     wide = torch.float64 if logits_NV.dtype == torch.float64 else torch.float32
