@@ -7,6 +7,7 @@ installs what the tests use; the data folder stays optional there too.
 import logging
 import os
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,6 +19,9 @@ os.environ.setdefault("OMP_NUM_THREADS", str(min(2, os.cpu_count() or 1)))
 # Triton's kernels run in its interpreter. Triton reads this when it is imported, which torch, TRL and others do too.
 # The check that compiles the kernels runs in a process of its own without it.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+# Some tests send Ctrl-C, and a shell that starts them in the background has it ignored, in what they start too.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 Require = Callable[..., str]
 
