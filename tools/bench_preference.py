@@ -26,7 +26,7 @@ from tunesmith.core.allocator import keep_freed_memory
 from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.preference.records import PreferenceBatch
 from tunesmith.kernels.preference.tuning import iterative_tuning, process_user_preference
-from tunesmith.telemetry.machine import machine_facts
+from tunesmith.runs.machine import machine_facts
 
 _WIDTH = 512
 _NUM_BATCHES = 10

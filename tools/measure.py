@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tunesmith.telemetry.machine import machine_facts
+from tunesmith.runs.machine import machine_facts
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -39,8 +39,8 @@ from tunesmith.models.logprob import length_mask, token_logps
 from tunesmith.models.optimizer import MasterAdamW
 from tunesmith.models.tiny import byte_tokenizer
 from tunesmith.rollout.factory import open_engine
+from tunesmith.runs.machine import machine_facts
 from tunesmith.schema.records import Prompt
-from tunesmith.telemetry.machine import machine_facts
 from tunesmith.trainers.objective import Weights, objective_of
 
 _DRAW = "tunesmith.rollout.sampler:Sampler.draw"

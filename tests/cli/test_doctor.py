@@ -12,7 +12,7 @@ import pytest
 from tunesmith.cli import doctor
 from tunesmith.cli.main import main
 from tunesmith.kernels.survey import operations
-from tunesmith.telemetry.folder_facts import file_system, why_not_writable
+from tunesmith.runs.folder_facts import file_system, why_not_writable
 
 Capture = pytest.CaptureFixture[str]
 Findings = dict[str, doctor.Finding]
@@ -82,7 +82,7 @@ def test_what_is_untested_is_said_line_by_line(monkeypatch: pytest.MonkeyPatch) 
     assert set(untested) - {"untested: bf16"} == {"untested: GPU", "untested: systems", "untested: Python"}
     monkeypatch.setattr("platform.system", lambda: "Darwin")
     monkeypatch.setattr("platform.python_version_tuple", lambda: ("3", "19", "0"))
-    monkeypatch.setattr("tunesmith.telemetry.environment.cpu_flags", frozenset)
+    monkeypatch.setattr("tunesmith.runs.environment.cpu_flags", frozenset)
     untested = {finding.name: finding for finding in doctor._untested()}
     assert all(finding.status == "note" for finding in untested.values())
     assert "this is Darwin" in untested["untested: systems"].value
@@ -91,9 +91,9 @@ def test_what_is_untested_is_said_line_by_line(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_bf16_follows_the_flags_of_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tunesmith.telemetry.environment.cpu_flags", lambda: frozenset({"avx512_bf16", "amx_bf16"}))
+    monkeypatch.setattr("tunesmith.runs.environment.cpu_flags", lambda: frozenset({"avx512_bf16", "amx_bf16"}))
     assert doctor._processor()[1].value == "AVX512-BF16, AMX-BF16; models compute in bfloat16"
-    monkeypatch.setattr("tunesmith.telemetry.environment.cpu_flags", frozenset)
+    monkeypatch.setattr("tunesmith.runs.environment.cpu_flags", frozenset)
     assert doctor._processor()[1].value == "not in hardware; models compute in float32"
 
 
@@ -174,7 +174,7 @@ def test_a_package_of_a_wrong_version_is_missing_and_one_that_is_optional_is_not
     def versions() -> dict[str, str | None]:
         return {"torch": "1.0", "pydantic": None, "gguf": None, "numpy": metadata.version("numpy")}
 
-    monkeypatch.setattr("tunesmith.telemetry.environment.package_versions", versions)
+    monkeypatch.setattr("tunesmith.runs.environment.package_versions", versions)
     monkeypatch.setattr(doctor, "_version", lambda name: None)
     findings = {finding.name: finding for finding in doctor._packages()}
     assert (findings["torch"].status, findings["torch"].value) == ("missing", "1.0, not <3,>=2.11")
@@ -189,7 +189,7 @@ def test_a_folder_that_cannot_hold_a_run_says_why(tmp_path: Path, monkeypatch: p
     assert why_not_writable(tmp_path) == ""
     assert why_not_writable(tmp_path / "none") == "No such file or directory"
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tunesmith.telemetry.folder_facts.why_not_writable", lambda folder: "Read-only file system")
+    monkeypatch.setattr("tunesmith.runs.folder_facts.why_not_writable", lambda folder: "Read-only file system")
     findings = {finding.name: finding for finding in doctor._current_folder()}
     assert findings["run folder"].value == f"no run can be kept in {tmp_path}: Read-only file system"
     assert "--run.dir" in findings["run folder"].advice
@@ -198,7 +198,7 @@ def test_a_folder_that_cannot_hold_a_run_says_why(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize(("kind", "status"), [("ext4", "ok"), ("nfs4", "note"), ("fuse.sshfs", "note"), ("xfs", "ok")])
 def test_a_file_system_over_the_network_is_noted(monkeypatch: pytest.MonkeyPatch, kind: str, status: str) -> None:
-    monkeypatch.setattr("tunesmith.telemetry.folder_facts.file_system", lambda folder: kind)
+    monkeypatch.setattr("tunesmith.runs.folder_facts.file_system", lambda folder: kind)
     findings = {finding.name: finding for finding in doctor._current_folder()}
     assert (findings["file system"].value.split(",")[0], findings["file system"].status) == (kind, status)
 

@@ -21,9 +21,9 @@ from jobs import EVERY, NUM_STEPS, noisy, the_run, train
 from recipes import PROMPTS, grpo_recipe, ppo_recipe, reward_recipe
 
 from tunesmith.core.errors import TunesmithError
-from tunesmith.distributed import checkpoint_writer
-from tunesmith.distributed.checkpoint import Checkpoint
 from tunesmith.models.optimizer import MasterAdamW, StepReport
+from tunesmith.runs import checkpoint_writer
+from tunesmith.runs.checkpoint import Checkpoint
 from tunesmith.schema.records import Pair, Prompt
 from tunesmith.trainers import dpo, grpo, ppo, reward, sft
 

@@ -14,7 +14,7 @@ from spoilt import findings
 
 from tunesmith.cli.main import main
 from tunesmith.core.errors import RunError
-from tunesmith.distributed.checkpoint import list_steps
+from tunesmith.runs.checkpoint import list_steps
 from tunesmith.trainers.resume import Inputs, resume
 
 Uninterrupted = Callable[[str], Mapping[str, object]]

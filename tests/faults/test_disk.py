@@ -17,7 +17,7 @@ from spoilt import (
 )
 
 from tunesmith.cli.main import main
-from tunesmith.distributed.checkpoint import list_steps, load
+from tunesmith.runs.checkpoint import list_steps, load
 
 Uninterrupted = Callable[[str], Mapping[str, object]]
 KILLED = -9

@@ -11,7 +11,7 @@ from recipes import reward_recipe
 from spoilt import findings, grpo_with, ppo_with, rows_of, told, train_poisoned, train_with_broken_weights
 
 from tunesmith.core.errors import RewardError
-from tunesmith.distributed.checkpoint import list_steps, load
+from tunesmith.runs.checkpoint import list_steps, load
 from tunesmith.schema.records import Pair, Prompt
 from tunesmith.trainers import reward
 

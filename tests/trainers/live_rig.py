@@ -9,12 +9,13 @@ from typing import Any
 from recipes import _merged
 
 from tunesmith.config.schema import LiveRecipe
+from tunesmith.live import loop as live
+from tunesmith.live import serving
+from tunesmith.live.folder import open_folder
+from tunesmith.live.serving import Loop
 from tunesmith.store.records import CampaignSettings, Candidate, NewItem, Presentation, Verdict
 from tunesmith.store.run_reader import RunReader
 from tunesmith.store.votes import VoteStore
-from tunesmith.trainers import live, live_serving
-from tunesmith.trainers.live_folder import open_folder
-from tunesmith.trainers.live_serving import Loop
 from tunesmith.trainers.signals import StopRequest
 
 MOST_AT_ONCE = 20
@@ -49,7 +50,7 @@ def live_recipe(folder: Path, **sections: Any) -> LiveRecipe:
 def looping(cfg: LiveRecipe) -> Iterator[Loop]:
     """The loop of a trainer in this process, at its start."""
     with open_folder(cfg) as folder:
-        yield live_serving.begin(live.build(cfg, prompts=PROMPTS), folder, StopRequest())
+        yield serving.begin(live.build(cfg, prompts=PROMPTS), folder, StopRequest())
 
 
 def share_of_letters(text: str) -> float:
@@ -129,4 +130,4 @@ def until(folder: Path, num_updates: int) -> None:
     """A trainer that ends after so many updates."""
     with looping(live_recipe(folder)) as loop:
         turns(loop, num_updates)
-        live_serving.finish(loop)
+        serving.finish(loop)

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tunesmith.config.sections import RewardSource
 from tunesmith.core.errors import InputError, TrainingError
-from tunesmith.distributed.checkpoint import list_steps, load
-from tunesmith.telemetry.run_folder import read_jsonl
+from tunesmith.runs.checkpoint import list_steps, load
+from tunesmith.runs.run_folder import read_jsonl
 from tunesmith.trainers import ppo
 
 NAMES = (

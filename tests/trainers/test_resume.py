@@ -11,7 +11,7 @@ import pytest
 from jobs import TRAINERS, forked, go_on, outcome, the_run, train
 
 from tunesmith.core.errors import RunError
-from tunesmith.distributed.checkpoint import list_steps
+from tunesmith.runs.checkpoint import list_steps
 
 POLICY = (
     *("rollout", "reward", "reward/noisy", "old_policy", "reference", "update/forward", "update/backward"),

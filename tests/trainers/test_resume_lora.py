@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from tunesmith.core import faults
 from tunesmith.core.errors import RunError, StoppedError
 from tunesmith.core.faults import VARIABLE
-from tunesmith.distributed.checkpoint import list_steps
+from tunesmith.runs.checkpoint import list_steps
 
 KILLED = -9
 LORA = {"rank": 4}

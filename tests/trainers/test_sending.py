@@ -10,7 +10,7 @@ from live_rig import learn, live_recipe, looping, voters
 from recipes import PROMPTS, grpo_recipe, ppo_recipe
 
 from tunesmith.batch.targets import LearntSequence, pack_targets
-from tunesmith.kernels.upload.api import Uploader
+from tunesmith.batch.upload import Uploader
 from tunesmith.trainers import grpo, ppo, rollouts, setup
 
 

@@ -10,6 +10,7 @@ from operator import add
 from typing import Self, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tunesmith.core.errors import InputError
@@ -55,3 +56,15 @@ def merged(records: Iterable[SumsT]) -> SumsT:
     if not listed:
         raise InputError("No statistics were given; merge at least one record.")
     return reduce(add, listed)
+
+
+def sum_over_ranks(value: float) -> float:
+    """The sum of `value` over all training ranks; `value` itself where torch.distributed was not started.
+
+    Gives losses one global denominator, for example the number of tokens of all ranks.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return value
+    summed = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(summed)
+    return summed.item()

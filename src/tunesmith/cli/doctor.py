@@ -120,7 +120,7 @@ def _platform() -> list[Finding]:
 
 
 def _packages() -> list[Finding]:
-    from tunesmith.telemetry.environment import package_versions
+    from tunesmith.runs.environment import package_versions
 
     ranges = _required_ranges()
     extra = {name: _version(name) for name in ("datasets", "pyarrow", "tensorboard")}
@@ -192,7 +192,7 @@ def _as_finding(line: str) -> Finding | None:
 
 
 def _processor() -> list[Finding]:
-    from tunesmith.telemetry.environment import cpu_model, usable_cores
+    from tunesmith.runs.environment import cpu_model, usable_cores
 
     units = _bf16_units()
     has_units = "models compute in bfloat16" if units else "not in hardware; models compute in float32"
@@ -204,7 +204,7 @@ def _processor() -> list[Finding]:
 
 def _bf16_units() -> list[str]:
     """Names of the processor's units that compute in bfloat16."""
-    from tunesmith.telemetry.environment import cpu_flags
+    from tunesmith.runs.environment import cpu_flags
 
     names = {"avx512_bf16": "AVX512-BF16", "amx_bf16": "AMX-BF16"}
     flags = cpu_flags()
@@ -221,7 +221,7 @@ def _memory() -> list[Finding]:
 
 
 def _current_folder() -> list[Finding]:
-    from tunesmith.telemetry.folder_facts import file_system, why_not_writable
+    from tunesmith.runs.folder_facts import file_system, why_not_writable
 
     folder = Path.cwd()
     disk_gb = shutil.disk_usage(folder).free / 1e9

@@ -108,7 +108,7 @@ def _complete(model: str, options: GenerateOptions, prompts: "Sequence[Prompt]")
     from tunesmith.models.load import load_policy
     from tunesmith.rollout.engine import check_request
     from tunesmith.rollout.factory import open_engine
-    from tunesmith.telemetry.progress import progress
+    from tunesmith.runs.progress import progress
 
     sampling = SamplingParams(
         max_new_tokens=options.max_new_tokens,

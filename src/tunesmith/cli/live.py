@@ -94,7 +94,7 @@ def _train(options: LiveOptions, overrides: "Overrides", output: Output) -> None
     cfg, provenance = load_live(
         recipe=_recipe(options), file=options.config, overrides=overrides.values, origins=overrides.origins
     )
-    from tunesmith.trainers import live
+    from tunesmith.live import loop as live
 
     result = live.run(cfg, provenance=provenance)
     output.say(f"version {result.serving} has learnt from {result.votes} votes in {result.updates} updates")

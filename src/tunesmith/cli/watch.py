@@ -34,7 +34,7 @@ def watch(words: Sequence[str]) -> None:
     options = parse(WatchOptions, words, "watch")
     if not 0 <= options.port <= _MAX_PORT:
         raise InputError(f"--port is {options.port}; it must be from 0 to {_MAX_PORT}")
-    from tunesmith.telemetry.run_list import resolve_run
+    from tunesmith.runs.run_list import resolve_run
 
     run = resolve_run(options.run, options.dir)
     try:

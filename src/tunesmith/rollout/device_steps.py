@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from tunesmith.batch.rollout import SamplingParams
+from tunesmith.batch.upload import Uploader
 from tunesmith.kernels.advance.records import LOGP, RAW_LOGP, TOKEN, VALUE
 from tunesmith.kernels.attention.records import Places
 from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.sample.api import require_drawn
-from tunesmith.kernels.upload.api import Uploader
 from tunesmith.rollout.decode_step import PREFIX_MEMBERS, Slots, Step, decode_step
 from tunesmith.rollout.device_draw import DrawForm, DrawSettings, draw
 from tunesmith.rollout.device_model import DeviceModel

@@ -20,9 +20,9 @@ from typing import BinaryIO
 from tunesmith.config.yaml_text import is_mapping
 from tunesmith.core.errors import StoreError, TunesmithError
 from tunesmith.core.log import get_logger
+from tunesmith.runs.run_lock import HOLDER_FILE, is_locked
 from tunesmith.store.content import MAX_NAME, is_storable
 from tunesmith.store.runs import RunStore
-from tunesmith.telemetry.run_lock import HOLDER_FILE, is_locked
 
 POLL_S = 0.5
 """How often the file is looked at."""

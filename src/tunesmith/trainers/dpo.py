@@ -13,10 +13,11 @@ from pathlib import Path
 
 import torch
 
-from tunesmith.algorithms import direct_loss
+from tunesmith.algorithms import direct_loss, sums
 from tunesmith.algorithms.direct_loss import DirectStats, PairLogps
 from tunesmith.algorithms.sums import Sums, merged, total
 from tunesmith.batch.pack import chunks
+from tunesmith.batch.upload import Uploader
 from tunesmith.config.schema import DPORecipe
 from tunesmith.core.errors import DataError
 from tunesmith.core.log import get_logger
@@ -25,9 +26,7 @@ from tunesmith.core.trace import span
 from tunesmith.data.answers import AnswerLabel, AnswerPair, collate_answers, in_order
 from tunesmith.data.judgements import JudgementLike
 from tunesmith.data.sets import DirectSets, Unit, direct_sets
-from tunesmith.distributed import collectives
 from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.upload.api import Uploader
 from tunesmith.models.export import ModelCard, save_final
 from tunesmith.models.freeze import freeze_lower_layers
 from tunesmith.models.language_model import LanguageModel, language_model
@@ -168,7 +167,7 @@ def compute_reference(state: State, progress: bool = False) -> None:
 def step(state: State, units: Sequence[Unit]) -> StepResult:
     """One step: the loss of the pairs (or labels) `units`, accumulated over micro-batches, and an update."""
     cfg = state.cfg.dpo
-    num_units = collectives.sum_over_ranks(len(units))  # one global denominator
+    num_units = sums.sum_over_ranks(len(units))  # one global denominator
     with span("reference"):
         reference_A = reference_logps(state, units)
     with span("kl"):
@@ -243,7 +242,7 @@ def mismatched_kl(state: State, units: Sequence[Unit], reference_A: torch.Tensor
         return 0.0
     logp_A = answer_logps(state, state.policy, mismatched)
     kl = direct_loss.mismatched_kl(logp_A[mismatched], reference_A[mismatched])
-    return collectives.sum_over_ranks(kl) / collectives.sum_over_ranks(1)
+    return sums.sum_over_ranks(kl) / sums.sum_over_ranks(1)
 
 
 @torch.no_grad()

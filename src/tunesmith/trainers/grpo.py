@@ -15,6 +15,7 @@ import torch
 from tunesmith.algorithms import advantages, kl, policy_loss
 from tunesmith.batch.pack import PolicyBatch, chunks, pack
 from tunesmith.batch.rollout import Group
+from tunesmith.batch.upload import Uploader
 from tunesmith.config.policy_sections import GRPOSection
 from tunesmith.config.schema import GRPORecipe
 from tunesmith.core.errors import DataError
@@ -23,7 +24,6 @@ from tunesmith.core.trace import span
 from tunesmith.data.prompts import PromptLike
 from tunesmith.evaluation import accuracy
 from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.upload.api import Uploader
 from tunesmith.models.export import ModelCard, save_final
 from tunesmith.models.freeze import freeze_lower_layers
 from tunesmith.models.language_model import LanguageModel, language_model

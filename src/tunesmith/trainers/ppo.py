@@ -14,13 +14,13 @@ from torch import nn
 
 from tunesmith.algorithms import advantages, kl, policy_loss, value_loss
 from tunesmith.batch.pack import PolicyScores, PPOBatch, Sequences, chunks, pack
+from tunesmith.batch.upload import Uploader
 from tunesmith.config.schema import PPORecipe
 from tunesmith.core.seeds import derive
 from tunesmith.core.trace import span
 from tunesmith.data.prompts import PromptLike
 from tunesmith.kernels.logprob.head import ScoreLoss
 from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.upload.api import Uploader
 from tunesmith.models.export import ModelCard, save_final
 from tunesmith.models.freeze import freeze_lower_layers
 from tunesmith.models.heads import Critic, ScalarHead, critic_values, hidden_size

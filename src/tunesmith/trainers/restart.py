@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from tunesmith.core.errors import CheckpointError, RunError
-from tunesmith.distributed import checkpoint
-from tunesmith.distributed.checkpoint import Checkpoint, Found, remove_unfinished
 from tunesmith.models.lora import trained_parameters
 from tunesmith.models.optimizer import MasterAdamW, OptimizerState
-from tunesmith.telemetry.run_folder import RunFolder
+from tunesmith.runs import checkpoint
+from tunesmith.runs.checkpoint import Checkpoint, Found, remove_unfinished
+from tunesmith.runs.run_folder import RunFolder
 
 
 class Counter(Protocol):

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import torch
 
+from tunesmith.algorithms import sums
 from tunesmith.algorithms.preference_loss import PreferenceStats, RankingStats, bradley_terry, plackett_luce
 from tunesmith.algorithms.sums import merged
 from tunesmith.batch.pack import chunks
+from tunesmith.batch.upload import Uploader
 from tunesmith.config.schema import RewardRecipe
 from tunesmith.core.errors import ConfigError
 from tunesmith.core.seeds import items_at
@@ -20,9 +22,7 @@ from tunesmith.core.trace import span
 from tunesmith.data.collate import Encoded, as_pairs, as_rankings, collate_pairs, collate_rankings
 from tunesmith.data.pairs import PreferenceLike
 from tunesmith.data.sets import Facts, preference_sets
-from tunesmith.distributed import collectives
 from tunesmith.evaluation.reward_quality import decided_pairs, judge
-from tunesmith.kernels.upload.api import Uploader
 from tunesmith.models.export import ModelCard, save_final
 from tunesmith.models.freeze import freeze_lower_layers, keep_lower_layers
 from tunesmith.models.heads import RewardModel
@@ -110,7 +110,7 @@ def build(
 def step(state: State, pairs: Sequence[Encoded]) -> StepResult:
     """One step: the loss of `pairs` (or rankings), accumulated over micro-batches, and an update."""
     cfg = state.cfg.reward_model
-    num_pairs = collectives.sum_over_ranks(len(pairs))  # one global denominator
+    num_pairs = sums.sum_over_ranks(len(pairs))  # one global denominator
     stats: list[PreferenceStats | RankingStats] = []
     total_loss = torch.zeros((), device=state.device)
     for micro in chunks(pairs, cfg.micro_batch_size):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
+from tunesmith.algorithms import sums
 from tunesmith.algorithms.policy_loss import UpdateSize
 from tunesmith.batch.pack import PolicyBatch, Sequences, chunks, select
 from tunesmith.batch.rollout import Group, SamplingParams
@@ -21,7 +22,6 @@ from tunesmith.core.trace import span
 from tunesmith.data import sets
 from tunesmith.data.prompts import PromptLike
 from tunesmith.data.sets import PromptSets
-from tunesmith.distributed import collectives
 from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.loaded import LoadedModel, PreTrainedModel, PreTrainedTokenizerBase, context_length
 from tunesmith.models.logprob import token_logps
@@ -196,9 +196,9 @@ def update_size(sequences: Sequences, micro_batch_size: int, num_drawn: float | 
     """
     num_rows = len(sequences.lengths_B)
     return UpdateSize(
-        num_tokens=collectives.sum_over_ranks(sequences.num_tokens),
-        num_sequences=collectives.sum_over_ranks(num_rows if num_drawn is None else num_drawn),
-        num_micro_batches=collectives.sum_over_ranks(-(-num_rows // micro_batch_size)),
+        num_tokens=sums.sum_over_ranks(sequences.num_tokens),
+        num_sequences=sums.sum_over_ranks(num_rows if num_drawn is None else num_drawn),
+        num_micro_batches=sums.sum_over_ranks(-(-num_rows // micro_batch_size)),
     )
 
 

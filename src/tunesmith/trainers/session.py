@@ -16,16 +16,16 @@ from tunesmith.core.errors import RunError, StoppedError, TrainingError
 from tunesmith.core.log import get_logger
 from tunesmith.core.trace import Trace, trace
 from tunesmith.data.sets import Facts
-from tunesmith.distributed.checkpoint import Checkpoint
-from tunesmith.distributed.checkpoint_writer import CheckpointWriter
 from tunesmith.models.optimizer import StepReport
 from tunesmith.reports.html import write_run_report
+from tunesmith.runs.checkpoint import Checkpoint
+from tunesmith.runs.checkpoint_writer import CheckpointWriter
+from tunesmith.runs.environment import peak_rss_gb, rss_gb
+from tunesmith.runs.progress import Reporter, progress
+from tunesmith.runs.run_folder import RunFolder
+from tunesmith.runs.run_lock import RunLock
+from tunesmith.runs.trackers import Tracker, check_trackers, open_trackers
 from tunesmith.schema.records import Finding, Severity
-from tunesmith.telemetry.environment import peak_rss_gb, rss_gb
-from tunesmith.telemetry.progress import Reporter, progress
-from tunesmith.telemetry.run_folder import RunFolder
-from tunesmith.telemetry.run_lock import RunLock
-from tunesmith.telemetry.trackers import Tracker, check_trackers, open_trackers
 from tunesmith.trainers import random_state, restart
 from tunesmith.trainers.guards import alarms
 from tunesmith.trainers.memory import memory_advice

@@ -11,11 +11,11 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from tunesmith.batch.upload import Uploader
 from tunesmith.config.schema import Recipe
 from tunesmith.core.allocator import keep_freed_memory
 from tunesmith.core.errors import ModelError
-from tunesmith.kernels.upload.api import Uploader
-from tunesmith.telemetry.environment import usable_cores
+from tunesmith.runs.environment import usable_cores
 
 Metrics = dict[str, float]
 RecordT = TypeVar("RecordT")

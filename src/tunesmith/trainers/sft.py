@@ -11,17 +11,17 @@ from pathlib import Path
 
 import torch
 
+from tunesmith.algorithms import sums
 from tunesmith.algorithms.sums import merged
 from tunesmith.algorithms.token_loss import TokenStats, negative_log_likelihood
 from tunesmith.batch.targets import LearntSequence, by_token_budget, items_of_step, pack_targets
+from tunesmith.batch.upload import Uploader
 from tunesmith.config.schema import SFTRecipe
 from tunesmith.core.trace import span
 from tunesmith.data.demonstrations import DemonstrationLike
 from tunesmith.data.sets import Facts, demonstration_sets
-from tunesmith.distributed import collectives
 from tunesmith.kernels.logprob.api import ScoreGradient
 from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.upload.api import Uploader
 from tunesmith.models.export import ModelCard, save_final
 from tunesmith.models.freeze import freeze_lower_layers
 from tunesmith.models.language_model import LanguageModel, language_model
@@ -109,7 +109,7 @@ def build(
 def step(state: State, sequences: Sequence[LearntSequence]) -> StepResult:
     """One step: the mean loss of all tokens that are learnt of `sequences`, in micro-batches, and an update."""
     num_learnt = sum(sequence.num_learnt for sequence in sequences)
-    num_tokens = collectives.sum_over_ranks(num_learnt)  # one global denominator
+    num_tokens = sums.sum_over_ranks(num_learnt)  # one global denominator
     stats: list[TokenStats] = []
     total_loss = torch.zeros((), device=state.device)
     for micro in micro_batches(state, sequences):

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tunesmith.config.load import load_live
-from tunesmith.trainers import live
-from tunesmith.trainers.live import LiveResult
+from tunesmith.live import loop as live
+from tunesmith.live.loop import LiveResult
 from tunesmith.workflows.live_processes import server
 
 

@@ -30,9 +30,9 @@ from tunesmith.evaluation.tfidf import TextClassifier
 from tunesmith.models.load import load_policy
 from tunesmith.reports.html import write_comparison_report
 from tunesmith.rewards.scorer import Scorer
+from tunesmith.runs.environment import peak_rss_gb
+from tunesmith.runs.run_folder import RunFolder
 from tunesmith.schema.records import Pair, Prompt
-from tunesmith.telemetry.environment import peak_rss_gb
-from tunesmith.telemetry.run_folder import RunFolder
 from tunesmith.trainers import ppo, reward, setup, sft
 from tunesmith.workflows.comparison import side
 

@@ -23,7 +23,7 @@ from tunesmith.models.load import load_policy
 from tunesmith.models.loaded import LoadedModel
 from tunesmith.models.tokenizer import stop_token_ids
 from tunesmith.rollout.factory import open_engine
-from tunesmith.telemetry.machine import peak_rss_since_reset_gb, reset_peak_rss
+from tunesmith.runs.machine import peak_rss_since_reset_gb, reset_peak_rss
 from tunesmith.trainers.rollouts import logps
 from tunesmith.workflows.bench.process import Server, serve
 from tunesmith.workflows.bench.workloads import Workload

@@ -16,8 +16,8 @@ from typing import Any, cast
 import torch
 
 from tunesmith.core.errors import InputError, TrainingError
-from tunesmith.telemetry.environment import cpu_model, usable_cores
-from tunesmith.telemetry.machine import machine_facts
+from tunesmith.runs.environment import cpu_model, usable_cores
+from tunesmith.runs.machine import machine_facts
 from tunesmith.workflows.bench.gpu_files import SUMMARY, Folder, RowRecord, sources_digest, write_json
 from tunesmith.workflows.bench.gpu_rows import CEILINGS, ROWS
 from tunesmith.workflows.bench.gpu_table import Ceilings, bars, failures, rows_facts, unmeasured

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 
 import torch
 
+from tunesmith.batch.upload import Uploader
 from tunesmith.kernels.gae import reference as gae_reference
 from tunesmith.kernels.gae.api import gae
 from tunesmith.kernels.native import Kernels
@@ -14,8 +15,6 @@ from tunesmith.kernels.policy_loss import reference as policy_reference
 from tunesmith.kernels.policy_loss.api import policy_loss
 from tunesmith.kernels.policy_loss.records import PolicyTerms, PolicyTokens
 from tunesmith.kernels.segment_sum.api import segment_sum
-from tunesmith.kernels.upload import reference as upload_reference
-from tunesmith.kernels.upload.api import Uploader
 from tunesmith.workflows.bench.kernel_case import Case, Setting, error_of
 
 _CHECKED_ROWS = 64
@@ -135,7 +134,7 @@ def upload_case(setting: Setting) -> Case:
 
     return Case(
         ours=lambda: uploader.tensors(fields_),
-        plain=lambda: upload_reference.upload(fields_, setting.device),
+        plain=lambda: [field.to(setting.device, copy=True) for field in fields_],
         max_error=error,
         tolerance=0.0,
         num_bytes=2 * sum(tensor.numel() * tensor.element_size() for tensor in fields_),

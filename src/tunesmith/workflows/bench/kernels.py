@@ -14,8 +14,8 @@ from functools import partial
 import torch
 
 from tunesmith.core.errors import InputError, TrainingError
-from tunesmith.telemetry.environment import usable_cores
-from tunesmith.telemetry.machine import machine_facts
+from tunesmith.runs.environment import usable_cores
+from tunesmith.runs.machine import machine_facts
 from tunesmith.workflows.bench.figures import paired
 from tunesmith.workflows.bench.kernel_batches import gae_case, policy_loss_case, segment_sum_case, upload_case
 from tunesmith.workflows.bench.kernel_case import Case, Setting

@@ -15,8 +15,8 @@ from tunesmith.config.sections import ModelSection
 from tunesmith.core.errors import InputError
 from tunesmith.models.load import load_policy
 from tunesmith.models.loaded import context_length
-from tunesmith.telemetry.environment import usable_cores
-from tunesmith.telemetry.machine import Load, machine_facts
+from tunesmith.runs.environment import usable_cores
+from tunesmith.runs.machine import Load, machine_facts
 from tunesmith.workflows.bench.contenders import (
     Backend,
     Draw,

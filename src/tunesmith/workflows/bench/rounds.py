@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
-from tunesmith.telemetry.machine import Load, measure_load
+from tunesmith.runs.machine import Load, measure_load
 from tunesmith.workflows.bench.figures import Spread
 from tunesmith.workflows.bench.process import Process
 

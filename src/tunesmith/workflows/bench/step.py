@@ -20,8 +20,8 @@ from tunesmith.config.sections import ModelSection
 from tunesmith.core.errors import InputError, TrainingError
 from tunesmith.models.export import ModelCard, save_final
 from tunesmith.models.load import compute_dtype, load_policy
-from tunesmith.telemetry.environment import usable_cores
-from tunesmith.telemetry.machine import Load, machine_facts
+from tunesmith.runs.environment import usable_cores
+from tunesmith.runs.machine import Load, machine_facts
 from tunesmith.workflows.bench.figures import paired
 from tunesmith.workflows.bench.process import Process
 from tunesmith.workflows.bench.rounds import Rounds, Say, alternate, fastest_setting, load_facts

@@ -17,7 +17,7 @@ from tunesmith.config.schema import GRPORecipe
 from tunesmith.core.errors import MissingDependencyError, TrainingError
 from tunesmith.core.trace import trace
 from tunesmith.models import baselines
-from tunesmith.telemetry.machine import peak_rss_since_reset_gb, reset_peak_rss
+from tunesmith.runs.machine import peak_rss_since_reset_gb, reset_peak_rss
 from tunesmith.trainers import grpo, rollouts
 from tunesmith.workflows.bench.process import Server, serve
 

@@ -21,8 +21,8 @@ from tunesmith.config.schema import GRPORecipe
 from tunesmith.core.trace import trace
 from tunesmith.models import baselines
 from tunesmith.rollout.engine import OnGroup, OnProgress, OnText
+from tunesmith.runs.machine import peak_rss_since_reset_gb, reset_peak_rss
 from tunesmith.schema.records import Prompt
-from tunesmith.telemetry.machine import peak_rss_since_reset_gb, reset_peak_rss
 from tunesmith.trainers import grpo, rollouts
 from tunesmith.workflows.bench.process import Server, serve
 from tunesmith.workflows.bench.step_contenders import LEARNING_RATE, load_trl, token_sum

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tunesmith.distributed import checkpoint_writer
-from tunesmith.distributed.checkpoint import Checkpoint, list_steps, load, save
-from tunesmith.distributed.checkpoint_writer import CheckpointWriter, Settled, snapshot
+from tunesmith.runs import checkpoint_writer
+from tunesmith.runs.checkpoint import Checkpoint, list_steps, load, save
+from tunesmith.runs.checkpoint_writer import CheckpointWriter, Settled, snapshot
 
 
 @pytest.fixture

@@ -14,11 +14,11 @@ from tunesmith.batch.pack import chunks
 from tunesmith.core.trace import span
 from tunesmith.data.answers import Answer, collate_answers
 from tunesmith.evaluation.statistics import mcnemar, proportion_interval
+from tunesmith.live.pool import BASE
+from tunesmith.live.state import State
+from tunesmith.live.votes import Comparison
 from tunesmith.models.logprob import token_logps
 from tunesmith.trainers import setup
-from tunesmith.trainers.live_pool import BASE
-from tunesmith.trainers.live_state import State
-from tunesmith.trainers.live_votes import Comparison
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,8 @@ from tunesmith.core.trace import span
 from tunesmith.data.collate import EncodedPair
 from tunesmith.data.sets import Facts
 from tunesmith.data.tally import Tally
+from tunesmith.live.state import ENDLESS, State
+from tunesmith.live.votes import Comparison
 from tunesmith.models.freeze import freeze_lower_layers, keep_lower_layers
 from tunesmith.models.load import new_reward_model
 from tunesmith.models.optimizer import MasterAdamW, StepReport
@@ -19,8 +21,6 @@ from tunesmith.models.tokenizer import stop_token_ids
 from tunesmith.rewards.model import ModelReward
 from tunesmith.rewards.scorer import Scorer
 from tunesmith.trainers import grpo, ppo, reward, rollouts, setup
-from tunesmith.trainers.live_state import ENDLESS, State
-from tunesmith.trainers.live_votes import Comparison
 
 
 class RewardUpdate:

@@ -20,15 +20,15 @@ from tunesmith.config.load import load_recipe
 from tunesmith.config.schema import LiveRecipe
 from tunesmith.core.errors import RunError
 from tunesmith.core.log import get_logger
-from tunesmith.distributed import checkpoint
-from tunesmith.distributed.checkpoint import Checkpoint
+from tunesmith.live.state import State
 from tunesmith.models.export import ModelCard, save_final
+from tunesmith.runs import checkpoint
+from tunesmith.runs.checkpoint import Checkpoint
+from tunesmith.runs.run_folder import RunFolder
+from tunesmith.runs.run_lock import RunLock
 from tunesmith.store.runs import RunStore
 from tunesmith.store.vote_reader import VoteReader
-from tunesmith.telemetry.run_folder import RunFolder
-from tunesmith.telemetry.run_lock import RunLock
 from tunesmith.trainers import restart
-from tunesmith.trainers.live_state import State
 
 _log = get_logger(__name__)
 

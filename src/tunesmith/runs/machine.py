@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from tunesmith.telemetry.environment import cpu_model, package_version, peak_rss_gb, usable_cores
+from tunesmith.runs.environment import cpu_model, package_version, peak_rss_gb, usable_cores
 
 _RESET_PEAK = "5"  # proc(5), /proc/<pid>/clear_refs: the high-water mark of resident memory begins again
 

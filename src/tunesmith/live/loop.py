@@ -2,7 +2,7 @@
 
 Online preference optimisation (Guo et al. 2024, arXiv 2402.04792; Qi et al. 2024, 2406.05534). The trainer offers pairs
 in `runs.db`, reads votes from `votes.db`, and answers every few votes with an update. What passes the checks of
-`live_check` becomes the next version, from which new pairs are drawn; anything else is taken back. The server is
+`check` becomes the next version, from which new pairs are drawn; anything else is taken back. The server is
 another process, which may come and go. Shape legend: N votes, S sides (0 preferred, 1 not), A distinct answers of a
 micro-batch, B the same as rows, T completion tokens.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tunesmith.algorithms import direct_loss, kl
+from tunesmith.algorithms import direct_loss, kl, sums
 from tunesmith.algorithms.direct_loss import DirectStats, PairLogps
 from tunesmith.algorithms.sums import Sums, merged, total
 from tunesmith.batch.pack import chunks
@@ -24,17 +24,17 @@ from tunesmith.core.seeds import derive, permutation_of_groups
 from tunesmith.core.trace import span, trace
 from tunesmith.data.answers import AnswerBatch, AnswerTable, collate_answers
 from tunesmith.data.prompts import PromptLike
-from tunesmith.distributed import collectives
-from tunesmith.distributed.checkpoint_writer import snapshot
+from tunesmith.live import check, pool, serving
+from tunesmith.live.check import Verdict
+from tunesmith.live.folder import open_folder
+from tunesmith.live.reward import RewardUpdate
+from tunesmith.live.serving import LiveResult, Loop
+from tunesmith.live.state import State, build, contents, restore
+from tunesmith.live.votes import Comparison
 from tunesmith.models.logprob import length_mask, token_logps
 from tunesmith.models.optimizer import StepReport
-from tunesmith.trainers import live_check, live_pool, live_serving, setup
-from tunesmith.trainers.live_check import Verdict
-from tunesmith.trainers.live_folder import open_folder
-from tunesmith.trainers.live_reward import RewardUpdate
-from tunesmith.trainers.live_serving import LiveResult, Loop
-from tunesmith.trainers.live_state import State, build, contents, restore
-from tunesmith.trainers.live_votes import Comparison
+from tunesmith.runs.checkpoint_writer import snapshot
+from tunesmith.trainers import setup
 from tunesmith.trainers.signals import stop_signals
 
 __all__ = ["LiveResult", "State", "build", "run", "step", "update"]
@@ -78,7 +78,7 @@ class Left(Exception):
 
 def step(state: State, votes: Sequence[Comparison]) -> StepResult:
     """One optimizer step: the loss of `votes` and the KL to the base model on their answers, and an update."""
-    num_votes = collectives.sum_over_ranks(len(votes))  # one global denominator
+    num_votes = sums.sum_over_ranks(len(votes))  # one global denominator
     with span("reference"):
         state.reference_logps.of(answer for vote in votes for answer in vote.answers)
     stats: list[DirectStats] = []
@@ -150,27 +150,27 @@ def update(loop: Loop) -> Verdict:
     job = loop.folder.runs.start_job("update")
     with trace() as times:
         asked = state.memory.heldout_decided(state.cfg.live.check.num_votes)
-        correct_before = live_check.correct(state, asked, loop.known_correct)
+        correct_before = check.correct(state, asked, loop.known_correct)
         before = snapshot(contents(state))
         fresh = state.memory.take(state.cfg.live.max_votes_per_update)
         position.num_updates += 1
         results = learn(loop, fresh)
         refused = next((f"{one.report.bad_part} is not finite" for one in results if one.report.refused), "")
-        correct_after = live_check.correct(state, asked)
-        drawn = live_pool.draw(state, "update", position.num_updates)  # tells the KL, and is what raters see next
-        nats = live_pool.mean_kl(state, drawn)
-        verdict = live_check.judge(state, correct_before, correct_after, nats, refused)
+        correct_after = check.correct(state, asked)
+        drawn = pool.draw(state, "update", position.num_updates)  # tells the KL, and is what raters see next
+        nats = pool.mean_kl(state, drawn)
+        verdict = check.judge(state, correct_before, correct_after, nats, refused)
         if verdict.passes:
             loop.known_correct = dict(zip((vote.vote_id for vote in asked), correct_after, strict=True))
         else:
             restore(state, before)
         move_penalty(state, nats)
-        live_serving.forget(loop, drawn)
+        serving.forget(loop, drawn)
         with span("save"):
-            version = live_serving.write_version(loop, verdict, fresh)
-    figures = live_serving.figures_of(loop, verdict, drawn, fresh, [one.report for one in results])
-    live_serving.record(loop, {**mean_metrics(results), **figures, **times.metrics()})
-    live_serving.announce(loop, version, drawn)
+            version = serving.write_version(loop, verdict, fresh)
+    figures = serving.figures_of(loop, verdict, drawn, fresh, [one.report for one in results])
+    serving.record(loop, {**mean_metrics(results), **figures, **times.metrics()})
+    serving.announce(loop, version, drawn)
     loop.folder.runs.end_job(job, "done" if verdict.passes else "dropped", {"reason": verdict.reason})
     _log.info(
         "update %d: %d votes, %s, %.2f nats, %.1f s",
@@ -250,23 +250,23 @@ def run(
         TrainingError: if too many updates in a row are not finite.
     """
     with open_folder(cfg, provenance) as folder, stop_signals() as stop:
-        loop = live_serving.begin(build(cfg, prompts=prompts), folder, stop)
+        loop = serving.begin(build(cfg, prompts=prompts), folder, stop)
         try:
             while not loop.leaves:
                 turn(loop)
         except Left:
             _log.info("an update was given up; its votes are learnt at the next start")
-        return live_serving.finish(loop)
+        return serving.finish(loop)
 
 
 def turn(loop: Loop) -> None:
     """What is most pressing now: a command, an update, more pairs, or a moment's wait."""
-    command = live_serving.read(loop)
+    command = serving.read(loop)
     if command is not None:
-        live_serving.obey(loop, command)
-    elif live_serving.is_due(loop, time.time()):
+        serving.obey(loop, command)
+    elif serving.is_due(loop, time.time()):
         update(loop)
-    elif live_serving.needs_pairs(loop):
-        live_serving.refill(loop)
+    elif serving.needs_pairs(loop):
+        serving.refill(loop)
     else:
-        live_serving.wait(loop)
+        serving.wait(loop)

@@ -16,8 +16,8 @@ from tunesmith.config.yaml_text import is_mapping
 from tunesmith.config.yaml_text import parse as parse_yaml
 from tunesmith.config.yaml_text import read as read_yaml
 from tunesmith.core.errors import ConfigError, RunError
-from tunesmith.telemetry.manifest import list_steps
-from tunesmith.telemetry.run_lock import is_locked
+from tunesmith.runs.manifest import list_steps
+from tunesmith.runs.run_lock import is_locked
 
 RunStatus = Literal["running", "finished", "stopped", "failed"]
 """`stopped` has a checkpoint to go on from, `failed` has none."""

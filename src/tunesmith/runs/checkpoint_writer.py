@@ -12,7 +12,7 @@ import psutil
 
 from tunesmith.core.errors import CheckpointError
 from tunesmith.core.log import Once, get_logger
-from tunesmith.distributed.checkpoint import Checkpoint, prune, save
+from tunesmith.runs.checkpoint import Checkpoint, prune, save
 
 _SPARE = 2
 """A copy is made where so many would fit into the memory that is available."""

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tunesmith.algorithms.sums import sum_over_ranks
 from tunesmith.core.errors import CheckpointError
-from tunesmith.distributed.checkpoint import Checkpoint, list_steps, load, newest, prune, remove_unfinished, save
-from tunesmith.distributed.collectives import sum_over_ranks
+from tunesmith.runs.checkpoint import Checkpoint, list_steps, load, newest, prune, remove_unfinished, save
 
 
 def _checkpoint(step: int = 3) -> Checkpoint:

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from tunesmith.core.errors import MissingDependencyError, RunError
-from tunesmith.telemetry.environment import cpu_flags, environment, peak_rss_gb, rss_gb, usable_cores
-from tunesmith.telemetry.progress import format_rate, progress
-from tunesmith.telemetry.run_folder import RunFolder, read_jsonl
-from tunesmith.telemetry.trackers import check_trackers, open_trackers
+from tunesmith.runs.environment import cpu_flags, environment, peak_rss_gb, rss_gb, usable_cores
+from tunesmith.runs.progress import format_rate, progress
+from tunesmith.runs.run_folder import RunFolder, read_jsonl
+from tunesmith.runs.trackers import check_trackers, open_trackers
 
 
 def test_a_new_folder_holds_recipe_provenance_and_environment(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tunesmith.core.errors import RunError
-from tunesmith.telemetry.run_list import find_runs, folder_bytes, is_run
-from tunesmith.telemetry.run_lock import RunLock, holder_of, is_locked
+from tunesmith.runs.run_list import find_runs, folder_bytes, is_run
+from tunesmith.runs.run_lock import RunLock, holder_of, is_locked
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import torch
 from tunesmith.algorithms import kl
 from tunesmith.batch.pack import chunks
 from tunesmith.batch.rollout import SamplingParams
+from tunesmith.batch.upload import Uploader
 from tunesmith.config.schema import LiveRecipe
 from tunesmith.core.errors import CheckpointError, DataError
 from tunesmith.core.seeds import derive
@@ -16,9 +17,8 @@ from tunesmith.data import sets
 from tunesmith.data.answers import Answer, collate_answers
 from tunesmith.data.prompts import PromptLike
 from tunesmith.data.sets import PromptSets
-from tunesmith.distributed.checkpoint import Checkpoint
 from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.upload.api import Uploader
+from tunesmith.live.votes import VoteMemory
 from tunesmith.models.freeze import freeze_lower_layers
 from tunesmith.models.language_model import LanguageModel, language_model
 from tunesmith.models.load import frozen_copy, load_policy
@@ -27,9 +27,9 @@ from tunesmith.models.logprob import token_logps
 from tunesmith.models.optimizer import MasterAdamW, OptimizerState
 from tunesmith.rollout.engine import Engine
 from tunesmith.rollout.factory import open_engine
+from tunesmith.runs.checkpoint import Checkpoint
 from tunesmith.store.records import PolicyVersion
 from tunesmith.trainers import setup
-from tunesmith.trainers.live_votes import VoteMemory
 from tunesmith.trainers.restart import fingerprint_of_rows, fingerprint_of_tensors
 
 ENDLESS = 10**9

@@ -8,11 +8,11 @@ from tunesmith.batch.rollout import Completion, Group
 from tunesmith.core.seeds import derive, items_at
 from tunesmith.core.trace import span
 from tunesmith.data.answers import Answer
+from tunesmith.live.state import State, sampling
 from tunesmith.rollout.factory import open_engine
 from tunesmith.schema.records import Prompt
 from tunesmith.store.content import is_storable
 from tunesmith.store.records import Candidate, NewOffer
-from tunesmith.trainers.live_state import State, sampling
 
 BASE = "v0"
 """`source_id` of an answer of the base model; `v12` of one of version 12."""

@@ -15,11 +15,12 @@ from live_rig import PROMPTS, given_items, learn, live_recipe, looping, share_of
 from safetensors.torch import load_file
 
 from tunesmith.core.errors import DataError, RunError
+from tunesmith.live import check, pool, serving
+from tunesmith.live import loop as live
+from tunesmith.live.serving import Loop
+from tunesmith.live.votes import Comparison
 from tunesmith.store.records import Presentation, Verdict
 from tunesmith.store.vote_reader import VoteReader
-from tunesmith.trainers import live, live_check, live_pool, live_serving
-from tunesmith.trainers.live_serving import Loop
-from tunesmith.trainers.live_votes import Comparison
 
 KILLED = -9
 
@@ -38,7 +39,7 @@ def version_files(folder: Path, version: int) -> dict[str, torch.Tensor]:
 
 def liking(loop: Loop) -> float:
     """How much raters like what the policy writes: the mean of many draws, because two dozen texts are loud."""
-    drawn = [live_pool.draw(loop.state, f"measure {index}") for index in range(16)]
+    drawn = [pool.draw(loop.state, f"measure {index}") for index in range(16)]
     return fmean(share_of_letters(one.text) for each in drawn for _, one in each.answers)
 
 
@@ -115,10 +116,10 @@ def test_an_update_that_is_worse_on_held_out_votes_is_taken_back_bit_for_bit(tmp
         people.store.add_items(people.campaign_id, given_items(24, heldout=16))
         people.vote(24, contrary)
         with looping(cfg) as loop:
-            held = live_serving.read(loop) or loop.state.memory.heldout_decided(64)
+            held = serving.read(loop) or loop.state.memory.heldout_decided(64)
             assert len(held) == 16
             before, version_before = weights(loop), loop.state.optimizer.weight_version
-            while not all(live_check.correct(loop.state, held)):  # a served version that is right on all of them
+            while not all(check.correct(loop.state, held)):  # a served version that is right on all of them
                 live.step(loop.state, held)
             before, version_before = weights(loop), loop.state.optimizer.weight_version
             turns(loop, 1)
@@ -169,7 +170,7 @@ def test_the_gradient_does_not_depend_on_the_micro_batches(tmp_path: Path) -> No
     found: list[torch.Tensor] = []
     for size in (1, 3, 8):
         with looping(live_recipe(folder, dpo={"micro_batch_size": size}, model={"seed": 3})) as loop:
-            live_serving.read(loop)
+            serving.read(loop)
             for parameter in loop.state.policy.module.parameters():  # a policy that is no longer its own reference
                 parameter.data += 0.01 * torch.sin(torch.arange(parameter.numel())).reshape(parameter.shape)
             votes = [loop.state.memory.fresh[vote_id] for vote_id in sorted(loop.state.memory.fresh)]
@@ -186,13 +187,13 @@ def test_changed_votes_count_once_and_withdrawn_gold_and_skipped_ones_teach_noth
         shown = people.ask(6)
         for one, verdict in zip(shown, ("left", "left", "tie", "both_bad", "skip", "right"), strict=True):
             people.store.vote(one.token, people.rater_id, verdict)
-        live_serving.read(loop)
+        serving.read(loop)
         memory = loop.state.memory
         assert len(memory.fresh) == 4 and sum(vote.tie for vote in memory.fresh.values()) == 1
         first = next(vote for vote in memory.fresh.values() if vote.texts[0] == shown[0].answers[0])
         people.store.vote(shown[0].token, people.rater_id, "right_much")
         people.store.withdraw(shown[1].token, people.rater_id)
-        live_serving.read(loop)
+        serving.read(loop)
         assert len(memory.fresh) == 3
         (changed,) = [vote for vote in memory.fresh.values() if vote.texts[0] == shown[0].answers[1]]
         assert changed.rejected == first.chosen
@@ -204,10 +205,10 @@ def test_a_vote_alone_is_learnt_from_after_a_while(tmp_path: Path) -> None:
     with voters(folder) as people, looping(cfg) as loop:
         people.store.add_items(people.campaign_id, given_items(1))
         people.vote(1)
-        live_serving.read(loop)
+        serving.read(loop)
         (vote,) = loop.state.memory.fresh.values()
-        assert not live_serving.is_due(loop, vote.created_at + 4.9)
-        assert live_serving.is_due(loop, vote.created_at + 5.1)
+        assert not serving.is_due(loop, vote.created_at + 4.9)
+        assert serving.is_due(loop, vote.created_at + 5.1)
 
 
 def test_rollback_by_a_command_restores_the_weights_of_a_version_and_goes_on_from_there(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ runs/<date>-<name>-<id>/
   samples.jsonl     prompts, completions, scores  findings.jsonl    what deserves a look
   resumes.jsonl     one object per resume         refused/          batches whose update was refused
   data.json         rows read, dropped, leaked
-  checkpoints/      see distributed/checkpoint.py run.lock          held while a process trains
+  checkpoints/      see runs/checkpoint.py run.lock          held while a process trains
   final/            the model, Hugging Face layout  result.json     the summary   report.html
 """
 
@@ -24,7 +24,7 @@ import yaml
 
 from tunesmith.core import faults
 from tunesmith.core.errors import RunError, TrainingError
-from tunesmith.telemetry.environment import environment
+from tunesmith.runs.environment import environment
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "findings.jsonl")
 """Files that grow with the steps; a resumed run cuts them back to its checkpoint."""

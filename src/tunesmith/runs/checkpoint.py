@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from tunesmith.core import faults
 from tunesmith.core.errors import CheckpointError
-from tunesmith.telemetry.manifest import VERSION, list_steps, seal, step_folder, verify
+from tunesmith.runs.manifest import VERSION, list_steps, seal, step_folder, verify
 
 _ASIDE = "tmp-"
 

@@ -14,18 +14,19 @@ from tunesmith.core.errors import StoreError, TrainingError
 from tunesmith.core.log import Once, get_logger
 from tunesmith.core.trace import trace
 from tunesmith.data.answers import Answer
-from tunesmith.distributed.checkpoint import Checkpoint
+from tunesmith.live import check, pool
+from tunesmith.live.check import Verdict
+from tunesmith.live.folder import LiveFolder
+from tunesmith.live.pool import Pool, Round
+from tunesmith.live.reward import RewardUpdate
+from tunesmith.live.state import Position, State, contents, fresh_optimizer, restore, trained
+from tunesmith.live.votes import Comparison
 from tunesmith.models.load import load_policy
 from tunesmith.models.optimizer import StepReport
+from tunesmith.runs.checkpoint import Checkpoint
+from tunesmith.runs.environment import rss_gb
 from tunesmith.store.records import Command, PolicyVersion, StoredVote
-from tunesmith.telemetry.environment import rss_gb
-from tunesmith.trainers import live_check, live_pool, setup
-from tunesmith.trainers.live_check import Verdict
-from tunesmith.trainers.live_folder import LiveFolder
-from tunesmith.trainers.live_pool import Pool, Round
-from tunesmith.trainers.live_reward import RewardUpdate
-from tunesmith.trainers.live_state import Position, State, contents, fresh_optimizer, restore, trained
-from tunesmith.trainers.live_votes import Comparison
+from tunesmith.trainers import setup
 from tunesmith.trainers.restart import check_identity
 from tunesmith.trainers.signals import StopRequest
 from tunesmith.trainers.update_metrics import update_metrics
@@ -162,7 +163,7 @@ def note_win_rates(loop: Loop, came: Sequence[StoredVote]) -> None:
     names = {name for vote in came if vote.heldout for name in (vote.chosen.source_id, vote.rejected.source_id)}
     for row in position.versions:
         version = PolicyVersion(**row)
-        found = live_check.win_rate(loop.state.memory.heldout.values(), version.version)
+        found = check.win_rate(loop.state.memory.heldout.values(), version.version)
         if f"v{version.version}" not in names or version.version == 0 or found is None:
             continue
         version = replace(version, win_rate=found.share, win_rate_low=found.low, win_rate_high=found.high)
@@ -259,7 +260,7 @@ def forget(loop: Loop, drawn: Round) -> None:
 def offer(loop: Loop, drawn: Round, *, is_new: bool) -> None:
     """Put the pairs of `drawn` before raters; if it `is_new`, what was offered before is stale."""
     position = loop.state.position
-    made = live_pool.offers(loop.state, loop.pool, drawn, position.serving)
+    made = pool.offers(loop.state, loop.pool, drawn, position.serving)
     loop.is_worth_drawing = bool(made)
     if not made:
         _log.warning("all answers to a prompt are alike: there is nothing to compare until the policy changes")
@@ -274,7 +275,7 @@ def refill(loop: Loop, *, is_new: bool = False) -> None:
     loop.beat("drawing")
     loop.num_refills += 1
     with trace():
-        drawn = live_pool.draw(loop.state, "refill", loop.start, loop.num_refills)
+        drawn = pool.draw(loop.state, "refill", loop.start, loop.num_refills)
     offer(loop, drawn, is_new=is_new or loop.num_refills == 1)
 
 

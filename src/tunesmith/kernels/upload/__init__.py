@@ -1,1 +1,0 @@
-"""A batch on its way to the device: one copy for all of its fields."""
