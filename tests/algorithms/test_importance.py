@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tunesmith.algorithms.importance import correction
 from tunesmith.config.rollout_sections import ImportanceSection
 from tunesmith.core.errors import InputError
-from tunesmith.kernels.sample import reference
+from tunesmith.kernels.sample import torch_impl
 from tunesmith.kernels.sample.records import SampleSettings
 
 MODES = ("off", "truncate", "mask")
@@ -88,7 +88,7 @@ def test_the_mean_over_a_filtered_draw_is_the_policys_sum_over_what_can_be_drawn
     generator = torch.Generator().manual_seed(1)
     logits_TV = torch.randn(2, 6, generator=generator).double()
     settings = SampleSettings.same(2, temperature=0.7, **filters)
-    mu_TV = reference.distribution(logits_TV, settings)
+    mu_TV = torch_impl.distribution(logits_TV, settings)
     pi_TV = (logits_TV + 0.1 * torch.randn(2, 6, generator=generator)).div(0.7).log_softmax(-1)
     drawn = [pair for pair in product(range(6), repeat=2) if all(mu_TV[t, v].isfinite() for t, v in enumerate(pair))]
     assert len(drawn) < 36
@@ -104,7 +104,7 @@ def test_the_mean_over_a_filtered_draw_is_the_policys_sum_over_what_can_be_drawn
 
 def test_the_weight_of_a_token_drawn_from_a_nucleus_is_the_mass_of_the_nucleus():
     logits_BV = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).double()
-    mu_BV = reference.distribution(logits_BV, SampleSettings.same(1, top_p=0.7))
+    mu_BV = torch_impl.distribution(logits_BV, SampleSettings.same(1, top_p=0.7))
     pi_BV = logits_BV.log_softmax(-1)
     mass = pi_BV[mu_BV.isfinite()].exp().sum()
     weight = correction(pi_BV[:, :1], mu_BV[:, :1], torch.ones(1, 1), ImportanceSection()).weight_BT

@@ -8,7 +8,7 @@ import torch
 from tunesmith.algorithms.sums import merged
 from tunesmith.algorithms.token_loss import negative_log_likelihood
 from tunesmith.core.errors import InputError
-from tunesmith.kernels.logprob.reference import chosen_logp_entropy_in_blocks
+from tunesmith.kernels.logprob.torch_impl import chosen_logp_entropy_in_blocks
 
 
 def scores(logits_NV: torch.Tensor, ids_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

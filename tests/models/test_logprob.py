@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tunesmith.core.errors import ModelError
-from tunesmith.kernels.logprob.reference import chosen_logp_entropy as chosen_logp_entropy_reference
-from tunesmith.kernels.logprob.reference import chosen_logp_entropy_in_blocks as chosen_logp_entropy
+from tunesmith.kernels.logprob.torch_impl import chosen_logp_entropy as plain_logp_entropy
+from tunesmith.kernels.logprob.torch_impl import chosen_logp_entropy_in_blocks as chosen_logp_entropy
 from tunesmith.models import logprob
 from tunesmith.models.heads import Critic, PolicyWithValue, ScalarHead
 from tunesmith.models.logprob import (
@@ -110,7 +110,7 @@ def test_the_custom_function_equals_plain_autograd(temperature, use_logp, use_en
     ids_N = torch.randint(0, 50, (37,), generator=generator)
     weight_N = torch.randn(37, generator=generator)
     results = []
-    for function in (chosen_logp_entropy, chosen_logp_entropy_reference):
+    for function in (chosen_logp_entropy, plain_logp_entropy):
         logits_NV = base_NV.clone().requires_grad_()
         logp_N, entropy_N = function(logits_NV, ids_N, temperature)
         loss = (logp_N * weight_N).sum() * use_logp + (entropy_N * weight_N.square()).sum() * use_entropy

@@ -11,7 +11,7 @@ import torch
 from tunesmith.batch.pack import pack
 from tunesmith.batch.rollout import SamplingParams
 from tunesmith.core.errors import InputError, TrainingError
-from tunesmith.kernels.sample import reference
+from tunesmith.kernels.sample import torch_impl
 from tunesmith.kernels.sample.records import SampleSettings, Seen
 from tunesmith.models.logprob import token_logps
 from tunesmith.models.tiny import FAMILIES, tiny_model
@@ -166,7 +166,7 @@ def test_both_log_probs_are_those_of_the_definition(options: dict[str, object]) 
                     bias=sampling.logit_bias,
                 )
                 seen = Seen.of([ids[: len(group.prompt_token_ids) + t]], logits_TV.shape[1])
-                expected_BV = reference.distribution(logits_TV[t : t + 1], settings, seen=seen)
+                expected_BV = torch_impl.distribution(logits_TV[t : t + 1], settings, seen=seen)
                 raw_BV = (logits_TV[t] / (sampling.temperature or 1)).double().log_softmax(-1)
                 assert completion.logps[t] == pytest.approx(float(expected_BV[0, token]), abs=2e-5)
                 assert completion.raw_logps[t] == pytest.approx(float(raw_BV[token]), abs=2e-5)

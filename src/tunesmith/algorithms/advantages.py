@@ -13,8 +13,8 @@ from torch import Tensor
 
 from tunesmith.algorithms.sums import Sums, check_shapes, kept, total
 from tunesmith.kernels.gae import api as kernel
-from tunesmith.kernels.gae import reference
-from tunesmith.kernels.gae.reference import Advantages
+from tunesmith.kernels.gae import torch_impl
+from tunesmith.kernels.gae.torch_impl import Advantages
 from tunesmith.kernels.native import shared
 
 Baseline = Literal["mean", "leave_one_out"]
@@ -25,7 +25,7 @@ GROUP_EPS = 1e-4
 
 
 def gae(reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor, gamma: float, lam: float) -> Advantages:
-    """Advantages and returns of each token, in fp32 or wider, without gradient: `kernels.gae.reference` has equation
+    """Advantages and returns of each token, in fp32 or wider, without gradient: `kernels.gae.torch_impl` has equation
     and definition.
 
     `value_BT` is the value of the state before the token is drawn. The value after a row's last token is 0: a
@@ -39,7 +39,7 @@ def gae(reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor, gamma: float, lam:
 def gae_loop(reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor, gamma: float, lam: float) -> Advantages:
     """What `gae` returns, token by token in plain fp64 numbers: what `gae` is tested against."""
     kernel.check(reward_BT, value_BT, mask_BT, gamma, lam)
-    return reference.gae_loop(reward_BT, value_BT, mask_BT, gamma, lam)
+    return torch_impl.gae_loop(reward_BT, value_BT, mask_BT, gamma, lam)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,12 +23,12 @@ from torch import Tensor
 
 from tunesmith.algorithms.sums import Denominator, check_denominator, check_shapes, kept, shared_out
 from tunesmith.core.errors import InputError
-from tunesmith.kernels.policy_loss import reference
+from tunesmith.kernels.policy_loss import torch_impl
 from tunesmith.kernels.policy_loss.records import Estimator as Estimator
-from tunesmith.kernels.policy_loss.reference import ESTIMATORS
-from tunesmith.kernels.policy_loss.reference import k1 as k1
-from tunesmith.kernels.policy_loss.reference import k2 as k2
-from tunesmith.kernels.policy_loss.reference import k3 as k3
+from tunesmith.kernels.policy_loss.torch_impl import ESTIMATORS
+from tunesmith.kernels.policy_loss.torch_impl import k1 as k1
+from tunesmith.kernels.policy_loss.torch_impl import k2 as k2
+from tunesmith.kernels.policy_loss.torch_impl import k3 as k3
 
 MAX_RELATIVE_ERROR = 0.2
 """Ziegler et al. 2019 (arXiv 1909.08593), section 2.2: the error that the controller acts on is clipped to +-0.2."""
@@ -82,7 +82,7 @@ def penalty_loss(
     check_denominator("denominator", denominator)
     if estimator not in ESTIMATORS:
         raise InputError(f"The KL estimator is {estimator!r}; choose one of {', '.join(ESTIMATORS)}.")
-    return shared_out(reference.penalty(estimator, logp_BT, ref_logp_BT, mask_BT, ratio_BT), denominator)
+    return shared_out(torch_impl.penalty(estimator, logp_BT, ref_logp_BT, mask_BT, ratio_BT), denominator)
 
 
 class Controller(Protocol):

@@ -14,10 +14,10 @@ from tunesmith.algorithms.sums import Denominator, Sums, check_denominator, chec
 from tunesmith.config.policy_sections import KLSection, PolicyLossSection
 from tunesmith.kernels.native import shared
 from tunesmith.kernels.policy_loss import api as kernel
-from tunesmith.kernels.policy_loss import reference
+from tunesmith.kernels.policy_loss import torch_impl
 from tunesmith.kernels.policy_loss.records import Level as Level
 from tunesmith.kernels.policy_loss.records import PolicySums, PolicyTerms, PolicyTokens
-from tunesmith.kernels.policy_loss.reference import importance_ratio as importance_ratio
+from tunesmith.kernels.policy_loss.torch_impl import importance_ratio as importance_ratio
 
 Normalization = Literal["token", "sequence", "sequence_sum", "constant", "micro_batch"]
 
@@ -122,8 +122,8 @@ def surrogate(
     check_shapes(logp_BT=logp_BT, old_logp_BT=old_logp_BT, advantage_BT=advantage_BT, mask_BT=mask_BT)
     check_denominator("denominator", denominator)
     tokens, terms = PolicyTokens(logp_BT, old_logp_BT, advantage_BT, mask_BT), terms_of(settings)
-    loss_BT, ratio_BT = reference.surrogate(tokens, terms)
-    sums = reference.sums_of(tokens, terms, loss_BT, ratio_BT, torch.zeros_like(loss_BT))
+    loss_BT, ratio_BT = torch_impl.surrogate(tokens, terms)
+    sums = torch_impl.sums_of(tokens, terms, loss_BT, ratio_BT, torch.zeros_like(loss_BT))
     return shared_out(loss_BT, denominator), _stats(sums)
 
 
@@ -147,7 +147,7 @@ def objective(
     check_denominator("denominator", denominator)
     check_denominator("num_tokens", num_tokens)
     if tokens.logp_BT.device.type == "cpu":
-        loss, sums = reference.policy_loss(tokens, terms, denominator, num_tokens)
+        loss, sums = torch_impl.policy_loss(tokens, terms, denominator, num_tokens)
     else:
         loss, sums = kernel.policy_loss(tokens, terms, denominator, num_tokens, kernels=shared("auto"))
     return loss, _stats(sums)

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from tunesmith.core.errors import ModelError
 from tunesmith.kernels.logprob.head import OutputLayer, ScoreLoss, head_logp_entropy
-from tunesmith.kernels.logprob.reference import chosen_logp_entropy_in_blocks as chosen_logp_entropy
+from tunesmith.kernels.logprob.torch_impl import chosen_logp_entropy_in_blocks as chosen_logp_entropy
 from tunesmith.models.decoder import Decoder
 from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.packed_rows import pack_rows, states_at

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from drawn import normal
 from tunesmith.core.errors import InputError, NativeUnavailableError
-from tunesmith.kernels.adamw import reference
+from tunesmith.kernels.adamw import torch_impl
 from tunesmith.kernels.adamw.api import adamw, add_gradient, sums_of_squares
 from tunesmith.kernels.adamw.records import (
     CODED,
@@ -94,7 +94,7 @@ def test_the_definition_in_float64_is_the_twin():
     ours, twin = Ours(start), Twin(start)
     for step in range(10):
         gradient = normal(30, 7, seed=step + 1).double()
-        reference.adamw(ours.update(gradient, 1e-2, 0.1), SETTINGS, 0.5)
+        torch_impl.adamw(ours.update(gradient, 1e-2, 0.1), SETTINGS, 0.5)
         twin.step(gradient, 1e-2, 0.1, 0.5)
     torch.testing.assert_close(ours.master, twin.weight, atol=1e-13, rtol=1e-12)
 
@@ -203,7 +203,7 @@ def test_a_sum_is_finite_exactly_where_all_elements_are(kernels, values, dtype):
 
 def test_levels_ascend_from_0_to_1_and_thin_out_by_decades():
     for num_bits in (7, 8):
-        levels = reference.levels(num_bits).tolist()
+        levels = torch_impl.levels(num_bits).tolist()
         assert len(levels) == 2**num_bits
         assert (levels[0], levels[-1]) == (0.0, 1.0)
         assert all(a < b for a, b in itertools.pairwise(levels))
@@ -213,7 +213,7 @@ def test_levels_ascend_from_0_to_1_and_thin_out_by_decades():
 
 
 def decoded(moments: CodedMoments) -> FloatMoments:
-    return reference._decoded(moments)
+    return torch_impl._decoded(moments)
 
 
 def test_moments_of_8_bits_are_coded_natively_as_defined(native: Kernels):

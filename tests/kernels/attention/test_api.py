@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tunesmith.core.errors import InputError
-from tunesmith.kernels.attention import reference
+from tunesmith.kernels.attention import torch_impl
 from tunesmith.kernels.attention.api import attend, attend_packed
 from tunesmith.kernels.attention.packing import Segments
 from tunesmith.kernels.attention.records import BLOCK_TOKENS, AttentionSettings, Places, Rope
@@ -54,7 +54,7 @@ class Case:
         return attend_packed(*self.split(self.qkv_TZ), self.rope, self.lengths, self.settings, kernels=kernels)
 
     def exact(self) -> torch.Tensor:
-        return reference.attend_packed(
+        return torch_impl.attend_packed(
             *self.split(self.qkv_TZ.double()), self.rope, Segments.alone(self.lengths), self.settings
         )
 
@@ -181,7 +181,7 @@ def test_gradients_are_those_of_the_definition_in_float64(heads, kv_heads, head_
     grad_TX = torch.randn(len(qkv_TZ), case.settings.query_width, generator=torch.Generator().manual_seed(2)).to(dtype)
     out_TX = attend_packed(*case.split(qkv_TZ), case.rope, LENGTHS, case.settings, kernels=kernels)
     out_TX.backward(grad_TX)
-    exact_TX = reference.attend_packed(*case.split(wide_TZ), case.rope, Segments.alone(LENGTHS), case.settings)
+    exact_TX = torch_impl.attend_packed(*case.split(wide_TZ), case.rope, Segments.alone(LENGTHS), case.settings)
     exact_TX.backward(grad_TX.double())
     assert qkv_TZ.grad is not None and wide_TZ.grad is not None
     error = (qkv_TZ.grad.double() - wide_TZ.grad).norm() / wide_TZ.grad.norm()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tunesmith.core.errors import InputError
-from tunesmith.kernels.attention import reference
+from tunesmith.kernels.attention import torch_impl
 from tunesmith.kernels.attention.api import attend_packed
 from tunesmith.kernels.attention.packing import Packing, Segments, copied_places
 from tunesmith.kernels.attention.records import AttentionSettings, Rope
@@ -100,7 +100,7 @@ def check_gradients(segments: Segments, settings: AttentionSettings, dtype: torc
     attend_packed(q, k, v, table, Packing(segments), settings, kernels=kernels).backward(grad_TX)
     index, lengths, is_own = copies(segments)
     q, k, v = split(wide_TZ[index], settings)
-    exact_CX = reference.attend_packed(q, k, v, table, Segments.alone(lengths), settings)
+    exact_CX = torch_impl.attend_packed(q, k, v, table, Segments.alone(lengths), settings)
     exact_CX[torch.tensor(is_own)].backward(grad_TX.double())
     assert qkv_TZ.grad is not None and wide_TZ.grad is not None
     for found, exact in zip(split(qkv_TZ.grad, settings), split(wide_TZ.grad, settings), strict=True):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tunesmith.kernels.masking import Denominator
 from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.policy_loss import reference
+from tunesmith.kernels.policy_loss import torch_impl
 from tunesmith.kernels.policy_loss.api import policy_loss
 from tunesmith.kernels.policy_loss.records import PolicyTerms, PolicyTokens
 
@@ -94,7 +94,7 @@ def check(case: Case, kernels: Kernels, *, tolerance: float = 2e-6) -> None:
     ours, our_leaves = case.with_leaves()
     wide, wide_leaves = case.wide().with_leaves()
     loss, sums = policy_loss(ours.tokens, ours.terms, ours.denominator, ours.entropy_denominator, kernels=kernels)
-    exact_loss, exact_sums = reference.policy_loss(wide.tokens, wide.terms, wide.denominator, wide.entropy_denominator)
+    exact_loss, exact_sums = torch_impl.policy_loss(wide.tokens, wide.terms, wide.denominator, wide.entropy_denominator)
     # A sum's rounding grows with the sum of magnitudes, here at most a few per token.
     size = max(1, case.tokens.mask_BT.numel()) * tolerance
     torch.testing.assert_close(loss.detach().double(), exact_loss.detach(), atol=size, rtol=1e-5)

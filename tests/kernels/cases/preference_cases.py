@@ -7,7 +7,7 @@ import torch
 
 from drawn import normal
 from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.preference import reference
+from tunesmith.kernels.preference import torch_impl
 from tunesmith.kernels.preference.api import select_and_update, update_in_place
 from tunesmith.kernels.preference.records import PreferenceBatch, Selected
 
@@ -30,7 +30,7 @@ def exact(batch: PreferenceBatch, weights_N: torch.Tensor, scale: float) -> Sele
     """What the definition gives in float64."""
     a_BN, b_BN = batch.outputs_a_BN.double(), batch.outputs_b_BN.double()
     votes_B = None if batch.vote_weights_B is None else batch.vote_weights_B.double()
-    return reference.select_and_update(a_BN, b_BN, batch.choices_B, weights_N.double(), scale, votes_B)
+    return torch_impl.select_and_update(a_BN, b_BN, batch.choices_B, weights_N.double(), scale, votes_B)
 
 
 def run(batch: PreferenceBatch, weights_N: torch.Tensor, scale: float, kernels: Kernels, **options: bool) -> Selected:

@@ -11,7 +11,7 @@ import torch
 from drawn import normal
 from tunesmith.core.errors import TrainingError
 from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.sample import reference
+from tunesmith.kernels.sample import torch_impl
 from tunesmith.kernels.sample.api import sample
 from tunesmith.kernels.sample.records import LogitBias, NoiseKeys, SampleSettings, Seen
 
@@ -55,8 +55,8 @@ def rows_of(keys: NoiseKeys, rows: torch.Tensor) -> NoiseKeys:
 
 def is_clear(logits_BV: torch.Tensor, chosen: SampleSettings, keys: NoiseKeys, seen: Seen | None) -> torch.Tensor:
     """Rows whose noise and filters are further than rounding in float32 from any limit."""
-    exact_BV = reference.distribution(logits_BV, chosen, seen=seen)
-    gap_BV = exact_BV.exp().cumsum(-1) - reference.uniform(keys)[:, None]
+    exact_BV = torch_impl.distribution(logits_BV, chosen, seen=seen)
+    gap_BV = exact_BV.exp().cumsum(-1) - torch_impl.uniform(keys)[:, None]
     clear_B = gap_BV.abs().amin(-1) > 1e-6
     for factor in (1 - 1e-5, 1 + 1e-5):
         moved = replace(
@@ -64,7 +64,7 @@ def is_clear(logits_BV: torch.Tensor, chosen: SampleSettings, keys: NoiseKeys, s
             top_p_B=torch.where(chosen.top_p_B < 1, chosen.top_p_B * factor, 1.0).clamp(max=1),
             min_p_B=chosen.min_p_B * factor,
         )
-        kept_BV = reference.distribution(logits_BV, moved, seen=seen).isfinite()
+        kept_BV = torch_impl.distribution(logits_BV, moved, seen=seen).isfinite()
         clear_B &= (kept_BV == exact_BV.isfinite()).all(-1)
     return clear_B | (chosen.temperature_B == 0)
 
@@ -82,7 +82,7 @@ def assert_as_defined(
     """Tokens and log-probs are those of the definition in every row that is clear, and fewer than `most_unclear` of
     all rows are not."""
     found = sample(logits_BV, chosen, keys, seen=seen, kernels=kernels)
-    exact = reference.sample(logits_BV, chosen, keys, seen=seen)
+    exact = torch_impl.sample(logits_BV, chosen, keys, seen=seen)
     clear_B = is_clear(logits_BV, chosen, keys, seen)
     assert (~clear_B).float().mean() < most_unclear
     assert torch.equal(found.token_B[clear_B], exact.token_B[clear_B])

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from drawn import normal
-from tunesmith.kernels.masked_softmax import reference
+from tunesmith.kernels.masked_softmax import torch_impl
 from tunesmith.kernels.masked_softmax.api import masked_softmax
 from tunesmith.kernels.masked_softmax.records import KeyMask
 from tunesmith.kernels.native import Kernels
@@ -46,12 +46,12 @@ def check_mask(mask: KeyMask, dtype: torch.dtype, kernels: Kernels, tolerance: f
     """Probabilities and gradient are those of the definition in float64; keys that are not seen get exactly 0."""
     scores_BHQK, d_out = 3 * normal(*SHAPE, dtype=dtype), normal(*SHAPE, dtype=dtype, seed=1)
     found = with_gradient(scores_BHQK, d_out, lambda x: masked_softmax(x, scale=0.37, mask=mask, kernels=kernels))
-    exact = with_gradient(scores_BHQK.double(), d_out, lambda x: reference.masked_softmax(x, 0.37, mask))
+    exact = with_gradient(scores_BHQK.double(), d_out, lambda x: torch_impl.masked_softmax(x, 0.37, mask))
     # The gradient is computed from the rounded probabilities.
     for mine, theirs, slack in zip(found, exact, (1, 4), strict=True):
         assert mine.dtype == dtype
         torch.testing.assert_close(mine.double(), theirs, atol=slack * tolerance, rtol=2 * tolerance)
-    seen = reference.visible(scores_BHQK.shape, mask, scores_BHQK.device).expand(scores_BHQK.shape)
+    seen = torch_impl.visible(scores_BHQK.shape, mask, scores_BHQK.device).expand(scores_BHQK.shape)
     assert not found[0][~seen].any() and not found[1][~seen].any()
 
 
@@ -59,7 +59,7 @@ def check_shape(sizes: tuple[int, ...], mask: KeyMask, kernels: Kernels, *, scal
     """In float32, probabilities and gradient of scores of any shape, empty ones too."""
     scores_BHQK, d_out = 5 * normal(*sizes, seed=seed), normal(*sizes, seed=seed + 1)
     found = with_gradient(scores_BHQK, d_out, lambda x: masked_softmax(x, scale=scale, mask=mask, kernels=kernels))
-    exact = with_gradient(scores_BHQK.double(), d_out, lambda x: reference.masked_softmax(x, scale, mask))
+    exact = with_gradient(scores_BHQK.double(), d_out, lambda x: torch_impl.masked_softmax(x, scale, mask))
     for mine, theirs in zip(found, exact, strict=True):
         torch.testing.assert_close(mine.double(), theirs, atol=1e-5, rtol=1e-5)
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tunesmith.core.errors import InputError, NativeUnavailableError
-from tunesmith.kernels.gae import reference
+from tunesmith.kernels.gae import torch_impl
 from tunesmith.kernels.gae.api import gae
 from tunesmith.kernels.native import Kernels
 
@@ -43,7 +43,7 @@ def test_native_bits_are_those_of_the_definition(shape: tuple[int, int], gamma: 
     for share in (0.0, 0.8, 1.0):
         case = Case.of(*shape, share=share)
         found = gae(case.reward_BT, case.value_BT, case.mask_BT, gamma, lam, kernels=native)
-        exact = reference.gae(case.reward_BT, case.value_BT, case.mask_BT, gamma, lam)
+        exact = torch_impl.gae(case.reward_BT, case.value_BT, case.mask_BT, gamma, lam)
         assert torch.equal(found.advantage_BT, exact.advantage_BT)
         assert torch.equal(found.return_BT, exact.return_BT)
 
@@ -59,7 +59,7 @@ def test_native_bits_are_those_of_the_definition(shape: tuple[int, int], gamma: 
 )
 def test_every_form_is_the_loop_over_tokens(seed, num_rows, num_columns, share, gamma, lam, built):
     case = Case.of(num_rows, num_columns, share=share, seed=seed)
-    exact = reference.gae_loop(case.reward_BT, case.value_BT, case.mask_BT, gamma, lam)
+    exact = torch_impl.gae_loop(case.reward_BT, case.value_BT, case.mask_BT, gamma, lam)
     for kernels in (built("gae"), Kernels("torch"), Kernels("auto")):
         found = gae(case.reward_BT, case.value_BT, case.mask_BT, gamma, lam, kernels=kernels)
         torch.testing.assert_close(found.advantage_BT.double(), exact.advantage_BT, atol=2e-5, rtol=1e-5)
@@ -70,7 +70,7 @@ def test_large_rewards_and_values_keep_their_digits(native: Kernels):
     case = Case.of(6, 50)
     reward_BT, value_BT = 1e4 * case.reward_BT, 1e4 * case.value_BT
     found = gae(reward_BT, value_BT, case.mask_BT, 1.0, 0.95, kernels=native)
-    exact = reference.gae_loop(reward_BT, value_BT, case.mask_BT, 1.0, 0.95)
+    exact = torch_impl.gae_loop(reward_BT, value_BT, case.mask_BT, 1.0, 0.95)
     torch.testing.assert_close(found.advantage_BT.double(), exact.advantage_BT, atol=0.1, rtol=1e-5)
 
 
@@ -130,7 +130,7 @@ def test_autocast_changes_nothing(native: Kernels):
 def test_float64_runs_as_defined_and_never_natively(native: Kernels):
     case = Case.of(3, 8)
     wide = (case.reward_BT.double(), case.value_BT, case.mask_BT, 0.9, 0.8)
-    assert torch.equal(gae(*wide, kernels=Kernels("auto")).return_BT, reference.gae(*wide).return_BT)
+    assert torch.equal(gae(*wide, kernels=Kernels("auto")).return_BT, torch_impl.gae(*wide).return_BT)
     with pytest.raises(NativeUnavailableError, match=r"torch\.float64"):
         gae(*wide, kernels=native)
 

@@ -13,7 +13,7 @@ from transformers.activations import ACT2FN
 import gated_cases
 from gated_cases import normal, with_gradients
 from tunesmith.core.errors import InputError, NativeUnavailableError
-from tunesmith.kernels.gated import reference
+from tunesmith.kernels.gated import torch_impl
 from tunesmith.kernels.gated.api import Activation, activate, gated, softcap
 from tunesmith.kernels.native import Kernels
 
@@ -44,13 +44,13 @@ def test_values_and_gradients_are_those_of_the_definition_in_float64(activation,
     gate_RI, up_RI, d_out_RI = (normal(9, width, dtype=dtype, seed=i, scale=s) for i, s in enumerate((4.0, 1.0, 1.0)))
     assert_as_in_float64(
         partial(gated, activation=activation, kernels=kernels),
-        partial(reference.gated, activation=activation),
+        partial(torch_impl.gated, activation=activation),
         [gate_RI, up_RI],
         d_out_RI,
     )
     assert_as_in_float64(
         partial(activate, activation=activation, kernels=kernels),
-        partial(reference.activate, activation=activation),
+        partial(torch_impl.activate, activation=activation),
         [gate_RI],
         d_out_RI,
     )
@@ -62,7 +62,7 @@ def test_values_and_gradients_are_those_of_the_definition_in_float64(activation,
 def test_soft_capping_is_that_of_the_definition_in_float64(cap, width, dtype, kernels: Kernels):
     x_RV, d_out_RV = normal(9, width, dtype=dtype, scale=20), normal(9, width, dtype=dtype, seed=1)
     assert_as_in_float64(
-        partial(softcap, cap=cap, kernels=kernels), partial(reference.softcap, cap=cap), [x_RV], d_out_RV
+        partial(softcap, cap=cap, kernels=kernels), partial(torch_impl.softcap, cap=cap), [x_RV], d_out_RV
     )
 
 
@@ -74,18 +74,18 @@ def test_no_argument_is_off_by_more_than_float32_allows(native, values):
     for activation in ACTIVATIONS:
         assert_as_in_float64(
             partial(activate, activation=activation, kernels=native),
-            partial(reference.activate, activation=activation),
+            partial(torch_impl.activate, activation=activation),
             [x_RI],
             ones_RI,
         )
     assert_as_in_float64(
-        partial(softcap, cap=30.0, kernels=native), partial(reference.softcap, cap=30.0), [x_RI], ones_RI
+        partial(softcap, cap=30.0, kernels=native), partial(torch_impl.softcap, cap=30.0), [x_RI], ones_RI
     )
 
 
 def test_a_small_number_keeps_its_relative_precision_under_the_cap(native: Kernels):
     x_RV = torch.logspace(-30, 1, 400)[None]
-    exact_RV = reference.softcap(x_RV.double(), 30.0)
+    exact_RV = torch_impl.softcap(x_RV.double(), 30.0)
     torch.testing.assert_close(softcap(x_RV, 30.0, kernels=native).double(), exact_RV, atol=0, rtol=5e-7)
 
 
@@ -168,8 +168,8 @@ def test_large_numbers_saturate_and_give_no_nan(native: Kernels):
 
 def test_float64_runs_as_defined_and_never_natively(native: Kernels):
     x_RI = normal(3, 8).double()
-    assert torch.equal(gated(x_RI, x_RI, "silu", kernels=Kernels("auto")), reference.gated(x_RI, x_RI, "silu"))
-    assert torch.equal(softcap(x_RI, 3.0, kernels=Kernels("auto")), reference.softcap(x_RI, 3.0))
+    assert torch.equal(gated(x_RI, x_RI, "silu", kernels=Kernels("auto")), torch_impl.gated(x_RI, x_RI, "silu"))
+    assert torch.equal(softcap(x_RI, 3.0, kernels=Kernels("auto")), torch_impl.softcap(x_RI, 3.0))
     with pytest.raises(NativeUnavailableError, match=r"was given torch\.float64; choose auto or torch"):
         activate(x_RI, "silu", kernels=native)
 

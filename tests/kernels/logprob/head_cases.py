@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import linear
 
 from drawn import normal
-from tunesmith.kernels.logprob import reference
+from tunesmith.kernels.logprob import torch_impl
 from tunesmith.kernels.logprob.head import OutputLayer, head_logp_entropy
 from tunesmith.kernels.native import Kernels
 
@@ -50,6 +50,6 @@ class Case:
         logits_NV = linear(*wide)
         if self.cap is not None:
             logits_NV = self.cap * torch.tanh(logits_NV / self.cap)
-        logp_N, entropy_N = reference.chosen_logp_entropy(logits_NV, self.ids_N, 0.7)
+        logp_N, entropy_N = torch_impl.chosen_logp_entropy(logits_NV, self.ids_N, 0.7)
         loss = (logp_N * self.d_logp_N).sum() + (entropy_N * self.d_entropy_N).sum()
         return list(torch.autograd.grad(loss, wide))

@@ -9,7 +9,7 @@ import torch
 
 from logprob_cases import ids_of, normal
 from tunesmith.core.errors import InputError, NativeUnavailableError
-from tunesmith.kernels.logprob import reference
+from tunesmith.kernels.logprob import torch_impl
 from tunesmith.kernels.logprob.api import chosen_logp_entropy
 from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.sample.api import sample
@@ -49,7 +49,7 @@ def gradient(
 def test_values_are_those_of_the_definition_in_float64(width, temperature, dtype, kernels: Kernels):
     logits_NV, ids_N = normal(20, width, dtype=dtype), ids_of(20, width)
     found = chosen_logp_entropy(logits_NV, ids_N, temperature, kernels=kernels)
-    exact = reference.chosen_logp_entropy(logits_NV.double(), ids_N, temperature)
+    exact = torch_impl.chosen_logp_entropy(logits_NV.double(), ids_N, temperature)
     for ours, expected in zip(found, exact, strict=True):
         assert ours.dtype == torch.float32
         torch.testing.assert_close(ours.double(), expected, atol=3e-6, rtol=1e-6)
@@ -62,7 +62,7 @@ def test_values_are_those_of_the_definition_in_float64(width, temperature, dtype
 def test_gradients_are_those_of_the_definition_in_float64(width, temperature, weights, dtype, kernels: Kernels):
     logits_NV, ids_N = normal(20, width, dtype=dtype), ids_of(20, width)
     found_NV = gradient(partial(chosen_logp_entropy, kernels=kernels), logits_NV, ids_N, temperature, weights)
-    exact_NV = gradient(reference.chosen_logp_entropy, logits_NV.double(), ids_N, temperature, weights)
+    exact_NV = gradient(torch_impl.chosen_logp_entropy, logits_NV.double(), ids_N, temperature, weights)
     assert found_NV.dtype == dtype
     rtol = 1e-5 if dtype == torch.float32 else 2**-8
     torch.testing.assert_close(found_NV.double(), exact_NV, atol=3e-6, rtol=rtol)
@@ -109,7 +109,7 @@ def test_a_low_entropy_is_not_lost_to_cancellation(native: Kernels):
     ids_N = torch.full((5,), 42)
     for shift in (0.0, 64.0):
         _, entropy_N = chosen_logp_entropy(logits_NV + shift, ids_N, 1.0, kernels=native)
-        exact_N = reference.chosen_logp_entropy((logits_NV + shift).double(), ids_N)[1]
+        exact_N = torch_impl.chosen_logp_entropy((logits_NV + shift).double(), ids_N)[1]
         torch.testing.assert_close(entropy_N.double(), exact_N, atol=5e-7, rtol=1e-6)
     logits_NV[:, :42] = logits_NV[:, 43:] = -1e4
     assert not chosen_logp_entropy(logits_NV, ids_N, 1.0, kernels=native)[1].any()
@@ -175,7 +175,7 @@ def test_a_logit_that_is_not_finite_makes_its_row_nan_and_no_other(column, bad, 
 def test_float64_runs_as_defined_and_never_natively(native: Kernels):
     logits_NV, ids_N = normal(3, 8).double(), ids_of(3, 8)
     found = chosen_logp_entropy(logits_NV, ids_N, 0.5, kernels=Kernels("auto"))
-    for ours, expected in zip(found, reference.chosen_logp_entropy(logits_NV, ids_N, 0.5), strict=True):
+    for ours, expected in zip(found, torch_impl.chosen_logp_entropy(logits_NV, ids_N, 0.5), strict=True):
         assert ours.dtype == torch.float64
         torch.testing.assert_close(ours, expected, atol=1e-12, rtol=1e-12)
     with pytest.raises(NativeUnavailableError, match=r"was given torch\.float64"):

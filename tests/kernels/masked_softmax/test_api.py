@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from drawn import normal
 from softmax_cases import MASKS, SHAPE, check_extreme_scores, check_mask, check_shape
 from tunesmith.core.errors import InputError, NativeUnavailableError
-from tunesmith.kernels.masked_softmax import api, reference
+from tunesmith.kernels.masked_softmax import api, torch_impl
 from tunesmith.kernels.masked_softmax.api import masked_softmax
 from tunesmith.kernels.masked_softmax.records import KeyMask
 from tunesmith.kernels.native import Kernels, shared
@@ -131,7 +131,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it_nor_on_threads(native: Kern
 
 def test_half_and_double_precision_are_left_to_the_definition_and_refused_natively(native: Kernels):
     scores_BHQK = normal(1, 2, 3, 9)
-    exact = reference.masked_softmax(scores_BHQK.double(), 1.0, KeyMask())
+    exact = torch_impl.masked_softmax(scores_BHQK.double(), 1.0, KeyMask())
     for dtype, tolerance in ((torch.float16, 2e-3), (torch.float64, 1e-6)):
         found = masked_softmax(scores_BHQK.to(dtype), scale=1.0, mask=KeyMask(), kernels=shared("auto"))
         torch.testing.assert_close(found.double(), exact, atol=tolerance, rtol=tolerance)

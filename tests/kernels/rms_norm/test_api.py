@@ -12,7 +12,7 @@ from drawn import normal
 from norm_cases import Case
 from tunesmith.core.errors import InputError, NativeUnavailableError
 from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.rms_norm import reference
+from tunesmith.kernels.rms_norm import torch_impl
 from tunesmith.kernels.rms_norm.api import add_rms_norm
 
 WIDTHS = [1, 15, 16, 17, 64, 576, 1000]
@@ -30,7 +30,7 @@ def test_float32_equals_the_definition_in_float64(width: int, with_residual: boo
     residual_RH = residual_RH if with_residual else None
     found = add_rms_norm(x_RH, residual_RH, weight_H, 1e-5, kernels=kernels)
     wide_RH = None if residual_RH is None else residual_RH.double()
-    exact = reference.add_rms_norm(x_RH.double(), wide_RH, weight_H.double(), 1e-5)
+    exact = torch_impl.add_rms_norm(x_RH.double(), wide_RH, weight_H.double(), 1e-5)
     torch.testing.assert_close(found.normed_RH.double(), exact.normed_RH, atol=1e-6, rtol=2e-6)
     torch.testing.assert_close(found.sum_RH.double(), exact.sum_RH, atol=1e-6, rtol=1e-6)
 
@@ -40,7 +40,7 @@ def test_bfloat16_is_rounded_where_the_definition_rounds(width: int, native: Ker
     x_RH, residual_RH = normal(200, width, dtype=torch.bfloat16), normal(200, width, dtype=torch.bfloat16, seed=1)
     weight_H = normal(width, dtype=torch.bfloat16, seed=2)
     found = add_rms_norm(x_RH, residual_RH, weight_H, 1e-5, kernels=native)
-    exact = reference.add_rms_norm(x_RH, residual_RH, weight_H, 1e-5)
+    exact = torch_impl.add_rms_norm(x_RH, residual_RH, weight_H, 1e-5)
     assert torch.equal(found.sum_RH, exact.sum_RH)
     # Two roundings, each of which may go to the neighbour.
     torch.testing.assert_close(found.normed_RH, exact.normed_RH, atol=1e-6, rtol=2**-6)
@@ -52,7 +52,7 @@ def test_the_definition_is_the_norm_of_transformers(dtype: torch.dtype):
     module = LlamaRMSNorm(64, eps=1e-6).to(dtype)
     module.weight.data = normal(64, dtype=dtype, seed=2)
     x_RH = normal(20, 64, dtype=dtype)
-    assert torch.equal(reference.add_rms_norm(x_RH, None, module.weight, 1e-6).normed_RH, module(x_RH))
+    assert torch.equal(torch_impl.add_rms_norm(x_RH, None, module.weight, 1e-6).normed_RH, module(x_RH))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -86,7 +86,7 @@ def test_an_offset_makes_it_the_norm_of_gemma(dtype: torch.dtype, kernels: Kerne
     module = Gemma2RMSNorm(72, eps=1e-6).to(dtype)
     module.weight.data = normal(72, dtype=dtype, seed=2)
     x_RH = normal(200, 72, dtype=dtype)
-    assert torch.equal(reference.add_rms_norm(x_RH, None, module.weight, 1e-6, 1.0).normed_RH, module(x_RH))
+    assert torch.equal(torch_impl.add_rms_norm(x_RH, None, module.weight, 1e-6, 1.0).normed_RH, module(x_RH))
     found_RH = add_rms_norm(x_RH, None, module.weight.detach(), 1e-6, offset=1.0, kernels=kernels).normed_RH
     # One rounding, which may go to the neighbour.
     torch.testing.assert_close(found_RH, module(x_RH), atol=1e-6, rtol=2e-6 if dtype == torch.float32 else 2**-7)
@@ -103,7 +103,7 @@ def test_gradients_are_those_of_the_definition_in_float64(
     case = Case.of(num_rows, width, with_residual=with_residual)
     used = {"use_normed": use_normed, "use_sum": use_sum}
     found = case.gradients(partial(add_rms_norm, offset=offset, kernels=kernels), **used)
-    exact = case.wide().gradients(partial(reference.add_rms_norm, offset=offset), **used)
+    exact = case.wide().gradients(partial(torch_impl.add_rms_norm, offset=offset), **used)
     for ours, expected in zip(found, exact, strict=True):
         assert (ours is None) == (expected is None)
         if ours is not None:
@@ -117,11 +117,11 @@ def test_gradients_in_bfloat16_are_exact_up_to_one_rounding(offset: float, nativ
     # The gradients are defined at the sum that the forward pass rounded.
     total_RH = (case.x_RH + case.residual_RH).double()
     wide = replace(case.wide(), x_RH=total_RH, residual_RH=torch.zeros_like(total_RH))
-    exact = wide.gradients(partial(reference.add_rms_norm, offset=offset))
+    exact = wide.gradients(partial(torch_impl.add_rms_norm, offset=offset))
     if offset == 0:
         # What the weight is multiplied with is rounded, and so its gradient is a sum over rounded numbers.
         ones_H = torch.ones_like(case.weight_H)
-        unit_RH = reference.add_rms_norm(case.x_RH, case.residual_RH, ones_H, 1e-5).normed_RH
+        unit_RH = torch_impl.add_rms_norm(case.x_RH, case.residual_RH, ones_H, 1e-5).normed_RH
         exact[1] = (case.d_normed_RH.double() * unit_RH.double()).sum(0)
     for ours, expected in zip(found, exact, strict=True):
         assert ours.dtype == torch.bfloat16
@@ -203,7 +203,7 @@ def test_without_a_residual_the_sum_is_x_itself(kernels: Kernels):
 def test_float64_runs_as_defined_and_never_natively(native: Kernels):
     x_RH, weight_H = normal(3, 8).double(), normal(8, seed=1).double()
     found = add_rms_norm(x_RH, x_RH, weight_H, 1e-5, offset=1.0, kernels=Kernels("auto"))
-    assert torch.equal(found.normed_RH, reference.add_rms_norm(x_RH, x_RH, weight_H, 1e-5, 1.0).normed_RH)
+    assert torch.equal(found.normed_RH, torch_impl.add_rms_norm(x_RH, x_RH, weight_H, 1e-5, 1.0).normed_RH)
     with pytest.raises(NativeUnavailableError, match=r"for bfloat16 and float32 and was given torch\.float64"):
         add_rms_norm(x_RH, None, weight_H, 1e-5, kernels=native)
 

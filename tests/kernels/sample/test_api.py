@@ -21,7 +21,7 @@ from sample_cases import (
 )
 from tunesmith.core.errors import InputError, NativeUnavailableError, TrainingError
 from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.sample import reference
+from tunesmith.kernels.sample import torch_impl
 from tunesmith.kernels.sample.api import sample, score
 from tunesmith.kernels.sample.records import LogitBias, NoiseKeys, Sampled, SampleSettings, Seen
 
@@ -37,7 +37,7 @@ def kernels(request, native) -> Kernels:
 def test_draws_follow_the_exact_distribution(name: str, kernels: Kernels):
     logits_1V = logits_of(1, 12, scale=1.5, seed=3)
     seen = Seen.of([[0, 4, 4, 7]], 12)
-    exact_V = reference.distribution(logits_1V, SampleSettings.same(1, **OPTIONS[name]), seen=seen)[0].exp()
+    exact_V = torch_impl.distribution(logits_1V, SampleSettings.same(1, **OPTIONS[name]), seen=seen)[0].exp()
     drawn = sample(
         logits_1V.expand(NUM_DRAWS, -1).contiguous(),
         SampleSettings.same(NUM_DRAWS, **OPTIONS[name]),
@@ -149,7 +149,7 @@ def test_scoring_drawn_tokens_gives_the_bits_of_their_raw_log_probs(dtype, tempe
     found = score(logits_BV[rows], drawn.token_B[rows], temperature_B, kernels=kernels)
     if kernels.choice == "native":
         assert torch.equal(found, drawn.raw_logp_B[rows])
-    exact = reference.score(logits_BV[rows], drawn.token_B[rows], temperature_B)
+    exact = torch_impl.score(logits_BV[rows], drawn.token_B[rows], temperature_B)
     torch.testing.assert_close(found, exact, atol=1e-5, rtol=0)
 
 
@@ -218,7 +218,7 @@ def test_what_does_not_fit_is_refused_before_any_work(native: Kernels):
 def test_float64_is_drawn_from_and_scored_as_defined_and_never_natively(native: Kernels):
     logits_BV, chosen = logits_of(8, 100).double(), SampleSettings.same(8, top_p=0.9)
     found = sample(logits_BV, chosen, keys_of(8), kernels=Kernels("auto"))
-    exact = reference.sample(logits_BV, chosen, keys_of(8))
+    exact = torch_impl.sample(logits_BV, chosen, keys_of(8))
     assert all(torch.equal(getattr(found, name), getattr(exact, name)) for name in Sampled.__slots__)
     scored = score(logits_BV, found.token_B, chosen.temperature_B, kernels=Kernels("auto"))
     assert torch.equal(scored, exact.raw_logp_B)

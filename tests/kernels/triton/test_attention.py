@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tunesmith.core.errors import InputError, TritonUnavailableError
-from tunesmith.kernels.attention import ops, reference
+from tunesmith.kernels.attention import ops, torch_impl
 from tunesmith.kernels.attention.api import attend, attend_packed
 from tunesmith.kernels.attention.planning import SPLIT_TOKENS, launch
 from tunesmith.kernels.attention.records import BLOCK_TOKENS, AttentionSettings, Places, Rope, SharedPrefixes
@@ -105,7 +105,7 @@ class Batch:
     def exact(self, cache_2NW: torch.Tensor | None = None) -> torch.Tensor:
         cache_2NW = self.cache_2NW.double() if cache_2NW is None else cache_2NW
         q_TX, k_TY, v_TY = (tensor.double() for tensor in self.qkv)
-        return reference.attend(q_TX, k_TY, v_TY, self.rope, self.places, cache_2NW, self.settings)
+        return torch_impl.attend(q_TX, k_TY, v_TY, self.rope, self.places, cache_2NW, self.settings)
 
     def check(self, found_TX: torch.Tensor) -> None:
         assert found_TX.dtype == self.cache_2NW.dtype

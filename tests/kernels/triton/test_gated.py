@@ -14,11 +14,11 @@ from torch._dynamo.backends.common import aot_autograd
 import gated_cases
 from gated_cases import normal, with_gradients
 from tunesmith.core.errors import TritonUnavailableError
-from tunesmith.kernels.gated import reference, triton_impl
+from tunesmith.kernels.gated import torch_impl, triton_impl
 from tunesmith.kernels.gated.api import activate, gated, softcap
 from tunesmith.kernels.native import Kernels
 
-ACTIVATIONS = get_args(reference.Activation)
+ACTIVATIONS = get_args(torch_impl.Activation)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 STEP = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 """Relative error of a stored number; the interpreter cuts numbers off where a GPU rounds them."""
@@ -40,9 +40,11 @@ def test_values_and_gradients_are_those_of_the_definition(activation, shape, dty
     gate_RI, up_RI, d_out_RI = (normal(*shape, dtype=dtype, seed=i, scale=s) for i, s in enumerate((4.0, 1.0, 1.0)))
     way = {"activation": activation, "kernels": interpreted}
     assert_as_defined(
-        partial(gated, **way), partial(reference.gated, activation=activation), [gate_RI, up_RI], d_out_RI
+        partial(gated, **way), partial(torch_impl.gated, activation=activation), [gate_RI, up_RI], d_out_RI
     )
-    assert_as_defined(partial(activate, **way), partial(reference.activate, activation=activation), [gate_RI], d_out_RI)
+    assert_as_defined(
+        partial(activate, **way), partial(torch_impl.activate, activation=activation), [gate_RI], d_out_RI
+    )
 
 
 @given(
@@ -61,9 +63,9 @@ def test_any_numbers_are_activated_and_capped_as_defined(
     x_RI = normal(num_rows, width, dtype=dtype, seed=seed, scale=scale)
     d_out_RI = normal(num_rows, width, dtype=dtype, seed=seed + 1, scale=1.0)
     work = partial(activate, activation=activation, kernels=interpreted)
-    assert_as_defined(work, partial(reference.activate, activation=activation), [x_RI], d_out_RI)
+    assert_as_defined(work, partial(torch_impl.activate, activation=activation), [x_RI], d_out_RI)
     capped = partial(softcap, cap=cap, kernels=interpreted)
-    assert_as_defined(capped, partial(reference.softcap, cap=cap), [x_RI], d_out_RI)
+    assert_as_defined(capped, partial(torch_impl.softcap, cap=cap), [x_RI], d_out_RI)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="needs Triton, which comes with torch's bui
 
 from tunesmith.core.errors import InputError
 from tunesmith.kernels.head_sample.triton_impl import LaunchPlan, draw, launch
-from tunesmith.kernels.sample import reference
+from tunesmith.kernels.sample import torch_impl
 from tunesmith.kernels.sample.records import NoiseKeys, SampleSettings
 from tunesmith.kernels.sample.triton_impl import Rows
 from tunesmith.kernels.sample.triton_impl import draw as draw_from_logits
@@ -44,8 +44,8 @@ def given_of(how: SampleSettings, keys: NoiseKeys) -> tuple[torch.Tensor, torch.
 
 def is_clear(logits_BV: torch.Tensor, how: SampleSettings, keys: NoiseKeys) -> torch.Tensor:
     """Where no rounding decides: the noise falls on no limit between two tokens, nor are two logits the largest."""
-    sum_BV = reference.distribution(logits_BV, how).exp().cumsum(-1)
-    distance_B = (sum_BV - reference.uniform(keys)[:, None] * sum_BV[:, -1:]).abs().amin(-1)
+    sum_BV = torch_impl.distribution(logits_BV, how).exp().cumsum(-1)
+    distance_B = (sum_BV - torch_impl.uniform(keys)[:, None] * sum_BV[:, -1:]).abs().amin(-1)
     top_B2 = logits_BV.topk(2, -1).values
     gap_B = top_B2[:, 0] - top_B2[:, 1]
     return torch.where(how.temperature_B == 0, gap_B > 1e-2 * top_B2[:, 0].abs(), distance_B > 2e-5)
@@ -56,7 +56,7 @@ def assert_as_the_sampler(hidden_BH, weight_VH, temperature: float, seed: int = 
     num_rows = len(hidden_BH)
     how, keys = SampleSettings.same(num_rows, temperature=temperature), keys_of(num_rows, seed)
     logits_BV = logits_of(hidden_BH, weight_VH)
-    expected = reference.sample(logits_BV, how, keys)
+    expected = torch_impl.sample(logits_BV, how, keys)
     token_B, logp_B, status_B = draw(hidden_BH, weight_VH, *given_of(how, keys), plan)
     clear_B = is_clear(logits_BV, how, keys)
     assert not status_B.any()

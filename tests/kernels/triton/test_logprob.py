@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 
 from logprob_cases import ids_of, normal
 from tunesmith.core.errors import InputError, TritonUnavailableError
-from tunesmith.kernels.logprob import ops, reference, triton_impl
+from tunesmith.kernels.logprob import ops, torch_impl, triton_impl
 from tunesmith.kernels.logprob.api import ScoreGradient, chosen_logp_entropy, logits_gradient, score
 from tunesmith.kernels.logprob.head import OutputLayer, head_logp_entropy
 from tunesmith.kernels.native import Kernels
@@ -39,13 +39,13 @@ def assert_as_defined(
     ids_N = ids_of(*logits_NV.shape)
     options = {"softcap": softcap, "kernels": kernels}
     found = chosen_logp_entropy(logits_NV, ids_N, temperature, **options)
-    exact = reference.chosen_logp_entropy(logits_NV.double(), ids_N, temperature, softcap)
+    exact = torch_impl.chosen_logp_entropy(logits_NV.double(), ids_N, temperature, softcap)
     for ours, expected in zip(found, exact, strict=True):
         assert ours.dtype == torch.float32
         torch.testing.assert_close(ours.double(), expected, atol=1e-5, rtol=1e-6)
     found_NV = gradient(lambda leaf: chosen_logp_entropy(leaf, ids_N, temperature, **options), logits_NV, weights)
     exact_NV = gradient(
-        lambda leaf: reference.chosen_logp_entropy(leaf, ids_N, temperature, softcap), logits_NV.double(), weights
+        lambda leaf: torch_impl.chosen_logp_entropy(leaf, ids_N, temperature, softcap), logits_NV.double(), weights
     )
     assert found_NV.dtype == logits_NV.dtype
     # A float16 keeps 2^-24 at least, whatever the size of the number.
@@ -84,7 +84,7 @@ def test_tiles_are_put_together_whatever_their_order_of_size():
     logits_NV[3, :896] = -1e4
     ids_N = ids_of(8, 900)
     found = triton_impl.forward(logits_NV, ids_N, 0.7, 0.0, LaunchPlan(128, 8, 4))
-    for ours, expected in zip(found, reference.chosen_logp_entropy(logits_NV.double(), ids_N, 0.7), strict=False):
+    for ours, expected in zip(found, torch_impl.chosen_logp_entropy(logits_NV.double(), ids_N, 0.7), strict=False):
         torch.testing.assert_close(ours.double(), expected, atol=1e-5, rtol=1e-6)
 
 
@@ -103,7 +103,7 @@ def test_a_low_entropy_is_not_lost_to_cancellation(interpreted: Kernels):
     logits_NV = torch.zeros(5, 300) - gap[:, None]
     logits_NV[:, 42] = 0
     ids_N = torch.full((5,), 42)
-    exact_N = reference.chosen_logp_entropy(logits_NV.double(), ids_N)[1]
+    exact_N = torch_impl.chosen_logp_entropy(logits_NV.double(), ids_N)[1]
     for shift in (0.0, 64.0):
         _, entropy_N = chosen_logp_entropy(logits_NV + shift, ids_N, 1.0, kernels=interpreted)
         torch.testing.assert_close(entropy_N.double(), exact_N, atol=1e-6, rtol=1e-6)
@@ -182,7 +182,7 @@ def test_the_head_scores_hidden_states_in_triton(num_rows, softcap, interpreted:
     chunk_bytes = 300 * 4 * (num_rows or 19)
     layer = OutputLayer(weight_VH, softcap=softcap)
     found = head_logp_entropy(hidden_NH, layer, ids_N, 0.7, kernels=interpreted, chunk_bytes=chunk_bytes)
-    exact = reference.chosen_logp_entropy(linear(*wide), ids_N, 0.7, softcap)
+    exact = torch_impl.chosen_logp_entropy(linear(*wide), ids_N, 0.7, softcap)
     for ours, expected in zip(found, exact, strict=True):
         torch.testing.assert_close(ours.double(), expected, atol=1e-5, rtol=1e-5)
     grads = torch.autograd.grad(found, leaves, list(d_2N))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from drawn import normal
 from softmax_cases import MASKS, check_extreme_scores, check_mask, check_shape, with_gradient
-from tunesmith.kernels.masked_softmax import reference
+from tunesmith.kernels.masked_softmax import torch_impl
 from tunesmith.kernels.masked_softmax.api import masked_softmax
 from tunesmith.kernels.masked_softmax.records import KeyMask
 from tunesmith.kernels.native import Kernels
@@ -41,7 +41,7 @@ def test_rows_longer_than_a_block_give_the_same_in_two_passes(mask: KeyMask, int
 
     scores_BHQK, d_out = 3 * normal(2, 1, 3, 200), normal(2, 1, 3, 200, seed=1)
     mask = KeyMask(mask.causal, mask.window, keys_B2=torch.tensor([[150, 200], [0, 30]]))
-    exact, gradient = with_gradient(scores_BHQK.double(), d_out, lambda x: reference.masked_softmax(x, 0.5, mask))
+    exact, gradient = with_gradient(scores_BHQK.double(), d_out, lambda x: torch_impl.masked_softmax(x, 0.5, mask))
     plan = triton_impl.LaunchPlan(1, 64, False, 6, 4)
     found = triton_impl.forward(scores_BHQK, 0.5, mask, 197, plan)
     torch.testing.assert_close(found.double(), exact, atol=2e-6, rtol=2e-6)
@@ -56,7 +56,7 @@ def test_a_mask_of_booleans_holds_in_two_passes_too(interpreted: Kernels):
     allowed_BQK[1] = False
     scores_BHQK, mask = normal(2, 1, 3, 200), KeyMask(causal=False, allowed_BQK=allowed_BQK)
     found = triton_impl.forward(scores_BHQK, 1.0, mask, 197, triton_impl.LaunchPlan(1, 64, False, 6, 4))
-    exact = reference.masked_softmax(scores_BHQK.double(), 1.0, mask)
+    exact = torch_impl.masked_softmax(scores_BHQK.double(), 1.0, mask)
     torch.testing.assert_close(found.double(), exact, atol=2e-6, rtol=2e-6)
 
 

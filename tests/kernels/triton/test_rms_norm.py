@@ -14,7 +14,7 @@ from drawn import normal
 from norm_cases import Case
 from tunesmith.core.errors import TritonUnavailableError
 from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.rms_norm import reference, triton_impl
+from tunesmith.kernels.rms_norm import torch_impl, triton_impl
 from tunesmith.kernels.rms_norm.api import add_rms_norm
 from tunesmith.kernels.rms_norm.layout import LONGEST
 
@@ -44,7 +44,7 @@ def assert_as_defined(case: Case, offset: float, kernels: Kernels) -> None:
     assert_near(found[1], exact_sum_RH, 0)
     wide = replace(case.wide(), x_RH=found[1].double())  # type: ignore[union-attr]
     wide = wide if wide.residual_RH is None else replace(wide, residual_RH=torch.zeros_like(wide.x_RH))
-    exact = wide.run(partial(reference.add_rms_norm, offset=offset), use_sum=use_sum)
+    exact = wide.run(partial(torch_impl.add_rms_norm, offset=offset), use_sum=use_sum)
     assert all(tensor is not None and tensor.dtype == case.x_RH.dtype for tensor in found)
     scale_R1 = (wide.x_RH.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt()
     unit_RH, weighted_RH = wide.x_RH * scale_R1, wide.d_normed_RH * (offset + wide.weight_H)
@@ -91,7 +91,7 @@ def test_either_of_the_results_may_go_unused(with_residual, use_normed, use_sum,
     case = Case.of(20, 48, with_residual=with_residual)
     used = {"use_normed": use_normed, "use_sum": use_sum}
     found = case.run(partial(add_rms_norm, kernels=interpreted), **used)
-    exact = case.wide().run(reference.add_rms_norm, **used)
+    exact = case.wide().run(torch_impl.add_rms_norm, **used)
     for ours, expected in zip(found, exact, strict=True):
         assert (ours is None) == (expected is None)
         if ours is not None:
@@ -120,7 +120,7 @@ def test_the_gradient_of_the_weight_is_summed_over_the_rows_of_many_programs(mon
     for shape in ((77, 520), (101, 520), (230, 24), (70, 3, 24)):  # some programs end past the last row
         case = Case.of(*shape)
         _, _, *found = case.run(partial(add_rms_norm, kernels=interpreted))
-        _, _, *exact = case.wide().run(reference.add_rms_norm)
+        _, _, *exact = case.wide().run(torch_impl.add_rms_norm)
         for ours, expected in zip(found, exact, strict=True):
             assert ours is not None and expected is not None
             torch.testing.assert_close(ours.double(), expected, atol=2e-5, rtol=1e-5)
@@ -184,7 +184,7 @@ def test_nan_and_infinity_are_not_hidden(dtype, interpreted: Kernels):
 def test_rows_of_zeros_have_finite_gradients(interpreted: Kernels):
     case = replace(Case.of(3, 40, with_residual=False), x_RH=torch.zeros(3, 40))
     found = case.run(partial(add_rms_norm, kernels=interpreted))
-    exact = case.wide().run(reference.add_rms_norm)
+    exact = case.wide().run(torch_impl.add_rms_norm)
     for ours, expected in zip(found[2:], exact[2:], strict=True):
         torch.testing.assert_close(ours.double(), expected, atol=1e-4, rtol=1e-5)  # type: ignore[union-attr]
 

@@ -15,7 +15,7 @@ from sample_cases import OPTIONS, keys_of, logits_of, rows_of
 from tunesmith.core.errors import TrainingError, TritonUnavailableError
 from tunesmith.kernels.logprob.api import chosen_logp_entropy
 from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.sample import ops, reference, triton_impl
+from tunesmith.kernels.sample import ops, torch_impl, triton_impl
 from tunesmith.kernels.sample.api import sample, score
 from tunesmith.kernels.sample.records import Sampled, SampleSettings, Seen
 from tunesmith.kernels.triton_softmax import LaunchPlan
@@ -71,7 +71,7 @@ def test_filters_at_their_ends_are_exact(options: dict, interpreted: Kernels):
 
 def test_top_k_beyond_the_columns_of_a_tile_is_exact():
     logits_BV, chosen, keys = logits_of(4, 700), SampleSettings.same(4, top_k=200), keys_of(4)
-    exact = reference.sample(logits_BV, chosen, keys)
+    exact = torch_impl.sample(logits_BV, chosen, keys)
     numbers = (chosen.temperature_B, chosen.top_p_B, chosen.min_p_B, chosen.repetition_penalty_B)
     integers = (chosen.top_k_B, keys.seed_B, keys.seed_B, keys.prompt_B, keys.sample_B, keys.position_B)
     rows = triton_impl.Rows(logits_BV, torch.stack(numbers, -1), torch.stack(integers, -1), filters=True)
@@ -83,7 +83,7 @@ def test_top_k_beyond_the_columns_of_a_tile_is_exact():
 def test_draws_follow_the_exact_distribution(interpreted: Kernels):
     num_draws, options = 100, {"top_p": 0.9, "temperature": 1.3}
     logits_1V = logits_of(1, 5, scale=1.0, seed=3)
-    exact_V = reference.distribution(logits_1V, SampleSettings.same(1, **options))[0].exp()
+    exact_V = torch_impl.distribution(logits_1V, SampleSettings.same(1, **options))[0].exp()
     logits_BV = logits_1V.expand(num_draws, -1)
     chosen = SampleSettings.same(num_draws, **options)
     token_B = sample(logits_BV, chosen, keys_of(num_draws, seed=5), kernels=interpreted).token_B

@@ -8,7 +8,7 @@ import torch
 from torch.optim.adamw import adamw as adamw_of_torch
 
 from tunesmith.core.errors import InputError
-from tunesmith.kernels.adamw import reference
+from tunesmith.kernels.adamw import torch_impl
 from tunesmith.kernels.adamw.records import AdamWSettings, CodedMoments, FloatMoments, ParameterUpdate
 from tunesmith.kernels.arguments import DOUBLE, INTEGER, POINTER, SINGLE, address, function_of, library_for
 from tunesmith.kernels.native import Kernels
@@ -65,7 +65,7 @@ def sums_of_squares(gradients: Sequence[torch.Tensor], *, kernels: Kernels) -> l
     for index, result in zip(rest, _norms_by_torch([gradients[index] for index in rest]), strict=True):
         # In float32 the squares of numbers above 1e19 are infinite, and those below 1e-19 are nothing.
         in_range = math.isfinite(result) and result > 1e-15
-        sums[index] = result**2 if in_range else float(reference.sum_of_squares(gradients[index]))
+        sums[index] = result**2 if in_range else float(torch_impl.sum_of_squares(gradients[index]))
     return sums
 
 
@@ -125,7 +125,7 @@ def adamw(
         elif is_dense and isinstance(update.moments, FloatMoments):
             fused.append(update)
         else:
-            reference.adamw(update, settings, gradient_factor)
+            torch_impl.adamw(update, settings, gradient_factor)
     if library is not None:
         _run_natively(native, settings, gradient_factor, library)
     if fused:
@@ -157,7 +157,7 @@ def _is_known(update: ParameterUpdate) -> bool:
 def _run_natively(
     updates: Sequence[ParameterUpdate], settings: AdamWSettings, gradient_factor: float, library: ctypes.CDLL
 ) -> None:
-    signed, unsigned = reference.levels(7), reference.levels(8)
+    signed, unsigned = torch_impl.levels(7), torch_impl.levels(8)
     numbers = _Settings(
         gradient_factor,
         1 - settings.beta1,
@@ -185,7 +185,7 @@ def _parameter(update: ParameterUpdate, settings: AdamWSettings) -> _Parameter:
     return _Parameter(
         _gradient(update.gradient),
         *(address(tensor) for tensor in (update.master, update.weight, moments.exp_avg, moments.exp_avg_sq, *scales)),
-        reference.seed_of(count),
+        torch_impl.seed_of(count),
         update.learning_rate / (1 - settings.beta1**count),
         1 - update.learning_rate * update.weight_decay,
         1 / math.sqrt(1 - settings.beta2**count),

@@ -1,4 +1,4 @@
-// Norms of gradients, and AdamW in one pass over gradient, moments, master and 16-bit weight; reference.py is the
+// Norms of gradients, and AdamW in one pass over gradient, moments, master and 16-bit weight; torch_impl.py is the
 // definition. Blocks of a fixed size are shared out among the threads, so no bit depends on how many there are.
 #include <algorithm>
 #include <cmath>

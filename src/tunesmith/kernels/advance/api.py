@@ -6,13 +6,13 @@ Shape legend: S slots.
 import torch
 
 from tunesmith.core.errors import InputError
-from tunesmith.kernels.advance import reference
+from tunesmith.kernels.advance import torch_impl
 from tunesmith.kernels.advance.records import DrawnTokens, SlotState
 from tunesmith.kernels.native import Kernels
 
 
 def advance(state: SlotState, drawn: DrawnTokens, *, kernels: Kernels) -> None:
-    """Take one token for each slot that has some left, in place, as `reference.advance` defines it.
+    """Take one token for each slot that has some left, in place, as `torch_impl.advance` defines it.
 
     Nothing waits for the device, and nothing of the numbers is read by the host, so it can stand in a CUDA graph.
     Numbers are not checked: rows and tokens must lie inside, and `drawn_SK4` must have room.
@@ -37,4 +37,4 @@ def advance(state: SlotState, drawn: DrawnTokens, *, kernels: Kernels) -> None:
 
         triton_impl.advance(state, drawn)
     else:
-        reference.advance(state, drawn)
+        torch_impl.advance(state, drawn)

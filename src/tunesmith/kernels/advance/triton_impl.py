@@ -17,7 +17,7 @@ _BLOCK = 128
 
 
 def advance(state: SlotState, drawn: DrawnTokens) -> None:
-    """As `reference.advance`."""
+    """As `torch_impl.advance`."""
     num_slots = len(state.token_S)
     with torch.cuda.device_of(state.token_S):
         cast(Any, advance_kernel)[(ceil_div(num_slots, _BLOCK),)](

@@ -23,7 +23,7 @@ from tunesmith.kernels.arguments import (
     records_gradient,
     with_dense_rows,
 )
-from tunesmith.kernels.attention import backward, ops, reference
+from tunesmith.kernels.attention import backward, ops, torch_impl
 from tunesmith.kernels.attention.packing import Packing, Segments
 from tunesmith.kernels.attention.records import BLOCK_TOKENS, AttentionSettings, Places, Rope, SharedPrefixes
 from tunesmith.kernels.native import Kernels
@@ -69,7 +69,7 @@ def attend(  # noqa: PLR0913 - the prefixes say of the places what only one kern
     prefixes: SharedPrefixes | None = None,
     kernels: Kernels,
 ) -> torch.Tensor:
-    """Attention of each token over its own sequence up to itself, [T, X], as `reference.attend` defines it.
+    """Attention of each token over its own sequence up to itself, [T, X], as `torch_impl.attend` defines it.
 
     Queries and keys are turned by `rope`; keys and values of all tokens are written into `cache_2NW`, one layer of
     `rollout.kv_cache.allocate_storage`, before any is read. How a block is laid out depends on the kernels, so a cache
@@ -95,7 +95,7 @@ def attend(  # noqa: PLR0913 - the prefixes say of the places what only one kern
         raise InputError("attend has no gradient and an input requires one; use attend_packed, or torch.no_grad()")
     backend = kernels.picked("attention", q_TX)
     if backend == "torch":
-        return reference.attend(q_TX, k_TY, v_TY, rope, places, cache_2NW, settings)
+        return torch_impl.attend(q_TX, k_TY, v_TY, rope, places, cache_2NW, settings)
     if backend == "native":
         library = picked_library(kernels, "attention", q_TX)
         return _native(library, (q_TX, k_TY, v_TY), rope, places, None, cache_2NW, settings)
@@ -160,7 +160,7 @@ class _Call:
     def forward(self, q_TX: torch.Tensor, k_TY: torch.Tensor, v_TY: torch.Tensor) -> torch.Tensor:
         library = library_for(self.kernels, "attention", q_TX)
         if library is None:
-            return reference.attend_packed(q_TX, k_TY, v_TY, self.rope, self.packing.segments, self.settings)
+            return torch_impl.attend_packed(q_TX, k_TY, v_TY, self.rope, self.packing.segments, self.settings)
         room_2NW = self.packing.room(self.settings.key_width, q_TX.dtype)
         placed = self.packing.places
         return _native(library, (q_TX, k_TY, v_TY), self.rope, placed.places, placed.copied_E, room_2NW, self.settings)

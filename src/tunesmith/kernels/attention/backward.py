@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from tunesmith.kernels.attention import reference
+from tunesmith.kernels.attention import torch_impl
 from tunesmith.kernels.attention.packing import ALONE, Segments
 from tunesmith.kernels.attention.records import AttentionSettings, Rope
 from tunesmith.kernels.autocast import without_autocast
@@ -116,17 +116,17 @@ def _of_chunk(
         return x_BKGLD.permute(0, 3, 1, 2, 4).flatten(2, 3)[is_token_BL]
 
     def turned(x_TZ: torch.Tensor) -> torch.Tensor:
-        return reference.rotated(x_TZ.unflatten(1, (-1, head_dim)), positions_T, rope).flatten(1)
+        return torch_impl.rotated(x_TZ.unflatten(1, (-1, head_dim)), positions_T, rope).flatten(1)
 
     q_MRD, k_MLD, v_MLD = folded(turned(q_TX)), folded(turned(k_TY)), folded(v_TY)
     grad_MRD = (
         folded(grad_TX)
         * is_token_BL.repeat_interleave(settings.num_kv_heads, 0).repeat(1, settings.group_size)[..., None]
     )
-    seen_LL = reference.seen(positions_L[:, None], positions_L, settings.window)
+    seen_LL = torch_impl.seen(positions_L[:, None], positions_L, settings.window)
     results = _of_matrices(q_MRD, k_MLD, v_MLD, grad_MRD, seen_LL.repeat(settings.group_size, 1), settings)
     dq_THD, dk_TKD, dv_TKD = (unfolded(result) for result in results)
-    dq_THD, dk_TKD = (reference.rotated(x_THD, positions_T, rope, sign=-1.0) for x_THD in (dq_THD, dk_TKD))
+    dq_THD, dk_TKD = (torch_impl.rotated(x_THD, positions_T, rope, sign=-1.0) for x_THD in (dq_THD, dk_TKD))
     return dq_THD.flatten(1), dk_TKD.flatten(1), dv_TKD.flatten(1)
 
 

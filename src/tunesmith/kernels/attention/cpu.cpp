@@ -1,4 +1,4 @@
-// Causal attention over a cache of blocks of 16 tokens; reference.py is the definition.
+// Causal attention over a cache of blocks of 16 tokens; torch_impl.py is the definition.
 //
 // A row is one query head of one token. The rows of a tile share each load of keys and values: the query heads of one
 // key/value head, of neighbouring tokens of a sequence, or of tokens whose sequences begin with the same blocks. The softmax goes in spans of 512 keys that begin at position

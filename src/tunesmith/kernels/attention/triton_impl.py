@@ -73,7 +73,7 @@ def forward(
     settings: AttentionSettings,
     plan: LaunchPlan | None = None,
 ) -> torch.Tensor:
-    """What `reference.attend` defines, [T, X]; all tensors on one device, tables of `rope` float32 without gaps."""
+    """What `torch_impl.attend` defines, [T, X]; all tensors on one device, tables of `rope` float32 without gaps."""
     q_TX, k_TY, v_TY = (with_dense_rows(tensor) for tensor in qkv)
     positions_T, rows_T = places.positions_T.contiguous(), places.table_rows_T.contiguous()
     places = Places(positions_T, rows_T, with_dense_rows(places.block_tables_RN))

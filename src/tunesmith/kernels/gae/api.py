@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tunesmith.core.errors import InputError
 from tunesmith.kernels.arguments import INTEGER, POINTER, SINGLE, address, function_of, picked_library
-from tunesmith.kernels.gae import reference
-from tunesmith.kernels.gae.reference import Advantages
+from tunesmith.kernels.gae import torch_impl
+from tunesmith.kernels.gae.torch_impl import Advantages
 from tunesmith.kernels.masking import check_shapes, widened
 from tunesmith.kernels.native import Choice, Kernels, shared
 
@@ -21,7 +21,7 @@ _NATIVE = (*[POINTER] * 5, INTEGER, INTEGER, SINGLE, SINGLE, INTEGER)
 def gae(
     reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor, gamma: float, lam: float, *, kernels: Kernels
 ) -> Advantages:
-    """Advantages and returns (advantage + value) of each token, in fp32 or wider, without gradient; `reference.gae` is
+    """Advantages and returns (advantage + value) of each token, in fp32 or wider, without gradient; `torch_impl.gae` is
     the definition.
 
     `value_BT` is the value of the state before the token is drawn. The value after a row's last token is 0: a
@@ -66,7 +66,7 @@ def _gae(
 
             return triton_impl.gae(reward_BT, value_BT, mask_BT.bool(), gamma, lam)
         case "torch":
-            found = reference.gae(reward_BT, value_BT, mask_BT, gamma, lam)
+            found = torch_impl.gae(reward_BT, value_BT, mask_BT, gamma, lam)
             return found.advantage_BT.contiguous(), found.return_BT.contiguous()
 
 

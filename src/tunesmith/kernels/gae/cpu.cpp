@@ -1,4 +1,4 @@
-// Generalised advantage estimation; reference.py is the definition, and in float32 the bits are its own.
+// Generalised advantage estimation; torch_impl.py is the definition, and in float32 the bits are its own.
 #include <algorithm>
 #include <cstdint>
 

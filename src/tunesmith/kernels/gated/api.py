@@ -22,8 +22,8 @@ from tunesmith.kernels.arguments import (
     require_rows,
     with_dense_rows,
 )
-from tunesmith.kernels.gated import ops, reference
-from tunesmith.kernels.gated.reference import Activation
+from tunesmith.kernels.gated import ops, torch_impl
+from tunesmith.kernels.gated.torch_impl import Activation
 from tunesmith.kernels.native import Kernels
 
 _ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
@@ -80,7 +80,7 @@ def softcap(x_RV: torch.Tensor, cap: float, *, kernels: Kernels) -> torch.Tensor
         raise InputError(f"cap is {cap}; give a positive number, or leave soft-capping out")
     form = _cap_form(kernels, x_RV, cap)
     if form is None:
-        return reference.softcap(x_RV, cap)
+        return torch_impl.softcap(x_RV, cap)
     if records_gradient(x_RV):
         return _Softcap.apply(x_RV, form)  # type: ignore[return-value]
     return form.forward(x_RV)
@@ -91,7 +91,9 @@ def _gated(gate_RI: torch.Tensor, up_RI: torch.Tensor | None, activation: Activa
         raise InputError(f"activation is {activation!r}; allowed: {', '.join(_ACTIVATIONS)}")
     form = _form(kernels, gate_RI, activation)
     if form is None:
-        return reference.activate(gate_RI, activation) if up_RI is None else reference.gated(gate_RI, up_RI, activation)
+        return (
+            torch_impl.activate(gate_RI, activation) if up_RI is None else torch_impl.gated(gate_RI, up_RI, activation)
+        )
     if records_gradient(gate_RI, up_RI):
         return _Gated.apply(gate_RI, up_RI, form)  # type: ignore[return-value]
     return form.forward(gate_RI, up_RI)

@@ -1,4 +1,4 @@
-// Gated activations and soft-capping, and their gradients; reference.py is the definition. Each element is computed in
+// Gated activations and soft-capping, and their gradients; torch_impl.py is the definition. Each element is computed in
 // float32 by itself and rounded once.
 #include <cmath>
 #include <cstdint>

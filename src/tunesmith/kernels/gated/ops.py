@@ -13,7 +13,7 @@ from tunesmith.kernels.arguments import empty_as, with_dense_rows
 
 @torch.library.custom_op("tunesmith::gated", mutates_args=())
 def gated(gate_RI: torch.Tensor, up_RI: torch.Tensor | None, activation: str) -> torch.Tensor:
-    """activation(gate) * up, as `reference.gated`, or activation(gate) where `up_RI` is None."""
+    """activation(gate) * up, as `torch_impl.gated`, or activation(gate) where `up_RI` is None."""
     from tunesmith.kernels.gated.triton_impl import forward
 
     return forward(with_dense_rows(gate_RI), None if up_RI is None else with_dense_rows(up_RI), activation)
@@ -33,7 +33,7 @@ def gated_gradient(
 
 @torch.library.custom_op("tunesmith::softcap", mutates_args=())
 def softcap(x_RV: torch.Tensor, cap: float) -> torch.Tensor:
-    """cap * tanh(x / cap), as `reference.softcap`."""
+    """cap * tanh(x / cap), as `torch_impl.softcap`."""
     from tunesmith.kernels.gated.triton_impl import cap_forward
 
     return cap_forward(with_dense_rows(x_RV), cap)

@@ -108,7 +108,7 @@ def pack(weight_OI: torch.Tensor, block: int, *, kernels: Kernels) -> PackedWeig
 
 
 def linear(x_RI: torch.Tensor, weight: PackedWeight, bias_O: torch.Tensor | None) -> torch.Tensor:
-    """x weight^T + bias `[R, O]` in bfloat16, as `reference.linear` defines it; no gradient.
+    """x weight^T + bias `[R, O]` in bfloat16, as `torch_impl.linear` defines it; no gradient.
 
     The bits of a row depend on that row alone: not on other rows, nor on threads. Rows of x may be any distance apart.
 

@@ -1,4 +1,4 @@
-// Products of bfloat16 rows with a packed bfloat16 weight; reference.py is the definition. Each output is a sum over
+// Products of bfloat16 rows with a packed bfloat16 weight; torch_impl.py is the definition. Each output is a sum over
 // blocks of inputs: within a block pair by pair in float32, then block to block, which is how oneDNN sums. So a result
 // has oneDNN's bits, and depends on its own row alone.
 #include <algorithm>

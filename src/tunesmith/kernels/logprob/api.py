@@ -23,7 +23,7 @@ from tunesmith.kernels.arguments import (
     with_dense_rows,
 )
 from tunesmith.kernels.gated.api import softcap as capped
-from tunesmith.kernels.logprob import ops, reference
+from tunesmith.kernels.logprob import ops, torch_impl
 from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.sample.records import SMALLEST_TEMPERATURE
 
@@ -69,7 +69,7 @@ def chosen_logp_entropy(
         capped_NV = capped(logits_NV, softcap, kernels=kernels)
         return chosen_logp_entropy(capped_NV, ids_N, temperature, kernels=kernels)
     if backend == "torch":
-        logp_N, entropy_N = reference.chosen_logp_entropy_in_blocks(
+        logp_N, entropy_N = torch_impl.chosen_logp_entropy_in_blocks(
             logits_NV, ids_N, temperature, reuse_logits=reuse_logits
         )
         return logp_N.where(entropy_N.isfinite(), torch.nan), entropy_N
@@ -111,7 +111,7 @@ def score(
     if backend == "native":
         library = picked_library(kernels, "logprob", logits_NV)
         return Scored(*_forward(library, with_dense_rows(logits_NV), ids_N, temperature))
-    sums = reference.sums_in_blocks(logits_NV, ids_N, temperature)
+    sums = torch_impl.sums_in_blocks(logits_NV, ids_N, temperature)
     logp_N = sums.logp_N.where(sums.entropy_N.isfinite(), torch.nan)
     return Scored(logp_N, sums.entropy_N, torch.stack((sums.lse_N, sums.entropy_N), -1))
 
@@ -156,7 +156,7 @@ def logits_gradient(
         logits_gradient(d_capped_NV, ids_N, sums_NK, gradient, temperature, kernels=kernels)
         return torch.autograd.grad(capped_NV, logits_NV, d_capped_NV)[0]
     if backend == "torch":
-        reference.gradient_in_blocks(
+        torch_impl.gradient_in_blocks(
             logits_NV, ids_N, sums_NK, gradient.d_logp_N, gradient.d_entropy_N, temperature, logits_NV
         )
     else:

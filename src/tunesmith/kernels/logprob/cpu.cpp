@@ -1,4 +1,4 @@
-// Log-prob of a token that is given and entropy, for each row of logits, and their gradient; reference.py is the
+// Log-prob of a token that is given and entropy, for each row of logits, and their gradient; torch_impl.py is the
 // definition. A row's result depends on that row alone, and the log-prob has the bits of the sampler's.
 #include <algorithm>
 #include <cmath>

@@ -16,7 +16,7 @@ from tunesmith.kernels.arguments import empty_as, with_dense_rows
 def logprob(
     logits_NV: torch.Tensor, ids_N: torch.Tensor, temperature: float, softcap: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(logp_N, entropy_N, sums_N3), float32: what `reference.chosen_logp_entropy` defines, and what `logprob_gradient`
+    """(logp_N, entropy_N, sums_N3), float32: what `torch_impl.chosen_logp_entropy` defines, and what `logprob_gradient`
     needs of each row. A `softcap` of 0 is none. Gradients flow from the first two to the logits.
     """
     from tunesmith.kernels.logprob.triton_impl import forward

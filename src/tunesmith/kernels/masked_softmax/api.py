@@ -10,7 +10,7 @@ import torch
 
 from tunesmith.core.errors import InputError
 from tunesmith.kernels.arguments import FLOATS, INTEGER, POINTER, SINGLE, address, function_of, picked_library, step_of
-from tunesmith.kernels.masked_softmax import reference
+from tunesmith.kernels.masked_softmax import torch_impl
 from tunesmith.kernels.masked_softmax.records import KeyMask
 from tunesmith.kernels.native import Choice, Kernels, shared
 
@@ -57,7 +57,7 @@ def _softmax(
         from tunesmith.kernels.masked_softmax import triton_impl
 
         return triton_impl.forward(scores_BHQK, scale, mask, offset)
-    return reference.masked_softmax(scores_BHQK, scale, mask)
+    return torch_impl.masked_softmax(scores_BHQK, scale, mask)
 
 
 @_softmax.register_fake
@@ -87,7 +87,7 @@ def _softmax_backward(
         from tunesmith.kernels.masked_softmax import triton_impl
 
         return triton_impl.backward(p_BHQK, d_p_BHQK, scale, mask, offset)
-    return reference.scores_gradient(p_BHQK, d_p_BHQK, scale)
+    return torch_impl.scores_gradient(p_BHQK, d_p_BHQK, scale)
 
 
 @_softmax_backward.register_fake

@@ -1,4 +1,4 @@
-// Scale, mask by indices and softmax of the rows of attention scores, and the gradient; reference.py is the definition.
+// Scale, mask by indices and softmax of the rows of attention scores, and the gradient; torch_impl.py is the definition.
 // A row is read and written once: keys that it does not see are not read, and their probabilities are set to 0. It is
 // summed in an order that depends on the keys that it sees alone.
 #include <algorithm>

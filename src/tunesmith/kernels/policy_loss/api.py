@@ -14,7 +14,7 @@ from tunesmith.core.errors import InputError
 from tunesmith.kernels.arguments import FLOATS, INTEGER, POINTER, SINGLE, address, function_of, picked_library
 from tunesmith.kernels.masking import Denominator, check_denominator, check_shapes, widened
 from tunesmith.kernels.native import Choice, Kernels, shared
-from tunesmith.kernels.policy_loss import reference
+from tunesmith.kernels.policy_loss import torch_impl
 from tunesmith.kernels.policy_loss.records import Estimator, Level, PolicySums, PolicyTerms, PolicyTokens
 
 NUM_SUMS = len(PolicySums.__dataclass_fields__)
@@ -46,7 +46,7 @@ def policy_loss(
 
         loss = (sum surrogate + kl_coef sum kl) / denominator - entropy_coef sum entropy / entropy_denominator
 
-    `reference.policy_loss` is the definition. Denominators are those of the whole optimizer step; `denominator` may be
+    `torch_impl.policy_loss` is the definition. Denominators are those of the whole optimizer step; `denominator` may be
     one number for each row, `[B, 1]`. One pass reads each number once and writes the gradient of the log-probs, so the
     backward pass only scales it; nothing else is kept. Sums are formed in an order that the shape alone decides. The
     kernels know a ratio of each token; for those of a whole completion torch does the work.
@@ -141,7 +141,7 @@ def _policy_loss(
 
         found = triton_impl.evaluated(tokens, terms, weight_R1)
     else:
-        found = reference.evaluated(tokens, terms, weight_R1)
+        found = torch_impl.evaluated(tokens, terms, weight_R1)
     wide = widened(logp_BT).dtype
     loss = found.weighted - terms.entropy_coef * entropy_weight_11[0, 0] * found.sums_S[-1]
     return loss.to(wide), found.sums_S, found.d_logp_BT.to(wide).contiguous()
@@ -215,7 +215,7 @@ def _backward(ctx: Any, d_loss: Tensor | None, *_: Tensor | None) -> tuple[objec
 _policy_loss.register_autograd(_backward, setup_context=_keep)
 
 
-def _native(kernels: Kernels, tokens: PolicyTokens, terms: PolicyTerms, weight_R1: Tensor) -> reference.Evaluated:
+def _native(kernels: Kernels, tokens: PolicyTokens, terms: PolicyTerms, weight_R1: Tensor) -> torch_impl.Evaluated:
     num_rows, num_columns = tokens.logp_BT.shape
     sums_S = torch.zeros(NUM_SUMS + 1, dtype=torch.float64)
     # The mapping holds contiguous copies alive until the call is over.
@@ -245,7 +245,7 @@ def _native(kernels: Kernels, tokens: PolicyTokens, terms: PolicyTerms, weight_R
     )
     function = function_of(picked_library(kernels, "policy_loss", tokens.logp_BT), "policy_loss", (POINTER,))
     function(ctypes.addressof(arguments))
-    return reference.Evaluated(sums_S[-1], sums_S[:-1].clone(), arrays["d_logp"])
+    return torch_impl.Evaluated(sums_S[-1], sums_S[:-1].clone(), arrays["d_logp"])
 
 
 def _plain(tensor: Tensor | None) -> Tensor | None:

@@ -1,4 +1,4 @@
-// The policy loss with its KL term, sums over its tokens and its gradient, in one pass; reference.py is the definition.
+// The policy loss with its KL term, sums over its tokens and its gradient, in one pass; torch_impl.py is the definition.
 // Sums are formed row by row, and those of the rows in their order, so no bit depends on the number of threads.
 #include <algorithm>
 #include <cmath>

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from tunesmith.kernels.launching import ceil_div
 from tunesmith.kernels.policy_loss.records import PolicyTerms, PolicyTokens
-from tunesmith.kernels.policy_loss.reference import Evaluated
+from tunesmith.kernels.policy_loss.torch_impl import Evaluated
 from tunesmith.kernels.triton_check import Variant
 
 _NUM_SUMS = 11
@@ -39,7 +39,7 @@ def launch(num_tokens: int) -> LaunchPlan:
 
 
 def evaluated(tokens: PolicyTokens, terms: PolicyTerms, weight_R1: torch.Tensor) -> Evaluated:
-    """What `reference.evaluated` gives for a ratio of each token, the gradient in float32."""
+    """What `torch_impl.evaluated` gives for a ratio of each token, the gradient in float32."""
     logp_BT, reference_BT, entropy_BT = tokens.logp_BT.contiguous(), tokens.reference_logp_BT, tokens.entropy_BT
     plan = launch(logp_BT.numel())
     d_logp_BT = torch.empty_like(logp_BT, dtype=torch.float32)

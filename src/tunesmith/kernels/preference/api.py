@@ -22,7 +22,7 @@ from tunesmith.kernels.arguments import (
     with_dense_rows,
 )
 from tunesmith.kernels.native import Backend, Choice, Kernels, shared
-from tunesmith.kernels.preference import reference
+from tunesmith.kernels.preference import torch_impl
 from tunesmith.kernels.preference.records import PreferenceBatch, Selected
 
 _NATIVE = (*[POINTER] * 8, *[INTEGER] * 5, DOUBLE, INTEGER, INTEGER)
@@ -42,7 +42,7 @@ def select_and_update(
     deterministic: bool = True,
     kernels: Kernels,
 ) -> Selected:
-    """The selected outputs and the updated weights, as `reference.select_and_update` defines them; nothing is changed.
+    """The selected outputs and the updated weights, as `torch_impl.select_and_update` defines them; nothing is changed.
 
     Gradients go to outputs, weights and vote weights. Of each pair only what was selected is read. Sums are in float32:
     on a CPU they have the same bits for any number of threads; on a GPU they have the same bits in every run if
@@ -137,7 +137,7 @@ def _gradients(
     through_N = scale * d_weights_N.to(wide)
     votes_B1 = 1.0 if votes_B is None else votes_B.to(wide)[:, None]
     d_picked_BN = d_selected_BN.to(wide) + votes_B1 * through_N
-    share_B1 = reference.share_of_a(choices_B, wide)[:, None]
+    share_B1 = torch_impl.share_of_a(choices_B, wide)[:, None]
     d_votes_B = None
     if votes_B is not None and a_BN is not None:
         of_a_B, of_b_B = (
@@ -201,7 +201,7 @@ def _run_elsewhere(
         triton_impl.select_into(outputs, votes, weights_N.contiguous(), scale, new, deterministic=is_ordered, plan=plan)
         updated_N.copy_(new_N)
     else:
-        found = reference.select_and_update(
+        found = torch_impl.select_and_update(
             a_BN, batch.outputs_b_BN, batch.choices_B, weights_N, scale, batch.vote_weights_B
         )
         selected_BN.copy_(found.selected_BN)

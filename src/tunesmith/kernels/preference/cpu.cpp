@@ -1,4 +1,4 @@
-// Selection by votes and the weighted sum of what was selected, in one pass; reference.py is the definition.
+// Selection by votes and the weighted sum of what was selected, in one pass; torch_impl.py is the definition.
 //
 // A selected number is read and written once, past the caches where the outputs are larger than they are. Rows go in
 // blocks, columns in tiles of kColumns; a block and tile is summed in float32 in the order of its rows, and the blocks

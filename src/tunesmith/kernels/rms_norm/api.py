@@ -23,9 +23,9 @@ from tunesmith.kernels.arguments import (
     with_dense_rows,
 )
 from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.rms_norm import ops, reference
+from tunesmith.kernels.rms_norm import ops, torch_impl
 from tunesmith.kernels.rms_norm.layout import LONGEST, layout_of
-from tunesmith.kernels.rms_norm.reference import Normed
+from tunesmith.kernels.rms_norm.torch_impl import Normed
 
 _ROWS_OF_SUM = 64
 """`kRowsOfSum` of cpu.cpp."""
@@ -43,7 +43,7 @@ def add_rms_norm(
     offset: float = 0.0,
     kernels: Kernels,
 ) -> Normed:
-    """The residual stream x + residual and its RMSNorm, as `reference.add_rms_norm` defines them; gradients to all.
+    """The residual stream x + residual and its RMSNorm, as `torch_impl.add_rms_norm` defines them; gradients to all.
 
     `offset` 1 is Gemma's norm, whose weight is stored less 1. x is [R, H], or [R, heads, H] for a norm of each head;
     it may be a slice of a wider tensor, so the heads within a fused projection need no copy. Without a residual,
@@ -59,7 +59,7 @@ def add_rms_norm(
     _check(x_RH, residual_RH, weight_H)
     form = _form(kernels, x_RH, epsilon, offset)
     if form is None:
-        return reference.add_rms_norm(x_RH, residual_RH, weight_H, epsilon, offset)
+        return torch_impl.add_rms_norm(x_RH, residual_RH, weight_H, epsilon, offset)
     if not records_gradient(x_RH, residual_RH, weight_H):
         return Normed(*form.forward(x_RH, residual_RH, weight_H, keeps_scale=False)[:2])
     if residual_RH is None:

@@ -1,4 +1,4 @@
-// Residual addition and RMSNorm, and their gradients; reference.py is the definition. A row is summed in an order that
+// Residual addition and RMSNorm, and their gradients; torch_impl.py is the definition. A row is summed in an order that
 // depends on its length alone, so its result does not depend on the rows beside it.
 #include <algorithm>
 #include <cmath>

@@ -15,7 +15,7 @@ from tunesmith.kernels.arguments import empty_as
 def add_rms_norm(
     x_RH: torch.Tensor, residual_RH: torch.Tensor | None, weight_H: torch.Tensor, epsilon: float, offset: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(normed_RH, sum_RH, scale_R float32): as `reference.add_rms_norm`, and what the gradient needs of each row, its
+    """(normed_RH, sum_RH, scale_R float32): as `torch_impl.add_rms_norm`, and what the gradient needs of each row, its
     1 / root mean square. Without a residual `sum_RH` is empty.
     """
     from tunesmith.kernels.rms_norm.triton_impl import forward

@@ -11,7 +11,7 @@ import torch
 from tunesmith.core.errors import InputError
 from tunesmith.kernels.arguments import picked_library, require_rows
 from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.sample import ops, reference
+from tunesmith.kernels.sample import ops, torch_impl
 from tunesmith.kernels.sample.records import (
     TEMPERATURE_RULE,
     NoiseKeys,
@@ -21,7 +21,7 @@ from tunesmith.kernels.sample.records import (
     is_temperature,
 )
 
-_COMPLAINTS = {1: reference.NOT_FINITE, 2: reference.NOTHING_LEFT, 3: reference.INFINITE}
+_COMPLAINTS = {1: torch_impl.NOT_FINITE, 2: torch_impl.NOTHING_LEFT, 3: torch_impl.INFINITE}
 _POINTERS = (
     *("temperature", "top_p", "min_p", "penalty", "top_k", "seed", "prompt", "sample", "position"),
     *("bias_offset", "bias_token", "bias_value", "seen", "slot"),
@@ -47,7 +47,7 @@ def sample(
     seen: Seen | None = None,
     kernels: Kernels,
 ) -> Sampled:
-    """One token for each row of logits, with its log-probs; `reference.sample` is the definition.
+    """One token for each row of logits, with its log-probs; `torch_impl.sample` is the definition.
 
     A row's result is a function of its logits, settings, keys and seen tokens, not of the rows beside it. The kernels
     are exact up to float32 weights: a filter may decide otherwise than the definition for tokens within about 1e-6 of
@@ -65,13 +65,13 @@ def sample(
         case "native":
             return _native(picked_library(kernels, "sample", logits_BV), logits_BV, settings, keys, seen)
         case "torch":
-            return reference.sample(logits_BV, settings, keys, seen=seen, dtype=_arithmetic(logits_BV))
+            return torch_impl.sample(logits_BV, settings, keys, seen=seen, dtype=_arithmetic(logits_BV))
 
 
 def score(
     logits_BV: torch.Tensor, token_B: torch.Tensor, temperature_B: torch.Tensor, *, kernels: Kernels
 ) -> torch.Tensor:
-    """Log-prob of given tokens under softmax(logits / temperature), nats, float32; `reference.score` is the definition.
+    """Log-prob of given tokens under softmax(logits / temperature), nats, float32, as `torch_impl.score` defines it.
 
     From equal logits it has the bits of `Sampled.raw_logp_B`, natively and in Triton. `temperature_B` is float64, and 0
     counts as 1. There is no gradient: it is for scoring.
@@ -94,10 +94,10 @@ def score(
     if backend == "triton":
         device = logits_BV.device
         logp_B = ops.sample_score(logits_BV, token_B.to(device), temperature_B.to(device))
-        reference.require_rows(~logp_B.isnan(), reference.NOT_FINITE)
+        torch_impl.require_rows(~logp_B.isnan(), torch_impl.NOT_FINITE)
         return logp_B
     if backend == "torch":
-        return reference.score(logits_BV, token_B, temperature_B, dtype=_arithmetic(logits_BV))
+        return torch_impl.score(logits_BV, token_B, temperature_B, dtype=_arithmetic(logits_BV))
     logp_B = torch.empty(num_rows, dtype=torch.float32)
     library = picked_library(kernels, "sample", logits_BV)
     _call(library.score_rows, logits_BV, {"temperature": temperature_B, "token": token_B, "raw_logp": logp_B})
@@ -143,7 +143,7 @@ def _triton(logits_BV: torch.Tensor, settings: SampleSettings, keys: NoiseKeys, 
         logits_BV,
         torch.stack(numbers, -1).to(device),
         torch.stack(integers, -1).to(device),
-        None if settings.bias is None else reference.biased(logits_BV.float(), settings.bias),
+        None if settings.bias is None else torch_impl.biased(logits_BV.float(), settings.bias),
         None if seen is None else seen.mask_SV.to(device),
         filters,
     )
@@ -176,7 +176,7 @@ def require_drawn(status_B: torch.Tensor) -> None:
     """Raise TrainingError for rows whose status, as `ops.sample` gives it, says that there is no token."""
     if bool(status_B.any()):
         code = int(status_B[status_B != 0][0])
-        reference.require_rows(status_B != code, _COMPLAINTS[code])
+        torch_impl.require_rows(status_B != code, _COMPLAINTS[code])
 
 
 def _arithmetic(logits_BV: torch.Tensor) -> torch.dtype:
@@ -190,7 +190,7 @@ def _check(logits_BV: torch.Tensor, settings: SampleSettings, keys: NoiseKeys, s
         if given != num_rows:
             raise InputError(f"{name} for {given} rows and the logits have {num_rows}; give one for each row")
     if settings.bias is not None:
-        reference.require_bias(settings.bias, num_tokens)
+        torch_impl.require_bias(settings.bias, num_tokens)
     if seen is None:
         return
     num_slots = len(seen.mask_SV)

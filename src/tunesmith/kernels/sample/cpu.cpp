@@ -1,4 +1,4 @@
-// One token for each row of logits; reference.py is the definition. The vocabulary is never sorted: a filter keeps what
+// One token for each row of logits; torch_impl.py is the definition. The vocabulary is never sorted: a filter keeps what
 // has at least some weight, and the threshold is found among the few candidates that can matter.
 //
 // Weights and their sums are those of softmax_row.hpp, in one order, so a row's result depends on that row alone.

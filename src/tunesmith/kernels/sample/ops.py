@@ -20,7 +20,7 @@ def sample(
     seen_SV: torch.Tensor | None,
     filters: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(token_B int64, scores_B2 float32, status_B int32) for each row of logits; `reference.sample` is the definition.
+    """(token_B int64, scores_B2 float32, status_B int32) for each row of logits; `torch_impl.sample` is the definition.
 
     The scores are the log-prob under what was drawn from, and under the model. A status that is not 0 says that there
     is no token: 1 a logit is not finite, 2 the bias forbids all, 3 bias or penalty overflow.

@@ -1,4 +1,4 @@
-"""The sampler in Triton: one program draws the token of one row; `reference.py` is the definition.
+"""The sampler in Triton: one program draws the token of one row; `torch_impl.py` is the definition.
 
 Noise and meaning are the definition's: one number for each row, and the token is the first at which the running sum of
 probabilities passes it. So there is no noise for each token, and no sort either:

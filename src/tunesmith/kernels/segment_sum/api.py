@@ -12,7 +12,7 @@ from tunesmith.core.errors import InputError
 from tunesmith.kernels.arguments import FLOATS, INTEGER, POINTER, address, function_of, picked_library
 from tunesmith.kernels.masking import widened
 from tunesmith.kernels.native import Choice, Kernels, shared
-from tunesmith.kernels.segment_sum import reference
+from tunesmith.kernels.segment_sum import torch_impl
 
 _SUM = (*[POINTER] * 3, *[INTEGER] * 4)
 _SPREAD = (*[POINTER] * 3, *[INTEGER] * 3)
@@ -25,7 +25,7 @@ def segment_sum(values_T: Tensor, offset_S1: Tensor, *, kernels: Kernels) -> Ten
     `values_T` is `[T]` or `[T, ...]`, floating-point. `offset_S1` (`cu_seqlens`), int32 or int64, begin at 0: rows
     `offset_S1[s]` to `offset_S1[s + 1]`, the last one left out, are segment s; an empty one gives 0. Each segment is
     summed by one worker in an order that its own length decides, so equal inputs give equal bits, in every batch.
-    `reference.segment_sum` is the definition.
+    `torch_impl.segment_sum` is the definition.
 
     Raises:
         InputError: values or offsets do not fit; on a GPU the offsets are not looked at, which would wait for it.
@@ -78,7 +78,7 @@ def _segment_sum(values_TD: Tensor, offset_S1: Tensor, choice: str) -> Tensor:
 
             return triton_impl.segment_sum(values_TD, offset_S1)
         case "torch":
-            return reference.segment_sum(values_TD, offset_S1).contiguous()
+            return torch_impl.segment_sum(values_TD, offset_S1).contiguous()
 
 
 @_segment_sum.register_fake
@@ -105,7 +105,7 @@ def _segment_gradient(d_sum_SD: Tensor, offset_S1: Tensor, num_rows: int, choice
 
             return triton_impl.segment_gradient(d_sum_SD, offset_S1, num_rows)
         case "torch":
-            return reference.segment_gradient(d_sum_SD, offset_S1, num_rows)
+            return torch_impl.segment_gradient(d_sum_SD, offset_S1, num_rows)
 
 
 @_segment_gradient.register_fake

@@ -1,4 +1,4 @@
-// Sums over neighbouring rows, and what each row gets of a sum's gradient; reference.py is the definition. A segment is
+// Sums over neighbouring rows, and what each row gets of a sum's gradient; torch_impl.py is the definition. A segment is
 // summed by one thread in an order that its own length decides.
 #include <algorithm>
 #include <cstdint>

@@ -8,10 +8,10 @@ from dataclasses import fields, replace
 import torch
 
 from tunesmith.batch.upload import Uploader
-from tunesmith.kernels.gae import reference as gae_reference
+from tunesmith.kernels.gae import torch_impl as gae_torch
 from tunesmith.kernels.gae.api import gae
 from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.policy_loss import reference as policy_reference
+from tunesmith.kernels.policy_loss import torch_impl as policy_torch
 from tunesmith.kernels.policy_loss.api import policy_loss
 from tunesmith.kernels.policy_loss.records import PolicyTerms, PolicyTokens
 from tunesmith.kernels.segment_sum.api import segment_sum
@@ -31,13 +31,13 @@ def gae_case(setting: Setting) -> Case:
 
     def error() -> float:
         rows = slice(0, _CHECKED_ROWS)
-        exact = gae_reference.gae_loop(reward_BT[rows], value_BT[rows], mask_BT[rows], *arguments[3:])
+        exact = gae_torch.gae_loop(reward_BT[rows], value_BT[rows], mask_BT[rows], *arguments[3:])
         found = gae(*arguments, kernels=kernels)
         return error_of(zip((x[rows].cpu() for x in found), exact, strict=True))
 
     return Case(
         ours=lambda: gae(*arguments, kernels=kernels),
-        plain=lambda: gae_reference.gae(*arguments),
+        plain=lambda: gae_torch.gae(*arguments),
         max_error=error,
         tolerance=1e-5,
         num_bytes=mask_BT.numel() * (4 * 4 + 1),
@@ -74,7 +74,7 @@ def policy_loss_case(setting: Setting) -> Case:
         return [loss, *gradients(loss, of), *(getattr(sums, field.name) / count for field in fields(sums))]
 
     def plain(of: PolicyTokens = tokens) -> list[torch.Tensor]:
-        loss, sums = policy_reference.policy_loss(of, terms, count, count)
+        loss, sums = policy_torch.policy_loss(of, terms, count, count)
         return [loss, *gradients(loss, of), *(getattr(sums, field.name) / count for field in fields(sums))]
 
     def error() -> float:

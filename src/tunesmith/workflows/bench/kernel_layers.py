@@ -8,13 +8,13 @@ from dataclasses import replace
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from tunesmith.kernels.attention import reference as attention_reference
+from tunesmith.kernels.attention import torch_impl as attention_torch
 from tunesmith.kernels.attention.api import attend
 from tunesmith.kernels.attention.records import BLOCK_TOKENS, AttentionSettings, Places, Rope, SharedPrefixes
-from tunesmith.kernels.gated import reference as gated_reference
+from tunesmith.kernels.gated import torch_impl as gated_torch
 from tunesmith.kernels.gated.api import gated
 from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.rms_norm import reference as norm_reference
+from tunesmith.kernels.rms_norm import torch_impl as norm_torch
 from tunesmith.kernels.rms_norm.api import add_rms_norm
 from tunesmith.workflows.bench import liger
 from tunesmith.workflows.bench.kernel_case import Case, Setting, error_of
@@ -35,7 +35,7 @@ def rms_norm_case(setting: Setting, num_rows: int | None = None, *, with_gradien
     leaves = [tensor.requires_grad_(with_gradients) for tensor in (x_RH, residual_RH, weight_H)]
     kernels = Kernels(setting.choice)
 
-    def finished(of: list[torch.Tensor], normed: norm_reference.Normed) -> list[torch.Tensor]:
+    def finished(of: list[torch.Tensor], normed: norm_torch.Normed) -> list[torch.Tensor]:
         out = [normed.normed_RH, normed.sum_RH]
         grads = [d_RH[: len(of[0])].to(of[0].dtype)] * 2
         return [*out, *(torch.autograd.grad(out, of, grads) if with_gradients else ())]
@@ -44,7 +44,7 @@ def rms_norm_case(setting: Setting, num_rows: int | None = None, *, with_gradien
         return finished(of, add_rms_norm(of[0], of[1], of[2], _EPSILON, kernels=kernels))
 
     def plain(of: list[torch.Tensor] = leaves) -> list[torch.Tensor]:
-        return finished(of, norm_reference.add_rms_norm(of[0], of[1], of[2], _EPSILON))
+        return finished(of, norm_torch.add_rms_norm(of[0], of[1], of[2], _EPSILON))
 
     def error() -> float:
         some = [x_RH[:_CHECKED_ROWS], residual_RH[:_CHECKED_ROWS], weight_H]
@@ -91,9 +91,7 @@ def gated_case(setting: Setting, num_rows: int | None = None, *, with_gradients:
             [tensor[:_CHECKED_ROWS].detach().to(dtype).requires_grad_(with_gradients) for tensor in leaves]
             for dtype in (torch.bfloat16, torch.float64)
         )
-        return error_of(
-            zip(ours(found), finished(exact, gated_reference.gated(exact[0], exact[1], "silu")), strict=True)
-        )
+        return error_of(zip(ours(found), finished(exact, gated_torch.gated(exact[0], exact[1], "silu")), strict=True))
 
     return Case(
         ours=ours,
@@ -206,14 +204,14 @@ def _attention_error(setting: Setting, settings: AttentionSettings, context: int
     last = slice(context - 1, context)
     exact_CX, exact_rope = x_CX.double().cpu(), Rope(rope.cos_PF.double().cpu(), rope.sin_PF.double().cpu())
     q_CX, k_CY, v_CY = exact_CX.split(widths, dim=1)
-    k_CKD = attention_reference.rotated(k_CY.unflatten(1, (-1, _WIDTH)), position_C.cpu().long(), exact_rope)
+    k_CKD = attention_torch.rotated(k_CY.unflatten(1, (-1, _WIDTH)), position_C.cpu().long(), exact_rope)
     exact_2NW = exact_CX.new_zeros(cache_2NW.shape)
     tokens_2CY = exact_2NW.view(2, num_blocks * BLOCK_TOKENS, settings.key_width)
     tokens_2CY[0, :context], tokens_2CY[1, :context] = k_CKD.flatten(1), v_CY
     whole = Places(
         position_C[last].cpu(), torch.zeros(1, dtype=torch.int32), torch.arange(num_blocks, dtype=torch.int32)[None]
     )
-    exact = attention_reference.attend(q_CX[last], k_CY[last], v_CY[last], exact_rope, whole, exact_2NW, settings)
+    exact = attention_torch.attend(q_CX[last], k_CY[last], v_CY[last], exact_rope, whole, exact_2NW, settings)
     return error_of([(attended(last, settings).cpu(), exact)])
 
 

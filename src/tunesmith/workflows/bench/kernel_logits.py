@@ -8,12 +8,12 @@ from collections.abc import Callable
 import torch
 from torch.nn.functional import linear
 
-from tunesmith.kernels.logprob import reference as logprob_reference
+from tunesmith.kernels.logprob import torch_impl as logprob_torch
 from tunesmith.kernels.logprob.api import ScoreGradient, chosen_logp_entropy
 from tunesmith.kernels.logprob.head import OutputLayer, head_gradients, head_logp_entropy
 from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.sample import ops
-from tunesmith.kernels.sample import reference as sample_reference
+from tunesmith.kernels.sample import torch_impl as sample_torch
 from tunesmith.kernels.sample.api import sample
 from tunesmith.kernels.sample.records import NoiseKeys, SampleSettings
 from tunesmith.workflows.bench import liger
@@ -73,7 +73,7 @@ def _from_hidden(
         layer = OutputLayer(weight_VH.detach())
         found = head_logp_entropy(hidden_MH, layer, ids_N[:_CHECKED_ROWS], kernels=kernels)
         logits_MV = linear(hidden_MH, layer.weight_VH).double()
-        exact = logprob_reference.chosen_logp_entropy(logits_MV, ids_N[:_CHECKED_ROWS])
+        exact = logprob_torch.chosen_logp_entropy(logits_MV, ids_N[:_CHECKED_ROWS])
         pairs = list(zip(found, exact, strict=True))
         if with_gradients:  # both in bfloat16: some units in its last place
             pairs += [(a, b.float()) for a, b in zip(ours(), plain(), strict=True)]
@@ -108,7 +108,7 @@ def logprob_logits_case(setting: Setting) -> Case:
         rows = slice(0, _CHECKED_ROWS)
         found = chosen_logp_entropy(logits_NV[rows], ids_N[rows], 1.0, kernels=kernels)
         return error_of(
-            zip(found, logprob_reference.chosen_logp_entropy(logits_NV[rows].double(), ids_N[rows]), strict=True)
+            zip(found, logprob_torch.chosen_logp_entropy(logits_NV[rows].double(), ids_N[rows]), strict=True)
         )
 
     return Case(
@@ -145,7 +145,7 @@ def logprob_logits_gradient_case(setting: Setting) -> Case:
     def error() -> float:
         rows = slice(0, _CHECKED_ROWS)
         leaf_MV = logits_NV[rows].detach().double().requires_grad_()
-        logp_M, _ = logprob_reference.chosen_logp_entropy(leaf_MV, ids_N[rows])
+        logp_M, _ = logprob_torch.chosen_logp_entropy(leaf_MV, ids_N[rows])
         return error_of(zip(ours(rows), torch.autograd.grad(logp_M, leaf_MV, d_logp_N[rows].double()), strict=True))
 
     return Case(
@@ -174,7 +174,7 @@ def sampling_case(setting: Setting, top_p: float = _TOP_P) -> Case:
         rows = min(num_rows, _CHECKED_ROWS)
         some = row_keys(rows), SampleSettings.same(rows, top_p=top_p)
         found = sample(logits_BV[:rows], some[1], some[0], kernels=kernels)
-        exact = sample_reference.sample(logits_BV[:rows].cpu(), some[1], some[0], dtype=torch.float64)
+        exact = sample_torch.sample(logits_BV[:rows].cpu(), some[1], some[0], dtype=torch.float64)
         same_B = found.token_B.cpu() == exact.token_B
         if int((~same_B).sum()) > most_different:
             return float("inf")

@@ -2,7 +2,7 @@
 
 import torch
 
-from tunesmith.kernels.adamw import reference
+from tunesmith.kernels.adamw import torch_impl
 from tunesmith.kernels.adamw.api import adamw
 from tunesmith.kernels.adamw.records import AdamWSettings, FloatMoments, ParameterUpdate
 from tunesmith.kernels.native import Kernels
@@ -28,7 +28,7 @@ def adamw_case(setting: Setting) -> Case:
     def error() -> float:
         found, exact = update(), update(torch.float64)
         adamw([found], _SETTINGS, 0.5, kernels=kernels)
-        reference.adamw(exact, _SETTINGS, 0.5)
+        torch_impl.adamw(exact, _SETTINGS, 0.5)
         return error_of([(found.master, exact.master), (found.moments.exp_avg_sq, exact.moments.exp_avg_sq)])
 
     own, plain = update(), update()

@@ -9,11 +9,11 @@ from functools import partial
 
 import torch
 
-from tunesmith.kernels.masked_softmax import reference as softmax_reference
+from tunesmith.kernels.masked_softmax import torch_impl as softmax_torch
 from tunesmith.kernels.masked_softmax.api import masked_softmax
 from tunesmith.kernels.masked_softmax.records import KeyMask
 from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.preference import reference as preference_reference
+from tunesmith.kernels.preference import torch_impl as preference_torch
 from tunesmith.kernels.preference.api import update_in_place
 from tunesmith.kernels.preference.records import PreferenceBatch
 from tunesmith.kernels.preference.tuning import iterative_tuning, process_user_preference
@@ -42,7 +42,7 @@ def preference_case(
     def error() -> float:
         found_N, rows = weights_N.clone(), slice(0, _CHECKED_PAIRS)
         update_in_place(_part(batch, rows), found_N, scale=scale, out_BN=out_BN[rows], kernels=kernels)
-        exact = preference_reference.select_and_update(
+        exact = preference_torch.select_and_update(
             outputs[0][rows].double(), outputs[1][rows].double(), batch.choices_B[rows], weights_N.double(), scale
         )
         return error_of([(out_BN[rows], exact.selected_BN), (found_N, exact.weights_N)])
@@ -51,7 +51,7 @@ def preference_case(
     picked = kernels.picked("preference", outputs[0])
     return Case(
         ours=lambda: update_in_place(batch, updated_N, scale=scale, out_BN=out_BN, kernels=kernels),
-        plain=lambda: preference_reference.select_and_update(*outputs, batch.choices_B, weights_N, scale),
+        plain=lambda: preference_torch.select_and_update(*outputs, batch.choices_B, weights_N, scale),
         max_error=error,
         tolerance=1e-5,
         num_bytes=2 * outputs[0].element_size() * num_pairs * width,
@@ -89,13 +89,13 @@ def masked_softmax_case(setting: Setting) -> Case:
     shape, scale = (setting.sized(4, 2, 8), setting.sized(9, 2, 14), width, width), 0.125
     scores_BHQK = setting.normal(*shape, dtype=torch.bfloat16)
     mask, kernels = KeyMask(), Kernels(setting.choice)
-    seen_BHQK = softmax_reference.visible(scores_BHQK.shape, mask, setting.device)
+    seen_BHQK = softmax_torch.visible(scores_BHQK.shape, mask, setting.device)
     added_BHQK = torch.zeros(seen_BHQK.shape, device=setting.device).masked_fill(~seen_BHQK, -torch.inf).bfloat16()
 
     def error() -> float:
         part_BHQK = scores_BHQK[:_CHECKED_SEQUENCES]
         found_BHQK = masked_softmax(part_BHQK, scale=scale, mask=mask, kernels=kernels)
-        return error_of([(found_BHQK, softmax_reference.masked_softmax(part_BHQK.double(), scale, mask))])
+        return error_of([(found_BHQK, softmax_torch.masked_softmax(part_BHQK.double(), scale, mask))])
 
     def ours() -> torch.Tensor:
         return masked_softmax(scores_BHQK, scale=scale, mask=mask, kernels=kernels)

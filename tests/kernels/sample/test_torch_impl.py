@@ -15,7 +15,7 @@ from transformers.generation.logits_process import (
 
 from sample_cases import keys_of
 from tunesmith.kernels.sample.records import NoiseKeys, SampleSettings, Seen
-from tunesmith.kernels.sample.reference import distribution, philox, sample, uniform
+from tunesmith.kernels.sample.torch_impl import distribution, philox, sample, uniform
 
 
 def words(*texts: str) -> tuple[torch.Tensor, ...]:
