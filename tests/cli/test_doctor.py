@@ -12,7 +12,7 @@ import pytest
 from tunesmith.cli import doctor
 from tunesmith.cli.main import main
 from tunesmith.kernels.survey import operations
-from tunesmith.runs.folder_facts import file_system, why_not_writable
+from tunesmith.runs.environment import file_system, why_not_writable
 
 Capture = pytest.CaptureFixture[str]
 Findings = dict[str, doctor.Finding]
@@ -189,7 +189,7 @@ def test_a_folder_that_cannot_hold_a_run_says_why(tmp_path: Path, monkeypatch: p
     assert why_not_writable(tmp_path) == ""
     assert why_not_writable(tmp_path / "none") == "No such file or directory"
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tunesmith.runs.folder_facts.why_not_writable", lambda folder: "Read-only file system")
+    monkeypatch.setattr("tunesmith.runs.environment.why_not_writable", lambda folder: "Read-only file system")
     findings = {finding.name: finding for finding in doctor._current_folder()}
     assert findings["run folder"].value == f"no run can be kept in {tmp_path}: Read-only file system"
     assert "--run.dir" in findings["run folder"].advice
@@ -198,7 +198,7 @@ def test_a_folder_that_cannot_hold_a_run_says_why(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize(("kind", "status"), [("ext4", "ok"), ("nfs4", "note"), ("fuse.sshfs", "note"), ("xfs", "ok")])
 def test_a_file_system_over_the_network_is_noted(monkeypatch: pytest.MonkeyPatch, kind: str, status: str) -> None:
-    monkeypatch.setattr("tunesmith.runs.folder_facts.file_system", lambda folder: kind)
+    monkeypatch.setattr("tunesmith.runs.environment.file_system", lambda folder: kind)
     findings = {finding.name: finding for finding in doctor._current_folder()}
     assert (findings["file system"].value.split(",")[0], findings["file system"].status) == (kind, status)
 

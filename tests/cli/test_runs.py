@@ -14,9 +14,9 @@ import torch
 
 from tunesmith.cli.main import main
 from tunesmith.runs.checkpoint import Checkpoint, save
-from tunesmith.runs.run_folder import RunFolder
-from tunesmith.runs.run_list import folder_bytes, list_runs, resolve_run
-from tunesmith.runs.run_lock import RunLock
+from tunesmith.runs.folder import RunFolder
+from tunesmith.runs.listing import folder_bytes, list_runs, resolve_run
+from tunesmith.runs.lock import RunLock
 
 Capture = pytest.CaptureFixture[str]
 RECIPE = {
@@ -56,7 +56,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def in_use(run: Path) -> Iterator[None]:
     """A second process that holds the lock of `run`."""
     code = (
-        "import sys; from pathlib import Path; from tunesmith.runs.run_lock import RunLock\n"
+        "import sys; from pathlib import Path; from tunesmith.runs.lock import RunLock\n"
         "with RunLock(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", code, str(run)]

@@ -9,7 +9,7 @@ from rich.console import Console
 from tunesmith.batch.rollout import Completion, Group, SamplingParams
 from tunesmith.core.errors import InputError, ModelError, RewardError
 from tunesmith.evaluation.compare import Side, compare, recompute
-from tunesmith.evaluation.table import comparison_table
+from tunesmith.evaluation.tables import comparison_table
 from tunesmith.reports.html import write_comparison_report
 from tunesmith.schema.records import Prompt
 

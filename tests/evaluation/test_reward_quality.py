@@ -24,7 +24,7 @@ from tunesmith.evaluation.reward_quality import (
     reliability,
     tfidf_margins,
 )
-from tunesmith.evaluation.reward_table import reward_table
+from tunesmith.evaluation.tables import reward_table
 from tunesmith.models.load import new_reward_model
 from tunesmith.models.tiny import byte_tokenizer
 

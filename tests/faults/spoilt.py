@@ -22,7 +22,7 @@ from recipes import PROMPTS, grpo_recipe, ppo_recipe, reward_recipe
 
 from tunesmith.core.errors import TunesmithError
 from tunesmith.models.optimizer import MasterAdamW, StepReport
-from tunesmith.runs import checkpoint_writer
+from tunesmith.runs import checkpoint
 from tunesmith.runs.checkpoint import Checkpoint
 from tunesmith.schema.records import Pair, Prompt
 from tunesmith.trainers import dpo, grpo, ppo, reward, sft
@@ -115,7 +115,7 @@ def train_with_saves_that_wait_for_the_next_step(folder: Path, log: Path, kill_a
 
     `log` gets a line for each step and each save as it begins to write. In step `kill_at` the process is killed.
     """
-    original, update, lock = checkpoint_writer.save, MasterAdamW.step, threading.Condition()
+    original, update, lock = checkpoint.save, MasterAdamW.step, threading.Condition()
     num_updates = 0
 
     def updated(self: MasterAdamW, *arguments: Any, **options: Any) -> StepReport:
@@ -140,7 +140,7 @@ def train_with_saves_that_wait_for_the_next_step(folder: Path, log: Path, kill_a
         if step == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    checkpoint_writer.save, MasterAdamW.step = held_back, updated  # type: ignore[method-assign]
+    checkpoint.save, MasterAdamW.step = held_back, updated  # type: ignore[method-assign]
     train_and(folder, reach)
 
 

@@ -5,10 +5,9 @@ import sys
 
 import pytest
 
+from tunesmith.reports.chart import DARK, LIGHT, dark_of_light
 from tunesmith.reports.comparison_figures import calibration_chart, dumbbell, histogram
-from tunesmith.reports.curves import curves
-from tunesmith.reports.figures import line_chart, stage_chart
-from tunesmith.reports.palette import DARK, LIGHT, dark_of_light
+from tunesmith.reports.figures import curves, line_chart, stage_chart
 from tunesmith.reports.views import run_tiles
 
 

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tunesmith.core.errors import StoreError
-from tunesmith.runs.run_lock import HOLDER_FILE, RunLock
+from tunesmith.runs.lock import HOLDER_FILE, RunLock
 from tunesmith.store.run_reader import RunReader
 from tunesmith.store.run_tail import METRICS_FILE, POSITION_FILE, WATCH_FOLDER, RunTail, following, run_state
 

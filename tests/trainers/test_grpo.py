@@ -20,7 +20,7 @@ from tunesmith.config.sections import RewardSource
 from tunesmith.core.errors import InputError, TrainingError
 from tunesmith.core.trace import trace
 from tunesmith.rewards.scorer import RewardLike
-from tunesmith.runs.run_folder import read_jsonl
+from tunesmith.runs.folder import read_jsonl
 from tunesmith.trainers import grpo
 
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tunesmith.config.sections import RewardSource
 from tunesmith.core.errors import InputError, TrainingError
 from tunesmith.runs.checkpoint import list_steps, load
-from tunesmith.runs.run_folder import read_jsonl
+from tunesmith.runs.folder import read_jsonl
 from tunesmith.trainers import ppo
 
 NAMES = (

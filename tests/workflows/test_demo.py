@@ -11,7 +11,7 @@ from tunesmith.core.errors import InputError, ModelError
 from tunesmith.data.pairs import load_pairs
 from tunesmith.evaluation.compare import recompute
 from tunesmith.models import assets
-from tunesmith.runs.run_folder import read_jsonl
+from tunesmith.runs.folder import read_jsonl
 from tunesmith.workflows.demo import DemoOptions, DemoResult, command, run_demo
 
 KEYS = (

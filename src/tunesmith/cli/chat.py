@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from tunesmith.cli.live_text import LiveText
 from tunesmith.cli.options import Positional, UseAppendAction, flag, parse
-from tunesmith.cli.output import visible
+from tunesmith.cli.output import LiveText, visible
 from tunesmith.core.allocator import keep_freed_memory
 from tunesmith.core.errors import InputError, RunError
 

@@ -221,7 +221,7 @@ def _memory() -> list[Finding]:
 
 
 def _current_folder() -> list[Finding]:
-    from tunesmith.runs.folder_facts import file_system, why_not_writable
+    from tunesmith.runs.environment import file_system, why_not_writable
 
     folder = Path.cwd()
     disk_gb = shutil.disk_usage(folder).free / 1e9

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from tunesmith.cli.live_text import LiveText
 from tunesmith.cli.options import Positional, UseAppendAction, flag, parse
-from tunesmith.cli.output import Output, as_plain, reporting, visible, wants_progress
+from tunesmith.cli.output import LiveText, Output, as_plain, reporting, visible, wants_progress
 from tunesmith.core.allocator import keep_freed_memory
 from tunesmith.core.errors import InputError
 

@@ -14,7 +14,7 @@ from tunesmith.core.errors import InputError, TunesmithError
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "demo": ("demo:demo", "The whole loop on a real 135M model: votes, reward model, PPO or GRPO, before and after."),
-    "sentiment": ("sentiment:sentiment", "Film reviews: SFT, reward model, PPO, and a judge of its own."),
+    "sentiment": ("demo:sentiment", "Film reviews: SFT, reward model, PPO, and a judge of its own."),
     "train sft": ("train:sft", "Fine-tune a language model on demonstrations."),
     "train reward": ("train:reward", "Train a reward model on preference pairs."),
     "train dpo": ("train:dpo", "Train a policy on preference pairs directly, without a reward model."),
@@ -24,8 +24,8 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "resume": ("resume:resume", "Go on with a run exactly where its newest checkpoint stands."),
     "generate": ("generate:generate", "Let a model continue prompts."),
     "chat": ("chat:chat", "Talk to a run or a model, if wanted beside another one."),
-    "compare": ("compare:compare", "Compare two models on the same prompts, judged by a scorer."),
-    "eval reward": ("eval:reward", "Judge a reward model: accuracy, calibration, length bias."),
+    "compare": ("evaluate:compare", "Compare two models on the same prompts, judged by a scorer."),
+    "eval reward": ("evaluate:reward", "Judge a reward model: accuracy, calibration, length bias."),
     "bench rollout": ("bench:rollout", "Measure our rollout engine against what transformers offers."),
     "bench step": ("bench:step", "Measure one whole GRPO step against one of TRL's."),
     "bench update": ("bench:update", "Measure the update of one GRPO step against TRL's."),
@@ -35,7 +35,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "votes export": ("votes:export", "Write votes as JSONL, Parquet, a datasets folder or Argilla records."),
     "votes stats": ("votes:stats", "Count votes; agreement and bias of raters."),
     "serve": ("serve:serve", "Open the pages where people vote, and watch training."),
-    "watch": ("watch:watch", "Watch a run of any trainer in the browser, live."),
+    "watch": ("serve:watch", "Watch a run of any trainer in the browser, live."),
     "export": ("export:export", "Copy the trained model of a run to a folder of its own."),
     "runs ls": ("runs:ls", "List runs, newest first."),
     "runs show": ("runs:show", "Show a run: recipe, metrics, findings, checkpoints, how to go on."),
@@ -44,7 +44,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "recipes show": ("recipes:show", "Print a recipe."),
     "recipes cp": ("recipes:cp", "Copy a recipe to a file of your own."),
     "recipes keys": ("recipes:keys", "List every key of a recipe, with its default."),
-    "validate": ("validate:validate", "Check recipes and list all that is wrong with them."),
+    "validate": ("recipes:validate", "Check recipes and list all that is wrong with them."),
     "doctor": ("doctor:doctor", "Say what this machine has and what is missing."),
 }
 """Of each command: `module:function` in this folder, which takes the words behind the name, and one line of help."""

@@ -1,4 +1,4 @@
-"""Where a command writes: text on stdout, or with `--json` one object last on stdout and all else on stderr."""
+"""Output of a command: text on stdout, or with `--json` one object last on stdout and all else on stderr."""
 
 import json
 import logging
@@ -8,7 +8,7 @@ import unicodedata
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from tunesmith.config.yaml_text import is_list, is_mapping
 from tunesmith.core.log import get_logger
@@ -96,3 +96,33 @@ def visible(text: str) -> str:
 
 def _steers(char: str) -> bool:
     return unicodedata.category(char) in ("Cc", "Cs") or char in _BIDI_CONTROLS
+
+
+class LiveText:
+    """Shows pieces of a text as they come, with what could steer the terminal escaped.
+
+    With `strips`, white space at both ends is left out.
+    """
+
+    def __init__(self, stream: TextIO, *, strips: bool = False) -> None:
+        self._stream = stream
+        self._strips = strips
+        self._begun = False
+        self._spaces = ""
+
+    def add(self, piece: str) -> None:
+        """Show `piece`, but for white space that may turn out to be the end."""
+        if self._strips:
+            piece = self._spaces + piece
+            kept = piece.rstrip()
+            self._spaces = piece[len(kept) :]
+            piece = kept if self._begun else kept.lstrip()
+        if piece:
+            self._begun = True
+            self._stream.write(visible(piece))
+            self._stream.flush()
+
+    def end(self, text: str = "") -> None:
+        """Show `text` and end the line."""
+        self._stream.write(text + "\n")
+        self._stream.flush()

@@ -13,7 +13,7 @@ from tunesmith.cli.output import Output, reporting, visible
 from tunesmith.core.errors import CheckpointError, InputError
 
 if TYPE_CHECKING:
-    from tunesmith.runs.run_list import RunFacts
+    from tunesmith.runs.listing import RunFacts
 
 _HIGHLIGHTS = (
     "model.name",
@@ -71,7 +71,7 @@ class CheckpointFacts:
 def ls(words: Sequence[str]) -> None:
     """Run `tunesmith runs ls`."""
     options = parse(ListOptions, words, "runs ls")
-    from tunesmith.runs.run_list import list_runs
+    from tunesmith.runs.listing import list_runs
 
     with reporting(as_json=options.json) as output:
         runs = list_runs(options.dir.expanduser())
@@ -84,7 +84,7 @@ def ls(words: Sequence[str]) -> None:
 def show(words: Sequence[str]) -> None:
     """Run `tunesmith runs show`."""
     options = parse(ShowOptions, words, "runs show")
-    from tunesmith.runs.run_list import read_object, read_recipe, read_rows, read_run, resolve_run
+    from tunesmith.runs.listing import read_object, read_recipe, read_rows, read_run, resolve_run
 
     with reporting(as_json=options.json) as output:
         path = resolve_run(options.run, options.dir.expanduser())
@@ -119,8 +119,7 @@ def rm(words: Sequence[str]) -> None:
     options = parse(RemoveOptions, words, "runs rm")
     if not options.runs:
         raise InputError("no run is named; give one or more, as `tunesmith runs ls` shows them")
-    from tunesmith.runs.run_list import resolve_run
-    from tunesmith.runs.run_removal import plan_removal, remove
+    from tunesmith.runs.listing import plan_removal, remove, resolve_run
 
     root = options.dir.expanduser()
     with reporting(as_json=options.json) as output:
@@ -172,8 +171,8 @@ def _as_row(run: "RunFacts") -> dict[str, object]:
 
 def _checkpoints(path: Path) -> list[CheckpointFacts]:
     """The checkpoints of the run, newest first, every file of them checked."""
+    from tunesmith.runs.listing import folder_bytes
     from tunesmith.runs.manifest import list_steps, step_folder, verify
-    from tunesmith.runs.run_list import folder_bytes
 
     found: list[CheckpointFacts] = []
     for step in reversed(list_steps(path / "checkpoints")):

@@ -24,8 +24,8 @@ from tunesmith.live.state import State
 from tunesmith.models.export import ModelCard, save_final
 from tunesmith.runs import checkpoint
 from tunesmith.runs.checkpoint import Checkpoint
-from tunesmith.runs.run_folder import RunFolder
-from tunesmith.runs.run_lock import RunLock
+from tunesmith.runs.folder import RunFolder
+from tunesmith.runs.lock import RunLock
 from tunesmith.store.runs import RunStore
 from tunesmith.store.vote_reader import VoteReader
 from tunesmith.trainers import restart

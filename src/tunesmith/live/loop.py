@@ -33,7 +33,7 @@ from tunesmith.live.state import State, build, contents, restore
 from tunesmith.live.votes import Comparison
 from tunesmith.models.logprob import length_mask, token_logps
 from tunesmith.models.optimizer import StepReport
-from tunesmith.runs.checkpoint_writer import snapshot
+from tunesmith.runs.checkpoint import snapshot
 from tunesmith.trainers import setup
 from tunesmith.trainers.signals import stop_signals
 

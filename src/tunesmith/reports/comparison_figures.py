@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from tunesmith.reports.chart import Chart, label, layout
-from tunesmith.reports.palette import LIGHT
+from tunesmith.reports.chart import LIGHT, Chart, label, layout
 from tunesmith.reports.series import Row, number
 from tunesmith.reports.text import decimal, percent, prompt_text, short, signed
 

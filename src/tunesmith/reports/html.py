@@ -20,17 +20,16 @@ from markupsafe import Markup
 from tunesmith import __version__
 from tunesmith.core.errors import MissingDependencyError
 from tunesmith.reports import text
-from tunesmith.reports.chart import Chart
+from tunesmith.reports.chart import DARK, LIGHT, Chart, dark_of_light
 from tunesmith.reports.comparison_figures import calibration_chart, dumbbell, histogram
-from tunesmith.reports.curves import TABLE_COLUMNS, curves
-from tunesmith.reports.facts import read_run
-from tunesmith.reports.palette import DARK, LIGHT, dark_of_light
+from tunesmith.reports.figures import TABLE_COLUMNS, curves
 from tunesmith.reports.series import Row, number
 from tunesmith.reports.views import (
     Facts,
     comparison_tiles,
     demo_goals,
     prompt_samples,
+    read_run,
     run_tiles,
     step_samples,
     vote_views,

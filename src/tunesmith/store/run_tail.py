@@ -20,7 +20,7 @@ from typing import BinaryIO
 from tunesmith.config.yaml_text import is_mapping
 from tunesmith.core.errors import StoreError, TunesmithError
 from tunesmith.core.log import get_logger
-from tunesmith.runs.run_lock import HOLDER_FILE, is_locked
+from tunesmith.runs.lock import HOLDER_FILE, is_locked
 from tunesmith.store.content import MAX_NAME, is_storable
 from tunesmith.store.runs import RunStore
 

@@ -14,7 +14,7 @@ from tunesmith.models.lora import trained_parameters
 from tunesmith.models.optimizer import MasterAdamW, OptimizerState
 from tunesmith.runs import checkpoint
 from tunesmith.runs.checkpoint import Checkpoint, Found, remove_unfinished
-from tunesmith.runs.run_folder import RunFolder
+from tunesmith.runs.folder import RunFolder
 
 
 class Counter(Protocol):

@@ -15,8 +15,8 @@ from tunesmith.data.pairs import PreferenceLike
 from tunesmith.data.prompts import PromptLike
 from tunesmith.rewards.scorer import RewardLike
 from tunesmith.runs.environment import package_versions
-from tunesmith.runs.run_folder import RunFolder
-from tunesmith.runs.run_lock import RunLock
+from tunesmith.runs.folder import RunFolder
+from tunesmith.runs.lock import RunLock
 from tunesmith.trainers import dpo, grpo, ppo, restart, reward, setup, sft
 
 _log = get_logger(__name__)

@@ -18,12 +18,11 @@ from tunesmith.core.trace import Trace, trace
 from tunesmith.data.sets import Facts
 from tunesmith.models.optimizer import StepReport
 from tunesmith.reports.html import write_run_report
-from tunesmith.runs.checkpoint import Checkpoint
-from tunesmith.runs.checkpoint_writer import CheckpointWriter
+from tunesmith.runs.checkpoint import Checkpoint, CheckpointWriter
 from tunesmith.runs.environment import peak_rss_gb, rss_gb
+from tunesmith.runs.folder import RunFolder
+from tunesmith.runs.lock import RunLock
 from tunesmith.runs.progress import Reporter, progress
-from tunesmith.runs.run_folder import RunFolder
-from tunesmith.runs.run_lock import RunLock
 from tunesmith.runs.trackers import Tracker, check_trackers, open_trackers
 from tunesmith.schema.records import Finding, Severity
 from tunesmith.trainers import random_state, restart

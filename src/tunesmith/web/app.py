@@ -14,7 +14,7 @@ from starlette.staticfiles import StaticFiles
 
 from tunesmith import __version__
 from tunesmith.core.errors import InputError, StoreError, UnknownPresentationError, VoteConflictError
-from tunesmith.reports.palette import DARK, LIGHT
+from tunesmith.reports.chart import DARK, LIGHT
 from tunesmith.store.run_reader import RunReader
 from tunesmith.store.votes import VoteStore
 from tunesmith.web import access, admin, pages, session_routes, vote_routes, watch

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tunesmith.reports.curves import MAIN, PICTURES, labels
+from tunesmith.reports.figures import MAIN, PICTURES, labels
 
 MAX_LINES = 8
 """Lines of one picture, as many as there are colours; further metrics stand in the table."""

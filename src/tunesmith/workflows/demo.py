@@ -31,11 +31,11 @@ from tunesmith.rewards.rater import RATER_NAME, SimulatedRater
 from tunesmith.rewards.scorer import Scorer
 from tunesmith.rollout.factory import Backend, open_engine
 from tunesmith.runs.environment import peak_rss_gb
+from tunesmith.runs.folder import RunFolder
 from tunesmith.runs.progress import progress
-from tunesmith.runs.run_folder import RunFolder
 from tunesmith.schema.records import Pair, Prompt, Vote
 from tunesmith.trainers import grpo, ppo, reward, setup
-from tunesmith.workflows.comparison import side
+from tunesmith.workflows.evaluation import side
 from tunesmith.workflows.voting import ask_votes, votes_on
 
 Algorithm = Literal["ppo", "grpo"]

@@ -1,4 +1,4 @@
-"""The server and the trainer of the live loop as processes of their own: started, asked for their address, ended."""
+"""`tunesmith demo --live`, and the server and the trainer of the live loop as child processes."""
 
 import json
 import os
@@ -6,12 +6,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+import webbrowser
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tunesmith.config.load import load_live
 from tunesmith.core.errors import RunError
+from tunesmith.live import loop as live
+from tunesmith.live.loop import LiveResult
 
 _LEAVE_S = 60.0
 """Seconds after which a process that was asked to end is killed."""
@@ -96,3 +100,26 @@ def wait_until(deadline_s: float, watched: Sequence[Child], poll_s: float = 0.25
         for one in watched:
             one.require_alive()
         time.sleep(poll_s)
+
+
+@dataclass(frozen=True, slots=True)
+class LiveDemo:
+    """The folder of votes, versions and metrics, and what the trainer came to."""
+
+    folder: Path
+    result: LiveResult
+
+
+def run_live_demo(out: Path, *, seed: int = 0, announce: Callable[[str], object], opens_page: bool = True) -> LiveDemo:
+    """Serve the voting page and train until Ctrl-C. The folder is `live` below `out`; used again, it goes on.
+
+    `announce` is given the address that logs the person in. Raises RunError if the server does not come up.
+    """
+    folder = out / "live"
+    folder.mkdir(parents=True, exist_ok=True)
+    cfg, provenance = load_live(recipe="live_smollm2", overrides={"live.dir": str(folder), "run.seed": seed})
+    with server(folder) as served:
+        announce(served.login_url)
+        if opens_page:
+            webbrowser.open(served.login_url)
+        return LiveDemo(folder, live.run(cfg, provenance=provenance))

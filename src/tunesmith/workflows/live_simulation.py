@@ -25,11 +25,11 @@ from tunesmith.evaluation.statistics import proportion_interval
 from tunesmith.models.load import load_policy
 from tunesmith.rewards.rater import RATER_NAME, TIE_BELOW
 from tunesmith.rewards.scorer import Scorer
-from tunesmith.runs.run_folder import RunFolder
+from tunesmith.runs.folder import RunFolder
 from tunesmith.store.run_reader import RunReader
 from tunesmith.store.votes import VoteStore
 from tunesmith.trainers import setup
-from tunesmith.workflows.comparison import side
+from tunesmith.workflows.evaluation import side
 from tunesmith.workflows.live_processes import child, server, wait_until
 from tunesmith.workflows.live_raters import Raters, RaterTraits
 

@@ -25,16 +25,16 @@ from tunesmith.core.seeds import derive, permutation
 from tunesmith.data.collate import prefix_prompts
 from tunesmith.data.reviews import Review, load_reviews, pieces
 from tunesmith.evaluation.compare import Comparison, compare
-from tunesmith.evaluation.plateau import Plateau, plateau
+from tunesmith.evaluation.statistics import Plateau, plateau
 from tunesmith.evaluation.tfidf import TextClassifier
 from tunesmith.models.load import load_policy
 from tunesmith.reports.html import write_comparison_report
 from tunesmith.rewards.scorer import Scorer
 from tunesmith.runs.environment import peak_rss_gb
-from tunesmith.runs.run_folder import RunFolder
+from tunesmith.runs.folder import RunFolder
 from tunesmith.schema.records import Pair, Prompt
 from tunesmith.trainers import ppo, reward, setup, sft
-from tunesmith.workflows.comparison import side
+from tunesmith.workflows.evaluation import side
 
 NUM_COMPARED = 15
 """Beginnings that are kept away from training and compared at the end."""

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from tunesmith.core.errors import RunError
-from tunesmith.runs.run_lock import HOLDER_FILE, LOCK_FILE, RunLock, holder_of, is_locked
+from tunesmith.runs.lock import HOLDER_FILE, LOCK_FILE, RunLock, holder_of, is_locked
 
 HOLD = """
 import sys
 from pathlib import Path
-from tunesmith.runs.run_lock import RunLock
+from tunesmith.runs.lock import RunLock
 lock = RunLock(Path(sys.argv[1]))
 lock.acquire()
 print("held", flush=True)
@@ -31,7 +31,7 @@ TRY = """
 import sys
 from pathlib import Path
 from tunesmith.core.errors import RunError
-from tunesmith.runs.run_lock import RunLock
+from tunesmith.runs.lock import RunLock
 try:
     with RunLock(Path(sys.argv[1])):
         print("acquired")
@@ -172,7 +172,7 @@ def test_a_lock_file_without_a_holder_means_nothing(tmp_path: Path) -> None:
 
 def test_a_look_at_the_lock_never_makes_its_owner_fail(tmp_path: Path) -> None:
     script = (
-        "import sys\nfrom pathlib import Path\nfrom tunesmith.runs.run_lock import is_locked\n"
+        "import sys\nfrom pathlib import Path\nfrom tunesmith.runs.lock import is_locked\n"
         "print('go', flush=True)\nwhile True:\n    is_locked(Path(sys.argv[1]))\n"
     )
     looker = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True)

@@ -7,8 +7,8 @@ import pytest
 
 from tunesmith.core.errors import MissingDependencyError, RunError
 from tunesmith.runs.environment import cpu_flags, environment, peak_rss_gb, rss_gb, usable_cores
+from tunesmith.runs.folder import RunFolder, read_jsonl
 from tunesmith.runs.progress import format_rate, progress
-from tunesmith.runs.run_folder import RunFolder, read_jsonl
 from tunesmith.runs.trackers import check_trackers, open_trackers
 
 
