@@ -1,9 +1,9 @@
-"""Profiles of a decoding step and of an update, before and after our kernels: `docs/opt_report.md` and its picture.
+"""Profiles of a decoding step and of an update, before and after our kernels: `docs/dev/opt_report.md` and its picture.
 
-    python tools/opt_report.py --out docs
+    python tools/opt_report.py --out docs/dev
 
-measures on this machine, a GPU if torch sees one, and writes `<out>/opt_report.md` (the prose of docs/opt_report.md
-with its tables made anew), `<out>/images/timeline.svg` and `<out>/opt_report.json`; with `--out docs` the JSON goes to
+measures on this machine, a GPU if torch sees one, and writes `<out>/opt_report.md` (the prose of docs/dev/opt_report.md
+with new tables), `<out>/images/timeline.svg` and `<out>/opt_report.json`; with `--out docs/dev` the JSON goes to
 benchmarks/. Before: every kernel is torch's (`Kernels("torch")`); after: what `auto` picks. The model has the shape of
 SmolLM2-135M and random weights. `--quick` is a smoke run on a tiny one. On a GPU the bars are what the host does.
 
@@ -215,7 +215,7 @@ def machine_line(facts: dict[str, object]) -> str:
     versions = facts["packages"]
     assert isinstance(versions, dict)
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{facts['num_threads']} thread(s)"
-    command = "`python tools/opt_report.py --out docs`"
+    command = "`python tools/opt_report.py --out docs/dev`"
     return f"Measured on {facts['device']}, {where}, torch {versions['torch']}, by {command}."
 
 
@@ -253,7 +253,7 @@ def figures(pairs: Sequence[Pair], facts: dict[str, object]) -> dict[str, object
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0; writes the report, its picture and its figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "docs")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "dev")
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args(arguments)
@@ -266,7 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out: Path = options.out.resolve()
     (out / "images").mkdir(parents=True, exist_ok=True)
     (out / "images" / "timeline.svg").write_text(picture(pairs), encoding="utf-8")
-    prose = (ROOT / "docs" / "opt_report.md").read_text(encoding="utf-8")
+    prose = (ROOT / "docs" / "dev" / "opt_report.md").read_text(encoding="utf-8")
     parts = {
         "machine": machine_line(facts),
         "summary": summary(pairs),
@@ -274,7 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "update": table(pairs[1]),
     }
     (out / "opt_report.md").write_text(with_tables(prose, parts), encoding="utf-8")
-    json_folder = ROOT / "benchmarks" if out == ROOT / "docs" else out
+    json_folder = ROOT / "benchmarks" if out == ROOT / "docs" / "dev" else out
     (json_folder / "opt_report.json").write_text(json.dumps(figures(pairs, facts), indent=1) + "\n", encoding="utf-8")
     print(parts["machine"], parts["summary"], parts["decode"], parts["update"], sep="\n\n")
     return 0

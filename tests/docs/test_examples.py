@@ -19,7 +19,7 @@ TRAIN = [(where, words) for where, words in TUNESMITH if words[0] == "train" and
 
 
 def page_id(page: Path) -> str:
-    return page.name
+    return str(page.relative_to(ROOT))
 
 
 def write_files(page: Path, folder: Path) -> None:
