@@ -1,4 +1,4 @@
-"""The page of faults: every row has what happens and a test that exists, and no promised fault is missing."""
+"""The page of faults: every entry says what happens and names a test that exists; no promised fault is missing."""
 
 import ast
 import re
@@ -11,7 +11,6 @@ from pages import ROOT
 from tunesmith.core.faults import ACTIONS, VARIABLE
 
 PAGE = ROOT / "docs" / "faults.md"
-HEADER = ["fault", "what happens", "test"]
 REFERENCE = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
 
 PROMISED = """
@@ -29,42 +28,33 @@ changed data or model on resume; leak; KL alarm; length alarm; entropy alarm; sa
 
 
 @dataclass(frozen=True)
-class Row:
-    """A row of a table of faults, with its line on the page."""
+class Entry:
+    """An entry of the page: its line, the fault, what happens, and the tests as `file::name`."""
 
     line: int
-    cells: tuple[str, ...]
+    fault: str
+    what_happens: str
+    tests: str
 
 
-def cells_of(text: str) -> list[str]:
-    """The cells of a line of a table; a bar inside of code or behind a backslash separates nothing."""
-    code = re.split(r"(`[^`]*`)", text.strip().strip("|"))
-    kept = [part if index % 2 else re.sub(r"(?<!\\)\|", "\0", part) for index, part in enumerate(code)]
-    return [cell.strip() for cell in "".join(kept).split("\0")]
-
-
-def rows_of(page: str) -> list[Row]:
-    """The rows of all tables with the header of faults, in order."""
-    found: list[Row] = []
-    inside = False
-    for number, line in enumerate(page.splitlines(), start=1):
-        if not line.startswith("|"):
-            inside = False
-        elif cells_of(line) == HEADER:
-            inside = True
-        elif inside and not re.fullmatch(r"[|\s-]+", line):
-            found.append(Row(number, tuple(cells_of(line))))
+def entries_of(page: str) -> list[Entry]:
+    """The list items that begin with a bold fault, in order."""
+    items = re.finditer(r"^- \*\*(.+?)\*\*(.*(?:\n  .*)*)", page, re.MULTILINE)
+    found: list[Entry] = []
+    for item in items:
+        before, _, tests = item.group(2).partition("`tests/")
+        text = " ".join(before.split()).removeprefix(":").strip()
+        found.append(
+            Entry(page.count("\n", 0, item.start()) + 1, item.group(1), text, "`tests/" + tests if tests else "")
+        )
     return found
 
 
-def problem_of(row: Row) -> str:
-    """What is wrong with a row; empty if nothing is."""
-    if len(row.cells) != len(HEADER):
-        return f"has {len(row.cells)} cells, not {len(HEADER)}"
-    for name, cell in zip(HEADER, row.cells, strict=True):
-        if not re.search(r"\w{3}", cell):
-            return f"says nothing under `{name}`"
-    references = REFERENCE.findall(row.cells[2])
+def problem_of(entry: Entry) -> str:
+    """What is wrong with an entry; empty if nothing is."""
+    if not re.search(r"\w{3}", entry.what_happens):
+        return "does not say what happens"
+    references = REFERENCE.findall(entry.tests)
     if not references:
         return "names no test; write `tests/folder/test_file.py::test_name`"
     for file, name in references:
@@ -94,21 +84,22 @@ def places_in_the_code() -> set[str]:
     return found
 
 
-ROWS = rows_of(PAGE.read_text(encoding="utf-8"))
+ENTRIES = entries_of(PAGE.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("row", ROWS, ids=[f"line {row.line}" for row in ROWS])
-def test_a_row_has_what_happens_and_a_test_that_exists(row: Row) -> None:
-    assert problem_of(row) == ""
+@pytest.mark.parametrize("entry", ENTRIES, ids=[f"line {entry.line}" for entry in ENTRIES])
+def test_an_entry_says_what_happens_and_names_a_test_that_exists(entry: Entry) -> None:
+    assert problem_of(entry) == ""
 
 
 @pytest.mark.parametrize("fault", [" ".join(fault.split()) for fault in PROMISED.split(";")])
-def test_a_promised_fault_has_a_row(fault: str) -> None:
-    assert any(fault.lower() in row.cells[0].lower() for row in ROWS)
+def test_a_promised_fault_has_an_entry(fault: str) -> None:
+    assert any(fault.lower() in entry.fault.lower() for entry in ENTRIES)
 
 
-def test_no_fault_stands_twice() -> None:
-    faults = [row.cells[0] for row in ROWS]
+def test_no_fault_is_listed_twice() -> None:
+    faults = [entry.fault for entry in ENTRIES]
+    assert len(faults) >= 150
     assert sorted(set(faults)) == sorted(faults)
 
 
@@ -121,25 +112,19 @@ def test_variable_actions_and_places_are_explained() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "problem"),
+    ("item", "problem"),
     [
-        ("| a fault | something | `tests/docs/test_faults_page.py::test_no_fault_stands_twice` |", ""),
-        ("| a fault (`| head`) | something | `tests/docs/test_faults_page.py::test_no_fault_stands_twice` |", ""),
-        ("| a fault | something | |", "says nothing under `test`"),
-        (
-            "| a fault | | `tests/docs/test_faults_page.py::test_no_fault_stands_twice` |",
-            "says nothing under `what happens`",
-        ),
-        ("| a fault | something | later |", "names no test"),
-        ("| a fault | something | `tests/docs/test_faults_page.py::test_of_nothing` |", "which does not exist"),
-        ("| a fault | something | `tests/docs/test_nowhere.py::test_no_fault_stands_twice` |", "which does not exist"),
-        ("| a fault | something |", "has 2 cells"),
+        ("- **a fault**: something.\n  `tests/docs/test_faults_page.py::test_no_fault_is_listed_twice`", ""),
+        ("- **a fault**: over\n  two lines.\n  `tests/docs/test_faults_page.py::test_no_fault_is_listed_twice`", ""),
+        ("- **a fault**: something.", "names no test"),
+        ("- **a fault**\n  `tests/docs/test_faults_page.py::test_no_fault_is_listed_twice`", "what happens"),
+        ("- **a fault**: something.\n  later", "names no test"),
+        ("- **a fault**: something.\n  `tests/docs/test_faults_page.py::test_of_nothing`", "which does not exist"),
+        ("- **a fault**: something.\n  `tests/docs/test_nowhere.py::test_no_fault`", "which does not exist"),
     ],
 )
-def test_a_row_without_a_test_is_found(line: str, problem: str) -> None:
-    (row,) = rows_of(
-        f"| {' | '.join(HEADER)} |\n| --- | --- | --- |\n{line}\n\n| other | table |\n| --- | --- |\n| 1 | 2 |\n"
-    )
-    found = problem_of(row)
+def test_an_entry_without_a_test_is_found(item: str, problem: str) -> None:
+    (entry,) = entries_of(f"# Faults\n\n{item}\n\n- an item of another list\n")
+    found = problem_of(entry)
     assert problem in found
     assert bool(problem) == bool(found)
