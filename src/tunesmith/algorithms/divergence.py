@@ -1,0 +1,317 @@
+"""The loss of distillation: divergence of the student's next-token distributions from those of its teachers.
+
+Distributions are over the whole vocabulary, at the completion tokens (generalized knowledge distillation, Agarwal et
+al. 2024, arXiv 2306.13649). Logits are made from hidden states, some rows at a time, and never all of them.
+
+Shape legend: N completion tokens, H hidden, V vocabulary, M rows that count, R rows of a block, K statistics.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tunesmith.algorithms.sums import Denominator, Sums, check_denominator, total
+from tunesmith.core.errors import InputError
+from tunesmith.kernels.arguments import records_gradient
+from tunesmith.kernels.logprob.head_blocks import (
+    FEWEST_COLUMNS,
+    FEWEST_ROWS,
+    LogitsRoom,
+    OutputLayer,
+    blocks,
+    chunk_bytes_on,
+    in_autocast,
+    product,
+    wide,
+)
+
+_WORK_BYTES = {"cpu": 2 * 2**20, "cuda": 256 * 2**20}
+"""Size of a float32 temporary of the element-wise part: on a CPU the half dozen of them stay in its cache."""
+_WEIGHT_BYTES = 16 * 2**20
+"""Size of a product that is added to the gradient of the weight."""
+
+RowLogits = Callable[[Tensor], Tensor]
+"""From hidden states `[R, H]` to logits `[R, V]`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """Generalized Jensen-Shannon divergence of softmax(logits / temperature), in the convention of TRL.
+
+    With the student's p, a teacher's q and their mixture m = beta q + (1 - beta) p it is
+
+        beta KL(q || m) + (1 - beta) KL(p || m)   for 0 < beta < 1; 1/2 is the Jensen-Shannon divergence,
+        KL(q || p), the forward KL                for beta = 0: the student covers all that the teacher may say,
+        KL(p || q), the reverse KL                for beta = 1: the student avoids what the teacher would not say.
+
+    The ends are no limits of the middle, which vanishes towards both. Gradients are not scaled by temperature^2.
+    """
+
+    beta: float = 1.0
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.beta <= 1:
+            raise InputError(f"beta is {self.beta}; give 0 (forward KL) to 1 (reverse KL)")
+        if not 0 < self.temperature < math.inf:
+            raise InputError(f"temperature is {self.temperature}; give a positive finite number")
+
+
+@dataclass(frozen=True, slots=True)
+class Predictions:
+    """Next-token distributions of one model: its hidden states `[N, H]` at the tokens, and its output layer.
+
+    Without a layer `hidden_NH` are logits. A teacher may have a function instead, for logits that the layer alone does
+    not give. `weight` is that of a teacher, relative to the others.
+    """
+
+    hidden_NH: Tensor
+    layer: OutputLayer | RowLogits | None
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class DivergenceStats(Sums):
+    """Sums over the tokens that count; with several teachers, the means over them by their weights."""
+
+    tokens: Tensor
+    divergence: Tensor
+    """In nats, before the division by the global denominator."""
+    entropy: Tensor
+    """Of the student at the temperature of the divergence, in nats."""
+    agreement: Tensor
+    """Tokens at which student and teacher have the same most likely token."""
+
+    def metrics(self) -> dict[str, float]:
+        """The means over tokens; those of nothing are left out. Waits for the device once."""
+        sums = self.floats()
+        tokens = sums["tokens"]
+        if not tokens:
+            return {}
+        return {
+            "loss": sums["divergence"] / tokens,
+            "entropy": sums["entropy"] / tokens,
+            "teacher_agreement": sums["agreement"] / tokens,
+        }
+
+
+def divergence_loss(
+    student: Predictions,
+    teachers: Sequence[Predictions],
+    divergence: Divergence,
+    *,
+    num_tokens: Denominator,
+    mask_N: Tensor | None = None,
+    vocabulary: int | None = None,
+    chunk_bytes: int | None = None,
+) -> tuple[Tensor, DivergenceStats]:
+    """Scalar loss, differentiable through the student's hidden states and output layer, and detached statistics.
+
+    The loss is the sum over the tokens of the mask (None: all) of the divergence, over `num_tokens`, which counts those
+    of the whole optimizer step. Softmaxes are in float32 (float64 for float64) of logits in the dtype of the weights;
+    under autocast those come in its dtype. No gradient flows to the teachers.
+
+    Several teachers: the mean of their divergences by weight, not the divergence from one mixture. So one teacher is
+    scored after the other, sums add up, and the optimum is the weighted arithmetic mean of the teachers for the forward
+    KL (its gradient is that of the mixture), and their weighted geometric mean, normalized, for the reverse KL.
+
+    Output layers padded to different sizes are cut to the smallest if it holds the `vocabulary`, which is the number of
+    ids of the tokenizer that the models share.
+
+    Memory: the logits of some rows, those of all models together in `chunk_bytes` (by default `chunk_bytes_on` the
+    device), or of 2 rows if that is more. Each row is visited once: its gradient is computed with the divergence. Until
+    the backward pass those of hidden states, weight and bias are held, in float32 for 16 bits; a second backward pass
+    raises RuntimeError.
+
+    Raises:
+        InputError: shapes do not fit, no teacher, a weight that is not positive, or vocabularies that differ.
+    """
+    check_denominator("num_tokens", num_tokens)
+    models = [
+        _in_autocast(student),
+        *(_in_autocast(replace(one, hidden_NH=one.hidden_NH.detach())) for one in teachers),
+    ]
+    size = _common_size(models, mask_N, vocabulary)
+    hidden_NH, layer = models[0].hidden_NH, models[0].layer
+    rows_M = torch.arange(len(hidden_NH), device=hidden_NH.device)
+    rows_M = rows_M if mask_N is None else rows_M[mask_N.bool()]
+    chunk_bytes = chunk_bytes_on(hidden_NH.device) if chunk_bytes is None else chunk_bytes
+    call = _Call(models[1:], divergence, rows_M, size, chunk_bytes, _softcap(models[0]))
+    is_layer = isinstance(layer, OutputLayer)
+    tensors = (hidden_NH, layer.weight_VH, layer.bias_V) if is_layer else (hidden_NH, None, None)
+    if not records_gradient(*tensors):
+        tensors = tuple(None if tensor is None else tensor.detach() for tensor in tensors)
+    summed, sums_K = _InBlocks.apply(*tensors, call)  # type: ignore[reportGeneralTypeIssues]
+    return summed / num_tokens, DivergenceStats(total(torch.ones_like(rows_M)), *sums_K.unbind())
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Everything but the student's tensors; `size` is V, `softcap` the student's."""
+
+    teachers: Sequence[Predictions]
+    divergence: Divergence
+    rows_M: Tensor
+    size: int
+    chunk_bytes: int
+    softcap: float | None
+
+
+class _InBlocks(torch.autograd.Function):
+    """(sum of the divergences, sums_K), with gradients computed in the forward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor | None, bias_V: Tensor | None, call: _Call
+    ) -> tuple[Tensor, Tensor]:
+        inputs = (hidden_NH, weight_VH, bias_V)
+        sums_dtype = wide(hidden_NH[:0]).dtype
+        ctx.dtypes = [one if one is None else one.dtype for one in inputs]
+        ctx.gradients = gradients = [
+            torch.zeros_like(one, dtype=sums_dtype) if one is not None and is_needed else None
+            for one, is_needed in zip(inputs, ctx.needs_input_grad, strict=False)
+        ]
+        layer = None if weight_VH is None else OutputLayer(weight_VH, bias_V)
+        models = [(one, LogitsRoom()) for one in (Predictions(hidden_NH, layer), *call.teachers)]
+        sums_K = torch.zeros(3, dtype=torch.float64, device=hidden_NH.device)
+        row_bytes = call.size * sum(model.hidden_NH.element_size() for model, _ in models)
+        work_bytes = _WORK_BYTES.get(hidden_NH.device.type, _WORK_BYTES["cuda"])
+        with torch.autocast(hidden_NH.device.type, enabled=False):
+            for block in blocks(len(call.rows_M), row_bytes, call.chunk_bytes, FEWEST_ROWS):
+                rows_R = call.rows_M[block]
+                student_RV, *teachers_RV = [_logits(model, rows_R, call.size, room) for model, room in models]
+                for part in blocks(len(rows_R), 4 * call.size, work_bytes, 1):
+                    sums_K += _score(student_RV[part], [logits_RV[part] for logits_RV in teachers_RV], call)
+                _add_gradients(gradients, rows_R, student_RV, hidden_NH, weight_VH)
+        ctx.mark_non_differentiable(sums_K)
+        return sums_K[0].to(sums_dtype), sums_K
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError("the gradients of this loss were handed out; compute it anew for another backward pass")
+        pairs = zip(gradients, ctx.dtypes, strict=True)
+        return *(None if one is None else one.mul_(grads[0]).to(dtype) for one, dtype in pairs), None
+
+
+def _logits(model: Predictions, rows_R: Tensor, size: int, room: LogitsRoom) -> Tensor:
+    """The first `size` logits of these rows, before any cap, over those that were made before."""
+    hidden_RH, layer = model.hidden_NH[rows_R], model.layer
+    if isinstance(layer, OutputLayer):
+        bias_V = None if layer.bias_V is None else layer.bias_V[:size]
+        return room.logits(hidden_RH, layer.weight_VH[:size], bias_V)
+    return (hidden_RH if layer is None else layer(hidden_RH))[:, :size]
+
+
+def _add_gradients(
+    gradients: Sequence[Tensor | None], rows_R: Tensor, d_logits_RV: Tensor, hidden_NH: Tensor, weight_VH: Tensor | None
+) -> None:
+    """Add what the gradient of the logits of these rows gives to those of hidden states, weight and bias."""
+    d_hidden_NH, d_weight_VH, d_bias_V = gradients
+    size = d_logits_RV.shape[1]
+    if d_hidden_NH is not None:
+        d_hidden_RH = d_logits_RV if weight_VH is None else product(d_logits_RV, weight_VH[:size])
+        d_hidden_NH[rows_R, : d_hidden_RH.shape[1]] = d_hidden_RH.to(d_hidden_NH.dtype)
+    if d_weight_VH is not None:
+        hidden_RH = hidden_NH[rows_R]
+        for tokens in blocks(size, 4 * hidden_RH.shape[1], _WEIGHT_BYTES, FEWEST_COLUMNS):
+            d_weight_VH[tokens] += product(d_logits_RV[:, tokens].t(), hidden_RH)
+    if d_bias_V is not None:
+        d_bias_V[:size] += d_logits_RV.sum(0, dtype=d_bias_V.dtype)
+
+
+def _score(student_RV: Tensor, teachers_RV: Sequence[Tensor], call: _Call) -> Tensor:
+    """sums_K: divergence, student's entropy and agreement. The gradient is written over the student's logits."""
+    temperature, weights = call.divergence.temperature, sum(teacher.weight for teacher in call.teachers)
+    logp_RV = _log_probs(student_RV, call.softcap, temperature)
+    p_RV, slope_RV, top_R = logp_RV.exp(), torch.zeros_like(logp_RV), logp_RV.argmax(-1)
+    sums_K = student_RV.new_zeros(3, dtype=torch.float64)
+    sums_K[1] = -total(torch.linalg.vecdot(p_RV, logp_RV))
+    for teacher, logits_RV in zip(call.teachers, teachers_RV, strict=True):
+        share = teacher.weight / weights
+        logq_RV = _log_probs(logits_RV, _softcap(teacher), temperature)
+        divergence_R, d_logits_RV = _divergence(logp_RV, p_RV, logq_RV, call.divergence.beta)
+        slope_RV.add_(d_logits_RV, alpha=share)
+        sums_K[0] += share * total(divergence_R)
+        sums_K[2] += share * total(logq_RV.argmax(-1) == top_R)
+    if call.softcap is not None:
+        slope_RV.mul_(1 - torch.tanh(wide(student_RV) / call.softcap).square())
+    student_RV.copy_(slope_RV.div_(temperature))
+    return sums_K
+
+
+def _divergence(logp_RV: Tensor, p_RV: Tensor, logq_RV: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """The divergence of each row, and its derivative by the student's logits over the temperature.
+
+    That of the forward KL is p - q, and else (1 - beta) p (log p/m - KL(p || m)), for the reverse KL with m = q and
+    without the factor.
+    """
+    if beta == 0:
+        q_RV = logq_RV.exp()
+        return torch.linalg.vecdot(q_RV, logq_RV - logp_RV), p_RV - q_RV
+    mixture_RV = logq_RV
+    if beta < 1:
+        mixture_RV = torch.logaddexp(logq_RV + math.log(beta), logp_RV + math.log1p(-beta))
+    slope_RV = logp_RV - mixture_RV
+    from_student_R = torch.linalg.vecdot(p_RV, slope_RV)
+    slope_RV.sub_(from_student_R[:, None]).mul_(p_RV)
+    if beta == 1:
+        return from_student_R, slope_RV
+    from_teacher_R = torch.linalg.vecdot(logq_RV.exp(), logq_RV - mixture_RV)
+    return beta * from_teacher_R + (1 - beta) * from_student_R, slope_RV.mul_(1 - beta)
+
+
+def _log_probs(logits_RV: Tensor, softcap: float | None, temperature: float) -> Tensor:
+    """log softmax(logits / temperature), in float32 for 16 bits."""
+    logits_RV = wide(logits_RV)
+    if softcap is not None:
+        logits_RV = softcap * torch.tanh(logits_RV / softcap)
+    return (logits_RV if temperature == 1 else logits_RV / temperature).log_softmax(-1)
+
+
+def _softcap(model: Predictions) -> float | None:
+    return model.layer.softcap if isinstance(model.layer, OutputLayer) else None
+
+
+def _in_autocast(model: Predictions) -> Predictions:
+    if not isinstance(model.layer, OutputLayer):
+        return model
+    hidden_NH, layer = in_autocast(model.hidden_NH, model.layer)
+    return Predictions(hidden_NH, layer, model.weight)
+
+
+@torch.no_grad()
+def _num_logits(model: Predictions) -> int:
+    if isinstance(model.layer, OutputLayer):
+        return len(model.layer.weight_VH)
+    return (model.hidden_NH if model.layer is None else model.layer(model.hidden_NH[:1])).shape[-1]
+
+
+def _common_size(models: Sequence[Predictions], mask_N: Tensor | None, vocabulary: int | None) -> int:
+    """V, once everything fits; the first of the models is the student."""
+    num_rows, weights = len(models[0].hidden_NH), [model.weight for model in models[1:]]
+    if not weights or not all(0 < weight < math.inf for weight in weights):
+        raise InputError(f"weights of the teachers are {weights}; give at least one teacher, and weights above 0")
+    if callable(models[0].layer):
+        raise InputError("the student's logits need gradients; give its output layer, or logits and None, no function")
+    for model in models:
+        shape = tuple(model.hidden_NH.shape)
+        if len(shape) != 2 or shape[0] != num_rows:
+            raise InputError(f"hidden states are {shape}; give [{num_rows}, hidden], as many rows as of the student")
+        if isinstance(model.layer, OutputLayer) and model.layer.weight_VH.shape[1:] != shape[1:]:
+            weight = tuple(model.layer.weight_VH.shape)
+            raise InputError(f"hidden states are {shape} and their output layer {weight}; give [vocabulary, hidden]")
+    if mask_N is not None and mask_N.shape != (num_rows,):
+        raise InputError(f"the mask is {tuple(mask_N.shape)} for {num_rows} tokens; give one value for each")
+    sizes = [_num_logits(model) for model in models]
+    if len(set(sizes)) > 1 and (vocabulary is None or vocabulary > min(sizes)):
+        raise InputError(
+            f"student and teachers have {sizes} logits, and their tokenizer {vocabulary or 'unknown'} ids; take "
+            "teachers with the student's tokenizer, and output layers that hold all its ids"
+        )
+    return min(sizes)
