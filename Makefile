@@ -15,7 +15,6 @@ PYTEST_ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
-BENCHMARKS := $(wildcard tools/bench_*.py)
 
 ifneq ($(wildcard ../shared/data),)
 TUNESMITH_DATA ?= $(abspath ../shared/data)
@@ -62,8 +61,8 @@ test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow --timeout 5400 $(PYTEST_ARGS)
 
 bench: $(STAMP)
-	@set -e; for script in $(BENCHMARKS); do echo "$$script"; $(BIN)/python $$script; done
-	$(BIN)/tunesmith bench kernels --out benchmarks/kernels.json
+	@set -e; for name in algorithms overlap preference; do echo "$$name"; $(BIN)/python -m benchmarks.$$name; done
+	$(BIN)/python -m benchmarks.kernels --out benchmarks/kernels.json
 
 docs: $(STAMP)
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html

@@ -80,6 +80,7 @@ def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["bench", "rollout"], "python -m benchmarks.<name>"),
         (["trian"], "there is no command 'trian'; did you mean train?"),
         (["train"], "one word is missing; there are `tunesmith train sft`, `tunesmith train reward`"),
         (["train", "pop"], "there is no `train pop`; did you mean ppo?"),

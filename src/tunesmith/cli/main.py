@@ -26,11 +26,6 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "chat": ("chat:chat", "Talk to a run or a model, if wanted beside another one."),
     "compare": ("evaluate:compare", "Compare two models on the same prompts, judged by a scorer."),
     "eval reward": ("evaluate:reward", "Judge a reward model: accuracy, calibration, length bias."),
-    "bench rollout": ("bench:rollout", "Measure our rollout engine against what transformers offers."),
-    "bench step": ("bench:step", "Measure one whole GRPO step against one of TRL's."),
-    "bench update": ("bench:update", "Measure the update of one GRPO step against TRL's."),
-    "bench kernels": ("bench:kernels", "Measure each kernel against the plain way in torch."),
-    "bench gpu": ("bench:gpu", "Measure kernels, engine and update on a GPU: the whole table, in minutes."),
     "votes import": ("votes:import_", "Put pairs before raters, or take over votes made elsewhere."),
     "votes export": ("votes:export", "Write votes as JSONL, Parquet, a datasets folder or Argilla records."),
     "votes stats": ("votes:stats", "Count votes; agreement and bias of raters."),
@@ -48,6 +43,11 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "doctor": ("doctor:doctor", "Say what this machine has and what is missing."),
 }
 """Of each command: `module:function` in this folder, which takes the words behind the name, and one line of help."""
+
+_BENCHMARKS = (
+    "benchmarks are not part of the package: run `python -m benchmarks.<name>` in a clone of the repository, "
+    "where <name> is rollout, step, update, kernels or gpu"
+)
 
 EXIT_INTERRUPTED = 130
 """128 + SIGINT, as shells count it."""
@@ -111,6 +111,8 @@ def _find(words: Sequence[str]) -> tuple[str, Sequence[str]]:
     """The command that `words` begin with, and the words behind it; InputError with the nearest name if none."""
     if words[0] in COMMANDS:
         return words[0], words[1:]
+    if words[0] == "bench":
+        raise InputError(_BENCHMARKS)
     group = {name.partition(" ")[2]: name for name in COMMANDS if name.startswith(words[0] + " ")}
     if not group:
         names = dict.fromkeys(name.partition(" ")[0] for name in COMMANDS)

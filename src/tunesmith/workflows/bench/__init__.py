@@ -1,1 +1,0 @@
-"""`tunesmith bench`: our engine, steps, updates and kernels beside those of others, measured in turns."""

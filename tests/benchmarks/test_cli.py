@@ -1,0 +1,143 @@
+"""`bench rollout`, `step`, `update`, `kernels` and `gpu`: a smoke run has every figure that is promised."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.cli import main
+
+
+def _facts(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
+    assert main([*words, "--model", "tiny:llama", "--quick", "--rounds", "2", "--json"]) == 0
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_bench_rollout_has_the_promised_figures_and_writes_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], own_logging: None
+):
+    out = tmp_path / "rollout.json"
+    words = ["rollout", "--workload", "plain", "--backend", "transformers", "--threads", "1", "--out", str(out)]
+    facts = _facts(capsys, *words)
+    plain = facts["workloads"]["plain"]
+    assert plain["ratio_min"] <= plain["ratio_median"] <= plain["ratio_max"]
+    assert {"tokens_per_s", "roofline_share", "peak_rss_gb", "prefill_tokens_per_s", "decode_tokens_per_s"} <= set(
+        plain
+    )
+    assert plain["greedy_equal"] is True
+    assert plain["against"] in plain["ratios"]
+    assert len(plain["contenders"]) == 2  # sdpa and eager
+    assert facts["logp_diff_max"] < 1
+    assert json.loads(out.read_text()) == facts
+
+
+@pytest.mark.slow
+def test_bench_step_has_the_promised_figures(capsys: pytest.CaptureFixture[str], own_logging: None):
+    pytest.importorskip("trl")
+    facts = _facts(capsys, "step", "--threads", "1")
+    assert facts["ratio_min"] <= facts["ratio_median"] <= facts["ratio_max"]
+    assert facts["peak_rss_ratio"] == pytest.approx(
+        facts["peak_rss_gb"] / facts["trl"]["default_precision"]["peak_rss_gb"]
+    )
+    assert {"rollout", "reference", "update/forward", "update/backward", "update/optimizer"} <= set(facts["stages"])
+    assert facts["trl"]["micro_batch_size"] in (8, 16)
+
+
+@pytest.mark.slow
+def test_bench_update_has_the_promised_figures_from_equal_gradients(
+    capsys: pytest.CaptureFixture[str], own_logging: None
+):
+    pytest.importorskip("trl")
+    facts = _facts(capsys, "update", "--threads", "1")
+    assert set(facts["workloads"]) == {"ragged", "shared"}
+    for figures in facts["workloads"].values():
+        assert figures["ratio_min"] <= figures["ratio_median"] <= figures["ratio_max"]
+        assert figures["memory_ratio"] == figures["memory_gb"] / figures["trl"]["default_precision"]["memory_gb"]
+        assert set(figures["stages"]) == {"forward", "backward", "optimizer"}
+        assert figures["grad_norm"] == pytest.approx(figures["trl"]["grad_norm"], rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["update", "--rounds", "0"], "rounds is 0"),
+        (["update", "--workload", "raged"], "ragged, shared"),
+        (["update", "--micro-batch-size", "0"], "micro_batch_size is 0"),
+        (["update", "--out", "no/such/folder/x.json"], "--out"),
+        (["rollout", "--workload", "plian"], "plain, seed, shared"),
+        (["rollout", "--against", "vllm"], "transformers, transformers-cb"),
+        (["rollout", "--rounds", "0"], "rounds is 0"),
+        (["rollout", "--workload", "shared"], "--quick"),
+        (["rollout", "--out", "no/such/folder/x.json"], "--out"),
+        (["step", "--rounds", "0"], "rounds is 0"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_measured(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], own_logging: None
+):
+    assert main([*words, "--model", "tiny:llama"]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_bench_kernels_has_the_promised_figures_and_writes_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], own_logging: None
+):
+    out = tmp_path / "kernels.json"
+    words = ["kernels", "--quick", "--rounds", "2", "--threads", "1", "--json", "--out", str(out)]
+    assert main(words) == 0
+    facts = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert json.loads(out.read_text()) == facts
+    promised = {"preference", "logprob", "logprob_logits", "sampling", "masked_softmax", "gae", "policy_loss"}
+    assert promised | {"segment_sum", "upload"} <= set(facts["kernels"])
+    for figures in facts["kernels"].values():
+        assert figures["ratio_min"] <= figures["ratio_median"] <= figures["ratio_max"]
+        assert figures["copy_share"] > 0 and 0 <= figures["max_error"] <= figures["tolerance"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--op", "gea"], "there is no operation 'gea'; give preference, logprob"),
+        (["--rounds", "0"], "rounds is 0"),
+        (["--threads", "0"], "threads is 0"),
+        (["--device", "cuda"], "torch sees no CUDA device"),
+        (["--out", "no/such/folder/x.json"], "--out"),
+    ],
+)
+def test_bad_input_of_bench_kernels_is_refused_before_anything_is_measured(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], own_logging: None
+):
+    if "cuda" in words and torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    assert main(["kernels", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_bench_gpu_shows_what_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str], own_logging: None):
+    words = ["gpu", "--device", "cpu", "--quick", "--out", str(tmp_path)]
+    assert main([*words, "--row", "ceilings", "--row", "gae"]) == 0
+    shown = capsys.readouterr().out
+    assert "ceilings, copy (torch)" in shown and "gae, tokens (" in shown and "unmeasured: engine: 256 x 256" in shown
+    assert main([*words, "--row", "gae", "--json"]) == 0  # finished: nothing is measured again
+    facts = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert json.loads((tmp_path / "gpu.json").read_text())["rows"] == facts["rows"]
+    assert set(facts["rows"]) == {"ceilings", "gae"}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--out", "x"], "torch sees no CUDA device"),
+        (["--device", "cpu", "--out", "x"], "give --quick"),
+        (["--device", "cpu", "--quick", "--out", "x", "--row", "gea"], "there is no row 'gea'"),
+        (["--quick"], "missing: --out"),
+    ],
+)
+def test_bad_input_of_bench_gpu_is_refused_before_anything_is_measured(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], own_logging: None
+):
+    if "cuda" in said and torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    assert main(["gpu", *words]) == 2
+    assert said in capsys.readouterr().err
