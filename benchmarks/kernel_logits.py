@@ -11,8 +11,8 @@ from torch.nn.functional import linear
 from benchmarks import liger
 from benchmarks.kernel_case import Case, Setting, error_of
 from tunesmith.kernels.logprob import torch_impl as logprob_torch
-from tunesmith.kernels.logprob.api import ScoreGradient, chosen_logp_entropy
-from tunesmith.kernels.logprob.head import OutputLayer, head_gradients, head_logp_entropy
+from tunesmith.kernels.logprob.api import chosen_logp_entropy
+from tunesmith.kernels.logprob.head import OutputLayer, head_logp_entropy
 from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.sample import ops
 from tunesmith.kernels.sample import torch_impl as sample_torch
@@ -62,12 +62,6 @@ def _from_hidden(
         logp_NV = linear(hidden_NH, weight_VH).float().log_softmax(-1)
         return finished(logp_NV.gather(1, ids_N[:, None])[:, 0])
 
-    def at_once() -> object:
-        layer = OutputLayer(weight_VH.detach())
-        return head_gradients(
-            hidden_NH.detach(), layer, ids_N, lambda rows, *_: ScoreGradient(d_logp_N[rows], None), kernels=kernels
-        )
-
     def error() -> float:
         hidden_MH = hidden_NH.detach()[:_CHECKED_ROWS]
         layer = OutputLayer(weight_VH.detach())
@@ -93,7 +87,6 @@ def _from_hidden(
         picked=kernels.picked("logprob", hidden_NH),
         measures_memory=True,
         num_flops=(6 if with_gradients else 2) * num_rows * width * num_tokens,
-        variants={"head_gradients": at_once} if with_gradients else {},
         liger=liger.head_gradients(hidden_NH, weight_VH, ids_N) if with_gradients else None,
     )
 

@@ -120,7 +120,6 @@ class Work:
                 sequences.ids_BS,
                 sequences.lengths_B,
                 prompt_lengths_B=sequences.prompt_lengths_B,
-                known=objective.known(self.optimizer.scaled),
             )
             loss = objective.of(new.logp_BT, new.entropy_BT).loss
             self.optimizer.scaled(loss).backward()

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tunesmith.batch.targets import LearntSequence, Targets, pack_targets
-from tunesmith.kernels.logprob.api import ScoreGradient
 from tunesmith.kernels.logprob.head import HeadScores, head_scores
 from tunesmith.kernels.native import Kernels
 from tunesmith.models import decoder
@@ -68,19 +67,10 @@ def test_where_the_output_layer_is_known_the_padded_way_never_holds_all_logits(
         torch.testing.assert_close(getattr(ours, name), getattr(expected, name), rtol=1e-5, atol=1e-5)
     assert ours.is_top_N.tolist() == expected.is_top_N.tolist()
     exact = gradients(padded, expected)
-    # As on a GPU whose memory holds three rows of logits, with and without a word of what the loss will be.
-    monkeypatch.setattr("tunesmith.kernels.logprob.head_blocks.ONE_VISIT_ON", {"cpu"})
-    monkeypatch.setattr("tunesmith.kernels.logprob.head_blocks.CPU_CHUNK_BYTES", 3 * 4 * 259)
-    asked: list[slice] = []
-
-    def known(rows: slice, logp_R: torch.Tensor, entropy_R: torch.Tensor) -> ScoreGradient:
-        asked.append(rows)
-        return ScoreGradient(torch.ones_like(logp_R), torch.full_like(entropy_R, 0.3))
-
-    for word in (None, known):
-        for one, other in zip(gradients(known_head, next_token_scores(known_head, targets, word)), exact, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-    assert [rows.start for rows in asked] == [0, 3, 6] and asked[-1].stop == 8
+    # Three rows of logits fit.
+    monkeypatch.setattr("tunesmith.kernels.logprob.head.CPU_CHUNK_BYTES", 3 * 4 * 259)
+    for one, other in zip(gradients(known_head, next_token_scores(known_head, targets)), exact, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_a_sequence_is_not_touched_by_its_neighbours() -> None:

@@ -18,7 +18,6 @@ _HOME = {
     "SampleSettings": "sample.records",
     "Uploader": "upload.api",
     "chosen_logp_entropy": "logprob.api",
-    "head_gradients": "logprob.head",
     "head_logp_entropy": "logprob.head",
     "iterative_tuning": "preference.tuning",
     "process_user_preference": "preference.tuning",

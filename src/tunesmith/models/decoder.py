@@ -23,7 +23,7 @@ from tunesmith.kernels.attention.api import attend_packed
 from tunesmith.kernels.attention.packing import Packing, Segments
 from tunesmith.kernels.attention.records import Rope
 from tunesmith.kernels.gated.api import activate, gated, softcap
-from tunesmith.kernels.logprob.head import HeadScores, ScoreLoss, head_logp_entropy, head_scores
+from tunesmith.kernels.logprob.head import HeadScores, head_logp_entropy, head_scores
 from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.rms_norm.api import add_rms_norm
 from tunesmith.models.adapter import Adapter, add_low_rank, dora_scale, low_rank, stretch
@@ -192,7 +192,7 @@ class Decoder:
         return logits(self.architecture, hidden_NH, self._pass(Segments((), ())))
 
     def logp_entropy(
-        self, hidden_NH: torch.Tensor, ids_N: torch.Tensor, temperature: float, known: ScoreLoss | None = None
+        self, hidden_NH: torch.Tensor, ids_N: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(logp_N, entropy_N) of the tokens `ids_N`, each drawn from the state in its row, with gradients.
 
@@ -200,11 +200,11 @@ class Decoder:
         `kernels.logprob.head.head_logp_entropy`.
         """
         layer = self.architecture.output_layer
-        return head_logp_entropy(hidden_NH, layer, ids_N, temperature, kernels=self.kernels, known=known)
+        return head_logp_entropy(hidden_NH, layer, ids_N, temperature, kernels=self.kernels)
 
-    def scores(self, hidden_NH: torch.Tensor, ids_N: torch.Tensor, known: ScoreLoss | None = None) -> HeadScores:
+    def scores(self, hidden_NH: torch.Tensor, ids_N: torch.Tensor) -> HeadScores:
         """What `logp_entropy` gives at temperature 1, and which tokens are the most likely ones."""
-        return head_scores(hidden_NH, self.architecture.output_layer, ids_N, kernels=self.kernels, known=known)
+        return head_scores(hidden_NH, self.architecture.output_layer, ids_N, kernels=self.kernels)
 
     def _pass(self, segments: Segments, on_layer: OnLayer | None = None) -> Pass:
         packing, num_positions = Packing(segments), max(1, segments.longest)

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tunesmith.core.errors import ModelError
-from tunesmith.kernels.logprob.head import OutputLayer, ScoreLoss, head_logp_entropy
+from tunesmith.kernels.logprob.head import OutputLayer, head_logp_entropy
 from tunesmith.kernels.logprob.torch_impl import chosen_logp_entropy_in_blocks as chosen_logp_entropy
 from tunesmith.models.decoder import Decoder
 from tunesmith.models.language_model import LanguageModel
@@ -49,16 +49,13 @@ def token_logps(
     prompt_lengths_B: torch.Tensor,
     temperature: float = 1.0,
     value_head: nn.Module | None = None,
-    known: ScoreLoss | None = None,
 ) -> TokenScores:
     """Log-prob and entropy of each completion token under softmax(logits / temperature), and values with a head.
 
     `ids_BS` is right padded; row b has `lengths_B[b]` real ids, of which the first `prompt_lengths_B[b]` (at least 1)
     are the prompt. The log-softmax is in float32 whatever the dtype of the weights. T is the longest completion.
     Rows of one prompt should stand together: a decoder computes it once. Gradients flow to the model and the head;
-    without them, and without a decoder, rows go in chunks that bound the memory of the logits. `known` says what
-    gradient the loss will give the scores of the N tokens, row after row of the batch: see `head_logp_entropy`, which
-    may then compute its own gradients at once.
+    without them, and without a decoder, rows go in chunks that bound the memory of the logits.
     """
     _check(ids_BS, lengths_B, prompt_lengths_B, temperature)
     module = model.module if isinstance(model, LanguageModel) else model
@@ -72,9 +69,9 @@ def token_logps(
         rows = slice(start, start + chunk)
         layout = _Layout(ids_BS[rows], lengths_B[rows], prompt_lengths_B[rows], num_columns)
         if decoder is not None:
-            parts.append(_packed_scores(decoder, value_head, layout, temperature, known))
+            parts.append(_packed_scores(decoder, value_head, layout, temperature))
         elif output is not None and isinstance(model, LanguageModel):
-            parts.append(_trunk_scores(model, output, value_head, layout, temperature, known))
+            parts.append(_trunk_scores(model, output, value_head, layout, temperature))
         else:
             parts.append(_scores(module, value_head, layout, temperature))
     if len(parts) == 1:
@@ -153,7 +150,6 @@ def _trunk_scores(
     value_head: nn.Module | None,
     layout: _Layout,
     temperature: float,
-    known: ScoreLoss | None,
 ) -> TokenScores:
     """By transformers' own trunk over padded rows, and the output layer in chunks."""
     ids_BS = layout.trimmed_ids()
@@ -161,20 +157,18 @@ def _trunk_scores(
     trunk = cast(PreTrainedModel, model.module.base_model)
     hidden_NH = _padded_states(trunk, ids_BS, layout.lengths_B)[row_N, position_N]
     chosen_N = ids_BS[row_N, position_N + 1]
-    logp_N, entropy_N = head_logp_entropy(hidden_NH, output, chosen_N, temperature, kernels=model.kernels, known=known)
+    logp_N, entropy_N = head_logp_entropy(hidden_NH, output, chosen_N, temperature, kernels=model.kernels)
     value_BT = None if value_head is None else layout.spread(value_head(hidden_NH), row_N, column_N)
     return TokenScores(layout.spread(logp_N, row_N, column_N), layout.spread(entropy_N, row_N, column_N), value_BT)
 
 
-def _packed_scores(
-    decoder: Decoder, value_head: nn.Module | None, layout: _Layout, temperature: float, known: ScoreLoss | None
-) -> TokenScores:
+def _packed_scores(decoder: Decoder, value_head: nn.Module | None, layout: _Layout, temperature: float) -> TokenScores:
     row_N, position_N, column_N = layout.state_positions()
     # Nothing follows the last token, so its state is not needed.
     packed = pack_rows(layout.ids_BS, (layout.lengths_B - 1).clamp(min=1))
     hidden_TH = decoder.hidden_states(packed.ids_T, packed.segments)
     hidden_NH = states_at(hidden_TH, packed.index(row_N, position_N))
-    logp_N, entropy_N = decoder.logp_entropy(hidden_NH, layout.ids_BS[row_N, position_N + 1], temperature, known)
+    logp_N, entropy_N = decoder.logp_entropy(hidden_NH, layout.ids_BS[row_N, position_N + 1], temperature)
     value_BT = None if value_head is None else layout.spread(value_head(hidden_NH), row_N, column_N)
     return TokenScores(layout.spread(logp_N, row_N, column_N), layout.spread(entropy_N, row_N, column_N), value_BT)
 

@@ -11,27 +11,24 @@ from transformers import PreTrainedModel
 
 from tunesmith.batch.targets import Targets
 from tunesmith.kernels.attention.packing import Segments
-from tunesmith.kernels.logprob.head import HeadScores, ScoreLoss, head_scores
+from tunesmith.kernels.logprob.head import HeadScores, head_scores
 from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.logprob import States, chosen_logp_entropy, logits_at, trunk_states
 
 
-def next_token_scores(model: LanguageModel, targets: Targets, known: ScoreLoss | None = None) -> HeadScores:
+def next_token_scores(model: LanguageModel, targets: Targets) -> HeadScores:
     """Scores of `targets.chosen_N`, with gradients to the model. Only the states before learnt tokens meet the head.
-
-    `known`, what gradient the loss will give them, lets the head compute its own in the same visit: see
-    `kernels.logprob.head.head_logp_entropy`.
 
     A model with a decoder sees the packed tokens, each sequence for itself and none padded. Any other runs its own
     forward over right-padded rows, and never holds all logits where its output layer is known.
     """
     if model.decoder is None:
-        return _padded_scores(model, targets, known)
+        return _padded_scores(model, targets)
     hidden_TH = model.decoder.hidden_states(targets.ids_T, Segments.alone(targets.lengths))
-    return model.decoder.scores(hidden_TH[targets.state_N], targets.chosen_N, known)
+    return model.decoder.scores(hidden_TH[targets.state_N], targets.chosen_N)
 
 
-def _padded_scores(model: LanguageModel, targets: Targets, known: ScoreLoss | None) -> HeadScores:
+def _padded_scores(model: LanguageModel, targets: Targets) -> HeadScores:
     lengths_B = torch.tensor(targets.lengths, device=targets.ids_T.device)
     ids_BS = pad_sequence(list(targets.ids_T.split(targets.lengths)), batch_first=True)
     row_T = torch.repeat_interleave(torch.arange(len(lengths_B), device=lengths_B.device), lengths_B)
@@ -41,7 +38,7 @@ def _padded_scores(model: LanguageModel, targets: Targets, known: ScoreLoss | No
     if model.output is not None:
         trunk = cast(PreTrainedModel, model.module.base_model)
         hidden_NH = trunk_states(trunk, None, ids_BS, lengths_B, States(row_N, position_N))
-        return head_scores(hidden_NH, model.output, targets.chosen_N, kernels=model.kernels, known=known)
+        return head_scores(hidden_NH, model.output, targets.chosen_N, kernels=model.kernels)
     logits_NV, _ = logits_at(model.module, ids_BS, lengths_B, row_N, position_N)
     logp_N, entropy_N = chosen_logp_entropy(logits_NV, targets.chosen_N, 1.0)
     with torch.no_grad():

@@ -221,7 +221,6 @@ def micro_batch_loss(
         sequences.lengths_B,
         prompt_lengths_B=sequences.prompt_lengths_B,
         temperature=state.cfg.rollout.temperature,
-        known=objective.known(state.optimizer.scaled),  # so that the output layer may be visited once
     )
     policy = objective.of(new.logp_BT, new.entropy_BT)
     reference_logp_BT = None if state.reference is None else micro.reference_logp_BT

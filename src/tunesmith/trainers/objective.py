@@ -1,15 +1,10 @@
-"""What the loss of a micro-batch is, but for what the policy says of its tokens now.
+"""The policy loss of a micro-batch as a function of the current log-probs.
 
-Apart from the step, so that the output layer can be told what gradient the loss will give the scores of some tokens,
-and compute its own while their logits are there.
-
-Shape legend: B sequences, T completion tokens, N tokens inside the mask, R of them.
+Shape legend: B sequences, T completion tokens.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from tunesmith.algorithms import importance, policy_loss
@@ -19,8 +14,6 @@ from tunesmith.algorithms.sums import Denominator
 from tunesmith.batch.pack import PolicyBatch
 from tunesmith.config.policy_sections import GRPOSection, PPOSection
 from tunesmith.config.rollout_sections import ImportanceSection
-from tunesmith.kernels.logprob.api import ScoreGradient
-from tunesmith.kernels.logprob.head import ScoreLoss
 from tunesmith.kernels.policy_loss.records import PolicyTerms, PolicyTokens
 
 
@@ -65,60 +58,6 @@ class Objective:
         )
         loss, stats = policy_loss.objective(tokens, self.terms, self.denominator, self.num_tokens)
         return Evaluated(loss, stats, drawn)
-
-    def known(self, scaled: Callable[[Tensor], Tensor]) -> ScoreLoss | None:
-        """What gradient `scaled(loss)` has with respect to the scores of some of the N tokens, row after row.
-
-        None where a token's depends on others, because a ratio is that of a whole completion.
-        """
-        if self.terms.level != "token" or self.importance.level != "token":
-            return None
-        flat: list[Objective] = []  # made when it is asked for the first time, if ever
-
-        def of_rows(rows: slice, logp_R: Tensor, entropy_R: Tensor) -> ScoreGradient:
-            if not flat:
-                flat.append(self._flat())
-            with torch.enable_grad():
-                leaves = [scores_R.detach()[:, None].requires_grad_() for scores_R in (logp_R, entropy_R)]
-                loss = scaled(flat[0]._rows(rows).of(leaves[0], leaves[1]).loss)
-                grads = torch.autograd.grad(loss, leaves, allow_unused=True)
-            return ScoreGradient(*(None if grad is None else grad[:, 0] for grad in grads))
-
-        return of_rows
-
-    def _flat(self) -> "Objective":
-        """Each token inside the mask as a row of its own, `[N, 1]`, in the order of the rows."""
-        mask_BT = self.mask_BT.bool()
-
-        def column(x: Tensor) -> Tensor:
-            return x.expand_as(mask_BT)[mask_BT][:, None]
-
-        return replace(
-            self,
-            mask_BT=column(mask_BT),
-            advantage_BT=column(self.advantage_BT),
-            sampled_logp_BT=column(self.sampled_logp_BT),
-            old_logp_BT=None if self.old_logp_BT is None else column(self.old_logp_BT),
-            reference_logp_BT=None if self.reference_logp_BT is None else column(self.reference_logp_BT),
-            denominator=column(each) if (each := _of_each_row(self.denominator)) is not None else self.denominator,
-        )
-
-    def _rows(self, rows: slice) -> "Objective":
-        """Some rows of `_flat`."""
-        return replace(
-            self,
-            mask_BT=self.mask_BT[rows],
-            advantage_BT=self.advantage_BT[rows],
-            sampled_logp_BT=self.sampled_logp_BT[rows],
-            old_logp_BT=None if self.old_logp_BT is None else self.old_logp_BT[rows],
-            reference_logp_BT=None if self.reference_logp_BT is None else self.reference_logp_BT[rows],
-            denominator=each[rows] if (each := _of_each_row(self.denominator)) is not None else self.denominator,
-        )
-
-
-def _of_each_row(denominator: Denominator) -> Tensor | None:
-    """The denominators if there is one for each row."""
-    return denominator if isinstance(denominator, Tensor) and denominator.dim() > 0 else None
 
 
 @dataclass(frozen=True, slots=True)

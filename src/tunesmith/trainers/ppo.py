@@ -19,7 +19,6 @@ from tunesmith.config.schema import PPORecipe
 from tunesmith.core.seeds import derive
 from tunesmith.core.trace import span
 from tunesmith.data.prompts import PromptLike
-from tunesmith.kernels.logprob.head import ScoreLoss
 from tunesmith.kernels.native import Kernels
 from tunesmith.models.export import ModelCard, save_final
 from tunesmith.models.freeze import freeze_lower_layers
@@ -162,7 +161,7 @@ def micro_batch_loss(
     denominator = policy_loss.loss_denominator(cfg.loss_normalization, mask_BT, size, state.cfg.rollout.max_new_tokens)
     weights = Weights(denominator, size.num_tokens, state.kl.value)
     objective = objective_of(cfg, state.cfg.rollout.importance, micro, weights)
-    new = forward(state, micro.sequences, objective.known(state.optimizer.scaled))
+    new = forward(state, micro.sequences)
     policy = objective.of(new.logp_BT, new.entropy_BT)
     loss, value_stats = policy.loss, None
     if cfg.critic != "none":
@@ -175,11 +174,8 @@ def micro_batch_loss(
     return loss
 
 
-def forward(state: State, sequences: Sequences, known: ScoreLoss | None = None) -> PolicyScores:
-    """Log-probs, entropies and values of the completion tokens under the current weights.
-
-    `known`: what gradient the loss will give the first two, so that the output layer may be visited once.
-    """
+def forward(state: State, sequences: Sequences) -> PolicyScores:
+    """Log-probs, entropies and values of the completion tokens under the current weights."""
     ids_BS, lengths_B, prompt_lengths_B = sequences.ids_BS, sequences.lengths_B, sequences.prompt_lengths_B
     scores = token_logps(
         state.policy,
@@ -188,7 +184,6 @@ def forward(state: State, sequences: Sequences, known: ScoreLoss | None = None) 
         prompt_lengths_B=prompt_lengths_B,
         temperature=state.cfg.rollout.temperature,
         value_head=state.value_head,
-        known=known,
     )
     if state.critic is not None:
         value_BT = critic_values(state.critic, ids_BS, lengths_B, prompt_lengths_B)

@@ -20,7 +20,6 @@ from tunesmith.config.schema import SFTRecipe
 from tunesmith.core.trace import span
 from tunesmith.data.demonstrations import DemonstrationLike
 from tunesmith.data.sets import Facts, demonstration_sets
-from tunesmith.kernels.logprob.api import ScoreGradient
 from tunesmith.kernels.native import Kernels
 from tunesmith.models.export import ModelCard, save_final
 from tunesmith.models.freeze import freeze_lower_layers
@@ -136,11 +135,7 @@ def micro_batch_loss(
     state: State, sequences: Sequence[LearntSequence], num_tokens: float
 ) -> tuple[torch.Tensor, TokenStats]:
     """The loss of one micro-batch, divided by `num_tokens`, and its statistics."""
-
-    def known(_: slice, logp_R: torch.Tensor, __: torch.Tensor) -> ScoreGradient:  # so that the head is visited once
-        return ScoreGradient(state.optimizer.scaled(torch.full_like(logp_R, -1 / num_tokens)), None)
-
-    scores = next_token_scores(state.policy, setup.sent(pack_targets(sequences), state.uploader), known)
+    scores = next_token_scores(state.policy, setup.sent(pack_targets(sequences), state.uploader))
     return negative_log_likelihood(scores.logp_N, scores.entropy_N, scores.is_top_N, num_tokens=num_tokens)
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from head_cases import FORMS, HIDDEN, ROW_BYTES, ROWS, TOKENS, Case
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -16,9 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tunesmith.core.errors import InputError
 from tunesmith.kernels.gated.api import softcap
-from tunesmith.kernels.logprob.api import ScoreGradient, chosen_logp_entropy
-from tunesmith.kernels.logprob.head import OutputLayer, head_gradients, head_logp_entropy
-from tunesmith.kernels.logprob.head_blocks import LogitsRoom, blocks
+from tunesmith.kernels.logprob.api import chosen_logp_entropy
+from tunesmith.kernels.logprob.head import LogitsBuffer, OutputLayer, blocks, head_logp_entropy, head_scores
 from tunesmith.kernels.native import Kernels
 
 
@@ -73,34 +74,11 @@ def test_under_autocast_logits_come_in_its_dtype(of_hidden, has_bias, cap, num_r
         assert torch.equal(found, exact.to(found.dtype))
 
 
-def test_what_is_known_at_once_follows_autocast_too(kernels: Kernels) -> None:
-    cases = Case(torch.float32), Case(torch.bfloat16)
-    grad_N = torch.ones(ROWS)
-    found: list[Any] = []
-    for case, autocasts in zip(cases, (True, False), strict=True):
-        layer = OutputLayer(case.weight_VH.detach())
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
-            found.append(
-                head_gradients(
-                    case.hidden_NH.detach(),
-                    layer,
-                    case.ids_N,
-                    lambda rows, *_: ScoreGradient(grad_N[rows], None),
-                    kernels=kernels,
-                    chunk_bytes=7 * ROW_BYTES[torch.bfloat16],
-                )
-            )
-    assert torch.equal(found[0].logp_N, found[1].logp_N)
-    assert torch.equal(found[0].d_weight_VH, found[1].d_weight_VH)
-    assert found[0].d_hidden_NH.dtype == torch.float32
-    assert torch.equal(found[0].d_hidden_NH, found[1].d_hidden_NH.float())
-
-
-def test_blocks_of_logits_stand_in_the_same_memory() -> None:
-    room, case = LogitsRoom(), Case(torch.bfloat16, True)
+def test_blocks_of_logits_share_one_buffer() -> None:
+    buffer, case = LogitsBuffer(), Case(torch.bfloat16, True)
     with torch.no_grad():
         parts = list(blocks(ROWS, 1, 7, 1))
-        made = [room.logits(case.hidden_NH[part], case.weight_VH, case.bias_V) for part in parts]
+        made = [buffer.logits(case.hidden_NH[part], case.weight_VH, case.bias_V) for part in parts]
         assert len(made) > 2 and len({one.data_ptr() for one in made}) == 1
         assert torch.equal(made[-1], linear(case.hidden_NH, case.weight_VH, case.bias_V)[parts[-1]])
     assert sorted(parts, key=lambda part: part.start - part.stop)[0] == parts[0]
@@ -168,51 +146,6 @@ def test_no_tensor_is_larger_than_the_bound(kernels: Kernels) -> None:
     assert all_at_once.shape == (400, TOKENS)  # the measure sees what it is to see
 
 
-@pytest.mark.parametrize("num_rows", [None, 2, 12])
-@pytest.mark.parametrize(("has_bias", "cap"), FORMS)
-def test_a_loss_that_is_known_at_once_takes_three_products_and_gives_the_same(
-    has_bias, cap, num_rows, kernels: Kernels
-) -> None:
-    case = Case(torch.float32, has_bias, cap)
-    layer = OutputLayer(case.weight_VH, case.bias_V, cap)
-    seen: list[slice] = []
-
-    def loss(rows: slice, logp_R: torch.Tensor, entropy_R: torch.Tensor) -> ScoreGradient:
-        assert len(logp_R) == len(entropy_R) == rows.stop - rows.start
-        seen.append(rows)
-        return ScoreGradient(case.d_logp_N[rows], case.d_entropy_N[rows])
-
-    chunk_bytes = (num_rows or ROWS) * ROW_BYTES[torch.float32]
-    with FlopCounterMode(display=False) as counter:
-        found = head_gradients(case.hidden_NH, layer, case.ids_N, loss, 0.7, kernels=kernels, chunk_bytes=chunk_bytes)
-    if num_rows != 2:  # a single row is multiplied twice
-        assert counter.get_total_flops() == 3 * 2 * ROWS * HIDDEN * TOKENS
-    assert [rows.start for rows in seen] == [0, *(rows.stop for rows in seen[:-1])] and seen[-1].stop == ROWS
-    for ours, expected in zip((found.logp_N, found.entropy_N), case.scores(kernels), strict=True):
-        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
-    given = [found.d_hidden_NH, found.d_weight_VH, *([] if found.d_bias_V is None else [found.d_bias_V])]
-    for ours, exact in zip(given, case.exact(), strict=True):
-        torch.testing.assert_close(ours.double(), exact, atol=2e-6 * exact.abs().max().item(), rtol=1e-5)
-
-
-def test_a_loss_that_is_known_at_once_sums_weights_in_float32(kernels: Kernels) -> None:
-    case = Case(torch.bfloat16)
-
-    def loss(rows: slice, *_: torch.Tensor) -> ScoreGradient:
-        return ScoreGradient(case.d_logp_N[rows], case.d_entropy_N[rows])
-
-    exact_VH, layer = case.exact()[1], OutputLayer(case.weight_VH)
-    found = [
-        head_gradients(case.hidden_NH, layer, case.ids_N, loss, 0.7, kernels=kernels, chunk_bytes=num_bytes)
-        for num_bytes in (2**20, 5 * ROW_BYTES[torch.bfloat16])
-    ]
-    assert all(one.d_weight_VH.dtype == torch.float32 for one in found)
-    whole, chunked = ((one.d_weight_VH - exact_VH).norm() for one in found)
-    assert chunked <= 1.05 * whole
-    nothing = head_gradients(case.hidden_NH[:0], layer, case.ids_N[:0], loss, kernels=kernels)
-    assert nothing.logp_N.shape == (0,) and not nothing.d_weight_VH.any()
-
-
 def test_a_second_backward_pass_gives_the_same(native: Kernels) -> None:
     case = Case(torch.bfloat16)
     scores = case.scores(native)
@@ -255,3 +188,22 @@ def test_what_does_not_fit_is_refused(native: Kernels) -> None:
         head_logp_entropy(case.hidden_NH, OutputLayer(case.weight_VH), case.ids_N, 0.0, kernels=native)
     with pytest.raises(InputError, match="ids lie in"):
         head_logp_entropy(case.hidden_NH, OutputLayer(case.weight_VH), case.ids_N + TOKENS, kernels=native)
+
+
+def test_the_most_likely_tokens_are_marked_in_each_block(native: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(torch.float32)
+    layer = OutputLayer(case.weight_VH)
+    monkeypatch.setattr("tunesmith.kernels.logprob.head.CPU_CHUNK_BYTES", 12 * ROW_BYTES[torch.float32])
+    case.ids_N[::2] = linear(case.hidden_NH, case.weight_VH).argmax(1)[::2]
+    expected = linear(case.hidden_NH, case.weight_VH).argmax(1) == case.ids_N
+    found = head_scores(case.hidden_NH, layer, case.ids_N, kernels=native)
+    assert expected.any() and not expected.all()
+    assert torch.equal(found.is_top_N, expected)
+
+
+@settings(max_examples=60, deadline=None)
+@given(length=st.integers(0, 300), of_one=st.integers(1, 50), block=st.integers(0, 400), fewest=st.integers(1, 9))
+def test_blocks_cover_everything_once_and_keep_their_bound(length: int, of_one: int, block: int, fewest: int) -> None:
+    found = list(blocks(length, of_one, block, fewest))
+    assert [index for one in found for index in range(length)[one]] == list(range(length))
+    assert all(one.stop - one.start <= max(fewest, block // of_one) for one in found)

@@ -8,37 +8,36 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+from torch.nn.functional import linear
 
+from tunesmith.core.errors import InputError
 from tunesmith.kernels.arguments import records_gradient
 from tunesmith.kernels.logprob.api import Scored, ScoreGradient, logits_gradient, score
-from tunesmith.kernels.logprob.head_blocks import (
-    FEWEST_COLUMNS,
-    FEWEST_ROWS,
-    HeadCall,
-    LogitsRoom,
-    blocks,
-    check,
-    in_autocast,
-    is_top,
-    product,
-    wide,
-)
-from tunesmith.kernels.logprob.head_blocks import OutputLayer as OutputLayer
-from tunesmith.kernels.logprob.head_blocks import chunk_bytes_on as chunk_bytes_on
-from tunesmith.kernels.logprob.head_gradients import HeadGradients as HeadGradients
-from tunesmith.kernels.logprob.head_gradients import ScoreLoss as ScoreLoss
-from tunesmith.kernels.logprob.head_gradients import head_gradients as head_gradients
-from tunesmith.kernels.logprob.head_gradients import picked, rows_with_gradient, scores_with_known_gradient
 from tunesmith.kernels.native import Kernels
 
+CPU_CHUNK_BYTES = 64 * 2**20
+GPU_SHARE = 32
+
+FEWEST_ROWS, FEWEST_COLUMNS = 2, 64
+"""Smallest block, whatever its size in bytes: a matrix of one row may take another code path, with other bits."""
+
 _FORWARD_PARTS, _BACKWARD_PARTS = 4, 8
-"""Logits that do not all fit are made in blocks of this part of what may be kept. On a CPU smaller blocks of rows take
-longer, as each packs the weight anew; the blocks of columns of the backward pass do so below an eighth."""
+"""If not all logits fit, a block takes this part of `chunk_bytes`. On a CPU smaller blocks of rows are slower, because
+each packs the weight again; so are blocks of columns below an eighth in the backward pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputLayer:
+    """Logits are `hidden @ weight_VH.T + bias_V`, then `softcap * tanh(logit / softcap)` if there is a `softcap`."""
+
+    weight_VH: torch.Tensor
+    bias_V: torch.Tensor | None = None
+    softcap: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class HeadScores:
-    """Of each row: log-prob of its token and entropy in nats, and whether no token is more likely than its own."""
+    """Per row: log-prob of its token and entropy in nats, and whether no token is more likely than its own."""
 
     logp_N: torch.Tensor
     entropy_N: torch.Tensor
@@ -53,55 +52,98 @@ def head_logp_entropy(
     *,
     kernels: Kernels,
     chunk_bytes: int | None = None,
-    known: ScoreLoss | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(logp_N, entropy_N) in nats of softmax(logits / temperature), float32 (float64 for float64), with gradients.
 
     `ids_N` is int64. The values have the bits of `chosen_logp_entropy` on the logits of all rows, where the matrix
-    product of a row does not depend on the rows beside it (bfloat16 on a CPU). Gradients flow to the hidden states, the
-    weight and the bias; the weight's has one rounding, as if all logits had been there. Under autocast logits come in
-    its dtype, as those of `torch.nn.functional.linear` do.
+    product of a row does not depend on the other rows (bfloat16 on a CPU). Gradients flow to the hidden states, the
+    weight and the bias; the weight's is rounded once, as if all logits had been there. Under autocast logits have its
+    dtype, as those of `torch.nn.functional.linear` do.
 
     Memory: if the logits of all rows fit in `chunk_bytes` (by default `chunk_bytes_on` the device) they are kept for
-    the backward pass, which writes their gradient over them. Else the forward pass makes those of some rows at a time,
-    and the backward pass makes them again for some columns: a quarter of `chunk_bytes` exists at a time, in the
-    backward pass an eighth, or 2 rows and 64 columns if that is more. With a softcap in C++ or in torch it is three
-    times as much. Kept besides are the hidden states, which the caller has, and a few numbers per row. The backward
-    pass adds a float32 [N, H], and the gradients themselves. Rows to whose scores the loss gives no gradient are left
-    out of it.
-
-    `known` says what gradient the loss will give to the scores of some rows. On a GPU, where not all logits fit, the
-    forward pass then computes all gradients in the same visit, by `head_gradients`: three matrix products instead of
-    four, blocks of `chunk_bytes`, and a weight's gradient that is summed in float32. If the loss gives another gradient
-    after all, the backward pass computes them anew. On a CPU nobody asks `known`: it would gain nothing there.
+    the backward pass, which overwrites them with their gradient. Else the forward pass computes some rows at a time,
+    and the backward pass recomputes some columns at a time: blocks of a quarter of `chunk_bytes`, an eighth in the
+    backward pass, or 2 rows and 64 columns if that is more. A softcap in C++ or in torch takes three times as much.
+    Also kept are the hidden states, which the caller has, and a few numbers per row. The backward pass allocates a
+    float32 [N, H] and the gradients themselves; rows whose scores get no gradient are left out of it.
 
     Raises:
         InputError: shapes or dtypes, ids or the temperature do not fit.
         NativeUnavailableError: native kernels were chosen and cannot be had.
     """
-    check(hidden_NH, layer, ids_N)
-    hidden_NH, layer = in_autocast(hidden_NH, layer)
+    _check(hidden_NH, layer, ids_N)
+    hidden_NH, layer = _in_autocast(hidden_NH, layer)
     chunk_bytes = chunk_bytes_on(hidden_NH.device) if chunk_bytes is None else chunk_bytes
-    return _scored(hidden_NH, layer, HeadCall(ids_N, layer.softcap, temperature, chunk_bytes, kernels), known)[:2]
+    return _scored(hidden_NH, layer, _HeadCall(ids_N, layer.softcap, temperature, chunk_bytes, kernels))[:2]
 
 
-def head_scores(
-    hidden_NH: torch.Tensor,
-    layer: OutputLayer,
-    ids_N: torch.Tensor,
-    *,
-    kernels: Kernels,
-    known: ScoreLoss | None = None,
-) -> HeadScores:
-    """What `head_logp_entropy` gives at temperature 1, and which tokens are the most likely ones, from one pass."""
-    check(hidden_NH, layer, ids_N)
-    hidden_NH, layer = in_autocast(hidden_NH, layer)
-    call = HeadCall(ids_N, layer.softcap, 1.0, chunk_bytes_on(hidden_NH.device), kernels, marks_top=True)
-    return HeadScores(*_scored(hidden_NH, layer, call, known))
+def head_scores(hidden_NH: torch.Tensor, layer: OutputLayer, ids_N: torch.Tensor, *, kernels: Kernels) -> HeadScores:
+    """`head_logp_entropy` at temperature 1, and which tokens are the most likely ones, from one pass."""
+    _check(hidden_NH, layer, ids_N)
+    hidden_NH, layer = _in_autocast(hidden_NH, layer)
+    call = _HeadCall(ids_N, layer.softcap, 1.0, chunk_bytes_on(hidden_NH.device), kernels, marks_top=True)
+    return HeadScores(*_scored(hidden_NH, layer, call))
+
+
+def chunk_bytes_on(device: torch.device) -> int:
+    """Default limit in bytes, in the dtype of the weights, up to which the logits of all rows are kept.
+
+    64 MiB on a CPU, and on a GPU a share of its memory: logits that fit need not be computed again.
+    """
+    if device.type != "cuda":
+        return CPU_CHUNK_BYTES
+    return torch.cuda.get_device_properties(device).total_memory // GPU_SHARE
+
+
+@dataclass(frozen=True, slots=True)
+class _HeadCall:
+    """Arguments of a pass that take no gradient. With `marks_top` it also finds the most likely tokens."""
+
+    ids_N: torch.Tensor
+    softcap: float | None
+    temperature: float
+    chunk_bytes: int
+    kernels: Kernels
+    marks_top: bool = False
+
+    def fits(self, hidden_NH: torch.Tensor, weight_VH: torch.Tensor) -> bool:
+        """Whether the logits of all rows fit in `chunk_bytes`."""
+        return len(hidden_NH) * weight_VH.shape[0] * hidden_NH.element_size() <= self.chunk_bytes
+
+
+class LogitsBuffer:
+    """One buffer for the logits of all blocks, allocated with the first and largest one.
+
+    Allocating per block fragments glibc's heap, and resident memory grows several-fold.
+    """
+
+    def __init__(self) -> None:
+        self._buffer: torch.Tensor | None = None
+
+    def logits(self, hidden_RH: torch.Tensor, weight_CH: torch.Tensor, bias_C: torch.Tensor | None) -> torch.Tensor:
+        """Logits `[R, C]` before any cap, over those of the block before; a row's bits do not depend on its block."""
+        if len(hidden_RH) == 1:  # see FEWEST_ROWS
+            return linear(hidden_RH.expand(2, -1), weight_CH, bias_C)[:1]
+        if self._buffer is None:
+            logits_RC = linear(hidden_RH, weight_CH, bias_C)
+            self._buffer = logits_RC.view(-1)
+            return logits_RC
+        shape = len(hidden_RH), len(weight_CH)
+        out_RC = self._buffer[: shape[0] * shape[1]].view(shape)
+        if bias_C is None:
+            return torch.mm(hidden_RH, weight_CH.t(), out=out_RC)
+        return torch.addmm(bias_C, hidden_RH, weight_CH.t(), out=out_RC)
+
+
+def blocks(length: int, bytes_of_one: int, block_bytes: int, fewest: int) -> Iterator[slice]:
+    """Slices that cover `length` rows, each at most `block_bytes` or `fewest` rows, of even size, the largest first."""
+    count = -(-length // max(fewest, block_bytes // bytes_of_one))
+    for index in range(count):
+        yield slice(-(-length * index // count), -(-length * (index + 1) // count))
 
 
 def _scored(
-    hidden_NH: torch.Tensor, layer: OutputLayer, call: HeadCall, known: ScoreLoss | None
+    hidden_NH: torch.Tensor, layer: OutputLayer, call: _HeadCall
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(logp_N, entropy_N, is_top_N); the last is empty unless the call asks for it."""
     if len(call.ids_N) == 0:  # still a function of its inputs: a loss over nothing has a gradient of zero
@@ -109,8 +151,6 @@ def _scored(
         return nothing_N, nothing_N.clone(), torch.zeros_like(call.ids_N, dtype=torch.bool)
     tensors = (hidden_NH, layer.weight_VH, layer.bias_V)
     if records_gradient(*tensors):
-        if known is not None and call.visits_once(hidden_NH, layer.weight_VH):
-            return scores_with_known_gradient(hidden_NH, layer, call, known)
         return _FromHidden.apply(*tensors, call)  # type: ignore[return-value]
     done = _forward(call, hidden_NH, layer, keeps=False)
     return done.scored.logp_N, done.scored.entropy_N, done.is_top_N
@@ -118,27 +158,25 @@ def _scored(
 
 @dataclass(frozen=True, slots=True)
 class _Forward:
-    """The scores of all rows, which tokens are the most likely ones if that was asked, and the logits before any cap
-    if they were few enough to keep.
-    """
+    """Scores of all rows, the marks of the most likely tokens, and the logits before any cap if they are kept."""
 
     scored: Scored
     is_top_N: torch.Tensor
     logits_NV: torch.Tensor | None
 
 
-def _forward(call: HeadCall, hidden_NH: torch.Tensor, layer: OutputLayer, *, keeps: bool) -> _Forward:
+def _forward(call: _HeadCall, hidden_NH: torch.Tensor, layer: OutputLayer, *, keeps: bool) -> _Forward:
     row_bytes = layer.weight_VH.shape[0] * hidden_NH.element_size()
     block_bytes = call.chunk_bytes // (1 if call.fits(hidden_NH, layer.weight_VH) else _FORWARD_PARTS)
     chunks: list[Scored] = []
     tops = [torch.zeros(0, dtype=torch.bool, device=hidden_NH.device)]
-    logits_RV, room = None, LogitsRoom()
+    logits_RV, buffer = None, LogitsBuffer()
     for rows in blocks(len(hidden_NH), row_bytes, block_bytes, FEWEST_ROWS):
-        logits_RV = room.logits(hidden_NH[rows], layer.weight_VH, layer.bias_V)
+        logits_RV = buffer.logits(hidden_NH[rows], layer.weight_VH, layer.bias_V)
         ids_R = call.ids_N[rows]
         chunks.append(score(logits_RV, ids_R, call.temperature, softcap=call.softcap, kernels=call.kernels))
-        if call.marks_top:
-            tops.append(is_top(logits_RV, ids_R))
+        if call.marks_top:  # a cap changes no order
+            tops.append(logits_RV.gather(1, ids_R[:, None])[:, 0] >= logits_RV.amax(1))
     is_top_N = torch.cat(tops)
     if len(chunks) == 1:
         return _Forward(chunks[0], is_top_N, logits_RV if keeps else None)
@@ -149,7 +187,7 @@ def _forward(call: HeadCall, hidden_NH: torch.Tensor, layer: OutputLayer, *, kee
 class _FromHidden(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None, call: HeadCall
+        ctx: Any, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None, call: _HeadCall
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         done = _forward(call, hidden_NH, OutputLayer(weight_VH, bias_V), keeps=True)
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, done.scored.sums_NK)
@@ -162,14 +200,15 @@ class _FromHidden(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         hidden_NH, weight_VH, bias_V, sums_NK = ctx.saved_tensors
         logits_NV, ctx.logits_NV = ctx.logits_NV, None  # they are written over; a second pass makes them again
-        call: HeadCall = ctx.call
+        call: _HeadCall = ctx.call
         gradient = ScoreGradient(*grads[:2])  # of log-probs and entropies
-        rows_M = rows_with_gradient(gradient, hidden_NH.device)
+        rows_M = _rows_with_gradient(gradient, hidden_NH.device)
         hidden_MH = hidden_NH
         if rows_M is not None:
             logits_NV = None if logits_NV is None else logits_NV[rows_M]
             call = replace(call, ids_N=call.ids_N[rows_M])
-            gradient, hidden_MH, sums_NK = picked(gradient, rows_M), hidden_NH[rows_M], sums_NK[rows_M]
+            gradient = ScoreGradient(*(None if grad is None else grad[rows_M] for grad in grads[:2]))
+            hidden_MH, sums_NK = hidden_NH[rows_M], sums_NK[rows_M]
         layer = OutputLayer(weight_VH, bias_V)
         sums = _Gradients(hidden_MH, layer, ctx.needs_input_grad)
         for columns, logits_MC in _columns(hidden_MH, layer, call, logits_NV):
@@ -190,7 +229,7 @@ class _FromHidden(torch.autograd.Function):
 
 
 class _Gradients:
-    """What the backward pass gives, added up over blocks of columns."""
+    """Gradients of hidden states, weight and bias, accumulated over blocks of columns."""
 
     def __init__(self, hidden_MH: torch.Tensor, layer: OutputLayer, needs: tuple[bool, ...]) -> None:
         self._hidden_MH = hidden_MH
@@ -201,15 +240,16 @@ class _Gradients:
         self.d_bias_V = torch.zeros_like(layer.bias_V) if needs[2] and layer.bias_V is not None else None
 
     def add(self, columns: slice, d_logits_MC: torch.Tensor) -> None:
-        """Take in the gradient of the logits of some columns."""
+        """Accumulate the gradient of the logits of some columns."""
         if self.d_weight_VH is not None:
             torch.mm(d_logits_MC.t(), self._hidden_MH, out=self.d_weight_VH[columns])
         if self.d_bias_V is not None:
             self.d_bias_V[columns] = d_logits_MC.sum(0)
         if self._d_hidden_MH is not None:
-            part_MH = product(d_logits_MC, self._weight_VH[columns])
-            # One block needs no sum, and several are summed in more than 16 bits.
-            self._d_hidden_MH = self._d_hidden_MH + part_MH if self._num_blocks else wide(part_MH)
+            part_MH = _product(d_logits_MC, self._weight_VH[columns])
+            # One block needs no sum; several are summed in float32 where the parts have 16 bits.
+            wide_MH = part_MH.float() if part_MH.element_size() == 2 else part_MH
+            self._d_hidden_MH = self._d_hidden_MH + part_MH if self._num_blocks else wide_MH
         self._num_blocks += 1
 
     def d_hidden(self) -> torch.Tensor | None:
@@ -218,9 +258,9 @@ class _Gradients:
 
 
 def _columns(
-    hidden_MH: torch.Tensor, layer: OutputLayer, call: HeadCall, logits_MV: torch.Tensor | None
+    hidden_MH: torch.Tensor, layer: OutputLayer, call: _HeadCall, logits_MV: torch.Tensor | None
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Blocks of columns and their logits, made anew unless `logits_MV` are all of them."""
+    """Blocks of columns with their logits, recomputed unless `logits_MV` holds all of them."""
     num_tokens = layer.weight_VH.shape[0]
     if len(hidden_MH) == 0:
         return
@@ -229,7 +269,47 @@ def _columns(
         return
     column_bytes = len(hidden_MH) * hidden_MH.element_size()
     block_bytes = call.chunk_bytes // (1 if call.fits(hidden_MH, layer.weight_VH) else _BACKWARD_PARTS)
-    room = LogitsRoom()
+    buffer = LogitsBuffer()
     for columns in blocks(num_tokens, column_bytes, block_bytes, FEWEST_COLUMNS):
         bias_C = None if layer.bias_V is None else layer.bias_V[columns]
-        yield columns, room.logits(hidden_MH, layer.weight_VH[columns], bias_C)
+        yield columns, buffer.logits(hidden_MH, layer.weight_VH[columns], bias_C)
+
+
+def _rows_with_gradient(gradient: ScoreGradient, device: torch.device) -> torch.Tensor | None:
+    """Indices of the rows whose scores get a gradient; None if these are all."""
+    given = [grad for grad in (gradient.d_logp_N, gradient.d_entropy_N) if grad is not None]
+    if not given:
+        return torch.zeros(0, dtype=torch.int64, device=device)
+    used_N = given[0] != 0
+    for grad in given[1:]:
+        used_N |= grad != 0
+    return None if bool(used_N.all()) else used_N.nonzero()[:, 0]
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a @ b; on a GPU 16-bit products are returned in float32, so that a sum of several is rounded once."""
+    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.mm(b)
+
+
+def _in_autocast(hidden_NH: torch.Tensor, layer: OutputLayer) -> tuple[torch.Tensor, OutputLayer]:
+    """Hidden states and layer in the dtype of autocast if it is on, as for a linear map; float64 is left alone."""
+    device = hidden_NH.device.type
+    if not torch.is_autocast_enabled(device) or hidden_NH.dtype == torch.float64:
+        return hidden_NH, layer
+    dtype = torch.get_autocast_dtype(device)
+    bias_V = None if layer.bias_V is None else layer.bias_V.to(dtype)
+    return hidden_NH.to(dtype), OutputLayer(layer.weight_VH.to(dtype), bias_V, layer.softcap)
+
+
+def _check(hidden_NH: torch.Tensor, layer: OutputLayer, ids_N: torch.Tensor) -> None:
+    """Raise InputError unless there is a hidden state of the layer's width and an id for each row."""
+    weight_VH = layer.weight_VH
+    if hidden_NH.dim() != 2 or weight_VH.dim() != 2 or hidden_NH.shape[1] != weight_VH.shape[1]:
+        raise InputError(
+            f"hidden states are {tuple(hidden_NH.shape)} and the output layer {tuple(weight_VH.shape)}; "
+            "give [rows, hidden] and [vocabulary, hidden]"
+        )
+    if ids_N.shape != hidden_NH.shape[:1]:
+        raise InputError(f"{tuple(ids_N.shape)} ids for {len(hidden_NH)} rows; give one for each row")
