@@ -16,7 +16,6 @@ _HOME = {
     "PolicyTokens": "policy_loss.records",
     "PreferenceBatch": "preference.records",
     "SampleSettings": "sample.records",
-    "Uploader": "upload.api",
     "chosen_logp_entropy": "logprob.api",
     "head_logp_entropy": "logprob.head",
     "iterative_tuning": "preference.tuning",
