@@ -29,9 +29,9 @@ from benchmarks.opt_picture import Pair, picture, table
 from benchmarks.opt_profile import PART_NAMES, STEP, Profile, RecordedKernels, profiled, profiled_between
 from tunesmith.batch.pack import PolicyBatch, Sequences
 from tunesmith.batch.rollout import SamplingParams
-from tunesmith.config.optimizer_sections import OptimizerSection
-from tunesmith.config.policy_sections import GRPOSection
+from tunesmith.config.algorithm_sections import GRPOSection
 from tunesmith.config.rollout_sections import ImportanceSection
+from tunesmith.config.sections import OptimizerSection
 from tunesmith.core.allocator import keep_freed_memory
 from tunesmith.kernels.native import Choice
 from tunesmith.models.language_model import LanguageModel, language_model

@@ -17,7 +17,7 @@ from tunesmith.config.load import Resolved, load_recipe
 from tunesmith.config.schema import DPORecipe, GRPORecipe, PPORecipe, RewardRecipe, SFTRecipe
 from tunesmith.data.demonstrations import DemonstrationLike
 from tunesmith.data.prompts import PromptLike
-from tunesmith.rewards.scorer import RewardLike
+from tunesmith.rewards.sources import RewardLike
 from tunesmith.trainers import dpo as _dpo
 from tunesmith.trainers import grpo as _grpo
 from tunesmith.trainers import ppo as _ppo

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.autograd import grad, gradcheck
 
 from tunesmith.algorithms import kl, policy_loss
-from tunesmith.config.policy_sections import PolicyLossSection
+from tunesmith.config.algorithm_sections import PolicyLossSection
 from tunesmith.core.errors import InputError
 
 seeds = st.integers(0, 2**32 - 1)

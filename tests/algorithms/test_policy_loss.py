@@ -9,7 +9,7 @@ from torch.autograd import grad, gradcheck
 
 from tunesmith.algorithms import policy_loss
 from tunesmith.algorithms.sums import merged
-from tunesmith.config.policy_sections import GRPOSection, KLSection, PolicyLossSection, PPOSection
+from tunesmith.config.algorithm_sections import GRPOSection, KLSection, PolicyLossSection, PPOSection
 from tunesmith.core.errors import InputError
 
 seeds = st.integers(0, 2**32 - 1)

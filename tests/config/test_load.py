@@ -2,8 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.config.load import Resolved, algorithm_of, load_recipe, resolve
-from tunesmith.config.overrides import parse_overrides
+from tunesmith.config.load import Resolved, algorithm_of, load_recipe, parse_overrides, resolve
 from tunesmith.config.schema import PPORecipe, RewardRecipe
 from tunesmith.config.yaml_text import parse
 from tunesmith.core.errors import ConfigError

@@ -3,9 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tunesmith.config.load import load_recipe
-from tunesmith.config.render import to_yaml
 from tunesmith.config.schema import PPORecipe
-from tunesmith.config.yaml_text import parse
+from tunesmith.config.yaml_text import parse, to_yaml
 
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=30) | st.sampled_from(
     [

@@ -19,7 +19,7 @@ from tunesmith.data.answers import (
     with_mismatched,
 )
 from tunesmith.data.collate import encode_preferences, truncate_left
-from tunesmith.data.tally import BadRows, RowError
+from tunesmith.data.rows import BadRows, RowError
 from tunesmith.models.load import load_policy
 from tunesmith.models.tokenizer import PreTrainedTokenizerBase, decode, encode_pair_side, encode_prompt
 from tunesmith.schema.records import Judgement, Pair, Prompt, Ranking

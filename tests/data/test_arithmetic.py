@@ -2,7 +2,7 @@
 
 import re
 
-from tunesmith.data.arithmetic import LIMIT, SHOTS, arithmetic_prompts
+from tunesmith.data.prompts import LIMIT, SHOTS, arithmetic_prompts
 from tunesmith.data.split import split_by_prompt
 
 

@@ -6,9 +6,8 @@ import pytest
 from formats import write_folder, write_jsonl
 
 from tunesmith.core.errors import DataError
-from tunesmith.data.data_folder import VARIABLE
 from tunesmith.data.prompts import load_prompts
-from tunesmith.data.sources import source_rows
+from tunesmith.data.sources import VARIABLE, source_rows
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from formats import write_jsonl
 
-from tunesmith.config.sft_sections import DemonstrationsSection
+from tunesmith.config.sections import DemonstrationsSection
 from tunesmith.core.errors import DataError
 from tunesmith.data.demonstrations import load_demonstrations
 from tunesmith.data.sets import DemonstrationSets, demonstration_sets

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from tunesmith.config.sections import PairsSection
 from tunesmith.core.errors import DataError
-from tunesmith.data.dialogues import as_messages, is_dialogue, split_messages, split_text
-from tunesmith.data.pairs import load_pairs, load_preferences
-from tunesmith.data.tally import BadRows
+from tunesmith.data.pairs import as_messages, is_dialogue, load_pairs, load_preferences, split_messages, split_text
+from tunesmith.data.rows import BadRows
 
 CHOSEN = "\n\nHuman: Hi\n\nAssistant: Yo.\n\nHuman: Sum?\n\nAssistant: 4,\n\nsurely"
 REJECTED = "\n\nHuman: Hi\n\nAssistant: Yo.\n\nHuman: Sum?\n\nAssistant: 5"

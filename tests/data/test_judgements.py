@@ -7,7 +7,7 @@ import pytest
 
 from tunesmith.core.errors import DataError
 from tunesmith.data.judgements import judgements_of, load_judgements
-from tunesmith.data.tally import BadRows
+from tunesmith.data.rows import BadRows
 from tunesmith.schema.records import Judgement, Pair, Prompt, Ranking
 
 ASK = [{"role": "user", "content": "Hi"}]

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from tunesmith.core.errors import DataError
-from tunesmith.data.rows import Row, parse_rows
-from tunesmith.data.tally import RowError
+from tunesmith.data.rows import Row, RowError
+from tunesmith.data.sources import parse_rows
 
 
 def write(path: Path, content: str | bytes) -> Path:

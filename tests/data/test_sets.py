@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.config.dpo_sections import DPOSection
+from tunesmith.config.algorithm_sections import DPOSection
 from tunesmith.config.sections import PairsSection, PromptsSection
 from tunesmith.core.errors import DataError
 from tunesmith.data.collate import EncodedPair, EncodedRanking
+from tunesmith.data.rows import Tally
 from tunesmith.data.sets import direct_sets, preference_sets, prompt_sets
-from tunesmith.data.tally import Tally
 from tunesmith.models.tiny import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()

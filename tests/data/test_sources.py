@@ -10,8 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tunesmith.core.errors import DataError
-from tunesmith.data.rows import parse_rows
-from tunesmith.data.sources import source_rows
+from tunesmith.data.sources import parse_rows, source_rows
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1)
 HARD = [

@@ -9,8 +9,8 @@ from formats import write_folder, write_jsonl, write_parquet
 
 from tunesmith.core.errors import DataError, MissingDependencyError
 from tunesmith.data.prompts import load_prompts
-from tunesmith.data.rows import parse_rows
-from tunesmith.data.tally import BadRows
+from tunesmith.data.rows import BadRows
+from tunesmith.data.sources import parse_rows
 
 
 def test_bad_rows_of_a_table_are_named_by_number(tmp_path: Path):

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from tunesmith.core.errors import DataError
-from tunesmith.data.tally import BadRows, RowError, Tally
+from tunesmith.data.rows import BadRows, RowError, Tally
 
 
 def rows_with(num_rows: int, *kinds: str, skip: bool) -> BadRows:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tunesmith.core.errors import DataError
-from tunesmith.data.rows import Row, parse_rows
-from tunesmith.data.tally import BadRows, Tally
+from tunesmith.data.rows import BadRows, Row, Tally
+from tunesmith.data.sources import parse_rows
 
 
 def rows_of(path: Path, content: str | bytes, bad: BadRows | None = None) -> list[Row]:

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from pages import ROOT
-from tunesmith.config.load import load_recipe
-from tunesmith.config.overrides import parse_overrides
+from tunesmith.config.load import load_recipe, parse_overrides
 from tunesmith.trainers import grpo, ppo
 
 PAGE = ROOT / "docs" / "variants.md"

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tunesmith.config.lora_sections import LoraSection
+from tunesmith.config.sections import LoraSection
 from tunesmith.models import language_model, lora
 from tunesmith.models.freeze import keep_lower_layers
 from tunesmith.models.heads import Critic, RewardModel

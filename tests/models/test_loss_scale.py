@@ -6,7 +6,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from tunesmith.config.optimizer_sections import OptimizerSection
+from tunesmith.config.sections import OptimizerSection
 from tunesmith.core.errors import TrainingError
 from tunesmith.models.optimizer import MasterAdamW
 

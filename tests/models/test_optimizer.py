@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from tunesmith.config.optimizer_sections import OptimizerSection
+from tunesmith.config.sections import OptimizerSection
 from tunesmith.core.errors import CheckpointError, TrainingError
 from tunesmith.kernels.native import Kernels
 from tunesmith.models.heads import Critic, PolicyWithValue, RewardModel

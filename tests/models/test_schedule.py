@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from tunesmith.config.optimizer_sections import OptimizerSection
+from tunesmith.config.sections import OptimizerSection
 from tunesmith.models.schedule import schedule_factor
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tunesmith.batch.rollout import Group
 from tunesmith.core.errors import RewardError
-from tunesmith.rewards.answers import arithmetic, final_number, gsm8k
+from tunesmith.rewards.builtin import arithmetic, final_number, gsm8k
 from tunesmith.rewards.scorer import Scorer
 
 INTEGERS = st.integers(-(10**12), 10**12)

@@ -11,10 +11,8 @@ import torch
 
 from tunesmith.batch.rollout import Group
 from tunesmith.core.errors import RewardError
-from tunesmith.rewards.calling import ObjectReward
-from tunesmith.rewards.functions import FunctionReward
-from tunesmith.rewards.outcome import Policy, SampleError
-from tunesmith.rewards.sample import Sample, samples_of
+from tunesmith.rewards.calling import FunctionReward, ObjectReward
+from tunesmith.rewards.outcome import Policy, Sample, SampleError, samples_of
 
 GroupMaker = Callable[..., Group]
 DROP = Policy("drop")

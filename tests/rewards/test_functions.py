@@ -7,8 +7,9 @@ import pytest
 
 from tunesmith.batch.rollout import Group
 from tunesmith.core.errors import RewardError
-from tunesmith.rewards.functions import FunctionReward, function_name, load_function
-from tunesmith.rewards.sample import Sample, samples_of
+from tunesmith.rewards.calling import FunctionReward, function_name
+from tunesmith.rewards.outcome import Sample, samples_of
+from tunesmith.rewards.sources import load_function
 
 GroupMaker = Callable[..., Group]
 USER = {"role": "user", "content": "Hello"}

@@ -14,7 +14,7 @@ from tunesmith.models.load import new_reward_model
 from tunesmith.models.tiny import EOS_ID, VOCABULARY_SIZE, byte_tokenizer
 from tunesmith.models.tokenizer import encode_pair_side
 from tunesmith.rewards.model import ModelReward, model_name, same_tokenizer
-from tunesmith.rewards.sample import samples_of
+from tunesmith.rewards.outcome import samples_of
 from tunesmith.rewards.scorer import Scorer
 
 GroupMaker = Callable[..., Group]

@@ -1,7 +1,7 @@
 import pytest
 
 from tunesmith.core.errors import InputError
-from tunesmith.rewards.rater import RATER_NAME, SimulatedRater
+from tunesmith.rewards.builtin import RATER_NAME, SimulatedRater
 from tunesmith.schema.records import Prompt
 
 RATER = SimulatedRater()

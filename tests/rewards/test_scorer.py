@@ -8,11 +8,11 @@ import torch
 from pydantic import ValidationError
 
 from tunesmith.batch.rollout import Group
-from tunesmith.config.sections import RewardSource
+from tunesmith.config.rollout_sections import RewardSource
 from tunesmith.core.errors import RewardError
 from tunesmith.core.trace import span, trace
-from tunesmith.rewards.rater import SimulatedRater
-from tunesmith.rewards.sample import Sample
+from tunesmith.rewards.builtin import SimulatedRater
+from tunesmith.rewards.outcome import Sample
 from tunesmith.rewards.scorer import Scorer, TrainerState, joined
 
 GroupMaker = Callable[..., Group]

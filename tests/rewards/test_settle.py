@@ -6,9 +6,8 @@ import torch
 
 from tunesmith.batch.rollout import Group
 from tunesmith.core.errors import RewardError
-from tunesmith.rewards.outcome import Failure, Logged, Outcome, Policy, SampleError, Scored
-from tunesmith.rewards.sample import Sample, samples_of
-from tunesmith.rewards.settle import Settled, Settler
+from tunesmith.rewards.outcome import Failure, Logged, Outcome, Policy, Sample, SampleError, Scored, samples_of
+from tunesmith.rewards.scorer import Settled, Settler
 
 BROKEN = SampleError("reward `a` raised ValueError: no; scoring this", "raised ValueError")
 

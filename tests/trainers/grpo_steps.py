@@ -8,7 +8,7 @@ from grpo_oracle import Oracle, Recorder, double
 from recipes import PROMPTS
 
 from tunesmith.config.schema import GRPORecipe
-from tunesmith.rewards.scorer import RewardLike
+from tunesmith.rewards.sources import RewardLike
 from tunesmith.trainers import grpo
 
 

@@ -15,11 +15,11 @@ from recipes import PROMPTS, grpo_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tunesmith.batch.rollout import Completion
+from tunesmith.config.rollout_sections import RewardSource
 from tunesmith.config.schema import GRPORecipe
-from tunesmith.config.sections import RewardSource
 from tunesmith.core.errors import InputError, TrainingError
 from tunesmith.core.trace import trace
-from tunesmith.rewards.scorer import RewardLike
+from tunesmith.rewards.sources import RewardLike
 from tunesmith.runs.folder import read_jsonl
 from tunesmith.trainers import grpo
 

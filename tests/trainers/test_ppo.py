@@ -11,7 +11,7 @@ import torch
 from recipes import PROMPTS, ppo_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tunesmith.config.sections import RewardSource
+from tunesmith.config.rollout_sections import RewardSource
 from tunesmith.core.errors import InputError, TrainingError
 from tunesmith.runs.checkpoint import list_steps, load
 from tunesmith.runs.folder import read_jsonl

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tunesmith.batch.pack import PolicyBatch, Sequences
-from tunesmith.config.policy_sections import GRPOSection
+from tunesmith.config.algorithm_sections import GRPOSection
 from tunesmith.trainers.rollouts import micro_batches, minibatches, update_size
 
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tunesmith.core.errors import InputError, TunesmithError
-from tunesmith.rewards.rater import SimulatedRater
+from tunesmith.rewards.builtin import SimulatedRater
 from tunesmith.workflows.live_raters import RaterClient, Raters, RaterTraits, prompt_of, verdict_of
 
 GOOD, BAD, PLAIN = " wonderful and great", " awful and terrible", " here"

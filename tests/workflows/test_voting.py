@@ -6,7 +6,7 @@ import pytest
 
 from tunesmith.batch.rollout import Completion, Group
 from tunesmith.core.errors import InputError
-from tunesmith.rewards.rater import SimulatedRater
+from tunesmith.rewards.builtin import SimulatedRater
 from tunesmith.schema.records import Prompt
 from tunesmith.workflows.voting import MIN_VOTES, ask_votes, votes_on
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from tunesmith.algorithms.sums import Denominator, Sums, check_denominator, check_shapes, total
-from tunesmith.config.dpo_sections import DPOSection
+from tunesmith.config.algorithm_sections import DPOSection
 from tunesmith.core.errors import InputError
 
 

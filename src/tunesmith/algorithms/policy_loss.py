@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tunesmith.algorithms.sums import Denominator, Sums, check_denominator, check_shapes, kept, shared_out
-from tunesmith.config.policy_sections import KLSection, PolicyLossSection
+from tunesmith.config.algorithm_sections import KLSection, PolicyLossSection
 from tunesmith.kernels.native import shared
 from tunesmith.kernels.policy_loss import api as kernel
 from tunesmith.kernels.policy_loss import torch_impl

@@ -11,7 +11,7 @@ from tunesmith.cli.output import Output, reporting
 from tunesmith.core.errors import InputError
 
 if TYPE_CHECKING:
-    from tunesmith.config.overrides import Overrides
+    from tunesmith.config.load import Overrides
 
 _UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 _SMOLLM2 = "smollm2"
@@ -59,7 +59,7 @@ class LiveOptions:
 def live(words: Sequence[str]) -> None:
     """Run `tunesmith live`."""
     options, unknown = parse_known(LiveOptions, words, "live")
-    from tunesmith.config.overrides import parse_overrides
+    from tunesmith.config.load import parse_overrides
 
     overrides = parse_overrides("live", unknown)
     for key, value in (("model", options.model), ("prompts", options.prompts), ("run.seed", options.seed)):

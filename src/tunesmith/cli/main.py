@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tunesmith import __version__
 from tunesmith.cli.output import visible
-from tunesmith.config.suggest import did_you_mean
+from tunesmith.config.keys import did_you_mean
 from tunesmith.core import log
 from tunesmith.core.errors import InputError, TunesmithError
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import tyro
 from tyro.conf import Positional, UseAppendAction, arg
 
-from tunesmith.config.suggest import did_you_mean
+from tunesmith.config.keys import did_you_mean
 from tunesmith.core.errors import InputError
 
 __all__ = ["Positional", "UseAppendAction", "flag", "parse", "parse_known"]

@@ -148,8 +148,8 @@ def validate(words: Sequence[str]) -> None:
 def check(target: str) -> Verdict:
     """The verdict on a shipped recipe, by name, or on a file."""
     from tunesmith.config import recipes
+    from tunesmith.config.keys import did_you_mean
     from tunesmith.config.load import algorithm_of, resolve
-    from tunesmith.config.suggest import did_you_mean
     from tunesmith.config.yaml_text import parse as parse_yaml
     from tunesmith.config.yaml_text import read
 

@@ -26,8 +26,7 @@ def resume(words: Sequence[str]) -> None:
     """Run `tunesmith resume`."""
     options, unknown = parse_known(ResumeOptions, words, "resume")
     from tunesmith.cli.train import report
-    from tunesmith.config.load import read_algorithm
-    from tunesmith.config.overrides import parse_overrides
+    from tunesmith.config.load import parse_overrides, read_algorithm
     from tunesmith.trainers.resume import checked_folder
     from tunesmith.trainers.resume import resume as resume_run
 

@@ -137,8 +137,7 @@ def _train(algorithm: str, options: _TrainOptions, given: Mapping[str, object], 
 
 
 def _resolve(algorithm: str, options: _TrainOptions, given: Mapping[str, object], unknown: Sequence[str]) -> "Resolved":
-    from tunesmith.config.load import load_recipe
-    from tunesmith.config.overrides import FLAGS, parse_overrides
+    from tunesmith.config.load import FLAGS, load_recipe, parse_overrides
 
     overrides = parse_overrides(algorithm, unknown)
     short = {"steps": options.steps, "seed": options.seed, "report_to": list(options.report_to)}
@@ -158,7 +157,7 @@ def _resolve(algorithm: str, options: _TrainOptions, given: Mapping[str, object]
 
 def _show(resolved: "Resolved", output: Output) -> None:
     """What `--dry-run` prints."""
-    from tunesmith.config.render import to_yaml
+    from tunesmith.config.yaml_text import to_yaml
     from tunesmith.trainers.preview import preview
 
     output.say(to_yaml(resolved.recipe, resolved.provenance))

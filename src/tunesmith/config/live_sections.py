@@ -4,8 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from tunesmith.config.dpo_sections import DPOSection
-from tunesmith.config.policy_sections import PPOSection
+from tunesmith.config.algorithm_sections import DPOSection, PPOSection
 from tunesmith.config.rollout_sections import RolloutSection
 from tunesmith.config.sections import Fraction, NonNegative, Positive, PositiveInt, PromptsSection, Section
 

@@ -1,4 +1,4 @@
-"""The sections of a recipe that say how completions are drawn during training, and how what was drawn is weighted."""
+"""Sections of training by reward: how completions are sampled, scored and weighted."""
 
 from typing import Annotated, Literal
 
@@ -89,4 +89,55 @@ class GRPORolloutSection(RolloutSection):
     prompts_per_step: PositiveInt = Field(default=8, description="Prompts drawn for one training step.")
     completions_per_prompt: Annotated[int, Field(ge=2)] = Field(
         default=8, description="Completions of each prompt: the group that a completion is measured against."
+    )
+
+
+OnError = Literal["fail", "drop", "zero"]
+
+
+class RewardSource(Section):
+    """One reward and its weight in the sum."""
+
+    SHORTHAND = "source"
+
+    source: str = Field(
+        ...,
+        description="`./file.py:name`, `package.module:name`, a built-in (`sentiment`, `length`, `format`, "
+        "`unique_chars`, `overlong`, `arithmetic`, `gsm8k`), or a reward model: run folder, local folder or hub id.",
+    )
+    weight: float = Field(default=1.0, allow_inf_nan=False, description="Weight in the sum of rewards.")
+    label: str | int | None = Field(
+        default=None, description="For a classifier with several labels: the label whose logit is the reward."
+    )
+    transform: Literal["raw", "log_odds"] = Field(
+        default="raw", description="`log_odds`: the label's logit minus the log-sum-exp of the others."
+    )
+    arguments: dict[str, str | int | float | bool] = Field(
+        default_factory=dict, description="Keyword arguments of a built-in, for example `{pattern: ...}` of `format`."
+    )
+    on_error: OnError = Field(
+        default="fail",
+        description="What happens where the reward has no number for a completion (it raised, took too long, returned "
+        "NaN, ...): end the run, leave the completion out of training, or count 0.",
+    )
+    timeout_s: Positive | None = Field(
+        default=None,
+        description="Seconds that one call of a function may take; it then runs in a thread of its own. null waits "
+        "for ever and keeps functions in the main thread, which some libraries need (signals, SQLite).",
+    )
+
+
+class EvaluationSection(Section):
+    """Share of right answers on held-out prompts, before and after, for rewards that can be verified."""
+
+    correct_at: float | None = Field(
+        default=None,
+        allow_inf_nan=False,
+        description="A completion is right if its reward reaches this; null measures no accuracy.",
+    )
+    num_prompts: PositiveInt | None = Field(
+        default=None, description="Held-out prompts that are asked; null asks all of them."
+    )
+    completions_per_prompt: PositiveInt = Field(
+        default=4, description="Sampled completions of each prompt; one greedy completion comes on top."
     )

@@ -4,8 +4,15 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from tunesmith.config.dpo_sections import DPOSection
-from tunesmith.config.evaluation_sections import RewardEvaluationSection
+from tunesmith.config.algorithm_sections import (
+    DPOSection,
+    GRPOSection,
+    KLSection,
+    PPOSection,
+    RewardEvaluationSection,
+    RewardTrainerSection,
+    SFTSection,
+)
 from tunesmith.config.live_sections import (
     LivePPOSection,
     LivePromptsSection,
@@ -13,21 +20,17 @@ from tunesmith.config.live_sections import (
     LiveSection,
     OnlineDPOSection,
 )
-from tunesmith.config.optimizer_sections import OptimizerSection
-from tunesmith.config.policy_sections import GRPOSection, KLSection, PPOSection
-from tunesmith.config.rollout_sections import GRPORolloutSection, RolloutSection
+from tunesmith.config.rollout_sections import EvaluationSection, GRPORolloutSection, RewardSource, RolloutSection
 from tunesmith.config.sections import (
     AlarmsSection,
-    EvaluationSection,
+    DemonstrationsSection,
     ModelSection,
+    OptimizerSection,
     PairsSection,
     PromptsSection,
-    RewardSource,
-    RewardTrainerSection,
     RunSection,
     Section,
 )
-from tunesmith.config.sft_sections import DemonstrationsSection, SFTSection
 
 
 def check_horizon(kl: KLSection, rollout: RolloutSection, section: str) -> None:

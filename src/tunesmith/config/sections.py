@@ -1,17 +1,57 @@
-"""The sections of a recipe. Every default stands here and nowhere else.
+"""Base class of all recipe sections, and those that most recipes share: model, optimizer, data, run.
 
-Sections are frozen, an unknown key is an error. `SHORTHAND` names the field that a bare value sets: `model: smollm2`
-means `model: {name: smollm2}`.
+Every default is declared in `config/*sections.py` and nowhere else. Sections are frozen, unknown keys are errors.
+`SHORTHAND` names the field that a bare value sets: `model: smollm2` means `model: {name: smollm2}`.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from tunesmith.config.lora_sections import LoraSection
-from tunesmith.config.section import Fraction, NonNegative, Positive, PositiveInt, Section
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+PositiveInt = Annotated[int, Field(ge=1)]
 
-OnError = Literal["fail", "drop", "zero"]
+
+class Section(BaseModel):
+    """A part of a recipe: frozen, and unknown keys are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    SHORTHAND: ClassVar[str | None] = None
+
+
+class LoraSection(Section):
+    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) in place of all weights, made by PEFT."""
+
+    SHORTHAND = "rank"
+
+    rank: int = Field(
+        default=0, ge=0, description="Rank of the adapters, which alone are trained; 0 trains the weights themselves."
+    )
+    alpha: Positive | None = Field(
+        default=None, description="Adapters are scaled by alpha / rank; null takes twice the rank."
+    )
+    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.0,
+        description="Dropout of what enters an adapter, where gradients are taken. Not for PPO and GRPO, whose ratios "
+        "compare two passes.",
+    )
+    target_modules: tuple[str, ...] = Field(
+        default=("all-linear",),
+        min_length=1,
+        description="Names, or ends of names, of the linear layers that get an adapter: `[q_proj, v_proj]`. "
+        "`all-linear` is every one but the output layer.",
+    )
+    use_dora: bool = Field(
+        default=False,
+        description="Learn the length of each row of a weight beside its direction (DoRA, Liu et al. 2024, arXiv "
+        "2402.09353).",
+    )
+    use_rslora: bool = Field(
+        default=False, description="Scale by alpha / sqrt(rank) (Kalajdzievski 2023, arXiv 2312.03732)."
+    )
+    seed: int = Field(default=0, ge=0, description="Seed of the first adapter weights.")
 
 
 class ModelSection(Section):
@@ -49,6 +89,62 @@ class ModelSection(Section):
                 "num_trainable_layers to null to train adapters"
             )
         return self
+
+
+Schedule = Literal["constant", "linear", "cosine", "warmup_stable_decay"]
+
+
+class OptimizerSection(Section):
+    """AdamW on float32 masters, gradient clipping and the learning-rate schedule."""
+
+    SHORTHAND = "learning_rate"
+
+    learning_rate: Positive = Field(default=1e-5, description="Peak learning rate.")
+    head_learning_rate: Positive | None = Field(
+        default=None, description="Learning rate of value and reward heads; null takes learning_rate."
+    )
+    betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.95), description="AdamW's decay of the two moments.")
+    eps: Positive = Field(default=1e-8, description="AdamW's epsilon.")
+    weight_decay: NonNegative = Field(
+        default=0.0, description="Decoupled weight decay; not applied to vectors (norms, biases)."
+    )
+    max_grad_norm: Positive = Field(default=1.0, description="Gradients are scaled down to this global norm.")
+    warmup_steps: int = Field(
+        default=0, ge=0, description="Steps over which the learning rate rises linearly to its peak."
+    )
+    schedule: Schedule = Field(
+        default="constant",
+        description="Fall of the learning rate after the warm-up; `warmup_stable_decay` keeps the peak until "
+        "decay_share of the steps are left, then falls linearly.",
+    )
+    min_ratio: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.0, description="Share of the peak at which the fall ends; not for `constant`."
+    )
+    decay_share: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.2, description="Share of all steps over which `warmup_stable_decay` falls, at the end."
+    )
+    max_refused_steps: PositiveInt = Field(
+        default=5, description="Non-finite steps in a row after which training stops."
+    )
+    state: Literal["float32", "int8"] = Field(
+        default="float32",
+        description="What the two moments are kept in: `int8` takes 2 bytes a weight instead of 8, and more time.",
+    )
+    loss_scale: Positive = Field(
+        default=65536.0,
+        description="For float16 weights alone: the factor on the loss at the start, a power of two. It halves where a "
+        "gradient overflows; that update is left out.",
+    )
+    loss_scale_window: PositiveInt = Field(
+        default=200, description="Updates without overflow after which the factor on the loss doubles."
+    )
+
+    @field_validator("loss_scale")
+    @classmethod
+    def _is_a_power_of_two(cls, scale: float) -> float:
+        if scale < 1 or not scale.is_integer() or int(scale) & (int(scale) - 1):
+            raise ValueError(f"loss_scale is {scale:g}; give a power of two from 1 on, so that no bit is lost")
+        return scale
 
 
 class PromptsSection(Section):
@@ -116,70 +212,33 @@ class PairsSection(Section):
     )
 
 
-class RewardSource(Section):
-    """One reward and its weight in the sum."""
+class DemonstrationsSection(Section):
+    """Demonstrations, and which of their tokens are learnt."""
 
     SHORTHAND = "source"
 
     source: str = Field(
-        ...,
-        description="`./file.py:name`, `package.module:name`, a built-in (`sentiment`, `length`, `format`, "
-        "`unique_chars`, `overlong`, `arithmetic`, `gsm8k`), or a reward model: run folder, local folder or hub id.",
+        default="",
+        description="File (JSONL, JSON, CSV, Parquet), `datasets` folder, hub id (`org/name:split`) or `data:path`, "
+        "with `prompt` and `completion`, with `messages`, or with `text`.",
     )
-    weight: float = Field(default=1.0, allow_inf_nan=False, description="Weight in the sum of rewards.")
-    label: str | int | None = Field(
-        default=None, description="For a classifier with several labels: the label whose logit is the reward."
+    heldout_source: str = Field(
+        default="", description="Rows of a source of their own for evaluation; none of `source` are held out then."
     )
-    transform: Literal["raw", "log_odds"] = Field(
-        default="raw", description="`log_odds`: the label's logit minus the log-sum-exp of the others."
+    skip_bad: bool = Field(default=False, description="Drop rows that cannot be used, and count them by reason.")
+    loss_on: Literal["assistant", "last", "all"] = Field(
+        default="assistant",
+        description="Tokens that are learnt: of the completion, in a conversation every turn of the assistant in it; "
+        "of its last turn alone; or all tokens, the prompt's too. Of `text` all are learnt either way.",
     )
-    arguments: dict[str, str | int | float | bool] = Field(
-        default_factory=dict, description="Keyword arguments of a built-in, for example `{pattern: ...}` of `format`."
+    max_tokens: PositiveInt = Field(default=1024, description="A longer demonstration is a bad row, or is cut.")
+    truncate: Literal["none", "right"] = Field(
+        default="none", description="`right`: keep the first `max_tokens` tokens of a longer demonstration."
     )
-    on_error: OnError = Field(
-        default="fail",
-        description="What happens where the reward has no number for a completion (it raised, took too long, returned "
-        "NaN, ...): end the run, leave the completion out of training, or count 0.",
-    )
-    timeout_s: Positive | None = Field(
-        default=None,
-        description="Seconds that one call of a function may take; it then runs in a thread of its own. null waits "
-        "for ever and keeps functions in the main thread, which some libraries need (signals, SQLite).",
-    )
-
-
-class EvaluationSection(Section):
-    """Share of right answers on held-out prompts, before and after, for rewards that can be verified."""
-
-    correct_at: float | None = Field(
-        default=None,
-        allow_inf_nan=False,
-        description="A completion is right if its reward reaches this; null measures no accuracy.",
-    )
-    num_prompts: PositiveInt | None = Field(
-        default=None, description="Held-out prompts that are asked; null asks all of them."
-    )
-    completions_per_prompt: PositiveInt = Field(
-        default=4, description="Sampled completions of each prompt; one greedy completion comes on top."
-    )
-
-
-class RewardTrainerSection(Section):
-    """The Bradley-Terry reward model."""
-
-    num_layers: PositiveInt | None = Field(
-        default=None, description="Keep the lowest n layers of the model alone, a smaller reward model; null keeps all."
-    )
-    num_epochs: PositiveInt = Field(default=1, description="Passes over the pairs.")
-    pairs_per_step: PositiveInt = Field(default=16, description="Pairs in one optimizer step.")
-    micro_batch_size: PositiveInt = Field(
-        default=16, description="Pairs in one forward and backward pass; gradients are accumulated."
-    )
-    margin: Literal["none", "column"] = Field(
-        default="none", description="`column`: the chosen reward must win by the row's `margin` (Llama 2)."
-    )
-    center_coef: NonNegative = Field(
-        default=0.0, description="Weight of (chosen + rejected)^2, which holds rewards near zero."
+    heldout_fraction: Fraction = Field(
+        default=0.05,
+        description="Share of demonstrations kept away from training, by a hash of the prompt or of how the "
+        "conversation opens.",
     )
 
 

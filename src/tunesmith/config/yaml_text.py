@@ -1,16 +1,18 @@
-"""Reading YAML that a person wrote: plain data alone, with the line of each key, in the YAML 1.2 core schema.
+"""Read and write the YAML of recipes: plain data with the line of each key, in the YAML 1.2 core schema.
 
 PyYAML follows YAML 1.1, where `1e-6` is a string, `no` is false, `010` is 8 and `12:30` is 750. Here those are
-0.000001, "no", 10 and "12:30". No tag is honoured, so no object is ever built from a file.
+0.000001, "no", 10 and "12:30". Tags are refused, so no object is ever built from a file.
 """
 
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeGuard, cast
 
 import yaml
 
+from tunesmith.config.sections import Section
 from tunesmith.core.errors import ConfigError
 
 MAX_BYTES = 1_000_000
@@ -167,3 +169,54 @@ class _Builder:
 
 def _line(node: yaml.Node) -> int:
     return node.start_mark.line + 1 if node.start_mark else 1
+
+
+_PLAIN = re.compile(r"^[A-Za-z0-9_./][A-Za-z0-9_./ -]*(?::[A-Za-z0-9_./-]+)*$")
+_COMMENT_COLUMN = 48
+
+
+def to_yaml(recipe: Section, provenance: Mapping[str, str] | None = None) -> str:
+    """YAML of every key of `recipe`; with `provenance`, `# file my.yaml:7` and the like behind each value."""
+    values = recipe.model_dump(mode="json")
+    if "algorithm" in values:
+        values = {"algorithm": values.pop("algorithm"), **values}
+    return "".join(f"{line}\n" for line in _lines(values, "", "", provenance or {}))
+
+
+def _lines(values: Mapping[str, object], indent: str, prefix: str, provenance: Mapping[str, str]) -> Iterator[str]:
+    for name, value in values.items():
+        path = prefix + name
+        if is_mapping(value) and value and path not in provenance:
+            yield f"{indent}{_text(name)}:"
+            yield from _lines(value, indent + "  ", f"{path}.", provenance)
+        elif is_list(value) and value and all(is_mapping(item) for item in value):
+            yield f"{indent}{_text(name)}:"
+            for index, item in enumerate(cast(list[dict[str, object]], value)):
+                inner = list(_lines(item, indent + "    ", f"{path}.{index}.", provenance))
+                yield f"{indent}  - {inner[0].lstrip()}"
+                yield from inner[1:]
+        else:
+            line = f"{indent}{_text(name)}: {_flow(value)}"
+            yield f"{line:<{_COMMENT_COLUMN}} # {provenance[path]}" if path in provenance else line
+
+
+def _flow(value: object) -> str:
+    if is_mapping(value):
+        return "{" + ", ".join(f"{_text(key)}: {_flow(item)}" for key, item in value.items()) + "}"
+    if is_list(value):
+        return "[" + ", ".join(_flow(item) for item in value) + "]"
+    if isinstance(value, str):
+        return _text(value)
+    return yaml.safe_dump(value, width=10**9).removesuffix("...\n").strip()
+
+
+def _text(value: str) -> str:
+    """`value` bare where every YAML reader takes it for that text, else in double quotes."""
+    if (
+        _PLAIN.match(value)
+        and value == value.strip()
+        and parse_value(value) == value
+        and yaml.safe_load(value) == value
+    ):
+        return value
+    return yaml.safe_dump(value, default_style='"', width=10**9, allow_unicode=True).strip()

@@ -13,7 +13,7 @@ from tunesmith.core.errors import DataError
 from tunesmith.core.seeds import derive, permutation
 from tunesmith.data.collate import TokenIds, pad_right
 from tunesmith.data.judgements import judgements_of, pairs_of
-from tunesmith.data.tally import BadRows, RowError
+from tunesmith.data.rows import BadRows, RowError
 from tunesmith.models.tokenizer import PreTrainedTokenizerBase, encode_pair_side, encode_prompt
 from tunesmith.schema.records import Judgement, Pair, Prompt, Ranking, Text
 

@@ -10,9 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
-from tunesmith.data.content import as_content
-from tunesmith.data.rows import Row, parse_rows
-from tunesmith.data.tally import RowError
+from tunesmith.data.rows import Row, RowError, as_content
+from tunesmith.data.sources import parse_rows
 from tunesmith.schema.records import Text, plain_text
 from tunesmith.store.records import Candidate, ExportRow, GivenVote, NewItem, PreferenceName
 

@@ -13,7 +13,7 @@ import torch
 
 from tunesmith.core import seeds
 from tunesmith.core.errors import DataError
-from tunesmith.data.tally import BadRows, RowError
+from tunesmith.data.rows import BadRows, RowError
 from tunesmith.models.tokenizer import PreTrainedTokenizerBase, decode, encode_pair_side, encode_prompt
 from tunesmith.schema.records import Pair, Prompt, Ranking, Text
 

@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import cast
 
 from tunesmith.batch.targets import LearntSequence
-from tunesmith.config.sft_sections import DemonstrationsSection
+from tunesmith.config.sections import DemonstrationsSection
 from tunesmith.core.errors import DataError
-from tunesmith.data.content import as_completion, as_content
 from tunesmith.data.prompts import MESSAGES, missing_column
-from tunesmith.data.rows import Row, parse_rows
-from tunesmith.data.tally import BadRows, RowError
+from tunesmith.data.rows import BadRows, Row, RowError, as_completion, as_content
+from tunesmith.data.sources import parse_rows
 from tunesmith.models.tokenizer import PreTrainedTokenizerBase, encode_demonstration
 from tunesmith.schema.records import Demonstration, Prompt, Text
 

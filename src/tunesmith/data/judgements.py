@@ -6,13 +6,10 @@ from typing import cast
 
 from tunesmith.config.sections import PairsSection
 from tunesmith.core.errors import DataError
-from tunesmith.data.content import as_completion, as_content
-from tunesmith.data.pairs import as_preference
+from tunesmith.data.pairs import as_preference, check_one_form
 from tunesmith.data.prompts import MESSAGES, missing_column
-from tunesmith.data.rankings import check_one_form
-from tunesmith.data.rows import Row, parse_rows
-from tunesmith.data.tally import BadRows, RowError
-from tunesmith.data.values import kind_of
+from tunesmith.data.rows import BadRows, Row, RowError, as_completion, as_content, kind_of
+from tunesmith.data.sources import parse_rows
 from tunesmith.schema.records import Judgement, Pair, Prompt, Ranking
 
 JudgementLike = Mapping[str, object] | Judgement | Pair | Ranking

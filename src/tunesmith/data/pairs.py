@@ -1,23 +1,156 @@
 """Preference rows in TRL's columns: pairs (`prompt`, `chosen`, `rejected`, optionally `margin` and `tie`) and rankings
 (`prompt`, `completions`, optionally `ranks` or `scores`).
+
+Where `chosen` and `rejected` hold the whole exchange, the prompt is what they have in common. Texts of the HH-RLHF kind
+(Bai et al. 2022, arXiv 2204.05862) write a dialogue as "\\n\\nHuman: ... \\n\\nAssistant: ...".
 """
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 from tunesmith.config.sections import PairsSection
 from tunesmith.core.errors import DataError
-from tunesmith.data.content import as_completion, as_content
-from tunesmith.data.dialogues import Exchange, as_messages, is_dialogue, split_messages, split_text
 from tunesmith.data.prompts import MESSAGES, missing_column
-from tunesmith.data.rankings import COMPLETIONS, as_ranking, check_one_form
-from tunesmith.data.rows import Row, parse_rows
-from tunesmith.data.tally import BadRows, RowError
-from tunesmith.data.values import kind_of
-from tunesmith.schema.records import Pair, Prompt, Ranking, Text
+from tunesmith.data.rows import BadRows, Row, RowError, as_completion, as_content, kind_of
+from tunesmith.data.sources import parse_rows
+from tunesmith.schema.records import Message, Pair, Prompt, Ranking, Text
+
+_MARK = re.compile(r"\n\n(Human|Assistant):")
+_ROLES = {"Human": "user", "Assistant": "assistant"}
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A prompt, empty where the two sides share nothing, and what each side answers."""
+
+    prompt: Text
+    chosen: Text
+    rejected: Text
+
+
+def is_dialogue(text: Text) -> bool:
+    """True for a text that begins with a human's turn and has one of an assistant."""
+    return isinstance(text, str) and text.startswith("\n\nHuman:") and "\n\nAssistant:" in text
+
+
+def as_messages(dialogue: str) -> tuple[Message, ...]:
+    """The turns of a dialogue as messages, without the white space around each."""
+    parts = _MARK.split(dialogue)
+    return tuple(
+        {"role": _ROLES[name], "content": content.strip()}
+        for name, content in zip(parts[1::2], parts[2::2], strict=True)
+    )
+
+
+def split_messages(chosen: tuple[Message, ...], rejected: tuple[Message, ...]) -> Exchange:
+    """The leading messages that both have in common, and the messages that follow; each side keeps at least one."""
+    common = _num_common(chosen, rejected)
+    return Exchange(chosen[:common] or "", chosen[common:], rejected[common:])
+
+
+def split_text(chosen: str, rejected: str) -> Exchange:
+    """Two dialogues as text: the turns in common with the opening of the next one, and what follows it.
+
+    Example: `"\\n\\nHuman: Hi\\n\\nAssistant: Yo"` against `"... No"` has the prompt
+    `"\\n\\nHuman: Hi\\n\\nAssistant:"` and the answers `" Yo"` and `" No"`.
+    """
+    first, second = _turns(chosen), _turns(rejected)
+    common = _num_common(first, second)
+    length = sum(map(len, first[:common]))
+    marks = [_MARK.match(turns[common]) for turns in (first, second)]
+    if marks[0] and marks[1] and marks[0].group() == marks[1].group() and common:
+        length += marks[0].end()
+    return Exchange(chosen[:length], chosen[length:], rejected[length:])
+
+
+def _turns(dialogue: str) -> list[str]:
+    starts = [match.start() for match in _MARK.finditer(dialogue)]
+    return [dialogue[start:end] for start, end in zip(starts, [*starts[1:], len(dialogue)], strict=True)]
+
+
+def _num_common(first: tuple[object, ...] | list[str], second: tuple[object, ...] | list[str]) -> int:
+    limit = min(len(first), len(second)) - 1
+    return next((i for i in range(limit) if first[i] != second[i]), limit)
+
+
+COMPLETIONS = "completions"
+"""Column that makes a row a ranking."""
+
+_RANKING_COLUMNS = ("prompt", COMPLETIONS, "ranks", "scores")
+
+
+def as_ranking(row: Row) -> Ranking:
+    """The ranking in `row`. Raises RowError for fewer than two completions, a missing or empty text, both of `ranks`
+    and `scores`, numbers that are not one for each completion, or equal completions of different places.
+    """
+    columns = row.columns
+    if "prompt" not in columns:
+        raise RowError(missing_column("prompt", columns), "missing column")
+    prompt = as_content(columns["prompt"], "prompt")
+    completions = _completions(columns[COMPLETIONS])
+    check_one_form({"prompt": prompt} | {f"{COMPLETIONS}[{i}]": text for i, text in enumerate(completions)})
+    ranks = _ranks(columns, len(completions))
+    for index, text in enumerate(completions):
+        first = completions.index(text)
+        if ranks[first] != ranks[index]:
+            raise RowError(
+                f"`{COMPLETIONS}[{first}]` and `{COMPLETIONS}[{index}]` are the same, but not their places; remove one",
+                "same completions",
+            )
+    others = {name: value for name, value in columns.items() if name not in _RANKING_COLUMNS}
+    return Ranking(Prompt(id=row.where, content=prompt, columns=others), completions, ranks)
+
+
+def check_one_form(contents: Mapping[str, Text]) -> None:
+    """Raise RowError if some of a row's contents are text and others lists of messages. An empty prompt is neither."""
+    given = {name: content for name, content in contents.items() if content}
+    texts = [name for name, content in given.items() if isinstance(content, str)]
+    if 0 < len(texts) < len(given):
+        lists = [name for name in given if name not in texts]
+        raise RowError(
+            f"`{texts[0]}` is text but `{lists[0]}` is a list of messages; give all columns in one form", "wrong type"
+        )
+
+
+def _completions(value: object) -> tuple[Text, ...]:
+    if not isinstance(value, list | tuple):
+        raise RowError(f"`{COMPLETIONS}` is {kind_of(value)}; give a list of completions, best first", "wrong type")
+    items = cast(Sequence[object], value)
+    if len(items) < 2:
+        raise RowError(f"`{COMPLETIONS}` has {len(items)}; a ranking needs two or more", "empty")
+    return tuple(as_completion(item, f"{COMPLETIONS}[{index}]") for index, item in enumerate(items))
+
+
+def _ranks(columns: Mapping[str, object], num_completions: int) -> tuple[int, ...]:
+    """Place of each completion, 1 the best, without gaps. Without numbers the completions stand best first."""
+    ranks, scores = columns.get("ranks"), columns.get("scores")
+    if ranks is not None and scores is not None:
+        raise RowError("both `ranks` and `scores` are given; keep one", "bad value")
+    if ranks is None and scores is None:
+        return tuple(range(1, num_completions + 1))
+    name, values = ("ranks", ranks) if scores is None else ("scores", scores)
+    numbers = _numbers(values, name, num_completions)
+    places = sorted(set(numbers), reverse=name == "scores")
+    return tuple(places.index(number) + 1 for number in numbers)
+
+
+def _numbers(values: object, name: str, num_completions: int) -> list[float]:
+    if not isinstance(values, list | tuple):
+        raise RowError(f"`{name}` is {kind_of(values)}; give one number for each completion", "wrong type")
+    numbers = cast(Sequence[object], values)
+    if len(numbers) != num_completions:
+        raise RowError(f"`{name}` has {len(numbers)} numbers for {num_completions} completions", "bad value")
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+            found = number if isinstance(number, float) else kind_of(number)
+            raise RowError(f"`{name}` holds {found}; give finite numbers", "wrong type")
+    return [float(cast(float, number)) for number in numbers]
+
 
 PreferenceLike = Mapping[str, object] | Pair | Ranking
 """Preferences as given in Python: a row, or a record."""

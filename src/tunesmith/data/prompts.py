@@ -1,16 +1,14 @@
-"""Prompts from a file, folder or hub id, from a Python list, or built in."""
+"""Prompts from a file, folder or hub id, from a Python list, or built in (`films`, `arithmetic`)."""
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
+from importlib import resources
 from pathlib import Path
 
 from tunesmith.config.sections import PromptsSection
 from tunesmith.core.errors import DataError
-from tunesmith.data.arithmetic import arithmetic_prompts
-from tunesmith.data.content import as_content
-from tunesmith.data.films import OPENINGS
-from tunesmith.data.rows import Row, parse_rows
-from tunesmith.data.tally import BadRows, RowError
+from tunesmith.data.rows import BadRows, Row, RowError, as_content
+from tunesmith.data.sources import parse_rows
 from tunesmith.schema.records import Message, Prompt, Text
 
 PromptLike = str | Sequence[Message] | Mapping[str, object] | Prompt
@@ -29,6 +27,38 @@ MESSAGES = "messages"
 
 RESERVED_COLUMNS = frozenset({"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"})
 """Names that a reward function receives from the trainer; no column may have them."""
+
+LIMIT = 50
+"""Both numbers lie in [0, LIMIT)."""
+
+SHOTS = "2 + 3 = 5\n14 + 7 = 21\n30 + 12 = 42\n"
+"""The solved sums: of one-digit numbers, of one and two digits with a carry, and of two-digit numbers."""
+
+SHOWN = frozenset({(2, 3), (7, 14), (12, 30)})
+"""The unordered pairs inside `SHOTS`: their answers can be copied, so they are no prompts."""
+
+
+def arithmetic_prompts() -> list[Prompt]:
+    """Every ordered pair of numbers as a prompt, with columns `answer` (text) and `pair` (`a,b` with a <= b).
+
+    `a + b` and `b + a` have one `pair`: split by it, so that no held-out sum was trained on the other way round.
+    """
+    return [
+        Prompt(
+            id=f"arithmetic:{a}+{b}",
+            content=f"{SHOTS}{a} + {b} =",
+            columns={"answer": str(a + b), "pair": f"{min(a, b)},{max(a, b)}"},
+        )
+        for a in range(LIMIT)
+        for b in range(LIMIT)
+        if (min(a, b), max(a, b)) not in SHOWN
+    ]
+
+
+def film_openings() -> list[str]:
+    """The openings of `films.txt`, in a fixed order: `films:<n>` is the n-th of them, counted from 1."""
+    lines = (resources.files("tunesmith.data") / "films.txt").read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
 
 
 def load_prompts(
@@ -66,7 +96,7 @@ def _as_they_are(prompts: list[Prompt], bad: BadRows, name: str) -> list[Prompt]
 
 
 def _films() -> list[Prompt]:
-    return [Prompt(id=f"{FILMS}:{number}", content=opening) for number, opening in enumerate(OPENINGS, start=1)]
+    return [Prompt(id=f"{FILMS}:{number}", content=opening) for number, opening in enumerate(film_openings(), start=1)]
 
 
 _BUILT_IN: Mapping[str, Callable[[], list[Prompt]]] = {FILMS: _films, ARITHMETIC: arithmetic_prompts}

@@ -7,9 +7,8 @@ from pathlib import Path
 
 from tunesmith.core.errors import DataError
 from tunesmith.core.seeds import derive
-from tunesmith.data.data_folder import data_path, is_data_source
-from tunesmith.data.rows import Row, parse_rows
-from tunesmith.data.tally import RowError
+from tunesmith.data.rows import Row, RowError
+from tunesmith.data.sources import data_path, is_data_source, parse_rows
 
 _POSITIVE, _NEGATIVE = ".pos", ".neg"
 

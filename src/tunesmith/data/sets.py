@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from tunesmith.algorithms.preference_loss import MAX_TIED
 from tunesmith.batch.targets import LearntSequence
-from tunesmith.config.dpo_sections import DPOSection
-from tunesmith.config.sections import PairsSection, PromptsSection
-from tunesmith.config.sft_sections import DemonstrationsSection
+from tunesmith.config.algorithm_sections import DPOSection
+from tunesmith.config.sections import DemonstrationsSection, PairsSection, PromptsSection
 from tunesmith.core.errors import DataError
 from tunesmith.core.log import get_logger
 from tunesmith.data.answers import (
@@ -32,11 +31,10 @@ from tunesmith.data.collate import (
 )
 from tunesmith.data.demonstrations import DemonstrationLike, encode_demonstrations, load_demonstrations
 from tunesmith.data.judgements import JudgementLike, load_judgements, pairs_of
-from tunesmith.data.leaks import Item, Leak, leak_finding, leaks
 from tunesmith.data.pairs import PreferenceLike, load_preferences
 from tunesmith.data.prompts import PromptLike, load_prompts
-from tunesmith.data.split import Split, prompt_key, split_by_prompt
-from tunesmith.data.tally import BadRows, RowError, Tally
+from tunesmith.data.rows import BadRows, RowError, Tally
+from tunesmith.data.split import Item, Leak, Split, leak_finding, leaks, prompt_key, split_by_prompt
 from tunesmith.models.tokenizer import PreTrainedTokenizerBase
 from tunesmith.schema.records import Demonstration, Finding, Judgement, Pair, Prompt, Ranking, plain_text
 

@@ -1,4 +1,4 @@
-"""Which reader a source needs: by the extension of a file, the content of a folder, or the form of a hub id.
+"""Rows of a source, read by the extension of a file, the content of a folder, or the form of a hub id.
 
 | source | read as |
 | --- | --- |
@@ -9,22 +9,24 @@
 | `folder`, `folder:split` | a folder written by `save_to_disk` of the datasets library |
 | `org/name`, `org/name/config`, either with `:split` | a data set on the hub, if nothing on disk has that name |
 | `folder/part-*.jsonl` | all files of that name, in the order of their names, one after another |
-| `data:path` | any of these below the folder that `TUNESMITH_DATA` names |
+| `data:path` | any of these below the folder that `TUNESMITH_DATA` names, as shipped recipes name their data |
 
 Text files may be gzipped, with `.gz` behind the extension.
 """
 
 import difflib
 import itertools
+import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from tunesmith.core.errors import DataError
-from tunesmith.data.data_folder import data_path, is_data_source, is_pattern, matching
+from tunesmith.data.rows import BadRows, Candidate, Row, RowError, checked_columns
 from tunesmith.data.tables import hub_rows, parquet_rows, saved_rows
-from tunesmith.data.text_files import Candidate, csv_rows, json_rows, jsonl_rows
+from tunesmith.data.text_files import csv_rows, json_rows, jsonl_rows
 
 READERS: dict[str, Callable[[Path], Iterator[Candidate]]] = {
     ".jsonl": jsonl_rows,
@@ -112,3 +114,119 @@ def _missing(path: Path) -> str:
         else f"; give a file ({', '.join(READERS)}), a folder or a hub id"
     )
     return f"{path} does not exist{hint}"
+
+
+VARIABLE = "TUNESMITH_DATA"
+"""Environment variable that names the data folder."""
+
+PREFIX = "data:"
+"""What a source below the data folder begins with."""
+
+_ON_THE_HUB = (
+    ("instruction/oasst1.", "timdettmers/openassistant-guanaco:test", "the best replies of OASST1, in a `text` column"),
+    ("preference/hh-rlhf.", "Anthropic/hh-rlhf:test", "helpful and harmless pairs together"),
+    ("sentiment/imdb", "stanfordnlp/imdb:train", "25,000 rows instead of 5,000"),
+    ("math/gsm8k.", "openai/gsm8k/main:train", "the same rows"),
+)
+"""Beginning of a file's name, the hub id to take instead, and what is different there."""
+
+
+def is_data_source(source: str) -> bool:
+    """True for `data:` with a path behind it; `data:train` is a split of the folder `data`."""
+    name = source.removeprefix(PREFIX)
+    return source.startswith(PREFIX) and re.fullmatch(r"[\w-]*", name) is None
+
+
+def is_pattern(path: Path) -> bool:
+    """True if the name of the file has a `*`, which stands for any characters."""
+    return "*" in path.name
+
+
+def matching(pattern: Path) -> list[Path]:
+    """The files that `pattern` stands for, in the order of their names."""
+    return sorted(file for file in pattern.parent.glob(pattern.name) if file.is_file())
+
+
+def data_path(source: str) -> Path:
+    """The file or folder that `source`, such as `data:math/gsm8k.train.jsonl.gz`, names.
+
+    Raises DataError if the variable is not set, names no folder, or if there is nothing of that name below it.
+    """
+    name = source.removeprefix(PREFIX)
+    named = os.environ.get(VARIABLE, "")
+    if not named:
+        raise DataError(f"{source} stands below the folder that {VARIABLE} names, but it is not set; set it{_or(name)}")
+    folder = Path(named).expanduser()
+    if not folder.is_dir():
+        raise DataError(f"{source}: {VARIABLE} names {folder}, which is no folder; correct it{_or(name)}")
+    path = Path(os.path.normpath(folder / name))  # links inside of the folder may lead anywhere
+    if not path.is_relative_to(os.path.normpath(folder)):
+        raise DataError(f"{source} leads out of the folder {folder}; give the path of the file itself")
+    if not path.exists() and not (is_pattern(path) and matching(path)):
+        names = [str(file.relative_to(folder)) for file in folder.glob("*/*")]
+        close = difflib.get_close_matches(name, names, n=1)
+        hint = f"; did you mean {PREFIX}{close[0]}?" if close else f"; put it there{_or(name)}"
+        raise DataError(f"{source}: the folder {folder}, which {VARIABLE} names, has no {name}{hint}")
+    return path
+
+
+def _or(name: str) -> str:
+    for beginning, hub_id, difference in _ON_THE_HUB:
+        if name.startswith(beginning):
+            return f", or take {hub_id} from the hub ({difference})"
+    return ", or give a file, a folder or a hub id"
+
+
+T = TypeVar("T")
+
+
+def parse_rows(
+    source: str | Path | Sequence[object],
+    parse: Callable[[Row], T],
+    *,
+    label: str = "rows",
+    bad: BadRows | None = None,
+) -> list[T]:
+    """`parse(row)` of every row of a source or of a list of mappings, in order.
+
+    `parse` raises `RowError(reason, kind)` for a row that it cannot use. A row whose `id` stood before is bad too.
+    `label` names a list in messages. Bad rows go to `bad`, which may skip them; without it they are an error. Raises
+    DataError listing the first bad rows and the count of all, or if there are no rows.
+    """
+    bad = bad or BadRows()
+    if isinstance(source, str | Path):
+        bad.opened(str(source))
+        candidates = source_rows(source)
+    else:
+        bad.opened(f"the list of {label}")
+        candidates = _list_rows(source, label)
+    parsed: list[T] = []
+    place_of_id: dict[str, str] = {}
+    for where, read in candidates:
+        bad.saw(1)
+        try:
+            row = Row(where=where, columns=read())
+            item = parse(row)
+            _check_id(row, place_of_id)
+        except RowError as error:
+            bad.add(where, error)
+        else:
+            parsed.append(item)
+    bad.check()
+    if not parsed:
+        raise DataError(f"{bad.source} has no rows; give at least one")
+    return parsed
+
+
+def _check_id(row: Row, place_of_id: dict[str, str]) -> None:
+    value = row.columns.get("id")
+    if value is None:
+        return
+    place = place_of_id.setdefault(repr(value), row.where)
+    if place != row.where:
+        raise RowError(f"id {str(value)[:80]!r} stands already at {place}", "repeated id")
+
+
+def _list_rows(items: Iterable[object], label: str) -> Iterator[Candidate]:
+    for index, item in enumerate(items):
+        yield f"{label}[{index}]", lambda item=item: checked_columns(item, "a mapping of columns")

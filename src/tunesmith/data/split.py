@@ -1,4 +1,4 @@
-"""Held-out data by a hash of the prompt: all rows of one prompt fall on the same side, in every file and every run."""
+"""Held-out data by a hash of the prompt, so that all rows of a prompt are on one side; leaks between both sides."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from tunesmith.core.errors import DataError
-from tunesmith.schema.records import Demonstration, Pair, Prompt, Ranking, Text
+from tunesmith.schema.records import Demonstration, Finding, Pair, Prompt, Ranking, Text
 
 T = TypeVar("T")
 
@@ -106,3 +106,46 @@ def _num_common(first: Text, second: Text) -> int:
         else:
             high = middle - 1
     return low
+
+
+Item = Prompt | Pair | Ranking | Demonstration
+
+_NUM_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Leak:
+    """A held-out item whose prompt is also trained on, with the places of both.
+
+    Example: `Leak(heldout="test.jsonl:4", train="train.jsonl:17")`.
+    """
+
+    heldout: str
+    train: str
+
+
+def leaks(train: Sequence[Item], heldout: Sequence[Item]) -> tuple[Leak, ...]:
+    """One leak for each item of `heldout` whose prompt, without regard to case and white space, is in `train`."""
+    if not heldout:
+        return ()
+    first_place: dict[str, str] = {}
+    for item in train:
+        first_place.setdefault(prompt_key(item), _place(item))
+    return tuple(Leak(_place(item), first_place[key]) for item in heldout if (key := prompt_key(item)) in first_place)
+
+
+def leak_finding(found: Sequence[Leak], num_heldout: int) -> Finding | None:
+    """A warning for the run's record that counts the leaks and shows the first; None without leaks."""
+    if not found:
+        return None
+    shown = ", ".join(f"{leak.heldout} = {leak.train}" for leak in found[:_NUM_SHOWN])
+    more = f" and {len(found) - _NUM_SHOWN} more" if len(found) > _NUM_SHOWN else ""
+    message = (
+        f"{len(found)} of {num_heldout} held-out prompts are trained on ({shown}{more}); figures on them are too good, "
+        "remove these rows from either side"
+    )
+    return Finding(step=0, name="leak", severity="warning", message=message)
+
+
+def _place(item: Item) -> str:
+    return item.id if isinstance(item, Prompt) else item.prompt.id

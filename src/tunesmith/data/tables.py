@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.core.errors import DataError, MissingDependencyError
-from tunesmith.data.tally import RowError
-from tunesmith.data.text_files import Candidate
-from tunesmith.data.values import checked_columns
+from tunesmith.data.rows import Candidate, RowError, checked_columns
 
 DEFAULT_SPLIT = "train"
 """Split that is taken where none is named."""

@@ -1,6 +1,6 @@
-"""Rows of text files: JSONL, JSON and CSV in UTF-8, plain or gzipped. The standard library is enough.
+"""Rows of text files: JSONL, JSON and CSV in UTF-8, plain or gzipped, with the standard library alone.
 
-Each row comes as a candidate: where it stands, and a function that gives its columns or raises `RowError`.
+Each row is a `Candidate`: its place, and a function that returns its columns or raises `RowError`.
 """
 
 import csv
@@ -13,10 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from tunesmith.core.errors import DataError
-from tunesmith.data.tally import RowError
-from tunesmith.data.values import Refused, checked_columns
-
-Candidate = tuple[str, Callable[[], Mapping[str, object]]]
+from tunesmith.data.rows import Candidate, Refused, RowError, checked_columns
 
 LINE_FORM = 'one JSON object per line, for example {"prompt": "The movie was"}'
 LIST_FORM = 'a list of objects, for example [{"prompt": "The movie was"}]'

@@ -10,8 +10,8 @@ from tunesmith.config.schema import GRPORecipe, PPORecipe, RewardRecipe
 from tunesmith.core.seeds import derive, permutation_of_groups
 from tunesmith.core.trace import span
 from tunesmith.data.collate import EncodedPair
+from tunesmith.data.rows import Tally
 from tunesmith.data.sets import Facts
-from tunesmith.data.tally import Tally
 from tunesmith.live.state import ENDLESS, State
 from tunesmith.live.votes import Comparison
 from tunesmith.models.freeze import freeze_lower_layers, keep_lower_layers

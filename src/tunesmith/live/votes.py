@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from tunesmith.core.log import get_logger
 from tunesmith.core.seeds import derive, permutation
 from tunesmith.data.answers import Answer, TokenLimit, encode_answer, fitting
-from tunesmith.data.tally import RowError
+from tunesmith.data.rows import RowError
 from tunesmith.models.tokenizer import PreTrainedTokenizerBase, encode_prompt
 from tunesmith.schema.records import Pair, Prompt
 from tunesmith.store.records import Candidate, StoredVote

@@ -16,7 +16,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from tunesmith.config.lora_sections import LoraSection
+from tunesmith.config.sections import LoraSection
 from tunesmith.core.errors import MissingDependencyError, ModelError
 from tunesmith.models.adapter import is_idle, merged, row_lengths
 from tunesmith.models.architecture import adapter_of, base_layer, is_adapted, weight_of

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from tunesmith.config.optimizer_sections import OptimizerSection
+from tunesmith.config.sections import OptimizerSection
 from tunesmith.core.errors import CheckpointError, TrainingError
 from tunesmith.kernels.adamw.api import adamw, add_gradient, sums_of_squares
 from tunesmith.kernels.adamw.records import (

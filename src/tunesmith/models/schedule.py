@@ -2,7 +2,7 @@
 
 import math
 
-from tunesmith.config.optimizer_sections import OptimizerSection
+from tunesmith.config.sections import OptimizerSection
 
 
 def schedule_factor(section: OptimizerSection, step: int, total_steps: int) -> float:

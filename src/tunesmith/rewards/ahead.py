@@ -14,9 +14,7 @@ from tunesmith.batch.rollout import Group
 from tunesmith.core.trace import Trace, include, span, trace
 from tunesmith.rewards.calling import CalledReward
 from tunesmith.rewards.model import ModelReward
-from tunesmith.rewards.outcome import Logged, Scored
-from tunesmith.rewards.portions import Portion, one_answer, portions
-from tunesmith.rewards.sample import Sample, samples_of
+from tunesmith.rewards.outcome import Logged, Portion, Sample, Scored, one_answer, portions, samples_of
 from tunesmith.rewards.threads import EventLoop, HangError, Worker, result_of
 
 

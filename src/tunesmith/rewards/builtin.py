@@ -1,14 +1,78 @@
-"""Rewards that come with Tunesmith. Each factory returns a function of TRL's call, `f(completions, **kwargs)`."""
+"""Built-in rewards. Each factory returns a function of TRL's signature, `f(completions, **kwargs)`.
+
+Numbers of answers are compared exactly, as fractions, in time linear in the length of the completion.
+"""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
+from fractions import Fraction
 from types import MappingProxyType
 from typing import Literal
 
-from tunesmith.core.errors import RewardError
-from tunesmith.rewards.answers import arithmetic, gsm8k
-from tunesmith.rewards.exchange import Exchange, RewardFunction, frozen, text_of
-from tunesmith.rewards.rater import SimulatedRater
+from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+
+from tunesmith.core.errors import InputError, RewardError
+from tunesmith.schema.records import Message, Prompt, Text, Vote, plain_text
+
+RewardFunction = Callable[..., object]
+"""`f(prompts=, completions=, completion_ids=, **columns)` -> one float or None for each completion."""
+
+Exchange = str | Sequence[Message]
+"""A prompt or completion as functions receive it: text, or a list of messages."""
+
+
+def frozen(exchange: Exchange) -> Text:
+    """`exchange` as records hold it: text, or a tuple of messages."""
+    return exchange if isinstance(exchange, str) else tuple(exchange)
+
+
+def text_of(exchange: Exchange) -> str:
+    """The text itself, or the contents of the messages joined by newlines."""
+    return plain_text(frozen(exchange))
+
+
+RATER_NAME = "simulated rater (VADER lexicon)"
+"""How votes, tables and reports name this rater: never without the word simulated."""
+
+TIE_BELOW = 0.05
+"""Scores closer than this are a tie: VADER itself calls a compound between -0.05 and 0.05 neutral."""
+
+
+class SimulatedRater:
+    """Scores text by its sentiment and votes for the more positive of two completions.
+
+    The score is the compound of VADER (Hutto and Gilbert 2014): in [-1, 1], from a lexicon of about 7,500 words rated
+    by people, with rules for negation, degree and punctuation. No person votes.
+    """
+
+    name = RATER_NAME
+
+    def __init__(self, tie_below: float = TIE_BELOW) -> None:
+        if not 0 <= tie_below <= 2:
+            raise InputError(f"tie_below is {tie_below}; scores lie in [-1, 1], so give 0 to 2")
+        self._tie_below = tie_below
+        self._analyzer = SentimentIntensityAnalyzer()
+
+    def score(self, prompt: Text, completion: Text) -> float:
+        """The compound sentiment in [-1, 1].
+
+        A text prompt and its completion are one running text and are rated as one: "was not" + " good" is negative. In
+        a conversation the reply alone is rated, not the words of the other side.
+        """
+        text = plain_text(completion)
+        if isinstance(prompt, str) and isinstance(completion, str):
+            text = prompt + text
+        return float(self._analyzer.polarity_scores(text)["compound"])
+
+    def vote(self, prompt: Prompt, a: Text, b: Text) -> Vote:
+        """The vote between completions `a` and `b`: the higher score wins, a difference below `tie_below` is a tie."""
+        score_a, score_b = self.score(prompt.content, a), self.score(prompt.content, b)
+        if score_a == score_b or abs(score_a - score_b) < self._tie_below:
+            preference = "tie"
+        else:
+            preference = "a" if score_a > score_b else "b"
+        return Vote(prompt, a, b, preference, rater=self.name, score_a=score_a, score_b=score_b)
 
 
 def sentiment() -> RewardFunction:
@@ -90,6 +154,125 @@ def overlong(max_completion_len: int, soft_punish_cache: int) -> RewardFunction:
         return [-min(max(len(ids) - start, 0) / soft_punish_cache, 1.0) for ids in completion_ids]
 
     return overlong
+
+
+_MINUS = str.maketrans({"\u2212": "-", "\uff0d": "-"})  # the minus sign of typesetters, and the wide one
+
+# What stands together with a digit, so that 47.5, 47/2, 47%, 47th and 1,2 are seen as other things than 47.
+_WITH_DIGIT = re.compile(r"[\w.,:/^%]+")
+_INTEGER = re.compile(r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)")
+
+# A sign counts where it stands right before the number or its currency, and not after a word, where it is an operator
+# or a hyphen. Two numbers with `/` between them are a fraction.
+_DECIMAL = r"(?:[0-9](?:,?[0-9])*(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)"
+_SIGN = r"(?:(?<![\w)\]}%])(?P<sign>[-+]))?(?:\\?[$\u00a3\u20ac] ?(?P<inner>[-+])?)?"
+_NUMBER = re.compile(rf"{_SIGN}(?P<over>{_DECIMAL})(?:/(?P<under>{_DECIMAL}))?")
+_MARKED = re.compile(rf"####[^\w\n]{{0,8}}?{_NUMBER.pattern}")
+_LATEX_COMMA = re.compile(r"\{,\}|,\\!")
+_LATEX_FRACTION = re.compile(r"\\[dt]?frac\{([0-9.,]{1,40})\}\{([0-9.,]{1,40})\}")
+_BOX = "\\boxed{"
+_MAX_DIGITS = 1000  # nobody means a longer number, and its arithmetic takes long
+
+
+def arithmetic() -> RewardFunction:
+    """1 if the first integer on the first line of the completion is the row's `answer`, else 0.
+
+    For prompts such as `a + b =`. A minus right before the digits belongs to the number, thousands may be separated by
+    commas. What clings to the digits must be no part of another number or word: `47.5`, `47/2`, `47%` and `47th` are
+    not 47, `47.` is. A row without an integer as its `answer` is a RewardError.
+    """
+
+    def arithmetic(completions: Sequence[Exchange], answer: Sequence[object], **kwargs: object) -> list[float]:
+        pairs = zip(completions, answer, strict=True)
+        return [float(_first_integer(text_of(completion)) == _integer_of(gold)) for completion, gold in pairs]
+
+    return arithmetic
+
+
+def gsm8k() -> RewardFunction:
+    """1 if the final number of the completion equals the one after `####` in the row's `answer`, else 0.
+
+    The final number is the first that follows a `####`; without one the last in the last `\\boxed{...}`; without that
+    the last in the text. Commas, currency, percent signs and a closing period do not matter, and 18.0 is 18. A row
+    without a number as its `answer` is a RewardError.
+    """
+
+    def gsm8k(completions: Sequence[Exchange], answer: Sequence[object], **kwargs: object) -> list[float]:
+        pairs = zip(completions, answer, strict=True)
+        return [float(final_number(text_of(completion)) == _gold_number(gold)) for completion, gold in pairs]
+
+    return gsm8k
+
+
+def final_number(text: str) -> Fraction | None:
+    """The number that `text` ends in, as `gsm8k` reads it; None if it holds none."""
+    text = _LATEX_FRACTION.sub(r"\1/\2", _LATEX_COMMA.sub(",", text.translate(_MINUS)))
+    marked = _MARKED.search(text)
+    if marked:
+        return _value(marked)
+    _, box, inside = text.rpartition(_BOX)
+    boxed = list(_NUMBER.finditer(inside.partition("}")[0])) if box else []
+    numbers = boxed or list(_NUMBER.finditer(text))
+    return _value(numbers[-1]) if numbers else None
+
+
+def _first_integer(text: str) -> Fraction | None:
+    line = re.split(r"[\r\n]", text.translate(_MINUS), maxsplit=1)[0]
+    digit = re.search(r"\d", line)
+    if digit is None:
+        return None
+    before = line[: digit.start()][-1:]
+    if before and (before.isalnum() or before in "_."):
+        return None
+    word = _WITH_DIGIT.match(line, digit.start())
+    number = ("-" if before == "-" else "") + (word.group().rstrip(".,:") if word else "")
+    return _fraction(number) if len(number) <= _MAX_DIGITS and _INTEGER.fullmatch(number) else None
+
+
+def _integer_of(gold: object) -> Fraction:
+    text = gold.strip().translate(_MINUS) if isinstance(gold, str) else ""
+    if _INTEGER.fullmatch(text):
+        return _fraction(text)
+    if isinstance(gold, int | float) and not isinstance(gold, bool) and gold == gold // 1:
+        return Fraction(gold)
+    raise RewardError(f"the row's `answer` is {_shown(gold)}; it must be an integer, such as 47 or '47'")
+
+
+def _gold_number(gold: object) -> Fraction:
+    if isinstance(gold, int | float) and not isinstance(gold, bool) and gold - gold == 0:
+        return Fraction(str(gold))
+    if isinstance(gold, str):
+        text = gold.translate(_MINUS)
+        match = _MARKED.search(text) or _NUMBER.fullmatch(text.strip())
+        value = _value(match) if match else None
+        if value is not None:
+            return value
+    raise RewardError(f"the row's `answer` is {_shown(gold)}; it must be a number, or a text with one after `####`")
+
+
+def _value(match: re.Match[str]) -> Fraction | None:
+    """The number of a match of `_NUMBER`; None for a division by zero and for a number without end."""
+    if len(match[0]) > _MAX_DIGITS:
+        return None
+    value = _fraction(match["over"])
+    if match["under"]:
+        under = _fraction(match["under"])
+        if under == 0:
+            return None
+        value /= under
+    is_negative = (match["sign"] == "-") != (match["inner"] == "-")
+    return -value if is_negative else value
+
+
+def _fraction(digits: str) -> Fraction:
+    return Fraction(Decimal(digits.replace(",", "")))
+
+
+def _shown(gold: object) -> str:
+    if gold is None:
+        return "missing"
+    text = repr(gold)
+    return text if len(text) <= 60 else f"{text[:28]}...{text[-28:]}"
 
 
 BUILTINS: Mapping[str, Callable[..., RewardFunction]] = MappingProxyType(

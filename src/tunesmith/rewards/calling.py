@@ -1,4 +1,4 @@
-"""Calls of the user's code as a reward: whatever it does, every sample gets an outcome, and errors name the sample."""
+"""Calls of user code as a reward: every sample gets an outcome, whatever the code does, and errors name the sample."""
 
 import asyncio
 import functools
@@ -12,8 +12,8 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass
 
 from tunesmith.core.errors import RewardError
-from tunesmith.rewards.outcome import Logged, Outcome, Policy, SampleError, Scored
-from tunesmith.rewards.sample import Reward, Sample
+from tunesmith.rewards.builtin import RewardFunction
+from tunesmith.rewards.outcome import Logged, Outcome, Policy, Reward, Sample, SampleError, Scored
 from tunesmith.rewards.threads import HangError, Worker, within
 
 _SEARCH_S = 10.0
@@ -268,3 +268,76 @@ def _shown(value: object) -> str:
 
 def _which(samples: Sequence[Sample]) -> str:
     return str(samples[0]) if len(samples) == 1 else f"{len(samples)} completions together, from {samples[0]}"
+
+
+_OWN_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
+
+
+def function_name(function: RewardFunction) -> str:
+    """`__name__`, also of the function inside a partial; the class name of an object that can be called."""
+    if isinstance(function, functools.partial):
+        return function_name(function.func)
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+class FunctionReward(CalledReward):
+    """A Python function as a reward, called as TRL calls it.
+
+    `f(prompts=, completions=, completion_ids=, trainer_state=, log_extra=, log_metric=, <columns>=)`: each is a list
+    with one entry per completion, the last three are functions and what `extras` holds. For a conversational prompt,
+    `prompts` holds message lists and `completions` holds `[{"role": "assistant", "content": text}]`. A row without a
+    column gives None. A function without `**kwargs` receives what it names alone.
+    """
+
+    def __init__(self, function: RewardFunction, name: str | None = None, policy: Policy | None = None) -> None:
+        super().__init__(name or function_name(function), function, policy, is_async=is_async(function))
+        self._parameters = _parameters(function)
+
+    def _arguments(
+        self, samples: Sequence[Sample], columns: Sequence[str], extras: Mapping[str, object]
+    ) -> dict[str, object]:
+        arguments: dict[str, object] = {
+            "prompts": [_prompt(sample) for sample in samples],
+            "completions": [_completion(sample) for sample in samples],
+            "completion_ids": [list(sample.completion.token_ids) for sample in samples],
+            **{
+                name: [sample.prompt.columns.get(name) for sample in samples]
+                for name in columns
+                if name not in _OWN_COLUMNS
+            },
+            **extras,
+        }
+        if self._parameters is None:
+            return arguments
+        variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        for parameter in self._parameters:
+            if parameter.kind in variadic:
+                continue
+            if parameter.default is parameter.empty and parameter.name not in arguments:
+                raise RewardError(
+                    f"reward `{self.name}` needs `{parameter.name}`, but the prompts have no such column; "
+                    f"they offer {', '.join(f'`{name}`' for name in arguments)}"
+                )
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in self._parameters):
+            return arguments
+        named = {parameter.name for parameter in self._parameters}
+        return {name: value for name, value in arguments.items() if name in named}
+
+
+def _prompt(sample: Sample) -> object:
+    content = sample.prompt.content
+    return content if isinstance(content, str) else [dict(message) for message in content]
+
+
+def _completion(sample: Sample) -> object:
+    text = sample.completion.text
+    return [{"role": "assistant", "content": text}] if sample.prompt.is_conversational else text
+
+
+def _parameters(function: RewardFunction) -> list[inspect.Parameter] | None:
+    """The parameters that are given by name, None if the function does not tell (some written in C do not)."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:
+        return None
+    return [parameter for parameter in parameters if parameter.kind is not parameter.VAR_POSITIONAL]

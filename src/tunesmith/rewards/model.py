@@ -11,8 +11,7 @@ import torch
 from tunesmith.core.errors import RewardError
 from tunesmith.models.heads import RewardModel
 from tunesmith.models.tokenizer import PreTrainedTokenizerBase, encode_pair_side, same_vocabulary
-from tunesmith.rewards.outcome import Logged, Outcome, Policy, SampleError, Scored
-from tunesmith.rewards.sample import Sample
+from tunesmith.rewards.outcome import Logged, Outcome, Policy, Sample, SampleError, Scored
 from tunesmith.schema.records import Prompt, plain_text
 
 # Spaces, line breaks, digits, accents and an emoji: what tokenizers with one vocabulary may still split differently.

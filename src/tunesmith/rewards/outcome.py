@@ -1,13 +1,55 @@
-"""What a reward makes of a sample, and what is done where it has no number for it."""
+"""Samples, the outcome of scoring them, and the batches in which a reward is called."""
 
 import math
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args, runtime_checkable
 
-from tunesmith.config.sections import OnError
+from tunesmith.batch.rollout import Completion, Group
+from tunesmith.config.rollout_sections import OnError
 from tunesmith.core.errors import RewardError
+from tunesmith.schema.records import Prompt
+
+_SHOWN_CHARACTERS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A completion to score; `index` is its place in its group."""
+
+    prompt: Prompt
+    prompt_token_ids: tuple[int, ...]
+    completion: Completion
+    index: int
+
+    def __str__(self) -> str:
+        shown = textwrap.shorten(self.completion.text, _SHOWN_CHARACTERS, placeholder="...")
+        return f"prompt {self.prompt.id}, completion {self.index} ({shown!r})"
+
+
+@runtime_checkable
+class Reward(Protocol):
+    """Anything that scores samples. `None` means that the reward does not apply to a sample."""
+
+    @property
+    def name(self) -> str:
+        """Name in metrics and messages."""
+        ...
+
+    def score(self, samples: Sequence[Sample]) -> list[float | None]:
+        """One finite number or None for each sample, in order. Raises RewardError naming the reward and the sample."""
+        ...
+
+
+def samples_of(groups: Sequence[Group]) -> list[Sample]:
+    """The completions of all groups, group after group."""
+    return [
+        Sample(group.prompt, group.prompt_token_ids, completion, index)
+        for group in groups
+        for index, completion in enumerate(group.completions)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,3 +148,44 @@ class Scored:
             if isinstance(outcome, SampleError):
                 raise outcome
         return [outcome for outcome in self.outcomes if not isinstance(outcome, SampleError)]
+
+
+PORTION_ROWS = 16
+"""Completions that a reward model is asked for together, as whole groups: enough to keep the matrix units busy, few
+enough that scoring can begin while others are drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """Consecutive groups of `group_size` completions. The groups `groups` have the samples `samples`."""
+
+    groups: range
+    group_size: int
+
+    @property
+    def samples(self) -> range:
+        """Places of the samples, counted over all groups."""
+        return range(self.groups.start * self.group_size, self.groups.stop * self.group_size)
+
+
+def portions(num_groups: int, group_size: int, *, num_rows: int = PORTION_ROWS) -> list[Portion]:
+    """All groups in portions of at most `num_rows` completions, but at least one group each.
+
+    A function of the two numbers alone: which sequences a model computes together can move the last bits of a reward,
+    so that they are the same whether or not scoring waits for the last group.
+    """
+    size = max(1, num_rows // group_size)
+    return [Portion(range(start, min(start + size, num_groups)), group_size) for start in range(0, num_groups, size)]
+
+
+def one_answer(parts: Mapping[Portion, Scored]) -> Scored:
+    """The answers to all portions as one, in the order of the samples."""
+    ordered: Sequence[tuple[Portion, Scored]] = sorted(parts.items(), key=lambda item: item[0].groups.start)
+    logged = Logged(sum(len(portion.samples) for portion, _ in ordered))
+    outcomes: list[Outcome] = []
+    retried: SampleError | None = None
+    for portion, scored in ordered:
+        outcomes += scored.outcomes
+        logged.add(scored.logged, portion.samples)
+        retried = retried or scored.retried
+    return Scored(outcomes, logged, retried)

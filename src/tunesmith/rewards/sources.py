@@ -1,24 +1,139 @@
-"""From what a recipe or a caller names to a reward that can be asked."""
+"""Load a reward from a recipe's `source`: a Python function, a built-in, or a reward model."""
 
 import difflib
-from collections.abc import Sequence
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
-from tunesmith.config.sections import RewardSource
+from tunesmith.config.rollout_sections import RewardSource
 from tunesmith.core.errors import ModelError, RewardError
 from tunesmith.models.heads import RewardModel
 from tunesmith.models.load import load_reward_model
 from tunesmith.models.tokenizer import PreTrainedTokenizerBase
-from tunesmith.rewards.builtin import BUILTINS
-from tunesmith.rewards.calling import CalledReward, ObjectReward
-from tunesmith.rewards.exchange import RewardFunction
-from tunesmith.rewards.functions import FunctionReward, builtin_function, check_callable, file_of, load_function
+from tunesmith.rewards.builtin import BUILTINS, RewardFunction
+from tunesmith.rewards.calling import CalledReward, FunctionReward, ObjectReward, last_line_of
 from tunesmith.rewards.model import ModelReward
-from tunesmith.rewards.outcome import Policy
-from tunesmith.rewards.sample import Reward
+from tunesmith.rewards.outcome import Policy, Reward
+
+_FORMS = "`./file.py:name` or `package.module:name`"
+
+
+def load_function(source: str) -> RewardFunction:
+    """The function that `./file.py:name` or `package.module:name` names.
+
+    The file or module is executed; its folder, or the current one, is added to the end of the import path as Python
+    does for a script. Raises RewardError if it does not exist, fails to import, has no such name (the closest one is
+    suggested), or if the name is not something to call.
+    """
+    place, _, name = source.rpartition(":")
+    if not place or not name:
+        raise RewardError(f"reward {source!r} names no function; write {_FORMS}")
+    module = _load_file(Path(place), source) if _is_file(place) else _import(place, source)
+    function = module
+    for part in name.split("."):
+        if not hasattr(function, part):
+            raise RewardError(f"reward {source!r}: {place} has no `{part}`{_suggestion(part, function)}")
+        function = getattr(function, part)
+    return check_callable(function, source)
+
+
+def file_of(source: str) -> Path | None:
+    """The file of the function that `load_function(source)` has loaded; None of a module that has none to read."""
+    place = source.rpartition(":")[0]
+    if _is_file(place):
+        return Path(place).expanduser().resolve()
+    file = getattr(sys.modules.get(place), "__file__", None)
+    return Path(file) if file and Path(file).is_file() else None
+
+
+def builtin_function(name: str, arguments: Mapping[str, object]) -> RewardFunction:
+    """The built-in reward `name` with its arguments. Raises RewardError for an argument that it does not have, or
+    lacks.
+    """
+    factory = BUILTINS[name]
+    parameters = inspect.signature(factory).parameters
+    for argument in arguments:
+        if argument not in parameters:
+            allowed = ", ".join(f"`{p}`" for p in parameters) or "none"
+            close = difflib.get_close_matches(argument, list(parameters), n=1)
+            hint = f"; did you mean `{close[0]}`?" if close else ""
+            raise RewardError(f"the reward `{name}` has no argument `{argument}`; it takes {allowed}{hint}")
+    for parameter in parameters.values():
+        if parameter.default is parameter.empty and parameter.name not in arguments:
+            raise RewardError(f"the reward `{name}` needs `{parameter.name}`; give it in `arguments`")
+    return factory(**arguments)
+
+
+def check_callable(function: object, source: str) -> RewardFunction:
+    """`function` if it can serve as a reward. Raises RewardError for a class, and for what cannot be called."""
+    if inspect.isclass(function):
+        raise RewardError(f"reward {source!r} is a class; name a function, or an object that can be called")
+    if not callable(function):
+        raise RewardError(
+            f"reward {source!r} is of type {type(function).__name__}, which cannot be called; name a function"
+        )
+    return function
+
+
+def _is_file(place: str) -> bool:
+    return place.endswith(".py") or "/" in place
+
+
+def _load_file(path: Path, source: str) -> ModuleType:
+    file = path.expanduser().resolve()
+    if not file.is_file():
+        raise RewardError(f"reward {source!r}: the file {path} does not exist; write {_FORMS}")
+    name = f"tunesmith_reward_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise RewardError(f"reward {source!r}: {path} is no Python file; write {_FORMS}")
+    module = importlib.util.module_from_spec(spec)
+    _add_to_import_path(file.parent)
+    sys.modules[name] = module  # dataclasses and pickles look their module up by name
+    loader = spec.loader
+    _run(lambda: loader.exec_module(module), f"reward {source!r}: {path}")
+    return module
+
+
+def _import(name: str, source: str) -> ModuleType:
+    _add_to_import_path(Path.cwd())
+    top = name.partition(".")[0]
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise RewardError(f"reward {source!r}: {name!r} is no module path; write {_FORMS}")
+    if importlib.util.find_spec(top) is None:
+        raise RewardError(f"reward {source!r}: there is no module `{top}`; for a file write `./{top}.py:...`")
+    return _run(lambda: importlib.import_module(name), f"reward {source!r}: module {name}")
+
+
+def _run(load: Callable[[], ModuleType | None], what: str) -> ModuleType:
+    try:
+        return load()  # type: ignore[return-value]
+    except (Exception, SystemExit) as error:  # the file is the user's: whatever it raises is reported as its failure
+        raise RewardError(f"{what} fails to import: {type(error).__name__}: {error}{last_line_of(error)}") from error
+
+
+def _add_to_import_path(folder: Path) -> None:
+    """At the end, so that the folder's files hide no installed package."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
+def _suggestion(name: str, module: object) -> str:
+    members = getattr(module, "__dict__", {})
+    offered = [k for k, v in members.items() if callable(v) and not inspect.isclass(v) and not k.startswith("_")]
+    close = difflib.get_close_matches(name, offered, n=1)
+    if close:
+        return f"; did you mean `{close[0]}`?"
+    return f"; it has {', '.join(f'`{key}`' for key in offered[:8])}" if offered else "; it has no function"
+
 
 RewardLike = RewardSource | str | RewardModel | Reward | RewardFunction
 """A section of a recipe, its source as text, a reward model, an object with `name` and `score`, or a function."""

@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal, cast
 
-from tunesmith.config.suggest import did_you_mean
+from tunesmith.config.keys import did_you_mean
 from tunesmith.config.yaml_text import is_mapping
 from tunesmith.config.yaml_text import parse as parse_yaml
 from tunesmith.config.yaml_text import read as read_yaml

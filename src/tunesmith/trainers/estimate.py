@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from tunesmith.config.optimizer_sections import OptimizerSection
 from tunesmith.config.schema import DPORecipe, PolicyRecipe, PPORecipe, RewardRecipe, SFTRecipe
+from tunesmith.config.sections import OptimizerSection
 from tunesmith.data.sets import DirectSets
 from tunesmith.models.load import count_parameters
 from tunesmith.models.loaded import PreTrainedModel

@@ -16,7 +16,7 @@ from tunesmith.algorithms import advantages, kl, policy_loss
 from tunesmith.batch.pack import PolicyBatch, chunks, pack
 from tunesmith.batch.rollout import Group
 from tunesmith.batch.upload import Uploader
-from tunesmith.config.policy_sections import GRPOSection
+from tunesmith.config.algorithm_sections import GRPOSection
 from tunesmith.config.schema import GRPORecipe
 from tunesmith.core.errors import DataError
 from tunesmith.core.seeds import derive, permutation
@@ -31,7 +31,8 @@ from tunesmith.models.load import frozen_copy, load_policy
 from tunesmith.models.loaded import PreTrainedTokenizerBase
 from tunesmith.models.logprob import token_logps
 from tunesmith.models.optimizer import MasterAdamW
-from tunesmith.rewards.scorer import RewardLike, Scorer, Scores, TrainerState, joined
+from tunesmith.rewards.scorer import Scorer, Scores, TrainerState, joined
+from tunesmith.rewards.sources import RewardLike
 from tunesmith.rollout.engine import Engine
 from tunesmith.schema.records import Prompt
 from tunesmith.trainers import grpo_metrics, policy_metrics, rollouts, setup

@@ -12,7 +12,7 @@ from tunesmith.algorithms.importance import Correction
 from tunesmith.algorithms.policy_loss import PolicyStats
 from tunesmith.algorithms.sums import Denominator
 from tunesmith.batch.pack import PolicyBatch
-from tunesmith.config.policy_sections import GRPOSection, PPOSection
+from tunesmith.config.algorithm_sections import GRPOSection, PPOSection
 from tunesmith.config.rollout_sections import ImportanceSection
 from tunesmith.kernels.policy_loss.records import PolicyTerms, PolicyTokens
 

@@ -28,7 +28,8 @@ from tunesmith.models.load import frozen_copy, load_policy
 from tunesmith.models.loaded import PreTrainedTokenizerBase
 from tunesmith.models.logprob import token_logps
 from tunesmith.models.optimizer import MasterAdamW
-from tunesmith.rewards.scorer import RewardLike, Scorer, TrainerState
+from tunesmith.rewards.scorer import Scorer, TrainerState
+from tunesmith.rewards.sources import RewardLike
 from tunesmith.rollout.engine import Engine
 from tunesmith.schema.records import Prompt
 from tunesmith.trainers import policy_metrics, ppo_metrics, rollouts, setup

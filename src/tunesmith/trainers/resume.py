@@ -13,7 +13,7 @@ from tunesmith.core.log import get_logger
 from tunesmith.data.demonstrations import DemonstrationLike
 from tunesmith.data.pairs import PreferenceLike
 from tunesmith.data.prompts import PromptLike
-from tunesmith.rewards.scorer import RewardLike
+from tunesmith.rewards.sources import RewardLike
 from tunesmith.runs.environment import package_versions
 from tunesmith.runs.folder import RunFolder
 from tunesmith.runs.lock import RunLock

@@ -15,7 +15,7 @@ from tunesmith.algorithms import sums
 from tunesmith.algorithms.policy_loss import UpdateSize
 from tunesmith.batch.pack import PolicyBatch, Sequences, chunks, select
 from tunesmith.batch.rollout import Group, SamplingParams
-from tunesmith.config.policy_sections import GRPOSection, PPOSection
+from tunesmith.config.algorithm_sections import GRPOSection, PPOSection
 from tunesmith.config.schema import PolicyRecipe
 from tunesmith.core.seeds import derive, items_at, permutation
 from tunesmith.core.trace import span
@@ -26,7 +26,8 @@ from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.loaded import LoadedModel, PreTrainedModel, PreTrainedTokenizerBase, context_length
 from tunesmith.models.logprob import token_logps
 from tunesmith.models.optimizer import MasterAdamW
-from tunesmith.rewards.scorer import RewardLike, Scorer, Scores, TrainerState
+from tunesmith.rewards.scorer import Scorer, Scores, TrainerState
+from tunesmith.rewards.sources import RewardLike
 from tunesmith.rollout.engine import Engine, OnGroup
 from tunesmith.rollout.factory import open_engine
 from tunesmith.schema.records import Prompt

@@ -17,8 +17,9 @@ from typing import Any, Literal, get_args
 from tunesmith.batch.pack import chunks
 from tunesmith.batch.rollout import Group, SamplingParams
 from tunesmith.config.load import load_recipe
+from tunesmith.config.rollout_sections import RewardSource
 from tunesmith.config.schema import GRPORecipe, PPORecipe, RewardRecipe
-from tunesmith.config.sections import PromptsSection, RewardSource
+from tunesmith.config.sections import PromptsSection
 from tunesmith.core.errors import InputError
 from tunesmith.core.seeds import derive
 from tunesmith.data.pairs import write_pairs
@@ -27,7 +28,7 @@ from tunesmith.data.split import split_by_prompt
 from tunesmith.evaluation.compare import Comparison, compare
 from tunesmith.models.load import load_policy
 from tunesmith.reports.html import write_demo_report
-from tunesmith.rewards.rater import RATER_NAME, SimulatedRater
+from tunesmith.rewards.builtin import RATER_NAME, SimulatedRater
 from tunesmith.rewards.scorer import Scorer
 from tunesmith.rollout.factory import Backend, open_engine
 from tunesmith.runs.environment import peak_rss_gb

@@ -1,7 +1,7 @@
 """Simulated raters who vote over HTTP as people do: each asks for a pair, judges it, and sends a verdict.
 
-They judge by a lexicon (`rewards.rater`), are wrong as often as they are told to be, and may prefer a side. No person
-votes, and nothing that is learnt from them says anything about people.
+They judge by a lexicon (`rewards.builtin.SimulatedRater`), are wrong as often as they are told to be, and may prefer a
+side. No person votes, and nothing that is learnt from them says anything about people.
 """
 
 import http.client
@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from tunesmith.core.errors import InputError, TunesmithError
 from tunesmith.core.log import get_logger
 from tunesmith.core.seeds import derive
-from tunesmith.rewards.rater import TIE_BELOW, SimulatedRater
+from tunesmith.rewards.builtin import TIE_BELOW, SimulatedRater
 from tunesmith.schema.records import Text
 
 _log = get_logger(__name__)

@@ -16,14 +16,15 @@ from statistics import quantiles
 
 from tunesmith.batch.rollout import SamplingParams
 from tunesmith.config.load import load_live
-from tunesmith.config.sections import LoraSection, RewardSource
+from tunesmith.config.rollout_sections import RewardSource
+from tunesmith.config.sections import LoraSection
 from tunesmith.core.errors import InputError
 from tunesmith.core.seeds import derive
 from tunesmith.data import sets
 from tunesmith.evaluation.compare import Comparison, compare
 from tunesmith.evaluation.statistics import proportion_interval
 from tunesmith.models.load import load_policy
-from tunesmith.rewards.rater import RATER_NAME, TIE_BELOW
+from tunesmith.rewards.builtin import RATER_NAME, TIE_BELOW
 from tunesmith.rewards.scorer import Scorer
 from tunesmith.runs.folder import RunFolder
 from tunesmith.store.run_reader import RunReader

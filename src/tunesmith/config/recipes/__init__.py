@@ -2,7 +2,7 @@
 
 from importlib import resources
 
-from tunesmith.config.suggest import did_you_mean
+from tunesmith.config.keys import did_you_mean
 from tunesmith.core.errors import ConfigError
 
 _SUFFIX = ".yaml"
