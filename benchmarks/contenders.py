@@ -17,8 +17,8 @@ from benchmarks.workloads import Workload
 from tunesmith.batch.pack import pack
 from tunesmith.batch.rollout import Group
 from tunesmith.config.sections import ModelSection
-from tunesmith.core.allocator import keep_freed_memory
 from tunesmith.core.errors import InputError, TrainingError
+from tunesmith.core.system import keep_freed_memory
 from tunesmith.kernels.native import Kernels
 from tunesmith.models.language_model import language_model
 from tunesmith.models.load import load_policy

@@ -32,7 +32,7 @@ from tunesmith.batch.rollout import SamplingParams
 from tunesmith.config.algorithm_sections import GRPOSection
 from tunesmith.config.rollout_sections import ImportanceSection
 from tunesmith.config.sections import OptimizerSection
-from tunesmith.core.allocator import keep_freed_memory
+from tunesmith.core.system import keep_freed_memory
 from tunesmith.kernels.native import Choice
 from tunesmith.models.language_model import LanguageModel, language_model
 from tunesmith.models.logprob import length_mask, token_logps

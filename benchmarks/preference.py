@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.measure import ROOT, ratio
-from tunesmith.core.allocator import keep_freed_memory
+from tunesmith.core.system import keep_freed_memory
 from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.preference.records import PreferenceBatch
 from tunesmith.kernels.preference.tuning import iterative_tuning, process_user_preference

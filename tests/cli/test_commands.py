@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from tunesmith.cli.main import main
-from tunesmith.cli.output import as_plain, reporting, visible
+from tunesmith.cli.output import as_plain, reporting
+from tunesmith.core.log import visible
 
 Capture = pytest.CaptureFixture[str]
 

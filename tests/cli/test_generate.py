@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tunesmith.cli.main import main
-from tunesmith.cli.output import visible
+from tunesmith.core.log import visible
 from tunesmith.rollout.transformers_backend import TransformersEngine
 
 WORDS = ["generate", "tiny:llama", "--backend", "transformers", "--seed", "3"]

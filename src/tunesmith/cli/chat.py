@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from tunesmith.cli.options import Positional, UseAppendAction, flag, parse
-from tunesmith.cli.output import LiveText, visible
-from tunesmith.core.allocator import keep_freed_memory
+from tunesmith.cli.output import LiveText
 from tunesmith.core.errors import InputError, RunError
+from tunesmith.core.log import visible
+from tunesmith.core.system import keep_freed_memory
 
 if TYPE_CHECKING:
     from rich.console import Console

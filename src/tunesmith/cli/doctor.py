@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 from tunesmith.cli.options import flag, parse
-from tunesmith.cli.output import reporting, visible
+from tunesmith.cli.output import reporting
 from tunesmith.config.yaml_text import is_mapping
+from tunesmith.core.log import visible
 
 if TYPE_CHECKING:
     from packaging.specifiers import SpecifierSet

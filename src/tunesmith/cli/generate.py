@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from tunesmith.cli.options import Positional, UseAppendAction, flag, parse
-from tunesmith.cli.output import LiveText, Output, as_plain, reporting, visible, wants_progress
-from tunesmith.core.allocator import keep_freed_memory
+from tunesmith.cli.output import LiveText, Output, as_plain, reporting, wants_progress
 from tunesmith.core.errors import InputError
+from tunesmith.core.log import visible
+from tunesmith.core.system import keep_freed_memory
 
 if TYPE_CHECKING:
     from tunesmith.batch.rollout import Completion, Group, SamplingParams

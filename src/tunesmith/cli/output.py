@@ -4,19 +4,16 @@ import json
 import logging
 import math
 import sys
-import unicodedata
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from tunesmith.config.yaml_text import is_list, is_mapping
-from tunesmith.core.log import get_logger
+from tunesmith.core.log import get_logger, visible
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-_BIDI_CONTROLS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
 class Output:
@@ -87,15 +84,6 @@ def _number(value: object) -> object:
 def wants_progress() -> bool:
     """False with `--quiet`."""
     return get_logger("tunesmith").isEnabledFor(logging.INFO)
-
-
-def visible(text: str) -> str:
-    """`text` with control characters escaped, so that what a model writes cannot steer the terminal. Newlines stay."""
-    return "".join(char if char in "\n\t" or not _steers(char) else repr(char)[1:-1] for char in text)
-
-
-def _steers(char: str) -> bool:
-    return unicodedata.category(char) in ("Cc", "Cs") or char in _BIDI_CONTROLS
 
 
 class LiveText:

@@ -56,7 +56,7 @@ def _say_no_gpu(torch: Any) -> None:
 
 def _smollm2() -> None:
     """Whether smollm2 is at hand, without converting or downloading it."""
-    from tunesmith.core.cache import cache_folder
+    from tunesmith.core.system import cache_folder
     from tunesmith.models import assets
 
     cache = cache_folder()

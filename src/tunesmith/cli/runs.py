@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from tunesmith.cli.options import Positional, flag, parse
-from tunesmith.cli.output import Output, reporting, visible
+from tunesmith.cli.output import Output, reporting
 from tunesmith.core.errors import CheckpointError, InputError
+from tunesmith.core.log import visible
 
 if TYPE_CHECKING:
     from tunesmith.runs.listing import RunFacts

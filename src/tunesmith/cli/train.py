@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from tunesmith.cli.options import UseAppendAction, flag, parse_known
-from tunesmith.cli.output import Output, reporting, visible, wants_progress
+from tunesmith.cli.output import Output, reporting, wants_progress
+from tunesmith.core.log import visible
 
 if TYPE_CHECKING:
     from tunesmith.config.load import Resolved

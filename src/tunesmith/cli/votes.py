@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from tunesmith.cli.options import Positional, flag, parse
-from tunesmith.cli.output import Output, reporting, visible
+from tunesmith.cli.output import Output, reporting
 from tunesmith.core.errors import InputError
+from tunesmith.core.log import visible
 
 if TYPE_CHECKING:
     from tunesmith.store.stat_records import Agreement, BiasTest, VoteStats

@@ -1,9 +1,11 @@
-"""Logging: one logger tree, on stderr, so that stdout holds results alone."""
+"""One logger tree on stderr, so that stdout holds results alone; and text made safe to print on a terminal."""
 
 import logging
 import sys
+import unicodedata
 
 _LOGGER_NAME = "tunesmith"
+_BIDI_CONTROLS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -24,16 +26,30 @@ def configure(*, verbose: bool = False, quiet: bool = False) -> None:
 
 
 class Once:
-    """Says each message a single time; an object of this kind lives in the state of whoever speaks."""
+    """Logs each message a single time per object; keep it in the state of the caller."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
 
     def warning(self, message: str) -> bool:
-        """Log `message` as a warning unless it was said before; True if it was said now."""
-        if message in self._said:
+        """Log `message` as a warning unless it was logged before; True if it was logged now."""
+        if message in self._logged:
             return False
-        self._said.add(message)
+        self._logged.add(message)
         self._logger.warning(message)
         return True
+
+
+def visible(text: str) -> str:
+    """`text` with control and bidi characters escaped: model output must not drive the terminal. Newlines are kept."""
+    return "".join(char if char in "\n\t" or not _is_control(char) else repr(char)[1:-1] for char in text)
+
+
+def one_line(text: str) -> str:
+    """`text` on one line, without control and bidi characters."""
+    return " ".join("".join(char for char in text if char.isspace() or not _is_control(char)).split())
+
+
+def _is_control(char: str) -> bool:
+    return unicodedata.category(char) in ("Cc", "Cs") or char in _BIDI_CONTROLS

@@ -1,15 +1,12 @@
 """Comparisons and the quality of reward models as tables for the terminal."""
 
-import unicodedata
-
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tunesmith.core.log import one_line
 from tunesmith.evaluation.compare import Comparison
 from tunesmith.evaluation.reward_quality import RewardQuality
-
-_BIDI_CONTROLS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
 def comparison_table(comparison: Comparison, num_samples: int = 0) -> RenderableType:
@@ -21,7 +18,7 @@ def comparison_table(comparison: Comparison, num_samples: int = 0) -> Renderable
 
 
 def _prompt_table(comparison: Comparison) -> Table:
-    title = f"{printable(comparison.before)} against {printable(comparison.after)}"
+    title = f"{one_line(comparison.before)} against {one_line(comparison.after)}"
     table = Table(title=Text(title), title_justify="left", show_edge=False, pad_edge=False)
     table.add_column("prompt", ratio=1, overflow="ellipsis", no_wrap=True)
     for name in ("before", "after", "difference"):
@@ -29,7 +26,7 @@ def _prompt_table(comparison: Comparison) -> Table:
     for row in comparison.rows:
         style = "green" if row.difference > 0 else "red" if row.difference < 0 else ""
         table.add_row(
-            Text(printable(row.prompt)),
+            Text(one_line(row.prompt)),
             f"{row.mean_before:.3f}",
             f"{row.mean_after:.3f}",
             Text(f"{row.difference:+.3f}", style=style),
@@ -69,21 +66,11 @@ def _sample_table(comparison: Comparison, num_samples: int) -> Table:
     first = [sample for sample in comparison.samples if sample.completion_index == 0]
     for sample in first[:num_samples]:
         table.add_row(
-            Text(printable(sample.prompt_text)),
-            Text(f"{sample.score_before:+.3f}  {printable(sample.text_before)}"),
-            Text(f"{sample.score_after:+.3f}  {printable(sample.text_after)}"),
+            Text(one_line(sample.prompt_text)),
+            Text(f"{sample.score_before:+.3f}  {one_line(sample.text_before)}"),
+            Text(f"{sample.score_after:+.3f}  {one_line(sample.text_after)}"),
         )
     return table
-
-
-def printable(text: str) -> str:
-    """`text` on one line, without control characters and bidi overrides: model output must not steer the terminal."""
-    kept = (" " if char.isspace() else char for char in text if char.isspace() or not _steers(char))
-    return " ".join("".join(kept).split())
-
-
-def _steers(char: str) -> bool:
-    return unicodedata.category(char) in ("Cc", "Cs") or char in _BIDI_CONTROLS
 
 
 def reward_table(quality: RewardQuality) -> RenderableType:

@@ -21,9 +21,9 @@ from typing import Literal, get_args
 # the one that torch has.
 import torch
 
-from tunesmith.core.cache import cache_folder
 from tunesmith.core.errors import InputError, NativeUnavailableError, TritonUnavailableError
 from tunesmith.core.log import Once, get_logger
+from tunesmith.core.system import cache_folder
 
 Choice = Literal["auto", "native", "triton", "torch"]
 """`native`: C++ or an error. `triton`: Triton or an error. `torch`: the definition. `auto`: what is fast on the device

@@ -24,9 +24,9 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
-from tunesmith.core.cache import cache_folder
 from tunesmith.core.errors import MissingDependencyError, ModelError
 from tunesmith.core.log import get_logger
+from tunesmith.core.system import cache_folder
 from tunesmith.models.loaded import quiet_transformers
 
 _logger = get_logger(__name__)

@@ -13,8 +13,8 @@ import torch
 
 from tunesmith.batch.upload import Uploader
 from tunesmith.config.schema import Recipe
-from tunesmith.core.allocator import keep_freed_memory
 from tunesmith.core.errors import ModelError
+from tunesmith.core.system import keep_freed_memory
 from tunesmith.runs.environment import usable_cores
 
 Metrics = dict[str, float]

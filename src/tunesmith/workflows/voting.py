@@ -9,6 +9,7 @@ from typing import Protocol, TextIO
 
 from tunesmith.batch.rollout import Group
 from tunesmith.core.errors import InputError
+from tunesmith.core.log import one_line
 from tunesmith.core.seeds import derive
 from tunesmith.schema.records import Preference, Prompt, Text, Vote, plain_text
 
@@ -56,7 +57,7 @@ def ask_votes(
         for number, (prompt, a, b) in enumerate(questions, start=1):
             opening = plain_text(prompt.content)
             sys.stderr.write(
-                f"\n{number}/{len(questions)}\n  1  {_one_line(opening + a)}\n  2  {_one_line(opening + b)}\n> "
+                f"\n{number}/{len(questions)}\n  1  {one_line(opening + a)}\n  2  {one_line(opening + b)}\n> "
             )
             sys.stderr.flush()
             preference = _answer(keys)
@@ -114,8 +115,3 @@ def _keys(stream: TextIO) -> Iterator[Iterator[str]]:
         yield characters
     finally:
         termios.tcsetattr(stream, termios.TCSADRAIN, settings)
-
-
-def _one_line(text: str) -> str:
-    """`text` on one line, without characters that could steer the terminal."""
-    return " ".join("".join(char if char.isprintable() else " " for char in text).split())

@@ -1,14 +1,17 @@
-"""Freed memory stays with the process, where the allocator is glibc's."""
+"""The cache folder follows the environment; freed memory stays with the process where the allocator is glibc's."""
 
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from tunesmith.core.system import cache_folder
+
 PROGRAM = """
 import ctypes, sys
-from tunesmith.core.allocator import keep_freed_memory
+from tunesmith.core.system import keep_freed_memory
 
 def resident_mb():
     return int(open("/proc/self/statm").read().split()[1]) * 4096 / 2**20
@@ -33,3 +36,13 @@ def test_a_large_block_that_is_freed_stays_only_if_asked() -> None:
 
     assert growth_mb("keep") > 190
     assert growth_mb("leave") < 20
+
+
+def test_the_cache_is_where_the_environment_says(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    monkeypatch.setenv("TUNESMITH_CACHE", "/y")
+    assert cache_folder() == Path("/y")
+    monkeypatch.delenv("TUNESMITH_CACHE")
+    assert cache_folder() == Path("/x/tunesmith")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_folder() == Path.home() / ".cache" / "tunesmith"

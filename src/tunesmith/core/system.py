@@ -1,0 +1,32 @@
+"""What the process takes from the system: the user's cache folder, and memory from the system's allocator."""
+
+import ctypes
+import os
+import platform
+from pathlib import Path
+
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
+_NEVER = 2**31 - 1
+
+
+def cache_folder() -> Path:
+    """The folder of files that can be made again, such as converted models and compiled kernels.
+
+    `TUNESMITH_CACHE`, else `tunesmith` under `XDG_CACHE_HOME`, else `~/.cache/tunesmith`.
+    """
+    if named := os.environ.get("TUNESMITH_CACHE"):
+        return Path(named).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "tunesmith"
+
+
+def keep_freed_memory() -> bool:
+    """Allocate large blocks from the heap and never shrink it; True if the system's allocator supports this (glibc).
+
+    By default glibc unmaps a large block as soon as it is freed, and every page of the next one costs a page fault: a
+    training step frees and allocates gigabytes. The setting holds for the whole process and cannot be taken back.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return False
+    library = ctypes.CDLL(None)
+    return all(library.mallopt(name, value) == 1 for name, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _NEVER)))
