@@ -37,7 +37,7 @@ PARTS = (
         (
             "tunesmith.models.decoder:attend_packed",
             "tunesmith.rollout.runner:attend",
-            "tunesmith.rollout.device_model:attend",
+            "tunesmith.rollout.device.model:attend",
         ),
     ),
     ("norms", ("tunesmith.models.decoder:add_rms_norm",)),

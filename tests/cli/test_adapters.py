@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tunesmith.cli.main import main
 from tunesmith.config.sections import ModelSection
+from tunesmith.models.export import save_merged
 from tunesmith.models.load import load_policy, load_reward_model
 from tunesmith.models.lora import has_adapters
-from tunesmith.models.merge import save_merged
 
 Capture = pytest.CaptureFixture[str]
 Runs = Callable[[str], Path]

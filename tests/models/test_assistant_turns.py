@@ -11,9 +11,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from tunesmith.core.errors import DataError, ModelError
-from tunesmith.models.assistant_turns import PlacedTokens
 from tunesmith.models.tiny import CHAT_TEMPLATE, byte_tokenizer
 from tunesmith.models.tokenizer import (
+    PlacedTokens,
     PreTrainedTokenizerBase,
     decode,
     encode_demonstration,

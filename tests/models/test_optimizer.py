@@ -13,8 +13,7 @@ from tunesmith.kernels.native import Kernels
 from tunesmith.models.heads import Critic, PolicyWithValue, RewardModel
 from tunesmith.models.load import frozen_copy
 from tunesmith.models.logprob import token_logps
-from tunesmith.models.optimizer import MasterAdamW, OptimizerState, parameter_groups
-from tunesmith.models.schedule import schedule_factor
+from tunesmith.models.optimizer import MasterAdamW, OptimizerState, parameter_groups, schedule_factor
 from tunesmith.models.tiny import tiny_classifier, tiny_model
 
 PLAIN = OptimizerSection(learning_rate=1e-3, max_grad_norm=1e9)

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from tunesmith.config.sections import OptimizerSection
-from tunesmith.models.schedule import schedule_factor
+from tunesmith.models.optimizer import schedule_factor
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "warmup_stable_decay"])

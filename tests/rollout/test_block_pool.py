@@ -2,7 +2,7 @@
 
 import pytest
 
-from tunesmith.rollout.block_pool import BlockPool
+from tunesmith.rollout.kv_cache import BlockPool
 
 
 def _kept(pool: BlockPool, key: bytes) -> int:

@@ -11,7 +11,7 @@ from tunesmith.kernels.native import Kernels
 from tunesmith.models.language_model import language_model
 from tunesmith.models.loaded import LoadedModel
 from tunesmith.models.tiny import tiny_model
-from tunesmith.rollout.device_engine import DeviceEngine
+from tunesmith.rollout.device.engine import DeviceEngine
 from tunesmith.rollout.engine import GenerationInterrupted
 from tunesmith.rollout.native_engine import NativeEngine
 from tunesmith.schema.records import Prompt

@@ -9,7 +9,7 @@ from tunesmith.batch.rollout import SamplingParams
 from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.sample.api import sample
 from tunesmith.kernels.sample.records import LogitBias, NoiseKeys, SampleSettings, Seen
-from tunesmith.rollout.device_draw import DrawForm, DrawSettings, draw
+from tunesmith.rollout.device.decode_step import DrawForm, DrawSettings, draw
 
 VOCABULARY, NUM_ROWS = 50, 7
 SAMPLING = SamplingParams(

@@ -20,8 +20,8 @@ from tunesmith.models.language_model import language_model
 from tunesmith.models.load import load_policy
 from tunesmith.models.loaded import LoadedModel
 from tunesmith.models.tiny import tiny_model
-from tunesmith.rollout.device_engine import DeviceEngine
-from tunesmith.rollout.device_steps import STEPS_PER_VISIT
+from tunesmith.rollout.device.engine import DeviceEngine
+from tunesmith.rollout.device.steps import STEPS_PER_VISIT
 from tunesmith.rollout.factory import open_engine
 from tunesmith.rollout.native_engine import NativeEngine
 from tunesmith.rollout.transformers_backend import TransformersEngine

@@ -7,13 +7,12 @@ from tunesmith.batch.rollout import SamplingParams
 from tunesmith.kernels.native import Kernels
 from tunesmith.models.decoder import Decoder
 from tunesmith.models.tiny import tiny_model
-from tunesmith.rollout.decode_step import PREFIX_MEMBERS, Slots, Step, decode_step
-from tunesmith.rollout.device_draw import DrawForm, DrawSettings
-from tunesmith.rollout.device_model import DeviceModel
-from tunesmith.rollout.device_steps import DeviceSteps, Prefix, Room, shared_prefixes
+from tunesmith.rollout.device.decode_step import PREFIX_MEMBERS, DrawForm, DrawSettings, Slots, Step, decode_step
+from tunesmith.rollout.device.model import DeviceModel
+from tunesmith.rollout.device.steps import DeviceSteps, Prefix, Room, shared_prefixes
 from tunesmith.rollout.kv_cache import KVCache, allocate_storage, copy_blocks
 from tunesmith.rollout.sampler import NoiseKey
-from tunesmith.rollout.scheduler import Request, Scheduler
+from tunesmith.rollout.scheduler import PromptRequest, Scheduler
 from tunesmith.rollout.sequence import Limits, Sequence
 
 CPU = torch.device("cpu")
@@ -39,7 +38,7 @@ def begun(model: DeviceModel, room: Room, num_rows: int, new: int) -> tuple[Devi
     steps.begin(SAMPLING, frozenset({2}), 0, [NoiseKey(7, 0), NoiseKey(9, 0)])
     scheduler = Scheduler(room.cache, lambda ids: "", num_slots=NUM_SLOTS)
     limits = Limits(new, stop_ids=frozenset({2}))
-    scheduler.add([Request(0, tuple(range(5, 25)), num_rows, limits), Request(1, (9, 8, 7), 1, limits)])
+    scheduler.add([PromptRequest(0, tuple(range(5, 25)), num_rows, limits), PromptRequest(1, (9, 8, 7), 1, limits)])
     plan = scheduler.plan(MAX_STEPS)
     assert plan is not None and len(plan.drawn) == num_rows + 1
     scheduler.accept_runs(plan, [(run.token_ids, run.logps, run.raw_logps) for run in steps.run(plan)])

@@ -10,14 +10,13 @@ from tunesmith.kernels.native import Choice, Kernels
 from tunesmith.models.decoder import Decoder
 from tunesmith.models.loaded import PreTrainedModel
 from tunesmith.models.tiny import tiny_model
-from tunesmith.rollout import device_steps
-from tunesmith.rollout.decode_step import Slots
-from tunesmith.rollout.device_draw import DrawSettings
-from tunesmith.rollout.device_model import DeviceModel
-from tunesmith.rollout.device_steps import DeviceDrawn, DeviceSteps, Room, shared_prefixes
+from tunesmith.rollout.device import steps as device_steps
+from tunesmith.rollout.device.decode_step import DrawSettings, Slots
+from tunesmith.rollout.device.model import DeviceModel
+from tunesmith.rollout.device.steps import DeviceDrawn, DeviceSteps, Room, shared_prefixes
 from tunesmith.rollout.kv_cache import KVCache, allocate_storage, copy_blocks
 from tunesmith.rollout.sampler import NoiseKey
-from tunesmith.rollout.scheduler import Request, Scheduler
+from tunesmith.rollout.scheduler import PromptRequest, Scheduler
 from tunesmith.rollout.sequence import Limits
 
 CPU = torch.device("cpu")
@@ -46,7 +45,9 @@ def visits(module: PreTrainedModel, choice: Choice, sampling: SamplingParams) ->
     steps.begin(sampling, frozenset({2, 7}), 0, [NoiseKey(7, 0), NoiseKey(9, 0)])
     scheduler = Scheduler(cache, lambda ids: "", num_slots=NUM_SLOTS)
     limits = Limits(5, sampling.min_new_tokens, stop_ids=frozenset({2, 7}))
-    scheduler.add([Request(0, tuple(5 + 7 * i % 200 for i in range(34)), 4, limits), Request(1, (9, 8), 1, limits)])
+    scheduler.add(
+        [PromptRequest(0, tuple(5 + 7 * i % 200 for i in range(34)), 4, limits), PromptRequest(1, (9, 8), 1, limits)]
+    )
     found: list[list[DeviceDrawn]] = []
     while (plan := scheduler.plan(MAX_STEPS)) is not None:
         copy_blocks(room.storage, plan.copies)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tunesmith.core.errors import InputError
 from tunesmith.core.seeds import derive
 from tunesmith.rollout.kv_cache import BLOCK_TOKENS, KVCache, blocks_for
-from tunesmith.rollout.scheduler import Plan, Request, Rows, Run, Scheduler
+from tunesmith.rollout.scheduler import Plan, PromptRequest, Rows, Run, Scheduler
 from tunesmith.rollout.sequence import Limits, Sequence
 
 STOP_ID = 0
@@ -33,7 +33,7 @@ def draw(sequence: Sequence, tokens: list[int], seed: int = 0) -> int:
     return token + 1 if token in sequence.limits.stop_ids and sequence.masks_stop_ids else token
 
 
-def alone(requests: list[Request]) -> Drawn:
+def alone(requests: list[PromptRequest]) -> Drawn:
     """Every completion drawn by itself, without cache and scheduler."""
     results: Drawn = {}
     for request in requests:
@@ -138,22 +138,22 @@ def _results(sequences: list[Sequence]) -> Drawn:
     return results
 
 
-def _request(index: int, length: int = 5, *, n: int = 1, new: int = 8, **limits: object) -> Request:
+def _request(index: int, length: int = 5, *, n: int = 1, new: int = 8, **limits: object) -> PromptRequest:
     prompt_ids = tuple(100 + index if position % 3 else 99 for position in range(length))
-    return Request(index, prompt_ids, n, Limits(max_new_tokens=new, **limits))  # type: ignore[arg-type]
+    return PromptRequest(index, prompt_ids, n, Limits(max_new_tokens=new, **limits))  # type: ignore[arg-type]
 
 
-def _mixed(count: int = 17, seed: int = 0) -> list[Request]:
+def _mixed(count: int = 17, seed: int = 0) -> list[PromptRequest]:
     """Prompts of mixed length with few beginnings, groups of 1 to 5, limits of all kinds."""
     rng = random.Random(seed)
-    requests: list[Request] = []
+    requests: list[PromptRequest] = []
     for index in range(count):
         shared = rng.choice([(), (7,) * 16, (7,) * 32, (7,) * 16 + (8,) * 16])
         prompt_ids = shared + tuple(rng.randrange(50) for _ in range(rng.choice([1, 3, 15, 16, 17, 40])))
         new = rng.choice([1, 2, 15, 16, 17, 40])
         stops = ("ab", "c") if rng.random() < 0.3 else ()
         limits = Limits(new, rng.randrange(min(new, 4)), frozenset({STOP_ID}), stops)
-        requests.append(Request(index, prompt_ids, rng.randint(1, 5), limits))
+        requests.append(PromptRequest(index, prompt_ids, rng.randint(1, 5), limits))
     return requests
 
 
@@ -198,7 +198,7 @@ REQUESTS = st.builds(
     max_steps=st.sampled_from([1, 4]),
 )
 def test_completions_do_not_depend_on_arrival_or_budget(drawn, num_slots, spare, prefill_tokens, order, max_steps):
-    requests = [Request(i, start + tail, n, limits) for i, (start, tail, n, limits) in enumerate(drawn)]
+    requests = [PromptRequest(i, start + tail, n, limits) for i, (start, tail, n, limits) in enumerate(drawn)]
     fewest = max(
         blocks_for(len(r.prompt_ids) + max(r.limits.max_new_tokens - 1, 0)) + (r.n > 1 and r.limits.max_new_tokens > 1)
         for r in requests
@@ -221,21 +221,21 @@ def test_completions_do_not_depend_on_arrival_or_budget(drawn, num_slots, spare,
 
 def test_a_prompt_is_computed_once_for_all_its_completions_and_beginnings_once_for_all_prompts():
     scheduler, runner = _setup(8)
-    scheduler.add([Request(i, (5,) * 64 + (i,), 16, Limits(4)) for i in range(4)])
+    scheduler.add([PromptRequest(i, (5,) * 64 + (i,), 16, Limits(4)) for i in range(4)])
     _drain(scheduler, runner)
     assert runner.num_computed == 64 + 4
-    scheduler.add([Request(9, (5,) * 64 + (9,), 2, Limits(4))])
+    scheduler.add([PromptRequest(9, (5,) * 64 + (9,), 2, Limits(4))])
     _drain(scheduler, runner)
     assert runner.num_computed == 64 + 5, "what is known outlives the prompts that computed it"
     runner.cache.invalidate()
-    scheduler.add([Request(10, (5,) * 64 + (10,), 2, Limits(4))])
+    scheduler.add([PromptRequest(10, (5,) * 64 + (10,), 2, Limits(4))])
     _drain(scheduler, runner)
     assert runner.num_computed == 64 + 5 + 65, "other weights, other keys"
 
 
 def test_the_first_plans_of_a_group_are_as_documented():
     scheduler, runner = _setup(2)
-    scheduler.add([Request(0, (5, 6, 7), 3, Limits(3))])
+    scheduler.add([PromptRequest(0, (5, 6, 7), 3, Limits(3))])
     plan = scheduler.plan()
     assert plan is not None and plan.sequences == [] and plan.copies == []
     assert plan.prefill == Rows([5, 6, 7], [0, 1, 2], [plan.chunks[0].table_row] * 3)
@@ -323,7 +323,7 @@ def test_a_prompt_that_waits_for_room_begins_when_one_ends_with_its_first_token(
 
 def test_prompts_that_share_what_is_not_computed_yet_can_be_cancelled():
     scheduler, runner = _setup(4, prefill_tokens=10)
-    scheduler.add([Request(index, (5,) * 40 + (index,), 1, Limits(4)) for index in range(4)])
+    scheduler.add([PromptRequest(index, (5,) * 40 + (index,), 1, Limits(4)) for index in range(4)])
     _step(scheduler, runner)
     assert runner.cache.num_free == runner.cache.num_blocks - 3 - 3, "two blocks are shared, the last is each one's own"
     assert scheduler.cancel_all() == []
@@ -344,7 +344,7 @@ def test_cancelling_returns_what_is_finished_and_frees_the_rest():
         scheduler.check_integrity()
         assert runner.cache.num_free == runner.cache.num_blocks
         assert scheduler.plan() is None
-        again = [Request(100 + r.index, r.prompt_ids, r.n, r.limits) for r in requests[:5]]
+        again = [PromptRequest(100 + r.index, r.prompt_ids, r.n, r.limits) for r in requests[:5]]
         scheduler.add(again)
         assert _results(_drain(scheduler, runner)) == alone(again)
 
@@ -359,7 +359,7 @@ def test_cancelling_returns_what_is_finished_and_frees_the_rest():
         (_request(7), "two requests have the index 7"),
     ],
 )
-def test_requests_that_cannot_be_served_are_refused_and_none_is_added(request_: Request, message: str):
+def test_requests_that_cannot_be_served_are_refused_and_none_is_added(request_: PromptRequest, message: str):
     scheduler, _ = _setup(2, num_blocks=8)
     scheduler.add([_request(7)])
     with pytest.raises(InputError, match=message):

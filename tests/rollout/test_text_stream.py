@@ -4,10 +4,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tunesmith.models.tiny import byte_tokenizer
+from tunesmith.batch.rollout import SamplingParams
+from tunesmith.models.tiny import byte_tokenizer, tiny_model
 from tunesmith.models.tokenizer import decode
-from tunesmith.rollout.sequence import Limits, Sequence
-from tunesmith.rollout.text_stream import TextStream, Watch
+from tunesmith.rollout.request import Callbacks, make_request
+from tunesmith.rollout.sequence import Limits, Sequence, TextStream
+from tunesmith.schema.records import Prompt
 
 TOKENIZER = byte_tokenizer()
 WORDS = ("all", " EN", "OUGH", "D", " END", "é", "\n", "E", "ND")
@@ -98,7 +100,7 @@ def test_pieces_of_bytes_joined_are_the_text(token_ids: list[int], stops: list[s
 
 
 @pytest.mark.parametrize("stops", [(), ("END",)])
-def test_a_watch_tells_the_text_of_each_completion_and_counts_those_that_ended(stops: tuple[str, ...]) -> None:
+def test_callbacks_get_the_text_of_each_completion_and_the_number_that_ended(stops: tuple[str, ...]) -> None:
     texts: dict[tuple[int, int], str] = {}
     counts: list[tuple[int, int]] = []
 
@@ -106,12 +108,14 @@ def test_a_watch_tells_the_text_of_each_completion_and_counts_those_that_ended(s
         assert text
         texts[prompt, sample] = texts.get((prompt, sample), "") + text
 
-    watch = Watch(2, lambda done, total: counts.append((done, total)), on_text)
+    loaded = tiny_model("llama")
+    prompts = [Prompt(str(index), "a") for index in range(4)]
+    request = make_request(loaded.model, loaded.tokenizer, prompts, 2, SamplingParams())
+    callbacks = Callbacks(request, 0, on_progress=lambda done, total: counts.append((done, total)), on_text=on_text)
     rows = [Sequence(3, sample, (1,), Limits(max_new_tokens=3, stop_strings=stops), _words) for sample in (0, 1)]
     for tokens in ((0, 0), (4, 1), (5, 2)):
-        for row, token in zip(rows, tokens, strict=True):
-            if not row.finish_reason:
-                row.append(token, -1.0, -1.0)
-                watch.note(row)
+        going = [(row, token) for row, token in zip(rows, tokens, strict=True) if not row.finish_reason]
+        ended = [row for row, token in going if row.append(token, -1.0, -1.0)]
+        callbacks.note([row for row, _ in going], ended)
     assert texts == {(3, row.sample): row.text for row in rows}
-    assert counts == [(1, 2), (2, 2)]
+    assert counts == [(1, 8), (2, 8)]

@@ -95,7 +95,7 @@ def check_dest(source: Path, dest: Path) -> None:
 
 def merge_whole(source: Path, dest: Path, *, trust_remote_code: bool) -> int:
     """Bytes of the plain model that the adapters in `source` make of their base, written to `dest`."""
-    from tunesmith.models.merge import save_merged
+    from tunesmith.models.export import save_merged
 
     return _num_bytes(save_merged(source, dest, trust_remote_code=trust_remote_code))
 

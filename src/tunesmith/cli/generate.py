@@ -106,8 +106,8 @@ def _complete(model: str, options: GenerateOptions, prompts: "Sequence[Prompt]")
     from tunesmith.batch.rollout import SamplingParams
     from tunesmith.config.sections import ModelSection
     from tunesmith.models.load import load_policy
-    from tunesmith.rollout.engine import check_request
     from tunesmith.rollout.factory import open_engine
+    from tunesmith.rollout.request import check_request
     from tunesmith.runs.progress import progress
 
     sampling = SamplingParams(

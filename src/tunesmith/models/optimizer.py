@@ -1,10 +1,10 @@
 """AdamW on float32 masters, with float32 gradient accumulation, clipping, a schedule, and refusal of non-finite steps.
 
-A bfloat16 weight has 8 bits: an update below 1/256 of it rounds away. So each 16-bit parameter has a float32 master
-that takes the update, and each micro-batch's gradient is added up in float32 as soon as it is complete (summed in
-`.grad` the small ones would round away likewise); the first is held as it came until there is a second. A float32
-parameter is its own master and sums in its own `.grad`. A step is two passes over memory: one for the norm, which finds
-what is not finite too, and one for clipping, moments, master and weight (`kernels/adamw`).
+A bfloat16 weight has 8 significant bits: an update below 1/256 of it rounds away. So each 16-bit parameter has a
+float32 master that takes the update, and gradients of micro-batches are summed in float32 as soon as each is complete.
+The first is kept in its own dtype until there is a second. A float32 parameter is its own master and sums in its own
+`.grad`. A step is two passes over memory: the norm, which also detects non-finite gradients, then clipping, moments,
+master and weight (`kernels/adamw`).
 """
 
 import math
@@ -27,13 +27,11 @@ from tunesmith.kernels.adamw.records import (
 )
 from tunesmith.kernels.native import Kernels
 from tunesmith.models.heads import ScalarHead
-from tunesmith.models.loss_scale import LossScale
-from tunesmith.models.schedule import schedule_factor
 
 _COUNTS = ("num_steps", "weight_version", "num_refused", "num_refused_in_row")
 
 LOSS = "the loss"
-"""Stands in `StepReport.bad_parameter` where the gradients are finite and the loss is not."""
+"""`StepReport.bad_parameter` if the gradients are finite and the loss is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +45,12 @@ class ParameterGroup:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What a step did.
+    """Result of one step.
 
-    `grad_norm`: before clipping; `learning_rate`: of the first group; `refused`: the step changed nothing, because the
-    gradient of `bad_parameter`, the first such, holds NaN or infinity, or because the loss does (then `bad_parameter`
-    is `LOSS`); `num_refused_in_row`: refused since a good one. `loss_scale`: the factor that the gradients of float16
-    weights came with, None for other weights; `overflowed`: it was too large, so it was halved and the step left out,
-    which is no failure.
+    `grad_norm`: before clipping; `learning_rate`: of the first group; `refused`: nothing was updated, because the
+    gradient of `bad_parameter` (the first of several) or the loss (`LOSS`) is not finite; `num_refused_in_row`: since
+    the last good step; `loss_scale`: of float16 weights, else None; `overflowed`: the loss scale was too large, so it
+    was halved and the step skipped, which is not a failure.
     """
 
     grad_norm: float
@@ -66,13 +63,13 @@ class StepReport:
 
     @property
     def bad_part(self) -> str:
-        """What was not finite, in words."""
+        """The non-finite part, for messages."""
         return LOSS if self.bad_parameter == LOSS else f"the gradient of {self.bad_parameter}"
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """What a resumed run needs besides the weights: flat tensors for a safetensors file, and counts for a JSON file.
+    """Optimizer state of a checkpoint: flat tensors for a safetensors file, and counts for a JSON file.
 
     Tensors: `exp_avg/<parameter>`, `exp_avg_sq/<parameter>`, `num_updates/<parameter>` (0-d), and `master/<parameter>`
     for 16-bit parameters. 8-bit moments are codes (uint8), with `exp_avg_scale/<parameter>` and
@@ -85,10 +82,9 @@ class OptimizerState:
 
 
 def parameter_groups(modules: Sequence[nn.Module], section: OptimizerSection) -> list[ParameterGroup]:
-    """The trainable parameters of `modules`, each once: matrices decay, vectors do not, heads have a rate of their own.
+    """The trainable parameters of `modules`: matrices decay, vectors do not, heads have their own learning rate.
 
-    Heads are every `ScalarHead` and a classifier's `score`. Of several modules, each puts its class name before the
-    names of its parameters.
+    Heads are every `ScalarHead` and a classifier's `score`. With several modules, names begin with the module's class.
     """
     together = modules[0] if len(modules) == 1 else nn.ModuleDict({type(module).__name__: module for module in modules})
     heads = {
@@ -234,7 +230,9 @@ class MasterAdamW:
         bad_parameter = next(
             (slot.name for (slot, _), s in zip(found, sums, strict=True) if not math.isfinite(s)), None
         )
-        overflowed = bad_parameter is not None and math.isfinite(loss) and self._lower_scale()
+        overflowed = (
+            bad_parameter is not None and math.isfinite(loss) and self._scale is not None and self._scale.lower()
+        )
         if bad_parameter is None and not math.isfinite(loss):
             bad_parameter = LOSS
         refused = bad_parameter is not None and not overflowed
@@ -265,7 +263,7 @@ class MasterAdamW:
 
     @property
     def moment_bytes(self) -> int:
-        """Bytes of the moments of all parameters, once each had an update."""
+        """Bytes of the moments of all parameters."""
         return moment_bytes(self.num_trained, self._section)
 
     def zero_grad(self) -> None:
@@ -314,13 +312,6 @@ class MasterAdamW:
         # Version 0 is the weights as they were loaded, in every run.
         self.weight_version = 0 if version == self.weight_version == 0 else max(version, self.weight_version + 1)
 
-    def _lower_scale(self) -> bool:
-        """Halve the loss scale; False if there is none, or none smaller, so that the gradients themselves are bad."""
-        if self._scale is None or not self._scale.can_fall:
-            return False
-        self._scale.note_overflow()
-        return True
-
     def _note_update(self) -> None:
         if self._scale is not None:
             self._scale.note_update()
@@ -364,3 +355,47 @@ def _is_like(tensor: torch.Tensor, expected: torch.Tensor | None) -> bool:
     if expected is None:
         return False
     return tensor.shape == expected.shape and tensor.is_floating_point() == expected.is_floating_point()
+
+
+def schedule_factor(section: OptimizerSection, step: int, total_steps: int) -> float:
+    """The share of the peak learning rate at `step` (from 0) of `total_steps`, above 0: a linear warm-up, then a decay.
+
+    `cosine`: Loshchilov and Hutter 2017, eq. 5; `warmup_stable_decay`: Hu et al. 2024 (arXiv 2404.06395), section 4.
+    """
+    begin = section.warmup_steps
+    if step < begin:
+        return (step + 1) / begin
+    if section.schedule == "constant":
+        return 1.0
+    if section.schedule == "warmup_stable_decay":
+        begin = max(begin, total_steps - round(section.decay_share * total_steps))
+    progress = min(1.0, max(0, step - begin) / max(1, total_steps - begin))
+    share = 0.5 * (1.0 + math.cos(math.pi * progress)) if section.schedule == "cosine" else 1.0 - progress
+    return section.min_ratio + (1.0 - section.min_ratio) * share
+
+
+class LossScale:
+    """A power of two that keeps float16 gradients in range (Micikevicius et al. 2018, arXiv 1710.03740).
+
+    `value` is halved by each overflow, and doubled after `window` updates without one.
+    """
+
+    _LARGEST = 2.0**24
+
+    def __init__(self, initial: float, window: int) -> None:
+        self.value = initial
+        self.num_good = 0
+        self._window = window
+
+    def lower(self) -> bool:
+        """Halve the scale; False if it is 1 already: then the gradients themselves are not finite."""
+        if self.value <= 1.0:
+            return False
+        self.value, self.num_good = max(1.0, self.value / 2), 0
+        return True
+
+    def note_update(self) -> None:
+        """Count a good update; double the scale after `window` in a row."""
+        self.num_good += 1
+        if self.num_good >= self._window:
+            self.value, self.num_good = min(self._LARGEST, 2 * self.value), 0

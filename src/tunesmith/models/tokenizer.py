@@ -4,15 +4,24 @@ A sequence that ends by itself ends with its end-of-sequence token as the last i
 writes after it (ChatML: a newline) is left out, so that a reward model sees the same ids in training and in PPO.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tunesmith.batch.targets import LearntSequence
 from tunesmith.core.errors import DataError, ModelError
-from tunesmith.models.assistant_turns import LossOn, assistant_spans, tokens_of
 from tunesmith.schema.records import Demonstration, Message, Prompt, Text
+
+LossOn = Literal["assistant", "last", "all"]
+"""Which tokens of a demonstration are learnt."""
+
+
+Render = Callable[[Sequence[Message], bool], str]
+"""The template's text for some messages, with the opening of the assistant's next turn if the second argument is true.
+"""
 
 
 def encode_prompt(
@@ -196,3 +205,77 @@ def _closing(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
 def _ended(tokenizer: PreTrainedTokenizerBase, ids: tuple[int, ...]) -> tuple[int, ...]:
     eos_id = _special_id(tokenizer.eos_token_id)
     return ids if eos_id is None or ids[-1:] == (eos_id,) else (*ids, eos_id)
+
+
+def assistant_spans(
+    render: Render, messages: Sequence[Message], turns: Sequence[int], closing: Sequence[str]
+) -> list[range]:
+    """The characters of `render(messages, False)` that the assistant writes in each of `turns` (indices of messages).
+
+    A span holds the turn's text and the token of `closing` that ends it; the white space that a template writes behind
+    that token is left out. Raises DataError if the template writes a turn, or what comes before it, otherwise once more
+    messages follow, so that the turn cannot be found.
+    """
+    whole = render(messages, False)
+    spans: list[range] = []
+    for turn in turns:
+        before = render(messages[:turn], True) if turn else ""
+        after = whole if turn + 1 == len(messages) else render(messages[: turn + 1], False)
+        if not whole.startswith(before):
+            raise DataError(_unstable("what comes before", turn, len(messages)))
+        if not whole.startswith(after) or len(after) <= len(before):
+            raise DataError(_unstable("the", turn, len(messages)))
+        spans.append(range(len(before), _end(after, closing)))
+    return spans
+
+
+def _end(text: str, closing: Sequence[str]) -> int:
+    """Where a turn at the end of `text` ends."""
+    stripped = text.rstrip()
+    return len(stripped) if stripped.endswith(tuple(closing)) else len(text)
+
+
+def _unstable(what: str, turn: int, num_messages: int) -> str:
+    return (
+        f"the chat template writes {what} turn {turn} of {num_messages} otherwise alone than inside of the "
+        "conversation (some templates leave out earlier reasoning), so the assistant's tokens cannot be told apart; "
+        "learn the last turn alone (loss_on: last), everything (loss_on: all), or take another template"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedTokens:
+    """Token ids of a text, and the characters from which each was made: `starts[i]` to `ends[i]`."""
+
+    ids: tuple[int, ...]
+    starts: tuple[int, ...]
+    ends: tuple[int, ...]
+
+    def spans(self, characters: Sequence[range]) -> list[range]:
+        """For each range of characters the range of tokens that begin inside of it.
+
+        A token that begins before it and reaches into it is left out: in generation no token stands across the place
+        where the assistant begins.
+        """
+        return [range(self._first_from(span.start), self._first_from(span.stop)) for span in characters]
+
+    def _first_from(self, character: int) -> int:
+        # Byte-level tokenizers leave leading white space out of a token's characters: it begins where the one before
+        # ends. The tokens that share one character of several bytes all begin with it.
+        ends = (0, *self.ends)
+        begins = (min(start, end) for start, end in zip(self.starts, ends, strict=False))
+        return next((index for index, begin in enumerate(begins) if begin >= character), len(self.ids))
+
+
+def tokens_of(tokenizer: PreTrainedTokenizerBase, text: str) -> PlacedTokens:
+    """The tokens of a rendered conversation. Raises ModelError for a tokenizer that does not say where tokens stand."""
+    if not tokenizer.is_fast:
+        raise ModelError(
+            f"{type(tokenizer).__name__} does not say which characters a token was made from; give the model a "
+            "tokenizer.json, or the demonstrations as text"
+        )
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    offsets = encoded["offset_mapping"]
+    return PlacedTokens(
+        tuple(encoded["input_ids"]), tuple(start for start, _ in offsets), tuple(end for _, end in offsets)
+    )

@@ -10,7 +10,7 @@ from tunesmith.core.log import get_logger
 from tunesmith.kernels.native import Kernels
 from tunesmith.models.language_model import LanguageModel, language_model
 from tunesmith.models.loaded import PreTrainedModel, PreTrainedTokenizerBase
-from tunesmith.rollout.device_engine import DeviceEngine
+from tunesmith.rollout.device.engine import DeviceEngine
 from tunesmith.rollout.engine import Engine
 from tunesmith.rollout.native_engine import NativeEngine
 from tunesmith.rollout.transformers_backend import TransformersEngine

@@ -18,14 +18,12 @@ from tunesmith.models.decoder import Decoder
 from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.loaded import PreTrainedModel, PreTrainedTokenizerBase
 from tunesmith.rollout import weight_check
-from tunesmith.rollout.asked import Asked, HandOut, ask
-from tunesmith.rollout.call import CallSize, drawn_groups, open_scheduler
 from tunesmith.rollout.engine import OnGroup, OnProgress, OnText
 from tunesmith.rollout.kv_cache import KVCache, allocate_storage, copy_blocks, num_blocks_for
+from tunesmith.rollout.request import Callbacks, RequestSize, make_request, run_request
 from tunesmith.rollout.runner import Runner, cache_shape
 from tunesmith.rollout.sampler import Sampler, noise_keys
 from tunesmith.rollout.scheduler import Plan, Scheduler
-from tunesmith.rollout.text_stream import Watch
 from tunesmith.schema.records import Prompt
 
 _PREFILL_TOKENS = 512
@@ -58,10 +56,10 @@ class _Version:
 class _Call:
     """One call of `generate`."""
 
-    asked: Asked
+    loaded: _Loaded
     scheduler: Scheduler
     sampler: Sampler
-    watch: Watch
+    callbacks: Callbacks
 
 
 class NativeEngine:
@@ -99,7 +97,7 @@ class NativeEngine:
     def is_exact(self) -> bool:
         """True if raw log-probs equal the trainer's to the bit, as measured when the weights were first packed."""
         if self._is_exact is None:
-            self._load(CallSize(1, 1, 1, 1))
+            self._load(RequestSize(1, 1, 1, 1))
         return bool(self._is_exact)
 
     def unload(self) -> None:
@@ -129,37 +127,26 @@ class NativeEngine:
             TrainingError: if logits are not finite; the message names the layer.
             GenerationInterrupted: on Ctrl-C, with what was finished by then.
         """
-        call = self._open(prompts, n, sampling, on_progress, on_text)
-        version = self._weight_version()
-        hand_out = HandOut(call.asked, version, on_group)
-        return drawn_groups(call.asked, call.scheduler, version, lambda: self._draw_all(call, hand_out))
-
-    def _open(
-        self,
-        prompts: Sequence[Prompt],
-        n: int,
-        sampling: SamplingParams,
-        on_progress: OnProgress | None,
-        on_text: OnText | None,
-    ) -> _Call:
-        asked = ask(self._module, self._tokenizer, prompts, n, sampling)
-        size = CallSize.of(asked, self._num_slots)
+        request = make_request(self._module, self._tokenizer, prompts, n, sampling)
+        size = request.size(self._num_slots)
         loaded = self._load(size)
-        scheduler = open_scheduler(asked, loaded.cache, num_slots=size.num_slots, prefill_tokens=_PREFILL_TOKENS)
+        scheduler = request.open_scheduler(loaded.cache, num_slots=size.num_slots, prefill_tokens=_PREFILL_TOKENS)
         sampler = Sampler(
             sampling,
-            seed=asked.seed,
-            stop_ids=asked.limits.stop_ids,
-            keys=noise_keys(asked.prompt_ids, n),
-            vocabulary_size=asked.vocabulary_size,
+            seed=request.seed,
+            stop_ids=request.limits.stop_ids,
+            keys=noise_keys(request.prompt_ids, n),
+            vocabulary_size=request.vocabulary_size,
             kernels=self._kernels,
         )
-        return _Call(asked, scheduler, sampler, Watch(asked.num_completions, on_progress, on_text))
+        version = self._weight_version()
+        callbacks = Callbacks(request, version, on_progress=on_progress, on_text=on_text, on_group=on_group)
+        call = _Call(loaded, scheduler, sampler, callbacks)
+        return run_request(request, scheduler, version, lambda: self._draw_all(call))
 
-    def _draw_all(self, call: _Call, hand_out: HandOut) -> None:
-        """The loop of the engine: plan a step, compute it, draw from it, take what was drawn."""
-        loaded = self._loaded
-        assert loaded is not None, "a call is opened on loaded weights"
+    def _draw_all(self, call: _Call) -> None:
+        """The loop of the engine: plan a step, compute it, sample, take the tokens."""
+        loaded = call.loaded
         while (plan := call.scheduler.plan()) is not None:
             copy_blocks(loaded.storage, plan.copies)
             with span("prefill" if plan.chunks else "decode"):
@@ -168,17 +155,16 @@ class NativeEngine:
                 call.scheduler.accept(plan, [], [], [])
                 continue
             with span("sample"):
-                sampled = self._sample(call, plan, drawn.logits_RV, loaded)
+                sampled = self._sample(call, plan, drawn.logits_RV)
             self._record_values(plan, drawn.hidden_RH)
             ended = call.scheduler.accept(
                 plan, sampled.token_B.tolist(), sampled.logp_B.tolist(), sampled.raw_logp_B.tolist()
             )
             call.sampler.release(ended)
-            for sequence in plan.drawn:
-                call.watch.note(sequence)
-            hand_out.note(ended)
+            call.callbacks.note(plan.drawn, ended)
 
-    def _sample(self, call: _Call, plan: Plan, logits_RV: torch.Tensor, loaded: _Loaded) -> Sampled:
+    def _sample(self, call: _Call, plan: Plan, logits_RV: torch.Tensor) -> Sampled:
+        loaded = call.loaded
         try:
             return call.sampler.draw(plan, logits_RV)
         except TrainingError as error:
@@ -197,7 +183,7 @@ class NativeEngine:
         for sequence, value in zip(plan.drawn, self._value_head(hidden_RH).tolist(), strict=True):
             sequence.values.append(value)
 
-    def _load(self, size: CallSize) -> _Loaded:
+    def _load(self, size: RequestSize) -> _Loaded:
         """Packed weights of the current version, and a cache for a call of `size`.
 
         Raises:
@@ -239,7 +225,7 @@ class NativeEngine:
     def _version(self) -> _Version:
         return _Version(self._weight_version(), sum(parameter._version for parameter in self._module.parameters()))
 
-    def _num_blocks(self, size: CallSize) -> int:
+    def _num_blocks(self, size: RequestSize) -> int:
         shape = cache_shape(self._decoder.architecture)
         if self._kv_cache_mb is None:
             budget = int(psutil.virtual_memory().total * _MEMORY_SHARE)

@@ -26,7 +26,7 @@ Run = tuple[list[int], list[float], list[float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class PromptRequest:
     """A prompt of which `n` completions are wanted. `index` is its own: no other request of a scheduler has it."""
 
     index: int
@@ -93,7 +93,7 @@ class Plan:
 class _Group:
     """A prompt that was admitted. `reserved` blocks are set aside for one completion until the prompt is computed."""
 
-    request: Request
+    request: PromptRequest
     table: Table
     waiting: deque[Sequence]
     num_planned: int
@@ -138,7 +138,7 @@ class Scheduler:
         self._prefill_tokens = prefill_tokens
         self._num_adds = 0
         self._indices: set[int] = set()
-        self._queue: list[tuple[int, int, int, int, Request]] = []
+        self._queue: list[tuple[int, int, int, int, PromptRequest]] = []
         self._is_blocked = False  # the head of the queue did not fit, and nothing was freed since
         self._prefilling: deque[_Group] = deque()
         self._ready: deque[_Group] = deque()
@@ -153,7 +153,7 @@ class Scheduler:
         """Completions that have ended, in the order of request and sample."""
         return sorted(self._finished, key=lambda sequence: (sequence.request, sequence.sample))
 
-    def add(self, requests: Iterable[Request]) -> None:
+    def add(self, requests: Iterable[PromptRequest]) -> None:
         """Let `requests` wait, behind those of earlier calls.
 
         Raises:
@@ -264,7 +264,7 @@ class Scheduler:
         if any(not group.waiting for group in groups):
             raise AssertionError("a prompt is kept for no completion")
 
-    def _check(self, request: Request) -> None:
+    def _check(self, request: PromptRequest) -> None:
         name = f"request {request.index}"
         if request.n < 1:
             raise InputError(f"{name} asks for {request.n} completions; ask for at least 1")
@@ -369,7 +369,7 @@ class Scheduler:
             self._cache.free(group.table)
 
 
-def _growth(request: Request, *, shares_prompt: bool) -> int:
+def _growth(request: PromptRequest, *, shares_prompt: bool) -> int:
     """Blocks that a completion may take beyond its prompt's. The last token that is drawn needs no place.
 
     With a shared prompt, the prompt's last block is counted too if it is not full: the completion writes into a copy.

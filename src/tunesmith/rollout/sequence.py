@@ -1,4 +1,4 @@
-"""The state of one completion while it is drawn, and where it ends: a stop id, a stop string, or the length."""
+"""The state of one completion while it is drawn, its end (a stop id, a stop string, the length), and its text."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -49,56 +49,69 @@ class Limits:
                 raise InputError(f"{stop!r} is no stop id; give token ids, whole numbers from 0 up")
 
 
+class IncrementalDecoder:
+    """Decodes a completion token by token; work per token does not grow with its length.
+
+    A tokenizer decodes a token differently at the beginning of a text than within it, so new tokens are decoded
+    together with the piece before them. Tokens that do not yet make whole characters are decoded again with the next.
+    """
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        self._first = 0  # the last settled piece begins with this token
+        self._num_settled = 0  # tokens whose text is settled
+        self._before = ""  # text of the tokens from `_first` to `_num_settled`
+
+    def unsettled(self, token_ids: list[int]) -> str:
+        """Text of the tokens after the settled ones; `token_ids` are all ids of the completion."""
+        return self._decode(token_ids[self._first :])[len(self._before) :]
+
+    def settle(self, token_ids: list[int]) -> None:
+        """Mark all of `token_ids` as settled."""
+        self._first, self._num_settled = self._num_settled, len(token_ids)
+        self._before = self._decode(token_ids[self._first :])
+
+
 class StopSearch:
     """Finds stop strings in a text that grows token by token, also where they span several tokens.
 
-    Work per token does not grow with the completion: what is decoded is the last piece and the new token, and the only
-    text searched before that is the longest stop string less one character. A run of tokens that do not yet make whole
-    characters is one piece, decoded again until they do.
+    Of the settled text, only the longest stop string less one character is searched again.
     """
 
     def __init__(self, decode: Decode, stops: tuple[str, ...]) -> None:
-        self._decode = decode
+        self._decoder = IncrementalDecoder(decode)
         self._stops = stops
         self._num_kept = max(map(len, stops)) - 1
         self._pieces: list[str] = []
         self._tail = ""  # the last `_num_kept` characters of the pieces
         self._num_settled = 0  # characters in the pieces
         self._num_seen = 0  # characters searched, those of unsettled tokens included
-        self._first = 0  # the last settled piece begins with this token: tokens decode differently at a beginning
-        self._settled = 0  # tokens whose text stands in the pieces
-        self._before = ""  # text of the tokens from `_first` to `_settled`
 
     def find(self, token_ids: list[int]) -> int | None:
-        """Where the first stop string that the last token completed begins in the text; None if it completed none.
+        """Index, in the text, of the first stop string that the last token completed; None if it completed none.
 
-        To be called with all ids of the completion after each one that is drawn.
+        Call it with all ids of the completion after each new one.
         """
-        text = self._decode(token_ids[self._first :])
-        fresh = text[len(self._before) :].rstrip(UNFINISHED)
+        text = self._decoder.unsettled(token_ids)
+        fresh = text.rstrip(UNFINISHED)
         window = self._tail + fresh
         offset = self._num_settled - len(self._tail)
         found: list[int] = []
         for stop in self._stops:
-            place = window.find(stop, max(0, self._num_seen - offset - len(stop) + 1))
-            if place >= 0:
-                found.append(offset + place)
+            index = window.find(stop, max(0, self._num_seen - offset - len(stop) + 1))
+            if index >= 0:
+                found.append(offset + index)
         self._num_seen = max(self._num_seen, self._num_settled + len(fresh))
-        if len(text) > len(self._before) and not text.endswith(UNFINISHED):
-            self._settle(fresh, token_ids)
+        if text and not text.endswith(UNFINISHED):
+            self._pieces.append(fresh)
+            self._num_settled += len(fresh)
+            self._tail = (self._tail + fresh)[-self._num_kept :] if self._num_kept else ""
+            self._decoder.settle(token_ids)
         return min(found, default=None)
 
     def text(self, end: int, token_ids: list[int]) -> str:
         """The first `end` characters of the text of `token_ids`, the ids that `find` was called with."""
-        unsettled = self._decode(token_ids[self._first :])[len(self._before) :]
-        return ("".join(self._pieces) + unsettled)[:end]
-
-    def _settle(self, fresh: str, token_ids: list[int]) -> None:
-        self._pieces.append(fresh)
-        self._num_settled += len(fresh)
-        self._tail = (self._tail + fresh)[-self._num_kept :] if self._num_kept else ""
-        self._first, self._settled = self._settled, len(token_ids)
-        self._before = self._decode(token_ids[self._first :])
+        return ("".join(self._pieces) + self._decoder.unsettled(token_ids))[:end]
 
 
 @dataclass(slots=True, eq=False)
@@ -187,3 +200,46 @@ class Sequence:
         elif self.num_left == 0:
             self.finish_reason = "length"
         return self.finish_reason is not None
+
+
+class TextStream:
+    """The text of a completion piece by piece; the pieces joined are the completion's text.
+
+    A piece has whole characters only. The beginning of a possible stop string is held back until it is settled.
+
+    Example: with the stop string "END", the tokens "all", " EN" and "OUGH" give "all", " " and "ENOUGH".
+    """
+
+    def __init__(self, decode: Decode, stop_strings: tuple[str, ...] = ()) -> None:
+        self._decoder = IncrementalDecoder(decode)
+        self._stop_strings = stop_strings
+        self._held = ""
+        self._num_given = 0
+
+    def push(self, token_ids: list[int]) -> str:
+        """The new, settled text; call it with all ids of the completion after each new one but the last."""
+        text = self._decoder.unsettled(token_ids)
+        if not text or text.endswith(UNFINISHED):
+            return ""
+        self._held += text
+        self._decoder.settle(token_ids)
+        cut = len(self._held) - self._num_open()
+        piece, self._held = self._held[:cut], self._held[cut:]
+        self._num_given += len(piece)
+        return piece
+
+    def finish(self, text: str) -> str:
+        """The rest of `text`, the whole text of the ended completion, after the pieces that were given."""
+        return text[self._num_given :]
+
+    def _num_open(self) -> int:
+        """Characters at the end that are the beginning of a stop string."""
+        return max(
+            (
+                length
+                for stop in self._stop_strings
+                for length in range(1, min(len(stop), len(self._held) + 1))
+                if self._held.endswith(stop[:length])
+            ),
+            default=0,
+        )

@@ -20,9 +20,8 @@ from tunesmith.kernels.advance.records import LOGP, RAW_LOGP, TOKEN, VALUE
 from tunesmith.kernels.attention.records import Places
 from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.sample.api import require_drawn
-from tunesmith.rollout.decode_step import PREFIX_MEMBERS, Slots, Step, decode_step
-from tunesmith.rollout.device_draw import DrawForm, DrawSettings, draw
-from tunesmith.rollout.device_model import DeviceModel
+from tunesmith.rollout.device.decode_step import PREFIX_MEMBERS, DrawForm, DrawSettings, Slots, Step, decode_step, draw
+from tunesmith.rollout.device.model import DeviceModel
 from tunesmith.rollout.kv_cache import BLOCK_TOKENS, KVCache
 from tunesmith.rollout.sampler import NoiseKey, SeenTokens
 from tunesmith.rollout.scheduler import Plan

@@ -19,17 +19,14 @@ from tunesmith.kernels.native import Kernels
 from tunesmith.models.decoder import Decoder
 from tunesmith.models.loaded import PreTrainedModel, PreTrainedTokenizerBase
 from tunesmith.rollout import weight_check
-from tunesmith.rollout.asked import HandOut, ask
-from tunesmith.rollout.call import CallSize, drawn_groups, open_scheduler
-from tunesmith.rollout.decode_step import Slots
-from tunesmith.rollout.device_draw import DrawSettings
-from tunesmith.rollout.device_model import DeviceModel
-from tunesmith.rollout.device_steps import STEPS_PER_VISIT, DeviceDrawn, DeviceSteps, Room
+from tunesmith.rollout.device.decode_step import DrawSettings, Slots
+from tunesmith.rollout.device.model import DeviceModel
+from tunesmith.rollout.device.steps import STEPS_PER_VISIT, DeviceDrawn, DeviceSteps, Room
 from tunesmith.rollout.engine import OnGroup, OnProgress, OnText
 from tunesmith.rollout.kv_cache import BLOCK_TOKENS, KVCache, allocate_storage, blocks_for, copy_blocks, num_blocks_for
+from tunesmith.rollout.request import Callbacks, RequestSize, make_request, run_request
 from tunesmith.rollout.sampler import noise_keys
 from tunesmith.rollout.scheduler import Plan, Scheduler
-from tunesmith.rollout.text_stream import Watch
 from tunesmith.schema.records import Prompt
 
 _PREFILL_TOKENS = 8192
@@ -111,17 +108,17 @@ class DeviceEngine:
             TrainingError: if logits are not finite; the message names the layer.
             GenerationInterrupted: on Ctrl-C, with what was finished by then.
         """
-        asked = ask(self._module, self._tokenizer, prompts, n, sampling)
-        size = CallSize.of(asked, self._num_slots)
+        request = make_request(self._module, self._tokenizer, prompts, n, sampling)
+        size = request.size(self._num_slots)
         loaded = self._load(size, penalises=sampling.repetition_penalty != 1)
-        loaded.steps.begin(sampling, asked.limits.stop_ids, asked.seed, noise_keys(asked.prompt_ids, n))
-        scheduler = open_scheduler(asked, loaded.room.cache, num_slots=size.num_slots, prefill_tokens=_PREFILL_TOKENS)
-        watch = Watch(asked.num_completions, on_progress, on_text)
+        loaded.steps.begin(sampling, request.limits.stop_ids, request.seed, noise_keys(request.prompt_ids, n))
+        cache = loaded.room.cache
+        scheduler = request.open_scheduler(cache, num_slots=size.num_slots, prefill_tokens=_PREFILL_TOKENS)
         version = self._weight_version()
-        hand_out = HandOut(asked, version, on_group)
-        return drawn_groups(asked, scheduler, version, lambda: self._draw_all(loaded, scheduler, watch, hand_out))
+        callbacks = Callbacks(request, version, on_progress=on_progress, on_text=on_text, on_group=on_group)
+        return run_request(request, scheduler, version, lambda: self._draw_all(loaded, scheduler, callbacks))
 
-    def _draw_all(self, loaded: _Loaded, scheduler: Scheduler, watch: Watch, hand_out: HandOut) -> None:
+    def _draw_all(self, loaded: _Loaded, scheduler: Scheduler, callbacks: Callbacks) -> None:
         """The loop of the engine: plan some steps, let the device do them, take what was drawn."""
         while (plan := scheduler.plan(STEPS_PER_VISIT)) is not None:
             copy_blocks(loaded.room.storage, plan.copies)
@@ -130,9 +127,8 @@ class DeviceEngine:
             ended = scheduler.accept_runs(plan, [(run.token_ids, run.logps, run.raw_logps) for run in drawn])
             for sequence, run in zip(plan.drawn, drawn, strict=True):
                 sequence.values += run.values[: len(sequence.token_ids) - len(sequence.values)]
-                watch.note(sequence)
             loaded.steps.release(ended)
-            hand_out.note(ended)
+            callbacks.note(plan.drawn, ended)
 
     def _run(self, loaded: _Loaded, plan: Plan) -> list[DeviceDrawn]:
         try:
@@ -155,7 +151,7 @@ class DeviceEngine:
             return None
         return weight_check.first_bad_layer(lambda look: decoder.hidden_states(ids_T, lengths, on_layer=look))
 
-    def _load(self, size: CallSize, *, penalises: bool) -> _Loaded:
+    def _load(self, size: RequestSize, *, penalises: bool) -> _Loaded:
         """Room for a call of `size`, with graphs that read the weights where they stand.
 
         Raises:
@@ -176,7 +172,7 @@ class DeviceEngine:
         self._loaded = loaded
         return loaded
 
-    def _needed(self, size: CallSize, held_bytes: int, *, penalises: bool) -> "_Needed":
+    def _needed(self, size: RequestSize, held_bytes: int, *, penalises: bool) -> "_Needed":
         shape, budget = self._model.cache_shape, self._budget(held_bytes)
         num_blocks = min(size.num_blocks, num_blocks_for(budget, shape, max_tokens=size.longest))
         width = 1 << (blocks_for(size.longest) - 1).bit_length()  # so that few calls need other graphs
