@@ -29,7 +29,6 @@ from tunesmith.kernels.native import Kernels
 from tunesmith.models.heads import ScalarHead
 
 _COUNTS = ("num_steps", "weight_version", "num_refused", "num_refused_in_row")
-
 LOSS = "the loss"
 """`StepReport.bad_parameter` if the gradients are finite and the loss is not."""
 
