@@ -160,6 +160,8 @@ def test_logits_and_functions_may_take_the_place_of_layers(beta):
     logits_NV = linear(learner.hidden_NH, learner.layer.weight_VH)
     by_function = Predictions(teacher.hidden_NH, lambda hidden_RH: linear(hidden_RH, teacher.layer.weight_VH), 2.0)
     by_logits = Predictions(linear(teacher.hidden_NH, teacher.layer.weight_VH), None)
+    empty = [Predictions(one.hidden_NH[:0], one.layer) for one in (by_function, by_logits)]
+    assert divergence_loss(Predictions(logits_NV[:0], None), empty, Divergence(beta), num_tokens=3)[0] == 0
     ours, _ = divergence_loss(
         Predictions(logits_NV, None), [by_function, by_logits], Divergence(beta), num_tokens=3, chunk_bytes=SMALL
     )
@@ -220,7 +222,7 @@ def test_a_second_backward_pass_is_refused():
     learner, _ = student()
     loss, _ = divergence_loss(learner, [model(2)], Divergence(), num_tokens=1)
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="compute it anew"):
+    with pytest.raises(RuntimeError, match="compute the loss again"):
         loss.backward()
 
 
@@ -263,7 +265,7 @@ def test_logits_of_more_rows_than_a_block_never_exist(needs_weight):
         ({"teachers": [Predictions(torch.randn(ROWS + 1, 6), model(2).layer)]}, "as many rows as of the student"),
         ({"teachers": [Predictions(torch.randn(ROWS, 5), model(2).layer)]}, r"their output layer \(37, 6\)"),
         ({"teachers": [model(2, size=SIZE + 1)]}, "student's tokenizer"),
-        ({"student": Predictions(torch.randn(ROWS, 6), lambda hidden_RH: hidden_RH)}, "no function"),
+        ({"student": Predictions(torch.randn(ROWS, 6), lambda hidden_RH: hidden_RH)}, "not a function"),
         ({"mask_N": torch.ones(3)}, "one value for each"),
     ],
 )

@@ -1,7 +1,7 @@
-"""The loss of distillation: divergence of the student's next-token distributions from those of its teachers.
+"""Distillation loss: divergence between the next-token distributions of a student and of its teachers.
 
 Distributions are over the whole vocabulary, at the completion tokens (generalized knowledge distillation, Agarwal et
-al. 2024, arXiv 2306.13649). Logits are made from hidden states, some rows at a time, and never all of them.
+al. 2024, arXiv 2306.13649). Logits are computed from hidden states in blocks of rows, never all at once.
 
 Shape legend: N completion tokens, H hidden, V vocabulary, M rows that count, R rows of a block, K statistics.
 """
@@ -45,10 +45,11 @@ class Divergence:
     With the student's p, a teacher's q and their mixture m = beta q + (1 - beta) p it is
 
         beta KL(q || m) + (1 - beta) KL(p || m)   for 0 < beta < 1; 1/2 is the Jensen-Shannon divergence,
-        KL(q || p), the forward KL                for beta = 0: the student covers all that the teacher may say,
-        KL(p || q), the reverse KL                for beta = 1: the student avoids what the teacher would not say.
+        KL(q || p), the forward KL                for beta = 0: covers all modes of the teacher,
+        KL(p || q), the reverse KL                for beta = 1: seeks the teacher's main modes.
 
-    The ends are no limits of the middle, which vanishes towards both. Gradients are not scaled by temperature^2.
+    The first formula vanishes as beta approaches 0 or 1, so the two ends are not its limits. Gradients are not scaled
+    by temperature^2.
     """
 
     beta: float = 1.0
@@ -65,8 +66,8 @@ class Divergence:
 class Predictions:
     """Next-token distributions of one model: its hidden states `[N, H]` at the tokens, and its output layer.
 
-    Without a layer `hidden_NH` are logits. A teacher may have a function instead, for logits that the layer alone does
-    not give. `weight` is that of a teacher, relative to the others.
+    With `layer` None, `hidden_NH` are the logits. A teacher may give a function instead, for models whose logits are
+    more than a linear map and a softcap. `weight` is that of a teacher, relative to the other teachers.
     """
 
     hidden_NH: Tensor
@@ -76,7 +77,7 @@ class Predictions:
 
 @dataclass(frozen=True, slots=True)
 class DivergenceStats(Sums):
-    """Sums over the tokens that count; with several teachers, the means over them by their weights."""
+    """Sums over the unmasked tokens; with several teachers, weighted means of their divergence and agreement."""
 
     tokens: Tensor
     divergence: Tensor
@@ -87,7 +88,7 @@ class DivergenceStats(Sums):
     """Tokens at which student and teacher have the same most likely token."""
 
     def metrics(self) -> dict[str, float]:
-        """The means over tokens; those of nothing are left out. Waits for the device once."""
+        """Means over tokens, empty if there are none. Synchronizes with the device once."""
         sums = self.floats()
         tokens = sums["tokens"]
         if not tokens:
@@ -111,21 +112,21 @@ def divergence_loss(
 ) -> tuple[Tensor, DivergenceStats]:
     """Scalar loss, differentiable through the student's hidden states and output layer, and detached statistics.
 
-    The loss is the sum over the tokens of the mask (None: all) of the divergence, over `num_tokens`, which counts those
-    of the whole optimizer step. Softmaxes are in float32 (float64 for float64) of logits in the dtype of the weights;
-    under autocast those come in its dtype. No gradient flows to the teachers.
+    The loss is the sum of the divergence over the tokens of `mask_N` (None: all), divided by `num_tokens`, the number
+    of tokens of the whole optimizer step. Logits have the dtype of the weights, or of autocast; the softmax is in
+    float32 (float64 for float64). No gradient flows to the teachers.
 
-    Several teachers: the mean of their divergences by weight, not the divergence from one mixture. So one teacher is
-    scored after the other, sums add up, and the optimum is the weighted arithmetic mean of the teachers for the forward
-    KL (its gradient is that of the mixture), and their weighted geometric mean, normalized, for the reverse KL.
+    Several teachers: the weighted mean of their divergences, not the divergence from one mixture, so that teachers are
+    independent of each other and their sums add up. Its optimum is the weighted arithmetic mean of the teachers for the
+    forward KL (with the gradient of the mixture), and their normalized weighted geometric mean for the reverse KL.
 
-    Output layers padded to different sizes are cut to the smallest if it holds the `vocabulary`, which is the number of
-    ids of the tokenizer that the models share.
+    Output layers padded to different sizes are cut to the smallest one if it holds `vocabulary`, the number of ids of
+    the tokenizer that all models share.
 
-    Memory: the logits of some rows, those of all models together in `chunk_bytes` (by default `chunk_bytes_on` the
-    device), or of 2 rows if that is more. Each row is visited once: its gradient is computed with the divergence. Until
-    the backward pass those of hidden states, weight and bias are held, in float32 for 16 bits; a second backward pass
-    raises RuntimeError.
+    Memory: blocks of rows whose logits, of all models together, fit in `chunk_bytes` (default: `chunk_bytes_on` the
+    device), at least 2 rows. The forward pass computes the gradients of a block along with its divergence, so that
+    logits are made once. Gradients of hidden states, weight and bias are kept until the backward pass, in float32 for
+    16-bit inputs; a second backward pass raises RuntimeError.
 
     Raises:
         InputError: shapes do not fit, no teacher, a weight that is not positive, or vocabularies that differ.
@@ -194,13 +195,15 @@ class _InBlocks(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            raise RuntimeError("the gradients of this loss were handed out; compute it anew for another backward pass")
+            raise RuntimeError(
+                "the gradients of this loss are used up; compute the loss again for another backward pass"
+            )
         pairs = zip(gradients, ctx.dtypes, strict=True)
         return *(None if one is None else one.mul_(grads[0]).to(dtype) for one, dtype in pairs), None
 
 
 def _logits(model: Predictions, rows_R: Tensor, size: int, room: LogitsRoom) -> Tensor:
-    """The first `size` logits of these rows, before any cap, over those that were made before."""
+    """The first `size` logits of these rows, before the softcap; overwrites the previous block in `room`."""
     hidden_RH, layer = model.hidden_NH[rows_R], model.layer
     if isinstance(layer, OutputLayer):
         bias_V = None if layer.bias_V is None else layer.bias_V[:size]
@@ -211,7 +214,7 @@ def _logits(model: Predictions, rows_R: Tensor, size: int, room: LogitsRoom) -> 
 def _add_gradients(
     gradients: Sequence[Tensor | None], rows_R: Tensor, d_logits_RV: Tensor, hidden_NH: Tensor, weight_VH: Tensor | None
 ) -> None:
-    """Add what the gradient of the logits of these rows gives to those of hidden states, weight and bias."""
+    """Accumulate the gradients of hidden states, weight and bias from those of the logits of these rows."""
     d_hidden_NH, d_weight_VH, d_bias_V = gradients
     size = d_logits_RV.shape[1]
     if d_hidden_NH is not None:
@@ -246,10 +249,10 @@ def _score(student_RV: Tensor, teachers_RV: Sequence[Tensor], call: _Call) -> Te
 
 
 def _divergence(logp_RV: Tensor, p_RV: Tensor, logq_RV: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """The divergence of each row, and its derivative by the student's logits over the temperature.
+    """Divergence of each row, and its derivative with respect to the student's scaled logits.
 
-    That of the forward KL is p - q, and else (1 - beta) p (log p/m - KL(p || m)), for the reverse KL with m = q and
-    without the factor.
+    The derivative is p - q for the forward KL, p (log p/q - KL(p || q)) for the reverse KL, and
+    (1 - beta) p (log p/m - KL(p || m)) in between.
     """
     if beta == 0:
         q_RV = logq_RV.exp()
@@ -293,12 +296,14 @@ def _num_logits(model: Predictions) -> int:
 
 
 def _common_size(models: Sequence[Predictions], mask_N: Tensor | None, vocabulary: int | None) -> int:
-    """V, once everything fits; the first of the models is the student."""
+    """V, after checking shapes, weights and vocabularies; the first model is the student."""
     num_rows, weights = len(models[0].hidden_NH), [model.weight for model in models[1:]]
     if not weights or not all(0 < weight < math.inf for weight in weights):
         raise InputError(f"weights of the teachers are {weights}; give at least one teacher, and weights above 0")
     if callable(models[0].layer):
-        raise InputError("the student's logits need gradients; give its output layer, or logits and None, no function")
+        raise InputError(
+            "the student's logits need gradients; give its output layer, or None and its logits, not a function"
+        )
     for model in models:
         shape = tuple(model.hidden_NH.shape)
         if len(shape) != 2 or shape[0] != num_rows:
