@@ -17,17 +17,17 @@ from torch import Tensor
 from tunesmith.algorithms.sums import Denominator, Sums, check_denominator, total
 from tunesmith.core.errors import InputError
 from tunesmith.kernels.arguments import records_gradient
-from tunesmith.kernels.logprob.head_blocks import (
+from tunesmith.kernels.logprob.head import (
     FEWEST_COLUMNS,
     FEWEST_ROWS,
-    LogitsRoom,
+    LogitsBuffer,
     OutputLayer,
     blocks,
     chunk_bytes_on,
     in_autocast,
     product,
-    wide,
 )
+from tunesmith.kernels.masking import widened
 
 _WORK_BYTES = {"cpu": 2 * 2**20, "cuda": 256 * 2**20}
 """Size of a float32 temporary of the element-wise part: on a CPU the half dozen of them stay in its cache."""
@@ -133,8 +133,8 @@ def divergence_loss(
     """
     check_denominator("num_tokens", num_tokens)
     models = [
-        _in_autocast(student),
-        *(_in_autocast(replace(one, hidden_NH=one.hidden_NH.detach())) for one in teachers),
+        _cast(student),
+        *(_cast(replace(one, hidden_NH=one.hidden_NH.detach())) for one in teachers),
     ]
     size = _common_size(models, mask_N, vocabulary)
     hidden_NH, layer = models[0].hidden_NH, models[0].layer
@@ -170,21 +170,21 @@ class _InBlocks(torch.autograd.Function):
         ctx: Any, hidden_NH: Tensor, weight_VH: Tensor | None, bias_V: Tensor | None, call: _Call
     ) -> tuple[Tensor, Tensor]:
         inputs = (hidden_NH, weight_VH, bias_V)
-        sums_dtype = wide(hidden_NH[:0]).dtype
+        sums_dtype = widened(hidden_NH[:0]).dtype
         ctx.dtypes = [one if one is None else one.dtype for one in inputs]
         ctx.gradients = gradients = [
             torch.zeros_like(one, dtype=sums_dtype) if one is not None and is_needed else None
             for one, is_needed in zip(inputs, ctx.needs_input_grad, strict=False)
         ]
         layer = None if weight_VH is None else OutputLayer(weight_VH, bias_V)
-        models = [(one, LogitsRoom()) for one in (Predictions(hidden_NH, layer), *call.teachers)]
+        models = [(one, LogitsBuffer()) for one in (Predictions(hidden_NH, layer), *call.teachers)]
         sums_K = torch.zeros(3, dtype=torch.float64, device=hidden_NH.device)
         row_bytes = call.size * sum(model.hidden_NH.element_size() for model, _ in models)
         work_bytes = _WORK_BYTES.get(hidden_NH.device.type, _WORK_BYTES["cuda"])
         with torch.autocast(hidden_NH.device.type, enabled=False):
             for block in blocks(len(call.rows_M), row_bytes, call.chunk_bytes, FEWEST_ROWS):
                 rows_R = call.rows_M[block]
-                student_RV, *teachers_RV = [_logits(model, rows_R, call.size, room) for model, room in models]
+                student_RV, *teachers_RV = [_logits(model, rows_R, call.size, buffer) for model, buffer in models]
                 for part in blocks(len(rows_R), 4 * call.size, work_bytes, 1):
                     sums_K += _score(student_RV[part], [logits_RV[part] for logits_RV in teachers_RV], call)
                 _add_gradients(gradients, rows_R, student_RV, hidden_NH, weight_VH)
@@ -202,12 +202,12 @@ class _InBlocks(torch.autograd.Function):
         return *(None if one is None else one.mul_(grads[0]).to(dtype) for one, dtype in pairs), None
 
 
-def _logits(model: Predictions, rows_R: Tensor, size: int, room: LogitsRoom) -> Tensor:
-    """The first `size` logits of these rows, before the softcap; overwrites the previous block in `room`."""
+def _logits(model: Predictions, rows_R: Tensor, size: int, buffer: LogitsBuffer) -> Tensor:
+    """The first `size` logits of these rows, before the softcap; overwrites the previous block in `buffer`."""
     hidden_RH, layer = model.hidden_NH[rows_R], model.layer
     if isinstance(layer, OutputLayer):
         bias_V = None if layer.bias_V is None else layer.bias_V[:size]
-        return room.logits(hidden_RH, layer.weight_VH[:size], bias_V)
+        return buffer.logits(hidden_RH, layer.weight_VH[:size], bias_V)
     return (hidden_RH if layer is None else layer(hidden_RH))[:, :size]
 
 
@@ -243,7 +243,7 @@ def _score(student_RV: Tensor, teachers_RV: Sequence[Tensor], call: _Call) -> Te
         sums_K[0] += share * total(divergence_R)
         sums_K[2] += share * total(logq_RV.argmax(-1) == top_R)
     if call.softcap is not None:
-        slope_RV.mul_(1 - torch.tanh(wide(student_RV) / call.softcap).square())
+        slope_RV.mul_(1 - torch.tanh(widened(student_RV) / call.softcap).square())
     student_RV.copy_(slope_RV.div_(temperature))
     return sums_K
 
@@ -271,7 +271,7 @@ def _divergence(logp_RV: Tensor, p_RV: Tensor, logq_RV: Tensor, beta: float) -> 
 
 def _log_probs(logits_RV: Tensor, softcap: float | None, temperature: float) -> Tensor:
     """log softmax(logits / temperature), in float32 for 16 bits."""
-    logits_RV = wide(logits_RV)
+    logits_RV = widened(logits_RV)
     if softcap is not None:
         logits_RV = softcap * torch.tanh(logits_RV / softcap)
     return (logits_RV if temperature == 1 else logits_RV / temperature).log_softmax(-1)
@@ -281,7 +281,7 @@ def _softcap(model: Predictions) -> float | None:
     return model.layer.softcap if isinstance(model.layer, OutputLayer) else None
 
 
-def _in_autocast(model: Predictions) -> Predictions:
+def _cast(model: Predictions) -> Predictions:
     if not isinstance(model.layer, OutputLayer):
         return model
     hidden_NH, layer = in_autocast(model.hidden_NH, model.layer)

@@ -72,7 +72,7 @@ def head_logp_entropy(
         NativeUnavailableError: native kernels were chosen and cannot be had.
     """
     _check(hidden_NH, layer, ids_N)
-    hidden_NH, layer = _in_autocast(hidden_NH, layer)
+    hidden_NH, layer = in_autocast(hidden_NH, layer)
     chunk_bytes = chunk_bytes_on(hidden_NH.device) if chunk_bytes is None else chunk_bytes
     return _scored(hidden_NH, layer, _HeadCall(ids_N, layer.softcap, temperature, chunk_bytes, kernels))[:2]
 
@@ -80,7 +80,7 @@ def head_logp_entropy(
 def head_scores(hidden_NH: torch.Tensor, layer: OutputLayer, ids_N: torch.Tensor, *, kernels: Kernels) -> HeadScores:
     """`head_logp_entropy` at temperature 1, and which tokens are the most likely ones, from one pass."""
     _check(hidden_NH, layer, ids_N)
-    hidden_NH, layer = _in_autocast(hidden_NH, layer)
+    hidden_NH, layer = in_autocast(hidden_NH, layer)
     call = _HeadCall(ids_N, layer.softcap, 1.0, chunk_bytes_on(hidden_NH.device), kernels, marks_top=True)
     return HeadScores(*_scored(hidden_NH, layer, call))
 
@@ -246,7 +246,7 @@ class _Gradients:
         if self.d_bias_V is not None:
             self.d_bias_V[columns] = d_logits_MC.sum(0)
         if self._d_hidden_MH is not None:
-            part_MH = _product(d_logits_MC, self._weight_VH[columns])
+            part_MH = product(d_logits_MC, self._weight_VH[columns])
             # One block needs no sum; several are summed in float32 where the parts have 16 bits.
             wide_MH = part_MH.float() if part_MH.element_size() == 2 else part_MH
             self._d_hidden_MH = self._d_hidden_MH + part_MH if self._num_blocks else wide_MH
@@ -286,14 +286,14 @@ def _rows_with_gradient(gradient: ScoreGradient, device: torch.device) -> torch.
     return None if bool(used_N.all()) else used_N.nonzero()[:, 0]
 
 
-def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a @ b; on a GPU 16-bit products are returned in float32, so that a sum of several is rounded once."""
     if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.mm(b)
 
 
-def _in_autocast(hidden_NH: torch.Tensor, layer: OutputLayer) -> tuple[torch.Tensor, OutputLayer]:
+def in_autocast(hidden_NH: torch.Tensor, layer: OutputLayer) -> tuple[torch.Tensor, OutputLayer]:
     """Hidden states and layer in the dtype of autocast if it is on, as for a linear map; float64 is left alone."""
     device = hidden_NH.device.type
     if not torch.is_autocast_enabled(device) or hidden_NH.dtype == torch.float64:
