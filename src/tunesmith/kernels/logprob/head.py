@@ -248,8 +248,7 @@ class _Gradients:
         if self._d_hidden_MH is not None:
             part_MH = product(d_logits_MC, self._weight_VH[columns])
             # One block needs no sum; several are summed in float32 where the parts have 16 bits.
-            wide_MH = part_MH.float() if part_MH.element_size() == 2 else part_MH
-            self._d_hidden_MH = self._d_hidden_MH + part_MH if self._num_blocks else wide_MH
+            self._d_hidden_MH = self._d_hidden_MH + part_MH if self._num_blocks else wide(part_MH)
         self._num_blocks += 1
 
     def d_hidden(self) -> torch.Tensor | None:
@@ -291,6 +290,11 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.mm(b)
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """`x` in float32 if it has 16 bits."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def in_autocast(hidden_NH: torch.Tensor, layer: OutputLayer) -> tuple[torch.Tensor, OutputLayer]:
