@@ -34,9 +34,9 @@ def test_pairs_are_put_before_raters_and_their_labels_dropped(
     assert json.loads(run(capsys, "votes", "import", pairs, "--dir", folder, "--json")[1])["num_there"] == 3
     with VoteStore.open(folder / "votes.db") as store:
         rater = store.add_rater("bob").rater.id
-        (campaign,) = store.campaigns()
+        (campaign,) = store.reader.campaigns()
         assert len(store.next_presentations(rater, campaign.id, 5)) == 3
-        assert store.stats().num_votes == 0
+        assert store.reader.stats().num_votes == 0
 
 
 def test_votes_are_taken_over_counted_and_written_out_again(

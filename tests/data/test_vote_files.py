@@ -51,7 +51,7 @@ def voted(tmp_path: Path, request: pytest.FixtureRequest) -> list[ExportRow]:
                 zip(store.next_presentations(rater, asked, 5), VERDICTS, strict=True)
             ):
                 store.vote(one.token, rater, verdict, reason="so\nit is", dwell_ms=number, now=100.5 + number)
-        return list(store.export())
+        return list(store.reader.export())
 
 
 def imported(tmp_path: Path, source: Path) -> list[ExportRow]:
@@ -59,7 +59,7 @@ def imported(tmp_path: Path, source: Path) -> list[ExportRow]:
         asked = store.set_campaign(CampaignSettings(overlap=2)).id
         given = read_given_votes(source)
         assert store.import_votes(asked, given).num_new == len(given)
-        return list(store.export())
+        return list(store.reader.export())
 
 
 def comparable(row: ExportRow) -> ExportRow:
@@ -164,8 +164,8 @@ def test_rankings_and_written_answers_are_read_back_by_their_loaders(tmp_path: P
         (shown,) = store.next_presentations(ann, asked, 1)
         store.rank(shown.token, ann, [("three", "two", "one").index(text) + 1 for text in shown.answers])
         store.demonstrate(shown.token, ann, "zero")
-        write_rows(tmp_path / "r.jsonl", map(ranking_columns, store.export_rankings()), "jsonl")
-        write_rows(tmp_path / "d.jsonl", map(demonstration_columns, store.export_demonstrations()), "jsonl")
+        write_rows(tmp_path / "r.jsonl", map(ranking_columns, store.reader.export_rankings()), "jsonl")
+        write_rows(tmp_path / "d.jsonl", map(demonstration_columns, store.reader.export_demonstrations()), "jsonl")
     (ranking,) = load_preferences(tmp_path / "r.jsonl")
     assert isinstance(ranking, Ranking)
     assert ranking.ranks == (3, 2, 1)

@@ -103,9 +103,9 @@ def test_undo_opens_the_presentation_again_and_history_is_kept(
     assert store.withdraw(shown.token, ann, now=3.0).is_repeat
     (again,) = store.next_presentations(ann, asked, 1, now=3.0)
     assert (again.token, again.num_revisions) == (shown.token, 2)
-    assert list(store.export()) == []
+    assert list(store.reader.export()) == []
     store.vote(shown.token, ann, "tie", now=4.0)
-    (row,) = store.export()
+    (row,) = store.reader.export()
     assert (row.verdict, row.tie) == ("tie", True)
     assert [vote.revision for vote in reader.votes_after(0)] == [3]
 
@@ -127,7 +127,7 @@ def test_a_vote_on_what_was_never_shown_to_this_rater_is_refused(
     for token in (shown.token, "no-such-token", "'; DROP TABLE votes; --"):
         with pytest.raises(UnknownPresentationError):
             store.vote(token, bob, "left", now=1.0)
-    assert list(store.export()) == []
+    assert list(store.reader.export()) == []
 
 
 def test_a_vote_after_the_lease_is_refused_where_others_took_the_place(
@@ -139,7 +139,7 @@ def test_a_vote_after_the_lease_is_refused_where_others_took_the_place(
     with pytest.raises(VoteConflictError, match="no more votes"):
         store.vote(shown.token, ann, "left", now=102.0)
     store.vote(of_bob.token, bob, "right", now=103.0)
-    assert [row.rater for row in store.export()] == ["bob"]
+    assert [row.rater for row in store.reader.export()] == ["bob"]
 
 
 def test_undoing_a_skip_is_refused_where_others_took_the_place(
@@ -167,7 +167,7 @@ def test_a_skip_that_became_a_vote_and_back_is_told_to_the_trainer(
     store.vote(shown.token, ann, "skip", now=2.0)
     (vote,) = reader.votes_after(0)
     assert (vote.verdict, vote.revision) == ("skip", 2)
-    assert list(store.export()) == []
+    assert list(store.reader.export()) == []
 
 
 @pytest.fixture
@@ -194,7 +194,7 @@ def test_ranks_follow_the_answers_wherever_they_stood(
     }
     store.withdraw(ranking.token, ann, now=2.0)
     assert [one.ranks for one in reader.rankings_after(0)] == [()]
-    assert list(store.export_rankings()) == []
+    assert list(store.reader.export_rankings()) == []
 
 
 @pytest.mark.parametrize("ranks", [[1, 2, 3], [1, 2, 3, 5], [0, 1, 2, 3], []])
@@ -239,7 +239,7 @@ def test_text_that_no_file_can_carry_is_refused_everywhere(
         store.add_items(asked, [NewItem(({"role": "user", "content": text},), (Candidate("a"), Candidate("b")))])
     with pytest.raises(DataError, match=r"NUL|surrogate"):
         store.add_rater(text)
-    assert list(store.export()) == []
+    assert list(store.reader.export()) == []
 
 
 @pytest.mark.parametrize(
@@ -259,5 +259,5 @@ def test_any_other_text_comes_back_as_it_was(store: VoteStore, campaign: MakeCam
     (shown,) = store.next_presentations(ann, asked, 1, now=0.0)
     assert (shown.prompt, set(shown.answers)) == (text, {text, "b"})
     store.vote(shown.token, ann, "left", reason=text, now=1.0)
-    (row,) = store.export(asked)
+    (row,) = store.reader.export(asked)
     assert (row.prompt, {row.chosen, row.rejected}, row.reason) == (text, {text, "b"}, text)

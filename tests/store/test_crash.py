@@ -21,7 +21,7 @@ _VOTER = """
 import sys
 from tunesmith.store.votes import VoteStore
 store = VoteStore.open(sys.argv[1])
-(campaign,) = store.campaigns()
+(campaign,) = store.reader.campaigns()
 rater = store.add_rater(sys.argv[2]).rater.id
 print("ready", flush=True)
 while True:
@@ -57,7 +57,7 @@ def test_twenty_raters_at_once_lose_nothing_and_keep_the_overlap(
     for thread in threads:
         thread.join()
     assert not errors
-    votes = list(store.export())
+    votes = list(store.reader.export())
     assert len(votes) == len({row.vote_id for row in votes}) == len(set(receipts)) == 1000
     assert {row.vote_id for row in votes} == {id_ for id_, _ in receipts}
     assert max(Counter(row.prompt for row in votes).values()) == 2
@@ -91,7 +91,7 @@ def test_a_vote_that_was_acknowledged_survives_a_kill_exactly_once(
     assert len(found) == len(set(found))
     assert set(acknowledged.values()) <= set(found)
     with VoteStore.open(path) as again:
-        assert {row.vote_id for row in again.export()} == set(found)
+        assert {row.vote_id for row in again.reader.export()} == set(found)
     with sqlite3.connect(path) as connection:
         assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
         rows = connection.execute("SELECT p.token, v.id FROM votes v JOIN presentations p ON p.id = v.presentation_id")

@@ -11,7 +11,7 @@ from alembic.migration import MigrationContext
 from sqlalchemy import MetaData, create_engine, create_mock_engine
 
 from tunesmith.core.errors import StoreError
-from tunesmith.store import schema_version, tables
+from tunesmith.store import database, tables
 from tunesmith.store.records import CampaignSettings, Candidate, NewItem
 from tunesmith.store.runs import RunStore
 from tunesmith.store.vote_reader import VoteReader
@@ -36,9 +36,9 @@ def test_the_scripts_make_the_tables_that_the_code_knows(tmp_path: Path, name: s
 
 
 @pytest.mark.parametrize("name", ["votes", "runs"])
-def test_the_known_revisions_are_the_scripts_in_order(name: schema_version.DatabaseName):
-    folder = Path(schema_version.__file__).parent / "migrations" / name
-    assert tuple(sorted(path.stem for path in folder.glob("*.py"))) == schema_version.REVISIONS[name]
+def test_the_known_revisions_are_the_scripts_in_order(name: database.DatabaseName):
+    folder = Path(database.__file__).parent / "migrations" / name
+    assert tuple(sorted(path.stem for path in folder.glob("*.py"))) == database.REVISIONS[name]
 
 
 @pytest.mark.parametrize("metadata", [tables.votes_metadata, tables.runs_metadata])
@@ -56,17 +56,17 @@ def test_an_older_file_is_brought_up_to_date_and_a_newer_one_refused(tmp_path: P
     path = tmp_path / "votes.db"
     with VoteStore.open(path) as store:
         kept = store.set_campaign(CampaignSettings(guidelines="Be kind."))
-    package = Path(schema_version.__file__).parent
+    package = Path(database.__file__).parent
     newer = tmp_path / "release with 100% and spaces"
     shutil.copytree(package / "migrations", newer / "migrations")
     (newer / "migrations" / "votes" / "votes_0002.py").write_text(_SCRIPT)
     with monkeypatch.context() as patch:
-        patch.setattr(schema_version, "__file__", str(newer / "schema_version.py"))
-        patch.setattr(schema_version, "REVISIONS", {"votes": ("votes_0001", "votes_0002"), "runs": ("runs_0001",)})
+        patch.setattr(database, "__file__", str(newer / "database.py"))
+        patch.setattr(database, "REVISIONS", {"votes": ("votes_0001", "votes_0002"), "runs": ("runs_0001",)})
         with VoteReader.open(path) as reader, pytest.raises(StoreError, match="older release"):
             reader.votes_after(0)
         with VoteStore.open(path) as store:
-            assert store.campaigns() == [kept]
+            assert store.reader.campaigns() == [kept]
     with pytest.raises(StoreError, match=r"newer release.*votes_0002.*update tunesmith"):
         VoteStore.open(path)
     with VoteReader.open(path) as reader, pytest.raises(StoreError, match="newer release"):
@@ -165,7 +165,7 @@ def test_what_fails_in_a_group_of_changes_takes_no_other_with_it(tmp_path: Path)
         for thread in threads:
             thread.join()
         assert results.count(StoreError) == 10
-        assert len(store.raters()) == 11
+        assert len(store.reader.raters()) == 11
 
 
 def test_a_closed_store_says_so_and_closes_twice(tmp_path: Path):

@@ -50,10 +50,10 @@ def test_tokens_log_probs_and_versions_reach_the_trainer(store: VoteStore, campa
     store.add_items(asked, [NewItem(prompt, answers, heldout=True)])
     (shown,) = store.next_presentations(ann, asked, 1, now=0.0)
     store.vote(shown.token, ann, "left", now=1.0)
-    (vote,) = store._reader.votes_after(0)
+    (vote,) = store.reader.votes_after(0)
     assert {vote.chosen, vote.rejected} == set(answers)
     assert (vote.prompt, vote.heldout) == (prompt, True)
-    (row,) = store.export()
+    (row,) = store.reader.export()
     assert row.chosen == ({"role": "assistant", "content": vote.chosen.text},)
     assert (row.chosen_version, row.rejected_version) == (3, 3)
 
@@ -70,7 +70,7 @@ def test_votes_made_elsewhere_count_once_and_close_their_items(
     ]
     assert store.import_votes(asked, given).num_new == 2
     assert store.import_votes(asked, given).num_there == 2
-    rows = list(store.export())
+    rows = list(store.reader.export())
     assert [(row.rater, row.verdict, row.margin) for row in rows] == [("ann", "much_better", 2.0), ("bob", "tie", 0.0)]
     assert (rows[0].chosen, rows[0].rejected) == ("poor 0!", "good 0")
     assert (rows[0].created_at, rows[0].dwell_ms, rows[0].reason) == (5.0, 9, "r")

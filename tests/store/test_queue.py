@@ -123,7 +123,7 @@ def test_a_limit_counts_votes_and_what_is_held(
         (shown, *_) = store.next_presentations(ann, asked, 1, now=1.0)
         store.vote(shown.token, ann, "tie", now=1.0)
     assert store.next_presentations(ann, asked, 1, now=2.0) == []
-    assert store.progress(ann, asked).num_left == 0
+    assert store.reader.progress(ann, asked).num_left == 0
 
 
 def test_gold_items_are_mixed_in_at_about_their_share_and_look_like_others(
@@ -171,7 +171,7 @@ def test_offers_are_ingested_once_and_stale_ones_are_retired(
     asked = campaign()
     assert store.ingest(asked, [offer(1), offer(2)], now=0.0) == 2
     assert store.ingest(asked, [offer(1), offer(2)], now=0.0) == 0
-    assert store.last_offer_id(asked) == 2
+    assert store.reader.last_offer_id(asked) == 2
     assert store.ingest(asked, [offer(3, version=2, retires_before=3)], now=1.0) == 1
     shown = store.next_presentations(rater("ann"), asked, 5, now=2.0)
     assert [one.prompt for one in shown] == ["asked 3"]
@@ -208,9 +208,9 @@ def test_progress_counts_down(store: VoteStore, campaign: MakeCampaign, rater: M
     asked, ann = campaign(), rater("ann")
     store.add_items(asked, pairs(3))
     (shown,) = store.next_presentations(ann, asked, 1, now=0.0)
-    before = store.progress(ann, asked)
+    before = store.reader.progress(ann, asked)
     store.vote(shown.token, ann, "left", now=1.0)
-    after = store.progress(ann, asked)
+    after = store.reader.progress(ann, asked)
     assert (before.num_votes, before.num_left, before.num_items_done) == (0, 3, 0)
     assert (after.num_votes, after.num_left, after.num_items_done, after.num_items) == (1, 2, 1, 3)
 

@@ -134,7 +134,7 @@ class Queue(RuleBasedStateMachine):
             for token, (verdict, _) in self.effective.items()
             if verdict not in ("skip", "withdrawn")
         )
-        votes = [one for one in self.store._reader.votes_after(0) if one.verdict not in ("skip", "withdrawn")]
+        votes = [one for one in self.store.reader.votes_after(0) if one.verdict not in ("skip", "withdrawn")]
         found = sorted((self.raters.index(one.rater_id), str(one.prompt), one.verdict) for one in votes)
         assert found == expected
 

@@ -1,5 +1,7 @@
 """Raters, their tokens, and commands."""
 
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,13 +14,13 @@ from tunesmith.store.votes import VoteStore
 
 def test_a_token_lets_its_rater_in_until_it_expires_or_is_disabled(store: VoteStore):
     ann = store.add_rater("ann", "admin", expires_at=100.0, now=0.0)
-    assert store.rater_of(ann.token, now=99.0) == ann.rater
-    assert store.rater_of(ann.token, now=100.0) is None
-    assert store.rater_of("", now=1.0) is None
-    assert store.rater_of(ann.token + "x", now=1.0) is None
+    assert store.reader.rater_of(ann.token, now=99.0) == ann.rater
+    assert store.reader.rater_of(ann.token, now=100.0) is None
+    assert store.reader.rater_of("", now=1.0) is None
+    assert store.reader.rater_of(ann.token + "x", now=1.0) is None
     store.disable_rater(ann.rater.id, now=2.0)
-    assert store.rater_of(ann.token, now=3.0) is None
-    assert [rater.name for rater in store.raters()] == ["ann"]
+    assert store.reader.rater_of(ann.token, now=3.0) is None
+    assert [rater.name for rater in store.reader.raters()] == ["ann"]
 
 
 def test_tokens_are_stored_as_hashes_only(store: VoteStore, path: Path):
@@ -32,8 +34,8 @@ def test_a_redeemed_token_is_void_and_the_fresh_one_is_not(store: VoteStore):
     redeemed = store.redeem(invited.token, name="bob", now=1.0)
     assert redeemed is not None
     assert (redeemed.rater.id, redeemed.rater.name) == (invited.rater.id, "bob")
-    assert store.rater_of(redeemed.token, now=1e9) == redeemed.rater
-    assert store.rater_of(invited.token, now=2.0) is None
+    assert store.reader.rater_of(redeemed.token, now=1e9) == redeemed.rater
+    assert store.reader.rater_of(invited.token, now=2.0) is None
     assert store.redeem(invited.token, now=2.0) is None
 
 
@@ -56,4 +58,6 @@ def test_commands_and_versions_reach_the_other_side(store: VoteStore, path: Path
         versions = [PolicyVersion(0, 1.0), PolicyVersion(1, 2.0, parent=0, win_rate=0.6, serving=True)]
         store.copy_versions(versions)
         store.copy_versions([PolicyVersion(1, 2.0, parent=0, win_rate=0.7, serving=True)])
-        assert [(one.version, one.win_rate) for one in reader.versions()] == [(0, None), (1, 0.7)]
+    with closing(sqlite3.connect(path)) as connection:
+        copied = connection.execute("SELECT version, win_rate, serving FROM policy_versions").fetchall()
+    assert copied == [(0, None, 0), (1, 0.7, 1)]

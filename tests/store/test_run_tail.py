@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from tunesmith.core.errors import StoreError
 from tunesmith.runs.lock import HOLDER_FILE, RunLock
-from tunesmith.store.run_reader import RunReader
 from tunesmith.store.run_tail import METRICS_FILE, POSITION_FILE, WATCH_FOLDER, RunTail, following, run_state
+from tunesmith.store.runs import RunReader
 
 
 @pytest.fixture

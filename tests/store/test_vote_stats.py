@@ -32,7 +32,7 @@ def test_statistics_tell_raters_apart(store: VoteStore, campaign: MakeCampaign, 
     judge(store, asked, rater("ann"), good)
     judge(store, asked, rater("bob"), good)
     judge(store, asked, rater("left"), lambda _: "left_much")
-    found = store.stats(asked, now=2.0)
+    found = store.reader.stats(asked, now=2.0)
     ann, bob, left = found.raters
     assert (found.num_items, found.num_items_done) == (40, 40)
     assert ann.gold_accuracy == bob.gold_accuracy == 1.0
@@ -61,7 +61,7 @@ def test_ties_skips_and_bad_ones_are_counted_apart(
     verdicts: list[Verdict] = ["tie", "both_bad", "skip", "left"]
     for one, verdict in zip(store.next_presentations(ann, asked, 4, now=1.0), verdicts, strict=True):
         store.vote(one.token, ann, verdict, now=1.0)
-    found = store.stats(now=9000.0)
+    found = store.reader.stats(now=9000.0)
     assert (found.num_votes, found.num_ties, found.num_both_bad, found.num_skips) == (3, 1, 1, 1)
     assert found.left.num == 1
     assert found.num_votes_last_hour == 0
@@ -76,14 +76,14 @@ def test_gold_rankings_count_for_accuracy(store: VoteStore, campaign: MakeCampai
     store.add_items(asked, [NewItem(f"gold{i}", answers, kind="ranking", gold=0) for i in range(20)])
     for one in store.next_presentations(ann, asked, 20, now=1.0):
         store.rank(one.token, ann, [texts.index(text) + 1 for text in one.answers], now=1.0)
-    found = store.stats(asked, now=2.0)
+    found = store.reader.stats(asked, now=2.0)
     assert found.num_rankings == 20
     assert found.raters[0].num_gold >= 3
     assert found.raters[0].gold_accuracy == 1.0
 
 
 def test_an_empty_or_missing_database_has_statistics_without_numbers(store: VoteStore, tmp_path: Path):
-    assert store.stats().alpha.reason == "no item was judged by two raters"
+    assert store.reader.stats().alpha.reason == "no item was judged by two raters"
     with VoteReader.open(tmp_path / "none.db") as reader:
         assert reader.stats().left.share is None
 
@@ -97,5 +97,5 @@ def test_two_campaigns_are_counted_apart(
         asked = campaign(name=f"c{number}")
         store.add_items(asked, pairs(number + 1))
         judge(store, asked, ann, good)
-    assert [store.stats(one.id).num_votes for one in store.campaigns()] == [1, 2]
-    assert store.stats().num_votes == 3
+    assert [store.reader.stats(one.id).num_votes for one in store.reader.campaigns()] == [1, 2]
+    assert store.reader.stats().num_votes == 3

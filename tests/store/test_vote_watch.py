@@ -110,8 +110,8 @@ def test_votes_within_a_version_are_left_out(ask, watch):
 
 def test_votes_on_gold_items_are_left_out(ask, votes, watch):
     ask((0, 1), 0)
-    (campaign,) = votes.campaigns()
-    (rater,) = votes.raters()
+    (campaign,) = votes.reader.campaigns()
+    (rater,) = votes.reader.raters()
     pair = (Candidate("good", source_id="v0"), Candidate("bad", source_id="v1"))
     others = [NewItem(f"other {number}", (Candidate("one"), Candidate("two"))) for number in range(9)]
     # Gold items are mixed in among others.

@@ -14,7 +14,7 @@ from tunesmith.live import serving
 from tunesmith.live.folder import open_folder
 from tunesmith.live.serving import Loop
 from tunesmith.store.records import CampaignSettings, Candidate, NewItem, Presentation, Verdict
-from tunesmith.store.run_reader import RunReader
+from tunesmith.store.runs import RunReader
 from tunesmith.store.votes import VoteStore
 from tunesmith.trainers.signals import StopRequest
 
@@ -70,7 +70,7 @@ class Voters:
 
     def ask(self, count: int) -> list[Presentation]:
         """What is to be judged next, once new offers are in."""
-        offers = self.runs.offers_after(self.store.last_offer_id(self.campaign_id), 1000)
+        offers = self.runs.offers_after(self.store.reader.last_offer_id(self.campaign_id), 1000)
         self.store.ingest(self.campaign_id, offers)
         return self.store.next_presentations(self.rater_id, self.campaign_id, count)
 
@@ -95,7 +95,7 @@ def voters(folder: Path, **settings: Any) -> Iterator[Voters]:
     folder.mkdir(parents=True, exist_ok=True)
     with VoteStore.open(folder / "votes.db", seed=0) as store, closing(RunReader.open(folder / "runs.db")) as runs:
         campaign = store.set_campaign(CampaignSettings(**settings))
-        names = {rater.name: rater.id for rater in store.raters()}
+        names = {rater.name: rater.id for rater in store.reader.raters()}
         rater_id = names.get("one") or store.add_rater("one").rater.id
         yield Voters(store, runs, campaign.id, rater_id)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from tunesmith.store.run_reader import RunReader
+from tunesmith.store.runs import RunReader
 from tunesmith.store.votes import VoteStore
 from tunesmith.web.app import create_app
 from tunesmith.web.settings import Limits, ServerSettings

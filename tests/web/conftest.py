@@ -51,7 +51,7 @@ def stored() -> Callable[[Server], list]:
 
     def read(server: Server) -> list:
         with VoteStore.open(server.folder / "votes.db") as store:
-            return list(store.export())
+            return list(store.reader.export())
 
     return read
 

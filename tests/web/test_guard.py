@@ -128,7 +128,7 @@ def test_a_foreign_origin_is_refused_whatever_it_asks(parts, origin):
 
 def test_a_cookie_alone_changes_nothing_without_an_origin(parts):
     sessions = parts.app.state.services.logins.sessions
-    rater_id = next(rater.id for rater in parts.store.raters() if rater.name == "rob")
+    rater_id = next(rater.id for rater in parts.store.reader.raters() if rater.name == "rob")
     cookie = f"{sessions.cookie}={sessions.sign(rater_id, time.time() + 60)}"
     client = parts.client()
     assert client.get(f"{API}/session", headers={"Cookie": cookie}).status_code == 200

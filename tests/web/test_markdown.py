@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tunesmith.web.markdown import MAX_CHARACTERS, safe_html
+from tunesmith.web.messages import MAX_CHARACTERS, safe_html
 
 HOSTILE = [
     "<img src=x onerror=alert(1)>",

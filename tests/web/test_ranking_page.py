@@ -20,7 +20,7 @@ def stored_ranks(server) -> list[dict[str, int]]:
     with VoteStore.open(server.folder / "votes.db") as store:
         return [
             {candidate.text: rank for candidate, rank in zip(one.candidates, one.ranks, strict=True)}
-            for one in store.export_rankings()
+            for one in store.reader.export_rankings()
         ]
 
 

@@ -192,5 +192,5 @@ def test_flags_change_the_campaign_and_leave_the_rest(serve, tmp_path):
     assert [rater.next(1)[0]["prompt"][0]["text"] for rater in (server.rater(name, admin) for name in "ab")]
     server.stop()
     with VoteStore.open(server.folder / "votes.db") as store:
-        (campaign,) = store.campaigns()
+        (campaign,) = store.reader.campaigns()
     assert (campaign.settings.max_votes_per_rater, campaign.settings.overlap) == (1, 3)

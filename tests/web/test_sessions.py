@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tunesmith.core.errors import StoreError
-from tunesmith.web import sessions
-from tunesmith.web.sessions import KEY_FILE, Links, Sessions, read_key
+from tunesmith.web import logins
+from tunesmith.web.logins import KEY_FILE, Links, Sessions, read_key
 
 OURS = Sessions(b"k" * 32)
 
@@ -41,5 +41,5 @@ def test_a_link_works_once_and_not_for_ever(monkeypatch):
     assert links.use("other") is None
     assert links.use(token) == 3
     assert links.use(token) is None
-    monkeypatch.setattr(sessions, "LINK_MINUTES", -1)
+    monkeypatch.setattr(logins, "LINK_MINUTES", -1)
     assert links.use(links.make(3)) is None

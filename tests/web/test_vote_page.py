@@ -84,7 +84,7 @@ def test_a_reason_and_a_written_answer_go_with_the_vote(serve, visit, stored):
     visit.end(server)
     assert [row.reason for row in stored(server)] == ["too long 12 s"]
     with VoteStore.open(server.folder / "votes.db") as store:
-        assert [one.text for one in store.export_demonstrations()] == ["A better\none: 1 2 3"]
+        assert [one.text for one in store.reader.export_demonstrations()] == ["A better\none: 1 2 3"]
 
 
 def test_a_key_pressed_twice_judges_one_pair(serve, visit, stored):

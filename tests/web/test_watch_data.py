@@ -7,13 +7,11 @@ from contextlib import closing
 import pytest
 
 from tunesmith.store.records import CampaignSettings, Candidate, Heartbeat, NewItem, PolicyVersion
-from tunesmith.store.run_reader import RunReader
-from tunesmith.store.runs import RunStore
+from tunesmith.store.runs import RunReader, RunStore
 from tunesmith.store.vote_watch import VoteWatch
 from tunesmith.store.votes import VoteStore
 from tunesmith.web import watch_data
-from tunesmith.web.watch_data import SILENT_S, WatchData, kind_of
-from tunesmith.web.watch_pictures import MAX_LINES, pictures
+from tunesmith.web.watch_data import MAX_LINES, SILENT_S, WatchData, kind_of, pictures
 
 NOW = 1_800_000_000.0
 DEAD_PID = 2**22 + 1

@@ -74,7 +74,7 @@ def test_a_trainer_that_dies_is_said_to_be_dead_with_what_to_do(watch, trainer):
     assert page.get_by_text("goes on from the last checkpoint").is_visible()
 
 
-def serve_versions(trainer):
+def serve_versions(trainer, serving=2):
     for version in range(3):
         trainer.add_version(
             PolicyVersion(
@@ -84,7 +84,7 @@ def serve_versions(trainer):
                 win_rate=0.5 + 0.1 * version,
                 win_rate_low=0.4,
                 win_rate_high=0.9,
-                serving=version == 2,
+                serving=version == serving,
                 note="first" if version == 0 else "",
             )
         )
@@ -105,7 +105,7 @@ def test_an_admin_rolls_back_after_being_asked(watch, server, trainer):
     page.get_by_text("The trainer was asked to go back to version 1").wait_for()
     reader = VoteReader.open(server.folder / "votes.db")
     assert [(one.kind, one.argument) for one in reader.commands_after(0)] == [("rollback", "1")]
-    trainer.set_serving(1)
+    serve_versions(trainer, serving=1)
     page.locator("tr.serving[data-version='1']").wait_for()
 
 

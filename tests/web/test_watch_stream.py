@@ -13,12 +13,11 @@ from urllib.parse import urlsplit
 import pytest
 
 from tunesmith.store.records import PolicyVersion
-from tunesmith.store.run_reader import RunReader
-from tunesmith.store.runs import RunStore
+from tunesmith.store.runs import RunReader, RunStore
 from tunesmith.store.vote_watch import VoteWatch
-from tunesmith.web.lifetime import Lifetime
+from tunesmith.web.services import Lifetime
+from tunesmith.web.watch import events
 from tunesmith.web.watch_data import WatchData
-from tunesmith.web.watch_stream import events
 
 
 class Events:

@@ -13,7 +13,7 @@ import pytest
 
 from tunesmith.cli.live import seconds
 from tunesmith.core.errors import InputError, RunError
-from tunesmith.store.run_reader import RunReader
+from tunesmith.store.runs import RunReader
 from tunesmith.store.vote_reader import VoteReader
 from tunesmith.workflows.live_processes import child, server, wait_until
 from tunesmith.workflows.live_raters import Raters, RaterTraits

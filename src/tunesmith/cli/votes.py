@@ -11,8 +11,8 @@ from tunesmith.core.errors import InputError
 from tunesmith.core.log import visible
 
 if TYPE_CHECKING:
-    from tunesmith.store.stat_records import Agreement, BiasTest, VoteStats
     from tunesmith.store.vote_reader import VoteReader
+    from tunesmith.store.vote_stats import Agreement, BiasTest, VoteStats
 
 VOTES_FILE = "votes.db"
 """Name of the database in a folder of the live loop."""
@@ -89,7 +89,7 @@ def import_(words: Sequence[str]) -> None:
         ]
         votes = [vote for file in options.files if options.labels == "votes" for vote in read_given_votes(file)]
         with VoteStore.open(options.dir.expanduser() / VOTES_FILE) as store:
-            named = [one for one in store.campaigns() if one.settings.name == options.campaign]
+            named = [one for one in store.reader.campaigns() if one.settings.name == options.campaign]
             campaign = named[0] if named else store.set_campaign(CampaignSettings(name=options.campaign))
             if options.labels == "votes":
                 done = store.import_votes(campaign.id, votes)

@@ -27,7 +27,7 @@ from tunesmith.store.records import (
     StoredDemonstration,
     StoredRanking,
 )
-from tunesmith.store.rows import as_answer
+from tunesmith.store.vote_reader import as_answer
 
 _log = get_logger(__name__)
 

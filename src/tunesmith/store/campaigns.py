@@ -140,12 +140,6 @@ def copy_versions(connection: Connection, versions: Sequence[PolicyVersion]) -> 
             connection.execute(insert(table).values(**values))
 
 
-def shown_versions(connection: Connection) -> list[PolicyVersion]:
-    """The copied versions, oldest first."""
-    rows = connection.execute(select(tables.shown_versions).order_by(tables.shown_versions.c.version))
-    return [PolicyVersion(**row) for row in rows.mappings()]
-
-
 def _check_settings(settings: CampaignSettings) -> None:
     check_name(settings.name, "the campaign's name")
     check_text(settings.guidelines, "the campaign's guidelines")

@@ -1,22 +1,75 @@
 """Items: a prompt with answers to be judged. Given ones are told apart by their texts, the trainer's by their offer."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, and_, func, insert, select, update
+from sqlalchemy import Connection, and_, insert, select, update
 
 from tunesmith.core.errors import DataError
-from tunesmith.store.candidates import chunks, texts_of_items
 from tunesmith.store.content import (
     check_content,
     check_text,
     content_sha256,
+    decode_floats,
+    decode_ints,
     encode_content,
     encode_numbers,
 )
 from tunesmith.store.records import Candidate, NewItem, Offer
 from tunesmith.store.tables import candidates, item_candidates, items, prompts
+
+_CHUNK = 500
+"""Ids in one query: databases limit the number of parameters."""
+
+
+def texts_of_items(connection: Connection, item_ids: Sequence[int]) -> dict[int, list[str]]:
+    """The answers of each item, by position."""
+    texts: dict[int, list[str]] = {item_id: [] for item_id in item_ids}
+    columns = item_candidates.c.item_id, candidates.c.text
+    for row in _rows(connection, item_ids, columns):
+        texts[row.item_id].append(row.text)
+    return texts
+
+
+def candidates_of_items(connection: Connection, item_ids: Sequence[int]) -> Mapping[int, list[Candidate]]:
+    """The answers of each item with tokens and log-probs, by position."""
+    found: dict[int, list[Candidate]] = {item_id: [] for item_id in item_ids}
+    for row in _rows(connection, item_ids, (item_candidates.c.item_id, *candidates.c)):
+        found[row.item_id].append(
+            Candidate(
+                text=row.text,
+                token_ids=decode_ints(row.token_ids_json),
+                logps=decode_floats(row.logps_json),
+                weight_version=row.weight_version,
+                source_id=row.source_id,
+            )
+        )
+    return found
+
+
+def candidate_ids(connection: Connection, item_id: int) -> list[int]:
+    """Ids of an item's answers, by position."""
+    query = select(item_candidates.c.candidate_id).where(item_candidates.c.item_id == item_id)
+    return list(connection.execute(query.order_by(item_candidates.c.position)).scalars())
+
+
+def chunks(ids: Sequence[int]) -> Iterator[Sequence[int]]:
+    """`ids` without repeats, in pieces that fit into one query."""
+    unique = list(dict.fromkeys(ids))
+    for start in range(0, len(unique), _CHUNK):
+        yield unique[start : start + _CHUNK]
+
+
+def _rows(connection: Connection, item_ids: Sequence[int], columns: Sequence[Any]) -> Iterator[Any]:
+    for chunk in chunks(item_ids):
+        yield from connection.execute(
+            select(*columns)
+            .select_from(item_candidates.join(candidates))
+            .where(item_candidates.c.item_id.in_(chunk))
+            .order_by(item_candidates.c.item_id, item_candidates.c.position)
+        )
+
 
 MAX_ANSWERS = 10
 """Most answers of a ranking."""
@@ -85,21 +138,6 @@ def ingest(connection: Connection, campaign_id: int, offers: Sequence[Offer], no
         is_stale = and_(items.c.campaign_id == campaign_id, items.c.offer_id < stale, items.c.retired_at.is_(None))
         connection.execute(update(items).where(is_stale).values(retired_at=now, is_open=False))
     return len(fresh)
-
-
-def last_offer_id(connection: Connection, campaign_id: int) -> int:
-    """The newest offer that was ingested, 0 if there is none."""
-    query = select(func.max(items.c.offer_id)).where(items.c.campaign_id == campaign_id)
-    return int(connection.execute(query).scalar() or 0)
-
-
-def retire_items(connection: Connection, item_ids: Sequence[int], now: float) -> int:
-    """Number of items that were taken out of the queue."""
-    num_retired = 0
-    for chunk in chunks(item_ids):
-        query = update(items).where(items.c.id.in_(chunk), items.c.retired_at.is_(None))
-        num_retired += connection.execute(query.values(retired_at=now, is_open=False)).rowcount
-    return num_retired
 
 
 def _item_of(offer: Offer) -> NewItem:

@@ -9,8 +9,8 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, and_, exists, func, insert, or_, select, true, update
 
-from tunesmith.store.candidates import texts_of_items
 from tunesmith.store.content import decode_content
+from tunesmith.store.items import texts_of_items
 from tunesmith.store.records import Campaign, Presentation
 from tunesmith.store.tables import items, presentations, prompts, rankings, votes
 

@@ -20,7 +20,6 @@ ItemKind = Literal["pair", "ranking"]
 AnswerStyle = Literal["raw", "markdown"]
 Role = Literal["rater", "admin"]
 CommandKind = Literal["rollback"]
-PresentationState = Literal["open", "done", "skipped", "expired"]
 
 MARGIN_MUCH = 2.0
 """Margin of a vote that calls one answer much better."""
@@ -299,18 +298,6 @@ class Series:
     last_id: int
     num_points: int
     is_sampled: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """Something that the trainer does in one piece: an update, a round of offers, a check. `detail` is JSON."""
-
-    id: int
-    kind: str
-    state: str
-    created_at: float
-    ended_at: float | None = None
-    detail: str = "{}"
 
 
 @dataclass(frozen=True, slots=True)

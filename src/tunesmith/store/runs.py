@@ -11,15 +11,91 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, delete, func, insert, select, update
+from sqlalchemy import Connection, case, delete, func, insert, select, update
 from sqlalchemy.exc import DBAPIError
 
 from tunesmith.core.errors import StoreError
-from tunesmith.store.content import check_content, check_name, encode_content, encode_numbers
-from tunesmith.store.database import OwnedDatabase, failure
-from tunesmith.store.items import check_answers
-from tunesmith.store.records import NewOffer, PolicyVersion
+from tunesmith.store.content import (
+    check_content,
+    check_name,
+    decode_content,
+    decode_floats,
+    decode_ints,
+    encode_content,
+    encode_numbers,
+)
+from tunesmith.store.database import OwnedDatabase, ReadOnlyDatabase, failure
+from tunesmith.store.items import check_answers, chunks
+from tunesmith.store.records import Candidate, Heartbeat, Metric, NewOffer, Offer, PolicyVersion, Series
 from tunesmith.store.tables import heartbeat, jobs, metrics, offer_candidates, offers, policy_versions
+
+
+def metric_names(connection: Connection) -> list[str]:
+    """Names of all metrics, sorted. Each is one step in the index, however many points it has."""
+    names: list[str] = []
+    last = ""
+    while True:
+        found = connection.execute(select(func.min(metrics.c.name)).where(metrics.c.name > last)).scalar()
+        if found is None:
+            return names
+        last = str(found)
+        names.append(last)
+
+
+def _series(connection: Connection, name: str, after_id: int, max_points: int) -> Series:
+    """The points of a metric with an id above `after_id`; see `RunReader.series`."""
+    is_asked = metrics.c.name == name, metrics.c.id > after_id
+    first, last, num = connection.execute(
+        select(func.min(metrics.c.id), func.max(metrics.c.id), func.count()).where(*is_asked)
+    ).one()
+    if not num:
+        return Series(name, (), after_id, 0, False)
+    if num <= max_points:
+        rows = connection.execute(select(metrics).where(*is_asked).order_by(metrics.c.id))
+        return Series(name, tuple(Metric(**row) for row in rows.mappings()), last, num, False)
+    ids = _extremes(connection, name, first, last, max(1, max_points // 2)) | {first, last}
+    points: list[Metric] = []
+    for chunk in chunks(sorted(ids)):
+        rows = connection.execute(select(metrics).where(metrics.c.id.in_(chunk)).order_by(metrics.c.id))
+        points += [Metric(**row) for row in rows.mappings()]
+    return Series(name, tuple(points), last, num, True)
+
+
+def _extremes(connection: Connection, name: str, first: int, last: int, num_buckets: int) -> set[int]:
+    """Ids of the lowest and the highest point of each bucket of ids, and of its first gap.
+
+    One pass over the index finds each bucket's bounds and extremes; where these stand is then looked up inside the
+    bucket. The plain way, a row number over each bucket, sorts everything.
+    """
+    bucket = ((metrics.c.id - first) * num_buckets) // (last - first + 1)
+    found = (
+        select(
+            func.min(metrics.c.id).label("first"),
+            func.max(metrics.c.id).label("last"),
+            func.min(metrics.c.value).label("low"),
+            func.max(metrics.c.value).label("high"),
+            func.min(case((metrics.c.value.is_(None), metrics.c.id))).label("gap"),
+        )
+        .where(metrics.c.name == name, metrics.c.id >= first, metrics.c.id <= last)
+        .group_by(bucket)
+        .subquery()
+    )
+    query = select(_place(found, name, found.c.low), _place(found, name, found.c.high), found.c.gap)
+    return {int(id_) for row in connection.execute(query) for id_ in row if id_ is not None}
+
+
+def _place(found: Any, name: str, value: Any) -> Any:
+    """Id of the first point of a bucket that has this value."""
+    point = metrics.alias()
+    return (
+        select(point.c.id)
+        .where(point.c.name == name, point.c.id >= found.c.first, point.c.id <= found.c.last, point.c.value == value)
+        .order_by(point.c.id)
+        .limit(1)
+        .correlate(found)
+        .scalar_subquery()
+    )
+
 
 T = TypeVar("T")
 
@@ -59,18 +135,6 @@ class RunStore:
                 connection.execute(update(policy_versions).values(serving=False))
             connection.execute(delete(policy_versions).where(policy_versions.c.version == version.version))
             connection.execute(insert(policy_versions).values(**asdict(version)))
-
-        self._transact(work)
-
-    def set_serving(self, version: int) -> None:
-        """Let this version serve and no other. Raises StoreError if there is none of this number."""
-
-        def work(connection: Connection) -> None:
-            is_it = policy_versions.c.version == version
-            if connection.execute(select(policy_versions.c.version).where(is_it)).first() is None:
-                raise StoreError(f"there is no version {version} of the policy")
-            connection.execute(update(policy_versions).values(serving=False))
-            connection.execute(update(policy_versions).where(is_it).values(serving=True))
 
         self._transact(work)
 
@@ -196,3 +260,99 @@ def _new_id(result: Any) -> int:
 
 def _or_now(now: float | None) -> float:
     return time.time() if now is None else now
+
+
+class RunReader:
+    """Offers, versions and metrics by cursor. A file or table that is not there yet is "nothing yet".
+
+    Safe to call from any number of threads.
+    """
+
+    def __init__(self, place: str | Path) -> None:
+        self._database = ReadOnlyDatabase(place, "runs")
+
+    @classmethod
+    def open(cls, path_or_url: str | Path) -> "RunReader":
+        """A reader of the file, which may appear later. Its calls raise StoreError if it is of another release."""
+        return cls(path_or_url)
+
+    def close(self) -> None:
+        """Let go of the file. Harmless if called twice."""
+        self._database.close()
+
+    def __enter__(self) -> "RunReader":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def offers_after(self, cursor: int, limit: int = 100) -> list[Offer]:
+        """Offers with an id above `cursor`, in order."""
+        return self._database.read(lambda connection: _offers_after(connection, cursor, limit), [])
+
+    def versions(self) -> list[PolicyVersion]:
+        """All versions, oldest first."""
+        query = select(policy_versions).order_by(policy_versions.c.version)
+        return self._database.read(lambda c: [PolicyVersion(**row) for row in c.execute(query).mappings()], [])
+
+    def metric_names(self) -> list[str]:
+        """Names of all metrics, sorted."""
+        return self._database.read(metric_names, [])
+
+    def series(self, name: str, after_id: int = 0, points: int = 2000) -> Series:
+        """The metric's points with an id above `after_id`, in order: all of them if they are at most `points`, else of
+        each of `points // 2` buckets the lowest and the highest, and the first gap (a value of None) where it has one.
+        """
+        nothing = Series(name, (), after_id, 0, False)
+        return self._database.read(lambda c: _series(c, name, after_id, points), nothing)
+
+    def metrics_after(self, cursor: int, limit: int = 1000) -> list[Metric]:
+        """Metrics of every name with an id above `cursor`, in order."""
+        query = select(metrics).where(metrics.c.id > cursor).order_by(metrics.c.id).limit(limit)
+        return self._database.read(lambda c: [Metric(**row) for row in c.execute(query).mappings()], [])
+
+    def last_metric_id(self) -> int:
+        """The newest metric's id, 0 if there is none."""
+        return self._database.read(lambda c: int(c.execute(select(func.max(metrics.c.id))).scalar() or 0), 0)
+
+    def heartbeat(self) -> Heartbeat | None:
+        """The trainer's last sign of life; None if there was never one."""
+        query = select(heartbeat.c.pid, heartbeat.c.host, heartbeat.c.time, heartbeat.c.state)
+
+        def read(connection: Connection) -> Heartbeat | None:
+            row = connection.execute(query).mappings().first()
+            return None if row is None else Heartbeat(**row)
+
+        return self._database.read(read, None)
+
+
+def _offers_after(connection: Connection, cursor: int, limit: int) -> list[Offer]:
+    rows = connection.execute(select(offers).where(offers.c.id > cursor).order_by(offers.c.id).limit(limit)).all()
+    versions = {row.id: row.version for row in rows}
+    answers: dict[int, list[Candidate]] = {row.id: [] for row in rows}
+    for chunk in chunks([row.id for row in rows]):
+        query = select(offer_candidates).where(offer_candidates.c.offer_id.in_(chunk))
+        for row in connection.execute(query.order_by(offer_candidates.c.offer_id, offer_candidates.c.position)):
+            answers[row.offer_id].append(_candidate(row, versions[row.offer_id]))
+    return [
+        Offer(
+            id=row.id,
+            version=row.version,
+            prompt=decode_content(row.prompt_json),
+            candidates=tuple(answers[row.id]),
+            heldout=row.heldout,
+            created_at=row.created_at,
+            retires_before=row.retires_before,
+        )
+        for row in rows
+    ]
+
+
+def _candidate(row: Any, version: int) -> Candidate:
+    return Candidate(
+        text=row.text,
+        token_ids=decode_ints(row.token_ids_json),
+        logps=decode_floats(row.logps_json),
+        weight_version=version,
+        source_id=row.source_id or f"policy-{version}",
+    )

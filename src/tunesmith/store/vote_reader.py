@@ -1,29 +1,53 @@
-"""`VoteReader`: how everyone but the server reads `votes.db`, without ever writing or checkpointing it."""
+"""`VoteReader`: read access to `votes.db` for every process, which never writes or checkpoints it."""
 
+import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
+
+from sqlalchemy import Connection, Table, exists, func, or_, select
 
 from tunesmith.core.errors import StoreError
-from tunesmith.store import campaigns, reading, vote_stats
+from tunesmith.schema.records import Text
+from tunesmith.store import campaigns, vote_stats
+from tunesmith.store.content import content_sha256, decode_content, encode_content
 from tunesmith.store.database import ReadOnlyDatabase
+from tunesmith.store.items import candidates_of_items
 from tunesmith.store.records import (
+    MARGIN_BETTER,
+    MARGIN_MUCH,
     Campaign,
+    Candidate,
     Command,
     ExportRow,
-    PolicyVersion,
+    PreferenceName,
     Progress,
     Rater,
     StoredDemonstration,
     StoredRanking,
+    StoredVerdict,
     StoredVote,
 )
-from tunesmith.store.rows import export_row
-from tunesmith.store.stat_records import VoteStats
+from tunesmith.store.tables import commands, demonstrations, items, presentations, prompts, rankings, raters, votes
+
+Record = TypeVar("Record", StoredVote, StoredRanking, StoredDemonstration)
+
+_PAGE = 500
+_PREFERENCES: dict[StoredVerdict, PreferenceName] = {
+    "left_much": "much_better",
+    "right_much": "much_better",
+    "left": "better",
+    "right": "better",
+    "tie": "tie",
+    "both_bad": "both_bad",
+}
+_MARGINS = {"much_better": MARGIN_MUCH, "better": MARGIN_BETTER}
+_PROMPT_ID_LENGTH = 16
 
 
 class VoteReader:
-    """Votes and commands by cursor. A file or table that is not there yet is "nothing yet".
+    """Votes and commands by cursor. A missing file or table reads as empty.
 
     Safe to call from any number of threads.
     """
@@ -33,11 +57,11 @@ class VoteReader:
 
     @classmethod
     def open(cls, path_or_url: str | Path) -> "VoteReader":
-        """A reader of the file, which may appear later. Its calls raise StoreError if it is of another release."""
+        """A reader of the file, which may appear later. Its calls raise StoreError if another release wrote it."""
         return cls(path_or_url)
 
     def close(self) -> None:
-        """Let go of the file. Harmless if called twice."""
+        """Close all connections. Harmless if called twice."""
         self._database.close()
 
     def __enter__(self) -> "VoteReader":
@@ -46,27 +70,58 @@ class VoteReader:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def votes_after(self, cursor: int, limit: int = 1000, campaign_id: int | None = None) -> list[StoredVote]:
+    def votes_after(
+        self, cursor: int, limit: int = 1000, campaign_id: int | None = None, *, changes: bool = True
+    ) -> list[StoredVote]:
         """Effective votes with an id above `cursor`, in order; pass the last one's id as the next cursor.
 
-        A vote that was changed comes again with a higher `revision`, one that was undone with the verdict `withdrawn`:
-        both take the place of what came before with the same `presentation_id`. Skips come only in such a place.
+        A changed vote is returned again with a higher `revision`, an undone one with the verdict `withdrawn`: each
+        replaces the earlier one of the same `presentation_id`. Skips are returned only as such replacements. With
+        `changes=False` skipped and withdrawn votes are left out.
         """
-        return self._database.read(lambda c: reading.votes_after(c, cursor, limit, campaign_id), [])
 
-    def rankings_after(self, cursor: int, limit: int = 1000, campaign_id: int | None = None) -> list[StoredRanking]:
-        """As `votes_after`, of rankings; those that were undone have no `ranks`."""
-        return self._database.read(lambda c: reading.rankings_after(c, cursor, limit, campaign_id), [])
+        def read(connection: Connection) -> list[StoredVote]:
+            rows = _effective(connection, votes, cursor, limit, campaign_id, changes=changes)
+            answers = candidates_of_items(connection, [row.item_id for row in rows])
+            return [_stored_vote(row, answers[row.item_id]) for row in rows]
+
+        return self._database.read(read, [])
+
+    def rankings_after(
+        self, cursor: int, limit: int = 1000, campaign_id: int | None = None, *, changes: bool = True
+    ) -> list[StoredRanking]:
+        """As `votes_after`, for rankings; undone ones have no `ranks`."""
+
+        def read(connection: Connection) -> list[StoredRanking]:
+            rows = _effective(connection, rankings, cursor, limit, campaign_id, changes=changes)
+            answers = candidates_of_items(connection, [row.item_id for row in rows])
+            return [
+                StoredRanking(
+                    candidates=tuple(answers[row.item_id]),
+                    ranks=() if row.ranks_json is None else tuple(json.loads(row.ranks_json)),
+                    is_gold=row.is_gold,
+                    **_common(row),
+                )
+                for row in rows
+            ]
+
+        return self._database.read(read, [])
 
     def demonstrations_after(
         self, cursor: int, limit: int = 1000, campaign_id: int | None = None
     ) -> list[StoredDemonstration]:
-        """As `votes_after`, of answers that raters wrote."""
-        return self._database.read(lambda c: reading.demonstrations_after(c, cursor, limit, campaign_id), [])
+        """As `votes_after`, for answers that raters wrote."""
+
+        def read(connection: Connection) -> list[StoredDemonstration]:
+            rows = _effective(connection, demonstrations, cursor, limit, campaign_id, changes=True)
+            return [StoredDemonstration(text=row.text, **_common(row)) for row in rows]
+
+        return self._database.read(read, [])
 
     def commands_after(self, cursor: int, limit: int = 100) -> list[Command]:
         """Commands with an id above `cursor`, in order."""
-        return self._database.read(lambda c: reading.commands_after(c, cursor, limit), [])
+        query = select(commands).where(commands.c.id > cursor).order_by(commands.c.id).limit(limit)
+        return self._database.read(lambda c: [Command(**row) for row in c.execute(query).mappings()], [])
 
     def campaigns(self) -> list[Campaign]:
         """All campaigns, oldest first."""
@@ -84,50 +139,136 @@ class VoteReader:
         return self._database.read(campaigns.all_raters, [])
 
     def rater_of(self, token: str, now: float | None = None) -> Rater | None:
-        """Whom `token` lets in; None for a wrong, expired or disabled one."""
+        """The rater with this access token; None for a wrong, expired or disabled one."""
         moment = time.time() if now is None else now
         return self._database.read(lambda c: campaigns.rater_of_token(c, token, moment), None)
 
-    def versions(self) -> list[PolicyVersion]:
-        """The server's copy of the trainer's versions, oldest first."""
-        return self._database.read(campaigns.shown_versions, [])
+    def last_offer_id(self, campaign_id: int) -> int:
+        """Id of the newest ingested offer, 0 if none: the cursor for `RunReader.offers_after`."""
+        query = select(func.max(items.c.offer_id)).where(items.c.campaign_id == campaign_id)
+        return self._database.read(lambda c: int(c.execute(query).scalar() or 0), 0)
 
     def progress(self, rater_id: int, campaign_id: int) -> Progress:
-        """How far the rater and the campaign are. Raises StoreError if there is no such campaign."""
-        nothing = Progress(0, 0, 0, 0, 0)
+        """Votes and open items of a rater in a campaign. Raises StoreError if there is no such campaign."""
         return self._database.read(
-            lambda c: vote_stats.progress(c, rater_id, campaigns.campaign(c, campaign_id)), nothing
+            lambda c: vote_stats.progress(c, rater_id, campaigns.campaign(c, campaign_id)), Progress(0, 0, 0, 0, 0)
         )
 
-    def stats(self, campaign_id: int | None = None, now: float | None = None) -> VoteStats:
+    def stats(self, campaign_id: int | None = None, now: float | None = None) -> vote_stats.VoteStats:
         """Counts, agreement, biases and gold accuracy of one campaign, or of all."""
         moment = time.time() if now is None else now
-        found = self._database.read(lambda c: vote_stats.vote_stats(c, campaign_id, moment), None)
-        return vote_stats.NO_VOTES if found is None else found
+        return self._database.read(lambda c: vote_stats.vote_stats(c, campaign_id, moment), vote_stats.NO_VOTES)
 
     def export(
         self, campaign_id: int | None = None, *, include_gold: bool = False, include_bad: bool = True
     ) -> Iterator[ExportRow]:
-        """Effective votes in the order of their ids, skipped and withdrawn ones left out.
+        """Effective votes in the order of their ids, without skipped and withdrawn ones.
 
-        Without `include_bad` those that call both answers bad are left out too.
+        `include_bad=False` also leaves out votes that call both answers bad.
         """
-        for vote in reading.pages(
-            lambda cursor, limit: self._database.read(
-                lambda c: reading.votes_after(c, cursor, limit, campaign_id, changes=False), []
-            )
-        ):
+        for vote in _pages(lambda cursor: self.votes_after(cursor, _PAGE, campaign_id, changes=False)):
             if (include_gold or not vote.is_gold) and (include_bad or vote.verdict != "both_bad"):
-                yield export_row(vote)
+                yield _export_row(vote)
 
     def export_rankings(self, campaign_id: int | None = None) -> Iterator[StoredRanking]:
         """Effective rankings in the order of their ids."""
-        return reading.pages(
-            lambda cursor, limit: self._database.read(
-                lambda c: reading.rankings_after(c, cursor, limit, campaign_id, changes=False), []
-            )
-        )
+        return _pages(lambda cursor: self.rankings_after(cursor, _PAGE, campaign_id, changes=False))
 
     def export_demonstrations(self, campaign_id: int | None = None) -> Iterator[StoredDemonstration]:
         """Effective written answers in the order of their ids."""
-        return reading.pages(lambda cursor, limit: self.demonstrations_after(cursor, limit, campaign_id))
+        return _pages(lambda cursor: self.demonstrations_after(cursor, _PAGE, campaign_id))
+
+
+def as_answer(prompt: Text, text: str) -> Text:
+    """An answer in the form of its prompt: text, or a message of the assistant."""
+    return text if isinstance(prompt, str) else ({"role": "assistant", "content": text},)
+
+
+def _pages(read: Callable[[int], Sequence[Record]]) -> Iterator[Record]:
+    """All records that `read(cursor)` returns, page by page."""
+    cursor = 0
+    while page := read(cursor):
+        yield from page
+        cursor = page[-1].id
+
+
+def _effective(
+    connection: Connection, table: Table, cursor: int, limit: int, campaign_id: int | None, *, changes: bool
+) -> Sequence[Any]:
+    """Rows of `table` without a higher revision, joined with their item, prompt and rater.
+
+    A skip or withdrawal of the first revision replaces nothing, so it is left out.
+    """
+    later = table.alias()
+    is_last = ~exists().where(later.c.presentation_id == table.c.presentation_id, later.c.revision > table.c.revision)
+    joined = (
+        table.join(presentations, presentations.c.id == table.c.presentation_id)
+        .join(items, items.c.id == presentations.c.item_id)
+        .join(prompts, prompts.c.id == items.c.prompt_id)
+        .join(raters, raters.c.id == presentations.c.rater_id)
+    )
+    context = (
+        presentations.c.item_id,
+        presentations.c.order_json,
+        presentations.c.rater_id.label("of_rater"),
+        items.c.campaign_id,
+        items.c.heldout,
+        items.c.is_gold,
+        items.c.offer_id,
+        prompts.c.content_json,
+        raters.c.name.label("rater"),
+    )
+    own = [column for column in table.c if column.name not in ("rater_id", "prompt_id")]
+    query = select(*own, *context).select_from(joined).where(table.c.id > cursor, is_last)
+    if "verdict" in table.c:
+        counts = table.c.verdict.not_in(("skip", "withdrawn"))
+        query = query.where(or_(counts, table.c.revision > 1) if changes else counts)
+    if campaign_id is not None:
+        query = query.where(items.c.campaign_id == campaign_id)
+    return connection.execute(query.order_by(table.c.id).limit(limit)).all()
+
+
+def _common(row: Any) -> dict[str, Any]:
+    names = ("id", "presentation_id", "item_id", "campaign_id", "rater", "heldout", "created_at", "revision")
+    return {name: getattr(row, name) for name in names} | {
+        "rater_id": row.of_rater,
+        "prompt": decode_content(row.content_json),
+    }
+
+
+def _stored_vote(row: Any, answers: Sequence[Candidate]) -> StoredVote:
+    order: list[int] = json.loads(row.order_json)
+    left, right = (answers[place] for place in order)
+    chosen, rejected = (right, left) if row.verdict in ("right", "right_much") else (left, right)
+    return StoredVote(
+        verdict=row.verdict,
+        margin=_MARGINS.get(_PREFERENCES.get(row.verdict, ""), 0.0),
+        chosen=chosen,
+        rejected=rejected,
+        is_gold=row.is_gold,
+        offer_id=row.offer_id,
+        dwell_ms=row.dwell_ms,
+        reason=row.reason,
+        **_common(row),
+    )
+
+
+def _export_row(vote: StoredVote) -> ExportRow:
+    """A vote in TRL's columns. Skipped and withdrawn votes have none."""
+    return ExportRow(
+        prompt=vote.prompt,
+        chosen=as_answer(vote.prompt, vote.chosen.text),
+        rejected=as_answer(vote.prompt, vote.rejected.text),
+        margin=vote.margin,
+        tie=vote.verdict in ("tie", "both_bad"),
+        verdict=_PREFERENCES[vote.verdict],
+        rater=vote.rater,
+        heldout=vote.heldout,
+        created_at=vote.created_at,
+        dwell_ms=vote.dwell_ms,
+        reason=vote.reason,
+        vote_id=vote.id,
+        prompt_id=content_sha256(encode_content(vote.prompt))[:_PROMPT_ID_LENGTH],
+        chosen_version=vote.chosen.weight_version,
+        rejected_version=vote.rejected.weight_version,
+    )

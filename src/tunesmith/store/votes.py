@@ -1,22 +1,26 @@
 """`VoteStore`: the server's side of `votes.db`, its only writer."""
 
+import queue
 import random
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import TypeVar
+from types import TracebackType
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from sqlalchemy import Connection
+from sqlalchemy.exc import DBAPIError, IntegrityError
 
-from tunesmith.store import campaigns, imports, items
-from tunesmith.store.answers import Answering
-from tunesmith.store.database import OwnedDatabase
+from tunesmith.core.errors import StoreError
+from tunesmith.store import answers, campaigns, items
+from tunesmith.store.database import OwnedDatabase, failure
 from tunesmith.store.queue import next_presentations
 from tunesmith.store.records import (
     Campaign,
     CampaignSettings,
     CommandKind,
-    ExportRow,
     GivenVote,
     Imported,
     NewItem,
@@ -24,49 +28,48 @@ from tunesmith.store.records import (
     Offer,
     PolicyVersion,
     Presentation,
-    Progress,
-    Rater,
     Role,
-    StoredDemonstration,
-    StoredRanking,
     Verdict,
     VoteReceipt,
 )
-from tunesmith.store.stat_records import VoteStats
 from tunesmith.store.vote_reader import VoteReader
-from tunesmith.store.writer import Writer
+
+GROUP_S = 0.005
+"""Changes that arrive within this time of the first are committed with it."""
+
+_ITEMS_PER_TRANSACTION = 200
+"""Bounds the time for which an import blocks raters who vote meanwhile."""
 
 T = TypeVar("T")
-
-_ADDED_AT_ONCE = 200
-"""Items in one transaction: raters who vote meanwhile wait no longer than that takes."""
+P = ParamSpec("P")
+Work = Callable[[Connection], Any]
 
 
 class VoteStore:
-    """Campaigns, raters, items and votes. Safe to call from any number of threads; every call blocks until its change
-    is on disk. One thread writes, and commits calls that come within 5 ms together.
+    """Writes campaigns, raters, items and votes; `reader` reads them.
 
-    `now` is the time in seconds since the epoch; left out, it is the clock's.
+    Safe to call from any number of threads: every call blocks until its change is on disk. One thread writes, and
+    commits calls that arrive within `GROUP_S` together. `now` is in seconds since the epoch, by default the clock's.
     """
 
     @classmethod
     def open(cls, path_or_url: str | Path, *, seed: int | None = None) -> "VoteStore":
-        """The store in a file, which is made if it is missing and brought up to date, or at a database URL.
+        """The store in a file, which is created if missing and migrated if older, or at a database URL.
 
-        `seed` fixes the order of answers and the mixing of gold items, for tests. Raises StoreError if the file is
-        damaged, of a newer release, or in use by another server.
+        `seed` fixes the order of answers and the choice of gold items, for tests. Raises StoreError if the file is
+        damaged, written by a newer release, or in use by another server.
         """
         return cls(path_or_url, seed)
 
     def __init__(self, place: str | Path, seed: int | None = None) -> None:
         self._writer = Writer(OwnedDatabase(place, "votes", durable=True))
-        self._reader = VoteReader(place)
+        self.reader = VoteReader(place)
         # Used by the writing thread alone.
-        self._draw = random.SystemRandom() if seed is None else random.Random(seed)
+        self._rng = random.SystemRandom() if seed is None else random.Random(seed)
 
     def close(self) -> None:
-        """Finish what was asked and let go of the file. Harmless if called twice."""
-        self._reader.close()
+        """Finish pending writes and close the file. Harmless if called twice."""
+        self.reader.close()
         self._writer.close()
 
     def __enter__(self) -> "VoteStore":
@@ -75,25 +78,13 @@ class VoteStore:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    # Campaigns
-
     def set_campaign(self, settings: CampaignSettings, now: float | None = None) -> Campaign:
-        """The campaign of this name, made or changed to `settings`. Raises StoreError for values out of range."""
-        return self._write(lambda connection: campaigns.set_campaign(connection, settings, _or_now(now)))
-
-    def campaigns(self) -> list[Campaign]:
-        """All campaigns, oldest first."""
-        return self._reader.campaigns()
-
-    def campaign(self, campaign_id: int) -> Campaign:
-        """One campaign. Raises StoreError if there is none of this id."""
-        return self._write(lambda connection: campaigns.campaign(connection, campaign_id))
+        """Create the campaign of this name, or change its settings. Raises StoreError for values out of range."""
+        return self._write(campaigns.set_campaign, settings, _or_now(now))
 
     def close_campaign(self, campaign_id: int, now: float | None = None) -> None:
-        """Ask for no more votes."""
-        self._write(lambda connection: campaigns.close_campaign(connection, campaign_id, _or_now(now)))
-
-    # Raters
+        """Stop asking for votes."""
+        self._write(campaigns.close_campaign, campaign_id, _or_now(now))
 
     def add_rater(
         self,
@@ -104,85 +95,61 @@ class VoteStore:
         expires_at: float | None = None,
         now: float | None = None,
     ) -> NewRater:
-        """A new rater and their token, which is shown this once. Raises StoreError if the name is taken or empty."""
-        return self._write(
-            lambda connection: campaigns.add_rater(connection, name, role, invited_by, expires_at, _or_now(now))
-        )
-
-    def rater_of(self, token: str, now: float | None = None) -> Rater | None:
-        """Whom `token` lets in; None for a wrong, expired or disabled one."""
-        return self._reader.rater_of(token, now)
+        """A new rater and their access token, which is not stored. Raises StoreError if the name is taken or empty."""
+        return self._write(campaigns.add_rater, name, role, invited_by, expires_at, _or_now(now))
 
     def redeem(
         self, token: str, *, expires_at: float | None = None, name: str | None = None, now: float | None = None
     ) -> NewRater | None:
-        """The same rater with a fresh token in place of `token`, which is void from now on (a one-time link, an
-        invite); None if it was not good. `name` renames the rater."""
-        return self._write(lambda connection: campaigns.redeem(connection, token, name, expires_at, _or_now(now)))
+        """The same rater with a fresh token in place of `token`, which is void from now on; None for a bad token.
 
-    def raters(self) -> list[Rater]:
-        """All raters, oldest first."""
-        return self._reader.raters()
+        `name` renames the rater.
+        """
+        return self._write(campaigns.redeem, token, name, expires_at, _or_now(now))
 
     def disable_rater(self, rater_id: int, now: float | None = None) -> None:
         """End a rater's access; their votes stay."""
-        self._write(lambda connection: campaigns.disable_rater(connection, rater_id, _or_now(now)))
-
-    # Items
+        self._write(campaigns.disable_rater, rater_id, _or_now(now))
 
     def add_items(self, campaign_id: int, new: Sequence[NewItem]) -> list[int]:
-        """Ids of the items made of `new`, in its order.
+        """Ids of the items of `new`, in its order. Existing ones, in whatever order of answers, are not added again.
 
-        One that is there already, whatever the order of its answers, is not added again. Raises DataError for fewer
-        than two or equal answers, or a text that cannot be stored; then nothing is added.
+        Raises DataError for fewer than two or equal answers, or text that cannot be stored; then nothing is added.
         """
         return self._add_items(campaign_id, new)[0]
 
     def import_items(self, campaign_id: int, new: Sequence[NewItem]) -> Imported:
-        """As `add_items`: how many items were added, and how many were there already."""
+        """As `add_items`, but returns the numbers of new and of existing items."""
         num_new = self._add_items(campaign_id, new)[1]
         return Imported(num_new, len(new) - num_new)
 
     def import_votes(self, campaign_id: int, given: Sequence[GivenVote], now: float | None = None) -> Imported:
-        """How many votes made elsewhere were added, and how many were there already. Raters that are not known are made
-        without access. Raises DataError as `add_items` does; then nothing is added."""
+        """Add votes that were made elsewhere. Unknown raters are created without access.
+
+        Raises DataError as `add_items` does; then nothing is added.
+        """
         for number, vote in enumerate(given, start=1):
             items.check_item(vote.item, f"vote {number}")
         num_new = 0
-        for start in range(0, len(given), _ADDED_AT_ONCE):
-            part = given[start : start + _ADDED_AT_ONCE]
-            num_new += self._write(
-                lambda c, part=part: imports.add_votes(c, self._draw, campaign_id, part, _or_now(now))
-            )
+        for start in range(0, len(given), _ITEMS_PER_TRANSACTION):
+            part = given[start : start + _ITEMS_PER_TRANSACTION]
+            num_new += self._write(answers.add_votes, self._rng, campaign_id, part, _or_now(now))
         return Imported(num_new, len(given) - num_new)
 
     def ingest(self, campaign_id: int, offers: Sequence[Offer], now: float | None = None) -> int:
-        """Number of items made of the trainer's offers; those that are here already are passed over, stale ones are
-        retired."""
-        return self._write(lambda connection: items.ingest(connection, campaign_id, offers, _or_now(now)))
-
-    def last_offer_id(self, campaign_id: int) -> int:
-        """The newest offer that was ingested, 0 if none: the cursor of `RunReader.offers_after`."""
-        return self._write(lambda connection: items.last_offer_id(connection, campaign_id))
-
-    def retire_items(self, item_ids: Sequence[int], now: float | None = None) -> int:
-        """Number of items that were taken out of the queue. Votes on them stay."""
-        return self._write(lambda connection: items.retire_items(connection, item_ids, _or_now(now)))
-
-    # Votes
+        """Number of items made from the trainer's offers. Known ones are skipped, stale ones retired."""
+        return self._write(items.ingest, campaign_id, offers, _or_now(now))
 
     def next_presentations(
         self, rater_id: int, campaign_id: int, count: int = 1, now: float | None = None
     ) -> list[Presentation]:
-        """What the rater is to judge next, `count` at most: first what they hold already, then fresh items.
+        """At most `count` presentations to judge next: those that the rater holds, then fresh items.
 
-        Fewer come back where overlap, limit or items are used up. Each is written down before it is returned.
+        Each is stored before it is returned. Fewer are returned where overlap, quota or items are used up.
         """
         moment = _or_now(now)
-        return self._write(
-            lambda connection: next_presentations(
-                connection, self._draw, rater_id, campaigns.campaign(connection, campaign_id), count, moment
-            )
+        return self._writer.do(
+            lambda c: next_presentations(c, self._rng, rater_id, campaigns.campaign(c, campaign_id), count, moment)
         )
 
     def vote(
@@ -195,16 +162,18 @@ class VoteStore:
         request_key: str | None = None,
         now: float | None = None,
     ) -> VoteReceipt:
-        """The receipt of a vote that is on disk. The same `request_key`, or the same content once more, gives the first
-        receipt again; another verdict is a new revision, which alone counts.
+        """Store a vote and return its receipt. The same `request_key`, or the same content, returns the first receipt
+        again; another verdict is a new revision, which replaces the first.
 
-        Raises UnknownPresentationError for a token that is not this rater's, VoteConflictError if the lease ran out and
-        others took the place, or the time to change is over, and VoteError for a verdict that does not fit.
+        Raises:
+            UnknownPresentationError: for a token that is not this rater's.
+            VoteConflictError: if the lease ran out and others took the slot, or the time to change is over.
+            VoteError: for a verdict that does not fit.
         """
         return self._answer(token, rater_id, now, lambda one: one.vote(verdict, reason, dwell_ms, request_key))
 
     def withdraw(self, token: str, rater_id: int, now: float | None = None) -> VoteReceipt:
-        """Undo the vote or ranking: the presentation is open again. Errors as in `vote`; VoteError if there is none."""
+        """Undo the vote or ranking, which opens the presentation again. Errors as in `vote`; VoteError if none."""
         return self._answer(token, rater_id, now, lambda one: one.withdraw())
 
     def rank(
@@ -216,73 +185,150 @@ class VoteStore:
         request_key: str | None = None,
         now: float | None = None,
     ) -> VoteReceipt:
-        """As `vote`, of a ranking: `ranks[i]` is the place (1 the best, ties allowed) of the i-th answer shown."""
+        """As `vote`, for a ranking: `ranks[i]` is the rank (1 the best, ties allowed) of the i-th answer shown."""
         return self._answer(token, rater_id, now, lambda one: one.rank(ranks, dwell_ms, request_key))
 
     def demonstrate(
         self, token: str, rater_id: int, text: str, request_key: str | None = None, now: float | None = None
     ) -> VoteReceipt:
-        """As `vote`, of an answer that the rater wrote. It stands beside the vote and does not take its place."""
+        """As `vote`, for an answer that the rater wrote, in addition to the vote."""
         return self._answer(token, rater_id, now, lambda one: one.demonstrate(text, request_key))
 
-    def progress(self, rater_id: int, campaign_id: int) -> Progress:
-        """How far the rater and the campaign are."""
-        return self._reader.progress(rater_id, campaign_id)
-
-    # The trainer
-
     def command(self, kind: CommandKind, argument: str, rater_id: int, now: float | None = None) -> int:
-        """Id of a command that the trainer will read and obey."""
-        return self._write(lambda connection: campaigns.add_command(connection, kind, argument, rater_id, _or_now(now)))
+        """Id of a new command for the trainer."""
+        return self._write(campaigns.add_command, kind, argument, rater_id, _or_now(now))
 
     def copy_versions(self, versions: Sequence[PolicyVersion]) -> None:
-        """Keep the trainer's versions here, for display."""
-        self._write(lambda connection: campaigns.copy_versions(connection, versions))
-
-    def versions(self) -> list[PolicyVersion]:
-        """The copied versions, oldest first."""
-        return self._reader.versions()
-
-    # Reading
-
-    def stats(self, campaign_id: int | None = None, now: float | None = None) -> VoteStats:
-        """Counts, agreement, biases and gold accuracy of one campaign, or of all."""
-        return self._reader.stats(campaign_id, now)
-
-    def export(
-        self, campaign_id: int | None = None, *, include_gold: bool = False, include_bad: bool = True
-    ) -> Iterator[ExportRow]:
-        """Effective votes in the order of their ids, skipped and withdrawn ones left out."""
-        return self._reader.export(campaign_id, include_gold=include_gold, include_bad=include_bad)
-
-    def export_rankings(self, campaign_id: int | None = None) -> Iterator[StoredRanking]:
-        """Effective rankings in the order of their ids."""
-        return self._reader.export_rankings(campaign_id)
-
-    def export_demonstrations(self, campaign_id: int | None = None) -> Iterator[StoredDemonstration]:
-        """Effective written answers in the order of their ids."""
-        return self._reader.export_demonstrations(campaign_id)
+        """Add or replace the copies of the trainer's versions, which make `votes.db` readable without `runs.db`."""
+        self._write(campaigns.copy_versions, versions)
 
     def _add_items(self, campaign_id: int, new: Sequence[NewItem]) -> tuple[list[int], int]:
         for number, item in enumerate(new, start=1):
             items.check_item(item, f"item {number}")
         ids: list[int] = []
         num_new = 0
-        for start in range(0, len(new), _ADDED_AT_ONCE):
-            part = new[start : start + _ADDED_AT_ONCE]
-            added = self._write(lambda c, part=part: items.add_items(c, campaign_id, part))
+        for start in range(0, len(new), _ITEMS_PER_TRANSACTION):
+            added = self._write(items.add_items, campaign_id, new[start : start + _ITEMS_PER_TRANSACTION])
             ids += added.item_ids
             num_new += added.num_new
         return ids, num_new
 
-    def _write(self, work: Callable[[Connection], T]) -> T:
-        return self._writer.do(work)
+    def _write(self, work: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._writer.do(lambda connection: work(connection, *args, **kwargs))
 
     def _answer(
-        self, token: str, rater_id: int, now: float | None, answer: Callable[[Answering], VoteReceipt]
+        self, token: str, rater_id: int, now: float | None, answer: Callable[[answers.Answering], VoteReceipt]
     ) -> VoteReceipt:
         moment = _or_now(now)
-        return self._write(lambda connection: answer(Answering(connection, token, rater_id, moment)))
+        return self._writer.do(lambda c: answer(answers.Answering(c, token, rater_id, moment)))
+
+
+class Writer:
+    """Applies changes in one thread, each atomically, and commits those that wait together (group commit)."""
+
+    def __init__(self, database: OwnedDatabase) -> None:
+        self._database = database
+        self._jobs: queue.SimpleQueue[tuple[Work, Future[Any]] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._is_open = True
+        self._thread = threading.Thread(target=self._serve, name="tunesmith-store", daemon=True)
+        self._thread.start()
+
+    def do(self, work: Callable[[Connection], T]) -> T:
+        """The value of `work` once its change is on disk. If it raises, its change is rolled back.
+
+        Raises StoreError if the database could not be written, or is closed.
+        """
+        future: Future[Any] = Future()
+        with self._lock:
+            if not self._is_open:
+                raise StoreError(f"{self._database.place} is closed")
+            self._jobs.put((work, future))
+        return future.result()
+
+    def close(self) -> None:
+        """Finish pending changes and close the database. Harmless if called twice."""
+        with self._lock:
+            if self._is_open:
+                self._is_open = False
+                self._jobs.put(None)
+        self._thread.join()
+        self._database.close()
+
+    def _serve(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            group: list[_Done] = []
+            outcome = _Outcome()
+            with outcome, self._database.connection.begin():
+                self._apply_group(job, group)
+                self._check_unbroken()
+            for done in group:
+                done.tell(outcome.error)
+
+    def _apply_group(self, first: tuple[Work, "Future[Any]"], group: list["_Done"]) -> None:
+        deadline = time.monotonic() + GROUP_S
+        job: tuple[Work, Future[Any]] | None = first
+        while job is not None:
+            done = _Done(job[1])
+            group.append(done)
+            with done.outcome, self._database.connection.begin_nested():
+                done.value = job[0](self._database.connection)
+            if isinstance(done.outcome.error, DBAPIError) and not isinstance(done.outcome.error, IntegrityError):
+                # The database may have rolled back everything, so no change of the group may be acknowledged.
+                raise failure(self._database.place, done.outcome.error) from done.outcome.error
+            job = self._next_before(deadline)
+
+    def _next_before(self, deadline: float) -> tuple[Work, "Future[Any]"] | None:
+        if time.monotonic() > deadline:
+            return None
+        try:
+            job = self._jobs.get_nowait()
+        except queue.Empty:
+            return None
+        if job is None:
+            self._jobs.put(None)
+        return job
+
+    def _check_unbroken(self) -> None:
+        """Raise StoreError if SQLite ended the transaction by itself, as it does when the disk is full."""
+        raw = self._database.connection.connection.dbapi_connection
+        if getattr(raw, "in_transaction", True) is False:
+            raise StoreError(f"{self._database.place}: the transaction was rolled back; is the disk full?")
+
+
+class _Outcome:
+    """Keeps the exception of the block, for the waiting thread."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self.error = error
+        return True
+
+
+class _Done:
+    """A change that was applied and waits for the commit."""
+
+    def __init__(self, future: "Future[Any]") -> None:
+        self.outcome = _Outcome()
+        self.value: object = None
+        self._future = future
+
+    def tell(self, group_error: BaseException | None) -> None:
+        """Wake the caller with the value or the error."""
+        if isinstance(group_error, DBAPIError):
+            group_error = failure("the database", group_error)
+        error = group_error or self.outcome.error
+        if error is None:
+            self._future.set_result(self.value)
+        else:
+            self._future.set_exception(error)
 
 
 def _or_now(now: float | None) -> float:

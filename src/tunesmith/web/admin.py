@@ -10,7 +10,7 @@ from fastapi import APIRouter, Path
 from fastapi.exceptions import HTTPException
 from fastapi.responses import StreamingResponse
 
-from tunesmith.store.stat_records import VoteStats
+from tunesmith.store.vote_stats import VoteStats
 from tunesmith.web.access import API
 from tunesmith.web.messages import CommandReply, InviteReply, RaterReply, RaterRequest
 from tunesmith.web.services import Caller, Services, ServicesOf
@@ -28,7 +28,7 @@ def router() -> APIRouter:
     @routes.get("/raters")
     def raters(services: ServicesOf) -> list[RaterReply]:
         """All raters, oldest first."""
-        return [RaterReply.of(rater) for rater in services.votes.raters()]
+        return [RaterReply.of(rater) for rater in services.votes.reader.raters()]
 
     @routes.post("/raters", status_code=201)
     def invite(body: RaterRequest, caller: Caller, services: ServicesOf) -> InviteReply:
@@ -43,7 +43,7 @@ def router() -> APIRouter:
         """End a rater's access; their votes stay."""
         if rater_id == caller.rater_id:
             raise HTTPException(409, "this is your own access; ask another admin to end it")
-        if all(rater.id != rater_id for rater in services.votes.raters()):
+        if all(rater.id != rater_id for rater in services.votes.reader.raters()):
             raise HTTPException(404, f"there is no rater {rater_id}")
         services.votes.disable_rater(rater_id)
         services.logins.forget()
@@ -59,7 +59,7 @@ def router() -> APIRouter:
     @routes.get("/stats")
     def stats(services: ServicesOf) -> VoteStats:
         """Counts, agreement, biases and the raters' accuracy on known answers."""
-        return services.votes.stats(services.campaign().id)
+        return services.votes.reader.stats(services.campaign().id)
 
     @routes.get("/export")
     def export(services: ServicesOf, kind: ExportKind = "votes") -> StreamingResponse:
@@ -70,7 +70,7 @@ def router() -> APIRouter:
 
 
 def _check_name(name: str, services: Services) -> None:
-    if any(rater.name == name.strip() for rater in services.votes.raters()):
+    if any(rater.name == name.strip() for rater in services.votes.reader.raters()):
         raise HTTPException(409, f"the name {name.strip()!r} is taken; choose another")
 
 
@@ -79,10 +79,10 @@ def _lines(services: Services, kind: ExportKind) -> Iterator[str]:
     votes = services.votes
     match kind:
         case "votes":
-            rows = votes.export(campaign_id)
+            rows = votes.reader.export(campaign_id)
         case "rankings":
-            rows = votes.export_rankings(campaign_id)
+            rows = votes.reader.export_rankings(campaign_id)
         case "demonstrations":
-            rows = votes.export_demonstrations(campaign_id)
+            rows = votes.reader.export_demonstrations(campaign_id)
     for row in rows:
         yield json.dumps(asdict(row)) + "\n"

@@ -1,7 +1,7 @@
 """Puts the app together: services, routes, the guard before them, and what happens to errors."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -9,23 +9,59 @@ import jinja2
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.staticfiles import StaticFiles
 
 from tunesmith import __version__
-from tunesmith.core.errors import InputError, StoreError, UnknownPresentationError, VoteConflictError
+from tunesmith.core.errors import InputError, StoreError, TunesmithError, UnknownPresentationError, VoteConflictError
+from tunesmith.core.log import Once, get_logger
 from tunesmith.reports.chart import DARK, LIGHT
-from tunesmith.store.run_reader import RunReader
+from tunesmith.store.records import PolicyVersion
+from tunesmith.store.runs import RunReader
 from tunesmith.store.votes import VoteStore
 from tunesmith.web import access, admin, pages, session_routes, vote_routes, watch
-from tunesmith.web.buckets import Buckets
 from tunesmith.web.guard import Guard
-from tunesmith.web.lifetime import Lifetime
-from tunesmith.web.logins import Logins
-from tunesmith.web.offers import keep_copying
-from tunesmith.web.services import Services
-from tunesmith.web.sessions import Links, Sessions, read_key
+from tunesmith.web.logins import Buckets, Links, Logins, Sessions, read_key
+from tunesmith.web.services import Lifetime, Services
 from tunesmith.web.settings import ServerSettings
+
+POLL_S = 0.5
+_BATCH = 200
+
+
+class Copier:
+    """Copies what is new since the last call. One call at a time."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._versions: Sequence[PolicyVersion] = ()
+
+    def copy(self) -> int:
+        """Number of items that were made of new offers."""
+        votes, runs = self._services.votes, self._services.runs
+        campaign_id = self._services.campaign().id
+        made, cursor = 0, votes.reader.last_offer_id(campaign_id)
+        while offers := runs.offers_after(cursor, _BATCH):
+            made += votes.ingest(campaign_id, offers)
+            cursor = offers[-1].id
+        versions = runs.versions()
+        if versions != self._versions:
+            votes.copy_versions(versions)
+            self._versions = versions
+        return made
+
+
+async def keep_copying(services: Services) -> None:
+    """Copy every `POLL_S` until the server ends. What goes wrong is said once and tried again."""
+    once = Once(get_logger(__name__))
+    copier = Copier(services)
+    while not await services.lifetime.sleep(POLL_S):
+        try:
+            await run_in_threadpool(copier.copy)
+        except TunesmithError as error:
+            once.warning(f"the trainer's offers cannot be read: {error}")
+
 
 _STATUS: tuple[tuple[type[InputError], int], ...] = (
     (UnknownPresentationError, 404),

@@ -12,11 +12,18 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tunesmith.web.access import RouteTable, Rule
-from tunesmith.web.bodies import given_once, is_deeper, read_body, too_large
-from tunesmith.web.buckets import Buckets
-from tunesmith.web.logins import Logins
-from tunesmith.web.replies import Refusal, send_redirect, send_refusal, too_many, with_safety_headers
-from tunesmith.web.sessions import Identity
+from tunesmith.web.http import (
+    Refusal,
+    given_once,
+    is_deeper,
+    read_body,
+    send_redirect,
+    send_refusal,
+    too_large,
+    too_many,
+    with_safety_headers,
+)
+from tunesmith.web.logins import Buckets, Identity, Logins
 from tunesmith.web.settings import Limits
 
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")

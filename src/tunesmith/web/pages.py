@@ -3,9 +3,9 @@
 from fastapi import APIRouter
 from fastapi.responses import HTMLResponse, RedirectResponse
 
-from tunesmith.web.markdown import safe_html
+from tunesmith.web.logins import Identity
+from tunesmith.web.messages import safe_html
 from tunesmith.web.services import Caller, Services, ServicesOf
-from tunesmith.web.sessions import Identity
 
 
 def router() -> APIRouter:

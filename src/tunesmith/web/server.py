@@ -1,5 +1,6 @@
 """Runs the app: binds, lets the first admin in, and ends within moments of a signal."""
 
+import asyncio
 import errno
 import ipaddress
 import signal
@@ -11,16 +12,57 @@ from dataclasses import dataclass
 from types import FrameType
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tunesmith.core.errors import InputError
 from tunesmith.store.records import CampaignSettings, Rater
-from tunesmith.store.run_reader import RunReader
+from tunesmith.store.runs import RunReader
 from tunesmith.store.votes import VoteStore
 from tunesmith.web.app import create_app
-from tunesmith.web.connection import protocol_with_deadline
-from tunesmith.web.lifetime import Lifetime
-from tunesmith.web.services import Services
+from tunesmith.web.services import Lifetime, Services
 from tunesmith.web.settings import ServerSettings
+
+
+def protocol_with_deadline(head_timeout_s: float) -> type[asyncio.Protocol]:
+    """A protocol class that hangs up on a client who begins a request, or a connection, and does not go on.
+
+    uvicorn itself waits for ever, so a few hundred silent clients would use up all connections.
+    """
+
+    class TimedProtocol(H11Protocol):
+        _deadline: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            super().connection_made(transport)  # pyright: ignore[reportArgumentType]
+            self._start()
+
+        def data_received(self, data: bytes) -> None:
+            self._start()
+            super().data_received(data)
+            # A request is under way: its body and its answer have limits of their own.
+            if self.cycle is not None and not self.cycle.response_complete:  # pyright: ignore[reportUnnecessaryComparison]
+                self._stop()
+
+        def on_response_complete(self) -> None:
+            # From here on uvicorn's own limit for idle connections counts, until the next request begins.
+            self._stop()
+            super().on_response_complete()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop()
+            super().connection_lost(exc)
+
+        def _start(self) -> None:
+            if self._deadline is None:
+                self._deadline = self.loop.call_later(head_timeout_s, self.transport.close)
+
+        def _stop(self) -> None:
+            if self._deadline is not None:
+                self._deadline.cancel()
+                self._deadline = None
+
+    return TimedProtocol
+
 
 _GRACE_S = 2
 """Seconds for which answers under way may finish after a signal."""
@@ -159,7 +201,7 @@ def _opened(services: Services, listener: socket.socket, *, is_exposed: bool) ->
     if name in ("0.0.0.0", "::"):
         name = socket.gethostname() if is_exposed else "127.0.0.1"
     url = f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
-    admin = next((rater for rater in services.votes.raters() if _is_admin(rater)), None)
+    admin = next((rater for rater in services.votes.reader.raters() if _is_admin(rater)), None)
     if admin is not None and is_exposed:
         return Opened(url, None)
     admin = admin or services.votes.add_rater(_FIRST_ADMIN, "admin").rater

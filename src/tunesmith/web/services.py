@@ -1,5 +1,6 @@
 """What routes work with: the stores, the logins and the lifetime of the server, and who is calling."""
 
+import asyncio
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -8,13 +9,35 @@ from fastapi import Depends, Request
 
 from tunesmith.core.errors import TunesmithError
 from tunesmith.store.records import Campaign, CampaignSettings
-from tunesmith.store.run_reader import RunReader
+from tunesmith.store.runs import RunReader
 from tunesmith.store.votes import VoteStore
 from tunesmith.web.guard import identity_of
-from tunesmith.web.lifetime import Lifetime
-from tunesmith.web.logins import Logins
-from tunesmith.web.sessions import Identity
+from tunesmith.web.logins import Identity, Logins
 from tunesmith.web.settings import ServerSettings
+
+
+class Lifetime:
+    """Made with the app, ended by the server when a signal asks for it. Used in the event loop only."""
+
+    def __init__(self) -> None:
+        self._ending = asyncio.Event()
+
+    @property
+    def is_ending(self) -> bool:
+        """True once the server is about to end: streams return, and no new ones are begun."""
+        return self._ending.is_set()
+
+    def end(self) -> None:
+        """Wake everybody who sleeps here."""
+        self._ending.set()
+
+    async def sleep(self, seconds: float) -> bool:
+        """True if the server is about to end, at once when it is; False after `seconds`."""
+        try:
+            await asyncio.wait_for(self._ending.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +53,7 @@ class Services:
 
     def campaign(self) -> Campaign:
         """The campaign that is voted on: the newest open one; where there is none, a new one with the defaults."""
-        for campaign in reversed(self.votes.campaigns()):
+        for campaign in reversed(self.votes.reader.campaigns()):
             if campaign.closed_at is None:
                 return campaign
         return self.votes.set_campaign(CampaignSettings())

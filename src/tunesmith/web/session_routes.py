@@ -30,7 +30,7 @@ def router() -> APIRouter:
             rater_id = services.logins.links.use(body.token)
             if rater_id is not None:
                 return services.logins.rater(rater_id)
-            return services.votes.rater_of(body.token)
+            return services.votes.reader.rater_of(body.token)
 
         rater = _counted(find, request, services)
         _set_cookie(rater.id, request, response, services)
@@ -42,8 +42,8 @@ def router() -> APIRouter:
         name = body.name.strip() if body.name else None
 
         def find() -> NewRater | None:
-            invited = services.votes.rater_of(body.token)
-            others = [rater.name for rater in services.votes.raters() if invited and rater.id != invited.id]
+            invited = services.votes.reader.rater_of(body.token)
+            others = [rater.name for rater in services.votes.reader.raters() if invited and rater.id != invited.id]
             if name in others:
                 raise HTTPException(409, f"the name {name!r} is taken; choose another")
             return services.votes.redeem(body.token, name=name or None)

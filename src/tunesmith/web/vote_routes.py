@@ -5,7 +5,6 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Path, Query
 
 from tunesmith.web.access import API
-from tunesmith.web.markdown import safe_html
 from tunesmith.web.messages import (
     MAX_PREFETCH,
     DemonstrationRequest,
@@ -16,6 +15,7 @@ from tunesmith.web.messages import (
     RankingRequest,
     ReceiptReply,
     VoteRequest,
+    safe_html,
 )
 from tunesmith.web.services import Caller, ServicesOf
 
@@ -43,7 +43,7 @@ def router() -> APIRouter:
         """What to judge next: what this rater holds already, then fresh pairs; none if there is nothing left."""
         campaign_id = services.campaign().id
         shown = services.votes.next_presentations(caller.rater_id, campaign_id, count)
-        progress = ProgressReply.of(services.votes.progress(caller.rater_id, campaign_id))
+        progress = ProgressReply.of(services.votes.reader.progress(caller.rater_id, campaign_id))
         return NextReply(presentations=[PresentationReply.of(one) for one in shown], progress=progress)
 
     @routes.put(f"{one}/vote")
@@ -81,7 +81,7 @@ def router() -> APIRouter:
     @routes.get("/progress")
     def progress(caller: Caller, services: ServicesOf) -> ProgressReply:
         """How far this rater and the campaign are."""
-        return ProgressReply.of(services.votes.progress(caller.rater_id, services.campaign().id))
+        return ProgressReply.of(services.votes.reader.progress(caller.rater_id, services.campaign().id))
 
     @routes.get("/guidelines")
     def guidelines(services: ServicesOf) -> GuidelinesReply:

@@ -27,7 +27,7 @@ from tunesmith.models.load import load_policy
 from tunesmith.rewards.builtin import RATER_NAME, TIE_BELOW
 from tunesmith.rewards.scorer import Scorer
 from tunesmith.runs.folder import RunFolder
-from tunesmith.store.run_reader import RunReader
+from tunesmith.store.runs import RunReader
 from tunesmith.store.votes import VoteStore
 from tunesmith.trainers import setup
 from tunesmith.workflows.evaluation import side
@@ -121,7 +121,7 @@ def run_simulation(options: SimulationOptions) -> SimulationResult:
 def add_raters(folder: Path, count: int) -> list[str]:
     """Tokens of new raters in the votes of `folder`, which no server has open."""
     with VoteStore.open(folder / "votes.db") as store:
-        taken = {rater.name for rater in store.raters()}
+        taken = {rater.name for rater in store.reader.raters()}
         names = (f"simulated {number}" for number in range(1, count + len(taken) + 1))
         free = [name for name in names if name not in taken][:count]
         return [store.add_rater(name).token for name in free]
