@@ -1,6 +1,8 @@
 """Import rules: the layers hold, and what is called light loads nothing heavy."""
 
+import configparser
 import pkgutil
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +40,15 @@ def test_layers_and_owners_hold():
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_table_of_layers_in_contributing_is_what_the_linter_checks():
+    rules = configparser.ConfigParser()
+    rules.read(ROOT / ".importlinter")
+    checked = [set(re.findall(r"\w+", line)) for line in rules["importlinter:contract:layers"]["layers"].split("\n")]
+    section = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("\n## Layers\n")[1].split("\n## ")[0]
+    shown = [set(re.findall(r"`(\w+)`", row)) for row in re.findall(r"^\| \d+ \|(.*)\|$", section, re.MULTILINE)]
+    assert shown == [layer for layer in checked if layer and layer != {"__main__"}]
 
 
 def test_importing_the_package_loads_nothing_heavy():
