@@ -57,20 +57,22 @@ class PolicyBatch:
     """A scored rollout: sequences, and one number per completion token for everything that the losses need.
 
     `old_logp_BT` is of the policy that drew the tokens: what the engine recorded if that is exact, or if the rollout is
-    used for a single update, which does not need it; else from a pass of its own.
+    used for a single update, which does not need it; else from a pass of its own. `reference_logp_BT` is None without
+    a reference.
     """
 
     sequences: Sequences
     old_logp_BT: torch.Tensor
-    reference_logp_BT: torch.Tensor
+    reference_logp_BT: torch.Tensor | None
     advantage_BT: torch.Tensor
 
     def select(self, index_B: Sequence[int]) -> Self:
         """The rows `index_B`, trimmed to their own longest sequence and completion."""
         sequences = select(self.sequences, index_B)
         rows, width = torch.as_tensor(index_B, device=sequences.mask_BT.device), sequences.mask_BT.shape[1]
-        per_token = {f.name: getattr(self, f.name)[rows, :width] for f in fields(self) if f.name != "sequences"}
-        return replace(self, sequences=sequences, **per_token)
+        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "sequences"}
+        chosen = {name: None if x_BT is None else x_BT[rows, :width] for name, x_BT in tensors.items()}
+        return replace(self, sequences=sequences, **chosen)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 
 from tunesmith import __version__
 from tunesmith.config.keys import did_you_mean
@@ -15,11 +16,6 @@ from tunesmith.core.log import visible
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "demo": ("demo:demo", "The whole loop on a real 135M model: votes, reward model, PPO or GRPO, before and after."),
     "sentiment": ("demo:sentiment", "Film reviews: SFT, reward model, PPO, and a judge of its own."),
-    "train sft": ("train:sft", "Fine-tune a language model on demonstrations."),
-    "train reward": ("train:reward", "Train a reward model on preference pairs."),
-    "train dpo": ("train:dpo", "Train a policy on preference pairs directly, without a reward model."),
-    "train ppo": ("train:ppo", "Train a policy by PPO against a reward."),
-    "train grpo": ("train:grpo", "Train a policy by GRPO: each completion against its group, no critic."),
     "live": ("live:live", "Learn from votes while they are given, beside `tunesmith serve`."),
     "resume": ("resume:resume", "Go on with a run exactly where its newest checkpoint stands."),
     "generate": ("generate:generate", "Let a model continue prompts."),
@@ -68,6 +64,18 @@ Start with `tunesmith demo`.
 """
 
 
+@cache
+def commands() -> dict[str, tuple[str, str]]:
+    """`COMMANDS` with a `train` command for each algorithm, whose help is the first line of its recipe's docstring."""
+    from tunesmith.config.schema import RECIPES
+
+    recipes = {name: recipe for name, recipe in RECIPES.items() if name != "live"}
+    train = {f"train {name}": ("train:train", str(recipe.__doc__)) for name, recipe in recipes.items()}
+    names = list(COMMANDS)
+    place = names.index("live")
+    return {**{n: COMMANDS[n] for n in names[:place]}, **train, **{n: COMMANDS[n] for n in names[place:]}}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code of the command in `argv`: 0, 2 for bad input, 1 for other errors, 130 after Ctrl-C."""
     words, is_verbose, is_quiet = _split_global_flags(list(sys.argv[1:] if argv is None else argv))
@@ -95,34 +103,34 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dispatch(words: Sequence[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
-        sys.stdout.write(_help(COMMANDS))
+        sys.stdout.write(_help(commands()))
         return 0
     if words[0] in ("--version", "-V"):
         sys.stdout.write(f"tunesmith {__version__}\n")
         return 0
-    command, rest = _find(words)
-    module, _, function = COMMANDS[command][0].partition(":")
-    run: Callable[[Sequence[str]], None] = getattr(importlib.import_module(f"tunesmith.cli.{module}"), function)
-    run(rest)
+    command, rest = _find(words, commands())
+    module, _, function = commands()[command][0].partition(":")
+    run: Callable[..., None] = getattr(importlib.import_module(f"tunesmith.cli.{module}"), function)
+    run(*([command.removeprefix("train ")] if module == "train" else []), rest)
     return 0
 
 
-def _find(words: Sequence[str]) -> tuple[str, Sequence[str]]:
+def _find(words: Sequence[str], commands: Mapping[str, tuple[str, str]]) -> tuple[str, Sequence[str]]:
     """The command that `words` begin with, and the words behind it; InputError with the nearest name if none."""
-    if words[0] in COMMANDS:
+    if words[0] in commands:
         return words[0], words[1:]
     if words[0] == "bench":
         raise InputError(_BENCHMARKS)
-    group = {name.partition(" ")[2]: name for name in COMMANDS if name.startswith(words[0] + " ")}
+    group = {name.partition(" ")[2]: name for name in commands if name.startswith(words[0] + " ")}
     if not group:
-        names = dict.fromkeys(name.partition(" ")[0] for name in COMMANDS)
+        names = dict.fromkeys(name.partition(" ")[0] for name in commands)
         raise InputError(
             f"there is no command {words[0]!r}{did_you_mean(words[0], names)}; there are {', '.join(names)}"
         )
     if len(words) > 1 and words[1] in group:
         return group[words[1]], words[2:]
     if len(words) > 1 and words[1] in ("-h", "--help"):
-        sys.stdout.write(_help({name: COMMANDS[name] for name in group.values()}))
+        sys.stdout.write(_help({name: commands[name] for name in group.values()}))
         raise SystemExit(0)
     given = (
         f"there is no `{words[0]} {words[1]}`{did_you_mean(words[1], group)}"

@@ -1,8 +1,9 @@
-"""`tunesmith train`: one function for each algorithm."""
+"""`tunesmith train ALGORITHM`, for each algorithm of `config.schema.RECIPES`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated
 
 from tunesmith.cli.options import UseAppendAction, flag, parse_known
@@ -30,7 +31,7 @@ class _TrainOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _PolicyOptions(_TrainOptions):
+class _PromptsOptions(_TrainOptions):
     prompts: Annotated[
         str | None, flag("File, folder or hub id with a `prompt` column, films, or arithmetic.", metavar="SOURCE")
     ] = None
@@ -42,114 +43,61 @@ class _PolicyOptions(_TrainOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPOOptions(_PolicyOptions):
-    """Train a policy by PPO against a reward.
-
-    Every key of the recipe is a flag too: --optimizer.learning-rate 3e-5. `tunesmith recipes keys ppo` lists them.
-    """
-
-
-@dataclass(frozen=True, kw_only=True)
-class GRPOOptions(_PolicyOptions):
-    """Train a policy by GRPO against a reward: each completion is measured against the others of its prompt.
-
-    Every key of the recipe is a flag too: --optimizer.learning-rate 3e-5. `tunesmith recipes keys grpo` lists them.
-    """
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardOptions(_TrainOptions):
-    """Train a reward model on preference pairs.
-
-    Every key of the recipe is a flag too: --optimizer.learning-rate 3e-5. `tunesmith recipes keys reward` lists them.
-    """
-
-    pairs: Annotated[
-        str | None, flag("File, folder or hub id with `chosen` and `rejected`, or with rankings.", metavar="SOURCE")
-    ] = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class DPOOptions(_TrainOptions):
-    """Train a policy on preference pairs directly, without a reward model: DPO, IPO, SimPO, ORPO, KTO and others.
-
-    Every key of the recipe is a flag too: --dpo.loss ipo. `tunesmith recipes keys dpo` lists them.
-    """
-
+class _PairsOptions(_TrainOptions):
     pairs: Annotated[
         str | None,
-        flag("File, folder or hub id with `chosen` and `rejected`, or for KTO with `label`.", metavar="SOURCE"),
+        flag("File, folder or hub id with `chosen` and `rejected`, with rankings, or with `label`.", metavar="SOURCE"),
     ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFTOptions(_TrainOptions):
-    """Fine-tune a language model on demonstrations.
-
-    Every key of the recipe is a flag too: --optimizer.learning-rate 3e-5. `tunesmith recipes keys sft` lists them.
-    """
-
+class _DemonstrationsOptions(_TrainOptions):
     demonstrations: Annotated[
         str | None,
         flag("File, folder or hub id with `prompt` and `completion`, `messages`, or `text`.", metavar="SOURCE"),
     ] = None
 
 
-def ppo(words: Sequence[str]) -> None:
-    """Run `tunesmith train ppo`."""
-    _train_policy("ppo", *parse_known(PPOOptions, words, "train ppo"))
+_OPTIONS: Mapping[str, type[_TrainOptions]] = MappingProxyType(
+    {"prompts": _PromptsOptions, "pairs": _PairsOptions, "demonstrations": _DemonstrationsOptions}
+)
+"""Options of an algorithm, by the section of its recipe that names its data."""
 
 
-def grpo(words: Sequence[str]) -> None:
-    """Run `tunesmith train grpo`."""
-    _train_policy("grpo", *parse_known(GRPOOptions, words, "train grpo"))
+def train(algorithm: str, words: Sequence[str]) -> None:
+    """Run `tunesmith train ALGORITHM`."""
+    from tunesmith.config.schema import RECIPES
 
-
-def reward(words: Sequence[str]) -> None:
-    """Run `tunesmith train reward`."""
-    options, unknown = parse_known(RewardOptions, words, "train reward")
-    _train("reward", options, {"model": options.model, "pairs": options.pairs}, unknown)
-
-
-def dpo(words: Sequence[str]) -> None:
-    """Run `tunesmith train dpo`."""
-    options, unknown = parse_known(DPOOptions, words, "train dpo")
-    _train("dpo", options, {"model": options.model, "pairs": options.pairs}, unknown)
-
-
-def sft(words: Sequence[str]) -> None:
-    """Run `tunesmith train sft`."""
-    options, unknown = parse_known(SFTOptions, words, "train sft")
-    _train("sft", options, {"model": options.model, "demonstrations": options.demonstrations}, unknown)
-
-
-def _train_policy(algorithm: str, options: _PolicyOptions, unknown: Sequence[str]) -> None:
-    given = {"model": options.model, "prompts": options.prompts, "reward": list(options.reward)}
-    _train(algorithm, options, given, unknown)
-
-
-def _train(algorithm: str, options: _TrainOptions, given: Mapping[str, object], unknown: Sequence[str]) -> None:
+    schema = RECIPES[algorithm]
+    data = next(section for section in _OPTIONS if section in schema.model_fields)
+    doc = (
+        f"{schema.__doc__}\n\nEvery key of the recipe is also a flag: --optimizer.learning-rate 3e-5. "
+        f"`tunesmith recipes keys {algorithm}` lists them."
+    )
+    options_type = type("Options", (_OPTIONS[data],), {"__doc__": doc})
+    options, unknown = parse_known(options_type, words, f"train {algorithm}")
     with reporting(as_json=options.json) as output:
-        resolved = _resolve(algorithm, options, given, unknown)
+        resolved = _resolve(algorithm, data, options, unknown)
         if options.dry_run:
             _show(resolved, output)
         else:
-            _run(resolved, output)
+            from tunesmith.trainers.run import run
+
+            report(run(resolved.recipe, provenance=resolved.provenance, progress=wants_progress()), output)
 
 
-def _resolve(algorithm: str, options: _TrainOptions, given: Mapping[str, object], unknown: Sequence[str]) -> "Resolved":
+def _resolve(algorithm: str, data: str, options: _TrainOptions, unknown: Sequence[str]) -> "Resolved":
     from tunesmith.config.load import FLAGS, load_recipe, parse_overrides
 
     overrides = parse_overrides(algorithm, unknown)
-    short = {"steps": options.steps, "seed": options.seed, "report_to": list(options.report_to)}
-    for name, value in {**given, **short}.items():
-        if value is not None and value != []:
+    for name in ("model", data, "reward", "steps", "seed", "report_to"):
+        value = getattr(options, name, None)
+        if value not in (None, ()):
             path = FLAGS.get(name, name)
-            overrides.values[path] = value
+            overrides.values[path] = [*value] if name in ("reward", "report_to") else value
             overrides.origins[path] = f"command line --{name.replace('_', '-')}"
     if options.skip_bad:
-        section = {"reward": "pairs", "dpo": "pairs", "sft": "demonstrations"}.get(algorithm, "prompts")
-        path = f"{section}.skip_bad"
+        path = f"{data}.skip_bad"
         overrides.values[path], overrides.origins[path] = True, "command line --skip-bad"
     return load_recipe(
         algorithm, recipe=options.recipe, file=options.config, overrides=overrides.values, origins=overrides.origins
@@ -157,9 +105,9 @@ def _resolve(algorithm: str, options: _TrainOptions, given: Mapping[str, object]
 
 
 def _show(resolved: "Resolved", output: Output) -> None:
-    """What `--dry-run` prints."""
+    """Print the resolved recipe, the estimate and a data sample."""
     from tunesmith.config.yaml_text import to_yaml
-    from tunesmith.trainers.preview import preview
+    from tunesmith.trainers.run import preview
 
     output.say(to_yaml(resolved.recipe, resolved.provenance))
     facts = preview(resolved.recipe)
@@ -181,35 +129,8 @@ def _show(resolved: "Resolved", output: Output) -> None:
     )
 
 
-def _run(resolved: "Resolved", output: Output) -> None:
-    from tunesmith.config.schema import DPORecipe, PPORecipe, RewardRecipe, SFTRecipe
-
-    recipe, provenance, progress = resolved.recipe, resolved.provenance, wants_progress()
-    if isinstance(recipe, RewardRecipe):
-        from tunesmith.trainers import reward
-
-        result = reward.run(recipe, provenance=provenance, progress=progress)
-    elif isinstance(recipe, SFTRecipe):
-        from tunesmith.trainers import sft
-
-        result = sft.run(recipe, provenance=provenance, progress=progress)
-    elif isinstance(recipe, DPORecipe):
-        from tunesmith.trainers import dpo
-
-        result = dpo.run(recipe, provenance=provenance, progress=progress)
-    elif isinstance(recipe, PPORecipe):
-        from tunesmith.trainers import ppo
-
-        result = ppo.run(recipe, provenance=provenance, progress=progress)
-    else:
-        from tunesmith.trainers import grpo
-
-        result = grpo.run(recipe, provenance=provenance, progress=progress)
-    report(result, output)
-
-
 def report(result: "RunResult", output: Output) -> None:
-    """Say what a run came to; with `--json`, the summary's figures stand at the top of the object too."""
+    """Print the summary of a run; with `--json`, its figures are also at the top level of the object."""
     summary = dict(result.summary)
     for name, value in summary.items():
         output.say(f"{name:<30} {value:.4g}" if isinstance(value, float) else f"{name:<30} {value}")

@@ -63,7 +63,7 @@ class Recipe(Section):
 
 
 class RewardRecipe(Recipe):
-    """`tunesmith train reward`: a reward model from preference pairs."""
+    """Train a reward model on preference pairs."""
 
     algorithm: Literal["reward"] = Field(default="reward", description="Trainer that reads the recipe.")
     pairs: PairsSection = PairsSection()
@@ -72,7 +72,7 @@ class RewardRecipe(Recipe):
 
 
 class SFTRecipe(Recipe):
-    """`tunesmith train sft`: a language model that follows demonstrations."""
+    """Fine-tune a language model on demonstrations."""
 
     algorithm: Literal["sft"] = Field(default="sft", description="Trainer that reads the recipe.")
     demonstrations: DemonstrationsSection = DemonstrationsSection()
@@ -80,7 +80,7 @@ class SFTRecipe(Recipe):
 
 
 class DPORecipe(Recipe):
-    """`tunesmith train dpo`: a policy that learns from preferences directly."""
+    """Train a policy on preference pairs directly, without a reward model: DPO, IPO, SimPO, ORPO, KTO and others."""
 
     algorithm: Literal["dpo"] = Field(default="dpo", description="Trainer that reads the recipe.")
     pairs: PairsSection = PairsSection()
@@ -96,7 +96,7 @@ class DPORecipe(Recipe):
 
 
 class PPORecipe(Recipe):
-    """`tunesmith train ppo`: a policy that follows a reward."""
+    """Train a policy by PPO against a reward."""
 
     algorithm: Literal["ppo"] = Field(default="ppo", description="Trainer that reads the recipe.")
     prompts: PromptsSection = PromptsSection()
@@ -112,7 +112,7 @@ class PPORecipe(Recipe):
 
 
 class GRPORecipe(Recipe):
-    """`tunesmith train grpo`: a policy that follows a reward, each completion measured against its group."""
+    """Train a policy by GRPO against a reward: each completion is compared with its group, no critic."""
 
     algorithm: Literal["grpo"] = Field(default="grpo", description="Trainer that reads the recipe.")
     prompts: PromptsSection = PromptsSection()

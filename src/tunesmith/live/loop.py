@@ -10,13 +10,13 @@ micro-batch, B the same as rows, T completion tokens.
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
 from tunesmith.algorithms import direct_loss, kl, sums
 from tunesmith.algorithms.direct_loss import DirectStats, PairLogps
-from tunesmith.algorithms.sums import Sums, merged, total
+from tunesmith.algorithms.sums import merged
 from tunesmith.batch.pack import chunks
 from tunesmith.config.schema import LiveRecipe
 from tunesmith.core.log import get_logger
@@ -32,9 +32,10 @@ from tunesmith.live.serving import LiveResult, Loop
 from tunesmith.live.state import State, build, contents, restore
 from tunesmith.live.votes import Comparison
 from tunesmith.models.logprob import length_mask, token_logps
-from tunesmith.models.optimizer import StepReport
 from tunesmith.runs.checkpoint import snapshot
 from tunesmith.trainers import setup
+from tunesmith.trainers.api import Metrics, StepResult
+from tunesmith.trainers.dpo import TokenSums, token_metrics
 from tunesmith.trainers.signals import stop_signals
 
 __all__ = ["LiveResult", "State", "build", "run", "step", "update"]
@@ -44,22 +45,6 @@ _log = get_logger(__name__)
 
 _HOLD_BACK = 4
 """An update over the budget moves the KL coefficient so many times, to about the double: else many would be dropped."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What an optimizer step hands to `update`."""
-
-    metrics: setup.Metrics
-    report: StepReport
-
-
-@dataclass(frozen=True, slots=True)
-class TokenSums(Sums):
-    """Completion tokens that a step computed, and the sum of their entropies in nats."""
-
-    num_tokens: torch.Tensor
-    entropy: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +79,8 @@ def step(state: State, votes: Sequence[Comparison]) -> StepResult:
         tokens.append(micro_tokens)
     with span("update/optimizer"):
         report = state.optimizer.step(loss=total_loss.item())  # refuses what is not finite
-    counted = merged(tokens).floats()
-    entropy = {"entropy": counted["entropy"] / counted["num_tokens"], "num_tokens": counted["num_tokens"]}
-    return StepResult({**merged(stats).metrics(), **entropy}, report)
+    metrics = {**merged(stats).metrics(), **token_metrics(tokens)}
+    return StepResult(metrics, report, lambda: [asdict(vote.as_pair()) for vote in votes])
 
 
 def micro_batch_loss(
@@ -127,7 +111,7 @@ def micro_batch_loss(
     loss, stats = direct_loss.paired(logps, state.cfg.dpo, num_pairs=num_votes)
     if state.kl.value > 0:
         loss = loss + state.kl.value * kl.penalty_loss("k1", scores.logp_BT, base_BT, mask_BT, 2 * num_votes)
-    return loss, stats, TokenSums(total(length_B), total(scores.entropy_BT))
+    return loss, stats, TokenSums.of_batch(length_B, scores.entropy_BT)
 
 
 def batch_of(state: State, votes: Sequence[Comparison]) -> VoteBatch:
@@ -155,7 +139,8 @@ def update(loop: Loop) -> Verdict:
         fresh = state.memory.take(state.cfg.live.max_votes_per_update)
         position.num_updates += 1
         results = learn(loop, fresh)
-        refused = next((f"{one.report.bad_part} is not finite" for one in results if one.report.refused), "")
+        reports = [one.report for one in results if one.report is not None]
+        refused = next((f"{one.bad_part} is not finite" for one in reports if one.refused), "")
         correct_after = check.correct(state, asked)
         drawn = pool.draw(state, "update", position.num_updates)  # tells the KL, and is what raters see next
         nats = pool.mean_kl(state, drawn)
@@ -168,7 +153,7 @@ def update(loop: Loop) -> Verdict:
         serving.forget(loop, drawn)
         with span("save"):
             version = serving.write_version(loop, verdict, fresh)
-    figures = serving.figures_of(loop, verdict, drawn, fresh, [one.report for one in results])
+    figures = serving.figures_of(loop, verdict, drawn, fresh, reports)
     serving.record(loop, {**mean_metrics(results), **figures, **times.metrics()})
     serving.announce(loop, version, drawn)
     loop.folder.runs.end_job(job, "done" if verdict.passes else "dropped", {"reason": verdict.reason})
@@ -218,8 +203,8 @@ def learn(loop: Loop, fresh: Sequence[Comparison]) -> list[StepResult]:
 
 def reward_steps(loop: Loop, reward: RewardUpdate, votes: Sequence[Comparison], seed: int) -> Iterator[StepResult]:
     """The steps of PPO or GRPO, one after the other."""
-    for metrics, report in reward.learn(votes, seed, loop.beat):
-        yield StepResult(metrics, report)
+    for result in reward.learn(votes, seed, loop.beat):
+        yield result
         if loop.leaves:
             raise Left
 
@@ -229,9 +214,9 @@ def even_chunks(items: Sequence[int], size: int) -> Iterable[Sequence[int]]:
     return chunks(items, math.ceil(len(items) / math.ceil(len(items) / size)))
 
 
-def mean_metrics(results: Sequence[StepResult]) -> setup.Metrics:
+def mean_metrics(results: Sequence[StepResult]) -> Metrics:
     """Means over the optimizer steps of an update; tokens are added up."""
-    means: setup.Metrics = {}
+    means: Metrics = {}
     for name in dict.fromkeys(name for one in results for name in one.metrics):
         values = [one.metrics[name] for one in results if name in one.metrics]
         means[name] = sum(values) if name == "num_tokens" else sum(values) / len(values)

@@ -26,10 +26,10 @@ from tunesmith.models.optimizer import StepReport
 from tunesmith.runs.checkpoint import Checkpoint
 from tunesmith.runs.environment import rss_gb
 from tunesmith.store.records import Command, PolicyVersion, StoredVote
-from tunesmith.trainers import setup
+from tunesmith.trainers.api import Metrics
+from tunesmith.trainers.metrics import update_metrics
 from tunesmith.trainers.restart import check_identity
 from tunesmith.trainers.signals import StopRequest
-from tunesmith.trainers.update_metrics import update_metrics
 
 _log = get_logger(__name__)
 
@@ -316,7 +316,7 @@ def checkpoint_of(loop: Loop) -> Checkpoint:
 
 def figures_of(
     loop: Loop, verdict: Verdict, drawn: Round, fresh: Sequence[Comparison], reports: Sequence[StepReport]
-) -> setup.Metrics:
+) -> Metrics:
     """The metrics of an update besides those of its loss.
 
     Raises TrainingError if too many of its optimizer steps in a row were not finite.
@@ -330,7 +330,7 @@ def figures_of(
             "--optimizer.learning-rate"
         )
     lengths = [len(one.token_ids) for _, one in drawn.answers]
-    found: setup.Metrics = {
+    found: Metrics = {
         **(update_metrics(reports) if reports else {}),
         "kl": verdict.kl,
         "objective/kl_coef": state.kl.value,

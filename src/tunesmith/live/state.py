@@ -26,11 +26,11 @@ from tunesmith.models.loaded import PreTrainedModel, PreTrainedTokenizerBase, co
 from tunesmith.models.logprob import token_logps
 from tunesmith.models.optimizer import MasterAdamW, OptimizerState
 from tunesmith.rollout.engine import Engine
-from tunesmith.rollout.factory import open_engine
 from tunesmith.runs.checkpoint import Checkpoint
 from tunesmith.store.records import PolicyVersion
 from tunesmith.trainers import setup
 from tunesmith.trainers.restart import fingerprint_of_rows, fingerprint_of_tensors
+from tunesmith.trainers.rollouts import engine_for, sampling_params
 
 ENDLESS = 10**9
 """Steps of a schedule that never ends."""
@@ -182,6 +182,8 @@ def build(cfg: LiveRecipe, *, prompts: Iterable[PromptLike] | None = None) -> St
         "the device": device.type,
     }
     freeze_lower_layers(loaded.model, cfg.model.num_trainable_layers)
+    optimizer = fresh_optimizer(cfg, policy)
+    engine = engine_for(cfg.rollout, policy, loaded.tokenizer, lambda: state.optimizer)  # rollback replaces it
     state = State(
         cfg=cfg,
         device=device,
@@ -190,21 +192,12 @@ def build(cfg: LiveRecipe, *, prompts: Iterable[PromptLike] | None = None) -> St
         reference_logps=ReferenceLogps(reference, cfg.rollout.temperature, 2 * cfg.dpo.micro_batch_size, uploader),
         uploader=uploader,
         tokenizer=loaded.tokenizer,
-        optimizer=fresh_optimizer(cfg, policy),
-        engine=open_engine(policy, loaded.tokenizer),
+        optimizer=optimizer,
+        engine=engine,
         kl=kl.controller(cfg.live.kl.coef, cfg.live.kl.target, horizon=1.0),
         prompts=found,
         memory=VoteMemory(loaded.tokenizer, context or 10**9, keeps_ties=cfg.dpo.ties != "drop"),
         identity=identity,
-    )
-    state.engine = open_engine(
-        policy,
-        loaded.tokenizer,
-        backend=cfg.rollout.backend,
-        weight_version=lambda: state.optimizer.weight_version,
-        batch_size=cfg.rollout.batch_size,
-        num_slots=cfg.rollout.num_slots,
-        kv_cache_mb=cfg.rollout.kv_cache_mb,
     )
     return state
 
@@ -215,17 +208,8 @@ def fresh_optimizer(cfg: LiveRecipe, policy: LanguageModel) -> MasterAdamW:
 
 
 def sampling(cfg: LiveRecipe, *stream: int | str) -> SamplingParams:
-    """How the answers of a round are drawn; the seed is a pure function of the run's seed and `stream`."""
-    return SamplingParams(
-        max_new_tokens=cfg.rollout.max_new_tokens,
-        min_new_tokens=cfg.rollout.min_new_tokens,
-        temperature=cfg.rollout.temperature,
-        top_p=cfg.rollout.top_p,
-        top_k=cfg.rollout.top_k,
-        min_p=cfg.rollout.min_p,
-        repetition_penalty=cfg.rollout.repetition_penalty,
-        seed=derive(cfg.run.seed, *stream),
-    )
+    """Sampling parameters of a round; the seed is a pure function of the run's seed and `stream`."""
+    return sampling_params(cfg.rollout, derive(cfg.run.seed, *stream))
 
 
 def trained(module: PreTrainedModel) -> dict[str, torch.Tensor]:

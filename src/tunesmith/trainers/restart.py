@@ -1,77 +1,56 @@
-"""What a run must find unchanged when it goes on, what may change, and what its session keeps in a checkpoint."""
+"""Contents of a checkpoint, and the checks before a run is resumed: identity of its inputs, keys that may change."""
 
 import hashlib
+import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import nn
 
 from tunesmith.core.errors import CheckpointError, RunError
 from tunesmith.models.lora import trained_parameters
-from tunesmith.models.optimizer import MasterAdamW, OptimizerState
+from tunesmith.models.optimizer import OptimizerState
 from tunesmith.runs import checkpoint
 from tunesmith.runs.checkpoint import Checkpoint, Found, remove_unfinished
 from tunesmith.runs.folder import RunFolder
+from tunesmith.trainers.api import Learner
 
 
-class Counter(Protocol):
-    """Something that counts on from step to step, such as the controller of the KL coefficient."""
+def contents(learner: Learner) -> tuple[dict[str, Mapping[str, torch.Tensor]], dict[str, object]]:
+    """Everything that training changes: tensors by file name and name, and JSON values. The tensors are not copied.
 
-    def state_dict(self) -> Mapping[str, float]:
-        """What a checkpoint must hold."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on from `state_dict()`."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Resumable:
-    """What training changes, from which a checkpoint is made and into which one is restored.
-
-    Of a module with adapters these alone are in it: its base is in `identity`, and is loaded again by its name.
-    `identity` are hashes of what the run was made from, which a resumed run must find unchanged.
+    Of a module with adapters only these are included; its base is part of the run's identity, and loaded by its name.
     """
+    optimizer = learner.optimizer.state_dict()
+    tensors: dict[str, Mapping[str, torch.Tensor]] = {
+        name: trained_parameters(module) for name, module in learner.modules.items()
+    }
+    tensors["optimizer"] = optimizer.tensors
+    values: dict[str, object] = {name: dict(counter.state_dict()) for name, counter in learner.counters.items()}
+    return tensors, {**values, "optimizer": dict(optimizer.scalars)}
 
-    modules: Mapping[str, nn.Module]
-    optimizer: MasterAdamW
-    counters: Mapping[str, Counter]
-    num_steps: int
-    identity: Mapping[str, str]
 
-    def contents(self) -> tuple[dict[str, Mapping[str, torch.Tensor]], dict[str, object]]:
-        """Tensors by file name and name, and JSON values. The tensors are the live ones."""
-        optimizer = self.optimizer.state_dict()
-        tensors: dict[str, Mapping[str, torch.Tensor]] = {
-            name: trained_parameters(module) for name, module in self.modules.items()
-        }
-        tensors["optimizer"] = optimizer.tensors
-        values: dict[str, object] = {name: dict(counter.state_dict()) for name, counter in self.counters.items()}
-        return tensors, {**values, "optimizer": dict(optimizer.scalars)}
+@torch.no_grad()
+def restore(learner: Learner, found: Checkpoint) -> None:
+    """Load the contents of a checkpoint into `learner`.
 
-    @torch.no_grad()
-    def restore(self, found: Checkpoint) -> None:
-        """Take over the contents of a checkpoint.
-
-        Raises:
-            CheckpointError: if it belongs to another model.
-        """
-        values: Any = found.state
-        for name, module in self.modules.items():
-            parameters, saved = trained_parameters(module), found.tensors.get(name, {})
-            if {key: p.shape for key, p in parameters.items()} != {key: t.shape for key, t in saved.items()}:
-                raise CheckpointError(
-                    f"the checkpoint's `{name}` has other parameters; resume with the run's own recipe"
-                )
-            for key, parameter in parameters.items():
-                parameter.copy_(saved[key])
-        self.optimizer.load_state_dict(OptimizerState(found.tensors["optimizer"], values["optimizer"]))
-        for name, counter in self.counters.items():
-            counter.load_state_dict(values[name])
+    Raises:
+        CheckpointError: if it belongs to another model.
+    """
+    values: Any = found.state
+    for name, module in learner.modules.items():
+        parameters, saved = trained_parameters(module), found.tensors.get(name, {})
+        if {key: p.shape for key, p in parameters.items()} != {key: t.shape for key, t in saved.items()}:
+            raise CheckpointError(f"the checkpoint's `{name}` has other parameters; resume with the run's own recipe")
+        for key, parameter in parameters.items():
+            parameter.copy_(saved[key])
+    learner.optimizer.load_state_dict(OptimizerState(found.tensors["optimizer"], values["optimizer"]))
+    for name, counter in learner.counters.items():
+        counter.load_state_dict(values[name])
 
 
 MAY_CHANGE = frozenset(
@@ -90,13 +69,13 @@ MAY_CHANGE = frozenset(
         "run.report_to",
     }
 )
-"""Keys that a resumed run may be given anew, and every key of `alarms`: rate, length, logging. Nothing else keeps what
-the run has done meaningful."""
+"""Keys that may change when a run is resumed, besides those of `alarms`. Any other key would change what the steps so
+far mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionState:
-    """What a session keeps in a checkpoint besides the trainer's state."""
+    """The session's own part of a checkpoint."""
 
     identity: Mapping[str, str]
     log_sizes: Mapping[str, int]
@@ -107,21 +86,22 @@ class SessionState:
 
     @classmethod
     def from_checkpoint(cls, found: Checkpoint) -> Self:
-        """The session's part of a checkpoint."""
+        """Read it from a checkpoint."""
         values: Any = found.state["session"]
         return cls(**values)
 
 
 def newest(folder: RunFolder) -> Found:
-    """The newest whole checkpoint of a run; what was left of unfinished ones is removed first."""
+    """The newest whole checkpoint of a run; unfinished ones are removed first."""
     remove_unfinished(folder.checkpoints)
     return checkpoint.newest(folder.checkpoints)
 
 
 def check_identity(saved: Mapping[str, str], found: Mapping[str, str], run_dir: Path) -> None:
-    """Raise RunError if a model, the data, a reward or the device is not that of the checkpoint.
+    """Compare model, data, rewards and device with those of the checkpoint; hashes that it lacks are skipped.
 
-    What an older release did not record is not compared.
+    Raises:
+        RunError: naming each difference.
     """
     changed = [name for name in saved if saved[name] != found.get(name)]
     if changed:
@@ -144,7 +124,11 @@ def changed_keys(old: Mapping[str, object], new: Mapping[str, object], prefix: s
 
 
 def check_changes(changes: Mapping[str, tuple[Any, Any]], run_dir: Path) -> None:
-    """Raise RunError, with each difference, if a key was changed that may not change on resume."""
+    """Refuse changes of keys that may not change.
+
+    Raises:
+        RunError: naming each difference.
+    """
     refused = {path: change for path, change in changes.items() if not _may_change(path)}
     if refused:
         lines = "\n".join(f"  {path}: {before!r} -> {after!r}" for path, (before, after) in refused.items())
@@ -161,8 +145,8 @@ def _may_change(path: str) -> bool:
 def fingerprint_of_tensors(module: nn.Module) -> str:
     """A short hash of the names, shapes, dtypes and contents of all parameters, quick enough for every start.
 
-    Contents enter as the sum of their bytes, weighted by position modulo 251: not secure, but a changed, moved or
-    rescaled number shows.
+    Contents are summed as bytes, weighted by position modulo 251: not secure, but changed, moved or rescaled numbers
+    are detected.
     """
     digest = hashlib.sha256()
     for name, parameter in module.named_parameters():
@@ -178,7 +162,7 @@ def fingerprint_of_tensors(module: nn.Module) -> str:
 
 
 def fingerprint_of_file(file: Path) -> str:
-    """A short hash of what is in `file`."""
+    """A short hash of the contents of `file`."""
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
@@ -188,3 +172,32 @@ def fingerprint_of_rows(rows: Iterable[object]) -> str:
     for row in rows:
         digest.update(repr(row).encode("utf-8", "surrogatepass") + b"\0")
     return digest.hexdigest()[:16]
+
+
+def capture_generators() -> tuple[dict[str, torch.Tensor], dict[str, object]]:
+    """State of the global generators of Python, NumPy and torch, as tensors (uint8) and as JSON values.
+
+    Reward functions may draw from any of them. The package's own draws need none: their seeds are pure functions of
+    the run's seed and the step.
+    """
+    tensors = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        tensors |= {f"cuda_{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
+    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    python_version, python_keys, python_gauss = random.getstate()
+    return tensors, {
+        "python": [python_version, list(python_keys), python_gauss],
+        "numpy": [name, keys.tolist(), position, has_gauss, gauss],  # type: ignore[union-attr]
+    }
+
+
+def restore_generators(tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> None:
+    """Set the generators to what `capture_generators` returned; those of missing GPUs are skipped."""
+    torch.set_rng_state(tensors["torch"])
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        if f"cuda_{index}" in tensors:
+            torch.cuda.set_rng_state(tensors[f"cuda_{index}"], index)
+    version, keys, gauss = values["python"]
+    random.setstate((version, tuple(keys), gauss))
+    name, keys, position, has_gauss, gauss = values["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, gauss))

@@ -1,37 +1,25 @@
-"""Going on with a run: its own recipe, the few keys that may change, and its newest whole checkpoint."""
+"""Resuming a run from its folder: its recipe, the keys that may change, and its newest whole checkpoint."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tunesmith.config.load import Resolved, load_recipe, read_algorithm
-from tunesmith.config.schema import AnyRecipe, DPORecipe, PPORecipe, RewardRecipe, SFTRecipe
+from tunesmith.config.schema import AnyRecipe
 from tunesmith.core.errors import RunError
 from tunesmith.core.log import get_logger
-from tunesmith.data.demonstrations import DemonstrationLike
-from tunesmith.data.pairs import PreferenceLike
-from tunesmith.data.prompts import PromptLike
-from tunesmith.rewards.sources import RewardLike
 from tunesmith.runs.environment import package_versions
 from tunesmith.runs.folder import RunFolder
 from tunesmith.runs.lock import RunLock
-from tunesmith.trainers import dpo, grpo, ppo, restart, reward, setup, sft
+from tunesmith.trainers import restart
+from tunesmith.trainers.api import Inputs
+from tunesmith.trainers.run import run
+from tunesmith.trainers.setup import RunResult
 
 _log = get_logger(__name__)
 
 _NUMERIC_PACKAGES = ("torch", "transformers", "numpy")
-
-
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """What a run was given as Python objects and needs again; None for what its recipe names."""
-
-    prompts: Sequence[PromptLike] | None = None
-    rewards: Sequence[RewardLike] | None = None
-    pairs: Sequence[PreferenceLike] | None = None
-    demonstrations: Sequence[DemonstrationLike] | None = None
 
 
 def resume(
@@ -41,8 +29,8 @@ def resume(
     origins: Mapping[str, str] | None = None,
     inputs: Inputs | None = None,
     progress: bool = True,
-) -> setup.RunResult:
-    """Go on with the run in `run_dir`; its folder, metrics and summary.
+) -> RunResult:
+    """Continue the run in `run_dir`; returns its folder, metrics and summary.
 
     Raises:
         RunError: if the folder holds no run, is in use, has ended, or if `overrides` change what may not change.
@@ -55,7 +43,7 @@ def resume(
     _check_inputs(run_dir, inputs)
     _check_unfinished(run_dir, old, resolved.recipe)
     _note_resume(run_dir, changes)
-    return _run(with_threads(resolved.recipe, run_dir), run_dir, inputs, progress)
+    return run(with_threads(resolved.recipe, run_dir), inputs, progress=progress, resume=run_dir)
 
 
 def checked_folder(run_dir: Path) -> Path:
@@ -74,7 +62,7 @@ def with_threads(recipe: AnyRecipe, run_dir: Path) -> AnyRecipe:
 
 
 def _facts(run_dir: Path) -> Mapping[str, Any]:
-    """What `environment.json` says of the beginning of the run. Raises RunError if it was damaged."""
+    """Facts of `environment.json` from the start of the run. Raises RunError if it is damaged."""
     try:
         facts = json.loads((run_dir / "environment.json").read_text(encoding="utf-8"))
         return {name: facts[name] for name in ("num_cores", "given_in_python", "packages")}
@@ -92,7 +80,7 @@ def _recipes(run_dir: Path, overrides: Mapping[str, object], origins: Mapping[st
 
 
 def _check_inputs(run_dir: Path, inputs: Inputs) -> None:
-    """Refuse to replace Python objects that the run was made from by what the recipe's defaults name."""
+    """Refuse to replace the Python objects that the run was started with by the recipe's defaults."""
     for name in _facts(run_dir)["given_in_python"]:
         if getattr(inputs, name) is None:
             argument = "reward" if name == "rewards" else name
@@ -117,16 +105,3 @@ def _note_resume(run_dir: Path, changes: Mapping[str, tuple[object, object]]) ->
     for path, (before, after) in changes.items():
         _log.info("%s: %s -> %s", path, before, after)
     RunFolder(run_dir).append("resumes.jsonl", [{"changes": dict(changes), "packages": versions}])
-
-
-def _run(recipe: AnyRecipe, run_dir: Path, inputs: Inputs, progress: bool) -> setup.RunResult:
-    if isinstance(recipe, RewardRecipe):
-        return reward.run(recipe, pairs=inputs.pairs, progress=progress, resume=run_dir)
-    if isinstance(recipe, SFTRecipe):
-        return sft.run(recipe, demonstrations=inputs.demonstrations, progress=progress, resume=run_dir)
-    if isinstance(recipe, DPORecipe):
-        return dpo.run(recipe, pairs=inputs.pairs, progress=progress, resume=run_dir)
-    prompts, rewards = inputs.prompts, inputs.rewards
-    if isinstance(recipe, PPORecipe):
-        return ppo.run(recipe, prompts=prompts, rewards=rewards, progress=progress, resume=run_dir)
-    return grpo.run(recipe, prompts=prompts, rewards=rewards, progress=progress, resume=run_dir)

@@ -1,174 +1,149 @@
-"""What every trainer that draws completions shares: its prompts, how they are drawn, and passes without gradient.
+"""Parts of the algorithms that draw completions: prompts, scored rollouts, minibatches, and the loss of a micro-batch.
 
 Shape legend: B sequences, T completion tokens.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import TypeVar
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from tunesmith.algorithms import sums
-from tunesmith.algorithms.policy_loss import UpdateSize
+from tunesmith.algorithms import importance, policy_loss
+from tunesmith.algorithms.importance import Correction
+from tunesmith.algorithms.policy_loss import PolicyStats, UpdateSize
+from tunesmith.algorithms.sums import Denominator, sum_over_ranks
 from tunesmith.batch.pack import PolicyBatch, Sequences, chunks, select
 from tunesmith.batch.rollout import Group, SamplingParams
 from tunesmith.config.algorithm_sections import GRPOSection, PPOSection
+from tunesmith.config.rollout_sections import EvaluationSection, ImportanceSection, RolloutSection
 from tunesmith.config.schema import PolicyRecipe
+from tunesmith.core.errors import DataError
+from tunesmith.core.log import get_logger
 from tunesmith.core.seeds import derive, items_at, permutation
 from tunesmith.core.trace import span
 from tunesmith.data import sets
-from tunesmith.data.prompts import PromptLike
-from tunesmith.data.sets import PromptSets
+from tunesmith.evaluation import accuracy
+from tunesmith.kernels.native import Kernels
+from tunesmith.kernels.policy_loss.records import PolicyTokens
+from tunesmith.models.freeze import freeze_lower_layers
 from tunesmith.models.language_model import LanguageModel
-from tunesmith.models.loaded import LoadedModel, PreTrainedModel, PreTrainedTokenizerBase, context_length
+from tunesmith.models.load import load_policy
+from tunesmith.models.loaded import PreTrainedTokenizerBase, context_length
 from tunesmith.models.logprob import token_logps
 from tunesmith.models.optimizer import MasterAdamW
 from tunesmith.rewards.scorer import Scorer, Scores, TrainerState
-from tunesmith.rewards.sources import RewardLike
-from tunesmith.rollout.engine import Engine, OnGroup
+from tunesmith.rollout.engine import Engine
 from tunesmith.rollout.factory import open_engine
 from tunesmith.schema.records import Prompt
+from tunesmith.trainers import metrics
+from tunesmith.trainers.api import Inputs, Learner, Metrics
+from tunesmith.trainers.estimate import Estimate, policy_estimate
 from tunesmith.trainers.restart import fingerprint_of_file, fingerprint_of_rows, fingerprint_of_tensors
+from tunesmith.trainers.session import Session
+
+_log = get_logger(__name__)
 
 BatchT = TypeVar("BatchT", bound=PolicyBatch)
 
 
-def prompt_sets(cfg: PolicyRecipe, loaded: LoadedModel, prompts: Sequence[PromptLike] | None) -> PromptSets:
-    """The prompts that `cfg` names, or `prompts` in their place: split, cut to prefixes if wanted, lengths checked."""
-    context = context_length(loaded.model)
-    room = None if context is None else context - cfg.rollout.max_new_tokens
-    return sets.prompt_sets(cfg.prompts, loaded.tokenizer, cfg.run.seed, prompts, room=room)
+class UpdateSection(Protocol):
+    """A recipe's section with the number of passes over a rollout, and of optimizer steps in each."""
+
+    num_epochs: int
+    num_minibatches: int
 
 
-def identity(policy: PreTrainedModel, prompts: PromptSets, scorer: Scorer, device: torch.device) -> dict[str, str]:
-    """What a resumed run must find unchanged, as short hashes; to be taken before the first step.
+@dataclass(frozen=True, slots=True)
+class Rollouts:
+    """Draws completions and scores them. The seed of each draw is a pure function of `seed`, stream and step."""
 
-    Of a reward function it is the file that it is in, not what that imports.
-    """
-    rows = [(prompt.id, prompt.content, dict(prompt.columns)) for prompt in (*prompts.train, *prompts.heldout)]
-    return {
-        "the model": fingerprint_of_tensors(policy),
-        "the prompts": fingerprint_of_rows(rows),
-        **{f"the reward's file {place}": fingerprint_of_file(file) for place, file in scorer.code_files.items()},
-        **{f"the reward model {name}": fingerprint_of_tensors(model) for name, model in scorer.models.items()},
-        "the device": device.type,
-    }
+    engine: Engine
+    scorer: Scorer
+    cfg: RolloutSection
+    seed: int
+    num_steps: int
+
+    def draw(self, prompts: Sequence[Prompt], stream: str, index: int) -> tuple[list[Group], Scores]:
+        """The completions of step `index` and their scores, computed afterwards or, if the recipe wants it, meanwhile.
+
+        With `rollout.unload_during_update` the engine's memory is freed.
+        """
+        num, state = self.cfg.completions_per_prompt, TrainerState(index, self.num_steps)
+        ahead = self.scorer.ahead(len(prompts), num, state)
+        with ahead or nullcontext():
+            with span("rollout"):
+                on_group = None if ahead is None else ahead.add
+                sampling = sampling_params(self.cfg, derive(self.seed, stream, index))
+                groups = self.engine.generate(prompts, num, sampling, on_group=on_group)
+                if self.cfg.unload_during_update:
+                    self.engine.unload()
+            with span("reward"):
+                return groups, self.scorer.score(groups, state=state, ahead=ahead)
+
+    def mean_reward(self, prompts: Sequence[Prompt]) -> Metrics:
+        """`eval/reward`: the mean reward of one completion of each prompt, drawn with the same noise at every step;
+        empty without prompts.
+        """
+        if not prompts:
+            return {}
+        with span("evaluate"):
+            sampling = sampling_params(self.cfg, derive(self.seed, "evaluate", 0))
+            return {"eval/reward": self.scorer.score(self.engine.generate(prompts, 1, sampling)).metrics()["reward"]}
 
 
-def prompts_of_step(cfg: PolicyRecipe, prompts: Sequence[Prompt], step_index: int) -> list[Prompt]:
-    """The prompts of step `step_index` (from 0): a pure function of the run's seed and the step."""
-    size = cfg.rollout.prompts_per_step
-    return [prompts[i] for i in items_at(cfg.run.seed, step_index * size, size, len(prompts))]
-
-
-def further_prompts(
-    cfg: PolicyRecipe, prompts: Sequence[Prompt], asked: Sequence[Prompt], step_index: int
-) -> Iterator[Prompt]:
-    """The prompts that step `step_index` may ask besides `asked`, each once, in an order of its own: a pure function of
-    the run's seed and the step, so a resumed run needs no stored place.
-    """
-    known = {prompt.id for prompt in asked}
-    order = permutation(derive(cfg.run.seed, "further prompts", step_index), 0, len(prompts))
-    return (prompts[i] for i in order if prompts[i].id not in known)
-
-
-def sampling_params(cfg: PolicyRecipe, stream: str, step_index: int) -> SamplingParams:
-    """How the completions of a step are drawn; the seed is a pure function of run seed, stream and step."""
+def sampling_params(cfg: RolloutSection, seed: int) -> SamplingParams:
+    """Sampling parameters of a recipe's section."""
     return SamplingParams(
-        max_new_tokens=cfg.rollout.max_new_tokens,
-        min_new_tokens=cfg.rollout.min_new_tokens,
-        temperature=cfg.rollout.temperature,
-        top_p=cfg.rollout.top_p,
-        top_k=cfg.rollout.top_k,
-        min_p=cfg.rollout.min_p,
-        repetition_penalty=cfg.rollout.repetition_penalty,
-        seed=derive(cfg.run.seed, stream, step_index),
+        max_new_tokens=cfg.max_new_tokens,
+        min_new_tokens=cfg.min_new_tokens,
+        temperature=cfg.temperature,
+        top_p=cfg.top_p,
+        top_k=cfg.top_k,
+        min_p=cfg.min_p,
+        repetition_penalty=cfg.repetition_penalty,
+        seed=seed,
     )
 
 
-def engine_of(
-    cfg: PolicyRecipe,
+def engine_for(
+    cfg: RolloutSection,
     policy: LanguageModel,
     tokenizer: PreTrainedTokenizerBase,
-    optimizer: MasterAdamW,
-    *,
+    optimizer: Callable[[], MasterAdamW],
     value_head: nn.Module | None = None,
 ) -> Engine:
-    """The engine that `cfg` names, on the weights that `optimizer` changes."""
-    section = cfg.rollout
+    """The engine that a recipe's section names, on the weights that `optimizer()` changes."""
     return open_engine(
         policy,
         tokenizer,
-        backend=section.backend,
-        weight_version=lambda: optimizer.weight_version,
-        batch_size=section.batch_size,
-        num_slots=section.num_slots,
-        kv_cache_mb=section.kv_cache_mb,
+        backend=cfg.backend,
+        weight_version=lambda: optimizer().weight_version,
+        batch_size=cfg.batch_size,
+        num_slots=cfg.num_slots,
+        kv_cache_mb=cfg.kv_cache_mb,
         value_head=value_head,
     )
 
 
-def scorer_of(
-    cfg: PolicyRecipe,
-    rewards: Sequence[RewardLike] | None,
-    tokenizer: PreTrainedTokenizerBase,
-    device: torch.device,
-) -> Scorer:
-    """The rewards that `cfg` names, or `rewards` in their place."""
-    return Scorer(
-        cfg.reward if rewards is None else rewards,
-        policy_tokenizer=tokenizer,
-        device=device,
-        while_drawing=cfg.rollout.score_while_drawing,
-    )
+def prompts_of_step(prompts: Sequence[Prompt], size: int, seed: int, index: int) -> list[Prompt]:
+    """The prompts of step `index` (from 0): a pure function of the run's seed and the index."""
+    return [prompts[i] for i in items_at(seed, index * size, size, len(prompts))]
 
 
-def draw(
-    engine: Engine,
-    cfg: PolicyRecipe,
-    prompts: Sequence[Prompt],
-    sampling: SamplingParams,
-    on_group: OnGroup | None = None,
-) -> list[Group]:
-    """The completions of one step; if the recipe wants it, the engine's memory is free when they are there."""
-    groups = engine.generate(prompts, cfg.rollout.completions_per_prompt, sampling, on_group=on_group)
-    if cfg.rollout.unload_during_update:
-        engine.unload()
-    return groups
-
-
-def draw_scored(
-    engine: Engine,
-    scorer: Scorer,
-    cfg: PolicyRecipe,
-    prompts: Sequence[Prompt],
-    sampling: SamplingParams,
-    state: TrainerState,
-) -> tuple[list[Group], Scores]:
-    """The completions of one step and their scores, given afterwards or, if the recipe wants it, meanwhile."""
-    ahead = scorer.ahead(len(prompts), cfg.rollout.completions_per_prompt, state)
-    with ahead or nullcontext():
-        with span("rollout"):
-            groups = draw(engine, cfg, prompts, sampling, None if ahead is None else ahead.add)
-        with span("reward"):
-            return groups, scorer.score(groups, state=state, ahead=ahead)
-
-
-def mean_reward(
-    engine: Engine, scorer: Scorer, prompts: Sequence[Prompt], sampling: SamplingParams
-) -> dict[str, float]:
-    """`eval/reward`, the mean reward of one completion of each prompt; empty without prompts."""
-    if not prompts:
-        return {}
-    with span("evaluate"):
-        return {"eval/reward": scorer.score(engine.generate(prompts, 1, sampling)).metrics()["reward"]}
+def further_prompts(pool: Sequence[Prompt], used: Sequence[Prompt], seed: int, index: int) -> Iterator[Prompt]:
+    """The prompts of `pool` that are not in `used`, each once, in an order that is a pure function of seed and step."""
+    ids = {prompt.id for prompt in used}
+    order = permutation(derive(seed, "further prompts", index), 0, len(pool))
+    return (pool[i] for i in order if pool[i].id not in ids)
 
 
 def valid_rows(scores: Scores) -> list[int]:
-    """The completions, counted over all groups, whose score counts: those that a failed reward dropped are left out."""
+    """Indices, over all groups, of the completions whose score counts: not those whose reward failed."""
     return torch.nonzero(scores.valid_PG.flatten()).flatten().tolist()
 
 
@@ -178,10 +153,10 @@ def micro_batches(sequences: Sequences, size: int) -> Iterator[Sequences]:
         yield select(sequences, rows)
 
 
-def minibatches(batch: BatchT, section: PPOSection | GRPOSection, seed: int) -> Iterator[BatchT]:
+def minibatches(batch: BatchT, section: UpdateSection, seed: int) -> Iterator[BatchT]:
     """Minibatches of every epoch over the rollout, a pure function of `seed` and epoch.
 
-    Within one, rows stand as in the rollout: those of one prompt together, so that it is computed once.
+    Rows keep the order of the rollout, so that those of one prompt are together and the prompt is computed once.
     """
     num_rows = len(batch.sequences.lengths_B)
     size = -(-num_rows // section.num_minibatches)
@@ -191,15 +166,15 @@ def minibatches(batch: BatchT, section: PPOSection | GRPOSection, seed: int) -> 
 
 
 def update_size(sequences: Sequences, micro_batch_size: int, num_drawn: float | None = None) -> UpdateSize:
-    """How much a minibatch of `sequences` learns from, over all ranks: the global denominators of its losses.
+    """Size of a minibatch over all ranks: the global denominators of its losses.
 
-    `num_drawn` is the number of completions that it stands for, where some were left out; None counts its own.
+    `num_drawn` is the number of completions to count where some of those that were drawn are not in the minibatch.
     """
     num_rows = len(sequences.lengths_B)
     return UpdateSize(
-        num_tokens=sums.sum_over_ranks(sequences.num_tokens),
-        num_sequences=sums.sum_over_ranks(num_rows if num_drawn is None else num_drawn),
-        num_micro_batches=sums.sum_over_ranks(-(-num_rows // micro_batch_size)),
+        num_tokens=sum_over_ranks(sequences.num_tokens),
+        num_sequences=sum_over_ranks(num_rows if num_drawn is None else num_drawn),
+        num_micro_batches=sum_over_ranks(-(-num_rows // micro_batch_size)),
     )
 
 
@@ -218,3 +193,168 @@ def logps(model: LanguageModel, sequences: Sequences, temperature: float, micro_
 def join(parts_BT: Sequence[torch.Tensor], width: int) -> torch.Tensor:
     """Micro-batches as one tensor, each padded with zeros to `width` columns."""
     return torch.cat([pad(part, (0, width - part.shape[1])) for part in parts_BT])
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLoss:
+    """The loss, a scalar with gradients; statistics of its surrogate; importance weights."""
+
+    loss: torch.Tensor
+    stats: PolicyStats
+    correction: Correction
+
+
+def objective(
+    section: PPOSection | GRPOSection,
+    importance_section: ImportanceSection,
+    micro: PolicyBatch,
+    new: Any,
+    *,
+    kl_coef: float,
+    denominator: Denominator,
+    num_tokens: float,
+    on_policy: bool = False,
+) -> PolicyLoss:
+    """The policy's loss of one micro-batch: surrogate, entropy bonus, and KL to the reference if its place is the loss.
+
+    `new` has the policy's `logp_BT` and `entropy_BT`, with gradients. Sums are divided by `denominator` and
+    `num_tokens`, which count all micro-batches and ranks. `on_policy` says that no update was made since the rollout:
+    then the old log-probs are those of `new`. The engine may have drawn from a distribution other than the old
+    policy's; `importance_section` says how that is corrected.
+    """
+    kl_coef = kl_coef if section.kl.place == "loss" else 0.0
+    old_logp_BT = new.logp_BT.detach() if on_policy else micro.old_logp_BT
+    mask_BT = micro.sequences.mask_BT
+    correction = importance.correction(old_logp_BT, micro.sequences.sampled_logp_BT, mask_BT, importance_section)
+    tokens = PolicyTokens(
+        new.logp_BT,
+        old_logp_BT,
+        micro.advantage_BT * correction.weight_BT,
+        mask_BT,
+        micro.reference_logp_BT if kl_coef > 0 else None,
+        new.entropy_BT if section.entropy_coef > 0 else None,
+    )
+    terms = policy_loss.terms_of(section, section.kl, kl_coef)
+    loss, stats = policy_loss.objective(tokens, terms, denominator, num_tokens)
+    return PolicyLoss(loss, stats, correction)
+
+
+class PolicyLearner(Learner, Protocol):
+    """A learner that draws completions; `build` is its constructor from a recipe."""
+
+    shown: ClassVar[Sequence[str]]
+    title: ClassVar[str]
+    policy: LanguageModel
+    rollouts: Rollouts
+
+    @classmethod
+    def build(cls, task: "PolicyTask", cfg: Any, /) -> Self:
+        """The learner of the recipe `cfg` before its first step."""
+        ...
+
+
+class PolicyTask:
+    """Prompts and rewards of an algorithm that draws completions, and how its policy is evaluated.
+
+    Algorithms differ in their learner alone.
+    """
+
+    def __init__(self, learner: type[PolicyLearner], cfg: PolicyRecipe, inputs: Inputs, device: torch.device) -> None:
+        self.cfg = cfg
+        self.device = device
+        self.shown, self.title = learner.shown, learner.title
+        self.num_steps = cfg.run.steps or 100
+        self.loaded = load_policy(cfg.model, device=device)
+        context = context_length(self.loaded.model)
+        room = None if context is None else context - cfg.rollout.max_new_tokens
+        self.data = sets.prompt_sets(cfg.prompts, self.loaded.tokenizer, cfg.run.seed, inputs.prompts, room=room)
+        self._evaluation = getattr(cfg, "evaluation", EvaluationSection())
+        if self._evaluation.correct_at is not None and not self.data.heldout:
+            raise DataError(
+                "evaluation.correct_at asks for the accuracy on held-out prompts, but none are held out; give "
+                "prompts.heldout_fraction a share above 0, or prompts.heldout_source a file"
+            )
+        freeze_lower_layers(self.loaded.model, cfg.model.num_trainable_layers)
+        self._learner, self._rewards = learner, inputs.rewards
+
+    @cached_property
+    def scorer(self) -> Scorer:
+        """The rewards that the recipe names, or those given from Python."""
+        return Scorer(
+            self.cfg.reward if self._rewards is None else self._rewards,
+            policy_tokenizer=self.loaded.tokenizer,
+            device=self.device,
+            while_drawing=self.cfg.rollout.score_while_drawing,
+        )
+
+    def build(self) -> PolicyLearner:
+        """The learner before its first step."""
+        return self._learner.build(self, self.cfg)
+
+    def optimizer(self, module: nn.Module, kernels: Kernels) -> MasterAdamW:
+        """The optimizer of all trainable parameters of `module`."""
+        section = getattr(self.cfg, self.cfg.algorithm)
+        total_steps = self.num_steps * section.num_epochs * section.num_minibatches
+        return MasterAdamW(module, self.cfg.optimizer, total_steps=total_steps, kernels=kernels)
+
+    def rollouts(self, policy: LanguageModel, optimizer: MasterAdamW, value_head: nn.Module | None = None) -> Rollouts:
+        """The engine on the policy's weights, with the scorer."""
+        engine = engine_for(self.cfg.rollout, policy, self.loaded.tokenizer, lambda: optimizer, value_head)
+        return Rollouts(engine, self.scorer, self.cfg.rollout, self.cfg.run.seed, self.num_steps)
+
+    def prepare(self, learner: PolicyLearner, progress: bool) -> dict[str, str]:
+        """Hashes of the model, the prompts and the rewards. A reward function is hashed by its file, without the
+        modules that it imports.
+        """
+        rows = [(prompt.id, prompt.content, dict(prompt.columns)) for prompt in (*self.data.train, *self.data.heldout)]
+        files, models = self.scorer.code_files.items(), self.scorer.models.items()
+        return {
+            "the model": fingerprint_of_tensors(learner.policy.module),
+            "the prompts": fingerprint_of_rows(rows),
+            **{f"the reward's file {place}": fingerprint_of_file(file) for place, file in files},
+            **{f"the reward model {name}": fingerprint_of_tensors(model) for name, model in models},
+        }
+
+    def estimate(self) -> Estimate:
+        """Memory and work of a run."""
+        section = getattr(self.cfg, self.cfg.algorithm)
+        return policy_estimate(
+            self.loaded.model,
+            self.cfg,
+            prompt_tokens=self.data.mean_tokens,
+            num_epochs=section.num_epochs,
+            micro_batch_size=section.micro_batch_size,
+            num_reward_models=self.scorer.num_models,
+            has_reference=section.kl.coef > 0,
+            has_own_critic=getattr(section, "critic", None) == "separate",
+        )
+
+    def batch(self, index: int) -> list[Prompt]:
+        """The prompts of step `index` (from 0)."""
+        return prompts_of_step(self.data.train, self.cfg.rollout.prompts_per_step, self.cfg.run.seed, index)
+
+    def evaluate(self, learner: PolicyLearner) -> Metrics:
+        """Mean reward on the held-out prompts."""
+        return learner.rollouts.mean_reward(self.data.heldout)
+
+    def measure(self, learner: PolicyLearner, when: str) -> dict[str, object]:
+        """The share of right answers on held-out prompts, if the recipe has `evaluation.correct_at`."""
+        section = self._evaluation
+        if section.correct_at is None:
+            return {}
+        _log.info("measuring the accuracy %s training", when)
+        # Drawn evenly, because rows are often sorted by difficulty.
+        order = permutation(derive(self.cfg.run.seed, "accuracy"), 0, len(self.data.heldout))
+        measured = accuracy.measure(
+            learner.rollouts.engine,
+            self.scorer,
+            [self.data.heldout[i] for i in sorted(order[: section.num_prompts])],
+            sampling_params(self.cfg.rollout, derive(self.cfg.run.seed, f"accuracy {when}", 0)),
+            num_completions=section.completions_per_prompt,
+            correct_at=section.correct_at,
+        )
+        return measured.facts(when)
+
+    def summary(self, learner: PolicyLearner, session: Session) -> dict[str, object]:
+        """Reward and KL at the first and the last step, and the accuracies, if they were measured."""
+        return {**metrics.summary(session.metrics), **accuracy.figures(session.facts)}

@@ -1,7 +1,7 @@
-"""An open run: its folder and lock, and what happens after each step: record, look for alarms, save, leave if asked.
+"""An open run: its folder and lock, and the work after each step: metrics, alarms, checkpoints, stop requests.
 
-A run is resumed by the same code that starts it: `run` builds the state of step 0, and `open_session` puts the newest
-whole checkpoint into it.
+A run is resumed by the same code that starts it: `run` builds the learner of step 0, and `open_session` loads the
+newest whole checkpoint into it.
 """
 
 import os
@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import torch
 
 from tunesmith.config.schema import AnyRecipe, PolicyRecipe
 from tunesmith.core.errors import RunError, StoppedError, TrainingError
@@ -25,29 +27,37 @@ from tunesmith.runs.lock import RunLock
 from tunesmith.runs.progress import Reporter, progress
 from tunesmith.runs.trackers import Tracker, check_trackers, open_trackers
 from tunesmith.schema.records import Finding, Severity
-from tunesmith.trainers import random_state, restart
-from tunesmith.trainers.guards import alarms
-from tunesmith.trainers.memory import memory_advice
-from tunesmith.trainers.restart import Resumable
-from tunesmith.trainers.setup import Metrics, RunResult, Stopwatch
+from tunesmith.trainers import restart
+from tunesmith.trainers.alarms import alarms
+from tunesmith.trainers.api import Learner, Metrics, Row
+from tunesmith.trainers.setup import RunResult, Stopwatch
 from tunesmith.trainers.signals import StopRequest, stop_signals
 
 _log = get_logger(__name__)
 
-Row = Mapping[str, object]
-
 _EVALUATED = ("eval/accuracy", "eval/reward", "eval/rewards/accuracies", "eval/mean_token_accuracy")
 _TRAINED = ("reward", "accuracy", "rewards/accuracies", "mean_token_accuracy")
-"""What says how good a checkpoint is: the first with evaluations on held-out data on the way, the second without."""
+"""Metrics by which checkpoints are ranked: the first tuple with evaluations on held-out data, the second without."""
 
 _MAX_REFUSED_DUMPS = 20
+
+_MEMORY_ERRORS = ("can't allocate memory", "not enough memory", "std::bad_alloc", "out of memory")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A learner, the length of its run, and the hashes that a resumed run must find unchanged."""
+
+    learner: Learner
+    num_steps: int
+    identity: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """A finished step, as it is recorded: metrics, rows of `samples.jsonl`, and the optimizer's last report.
+    """A finished step, as it is recorded: metrics, the optimizer's last report, and rows of `samples.jsonl`.
 
-    `batch` gives the rows that the step learnt from; it is called, and the rows written, if an update was refused.
+    `batch` returns the rows that the step learnt from; it is called, and the rows written, if an update was refused.
     """
 
     metrics: Mapping[str, float]
@@ -57,13 +67,13 @@ class StepRecord:
 
 
 class Session:
-    """An open run. `facts` are figures that outlive a resume, such as an accuracy measured before the first step."""
+    """An open run. `facts` are figures kept in checkpoints, such as an accuracy measured before the first step."""
 
     def __init__(
         self,
         cfg: AnyRecipe,
         folder: RunFolder,
-        state: Resumable,
+        job: "Job",
         stop: StopRequest,
         trackers: Sequence[Tracker],
         reporter: Reporter,
@@ -75,7 +85,7 @@ class Session:
         self.facts: dict[str, object] = {}
         self.first_step = 0
         self.shows_progress = shows_progress
-        self._state = state
+        self._job = job
         self._stop = stop
         self._trackers = trackers
         self._reporter = reporter
@@ -85,28 +95,28 @@ class Session:
         self._saved_step: int | None = None
 
     def steps(self) -> range:
-        """The indices, from 0, of the steps that are still to be done."""
+        """Indices, from 0, of the remaining steps."""
         self._reporter.begin(self.first_step)
-        return range(self.first_step, self._state.num_steps)
+        return range(self.first_step, self._job.num_steps)
 
     def is_due(self, index: int, every: int) -> bool:
         """True at every `every`-th step and at the last; with 0 at the last alone."""
-        return index + 1 == self._state.num_steps or bool(every and (index + 1) % every == 0)
+        return index + 1 == self._job.num_steps or bool(every and (index + 1) % every == 0)
 
     def samples_due(self, index: int) -> bool:
         """True where the recipe wants samples of step `index` (from 0) stored."""
-        return index % self.cfg.run.sample_every == 0 or index + 1 == self._state.num_steps
+        return index % self.cfg.run.sample_every == 0 or index + 1 == self._job.num_steps
 
     @contextmanager
     def working(self) -> Iterator[Trace]:
-        """The trace of a step; if memory runs out inside, the error says where and what to change."""
-        with trace() as times, memory_advice(self.cfg, times, self.folder.path):
+        """The trace of a step. If memory runs out inside, the error names the stage and the setting to lower."""
+        with trace() as times, _memory_advice(self.cfg, times, self.folder.path):
             yield times
 
     def end_step(self, step: int, record: StepRecord, shown: Sequence[str]) -> None:
-        """Write what `step` (counted from 1) left, look for alarms, save if it is time, and leave if a signal asked.
+        """Record `step` (counted from 1), check for alarms, save a checkpoint if one is due, stop if a signal asked.
 
-        The checkpoint is written while the next step runs; before that is recorded, this waits until it is on disk.
+        The checkpoint is written while the next step runs; recording that step waits until it is on disk.
 
         Raises:
             TrainingError: if too many steps in a row were refused, naming the parameter whose gradient was bad.
@@ -132,12 +142,17 @@ class Session:
         self.leave_if_asked()
 
     @property
+    def num_refused(self) -> int:
+        """Updates that were refused because they were not finite."""
+        return int(sum(row["refused_steps"] for row in self.metrics))
+
+    @property
     def num_done(self) -> int:
-        """Steps that are done."""
+        """Number of finished steps."""
         return int(self.metrics[-1]["step"]) if self.metrics else 0
 
     def leave_if_asked(self) -> None:
-        """If a signal asked the run to stop: save what is not saved yet, and raise StoppedError."""
+        """If a signal asked the run to stop, save a checkpoint unless one is up to date, and raise StoppedError."""
         if self._stop.signal is None:
             return
         self._settle()
@@ -150,19 +165,19 @@ class Session:
         )
 
     def find(self, finding: Finding) -> None:
-        """Record a finding, and say it."""
+        """Record a finding and log it."""
         self.folder.append("findings.jsonl", [asdict(finding)])
         self._num_findings += 1
         _log.warning("step %d, %s: %s", finding.step, finding.name, finding.message)
 
     def note_data(self, data: Facts) -> None:
-        """Write what became of the rows of the data, and record its findings."""
+        """Write `data.json`, and record the findings about the data."""
         self.folder.write_json("data.json", data.to_json())
         for finding in data.findings:
             self.find(finding)
 
     def finish(self, summary: Mapping[str, object]) -> RunResult:
-        """Write summary and report, once the last checkpoint is on disk; the run's result."""
+        """Write summary and report after the last checkpoint is on disk; returns the run's result."""
         self._settle()
         facts = {**summary, "findings": self._num_findings, "minutes": self._watch.minutes}
         self.folder.write_json("result.json", facts)
@@ -174,8 +189,7 @@ class Session:
         return RunResult(self.folder.path, tuple(self.metrics), facts, self.cfg.model.trust_remote_code)
 
     def restore(self) -> None:
-        """Put the newest whole checkpoint into the state; if none was ever written, begin again. The logs are cut back
-        to it.
+        """Load the newest whole checkpoint and truncate the logs to it; without any checkpoint, start from step 0.
 
         Raises:
             RunError: if there are checkpoints but none is whole; nothing is changed.
@@ -197,9 +211,9 @@ class Session:
 
     def _take_over(self, checkpoint: Checkpoint) -> None:
         own = restart.SessionState.from_checkpoint(checkpoint)
-        restart.check_identity(own.identity, self._state.identity, self.folder.path)
-        self._state.restore(checkpoint)
-        random_state.restore(checkpoint.tensors["generators"], own.generators)
+        restart.check_identity(own.identity, self._job.identity, self.folder.path)
+        restart.restore(self._job.learner, checkpoint)
+        restart.restore_generators(checkpoint.tensors["generators"], own.generators)
         self.folder.cut_logs(own.log_sizes)
         self.metrics = self.folder.read_metrics()
         self.facts, self.first_step, self._num_findings = dict(own.facts), checkpoint.step, own.num_findings
@@ -228,11 +242,11 @@ class Session:
         self._writer.close()
 
     def _save(self) -> None:
-        """Begin to write a checkpoint of what is now."""
-        tensors, trainer_state = self._state.contents()
-        generators, values = random_state.capture()
+        """Start writing a checkpoint of the current state."""
+        tensors, trainer_state = restart.contents(self._job.learner)
+        generators, values = restart.capture_generators()
         own = restart.SessionState(
-            identity=self._state.identity,
+            identity=self._job.identity,
             log_sizes=self.folder.log_sizes(),
             generators=values,
             facts=self.facts,
@@ -244,7 +258,7 @@ class Session:
         self._writer.begin(checkpoint, in_background=self.cfg.run.checkpoint_in_background)
 
     def _settle(self) -> None:
-        """Wait for the checkpoint; if it failed, record a finding and train on: the older ones are still there."""
+        """Wait for the checkpoint; if it failed, record a finding and train on: the older ones are still valid."""
         settled = self._writer.settle()
         if settled is None:
             return
@@ -265,7 +279,7 @@ class Session:
 @contextmanager
 def open_session(
     cfg: AnyRecipe,
-    state: Resumable,
+    job: Job,
     *,
     provenance: Mapping[str, str] | None,
     show_progress: bool,
@@ -275,9 +289,9 @@ def open_session(
 ) -> Iterator[Session]:
     """An open run for `cfg`, in a new folder, or in the folder `resume` from its newest whole checkpoint on.
 
-    `data` says what became of the rows; it is written to `data.json`, and its findings are recorded. `from_python`
-    names what was given as Python objects, which a recipe cannot hold. When the block ends, also by an
-    error, trackers and lock are closed and what was written stays.
+    `data` is written to `data.json`, and its findings are recorded. `from_python` names the inputs given as Python
+    objects, which a recipe cannot hold. When the block ends, also by an error, trackers and lock are closed; the files
+    written so far stay.
 
     Raises:
         RunError: if the folder cannot be written, has too little space, or is in use by another process.
@@ -285,7 +299,7 @@ def open_session(
     check_trackers(cfg.run.report_to)
     recipe = cfg.model_dump(mode="json")
     parent = Path(cfg.run.dir) if resume is None else resume
-    require_space(parent, state, cfg.run.keep_checkpoints if cfg.run.checkpoint_every else 0)
+    require_space(parent, job.learner, cfg.run.keep_checkpoints if cfg.run.checkpoint_every else 0)
     with ExitStack() as stack:
         if resume is None:
             folder = RunFolder.create(parent, cfg.run.name or cfg.algorithm, recipe, provenance, from_python)
@@ -296,8 +310,8 @@ def open_session(
         trackers = open_trackers(cfg.run.report_to, folder.path, recipe)
         for tracker in trackers:
             stack.callback(tracker.close)
-        reporter = stack.enter_context(progress(f"train {cfg.algorithm}", state.num_steps, enabled=show_progress))
-        session = Session(cfg, folder, state, stop, trackers, reporter, show_progress)
+        reporter = stack.enter_context(progress(f"train {cfg.algorithm}", job.num_steps, enabled=show_progress))
+        session = Session(cfg, folder, job, stop, trackers, reporter, show_progress)
         stack.callback(session.close)
         if resume is not None:
             session.restore()
@@ -306,8 +320,8 @@ def open_session(
         yield session
 
 
-def require_space(folder: Path, state: Resumable, num_checkpoints: int) -> None:
-    """Refuse a run whose model and checkpoints cannot be held by the disk of `folder`.
+def require_space(folder: Path, learner: Learner, num_checkpoints: int) -> None:
+    """Check that the disk of `folder` can hold the model and the checkpoints.
 
     Raises:
         RunError: naming the bytes that are free and those that are needed.
@@ -315,14 +329,48 @@ def require_space(folder: Path, state: Resumable, num_checkpoints: int) -> None:
     place = next((path for path in (folder, *folder.absolute().parents) if path.exists()), Path("/"))
     if not os.access(place, os.W_OK):
         raise RunError(f"{place} cannot be written; choose another folder with --run.dir")
-    tensors, _ = state.contents()
+    tensors, _ = restart.contents(learner)
     weights = Checkpoint(0, tensors, {}).num_bytes
-    # A checkpoint holds the moments of each trained number besides; one more is on its way while others stand.
-    each = weights + state.optimizer.moment_bytes
+    # A checkpoint also holds the moments of each trained number; one more is being written while the others exist.
+    each = weights + learner.optimizer.moment_bytes
     needed = weights + (each * (num_checkpoints + 2) if num_checkpoints else 0)
     free = shutil.disk_usage(place).free
     if free < needed:
         raise RunError(
             f"the disk of {place} has {free / 1e9:.2f} GB free, but the model and {num_checkpoints} checkpoints need "
-            f"{needed / 1e9:.2f} GB; make room, set run.checkpoint_every to 0, or choose another --run.dir"
+            f"{needed / 1e9:.2f} GB; free some space, set run.checkpoint_every to 0, or choose another --run.dir"
         )
+
+
+@contextmanager
+def _memory_advice(cfg: AnyRecipe, times: Trace, run_dir: Path) -> Iterator[None]:
+    """Turn a failed allocation in the block into a TrainingError that names the stage and the setting to lower."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_memory_error(error):
+            raise
+        raise TrainingError(
+            f"memory ran out in `{times.failed_in or 'the step'}`; lower {_setting_to_lower(cfg, times.failed_in)}. "
+            f"The checkpoints in {run_dir} are whole"
+        ) from error
+
+
+def is_memory_error(error: BaseException) -> bool:
+    """True for a failed allocation on the CPU or on a GPU, by Python, torch or the C++ library."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _MEMORY_ERRORS)
+
+
+def _setting_to_lower(cfg: AnyRecipe, stage: str) -> str:
+    if isinstance(cfg, PolicyRecipe) and stage.split("/")[0] in ("rollout", "evaluate"):
+        rollout = cfg.rollout
+        if rollout.backend == "native":
+            return f"rollout.num_slots ({rollout.num_slots}), rollout.kv_cache_mb or rollout.max_new_tokens"
+        return f"rollout.batch_size ({rollout.batch_size}) or rollout.max_new_tokens"
+    name = "reward_model" if cfg.algorithm == "reward" else cfg.algorithm
+    section = getattr(cfg, name)
+    key = "micro_batch_tokens" if hasattr(section, "micro_batch_tokens") else "micro_batch_size"
+    size = getattr(section, key)
+    return f"{name}.{key} ({size}), set model.gradient_checkpointing, or train fewer layers"

@@ -1,4 +1,4 @@
-"""What surrounds a training: device, threads and seed before it, the result after it."""
+"""Device, threads and seeds before a training, its result after it."""
 
 import random
 import sys
@@ -17,7 +17,6 @@ from tunesmith.core.errors import ModelError
 from tunesmith.core.system import keep_freed_memory
 from tunesmith.runs.environment import usable_cores
 
-Metrics = dict[str, float]
 RecordT = TypeVar("RecordT")
 
 
@@ -29,7 +28,7 @@ class RunResult:
     """
 
     run_dir: Path
-    metrics: Sequence[Metrics]
+    metrics: Sequence[Mapping[str, float]]
     summary: Mapping[str, object] = field(default_factory=dict[str, object])
     trust_remote_code: bool = False
 
@@ -56,42 +55,41 @@ class RunResult:
 
 
 def prepare(cfg: Recipe) -> torch.device:
-    """The device to train on, with the thread count of the run and the seeds of all global generators set, and with
-    an allocator that keeps freed memory.
+    """Set threads, the seeds of all global generators and the allocator's options; returns the device to train on.
 
-    Tunesmith draws new heads alone from them, but a reward function may draw anything.
+    Only new heads are drawn from global generators, but reward functions may use them too.
     """
     keep_freed_memory()
     torch.set_num_threads(cfg.run.num_threads or usable_cores())
     torch.manual_seed(cfg.run.seed)
     random.seed(cfg.run.seed)
     np.random.seed(cfg.run.seed % 2**32)
+    return device()
+
+
+def device() -> torch.device:
+    """The device to train on."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def uploader_to(device: torch.device) -> Uploader | None:
-    """What batches are sent to `device` by; None on a CPU, where they lie already and a copy would gain nothing."""
+    """The uploader that sends batches to `device`; None on a CPU, which needs no copy."""
     return Uploader(device) if device.type == "cuda" else None
 
 
 def sent(record: RecordT, uploader: Uploader | None) -> RecordT:
-    """A record of tensors, made on the CPU, on the device that is trained on: all of them by one copy."""
+    """`record`, a dataclass of CPU tensors, on the training device, by a single copy."""
     return record if uploader is None else uploader.record(record)
 
 
-def given(**objects: object) -> list[str]:
-    """Names of the arguments that are not None."""
-    return [name for name, value in objects.items() if value is not None]
-
-
 def say(message: str, *, enabled: bool) -> None:
-    """One line on stderr for a person who watches, unless progress is off."""
+    """Print one line to stderr, unless progress is off."""
     if enabled:
         sys.stderr.write(message + "\n")
 
 
 class Stopwatch:
-    """Minutes since it was made, by the monotonic clock: the wall clock may jump."""
+    """Minutes since its creation, by the monotonic clock: the wall clock may jump."""
 
     def __init__(self, earlier_minutes: float = 0.0) -> None:
         self._start_s = time.monotonic()
@@ -99,5 +97,5 @@ class Stopwatch:
 
     @property
     def minutes(self) -> float:
-        """Minutes since it was made, and the earlier ones."""
+        """Minutes since its creation, plus the earlier ones."""
         return self._earlier_minutes + (time.monotonic() - self._start_s) / 60

@@ -1,7 +1,7 @@
 """Supervised fine-tuning: a language model learns the completions of demonstrations, token by token.
 
-The first stage of Ouyang et al. 2022 (arXiv 2203.02155). Only completions are learnt, only the states before their
-tokens meet the head, and nothing is padded where the model has a flat decoder.
+The first stage of Ouyang et al. 2022 (arXiv 2203.02155). The output layer is computed only for tokens that are
+learnt, and models with a flat decoder are trained without padding. Shape legend: N learnt tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,16 +10,16 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 
-from tunesmith.algorithms import sums
-from tunesmith.algorithms.sums import merged
+from tunesmith.algorithms.sums import merged, sum_over_ranks
 from tunesmith.algorithms.token_loss import TokenStats, negative_log_likelihood
 from tunesmith.batch.targets import LearntSequence, by_token_budget, items_of_step, pack_targets
 from tunesmith.batch.upload import Uploader
+from tunesmith.config.algorithm_sections import SFTSection
 from tunesmith.config.schema import SFTRecipe
 from tunesmith.core.trace import span
-from tunesmith.data.demonstrations import DemonstrationLike
-from tunesmith.data.sets import Facts, demonstration_sets
+from tunesmith.data.sets import demonstration_sets
 from tunesmith.kernels.native import Kernels
 from tunesmith.models.export import ModelCard, save_final
 from tunesmith.models.freeze import freeze_lower_layers
@@ -27,224 +27,161 @@ from tunesmith.models.language_model import LanguageModel, language_model
 from tunesmith.models.load import load_policy
 from tunesmith.models.loaded import PreTrainedTokenizerBase, context_length
 from tunesmith.models.next_token import next_token_scores
-from tunesmith.models.optimizer import MasterAdamW, StepReport
+from tunesmith.models.optimizer import MasterAdamW
 from tunesmith.models.tokenizer import decode
 from tunesmith.trainers import setup
-from tunesmith.trainers.estimate import announce, sft_estimate
-from tunesmith.trainers.restart import Resumable, fingerprint_of_rows, fingerprint_of_tensors
-from tunesmith.trainers.session import Session, StepRecord, open_session
-from tunesmith.trainers.update_metrics import update_metrics
-
-SHOWN = ("loss", "mean_token_accuracy")
-"""Figures that stand behind the progress bar."""
+from tunesmith.trainers.api import Counter, Inputs, Metrics, StepResult
+from tunesmith.trainers.estimate import Estimate, training_estimate
+from tunesmith.trainers.metrics import update_metrics
+from tunesmith.trainers.restart import fingerprint_of_rows, fingerprint_of_tensors
+from tunesmith.trainers.session import Session
 
 
 @dataclass(slots=True)
-class State:
-    """What the loop owns. `step` changes the model and the optimizer, nothing else."""
+class SFT:
+    """The learner: `step` changes the policy and the optimizer."""
 
-    cfg: SFTRecipe
-    device: torch.device
+    cfg: SFTSection
     policy: LanguageModel
-    tokenizer: PreTrainedTokenizerBase
     optimizer: MasterAdamW
-    sequences: Sequence[LearntSequence]
-    heldout: Sequence[LearntSequence]
-    identity: Mapping[str, str]
-    num_steps: int
-    facts: Facts
+    tokenizer: PreTrainedTokenizerBase
+    counters: Mapping[str, Counter] = field(default_factory=dict[str, Counter])
     uploader: Uploader | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self.uploader = setup.uploader_to(self.device)
+        self.uploader = setup.uploader_to(self.policy.module.device)
+
+    @property
+    def modules(self) -> Mapping[str, nn.Module]:
+        """The policy."""
+        return {"policy": self.policy.module}
+
+    def step(self, sequences: Sequence[LearntSequence], index: int) -> StepResult:
+        """One step: the mean loss of all learnt tokens of `sequences`, in micro-batches, and an update."""
+        num_learnt = sum(sequence.num_learnt for sequence in sequences)
+        num_tokens = sum_over_ranks(num_learnt)  # one global denominator
+        stats: list[TokenStats] = []
+        total_loss = torch.zeros((), device=self.policy.module.device)
+        for micro in self.micro_batches(sequences):
+            with span("forward"):
+                loss, micro_stats = self.micro_batch_loss(micro, num_tokens)
+            with span("backward"):
+                self.optimizer.scaled(loss).backward()
+            total_loss += loss.detach()
+            stats.append(micro_stats)
+        with span("optimizer"):
+            report = self.optimizer.step(loss=total_loss.item())
+        sizes = {"num_tokens": float(sum(len(one.ids) for one in sequences)), "num_learnt_tokens": float(num_learnt)}
+        metrics = {**merged(stats).metrics(), **sizes, **update_metrics([report])}
+        return StepResult(metrics, report, partial(batch_rows, self.tokenizer, sequences))
+
+    def export(self, folder: Path, card: ModelCard) -> Path:
+        """Write the model to `folder` in the Hugging Face layout."""
+        return save_final(self.policy.module, self.tokenizer, folder, card)
+
+    def micro_batches(self, sequences: Sequence[LearntSequence]) -> list[list[LearntSequence]]:
+        """Groups of at most `sft.micro_batch_tokens`; where the model pads, sequences of equal length are together."""
+        lengths = [sequence.num_used for sequence in sequences]
+        groups = by_token_budget(lengths, self.cfg.micro_batch_tokens, padded=self.policy.decoder is None)
+        return [[sequences[index] for index in group] for group in groups]
+
+    def micro_batch_loss(
+        self, sequences: Sequence[LearntSequence], num_tokens: float
+    ) -> tuple[torch.Tensor, TokenStats]:
+        """The loss of one micro-batch, divided by `num_tokens`, and its statistics."""
+        scores = next_token_scores(self.policy, setup.sent(pack_targets(sequences), self.uploader))
+        return negative_log_likelihood(scores.logp_N, scores.entropy_N, scores.is_top_N, num_tokens=num_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What a step hands to `run`."""
+class SFTTask:
+    """Demonstrations, and how a fine-tuned model is evaluated."""
 
-    metrics: setup.Metrics
-    report: StepReport
+    shown = ("loss", "mean_token_accuracy")
+    title = "supervised fine-tuning"
 
+    def __init__(self, cfg: SFTRecipe, inputs: Inputs, device: torch.device) -> None:
+        self.cfg = cfg
+        self.loaded = load_policy(cfg.model, device=device)
+        self.data = demonstration_sets(
+            cfg.demonstrations,
+            self.loaded.tokenizer,
+            cfg.run.seed,
+            inputs.demonstrations,
+            inputs.heldout_demonstrations,
+            room=context_length(self.loaded.model),
+        )
+        freeze_lower_layers(self.loaded.model, cfg.model.num_trainable_layers)
+        per_step = cfg.sft.demonstrations_per_step
+        self.num_steps = cfg.run.steps or -(-len(self.data.train) * cfg.sft.num_epochs // per_step)
 
-def build(
-    cfg: SFTRecipe,
-    *,
-    demonstrations: Sequence[DemonstrationLike] | None = None,
-    heldout_demonstrations: Sequence[DemonstrationLike] | None = None,
-) -> State:
-    """The state before the first step. `demonstrations`, where given, stand in for those that `cfg` names.
+    def build(self) -> SFT:
+        """The learner before its first step."""
+        policy = language_model(self.loaded.model, Kernels())
+        optimizer = MasterAdamW(
+            self.loaded.model, self.cfg.optimizer, total_steps=self.num_steps, kernels=policy.kernels
+        )
+        return SFT(self.cfg.sft, policy, optimizer, self.loaded.tokenizer)
 
-    They are held out by prompt as `cfg` says, unless `heldout_demonstrations` are given.
-    """
-    device = setup.prepare(cfg)
-    loaded = load_policy(cfg.model, device=device)
-    room = context_length(loaded.model)
-    data = demonstration_sets(
-        cfg.demonstrations, loaded.tokenizer, cfg.run.seed, demonstrations, heldout_demonstrations, room=room
-    )
-    freeze_lower_layers(loaded.model, cfg.model.num_trainable_layers)
-    num_steps = cfg.run.steps or -(-len(data.train) * cfg.sft.num_epochs // cfg.sft.demonstrations_per_step)
-    identity = {
-        "the model": fingerprint_of_tensors(loaded.model),
-        "the demonstrations": fingerprint_of_rows([*data.train, *data.heldout]),
-        "the device": device.type,
-    }
-    policy = language_model(loaded.model, Kernels())
-    return State(
-        cfg=cfg,
-        device=device,
-        policy=policy,
-        tokenizer=loaded.tokenizer,
-        optimizer=MasterAdamW(loaded.model, cfg.optimizer, total_steps=num_steps, kernels=policy.kernels),
-        sequences=data.train,
-        heldout=data.heldout,
-        identity=identity,
-        num_steps=num_steps,
-        facts=data.facts,
-    )
+    def prepare(self, learner: SFT, progress: bool) -> dict[str, str]:
+        """Hashes of the model and of the demonstrations."""
+        return {
+            "the model": fingerprint_of_tensors(learner.policy.module),
+            "the demonstrations": fingerprint_of_rows([*self.data.train, *self.data.heldout]),
+        }
 
+    def estimate(self) -> Estimate:
+        """Memory and work of a run."""
+        mean_tokens = sum(sequence.num_used for sequence in self.data.train) / len(self.data.train)
+        step_tokens = int(self.cfg.sft.demonstrations_per_step * mean_tokens)
+        micro_tokens = max(min(step_tokens, self.cfg.sft.micro_batch_tokens), int(mean_tokens))
+        return training_estimate(
+            self.loaded.model,
+            self.cfg,
+            step_tokens=step_tokens,
+            micro_tokens=micro_tokens,
+            logit_tokens=micro_tokens,
+        )
 
-def step(state: State, sequences: Sequence[LearntSequence]) -> StepResult:
-    """One step: the mean loss of all tokens that are learnt of `sequences`, in micro-batches, and an update."""
-    num_learnt = sum(sequence.num_learnt for sequence in sequences)
-    num_tokens = sums.sum_over_ranks(num_learnt)  # one global denominator
-    stats: list[TokenStats] = []
-    total_loss = torch.zeros((), device=state.device)
-    for micro in micro_batches(state, sequences):
-        with span("forward"):
-            loss, micro_stats = micro_batch_loss(state, micro, num_tokens)
-        with span("backward"):
-            state.optimizer.scaled(loss).backward()
-        total_loss += loss.detach()
-        stats.append(micro_stats)
-    with span("optimizer"):
-        report = state.optimizer.step(loss=total_loss.item())
-    sizes = {"num_tokens": float(sum(len(one.ids) for one in sequences)), "num_learnt_tokens": float(num_learnt)}
-    return StepResult({**merged(stats).metrics(), **sizes, **update_metrics([report])}, report)
+    def batch(self, index: int) -> list[LearntSequence]:
+        """The demonstrations of step `index` (from 0)."""
+        section = self.cfg.sft
+        size = min(section.demonstrations_per_step, len(self.data.train))
+        lengths = [sequence.num_used for sequence in self.data.train]
+        chosen = items_of_step(self.cfg.run.seed, index, size, lengths, window=section.bucket_steps)
+        return [self.data.train[i] for i in chosen]
 
+    @torch.no_grad()
+    def evaluate(self, learner: SFT) -> Metrics:
+        """Loss, accuracy and entropy of the learnt tokens of all held-out demonstrations; empty without any."""
+        if not self.data.heldout:
+            return {}
+        with span("evaluate"):
+            micros = learner.micro_batches(self.data.heldout)
+            stats = merged(learner.micro_batch_loss(micro, 1)[1] for micro in micros)
+        metrics = {f"eval/{name}": value for name, value in stats.metrics().items()}
+        return {**metrics, "eval/num_learnt_tokens": stats.floats()["tokens"]}
 
-def micro_batches(state: State, sequences: Sequence[LearntSequence]) -> list[list[LearntSequence]]:
-    """`sequences` in groups of `sft.micro_batch_tokens`, those of equal length together where the model pads."""
-    lengths = [sequence.num_used for sequence in sequences]
-    groups = by_token_budget(lengths, state.cfg.sft.micro_batch_tokens, padded=state.policy.decoder is None)
-    return [[sequences[index] for index in group] for group in groups]
+    def measure(self, learner: SFT, when: str) -> dict[str, object]:
+        """The evaluation before the first step."""
+        return {f"{name}_before": value for name, value in self.evaluate(learner).items()} if when == "before" else {}
 
-
-def micro_batch_loss(
-    state: State, sequences: Sequence[LearntSequence], num_tokens: float
-) -> tuple[torch.Tensor, TokenStats]:
-    """The loss of one micro-batch, divided by `num_tokens`, and its statistics."""
-    scores = next_token_scores(state.policy, setup.sent(pack_targets(sequences), state.uploader))
-    return negative_log_likelihood(scores.logp_N, scores.entropy_N, scores.is_top_N, num_tokens=num_tokens)
-
-
-@torch.no_grad()
-def evaluate(state: State) -> setup.Metrics:
-    """Loss, accuracy and entropy of all learnt tokens of the held-out demonstrations, and their number; empty without
-    any.
-    """
-    if not state.heldout:
-        return {}
-    with span("evaluate"):
-        stats = merged(micro_batch_loss(state, micro, 1)[1] for micro in micro_batches(state, state.heldout))
-    metrics = {f"eval/{name}": value for name, value in stats.metrics().items()}
-    return {**metrics, "eval/num_learnt_tokens": stats.floats()["tokens"]}
+    def summary(self, learner: SFT, session: Session) -> dict[str, object]:
+        """The last training loss, and the figures on held-out demonstrations before and after."""
+        last = session.metrics[-1]
+        names = ("loss", "mean_token_accuracy", "eval/loss", "eval/mean_token_accuracy", "eval/num_learnt_tokens")
+        before = {name: session.facts[name] for name in ("eval/loss_before",) if name in session.facts}
+        sizes = {"steps": len(session.metrics), "num_demonstrations": len(self.data.train)}
+        figures = {name: last[name] for name in names if name in last}
+        return {**sizes, "refused_steps": session.num_refused, **before, **figures}
 
 
-def run(
-    cfg: SFTRecipe,
-    *,
-    provenance: Mapping[str, str] | None = None,
-    demonstrations: Sequence[DemonstrationLike] | None = None,
-    heldout_demonstrations: Sequence[DemonstrationLike] | None = None,
-    progress: bool = True,
-    resume: Path | None = None,
-) -> setup.RunResult:
-    """Train a language model as `cfg` says, or go on with the run in the folder `resume`; folder, metrics and summary.
-
-    Raises:
-        InputError: for a config, model or demonstrations that cannot be used, before the run folder is made.
-        TrainingError: if too many steps in a row are not finite, or memory runs out.
-        StoppedError: after SIGTERM or SIGINT, once a checkpoint is written.
-    """
-    state = build(cfg, demonstrations=demonstrations, heldout_demonstrations=heldout_demonstrations)
-    estimate = sft_estimate(state.policy.module, cfg, mean_tokens=mean_tokens(state.sequences))
-    announce(estimate, state.num_steps, progress)
-    with open_session(
-        cfg,
-        resumable(state),
-        provenance=provenance,
-        show_progress=progress,
-        data=state.facts,
-        resume=resume,
-        from_python=setup.given(demonstrations=demonstrations),
-    ) as session:
-        if session.first_step == 0:
-            with session.working():
-                session.facts |= {f"{name}_before": value for name, value in evaluate(state).items()}
-        for index in session.steps():
-            chosen = sequences_of_step(state, index)
-            with session.working() as times:
-                result = step(state, chosen)
-                evaluation = evaluate(state) if session.is_due(index, cfg.run.eval_every) else {}
-            speed = {"tokens_per_s": result.metrics["num_tokens"] / times.wall_s}
-            metrics = {**result.metrics, **evaluation, **times.metrics(), **speed}
-            rows = partial(batch_rows, state, chosen)
-            session.end_step(index + 1, StepRecord(metrics, result.report, rows), SHOWN)
-        export(state, session)
-        return session.finish({**summary(state, session), "algorithm": "sft"})
-
-
-def sequences_of_step(state: State, index: int) -> list[LearntSequence]:
-    """What step `index` (from 0) learns from."""
-    section = state.cfg.sft
-    size = min(section.demonstrations_per_step, len(state.sequences))
-    lengths = [sequence.num_used for sequence in state.sequences]
-    chosen = items_of_step(state.cfg.run.seed, index, size, lengths, window=section.bucket_steps)
-    return [state.sequences[i] for i in chosen]
-
-
-def mean_tokens(sequences: Sequence[LearntSequence]) -> float:
-    """Tokens that a pass over a demonstration computes, on average."""
-    return sum(sequence.num_used for sequence in sequences) / len(sequences)
-
-
-def resumable(state: State) -> Resumable:
-    """How a session saves and restores `state`."""
-    return Resumable({"policy": state.policy.module}, state.optimizer, {}, state.num_steps, state.identity)
-
-
-def batch_rows(state: State, sequences: Sequence[LearntSequence]) -> list[dict[str, object]]:
-    """The demonstrations of a step, for a person who looks why an update was refused."""
+def batch_rows(tokenizer: PreTrainedTokenizerBase, sequences: Sequence[LearntSequence]) -> list[dict[str, object]]:
+    """The demonstrations of a step as text, to find out why an update was refused."""
     return [
         {
             "id": sequence.id,
-            "text": decode(state.tokenizer, sequence.ids),
-            "learnt": [decode(state.tokenizer, sequence.ids[span.start : span.stop]) for span in sequence.spans],
+            "text": decode(tokenizer, sequence.ids),
+            "learnt": [decode(tokenizer, sequence.ids[span.start : span.stop]) for span in sequence.spans],
         }
         for sequence in sequences
     ]
-
-
-def summary(state: State, session: Session) -> dict[str, object]:
-    """What the run came to: the last training loss, and the figures on held-out demonstrations before and after."""
-    last = session.metrics[-1]
-    names = ("loss", "mean_token_accuracy", "eval/loss", "eval/mean_token_accuracy", "eval/num_learnt_tokens")
-    refused = int(sum(row["refused_steps"] for row in session.metrics))
-    before = {name: session.facts[name] for name in ("eval/loss_before",) if name in session.facts}
-    figures = {name: last[name] for name in names if name in last}
-    sizes = {"steps": len(session.metrics), "num_demonstrations": len(state.sequences), "refused_steps": refused}
-    return {**sizes, **before, **figures}
-
-
-def export(state: State, session: Session) -> None:
-    """Write `final/`: the model in the Hugging Face layout."""
-    card = ModelCard(
-        base_model=state.cfg.model.name,
-        algorithm="supervised fine-tuning",
-        title=session.folder.path.name,
-        metrics=summary(state, session),
-        recipe=state.cfg.model_dump(mode="json"),
-    )
-    save_final(state.policy.module, state.tokenizer, session.folder.final, card)

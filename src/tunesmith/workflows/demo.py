@@ -35,7 +35,9 @@ from tunesmith.runs.environment import peak_rss_gb
 from tunesmith.runs.folder import RunFolder
 from tunesmith.runs.progress import progress
 from tunesmith.schema.records import Pair, Prompt, Vote
-from tunesmith.trainers import grpo, ppo, reward, setup
+from tunesmith.trainers import setup
+from tunesmith.trainers.api import Inputs
+from tunesmith.trainers.run import run
 from tunesmith.workflows.evaluation import side
 from tunesmith.workflows.voting import ask_votes, votes_on
 
@@ -204,7 +206,7 @@ def train_reward_model(stage: Stage, votes: Votes) -> setup.RunResult:
     decided = [pair for pair in as_pairs(votes.train) if not pair.tie]
     heldout = [pair for pair in as_pairs(votes.heldout) if not pair.tie]
     stage.say(3, f"a reward model learns from {len(decided)} votes, {len(heldout)} others tell how well")
-    result = reward.run(stage.reward_recipe, pairs=decided, heldout_pairs=heldout)
+    result = run(stage.reward_recipe, Inputs(pairs=decided, heldout_pairs=heldout))
     gc.collect()
     return result
 
@@ -214,7 +216,7 @@ def train_policy(stage: Stage, openings: Sequence[Prompt], reward_run: setup.Run
     stage.say(4, f"{stage.options.algorithm.upper()} moves the policy toward the reward model")
     source = RewardSource(source=str(reward_run.run_dir))
     cfg = stage.policy_recipe.model_copy(update={"reward": (source,)})
-    result = ppo.run(cfg, prompts=openings) if isinstance(cfg, PPORecipe) else grpo.run(cfg, prompts=openings)
+    result = run(cfg, Inputs(prompts=openings))
     gc.collect()
     return result
 

@@ -33,7 +33,9 @@ from tunesmith.rewards.scorer import Scorer
 from tunesmith.runs.environment import peak_rss_gb
 from tunesmith.runs.folder import RunFolder
 from tunesmith.schema.records import Pair, Prompt
-from tunesmith.trainers import ppo, reward, setup, sft
+from tunesmith.trainers import setup
+from tunesmith.trainers.api import Inputs
+from tunesmith.trainers.run import run
 from tunesmith.workflows.evaluation import side
 
 NUM_COMPARED = 15
@@ -208,7 +210,7 @@ def prepare(options: SentimentOptions) -> Stage:
 def train_sft(stage: Stage, reviews: Sequence[Review]) -> setup.RunResult:
     """The base model after it has learnt how `reviews` begin."""
     stage.say(1, f"the base model learns how {len(reviews)} reviews begin")
-    result = sft.run(stage.sft_recipe, demonstrations=[review.text for review in reviews])
+    result = run(stage.sft_recipe, Inputs(demonstrations=[review.text for review in reviews]))
     gc.collect()
     return result
 
@@ -223,7 +225,7 @@ def train_reward_model(stage: Stage, reviews: Sequence[Review]) -> setup.RunResu
         labelled_pairs(some, stage.options.seed) for some in (reviews[:num_heldout], reviews[num_heldout:])
     )
     stage.say(2, f"a reward model learns from {len(pairs)} pieces of positive and as many of negative reviews")
-    result = reward.run(stage.reward_recipe, pairs=pairs, heldout_pairs=heldout)
+    result = run(stage.reward_recipe, Inputs(pairs=pairs, heldout_pairs=heldout))
     gc.collect()
     return result
 
@@ -259,7 +261,7 @@ def train_policy(
     source = RewardSource(source=str(reward_run.run_dir))
     cfg = stage.policy_recipe.model_copy(update={"model": model, "reward": (source,)})
     column = cfg.prompts.text_column
-    result = ppo.run(cfg, prompts=[{column: review.text} for review in reviews])
+    result = run(cfg, Inputs(prompts=[{column: review.text} for review in reviews]))
     gc.collect()
     return result
 

@@ -1,4 +1,4 @@
-"""The figures of a rollout and of its updates, under TRL's names where TRL has one: what PPO and GRPO share.
+"""Metrics of steps, under TRL's names where TRL has one.
 
 Shape legend: P prompts, G completions per prompt, B = P * G sequences, T completion tokens.
 """
@@ -14,13 +14,28 @@ from tunesmith.algorithms.sums import merged
 from tunesmith.algorithms.value_loss import ValueStats
 from tunesmith.batch.pack import Sequences
 from tunesmith.batch.rollout import Group
-from tunesmith.core.trace import Trace
 from tunesmith.models.optimizer import StepReport
 from tunesmith.rewards.scorer import Scores
 from tunesmith.schema.records import plain_text
-from tunesmith.trainers.update_metrics import update_metrics
+from tunesmith.trainers.api import Metrics
 
-Metrics = dict[str, float]
+
+def update_metrics(reports: Sequence[StepReport]) -> Metrics:
+    """Gradient norm (mean over the updates), learning rate, refused updates, and for float16 weights the loss scale.
+
+    An update whose gradient overflowed has no norm; it is left out of the mean unless there is no other.
+    """
+    norms = [report.grad_norm for report in reports if not report.overflowed] or [reports[-1].grad_norm]
+    last = reports[-1]
+    metrics = {
+        "grad_norm": mean(norms),
+        "lr": last.learning_rate,
+        "refused_steps": float(sum(report.refused for report in reports)),
+    }
+    if last.loss_scale is not None:
+        metrics["loss_scale"] = last.loss_scale
+        metrics["overflowed_steps"] = float(sum(report.overflowed for report in reports))
+    return metrics
 
 
 @dataclass(slots=True)
@@ -36,10 +51,9 @@ class FirstPass:
 
     @torch.no_grad()
     def add(
-        self, sequences: Sequences, logp_BT: torch.Tensor, entropy_BT: torch.Tensor, correction: Correction
+        self, sequences: Sequences, logp_BT: torch.Tensor, entropy_BT: torch.Tensor, correction: Correction | None
     ) -> None:
-        """Take in one micro-batch: the trainer's log-probs and entropies, and the importance weights."""
-        self.corrections.append(correction)
+        """Accumulate one micro-batch: the trainer's log-probs and entropies, and the importance weights."""
         mask_BT = sequences.mask_BT
         difference_BT = (sequences.raw_logp_BT.to(logp_BT) - logp_BT).abs() * mask_BT
         self.num_tokens += sequences.num_tokens
@@ -47,14 +61,16 @@ class FirstPass:
         self.entropy_sum += (entropy_BT * mask_BT).sum().item()
         self.difference_sum += difference_BT.sum().item()
         self.difference_max = max(self.difference_max, difference_BT.max().item())
+        if correction is not None:
+            self.corrections.append(correction)
 
     @property
     def entropy_per_sequence(self) -> float:
-        """Mean over completions of the entropies of their tokens, summed, in nats."""
+        """Mean over completions of the sum of their tokens' entropies, in nats."""
         return self.entropy_sum / max(1, self.num_sequences)
 
     def metrics(self) -> Metrics:
-        """Mean entropy of a token, and how far the engine's log-probs lie from the trainer's, in nats."""
+        """Mean entropy of a token, and the difference between the engine's and the trainer's log-probs, in nats."""
         num_tokens = max(1, self.num_tokens)
         return {
             "entropy": self.entropy_sum / num_tokens,
@@ -66,9 +82,8 @@ class FirstPass:
 
 @dataclass(slots=True)
 class UpdateStats:
-    """Statistics of a step's updates, summed over micro-batches; the last minibatch is kept apart for the early stop.
-
-    Without a critic there are no statistics of values.
+    """Statistics of a step's updates, summed over micro-batches; those of the last minibatch are also kept apart, for
+    early stopping.
     """
 
     first: FirstPass = field(default_factory=FirstPass)
@@ -80,7 +95,7 @@ class UpdateStats:
     _num_closed: int = 0
 
     def add(self, policy: PolicyStats, value: ValueStats | None = None) -> None:
-        """Take in one micro-batch."""
+        """Accumulate one micro-batch."""
         if len(self.reports) > self._num_closed:
             self._minibatch, self._num_closed = [], len(self.reports)
         self._policy.append(policy)
@@ -89,14 +104,18 @@ class UpdateStats:
             self._value.append(value)
 
     def add_pass(
-        self, sequences: Sequences, logp_BT: torch.Tensor, entropy_BT: torch.Tensor, correction: Correction
+        self,
+        sequences: Sequences,
+        logp_BT: torch.Tensor,
+        entropy_BT: torch.Tensor,
+        correction: Correction | None = None,
     ) -> None:
-        """Take in what the policy says of one micro-batch; in later updates it is another policy, and left out."""
+        """Accumulate one micro-batch of the first update; later updates are off-policy and ignored."""
         if not self.reports:
             self.first.add(sequences, logp_BT, entropy_BT, correction)
 
     def add_report(self, report: StepReport) -> None:
-        """Take in the optimizer's report, which closes a minibatch."""
+        """Add the optimizer's report, which closes a minibatch."""
         self.reports.append(report)
 
     def last_minibatch_kl(self) -> float:
@@ -109,9 +128,9 @@ class UpdateStats:
         return (refused or self.reports or [None])[-1]
 
     def metrics(self) -> Metrics:
-        """Means over all tokens of all updates, and the optimizer's figures."""
+        """Means over all tokens of all updates, and the optimizer's metrics."""
         return {
-            **merged(self._policy).metrics(),
+            **(merged(self._policy).metrics() if self._policy else {}),
             **(merged(self._value).metrics() if self._value else {}),
             **self.first.metrics(),
             **update_metrics(self.reports),
@@ -121,10 +140,11 @@ class UpdateStats:
 
 
 def _merged_corrections(corrections: Sequence[Correction]) -> Metrics:
-    """Importance weights over all micro-batches; nothing if all are 1 because engine and trainer are one."""
-    parts = [(len(part.ratio_N), part.metrics()) for part in corrections if part.ratio_N.numel()]
-    if all(part.logp_difference_N.max() == 0 for part in corrections if part.ratio_N.numel()):
+    """Importance weights over all micro-batches; empty if all are 1 because the engine is exact."""
+    used = [part for part in corrections if part.ratio_N.numel()]
+    if all(part.logp_difference_N.max() == 0 for part in used):
         return {}
+    parts = [(len(part.ratio_N), part.metrics()) for part in used]
     total = sum(count for count, _ in parts)
     merged_metrics: Metrics = {}
     for name in parts[0][1]:
@@ -155,19 +175,21 @@ def kl_per_sequence(logp_BT: torch.Tensor, reference_logp_BT: torch.Tensor, mask
     return ((logp_BT - reference_logp_BT) * mask_BT).sum(dim=1).mean().item()
 
 
-def with_times(metrics: Metrics, times: Trace) -> Metrics:
-    """`metrics` with the seconds of each stage, and completion tokens per second of the step."""
-    tokens_per_s = {"tokens_per_s": metrics["num_tokens"] / times.wall_s} if "num_tokens" in metrics else {}
-    return {**metrics, **times.metrics(), **tokens_per_s}
-
-
-def sample_rows(step: int, groups: Sequence[Group], scores: Scores, limit: int = 8) -> list[dict[str, object]]:
+def sample_rows(groups: Sequence[Group], scores: Scores | None, step: int, limit: int = 8) -> list[dict[str, object]]:
     """Rows of `samples.jsonl`: the first completion of the first `limit` groups, with its reward and the parts of
     it.
     """
     rows: list[dict[str, object]] = []
     for p, group in enumerate(groups[:limit]):
         completion = group.completions[0]
+        rewards: dict[str, object] = (
+            {}
+            if scores is None
+            else {
+                "reward": scores.total_PG[p, 0].item() if scores.valid_PG[p, 0] else None,
+                "rewards": {name: part_PG[p, 0].item() for name, part_PG in scores.parts.items()},
+            }
+        )
         rows.append(
             {
                 "step": step,
@@ -177,15 +199,14 @@ def sample_rows(step: int, groups: Sequence[Group], scores: Scores, limit: int =
                 "num_tokens": len(completion.token_ids),
                 "finish_reason": completion.finish_reason,
                 "weight_version": group.weight_version,
-                "reward": scores.total_PG[p, 0].item() if scores.valid_PG[p, 0] else None,
-                "rewards": {name: part_PG[p, 0].item() for name, part_PG in scores.parts.items()},
+                **rewards,
             }
         )
     return rows
 
 
-def batch_rows(groups: Sequence[Group], scores: Scores) -> list[dict[str, object]]:
-    """Every completion of a step with its prompt and reward: what is written aside when an update was refused."""
+def batch_rows(groups: Sequence[Group], scores: Scores | None) -> list[dict[str, object]]:
+    """Every completion of a step with its prompt and reward, written to `refused/` if an update was refused."""
     return [
         {
             "prompt_id": group.prompt.id,
@@ -193,7 +214,7 @@ def batch_rows(groups: Sequence[Group], scores: Scores) -> list[dict[str, object
             "completion": completion.text,
             "token_ids": list(completion.token_ids),
             "logps": list(completion.logps),
-            "reward": scores.total_PG[p, g].item() if scores.valid_PG[p, g] else None,
+            **({} if scores is None else {"reward": scores.total_PG[p, g].item() if scores.valid_PG[p, g] else None}),
         }
         for p, group in enumerate(groups)
         for g, completion in enumerate(group.completions)
@@ -201,12 +222,12 @@ def batch_rows(groups: Sequence[Group], scores: Scores) -> list[dict[str, object
 
 
 def summary(metrics: Sequence[Mapping[str, float]]) -> dict[str, object]:
-    """What a run came to: reward and KL at the first step, and at the last one that has the figure."""
+    """Reward and KL of a run at the first step, and at the last step that has them."""
     if not metrics:
         return {"steps": 0}
     first = metrics[0]
     last = {name: value for row in metrics for name, value in row.items()}
-    names = ("reward", "objective/kl", "entropy", "completions/mean_length", "eval/reward")
+    names = ("reward", "objective/kl", "entropy", "completions/mean_length", "eval/reward", "eval/divergence")
     return {
         "steps": len(metrics),
         "refused_steps": int(sum(row["refused_steps"] for row in metrics)),

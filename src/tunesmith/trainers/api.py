@@ -1,0 +1,94 @@
+"""The interface of an algorithm: a `Learner` with its step, what a step returns, and data given from Python."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import nn
+
+from tunesmith.data.demonstrations import DemonstrationLike
+from tunesmith.data.judgements import JudgementLike
+from tunesmith.data.prompts import PromptLike
+from tunesmith.models.export import ModelCard
+from tunesmith.models.optimizer import MasterAdamW, StepReport
+from tunesmith.rewards.sources import RewardLike
+
+Metrics = dict[str, float]
+Row = Mapping[str, object]
+
+
+def no_samples(step: int) -> Sequence[Row]:
+    """No rows, for algorithms that draw no completions."""
+    return ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Metrics of one step, and the optimizer's report; None if no update was made.
+
+    `batch()` returns the training rows, which are written to `refused/` if the update was refused; `samples(step)`
+    returns rows of `samples.jsonl`.
+    """
+
+    metrics: Metrics
+    report: StepReport | None
+    batch: Callable[[], Sequence[Row]]
+    samples: Callable[[int], Sequence[Row]] = no_samples
+
+
+class Counter(Protocol):
+    """State that is neither a module nor the optimizer's, such as the controller of the KL coefficient."""
+
+    def state_dict(self) -> Mapping[str, float]:
+        """Numbers to store in a checkpoint."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Restore what `state_dict` returned."""
+        ...
+
+
+class Learner(Protocol):
+    """The models that an algorithm trains, its optimizer, and its step."""
+
+    optimizer: MasterAdamW
+
+    @property
+    def modules(self) -> Mapping[str, nn.Module]:
+        """Trained modules, by the name of their file in a checkpoint."""
+        ...
+
+    @property
+    def counters(self) -> Mapping[str, Counter]:
+        """Further state of a checkpoint, by name."""
+        ...
+
+    def step(self, batch: Any, index: int, /) -> StepResult:
+        """Take step `index` (from 0) on `batch`. All random draws are pure functions of the run's seed and `index`."""
+        ...
+
+    def export(self, folder: Path, card: ModelCard) -> Path:
+        """Write the trained model to `folder` in the Hugging Face layout."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Data and rewards given as Python objects; None for what the recipe names.
+
+    Held-out rows, where given, replace the share of the training rows that the recipe would hold out.
+    """
+
+    prompts: Sequence[PromptLike] | None = None
+    rewards: Sequence[RewardLike] | None = None
+    pairs: Sequence[JudgementLike] | None = None
+    demonstrations: Sequence[DemonstrationLike] | None = None
+    heldout_pairs: Sequence[JudgementLike] | None = None
+    heldout_demonstrations: Sequence[DemonstrationLike] | None = None
+
+    @property
+    def given(self) -> list[str]:
+        """Names of the training inputs that are set: a resumed run must be given them again."""
+        names = [field.name for field in fields(self) if not field.name.startswith("heldout")]
+        return [name for name in names if getattr(self, name) is not None]

@@ -1,0 +1,208 @@
+"""The loop of all algorithms: `run` takes a task's learner from step to step, and writes the run folder.
+
+`ALGORITHMS` is the one table of algorithms. A new one is a file with a learner, a section of the recipe, and a line
+here.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import torch
+
+from tunesmith.config.schema import AnyRecipe
+from tunesmith.data.sets import Facts
+from tunesmith.models.export import ModelCard
+from tunesmith.trainers import setup
+from tunesmith.trainers.api import Inputs, Learner, Metrics
+from tunesmith.trainers.dpo import DPOTask
+from tunesmith.trainers.estimate import Estimate, announce
+from tunesmith.trainers.grpo import GRPO
+from tunesmith.trainers.ppo import PPO
+from tunesmith.trainers.reward import RewardTask
+from tunesmith.trainers.rollouts import PolicyTask
+from tunesmith.trainers.session import Job, Session, StepRecord, open_session
+from tunesmith.trainers.sft import SFTTask
+
+
+class Data(Protocol):
+    """Rows that were read and split: `facts` records dropped rows and leaks, `sample` is the first row as text."""
+
+    @property
+    def train(self) -> Sequence[Any]:
+        """Training rows."""
+        ...
+
+    @property
+    def heldout(self) -> Sequence[Any]:
+        """Rows kept away from training."""
+        ...
+
+    @property
+    def sample(self) -> str:
+        """The first training row as text."""
+        ...
+
+    @property
+    def facts(self) -> Facts:
+        """Dropped rows and leaks between both parts."""
+        ...
+
+
+class Task(Protocol):
+    """The data of a run, and how its learner is built, evaluated and summarized.
+
+    The constructor takes a recipe, `Inputs` and a device, loads the model and reads the data; it raises InputError for
+    anything that cannot be used.
+    """
+
+    @property
+    def data(self) -> Data:
+        """Rows to train on and held-out rows."""
+        ...
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the whole run."""
+        ...
+
+    @property
+    def shown(self) -> Sequence[str]:
+        """Metrics to show beside the progress bar."""
+        ...
+
+    @property
+    def title(self) -> str:
+        """Name of the algorithm on the model card."""
+        ...
+
+    def build(self) -> Learner:
+        """The learner before its first step."""
+        ...
+
+    def prepare(self, learner: Any, progress: bool, /) -> dict[str, str]:
+        """Finish what must be computed before the first step; hashes that a resumed run must find unchanged."""
+        ...
+
+    def estimate(self) -> Estimate:
+        """Memory and work of the run."""
+        ...
+
+    def batch(self, index: int) -> Sequence[Any]:
+        """The rows of step `index` (from 0): a pure function of the run's seed and the index."""
+        ...
+
+    def evaluate(self, learner: Any, /) -> Metrics:
+        """Metrics on the held-out rows, named `eval/...`; empty without any."""
+        ...
+
+    def measure(self, learner: Any, when: str, /) -> dict[str, object]:
+        """Figures measured once `when` ("before" or "after" training), for the summary; names end in `_<when>`."""
+        ...
+
+    def summary(self, learner: Any, session: Session, /) -> dict[str, object]:
+        """Figures of the finished run as JSON values; further files are written to `session.folder`."""
+        ...
+
+
+ALGORITHMS: Mapping[str, Callable[[Any, Inputs, torch.device], Task]] = MappingProxyType(
+    {
+        "sft": SFTTask,
+        "reward": RewardTask,
+        "dpo": DPOTask,
+        "ppo": partial(PolicyTask, PPO),
+        "grpo": partial(PolicyTask, GRPO),
+    }
+)
+"""The task of each algorithm, by its name in recipes and on the command line; a task is made of a recipe of that
+algorithm, inputs from Python, and a device."""
+
+
+def run(
+    cfg: AnyRecipe,
+    inputs: Inputs | None = None,
+    *,
+    provenance: Mapping[str, str] | None = None,
+    progress: bool = True,
+    resume: Path | None = None,
+) -> setup.RunResult:
+    """Train as the recipe `cfg` says, or continue the run in the folder `resume`; returns folder, metrics and summary.
+
+    `inputs` are used in place of data and rewards that `cfg` names; `provenance` is the origin of each key of `cfg`,
+    recorded with the run.
+
+    Raises:
+        InputError: for a config, model, data or reward that cannot be used, before the run folder is made.
+        TrainingError: if too many steps in a row are not finite, or memory runs out.
+        StoppedError: after SIGTERM or SIGINT, once a checkpoint is written.
+    """
+    inputs = inputs or Inputs()
+    task = ALGORITHMS[cfg.algorithm](cfg, inputs, setup.prepare(cfg))
+    learner = task.build()
+    announce(task.estimate(), task.num_steps, progress)
+    job = Job(learner, task.num_steps, {**task.prepare(learner, progress), "the device": setup.device().type})
+    with open_session(
+        cfg,
+        job,
+        provenance=provenance,
+        show_progress=progress,
+        data=task.data.facts,
+        resume=resume,
+        from_python=inputs.given,
+    ) as session:
+        measure(task, learner, session, "before")
+        for index in session.steps():
+            with session.working() as times:
+                result = learner.step(task.batch(index), index)
+                evaluation = task.evaluate(learner) if session.is_due(index, cfg.run.eval_every) else {}
+            num_tokens = result.metrics.get("num_tokens")
+            speed = {} if num_tokens is None else {"tokens_per_s": num_tokens / times.wall_s}
+            metrics = {**result.metrics, **evaluation, **times.metrics(), **speed}
+            samples = result.samples(index + 1) if session.samples_due(index) else ()
+            session.end_step(index + 1, StepRecord(metrics, result.report, result.batch, samples), task.shown)
+        measure(task, learner, session, "after")
+        figures = task.summary(learner, session)
+        card = ModelCard(
+            base_model=cfg.model.name,
+            algorithm=task.title,
+            title=session.folder.path.name,
+            metrics=figures,
+            recipe=cfg.model_dump(mode="json"),
+        )
+        learner.export(session.folder.final, card)
+        return session.finish({**figures, "algorithm": cfg.algorithm})
+
+
+def measure(task: Task, learner: Learner, session: Session, when: str) -> None:
+    """Store the task's figures `when` training in the session, unless a checkpoint has them already."""
+    if any(name.endswith(f"_{when}") for name in session.facts) or (when == "before" and session.first_step > 0):
+        return
+    with session.working():
+        session.facts |= task.measure(learner, when)
+    session.leave_if_asked()
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """Size of the model, memory by part in GB, number of data rows, and the first of them as text."""
+
+    model: str
+    num_parameters: int
+    memory_gb: dict[str, float]
+    num_items: int
+    sample: str
+
+
+def preview(cfg: AnyRecipe) -> Preview:
+    """What a run of `cfg` would load and need, without training.
+
+    Raises:
+        InputError: for a model, data or reward that cannot be used, as the run would.
+    """
+    task = ALGORITHMS[cfg.algorithm](cfg, Inputs(), torch.device("cpu"))
+    estimate, data = task.estimate(), task.data
+    num_items = len(data.train) + len(data.heldout)
+    return Preview(cfg.model.name, estimate.num_parameters, estimate.memory_gb, num_items, data.sample)
