@@ -33,8 +33,8 @@ def test_every_command_is_on_the_page_of_commands():
 
 def documented_metrics() -> list[str]:
     page = (ROOT / "docs" / "metrics.md").read_text()
-    cells = re.findall(r"^\| (`.+?) \|", page, re.MULTILINE)
-    return [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+    heads = re.findall(r"^- ((?:`[^`]+`,?\s+)*`[^`]+`):", page, re.MULTILINE)
+    return [name for head in heads for name in re.findall(r"`([^`]+)`", head)]
 
 
 def written_metrics(run_dir: Path) -> set[str]:

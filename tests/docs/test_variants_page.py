@@ -1,4 +1,4 @@
-"""The page of variants: every row of its table loads, and trains two steps with what it names."""
+"""The page of variants: every entry of its list loads, and trains two steps with what it names."""
 
 import math
 import re
@@ -32,7 +32,7 @@ SMALL = {
 
 @dataclass(frozen=True)
 class Row:
-    """A paper, the trainer that it takes, and flags as they stand on the page."""
+    """A paper, its trainer, and the flags of the page."""
 
     paper: str
     trainer: str
@@ -40,17 +40,17 @@ class Row:
 
 
 def rows() -> list[Row]:
-    found = re.findall(r"^\| (.+?) \| `(ppo|grpo)` \| `(--.+?)`.* \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    found = re.findall(r"^- \*\*(.+?)\*\*:\s+`(ppo|grpo)\s(--[^`]+)`", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     return [Row(*cells) for cells in found]
 
 
 @pytest.mark.parametrize("name", PROMISED)
-def test_a_promised_paper_has_a_row(name: str):
+def test_a_promised_paper_has_an_entry(name: str):
     assert any(re.match(rf"{re.escape(name)}(?=[ ,])", row.paper) for row in rows())
 
 
 @pytest.mark.parametrize("row", rows(), ids=[row.paper for row in rows()])
-def test_the_settings_of_a_row_load_and_train_two_steps(row: Row, tmp_path: Path):
+def test_the_settings_of_an_entry_load_and_train_two_steps(row: Row, tmp_path: Path):
     overrides = SMALL | {"run.dir": str(tmp_path)} | parse_overrides(row.trainer, shlex.split(row.flags)).values
     assert all(key.startswith(f"{row.trainer}.") for key in overrides.keys() - SMALL.keys() - {"run.dir"})
     recipe = load_recipe(row.trainer, overrides=overrides).recipe
