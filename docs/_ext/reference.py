@@ -1,18 +1,21 @@
-"""Two directives that write reference pages from the code itself, so that they cannot go stale.
+"""Directives that generate reference pages from the code.
 
-`{config-reference}` lists every key of a recipe from the schema; `{command-help} train ppo` shows what `--help` prints.
+`{config-reference}` lists every key of a recipe from the schema; `{command-help} train ppo` shows what `--help` prints;
+`{api-reference}` documents the names in `tunesmith.__all__`.
 """
 
+import inspect
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective
 
+import tunesmith
 from tunesmith.config.keys import Key, leaves
 from tunesmith.config.schema import RECIPES, Recipe
 
@@ -54,12 +57,39 @@ def help_text(arguments: list[str]) -> str:
     return done.stdout
 
 
+def public_names() -> Iterator[tuple[str, object]]:
+    """Dotted name and object of each name in `tunesmith.__all__`; modules are replaced by their own `__all__`."""
+    for name in tunesmith.__all__:
+        value = getattr(tunesmith, name)
+        if inspect.ismodule(value):
+            yield from ((f"{value.__name__}.{part}", getattr(value, part)) for part in value.__all__)
+        elif not name.startswith("__"):
+            yield f"tunesmith.{name}", value
+
+
+def api_markdown() -> str:
+    """One autodoc directive for each public name."""
+    lines: list[str] = []
+    for name, value in public_names():
+        kind = "class" if inspect.isclass(value) else "function" if callable(value) else "data"
+        lines += [f".. auto{kind}:: {name}", *(["   :members:"] if kind == "class" else []), ""]
+    return "\n".join(["```{eval-rst}", *lines, "```", ""])
+
+
 class ConfigReference(SphinxDirective):
     """`{config-reference}`."""
 
     def run(self) -> list[nodes.Node]:
         """The tables of `config_markdown`."""
         return self.parse_text_to_nodes(config_markdown(), allow_section_headings=True)
+
+
+class ApiReference(SphinxDirective):
+    """`{api-reference}`."""
+
+    def run(self) -> list[nodes.Node]:
+        """Signatures and docstrings of the public names."""
+        return self.parse_text_to_nodes(api_markdown())
 
 
 class CommandHelp(SphinxDirective):
@@ -76,7 +106,8 @@ class CommandHelp(SphinxDirective):
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Add both directives."""
+    """Add the directives."""
+    app.add_directive("api-reference", ApiReference)
     app.add_directive("config-reference", ConfigReference)
     app.add_directive("command-help", CommandHelp)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

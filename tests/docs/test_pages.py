@@ -1,5 +1,6 @@
 """The parser of pages reads blocks, comments and commands as documented."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -67,3 +68,21 @@ def test_a_replacement_that_matches_nothing_is_an_error(found: list[pages.Block]
 
 def test_commands_are_joined_over_lines_and_lose_their_comments(found: list[pages.Block]):
     assert found[3].commands() == [["tunesmith", "train", "ppo", "--steps", "3"], ["make", "demo"]]
+
+
+WRITTEN = (*pages.PAGES, pages.PAGES[0].parent / "CHANGELOG.md")
+WIDTH = 120
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=[str(page.relative_to(pages.PAGES[0].parent)) for page in WRITTEN])
+def test_lines_have_at_most_120_columns(page: Path):
+    """Except lines that cannot be broken: a single token, such as the name of a test."""
+    lines = enumerate(page.read_text(encoding="utf-8").splitlines(), start=1)
+    assert [number for number, line in lines if len(line) > WIDTH and len(line.split()) > 1] == []
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=[str(page.relative_to(pages.PAGES[0].parent)) for page in WRITTEN])
+def test_links_between_pages_lead_to_files(page: Path):
+    """Sphinx checks the links inside of docs/; README and CONTRIBUTING are not part of its tree."""
+    targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    assert [target for target in targets if not (page.parent / target).exists()] == []

@@ -31,6 +31,15 @@ def test_every_command_is_on_the_page_of_commands():
     assert sorted(shown) == sorted(COMMANDS)
 
 
+def test_every_public_name_is_on_the_page_of_the_api_with_a_docstring():
+    names = dict(reference.public_names())
+    assert {"tunesmith.train.ppo", "tunesmith.train.grpo", "tunesmith.train.RunResult"} <= set(names)
+    markdown = reference.api_markdown()
+    for name, value in names.items():
+        assert re.search(rf"^\.\. auto\w+:: {re.escape(name)}$", markdown, re.MULTILINE)
+        assert (getattr(value, "__doc__", None) or "").strip(), f"{name} has no docstring"
+
+
 def documented_metrics() -> list[str]:
     page = (ROOT / "docs" / "metrics.md").read_text()
     heads = re.findall(r"^- ((?:`[^`]+`,?\s+)*`[^`]+`):", page, re.MULTILINE)
