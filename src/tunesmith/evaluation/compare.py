@@ -4,54 +4,23 @@ Shape suffixes: P prompts, G completions per prompt. The score of a prompt is th
 wins, the permutation test and the bootstrap are over the P prompt scores.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from math import isfinite
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from tunesmith.batch.rollout import Group, SamplingParams
-from tunesmith.core.errors import InputError, ModelError, RewardError
+from tunesmith.core.errors import DataError, InputError, ModelError, RewardError
 from tunesmith.core.trace import span
-from tunesmith.evaluation.samples import Sample, by_prompt, read_samples, write_samples
 from tunesmith.evaluation.statistics import bootstrap_interval, distinct_at_equal_tokens, is_exact, paired_permutation_p
-from tunesmith.schema.records import Prompt
-
-
-class Engine(Protocol):
-    """Anything that draws completions: every rollout backend."""
-
-    def generate(self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams) -> Sequence[Group]:
-        """One group of `n` completions for each prompt, in order."""
-        ...
-
-
-class Table(Protocol):
-    """A tensor or array of shape [P, G]."""
-
-    def tolist(self) -> Any:
-        """The numbers as nested lists."""
-        ...
-
-
-class Scores(Protocol):
-    """What a scorer returns."""
-
-    @property
-    def total_PG(self) -> Table:
-        """The score of every completion."""
-        ...
-
-
-class Scorer(Protocol):
-    """Anything that scores completions: `rewards.scorer.Scorer`, or an object of your own."""
-
-    def score(self, groups: Sequence[Group]) -> Scores:
-        """The scores of all completions of `groups`."""
-        ...
-
+from tunesmith.rewards.scorer import Scorer
+from tunesmith.rollout.engine import Engine
+from tunesmith.schema.records import Prompt, Text, plain_text
 
 LogProbs = Callable[[Sequence[Group]], Sequence[float]]
 """Summed log-prob in nats of every completion at temperature 1 without filters: P x G numbers, groups in order."""
@@ -59,11 +28,53 @@ LogProbs = Callable[[Sequence[Group]], Sequence[float]]
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of the two models: its name in tables, its engine, and its own log-probs of given completions."""
+    """One of the two models: its name in tables, its engine, and its log-probs of given completions."""
 
     name: str
     engine: Engine
     logps: LogProbs
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Completion `completion_index` of one prompt by both sides, drawn with the same seed.
+
+    `logp_<sample>_by_<model>` is the summed log-prob in nats of one side's completion under one side's model, at
+    temperature 1 without filters.
+    """
+
+    prompt_index: int
+    completion_index: int
+    prompt_id: str
+    prompt: Text
+    prompt_token_ids: tuple[int, ...]
+    token_ids_before: tuple[int, ...]
+    token_ids_after: tuple[int, ...]
+    text_before: str
+    text_after: str
+    score_before: float
+    score_after: float
+    logp_before_by_before: float
+    logp_before_by_after: float
+    logp_after_by_before: float
+    logp_after_by_after: float
+    finish_reason_before: str
+    finish_reason_after: str
+    seed: int
+
+    @property
+    def prompt_text(self) -> str:
+        """The prompt as plain text."""
+        return plain_text(self.prompt)
+
+    @property
+    def log_ratio_after(self) -> float:
+        """log p_after - log p_before of the sample after: its mean estimates the KL per sequence, in nats."""
+        return self.logp_after_by_after - self.logp_after_by_before
+
+    def to_json(self) -> dict[str, object]:
+        """The fields as JSON types."""
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,11 +216,56 @@ def summarise(
 
 
 def recompute(path: Path) -> dict[str, Any]:
-    """Every figure of a comparison from its samples file: the same numbers as `Comparison.figures`.
+    """The figures of a comparison from its samples file: the same numbers as `Comparison.figures`.
 
     Raises DataError, naming file and line, for a file that does not hold samples.
     """
     return summarise(read_samples(path)).figures()
+
+
+def write_samples(path: Path, samples: Iterable[Sample]) -> Path:
+    """Write one JSON line for each sample, as UTF-8, and return `path`. Parent folders are made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8", newline="\n") as file:
+        # ASCII escapes keep text that is no valid UTF-8, such as a lone surrogate, readable and exact.
+        file.writelines(json.dumps(sample.to_json(), allow_nan=False) + "\n" for sample in samples)
+    return path
+
+
+def read_samples(path: Path) -> list[Sample]:
+    """The samples of a file that `write_samples` wrote; raises DataError that names file and line."""
+    if not path.is_file():
+        raise DataError(
+            f"samples file {path} does not exist; give the JSONL that `tunesmith compare` or the demo wrote"
+        )
+    lines = path.read_text(encoding="utf-8").split("\n")
+    samples = [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not samples:
+        raise DataError(f"samples file {path} is empty; give one with at least one line")
+    return samples
+
+
+def _parse(line: str, where: str) -> Sample:
+    try:
+        row: Any = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{where}: not JSON ({error}); each line is one object") from error
+    kinds = {field.name: field.type for field in fields(Sample)}
+    if not isinstance(row, dict) or kinds.keys() != row.keys():
+        raise DataError(f"{where}: each line is one object with the fields {', '.join(sorted(kinds))}")
+    values: dict[str, Any] = row  # pyright: ignore[reportUnknownVariableType]
+    for name, value in values.items():
+        if kinds[name] is float and not (isinstance(value, int | float) and isfinite(value)):
+            raise DataError(f"{where}: {name} is {value!r}; give a finite number")
+    return Sample(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+
+def by_prompt(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """The samples of each prompt, prompts in the order of `prompt_index`."""
+    groups: dict[int, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.prompt_index, []).append(sample)
+    return [groups[index] for index in sorted(groups)]
 
 
 def _row(group: Sequence[Sample]) -> PromptRow:
@@ -235,11 +291,8 @@ def _score(scorer: Scorer, groups: Sequence[Group], num_completions: int) -> np.
             f"the scorer returned scores of shape {scores.shape}; it must return {(len(groups), num_completions)}, "
             "prompts by completions"
         )
-    if not np.isfinite(scores).all():
-        p, g = map(int, np.argwhere(~np.isfinite(scores))[0])
-        raise RewardError(
-            f"the scorer gave {scores[p, g]} to completion {g} of prompt {groups[p].prompt.id!r}; scores must be finite"
-        )
+    if found := _not_finite(scores, groups):
+        raise RewardError(f"the scorer gave {found}; scores must be finite")
     return scores
 
 
@@ -251,13 +304,18 @@ def _logps(side: Side, groups: Sequence[Group], num_completions: int) -> np.ndar
             f"{len(groups)} x {num_completions} completions"
         )
     logps = logps.reshape(len(groups), num_completions)
-    if not np.isfinite(logps).all():
-        p, g = map(int, np.argwhere(~np.isfinite(logps))[0])
-        raise ModelError(
-            f"the log-prob by {side.name!r} of completion {g} of prompt {groups[p].prompt.id!r} is {logps[p, g]}; "
-            "it must be finite: check the model's weights"
-        )
+    if found := _not_finite(logps, groups):
+        raise ModelError(f"{side.name!r} gave the log-prob {found}; it must be finite: check the model's weights")
     return logps
+
+
+def _not_finite(values_PG: np.ndarray, groups: Sequence[Group]) -> str:
+    """The first value that is not finite and its completion, as text; empty if there is none."""
+    places = np.argwhere(~np.isfinite(values_PG))
+    if not len(places):
+        return ""
+    p, g = map(int, places[0])
+    return f"{values_PG[p, g]} to completion {g} of prompt {groups[p].prompt.id!r}"
 
 
 def _samples(

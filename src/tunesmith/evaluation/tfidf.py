@@ -1,7 +1,7 @@
 """Linear models on TF-IDF features: a classifier of texts, and a Bradley-Terry model of pairs.
 
-They are what a trained reward model must beat, and judges that share nothing with the models they judge.
-Shape legend: N texts or pairs, F features. Everything is float64 and deterministic.
+Baselines that a trained reward model must beat, and judges that are independent of the models they judge.
+Shape legend: N texts or pairs, F features and one more column. Everything is float64 and deterministic.
 """
 
 import itertools
@@ -9,98 +9,49 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch.nn.functional import softplus
 
 from tunesmith.core.errors import DataError
 
 _WORD = re.compile(r"\w+(?:'\w+)?|[!?]")
 _MIN_TEXTS = 2
-_MAX_NEWTON_STEPS = 50
-_MAX_CG_STEPS = 200
-_TOLERANCE = 1e-8
-
-Array = np.ndarray
-
-
-@dataclass(frozen=True, slots=True)
-class SparseRows:
-    """A sparse matrix of shape [N, F] as (row, column, value) triples; entries of one place add up.
-
-    Example: rows (0, 0, 1), columns (2, 0, 1), values (0.5, 1, 3) are [[1, 0, 0.5], [0, 3, 0]].
-    """
-
-    row_E: Array
-    column_E: Array
-    value_E: Array
-    num_rows: int
-    num_columns: int
-
-    def times(self, vector_F: Array) -> Array:
-        """The product with a vector, shape [N]."""
-        return np.bincount(self.row_E, self.value_E * vector_F[self.column_E], self.num_rows)
-
-    def transposed_times(self, vector_N: Array) -> Array:
-        """The product of the transposed matrix with a vector, shape [F]."""
-        return np.bincount(self.column_E, self.value_E * vector_N[self.row_E], self.num_columns)
-
-    def minus(self, other: "SparseRows") -> "SparseRows":
-        """The difference of two matrices of one shape."""
-        return SparseRows(
-            np.concatenate([self.row_E, other.row_E]),
-            np.concatenate([self.column_E, other.column_E]),
-            np.concatenate([self.value_E, -other.value_E]),
-            self.num_rows,
-            self.num_columns,
-        )
-
-    def beside(self, column_N: Array) -> "SparseRows":
-        """The matrix with one more column behind the others."""
-        return SparseRows(
-            np.concatenate([self.row_E, np.arange(self.num_rows)]),
-            np.concatenate([self.column_E, np.full(self.num_rows, self.num_columns)]),
-            np.concatenate([self.value_E, column_N]),
-            self.num_rows,
-            self.num_columns + 1,
-        )
 
 
 @dataclass(frozen=True, slots=True)
 class Vectorizer:
-    """Words and pairs of words that stand in at least two texts, with their weight: ln((1 + n) / (1 + df)) + 1.
+    """Words and word pairs that occur in at least two texts, with their weight ln((1 + n) / (1 + df)) + 1.
 
     A count c weighs 1 + ln c, and each row has length 1 (Salton and Buckley 1988; the usual smoothing).
     """
 
     index: Mapping[str, int]
-    weight_F: Array
+    weights: tuple[float, ...]
 
     @classmethod
     def fitted(cls, texts: Sequence[str]) -> "Vectorizer":
         """The features of `texts`, sorted; none if the texts share no word."""
         counts = Counter(name for text in texts for name in set(_features(text)))
-        kept = [name for name, count in counts.items() if count >= _MIN_TEXTS]
-        kept.sort()  # sets have no order of their own
-        weight_F = np.array([math.log((1 + len(texts)) / (1 + counts[name])) + 1 for name in kept])
-        return cls({name: place for place, name in enumerate(kept)}, weight_F)
+        kept = sorted(name for name, count in counts.items() if count >= _MIN_TEXTS)
+        weights = tuple(math.log((1 + len(texts)) / (1 + counts[name])) + 1 for name in kept)
+        return cls({name: place for place, name in enumerate(kept)}, weights)
 
-    def rows(self, texts: Sequence[str]) -> SparseRows:
-        """One row for each text; zero for a text without known features."""
-        parts = [self._row(text) for text in texts]
-        return SparseRows(
-            np.repeat(np.arange(len(texts)), [len(columns) for columns, _ in parts]),
-            np.concatenate([columns for columns, _ in parts] or [np.zeros(0, dtype=np.int64)]),
-            np.concatenate([values for _, values in parts] or [np.zeros(0)]),
-            len(texts),
-            len(self.weight_F),
-        )
-
-    def _row(self, text: str) -> tuple[Array, Array]:
-        counts = Counter(self.index[name] for name in _features(text) if name in self.index)
-        columns = np.array(list(counts), dtype=np.int64)
-        values = (1 + np.log(np.array(list(counts.values()), dtype=np.float64))) * self.weight_F[columns]
-        return columns, values / np.linalg.norm(values) if len(values) else values
+    def rows(self, texts: Sequence[str], last_N: Sequence[float]) -> torch.Tensor:
+        """Sparse [N, F]: one row for each text, zero for a text without known features, and `last_N` as last column."""
+        places: list[tuple[int, int]] = []
+        values: list[float] = []
+        for row, (text, last) in enumerate(zip(texts, last_N, strict=True)):
+            counts = Counter(self.index[name] for name in _features(text) if name in self.index)
+            weighed = [(1 + math.log(count)) * self.weights[column] for column, count in counts.items()]
+            norm = math.hypot(*weighed)
+            places += [(row, column) for column in (*counts, len(self.weights))]
+            values += [*(value / norm for value in weighed), last]
+        indices = torch.tensor(places, dtype=torch.int64).reshape(-1, 2).T
+        size = (len(texts), len(self.weights) + 1)
+        return torch.sparse_coo_tensor(indices, torch.tensor(values, dtype=torch.float64), size, check_invariants=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,21 +59,20 @@ class TextClassifier:
     """Logistic regression on TF-IDF: the probability that a text is positive."""
 
     vectorizer: Vectorizer
-    weight_F: Array
+    weight_F: torch.Tensor
 
     @classmethod
     def fitted(cls, texts: Sequence[str], labels: Sequence[bool], *, l2: float = 1.0) -> "TextClassifier":
-        """The classifier of `texts`. Raises DataError if the labels are all alike."""
+        """The classifier of `texts`. Raises DataError if all labels are equal."""
         if len(set(labels)) < 2:
             raise DataError(f"{len(texts)} texts have one label alone; give texts of both")
         vectorizer = Vectorizer.fitted(texts)
-        rows = vectorizer.rows(texts).beside(np.ones(len(texts)))
-        return cls(vectorizer, fit_logistic(rows, np.where(np.asarray(labels), 1.0, -1.0), l2=l2))
+        sign_N = torch.tensor(labels, dtype=torch.float64) * 2 - 1
+        return cls(vectorizer, fit_logistic(vectorizer.rows(texts, [1.0] * len(texts)), sign_N, l2=l2))
 
-    def probabilities(self, texts: Sequence[str]) -> Array:
-        """Of each text, shape [N]."""
-        logit_N = self.vectorizer.rows(texts).beside(np.ones(len(texts))).times(self.weight_F)
-        return 1 / (1 + np.exp(-logit_N))
+    def probabilities(self, texts: Sequence[str]) -> np.ndarray:
+        """The probability of each text, [N]."""
+        return torch.sigmoid(_product(self.vectorizer.rows(texts, [1.0] * len(texts)), self.weight_F)).numpy()
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +88,7 @@ class TextBradleyTerry:
     """A Bradley-Terry model whose reward is linear in TF-IDF and in the log of the number of words."""
 
     vectorizer: Vectorizer
-    weight_F: Array = field(repr=False)
+    weight_F: torch.Tensor
 
     @classmethod
     def fitted(cls, pairs: Sequence[TextPair], *, l2: float = 3.0) -> "TextBradleyTerry":
@@ -146,66 +96,42 @@ class TextBradleyTerry:
         if not pairs:
             raise DataError("there are no pairs to learn from; give at least one")
         vectorizer = Vectorizer.fitted([text for pair in pairs for text in (pair.better, pair.worse)])
-        rows = _differences(vectorizer, pairs)
-        return cls(vectorizer, fit_logistic(rows, np.ones(len(pairs)), l2=l2))
+        sign_N = torch.ones(len(pairs), dtype=torch.float64)
+        return cls(vectorizer, fit_logistic(_differences(vectorizer, pairs), sign_N, l2=l2))
 
-    def margins(self, pairs: Sequence[TextPair]) -> Array:
-        """Reward of the better one minus reward of the worse one, shape [N]."""
-        return _differences(self.vectorizer, pairs).times(self.weight_F)
+    def margins(self, pairs: Sequence[TextPair]) -> np.ndarray:
+        """Reward of the better minus reward of the worse answer, [N]."""
+        return _product(_differences(self.vectorizer, pairs), self.weight_F).numpy()
 
 
-def fit_logistic(rows: SparseRows, sign_N: Array, *, l2: float = 1.0) -> Array:
-    """The weights, shape [F], that minimise the sum of ln(1 + exp(-sign * row @ weights)) plus l2 / 2 of their square.
+def fit_logistic(rows_NF: torch.Tensor, sign_N: torch.Tensor, *, l2: float = 1.0) -> torch.Tensor:
+    """The minimum over weights, [F], of sum ln(1 + exp(-sign * row @ weights)) + l2 / 2 * |weights|^2, by L-BFGS.
 
-    Newton's method with conjugate gradients and a halving line search; the minimum is unique, for l2 above 0.
+    `rows_NF` may be sparse. For `l2` above 0 the minimum is unique.
     """
-    weight_F = np.zeros(rows.num_columns)
-    value, gradient_F = _loss(rows, sign_N, weight_F, l2)
-    tolerance = _TOLERANCE * max(1.0, float(np.linalg.norm(gradient_F)))
-    for _ in range(_MAX_NEWTON_STEPS):
-        if float(np.linalg.norm(gradient_F)) <= tolerance:
-            break
-        step_F = _newton_direction(rows, weight_F, gradient_F, l2)
-        slope, size = float(gradient_F @ step_F), 1.0
-        while size > _TOLERANCE:
-            new_value, new_gradient_F = _loss(rows, sign_N, weight_F + size * step_F, l2)
-            if new_value <= value + 1e-4 * size * slope:
-                break
-            size /= 2
-        else:  # rounding leaves nothing to gain
-            break
-        weight_F, value, gradient_F = weight_F + size * step_F, new_value, new_gradient_F
-    return weight_F
+    weight_F = torch.zeros(rows_NF.shape[1], dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS(
+        [weight_F], max_iter=1000, tolerance_grad=1e-8, tolerance_change=1e-14, line_search_fn="strong_wolfe"
+    )
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = softplus(-sign_N * _product(rows_NF, weight_F)).sum() + l2 / 2 * weight_F.square().sum()
+        loss.backward()  # pyright: ignore[reportUnknownMemberType]
+        return loss
+
+    optimizer.step(closure)  # pyright: ignore[reportUnknownMemberType, reportArgumentType]
+    return weight_F.detach()
 
 
-def _loss(rows: SparseRows, sign_N: Array, weight_F: Array, l2: float) -> tuple[float, Array]:
-    margin_N = sign_N * rows.times(weight_F)
-    value = float(np.logaddexp(0.0, -margin_N).sum() + l2 / 2 * weight_F @ weight_F)
-    return value, rows.transposed_times(-sign_N / (1 + np.exp(margin_N))) + l2 * weight_F
+def _product(rows_NF: torch.Tensor, weight_F: torch.Tensor) -> torch.Tensor:
+    return (rows_NF @ weight_F[:, None])[:, 0]
 
 
-def _newton_direction(rows: SparseRows, weight_F: Array, gradient_F: Array, l2: float) -> Array:
-    """The solution of (X' D X + l2) d = -gradient by conjugate gradients (Hestenes and Stiefel 1952)."""
-    probability_N = 1 / (1 + np.exp(-rows.times(weight_F)))
-    curvature_N = probability_N * (1 - probability_N)
-    direction_F, residual_F = np.zeros_like(gradient_F), -gradient_F
-    search_F, square = residual_F, float(residual_F @ residual_F)
-    enough = square * 1e-6
-    for _ in range(_MAX_CG_STEPS):
-        if square <= enough:
-            break
-        image_F = rows.transposed_times(curvature_N * rows.times(search_F)) + l2 * search_F
-        size = square / float(search_F @ image_F)
-        direction_F, residual_F = direction_F + size * search_F, residual_F - size * image_F
-        last, square = square, float(residual_F @ residual_F)
-        search_F = residual_F + square / last * search_F
-    return direction_F
-
-
-def _differences(vectorizer: Vectorizer, pairs: Sequence[TextPair]) -> SparseRows:
-    better, worse = [pair.better for pair in pairs], [pair.worse for pair in pairs]
-    length_N = np.array([_log_length(pair.better) - _log_length(pair.worse) for pair in pairs])
-    return vectorizer.rows(better).minus(vectorizer.rows(worse)).beside(length_N)
+def _differences(vectorizer: Vectorizer, pairs: Sequence[TextPair]) -> torch.Tensor:
+    better, worse = ([getattr(pair, side) for pair in pairs] for side in ("better", "worse"))
+    rows = [vectorizer.rows(texts, [_log_length(text) for text in texts]) for texts in (better, worse)]
+    return (rows[0] - rows[1]).coalesce()
 
 
 def _log_length(text: str) -> float:

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from tunesmith.core.errors import DataError
-from tunesmith.evaluation.samples import Sample, by_prompt, read_samples, write_samples
+from tunesmith.evaluation.compare import Sample, by_prompt, read_samples, write_samples
 
 SAMPLE = Sample(
     prompt_index=0,
@@ -42,9 +42,9 @@ def row(**changes):
     [
         ("", "is empty"),
         (row() + "\n{broken", r"s\.jsonl:2: not JSON"),
-        ("[1]", r":1: a list"),
-        (row(extra=1), "'extra' is missing or unknown"),
-        (json.dumps({"prompt": "x"}), "is missing or unknown"),
+        ("[1]", ":1: each line is one object"),
+        (row(extra=1), ":1: each line is one object with"),
+        (json.dumps({"prompt": "x"}), ":1: each line is one object with"),
         (row(score_after=None), "score_after is None"),
         (row(score_after=float("nan")), "score_after is nan"),
     ],
