@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 
 from benchmarks import baselines
+from benchmarks.machine import peak_rss_since_reset_gb, reset_peak_rss
 from benchmarks.process import Server, serve
 from benchmarks.workloads import Workload
 from tunesmith.batch.pack import pack
@@ -25,7 +26,6 @@ from tunesmith.models.load import load_policy
 from tunesmith.models.loaded import LoadedModel
 from tunesmith.models.tokenizer import stop_token_ids
 from tunesmith.rollout.factory import open_engine
-from tunesmith.runs.machine import peak_rss_since_reset_gb, reset_peak_rss
 from tunesmith.trainers.rollouts import logps
 
 Backend = Literal["native", "transformers"]

@@ -20,11 +20,11 @@ from benchmarks.gpu_files import SUMMARY, Folder, RowRecord, sources_digest, wri
 from benchmarks.gpu_rows import CEILINGS, ROWS
 from benchmarks.gpu_table import Ceilings, bars, failures, rows_facts, unmeasured
 from benchmarks.gpu_worker import TARGET, MeasureUnit, WorkerSettings
+from benchmarks.machine import machine_facts
 from benchmarks.process import Process
 from benchmarks.rounds import Say
 from tunesmith.core.errors import InputError, TrainingError
 from tunesmith.runs.environment import cpu_model, usable_cores
-from tunesmith.runs.machine import machine_facts
 
 _ERROR_LINES = 12
 _START_S = 20.0

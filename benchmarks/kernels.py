@@ -27,11 +27,11 @@ from benchmarks.kernel_logits import (
 )
 from benchmarks.kernel_optimizer import adamw_case
 from benchmarks.kernel_outputs import masked_softmax_case, preference_case
+from benchmarks.machine import machine_facts
 from benchmarks.memory import memory_facts
 from benchmarks.rounds import Say, load_facts, noted_load
 from tunesmith.core.errors import InputError, TrainingError
 from tunesmith.runs.environment import usable_cores
-from tunesmith.runs.machine import machine_facts
 
 CASES: Mapping[str, Callable[[Setting], Case]] = {
     "preference": preference_case,

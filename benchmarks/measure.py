@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tunesmith.runs.machine import machine_facts
+from benchmarks.machine import machine_facts
 
 ROOT = Path(__file__).resolve().parent.parent
 

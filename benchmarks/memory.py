@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from tunesmith.runs.machine import peak_rss_since_reset_gb, reset_peak_rss
+from benchmarks.machine import peak_rss_since_reset_gb, reset_peak_rss
 
 
 def memory_facts(ours: Callable[[], object], plain: Callable[[], object], device: torch.device) -> dict[str, object]:

@@ -23,7 +23,9 @@ from pathlib import Path
 import torch
 from torch.profiler import record_function
 from transformers import AutoModelForCausalLM, LlamaConfig
+from tunesmith.trainers.objective import Weights, objective_of
 
+from benchmarks.machine import machine_facts
 from benchmarks.measure import ROOT
 from benchmarks.opt_picture import Pair, picture, table
 from benchmarks.opt_profile import PART_NAMES, STEP, Profile, RecordedKernels, profiled, profiled_between
@@ -39,9 +41,7 @@ from tunesmith.models.logprob import length_mask, token_logps
 from tunesmith.models.optimizer import MasterAdamW
 from tunesmith.models.tiny import byte_tokenizer
 from tunesmith.rollout.factory import open_engine
-from tunesmith.runs.machine import machine_facts
 from tunesmith.schema.records import Prompt
-from tunesmith.trainers.objective import Weights, objective_of
 
 _DRAW = "tunesmith.rollout.sampler:Sampler.draw"
 """A decoding step lasts from one draw to the next."""

@@ -21,12 +21,12 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.machine import machine_facts
 from benchmarks.measure import ROOT, ratio
 from tunesmith.core.system import keep_freed_memory
 from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.preference.records import PreferenceBatch
 from tunesmith.kernels.preference.tuning import iterative_tuning, process_user_preference
-from tunesmith.runs.machine import machine_facts
 
 _WIDTH = 512
 _NUM_BATCHES = 10

@@ -24,6 +24,7 @@ from benchmarks.contenders import (
 )
 from benchmarks.equality import Equality, compare_greedy
 from benchmarks.figures import Spread, paired, percentile_95
+from benchmarks.machine import Load, machine_facts
 from benchmarks.process import Process
 from benchmarks.roofline import SHOWN_ROWS, MeasureRows, ProductRates, Rates, ideal, needed_rows
 from benchmarks.rounds import Say, load_facts, noted_load
@@ -33,7 +34,6 @@ from tunesmith.core.errors import InputError
 from tunesmith.models.load import load_policy
 from tunesmith.models.loaded import context_length
 from tunesmith.runs.environment import usable_cores
-from tunesmith.runs.machine import Load, machine_facts
 
 BASELINES = ("transformers", "transformers-cb")
 OURS = "tunesmith"

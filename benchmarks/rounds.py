@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from benchmarks.figures import Spread
+from benchmarks.machine import Load, measure_load
 from benchmarks.process import Process
-from tunesmith.runs.machine import Load, measure_load
 
 BUSY_CORES = 0.25
 """From this many cores' worth of others' work on, two threads are slowed unevenly and a ratio means little."""

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.figures import paired
+from benchmarks.machine import Load, machine_facts
 from benchmarks.process import Process
 from benchmarks.rounds import Rounds, Say, alternate, fastest_setting, load_facts
 from benchmarks.step_contenders import (
@@ -35,7 +36,6 @@ from tunesmith.core.errors import InputError, TrainingError
 from tunesmith.models.export import ModelCard, save_final
 from tunesmith.models.load import compute_dtype, load_policy
 from tunesmith.runs.environment import usable_cores
-from tunesmith.runs.machine import Load, machine_facts
 
 MICRO_BATCHES = (4, 8, 16, 32)
 _CONTENDERS = "benchmarks.step_contenders"

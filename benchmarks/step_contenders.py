@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from benchmarks import baselines
+from benchmarks.machine import peak_rss_since_reset_gb, reset_peak_rss
 from benchmarks.process import Server, serve
 from tunesmith.config.schema import GRPORecipe
 from tunesmith.core.errors import MissingDependencyError, TrainingError
 from tunesmith.core.trace import trace
-from tunesmith.runs.machine import peak_rss_since_reset_gb, reset_peak_rss
 from tunesmith.trainers import grpo, rollouts
 
 PROMPTS = (

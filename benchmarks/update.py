@@ -17,6 +17,7 @@ from functools import partial
 import torch
 
 from benchmarks.figures import paired
+from benchmarks.machine import Load, machine_facts
 from benchmarks.process import Process
 from benchmarks.rounds import Rounds, Say, alternate, fastest_setting, load_facts
 from benchmarks.step import exported
@@ -35,7 +36,6 @@ from tunesmith.config.sections import ModelSection
 from tunesmith.core.errors import InputError, TrainingError
 from tunesmith.models.load import compute_dtype, load_policy
 from tunesmith.runs.environment import usable_cores
-from tunesmith.runs.machine import Load, machine_facts
 
 _CONTENDERS = "benchmarks.update_contenders"
 _MICRO_BATCHES = (4, 8, 16, 32)

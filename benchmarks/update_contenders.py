@@ -15,6 +15,7 @@ import psutil
 import torch
 
 from benchmarks import baselines
+from benchmarks.machine import peak_rss_since_reset_gb, reset_peak_rss
 from benchmarks.process import Server, serve
 from benchmarks.step_contenders import LEARNING_RATE, load_trl, token_sum
 from tunesmith.algorithms.advantages import group_relative
@@ -23,7 +24,6 @@ from tunesmith.batch.rollout import Completion, Group, SamplingParams
 from tunesmith.config.schema import GRPORecipe
 from tunesmith.core.trace import trace
 from tunesmith.rollout.engine import OnGroup, OnProgress, OnText
-from tunesmith.runs.machine import peak_rss_since_reset_gb, reset_peak_rss
 from tunesmith.schema.records import Prompt
 from tunesmith.trainers import grpo, rollouts
 

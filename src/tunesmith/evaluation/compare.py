@@ -253,11 +253,13 @@ def _parse(line: str, where: str) -> Sample:
     kinds = {field.name: field.type for field in fields(Sample)}
     if not isinstance(row, dict) or kinds.keys() != row.keys():
         raise DataError(f"{where}: each line is one object with the fields {', '.join(sorted(kinds))}")
-    values: dict[str, Any] = row  # pyright: ignore[reportUnknownVariableType]
+    values: dict[str, Any] = dict(row)  # pyright: ignore[reportUnknownArgumentType]
     for name, value in values.items():
         if kinds[name] is float and not (isinstance(value, int | float) and isfinite(value)):
             raise DataError(f"{where}: {name} is {value!r}; give a finite number")
-    return Sample(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+        if isinstance(value, list):
+            values[name] = tuple(value)  # pyright: ignore[reportUnknownArgumentType]
+    return Sample(**values)
 
 
 def by_prompt(samples: Sequence[Sample]) -> list[list[Sample]]:

@@ -31,7 +31,7 @@ class Load:
 def machine_facts(packages: tuple[str, ...] = ("torch", "transformers", "numpy")) -> dict[str, object]:
     """Processor, threads, versions of `packages`, and the commit of this package's sources if they are in a repository.
 
-    `uncommitted_changes` is of `src` and `tools`: with it the commit alone does not say what was measured.
+    `uncommitted_changes` is of `src` and `benchmarks`: with it the commit alone does not say what was measured.
     """
     return {
         "device": cpu_model(),
@@ -40,13 +40,13 @@ def machine_facts(packages: tuple[str, ...] = ("torch", "transformers", "numpy")
         "python": platform.python_version(),
         "packages": {name: package_version(name) for name in packages},
         "commit": git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(git("status", "--porcelain", "--", "src", "tools")),
+        "uncommitted_changes": bool(git("status", "--porcelain", "--", "src", "benchmarks")),
     }
 
 
 def git(*arguments: str) -> str:
     """What `git <arguments>` prints in the repository of this package's sources; empty where they are in none."""
-    root = Path(__file__).resolve().parents[3]
+    root = Path(__file__).resolve().parents[1]
     if not (root / ".git").exists():  # an installed copy may lie inside a repository of something else
         return ""
     try:
