@@ -56,7 +56,7 @@ def leaves(schema: type[Section], prefix: str = "") -> Iterator[Key]:
             yield from leaves(nested, f"{path}.0." if item else f"{path}.")
             continue
         default = "required" if field.is_required() else _in_words(field.get_default(call_default_factory=True))
-        yield Key(path, type_in_words(field), default, field.description or "")
+        yield Key(path, type_in_words(field), default, " ".join((field.description or "").split()))
 
 
 def type_in_words(field: FieldInfo) -> str:

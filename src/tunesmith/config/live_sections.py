@@ -1,4 +1,4 @@
-"""The sections of the live loop: what is offered to raters, when votes become an update, and which update is served."""
+"""Sections of the live loop: pairs offered to raters, updates from votes, and checks before a version is served."""
 
 from typing import Annotated, Literal
 
@@ -6,89 +6,88 @@ from pydantic import Field, model_validator
 
 from tunesmith.config.algorithm_sections import DPOSection, PPOSection
 from tunesmith.config.rollout_sections import RolloutSection
-from tunesmith.config.sections import Fraction, NonNegative, Positive, PositiveInt, PromptsSection, Section
+from tunesmith.config.sections import (
+    Fraction,
+    NonNegative,
+    NonNegativeInt,
+    Positive,
+    PositiveInt,
+    PromptsSection,
+    Section,
+)
 
 
 class LivePromptsSection(PromptsSection):
     """Prompts of the pairs that raters see."""
 
-    heldout_fraction: Fraction = Field(
-        default=0.15,
-        description="Share of prompts kept away from training, by a hash of the prompt; on them the policy is compared "
-        "with the base model.",
-    )
+    heldout_fraction: Fraction = 0.15
+    """Share of prompts held out, by a hash of the prompt; on them the policy is compared with the base model."""
 
     @model_validator(mode="after")
-    def _prompts_are_whole(self) -> "LivePromptsSection":
+    def _check_no_prefixes(self) -> "LivePromptsSection":
         if self.prefix_tokens is not None:
             raise ValueError("prefix_tokens cuts prompts by tokens, but raters see text; give prompts that are cut")
         return self
 
 
 class LiveRolloutSection(RolloutSection):
-    """How the answers that raters compare are drawn."""
+    """Sampling of the answers that raters compare."""
 
-    prompts_per_step: PositiveInt = Field(default=24, description="Prompts of one round of pairs.")
-    completions_per_prompt: Annotated[int, Field(ge=2)] = Field(
-        default=4, description="Completions of each prompt; every two that differ become a pair, each in one pair."
-    )
-    max_new_tokens: PositiveInt = Field(default=24, description="Limit of a completion, in tokens.")
+    prompts_per_step: PositiveInt = 24
+    """Prompts of one round of pairs."""
+    completions_per_prompt: Annotated[int, Field(ge=2)] = 4
+    """Completions of each prompt, in disjoint pairs of different ones."""
+    max_new_tokens: PositiveInt = 24
+    """Limit of a completion, in tokens."""
 
 
 class OnlineDPOSection(DPOSection):
-    """Direct preference optimisation on votes about what the policy itself wrote (Guo et al. 2024, 2402.04792)."""
+    """DPO on votes about the policy's own completions (Guo et al. 2024, arXiv 2402.04792)."""
 
-    beta: Positive = Field(
-        default=0.2, description="Scale of the rewards, beta (log policy - log reference); IPO's tau, ORPO's lambda."
-    )
-    ties: Literal["drop", "half", "rao_kupper"] = Field(
-        default="half",
-        description="Votes that call both equal: leave them out, count half a vote for each side, or give ties a "
-        "probability of their own (Rao and Kupper 1967, with `sigmoid`).",
-    )
-    micro_batch_size: PositiveInt = Field(
-        default=16, description="Pairs in one forward and backward pass; gradients are accumulated."
-    )
+    beta: Positive = 0.2
+    """Scale of the rewards, beta (log policy - log reference); IPO's tau, ORPO's lambda."""
+    ties: Literal["drop", "half", "rao_kupper"] = "half"
+    """Ties: leave them out, count half a vote for each side, or model their probability (Rao and Kupper 1967, with
+    `sigmoid`)."""
+    micro_batch_size: PositiveInt = 16
+    """Pairs in one forward and backward pass; gradients are accumulated."""
 
     @model_validator(mode="after")
-    def _votes_are_about_pairs(self) -> "OnlineDPOSection":
+    def _check_loss_of_pairs(self) -> "OnlineDPOSection":
         if self.loss == "kto":
             raise ValueError("loss is kto, which takes single labels, but votes are about pairs; set another loss")
         return self
 
 
 class LivePPOSection(PPOSection):
-    """PPO against a reward model that learns from votes: no critic, which would have to be learnt beside it."""
+    """PPO against a reward model trained on votes, without a critic."""
 
-    lam: Fraction = Field(default=1.0, description="Lambda of generalised advantage estimation.")
-    critic: Literal["shared", "separate", "none"] = Field(
-        default="none", description="`none`: advantages are the rewards to come (REINFORCE++)."
-    )
+    lam: Fraction = 1.0
+    """Lambda of generalised advantage estimation."""
+    critic: Literal["shared", "separate", "none"] = "none"
+    """`none`: advantages are the returns (REINFORCE++)."""
 
     @model_validator(mode="after")
-    def _has_no_critic(self) -> "LivePPOSection":
+    def _check_no_critic(self) -> "LivePPOSection":
         if self.critic != "none":
             raise ValueError(f"critic is {self.critic}, but the live loop trains none; set critic: none")
         return self
 
 
 class LiveKLSection(Section):
-    """How near the policy is held to the base model: an adaptive penalty, and a budget that nothing served exceeds."""
+    """KL to the base model: an adaptive penalty, and a limit above which no version is served."""
 
     SHORTHAND = "budget"
 
-    coef: NonNegative = Field(
-        default=0.01, description="Lowest coefficient of the KL penalty that is added to the loss of a pair."
-    )
-    target: Positive | None = Field(
-        default=5.0, description="Nats per completion at which the coefficient aims; null keeps it fixed."
-    )
-    budget: Positive | None = Field(
-        default=8.0, description="Nats per completion; a version above it is not served. null is off."
-    )
+    coef: NonNegative = 0.01
+    """Lowest coefficient of the KL penalty in the loss of a pair."""
+    target: Positive | None = 5.0
+    """KL in nats per completion that the coefficient keeps; null fixes the coefficient."""
+    budget: Positive | None = 8.0
+    """Limit in nats per completion; a version above it is not served. null is off."""
 
     @model_validator(mode="after")
-    def _target_is_below_budget(self) -> "LiveKLSection":
+    def _check_target(self) -> "LiveKLSection":
         if self.target is not None and self.budget is not None and self.target > self.budget:
             raise ValueError(f"target is {self.target:g}, above budget, {self.budget:g}; lower the first")
         if self.target is not None and self.coef == 0:
@@ -97,53 +96,49 @@ class LiveKLSection(Section):
 
 
 class LiveCheckSection(Section):
-    """What an update must pass before it is served: votes on held-out prompts, which are never learnt from."""
+    """Test that an update must pass before it is served, on votes about held-out prompts."""
 
-    num_votes: PositiveInt = Field(default=48, description="Newest held-out votes that are asked.")
-    min_votes: PositiveInt = Field(default=12, description="With fewer held-out votes nothing is turned down for them.")
-    p_value: Annotated[float, Field(gt=0, lt=1)] = Field(
-        default=0.05,
-        description="An update is dropped if it is right on fewer held-out votes than the served version, with a "
-        "one-sided p-value below this (McNemar's exact test).",
-    )
+    num_votes: PositiveInt = 48
+    """Number of newest held-out votes to test on."""
+    min_votes: PositiveInt = 12
+    """With fewer held-out votes every update passes."""
+    p_value: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    """An update is rejected if it agrees with fewer votes than the served version, with a one-sided p-value below this
+    (McNemar's exact test)."""
 
 
 class LiveSection(Section):
-    """When votes become an update, and what is kept."""
+    """When votes become an update, and which versions are kept."""
 
     SHORTHAND = "update"
 
-    dir: str = Field(default="live", description="Folder that the trainer and the server share.")
-    update: Literal["dpo", "ppo", "grpo"] = Field(
-        default="dpo",
-        description="Online DPO; or a reward model that learns from the votes, and steps of PPO or GRPO against it.",
-    )
-    votes_per_update: PositiveInt = Field(default=32, description="New votes that start an update.")
-    update_after_s: Positive = Field(
-        default=30.0, description="An update with fewer new votes, at least one, starts when the oldest waits so long."
-    )
-    max_votes_per_update: PositiveInt = Field(default=128, description="New votes that one update takes at most.")
-    replay: NonNegative = Field(
-        default=1.0, description="Old votes that are learnt again in an update, for each new one."
-    )
-    pool: PositiveInt = Field(
-        default=32, description="Pairs that wait for votes; where fewer are left, new ones are drawn."
-    )
-    heldout_prompts_per_round: int = Field(
-        default=4,
-        ge=0,
-        description="Held-out prompts of a round: half of the answers meet each other, half those of the base model.",
-    )
-    policy_steps: PositiveInt = Field(default=2, description="Steps of PPO or GRPO in one update.")
+    dir: str = "live"
+    """Folder that the trainer and the server share."""
+    update: Literal["dpo", "ppo", "grpo"] = "dpo"
+    """Online DPO; or a reward model that learns from the votes, and steps of PPO or GRPO against it."""
+    votes_per_update: PositiveInt = 32
+    """New votes that start an update."""
+    update_after_s: Positive = 30.0
+    """Seconds that the oldest new vote waits before an update starts with fewer votes."""
+    max_votes_per_update: PositiveInt = 128
+    """Most new votes in one update."""
+    replay: NonNegative = 1.0
+    """Old votes replayed in an update, for each new one."""
+    pool: PositiveInt = 32
+    """Pairs waiting for votes; new ones are sampled when fewer are left."""
+    heldout_prompts_per_round: NonNegativeInt = 4
+    """Held-out prompts of a round; half of their answers are paired with each other, half with the base model's."""
+    policy_steps: PositiveInt = 2
+    """Steps of PPO or GRPO in one update."""
     kl: LiveKLSection = LiveKLSection()
     check: LiveCheckSection = LiveCheckSection()
-    keep_versions: PositiveInt = Field(
-        default=5, description="Newest versions whose weights are kept, to go back to; the base model is kept always."
-    )
-    poll_s: Positive = Field(default=0.2, description="Seconds between looks for votes while nothing else is to do.")
+    keep_versions: PositiveInt = 5
+    """Number of newest versions to keep for a rollback, besides the base model."""
+    poll_s: Positive = 0.2
+    """Seconds between polls for votes while idle."""
 
     @model_validator(mode="after")
-    def _most_is_at_least_what_starts(self) -> "LiveSection":
+    def _check_max_votes(self) -> "LiveSection":
         if self.max_votes_per_update < self.votes_per_update:
             raise ValueError(
                 f"max_votes_per_update is {self.max_votes_per_update}, less than votes_per_update, "

@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 from tunesmith.config import recipes
 from tunesmith.config.keys import did_you_mean, item_of, section_of
 from tunesmith.config.merge import Layers, Origin, Problem
-from tunesmith.config.schema import RECIPES, AnyRecipe, LiveRecipe, Recipe
+from tunesmith.config.schema import RECIPES, LiveRecipe, Recipe
 from tunesmith.config.sections import Section
 from tunesmith.config.yaml_text import Document, is_mapping, parse, read
 from tunesmith.core.errors import ConfigError
@@ -23,7 +23,7 @@ DEFAULT: Origin = "default"
 class Resolved:
     """A validated recipe and the origin of each leaf key, for example `optimizer.learning_rate: file my.yaml:7`."""
 
-    recipe: AnyRecipe
+    recipe: Recipe
     provenance: dict[str, Origin]
 
 
@@ -56,9 +56,8 @@ def load_live(
 ) -> tuple[LiveRecipe, dict[str, Origin]]:
     """The recipe of `tunesmith live` and the origin of each key; arguments and errors as in `load_recipe`."""
     resolved = load_recipe("live", recipe=recipe, file=file, overrides=overrides, origins=origins)
-    found: object = resolved.recipe
-    assert isinstance(found, LiveRecipe)
-    return found, resolved.provenance
+    assert isinstance(resolved.recipe, LiveRecipe)
+    return resolved.recipe, resolved.provenance
 
 
 def resolve(
@@ -100,6 +99,8 @@ def algorithm_of(document: Document, name: str) -> str:
     own = {name: set(schema.model_fields) - shared for name, schema in RECIPES.items() if name != "live"}
     most = max(len(set(data) & sections) for sections in own.values())
     fitting = [algorithm for algorithm, sections in own.items() if most and len(set(data) & sections) == most]
+    if len(fitting) > 1:  # settings of an algorithm say more than sections of its data
+        fitting = [algorithm for algorithm in fitting if algorithm in data]
     if len(fitting) != 1:
         raise ConfigError(f"{name}: add `algorithm: {' | '.join(RECIPES)}` to say which trainer it is for")
     return fitting[0]
@@ -110,7 +111,7 @@ def read_algorithm(file: Path) -> str:
     return algorithm_of(parse(read(file), str(file)), str(file))
 
 
-def schema_of(algorithm: str) -> type[AnyRecipe | LiveRecipe]:
+def schema_of(algorithm: str) -> type[Recipe]:
     """The schema of an algorithm; ConfigError with the allowed names if there is none."""
     if algorithm not in RECIPES:
         raise ConfigError(
@@ -147,10 +148,9 @@ def _run_of(layers: Layers) -> dict[str, object]:
 
 
 def _validated(layers: Layers) -> tuple[Resolved | None, list[Problem]]:
-    schema = cast(type[AnyRecipe], layers.schema)
     problems = list(layers.problems)
     try:
-        recipe = schema.model_validate(layers.tree)
+        recipe = layers.schema.model_validate(layers.tree)
     except ValidationError as error:
         problems += [_as_problem(details, layers) for details in _own_errors(error.errors(include_url=False))]
         recipe = None

@@ -7,6 +7,7 @@ from typing import cast
 from pydantic.fields import FieldInfo
 
 from tunesmith.config.keys import holds_text, item_of, leaves, nearest, section_of, takes_truth, type_in_words
+from tunesmith.config.schema import Recipe
 from tunesmith.config.sections import Section
 from tunesmith.config.yaml_text import Document, is_list, is_mapping, parse_value
 
@@ -33,7 +34,7 @@ class Problem:
 class Layers:
     """The sparse tree of everything set so far over the defaults of `schema`."""
 
-    schema: type[Section]
+    schema: type[Recipe]
     tree: Tree = field(default_factory=dict[str, object])
     origins: dict[str, Origin] = field(default_factory=dict[str, Origin])
     problems: list[Problem] = field(default_factory=list[Problem])

@@ -1,6 +1,19 @@
-"""The schema of a recipe: a YAML file with the sections of `config.sections`; `algorithm` says which trainer reads."""
+"""Schema of recipes: YAML files with sections; `algorithm` names the trainer.
 
-from typing import Literal
+To add an algorithm:
+
+1. a section class with its settings, in `algorithm_sections.py`;
+2. a recipe class here: a subclass of `Recipe`, or of `PolicyRecipe` if it samples completions and scores them, with a
+   field `algorithm: Literal["<name>"] = "<name>"` and a field for each section; its docstring is the command's help;
+3. an entry in the tuple from which `RECIPES` is made.
+
+Loading, `--help`, flags, the reference page and suggestions for misspelt keys read the rest from the classes.
+"""
+
+# Fields are frozen, so that a subclass may narrow their type.
+# pyright: reportIncompatibleVariableOverride=false
+
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -33,28 +46,25 @@ from tunesmith.config.sections import (
 )
 
 
-def check_horizon(kl: KLSection, rollout: RolloutSection, section: str) -> None:
-    """Raise ValueError if an adaptive KL coefficient would react within less than one step's completions."""
-    num_sequences = rollout.prompts_per_step * rollout.completions_per_prompt
-    if kl.target is not None and num_sequences > kl.horizon:
-        raise ValueError(
-            f"{section}.kl.horizon is {kl.horizon:g}, less than the {num_sequences} completions of one step; "
-            f"set it to {num_sequences} or more"
-        )
-
-
 class Recipe(Section):
-    """What every recipe has."""
+    """Sections of every recipe."""
 
-    schema_version: Literal[1] = Field(default=1, description="Version of this schema.")
-    description: str = Field(default="", description="One line for `tunesmith recipes ls`.")
+    ALLOWS_DROPOUT: ClassVar[bool] = True
+    """False where ratios compare the log-probs of two passes, so that `model.lora.dropout` must be 0."""
+
+    schema_version: Literal[1] = 1
+    """Version of this schema."""
+    algorithm: str = ""
+    """Trainer that reads the recipe; without it, the one that has most of the file's sections."""
+    description: str = ""
+    """One line for `tunesmith recipes ls`."""
     model: ModelSection = ModelSection()
     optimizer: OptimizerSection = OptimizerSection()
     run: RunSection = RunSection()
 
     @model_validator(mode="after")
-    def _no_dropout_where_two_passes_are_compared(self) -> "Recipe":
-        if getattr(self, "algorithm", "") in ("ppo", "grpo") and self.model.lora.dropout > 0:
+    def _check_dropout(self) -> "Recipe":
+        if not self.ALLOWS_DROPOUT and self.model.lora.dropout > 0:
             raise ValueError(
                 f"model.lora.dropout is {self.model.lora.dropout:g}, but the ratios of this algorithm compare two "
                 "passes over the same tokens; set it to 0"
@@ -65,7 +75,7 @@ class Recipe(Section):
 class RewardRecipe(Recipe):
     """Train a reward model on preference pairs."""
 
-    algorithm: Literal["reward"] = Field(default="reward", description="Trainer that reads the recipe.")
+    algorithm: Literal["reward"] = "reward"
     pairs: PairsSection = PairsSection()
     reward_model: RewardTrainerSection = RewardTrainerSection()
     evaluation: RewardEvaluationSection = RewardEvaluationSection()
@@ -74,7 +84,7 @@ class RewardRecipe(Recipe):
 class SFTRecipe(Recipe):
     """Fine-tune a language model on demonstrations."""
 
-    algorithm: Literal["sft"] = Field(default="sft", description="Trainer that reads the recipe.")
+    algorithm: Literal["sft"] = "sft"
     demonstrations: DemonstrationsSection = DemonstrationsSection()
     sft: SFTSection = SFTSection()
 
@@ -82,12 +92,12 @@ class SFTRecipe(Recipe):
 class DPORecipe(Recipe):
     """Train a policy on preference pairs directly, without a reward model: DPO, IPO, SimPO, ORPO, KTO and others."""
 
-    algorithm: Literal["dpo"] = Field(default="dpo", description="Trainer that reads the recipe.")
+    algorithm: Literal["dpo"] = "dpo"
     pairs: PairsSection = PairsSection()
     dpo: DPOSection = DPOSection()
 
     @model_validator(mode="after")
-    def _rankings_are_pairs(self) -> "DPORecipe":
+    def _check_rankings(self) -> "DPORecipe":
         if self.pairs.rankings != "pairs":
             raise ValueError(
                 f"pairs.rankings is {self.pairs.rankings}, which reward models alone know; set it to pairs"
@@ -95,43 +105,49 @@ class DPORecipe(Recipe):
         return self
 
 
-class PPORecipe(Recipe):
-    """Train a policy by PPO against a reward."""
+class PolicyRecipe(Recipe):
+    """Recipes that sample completions and score them."""
 
-    algorithm: Literal["ppo"] = Field(default="ppo", description="Trainer that reads the recipe.")
     prompts: PromptsSection = PromptsSection()
-    reward: tuple[RewardSource, ...] = Field(default=(RewardSource(source="sentiment"),), min_length=1)
+    reward: Annotated[tuple[RewardSource, ...], Field(min_length=1)] = (RewardSource(source="sentiment"),)
     rollout: RolloutSection = RolloutSection()
-    ppo: PPOSection = PPOSection()
     alarms: AlarmsSection = AlarmsSection()
 
+
+class PPORecipe(PolicyRecipe):
+    """Train a policy by PPO against a reward."""
+
+    ALLOWS_DROPOUT = False
+
+    algorithm: Literal["ppo"] = "ppo"
+    ppo: PPOSection = PPOSection()
+
     @model_validator(mode="after")
-    def _kl_horizon_spans_a_step(self) -> "PPORecipe":
+    def _check_horizon(self) -> "PPORecipe":
         check_horizon(self.ppo.kl, self.rollout, "ppo")
         return self
 
 
-class GRPORecipe(Recipe):
+class GRPORecipe(PolicyRecipe):
     """Train a policy by GRPO against a reward: each completion is compared with its group, no critic."""
 
-    algorithm: Literal["grpo"] = Field(default="grpo", description="Trainer that reads the recipe.")
-    prompts: PromptsSection = PromptsSection()
-    reward: tuple[RewardSource, ...] = Field(default=(RewardSource(source="sentiment"),), min_length=1)
+    ALLOWS_DROPOUT = False
+
+    algorithm: Literal["grpo"] = "grpo"
     rollout: GRPORolloutSection = GRPORolloutSection()
     grpo: GRPOSection = GRPOSection()
     evaluation: EvaluationSection = EvaluationSection()
-    alarms: AlarmsSection = AlarmsSection()
 
     @model_validator(mode="after")
-    def _kl_horizon_spans_a_step(self) -> "GRPORecipe":
+    def _check_horizon(self) -> "GRPORecipe":
         check_horizon(self.grpo.kl, self.rollout, "grpo")
         return self
 
 
 class LiveRecipe(Recipe):
-    """`tunesmith live`: a policy that learns from votes while they are given."""
+    """Train a policy on votes while they are given."""
 
-    algorithm: Literal["live"] = Field(default="live", description="Trainer that reads the recipe.")
+    algorithm: Literal["live"] = "live"
     prompts: LivePromptsSection = LivePromptsSection()
     rollout: LiveRolloutSection = LiveRolloutSection()
     dpo: OnlineDPOSection = OnlineDPOSection()
@@ -141,7 +157,7 @@ class LiveRecipe(Recipe):
     live: LiveSection = LiveSection()
 
     @model_validator(mode="after")
-    def _fits_a_loop_without_end(self) -> "LiveRecipe":
+    def _check_schedule_and_horizon(self) -> "LiveRecipe":
         if self.optimizer.schedule != "constant":
             raise ValueError(
                 f"optimizer.schedule is {self.optimizer.schedule}, which needs an end, but the live loop has none; "
@@ -154,18 +170,20 @@ class LiveRecipe(Recipe):
         return self
 
 
-PolicyRecipe = PPORecipe | GRPORecipe
-"""Recipes that draw completions and follow a reward."""
+def check_horizon(kl: KLSection, rollout: RolloutSection, section: str) -> None:
+    """Raise ValueError if the time scale of an adaptive KL coefficient is shorter than one step."""
+    num_sequences = rollout.prompts_per_step * rollout.completions_per_prompt
+    if kl.target is not None and num_sequences > kl.horizon:
+        raise ValueError(
+            f"{section}.kl.horizon is {kl.horizon:g}, less than the {num_sequences} completions of one step; "
+            f"set it to {num_sequences} or more"
+        )
 
-AnyRecipe = SFTRecipe | RewardRecipe | DPORecipe | PPORecipe | GRPORecipe
-"""Recipes of `tunesmith train`: a run with an end, in a folder of its own."""
 
-RECIPES: dict[str, type[AnyRecipe | LiveRecipe]] = {
-    "sft": SFTRecipe,
-    "reward": RewardRecipe,
-    "dpo": DPORecipe,
-    "ppo": PPORecipe,
-    "grpo": GRPORecipe,
-    "live": LiveRecipe,
+AnyRecipe = Recipe
+
+RECIPES: dict[str, type[Recipe]] = {
+    recipe.model_fields["algorithm"].default: recipe
+    for recipe in (SFTRecipe, RewardRecipe, DPORecipe, PPORecipe, GRPORecipe, LiveRecipe)
 }
-"""Schema of each algorithm, by the name that the command line uses."""
+"""Schema of each algorithm, by its name on the command line."""
