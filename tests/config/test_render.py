@@ -1,5 +1,5 @@
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tunesmith.config.load import load_recipe
@@ -31,6 +31,7 @@ ARGUMENTS = st.dictionaries(
 )
 
 
+@settings(deadline=None)
 @given(text=TEXTS, arguments=ARGUMENTS, rate=st.floats(min_value=1e-12, max_value=1e3))
 def test_what_is_rendered_loads_again_to_the_same_recipe(text: str, arguments: dict[str, object], rate: float) -> None:
     recipe = PPORecipe.model_validate(

@@ -173,7 +173,6 @@ class PPOSection(PolicyLossSection):
     """Proximal policy optimisation (Schulman et al. 2017)."""
 
     num_epochs: PositiveInt = 2
-    """Passes over each rollout."""
     value_clip: Positive | None = 0.2
     """Clip range of values around those of the rollout; null is off."""
     value_coef: NonNegative = 0.1
@@ -203,9 +202,7 @@ class GRPOKLSection(KLSection):
     """KL divergence to the reference policy, with GRPO's defaults: k3, in the loss."""
 
     coef: NonNegative = 0.04
-    """Coefficient; 0 loads no reference model."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the KL (Schulman 2020)."""
     place: Literal["reward", "loss"] = "loss"
     """Subtract it from the reward of a completion, or add it to the loss."""
 

@@ -56,7 +56,13 @@ def leaves(schema: type[Section], prefix: str = "") -> Iterator[Key]:
             yield from leaves(nested, f"{path}.0." if item else f"{path}.")
             continue
         default = "required" if field.is_required() else _in_words(field.get_default(call_default_factory=True))
-        yield Key(path, type_in_words(field), default, " ".join((field.description or "").split()))
+        yield Key(path, type_in_words(field), default, _description(schema, name))
+
+
+def _description(schema: type[Section], name: str) -> str:
+    """Help text of a field in one line: its own, or that of the nearest base class that has one."""
+    bases = [base for base in schema.__mro__ if issubclass(base, Section) and name in base.model_fields]
+    return next((" ".join(text.split()) for base in bases if (text := base.model_fields[name].description)), "")
 
 
 def type_in_words(field: FieldInfo) -> str:

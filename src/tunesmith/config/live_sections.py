@@ -38,7 +38,6 @@ class LiveRolloutSection(RolloutSection):
     completions_per_prompt: Annotated[int, Field(ge=2)] = 4
     """Completions of each prompt, in disjoint pairs of different ones."""
     max_new_tokens: PositiveInt = 24
-    """Limit of a completion, in tokens."""
 
 
 class OnlineDPOSection(DPOSection):
@@ -47,10 +46,7 @@ class OnlineDPOSection(DPOSection):
     beta: Positive = 0.2
     """Scale of the rewards, beta (log policy - log reference); IPO's tau, ORPO's lambda."""
     ties: Literal["drop", "half", "rao_kupper"] = "half"
-    """Ties: leave them out, count half a vote for each side, or model their probability (Rao and Kupper 1967, with
-    `sigmoid`)."""
     micro_batch_size: PositiveInt = 16
-    """Pairs in one forward and backward pass; gradients are accumulated."""
 
     @model_validator(mode="after")
     def _check_loss_of_pairs(self) -> "OnlineDPOSection":
@@ -63,7 +59,6 @@ class LivePPOSection(PPOSection):
     """PPO against a reward model trained on votes, without a critic."""
 
     lam: Fraction = 1.0
-    """Lambda of generalised advantage estimation."""
     critic: Literal["shared", "separate", "none"] = "none"
     """`none`: advantages are the returns (REINFORCE++)."""
 

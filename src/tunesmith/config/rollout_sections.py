@@ -77,7 +77,6 @@ class GRPORolloutSection(RolloutSection):
     """Sampling of groups of completions."""
 
     prompts_per_step: PositiveInt = 8
-    """Prompts of one training step."""
     completions_per_prompt: Annotated[int, Field(ge=2)] = 8
     """Completions of each prompt: the group that is their baseline."""
 
