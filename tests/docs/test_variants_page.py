@@ -10,7 +10,6 @@ import pytest
 
 from pages import ROOT
 from tunesmith.config.load import load_recipe, parse_overrides
-from tunesmith.trainers import grpo, ppo
 
 PAGE = ROOT / "docs" / "variants.md"
 PROMISED = ("PPO", "dual-clip PPO", "REINFORCE++", "REINFORCE++-baseline", "GRPO", "Dr. GRPO", "RLOO", "DAPO", "GSPO")
@@ -54,8 +53,7 @@ def test_the_settings_of_an_entry_load_and_train_two_steps(row: Row, tmp_path: P
     overrides = SMALL | {"run.dir": str(tmp_path)} | parse_overrides(row.trainer, shlex.split(row.flags)).values
     assert all(key.startswith(f"{row.trainer}.") for key in overrides.keys() - SMALL.keys() - {"run.dir"})
     recipe = load_recipe(row.trainer, overrides=overrides).recipe
-    trainer = {"ppo": ppo, "grpo": grpo}[row.trainer]
-    result = trainer.run(recipe, prompts=PROMPTS, progress=False)  # type: ignore[arg-type]
+    result = run(recipe, Inputs(prompts=PROMPTS), progress=False)
     assert len(result.metrics) == 2
     assert all(math.isfinite(value) for metrics in result.metrics for value in metrics.values())
     assert result.metrics[0]["updates"] >= 1

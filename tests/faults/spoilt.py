@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from jobs import EVERY, NUM_STEPS, noisy, the_run, train
-from recipes import PROMPTS, grpo_recipe, ppo_recipe, reward_recipe
+from recipes import PROMPTS, grpo_recipe, ppo_recipe, reward_recipe, training
 
 from tunesmith.core.errors import TunesmithError
 from tunesmith.models.optimizer import MasterAdamW, StepReport
@@ -66,7 +66,7 @@ def train_and(folder: Path, spoil: Spoil) -> Path:
         return noisy(completion_ids)
 
     scored.__name__ = noisy.__name__
-    return ppo.run(cfg, prompts=PROMPTS, rewards=[scored], progress=False).run_dir
+    return training(cfg, prompts=PROMPTS, rewards=[scored]).run_dir
 
 
 def train_on_a_small_disk(folder: Path, num_bytes: int, until: int) -> None:
@@ -176,7 +176,7 @@ def train_in_little_memory(folder: Path, num_bytes: int) -> None:
     ]
     size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (size + num_bytes, resource.RLIM_INFINITY))
-    reward.run(cfg, pairs=long, progress=False)
+    training(cfg, pairs=long)
 
 
 def train_poisoned(trainer: str, folder: Path, kind: str, calls: range, run: dict[str, Any]) -> None:
@@ -257,12 +257,12 @@ def train_until_told(folder: Path, waiting: Path, go: Path) -> None:
 
 def grpo_with(folder: Path, rewards: Sequence[Any], **sections: Any) -> Path:
     """Three steps of GRPO with other rewards."""
-    return grpo.run(grpo_recipe(folder, **sections), prompts=PROMPTS, rewards=rewards, progress=False).run_dir
+    return training(grpo_recipe(folder, **sections), prompts=PROMPTS, rewards=rewards).run_dir
 
 
 def ppo_with(folder: Path, rewards: Sequence[Any], **sections: Any) -> Path:
     """Three steps of PPO with other rewards."""
-    return ppo.run(ppo_recipe(folder, **sections), prompts=PROMPTS, rewards=rewards, progress=False).run_dir
+    return training(ppo_recipe(folder, **sections), prompts=PROMPTS, rewards=rewards).run_dir
 
 
 def train_while_the_clock_runs_back(trainer: str, folder: Path) -> None:

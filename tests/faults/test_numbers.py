@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 from jobs import TRAINERS, forked, go_on, noisy, outcome, the_run
-from recipes import reward_recipe
+from recipes import reward_recipe, training
 from spoilt import findings, grpo_with, ppo_with, rows_of, told, train_poisoned, train_with_broken_weights
 
 from tunesmith.core.errors import RewardError
 from tunesmith.runs.checkpoint import list_steps, load
 from tunesmith.schema.records import Pair, Prompt
-from tunesmith.trainers import reward
 
 Uninterrupted = Callable[[str], Mapping[str, object]]
 MATRIX = "layers.1.mlp.down_proj.weight"
@@ -138,7 +137,7 @@ def test_pairs_that_contradict_each_other_are_trained_on_with_finite_figures(tmp
     orders = ["ab", "ba", "bc", "ca", "ab", "cb"]
     pairs = [Pair(prompt, chosen=better * 3, rejected=worse * 3) for better, worse in orders]
     cfg = reward_recipe(tmp_path, reward_model={"num_epochs": 20}, pairs={"heldout_fraction": 0.0})
-    run_dir = reward.run(cfg, pairs=pairs, progress=False).run_dir
+    run_dir = training(cfg, pairs=pairs).run_dir
     for row in rows_of(run_dir):
         assert None not in row.values()
         assert row["refused_steps"] == 0

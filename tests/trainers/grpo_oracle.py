@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from recipes import Started
 
 from tunesmith.batch.rollout import Completion, Group
-from tunesmith.trainers import grpo
 
 Tensors = dict[str, torch.Tensor]
 
@@ -30,7 +30,7 @@ class Update:
 class Recorder:
     """Notes every update of a state's optimizer just before it is made."""
 
-    state: grpo.State
+    state: Started
     updates: list[Update] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -53,7 +53,7 @@ class Oracle:
     `reference` and `old` are models in float64: the frozen start, and the policy that drew the completions.
     """
 
-    state: grpo.State
+    state: Started
     groups: Sequence[Group]
     reward: Callable[[Completion], float | None]
     reference: Any

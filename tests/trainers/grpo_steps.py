@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 from grpo_oracle import Oracle, Recorder, double
-from recipes import PROMPTS
+from recipes import PROMPTS, Started, groups_of
 
 from tunesmith.config.schema import GRPORecipe
 from tunesmith.rewards.sources import RewardLike
-from tunesmith.trainers import grpo
+from tunesmith.trainers.api import StepResult
 
 
 def low_ids(completion_ids: Sequence[Sequence[int]], **_: object) -> list[float]:
@@ -21,11 +21,11 @@ def low_share(ids: Sequence[int]) -> float:
     return sum(token < 130 for token in ids) / len(ids)
 
 
-def build(cfg: GRPORecipe, *rewards: RewardLike) -> grpo.State:
-    return grpo.build(cfg, prompts=PROMPTS, rewards=rewards or [low_ids])
+def build(cfg: GRPORecipe, *rewards: RewardLike) -> Started:
+    return Started(cfg, prompts=PROMPTS, rewards=rewards or [low_ids])
 
 
-def moved_apart(state: grpo.State) -> None:
+def moved_apart(state: Started) -> None:
     """Move the policy away from its reference, so that the KL between them is not zero."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -33,20 +33,20 @@ def moved_apart(state: grpo.State) -> None:
             parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
 
 
-def weights_of(state: grpo.State) -> list[torch.Tensor]:
+def weights_of(state: Started) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in state.policy.module.parameters()]
 
 
-def checked_step(state: grpo.State, reward: Any, *, apart: bool = False) -> tuple[grpo.StepResult, Recorder]:
+def checked_step(state: Started, reward: Any, *, apart: bool = False) -> tuple[StepResult, Recorder]:
     """A step whose every gradient was found equal to that of the float64 oracle."""
     state.policy.module.generation_config.eos_token_id = list(range(3, 40))  # many, so that lengths differ
     reference = double(state.policy.module)
     if apart:
         moved_apart(state)
     old, recorder = double(state.policy.module), Recorder(state)
-    result = grpo.step(state, state.prompts.train, 0)
-    oracle = Oracle(state, result.groups, reward, reference, old)
-    lengths = {len(completion.token_ids) for group in result.groups for completion in group.completions}
+    result = state.step(state.data.train, 0)
+    oracle = Oracle(state, groups_of(result), reward, reference, old)
+    lengths = {len(completion.token_ids) for group in groups_of(result) for completion in group.completions}
     assert len(lengths) > 1, "with one length a mean over tokens would be one over completions"
     assert recorder.updates
     for update in recorder.updates:

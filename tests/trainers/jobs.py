@@ -13,11 +13,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from recipes import PROMPTS, demonstrations, dpo_recipe, grpo_recipe, pairs, ppo_recipe, reward_recipe, sft_recipe
+from recipes import (
+    PROMPTS,
+    demonstrations,
+    dpo_recipe,
+    grpo_recipe,
+    pairs,
+    ppo_recipe,
+    reward_recipe,
+    sft_recipe,
+    training,
+)
 
 from tunesmith.core.errors import TunesmithError
 from tunesmith.core.faults import VARIABLE
-from tunesmith.trainers import dpo, grpo, ppo, reward, sft
 from tunesmith.trainers.resume import Inputs, resume
 
 TRAINERS = ("sft", "reward", "dpo", "ppo", "grpo")
@@ -47,24 +56,24 @@ def train(
     heldout = {"heldout_fraction": 0.3}
     if trainer == "reward":
         cfg = reward_recipe(folder, model=model, run=section, pairs=heldout)
-        return reward.run(cfg, pairs=pairs(), progress=False).run_dir
+        return training(cfg, pairs=pairs()).run_dir
     if trainer == "sft":
         buckets = {"bucket_steps": 3, "micro_batch_tokens": 2000}
         cfg = sft_recipe(folder, model=model, run=section, demonstrations=heldout, sft=buckets)
-        return sft.run(cfg, demonstrations=demonstrations(), progress=False).run_dir
+        return training(cfg, demonstrations=demonstrations()).run_dir
     if trainer in ("dpo", *DPO_VARIANTS):
         cfg = dpo_recipe(folder, model=model, run=section, pairs=heldout, dpo=DPO_VARIANTS.get(trainer, {}))
-        return dpo.run(cfg, pairs=pairs(), progress=False).run_dir
+        return training(cfg, pairs=pairs()).run_dir
     if trainer == "ppo":
         kl = {"coef": 0.1, "target": 1.0, "horizon": 50}
         cfg = ppo_recipe(folder, model=model, run=section, prompts=heldout, ppo={"kl": kl}, alarms=ALARMS)
-        return ppo.run(cfg, prompts=PROMPTS, rewards=[noisy], progress=False).run_dir
+        return training(cfg, prompts=PROMPTS, rewards=[noisy]).run_dir
     grpo_section = {"num_minibatches": 2}
     measured = {"correct_at": 0.5}
     cfg = grpo_recipe(
         folder, model=model, run=section, prompts=heldout, grpo=grpo_section, evaluation=measured, alarms=ALARMS
     )
-    return grpo.run(cfg, prompts=PROMPTS, rewards=[noisy], progress=False).run_dir
+    return training(cfg, prompts=PROMPTS, rewards=[noisy]).run_dir
 
 
 def go_on(run_dir: Path, **overrides: Any) -> Path:
@@ -76,7 +85,7 @@ def go_on(run_dir: Path, **overrides: Any) -> Path:
     }
     algorithm = (run_dir / "recipe.yaml").read_text().partition("algorithm: ")[2].split()[0]
     inputs = known.get(algorithm, Inputs(prompts=PROMPTS, rewards=[noisy]))
-    return resume(run_dir, overrides=overrides, inputs=inputs, progress=False).run_dir
+    return resume(run_dir, overrides=overrides, inputs=inputs).run_dir
 
 
 def start(target: Any, *arguments: Any, fault: str = "") -> BaseProcess:
@@ -115,7 +124,7 @@ def outcome(run_dir: Path) -> Mapping[str, object]:
 
 def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([f"tunesmith.trainers.{name}" for name in (*TRAINERS, "resume")])
+    context.set_forkserver_preload(["tunesmith.trainers.resume"])
     return context
 
 

@@ -3,8 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-from tunesmith.config.schema import DPORecipe, GRPORecipe, PPORecipe, RewardRecipe, SFTRecipe
+from tunesmith.config.schema import AnyRecipe, DPORecipe, GRPORecipe, PPORecipe, RewardRecipe, SFTRecipe
 from tunesmith.schema.records import Pair, Prompt
+from tunesmith.trainers import setup
+from tunesmith.trainers.api import Inputs, StepResult
+from tunesmith.trainers.run import ALGORITHMS, run
+from tunesmith.trainers.setup import RunResult
 
 PROMPTS = ["The film", "A story", "Once more", "They said"]
 
@@ -92,3 +96,29 @@ def pairs(count: int = 48) -> list[Pair]:
 def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     both = {key: {**base[key], **over[key]} for key in base.keys() & over.keys() if isinstance(over[key], dict)}
     return {**base, **over, **both}
+
+
+class Started:
+    """A task and its learner before the first step; attributes of both, those of the learner first."""
+
+    def __init__(self, cfg: AnyRecipe, **inputs: Any) -> None:
+        self.cfg = cfg
+        self.task: Any = ALGORITHMS[cfg.algorithm](cfg, Inputs(**inputs), setup.prepare(cfg))
+        self.learner: Any = self.task.build()
+        self.identity = self.task.prepare(self.learner, False)
+
+    def step(self, batch: Any, index: int = 0) -> Any:
+        return self.learner.step(batch, index)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.learner if hasattr(self.learner, name) else self.task, name)
+
+
+def training(cfg: AnyRecipe, resume: Path | None = None, **inputs: Any) -> RunResult:
+    """A run without a progress bar."""
+    return run(cfg, Inputs(**inputs), progress=False, resume=resume)
+
+
+def groups_of(result: StepResult) -> Any:
+    """The groups that a step drew."""
+    return result.batch.args[0]  # type: ignore[attr-defined]

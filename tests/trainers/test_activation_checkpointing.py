@@ -6,9 +6,7 @@ from typing import Any
 import pytest
 import torch
 from jobs import outcome
-from recipes import PROMPTS, grpo_recipe, pairs, ppo_recipe, reward_recipe
-
-from tunesmith.trainers import grpo, ppo, reward
+from recipes import PROMPTS, grpo_recipe, pairs, ppo_recipe, reward_recipe, training
 
 RUNS = ("reward", "ppo", "ppo with a critic of its own", "grpo")
 STEPS = 2
@@ -20,13 +18,13 @@ def trained(kind: str, folder: Path, *, dtype: str, checkpointed: bool) -> Path:
     torch.manual_seed(0)
     if kind == "reward":
         cfg = reward_recipe(folder, model=model, run=run)
-        return reward.run(cfg, pairs=pairs(), progress=False).run_dir
+        return training(cfg, pairs=pairs()).run_dir
     if kind == "grpo":
         grpo_cfg = grpo_recipe(folder, model=model, run=run)
-        return grpo.run(grpo_cfg, prompts=PROMPTS, rewards=[unlike], progress=False).run_dir
+        return training(grpo_cfg, prompts=PROMPTS, rewards=[unlike]).run_dir
     critic = "separate" if "critic" in kind else "shared"
     ppo_cfg = ppo_recipe(folder, model=model, run=run, ppo={"critic": critic})
-    return ppo.run(ppo_cfg, prompts=PROMPTS, rewards=[unlike], progress=False).run_dir
+    return training(ppo_cfg, prompts=PROMPTS, rewards=[unlike]).run_dir
 
 
 def unlike(completion_ids: Any, **_: object) -> list[float]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from jobs import DPO_VARIANTS, forked, go_on, outcome, the_run, train
-from recipes import PROMPTS, dpo_recipe, pairs
+from recipes import PROMPTS, Started, dpo_recipe, pairs, training
 from transformers import AutoModelForCausalLM
 
 from tunesmith.core.errors import DataError, RunError
@@ -31,10 +31,9 @@ LOSSES: dict[str, dict[str, Any]] = {
 KILLED = -9
 
 
-def ready(cfg: Any, rows: Any = None) -> dpo.State:
+def ready(cfg: Any, rows: Any = None) -> Started:
     """A state whose reference is filled in."""
-    state = dpo.build(cfg, pairs=pairs() if rows is None else rows)
-    dpo.compute_reference(state)
+    state = Started(cfg, pairs=pairs() if rows is None else rows)
     return state
 
 
@@ -53,11 +52,11 @@ def judgements(count: int = 32) -> list[dict[str, object]]:
     ]
 
 
-def weights(state: dpo.State) -> torch.Tensor:
+def weights(state: Started) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in state.policy.module.parameters()])
 
 
-def gradient(state: dpo.State, count: int = 8) -> torch.Tensor:
+def gradient(state: Started, count: int = 8) -> torch.Tensor:
     """The gradient that a step hands to the optimizer."""
     found: list[torch.Tensor] = []
 
@@ -66,17 +65,17 @@ def gradient(state: dpo.State, count: int = 8) -> torch.Tensor:
         found.extend(p.grad.flatten().clone() for p in parameters if p.grad is not None)
         raise StopIteration
 
-    state.optimizer = copy.copy(state.optimizer)
+    state.learner.optimizer = copy.copy(state.optimizer)
     state.optimizer.step = keep  # type: ignore[method-assign, assignment]
     with pytest.raises(StopIteration):
-        dpo.step(state, state.data.train[:count])
+        state.step(state.data.train[:count])
     return torch.cat(found)
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_learns_what_was_preferred_on_prompts_it_has_not_seen(name: str, tmp_path: Path) -> None:
     cfg = dpo_recipe(tmp_path, pairs={"heldout_fraction": 0.25}, dpo={**LOSSES[name], "pairs_per_step": 12})
-    result = dpo.run(cfg, pairs=with_ties(), progress=False)
+    result = training(cfg, pairs=with_ties())
     assert result.summary["eval/rewards/accuracies"] == 1.0
     assert float(str(result.summary["eval/rewards/margins"])) > 0
     assert result.metrics[-1]["loss"] < result.metrics[0]["loss"]
@@ -85,7 +84,7 @@ def test_every_loss_learns_what_was_preferred_on_prompts_it_has_not_seen(name: s
 
 
 def test_before_the_first_step_nothing_is_preferred_and_the_loss_is_that_of_a_coin(tmp_path: Path) -> None:
-    metrics = dpo.step(ready(dpo_recipe(tmp_path)), ready(dpo_recipe(tmp_path)).data.train[:8]).metrics
+    metrics = ready(dpo_recipe(tmp_path)).step(ready(dpo_recipe(tmp_path)).data.train[:8]).metrics
     assert metrics["loss"] == pytest.approx(math.log(2), abs=1e-4)
     assert metrics["rewards/margins"] == pytest.approx(0, abs=1e-3)
     assert metrics["entropy"] > 0
@@ -105,7 +104,7 @@ def test_log_probs_and_rewards_are_those_of_plain_transformers(tmp_path: Path) -
         expected.append(sum(logp_SV[i - 1, ids[0, i]].item() for i in range(start, ids.shape[1])))
     assert state.reference_A is not None
     assert state.reference_A[list(unit.answers)].tolist() == pytest.approx(expected, abs=1e-4)
-    metrics = dpo.step(state, [unit]).metrics
+    metrics = state.step([unit]).metrics
     assert metrics["logps/chosen"] == pytest.approx(expected[0], abs=1e-4)
     assert metrics["logps/rejected"] == pytest.approx(expected[1], abs=1e-4)
     assert metrics["num_tokens"] == sum(len(state.data.answers[place].completion_ids) for place in unit.answers)
@@ -128,7 +127,7 @@ def test_a_live_reference_gives_the_gradient_of_a_precomputed_one(tmp_path: Path
         ]
         assert (states[0].reference is None, states[1].reference is None) == (False, True)
         for state in states:  # away from the start, where policy and reference differ
-            dpo.step(state, state.data.train[8:16])
+            state.step(state.data.train[8:16])
         live, precomputed = map(gradient, states)
         assert (live - precomputed).norm() <= 1e-3 * precomputed.norm()
 
@@ -143,14 +142,14 @@ def test_a_completion_that_stands_in_several_pairs_is_computed_once(tmp_path: Pa
     rows = [{"prompt": "p", "completions": ["aa", "bb", "cc", "dd"]}, {"prompt": "q", "chosen": "aa", "rejected": "bb"}]
     state = ready(dpo_recipe(tmp_path, pairs={"heldout_fraction": 0}, dpo={"micro_batch_size": 8}), rows)
     assert len(state.data.train) == 7
-    metrics = dpo.step(state, state.data.train).metrics
+    metrics = state.step(state.data.train).metrics
     assert metrics["num_tokens"] == sum(len(answer.completion_ids) for answer in state.data.answers)
     assert len(state.data.answers) == 6
 
 
 @pytest.mark.parametrize(("ties", "num_left"), [("drop", 36), ("half", 48), ("rao_kupper", 48)])
 def test_ties_are_dropped_or_kept_and_counted(ties: str, num_left: int, tmp_path: Path) -> None:
-    state = dpo.build(dpo_recipe(tmp_path, pairs={"heldout_fraction": 0}, dpo={"ties": ties}), pairs=with_ties())
+    state = Started(dpo_recipe(tmp_path, pairs={"heldout_fraction": 0}, dpo={"ties": ties}), pairs=with_ties())
     assert (len(state.data.train), state.data.num_ties) == (num_left, 12)
 
 
@@ -161,27 +160,27 @@ def test_ties_pull_the_two_sides_together(ties: str, tmp_path: Path) -> None:
     cfg = dpo_recipe(tmp_path, pairs={"heldout_fraction": 0}, dpo={"ties": ties, "beta": 1.0})
     state = ready(cfg, rows)
     for _ in range(3):
-        dpo.step(state, state.data.train[:1])
+        state.step(state.data.train[:1])
 
     def gap() -> float:
         reference_A = state.reference_A
         assert reference_A is not None
-        ratio_A = dpo.answer_logps(state, state.policy, range(len(state.data.answers))) - reference_A
+        ratio_A = state.learner.answer_logps(state.policy, range(len(state.data.answers))) - reference_A
         return sum((ratio_A[one.chosen] - ratio_A[one.rejected]).abs().item() for one in pairs_of(state))
 
     before = gap()
     for _ in range(2):
-        dpo.step(state, state.data.train[1:])
+        state.step(state.data.train[1:])
     assert gap() < before
 
 
-def pairs_of(state: dpo.State) -> list[AnswerPair]:
+def pairs_of(state: Started) -> list[AnswerPair]:
     return [unit for unit in state.data.train if isinstance(unit, AnswerPair)]
 
 
 def test_kto_learns_labelled_rows_and_reports_its_kl(tmp_path: Path) -> None:
     cfg = dpo_recipe(tmp_path, pairs={"heldout_fraction": 0.25}, dpo={"loss": "kto", "beta": 0.5, "num_epochs": 6})
-    result = dpo.run(cfg, pairs=judgements(), progress=False)
+    result = training(cfg, pairs=judgements())
     assert result.summary["eval/rewards/accuracies"] == 1.0
     assert result.metrics[0]["kl"] == pytest.approx(0, abs=1e-3)
     assert result.metrics[-1]["kl"] >= 0
@@ -190,15 +189,15 @@ def test_kto_learns_labelled_rows_and_reports_its_kl(tmp_path: Path) -> None:
 
 def test_the_kl_of_kto_is_that_of_mismatched_completions_of_the_whole_step(tmp_path: Path) -> None:
     state = ready(dpo_recipe(tmp_path, dpo={"loss": "kto"}))
-    dpo.step(state, state.data.train[8:16])
+    state.step(state.data.train[8:16])
     units = [unit for unit in state.data.train[:8] if isinstance(unit, AnswerLabel)]
     answers = state.data.answers
     assert all(answers[one.mismatched].prompt_ids == answers[one.answer].prompt_ids for one in units)
     assert all(answers[one.mismatched].completion_ids != () for one in units)
     places = [one.mismatched for one in units]
     assert state.reference_A is not None
-    ratio = (dpo.answer_logps(state, state.policy, places) - state.reference_A)[places].mean().item()
-    assert dpo.step(state, units).metrics["kl"] == pytest.approx(max(0.0, ratio), abs=1e-5)
+    ratio = (state.learner.answer_logps(state.policy, places) - state.reference_A)[places].mean().item()
+    assert state.step(units).metrics["kl"] == pytest.approx(max(0.0, ratio), abs=1e-5)
 
 
 def test_kto_on_one_prompt_is_refused_and_unequal_weights_are_warned_of(
@@ -206,22 +205,22 @@ def test_kto_on_one_prompt_is_refused_and_unequal_weights_are_warned_of(
 ) -> None:
     rows = [{"prompt": "p", "completion": text, "label": True} for text in ("a", "b")]
     with pytest.raises(DataError, match="rows of two prompts or more"):
-        dpo.build(dpo_recipe(tmp_path, dpo={"loss": "kto"}), pairs=rows)
-    dpo.build(dpo_recipe(tmp_path, dpo={"loss": "kto"}, pairs={"heldout_fraction": 0}), pairs=judgements(30))
+        Started(dpo_recipe(tmp_path, dpo={"loss": "kto"}), pairs=rows)
+    Started(dpo_recipe(tmp_path, dpo={"loss": "kto"}, pairs={"heldout_fraction": 0}), pairs=judgements(30))
     assert "wanted and unwanted completions weigh 10 and 20" in caplog.text
     caplog.clear()
     cfg = dpo_recipe(tmp_path, dpo={"loss": "kto", "desirable_weight": 2.0}, pairs={"heldout_fraction": 0})
-    dpo.build(cfg, pairs=judgements(30))
+    Started(cfg, pairs=judgements(30))
     assert "weigh" not in caplog.text
 
 
 def test_single_judgements_are_refused_by_losses_of_pairs(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no column `chosen`"):
-        dpo.build(dpo_recipe(tmp_path), pairs=judgements())
+        Started(dpo_recipe(tmp_path), pairs=judgements())
     with pytest.raises(DataError, match="single judgements are for the loss kto"):
-        dpo.build(dpo_recipe(tmp_path), pairs=[Judgement(Prompt("0", "p"), "a", True)])
+        Started(dpo_recipe(tmp_path), pairs=[Judgement(Prompt("0", "p"), "a", True)])
     with pytest.raises(DataError, match="no pairs are left"):
-        dpo.run(dpo_recipe(tmp_path), pairs=[], progress=False)
+        training(dpo_recipe(tmp_path), pairs=[])
     assert not (tmp_path / "runs").exists()
 
 
@@ -237,15 +236,15 @@ def test_conversations_are_learnt_behind_the_opening_of_the_assistants_turn(tmp_
     ]
     state = ready(dpo_recipe(tmp_path, pairs={"heldout_fraction": 0}), rows)
     assert len({answer.prompt_ids for answer in state.data.answers}) == 1
-    (row, *_) = dpo.batch_rows(state, state.data.train)
+    (row, *_) = state.learner.batch_rows(state.data.train)
     assert str(row["chosen"]).startswith("good 0") and str(row["prompt"]).strip().endswith("assistant")
-    assert math.isfinite(dpo.step(state, state.data.train).metrics["loss"])
+    assert math.isfinite(state.step(state.data.train).metrics["loss"])
 
 
 def test_the_final_folder_is_read_by_transformers_with_the_trained_weights(tmp_path: Path) -> None:
-    result = dpo.run(dpo_recipe(tmp_path, run={"steps": 2}), pairs=pairs(), progress=False)
+    result = training(dpo_recipe(tmp_path, run={"steps": 2}), pairs=pairs())
     plain = AutoModelForCausalLM.from_pretrained(result.run_dir / "final", dtype=torch.float32)
-    start = dpo.build(dpo_recipe(tmp_path), pairs=pairs()).policy.module
+    start = Started(dpo_recipe(tmp_path), pairs=pairs()).policy.module
     change = sum((a - b).abs().sum().item() for a, b in zip(plain.parameters(), start.parameters(), strict=True))
     assert change > 0
     assert result.generate("The film", max_new_tokens=4)
@@ -253,7 +252,7 @@ def test_the_final_folder_is_read_by_transformers_with_the_trained_weights(tmp_p
 
 def test_a_refused_step_shows_the_pairs(tmp_path: Path) -> None:
     state = ready(dpo_recipe(tmp_path))
-    (row,) = dpo.batch_rows(state, state.data.train[:1])
+    (row,) = state.learner.batch_rows(state.data.train[:1])
     assert set(row) == {"id", "prompt", "chosen", "rejected", "tie"}
     assert json.dumps(row)
 
@@ -273,7 +272,7 @@ def test_other_log_probs_of_the_reference_are_refused_on_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir = train("dpo", tmp_path, steps=2)
-    true_logps = dpo.answer_logps
-    monkeypatch.setattr(dpo, "answer_logps", lambda *arguments: true_logps(*arguments) + 1e-3)
+    true_logps = dpo.DPO.answer_logps
+    monkeypatch.setattr(dpo.DPO, "answer_logps", lambda *arguments: true_logps(*arguments) + 1e-3)
     with pytest.raises(RunError, match="the log-probs of the reference"):
         go_on(run_dir, **{"run.steps": 4})

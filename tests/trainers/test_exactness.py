@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from recipes import PROMPTS, grpo_recipe, ppo_recipe
+from recipes import PROMPTS, Started, grpo_recipe, ppo_recipe, training
 
 from tunesmith.config.schema import GRPORecipe, PPORecipe
 from tunesmith.trainers import grpo, ppo
@@ -22,7 +22,7 @@ def spread(completions: Sequence[str], **_: object) -> list[float]:
 
 def differences(trainer: Any, cfg: PPORecipe | GRPORecipe, prompts: Sequence[str] = PROMPTS) -> list[dict[str, float]]:
     """Metrics of each step of a run."""
-    return list(trainer.run(cfg, prompts=list(prompts), rewards=[spread], progress=False).metrics)
+    return list(training(cfg, prompts=list(prompts), rewards=[spread]).metrics)
 
 
 @needs_bf16
@@ -59,7 +59,7 @@ def test_the_first_ratio_is_exactly_one(trainer: Any, recipe: Any, tmp_path: Pat
 
 def num_policy_passes(cfg: PPORecipe) -> int:
     """How often a step asks the policy for log-probs."""
-    state = ppo.build(cfg, prompts=PROMPTS * 16, rewards=[spread])
+    state = Started(cfg, prompts=PROMPTS * 16, rewards=[spread])
     passes: list[int] = []
     original = ppo.token_logps
 
@@ -69,7 +69,7 @@ def num_policy_passes(cfg: PPORecipe) -> int:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ppo, "token_logps", counted)
-        ppo.step(state, state.prompts.train, 0)
+        state.step(state.data.train, 0)
     return len(passes)
 
 

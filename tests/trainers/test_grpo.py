@@ -11,7 +11,7 @@ import pytest
 import torch
 from grpo_oracle import Recorder
 from grpo_steps import build, checked_step, low_ids, low_share, weights_of
-from recipes import PROMPTS, grpo_recipe
+from recipes import PROMPTS, groups_of, grpo_recipe, training
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tunesmith.batch.rollout import Completion
@@ -21,7 +21,6 @@ from tunesmith.core.errors import InputError, TrainingError
 from tunesmith.core.trace import trace
 from tunesmith.rewards.sources import RewardLike
 from tunesmith.runs.folder import read_jsonl
-from tunesmith.trainers import grpo
 
 
 def constant(completions: Sequence[str], **_: object) -> list[float]:
@@ -30,7 +29,7 @@ def constant(completions: Sequence[str], **_: object) -> list[float]:
 
 
 def run(cfg: GRPORecipe, reward: RewardLike = low_ids) -> Any:
-    return grpo.run(cfg, prompts=PROMPTS, rewards=[reward], progress=False)
+    return training(cfg, prompts=PROMPTS, rewards=[reward])
 
 
 def digest(result: Any) -> str:
@@ -107,7 +106,7 @@ def test_a_kl_in_the_reward_is_subtracted_before_groups_are_compared(tmp_path: P
     result, _ = checked_step(state, lambda completion: low_share(completion.token_ids), apart=True)
     assert abs(result.metrics["objective/kl"]) > 0.01
     assert result.metrics["reward"] == pytest.approx(
-        sum(low_share(c.token_ids) for group in result.groups for c in group.completions) / 16
+        sum(low_share(c.token_ids) for group in groups_of(result) for c in group.completions) / 16
     ), "the reward is shown without the penalty"
 
 
@@ -117,7 +116,7 @@ def test_a_single_update_equals_the_first_of_several_and_needs_no_pass_of_the_ol
         state = build(grpo_recipe(tmp_path, grpo={"num_epochs": num_epochs, "kl": {"coef": 0.0}}))
         recorders.append(Recorder(state))
         with trace() as times:
-            result = grpo.step(state, state.prompts.train, 0)
+            result = state.step(state.data.train, 0)
         stages.append(set(times.metrics()))
         assert result.metrics["updates"] == num_epochs
     single, several = (recorder.updates[0].gradients for recorder in recorders)
@@ -131,7 +130,7 @@ def test_a_single_update_equals_the_first_of_several_and_needs_no_pass_of_the_ol
 def test_micro_batches_do_not_change_the_update(tmp_path: Path, micro_batch_size: int) -> None:
     def updated(size: int) -> torch.Tensor:
         state = build(grpo_recipe(tmp_path, grpo={"micro_batch_size": size, "num_minibatches": 2}))
-        grpo.step(state, state.prompts.train, 0)
+        state.step(state.data.train, 0)
         return torch.cat([parameter.flatten() for parameter in weights_of(state)])
 
     # Adam's first step has the size of the learning rate whatever the gradient's, so rounding shows only where it is
@@ -151,25 +150,27 @@ def test_groups_of_equal_rewards_are_left_out_and_counted(tmp_path: Path) -> Non
     def reward(completion: Completion) -> float:
         return 0.1 if completion.token_ids in films else low_share(completion.token_ids)
 
-    draw = state.engine.generate
+    draw = state.rollouts.engine.generate
 
     def noting(*arguments: Any, **options: Any) -> Any:
         groups = draw(*arguments, **options)
         films.update(c.token_ids for group in groups if group.prompt.content == "The film" for c in group.completions)
         return groups
 
-    state.engine.generate = noting  # type: ignore[method-assign]
+    state.rollouts.engine.generate = noting  # type: ignore[method-assign]
     result, _ = checked_step(state, reward)
     assert films
     assert result.metrics["groups/num_dropped"] == 1.0
     assert result.metrics["frac_reward_zero_std"] == 0.25
-    assert result.metrics["num_tokens"] == sum(len(c.token_ids) for group in result.groups for c in group.completions)
+    assert result.metrics["num_tokens"] == sum(
+        len(c.token_ids) for group in groups_of(result) for c in group.completions
+    )
 
 
 def test_if_no_group_varies_the_weights_stay_and_the_metrics_say_so(tmp_path: Path) -> None:
     state = build(grpo_recipe(tmp_path), constant)
     before, version = weights_of(state), state.optimizer.weight_version
-    result = grpo.step(state, state.prompts.train, 0)
+    result = state.step(state.data.train, 0)
     assert all(torch.equal(a, b) for a, b in zip(before, weights_of(state), strict=True))
     assert state.optimizer.weight_version == version
     assert result.report is None
@@ -202,18 +203,18 @@ def dropping(tmp_path: Path, condition: str) -> RewardSource:
 def test_a_dropped_completion_takes_no_part_in_the_gradient(tmp_path: Path) -> None:
     state = build(grpo_recipe(tmp_path), dropping(tmp_path, "sum(ids) % 3 == 0"))
     result, _ = checked_step(state, lambda c: None if sum(c.token_ids) % 3 == 0 else low_share(c.token_ids))
-    dropped = [sum(c.token_ids) % 3 == 0 for group in result.groups for c in group.completions]
+    dropped = [sum(c.token_ids) % 3 == 0 for group in groups_of(result) for c in group.completions]
     assert 0 < sum(dropped) < len(dropped)
     assert result.metrics["rewards/num_dropped"] == sum(dropped)
 
 
 def test_a_group_with_one_completion_left_teaches_nothing(tmp_path: Path) -> None:
     first = build(grpo_recipe(tmp_path))
-    drawn = grpo.step(first, first.prompts.train, 0).groups
+    drawn = first.step(first.prompts.train, 0).groups
     kept = {group.completions[0].token_ids for group in drawn}
     state = build(grpo_recipe(tmp_path), dropping(tmp_path, f"tuple(ids) not in {kept!r}"))
     before = weights_of(state)
-    result = grpo.step(state, state.prompts.train, 0)
+    result = state.step(state.data.train, 0)
     assert result.metrics["rewards/num_dropped"] == 12.0
     assert result.metrics["updates"] == 0.0
     assert all(torch.equal(a, b) for a, b in zip(before, weights_of(state), strict=True))
@@ -260,7 +261,7 @@ def test_steps_that_are_not_finite_are_refused_and_reported(tmp_path: Path) -> N
     state = build(grpo_recipe(tmp_path))
     before = weights_of(state)
     handle = state.policy.module.model.layers[1].mlp.down_proj.weight.register_hook(lambda grad: grad * float("nan"))
-    result = grpo.step(state, state.prompts.train, 0)
+    result = state.step(state.data.train, 0)
     handle.remove()
     assert result.metrics["refused_steps"] == 1.0
     assert result.report is not None
@@ -304,7 +305,7 @@ def test_accuracy_is_measured_before_and_after_on_held_out_sums(tmp_path: Path) 
         evaluation={"correct_at": 1.0, "num_prompts": 5, "completions_per_prompt": 2},
         run={"steps": 1},
     )
-    facts = json.loads((grpo.run(cfg, progress=False).run_dir / "result.json").read_text())
+    facts = json.loads((training(cfg).run_dir / "result.json").read_text())
     keys = ("accuracy_before", "accuracy_after", "greedy_before", "greedy_after", "p_value", "minutes")
     assert all(math.isfinite(facts[key]) and facts[key] >= 0 for key in keys)
     assert facts["num_heldout"] == 5

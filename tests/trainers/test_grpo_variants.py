@@ -8,10 +8,9 @@ import pytest
 import torch
 from grpo_oracle import Recorder
 from grpo_steps import build, checked_step, low_ids, low_share, weights_of
-from recipes import PROMPTS, grpo_recipe
+from recipes import PROMPTS, groups_of, grpo_recipe
 
 from tunesmith.config.rollout_sections import RewardSource
-from tunesmith.trainers import grpo
 
 
 @pytest.mark.parametrize(
@@ -47,7 +46,7 @@ def test_rewards_compared_one_by_one_weigh_alike_whatever_their_size(tmp_path: P
         state = build(grpo_recipe(tmp_path, grpo=grpo_section), *sources)
         state.policy.module.generation_config.eos_token_id = list(range(3, 40))
         recorder = Recorder(state)
-        grpo.step(state, state.prompts.train, 0)
+        state.step(state.data.train, 0)
         gradients.append(recorder.updates[0].gradients)
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient, atol=1e-4, rtol=1e-2)
@@ -66,9 +65,9 @@ def flat_unless(*texts: str) -> Any:
 def test_dynamic_sampling_asks_further_prompts_until_enough_groups_teach_something(tmp_path: Path) -> None:
     teaching = PROMPTS[2:]
     state = build(grpo_recipe(tmp_path, grpo={"dynamic_sampling": 1}), flat_unless(*teaching))  # both at once
-    asked = [prompt for prompt in state.prompts.train if prompt.content not in teaching]
-    result = grpo.step(state, asked, 0)
-    drawn = [str(group.prompt.content) for group in result.groups]
+    asked = [prompt for prompt in state.data.train if prompt.content not in teaching]
+    result = state.step(asked, 0)
+    drawn = [str(group.prompt.content) for group in groups_of(result)]
     assert drawn[:2] == [prompt.content for prompt in asked]
     assert sorted(drawn[2:]) == sorted(teaching)
     assert result.metrics["groups/num_drawn"] == 4.0
@@ -79,8 +78,8 @@ def test_dynamic_sampling_asks_further_prompts_until_enough_groups_teach_somethi
 def test_dynamic_sampling_ends_at_its_limit_and_when_all_prompts_were_asked(tmp_path: Path) -> None:
     for limit, expected in ((1, 3), (9, 4)):
         state = build(grpo_recipe(tmp_path, grpo={"dynamic_sampling": limit}), flat_unless())
-        result = grpo.step(state, state.prompts.train[:1], 0)
-        drawn = [group.prompt.id for group in result.groups]
+        result = state.step(state.data.train[:1], 0)
+        drawn = [group.prompt.id for group in groups_of(result)]
         assert len(drawn) == len(set(drawn)) == min(expected, 1 + limit)
         assert result.metrics["updates"] == 0.0
 
@@ -89,7 +88,7 @@ def test_dynamic_sampling_is_a_pure_function_of_seed_and_step(tmp_path: Path) ->
     def drawn(index: int, seed: int = 0) -> list[tuple[str, tuple[int, ...]]]:
         cfg = grpo_recipe(tmp_path, grpo={"dynamic_sampling": 2}, run={"seed": seed})
         state = build(cfg, flat_unless(PROMPTS[3]))
-        groups = grpo.step(state, state.prompts.train[:1], index).groups
+        groups = state.step(state.data.train[:1], index).groups
         return [(group.prompt.id, completion.token_ids) for group in groups for completion in group.completions]
 
     assert drawn(5) == drawn(5)
@@ -101,7 +100,7 @@ def test_truncated_completions_are_compared_but_not_learnt_from(tmp_path: Path) 
     state = build(cfg)
     before = weights_of(state)
     state.policy.module.generation_config.eos_token_id = []
-    result = grpo.step(state, state.prompts.train, 0)
+    result = state.step(state.data.train, 0)
     assert result.metrics["completions/clipped_ratio"] == 1.0
     assert result.metrics["updates"] == 0.0
     assert all(torch.equal(a, b) for a, b in zip(before, weights_of(state), strict=True))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from jobs import train
-from recipes import PROMPTS, grpo_recipe, ppo_recipe
+from recipes import PROMPTS, grpo_recipe, ppo_recipe, training
 from safetensors.torch import load_file
 from test_exactness import needs_bf16, spread
 
@@ -19,7 +19,6 @@ from tunesmith.models.load import load_policy
 from tunesmith.rollout.native_engine import NativeEngine
 from tunesmith.rollout.runner import Packer
 from tunesmith.schema.records import Prompt
-from tunesmith.trainers import grpo, ppo
 
 
 def model(family: str = "llama", dtype: str = "bfloat16", **lora: Any) -> dict[str, Any]:
@@ -32,7 +31,7 @@ def model(family: str = "llama", dtype: str = "bfloat16", **lora: Any) -> dict[s
 def test_with_adapters_there_is_no_difference_at_all(family: str, use_dora: bool, tmp_path: Path) -> None:
     section = model(family, use_dora=use_dora)
     cfg = grpo_recipe(tmp_path, model=section, run={"steps": 5}, grpo={"num_epochs": 2})
-    rows = grpo.run(cfg, prompts=PROMPTS, rewards=[spread], progress=False).metrics
+    rows = training(cfg, prompts=PROMPTS, rewards=[spread]).metrics
     assert [row["rollout/logp_diff_max"] for row in rows] == [0.0] * 5
     assert rows[0]["grad_norm"] > 0
 
@@ -44,13 +43,13 @@ def test_with_adapters_there_is_no_difference_at_all(family: str, use_dora: bool
 )
 def test_nor_with_odd_ranks_scales_and_targets(lora: dict[str, Any], critic: str, tmp_path: Path) -> None:
     cfg = ppo_recipe(tmp_path, model=model("qwen2", **lora), run={"steps": 5}, ppo={"critic": critic})
-    rows = ppo.run(cfg, prompts=PROMPTS, rewards=[spread], progress=False).metrics
+    rows = training(cfg, prompts=PROMPTS, rewards=[spread]).metrics
     assert [row["rollout/logp_diff_max"] for row in rows] == [0.0] * 5
 
 
 @needs_bf16
 def test_the_first_step_has_no_kl_and_later_ones_have(tmp_path: Path) -> None:
-    rows = grpo.run(grpo_recipe(tmp_path, model=model()), prompts=PROMPTS, rewards=[spread], progress=False).metrics
+    rows = training(grpo_recipe(tmp_path, model=model()), prompts=PROMPTS, rewards=[spread]).metrics
     assert rows[0]["kl"] == 0.0
     assert rows[-1]["kl"] != 0.0
 
@@ -69,7 +68,7 @@ def test_the_base_is_packed_once_and_adapters_follow(
 
     monkeypatch.setattr(Packer, "pack", counted)
     cfg = grpo_recipe(tmp_path, model=model(), rollout={"unload_during_update": unload}, run={"steps": 4})
-    rows = grpo.run(cfg, prompts=PROMPTS, rewards=[spread], progress=False).metrics
+    rows = training(cfg, prompts=PROMPTS, rewards=[spread]).metrics
     assert [row["rollout/logp_diff_max"] for row in rows] == [0.0] * 4
     assert len(packed) == 2 * 4 + 1  # four projections in each of two layers, and the output layer
 
@@ -104,7 +103,7 @@ def test_checkpoints_hold_adapters_and_heads_alone(trainer: str, head: str | Non
 def test_a_second_run_goes_on_with_the_adapters_of_the_first(tmp_path: Path) -> None:
     first = train("grpo", tmp_path / "first", "bfloat16", {"rank": 4}, steps=4)
     cfg = grpo_recipe(tmp_path, model={"name": str(first), "dtype": "bfloat16"})
-    result = grpo.run(cfg, prompts=PROMPTS, rewards=[spread], progress=False)
+    result = training(cfg, prompts=PROMPTS, rewards=[spread])
     assert [row["rollout/logp_diff_max"] for row in result.metrics] == [0.0] * 3
     assert result.metrics[0]["kl"] == 0.0  # the reference has the adapters of the first run
     base = json.loads((result.run_dir / "final" / "base.json").read_text())

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from recipes import PROMPTS, grpo_recipe, ppo_recipe
+from recipes import PROMPTS, Started, grpo_recipe, ppo_recipe
 
-from tunesmith.trainers import grpo, ppo, rollouts
+from tunesmith.trainers import grpo, ppo
 
 
 @pytest.mark.parametrize("trainer", [grpo, ppo])
@@ -19,9 +19,9 @@ def test_a_step_whose_logits_do_not_fit_learns_the_same(
     for chunk_bytes in (2**26, 2**12):
         monkeypatch.setattr("tunesmith.kernels.logprob.head.CPU_CHUNK_BYTES", chunk_bytes)
         recipe = {grpo: grpo_recipe, ppo: ppo_recipe}[trainer]
-        state = trainer.build(recipe(tmp_path, run={"steps": 1}), prompts=PROMPTS, rewards=[low_ids])
-        asked = rollouts.prompts_of_step(state.cfg, state.prompts.train, 0)
-        result = trainer.step(state, asked, 0)
+        state = Started(recipe(tmp_path, run={"steps": 1}), prompts=PROMPTS, rewards=[low_ids])
+        asked = state.batch(0)
+        result = state.step(asked, 0)
         found.append((result.metrics, list(state.policy.module.parameters())))
     (whole, weights), (chunked, others) = found
     assert chunked["entropy"] == pytest.approx(whole["entropy"], rel=1e-5)

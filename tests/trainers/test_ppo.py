@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from recipes import PROMPTS, ppo_recipe
+from recipes import PROMPTS, Started, groups_of, ppo_recipe, training
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tunesmith.config.rollout_sections import RewardSource
 from tunesmith.core.errors import InputError, TrainingError
 from tunesmith.runs.checkpoint import list_steps, load
 from tunesmith.runs.folder import read_jsonl
-from tunesmith.trainers import ppo
 
 NAMES = (
     *("reward", "reward_std", "rewards/low_ids/mean", "objective/kl", "policy/approxkl_avg", "entropy", "lr"),
@@ -38,8 +37,8 @@ def _weights(run_dir: Path) -> str:
 
 def test_the_same_seed_gives_the_same_weights_metrics_and_tokens(tmp_path: Path) -> None:
     cfg = ppo_recipe(tmp_path)
-    first = ppo.run(cfg, prompts=PROMPTS, rewards=[low_ids], progress=False)
-    again = ppo.run(cfg, prompts=PROMPTS, rewards=[low_ids], progress=False)
+    first = training(cfg, prompts=PROMPTS, rewards=[low_ids])
+    again = training(cfg, prompts=PROMPTS, rewards=[low_ids])
     assert _weights(first.run_dir) == _weights(again.run_dir)
     assert (first.run_dir / "samples.jsonl").read_text() == (again.run_dir / "samples.jsonl").read_text()
     changing = ("time/", "memory/", "tokens_per_s")
@@ -48,8 +47,8 @@ def test_the_same_seed_gives_the_same_weights_metrics_and_tokens(tmp_path: Path)
 
 
 def test_another_seed_gives_other_weights(tmp_path: Path) -> None:
-    first = ppo.run(ppo_recipe(tmp_path), prompts=PROMPTS, rewards=[low_ids], progress=False)
-    other = ppo.run(ppo_recipe(tmp_path, run={"seed": 1}), prompts=PROMPTS, rewards=[low_ids], progress=False)
+    first = training(ppo_recipe(tmp_path), prompts=PROMPTS, rewards=[low_ids])
+    other = training(ppo_recipe(tmp_path, run={"seed": 1}), prompts=PROMPTS, rewards=[low_ids])
     assert _weights(first.run_dir) != _weights(other.run_dir)
 
 
@@ -61,16 +60,14 @@ def test_the_reward_rises_while_the_kl_stays_bounded(tmp_path: Path) -> None:
         optimizer={"learning_rate": 5e-3},
         run={"steps": 30},
     )
-    result = ppo.run(cfg, prompts=PROMPTS, rewards=[low_ids], progress=False)
+    result = training(cfg, prompts=PROMPTS, rewards=[low_ids])
     rewards = [row["reward"] for row in result.metrics]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2
     assert math.isfinite(result.metrics[-1]["objective/kl"])
 
 
 def test_a_run_leaves_a_folder_that_plain_transformers_loads(tmp_path: Path) -> None:
-    result = ppo.run(
-        ppo_recipe(tmp_path, run={"checkpoint_every": 2}), prompts=PROMPTS, rewards=[low_ids], progress=False
-    )
+    result = training(ppo_recipe(tmp_path, run={"checkpoint_every": 2}), prompts=PROMPTS, rewards=[low_ids])
     model = AutoModelForCausalLM.from_pretrained(result.run_dir / "final")
     tokenizer = AutoTokenizer.from_pretrained(result.run_dir / "final")
     ids = tokenizer("The film", return_tensors="pt").input_ids
@@ -88,7 +85,7 @@ def test_a_run_leaves_a_folder_that_plain_transformers_loads(tmp_path: Path) -> 
 
 
 def test_metrics_have_the_field_s_names_and_stages_sum_to_the_step(tmp_path: Path) -> None:
-    result = ppo.run(ppo_recipe(tmp_path), prompts=PROMPTS, rewards=[low_ids], progress=False)
+    result = training(ppo_recipe(tmp_path), prompts=PROMPTS, rewards=[low_ids])
     row = result.metrics[0]
     for name in NAMES:
         assert math.isfinite(row[name]), name
@@ -99,18 +96,18 @@ def test_metrics_have_the_field_s_names_and_stages_sum_to_the_step(tmp_path: Pat
 
 
 def test_without_kl_there_is_no_reference_model(tmp_path: Path) -> None:
-    state = ppo.build(ppo_recipe(tmp_path, ppo={"kl": {"coef": 0.0}}), prompts=PROMPTS, rewards=[low_ids])
+    state = Started(ppo_recipe(tmp_path, ppo={"kl": {"coef": 0.0}}), prompts=PROMPTS, rewards=[low_ids])
     assert state.reference is None
-    result = ppo.step(state, state.prompts.train, 0)
+    result = state.step(state.data.train, 0)
     assert result.metrics["objective/kl"] == 0.0
     assert "time/reference_s" not in result.metrics
 
 
 def test_the_reference_does_not_move_with_the_policy(tmp_path: Path) -> None:
-    state = ppo.build(ppo_recipe(tmp_path), prompts=PROMPTS, rewards=[low_ids])
+    state = Started(ppo_recipe(tmp_path), prompts=PROMPTS, rewards=[low_ids])
     assert state.reference is not None
     before = [parameter.clone() for parameter in state.reference.module.parameters()]
-    ppo.step(state, state.prompts.train, 0)
+    state.step(state.data.train, 0)
     assert all(torch.equal(a, b) for a, b in zip(before, state.reference.module.parameters(), strict=True))
     assert any(not torch.equal(a, b) for a, b in zip(before, state.policy.module.parameters(), strict=True))
 
@@ -119,8 +116,8 @@ def test_the_reference_does_not_move_with_the_policy(tmp_path: Path) -> None:
 def test_micro_batches_do_not_change_the_update(tmp_path: Path, micro_batch_size: int) -> None:
     def updated(size: int) -> torch.Tensor:
         cfg = ppo_recipe(tmp_path, ppo={"num_epochs": 1, "num_minibatches": 1, "micro_batch_size": size})
-        state = ppo.build(cfg, prompts=PROMPTS, rewards=[low_ids])
-        ppo.step(state, state.prompts.train, 0)
+        state = Started(cfg, prompts=PROMPTS, rewards=[low_ids])
+        state.step(state.data.train, 0)
         return torch.cat([parameter.detach().flatten() for parameter in state.policy.module.parameters()])
 
     # Adam's first step has the size of the learning rate whatever the gradient's, so rounding shows only where it is
@@ -139,7 +136,7 @@ def test_micro_batches_do_not_change_the_update(tmp_path: Path, micro_batch_size
     ],
 )
 def test_every_variant_trains_with_finite_figures(tmp_path: Path, options: dict[str, object]) -> None:
-    result = ppo.run(ppo_recipe(tmp_path, ppo=options), prompts=PROMPTS, rewards=[low_ids], progress=False)
+    result = training(ppo_recipe(tmp_path, ppo=options), prompts=PROMPTS, rewards=[low_ids])
     assert all(math.isfinite(value) for row in result.metrics for value in row.values())
 
 
@@ -147,15 +144,15 @@ def test_updates_stop_early_once_the_kl_to_the_rollout_policy_is_too_large(tmp_p
     cfg = ppo_recipe(
         tmp_path, ppo={"num_epochs": 50, "target_kl": 1e-4}, optimizer={"learning_rate": 1e-2}, run={"steps": 1}
     )
-    result = ppo.run(cfg, prompts=PROMPTS, rewards=[low_ids], progress=False)
+    result = training(cfg, prompts=PROMPTS, rewards=[low_ids])
     assert result.metrics[0]["policy/stopped_early"] == 1.0
     assert result.metrics[0]["updates"] < 100
 
 
 def test_only_the_top_layers_move_when_the_rest_is_frozen(tmp_path: Path) -> None:
-    state = ppo.build(ppo_recipe(tmp_path, model={"num_trainable_layers": 1}), prompts=PROMPTS, rewards=[low_ids])
+    state = Started(ppo_recipe(tmp_path, model={"num_trainable_layers": 1}), prompts=PROMPTS, rewards=[low_ids])
     before = {name: parameter.clone() for name, parameter in state.policy.module.named_parameters()}
-    ppo.step(state, state.prompts.train, 0)
+    state.step(state.data.train, 0)
     named = dict(state.policy.module.named_parameters())
     moved = {name for name, parameter in named.items() if not torch.equal(parameter, before[name])}
     assert moved
@@ -164,10 +161,10 @@ def test_only_the_top_layers_move_when_the_rest_is_frozen(tmp_path: Path) -> Non
 
 def test_a_gradient_that_is_not_finite_is_refused_and_its_parameter_named(tmp_path: Path) -> None:
     cfg = ppo_recipe(tmp_path, ppo={"num_epochs": 1})
-    state = ppo.build(cfg, prompts=PROMPTS, rewards=[low_ids])
+    state = Started(cfg, prompts=PROMPTS, rewards=[low_ids])
     before = [parameter.clone() for parameter in state.policy.module.parameters()]
     handle = state.policy.module.model.layers[1].mlp.down_proj.weight.register_hook(lambda grad: grad * float("nan"))
-    result = ppo.step(state, state.prompts.train, 0)
+    result = state.step(state.data.train, 0)
     handle.remove()
     assert result.metrics["refused_steps"] == 2.0
     assert all(torch.equal(a, b) for a, b in zip(before, state.policy.module.parameters(), strict=True))
@@ -180,7 +177,7 @@ def test_refused_steps_in_a_row_stop_the_run_and_leave_the_batch_behind(tmp_path
     # The loss overflows in every step.
     cfg = ppo_recipe(tmp_path, optimizer={"max_refused_steps": 4}, ppo={"num_epochs": 1, "value_coef": 1e300})
     with pytest.raises(TrainingError, match="4 optimizer steps in a row were not finite"):
-        ppo.run(cfg, prompts=PROMPTS, rewards=[low_ids], progress=False)
+        training(cfg, prompts=PROMPTS, rewards=[low_ids])
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert [row["refused_steps"] for row in read_jsonl(run_dir / "metrics.jsonl")] == [2.0, 2.0]
     batch = read_jsonl(run_dir / "refused" / "step-000001.jsonl")
@@ -192,11 +189,11 @@ def test_refused_steps_in_a_row_stop_the_run_and_leave_the_batch_behind(tmp_path
 
 def test_held_out_prompts_are_never_trained_on_and_are_evaluated_at_the_end(tmp_path: Path) -> None:
     cfg = ppo_recipe(tmp_path, prompts={"heldout_fraction": 0.5})
-    state = ppo.build(cfg, prompts=PROMPTS, rewards=[low_ids])
-    train, heldout = state.prompts.train, state.prompts.heldout
+    state = Started(cfg, prompts=PROMPTS, rewards=[low_ids])
+    train, heldout = state.data.train, state.data.heldout
     assert not {p.content for p in train} & {p.content for p in heldout}
     assert len(train) + len(heldout) == len(PROMPTS)
-    result = ppo.run(cfg, prompts=PROMPTS, rewards=[low_ids], progress=False)
+    result = training(cfg, prompts=PROMPTS, rewards=[low_ids])
     assert "eval/reward" in result.metrics[-1]
     assert "eval/reward" not in result.metrics[0]
 
@@ -210,14 +207,14 @@ def test_a_dropped_completion_is_left_out_of_the_update_and_counted(tmp_path: Pa
     dropping = RewardSource(source=f"{tmp_path / 'picky.py'}:picky", on_error="drop")
     cfg = ppo_recipe(tmp_path, ppo={"num_epochs": 1, "num_minibatches": 1})
     state, other = (
-        ppo.build(cfg, prompts=PROMPTS, rewards=[dropping]),
-        ppo.build(cfg, prompts=PROMPTS, rewards=[low_ids]),
+        Started(cfg, prompts=PROMPTS, rewards=[dropping]),
+        Started(cfg, prompts=PROMPTS, rewards=[low_ids]),
     )
-    result = ppo.step(state, state.prompts.train, 0)
+    result = state.step(state.data.train, 0)
     # The other state is given the same completions without the one that was dropped.
-    kept = [group for group in result.groups if group.prompt.content != "The film"]
-    other.engine.generate = lambda *_, **__: kept  # type: ignore[method-assign]
-    expected = ppo.step(other, other.prompts.train, 0)
+    kept = [group for group in groups_of(result) if group.prompt.content != "The film"]
+    other.rollouts.engine.generate = lambda *_, **__: kept  # type: ignore[method-assign]
+    expected = other.step(other.data.train, 0)
     assert len(kept) == 3
     assert result.metrics["rewards/num_dropped"] == 1.0
     for name in ("reward", "objective/kl", "entropy", "val/mean", "grad_norm"):
@@ -228,9 +225,7 @@ def test_a_dropped_completion_is_left_out_of_the_update_and_counted(tmp_path: Pa
 
 def test_bad_input_makes_no_run_folder(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"num_trainable_layers is 9"):
-        ppo.run(
-            ppo_recipe(tmp_path, model={"num_trainable_layers": 9}), prompts=PROMPTS, rewards=[low_ids], progress=False
-        )
+        training(ppo_recipe(tmp_path, model={"num_trainable_layers": 9}), prompts=PROMPTS, rewards=[low_ids])
     with pytest.raises(InputError, match="wandb"):
-        ppo.run(ppo_recipe(tmp_path, run={"report_to": ["wandb"]}), prompts=PROMPTS, rewards=[low_ids], progress=False)
+        training(ppo_recipe(tmp_path, run={"report_to": ["wandb"]}), prompts=PROMPTS, rewards=[low_ids])
     assert not (tmp_path / "runs").exists()

@@ -5,23 +5,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from recipes import pairs, reward_recipe
+from recipes import Started, pairs, reward_recipe, training
 from transformers import AutoModelForSequenceClassification
 
 from tunesmith.core.errors import DataError
 from tunesmith.models.load import load_reward_model
-from tunesmith.trainers import reward
 
 
 def test_it_learns_which_text_was_preferred_on_prompts_it_has_not_seen(tmp_path: Path) -> None:
-    result = reward.run(reward_recipe(tmp_path, pairs={"heldout_fraction": 0.25}), pairs=pairs(), progress=False)
+    result = training(reward_recipe(tmp_path, pairs={"heldout_fraction": 0.25}), pairs=pairs())
     assert result.summary["eval/accuracy"] == 1.0
     assert result.metrics[-1]["loss"] < result.metrics[0]["loss"]
     assert all(math.isfinite(value) for row in result.metrics for value in row.values())
 
 
 def test_the_final_folder_is_a_standard_classifier_with_the_same_rewards(tmp_path: Path) -> None:
-    result = reward.run(reward_recipe(tmp_path), pairs=pairs(), progress=False)
+    result = training(reward_recipe(tmp_path), pairs=pairs())
     plain = AutoModelForSequenceClassification.from_pretrained(result.run_dir / "final", dtype=torch.float32)
     assert plain.config.num_labels == 1
     ours = load_reward_model(str(result.run_dir), dtype=torch.float32)
@@ -33,8 +32,8 @@ def test_the_final_folder_is_a_standard_classifier_with_the_same_rewards(tmp_pat
 
 def test_micro_batches_do_not_change_the_update(tmp_path: Path) -> None:
     def updated(size: int) -> torch.Tensor:
-        state = reward.build(reward_recipe(tmp_path, reward_model={"micro_batch_size": size}), pairs=pairs())
-        reward.step(state, state.pairs[:8])
+        state = Started(reward_recipe(tmp_path, reward_model={"micro_batch_size": size}), pairs=pairs())
+        state.step(state.data.train[:8])
         return torch.cat([parameter.detach().flatten() for parameter in state.model.parameters()])
 
     assert ((updated(3) - updated(8)).abs() > 1e-5).float().mean() < 0.01
@@ -44,15 +43,15 @@ def test_margins_count_only_when_asked_for(tmp_path: Path) -> None:
     rows = [pair.__class__(pair.prompt, pair.chosen, pair.rejected, margin=3.0) for pair in pairs()]
 
     def loss(margin: str) -> float:
-        state = reward.build(reward_recipe(tmp_path, reward_model={"margin": margin}), pairs=rows)
-        return reward.step(state, state.pairs[:8]).metrics["loss"]
+        state = Started(reward_recipe(tmp_path, reward_model={"margin": margin}), pairs=rows)
+        return state.step(state.data.train[:8]).metrics["loss"]
 
     assert loss("column") > loss("none") + 1
 
 
 def test_held_out_pairs_may_be_given_and_no_pairs_at_all_are_an_error(tmp_path: Path) -> None:
-    state = reward.build(reward_recipe(tmp_path), pairs=pairs(8), heldout_pairs=pairs(3))
-    assert (len(state.pairs), len(state.heldout)) == (8, 3)
+    state = Started(reward_recipe(tmp_path), pairs=pairs(8), heldout_pairs=pairs(3))
+    assert (len(state.data.train), len(state.data.heldout)) == (8, 3)
     with pytest.raises(DataError, match="no pairs"):
-        reward.run(reward_recipe(tmp_path), pairs=[], progress=False)
+        training(reward_recipe(tmp_path), pairs=[])
     assert not (tmp_path / "runs").exists()

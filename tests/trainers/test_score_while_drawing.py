@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from jobs import forked, go_on, noisy, outcome, the_run
-from recipes import PROMPTS, grpo_recipe, ppo_recipe
+from recipes import PROMPTS, grpo_recipe, ppo_recipe, training
 
 from tunesmith.config.sections import ModelSection
 from tunesmith.core.errors import RewardError
@@ -46,7 +46,7 @@ def test_a_run_is_the_same_bit_for_bit(trainer: Any, recipe: Any, backend: str, 
         cfg = recipe(
             tmp_path / str(is_early), rollout=rollout(is_early, backend=backend), prompts={"heldout_fraction": 0.3}
         )
-        run = trainer.run(cfg, prompts=PROMPTS, rewards=[reward_model(), spread, judge], progress=False)
+        run = training(cfg, prompts=PROMPTS, rewards=[reward_model(), spread, judge])
         outcomes.append(outcome(run.run_dir))
     assert outcomes[0] == outcomes[1]
 
@@ -59,7 +59,7 @@ def test_an_error_of_a_reward_ends_the_run_with_the_same_words(trainer: Any, rec
     words: list[str] = []
     for is_early in (False, True):
         with pytest.raises(RewardError, match="`fragile` returned nan") as error:
-            trainer.run(recipe(tmp_path, rollout=rollout(is_early)), prompts=PROMPTS, rewards=[fragile], progress=False)
+            training(recipe(tmp_path, rollout=rollout(is_early)), prompts=PROMPTS, rewards=[fragile])
         words.append(str(error.value))
     assert words[0] == words[1]
 
@@ -72,7 +72,7 @@ def train(folder: Path) -> Path:
         prompts={"heldout_fraction": 0.3},
         run={"dir": str(folder), "steps": 6, "checkpoint_every": 2, "eval_every": 3},
     )
-    return grpo.run(cfg, prompts=PROMPTS, rewards=[noisy], progress=False).run_dir
+    return training(cfg, prompts=PROMPTS, rewards=[noisy]).run_dir
 
 
 def test_a_run_that_is_killed_while_it_scores_and_draws_is_resumed_exactly(tmp_path: Path) -> None:

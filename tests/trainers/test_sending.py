@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from live_rig import learn, live_recipe, looping, voters
-from recipes import PROMPTS, grpo_recipe, ppo_recipe
+from recipes import PROMPTS, Started, grpo_recipe, ppo_recipe
 
 from tunesmith.batch.targets import LearntSequence, pack_targets
 from tunesmith.batch.upload import Uploader
-from tunesmith.trainers import grpo, ppo, rollouts, setup
+from tunesmith.trainers import grpo, ppo, setup
 
 
 def low_ids(completion_ids: Any, **_: object) -> list[float]:
@@ -25,10 +25,10 @@ def test_a_step_learns_the_same_bits_from_what_was_sent(
 ) -> None:
     learnt = []
     for uploader in (None, Uploader("cpu")):
-        state = trainer.build(recipe(tmp_path, run={"steps": 1}), prompts=PROMPTS, rewards=[low_ids])
+        state = Started(recipe(tmp_path, run={"steps": 1}), prompts=PROMPTS, rewards=[low_ids])
         assert state.uploader is None  # on a CPU a copy would gain nothing
-        state.uploader = uploader
-        trainer.step(state, rollouts.prompts_of_step(state.cfg, state.prompts.train, 0), 0)
+        state.learner.uploader = uploader
+        state.step(state.batch(0), 0)
         learnt.append([parameter.detach().clone() for parameter in state.policy.module.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*learnt, strict=True))
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from grpo_oracle import Recorder, double
-from recipes import PROMPTS, grpo_recipe, ppo_recipe
+from recipes import PROMPTS, Started, groups_of, grpo_recipe, ppo_recipe, training
 
 from tunesmith.batch.rollout import Completion, Group
 from tunesmith.config.load import load_recipe
@@ -39,7 +39,7 @@ def scored(model: Any, group: Group, completion: Completion) -> torch.Tensor:
 def test_without_a_critic_the_gradient_is_that_of_reinforce_plus_plus(tmp_path: Path) -> None:
     coef = 0.3
     options = {"critic": "none", "lam": 1.0, "num_epochs": 1, "num_minibatches": 1, "kl": {"coef": coef}}
-    state = ppo.build(ppo_recipe(tmp_path, ppo=options), prompts=PROMPTS, rewards=[low_ids])
+    state = Started(ppo_recipe(tmp_path, ppo=options), prompts=PROMPTS, rewards=[low_ids])
     assert state.value_head is None and state.critic is None
     state.policy.module.generation_config.eos_token_id = list(range(3, 40))  # many, so that lengths differ
     reference = double(state.policy.module)
@@ -48,10 +48,10 @@ def test_without_a_critic_the_gradient_is_that_of_reinforce_plus_plus(tmp_path: 
         for parameter in state.policy.module.parameters():
             parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
     model, recorder = double(state.policy.module), Recorder(state)  # type: ignore[arg-type]
-    result = ppo.step(state, state.prompts.train, 0)
+    result = state.step(state.data.train, 0)
 
     tokens: list[tuple[torch.Tensor, float]] = []  # log-prob, and the reward from there to the end
-    for group in result.groups:
+    for group in groups_of(result):
         (completion,) = group.completions
         logp_T = scored(model, group, completion)
         kl_T = (logp_T - scored(reference, group, completion)).tolist()
@@ -86,7 +86,7 @@ def test_ppo_takes_every_variant_and_learns(tmp_path: Path, options: dict[str, A
         optimizer={"learning_rate": 5e-3},
         run={"steps": 20},
     )
-    result = ppo.run(cfg, prompts=PROMPTS, rewards=[low_ids], progress=False)
+    result = training(cfg, prompts=PROMPTS, rewards=[low_ids])
     rewards = [row["reward"] for row in result.metrics]
     assert statistics.fmean(rewards[-3:]) > statistics.fmean(rewards[:3]) + 0.15
     assert all(math.isfinite(value) for row in result.metrics for value in row.values())
@@ -99,13 +99,13 @@ def test_a_resumed_run_of_a_variant_ends_as_one_that_went_through(tmp_path: Path
         if algorithm == "grpo":
             options = {"dynamic_sampling": 2, "num_minibatches": 2, "mask_truncated_completions": False}
             cfg = grpo_recipe(tmp_path, grpo=options, run=section)
-            return grpo.run(cfg, prompts=PROMPTS, rewards=[flat_for_two], progress=False).run_dir
+            return training(cfg, prompts=PROMPTS, rewards=[flat_for_two]).run_dir
         cfg = ppo_recipe(tmp_path, ppo={"critic": "none", "lam": 1.0}, run=section)
-        return ppo.run(cfg, prompts=PROMPTS, rewards=[flat_for_two], progress=False).run_dir
+        return training(cfg, prompts=PROMPTS, rewards=[flat_for_two]).run_dir
 
     whole, half = run("whole", 4), run("half", 2)
     inputs = Inputs(prompts=PROMPTS, rewards=[flat_for_two])
-    resume(half, overrides={"run.steps": 4}, inputs=inputs, progress=False)
+    resume(half, overrides={"run.steps": 4}, inputs=inputs)
     digests = [hashlib.sha256((d / "final" / "model.safetensors").read_bytes()).hexdigest() for d in (whole, half)]
     assert digests[0] == digests[1]
     assert (whole / "samples.jsonl").read_text() == (half / "samples.jsonl").read_text()
@@ -138,6 +138,6 @@ def test_a_recipe_runs_for_two_steps_with_a_tiny_model(
         request.getfixturevalue("data_dir")
     trainer = name.split("_")[0]
     recipe = load_recipe(trainer, recipe=name, overrides=SMALLER | {"run.dir": str(tmp_path)} | overrides).recipe
-    result = {"ppo": ppo, "grpo": grpo}[trainer].run(recipe, progress=False)  # type: ignore[arg-type]
+    result = {"ppo": ppo, "grpo": grpo}[trainer].run(recipe)  # type: ignore[arg-type]
     assert len(result.metrics) == 2
     assert all(math.isfinite(value) for row in result.metrics for value in row.values())

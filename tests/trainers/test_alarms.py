@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from tunesmith.config.sections import AlarmsSection
-from tunesmith.trainers.guards import alarms
+from tunesmith.trainers.alarms import alarms
 
 DEFAULTS = AlarmsSection()
 
