@@ -121,4 +121,4 @@ def training(cfg: AnyRecipe, resume: Path | None = None, **inputs: Any) -> RunRe
 
 def groups_of(result: StepResult) -> Any:
     """The groups that a step drew."""
-    return result.batch.args[0]  # type: ignore[attr-defined]
+    return result.batch.args[0]

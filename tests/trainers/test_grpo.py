@@ -210,7 +210,7 @@ def test_a_dropped_completion_takes_no_part_in_the_gradient(tmp_path: Path) -> N
 
 def test_a_group_with_one_completion_left_teaches_nothing(tmp_path: Path) -> None:
     first = build(grpo_recipe(tmp_path))
-    drawn = first.step(first.prompts.train, 0).groups
+    drawn = groups_of(first.step(first.data.train, 0))
     kept = {group.completions[0].token_ids for group in drawn}
     state = build(grpo_recipe(tmp_path), dropping(tmp_path, f"tuple(ids) not in {kept!r}"))
     before = weights_of(state)
