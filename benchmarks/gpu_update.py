@@ -25,7 +25,7 @@ from benchmarks.update_contenders import (
 )
 from tunesmith.core.errors import TrainingError
 from tunesmith.kernels.native import Kernels
-from tunesmith.models.language_model import LanguageModel
+from tunesmith.models.language_model import FullForward, LanguageModel
 from tunesmith.models.loaded import quiet_transformers
 from tunesmith.trainers import grpo
 
@@ -81,7 +81,7 @@ def _save_model(setting: Setting, folder: Path) -> int:
 
 
 def _plain(policy: LanguageModel) -> LanguageModel:
-    return LanguageModel(policy.module, None, Kernels("torch"), "what stood before is measured")
+    return LanguageModel(policy.module, FullForward(), Kernels("torch"))
 
 
 class _Steps:

@@ -37,7 +37,7 @@ PARTS = (
         (
             "tunesmith.models.decoder:attend_packed",
             "tunesmith.rollout.runner:attend",
-            "tunesmith.rollout.device.model:attend",
+            "tunesmith.rollout.device.decode_step:attend",
         ),
     ),
     ("norms", ("tunesmith.models.decoder:add_rms_norm",)),

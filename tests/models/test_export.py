@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 import yaml
+from oracles import tiny_classifier
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -16,9 +17,9 @@ from transformers import (
 from tunesmith.config.sections import ModelSection
 from tunesmith.core.errors import ModelError, RunError
 from tunesmith.models.export import ModelCard, load_value_head, render_card, save_final
-from tunesmith.models.heads import PolicyWithValue
+from tunesmith.models.heads import ScalarHead
 from tunesmith.models.load import load_policy, load_reward_model, new_reward_model
-from tunesmith.models.tiny import FAMILIES, tiny_classifier, tiny_model
+from tunesmith.models.tiny import FAMILIES, tiny_model
 
 CARD = ModelCard(
     base_model="smollm2", algorithm="PPO", metrics={"reward": 0.123456, "steps": 9}, recipe={"run": {"steps": 9}}
@@ -30,7 +31,7 @@ IDS = torch.randint(3, 259, (3, 9), generator=torch.Generator().manual_seed(0))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_policy_makes_the_round_trip(family, dtype, tmp_path):
     loaded = tiny_model(family, dtype=dtype)
-    folder = save_final(PolicyWithValue(loaded.model), loaded.tokenizer, tmp_path / "final", CARD)
+    folder = save_final(loaded.model, loaded.tokenizer, tmp_path / "final", CARD)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     assert torch.equal(model(IDS).logits, loaded.model(IDS).logits)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -97,12 +98,10 @@ def test_the_text_pipeline_runs_on_the_folder(tmp_path):
 
 def test_the_value_head_lies_beside_the_weights(tmp_path):
     loaded = tiny_model("llama")
-    policy = PolicyWithValue(loaded.model)
-    torch.nn.init.normal_(policy.value_head.weight)
-    folder = save_final(policy, loaded.tokenizer, tmp_path / "final", CARD)
-    assert torch.equal(load_value_head(folder).weight, policy.value_head.weight)
-    given = save_final(loaded.model, loaded.tokenizer, tmp_path / "given", CARD, value_head=policy.value_head)
-    assert torch.equal(load_value_head(given).weight, policy.value_head.weight)
+    head = ScalarHead(32)
+    torch.nn.init.normal_(head.weight)
+    folder = save_final(loaded.model, loaded.tokenizer, tmp_path / "final", CARD, value_head=head)
+    assert torch.equal(load_value_head(folder).weight, head.weight)
     assert load_value_head(save_final(loaded.model, loaded.tokenizer, tmp_path / "none", CARD)) is None
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from oracles import tiny_classifier
 
 from tunesmith.cli.main import main
 from tunesmith.config.sections import ModelSection
@@ -17,7 +18,7 @@ from tunesmith.core.errors import ModelError
 from tunesmith.models.export import ModelCard, load_value_head, save_final
 from tunesmith.models.folder_check import MAX_CONFIG_BYTES
 from tunesmith.models.load import load_policy, load_reward_model, new_reward_model
-from tunesmith.models.tiny import tiny_classifier, tiny_model
+from tunesmith.models.tiny import tiny_model
 
 CARD = ModelCard(base_model="tiny:llama", algorithm="PPO")
 

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from oracles import tiny_classifier
 from transformers import AutoModelForSequenceClassification, DistilBertConfig
 
 from tunesmith.config.sections import ModelSection
 from tunesmith.core.errors import ModelError
-from tunesmith.models.heads import Critic, PolicyWithValue, RewardModel, ScalarHead
+from tunesmith.models.heads import Critic, RewardModel, ScalarHead
 from tunesmith.models.load import frozen_copy, new_reward_model
-from tunesmith.models.tiny import FAMILIES, byte_tokenizer, tiny_classifier, tiny_model
+from tunesmith.models.tiny import FAMILIES, byte_tokenizer, tiny_model
 
 LENGTHS = torch.tensor([7, 3, 10, 1])
 
@@ -90,14 +91,12 @@ def test_heads_stay_in_float32_on_a_bfloat16_trunk():
     reward_model = classifier(dtype=torch.bfloat16)
     assert reward_model.model.score.weight.dtype == torch.float32
     assert reward_model(padded(0), LENGTHS).dtype == torch.float32
-    policy = PolicyWithValue(tiny_model("llama", dtype=torch.bfloat16).model)
-    assert policy.value_head(torch.ones(2, 3, 32, dtype=torch.bfloat16)).shape == (2, 3)
-    assert policy.value_head.weight.dtype == torch.float32
+    values = ScalarHead(32)(torch.ones(2, 3, 32, dtype=torch.bfloat16))
+    assert (values.shape, values.dtype) == ((2, 3), torch.float32)
 
 
-def test_a_value_head_starts_at_zero_and_can_be_left_out():
+def test_a_value_head_starts_at_zero():
     assert (ScalarHead(8)(torch.randn(2, 8)) == 0).all()
-    assert PolicyWithValue(tiny_model("llama").model, with_value_head=False).value_head is None
 
 
 def test_a_critic_made_of_a_frozen_copy_is_trainable_and_has_no_output_layer():

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from oracles import tiny_classifier
 from torch import nn
 
 from tunesmith.config.sections import LoraSection
@@ -12,7 +13,7 @@ from tunesmith.models import language_model, lora
 from tunesmith.models.freeze import keep_lower_layers
 from tunesmith.models.heads import Critic, RewardModel
 from tunesmith.models.language_model import TrunkDecoder
-from tunesmith.models.tiny import tiny_classifier, tiny_model
+from tunesmith.models.tiny import tiny_model
 
 LENGTHS = torch.tensor([7, 3, 10])
 IDS_BS = torch.randint(3, 259, (3, 10), generator=torch.Generator().manual_seed(0))
@@ -134,7 +135,7 @@ def test_after_a_change_values_and_gradients_are_those_of_the_model_s_own_forwar
     before = model(IDS_BS, LENGTHS).detach()
     change(model.model)
     flat = values_and_gradients(model)
-    monkeypatch.setattr(TrunkDecoder, "of", lambda self, trunk: None)
+    monkeypatch.setattr(TrunkDecoder, "get", lambda self, trunk: None)
     own = values_and_gradients(model)
     assert not torch.allclose(own[""], before, atol=1e-4)
     assert own.keys() == flat.keys()

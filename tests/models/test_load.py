@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from oracles import tiny_classifier
 
 from tunesmith.config.sections import ModelSection
 from tunesmith.core.errors import ModelError
@@ -22,7 +23,7 @@ from tunesmith.models.load import (
     load_reward_model,
     new_reward_model,
 )
-from tunesmith.models.tiny import FAMILIES, tiny_classifier, tiny_model
+from tunesmith.models.tiny import FAMILIES, tiny_model
 
 CARD = ModelCard(base_model="tiny:llama", algorithm="PPO")
 

@@ -5,17 +5,14 @@ Dimension letters: B sequences, T completion positions, S positions of the whole
 
 import pytest
 import torch
+from oracles import plain_token_logps
 
 from tunesmith.core.errors import ModelError
 from tunesmith.kernels.logprob.torch_impl import chosen_logp_entropy as plain_logp_entropy
 from tunesmith.kernels.logprob.torch_impl import chosen_logp_entropy_in_blocks as chosen_logp_entropy
 from tunesmith.models import logprob
-from tunesmith.models.heads import Critic, PolicyWithValue, ScalarHead
-from tunesmith.models.logprob import (
-    critic_values,
-    token_logps,
-    token_logps_reference,
-)
+from tunesmith.models.heads import Critic, ScalarHead, critic_values
+from tunesmith.models.logprob import token_logps
 from tunesmith.models.tiny import FAMILIES, tiny_model
 
 LENGTHS = torch.tensor([20, 9, 15, 12, 21])
@@ -43,7 +40,7 @@ def gradient(model, scores):
 def test_scores_and_gradients_equal_log_softmax_of_the_full_forward(family, temperature):
     model = tiny_model(family).model
     ours = token_logps(model, batch(), LENGTHS, prompt_lengths_B=PROMPTS, temperature=temperature)
-    plain = token_logps_reference(model, batch(), LENGTHS, prompt_lengths_B=PROMPTS, temperature=temperature)
+    plain = plain_token_logps(model, batch(), LENGTHS, prompt_lengths_B=PROMPTS, temperature=temperature)
     torch.testing.assert_close(ours.logp_BT, plain.logp_BT, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(ours.entropy_BT, plain.entropy_BT, atol=1e-5, rtol=1e-5)
     expected = gradient(model, plain)
@@ -144,23 +141,21 @@ def ones_head(width):
 
 
 def test_values_are_those_of_the_state_before_each_token():
-    policy = PolicyWithValue(tiny_model("llama").model)
-    torch.nn.init.ones_(policy.value_head.weight)
-    scores = policy(batch(), LENGTHS, prompt_lengths_B=PROMPTS)
-    hidden_SH = policy.model.base_model(batch()[:1, :20]).last_hidden_state[0]
-    expected_T = policy.value_head(hidden_SH[2:19])
+    model, head = tiny_model("llama").model, ones_head(32)
+    scores = token_logps(model, batch(), LENGTHS, prompt_lengths_B=PROMPTS, value_head=head)
+    hidden_SH = model.base_model(batch()[:1, :20]).last_hidden_state[0]
+    expected_T = head(hidden_SH[2:19])
     torch.testing.assert_close(scores.value_BT[0, :17], expected_T, atol=1e-5, rtol=1e-5)
 
 
 def test_a_separate_critic_has_the_same_layout_and_storage_of_its_own():
-    policy = PolicyWithValue(tiny_model("llama").model)
-    critic = Critic.from_policy(policy.model)
-    for head in (policy.value_head, critic.value_head):
-        torch.nn.init.ones_(head.weight)
-    shared = policy(batch(), LENGTHS, prompt_lengths_B=PROMPTS).value_BT
+    model = tiny_model("llama").model
+    critic = Critic.from_policy(model)
+    torch.nn.init.ones_(critic.value_head.weight)
+    shared = token_logps(model, batch(), LENGTHS, prompt_lengths_B=PROMPTS, value_head=ones_head(32)).value_BT
     separate = critic_values(critic, batch(), LENGTHS, PROMPTS)
     torch.testing.assert_close(separate, shared, atol=1e-5, rtol=1e-5)
-    assert not {p.data_ptr() for p in critic.parameters()} & {p.data_ptr() for p in policy.parameters()}
+    assert not {p.data_ptr() for p in critic.parameters()} & {p.data_ptr() for p in model.parameters()}
     assert all(p.requires_grad for p in critic.parameters())
 
 

@@ -10,8 +10,8 @@ from tunesmith.kernels.logprob.head import HeadScores, head_scores
 from tunesmith.kernels.native import Kernels
 from tunesmith.models import decoder
 from tunesmith.models.architecture import describe
-from tunesmith.models.language_model import LanguageModel, language_model
-from tunesmith.models.next_token import next_token_scores
+from tunesmith.models.language_model import FullForward, LanguageModel, TrunkForward, language_model
+from tunesmith.models.logprob import next_token_scores
 from tunesmith.models.tiny import FAMILIES, tiny_model
 
 SEQUENCES = [
@@ -26,7 +26,7 @@ def models(family: str) -> tuple[LanguageModel, LanguageModel]:
     module = tiny_model(family, 0, dtype=torch.float32).model
     packed = language_model(module, Kernels())
     assert packed.decoder is not None
-    return packed, LanguageModel(module, None, packed.kernels, "the padded way")
+    return packed, LanguageModel(module, FullForward(), packed.kernels)
 
 
 def gradients(model: LanguageModel, scores: HeadScores) -> list[torch.Tensor]:
@@ -59,7 +59,7 @@ def test_where_the_output_layer_is_known_the_padded_way_never_holds_all_logits(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, padded = models(family)
-    known_head = LanguageModel(padded.module, None, padded.kernels, "", describe(padded.module).output_layer)
+    known_head = LanguageModel(padded.module, TrunkForward(describe(padded.module).output_layer), padded.kernels)
     targets = pack_targets(SEQUENCES)
     expected = next_token_scores(padded, targets)
     ours = next_token_scores(known_head, targets)

@@ -5,16 +5,17 @@ import math
 
 import pytest
 import torch
+from oracles import tiny_classifier
 from safetensors.torch import load, save
 
 from tunesmith.config.sections import OptimizerSection
 from tunesmith.core.errors import CheckpointError, TrainingError
 from tunesmith.kernels.native import Kernels
-from tunesmith.models.heads import Critic, PolicyWithValue, RewardModel
+from tunesmith.models.heads import Critic, RewardModel, ScalarHead
 from tunesmith.models.load import frozen_copy
 from tunesmith.models.logprob import token_logps
 from tunesmith.models.optimizer import MasterAdamW, OptimizerState, parameter_groups, schedule_factor
-from tunesmith.models.tiny import tiny_classifier, tiny_model
+from tunesmith.models.tiny import tiny_model
 
 PLAIN = OptimizerSection(learning_rate=1e-3, max_grad_norm=1e9)
 
@@ -333,23 +334,24 @@ def test_training_with_8_bit_moments_converges_as_with_32(choice):
 
 def test_groups_give_heads_their_rate_and_spare_vectors_the_decay():
     section = OptimizerSection(learning_rate=1e-5, head_learning_rate=1e-3, weight_decay=0.1)
-    policy = PolicyWithValue(tiny_model("llama").model)
-    by_name = {n: g for g in parameter_groups([policy], section) for n, _ in g.parameters}
-    assert (by_name["value_head.weight"].learning_rate, by_name["value_head.weight"].weight_decay) == (1e-3, 0.1)
-    assert by_name["model.model.norm.weight"].weight_decay == 0.0
-    assert by_name["model.model.embed_tokens.weight"].learning_rate == 1e-5
-    assert "model.lm_head.weight" not in by_name, "tied weights count once"
+    modules = [tiny_model("llama").model, ScalarHead(32)]
+    by_name = {n: g for g in parameter_groups(modules, section) for n, _ in g.parameters}
+    head = by_name["ScalarHead.weight"]
+    assert (head.learning_rate, head.weight_decay) == (1e-3, 0.1)
+    assert by_name["LlamaForCausalLM.model.norm.weight"].weight_decay == 0.0
+    assert by_name["LlamaForCausalLM.model.embed_tokens.weight"].learning_rate == 1e-5
+    assert "LlamaForCausalLM.lm_head.weight" not in by_name, "tied weights count once"
     loaded = tiny_classifier("llama")
     rewards = parameter_groups([RewardModel(loaded.model, loaded.tokenizer)], section)
     assert {n for g in rewards if g.learning_rate == 1e-3 for n, _ in g.parameters} == {"model.score.weight"}
 
 
 def test_two_modules_keep_their_names_apart():
-    policy = PolicyWithValue(tiny_model("llama").model)
-    groups = parameter_groups([policy, Critic.from_policy(policy.model)], PLAIN)
+    model = tiny_model("llama").model
+    groups = parameter_groups([model, Critic.from_policy(model)], PLAIN)
     names = [name for group in groups for name, _ in group.parameters]
     assert len(set(names)) == len(names)
-    assert {"PolicyWithValue.value_head.weight", "Critic.value_head.weight"} <= set(names)
+    assert {"LlamaForCausalLM.model.norm.weight", "Critic.value_head.weight"} <= set(names)
 
 
 def test_a_copy_made_after_the_optimizer_has_no_part_in_it():

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from oracles import tiny_classifier
 from transformers import BertConfig, BertForSequenceClassification
 
 from tunesmith.kernels.native import Kernels
@@ -15,9 +16,9 @@ from tunesmith.models import decoder as flat
 from tunesmith.models.architecture import describe
 from tunesmith.models.freeze import keep_lower_layers
 from tunesmith.models.heads import Critic, RewardModel, critic_values
-from tunesmith.models.language_model import LanguageModel, TrunkDecoder, language_model
+from tunesmith.models.language_model import FullForward, LanguageModel, TrunkDecoder, TrunkForward, language_model
 from tunesmith.models.logprob import TokenScores, token_logps
-from tunesmith.models.tiny import FAMILIES, byte_tokenizer, tiny_classifier, tiny_model
+from tunesmith.models.tiny import FAMILIES, byte_tokenizer, tiny_model
 
 PROMPTS = torch.tensor([19] * 4 + [33] * 3 + [16, 1])
 COMPLETIONS = torch.tensor([8, 1, 15, 20, 3, 30, 2, 9, 4])
@@ -56,7 +57,7 @@ def norm(parts: dict[str, torch.Tensor]) -> float:
 def test_packed_and_shared_gradients_are_those_of_plain_padded_rows(family: str, choice: str) -> None:
     module = tiny_model(family, initializer_range=0.1).model  # 0.2 is noisier than the bound: float32 errs by as much
     packed = gradients(language_model(module, Kernels(choice)))  # type: ignore[arg-type]
-    padded = gradients(LanguageModel(module, None, Kernels("torch")))
+    padded = gradients(LanguageModel(module, FullForward(), Kernels("torch")))
     assert packed.keys() == padded.keys()
     assert norm({name: packed[name] - padded[name] for name in packed}) <= 1e-6 * norm(padded)
 
@@ -86,14 +87,14 @@ def test_a_shared_prompt_is_forwarded_once(monkeypatch: pytest.MonkeyPatch) -> N
 def test_without_the_flat_decoder_the_output_layer_goes_in_chunks_all_the_same(family: str) -> None:
     """The way of GPUs: transformers' trunk over padded rows."""
     module = tiny_model(family, initializer_range=0.1).model
-    chunked = gradients(LanguageModel(module, None, Kernels("torch"), "", describe(module).output_layer))
-    padded = gradients(LanguageModel(module, None, Kernels("torch")))
+    chunked = gradients(LanguageModel(module, TrunkForward(describe(module).output_layer), Kernels("torch")))
+    padded = gradients(LanguageModel(module, FullForward(), Kernels("torch")))
     assert norm({name: chunked[name] - padded[name] for name in chunked}) <= 1e-6 * norm(padded)
 
 
 def own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let transformers compute trunks, over padded rows."""
-    monkeypatch.setattr(TrunkDecoder, "of", lambda self, trunk: None)
+    monkeypatch.setattr(TrunkDecoder, "get", lambda self, trunk: None)
 
 
 def gradients_of(module: torch.nn.Module, value: Callable[[], torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from oracles import tiny_classifier
 
 from tunesmith.core.errors import ModelError
-from tunesmith.models.tiny import FAMILIES, byte_tokenizer, scratch_model, tiny_classifier, tiny_model
+from tunesmith.models.tiny import FAMILIES, byte_tokenizer, scratch_model, tiny_model
 
 
 @pytest.mark.parametrize("family", FAMILIES)

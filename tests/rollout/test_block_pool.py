@@ -1,6 +1,7 @@
 """Blocks are taken blank first, then the longest unused; what was never written is never found again."""
 
 import pytest
+from integrity import pool_errors
 
 from tunesmith.rollout.kv_cache import BlockPool
 
@@ -47,7 +48,7 @@ def test_contents_that_were_never_written_are_forgotten_with_the_last_holder():
     assert pool.find(b"promised") == block
     pool.release(block)
     assert pool.find(b"promised") is None
-    assert pool.complaints() == []
+    assert pool_errors(pool) == []
 
 
 def test_a_block_that_is_taken_again_is_unwritten_again():
@@ -67,7 +68,7 @@ def test_the_first_block_of_some_contents_is_the_one_that_is_found():
     assert pool.find(b"same") == first and pool.key(second) is None
     pool.release(second)
     assert pool.find(b"same") == first
-    assert pool.complaints() == []
+    assert pool_errors(pool) == []
 
 
 def test_forgotten_contents_are_found_no_more_and_no_block_is_lost():
@@ -80,7 +81,7 @@ def test_forgotten_contents_are_found_no_more_and_no_block_is_lost():
     pool.release(held)
     assert pool.num_free == 4
     assert sorted(pool.take() for _ in range(4)) == [0, 1, 2, 3] and kept in range(4)
-    assert pool.complaints() == []
+    assert pool_errors(pool) == []
 
 
 def test_an_exhausted_pool_says_so():
@@ -95,4 +96,4 @@ def test_damage_is_reported():
     block = _kept(pool, b"kept")
     pool.hold(block)
     pool._num_holders[block] = 0
-    assert any("held, kept or blank" in line for line in pool.complaints())
+    assert any("held, cached or blank" in line for line in pool_errors(pool))

@@ -27,7 +27,7 @@ def open_engine(request: pytest.FixtureRequest) -> Callable[..., AnyEngine]:
         return NativeEngine(language_model(loaded.model, Kernels()), loaded.tokenizer, **options)
 
     def device(loaded: LoadedModel, **options: int) -> AnyEngine:
-        return DeviceEngine(loaded.model, loaded.tokenizer, kernels=Kernels(), **options)
+        return DeviceEngine(language_model(loaded.model, Kernels()), loaded.tokenizer, **options)
 
     return {"native": native, "device": device}[request.param]
 

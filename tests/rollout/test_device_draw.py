@@ -36,11 +36,13 @@ def test_settings_of_an_earlier_call_are_gone() -> None:
 
 def test_the_form_says_what_a_call_needs_and_no_numbers() -> None:
     stops = frozenset({2})
-    assert DrawForm.of(SamplingParams(), stops) == DrawForm(False, False, False, False, True)
-    assert DrawForm.of(SAMPLING, stops) == DrawForm(True, True, True, True, True)
-    assert DrawForm.of(SAMPLING, frozenset()) == DrawForm(True, True, True, False, True)
-    assert not DrawForm.of(SAMPLING, frozenset(range(9))).few_stops
-    assert DrawForm.of(SamplingParams(top_p=0.5), stops) == DrawForm.of(SamplingParams(top_k=3, temperature=0.1), stops)
+    assert DrawForm.from_sampling(SamplingParams(), stops) == DrawForm(False, False, False, False, True)
+    assert DrawForm.from_sampling(SAMPLING, stops) == DrawForm(True, True, True, True, True)
+    assert DrawForm.from_sampling(SAMPLING, frozenset()) == DrawForm(True, True, True, False, True)
+    assert not DrawForm.from_sampling(SAMPLING, frozenset(range(9))).few_stops
+    assert DrawForm.from_sampling(SamplingParams(top_p=0.5), stops) == DrawForm.from_sampling(
+        SamplingParams(top_k=3, temperature=0.1), stops
+    )
 
 
 def test_it_draws_as_the_sampler_does_by_the_same_settings() -> None:
@@ -64,7 +66,7 @@ def test_it_draws_as_the_sampler_does_by_the_same_settings() -> None:
     seen = Seen(given.seen_RV, integers_B6[:, 1].contiguous())
     expected = sample(logits_BV, settings, keys, seen=seen, kernels=Kernels("torch"))
     token_B, scores_B2, status_B = draw(
-        logits_BV, integers_B6, to_mask_B, given, DrawForm.of(SAMPLING, stop_ids), Kernels("torch")
+        logits_BV, integers_B6, to_mask_B, given, DrawForm.from_sampling(SAMPLING, stop_ids), Kernels("torch")
     )
     assert torch.equal(token_B, expected.token_B) and not status_B.any()
     assert torch.equal(scores_B2, torch.stack((expected.logp_B, expected.raw_logp_B), -1))
@@ -84,7 +86,7 @@ def test_stop_ids_that_may_not_come_yet_are_masked_alike_in_triton(num_stops: in
     integers_B6 = torch.zeros(40, 6, dtype=torch.int64)
     integers_B6[:, 4] = torch.arange(40)
     to_mask_B = torch.arange(40, dtype=torch.int32) % 2
-    form = DrawForm.of(sampling, stop_ids)
+    form = DrawForm.from_sampling(sampling, stop_ids)
     ours, theirs = (
         draw(logits_BV, integers_B6, to_mask_B, given, form, Kernels(choice)) for choice in ("triton", "torch")
     )

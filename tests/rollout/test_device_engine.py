@@ -56,7 +56,7 @@ def prompts(count: int, longest: int = 40, seed: int = 0) -> list[Prompt]:
 
 
 def device_engine(loaded: LoadedModel, **options: object) -> DeviceEngine:
-    return DeviceEngine(loaded.model, loaded.tokenizer, kernels=Kernels(), **options)  # type: ignore[arg-type]
+    return DeviceEngine(language_model(loaded.model, Kernels()), loaded.tokenizer, **options)  # type: ignore[arg-type]
 
 
 def native_engine(loaded: LoadedModel, **options: object) -> NativeEngine:
@@ -247,12 +247,12 @@ def test_unload_keeps_a_small_cache_and_its_graphs_and_frees_a_large_one(monkeyp
     engine = device_engine(tiny_model("llama"))
     sampling = SamplingParams(max_new_tokens=6, seed=5)
     before = engine.generate(prompts(3), 2, sampling)
-    loaded = engine._loaded
+    loaded = engine._steps
     engine.unload()
-    assert engine._loaded is loaded and loaded is not None
-    monkeypatch.setattr(engine, "_memory", lambda: (2**40, loaded.room.storage.nbytes))
+    assert engine._steps is loaded and loaded is not None
+    monkeypatch.setattr(engine, "_memory", lambda: (2**40, loaded.buffers.storage.nbytes))
     engine.unload()
-    assert engine._loaded is None
+    assert engine._steps is None
     assert engine.generate(prompts(3), 2, sampling) == before
 
 

@@ -7,9 +7,16 @@ from tunesmith.batch.rollout import SamplingParams
 from tunesmith.kernels.native import Kernels
 from tunesmith.models.decoder import Decoder
 from tunesmith.models.tiny import tiny_model
-from tunesmith.rollout.device.decode_step import PREFIX_MEMBERS, DrawForm, DrawSettings, Slots, Step, decode_step
-from tunesmith.rollout.device.model import DeviceModel
-from tunesmith.rollout.device.steps import DeviceSteps, Prefix, Room, shared_prefixes
+from tunesmith.rollout.device.decode_step import (
+    PREFIX_MEMBERS,
+    DeviceModel,
+    DrawForm,
+    DrawSettings,
+    Slots,
+    Step,
+    decode_step,
+)
+from tunesmith.rollout.device.steps import Buffers, DeviceSteps, Prefix, shared_prefixes
 from tunesmith.rollout.kv_cache import KVCache, allocate_storage, copy_blocks
 from tunesmith.rollout.sampler import NoiseKey
 from tunesmith.rollout.scheduler import PromptRequest, Scheduler
@@ -20,11 +27,11 @@ NUM_SLOTS, WIDTH, MAX_STEPS, VOCABULARY = 8, 4, 5, 259
 SAMPLING = SamplingParams(temperature=0.9, repetition_penalty=1.1, seed=0)
 
 
-def room_of(model: DeviceModel) -> Room:
+def room_of(model: DeviceModel) -> Buffers:
     cache = KVCache(30, max_tokens=WIDTH * 16, max_tables=2 * NUM_SLOTS)
     slots = Slots.empty(NUM_SLOTS, WIDTH, MAX_STEPS, CPU)
     settings = DrawSettings.empty(model.decoder.architecture.head.sizes[0], 2 * NUM_SLOTS, CPU)
-    return Room(cache, allocate_storage(model.cache_shape, 31), slots, settings)
+    return Buffers(cache, allocate_storage(model.cache_shape, 31), slots, settings)
 
 
 def model_of(dtype: torch.dtype = torch.float32) -> DeviceModel:
@@ -32,7 +39,7 @@ def model_of(dtype: torch.dtype = torch.float32) -> DeviceModel:
     return DeviceModel(module, Decoder(module, Kernels()))
 
 
-def begun(model: DeviceModel, room: Room, num_rows: int, new: int) -> tuple[DeviceSteps, Scheduler]:
+def begun(model: DeviceModel, room: Buffers, num_rows: int, new: int) -> tuple[DeviceSteps, Scheduler]:
     """Steps and a scheduler with completions of two prompts that have drawn their first tokens."""
     steps = DeviceSteps(model, room, None)
     steps.begin(SAMPLING, frozenset({2}), 0, [NoiseKey(7, 0), NoiseKey(9, 0)])
@@ -57,7 +64,7 @@ def test_steps_behind_the_end_change_nothing() -> None:
     assert slots.left_S.tolist() == [0] * 4 and slots.count_S.max() == 3
     kept = {name: getattr(slots, name).clone() for name in ("token_S", "position_S", "count_S", "integers_S6")}
     drawn_S34, storage = slots.drawn_SK4[:, :3].clone(), room.storage.clone()
-    form = DrawForm.of(SAMPLING, frozenset({2}))
+    form = DrawForm.from_sampling(SAMPLING, frozenset({2}))
     for _ in range(3):
         decode_step(slots, Step(model, room.storage, room.settings, form, False, Kernels(), None))
     assert all(torch.equal(getattr(slots, name), tensor) for name, tensor in kept.items())

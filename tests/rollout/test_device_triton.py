@@ -11,9 +11,8 @@ from tunesmith.models.decoder import Decoder
 from tunesmith.models.loaded import PreTrainedModel
 from tunesmith.models.tiny import tiny_model
 from tunesmith.rollout.device import steps as device_steps
-from tunesmith.rollout.device.decode_step import DrawSettings, Slots
-from tunesmith.rollout.device.model import DeviceModel
-from tunesmith.rollout.device.steps import DeviceDrawn, DeviceSteps, Room, shared_prefixes
+from tunesmith.rollout.device.decode_step import DeviceModel, DrawSettings, Slots
+from tunesmith.rollout.device.steps import Buffers, DeviceDrawn, DeviceSteps, shared_prefixes
 from tunesmith.rollout.kv_cache import KVCache, allocate_storage, copy_blocks
 from tunesmith.rollout.sampler import NoiseKey
 from tunesmith.rollout.scheduler import PromptRequest, Scheduler
@@ -40,7 +39,7 @@ def visits(module: PreTrainedModel, choice: Choice, sampling: SamplingParams) ->
     cache = KVCache(40, max_tokens=WIDTH * 16, max_tables=2 * NUM_SLOTS)
     settings = DrawSettings.empty(model.decoder.architecture.head.sizes[0], 2 * NUM_SLOTS, CPU)
     slots = Slots.empty(NUM_SLOTS, WIDTH, MAX_STEPS, CPU)
-    room = Room(cache, allocate_storage(model.cache_shape, 41), slots, settings)
+    room = Buffers(cache, allocate_storage(model.cache_shape, 41), slots, settings)
     steps = DeviceSteps(model, room, None)
     steps.begin(sampling, frozenset({2, 7}), 0, [NoiseKey(7, 0), NoiseKey(9, 0)])
     scheduler = Scheduler(cache, lambda ids: "", num_slots=NUM_SLOTS)

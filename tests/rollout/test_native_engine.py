@@ -114,9 +114,9 @@ def check_exactness(loaded: LoadedModel, temperature: float, slots: Sequence[int
     """Batches of 1, 2, 7 and 32 completions, refilled or not, with and without shared prompts; micro-batches too."""
     for (count, n), num_slots in itertools.product(((1, 1), (2, 1), (7, 1), (8, 4)), slots):
         engine, model = engine_of(loaded, num_slots=num_slots)
-        assert engine.is_exact
         sampling = SamplingParams(max_new_tokens=num_new, min_new_tokens=1, temperature=temperature, seed=3)
         groups = engine.generate(prompts(count, seed=count), n, sampling)
+        assert engine.is_exact
         raw_BT = pack(groups, pad_id=2).raw_logp_BT
         for micro in (1, 3, 32):
             assert torch.equal(raw_BT, trained_logps(model, groups, temperature, micro))
@@ -198,8 +198,8 @@ def test_packed_weights_that_are_not_the_trained_ones_stop_everything() -> None:
     engine, _ = engine_of(loaded, weight_version=lambda: version)
     sampling = SamplingParams(max_new_tokens=2)
     engine.generate(prompts(1), 1, sampling)
-    assert engine._loaded is not None
-    engine._loaded.runner.repack = lambda: None  # type: ignore[method-assign]
+    assert engine._runner is not None
+    engine._runner.repack = lambda: None  # type: ignore[method-assign]
     with torch.no_grad():
         loaded.model.model.layers[1].mlp.down_proj.weight.mul_(3.0)
     version = 1
@@ -212,7 +212,7 @@ def test_unload_frees_cache_and_weights_and_generate_brings_them_back() -> None:
     sampling = SamplingParams(max_new_tokens=6, seed=5)
     before = engine.generate(prompts(3), 2, sampling)
     engine.unload()
-    assert engine._loaded is None
+    assert engine._cache is None and engine._runner is None
     assert engine.generate(prompts(3), 2, sampling) == before
 
 

@@ -39,22 +39,22 @@ def test_a_prompt_that_stands_twice_goes_on_counting_samples() -> None:
 def test_seen_tokens_are_those_of_prompt_and_completion() -> None:
     seen = SeenTokens(torch.zeros(0, 10, dtype=torch.bool))
     running = sequence(0, 0, (1, 2), (5,))
-    rows = seen.of(plan([running]))
+    rows = seen.lookup(plan([running]))
     assert rows.mask_SV[rows.slot_B[0]].nonzero()[:, 0].tolist() == [1, 2, 5]
     running.append(7, -1.0, -1.0)
     seen.add([running], torch.tensor([7]))
-    rows = seen.of(plan([running]))
+    rows = seen.lookup(plan([running]))
     assert rows.mask_SV[rows.slot_B[0]].nonzero()[:, 0].tolist() == [1, 2, 5, 7]
 
 
 def test_first_tokens_of_a_prompt_share_its_row_and_the_row_is_filled_anew_afterwards() -> None:
     seen = SeenTokens(torch.zeros(0, 10, dtype=torch.bool))
     starting = (sequence(0, 0, (3, 4)), sequence(0, 1, (3, 4)))
-    rows = seen.of(plan([sequence(1, 0, (8,), (9,))], starting))
+    rows = seen.lookup(plan([sequence(1, 0, (8,), (9,))], starting))
     assert rows.slot_B[1] == rows.slot_B[2] != rows.slot_B[0]
     assert rows.mask_SV[rows.slot_B[1]].nonzero()[:, 0].tolist() == [3, 4]
     later = sequence(2, 0, (0,), (6,))
-    rows = seen.of(plan([later]))
+    rows = seen.lookup(plan([later]))
     assert rows.mask_SV[rows.slot_B[0]].nonzero()[:, 0].tolist() == [0, 6]
 
 
@@ -62,7 +62,7 @@ def test_rows_of_ended_completions_are_used_again() -> None:
     seen = SeenTokens(torch.zeros(0, 10, dtype=torch.bool))
     for turn in range(100):
         running = [sequence(turn, sample, (1,), (2,)) for sample in range(8)]
-        rows = seen.of(plan(running))
+        rows = seen.lookup(plan(running))
         assert len(set(rows.slot_B.tolist())) == 8
         seen.release(running)
     assert len(rows.mask_SV) == 16

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from integrity import check_scheduler
 
 from tunesmith.core.errors import InputError
 from tunesmith.core.seeds import derive
@@ -97,21 +98,20 @@ class Runner:
 
     def _read(self, row: int, position: int) -> list[int]:
         blocks = self.cache.block_tables[row, : blocks_for(position + 1)].numpy()
-        cells = self.store[blocks].reshape(-1, 2)[: position + 1]
-        assert cells[:, 1].tolist() == list(range(position + 1))
-        return cells[:, 0].tolist()
+        tokens, positions = self.store[blocks].reshape(-1, 2)[: position + 1].T.tolist()
+        assert positions == list(range(position + 1))
+        return tokens
 
 
 def _setup(num_slots: int, *, num_blocks: int = 400, prefill_tokens: int = 512) -> tuple[Scheduler, Runner]:
     cache = KVCache(num_blocks, max_tokens=160, max_tables=2 * num_slots)
-    return Scheduler(cache, decode, num_slots=num_slots, prefill_tokens=prefill_tokens), Runner(
-        cache, num_slots, prefill_tokens
-    )
+    scheduler = Scheduler(cache, decode, num_slots=num_slots, prefill_tokens=prefill_tokens)
+    return scheduler, Runner(cache, num_slots, prefill_tokens)
 
 
 def _step(scheduler: Scheduler, runner: Runner, max_steps: int = 1) -> list[Sequence] | None:
     plan = scheduler.plan(max_steps)
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
     if plan is None:
         return None
     if max_steps > 1:
@@ -125,7 +125,7 @@ def _drain(
 ) -> list[Sequence]:
     ended: list[Sequence] = []
     while (more := _step(scheduler, runner, max_steps)) is not None:
-        scheduler.check_integrity()
+        check_scheduler(scheduler)
         ended += more
         each()
     assert runner.cache.num_free == runner.cache.num_blocks, "all blocks are free in the end"
@@ -327,7 +327,7 @@ def test_prompts_that_share_what_is_not_computed_yet_can_be_cancelled():
     _step(scheduler, runner)
     assert runner.cache.num_free == runner.cache.num_blocks - 3 - 3, "two blocks are shared, the last is each one's own"
     assert scheduler.cancel_all() == []
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
     assert runner.cache.num_free == runner.cache.num_blocks
 
 
@@ -341,7 +341,7 @@ def test_cancelling_returns_what_is_finished_and_frees_the_rest():
         scheduler.plan()  # the interrupt comes while the model runs
         finished = scheduler.cancel_all()
         assert _results(finished) == _results(ended) == {key: expected[key] for key in _results(ended)}
-        scheduler.check_integrity()
+        check_scheduler(scheduler)
         assert runner.cache.num_free == runner.cache.num_blocks
         assert scheduler.plan() is None
         again = [PromptRequest(100 + r.index, r.prompt_ids, r.n, r.limits) for r in requests[:5]]

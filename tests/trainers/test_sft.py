@@ -12,7 +12,7 @@ from recipes import Started, demonstrations, sft_recipe, training
 from transformers import AutoModelForCausalLM
 
 from tunesmith.core.errors import DataError
-from tunesmith.models.language_model import LanguageModel
+from tunesmith.models.language_model import FullForward, LanguageModel
 from tunesmith.trainers import sft
 
 
@@ -57,7 +57,7 @@ def test_the_token_budget_does_not_change_the_gradients(padded: bool, tmp_path: 
     def of_budget(budget: int) -> list[torch.Tensor]:
         state = Started(sft_recipe(tmp_path, sft={"micro_batch_tokens": budget}), demonstrations=demonstrations())
         if padded:
-            state.learner.policy = LanguageModel(state.policy.module, None, state.policy.kernels, "the padded way")
+            state.learner.policy = LanguageModel(state.policy.module, FullForward(), state.policy.kernels)
         return gradients(state, [0, 1, 2, 3, 4, 5])
 
     whole = of_budget(10_000)
@@ -69,7 +69,7 @@ def test_the_token_budget_does_not_change_the_gradients(padded: bool, tmp_path: 
 def test_packed_and_padded_gradients_agree(tmp_path: Path) -> None:
     state = Started(sft_recipe(tmp_path), demonstrations=demonstrations())
     packed = gradients(state, list(range(8)))
-    state.learner.policy = LanguageModel(state.policy.module, None, state.policy.kernels, "the padded way")
+    state.learner.policy = LanguageModel(state.policy.module, FullForward(), state.policy.kernels)
     for one, other in zip(packed, gradients(state, list(range(8))), strict=True):
         assert (one - other).norm() <= 1e-5 * other.norm() + 1e-8
 

@@ -1,9 +1,9 @@
 """A decoder computed over packed tokens: one definition for the trainer and for the rollout engine.
 
-The tokens of all sequences stand one after the other, without padding. How a linear map is done and where keys and
-values are kept is the caller's: the trainer takes the model's own modules and gradients, the engine packed weights and
-a paged cache. All else is the same code and the same kernels, and no row's result depends on the rows beside it; so in
-bfloat16 on a CPU the engine's log-probs are the trainer's, bit for bit.
+The tokens of all sequences are concatenated, without padding. The caller supplies the linear maps and the attention
+(`Ops`): the trainer the model's own modules, with gradients; the engine packed weights and a paged cache. Everything
+else is the same code and the same kernels, and no row's result depends on the other rows. So in bfloat16 on a CPU the
+engine's log-probs equal the trainer's to the bit.
 
 Shape legend: T tokens, H hidden, X query width, Y key width, N picked rows, V vocabulary.
 """
@@ -30,13 +30,13 @@ from tunesmith.models.adapter import Adapter, add_low_rank, dora_scale, low_rank
 from tunesmith.models.architecture import Architecture, Block, Norm, Projection, RopeSource, describe, weight_of
 
 _ROPE_ROWS = 512
-"""Angles are made for a multiple of as many positions."""
+"""Rope tables are sized in multiples of this many positions."""
 
 Linear = Callable[[Projection, torch.Tensor], Sequence[torch.Tensor]]
 """The outputs of a projection for an input `[rows, in]`, each `[rows, size]`."""
 
 OnLayer = Callable[[str, torch.Tensor], None]
-"""Called with the name of what was computed and with the hidden states behind it."""
+"""Called with the name of a layer and its output `[T, H]`."""
 
 
 class Attend(Protocol):
@@ -45,13 +45,13 @@ class Attend(Protocol):
     def __call__(
         self, layer: int, block: Block, q_TX: torch.Tensor, k_TY: torch.Tensor, v_TY: torch.Tensor
     ) -> torch.Tensor:
-        """`[T, X]`; queries and keys come without their rotation."""
+        """Attention output `[T, X]`; queries and keys are not rotated yet."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
-    """How one pass over a decoder is done. `on_layer` is for finding where numbers go wrong."""
+class Ops:
+    """The operations of one pass over a decoder. `on_layer` locates the layer of the first non-finite number."""
 
     linear: Linear
     attend: Attend
@@ -60,80 +60,78 @@ class Pass:
     on_layer: OnLayer | None = None
 
 
-def hidden_states(
-    architecture: Architecture, ids_T: torch.Tensor, positions_T: torch.Tensor, way: Pass
-) -> torch.Tensor:
-    """Hidden states behind the final norm, `[T, H]`."""
+def hidden_states(architecture: Architecture, ids_T: torch.Tensor, positions_T: torch.Tensor, ops: Ops) -> torch.Tensor:
+    """Hidden states after the final norm, `[T, H]`."""
     x_TH = architecture.embedding(ids_T)
     if architecture.positions is not None:
         x_TH = x_TH + architecture.positions(positions_T)
     residual_TH: torch.Tensor | None = None
     for layer, block in enumerate(architecture.blocks):
-        if way.checkpoints and torch.is_grad_enabled():
-            x_TH, residual_TH = checkpoint(_block, layer, block, x_TH, residual_TH, way, use_reentrant=False)
+        if ops.checkpoints and torch.is_grad_enabled():
+            x_TH, residual_TH = checkpoint(_block, layer, block, x_TH, residual_TH, ops, use_reentrant=False)
         else:
-            x_TH, residual_TH = _block(layer, block, x_TH, residual_TH, way)
-        if way.on_layer:
-            way.on_layer(f"layer {layer}", x_TH if residual_TH is None else x_TH + residual_TH)
-    return _norm(architecture.final_norm, x_TH, residual_TH, way)[0]
+            x_TH, residual_TH = _block(layer, block, x_TH, residual_TH, ops)
+        if ops.on_layer:
+            ops.on_layer(f"layer {layer}", x_TH if residual_TH is None else x_TH + residual_TH)
+    return _norm(architecture.final_norm, x_TH, residual_TH, ops)[0]
 
 
-def logits(architecture: Architecture, hidden_NH: torch.Tensor, way: Pass) -> torch.Tensor:
+def logits(architecture: Architecture, hidden_NH: torch.Tensor, ops: Ops) -> torch.Tensor:
     """Logits of some rows of `hidden_states`, `[N, V]`."""
-    (logits_NV,) = way.linear(architecture.head, hidden_NH)
+    (logits_NV,) = ops.linear(architecture.head, hidden_NH)
     cap = architecture.final_softcap
-    return logits_NV if cap is None else softcap(logits_NV, cap, kernels=way.kernels)
+    return logits_NV if cap is None else softcap(logits_NV, cap, kernels=ops.kernels)
 
 
 def _block(
-    layer: int, block: Block, x_TH: torch.Tensor, residual_TH: torch.Tensor | None, way: Pass
+    layer: int, block: Block, x_TH: torch.Tensor, residual_TH: torch.Tensor | None, ops: Ops
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the layer adds, and the residual stream that it is to be added to: the next norm does both at once."""
-    normed_TH, residual_TH = _norm(block.norm_attention, x_TH, residual_TH, way)
-    q_TX, k_TY, v_TY = way.linear(block.qkv, normed_TH)
+    """The layer's output and the residual stream, which the next norm adds in the same kernel."""
+    normed_TH, residual_TH = _norm(block.norm_attention, x_TH, residual_TH, ops)
+    q_TX, k_TY, v_TY = ops.linear(block.qkv, normed_TH)
     if block.q_norm is not None and block.k_norm is not None:
-        q_TX, k_TY = _norm_heads(block.q_norm, q_TX, way), _norm_heads(block.k_norm, k_TY, way)
-    (x_TH,) = way.linear(block.out, way.attend(layer, block, q_TX, k_TY, v_TY))
+        q_TX, k_TY = _norm_heads(block.q_norm, q_TX, ops), _norm_heads(block.k_norm, k_TY, ops)
+    (x_TH,) = ops.linear(block.out, ops.attend(layer, block, q_TX, k_TY, v_TY))
     if block.norm_after_attention is not None:
-        x_TH, _ = _norm(block.norm_after_attention, x_TH, None, way)
-    normed_TH, residual_TH = _norm(block.norm_mlp, x_TH, residual_TH, way)
-    inner = way.linear(block.gate_up, normed_TH)
+        x_TH, _ = _norm(block.norm_after_attention, x_TH, None, ops)
+    normed_TH, residual_TH = _norm(block.norm_mlp, x_TH, residual_TH, ops)
+    inner = ops.linear(block.gate_up, normed_TH)
     if len(inner) == 2:
-        inner_TI = gated(inner[0], inner[1], block.activation, kernels=way.kernels)
+        inner_TI = gated(inner[0], inner[1], block.activation, kernels=ops.kernels)
     else:
-        inner_TI = activate(inner[0], block.activation, kernels=way.kernels)
-    (x_TH,) = way.linear(block.down, inner_TI)
+        inner_TI = activate(inner[0], block.activation, kernels=ops.kernels)
+    (x_TH,) = ops.linear(block.down, inner_TI)
     if block.norm_after_mlp is not None:
-        x_TH, _ = _norm(block.norm_after_mlp, x_TH, None, way)
+        x_TH, _ = _norm(block.norm_after_mlp, x_TH, None, ops)
     return x_TH, residual_TH
 
 
 def _norm(
-    norm: Norm, x_TH: torch.Tensor, residual_TH: torch.Tensor | None, way: Pass
+    norm: Norm, x_TH: torch.Tensor, residual_TH: torch.Tensor | None, ops: Ops
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The normed sum of input and residual stream, and the sum."""
     weight_H: torch.Tensor = norm.module.weight  # type: ignore[assignment]
     if norm.kind == "rms":
-        done = add_rms_norm(x_TH, residual_TH, weight_H, norm.epsilon, offset=norm.offset, kernels=way.kernels)
+        done = add_rms_norm(x_TH, residual_TH, weight_H, norm.epsilon, offset=norm.offset, kernels=ops.kernels)
         return done.normed_RH, done.sum_RH
     sum_TH = x_TH if residual_TH is None else x_TH + residual_TH
     bias_H: torch.Tensor = norm.module.bias  # type: ignore[assignment]
     return layer_norm(sum_TH, weight_H.shape, weight_H, bias_H, norm.epsilon), sum_TH
 
 
-def _norm_heads(norm: Norm, x_TX: torch.Tensor, way: Pass) -> torch.Tensor:
-    """Each head normed for itself."""
+def _norm_heads(norm: Norm, x_TX: torch.Tensor, ops: Ops) -> torch.Tensor:
+    """Norm over each head."""
     weight_D: torch.Tensor = norm.module.weight  # type: ignore[assignment]
     width = len(weight_D)
-    normed_TKD, _ = _norm(norm, x_TX.unflatten(1, (-1, width)), None, way)
+    normed_TKD, _ = _norm(norm, x_TX.unflatten(1, (-1, width)), None, ops)
     return normed_TKD.flatten(1)
 
 
 class RopeTables:
-    """Cosines and sines of every position up to the longest that was asked for.
+    """Cosines and sines of every position up to the longest requested.
 
-    The angle is rounded to float32 as transformers does; its cosine is taken in float64, because float32's depends on
-    where in a tensor a number stands.
+    The angle is rounded to float32 as transformers does. Its cosine is computed in float64, because torch's vectorised
+    float32 cosine depends on the element's index in the tensor.
     """
 
     def __init__(self, sources: Sequence[RopeSource]) -> None:
@@ -141,7 +139,7 @@ class RopeTables:
         self._tables: list[Rope] = []
 
     def get(self, index: int, num_positions: int) -> Rope:
-        """The table of source `index`, for `num_positions` positions or more."""
+        """The table of source `index`, with at least `num_positions` rows."""
         if not self._tables or len(self._tables[0].cos_PF) < num_positions:
             rows = -(-num_positions // _ROPE_ROWS) * _ROPE_ROWS
             self._tables = [_rope_table(source, rows) for source in self._sources]
@@ -158,7 +156,7 @@ class Decoder:
     """A transformers model as the trainer computes it: packed sequences, gradients to its own parameters.
 
     Raises:
-        UnsupportedArchitecture: the model is of no known family.
+        UnsupportedArchitecture: the model's family is unknown.
     """
 
     def __init__(self, model: PreTrainedModel, kernels: Kernels) -> None:
@@ -170,12 +168,12 @@ class Decoder:
     def hidden_states(
         self, ids_T: torch.Tensor, lengths: Sequence[int] | Segments, *, on_layer: OnLayer | None = None
     ) -> torch.Tensor:
-        """Hidden states `[T, H]` of sequences that stand one after the other; sequence b has `lengths[b]` tokens.
+        """Hidden states `[T, H]` of concatenated sequences; sequence b has `lengths[b]` tokens.
 
-        With `Segments` sequences may go on from an earlier one: what they share is computed once, with the same bits.
+        With `Segments`, sequences may continue an earlier one: a shared prefix is computed once, with the same bits.
 
         Raises:
-            InputError: lengths that do not add up to T, or beyond the model's context.
+            InputError: lengths that do not add up to T, or exceed the model's context.
         """
         segments = lengths if isinstance(lengths, Segments) else Segments.alone(lengths)
         context = self.architecture.context_length
@@ -185,28 +183,24 @@ class Decoder:
                 f"lengths must add up, and fit the context of {context}"
             )
         positions_T = segments.positions(ids_T.device)
-        return hidden_states(self.architecture, ids_T, positions_T, self._pass(segments, on_layer))
+        return hidden_states(self.architecture, ids_T, positions_T, self._ops(segments, on_layer))
 
     def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
         """Logits `[N, V]` of some of the hidden states."""
-        return logits(self.architecture, hidden_NH, self._pass(Segments((), ())))
+        return logits(self.architecture, hidden_NH, self._ops(Segments((), ())))
 
     def logp_entropy(
         self, hidden_NH: torch.Tensor, ids_N: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logp_N, entropy_N) of the tokens `ids_N`, each drawn from the state in its row, with gradients.
-
-        Never all logits at a time, and sooner with what is `known` of the loss: see
-        `kernels.logprob.head.head_logp_entropy`.
-        """
+        """(logp_N, entropy_N) of the tokens `ids_N` after the states, with gradients, without holding all logits."""
         layer = self.architecture.output_layer
         return head_logp_entropy(hidden_NH, layer, ids_N, temperature, kernels=self.kernels)
 
     def scores(self, hidden_NH: torch.Tensor, ids_N: torch.Tensor) -> HeadScores:
-        """What `logp_entropy` gives at temperature 1, and which tokens are the most likely ones."""
+        """Log-probs and entropies at temperature 1, and which of `ids_N` are the most likely tokens."""
         return head_scores(hidden_NH, self.architecture.output_layer, ids_N, kernels=self.kernels)
 
-    def _pass(self, segments: Segments, on_layer: OnLayer | None = None) -> Pass:
+    def _ops(self, segments: Segments, on_layer: OnLayer | None = None) -> Ops:
         packing, num_positions = Packing(segments), max(1, segments.longest)
 
         def attend(
@@ -216,12 +210,12 @@ class Decoder:
             return attend_packed(q_TX, k_TY, v_TY, rope, packing, block.attention, kernels=self.kernels)
 
         checkpoints = _uses_checkpoints(self._model)
-        return Pass(module_outputs, attend, self.kernels, checkpoints, on_layer)
+        return Ops(module_outputs, attend, self.kernels, checkpoints, on_layer)
 
 
 def module_outputs(projection: Projection, x_TH: torch.Tensor) -> Sequence[torch.Tensor]:
-    """The outputs of a projection by the model's own modules, with their adapters and gradients."""
-    if len(x_TH) == 1:  # a matrix of one row may be multiplied by other code, with other bits
+    """The outputs of a projection from the model's own modules, with adapters and gradients."""
+    if len(x_TH) == 1:  # torch may compute a product of one row with another kernel, with other bits
         return [output_TH[:1] for output_TH in module_outputs(projection, x_TH.expand(2, -1))]
     parts = zip(projection.modules, projection.adapters, strict=True)
     outputs = [module(x_TH) if adapter is None else _adapted(module, adapter, x_TH) for module, adapter in parts]
@@ -240,5 +234,5 @@ def _adapted(module: nn.Module, adapter: Adapter, x_TH: torch.Tensor) -> torch.T
 
 
 def _uses_checkpoints(model: PreTrainedModel) -> bool:
-    """True if activations are to be computed again in the backward pass: the switch that transformers' modules have."""
+    """True with gradient checkpointing: activations are recomputed in the backward pass."""
     return model.training and any(getattr(module, "gradient_checkpointing", False) for module in model.modules())

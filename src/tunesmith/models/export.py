@@ -17,7 +17,7 @@ from tunesmith.core.errors import ModelError, RunError
 from tunesmith.models.adapter_folder import adapter_dtype, is_adapter_folder, is_reward_adapter, save_adapters
 from tunesmith.models.assets import SMOLLM2, SMOLLM2_HUB_ID, sync_folder
 from tunesmith.models.folder_check import find_pickle
-from tunesmith.models.heads import PolicyWithValue, RewardModel, ScalarHead
+from tunesmith.models.heads import RewardModel, ScalarHead
 from tunesmith.models.load import load_policy, new_reward_model
 from tunesmith.models.loaded import quiet_transformers
 from tunesmith.models.lora import base_of, has_adapters, merge
@@ -41,7 +41,7 @@ class ModelCard:
 
 
 def save_final(
-    model: PreTrainedModel | PolicyWithValue | RewardModel,
+    model: PreTrainedModel | RewardModel,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     card: ModelCard,
@@ -50,13 +50,13 @@ def save_final(
 ) -> Path:
     """`folder`, with weights (safetensors), config, tokenizer, chat template, generation config and a model card.
 
-    A value head, given here or carried by a `PolicyWithValue`, lies beside them as `value_head.safetensors`. The folder
-    is written aside and moved into place, so it is whole or absent; one that was there is replaced.
-    Raises RunError if it cannot be written.
+    `value_head` becomes `value_head.safetensors`. The folder is written aside and renamed, so it is complete or absent;
+    an existing one is replaced.
+
+    Raises:
+        RunError: it cannot be written.
     """
-    inner = model.model if isinstance(model, PolicyWithValue | RewardModel) else model
-    if isinstance(model, PolicyWithValue) and value_head is None:
-        value_head = model.value_head
+    inner = model.model if isinstance(model, RewardModel) else model
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as aside:

@@ -1,6 +1,6 @@
-"""Scalar heads, and the models that carry one: policy with values, separate critic, reward model.
+"""Scalar heads, and the models that carry one: separate critic, reward model.
 
-Dimension letters: B sequences, S positions of the whole sequence, T completion positions, H hidden, K labels.
+Shape legend: B sequences, S positions of the whole sequence, T completion positions, H hidden, K labels.
 
 Heads are float32 and work on `hidden.float()` whatever the dtype of the trunk: the differences of rewards and values
 that matter are smaller than what bfloat16 resolves.
@@ -17,7 +17,7 @@ from tunesmith.core.errors import ModelError
 from tunesmith.kernels.native import Kernels
 from tunesmith.models.decoder import Decoder
 from tunesmith.models.language_model import TrunkDecoder
-from tunesmith.models.logprob import States, TokenScores, critic_values, length_mask, token_logps, trunk_states
+from tunesmith.models.logprob import completion_layout, length_mask, trunk_states
 from tunesmith.models.lora import require_gradients, twin
 
 RewardTransform = Literal["raw", "log_odds"]
@@ -36,38 +36,8 @@ class ScalarHead(nn.Module):
         return functional.linear(hidden.float(), self.weight.float(), self.bias.float()).squeeze(-1)
 
 
-class PolicyWithValue(nn.Module):
-    """A language model and, if asked for, a value head on its last hidden states: one trunk, one pass."""
-
-    def __init__(self, model: PreTrainedModel, *, with_value_head: bool = True) -> None:
-        super().__init__()
-        self.model = model
-        self.value_head = ScalarHead(hidden_size(model)).to(model.device) if with_value_head else None
-
-    def forward(
-        self,
-        ids_BS: torch.Tensor,
-        lengths_B: torch.Tensor,
-        *,
-        prompt_lengths_B: torch.Tensor,
-        temperature: float = 1.0,
-    ) -> TokenScores:
-        """Log-probs, entropies and values of the completion tokens; see `logprob.token_logps`."""
-        return token_logps(
-            self.model,
-            ids_BS,
-            lengths_B,
-            prompt_lengths_B=prompt_lengths_B,
-            temperature=temperature,
-            value_head=self.value_head,
-        )
-
-
 class Critic(nn.Module):
-    """A value model of its own: the trunk of `model`, trainable, and a value head. The model's output layer is dropped.
-
-    The trunk is taken over, not copied; `from_policy` copies.
-    """
+    """A separate value model: the trunk of `model`, trainable and shared with it, and a value head."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -78,18 +48,16 @@ class Critic(nn.Module):
 
     @classmethod
     def from_policy(cls, model: PreTrainedModel) -> "Critic":
-        """A critic that starts from a copy of the policy's trunk; no storage is shared, but for a frozen base, beside
-        which it has adapters of its own.
-        """
+        """A critic on a copy of the policy's trunk. With adapters, their frozen base is shared and not copied."""
         return cls(twin(cast(PreTrainedModel, model.base_model)))
 
     @property
     def decoder(self) -> Decoder | None:
         """The trunk's flat decoder; None where its own forward is used."""
-        return self._decoder.of(self.trunk)
+        return self._decoder.get(self.trunk)
 
     def forward(self, ids_BS: torch.Tensor, lengths_B: torch.Tensor, *, prompt_lengths_B: torch.Tensor) -> torch.Tensor:
-        """value_BT; see `logprob.critic_values`."""
+        """value_BT; see `critic_values`."""
         return critic_values(self, ids_BS, lengths_B, prompt_lengths_B)
 
 
@@ -122,18 +90,18 @@ class RewardModel(nn.Module):
 
     @property
     def pools_last_token(self) -> bool:
-        """True for the decoder layout: the reward is read at the last token, so the ids of a rollout can be scored."""
+        """True for the decoder layout, which reads the reward at the last token, so ids of a rollout can be scored."""
         return isinstance(self._score(), nn.Linear)
 
     @property
     def packs_rows(self) -> bool:
-        """True if rows are computed without padding, and what neighbouring rows begin with in common once."""
+        """True if rows are computed without padding, and common prefixes of neighbouring rows once."""
         return self.pools_last_token and self.decoder is not None
 
     @property
     def decoder(self) -> Decoder | None:
         """The trunk's flat decoder; None where its own forward is used."""
-        return self._decoder.of(self._trunk)
+        return self._decoder.get(self._trunk)
 
     def score_sequences(self, ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
         """reward_B in float32, of right-padded rows with `lengths_B` real ids each (at least 1)."""
@@ -160,8 +128,8 @@ class RewardModel(nn.Module):
         if not isinstance(score, nn.Linear):
             mask_BS = length_mask(lengths_B, ids_BS.shape[1])
             return self.model(input_ids=ids_BS, attention_mask=mask_BS.long()).logits.float()
-        last = States(torch.arange(len(ids_BS), device=ids_BS.device), lengths_B - 1)
-        last_BH = trunk_states(self._trunk, self.decoder, ids_BS, lengths_B, last)
+        row_B = torch.arange(len(ids_BS), device=ids_BS.device)
+        last_BH = trunk_states(self._trunk, self.decoder, ids_BS, lengths_B, row_B, lengths_B - 1)
         bias = None if score.bias is None else score.bias.float()
         return functional.linear(last_BH.float(), score.weight.float(), bias)
 
@@ -171,6 +139,18 @@ class RewardModel(nn.Module):
             return chosen_B
         others = [index for index in range(logits_BK.shape[1]) if index != self.label_index]
         return chosen_B - logits_BK[:, others].logsumexp(-1)
+
+
+def critic_values(
+    critic: Critic, ids_BS: torch.Tensor, lengths_B: torch.Tensor, prompt_lengths_B: torch.Tensor
+) -> torch.Tensor:
+    """value_BT: the critic's value of the state before each completion token, laid out as in `logprob.TokenScores`."""
+    layout = completion_layout(ids_BS, lengths_B, prompt_lengths_B)
+    row_N, position_N, column_N = layout.indices()
+    used_B = (lengths_B - 1).clamp(min=1)  # the state after the last token is not needed
+    ids_BS = ids_BS[:, : int(used_B.max())]
+    hidden_NH = trunk_states(critic.trunk, critic.decoder, ids_BS, used_B, row_N, position_N)
+    return layout.spread(critic.value_head(hidden_NH), row_N, column_N)
 
 
 def hidden_size(model: PreTrainedModel) -> int:

@@ -1,4 +1,4 @@
-"""A language model, or the trunk of one, and the way in which its states and log-probs are computed."""
+"""A language model and how its log-probs are computed: by the flat decoder, by its trunk, or by its own forward."""
 
 import operator
 from dataclasses import dataclass
@@ -14,35 +14,52 @@ from tunesmith.models.decoder import Decoder
 
 
 @dataclass(frozen=True, slots=True)
-class LanguageModel:
-    """`module` with its flat decoder. Where transformers' own forward is used it is None, and `reason` says why.
+class TrunkForward:
+    """The trunk's own forward over padded rows, then our output layer, which never holds all logits."""
 
-    Then `output` is the output layer of a family that is known, so that its logits need not be held all at a time.
-    """
+    output: OutputLayer
+
+
+@dataclass(frozen=True, slots=True)
+class FullForward:
+    """The model's own forward over padded rows, with its own logits. `reason` says why."""
+
+    reason: str = ""
+
+
+Backend = Decoder | TrunkForward | FullForward
+"""How log-probs are computed; see `models/logprob.py`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LanguageModel:
+    """A causal language model with the backend that computes its log-probs."""
 
     module: PreTrainedModel
-    decoder: Decoder | None
+    backend: Backend
     kernels: Kernels
-    reason: str = ""
-    output: OutputLayer | None = None
+
+    @property
+    def decoder(self) -> Decoder | None:
+        """The flat decoder; None with another backend."""
+        return self.backend if isinstance(self.backend, Decoder) else None
 
 
 def language_model(module: PreTrainedModel, kernels: Kernels) -> LanguageModel:
-    """`module`, a causal language model, with the flat decoder if it stands on a CPU and its family is known."""
+    """`module`, a causal language model, with the best backend: on a CPU the flat decoder, if its family is known."""
     try:
-        if module.device.type == "cpu":
-            return LanguageModel(module, Decoder(module, kernels), kernels)
-        reason = f"the model is on a device of type {module.device.type}"
-        return LanguageModel(module, None, kernels, reason, describe(module).output_layer)
+        on_cpu = module.device.type == "cpu"
+        backend = Decoder(module, kernels) if on_cpu else TrunkForward(describe(module).output_layer)
     except UnsupportedArchitecture as error:
-        return LanguageModel(module, None, kernels, str(error))
+        backend = FullForward(str(error))
+    return LanguageModel(module, backend, kernels)
 
 
 class TrunkDecoder:
-    """The flat decoder of a model without output layer, made once, and anew where the model has become another one.
+    """The flat decoder of a model without output layer, cached until the model changes.
 
-    Between two passes layers may be dropped, weights replaced, adapters put on, switched off or merged. To describe a
-    model takes milliseconds, to see that its parts are the same ones a fraction of one.
+    Between two passes layers may be dropped, weights replaced, adapters added, switched off or merged. Describing a
+    model takes milliseconds, comparing its parts with the cached ones a fraction of one.
     """
 
     def __init__(self, kernels: Kernels) -> None:
@@ -50,7 +67,7 @@ class TrunkDecoder:
         self._parts: list[object] = []
         self._decoder: Decoder | None = None
 
-    def of(self, trunk: PreTrainedModel) -> Decoder | None:
+    def get(self, trunk: PreTrainedModel) -> Decoder | None:
         """The decoder of `trunk` as it is now; None where transformers' own forward is used."""
         parts = _parts(trunk)
         if len(parts) != len(self._parts) or not all(map(operator.is_, parts, self._parts)):
@@ -68,16 +85,12 @@ def _decoder_of(trunk: PreTrainedModel, kernels: Kernels) -> Decoder | None:
 
 
 def _parts(trunk: nn.Module) -> list[object]:
-    """What a decoder of `trunk` refers to, or was decided by: modules, tensors, the state of adapters and hooks.
+    """Everything that a decoder of `trunk` depends on: modules, tensors, the state of adapters and hooks.
 
-    They are held by whoever keeps the list, so that none can be confused with a later one.
+    The list keeps them alive, so that `is` cannot confuse a new part with a freed one.
     """
     parts: list[object] = [bool(trunk._forward_hooks), bool(trunk._forward_pre_hooks)]
-    waiting: list[nn.Module | None] = [trunk]
-    while waiting:
-        module = waiting.pop()
-        if module is None:
-            continue
+    for module in trunk.modules():
         parts.append(module)
         for parameter in module._parameters.values():
             parts += (None,) if parameter is None else (parameter, parameter.dtype, parameter.is_cpu)
@@ -85,5 +98,4 @@ def _parts(trunk: nn.Module) -> list[object]:
         if "lora_A" in module._modules:
             layer: Any = module
             parts += (layer.disable_adapters, layer.merged, *layer.active_adapters, *layer.scaling.values())
-        waiting += module._modules.values()
     return parts

@@ -1,12 +1,15 @@
 """Models by name: hub id, local folder, run folder, GGUF file, `smollm2`, `scratch`, `tiny:<family>`.
 
-Weights are read from safetensors alone (a pickle can run code), and code of a model's repository is run only where the
-recipe says so (`model.trust_remote_code`); see `folder_check`.
+Weights are read from safetensors only (a pickle can run code), and code in a model's repository runs only with
+`model.trust_remote_code`; see `folder_check`.
 """
 
 import copy
 import re
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -35,17 +38,6 @@ from tunesmith.models.loaded import (
 )
 from tunesmith.models.tokenizer import spare_pad_token
 
-__all__ = [
-    "LoadedModel",
-    "compute_dtype",
-    "count_parameters",
-    "find_folder",
-    "frozen_copy",
-    "load_policy",
-    "load_reward_model",
-    "new_reward_model",
-]
-
 _FORMS = "a hub id, a local folder, a run folder, a .gguf file, smollm2, scratch, or tiny:<family>"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _TINY = "tiny:"
@@ -57,7 +49,7 @@ _TRUST_REWARD = (
     "load it in a reward function of your own (`./file.py:name`), because a reward source never runs a model's code"
 )
 
-# What the library raises when the values of a config or tokenizer file make no sense.
+# Raised by the library for invalid values in a config or tokenizer file.
 _LIBRARY_ERRORS = (
     ArithmeticError,
     AssertionError,
@@ -76,73 +68,63 @@ _LIBRARY_ERRORS = (
 def load_policy(
     section: ModelSection, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
 ) -> LoadedModel:
-    """The language model that `section` names, in evaluation mode without dropout, with its right-padding tokenizer.
+    """The language model named by `section`, in evaluation mode without dropout, with its right-padding tokenizer.
 
-    With `section.lora` its base is frozen and fresh adapters are trained; where `section` names a folder with adapters,
-    these stand on their base, and are trained on. `dtype` overrides the section's. A tokenizer without a padding token
-    pads with its eos: lengths make the masks.
-    Raises ModelError for a name that leads nowhere or to something that is no language model.
+    With `section.lora` the base is frozen and fresh adapters are trained. A folder with adapters is loaded with its
+    base, and its adapters are trained on. `dtype` overrides the section's. A tokenizer without a padding token pads
+    with its eos; masks are made from lengths.
+
+    Raises:
+        ModelError: there is no such model, or it is not a language model.
     """
     dtype = dtype or compute_dtype(section.dtype, device)
-    if _is_built_in_code(section.name):
-        loaded = _build_in_code(section.name, section.seed, dtype)
+    located = _locate(section)
+    adapters = located.adapters
+    if adapters is not None and adapter_folder.is_reward_adapter(adapters, section.name):
+        raise ModelError(f"{section.name!r} holds the adapters of a reward model, which writes no text; give a policy")
+    model, tokenizer = _language_model(located, dtype)
+    _prepare(model, device, gradient_checkpointing=section.gradient_checkpointing)
+    if adapters is None:
+        lora.add_adapters(model, section.lora, _as_base(section))
     else:
-        trust = section.trust_remote_code
-        folder = find_folder(section.name, trust_remote_code=trust)
-        if adapter_folder.is_adapter_folder(folder):
-            return _adapted_policy(section, folder, device, dtype)
-        model = _from_folder(AutoModelForCausalLM, folder, section.name, dtype, trust_remote_code=trust)
-        tokenizer = load_tokenizer(folder, section.name, trust_remote_code=trust)
-        loaded = LoadedModel(model, tokenizer, section.name, dtype)
-    _prepare(loaded.model, device, gradient_checkpointing=section.gradient_checkpointing)
-    lora.add_adapters(loaded.model, section.lora, _as_base(section))
-    return loaded
+        adapter_folder.load_adapters(model, adapters, section.name)
+        tokenizer = _tokenizer_beside(adapters, section, tokenizer)
+    return LoadedModel(model, tokenizer, section.name, dtype)
 
 
 def new_reward_model(
     section: ModelSection, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
 ) -> RewardModel:
-    """A reward model on the trunk of the model that `section` names, with a fresh score head.
+    """A reward model on the trunk of the model named by `section`, with a score head that starts at zero.
 
-    The head starts at zero: every pair is a coin flip at first, and few votes are not spent on unlearning a random one.
     A model that already is a single-label classifier keeps its head. The padding token is one that never ends a
-    sequence, if one can be spared. With `section.lora` the trunk is frozen, and fresh adapters are trained beside the
-    head; the adapters of a policy become a part of the trunk's weights, those of a reward model are trained on.
+    sequence, if the vocabulary has one. With `section.lora` the trunk is frozen, and fresh adapters are trained with
+    the head. Adapters of a policy are merged into the trunk; those of a reward model are trained on.
+
+    Raises:
+        ModelError: there is no such model, or it has no score head on its last token.
     """
     dtype = dtype or compute_dtype(section.dtype, device)
-    trust, in_code = section.trust_remote_code, _is_built_in_code(section.name)
-    folder = Path() if in_code else find_folder(section.name, trust_remote_code=trust)
-    if not in_code and adapter_folder.is_adapter_folder(folder):
-        _refuse_second_adapters(section)
-        if adapter_folder.is_reward_adapter(folder, section.name):
-            return _adapted_reward_model(section, folder, device, dtype)
+    located = _locate(section)
+    is_reward = located.adapters is not None and adapter_folder.is_reward_adapter(located.adapters, section.name)
+    if located.adapters is not None and not is_reward:
         policy = load_policy(section, dtype=dtype)
         lora.merge(policy.model)
+        model, tokenizer = _classifier_on(policy.model, dtype), policy.tokenizer
     else:
-        policy = _build_in_code(section.name, section.seed, dtype) if in_code else None
-    if policy is not None:
-        tokenizer, model = policy.tokenizer, _classifier_on(policy.model, dtype)
-        has_head = False
-    else:
-        tokenizer = load_tokenizer(folder, section.name, trust_remote_code=trust)
-        model, missing = _from_pretrained(
-            AutoModelForSequenceClassification, folder, section.name, dtype, trust_remote_code=trust, num_labels=1
-        )
-        has_head = "score.weight" not in missing
-    score = getattr(model, "score", None)
-    if not isinstance(score, nn.Linear):
-        raise ModelError(
-            f"{section.name!r} ({type(model).__name__}) has no score head on its last token, so it cannot "
-            "be trained as a reward model; take a decoder such as Llama, Qwen, Gemma or GPT-2"
-        )
-    if not has_head:
-        nn.init.zeros_(score.weight)
+        model, tokenizer = _classifier(located, dtype)
     if spare := spare_pad_token(tokenizer):
         tokenizer.pad_token = spare
     model.config.pad_token_id = tokenizer.pad_token_id
     _prepare(model, device, gradient_checkpointing=section.gradient_checkpointing)
-    lora.add_adapters(model, section.lora, _as_base(section))
-    return RewardModel(model, tokenizer, source=section.name)
+    if located.adapters is None or not is_reward:
+        lora.add_adapters(model, section.lora, _as_base(section))
+        return RewardModel(model, tokenizer, source=section.name)
+    reward_model = RewardModel(model, tokenizer, source=section.name)  # makes the head float32 before it is loaded
+    keep_lower_layers(model, adapter_folder.read_base(located.adapters, section.name).num_layers)
+    adapter_folder.load_adapters(model, located.adapters, section.name)
+    reward_model.tokenizer = _tokenizer_beside(located.adapters, section, tokenizer)
+    return reward_model
 
 
 def load_reward_model(
@@ -153,37 +135,40 @@ def load_reward_model(
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
 ) -> RewardModel:
-    """The trained reward model or classifier `name`, frozen; `label` and `transform` say which logit is the reward.
+    """The trained reward model or classifier `name`, frozen. `label` and `transform` choose the logit (`RewardModel`).
 
-    Code that the model brings along is never run here. Raises ModelError if it asks for that, if `name` is no sequence
-    classifier, or if it has several labels and none was chosen.
+    Code in the model's folder is never run here.
+
+    Raises:
+        ModelError: `name` needs such code, is not a sequence classifier, or has several labels and none was chosen.
     """
-    dtype = dtype or compute_dtype("auto", device)
     if _is_built_in_code(name):
         raise ModelError(f"{name!r} has no trained reward head; give a run folder, a local folder or a hub id")
+    dtype = dtype or compute_dtype("auto", device)
     folder = find_folder(name, how_to_trust=_TRUST_REWARD)
     if adapter_folder.is_adapter_folder(folder):
         if not adapter_folder.is_reward_adapter(folder, name):
             raise ModelError(f"{name!r} holds the adapters of a policy, which scores nothing; give a reward model")
-        found = _adapted_reward_model(ModelSection(name=name), folder, device, dtype)
-        model = RewardModel(found.model, found.tokenizer, label=label, transform=transform, source=name)  # type: ignore[arg-type]
-        return model.eval().requires_grad_(False)
-    model, missing = _from_pretrained(AutoModelForSequenceClassification, folder, name, dtype)
-    if missing:
-        raise ModelError(
-            f"{name!r} is no reward model: its weights lack {', '.join(sorted(missing)[:3])}; "
-            "give a sequence classifier, for example the run folder of `tunesmith train reward`"
-        )
-    _prepare(model, device)
-    reward_model = RewardModel(model, load_tokenizer(folder, name), label=label, transform=transform, source=name)
+        adapted = new_reward_model(ModelSection(name=name), device=device, dtype=dtype)
+        model, tokenizer = adapted.model, adapted.tokenizer
+    else:
+        model, missing = _from_pretrained(AutoModelForSequenceClassification, folder, name, dtype)
+        if missing:
+            raise ModelError(
+                f"{name!r} is no reward model: its weights lack {', '.join(sorted(missing)[:3])}; "
+                "give a sequence classifier, for example the run folder of `tunesmith train reward`"
+            )
+        _prepare(model, device)
+        tokenizer = load_tokenizer(folder, name)
+    reward_model = RewardModel(model, tokenizer, label=label, transform=transform, source=name)
     return reward_model.eval().requires_grad_(False)
 
 
 def find_folder(name: str, *, trust_remote_code: bool = False, how_to_trust: str = _TRUST_POLICY) -> Path:
-    """The local folder with the files of the model `name`, after download or conversion where needed.
+    """The local folder of the model `name`, downloaded or converted if needed; of a run folder, its `final/`.
 
-    A run folder leads to its `final/`. Raises ModelError if there is none, if its weights are not safetensors, or if it
-    brings code along and `trust_remote_code` is off.
+    Raises:
+        ModelError: there is none, its weights are not safetensors, or it contains code and `trust_remote_code` is off.
     """
     path = Path(name).expanduser()
     if name == assets.SMOLLM2:
@@ -221,10 +206,9 @@ def load_tokenizer(folder: Path, name: str, *, trust_remote_code: bool = False) 
 
 
 def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of `model` in evaluation mode that takes no gradients: the reference policy.
+    """A copy of `model` in evaluation mode without gradients: the reference policy.
 
-    It has storage of its own. Only where adapters are trained it shares their frozen base; then it is that base, or the
-    base with the adapters as they are now where these change something already.
+    With adapters it shares their frozen base, and has copies of those adapters that are not zero.
     """
     return lora.frozen_twin(model)
 
@@ -235,9 +219,11 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def compute_dtype(requested: str, device: str | torch.device = "cpu") -> torch.dtype:
-    """The dtype called `requested` in a recipe: for `auto`, bfloat16 where the device computes in it.
+    """The dtype named `requested` in a recipe. `auto` is bfloat16 if the hardware supports it, else float32 on a CPU
+    (where emulated bfloat16 is several times slower) and float16 on a GPU.
 
-    Otherwise `auto` is float32 on a CPU, where emulated bfloat16 is several times slower, and float16 on a GPU.
+    Raises:
+        ModelError: the name is unknown.
     """
     named = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if requested in named:
@@ -254,14 +240,8 @@ def _is_built_in_code(name: str) -> bool:
     return name == "scratch" or name.startswith(_TINY)
 
 
-def _build_in_code(name: str, seed: int, dtype: torch.dtype) -> LoadedModel:
-    if name == "scratch":
-        return tiny.scratch_model(seed, dtype=dtype)
-    return tiny.tiny_model(name.removeprefix(_TINY), seed, dtype=dtype)
-
-
 def _model_folder(folder: Path, name: str) -> Path:
-    """`folder`, or the `final/` of the run that it is."""
+    """`folder`, or its `final/` if it is a run folder."""
     for place in (folder / "final", folder):
         if (place / "config.json").is_file() or adapter_folder.is_adapter_folder(place):
             return place
@@ -277,74 +257,94 @@ def _check(folder: Path, name: str, trust_remote_code: bool, how_to_trust: str) 
         check_folder(folder, name, trust_remote_code=trust_remote_code, how_to_trust=how_to_trust)
 
 
-def _adapted_policy(section: ModelSection, folder: Path, device: str | torch.device, dtype: torch.dtype) -> LoadedModel:
-    """The base of the adapters in `folder`, with them; they are what is trained."""
-    _refuse_second_adapters(section)
-    if adapter_folder.is_reward_adapter(folder, section.name):
-        raise ModelError(
-            f"{section.name!r} holds the adapters of a reward model, which writes no text; give a policy's"
-        )
-    base = _base_section(section, folder)
-    loaded = load_policy(base, device=device, dtype=dtype)
-    adapter_folder.load_adapters(loaded.model, folder, section.name)
-    return LoadedModel(loaded.model, _tokenizer_beside(folder, section, loaded.tokenizer), section.name, dtype)
+@dataclass(frozen=True, slots=True)
+class _Located:
+    """A plain model (`base`, in `folder`; None if built in code), and the folder with its adapters, if any."""
+
+    base: ModelSection
+    folder: Path | None
+    adapters: Path | None
 
 
-def _adapted_reward_model(
-    section: ModelSection, folder: Path, device: str | torch.device, dtype: torch.dtype
-) -> RewardModel:
-    """The reward model whose adapters and head are in `folder`."""
-    found = new_reward_model(_base_section(section, folder), device=device, dtype=dtype)
-    keep_lower_layers(found.model, adapter_folder.read_base(folder, section.name).num_layers)
-    adapter_folder.load_adapters(found.model, folder, section.name)
-    return RewardModel(found.model, _tokenizer_beside(folder, section, found.tokenizer), source=section.name)
+def _locate(section: ModelSection) -> _Located:
+    """The files of the model that `section` names; of a folder with adapters also its base.
 
-
-def _base_section(section: ModelSection, folder: Path) -> ModelSection:
-    base = adapter_folder.read_base(folder, section.name)
-    trust = section.trust_remote_code
-    if not _is_built_in_code(base.name) and adapter_folder.is_adapter_folder(
-        find_folder(base.name, trust_remote_code=trust)
-    ):
-        raise ModelError(
-            f"the base of {section.name!r} is {base.name!r}, which holds adapters itself; merge that one with "
-            "`tunesmith export --merge`"
-        )
-    return section.model_copy(update={"name": base.name, "seed": base.seed})
-
-
-def _as_base(section: ModelSection) -> lora.AdapterBase:
-    """What names the model of `section` beside its adapters; a path is absolute, so that any folder leads there."""
-    path = Path(section.name).expanduser()
-    has_path = not _is_built_in_code(section.name) and section.name != assets.SMOLLM2 and path.exists()
-    return lora.AdapterBase(str(path.resolve()) if has_path else section.name, section.seed)
-
-
-def _tokenizer_beside(folder: Path, section: ModelSection, of_base: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """The tokenizer that was saved with the adapters; theirs may have another template. PEFT saves none."""
-    if not (folder / "tokenizer_config.json").is_file():
-        return of_base
-    return load_tokenizer(folder, section.name, trust_remote_code=section.trust_remote_code)
-
-
-def _refuse_second_adapters(section: ModelSection) -> None:
+    Raises:
+        ModelError: there are none; the section asks for second adapters; the base holds adapters itself.
+    """
+    folder = _folder_of(section)
+    if folder is None or not adapter_folder.is_adapter_folder(folder):
+        return _Located(section, folder, None)
     if section.lora.rank:
         raise ModelError(
             f"{section.name!r} holds adapters, and model.lora asks for others; set model.lora.rank to 0 to train these "
             "on, or merge them first with `tunesmith export --merge`"
         )
+    base = adapter_folder.read_base(folder, section.name)
+    base_section = section.model_copy(update={"name": base.name, "seed": base.seed})
+    base_folder = _folder_of(base_section)
+    if base_folder is not None and adapter_folder.is_adapter_folder(base_folder):
+        raise ModelError(
+            f"the base of {section.name!r} is {base.name!r}, which holds adapters itself; merge that one with "
+            "`tunesmith export --merge`"
+        )
+    return _Located(base_section, base_folder, folder)
 
 
-def _from_folder(
-    auto_class: type, folder: Path, name: str, dtype: torch.dtype, *, trust_remote_code: bool
-) -> PreTrainedModel:
-    model, missing = _from_pretrained(auto_class, folder, name, dtype, trust_remote_code=trust_remote_code)
+def _folder_of(section: ModelSection) -> Path | None:
+    if _is_built_in_code(section.name):
+        return None
+    return find_folder(section.name, trust_remote_code=section.trust_remote_code)
+
+
+def _language_model(located: _Located, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The base as a language model, as loaded."""
+    name, trust = located.base.name, located.base.trust_remote_code
+    if located.folder is None:
+        build = tiny.scratch_model if name == "scratch" else partial(tiny.tiny_model, name.removeprefix(_TINY))
+        built = build(located.base.seed, dtype=dtype)
+        return built.model, built.tokenizer
+    model, missing = _from_pretrained(AutoModelForCausalLM, located.folder, name, dtype, trust_remote_code=trust)
     if missing:
         raise ModelError(
             f"{name!r} is no complete language model: its weights lack {', '.join(sorted(missing)[:3])}; "
             "give a causal language model"
         )
-    return model
+    return model, load_tokenizer(located.folder, name, trust_remote_code=trust)
+
+
+def _classifier(located: _Located, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The base as a classifier with one score per sequence; a head that it lacks starts at zero."""
+    name, trust = located.base.name, located.base.trust_remote_code
+    if located.folder is None:
+        model, tokenizer = _language_model(located, dtype)
+        return _classifier_on(model, dtype), tokenizer
+    tokenizer = load_tokenizer(located.folder, name, trust_remote_code=trust)
+    model, missing = _from_pretrained(
+        AutoModelForSequenceClassification, located.folder, name, dtype, trust_remote_code=trust, num_labels=1
+    )
+    if not isinstance(score := getattr(model, "score", None), nn.Linear):
+        raise ModelError(
+            f"{name!r} ({type(model).__name__}) has no score head on its last token, so it cannot "
+            "be trained as a reward model; take a decoder such as Llama, Qwen, Gemma or GPT-2"
+        )
+    if "score.weight" in missing:
+        nn.init.zeros_(score.weight)
+    return model, tokenizer
+
+
+def _as_base(section: ModelSection) -> lora.AdapterBase:
+    """The name of the base, as stored with adapters; paths are absolute."""
+    path = Path(section.name).expanduser()
+    has_path = not _is_built_in_code(section.name) and section.name != assets.SMOLLM2 and path.exists()
+    return lora.AdapterBase(str(path.resolve()) if has_path else section.name, section.seed)
+
+
+def _tokenizer_beside(folder: Path, section: ModelSection, base: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """The tokenizer saved with the adapters, which may have another template; else (PEFT saves none) the base's."""
+    if not (folder / "tokenizer_config.json").is_file():
+        return base
+    return load_tokenizer(folder, section.name, trust_remote_code=section.trust_remote_code)
 
 
 def _from_pretrained(
@@ -372,12 +372,14 @@ def _from_pretrained(
     return model, set(info["missing_keys"])
 
 
-def _classifier_on(policy: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+def _classifier_on(policy: PreTrainedModel, dtype: torch.dtype) -> Any:
+    """A classifier on a copy of the trunk of `policy`, with a head at zero."""
     config = copy.deepcopy(policy.config)
     config.num_labels = 1
     model = AutoModelForSequenceClassification.from_config(config)
     cast_parameters(model, dtype)
     model.base_model.load_state_dict(policy.base_model.state_dict())
+    nn.init.zeros_(model.score.weight)
     return model
 
 
@@ -393,6 +395,6 @@ def _prepare(model: PreTrainedModel, device: str | torch.device, *, gradient_che
 
 
 def _first_line(error: Exception) -> str:
-    """What `error` says in one line; a line that only announces the next takes it along."""
+    """The first line of `error`, with the second if the first ends with a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

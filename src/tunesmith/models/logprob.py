@@ -1,36 +1,41 @@
-"""Log-probs of the tokens of completions: the hot path of PPO on a CPU.
+"""Log-probs of completion tokens (PPO, GRPO, DPO) and of the learnt tokens of packed sequences (SFT).
 
-Dimension letters: B sequences, T completion positions, S positions of the whole sequence, N completion tokens of the
-batch in row order, V vocabulary, H hidden.
+Shape legend: B sequences, T completion positions, S positions of the whole sequence, N scored tokens in row order,
+V vocabulary, H hidden.
 
-Logits are made for the N positions that predict a completion token and for no other. A `LanguageModel` with a decoder
-computes packed tokens, without padding, what neighbouring rows begin with in common once, and with the bits of the
-rollout engine; it never holds all logits. Any other model runs its own forward over padded rows; a hook in front of its
-output layer picks the N rows, so that whatever the model does to its logits afterwards (scaling in Cohere and Granite)
-is done by its own code.
+Only the N states that predict a scored token go through the output layer. By backend (`LanguageModel.backend`):
+- `Decoder`: packed tokens without padding, common prefixes of neighbouring rows computed once, the bits of the rollout
+  engine; never holds all logits.
+- `TrunkForward`: transformers' trunk over padded rows, then our output layer; never holds all logits.
+- `FullForward`: the model's own forward over padded rows. A hook picks the N rows before its output layer, so that what
+  the model does to its logits (scaling in Cohere and Granite) is done by its own code.
 """
 
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from tunesmith.batch.targets import Targets
 from tunesmith.core.errors import ModelError
-from tunesmith.kernels.logprob.head import OutputLayer, head_logp_entropy
+from tunesmith.kernels.attention.packing import Segments
+from tunesmith.kernels.logprob.head import HeadScores, head_logp_entropy, head_scores
 from tunesmith.kernels.logprob.torch_impl import chosen_logp_entropy_in_blocks as chosen_logp_entropy
+from tunesmith.kernels.native import Kernels
 from tunesmith.models.decoder import Decoder
-from tunesmith.models.language_model import LanguageModel
+from tunesmith.models.language_model import FullForward, LanguageModel, TrunkForward
 from tunesmith.models.packed_rows import pack_rows, states_at
 
 _LOGITS_BYTES = 256 * 1024 * 1024
-"""Without gradients, rows of the batch are taken in chunks whose float32 logits stay below this."""
+"""Limit of the float32 logits of a chunk of rows, without gradients and with `FullForward`."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """Per completion token, right padded with zeros: column t belongs to the t-th completion token of the row.
+    """Per completion token, right padded with zeros: column t is the t-th completion token of the row.
 
     `logp_BT`: nats; `entropy_BT`: nats, of the distribution the token was drawn from; `value_BT`: value of the state
     before the token was drawn, None without a value head. All float32.
@@ -39,6 +44,27 @@ class TokenScores:
     logp_BT: torch.Tensor
     entropy_BT: torch.Tensor
     value_BT: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionLayout:
+    """Right-padded rows, the prompt's share of each, and the number of completion columns of the result."""
+
+    ids_BS: torch.Tensor
+    lengths_B: torch.Tensor
+    prompt_lengths_B: torch.Tensor
+    num_columns: int
+
+    def indices(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(row_N, position_N, column_N): the state before each completion token, and its column in the result."""
+        mask_BT = length_mask(self.lengths_B - self.prompt_lengths_B, self.num_columns)
+        row_N, column_N = mask_BT.nonzero(as_tuple=True)
+        return row_N, column_N + self.prompt_lengths_B[row_N] - 1, column_N
+
+    def spread(self, score_N: torch.Tensor, row_N: torch.Tensor, column_N: torch.Tensor) -> torch.Tensor:
+        """score_BT with zeros in the padding columns."""
+        zeros_BT = score_N.new_zeros((len(self.ids_BS), self.num_columns))
+        return zeros_BT.index_put((row_N, column_N), score_N)
 
 
 def token_logps(
@@ -54,28 +80,25 @@ def token_logps(
 
     `ids_BS` is right padded; row b has `lengths_B[b]` real ids, of which the first `prompt_lengths_B[b]` (at least 1)
     are the prompt. The log-softmax is in float32 whatever the dtype of the weights. T is the longest completion.
-    Rows of one prompt should stand together: a decoder computes it once. Gradients flow to the model and the head;
-    without them, and without a decoder, rows go in chunks that bound the memory of the logits.
+    Keep rows of one prompt together: a decoder computes their prompt once. Gradients flow to the model and the head.
+    A bare transformers model is computed by its own forward.
+
+    Raises:
+        ModelError: lengths that do not fit, an empty prompt, a temperature of 0 or less, a model without output layer.
     """
-    _check(ids_BS, lengths_B, prompt_lengths_B, temperature)
-    module = model.module if isinstance(model, LanguageModel) else model
-    decoder = model.decoder if isinstance(model, LanguageModel) else None
-    output = model.output if isinstance(model, LanguageModel) else None
-    takes_all = decoder is not None or output is not None or torch.is_grad_enabled()
-    chunk = len(ids_BS) if takes_all else _rows_per_chunk(module, lengths_B - prompt_lengths_B)
-    num_columns = int((lengths_B - prompt_lengths_B).max())
+    layout = completion_layout(ids_BS, lengths_B, prompt_lengths_B)
+    if temperature <= 0:
+        raise ModelError(f"temperature is {temperature}; log-probs need a temperature above 0")
+    if not isinstance(model, LanguageModel):
+        model = LanguageModel(model, FullForward(), Kernels())
+    if not isinstance(model.backend, FullForward) or torch.is_grad_enabled():
+        return _token_scores(model, layout, temperature, value_head)
+    chunk = _rows_per_chunk(model.module, lengths_B - prompt_lengths_B)
     parts: list[TokenScores] = []
     for start in range(0, len(ids_BS), chunk):
         rows = slice(start, start + chunk)
-        layout = _Layout(ids_BS[rows], lengths_B[rows], prompt_lengths_B[rows], num_columns)
-        if decoder is not None:
-            parts.append(_packed_scores(decoder, value_head, layout, temperature))
-        elif output is not None and isinstance(model, LanguageModel):
-            parts.append(_trunk_scores(model, output, value_head, layout, temperature))
-        else:
-            parts.append(_scores(module, value_head, layout, temperature))
-    if len(parts) == 1:
-        return parts[0]
+        part = CompletionLayout(ids_BS[rows], lengths_B[rows], prompt_lengths_B[rows], layout.num_columns)
+        parts.append(_token_scores(model, part, temperature, value_head))
     values = [part.value_BT for part in parts if part.value_BT is not None]
     return TokenScores(
         torch.cat([part.logp_BT for part in parts]),
@@ -84,99 +107,107 @@ def token_logps(
     )
 
 
-def token_logps_reference(
-    model: PreTrainedModel,
-    ids_BS: torch.Tensor,
-    lengths_B: torch.Tensor,
-    *,
-    prompt_lengths_B: torch.Tensor,
-    temperature: float = 1.0,
-) -> TokenScores:
-    """The definition of `token_logps`: one row at a time, no padding, logits of every position, plain log-softmax."""
-    num_columns = int((lengths_B - prompt_lengths_B).max())
-    logp_BT, entropy_BT = [], []
-    for ids_S, length, prompt_length in zip(ids_BS, lengths_B.tolist(), prompt_lengths_B.tolist(), strict=True):
-        logits_SV = model(ids_S[None, :length]).logits[0, prompt_length - 1 : length - 1].float() / temperature
-        logp_TV = logits_SV.log_softmax(-1)
-        padding = (0, num_columns - (length - prompt_length))
-        chosen_T = logp_TV.gather(-1, ids_S[prompt_length:length, None])[:, 0]
-        logp_BT.append(nn.functional.pad(chosen_T, padding))
-        entropy_BT.append(nn.functional.pad(-(logp_TV.exp() * logp_TV).sum(-1), padding))
-    return TokenScores(torch.stack(logp_BT), torch.stack(entropy_BT))
+def next_token_scores(model: LanguageModel, targets: Targets) -> HeadScores:
+    """Log-probs, entropies and top-1 hits of `targets.chosen_N`, at temperature 1, with gradients to the model.
+
+    With a decoder each sequence is computed by itself, and none is padded.
+    """
+    if isinstance(model.backend, Decoder):
+        hidden_TH = model.backend.hidden_states(targets.ids_T, Segments.alone(targets.lengths))
+        return model.backend.scores(hidden_TH[targets.state_N], targets.chosen_N)
+    lengths_B = torch.tensor(targets.lengths, device=targets.ids_T.device)
+    ids_BS = pad_sequence(list(targets.ids_T.split(targets.lengths)), batch_first=True)
+    row_T = torch.repeat_interleave(torch.arange(len(lengths_B), device=lengths_B.device), lengths_B)
+    start_B = lengths_B.cumsum(0) - lengths_B
+    row_N = row_T[targets.state_N]
+    position_N = targets.state_N - start_B[row_N]
+    if isinstance(model.backend, TrunkForward):
+        hidden_NH = trunk_states(_trunk(model), None, ids_BS, lengths_B, row_N, position_N)
+        return head_scores(hidden_NH, model.backend.output, targets.chosen_N, kernels=model.kernels)
+    logits_NV, _ = _logits_at(model.module, ids_BS, lengths_B, row_N, position_N)
+    logp_N, entropy_N = chosen_logp_entropy(logits_NV, targets.chosen_N, 1.0)
+    with torch.no_grad():
+        is_top_N = logits_NV.gather(1, targets.chosen_N[:, None])[:, 0] >= logits_NV.amax(1)
+    return HeadScores(logp_N, entropy_N, is_top_N)
 
 
 def length_mask(lengths_B: torch.Tensor, num_columns: int) -> torch.Tensor:
-    """mask_BT: True for the first `lengths_B[b]` of `num_columns` columns. Never made from a pad id."""
+    """mask_BT: True for the first `lengths_B[b]` of `num_columns` columns. Never derived from a pad id."""
     return torch.arange(num_columns, device=lengths_B.device)[None] < lengths_B[:, None]
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """Some rows of the batch, and the number of columns of the result."""
+def trunk_states(
+    trunk: PreTrainedModel,
+    decoder: Decoder | None,
+    ids_BS: torch.Tensor,
+    lengths_B: torch.Tensor,
+    row_N: torch.Tensor,
+    position_N: torch.Tensor,
+) -> torch.Tensor:
+    """hidden_NH of a model without output layer, at (row, position) of right-padded rows.
 
-    ids_BS: torch.Tensor
-    lengths_B: torch.Tensor
-    prompt_lengths_B: torch.Tensor
-    num_columns: int
-
-    def trimmed_ids(self) -> torch.Tensor:
-        """ids_BS without the columns that are padding in every row."""
-        return self.ids_BS[:, : int(self.lengths_B.max())]
-
-    def state_positions(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(row_N, position_N, column_N): the state before each completion token, and its column in the result."""
-        mask_BT = length_mask(self.lengths_B - self.prompt_lengths_B, self.num_columns)
-        row_N, column_N = mask_BT.nonzero(as_tuple=True)
-        return row_N, column_N + self.prompt_lengths_B[row_N] - 1, column_N
-
-    def spread(self, score_N: torch.Tensor, row_N: torch.Tensor, column_N: torch.Tensor) -> torch.Tensor:
-        """score_BT with zeros in the padding columns."""
-        zeros_BT = score_N.new_zeros((len(self.ids_BS), self.num_columns))
-        return zeros_BT.index_put((row_N, column_N), score_N)
-
-
-def _scores(model: PreTrainedModel, value_head: nn.Module | None, layout: _Layout, temperature: float) -> TokenScores:
-    ids_BS = layout.trimmed_ids()
-    row_N, position_N, column_N = layout.state_positions()
-    logits_NV, hidden_NH = logits_at(model, ids_BS, layout.lengths_B, row_N, position_N)
-    logp_N, entropy_N = chosen_logp_entropy(logits_NV, ids_BS[row_N, position_N + 1], temperature)
-    value_BT = None if value_head is None else layout.spread(value_head(hidden_NH), row_N, column_N)
-    return TokenScores(layout.spread(logp_N, row_N, column_N), layout.spread(entropy_N, row_N, column_N), value_BT)
-
-
-def _trunk_scores(
-    model: LanguageModel,
-    output: OutputLayer,
-    value_head: nn.Module | None,
-    layout: _Layout,
-    temperature: float,
-) -> TokenScores:
-    """By transformers' own trunk over padded rows, and the output layer in chunks."""
-    ids_BS = layout.trimmed_ids()
-    row_N, position_N, column_N = layout.state_positions()
-    trunk = cast(PreTrainedModel, model.module.base_model)
-    hidden_NH = _padded_states(trunk, ids_BS, layout.lengths_B)[row_N, position_N]
-    chosen_N = ids_BS[row_N, position_N + 1]
-    logp_N, entropy_N = head_logp_entropy(hidden_NH, output, chosen_N, temperature, kernels=model.kernels)
-    value_BT = None if value_head is None else layout.spread(value_head(hidden_NH), row_N, column_N)
-    return TokenScores(layout.spread(logp_N, row_N, column_N), layout.spread(entropy_N, row_N, column_N), value_BT)
-
-
-def _packed_scores(decoder: Decoder, value_head: nn.Module | None, layout: _Layout, temperature: float) -> TokenScores:
-    row_N, position_N, column_N = layout.state_positions()
-    # Nothing follows the last token, so its state is not needed.
-    packed = pack_rows(layout.ids_BS, (layout.lengths_B - 1).clamp(min=1))
+    With `decoder` nothing is padded, and common prefixes of neighbouring rows are computed once; with None the trunk's
+    own forward runs over the padded rows.
+    """
+    if decoder is None:
+        mask_BS = length_mask(lengths_B, ids_BS.shape[1])
+        states_BSH = trunk(input_ids=ids_BS, attention_mask=mask_BS.long(), use_cache=False).last_hidden_state
+        return states_BSH[row_N, position_N]
+    packed = pack_rows(ids_BS, lengths_B)
     hidden_TH = decoder.hidden_states(packed.ids_T, packed.segments)
-    hidden_NH = states_at(hidden_TH, packed.index(row_N, position_N))
-    logp_N, entropy_N = decoder.logp_entropy(hidden_NH, layout.ids_BS[row_N, position_N + 1], temperature)
+    return states_at(hidden_TH, packed.index(row_N, position_N))
+
+
+def completion_layout(
+    ids_BS: torch.Tensor, lengths_B: torch.Tensor, prompt_lengths_B: torch.Tensor
+) -> CompletionLayout:
+    """The checked layout of right-padded rows.
+
+    Raises:
+        ModelError: a row has an empty prompt, or lengths that do not fit.
+    """
+    if int(prompt_lengths_B.min()) < 1:
+        raise ModelError("a row has an empty prompt, so no state predicts its first token; give each a prompt token")
+    completion_lengths_B = lengths_B - prompt_lengths_B
+    if int(completion_lengths_B.min()) < 0 or int(lengths_B.max()) > ids_BS.shape[1]:
+        raise ModelError(
+            f"lengths do not fit: lengths {lengths_B.tolist()}, prompts {prompt_lengths_B.tolist()}, "
+            f"{ids_BS.shape[1]} columns; need prompt <= length <= columns in each row"
+        )
+    return CompletionLayout(ids_BS, lengths_B, prompt_lengths_B, int(completion_lengths_B.max()))
+
+
+def _token_scores(
+    model: LanguageModel, layout: CompletionLayout, temperature: float, value_head: nn.Module | None
+) -> TokenScores:
+    row_N, position_N, column_N = layout.indices()
+    backend, kernels = model.backend, model.kernels
+    chosen_N = layout.ids_BS[row_N, position_N + 1]
+    if isinstance(backend, Decoder):
+        # The state after the last token predicts nothing, so it is not computed.
+        used_B = (layout.lengths_B - 1).clamp(min=1)
+        hidden_NH = trunk_states(model.module, backend, layout.ids_BS, used_B, row_N, position_N)
+        logp_N, entropy_N = backend.logp_entropy(hidden_NH, chosen_N, temperature)
+    else:
+        ids_BS = layout.ids_BS[:, : int(layout.lengths_B.max())]
+        if isinstance(backend, TrunkForward):
+            hidden_NH = trunk_states(_trunk(model), None, ids_BS, layout.lengths_B, row_N, position_N)
+            logp_N, entropy_N = head_logp_entropy(hidden_NH, backend.output, chosen_N, temperature, kernels=kernels)
+        else:
+            logits_NV, hidden_NH = _logits_at(model.module, ids_BS, layout.lengths_B, row_N, position_N)
+            logp_N, entropy_N = chosen_logp_entropy(logits_NV, chosen_N, temperature)
     value_BT = None if value_head is None else layout.spread(value_head(hidden_NH), row_N, column_N)
     return TokenScores(layout.spread(logp_N, row_N, column_N), layout.spread(entropy_N, row_N, column_N), value_BT)
 
 
-def logits_at(
+def _trunk(model: LanguageModel) -> PreTrainedModel:
+    return cast(PreTrainedModel, model.module.base_model)
+
+
+def _logits_at(
     model: PreTrainedModel, ids_BS: torch.Tensor, lengths_B: torch.Tensor, row_N: torch.Tensor, position_N: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(logits_NV, hidden_NH) of the states at (row, position), from one pass of the model."""
+    """(logits_NV, hidden_NH) at (row, position), from the model's own forward."""
     output_layer = model.get_output_embeddings()
     if output_layer is None:
         raise ModelError(f"{type(model).__name__} has no output layer; give a causal language model")
@@ -195,83 +226,7 @@ def logits_at(
     return logits_1NV[0], picked[0]
 
 
-@dataclass(frozen=True, slots=True)
-class States:
-    """Which states are asked for: `position_N` of the rows `row_N`."""
-
-    row_N: torch.Tensor
-    position_N: torch.Tensor
-
-
-def trunk_states(
-    trunk: PreTrainedModel, decoder: Decoder | None, ids_BS: torch.Tensor, lengths_B: torch.Tensor, states: States
-) -> torch.Tensor:
-    """hidden_NH of a model without output layer, at some places of right-padded rows.
-
-    By its `decoder` no padding is computed, and what neighbouring rows begin with in common once; without one it is the
-    model's own forward over padded rows.
-    """
-    if decoder is None:
-        return _padded_states(trunk, ids_BS, lengths_B)[states.row_N, states.position_N]
-    packed = pack_rows(ids_BS, lengths_B)
-    hidden_TH = decoder.hidden_states(packed.ids_T, packed.segments)
-    return states_at(hidden_TH, packed.index(states.row_N, states.position_N))
-
-
-def _padded_states(trunk: PreTrainedModel, ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
-    mask_BS = length_mask(lengths_B, ids_BS.shape[1])
-    return trunk(input_ids=ids_BS, attention_mask=mask_BS.long(), use_cache=False).last_hidden_state
-
-
-class TrunkAndHead(Protocol):
-    """What `critic_values` needs: `heads.Critic` has it."""
-
-    @property
-    def trunk(self) -> PreTrainedModel:
-        """The model without output layer."""
-        ...
-
-    @property
-    def value_head(self) -> nn.Module:
-        """One number for each hidden state."""
-        ...
-
-    @property
-    def decoder(self) -> Decoder | None:
-        """The trunk's flat decoder; None where its own forward is used."""
-        ...
-
-
-def critic_values(
-    critic: TrunkAndHead, ids_BS: torch.Tensor, lengths_B: torch.Tensor, prompt_lengths_B: torch.Tensor
-) -> torch.Tensor:
-    """value_BT: a critic's value of the state before each completion token, laid out as in `TokenScores`."""
-    _check(ids_BS, lengths_B, prompt_lengths_B)
-    layout = _Layout(ids_BS, lengths_B, prompt_lengths_B, int((lengths_B - prompt_lengths_B).max()))
-    row_N, position_N, column_N = layout.state_positions()
-    used_B = (lengths_B - 1).clamp(min=1)  # nothing follows the last token
-    ids_BS = ids_BS[:, : int(used_B.max())]
-    hidden_NH = trunk_states(critic.trunk, critic.decoder, ids_BS, used_B, States(row_N, position_N))
-    return layout.spread(critic.value_head(hidden_NH), row_N, column_N)
-
-
 def _rows_per_chunk(model: PreTrainedModel, completion_lengths_B: torch.Tensor) -> int:
     vocabulary = model.get_output_embeddings().weight.shape[0]  # type: ignore[union-attr]
     row_bytes = 4 * vocabulary * int(completion_lengths_B.max())
     return max(1, _LOGITS_BYTES // row_bytes)
-
-
-def _check(
-    ids_BS: torch.Tensor, lengths_B: torch.Tensor, prompt_lengths_B: torch.Tensor, temperature: float = 1.0
-) -> None:
-    if temperature <= 0:
-        raise ModelError(f"temperature is {temperature}; log-probs need a temperature above 0")
-    if int(prompt_lengths_B.min()) < 1:
-        raise ModelError(
-            "a row has an empty prompt; its first token has no state before it, so give each row a prompt token"
-        )
-    if int((lengths_B - prompt_lengths_B).min()) < 0 or int(lengths_B.max()) > ids_BS.shape[1]:
-        raise ModelError(
-            f"lengths do not fit: lengths {lengths_B.tolist()}, prompts {prompt_lengths_B.tolist()}, "
-            f"{ids_BS.shape[1]} columns; need prompt <= length <= columns in each row"
-        )

@@ -10,7 +10,6 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     Gemma2Config,
     Gemma3TextConfig,
     GenerationConfig,
@@ -68,20 +67,6 @@ def tiny_model(family: str, seed: int = 0, *, dtype: torch.dtype = torch.float32
     """
     model = _build(AutoModelForCausalLM, _tiny_config(family, overrides), seed, dtype)
     return LoadedModel(model, byte_tokenizer(), f"tiny:{family}", dtype)
-
-
-def tiny_classifier(
-    family: str, seed: int = 0, *, num_labels: int = 1, dtype: torch.dtype = torch.float32, **overrides: object
-) -> LoadedModel:
-    """As `tiny_model`, in the sequence-classification layout with `num_labels` logits.
-
-    Its padding token is `<|endoftext|>` (id 0), so that the class's own forward finds the last token.
-    """
-    config = _tiny_config(family, {"num_labels": num_labels, "pad_token_id": 0, **overrides})
-    model = _build(AutoModelForSequenceClassification, config, seed, dtype)
-    tokenizer = byte_tokenizer()
-    tokenizer.pad_token = SPECIAL_TOKENS[0]
-    return LoadedModel(model, tokenizer, f"tiny:{family}", dtype)
 
 
 def scratch_model(seed: int = 0, *, dtype: torch.dtype = torch.float32, **overrides: object) -> LoadedModel:

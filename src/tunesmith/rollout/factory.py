@@ -1,4 +1,4 @@
-"""Opens the rollout engine that a recipe or a command asks for."""
+"""Opens the rollout engine for a model."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -8,7 +8,8 @@ from torch import nn
 from tunesmith.core.errors import InputError
 from tunesmith.core.log import get_logger
 from tunesmith.kernels.native import Kernels
-from tunesmith.models.language_model import LanguageModel, language_model
+from tunesmith.models.decoder import Decoder
+from tunesmith.models.language_model import FullForward, LanguageModel, language_model
 from tunesmith.models.loaded import PreTrainedModel, PreTrainedTokenizerBase
 from tunesmith.rollout.device.engine import DeviceEngine
 from tunesmith.rollout.engine import Engine
@@ -31,15 +32,30 @@ def open_engine(
     kv_cache_mb: int | None = None,
     value_head: nn.Module | None = None,
 ) -> Engine:
-    """An engine that draws from `model`'s own weights, and stamps `weight_version()` on what it draws.
+    """An engine that draws completions from `model`'s own weights, as they are at each call of `generate`.
 
-    `batch_size` is of `transformers`; `num_slots`, the completions that are drawn at a time, and `kv_cache_mb` are of
-    `native`. None takes as much cache as a request needs. With `value_head`, a native engine records the values of
-    states. On a GPU `native` is the device engine. A model of a family that is not known (`models/architecture.py`) is
-    drawn from by transformers, which is said in the log.
+    Args:
+        model: A causal language model of the transformers library.
+        tokenizer: Its tokenizer; prompts of messages need a chat template.
+        backend: "native": continuous batching over a paged key/value cache; on a GPU the device engine. A model of an
+            unknown family (`models/architecture.py`) falls back to "transformers", with a line in the log.
+            "transformers": `model.generate`.
+        weight_version: Called once per `generate`; stamped on every group. The native engine packs the weights again
+            when it, or the model's parameters, changed.
+        batch_size: Sequences at a time (transformers).
+        num_slots: Completions that are decoded at a time (native).
+        kv_cache_mb: Budget of the key/value cache in MiB (native). None: what a request needs, up to a quarter of the
+            machine's memory (half of a GPU's free memory).
+        value_head: Maps hidden states `[R, H]` to values `[R]`, recorded as `Completion.values` (native).
 
     Raises:
-        InputError: for an unknown backend or a number below 1.
+        InputError: an unknown backend, or a number below 1.
+
+    Example:
+        >>> model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        >>> engine = open_engine(model, AutoTokenizer.from_pretrained(folder))
+        >>> (group,) = engine.generate([Prompt("p1", "Once upon a time")], 4, SamplingParams(max_new_tokens=32, seed=0))
+        >>> [completion.text for completion in group.completions]  # four texts
     """
     if backend not in ("native", "transformers"):
         raise InputError(f"rollout backend {backend!r} is unknown; choose native or transformers")
@@ -48,8 +64,9 @@ def open_engine(
             raise InputError(f"{name} is {value}; give at least 1")
     if backend == "native":
         known = model if isinstance(model, LanguageModel) else language_model(model, Kernels())
-        if known.decoder is not None:
-            return NativeEngine(
+        if not isinstance(known.backend, FullForward):
+            engine = NativeEngine if isinstance(known.backend, Decoder) else DeviceEngine
+            return engine(
                 known,
                 tokenizer,
                 weight_version=weight_version,
@@ -57,16 +74,6 @@ def open_engine(
                 kv_cache_mb=kv_cache_mb,
                 value_head=value_head,
             )
-        if known.output is not None:
-            return DeviceEngine(
-                known.module,
-                tokenizer,
-                kernels=known.kernels,
-                weight_version=weight_version,
-                num_slots=num_slots,
-                kv_cache_mb=kv_cache_mb,
-                value_head=value_head,
-            )
-        _log.info("the rollout engine is transformers, which is slower: %s", known.reason)
+        _log.info("the rollout engine is transformers, which is slower: %s", known.backend.reason)
     module = model.module if isinstance(model, LanguageModel) else model
     return TransformersEngine(module, tokenizer, weight_version=weight_version, batch_size=batch_size)

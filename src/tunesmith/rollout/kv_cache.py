@@ -1,9 +1,9 @@
-"""Which block of the key/value cache holds which tokens: block tables, shared prefixes, copies on write.
+"""Block tables of the paged key/value cache: shared prefixes, reference counts, copy on write.
 
-The cache is allocated once and cut into blocks of 16 tokens. A sequence has a table, the list of its blocks in order;
-token t stands in block `table.blocks[t // 16]` at offset `t % 16`. The completions of a prompt share its blocks by
-reference, and so do prompts that begin alike. Nothing here reads keys or values: the model runner does, by the tables,
-and does the copies that it is told to do.
+The cache is allocated once and divided into blocks of 16 tokens. A sequence has a table, the list of its blocks in
+order: token t is in block `table.blocks[t // 16]` at offset `t % 16`. The completions of a prompt share its blocks by
+reference, and so do prompts with a common prefix (as in PagedAttention, Kwon et al. 2023). Keys and values themselves
+are read, written and copied by the model runner.
 
 Shape legend: L layers, N blocks.
 """
@@ -11,7 +11,7 @@ Shape legend: L layers, N blocks.
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +24,7 @@ BLOCK_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """What decides how many bytes a token takes. Example: 30 layers of 3 heads of 64 in bf16 take 23,040 a token."""
+    """Layers, heads and dtype of the cache. Example: 30 layers of 3 heads of 64 in bf16 take 23,040 bytes a token."""
 
     num_layers: int
     num_kv_heads: int
@@ -39,9 +39,9 @@ class CacheShape:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Keys and values of block `source` are to be copied to block `target`, in all layers, before anything is written.
+    """Copy block `source` to block `target` in all layers, before anything of the step is written.
 
-    Copies of one step may be done in any order: no target is the source of another.
+    The copies of one step may be done in any order: no target is the source of another.
     """
 
     source: int
@@ -52,11 +52,11 @@ class BlockCopy:
 class Table:
     """The blocks of one sequence.
 
-    `row` is its row in `KVCache.block_tables`. The first `num_found` tokens were found in the cache, so prefill begins
-    there; `num_written` of the prompt's tokens have been written. `num_tokens` have a place. `keys` name the full
-    blocks of the prompt.
+    `row` is its row in `KVCache.block_tables`. The first `num_found` tokens of the prompt were cached, so prefill
+    starts after them; `num_written` are computed. `num_tokens` tokens have a slot. `keys` are the hashes of the
+    prompt's full blocks.
 
-    Example: a prompt of 20 tokens whose first 16 are known: `blocks=[3, 8]`, `num_found=16`, `num_tokens=20`.
+    Example: a prompt of 20 tokens of which 16 are cached: `blocks=[3, 8]`, `num_found=16`, `num_tokens=20`.
     """
 
     row: int
@@ -91,23 +91,23 @@ def num_blocks_for(budget_bytes: int, shape: CacheShape, *, max_tokens: int) -> 
 
 
 def allocate_storage(shape: CacheShape, num_blocks: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Room for keys (0) and values (1), `[L, 2, N, 16 * num_kv_heads * head_dim]`, zeros.
+    """Storage of keys (0) and values (1), `[L, 2, N, 16 * num_kv_heads * head_dim]`.
 
-    How the numbers of a block are laid out is the attention kernel's affair. Zeros, because what a mask multiplies by
-    zero must be finite.
+    The layout within a block is the attention kernel's. It is zeroed, because masked entries are multiplied by zero and
+    must be finite.
     """
     width = BLOCK_TOKENS * shape.num_kv_heads * shape.head_dim
     return torch.zeros((shape.num_layers, 2, num_blocks, width), dtype=shape.dtype, device=device)
 
 
 def copy_blocks(storage: torch.Tensor, copies: Sequence[BlockCopy]) -> None:
-    """Do `copies` in `storage`, made by `allocate_storage`."""
+    """Do `copies` in `storage`, of `allocate_storage`."""
     if copies:
         storage[:, :, [copy.target for copy in copies]] = storage[:, :, [copy.source for copy in copies]]
 
 
 def prompt_keys(prompt_ids: Sequence[int]) -> list[bytes]:
-    """A key for each full block: a hash of its ids and of the key before, so equal keys mean equal beginnings."""
+    """A key for each full block: a hash of its ids and of the previous key, so equal keys mean equal prefixes."""
     keys: list[bytes] = []
     key = b""
     for start in range(0, len(prompt_ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
@@ -117,15 +117,104 @@ def prompt_keys(prompt_ids: Sequence[int]) -> list[bytes]:
     return keys
 
 
+class BlockPool:
+    """Reference counts of blocks, and the index of blocks by their contents.
+
+    A block is held by tables, cached (held by none, but its contents can be found again), or blank. Blank blocks are
+    taken first, then cached ones, the least recently used first.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._num_holders = [0] * num_blocks
+        self._key_of: list[bytes | None] = [None] * num_blocks
+        self._block_of: dict[bytes, int] = {}
+        self._is_written = bytearray(num_blocks)
+        self._blank = list(range(num_blocks - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody holds."""
+        return len(self._blank) + len(self._cached)
+
+    def num_holders(self, block: int) -> int:
+        """Tables that hold `block`."""
+        return self._num_holders[block]
+
+    def key(self, block: int) -> bytes | None:
+        """The key of `block`'s contents, or None."""
+        return self._key_of[block]
+
+    def is_written(self, block: int) -> bool:
+        """True if the contents of `block` are computed."""
+        return bool(self._is_written[block])
+
+    def take(self) -> int:
+        """Take a free block; its count is 1."""
+        if self._blank:
+            block = self._blank.pop()
+        elif self._cached:
+            block, _ = self._cached.popitem(last=False)
+            self._forget(block)
+        else:
+            raise RuntimeError("the key/value cache has no free block; check num_free first")
+        self._num_holders[block] = 1
+        self._is_written[block] = False
+        return block
+
+    def hold(self, block: int) -> None:
+        """Increment the count of `block`."""
+        self._cached.pop(block, None)
+        self._num_holders[block] += 1
+
+    def release(self, block: int) -> None:
+        """Decrement the count of `block`. At 0 it is free, and its contents stay findable if they were written."""
+        self._num_holders[block] -= 1
+        if self._num_holders[block]:
+            return
+        if self._key_of[block] is not None and self._is_written[block]:
+            self._cached[block] = None
+        else:
+            self._forget(block)
+            self._blank.append(block)
+
+    def find(self, key: bytes) -> int | None:
+        """The block with the contents of `key`, or None."""
+        return self._block_of.get(key)
+
+    def name(self, block: int, key: bytes) -> None:
+        """Index `block` by `key`, unless another block is."""
+        if key not in self._block_of:
+            self._block_of[key] = block
+            self._key_of[block] = key
+
+    def mark_written(self, block: int) -> None:
+        """Mark the contents of `block` as computed."""
+        self._is_written[block] = True
+
+    def forget_contents(self) -> None:
+        """Clear the index; cached blocks become blank."""
+        self._blank += self._cached
+        self._cached.clear()
+        self._block_of.clear()
+        self._key_of = [None] * len(self._key_of)
+
+    def _forget(self, block: int) -> None:
+        key = self._key_of[block]
+        if key is not None:
+            del self._block_of[key]
+            self._key_of[block] = None
+
+
 class KVCache:
     """Block tables over one pool.
 
-    `block_tables` is `[max_tables, blocks_for(max_tokens)]` int32, on the CPU: row `table.row` lists the table's
-    blocks, what stands behind `blocks_for(table.num_tokens)` has no meaning. A kernel reads it; it is changed in place.
+    `block_tables`, `[max_tables, blocks_for(max_tokens)]` int32 on the CPU, is read by the attention kernel and changed
+    in place. Row `table.row` lists the blocks of `table`; entries after `blocks_for(table.num_tokens)` are undefined.
 
-    Example, blocks of 16: `prompt = cache.allocate(range(20))` takes two blocks. When their keys are written
-    (`mark_written(prompt, 20)`), `first = cache.fork(prompt)` holds the same two. `cache.append(first)` returns
-    `BlockCopy(source=prompt.blocks[1], target=first.blocks[1])`: the half-full block is copied, the full one is not.
+    Example: `prompt = cache.allocate(range(20))` takes two blocks. After `mark_written(prompt, 20)`, `first =
+    cache.fork(prompt)` shares both. `cache.append(first)` returns `BlockCopy(source=prompt.blocks[1],
+    target=first.blocks[1])`: the partly full block is copied, the full one is not.
     """
 
     def __init__(self, num_blocks: int, *, max_tokens: int, max_tables: int) -> None:
@@ -133,33 +222,36 @@ class KVCache:
         self.max_tokens = max_tokens
         self.max_tables = max_tables
         self.block_tables = torch.zeros((max_tables, blocks_for(max_tokens)), dtype=torch.int32)
-        self._rows = self.block_tables.numpy()  # the same memory: setting one element costs a tenth
+        self._rows = self.block_tables.numpy()  # same memory; setting one element is ten times faster
         self._pool = BlockPool(num_blocks)
         self._free_rows = list(range(max_tables - 1, -1, -1))
         self._tables: dict[int, Table] = {}
 
     @property
     def num_free(self) -> int:
-        """Blocks that no table holds, those with reusable contents included."""
+        """Blocks that no table holds, cached ones included."""
         return self._pool.num_free
 
     def num_needed(self, prompt_ids: Sequence[int]) -> int:
-        """By how much `allocate(prompt_ids)` would lower `num_free` now."""
+        """Free blocks that `allocate(prompt_ids)` would take now."""
         return self._num_needed(prompt_ids, self._find(prompt_ids, prompt_keys(prompt_ids)))
 
     def allocate(self, prompt_ids: Sequence[int]) -> Table:
-        """A table for a prompt of one token or more; what is known of its beginning is shared, not taken anew.
+        """A table for a prompt of one token or more; cached blocks of its prefix are shared.
 
-        At least the last token is left to be computed, because its logits are wanted. Found blocks may belong to a
-        prompt whose prefill has not run yet: tokens must be computed in the order in which tables were allocated, and
-        of tokens in one step all keys of a layer must be written before any is read.
+        At least the last token is left to compute, because its logits are needed. Shared blocks may belong to a prompt
+        whose prefill has not run yet: compute tokens in the order in which tables were allocated, and within a step
+        write all keys of a layer before reading any.
+
+        Raises:
+            RuntimeError: the prompt is empty or too long, or there are too few free blocks or tables.
         """
         if not 0 < len(prompt_ids) <= self.max_tokens:
-            raise RuntimeError(f"a prompt of {len(prompt_ids)} tokens; the cache was made for 1 to {self.max_tokens}")
+            raise RuntimeError(f"a prompt of {len(prompt_ids)} tokens; the cache takes 1 to {self.max_tokens}")
         keys = prompt_keys(prompt_ids)
         found = self._find(prompt_ids, keys)
         if self._num_needed(prompt_ids, found) > self.num_free:
-            raise RuntimeError("the key/value cache has too few free blocks; its user must ask num_needed first")
+            raise RuntimeError("the key/value cache has too few free blocks; check num_needed first")
         for block in found:
             self._pool.hold(block)
         num_found = len(found) * BLOCK_TOKENS
@@ -170,13 +262,17 @@ class KVCache:
         return self._enter(table)
 
     def mark_written(self, table: Table, num_tokens: int) -> None:
-        """The first `num_tokens` tokens of the prompt are computed, so that their full blocks may outlive the table."""
+        """Record that the first `num_tokens` tokens of the prompt are computed; their full blocks can be reused."""
         for index in range(table.num_written // BLOCK_TOKENS, min(num_tokens // BLOCK_TOKENS, len(table.keys))):
             self._pool.mark_written(table.blocks[index])
         table.num_written = num_tokens
 
     def fork(self, table: Table) -> Table:
-        """A table with the same tokens that shares all blocks; the prompt must have been written."""
+        """A table with the same tokens that shares all blocks.
+
+        Raises:
+            RuntimeError: the prompt is not computed yet, or there are too few tables.
+        """
         if table.num_written < len(table.prompt_ids):
             raise RuntimeError("a table is forked before its prompt is computed")
         for block in table.blocks:
@@ -185,9 +281,13 @@ class KVCache:
         return self._enter(Table(-1, table.prompt_ids, table.keys, list(table.blocks), found, written, length))
 
     def append(self, table: Table, num_tokens: int = 1) -> BlockCopy | None:
-        """Make place for more tokens; a copy is returned if the last block was shared and is only partly full."""
+        """Add slots for `num_tokens` tokens; returns a copy to do if the last block was shared and partly full.
+
+        Raises:
+            RuntimeError: the sequence gets too long, or there are too few free blocks.
+        """
         if table.num_tokens + num_tokens > self.max_tokens:
-            raise RuntimeError(f"a sequence grows over the {self.max_tokens} tokens that the cache was made for")
+            raise RuntimeError(f"a sequence grows beyond the cache's maximum of {self.max_tokens} tokens")
         copy = None
         if table.num_tokens % BLOCK_TOKENS and self._pool.num_holders(table.blocks[-1]) > 1:
             copy = BlockCopy(table.blocks[-1], self._pool.take())
@@ -201,73 +301,25 @@ class KVCache:
         return copy
 
     def free(self, table: Table) -> None:
-        """Give the table's blocks back. Full blocks of its prompt that were written can be found until they are taken.
+        """Release the table's blocks. Computed full blocks of its prompt can be found until they are taken.
 
-        A table whose prompt is not computed is freed after those that share it: free in reverse order of allocation.
+        Free in reverse order of allocation: a table whose prompt is not computed goes after those that share it.
+
+        Raises:
+            RuntimeError: another table shares a block that would now never be computed.
         """
         own = table.blocks[table.num_found // BLOCK_TOKENS : len(table.keys)]
         if any(not self._pool.is_written(block) and self._pool.num_holders(block) > 1 for block in own):
-            raise RuntimeError("a table is freed whose blocks another one shares and nobody would now compute")
+            raise RuntimeError("a table is freed whose shared blocks would now never be computed")
         del self._tables[table.row]
         self._free_rows.append(table.row)
-        for block in reversed(table.blocks):  # the end of a prefix is of use to fewest, so it is the first to be taken
+        for block in reversed(table.blocks):  # the end of a prefix is the least likely to be shared, so reuse it first
             self._pool.release(block)
         table.blocks = []
 
     def invalidate(self) -> None:
-        """Forget all contents, because the weights changed. Tables stay; nothing that they hold is found any more."""
+        """Forget all contents, because the weights changed. Tables keep their blocks, which are no longer shared."""
         self._pool.forget_contents()
-
-    def check_integrity(self) -> None:
-        """Check all invariants; for tests and debugging, O(blocks and tokens).
-
-        Each block is held, kept or blank. Its count of holders is the number of tables that list it. A table has just
-        the blocks that its tokens need. A block in several tables has the same place in all, and is full in all or the
-        last of all. A key finds one block, whose ids give that key. `block_tables` says what the tables say.
-
-        Raises:
-            AssertionError: with one line for each violation.
-        """
-        complaints = self._pool.complaints()
-        holders: dict[int, list[tuple[Table, int]]] = {}
-        for table in self._tables.values():
-            complaints += self._table_complaints(table)
-            for index, block in enumerate(table.blocks):
-                holders.setdefault(block, []).append((table, index))
-        for block in range(self.num_blocks):
-            complaints += self._sharing_complaints(block, holders.get(block, []))
-        if sorted([*self._free_rows, *self._tables]) != list(range(self.max_tables)):
-            complaints.append("a row of block_tables is lost, or used twice")
-        if complaints:
-            raise AssertionError("\n".join(complaints))
-
-    def _table_complaints(self, table: Table) -> Iterable[str]:
-        if self._tables.get(table.row) is not table:
-            yield f"table {table.row} stands under another row"
-        if len(table.blocks) != blocks_for(table.num_tokens):
-            yield f"table {table.row} has {len(table.blocks)} blocks for {table.num_tokens} tokens"
-        if not table.num_found <= table.num_written <= len(table.prompt_ids) <= table.num_tokens <= self.max_tokens:
-            yield f"table {table.row} counts its tokens wrongly"
-        if self._rows[table.row, : len(table.blocks)].tolist() != table.blocks:
-            yield f"block_tables[{table.row}] differs from the table"
-        if list(table.keys) != prompt_keys(table.prompt_ids):
-            yield f"the keys of table {table.row} are not those of its prompt"
-        for index, block in enumerate(table.blocks):
-            key = self._pool.key(block)
-            if key is not None and (index >= len(table.keys) or key != table.keys[index]):
-                yield f"block {block} of table {table.row} has a key of other contents"
-            is_own = table.num_found // BLOCK_TOKENS <= index < len(table.keys)
-            if is_own and (index + 1) * BLOCK_TOKENS <= table.num_written and not self._pool.is_written(block):
-                yield f"block {block} of table {table.row} was computed and is not marked"
-
-    def _sharing_complaints(self, block: int, holders: list[tuple[Table, int]]) -> Iterable[str]:
-        if self._pool.num_holders(block) != len(holders):
-            yield f"block {block} is in {len(holders)} tables, its count says {self._pool.num_holders(block)}"
-        if len({index for _, index in holders}) > 1:
-            yield f"block {block} has different places in the tables that share it"
-        ends = {min(table.num_tokens, (index + 1) * BLOCK_TOKENS) for table, index in holders}
-        if len(ends) > 1:
-            yield f"block {block} is shared and is not equally full in all tables"
 
     def _find(self, prompt_ids: Sequence[int], keys: Sequence[bytes]) -> list[int]:
         found: list[int] = []
@@ -283,118 +335,8 @@ class KVCache:
 
     def _enter(self, table: Table) -> Table:
         if not self._free_rows:
-            raise RuntimeError(f"more than the {self.max_tables} tables that the cache was made for")
+            raise RuntimeError(f"more than the {self.max_tables} tables of the cache")
         table.row = self._free_rows.pop()
         self._tables[table.row] = table
         self._rows[table.row, : len(table.blocks)] = table.blocks
         return table
-
-
-class BlockPool:
-    """Reference counts of blocks, and the blocks that can be found by their contents.
-
-    A block is held by tables, or kept (nobody holds it, its contents are known and can be found again), or blank. Blank
-    blocks are taken first, then kept ones, the longest unused first.
-    """
-
-    def __init__(self, num_blocks: int) -> None:
-        self._num_holders = [0] * num_blocks
-        self._key_of: list[bytes | None] = [None] * num_blocks
-        self._block_of: dict[bytes, int] = {}
-        self._is_written = bytearray(num_blocks)
-        self._blank = list(range(num_blocks - 1, -1, -1))
-        self._kept: OrderedDict[int, None] = OrderedDict()
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that nobody holds."""
-        return len(self._blank) + len(self._kept)
-
-    def num_holders(self, block: int) -> int:
-        """Tables that hold `block`."""
-        return self._num_holders[block]
-
-    def key(self, block: int) -> bytes | None:
-        """The key by which `block` can be found, or None."""
-        return self._key_of[block]
-
-    def is_written(self, block: int) -> bool:
-        """True if the contents that the block's key promises are there."""
-        return bool(self._is_written[block])
-
-    def take(self) -> int:
-        """A block that nobody held, now held once."""
-        if self._blank:
-            block = self._blank.pop()
-        elif self._kept:
-            block, _ = self._kept.popitem(last=False)
-            self._forget(block)
-        else:
-            raise RuntimeError("the key/value cache has no free block; its user must ask num_free first")
-        self._num_holders[block] = 1
-        self._is_written[block] = False
-        return block
-
-    def hold(self, block: int) -> None:
-        """One more table holds `block`."""
-        self._kept.pop(block, None)
-        self._num_holders[block] += 1
-
-    def release(self, block: int) -> None:
-        """One table fewer holds `block`; the last one frees it, and its contents stay if they were written."""
-        self._num_holders[block] -= 1
-        if self._num_holders[block]:
-            return
-        if self._key_of[block] is not None and self._is_written[block]:
-            self._kept[block] = None
-        else:
-            self._forget(block)
-            self._blank.append(block)
-
-    def find(self, key: bytes) -> int | None:
-        """The block with these contents, or None."""
-        return self._block_of.get(key)
-
-    def name(self, block: int, key: bytes) -> None:
-        """Let `block` be found by `key`, unless another block is."""
-        if key not in self._block_of:
-            self._block_of[key] = block
-            self._key_of[block] = key
-
-    def mark_written(self, block: int) -> None:
-        """The contents of `block` are there."""
-        self._is_written[block] = True
-
-    def forget_contents(self) -> None:
-        """No block can be found any more; kept ones become blank."""
-        self._blank += self._kept
-        self._kept.clear()
-        self._block_of.clear()
-        self._key_of = [None] * len(self._key_of)
-
-    def _forget(self, block: int) -> None:
-        key = self._key_of[block]
-        if key is not None:
-            del self._block_of[key]
-            self._key_of[block] = None
-
-    def complaints(self) -> list[str]:
-        """What is wrong inside the pool; see `KVCache.check_integrity`."""
-        found: list[str] = []
-        blank = set(self._blank)
-        if len(blank) != len(self._blank):
-            found.append("a block is twice among the blank ones")
-        for block, holders in enumerate(self._num_holders):
-            places = (holders > 0) + (block in blank) + (block in self._kept)
-            key = self._key_of[block]
-            if holders < 0 or places != 1:
-                found.append(f"block {block}, held {holders} times, must be held, kept or blank, one of the three")
-            if block in self._kept and (key is None or not self._is_written[block]):
-                found.append(f"block {block} is kept, but its contents are not known or not written")
-            if block in blank and key is not None:
-                found.append(f"block {block} is blank and has a key")
-            if key is not None and self._block_of.get(key) != block:
-                found.append(f"block {block} is not found by its key")
-        if len(self._block_of) != sum(key is not None for key in self._key_of):
-            found.append("a key finds a block that does not have it")
-        return found

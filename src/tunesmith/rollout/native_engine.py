@@ -1,6 +1,6 @@
-"""Tunesmith's own rollout engine: continuous batching over a paged cache, from the tensors that are being trained.
+"""The CPU rollout engine: continuous batching over a paged key/value cache, from the weights that are being trained.
 
-Shape legend: R rows that are drawn from, H hidden, V vocabulary.
+Shape legend: R rows that tokens are sampled from, H hidden, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,9 +14,8 @@ from tunesmith.batch.rollout import Group, SamplingParams
 from tunesmith.core.errors import InputError, TrainingError
 from tunesmith.core.trace import span
 from tunesmith.kernels.sample.records import Sampled
-from tunesmith.models.decoder import Decoder
 from tunesmith.models.language_model import LanguageModel
-from tunesmith.models.loaded import PreTrainedModel, PreTrainedTokenizerBase
+from tunesmith.models.loaded import PreTrainedTokenizerBase
 from tunesmith.rollout import weight_check
 from tunesmith.rollout.engine import OnGroup, OnProgress, OnText
 from tunesmith.rollout.kv_cache import KVCache, allocate_storage, copy_blocks, num_blocks_for
@@ -27,45 +26,36 @@ from tunesmith.rollout.scheduler import Plan, Scheduler
 from tunesmith.schema.records import Prompt
 
 _PREFILL_TOKENS = 512
-"""Tokens of prompts in one step: enough to keep the matrix units busy, few enough that decoding rows do not wait."""
+"""Prompt tokens per step: enough to keep the matrix units busy, few enough that decoding rows do not wait."""
 
 _MEMORY_SHARE = 0.25
-"""Share of the machine's memory that the cache may take where no budget is given. Not of what is free now: in float32
-the bits of a completion depend on what is computed beside it, and so on the size of the cache."""
+"""Share of the machine's memory for the cache if no budget is given. Of all memory, not of the free part: in float32 a
+completion's bits depend on what is computed beside it, and so on the size of the cache."""
 
 
-@dataclass(slots=True)
-class _Loaded:
-    """What `unload` frees: packed weights of one version, and the cache with its storage."""
+@dataclass(frozen=True, slots=True)
+class _Cache:
+    """Block tables, and the storage of keys and values."""
 
-    runner: Runner
-    version: "_Version"
-    cache: KVCache
+    tables: KVCache
     storage: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class _Version:
-    """Which weights: what the owner counts, and torch's own count of changes, which sees what the owner forgot."""
-
-    counted: int
-    num_changes: int
-
-
-@dataclass(slots=True)
 class _Call:
     """One call of `generate`."""
 
-    loaded: _Loaded
+    runner: Runner
+    cache: _Cache
     scheduler: Scheduler
     sampler: Sampler
     callbacks: Callbacks
 
 
 class NativeEngine:
-    """Draws from `model`'s weights as they are at each call. `weight_version` says whether they changed since the last.
+    """Samples from `model`'s weights as they are at each call. See `factory.open_engine` for the arguments.
 
-    Not thread-safe: one `generate` at a time. With `value_head`, each completion carries the values of its states.
+    Not thread-safe: one `generate` at a time.
     """
 
     def __init__(
@@ -80,34 +70,33 @@ class NativeEngine:
     ) -> None:
         if model.decoder is None:
             raise InputError("this model has no flat decoder; draw with the transformers backend")
-        self._decoder: Decoder = model.decoder
-        self._module: PreTrainedModel = model.module
+        self._decoder = model.decoder
+        self._module = model.module
         self._kernels = model.kernels
         self._tokenizer = tokenizer
         self._weight_version = weight_version
         self._num_slots = num_slots
         self._kv_cache_mb = kv_cache_mb
         self._value_head = value_head
-        self._loaded: _Loaded | None = None
-        self._base_runner: Runner | None = None
-        self._is_exact: bool | None = None
-        self._is_settled = False
+        self._cache: _Cache | None = None
+        self._runner: Runner | None = None
+        self._packed_version: tuple[int, int] | None = None  # of the runner's weights; None: pack and check again
+        self._is_exact = False
+        self._needs_full_check = True
 
     @property
     def is_exact(self) -> bool:
-        """True if raw log-probs equal the trainer's to the bit, as measured when the weights were first packed."""
-        if self._is_exact is None:
-            self._load(RequestSize(1, 1, 1, 1))
-        return bool(self._is_exact)
+        """True if raw log-probs equal the trainer's to the bit: measured by the first `generate`, False before it."""
+        return self._is_exact
 
     def unload(self) -> None:
-        """Free the cache and the packed weights; the next `generate` makes them anew.
+        """Free the cache and the packed weights; the next `generate` rebuilds them.
 
-        Under adapters the packed weights never change and are kept.
+        With adapters the packed base never changes and is kept.
         """
-        if self._loaded is not None and self._loaded.runner.has_adapters:
-            self._base_runner = self._loaded.runner
-        self._loaded = None
+        self._cache = self._packed_version = None
+        if self._runner is not None and not self._runner.has_adapters:
+            self._runner = None
 
     def generate(
         self,
@@ -120,17 +109,16 @@ class NativeEngine:
         on_group: OnGroup | None = None,
     ) -> list[Group]:
         """One group of `n` completions for each prompt. With `sampling.seed` set, a prompt's completions are always the
-        same, whatever else is asked for, and whatever the number of slots.
+        same, whatever the other prompts and the number of slots.
 
         Raises:
-            InputError: for a request that cannot be served, before any token is drawn.
-            TrainingError: if logits are not finite; the message names the layer.
-            GenerationInterrupted: on Ctrl-C, with what was finished by then.
+            InputError: the request cannot be served; nothing was drawn.
+            TrainingError: logits are not finite (the message names the layer), or the packed weights are wrong.
+            GenerationInterrupted: on Ctrl-C, with the completions that had ended.
         """
         request = make_request(self._module, self._tokenizer, prompts, n, sampling)
         size = request.size(self._num_slots)
-        loaded = self._load(size)
-        scheduler = request.open_scheduler(loaded.cache, num_slots=size.num_slots, prefill_tokens=_PREFILL_TOKENS)
+        runner, cache = self._load(size)
         sampler = Sampler(
             sampling,
             seed=request.seed,
@@ -140,23 +128,24 @@ class NativeEngine:
             kernels=self._kernels,
         )
         version = self._weight_version()
+        scheduler = request.open_scheduler(cache.tables, num_slots=size.num_slots, prefill_tokens=_PREFILL_TOKENS)
         callbacks = Callbacks(request, version, on_progress=on_progress, on_text=on_text, on_group=on_group)
-        call = _Call(loaded, scheduler, sampler, callbacks)
+        call = _Call(runner, cache, scheduler, sampler, callbacks)
         return run_request(request, scheduler, version, lambda: self._draw_all(call))
 
     def _draw_all(self, call: _Call) -> None:
         """The loop of the engine: plan a step, compute it, sample, take the tokens."""
-        loaded = call.loaded
+        storage, block_tables = call.cache.storage, call.cache.tables.block_tables
         while (plan := call.scheduler.plan()) is not None:
-            copy_blocks(loaded.storage, plan.copies)
+            copy_blocks(storage, plan.copies)
             with span("prefill" if plan.chunks else "decode"):
-                drawn = loaded.runner.run(plan, loaded.storage, loaded.cache.block_tables)
+                output = call.runner.run(plan, storage, block_tables)
             if not plan.drawn:
                 call.scheduler.accept(plan, [], [], [])
                 continue
             with span("sample"):
-                sampled = self._sample(call, plan, drawn.logits_RV)
-            self._record_values(plan, drawn.hidden_RH)
+                sampled = self._sample(call, plan, output.logits_RV)
+            self._record_values(plan, output.hidden_RH)
             ended = call.scheduler.accept(
                 plan, sampled.token_B.tolist(), sampled.logp_B.tolist(), sampled.raw_logp_B.tolist()
             )
@@ -164,17 +153,17 @@ class NativeEngine:
             call.callbacks.note(plan.drawn, ended)
 
     def _sample(self, call: _Call, plan: Plan, logits_RV: torch.Tensor) -> Sampled:
-        loaded = call.loaded
         try:
             return call.sampler.draw(plan, logits_RV)
         except TrainingError as error:
-            self.unload()  # what is not finite must not stand in blocks that are used again
+            self.unload()  # cached blocks may hold numbers that are not finite
             if bool(logits_RV.isfinite().all()):
                 raise
-            place = weight_check.first_bad_layer(
-                lambda look: loaded.runner.run(plan, loaded.storage, loaded.cache.block_tables, on_layer=look)
+            storage, block_tables = call.cache.storage, call.cache.tables.block_tables
+            layer = weight_check.first_bad_layer(
+                lambda look: call.runner.run(plan, storage, block_tables, on_layer=look)
             )
-            raise TrainingError(weight_check.not_finite(place)) from error
+            raise TrainingError(weight_check.not_finite(layer)) from error
 
     @torch.no_grad()
     def _record_values(self, plan: Plan, hidden_RH: torch.Tensor) -> None:
@@ -183,69 +172,58 @@ class NativeEngine:
         for sequence, value in zip(plan.drawn, self._value_head(hidden_RH).tolist(), strict=True):
             sequence.values.append(value)
 
-    def _load(self, size: RequestSize) -> _Loaded:
-        """Packed weights of the current version, and a cache for a call of `size`.
+    def _load(self, size: RequestSize) -> tuple[Runner, _Cache]:
+        """The current weights, packed, and a cache for a call of `size`.
 
         Raises:
-            InputError: not even one of its sequences fits the budget.
-            TrainingError: the packed weights do not give what the trainer computes.
+            InputError: the cache's budget is too small for one sequence.
+            TrainingError: the packed weights do not reproduce the trainer's log-probs.
         """
-        version = self._version()
-        num_blocks, num_tables = self._num_blocks(size), 2 * size.num_slots
-        loaded = self._loaded
-        self._loaded = None  # if anything fails from here on, nothing half-made is left
-        if loaded is None or loaded.cache.num_blocks < num_blocks or loaded.cache.max_tables < num_tables:
-            runner = loaded.runner if loaded and loaded.version == version else None
-            del loaded  # the old cache is freed before the new one is made
-            context_length = self._decoder.architecture.context_length
-            cache = KVCache(num_blocks, max_tokens=context_length, max_tables=num_tables)
-            storage = allocate_storage(cache_shape(self._decoder.architecture), num_blocks)
-            is_fresh = runner is None
-            loaded = _Loaded(runner or self._new_runner(), version, cache, storage)
-        else:
-            is_fresh = loaded.version != version
-            if is_fresh:
-                loaded.cache.invalidate()
-                loaded.runner.repack()
-                loaded.version = version
-        if is_fresh:
-            self._check_weights(loaded)
-        if not self._is_exact:
-            loaded.cache.invalidate()  # what an earlier call left would change the bits, and a resumed run has none
-        self._loaded = loaded
-        return loaded
+        cache = self._fitting_cache(size)
+        # Torch's in-place counters also catch changes that the owner did not count.
+        version = self._weight_version(), sum(parameter._version for parameter in self._module.parameters())
+        is_packed = version == self._packed_version
+        if self._runner is None:
+            self._runner = Runner(self._decoder)
+        elif not is_packed:
+            self._runner.repack()
+        if not is_packed:
+            self._packed_version = None
+            self._check_weights(self._runner, version[0])
+            self._packed_version = version
+        if not is_packed or not self._is_exact:
+            # Inexact: cached blocks of an earlier call would change the bits, and a resumed run has none.
+            cache.tables.invalidate()
+        return self._runner, cache
 
-    def _new_runner(self) -> Runner:
-        runner, self._base_runner = self._base_runner, None
-        if runner is None:
-            return Runner(self._decoder)
-        runner.repack()
-        return runner
-
-    def _version(self) -> _Version:
-        return _Version(self._weight_version(), sum(parameter._version for parameter in self._module.parameters()))
-
-    def _num_blocks(self, size: RequestSize) -> int:
+    def _fitting_cache(self, size: RequestSize) -> _Cache:
         shape = cache_shape(self._decoder.architecture)
-        if self._kv_cache_mb is None:
-            budget = int(psutil.virtual_memory().total * _MEMORY_SHARE)
-        else:
+        budget = int(psutil.virtual_memory().total * _MEMORY_SHARE)
+        if self._kv_cache_mb is not None:
             budget = self._kv_cache_mb * 2**20
-        return min(size.num_blocks, num_blocks_for(budget, shape, max_tokens=size.longest))
+        num_blocks = min(size.num_blocks, num_blocks_for(budget, shape, max_tokens=size.longest))
+        num_tables = 2 * size.num_slots
+        held = self._cache
+        if held is None or held.tables.num_blocks < num_blocks or held.tables.max_tables < num_tables:
+            self._cache = held = None  # free the old storage first
+            context_length = self._decoder.architecture.context_length
+            tables = KVCache(num_blocks, max_tokens=context_length, max_tables=num_tables)
+            self._cache = held = _Cache(tables, allocate_storage(shape, num_blocks))
+        return held
 
-    def _check_weights(self, loaded: _Loaded) -> None:
+    def _check_weights(self, runner: Runner, version: int) -> None:
+        """Compare the log-probs of fixed tokens with the trainer's, thoroughly the first time."""
         dtype = self._decoder.architecture.dtype
-        is_first = not self._is_settled
-        check = weight_check.FIRST_CHECK if is_first else weight_check.LATER_CHECK
-        difference = weight_check.largest_difference(self._decoder, loaded.runner, check)
-        if is_first:
-            # In float32 a linear map of few rows may agree by chance with one of many.
+        check = weight_check.FIRST_CHECK if self._needs_full_check else weight_check.LATER_CHECK
+        difference = weight_check.largest_difference(self._decoder, runner, check)
+        if self._needs_full_check:
+            # In float32 a product of few rows may agree by chance with one of many.
             self._is_exact = difference == 0 and dtype == torch.bfloat16
-            self._is_settled = not loaded.runner.is_idle  # adapters that add zeros prove nothing for later ones
+            self._needs_full_check = runner.is_idle  # adapters that are zero prove nothing about later ones
         allowed = 0.0 if self._is_exact else weight_check.MAX_DIFFERENCE[dtype]
         if not difference <= allowed:
             raise TrainingError(
                 f"the rollout engine's log-probs of fixed tokens are {difference:.3g} nats from the trainer's, "
-                f"{allowed:g} is allowed, with weights of version {loaded.version.counted}: its packed weights are not "
-                "the trained ones, or these are not finite. Train on with rollout.backend transformers, and report it"
+                f"{allowed:g} is allowed, with weights of version {version}: its packed weights are not the trained "
+                "ones, or these are not finite. Train on with rollout.backend transformers, and report it"
             )

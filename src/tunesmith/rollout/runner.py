@@ -1,7 +1,9 @@
-"""Computes one step of a plan: packed weights, keys and values in the paged cache, hidden states of the drawn rows.
+"""Forward passes of the engine: packed weights, keys and values in the paged cache.
 
-The forward itself is `models/decoder.py`'s, the trainer's own; here is how the engine does its linear maps and its
-attention. Shape legend: T tokens, R rows that are drawn from, H hidden, X query width, Y key width, L layers.
+The forward itself is `models/decoder.py`, shared with the trainer; here are the engine's linear maps and attention.
+
+Shape legend: T tokens, R rows that tokens are sampled from, H hidden, X query width, Y key width, I inputs, O outputs,
+V vocabulary.
 """
 
 import math
@@ -12,27 +14,27 @@ import torch
 from torch import nn
 
 from tunesmith.kernels.attention.api import attend
-from tunesmith.kernels.attention.records import Places
+from tunesmith.kernels.attention.records import Places, SharedPrefixes
 from tunesmith.kernels.linear.api import BlocksLikeTorch, PackedWeight, linear
 from tunesmith.kernels.linear.api import pack as pack_panels
 from tunesmith.kernels.native import Kernels
 from tunesmith.models import decoder as flat
 from tunesmith.models.adapter import Adapter, add_low_rank, dora_scale, stretch
 from tunesmith.models.architecture import Architecture, Block, Projection, output_size, weight_of
-from tunesmith.models.decoder import Decoder, OnLayer, Pass
+from tunesmith.models.decoder import Decoder, OnLayer, Ops
 from tunesmith.rollout.kv_cache import CacheShape
 from tunesmith.rollout.scheduler import Plan, Rows
 
 _MIN_ROWS = 4
-"""A step with fewer rows is filled up: oneDNN takes longer for two than for four, and one row it may sum otherwise."""
+"""Steps are padded to as many rows: oneDNN is slower for two rows than for four, and may sum one row otherwise."""
 
 _PACKED_ROWS = 64
-"""Rows that the packed layout is chosen for."""
+"""Number of input rows that oneDNN's packed layout is chosen for."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """The weights of a projection side by side: in panels for our kernel, in the layout of oneDNN, or as they stand."""
+    """The concatenated weights of a projection: in panels for our kernel, in oneDNN's layout, or plain."""
 
     weight: PackedWeight | torch.Tensor
     bias: torch.Tensor | None
@@ -52,7 +54,7 @@ class PackedLinear:
 
 
 class Packer:
-    """Packs projections; what suits a shape is tried out once, when the first weight of that shape comes."""
+    """Packs projections. The layout for a shape is measured once, with the first weight of that shape."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -60,7 +62,7 @@ class Packer:
 
     @torch.no_grad()
     def pack(self, projection: Projection) -> PackedLinear:
-        """A copy of the projection's weights as they are now."""
+        """A copy of the projection's current weights."""
         parts = [weight_of(module) for module in projection.modules]
         weight_OI = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
         bias_O = _joined_bias(projection, parts)
@@ -75,7 +77,7 @@ class Packer:
 
 def _joined_bias(projection: Projection, parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
     biases = [
-        None if has_bias_apart(adapter) else module.bias
+        None if _is_dora(adapter) else module.bias
         for module, adapter in zip(projection.modules, projection.adapters, strict=True)
     ]
     if all(bias is None for bias in biases):
@@ -89,35 +91,36 @@ def _joined_bias(projection: Projection, parts: Sequence[torch.Tensor]) -> torch
 def _can_be_packed(dtype: torch.dtype) -> bool:
     if not torch.backends.mkldnn.is_available():
         return False
-    # oneDNN refuses bfloat16 on processors that it has no code for.
+    # oneDNN refuses bfloat16 on processors without instructions for it.
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-Base = Callable[[torch.Tensor], Sequence[torch.Tensor]]
-"""The outputs of all modules as one tensor, without the biases of those that DoRA stretches."""
-
-
 class AdaptedLinear:
-    """A projection some of whose modules have adapters. `follow` takes these as they are now."""
+    """A projection with adapters: the base is packed once, the small adapter tensors are copied by `refresh`.
 
-    def __init__(self, projection: Projection, base: Base) -> None:
+    The operations are the trainer's (`models/adapter.py`), for all modules of the projection at once, with the same
+    bits: the matrices A are concatenated, the matrices B are blocks of one block-diagonal matrix. `base` gives the
+    outputs of all modules as one tensor, without the biases of DoRA modules.
+    """
+
+    def __init__(self, projection: Projection, base: PackedLinear) -> None:
         self._projection = projection
         self._base = base
-        self.follow()
+        self.refresh()
 
     @torch.no_grad()
-    def follow(self) -> None:
-        """Copy the small tensors."""
+    def refresh(self) -> None:
+        """Copy the current adapters."""
         modules, adapters = self._projection.modules, self._projection.adapters
         used = [adapter for adapter in adapters if adapter is not None]
         widths = [output_size(module) for module in modules]
         scaling_R = torch.cat([torch.full((len(adapter.down_RI),), adapter.scaling) for adapter in used])
         self._down_RI = torch.cat([adapter.down_RI for adapter in used])
         self._scaling_R: torch.Tensor | None = scaling_R
-        if all(math.frexp(adapter.scaling)[0] == 0.5 for adapter in used):  # a power of two changes no digits
+        if all(math.frexp(adapter.scaling)[0] == 0.5 for adapter in used):  # scaling by a power of two is exact
             self._down_RI, self._scaling_R = (self._down_RI * scaling_R[:, None]).to(self._down_RI.dtype), None
         self._up_OR = self._down_RI.new_zeros(sum(widths), len(scaling_R))
-        self._scale_O, self._bias_O = self._stretches(widths)
+        self._scale_O, self._bias_O = self._dora_scales(widths)
         row = column = 0
         for adapter, width in zip(adapters, widths, strict=True):
             if adapter is not None:
@@ -143,106 +146,144 @@ class AdaptedLinear:
         sizes = self._projection.sizes
         return (y_TO,) if len(sizes) == 1 else y_TO.split_with_sizes(sizes, -1)
 
-    def _stretches(self, widths: Sequence[int]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """DoRA's scales, 1 for modules without, and the biases that are added behind them, 0 where there is none."""
+    def _dora_scales(self, widths: Sequence[int]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """DoRA's scales (1 for other modules) and the biases added after scaling (0 for other modules)."""
         parts = list(zip(self._projection.modules, self._projection.adapters, widths, strict=True))
-        if not any(has_bias_apart(adapter) for _, adapter, _ in parts):
+        if not any(_is_dora(adapter) for _, adapter, _ in parts):
             return None, None
         scales, biases = [], []
         for module, adapter, width in parts:
-            stretched = adapter if has_bias_apart(adapter) else None
             weight_OI = weight_of(module)
-            scales.append(torch.ones(width) if stretched is None else dora_scale(stretched, weight_OI))
-            bias_O = None if stretched is None else module.bias
+            dora = adapter if _is_dora(adapter) else None
+            scales.append(torch.ones(width) if dora is None else dora_scale(dora, weight_OI))
+            bias_O = None if dora is None else module.bias
             biases.append(weight_OI.new_zeros(width) if bias_O is None else bias_O)
         has_bias = any(module.bias is not None for module in self._projection.modules)
         return torch.cat(scales), torch.cat(biases) if has_bias else None  # type: ignore[arg-type]
 
 
-def base_of(projection: Projection) -> Projection:
-    """What is packed of a projection with adapters: its modules as they are, with one output."""
-    width = sum(output_size(module) for module in projection.modules)
-    return Projection(projection.modules, (width,), projection.adapters)
-
-
-def has_bias_apart(adapter: Adapter | None) -> bool:
-    """True for DoRA, which stretches what the weight gives and adds the bias afterwards."""
+def _is_dora(adapter: Adapter | None) -> bool:
+    """True for DoRA, which scales the product with the weight and adds the bias afterwards."""
     return adapter is not None and adapter.magnitude_O is not None
 
 
 def cache_shape(architecture: Architecture) -> CacheShape:
-    """What the cache must hold for each token."""
+    """The cache's size per token."""
     settings = architecture.blocks[0].attention
     return CacheShape(len(architecture.blocks), settings.num_kv_heads, settings.head_dim, architecture.dtype)
 
 
+def projections(architecture: Architecture) -> list[Projection]:
+    """All linear maps, the output layer last."""
+    blocks = [(block.qkv, block.out, block.gate_up, block.down) for block in architecture.blocks]
+    return [*(projection for block in blocks for projection in block), architecture.head]
+
+
+class CachedDecoder:
+    """`decoder` with attention over the paged cache, and with linear maps of its own, by the id of the projection."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder = decoder
+        self.linears: dict[int, Callable[[torch.Tensor], Sequence[torch.Tensor]]] = {}
+
+    @torch.no_grad()
+    def forward(
+        self,
+        ids_T: torch.Tensor,
+        places: Places,
+        storage: torch.Tensor,
+        num_positions: int,
+        *,
+        prefixes: SharedPrefixes | None = None,
+        on_layer: OnLayer | None = None,
+    ) -> torch.Tensor:
+        """Hidden states `[T, H]` after the final norm; keys and values are written to `storage`.
+
+        Positions are below `num_positions`. On a GPU nothing waits for the device.
+        """
+        decoder = self.decoder
+
+        def attention(
+            layer: int, block: Block, q_TX: torch.Tensor, k_TY: torch.Tensor, v_TY: torch.Tensor
+        ) -> torch.Tensor:
+            rope = None if block.rope is None else decoder.ropes.get(block.rope, num_positions)
+            cache_2NW, settings, kernels = storage[layer], block.attention, decoder.kernels
+            return attend(q_TX, k_TY, v_TY, rope, places, cache_2NW, settings, prefixes=prefixes, kernels=kernels)
+
+        ops = Ops(self._linear, attention, decoder.kernels, on_layer=on_layer)
+        return flat.hidden_states(decoder.architecture, ids_T, places.positions_T, ops)
+
+    @torch.no_grad()
+    def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
+        """Logits `[R, V]`."""
+        ops = Ops(self._linear, _no_attention, self.decoder.kernels)
+        return flat.logits(self.decoder.architecture, hidden_RH, ops)
+
+    def _linear(self, projection: Projection, x_TI: torch.Tensor) -> Sequence[torch.Tensor]:
+        return self.linears[id(projection)](x_TI)
+
+
+def _no_attention(layer: int, block: Block, q_TX: torch.Tensor, k_TY: torch.Tensor, v_TY: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("the output layer has no attention")
+
+
 @dataclass(frozen=True, slots=True)
-class Drawn:
-    """Rows that tokens are drawn from, in the order of `plan.drawn`; `hidden_RH` is behind the final norm."""
+class StepOutput:
+    """The rows that tokens are sampled from, in the order of `plan.drawn`; `hidden_RH` is after the final norm."""
 
     hidden_RH: torch.Tensor
     logits_RV: torch.Tensor
 
 
-class Runner:
-    """Packed weights of `decoder`, as they were when it was made, or at the last `repack`."""
+class Runner(CachedDecoder):
+    """Steps of a plan on a CPU, with packed copies of the weights as of the last `repack`."""
 
     def __init__(self, decoder: Decoder) -> None:
-        self._decoder = decoder
-        architecture = decoder.architecture
-        self._projections = [
-            projection
-            for block in architecture.blocks
-            for projection in (block.qkv, block.out, block.gate_up, block.down)
-        ]
-        self._projections.append(architecture.head)
+        super().__init__(decoder)
+        self._projections = projections(decoder.architecture)
         self._packer = Packer(decoder.kernels)
-        self._packed: dict[int, PackedLinear | AdaptedLinear] = {}
         self._frozen: dict[int, tuple[int, ...] | None] = {}
         self.repack()
 
     @property
     def has_adapters(self) -> bool:
-        """True if adapters alone are trained, so that the packed weights stay as they are."""
+        """True if only adapters are trained, so that the packed weights never change."""
         return any(any(projection.adapters) for projection in self._projections)
 
     @property
     def is_idle(self) -> bool:
-        """True if there are adapters, and they change nothing yet."""
-        adapted = [packed for packed in self._packed.values() if isinstance(packed, AdaptedLinear)]
+        """True if there are adapters, and all are zero."""
+        adapted = [packed for packed in self.linears.values() if isinstance(packed, AdaptedLinear)]
         return bool(adapted) and all(packed.is_idle for packed in adapted)
 
     def repack(self) -> None:
-        """Pack the weights as they are now; one projection after the other, so that there are never two of all.
+        """Pack the current weights, one projection after the other, so that no second copy of all is held.
 
-        Weights that are frozen and as they were are left as they are packed: of a model with adapters, all.
+        Frozen weights that did not change are not packed again: with adapters, none are.
         """
         for projection in self._projections:
-            key, state = id(projection), _frozen_state(projection)
-            held = self._packed.get(key)
-            if held is None or state is None or self._frozen[key] != state:
-                self._packed.pop(key, None)
-                del held
-                self._packed[key] = self._pack(projection)
-                self._frozen[key] = state
-            elif isinstance(held, AdaptedLinear):
-                held.follow()
+            key, version = id(projection), _frozen_version(projection)
+            packed = self.linears.get(key)
+            if packed is None or version is None or self._frozen[key] != version:
+                self.linears.pop(key, None)
+                del packed  # free the old copy first
+                self.linears[key] = self._pack(projection)
+                self._frozen[key] = version
+            elif isinstance(packed, AdaptedLinear):
+                packed.refresh()
 
     def _pack(self, projection: Projection) -> PackedLinear | AdaptedLinear:
         if not any(projection.adapters):
             return self._packer.pack(projection)
-        return AdaptedLinear(projection, self._packer.pack(base_of(projection)))
+        width = sum(output_size(module) for module in projection.modules)
+        base = Projection(projection.modules, (width,), projection.adapters)
+        return AdaptedLinear(projection, self._packer.pack(base))
 
     @torch.no_grad()
     def run(
-        self,
-        plan: Plan,
-        storage: torch.Tensor,
-        block_tables: torch.Tensor,
-        *,
-        on_layer: OnLayer | None = None,
-    ) -> Drawn:
-        """Write keys and values of the plan's tokens into `storage`, and compute what is drawn from.
+        self, plan: Plan, storage: torch.Tensor, block_tables: torch.Tensor, *, on_layer: OnLayer | None = None
+    ) -> StepOutput:
+        """Write keys and values of the plan's tokens to `storage`, and compute the rows to sample from.
 
         The plan's copies must have been done.
         """
@@ -265,9 +306,8 @@ class Runner:
         if max(repeats, default=1) > 1:
             repeat_R = torch.tensor(repeats)
             hidden_RH, logits_RV = (x.repeat_interleave(repeat_R, dim=0) for x in (hidden_RH, logits_RV))
-        return Drawn(hidden_RH, logits_RV)
+        return StepOutput(hidden_RH, logits_RV)
 
-    @torch.no_grad()
     def hidden_states(
         self, tokens: Rows, storage: torch.Tensor, block_tables: torch.Tensor, *, on_layer: OnLayer | None = None
     ) -> torch.Tensor:
@@ -283,41 +323,21 @@ class Runner:
             )
         )
         places = Places(positions_T, table_rows_T, block_tables)
-        num_positions = int(positions_T.max()) + 1
+        return self.forward(ids_T, places, storage, int(positions_T.max()) + 1, on_layer=on_layer)[:count]
 
-        def attention(
-            layer: int, block: Block, q_TX: torch.Tensor, k_TY: torch.Tensor, v_TY: torch.Tensor
-        ) -> torch.Tensor:
-            rope = None if block.rope is None else self._decoder.ropes.get(block.rope, num_positions)
-            return attend(
-                q_TX, k_TY, v_TY, rope, places, storage[layer], block.attention, kernels=self._decoder.kernels
-            )
-
-        way = Pass(self._linear, attention, self._decoder.kernels, on_layer=on_layer)
-        return flat.hidden_states(self._decoder.architecture, ids_T, positions_T, way)[:count]
-
-    @torch.no_grad()
     def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
         """Logits `[R, V]`."""
         count = len(hidden_RH)
         if count == 0:
-            return hidden_RH.new_zeros((0, *self._decoder.architecture.head.sizes))
+            return hidden_RH.new_zeros((0, *self.decoder.architecture.head.sizes))
         if count < _MIN_ROWS:
             hidden_RH = torch.cat([hidden_RH, hidden_RH[-1:].expand(_MIN_ROWS - count, -1)])
-        way = Pass(self._linear, _no_attention, self._decoder.kernels)
-        return flat.logits(self._decoder.architecture, hidden_RH, way)[:count]
-
-    def _linear(self, projection: Projection, x_TI: torch.Tensor) -> Sequence[torch.Tensor]:
-        return self._packed[id(projection)](x_TI)
+        return super().logits(hidden_RH)[:count]
 
 
-def _frozen_state(projection: Projection) -> tuple[int, ...] | None:
-    """Torch's counts of the changes of a projection's weights; None if they are trained."""
+def _frozen_version(projection: Projection) -> tuple[int, ...] | None:
+    """Torch's version counters of the projection's weights; None if they are trained."""
     parameters = [parameter for module in projection.modules for parameter in module.parameters()]
     if any(parameter.requires_grad for parameter in parameters):
         return None
     return tuple(parameter._version for parameter in parameters)
-
-
-def _no_attention(layer: int, block: Block, q_TX: torch.Tensor, k_TY: torch.Tensor, v_TY: torch.Tensor) -> torch.Tensor:
-    raise RuntimeError("the output layer has no attention")

@@ -1,12 +1,12 @@
-"""Draws the tokens of one step: which settings, noise and seen tokens belong to which row of the logits.
+"""Samples the tokens of one step: maps settings, noise and seen tokens to the rows of the logits.
 
-Shape legend: R rows that are drawn from, V vocabulary, S rows of the mask of seen tokens.
+Shape legend: R rows that tokens are sampled from, V vocabulary, S rows of the mask of seen tokens.
 """
 
 import hashlib
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,10 +20,10 @@ from tunesmith.rollout.sequence import Sequence as DrawnSequence
 
 @dataclass(frozen=True, slots=True)
 class NoiseKey:
-    """What the noise of a request's completions is keyed by, besides the seed, the sample and the position.
+    """The prompt's part of the key of the noise; the rest are the seed, the sample and the position.
 
-    `prompt` is a hash of the prompt's ids, not its place in the request: the same prompt draws the same completions,
-    whatever is asked for beside it. Where a request holds a prompt twice, the second one's samples count on.
+    `prompt` is a hash of the prompt's ids, not its index, so a prompt's completions do not depend on the other prompts.
+    If a request holds a prompt twice, the samples of the second are numbered after those of the first.
     """
 
     prompt: int
@@ -31,7 +31,7 @@ class NoiseKey:
 
 
 def noise_keys(prompts: Sequence[Sequence[int]], n: int) -> list[NoiseKey]:
-    """One key for each prompt, of which `n` completions are drawn."""
+    """One key for each prompt with `n` completions."""
     counts: dict[tuple[int, ...], int] = {}
     keys: list[NoiseKey] = []
     for ids in prompts:
@@ -43,7 +43,7 @@ def noise_keys(prompts: Sequence[Sequence[int]], n: int) -> list[NoiseKey]:
 
 
 class Sampler:
-    """Draws for one call of `generate`. `keys[i]` belongs to the request with index i."""
+    """Samples for one call of `generate`. `keys[i]` belongs to the prompt with index i."""
 
     def __init__(
         self,
@@ -69,17 +69,17 @@ class Sampler:
         """One token for each of `plan.drawn`.
 
         Raises:
-            TrainingError: a logit is not finite, or nothing is left to be drawn.
+            TrainingError: a logit is not finite, or no token is allowed.
         """
         drawn = plan.drawn
-        seen = None if self._seen is None else self._seen.of(plan)
+        seen = None if self._seen is None else self._seen.lookup(plan)
         sampled = sample(logits_RV, self._settings_of(drawn), self._noise_of(drawn), seen=seen, kernels=self._kernels)
         if self._seen is not None:
             self._seen.add(plan.sequences, sampled.token_B)
         return sampled
 
     def release(self, ended: Sequence[DrawnSequence]) -> None:
-        """These completions have ended; nothing more is drawn for them."""
+        """Free what is held for completions that have ended."""
         if self._seen is not None:
             self._seen.release(ended)
 
@@ -112,18 +112,11 @@ class Sampler:
         forbidden = {token: float("-inf") for token in self._stop_ids}
         always: Mapping[int, float] = given.logit_bias
         bias = LogitBias.of([{**always, **forbidden} if is_masked else always for is_masked in masked])
-        return SampleSettings(
-            settings.temperature_B,
-            settings.top_k_B,
-            settings.top_p_B,
-            settings.min_p_B,
-            settings.repetition_penalty_B,
-            bias,
-        )
+        return replace(settings, bias=bias)
 
 
 class SeenTokens:
-    """Which tokens stand in which running completion and its prompt, as rows of `mask_SV` that are used again.
+    """The tokens of each running completion and its prompt, as rows of `mask_SV`, which are reused.
 
     A mask that is too small is replaced by one twice as large.
     """
@@ -133,25 +126,25 @@ class SeenTokens:
         self._free = list(range(len(mask_SV) - 1, -1, -1))
         self._rows: dict[tuple[int, int], int] = {}  # by request and sample
 
-    def of(self, plan: Plan) -> Seen:
-        """The rows of `plan.drawn`. The first tokens of a prompt share one, that of the prompt."""
+    def lookup(self, plan: Plan) -> Seen:
+        """The rows of `plan.drawn`. All first tokens of a prompt share the prompt's row."""
         rows = [self._row(sequence) for sequence in plan.sequences]
         borrowed: list[int] = []
         for chunk in plan.chunks:
             if chunk.sequences:
                 borrowed.append(self._take(chunk.sequences[0].prompt_ids))
                 rows += [borrowed[-1]] * len(chunk.sequences)
-        self._free += borrowed  # to be filled anew by the next step
+        self._free += borrowed  # free for the next step
         return Seen(self._mask_SV, torch.tensor(rows))
 
     def add(self, sequences: Sequence[DrawnSequence], token_B: torch.Tensor) -> None:
-        """The first tokens of `token_B` were drawn for these running completions."""
+        """Record the first tokens of `token_B`, which were drawn for these running completions."""
         if sequences:
             rows = torch.tensor([self._rows[_name(sequence)] for sequence in sequences])
             self._mask_SV[rows, token_B[: len(sequences)]] = True
 
     def release(self, ended: Sequence[DrawnSequence]) -> None:
-        """Rows of completions that have ended are free."""
+        """Free the rows of completions that have ended."""
         self._free += [self._rows.pop(_name(sequence)) for sequence in ended if _name(sequence) in self._rows]
 
     def _row(self, sequence: DrawnSequence) -> int:

@@ -1,15 +1,15 @@
-"""Continuous batching: which tokens are computed in the next step, and which completions are drawn from them.
+"""Continuous batching: the tokens to compute in the next step, and the completions to sample from them.
 
-A completion that is drawn takes one of a fixed number of slots; when it ends, the next one starts in its place. A
-prompt is computed once, in chunks, and its completions share its blocks. Their first tokens are all drawn from its last
-logits, also where fewer slots than completions are free; those without a slot wait, and hold nothing but the prompt.
+A running completion holds one of a fixed number of slots; when it ends, the next one takes it. A prompt is computed
+once, in chunks, and its completions share its blocks. Their first tokens are all sampled from its last logits, even if
+there are fewer free slots than completions; those without a slot wait and hold only the prompt's blocks.
 
-Long completions start first, because what starts last should end soon: by `max_new_tokens`, then by the prompt's
-length, then by index; requests of one call of `add` before those of the next, so none waits for ever. Nobody overtakes.
+Order: longest first, so that the last to start ends soon: by `max_new_tokens`, then prompt length, then index. Requests
+of one call of `add` go before those of the next, and none overtakes, so none starves.
 
-Nothing is ever preempted. A completion starts only if the cache can hold it at its greatest length besides all others
-that run, and a prompt only if the same is true of one of its completions. So a completion is never computed twice, and
-one can always go on: when nothing runs, the first that waits fits, as it did when its prompt was admitted.
+There is no preemption. A completion starts only if the cache can hold its maximum length beside all running ones, and a
+prompt only if that holds for one of its completions. So nothing is computed twice and there is no deadlock: if nothing
+runs, the first waiting completion fits.
 """
 
 import heapq
@@ -22,12 +22,12 @@ from tunesmith.rollout.kv_cache import BLOCK_TOKENS, BlockCopy, KVCache, Table, 
 from tunesmith.rollout.sequence import Decode, Limits, Sequence
 
 Run = tuple[list[int], list[float], list[float]]
-"""Tokens that were drawn of one completion, one after the other, with their log-probs and raw log-probs."""
+"""Consecutive new tokens of one completion, with their log-probs and raw log-probs."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRequest:
-    """A prompt of which `n` completions are wanted. `index` is its own: no other request of a scheduler has it."""
+    """A prompt with `n` completions. `index` is unique within a scheduler."""
 
     index: int
     prompt_ids: tuple[int, ...]
@@ -37,9 +37,7 @@ class PromptRequest:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Tokens to compute, flat: token i has id `token_ids[i]`, stands at `positions[i]` of its sequence, and its keys go
-    where row `table_rows[i]` of `KVCache.block_tables` says.
-    """
+    """Tokens to compute, flat: id, position in the sequence, and row of `KVCache.block_tables` of each."""
 
     token_ids: list[int] = field(default_factory=list[int])
     positions: list[int] = field(default_factory=list[int])
@@ -48,10 +46,9 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens `start` to `stop` of a prompt, of table row `table_row`.
+    """Tokens `start` to `stop` of the prompt in table row `table_row`.
 
-    `sequences` are drawn from the logits of the last token: all completions of the prompt if the chunk ends it, else
-    none.
+    `sequences` are sampled from the last token's logits: all completions if the chunk ends the prompt, else none.
     """
 
     table_row: int
@@ -62,18 +59,18 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step of the model. First `copies` are done; then, layer by layer, the keys and values of all tokens are
-    written before any are read.
+    """One step of the model. First do `copies`; then, in each layer, write the keys and values of all tokens before
+    reading any.
 
-    `decode` has one token for each of `sequences`, the last that was drawn, and the next is drawn from its logits.
-    `prefill` has the tokens of all `chunks`, one chunk after the other, without padding.
+    `decode` has the last token of each of `sequences`; the next is sampled from its logits. `prefill` has the tokens of
+    all `chunks`, concatenated without padding.
 
     Example: two completions of a prompt `(5, 6, 7)` run, with 9 and 4 as their first tokens, while the first two tokens
     of a prompt `(8, 8, 8)` are computed: `decode.token_ids == [9, 4]`, `decode.positions == [3, 3]`, `prefill.token_ids
     == [8, 8]`, `prefill.positions == [0, 1]`, `chunks[0].stop == 2`, and `drawn` are the two completions.
 
-    `num_steps` tokens may be drawn of each of `sequences`, one after the other, before the plan is accepted: the cache
-    has a place for each that is computed on the way.
+    Up to `num_steps` tokens of each of `sequences` may be drawn before the plan is accepted; the cache has slots for
+    them.
     """
 
     copies: list[BlockCopy]
@@ -85,13 +82,13 @@ class Plan:
 
     @property
     def drawn(self) -> list[Sequence]:
-        """The completions that get a token in this step: those that decode, then those whose prompt ends."""
+        """The completions sampled in this step: those that decode, then those whose prompt ends."""
         return self.sequences + [sequence for chunk in self.chunks for sequence in chunk.sequences]
 
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """A prompt that was admitted. `reserved` blocks are set aside for one completion until the prompt is computed."""
+    """An admitted prompt. `reserved` blocks are kept for one completion until the prompt is computed."""
 
     request: PromptRequest
     table: Table
@@ -102,7 +99,7 @@ class _Group:
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A completion in a slot. `reserved` blocks are set aside for it, beyond those that it has."""
+    """A completion in a slot. `reserved` blocks are kept for it, beyond those that it holds."""
 
     sequence: Sequence
     table: Table
@@ -112,14 +109,17 @@ class _Running:
 class Scheduler:
     """Plans steps until every completion of every request has ended.
 
-    `num_slots` completions at most are decoded in a step, and `prefill_tokens` tokens of prompts at most are computed.
-    The loop of an engine:
+    A step decodes at most `num_slots` completions and computes at most `prefill_tokens` prompt tokens. The engine's
+    loop:
 
         while (plan := scheduler.plan()) is not None:
             token_ids, logps, raw_logps = run(plan)  # one for each of plan.drawn
             finished = scheduler.accept(plan, token_ids, logps, raw_logps)
 
-    Work in a step grows with the rows that are active and with the tokens that are computed, not with the context.
+    The scheduler's work per step is linear in active rows and computed tokens, and independent of the context length.
+
+    Raises:
+        InputError: no slots, no prefill tokens, or a cache with too few tables.
     """
 
     def __init__(self, cache: KVCache, decode: Decode, *, num_slots: int = 64, prefill_tokens: int = 512) -> None:
@@ -139,12 +139,12 @@ class Scheduler:
         self._num_adds = 0
         self._indices: set[int] = set()
         self._queue: list[tuple[int, int, int, int, PromptRequest]] = []
-        self._is_blocked = False  # the head of the queue did not fit, and nothing was freed since
+        self._is_blocked = False  # the head of the queue did not fit; nothing was freed since
         self._prefilling: deque[_Group] = deque()
         self._ready: deque[_Group] = deque()
         self._running: list[_Running] = []
         self._reserved = 0
-        self._num_claimed = 0  # slots that the prompts in prefill will want
+        self._num_claimed = 0  # slots that the completions of prompts in prefill will need
         self._planned: Plan | None = None
         self._finished: list[Sequence] = []
 
@@ -154,10 +154,10 @@ class Scheduler:
         return sorted(self._finished, key=lambda sequence: (sequence.request, sequence.sample))
 
     def add(self, requests: Iterable[PromptRequest]) -> None:
-        """Let `requests` wait, behind those of earlier calls.
+        """Queue `requests` after those of earlier calls.
 
         Raises:
-            InputError: if one of them cannot be served; then none is added.
+            InputError: one of them cannot be served; none is added.
         """
         requests = list(requests)
         indices: set[int] = set()
@@ -173,10 +173,13 @@ class Scheduler:
         self._num_adds += 1
 
     def plan(self, max_steps: int = 1) -> Plan | None:
-        """What to compute next; None if every completion has ended. Each plan must be accepted before the next.
+        """The next step; None if every completion has ended. Each plan must be accepted before the next.
 
-        Up to `max_steps` tokens of each running completion are planned; one where prompts are computed too, which then
-        need not wait, nor leave their slots empty.
+        Plans up to `max_steps` tokens of each running completion, but only one while prompts are computed, so that
+        their completions can start.
+
+        Raises:
+            RuntimeError: the last plan was not accepted, or tables are held from outside.
         """
         if self._planned is not None:
             raise RuntimeError("a plan was not accepted before the next one was asked for")
@@ -184,7 +187,7 @@ class Scheduler:
         self._admit_prompts()
         if not self._running and not self._prefilling:
             if self._ready or self._queue:
-                raise RuntimeError("nothing runs and what waits does not fit; tables are held from outside")
+                raise RuntimeError("nothing runs and no waiting completion fits; tables are held from outside")
             return None
         copies: list[BlockCopy] = []
         decode = Rows()
@@ -200,7 +203,11 @@ class Scheduler:
         return self._planned
 
     def accept(self, plan: Plan, token_ids: list[int], logps: list[float], raw_logps: list[float]) -> list[Sequence]:
-        """The completions that ended with this step. One token, log-prob and raw log-prob for each of `plan.drawn`."""
+        """Take one token, log-prob and raw log-prob of each of `plan.drawn`; returns the completions that ended.
+
+        Raises:
+            RuntimeError: another number of tokens, or not the last plan.
+        """
         if not len(token_ids) == len(logps) == len(raw_logps):
             raise RuntimeError(f"{len(token_ids)} tokens, {len(logps)} log-probs and {len(raw_logps)} raw ones came")
         return self.accept_runs(
@@ -208,9 +215,7 @@ class Scheduler:
         )
 
     def accept_runs(self, plan: Plan, runs: list[Run]) -> list[Sequence]:
-        """The completions that ended with this plan. For each of `plan.drawn`, what was drawn of it: up to
-        `plan.num_steps` tokens of one that runs, one of each whose prompt ends.
-        """
+        """As `accept`, with up to `plan.num_steps` tokens of each running completion, and one of each new one."""
         if plan is not self._planned:
             raise RuntimeError("this is not the plan that was made last, or it was accepted before")
         drawn = plan.drawn
@@ -227,13 +232,13 @@ class Scheduler:
         return ended
 
     def cancel_all(self) -> list[Sequence]:
-        """The completions that have ended so far, as `finished`; all others are dropped and their blocks freed.
+        """Drop all running and waiting completions and free their blocks; returns `finished`.
 
-        May be called between `plan` and `accept`, whose plan is then void. Requests may be added again afterwards.
+        May be called between `plan` and `accept`, which voids the plan. Requests may be added again afterwards.
         """
         tables = [running.table for running in self._running]
         tables += [group.table for group in (*self._ready, *self._prefilling)]
-        for table in reversed(tables):  # a prompt that shares blocks of one still in prefill goes first
+        for table in reversed(tables):  # a prompt that shares blocks of one still in prefill is freed first
             self._cache.free(table)
         self._queue.clear()
         self._prefilling.clear()
@@ -243,26 +248,6 @@ class Scheduler:
         self._is_blocked = False
         self._planned = None
         return self.finished
-
-    def check_integrity(self) -> None:
-        """Check the cache's invariants and the scheduler's: slots, tables and reserved blocks; for tests, O(blocks).
-
-        Raises:
-            AssertionError: naming what is wrong.
-        """
-        self._cache.check_integrity()
-        groups = [*self._ready, *self._prefilling]
-        reserved = [item.reserved for item in (*self._running, *groups)]
-        if sum(reserved) != self._reserved or min(reserved, default=0) < 0:
-            raise AssertionError(f"{self._reserved} blocks are reserved, completions need {reserved}")
-        if self._reserved > self._cache.num_free:
-            raise AssertionError(f"{self._reserved} blocks are reserved, {self._cache.num_free} are free")
-        if len(self._running) > self._num_slots or len(groups) > self._num_slots:
-            raise AssertionError(f"{len(self._running)} completions and {len(groups)} prompts, {self._num_slots} slots")
-        if self._num_claimed != sum(group.request.n for group in self._prefilling):
-            raise AssertionError(f"{self._num_claimed} slots are claimed, which is not what prompts in prefill want")
-        if any(not group.waiting for group in groups):
-            raise AssertionError("a prompt is kept for no completion")
 
     def _check(self, request: PromptRequest) -> None:
         name = f"request {request.index}"
@@ -298,7 +283,7 @@ class Scheduler:
                 self._ready.popleft()
 
     def _admit_prompts(self) -> None:
-        """Let prompts begin while slots are left that no completion waits for."""
+        """Start prompts while there are slots that no completion waits for."""
         while self._queue and not self._ready and not self._is_blocked:
             if len(self._running) + self._num_claimed >= self._num_slots:
                 return
@@ -318,7 +303,7 @@ class Scheduler:
             self._num_claimed += request.n
 
     def _grow(self, running: _Running, num_tokens: int) -> list[BlockCopy]:
-        """Make place for the tokens that are computed now."""
+        """Add cache slots for the tokens of this step."""
         num_free = self._cache.num_free
         copy = self._cache.append(running.table, num_tokens)
         taken = num_free - self._cache.num_free
@@ -327,15 +312,15 @@ class Scheduler:
         return [] if copy is None else [copy]
 
     def _chunks(self) -> tuple[list[Chunk], Rows]:
-        """The next tokens of the prompts, in the order of admission: a prompt may need what one before it computes."""
+        """The next prompt tokens, in order of admission: a prompt may share blocks that an earlier one computes."""
         chunks: list[Chunk] = []
         rows = Rows()
         for group in self._prefilling:
-            room = self._prefill_tokens - len(rows.token_ids)
-            if room == 0:
+            budget = self._prefill_tokens - len(rows.token_ids)
+            if budget == 0:
                 break
             prompt_ids, start = group.request.prompt_ids, group.num_planned
-            stop = min(start + room, len(prompt_ids))
+            stop = min(start + budget, len(prompt_ids))
             sequences = tuple(group.waiting) if stop == len(prompt_ids) else ()
             chunks.append(Chunk(group.table.row, start, stop, sequences))
             rows.token_ids.extend(prompt_ids[start:stop])
@@ -345,7 +330,7 @@ class Scheduler:
         return chunks, rows
 
     def _retire(self) -> None:
-        """Free what ended; the rows that go on close ranks."""
+        """Remove the completions that ended and free their blocks."""
         going: list[_Running] = []
         for running in self._running:
             if running.sequence.finish_reason is None:
@@ -357,7 +342,7 @@ class Scheduler:
         self._running = going
 
     def _open(self, group: _Group) -> None:
-        """The prompt is computed and all first tokens are drawn: those that go on wait for slots."""
+        """Let the completions of a computed prompt, whose first tokens are drawn, wait for slots."""
         self._num_claimed -= group.request.n
         self._reserved -= group.reserved
         self._is_blocked = False
@@ -370,9 +355,9 @@ class Scheduler:
 
 
 def _growth(request: PromptRequest, *, shares_prompt: bool) -> int:
-    """Blocks that a completion may take beyond its prompt's. The last token that is drawn needs no place.
+    """Blocks that a completion may take beyond its prompt's. The last token's keys are never computed.
 
-    With a shared prompt, the prompt's last block is counted too if it is not full: the completion writes into a copy.
+    With a shared prompt, its last block counts too if it is partly full: the completion writes into a copy.
     """
     if request.limits.max_new_tokens == 1:
         return 0

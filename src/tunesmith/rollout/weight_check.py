@@ -1,7 +1,7 @@
-"""Does the engine compute what the trainer computes? Fixed tokens are scored by both; and where do numbers go wrong?
+"""Compares the engine's log-probs of fixed tokens with the trainer's, and locates the first non-finite layer.
 
-The engine works on a packed copy of the weights. If an update were missed, or a copy were damaged, training would go on
-with log-probs of another model, and nothing else would say so.
+The engine computes with a packed copy of the weights. A missed update or a damaged copy would otherwise go unnoticed,
+and train on the log-probs of another model.
 """
 
 from collections.abc import Callable
@@ -20,24 +20,24 @@ from tunesmith.rollout.scheduler import Rows
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Lengths of the sequences, and how many tokens the engine takes at a time behind their first half."""
+    """Lengths of the sequences, and tokens per step of the engine after their first half."""
 
     lengths: tuple[int, ...]
     step: int
 
 
 FIRST_CHECK = Check((7, 40, 24), step=1)
-"""When weights are packed for the first time: token by token, as completions are drawn."""
+"""The first time: token by token, as in decoding."""
 
 LATER_CHECK = Check((16,), step=8)
-"""After each update: three short passes."""
+"""After each update: two short steps."""
 
 MAX_DIFFERENCE = {torch.bfloat16: 0.5, torch.float16: 0.5, torch.float32: 1e-2, torch.float64: 1e-6}
-"""Nats by which two right computations in that dtype may differ on one token; several times what was measured."""
+"""Largest difference in nats on one token between two correct computations; several times the measured one."""
 
 
 class Scored(Protocol):
-    """What an engine computes with: its packed weights, or the trained ones on a device."""
+    """Forward pass of an engine, with packed weights or with the trained ones on a device."""
 
     def hidden_states(self, tokens: Rows, storage: torch.Tensor, block_tables: torch.Tensor) -> torch.Tensor:
         """Hidden states `[T, H]` of the tokens, whose keys and values are written."""
@@ -52,8 +52,8 @@ class Scored(Protocol):
 def largest_difference(decoder: Decoder, runner: Scored, check: Check) -> float:
     """Largest absolute difference in nats between the engine's and the trainer's log-prob of a fixed token.
 
-    The trainer takes all sequences in one pass, the engine in steps that read what earlier ones have cached. Sequences
-    are cut to the model's context.
+    The trainer computes all sequences in one pass, the engine in steps over its cache. Sequences are cut to the model's
+    context length.
 
     Raises:
         TrainingError: the trainer's own logits are not finite; the message names the layer.
@@ -64,7 +64,7 @@ def largest_difference(decoder: Decoder, runner: Scored, check: Check) -> float:
     ids = [[(7919 * (i + 1) + 104729 * row) % vocabulary_size for i in range(cut[row])] for row in range(len(cut))]
     device = decoder.architecture.device
     flat_T = torch.tensor([token for row in ids for token in row], device=device)
-    target_T = flat_T.roll(-1)  # any fixed token will do, also behind the end of a sequence
+    target_T = flat_T.roll(-1)  # any fixed token will do, across sequence ends too
     ones_T = torch.ones(len(flat_T), dtype=torch.float64, device=device)
     logits_TV = decoder.logits(decoder.hidden_states(flat_T, cut))
     if not bool(logits_TV.isfinite().all()):
@@ -82,7 +82,7 @@ def largest_difference(decoder: Decoder, runner: Scored, check: Check) -> float:
 def _in_steps(
     runner: Scored, cache: KVCache, storage: torch.Tensor, ids: list[list[int]], step: int
 ) -> list[torch.Tensor]:
-    """Hidden states of each sequence: of its first half at once, then of `step` tokens at a time."""
+    """Hidden states of each sequence: the first half in one step, then `step` tokens per step."""
     tables = [cache.allocate(row) for row in ids]
     hidden: list[list[torch.Tensor]] = [[] for _ in ids]
     start, stop = [0 for _ in ids], [-(-len(row) // 2) for row in ids]
@@ -102,7 +102,7 @@ def _in_steps(
 
 
 def first_bad_layer(compute: Callable[[OnLayer], object]) -> str:
-    """The first place in the model where a number is not finite, in words; `compute` does a pass that it watches."""
+    """The name of the first layer with a non-finite output; `compute` runs a pass with the given callback."""
     bad: list[str] = []
 
     def look(name: str, hidden_TH: torch.Tensor) -> None:
@@ -114,7 +114,7 @@ def first_bad_layer(compute: Callable[[OnLayer], object]) -> str:
 
 
 def not_finite(place: str) -> str:
-    """What to say where numbers are not finite from `place` on."""
+    """Error message for numbers that are not finite from the layer `place` on."""
     return (
         f"the model's numbers are not finite from {place} on, so nothing can be drawn; its weights are damaged, or "
         "overflow in float16: set model.dtype to float32, or go back to an older checkpoint"

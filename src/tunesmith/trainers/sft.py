@@ -26,7 +26,7 @@ from tunesmith.models.freeze import freeze_lower_layers
 from tunesmith.models.language_model import LanguageModel, language_model
 from tunesmith.models.load import load_policy
 from tunesmith.models.loaded import PreTrainedTokenizerBase, context_length
-from tunesmith.models.next_token import next_token_scores
+from tunesmith.models.logprob import next_token_scores
 from tunesmith.models.optimizer import MasterAdamW
 from tunesmith.models.tokenizer import decode
 from tunesmith.trainers import setup

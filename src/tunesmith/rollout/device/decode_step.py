@@ -7,6 +7,7 @@ Shape legend: S slots, N blocks of a table, P shared prefixes, G members of one,
 are drawn between two visits of the host.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Self
 
@@ -21,10 +22,129 @@ from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.sample import ops
 from tunesmith.kernels.sample.api import sample
 from tunesmith.kernels.sample.records import LogitBias, NoiseKeys, SampleSettings, Seen
-from tunesmith.rollout.device.model import DeviceModel
+from tunesmith.models.architecture import Projection, weight_of
+from tunesmith.models.decoder import Decoder, module_outputs
+from tunesmith.models.loaded import PreTrainedModel
+from tunesmith.rollout.kv_cache import BLOCK_TOKENS, CacheShape
+from tunesmith.rollout.runner import CachedDecoder, cache_shape, projections
+from tunesmith.rollout.scheduler import Rows
 
 PREFIX_MEMBERS = 16
 """Completions that read a shared beginning together; a larger group is several."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedLinear:
+    """A projection whose weight is a view of the modules' own memory."""
+
+    weight_OI: torch.Tensor
+    bias_O: torch.Tensor | None
+    sizes: tuple[int, ...]
+
+    def __call__(self, x_TI: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The outputs, views of one tensor `[T, sum(sizes)]`."""
+        y_TO = nn.functional.linear(x_TI, self.weight_OI, self.bias_O)
+        return (y_TO,) if len(self.sizes) == 1 else y_TO.split_with_sizes(self.sizes, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleLinear:
+    """A projection computed module by module: with adapters, or with a bias for some modules only."""
+
+    projection: Projection
+
+    def __call__(self, x_TI: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The outputs, as the trainer computes them."""
+        return module_outputs(self.projection, x_TI)
+
+
+@torch.no_grad()
+def share(projection: Projection) -> SharedLinear | ModuleLinear:
+    """The projection as one product; the modules' weights and biases are made adjacent unless they are already.
+
+    The weights of queries, keys and values (and of gate and up) become views of one tensor. Modules and parameters stay
+    the same objects and training changes them in place, so the engine needs no copy, and CUDA graphs stay valid.
+    """
+    biases = [module.bias for module in projection.modules]
+    if any(projection.adapters) or len({bias is None for bias in biases}) == 2:
+        return ModuleLinear(projection)
+    if len(projection.modules) == 1:
+        return SharedLinear(weight_of(projection.modules[0]), biases[0], projection.sizes)  # type: ignore[arg-type]
+    weight_OI = _adjacent([module.weight for module in projection.modules])  # type: ignore[misc]
+    bias_O = None if biases[0] is None else _adjacent(biases)  # type: ignore[arg-type]
+    return SharedLinear(weight_OI, bias_O, projection.sizes)
+
+
+def _adjacent(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+    """All rows as one tensor of which the parameters are views."""
+    first = parameters[0].detach()
+    rows = sum(map(len, parameters))
+    size = (rows, *first.shape[1:])
+    if _are_adjacent(parameters):
+        return first.as_strided(size, first.stride(), first.storage_offset())
+    joined = torch.cat([parameter.detach() for parameter in parameters])
+    start = 0
+    for parameter in parameters:
+        parameter.data = joined[start : start + len(parameter)]
+        start += len(parameter)
+    return joined
+
+
+def _are_adjacent(parameters: Sequence[nn.Parameter]) -> bool:
+    """True if the parameters are contiguous in one storage, in order and without gaps."""
+    first = parameters[0]
+    end = first.data_ptr()
+    for parameter in parameters:
+        is_same = parameter.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not (is_same and parameter.is_contiguous() and parameter.data_ptr() == end):
+            return False
+        end += parameter.numel() * parameter.element_size()
+    return True
+
+
+class DeviceModel(CachedDecoder):
+    """`module` as `decoder` computes it, with projections that read the trained weights themselves."""
+
+    def __init__(self, module: PreTrainedModel, decoder: Decoder) -> None:
+        super().__init__(decoder)
+        self._module = module
+        self._addresses: tuple[int, ...] = ()
+        self.refresh()
+
+    @property
+    def cache_shape(self) -> CacheShape:
+        """The cache's size per token."""
+        return cache_shape(self.decoder.architecture)
+
+    def refresh(self) -> bool:
+        """True if all weights are at the same addresses as before, as after an update in place.
+
+        Otherwise the projections are rebuilt, and CUDA graphs with the old addresses are invalid.
+        """
+        addresses = self._current_addresses()
+        if self._addresses and addresses == self._addresses:
+            return True
+        self.linears = {id(projection): share(projection) for projection in projections(self.decoder.architecture)}
+        self._addresses = self._current_addresses()
+        return False
+
+    def _current_addresses(self) -> tuple[int, ...]:
+        return tuple(parameter.data_ptr() for parameter in self._module.parameters())
+
+    def hidden_states(self, tokens: Rows, storage: torch.Tensor, block_tables: torch.Tensor) -> torch.Tensor:
+        """Hidden states `[T, H]` of tokens that the host lists; their keys and values are written."""
+        device = storage.device
+        ids_T = torch.tensor(tokens.token_ids, device=device)
+        positions_T, rows_T = (
+            torch.tensor(values, dtype=torch.int32, device=device) for values in (tokens.positions, tokens.table_rows)
+        )
+        places = Places(positions_T, rows_T, block_tables.to(device))
+        return self.forward(ids_T, places, storage, max_positions(places))
+
+
+def max_positions(places: Places) -> int:
+    """Positions that the block tables can hold, known without reading the device."""
+    return places.block_tables_RN.shape[1] * BLOCK_TOKENS
 
 
 _MOST_LISTED = 8
@@ -42,7 +162,7 @@ class DrawForm:
     few_stops: bool
 
     @classmethod
-    def of(cls, sampling: SamplingParams, stop_ids: frozenset[int]) -> "DrawForm":
+    def from_sampling(cls, sampling: SamplingParams, stop_ids: frozenset[int]) -> "DrawForm":
         """The parts that `sampling` asks for."""
         return cls(
             filters=sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0,
@@ -259,7 +379,7 @@ def decode_step(slots: Slots, step: Step) -> None:
     """One more token for each slot that has some left."""
     places = Places(slots.position_S, slots.row_S, slots.tables_SN)
     prefixes = SharedPrefixes(slots.members_PG, slots.length_P, slots.start_S) if step.shares_prefixes else None
-    hidden_SH = step.model.forward(slots.token_S, places, step.storage, prefixes=prefixes)
+    hidden_SH = step.model.forward(slots.token_S, places, step.storage, max_positions(places), prefixes=prefixes)
     logits_SV = step.model.logits(hidden_SH)
     token_S, scores_S2, status_S = draw(
         logits_SV, slots.integers_S6, slots.to_mask_S, step.settings, step.form, step.kernels

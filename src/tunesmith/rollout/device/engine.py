@@ -1,8 +1,8 @@
-"""The rollout engine on a GPU: the host plans, and the device draws many tokens in a row without it.
+"""The GPU rollout engine: the host plans, and the device decodes several tokens in a row. Not run on a GPU yet.
 
-What is scheduled, cached, drawn and handed out is the native engine's. What differs is the step: weights are the
-trained ones themselves, the state of all slots stands on the device, and a step is one CUDA graph. On a CPU the same
-code runs without graphs, which is how it is tested; the native engine is faster there.
+Requests, scheduler, cache and callbacks are the CPU engine's. What differs is the step: weights are the trained tensors
+themselves, the state of all slots is on the device, and a step is one CUDA graph. On a CPU the same code runs without
+graphs, which is how it is tested; the CPU engine is faster there.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,13 +15,12 @@ from torch import nn
 from tunesmith.batch.rollout import Group, SamplingParams
 from tunesmith.core.errors import TrainingError
 from tunesmith.core.trace import span
-from tunesmith.kernels.native import Kernels
 from tunesmith.models.decoder import Decoder
-from tunesmith.models.loaded import PreTrainedModel, PreTrainedTokenizerBase
+from tunesmith.models.language_model import LanguageModel
+from tunesmith.models.loaded import PreTrainedTokenizerBase
 from tunesmith.rollout import weight_check
-from tunesmith.rollout.device.decode_step import DrawSettings, Slots
-from tunesmith.rollout.device.model import DeviceModel
-from tunesmith.rollout.device.steps import STEPS_PER_VISIT, DeviceDrawn, DeviceSteps, Room
+from tunesmith.rollout.device.decode_step import DeviceModel, DrawSettings, Slots
+from tunesmith.rollout.device.steps import STEPS_PER_VISIT, Buffers, DeviceDrawn, DeviceSteps
 from tunesmith.rollout.engine import OnGroup, OnProgress, OnText
 from tunesmith.rollout.kv_cache import BLOCK_TOKENS, KVCache, allocate_storage, blocks_for, copy_blocks, num_blocks_for
 from tunesmith.rollout.request import Callbacks, RequestSize, make_request, run_request
@@ -30,65 +29,55 @@ from tunesmith.rollout.scheduler import Plan, Scheduler
 from tunesmith.schema.records import Prompt
 
 _PREFILL_TOKENS = 8192
-"""Tokens of prompts in one step: enough to fill a GPU; slots stay empty until their prompts are computed."""
+"""Prompt tokens per step: enough to fill a GPU; slots stay empty until their prompts are computed."""
 
 _MEMORY_SHARE = 0.5
-"""Share of the free memory that the cache may take where no budget is given; an update needs the rest."""
+"""Share of the free memory for the cache if no budget is given; an update needs the rest."""
 
 _KEPT_SHARE = 0.1
-"""Share of all memory up to which the cache is kept over an update."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    """What `unload` frees: the cache, the slots and the graphs."""
-
-    room: Room
-    steps: DeviceSteps
+"""Share of all memory up to which the cache is kept during an update."""
 
 
 class DeviceEngine:
-    """Draws from the weights of `module`, which stands on one device, as they are at each call.
+    """Samples from `model`'s weights, on one device, as they are at each call. See `factory.open_engine`.
 
     The weights of queries, keys and values (and of gate and up) become views of one tensor; the parameters stay the
-    same objects. Not thread-safe: one `generate` at a time. With `value_head`, each completion carries the values of
-    its states.
+    same objects. Not thread-safe: one `generate` at a time.
 
     Raises:
-        UnsupportedArchitecture: the model is of no known family.
+        UnsupportedArchitecture: the model's family is unknown.
     """
 
     is_exact = False
-    """Log-probs are not the trainer's to the bit: products of few and of many rows round differently on a GPU."""
+    """Log-probs do not equal the trainer's to the bit: on a GPU products of few and of many rows round differently."""
 
     def __init__(
         self,
-        module: PreTrainedModel,
+        model: LanguageModel,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        kernels: Kernels,
         weight_version: Callable[[], int] = lambda: 0,
         num_slots: int = 256,
         kv_cache_mb: int | None = None,
         value_head: nn.Module | None = None,
     ) -> None:
-        self._module = module
-        self._model = DeviceModel(module, Decoder(module, kernels))
+        self._module = model.module
+        self._model = DeviceModel(model.module, Decoder(model.module, model.kernels))
         self._tokenizer = tokenizer
         self._weight_version = weight_version
         self._num_slots = num_slots
         self._kv_cache_mb = kv_cache_mb
         self._value_head = value_head
-        self._loaded: _Loaded | None = None
+        self._steps: DeviceSteps | None = None  # with their buffers and graphs
         self._is_checked = False
 
     def unload(self) -> None:
         """Free the cache and the graphs if the cache takes more than a tenth of the device's memory.
 
-        A smaller one stays: an update hardly needs its room, and graphs would have to be captured again.
+        A smaller one is kept: an update hardly needs the memory, and graphs would have to be captured again.
         """
-        if self._loaded is not None and self._loaded.room.storage.nbytes > _KEPT_SHARE * self._memory()[1]:
-            self._loaded = None
+        if self._steps is not None and self._steps.buffers.storage.nbytes > _KEPT_SHARE * self._memory()[1]:
+            self._steps = None
 
     def generate(
         self,
@@ -104,45 +93,45 @@ class DeviceEngine:
         tokens.
 
         Raises:
-            InputError: for a request that cannot be served, before any token is drawn.
-            TrainingError: if logits are not finite; the message names the layer.
-            GenerationInterrupted: on Ctrl-C, with what was finished by then.
+            InputError: the request cannot be served; nothing was drawn.
+            TrainingError: logits are not finite (the message names the layer), or the kernels are wrong.
+            GenerationInterrupted: on Ctrl-C, with the completions that had ended.
         """
         request = make_request(self._module, self._tokenizer, prompts, n, sampling)
         size = request.size(self._num_slots)
-        loaded = self._load(size, penalises=sampling.repetition_penalty != 1)
-        loaded.steps.begin(sampling, request.limits.stop_ids, request.seed, noise_keys(request.prompt_ids, n))
-        cache = loaded.room.cache
+        steps = self._load(size, penalises=sampling.repetition_penalty != 1)
+        steps.begin(sampling, request.limits.stop_ids, request.seed, noise_keys(request.prompt_ids, n))
+        cache = steps.buffers.cache
         scheduler = request.open_scheduler(cache, num_slots=size.num_slots, prefill_tokens=_PREFILL_TOKENS)
         version = self._weight_version()
         callbacks = Callbacks(request, version, on_progress=on_progress, on_text=on_text, on_group=on_group)
-        return run_request(request, scheduler, version, lambda: self._draw_all(loaded, scheduler, callbacks))
+        return run_request(request, scheduler, version, lambda: self._draw_all(steps, scheduler, callbacks))
 
-    def _draw_all(self, loaded: _Loaded, scheduler: Scheduler, callbacks: Callbacks) -> None:
-        """The loop of the engine: plan some steps, let the device do them, take what was drawn."""
+    def _draw_all(self, steps: DeviceSteps, scheduler: Scheduler, callbacks: Callbacks) -> None:
+        """The loop of the engine: plan some steps, let the device run them, take the tokens."""
         while (plan := scheduler.plan(STEPS_PER_VISIT)) is not None:
-            copy_blocks(loaded.room.storage, plan.copies)
+            copy_blocks(steps.buffers.storage, plan.copies)
             with span("prefill" if plan.chunks else "decode"):
-                drawn = self._run(loaded, plan)
+                drawn = self._run(steps, plan)
             ended = scheduler.accept_runs(plan, [(run.token_ids, run.logps, run.raw_logps) for run in drawn])
             for sequence, run in zip(plan.drawn, drawn, strict=True):
                 sequence.values += run.values[: len(sequence.token_ids) - len(sequence.values)]
-            loaded.steps.release(ended)
+            steps.release(ended)
             callbacks.note(plan.drawn, ended)
 
-    def _run(self, loaded: _Loaded, plan: Plan) -> list[DeviceDrawn]:
+    def _run(self, steps: DeviceSteps, plan: Plan) -> list[DeviceDrawn]:
         try:
-            return loaded.steps.run(plan)
+            return steps.run(plan)
         except TrainingError as error:
-            self._loaded = None  # what is not finite must not stand in blocks that are used again
-            place = self._first_bad_layer(plan)
-            if place is None:
+            self._steps = None  # cached blocks may hold numbers that are not finite
+            layer = self._first_bad_layer(plan)
+            if layer is None:
                 raise
-            raise TrainingError(weight_check.not_finite(place)) from error
+            raise TrainingError(weight_check.not_finite(layer)) from error
 
     @torch.no_grad()
     def _first_bad_layer(self, plan: Plan) -> str | None:
-        """Where the numbers of the plan's sequences are not finite; None if they are fine."""
+        """The first layer whose output for the plan's sequences is not finite; None if all are finite."""
         decoder = self._model.decoder
         rows = [(*sequence.prompt_ids, *sequence.token_ids) for sequence in plan.drawn]
         ids_T = torch.tensor([token for row in rows for token in row], device=decoder.architecture.device)
@@ -151,38 +140,35 @@ class DeviceEngine:
             return None
         return weight_check.first_bad_layer(lambda look: decoder.hidden_states(ids_T, lengths, on_layer=look))
 
-    def _load(self, size: RequestSize, *, penalises: bool) -> _Loaded:
-        """Room for a call of `size`, with graphs that read the weights where they stand.
+    def _load(self, size: RequestSize, *, penalises: bool) -> DeviceSteps:
+        """Steps with buffers for a call of `size`, and graphs that read the weights at their current addresses.
 
         Raises:
-            InputError: not even one of its sequences fits the budget.
-            TrainingError: the first steps do not give what the trainer computes.
+            InputError: the cache's budget is too small for one sequence.
+            TrainingError: the first steps do not reproduce the trainer's log-probs.
         """
-        loaded, self._loaded = self._loaded, None  # if anything fails from here on, nothing half-made is left
-        if not self._model.follow():
-            loaded = None
+        steps, self._steps = self._steps, None  # stays None if anything below fails
+        if not self._model.refresh():
+            steps = None
         self._check_model()
-        needed = self._needed(size, 0 if loaded is None else loaded.room.storage.nbytes, penalises=penalises)
-        if loaded is None or not _is_enough(loaded.room, needed):
-            loaded = None  # the old cache is freed before the new one is made
-            room = self._new_room(needed)
-            loaded = _Loaded(room, DeviceSteps(self._model, room, self._value_head))
-        # The weights may have changed, and what an earlier call left would change the order of sums.
-        loaded.room.cache.invalidate()
-        self._loaded = loaded
-        return loaded
+        held_bytes = 0 if steps is None else steps.buffers.storage.nbytes
+        needed = self._needed(size, held_bytes, penalises=penalises)
+        if steps is None or not needed.fits(steps.buffers):
+            steps = None  # free the old cache first
+            steps = DeviceSteps(self._model, self._allocate(needed), self._value_head)
+        # The weights may have changed, and cached blocks of an earlier call would change the order of sums.
+        steps.buffers.cache.invalidate()
+        self._steps = steps
+        return steps
 
-    def _needed(self, size: RequestSize, held_bytes: int, *, penalises: bool) -> "_Needed":
-        shape, budget = self._model.cache_shape, self._budget(held_bytes)
-        num_blocks = min(size.num_blocks, num_blocks_for(budget, shape, max_tokens=size.longest))
-        width = 1 << (blocks_for(size.longest) - 1).bit_length()  # so that few calls need other graphs
-        return _Needed(size.num_slots, num_blocks, width, 2 * size.num_slots if penalises else 0)
-
-    def _budget(self, held_bytes: int) -> int:
-        """Bytes that the cache may take, of which one that is there holds `held_bytes`."""
+    def _needed(self, size: RequestSize, held_bytes: int, *, penalises: bool) -> "_BufferSizes":
+        """Buffer sizes for a call, within the cache's budget, of which `held_bytes` are allocated already."""
+        budget = int((self._memory()[0] + held_bytes) * _MEMORY_SHARE)
         if self._kv_cache_mb is not None:
-            return self._kv_cache_mb * 2**20
-        return int((self._memory()[0] + held_bytes) * _MEMORY_SHARE)
+            budget = self._kv_cache_mb * 2**20
+        num_blocks = min(size.num_blocks, num_blocks_for(budget, self._model.cache_shape, max_tokens=size.longest))
+        width = 1 << (blocks_for(size.longest) - 1).bit_length()  # a power of two, so that few calls need new graphs
+        return _BufferSizes(size.num_slots, num_blocks, width, 2 * size.num_slots if penalises else 0)
 
     def _memory(self) -> tuple[int, int]:
         """(free, all) bytes of the device."""
@@ -192,14 +178,14 @@ class DeviceEngine:
         memory = psutil.virtual_memory()
         return memory.available, memory.total
 
-    def _new_room(self, needed: "_Needed") -> Room:
+    def _allocate(self, sizes: "_BufferSizes") -> Buffers:
         architecture = self._model.decoder.architecture
         device = architecture.device
-        longest = needed.table_width * BLOCK_TOKENS
-        cache = KVCache(needed.num_blocks, max_tokens=longest, max_tables=2 * needed.num_slots)
-        storage = allocate_storage(self._model.cache_shape, needed.num_blocks + 1, device)
-        slots = Slots.empty(needed.num_slots, needed.table_width, STEPS_PER_VISIT, device)
-        return Room(cache, storage, slots, DrawSettings.empty(architecture.head.sizes[0], needed.num_seen, device))
+        longest = sizes.table_width * BLOCK_TOKENS
+        cache = KVCache(sizes.num_blocks, max_tokens=longest, max_tables=2 * sizes.num_slots)
+        storage = allocate_storage(self._model.cache_shape, sizes.num_blocks + 1, device)
+        slots = Slots.empty(sizes.num_slots, sizes.table_width, STEPS_PER_VISIT, device)
+        return Buffers(cache, storage, slots, DrawSettings.empty(architecture.head.sizes[0], sizes.num_seen, device))
 
     def _check_model(self) -> None:
         """Compare the first steps with the trainer's pass, once."""
@@ -218,20 +204,19 @@ class DeviceEngine:
 
 
 @dataclass(frozen=True, slots=True)
-class _Needed:
-    """Sizes of a room."""
+class _BufferSizes:
+    """Sizes of `Buffers`."""
 
     num_slots: int
     num_blocks: int
     table_width: int
     num_seen: int
 
-
-def _is_enough(room: Room, needed: _Needed) -> bool:
-    """True if a call of these sizes fits the room."""
-    return (
-        len(room.slots.token_S) >= needed.num_slots
-        and room.cache.num_blocks >= needed.num_blocks
-        and room.slots.tables_SN.shape[1] >= needed.table_width
-        and len(room.settings.seen_RV) > needed.num_seen
-    )
+    def fits(self, buffers: Buffers) -> bool:
+        """True if `buffers` are large enough."""
+        return (
+            len(buffers.slots.token_S) >= self.num_slots
+            and buffers.cache.num_blocks >= self.num_blocks
+            and buffers.slots.tables_SN.shape[1] >= self.table_width
+            and len(buffers.settings.seen_RV) > self.num_seen
+        )

@@ -1,10 +1,10 @@
-"""The host's side of decoding on a device: it fills the slots, lets the device run, and reads what was drawn.
+"""The host's side of decoding on a device: fill the slots, let the device run, read the tokens.
 
-Between two visits the device draws several tokens of each completion by itself. On a GPU each step is one CUDA graph,
-captured once for each number of slots; elsewhere the same function runs as it is.
+Between two visits of the host the device draws several tokens of each completion. On a GPU each step is one CUDA graph,
+captured once per number of slots; elsewhere the same function runs eagerly.
 
-Shape legend: B rows that are drawn from, C completions that run, S slots, N blocks of a table, P prefixes of G members,
-T tokens, V vocabulary.
+Shape legend: B rows that tokens are sampled from, C running completions, S slots, N blocks of a table, P prefixes of G
+members, T tokens, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,26 +20,35 @@ from tunesmith.kernels.advance.records import LOGP, RAW_LOGP, TOKEN, VALUE
 from tunesmith.kernels.attention.records import Places
 from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.sample.api import require_drawn
-from tunesmith.rollout.device.decode_step import PREFIX_MEMBERS, DrawForm, DrawSettings, Slots, Step, decode_step, draw
-from tunesmith.rollout.device.model import DeviceModel
+from tunesmith.rollout.device.decode_step import (
+    PREFIX_MEMBERS,
+    DeviceModel,
+    DrawForm,
+    DrawSettings,
+    Slots,
+    Step,
+    decode_step,
+    draw,
+    max_positions,
+)
 from tunesmith.rollout.kv_cache import BLOCK_TOKENS, KVCache
 from tunesmith.rollout.sampler import NoiseKey, SeenTokens
 from tunesmith.rollout.scheduler import Plan
 from tunesmith.rollout.sequence import Sequence as DrawnSequence
 
 STEPS_PER_VISIT = 16
-"""Tokens that the device draws of a completion before the host looks. One that ends on the way waits for the rest."""
+"""Tokens per completion between two visits of the host. A completion that ends earlier waits for the others."""
 
 _FEWEST_SLOTS = 4
 
 _LEAST_SAVED_BYTES = 12 * 2**20
-"""Of a layer's keys and values. To read shared beginnings apart takes two launches more, and a GPU with 4.8 TB/s reads
-as much in the 2.6 microseconds that these take."""
+"""Least bytes of a layer's keys and values for which reading shared prefixes once pays: it takes two more launches, 2.6
+microseconds, in which a GPU with 4.8 TB/s reads as much."""
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """What stays allocated between calls; `scratch_block` is the block of `storage` that belongs to nobody."""
+class Buffers:
+    """Device memory that stays allocated between calls."""
 
     cache: KVCache
     storage: torch.Tensor
@@ -48,13 +57,13 @@ class Room:
 
     @property
     def scratch_block(self) -> int:
-        """The last one."""
+        """The last block of `storage`, which no table uses: idle slots write there."""
         return self.storage.shape[2] - 1
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceDrawn:
-    """Of one completion, what was drawn since the last visit, and the values of the states before it."""
+    """Tokens of one completion since the last visit, their log-probs, and the values of the states before them."""
 
     token_ids: list[int]
     logps: list[float]
@@ -64,20 +73,20 @@ class DeviceDrawn:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """Running completions, by their slots, whose sequences begin with the same `length` tokens, in whole blocks."""
+    """Slots whose sequences share their first `length` tokens, in full blocks."""
 
     slots: tuple[int, ...]
     length: int
 
     @property
     def saved_tokens(self) -> int:
-        """Tokens whose keys and values are not read again."""
+        """Tokens whose keys and values need not be read again."""
         return (len(self.slots) - 1) * self.length
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """What a call draws by: the form, the noise keys of each request, the seed, top_k."""
+class _CallSettings:
+    """Sampling settings of one call; `keys[i]` belong to the prompt with index i."""
 
     form: DrawForm
     keys: Sequence[NoiseKey]
@@ -87,39 +96,39 @@ class _Asked:
 
 
 class DeviceSteps:
-    """Steps of one model in one room. `begin` a call before its first plan."""
+    """Decoding steps of one model in `buffers`. Call `begin` before the first plan of a request."""
 
-    def __init__(self, model: DeviceModel, room: Room, value_head: nn.Module | None) -> None:
+    def __init__(self, model: DeviceModel, buffers: Buffers, value_head: nn.Module | None) -> None:
         self._model = model
-        self._room = room
+        self.buffers = buffers
         self._value_head = value_head
-        self._device = room.storage.device
+        self._device = buffers.storage.device
         shape = model.cache_shape
         self._token_bytes = 2 * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
         self._uploader = Uploader(self._device)
         self._graphs: dict[tuple[int, DrawForm, bool], Callable[[], None]] = {}
-        self._pool: Any = None  # torch's handle of the memory that all graphs share
-        self._asked: _Asked | None = None
+        self._pool: Any = None  # torch's handle of the memory pool shared by all graphs
+        self._settings: _CallSettings | None = None
 
     def begin(self, sampling: SamplingParams, stop_ids: frozenset[int], seed: int, keys: Sequence[NoiseKey]) -> None:
-        """Draw by these settings from now on; `keys[i]` belong to the request with index i."""
-        form = DrawForm.of(sampling, stop_ids)
-        self._room.settings.fill(sampling, stop_ids)
-        seen = SeenTokens(self._room.settings.seen_RV[:-1]) if form.penalises else None
-        self._asked = _Asked(form, keys, seed, sampling.top_k, seen)
+        """Use these settings from now on; `keys[i]` belong to the prompt with index i."""
+        form = DrawForm.from_sampling(sampling, stop_ids)
+        self.buffers.settings.fill(sampling, stop_ids)
+        seen = SeenTokens(self.buffers.settings.seen_RV[:-1]) if form.penalises else None
+        self._settings = _CallSettings(form, keys, seed, sampling.top_k, seen)
 
     def release(self, ended: Sequence[DrawnSequence]) -> None:
-        """These completions have ended; nothing more is drawn of them."""
-        if self._asked is not None and self._asked.seen is not None:
-            self._asked.seen.release(ended)
+        """Free what is held for completions that have ended."""
+        if self._settings is not None and self._settings.seen is not None:
+            self._settings.seen.release(ended)
 
     def run(self, plan: Plan) -> list[DeviceDrawn]:
-        """What was drawn of each of `plan.drawn`. The plan's copies must have been done.
+        """The new tokens of each of `plan.drawn`. The plan's copies must have been done.
 
         Raises:
-            TrainingError: a logit was not finite, or nothing was left to be drawn.
+            TrainingError: a logit is not finite, or no token is allowed.
         """
-        assert self._asked is not None, "a call begins before its first plan"
+        assert self._settings is not None, "begin is called before the first plan"
         integers_B6, count = self._integers(plan), len(plan.sequences)
         drawn = self._decode(plan, integers_B6[:count]) if count else []
         return drawn + self._prefill(plan, integers_B6[count:]) if plan.chunks else drawn
@@ -127,14 +136,16 @@ class DeviceSteps:
     def _decode(self, plan: Plan, integers_C6: torch.Tensor) -> list[DeviceDrawn]:
         """Up to `plan.num_steps` tokens of each completion that runs."""
         count = len(plan.sequences)
-        num_slots = min(max(_FEWEST_SLOTS, 1 << (count - 1).bit_length()), len(self._room.slots.token_S))
-        slots, prefixes = self._room.slots.first(num_slots), shared_prefixes(plan.sequences)
+        num_slots = min(max(_FEWEST_SLOTS, 1 << (count - 1).bit_length()), len(self.buffers.slots.token_S))
+        slots, prefixes = self.buffers.slots.first(num_slots), shared_prefixes(plan.sequences)
         if sum(prefix.saved_tokens for prefix in prefixes) * self._token_bytes < _LEAST_SAVED_BYTES:
             prefixes = []
-        assert self._asked is not None
-        # Until they may stop, completions need a copy of their logits; behind that there is no need for one.
-        masks_stops = self._asked.form.masks_stops and any(sequence.masks_stop_ids for sequence in plan.sequences)
-        step = self._step(num_slots, replace(self._asked.form, masks_stops=masks_stops), shares_prefixes=bool(prefixes))
+        assert self._settings is not None
+        # Masking stop ids needs a copy of the logits, so leave it out once min_new_tokens are reached.
+        masks_stops = self._settings.form.masks_stops and any(sequence.masks_stop_ids for sequence in plan.sequences)
+        step = self._step(
+            num_slots, replace(self._settings.form, masks_stops=masks_stops), shares_prefixes=bool(prefixes)
+        )
         self._fill(slots, plan, integers_C6, prefixes)
         for _ in range(plan.num_steps):
             step()
@@ -145,7 +156,7 @@ class DeviceSteps:
         """The first token of each completion whose prompt ends here; keys and values of all chunks are written."""
         rows = [chunk.table_row for chunk in plan.chunks]
         of_chunk = {row: index for index, row in enumerate(rows)}
-        width = self._room.slots.tables_SN.shape[1]
+        width = self.buffers.slots.tables_SN.shape[1]
         last, end = [], 0
         for chunk in plan.chunks:
             end += chunk.stop - chunk.start
@@ -155,20 +166,21 @@ class DeviceSteps:
                 torch.tensor(plan.prefill.token_ids),
                 torch.tensor(plan.prefill.positions, dtype=torch.int32),
                 torch.tensor([of_chunk[row] for row in plan.prefill.table_rows], dtype=torch.int32),
-                self._room.cache.block_tables[rows, :width],
+                self.buffers.cache.block_tables[rows, :width],
                 torch.tensor(last, dtype=torch.int64),
                 integers_B6,
             )
         )
-        hidden_TH = self._model.forward(ids_T, Places(positions_T, rows_T, tables_CN), self._room.storage)
+        places = Places(positions_T, rows_T, tables_CN)
+        hidden_TH = self._model.forward(ids_T, places, self.buffers.storage, max_positions(places))
         if not last:
             return []
-        assert self._asked is not None
+        assert self._settings is not None
         hidden_BH = hidden_TH[last_B]
-        to_mask_B = torch.ones_like(last_B, dtype=torch.int32)  # read if some tokens come before the first stop id
+        to_mask_B = torch.ones_like(last_B, dtype=torch.int32)  # used with min_new_tokens only
         logits_BV = self._model.logits(hidden_BH)
         token_B, scores_B2, status_B = draw(
-            logits_BV, integers_B6, to_mask_B, self._room.settings, self._asked.form, self._model.decoder.kernels
+            logits_BV, integers_B6, to_mask_B, self.buffers.settings, self._settings.form, self._model.decoder.kernels
         )
         require_drawn(status_B)
         values = [[]] * len(last) if self._value_head is None else self._value_head(hidden_BH)[:, None].tolist()
@@ -179,11 +191,11 @@ class DeviceSteps:
         ]
 
     def _fill(self, slots: Slots, plan: Plan, integers_C6: torch.Tensor, prefixes: list[Prefix]) -> None:
-        """Write the state of the plan's completions into the slots; those that are left over rest."""
+        """Write the state of the plan's completions into the slots; the remaining slots are idle."""
         count, idle = len(plan.sequences), len(slots.token_S) - len(plan.sequences)
         sequences = plan.sequences
-        tables_SN = torch.full(slots.tables_SN.shape, self._room.scratch_block, dtype=torch.int32)
-        tables_SN[:count] = self._room.cache.block_tables[plan.decode.table_rows, : tables_SN.shape[1]]
+        tables_SN = torch.full(slots.tables_SN.shape, self.buffers.scratch_block, dtype=torch.int32)
+        tables_SN[:count] = self.buffers.cache.block_tables[plan.decode.table_rows, : tables_SN.shape[1]]
         to_mask = [max(0, sequence.limits.min_new_tokens - len(sequence.token_ids)) for sequence in sequences]
         sent = self._uploader.tensors(
             (
@@ -202,28 +214,30 @@ class DeviceSteps:
         slots.status_S.zero_()
 
     def _step(self, num_slots: int, form: DrawForm, *, shares_prefixes: bool) -> Callable[[], None]:
-        """The step of the first `num_slots` slots: a graph where that is possible, captured at first use."""
+        """The step of the first `num_slots` slots: a CUDA graph where possible, captured at first use."""
         key = num_slots, form, shares_prefixes
         if key not in self._graphs:
-            room, kernels = self._room, self._model.decoder.kernels
-            step = Step(self._model, room.storage, room.settings, form, shares_prefixes, kernels, self._value_head)
-            self._graphs[key] = self._new_step(room.slots.first(num_slots), step)
+            buffers, kernels = self.buffers, self._model.decoder.kernels
+            step = Step(
+                self._model, buffers.storage, buffers.settings, form, shares_prefixes, kernels, self._value_head
+            )
+            self._graphs[key] = self._new_step(buffers.slots.first(num_slots), step)
         return self._graphs[key]
 
     def _new_step(self, slots: Slots, step: Step) -> Callable[[], None]:
         if not self._can_be_captured(step.kernels):
             return lambda: decode_step(slots, step)
-        # Slots that rest: what runs before and while the graph is captured must change no completion's blocks.
+        # Idle slots: warm-up and capture must not change any completion's blocks.
         for mine in slots.written_by_host:
             mine.zero_()
-        slots.tables_SN.fill_(self._room.scratch_block)
+        slots.tables_SN.fill_(self.buffers.scratch_block)
         slots.integers_S6.copy_(self._no_integers())
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self._device):
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                for _ in range(2):  # kernels are compiled, libraries make their workspaces
+                for _ in range(2):  # compiles kernels and allocates library workspaces
                     decode_step(slots, step)
             torch.cuda.current_stream().wait_stream(stream)
             with torch.cuda.graph(graph, pool=self._pool):
@@ -232,20 +246,20 @@ class DeviceSteps:
         return graph.replay
 
     def _can_be_captured(self, kernels: Kernels) -> bool:
-        """True on a GPU where these run in Triton; in torch they ask the host."""
+        """True on a GPU if these kernels run in Triton; their torch versions synchronise with the host."""
         if self._device.type != "cuda":
             return False
-        return all(kernels.picked(op, self._room.storage) == "triton" for op in ("attention", "sample", "advance"))
+        return all(kernels.picked(op, self.buffers.storage) == "triton" for op in ("attention", "sample", "advance"))
 
     def _integers(self, plan: Plan) -> torch.Tensor:
         """`Slots.integers_S6` of `plan.drawn`, on the host."""
-        assert self._asked is not None
-        drawn, keys, seen = plan.drawn, self._asked.keys, self._asked.seen
+        assert self._settings is not None
+        drawn, keys, seen = plan.drawn, self._settings.keys, self._settings.seen
         integers_B6 = torch.zeros((len(drawn), 6), dtype=torch.int64)
-        integers_B6[:, 0] = self._asked.top_k
+        integers_B6[:, 0] = self._settings.top_k
         if seen is not None:
-            integers_B6[:, 1] = seen.of(plan).slot_B
-        integers_B6[:, 2] = self._asked.seed
+            integers_B6[:, 1] = seen.lookup(plan).slot_B
+        integers_B6[:, 2] = self._settings.seed
         prompts = [keys[sequence.request].prompt for sequence in drawn]
         samples = [keys[sequence.request].first_sample + sequence.sample for sequence in drawn]
         positions = [sequence.position for sequence in drawn]
@@ -253,11 +267,11 @@ class DeviceSteps:
         return integers_B6
 
     def _no_integers(self) -> torch.Tensor:
-        """The row of a slot that rests: the last row of the seen tokens is nobody's."""
-        return torch.tensor([0, len(self._room.settings.seen_RV) - 1, 0, 0, 0, 0])
+        """`integers_S6` of an idle slot; the last row of the seen tokens is unused."""
+        return torch.tensor([0, len(self.buffers.settings.seen_RV) - 1, 0, 0, 0, 0])
 
     def _drawn(self, slots: Slots, count: int, num_steps: int) -> list[DeviceDrawn]:
-        """What the first `count` slots have drawn; waits for the device."""
+        """The new tokens of the first `count` slots; waits for the device."""
         drawn_CK4 = slots.drawn_SK4[:count, :num_steps].cpu()
         require_drawn(slots.status_S[:count])
         counts, ids = slots.count_S[:count].tolist(), drawn_CK4[..., TOKEN].long().tolist()
@@ -268,7 +282,7 @@ class DeviceSteps:
 
 
 def shared_prefixes(sequences: Sequence[DrawnSequence]) -> list[Prefix]:
-    """Which completions of one prompt can read its blocks together: up to `PREFIX_MEMBERS` in each, no slot in two."""
+    """Groups of completions of one prompt, of up to `PREFIX_MEMBERS` slots, that can read its blocks together."""
     members: dict[int, list[int]] = {}
     for slot, sequence in enumerate(sequences):
         members.setdefault(sequence.request, []).append(slot)
