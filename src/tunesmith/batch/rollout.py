@@ -8,11 +8,23 @@ from tunesmith.schema.records import FinishReason, Prompt
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn. `temperature=0` is greedy. `top_k=0`, `top_p=1` and `min_p=0` switch the filters off.
+    """Sampling settings of one call of `generate`; checked by the engine.
 
-    `seed` fixes the noise of the whole call; None draws a fresh one. `stop_token_ids` are added to the model's own
-    end-of-sequence ids; a text of `stop_strings` ends a completion too, and is cut from its text. `logit_bias` maps
-    token ids to what is added to their logits, before everything else; minus infinity forbids a token.
+    Args:
+        max_new_tokens: Tokens of a completion at most; at least 1.
+        min_new_tokens: Stop ids are masked, and stop strings ignored, before as many tokens.
+        temperature: 0 is greedy.
+        top_p: Nucleus sampling, in (0, 1]; 1 is off.
+        top_k: Sample from the k most likely tokens; 0 is off.
+        min_p: Least probability relative to the most likely token, in [0, 1); 0 is off.
+        repetition_penalty: Of tokens in the prompt and the completion (Keskar et al. 2019); 1 is off.
+        stop_token_ids: Added to the model's own end-of-sequence ids.
+        stop_strings: End a completion, and are cut from its text.
+        logit_bias: Token id to a number added to its logit before everything else; -inf forbids the token.
+        seed: Of the noise of the whole call; None draws a random one.
+
+    Example:
+        >>> SamplingParams(max_new_tokens=32, temperature=0.7, top_p=0.9, stop_strings=("\\n\\n",), seed=0)
     """
 
     max_new_tokens: int = 64
@@ -32,11 +44,11 @@ class SamplingParams:
 class Completion:
     """One sampled continuation.
 
-    `logps[t]` is the log-prob in nats of `token_ids[t]` under the distribution that it was drawn from (after bias,
-    penalty, temperature and filters), `raw_logps[t]` under the model itself at the same temperature (at 1 if greedy):
-    what a trainer computes. `values[t]` is the value of the state before that token, None from an engine without a
-    value head. A completion that ended by itself carries its end-of-sequence token as the last id; `text` does not
-    show it.
+    `logps[t]` is the log-prob in nats of `token_ids[t]` under the distribution that was sampled (after bias, penalty,
+    temperature and filters), `raw_logps[t]` under the model at the same temperature (at 1 if greedy), as a trainer
+    computes it. `values[t]` is the value of the state before that token; None without a value head. `finish_reason` is
+    "stop" (end-of-sequence id, stop id or stop string) or "length". An end-of-sequence token is the last id and is not
+    in `text`.
     """
 
     token_ids: tuple[int, ...]

@@ -1,7 +1,7 @@
 """Folders with adapters in PEFT's layout: `adapter_config.json`, `adapter_model.safetensors`, and `base.json`.
 
-PEFT reads the first two; a hub repository or a folder that PEFT wrote has no `base.json`. This names the base as a
-recipe does, with the seed of random weights and the number of layers that are left.
+PEFT reads the first two and writes no `base.json`, which names the base as in a recipe, with the seed of random weights
+and the number of layers kept.
 """
 
 import copy
@@ -33,7 +33,7 @@ _USED = (
     *("r", "lora_alpha", "target_modules", "exclude_modules", "use_dora", "use_rslora", "task_type"),
     *("rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern"),
 )
-"""Keys of PEFT's config that say what is computed, and that are understood here."""
+"""Supported keys of PEFT's config that change the computation."""
 
 _OF_TRAINING = frozenset(
     {
@@ -48,10 +48,10 @@ _OF_TRAINING = frozenset(
         ),
     }
 )
-"""Keys that say nothing about what is computed, or that are looked at apart."""
+"""Keys that do not change the computation, or that are checked separately."""
 
 _PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
-"""Ways to start adapters that leave the base as it is."""
+"""Initialisations that leave the base weights unchanged."""
 
 
 def is_adapter_folder(folder: Path) -> bool:
@@ -81,7 +81,11 @@ def save_adapters(model: PreTrainedModel, folder: Path) -> None:
 
 
 def read_base(folder: Path, name: str) -> AdapterBase:
-    """What names the base of the adapters in `folder`. Raises ModelError if nothing does, or a file makes no sense."""
+    """The base of the adapters in `folder`.
+
+    Raises:
+        ModelError: no base is named, or a file is invalid.
+    """
     documents = check_adapter_folder(folder, name)
     own = documents.get(BASE_FILE)
     if own is None:
@@ -110,12 +114,10 @@ def adapter_dtype(folder: Path) -> torch.dtype:
 
 
 def load_adapters(model: PreTrainedModel, folder: Path, name: str) -> None:
-    """Put the adapters in `folder` on `model`, which is their base, and a head with them.
-
-    They can be trained on, without dropout.
+    """Add the adapters in `folder`, and a head with them, to `model`, their base. They are trained on, without dropout.
 
     Raises:
-        ModelError: they are of a kind that is not known here, or they fit another model.
+        ModelError: their kind is not supported, or they belong to another model.
     """
     values = check_adapter_folder(folder, name)[CONFIG_FILE]
     base = read_base(folder, name)
@@ -137,7 +139,7 @@ def load_adapters(model: PreTrainedModel, folder: Path, name: str) -> None:
 
 
 def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors in `folder`, by the names that they have in the model."""
+    """The tensors in `folder`, by their names in the model."""
     try:
         tensors = load_file(folder / WEIGHTS_FILE)
     except (SafetensorError, OSError) as error:
@@ -146,10 +148,10 @@ def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _config(values: Mapping[str, Any], folder: Path, model: PreTrainedModel) -> Any:
-    """PEFT's config with what `values` say of the computation.
+    """PEFT's config from `values`.
 
     Raises:
-        ModelError: for a method, or an option of it, that would be computed otherwise here than by PEFT.
+        ModelError: a method or option that is not supported here.
     """
     library = peft()
     plain = library.LoraConfig().to_dict()
@@ -172,7 +174,7 @@ def _config(values: Mapping[str, Any], folder: Path, model: PreTrainedModel) -> 
 
 
 def _name_for_peft(name: str) -> str:
-    """The base as PEFT's own loader finds it: a hub id, or the path of a model folder."""
+    """The base as PEFT expects it: a hub id, or the path of a model folder."""
     if name == SMOLLM2:
         return SMOLLM2_HUB_ID
     folder = Path(name).expanduser()

@@ -1,6 +1,6 @@
-"""What a decoder is made of, read off a transformers model: the families that `models/decoder.py` can compute itself.
+"""Describes a transformers model as a decoder that `models/decoder.py` can compute; one reader per model family.
 
-The records hold the model's own modules, never copies, so what trains them is seen by whoever computes with them.
+The records hold the model's own modules, never copies, so every user sees the trained weights.
 Shape legend: H hidden, F half of the rotated dimensions of a head.
 """
 
@@ -37,7 +37,7 @@ from tunesmith.models.adapter import Adapter
 
 
 class UnsupportedArchitecture(ModelError):
-    """The model has a part that the flat decoder does not know; transformers' own code computes it as ever."""
+    """The model has a part that the flat decoder does not support; transformers' own code computes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +52,9 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """Linear maps of one input. `sizes` are the widths of what comes out: of each module, or parts of the only one.
+    """Linear maps of one input. `sizes` are the output widths of the modules, or of the parts of a single module.
 
-    `adapters` has one entry for each module: what PEFT put beside it, or None.
+    `adapters` has one entry for each module, None without an adapter.
     """
 
     modules: tuple[nn.Module, ...]
@@ -126,16 +126,16 @@ class Architecture:
 
     @property
     def output_layer(self) -> OutputLayer:
-        """What turns hidden states into logits: the model's own weights."""
+        """The weights that turn hidden states into logits; the model's own."""
         (module,) = self.head.modules
         return OutputLayer(weight_of(module), module.bias, self.final_softcap)  # type: ignore[arg-type]
 
 
 def describe(model: PreTrainedModel) -> Architecture:
-    """What `model`, a causal language model or the trunk of one, is made of.
+    """The architecture of `model`, a causal language model or its trunk.
 
     Raises:
-        UnsupportedArchitecture: naming the part that stands in the way.
+        UnsupportedArchitecture: the message names the unsupported part.
     """
     read = _READERS.get(type(model)) or _READERS.get(_TRUNKS.get(type(model), PreTrainedModel))
     if read is None:
@@ -170,7 +170,7 @@ def _llama_like(trunk: Any, output: Projection | None) -> Architecture:
 
 def _llama_block(layer: Any, config: Any) -> Block:
     attention, mlp = layer.self_attn, layer.mlp
-    # Mistral's window stands in its config, that of the others in the layer that has one.
+    # Mistral's window is in its config, that of other families in the layer.
     window = getattr(attention, "sliding_window", config.sliding_window if config.model_type == "mistral" else None)
     return Block(
         norm_attention=_rms(layer.input_layernorm),
@@ -297,23 +297,23 @@ def _linear(*modules: nn.Module, sizes: tuple[int, ...] | None = None) -> Projec
 
 
 def _output_layer(module: nn.Module) -> Projection:
-    if is_adapted(module):  # its weight is read as it stands, and is that of the embedding where both are tied
+    if is_adapted(module):  # its weight is read directly, and may be tied to the embedding
         raise UnsupportedArchitecture("its output layer has an adapter")
     return _linear(module)
 
 
 def base_layer(module: nn.Module) -> nn.Module:
-    """The linear map beside which PEFT put an adapter; `module` itself where there is none."""
+    """The linear map under a PEFT adapter; `module` itself without one."""
     return module.base_layer if is_adapted(module) else module  # type: ignore[return-value]
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """True if PEFT put a LoRA adapter beside this layer."""
+    """True if PEFT added a LoRA adapter to this layer."""
     return hasattr(module, "base_layer") and hasattr(module, "lora_A")
 
 
 def adapter_of(module: Any) -> Adapter | None:
-    """The adapter that is at work in a layer of PEFT; None in any other layer, and where it is switched off.
+    """The active adapter of a PEFT layer; None in other layers, and if it is disabled.
 
     Raises:
         UnsupportedArchitecture: several adapters, one that was merged, or one of a kind that is neither LoRA nor DoRA.
@@ -344,7 +344,7 @@ def adapter_of(module: Any) -> Adapter | None:
 
 
 def output_size(module: nn.Module) -> int:
-    """Width of what a linear map gives; GPT-2's `Conv1D` holds its weight the other way round."""
+    """Output width of a linear map; GPT-2's `Conv1D` has a transposed weight."""
     return module.weight.shape[1] if isinstance(module, Conv1D) else module.weight.shape[0]  # type: ignore[index]
 
 

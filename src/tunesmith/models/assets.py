@@ -203,7 +203,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     try:
         # The bar of the conversion obeys no switch of the library; it writes to the stderr of the moment it is made.
         with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):
-            # Other files may lie beside this one; their code is none of its business.
+            # The folder may hold other files; never run their code.
             options = {"gguf_file": gguf.name, "trust_remote_code": False}
             loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **options)
             tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **options)

@@ -24,10 +24,10 @@ from tunesmith.kernels.masked_softmax.records import KeyMask
 from tunesmith.kernels.native import Kernels
 
 ATTENTION_NAME = "tunesmith"
-"""What `attn_implementation` names."""
+"""The value of `attn_implementation`."""
 
 _UNKNOWN = ("position_bias", "s_aux", "cache")
-"""What some models hand over that would change the result, and that is not computed here."""
+"""Arguments of some models that would change the result and are not supported here."""
 
 
 def register_attention(kernels: Kernels | None = None) -> None:
@@ -102,8 +102,8 @@ def mask_of_layers(
 ) -> torch.Tensor | None:
     """The mask that transformers hands to each layer: as little as `attention_forward` can do with.
 
-    A causal order whose last query stands at the last key needs none, and padding beside it one boolean for each key.
-    For all else (sliding windows, packed rows, images seen both ways, caches with spare room) it is what "sdpa" uses.
+    Causal order with the last query at the last key needs none, padding besides one boolean per key. Anything else
+    (sliding windows, packed rows, bidirectional images, static caches) gets the mask of "sdpa".
     """
     num_known = kv_length + kv_offset
     is_plain = mask_function is causal_mask_function and isinstance(q_offset, int) and q_offset + q_length == num_known

@@ -1,4 +1,4 @@
-"""The model folder that a run leaves behind: plain `from_pretrained` loads it, without Tunesmith."""
+"""The exported model folder of a run; `from_pretrained` loads it without Tunesmith."""
 
 import os
 import tempfile
@@ -27,7 +27,7 @@ VALUE_HEAD_FILE = "value_head.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """What the README.md of a model folder says. `base_model` is the name that the run started from.
+    """Contents of the README.md of a model folder. `base_model` is the model that was trained.
 
     Example: `ModelCard(base_model="smollm2", algorithm="PPO", metrics={"reward": 0.7}, recipe={"run": {"steps": 9}})`.
     """
@@ -83,7 +83,7 @@ def save_value_head(head: ScalarHead, folder: Path) -> None:
 
 
 def load_value_head(folder: Path, *, device: str | torch.device = "cpu") -> ScalarHead | None:
-    """The value head that lies in `folder`, or None. Raises ModelError if the file is no value head, or a pickle."""
+    """The value head in `folder`, or None. Raises ModelError if the file is not a value head, or a pickle."""
     path = folder / VALUE_HEAD_FILE
     if not path.is_file():
         if pickles := find_pickle(folder, path.stem):
@@ -176,10 +176,12 @@ def _figure(value: object) -> str:
 
 
 def save_merged(source: Path, dest: Path, *, trust_remote_code: bool = False) -> Path:
-    """`dest`, with the model that the adapters in `source` make of their base: a model folder like any other.
+    """Write the base with the adapters in `source` merged into it to `dest`, as a plain model folder.
 
-    Weights and adapters are summed in float32 and rounded once to the dtype of the adapters. A value head is taken
-    along. Raises ModelError if `source` holds no adapters, or their base cannot be loaded.
+    Weights and adapters are summed in float32 and rounded once to the dtype of the adapters. A value head is copied.
+
+    Raises:
+        ModelError: `source` holds no adapters, or their base cannot be loaded.
     """
     if not is_adapter_folder(source):
         raise ModelError(f"{source} holds no adapters, so there is nothing to merge; leave --merge out")

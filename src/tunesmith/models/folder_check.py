@@ -1,8 +1,7 @@
-"""What is looked at in a model folder before any library reads it: size and depth of its JSON, pickles, and code.
+"""Checks of a model folder before any library reads it: size and depth of its JSON, pickles, and code.
 
-A model folder may come from anywhere. Its files are data: safetensors, JSON, text. Two kinds are not: pickles, which
-run code when they are read, and Python files, which `auto_map` asks the library to import. The first are always
-refused, the second unless the user said otherwise.
+A model folder may come from anywhere. Pickles run code when they are read, and Python files are imported through
+`auto_map`. Pickles are always refused, code unless the user allows it.
 """
 
 import json
@@ -35,10 +34,11 @@ _NUM_NAMED = 3
 
 
 def check_folder(folder: Path, name: str, *, trust_remote_code: bool, how_to_trust: str) -> None:
-    """Check the files of the model `name` in `folder` without running anything of them.
+    """Check the files of the model `name` in `folder` without running any of its code.
 
-    With `trust_remote_code`, code that the folder brings along is logged as a warning; without it, it is refused, and
-    `how_to_trust` ends the message. Raises ModelError.
+    Raises:
+        ModelError: an invalid file, a pickle, or code without `trust_remote_code` (with it, code is logged as a
+            warning); `how_to_trust` ends the message.
     """
     if not (folder / "config.json").is_file():
         raise ModelError(f"the folder of {name!r} holds no config.json, so it is no model; give another folder")
@@ -141,19 +141,19 @@ def _check_weights(folder: Path, name: str, index: dict[str, object] | None) -> 
 def _code_of(folder: Path, documents: dict[str, dict[str, object]]) -> list[str]:
     """Code that the library would import for this folder: Python files, classes of other repositories, hub kernels."""
     # The library loads this one without any entry in a config.
-    asked = ["custom_generate/generate.py"] if (folder / "custom_generate" / "generate.py").is_file() else []
+    references = ["custom_generate/generate.py"] if (folder / "custom_generate" / "generate.py").is_file() else []
     for data in documents.values():
         for _, key, value in _walk(data):
             if key == "auto_map" and value:
-                asked += _references(value)
+                references += _references(value)
             if key in _KERNEL_KEYS and isinstance(value, str) and "/" in value:
-                asked.append(f"the kernel {value!r}")
-    if not asked:
+                references.append(f"the kernel {value!r}")
+    if not references:
         return []
     files = [repr(path.name)[1:-1] for path in sorted(folder.glob("*.py"))]
-    # A local class is in one of the files; only what lies elsewhere is named by its reference.
-    elsewhere = [reference for reference in asked if "--" in reference or "/" in reference]
-    return list(dict.fromkeys([*files, *elsewhere])) or list(dict.fromkeys(asked))
+    # A local class is in one of the files; name only references to other places.
+    elsewhere = [reference for reference in references if "--" in reference or "/" in reference]
+    return list(dict.fromkeys([*files, *elsewhere])) or list(dict.fromkeys(references))
 
 
 def _references(value: object) -> list[str]:

@@ -1,4 +1,4 @@
-"""The record of a loaded model, and what every loader applies to it."""
+"""The record of a loaded model, and changes that every loader makes to it."""
 
 import warnings
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from transformers.utils import logging as transformers_logging
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model with its tokenizer; `source` is the name that it was asked for by, `dtype` that of its weights."""
+    """A model with its tokenizer; `source` is the name given by the user, `dtype` that of the weights."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -34,9 +34,9 @@ def disable_dropout(model: nn.Module) -> None:
 
 
 def unmask_padding_embedding(model: PreTrainedModel) -> None:
-    """Let the embedding of the padding token learn like any other: where pad equals eos, the library would freeze it.
+    """Train the embedding of the padding token like any other: if pad equals eos, the library would freeze it.
 
-    Padding positions themselves get no gradient, because no loss reads them.
+    Padding positions get no gradient, because no loss reads them.
     """
     embedding = model.get_input_embeddings()
     if isinstance(embedding, nn.Embedding):
@@ -44,14 +44,14 @@ def unmask_padding_embedding(model: PreTrainedModel) -> None:
 
 
 def context_length(model: PreTrainedModel) -> int | None:
-    """Tokens that the model's positions reach; None where its configuration names no limit."""
+    """The model's maximum number of positions; None if its configuration has no limit."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast the parameters of `model` to `dtype` and leave its buffers alone, as the library's loading does.
 
-    Rotary frequencies are a float32 buffer: in bfloat16 they would turn positions by wrong angles.
+    Rotary frequencies are a float32 buffer; in bfloat16 the angles would be wrong.
     """
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -59,7 +59,7 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Hold back the bars and warnings of transformers while local files are read or written; errors still raise."""
+    """Silence the progress bars and warnings of transformers; errors still raise."""
     had_bars, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()

@@ -1,8 +1,7 @@
-"""Low-rank adapters on a transformers model, through PEFT: put on, taken off, merged, and kept apart from their base.
+"""Low-rank adapters on a transformers model, through PEFT: add, remove, merge, and copy them.
 
-PEFT puts its layers into the model where the linear ones stood, so the model stays what it was to everybody else: its
-class, its configuration, its trunk. The base is frozen; the adapters are the model's only trained weights, in the dtype
-of the base, with float32 masters in the optimizer.
+PEFT replaces linear layers inside the model, which keeps its class, configuration and trunk. The base is frozen; only
+the adapters are trained, in the dtype of the base, with float32 masters in the optimizer.
 """
 
 import copy
@@ -29,7 +28,7 @@ _SCORE = "score"
 
 @dataclass(frozen=True, slots=True)
 class AdapterBase:
-    """What names the model that adapters stand on: the recipe's name and seed, and how many of its layers are left."""
+    """The base of adapters: name and seed as in a recipe, and the number of layers kept."""
 
     name: str
     seed: int = 0
@@ -37,10 +36,10 @@ class AdapterBase:
 
 
 def add_adapters(model: PreTrainedModel, section: LoraSection, base: AdapterBase) -> None:
-    """Freeze `model` and put fresh adapters beside its linear layers, as `section` says; nothing if its rank is 0.
+    """Freeze `model` and add fresh adapters to its linear layers; nothing if the section's rank is 0.
 
-    What the model computes is unchanged, bit for bit, until the first update. A pure function of the section: the
-    global random generator is left as it was.
+    The model's outputs are unchanged to the bit until the first update. Depends on the section alone; the global random
+    generator is not used.
 
     Raises:
         ModelError: `target_modules` names no linear layer, or the output layer.
@@ -96,7 +95,7 @@ def inject(model: PreTrainedModel, config: Any, base: AdapterBase) -> None:
     if is_adapted(model.get_output_embeddings() or nn.Identity()):
         raise ModelError("the output layer cannot have an adapter; leave it out of target_modules")
     for layer in _adapted_layers(model):
-        _settle(layer, dtype)
+        _normalise(layer, dtype)
     if _has_score(model):
         model.score.requires_grad_(True)
     model.train(model.training)
@@ -109,14 +108,13 @@ def has_adapters(module: nn.Module) -> bool:
 
 
 def base_of(model: PreTrainedModel) -> AdapterBase:
-    """What names the base of `model`, which has adapters, as it stands now: layers may have been dropped since."""
+    """The base of `model`, which has adapters, with its current number of layers."""
     base: AdapterBase = model.adapter_base  # type: ignore[assignment]
     return AdapterBase(base.name, base.seed, model.config.get_text_config().num_hidden_layers)
 
 
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """What a checkpoint must hold of `module`, by name: all parameters, but of a model with adapters those that are
-    trained; its base is as it was loaded."""
+    """The parameters of `module` that a checkpoint saves, by name: all, or with adapters only the trained ones."""
     named = dict(module.named_parameters())
     if not has_adapters(module):
         return named
@@ -133,8 +131,7 @@ def require_gradients(module: nn.Module) -> None:
 
 
 def twin(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of `model` that shares the frozen base with it, and has adapters of its own; without adapters, a copy of
-    everything."""
+    """A copy of `model`; with adapters, they are copied and the frozen base is shared."""
     shared: dict[int, Any] = {}
     if has_adapters(model):
         shared = {id(parameter): parameter for parameter in model.parameters() if not parameter.requires_grad}
@@ -142,7 +139,7 @@ def twin(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def frozen_twin(model: PreTrainedModel) -> PreTrainedModel:
-    """A `twin` that takes no gradients. Adapters that change nothing yet are off it, so it is the base itself."""
+    """A `twin` without gradients. If all adapters are zero they are removed, so it is the base itself."""
     reference = twin(model)
     if all(_is_idle(layer) for layer in _adapted_layers(reference)):
         take_off(reference)
@@ -152,7 +149,7 @@ def frozen_twin(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def merge(model: PreTrainedModel) -> None:
-    """Put what the adapters do into the weights themselves, in place: afterwards it is a plain model."""
+    """Merge the adapters into the weights, in place, which gives a plain model."""
     for layer in _adapted_layers(model):
         adapter = adapter_of(layer)
         if adapter is not None:
@@ -161,7 +158,7 @@ def merge(model: PreTrainedModel) -> None:
 
 
 def take_off(model: PreTrainedModel) -> None:
-    """Take the adapters off `model`, in place: what is left is the base."""
+    """Remove the adapters of `model`, in place, which gives the base."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if is_adapted(child):
@@ -172,12 +169,12 @@ def take_off(model: PreTrainedModel) -> None:
 
 
 def has_transposed_weights(model: nn.Module) -> bool:
-    """True for GPT-2, whose linear layers hold their weights the other way round."""
+    """True for GPT-2, whose linear layers have transposed weights."""
     return any(isinstance(part, Conv1D) for part in model.modules())
 
 
 def task_of(model: PreTrainedModel) -> str:
-    """PEFT's word for what the model does."""
+    """PEFT's task type of the model."""
     return "CAUSAL_LM" if model.can_generate() else "SEQ_CLS"
 
 
@@ -191,7 +188,7 @@ def peft() -> Any:
 
 
 class _Dropout(nn.Module):
-    """Dropout wherever gradients are taken: passes that only look, such as a reference's, see the whole input."""
+    """Dropout in passes with gradients only; a reference policy, for example, sees the whole input."""
 
     def __init__(self, share: float) -> None:
         super().__init__()
@@ -202,8 +199,8 @@ class _Dropout(nn.Module):
         return functional.dropout(x, self.share, training=torch.is_grad_enabled())
 
 
-def _settle(layer: Any, dtype: torch.dtype) -> None:
-    """Adapters in the dtype of the base, and their dropout as ours."""
+def _normalise(layer: Any, dtype: torch.dtype) -> None:
+    """Cast the adapters to the dtype of the base, and replace their dropout by ours."""
     for parameter in _adapter_parameters(layer):
         parameter.data = parameter.data.to(dtype)
     for name, dropout in layer.lora_dropout.items():

@@ -104,7 +104,7 @@ def parameter_groups(modules: Sequence[nn.Module], section: OptimizerSection) ->
 
 
 class _Slot:
-    """A parameter, its master and its moments; a 16-bit one takes each finished gradient out of its `.grad`."""
+    """A parameter, its master and its moments; gradients of 16-bit parameters are moved out of `.grad`."""
 
     def __init__(self, name: str, parameter: nn.Parameter, group: ParameterGroup, kernels: Kernels) -> None:
         self.name = name
@@ -121,16 +121,16 @@ class _Slot:
 
     @property
     def gradient(self) -> torch.Tensor | None:
-        """What has come since the last step, float32; the gradient of a single backward pass in the weight's dtype."""
+        """The accumulated gradient: float32, or the weight's dtype after a single backward pass."""
         return self._held if self.has_master else self.parameter.grad
 
     def forget_gradient(self) -> None:
-        """Free its memory."""
+        """Free the gradient's memory."""
         self._held = None
         self.parameter.grad = None
 
     def update(self, gradient: torch.Tensor, factor: float, *, coded: bool) -> ParameterUpdate:
-        """This parameter's part in the next step, at `factor` times its peak learning rate; the update is counted."""
+        """The update of this parameter at `factor` times its peak learning rate; counts it."""
         if self.moments is None:
             self.moments = zero_moments(self.master, coded=coded)
         self.num_updates += 1
@@ -140,19 +140,19 @@ class _Slot:
         )
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The live tensors of the state, by their prefix."""
+        """The live tensors of the state, by key prefix."""
         found = {"master": self.master} if self.has_master else {}
         if self.moments is not None:
             found |= {**_named(self.moments), "num_updates": torch.tensor(float(self.num_updates))}
         return found
 
     def expected_moments(self, *, coded: bool) -> dict[str, torch.Tensor]:
-        """Tensors of the names, shapes and kinds that the moments of this parameter have in a state."""
+        """Meta tensors with the names, shapes and kinds of this parameter's moments in a state."""
         moments = _named(zero_moments(self.master.to("meta"), coded=coded))
         return {f"{prefix}/{self.name}": t for prefix, t in {**moments, "num_updates": torch.tensor(0.0)}.items()}
 
     def restore(self, tensors: Mapping[str, torch.Tensor], *, coded: bool) -> None:
-        """Take over what `tensors` gave."""
+        """Restore the state from `tensors`."""
         if self.has_master:
             self.master.copy_(tensors["master"])
             self.parameter.detach().copy_(self.master)
@@ -170,11 +170,10 @@ class _Slot:
 
 
 class MasterAdamW:
-    """Decoupled-weight-decay Adam (Loshchilov and Hutter 2019) whose `step` either does all of its work or none.
+    """AdamW (Loshchilov and Hutter 2019) with float32 masters; a step is applied completely or not at all.
 
-    `weight_version` counts the changes of the weights: one for each step that was not refused and for each load. A
-    reader that keeps a copy of the weights, such as a rollout engine, compares it with the version it has seen.
-    With float16 weights every backward pass starts from `scaled(loss)`.
+    `weight_version` counts changes of the weights: each step that was not refused, and each load. A rollout engine
+    compares it with the version of its packed copy. With float16 weights call `scaled(loss).backward()`.
     """
 
     def __init__(
@@ -257,7 +256,7 @@ class MasterAdamW:
 
     @property
     def num_trained(self) -> int:
-        """Numbers that are trained."""
+        """Number of trained parameters."""
         return sum(slot.parameter.numel() for slot in self._slots)
 
     @property
@@ -266,19 +265,19 @@ class MasterAdamW:
         return moment_bytes(self.num_trained, self._section)
 
     def zero_grad(self) -> None:
-        """Forget the accumulated gradients and free their memory."""
+        """Free the accumulated gradients."""
         self._was_scaled = False
         for slot in self._slots:
             slot.forget_gradient()
 
     def close(self) -> None:
-        """Take the hooks off the parameters, so that another optimizer can have them."""
+        """Remove the hooks from the parameters, so that another optimizer can use them."""
         for slot in self._slots:
             if slot.handle is not None:
                 slot.handle.remove()
 
     def state_dict(self) -> OptimizerState:
-        """The state as it stands; its tensors are the live ones, so write or copy them before the next step."""
+        """The state, with the live tensors: write or copy them before the next step."""
         tensors = {f"{prefix}/{slot.name}": tensor for slot in self._slots for prefix, tensor in slot.tensors().items()}
         scalars: dict[str, float] = {name: getattr(self, name) for name in _COUNTS}
         if self._scale is not None:

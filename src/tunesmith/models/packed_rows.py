@@ -1,7 +1,7 @@
-"""Padded rows as packed tokens: no padding, and what neighbouring rows begin with in common stands there once.
+"""Packs padded rows: no padding, and a common prefix of neighbouring rows only once.
 
-The state behind a token depends on the tokens up to it alone, so rows may share the states of a common beginning: the
-prompt of a group's completions, or of the two sides of a pair.
+A hidden state depends only on the tokens up to it, so rows can share the states of a common prefix: the prompt of a
+group's completions, or of the two sides of a pair.
 
 Shape legend: B rows, S positions of a row, T packed tokens, N picked states, H hidden.
 """
@@ -31,17 +31,14 @@ class PackedRows:
     own_start_B: torch.Tensor
 
     def index(self, row_N: torch.Tensor, position_N: torch.Tensor) -> torch.Tensor:
-        """index_N: where the token at a position of a row stands among the packed tokens."""
+        """index_N: index of the token at (row, position) among the packed tokens."""
         shared_N = self.shared_B[row_N]
         own_N = self.own_start_B[row_N] + position_N - shared_N
         return torch.where(position_N < shared_N, self.shared_start_B[row_N] + position_N, own_N)
 
 
 def pack_rows(ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> PackedRows:
-    """The first `lengths_B[b]` (at least 1) tokens of each row; what a row begins with may stand with those beside it.
-
-    Neighbours share where that saves most tokens.
-    """
+    """The first `lengths_B[b]` (at least 1) tokens of each row, prefixes shared where that saves the most tokens."""
     lengths = lengths_B.tolist()
     run = _Run([], [], [])
     starts: list[tuple[int, int, int]] = []  # of each row: shared tokens, where they begin, where its own do
@@ -60,7 +57,7 @@ def pack_rows(ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> PackedRows:
 
 @dataclass(slots=True)
 class _Run:
-    """Segments so far."""
+    """The segments added so far."""
 
     lengths: list[int]
     parents: list[int]
@@ -68,7 +65,7 @@ class _Run:
     num_tokens: int = 0
 
     def add(self, tokens: torch.Tensor, parent: int) -> None:
-        """One more segment; a row that is all shared has no tokens of its own, and none is made."""
+        """Add a segment, unless it is empty: a row may have no tokens beyond its shared prefix."""
         if len(tokens):
             self.lengths.append(len(tokens))
             self.parents.append(parent)
@@ -78,14 +75,14 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Neighbouring rows whose first `shared` tokens are the same; a row alone shares none."""
+    """Neighbouring rows with the same first `shared` tokens; 0 for a single row."""
 
     rows: range
     shared: int
 
 
 def _groups(ids_BS: torch.Tensor, lengths: Sequence[int]) -> Iterator[_Group]:
-    """A row joins the group before it if that then saves more tokens in all, although all of it may share fewer."""
+    """Groups of rows; a row joins the group before it if that saves more tokens overall, even with a shorter prefix."""
     first, shared = 0, lengths[0] if lengths else 0
     for row in range(1, len(lengths) + 1):
         num_saving = row - first  # rows that share what the first one brings
@@ -98,20 +95,18 @@ def _groups(ids_BS: torch.Tensor, lengths: Sequence[int]) -> Iterator[_Group]:
 
 
 def _common(first_S: torch.Tensor, second_S: torch.Tensor, limit: int) -> int:
-    """How many of the first `limit` tokens are the same before one differs."""
+    """Length of the common prefix, at most `limit`."""
     different = (first_S[:limit] != second_S[:limit]).nonzero()
     return int(different[0]) if len(different) else limit
 
 
 def states_at(hidden_TH: torch.Tensor, index_N: torch.Tensor) -> torch.Tensor:
-    """hidden_NH: the states at `index_N`, one of which may be asked for several times; gradients are summed in float32,
-    or float64.
-    """
+    """hidden_NH: the states at `index_N`, with repetitions; gradients are summed in float32 or float64."""
     return _States.apply(hidden_TH, index_N)  # type: ignore[return-value]
 
 
 class _States(torch.autograd.Function):
-    """Not torch's indexing, which sums repeated rows in bfloat16, and in float32 in an order that may change."""
+    """Unlike torch's indexing, sums gradients of repeated rows in float32 and in a fixed order."""
 
     @staticmethod
     def forward(ctx: Any, hidden_TH: torch.Tensor, index_N: torch.Tensor) -> torch.Tensor:

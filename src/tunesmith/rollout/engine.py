@@ -1,4 +1,4 @@
-"""The interface of a rollout engine. Trainers, `generate`, `chat` and `compare` know nothing else about generation."""
+"""The interface of a rollout engine, used by the trainers, `generate`, `chat` and `compare`."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -12,22 +12,25 @@ OnProgress = Callable[[int, int], None]
 OnText = Callable[[int, int, str], None]
 """Called with (index of the prompt, sample, new text) while completions are drawn.
 
-The texts of one completion, joined, are its `Completion.text`. Only whole characters are given, and nothing that may
-yet turn out to be the beginning of a stop string.
+The texts of one completion, joined, are its `Completion.text`. Only whole characters are passed, and no possible
+beginning of a stop string.
 """
 
 OnGroup = Callable[[int, Group], None]
-"""Called with (index of the prompt, its group) as soon as all completions of the prompt have ended, in the order in
-which groups end. It must return at once: the engine waits for it.
+"""Called with (index of the prompt, its group) when all completions of the prompt have ended, in the order in which
+groups end. The engine waits for it, so it must return at once.
 """
 
 
 class Engine(Protocol):
-    """Draws completions from the weights that it was given; in process or remote, the methods are the same."""
+    """Draws completions from a model's current weights; opened by `factory.open_engine`."""
 
     @property
     def is_exact(self) -> bool:
-        """True if `Completion.raw_logps` equal, to the bit, what the trainer computes for the same tokens."""
+        """True if `Completion.raw_logps` are known to equal the trainer's log-probs to the bit.
+
+        Measured by the first `generate`; False before it.
+        """
         ...
 
     def generate(
@@ -42,24 +45,26 @@ class Engine(Protocol):
     ) -> list[Group]:
         """One group of `n` completions for each prompt, in the order of the prompts.
 
-        `on_group` has been given every group when the call returns; an engine may hand them out at the end alone.
+        `on_group` has been called with every group when the call returns; an engine may do so only at the end.
 
         Raises:
-            InputError: for a request that cannot be served, before any work is done.
-            GenerationInterrupted: on Ctrl-C, with what was finished by then.
+            InputError: the request cannot be served; nothing was drawn.
+            TrainingError: logits are not finite, or no token is allowed; or the engine's log-probs of fixed tokens are
+                not the trainer's.
+            GenerationInterrupted: on Ctrl-C, with the completions that had ended.
         """
         ...
 
     def unload(self) -> None:
-        """Free what the engine can rebuild, such as its cache and packed weights; the next `generate` rebuilds it."""
+        """Free cache and packed weights; the next `generate` rebuilds them."""
         ...
 
 
 class GenerationInterrupted(KeyboardInterrupt):
-    """Ctrl-C arrived while completions were drawn. A `KeyboardInterrupt`: who does not care for `groups` ignores it.
+    """Ctrl-C during `generate`; a `KeyboardInterrupt`, so it need not be handled.
 
-    `groups` are the prompts of which at least one completion was finished, with their finished completions alone, in
-    the order of the request.
+    `groups` are the prompts with at least one finished completion, with the finished completions only, in the order of
+    the request.
     """
 
     def __init__(self, groups: Sequence[Group]) -> None:

@@ -108,13 +108,8 @@ class NativeEngine:
         on_text: OnText | None = None,
         on_group: OnGroup | None = None,
     ) -> list[Group]:
-        """One group of `n` completions for each prompt. With `sampling.seed` set, a prompt's completions are always the
-        same, whatever the other prompts and the number of slots.
-
-        Raises:
-            InputError: the request cannot be served; nothing was drawn.
-            TrainingError: logits are not finite (the message names the layer), or the packed weights are wrong.
-            GenerationInterrupted: on Ctrl-C, with the completions that had ended.
+        """See `engine.Engine.generate`. With `sampling.seed` set, a prompt's completions are always the same, whatever
+        the other prompts and the number of slots.
         """
         request = make_request(self._module, self._tokenizer, prompts, n, sampling)
         size = request.size(self._num_slots)

@@ -10,17 +10,16 @@ Decode = Callable[[list[int]], str]
 """The text of some token ids, without special tokens."""
 
 UNFINISHED = "\ufffd"
-"""What decoders put for bytes that are no character, or not yet a whole one."""
+"""The replacement character, which decoders emit for invalid or incomplete UTF-8."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Where a completion ends.
+    """Stop conditions of a completion.
 
-    A token of `stop_ids` ends it and is its last id; no such token may be drawn before `min_new_tokens` (see
-    `Sequence.masks_stop_ids`). A text of `stop_strings` ends it with the token that completes the text, unless fewer
-    than `min_new_tokens` are drawn by then; the string and what follows it are cut from the completion's text, the ids
-    are kept as they were drawn.
+    A token of `stop_ids` ends it and is its last id; it is masked before `min_new_tokens`. A string of `stop_strings`
+    ends it with the token that completes the string, unless fewer than `min_new_tokens` are drawn; the text is cut
+    before the string, the ids are kept.
 
     Raises:
         InputError: naming the limit, its value and what is allowed.
@@ -122,8 +121,8 @@ class Sequence:
     under the model itself; `values[t]`, from an engine with a value head, is the value of the state before it.
     `finish_reason` is None while it is drawn. `decode` is used for stop strings and for `text`.
 
-    Example: a prompt of 5 tokens of which 2 more are drawn has `position == 7`: the next token's noise is keyed by
-    (seed, request, sample, 7), and nothing else, so it does not matter what else is drawn at the same time.
+    Example: after a prompt of 5 tokens and 2 drawn tokens, `position == 7`. The next token's noise is keyed by (seed,
+    prompt, sample, 7) only, so it does not depend on other completions.
     """
 
     request: int
@@ -167,7 +166,7 @@ class Sequence:
         return self.decode(self.token_ids[:-1] if ended_by_id else self.token_ids)
 
     def append(self, token_id: int, logp: float, raw_logp: float) -> bool:
-        """Take the token that was drawn; True if the completion ends with it."""
+        """Append a token; True if the completion ends with it."""
         is_stop = token_id in self.limits.stop_ids and not self.masks_stop_ids
         self.token_ids.append(token_id)
         self.logps.append(logp)
@@ -182,9 +181,9 @@ class Sequence:
         return self.finish_reason is not None
 
     def extend(self, token_ids: list[int], logps: list[float], raw_logps: list[float]) -> bool:
-        """Take tokens that were drawn one after the other; True if the completion ends with one of them.
+        """Append consecutive tokens; True if the completion ends with one of them.
 
-        Tokens behind the end are dropped: a device that draws several in a row knows nothing of stop strings.
+        Tokens after the end are dropped: a device that draws several in a row does not check stop strings.
         """
         if self._search is not None:
             return any(map(self.append, token_ids, logps, raw_logps))

@@ -1,5 +1,5 @@
-"""The plain engine: `transformers.generate`. It is the reference that faster engines are compared with, and runs every
-model that transformers loads.
+"""The plain engine: `transformers.generate`. Faster engines are tested against it, and it runs every causal language
+model of transformers.
 
 Shape legend: B sequences, T tokens, V vocabulary.
 """
@@ -49,8 +49,8 @@ _NOTHING_LEFT = (
 class TransformersEngine:
     """Draws completions with `model.generate`, `batch_size` sequences at a time.
 
-    `weight_version` is asked once per call and stamped on every group. The model is put in evaluation mode for the
-    call. What is drawn depends on the seed, and on what else is in the batch.
+    `weight_version` is called once per `generate` and stamped on every group. The model is in evaluation mode during
+    the call. Completions depend on the seed and on the rest of the batch.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class TransformersEngine:
         return False
 
     def unload(self) -> None:
-        """Nothing to free: cache and all else are gone when `generate` returns."""
+        """Nothing to free: `generate` keeps nothing."""
 
     def generate(
         self,
@@ -84,14 +84,7 @@ class TransformersEngine:
         on_text: OnText | None = None,
         on_group: OnGroup | None = None,
     ) -> list[Group]:
-        """One group of `n` completions for each prompt; with `sampling.seed` set, the same call returns the same
-        tokens.
-
-        Raises:
-            InputError: for a request that cannot be served, before any token is drawn.
-            TrainingError: if the model's logits are not finite, or bias and penalty leave no token.
-            GenerationInterrupted: on Ctrl-C, with what was finished by then.
-        """
+        """See `engine.Engine.generate`. With `sampling.seed` set, the same call returns the same tokens."""
         request = make_request(self._model, self._tokenizer, prompts, n, sampling)
         version = self._weight_version()
         rows = [
@@ -223,7 +216,7 @@ class Draw:
     def _penalised(self, logits_BV: torch.Tensor) -> torch.Tensor:
         """Keskar et al., CTRL (2019): positive logits are divided by the penalty, negative ones multiplied.
 
-        transformers' own would also punish the token that stands for padding.
+        transformers' own would also penalise the padding token.
         """
         if self._penalty == 1:
             return logits_BV
@@ -241,14 +234,14 @@ class Draw:
             return logits_BV
         return logits_BV.index_fill(1, _index(stop_ids, logits_BV), float("-inf"))
 
-    def _normalised(self, logits_BV: torch.Tensor, complaint: str) -> "_Normalised":
+    def _normalised(self, logits_BV: torch.Tensor, message: str) -> "_Normalised":
         lse_B = logits_BV.logsumexp(dim=-1)
-        fine_B = lse_B.isfinite()
-        if not bool(fine_B.all()):
-            row = self._rows[int((~fine_B).nonzero()[0])]
+        is_finite_B = lse_B.isfinite()
+        if not bool(is_finite_B.all()):
+            row = self._rows[int((~is_finite_B).nonzero()[0])]
             raise TrainingError(
                 f"token {self._num_drawn} of completion {row.sample} of prompt {row.request} (counted from 0) cannot "
-                f"be drawn: {complaint}"
+                f"be drawn: {message}"
             )
         return _Normalised(logits_BV, lse_B)
 

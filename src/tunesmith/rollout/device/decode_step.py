@@ -1,7 +1,7 @@
-"""One decoding step on a device: model, draw, stop test and the state for the next step. The host is not asked.
+"""One decoding step on a device: model, sampling, stop test, state of the next step; no synchronisation with the host.
 
-The whole step is one function over tensors that keep their place, so it can be captured in a CUDA graph and played
-again and again; on a CPU, and in the tests, the same function simply runs.
+The step is one function over tensors with fixed addresses, so it can be captured in a CUDA graph and replayed; on a
+CPU, and in the tests, the same function runs eagerly.
 
 Shape legend: S slots, N blocks of a table, P shared prefixes, G members of one, H hidden, V vocabulary, K tokens that
 are drawn between two visits of the host.
@@ -30,7 +30,7 @@ from tunesmith.rollout.runner import CachedDecoder, cache_shape, projections
 from tunesmith.rollout.scheduler import Rows
 
 PREFIX_MEMBERS = 16
-"""Completions that read a shared beginning together; a larger group is several."""
+"""Largest number of completions that read a shared prefix together; larger groups are split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +148,12 @@ def max_positions(places: Places) -> int:
 
 
 _MOST_LISTED = 8
-"""Stop ids whose logits are changed one by one; of more, all logits are passed over."""
+"""Up to as many stop ids are masked one by one; with more, a mask over the vocabulary is added."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrawForm:
-    """Which parts the drawing of a call has; what is captured in a graph depends on it and not on the numbers."""
+    """The parts of sampling that a call uses. A CUDA graph depends on these, not on the numbers."""
 
     filters: bool
     penalises: bool
@@ -163,7 +163,7 @@ class DrawForm:
 
     @classmethod
     def from_sampling(cls, sampling: SamplingParams, stop_ids: frozenset[int]) -> "DrawForm":
-        """The parts that `sampling` asks for."""
+        """The parts that `sampling` uses."""
         return cls(
             filters=sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0,
             penalises=sampling.repetition_penalty != 1,
@@ -175,9 +175,9 @@ class DrawForm:
 
 @dataclass(frozen=True, slots=True)
 class DrawSettings:
-    """The settings of a call, on the device: they keep their place from call to call.
+    """The settings of a call, on the device, at fixed addresses.
 
-    `settings_4` float64: temperature, top_p, min_p, repetition penalty. `top_k` stands with the noise keys of each row.
+    `settings_4` float64: temperature, top_p, min_p, repetition penalty. `top_k` is in `integers_B6` of `draw`.
     `bias_V` float32 is added to the logits. `is_stop_V` bool: the token ends a completion; `stop_E` int64 lists some of
     those, one perhaps several times. `seen_RV` bool: what the penalty applies to; its last row belongs to slots without
     a completion.
@@ -191,7 +191,7 @@ class DrawSettings:
 
     @classmethod
     def empty(cls, vocabulary_size: int, num_seen: int, device: torch.device) -> "DrawSettings":
-        """Room for a call's settings."""
+        """Allocated buffers, zeroed."""
         return cls(
             torch.zeros(4, dtype=torch.float64, device=device),
             torch.zeros(vocabulary_size, device=device),
@@ -201,7 +201,7 @@ class DrawSettings:
         )
 
     def fill(self, sampling: SamplingParams, stop_ids: frozenset[int]) -> None:
-        """Take the settings of the next call."""
+        """Write the settings of the next call."""
         numbers = (sampling.temperature, sampling.top_p, sampling.min_p, sampling.repetition_penalty)
         self.settings_4.copy_(torch.tensor(numbers, dtype=torch.float64))
         self.bias_V.zero_()
@@ -250,7 +250,7 @@ def draw(
 def _changed(
     logits_BV: torch.Tensor, left_to_mask_B: torch.Tensor, given: DrawSettings, form: DrawForm
 ) -> torch.Tensor | None:
-    """The logits that are drawn from [B, V]; None where they are those of the model."""
+    """The logits to sample from [B, V]; None if they are the model's."""
     if form.masks_stops and form.few_stops and not form.biases:
         changed_BV, stop_BE = logits_BV.clone(), given.stop_E.expand(len(logits_BV), -1)
         kept_BE = logits_BV[:, given.stop_E].masked_fill((left_to_mask_B > 0)[:, None], float("-inf"))
@@ -262,7 +262,7 @@ def _changed(
 def _change(
     logits_BV: torch.Tensor, left_to_mask_B: torch.Tensor, given: DrawSettings, form: DrawForm
 ) -> torch.Tensor | None:
-    """What is added to the logits [B, V]; None where nothing is."""
+    """The bias to add to the logits [B, V]; None if there is none."""
     if not (form.biases or form.masks_stops):
         return None
     change_BV = given.bias_V.expand(logits_BV.shape)
@@ -289,7 +289,7 @@ def _settings(settings_4: torch.Tensor, top_k_B: torch.Tensor, change_BV: torch.
 @dataclass(frozen=True, slots=True)
 class Slots:
     """The state of all slots. A slot without a completion has `left` 0; it computes one token over and over, in a block
-    that belongs to nobody.
+    that no table uses.
 
     The host writes these before a visit:
       token_S, position_S, left_S, to_mask_S, integers_S6: as `kernels.advance.records.SlotState` has them.
@@ -338,12 +338,12 @@ class Slots:
 
     @property
     def written_by_host(self) -> tuple[torch.Tensor, ...]:
-        """What a visit fills."""
+        """The tensors that the host writes before a visit."""
         of_each = self.token_S, self.position_S, self.left_S, self.to_mask_S, self.integers_S6, self.tables_SN
         return *of_each, self.start_S, self.members_PG, self.length_P
 
     def state(self, is_stop_V: torch.Tensor, seen_RV: torch.Tensor | None) -> SlotState:
-        """What the end of a step reads and changes."""
+        """The state that the end of a step reads and updates."""
         of_step = self.token_S, self.position_S, self.left_S, self.to_mask_S, self.integers_S6
         return SlotState(*of_step, self.drawn_SK4, self.count_S, self.status_S, is_stop_V, seen_RV)
 
@@ -355,15 +355,13 @@ class Slots:
 
 
 def _num_prefixes(num_slots: int) -> int:
-    """As many as there can be of two members or more."""
+    """Largest number of prefixes with two members or more."""
     return num_slots // 2
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a step computes with, besides the slots. With `shares_prefixes` attention reads a beginning that several
-    sequences share once for all of them.
-    """
+    """The arguments of a step besides the slots. With `shares_prefixes` attention reads a shared prefix only once."""
 
     model: DeviceModel
     storage: torch.Tensor

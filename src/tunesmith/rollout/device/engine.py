@@ -89,14 +89,7 @@ class DeviceEngine:
         on_text: OnText | None = None,
         on_group: OnGroup | None = None,
     ) -> list[Group]:
-        """One group of `n` completions for each prompt. With `sampling.seed` set, the same call returns the same
-        tokens.
-
-        Raises:
-            InputError: the request cannot be served; nothing was drawn.
-            TrainingError: logits are not finite (the message names the layer), or the kernels are wrong.
-            GenerationInterrupted: on Ctrl-C, with the completions that had ended.
-        """
+        """See `engine.Engine.generate`. With `sampling.seed` set, the same call returns the same tokens."""
         request = make_request(self._module, self._tokenizer, prompts, n, sampling)
         size = request.size(self._num_slots)
         steps = self._load(size, penalises=sampling.repetition_penalty != 1)
