@@ -22,10 +22,11 @@ from tunesmith.config.schema import RECIPES, Recipe
 
 def config_markdown() -> str:
     """All keys of all recipes as Markdown tables: those that every recipe has, then those of each algorithm."""
-    shared = list(leaves(Recipe))
+    every = {algorithm: list(leaves(schema)) for algorithm, schema in RECIPES.items()}
+    shared = [key for key in leaves(Recipe) if all(key in keys for keys in every.values())]
     parts = [table("In every recipe", shared)]
-    for algorithm, schema in RECIPES.items():
-        own = [key for key in leaves(schema) if key.path not in {known.path for known in shared}]
+    for algorithm, keys in every.items():
+        own = [key for key in keys if key not in shared]
         command = algorithm if algorithm == "live" else f"train {algorithm}"
         parts.append(table(f"In recipes of `tunesmith {command}`", own))
     return "\n".join(parts)

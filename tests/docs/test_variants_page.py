@@ -10,6 +10,8 @@ import pytest
 
 from pages import ROOT
 from tunesmith.config.load import load_recipe, parse_overrides
+from tunesmith.trainers.api import Inputs
+from tunesmith.trainers.run import run
 
 PAGE = ROOT / "docs" / "variants.md"
 PROMISED = ("PPO", "dual-clip PPO", "REINFORCE++", "REINFORCE++-baseline", "GRPO", "Dr. GRPO", "RLOO", "DAPO", "GSPO")
