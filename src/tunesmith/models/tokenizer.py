@@ -1,7 +1,11 @@
 """Text and messages to token ids and back. Every id that a model sees comes from here or from a rollout engine.
 
-A sequence that ends by itself ends with its end-of-sequence token as the last id, as in a rollout: what a chat template
-writes after it (ChatML: a newline) is left out, so that a reward model sees the same ids in training and in PPO.
+A complete sequence ends with its end-of-sequence token, as in a rollout. Anything that a chat template writes after it
+(ChatML: a newline) is dropped, so that a reward model sees the same ids in training and in PPO.
+
+The assistant's turns in a rendered conversation are located without template support: a turn begins where the
+template's text for the messages before it (with the generation prompt) ends, and ends where the text for the messages
+up to it ends. Both must be prefixes of the whole text, which is checked.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +20,7 @@ from tunesmith.core.errors import DataError, ModelError
 from tunesmith.schema.records import Demonstration, Message, Prompt, Text
 
 LossOn = Literal["assistant", "last", "all"]
-"""Which tokens of a demonstration are learnt."""
+"""The learnt tokens of a demonstration."""
 
 
 Render = Callable[[Sequence[Message], bool], str]
@@ -27,12 +31,15 @@ Render = Callable[[Sequence[Message], bool], str]
 def encode_prompt(
     tokenizer: PreTrainedTokenizerBase, prompt: Prompt, *, max_tokens: int | None = None
 ) -> tuple[int, ...]:
-    """Token ids of a prompt that a completion is to follow.
+    """Token ids of a prompt, to be continued by a completion.
 
-    A prompt that carries token ids keeps them. Text is encoded as it stands, with a leading special token only where
-    the tokenizer adds one by itself; an empty text becomes the begin-of-sequence token. Messages go through the chat
-    template with the opening of the assistant's turn; if the last message is the assistant's, it is continued.
-    Raises DataError for a prompt of no tokens or of more than `max_tokens`, ModelError if there is no chat template.
+    Token ids of the prompt are kept. Text is encoded as is, with a leading special token only if the tokenizer adds
+    one; empty text becomes the begin-of-sequence token. Messages are rendered with the generation prompt; if the last
+    message is the assistant's, it is continued.
+
+    Raises:
+        DataError: the prompt has no tokens, or more than `max_tokens`.
+        ModelError: there is no chat template.
     """
     bos_id = _special_id(tokenizer.bos_token_id)
     ids = _encode_content(tokenizer, prompt)
@@ -53,8 +60,11 @@ def encode_pair_side(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, complet
     """Token ids of a prompt and its completion, ending with an end-of-sequence token.
 
     A text completion of a conversational prompt is the assistant's message. With an empty text prompt the completion
-    stands alone and may be a whole conversation. Raises DataError if messages follow a text prompt, ModelError if there
-    is no chat template.
+    may be a whole conversation.
+
+    Raises:
+        DataError: messages follow a text prompt.
+        ModelError: there is no chat template.
     """
     if isinstance(prompt.content, str) and isinstance(completion, str):
         head = _encode_content(tokenizer, prompt)
@@ -74,12 +84,14 @@ def encode_pair_side(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, complet
 def encode_demonstration(
     tokenizer: PreTrainedTokenizerBase, demonstration: Demonstration, loss_on: LossOn
 ) -> LearntSequence:
-    """Token ids of a prompt and its completion as `encode_pair_side` gives them, and which of them are learnt.
+    """Token ids of a prompt and its completion as in `encode_pair_side`, and the learnt tokens.
 
-    `loss_on` is `assistant` (the completion; of messages every turn of the assistant in it), `last` (the last such
-    turn) or `all`. A turn is learnt with the token that closes it. The first token of a sequence is never learnt, as
-    nothing stands before it. Raises DataError if the template refuses the messages or the turns cannot be found in what
-    it writes, ModelError if there is no chat template.
+    `loss_on` is `assistant` (the completion; of messages every assistant turn in it), `last` (the last such turn) or
+    `all`. A turn includes the token that closes it. The first token of a sequence has no context and is never learnt.
+
+    Raises:
+        DataError: the template refuses the messages, or the turns cannot be located in its text.
+        ModelError: there is no chat template.
     """
     prompt, completion = demonstration.prompt, demonstration.completion
     if isinstance(prompt.content, str) and isinstance(completion, str):
@@ -108,12 +120,12 @@ def encode_demonstration(
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
-    """The text of `token_ids`, without special tokens and with every space as it was sampled."""
+    """The text of `token_ids`, without special tokens and with all spaces as sampled."""
     return str(tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Ids that end a completion: those of the model's generation config (often several), else the tokenizer's."""
+    """End-of-sequence ids: of the model's generation config (often several), else the tokenizer's."""
     generation_config = getattr(model, "generation_config", None)
     ids = generation_config.eos_token_id if generation_config else None
     ids = _special_id(tokenizer.eos_token_id) if ids is None else ids
@@ -123,14 +135,14 @@ def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
 
 
 def same_vocabulary(first: PreTrainedTokenizerBase, second: PreTrainedTokenizerBase) -> bool:
-    """True if an id means the same token to both, so that one's sequences can be given to the other's model."""
+    """True if both map the same tokens to the same ids, so that their models can share sequences."""
     return first is second or first.get_vocab() == second.get_vocab()
 
 
 def spare_pad_token(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """A token to pad with that never ends a sequence, or None if the vocabulary has none to spare.
+    """A padding token that never ends a sequence, or None if the vocabulary has none.
 
-    The library's own classifiers pool the last token that is not padding: with pad equal to eos they stop one early.
+    The library's classifiers pool the last token that is not padding: with pad equal to eos they pool one too early.
     """
     taken = {_special_id(tokenizer.eos_token_id), _special_id(tokenizer.bos_token_id), None}
     if _special_id(tokenizer.pad_token_id) not in taken:
@@ -188,7 +200,7 @@ def _templated(
 
 
 def _closed(tokenizer: PreTrainedTokenizerBase, ids: tuple[int, ...]) -> tuple[int, ...]:
-    """A templated conversation up to the token that closes its last turn, or with eos if no token closes it."""
+    """A rendered conversation up to the token that closes its last turn, or with eos if none does."""
     special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
     end = len(ids)
     while end and ids[end - 1] not in special and not decode(tokenizer, ids[end - 1 : end]).strip():
@@ -197,7 +209,7 @@ def _closed(tokenizer: PreTrainedTokenizerBase, ids: tuple[int, ...]) -> tuple[i
 
 
 def _closing(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """Texts of the tokens that may close a turn."""
+    """The special tokens, any of which may close a turn."""
     added = (str(token) for token in tokenizer.added_tokens_decoder.values())
     return tuple(dict.fromkeys((*map(str, tokenizer.all_special_tokens), *added)))
 
@@ -210,11 +222,12 @@ def _ended(tokenizer: PreTrainedTokenizerBase, ids: tuple[int, ...]) -> tuple[in
 def assistant_spans(
     render: Render, messages: Sequence[Message], turns: Sequence[int], closing: Sequence[str]
 ) -> list[range]:
-    """The characters of `render(messages, False)` that the assistant writes in each of `turns` (indices of messages).
+    """Character ranges in `render(messages, False)` of the assistant's `turns` (indices of messages).
 
-    A span holds the turn's text and the token of `closing` that ends it; the white space that a template writes behind
-    that token is left out. Raises DataError if the template writes a turn, or what comes before it, otherwise once more
-    messages follow, so that the turn cannot be found.
+    A range includes the token of `closing` that ends the turn, without white space after it.
+
+    Raises:
+        DataError: the template renders a turn, or the text before it, differently once more messages follow.
     """
     whole = render(messages, False)
     spans: list[range] = []
@@ -230,7 +243,7 @@ def assistant_spans(
 
 
 def _end(text: str, closing: Sequence[str]) -> int:
-    """Where a turn at the end of `text` ends."""
+    """End of a turn that is last in `text`."""
     stripped = text.rstrip()
     return len(stripped) if stripped.endswith(tuple(closing)) else len(text)
 
@@ -245,30 +258,29 @@ def _unstable(what: str, turn: int, num_messages: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PlacedTokens:
-    """Token ids of a text, and the characters from which each was made: `starts[i]` to `ends[i]`."""
+    """Token ids of a text, and the character range of each: `starts[i]` to `ends[i]`."""
 
     ids: tuple[int, ...]
     starts: tuple[int, ...]
     ends: tuple[int, ...]
 
     def spans(self, characters: Sequence[range]) -> list[range]:
-        """For each range of characters the range of tokens that begin inside of it.
+        """For each range of characters, the range of tokens that begin in it.
 
-        A token that begins before it and reaches into it is left out: in generation no token stands across the place
-        where the assistant begins.
+        A token that begins before the range is left out: in generation no token crosses the start of a turn.
         """
         return [range(self._first_from(span.start), self._first_from(span.stop)) for span in characters]
 
     def _first_from(self, character: int) -> int:
-        # Byte-level tokenizers leave leading white space out of a token's characters: it begins where the one before
-        # ends. The tokens that share one character of several bytes all begin with it.
+        # Byte-level tokenizers exclude leading white space from a token's range, so a token begins where the previous
+        # one ends. Tokens that share one multi-byte character all begin with it.
         ends = (0, *self.ends)
         begins = (min(start, end) for start, end in zip(self.starts, ends, strict=False))
         return next((index for index, begin in enumerate(begins) if begin >= character), len(self.ids))
 
 
 def tokens_of(tokenizer: PreTrainedTokenizerBase, text: str) -> PlacedTokens:
-    """The tokens of a rendered conversation. Raises ModelError for a tokenizer that does not say where tokens stand."""
+    """The tokens of a rendered conversation. Raises ModelError for a tokenizer without character offsets."""
     if not tokenizer.is_fast:
         raise ModelError(
             f"{type(tokenizer).__name__} does not say which characters a token was made from; give the model a "
