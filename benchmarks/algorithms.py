@@ -1,4 +1,4 @@
-"""GAE over all rows at once against its loop twin, at the sizes of a PPO step. Writes benchmarks/algorithms.json.
+"""GAE over all rows at once in C++ against torch, at the sizes of a PPO step. Writes benchmarks/algorithms.json.
 
 Shape legend: B sequences, T tokens.
 """
@@ -9,7 +9,8 @@ from functools import partial
 import torch
 
 from benchmarks.measure import ratio, write
-from tunesmith.algorithms.advantages import gae, gae_loop
+from tunesmith.algorithms.advantages import gae
+from tunesmith.kernels.gae import torch_impl
 
 SIZES_BT = ((32, 24), (64, 64), (256, 256))
 
@@ -24,7 +25,7 @@ def main() -> int:
         mask_BT = torch.arange(num_tokens) < lengths_B[:, None]
         arguments = (reward_BT, value_BT, mask_BT, 1.0, 0.95)
         name = f"gae {num_sequences}x{num_tokens}"
-        ratios.append(ratio(name, fast=partial(gae, *arguments), slow=partial(gae_loop, *arguments)))
+        ratios.append(ratio(name, fast=partial(gae, *arguments), slow=partial(torch_impl.gae, *arguments)))
     print(f"written to {write('algorithms', ratios)}")
     return 0
 

@@ -13,9 +13,8 @@ from benchmarks import gpu_rates
 from benchmarks.gpu_cases import Unit, unit
 from benchmarks.gpu_clock import Clock
 from benchmarks.gpu_records import Bar, Measured
-from benchmarks.kernel_batches import gae_case, policy_loss_case, segment_sum_case, upload_case
+from benchmarks.kernel_batches import gae_case, policy_loss_case, upload_case
 from benchmarks.kernel_case import Case, Setting
-from benchmarks.kernel_head_sample import head_sample_case
 from benchmarks.kernel_layers import attention_case, gated_case, rms_norm_case, shared_prefix_case
 from benchmarks.kernel_logits import (
     head_case,
@@ -89,10 +88,6 @@ def _decoding(build: Callable[..., Case], setting: Setting) -> Case:
     return build(setting, 4 if setting.quick else _DECODE_ROWS)
 
 
-def _few_heads(setting: Setting) -> Case:
-    return head_sample_case(setting, 3 if setting.quick else 64)
-
-
 def _engine(setting: Setting, clock: Clock) -> Measured:
     from benchmarks.gpu_engine import drawing
 
@@ -162,11 +157,6 @@ ROWS: Mapping[str, Row] = {
         expected_s=30,
     ),
     "gae": Row({"tokens": unit(gae_case)}, expected_s=8),
-    "segment_sum": Row({"tokens": unit(segment_sum_case)}, expected_s=15),
     "rms_norm": Row(_layers(rms_norm_case), expected_s=25),
     "gated": Row(_layers(gated_case), expected_s=25),
-    "head_sample": Row(
-        {"256 rows": unit(head_sample_case, compiles=False), "64 rows": unit(_few_heads, compiles=False)},
-        expected_s=15,
-    ),
 }

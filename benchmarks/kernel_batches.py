@@ -1,6 +1,6 @@
-"""Cases of `benchmarks.kernels` that work on the tokens of a batch: GAE, policy loss, segment sums, upload.
+"""Cases of `benchmarks.kernels` that work on the tokens of a batch: GAE, policy loss, upload.
 
-Shapes: B sequences, T completion tokens, S segments.
+Shapes: B sequences, T completion tokens.
 """
 
 from dataclasses import fields, replace
@@ -8,14 +8,14 @@ from dataclasses import fields, replace
 import torch
 
 from benchmarks.kernel_case import Case, Setting, error_of
+from tunesmith.algorithms.kl import penalty
+from tunesmith.algorithms.policy_loss import surrogate
 from tunesmith.batch.upload import Uploader
 from tunesmith.kernels.gae import torch_impl as gae_torch
 from tunesmith.kernels.gae.api import gae
 from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.policy_loss import torch_impl as policy_torch
-from tunesmith.kernels.policy_loss.api import policy_loss
+from tunesmith.kernels.policy_loss.api import fused_policy_loss
 from tunesmith.kernels.policy_loss.records import PolicyTerms, PolicyTokens
-from tunesmith.kernels.segment_sum.api import segment_sum
 
 _CHECKED_ROWS = 64
 """Rows that are compared with the loop over tokens, which takes long."""
@@ -31,7 +31,7 @@ def gae_case(setting: Setting) -> Case:
 
     def error() -> float:
         rows = slice(0, _CHECKED_ROWS)
-        exact = gae_torch.gae_loop(reward_BT[rows], value_BT[rows], mask_BT[rows], *arguments[3:])
+        exact = gae_torch.gae(reward_BT[rows].double().cpu(), value_BT[rows].cpu(), mask_BT[rows].cpu(), *arguments[3:])
         found = gae(*arguments, kernels=kernels)
         return error_of(zip((x[rows].cpu() for x in found), exact, strict=True))
 
@@ -50,7 +50,7 @@ def gae_case(setting: Setting) -> Case:
 
 
 def policy_loss_case(setting: Setting) -> Case:
-    """Clipped loss with KL and entropy terms of 64 x 512 tokens, statistics and gradient, against autograd in torch."""
+    """Clipped loss of 64 x 512 tokens with its KL term and gradient in one Triton kernel, against autograd in torch."""
     shape = (setting.sized(64, 4, 4096), setting.sized(512, 32, 2048))
     logp_BT = -setting.normal(*shape).abs()
     tokens = PolicyTokens(
@@ -59,27 +59,25 @@ def policy_loss_case(setting: Setting) -> Case:
         setting.normal(*shape, stream=2),
         _mask(setting, shape),
         logp_BT.detach() + 0.2 * setting.normal(*shape, stream=3),
-        setting.normal(*shape, stream=4).abs().requires_grad_(),
     )
-    terms = PolicyTerms(kl="k3", kl_coef=0.05, entropy_coef=0.01)
+    terms = PolicyTerms(kl="k3", kl_coef=0.05)
     kernels = Kernels(setting.choice)
     count = float(tokens.mask_BT.sum())
 
-    def gradients(loss: torch.Tensor, of: PolicyTokens) -> tuple[torch.Tensor, ...]:
-        assert of.entropy_BT is not None
-        return torch.autograd.grad(loss, (of.logp_BT, of.entropy_BT))
-
-    def ours(of: PolicyTokens = tokens) -> list[torch.Tensor]:
-        loss, sums = policy_loss(of, terms, count, count, kernels=kernels)
-        return [loss, *gradients(loss, of), *(getattr(sums, field.name) / count for field in fields(sums))]
-
     def plain(of: PolicyTokens = tokens) -> list[torch.Tensor]:
-        loss, sums = policy_torch.policy_loss(of, terms, count, count)
-        return [loss, *gradients(loss, of), *(getattr(sums, field.name) / count for field in fields(sums))]
+        assert of.reference_logp_BT is not None
+        kl_BT = penalty(terms.kl, of.logp_BT, of.reference_logp_BT, of.mask_BT)
+        loss = (surrogate(of, terms)[0] + terms.kl_coef * kl_BT).sum() / count
+        return [loss, *torch.autograd.grad(loss, of.logp_BT)]
+
+    def ours() -> list[torch.Tensor]:
+        fused = fused_policy_loss(tokens, terms, count, kernels=kernels)
+        return plain() if fused is None else [fused[0], *torch.autograd.grad(fused[0], tokens.logp_BT)]
 
     def error() -> float:
-        wide = {f.name: getattr(tokens, f.name).detach().double() for f in fields(tokens) if f.name != "mask_BT"}
-        wide |= {name: wide[name].requires_grad_() for name in ("logp_BT", "entropy_BT")}
+        wide = {f.name: getattr(tokens, f.name) for f in fields(tokens) if f.name not in ("mask_BT", "entropy_BT")}
+        wide = {name: value.detach().double() for name, value in wide.items()}
+        wide["logp_BT"].requires_grad_()
         return error_of(zip(ours(), plain(replace(tokens, **wide)), strict=True))
 
     return Case(
@@ -87,36 +85,11 @@ def policy_loss_case(setting: Setting) -> Case:
         plain=plain,
         max_error=error,
         tolerance=1e-5,
-        num_bytes=logp_BT.numel() * (5 * 4 + 1 + 2 * 4),  # read five numbers and the mask, write two gradients
+        num_bytes=logp_BT.numel() * (4 * 4 + 1 + 4),  # read four numbers and the mask, write a gradient
         device=setting.device,
         size=f"{shape[0]} sequences x {shape[1]} tokens, with gradients",
         against="the same by autograd in torch",
         picked=kernels.picked("policy_loss", logp_BT),
-    )
-
-
-def segment_sum_case(setting: Setting) -> Case:
-    """Sums of 4,096 sequences within a million tokens, against index_add over the number of each token's sequence."""
-    num_segments, mean = setting.sized(4096, 16, 32768), setting.sized(256, 8, 1024)
-    lengths_S = setting.whole(2 * mean, num_segments)
-    offset_S1 = torch.cat((lengths_S.new_zeros(1), lengths_S.cumsum(0)))
-    values_T = setting.normal(int(offset_S1[-1]))
-    segment_T = torch.arange(num_segments, device=setting.device).repeat_interleave(lengths_S)
-    kernels = Kernels(setting.choice)
-
-    def by_index(values_T: torch.Tensor) -> torch.Tensor:
-        return values_T.new_zeros(num_segments).index_add_(0, segment_T, values_T)
-
-    return Case(
-        ours=lambda: segment_sum(values_T, offset_S1, kernels=kernels),
-        plain=lambda: by_index(values_T),
-        max_error=lambda: error_of([(segment_sum(values_T, offset_S1, kernels=kernels), by_index(values_T.double()))]),
-        tolerance=1e-5,
-        num_bytes=4 * len(values_T) + 12 * num_segments,
-        device=setting.device,
-        size=f"{len(values_T)} tokens in {num_segments} sequences",
-        against="index_add",
-        picked=kernels.picked("segment_sum", values_T),
     )
 
 

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from benchmarks.figures import paired
-from benchmarks.kernel_batches import gae_case, policy_loss_case, segment_sum_case, upload_case
+from benchmarks.kernel_batches import gae_case, upload_case
 from benchmarks.kernel_case import Case, Setting
 from benchmarks.kernel_layers import attention_case, gated_case, rms_norm_case
 from benchmarks.kernel_logits import (
@@ -42,8 +42,6 @@ CASES: Mapping[str, Callable[[Setting], Case]] = {
     "sampling": sampling_case,
     "masked_softmax": masked_softmax_case,
     "gae": gae_case,
-    "policy_loss": policy_loss_case,
-    "segment_sum": segment_sum_case,
     "upload": upload_case,
     "rms_norm": partial(rms_norm_case, with_gradients=True),
     "gated": partial(gated_case, with_gradients=True),

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunesmith.algorithms.importance import correction
+from tunesmith.algorithms.policy_loss import importance_correction
 from tunesmith.config.rollout_sections import ImportanceSection
 from tunesmith.core.errors import InputError
 from tunesmith.kernels.sample import torch_impl
@@ -43,7 +43,7 @@ def twin_weight(log_ratio, settings):
 def test_weights_and_figures_equal_the_twin(mode, level, seed, cap, floor):
     settings = ImportanceSection(mode=mode, level=level, cap=cap, floor=floor)
     train_BT, sampled_BT, mask_BT = batch(seed)
-    found = correction(train_BT, sampled_BT, mask_BT, settings)
+    found = importance_correction(train_BT, sampled_BT, mask_BT, settings)
     ratios, cuts = [], []
     for row, mask_T in enumerate(mask_BT.tolist()):
         differences = [float(train_BT[row, t] - sampled_BT[row, t]) for t, counts in enumerate(mask_T) if counts]
@@ -75,7 +75,7 @@ def test_weights_and_figures_equal_the_twin(mode, level, seed, cap, floor):
 @pytest.mark.parametrize("mode", MODES)
 def test_equal_log_probs_weigh_exactly_one(mode, level):
     _, sampled_BT, mask_BT = batch(0, dtype=torch.float32)
-    found = correction(sampled_BT, sampled_BT, mask_BT, ImportanceSection(mode=mode, level=level))
+    found = importance_correction(sampled_BT, sampled_BT, mask_BT, ImportanceSection(mode=mode, level=level))
     assert torch.equal(found.weight_BT, mask_BT.float())
     assert not found.is_cut_BT.any() and found.metrics()["sampling/sampling_logp_difference/max"] == 0
 
@@ -94,7 +94,7 @@ def test_the_mean_over_a_filtered_draw_is_the_policys_sum_over_what_can_be_drawn
     assert len(drawn) < 36
     mu_BT = torch.tensor([[mu_TV[t, v] for t, v in enumerate(pair)] for pair in drawn])
     pi_BT = torch.tensor([[pi_TV[t, v] for t, v in enumerate(pair)] for pair in drawn])
-    weight_BT = correction(
+    weight_BT = importance_correction(
         pi_BT, mu_BT, torch.ones_like(mu_BT, dtype=torch.bool), NO_CUT.model_copy(update={"level": level})
     ).weight_BT.double()
     f_B = torch.randn(len(drawn), generator=generator).double()
@@ -107,14 +107,14 @@ def test_the_weight_of_a_token_drawn_from_a_nucleus_is_the_mass_of_the_nucleus()
     mu_BV = torch_impl.distribution(logits_BV, SampleSettings.same(1, top_p=0.7))
     pi_BV = logits_BV.log_softmax(-1)
     mass = pi_BV[mu_BV.isfinite()].exp().sum()
-    weight = correction(pi_BV[:, :1], mu_BV[:, :1], torch.ones(1, 1), ImportanceSection()).weight_BT
+    weight = importance_correction(pi_BV[:, :1], mu_BV[:, :1], torch.ones(1, 1), ImportanceSection()).weight_BT
     torch.testing.assert_close(weight[0, 0].double(), mass, rtol=1e-6, atol=0)
 
 
 def test_a_ratio_beyond_the_range_of_floats_is_cut():
     train_BT, sampled_BT, mask_BT = torch.tensor([[0.0, -1.0]]), torch.tensor([[-200.0, -1.0]]), torch.ones(1, 2)
     for mode, weight in (("truncate", 2.0), ("mask", 0.0)):
-        found = correction(train_BT, sampled_BT, mask_BT, ImportanceSection(mode=mode))
+        found = importance_correction(train_BT, sampled_BT, mask_BT, ImportanceSection(mode=mode))
         assert found.weight_BT.tolist() == [[weight, 1.0]]
         assert found.metrics()["sampling/importance_sampling_ratio/cut_share"] == 0.5
 
@@ -125,20 +125,22 @@ def test_padding_counts_for_nothing_whatever_stands_there():
     spoilt_BT = train_BT.masked_fill(~mask_BT, float("nan"))
     for level in LEVELS:
         settings = ImportanceSection(level=level)
-        clean, spoilt = (correction(t, sampled_BT, mask_BT, settings) for t in (train_BT, spoilt_BT))
+        clean, spoilt = (importance_correction(t, sampled_BT, mask_BT, settings) for t in (train_BT, spoilt_BT))
         assert torch.equal(clean.weight_BT, spoilt.weight_BT)
         assert clean.metrics() == spoilt.metrics()
 
 
 def test_weights_carry_no_gradient():
     train_BT, sampled_BT, mask_BT = batch(4)
-    assert not correction(train_BT.requires_grad_(), sampled_BT, mask_BT, ImportanceSection()).weight_BT.requires_grad
+    assert not importance_correction(
+        train_BT.requires_grad_(), sampled_BT, mask_BT, ImportanceSection()
+    ).weight_BT.requires_grad
 
 
 def test_differing_shapes_are_refused():
     train_BT, sampled_BT, mask_BT = batch(5)
     with pytest.raises(InputError, match="different shapes"):
-        correction(train_BT, sampled_BT[:, :1], mask_BT, ImportanceSection())
+        importance_correction(train_BT, sampled_BT[:, :1], mask_BT, ImportanceSection())
 
 
 def test_figures_equal_trls_own(trl_importance):
@@ -146,7 +148,7 @@ def test_figures_equal_trls_own(trl_importance):
     mask_BT[:, 0] = mask_BT[0] = True
     for mode, level in product(("truncate", "mask"), LEVELS):
         settings = ImportanceSection(mode=mode, level=level, cap=1.5, floor=0.5)
-        found = correction(train_BT, sampled_BT, mask_BT, settings)
+        found = importance_correction(train_BT, sampled_BT, mask_BT, settings)
         weight_BT, metrics = trl_importance(train_BT, sampled_BT, mask_BT, f"{level}_{mode}", 1.5, 0.5)
         torch.testing.assert_close(found.weight_BT, weight_BT.expand_as(mask_BT) * mask_BT)
         ours = found.metrics()

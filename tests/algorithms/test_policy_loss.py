@@ -11,6 +11,7 @@ from tunesmith.algorithms import policy_loss
 from tunesmith.algorithms.sums import merged
 from tunesmith.config.algorithm_sections import GRPOSection, KLSection, PolicyLossSection, PPOSection
 from tunesmith.core.errors import InputError
+from tunesmith.kernels.policy_loss.records import PolicyTerms, PolicyTokens
 
 seeds = st.integers(0, 2**32 - 1)
 clips = st.floats(0.01, 0.5)
@@ -25,6 +26,19 @@ def batch(seed, num_sequences=4, num_tokens=5, spread=0.4, dtype=torch.float64):
     lengths_B = torch.randint(1, num_tokens + 1, (num_sequences,), generator=generator)
     mask_BT = torch.arange(num_tokens)[None] < lengths_B[:, None]
     return logp_BT.requires_grad_(), old_logp_BT, advantage_BT, mask_BT
+
+
+def surrogate(logp_BT, old_logp_BT, advantage_BT, mask_BT, denominator, cfg):
+    """The objective without KL and entropy."""
+    tokens = PolicyTokens(logp_BT, old_logp_BT, advantage_BT, mask_BT)
+    return policy_loss.objective(tokens, policy_loss.terms_of(cfg), denominator, 1.0)
+
+
+def entropy_bonus(entropy_BT, mask_BT, num_tokens):
+    """The entropy term of the objective, with coefficient 1."""
+    zero_BT = torch.zeros_like(entropy_BT)
+    tokens = PolicyTokens(zero_BT, zero_BT, zero_BT, mask_BT, entropy_BT=entropy_BT)
+    return -policy_loss.objective(tokens, PolicyTerms(entropy_coef=1.0), 1.0, num_tokens)[0]
 
 
 def section(clip_low=0.2, clip_high=0.2, **options):
@@ -102,7 +116,7 @@ def whole_step(mask_BT, num_micro_batches=1):
 def test_every_loss_gradient_and_statistic_equals_the_twin(seed, cfg, normalization, max_tokens):
     logp_BT, old_logp_BT, advantage_BT, mask_BT = batch(seed, spread=0.8)
     denominator = policy_loss.loss_denominator(normalization, mask_BT, whole_step(mask_BT), max_tokens)
-    loss, stats = policy_loss.surrogate(logp_BT, old_logp_BT, advantage_BT, mask_BT, denominator, cfg)
+    loss, stats = surrogate(logp_BT, old_logp_BT, advantage_BT, mask_BT, denominator, cfg)
     (gradient_BT,) = grad(loss, logp_BT)
     rows = rows_of(logp_BT, old_logp_BT, advantage_BT, mask_BT=mask_BT)
     twins = [row_twin(row, cfg) for row in rows]
@@ -134,10 +148,8 @@ def test_loss_passes_gradcheck():
     logp_BT, old_logp_BT, advantage_BT, mask_BT = batch(0)
     for level in ("token", "sequence", "product"):
         cfg = section(0.2, 0.3, importance_sampling_level=level, dual_clip=1.5)
-        assert gradcheck(
-            lambda x, c=cfg: policy_loss.surrogate(x, old_logp_BT, advantage_BT, mask_BT, 9, c)[0], (logp_BT,)
-        )
-    assert gradcheck(lambda x: policy_loss.entropy_bonus(x, mask_BT, 9), (logp_BT,))
+        assert gradcheck(lambda x, c=cfg: surrogate(x, old_logp_BT, advantage_BT, mask_BT, 9, c)[0], (logp_BT,))
+    assert gradcheck(lambda x: entropy_bonus(x, mask_BT, 9), (logp_BT,))
 
 
 @given(seed=seeds, cfg=sections)
@@ -148,7 +160,7 @@ def test_the_first_pass_has_ratio_one_and_the_gradient_of_the_policy_gradient(se
         advantage_BT = advantage_BT[:, :1].expand_as(mask_BT)
     if cfg.importance_sampling_level == "product":  # and here the sum over its completion
         advantage_BT = advantage_BT.masked_fill(torch.arange(5) > 0, 0.0)
-    loss, stats = policy_loss.surrogate(logp_BT, logp_BT.detach(), advantage_BT, mask_BT, num_tokens, cfg)
+    loss, stats = surrogate(logp_BT, logp_BT.detach(), advantage_BT, mask_BT, num_tokens, cfg)
     metrics = stats.metrics()
     assert (metrics["val/ratio"], metrics["val/ratio_var"]) == (1.0, 0.0)
     assert metrics["policy/approxkl_avg"] == metrics["policy/clipfrac_avg"] == 0.0
@@ -169,7 +181,7 @@ def test_micro_batches_with_their_own_padding_add_up_to_the_full_batch(seed, siz
     logp_BT, old_logp_BT, advantage_BT, mask_BT = batch(seed)
     whole = whole_step(mask_BT)
     denominator = policy_loss.loss_denominator(normalization, mask_BT, whole, 9)
-    loss, stats = policy_loss.surrogate(logp_BT, old_logp_BT, advantage_BT, mask_BT, denominator, cfg)
+    loss, stats = surrogate(logp_BT, old_logp_BT, advantage_BT, mask_BT, denominator, cfg)
     (gradient_BT,) = grad(loss, logp_BT)
     micro_losses, micro_stats = [], []
     for rows in torch.arange(4).split(size):
@@ -183,7 +195,7 @@ def test_micro_batches_with_their_own_padding_add_up_to_the_full_batch(seed, siz
         ]
         mask = torch.cat([mask_BT[rows, :longest], torch.zeros(len(rows), 2, dtype=torch.bool)], 1)
         denominator = policy_loss.loss_denominator(normalization, mask, whole, 9)
-        micro_loss, micro_stat = policy_loss.surrogate(*padded, mask, denominator, cfg)
+        micro_loss, micro_stat = surrogate(*padded, mask, denominator, cfg)
         micro_losses.append(micro_loss)
         micro_stats.append(micro_stat)
     total = torch.stack(micro_losses).sum()
@@ -201,8 +213,8 @@ def test_a_mean_over_micro_batches_weighs_each_alike_whatever_its_tokens(seed, s
     for rows in parts:
         tensors = [x[rows] for x in (logp_BT, old_logp_BT, advantage_BT, mask_BT)]
         denominator = policy_loss.loss_denominator("micro_batch", mask_BT[rows], whole, 9)
-        losses.append(policy_loss.surrogate(*tensors, denominator, cfg)[0].item())
-        means.append(policy_loss.surrogate(*tensors, int(mask_BT[rows].sum()), cfg)[0].item())
+        losses.append(surrogate(*tensors, denominator, cfg)[0].item())
+        means.append(surrogate(*tensors, int(mask_BT[rows].sum()), cfg)[0].item())
     assert sum(losses) == pytest.approx(sum(means) / len(means), abs=1e-12)
 
 
@@ -219,7 +231,7 @@ def test_completions_that_were_drawn_and_left_out_count_in_means_over_completion
 def test_entropy_bonus_equals_its_twin_and_ignores_padding(seed, num_tokens):
     entropy_BT, _, _, mask_BT = batch(seed)
     dirty_BT = entropy_BT.detach().masked_fill(~mask_BT, float("nan")).requires_grad_()
-    bonus = policy_loss.entropy_bonus(dirty_BT, mask_BT, num_tokens)
+    bonus = entropy_bonus(dirty_BT, mask_BT, num_tokens)
     assert bonus.item() == pytest.approx(math.fsum(entropy_BT[mask_BT].tolist()) / num_tokens, abs=1e-10)
     torch.testing.assert_close(grad(bonus, dirty_BT)[0], mask_BT.double() / num_tokens)
 
@@ -253,7 +265,7 @@ def test_loss_gradient_and_clip_ratios_equal_trl(trl_grpo_loss, seed, level, los
     trl = {"loss_type": loss_type, "importance_sampling_level": level, "max_completion_length": 11}
     theirs, expected = trl_grpo_loss(logp_BT, old_logp_BT, advantage_BT, mask_BT, num_tokens, 0.05, high, **trl)
     denominator = policy_loss.loss_denominator(normalization, mask_BT, whole_step(mask_BT), 11)
-    ours, stats = policy_loss.surrogate(*arguments, denominator, cfg)
+    ours, stats = surrogate(*arguments, denominator, cfg)
     assert ours.item() == pytest.approx(theirs.item(), abs=1e-5)
     torch.testing.assert_close(grad(ours, logp_BT)[0], grad(theirs, logp_BT)[0], atol=1e-5, rtol=0)
     assert stats.metrics()["policy/clipfrac_avg"] > 0 or (loss_type, level) == ("cispo", "sequence")
@@ -270,7 +282,7 @@ def test_dual_clip_equals_trl_s_delta(trl_grpo_loss, seed):
     num_tokens = int(mask_BT.sum())
     arguments = (logp_BT, old_logp_BT, advantage_BT, mask_BT, num_tokens)
     theirs, _ = trl_grpo_loss(*arguments, 0.2, 0.28, delta=1.7)
-    ours, stats = policy_loss.surrogate(*arguments, section(0.2, 0.28, dual_clip=1.7))
+    ours, stats = surrogate(*arguments, section(0.2, 0.28, dual_clip=1.7))
     assert ours.item() == pytest.approx(theirs.item(), abs=1e-5)
     torch.testing.assert_close(grad(ours, logp_BT)[0], grad(theirs, logp_BT)[0], atol=1e-5, rtol=0)
     assert stats.metrics()["clip_ratio/dual_mean"] > 0
@@ -283,7 +295,7 @@ def test_the_product_of_a_completion_s_ratios_gives_the_loss_of_trl_s_rloo(trl_r
     cfg = section(0.05, 0.08, importance_sampling_level="product")
     denominator = policy_loss.loss_denominator("sequence", mask_BT, whole_step(mask_BT), 9)
     advantage_BT = advantage_BT[:, :1].expand_as(mask_BT)
-    ours, _ = policy_loss.surrogate(logp_BT, old_logp_BT, advantage_BT, mask_BT, denominator, cfg)
+    ours, _ = surrogate(logp_BT, old_logp_BT, advantage_BT, mask_BT, denominator, cfg)
     assert ours.item() == pytest.approx(theirs.item(), abs=1e-5)
     torch.testing.assert_close(grad(ours, logp_BT)[0], grad(theirs, logp_BT)[0], atol=1e-5, rtol=0)
     assert expected["clip_ratio/region_mean"] > 0
@@ -294,8 +306,8 @@ def test_the_entropy_bonus_equals_trl(trl_grpo_loss):
     entropy_BT, num_tokens = logp_BT.square(), int(mask_BT.sum())
     arguments = (logp_BT, old_logp_BT, advantage_BT, mask_BT, num_tokens)
     theirs, expected = trl_grpo_loss(*arguments, 0.2, 0.28, entropy_BT=entropy_BT, entropy_coef=0.05)
-    policy, _ = policy_loss.surrogate(*arguments, section(0.2, 0.28))
-    bonus = policy_loss.entropy_bonus(entropy_BT, mask_BT, num_tokens)
+    policy, _ = surrogate(*arguments, section(0.2, 0.28))
+    bonus = entropy_bonus(entropy_BT, mask_BT, num_tokens)
     assert policy.item() == pytest.approx(expected["policy_loss"], abs=1e-5)
     assert bonus.item() == pytest.approx(expected["entropy"], abs=1e-5)
     assert (policy - 0.05 * bonus).item() == pytest.approx(theirs.item(), abs=1e-5)
@@ -306,7 +318,7 @@ def test_statistics_are_detached_and_nothing_but_logp_gets_a_gradient():
     old_logp_BT.requires_grad_()
     advantage_BT.requires_grad_()
     cfg = section(importance_sampling_level="sequence")
-    loss, stats = policy_loss.surrogate(logp_BT, old_logp_BT, advantage_BT, mask_BT.long(), torch.tensor(9.0), cfg)
+    loss, stats = surrogate(logp_BT, old_logp_BT, advantage_BT, mask_BT.long(), torch.tensor(9.0), cfg)
     loss.backward()
     assert logp_BT.grad is not None and old_logp_BT.grad is None and advantage_BT.grad is None
     assert not stats.pack().requires_grad
@@ -314,21 +326,21 @@ def test_statistics_are_detached_and_nothing_but_logp_gets_a_gradient():
 
 def test_bf16_log_probs_give_an_fp32_loss():
     logp_BT, old_logp_BT, advantage_BT, mask_BT = (x.bfloat16() if x.is_floating_point() else x for x in batch(0))
-    assert policy_loss.surrogate(logp_BT, old_logp_BT, advantage_BT, mask_BT, 9, section())[0].dtype == torch.float32
+    assert surrogate(logp_BT, old_logp_BT, advantage_BT, mask_BT, 9, section())[0].dtype == torch.float32
 
 
 def test_a_batch_without_tokens_has_no_loss_and_no_metrics():
     logp_BT, old_logp_BT, advantage_BT, mask_BT = batch(0)
-    loss, stats = policy_loss.surrogate(logp_BT, old_logp_BT, advantage_BT, mask_BT & False, 9, section())
+    loss, stats = surrogate(logp_BT, old_logp_BT, advantage_BT, mask_BT & False, 9, section())
     assert loss.item() == 0 and stats.metrics() == {}
 
 
 def test_bad_input_is_refused():
     good = torch.zeros(2, 3)
     with pytest.raises(InputError, match=r"advantage_BT \(2,\)"):
-        policy_loss.surrogate(good, good, torch.zeros(2), good, 6, section())
+        surrogate(good, good, torch.zeros(2), good, 6, section())
     with pytest.raises(InputError, match="denominator is 0"):
-        policy_loss.surrogate(good, good, good, good, 0, section())
+        surrogate(good, good, good, good, 0, section())
 
 
 def test_settings_that_contradict_each_other_are_refused():
@@ -344,3 +356,34 @@ def test_settings_that_contradict_each_other_are_refused():
         GRPOSection.model_validate(
             {"multi_objective_aggregation": "normalize_then_sum", "kl": {"place": "reward", "estimator": "k1"}}
         )
+
+
+def test_terms_out_of_range_are_refused():
+    for options, said in (
+        ({"clip_low": 1.0}, "clip_low is 1.0; it must lie between 0 and 1"),
+        ({"dual_clip": 1.1}, "dual_clip is 1.1; it must be above 1.2"),
+        ({"dual_clip": 3.0, "surrogate": "cispo"}, "dual_clip is 3.0 with surrogate cispo"),
+        ({"kl_coef": -1.0}, "kl_coef is -1.0; it must be 0 or more"),
+    ):
+        with pytest.raises(InputError, match=said):
+            PolicyTerms(**options)
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+def test_a_ratio_beyond_the_range_of_floats_gives_a_gradient_that_is_refused(advantage):
+    logp_BT = torch.tensor([[1e4, -1.0]]).requires_grad_()
+    tokens = (logp_BT, torch.tensor([[-1.0, -1.0]]), torch.full((1, 2), advantage), torch.ones(1, 2))
+    (gradient_BT,) = grad(surrogate(*tokens, 2.0, section())[0], logp_BT)
+    assert not gradient_BT[0, 0].isfinite() and gradient_BT[0, 1].isfinite()
+
+
+def test_nan_inside_the_mask_reaches_the_loss():
+    logp_BT, old_logp_BT, advantage_BT, _ = batch(0)
+    terms = PolicyTerms(kl_coef=0.1, entropy_coef=0.01)
+    tensors_BT = [logp_BT.detach(), old_logp_BT, advantage_BT, logp_BT.detach(), logp_BT.detach().abs()]
+    for place in range(5):
+        dirty_BT = [x.clone() for x in tensors_BT]
+        dirty_BT[place][1, 0] = float("nan")
+        new, old, advantage, reference, entropy = dirty_BT
+        tokens = PolicyTokens(new, old, advantage, torch.ones(4, 5), reference, entropy)
+        assert policy_loss.objective(tokens, terms, 1.0, 1.0)[0].isnan()

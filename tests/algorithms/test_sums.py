@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tunesmith.algorithms.sums import Sums, check_denominator, check_shapes, kept, merged, total
+from tunesmith.algorithms.sums import Sums, merged
 from tunesmith.core.errors import InputError
+from tunesmith.kernels.masking import check_denominator, check_shapes, kept, total
 
 
 @dataclass(frozen=True, slots=True)

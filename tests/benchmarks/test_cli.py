@@ -88,8 +88,8 @@ def test_bench_kernels_has_the_promised_figures_and_writes_them(
     assert main(words) == 0
     facts = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert json.loads(out.read_text()) == facts
-    promised = {"preference", "logprob", "logprob_logits", "sampling", "masked_softmax", "gae", "policy_loss"}
-    assert promised | {"segment_sum", "upload"} <= set(facts["kernels"])
+    promised = {"preference", "logprob", "logprob_logits", "sampling", "masked_softmax", "gae"}
+    assert promised | {"upload"} <= set(facts["kernels"])
     for figures in facts["kernels"].values():
         assert figures["ratio_min"] <= figures["ratio_median"] <= figures["ratio_max"]
         assert figures["copy_share"] > 0 and 0 <= figures["max_error"] <= figures["tolerance"]

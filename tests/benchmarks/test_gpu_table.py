@@ -14,9 +14,8 @@ from benchmarks.gpu_floor import generation_floors, update_floor
 from benchmarks.gpu_launches import count_launches
 from benchmarks.gpu_records import Floor, Measured
 from benchmarks.gpu_table import Ceilings, bars, failures, shares
-from benchmarks.kernel_batches import gae_case, policy_loss_case, segment_sum_case
+from benchmarks.kernel_batches import gae_case, policy_loss_case
 from benchmarks.kernel_case import Case, Setting
-from benchmarks.kernel_head_sample import head_sample_case
 from benchmarks.kernel_layers import attention_case, gated_case, rms_norm_case, shared_prefix_case
 from benchmarks.kernel_logits import (
     head_case,
@@ -167,12 +166,10 @@ def test_all_ways_to_take_votes_select_the_same(monkeypatch: pytest.MonkeyPatch)
         ("sample", sampling_case),
         ("sample", partial(sampling_case, top_p=1.0)),
         ("gae", gae_case),
-        ("segment_sum", segment_sum_case),
         ("rms_norm", partial(rms_norm_case, with_gradients=True)),
         ("gated", partial(gated_case, with_gradients=True)),
         ("attention", attention_case),
         ("attention", shared_prefix_case),
-        ("head_sample", head_sample_case),
     ],
 )
 def test_what_a_gpu_runs_is_right_in_the_interpreter(op: str, build: Callable[[Setting], Case]):

@@ -6,19 +6,17 @@ through anything in this file.
 """
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tunesmith.algorithms.sums import Sums, check_shapes, kept, total
+from tunesmith.algorithms.sums import Sums
+from tunesmith.config.algorithm_sections import Baseline, Scale
 from tunesmith.kernels.gae import api as kernel
-from tunesmith.kernels.gae import torch_impl
 from tunesmith.kernels.gae.torch_impl import Advantages
+from tunesmith.kernels.masking import check_shapes, kept, total
 from tunesmith.kernels.native import shared
-
-Baseline = Literal["mean", "leave_one_out"]
-Scale = Literal["group", "batch", "advantages", "none"]
 
 GROUP_EPS = 1e-4
 """Added to a standard deviation before dividing by it, as TRL's GRPO does."""
@@ -36,15 +34,9 @@ def gae(reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor, gamma: float, lam:
     return kernel.gae(reward_BT, value_BT, mask_BT, gamma, lam, kernels=shared("auto"))
 
 
-def gae_loop(reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor, gamma: float, lam: float) -> Advantages:
-    """What `gae` returns, token by token in plain fp64 numbers: what `gae` is tested against."""
-    kernel.check(reward_BT, value_BT, mask_BT, gamma, lam)
-    return torch_impl.gae_loop(reward_BT, value_BT, mask_BT, gamma, lam)
-
-
 @dataclass(frozen=True, slots=True)
 class Moments(Sums):
-    """What whitening must know about a rollout; add the records of all ranks to whiten over the whole of it."""
+    """Moments for whitening; add the records of all ranks to whiten over all of them."""
 
     num: Tensor
     value: Tensor

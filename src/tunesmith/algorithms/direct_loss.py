@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from tunesmith.algorithms.sums import Denominator, Sums, check_denominator, check_shapes, total
+from tunesmith.algorithms.sums import Sums
 from tunesmith.config.algorithm_sections import DPOSection
 from tunesmith.core.errors import InputError
+from tunesmith.kernels.masking import Denominator, check_denominator, check_shapes, total
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tunesmith.algorithms.sums import Denominator, Sums, check_denominator, total
+from tunesmith.algorithms.sums import Sums
 from tunesmith.core.errors import InputError
 from tunesmith.kernels.arguments import records_gradient
 from tunesmith.kernels.logprob.head import (
@@ -27,7 +27,7 @@ from tunesmith.kernels.logprob.head import (
     in_autocast,
     product,
 )
-from tunesmith.kernels.masking import widened
+from tunesmith.kernels.masking import Denominator, check_denominator, total, widened
 
 _WORK_BYTES = {"cpu": 2 * 2**20, "cuda": 256 * 2**20}
 """Size of a float32 temporary of the element-wise part: on a CPU the half dozen of them stay in its cache."""

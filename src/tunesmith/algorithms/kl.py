@@ -16,22 +16,38 @@ same tokens, where the unweighted estimates are off by the ratio (DeepSeek-AI 20
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from tunesmith.algorithms.sums import Denominator, check_denominator, check_shapes, kept, shared_out
+from tunesmith.config.algorithm_sections import Estimator
 from tunesmith.core.errors import InputError
-from tunesmith.kernels.policy_loss import torch_impl
-from tunesmith.kernels.policy_loss.records import Estimator as Estimator
-from tunesmith.kernels.policy_loss.torch_impl import ESTIMATORS
-from tunesmith.kernels.policy_loss.torch_impl import k1 as k1
-from tunesmith.kernels.policy_loss.torch_impl import k2 as k2
-from tunesmith.kernels.policy_loss.torch_impl import k3 as k3
+from tunesmith.kernels.masking import Denominator, check_denominator, check_shapes, kept, shared_out
 
 MAX_RELATIVE_ERROR = 0.2
 """Ziegler et al. 2019 (arXiv 1909.08593), section 2.2: the error that the controller acts on is clipped to +-0.2."""
+
+
+def k1(logp_BT: Tensor, ref_logp_BT: Tensor) -> Tensor:
+    """The log-ratio of each token: unbiased, of either sign. As a loss its gradient has mean 0: no restraint."""
+    return logp_BT - ref_logp_BT
+
+
+def k2(logp_BT: Tensor, ref_logp_BT: Tensor) -> Tensor:
+    """Half the squared log-ratio of each token: never negative, biased in value, unbiased in gradient as a loss."""
+    return 0.5 * (logp_BT - ref_logp_BT).square()
+
+
+def k3(logp_BT: Tensor, ref_logp_BT: Tensor) -> Tensor:
+    """exp(-d) - 1 + d of each token: never negative, unbiased, of lower variance than k1."""
+    difference_BT = ref_logp_BT - logp_BT
+    # expm1 keeps the digits that exp(x) - 1 loses where policy and reference nearly agree: where training starts.
+    return torch.expm1(difference_BT) - difference_BT
+
+
+ESTIMATORS: Mapping[Estimator, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
 
 
 def estimate(estimator: Estimator, logp_BT: Tensor, ref_logp_BT: Tensor) -> Tensor:
@@ -40,6 +56,26 @@ def estimate(estimator: Estimator, logp_BT: Tensor, ref_logp_BT: Tensor) -> Tens
     if estimator not in ESTIMATORS:
         raise InputError(f"The KL estimator is {estimator!r}; choose one of {', '.join(ESTIMATORS)}.")
     return ESTIMATORS[estimator](logp_BT, ref_logp_BT)
+
+
+def penalty(
+    estimator: Estimator, logp_BT: Tensor, ref_logp_BT: Tensor, mask_BT: Tensor, ratio_BT: Tensor | None = None
+) -> Tensor:
+    """The KL estimate of each token as a loss, `[B, T]`, 0 outside the mask, times `ratio_BT` if it is given.
+
+    The gradient flows through `logp_BT` and the ratio. Without a ratio k1 has the gradient of k2, as its own has mean
+    0. In later epochs over a rollout the estimate is off by the ratio of the new policy to the one that drew the
+    tokens, which clipping holds near 1 (GRPO accepts this); a differentiable `ratio_BT` corrects it.
+    """
+    mask_BT = mask_BT.bool()
+    logp_BT, ref_logp_BT = kept(logp_BT, mask_BT), kept(ref_logp_BT.detach(), mask_BT)
+    kl_BT = estimate(estimator, logp_BT, ref_logp_BT)
+    if ratio_BT is not None:
+        return kept(ratio_BT, mask_BT) * kl_BT
+    if estimator == "k1":
+        guide_BT = k2(logp_BT, ref_logp_BT)
+        kl_BT = kl_BT.detach() + (guide_BT - guide_BT.detach())
+    return kl_BT
 
 
 def per_sequence(kl_BT: Tensor, mask_BT: Tensor) -> Tensor:
@@ -71,18 +107,13 @@ def penalty_loss(
     *,
     ratio_BT: Tensor | None = None,
 ) -> Tensor:
-    """Sum of the estimates inside the mask over `denominator`: a scalar to add to the loss, times the coefficient.
+    """Sum of `penalty` over `denominator`, a scalar to add to the loss, times the coefficient.
 
-    The gradient flows through `logp_BT` alone, as in the table at the top of this file; k1 carries k2's gradient.
-    `denominator` is that of the whole optimizer step, a number or one for each row. In later epochs over a rollout the
-    tokens come from the policy that drew them, and the estimate is off by the ratio of the two policies, which clipping
-    holds near 1; GRPO accepts the same. `ratio_BT`, differentiable, corrects it: each estimate is multiplied by it.
+    Raises `InputError` for an unknown estimator, differing shapes, or a denominator that is not positive.
     """
     check_shapes(logp_BT=logp_BT, ref_logp_BT=ref_logp_BT, mask_BT=mask_BT, ratio_BT=ratio_BT)
     check_denominator("denominator", denominator)
-    if estimator not in ESTIMATORS:
-        raise InputError(f"The KL estimator is {estimator!r}; choose one of {', '.join(ESTIMATORS)}.")
-    return shared_out(torch_impl.penalty(estimator, logp_BT, ref_logp_BT, mask_BT, ratio_BT), denominator)
+    return shared_out(penalty(estimator, logp_BT, ref_logp_BT, mask_BT, ratio_BT), denominator)
 
 
 class Controller(Protocol):
@@ -94,15 +125,15 @@ class Controller(Protocol):
         ...
 
     def update(self, kl_per_sequence: float, num_sequences: int) -> None:
-        """Take in the mean KL of a rollout's sequences, in nats."""
+        """Adjust the coefficient to the mean KL of a rollout's sequences, in nats."""
         ...
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint must hold."""
+        """State for a checkpoint."""
         ...
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on from `state_dict()`."""
+        """Restore `state_dict()`."""
         ...
 
 

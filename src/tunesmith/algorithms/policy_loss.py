@@ -1,25 +1,24 @@
-"""The policy losses of PPO and GRPO, what their sums are divided by, and the entropy bonus.
+"""The policy loss of PPO and GRPO: surrogate, KL term, entropy bonus, denominators, and importance weights.
 
 Shapes: B sequences, T completion tokens. `mask_BT` is true where a token counts. Denominators are those of the whole
 optimizer step, so that the losses and gradients of its micro-batches add up to those of one batch.
 """
 
-from dataclasses import dataclass, fields
-from typing import Literal, assert_never
+import math
+from dataclasses import dataclass
+from typing import assert_never
 
 import torch
 from torch import Tensor
 
-from tunesmith.algorithms.sums import Denominator, Sums, check_denominator, check_shapes, kept, shared_out
-from tunesmith.config.algorithm_sections import KLSection, PolicyLossSection
+from tunesmith.algorithms.kl import penalty
+from tunesmith.algorithms.sums import Sums
+from tunesmith.config.algorithm_sections import KLSection, Level, Normalization, PolicyLossSection
+from tunesmith.config.rollout_sections import ImportanceSection
+from tunesmith.kernels.masking import Denominator, check_denominator, check_shapes, kept, shared_out, total
 from tunesmith.kernels.native import shared
-from tunesmith.kernels.policy_loss import api as kernel
-from tunesmith.kernels.policy_loss import torch_impl
-from tunesmith.kernels.policy_loss.records import Level as Level
-from tunesmith.kernels.policy_loss.records import PolicySums, PolicyTerms, PolicyTokens
-from tunesmith.kernels.policy_loss.torch_impl import importance_ratio as importance_ratio
-
-Normalization = Literal["token", "sequence", "sequence_sum", "constant", "micro_batch"]
+from tunesmith.kernels.policy_loss.api import fused_policy_loss
+from tunesmith.kernels.policy_loss.records import PolicyTerms, PolicyTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,7 @@ class UpdateSize:
 
 
 def loss_denominator(normalization: Normalization, mask_BT: Tensor, size: UpdateSize, max_tokens: int) -> Denominator:
-    """What the summed losses of the tokens of a micro-batch are divided by: a number, or one for each row `[B, 1]`.
+    """Denominator of the summed token losses of a micro-batch: a number, or one for each row `[B, 1]`.
 
     `token` is a mean over all tokens of the optimizer step (DAPO, arXiv 2503.14476, equation 12); `sequence` a mean
     over completions of the mean over their tokens (GRPO, arXiv 2402.03300, equation 3); `sequence_sum` a mean over
@@ -97,44 +96,18 @@ def loss_denominator(normalization: Normalization, mask_BT: Tensor, size: Update
             assert_never(normalization)
 
 
-def surrogate(
-    logp_BT: Tensor,
-    old_logp_BT: Tensor,
-    advantage_BT: Tensor,
-    mask_BT: Tensor,
-    denominator: Denominator,
-    settings: PolicyLossSection,
-) -> tuple[Tensor, PolicyStats]:
-    """Scalar loss, differentiable through `logp_BT` alone, and detached statistics.
-
-    `old_logp_BT` are the log-probs under the policy that drew the tokens, r the `importance_ratio` at the level of
-    `settings`. `clip` is equation 7 of Schulman et al. 2017 (arXiv 1707.06347), with the two sides of the clip set
-    apart as in DAPO (arXiv 2503.14476); with `dual_clip`, r in its first term is at most that, which matters where A is
-    negative (Ye et al. 2020, arXiv 1912.09729). `cispo` is the loss of MiniMax-M1 (arXiv 2506.13585) without a lower
-    bound, sg for no gradient:
-
-        clip:  loss = -sum min(min(r, dual_clip) A, clip(r, 1 - clip_low, 1 + clip_high) A) / denominator
-        cispo: loss = -sum sg(min(r, 1 + clip_high)) A logp / denominator
-
-    Log-probs are not clamped: a ratio beyond the range of floats gives a non-finite gradient, which the optimizer
-    refuses and reports. Raises `InputError` if shapes differ or `denominator` is not positive.
-    """
-    check_shapes(logp_BT=logp_BT, old_logp_BT=old_logp_BT, advantage_BT=advantage_BT, mask_BT=mask_BT)
-    check_denominator("denominator", denominator)
-    tokens, terms = PolicyTokens(logp_BT, old_logp_BT, advantage_BT, mask_BT), terms_of(settings)
-    loss_BT, ratio_BT = torch_impl.surrogate(tokens, terms)
-    sums = torch_impl.sums_of(tokens, terms, loss_BT, ratio_BT, torch.zeros_like(loss_BT))
-    return shared_out(loss_BT, denominator), _stats(sums)
-
-
 def objective(
     tokens: PolicyTokens, terms: PolicyTerms, denominator: Denominator, num_tokens: Denominator
 ) -> tuple[Tensor, PolicyStats]:
-    """`surrogate`, less the entropy bonus, plus the KL penalty: scalar loss and detached statistics of the surrogate.
+    """Scalar loss of PPO and GRPO, differentiable through `logp_BT` and `entropy_BT`, and detached statistics.
 
-    The terms whose tensors `tokens` has; `denominator` is that of surrogate and KL, `num_tokens` that of the bonus. On
-    a CPU it is the definition, whose bits runs are compared by: the kernel would save less than a thousandth of a step.
-    On a GPU it is one pass instead of some sixty launches. Raises `InputError` as `surrogate` does.
+        loss = (sum surrogate + kl_coef sum kl) / denominator - entropy_coef sum entropy / num_tokens
+
+    Sums are over the mask; the KL and entropy terms are left out where `tokens` has None. On a GPU one Triton kernel
+    computes the first two terms where it can; on a CPU the loss is less than a thousandth of a step.
+
+    Raises:
+        InputError: shapes differ, or a denominator is not positive.
     """
     check_shapes(
         logp_BT=tokens.logp_BT,
@@ -146,15 +119,82 @@ def objective(
     )
     check_denominator("denominator", denominator)
     check_denominator("num_tokens", num_tokens)
-    if tokens.logp_BT.device.type == "cpu":
-        loss, sums = torch_impl.policy_loss(tokens, terms, denominator, num_tokens)
-    else:
-        loss, sums = kernel.policy_loss(tokens, terms, denominator, num_tokens, kernels=shared("auto"))
-    return loss, _stats(sums)
+    bonus: Tensor | float = 0.0
+    if tokens.entropy_BT is not None:
+        bonus = terms.entropy_coef * (kept(tokens.entropy_BT, tokens.mask_BT.bool()).sum() / num_tokens)
+    fused = fused_policy_loss(tokens, terms, denominator, kernels=shared("auto"))
+    if fused is not None:
+        return fused[0] - bonus, PolicyStats.unpack(fused[1])
+    loss_BT, ratio_BT = surrogate(tokens, terms)
+    loss = shared_out(loss_BT, denominator) - bonus
+    if tokens.reference_logp_BT is not None:
+        weight_BT = None
+        if terms.corrects_kl:  # a node of its own: sharing `ratio_BT` would sum gradients in another order
+            weight_BT = importance_ratio(tokens.logp_BT, tokens.old_logp_BT, tokens.mask_BT, terms.level)
+        kl_BT = penalty(terms.kl, tokens.logp_BT, tokens.reference_logp_BT, tokens.mask_BT, weight_BT)
+        loss = loss + terms.kl_coef * shared_out(kl_BT, denominator)
+    return loss, _statistics(tokens, terms, loss_BT, ratio_BT)
+
+
+def surrogate(tokens: PolicyTokens, terms: PolicyTerms) -> tuple[Tensor, Tensor]:
+    """Surrogate loss and importance ratio of each token, `[B, T]`, differentiable through `logp_BT`.
+
+    With r the ratio, A the advantage and sg for no gradient:
+
+        clip:  -min(min(r, dual_clip) A, clip(r, 1 - clip_low, 1 + clip_high) A)
+        cispo: -sg(min(r, 1 + clip_high)) A logp
+
+    `clip` is equation 7 of Schulman et al. 2017 (arXiv 1707.06347), with two clip bounds as in DAPO (arXiv 2503.14476);
+    `dual_clip` matters where A is negative (Ye et al. 2020, arXiv 1912.09729). `cispo` is the loss of MiniMax-M1 (arXiv
+    2506.13585) without a lower bound. Log-probs are not clamped: a ratio beyond the range of floats gives a non-finite
+    gradient, which the optimizer refuses and reports.
+    """
+    mask_BT = tokens.mask_BT.bool()
+    low, high, dual = 1 - terms.clip_low, 1 + terms.clip_high, terms.dual_clip
+    # Advantage 0 outside the mask makes the loss and its gradient 0 there.
+    advantage_BT = kept(tokens.advantage_BT.detach(), mask_BT)
+    ratio_BT = importance_ratio(tokens.logp_BT, tokens.old_logp_BT, mask_BT, terms.level)
+    if terms.surrogate == "cispo":
+        return -ratio_BT.detach().clamp(max=high) * advantage_BT * kept(tokens.logp_BT, mask_BT), ratio_BT
+    bounded_BT = ratio_BT if dual is None else ratio_BT.clamp(max=dual)
+    return -torch.minimum(bounded_BT * advantage_BT, ratio_BT.clamp(low, high) * advantage_BT), ratio_BT
+
+
+def importance_ratio(logp_BT: Tensor, old_logp_BT: Tensor, mask_BT: Tensor, level: Level) -> Tensor:
+    """Probability under the new policy over that under the old one, `[B, T]`, differentiable through `logp_BT` alone.
+
+    Per token, 1 outside the mask; or, at the levels of a completion, the same for every token of a row.
+    """
+    mask_BT = mask_BT.bool()
+    log_ratio_BT = kept(logp_BT, mask_BT) - kept(old_logp_BT.detach(), mask_BT)
+    if level == "token":
+        return log_ratio_BT.exp()
+    log_ratio_B1 = log_ratio_BT.sum(dim=1, keepdim=True)
+    if level == "sequence":
+        log_ratio_B1 = log_ratio_B1 / mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
+    return log_ratio_B1.exp().expand_as(log_ratio_BT)
+
+
+def _statistics(tokens: PolicyTokens, terms: PolicyTerms, loss_BT: Tensor, ratio_BT: Tensor) -> PolicyStats:
+    mask_BT, is_cispo = tokens.mask_BT.bool(), terms.surrogate == "cispo"
+    low, high = 1 - terms.clip_low, 1 + terms.clip_high
+    dual = math.inf if terms.dual_clip is None else terms.dual_clip
+    ratio_BT, advantage_BT = ratio_BT.detach(), kept(tokens.advantage_BT.detach(), mask_BT)
+    log_ratio_BT = kept(tokens.logp_BT.detach(), mask_BT) - kept(tokens.old_logp_BT.detach(), mask_BT)
+    return PolicyStats(
+        num_tokens=total(mask_BT),
+        loss=total(loss_BT),
+        approx_kl=total(0.5 * log_ratio_BT.square()),
+        clipped_low=total((ratio_BT < low) & (advantage_BT < 0) & (not is_cispo)),
+        clipped_high=total((ratio_BT > high) & (advantage_BT > 0)),
+        clipped_dual=total((ratio_BT > dual) & (advantage_BT < 0)),
+        ratio=total(kept(ratio_BT, mask_BT)),
+        ratio_square=total(kept(ratio_BT, mask_BT).double().square()),
+    )
 
 
 def terms_of(settings: PolicyLossSection, kl: KLSection | None = None, kl_coef: float = 0.0) -> PolicyTerms:
-    """The terms of the loss as the recipe has them; without a coefficient there is no KL in it."""
+    """The terms of the loss from the sections of a recipe; with coefficient 0 there is no KL term."""
     return PolicyTerms(
         surrogate=settings.surrogate,
         level=settings.importance_sampling_level,
@@ -168,16 +208,77 @@ def terms_of(settings: PolicyLossSection, kl: KLSection | None = None, kl_coef: 
     )
 
 
-def _stats(sums: PolicySums) -> PolicyStats:
-    return PolicyStats(**{field.name: getattr(sums, field.name) for field in fields(PolicyStats)})
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """Importance weights; `weight_BT` multiplies the advantage of each token: float32, detached, 0 outside the mask.
 
-
-def entropy_bonus(entropy_BT: Tensor, mask_BT: Tensor, num_tokens: Denominator) -> Tensor:
-    """Sum of the entropies inside the mask over `num_tokens`, in nats: a differentiable scalar.
-
-    Subtract it from the loss, times its coefficient. The bonuses of the micro-batches add up to the mean entropy of the
-    optimizer step's tokens.
+    `is_cut_BT` is true for tokens whose weight was outside [floor, cap]. `ratio_N` are the weights of the N tokens, or
+    completions, as they are used; `logp_difference_N` is |log pi - log mu| of each token, in nats.
     """
-    check_shapes(entropy_BT=entropy_BT, mask_BT=mask_BT)
-    check_denominator("num_tokens", num_tokens)
-    return kept(entropy_BT, mask_BT.bool()).sum() / num_tokens
+
+    weight_BT: Tensor
+    is_cut_BT: Tensor
+    ratio_N: Tensor
+    logp_difference_N: Tensor
+    cut_share: Tensor
+
+    def metrics(self) -> dict[str, float]:
+        """Figures under TRL's names, and the share of weights that were cut; empty without tokens."""
+        if not self.logp_difference_N.numel():
+            return {}
+        return {
+            "sampling/sampling_logp_difference/mean": self.logp_difference_N.mean().item(),
+            "sampling/sampling_logp_difference/max": self.logp_difference_N.max().item(),
+            "sampling/importance_sampling_ratio/min": self.ratio_N.min().item(),
+            "sampling/importance_sampling_ratio/mean": self.ratio_N.mean().item(),
+            "sampling/importance_sampling_ratio/max": self.ratio_N.max().item(),
+            "sampling/importance_sampling_ratio/cut_share": self.cut_share.item(),
+        }
+
+
+def importance_correction(
+    train_logp_BT: Tensor, sampled_logp_BT: Tensor, mask_BT: Tensor, settings: ImportanceSection
+) -> Correction:
+    """Importance weights pi / mu for tokens drawn from mu, not from the policy pi that is trained.
+
+    mu differs from pi where engine and trainer round differently, and wherever top-p, top-k, min-p, a repetition
+    penalty or a logit bias shapes the distribution. Weights cut to a range trade a little bias for variance: truncated
+    importance sampling (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training",
+    after Ionides 2008).
+
+    `train_logp_BT` is log pi, of the trainer's own forward before the update and at the sampling temperature.
+    `sampled_logp_BT` is log mu, after filters and penalty (`Completion.logps`): then the mean over mu of weight x f is,
+    before the cut, the sum of pi f over the support of mu. Where a filter keeps a mass Z of the vocabulary, a weight is
+    Z; the unfiltered log-probs (`Completion.raw_logps`) would correct rounding only.
+
+    Per token, or with `level: sequence` one weight for a completion, the product of its tokens' (unbiased, of greater
+    variance: a filter makes it vanish with length). `truncate` moves a weight into [floor, cap], `mask` sets one
+    outside of it to 0, `off` makes each weight 1 and only measures.
+
+    Raises:
+        InputError: if shapes differ.
+    """
+    check_shapes(train_logp_BT=train_logp_BT, sampled_logp_BT=sampled_logp_BT, mask_BT=mask_BT)
+    mask_BT = mask_BT.bool()
+    log_ratio_BT = kept(train_logp_BT.detach(), mask_BT) - kept(sampled_logp_BT.detach(), mask_BT)
+    if settings.level == "sequence":
+        log_ratio_BL = log_ratio_BT.sum(dim=1, keepdim=True, dtype=torch.float64)
+        counts_BL = mask_BT.any(dim=1, keepdim=True)
+    else:
+        log_ratio_BL, counts_BL = log_ratio_BT, mask_BT
+    ratio_BL = log_ratio_BL.exp()
+    is_cut_BL = counts_BL & ((ratio_BL > settings.cap) | (ratio_BL < settings.floor))
+    if settings.mode == "truncate":
+        ratio_BL = ratio_BL.clamp(settings.floor, settings.cap)
+    elif settings.mode == "mask":
+        ratio_BL = ratio_BL.masked_fill(is_cut_BL, 0.0)
+    else:
+        is_cut_BL = torch.zeros_like(is_cut_BL)
+    weight_BL = torch.ones_like(ratio_BL) if settings.mode == "off" else ratio_BL
+    return Correction(
+        weight_BT=weight_BL.expand_as(mask_BT).masked_fill(~mask_BT, 0.0).float(),
+        is_cut_BT=is_cut_BL & mask_BT,
+        ratio_N=ratio_BL[counts_BL].float(),
+        logp_difference_N=log_ratio_BT[mask_BT].abs(),
+        cut_share=is_cut_BL.sum() / counts_BL.sum(),
+    )

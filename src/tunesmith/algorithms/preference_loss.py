@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from tunesmith.algorithms.sums import Denominator, Sums, check_denominator, check_shapes, kept, total
+from tunesmith.algorithms.sums import Sums
 from tunesmith.core.errors import InputError
+from tunesmith.kernels.masking import Denominator, check_denominator, check_shapes, kept, total
 
 
 @dataclass(frozen=True, slots=True)

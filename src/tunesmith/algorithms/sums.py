@@ -14,12 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tunesmith.core.errors import InputError
-from tunesmith.kernels.masking import Denominator as Denominator
-from tunesmith.kernels.masking import check_denominator as check_denominator
-from tunesmith.kernels.masking import check_shapes as check_shapes
-from tunesmith.kernels.masking import kept as kept
-from tunesmith.kernels.masking import shared_out as shared_out
-from tunesmith.kernels.masking import total as total
 
 
 @dataclass(frozen=True, slots=True)

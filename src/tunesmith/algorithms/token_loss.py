@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tunesmith.algorithms.sums import Denominator, Sums, check_denominator, check_shapes, total
+from tunesmith.algorithms.sums import Sums
+from tunesmith.kernels.masking import Denominator, check_denominator, check_shapes, total
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tunesmith.algorithms.sums import Denominator, Sums, check_denominator, check_shapes, kept, total
+from tunesmith.algorithms.sums import Sums
 from tunesmith.core.errors import InputError
+from tunesmith.kernels.masking import Denominator, check_denominator, check_shapes, kept, total
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,21 @@ from pydantic import Field, model_validator
 
 from tunesmith.config.sections import Fraction, NonNegative, NonNegativeInt, Positive, PositiveInt, Section
 
+Estimator = Literal["k1", "k2", "k3"]
+"""Estimator of the KL to the reference policy, after Schulman 2020, "Approximating KL divergence"."""
+
+Surrogate = Literal["clip", "cispo"]
+
+Level = Literal["token", "sequence", "product"]
+"""Importance ratio per token; per completion, as the geometric mean of its tokens' (GSPO, Zheng et al. 2025, arXiv
+2507.18071, equation 7); or per completion, as their product."""
+
+Normalization = Literal["token", "sequence", "sequence_sum", "constant", "micro_batch"]
+
+Baseline = Literal["mean", "leave_one_out"]
+
+Scale = Literal["group", "batch", "advantages", "none"]
+
 
 class SFTSection(Section):
     """Supervised fine-tuning: mean negative log-likelihood of the trained tokens of a step."""
@@ -113,7 +128,7 @@ class KLSection(Section):
 
     coef: NonNegative = 0.05
     """Coefficient; 0 loads no reference model."""
-    estimator: Literal["k1", "k2", "k3"] = "k1"
+    estimator: Estimator = "k1"
     """Estimator of the KL (Schulman 2020)."""
     place: Literal["reward", "loss"] = "reward"
     """Subtract it from the reward per token, or add it to the loss."""
@@ -135,9 +150,9 @@ class KLSection(Section):
 class PolicyLossSection(Section):
     """Policy loss and updates, shared by PPO and GRPO."""
 
-    surrogate: Literal["clip", "cispo"] = "clip"
+    surrogate: Surrogate = "clip"
     """PPO's clipped ratio, or CISPO: the log-prob weighted by a detached ratio of at most 1 + clip_high."""
-    importance_sampling_level: Literal["token", "sequence", "product"] = "token"
+    importance_sampling_level: Level = "token"
     """Ratio of new to old policy: of each token; of a completion, as the geometric mean of its tokens (GSPO) or their
     product (RLOO)."""
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
@@ -146,7 +161,7 @@ class PolicyLossSection(Section):
     """The ratio is clipped above 1 + clip_high; DAPO has 0.28."""
     dual_clip: Positive | None = None
     """Upper bound of the ratio for negative advantages (dual-clip PPO, TRL's delta), for example 3; null is off."""
-    loss_normalization: Literal["token", "sequence", "sequence_sum", "constant", "micro_batch"] = "token"
+    loss_normalization: Normalization = "token"
     """Mean over all tokens of the update; over completions, of the mean or the sum of their tokens; sum divided by
     completions x max_new_tokens; or mean over micro-batches of means over tokens."""
     entropy_coef: NonNegative = 0.0
@@ -202,7 +217,7 @@ class GRPOKLSection(KLSection):
     """KL divergence to the reference policy, with GRPO's defaults: k3, in the loss."""
 
     coef: NonNegative = 0.04
-    estimator: Literal["k1", "k2", "k3"] = "k3"
+    estimator: Estimator = "k3"
     place: Literal["reward", "loss"] = "loss"
     """Subtract it from the reward of a completion, or add it to the loss."""
 
@@ -210,9 +225,9 @@ class GRPOKLSection(KLSection):
 class GRPOSection(PolicyLossSection):
     """Group-relative policy optimisation (Shao et al. 2024) and RLOO: the group is the baseline, without a critic."""
 
-    baseline: Literal["mean", "leave_one_out"] = "mean"
+    baseline: Baseline = "mean"
     """Mean reward of the group (GRPO), or of its other completions (RLOO)."""
-    scale: Literal["group", "batch", "advantages", "none"] = "group"
+    scale: Scale = "group"
     """Divide advantages by the standard deviation of the group's rewards, of all rewards, of all advantages
     (REINFORCE++-baseline), or not at all."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"

@@ -15,7 +15,7 @@ from torch import nn
 
 from tunesmith.algorithms import direct_loss
 from tunesmith.algorithms.direct_loss import DirectStats, PairLogps
-from tunesmith.algorithms.sums import Sums, merged, sum_over_ranks, total
+from tunesmith.algorithms.sums import Sums, merged, sum_over_ranks
 from tunesmith.batch.pack import chunks
 from tunesmith.batch.upload import Uploader
 from tunesmith.config.algorithm_sections import DPOSection
@@ -26,6 +26,7 @@ from tunesmith.core.seeds import items_at
 from tunesmith.core.trace import span
 from tunesmith.data.answers import Answer, AnswerLabel, AnswerPair, collate_answers, in_order
 from tunesmith.data.sets import DirectSets, Unit, direct_sets
+from tunesmith.kernels.masking import total
 from tunesmith.kernels.native import Kernels
 from tunesmith.models.export import ModelCard, save_final
 from tunesmith.models.freeze import freeze_lower_layers

@@ -16,9 +16,8 @@ import torch
 from torch import nn
 
 from tunesmith.algorithms import advantages, kl, policy_loss
-from tunesmith.algorithms.importance import Correction
 from tunesmith.algorithms.kl import Controller
-from tunesmith.algorithms.policy_loss import PolicyStats
+from tunesmith.algorithms.policy_loss import Correction, PolicyStats
 from tunesmith.batch.pack import PolicyBatch, Sequences, chunks, pack
 from tunesmith.batch.rollout import Group
 from tunesmith.batch.upload import Uploader

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tunesmith.algorithms.importance import Correction
-from tunesmith.algorithms.policy_loss import PolicyStats
+from tunesmith.algorithms.policy_loss import Correction, PolicyStats
 from tunesmith.algorithms.sums import merged
 from tunesmith.algorithms.value_loss import ValueStats
 from tunesmith.batch.pack import Sequences

@@ -13,10 +13,9 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from tunesmith.algorithms import importance, policy_loss
-from tunesmith.algorithms.importance import Correction
-from tunesmith.algorithms.policy_loss import PolicyStats, UpdateSize
-from tunesmith.algorithms.sums import Denominator, sum_over_ranks
+from tunesmith.algorithms import policy_loss
+from tunesmith.algorithms.policy_loss import Correction, PolicyStats, UpdateSize
+from tunesmith.algorithms.sums import sum_over_ranks
 from tunesmith.batch.pack import PolicyBatch, Sequences, chunks, select
 from tunesmith.batch.rollout import Group, SamplingParams
 from tunesmith.config.algorithm_sections import GRPOSection, PPOSection
@@ -28,6 +27,7 @@ from tunesmith.core.seeds import derive, items_at, permutation
 from tunesmith.core.trace import span
 from tunesmith.data import sets
 from tunesmith.evaluation import accuracy
+from tunesmith.kernels.masking import Denominator
 from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.policy_loss.records import PolicyTokens
 from tunesmith.models.freeze import freeze_lower_layers
@@ -225,7 +225,9 @@ def objective(
     kl_coef = kl_coef if section.kl.place == "loss" else 0.0
     old_logp_BT = new.logp_BT.detach() if on_policy else micro.old_logp_BT
     mask_BT = micro.sequences.mask_BT
-    correction = importance.correction(old_logp_BT, micro.sequences.sampled_logp_BT, mask_BT, importance_section)
+    correction = policy_loss.importance_correction(
+        old_logp_BT, micro.sequences.sampled_logp_BT, mask_BT, importance_section
+    )
     tokens = PolicyTokens(
         new.logp_BT,
         old_logp_BT,

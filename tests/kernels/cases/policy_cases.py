@@ -3,15 +3,15 @@
 Shapes: B sequences, T completion tokens.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from hypothesis import strategies as st
 
+from tunesmith.algorithms.policy_loss import objective
 from tunesmith.kernels.masking import Denominator
 from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.policy_loss import torch_impl
-from tunesmith.kernels.policy_loss.api import policy_loss
+from tunesmith.kernels.policy_loss.api import fused_policy_loss
 from tunesmith.kernels.policy_loss.records import PolicyTerms, PolicyTokens
 
 _SHARED = {
@@ -20,7 +20,6 @@ _SHARED = {
     "kl": st.sampled_from(["k1", "k2", "k3"]),
     "kl_coef": st.sampled_from([0.0, 0.3]),
     "corrects_kl": st.booleans(),
-    "entropy_coef": st.sampled_from([0.0, 0.2]),
 }
 TERMS = st.one_of(
     st.builds(PolicyTerms, **_SHARED, dual_clip=st.sampled_from([None, 1.3, 3.0])),
@@ -32,12 +31,11 @@ NOISE = st.sampled_from([0.0, 1e-3, 0.3, 2.0])
 
 @dataclass(frozen=True)
 class Case:
-    """A batch, its settings and its denominators."""
+    """A batch, its settings and its denominator."""
 
     tokens: PolicyTokens
     terms: PolicyTerms
     denominator: Denominator
-    entropy_denominator: Denominator
 
     @classmethod
     def of(
@@ -62,7 +60,6 @@ class Case:
             "old_logp_BT": logp_BT + noise * second,
             "advantage_BT": third,
             "reference_logp_BT": logp_BT + noise * fourth if terms.kl_coef else None,
-            "entropy_BT": first.abs() if terms.entropy_coef else None,
         }
         # What stands outside of the mask must reach nothing.
         dirty = {
@@ -70,7 +67,7 @@ class Case:
             for name, value in numbers.items()
         }
         denominator = torch.arange(1.0, num_rows + 1)[:, None] if per_row else 7.0
-        return cls(PolicyTokens(mask_BT=mask_BT, **dirty), terms, denominator, torch.tensor(5.0))
+        return cls(PolicyTokens(mask_BT=mask_BT, **dirty), terms, denominator)
 
     def wide(self) -> "Case":
         """The same numbers in float64."""
@@ -78,31 +75,27 @@ class Case:
         tokens = PolicyTokens(
             **{k: v if v is None or v.dtype == torch.bool else v.detach().double() for k, v in values.items()}
         )
-        return Case(tokens, self.terms, self.denominator, self.entropy_denominator)
+        return Case(tokens, self.terms, self.denominator)
 
-    def with_leaves(self) -> tuple["Case", list[torch.Tensor]]:
-        """The case with new log-probs and entropies as leaves."""
-        values = {field.name: getattr(self.tokens, field.name) for field in fields(PolicyTokens)}
-        names = [name for name in ("logp_BT", "entropy_BT") if values[name] is not None]
-        values |= {name: values[name].detach().clone().requires_grad_() for name in names}
-        case = Case(PolicyTokens(**values), self.terms, self.denominator, self.entropy_denominator)
-        return case, [values[name] for name in names]
+    def with_leaf(self) -> tuple["Case", torch.Tensor]:
+        """The case with new log-probs as a leaf."""
+        leaf_BT = self.tokens.logp_BT.detach().clone().requires_grad_()
+        return replace(self, tokens=replace(self.tokens, logp_BT=leaf_BT)), leaf_BT
 
 
 def check(case: Case, kernels: Kernels, *, tolerance: float = 2e-6) -> None:
-    """Loss, sums and gradients with `kernels` are those of the definition, by autograd in float64."""
-    ours, our_leaves = case.with_leaves()
-    wide, wide_leaves = case.wide().with_leaves()
-    loss, sums = policy_loss(ours.tokens, ours.terms, ours.denominator, ours.entropy_denominator, kernels=kernels)
-    exact_loss, exact_sums = torch_impl.policy_loss(wide.tokens, wide.terms, wide.denominator, wide.entropy_denominator)
+    """Loss, sums and gradient of the kernel are those of the definition, by autograd in float64."""
+    ours, our_leaf_BT = case.with_leaf()
+    wide, wide_leaf_BT = case.wide().with_leaf()
+    fused = fused_policy_loss(ours.tokens, ours.terms, ours.denominator, kernels=kernels)
+    assert fused is not None
+    loss, sums_S = fused
+    exact_loss, exact = objective(wide.tokens, wide.terms, wide.denominator, 1.0)
     # A sum's rounding grows with the sum of magnitudes, here at most a few per token.
     size = max(1, case.tokens.mask_BT.numel()) * tolerance
     torch.testing.assert_close(loss.detach().double(), exact_loss.detach(), atol=size, rtol=1e-5)
-    for field in fields(sums):
-        found, expected = getattr(sums, field.name), getattr(exact_sums, field.name)
-        torch.testing.assert_close(found, expected, atol=size, rtol=1e-5, msg=f"{field.name}: {found} for {expected}")
-    gradients = torch.autograd.grad(3.0 * loss, our_leaves)
-    exact = torch.autograd.grad(3.0 * exact_loss, wide_leaves)
-    for found, expected in zip(gradients, exact, strict=True):
-        step = 0.0 if found.dtype == torch.float32 else 2.0**-8 if found.dtype == torch.bfloat16 else 2.0**-11
-        torch.testing.assert_close(found.double(), expected, atol=10 * tolerance, rtol=1e-5 + step)
+    torch.testing.assert_close(sums_S, exact.pack(), atol=size, rtol=1e-5)
+    (found_BT,) = torch.autograd.grad(3.0 * loss, our_leaf_BT)
+    (expected_BT,) = torch.autograd.grad(3.0 * exact_loss, wide_leaf_BT)
+    step = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[found_BT.dtype]
+    torch.testing.assert_close(found_BT.double(), expected_BT, atol=10 * tolerance, rtol=1e-5 + step)

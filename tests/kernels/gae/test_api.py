@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gae_cases import gae_loop
 from tunesmith.core.errors import InputError, NativeUnavailableError
 from tunesmith.kernels.gae import torch_impl
 from tunesmith.kernels.gae.api import gae
@@ -59,7 +60,7 @@ def test_native_bits_are_those_of_the_definition(shape: tuple[int, int], gamma: 
 )
 def test_every_form_is_the_loop_over_tokens(seed, num_rows, num_columns, share, gamma, lam, built):
     case = Case.of(num_rows, num_columns, share=share, seed=seed)
-    exact = torch_impl.gae_loop(case.reward_BT, case.value_BT, case.mask_BT, gamma, lam)
+    exact = gae_loop(case.reward_BT, case.value_BT, case.mask_BT, gamma, lam)
     for kernels in (built("gae"), Kernels("torch"), Kernels("auto")):
         found = gae(case.reward_BT, case.value_BT, case.mask_BT, gamma, lam, kernels=kernels)
         torch.testing.assert_close(found.advantage_BT.double(), exact.advantage_BT, atol=2e-5, rtol=1e-5)
@@ -70,7 +71,7 @@ def test_large_rewards_and_values_keep_their_digits(native: Kernels):
     case = Case.of(6, 50)
     reward_BT, value_BT = 1e4 * case.reward_BT, 1e4 * case.value_BT
     found = gae(reward_BT, value_BT, case.mask_BT, 1.0, 0.95, kernels=native)
-    exact = torch_impl.gae_loop(reward_BT, value_BT, case.mask_BT, 1.0, 0.95)
+    exact = gae_loop(reward_BT, value_BT, case.mask_BT, 1.0, 0.95)
     torch.testing.assert_close(found.advantage_BT.double(), exact.advantage_BT, atol=0.1, rtol=1e-5)
 
 

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tunesmith.kernels.gae import torch_impl, triton_impl
+from gae_cases import gae_loop
+from tunesmith.kernels.gae import triton_impl
 from tunesmith.kernels.gae.api import gae
 from tunesmith.kernels.native import Kernels
 
@@ -18,7 +19,7 @@ def case(num_rows: int, num_columns: int, share: float, seed: int) -> tuple[torc
 
 
 def check(tensors: tuple[torch.Tensor, ...], gamma: float, lam: float, kernels: Kernels) -> None:
-    found, exact = gae(*tensors, gamma, lam, kernels=kernels), torch_impl.gae_loop(*tensors, gamma, lam)
+    found, exact = gae(*tensors, gamma, lam, kernels=kernels), gae_loop(*tensors, gamma, lam)
     torch.testing.assert_close(found.advantage_BT.double(), exact.advantage_BT, atol=3e-5, rtol=1e-5)
     torch.testing.assert_close(found.return_BT.double(), exact.return_BT, atol=3e-5, rtol=1e-5)
 

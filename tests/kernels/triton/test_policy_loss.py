@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from policy_cases import NOISE, TERMS, Case, check
 from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.policy_loss import triton_impl
-from tunesmith.kernels.policy_loss.api import policy_loss
+from tunesmith.kernels.policy_loss.api import fused_policy_loss
 from tunesmith.kernels.policy_loss.records import PolicyTerms, PolicyTokens
 
-WHOLE = PolicyTerms(kl_coef=0.1, entropy_coef=0.01, dual_clip=3.0)
+WHOLE = PolicyTerms(kl_coef=0.1, dual_clip=3.0)
 
 
 @settings(max_examples=25, deadline=None)
@@ -44,9 +44,17 @@ def test_a_ratio_beyond_the_range_of_floats_gives_a_gradient_that_is_refused(adv
     logp_BT = torch.tensor([[1e4, -1.0]]).requires_grad_()
     mask_BT = torch.ones(1, 2, dtype=torch.bool)
     tokens = PolicyTokens(logp_BT, torch.tensor([[-1.0, -1.0]]), torch.full((1, 2), advantage), mask_BT)
-    loss, _ = policy_loss(tokens, PolicyTerms(), 2.0, kernels=interpreted)
-    (gradient_BT,) = torch.autograd.grad(loss, logp_BT)
+    fused = fused_policy_loss(tokens, PolicyTerms(), 2.0, kernels=interpreted)
+    assert fused is not None
+    (gradient_BT,) = torch.autograd.grad(fused[0], logp_BT)
     assert not gradient_BT[0, 0].isfinite() and gradient_BT[0, 1].isfinite()
+
+
+def test_what_is_not_fused_is_left_to_the_definition(interpreted: Kernels):
+    whole, wide = Case.of(2, 3, WHOLE), Case.of(2, 3, WHOLE, dtype=torch.float64)
+    assert fused_policy_loss(whole.tokens, PolicyTerms(level="sequence"), 1.0, kernels=interpreted) is None
+    assert fused_policy_loss(whole.tokens, WHOLE, 1.0, kernels=Kernels("auto")) is None
+    assert fused_policy_loss(wide.tokens, WHOLE, 1.0, kernels=Kernels("auto")) is None
 
 
 def test_a_launch_covers_every_token():

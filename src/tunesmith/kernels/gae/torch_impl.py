@@ -1,4 +1,4 @@
-"""The definition of generalised advantage estimation: a scan over columns, and the same token by token.
+"""Generalised advantage estimation in torch: a scan over columns.
 
 Shapes: B sequences, T completion tokens. `mask_BT` is true where a token counts. Positions outside it are skipped as if
 they were not there, and come out as 0.
@@ -13,7 +13,7 @@ from tunesmith.kernels.masking import kept
 
 
 class Advantages(NamedTuple):
-    """Advantages, and the returns that the value function is fitted to; 0 outside the mask."""
+    """Advantages and returns (the targets of the value function); 0 outside the mask."""
 
     advantage_BT: Tensor
     return_BT: Tensor
@@ -41,19 +41,3 @@ def gae(reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor, gamma: float, lam:
         advantage_BT[:, t] = next_advantage_B
     advantage_BT = kept(advantage_BT, mask_BT)
     return Advantages(advantage_BT, advantage_BT + value_BT)
-
-
-def gae_loop(reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor, gamma: float, lam: float) -> Advantages:
-    """What `gae` returns, token by token in plain fp64 numbers: what every form of it is tested against."""
-    advantages = torch.zeros(value_BT.shape, dtype=torch.float64)
-    returns = torch.zeros_like(advantages)
-    for b, (rewards, values, mask) in enumerate(
-        zip(reward_BT.tolist(), value_BT.tolist(), mask_BT.tolist(), strict=True)
-    ):
-        next_value, next_advantage = 0.0, 0.0
-        for t in reversed([t for t, counts in enumerate(mask) if counts]):
-            delta = rewards[t] + gamma * next_value - values[t]
-            next_advantage = delta + gamma * lam * next_advantage
-            next_value = values[t]
-            advantages[b, t], returns[b, t] = next_advantage, next_advantage + next_value
-    return Advantages(advantages, returns)

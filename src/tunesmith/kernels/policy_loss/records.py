@@ -1,36 +1,28 @@
-"""What the policy loss is told and what it sums up.
+"""Tokens and terms of the policy loss; `algorithms.policy_loss` has the equations.
 
-Shapes: B sequences, T completion tokens, S sums.
+Shapes: B sequences, T completion tokens.
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import Tensor
 
+from tunesmith.config.algorithm_sections import Estimator, Level, Surrogate
 from tunesmith.core.errors import InputError
-
-Level = Literal["token", "sequence", "product"]
-"""A ratio for each token; one for a completion, the geometric mean of its tokens' (GSPO, Zheng et al. 2025, arXiv
-2507.18071, equation 7); or their product, the ratio of the whole completion."""
-
-Estimator = Literal["k1", "k2", "k3"]
-"""Of the KL to the reference policy, after Schulman 2020, "Approximating KL divergence"."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyTerms:
-    """Which terms the loss has, and their numbers.
+    """Terms and coefficients of the loss; see `algorithms.policy_loss.surrogate` for the equations.
 
-    `clip` is PPO's clipped ratio with its two sides apart, `cispo` the log-prob weighted by a ratio cut at
-    1 + clip_high; where the advantage is negative the ratio counts no more than `dual_clip`. `kl_coef` weighs the KL to
-    the reference policy, multiplied by the ratio with `corrects_kl`; `entropy_coef` the entropy bonus.
+    `kl_coef` weighs the KL to the reference policy, multiplied by the importance ratio with `corrects_kl`;
+    `entropy_coef` weighs the entropy bonus.
 
     Raises:
-        InputError: a number lies outside of what it may be.
+        InputError: a number is outside its range.
     """
 
-    surrogate: Literal["clip", "cispo"] = "clip"
+    surrogate: Surrogate = "clip"
     level: Level = "token"
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -58,11 +50,11 @@ class PolicyTerms:
 
 @dataclass(frozen=True, slots=True)
 class PolicyTokens:
-    """Numbers of each token, all `[B, T]`; `mask_BT` is true where a token counts.
+    """Per-token inputs, all `[B, T]`; `mask_BT` is true where a token counts.
 
-    Log-probs in nats: `logp_BT` of the policy that learns, `old_logp_BT` of the one that drew the tokens,
-    `reference_logp_BT` of the one that the KL is to, None without that term; `entropy_BT` None without a bonus.
-    Gradients flow to `logp_BT` and `entropy_BT` alone.
+    Log-probs in nats: `logp_BT` under the policy being trained, `old_logp_BT` under the one that drew the tokens,
+    `reference_logp_BT` under the reference policy (None without a KL term); `entropy_BT` is None without a bonus.
+    Gradients flow to `logp_BT` and `entropy_BT` only.
     """
 
     logp_BT: Tensor
@@ -71,24 +63,3 @@ class PolicyTokens:
     mask_BT: Tensor
     reference_logp_BT: Tensor | None = None
     entropy_BT: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PolicySums:
-    """Sums over the tokens inside the mask: detached float64 scalars.
-
-    `loss` is the surrogate's, before any denominator. `approx_kl` is (log ratio)^2 / 2. `clipped_low`, `clipped_high`
-    and `clipped_dual` count tokens whose gradient is cut, or weight bounded. `ratio` and its square are at the level of
-    the loss. `kl` is to the reference, as it counts but for its coefficient; `entropy` in nats; 0 where not given.
-    """
-
-    num_tokens: Tensor
-    loss: Tensor
-    approx_kl: Tensor
-    clipped_low: Tensor
-    clipped_high: Tensor
-    clipped_dual: Tensor
-    ratio: Tensor
-    ratio_square: Tensor
-    kl: Tensor
-    entropy: Tensor

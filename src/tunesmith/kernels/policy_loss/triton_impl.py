@@ -16,10 +16,9 @@ import triton.language as tl
 
 from tunesmith.kernels.launching import ceil_div
 from tunesmith.kernels.policy_loss.records import PolicyTerms, PolicyTokens
-from tunesmith.kernels.policy_loss.torch_impl import Evaluated
 from tunesmith.kernels.triton_check import Variant
 
-_NUM_SUMS = 11
+_NUM_SUMS = 9
 _BLOCK = 1024
 _KINDS = {"k1": 1, "k2": 2, "k3": 3}
 
@@ -38,9 +37,14 @@ def launch(num_tokens: int) -> LaunchPlan:
     return LaunchPlan(ceil_div(num_tokens, _BLOCK), _BLOCK, 4)
 
 
-def evaluated(tokens: PolicyTokens, terms: PolicyTerms, weight_R1: torch.Tensor) -> Evaluated:
-    """What `torch_impl.evaluated` gives for a ratio of each token, the gradient in float32."""
-    logp_BT, reference_BT, entropy_BT = tokens.logp_BT.contiguous(), tokens.reference_logp_BT, tokens.entropy_BT
+def sums_and_gradient(
+    tokens: PolicyTokens, terms: PolicyTerms, weight_R1: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sums_S, d_logp_BT float32) of surrogate and KL term, weighted per row or by one weight.
+
+    The sums are those of `algorithms.policy_loss.PolicyStats`, in its order, and last the weighted loss.
+    """
+    logp_BT, reference_BT = tokens.logp_BT.contiguous(), tokens.reference_logp_BT
     plan = launch(logp_BT.numel())
     d_logp_BT = torch.empty_like(logp_BT, dtype=torch.float32)
     sums_PS = logp_BT.new_zeros((plan.num_programs, _NUM_SUMS), dtype=torch.float32)
@@ -50,9 +54,8 @@ def evaluated(tokens: PolicyTokens, terms: PolicyTerms, weight_R1: torch.Tensor)
                 logp_BT,
                 tokens.old_logp_BT.contiguous(),
                 tokens.advantage_BT.contiguous(),
-                tokens.mask_BT.contiguous().view(torch.uint8),
+                tokens.mask_BT.bool().contiguous().view(torch.uint8),
                 logp_BT if reference_BT is None else reference_BT.contiguous(),
-                logp_BT if entropy_BT is None else entropy_BT.contiguous(),
                 weight_R1,
                 d_logp_BT,
                 sums_PS,
@@ -65,14 +68,12 @@ def evaluated(tokens: PolicyTokens, terms: PolicyTerms, weight_R1: torch.Tensor)
                 IS_CISPO=terms.surrogate == "cispo",
                 KL=0 if reference_BT is None else _KINDS[terms.kl],
                 CORRECTS_KL=terms.corrects_kl,
-                HAS_ENTROPY=entropy_BT is not None,
                 PER_ROW=len(weight_R1) > 1,
                 NUM_SUMS=_NUM_SUMS,
                 BLOCK=plan.block,
                 num_warps=plan.num_warps,
             )
-    sums_S = sums_PS.sum(0, dtype=torch.float64)
-    return Evaluated(sums_S[-1], sums_S[:-1].clone(), d_logp_BT)
+    return sums_PS.sum(0, dtype=torch.float64), d_logp_BT
 
 
 @triton.jit
@@ -134,7 +135,6 @@ def policy_loss_kernel(
     advantage,
     mask,
     reference_logp,
-    entropy,
     weight,
     d_logp,
     sums,
@@ -147,7 +147,6 @@ def policy_loss_kernel(
     IS_CISPO: tl.constexpr,
     KL: tl.constexpr,
     CORRECTS_KL: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr,
     PER_ROW: tl.constexpr,
     NUM_SUMS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -172,10 +171,9 @@ def policy_loss_kernel(
         estimate, along = _penalty(new, other, ratio, KL, CORRECTS_KL)
         estimate = tl.where(counts, estimate, 0.0)
         slope += kl_coef * along
-        tl.store(out + 8, tl.sum(estimate, 0))
-        tl.store(out + 10, tl.sum((loss + kl_coef * estimate) * share, 0))
+        tl.store(out + 8, tl.sum((loss + kl_coef * estimate) * share, 0))
     else:
-        tl.store(out + 10, tl.sum(loss * share, 0))
+        tl.store(out + 8, tl.sum(loss * share, 0))
     tl.store(d_logp + at, tl.where(counts, slope * share, 0.0), mask=inside)
     tl.store(out, tl.sum(counts.to(tl.float32), 0))
     tl.store(out + 1, tl.sum(loss, 0))
@@ -186,17 +184,15 @@ def policy_loss_kernel(
     ratio = tl.where(counts, ratio, 0.0)
     tl.store(out + 6, tl.sum(ratio, 0))
     tl.store(out + 7, tl.sum(ratio * ratio, 0))
-    if HAS_ENTROPY:
-        tl.store(out + 9, tl.sum(tl.load(entropy + at, mask=counts, other=0.0).to(tl.float32), 0))
 
 
 def _variant(name: str, kind: str, **constants: object) -> Variant:
-    arrays = ("logp", "old_logp", "advantage", "reference_logp", "entropy")
+    arrays = ("logp", "old_logp", "advantage", "reference_logp")
     signature = {**dict.fromkeys(arrays, kind), "mask": "*u8", "weight": "*fp32", "d_logp": "*fp32", "sums": "*fp32"}
     signature |= {"num_tokens": "i32", "num_columns": "i32"}
     signature |= dict.fromkeys(("low", "high", "dual", "kl_coef"), "fp32")
     plan = launch(_BLOCK)
-    whole = {"IS_CISPO": False, "KL": 3, "CORRECTS_KL": False, "HAS_ENTROPY": True, "PER_ROW": True}
+    whole = {"IS_CISPO": False, "KL": 3, "CORRECTS_KL": False, "PER_ROW": True}
     whole |= {"NUM_SUMS": _NUM_SUMS, "BLOCK": plan.block}
     return Variant(name, policy_loss_kernel, signature, whole | constants, plan.num_warps)
 
@@ -204,6 +200,6 @@ def _variant(name: str, kind: str, **constants: object) -> Variant:
 VARIANTS = (
     _variant("clip_k3_fp32", "*fp32"),
     _variant("clip_k3_bf16", "*bf16"),
-    _variant("cispo_fp32", "*fp32", IS_CISPO=True, KL=0, HAS_ENTROPY=False, PER_ROW=False),
+    _variant("cispo_fp32", "*fp32", IS_CISPO=True, KL=0, PER_ROW=False),
     _variant("clip_corrected_k1_fp32", "*fp32", KL=1, CORRECTS_KL=True),
 )

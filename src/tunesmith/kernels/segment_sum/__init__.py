@@ -1,1 +1,0 @@
-"""Sums over the sequences of a packed batch."""
