@@ -9,6 +9,7 @@ from torch.autograd import grad, gradcheck
 from tunesmith.algorithms import kl, policy_loss
 from tunesmith.config.algorithm_sections import PolicyLossSection
 from tunesmith.core.errors import InputError
+from tunesmith.kernels.policy_loss.records import PolicyTokens
 
 seeds = st.integers(0, 2**32 - 1)
 ESTIMATORS = ("k1", "k2", "k3")
@@ -207,7 +208,8 @@ def test_k3_in_the_loss_equals_trl_with_and_without_its_bias_correction(trl_grpo
     ratio_BT = level and policy_loss.importance_ratio(logp_BT, old_logp_BT, mask_BT, level)
     penalty = kl.penalty_loss("k3", logp_BT, ref_logp_BT, mask_BT, num_tokens, ratio_BT=ratio_BT)
     settings = PolicyLossSection(importance_sampling_level=level or "token")
-    ours = policy_loss.surrogate(*arguments, settings)[0] + 0.3 * penalty
+    tokens = PolicyTokens(*arguments[:4])
+    ours = policy_loss.objective(tokens, policy_loss.terms_of(settings), num_tokens, 1.0)[0] + 0.3 * penalty
     assert penalty.item() == pytest.approx(metrics["kl"], abs=1e-5)
     assert ours.item() == pytest.approx(theirs.item(), abs=1e-5)
     torch.testing.assert_close(grad(ours, logp_BT)[0], grad(theirs, logp_BT)[0], atol=1e-5, rtol=0)

@@ -7,25 +7,14 @@ log-prob of a token comes out the same in both.
 Shape legend: X columns of a tile, T tiles of a row.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
-from tunesmith.kernels.launching import ceil_div, power_of_two
+from tunesmith.kernels.launching import LaunchPlan, ceil_div, power_of_two
 
 _LARGEST_BLOCK = 4096
 _SMALLEST_BLOCK = 128
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchPlan:
-    """Columns of a tile, the power of two that the tiles of a row fit in, and warps: what a launch is compiled with."""
-
-    block: int
-    tiles: int
-    num_warps: int
 
 
 def launch(num_tokens: int, dtype: torch.dtype) -> LaunchPlan:

@@ -41,7 +41,7 @@ def test_a_row_in_one_block_is_the_loop_over_tokens(seed, num_rows, num_columns,
 @pytest.mark.parametrize("share", [0.05, 0.6, 1.0])
 def test_longer_rows_carry_over_from_block_to_block(num_columns: int, share: float, interpreted, monkeypatch):
     monkeypatch.setattr(triton_impl, "_LARGEST_BLOCK", 32)
-    assert triton_impl.launch(2, num_columns).block_columns == 32
+    assert triton_impl.launch(2, num_columns).block == 32
     check(case(2, num_columns, share, num_columns), 0.99, 0.95, interpreted)
     check(case(2, num_columns, share, num_columns), 1.0, 1.0, interpreted)
 
@@ -60,6 +60,6 @@ def test_strides_and_short_dtypes_are_honoured(dtype: torch.dtype, interpreted: 
 def test_a_launch_covers_the_row_and_stays_within_its_block():
     for num_columns in (1, 32, 33, 2048, 2049, 100_000):
         plan = triton_impl.launch(7, num_columns)
-        assert plan.num_programs == 7
-        assert plan.block_columns >= min(num_columns, 2048) and plan.block_columns <= 2048
+        assert plan.grid[0] == 7
+        assert plan.block >= min(num_columns, 2048) and plan.block <= 2048
         assert plan.num_warps in (1, 2, 4, 8)

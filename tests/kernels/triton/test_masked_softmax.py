@@ -42,7 +42,7 @@ def test_rows_longer_than_a_block_give_the_same_in_two_passes(mask: KeyMask, int
     scores_BHQK, d_out = 3 * normal(2, 1, 3, 200), normal(2, 1, 3, 200, seed=1)
     mask = KeyMask(mask.causal, mask.window, keys_B2=torch.tensor([[150, 200], [0, 30]]))
     exact, gradient = with_gradient(scores_BHQK.double(), d_out, lambda x: torch_impl.masked_softmax(x, 0.5, mask))
-    plan = triton_impl.LaunchPlan(1, 64, False, 6, 4)
+    plan = triton_impl.LaunchPlan(64, 4, 4, grid=(6,))
     found = triton_impl.forward(scores_BHQK, 0.5, mask, 197, plan)
     torch.testing.assert_close(found.double(), exact, atol=2e-6, rtol=2e-6)
     d_scores = triton_impl.backward(found, d_out, 0.5, mask, 197, plan)
@@ -55,7 +55,7 @@ def test_a_mask_of_booleans_holds_in_two_passes_too(interpreted: Kernels):
     allowed_BQK = torch.rand(2, 1, 200, generator=torch.Generator().manual_seed(3)) > 0.7
     allowed_BQK[1] = False
     scores_BHQK, mask = normal(2, 1, 3, 200), KeyMask(causal=False, allowed_BQK=allowed_BQK)
-    found = triton_impl.forward(scores_BHQK, 1.0, mask, 197, triton_impl.LaunchPlan(1, 64, False, 6, 4))
+    found = triton_impl.forward(scores_BHQK, 1.0, mask, 197, triton_impl.LaunchPlan(64, 4, 4, grid=(6,)))
     exact = torch_impl.masked_softmax(scores_BHQK.double(), 1.0, mask)
     torch.testing.assert_close(found.double(), exact, atol=2e-6, rtol=2e-6)
 
@@ -80,7 +80,8 @@ def test_a_plan_covers_every_row_and_fits_the_registers(num_rows: int, num_keys:
     from tunesmith.kernels.masked_softmax.triton_impl import LONGEST, launch
 
     plan = launch(num_rows, num_keys)
-    assert plan.num_programs * plan.block_r >= num_rows > (plan.num_programs - 1) * plan.block_r
-    assert plan.is_whole == (num_keys <= LONGEST)
-    assert plan.block_k >= num_keys or not plan.is_whole
-    assert plan.block_r * plan.block_k <= 16 * 32 * plan.num_warps or plan.num_warps == 1
+    assert plan.grid[0] * plan.block_rows >= num_rows > (plan.grid[0] - 1) * plan.block_rows
+    is_whole = plan.tiles == 1
+    assert is_whole == (num_keys <= LONGEST)
+    assert plan.block >= num_keys or not is_whole
+    assert plan.block_rows * plan.block <= 16 * 32 * plan.num_warps or plan.num_warps == 1

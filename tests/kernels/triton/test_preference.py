@@ -72,7 +72,7 @@ def test_more_sums_than_one_block_are_all_added(interpreted: Kernels):
 
     batch, weights_N = batch_of(100, 10), normal(10)
     votes, out = triton_impl.Votes(batch.choices_B, batch.vote_weights_B), (torch.empty(100, 10), torch.empty(10))
-    plan = triton_impl.LaunchPlan(block_b=1, block_n=16, rows_per_program=1, grid=(100, 1), num_warps=4)
+    plan = triton_impl.LaunchPlan(16, 1, 4, grid=(100, 1))
     triton_impl.select_into((batch.outputs_a_BN, batch.outputs_b_BN), votes, weights_N, 0.5, out, plan=plan)
     torch.testing.assert_close(out[1].double(), exact(batch, weights_N, 0.5).weights_N, atol=1e-5, rtol=1e-5)
 
@@ -87,11 +87,12 @@ def test_a_plan_covers_every_row_and_column_with_tiles_of_one_size(shape: tuple[
     from tunesmith.kernels.preference.triton_impl import launch
 
     plan = launch(shape, block_n)
-    assert plan.grid[0] * plan.rows_per_program >= shape[0] > (plan.grid[0] - 1) * plan.rows_per_program
-    assert plan.grid[1] * plan.block_n >= shape[1] > (plan.grid[1] - 1) * plan.block_n
-    assert plan.rows_per_program % plan.block_b == 0
-    assert plan.block_b * plan.block_n <= 2048
-    assert block_n in (None, plan.block_n)
+    in_program = plan.tiles * plan.block_rows
+    assert plan.grid[0] * in_program >= shape[0] > (plan.grid[0] - 1) * in_program
+    assert plan.grid[1] * plan.block >= shape[1] > (plan.grid[1] - 1) * plan.block
+    assert in_program % plan.block_rows == 0
+    assert plan.block_rows * plan.block <= 2048
+    assert block_n in (None, plan.block)
 
 
 def test_all_block_sizes_give_the_same_selection_and_weights(interpreted: Kernels):

@@ -211,12 +211,12 @@ def test_torch_compile_sees_one_operator_in_each_direction(with_residual, interp
 def test_a_launch_is_a_function_of_the_width_and_covers_it():
     for width in (1, 16, 17, 64, 576, 896, 4096, LONGEST):
         plan = triton_impl.launch(width)
-        assert plan.block_h >= width and plan.block_h & (plan.block_h - 1) == 0
-        assert plan.block_r & (plan.block_r - 1) == 0 and plan.num_warps in (4, 8, 16)
-        assert plan.block_r * plan.block_h <= plan.num_warps * 32 * 16
+        assert plan.block >= width and plan.block & (plan.block - 1) == 0
+        assert plan.block_rows & (plan.block_rows - 1) == 0 and plan.num_warps in (4, 8, 16)
+        assert plan.block_rows * plan.block <= plan.num_warps * 32 * 16
         for num_rows in (1, 100, 100_000, 10_000_000):
             in_program = triton_impl.rows_of_program(num_rows, plan)
-            assert in_program % plan.block_r == 0
+            assert in_program % plan.block_rows == 0
             assert -(-num_rows // in_program) <= 1056
 
 

@@ -11,16 +11,15 @@ import triton.language as tl
 
 from tunesmith.kernels.advance.records import DrawnTokens, SlotState
 from tunesmith.kernels.launching import ceil_div
-from tunesmith.kernels.triton_check import Variant
 
-_BLOCK = 128
+BLOCK_SLOTS = 128
 
 
 def advance(state: SlotState, drawn: DrawnTokens) -> None:
     """As `torch_impl.advance`."""
     num_slots = len(state.token_S)
     with torch.cuda.device_of(state.token_S):
-        cast(Any, advance_kernel)[(ceil_div(num_slots, _BLOCK),)](
+        cast(Any, advance_kernel)[(ceil_div(num_slots, BLOCK_SLOTS),)](
             state.token_S,
             state.position_S,
             state.left_S,
@@ -40,7 +39,7 @@ def advance(state: SlotState, drawn: DrawnTokens) -> None:
             0 if state.seen_RV is None else state.seen_RV.stride(0),
             HAS_SEEN=state.seen_RV is not None,
             HAS_VALUE=drawn.value_S is not None,
-            BLOCK=_BLOCK,
+            BLOCK=BLOCK_SLOTS,
         )
 
 
@@ -102,20 +101,3 @@ def advance_kernel(
     tl.store(tokens + slot, token, mask=goes_on)
     tl.store(positions + slot, position + 1, mask=goes_on)
     tl.store(integers + 6 * slot + 5, noise_position + 1, mask=goes_on)
-
-
-def _variant(*, has_seen: bool, has_value: bool) -> Variant:
-    signature: dict[str, str] = {
-        **dict.fromkeys(("tokens", "integers", "counts", "new_tokens"), "*i64"),
-        **dict.fromkeys(("positions", "lefts", "to_masks", "states", "new_states"), "*i32"),
-        **dict.fromkeys(("drawn", "new_scores"), "*fp32"),
-        **dict.fromkeys(("is_stop", "seen"), "*i1"),
-        "new_values": "*fp32",
-        **dict.fromkeys(("num_slots", "drawn_stride", "seen_stride"), "i32"),
-    }
-    constants = {"HAS_SEEN": has_seen, "HAS_VALUE": has_value, "BLOCK": _BLOCK}
-    name = f"advance{'_seen' if has_seen else ''}{'_value' if has_value else ''}"
-    return Variant(name, advance_kernel, signature, constants)
-
-
-VARIANTS = (_variant(has_seen=False, has_value=False), _variant(has_seen=True, has_value=True))

@@ -21,7 +21,7 @@ _NUMBERS_OF_A_PROGRAM = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchPlan:
+class AttentionPlan:
     """How attention of one layer is cut.
 
     A program has `rows` query heads of one token, `head_tiles` programs make up those of a key/value head, and programs
@@ -55,7 +55,7 @@ def launch(
     *,
     uses_dot: bool,
     split_tokens: int = SPLIT_TOKENS,
-) -> LaunchPlan:
+) -> AttentionPlan:
     """The plan for tables of `table_width` blocks. Matrix units take the query heads of a key/value head as 16 rows or
     more; without them a product of rows, keys and a head's width has to fit the registers.
     """
@@ -68,7 +68,7 @@ def launch(
         prefix_rows = max(1, min(4, 512 // block_d))
         rows = min(power_of_two(group), prefix_rows)
         tile_tokens = max(BLOCK_TOKENS, min(64, _NUMBERS_OF_A_PRODUCT // (prefix_rows * block_d)))
-    return LaunchPlan(
+    return AttentionPlan(
         rows=rows,
         head_tiles=ceil_div(group, rows),
         prefix_rows=prefix_rows,

@@ -21,20 +21,19 @@ from typing import Any
 import torch
 
 from tunesmith.kernels.arguments import with_dense_rows
-from tunesmith.kernels.attention.planning import LaunchPlan, launch
+from tunesmith.kernels.attention.planning import AttentionPlan, launch
 from tunesmith.kernels.attention.records import AttentionSettings, Places, Rope, SharedPrefixes
 from tunesmith.kernels.launching import ceil_div
 from tunesmith.kernels.triton_attention import attend_kernel, merge_kernel, prefix_kernel, write_kernel
-from tunesmith.kernels.triton_check import Variant
 
 SCRATCH_BYTES = 256 * 2**20
 """Most memory for partial results of tokens without shared prefixes; more tokens are taken in several passes."""
 
-_PREFIX_REGISTERS = 255
+PREFIX_REGISTERS = 255
 """Of a thread: left alone, the compiler spills a few for the sake of more threads at a time."""
 
-_MERGED_SLOTS = 16  # at a time
-_MERGE_WARPS = 2
+MERGED_SLOTS = 16  # at a time
+MERGE_WARPS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +70,7 @@ def forward(
     cache_2NW: torch.Tensor,
     prefixes: SharedPrefixes | None,
     settings: AttentionSettings,
-    plan: LaunchPlan | None = None,
+    plan: AttentionPlan | None = None,
 ) -> torch.Tensor:
     """What `torch_impl.attend` defines, [T, X]; all tensors on one device, tables of `rope` float32 without gaps."""
     q_TX, k_TY, v_TY = (with_dense_rows(tensor) for tensor in qkv)
@@ -103,7 +102,7 @@ def _write(
     places: Places,
     cache_2NW: torch.Tensor,
     settings: AttentionSettings,
-    plan: LaunchPlan,
+    plan: AttentionPlan,
 ) -> torch.Tensor:
     """The turned queries; keys and values stand in the cache after it."""
     q_TX = qkv[0]
@@ -138,7 +137,7 @@ def _attend(
     cache_2NW: torch.Tensor,
     prefixes: SharedPrefixes | None,
     settings: AttentionSettings,
-    plan: LaunchPlan,
+    plan: AttentionPlan,
     out_TX: torch.Tensor,
 ) -> None:
     """Write the attention of turned queries to `out_TX`."""
@@ -167,7 +166,7 @@ def _attend(
             *strides,
             num_members,
             ROWS=plan.prefix_rows,
-            maxnreg=_PREFIX_REGISTERS,
+            maxnreg=PREFIX_REGISTERS,
             **layer,
         )
     kernel = attend_kernel
@@ -180,59 +179,7 @@ def _attend(
         kernel[(num_tokens, num_heads)](
             *(places.positions_T, starts_T, *partials, out_TX, num_slots),
             HAS_PREFIXES=int(prefixes is not None),
-            BLOCK_S=_MERGED_SLOTS,
-            num_warps=_MERGE_WARPS,
+            BLOCK_S=MERGED_SLOTS,
+            num_warps=MERGE_WARPS,
             **shape,
         )
-
-
-_QWEN = AttentionSettings(14, 2, 64, 0.125)
-_WINDOWED = AttentionSettings(32, 8, 128, 128**-0.5, window=1024, softcap=50.0)
-_WIDE = AttentionSettings(8, 4, 256, 0.0625)
-_COMPILED = (
-    ("bf16", torch.bfloat16, True, (_QWEN, _WINDOWED, _WIDE)),
-    ("fp16", torch.float16, True, (_QWEN,)),
-    ("fp16", torch.float16, False, (_QWEN, _WINDOWED, _WIDE)),
-    ("fp32", torch.float32, False, (_QWEN, _WINDOWED)),
-)
-"""What is compiled for GPUs that are not there: type, whether by matrix units, and layers: of Qwen2.5-0.5B, of an 8B
-model with all that scores can have, and of Gemma 2."""
-
-
-def _variants_of(settings: AttentionSettings, dtype: str, plan: LaunchPlan) -> list[Variant]:
-    """The kernels of one layer, with prefixes and several splits; `whole` has neither, and those that do not multiply
-    come without matrix units alone."""
-    types = dict.fromkeys(("q", "k", "v", "keys", "values", "turned", "out"), f"*{dtype}")
-    types |= dict.fromkeys(("positions", "table_rows", "tables", "starts", "members", "lengths"), "*i32")
-    types |= dict.fromkeys(("cos", "sin", "largest", "total", "sums"), "*fp32")
-    types |= dict.fromkeys(("q_stride", "k_stride", "v_stride", "table_stride", "num_slots", "num_members"), "i32")
-    heads = {"HEADS": settings.num_heads, "KV_HEADS": settings.num_kv_heads, "D": settings.head_dim}
-    blocks = {"BLOCK_C": plan.tile_tokens, "BLOCK_D": plan.block_d, "BLOCK_H": plan.block_h, "BLOCK_S": _MERGED_SLOTS}
-    scores = {"SCALE": settings.scale, "SOFTCAP": settings.softcap or 0.0, "WINDOW": settings.window or 0}
-    cut = {"SPLIT": plan.split_tokens, "HEAD_TILES": plan.head_tiles, "USES_DOT": plan.uses_dot, "WIDEN": False}
-    turn = {"HALF": settings.head_dim // 2, "QUERY_PARTS": ceil_div(settings.num_heads, plan.block_h)}
-    every = {**heads, **blocks, **scores, **cut, **turn, "HAS_PREFIXES": 1, "IS_WHOLE": False}
-    kernels: list[tuple[str, Any, int, int, int | None]] = [
-        ("attend", attend_kernel, plan.rows, plan.num_warps, None),
-        ("whole", attend_kernel, plan.rows, plan.num_warps, None),
-        ("prefix", prefix_kernel, plan.prefix_rows, plan.num_warps, _PREFIX_REGISTERS),
-    ]
-    if not plan.uses_dot:
-        kernels += [("write", write_kernel, 0, plan.num_warps, None), ("merge", merge_kernel, 0, _MERGE_WARPS, None)]
-    found: list[Variant] = []
-    for title, kernel, rows, num_warps, most in kernels:
-        given = {**every, "ROWS": rows, **({"HAS_PREFIXES": 0, "IS_WHOLE": True} if title == "whole" else {})}
-        constants = {name: value for name, value in given.items() if name in kernel.arg_names}
-        signature = {name: kind for name, kind in types.items() if name in kernel.arg_names}
-        name = f"{title}_{settings.head_dim}{'_dot' if plan.uses_dot else ''}_{dtype}"
-        launched = (num_warps, plan.uses_dot, plan.num_stages, most)
-        found.append(Variant(name, kernel, signature, constants, *launched))
-    return found
-
-
-VARIANTS = tuple(
-    variant
-    for name, dtype, dot, layers in _COMPILED
-    for settings in layers
-    for variant in _variants_of(settings, name, launch(settings, dtype, 128, uses_dot=dot))
-)

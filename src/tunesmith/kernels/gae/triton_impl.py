@@ -4,32 +4,21 @@ Equation 16 is a chain of affine maps A -> delta + decay A, and those compose as
 is scanned in parallel. A position outside the mask is the identity. Shapes: B sequences, T completion tokens.
 """
 
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 import triton
 import triton.language as tl
 
-from tunesmith.kernels.launching import power_of_two
-from tunesmith.kernels.triton_check import Variant
+from tunesmith.kernels.launching import LaunchPlan, power_of_two
 
 _LARGEST_BLOCK = 2048
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchPlan:
-    """Programs, columns of a block and warps of a program."""
-
-    num_programs: int
-    block_columns: int
-    num_warps: int
 
 
 def launch(num_rows: int, num_columns: int) -> LaunchPlan:
     """The launch for `[num_rows, num_columns]`: a row in one block if it is not longer than 2,048."""
     block = min(max(power_of_two(num_columns), 32), _LARGEST_BLOCK)
-    return LaunchPlan(num_rows, block, max(1, min(8, block // 256)))
+    return LaunchPlan(block, 1, max(1, min(8, block // 256)), grid=(num_rows,))
 
 
 def gae(
@@ -43,7 +32,7 @@ def gae(
         return advantage_BT, return_BT
     plan = launch(num_rows, num_columns)
     with torch.cuda.device_of(reward_BT):
-        cast(Any, gae_kernel)[(plan.num_programs,)](
+        cast(Any, gae_kernel)[plan.grid](
             reward_BT,
             value_BT,
             mask_BT.view(torch.uint8),
@@ -55,7 +44,7 @@ def gae(
             *mask_BT.stride(),
             gamma,
             gamma * lam,
-            BLOCK=plan.block_columns,
+            BLOCK=plan.block,
             num_warps=plan.num_warps,
         )
     return advantage_BT, return_BT
@@ -121,16 +110,3 @@ def gae_kernel(
         # The first column itself, or what it saw.
         first = tl.where(counts, here, next_value)
         behind_value = tl.sum(tl.where(offset == 0, first, 0.0), 0)
-
-
-def _variant(name: str, kind: str, block: int, num_warps: int) -> Variant:
-    strides = ("reward_row", "reward_column", "value_row", "value_column", "mask_row", "mask_column")
-    signature = {"reward": kind, "value": kind, "mask": "*u8", "advantage": "*fp32", "returns": "*fp32"}
-    signature |= {"num_columns": "i32", **dict.fromkeys(strides, "i32"), "gamma": "fp32", "decay": "fp32"}
-    return Variant(name, gae_kernel, signature, {"BLOCK": block}, num_warps)
-
-
-VARIANTS = (
-    _variant("fp32_512", "*fp32", 512, launch(1, 512).num_warps),
-    _variant("fp32_2048", "*fp32", 2048, launch(1, 2048).num_warps),
-)

@@ -9,7 +9,6 @@ Shape legend: R rows, I intermediate size, V vocabulary.
 # In Triton 3.7 a call of one kernel function by another has no type that can be unpacked.
 # pyright: reportGeneralTypeIssues=false
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,8 +16,7 @@ import triton
 import triton.language as tl
 
 from tunesmith.kernels.arguments import empty_as, step_of
-from tunesmith.kernels.launching import ceil_div, power_of_two
-from tunesmith.kernels.triton_check import Variant
+from tunesmith.kernels.launching import LaunchPlan, ceil_div, power_of_two
 from tunesmith.kernels.triton_softmax import tanh
 
 _LARGEST_BLOCK = 1024
@@ -27,27 +25,12 @@ _LARGEST_BLOCK = 1024
 _SMALLEST_BLOCK = 32
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchPlan:
-    """Rows and their length, numbers of a program, programs of a row, and warps."""
-
-    num_rows: int
-    width: int
-    block: int
-    num_blocks: int
-    num_warps: int
-
-    @property
-    def grid(self) -> tuple[int]:
-        """One program for each block of each row."""
-        return (self.num_rows * self.num_blocks,)
-
-
 def launch(shape: tuple[int, int], *, without_gaps: bool) -> LaunchPlan:
     """The plan for matrices of this shape, not empty; those without gaps are one long row, of which nothing is left."""
     num_rows, width = (1, shape[0] * shape[1]) if without_gaps else shape
     block = min(_LARGEST_BLOCK, max(_SMALLEST_BLOCK, power_of_two(width)))
-    return LaunchPlan(num_rows, width, block, ceil_div(width, block), max(1, block // 256))
+    tiles = ceil_div(width, block)
+    return LaunchPlan(block, tiles, max(1, block // 256), grid=(num_rows * tiles,))
 
 
 @triton.jit
@@ -148,14 +131,14 @@ def cap_gradient_kernel(x, d_out, d_x, num_blocks, width, stride, cap, BLOCK: tl
 def forward(gate_RI: torch.Tensor, up_RI: torch.Tensor | None, activation: str) -> torch.Tensor:
     """activation(gate) * up without gaps; each row of what is given is dense."""
     out_RI = empty_as(gate_RI)
-    plan = _plan(gate_RI, up_RI)
+    plan, width = _plan(gate_RI, up_RI)
     with torch.cuda.device_of(gate_RI):
         kernel: Any = gated_kernel  # parameters of the launch itself are none of the kernel's
         kernel[plan.grid](
             gate_RI,
             gate_RI if up_RI is None else up_RI,
             out_RI,
-            *(plan.num_blocks, plan.width, step_of(gate_RI, 0), 0 if up_RI is None else step_of(up_RI, 0)),
+            *(plan.tiles, width, step_of(gate_RI, 0), 0 if up_RI is None else step_of(up_RI, 0)),
             IS_GELU=activation == "gelu_tanh",
             HAS_UP=up_RI is not None,
             BLOCK=plan.block,
@@ -169,7 +152,7 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(gradient of gate, gradient of up) without gaps; rows of gate and up are dense and `d_out_RI` has no gaps."""
     d_gate_RI, d_up_RI = empty_as(gate_RI), None if up_RI is None else empty_as(gate_RI)
-    plan = _plan(gate_RI, up_RI)
+    plan, width = _plan(gate_RI, up_RI)
     with torch.cuda.device_of(gate_RI):
         kernel: Any = gated_gradient_kernel
         kernel[plan.grid](
@@ -178,7 +161,7 @@ def backward(
             d_out_RI,
             d_gate_RI,
             d_gate_RI if d_up_RI is None else d_up_RI,
-            *(plan.num_blocks, plan.width, step_of(gate_RI, 0), 0 if up_RI is None else step_of(up_RI, 0)),
+            *(plan.tiles, width, step_of(gate_RI, 0), 0 if up_RI is None else step_of(up_RI, 0)),
             IS_GELU=activation == "gelu_tanh",
             HAS_UP=up_RI is not None,
             BLOCK=plan.block,
@@ -190,8 +173,8 @@ def backward(
 def cap_forward(x_RV: torch.Tensor, cap: float) -> torch.Tensor:
     """cap * tanh(x / cap) without gaps; rows of x are dense."""
     out_RV = empty_as(x_RV)
-    plan = _plan(x_RV, None)
-    numbers = plan.num_blocks, plan.width, step_of(x_RV, 0), cap
+    plan, width = _plan(x_RV, None)
+    numbers = plan.tiles, width, step_of(x_RV, 0), cap
     with torch.cuda.device_of(x_RV):
         kernel: Any = cap_kernel
         kernel[plan.grid](x_RV, out_RV, *numbers, BLOCK=plan.block, num_warps=plan.num_warps)
@@ -201,48 +184,17 @@ def cap_forward(x_RV: torch.Tensor, cap: float) -> torch.Tensor:
 def cap_backward(x_RV: torch.Tensor, d_out_RV: torch.Tensor, cap: float) -> torch.Tensor:
     """The gradient of x; rows of x are dense and `d_out_RV` has no gaps."""
     d_x_RV = empty_as(x_RV)
-    plan = _plan(x_RV, None)
-    numbers = plan.num_blocks, plan.width, step_of(x_RV, 0), cap
+    plan, width = _plan(x_RV, None)
+    numbers = plan.tiles, width, step_of(x_RV, 0), cap
     with torch.cuda.device_of(x_RV):
         kernel: Any = cap_gradient_kernel
         kernel[plan.grid](x_RV, d_out_RV, d_x_RV, *numbers, BLOCK=plan.block, num_warps=plan.num_warps)
     return d_x_RV
 
 
-def _plan(gate_RI: torch.Tensor, up_RI: torch.Tensor | None) -> LaunchPlan:
+def _plan(gate_RI: torch.Tensor, up_RI: torch.Tensor | None) -> tuple[LaunchPlan, int]:
+    """The plan, and the length of its rows."""
     num_rows, width = gate_RI.shape
     without_gaps = gate_RI.is_contiguous() and (up_RI is None or up_RI.is_contiguous())
-    return launch((num_rows, width), without_gaps=without_gaps)
-
-
-def _variants() -> tuple[Variant, ...]:
-    plan = launch((8192, 4864), without_gaps=False)
-    numbers = {"num_blocks": "i32", "width": "i32"}
-    found: list[Variant] = []
-    for name in ("bf16", "fp16", "fp32"):
-        kind = f"*{name}"
-        types = {"gate": kind, "up": kind, **numbers, "gate_stride": "i32", "up_stride": "i32"}
-        back_types = {**types, "d_out": kind, "d_gate": kind, "d_up": kind}
-        for activation in ("silu", "gelu_tanh"):
-            constants = {"IS_GELU": activation == "gelu_tanh", "HAS_UP": True, "BLOCK": plan.block}
-            suffix = f"{activation}_{name}"
-            found += [
-                Variant(f"forward_{suffix}", gated_kernel, {**types, "out": kind}, constants, plan.num_warps),
-                Variant(f"backward_{suffix}", gated_gradient_kernel, back_types, constants, plan.num_warps),
-            ]
-        types = {"x": kind, **numbers, "stride": "i32", "cap": "fp32"}
-        sizes = {"BLOCK": plan.block}
-        found += [
-            Variant(f"softcap_{name}", cap_kernel, {**types, "out": kind}, sizes, plan.num_warps),
-            Variant(
-                f"softcap_backward_{name}",
-                cap_gradient_kernel,
-                {**types, "d_out": kind, "d_x": kind},
-                sizes,
-                plan.num_warps,
-            ),
-        ]
-    return tuple(found)
-
-
-VARIANTS = _variants()
+    plan = launch((num_rows, width), without_gaps=without_gaps)
+    return plan, num_rows * width if without_gaps else width

@@ -8,27 +8,25 @@ Shape legend: N rows, V vocabulary, X columns of a tile.
 # In Triton 3.7 a call of one kernel function by another has no type that can be unpacked.
 # pyright: reportGeneralTypeIssues=false
 
-from itertools import product
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from tunesmith.kernels.launching import ceil_div
-from tunesmith.kernels.triton_check import Variant
-from tunesmith.kernels.triton_softmax import LaunchPlan, launch, logit_at, softmax_row, tanh
+from tunesmith.kernels.launching import LaunchPlan, ceil_div
+from tunesmith.kernels.triton_softmax import launch, logit_at, softmax_row, tanh
 
 NUM_SUMS = 3
 """Numbers that are kept of each row for the backward pass: largest logit, log of the sum of weights, entropy."""
 
 _BACKWARD_BLOCK = 2048
-_BACKWARD_REGISTERS = 64
+BACKWARD_REGISTERS = 64
 """Left alone, the compiler spills one for the soft-cap on a V100."""
 
 
 @triton.jit
-def _forward_kernel(
+def forward_kernel(
     logits_ptr,
     ids_ptr,
     logp_ptr,
@@ -42,6 +40,7 @@ def _forward_kernel(
     TILES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Log-prob, entropy and the sums of one row."""
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride
     largest, log_total, entropy, _ = softmax_row(
@@ -60,7 +59,7 @@ def _forward_kernel(
 
 
 @triton.jit
-def _backward_kernel(
+def backward_kernel(
     logits_ptr,
     ids_ptr,
     sums_ptr,
@@ -117,7 +116,7 @@ def forward(
     )
     if num_rows:
         with torch.cuda.device_of(logits_NV):
-            kernel: Any = _forward_kernel  # parameters of the launch itself are none of the kernel's
+            kernel: Any = forward_kernel  # parameters of the launch itself are none of the kernel's
             kernel[(num_rows,)](
                 logits_NV,
                 ids_N.contiguous(),
@@ -153,9 +152,9 @@ def backward(
     num_rows, num_columns = logits_NV.shape
     if not logits_NV.numel():
         return
-    block, num_warps = _backward_launch(num_columns)
+    block, num_warps = backward_launch(num_columns)
     with torch.cuda.device_of(logits_NV):
-        kernel: Any = _backward_kernel
+        kernel: Any = backward_kernel
         kernel[(num_rows, ceil_div(num_columns, block))](
             logits_NV,
             ids_N.contiguous(),
@@ -171,44 +170,11 @@ def backward(
             CAPPED=softcap != 0,
             BLOCK=block,
             num_warps=num_warps,
-            maxnreg=_BACKWARD_REGISTERS,
+            maxnreg=BACKWARD_REGISTERS,
         )
 
 
-def _backward_launch(num_columns: int) -> tuple[int, int]:
+def backward_launch(num_columns: int) -> tuple[int, int]:
     """(columns of a tile, warps): a thread has 8 numbers, which is one load of 16 bytes in 16 bits."""
     block = launch(min(num_columns, _BACKWARD_BLOCK), torch.float32).block
     return block, max(1, block // 256)
-
-
-def _variants() -> tuple[Variant, ...]:
-    """Each kernel at a vocabulary of 152,000, with and without the soft-cap."""
-    floats = {"inverse_temperature": "fp32", "softcap": "fp32"}
-    found: list[Variant] = []
-    for (name, dtype), capped in product(
-        (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)), (False, True)
-    ):
-        plan = launch(151936, dtype)
-        logits, suffix = f"*{name}", f"{name}{'_capped' if capped else ''}"
-        rows = {"logits_ptr": logits, "ids_ptr": "*i64", "sums_ptr": "*fp32", "stride": "i64"} | floats
-        forward_types = {"logp_ptr": "*fp32", "entropy_ptr": "*fp32", "num_tokens": "i32"} | rows
-        backward_types = {"d_logp_ptr": "*fp32", "d_entropy_ptr": "*fp32", "gradient_ptr": logits} | rows
-        backward_types |= {"num_columns": "i32", "gradient_stride": "i64"}
-        backward_block, backward_warps = _backward_launch(151936)
-        forward_constants = {"CAPPED": capped, "TILES": plan.tiles, "BLOCK": plan.block}
-        backward_constants = {"CAPPED": capped, "BLOCK": backward_block}
-        found += [
-            Variant(f"forward_{suffix}", _forward_kernel, forward_types, forward_constants, plan.num_warps),
-            Variant(
-                f"backward_{suffix}",
-                _backward_kernel,
-                backward_types,
-                backward_constants,
-                backward_warps,
-                maxnreg=_BACKWARD_REGISTERS,
-            ),
-        ]
-    return tuple(found)
-
-
-VARIANTS = _variants()

@@ -7,7 +7,6 @@ the probabilities.
 # In Triton 3.7 a call of one kernel function by another has no type that can be unpacked.
 # pyright: reportGeneralTypeIssues=false
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,9 +14,8 @@ import triton
 import triton.language as tl
 
 from tunesmith.kernels.arguments import step_of
-from tunesmith.kernels.launching import ceil_div, power_of_two
+from tunesmith.kernels.launching import LaunchPlan, ceil_div, power_of_two
 from tunesmith.kernels.masked_softmax.records import KeyMask
-from tunesmith.kernels.triton_check import Variant
 
 LONGEST = 8192
 """Keys of a row that is kept in registers: 16 for each of 512 threads."""
@@ -27,25 +25,15 @@ _SMALLEST_BLOCK = 16
 _NUMBERS_OF_A_THREAD = 16
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchPlan:
-    """Rows of one program, its block of keys, whether that holds a whole row, and the number of programs."""
-
-    block_r: int
-    block_k: int
-    is_whole: bool
-    num_programs: int
-    num_warps: int
-
-
 def launch(num_rows: int, num_keys: int) -> LaunchPlan:
     """The plan for that many rows of so many keys, at least one of each."""
     if num_keys > LONGEST:
-        return LaunchPlan(1, _TILE, False, num_rows, _TILE // (32 * _NUMBERS_OF_A_THREAD))
+        tiles, num_warps = ceil_div(num_keys, _TILE), _TILE // (32 * _NUMBERS_OF_A_THREAD)
+        return LaunchPlan(_TILE, tiles, num_warps, grid=(num_rows,))
     block_k = max(_SMALLEST_BLOCK, power_of_two(num_keys))
     block_r = max(1, min(_TILE // block_k, power_of_two(num_rows)))
     num_warps = max(1, min(16, block_r * block_k // (32 * _NUMBERS_OF_A_THREAD)))
-    return LaunchPlan(block_r, block_k, True, ceil_div(num_rows, block_r), num_warps)
+    return LaunchPlan(block_k, 1, num_warps, block_r, (ceil_div(num_rows, block_r),))
 
 
 @triton.jit
@@ -232,9 +220,9 @@ def forward(
     out_BHQK = torch.empty_like(scores_BHQK)
     allowed_BQK = mask.allowed_BQK
     # Parameters of the launch itself are none of the kernel's.
-    kernel: Any = softmax_kernel if plan.is_whole else long_softmax_kernel
+    kernel: Any = softmax_kernel if plan.tiles == 1 else long_softmax_kernel
     with torch.cuda.device_of(scores_BHQK):
-        kernel[(plan.num_programs,)](
+        kernel[plan.grid](
             scores_BHQK,
             scores_BHQK if mask.keys_B2 is None else mask.keys_B2,
             scores_BHQK if allowed_BQK is None else allowed_BQK.view(torch.uint8),
@@ -251,8 +239,8 @@ def forward(
             HAS_WINDOW=mask.window is not None,
             HAS_KEYS=mask.keys_B2 is not None,
             HAS_ALLOWED=allowed_BQK is not None,
-            BLOCK_R=plan.block_r,
-            BLOCK_K=plan.block_k,
+            BLOCK_R=plan.block_rows,
+            BLOCK_K=plan.block,
             num_warps=plan.num_warps,
         )
     return out_BHQK
@@ -272,7 +260,7 @@ def backward(
     d_scores_BHQK = torch.empty_like(p_BHQK)
     kernel: Any = gradient_kernel
     with torch.cuda.device_of(p_BHQK):
-        kernel[(plan.num_programs,)](
+        kernel[plan.grid](
             p_BHQK,
             d_p_BHQK,
             p_BHQK if mask.keys_B2 is None else mask.keys_B2,
@@ -287,36 +275,9 @@ def backward(
             CAUSAL=mask.causal,
             HAS_WINDOW=mask.window is not None,
             HAS_KEYS=mask.keys_B2 is not None,
-            BLOCK_R=plan.block_r,
-            BLOCK_K=plan.block_k,
-            WHOLE=plan.is_whole,
+            BLOCK_R=plan.block_rows,
+            BLOCK_K=plan.block,
+            WHOLE=plan.tiles == 1,
             num_warps=plan.num_warps,
         )
     return d_scores_BHQK
-
-
-def _variants() -> tuple[Variant, ...]:
-    sizes = dict.fromkeys(("num_rows", "heads", "queries", "num_keys", "offset", "window"), "i32")
-    allowed = {"allowed_batch": "i32", "allowed_query": "i32"}
-    rules = {"CAUSAL": True, "HAS_WINDOW": True, "HAS_KEYS": True}
-    found: list[Variant] = []
-    for name in ("bf16", "fp16", "fp32"):
-        kind = f"*{name}"
-        pointers = {"scores": kind, "keys": "*i64", "allowed": "*u8", "out": kind}
-        signature = {**pointers, **sizes, **allowed, "scale": "fp32"}
-        of_gradient = {"probability": kind, "d_probability": kind, "keys": "*i64", "d_scores": kind, **sizes}
-        for title, num_keys in (("", 1024), ("_widest", LONGEST), ("_long", 4 * LONGEST)):
-            plan = launch(1 << 20, num_keys)
-            blocks = {"BLOCK_R": plan.block_r, "BLOCK_K": plan.block_k}
-            kernel = softmax_kernel if plan.is_whole else long_softmax_kernel
-            constants = {**rules, "HAS_ALLOWED": True, **blocks}
-            found.append(Variant(f"softmax{title}_{name}", kernel, signature, constants, num_warps=plan.num_warps))
-            constants = {**rules, **blocks, "WHOLE": plan.is_whole}
-            types = {**of_gradient, "scale": "fp32"}
-            found.append(
-                Variant(f"gradient{title}_{name}", gradient_kernel, types, constants, num_warps=plan.num_warps)
-            )
-    return tuple(found)
-
-
-VARIANTS = _variants()

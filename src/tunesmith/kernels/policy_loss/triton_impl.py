@@ -7,34 +7,23 @@ completion tokens, P programs, S sums.
 # In Triton 3.7 a call of one kernel function by another has no type that can be unpacked.
 # pyright: reportGeneralTypeIssues=false
 
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 import triton
 import triton.language as tl
 
-from tunesmith.kernels.launching import ceil_div
+from tunesmith.kernels.launching import LaunchPlan, ceil_div
 from tunesmith.kernels.policy_loss.records import PolicyTerms, PolicyTokens
-from tunesmith.kernels.triton_check import Variant
 
-_NUM_SUMS = 9
+NUM_SUMS = 9
 _BLOCK = 1024
 _KINDS = {"k1": 1, "k2": 2, "k3": 3}
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchPlan:
-    """Programs, tokens of a block and warps of a program."""
-
-    num_programs: int
-    block: int
-    num_warps: int
-
-
 def launch(num_tokens: int) -> LaunchPlan:
     """The launch for a batch of so many tokens, padding included."""
-    return LaunchPlan(ceil_div(num_tokens, _BLOCK), _BLOCK, 4)
+    return LaunchPlan(_BLOCK, 1, 4, grid=(ceil_div(num_tokens, _BLOCK),))
 
 
 def sums_and_gradient(
@@ -47,10 +36,10 @@ def sums_and_gradient(
     logp_BT, reference_BT = tokens.logp_BT.contiguous(), tokens.reference_logp_BT
     plan = launch(logp_BT.numel())
     d_logp_BT = torch.empty_like(logp_BT, dtype=torch.float32)
-    sums_PS = logp_BT.new_zeros((plan.num_programs, _NUM_SUMS), dtype=torch.float32)
-    if plan.num_programs:
+    sums_PS = logp_BT.new_zeros((*plan.grid, NUM_SUMS), dtype=torch.float32)
+    if plan.grid[0]:
         with torch.cuda.device_of(logp_BT):
-            cast(Any, policy_loss_kernel)[(plan.num_programs,)](
+            cast(Any, policy_loss_kernel)[plan.grid](
                 logp_BT,
                 tokens.old_logp_BT.contiguous(),
                 tokens.advantage_BT.contiguous(),
@@ -69,7 +58,7 @@ def sums_and_gradient(
                 KL=0 if reference_BT is None else _KINDS[terms.kl],
                 CORRECTS_KL=terms.corrects_kl,
                 PER_ROW=len(weight_R1) > 1,
-                NUM_SUMS=_NUM_SUMS,
+                NUM_SUMS=NUM_SUMS,
                 BLOCK=plan.block,
                 num_warps=plan.num_warps,
             )
@@ -184,22 +173,3 @@ def policy_loss_kernel(
     ratio = tl.where(counts, ratio, 0.0)
     tl.store(out + 6, tl.sum(ratio, 0))
     tl.store(out + 7, tl.sum(ratio * ratio, 0))
-
-
-def _variant(name: str, kind: str, **constants: object) -> Variant:
-    arrays = ("logp", "old_logp", "advantage", "reference_logp")
-    signature = {**dict.fromkeys(arrays, kind), "mask": "*u8", "weight": "*fp32", "d_logp": "*fp32", "sums": "*fp32"}
-    signature |= {"num_tokens": "i32", "num_columns": "i32"}
-    signature |= dict.fromkeys(("low", "high", "dual", "kl_coef"), "fp32")
-    plan = launch(_BLOCK)
-    whole = {"IS_CISPO": False, "KL": 3, "CORRECTS_KL": False, "PER_ROW": True}
-    whole |= {"NUM_SUMS": _NUM_SUMS, "BLOCK": plan.block}
-    return Variant(name, policy_loss_kernel, signature, whole | constants, plan.num_warps)
-
-
-VARIANTS = (
-    _variant("clip_k3_fp32", "*fp32"),
-    _variant("clip_k3_bf16", "*bf16"),
-    _variant("cispo_fp32", "*fp32", IS_CISPO=True, KL=0, PER_ROW=False),
-    _variant("clip_corrected_k1_fp32", "*fp32", KL=1, CORRECTS_KL=True),
-)

@@ -4,7 +4,6 @@ The weighted sum has two forms. Deterministic: each program writes the sum of it
 their order. Atomic: each program adds its sum to one row, in whatever order programs end.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tunesmith.kernels.launching import ceil_div, power_of_two
-from tunesmith.kernels.triton_check import Variant
+from tunesmith.kernels.launching import LaunchPlan, ceil_div, power_of_two
 
 _TILE = 2048
 """Numbers of a tile: 8 for each of 256 threads, 16 bytes of 16-bit numbers. With 16, Triton 3.7 spills some."""
@@ -24,18 +22,7 @@ _LARGEST_BLOCK_N = 512
 _PROGRAMS = 1056
 """Eight for each processor of an H100 or H200, so that the last ones to end do not stand alone."""
 
-_FOLD_B, _FOLD_N = 64, 32
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchPlan:
-    """Tile `[block_b, block_n]`, rows that one program takes, and the grid over blocks of rows and of columns."""
-
-    block_b: int
-    block_n: int
-    rows_per_program: int
-    grid: tuple[int, int]
-    num_warps: int
+FOLD_B, FOLD_N = 64, 32
 
 
 def launch(shape: tuple[int, int], block_n: int | None = None) -> LaunchPlan:
@@ -46,9 +33,8 @@ def launch(shape: tuple[int, int], block_n: int | None = None) -> LaunchPlan:
     block_b = max(1, min(_TILE // block_n, power_of_two(num_rows)))
     row_programs = max(1, min(ceil_div(num_rows, block_b), _PROGRAMS // column_programs))
     rows_per_program = ceil_div(ceil_div(num_rows, row_programs), block_b) * block_b
-    return LaunchPlan(
-        block_b, block_n, rows_per_program, (ceil_div(num_rows, rows_per_program), column_programs), _NUM_WARPS
-    )
+    grid = (ceil_div(num_rows, rows_per_program), column_programs)
+    return LaunchPlan(block_n, rows_per_program // block_b, _NUM_WARPS, block_b, grid)
 
 
 @triton.jit
@@ -156,48 +142,14 @@ def select_into(
             num_columns,
             a_BN.stride(0),
             b_BN.stride(0),
-            plan.rows_per_program,
+            plan.tiles * plan.block_rows,
             HAS_VOTES=votes.weights_B is not None,
             ATOMIC=not deterministic,
-            BLOCK_B=plan.block_b,
-            BLOCK_N=plan.block_n,
+            BLOCK_B=plan.block_rows,
+            BLOCK_N=plan.block,
             num_warps=plan.num_warps,
         )
         fold: Any = fold_kernel
-        fold[(ceil_div(num_columns, _FOLD_N),)](
-            sums_PN, weights_N, updated_N, num_sums, num_columns, scale, BLOCK_B=_FOLD_B, BLOCK_N=_FOLD_N
+        fold[(ceil_div(num_columns, FOLD_N),)](
+            sums_PN, weights_N, updated_N, num_sums, num_columns, scale, BLOCK_B=FOLD_B, BLOCK_N=FOLD_N
         )
-
-
-def _select_variant(name: str, kind: str, plan: LaunchPlan, *, atomic: bool = False, votes: bool = True) -> Variant:
-    numbers: Mapping[str, str] = {
-        "num_rows": "i32",
-        "num_columns": "i32",
-        "a_stride": "i32",
-        "b_stride": "i32",
-        "rows_per_program": "i32",
-    }
-    pointers = {"a": kind, "b": kind, "choices": "*fp32", "votes": "*fp32", "selected": kind, "sums": "*fp32"}
-    constants = {"HAS_VOTES": votes, "ATOMIC": atomic, "BLOCK_B": plan.block_b, "BLOCK_N": plan.block_n}
-    return Variant(name, select_kernel, {**pointers, **numbers}, constants, num_warps=plan.num_warps)
-
-
-_WIDE = launch((1 << 20, 512))
-VARIANTS = (
-    *(_select_variant(f"select_{name}", f"*{name}", _WIDE) for name in ("bf16", "fp16", "fp32")),
-    _select_variant("select_atomic_bf16", "*bf16", _WIDE, atomic=True),
-    _select_variant("select_narrow_fp32", "*fp32", launch((1 << 20, 512), block_n=64)),
-    Variant(
-        "fold_fp32",
-        fold_kernel,
-        {
-            "sums": "*fp32",
-            "weights": "*fp32",
-            "updated": "*fp32",
-            "num_sums": "i32",
-            "num_columns": "i32",
-            "scale": "fp32",
-        },
-        {"BLOCK_B": _FOLD_B, "BLOCK_N": _FOLD_N},
-    ),
-)

@@ -6,7 +6,6 @@ sums of all programs in their order: so nothing is added atomically, and equal i
 Shape legend: R rows, H hidden, P programs.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,9 +13,8 @@ import triton
 import triton.language as tl
 
 from tunesmith.kernels.arguments import empty_as, step_of, with_dense_rows
-from tunesmith.kernels.launching import ceil_div, power_of_two
-from tunesmith.kernels.rms_norm.layout import LONGEST, layout_of
-from tunesmith.kernels.triton_check import Variant
+from tunesmith.kernels.launching import LaunchPlan, ceil_div, power_of_two
+from tunesmith.kernels.rms_norm.layout import layout_of
 
 _TILE = 1024
 """Numbers that a program holds at least: 8 for each of 128 threads, 16 bytes of 16-bit numbers."""
@@ -28,16 +26,7 @@ _ROWS_OF_PROGRAM = 16
 _PROGRAMS = 1056
 """Eight for each processor of an H100 or H200, so that the last ones to end do not stand alone."""
 
-_FOLD_P, _FOLD_H = 64, 32
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchPlan:
-    """Rows and columns of a tile, and warps: what a launch is compiled with."""
-
-    block_r: int
-    block_h: int
-    num_warps: int
+FOLD_P, FOLD_H = 64, 32
 
 
 def launch(width: int) -> LaunchPlan:
@@ -48,12 +37,12 @@ def launch(width: int) -> LaunchPlan:
     """
     block_h = max(16, power_of_two(width))
     block_r = max(1, _TILE // block_h)
-    return LaunchPlan(block_r, block_h, min(_MOST_WARPS, block_r * block_h // 256))
+    return LaunchPlan(block_h, 1, min(_MOST_WARPS, block_r * block_h // 256), block_r)
 
 
 def rows_of_program(num_rows: int, plan: LaunchPlan) -> int:
     """Rows that a program of the backward pass sums for the weight: whole tiles."""
-    return ceil_div(max(_ROWS_OF_PROGRAM, ceil_div(num_rows, _PROGRAMS)), plan.block_r) * plan.block_r
+    return ceil_div(max(_ROWS_OF_PROGRAM, ceil_div(num_rows, _PROGRAMS)), plan.block_rows) * plan.block_rows
 
 
 @triton.jit
@@ -189,7 +178,7 @@ def forward(
     scale_R = torch.empty(layout[0], dtype=torch.float32, device=x_RH.device)
     with torch.cuda.device_of(x_RH):
         kernel: Any = forward_kernel  # parameters of the launch itself are none of the kernel's
-        kernel[(ceil_div(layout[0], plan.block_r),)](
+        kernel[(ceil_div(layout[0], plan.block_rows),)](
             x_RH,
             x_RH if residual_RH is None else residual_RH.contiguous(),
             weight_H.contiguous(),
@@ -201,8 +190,8 @@ def forward(
             offset,
             HAS_RESIDUAL=residual_RH is not None,
             HAS_OFFSET=offset != 0,
-            BLOCK_R=plan.block_r,
-            BLOCK_H=plan.block_h,
+            BLOCK_R=plan.block_rows,
+            BLOCK_H=plan.block,
             num_warps=plan.num_warps,
         )
     return normed_RH, sum_RH, scale_R
@@ -241,15 +230,15 @@ def backward(
             HAS_D_TOTAL=d_sum_RH is not None,
             HAS_OFFSET=offset != 0,
             FOR_WEIGHT=for_weight,
-            BLOCK_R=plan.block_r,
-            BLOCK_H=plan.block_h,
+            BLOCK_R=plan.block_rows,
+            BLOCK_H=plan.block,
             num_warps=plan.num_warps,
         )
         if not for_weight:
             return d_x_RH, None
         d_weight_H = empty_as(weight_H)
         fold: Any = fold_kernel
-        fold[(ceil_div(width, _FOLD_H),)](sums_PH, d_weight_H, num_programs, width, BLOCK_P=_FOLD_P, BLOCK_H=_FOLD_H)
+        fold[(ceil_div(width, FOLD_H),)](sums_PH, d_weight_H, num_programs, width, BLOCK_P=FOLD_P, BLOCK_H=FOLD_H)
     return d_x_RH, d_weight_H
 
 
@@ -264,30 +253,3 @@ def _placed(x_RH: torch.Tensor) -> torch.Tensor:
         return x_RH.contiguous()
     is_aligned = x_RH.data_ptr() % 16 == 0 and all(step_of(x_RH, dim) % 16 == 0 for dim in range(x_RH.dim() - 1))
     return x_RH if is_aligned else x_RH.clone(memory_format=torch.contiguous_format)
-
-
-def _variants() -> tuple[Variant, ...]:
-    """Rows of one head, of the hidden size of a small model, and the longest."""
-    sizes = dict.fromkeys(("num_rows", "width", "inner", "outer_stride", "inner_stride"), "i32")
-    found: list[Variant] = []
-    for name in ("bf16", "fp16", "fp32"):
-        kind = f"*{name}"
-        rows = {"weight": kind, "scale": "*fp32", **sizes, "offset": "fp32"}
-        ahead = {"x": kind, "residual": kind, "normed": kind, "total": kind, "epsilon": "fp32", **rows}
-        back = {"total": kind, "d_normed": kind, "d_total": kind, "d_x": kind, "sums": "*fp32", **rows}
-        back |= {"rows_of_program": "i32"}
-        for width in (64, 896, LONGEST):
-            plan = launch(width)
-            tile = {"HAS_OFFSET": width == 64, "BLOCK_R": plan.block_r, "BLOCK_H": plan.block_h}
-            forward_constants = {"HAS_RESIDUAL": width != 64, **tile}
-            backward_constants = {"HAS_D_TOTAL": width != 64, "FOR_WEIGHT": True, **tile}
-            found += [
-                Variant(f"forward_{width}_{name}", forward_kernel, ahead, forward_constants, plan.num_warps),
-                Variant(f"backward_{width}_{name}", backward_kernel, back, backward_constants, plan.num_warps),
-            ]
-        types = {"sums": "*fp32", "d_weight": kind, "num_sums": "i32", "width": "i32"}
-        found.append(Variant(f"fold_{name}", fold_kernel, types, {"BLOCK_P": _FOLD_P, "BLOCK_H": _FOLD_H}))
-    return tuple(found)
-
-
-VARIANTS = _variants()

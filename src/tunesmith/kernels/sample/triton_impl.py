@@ -30,6 +30,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tunesmith.kernels.launching import LaunchPlan
 from tunesmith.kernels.triton_candidates import (
     candidate_weights,
     first_passing,
@@ -38,10 +39,9 @@ from tunesmith.kernels.triton_candidates import (
     threshold,
     uniform,
 )
-from tunesmith.kernels.triton_check import Variant
-from tunesmith.kernels.triton_softmax import LaunchPlan, launch, logit_at, relative_to_row, softmax_row, weights_of
+from tunesmith.kernels.triton_softmax import launch, logit_at, relative_to_row, softmax_row, weights_of
 
-_MAX_REGISTERS = 128
+MAX_REGISTERS = 128
 """As many as 512 threads can have; left alone, the compiler spills some of the filters'."""
 
 
@@ -195,7 +195,7 @@ def _pick_filtered(row, filters, softmax, total, noise, scratch, PENALISED: tl.c
 
 
 @triton.jit
-def _sample_kernel(
+def sample_kernel(
     logits_ptr,
     changed_ptr,
     seen_ptr,
@@ -217,6 +217,7 @@ def _sample_kernel(
     TILES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Draw the token of one row."""
     STEP: tl.constexpr = 1024 if BLOCK > 1024 else BLOCK  # fewer registers; the sums must be those of the loss
     index = tl.program_id(0).to(tl.int64)
     logits_ptr += index * stride
@@ -236,8 +237,7 @@ def _sample_kernel(
     if CHANGED or PENALISED:
         largest, total_T = _sums(row, inverse_temperature, PENALISED, TILES, BLOCK)
     softmax = (largest, inverse_temperature)
-    mass = tl.sum(total_T, axis=0)
-    noise = uniform(integers_ptr)
+    noise, mass = uniform(integers_ptr), tl.sum(total_T, axis=0)
     token = _pick(row, softmax, total_T, noise, PENALISED, TILES, BLOCK)
     if FILTERS:
         top_k = tl.load(integers_ptr).to(tl.int32)
@@ -258,7 +258,7 @@ def _sample_kernel(
 
 
 @triton.jit
-def _score_kernel(
+def score_kernel(
     logits_ptr,
     token_ptr,
     temperature_ptr,
@@ -268,6 +268,7 @@ def _score_kernel(
     TILES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Log-prob of one row's given token."""
     index = tl.program_id(0).to(tl.int64)
     logits_ptr += index * stride
     temperature = tl.load(temperature_ptr + index)
@@ -295,7 +296,7 @@ def draw(rows: Rows, plan: LaunchPlan | None = None) -> tuple[torch.Tensor, torc
     seen_SV = status_B[None] if rows.seen_SV is None else rows.seen_SV.view(torch.uint8)
     if num_rows:
         with torch.cuda.device_of(logits_BV):
-            kernel: Any = _sample_kernel  # parameters of the launch itself are none of the kernel's
+            kernel: Any = sample_kernel  # parameters of the launch itself are none of the kernel's
             kernel[(num_rows,)](
                 logits_BV,
                 changed_BV,
@@ -318,7 +319,7 @@ def draw(rows: Rows, plan: LaunchPlan | None = None) -> tuple[torch.Tensor, torc
                 TILES=plan.tiles,
                 BLOCK=plan.block,
                 num_warps=plan.num_warps,
-                maxnreg=_MAX_REGISTERS,
+                maxnreg=MAX_REGISTERS,
             )
     return token_B, scores_B2, status_B
 
@@ -330,7 +331,7 @@ def score(logits_BV: torch.Tensor, token_B: torch.Tensor, temperature_B: torch.T
     plan = launch(num_tokens, logits_BV.dtype)
     if num_rows:
         with torch.cuda.device_of(logits_BV):
-            kernel: Any = _score_kernel
+            kernel: Any = score_kernel
             kernel[(num_rows,)](
                 logits_BV,
                 token_B,
@@ -343,44 +344,3 @@ def score(logits_BV: torch.Tensor, token_B: torch.Tensor, temperature_B: torch.T
                 num_warps=plan.num_warps,
             )
     return logp_B
-
-
-def _variants() -> tuple[Variant, ...]:
-    """Plain and with everything, at a vocabulary of 152,000."""
-    row_types = {"num_tokens": "i32", "stride": "i64"}
-    types = row_types | {"settings_ptr": "*fp64", "integers_ptr": "*i64", "token_ptr": "*i64", "scores_ptr": "*fp32"}
-    types |= {
-        "status_ptr": "*i32",
-        "changed_stride": "i64",
-        "seen_stride": "i64",
-        "scratch_stride": "i64",
-        "seen_ptr": "*u8",
-    }
-    types |= {"candidate_logit_ptr": "*fp32", "candidate_token_ptr": "*i32"}
-    score_types = row_types | {"token_ptr": "*i64", "temperature_ptr": "*fp64", "logp_ptr": "*fp32"}
-    found: list[Variant] = []
-    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)):
-        plan = launch(151936, dtype)
-        sizes = {"TILES": plan.tiles, "BLOCK": plan.block}
-        logits = {"logits_ptr": f"*{name}", "changed_ptr": f"*{name}"}
-        forms = {"plain": (False, False), "filtered": (True, False)} | (
-            {"whole": (True, True)} if name == "fp32" else {}
-        )
-        for form, (filters, changed) in forms.items():
-            constants = sizes | {"CHANGED": changed, "PENALISED": changed, "FILTERS": filters}
-            found.append(
-                Variant(
-                    f"{form}_{name}",
-                    _sample_kernel,
-                    types | logits,
-                    constants,
-                    plan.num_warps,
-                    maxnreg=_MAX_REGISTERS,
-                )
-            )
-        score_logits = {"logits_ptr": f"*{name}"}
-        found.append(Variant(f"score_{name}", _score_kernel, score_types | score_logits, sizes, plan.num_warps))
-    return tuple(found)
-
-
-VARIANTS = _variants()
