@@ -6,15 +6,14 @@ from hypothesis import strategies as st
 from tunesmith.core.errors import DataError
 from tunesmith.data.collate import (
     EncodedPair,
-    check_prompt_lengths,
     collate_pairs,
-    encode_pairs,
     encode_preferences,
+    measure_prompts,
     pad_right,
     prefix_prompts,
     truncate_left,
 )
-from tunesmith.data.pairs import load_pairs, load_preferences
+from tunesmith.data.pairs import load_preferences
 from tunesmith.data.prompts import load_prompts
 from tunesmith.models.tiny import EOS_ID, byte_tokenizer
 from tunesmith.models.tokenizer import decode, encode_pair_side, encode_prompt
@@ -47,8 +46,8 @@ def test_pairs_are_encoded_with_prompt_and_end_token():
         {"prompt": "It", "chosen": " is", "rejected": " was", "margin": 1},
         {"prompt": [user], "chosen": [reply], "rejected": [{**reply, "content": "No"}], "tie": True},
     ]
-    pairs = load_pairs(rows)
-    text, chat = encode_pairs(pairs, TOKENIZER, max_tokens=100)
+    pairs = load_preferences(rows)
+    text, chat = encode_preferences(pairs, TOKENIZER, max_tokens=100)
     assert text.chosen_ids == (*TOKENIZER("It is")["input_ids"], EOS_ID)
     assert (text.prompt_id, text.margin, text.tie) == ("pairs[0]", 1.0, False)
     assert chat.rejected_ids == encode_pair_side(TOKENIZER, pairs[1].prompt, pairs[1].rejected)
@@ -56,15 +55,15 @@ def test_pairs_are_encoded_with_prompt_and_end_token():
 
 
 def test_too_long_rows_are_all_named():
-    pairs = load_pairs([{"prompt": "a", "chosen": "b" * n, "rejected": "c"} for n in (1, 20, 30)])
+    pairs = load_preferences([{"prompt": "a", "chosen": "b" * n, "rejected": "c"} for n in (1, 20, 30)])
     with pytest.raises(
         DataError, match=r"(?s)2 bad rows of 3 .*pairs\[1\]: too long: .*`chosen` have 22.* is 10.*pairs\[2\]"
     ):
-        encode_pairs(pairs, TOKENIZER, max_tokens=10)
+        encode_preferences(pairs, TOKENIZER, max_tokens=10)
     prompts = load_prompts(["a" * n for n in (5, 11, 12, 13, 14, 15, 16)])
     with pytest.raises(DataError, match=r"(?s)6 bad rows of 7 .*prompts\[1\]: too long: 11 tokens, the limit is 10"):
-        check_prompt_lengths(prompts, TOKENIZER, max_tokens=10)
-    assert check_prompt_lengths(prompts, TOKENIZER, max_tokens=16) == (5, 11, 12, 13, 14, 15, 16)
+        measure_prompts(prompts, TOKENIZER, max_tokens=10)
+    assert measure_prompts(prompts, TOKENIZER, max_tokens=16).lengths == (5, 11, 12, 13, 14, 15, 16)
 
 
 def test_prefixes_are_the_first_tokens_of_the_text():
@@ -124,16 +123,16 @@ def test_special_tokens_in_front_do_not_count_as_text():
 
 
 def test_a_pair_that_is_too_long_loses_the_beginning_of_its_prompt_on_both_sides_alike():
-    pairs = load_pairs([{"prompt": "abcdefgh", "chosen": "12345", "rejected": "67"}])
+    pairs = load_preferences([{"prompt": "abcdefgh", "chosen": "12345", "rejected": "67"}])
     (whole,) = encode_preferences(pairs, TOKENIZER, 100, truncates=True)
     (cut,) = encode_preferences(pairs, TOKENIZER, 9, truncates=True)
-    assert whole.sequences == encode_pairs(pairs, TOKENIZER, 100)[0].sequences
+    assert whole.sequences == encode_preferences(pairs, TOKENIZER, 100)[0].sequences
     assert [decode(TOKENIZER, ids) for ids in cut.sequences] == ["fgh12345", "fgh67"]
     assert all(ids[-1] == EOS_ID for ids in cut.sequences)
 
 
 def test_an_answer_longer_than_the_limit_loses_its_own_beginning_and_the_other_stays_whole():
-    pairs = load_pairs([{"prompt": "ab", "chosen": "123456789", "rejected": "z"}])
+    pairs = load_preferences([{"prompt": "ab", "chosen": "123456789", "rejected": "z"}])
     (cut,) = encode_preferences(pairs, TOKENIZER, 4, truncates=True)
     assert [decode(TOKENIZER, ids) for ids in cut.sequences] == ["789", "z"]
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tunesmith.config.sections import PairsSection
 from tunesmith.core.errors import DataError
-from tunesmith.data.pairs import as_messages, is_dialogue, load_pairs, load_preferences, split_messages, split_text
+from tunesmith.data.pairs import as_messages, is_dialogue, load_preferences, split_messages, split_text
 from tunesmith.data.rows import BadRows
 
 CHOSEN = "\n\nHuman: Hi\n\nAssistant: Yo.\n\nHuman: Sum?\n\nAssistant: 4,\n\nsurely"
@@ -23,21 +23,21 @@ def message(role: str, content: str) -> dict[str, str]:
 
 
 def test_a_dialogue_becomes_messages_with_the_last_answers_apart():
-    (pair,) = load_pairs([{"chosen": CHOSEN, "rejected": REJECTED}])
+    (pair,) = load_preferences([{"chosen": CHOSEN, "rejected": REJECTED}])
     assert pair.prompt.content == (message("user", "Hi"), message("assistant", "Yo."), message("user", "Sum?"))
     assert pair.chosen == (message("assistant", "4,\n\nsurely"),)
     assert pair.rejected == (message("assistant", "5"),)
 
 
 def test_a_dialogue_can_stay_text():
-    (pair,) = load_pairs([{"chosen": CHOSEN, "rejected": REJECTED}], PairsSection(dialogues="text"))
+    (pair,) = load_preferences([{"chosen": CHOSEN, "rejected": REJECTED}], PairsSection(dialogues="text"))
     assert pair.prompt.content == "\n\nHuman: Hi\n\nAssistant: Yo.\n\nHuman: Sum?\n\nAssistant:"
     assert (pair.chosen, pair.rejected) == (" 4,\n\nsurely", " 5")
 
 
 def test_dialogues_that_part_before_the_last_answer_keep_what_they_share_as_prompt():
     other = "\n\nHuman: Hi\n\nAssistant: Hello.\n\nHuman: Sum?\n\nAssistant: 5"
-    (pair,) = load_pairs([{"chosen": CHOSEN, "rejected": other}])
+    (pair,) = load_preferences([{"chosen": CHOSEN, "rejected": other}])
     assert pair.prompt.content == (message("user", "Hi"),)
     assert len(pair.chosen) == len(pair.rejected) == 3
 
@@ -62,10 +62,10 @@ def test_other_texts_are_no_dialogues():
 def test_a_text_prompt_beside_whole_conversations_that_contain_it_is_not_repeated():
     asked = message("user", "Sum?")
     row = {"prompt": "Sum?", "messages": [asked], "chosen": [asked, message("assistant", "4")]}
-    (pair,) = load_pairs([{**row, "rejected": [asked, message("assistant", "5")]}])
+    (pair,) = load_preferences([{**row, "rejected": [asked, message("assistant", "5")]}])
     assert (pair.prompt.content, pair.chosen) == ((asked,), (message("assistant", "4"),))
     with pytest.raises(DataError, match="`prompt` is text but `chosen` is a list"):
-        load_pairs([{**row, "prompt": "Other", "rejected": [asked, message("assistant", "5")]}])
+        load_preferences([{**row, "prompt": "Other", "rejected": [asked, message("assistant", "5")]}])
 
 
 @pytest.mark.parametrize("form", ["messages", "text"])

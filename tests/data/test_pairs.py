@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from tunesmith.core.errors import DataError
-from tunesmith.data.pairs import load_pairs, write_pairs
+from tunesmith.data.pairs import load_preferences, write_pairs
 from tunesmith.schema.records import Pair, Prompt
 
 USER = {"role": "user", "content": "Hello"}
@@ -15,14 +15,14 @@ CHAT_ROW = {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}
 
 
 def test_text_and_conversational_rows_become_pairs():
-    text, chat = load_pairs([{**TEXT_ROW, "margin": 0.5, "rater": "ann"}, CHAT_ROW])
+    text, chat = load_preferences([{**TEXT_ROW, "margin": 0.5, "rater": "ann"}, CHAT_ROW])
     prompt = Prompt(id="pairs[0]", content="It was", columns={"rater": "ann"})
     assert text == Pair(prompt, chosen=" good", rejected=" bad", margin=0.5, tie=False)
     assert chat == Pair(Prompt(id="pairs[1]", content=(USER,)), chosen=(GOOD,), rejected=(BAD,))
 
 
 def test_without_a_prompt_texts_stand_alone_and_common_messages_become_the_prompt():
-    text, chat, null = load_pairs(
+    text, chat, null = load_preferences(
         [
             {"chosen": "Q? yes", "rejected": "Q? no"},
             {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
@@ -34,7 +34,7 @@ def test_without_a_prompt_texts_stand_alone_and_common_messages_become_the_promp
 
 
 def test_a_tie_may_have_equal_sides():
-    (pair,) = load_pairs([{"prompt": "It was", "chosen": " ok", "rejected": " ok", "tie": True}])
+    (pair,) = load_preferences([{"prompt": "It was", "chosen": " ok", "rejected": " ok", "tie": True}])
     assert pair.tie
 
 
@@ -65,14 +65,16 @@ def test_a_tie_may_have_equal_sides():
 def test_a_bad_row_is_refused_with_its_reason(changes: dict[str, object], reason: str):
     row = {key: value for key, value in {**TEXT_ROW, **changes}.items() if value is not ...}
     with pytest.raises(DataError, match=rf"(?s)1 bad row of 2 .*pairs\[1\]: .*({reason})"):
-        load_pairs([CHAT_ROW, row])
+        load_preferences([CHAT_ROW, row])
 
 
 def test_written_pairs_are_read_back(tmp_path: Path):
     tie = {"prompt": "It was", "chosen": " a", "rejected": " b", "tie": True}
-    pairs = load_pairs([{**TEXT_ROW, "margin": 0.25, "rater": "é"}, CHAT_ROW, tie, {"chosen": "x", "rejected": "y"}])
+    pairs = load_preferences(
+        [{**TEXT_ROW, "margin": 0.25, "rater": "é"}, CHAT_ROW, tie, {"chosen": "x", "rejected": "y"}]
+    )
     write_pairs(tmp_path / "pairs.jsonl", pairs)
-    again = load_pairs(tmp_path / "pairs.jsonl")
+    again = load_preferences(tmp_path / "pairs.jsonl")
     assert [pair.prompt.id for pair in again] == [f"pairs.jsonl:{line}" for line in (1, 2, 3, 4)]
     for before, after in zip(pairs, again, strict=True):
         assert (before.chosen, before.rejected, before.margin, before.tie) == (
@@ -86,4 +88,4 @@ def test_written_pairs_are_read_back(tmp_path: Path):
 
 def test_an_empty_source_says_what_to_give():
     with pytest.raises(DataError, match="name a JSONL file with `chosen` and `rejected` columns"):
-        load_pairs("")
+        load_preferences("")

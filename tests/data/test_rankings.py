@@ -6,7 +6,7 @@ import pytest
 from formats import write_all
 
 from tunesmith.core.errors import DataError
-from tunesmith.data.pairs import load_pairs, load_preferences
+from tunesmith.data.pairs import load_preferences
 from tunesmith.schema.records import Pair, Prompt, Ranking
 
 ROW = {"prompt": "It was", "completions": [" fine", " dull", " bad"]}
@@ -33,7 +33,9 @@ def test_other_columns_are_kept_and_rows_of_pairs_may_stand_between():
 
 
 def test_as_pairs_every_two_completions_meet_once():
-    pairs = load_pairs([{**ROW, "ranks": [2, 1, 2]}])
+    (ranking,) = load_preferences([{**ROW, "ranks": [2, 1, 2]}])
+    assert isinstance(ranking, Ranking)
+    pairs = ranking.pairs()
     assert [(pair.chosen, pair.rejected, pair.tie) for pair in pairs] == [
         (" dull", " fine", False),
         (" dull", " bad", False),

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tunesmith.core.errors import DataError
-from tunesmith.data.pairs import load_pairs
+from tunesmith.data.pairs import load_preferences
 from tunesmith.data.prompts import load_prompts
 from tunesmith.data.split import prompt_key, split_by_prompt
 from tunesmith.schema.records import Prompt
@@ -58,14 +58,14 @@ def test_an_exact_number_of_prompts_can_be_held_out():
 
 def test_pairs_are_split_by_prompt_and_fall_with_the_prompt_itself():
     rows = [{"prompt": f"p {n // 3}", "chosen": f"a{n}", "rejected": f"b{n}"} for n in range(90)]
-    pairs = split_by_prompt(load_pairs(rows), 0.3, seed=4)
+    pairs = split_by_prompt(load_preferences(rows), 0.3, seed=4)
     alone = split_by_prompt(prompts(*(f"p {n}" for n in range(30))), 0.3, seed=4)
     assert {pair.prompt.content for pair in pairs.heldout} == {p.content for p in alone.heldout}
     assert len(pairs.heldout) == 3 * len(alone.heldout)
 
 
 def test_pairs_without_prompt_are_split_by_the_dialogue_before_the_answer():
-    first, second, other, nothing = load_pairs(
+    first, second, other, nothing = load_preferences(
         [
             {"chosen": "\n\nHuman: Hi?\n\nAssistant: I am", "rejected": "\n\nHuman: Hi?\n\nAssistant: I was"},
             {"chosen": "\n\nHuman: Hi?\n\nAssistant: No", "rejected": "\n\nHuman: Hi?\n\nAssistant: Yes"},
@@ -85,7 +85,7 @@ def test_pairs_of_single_lines_are_split_by_the_words_that_both_begin_with_and_n
         ("The plot", "They left"),
         ("The end", "The start"),
     ]
-    first, second, cut, chance, word = load_pairs([{"chosen": a, "rejected": b} for a, b in rows])
+    first, second, cut, chance, word = load_preferences([{"chosen": a, "rejected": b} for a, b in rows])
     assert prompt_key(first) == "the film was"
     assert prompt_key(second) == "the film was"
     assert len({prompt_key(pair) for pair in (first, cut, chance, word)}) == 4
@@ -94,5 +94,7 @@ def test_pairs_of_single_lines_are_split_by_the_words_that_both_begin_with_and_n
 def test_conversations_without_prompt_are_split_by_their_common_messages():
     user = {"role": "user", "content": "Hi?"}
     replies = [{"role": "assistant", "content": text} for text in ("a", "b", "c")]
-    first, second = load_pairs([{"chosen": [user, replies[0]], "rejected": [user, reply]} for reply in replies[1:]])
+    first, second = load_preferences(
+        [{"chosen": [user, replies[0]], "rejected": [user, reply]} for reply in replies[1:]]
+    )
     assert prompt_key(first) == prompt_key(second) == prompt_key(load_prompts([[user]])[0])

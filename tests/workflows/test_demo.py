@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tunesmith.core.errors import InputError, ModelError
-from tunesmith.data.pairs import load_pairs
+from tunesmith.data.pairs import load_preferences
 from tunesmith.evaluation.compare import recompute
 from tunesmith.models import assets
 from tunesmith.runs.folder import read_jsonl
@@ -53,7 +53,7 @@ def test_compared_openings_were_never_voted_on_or_trained_on(result: DemoResult)
     voted = {
         str(pair.prompt.content)
         for name in ("votes.jsonl", "heldout_votes.jsonl")
-        for pair in load_pairs(result.run_dir / name)
+        for pair in load_preferences(result.run_dir / name)
     }
     trained = {row["prompt"] for path in result.run_dir.glob("*-demo_*po-*/samples.jsonl") for row in read_jsonl(path)}
     assert trained
@@ -62,7 +62,7 @@ def test_compared_openings_were_never_voted_on_or_trained_on(result: DemoResult)
 
 def test_held_out_votes_are_about_other_openings(result: DemoResult) -> None:
     train, heldout = (
-        {str(pair.prompt.content) for pair in load_pairs(result.run_dir / name)}
+        {str(pair.prompt.content) for pair in load_preferences(result.run_dir / name)}
         for name in ("votes.jsonl", "heldout_votes.jsonl")
     )
     assert train

@@ -129,6 +129,8 @@ class DataSection(Section):
     """A separate source for evaluation; no rows of `source` are held out then."""
     skip_bad: bool = False
     """Drop rows that cannot be used, and count them by reason."""
+    heldout_fraction: Fraction = 0.0
+    """Share of rows held out of training."""
 
 
 class PromptsSection(DataSection):

@@ -188,11 +188,6 @@ def encode_preferences(
     return encoded
 
 
-def encode_pairs(pairs: Sequence[Pair], tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[EncodedPair]:
-    """What `encode_preferences` gives for pairs alone, strictly."""
-    return as_pairs(encode_preferences(pairs, tokenizer, max_tokens))
-
-
 def truncate_left(sequences: Sequence[TokenIds], max_tokens: int) -> tuple[TokenIds, ...]:
     """The sequences, which begin with one prompt, cut to their last `max_tokens` ids.
 
@@ -271,13 +266,6 @@ def measure_prompts(
     if bad is None:
         found.check()
     return MeasuredPrompts(kept, tuple(lengths))
-
-
-def check_prompt_lengths(
-    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, max_tokens: int
-) -> tuple[int, ...]:
-    """Tokens of each prompt. Raises DataError that names and counts the prompts of more than `max_tokens` tokens."""
-    return measure_prompts(prompts, tokenizer, max_tokens).lengths
 
 
 def _length(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> int:

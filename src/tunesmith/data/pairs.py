@@ -183,17 +183,8 @@ def load_preferences(
     return parse_rows(rows, lambda row: as_preference(row, as_text), label="pairs", bad=bad)
 
 
-def load_pairs(source: str | Path | Sequence[PreferenceLike], section: PairsSection | None = None) -> list[Pair]:
-    """What `load_preferences` gives, strictly, with each ranking as every two of its completions."""
-    return [
-        pair
-        for item in load_preferences(source, section)
-        for pair in (item.pairs() if isinstance(item, Ranking) else [item])
-    ]
-
-
 def write_pairs(path: str | Path, pairs: Sequence[Pair]) -> None:
-    """Write pairs as JSONL that `load_pairs` reads back. `margin` and `tie` stand only where they are set."""
+    """Write pairs as JSONL that `load_preferences` reads back; `margin` and `tie` are written only if set."""
     with Path(path).open("w", encoding="utf-8") as file:
         for pair in pairs:
             file.write(json.dumps(_as_row(pair), ensure_ascii=False) + "\n")

@@ -71,7 +71,7 @@ def load_prompts(
     `messages` does, up to its last reply. The other columns are kept for reward functions. Ids are `file:line`,
     `films:n` from 1, or `prompts[index]`. Rows that cannot be used go to `bad`, which may skip them; without it they
     are an error. Raises DataError that names and counts them. Lengths in tokens are checked by
-    `collate.check_prompt_lengths`, prefixes cut by `collate.prefix_prompts`.
+    `collate.measure_prompts`, prefixes cut by `collate.prefix_prompts`.
     """
     bad = bad or BadRows()
     column = (section or PromptsSection()).text_column

@@ -1,14 +1,14 @@
-"""What a trainer starts from: rows read, checked, split into training and held-out, measured in tokens, and what there
-is to say about them.
-"""
+"""Data of a trainer: rows read, checked, split into training and held-out, and encoded or measured in tokens."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 from tunesmith.algorithms.preference_loss import MAX_TIED
 from tunesmith.batch.targets import LearntSequence
 from tunesmith.config.algorithm_sections import DPOSection
-from tunesmith.config.sections import DemonstrationsSection, PairsSection, PromptsSection
+from tunesmith.config.sections import DataSection, DemonstrationsSection, PairsSection, PromptsSection
 from tunesmith.core.errors import DataError
 from tunesmith.core.log import get_logger
 from tunesmith.data.answers import (
@@ -36,14 +36,16 @@ from tunesmith.data.prompts import PromptLike, load_prompts
 from tunesmith.data.rows import BadRows, RowError, Tally
 from tunesmith.data.split import Item, Leak, Split, leak_finding, leaks, prompt_key, split_by_prompt
 from tunesmith.models.tokenizer import PreTrainedTokenizerBase
-from tunesmith.schema.records import Demonstration, Finding, Judgement, Pair, Prompt, Ranking, plain_text
+from tunesmith.schema.records import Finding, Judgement, Pair, Prompt, Ranking, plain_text
+
+T = TypeVar("T")
 
 _log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a run records about its data: tallies of its source and of the held-out source, and leaks between them.
+    """Facts of a run about its data: tallies of its source and of the held-out source, and leaks between them.
 
     `heldout_tally` is None where held-out rows come from the same source.
     """
@@ -55,7 +57,7 @@ class Facts:
 
     @property
     def findings(self) -> list[Finding]:
-        """Warnings about dropped rows and leaks, for step 0; empty if there is nothing to say."""
+        """Warnings about dropped rows and leaks, for step 0."""
         dropped = [tally for tally in (self.tally, self.heldout_tally) if tally and tally.num_dropped]
         found = [Finding(step=0, name="bad_rows", severity="warning", message=str(tally)) for tally in dropped]
         leak = leak_finding(self.leaks, self.num_heldout)
@@ -73,24 +75,19 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class PromptSets:
-    """Prompts to train on and prompts kept away from training, and the mean length of all of them in tokens."""
+    """Training and held-out prompts, and the mean length of all of them in tokens."""
 
     train: list[Prompt]
     heldout: list[Prompt]
     mean_tokens: float
     facts: Facts
 
-    @property
-    def sample(self) -> str:
-        """The first prompt as text."""
-        return f"prompt: {plain_text(self.train[0].content)}"
-
 
 @dataclass(frozen=True, slots=True)
 class PreferenceSets:
-    """Encoded pairs, or encoded rankings under `plackett_luce`, to train on and kept away from training.
+    """Encoded training and held-out pairs, or rankings under `plackett_luce`.
 
-    `sample` is the first row as text. `heldout_prompts` says of each held-out row, by its id, which prompt it is about.
+    `sample` is the first row as text. `heldout_prompts` maps the id of a held-out row to the key of its prompt.
     """
 
     train: Sequence[Encoded]
@@ -98,6 +95,81 @@ class PreferenceSets:
     sample: str
     facts: Facts
     heldout_prompts: Mapping[str, str]
+
+
+Unit = AnswerPair | AnswerLabel
+"""A training example of a direct loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class DirectSets:
+    """Training and held-out pairs, or labels for `kto`, and the distinct answers that they refer to by index.
+
+    `num_ties` counts all ties, also where they are dropped; `sample` is the first row as text.
+    """
+
+    answers: Sequence[Answer]
+    train: Sequence[Unit]
+    heldout: Sequence[Unit]
+    num_ties: int
+    sample: str
+    facts: Facts
+
+
+@dataclass(frozen=True, slots=True)
+class DemonstrationSets:
+    """Encoded training and held-out demonstrations; `sample` is the first one as text."""
+
+    train: Sequence[LearntSequence]
+    heldout: Sequence[LearntSequence]
+    sample: str
+    facts: Facts
+
+
+@dataclass(frozen=True, slots=True)
+class _Sides(Generic[T]):
+    """Rows of both sides, and the bad rows of their sources; `heldout_bad` is `bad` if there is one source."""
+
+    rows: Split[T]
+    bad: BadRows
+    heldout_bad: BadRows
+
+    def facts(self, train: Sequence[Item], heldout: Sequence[Item]) -> Facts:
+        """Raise DataError for bad rows that are not skipped; log leaks between the sides."""
+        self.bad.check()
+        has_two_sources = self.heldout_bad is not self.bad
+        if has_two_sources:
+            self.heldout_bad.check()
+        heldout_tally = self.heldout_bad.finish() if has_two_sources else None
+        facts = Facts(self.bad.finish(), heldout_tally, leaks(train, heldout), num_heldout=len(heldout))
+        leak = leak_finding(facts.leaks, facts.num_heldout)
+        if leak:
+            _log.warning("%s", leak.message)
+        return facts
+
+
+def _read(
+    section: DataSection,
+    load: Callable[[Any, BadRows], list[T]],
+    given: tuple[Sequence[object] | None, Sequence[object] | None],
+    seed: int,
+    key: Callable[..., str] = prompt_key,
+) -> _Sides[T]:
+    """Rows for training and held-out rows, from the sources of `section` or from what is `given` for either.
+
+    Rows are held out of the training source only if no held-out rows are given or named. An empty list is allowed.
+    """
+
+    def read(source: str | Sequence[object], bad: BadRows) -> list[T]:
+        return load(source, bad) if isinstance(source, str) or source else []
+
+    bad = BadRows(skip=section.skip_bad)
+    rows = read(section.source if given[0] is None else given[0], bad)
+    heldout_source = section.heldout_source or None if given[1] is None else given[1]
+    if heldout_source is None:
+        return _Sides(split_by_prompt(rows, section.heldout_fraction, seed, key), bad, bad)
+    heldout_bad = BadRows(skip=section.skip_bad)
+    return _Sides(Split(rows, read(heldout_source, heldout_bad)), bad, heldout_bad)
 
 
 def prompt_sets(
@@ -108,33 +180,33 @@ def prompt_sets(
     *,
     room: int | None = None,
 ) -> PromptSets:
-    """The prompts that `section` names, or `given` in their place: split, cut to prefixes if wanted, and measured.
+    """The prompts of `section`, or `given` instead: split, cut to prefixes, and measured.
 
-    `room` is the number of tokens that the model's context leaves for a prompt; None is no such bound.
-    Raises DataError that names and counts bad rows, unless `section.skip_bad` drops them, or if none are left to train
-    on. A leak is logged as a warning.
+    `room` is the limit of a prompt that the model's context imposes, in tokens. A leak is logged as a warning.
+
+    Raises:
+        DataError: Bad rows, all named and counted, unless `section.skip_bad`; or no rows left to train on.
     """
-    bad = BadRows(skip=section.skip_bad)
-    rows = load_prompts(section.source if given is None else given, section, bad)
-    heldout_bad = BadRows(skip=section.skip_bad) if section.heldout_source else None
-    if heldout_bad:
-        split = Split(rows, load_prompts(section.heldout_source, section, heldout_bad))
-    else:
-        column = section.split_column
-        key = prompt_key if column is None else lambda prompt: str(prompt.columns.get(column, prompt.content))
-        split = split_by_prompt(rows, section.heldout_fraction, seed, key)
-    sides: list[list[Prompt]] = []
+    column = section.split_column
+
+    def key(prompt: Prompt) -> str:
+        return prompt_key(prompt) if column is None else str(prompt.columns.get(column, prompt.content))
+
+    def load(source: str | Sequence[PromptLike], bad: BadRows) -> list[Prompt]:
+        return load_prompts(source, section, bad)
+
+    sides = _read(section, load, (given, None), seed, key)
+    encoded: list[list[Prompt]] = []
     lengths: list[int] = []
-    for side, found in ((split.train, bad), (split.heldout, heldout_bad or bad)):
+    for rows, bad in ((sides.rows.train, sides.bad), (sides.rows.heldout, sides.heldout_bad)):
         if section.prefix_tokens:
-            side = prefix_prompts(side, tokenizer, section.prefix_tokens, seed, found)
-        measured = measure_prompts(side, tokenizer, _limit(section.max_tokens, room), found)
-        sides.append(measured.prompts)
+            rows = prefix_prompts(rows, tokenizer, section.prefix_tokens, seed, bad)
+        measured = measure_prompts(rows, tokenizer, _limit(section.max_tokens, room), bad)
+        encoded.append(measured.prompts)
         lengths += measured.lengths
-    train, heldout = sides
-    facts = _facts(bad, heldout_bad, train, heldout)
-    if not train:
-        raise DataError("no prompts are left to train on; give more rows or lower prompts.heldout_fraction")
+    train, heldout = encoded
+    facts = sides.facts(train, heldout)
+    _check_not_empty(train, "prompts")
     return PromptSets(train, heldout, sum(lengths) / len(lengths), facts)
 
 
@@ -147,54 +219,28 @@ def preference_sets(
     *,
     room: int | None = None,
 ) -> PreferenceSets:
-    """The preferences that `section` names, or those given in their place: split by prompt and encoded.
+    """The preferences of `section`, or those given instead: split by prompt and encoded.
 
-    `room` is the number of tokens that the model's context holds; None is no such bound.
-    Rows are held out of the source only if no held-out rows are given or named. Raises DataError that names and counts
-    bad rows, unless `section.skip_bad` drops them, or if none are left to train on; ModelError if messages meet a
-    tokenizer without a chat template. A leak is logged as a warning.
+    `room` is the limit of a sequence that the model's context imposes, in tokens. Rows are held out of the source only
+    if no held-out rows are given or named. A leak is logged as a warning.
+
+    Raises:
+        DataError: Bad rows, all named and counted, unless `section.skip_bad`; or no rows left to train on.
+        ModelError: Messages, but the tokenizer has no chat template.
     """
-    bad = BadRows(skip=section.skip_bad)
-    rows = _preferences(section.source if given is None else given, section, bad)
-    heldout_source = section.heldout_source or None if given_heldout is None else given_heldout
-    heldout_bad = None if heldout_source is None else BadRows(skip=section.skip_bad)
-    if heldout_source is None or heldout_bad is None:
-        split = split_by_prompt(rows, section.heldout_fraction, seed)
-    else:
-        split = Split(rows, _preferences(heldout_source, section, heldout_bad))
-    if not split.train:
-        raise DataError("no pairs are left to train on; give more rows or lower pairs.heldout_fraction")
+    sides = _read(section, lambda s, bad: load_preferences(s, section, bad), (given, given_heldout), seed)
+    rows = sides.rows
+    _check_not_empty(rows.train, "pairs")
     if section.rankings == "plackett_luce":
-        split = Split(_without_wide_ties(split.train, bad), _without_wide_ties(split.heldout, heldout_bad or bad))
-    limit = _limit(section.max_tokens, room)
-    cuts = section.truncate == "left"
-    train = encode_preferences(split.train, tokenizer, limit, bad, truncates=cuts)
-    heldout = encode_preferences(split.heldout, tokenizer, limit, heldout_bad or bad, truncates=cuts)
-    facts = _facts(bad, heldout_bad, split.train, split.heldout)
-    if not train:
-        raise DataError("no pairs are left to train on; give more rows or lower pairs.heldout_fraction")
+        rows = Split(_without_wide_ties(rows.train, sides.bad), _without_wide_ties(rows.heldout, sides.heldout_bad))
+    limit, cuts = _limit(section.max_tokens, room), section.truncate == "left"
+    train = encode_preferences(rows.train, tokenizer, limit, sides.bad, truncates=cuts)
+    heldout = encode_preferences(rows.heldout, tokenizer, limit, sides.heldout_bad, truncates=cuts)
+    facts = sides.facts(rows.train, rows.heldout)
+    _check_not_empty(train, "pairs")
     expanded = as_pairs if section.rankings == "pairs" else as_rankings
-    prompts = {item.prompt.id: prompt_key(item) for item in split.heldout}
-    return PreferenceSets(expanded(train), expanded(heldout), _sample(split.train[0]), facts, prompts)
-
-
-Unit = AnswerPair | AnswerLabel
-"""What a direct loss is made of."""
-
-
-@dataclass(frozen=True, slots=True)
-class DirectSets:
-    """Pairs, or labels for `kto`, to train on and kept away from training, and the distinct answers they refer to.
-
-    `num_ties` counts the pairs that are ties, kept or not; `sample` is the first row as text.
-    """
-
-    answers: Sequence[Answer]
-    train: Sequence[Unit]
-    heldout: Sequence[Unit]
-    num_ties: int
-    sample: str
-    facts: Facts
+    prompts = {item.prompt.id: prompt_key(item) for item in rows.heldout}
+    return PreferenceSets(expanded(train), expanded(heldout), _sample(rows.train[0]), facts, prompts)
 
 
 def direct_sets(
@@ -207,38 +253,24 @@ def direct_sets(
     *,
     room: int | None = None,
 ) -> DirectSets:
-    """The preferences that `section` names, or those given in their place: split by prompt and encoded.
+    """The preferences of `section`, or those given instead, for the loss of `settings`: split by prompt and encoded.
 
     The loss `kto` takes labelled completions as well as pairs, all others take pairs; ties are left out where
-    `settings` drop them. Arguments and errors are those of `preference_sets`.
+    `settings` drop them. Arguments and errors as in `preference_sets`.
     """
-    bad = BadRows(skip=section.skip_bad)
-    rows = _judged(section.source if given is None else given, section, settings, bad)
-    heldout_source = section.heldout_source or None if given_heldout is None else given_heldout
-    heldout_bad = None if heldout_source is None else BadRows(skip=section.skip_bad)
-    if heldout_source is None or heldout_bad is None:
-        split = split_by_prompt(rows, section.heldout_fraction, seed, lambda item: prompt_key(_as_item(item)))
-    else:
-        split = Split(rows, _judged(heldout_source, section, settings, heldout_bad))
-    limit, table = TokenLimit(_limit(section.max_tokens, room), section.truncate == "left"), AnswerTable()
-    train = _units(split.train, settings, tokenizer, limit, table, bad)
-    heldout = _units(split.heldout, settings, tokenizer, limit, table, heldout_bad or bad)
-    facts = _facts(bad, heldout_bad, [_as_item(row) for row in split.train], [_as_item(row) for row in split.heldout])
-    if not train:
-        raise DataError("no pairs are left to train on; give more rows or lower pairs.heldout_fraction")
+    load = partial(_load_for, settings, section)
+    sides = _read(section, load, (given, given_heldout), seed, lambda item: prompt_key(_as_item(item)))
+    rows, limit, table = sides.rows, _limit(section.max_tokens, room), AnswerTable()
+    token_limit = TokenLimit(limit, section.truncate == "left")
+    train = _units(rows.train, settings, tokenizer, token_limit, table, sides.bad)
+    heldout = _units(rows.heldout, settings, tokenizer, token_limit, table, sides.heldout_bad)
+    facts = sides.facts([_as_item(row) for row in rows.train], [_as_item(row) for row in rows.heldout])
+    _check_not_empty(train, "pairs")
     if settings.loss == "kto":
-        train, heldout = (with_mismatched(side, table, limit.max_tokens, seed) for side in (train, heldout))
-    return DirectSets(table.answers, train, heldout, sum(map(_num_ties, rows)), _sample(split.train[0]), facts)
-
-
-@dataclass(frozen=True, slots=True)
-class DemonstrationSets:
-    """Encoded demonstrations to train on and kept away from training; `sample` is the first one as text."""
-
-    train: Sequence[LearntSequence]
-    heldout: Sequence[LearntSequence]
-    sample: str
-    facts: Facts
+        train, heldout = (with_mismatched(side, table, limit, seed) for side in (train, heldout))
+    counted = [*rows.train, *rows.heldout] if sides.heldout_bad is sides.bad else rows.train
+    num_ties = sum(map(_num_ties, counted))
+    return DirectSets(table.answers, train, heldout, num_ties, _sample(rows.train[0]), facts)
 
 
 def demonstration_sets(
@@ -250,59 +282,35 @@ def demonstration_sets(
     *,
     room: int | None = None,
 ) -> DemonstrationSets:
-    """The demonstrations that `section` names, or those given in their place: split by prompt and encoded.
+    """The demonstrations of `section`, or those given instead: split by prompt and encoded.
 
-    `room` is the number of tokens that the model's context holds; None is no such bound. Rows are held out of the
-    source only if no held-out rows are given or named. Raises DataError that names and counts bad rows, unless
-    `section.skip_bad` drops them, or if none are left to train on; ModelError if messages meet a tokenizer without a
-    chat template. A leak is logged as a warning.
+    Arguments and errors as in `preference_sets`.
     """
-    bad = BadRows(skip=section.skip_bad)
-    rows = _demonstrations(section.source if given is None else given, bad)
-    heldout_source = section.heldout_source or None if given_heldout is None else given_heldout
-    heldout_bad = None if heldout_source is None else BadRows(skip=section.skip_bad)
-    if heldout_source is None or heldout_bad is None:
-        split = split_by_prompt(rows, section.heldout_fraction, seed)
-    else:
-        split = Split(rows, _demonstrations(heldout_source, heldout_bad))
-    limit = _limit(section.max_tokens, room)
-    train = encode_demonstrations(split.train, tokenizer, section, limit, bad)
-    heldout = encode_demonstrations(split.heldout, tokenizer, section, limit, heldout_bad or bad)
-    facts = _facts(bad, heldout_bad, split.train, split.heldout)
-    if not train:
-        raise DataError(
-            "no demonstrations are left to train on; give more rows or lower demonstrations.heldout_fraction"
-        )
-    first = split.train[0]
+    sides = _read(section, load_demonstrations, (given, given_heldout), seed)
+    rows, limit = sides.rows, _limit(section.max_tokens, room)
+    train = encode_demonstrations(rows.train, tokenizer, section, limit, sides.bad)
+    heldout = encode_demonstrations(rows.heldout, tokenizer, section, limit, sides.heldout_bad)
+    facts = sides.facts(rows.train, rows.heldout)
+    _check_not_empty(train, "demonstrations")
+    first = rows.train[0]
     texts = {"prompt": plain_text(first.prompt.content), "completion": plain_text(first.completion)}
     sample = "\n".join(f"{name}: {text}" for name, text in texts.items() if text)
     return DemonstrationSets(train, heldout, sample, facts)
 
 
-def _demonstrations(source: str | Sequence[DemonstrationLike], bad: BadRows) -> list[Demonstration]:
-    """As `load_demonstrations`; an empty list in memory is no error here, the caller says what it means."""
-    if not isinstance(source, str) and not source:
-        return []
-    return load_demonstrations(source, bad)
+def _check_not_empty(train: Sequence[object], name: str) -> None:
+    if not train:
+        raise DataError(f"no {name} are left to train on; give more rows or lower {name}.heldout_fraction")
 
 
 def _limit(max_tokens: int, room: int | None) -> int:
     return max_tokens if room is None else min(max_tokens, max(0, room))
 
 
-def _preferences(source: str | Sequence[PreferenceLike], section: PairsSection, bad: BadRows) -> list[Pair | Ranking]:
-    """As `load_preferences`; an empty list in memory is no error here, the caller says what it means."""
-    if not isinstance(source, str) and not source:
-        return []
-    return load_preferences(source, section, bad)
-
-
-def _judged(
-    source: str | Sequence[JudgementLike], section: PairsSection, settings: DPOSection, bad: BadRows
+def _load_for(
+    settings: DPOSection, section: PairsSection, source: str | Sequence[JudgementLike], bad: BadRows
 ) -> list[Judgement | Pair | Ranking]:
-    """Rows that the loss of `settings` can learn from; an empty list in memory is no error here."""
-    if not isinstance(source, str) and not source:
-        return []
+    """Rows that the loss of `settings` can be trained on."""
     if settings.loss == "kto":
         return load_judgements(source, section, bad)
     if isinstance(source, str):
@@ -346,19 +354,6 @@ def _without_wide_ties(items: Sequence[Pair | Ranking], bad: BadRows) -> list[Pa
         reason = f"{num_tied} completions share a place, at most {MAX_TIED} may; set `pairs.rankings: pairs`"
         bad.add(item.prompt.id, RowError(reason, "bad value"))
     return usable
-
-
-def _facts(bad: BadRows, heldout_bad: BadRows | None, train: Sequence[Item], heldout: Sequence[Item]) -> Facts:
-    bad.check()
-    if heldout_bad:
-        heldout_bad.check()
-    facts = Facts(
-        bad.finish(), heldout_bad.finish() if heldout_bad else None, leaks(train, heldout), num_heldout=len(heldout)
-    )
-    leak = leak_finding(facts.leaks, facts.num_heldout)
-    if leak:
-        _log.warning("%s", leak.message)
-    return facts
 
 
 def _sample(item: Judgement | Pair | Ranking) -> str:

@@ -33,8 +33,6 @@ _log = get_logger(__name__)
 
 VoteFormat = Literal["jsonl", "parquet", "datasets", "argilla"]
 
-FORMATS: tuple[VoteFormat, ...] = ("jsonl", "parquet", "datasets", "argilla")
-
 UNKNOWN_RATER = "import"
 """Who is said to have given a preference whose row names nobody."""
 
