@@ -29,7 +29,7 @@ help:
 	@echo "make demo       votes -> reward model -> PPO -> before and after, on a real language model"
 	@echo "make test       the tests, without those that take minutes"
 	@echo "make test-slow  the tests that take minutes"
-	@echo "make bench      measurements of one algorithm against its twin, written to benchmarks/"
+	@echo "make bench      votes and kernels against plain torch and a copy, written to benchmarks/"
 	@echo "make docs       the documentation, warnings are errors; docs/_build/html/index.html"
 	@echo "make lint       ruff, import rules, size budgets, pyright"
 	@echo "make format     apply ruff's formatting and safe fixes"
@@ -61,7 +61,7 @@ test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow --timeout 5400 $(PYTEST_ARGS)
 
 bench: $(STAMP)
-	@set -e; for name in algorithms overlap preference; do echo "$$name"; $(BIN)/python -m benchmarks.$$name; done
+	$(BIN)/python -m benchmarks.preference
 	$(BIN)/python -m benchmarks.kernels --out benchmarks/kernels.json
 
 docs: $(STAMP)

@@ -1,24 +1,23 @@
-"""What `bench rollout` measures: our engine, transformers' two ways to generate, and the matrix products alone.
+"""Contenders of `benchmarks.rollout`: our engine, and the two ways of transformers to generate, as a user calls them.
 
-Each `serve_*` runs in a process of its own; see `process.py`.
+Each runs in a process of its own (`process.py`). Shape legend: B sequences, T positions.
 """
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Literal
+from typing import Any
 
 import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
-from benchmarks import baselines
 from benchmarks.machine import peak_rss_since_reset_gb, reset_peak_rss
-from benchmarks.process import Server, serve
 from benchmarks.workloads import Workload
 from tunesmith.batch.pack import pack
-from tunesmith.batch.rollout import Group
+from tunesmith.batch.rollout import Group, SamplingParams
 from tunesmith.config.sections import ModelSection
-from tunesmith.core.errors import InputError, TrainingError
+from tunesmith.core.errors import TrainingError
 from tunesmith.core.system import keep_freed_memory
 from tunesmith.kernels.native import Kernels
 from tunesmith.models.language_model import language_model
@@ -28,52 +27,39 @@ from tunesmith.models.tokenizer import stop_token_ids
 from tunesmith.rollout.factory import open_engine
 from tunesmith.trainers.rollouts import logps
 
-Backend = Literal["native", "transformers"]
-Way = Literal["generate", "continuous"]
-
 _SCORED_ROWS = 16  # rows of one pass of the trainer while log-probs are compared
+_NO_TOKEN = -1  # continuous batching takes this for "no end-of-sequence token"
+_PAGE_SIZE = 256  # its default: fewer tokens in a page made no difference
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
-    """Which model, in which precision ("auto": bfloat16 where the machine has it), on how many threads."""
+    """Model, precision ("auto": bfloat16 where the machine has it), threads; backend and slots of our engine."""
 
     name: str
     dtype: str
     num_threads: int
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSettings:
-    """Our engine; `num_slots` None leaves it its default."""
-
-    model: ModelSettings
-    backend: Backend
+    backend: str = "native"
     num_slots: int | None = None
+
+    def load(self) -> LoadedModel:
+        """The model, in this process."""
+        torch.set_num_threads(self.num_threads)
+        return load_policy(ModelSection.model_validate({"name": self.name, "dtype": self.dtype}))
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How transformers is called: attention, sequences at a time, and which of its two ways."""
+    """Attention, sequences at a time, and way ("generate" or "continuous") of transformers."""
 
     attention: str
     batch_size: int
-    way: Way = "generate"
-
-
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """Draw the workload's completions. `keeps_tokens` sends them back; `setting` is for transformers."""
-
-    workload: Workload
-    seed: int
-    keeps_tokens: bool = False
-    setting: Setting | None = None
+    way: str = "generate"
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Seconds that drawing took, tokens of each completion in the order of `Workload.rows`, and the tokens if kept."""
+    """Seconds of a draw, tokens of each completion in the order of `Workload.rows`, and the tokens if kept."""
 
     seconds: float
     lengths: tuple[int, ...]
@@ -85,137 +71,169 @@ class Drawn:
         return sum(self.lengths)
 
 
-@dataclass(frozen=True, slots=True)
-class LogpDifference:
-    """Draw, and compare the engine's raw log-probs with the trainer's."""
-
-    workload: Workload
-    seed: int
-
-
-@dataclass(frozen=True, slots=True)
-class Margins:
-    """By how much the best logit leads at each of `tokens` behind `prompt`, by the reference model."""
-
-    prompt: tuple[int, ...]
-    tokens: tuple[int, ...]
+class _Contender:
+    def peak(self) -> float:
+        """Peak of resident memory in GB since the last call."""
+        peak_gb = peak_rss_since_reset_gb()
+        reset_peak_rss()
+        return peak_gb
 
 
-@dataclass(frozen=True, slots=True)
-class Peak:
-    """Ask for the peak of resident memory since the last time it was asked for; it begins anew."""
-
-
-class EngineContender:
-    """Our engine, as trainers use it. Its weight version changes before each call, as it does in training.
+class Engine(_Contender):
+    """Our engine. Its weight version changes before each call, as in training.
 
     So nothing is carried over from an earlier round: no packed weights, no cached prompts.
     """
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(self, settings: ModelSettings) -> None:
         keep_freed_memory()  # as our trainings and commands do
-        loaded = _load(settings.model)
+        loaded = settings.load()
         self._policy = language_model(loaded.model, Kernels())  # as the trainers have it
         self._version = 0
-        open_with = partial(open_engine, self._policy, loaded.tokenizer, backend=settings.backend)
-        if settings.num_slots is not None:
-            open_with = partial(open_with, num_slots=settings.num_slots)
-        self._engine = open_with(weight_version=lambda: self._version)
+        slots = {} if settings.num_slots is None else {"num_slots": settings.num_slots}
+        options: dict[str, Any] = {"backend": settings.backend, **slots}
+        self._engine = open_engine(self._policy, loaded.tokenizer, weight_version=lambda: self._version, **options)
 
-    def handle(self, request: Draw | LogpDifference | Peak) -> object:
-        """`Drawn`, the largest difference of log-probs in nats, or the peak in GB."""
-        match request:
-            case Draw():
-                seconds, groups = self._draw(request.workload, request.seed)
-                tokens = tuple(item.token_ids for group in groups for item in group.completions)
-                return _drawn(request, seconds, tokens)
-            case LogpDifference():
-                return self._difference(request)
-            case Peak():
-                return _peak()
-
-    def _draw(self, work: Workload, seed: int) -> tuple[float, list[Group]]:
-        least = work.sampling.max_new_tokens if work.is_exact_length else 0
-        sampling = replace(work.sampling, seed=seed, min_new_tokens=least)
-        self._version += 1
+    def draw(self, work: Workload, seed: int, *, keeps_tokens: bool = False, setting: Setting | None = None) -> Drawn:
+        """The completions of `work`; `setting` is for transformers."""
         start_s = time.perf_counter()
-        groups = self._engine.generate(work.prompts, work.num_completions, sampling)
-        return time.perf_counter() - start_s, groups
+        groups = self._groups(work, seed)
+        seconds = time.perf_counter() - start_s
+        return _checked(work, seconds, [item.token_ids for group in groups for item in group.completions], keeps_tokens)
 
-    def _difference(self, request: LogpDifference) -> float:
-        _, groups = self._draw(request.workload, request.seed)
+    def logp_difference(self, work: Workload, seed: int) -> float:
+        """Largest difference in nats of the engine's raw log-probs to the trainer's."""
+        groups = self._groups(work, seed)
         sequences = pack(groups, pad_id=0, device=torch.device("cpu"))
-        temperature = request.workload.sampling.temperature or 1.0
-        trained_BT = logps(self._policy, sequences, temperature, _SCORED_ROWS)
+        trained_BT = logps(self._policy, sequences, work.sampling.temperature or 1.0, _SCORED_ROWS)
         completions = [item for group in groups for item in group.completions]
         return max(
             (trained_BT[row, : len(item.raw_logps)] - torch.tensor(item.raw_logps)).abs().max().item()
             for row, item in enumerate(completions)
         )
 
+    def _groups(self, work: Workload, seed: int) -> list[Group]:
+        least = work.sampling.max_new_tokens if work.is_exact_length else 0
+        self._version += 1
+        sampling = replace(work.sampling, seed=seed, min_new_tokens=least)
+        return self._engine.generate(work.prompts, work.num_completions, sampling)
 
-class TransformersContender:
-    """`model.generate` and `model.generate_batch`, as their user calls them."""
+
+class Transformers(_Contender):
+    """`model.generate` and `model.generate_batch`."""
 
     def __init__(self, settings: ModelSettings) -> None:
-        loaded = _load(settings)
+        loaded = settings.load()
         self._model = loaded.model
         self._stop_ids = stop_token_ids(loaded.model, loaded.tokenizer)
 
-    def handle(self, request: Draw | Margins | Peak) -> object:
-        """`Drawn`, the margins, or the peak in GB."""
-        match request:
-            case Draw():
-                return self._draw(request)
-            case Margins():
-                return baselines.greedy_margins(self._model, request.prompt, request.tokens)
-            case Peak():
-                return _peak()
-
-    def _draw(self, request: Draw) -> Drawn:
-        setting, work = request.setting, request.workload
-        if setting is None:
-            raise InputError("a draw by transformers needs a setting: attention and batch size")
-        baselines.set_attention(self._model, setting.attention)
-        torch.manual_seed(request.seed)
+    def draw(self, work: Workload, seed: int, *, keeps_tokens: bool = False, setting: Setting) -> Drawn:
+        """The completions of `work`."""
+        self._model.set_attn_implementation(setting.attention)
+        torch.manual_seed(seed)
         stop_ids = () if work.is_exact_length else self._stop_ids
         start_s = time.perf_counter()
         if setting.way == "continuous":
-            tokens = baselines.generate_continuously(self._model, work.rows, work.sampling, stop_ids, request.seed)
+            tokens = generate_continuously(self._model, work.rows, work.sampling, stop_ids, seed)
         else:
-            tokens = baselines.generate(self._model, work.rows, work.sampling, stop_ids, batch_size=setting.batch_size)
-        return _drawn(request, time.perf_counter() - start_s, tokens)
+            tokens = generate(self._model, work.rows, work.sampling, stop_ids, batch_size=setting.batch_size)
+        return _checked(work, time.perf_counter() - start_s, tokens, keeps_tokens)
+
+    @torch.no_grad()
+    def margins(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[float]:
+        """Lead of the best logit over the second at each of `tokens`, which follow `prompt`; float64."""
+        logits_TV = self._model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].double()
+        best_T2 = logits_TV.topk(2, dim=-1).values
+        return (best_T2[:, 0] - best_T2[:, 1]).tolist()
 
 
-def serve_engine(settings: EngineSettings, server: Server) -> None:
-    """Our engine."""
-    serve(EngineContender, settings, server)
-
-
-def serve_transformers(settings: ModelSettings, server: Server) -> None:
-    """transformers."""
-    serve(TransformersContender, settings, server)
-
-
-def _load(settings: ModelSettings) -> LoadedModel:
-    torch.set_num_threads(settings.num_threads)
-    return load_policy(ModelSection(name=settings.name, dtype=settings.dtype))  # pyright: ignore[reportArgumentType]
-
-
-def _drawn(request: Draw, seconds: float, tokens: Sequence[Sequence[int]]) -> Drawn:
-    """What was drawn, checked: a contender that does less than was asked has no speed."""
-    work, lengths = request.workload, tuple(map(len, tokens))
-    if len(lengths) != len(work.rows) or min(lengths) < 1 or max(lengths) > work.sampling.max_new_tokens:
+def _checked(work: Workload, seconds: float, tokens: Sequence[Sequence[int]], keeps_tokens: bool) -> Drawn:
+    """A contender that does less than requested has no speed."""
+    lengths, most = tuple(map(len, tokens)), work.sampling.max_new_tokens
+    if len(lengths) != len(work.rows) or min(lengths) < 1 or max(lengths) > most:
         raise TrainingError(
             f"{len(lengths)} completions of {min(lengths)} to {max(lengths)} tokens came for {work.name}"
         )
-    if work.is_exact_length and set(lengths) != {work.sampling.max_new_tokens}:
-        raise TrainingError(f"completions of {min(lengths)} tokens came, not of {work.sampling.max_new_tokens}")
-    kept = tuple(map(tuple, tokens)) if request.keeps_tokens else ()
-    return Drawn(seconds, lengths, kept)
+    if work.is_exact_length and set(lengths) != {most}:
+        raise TrainingError(f"completions of {min(lengths)} tokens came, not of {most}")
+    return Drawn(seconds, lengths, tuple(map(tuple, tokens)) if keeps_tokens else ())
 
 
-def _peak() -> float:
-    peak_gb = peak_rss_since_reset_gb()
-    reset_peak_rss()
-    return peak_gb
+@torch.no_grad()
+def generate(
+    model: PreTrainedModel,
+    rows: Sequence[Sequence[int]],
+    sampling: SamplingParams,
+    stop_ids: Sequence[int],
+    *,
+    batch_size: int,
+) -> list[list[int]]:
+    """New tokens of each row by `model.generate`, `batch_size` rows at a time, the longest prompts first.
+
+    Rows of one length are neighbours, so that little is padded. Without `stop_ids` every row gets `max_new_tokens`.
+    """
+    config = _generation_config(sampling, stop_ids)
+    order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
+    outputs: list[list[int]] = [[] for _ in rows]
+    for start in range(0, len(order), batch_size):
+        chosen = order[start : start + batch_size]
+        width = max(len(rows[index]) for index in chosen)
+        ids_BT = torch.tensor([[0] * (width - len(rows[i])) + list(rows[i]) for i in chosen])
+        mask_BT = torch.tensor([[0] * (width - len(rows[i])) + [1] * len(rows[i]) for i in chosen])
+        ids_BT, mask_BT = ids_BT.to(model.device), mask_BT.to(model.device)
+        all_BT = model.generate(ids_BT, attention_mask=mask_BT, generation_config=config)  # type: ignore[operator]
+        for index, tokens in zip(chosen, all_BT[:, width:].tolist(), strict=True):
+            outputs[index] = _cut(tokens, stop_ids)
+    return outputs
+
+
+def generate_continuously(
+    model: PreTrainedModel, rows: Sequence[Sequence[int]], sampling: SamplingParams, stop_ids: Sequence[int], seed: int
+) -> list[list[int]]:
+    """New tokens of each row by `model.generate_batch`, the library's continuous batching.
+
+    Its cache holds all rows at once; by default it fills half of the memory, which on a CPU takes seconds in each call.
+    It has no repetition penalty, and leaves it out.
+    """
+    attention = str(model.config._attn_implementation)
+    longest = max(map(len, rows)) + sampling.max_new_tokens
+    config = ContinuousBatchingConfig(
+        page_size=_PAGE_SIZE,
+        num_blocks=len(rows) * math.ceil(longest / _PAGE_SIZE) + 1,
+        max_batch_tokens=max(2048, longest),
+        max_requests_per_batch=len(rows),
+        seed=seed,
+    )
+    try:
+        found = model.generate_batch(  # type: ignore[operator]
+            [list(row) for row in rows],
+            generation_config=_generation_config(sampling, stop_ids or [_NO_TOKEN]),
+            continuous_batching_config=config,
+            progress_bar=False,
+            warmup=False,
+        )
+    finally:
+        model.set_attn_implementation(attention)
+    return [_cut(list(output.generated_tokens), stop_ids) for output in found.values()]
+
+
+def _generation_config(sampling: SamplingParams, stop_ids: Sequence[int]) -> GenerationConfig:
+    samples = sampling.temperature > 0
+    return GenerationConfig(
+        do_sample=samples,
+        max_new_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature if samples else 1.0,
+        top_k=sampling.top_k if samples else None,
+        top_p=sampling.top_p if samples else 1.0,
+        repetition_penalty=sampling.repetition_penalty,
+        eos_token_id=list(stop_ids) or None,
+        pad_token_id=0,
+        num_beams=1,
+        use_cache=True,
+    )
+
+
+def _cut(tokens: list[int], stop_ids: Sequence[int]) -> list[int]:
+    """`tokens` up to the first that ends a sequence, inclusive; padding follows it."""
+    end = next((index + 1 for index, token in enumerate(tokens) if token in stop_ids), len(tokens))
+    return tokens[:end]

@@ -1,158 +1,190 @@
-"""`python -m benchmarks.gpu`: the whole table of a GPU, row by row, in one command that can be started again.
+"""The whole table of a GPU: kernels, engine and update, beside torch, torch.compile and Liger, and their ceilings.
 
 A process of its own measures. If a row ends it, by an error, a fault of the device or its time limit, that setting is
-noted as failed with the last lines of what was written, and a fresh process takes the next. Each row is on disk before
-the next begins.
+noted as failed with the last lines of what was written, and a fresh process takes the next. Rows are written to --out
+one by one, and a second start goes on where the first ended. A row that fails is listed, with its error in the file,
+and tried again by the next start. Needs the GPU for itself.
 """
 
+import hashlib
+import json
 import math
-import sys
+import os
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
-from benchmarks.gpu_files import SUMMARY, Folder, RowRecord, sources_digest, write_json
-from benchmarks.gpu_rows import CEILINGS, ROWS
-from benchmarks.gpu_table import Ceilings, bars, failures, rows_facts, unmeasured
-from benchmarks.gpu_worker import TARGET, MeasureUnit, WorkerSettings
+from benchmarks.common import ROOT, Say, command, parser, plain, run
+from benchmarks.gpu_rows import ROWS, WorkerSettings
+from benchmarks.gpu_table import facts_of, show
 from benchmarks.machine import machine_facts
 from benchmarks.process import Process
-from benchmarks.rounds import Say
 from tunesmith.core.errors import InputError, TrainingError
 from tunesmith.runs.environment import cpu_model, usable_cores
 
+SUMMARY = "gpu.json"
+DERIVED = ("shares", "is_correct")
+"""Keys of a setting in `gpu.json` alone: they follow from its figures and from the ceilings."""
+
+_FORMAT = 1
 _ERROR_LINES = 12
 _START_S = 20.0
-"""A process that starts, imports and makes the device ready may take so long of the time that is left."""
+"""Time for a process to start, import and make the device ready, however little is left."""
 
 
-@dataclass(frozen=True, slots=True)
-class GpuBench:
-    """What to measure: `rows` of ROWS, in the folder `out`, within `minutes`.
-
-    Rows that are finished there are kept, unless `again`. `quick` takes tiny sizes, and its figures say nothing.
-    """
-
-    out: Path
-    rows: tuple[str, ...] = tuple(ROWS)
-    device: str = "cuda"
-    minutes: float = 8.0
-    seed: int = 0
-    again: bool = False
-    quick: bool = False
-
-
-def run_gpu_bench(options: GpuBench, say: Say = lambda _: None) -> dict[str, Any]:
+def measure(options: Namespace, say: Say = lambda _: None) -> dict[str, Any]:
     """All figures that the folder now holds, as in its `gpu.json`; `say` gets a line for each setting.
 
     Raises:
         InputError: an unknown row or device, or the folder cannot be used, or holds figures of another device.
     """
-    _check(options)
-    start_s = time.monotonic()
-    folder = Folder(options.out)
-    records = folder.records(ROWS)
+    names = options.row or tuple(ROWS)
+    _check(options, names)
+    deadline_s = time.monotonic() + 60 * options.minutes
+    records = _read_records(options.out)
     made = _made(options)
-    _check_same(records, made, options.out)
-    deadline_s = start_s + 60 * options.minutes
+    for record in records.values():
+        for name in ("device", "quick", "seed"):  # figures of two machines do not belong into one table
+            if record["made"][name] != made[name]:
+                raise InputError(
+                    f"{options.out} holds figures with {name} {record['made'][name]!r} and this start has "
+                    f"{made[name]!r}; give another --out"
+                )
     with _Workers(options, deadline_s) as workers:
-        for name in options.rows:
-            wanted = _wanted(name, records.get(name), again=options.again)
+        for name in names:
+            kept = {} if options.again or name not in records else records[name]["settings"]
+            wanted = [key for key in ROWS[name].units if key not in kept]
             if not wanted:
                 continue
             if time.monotonic() + ROWS[name].expected_s > deadline_s:
                 say(f"{name}: left for another start, too little time remains")
                 continue
-            kept = {} if name not in records else records[name].settings
-            records[name] = RowRecord(name, made, {key: kept[key] for key in kept if key not in wanted})
-            _measured(records[name], wanted, folder, workers, say)
-            folder.write_row(records[name])
-            write_json(folder.path / SUMMARY, _facts(records, made))
-    facts = _facts(records, made)
-    write_json(folder.path / SUMMARY, facts)
+            records[name] = {
+                "format": _FORMAT,
+                "row": name,
+                "status": "partial",
+                "made": made,
+                "wall_s": 0.0,
+                "settings": dict(kept),
+                "errors": {},
+                "left": wanted,
+            }
+            _measure_row(records[name], wanted, options.out, workers, say)
+            write_json(options.out / SUMMARY, facts_of(records, made))
+    facts = facts_of(records, made)
+    write_json(options.out / SUMMARY, facts)
     return facts
 
 
-def _check(options: GpuBench) -> None:
-    for name in options.rows:
+def _check(options: Namespace, names: Sequence[str]) -> None:
+    for name in names:
         if name not in ROWS:
             raise InputError(f"there is no row {name!r}; give {', '.join(ROWS)}")
-    if options.device not in ("cpu", "cuda"):
-        raise InputError(f"device is {options.device!r}; give cpu or cuda")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise InputError("device is cuda and torch sees no CUDA device; give --device cpu --quick to try the command")
     if options.device == "cpu" and not options.quick:
-        raise InputError("device is cpu and its sizes are those of a GPU; give --quick, or use `bench kernels`")
+        raise InputError("device is cpu and its sizes are those of a GPU; give --quick, or use benchmarks.kernels")
     if not 0 < options.minutes < math.inf:
         raise InputError(f"minutes is {options.minutes}; give a positive number")
+    if options.out.exists() and not options.out.is_dir():
+        raise InputError(f"--out {options.out} is no folder; give one, or a name that is still free")
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--out {options.out} cannot be made: {error.strerror}; give another folder") from error
 
 
-def _made(options: GpuBench) -> dict[str, Any]:
-    """By whom and with what a row is measured."""
-    device = torch.cuda.get_device_name() if options.device == "cuda" else cpu_model()
+def _made(options: Namespace) -> dict[str, Any]:
+    """Device, sources and versions of a row."""
     machine = machine_facts(("torch", "transformers", "triton", "liger_kernel"))
+    digest = hashlib.sha256()  # figures of two digests are of two programs
+    for path in sorted([*(ROOT / "src").rglob("*"), *(ROOT / "benchmarks").glob("*")]):
+        if path.suffix in (".py", ".cpp", ".hpp"):
+            digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
     return {
-        "device": device,
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else cpu_model(),
         "quick": options.quick,
         "seed": options.seed,
-        "sources": sources_digest(),
+        "sources": digest.hexdigest()[:16],
         "commit": machine["commit"],
         "packages": {**cast(dict[str, object], machine["packages"]), "cuda": torch.version.cuda},
     }
 
 
-def _check_same(records: Mapping[str, RowRecord], made: Mapping[str, Any], out: Path) -> None:
-    """Figures of two machines, or of a quick run and a whole one, do not belong into one table."""
-    for record in records.values():
-        for name in ("device", "quick", "seed"):
-            if record.made[name] != made[name]:
-                raise InputError(
-                    f"{out} holds figures with {name} {record.made[name]!r} and this start has {made[name]!r}; "
-                    "give another --out"
-                )
+def _read_records(folder: Path) -> dict[str, dict[str, Any]]:
+    """Records of earlier starts: from `gpu.json`, and newer from the rows' own files."""
+
+    def read(path: Path) -> dict[str, Any] | None:
+        try:
+            return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        except (OSError, ValueError) as error:
+            raise InputError(f"{path} cannot be read: {error}; remove it, or give another --out") from error
+
+    rows = (read(folder / SUMMARY) or {"rows": {}})["rows"]
+    found: dict[str, dict[str, Any]] = {}
+    for name in ROWS:
+        record = read(folder / f"{name}.json") or rows.get(name)
+        if record is None:
+            continue
+        if record.get("format") != _FORMAT:
+            raise InputError(
+                f"{folder} holds records of format {record.get('format')!r}, and this release writes {_FORMAT}; "
+                "give another --out"
+            )
+        for setting in record["settings"].values():
+            for key in DERIVED:
+                setting.pop(key, None)
+        found[name] = record
+    return found
 
 
-def _wanted(name: str, record: RowRecord | None, *, again: bool) -> list[str]:
-    """Settings of a row that are not finished."""
-    finished = {} if record is None or again else record.settings
-    return [key for key in ROWS[name].units if key not in finished]
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write `content` under the name `path`: whole or not at all, also if the process ends meanwhile.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        aside.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        os.replace(aside, path)
+    except OSError as error:
+        raise InputError(
+            f"{path} cannot be written: {error.strerror}; free some space, or give another --out"
+        ) from error
 
 
-def _measured(record: RowRecord, wanted: list[str], folder: Folder, workers: "_Workers", say: Say) -> None:
-    """Measure the `wanted` settings of the record's row, which is written when one has ended."""
-    start_s = time.monotonic()
-    name, made = record.row, record.made
+def _measure_row(record: dict[str, Any], wanted: list[str], folder: Path, workers: "_Workers", say: Say) -> None:
+    """Measure the `wanted` settings of the record's row, which is written when each has ended."""
+    start_s, name, settings = time.monotonic(), record["row"], record["settings"]
     for index, key in enumerate(wanted):
-        record.left = wanted[index:]
         if workers.is_late():
             break
         try:
-            answer = workers.ask(MeasureUnit(name, key), ROWS[name].most_s)
-            record.settings[key] = {**plain(asdict(answer)), "sources": made["sources"]}
-            say(f"{name}: {key} {_seconds_of(answer.timings)}")
+            answer = workers.measure(name, key)
+            settings[key] = {**plain(asdict(answer)), "sources": record["made"]["sources"]}
+            times = ", ".join(f"{way} {1e3 * timing.median_s:.3g} ms" for way, timing in answer.timings.items())
+            say(f"{name}: {key} {times}")
         except (InputError, TrainingError) as error:
             lines = str(error).splitlines()
-            record.errors[key] = [*lines[:1], *lines[1:][-_ERROR_LINES:]]
-            say(f"{name}: {key} failed: {record.errors[key][-1]}")
-        record.left = wanted[index + 1 :]
-        record.wall_s = time.monotonic() - start_s
-        folder.write_row(record)
-    record.settings = {key: record.settings[key] for key in ROWS[name].units if key in record.settings}
-
-
-def _seconds_of(timings: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {1e3 * timing.median_s:.3g} ms" for name, timing in timings.items())
+            record["errors"][key] = [*lines[:1], *lines[1:][-_ERROR_LINES:]]
+            say(f"{name}: {key} failed: {lines[-1]}")
+        record["left"] = wanted[index + 1 :]
+        record["wall_s"] = time.monotonic() - start_s
+        record["status"] = "failed" if record["errors"] else "partial" if record["left"] else "done"
+        record["settings"] = {key: settings[key] for key in ROWS[name].units if key in settings}
+        write_json(folder / f"{name}.json", record)
 
 
 class _Workers:
     """One process that measures at a time; a new one where the last one has ended."""
 
-    def __init__(self, options: GpuBench, deadline_s: float) -> None:
+    def __init__(self, options: Namespace, deadline_s: float) -> None:
         threads = 1 if options.quick else usable_cores()
         self._settings = WorkerSettings(options.device, options.seed, options.quick, threads)
         self._deadline_s = deadline_s
@@ -162,53 +194,41 @@ class _Workers:
         """Whether the time is over."""
         return time.monotonic() > self._deadline_s
 
-    def ask(self, request: MeasureUnit, most_s: float) -> Any:
-        """The answer of a process that is alive; after an error it is not asked again."""
+    def measure(self, row: str, setting: str) -> Any:
+        """The answer of a process that is alive; after an error that process is not used again."""
         if self._process is None:
-            self._process = Process(TARGET, self._settings, num_threads=self._settings.num_threads)
+            target, settings = "benchmarks.gpu_rows:Rows", self._settings
+            self._process = Process(target, settings, num_threads=settings.num_threads)
         left_s = max(_START_S, self._deadline_s - time.monotonic())
         try:
-            return self._process.ask(request, timeout_s=min(most_s, left_s))
+            return self._process.call("measure", row, setting, timeout_s=min(ROWS[row].most_s, left_s))
         except (InputError, TrainingError):
-            process, self._process = self._process, None
-            process.close()
+            self.__exit__()
             raise
 
     def __enter__(self) -> "_Workers":
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._process is not None:
-            self._process.close()
+        process, self._process = self._process, None
+        if process is not None:
+            process.close()
 
 
-def _facts(records: Mapping[str, RowRecord], made: Mapping[str, Any]) -> dict[str, Any]:
-    ceilings = Ceilings.of(records.get(CEILINGS))
-    sources = {str(setting["sources"]) for record in records.values() for setting in record.settings.values()}
-    return {
-        "bench": "gpu",
-        **made,
-        "written": datetime.now(UTC).isoformat(timespec="seconds"),
-        "ceilings": ceilings.facts(),
-        "rows": rows_facts(records, ceilings),
-        "bars": bars(records, ceilings),
-        "failed": failures(records),
-        "unmeasured": unmeasured(records),
-        "has_one_source": len(sources) <= 1,
-        "seconds": sum(record.wall_s for record in records.values()),
-    }
-
-
-def plain(value: Any) -> Any:
-    """`value` as JSON has it: infinities and what is not a number become None."""
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def main(words: Sequence[str]) -> int:
+    """Exit code of the benchmark."""
+    flags = parser(
+        "gpu",
+        __doc__,
+        *("seed", "quick", "json", "quiet"),
+        out={"required": True, "metavar": "DIR", "help": "folder for gpu.json and a file for each row"},
+        row={"action": "append", "metavar": "ROW", "help": "one row; repeatable. All if left out"},
+        device={"default": "cuda", "help": "cpu only with --quick"},
+        minutes={"type": float, "default": 8.0, "metavar": "N", "help": "no row begins that would end later"},
+        again={"action": "store_true", "help": "measure rows that are finished once more"},
+    )
+    return command(flags, words, measure, show, writes=False)
 
 
 if __name__ == "__main__":
-    from benchmarks.cli import main  # imports this module under its own name: a worker unpickles what is sent to it
-
-    sys.exit(main(["gpu", *sys.argv[1:]]))
+    run("gpu")

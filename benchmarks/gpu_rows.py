@@ -1,42 +1,43 @@
-"""The rows of `python -m benchmarks.gpu`, in their order: what is asked for first stands first.
+"""The rows of `benchmarks.gpu` in their order, their bars, and the process that measures them.
 
 A row has settings, each measured on its own, so that one that fails takes no other along.
 """
 
+import gc
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from benchmarks import gpu_rates
-from benchmarks.gpu_cases import Unit, unit
-from benchmarks.gpu_clock import Clock
-from benchmarks.gpu_records import Bar, Measured
-from benchmarks.kernel_batches import gae_case, policy_loss_case, upload_case
-from benchmarks.kernel_case import Case, Setting
-from benchmarks.kernel_layers import attention_case, gated_case, rms_norm_case, shared_prefix_case
-from benchmarks.kernel_logits import (
-    head_case,
-    logprob_logits_case,
-    logprob_logits_gradient_case,
-    sampling_case,
-)
-from benchmarks.kernel_outputs import masked_softmax_case, preference_case
+from benchmarks import cases, gpu_measure, gpu_models, layer_cases
+from benchmarks.cases import Case, Setting
+from benchmarks.gpu_measure import Clock, Measured
+from tunesmith.core.trace import span, trace
 
-_QWEN_HEAD, _LLAMA_HEAD = (896, 151936), (2048, 128256)
-"""Width and vocabulary of Qwen2.5-0.5B and of Llama-3.2-1B."""
+_MUCH_BYTES = 1 << 30
+_QWEN, _LLAMA = (896, 151936), (2048, 128256)
+"""Width and vocabulary of the output layers of Qwen2.5-0.5B and of Llama-3.2-1B."""
 
-_SMALL_HEAD = (32, 300)
-_CONTEXTS = {256: 256, 1024: 256, 4096: 256, 32768: 64}
-"""Tokens of a context, and how many sequences have them."""
+Unit = Callable[[Setting, Clock], Measured]
+"""Measures one setting of a row."""
 
-_DECODE_ROWS = 256
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A bound that `setting` of a row is to reach.
+
+    `quantity` is `copy_share`, `matrix_share`, `roofline_share` or `times_eager`.
+    """
+
+    setting: str
+    quantity: str
+    least: float
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Settings by name, what they are to reach, and how long the row is expected to take and a setting may take."""
+    """Settings by name, their bars, how long the row is expected to take, and a setting at most."""
 
     units: Mapping[str, Unit]
     bars: tuple[Bar, ...] = ()
@@ -44,95 +45,88 @@ class Row:
     most_s: float = 90.0
 
 
+def _unit(
+    build: Callable[..., Case], *sizes: Any, small: tuple[Any, ...] = (), compiles: bool = True, **how: Any
+) -> Unit:
+    """Measures the case of `build` with `sizes`, in a quick run with those of `small`.
+
+    Without `compiles` torch.compile is left out, which saves its seconds.
+    """
+
+    def measure(setting: Setting, clock: Clock) -> Measured:
+        case = build(setting, *(small if setting.quick and small else sizes), **how)
+        return gpu_measure.measured_case(case if compiles else replace(case, compiles=False), clock)
+
+    return measure
+
+
 def _preference() -> dict[str, Unit]:
-    units: dict[str, Unit] = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        for num_pairs in (1_000_000, 100_000, 10_000, 1_000):
-            name = f"{num_pairs} pairs, {str(dtype).removeprefix('torch.')}"
-            units[name] = unit(partial(_preference_of, num_pairs, dtype), compiles=num_pairs == 1_000_000)
-    return units
-
-
-def _preference_of(num_pairs: int, dtype: torch.dtype, setting: Setting) -> Case:
-    return preference_case(setting, min(num_pairs, 40) if setting.quick else num_pairs, dtype, all_ways=True)
-
-
-def _head(shape: tuple[int, int], with_gradients: bool, setting: Setting) -> Case:
-    width, num_tokens = _SMALL_HEAD if setting.quick else shape
-    return head_case(setting, width, num_tokens, with_gradients=with_gradients)
-
-
-def _heads() -> dict[str, Unit]:
-    units: dict[str, Unit] = {}
-    for name, shape in (("Qwen2.5-0.5B", _QWEN_HEAD), ("Llama-3.2-1B", _LLAMA_HEAD)):
-        is_first = shape == _QWEN_HEAD
-        units[f"{name} forward"] = unit(partial(_head, shape, False), compiles=is_first)
-        units[f"{name} forward and backward"] = unit(partial(_head, shape, True), compiles=is_first)
-    return units
-
-
-def _attention_of(context: int, num_rows: int, setting: Setting) -> Case:
-    sizes = (min(context, 40), 2) if setting.quick else (context, num_rows)
-    return attention_case(setting, *sizes)
-
-
-def _layers(build: Callable[..., Case]) -> dict[str, Unit]:
     return {
-        "forward": unit(build),
-        "forward and backward": unit(partial(build, with_gradients=True)),
-        "a decoding step": unit(partial(_decoding, build), compiles=False),
+        f"{pairs} pairs, {str(dtype).removeprefix('torch.')}": _unit(
+            cases.preference_case,
+            *(pairs, dtype),
+            small=(min(pairs, 40), dtype),
+            compiles=pairs == 1_000_000,
+            all_ways=True,
+        )
+        for dtype in (torch.float32, torch.bfloat16)
+        for pairs in (1_000_000, 100_000, 10_000, 1_000)
     }
 
 
-def _decoding(build: Callable[..., Case], setting: Setting) -> Case:
-    return build(setting, 4 if setting.quick else _DECODE_ROWS)
+def _heads() -> dict[str, Unit]:
+    return {
+        f"{name} forward{' and backward' if both else ''}": _unit(
+            cases.head_case, *shape, small=(32, 300), compiles=shape == _QWEN, with_gradients=both
+        )
+        for name, shape in (("Qwen2.5-0.5B", _QWEN), ("Llama-3.2-1B", _LLAMA))
+        for both in (False, True)
+    }
 
 
-def _engine(setting: Setting, clock: Clock) -> Measured:
-    from benchmarks.gpu_engine import drawing
-
-    return drawing(setting, clock)
-
-
-def _mismatch(setting: Setting, clock: Clock) -> Measured:
-    from benchmarks.gpu_engine import mismatch
-
-    return mismatch(setting, clock)
+def _attention() -> dict[str, Unit]:
+    sizes = {256: 256, 1024: 256, 4096: 256, 32768: 64}  # tokens of a context, and how many sequences
+    return {
+        f"{context} tokens": _unit(
+            layer_cases.attention_case, context, rows, small=(min(context, 40), 2), compiles=False
+        )
+        for context, rows in sizes.items()
+    } | {"shared prompts": _unit(layer_cases.shared_prefix_case)}
 
 
-def _decode_launches(setting: Setting, clock: Clock) -> Measured:
-    from benchmarks.gpu_engine import decode_launches
-
-    return decode_launches(setting, clock)
-
-
-def _update(setting: Setting, clock: Clock) -> Measured:
-    from benchmarks.gpu_update import update
-
-    return update(setting, clock)
+def _layer(build: Callable[..., Case]) -> Row:
+    units = {
+        "forward": _unit(build),
+        "forward and backward": _unit(build, with_gradients=True),
+        "a decoding step": _unit(build, 256, small=(4,), compiles=False),
+    }
+    return Row(units, expected_s=25)
 
 
 CEILINGS = "ceilings"
 """The row that the shares of all others are of."""
 
-_MILLION = "1000000 pairs, float32"
 ROWS: Mapping[str, Row] = {
-    CEILINGS: Row({"copy": gpu_rates.copy, "matrix": gpu_rates.matrix}, expected_s=15),
+    CEILINGS: Row({"copy": gpu_measure.copy, "matrix": gpu_measure.matrix}, expected_s=15),
     "engine": Row(
-        {"256 x 256": _engine, "log-probs": _mismatch, "launches": _decode_launches},
+        {
+            "256 x 256": gpu_models.drawing,
+            "log-probs": gpu_models.mismatch,
+            "launches": gpu_models.decode_launches,
+        },
         (Bar("256 x 256", "times_eager", 20.0), Bar("256 x 256", "roofline_share", 0.25)),
         expected_s=75,
         most_s=180,
     ),
     "preference": Row(
         _preference(),
-        (Bar(_MILLION, "copy_share", 0.85), Bar("1000000 pairs, bfloat16", "copy_share", 0.85)),
+        tuple(Bar(f"1000000 pairs, {dtype}", "copy_share", 0.85) for dtype in ("float32", "bfloat16")),
         expected_s=45,
     ),
-    "masked_softmax": Row({"causal": unit(masked_softmax_case)}, (Bar("causal", "copy_share", 0.85),)),
-    "policy_loss": Row({"tokens": unit(policy_loss_case)}, (Bar("tokens", "copy_share", 0.85),)),
+    "masked_softmax": Row({"causal": _unit(layer_cases.masked_softmax_case)}, (Bar("causal", "copy_share", 0.85),)),
+    "policy_loss": Row({"tokens": _unit(layer_cases.policy_loss_case)}, (Bar("tokens", "copy_share", 0.85),)),
     "logprob_logits": Row(
-        {"forward": unit(logprob_logits_case), "forward and backward": unit(logprob_logits_gradient_case)},
+        {"forward": _unit(cases.logits_case), "forward and backward": _unit(cases.logits_case, with_gradients=True)},
         (Bar("forward", "copy_share", 0.8), Bar("forward and backward", "copy_share", 0.8)),
         expected_s=30,
     ),
@@ -142,21 +136,46 @@ ROWS: Mapping[str, Row] = {
         expected_s=60,
     ),
     "sampling": Row(
-        {"top-p 0.9": unit(sampling_case), "plain": unit(partial(sampling_case, top_p=1.0))},
+        {"top-p 0.9": _unit(cases.sampling_case), "plain": _unit(cases.sampling_case, top_p=1.0)},
         (Bar("top-p 0.9", "times_eager", 5.0),),
         expected_s=35,
     ),
-    "upload": Row({"a PPO batch": unit(upload_case)}, (Bar("a PPO batch", "times_eager", 2.0),), expected_s=8),
-    "update": Row({"GRPO": _update}, expected_s=45, most_s=150),
-    "attention": Row(
-        {
-            f"{context} tokens": unit(partial(_attention_of, context, num_rows), compiles=False)
-            for context, num_rows in _CONTEXTS.items()
-        }
-        | {"shared prompts": unit(shared_prefix_case)},
-        expected_s=30,
+    "upload": Row(
+        {"a PPO batch": _unit(layer_cases.upload_case)}, (Bar("a PPO batch", "times_eager", 2.0),), expected_s=8
     ),
-    "gae": Row({"tokens": unit(gae_case)}, expected_s=8),
-    "rms_norm": Row(_layers(rms_norm_case), expected_s=25),
-    "gated": Row(_layers(gated_case), expected_s=25),
+    "update": Row({"GRPO": gpu_models.update}, expected_s=45, most_s=150),
+    "attention": Row(_attention(), expected_s=30),
+    "gae": Row({"tokens": _unit(layer_cases.gae_case)}, expected_s=8),
+    "rms_norm": _layer(layer_cases.rms_norm_case),
+    "gated": _layer(layer_cases.gated_case),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """Device, seed, threads, and whether sizes are tiny."""
+
+    device: str
+    seed: int
+    quick: bool
+    num_threads: int
+
+
+class Rows:
+    """The process that measures. It may die of a row: the next one gets a fresh one."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        torch.set_num_threads(settings.num_threads)
+        self._device = torch.device(settings.device)
+        self._setting = Setting(self._device, settings.seed, settings.quick, large=self._device.type == "cuda")
+        self._clock = Clock(self._device, settings.quick)
+
+    def measure(self, row: str, setting: str) -> Measured:
+        """The figures of one setting. The span is a place for `core.faults`: `<row>/<setting>`."""
+        with trace(), span(f"{row}/{setting}"):
+            measured = ROWS[row].units[setting](self._setting, self._clock)
+        if self._device.type == "cuda":
+            if torch.cuda.memory_allocated(self._device) > _MUCH_BYTES:
+                gc.collect()  # of cycles, which takes long
+            torch.cuda.empty_cache()
+        return measured

@@ -1,45 +1,76 @@
-"""Shares, ratios and bars of what was measured: all that follows from the records of the rows."""
+"""Shares, ratios and bars of `benchmarks.gpu`: all that follows from the records of the rows, and how it is printed."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
-from benchmarks.gpu_files import RowRecord
-from benchmarks.gpu_records import Bar, Floor
-from benchmarks.gpu_rows import ROWS
+from benchmarks.gpu_measure import Floor
+from benchmarks.gpu_rows import CEILINGS, ROWS, Bar
+
+Records = Mapping[str, Mapping[str, Any]]
+Ceilings = tuple[float | None, float | None]
+"""Bytes and floating-point operations of a second, as measured; None where that failed or is still to come."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ceilings:
-    """Bytes and floating-point operations of a second, as measured; None where that failed or is still to come."""
-
-    bytes_per_s: float | None
-    flops_per_s: float | None
-
-    @classmethod
-    def of(cls, record: RowRecord | None) -> "Ceilings":
-        """From the record of the ceilings."""
-        settings = {} if record is None else record.settings
-        return cls(_rate(settings.get("copy"), "num_bytes"), _rate(settings.get("matrix"), "num_flops"))
-
-    def facts(self) -> dict[str, float | None]:
-        """In GB/s and TFLOP/s."""
-        return {
-            "copy_gb_per_s": None if self.bytes_per_s is None else self.bytes_per_s / 1e9,
-            "matrix_tflop_per_s": None if self.flops_per_s is None else self.flops_per_s / 1e12,
+def facts_of(records: Records, made: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of `gpu.json`: every record with `shares` and `is_correct`, ceilings, bars, failures."""
+    ceilings = ceilings_of(records.get(CEILINGS))
+    rows = {
+        name: {
+            **records[name],
+            "settings": {
+                key: {**setting, "shares": shares(setting, ceilings), "is_correct": is_correct(setting)}
+                for key, setting in records[name]["settings"].items()
+            },
         }
+        for name in ROWS
+        if name in records
+    }
+    sources = {setting["sources"] for record in records.values() for setting in record["settings"].values()}
+    return {
+        "bench": "gpu",
+        **made,
+        "written": datetime.now(UTC).isoformat(timespec="seconds"),
+        "ceilings": {
+            "copy_gb_per_s": ceilings[0] and ceilings[0] / 1e9,
+            "matrix_tflop_per_s": ceilings[1] and ceilings[1] / 1e12,
+        },
+        "rows": rows,
+        "bars": bars(records, ceilings),
+        "failed": failures(records),
+        "unmeasured": [
+            f"{name}: {key}"
+            for name, row in ROWS.items()
+            for key in row.units
+            if name not in records or key not in {**records[name]["settings"], **records[name]["errors"]}
+        ],
+        "has_one_source": len(sources) <= 1,
+        "seconds": sum(record["wall_s"] for record in records.values()),
+    }
+
+
+def ceilings_of(record: Mapping[str, Any] | None) -> Ceilings:
+    """From the record of the ceilings."""
+
+    def rate(name: str, quantity: str) -> float | None:
+        setting = record["settings"].get(name) if record else None
+        if setting is None:
+            return None
+        return sum(floor[quantity] for floor in setting["floors"]) / setting["timings"]["ours"]["median_s"]
+
+    return rate("copy", "num_bytes"), rate("matrix", "num_flops")
 
 
 def shares(setting: Mapping[str, Any], ceilings: Ceilings) -> dict[str, dict[str, float | None]]:
-    """Of each timing of a setting, by its name.
+    """Shares of each timing of a setting, by its name.
 
     `copy_share`: the time to copy as many bytes, over the time taken; `matrix_share`: that of a matrix product of as
     many operations; `roofline_share`: that of the longer of both, part by part. `gb_per_s` and `tflop_per_s`.
-    `times_ours`: its time over ours. None where nothing was measured that it could be a share of.
+    `times_ours`: its time over ours. None without a measurement that it could be a share of.
     """
     floors = [Floor(**floor) for floor in setting["floors"]]
     num_bytes, num_flops = sum(floor.num_bytes for floor in floors), sum(floor.num_flops for floor in floors)
-    bytes_per_s, flops_per_s = ceilings.bytes_per_s, ceilings.flops_per_s
+    bytes_per_s, flops_per_s = ceilings
     ideal_s = None
     if bytes_per_s and flops_per_s and floors:
         ideal_s = sum(floor.seconds(bytes_per_s, flops_per_s) for floor in floors)
@@ -64,70 +95,90 @@ def is_correct(setting: Mapping[str, Any]) -> bool:
     return tolerance is None or (error is not None and error <= tolerance)
 
 
-def bars(records: Mapping[str, RowRecord], ceilings: Ceilings) -> list[dict[str, Any]]:
+def bars(records: Records, ceilings: Ceilings) -> list[dict[str, Any]]:
     """Every bar, what was reached (None if it was not measured), and whether it holds: a wrong result holds none."""
     found: list[dict[str, Any]] = []
-    for name, row in ROWS.items():
-        for bar in row.bars:
-            setting = records[name].settings.get(bar.setting) if name in records else None
-            reached = None if setting is None else _reached(bar, setting, ceilings)
-            holds = setting is not None and reached is not None and reached >= bar.least and is_correct(setting)
-            found.append(
-                {
-                    "row": name,
-                    "setting": bar.setting,
-                    "quantity": bar.quantity,
-                    "least": bar.least,
-                    "reached": reached,
-                    "holds": holds,
-                }
-            )
+    for name, bar in ((name, bar) for name, row in ROWS.items() for bar in row.bars):
+        setting = records[name]["settings"].get(bar.setting) if name in records else None
+        reached = None if setting is None else _reached(bar, shares(setting, ceilings))
+        holds = setting is not None and reached is not None and reached >= bar.least and is_correct(setting)
+        place = {"row": name, "setting": bar.setting, "quantity": bar.quantity}
+        found.append({**place, "least": bar.least, "reached": reached, "holds": holds})
     return found
 
 
-def _reached(bar: Bar, setting: Mapping[str, Any], ceilings: Ceilings) -> float | None:
-    found = shares(setting, ceilings)
-    if bar.quantity == "times_eager":
-        return found["eager"]["times_ours"] if "eager" in found else None
-    return found["ours"][bar.quantity] if "ours" in found else None
+def _reached(bar: Bar, found: Mapping[str, Mapping[str, float | None]]) -> float | None:
+    way, quantity = ("eager", "times_ours") if bar.quantity == "times_eager" else ("ours", bar.quantity)
+    return found[way][quantity] if way in found else None
 
 
-def _rate(setting: Mapping[str, Any] | None, quantity: str) -> float | None:
-    if setting is None:
-        return None
-    return sum(floor[quantity] for floor in setting["floors"]) / setting["timings"]["ours"]["median_s"]
-
-
-def rows_facts(records: Mapping[str, RowRecord], ceilings: Ceilings) -> dict[str, Any]:
-    """The records for `gpu.json`, with `shares` and `is_correct` beside what was measured."""
-    found: dict[str, Any] = {}
-    for name in [*ROWS, *(name for name in records if name not in ROWS)]:
-        if name not in records:
-            continue
-        content = records[name].as_json()
-        content["settings"] = {
-            key: {**setting, "shares": shares(setting, ceilings), "is_correct": is_correct(setting)}
-            for key, setting in content["settings"].items()
-        }
-        found[name] = content
-    return found
-
-
-def failures(records: Mapping[str, RowRecord]) -> list[str]:
+def failures(records: Records) -> list[str]:
     """`row: setting` of all that failed, and of all whose result is further from its definition than it may be."""
     found: list[str] = []
     for name, record in records.items():
-        found += [f"{name}: {key}" for key in record.errors]
-        wrong = [key for key, setting in record.settings.items() if not is_correct(setting)]
-        found += [f"{name}: {key} is {record.settings[key]['max_error']} off its definition" for key in wrong]
+        found += [f"{name}: {key}" for key in record["errors"]]
+        wrong = {key: setting for key, setting in record["settings"].items() if not is_correct(setting)}
+        found += [f"{name}: {key} is {setting['max_error']} off its definition" for key, setting in wrong.items()]
     return found
 
 
-def unmeasured(records: Mapping[str, RowRecord]) -> list[str]:
-    """`row: setting` of all that no start has come to yet."""
-    return [
-        f"{name}: {key}"
-        for name, row in ROWS.items()
-        for key in row.units
-        if name not in records or (key not in records[name].settings and key not in records[name].errors)
-    ]
+_HEADINGS = ("ms", "GB/s", "TFLOP/s", "copy", "matrix", "roofline", "x ours")
+_NAME_WIDTH, _WIDTH = 30, 9
+
+
+def show(facts: Mapping[str, Any]) -> None:
+    """Print every setting with its shares, the bars, and what failed or is still to come."""
+    missing: dict[str, None] = {}
+    for name, row in facts["rows"].items():
+        for key, setting in row["settings"].items():
+            _show_setting(f"{name}, {key}", setting)
+            missing |= {f"{other}: {note}": None for other, note in setting["notes"].items()}
+    ceilings = facts["ceilings"]
+    print(
+        f"\nceilings: {_number(ceilings['copy_gb_per_s'])} GB/s copied, {_number(ceilings['matrix_tflop_per_s'])} "
+        "TFLOP/s of bfloat16 products; copy, matrix and roofline are shares of them, `x ours` is the time over ours"
+    )
+    for line in missing:
+        print(f"left out: {line}")
+    for bar in () if facts["quick"] else facts["bars"]:
+        held = "holds" if bar["holds"] else "not measured" if bar["reached"] is None else "does not hold"
+        reached = _number(bar["reached"]) or "nothing"
+        print(
+            "bar: {row}, {setting}: {quantity} at least {least:g}".format(**bar), f"reached {reached}: {held}", sep=", "
+        )
+    for label in ("failed", "unmeasured"):
+        for line in facts[label]:
+            print(f"{label}: {line}")
+    if not facts["has_one_source"]:
+        print("these rows were measured by different versions of the sources; --again measures all by this one")
+
+
+def _show_setting(name: str, setting: Mapping[str, Any]) -> None:
+    error = "" if setting["max_error"] is None else f"; error {setting['max_error']:.1e}"
+    wrong = "" if setting["is_correct"] else f", more than {setting['tolerance']:.1e}: WRONG"
+    print(f"\n{name} ({setting['picked']}): {setting['size']}; against {setting['against']}{error}{wrong}")
+    if setting["timings"]:
+        print(" " * _NAME_WIDTH + "".join(f"{heading:>{_WIDTH}}" for heading in _HEADINGS))
+    for way, timing in setting["timings"].items():
+        found = setting["shares"][way]
+        cells = (
+            _number(1e3 * timing["median_s"]),
+            _number(found["gb_per_s"]),
+            _number(found["tflop_per_s"] or None),
+            *(_number(found[key], "{:.0%}") for key in ("copy_share", "matrix_share", "roofline_share")),
+            _number(found["times_ours"], "{:.2f}"),
+        )
+        print(f"  {way:<{_NAME_WIDTH - 2}}" + "".join(f"{cell:>{_WIDTH}}" for cell in cells))
+    for key, value in setting["facts"].items():
+        if value is not None:
+            print(f"  {key}: {_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_shown(item)}" for key, item in value.items())
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _number(value: float | None, form: str = "{:.3g}") -> str:
+    return "" if value is None else form.format(value)

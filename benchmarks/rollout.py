@@ -1,34 +1,38 @@
-"""`python -m benchmarks.rollout`: our engine against what transformers offers, on the same prompts, in alternation.
+"""Our rollout engine against transformers on the same prompts, each in a process of its own, in alternation.
 
 For each workload: greedy tokens are compared in float32; transformers is tried at every batch size and attention, and
-keeps its fastest of each attention; then all contenders draw in turns, and each round gives one ratio.
+keeps its fastest of each attention; then all contenders draw in turns, and each round gives one ratio. Leave the
+machine alone meanwhile; with smollm2 on two cores it takes about an hour.
 """
 
 import statistics
-import sys
-from collections.abc import Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from benchmarks.contenders import (
-    Backend,
-    Draw,
-    Drawn,
-    EngineSettings,
-    LogpDifference,
-    ModelSettings,
-    Peak,
-    Setting,
+from benchmarks.common import (
+    Say,
+    Spread,
+    command,
+    in_turns,
+    load_facts,
+    load_warning,
+    paired,
+    parser,
+    print_table,
+    run,
+    spread_text,
 )
-from benchmarks.equality import Equality, compare_greedy
-from benchmarks.figures import Spread, paired, percentile_95
-from benchmarks.machine import Load, machine_facts
+from benchmarks.contenders import Drawn, ModelSettings, Setting
+from benchmarks.machine import machine_facts
 from benchmarks.process import Process
-from benchmarks.roofline import SHOWN_ROWS, MeasureRows, ProductRates, Rates, ideal, needed_rows
-from benchmarks.rounds import Say, load_facts, noted_load
+from benchmarks.roofline import SHOWN_ROWS, Rates, ideal_s, needed_rows
 from benchmarks.workloads import NAMES, Workload, workload
+from tunesmith.batch.rollout import SamplingParams
 from tunesmith.config.sections import ModelSection
 from tunesmith.core.errors import InputError
 from tunesmith.models.load import load_policy
@@ -39,22 +43,11 @@ BASELINES = ("transformers", "transformers-cb")
 OURS = "tunesmith"
 ATTENTIONS = ("sdpa", "eager")
 BATCH_SIZES = (16, 32, 64, 128)
-_CONTENDERS = "benchmarks.contenders"
 
+NEAR_TIE = 1e-4
+"""Two best logits of the reference that are closer than this are a near-tie: rounding decides."""
 
-@dataclass(frozen=True, slots=True)
-class RolloutBench:
-    """What to measure. `backend` and `num_slots` are of our engine; `quick` is a smoke run that says nothing."""
-
-    model: str = "smollm2"
-    against: tuple[str, ...] = ("transformers",)
-    workloads: tuple[str, ...] = NAMES
-    backend: Backend = "native"
-    num_slots: int | None = None
-    num_threads: int | None = None
-    num_rounds: int = 5
-    seed: int = 0
-    quick: bool = False
+_MOST_GREEDY_COMPLETIONS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,115 +57,58 @@ class Round:
     whole: Drawn
     prefill: Drawn
 
-
-@dataclass(slots=True)
-class Entry:
-    """A contender with its setting, and what it did."""
-
-    label: str
-    process: Process
-    setting: Setting | None
-    rounds: list[Round] = field(default_factory=list[Round])
+    @property
+    def tokens_per_s(self) -> float:
+        """New tokens per second, prompts included in the time."""
+        return self.whole.num_tokens / self.whole.seconds
 
     @property
-    def tokens_per_s(self) -> list[float]:
-        """New tokens per second in each round, prompts included in the time."""
-        return [item.whole.num_tokens / item.whole.seconds for item in self.rounds]
-
-    def facts(self, work: Workload) -> dict[str, object]:
-        """Speeds: all in all, of the prompts (each token counted once, however often it is computed), of the rest."""
-        lengths = [length for item in self.rounds for length in item.whole.lengths]
-        return {
-            "tokens_per_s": statistics.median(self.tokens_per_s),
-            "prefill_tokens_per_s": statistics.median(
-                work.num_prompt_tokens / item.prefill.seconds for item in self.rounds
-            ),
-            "decode_tokens_per_s": statistics.median(_decode_speed(item) for item in self.rounds),
-            "seconds": statistics.median(item.whole.seconds for item in self.rounds),
-            "mean_length": statistics.fmean(lengths),
-            "p95_length": percentile_95(lengths),
-        }
+    def decode_tokens_per_s(self) -> float:
+        """Tokens behind the first ones, by the time that the whole took longer than the prompts."""
+        num_decoded = self.whole.num_tokens - len(self.whole.lengths)
+        return num_decoded / max(1e-9, self.whole.seconds - self.prefill.seconds)
 
 
-@dataclass(slots=True)
-class Measured:
-    """All rounds of one workload."""
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A contender with its setting."""
 
-    work: Workload
-    ours: Entry
-    others: list[Entry]
-    rates: list[ProductRates]
-    loads: list[Load]
-    equality: Equality
-    calibration: Mapping[str, float]
-    logp_diff_max: float
-    peaks_gb: Mapping[str, float]
+    process: Process
+    setting: Setting | None = None
 
-    def to_json(self) -> dict[str, object]:
-        """Figures of the workload. The ratio without a name is to `generate` at its fastest."""
-        generate = [entry for entry in self.others if entry.setting and entry.setting.way == "generate"]
-        fastest = max(generate or self.others, key=lambda entry: statistics.median(entry.tokens_per_s))
-        roofline = self._roofline([rates.fastest for rates in self.rates])
-        of_torch = self._roofline([rates.torch for rates in self.rates])
-        return {
-            **self._ratio(fastest).facts("ratio"),
-            "against": fastest.label,
-            "ratios": {entry.label: self._ratio(entry).facts("ratio") for entry in self.others},
-            **self.ours.facts(self.work),
-            "roofline_share": roofline["share"],
-            "roofline": {**roofline, "torch_products": of_torch},
-            "greedy_equal": self.equality.is_equal,
-            "greedy": {
-                "sequences": self.equality.num_sequences,
-                "near_ties": self.equality.num_near_ties,
-                "different": self.equality.num_different,
-                "largest_margin": self.equality.largest_margin,
-            },
-            "logp_diff_max": self.logp_diff_max,
-            "peak_rss_gb": self.peaks_gb[OURS],
-            "contenders": {
-                entry.label: {**entry.facts(self.work), "peak_rss_gb": self.peaks_gb[entry.label]}
-                for entry in self.others
-            },
-            "calibration_tokens_per_s": dict(self.calibration),
-            "rounds": len(self.ours.rounds),
-            "load": load_facts(self.loads),
-        }
+    def draw(self, work: Workload, seed: int) -> Drawn:
+        """The completions of `work`."""
+        return self.process.call("draw", work, seed, setting=self.setting)
 
-    def _roofline(self, rates: Sequence[Rates]) -> dict[str, object]:
-        """Time of the products alone, and our share of it, with the rates of each round."""
-        ideals_s = [
-            ideal(self.work, item.whole.lengths, rate).seconds
-            for item, rate in zip(self.ours.rounds, rates, strict=True)
-        ]
-        shares = [ideal_s / item.whole.seconds for ideal_s, item in zip(ideals_s, self.ours.rounds, strict=True)]
-        return {
-            "share": statistics.median(shares),
-            "ideal_s": statistics.median(ideals_s),
-            "gflops": {str(count): statistics.median(rate.gflops(count) for rate in rates) for count in SHOWN_ROWS},
-        }
-
-    def _ratio(self, entry: Entry) -> Spread:
-        return paired(self.ours.tokens_per_s, entry.tokens_per_s)
+    def peak_gb(self, work: Workload, seed: int) -> float:
+        """Peak memory of one more draw: settings of one process are told apart, and calibration does not count."""
+        self.process.call("peak")
+        self.draw(work, seed)
+        return self.process.call("peak")
 
 
-def run_rollout_bench(options: RolloutBench, say: Say = lambda _: None) -> dict[str, object]:
-    """All figures of the benchmark as plain numbers and text; `say` gets a line now and then.
+def measure(options: Namespace, say: Say) -> dict[str, object]:
+    """All figures of the benchmark.
 
     Raises:
         InputError: for an unknown workload, baseline, model or number, before anything is measured.
     """
-    works = _checked(options)
-    num_threads = options.num_threads or usable_cores()
+    against = [name.strip() for name in options.against.split(",") if name.strip()]
+    unknown = [name for name in against if name not in BASELINES]
+    if unknown or not against:
+        raise InputError(f"there is no baseline {', '.join(unknown) or 'given'}; there are {', '.join(BASELINES)}")
+    loaded = load_policy(ModelSection(name=options.model))
+    context = context_length(loaded.model)
+    works = [workload(name, loaded.tokenizer, context, quick=options.quick) for name in options.workload or NAMES]
+    num_threads = options.threads or usable_cores()
     torch.set_num_threads(num_threads)
-    model = ModelSettings(options.model, "auto", num_threads)
+    model = ModelSettings(options.model, "auto", num_threads, options.backend, options.slots)
     facts: dict[str, dict[str, object]] = {}
-    differences = []
     for work in works:
         say(f"{work.name}: {len(work.prompt_ids)} prompts x {work.num_completions}")
-        measured = _measure(options, work, model, say)
-        facts[work.name] = measured.to_json()
-        differences.append(measured.logp_diff_max)
+        greedy = _greedy(work, replace(model, dtype="float32"))
+        say("  greedy: {sequences} sequences, {near_ties} near-ties, {different} different".format(**greedy))
+        facts[work.name] = _measured(work, model, against, greedy, options, say)
     return {
         "bench": "rollout",
         "model": options.model,
@@ -180,121 +116,217 @@ def run_rollout_bench(options: RolloutBench, say: Say = lambda _: None) -> dict[
         "backend": options.backend,
         "machine": machine_facts(),
         "workloads": facts,
-        "logp_diff_max": max(differences),
+        "logp_diff_max": max(figures["logp_diff_max"] for figures in facts.values()),  # type: ignore[type-var]
     }
 
 
-def _checked(options: RolloutBench) -> list[Workload]:
-    unknown = [name for name in options.against if name not in BASELINES]
-    if unknown:
-        raise InputError(f"there is no baseline {unknown[0]!r}; there are {', '.join(BASELINES)}")
-    for name, value in (("rounds", options.num_rounds), ("threads", options.num_threads), ("slots", options.num_slots)):
-        if value is not None and value < 1:
-            raise InputError(f"{name} is {value}; give at least 1")
-    if not options.against or not options.workloads:
-        raise InputError("give at least one workload and one baseline")
-    loaded = load_policy(ModelSection(name=options.model))
-    context = context_length(loaded.model)
-    return [workload(name, loaded.tokenizer, context, quick=options.quick) for name in options.workloads]
-
-
-def _measure(options: RolloutBench, work: Workload, model: ModelSettings, say: Say) -> Measured:
-    equality = _equality(options, work, replace(model, dtype="float32"))
-    say(
-        f"  greedy: {equality.num_sequences} sequences, {equality.num_near_ties} near-ties, "
-        f"{equality.num_different} different"
+def greedy_workload(work: Workload) -> Workload:
+    """`work` drawn greedily, ending where the model ends; a few completions of each prompt, which must all be equal."""
+    return replace(
+        work,
+        num_completions=min(work.num_completions, _MOST_GREEDY_COMPLETIONS),
+        sampling=SamplingParams(work.sampling.max_new_tokens, temperature=0.0),
+        is_exact_length=False,
     )
+
+
+def _greedy(work: Workload, model: ModelSettings) -> dict[str, Any]:
+    """Greedy tokens of our engine against those of `model.generate`, in float32.
+
+    In bfloat16 two correct programs part within some tens of tokens, wherever the best two logits are closer than the
+    precision; float32 leaves only near-ties, which are counted apart.
+    """
+    wanted = greedy_workload(work)
+    single = replace(wanted, num_completions=1)
+    with _start("contenders:Engine", model) as ours, _start("contenders:Transformers", model) as reference:
+        setting = Setting("sdpa", batch_size=len(single.rows))
+        expected = reference.call("draw", single, 0, keeps_tokens=True, setting=setting).tokens
+        found = ours.call("draw", wanted, 0, keeps_tokens=True).tokens
+        repeated = [tokens for tokens in expected for _ in range(wanted.num_completions)]
+        return judge(found, repeated, lambda row: reference.call("margins", wanted.rows[row], repeated[row]))
+
+
+def judge(
+    found: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]], margins: Callable[[int], Sequence[float]]
+) -> dict[str, Any]:
+    """Sequences compared; how many part at a near-tie, or differ; the largest margin of those that differ.
+
+    `margins(row)` is the lead of the reference's best logit at each token. A sequence counts once: behind the first
+    different token the two no longer continue the same text.
+    """
+    num_near_ties, different = 0, []
+    for row, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
+        if tuple(ours) == tuple(theirs):
+            continue
+        place = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), None)
+        margin = float("inf") if place is None else margins(row)[place]  # one is the beginning of the other
+        if margin < NEAR_TIE:
+            num_near_ties += 1
+        else:
+            different.append(margin)
+    return {
+        "sequences": len(wanted),
+        "near_ties": num_near_ties,
+        "different": len(different),
+        "largest_margin": max(different, default=0.0),
+    }
+
+
+def _start(target: str, model: ModelSettings) -> Process:
+    return Process(f"benchmarks.{target}", model, num_threads=model.num_threads)
+
+
+def _measured(
+    work: Workload,
+    model: ModelSettings,
+    against: Sequence[str],
+    greedy: Mapping[str, Any],
+    options: Namespace,
+    say: Say,
+) -> dict[str, object]:
+    """Figures of one workload."""
     with ExitStack() as stack:
-
-        def start(target: str, settings: object) -> Process:
-            return stack.enter_context(Process(target, settings, num_threads=model.num_threads))
-
-        ours = Entry(OURS, start(*_engine(options, model)), None)
-        gemm = start("benchmarks.roofline:serve_gemm", model)
-        others: list[Entry] = []
+        ours = Entry(stack.enter_context(_start("contenders:Engine", model)))
+        products = stack.enter_context(_start("roofline:Products", model))
+        others: dict[str, Entry] = {}
         calibration: dict[str, float] = {}
-        for name in options.against:
-            process = start(f"{_CONTENDERS}:serve_transformers", model)
-            others += _calibrated(name, process, work, options, calibration, say)
-        ours.process.ask(Draw(work, options.seed))  # warm, as the others are by now
-        entries = [ours, *others]
-        for process in {id(entry.process): entry.process for entry in entries}.values():
-            process.ask(Peak())
-        rates, loads = _rounds(entries, gemm, work, options, say)
-        peaks_gb = {entry.label: _peak(entry, work, options) for entry in entries}
-        difference = ours.process.ask(LogpDifference(work, options.seed))
-    return Measured(work, ours, others, rates, loads, equality, calibration, difference, peaks_gb)
+        for name in against:
+            process = stack.enter_context(_start("contenders:Transformers", model))
+            others |= _calibrated(name, process, work, options.seed, calibration, say)
+        ours.draw(work, options.seed)  # warm, as the others are by now
+        entries = {OURS: ours, **others}
+        prompts_only = replace(work, sampling=replace(work.sampling, max_new_tokens=1), is_exact_length=True)
 
+        def one_round(entry: Entry) -> Callable[[int], Round]:
+            return lambda index: Round(*(entry.draw(w, options.seed + 1 + index) for w in (work, prompts_only)))
 
-def _engine(options: RolloutBench, model: ModelSettings) -> tuple[str, EngineSettings]:
-    return f"{_CONTENDERS}:serve_engine", EngineSettings(model, options.backend, options.num_slots)
-
-
-def _equality(options: RolloutBench, work: Workload, model: ModelSettings) -> Equality:
-    target, settings = _engine(options, model)
-    with (
-        Process(target, settings, num_threads=model.num_threads) as ours,
-        Process(f"{_CONTENDERS}:serve_transformers", model, num_threads=model.num_threads) as reference,
-    ):
-        return compare_greedy(ours, reference, work)
+        sides: dict[str, Callable[[int], Any]] = {label: one_round(entry) for label, entry in entries.items()}
+        sides["products"] = lambda _: products.call("rates", needed_rows(work))
+        rounds, loads = in_turns(
+            sides,
+            options.rounds,
+            say,
+            lambda done: ", ".join(f"{label} {done[label][-1].tokens_per_s:.0f} tokens/s" for label in entries),
+        )
+        peaks_gb = {label: entry.peak_gb(work, options.seed) for label, entry in entries.items()}
+        difference = ours.process.call("logp_difference", work, options.seed)
+    generating = [label for label, entry in others.items() if entry.setting and entry.setting.way == "generate"]
+    fastest = max(generating or others, key=lambda label: statistics.median(_speeds(rounds[label])))
+    ratios = {label: paired(_speeds(rounds[OURS]), _speeds(rounds[label])).facts("ratio") for label in others}
+    fastest_products, torch_products = (
+        _roofline(work, rounds[OURS], [rates[index] for rates in rounds["products"]]) for index in (0, 1)
+    )
+    return {
+        **ratios[fastest],
+        "against": fastest,
+        "ratios": ratios,
+        **_figures(work, rounds[OURS]),
+        "roofline_share": fastest_products["share"],
+        "roofline": {**fastest_products, "torch_products": torch_products},
+        "greedy_equal": greedy["different"] == 0,
+        "greedy": greedy,
+        "logp_diff_max": difference,
+        "peak_rss_gb": peaks_gb[OURS],
+        "contenders": {label: {**_figures(work, rounds[label]), "peak_rss_gb": peaks_gb[label]} for label in others},
+        "calibration_tokens_per_s": calibration,
+        "rounds": options.rounds,
+        "load": load_facts(loads),
+    }
 
 
 def _calibrated(
-    name: str, process: Process, work: Workload, options: RolloutBench, calibration: dict[str, float], say: Say
-) -> list[Entry]:
+    name: str, process: Process, work: Workload, seed: int, calibration: dict[str, float], say: Say
+) -> dict[str, Entry]:
     """One entry for each attention, at the batch size at which it was fastest; every speed goes into `calibration`."""
-    entries: list[Entry] = []
+    entries: dict[str, Entry] = {}
     num_rows = len(work.rows)
-    # A batch that holds all rows is the largest that differs; continuous batching takes all rows at once.
-    sizes = [size for size in BATCH_SIZES if size < num_rows] + [min(num_rows, BATCH_SIZES[-1])]
     way = "generate" if name == "transformers" else "continuous"
-    process.ask(Draw(work, options.seed, setting=Setting("sdpa", sizes[-1], way)))  # the first call warms up
+    sizes = [num_rows]  # continuous batching takes all rows at once
+    if way == "generate":  # a batch that holds all rows is the largest that differs
+        sizes = [size for size in BATCH_SIZES if size < num_rows] + [min(num_rows, BATCH_SIZES[-1])]
+    Entry(process, Setting("sdpa", sizes[-1], way)).draw(work, seed)  # the first call warms up
     for attention in ATTENTIONS:
         speeds: dict[int, float] = {}
-        for size in sizes if way == "generate" else [num_rows]:
-            drawn: Drawn = process.ask(Draw(work, options.seed, setting=Setting(attention, size, way)))
+        for size in sizes:
+            drawn = Entry(process, Setting(attention, size, way)).draw(work, seed)
             speeds[size] = drawn.num_tokens / drawn.seconds
             calibration[f"{name}-{attention}@{size}"] = speeds[size]
         best = max(speeds, key=lambda size: speeds[size])
-        entries.append(Entry(f"{name}-{attention}@{best}", process, Setting(attention, best, way)))
+        entries[f"{name}-{attention}@{best}"] = Entry(process, Setting(attention, best, way))
         say(f"  {name}, {attention}: fastest at a batch of {best}, {speeds[best]:.0f} tokens/s")
     return entries
 
 
-def _rounds(
-    entries: Sequence[Entry], gemm: Process, work: Workload, options: RolloutBench, say: Say
-) -> tuple[list[ProductRates], list[Load]]:
-    """Every contender draws once in each round; who begins changes from round to round."""
-    prompts_only = replace(work, sampling=replace(work.sampling, max_new_tokens=1), is_exact_length=True)
-    rates: list[ProductRates] = []
-    loads: list[Load] = []
-    for index in range(options.num_rounds):
-        loads.append(noted_load(say))
-        seed = options.seed + 1 + index
-        first = index % len(entries)
-        for entry in [*entries[first:], *entries[:first]]:
-            whole = entry.process.ask(Draw(work, seed, setting=entry.setting))
-            prefill = entry.process.ask(Draw(prompts_only, seed, setting=entry.setting))
-            entry.rounds.append(Round(whole, prefill))
-        rates.append(gemm.ask(MeasureRows(needed_rows(work))))
-        speeds = ", ".join(f"{entry.label} {entry.tokens_per_s[-1]:.0f}" for entry in entries)
-        say(f"  round {index + 1} of {options.num_rounds}, tokens/s: {speeds}")
-    return rates, loads
+def _speeds(rounds: Sequence[Round]) -> list[float]:
+    return [item.tokens_per_s for item in rounds]
 
 
-def _peak(entry: Entry, work: Workload, options: RolloutBench) -> float:
-    """Peak memory of one more draw: settings of one process are told apart, and calibration does not count."""
-    entry.process.ask(Peak())
-    entry.process.ask(Draw(work, options.seed, setting=entry.setting))
-    return entry.process.ask(Peak())
+def _figures(work: Workload, rounds: Sequence[Round]) -> dict[str, object]:
+    """Speeds: all in all, of the prompts (each token counted once, however often it is computed), of the rest."""
+    lengths = [length for item in rounds for length in item.whole.lengths]
+    return {
+        "tokens_per_s": statistics.median(_speeds(rounds)),
+        "prefill_tokens_per_s": statistics.median(work.num_prompt_tokens / item.prefill.seconds for item in rounds),
+        "decode_tokens_per_s": statistics.median(item.decode_tokens_per_s for item in rounds),
+        "seconds": statistics.median(item.whole.seconds for item in rounds),
+        "mean_length": statistics.fmean(lengths),
+        "p95_length": percentile_95(lengths),
+    }
 
 
-def _decode_speed(item: Round) -> float:
-    """Tokens behind the first ones, by the time that the whole took longer than the prompts."""
-    return (item.whole.num_tokens - len(item.whole.lengths)) / max(1e-9, item.whole.seconds - item.prefill.seconds)
+def percentile_95(values: Sequence[int]) -> int:
+    """The smallest value that 95 % of `values` do not exceed."""
+    ordered = sorted(values)
+    return ordered[-(-95 * len(ordered) // 100) - 1]
+
+
+def _roofline(work: Workload, rounds: Sequence[Round], rates: Sequence[Rates]) -> dict[str, Any]:
+    """Time of the products alone, and our share of it, with the rates of each round."""
+    ideals_s = [ideal_s(work, item.whole.lengths, rate) for item, rate in zip(rounds, rates, strict=True)]
+    shares = [seconds / item.whole.seconds for seconds, item in zip(ideals_s, rounds, strict=True)]
+    return {
+        "share": Spread.of(shares).median,
+        "ideal_s": Spread.of(ideals_s).median,
+        "gflops": {str(count): statistics.median(rate.gflops(count) for rate in rates) for count in SHOWN_ROWS},
+    }
+
+
+def show(facts: Mapping[str, Any]) -> None:
+    """Print a table for each workload."""
+    keys = ("tokens_per_s", "prefill_tokens_per_s", "decode_tokens_per_s")
+    for name, figures in facts["workloads"].items():
+        rows: list[Sequence[str]] = []
+        for label, one in {OURS: figures, **figures["contenders"]}.items():
+            speeds = [f"{one[key]:.0f}" for key in keys]
+            lengths = f"{one['mean_length']:.0f}/{one['p95_length']}"
+            ratio = "" if label == OURS else spread_text(figures["ratios"][label])
+            rows.append((label, *speeds, lengths, f"{one['peak_rss_gb']:.2f}", ratio))
+        print()
+        print_table((name, "tok/s", "prefill", "decode", "length", "GB", "ratio (min-max)"), rows)
+        print(
+            "tok/s: new tokens; prefill: prompt tokens, each counted once; length: mean/p95; "
+            "ratio: of tunesmith's tok/s\n"
+            "greedy tokens in float32: {different} of {sequences} sequences differ, "
+            "{near_ties} part at a near-tie".format(**figures["greedy"])
+        )
+        share = f"{figures['roofline_share']:.0%}"
+        print(f"roofline: {share} of what the matrix products alone would reach{load_warning(figures)}")
+    print(f"\nlargest difference to the trainer's log-probs: {facts['logp_diff_max']:g} nats")
+
+
+def main(words: Sequence[str]) -> int:
+    """Exit code of the benchmark."""
+    flags = parser(
+        "rollout",
+        __doc__,
+        *("model", "workload", "threads", "rounds", "seed", "quick", "out", "json", "quiet"),
+        against={"default": "transformers", "metavar": "A,B", "help": "transformers, transformers-cb, or both"},
+        workload={"help": "plain, seed or shared; repeatable. All if left out"},
+        backend={"choices": ("native", "transformers"), "default": "native", "help": "engine of our side"},
+        slots={"type": int, "metavar": "N", "help": "sequences that our engine decodes at a time"},
+    )
+    return command(flags, words, measure, show)
 
 
 if __name__ == "__main__":
-    from benchmarks.cli import main  # imports this module under its own name: a worker unpickles what is sent to it
-
-    sys.exit(main(["rollout", *sys.argv[1:]]))
+    run("rollout")

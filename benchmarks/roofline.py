@@ -1,25 +1,22 @@
-"""The roofline of drawing tokens on a CPU: the model's matrix products alone, at the rate measured in the same run.
+"""Roofline of drawing tokens on a CPU: the model's matrix products alone, at the rate measured in the same run.
 
-The rate is that of the faster of torch's products and the engine's own, which in bfloat16 are the same to the bit.
-Each product has the weight of its own layer, as in a real pass: a single weight, used again and again, would stay in
-the cache and promise what no engine can reach. Shape legend: M rows, I inputs, O outputs.
+The rate is that of the faster of torch's products and the engine's own, which in bfloat16 are the same to the bit. Each
+product has the weight of its own layer, as in a real pass: a single weight would stay in the cache.
+Shape legend: M rows, I inputs, O outputs.
 """
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import nn
 
+from benchmarks.common import seconds_of
 from benchmarks.contenders import ModelSettings
-from benchmarks.process import Server, serve
 from benchmarks.workloads import Workload
-from tunesmith.config.sections import ModelSection
 from tunesmith.kernels.linear.api import BlocksLikeTorch, linear, pack
 from tunesmith.kernels.native import Kernels
-from tunesmith.models.load import load_policy
 from tunesmith.models.loaded import PreTrainedModel
 
 SHOWN_ROWS = (16, 32, 64, 128)
@@ -45,50 +42,20 @@ class Rates:
         return num_rows * (self.trunk_flop + self.head_flop) / seconds / 1e9
 
 
-@dataclass(frozen=True, slots=True)
-class ProductRates:
-    """`fastest`: the faster of torch's products and our own, for each number of rows; `torch`: torch's alone."""
-
-    fastest: Rates
-    torch: Rates
-
-
-@dataclass(frozen=True, slots=True)
-class Ideal:
-    """Seconds that the matrix products of a workload need by themselves."""
-
-    prefill_s: float
-    decode_s: float
-
-    @property
-    def seconds(self) -> float:
-        """Both together."""
-        return self.prefill_s + self.decode_s
-
-
-@dataclass(frozen=True, slots=True)
-class MeasureRows:
-    """Measure passes over each of these numbers of rows."""
-
-    rows: tuple[int, ...]
-
-
 def needed_rows(work: Workload) -> tuple[int, ...]:
-    """The numbers of rows that `ideal` asks for, and those that are shown."""
-    needed = {_decode_rows(work), _prefill_rows(work), len(work.prompt_ids), *SHOWN_ROWS}
-    return tuple(sorted(needed))
+    """Numbers of rows that `ideal_s` needs, and those that are shown."""
+    return tuple(sorted({_decode_rows(work), _prefill_rows(work), len(work.prompt_ids), *SHOWN_ROWS}))
 
 
-def ideal(work: Workload, lengths: Sequence[int], rates: Rates) -> Ideal:
+def ideal_s(work: Workload, lengths: Sequence[int], rates: Rates) -> float:
     """Seconds of the products that `lengths` new tokens for each row of the workload need, at the measured rates.
 
-    Each prompt counts once, and its output layer once; the first token comes from there. Every other token is a row
-    of a full batch (all completions, at most 128): that rows run out towards the end is not excused.
+    Each prompt counts once, and its output layer once, which gives the first token. Every other token is a row of a
+    full batch (all completions, at most 128): that rows run out towards the end is not excused.
     """
     rows, chunk, num_prompts = _decode_rows(work), _prefill_rows(work), len(work.prompt_ids)
     prefill_s = rates.trunk_s[chunk] * work.num_prompt_tokens / chunk + rates.head_s[num_prompts]
-    num_decoded = sum(lengths) - len(lengths)
-    return Ideal(prefill_s, (rates.trunk_s[rows] + rates.head_s[rows]) * num_decoded / rows)
+    return prefill_s + (rates.trunk_s[rows] + rates.head_s[rows]) * (sum(lengths) - len(lengths)) / rows
 
 
 def _decode_rows(work: Workload) -> int:
@@ -99,41 +66,36 @@ def _prefill_rows(work: Workload) -> int:
     return min(work.num_prompt_tokens, _MOST_PREFILL_ROWS)
 
 
-class GemmContender:
+class Products:
     """The matrix products of a model and nothing else."""
 
     def __init__(self, settings: ModelSettings) -> None:
-        torch.set_num_threads(settings.num_threads)
-        loaded = load_policy(ModelSection.model_validate({"name": settings.name, "dtype": settings.dtype}))
+        trunk_OI, head_OI = linear_weights(settings.load().model)
         kernels = Kernels()
         blocks = BlocksLikeTorch(kernels)
-        trunk_OI, head_OI = linear_weights(loaded.model)
-        self._trunk = [_Product(weight_OI, blocks.of(weight_OI), kernels) for weight_OI in trunk_OI]
-        self._head = [_Product(head_OI, blocks.of(head_OI), kernels)]
-        self._trunk_flop = 2 * sum(weight_OI.numel() for weight_OI in trunk_OI)
-        self._head_flop = 2 * head_OI.numel()
+        self._trunk, self._head = (
+            [_Product(weight_OI, blocks.of(weight_OI), kernels) for weight_OI in weights]
+            for weights in (trunk_OI, [head_OI])
+        )
+        self._flops = 2 * sum(weight_OI.numel() for weight_OI in trunk_OI), 2 * head_OI.numel()
 
     @torch.no_grad()
-    def handle(self, request: MeasureRows) -> ProductRates:
-        """The fastest of a few passes for each number of rows."""
-        of_torch, own = (self._rates(request.rows, is_own) for is_own in (False, True))
-        trunk_s = {rows: min(of_torch.trunk_s[rows], own.trunk_s[rows]) for rows in request.rows}
-        head_s = {rows: min(of_torch.head_s[rows], own.head_s[rows]) for rows in request.rows}
-        return ProductRates(Rates(trunk_s, head_s, self._trunk_flop, self._head_flop), of_torch)
-
-    def _rates(self, rows: Sequence[int], is_own: bool) -> Rates:
-        trunk_s = {count: _fastest(self._trunk, count, is_own) for count in rows}
-        head_s = {count: _fastest(self._head, count, is_own) for count in rows}
-        return Rates(trunk_s, head_s, self._trunk_flop, self._head_flop)
-
-
-def serve_gemm(settings: ModelSettings, server: Server) -> None:
-    """The matrix products."""
-    serve(GemmContender, settings, server)
+    def rates(self, rows: Sequence[int]) -> tuple[Rates, Rates]:
+        """(the faster of torch's products and our own, torch's alone) for each number of rows."""
+        seconds = [
+            [{count: _fastest_s(products, count, is_own) for count in rows} for is_own in (False, True)]
+            for products in (self._trunk, self._head)
+        ]
+        fastest = [{count: min(of_torch[count], own[count]) for count in rows} for of_torch, own in seconds]
+        trunk_flop, head_flop = self._flops
+        return (
+            Rates(fastest[0], fastest[1], trunk_flop, head_flop),
+            Rates(seconds[0][0], seconds[1][0], trunk_flop, head_flop),
+        )
 
 
 def linear_weights(model: PreTrainedModel) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """The weights `[O, I]` of all linear layers in their order, and of the output layer.
+    """Weights `[O, I]` of all linear layers in their order, and of the output layer.
 
     Those that read the same input are joined (q, k and v; gate and up), as an engine would: it is faster.
     """
@@ -156,7 +118,8 @@ class _Product:
     def __init__(self, weight_OI: torch.Tensor, block: int | None, kernels: Kernels) -> None:
         self.num_inputs, self.dtype = weight_OI.shape[1], weight_OI.dtype
         self._weight_OI = weight_OI
-        self._packed = _packed(weight_OI)
+        has_packed = weight_OI.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous(), 64) if has_packed else None
         self._own = None if block is None else pack(weight_OI, block, kernels=kernels)
 
     def __call__(self, x_MI: torch.Tensor, is_own: bool) -> torch.Tensor:
@@ -167,26 +130,13 @@ class _Product:
         return torch.ops.mkldnn._linear_pointwise(x_MI, self._packed, None, "none", [], "")
 
 
-def _packed(weight_OI: torch.Tensor) -> torch.Tensor | None:
-    """The weight in oneDNN's own layout; None where this build or this precision has none."""
-    if weight_OI.dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
-        return None
-    return torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous(), 64)
-
-
-def _fastest(products: Sequence[_Product], num_rows: int, is_own: bool) -> float:
-    inputs = {size: torch.randn(num_rows, size) for size in {product.num_inputs for product in products}}
-    inputs = {size: x_MI.to(products[0].dtype) for size, x_MI in inputs.items()}
+def _fastest_s(products: Sequence[_Product], num_rows: int, is_own: bool) -> float:
+    sizes = {product.num_inputs for product in products}
+    inputs = {size: torch.randn(num_rows, size).to(products[0].dtype) for size in sizes}
 
     def work() -> None:
         for product in products:
             product(inputs[product.num_inputs], is_own)
 
     work()
-    return min(_seconds(work) for _ in range(_NUM_TRIES))
-
-
-def _seconds(work: Callable[[], None]) -> float:
-    start_s = time.perf_counter()
-    work()
-    return time.perf_counter() - start_s
+    return min(seconds_of(work) for _ in range(_NUM_TRIES))

@@ -1,44 +1,54 @@
-"""`python -m benchmarks.update`: the update of one GRPO step of our trainer against TRL's, from the same completions.
+"""The update of one GRPO step against TRL's, from the same completions: time, and memory above the resting state.
 
+ragged: 4 short prompts x 8 completions of 8 to 64 tokens; shared: 8 completions of a prompt of 256 tokens.
 Time: TRL's weights are bfloat16 without autocast and it recomputes nothing, which is faster than its defaults; it is
-tried with each micro-batch, then with eager attention, and keeps what was fastest. Memory: the peak above the resting
+tried with each micro-batch, then with eager attention, and keeps its fastest. Memory: the peak above the resting
 state, in which weights and optimizer states are in place; compared with TRL at our micro-batch, in its own default
-precision, float32 weights with autocast, because those are masters as ours are. What it takes as it is timed is shown
-too.
+precision, float32 weights with autocast, because those are masters as ours are. As it is timed it is shown too.
+Leave the machine alone meanwhile; with smollm2 on two cores it takes about a quarter of an hour.
 """
 
 import math
+import random
 import statistics
-import sys
-from collections.abc import Mapping
+import time
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from typing import Any, cast
 
 import torch
 
-from benchmarks.figures import paired
-from benchmarks.machine import Load, machine_facts
+from benchmarks.common import Say, command, in_turns, load_facts, paired, parser, run
+from benchmarks.machine import machine_facts
 from benchmarks.process import Process
-from benchmarks.rounds import Rounds, Say, alternate, fastest_setting, load_facts
-from benchmarks.step import exported
-from benchmarks.step_contenders import load_trl
-from benchmarks.update_contenders import (
-    WORKLOADS,
-    OurUpdate,
-    TakeUpdate,
-    TRLUpdate,
-    UpdateSize,
-    UpdateTaken,
-    batch_of,
-    recipe,
+from benchmarks.step import MICRO_BATCHES, our_task, round_line, show_pair
+from benchmarks.trl import (
+    LEARNING_RATE,
+    MANY_STEPS,
+    Memory,
+    Taken,
+    TRLSettings,
+    exported,
+    fastest,
+    load_trl,
+    stage_medians,
+    token_sum,
 )
+from tunesmith.algorithms.advantages import group_relative
+from tunesmith.batch.pack import pack
+from tunesmith.batch.rollout import Completion, Group
+from tunesmith.config.schema import GRPORecipe
 from tunesmith.config.sections import ModelSection
 from tunesmith.core.errors import InputError, TrainingError
+from tunesmith.core.trace import trace
+from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.load import compute_dtype, load_policy
 from tunesmith.runs.environment import usable_cores
+from tunesmith.schema.records import Prompt
+from tunesmith.trainers import rollouts
+from tunesmith.trainers.grpo import GRPO
 
-_CONTENDERS = "benchmarks.update_contenders"
-_MICRO_BATCHES = (4, 8, 16, 32)
 _WARM_UP_UPDATES = 2  # the first makes optimizer states and primitives, the second finds its memory fragmented
 _MEMORY_UPDATES = 2
 _SAME_NORM = 0.1
@@ -46,99 +56,214 @@ _SAME_NORM = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class UpdateBench:
-    """What to measure. `micro_batch_size` is of our side; `quick` is a smoke run that says nothing."""
+class UpdateSize:
+    """Prompts of `num_prompt_tokens`, each with completions of `shortest` to `longest` tokens."""
 
-    model: str = "smollm2"
-    against: str = "trl"
-    workloads: tuple[str, ...] = tuple(WORKLOADS)
+    num_prompts: int
+    num_prompt_tokens: int
+    num_completions: int
+    shortest: int
+    longest: int
+
+    @property
+    def num_rows(self) -> int:
+        """Completions in all."""
+        return self.num_prompts * self.num_completions
+
+
+WORKLOADS: Mapping[str, UpdateSize] = {
+    "ragged": UpdateSize(num_prompts=4, num_prompt_tokens=8, num_completions=8, shortest=8, longest=64),
+    "shared": UpdateSize(num_prompts=1, num_prompt_tokens=256, num_completions=8, shortest=64, longest=64),
+}
+"""Completion lengths are uniform; the short prompts of `ragged` leave nothing for sharing to save."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateBatch:
+    """Token ids of P prompts, and of G completions of each."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    completions: tuple[tuple[tuple[int, ...], ...], ...]
+
+    @property
+    def texts(self) -> list[str]:
+        """A text for each prompt, which nothing reads."""
+        return [f"prompt {index}" for index in range(len(self.prompts))]
+
+    @property
+    def rows(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """(prompt, completion) of each row, group by group."""
+        return [(prompt, ids) for prompt, group in zip(self.prompts, self.completions, strict=True) for ids in group]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all rows; a prompt counts as often as it has completions."""
+        return sum(len(prompt) + len(ids) for prompt, ids in self.rows)
+
+
+def batch_of(size: UpdateSize, vocabulary_size: int, seed: int) -> UpdateBatch:
+    """Random ids and lengths, a pure function of size, vocabulary and seed."""
+    draw = random.Random(seed)
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(draw.randrange(vocabulary_size) for _ in range(count))
+
+    prompts = tuple(ids(size.num_prompt_tokens) for _ in range(size.num_prompts))
+    completions = tuple(
+        tuple(ids(draw.randint(size.shortest, size.longest)) for _ in range(size.num_completions)) for _ in prompts
+    )
+    return UpdateBatch(prompts, completions)
+
+
+@dataclass(frozen=True, slots=True)
+class OurUpdate:
+    """Our trainer. None leaves the recipe's default."""
+
+    model: str
+    batch: UpdateBatch
+    num_threads: int
     micro_batch_size: int | None = None
-    num_threads: int | None = None
-    num_rounds: int = 5
-    seed: int = 0
-    quick: bool = False
 
-
-@dataclass(slots=True)
-class Measured:
-    """Timed updates of both sides without the first ones, and memory of each."""
-
-    ours: list[UpdateTaken]
-    theirs: list[UpdateTaken]
-    memory_gb: float
-    trl_memory_gb: float
-    default_precision: list[UpdateTaken]
-    equal_micro_batch_size: int
-    setting: TRLUpdate
-    calibration: Mapping[str, float]
-    loads: list[Load]
-
-    def to_json(self) -> dict[str, object]:
-        """Figures of a workload, seconds as medians over rounds."""
-        ours_s, theirs_s = [update.seconds for update in self.ours], [update.seconds for update in self.theirs]
-        stages = {name for update in self.ours for name in update.stages_s if "update" in name}
-        default_gb = max(update.memory_gb for update in self.default_precision)
-        return {
-            **paired(theirs_s, ours_s).facts("ratio"),
-            "memory_ratio": self.memory_gb / default_gb,
-            "memory_ratio_as_timed": self.memory_gb / self.trl_memory_gb,
-            "update_s": statistics.median(ours_s),
-            "memory_gb": self.memory_gb,
-            "stages": {
-                name.removeprefix("time/update/").removesuffix("_s"): statistics.median(
-                    update.stages_s[name] for update in self.ours
-                )
-                for name in sorted(stages)
-            },
-            "tokens": self.setting.batch.num_tokens,
-            "grad_norm": self.ours[0].grad_norm,
-            "trl": {
-                "update_s": statistics.median(theirs_s),
-                "memory_gb": self.trl_memory_gb,
-                "grad_norm": self.theirs[0].grad_norm,
-                "dtype": self.setting.dtype,
-                "attention": self.setting.attention,
-                "micro_batch_size": self.setting.micro_batch_size,
-                "calibration_s": self.calibration,
-                "default_precision": {
-                    "update_s": statistics.median(update.seconds for update in self.default_precision),
-                    "memory_gb": default_gb,
-                    "micro_batch_size": self.equal_micro_batch_size,
+    def recipe(self) -> GRPORecipe:
+        """The recipe of our side: one update, no reference, as TRL's defaults are."""
+        micro = self.micro_batch_size
+        return GRPORecipe.model_validate(
+            {
+                "model": {"name": self.model},
+                "rollout": {
+                    "prompts_per_step": len(self.batch.prompts),
+                    "completions_per_prompt": len(self.batch.completions[0]),
+                    "backend": "transformers",  # nothing is drawn, so no packed weights are needed
                 },
-            },
-            "rounds": len(self.ours),
-            "load": load_facts(self.loads),
-        }
+                "grpo": {"kl": {"coef": 0.0}, **({"micro_batch_size": micro} if micro else {})},
+                "optimizer": {"learning_rate": LEARNING_RATE},
+                "run": {"num_threads": self.num_threads, "steps": MANY_STEPS},
+            }
+        )
+
+    def build(self) -> tuple[GRPO, list[Prompt]]:
+        """The learner before its first step, with an engine that returns the given completions, and its prompts."""
+        task = our_task(self.recipe(), self.batch.texts)
+        learner = cast(GRPO, task.build())
+        groups = given_groups(learner.policy, task.device, self.batch)
+        learner.rollouts = replace(learner.rollouts, engine=GivenCompletions(groups))
+        return learner, list(task.data.train)
 
 
-def run_update_bench(options: UpdateBench, say: Say = lambda _: None) -> dict[str, object]:
-    """All figures of the benchmark as plain numbers and text; `say` gets a line now and then.
+class GivenCompletions:
+    """An engine that returns completions which are there already."""
+
+    is_exact = True
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self._groups = list(groups)
+
+    def generate(self, *_: Any, **__: Any) -> list[Group]:
+        """The completions, for any request."""
+        return self._groups
+
+    def unload(self) -> None:
+        """There is nothing to free."""
+
+
+class Ours:
+    """Updates of our GRPO learner."""
+
+    def __init__(self, settings: OurUpdate) -> None:
+        self._learner, self._prompts = settings.build()
+        self._index = 0
+
+    def take(self, *, measures: bool = False) -> Taken:
+        """One update. With `measures` free memory is given back before, so that its time means nothing."""
+        memory = Memory(measures=measures)
+        start_s = time.perf_counter()
+        with trace() as times:
+            result = self._learner.step(self._prompts, self._index)
+        seconds = time.perf_counter() - start_s
+        self._index += 1
+        grad_norm = result.metrics["grad_norm"]
+        return Taken(seconds, memory_gb=memory.above_rest_gb(), grad_norm=grad_norm, stages_s=dict(times.metrics()))
+
+
+def given_groups(policy: LanguageModel, device: torch.device, batch: UpdateBatch) -> list[Group]:
+    """The batch as an engine would return it: with the log-probs that the model has now."""
+
+    def group(index: int, logps: Sequence[Sequence[float]]) -> Group:
+        completions = tuple(
+            Completion(ids, tuple(logp[: len(ids)]), tuple(logp[: len(ids)]), "", "length")
+            for ids, logp in zip(batch.completions[index], logps, strict=True)
+        )
+        return Group(Prompt(str(index), f"prompt {index}"), batch.prompts[index], completions, 0)
+
+    groups: list[Group] = []
+    for index, completions in enumerate(batch.completions):
+        unknown = group(index, [[0.0] * len(ids) for ids in completions])
+        logp_BT = rollouts.logps(policy, pack([unknown], 0, device), 1.0, len(completions))
+        groups.append(group(index, logp_BT.tolist()))
+    return groups
+
+
+def trl_settings(batch: UpdateBatch, folder: str, num_threads: int, dtype: str) -> TRLSettings:
+    """TRL's settings for the same work, with all rows in one micro-batch."""
+    arguments = {
+        "num_generations": len(batch.completions[0]),
+        "max_completion_length": max(len(ids) for _, ids in batch.rows),
+        "beta": 0.0,
+    }
+    num_rows = len(batch.rows)
+    inputs = {name: tensor.tolist() for name, tensor in trl_inputs(batch).items()}
+    return TRLSettings(folder, batch.texts, num_rows, num_threads, num_rows, dtype, arguments, inputs)
+
+
+def trl_inputs(batch: UpdateBatch) -> dict[str, torch.Tensor]:
+    """Tensors of a generation batch of TRL: prompts padded on the left, completions on the right, to the longest."""
+    rows = batch.rows
+    width_P, width_C = (max(len(row[side]) for row in rows) for side in (0, 1))
+    reward_PG = torch.tensor([token_sum(group) for group in batch.completions])
+    advantage_PG = group_relative(reward_PG, torch.ones_like(reward_PG, dtype=torch.bool)).advantage_PG
+    completion_mask = torch.tensor([[1] * len(ids) + [0] * (width_C - len(ids)) for _, ids in rows])
+    return {
+        "prompt_ids": torch.tensor([[0] * (width_P - len(prompt)) + list(prompt) for prompt, _ in rows]),
+        "prompt_mask": torch.tensor([[0] * (width_P - len(prompt)) + [1] * len(prompt) for prompt, _ in rows]),
+        "completion_ids": torch.tensor([list(ids) + [0] * (width_C - len(ids)) for _, ids in rows]),
+        "completion_mask": completion_mask,
+        "advantages": advantage_PG.flatten().float(),
+        "num_items_in_batch": completion_mask.sum(),
+    }
+
+
+def measure(options: Namespace, say: Say) -> dict[str, object]:
+    """All figures of the benchmark.
 
     Raises:
-        InputError: for an unknown opponent, workload, model or number, or if TRL is not installed; before anything is
-            measured.
+        InputError: for an unknown workload or model, or if TRL is not installed; before anything is measured.
         TrainingError: if the gradients of the two are not of one size.
     """
-    _check(options)
+    names = options.workload or tuple(WORKLOADS)
+    for name in names:
+        if name not in WORKLOADS:
+            raise InputError(f"there is no workload {name!r}; give {', '.join(WORKLOADS)}")
     load_trl()
-    num_threads = options.num_threads or usable_cores()
+    num_threads = options.threads or usable_cores()
     torch.set_num_threads(num_threads)
     vocabulary_size = int(load_policy(ModelSection(name=options.model)).model.config.get_text_config().vocab_size)
     workloads: dict[str, object] = {}
     with exported(options.model) as folder:
         dtype = str(compute_dtype("auto")).removeprefix("torch.")
-        for name in options.workloads:
+        for name in names:
             say(f"{name}:")
-            size = _quick(WORKLOADS[name]) if options.quick else WORKLOADS[name]
+            size = WORKLOADS[name]
+            if options.quick:
+                few = min(size.num_prompt_tokens, 20)
+                size = replace(size, num_prompt_tokens=few, num_completions=4, shortest=3, longest=8)
             batch = batch_of(size, vocabulary_size, options.seed)
             ours = OurUpdate(options.model, batch, num_threads, options.micro_batch_size)
-            theirs = TRLUpdate(str(folder), batch, num_threads, size.num_rows, dtype)
             workloads[name] = {
                 "prompts": size.num_prompts,
                 "prompt_tokens": size.num_prompt_tokens,
                 "completions_per_prompt": size.num_completions,
-                "micro_batch_size": recipe(ours).grpo.micro_batch_size,
-                **_measure(options, ours, theirs, say).to_json(),
+                "micro_batch_size": ours.recipe().grpo.micro_batch_size,
+                **_measured(ours, trl_settings(batch, str(folder), num_threads, dtype), options, say),
             }
     return {
         "bench": "update",
@@ -150,65 +275,57 @@ def run_update_bench(options: UpdateBench, say: Say = lambda _: None) -> dict[st
     }
 
 
-def _check(options: UpdateBench) -> None:
-    if options.against != "trl":
-        raise InputError(f"there is no opponent {options.against!r}; there is trl")
-    for name in options.workloads:
-        if name not in WORKLOADS:
-            raise InputError(f"there is no workload {name!r}; give {', '.join(WORKLOADS)}")
-    numbers = {
-        "rounds": options.num_rounds,
-        "threads": options.num_threads,
-        "micro_batch_size": options.micro_batch_size,
-    }
-    for name, value in numbers.items():
-        if value is not None and value < 1:
-            raise InputError(f"{name} is {value}; give at least 1")
-
-
-def _quick(size: UpdateSize) -> UpdateSize:
-    return replace(size, num_prompt_tokens=min(size.num_prompt_tokens, 20), num_completions=4, shortest=3, longest=8)
-
-
-def _measure(options: UpdateBench, ours: OurUpdate, first: TRLUpdate, say: Say) -> Measured:
-    sizes = [size for size in _MICRO_BATCHES if size <= first.num_rows and first.num_rows % size == 0]
-    setting, calibration = fastest_setting(
-        first,
-        sizes[-1:] if options.quick else sizes,
-        partial(_second_update, say=say),
-        tries_eager=not options.quick,
-    )
-    rows, micro = setting.num_rows, recipe(ours).grpo.micro_batch_size
+def _measured(ours: OurUpdate, first: TRLSettings, options: Namespace, say: Say) -> dict[str, object]:
+    rows, micro = first.num_rows, ours.recipe().grpo.micro_batch_size
+    sizes = [size for size in MICRO_BATCHES if size <= rows and rows % size == 0]
+    setting, calibration = fastest(first, sizes[-1:] if options.quick else sizes, say, tries_eager=not options.quick)
     equal = max(size for size in range(1, rows + 1) if rows % size == 0 and size <= micro)
-    with _trl(replace(setting, dtype="float32", autocasts=True, micro_batch_size=equal)) as process:
+    with replace(setting, dtype="float32", autocasts=True, micro_batch_size=equal).start() as process:
         default = _warm(process)
     say(f"  trl in its default precision: {default[0].seconds:.2f} s, {default[0].memory_gb:.2f} GB above rest")
-    with Process(f"{_CONTENDERS}:serve_ours", ours, num_threads=ours.num_threads) as us, _trl(setting) as them:
-        my_memory, their_memory = _warm(us), _warm(them)
+    with Process("benchmarks.update:Ours", ours, num_threads=ours.num_threads) as us, setting.start() as them:
+        warm = {"ours": _warm(us), "trl": _warm(them)}
         for process in (us, them):
-            process.ask(TakeUpdate())  # memory was given back before
-        done: Rounds[UpdateTaken] = alternate(us, them, TakeUpdate(), options.num_rounds, say)
-    _check_same_gradient(my_memory[0].grad_norm, their_memory[0].grad_norm)
-    peaks = [max(update.memory_gb for update in updates) for updates in (my_memory, their_memory)]
-    return Measured(done.ours, done.theirs, peaks[0], peaks[1], default, equal, setting, calibration, done.loads)
+            process.call("take")  # memory was given back before
+        sides = {"ours": lambda _: us.call("take"), "trl": lambda _: them.call("take")}
+        done, loads = in_turns(sides, options.rounds, say, round_line)
+    _check_same_gradient(warm["ours"][0].grad_norm, warm["trl"][0].grad_norm)
+    memory_gb = {name: max(one.memory_gb for one in taken) for name, taken in warm.items()}
+    default_gb = max(one.memory_gb for one in default)
+    seconds = {name: [one.seconds for one in taken] for name, taken in done.items()}
+    return {
+        **paired(seconds["trl"], seconds["ours"]).facts("ratio"),
+        "memory_ratio": memory_gb["ours"] / default_gb,
+        "memory_ratio_as_timed": memory_gb["ours"] / memory_gb["trl"],
+        "update_s": statistics.median(seconds["ours"]),
+        "memory_gb": memory_gb["ours"],
+        "stages": stage_medians(done["ours"], "time/update/"),
+        "tokens": ours.batch.num_tokens,
+        "grad_norm": done["ours"][0].grad_norm,
+        "trl": {
+            "update_s": statistics.median(seconds["trl"]),
+            "memory_gb": memory_gb["trl"],
+            "grad_norm": done["trl"][0].grad_norm,
+            "dtype": setting.dtype,
+            "attention": setting.attention,
+            "micro_batch_size": setting.micro_batch_size,
+            "calibration_s": calibration,
+            "default_precision": {
+                "update_s": statistics.median(one.seconds for one in default),
+                "memory_gb": default_gb,
+                "micro_batch_size": equal,
+            },
+        },
+        "rounds": options.rounds,
+        "load": load_facts(loads),
+    }
 
 
-def _warm(process: Process) -> list[UpdateTaken]:
+def _warm(process: Process) -> list[Taken]:
     """Updates whose memory is measured, once optimizer states are in place."""
     for _ in range(_WARM_UP_UPDATES):
-        process.ask(TakeUpdate())
-    return [process.ask(TakeUpdate(measures_memory=True)) for _ in range(_MEMORY_UPDATES)]
-
-
-def _second_update(setting: TRLUpdate, say: Say) -> float:
-    with _trl(setting) as process:
-        seconds = [process.ask(TakeUpdate()).seconds for _ in range(2)]
-    say(f"  trl, {setting.attention}, micro-batch of {setting.micro_batch_size}: {seconds[-1]:.2f} s")
-    return seconds[-1]
-
-
-def _trl(setting: TRLUpdate) -> Process:
-    return Process(f"{_CONTENDERS}:serve_trl", setting, num_threads=setting.num_threads)
+        process.call("take")
+    return [process.call("take", measures=True) for _ in range(_MEMORY_UPDATES)]
 
 
 def _check_same_gradient(ours: float, theirs: float) -> None:
@@ -220,7 +337,23 @@ def _check_same_gradient(ours: float, theirs: float) -> None:
         )
 
 
-if __name__ == "__main__":
-    from benchmarks.cli import main  # imports this module under its own name: a worker unpickles what is sent to it
+def show(facts: Mapping[str, Any]) -> None:
+    """Print each workload."""
+    for name, figures in facts["workloads"].items():
+        show_pair(name, figures, "update_s", "memory_gb", "memory_ratio")
 
-    sys.exit(main(["update", *sys.argv[1:]]))
+
+def main(words: Sequence[str]) -> int:
+    """Exit code of the benchmark."""
+    flags = parser(
+        "update",
+        __doc__,
+        *("model", "workload", "micro_batch_size", "threads", "rounds", "seed", "quick", "out", "json", "quiet"),
+        against={"choices": ("trl",), "default": "trl", "help": "whose update"},
+        workload={"help": "ragged or shared; repeatable. All if left out"},
+    )
+    return command(flags, words, measure, show)
+
+
+if __name__ == "__main__":
+    run("update")

@@ -1,7 +1,6 @@
-"""The workloads of `bench rollout`: which prompts, how many completions, how they are drawn.
+"""Workloads of `benchmarks.rollout`: prompts, number of completions, sampling.
 
-The text is this package's own: sixteen instructions. `plain` and `shared` take pieces of it by tokens, so that lengths
-are exact for every tokenizer.
+`plain` and `shared` are pieces of a fixed number of tokens from the package's sixteen instructions.
 """
 
 import itertools
@@ -46,23 +45,10 @@ class Workload:
         """Tokens of all prompts, each counted once."""
         return sum(map(len, self.prompt_ids))
 
-    def positions(self) -> int:
-        """Positions that the longest sequence needs."""
-        return max(map(len, self.prompt_ids)) + self.sampling.max_new_tokens
 
-
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    """Prompts, tokens of a prompt (0: a whole instruction), completions of each, new tokens."""
-
-    prompts: int
-    prompt_tokens: int
-    completions: int
-    new_tokens: int
-
-
-_FULL = {"plain": _Sizes(64, 32, 1, 64), "seed": _Sizes(16, 0, 8, 128), "shared": _Sizes(1, 512, 32, 32)}
-_QUICK = {"plain": _Sizes(8, 16, 1, 8), "seed": _Sizes(4, 0, 2, 12), "shared": _Sizes(1, 64, 4, 8)}
+_FULL = {"plain": (64, 32, 1, 64), "seed": (16, 0, 8, 128), "shared": (1, 512, 32, 32)}
+_QUICK = {"plain": (8, 16, 1, 8), "seed": (4, 0, 2, 12), "shared": (1, 64, 4, 8)}
+"""Prompts, tokens of a prompt (0: a whole instruction), completions of each, new tokens."""
 
 
 def instructions() -> list[str]:
@@ -79,20 +65,20 @@ def workload(name: str, tokenizer: PreTrainedTokenizerBase, context: int | None,
     """
     if name not in NAMES:
         raise InputError(f"there is no workload {name!r}; there are {', '.join(NAMES)}")
-    sizes = (_QUICK if quick else _FULL)[name]
+    num_prompts, prompt_tokens, num_completions, new_tokens = (_QUICK if quick else _FULL)[name]
     if name == "seed":
-        prompt_ids = _chats(tokenizer, sizes.prompts)
-        sampling = SamplingParams(sizes.new_tokens, temperature=0.7, top_p=0.9, repetition_penalty=1.05)
+        prompt_ids = _chats(tokenizer, num_prompts)
+        sampling = SamplingParams(new_tokens, temperature=0.7, top_p=0.9, repetition_penalty=1.05)
     else:
-        prompt_ids = _pieces(tokenizer, sizes.prompts, sizes.prompt_tokens)
-        sampling = SamplingParams(sizes.new_tokens)
-    found = Workload(name, prompt_ids, sizes.completions, sampling, is_exact_length=name != "seed")
-    if context is not None and found.positions() > context:
+        prompt_ids = _pieces(tokenizer, num_prompts, prompt_tokens)
+        sampling = SamplingParams(new_tokens)
+    positions = max(map(len, prompt_ids)) + new_tokens
+    if context is not None and positions > context:
         raise InputError(
-            f"workload {name} needs {found.positions()} positions, but the model's context holds {context}; take "
+            f"workload {name} needs {positions} positions, but the model's context holds {context}; take "
             "another model, or --quick"
         )
-    return found
+    return Workload(name, prompt_ids, num_completions, sampling, is_exact_length=name != "seed")
 
 
 def _chats(tokenizer: PreTrainedTokenizerBase, num_prompts: int) -> tuple[tuple[int, ...], ...]:
@@ -109,7 +95,7 @@ def _chats(tokenizer: PreTrainedTokenizerBase, num_prompts: int) -> tuple[tuple[
 def _pieces(tokenizer: PreTrainedTokenizerBase, num_pieces: int, length: int) -> tuple[tuple[int, ...], ...]:
     """Pieces of `length` tokens, one after the other in a text of the words of all instructions, shuffled.
 
-    So no two begin alike, which would let an engine that shares prefixes skip work that this workload is to show.
+    No two begin alike, so that an engine that shares prefixes skips no work.
     """
     tokens: list[int] = []
     words = " ".join(instructions()).split()

@@ -1,20 +1,16 @@
 """Figures of the benchmarks: ratios, percentiles, equality, roofline, workloads; no process is started."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
-from benchmarks.equality import greedy, judge
-from benchmarks.figures import Spread, paired, percentile_95
-from benchmarks.roofline import Rates, ideal, linear_weights, needed_rows
-from benchmarks.step import _check_same_work
-from benchmarks.step_contenders import (
-    OurStep,
-    StepSize,
-    StepTaken,
-    TRLStep,
-    recipe,
-    token_sum,
-    trl_arguments,
-)
+from benchmarks import common
+from benchmarks.common import Spread, in_turns, paired, ratio
+from benchmarks.rollout import greedy_workload, judge, percentile_95
+from benchmarks.roofline import Rates, ideal_s, linear_weights, needed_rows
+from benchmarks.step import OurStep, check_same_work
+from benchmarks.trl import Taken, token_sum
 from benchmarks.workloads import NAMES, instructions, workload
 from tunesmith.core.errors import InputError
 from tunesmith.models.tiny import byte_tokenizer, tiny_model
@@ -22,6 +18,31 @@ from tunesmith.models.tiny import byte_tokenizer, tiny_model
 
 def test_a_ratio_is_of_neighbours_in_time_not_of_medians():
     assert paired([10.0, 20.0, 60.0], [5.0, 20.0, 20.0]) == Spread(median=2.0, least=1.0, most=3.0)
+
+
+def test_sides_work_in_turns_and_who_begins_changes():
+    calls: list[str] = []
+    sides = {name: lambda index, name=name: calls.append(f"{name}{index}") or index for name in "ab"}
+    said: list[str] = []
+    answers, loads = in_turns(sides, 3, said.append, lambda done: str(done["b"][-1]))
+    assert calls == ["a0", "b0", "b1", "a1", "a2", "b2"]
+    assert answers == {"a": [0, 1, 2], "b": [0, 1, 2]} and len(loads) == 3
+    assert [line for line in said if "round" in line and "busy" not in line][-1] == "  round 3 of 3: 2"
+
+
+def test_two_versions_alternate_and_the_first_round_is_left_out():
+    calls: list[str] = []
+    result = ratio("x", fast=lambda: calls.append("f"), slow=lambda: calls.append("s"), num_rounds=3)
+    assert "".join(calls) == "fs" + "sf" + "fs" + "sf"
+    assert result.num_rounds == 3
+    assert result.lower_quartile <= result.median <= result.upper_quartile
+
+
+def test_the_ratio_is_slow_over_fast(monkeypatch: pytest.MonkeyPatch):
+    durations_s = {"fast": 0.5, "slow": 2.0}
+    monkeypatch.setattr(common, "seconds_of", lambda work: durations_s[work()])
+    result = ratio("x", fast=lambda: "fast", slow=lambda: "slow", num_rounds=4)
+    assert (result.median, result.fast_ms, result.slow_ms) == (4.0, 500.0, 2000.0)
 
 
 def test_the_95th_percentile_is_a_value_that_occurs():
@@ -68,13 +89,12 @@ def test_a_difference_counts_where_the_reference_is_sure(
     found: tuple[int, ...], margin: float, near_ties: int, different: int
 ):
     result = judge([found], [(1, 2, 3)], lambda _: [9.0, margin, 0.0])
-    assert (result.num_near_ties, result.num_different) == (near_ties, different)
-    assert result.is_equal == (different == 0)
+    assert (result["near_ties"], result["different"]) == (near_ties, different)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_greedy_workload_may_end_early_on_both_sides(name: str):
-    asked = greedy(workload(name, byte_tokenizer(), None, quick=True))
+    asked = greedy_workload(workload(name, byte_tokenizer(), None, quick=True))
     assert asked.sampling.temperature == 0
     assert not asked.is_exact_length
 
@@ -83,9 +103,8 @@ def test_the_roofline_counts_each_prompt_once_and_each_later_token_in_a_full_bat
     work = workload("shared", byte_tokenizer(), None, quick=True)  # 1 prompt of 64 tokens, 4 completions
     times = {rows: float(rows) for rows in needed_rows(work)}
     rates = Rates(trunk_s=times, head_s=dict.fromkeys(times, 0.5), trunk_flop=2, head_flop=1)
-    result = ideal(work, [8, 8, 8, 8], rates)
-    assert result.prefill_s == 64 + 0.5
-    assert result.decode_s == pytest.approx((4 + 0.5) * 28 / 4)
+    assert ideal_s(work, [1, 1, 1, 1], rates) == 64 + 0.5
+    assert ideal_s(work, [8, 8, 8, 8], rates) == pytest.approx(64 + 0.5 + (4 + 0.5) * 28 / 4)
     assert rates.gflops(64) == pytest.approx(64 * 3 / 64.5 / 1e9)
 
 
@@ -102,9 +121,9 @@ def test_the_roofline_has_every_weight_of_the_model_that_is_multiplied(family: s
 
 
 def test_both_sides_of_a_step_are_asked_for_the_same_work():
-    size = StepSize()
-    ours = recipe(OurStep("tiny:llama", size, 1))
-    theirs = trl_arguments(TRLStep("folder", size, 1, 8, "bfloat16"))
+    settings = OurStep("tiny:llama", 8, 64, num_threads=1)
+    ours = settings.recipe()
+    theirs: dict[str, Any] = replace(settings.trl("folder", "bfloat16"), micro_batch_size=8).config()
     assert ours.rollout.completions_per_prompt == theirs["num_generations"] == 8
     assert ours.rollout.max_new_tokens == ours.rollout.min_new_tokens == theirs["max_completion_length"] == 64
     assert theirs["generation_kwargs"] == {"min_new_tokens": 64}
@@ -120,4 +139,4 @@ def test_the_reward_of_the_step_differs_between_completions():
 
 def test_steps_of_different_size_are_no_comparison():
     with pytest.raises(Exception, match="10, 11 tokens"):
-        _check_same_work([StepTaken(1.0, 10, 1.0)], [StepTaken(1.0, 11, 1.0)])
+        check_same_work([Taken(1.0, 10), Taken(1.0, 11)])

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import preference as bench_preference
+from benchmarks import preference
 
 
 def test_every_setting_of_the_smallest_batch_is_measured_and_written(tmp_path: Path):
     out, num_threads = tmp_path / "found.json", torch.get_num_threads()
     options = {"--device": "cpu", "--threads": num_threads, "--rounds": 2, "--most": 1000, "--out": out}
-    assert bench_preference.main([str(word) for option in options.items() for word in option]) == 0
+    assert preference.main([str(word) for option in options.items() for word in option]) == 0
     facts = json.loads(out.read_text(encoding="utf-8"))
     settings = [(one["function"], one["dtype"], one["block"]) for one in facts["measured"]]
     assert settings == [

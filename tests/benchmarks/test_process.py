@@ -4,23 +4,23 @@ import os
 
 import pytest
 
-from benchmarks.contenders import Draw, Drawn, ModelSettings, Peak, Setting
+from benchmarks.contenders import Drawn, ModelSettings, Setting
 from benchmarks.process import Process
 from benchmarks.workloads import workload
 from tunesmith.core.errors import InputError, TrainingError
 from tunesmith.models.tiny import byte_tokenizer
 
-SERVE = "benchmarks.contenders:serve_transformers"
+TARGET = "benchmarks.contenders:Transformers"
 MODEL = ModelSettings("tiny:llama", "float32", 1)
 
 
 def test_a_contender_answers_and_counts_its_own_memory():
     work = workload("plain", byte_tokenizer(), 256, quick=True)
-    with Process(SERVE, MODEL, num_threads=1) as process:
+    with Process(TARGET, MODEL, num_threads=1) as process:
         setting = Setting("eager", 3)
-        drawn: Drawn = process.ask(Draw(work, seed=1, keeps_tokens=True, setting=setting))
-        again: Drawn = process.ask(Draw(work, seed=1, keeps_tokens=True, setting=setting))
-        peak_gb = process.ask(Peak())
+        drawn: Drawn = process.call("draw", work, 1, keeps_tokens=True, setting=setting)
+        again: Drawn = process.call("draw", work, 1, keeps_tokens=True, setting=setting)
+        peak_gb = process.call("peak")
     assert drawn.lengths == (8,) * 8
     assert drawn.tokens == again.tokens
     assert 0.1 < peak_gb < 5
@@ -29,7 +29,7 @@ def test_a_contender_answers_and_counts_its_own_memory():
 
 def test_input_that_a_contender_refuses_is_refused_here():
     with pytest.raises(InputError, match="nowhere"):
-        Process(SERVE, ModelSettings("tiny:nowhere", "float32", 1), num_threads=1)
+        Process(TARGET, ModelSettings("tiny:nowhere", "float32", 1), num_threads=1)
 
 
 def test_a_contender_that_dies_says_what_it_wrote_last():
@@ -39,15 +39,15 @@ def test_a_contender_that_dies_says_what_it_wrote_last():
 
 def test_a_contender_that_takes_too_long_is_ended():
     work = workload("plain", byte_tokenizer(), 256, quick=True)
-    process = Process(SERVE, MODEL, num_threads=1)
+    process = Process(TARGET, MODEL, num_threads=1)
     with pytest.raises(TrainingError, match=r"no answer within 0\.001 s"):
-        process.ask(Draw(work, seed=1, setting=Setting("eager", 3)), timeout_s=0.001)
+        process.call("draw", work, 1, setting=Setting("eager", 3), timeout_s=0.001)
     assert process._process.poll() is not None
     process.close()
 
 
 def test_a_process_that_is_closed_ends():
-    process = Process(SERVE, MODEL, num_threads=1)
+    process = Process(TARGET, MODEL, num_threads=1)
     pid = process._process.pid
     process.close()
     with pytest.raises(ProcessLookupError):

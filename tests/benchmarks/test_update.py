@@ -2,17 +2,8 @@
 
 import torch
 
-from benchmarks.step_contenders import token_sum
-from benchmarks.update_contenders import (
-    WORKLOADS,
-    OurUpdate,
-    UpdateSize,
-    batch_of,
-    given_groups,
-    recipe,
-    trl_inputs,
-)
-from tunesmith.trainers import grpo
+from benchmarks.trl import token_sum
+from benchmarks.update import WORKLOADS, OurUpdate, UpdateSize, batch_of, given_groups, trl_inputs
 
 SIZE = UpdateSize(num_prompts=2, num_prompt_tokens=5, num_completions=3, shortest=2, longest=6)
 
@@ -49,8 +40,8 @@ def test_trl_gets_the_same_tokens_and_advantages_that_our_trainer_makes() -> Non
 
 def test_our_trainer_takes_the_given_completions_with_the_models_own_log_probs() -> None:
     batch = batch_of(SIZE, 200, seed=1)
-    state = grpo.build(recipe(OurUpdate("tiny:llama", batch, num_threads=1)), prompts=["a", "b"], rewards=[token_sum])
-    groups = given_groups(state, batch)
+    learner, _ = OurUpdate("tiny:llama", batch, num_threads=1).build()
+    groups = given_groups(learner.policy, torch.device("cpu"), batch)
     assert [group.prompt_token_ids for group in groups] == list(batch.prompts)
     assert [tuple(item.token_ids for item in group.completions) for group in groups] == list(batch.completions)
     assert all(logp < 0 for group in groups for item in group.completions for logp in item.raw_logps)

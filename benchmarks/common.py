@@ -1,0 +1,270 @@
+"""Shared parts of the benchmarks: flags, rounds in alternation, ratios with their spread, peak memory, JSON."""
+
+import argparse
+import contextlib
+import importlib
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from benchmarks.machine import Load, measure_load, peak_rss_since_reset_gb, reset_peak_rss
+from tunesmith.core.errors import InputError, TunesmithError
+
+ROOT = Path(__file__).resolve().parent.parent
+
+BUSY_CORES = 0.25
+"""From this many cores' worth of other programs on, two threads are slowed unevenly and a ratio means little."""
+
+Say = Callable[[str], None]
+Work = Callable[[], object]
+
+_FLAGS: Mapping[str, Mapping[str, Any]] = {
+    "model": {"default": "smollm2", "metavar": "ID", "help": "Hub id, folder, GGUF file, smollm2, tiny:<family>"},
+    "workload": {"action": "append", "metavar": "W", "help": "one workload; repeatable. All if left out"},
+    "micro_batch_size": {"type": int, "metavar": "N", "help": "of our side; the recipe's default if left out"},
+    "threads": {"type": int, "metavar": "N", "help": "threads of each process; all cores if left out"},
+    "rounds": {"type": int, "default": 5, "metavar": "N", "help": "rounds in which every contender works once"},
+    "seed": {"type": int, "default": 0, "metavar": "N", "help": "seed of the random numbers"},
+    "device": {"choices": ("cpu", "cuda"), "default": "cpu", "help": "device of the tensors"},
+    "quick": {"action": "store_true", "help": "smoke run on small sizes; its figures say nothing"},
+    "out": {"type": Path, "metavar": "FILE", "help": "write the figures to a file, such as benchmarks/rollout.json"},
+    "json": {"action": "store_true", "help": "print one JSON object at the end"},
+    "quiet": {"action": "store_true", "help": "no progress on stderr"},
+}
+
+
+def parser(name: str, text: str | None, *names: str, **changed: Mapping[str, Any]) -> argparse.ArgumentParser:
+    """A parser with the shared flags `names` and with those of `changed`, whose settings add to the shared ones."""
+    made = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{name}",
+        description=text,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    for flag in (*names, *(flag for flag in changed if flag not in names)):
+        settings = {**_FLAGS.get(flag, {}), **changed.get(flag, {})}
+        if settings.get("default") is not None:
+            settings["help"] += " (default: %(default)s)"
+        made.add_argument(f"--{flag.replace('_', '-')}", **settings)
+    return made
+
+
+def run(name: str) -> None:
+    """Run `main` of `benchmarks.<name>` on the command line.
+
+    The module is imported under its own name, not `__main__`, because workers unpickle its records.
+    """
+    sys.exit(importlib.import_module(f"benchmarks.{name}").main(sys.argv[1:]))
+
+
+def command(
+    flags: argparse.ArgumentParser,
+    words: Sequence[str],
+    measure: Callable[[argparse.Namespace, Say], Mapping[str, object]],
+    show: Callable[[Mapping[str, Any]], None],
+    *,
+    writes: bool = True,
+) -> int:
+    """Exit code of a benchmark: 0, 2 for bad input, 1 for other errors.
+
+    `measure(options, say)` returns the figures, `show(figures)` prints them. With `writes` they go to the file `--out`.
+    """
+    try:
+        options = flags.parse_args(words)
+        if writes:
+            _check_out(options.out)
+        for key in ("rounds", "threads", "slots", "micro_batch_size"):
+            value = getattr(options, key, None)
+            if value is not None and value < 1:
+                raise InputError(f"{key} is {value}; give at least 1")
+        with contextlib.redirect_stdout(sys.stderr):
+            facts = plain(measure(options, _silent if options.quiet else _progress))
+        if writes and options.out:
+            options.out.write_text(json.dumps(facts, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        if options.json:
+            print(json.dumps(facts, allow_nan=False))
+        else:
+            show(facts)
+        return 0
+    except TunesmithError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except SystemExit as exit_:  # argparse has printed help, or what is wrong with a flag
+        return exit_.code if isinstance(exit_.code, int) else 0
+
+
+def _check_out(out: Path | None) -> None:
+    """Refuse before measuring for an hour what cannot be written afterwards."""
+    if out and (out.is_dir() or not out.parent.is_dir()):
+        raise InputError(f"{out} cannot be written: give a file in a folder that exists to --out")
+
+
+def _progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _silent(_: str) -> None:
+    pass
+
+
+def plain(value: Any) -> Any:
+    """`value` for JSON: infinities and NaN become None, tuples lists, other things text."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, str | int) else str(value)
+
+
+def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print columns of equal width, the first one to the left."""
+    lines = [headings, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(headings))]
+    for line in lines:
+        cells = [
+            line[0].ljust(widths[0]),
+            *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)),
+        ]
+        print("  ".join(cells).rstrip())
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Median, smallest and largest of a figure over rounds."""
+
+    median: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        """The spread of `values`, at least one."""
+        return cls(statistics.median(values), min(values), max(values))
+
+    def facts(self, name: str) -> dict[str, float]:
+        """`<name>_median`, `<name>_min` and `<name>_max`, for JSON."""
+        return {f"{name}_median": self.median, f"{name}_min": self.least, f"{name}_max": self.most}
+
+
+def paired(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
+    """Ratios `ours / theirs` round by round: neighbours in time share the state of the machine."""
+    return Spread.of([a / b for a, b in zip(ours, theirs, strict=True)])
+
+
+def spread_text(figures: Mapping[str, float]) -> str:
+    """`2.00x (1.90-2.10)`."""
+    return f"{figures['ratio_median']:.2f}x ({figures['ratio_min']:.2f}-{figures['ratio_max']:.2f})"
+
+
+def in_turns(
+    sides: Mapping[str, Callable[[int], Any]],
+    num_rounds: int,
+    say: Say,
+    line: Callable[[Mapping[str, list[Any]]], str] | None = None,
+) -> tuple[dict[str, list[Any]], list[Load]]:
+    """Answers of each side and the load before each round.
+
+    Every side works once in each round, called with the number of the round; who begins changes from round to round.
+    `line` makes a line for `say` of the answers so far.
+    """
+    answers: dict[str, list[Any]] = {name: [] for name in sides}
+    loads: list[Load] = []
+    for index in range(num_rounds):
+        loads.append(measure_load())
+        if loads[-1].other_busy_cores > BUSY_CORES:
+            say(f"  another program keeps {loads[-1].other_busy_cores:.1f} cores busy: this round means little")
+        names, first = list(sides), index % len(sides)
+        for name in names[first:] + names[:first]:
+            answers[name].append(sides[name](index))
+        if line:
+            say(f"  round {index + 1} of {num_rounds}: {line(answers)}")
+    return answers, loads
+
+
+def load_facts(loads: Sequence[Load]) -> dict[str, object]:
+    """Loads of all rounds, for JSON."""
+    return {
+        "load_average": max(load.load_average for load in loads),
+        "other_busy_cores": Spread.of([load.other_busy_cores for load in loads]).facts("cores"),
+    }
+
+
+def load_warning(figures: Mapping[str, Any]) -> str:
+    """A line of its own where other programs disturbed the rounds, else nothing."""
+    busy = cast(float, figures["load"]["other_busy_cores"]["cores_max"])
+    return "" if busy <= BUSY_CORES else f"\nnot to be trusted: other programs kept up to {busy:.1f} cores busy"
+
+
+def seconds_of(work: Work) -> float:
+    """Seconds that one call takes."""
+    start_s = time.perf_counter()
+    work()
+    return time.perf_counter() - start_s
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """How many times longer `slow` takes than `fast`: median and quartiles over rounds, and both median times in ms."""
+
+    name: str
+    median: float
+    lower_quartile: float
+    upper_quartile: float
+    fast_ms: float
+    slow_ms: float
+    num_rounds: int
+
+
+def ratio(name: str, fast: Work, slow: Work, num_rounds: int = 15) -> Ratio:
+    """`slow` against `fast` in this process: alternating, the order within a round too, the first round left out."""
+    pairs: list[tuple[float, float]] = []
+    for index in range(num_rounds + 1):
+        if index % 2:
+            slow_s, fast_s = seconds_of(slow), seconds_of(fast)
+        else:
+            fast_s, slow_s = seconds_of(fast), seconds_of(slow)
+        pairs.append((fast_s, slow_s))
+    kept = pairs[1:]
+    lower, median, upper = statistics.quantiles([slow_s / fast_s for fast_s, slow_s in kept], n=4)
+    fast_ms, slow_ms = (1e3 * statistics.median(side) for side in zip(*kept, strict=True))
+    return Ratio(name, median, lower, upper, fast_ms, slow_ms, num_rounds)
+
+
+def peak_gb(work: Work, device: torch.device) -> float:
+    """Peak memory of one call above what was there before, in GB; on a CPU of resident memory, 0 if unknown.
+
+    The work is called once before.
+    """
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        rest = torch.cuda.memory_allocated(device)
+        work()
+        torch.cuda.synchronize(device)
+        return (torch.cuda.max_memory_allocated(device) - rest) / 1e9
+    if not reset_peak_rss():
+        return 0.0
+    rest_gb = peak_rss_since_reset_gb()
+    work()
+    return max(0.0, peak_rss_since_reset_gb() - rest_gb)
+
+
+def memory_facts(ours: Work, plain_way: Work, device: torch.device) -> dict[str, object]:
+    """Peak memory of both in GB, and ours over the plain one's."""
+    ours_gb, plain_gb = peak_gb(ours, device), peak_gb(plain_way, device)
+    return {
+        "memory_gb": ours_gb,
+        "plain_memory_gb": plain_gb,
+        "memory_ratio": ours_gb / plain_gb if plain_gb else None,
+    }
