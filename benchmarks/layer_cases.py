@@ -11,6 +11,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention, silu
 
 from benchmarks.cases import ULP, Case, Setting, error_of, liger
+from tunesmith.algorithms.kl import penalty
+from tunesmith.algorithms.policy_loss import surrogate
 from tunesmith.batch.upload import Uploader
 from tunesmith.kernels.adamw import torch_impl as adamw_torch
 from tunesmith.kernels.adamw.api import adamw
@@ -26,8 +28,7 @@ from tunesmith.kernels.masked_softmax import torch_impl as softmax_torch
 from tunesmith.kernels.masked_softmax.api import masked_softmax
 from tunesmith.kernels.masked_softmax.records import KeyMask
 from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.policy_loss import torch_impl as policy_torch
-from tunesmith.kernels.policy_loss.api import policy_loss
+from tunesmith.kernels.policy_loss.api import fused_policy_loss
 from tunesmith.kernels.policy_loss.records import PolicyTerms, PolicyTokens
 from tunesmith.kernels.rms_norm import torch_impl as norm_torch
 from tunesmith.kernels.rms_norm.api import add_rms_norm
@@ -288,7 +289,7 @@ def gae_case(setting: Setting) -> Case:
 
 
 def policy_loss_case(setting: Setting) -> Case:
-    """Clipped loss with KL and entropy terms of 64 x 512 tokens, statistics and gradient, against autograd in torch."""
+    """Clipped loss of 64 x 512 tokens with its KL term and gradient in one Triton kernel, against autograd in torch."""
     shape = (setting.sized(64, 4, 4096), setting.sized(512, 32, 2048))
     logp_BT = -setting.normal(*shape).abs()
     tokens = PolicyTokens(
@@ -297,32 +298,33 @@ def policy_loss_case(setting: Setting) -> Case:
         setting.normal(*shape, stream=2),
         setting.mask(shape),
         logp_BT.detach() + 0.2 * setting.normal(*shape, stream=3),
-        setting.normal(*shape, stream=4).abs().requires_grad_(),
     )
-    terms, kernels = PolicyTerms(kl="k3", kl_coef=0.05, entropy_coef=0.01), Kernels(setting.choice)
+    terms = PolicyTerms(kl="k3", kl_coef=0.05)
+    kernels = Kernels(setting.choice)
     count = float(tokens.mask_BT.sum())
 
-    def finished(of: PolicyTokens, kernels: Kernels | None) -> list[torch.Tensor]:
-        found = (
-            policy_torch.policy_loss(of, terms, count, count)
-            if kernels is None
-            else policy_loss(of, terms, count, count, kernels=kernels)
-        )
-        assert of.entropy_BT is not None
-        gradients = torch.autograd.grad(found[0], (of.logp_BT, of.entropy_BT))
-        return [found[0], *gradients, *(getattr(found[1], one.name) / count for one in fields(found[1]))]
+    def plain(of: PolicyTokens = tokens) -> list[torch.Tensor]:
+        assert of.reference_logp_BT is not None
+        kl_BT = penalty(terms.kl, of.logp_BT, of.reference_logp_BT, of.mask_BT)
+        loss = (surrogate(of, terms)[0] + terms.kl_coef * kl_BT).sum() / count
+        return [loss, *torch.autograd.grad(loss, of.logp_BT)]
+
+    def ours() -> list[torch.Tensor]:
+        fused = fused_policy_loss(tokens, terms, count, kernels=kernels)
+        return plain() if fused is None else [fused[0], *torch.autograd.grad(fused[0], tokens.logp_BT)]
 
     def error() -> float:
-        wide = {f.name: getattr(tokens, f.name).detach().double() for f in fields(tokens) if f.name != "mask_BT"}
-        wide |= {name: wide[name].requires_grad_() for name in ("logp_BT", "entropy_BT")}
-        return error_of(zip(finished(tokens, kernels), finished(replace(tokens, **wide), None), strict=True))
+        wide = {f.name: getattr(tokens, f.name) for f in fields(tokens) if f.name not in ("mask_BT", "entropy_BT")}
+        wide = {name: value.detach().double() for name, value in wide.items()}
+        wide["logp_BT"].requires_grad_()
+        return error_of(zip(ours(), plain(replace(tokens, **wide)), strict=True))
 
     return Case(
-        ours=lambda: finished(tokens, kernels),
-        plain=lambda: finished(tokens, None),
+        ours=ours,
+        plain=plain,
         max_error=error,
         tolerance=1e-5,
-        num_bytes=logp_BT.numel() * (5 * 4 + 1 + 2 * 4),  # read five numbers and the mask, write two gradients
+        num_bytes=logp_BT.numel() * (4 * 4 + 1 + 4),  # read four numbers and the mask, write a gradient
         device=setting.device,
         size=f"{shape[0]} sequences x {shape[1]} tokens, with gradients",
         against="the same by autograd in torch",
