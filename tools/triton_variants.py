@@ -22,7 +22,7 @@ from tunesmith.kernels.masked_softmax import triton_impl as softmax
 from tunesmith.kernels.policy_loss import triton_impl as policy
 from tunesmith.kernels.preference import triton_impl as preference
 from tunesmith.kernels.rms_norm import triton_impl as norm
-from tunesmith.kernels.rms_norm.layout import LONGEST
+from tunesmith.kernels.rms_norm.torch_impl import LONGEST
 from tunesmith.kernels.sample import triton_impl as sampler
 
 CAPABILITIES = (70, 80, 90)

@@ -1,13 +1,17 @@
 """What the interfaces of native kernels have in common: which tensors run in C++, and how they are handed over."""
 
 import ctypes
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
 from tunesmith.core.errors import InputError, NativeUnavailableError
 from tunesmith.kernels.native import NATIVE_DTYPES, Kernels
+
+Rest = ParamSpec("Rest")
+Result = TypeVar("Result")
 
 POINTER, INTEGER, SINGLE, DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_double
 """Types of the arguments of a native function."""
@@ -84,3 +88,16 @@ def require_rows(name: str, tensor: torch.Tensor) -> None:
         raise InputError(
             f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}; give floating-point [rows, columns], not empty"
         )
+
+
+def without_autocast(
+    work: Callable[Concatenate[torch.Tensor, Rest], Result],
+) -> Callable[Concatenate[torch.Tensor, Rest], Result]:
+    """`work` with autocast off on the device of its first argument."""
+
+    @functools.wraps(work)
+    def exact(first: torch.Tensor, *rest: Rest.args, **named: Rest.kwargs) -> Result:
+        with torch.autocast(first.device.type, enabled=False):
+            return work(first, *rest, **named)
+
+    return exact

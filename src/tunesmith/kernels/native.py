@@ -26,20 +26,20 @@ from tunesmith.core.log import Once, get_logger
 from tunesmith.core.system import cache_folder
 
 Choice = Literal["auto", "native", "triton", "torch"]
-"""`native`: C++ or an error. `triton`: Triton or an error. `torch`: the definition. `auto`: what is fast on the device
-of the tensors, C++ on a CPU and Triton on a GPU, else torch, which is said once."""
+"""`native`: C++ or an error. `triton`: Triton or an error. `torch`: plain torch. `auto`: C++ on a CPU and Triton on a
+GPU, else torch, with one warning."""
 
 Backend = Literal["native", "triton", "torch"]
-"""What an operation runs in."""
+"""The implementation of an operation."""
 
 Capability = tuple[int, int]
 """Compute capability of an NVIDIA GPU: (7, 0) is a V100, (8, 0) an A100, (9, 0) an H100 or H200."""
 
 NATIVE_DTYPES = (torch.bfloat16, torch.float32)
-"""What most operations take in C++; one that takes others says so where it asks `Kernels.picked`."""
+"""Dtypes that most operations support in C++; others are passed to `Kernels.picked`."""
 
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""What operations take in Triton."""
+"""Dtypes that operations support in Triton."""
 
 LEAST_CAPABILITY: Capability = (7, 0)
 """The oldest GPU that Triton kernels are compiled for in the tests."""
@@ -66,7 +66,7 @@ _NO_TRITON = "Triton is not installed; pip install triton, which torch's builds 
 
 
 class Kernels:
-    """Where operations run. One object for each owner, such as an engine; it keeps the libraries that it loaded.
+    """The choice of backend, and the loaded libraries; each owner, such as an engine, has its own object.
 
     `sources` is the folder with the operations, and the package's own by default.
     """
@@ -87,11 +87,10 @@ class Kernels:
         native_dtypes: Sequence[torch.dtype] = NATIVE_DTYPES,
         capability: Capability = LEAST_CAPABILITY,
     ) -> Backend:
-        """What `op` runs in on this tensor's device and dtype; `library` then has its C++.
+        """The backend of `op` for this tensor's device and dtype; if it is C++, `library` has it loaded.
 
-        `auto` takes C++ on a CPU and Triton on a GPU where the operation has it, the dtype is one that it takes, and a
-        compiler, or Triton and a GPU of at least `capability`, is there. Else it takes torch: without a word for want
-        of a kernel or for another dtype, and with one warning for want of a compiler, of Triton or of a newer GPU.
+        `auto` takes C++ on a CPU and Triton on a GPU. It falls back to torch: silently if there is no kernel for the
+        operation or dtype, and with one warning if a compiler, Triton or a GPU of at least `capability` is missing.
 
         Raises:
             NativeUnavailableError: `native` was chosen and cannot run on this tensor.
@@ -124,7 +123,7 @@ class Kernels:
     _picked.__dict__["_dynamo_marked_constant"] = True
 
     def library(self, op: str, device: torch.device) -> ctypes.CDLL | None:
-        """The library of `op`, None where torch is to do the work: as chosen, off the CPU, or for want of a compiler.
+        """The library of `op`; None to use torch: as chosen, on another device, or because a compiler is missing.
 
         Raises:
             NativeUnavailableError: `native` was chosen and cannot be had; with `auto` this is a warning, said once.
@@ -199,7 +198,7 @@ def has_triton(op: str, *, sources: Path = _SOURCES) -> bool:
 
 
 def why_not_triton(*, installed: bool, found: Capability | None, least: Capability) -> str:
-    """What keeps a Triton kernel from running on a GPU of capability `found`, and what to do; empty if nothing does.
+    """Why a Triton kernel cannot run on a GPU of capability `found`, and what to do; empty if it can.
 
     `found` is None where torch sees no CUDA device.
     """
@@ -213,7 +212,7 @@ def why_not_triton(*, installed: bool, found: Capability | None, least: Capabili
 
 
 def why_not_on(device: torch.device, least: Capability) -> str:
-    """What keeps a Triton kernel that needs capability `least` from running on this device; empty if nothing does."""
+    """Why a Triton kernel that needs capability `least` cannot run on this device; empty if it can."""
     found = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
     return why_not_triton(installed=_triton_is_installed(), found=found, least=least)
 
@@ -276,7 +275,7 @@ def find_compiler() -> tuple[str, ...]:
 
 
 def _key(source: Path, compiler: tuple[str, ...]) -> str:
-    """Hash of all that decides what the library is: sources, flags, compiler and its version, and the processor."""
+    """Hash of everything the library depends on: sources, flags, compiler and its version, and the processor."""
     # With -march=native the predefined macros name the compiler's version and each instruction set of this processor.
     macros = _run((*compiler, "-march=native", "-fopenmp", "-dM", "-E", "-x", "c++", os.devnull), "is of no use")
     digest = hashlib.sha256()
@@ -296,7 +295,7 @@ def _build(source: Path, compiler: tuple[str, ...], path: Path) -> None:
 
 
 def _run(command: tuple[str, ...], complaint: str) -> str:
-    """What the compiler prints."""
+    """Run the compiler and return what it prints."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired as error:

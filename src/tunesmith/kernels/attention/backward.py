@@ -12,10 +12,10 @@ from collections.abc import Iterator
 
 import torch
 
+from tunesmith.kernels.arguments import without_autocast
 from tunesmith.kernels.attention import torch_impl
 from tunesmith.kernels.attention.packing import ALONE, Segments
 from tunesmith.kernels.attention.records import AttentionSettings, Rope
-from tunesmith.kernels.autocast import without_autocast
 
 _CHUNK_BYTES = 64 * 2**20
 _SCORE_BYTES = 16  # of one score in all of its copies at once

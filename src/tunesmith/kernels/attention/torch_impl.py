@@ -8,9 +8,9 @@ W numbers of a block.
 import torch
 
 from tunesmith.core.errors import InputError
+from tunesmith.kernels.arguments import without_autocast
 from tunesmith.kernels.attention.packing import Segments
 from tunesmith.kernels.attention.records import BLOCK_TOKENS, AttentionSettings, Places, Rope
-from tunesmith.kernels.autocast import without_autocast
 
 
 def attend(

@@ -5,7 +5,7 @@ Shape legend: R rows, I inputs, O outputs.
 
 import torch
 
-from tunesmith.kernels.autocast import without_autocast
+from tunesmith.kernels.arguments import without_autocast
 
 
 @without_autocast

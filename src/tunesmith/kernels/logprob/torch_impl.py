@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tunesmith.kernels.autocast import without_autocast
+from tunesmith.kernels.arguments import without_autocast
 
 _BLOCK_ROWS = 16
 """Rows of logits worked on at a time: at V = 49152 a block in float32 is 3 MB and stays in the CPU's cache."""

@@ -209,7 +209,7 @@ template <class T> struct Tile {
     int64_t first, end, n, num_ahead;
 
     const T* row_of(int is_a, int64_t row) const { return of[is_a] + row * sizes.stride[is_a]; }
-    // Without a branch: raters are hard to foretell.
+    // No branch: votes would make it unpredictable.
     const T* source(int64_t row) const { return row_of(choices[row] >= 0.5f, row); }
     const T* ahead(int64_t row) const { return source(std::min(row + num_ahead, sizes.num_rows - 1)); }
     T* target(int64_t row) const { return selected + row * sizes.n; }

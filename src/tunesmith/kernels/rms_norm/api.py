@@ -24,8 +24,7 @@ from tunesmith.kernels.arguments import (
 )
 from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.rms_norm import ops, torch_impl
-from tunesmith.kernels.rms_norm.layout import LONGEST, layout_of
-from tunesmith.kernels.rms_norm.torch_impl import Normed
+from tunesmith.kernels.rms_norm.torch_impl import LONGEST, Normed, layout_of
 
 _ROWS_OF_SUM = 64
 """`kRowsOfSum` of cpu.cpp."""

@@ -7,6 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
+from tunesmith.kernels.arguments import step_of
+
+LONGEST = 8192
+"""Longest row that Triton keeps in registers: 16 numbers for each of 512 threads."""
+
 
 @dataclass(frozen=True, slots=True)
 class Normed:
@@ -37,3 +42,13 @@ def add_rms_norm(
     if offset == 0:
         return Normed(weight_H * unit_RH.to(sum_RH.dtype), sum_RH)
     return Normed((unit_RH * (offset + weight_H.to(wide))).to(sum_RH.dtype), sum_RH)
+
+
+def layout_of(x_RH: torch.Tensor) -> tuple[int, int, int, int, int]:
+    """Sizes and strides for the kernels: (rows, columns, rows of a group, stride of groups, stride in a group).
+
+    A matrix has groups of one row; the heads of a token are a group.
+    """
+    if x_RH.dim() == 2:
+        return x_RH.shape[0], x_RH.shape[1], 1, step_of(x_RH, 0), 0
+    return x_RH.shape[0] * x_RH.shape[1], x_RH.shape[2], x_RH.shape[1], step_of(x_RH, 0), step_of(x_RH, 1)

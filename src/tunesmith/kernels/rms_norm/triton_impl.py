@@ -14,7 +14,7 @@ import triton.language as tl
 
 from tunesmith.kernels.arguments import empty_as, step_of, with_dense_rows
 from tunesmith.kernels.launching import LaunchPlan, ceil_div, power_of_two
-from tunesmith.kernels.rms_norm.layout import layout_of
+from tunesmith.kernels.rms_norm.torch_impl import layout_of
 
 _TILE = 1024
 """Numbers that a program holds at least: 8 for each of 128 threads, 16 bytes of 16-bit numbers."""
