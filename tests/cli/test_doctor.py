@@ -175,7 +175,7 @@ def test_a_package_of_a_wrong_version_is_missing_and_one_that_is_optional_is_not
         return {"torch": "1.0", "pydantic": None, "gguf": None, "numpy": metadata.version("numpy")}
 
     monkeypatch.setattr("tunesmith.runs.environment.package_versions", versions)
-    monkeypatch.setattr(doctor, "_version", lambda name: None)
+    monkeypatch.setattr("tunesmith.runs.environment.package_version", lambda name: None)
     findings = {finding.name: finding for finding in doctor._packages()}
     assert (findings["torch"].status, findings["torch"].value) == ("missing", "1.0, not <3,>=2.11")
     assert findings["pydantic"].status == "missing"

@@ -39,7 +39,7 @@ def test_a_disk_full_during_a_save_costs_that_checkpoint_alone(
     (finding,) = findings(run_dir, "checkpoint")
     assert (finding["step"], finding["severity"]) == (4, "error")
     assert "No space left on device" in finding["message"]
-    assert "make room for" in finding["message"]
+    assert "or choose another run.dir" in finding["message"]
     assert forked(go_on, run_dir) == 0
     assert outcome(run_dir) == uninterrupted(trainer)
 
@@ -68,7 +68,7 @@ def test_a_log_that_cannot_be_written_ends_the_run_and_a_resume_is_exact(
     (run_dir,) = runs.glob("*/recipe.yaml")
     run_dir = run_dir.parent
     assert f"{run_dir / log} (No space left on device)" in message.read_text()
-    assert f"`tunesmith resume {run_dir}` goes on" in message.read_text()
+    assert f"`tunesmith resume {run_dir}` continues the run" in message.read_text()
     (run_dir / log).unlink()
     (runs / log).rename(run_dir / log)  # there is room again
     assert list_steps(run_dir / "checkpoints")[-1] == 6

@@ -1,12 +1,12 @@
-"""`tunesmith chat`: talk to a run or a model, if wanted beside another one."""
+"""`tunesmith chat`: talk to a run or a model, optionally side by side with another one."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
-from tunesmith.cli.options import Positional, UseAppendAction, flag, parse
+from tunesmith.cli.options import Positional, SamplingFlags, flag, parse
 from tunesmith.cli.output import LiveText
 from tunesmith.core.errors import InputError, RunError
 from tunesmith.core.log import visible
@@ -23,29 +23,23 @@ _COMMANDS = "/reset begins anew, /quit or Ctrl-D ends"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatOptions:
+class ChatOptions(SamplingFlags):
     """Talk to a run or a model. With --against, two of them answer side by side; `base` is what the run started from.
 
-    A model without a chat template continues each line that you type. Lines may also come from a pipe. Ctrl-C cuts an
-    answer where it stands.
+    A model without a chat template continues each line that you type. Lines may also come from a pipe. Ctrl-C cuts
+    the current answer short.
     """
 
     model: Annotated[str, Positional, flag("Run folder, hub id, folder, GGUF file, smollm2.", metavar="RUN")]
     against: Annotated[str | None, flag("base, or another model.", metavar="ID")] = None
     max_new_tokens: Annotated[int, flag("Limit of an answer.", metavar="N", shows_default=True)] = 128
-    temperature: Annotated[float, flag("0 is greedy.", metavar="T", shows_default=True)] = 0.7
-    top_p: Annotated[float, flag("Nucleus size; 1 is off.", metavar="P", shows_default=True)] = 1.0
-    min_p: Annotated[float, flag("Least share of the likeliest token; 0 is off.", metavar="P", shows_default=True)] = 0
-    repetition_penalty: Annotated[float, flag("Above 1, tokens recur less.", metavar="X", shows_default=True)] = 1.0
-    stop: Annotated[tuple[str, ...], UseAppendAction, flag("A text that ends it; repeatable.", metavar="TEXT")] = ()
     seed: Annotated[int | None, flag("Same seed and lines, same answers.", metavar="N")] = None
-    backend: Annotated[Literal["native", "transformers"], flag("Engine that draws.", shows_default=True)] = "native"
     trust_remote_code: Annotated[bool, flag("Run code that the models bring along.")] = False
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a model said; `is_cut` if Ctrl-C ended it."""
+    """The answer of a model; `is_cut` if Ctrl-C ended it."""
 
     text: str
     is_cut: bool = False
@@ -152,19 +146,10 @@ def _load(names: Sequence[str], options: ChatOptions) -> list[Speaker]:
 
 
 def _sampling(options: ChatOptions, turn: int) -> "SamplingParams":
-    from tunesmith.batch.rollout import SamplingParams
     from tunesmith.core.seeds import derive
 
     seed = None if options.seed is None else derive(options.seed, "chat", turn)
-    return SamplingParams(
-        options.max_new_tokens,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        repetition_penalty=options.repetition_penalty,
-        stop_strings=options.stop,
-        seed=seed,
-    )
+    return options.sampling(options.max_new_tokens, seed)
 
 
 def _lines() -> Iterator[str]:

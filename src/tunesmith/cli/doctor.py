@@ -1,7 +1,7 @@
-"""`tunesmith doctor`: what this machine has, what is missing, what is untested. It reads and changes nothing.
+"""`tunesmith doctor`: a report on this machine: versions, hardware, missing and untested parts. Read-only.
 
-Every part stands alone: one that fails is a finding, and the others go on. What may crash or hang, torch above all, is
-asked in a process of its own, see `probe`.
+Parts are independent: one that fails becomes a finding. Checks that may crash or hang, such as importing torch, run in
+a child process, see `probe`.
 """
 
 import json as json_text
@@ -40,7 +40,7 @@ _OPTIONAL = {
 }
 _NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "fuse", "9p", "afs", "lustre", "ceph", "gpfs", "beegfs", "virtiofs")
 
-# What a broken installation or machine may raise while it is looked at.
+# Errors that a broken installation or machine may raise.
 _BREAKAGES = (
     ArithmeticError,
     AttributeError,
@@ -121,10 +121,10 @@ def _platform() -> list[Finding]:
 
 
 def _packages() -> list[Finding]:
-    from tunesmith.runs.environment import package_versions
+    from tunesmith.runs.environment import package_version, package_versions
 
     ranges = _required_ranges()
-    extra = {name: _version(name) for name in ("datasets", "pyarrow", "tensorboard")}
+    extra = {name: package_version(name) for name in ("datasets", "pyarrow", "tensorboard")}
     findings: list[Finding] = []
     for name, version in {**package_versions(), **extra}.items():
         if version is None and name in _OPTIONAL:
@@ -153,17 +153,8 @@ def _required_ranges() -> "dict[str, SpecifierSet]":
     return {one.name: one.specifier for one in requirements if one.marker is None}
 
 
-def _version(name: str) -> str | None:
-    from importlib import metadata
-
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _ask_probe(part: str, status: _STATUS, advice: str) -> list[Finding]:
-    """What `probe` finds; if it crashes or hangs, that too is a finding, with `status` and `advice`."""
+    """The findings of `probe`; a crash or timeout becomes a finding with `status` and `advice`."""
     # -P keeps the files of the current folder from standing in for packages.
     command = [sys.executable, "-P", "-m", "tunesmith.cli.probe", part]
     try:
@@ -277,7 +268,7 @@ def _hub() -> list[Finding]:
 
 
 def _untested() -> list[Finding]:
-    """What nobody has tested: on this machine, and at all."""
+    """Parts that are not covered by tests, on this machine or at all."""
     system, python = (platform.system(), platform.machine()), ".".join(platform.python_version_tuple()[:2])
     gpu = "training on a GPU; the tests run on CPUs"
     findings = [Finding("untested: GPU", gpu, "note", "compare a short run with the same on a CPU before a long one")]

@@ -59,7 +59,7 @@ def compare(words: Sequence[str]) -> None:
 class RewardEvalOptions:
     """Judge a reward model on pairs that it was not trained on: accuracy, calibration, length bias.
 
-    Two rules are judged beside it: the longer one wins, and a Bradley-Terry model on TF-IDF fitted on other pairs.
+    Baselines: the longer one wins, and a Bradley-Terry model on TF-IDF fitted on other pairs.
     """
 
     model: Annotated[str, flag("Run folder, folder or hub id of a reward model.", metavar="RUN")]

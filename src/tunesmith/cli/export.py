@@ -66,7 +66,7 @@ def final_folder(run: Path) -> Path:
 
 
 def check_layout(folder: Path) -> None:
-    """RunError if config, tokenizer or weights are missing in `folder`, or a weight file is cut short."""
+    """Raise RunError if config, tokenizer or weights are missing in `folder`, or a weight file is truncated."""
     has_adapters = (folder / _ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
     config = _ADAPTER_CONFIG if has_adapters else "config.json"
     missing = [name for name in (config, "tokenizer_config.json") if not (folder / name).is_file()]
@@ -86,9 +86,9 @@ def check_layout(folder: Path) -> None:
 
 
 def check_dest(source: Path, dest: Path) -> None:
-    """InputError if `dest` lies inside `source`, or holds something already."""
+    """Raise InputError if `dest` is inside `source` or not empty."""
     if dest.resolve().is_relative_to(source.resolve()):
-        raise InputError(f"{dest} lies inside {source}; give a folder elsewhere")
+        raise InputError(f"{dest} is inside {source}; give a folder elsewhere")
     if dest.is_file() or (dest.is_dir() and any(dest.iterdir())):
         raise InputError(f"{dest} exists and is {'no folder' if dest.is_file() else 'not empty'}; give another folder")
 

@@ -5,9 +5,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
-from tunesmith.cli.options import Positional, UseAppendAction, flag, parse
+from tunesmith.cli.options import Positional, SamplingFlags, UseAppendAction, flag, parse
 from tunesmith.cli.output import LiveText, Output, as_plain, reporting, wants_progress
 from tunesmith.core.errors import InputError
 from tunesmith.core.log import visible
@@ -22,7 +22,7 @@ _DEFAULT_MODEL = "smollm2"
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions:
+class GenerateOptions(SamplingFlags):
     """Let a model continue prompts. Text goes in as it is; --chat asks it as a user's message."""
 
     run: Annotated[str, Positional, flag("The same as --model.", metavar="[RUN]")] = ""
@@ -32,14 +32,8 @@ class GenerateOptions:
     chat: Annotated[bool, flag("Wrap each text in the model's chat template.")] = False
     num_completions: Annotated[int, flag("Completions of each prompt.", "-n", metavar="N", shows_default=True)] = 1
     max_new_tokens: Annotated[int, flag("Limit of a completion.", metavar="N", shows_default=True)] = 64
-    temperature: Annotated[float, flag("0 is greedy.", metavar="T", shows_default=True)] = 0.7
-    top_p: Annotated[float, flag("Nucleus size; 1 is off.", metavar="P", shows_default=True)] = 1.0
     top_k: Annotated[int, flag("Number of candidates; 0 is off.", metavar="K", shows_default=True)] = 0
-    min_p: Annotated[float, flag("Least share of the likeliest token; 0 is off.", metavar="P", shows_default=True)] = 0
-    repetition_penalty: Annotated[float, flag("Above 1, tokens recur less.", metavar="X", shows_default=True)] = 1.0
-    stop: Annotated[tuple[str, ...], UseAppendAction, flag("A text that ends it; repeatable.", metavar="TEXT")] = ()
     seed: Annotated[int, flag("Same seed, same text.", metavar="N", shows_default=True)] = 0
-    backend: Annotated[Literal["native", "transformers"], flag("Engine that draws.", shows_default=True)] = "native"
     trust_remote_code: Annotated[bool, flag("Run code that the model brings along.")] = False
     out: Annotated[Path | None, flag("Write one JSON line per completion.", metavar="FILE.jsonl")] = None
     json: Annotated[bool, flag("Print one JSON object at the end.")] = False
@@ -80,7 +74,7 @@ def _report(
 
 
 def _is_live(options: GenerateOptions) -> bool:
-    """True if the one completion that is asked for is shown while it is drawn."""
+    """True if a single completion is requested on a terminal: it is streamed."""
     is_one = len(options.prompt) == 1 and options.num_completions == 1
     return is_one and not options.json and not options.out and sys.stdout.isatty()
 
@@ -103,23 +97,13 @@ def _prompts(options: GenerateOptions) -> "list[Prompt]":
 
 
 def _complete(model: str, options: GenerateOptions, prompts: "Sequence[Prompt]") -> "list[Group]":
-    from tunesmith.batch.rollout import SamplingParams
     from tunesmith.config.sections import ModelSection
     from tunesmith.models.load import load_policy
     from tunesmith.rollout.factory import open_engine
     from tunesmith.rollout.request import check_request
     from tunesmith.runs.progress import progress
 
-    sampling = SamplingParams(
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        top_k=options.top_k,
-        min_p=options.min_p,
-        repetition_penalty=options.repetition_penalty,
-        stop_strings=options.stop,
-        seed=options.seed,
-    )
+    sampling = options.sampling(options.max_new_tokens, options.seed, options.top_k)
     keep_freed_memory()
     check_request(prompts, options.num_completions, sampling)
     loaded = load_policy(ModelSection(name=model, trust_remote_code=options.trust_remote_code))
@@ -134,7 +118,7 @@ def _complete(model: str, options: GenerateOptions, prompts: "Sequence[Prompt]")
 
 
 def _complete_live(engine: "Engine", prompts: "Sequence[Prompt]", sampling: "SamplingParams") -> "list[Group]":
-    """Show the prompt, and behind it its completion while it is drawn."""
+    """Print the prompt and stream its completion."""
     from rich.text import Text
 
     Output(as_json=False).console.print(Text(_asked(prompts[0]), "bold"), end="", soft_wrap=True)
@@ -177,7 +161,7 @@ def _show(groups: "Sequence[Group]", output: Output) -> None:
 
 
 def _asked(prompt: "Prompt") -> str:
-    """The prompt as it stands before a completion: a continuation joins on to it, an answer stands below a message."""
+    """The prompt as printed before its completion, with a line break after a conversation."""
     from tunesmith.schema.records import plain_text
 
     return visible(plain_text(prompt.content)) + ("\n" if prompt.is_conversational else "")

@@ -82,7 +82,7 @@ def seconds(text: str) -> float:
 
 
 def _recipe(options: LiveOptions) -> str | None:
-    """The recipe that is asked for; for SmolLM2 there is one."""
+    """Name of the shipped recipe, if any; SmolLM2 has a default one."""
     is_plain = options.recipe is None and options.config is None
     return _RECIPE if is_plain and options.model in (None, _SMOLLM2) else options.recipe
 

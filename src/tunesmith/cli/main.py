@@ -16,10 +16,10 @@ from tunesmith.core.log import visible
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "demo": ("demo:demo", "The whole loop on a real 135M model: votes, reward model, PPO or GRPO, before and after."),
     "sentiment": ("demo:sentiment", "Film reviews: SFT, reward model, PPO, and a judge of its own."),
-    "live": ("live:live", "Learn from votes while they are given, beside `tunesmith serve`."),
-    "resume": ("resume:resume", "Go on with a run exactly where its newest checkpoint stands."),
+    "live": ("live:live", "Learn from votes while they are given, next to `tunesmith serve`."),
+    "resume": ("resume:resume", "Continue a run from its newest checkpoint."),
     "generate": ("generate:generate", "Let a model continue prompts."),
-    "chat": ("chat:chat", "Talk to a run or a model, if wanted beside another one."),
+    "chat": ("chat:chat", "Talk to a run or a model, optionally side by side with another one."),
     "compare": ("evaluate:compare", "Compare two models on the same prompts, judged by a scorer."),
     "eval reward": ("evaluate:reward", "Judge a reward model: accuracy, calibration, length bias."),
     "votes import": ("votes:import_", "Put pairs before raters, or take over votes made elsewhere."),
@@ -38,7 +38,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "validate": ("recipes:validate", "Check recipes and list all that is wrong with them."),
     "doctor": ("doctor:doctor", "Say what this machine has and what is missing."),
 }
-"""Of each command: `module:function` in this folder, which takes the words behind the name, and one line of help."""
+"""Command -> (`module:function` in this folder, called with the words after the name; one line of help)."""
 
 _BENCHMARKS = (
     "benchmarks are not part of the package: run `python -m benchmarks.<name>` in a clone of the repository, "
@@ -148,7 +148,7 @@ def _help(commands: Mapping[str, tuple[str, str]]) -> str:
 
 
 def _split_global_flags(words: list[str]) -> tuple[list[str], bool, bool]:
-    """`words` without the flags that every command takes, and whether to say more, or less."""
+    """`words` without the global flags, whether verbose, whether quiet."""
     verbose, quiet = {"-v", "--verbose"}, {"-q", "--quiet"}
     rest = [word for word in words if word not in verbose | quiet]
     return rest, bool(verbose & set(words)), bool(quiet & set(words))

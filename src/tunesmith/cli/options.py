@@ -4,8 +4,8 @@ import io
 import re
 from collections.abc import Sequence
 from contextlib import redirect_stderr
-from dataclasses import fields
-from typing import Any, TypeVar
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import tyro
 from tyro.conf import Positional, UseAppendAction, arg
@@ -13,7 +13,10 @@ from tyro.conf import Positional, UseAppendAction, arg
 from tunesmith.config.keys import did_you_mean
 from tunesmith.core.errors import InputError
 
-__all__ = ["Positional", "UseAppendAction", "flag", "parse", "parse_known"]
+__all__ = ["Positional", "SamplingFlags", "UseAppendAction", "flag", "parse", "parse_known"]
+
+if TYPE_CHECKING:
+    from tunesmith.batch.rollout import SamplingParams
 
 Options = TypeVar("Options")
 
@@ -22,7 +25,7 @@ _RULE = re.compile(r"^[\s─╭╮╰╯│-]*$")
 
 
 def flag(help: str, *aliases: str, metavar: str | None = None, shows_default: bool = False) -> Any:
-    """How a flag is shown: `metavar` stands for its value, `aliases` are short forms such as `-n`."""
+    """The help of a flag; `metavar` is the placeholder of its value, `aliases` are short forms such as `-n`."""
     return arg(
         help=help, aliases=aliases or None, metavar=metavar, help_behavior_hint=_default_hint if shows_default else ""
     )
@@ -30,6 +33,33 @@ def flag(help: str, *aliases: str, metavar: str | None = None, shows_default: bo
 
 def _default_hint(value: str) -> str:
     return f"(default: {value})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingFlags:
+    """Flags of the commands that draw completions."""
+
+    temperature: Annotated[float, flag("0 is greedy.", metavar="T", shows_default=True)] = 0.7
+    top_p: Annotated[float, flag("Nucleus size; 1 is off.", metavar="P", shows_default=True)] = 1.0
+    min_p: Annotated[float, flag("Least share of the likeliest token; 0 is off.", metavar="P", shows_default=True)] = 0
+    repetition_penalty: Annotated[float, flag("Above 1, tokens recur less.", metavar="X", shows_default=True)] = 1.0
+    stop: Annotated[tuple[str, ...], UseAppendAction, flag("A text that ends it; repeatable.", metavar="TEXT")] = ()
+    backend: Annotated[Literal["native", "transformers"], flag("Engine that draws.", shows_default=True)] = "native"
+
+    def sampling(self, max_new_tokens: int, seed: int | None, top_k: int = 0) -> "SamplingParams":
+        """The sampling settings that the flags give."""
+        from tunesmith.batch.rollout import SamplingParams
+
+        return SamplingParams(
+            max_new_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            stop_strings=self.stop,
+            seed=seed,
+        )
 
 
 def parse(options: type[Options], words: Sequence[str], command: str) -> Options:

@@ -31,7 +31,7 @@ class Output:
         return Console(file=self._stdout, highlight=False, markup=False, emoji=False)
 
     def say(self, renderable: object) -> None:
-        """Show something to a person; silent with `--json`."""
+        """Print text or a rich renderable; silent with `--json`."""
         if self.as_json:
             return
         if isinstance(renderable, str):
@@ -45,7 +45,7 @@ class Output:
             self._stdout.write(json.dumps(as_plain(facts), ensure_ascii=True, allow_nan=False) + "\n")
 
     def flush(self) -> None:
-        """Hand on what was written so far: the command goes on for long, and a reader may wait for it."""
+        """Flush stdout: a reader may wait for this output while the command keeps running."""
         self._stdout.flush()
 
 

@@ -1,4 +1,4 @@
-"""What `tunesmith doctor` asks in a process of its own, because a broken installation may crash or hang.
+"""Checks of `tunesmith doctor` that run in a child process, because a broken installation may crash or hang.
 
 `python -m tunesmith.cli.probe torch` prints one JSON object a line, each a finding; what was printed before a crash
 counts.
@@ -55,7 +55,7 @@ def _say_no_gpu(torch: Any) -> None:
 
 
 def _smollm2() -> None:
-    """Whether smollm2 is at hand, without converting or downloading it."""
+    """Report whether smollm2 is available, without converting or downloading it."""
     from tunesmith.core.system import cache_folder
     from tunesmith.models import assets
 
@@ -72,7 +72,7 @@ def _smollm2() -> None:
 
 
 def _kernels() -> None:
-    """What each operation runs in, on the CPU and on the GPU, without compiling anything."""
+    """Report the backend of each operation on CPU and GPU, without compiling anything."""
     from tunesmith.kernels.survey import survey
 
     names = {"native": "C++", "triton": "Triton", "torch": "torch"}

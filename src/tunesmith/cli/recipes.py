@@ -117,7 +117,7 @@ class ValidateOptions:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What was found in one recipe: nothing, if it is right. `algorithm` is empty where it cannot be told."""
+    """The problems of one recipe, none if it is valid; `algorithm` is empty if it is unknown."""
 
     name: str
     algorithm: str

@@ -1,4 +1,4 @@
-"""`tunesmith resume`: a run goes on where its newest whole checkpoint stands."""
+"""`tunesmith resume`: continue a run from its newest intact checkpoint."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from tunesmith.cli.output import reporting, wants_progress
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeOptions:
-    """Go on with a run exactly where its newest whole checkpoint stands: the same weights, metrics and tokens follow.
+    """Continue a run from its newest intact checkpoint, exactly: the same weights, metrics and tokens follow.
 
     The learning rate, the number of steps, alarms and logging may change: --optimizer.learning-rate 3e-5. Any other
     difference is refused and printed.

@@ -261,7 +261,7 @@ def _say_checkpoints(checkpoints: Sequence[CheckpointFacts], output: Output) -> 
 
 
 def _next_steps(run: "RunFacts", checkpoints: Sequence[CheckpointFacts]) -> dict[str, str]:
-    """What can be done with the run now, as commands by name."""
+    """Commands that make sense for the run now, by name."""
     commands: dict[str, str] = {}
     path = shlex.quote(str(run.path))
     if run.algorithm == "demo":

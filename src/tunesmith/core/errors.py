@@ -1,4 +1,4 @@
-"""The one exception tree. A message says what was given, what is allowed, and what to change.
+"""The exception tree. A message says what was given, what is allowed, and what to change.
 
 The command line maps a raised `TunesmithError` to its `exit_code` and prints the message without a traceback; anything
 else that escapes is a defect of Tunesmith and keeps its traceback.
@@ -26,11 +26,11 @@ class DataError(InputError):
 
 
 class ModelError(InputError):
-    """A model or tokenizer cannot be found, read or used for what was asked."""
+    """A model or tokenizer cannot be found, read or used for this purpose."""
 
 
 class RewardError(InputError):
-    """A reward function cannot be loaded, or returned what is no score; the message names function and sample."""
+    """A reward function cannot be loaded, or returned an invalid score; the message names function and sample."""
 
 
 class RunError(InputError):
@@ -42,7 +42,7 @@ class CheckpointError(RunError):
 
 
 class TrainingError(TunesmithError):
-    """Training cannot go on: too many non-finite steps in a row. The last good checkpoint is kept."""
+    """Training cannot continue: too many non-finite steps in a row. The last good checkpoint is kept."""
 
 
 class StoppedError(TunesmithError):
@@ -54,15 +54,15 @@ class StoppedError(TunesmithError):
 
 
 class NativeUnavailableError(InputError):
-    """A kernel in C++ was asked for and cannot be compiled or loaded on this machine; the message says why."""
+    """A C++ kernel was requested and cannot be compiled or loaded on this machine; the message says why."""
 
 
 class TritonUnavailableError(InputError):
-    """A kernel in Triton was asked for and cannot run on this machine or on these tensors; the message says why."""
+    """A Triton kernel was requested and cannot run on this machine or on these tensors; the message says why."""
 
 
 class MissingDependencyError(InputError):
-    """An optional package is needed for what was asked; the message names the extra to install."""
+    """An optional package is required; the message names the extra to install."""
 
 
 class StoreError(InputError):
@@ -70,12 +70,12 @@ class StoreError(InputError):
 
 
 class VoteError(InputError):
-    """A vote, ranking or written answer cannot be taken as it was given; nothing was stored."""
+    """A vote, ranking or written answer is invalid; nothing was stored."""
 
 
 class UnknownPresentationError(VoteError):
-    """There is no such presentation, or it was shown to another rater: the two are not told apart."""
+    """The presentation does not exist, or was shown to another rater; which of both is not revealed."""
 
 
 class VoteConflictError(VoteError):
-    """The vote came too late: others have filled the item, the campaign is closed, or the time to undo is over."""
+    """The vote is too late: the item has all its votes, the campaign is closed, or the time to undo is over."""

@@ -1,8 +1,8 @@
-"""Named places at which a test can make the process fail, by an environment variable.
+"""Named fault points at which a test can make the process fail, by an environment variable.
 
-`TUNESMITH_FAULT="checkpoint/renamed:kill:2"` ends the process the second time that it comes to `checkpoint/renamed`.
+`TUNESMITH_FAULT="checkpoint/renamed:kill:2"` kills the process at the second visit of `checkpoint/renamed`.
 Several faults are separated by commas; the count is 1 where it is left out. Without the variable `reach` returns at
-once. Every `core.trace.span` inside of an open trace is such a place, under the path of the span.
+once. Every `core.trace.span` inside of an open trace is a fault point named by its path.
 """
 
 import errno
@@ -26,7 +26,7 @@ class _Plan:
 
 
 def reach(place: str) -> None:
-    """Note that the process came to `place`, and fail there if the environment says so."""
+    """Count a visit of the fault point `place`, and fail there if the environment says so."""
     plan = _plan()
     if not plan.actions:
         return
@@ -38,7 +38,7 @@ def reach(place: str) -> None:
 
 @cache
 def _plan() -> _Plan:
-    """The plan of this process, read when it first comes to a place."""
+    """The plan of this process, parsed at the first fault point."""
     plan = _Plan()
     for text in filter(None, os.environ.get(VARIABLE, "").split(",")):
         place, action, *count = text.split(":")

@@ -1,4 +1,4 @@
-"""What the process takes from the system: the user's cache folder, and memory from the system's allocator."""
+"""The user's cache folder, and a setting of the system's memory allocator."""
 
 import ctypes
 import os

@@ -1,8 +1,8 @@
-"""Spans: how long each named stage of a step took.
+"""Spans: the duration of each named stage of a step.
 
-`with span("rollout"):` costs about a microsecond and does nothing more than add to the open trace, so it stays in the
-code for good. Spans nest; a nested name is the path, and `span("update/forward")` names a path by itself. The time of a
-span includes that of the spans inside it. The beginning of a span is also a place for `core.faults`.
+`with span("rollout"):` costs about a microsecond: it only adds to the open trace. Spans nest, and their names join to a
+path; `span("update/forward")` names a path by itself. The time of a span includes that of the spans inside it. Entering
+a span is also a fault point, see `core.faults`.
 """
 
 import time
@@ -34,9 +34,7 @@ class Trace:
         self.covered_s += duration_s if is_outermost else 0.0
 
     def include(self, other: "Trace", under: str = "") -> None:
-        """Add the spans of `other`, which ran beside this trace and so cover none of its time, below the path
-        `under`.
-        """
+        """Add the spans of `other`, below the path `under`; they ran concurrently and cover none of its time."""
         for name, duration_s in other.seconds.items():
             path = f"{under}/{name}" if under else name
             self.seconds[path] = self.seconds.get(path, 0.0) + duration_s

@@ -65,9 +65,7 @@ def measure(
 
 
 def figures(facts: Mapping[str, Any]) -> dict[str, object]:
-    """What to report: accuracies before and after, and McNemar's exact p-value of the greedy answers; empty if none was
-    measured.
-    """
+    """Accuracies before and after, and McNemar's exact p-value of the greedy answers; empty if none was measured."""
     if "accuracy_after" not in facts:
         return {}
     before, after = facts["greedy_hits_before"], facts["greedy_hits_after"]

@@ -1,7 +1,7 @@
-"""How strong each policy version is, from votes between answers of two versions (Bradley and Terry 1952).
+"""Strength of each policy version from votes between answers of two versions (Bradley and Terry 1952).
 
-The chance that version i wins against version j is sigmoid(strength i - strength j); a tie is half a win for each. Only
-numpy is needed, so the web page can ask. Shape suffixes: N contests, K versions, S resamples.
+The chance that version i wins against version j is sigmoid(strength i - strength j); a tie is half a win for each. Uses
+numpy only, so that the web server need not load torch. Shape suffixes: N contests, K versions, S resamples.
 """
 
 from collections.abc import Sequence

@@ -1,5 +1,5 @@
-"""How good a reward model is on pairs that it was not trained on: accuracy, calibration, length bias, and what simple
-rules reach on the same pairs.
+"""Quality of a reward model on pairs that it was not trained on: accuracy, calibration, length bias, and simple
+baselines on the same pairs.
 
 Shape legend: N pairs.
 """
@@ -33,7 +33,7 @@ class DecidedPair:
 
 @dataclass(frozen=True, slots=True)
 class Bin:
-    """Pairs whose confidence lies in [low, high): how many, their mean confidence, and the share that is right.
+    """Pairs with a confidence in [low, high): their number, mean confidence and accuracy.
 
     Means are None in an empty bin.
     """
@@ -47,7 +47,7 @@ class Bin:
 
 @dataclass(frozen=True, slots=True)
 class RewardQuality:
-    """What `judge` found. Margins are reward of the better minus reward of the worse one; a margin of 0 is half right.
+    """Result of `judge`. Margins are reward of the better minus reward of the worse one; a margin of 0 is half right.
 
     `accuracy_low` and `accuracy_high` are the 95 % interval, over prompts. The model's probability of a pair is the
     sigmoid of its margin: `brier` is the mean of its square distance from 1, `log_loss` that of -ln. Confidence is the
@@ -179,7 +179,7 @@ def quality(
 
 
 def reliability(confidence_N: np.ndarray, hit_N: np.ndarray, num_bins: int = NUM_BINS) -> tuple[Bin, ...]:
-    """Bins of equal width from 0.5 to 1, where the confidence in a choice between two lies."""
+    """Bins of equal width from 0.5 to 1, the range of the confidence in a choice between two."""
     edges = np.linspace(0.5, 1.0, num_bins + 1)
     place_N = np.clip(((confidence_N - 0.5) * 2 * num_bins).astype(np.int64), 0, num_bins - 1)
     return tuple(
@@ -224,7 +224,7 @@ def _mcnemar(first_N: np.ndarray, second_N: np.ndarray) -> float:
 
 
 def _as_text(tokenizer: PreTrainedTokenizerBase, pair: DecidedPair) -> TextPair:
-    """What follows where the two sides part: all else is the same on both and says nothing of the pair."""
+    """The text after the common prefix of both sides, which carries no information about the preference."""
     both = zip(pair.better_ids, pair.worse_ids, strict=False)
     start = sum(1 for _ in itertools.takewhile(lambda ids: ids[0] == ids[1], both))
     return TextPair(decode(tokenizer, pair.better_ids[start:]), decode(tokenizer, pair.worse_ids[start:]))

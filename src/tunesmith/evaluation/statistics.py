@@ -187,8 +187,8 @@ class Plateau:
     """The level that a curve ends on, and the step, counted from 1, from which it stays near that level.
 
     `first` and `level` are means over the first and the last `window` values; the plateau begins where the mean over
-    `window` values comes and stays within `tolerance` of the whole change. `is_flat` says that at least a window's
-    length lies behind that step.
+    `window` values stays within `tolerance` of the whole change. `is_flat` is set if at least one window follows that
+    step.
     """
 
     first: float

@@ -2,7 +2,7 @@
 
 Before is orange and after is blue in every picture and table: a pair that stays apart for people with any common colour
 blindness, and before is always drawn hollow or hatched as well. Figures are built with the light values; the page swaps
-each for the dark value of the same name, so a light value stands here once.
+each for the dark value of the same name, so no two names share a light value.
 """
 
 import html

@@ -136,7 +136,7 @@ def _bar(row: Row, y: int) -> dict[str, Any]:
 
 
 def _name_above(name: str, y: int) -> dict[str, Any]:
-    """The prompt above its line and not beside the axis, so that it has room on a telephone."""
+    """The prompt above its line instead of next to the axis, so that it fits a narrow screen."""
     place = {"x": 0, "xref": "paper", "y": y + 0.4, "xanchor": "left", "yanchor": "middle"}
     return {**place, "showarrow": False, "text": name}
 

@@ -216,7 +216,7 @@ PICTURES = (
 )
 
 MAIN = ("reward", "accuracy", "tokens", "margins", "kl", "entropy", "lengths", "losses")
-"""Pictures that every report shows openly; the rest stand in a fold."""
+"""Pictures that are always visible; the others are in a collapsible section."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ from tunesmith.reports.views import (
 
 
 def write_run_report(run_dir: Path) -> Path:
-    """Write `report.html` into a run folder from what stands there, and return its path.
+    """Write `report.html` into a run folder from the files in it, and return its path.
 
     Reads recipe.yaml, environment.json, metrics.jsonl, samples.jsonl, findings.jsonl and result.json; each may be
     missing.
@@ -152,7 +152,7 @@ def _share(seconds: object, stages: Mapping[str, Any]) -> float:
 
 
 def _write(path: Path, template: str, drawn: Sequence[Chart], **context: Any) -> Path:
-    """Render `template` with everything each page needs, beside `path`, and move it there."""
+    """Render `template` with the context of all pages to a temporary file and rename it to `path`."""
     environment = _environment()
     plotly = _plotly_source() if drawn else ""
     script = _template_source(environment, "charts.js")
@@ -177,7 +177,7 @@ def _write(path: Path, template: str, drawn: Sequence[Chart], **context: Any) ->
 
 
 def script_json(value: Any) -> Markup:
-    """`value` as JSON that can stand inside a script tag: no character of it can end the tag or start a comment."""
+    """`value` as JSON that is safe inside a script tag: it cannot end the tag or start a comment."""
     encoded = json.dumps(value, allow_nan=False, separators=(",", ":"))
     for char in "<>&":
         encoded = encoded.replace(char, f"\\u{ord(char):04x}")
@@ -205,7 +205,7 @@ def _environment() -> jinja2.Environment:
 
 
 def _template_source(environment: jinja2.Environment, name: str) -> str:
-    """A template file as it stands: Jinja does not read the style sheet and the script."""
+    """The raw text of a template file; the style sheet and the script are not rendered by Jinja."""
     loader = environment.loader
     assert loader is not None, "the environment is built with a PackageLoader"
     return loader.get_source(environment, name)[0]

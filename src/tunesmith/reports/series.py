@@ -27,7 +27,7 @@ class Series:
 
     @property
     def num_dropped(self) -> int:
-        """How many recorded values are not finite."""
+        """Number of recorded values that are not finite."""
         return len(self.values) - len(self.finite)
 
 

@@ -6,11 +6,11 @@ from typing import Any
 from tunesmith.reports.series import number
 
 MAX_CHARACTERS = 4_000
-"""A longer sample is cut in a report; the JSONL beside it holds the whole text."""
+"""Longer samples are truncated in a report; the JSONL file has the whole text."""
 
 _MINUS = "\u2212"
 UNKNOWN = "\u2013"
-"""The dash that stands for a missing or not finite number."""
+"""Placeholder of a missing or non-finite number."""
 
 
 def decimal(value: object, digits: int = 3) -> str:
@@ -68,7 +68,7 @@ def duration(seconds: object) -> str:
 
 
 def cut(text: object, limit: int = MAX_CHARACTERS) -> str:
-    """The text, cut at `limit` characters with a word about what is missing."""
+    """The text, truncated at `limit` characters with the number of missing ones."""
     whole = prompt_text(text)
     return whole if len(whole) <= limit else f"{whole[:limit]} \u2026 ({len(whole) - limit} more characters)"
 

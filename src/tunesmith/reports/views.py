@@ -1,6 +1,5 @@
-"""What the pages show, taken out of comparison and demo facts: tiles, goals, samples side by side, votes."""
+"""Data of the report pages from run folders, comparisons and demo results: tiles, goals, samples, votes."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 from tunesmith.core.errors import RunError
 from tunesmith.reports.series import Row, evenly, number
 from tunesmith.reports.text import UNKNOWN, cut, decimal, p_value, percent, prompt_text, score
+from tunesmith.runs.listing import read_object, read_rows
 
 Facts = Mapping[str, Any]
 """A JSON object."""
@@ -23,7 +23,7 @@ _SAMPLES_PER_STEP = 4
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One figure with its name and a word about it."""
+    """One figure with its name and a short note."""
 
     name: str
     value: str
@@ -50,7 +50,7 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class PromptSamples:
-    """All samples of one prompt, before and after. `continues` is set where the text goes on from the prompt."""
+    """All samples of one prompt, before and after. `continues` is set if completions continue the prompt's text."""
 
     prompt: str
     continues: bool
@@ -273,14 +273,14 @@ def read_run(run_dir: Path) -> RunFacts:
         raise RunError(
             f"run folder {run_dir} does not exist; give one that `tunesmith train` or `tunesmith demo` wrote"
         )
-    metrics, num_bad_metrics = read_rows(run_dir / "metrics.jsonl")
-    samples, num_bad_samples = read_rows(run_dir / "samples.jsonl")
-    findings, num_bad_findings = read_rows(run_dir / "findings.jsonl")
+    metrics, num_bad_metrics = _rows(run_dir / "metrics.jsonl")
+    samples, num_bad_samples = _rows(run_dir / "samples.jsonl")
+    findings, num_bad_findings = _rows(run_dir / "findings.jsonl")
     return RunFacts(
         name=run_dir.resolve().name,
-        recipe=_read_text(run_dir / "recipe.yaml"),
-        environment=_object(run_dir / "environment.json"),
-        result=_object(run_dir / "result.json"),
+        recipe=_text(run_dir / "recipe.yaml"),
+        environment=read_object(run_dir / "environment.json"),
+        result=read_object(run_dir / "result.json"),
         metrics=metrics,
         samples=samples,
         findings=findings,
@@ -288,32 +288,12 @@ def read_run(run_dir: Path) -> RunFacts:
     )
 
 
-def read_rows(path: Path) -> tuple[tuple[Row, ...], int]:
-    """The JSON objects of a JSONL file and the number of lines that are none; nothing if there is no such file."""
-    rows: list[Row] = []
-    num_bad = 0
-    for line in _read_text(path).split("\n"):
-        if not line.strip():
-            continue
-        row = _parse(line)
-        if row is None:
-            num_bad += 1
-        else:
-            rows.append(row)
-    return tuple(rows), num_bad
+def _rows(path: Path) -> tuple[tuple[Row, ...], int]:
+    """The JSON objects of a JSONL file, and the number of lines that are none; nothing if there is no such file."""
+    rows = read_rows(path)
+    num_lines = sum(1 for line in _text(path).split("\n") if line.strip())
+    return tuple(rows), num_lines - len(rows)
 
 
-def _object(path: Path) -> Mapping[str, Any]:
-    return _parse(_read_text(path)) or {}
-
-
-def _parse(text: str) -> dict[str, Any] | None:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None  # pyright: ignore[reportUnknownVariableType]
-
-
-def _read_text(path: Path) -> str:
+def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""

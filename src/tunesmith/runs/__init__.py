@@ -1,1 +1,1 @@
-"""What a run writes while it works: its folder, metrics, samples, progress and trackers."""
+"""Run folders on disk: metrics, samples, checkpoints, locks, listing; progress bars and trackers."""

@@ -30,10 +30,7 @@ _ASIDE = "tmp-"
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The contents of one checkpoint: groups of tensors by file name, and JSON state.
-
-    `score` says how good it is, more is better; None where nothing was measured.
-    """
+    """Contents of one checkpoint: tensors by file name, JSON state, and a score (higher is better, None if unknown)."""
 
     step: int
     tensors: Mapping[str, Mapping[str, torch.Tensor]]
@@ -48,17 +45,17 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The newest checkpoint that is whole, None if there is none, and why newer ones were passed over."""
+    """The newest intact checkpoint, None if there is none, and why newer ones were skipped."""
 
     checkpoint: Checkpoint | None
     skipped: Sequence[str]
 
 
 def save(folder: Path, checkpoint: Checkpoint) -> Path:
-    """The folder of the checkpoint, written so that a crash at any moment leaves either all of it or nothing.
+    """Write a checkpoint atomically: a crash leaves either all of it or nothing. Returns its folder.
 
     Raises:
-        CheckpointError: if it cannot be written, as on a full disk; what was written of it is removed.
+        CheckpointError: if it cannot be written, as on a full disk; the partial files are removed.
     """
     final = step_folder(folder, checkpoint.step)
     aside = folder / f"{_ASIDE}{checkpoint.step:06d}-{os.getpid()}"
@@ -75,7 +72,7 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
     except (OSError, SafetensorError) as error:
         shutil.rmtree(aside, ignore_errors=True)
         raise CheckpointError(
-            f"cannot write the checkpoint of step {checkpoint.step} to {folder} ({error}); make room for "
+            f"cannot write the checkpoint of step {checkpoint.step} to {folder} ({error}); free "
             f"{checkpoint.num_bytes / 1e9:.2f} GB, or choose another run.dir"
         ) from error
     return final
@@ -93,7 +90,7 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def remove_unfinished(folder: Path) -> list[str]:
-    """Remove what a crash left of checkpoints that were being written; their names."""
+    """Remove partial checkpoints that a crash left behind; returns their names."""
     left = sorted(folder.glob(f"{_ASIDE}*"))
     for path in left:
         shutil.rmtree(path, ignore_errors=True)
@@ -101,7 +98,7 @@ def remove_unfinished(folder: Path) -> list[str]:
 
 
 def newest(folder: Path) -> Found:
-    """The newest checkpoint in `folder` that is whole; damaged ones are passed over, each with its reason."""
+    """The newest intact checkpoint in `folder`; damaged ones are skipped, each with its reason."""
     skipped: list[str] = []
     for step in reversed(list_steps(folder)):
         try:
@@ -170,12 +167,12 @@ def _sync(path: Path) -> None:
 
 
 _SPARE = 2
-"""A copy is made where so many would fit into the memory that is available."""
+"""A copy is made only if this many would fit into available memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """The checkpoint of `step` is on disk; or it is not, `problem` says why, and the older ones are still there."""
+    """Outcome of writing the checkpoint of `step`; `problem` is empty on success. Older ones are kept on failure."""
 
     step: int
     problem: str = ""
@@ -192,13 +189,13 @@ class CheckpointWriter:
         self._once = Once(get_logger(__name__))
 
     def begin(self, checkpoint: Checkpoint, *, in_background: bool) -> None:
-        """Write `checkpoint` as it is now; `settle` says how it went, and comes before the next `begin`.
+        """Start writing `checkpoint`; `settle` returns the outcome and must be called before the next `begin`.
 
-        In the background its tensors are copied, and may change once this returns. Where the copy would take more than
-        half of the available memory, or if `in_background` is off, the checkpoint is written before this returns.
+        In the background the tensors are copied first and may change after this returns. If the copy would take more
+        than half of the available memory, or `in_background` is off, the call blocks until the checkpoint is written.
         """
         assert self._pending is None, "settle comes before the next begin"
-        if in_background and not self._has_room(checkpoint.num_bytes):
+        if in_background and not self._fits_in_memory(checkpoint.num_bytes):
             in_background = False
             self._once.warning(
                 f"a copy of the checkpoint takes {checkpoint.num_bytes / 1e9:.2f} GB, more than half of the memory "
@@ -210,9 +207,9 @@ class CheckpointWriter:
             future.exception()  # waits; `settle` raises it
 
     def settle(self) -> Settled | None:
-        """How the checkpoint went that was begun, once it is on disk or given up; None if there is none to ask about.
+        """Wait for the checkpoint that was begun and return its outcome; None if none was begun.
 
-        An error other than that of a disk is raised here.
+        Errors other than CheckpointError are raised here.
         """
         if self._pending is None:
             return None
@@ -224,19 +221,19 @@ class CheckpointWriter:
         return Settled(step)
 
     def close(self) -> None:
-        """Wait for the checkpoint on its way, and end the thread."""
+        """Wait for a pending checkpoint, and end the thread."""
         self._executor.shutdown(wait=True)
 
     def _write(self, checkpoint: Checkpoint) -> None:
         save(self._folder, checkpoint)
         prune(self._folder, self._keep)
 
-    def _has_room(self, num_bytes: int) -> bool:
+    def _fits_in_memory(self, num_bytes: int) -> bool:
         return psutil.virtual_memory().available >= _SPARE * num_bytes
 
 
 def snapshot(checkpoint: Checkpoint) -> Checkpoint:
-    """The same checkpoint, its tensors copied into memory of their own on the CPU."""
+    """A copy of the checkpoint with its tensors in CPU memory."""
     tensors = {
         group: {name: tensor.detach().to("cpu", copy=True) for name, tensor in named.items()}
         for group, named in checkpoint.tensors.items()

@@ -1,4 +1,4 @@
-"""Versions and machine, for `environment.json` and `tunesmith doctor`; reads only, loads nothing heavy."""
+"""Versions, hardware and file system, for `environment.json` and `tunesmith doctor`; imports nothing heavy."""
 
 import fcntl
 import os
@@ -90,9 +90,7 @@ def _cpuinfo() -> dict[str, str]:
 
 
 def file_system(folder: Path) -> str:
-    """The kind of file system that `folder` lies on, as the system names it (ext4, nfs4); `unknown` where it cannot be
-    told.
-    """
+    """Type of the file system that holds `folder`, such as ext4 or nfs4; `unknown` if it is not listed."""
     place = folder.resolve()
     mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
     holding = [mount for mount in mounts if place.is_relative_to(mount)]
@@ -100,7 +98,7 @@ def file_system(folder: Path) -> str:
 
 
 def why_not_writable(folder: Path) -> str:
-    """Why no run could be kept in `folder`, or nothing. A file without a name is written and locked, and is gone."""
+    """The error of writing and locking a temporary file in `folder`, empty if there is none."""
     try:
         with tempfile.TemporaryFile(dir=folder, prefix=".tunesmith-") as file:
             file.write(bytes(4096))

@@ -1,9 +1,9 @@
-"""The folder of a run. `metrics.jsonl` is the truth about a run; everything else can be made again from it.
+"""The folder of a run. `metrics.jsonl` is the record of the run; reports and summaries are derived from it.
 
 runs/<date>-<name>-<id>/
   recipe.yaml       resolved configuration        provenance.json   where each value came from
   environment.json  versions and machine          metrics.jsonl     one object per step
-  samples.jsonl     prompts, completions, scores  findings.jsonl    what deserves a look
+  samples.jsonl     prompts, completions, scores  findings.jsonl    alarms and notes
   resumes.jsonl     one object per resume         refused/          batches whose update was refused
   data.json         rows read, dropped, leaked
   checkpoints/      see runs/checkpoint.py run.lock          held while a process trains
@@ -47,7 +47,7 @@ class RunFolder:
     ) -> "RunFolder":
         """A fresh folder below `parent` with the resolved recipe, its provenance and the environment written.
 
-        `from_python` names what was given as Python objects; it stands in `environment.json` as `given_in_python`.
+        `from_python` names the inputs given as Python objects; `environment.json` records them as `given_in_python`.
 
         Raises:
             RunError: if `parent` cannot be written.
@@ -89,7 +89,9 @@ class RunFolder:
             aside.write_text(text, encoding="utf-8")
             os.replace(aside, self.path / name)
         except OSError as error:
-            raise TrainingError(f"cannot write {self.path / name} ({error.strerror or error}); make room") from error
+            raise TrainingError(
+                f"cannot write {self.path / name} ({error.strerror or error}); free disk space"
+            ) from error
 
     def append_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add one line to `metrics.jsonl`."""
@@ -112,8 +114,8 @@ class RunFolder:
                 file.write(text)
         except OSError as error:
             raise TrainingError(
-                f"cannot write {self.path / name} ({error.strerror or error}); make room or mend the folder, then "
-                f"`tunesmith resume {self.path}` goes on"
+                f"cannot write {self.path / name} ({error.strerror or error}); free space or repair the folder, then "
+                f"`tunesmith resume {self.path}` continues the run"
             ) from error
 
     def write_rows(self, name: str, rows: Sequence[Mapping[str, object]]) -> None:
@@ -126,7 +128,9 @@ class RunFolder:
             (self.path / name).parent.mkdir(exist_ok=True)
             (self.path / name).unlink(missing_ok=True)
         except OSError as error:
-            raise TrainingError(f"cannot write {self.path / name} ({error.strerror or error}); make room") from error
+            raise TrainingError(
+                f"cannot write {self.path / name} ({error.strerror or error}); free disk space"
+            ) from error
         self.append(name, rows)
 
     def read_metrics(self) -> list[dict[str, float]]:
@@ -135,7 +139,7 @@ class RunFolder:
         return [{name: math.nan if value is None else value for name, value in row.items()} for row in rows]  # type: ignore[misc]
 
     def log_sizes(self) -> dict[str, int]:
-        """Bytes of each log that exists, once they are on disk: what a checkpoint must hold."""
+        """Sync each log to disk and return its size in bytes by name, for a checkpoint."""
         sizes: dict[str, int] = {}
         for name in LOGS:
             if (self.path / name).exists():
@@ -145,7 +149,7 @@ class RunFolder:
         return sizes
 
     def cut_logs(self, sizes: Mapping[str, int]) -> None:
-        """Cut each log back to its size in `sizes`; a log that is not named there goes.
+        """Truncate each log to its size in `sizes`; a log that is not named there is removed.
 
         Raises:
             RunError: if a log is shorter than that, so that lines of it are lost.

@@ -1,6 +1,4 @@
-"""Runs as they lie on disk: found, named, and summed up from their files alone. A damaged file costs a figure, not the
-list.
-"""
+"""Find, resolve, summarise and remove run folders. Reads files alone; a damaged file costs a figure, not the list."""
 
 import json
 import os
@@ -22,14 +20,14 @@ from tunesmith.runs.lock import RunLock, holder_of, is_locked
 from tunesmith.runs.manifest import list_steps
 
 RunStatus = Literal["running", "finished", "stopped", "failed"]
-"""`stopped` has a checkpoint to go on from, `failed` has none."""
+"""`stopped` has a checkpoint to resume from, `failed` has none."""
 
 FIGURES = ("eval/accuracy", "eval/reward", "eval/rewards/accuracies", "reward", "accuracy", "eval/loss", "loss")
 """The first of these that a run measured says how well it did."""
 
 _MAX_DEPTH = 3
 _STAMP = re.compile(r"(\d{8}-\d{6})-")
-# What a run holds itself; no run lies below.
+# Folders inside of a run that hold no other runs.
 _PARTS = frozenset({"checkpoints", "final", "refused", "tensorboard"})
 _MAX_JSON_BYTES = 10_000_000
 
@@ -38,7 +36,7 @@ Row = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What a list shows of a run; None where it is not known.
+    """Summary of a run; unknown values are None.
 
     `name` is the path below the folder that was searched; `figure` is the last value of the metric `figure_name`.
     """
@@ -235,7 +233,7 @@ def _number(value: object) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """Folders that will go, and the bytes of the files in them. `runs` are all runs that this touches."""
+    """Folders to delete and their size in bytes. `runs` are all runs that this affects."""
 
     folders: Sequence[Path]
     runs: Sequence[Path]
@@ -243,10 +241,10 @@ class Removal:
 
 
 def plan_removal(runs: Sequence[Path], root: Path, *, checkpoints_only: bool) -> Removal:
-    """What removing `runs`, with the runs inside of them, takes away; nothing is removed yet.
+    """The folders that removing `runs`, and the runs inside of them, would delete; nothing is removed yet.
 
     Raises:
-        RunError: for a folder that is no run, a link, a folder that does not lie below `root`, or a run in use.
+        RunError: for a folder that is no run, a link, a folder that is not below `root`, or a run in use.
     """
     inside: list[Path] = []
     for run in runs:
@@ -265,7 +263,7 @@ def plan_removal(runs: Sequence[Path], root: Path, *, checkpoints_only: bool) ->
 
 
 def remove(removal: Removal) -> None:
-    """Remove the folders of `removal`; every run that it touches is locked meanwhile.
+    """Delete the folders of `removal`, holding the lock of every affected run.
 
     Raises:
         RunError: if a run came into use since, or a file cannot be removed.
@@ -289,7 +287,7 @@ def _check_removable(run: Path, root: Path) -> None:
     if not is_run(run):
         raise RunError(f"{run} is no run folder: it has no recipe.yaml; nothing was removed")
     if root.resolve() not in run.resolve().parents:
-        raise RunError(f"{run} does not lie below {root}; name the folder that holds it with --dir")
+        raise RunError(f"{run} is not below {root}; name the folder that holds it with --dir")
     if Path.cwd().is_relative_to(run.resolve()):
         raise RunError(f"{run} holds the current folder; go elsewhere first")
 

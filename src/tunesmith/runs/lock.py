@@ -1,8 +1,8 @@
 """The lock of a run folder: one process trains in it at a time.
 
 `run.lock` carries an flock of the kernel, which ends with the process that holds it, however it ends. A lock file that
-nobody holds means nothing, so a killed run never has to be unlocked by hand. Opening the lock file may empty it; who
-the holder is stands in `lock.json` beside it.
+nobody holds means nothing, so a killed run never has to be unlocked by hand. Opening the lock file may empty it; the
+holder is recorded in `lock.json` next to it.
 """
 
 import datetime
@@ -22,7 +22,7 @@ from tunesmith.core.errors import RunError
 LOCK_FILE = "run.lock"
 HOLDER_FILE = "lock.json"
 
-# `is_locked` holds a shared lock for an instant; an owner to be must not take that for another owner.
+# `is_locked` holds a shared lock for an instant, which `acquire` must not mistake for another owner.
 _TIMEOUT_S = 0.5
 _POLL_S = 0.02
 _HELD_ELSEWHERE = (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES)
@@ -31,7 +31,7 @@ _NOT_SUPPORTED = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, e
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who holds a run folder: process id, name of the host, and the time (ISO 8601, local) when it took the lock."""
+    """Holder of a lock: process id, host name, and the time (ISO 8601, local) when the lock was taken."""
 
     pid: int
     host: str
@@ -42,7 +42,7 @@ class Holder:
 
 
 class RunLock:
-    """The sole right to write a run folder: `with RunLock(folder): ...`, or `acquire` and `release`.
+    """Exclusive lock on a run folder: `with RunLock(folder): ...`, or `acquire` and `release`.
 
     A process that was forked while the lock was held does not own it: there, `release` does nothing.
     """
@@ -58,11 +58,11 @@ class RunLock:
         return self._lock is not None and self._pid == os.getpid()
 
     def acquire(self) -> None:
-        """Take the lock, also one that a dead process left behind. Taking it twice by one object changes nothing.
+        """Take the lock, including one that a dead process left behind. Reentrant per object.
 
         Raises:
             RunError: if another process, or another object of this one, holds it; or if the folder is missing, cannot
-                be written, or lies on a file system without locks.
+                be written, or is on a file system without locks.
         """
         if self.is_held:
             return
@@ -133,9 +133,7 @@ def is_locked(folder: Path) -> bool:
 
 
 def holder_of(folder: Path) -> Holder | None:
-    """What `lock.json` says about the holder, or None if it is missing or unreadable. It may be out of date: ask
-    `is_locked` first.
-    """
+    """The holder recorded in `lock.json`, None if it is missing or unreadable. Check `is_locked` first."""
     try:
         facts = json.loads((folder / HOLDER_FILE).read_text(encoding="utf-8"))
         return Holder(int(facts["pid"]), str(facts["host"]), str(facts["started"]))

@@ -24,12 +24,12 @@ def list_steps(folder: Path) -> list[int]:
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """Where the checkpoint of `step` lies below `folder`."""
+    """Folder of the checkpoint of `step` below `folder`."""
     return folder / f"{STEP_PREFIX}{step:06d}"
 
 
 def seal(manifest: Mapping[str, object]) -> str:
-    """SHA-256 of the manifest's own contents: a flipped bit in it is found like one in any file."""
+    """SHA-256 of the manifest itself, so that a flipped bit in it is detected too."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 

@@ -15,7 +15,7 @@ _PLAIN_INTERVAL_S = 10.0
 
 
 class Reporter(Protocol):
-    """Told how far the work is."""
+    """Receives the progress of some work."""
 
     def begin(self, done: int) -> None:
         """The work begins now, with `done` items finished before: rates count from here."""
@@ -75,12 +75,12 @@ class _Silent:
 
 
 def format_facts(facts: Mapping[str, float]) -> str:
-    """`reward 0.412  kl 3.10`: the figures that stand behind the bar."""
+    """Figures after the bar, such as `reward 0.412  kl 3.10`."""
     return "  ".join(f"{name} {value:.3f}" for name, value in facts.items())
 
 
 def format_rate(done: int, elapsed_s: float) -> str:
-    """`9.4/s`, or `21.3 s each` where that reads better; empty before the first item."""
+    """`9.4/s`, or `21.3 s each` below one per second; empty before the first item."""
     if not done or elapsed_s <= 0:
         return ""
     return f"{done / elapsed_s:.1f}/s" if done >= elapsed_s else f"{elapsed_s / done:.1f} s each"

@@ -1,1 +1,1 @@
-"""What the domain is made of, as text and numbers: prompts, completions, pairs, votes. No torch here."""
+"""Records of the domain as text and numbers: prompts, pairs, rankings, votes, findings. No torch."""

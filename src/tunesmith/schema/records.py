@@ -45,7 +45,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """A completion to be learnt from, and the prompt that it answers, empty where the completion stands alone.
+    """A completion to learn from and its prompt, empty if there is none.
 
     Example: `Demonstration(Prompt("1", "The film was"), " a joy.")`. Of a conversation without a prompt every turn of
     the assistant is a completion; the turns between them are context.
@@ -56,7 +56,7 @@ class Demonstration:
 
     @property
     def opening(self) -> Text:
-        """What comes before the first answer; the text itself where nothing does."""
+        """The text or turns before the first answer; the whole text if nothing precedes it."""
         if isinstance(self.prompt.content, str):
             messages = () if isinstance(self.completion, str) else self.completion
         else:
@@ -102,7 +102,7 @@ class Ranking:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """A completion of a prompt, and whether it was wanted: a thumb up or down, without another one beside it."""
+    """A single completion of a prompt and whether it was wanted: a thumb up or down."""
 
     prompt: Prompt
     completion: Text

@@ -62,7 +62,7 @@ COMPARED_COMPLETIONS = 8
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """What the command line offers. `algorithm` trains the policy; the rest of the demo is the same.
+    """Options of the demo. `algorithm` trains the policy; the other stages do not depend on it.
 
     `quick` takes a third of the openings, fewer completions and two steps: it shows that all parts work, no more.
     `backend` draws all completions.
@@ -99,7 +99,7 @@ class Votes:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What every stage of the demo needs: options, the demo's folder, the recipes of its two trainings."""
+    """Inputs of every stage: options, the demo's folder, the recipes of its two trainings."""
 
     options: DemoOptions
     folder: RunFolder

@@ -57,8 +57,8 @@ def side(name: str, loaded: LoadedModel, *, backend: Backend = "native", batch_s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonOptions:
-    """How two models are compared; with `out`, also an HTML page there. `trust_remote_code` runs code that the models
-    bring along; a reward model's is never run.
+    """Settings of a comparison; `out` is the path of an HTML page. `trust_remote_code` is for the two models; code of a
+    reward model is never run.
     """
 
     num_completions: int = 8
@@ -114,7 +114,7 @@ class RewardEvaluation:
     quality: RewardQuality
 
     def to_json(self) -> dict[str, object]:
-        """The figures at the top, with the names beside them."""
+        """The figures at the top level, and the names of model and pairs."""
         return {
             "model": self.model,
             "source": self.source,
@@ -162,8 +162,7 @@ def evaluate_reward(
         )
     if pairs is not None and pairs != section.source:
         section = section.model_copy(update={"heldout_source": pairs})
-    room = context_length(reward_model.model)
-    sets = preference_sets(section, reward_model.tokenizer, seed, room=room)
+    sets = preference_sets(section, reward_model.tokenizer, seed, room=context_length(reward_model.model))
     found = judge(
         reward_model,
         decided_pairs(sets.heldout, sets.heldout_prompts),

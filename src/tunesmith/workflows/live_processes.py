@@ -26,7 +26,7 @@ _TAIL = 2_000
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A `tunesmith` command that runs beside this one. What it says on stderr is in `log`."""
+    """A `tunesmith` command in a child process; its stderr goes to `log`."""
 
     name: str
     process: subprocess.Popen[str]
@@ -111,7 +111,7 @@ class LiveDemo:
 
 
 def run_live_demo(out: Path, *, seed: int = 0, announce: Callable[[str], object], opens_page: bool = True) -> LiveDemo:
-    """Serve the voting page and train until Ctrl-C. The folder is `live` below `out`; used again, it goes on.
+    """Serve the voting page and train until Ctrl-C. The folder is `live` below `out`; a later call continues it.
 
     `announce` is given the address that logs the person in. Raises RunError if the server does not come up.
     """

@@ -1,6 +1,6 @@
 """Simulated raters who vote over HTTP as people do: each asks for a pair, judges it, and sends a verdict.
 
-They judge by a lexicon (`rewards.builtin.SimulatedRater`), are wrong as often as they are told to be, and may prefer a
+They judge by a lexicon (`rewards.builtin.SimulatedRater`), are wrong at a given rate, and may prefer a
 side. No person votes, and nothing that is learnt from them says anything about people.
 """
 
@@ -33,8 +33,8 @@ _CONNECTION_ERRORS = (OSError, http.client.HTTPException)
 
 @dataclass(frozen=True, slots=True)
 class RaterTraits:
-    """How simulated raters are. `accuracy` is the share of verdicts that follow the lexicon, `left_bias` the share that
-    take the left answer whatever it says, `pace_s` the seconds that a rater looks at a pair.
+    """Behaviour of simulated raters: `accuracy` is the share of verdicts that follow the lexicon, `left_bias` the share
+    that take the left answer regardless of its text, `pace_s` the seconds that a rater looks at a pair.
     """
 
     accuracy: float = 0.85
@@ -85,7 +85,7 @@ class RaterClient:
                 time.sleep(_RETRY_S)
 
     def close(self) -> None:
-        """Let go of the connection; the next request opens another."""
+        """Close the connection; the next request opens another."""
         if self._connection is not None:
             self._connection.close()
         self._connection = None
@@ -130,7 +130,7 @@ class Raters:
 
     @property
     def problems(self) -> list[str]:
-        """What the server refused, or why a rater gave up."""
+        """Requests that the server refused, and why raters gave up."""
         with self._lock:
             return list(self._problems)
 

@@ -43,7 +43,7 @@ _LOWEST_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class SimulationOptions:
-    """What the command line offers: `duration_s` of the whole, the comparison included, and what the trainer is told.
+    """Options of a simulation: `duration_s` of the whole, comparison included, and the arguments of the trainer.
 
     `num_pairs` fresh pairs, at least, are compared at the end.
     """
@@ -65,7 +65,7 @@ class SimulationOptions:
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """What a simulation came to.
+    """Result of a simulation.
 
     `win_rate` is the share of fresh pairs of completions, base model against last version, of which the last version's
     is the more positive by the lexicon, ties half, with its 95 % interval. `votes` were acknowledged by the server,

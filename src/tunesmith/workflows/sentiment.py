@@ -56,9 +56,9 @@ JUDGE_HELDOUT = 0.1
 
 @dataclass(frozen=True, slots=True)
 class SentimentOptions:
-    """What the command line offers. `quick` takes a twentieth of the reviews and two steps of each stage.
+    """Options of the workflow. `quick` takes a twentieth of the reviews and two steps of each stage.
 
-    `model`, where given, stands in for that of the recipes, and all of its layers are kept and trained.
+    `model` replaces that of the recipes; all of its layers are kept and trained.
     """
 
     reviews: str = "data:sentiment/imdb5k.text2vec.jsonl.gz"
@@ -96,7 +96,7 @@ class Judge:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What every stage needs: options, the folder of the whole, the recipes of the three trainings."""
+    """Inputs of every stage: options, the run folder, the recipes of the three trainings."""
 
     options: SentimentOptions
     folder: RunFolder
@@ -315,7 +315,7 @@ def figures(
 
 
 def notes(curve: Plateau, judge: Judge, reward_run: setup.RunResult) -> list[str]:
-    """What the page says about the training and the judge."""
+    """Notes of the page on the training and the judge."""
     flat = "stays within a tenth of that" if curve.is_flat else "is still changing at the end"
     accuracy = reward_run.summary.get("accuracy")
     model = f", which is right on {accuracy:.0%} of held-out pairs" if isinstance(accuracy, float) else ""

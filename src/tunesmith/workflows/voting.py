@@ -76,7 +76,7 @@ def ask_votes(
 
 
 def _questions(groups: Sequence[Group], count: int, seed: int) -> list[tuple[Prompt, str, str]]:
-    """`count` pairs, one of each group before a second of any; which completion stands first is drawn."""
+    """`count` pairs, one of each group before a second of any; the order of the two is random."""
     draw = random.Random(derive(seed, "sides", count))
     questions: list[tuple[Prompt, str, str]] = []
     for _ in range(-(-count // max(1, len(groups)))):
