@@ -6,62 +6,39 @@ each for the dark value of the same name, so no two names share a light value.
 """
 
 import html
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from tunesmith.reports.text import short
 
-LIGHT: Mapping[str, str] = MappingProxyType(
-    {
-        "paper": "#faf9f6",
-        "card": "#ffffff",
-        "ink": "#1d2127",
-        "muted": "#5b626e",
-        "line": "#e3e0d8",
-        "grid": "#eceae4",
-        "after": "#1463a8",
-        "after_soft": "#e6f0f9",
-        "before": "#a35a00",
-        "before_soft": "#fbf0e1",
-        "good": "#1d6b45",
-        "bad": "#a8323a",
-        "stage_1": "#3f6fa8",
-        "stage_2": "#7fb6d9",
-        "stage_3": "#3d9a8b",
-        "stage_4": "#b9a64a",
-        "stage_5": "#c0677a",
-        "stage_6": "#7a6bb0",
-        "stage_7": "#8a9a5b",
-        "stage_8": "#a3a7ae",
-    }
-)
+_PALETTE = {
+    "paper": ("#faf9f6", "#131519"),
+    "card": ("#ffffff", "#1a1d23"),
+    "ink": ("#1d2127", "#e9e7e2"),
+    "muted": ("#5b626e", "#a3a9b4"),
+    "line": ("#e3e0d8", "#31353d"),
+    "grid": ("#eceae4", "#272b32"),
+    "after": ("#1463a8", "#7cb8f2"),
+    "after_soft": ("#e6f0f9", "#1a2a3b"),
+    "before": ("#a35a00", "#eba653"),
+    "before_soft": ("#fbf0e1", "#332612"),
+    "good": ("#1d6b45", "#7ccfa0"),
+    "bad": ("#a8323a", "#f08c92"),
+    "stage_1": ("#3f6fa8", "#6c9bd6"),
+    "stage_2": ("#7fb6d9", "#9fd0ee"),
+    "stage_3": ("#3d9a8b", "#62bfae"),
+    "stage_4": ("#b9a64a", "#d6c46c"),
+    "stage_5": ("#c0677a", "#e08d9f"),
+    "stage_6": ("#7a6bb0", "#a597dc"),
+    "stage_7": ("#8a9a5b", "#aebd7e"),
+    "stage_8": ("#a3a7ae", "#858b95"),
+}
+"""(light, dark) colours by name."""
 
-DARK: Mapping[str, str] = MappingProxyType(
-    {
-        "paper": "#131519",
-        "card": "#1a1d23",
-        "ink": "#e9e7e2",
-        "muted": "#a3a9b4",
-        "line": "#31353d",
-        "grid": "#272b32",
-        "after": "#7cb8f2",
-        "after_soft": "#1a2a3b",
-        "before": "#eba653",
-        "before_soft": "#332612",
-        "good": "#7ccfa0",
-        "bad": "#f08c92",
-        "stage_1": "#6c9bd6",
-        "stage_2": "#9fd0ee",
-        "stage_3": "#62bfae",
-        "stage_4": "#d6c46c",
-        "stage_5": "#e08d9f",
-        "stage_6": "#a597dc",
-        "stage_7": "#aebd7e",
-        "stage_8": "#858b95",
-    }
-)
+LIGHT: Mapping[str, str] = MappingProxyType({name: light for name, (light, _) in _PALETTE.items()})
+DARK: Mapping[str, str] = MappingProxyType({name: dark for name, (_, dark) in _PALETTE.items()})
 
 STAGES = tuple(value for name, value in LIGHT.items() if name.startswith("stage_"))
 """Colours of series that are neither before nor after."""
@@ -69,7 +46,7 @@ STAGES = tuple(value for name, value in LIGHT.items() if name.startswith("stage_
 
 def dark_of_light() -> dict[str, str]:
     """The dark colour for each light one; the page's script applies it to figures."""
-    return {LIGHT[name]: DARK[name] for name in LIGHT}
+    return dict(_PALETTE.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +73,11 @@ def label(text: object, limit: int = 60) -> str:
     return html.escape(short(text, limit), quote=False).replace("$", "&#36;")
 
 
-def layout(**changes: Any) -> dict[str, Any]:
-    """The layout all figures share: no frame, quiet grid, no zooming, so that a page scrolls under a finger."""
+def layout(*, x: str, y: str = "", **changes: Any) -> dict[str, Any]:
+    """The layout of all figures, with axis titles `x` and `y`; `changes` update its keys.
+
+    No frame, a light grid, and no zooming, so that a page scrolls on a touch screen.
+    """
     axis = {"gridcolor": LIGHT["grid"], "zerolinecolor": LIGHT["line"], "linecolor": LIGHT["line"], "fixedrange": True}
     base: dict[str, Any] = {
         "paper_bgcolor": "rgba(0,0,0,0)",
@@ -113,9 +93,14 @@ def layout(**changes: Any) -> dict[str, Any]:
         "dragmode": False,
         "showlegend": False,
         "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "traceorder": "normal"},
-        "xaxis": {**axis, "showgrid": False},
-        "yaxis": {**axis, "automargin": True},
+        "xaxis": {**axis, "showgrid": False, "title": {"text": x, "standoff": 6}},
+        "yaxis": {**axis, "automargin": True, **({"title": {"text": y, "standoff": 8}} if y else {})},
     }
     for name, value in changes.items():
         base[name] = {**base[name], **value} if isinstance(base.get(name), dict) else value
     return base
+
+
+def scatter(name: str, x: Sequence[object], y: Sequence[object], mode: str = "lines", **more: Any) -> dict[str, Any]:
+    """A scatter trace, see Plotly's reference of `scatter`."""
+    return {"type": "scatter", "mode": mode, "name": name, "x": list(x), "y": list(y), **more}

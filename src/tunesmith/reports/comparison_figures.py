@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from tunesmith.reports.chart import LIGHT, Chart, label, layout
+from tunesmith.reports.chart import LIGHT, Chart, label, layout, scatter
 from tunesmith.reports.series import Row, number
 from tunesmith.reports.text import decimal, percent, prompt_text, short, signed
 
@@ -29,11 +29,12 @@ def histogram(
         figure={
             "data": traces,
             "layout": layout(
+                x=unit,
+                y="completions",
                 showlegend=True,
                 margin={"t": 34},
                 legend={"traceorder": "reversed"},
-                xaxis={"title": {"text": unit, "standoff": 6}, "range": [low - width, low + (_NUM_BINS + 1) * width]},
-                yaxis={"title": {"text": "completions", "standoff": 8}},
+                xaxis={"range": [low - width, low + (_NUM_BINS + 1) * width]},
             ),
         },
         columns=("from", "to", "before", "after"),
@@ -54,18 +55,16 @@ def _histogram_traces(counts: Sequence[Sequence[int]], low: float, width: float)
         "y": list(counts[1]),
         "width": width * 0.92,
         "opacity": 0.55,
+        "marker": {"color": LIGHT["after"]},
+        "hovertemplate": "%{y} completions<extra>after</extra>",
     }
-    bars["marker"] = {"color": LIGHT["after"]}
-    bars["hovertemplate"] = "%{y} completions<extra>after</extra>"
-    outline = {
-        "type": "scatter",
-        "mode": "lines",
-        "name": "before",
-        "x": [low - width / 2, *centres, low + (_NUM_BINS + 0.5) * width],
-        "y": [0, *counts[0], 0],
-        "line": {"shape": "hvh", "color": LIGHT["before"], "width": 2.2},
-        "hovertemplate": "%{y} completions<extra>before</extra>",
-    }
+    outline = scatter(
+        "before",
+        [low - width / 2, *centres, low + (_NUM_BINS + 0.5) * width],
+        [0, *counts[0], 0],
+        line={"shape": "hvh", "color": LIGHT["before"], "width": 2.2},
+        hovertemplate="%{y} completions<extra>before</extra>",
+    )
     return [bars, outline]
 
 
@@ -102,12 +101,13 @@ def dumbbell(id: str, title: str, prompts: Sequence[Row], unit: str = "mean scor
         figure={
             "data": [_dots(rows, names, side) for side in ("before", "after")],
             "layout": layout(
+                x=unit,
                 shapes=[_bar(row, y) for y, row in enumerate(rows)],
                 annotations=[_name_above(name, y) for y, name in enumerate(names)],
                 showlegend=True,
                 hovermode="closest",
                 margin={"l": 8, "t": 34},
-                xaxis={"title": {"text": unit, "standoff": 6}, "showgrid": True},
+                xaxis={"showgrid": True},
                 yaxis={"showticklabels": False, "showgrid": False, "zeroline": False, "range": [-0.5, len(rows) - 0.3]},
             ),
         },
@@ -143,20 +143,19 @@ def _name_above(name: str, y: int) -> dict[str, Any]:
 
 def _dots(rows: Sequence[Row], names: Sequence[str], side: str) -> dict[str, Any]:
     hollow = side == "before"
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": side,
-        "x": [row[f"mean_{side}"] for row in rows],
-        "y": list(range(len(rows))),
-        "text": list(names),
-        "marker": {
+    return scatter(
+        side,
+        [row[f"mean_{side}"] for row in rows],
+        range(len(rows)),
+        "markers",
+        text=list(names),
+        marker={
             "size": 11,
             "color": LIGHT["card"] if hollow else LIGHT["after"],
             "line": {"width": 2.2, "color": LIGHT[side]},
         },
-        "hovertemplate": f"%{{text}}<br>{side} %{{x:.3f}}<extra></extra>",
-    }
+        hovertemplate=f"%{{text}}<br>{side} %{{x:.3f}}<extra></extra>",
+    )
 
 
 def calibration_chart(id: str, points: Sequence[Row]) -> Chart | None:
@@ -166,26 +165,18 @@ def calibration_chart(id: str, points: Sequence[Row]) -> Chart | None:
     ]
     if not known:
         return None
-    diagonal: dict[str, Any] = {
-        "type": "scatter",
-        "mode": "lines",
-        "x": [0, 1],
-        "y": [0, 1],
-        "hoverinfo": "skip",
-        "name": "perfect",
-    }
-    diagonal["line"] = {"color": LIGHT["muted"], "dash": "dot", "width": 1.2}
-    dots = {
-        "type": "scatter",
-        "mode": "lines+markers",
-        "name": "reward model",
-        "x": [row["predicted"] for row in known],
-        "y": [row["observed"] for row in known],
-        "text": [f"{decimal(row.get('num'), 0)} votes" for row in known],
-        "line": {"color": LIGHT["after"], "width": 1.8},
-        "marker": {"color": LIGHT["after"], "size": 8},
-        "hovertemplate": "predicted %{x:.0%}, observed %{y:.0%}, %{text}<extra></extra>",
-    }
+    dotted = {"color": LIGHT["muted"], "dash": "dot", "width": 1.2}
+    diagonal = scatter("perfect", [0, 1], [0, 1], hoverinfo="skip", line=dotted)
+    dots = scatter(
+        "reward model",
+        [row["predicted"] for row in known],
+        [row["observed"] for row in known],
+        "lines+markers",
+        text=[f"{decimal(row.get('num'), 0)} votes" for row in known],
+        line={"color": LIGHT["after"], "width": 1.8},
+        marker={"color": LIGHT["after"], "size": 8},
+        hovertemplate="predicted %{x:.0%}, observed %{y:.0%}, %{text}<extra></extra>",
+    )
     axes = {"range": [-0.03, 1.03], "tickformat": ".0%"}
     return Chart(
         id=id,
@@ -194,11 +185,7 @@ def calibration_chart(id: str, points: Sequence[Row]) -> Chart | None:
         + "; ".join(f"predicted {percent(row['predicted'])}, observed {percent(row['observed'])}" for row in known),
         figure={
             "data": [diagonal, dots],
-            "layout": layout(
-                hovermode="closest",
-                xaxis={**axes, "title": {"text": "predicted", "standoff": 6}},
-                yaxis={**axes, "title": {"text": "observed", "standoff": 8}},
-            ),
+            "layout": layout(x="predicted", y="observed", hovermode="closest", xaxis=axes, yaxis=axes),
         },
         columns=("predicted", "observed", "votes"),
         rows=tuple((percent(row["predicted"]), percent(row["observed"]), decimal(row.get("num"), 0)) for row in known),

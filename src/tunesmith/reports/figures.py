@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tunesmith.reports.chart import LIGHT, STAGES, Chart, label, layout
+from tunesmith.reports.chart import LIGHT, STAGES, Chart, label, layout, scatter
 from tunesmith.reports.series import Row, Series, bucket_means, downsample, evenly, numeric_keys, series
 from tunesmith.reports.text import decimal, percent
 
@@ -29,17 +29,15 @@ def line_chart(id: str, title: str, rows: Sequence[Row], labels: dict[str, str],
     traces = [
         trace for index, line in enumerate(lines) for trace in _line_traces(line, labels[line.key], index, len(lines))
     ]
-    changes: dict[str, Any] = {"xaxis": {"title": {"text": "step", "standoff": 6}}}
-    if unit:
-        changes["yaxis"] = {"title": {"text": unit, "standoff": 8}}
+    changes: dict[str, Any] = {}
     if len(lines) > 1:
-        changes |= {"showlegend": True, "margin": {"t": 34 + 18 * ((len(lines) - 1) // 4)}}
+        changes = {"showlegend": True, "margin": {"t": 34 + 18 * ((len(lines) - 1) // 4)}}
     return Chart(
         id=id,
         title=title,
         description=f"{title}{f' in {unit}' if unit else ''}. "
         + " ".join(_in_words(line, labels[line.key]) for line in lines),
-        figure={"data": traces, "layout": layout(**changes)},
+        figure={"data": traces, "layout": layout(x="step", y=unit, **changes)},
         columns=("step", *(labels[line.key] for line in lines)),
         rows=_curve_rows(lines),
         note=_note(lines),
@@ -52,16 +50,15 @@ def _line_traces(line: Series, name: str, index: int, num_lines: int) -> list[di
     colour = LIGHT["after"] if num_lines == 1 else STAGES[index % len(STAGES)]
     many = len(line.values) > _MANY_POINTS
     line_style: dict[str, Any] = {"color": colour, "width": 1.8, "dash": ("solid", "dash", "dot", "dashdot")[index % 4]}
-    trace: dict[str, Any] = {
-        "type": "scatter",
-        "mode": "lines+markers" if len(thin.values) <= _FEW_POINTS else "lines",
-        "name": label(name),
-        "x": list(thin.steps),
-        "y": list(thin.values),
-        "line": line_style,
-        "marker": {"color": colour, "size": 4},
-        "hovertemplate": f"%{{y:.4~g}}<extra>{label(name)}</extra>",
-    }
+    trace = scatter(
+        label(name),
+        thin.steps,
+        thin.values,
+        "lines+markers" if len(thin.values) <= _FEW_POINTS else "lines",
+        line=line_style,
+        marker={"color": colour, "size": 4},
+        hovertemplate=f"%{{y:.4~g}}<extra>{label(name)}</extra>",
+    )
     if not many:
         return [trace]
     means = bucket_means(line, _NUM_MEANS)
@@ -125,12 +122,12 @@ def stage_chart(id: str, rows: Sequence[Row]) -> Chart | None:
         figure={
             "data": traces,
             "layout": layout(
+                x="step",
+                y="seconds",
                 barmode="stack",
                 bargap=0.15,
                 showlegend=True,
                 margin={"t": 34 + 18 * ((len(shown) - 1) // 4)},
-                xaxis={"title": {"text": "step", "standoff": 6}},
-                yaxis={"title": {"text": "seconds", "standoff": 8}},
             ),
         },
         columns=("stage", "mean s", "total s", "share"),
@@ -162,18 +159,12 @@ def _sum(lines: Sequence[Series]) -> Series:
 def _stage_trace(line: Series, index: int, as_area: bool) -> dict[str, Any]:
     thin = bucket_means(line, 500)
     colour = STAGES[index % len(STAGES)]
-    common = {"name": label(stage_name(line.key)), "x": list(thin.steps), "y": list(thin.values)}
-    common["hovertemplate"] = f"%{{y:.3~g}} s<extra>{common['name']}</extra>"
+    name = label(stage_name(line.key))
+    area = scatter(name, thin.steps, thin.values, hovertemplate=f"%{{y:.3~g}} s<extra>{name}</extra>")
     if as_area:
-        return {
-            **common,
-            "type": "scatter",
-            "mode": "lines",
-            "stackgroup": "time",
-            "fillcolor": colour,
-            "line": {"width": 0},
-        }
-    return {**common, "type": "bar", "marker": {"color": colour, "line": {"width": 0}}}
+        return {**area, "stackgroup": "time", "fillcolor": colour, "line": {"width": 0}}
+    del area["mode"]
+    return {**area, "type": "bar", "marker": {"color": colour, "line": {"width": 0}}}
 
 
 @dataclass(frozen=True, slots=True)
