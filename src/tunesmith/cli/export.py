@@ -44,7 +44,9 @@ def export(words: Sequence[str]) -> None:
         dest = Path(options.dest).expanduser()
         check_dest(source, dest)
         if options.merge:
-            num_bytes = merge_whole(source, dest, trust_remote_code=options.trust_remote_code)
+            from tunesmith.models.export import save_merged
+
+            num_bytes = _num_bytes(save_merged(source, dest, trust_remote_code=options.trust_remote_code))
         else:
             num_bytes = copy_whole(source, dest)
         output.say(f"{dest}  {num_bytes / 1e6:.1f} MB")
@@ -91,13 +93,6 @@ def check_dest(source: Path, dest: Path) -> None:
         raise InputError(f"{dest} is inside {source}; give a folder elsewhere")
     if dest.is_file() or (dest.is_dir() and any(dest.iterdir())):
         raise InputError(f"{dest} exists and is {'no folder' if dest.is_file() else 'not empty'}; give another folder")
-
-
-def merge_whole(source: Path, dest: Path, *, trust_remote_code: bool) -> int:
-    """Bytes of the plain model that the adapters in `source` make of their base, written to `dest`."""
-    from tunesmith.models.export import save_merged
-
-    return _num_bytes(save_merged(source, dest, trust_remote_code=trust_remote_code))
 
 
 def copy_whole(source: Path, dest: Path) -> int:

@@ -4,9 +4,9 @@ Shape suffixes: P prompts. The unit of every test is the prompt, because complet
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import ceil
 from statistics import NormalDist, fmean
 
 import numpy as np
@@ -149,26 +149,9 @@ def even_lengths(lengths: Sequence[int], num_tokens: int) -> list[int]:
     """
     if not 0 <= num_tokens <= sum(lengths):
         raise InputError(f"num_tokens is {num_tokens}; the lists hold {sum(lengths)}, give a count up to that")
-    level = _full_level(lengths, num_tokens)
-    kept = [min(length, level) for length in lengths]
-    left = num_tokens - sum(kept)
-    for index, length in enumerate(lengths):
-        if left and length > level:
-            kept[index] += 1
-            left -= 1
-    return kept
-
-
-def _full_level(lengths: Sequence[int], num_tokens: int) -> int:
-    """The largest level for which cutting every list to it keeps at most `num_tokens` tokens."""
-    low, high = 0, max(lengths, default=0)
-    while low < high:
-        middle = ceil((low + high) / 2)
-        if sum(min(length, middle) for length in lengths) <= num_tokens:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    places = sorted((position, index) for index, length in enumerate(lengths) for position in range(length))
+    kept = Counter(index for _, index in places[:num_tokens])
+    return [kept[index] for index in range(len(lengths))]
 
 
 def _finite(values: Iterable[float]) -> np.ndarray:

@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -14,19 +13,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 _PLAIN_INTERVAL_S = 10.0
 
 
-class Reporter(Protocol):
-    """Receives the progress of some work."""
+class Reporter:
+    """Receives the progress of some work; this base class shows nothing."""
 
     def begin(self, done: int) -> None:
         """The work begins now, with `done` items finished before: rates count from here."""
-        ...
 
     def update(self, done: int, facts: Mapping[str, float] | None = None) -> None:
         """`done` items are finished; `facts` are figures to show, by name."""
-        ...
 
 
-class _Bar:
+class _Bar(Reporter):
     def __init__(self, progress: Progress, label: str, total: int) -> None:
         self._progress = progress
         self._task = progress.add_task(label, total=total, facts="", rate="")
@@ -44,7 +41,7 @@ class _Bar:
             self._progress.update(self._task, completed=done, rate=rate, facts=format_facts(facts))
 
 
-class _Lines:
+class _Lines(Reporter):
     def __init__(self, label: str, total: int) -> None:
         self._label, self._total = label, total
         self._start_s = self._last_s = time.monotonic()
@@ -66,14 +63,6 @@ class _Lines:
         sys.stderr.write(f"{text}  {format_facts(facts or {})}".rstrip() + "\n")
 
 
-class _Silent:
-    def begin(self, done: int) -> None:
-        pass
-
-    def update(self, done: int, facts: Mapping[str, float] | None = None) -> None:
-        pass
-
-
 def format_facts(facts: Mapping[str, float]) -> str:
     """Figures after the bar, such as `reward 0.412  kl 3.10`."""
     return "  ".join(f"{name} {value:.3f}" for name, value in facts.items())
@@ -90,7 +79,7 @@ def format_rate(done: int, elapsed_s: float) -> str:
 def progress(label: str, total: int, *, enabled: bool = True) -> Iterator[Reporter]:
     """A reporter for `total` items of work called `label`."""
     if not enabled:
-        yield _Silent()
+        yield Reporter()
     elif not sys.stderr.isatty():
         yield _Lines(label, total)
     else:
