@@ -61,8 +61,8 @@ class Speaker:
         """
         from tunesmith.schema.records import Prompt
 
-        asked = {"role": "user", "content": line}
-        content = (*self.history, asked) if self.has_template else line
+        message = {"role": "user", "content": line}
+        content = (*self.history, message) if self.has_template else line
         pieces: list[str] = []
 
         def on_text(_prompt: int, _sample: int, piece: str) -> None:
@@ -76,7 +76,7 @@ class Speaker:
             is_cut = True
         text = "".join(pieces)
         if self.has_template and (text or not is_cut):
-            self.history += [asked, {"role": "assistant", "content": text}]
+            self.history += [message, {"role": "assistant", "content": text}]
         return Answer(text, is_cut)
 
 

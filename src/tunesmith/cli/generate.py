@@ -121,7 +121,7 @@ def _complete_live(engine: "Engine", prompts: "Sequence[Prompt]", sampling: "Sam
     """Print the prompt and stream its completion."""
     from rich.text import Text
 
-    Output(as_json=False).console.print(Text(_asked(prompts[0]), "bold"), end="", soft_wrap=True)
+    Output(as_json=False).console.print(Text(_prompt_text(prompts[0]), "bold"), end="", soft_wrap=True)
     live = LiveText(sys.stdout)
     groups = engine.generate(prompts, 1, sampling, on_text=lambda _prompt, _sample, text: live.add(text))
     live.end(_end(groups[0].completions[0]) + "\n")
@@ -155,12 +155,12 @@ def _show(groups: "Sequence[Group]", output: Output) -> None:
 
     for group in groups:
         for completion in group.completions:
-            asked = (_asked(group.prompt), "bold")
-            output.say(Text.assemble(asked, visible(completion.text) + _end(completion)))
+            prompt = (_prompt_text(group.prompt), "bold")
+            output.say(Text.assemble(prompt, visible(completion.text) + _end(completion)))
             output.say("")
 
 
-def _asked(prompt: "Prompt") -> str:
+def _prompt_text(prompt: "Prompt") -> str:
     """The prompt as printed before its completion, with a line break after a conversation."""
     from tunesmith.schema.records import plain_text
 

@@ -110,7 +110,7 @@ def _fill(votes: "VoteStore", campaign_id: int, items: "Sequence[NewItem]", outp
 
 def _adjusted(campaign: "CampaignSettings", options: ServeOptions) -> "CampaignSettings":
     """The campaign with what the flags say; what they do not say stays as it was at the last start."""
-    said = {
+    given = {
         "guidelines": None if options.guidelines is None else _text(options.guidelines),
         "overlap": options.overlap,
         "gold_share": options.gold_share,
@@ -118,7 +118,7 @@ def _adjusted(campaign: "CampaignSettings", options: ServeOptions) -> "CampaignS
         "lease_s": None if options.lease is None else 60 * options.lease,
         "answer_style": "raw" if options.raw else None,
     }
-    return replace(campaign, **{name: value for name, value in said.items() if value is not None})
+    return replace(campaign, **{name: value for name, value in given.items() if value is not None})
 
 
 def _text(path: Path) -> str:

@@ -41,7 +41,7 @@ class Goal:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ScoredText:
     """One text by a model, and its score."""
 
     text: str
@@ -56,7 +56,7 @@ class PromptSamples:
     continues: bool
     mean_before: str
     mean_after: str
-    pairs: tuple[tuple[Said, Said], ...]
+    pairs: tuple[tuple[ScoredText, ScoredText], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class StepSamples:
     """Samples drawn at one training step."""
 
     step: str
-    samples: tuple[tuple[str, bool, Said], ...]
+    samples: tuple[tuple[str, bool, ScoredText], ...]
 
 
 def comparison_tiles(comparison: Facts) -> tuple[Tile, ...]:
@@ -164,7 +164,7 @@ def _prompt_samples(group: Sequence[Row]) -> PromptSamples:
         continues=isinstance(prompt, str),
         mean_before=score(_mean(group, "score_before")),
         mean_after=score(_mean(group, "score_after")),
-        pairs=tuple((_said(sample, "before"), _said(sample, "after")) for sample in group[:MAX_PAIRS]),
+        pairs=tuple((_scored_text(sample, "before"), _scored_text(sample, "after")) for sample in group[:MAX_PAIRS]),
     )
 
 
@@ -173,8 +173,8 @@ def _mean(group: Sequence[Row], key: str) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _said(sample: Row, side: str) -> Said:
-    return Said(cut(sample.get(f"text_{side}")), score(sample.get(f"score_{side}")))
+def _scored_text(sample: Row, side: str) -> ScoredText:
+    return ScoredText(cut(sample.get(f"text_{side}")), score(sample.get(f"score_{side}")))
 
 
 def step_samples(samples: Sequence[Row]) -> tuple[StepSamples, ...]:
@@ -188,12 +188,12 @@ def step_samples(samples: Sequence[Row]) -> tuple[StepSamples, ...]:
     )
 
 
-def _step_sample(row: Row) -> tuple[str, bool, Said]:
+def _step_sample(row: Row) -> tuple[str, bool, ScoredText]:
     value = next((row[key] for key in ("reward", "score", "rewards") if key in row), None)
     return (
         cut(row.get("prompt"), 1_000),
         isinstance(row.get("prompt"), str),
-        Said(cut(row.get("completion")), score(value)),
+        ScoredText(cut(row.get("completion")), score(value)),
     )
 
 
@@ -203,8 +203,8 @@ class VoteView:
 
     prompt: str
     continues: bool
-    chosen: Said
-    rejected: Said
+    chosen: ScoredText
+    rejected: ScoredText
     tie: bool
 
 
@@ -217,10 +217,10 @@ def _vote(row: Row) -> VoteView:
     raw = row.get("prompt")
     prompt = raw.get("content") if isinstance(raw, Mapping) else raw  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
     if "chosen" in row:
-        won, lost = (Said(cut(row.get(side)), score(row.get(f"score_{side}"))) for side in ("chosen", "rejected"))
+        won, lost = (ScoredText(cut(row.get(side)), score(row.get(f"score_{side}"))) for side in ("chosen", "rejected"))
     else:
         first, second = ("b", "a") if row.get("preference") == "b" else ("a", "b")
-        won, lost = (Said(cut(row.get(side)), score(row.get(f"score_{side}"))) for side in (first, second))
+        won, lost = (ScoredText(cut(row.get(side)), score(row.get(f"score_{side}"))) for side in (first, second))
     tie = bool(row.get("tie")) or row.get("preference") == "tie"
     return VoteView(prompt_text(prompt), isinstance(prompt, str), won, lost, tie)
 
