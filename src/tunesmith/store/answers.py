@@ -1,4 +1,4 @@
-"""Votes, rankings and written answers: append-only rows, of which the highest revision of a presentation counts."""
+"""Votes, rankings and written answers: append-only rows; a presentation's highest revision is the effective one."""
 
 import json
 import random
@@ -8,57 +8,13 @@ from typing import Any
 from sqlalchemy import Connection, Table, exists, insert, select, update
 
 from tunesmith.core.errors import UnknownPresentationError, VoteConflictError, VoteError
-from tunesmith.store.campaigns import campaign, rater_named
 from tunesmith.store.campaigns import campaign as load_campaign
+from tunesmith.store.campaigns import rater_named
 from tunesmith.store.content import check_text
 from tunesmith.store.items import add_items, candidate_ids, texts_of_items
-from tunesmith.store.queue import add_presentation, has_room, num_allowed, refresh_open_items
+from tunesmith.store.queue import add_presentation, has_free_slot, quota_left, refresh_open_items
 from tunesmith.store.records import VERDICTS, Campaign, GivenVote, Verdict, VoteReceipt
-from tunesmith.store.tables import demonstrations, items, presentations, rankings, votes
-
-
-def add_votes(
-    connection: Connection, draw: random.Random, campaign_id: int, given: Sequence[GivenVote], now: float
-) -> int:
-    """Number of votes added. A rater's vote on an item that they have judged or hold already is passed over."""
-    item_ids = add_items(connection, campaign_id, [vote.item for vote in given]).item_ids
-    num_new = 0
-    for vote, item_id in zip(given, item_ids, strict=True):
-        rater_id = rater_named(connection, vote.rater, now)
-        is_there = exists().where(presentations.c.item_id == item_id, presentations.c.rater_id == rater_id)
-        if connection.execute(select(is_there)).scalar():
-            continue
-        _add(connection, draw, vote, item_id, rater_id, now)
-        num_new += 1
-    overlap = campaign(connection, campaign_id).settings.overlap
-    refresh_open_items(connection, campaign_id, overlap, sorted(set(item_ids)))
-    return num_new
-
-
-def _add(connection: Connection, draw: random.Random, vote: GivenVote, item_id: int, rater_id: int, now: float) -> None:
-    time = now if vote.created_at is None else vote.created_at
-    shown = add_presentation(
-        connection, draw, 2, state="done", item_id=item_id, rater_id=rater_id, shown_at=time, lease_until=time
-    )
-    ids = candidate_ids(connection, item_id)
-    # The item may have been there with its answers the other way round.
-    better = texts_of_items(connection, [item_id])[item_id].index(vote.item.candidates[vote.better].text)
-    side = "left" if shown.order[0] == better else "right"
-    verdict = {"much_better": f"{side}_much", "better": side}.get(vote.verdict, vote.verdict)
-    is_decided = vote.verdict in ("much_better", "better")
-    connection.execute(
-        insert(votes).values(
-            presentation_id=shown.id,
-            revision=1,
-            verdict=verdict,
-            reason=check_text(vote.reason, "the reason"),
-            chosen_candidate_id=ids[better] if is_decided else None,
-            rejected_candidate_id=ids[1 - better] if is_decided else None,
-            dwell_ms=vote.dwell_ms,
-            created_at=time,
-        )
-    )
-
+from tunesmith.store.tables import demonstrations, items, new_id, presentations, rankings, votes
 
 _MAX_DWELL_MS = 2**31 - 1
 _LEFT = ("left_much", "left")
@@ -66,7 +22,7 @@ _RIGHT = ("right_much", "right")
 
 
 class Answering:
-    """One presentation that its rater answers, inside a transaction.
+    """A rater's answer to one presentation, inside a transaction.
 
     Raises UnknownPresentationError if the token is not this rater's.
     """
@@ -83,59 +39,61 @@ class Answering:
         self._item: Any = connection.execute(select(items).where(items.c.id == shown.item_id)).one()
         self._campaign: Campaign = load_campaign(connection, self._item.campaign_id)
         self._answers: Table = votes if self._item.kind == "pair" else rankings
+        # Indices of the item's answers from left to right.
+        self._order: list[int] = json.loads(shown.order_json)
 
     def vote(self, verdict: Verdict, reason: str, dwell_ms: int | None, request_key: str | None) -> VoteReceipt:
-        """Record a verdict; a ranking can only be skipped this way."""
+        """Store a verdict; for a ranking only `skip` is allowed."""
         if verdict not in VERDICTS:
             raise VoteError(f"verdict {verdict!r} is unknown; give one of {', '.join(VERDICTS)}")
         check_text(reason, "the reason")
+        content: dict[str, object] = {"verdict": verdict, "reason": reason}
         if self._item.kind != "pair":
             if verdict != "skip":
-                raise VoteError(f"{verdict!r} does not fit {self._num_answers} answers; rank them, or skip")
-            return self._add({"verdict": "skip", "reason": reason, "ranks_json": None}, dwell_ms, request_key)
+                raise VoteError(f"{verdict!r} does not fit {len(self._order)} answers; rank them, or skip")
+            return self._add({**content, "ranks_json": None}, dwell_ms, request_key)
         ids = candidate_ids(self._connection, self._item.id)
-        left, right = (ids[place] for place in self._order)
+        left, right = (ids[index] for index in self._order)
         chosen, rejected = None, None
         if verdict in _LEFT:
             chosen, rejected = left, right
         elif verdict in _RIGHT:
             chosen, rejected = right, left
-        content = {"chosen_candidate_id": chosen, "rejected_candidate_id": rejected}
-        return self._add({"verdict": verdict, "reason": reason, **content}, dwell_ms, request_key)
+        content |= {"chosen_candidate_id": chosen, "rejected_candidate_id": rejected}
+        return self._add(content, dwell_ms, request_key)
 
     def rank(self, ranks: Sequence[int], dwell_ms: int | None, request_key: str | None) -> VoteReceipt:
-        """Record a ranking, given for the answers from left to right."""
+        """Store a ranking, given for the answers from left to right. Ranks are stored without gaps."""
         if self._item.kind != "ranking":
             raise VoteError("these two answers are a pair; give a verdict")
-        if len(ranks) != self._num_answers or not all(1 <= rank <= self._num_answers for rank in ranks):
+        num = len(self._order)
+        if len(ranks) != num or not all(1 <= rank <= num for rank in ranks):
             raise VoteError(
-                f"ranks {list(ranks)} do not fit; give {self._num_answers} places from 1 (the best) to "
-                f"{self._num_answers}, equal ones for ties"
+                f"ranks {list(ranks)} do not fit; give {num} ranks from 1 (the best) to {num}, equal ones for ties"
             )
-        places = sorted(set(ranks))
-        by_position = [0] * self._num_answers
+        distinct = sorted(set(ranks))
+        by_position = [0] * num
         for position, rank in zip(self._order, ranks, strict=True):
-            by_position[position] = places.index(rank) + 1
+            by_position[position] = distinct.index(rank) + 1
         content = {"verdict": "ranked", "reason": "", "ranks_json": json.dumps(by_position)}
         return self._add(content, dwell_ms, request_key)
 
     def withdraw(self) -> VoteReceipt:
-        """Undo the last vote or ranking: the presentation is open again."""
+        """Undo the last vote or ranking, which opens the presentation again."""
         last = self._last(self._answers)
         if last is None:
             raise VoteError("there is no vote to undo")
         if last.verdict == "withdrawn":
-            return self._receipt(last, is_repeat=True)
-        self._check_time(last)
+            return self._receipt(last)
+        self._check_undo_time(last)
         if self._shown.state == "skipped":
-            self._check_room()
-        content: dict[str, object] = {"verdict": "withdrawn", "reason": ""}
-        receipt = self._insert(self._answers, content, int(last.revision) + 1, None, None)
+            self._check_slot()
+        receipt = self._insert(self._answers, {"verdict": "withdrawn", "reason": ""}, last, None)
         self._set_state("open")
         return receipt
 
     def demonstrate(self, text: str, request_key: str | None) -> VoteReceipt:
-        """Record an answer that the rater wrote. The presentation stays as it is."""
+        """Store an answer that the rater wrote. The state of the presentation does not change."""
         if not text.strip():
             raise VoteError("the answer is empty; write one, or leave it out")
         check_text(text, "the answer")
@@ -144,96 +102,84 @@ class Answering:
         if repeated is not None:
             return repeated
         content = {"text": text, "prompt_id": self._item.prompt_id, "rater_id": self._shown.rater_id}
-        revision = 1 if last is None else int(last.revision) + 1
-        return self._insert(demonstrations, content, revision, None, request_key)
-
-    @property
-    def _order(self) -> list[int]:
-        return json.loads(self._shown.order_json)
-
-    @property
-    def _num_answers(self) -> int:
-        return len(self._order)
+        return self._insert(demonstrations, content, last, request_key)
 
     def _add(self, content: Mapping[str, object], dwell_ms: int | None, request_key: str | None) -> VoteReceipt:
-        """Append a revision, unless it is there already."""
+        """Append a revision, unless it is stored already."""
         last = self._last(self._answers)
         repeated = self._repeated(self._answers, last, content, request_key)
         if repeated is not None:
             return repeated
         if last is not None and last.verdict != "withdrawn":
-            self._check_time(last)
+            self._check_undo_time(last)
         state = "skipped" if content["verdict"] == "skip" else "done"
-        if state == "done" and not self._holds_place:
-            self._check_room()
-        revision = 1 if last is None else int(last.revision) + 1
-        receipt = self._insert(self._answers, content, revision, dwell_ms, request_key)
+        if state == "done" and not self._holds_slot:
+            self._check_slot()
+        dwell_ms = None if dwell_ms is None else min(max(0, dwell_ms), _MAX_DWELL_MS)
+        receipt = self._insert(self._answers, {**content, "dwell_ms": dwell_ms}, last, request_key)
         self._set_state(state)
         return receipt
 
     def _repeated(
         self, table: Table, last: Any | None, content: Mapping[str, object], request_key: str | None
     ) -> VoteReceipt | None:
-        """The receipt of the row that says the same: of the same request, or the last one of the presentation."""
+        """The receipt of the row with this request key, or of the last one if its content is the same."""
         if request_key is not None:
             if not 0 < len(request_key) <= 200:
                 raise VoteError(f"the request key has {len(request_key)} characters; give 1 to 200")
             check_text(request_key, "the request key")
-            of_request = select(table).where(
-                table.c.presentation_id == self._shown.id, table.c.request_key == request_key
-            )
-            found = self._connection.execute(of_request).first()
+            is_same_request = table.c.presentation_id == self._shown.id, table.c.request_key == request_key
+            found = self._connection.execute(select(table).where(*is_same_request)).first()
             if found is not None and not _is_same(found, content):
                 raise VoteError("this request key was used with another content; give each vote a key of its own")
             if found is not None:
-                return self._receipt(found, is_repeat=True)
-        return self._receipt(last, is_repeat=True) if last is not None and _is_same(last, content) else None
+                return self._receipt(found)
+        return self._receipt(last) if last is not None and _is_same(last, content) else None
 
     def _last(self, table: Table) -> Any | None:
         query = select(table).where(table.c.presentation_id == self._shown.id).order_by(table.c.revision.desc())
         return self._connection.execute(query.limit(1)).first()
 
     def _insert(
-        self, table: Table, content: Mapping[str, object], revision: int, dwell_ms: int | None, request_key: str | None
+        self, table: Table, content: Mapping[str, object], last: Any | None, request_key: str | None
     ) -> VoteReceipt:
-        values: dict[str, object] = dict(content)
-        if "dwell_ms" in table.c:
-            values["dwell_ms"] = None if dwell_ms is None else min(max(0, dwell_ms), _MAX_DWELL_MS)
+        """Insert the revision after `last`."""
+        values: dict[str, Any] = {**content, "revision": 1 if last is None else int(last.revision) + 1}
         result = self._connection.execute(
             insert(table).values(
-                presentation_id=self._shown.id,
-                revision=revision,
-                created_at=self._now,
-                request_key=request_key,
-                **values,
+                presentation_id=self._shown.id, created_at=self._now, request_key=request_key, **values
             )
         )
-        key: Any = result.inserted_primary_key
-        verdict = str(content.get("verdict", "written"))
-        return self._receipt_of(int(key[0]), revision, verdict, self._now, is_repeat=False)
+        verdict = values.get("verdict", "written")
+        undo_until = self._now + self._campaign.settings.undo_s
+        return VoteReceipt(new_id(result), self._shown.token, values["revision"], verdict, self._now, undo_until)
 
-    def _receipt(self, row: Any, *, is_repeat: bool) -> VoteReceipt:
-        verdict = getattr(row, "verdict", "written")
-        return self._receipt_of(row.id, row.revision, verdict, row.created_at, is_repeat=is_repeat)
-
-    def _receipt_of(self, id_: int, revision: int, verdict: str, time: float, *, is_repeat: bool) -> VoteReceipt:
-        undo_until = time + self._campaign.settings.undo_s
-        return VoteReceipt(id_, self._shown.token, revision, verdict, time, undo_until, is_repeat)
+    def _receipt(self, row: Any) -> VoteReceipt:
+        """The receipt of a row that was stored before."""
+        return VoteReceipt(
+            id=row.id,
+            token=self._shown.token,
+            revision=row.revision,
+            verdict=getattr(row, "verdict", "written"),
+            created_at=row.created_at,
+            undo_until=row.created_at + self._campaign.settings.undo_s,
+            is_repeat=True,
+        )
 
     @property
-    def _holds_place(self) -> bool:
+    def _holds_slot(self) -> bool:
         is_leased = self._shown.state == "open" and self._shown.lease_until > self._now
         return is_leased or self._shown.state == "done"
 
-    def _check_time(self, last: Any) -> None:
+    def _check_undo_time(self, last: Any) -> None:
         if self._now > last.created_at + self._campaign.settings.undo_s:
             raise VoteConflictError(
                 f"a vote can be changed for {self._campaign.settings.undo_s:g} s, and this time is over"
             )
 
-    def _check_room(self) -> None:
-        has_place = has_room(self._connection, self._item, self._shown.id, self._campaign, self._now)
-        if not has_place or num_allowed(self._connection, self._shown.rater_id, self._campaign, self._now) < 1:
+    def _check_slot(self) -> None:
+        is_free = has_free_slot(self._connection, self._item, self._shown.id, self._campaign, self._now)
+        if not is_free or quota_left(self._connection, self._shown.rater_id, self._campaign, self._now) < 1:
             raise VoteConflictError("this item needs no more votes; ask for the next one")
 
     def _set_state(self, state: str) -> None:
@@ -242,6 +188,50 @@ class Answering:
             values["lease_until"] = self._now + self._campaign.settings.lease_s
         self._connection.execute(update(presentations).where(presentations.c.id == self._shown.id).values(**values))
         refresh_open_items(self._connection, self._campaign.id, self._campaign.settings.overlap, [int(self._item.id)])
+
+
+def add_votes(
+    connection: Connection, rng: random.Random, campaign_id: int, given: Sequence[GivenVote], now: float
+) -> int:
+    """Number of imported votes added. One on an item that its rater has judged or holds already is skipped."""
+    item_ids = add_items(connection, campaign_id, [vote.item for vote in given]).item_ids
+    num_new = 0
+    for vote, item_id in zip(given, item_ids, strict=True):
+        rater_id = rater_named(connection, vote.rater, now)
+        is_there = exists().where(presentations.c.item_id == item_id, presentations.c.rater_id == rater_id)
+        if not connection.execute(select(is_there)).scalar():
+            _add_vote(connection, rng, vote, item_id, rater_id, now)
+            num_new += 1
+    overlap = load_campaign(connection, campaign_id).settings.overlap
+    refresh_open_items(connection, campaign_id, overlap, sorted(set(item_ids)))
+    return num_new
+
+
+def _add_vote(
+    connection: Connection, rng: random.Random, vote: GivenVote, item_id: int, rater_id: int, now: float
+) -> None:
+    time = now if vote.created_at is None else vote.created_at
+    shown = add_presentation(
+        connection, rng, 2, state="done", item_id=item_id, rater_id=rater_id, shown_at=time, lease_until=time
+    )
+    ids = candidate_ids(connection, item_id)
+    # The item may have been stored with its answers in the other order.
+    better = texts_of_items(connection, [item_id])[item_id].index(vote.item.candidates[vote.better].text)
+    side = "left" if shown.order[0] == better else "right"
+    verdict = {"much_better": f"{side}_much", "better": side}.get(vote.verdict, vote.verdict)
+    is_decided = vote.verdict in ("much_better", "better")
+    connection.execute(
+        insert(votes).values(
+            presentation_id=shown.id,
+            revision=1,
+            verdict=verdict,
+            reason=check_text(vote.reason, "the reason"),
+            chosen_candidate_id=ids[better] if is_decided else None,
+            rejected_candidate_id=ids[1 - better] if is_decided else None,
+            dwell_ms=vote.dwell_ms,
+            created_at=time,
+        )
+    )
 
 
 def _is_same(row: Any, content: Mapping[str, object]) -> bool:

@@ -1,4 +1,4 @@
-"""Campaigns and raters as rows."""
+"""Campaigns, raters and commands: the rows and the rules of changing them. Each function runs in a transaction."""
 
 import math
 import secrets
@@ -13,19 +13,19 @@ from tunesmith.store import tables
 from tunesmith.store.content import check_name, check_text, token_sha256
 from tunesmith.store.queue import refresh_open_items
 from tunesmith.store.records import Campaign, CampaignSettings, CommandKind, NewRater, PolicyVersion, Rater, Role
+from tunesmith.store.tables import new_id
 
 _SETTINGS = tuple(field.name for field in fields(CampaignSettings))
 _MAX_OVERLAP = 1000
 
 
 def set_campaign(connection: Connection, settings: CampaignSettings, now: float) -> Campaign:
-    """The campaign of this name, made or changed."""
+    """Create or change the campaign of this name, and reopen it if it was closed."""
     _check_settings(settings)
     table = tables.campaigns
     found = connection.execute(select(table.c.id).where(table.c.name == settings.name)).scalar()
     if found is None:
-        result = connection.execute(insert(table).values(**asdict(settings), created_at=now))
-        found = _new_id(result.inserted_primary_key)
+        found = new_id(connection.execute(insert(table).values(**asdict(settings), created_at=now)))
     else:
         connection.execute(update(table).where(table.c.id == found).values(**asdict(settings), closed_at=None))
         # Another overlap opens or closes items.
@@ -34,7 +34,7 @@ def set_campaign(connection: Connection, settings: CampaignSettings, now: float)
 
 
 def campaign(connection: Connection, campaign_id: int) -> Campaign:
-    """One campaign. Raises StoreError if there is none of this id."""
+    """The campaign of this id. Raises StoreError if there is none."""
     found = connection.execute(select(tables.campaigns).where(tables.campaigns.c.id == campaign_id)).first()
     if found is None:
         raise StoreError(f"there is no campaign {campaign_id}")
@@ -47,7 +47,7 @@ def all_campaigns(connection: Connection) -> list[Campaign]:
 
 
 def close_campaign(connection: Connection, campaign_id: int, now: float) -> None:
-    """Ask for no more votes."""
+    """Set `closed_at`. Raises StoreError if there is no such campaign."""
     campaign(connection, campaign_id)
     connection.execute(update(tables.campaigns).where(tables.campaigns.c.id == campaign_id).values(closed_at=now))
 
@@ -59,21 +59,14 @@ def add_rater(
     if role not in ("rater", "admin"):
         raise StoreError(f"role {role!r} is unknown; give rater or admin")
     token = secrets.token_urlsafe(24)
-    result = connection.execute(
-        insert(tables.raters).values(
-            name=_free_name(connection, name),
-            role=role,
-            token_sha256=token_sha256(token),
-            invited_by=invited_by,
-            created_at=now,
-            expires_at=expires_at,
-        )
-    )
-    return NewRater(_rater_of_id(connection, _new_id(result.inserted_primary_key)), token)
+    values = {"name": _free_name(connection, name), "role": role, "token_sha256": token_sha256(token)}
+    times = {"created_at": now, "expires_at": expires_at}
+    result = connection.execute(insert(tables.raters).values(**values, **times, invited_by=invited_by))
+    return NewRater(_rater_of_id(connection, new_id(result)), token)
 
 
 def rater_of_token(connection: Connection, token: str, now: float) -> Rater | None:
-    """Whom `token` lets in; None for a wrong, expired or disabled one."""
+    """The rater with this token; None for a wrong, expired or disabled one."""
     table = tables.raters
     found = connection.execute(select(table).where(table.c.token_sha256 == token_sha256(token))).first()
     rater = None if found is None else _rater(found)
@@ -85,7 +78,7 @@ def rater_of_token(connection: Connection, token: str, now: float) -> Rater | No
 def redeem(
     connection: Connection, token: str, name: str | None, expires_at: float | None, now: float
 ) -> NewRater | None:
-    """The rater of `token` with a fresh token in its place; None if it lets nobody in."""
+    """The rater of `token` with a fresh token in its place; None for a bad token."""
     rater = rater_of_token(connection, token, now)
     if rater is None:
         return None
@@ -98,14 +91,12 @@ def redeem(
 
 
 def rater_named(connection: Connection, name: str, now: float) -> int:
-    """Id of the rater of this name, made without access if there is none: for votes that come from elsewhere."""
+    """Id of the rater of this name, who is created without access if missing: for imported votes."""
     found = connection.execute(select(tables.raters.c.id).where(tables.raters.c.name == name)).scalar()
     if found is not None:
         return int(found)
-    result = connection.execute(
-        insert(tables.raters).values(name=check_name(name, "the rater's name"), role="rater", created_at=now)
-    )
-    return _new_id(result.inserted_primary_key)
+    values = {"name": check_name(name, "the rater's name"), "role": "rater", "created_at": now}
+    return new_id(connection.execute(insert(tables.raters).values(**values)))
 
 
 def all_raters(connection: Connection) -> list[Rater]:
@@ -114,7 +105,7 @@ def all_raters(connection: Connection) -> list[Rater]:
 
 
 def disable_rater(connection: Connection, rater_id: int, now: float) -> None:
-    """End a rater's access."""
+    """Set `disabled_at`. Raises StoreError if there is no such rater."""
     _rater_of_id(connection, rater_id)
     connection.execute(update(tables.raters).where(tables.raters.c.id == rater_id).values(disabled_at=now))
 
@@ -125,30 +116,29 @@ def add_command(connection: Connection, kind: CommandKind, argument: str, rater_
         raise StoreError(f"command {kind!r} is unknown; there is rollback")
     check_text(argument, "the command's argument")
     values = {"kind": kind, "argument": argument, "rater_id": rater_id, "created_at": now}
-    return _new_id(connection.execute(insert(tables.commands).values(**values)).inserted_primary_key)
+    return new_id(connection.execute(insert(tables.commands).values(**values)))
 
 
 def copy_versions(connection: Connection, versions: Sequence[PolicyVersion]) -> None:
     """Add or replace the copies of the trainer's versions."""
     table = tables.shown_versions
-    there = set(connection.execute(select(table.c.version)).scalars())
+    known = set(connection.execute(select(table.c.version)).scalars())
     for version in versions:
-        values = asdict(version)
-        if version.version in there:
-            connection.execute(update(table).where(table.c.version == version.version).values(**values))
+        if version.version in known:
+            connection.execute(update(table).where(table.c.version == version.version).values(**asdict(version)))
         else:
-            connection.execute(insert(table).values(**values))
+            connection.execute(insert(table).values(**asdict(version)))
 
 
 def _check_settings(settings: CampaignSettings) -> None:
     check_name(settings.name, "the campaign's name")
     check_text(settings.guidelines, "the campaign's guidelines")
-    numbers = {"lease_s": settings.lease_s, "undo_s": settings.undo_s, "gold_share": settings.gold_share}
-    for name, number in numbers.items():
+    for name in ("lease_s", "undo_s", "gold_share"):
+        number = getattr(settings, name)
         if not math.isfinite(number) or number < 0:
             raise StoreError(f"{name} is {number}; it must be finite and at least 0")
     if settings.lease_s == 0:
-        raise StoreError("lease_s is 0; give the seconds for which a pair is kept for one rater")
+        raise StoreError("lease_s is 0; give the seconds for which a pair is leased to one rater")
     if settings.gold_share > 0.5:
         raise StoreError(f"gold_share is {settings.gold_share}; it must be at most 0.5")
     if not 1 <= settings.overlap <= _MAX_OVERLAP:
@@ -182,7 +172,3 @@ def _campaign(row: Any) -> Campaign:
 
 def _rater(row: Any) -> Rater:
     return Rater(**{field.name: getattr(row, field.name) for field in fields(Rater)})
-
-
-def _new_id(key: Any) -> int:
-    return int(key[0])

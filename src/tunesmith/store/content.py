@@ -1,4 +1,4 @@
-"""Prompts, tokens and texts as the columns hold them, and what text may be stored at all."""
+"""Encoding of prompts, tokens and texts as columns, and checks of text before it is stored."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ MAX_NAME = 200
 
 
 def is_storable(text: str) -> bool:
-    """True if every database and file can carry `text`: it has no NUL and no lone surrogate."""
+    """True if every database and file can hold `text`: it has no NUL and no lone surrogate."""
     return _fault(text) is None
 
 
@@ -26,7 +26,7 @@ def check_text(text: str, what: str) -> str:
 
 
 def check_name(name: str, what: str) -> str:
-    """`name` itself. Raises DataError if it is blank, longer than `MAX_NAME`, or no storable text."""
+    """`name` itself. Raises DataError if it is blank, longer than `MAX_NAME`, or not storable."""
     if not name.strip():
         raise DataError(f"{what} is empty; give a name")
     if len(name) > MAX_NAME:
@@ -34,34 +34,31 @@ def check_name(name: str, what: str) -> str:
     return check_text(name, what)
 
 
-def check_content(content: Text, what: str) -> Text:
-    """`content` itself, text or messages. Raises DataError as `check_text` does."""
+def check_content(content: Text, what: str) -> None:
+    """Raise DataError as `check_text` does, for text or messages."""
     for text in [content] if isinstance(content, str) else [part for message in content for part in message.values()]:
         check_text(text, what)
-    return content
 
 
 def encode_content(content: Text) -> str:
-    """A prompt as JSON: equal prompts give equal JSON."""
+    """A prompt as JSON; equal prompts give equal JSON."""
     plain = content if isinstance(content, str) else [dict(message) for message in content]
     return json.dumps(plain, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
 
 
 def decode_content(encoded: str) -> Text:
-    """The prompt that `encode_content` wrote."""
+    """The prompt of `encode_content`."""
     value: object = json.loads(encoded)
-    if isinstance(value, str):
-        return value
-    return tuple(cast(Sequence[Message], value))
+    return value if isinstance(value, str) else tuple(cast(Sequence[Message], value))
 
 
 def content_sha256(encoded: str) -> str:
-    """The hash that tells prompts apart, of what `encode_content` gave."""
+    """SHA-256 of an encoded prompt, which identifies it."""
     return hashlib.sha256(encoded.encode()).hexdigest()
 
 
 def token_sha256(token: str) -> str:
-    """What is kept of a token that lets somebody in. Tokens have 128 random bits, so that no salt is needed."""
+    """SHA-256 of an access token. Tokens have at least 128 random bits, so no salt is needed."""
     return hashlib.sha256(token.encode("utf-8", errors="surrogatepass")).hexdigest()
 
 
@@ -71,12 +68,12 @@ def encode_numbers(numbers: Sequence[float] | None) -> str | None:
 
 
 def decode_ints(encoded: str | None) -> tuple[int, ...] | None:
-    """Whole numbers that `encode_numbers` wrote."""
+    """Integers of `encode_numbers`."""
     return None if encoded is None else tuple(cast(Sequence[int], json.loads(encoded)))
 
 
 def decode_floats(encoded: str | None) -> tuple[float, ...] | None:
-    """Numbers that `encode_numbers` wrote."""
+    """Floats of `encode_numbers`."""
     return None if encoded is None else tuple(cast(Sequence[float], json.loads(encoded)))
 
 

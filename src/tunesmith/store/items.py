@@ -1,8 +1,8 @@
-"""Items: a prompt with answers to be judged. Given ones are told apart by their texts, the trainer's by their offer."""
+"""Items: a prompt with answers to judge. Given items are identified by their texts, the trainer's by their offer."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from sqlalchemy import Connection, and_, insert, select, update
 
@@ -17,74 +17,27 @@ from tunesmith.store.content import (
     encode_numbers,
 )
 from tunesmith.store.records import Candidate, NewItem, Offer
-from tunesmith.store.tables import candidates, item_candidates, items, prompts
-
-_CHUNK = 500
-"""Ids in one query: databases limit the number of parameters."""
-
-
-def texts_of_items(connection: Connection, item_ids: Sequence[int]) -> dict[int, list[str]]:
-    """The answers of each item, by position."""
-    texts: dict[int, list[str]] = {item_id: [] for item_id in item_ids}
-    columns = item_candidates.c.item_id, candidates.c.text
-    for row in _rows(connection, item_ids, columns):
-        texts[row.item_id].append(row.text)
-    return texts
-
-
-def candidates_of_items(connection: Connection, item_ids: Sequence[int]) -> Mapping[int, list[Candidate]]:
-    """The answers of each item with tokens and log-probs, by position."""
-    found: dict[int, list[Candidate]] = {item_id: [] for item_id in item_ids}
-    for row in _rows(connection, item_ids, (item_candidates.c.item_id, *candidates.c)):
-        found[row.item_id].append(
-            Candidate(
-                text=row.text,
-                token_ids=decode_ints(row.token_ids_json),
-                logps=decode_floats(row.logps_json),
-                weight_version=row.weight_version,
-                source_id=row.source_id,
-            )
-        )
-    return found
-
-
-def candidate_ids(connection: Connection, item_id: int) -> list[int]:
-    """Ids of an item's answers, by position."""
-    query = select(item_candidates.c.candidate_id).where(item_candidates.c.item_id == item_id)
-    return list(connection.execute(query.order_by(item_candidates.c.position)).scalars())
-
-
-def chunks(ids: Sequence[int]) -> Iterator[Sequence[int]]:
-    """`ids` without repeats, in pieces that fit into one query."""
-    unique = list(dict.fromkeys(ids))
-    for start in range(0, len(unique), _CHUNK):
-        yield unique[start : start + _CHUNK]
-
-
-def _rows(connection: Connection, item_ids: Sequence[int], columns: Sequence[Any]) -> Iterator[Any]:
-    for chunk in chunks(item_ids):
-        yield from connection.execute(
-            select(*columns)
-            .select_from(item_candidates.join(candidates))
-            .where(item_candidates.c.item_id.in_(chunk))
-            .order_by(item_candidates.c.item_id, item_candidates.c.position)
-        )
-
+from tunesmith.store.tables import candidates, item_candidates, items, new_id, prompts
 
 MAX_ANSWERS = 10
 """Most answers of a ranking."""
 
+_CHUNK = 500
+"""Values in one IN clause: databases limit the number of parameters."""
+
+V = TypeVar("V", int, str)
+
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """The ids of the items that were asked for, in that order, and how many of them are new."""
+    """Ids of the requested items, in that order, and how many of them are new."""
 
     item_ids: tuple[int, ...]
     num_new: int
 
 
 def check_answers(texts: Sequence[str], where: str) -> None:
-    """Raise DataError for fewer than two answers, too many, equal ones, or a text that cannot be stored."""
+    """Raise DataError for fewer than two answers, too many, equal ones, or text that cannot be stored."""
     if not 2 <= len(texts) <= MAX_ANSWERS:
         raise DataError(f"{where} has {len(texts)} answers; give 2 to {MAX_ANSWERS}")
     for number, text in enumerate(texts, start=1):
@@ -104,40 +57,78 @@ def check_item(item: NewItem, where: str) -> None:
 
 
 def add_items(connection: Connection, campaign_id: int, new: Sequence[NewItem]) -> Added:
-    """Add items. A given item (without an offer) that is there already, in whatever order of its answers, is not added
-    again.
-    """
-    for number, item in enumerate(new):
-        check_item(item, f"item {number + 1}")
+    """Add items. Given items (without an offer) that exist, in whatever order of their answers, are not added again."""
+    for number, item in enumerate(new, start=1):
+        check_item(item, f"item {number}")
     prompt_ids = _prompt_ids(connection, campaign_id, [encode_content(item.prompt) for item in new])
-    there = _given_items(connection, campaign_id, prompt_ids)
+    known = _given_items(connection, campaign_id, prompt_ids)
     ids: list[int] = []
     num_new = 0
     for item, prompt_id in zip(new, prompt_ids, strict=True):
         key = (prompt_id, item.kind, frozenset(candidate.text for candidate in item.candidates))
-        found = there.get(key) if item.offer_id is None else None
+        found = known.get(key) if item.offer_id is None else None
         if found is None:
             found = _insert(connection, campaign_id, prompt_id, item)
             num_new += 1
             if item.offer_id is None:
-                there[key] = found
+                known[key] = found
         ids.append(found)
     return Added(tuple(ids), num_new)
 
 
 def ingest(connection: Connection, campaign_id: int, offers: Sequence[Offer], now: float) -> int:
-    """Number of items made of offers that are not here yet; stale offers are retired."""
-    there: set[int] = set()
+    """Number of items made from new offers; stale offers are retired."""
+    known: set[int] = set()
     for chunk in chunks([offer.id for offer in offers]):
         query = select(items.c.offer_id).where(items.c.campaign_id == campaign_id, items.c.offer_id.in_(chunk))
-        there |= {int(id_) for id_ in connection.execute(query).scalars() if id_ is not None}
+        known |= {int(id_) for id_ in connection.execute(query).scalars() if id_ is not None}
     stale = max((offer.retires_before for offer in offers), default=0)
-    fresh = [offer for offer in offers if offer.id not in there and offer.id >= stale]
+    fresh = [offer for offer in offers if offer.id not in known and offer.id >= stale]
     add_items(connection, campaign_id, [_item_of(offer) for offer in fresh])
     if stale:
         is_stale = and_(items.c.campaign_id == campaign_id, items.c.offer_id < stale, items.c.retired_at.is_(None))
         connection.execute(update(items).where(is_stale).values(retired_at=now, is_open=False))
     return len(fresh)
+
+
+def texts_of_items(connection: Connection, item_ids: Sequence[int]) -> dict[int, list[str]]:
+    """The answers of each item, by position."""
+    texts: dict[int, list[str]] = {item_id: [] for item_id in item_ids}
+    for row in _answers(connection, item_ids, (item_candidates.c.item_id, candidates.c.text)):
+        texts[row.item_id].append(row.text)
+    return texts
+
+
+def candidates_of_items(connection: Connection, item_ids: Sequence[int]) -> Mapping[int, list[Candidate]]:
+    """The answers of each item with tokens and log-probs, by position."""
+    found: dict[int, list[Candidate]] = {item_id: [] for item_id in item_ids}
+    for row in _answers(connection, item_ids, (item_candidates.c.item_id, *candidates.c)):
+        numbers = decode_ints(row.token_ids_json), decode_floats(row.logps_json)
+        found[row.item_id].append(Candidate(row.text, *numbers, row.weight_version, row.source_id))
+    return found
+
+
+def candidate_ids(connection: Connection, item_id: int) -> list[int]:
+    """Ids of an item's answers, by position."""
+    query = select(item_candidates.c.candidate_id).where(item_candidates.c.item_id == item_id)
+    return list(connection.execute(query.order_by(item_candidates.c.position)).scalars())
+
+
+def chunks(values: Sequence[V]) -> Iterator[Sequence[V]]:
+    """Unique `values` in pieces that fit into one query."""
+    unique = list(dict.fromkeys(values))
+    for start in range(0, len(unique), _CHUNK):
+        yield unique[start : start + _CHUNK]
+
+
+def _answers(connection: Connection, item_ids: Sequence[int], columns: Sequence[Any]) -> Iterator[Any]:
+    for chunk in chunks(item_ids):
+        yield from connection.execute(
+            select(*columns)
+            .select_from(item_candidates.join(candidates))
+            .where(item_candidates.c.item_id.in_(chunk))
+            .order_by(item_candidates.c.item_id, item_candidates.c.position)
+        )
 
 
 def _item_of(offer: Offer) -> NewItem:
@@ -146,30 +137,24 @@ def _item_of(offer: Offer) -> NewItem:
 
 
 def _prompt_ids(connection: Connection, campaign_id: int, encoded: Sequence[str]) -> list[int]:
-    """Id of each prompt, added where it is new."""
+    """Id of each prompt, which is inserted if new."""
     hashes = [content_sha256(content) for content in encoded]
     ids: dict[str, int] = {}
-    for chunk in chunks_of_texts(hashes):
+    for chunk in chunks(hashes):
         query = select(prompts.c.sha256, prompts.c.id)
         query = query.where(prompts.c.campaign_id == campaign_id, prompts.c.sha256.in_(chunk))
         ids |= {row.sha256: row.id for row in connection.execute(query)}
     for digest, content in zip(hashes, encoded, strict=True):
         if digest not in ids:
             values = {"campaign_id": campaign_id, "content_json": content, "sha256": digest}
-            ids[digest] = _new_id(connection.execute(insert(prompts).values(**values)).inserted_primary_key)
+            ids[digest] = new_id(connection.execute(insert(prompts).values(**values)))
     return [ids[digest] for digest in hashes]
-
-
-def chunks_of_texts(texts: Sequence[str]) -> list[list[str]]:
-    """`texts` without repeats, in pieces that fit into one query."""
-    unique = list(dict.fromkeys(texts))
-    return [unique[start : start + 500] for start in range(0, len(unique), 500)]
 
 
 def _given_items(
     connection: Connection, campaign_id: int, prompt_ids: Sequence[int]
 ) -> dict[tuple[int, str, frozenset[str]], int]:
-    """The given items of these prompts by prompt, kind and texts."""
+    """Ids of the given items of these prompts by prompt, kind and texts."""
     rows: list[Any] = []
     for chunk in chunks(prompt_ids):
         query = select(items.c.id, items.c.prompt_id, items.c.kind)
@@ -181,7 +166,16 @@ def _given_items(
 
 
 def _insert(connection: Connection, campaign_id: int, prompt_id: int, item: NewItem) -> int:
-    ids = [_insert_candidate(connection, prompt_id, candidate) for candidate in item.candidates]
+    ids: list[int] = []
+    for candidate in item.candidates:
+        values = {
+            "text": candidate.text,
+            "token_ids_json": encode_numbers(candidate.token_ids),
+            "logps_json": encode_numbers(candidate.logps),
+            "weight_version": candidate.weight_version,
+            "source_id": check_text(candidate.source_id, "the source of an answer")[:200],
+        }
+        ids.append(new_id(connection.execute(insert(candidates).values(prompt_id=prompt_id, **values))))
     result = connection.execute(
         insert(items).values(
             campaign_id=campaign_id,
@@ -194,25 +188,7 @@ def _insert(connection: Connection, campaign_id: int, prompt_id: int, item: NewI
             is_open=True,
         )
     )
-    item_id = _new_id(result.inserted_primary_key)
-    links = [{"item_id": item_id, "position": place, "candidate_id": id_} for place, id_ in enumerate(ids)]
+    item_id = new_id(result)
+    links = [{"item_id": item_id, "position": position, "candidate_id": id_} for position, id_ in enumerate(ids)]
     connection.execute(insert(item_candidates), links)
     return item_id
-
-
-def _insert_candidate(connection: Connection, prompt_id: int, candidate: Candidate) -> int:
-    result = connection.execute(
-        insert(candidates).values(
-            prompt_id=prompt_id,
-            text=candidate.text,
-            token_ids_json=encode_numbers(candidate.token_ids),
-            logps_json=encode_numbers(candidate.logps),
-            weight_version=candidate.weight_version,
-            source_id=check_text(candidate.source_id, "the source of an answer")[:200],
-        )
-    )
-    return _new_id(result.inserted_primary_key)
-
-
-def _new_id(key: Any) -> int:
-    return int(key[0])

@@ -1,4 +1,4 @@
-"""What the store takes and gives. Times are seconds since the epoch (UTC), ids grow and never come back."""
+"""Records that the store takes and returns. Times are seconds since the epoch (UTC); ids grow, none is used twice."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,10 +6,10 @@ from typing import Literal
 from tunesmith.schema.records import Text
 
 Verdict = Literal["left_much", "left", "tie", "right", "right_much", "both_bad", "skip"]
-"""What a rater says of two answers, by the side on which they stood."""
+"""A rater's judgement of two answers, by the side on which they were shown."""
 
 StoredVerdict = Literal["left_much", "left", "tie", "right", "right_much", "both_bad", "skip", "withdrawn"]
-"""A verdict, or `withdrawn`: the vote before it was undone."""
+"""A verdict, or `withdrawn`: the earlier vote was undone."""
 
 PreferenceName = Literal["much_better", "better", "tie", "both_bad"]
 """A verdict without its side."""
@@ -32,8 +32,8 @@ MARGIN_BETTER = 1.0
 class CampaignSettings:
     """How a campaign asks for votes.
 
-    `overlap` raters vote on each item. A presentation is kept for its rater for `lease_s`; a vote can be undone for
-    `undo_s`. `gold_share` of what a rater sees are items with a known answer. `max_votes_per_rater` 0: no limit.
+    `overlap` raters vote on each item. A presentation is leased to its rater for `lease_s`; a vote can be undone for
+    `undo_s`. `gold_share` is the share of presentations with a known answer. `max_votes_per_rater` 0: no limit.
     """
 
     name: str = "default"
@@ -49,7 +49,7 @@ class CampaignSettings:
 
 @dataclass(frozen=True, slots=True)
 class Campaign:
-    """A campaign in the store. `closed_at` is None while it asks for votes."""
+    """A stored campaign. `closed_at` is None while it asks for votes."""
 
     id: int
     settings: CampaignSettings
@@ -59,7 +59,7 @@ class Campaign:
 
 @dataclass(frozen=True, slots=True)
 class Rater:
-    """A person (or program) who votes. `expires_at` and `disabled_at` are None where access does not end."""
+    """A person or program that votes. `expires_at` and `disabled_at` are None where access does not end."""
 
     id: int
     name: str
@@ -72,7 +72,7 @@ class Rater:
 
 @dataclass(frozen=True, slots=True)
 class NewRater:
-    """A rater and the token that lets them in. The token is shown this once; the store keeps its SHA-256."""
+    """A rater and their access token, of which the store keeps only the SHA-256."""
 
     rater: Rater
     token: str
@@ -80,9 +80,9 @@ class NewRater:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """An answer to a prompt, with its tokens and the log-prob of each where a model of ours wrote it.
+    """An answer to a prompt, with token ids and log-probs if a model generated it here.
 
-    `source_id` names who wrote it (a version, a file), which raters never see.
+    `source_id` names its origin (a version, a file), which is hidden from raters.
     """
 
     text: str
@@ -94,10 +94,10 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class NewItem:
-    """A prompt with two or more answers to be judged.
+    """A prompt with two or more answers to judge.
 
-    `gold` is the place (0-based) of the answer that is known to be the best, which makes the item a silent check of
-    the raters. `offer_id` is the id of the trainer's offer it came from.
+    `gold` is the index of the answer known to be the best, which makes the item a hidden check of the raters.
+    `offer_id` is the id of the trainer's offer that it was made from.
     """
 
     prompt: Text
@@ -110,10 +110,10 @@ class NewItem:
 
 @dataclass(frozen=True, slots=True)
 class Presentation:
-    """What one rater is shown: answers from left to right, in the order that the store drew and recorded.
+    """An item as one rater sees it: answers from left to right, in the order that the store drew and recorded.
 
-    It says nothing about where the answers come from. `token` names it in every later call; a rater who asks again gets
-    the same presentation, in the same order, until it is answered. `num_revisions` > 0: a vote on it was undone.
+    It does not reveal where the answers come from. `token` identifies it in later calls; until it is answered, its
+    rater gets the same presentation in the same order. `num_revisions` > 0: a vote on it was undone.
     """
 
     token: str
@@ -131,7 +131,7 @@ class Presentation:
 class VoteReceipt:
     """Proof that a vote is on disk. `verdict` is `ranked` for a ranking and `written` for a written answer.
 
-    `is_repeat`: it was there before (a retry, a double click). It can be undone or changed until `undo_until`.
+    `is_repeat`: it was stored before (a retry, a double click). It can be undone or changed until `undo_until`.
     """
 
     id: int
@@ -145,7 +145,9 @@ class VoteReceipt:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a rater and the campaign are. `num_left` items wait for this rater (held ones count, gold does not)."""
+    """Counts of a rater and a campaign. `num_left` items are open to this rater, held ones included, gold excluded;
+    `max_votes` 0 means no limit.
+    """
 
     num_votes: int
     num_left: int
@@ -154,77 +156,65 @@ class Progress:
     max_votes: int
 
 
-@dataclass(frozen=True, slots=True)
-class StoredVote:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """The effective answer to one presentation, and what it belongs to.
+
+    A `revision` above 1 replaces every earlier one of the same `presentation_id`.
+    """
+
+    id: int
+    presentation_id: int
+    item_id: int
+    campaign_id: int
+    rater_id: int
+    rater: str
+    prompt: Text
+    heldout: bool
+    created_at: float
+    revision: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredVote(Stored):
     """The effective vote of one presentation.
 
-    `chosen` and `rejected` follow the verdict; of `tie`, `both_bad`, `skip` and `withdrawn` they are the left and the
-    right answer, and `margin` is 0. A `revision` above 1 takes the place of every earlier vote of its
-    `presentation_id`: forget that one (and, if the verdict is `withdrawn`, learn nothing instead).
+    `chosen` and `rejected` follow the verdict; for `tie`, `both_bad`, `skip` and `withdrawn` they are the left and the
+    right answer, and `margin` is 0. `withdrawn` only cancels the earlier vote.
     """
 
-    id: int
-    presentation_id: int
-    item_id: int
-    campaign_id: int
-    rater_id: int
-    rater: str
     verdict: StoredVerdict
     margin: float
-    prompt: Text
     chosen: Candidate
     rejected: Candidate
-    heldout: bool
     is_gold: bool
     offer_id: int | None
-    created_at: float
     dwell_ms: int | None = None
     reason: str = ""
-    revision: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class StoredRanking:
-    """The effective ranking of one presentation: `ranks[i]` is the place of `candidates[i]`, 1 the best.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRanking(Stored):
+    """The effective ranking of one presentation: `ranks[i]` is the rank of `candidates[i]`, 1 the best.
 
-    `ranks` is empty if it was withdrawn or skipped; a higher `revision` takes the place of every lower one.
+    `ranks` is empty if it was withdrawn or skipped.
     """
 
-    id: int
-    presentation_id: int
-    item_id: int
-    campaign_id: int
-    rater_id: int
-    rater: str
-    prompt: Text
     candidates: tuple[Candidate, ...]
     ranks: tuple[int, ...]
-    heldout: bool
     is_gold: bool
-    created_at: float
-    revision: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class StoredDemonstration:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredDemonstration(Stored):
     """The effective answer that a rater wrote to a prompt."""
 
-    id: int
-    presentation_id: int
-    item_id: int
-    campaign_id: int
-    rater_id: int
-    rater: str
-    prompt: Text
     text: str
-    heldout: bool
-    created_at: float
-    revision: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """Something that an admin asks of the trainer; `argument` of a `rollback` is the version to go back to."""
+    """An admin's request to the trainer; `argument` of a `rollback` is the version to go back to."""
 
     id: int
     kind: CommandKind
@@ -245,7 +235,7 @@ class NewOffer:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """An offer in `runs.db`. Offers with an id below `retires_before` are stale: nobody needs to be asked any more."""
+    """An offer in `runs.db`. Offers with an id below `retires_before` are stale and need no votes."""
 
     id: int
     version: int
@@ -258,7 +248,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class PolicyVersion:
-    """A version of the policy and how it did. `accepted` is False if a check turned it down; at most one `serving`."""
+    """A version of the policy and its evaluation. `accepted` is False if a check rejected it; at most one `serving`."""
 
     version: int
     created_at: float
@@ -277,7 +267,7 @@ class PolicyVersion:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One number of one step. `value` is None where it was not finite."""
+    """One metric of one step. `value` is None where it was not finite."""
 
     id: int
     step: int
@@ -288,9 +278,9 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Points of one metric in order. `num_points` were found, `points` may be fewer (buckets give lowest and highest).
+    """Points of one metric in order. `num_points` exist, `points` may be fewer (minimum and maximum of each bucket).
 
-    `last_id` is the cursor for the next call; `is_sampled` says that points were left out.
+    `last_id` is the cursor for the next call; `is_sampled`: points were left out.
     """
 
     name: str
@@ -302,7 +292,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """The trainer's last sign of life."""
+    """The trainer's last heartbeat."""
 
     pid: int
     host: str
@@ -314,8 +304,7 @@ class Heartbeat:
 class ExportRow:
     """A vote in TRL's columns. A conversational prompt has conversational answers, else all are text.
 
-    With `tie`, which a `verdict` of `both_bad` sets too, the order of the two has no meaning: `chosen` stood on the
-    left.
+    With `tie`, also set for the `verdict` `both_bad`, the order of the two has no meaning: `chosen` is the left one.
     """
 
     prompt: Text
@@ -337,8 +326,8 @@ class ExportRow:
 
 @dataclass(frozen=True, slots=True)
 class GivenVote:
-    """A vote that was made elsewhere. `item` is a pair; `better` is the place (0 or 1) of its better answer, which of
-    a tie or two bad ones has no meaning.
+    """A vote that was made elsewhere. `item` is a pair; `better` is the index (0 or 1) of its better answer, without
+    meaning for a tie or two bad ones.
     """
 
     item: NewItem
@@ -352,7 +341,7 @@ class GivenVote:
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """What an import did: rows that were added, and rows that were there already."""
+    """Numbers of rows that an import added, and that existed already."""
 
     num_new: int
     num_there: int

@@ -1,4 +1,4 @@
-"""`RunStore`: the trainer's side of `runs.db`, its only writer."""
+"""`runs.db`: `RunStore`, the trainer's side and only writer; `RunReader`, the server's read access."""
 
 import json
 import math
@@ -27,84 +27,16 @@ from tunesmith.store.content import (
 from tunesmith.store.database import OwnedDatabase, ReadOnlyDatabase, failure
 from tunesmith.store.items import check_answers, chunks
 from tunesmith.store.records import Candidate, Heartbeat, Metric, NewOffer, Offer, PolicyVersion, Series
-from tunesmith.store.tables import heartbeat, jobs, metrics, offer_candidates, offers, policy_versions
-
-
-def metric_names(connection: Connection) -> list[str]:
-    """Names of all metrics, sorted. Each is one step in the index, however many points it has."""
-    names: list[str] = []
-    last = ""
-    while True:
-        found = connection.execute(select(func.min(metrics.c.name)).where(metrics.c.name > last)).scalar()
-        if found is None:
-            return names
-        last = str(found)
-        names.append(last)
-
-
-def _series(connection: Connection, name: str, after_id: int, max_points: int) -> Series:
-    """The points of a metric with an id above `after_id`; see `RunReader.series`."""
-    is_asked = metrics.c.name == name, metrics.c.id > after_id
-    first, last, num = connection.execute(
-        select(func.min(metrics.c.id), func.max(metrics.c.id), func.count()).where(*is_asked)
-    ).one()
-    if not num:
-        return Series(name, (), after_id, 0, False)
-    if num <= max_points:
-        rows = connection.execute(select(metrics).where(*is_asked).order_by(metrics.c.id))
-        return Series(name, tuple(Metric(**row) for row in rows.mappings()), last, num, False)
-    ids = _extremes(connection, name, first, last, max(1, max_points // 2)) | {first, last}
-    points: list[Metric] = []
-    for chunk in chunks(sorted(ids)):
-        rows = connection.execute(select(metrics).where(metrics.c.id.in_(chunk)).order_by(metrics.c.id))
-        points += [Metric(**row) for row in rows.mappings()]
-    return Series(name, tuple(points), last, num, True)
-
-
-def _extremes(connection: Connection, name: str, first: int, last: int, num_buckets: int) -> set[int]:
-    """Ids of the lowest and the highest point of each bucket of ids, and of its first gap.
-
-    One pass over the index finds each bucket's bounds and extremes; where these stand is then looked up inside the
-    bucket. The plain way, a row number over each bucket, sorts everything.
-    """
-    bucket = ((metrics.c.id - first) * num_buckets) // (last - first + 1)
-    found = (
-        select(
-            func.min(metrics.c.id).label("first"),
-            func.max(metrics.c.id).label("last"),
-            func.min(metrics.c.value).label("low"),
-            func.max(metrics.c.value).label("high"),
-            func.min(case((metrics.c.value.is_(None), metrics.c.id))).label("gap"),
-        )
-        .where(metrics.c.name == name, metrics.c.id >= first, metrics.c.id <= last)
-        .group_by(bucket)
-        .subquery()
-    )
-    query = select(_place(found, name, found.c.low), _place(found, name, found.c.high), found.c.gap)
-    return {int(id_) for row in connection.execute(query) for id_ in row if id_ is not None}
-
-
-def _place(found: Any, name: str, value: Any) -> Any:
-    """Id of the first point of a bucket that has this value."""
-    point = metrics.alias()
-    return (
-        select(point.c.id)
-        .where(point.c.name == name, point.c.id >= found.c.first, point.c.id <= found.c.last, point.c.value == value)
-        .order_by(point.c.id)
-        .limit(1)
-        .correlate(found)
-        .scalar_subquery()
-    )
-
+from tunesmith.store.tables import heartbeat, jobs, metrics, new_id, offer_candidates, offers, policy_versions
 
 T = TypeVar("T")
 
 
 class RunStore:
-    """Versions, offers, metrics and a heartbeat. Safe to call from several threads; a call returns when its change is
-    committed (not synced: what is here can be made again).
+    """Versions, offers, metrics and a heartbeat. Safe to call from several threads.
 
-    `now` is the time in seconds since the epoch; left out, it is the clock's.
+    A call returns when its change is committed, but not synced, because the data can be reproduced. `now` is in seconds
+    since the epoch, by default the clock's.
     """
 
     def __init__(self, place: str | Path) -> None:
@@ -113,11 +45,11 @@ class RunStore:
 
     @classmethod
     def open(cls, path_or_url: str | Path) -> "RunStore":
-        """The store in a file, which is made if it is missing. Raises StoreError as `VoteStore.open` does."""
+        """The store in a file, which is created if missing. Raises StoreError as `VoteStore.open` does."""
         return cls(path_or_url)
 
     def close(self) -> None:
-        """Let go of the file. Harmless if called twice."""
+        """Close the file. Harmless if called twice."""
         with self._lock:
             self._database.close()
 
@@ -128,7 +60,7 @@ class RunStore:
         self.close()
 
     def add_version(self, version: PolicyVersion) -> None:
-        """Add or replace a version. If it is `serving`, no other one is."""
+        """Add or replace a version. If it is `serving`, the others stop serving."""
 
         def work(connection: Connection) -> None:
             if version.serving:
@@ -139,10 +71,10 @@ class RunStore:
         self._transact(work)
 
     def add_offers(self, new: Sequence[NewOffer], *, retires_before: int = 0, now: float | None = None) -> list[int]:
-        """Ids of the offers, in their order. Offers with an id below `retires_before` are stale from now on.
+        """Ids of the new offers, in order. Offers with an id below `retires_before` become stale.
 
-        Raises DataError for fewer than two or equal answers, or a text that cannot be stored (see
-        `content.is_storable`); then nothing is added.
+        Raises DataError for fewer than two or equal answers, or text that cannot be stored (`content.is_storable`);
+        then nothing is added.
         """
         for number, offer in enumerate(new, start=1):
             check_content(offer.prompt, f"the prompt of offer {number}")
@@ -151,12 +83,12 @@ class RunStore:
         return self._transact(lambda c: [_add_offer(c, offer, retires_before, moment) for offer in new])
 
     def add_metrics(self, step: int, values: Mapping[str, float], now: float | None = None) -> None:
-        """Write the numbers of a step, one row each; those that are not finite as null."""
+        """Write the metrics of a step, one row each; values that are not finite as null."""
         moment = _or_now(now)
         self.add_metric_rows([(step, moment, name, value) for name, value in values.items()])
 
     def add_metric_rows(self, rows: Sequence[tuple[int, float, str, float | None]]) -> None:
-        """Write (step, time, name, value) rows in one transaction, as is done of a `metrics.jsonl`."""
+        """Write (step, time, name, value) rows in one transaction."""
         if not rows:
             return
         values = [
@@ -171,21 +103,21 @@ class RunStore:
         self._transact(lambda connection: connection.execute(insert(metrics), values))
 
     def truncate_metrics(self, from_step: int) -> int:
-        """Number of metrics removed: those of `from_step` and later, as on resume."""
+        """Delete metrics of `from_step` and later, as on resume; returns their number."""
         return self._transact(lambda c: c.execute(delete(metrics).where(metrics.c.step >= from_step)).rowcount)
 
     def start_job(self, kind: str, detail: Mapping[str, object] | None = None, now: float | None = None) -> int:
-        """Id of a job that has begun."""
+        """Id of a new job in the state `running`."""
         values = {
             "kind": check_name(kind, "a job's kind")[:64],
             "state": "running",
             "created_at": _or_now(now),
             "detail_json": json.dumps(dict(detail or {})),
         }
-        return self._transact(lambda connection: _new_id(connection.execute(insert(jobs).values(**values))))
+        return self._transact(lambda connection: new_id(connection.execute(insert(jobs).values(**values))))
 
     def num_jobs(self, kind: str) -> int:
-        """Number of jobs of this kind that have begun so far."""
+        """Number of jobs of this kind that were started."""
         query = select(func.count()).select_from(jobs).where(jobs.c.kind == kind)
         return self._transact(lambda connection: int(connection.execute(query).scalar_one()))
 
@@ -196,20 +128,16 @@ class RunStore:
         detail: Mapping[str, object] | None = None,
         now: float | None = None,
     ) -> None:
-        """Mark the end of a job; `detail` takes the place of the one it began with."""
+        """Mark the end of a job; `detail` replaces that of its start."""
         values: dict[str, object] = {"state": state[:32], "ended_at": _or_now(now)}
         if detail is not None:
             values["detail_json"] = json.dumps(dict(detail))
         self._transact(lambda connection: connection.execute(update(jobs).where(jobs.c.id == job_id).values(**values)))
 
     def beat(self, state: str, now: float | None = None) -> None:
-        """Sign of life: this process, its host, the time and what it is doing."""
-        values = {
-            "pid": os.getpid(),
-            "host": socket.gethostname()[:200],
-            "time": _or_now(now),
-            "state": state[:64],
-        }
+        """Write the heartbeat: process id, host, time and `state`."""
+        host = socket.gethostname()[:200]
+        values = {"pid": os.getpid(), "host": host, "time": _or_now(now), "state": state[:64]}
 
         def work(connection: Connection) -> None:
             if not connection.execute(update(heartbeat).where(heartbeat.c.id == 1).values(**values)).rowcount:
@@ -228,42 +156,8 @@ class RunStore:
                 raise failure(self._database.place, error) from error
 
 
-def _add_offer(connection: Connection, offer: NewOffer, retires_before: int, now: float) -> int:
-    result = connection.execute(
-        insert(offers).values(
-            version=offer.version,
-            heldout=offer.heldout,
-            prompt_json=encode_content(offer.prompt),
-            retires_before=retires_before,
-            created_at=now,
-        )
-    )
-    offer_id = _new_id(result)
-    rows = [
-        {
-            "offer_id": offer_id,
-            "position": position,
-            "text": candidate.text,
-            "token_ids_json": encode_numbers(candidate.token_ids),
-            "logps_json": encode_numbers(candidate.logps),
-            "source_id": candidate.source_id[:200],
-        }
-        for position, candidate in enumerate(offer.candidates)
-    ]
-    connection.execute(insert(offer_candidates), rows)
-    return offer_id
-
-
-def _new_id(result: Any) -> int:
-    return int(result.inserted_primary_key[0])
-
-
-def _or_now(now: float | None) -> float:
-    return time.time() if now is None else now
-
-
 class RunReader:
-    """Offers, versions and metrics by cursor. A file or table that is not there yet is "nothing yet".
+    """Offers, versions and metrics by cursor. A missing file or table reads as empty.
 
     Safe to call from any number of threads.
     """
@@ -273,11 +167,11 @@ class RunReader:
 
     @classmethod
     def open(cls, path_or_url: str | Path) -> "RunReader":
-        """A reader of the file, which may appear later. Its calls raise StoreError if it is of another release."""
+        """A reader of the file, which may appear later. Its calls raise StoreError if another release wrote it."""
         return cls(path_or_url)
 
     def close(self) -> None:
-        """Let go of the file. Harmless if called twice."""
+        """Close all connections. Harmless if called twice."""
         self._database.close()
 
     def __enter__(self) -> "RunReader":
@@ -297,11 +191,11 @@ class RunReader:
 
     def metric_names(self) -> list[str]:
         """Names of all metrics, sorted."""
-        return self._database.read(metric_names, [])
+        return self._database.read(_metric_names, [])
 
     def series(self, name: str, after_id: int = 0, points: int = 2000) -> Series:
-        """The metric's points with an id above `after_id`, in order: all of them if they are at most `points`, else of
-        each of `points // 2` buckets the lowest and the highest, and the first gap (a value of None) where it has one.
+        """The metric's points with an id above `after_id`, in order: all if at most `points`, else the minimum, the
+        maximum and the first gap (a value of None) of each of `points // 2` buckets.
         """
         nothing = Series(name, (), after_id, 0, False)
         return self._database.read(lambda c: _series(c, name, after_id, points), nothing)
@@ -312,11 +206,11 @@ class RunReader:
         return self._database.read(lambda c: [Metric(**row) for row in c.execute(query).mappings()], [])
 
     def last_metric_id(self) -> int:
-        """The newest metric's id, 0 if there is none."""
+        """Id of the newest metric, 0 if none."""
         return self._database.read(lambda c: int(c.execute(select(func.max(metrics.c.id))).scalar() or 0), 0)
 
     def heartbeat(self) -> Heartbeat | None:
-        """The trainer's last sign of life; None if there was never one."""
+        """The trainer's last heartbeat; None if there was never one."""
         query = select(heartbeat.c.pid, heartbeat.c.host, heartbeat.c.time, heartbeat.c.state)
 
         def read(connection: Connection) -> Heartbeat | None:
@@ -333,7 +227,9 @@ def _offers_after(connection: Connection, cursor: int, limit: int) -> list[Offer
     for chunk in chunks([row.id for row in rows]):
         query = select(offer_candidates).where(offer_candidates.c.offer_id.in_(chunk))
         for row in connection.execute(query.order_by(offer_candidates.c.offer_id, offer_candidates.c.position)):
-            answers[row.offer_id].append(_candidate(row, versions[row.offer_id]))
+            version = versions[row.offer_id]
+            numbers = decode_ints(row.token_ids_json), decode_floats(row.logps_json)
+            answers[row.offer_id].append(Candidate(row.text, *numbers, version, row.source_id or f"policy-{version}"))
     return [
         Offer(
             id=row.id,
@@ -348,11 +244,98 @@ def _offers_after(connection: Connection, cursor: int, limit: int) -> list[Offer
     ]
 
 
-def _candidate(row: Any, version: int) -> Candidate:
-    return Candidate(
-        text=row.text,
-        token_ids=decode_ints(row.token_ids_json),
-        logps=decode_floats(row.logps_json),
-        weight_version=version,
-        source_id=row.source_id or f"policy-{version}",
+def _add_offer(connection: Connection, offer: NewOffer, retires_before: int, now: float) -> int:
+    result = connection.execute(
+        insert(offers).values(
+            version=offer.version,
+            heldout=offer.heldout,
+            prompt_json=encode_content(offer.prompt),
+            retires_before=retires_before,
+            created_at=now,
+        )
+    )
+    offer_id = new_id(result)
+    rows = [
+        {
+            "offer_id": offer_id,
+            "position": position,
+            "text": candidate.text,
+            "token_ids_json": encode_numbers(candidate.token_ids),
+            "logps_json": encode_numbers(candidate.logps),
+            "source_id": candidate.source_id[:200],
+        }
+        for position, candidate in enumerate(offer.candidates)
+    ]
+    connection.execute(insert(offer_candidates), rows)
+    return offer_id
+
+
+def _or_now(now: float | None) -> float:
+    return time.time() if now is None else now
+
+
+def _metric_names(connection: Connection) -> list[str]:
+    """Names of all metrics, sorted. Each costs one index lookup, however many points it has."""
+    names: list[str] = []
+    last = ""
+    while True:
+        found = connection.execute(select(func.min(metrics.c.name)).where(metrics.c.name > last)).scalar()
+        if found is None:
+            return names
+        last = str(found)
+        names.append(last)
+
+
+def _series(connection: Connection, name: str, after_id: int, max_points: int) -> Series:
+    """The points of a metric with an id above `after_id`; see `RunReader.series`."""
+    is_wanted = metrics.c.name == name, metrics.c.id > after_id
+    first, last, num = connection.execute(
+        select(func.min(metrics.c.id), func.max(metrics.c.id), func.count()).where(*is_wanted)
+    ).one()
+    if not num:
+        return Series(name, (), after_id, 0, False)
+    if num <= max_points:
+        rows = connection.execute(select(metrics).where(*is_wanted).order_by(metrics.c.id))
+        return Series(name, tuple(Metric(**row) for row in rows.mappings()), last, num, False)
+    ids = _extremes(connection, name, first, last, max(1, max_points // 2)) | {first, last}
+    points: list[Metric] = []
+    for chunk in chunks(sorted(ids)):
+        rows = connection.execute(select(metrics).where(metrics.c.id.in_(chunk)).order_by(metrics.c.id))
+        points += [Metric(**row) for row in rows.mappings()]
+    return Series(name, tuple(points), last, num, True)
+
+
+def _extremes(connection: Connection, name: str, first: int, last: int, num_buckets: int) -> set[int]:
+    """Ids of the minimum, the maximum and the first gap of each bucket of ids.
+
+    One pass over the index finds each bucket's bounds and extremes, whose ids are then looked up inside the bucket. A
+    row number over each bucket would sort all rows.
+    """
+    bucket = ((metrics.c.id - first) * num_buckets) // (last - first + 1)
+    found = (
+        select(
+            func.min(metrics.c.id).label("first"),
+            func.max(metrics.c.id).label("last"),
+            func.min(metrics.c.value).label("low"),
+            func.max(metrics.c.value).label("high"),
+            func.min(case((metrics.c.value.is_(None), metrics.c.id))).label("gap"),
+        )
+        .where(metrics.c.name == name, metrics.c.id >= first, metrics.c.id <= last)
+        .group_by(bucket)
+        .subquery()
+    )
+    query = select(_first_id(found, name, found.c.low), _first_id(found, name, found.c.high), found.c.gap)
+    return {int(id_) for row in connection.execute(query) for id_ in row if id_ is not None}
+
+
+def _first_id(found: Any, name: str, value: Any) -> Any:
+    """Id of the first point of a bucket with this value, as a subquery."""
+    point = metrics.alias()
+    return (
+        select(point.c.id)
+        .where(point.c.name == name, point.c.id >= found.c.first, point.c.id <= found.c.last, point.c.value == value)
+        .order_by(point.c.id)
+        .limit(1)
+        .correlate(found)
+        .scalar_subquery()
     )

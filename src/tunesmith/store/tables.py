@@ -4,6 +4,8 @@ Times are seconds since the epoch (UTC) as double precision, whatever is nested 
 comes back, so that a reader's cursor is an id. What a client sees is a random token, never an id.
 """
 
+from typing import Any
+
 from sqlalchemy import (
     BigInteger,
     Boolean,
@@ -36,6 +38,11 @@ votes_metadata = MetaData(naming_convention=_NAMES)
 
 runs_metadata = MetaData(naming_convention=_NAMES)
 """The tables of `runs.db`, which the trainer writes."""
+
+
+def new_id(result: Any) -> int:
+    """Id of the row that an INSERT added."""
+    return int(result.inserted_primary_key[0])
 
 
 def _id() -> Column[int]:

@@ -1,4 +1,4 @@
-"""Counts, agreement and biases of the votes in a database."""
+"""Vote statistics: counts, inter-rater agreement, rater bias. None is NaN: an undefined one is None with a reason."""
 
 import itertools
 import json
@@ -12,21 +12,20 @@ from typing import Any
 from sqlalchemy import Connection, Table, exists, func, select, true
 
 from tunesmith.store.records import Campaign, Progress
-from tunesmith.store.tables import (
-    candidates,
-    demonstrations,
-    item_candidates,
-    items,
-    presentations,
-    rankings,
-    raters,
-    votes,
-)
+from tunesmith.store.tables import candidates, demonstrations, item_candidates, items, presentations, rankings, votes
+from tunesmith.store.tables import raters as raters_table
+
+MAX_RATER_PAIRS = 200
+"""Number of rater pairs whose kappa is listed: those with the most items in common."""
+
+_HOUR_S = 3600.0
+_LEFT = ("left", "left_much")
+_DECIDED = ("left", "left_much", "right", "right_much")
 
 
 @dataclass(frozen=True, slots=True)
 class BiasTest:
-    """How often raters took one side of a choice that should not matter, with the two-sided binomial p-value.
+    """How often raters chose one side of an irrelevant feature, with the two-sided binomial p-value.
 
     `share` and `p_value` are None where `num` is 0.
     """
@@ -57,7 +56,7 @@ class RaterPair:
 
 @dataclass(frozen=True, slots=True)
 class RaterStats:
-    """What one rater did. `left` counts choices of the left answer, `longer` those of the longer one."""
+    """Statistics of one rater. `left` counts choices of the left answer, `longer` those of the longer one."""
 
     rater_id: int
     name: str
@@ -93,11 +92,11 @@ class VoteStats:
 
 
 def krippendorff_alpha(units: Sequence[Sequence[Hashable]]) -> Agreement:
-    """Krippendorff's alpha for nominal values: 1 is full agreement, 0 what chance gives.
+    """Krippendorff's alpha for nominal values: 1 is full agreement, 0 is chance level.
 
-    `units` holds the values that each item was given, one for each rater who judged it. From the coincidence matrix o
-    with margins n_c: alpha = 1 - (n - 1) * sum_{c != k} o_ck / sum_{c != k} n_c n_k (Krippendorff 2011, "Computing
-    Krippendorff's Alpha-Reliability", part D).
+    `units` holds the values given to each item, one per rater who judged it. From the coincidence matrix o with margins
+    n_c: alpha = 1 - (n - 1) * sum_{c != k} o_ck / sum_{c != k} n_c n_k (Krippendorff 2011, "Computing Krippendorff's
+    Alpha-Reliability", part D).
     """
     shared = [unit for unit in units if len(unit) > 1]
     if not shared:
@@ -119,7 +118,7 @@ def krippendorff_alpha(units: Sequence[Sequence[Hashable]]) -> Agreement:
 def cohen_kappa(pairs: Sequence[tuple[Hashable, Hashable]]) -> Agreement:
     """Cohen's kappa of two raters: (observed - chance agreement) / (1 - chance agreement) (Cohen 1960).
 
-    `pairs` holds what the two said of each item that both judged.
+    `pairs` holds the two judgements of each item that both judged.
     """
     if not pairs:
         return Agreement(None, 0, "no item was judged by both")
@@ -132,21 +131,10 @@ def cohen_kappa(pairs: Sequence[tuple[Hashable, Hashable]]) -> Agreement:
     return Agreement((observed - by_chance) / (1.0 - by_chance), num)
 
 
-def shared_judgements(
-    units: Mapping[int, Mapping[int, Hashable]],
-) -> dict[tuple[int, int], list[tuple[Hashable, Hashable]]]:
-    """For every two raters the judgements of the items that both judged. `units`: item -> rater -> judgement."""
-    shared: dict[tuple[int, int], list[tuple[Hashable, Hashable]]] = {}
-    for unit in units.values():
-        for a, b in itertools.combinations(sorted(unit), 2):
-            shared.setdefault((a, b), []).append((unit[a], unit[b]))
-    return shared
-
-
 def bias_test(num_hits: int, num: int) -> BiasTest:
-    """Whether `num_hits` of `num` choices are more or fewer than a fair coin gives: the exact binomial test.
+    """Exact two-sided binomial test of `num_hits` in `num` choices against a fair coin.
 
-    The two-sided p-value is twice the smaller tail, at most 1 (the distribution is symmetric).
+    The p-value is twice the smaller tail, at most 1 (the distribution is symmetric).
     """
     if num == 0:
         return BiasTest(0, 0, None, None)
@@ -159,79 +147,40 @@ def bias_test(num_hits: int, num: int) -> BiasTest:
     return BiasTest(num_hits, num, num_hits / num, min(1.0, 2.0 * tail))
 
 
-MAX_RATER_PAIRS = 200
-"""Kappas that are listed: those with the most items in common."""
-
-_HOUR_S = 3600.0
-_LEFT = ("left", "left_much")
-_DECIDED = ("left", "left_much", "right", "right_much")
-
-NO_VOTES = VoteStats(
-    num_items=0,
-    num_items_done=0,
-    num_votes=0,
-    num_ties=0,
-    num_both_bad=0,
-    num_skips=0,
-    num_rankings=0,
-    num_demonstrations=0,
-    num_votes_last_hour=0,
-    alpha=krippendorff_alpha([]),
-    kappas=(),
-    left=bias_test(0, 0),
-    longer=bias_test(0, 0),
-    raters=(),
-)
-"""Statistics where there is no database yet."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Judged:
-    """What statistics need of one effective vote. `judgement` names the preferred answer, not its side."""
-
-    item_id: int
-    rater_id: int
-    verdict: str
-    judgement: Hashable
-    chosen_length: int | None
-    rejected_length: int | None
-    gold_hit: bool | None
-    dwell_ms: int | None
-    created_at: float
+NO_VOTES = VoteStats(0, 0, 0, 0, 0, 0, 0, 0, 0, krippendorff_alpha([]), (), bias_test(0, 0), bias_test(0, 0), ())
+"""Statistics of a missing database."""
 
 
 def vote_stats(connection: Connection, campaign_id: int | None, now: float) -> VoteStats:
-    """Everything of `VoteStats`. Gold items count for the raters, not for agreement."""
+    """All statistics of a campaign, or of all if None. Gold items count for the raters, not for agreement."""
     judged = _judged_pairs(connection, campaign_id)
-    num_rankings, gold_of_rankings = _rankings(connection, campaign_id)
-    names = {row.id: row.name for row in connection.execute(select(raters.c.id, raters.c.name))}
     counted = [one for one in judged if one.verdict != "skip"]
+    num_rankings, gold_of_rankings = _rankings(connection, campaign_id)
+    # (rater, is correct) of each gold item that was judged.
+    gold = [(one.rater_id, one.chosen_candidate_id == one.gold_candidate_id) for one in counted if one.is_gold]
+    names = {row.id: row.name for row in connection.execute(select(raters_table.c.id, raters_table.c.name))}
     units: dict[int, dict[int, Hashable]] = {}
     for one in counted:
-        if one.gold_hit is None:
-            units.setdefault(one.item_id, {})[one.rater_id] = one.judgement
-    shared = sorted(shared_judgements(units).items(), key=lambda pair: (-len(pair[1]), pair[0]))
+        if not one.is_gold:
+            # The preferred answer rather than its side, which differs from rater to rater.
+            units.setdefault(one.item_id, {})[one.rater_id] = one.chosen_candidate_id or one.verdict
     num_items, num_done = _num_items(connection, campaign_id)
+    num_demonstrations = connection.execute(_last_answers(demonstrations, campaign_id, func.count())).scalar_one()
     return VoteStats(
         num_items=num_items,
         num_items_done=num_done,
-        num_votes=len(counted),
-        num_ties=sum(one.verdict == "tie" for one in counted),
-        num_both_bad=sum(one.verdict == "both_bad" for one in counted),
-        num_skips=len(judged) - len(counted),
         num_rankings=num_rankings,
-        num_demonstrations=_num_demonstrations(connection, campaign_id),
+        num_demonstrations=int(num_demonstrations),
         num_votes_last_hour=sum(one.created_at > now - _HOUR_S for one in counted),
         alpha=krippendorff_alpha([list(unit.values()) for unit in units.values()]),
-        kappas=[RaterPair(names[a], names[b], cohen_kappa(said)) for (a, b), said in shared[:MAX_RATER_PAIRS]],
-        left=_left(counted),
-        longer=_longer(counted),
-        raters=_rater_stats(judged, gold_of_rankings, names),
+        kappas=_kappas(units, names),
+        raters=_rater_stats(judged, [*gold, *gold_of_rankings], names),
+        **_summary(judged),
     )
 
 
 def progress(connection: Connection, rater_id: int, campaign: Campaign) -> Progress:
-    """How far a rater and the campaign are."""
+    """Votes and open items of a rater in a campaign."""
     max_votes = campaign.settings.max_votes_per_rater
     mine = presentations.c.rater_id == rater_id
     of_campaign = items.c.campaign_id == campaign.id
@@ -252,7 +201,7 @@ def progress(connection: Connection, rater_id: int, campaign: Campaign) -> Progr
 
 
 def _num_items(connection: Connection, campaign_id: int | None) -> tuple[int, int]:
-    """Items that are asked or have all their votes, and the latter. Gold and retired ones are left out."""
+    """Numbers of all items and of those with all their votes, without gold and retired ones."""
     query = select(items.c.is_open, func.count()).where(items.c.is_gold != true(), items.c.retired_at.is_(None))
     if campaign_id is not None:
         query = query.where(items.c.campaign_id == campaign_id)
@@ -263,20 +212,13 @@ def _num_items(connection: Connection, campaign_id: int | None) -> tuple[int, in
 def _last_answers(table: Table, campaign_id: int | None, *columns: Any) -> Any:
     later = table.alias()
     is_last = ~exists().where(later.c.presentation_id == table.c.presentation_id, later.c.revision > table.c.revision)
-    query = (
-        select(*columns)
-        .select_from(
-            table.join(presentations, presentations.c.id == table.c.presentation_id).join(
-                items, items.c.id == presentations.c.item_id
-            )
-        )
-        .where(is_last)
-    )
+    joined = table.join(presentations, presentations.c.id == table.c.presentation_id)
+    query = select(*columns).select_from(joined.join(items, items.c.id == presentations.c.item_id)).where(is_last)
     return query if campaign_id is None else query.where(items.c.campaign_id == campaign_id)
 
 
-def _judged_pairs(connection: Connection, campaign_id: int | None) -> list[_Judged]:
-    chosen, rejected = candidates.alias(), candidates.alias()
+def _judged_pairs(connection: Connection, campaign_id: int | None) -> Sequence[Any]:
+    """Effective votes, skips included, as rows without texts; lengths are in characters, None if nothing was chosen."""
     query = _last_answers(
         votes,
         campaign_id,
@@ -288,111 +230,80 @@ def _judged_pairs(connection: Connection, campaign_id: int | None) -> list[_Judg
         votes.c.created_at,
         items.c.is_gold,
         items.c.gold_candidate_id,
-        select(func.length(chosen.c.text))
-        .where(chosen.c.id == votes.c.chosen_candidate_id)
-        .scalar_subquery()
-        .label("chosen_length"),
-        select(func.length(rejected.c.text))
-        .where(rejected.c.id == votes.c.rejected_candidate_id)
-        .scalar_subquery()
-        .label("rejected_length"),
-    ).where(votes.c.verdict != "withdrawn")
-    return [_judged(row) for row in connection.execute(query)]
-
-
-def _judged(row: Any) -> _Judged:
-    is_decided = row.chosen_candidate_id is not None
-    is_checked = row.is_gold and row.verdict != "skip"
-    return _Judged(
-        item_id=row.item_id,
-        rater_id=row.rater_id,
-        verdict=row.verdict,
-        judgement=row.chosen_candidate_id if is_decided else row.verdict,
-        chosen_length=row.chosen_length,
-        rejected_length=row.rejected_length,
-        gold_hit=row.chosen_candidate_id == row.gold_candidate_id if is_checked else None,
-        dwell_ms=row.dwell_ms,
-        created_at=row.created_at,
+        _length(votes.c.chosen_candidate_id).label("chosen_length"),
+        _length(votes.c.rejected_candidate_id).label("rejected_length"),
     )
+    return connection.execute(query.where(votes.c.verdict != "withdrawn")).all()
+
+
+def _length(candidate_id: Any) -> Any:
+    answer = candidates.alias()
+    return select(func.length(answer.c.text)).where(answer.c.id == candidate_id).scalar_subquery()
 
 
 def _rankings(connection: Connection, campaign_id: int | None) -> tuple[int, list[tuple[int, bool]]]:
-    """How many rankings there are, and of the gold ones: rater, and whether the known best stands alone at the top."""
-    gold_place = _gold_place()
-    query = _last_answers(
-        rankings,
-        campaign_id,
-        presentations.c.rater_id,
-        rankings.c.ranks_json,
-        items.c.is_gold,
-        gold_place.label("gold_place"),
-    ).where(rankings.c.verdict == "ranked")
-    rows = connection.execute(query).all()
-    checked: list[tuple[int, bool]] = []
-    for row in rows:
-        if row.is_gold:
-            ranks: list[int] = json.loads(row.ranks_json)
-            place: int = row.gold_place
-            checked.append((row.rater_id, ranks[place] == 1 and ranks.count(1) == 1))
-    return len(rows), checked
-
-
-def _gold_place() -> Any:
-    return (
+    """Number of rankings; for each gold one the rater, and whether the known best is ranked first without a tie."""
+    gold_place = (
         select(item_candidates.c.position)
         .where(item_candidates.c.item_id == items.c.id, item_candidates.c.candidate_id == items.c.gold_candidate_id)
         .correlate(items)
         .scalar_subquery()
     )
+    columns = presentations.c.rater_id, rankings.c.ranks_json, items.c.is_gold, gold_place.label("gold_place")
+    query = _last_answers(rankings, campaign_id, *columns).where(rankings.c.verdict == "ranked")
+    rows = connection.execute(query).all()
+    checked: list[tuple[int, bool]] = []
+    for row in rows:
+        if row.is_gold:
+            ranks: list[int] = json.loads(row.ranks_json)
+            position: int = row.gold_place
+            checked.append((row.rater_id, ranks[position] == 1 and ranks.count(1) == 1))
+    return len(rows), checked
 
 
-def _num_demonstrations(connection: Connection, campaign_id: int | None) -> int:
-    query = _last_answers(demonstrations, campaign_id, func.count())
-    return int(connection.execute(query).scalar_one())
+def _kappas(units: Mapping[int, Mapping[int, Hashable]], names: Mapping[int, str]) -> list[RaterPair]:
+    """Kappa of every two raters, those with the most items in common first. `units`: item -> rater -> judgement."""
+    shared: dict[tuple[int, int], list[tuple[Hashable, Hashable]]] = {}
+    for unit in units.values():
+        for a, b in itertools.combinations(sorted(unit), 2):
+            shared.setdefault((a, b), []).append((unit[a], unit[b]))
+    found = sorted(shared.items(), key=lambda pair: (-len(pair[1]), pair[0]))[:MAX_RATER_PAIRS]
+    return [RaterPair(names[a], names[b], cohen_kappa(judgements)) for (a, b), judgements in found]
 
 
-def _rater_stats(
-    judged: Sequence[_Judged], gold_of_rankings: Sequence[tuple[int, bool]], names: dict[int, str]
-) -> list[RaterStats]:
-    by_rater: dict[int, list[_Judged]] = {}
+def _rater_stats(judged: Sequence[Any], gold: Sequence[tuple[int, bool]], names: Mapping[int, str]) -> list[RaterStats]:
+    by_rater: dict[int, list[Any]] = {}
     for one in judged:
         by_rater.setdefault(one.rater_id, []).append(one)
-    gold = [(one.rater_id, one.gold_hit) for one in judged if one.gold_hit is not None]
-    num_gold = Counter(rater for rater, _ in (*gold, *gold_of_rankings))
-    num_hits = Counter(rater for rater, is_hit in (*gold, *gold_of_rankings) if is_hit)
+    num_gold = Counter(rater for rater, _ in gold)
+    num_hits = Counter(rater for rater, is_hit in gold if is_hit)
     found: list[RaterStats] = []
     for rater_id in sorted({*by_rater, *num_gold}):
         own = by_rater.get(rater_id, [])
-        counted = [one for one in own if one.verdict != "skip"]
-        times = [one.dwell_ms for one in counted if one.dwell_ms is not None]
+        times = [one.dwell_ms for one in own if one.verdict != "skip" and one.dwell_ms is not None]
         found.append(
             RaterStats(
                 rater_id=rater_id,
                 name=names[rater_id],
-                num_votes=len(counted),
-                num_ties=sum(one.verdict == "tie" for one in counted),
-                num_both_bad=sum(one.verdict == "both_bad" for one in counted),
-                num_skips=len(own) - len(counted),
-                left=_left(counted),
-                longer=_longer(counted),
                 num_gold=num_gold[rater_id],
                 gold_accuracy=num_hits[rater_id] / num_gold[rater_id] if num_gold[rater_id] else None,
                 median_dwell_ms=statistics.median(times) if times else None,
+                **_summary(own),
             )
         )
     return found
 
 
-def _left(counted: Sequence[_Judged]) -> BiasTest:
-    decided = [one for one in counted if one.verdict in _DECIDED]
-    return bias_test(sum(one.verdict in _LEFT for one in decided), len(decided))
-
-
-def _longer(counted: Sequence[_Judged]) -> BiasTest:
-    lengths = [
-        (one.chosen_length, one.rejected_length)
-        for one in counted
-        if one.chosen_length is not None and one.rejected_length is not None
-    ]
-    unequal = [(chosen, rejected) for chosen, rejected in lengths if chosen != rejected]
-    return bias_test(sum(chosen > rejected for chosen, rejected in unequal), len(unequal))
+def _summary(judged: Sequence[Any]) -> dict[str, Any]:
+    """The fields that `VoteStats` and `RaterStats` share."""
+    verdicts = Counter(one.verdict for one in judged)
+    decided = [one for one in judged if one.verdict in _DECIDED]
+    unequal = [one for one in decided if one.chosen_length != one.rejected_length]
+    return {
+        "num_votes": len(judged) - verdicts["skip"],
+        "num_ties": verdicts["tie"],
+        "num_both_bad": verdicts["both_bad"],
+        "num_skips": verdicts["skip"],
+        "left": bias_test(sum(one.verdict in _LEFT for one in decided), len(decided)),
+        "longer": bias_test(sum(one.chosen_length > one.rejected_length for one in unequal), len(unequal)),
+    }

@@ -1,4 +1,4 @@
-"""What the watch page asks of the votes: how many come each minute, and which were between answers of two versions."""
+"""Votes for the watch page: their number per minute, and comparisons of two policy versions."""
 
 import re
 import threading
@@ -14,10 +14,10 @@ from tunesmith.store.database import ReadOnlyDatabase
 from tunesmith.store.tables import candidates, item_candidates, items, presentations, rankings, votes
 
 MINUTES = 60
-"""Minutes that `per_minute` looks back."""
+"""Minutes that `per_minute` covers."""
 
 _MINUTE_S = 60.0
-_PORTION = 5_000
+_BATCH = 5_000
 _EVEN = ("tie", "both_bad")
 _NOTHING = ("skip", "withdrawn")
 _SOURCE = re.compile(r"v(\d{1,9})")
@@ -25,8 +25,8 @@ _SOURCE = re.compile(r"v(\d{1,9})")
 
 @dataclass(frozen=True, slots=True)
 class VersionContest:
-    """An effective vote between answers of two versions: `score` 1 if `first` won, 0 if it lost, 0.5 for a tie, also
-    of two bad answers.
+    """An effective vote between answers of two versions: `score` is 1 if `first` won, 0 if it lost, 0.5 for a tie or
+    two bad answers.
     """
 
     first: int
@@ -36,9 +36,9 @@ class VersionContest:
 
 
 class VoteWatch:
-    """Reads votes that are new since the last call, and no texts. Safe to call from any number of threads.
+    """Reads the votes added since the last call, without texts. Safe to call from any number of threads.
 
-    A file that is not there yet has no votes. Raises StoreError for one that cannot be read.
+    A missing file has no votes. Raises StoreError for one that cannot be read.
     """
 
     def __init__(self, place: str | Path) -> None:
@@ -51,7 +51,7 @@ class VoteWatch:
 
     @property
     def total(self) -> int:
-        """Votes and rankings as of the last `per_minute`, without skips; those undone since are still counted."""
+        """Number of votes and rankings as of the last `per_minute`, without skips; undone ones are still counted."""
         return sum(one.total for one in self._counted)
 
     def close(self) -> None:
@@ -59,27 +59,27 @@ class VoteWatch:
         self._database.close()
 
     def per_minute(self, now: float) -> list[int]:
-        """Votes and rankings of each of the last `MINUTES` minutes before `now`, the oldest first, without skips. One
-        that was changed counts once.
+        """Number of votes and rankings in each of the last `MINUTES` minutes before `now`, oldest first, without skips.
+        A changed one counts once.
         """
         counts = [0] * MINUTES
         with self._lock:
             for one in self._counted:
                 self._database.read(one.read_new(now - MINUTES * _MINUTE_S), None)
                 for time in one.times:
-                    # A clock that was set back makes votes of the future; they count as of now.
+                    # After a clock was set back, votes lie in the future; they count as of now.
                     counts[max(0, min(MINUTES - 1, MINUTES - 1 - int((now - time) // _MINUTE_S)))] += 1
         return counts
 
     def contests(self) -> tuple[int, list[VersionContest]]:
-        """A number that grows with every change, and the contests. Gold items and rankings are left out."""
+        """A change counter, and all contests. Gold items and rankings are left out."""
         with self._lock:
             while self._database.read(self._compare, False):
                 pass
             return self._changes, list(self._contests.values())
 
     def _compare(self, connection: Connection) -> bool:
-        """Take in the next portion of votes between versions; True if there may be more."""
+        """Read the next batch of votes between versions; True if there may be more."""
         found = connection.execute(_between_versions(self._last_contest_id)).all()
         for row in found:
             self._last_contest_id = row.id
@@ -92,11 +92,11 @@ class VoteWatch:
                 continue
             score = 0.5 if row.verdict in _EVEN else float(row.chosen_candidate_id == row.first_id)
             self._contests[row.presentation_id] = VersionContest(first, second, score, row.prompt_id)
-        return len(found) == _PORTION
+        return len(found) == _BATCH
 
 
 class _Counted:
-    """Times of the last hour's first revisions in a table, and how many there are in all."""
+    """Times of the first revisions of the last hour in a table, and the total number of first revisions."""
 
     def __init__(self, table: Table) -> None:
         self._table = table
@@ -105,16 +105,16 @@ class _Counted:
         self.total = 0
 
     def read_new(self, oldest: float) -> Callable[[Connection], None]:
-        """A query that takes in what is new and lets go of what came before `oldest`."""
+        """A query that adds new rows and drops those before `oldest`."""
 
         def read(connection: Connection) -> None:
-            self._read(connection, oldest)
+            self._add_new(connection, oldest)
             while self.times and self.times[0] <= oldest:
                 self.times.popleft()
 
         return read
 
-    def _read(self, connection: Connection, oldest: float) -> None:
+    def _add_new(self, connection: Connection, oldest: float) -> None:
         table = self._table
         last = connection.execute(select(func.max(table.c.id))).scalar() or 0
         if last <= self._last_id:
@@ -131,27 +131,27 @@ class _Counted:
         self._last_id = last
 
     def _recent(self, connection: Connection, oldest: float) -> list[float]:
-        """Times after `oldest` in order, read backwards from the newest: ids grow with time."""
+        """Times after `oldest` in order, read backwards from the newest because ids grow with time."""
         columns = (self._table.c.id, self._table.c.created_at, self._table.c.revision, self._table.c.verdict)
-        query = select(*columns).order_by(self._table.c.id.desc()).limit(_PORTION)
+        query = select(*columns).order_by(self._table.c.id.desc()).limit(_BATCH)
         times: list[float] = []
         rows = connection.execute(query).all()
         while rows:
             times += [at for _, at, revision, verdict in rows if revision == 1 and verdict != "skip" and at > oldest]
-            if len(rows) < _PORTION or rows[-1].created_at <= oldest:
+            if len(rows) < _BATCH or rows[-1].created_at <= oldest:
                 break
             rows = connection.execute(query.where(self._table.c.id < rows[-1].id)).all()
         return times[::-1]
 
 
 def _version(source_id: str, weight_version: int | None) -> int | None:
-    """The version that wrote an answer: the trainer names it `v12`; else the version that it was offered with."""
+    """The version that generated an answer: that of a source such as `v12`, else the version of its offer."""
     found = _SOURCE.fullmatch(source_id)
     return weight_version if found is None else int(found[1])
 
 
 def _between_versions(after: int) -> Select[*tuple[Any, ...]]:
-    """Votes on pairs whose two answers were written by two sources: the first candidate of the item is `a`."""
+    """Query of votes on pairs with answers of two sources; `a` is the item's first candidate."""
     place_a, place_b = item_candidates.alias("place_a"), item_candidates.alias("place_b")
     a, b = candidates.alias("a"), candidates.alias("b")
     return (
@@ -177,5 +177,5 @@ def _between_versions(after: int) -> Select[*tuple[Any, ...]]:
         .where(votes.c.id > after, items.c.kind == "pair", items.c.is_gold.is_(False))
         .where(or_(a.c.weight_version != b.c.weight_version, a.c.source_id != b.c.source_id))
         .order_by(votes.c.id)
-        .limit(_PORTION)
+        .limit(_BATCH)
     )
