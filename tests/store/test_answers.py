@@ -199,7 +199,7 @@ def test_ranks_follow_the_answers_wherever_they_stood(
 
 @pytest.mark.parametrize("ranks", [[1, 2, 3], [1, 2, 3, 5], [0, 1, 2, 3], []])
 def test_ranks_that_do_not_fit_are_refused(store: VoteStore, ranking: Presentation, ann: int, ranks: list[int]):
-    with pytest.raises(VoteError, match="4 places"):
+    with pytest.raises(VoteError, match="give 4 ranks"):
         store.rank(ranking.token, ann, ranks, now=1.0)
 
 

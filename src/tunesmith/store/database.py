@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, Self, TypeVar
 from urllib.parse import quote
 
 from filelock import FileLock, Timeout
@@ -32,7 +32,21 @@ _VERSION_TABLE = "alembic_version"
 _READ_BY_CURSOR = ("offers", "metrics", "jobs", "votes", "rankings", "demonstrations", "commands")
 
 
-class OwnedDatabase:
+class Closeable:
+    """Base of objects that are closed at the end of a `with` block."""
+
+    def close(self) -> None:
+        """Release the file and all connections. Harmless if called twice."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class OwnedDatabase(Closeable):
     """The writing connection to a database, migrated to the tables of this release.
 
     For one thread at a time. `durable` syncs each commit to the disk; without it the last commits may be lost if the
@@ -56,7 +70,7 @@ class OwnedDatabase:
             raise
 
     def close(self) -> None:
-        """Close the connection and release the lock. Harmless if called twice."""
+        """Close the connection and release the lock."""
         for part in ("connection", "_engine"):
             held: Connection | Engine | None = getattr(self, part, None)
             if isinstance(held, Connection):
@@ -68,15 +82,21 @@ class OwnedDatabase:
             self._lock = None
 
 
-class ReadOnlyDatabase:
-    """Read-only connections to a database that another process writes. It may be missing, and may appear later.
+class ReadOnlyDatabase(Closeable):
+    """Read-only connections to a database that another process writes. A missing file or table reads as empty.
 
     Safe to use from any number of threads.
     """
 
-    def __init__(self, place: str | Path, name: DatabaseName) -> None:
+    name: DatabaseName
+
+    @classmethod
+    def open(cls, path_or_url: str | Path) -> Self:
+        """A reader of the file, which may appear later. Its calls raise StoreError if another release wrote it."""
+        return cls(path_or_url)
+
+    def __init__(self, place: str | Path) -> None:
         self.place = str(place)
-        self._name: DatabaseName = name
         self._path = _file_of(place)
         self._engine = _url_engine(str(place)) if self._path is None else _reading_engine(self._path)
         self._lock = threading.Lock()
@@ -98,7 +118,7 @@ class ReadOnlyDatabase:
             raise failure(self.place, error) from error
 
     def close(self) -> None:
-        """Close all connections. Harmless if called twice."""
+        """Close all connections."""
         self._engine.dispose()
 
     def _is_there(self) -> bool:
@@ -116,12 +136,12 @@ class ReadOnlyDatabase:
             self._engine.dispose()
             try:
                 with self._engine.connect() as connection, connection.begin():
-                    revision = _revision(connection, self._name, self.place, may_hold_others=True)
+                    revision = _revision(connection, self.name, self.place, may_hold_others=True)
             except DBAPIError as error:
                 raise failure(self.place, error) from error
             if revision is None:
                 return False
-            if revision != REVISIONS[self._name][-1]:
+            if revision != REVISIONS[self.name][-1]:
                 raise StoreError(
                     f"{self.place} was written by an older release; start the process that owns it with this one first"
                 )
@@ -131,14 +151,14 @@ class ReadOnlyDatabase:
 
 def failure(place: str, error: DBAPIError) -> StoreError:
     """A database error as a StoreError that says what to do."""
-    text = str(error.orig)
-    if "not a database" in text or "malformed" in text:
-        return StoreError(f"{place} is damaged or no database ({text}); put a backup in its place, or move it away")
-    if "readonly" in text or "unable to open" in text:
-        return StoreError(f"{place} cannot be opened or written ({text}); check the folder and its permissions")
-    if "full" in text:
-        return StoreError(f"{place} cannot be written ({text}); free some space")
-    return StoreError(f"{place}: the database failed: {text}")
+    cause = str(error.orig)
+    if "not a database" in cause or "malformed" in cause:
+        return StoreError(f"{place} is damaged or no database ({cause}); put a backup in its place, or move it away")
+    if "readonly" in cause or "unable to open" in cause:
+        return StoreError(f"{place} cannot be opened or written ({cause}); check the folder and its permissions")
+    if "full" in cause:
+        return StoreError(f"{place} cannot be written ({cause}); free some space")
+    return StoreError(f"{place}: the database failed: {cause}")
 
 
 def _file_of(place: str | Path) -> Path | None:
@@ -172,7 +192,7 @@ def _writing_engine(path: Path, *, durable: bool) -> Engine:
 
     engine = create_engine("sqlite://", creator=connect, poolclass=StaticPool)
     # Immediate: upgrading a read lock later could fail with SQLITE_BUSY.
-    event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
+    _begin_with(engine, "BEGIN IMMEDIATE")
     return engine
 
 
@@ -183,8 +203,15 @@ def _reading_engine(path: Path) -> Engine:
         return sqlite3.connect(url, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
 
     engine = create_engine("sqlite://", creator=connect, poolclass=QueuePool)
-    event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN"))
+    _begin_with(engine, "BEGIN")
     return engine
+
+
+def _begin_with(engine: Engine, statement: str) -> None:
+    def begin(connection: Connection) -> None:
+        connection.exec_driver_sql(statement)
+
+    event.listen(engine, "begin", begin)
 
 
 def _url_engine(url: str) -> Engine:

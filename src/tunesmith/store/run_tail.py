@@ -1,7 +1,7 @@
-"""Follows the `metrics.jsonl` of any run into a `runs.db`, so that the watch page shows runs of every trainer.
+"""Copies the `metrics.jsonl` of a run to a `runs.db` as it grows, so that the watch page shows runs of every trainer.
 
-`metrics.jsonl` is the truth and the database can be made from it again at any time. What was copied so far stands in a
-file beside the database, which is written after the rows: rows that it does not know of are copied once more.
+`metrics.jsonl` is authoritative: the database can be rebuilt from it. The copied position is written to a file beside
+the database after the rows, so rows beyond it are copied again after a crash.
 """
 
 import hashlib
@@ -25,24 +25,24 @@ from tunesmith.store.content import MAX_NAME, is_storable
 from tunesmith.store.runs import RunStore
 
 POLL_S = 0.5
-"""How often the file is looked at."""
+"""Seconds between polls of the file."""
 
 METRICS_FILE = "metrics.jsonl"
 POSITION_FILE = "position.json"
 WATCH_FOLDER = "watch"
-"""Folder in a run's folder for what the watch page needs. It can be removed when nobody watches."""
+"""Folder in a run's folder for the database of the watch page. It can be removed when nobody watches."""
 
-_PORTION = 1 << 20
-_BEAT_S = 2.0
+_CHUNK_BYTES = 1 << 20
+_HEARTBEAT_S = 2.0
 
 MetricRow = tuple[int, float, str, float]
-"""Step, time, name and value (NaN where it was not finite) of a metric."""
+"""Step, time, name and value (NaN if not finite) of a metric."""
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far a file was copied: `offset` bytes, the last line of which began at `line_start` and has a hash, so that a
-    file that was cut back and grew again is noticed. `step` and `time` are those of the last line.
+    """Number of copied bytes, `offset`, with the last line's start and hash, which detect a file that was truncated and
+    grew again. `step` and `time` are those of the last line.
     """
 
     offset: int = 0
@@ -53,12 +53,12 @@ class Position:
 
 
 class RunTail:
-    """Copies new lines of a run's metrics, and says how the run is. To be used by one thread at a time."""
+    """Copies new lines of a run's metrics and writes a heartbeat with its state. For one thread at a time."""
 
     def __init__(self, run: Path, folder: Path) -> None:
-        """`run` is the run's folder; the database is `runs.db` in `folder`, which may be removed when nobody uses it.
+        """`run` is the run's folder; the database is `runs.db` in `folder`.
 
-        Raises StoreError if another process follows the run there, or the folder cannot be written.
+        Raises StoreError if another process copies the run there, or the folder cannot be written.
         """
         self._file = run / METRICS_FILE
         self._run = run
@@ -70,29 +70,29 @@ class RunTail:
         self._position = known
 
     def close(self) -> None:
-        """Let go of the database."""
+        """Close the database."""
         self._store.close()
 
     def beat(self) -> None:
-        """Write how the run is, as a trainer does itself in a live loop."""
+        """Write the run's state as a heartbeat, as the trainer of a live loop does itself."""
         state = run_state(self._run)
         ended_at = _modified_at(self._file) or _started_at(self._run)
         self._store.beat(state, None if state == "running" else ended_at)
 
     def poll(self) -> bool:
-        """Copy a portion of what is new; True if there was any. A line without its end is left for later. A file that
-        is not as it was, as after a resumed run has cut it back, is copied anew.
+        """Copy a chunk of whole new lines; True if there were any. A file that was truncated, as by a resumed run, is
+        copied from its start.
 
         Raises StoreError if the database cannot be written.
         """
         try:
             with self._file.open("rb") as file:
-                start = self._position if _is_as_before(file, self._position) else self._begin_again()
+                start = self._position if _is_unchanged(file, self._position) else self._restart()
                 file.seek(start.offset)
                 data = _whole_lines(file)
         except FileNotFoundError:
             if self._position.offset:
-                self._begin_again()
+                self._restart()
             return False
         except OSError as error:
             raise StoreError(f"{self._file} cannot be read: {error.strerror or error}") from error
@@ -107,12 +107,12 @@ class RunTail:
             values = _object(line)
             if values is None:
                 continue
-            step = _step(values, step)
-            when += _seconds(values)
+            step = int(_finite(values, "step", step + 1))
+            when += _finite(values, "time/step_s", 0.0)
             rows += [(step, when, name, value) for name, value in _numbers(values)]
         self._store.add_metric_rows(rows)
         line_start = data.rfind(b"\n", 0, len(data) - 1) + 1
-        self._keep(
+        self._save(
             Position(
                 offset=start.offset + len(data),
                 line_start=start.offset + line_start,
@@ -122,12 +122,12 @@ class RunTail:
             )
         )
 
-    def _begin_again(self) -> Position:
+    def _restart(self) -> Position:
         self._store.truncate_metrics(0)
-        self._keep(Position())
+        self._save(Position())
         return self._position
 
-    def _keep(self, position: Position) -> None:
+    def _save(self, position: Position) -> None:
         aside = self._position_file.with_suffix(".new")
         try:
             aside.write_text(json.dumps(asdict(position)), encoding="utf-8")
@@ -139,10 +139,10 @@ class RunTail:
 
 @contextmanager
 def following(run: Path) -> Generator[Path]:
-    """Follow `run` in a thread while the block runs; the folder that holds `runs.db` is given.
+    """Copy the metrics of `run` in a thread while the block runs; yields the folder of `runs.db`.
 
-    It is `watch` in the run's folder, or a temporary one if that is in use or cannot be written. Failures are logged
-    and tried again: what is watched goes on regardless.
+    It is `watch` in the run's folder, or a temporary one if that is in use or cannot be written. Errors are logged and
+    the copy is retried; the run is never affected.
     """
     with ExitStack() as stack:
         folder, tail = _open(run, stack)
@@ -163,32 +163,30 @@ def _open(run: Path, stack: ExitStack) -> tuple[Path, RunTail]:
         folder.mkdir(exist_ok=True)
         return folder, RunTail(run, folder)
     except (OSError, StoreError) as error:
-        get_logger(__name__).info("%s; what the page needs goes to a temporary folder", error)
+        get_logger(__name__).info("%s; the page's database goes to a temporary folder", error)
     folder = Path(stack.enter_context(TemporaryDirectory(prefix="tunesmith-watch-")))
     return folder, RunTail(run, folder)
 
 
 def _follow(tail: RunTail, ending: threading.Event) -> None:
-    last_beat, said = -math.inf, ""
+    last_beat, logged = -math.inf, ""
     while not ending.is_set():
         has_more = False
         try:
-            if time.monotonic() - last_beat > _BEAT_S:
+            if time.monotonic() - last_beat > _HEARTBEAT_S:
                 tail.beat()
                 last_beat = time.monotonic()
             has_more = tail.poll()
         except TunesmithError as error:
-            if str(error) != said:
+            if str(error) != logged:
                 get_logger(__name__).warning("%s; trying again", error)
-                said = str(error)
+                logged = str(error)
         if not has_more:
             ending.wait(POLL_S)
 
 
 def run_state(run: Path) -> str:
-    """`running` while a process trains in the run's folder; after that `finished`, `died` if it left its lock behind,
-    or `stopped`.
-    """
+    """`running` while a process holds its lock; then `finished`, `stopped`, or `died` if it left its lock file."""
     if is_locked(run):
         return "running"
     if (run / "result.json").exists():
@@ -196,18 +194,18 @@ def run_state(run: Path) -> str:
     return "died" if (run / HOLDER_FILE).exists() else "stopped"
 
 
-def _is_as_before(file: BinaryIO, position: Position) -> bool:
+def _is_unchanged(file: BinaryIO, position: Position) -> bool:
     file.seek(position.line_start)
     line = file.read(position.offset - position.line_start)
     return hashlib.sha256(line).hexdigest() == position.line_sha256 if position.offset else True
 
 
 def _whole_lines(file: BinaryIO) -> bytes:
-    """The next portion of the file up to a line's end, longer if a single line is; empty if no line is whole."""
+    """About `_CHUNK_BYTES` of whole lines, more if a single line is longer; empty if no line is complete."""
     data = b""
-    while portion := file.read(_PORTION):
-        data += portion
-        if b"\n" in portion:
+    while chunk := file.read(_CHUNK_BYTES):
+        data += chunk
+        if b"\n" in chunk:
             break
     return data[: data.rfind(b"\n") + 1]
 
@@ -220,30 +218,21 @@ def _object(line: bytes) -> Mapping[str, object] | None:
     return value if is_mapping(value) else None
 
 
-def _step(values: Mapping[str, object], before: int) -> int:
-    step = values.get("step")
-    return int(step) if isinstance(step, int | float) and math.isfinite(step) else before + 1
-
-
-def _seconds(values: Mapping[str, object]) -> float:
-    spent = values.get("time/step_s")
-    return float(spent) if isinstance(spent, int | float) and math.isfinite(spent) else 0.0
+def _finite(values: Mapping[str, object], name: str, default: float) -> float:
+    value = values.get(name)
+    return value if isinstance(value, int | float) and math.isfinite(value) else default
 
 
 def _numbers(values: Mapping[str, object]) -> Iterator[tuple[str, float]]:
-    """Names and numbers of a line: null was a number that is not finite, anything else is no metric."""
+    """Names and values of a line's metrics; null stands for a value that is not finite."""
     for name, value in values.items():
-        if name == "step" or not _is_name(name) or isinstance(value, bool):
+        is_name = bool(name.strip()) and len(name) <= MAX_NAME and is_storable(name)
+        if name == "step" or not is_name or isinstance(value, bool):
             continue
         if value is None:
             yield name, math.nan
         elif isinstance(value, int | float):
             yield name, float(value)
-
-
-def _is_name(name: str) -> bool:
-    """True if the store takes a metric of this name."""
-    return bool(name.strip()) and len(name) <= MAX_NAME and is_storable(name)
 
 
 def _read_position(file: Path) -> Position:
@@ -254,7 +243,7 @@ def _read_position(file: Path) -> Position:
 
 
 def _started_at(run: Path) -> float:
-    """When the run began: its recipe is written first and never again."""
+    """Start time of the run, from its recipe, which is written first and only once."""
     return _modified_at(run / "recipe.yaml") or time.time()
 
 

@@ -24,7 +24,7 @@ from tunesmith.store.content import (
     encode_content,
     encode_numbers,
 )
-from tunesmith.store.database import OwnedDatabase, ReadOnlyDatabase, failure
+from tunesmith.store.database import Closeable, OwnedDatabase, ReadOnlyDatabase, failure
 from tunesmith.store.items import check_answers, chunks
 from tunesmith.store.records import Candidate, Heartbeat, Metric, NewOffer, Offer, PolicyVersion, Series
 from tunesmith.store.tables import heartbeat, jobs, metrics, new_id, offer_candidates, offers, policy_versions
@@ -32,7 +32,7 @@ from tunesmith.store.tables import heartbeat, jobs, metrics, new_id, offer_candi
 T = TypeVar("T")
 
 
-class RunStore:
+class RunStore(Closeable):
     """Versions, offers, metrics and a heartbeat. Safe to call from several threads.
 
     A call returns when its change is committed, but not synced, because the data can be reproduced. `now` is in seconds
@@ -49,15 +49,9 @@ class RunStore:
         return cls(path_or_url)
 
     def close(self) -> None:
-        """Close the file. Harmless if called twice."""
+        """Close the file."""
         with self._lock:
             self._database.close()
-
-    def __enter__(self) -> "RunStore":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def add_version(self, version: PolicyVersion) -> None:
         """Add or replace a version. If it is `serving`, the others stop serving."""
@@ -156,58 +150,39 @@ class RunStore:
                 raise failure(self._database.place, error) from error
 
 
-class RunReader:
-    """Offers, versions and metrics by cursor. A missing file or table reads as empty.
+class RunReader(ReadOnlyDatabase):
+    """Offers, versions and metrics by cursor."""
 
-    Safe to call from any number of threads.
-    """
-
-    def __init__(self, place: str | Path) -> None:
-        self._database = ReadOnlyDatabase(place, "runs")
-
-    @classmethod
-    def open(cls, path_or_url: str | Path) -> "RunReader":
-        """A reader of the file, which may appear later. Its calls raise StoreError if another release wrote it."""
-        return cls(path_or_url)
-
-    def close(self) -> None:
-        """Close all connections. Harmless if called twice."""
-        self._database.close()
-
-    def __enter__(self) -> "RunReader":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    name = "runs"
 
     def offers_after(self, cursor: int, limit: int = 100) -> list[Offer]:
         """Offers with an id above `cursor`, in order."""
-        return self._database.read(lambda connection: _offers_after(connection, cursor, limit), [])
+        return self.read(lambda connection: _offers_after(connection, cursor, limit), [])
 
     def versions(self) -> list[PolicyVersion]:
         """All versions, oldest first."""
         query = select(policy_versions).order_by(policy_versions.c.version)
-        return self._database.read(lambda c: [PolicyVersion(**row) for row in c.execute(query).mappings()], [])
+        return self.read(lambda c: [PolicyVersion(**row) for row in c.execute(query).mappings()], [])
 
     def metric_names(self) -> list[str]:
         """Names of all metrics, sorted."""
-        return self._database.read(_metric_names, [])
+        return self.read(_metric_names, [])
 
     def series(self, name: str, after_id: int = 0, points: int = 2000) -> Series:
         """The metric's points with an id above `after_id`, in order: all if at most `points`, else the minimum, the
         maximum and the first gap (a value of None) of each of `points // 2` buckets.
         """
         nothing = Series(name, (), after_id, 0, False)
-        return self._database.read(lambda c: _series(c, name, after_id, points), nothing)
+        return self.read(lambda c: _series(c, name, after_id, points), nothing)
 
     def metrics_after(self, cursor: int, limit: int = 1000) -> list[Metric]:
         """Metrics of every name with an id above `cursor`, in order."""
         query = select(metrics).where(metrics.c.id > cursor).order_by(metrics.c.id).limit(limit)
-        return self._database.read(lambda c: [Metric(**row) for row in c.execute(query).mappings()], [])
+        return self.read(lambda c: [Metric(**row) for row in c.execute(query).mappings()], [])
 
     def last_metric_id(self) -> int:
         """Id of the newest metric, 0 if none."""
-        return self._database.read(lambda c: int(c.execute(select(func.max(metrics.c.id))).scalar() or 0), 0)
+        return self.read(lambda c: int(c.execute(select(func.max(metrics.c.id))).scalar() or 0), 0)
 
     def heartbeat(self) -> Heartbeat | None:
         """The trainer's last heartbeat; None if there was never one."""
@@ -217,7 +192,7 @@ class RunReader:
             row = connection.execute(query).mappings().first()
             return None if row is None else Heartbeat(**row)
 
-        return self._database.read(read, None)
+        return self.read(read, None)
 
 
 def _offers_after(connection: Connection, cursor: int, limit: int) -> list[Offer]:

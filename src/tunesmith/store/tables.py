@@ -1,7 +1,7 @@
-"""The tables of `votes.db` and `runs.db`, in types that every SQL database has.
+"""Tables of `votes.db` and `runs.db`, in portable SQL types.
 
-Times are seconds since the epoch (UTC) as double precision, whatever is nested is JSON in text. Each id grows and never
-comes back, so that a reader's cursor is an id. What a client sees is a random token, never an id.
+Times are seconds since the epoch (UTC) as double precision; nested values are JSON text. Ids grow and are never reused,
+so a reader's cursor is an id. Clients see random tokens, never ids.
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ _NAMES = {
 }
 
 _ID = BigInteger().with_variant(Integer, "sqlite")
-"""SQLite counts only columns of the type INTEGER by itself."""
+"""SQLite autoincrements only columns of the type INTEGER."""
 
 votes_metadata = MetaData(naming_convention=_NAMES)
 """The tables of `votes.db`, which the server writes."""
@@ -51,6 +51,20 @@ def _id() -> Column[int]:
 
 def _time(name: str, *, nullable: bool = False) -> Column[float]:
     return Column(name, Double, nullable=nullable)
+
+
+def _presentation_answers(name: str, *columns: Column[Any]) -> Table:
+    """An append-only table of revisions: the highest one of a presentation is effective."""
+    return Table(
+        name,
+        votes_metadata,
+        _id(),
+        _reference("presentation_id", "presentations.id"),
+        *columns,
+        UniqueConstraint("presentation_id", "revision"),
+        UniqueConstraint("presentation_id", "request_key"),
+        sqlite_autoincrement=True,
+    )
 
 
 def _reference(name: str, target: str, *, nullable: bool = False) -> Column[int]:
@@ -126,10 +140,9 @@ items = Table(
     Column("is_gold", Boolean, nullable=False),
     _reference("gold_candidate_id", "candidates.id", nullable=True),
     Column("heldout", Boolean, nullable=False),
-    # Ids of offers count in `runs.db`, so nothing is referenced here.
+    # An id of `runs.db`, hence no foreign key.
     Column("offer_id", _ID, nullable=True),
-    # True while the item asks for more votes. Follows from presentations and campaign; kept so that the queue is read
-    # from an index.
+    # True while the item needs votes. Derived from presentations and campaign; stored for `ix_items_queue`.
     Column("is_open", Boolean, nullable=False),
     _time("retired_at", nullable=True),
     CheckConstraint("kind IN ('pair', 'ranking')", name="kind"),
@@ -166,11 +179,8 @@ presentations = Table(
     sqlite_autoincrement=True,
 )
 
-votes = Table(
+votes = _presentation_answers(
     "votes",
-    votes_metadata,
-    _id(),
-    _reference("presentation_id", "presentations.id"),
     Column("revision", Integer, nullable=False),
     Column("verdict", String(16), nullable=False),
     Column("reason", Text, nullable=False),
@@ -179,44 +189,29 @@ votes = Table(
     Column("dwell_ms", Integer, nullable=True),
     _time("created_at"),
     Column("request_key", String(200), nullable=True),
-    UniqueConstraint("presentation_id", "revision"),
-    UniqueConstraint("presentation_id", "request_key"),
-    sqlite_autoincrement=True,
 )
-"""Append-only: the highest revision of a presentation counts; `withdrawn` stands for none."""
+"""Votes on pairs. The verdict `withdrawn` cancels the earlier vote."""
 
-rankings = Table(
+rankings = _presentation_answers(
     "rankings",
-    votes_metadata,
-    _id(),
-    _reference("presentation_id", "presentations.id"),
     Column("revision", Integer, nullable=False),
     Column("verdict", String(16), nullable=False),
     Column("reason", Text, nullable=False),
-    # One place for each candidate in the order of the item; null where the verdict is `skip` or `withdrawn`.
+    # One rank per candidate in the order of the item; null for the verdicts `skip` and `withdrawn`.
     Column("ranks_json", Text, nullable=True),
     Column("dwell_ms", Integer, nullable=True),
     _time("created_at"),
     Column("request_key", String(200), nullable=True),
-    UniqueConstraint("presentation_id", "revision"),
-    UniqueConstraint("presentation_id", "request_key"),
-    sqlite_autoincrement=True,
 )
 
-demonstrations = Table(
+demonstrations = _presentation_answers(
     "demonstrations",
-    votes_metadata,
-    _id(),
-    _reference("presentation_id", "presentations.id"),
     _reference("prompt_id", "prompts.id"),
     _reference("rater_id", "raters.id"),
     Column("text", Text, nullable=False),
     Column("revision", Integer, nullable=False),
     _time("created_at"),
     Column("request_key", String(200), nullable=True),
-    UniqueConstraint("presentation_id", "revision"),
-    UniqueConstraint("presentation_id", "request_key"),
-    sqlite_autoincrement=True,
 )
 
 commands = Table(
@@ -252,7 +247,7 @@ def _policy_versions(metadata: MetaData) -> Table:
 
 
 shown_versions = _policy_versions(votes_metadata)
-"""The server's copy, so that votes.db can be read without the trainer's file."""
+"""The server's copy, so that `votes.db` can be read without `runs.db`."""
 
 policy_versions = _policy_versions(runs_metadata)
 
@@ -287,9 +282,9 @@ metrics = Table(
     Column("step", Integer, nullable=False),
     Column("time", Double, nullable=False),
     Column("name", String(200), nullable=False),
-    # Null: the number was not finite.
+    # Null if not finite.
     Column("value", Double, nullable=True),
-    # With the value, so that a series is read from the index alone.
+    # A covering index: a series is read from it alone.
     Index("ix_metrics_name_id_value", "name", "id", "value"),
     sqlite_autoincrement=True,
 )
@@ -309,7 +304,7 @@ jobs = Table(
 heartbeat = Table(
     "heartbeat",
     runs_metadata,
-    # One row, so that it is replaced and never piles up.
+    # A single row, which is replaced.
     Column("id", Integer, primary_key=True, autoincrement=False),
     Column("pid", Integer, nullable=False),
     Column("host", String(200), nullable=False),

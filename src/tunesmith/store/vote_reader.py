@@ -3,7 +3,6 @@
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Table, exists, func, or_, select
@@ -46,29 +45,10 @@ _MARGINS = {"much_better": MARGIN_MUCH, "better": MARGIN_BETTER}
 _PROMPT_ID_LENGTH = 16
 
 
-class VoteReader:
-    """Votes and commands by cursor. A missing file or table reads as empty.
+class VoteReader(ReadOnlyDatabase):
+    """Votes and commands by cursor."""
 
-    Safe to call from any number of threads.
-    """
-
-    def __init__(self, place: str | Path) -> None:
-        self._database = ReadOnlyDatabase(place, "votes")
-
-    @classmethod
-    def open(cls, path_or_url: str | Path) -> "VoteReader":
-        """A reader of the file, which may appear later. Its calls raise StoreError if another release wrote it."""
-        return cls(path_or_url)
-
-    def close(self) -> None:
-        """Close all connections. Harmless if called twice."""
-        self._database.close()
-
-    def __enter__(self) -> "VoteReader":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    name = "votes"
 
     def votes_after(
         self, cursor: int, limit: int = 1000, campaign_id: int | None = None, *, changes: bool = True
@@ -85,7 +65,7 @@ class VoteReader:
             answers = candidates_of_items(connection, [row.item_id for row in rows])
             return [_stored_vote(row, answers[row.item_id]) for row in rows]
 
-        return self._database.read(read, [])
+        return self.read(read, [])
 
     def rankings_after(
         self, cursor: int, limit: int = 1000, campaign_id: int | None = None, *, changes: bool = True
@@ -105,7 +85,7 @@ class VoteReader:
                 for row in rows
             ]
 
-        return self._database.read(read, [])
+        return self.read(read, [])
 
     def demonstrations_after(
         self, cursor: int, limit: int = 1000, campaign_id: int | None = None
@@ -116,16 +96,16 @@ class VoteReader:
             rows = _effective(connection, demonstrations, cursor, limit, campaign_id, changes=True)
             return [StoredDemonstration(text=row.text, **_common(row)) for row in rows]
 
-        return self._database.read(read, [])
+        return self.read(read, [])
 
     def commands_after(self, cursor: int, limit: int = 100) -> list[Command]:
         """Commands with an id above `cursor`, in order."""
         query = select(commands).where(commands.c.id > cursor).order_by(commands.c.id).limit(limit)
-        return self._database.read(lambda c: [Command(**row) for row in c.execute(query).mappings()], [])
+        return self.read(lambda c: [Command(**row) for row in c.execute(query).mappings()], [])
 
     def campaigns(self) -> list[Campaign]:
         """All campaigns, oldest first."""
-        return self._database.read(campaigns.all_campaigns, [])
+        return self.read(campaigns.all_campaigns, [])
 
     def campaign_named(self, name: str) -> Campaign:
         """The campaign of this name. Raises StoreError if there is none."""
@@ -136,28 +116,28 @@ class VoteReader:
 
     def raters(self) -> list[Rater]:
         """All raters, oldest first."""
-        return self._database.read(campaigns.all_raters, [])
+        return self.read(campaigns.all_raters, [])
 
     def rater_of(self, token: str, now: float | None = None) -> Rater | None:
         """The rater with this access token; None for a wrong, expired or disabled one."""
         moment = time.time() if now is None else now
-        return self._database.read(lambda c: campaigns.rater_of_token(c, token, moment), None)
+        return self.read(lambda c: campaigns.rater_of_token(c, token, moment), None)
 
     def last_offer_id(self, campaign_id: int) -> int:
         """Id of the newest ingested offer, 0 if none: the cursor for `RunReader.offers_after`."""
         query = select(func.max(items.c.offer_id)).where(items.c.campaign_id == campaign_id)
-        return self._database.read(lambda c: int(c.execute(query).scalar() or 0), 0)
+        return self.read(lambda c: int(c.execute(query).scalar() or 0), 0)
 
     def progress(self, rater_id: int, campaign_id: int) -> Progress:
         """Votes and open items of a rater in a campaign. Raises StoreError if there is no such campaign."""
-        return self._database.read(
+        return self.read(
             lambda c: vote_stats.progress(c, rater_id, campaigns.campaign(c, campaign_id)), Progress(0, 0, 0, 0, 0)
         )
 
     def stats(self, campaign_id: int | None = None, now: float | None = None) -> vote_stats.VoteStats:
         """Counts, agreement, biases and gold accuracy of one campaign, or of all."""
         moment = time.time() if now is None else now
-        return self._database.read(lambda c: vote_stats.vote_stats(c, campaign_id, moment), vote_stats.NO_VOTES)
+        return self.read(lambda c: vote_stats.vote_stats(c, campaign_id, moment), vote_stats.NO_VOTES)
 
     def export(
         self, campaign_id: int | None = None, *, include_gold: bool = False, include_bad: bool = True

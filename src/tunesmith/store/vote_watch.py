@@ -35,15 +35,17 @@ class VersionContest:
     prompt_id: int
 
 
-class VoteWatch:
+class VoteWatch(ReadOnlyDatabase):
     """Reads the votes added since the last call, without texts. Safe to call from any number of threads.
 
-    A missing file has no votes. Raises StoreError for one that cannot be read.
+    Raises StoreError for a file that cannot be read.
     """
 
+    name = "votes"
+
     def __init__(self, place: str | Path) -> None:
-        self._database = ReadOnlyDatabase(place, "votes")
-        self._lock = threading.Lock()
+        super().__init__(place)
+        self._counting = threading.Lock()
         self._counted = (_Counted(votes), _Counted(rankings))
         self._last_contest_id = 0
         self._changes = 0
@@ -54,18 +56,14 @@ class VoteWatch:
         """Number of votes and rankings as of the last `per_minute`, without skips; undone ones are still counted."""
         return sum(one.total for one in self._counted)
 
-    def close(self) -> None:
-        """Close all connections. Harmless if called twice."""
-        self._database.close()
-
     def per_minute(self, now: float) -> list[int]:
         """Number of votes and rankings in each of the last `MINUTES` minutes before `now`, oldest first, without skips.
         A changed one counts once.
         """
         counts = [0] * MINUTES
-        with self._lock:
+        with self._counting:
             for one in self._counted:
-                self._database.read(one.read_new(now - MINUTES * _MINUTE_S), None)
+                self.read(one.read_new(now - MINUTES * _MINUTE_S), None)
                 for time in one.times:
                     # After a clock was set back, votes lie in the future; they count as of now.
                     counts[max(0, min(MINUTES - 1, MINUTES - 1 - int((now - time) // _MINUTE_S)))] += 1
@@ -73,8 +71,8 @@ class VoteWatch:
 
     def contests(self) -> tuple[int, list[VersionContest]]:
         """A change counter, and all contests. Gold items and rankings are left out."""
-        with self._lock:
-            while self._database.read(self._compare, False):
+        with self._counting:
+            while self.read(self._compare, False):
                 pass
             return self._changes, list(self._contests.values())
 

@@ -15,7 +15,7 @@ from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from tunesmith.core.errors import StoreError
 from tunesmith.store import answers, campaigns, items
-from tunesmith.store.database import OwnedDatabase, failure
+from tunesmith.store.database import Closeable, OwnedDatabase, failure
 from tunesmith.store.queue import next_presentations
 from tunesmith.store.records import (
     Campaign,
@@ -42,10 +42,9 @@ _ITEMS_PER_TRANSACTION = 200
 
 T = TypeVar("T")
 P = ParamSpec("P")
-Work = Callable[[Connection], Any]
 
 
-class VoteStore:
+class VoteStore(Closeable):
     """Writes campaigns, raters, items and votes; `reader` reads them.
 
     Safe to call from any number of threads: every call blocks until its change is on disk. One thread writes, and
@@ -68,15 +67,9 @@ class VoteStore:
         self._rng = random.SystemRandom() if seed is None else random.Random(seed)
 
     def close(self) -> None:
-        """Finish pending writes and close the file. Harmless if called twice."""
+        """Finish pending writes and close the file."""
         self.reader.close()
         self._writer.close()
-
-    def __enter__(self) -> "VoteStore":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def set_campaign(self, settings: CampaignSettings, now: float | None = None) -> Campaign:
         """Create the campaign of this name, or change its settings. Raises StoreError for values out of range."""
@@ -228,7 +221,7 @@ class Writer:
 
     def __init__(self, database: OwnedDatabase) -> None:
         self._database = database
-        self._jobs: queue.SimpleQueue[tuple[Work, Future[Any]] | None] = queue.SimpleQueue()
+        self._changes: queue.SimpleQueue[_Change | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._is_open = True
         self._thread = threading.Thread(target=self._serve, name="tunesmith-store", daemon=True)
@@ -239,55 +232,52 @@ class Writer:
 
         Raises StoreError if the database could not be written, or is closed.
         """
-        future: Future[Any] = Future()
+        change = _Change(work)
         with self._lock:
             if not self._is_open:
                 raise StoreError(f"{self._database.place} is closed")
-            self._jobs.put((work, future))
-        return future.result()
+            self._changes.put(change)
+        return change.future.result()
 
     def close(self) -> None:
         """Finish pending changes and close the database. Harmless if called twice."""
         with self._lock:
             if self._is_open:
                 self._is_open = False
-                self._jobs.put(None)
+                self._changes.put(None)
         self._thread.join()
         self._database.close()
 
     def _serve(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            group: list[_Done] = []
+        while (change := self._changes.get()) is not None:
+            group: list[_Change] = []
             outcome = _Outcome()
             with outcome, self._database.connection.begin():
-                self._apply_group(job, group)
+                self._apply_group(change, group)
                 self._check_unbroken()
-            for done in group:
-                done.tell(outcome.error)
+            for one in group:
+                one.tell(outcome.error)
 
-    def _apply_group(self, first: tuple[Work, "Future[Any]"], group: list["_Done"]) -> None:
+    def _apply_group(self, first: "_Change", group: list["_Change"]) -> None:
         deadline = time.monotonic() + GROUP_S
-        job: tuple[Work, Future[Any]] | None = first
-        while job is not None:
-            done = _Done(job[1])
-            group.append(done)
-            with done.outcome, self._database.connection.begin_nested():
-                done.value = job[0](self._database.connection)
-            if isinstance(done.outcome.error, DBAPIError) and not isinstance(done.outcome.error, IntegrityError):
+        change: _Change | None = first
+        while change is not None:
+            group.append(change)
+            with change, self._database.connection.begin_nested():
+                change.value = change.work(self._database.connection)
+            if isinstance(change.error, DBAPIError) and not isinstance(change.error, IntegrityError):
                 # The database may have rolled back everything, so no change of the group may be acknowledged.
-                raise failure(self._database.place, done.outcome.error) from done.outcome.error
-            job = self._next_before(deadline)
+                raise failure(self._database.place, change.error) from change.error
+            change = self._next_before(deadline)
 
-    def _next_before(self, deadline: float) -> tuple[Work, "Future[Any]"] | None:
-        if time.monotonic() > deadline:
+    def _next_before(self, deadline: float) -> "_Change | None":
+        if time.monotonic() > deadline or self._changes.empty():
             return None
-        try:
-            job = self._jobs.get_nowait()
-        except queue.Empty:
-            return None
-        if job is None:
-            self._jobs.put(None)
-        return job
+        change = self._changes.get()
+        if change is None:
+            # For `_serve`, which ends after this group.
+            self._changes.put(None)
+        return change
 
     def _check_unbroken(self) -> None:
         """Raise StoreError if SQLite ended the transaction by itself, as it does when the disk is full."""
@@ -297,10 +287,9 @@ class Writer:
 
 
 class _Outcome:
-    """Keeps the exception of the block, for the waiting thread."""
+    """Keeps the exception of its `with` block."""
 
-    def __init__(self) -> None:
-        self.error: BaseException | None = None
+    error: BaseException | None = None
 
     def __enter__(self) -> None:
         return None
@@ -312,23 +301,23 @@ class _Outcome:
         return True
 
 
-class _Done:
-    """A change that was applied and waits for the commit."""
+class _Change(_Outcome):
+    """A change, its value or exception, and the future on which its caller waits."""
 
-    def __init__(self, future: "Future[Any]") -> None:
-        self.outcome = _Outcome()
+    def __init__(self, work: Callable[[Connection], Any]) -> None:
+        self.work = work
         self.value: object = None
-        self._future = future
+        self.future: Future[Any] = Future()
 
     def tell(self, group_error: BaseException | None) -> None:
-        """Wake the caller with the value or the error."""
+        """Wake the caller after the commit, or with `group_error` if it failed."""
         if isinstance(group_error, DBAPIError):
             group_error = failure("the database", group_error)
-        error = group_error or self.outcome.error
+        error = group_error or self.error
         if error is None:
-            self._future.set_result(self.value)
+            self.future.set_result(self.value)
         else:
-            self._future.set_exception(error)
+            self.future.set_exception(error)
 
 
 def _or_now(now: float | None) -> float:

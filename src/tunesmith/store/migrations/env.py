@@ -1,4 +1,4 @@
-"""Run by Alembic: lets the scripts work on the connection and in the transaction of `store.schema_version`."""
+"""Run by Alembic: uses the connection and the transaction of `store.database`."""
 
 # pyright: basic
 

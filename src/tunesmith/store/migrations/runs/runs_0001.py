@@ -1,4 +1,4 @@
-"""The tables of `runs.db`. Nothing leads back: an older release refuses a newer file."""
+"""Tables of `runs.db`. There is no downgrade: an older release refuses a newer file."""
 
 # pyright: basic
 
@@ -14,7 +14,7 @@ _ID = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
 
 def upgrade() -> None:
-    """Make the tables."""
+    """Create the tables."""
     op.create_table(
         "policy_versions",
         sa.Column("version", sa.Integer(), autoincrement=False, nullable=False),
@@ -32,16 +32,13 @@ def upgrade() -> None:
         sa.Column("note", sa.Text(), nullable=False),
         sa.PrimaryKeyConstraint("version", name="pk_policy_versions"),
     )
-    op.create_table(
+    _create_with_id(
         "offers",
-        sa.Column("id", _ID, autoincrement=True, nullable=False),
         sa.Column("version", sa.Integer(), nullable=False),
         sa.Column("heldout", sa.Boolean(), nullable=False),
         sa.Column("prompt_json", sa.Text(), nullable=False),
         sa.Column("retires_before", _ID, nullable=False),
         sa.Column("created_at", sa.Double(), nullable=False),
-        sa.PrimaryKeyConstraint("id", name="pk_offers"),
-        sqlite_autoincrement=True,
     )
     op.create_table(
         "offer_candidates",
@@ -57,28 +54,28 @@ def upgrade() -> None:
     _make_metrics()
 
 
+def _create_with_id(name: str, *parts: sa.schema.SchemaItem) -> None:
+    """Create a table with an autoincremented primary key `id`."""
+    id_ = sa.Column("id", _ID, autoincrement=True, nullable=False)
+    op.create_table(name, id_, *parts, sa.PrimaryKeyConstraint("id", name=f"pk_{name}"), sqlite_autoincrement=True)
+
+
 def _make_metrics() -> None:
-    op.create_table(
+    _create_with_id(
         "metrics",
-        sa.Column("id", _ID, autoincrement=True, nullable=False),
         sa.Column("step", sa.Integer(), nullable=False),
         sa.Column("time", sa.Double(), nullable=False),
         sa.Column("name", sa.String(200), nullable=False),
         sa.Column("value", sa.Double(), nullable=True),
-        sa.PrimaryKeyConstraint("id", name="pk_metrics"),
-        sqlite_autoincrement=True,
     )
     op.create_index("ix_metrics_name_id_value", "metrics", ["name", "id", "value"])
-    op.create_table(
+    _create_with_id(
         "jobs",
-        sa.Column("id", _ID, autoincrement=True, nullable=False),
         sa.Column("kind", sa.String(64), nullable=False),
         sa.Column("state", sa.String(32), nullable=False),
         sa.Column("created_at", sa.Double(), nullable=False),
         sa.Column("ended_at", sa.Double(), nullable=True),
         sa.Column("detail_json", sa.Text(), nullable=False),
-        sa.PrimaryKeyConstraint("id", name="pk_jobs"),
-        sqlite_autoincrement=True,
     )
     op.create_table(
         "heartbeat",

@@ -1,4 +1,4 @@
-"""The tables of `votes.db`. Nothing leads back: an older release refuses a newer file."""
+"""Tables of `votes.db`. There is no downgrade: an older release refuses a newer file."""
 
 # pyright: basic
 
@@ -14,7 +14,7 @@ _ID = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
 
 def upgrade() -> None:
-    """Make the tables."""
+    """Create the tables."""
     _make_people()
     _make_questions()
     _make_presentations()
@@ -38,14 +38,15 @@ def upgrade() -> None:
     )
 
 
-def _id() -> sa.Column[int]:
-    return sa.Column("id", _ID, autoincrement=True, nullable=False)
+def _create_with_id(name: str, *parts: sa.schema.SchemaItem) -> None:
+    """Create a table with an autoincremented primary key `id`."""
+    id_ = sa.Column("id", _ID, autoincrement=True, nullable=False)
+    op.create_table(name, id_, *parts, sa.PrimaryKeyConstraint("id", name=f"pk_{name}"), sqlite_autoincrement=True)
 
 
 def _make_people() -> None:
-    op.create_table(
+    _create_with_id(
         "campaigns",
-        _id(),
         sa.Column("name", sa.String(200), nullable=False),
         sa.Column("guidelines", sa.Text(), nullable=False),
         sa.Column("kind", sa.String(16), nullable=False),
@@ -57,15 +58,12 @@ def _make_people() -> None:
         sa.Column("answer_style", sa.String(16), nullable=False),
         sa.Column("created_at", sa.Double(), nullable=False),
         sa.Column("closed_at", sa.Double(), nullable=True),
-        sa.PrimaryKeyConstraint("id", name="pk_campaigns"),
         sa.UniqueConstraint("name", name="uq_campaigns_name"),
         sa.CheckConstraint("overlap >= 1", name=op.f("ck_campaigns_overlap")),
         sa.CheckConstraint("answer_style IN ('raw', 'markdown')", name=op.f("ck_campaigns_answer_style")),
-        sqlite_autoincrement=True,
     )
-    op.create_table(
+    _create_with_id(
         "raters",
-        _id(),
         sa.Column("name", sa.String(200), nullable=False),
         sa.Column("role", sa.String(16), nullable=False),
         sa.Column("token_sha256", sa.String(64), nullable=True),
@@ -73,54 +71,42 @@ def _make_people() -> None:
         sa.Column("created_at", sa.Double(), nullable=False),
         sa.Column("expires_at", sa.Double(), nullable=True),
         sa.Column("disabled_at", sa.Double(), nullable=True),
-        sa.PrimaryKeyConstraint("id", name="pk_raters"),
         sa.UniqueConstraint("name", name="uq_raters_name"),
         sa.UniqueConstraint("token_sha256", name="uq_raters_token_sha256"),
         sa.ForeignKeyConstraint(["invited_by"], ["raters.id"], name="fk_raters_invited_by"),
         sa.CheckConstraint("role IN ('rater', 'admin')", name=op.f("ck_raters_role")),
-        sqlite_autoincrement=True,
     )
-    op.create_table(
+    _create_with_id(
         "commands",
-        _id(),
         sa.Column("kind", sa.String(32), nullable=False),
         sa.Column("argument", sa.Text(), nullable=False),
         sa.Column("rater_id", _ID, nullable=False),
         sa.Column("created_at", sa.Double(), nullable=False),
-        sa.PrimaryKeyConstraint("id", name="pk_commands"),
         sa.ForeignKeyConstraint(["rater_id"], ["raters.id"], name="fk_commands_rater_id"),
-        sqlite_autoincrement=True,
     )
 
 
 def _make_questions() -> None:
-    op.create_table(
+    _create_with_id(
         "prompts",
-        _id(),
         sa.Column("campaign_id", _ID, nullable=False),
         sa.Column("content_json", sa.Text(), nullable=False),
         sa.Column("sha256", sa.String(64), nullable=False),
-        sa.PrimaryKeyConstraint("id", name="pk_prompts"),
         sa.UniqueConstraint("campaign_id", "sha256", name="uq_prompts_campaign_id_sha256"),
         sa.ForeignKeyConstraint(["campaign_id"], ["campaigns.id"], name="fk_prompts_campaign_id"),
-        sqlite_autoincrement=True,
     )
-    op.create_table(
+    _create_with_id(
         "candidates",
-        _id(),
         sa.Column("prompt_id", _ID, nullable=False),
         sa.Column("text", sa.Text(), nullable=False),
         sa.Column("token_ids_json", sa.Text(), nullable=True),
         sa.Column("logps_json", sa.Text(), nullable=True),
         sa.Column("weight_version", sa.Integer(), nullable=True),
         sa.Column("source_id", sa.String(200), nullable=False),
-        sa.PrimaryKeyConstraint("id", name="pk_candidates"),
         sa.ForeignKeyConstraint(["prompt_id"], ["prompts.id"], name="fk_candidates_prompt_id"),
-        sqlite_autoincrement=True,
     )
-    op.create_table(
+    _create_with_id(
         "items",
-        _id(),
         sa.Column("campaign_id", _ID, nullable=False),
         sa.Column("prompt_id", _ID, nullable=False),
         sa.Column("kind", sa.String(16), nullable=False),
@@ -130,13 +116,11 @@ def _make_questions() -> None:
         sa.Column("offer_id", _ID, nullable=True),
         sa.Column("is_open", sa.Boolean(), nullable=False),
         sa.Column("retired_at", sa.Double(), nullable=True),
-        sa.PrimaryKeyConstraint("id", name="pk_items"),
         sa.UniqueConstraint("campaign_id", "offer_id", name="uq_items_campaign_id_offer_id"),
         sa.ForeignKeyConstraint(["campaign_id"], ["campaigns.id"], name="fk_items_campaign_id"),
         sa.ForeignKeyConstraint(["prompt_id"], ["prompts.id"], name="fk_items_prompt_id"),
         sa.ForeignKeyConstraint(["gold_candidate_id"], ["candidates.id"], name="fk_items_gold_candidate_id"),
         sa.CheckConstraint("kind IN ('pair', 'ranking')", name=op.f("ck_items_kind")),
-        sqlite_autoincrement=True,
     )
     op.create_index("ix_items_queue", "items", ["campaign_id", "is_open", "is_gold", "offer_id", "id"])
     op.create_index("ix_items_prompt_id", "items", ["prompt_id"])
@@ -152,9 +136,8 @@ def _make_questions() -> None:
 
 
 def _make_presentations() -> None:
-    op.create_table(
+    _create_with_id(
         "presentations",
-        _id(),
         sa.Column("item_id", _ID, nullable=False),
         sa.Column("rater_id", _ID, nullable=False),
         sa.Column("token", sa.String(43), nullable=False),
@@ -163,21 +146,18 @@ def _make_presentations() -> None:
         sa.Column("shown_at", sa.Double(), nullable=False),
         sa.Column("lease_until", sa.Double(), nullable=False),
         sa.Column("state", sa.String(16), nullable=False),
-        sa.PrimaryKeyConstraint("id", name="pk_presentations"),
         sa.UniqueConstraint("token", name="uq_presentations_token"),
         sa.UniqueConstraint("item_id", "rater_id", name="uq_presentations_item_id_rater_id"),
         sa.ForeignKeyConstraint(["item_id"], ["items.id"], name="fk_presentations_item_id"),
         sa.ForeignKeyConstraint(["rater_id"], ["raters.id"], name="fk_presentations_rater_id"),
         sa.CheckConstraint("state IN ('open', 'done', 'skipped', 'expired')", name=op.f("ck_presentations_state")),
-        sqlite_autoincrement=True,
     )
     op.create_index("ix_presentations_rater_state", "presentations", ["rater_id", "state"])
 
 
 def _make_answers() -> None:
-    op.create_table(
+    _create_with_id(
         "votes",
-        _id(),
         sa.Column("presentation_id", _ID, nullable=False),
         sa.Column("revision", sa.Integer(), nullable=False),
         sa.Column("verdict", sa.String(16), nullable=False),
@@ -187,15 +167,12 @@ def _make_answers() -> None:
         sa.Column("dwell_ms", sa.Integer(), nullable=True),
         sa.Column("created_at", sa.Double(), nullable=False),
         sa.Column("request_key", sa.String(200), nullable=True),
-        sa.PrimaryKeyConstraint("id", name="pk_votes"),
         *_of_presentation("votes"),
         sa.ForeignKeyConstraint(["chosen_candidate_id"], ["candidates.id"], name="fk_votes_chosen_candidate_id"),
         sa.ForeignKeyConstraint(["rejected_candidate_id"], ["candidates.id"], name="fk_votes_rejected_candidate_id"),
-        sqlite_autoincrement=True,
     )
-    op.create_table(
+    _create_with_id(
         "rankings",
-        _id(),
         sa.Column("presentation_id", _ID, nullable=False),
         sa.Column("revision", sa.Integer(), nullable=False),
         sa.Column("verdict", sa.String(16), nullable=False),
@@ -204,13 +181,10 @@ def _make_answers() -> None:
         sa.Column("dwell_ms", sa.Integer(), nullable=True),
         sa.Column("created_at", sa.Double(), nullable=False),
         sa.Column("request_key", sa.String(200), nullable=True),
-        sa.PrimaryKeyConstraint("id", name="pk_rankings"),
         *_of_presentation("rankings"),
-        sqlite_autoincrement=True,
     )
-    op.create_table(
+    _create_with_id(
         "demonstrations",
-        _id(),
         sa.Column("presentation_id", _ID, nullable=False),
         sa.Column("prompt_id", _ID, nullable=False),
         sa.Column("rater_id", _ID, nullable=False),
@@ -218,11 +192,9 @@ def _make_answers() -> None:
         sa.Column("revision", sa.Integer(), nullable=False),
         sa.Column("created_at", sa.Double(), nullable=False),
         sa.Column("request_key", sa.String(200), nullable=True),
-        sa.PrimaryKeyConstraint("id", name="pk_demonstrations"),
         *_of_presentation("demonstrations"),
         sa.ForeignKeyConstraint(["prompt_id"], ["prompts.id"], name="fk_demonstrations_prompt_id"),
         sa.ForeignKeyConstraint(["rater_id"], ["raters.id"], name="fk_demonstrations_rater_id"),
-        sqlite_autoincrement=True,
     )
 
 
