@@ -1,5 +1,5 @@
 from tunesmith.web import logins
-from tunesmith.web.logins import Buckets
+from tunesmith.web.logins import RateLimits
 
 
 class Clock:
@@ -13,7 +13,7 @@ class Clock:
 def test_a_burst_then_the_rate(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(logins, "time", clock)
-    limit = Buckets(rate_per_s=2, burst=3)
+    limit = RateLimits(rate_per_s=2, burst=3)
     assert [limit.take("a") for _ in range(4)] == [0, 0, 0, 1]
     assert limit.take("b") == 0
     clock.now += 0.5
@@ -24,7 +24,7 @@ def test_a_burst_then_the_rate(monkeypatch):
 
 def test_looking_uses_nothing_up(monkeypatch):
     monkeypatch.setattr(logins, "time", Clock())
-    limit = Buckets(rate_per_s=0.1, burst=1)
+    limit = RateLimits(rate_per_s=0.1, burst=1)
     assert [limit.wait_s("a") for _ in range(3)] == [0, 0, 0]
     assert limit.take("a") == 0
     assert limit.wait_s("a") == 10
@@ -32,7 +32,7 @@ def test_looking_uses_nothing_up(monkeypatch):
 
 def test_the_number_of_buckets_is_bounded(monkeypatch):
     monkeypatch.setattr(logins, "MAX_KEYS", 10)
-    limit = Buckets(rate_per_s=0.001, burst=1)
+    limit = RateLimits(rate_per_s=0.001, burst=1)
     limit.take("first")
     for number in range(9):
         limit.take(str(number))

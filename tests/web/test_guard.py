@@ -172,7 +172,7 @@ def test_a_rater_who_asks_too_often_must_wait_and_others_need_not(tmp_path):
 
 def test_wrong_tokens_are_slowed_down_for_their_address_and_good_ones_go_on(tmp_path, monkeypatch):
     # Nothing is remembered, so that every request is looked up.
-    monkeypatch.setattr(logins, "_REMEMBER_S", -1)
+    monkeypatch.setattr(logins, "_CACHE_S", -1)
     with app_in(tmp_path, Limits(failures=3, failure_every_s=1000)) as parts:
         good = parts.client(parts.rater)
         assert good.get(f"{API}/session").status_code == 200

@@ -1,4 +1,4 @@
-"""Who may call what: one table of all routes. The guard denies every request that no line of it allows."""
+"""The table of routes and who may call them. The guard denies every request that no rule allows."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -6,25 +6,25 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Access = Literal["public", "rater", "admin"]
-"""`public` needs no login; `rater` anyone who is logged in; `admin` only admins."""
+"""`public` needs no login, `rater` any login, `admin` that of an admin."""
 
 API = "/api/v1"
-"""Prefix of everything that answers in JSON."""
-
-_PARAMETER = re.compile(r"\{(\w+)(:path)?\}")
+"""Prefix of all routes that answer in JSON."""
 
 MAX_BODY = 64 * 1024
-"""Bytes of a request body where a rule says nothing else."""
+"""Default limit of a request body, in bytes."""
 
 MAX_TEXT_BODY = 2 * 1024 * 1024
-"""Bytes of a body with a written answer."""
+"""Limit of a body with a written answer, in bytes."""
+
+_PARAMETER = re.compile(r"\{(\w+)(:path)?\}")
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """`methods` on `path` are open to `access`. A path is written as in the routes: `/join/{invite}`.
+    """Opens `methods` on `path`, a template such as `/join/{invite}`, to `access`.
 
-    `max_body` bounds the request's body in bytes. `is_page`: without a login the answer is the login page.
+    `max_body` limits the request body in bytes. `is_page`: without a login, redirect to the login page.
     """
 
     methods: tuple[str, ...]
@@ -36,7 +36,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class RouteTable:
-    """All rules, in the order in which they are tried."""
+    """All rules; the first match applies."""
 
     rules: Sequence[Rule]
     _patterns: Sequence[re.Pattern[str]] = field(init=False)
@@ -45,12 +45,9 @@ class RouteTable:
         object.__setattr__(self, "_patterns", tuple(_pattern(rule.path) for rule in self.rules))
 
     def find(self, method: str, path: str) -> Rule | None:
-        """The rule for this request, or None if nothing allows it. HEAD is asked for as GET is."""
+        """The rule for this request, None if nothing allows it. HEAD follows the rule of GET."""
         wanted = "GET" if method == "HEAD" else method
-        for rule in self.at(path):
-            if wanted in rule.methods:
-                return rule
-        return None
+        return next((rule for rule in self.at(path) if wanted in rule.methods), None)
 
     def at(self, path: str) -> Iterable[Rule]:
         """The rules of this path, for any method."""
@@ -58,7 +55,7 @@ class RouteTable:
 
 
 def _pattern(path: str) -> re.Pattern[str]:
-    """The paths that a template such as `/join/{invite}` stands for; `{name:path}` may hold slashes."""
+    """Regular expression of a path template; `{name:path}` may contain slashes."""
     pattern, end = "", 0
     for match in _PARAMETER.finditer(path):
         pattern += re.escape(path[end : match.start()]) + ("(?:.*)" if match[2] else "[^/]+")
@@ -89,4 +86,4 @@ RULES: tuple[Rule, ...] = (
     Rule(("GET",), f"{API}/stats", "admin"),
     Rule(("GET",), f"{API}/export", "admin"),
 )
-"""The routes of voting and of administration. The watch page brings its own (`watch.RULES`)."""
+"""Routes of voting and administration; those of the watch page are in `watch.RULES`."""

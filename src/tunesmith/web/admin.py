@@ -1,4 +1,4 @@
-"""What admins may do: invite raters, shut them out, roll the policy back, read statistics and votes."""
+"""Routes for admins: raters and invitations, rollback, statistics, export."""
 
 import json
 import time
@@ -32,7 +32,7 @@ def router() -> APIRouter:
 
     @routes.post("/raters", status_code=201)
     def invite(body: RaterRequest, caller: Caller, services: ServicesOf) -> InviteReply:
-        """Make a rater and an invitation for them."""
+        """Create a rater and an invitation for them."""
         _check_name(body.name, services)
         expires_at = time.time() + body.invite_days * _DAY_S
         new = services.votes.add_rater(body.name, body.role, invited_by=caller.rater_id, expires_at=expires_at)
@@ -63,7 +63,7 @@ def router() -> APIRouter:
 
     @routes.get("/export")
     def export(services: ServicesOf, kind: ExportKind = "votes") -> StreamingResponse:
-        """Effective votes, rankings or written answers as JSON lines, in the order in which they came."""
+        """Effective votes, rankings or written answers as JSON lines, oldest first."""
         return StreamingResponse(_lines(services, kind), media_type="application/x-ndjson")
 
     return routes
@@ -76,13 +76,11 @@ def _check_name(name: str, services: Services) -> None:
 
 def _lines(services: Services, kind: ExportKind) -> Iterator[str]:
     campaign_id = services.campaign().id
-    votes = services.votes
-    match kind:
-        case "votes":
-            rows = votes.reader.export(campaign_id)
-        case "rankings":
-            rows = votes.reader.export_rankings(campaign_id)
-        case "demonstrations":
-            rows = votes.reader.export_demonstrations(campaign_id)
-    for row in rows:
+    votes = services.votes.reader
+    rows = {
+        "votes": votes.export,
+        "rankings": votes.export_rankings,
+        "demonstrations": votes.export_demonstrations,
+    }[kind]
+    for row in rows(campaign_id):
         yield json.dumps(asdict(row)) + "\n"

@@ -1,4 +1,4 @@
-"""Puts the app together: services, routes, the guard before them, and what happens to errors."""
+"""The app: services, routes, the guard before them, error handlers, and the copying of the trainer's offers."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -22,61 +22,28 @@ from tunesmith.store.runs import RunReader
 from tunesmith.store.votes import VoteStore
 from tunesmith.web import access, admin, pages, session_routes, vote_routes, watch
 from tunesmith.web.guard import Guard
-from tunesmith.web.logins import Buckets, Links, Logins, Sessions, read_key
+from tunesmith.web.logins import Links, Logins, RateLimits, Sessions, read_key
 from tunesmith.web.services import Lifetime, Services
 from tunesmith.web.settings import ServerSettings
 
 POLL_S = 0.5
-_BATCH = 200
+"""Seconds between copies of the trainer's offers."""
 
-
-class Copier:
-    """Copies what is new since the last call. One call at a time."""
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
-        self._versions: Sequence[PolicyVersion] = ()
-
-    def copy(self) -> int:
-        """Number of items that were made of new offers."""
-        votes, runs = self._services.votes, self._services.runs
-        campaign_id = self._services.campaign().id
-        made, cursor = 0, votes.reader.last_offer_id(campaign_id)
-        while offers := runs.offers_after(cursor, _BATCH):
-            made += votes.ingest(campaign_id, offers)
-            cursor = offers[-1].id
-        versions = runs.versions()
-        if versions != self._versions:
-            votes.copy_versions(versions)
-            self._versions = versions
-        return made
-
-
-async def keep_copying(services: Services) -> None:
-    """Copy every `POLL_S` until the server ends. What goes wrong is said once and tried again."""
-    once = Once(get_logger(__name__))
-    copier = Copier(services)
-    while not await services.lifetime.sleep(POLL_S):
-        try:
-            await run_in_threadpool(copier.copy)
-        except TunesmithError as error:
-            once.warning(f"the trainer's offers cannot be read: {error}")
-
-
+_OFFERS_PER_BATCH = 200
 _STATUS: tuple[tuple[type[InputError], int], ...] = (
     (UnknownPresentationError, 404),
     (VoteConflictError, 409),
-    # The database is busy, full or broken: the client keeps what it has and tries again.
+    # The database is busy, full or damaged: the client keeps the request and retries.
     (StoreError, 503),
     (InputError, 422),
 )
 
 
 def create_app(settings: ServerSettings, votes: VoteStore, runs: RunReader) -> FastAPI:
-    """The app. `votes` and `runs` belong to the caller, who closes them after the server has ended."""
+    """The app. The caller owns `votes` and `runs` and closes them after the server has ended."""
     lifetime = Lifetime()
-    failures = Buckets(1 / settings.limits.failure_every_s, settings.limits.failures)
-    logins = Logins(votes, Sessions(read_key(settings.folder)), Links(), failures)
+    failures = RateLimits(1 / settings.limits.failure_every_s, settings.limits.failures)
+    logins = Logins(votes.reader, Sessions(read_key(settings.folder)), Links(), failures)
     services = Services(settings, votes, runs, logins, lifetime, _templates())
     table = access.RouteTable((*access.RULES, *watch.RULES))
     app = FastAPI(
@@ -90,14 +57,8 @@ def create_app(settings: ServerSettings, votes: VoteStore, runs: RunReader) -> F
         middleware=[Middleware(Guard, table=table, logins=logins, limits=settings.limits, hosts=settings.hosts)],
     )
     app.state.services = services
-    for router in (
-        session_routes.router(),
-        vote_routes.router(),
-        admin.router(),
-        pages.router(),
-        watch.watch_router(),
-    ):
-        app.include_router(router)
+    for module in (session_routes, vote_routes, admin, pages, watch):
+        app.include_router(module.router())
     app.mount("/static", StaticFiles(directory=Path(__file__).parent / "static"), name="static")
     app.add_exception_handler(RequestValidationError, _explain_validation)
     app.add_exception_handler(InputError, _explain)
@@ -107,13 +68,41 @@ def create_app(settings: ServerSettings, votes: VoteStore, runs: RunReader) -> F
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncGenerator[None]:
     services: Services = app.state.services
-    copying = asyncio.create_task(keep_copying(services))
+    copying = asyncio.create_task(copy_offers(services))
     try:
         yield
     finally:
         services.lifetime.end()
         with suppress(asyncio.CancelledError):
             await copying
+
+
+async def copy_offers(services: Services) -> None:
+    """Copy new offers and versions from `runs.db` to `votes.db` every `POLL_S` until the server ends.
+
+    Each error is logged once, and the copy retried.
+    """
+    once = Once(get_logger(__name__))
+    versions: Sequence[PolicyVersion] = ()
+    while not await services.lifetime.sleep(POLL_S):
+        try:
+            versions = await run_in_threadpool(_copy, services, versions)
+        except TunesmithError as error:
+            once.warning(f"the trainer's offers cannot be read: {error}")
+
+
+def _copy(services: Services, copied: Sequence[PolicyVersion]) -> Sequence[PolicyVersion]:
+    """Copy what is new; returns the versions, of which `copied` are those of the last call."""
+    votes, runs = services.votes, services.runs
+    campaign_id = services.campaign().id
+    cursor = votes.reader.last_offer_id(campaign_id)
+    while offers := runs.offers_after(cursor, _OFFERS_PER_BATCH):
+        votes.ingest(campaign_id, offers)
+        cursor = offers[-1].id
+    versions = runs.versions()
+    if versions != copied:
+        votes.copy_versions(versions)
+    return versions
 
 
 def _templates() -> jinja2.Environment:
@@ -129,13 +118,13 @@ def _templates() -> jinja2.Environment:
 
 
 async def _explain(request: Request, error: Exception) -> JSONResponse:
-    """Bad input that a store refused, as its message and a status."""
+    """An InputError as its status and message."""
     status = next(status for kind, status in _STATUS if isinstance(error, kind))
     return _reply(status, str(error))
 
 
 async def _explain_validation(request: Request, error: Exception) -> JSONResponse:
-    """What is wrong with a request, without a copy of what was sent: that may be large, or have no UTF-8 form."""
+    """A validation error without the invalid input, which may be large or not encodable as UTF-8."""
     assert isinstance(error, RequestValidationError), "registered for this error alone"
     complaints = [
         f"{'.'.join(str(part) for part in complaint['loc'])}: {complaint['msg']}" for complaint in error.errors()[:8]

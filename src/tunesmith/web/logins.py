@@ -1,4 +1,8 @@
-"""Turns a token or a cookie into an identity, and remembers the answer for a moment."""
+"""Logins: access tokens, signed session cookies and one-time links, and rate limits for failed attempts.
+
+A session cookie is signed, not stored: `rater.expiry.signature`, with a key in a file beside the database, so sessions
+survive a restart. The rater of a cookie is looked up at each request, so a disabled rater is locked out at once.
+"""
 
 import base64
 import hashlib
@@ -15,20 +19,29 @@ from starlette.concurrency import run_in_threadpool
 
 from tunesmith.core.errors import StoreError
 from tunesmith.store.records import Rater, Role
-from tunesmith.store.votes import VoteStore
+from tunesmith.store.vote_reader import VoteReader
 
 MAX_KEYS = 10_000
-"""Buckets that are kept; the one that was used longest ago makes room. A bucket that is gone is a full one."""
+"""Token buckets that are kept; the least recently used one is dropped, which is the same as a full one."""
+
+KEY_FILE = "session.key"
+LINK_MINUTES = 24 * 60
+"""Lifetime of the one-time link that is printed at start."""
+
+_KEY_BYTES = 32
+_SIGNATURE_BYTES = 24
+_CACHE_S = 2.0
+_MAX_CACHED = 4096
 
 
 @dataclass(slots=True)
 class _Bucket:
-    left: float
+    tokens: float
     time: float
 
 
-class Buckets:
-    """`burst` at once, `rate_per_s` on average, for each key."""
+class RateLimits:
+    """A token bucket for each key, a rater or network address: `burst` at once, `rate_per_s` on average."""
 
     def __init__(self, rate_per_s: float, burst: float) -> None:
         self._rate_per_s = rate_per_s
@@ -36,20 +49,19 @@ class Buckets:
         self._buckets: OrderedDict[str, _Bucket] = OrderedDict()
 
     def take(self, key: str) -> int:
-        """0 if `key` may go on, which uses up one; else after how many whole seconds it may try again."""
+        """0 if `key` has a token, which is taken; else the whole seconds until it has one."""
         bucket = self._filled(key)
-        if bucket.left >= 1:
-            bucket.left -= 1
-            return 0
-        return self._wait_s(bucket)
+        wait_s = self._wait_s(bucket)
+        if not wait_s:
+            bucket.tokens -= 1
+        return wait_s
 
     def wait_s(self, key: str) -> int:
-        """As `take`, but nothing is used up."""
-        bucket = self._filled(key)
-        return 0 if bucket.left >= 1 else self._wait_s(bucket)
+        """As `take`, but takes nothing."""
+        return self._wait_s(self._filled(key))
 
     def _wait_s(self, bucket: _Bucket) -> int:
-        return max(1, math.ceil((1 - bucket.left) / self._rate_per_s))
+        return 0 if bucket.tokens >= 1 else max(1, math.ceil((1 - bucket.tokens) / self._rate_per_s))
 
     def _filled(self, key: str) -> _Bucket:
         now = time.monotonic()
@@ -59,21 +71,14 @@ class Buckets:
             if len(self._buckets) > MAX_KEYS:
                 self._buckets.popitem(last=False)
         self._buckets.move_to_end(key)
-        bucket.left = min(self._burst, bucket.left + (now - bucket.time) * self._rate_per_s)
+        bucket.tokens = min(self._burst, bucket.tokens + (now - bucket.time) * self._rate_per_s)
         bucket.time = now
         return bucket
 
 
-KEY_FILE = "session.key"
-_KEY_BYTES = 32
-_SIGNATURE_BYTES = 24
-LINK_MINUTES = 24 * 60
-"""How long the link that is printed at start can be used, once."""
-
-
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who is calling, as the guard found out. Routes read it by `services.identity`."""
+    """The rater who sent a request, as established by the guard. Routes receive it as `services.Caller`."""
 
     rater_id: int
     name: str
@@ -86,10 +91,10 @@ class Identity:
 
 
 def read_key(folder: Path) -> bytes:
-    """The secret that signs sessions, made at the first call; only its owner can read the file.
+    """The secret that signs sessions, created at the first call, in a file that only its owner can read.
 
     Raises:
-        StoreError: if the file is there but too short to be a key.
+        StoreError: if the file exists but is no key.
     """
     path = folder / KEY_FILE
     try:
@@ -108,20 +113,20 @@ def read_key(folder: Path) -> bytes:
 
 
 class Sessions:
-    """Signs and reads session cookies."""
+    """Signs and verifies session cookies."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
-        # Cookies of one host are shared by all its ports, so another server there must have another name.
+        # Cookies are shared by all ports of a host, so another server there needs another name.
         self.cookie = f"tunesmith_{hashlib.sha256(key).hexdigest()[:8]}"
 
     def sign(self, rater_id: int, expires_at: float) -> str:
-        """A cookie's value that stands for `rater_id` until `expires_at`."""
+        """Cookie value for `rater_id`, valid until `expires_at`."""
         text = f"{rater_id}.{int(expires_at)}"
         return f"{text}.{self._signature(text)}"
 
     def read(self, value: str, now: float) -> int | None:
-        """Id of the rater that a cookie stands for; None if its signature is not ours or it has expired."""
+        """Rater id of a cookie value; None if its signature is wrong or it has expired."""
         text, _, signature = value.rpartition(".")
         if not hmac.compare_digest(_bytes(signature), self._signature(text).encode()):
             return None
@@ -134,7 +139,7 @@ class Sessions:
 
 
 class Links:
-    """Links that log a rater in once. They are kept in memory, so they end with the server."""
+    """One-time login links. They are kept in memory, so they end with the server."""
 
     def __init__(self) -> None:
         self._raters: dict[str, tuple[int, float]] = {}
@@ -146,37 +151,24 @@ class Links:
         return token
 
     def use(self, token: str) -> int | None:
-        """Whom the link logs in; None if it is unknown, too old or was used."""
+        """Rater id of a link, which is void afterwards; None if it is unknown, expired or used."""
         rater_id, expiry = self._raters.pop(_digest(token), (None, 0.0))
         return rater_id if time.monotonic() < expiry else None
 
 
-def _digest(token: str) -> str:
-    """What is kept of a token, so that comparing takes the same time for all wrong ones."""
-    return hashlib.sha256(_bytes(token)).hexdigest()
-
-
-def _bytes(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")
-
-
-_REMEMBER_S = 2.0
-_MAX_REMEMBERED = 4096
-
-
 class Logins:
-    """Who may come in: personal tokens by the store, session cookies by their signature, links that work once.
+    """Identities of access tokens and session cookies, cached for a moment.
 
-    `sessions` and `links` are for the routes that begin and end a session. `failures` counts, for each network address,
-    the logins that were wrong.
+    `sessions` and `links` are for the routes that begin and end a session. `failures` limits failed logins per network
+    address.
     """
 
-    def __init__(self, store: VoteStore, sessions: Sessions, links: Links, failures: Buckets) -> None:
+    def __init__(self, votes: VoteReader, sessions: Sessions, links: Links, failures: RateLimits) -> None:
         self.sessions = sessions
         self.links = links
         self.failures = failures
-        self._store = store
-        self._remembered: OrderedDict[str, tuple[Identity, float]] = OrderedDict()
+        self._votes = votes
+        self._cache: OrderedDict[str, tuple[Identity, float]] = OrderedDict()
 
     @property
     def cookie(self) -> str:
@@ -184,48 +176,56 @@ class Logins:
         return self.sessions.cookie
 
     def recall(self, bearer: str, cookie: str) -> Identity | None:
-        """Who was let in with this token or cookie a moment ago; None if it must be looked up."""
-        identity, until = self._remembered.get(_key(bearer, cookie), (None, 0.0))
+        """The cached identity of this token or cookie; None if it must be looked up."""
+        identity, until = self._cache.get(_cache_key(bearer, cookie), (None, 0.0))
         return identity if time.monotonic() < until else None
 
     def is_known(self, bearer: str, cookie: str) -> bool:
-        """True for what nobody guesses: a session that is signed, or a token that was good before."""
+        """True for what cannot be guessed: a signed session, or a token that was valid before."""
         if self.sessions.read(bearer or cookie, time.time()) is not None:
             return True
-        return _key(bearer, cookie) in self._remembered
+        return _cache_key(bearer, cookie) in self._cache
 
     async def look_up(self, bearer: str, cookie: str) -> Identity | None:
-        """Whom this token or, without one, this cookie lets in. A session may also be sent as a bearer token."""
+        """The identity of this token or, without one, this cookie. A session may also be sent as a bearer token."""
         identity = await run_in_threadpool(self._find, bearer, cookie)
         if identity is not None:
-            key = _key(bearer, cookie)
-            self._remembered[key] = (identity, time.monotonic() + _REMEMBER_S)
-            self._remembered.move_to_end(key)
-            if len(self._remembered) > _MAX_REMEMBERED:
-                self._remembered.popitem(last=False)
+            key = _cache_key(bearer, cookie)
+            self._cache[key] = (identity, time.monotonic() + _CACHE_S)
+            self._cache.move_to_end(key)
+            if len(self._cache) > _MAX_CACHED:
+                self._cache.popitem(last=False)
         return identity
 
     def forget(self) -> None:
-        """Look everybody up again: somebody was shut out."""
-        self._remembered.clear()
+        """Clear the cache, after access of a rater has ended."""
+        self._cache.clear()
 
     def rater(self, rater_id: int) -> Rater | None:
         """The rater of this id, if their access has not ended."""
         now = time.time()
-        for rater in self._store.reader.raters():
+        for rater in self._votes.raters():
             if rater.id == rater_id:
                 is_over = rater.disabled_at is not None or (rater.expires_at is not None and rater.expires_at <= now)
                 return None if is_over else rater
         return None
 
     def _find(self, bearer: str, cookie: str) -> Identity | None:
-        found = self._store.reader.rater_of(bearer) if bearer else None
+        found = self._votes.rater_of(bearer) if bearer else None
         if found is None:
             rater_id = self.sessions.read(bearer or cookie, time.time())
             found = self.rater(rater_id) if rater_id is not None else None
         return None if found is None else Identity(found.id, found.name, found.role)
 
 
-def _key(bearer: str, cookie: str) -> str:
-    text = f"bearer {bearer}" if bearer else f"cookie {cookie}"
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+def _cache_key(bearer: str, cookie: str) -> str:
+    return _digest(f"bearer {bearer}" if bearer else f"cookie {cookie}")
+
+
+def _digest(token: str) -> str:
+    """Hash under which a token is kept: looking it up takes the same time for all wrong ones."""
+    return hashlib.sha256(_bytes(token)).hexdigest()
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")

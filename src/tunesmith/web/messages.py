@@ -1,4 +1,4 @@
-"""The JSON that goes over the wire. Unknown keys of a request are errors."""
+"""JSON of requests and replies, with texts rendered as safe HTML. Unknown keys of a request are errors."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -9,10 +9,10 @@ from markdown_it.token import Token as MarkdownToken
 from pydantic import BaseModel, ConfigDict, Field
 
 from tunesmith.schema.records import Text
-from tunesmith.store.records import ItemKind, Presentation, Progress, Rater, Role, Verdict, VoteReceipt
+from tunesmith.store.records import ItemKind, Presentation, Progress, Rater, Role, Verdict
 
 MAX_CHARACTERS = 50_000
-"""Longer texts are shown as they are: rendering them would hold up the others."""
+"""Longer texts are not rendered, because that would block other requests."""
 
 _TAGS = frozenset(
     "p br strong em del s code pre blockquote ul ol li hr table thead tbody tr th td a".split()  # noqa: SIM905
@@ -21,7 +21,7 @@ _LEVELS = {f"h{level}" for level in range(1, 7)}
 
 
 def safe_html(text: str) -> str | None:
-    """`text` rendered as Markdown and cleaned; None where it is too long to be rendered."""
+    """`text` rendered from Markdown and sanitized: no raw HTML, images, scripts or styles; None if it is too long."""
     if len(text) > MAX_CHARACTERS:
         return None
     parser = _parser()
@@ -39,13 +39,13 @@ def safe_html(text: str) -> str | None:
 
 
 def _parser() -> MarkdownIt:
-    """CommonMark with tables and strikethrough; what would load something or is raw HTML stays text."""
+    """CommonMark with tables and strikethrough; images and raw HTML stay text."""
     parser = MarkdownIt("commonmark", {"html": False, "linkify": False, "typographer": False})
     return parser.enable(["table", "strikethrough"]).disable(["image", "html_block", "html_inline"])
 
 
 def _lower_headings(tokens: Sequence[MarkdownToken]) -> None:
-    """Headings of an answer become paragraphs that look like them: the headings of the page are its own."""
+    """Turn headings into styled paragraphs, to keep the heading structure of the page for screen readers."""
     for token in tokens:
         if token.type == "heading_open":
             token.attrSet("class", token.tag)
@@ -62,49 +62,49 @@ MAX_WRITTEN = 200_000
 _DAY_MS = 24 * 3600 * 1000
 
 Token = Annotated[str, Field(min_length=1, max_length=200)]
-Dwell = Annotated[int, Field(ge=0, le=_DAY_MS, description="Milliseconds for which the answers were seen.")]
+Dwell = Annotated[int, Field(ge=0, le=_DAY_MS, description="Milliseconds for which the answers were visible.")]
 
 
 class Request(BaseModel):
-    """What a client sends."""
+    """Base of request bodies."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Reply(BaseModel):
-    """What the server answers."""
+    """Base of replies."""
 
     model_config = ConfigDict(frozen=True, from_attributes=True)
 
 
 class SessionRequest(Request):
-    """Log in: by a personal token, or by a link that works once."""
+    """A login by a personal token or a one-time link."""
 
     token: Token
 
 
 class JoinRequest(Request):
-    """Take an invitation: its token is void afterwards."""
+    """Acceptance of an invitation, whose token is void afterwards."""
 
     token: Token
     name: Annotated[str, Field(max_length=80)] | None = None
 
 
 class SessionReply(Reply):
-    """Who is logged in."""
+    """The logged-in rater."""
 
     name: str
     role: Role
 
 
 class JoinReply(SessionReply):
-    """Who joined, and the personal token that logs them in elsewhere. It is shown this once."""
+    """The new rater and their personal token, which is not stored."""
 
     token: str
 
 
 class VoteRequest(Request):
-    """A verdict, by the side on which the answers stood."""
+    """A verdict, by the side on which the answers were shown."""
 
     verdict: Verdict
     reason: Annotated[str, Field(max_length=MAX_REASON)] = ""
@@ -112,20 +112,20 @@ class VoteRequest(Request):
 
 
 class RankingRequest(Request):
-    """`ranks[i]` is the place of the i-th answer shown: 1 is the best, equal places are ties."""
+    """`ranks[i]` is the rank of the i-th answer shown: 1 is the best, equal ranks are ties."""
 
     ranks: Annotated[list[Annotated[int, Field(ge=1, le=MAX_ANSWERS)]], Field(min_length=2, max_length=MAX_ANSWERS)]
     dwell_ms: Dwell | None = None
 
 
 class DemonstrationRequest(Request):
-    """A better answer, in the rater's own words."""
+    """A better answer, written by the rater."""
 
     text: Annotated[str, Field(min_length=1, max_length=MAX_WRITTEN)]
 
 
 class ReceiptReply(Reply):
-    """Proof that something is on disk. It can be changed or undone until `undo_until` (seconds since the epoch)."""
+    """Proof that a vote is on disk. It can be changed or undone until `undo_until` (seconds since the epoch)."""
 
     token: str
     revision: int
@@ -134,14 +134,9 @@ class ReceiptReply(Reply):
     undo_until: float
     is_repeat: bool
 
-    @classmethod
-    def of(cls, receipt: VoteReceipt) -> "ReceiptReply":
-        """The receipt without the database's id."""
-        return cls.model_validate(receipt)
-
 
 class PassageReply(Reply):
-    """A text as it is, and as safe HTML where the campaign shows Markdown. `role` is set on turns of a conversation."""
+    """A text, and safe HTML if the campaign shows Markdown. `role` is set on turns of a conversation."""
 
     text: str
     html: str | None = None
@@ -149,7 +144,7 @@ class PassageReply(Reply):
 
 
 class PresentationReply(Reply):
-    """A prompt with its answers from left to right. Nothing in it says where an answer comes from."""
+    """A prompt with its answers from left to right, without their origin (blind)."""
 
     token: str
     kind: ItemKind
@@ -166,45 +161,28 @@ class PresentationReply(Reply):
             token=shown.token,
             kind=shown.kind,
             prompt=passages(shown.prompt, is_markdown=is_markdown),
-            answers=[
-                PassageReply(text=answer, html=safe_html(answer) if is_markdown else None) for answer in shown.answers
-            ],
+            answers=[_passage(answer, is_markdown=is_markdown) for answer in shown.answers],
             lease_until=shown.lease_until,
             num_revisions=shown.num_revisions,
         )
 
 
-class ProgressReply(Reply):
-    """How far the rater and the campaign are; `max_votes` 0 means no limit."""
-
-    num_votes: int
-    num_left: int
-    num_items: int
-    num_items_done: int
-    max_votes: int
-
-    @classmethod
-    def of(cls, progress: Progress) -> "ProgressReply":
-        """The store's record."""
-        return cls.model_validate(progress)
-
-
 class NextReply(Reply):
-    """What to judge next, the first one first, and the progress."""
+    """Presentations to judge, in order, and the progress."""
 
     presentations: Sequence[PresentationReply]
-    progress: ProgressReply
+    progress: Progress
 
 
 class GuidelinesReply(Reply):
-    """What raters should look for."""
+    """The campaign's guidelines."""
 
     text: str
     html: str
 
 
 class RaterRequest(Request):
-    """Invite somebody. The invitation ends after `invite_days` if nobody took it."""
+    """An invitation, which expires after `invite_days`."""
 
     name: Annotated[str, Field(min_length=1, max_length=80)]
     role: Role = "rater"
@@ -212,7 +190,7 @@ class RaterRequest(Request):
 
 
 class RaterReply(Reply):
-    """A rater, as admins see them."""
+    """A rater, for admins."""
 
     id: int
     name: str
@@ -223,7 +201,7 @@ class RaterReply(Reply):
 
     @classmethod
     def of(cls, rater: Rater) -> "RaterReply":
-        """The store's record."""
+        """The reply for a stored rater."""
         return cls(
             id=rater.id,
             name=rater.name,
@@ -235,7 +213,7 @@ class RaterReply(Reply):
 
 
 class InviteReply(Reply):
-    """A new rater. `token` logs them in as it is; `link`, opened by a person, exchanges it for a new one, once."""
+    """A new rater. `token` logs them in; `link`, opened in a browser, exchanges it for a new token, once."""
 
     rater: RaterReply
     token: str
@@ -243,16 +221,17 @@ class InviteReply(Reply):
 
 
 class CommandReply(Reply):
-    """A command that the trainer will read; `id` counts up."""
+    """A command for the trainer; ids grow."""
 
     id: int
 
 
 def passages(content: Text, *, is_markdown: bool) -> list[PassageReply]:
-    """A prompt as passages: one of a plain text, or one for each turn of a conversation."""
+    """A prompt as passages: one for plain text, one per turn for a conversation."""
     if isinstance(content, str):
-        return [PassageReply(text=content, html=safe_html(content) if is_markdown else None)]
-    return [
-        PassageReply(text=turn["content"], html=safe_html(turn["content"]) if is_markdown else None, role=turn["role"])
-        for turn in content
-    ]
+        return [_passage(content, is_markdown=is_markdown)]
+    return [_passage(turn["content"], turn["role"], is_markdown=is_markdown) for turn in content]
+
+
+def _passage(text: str, role: str | None = None, *, is_markdown: bool) -> PassageReply:
+    return PassageReply(text=text, html=safe_html(text) if is_markdown else None, role=role)

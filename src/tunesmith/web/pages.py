@@ -1,4 +1,4 @@
-"""The pages: a frame each, which their script fills."""
+"""The pages: templates that their scripts fill."""
 
 from fastapi import APIRouter
 from fastapi.responses import HTMLResponse, RedirectResponse
@@ -38,5 +38,5 @@ def router() -> APIRouter:
 
 
 def page(services: Services, template: str, caller: Identity | None, **context: object) -> HTMLResponse:
-    """A rendered template. `caller`, who sees it, decides what the bar at the top offers."""
+    """A rendered template. `caller` decides which links the navigation bar has."""
     return HTMLResponse(services.templates.get_template(template).render(caller=caller, **context))

@@ -1,4 +1,4 @@
-"""Runs the app: binds, lets the first admin in, and ends within moments of a signal."""
+"""`serve`: bind a socket, create the first admin, and run the app until a signal."""
 
 import asyncio
 import errno
@@ -24,9 +24,9 @@ from tunesmith.web.settings import ServerSettings
 
 
 def protocol_with_deadline(head_timeout_s: float) -> type[asyncio.Protocol]:
-    """A protocol class that hangs up on a client who begins a request, or a connection, and does not go on.
+    """A protocol class that closes connections whose next request head does not arrive in time (Slowloris).
 
-    uvicorn itself waits for ever, so a few hundred silent clients would use up all connections.
+    uvicorn has no such timeout, so a few hundred silent clients would use up all connections.
     """
 
     class TimedProtocol(H11Protocol):
@@ -39,12 +39,12 @@ def protocol_with_deadline(head_timeout_s: float) -> type[asyncio.Protocol]:
         def data_received(self, data: bytes) -> None:
             self._start()
             super().data_received(data)
-            # A request is under way: its body and its answer have limits of their own.
+            # A request is in progress: its body and response have limits of their own.
             if self.cycle is not None and not self.cycle.response_complete:  # pyright: ignore[reportUnnecessaryComparison]
                 self._stop()
 
         def on_response_complete(self) -> None:
-            # From here on uvicorn's own limit for idle connections counts, until the next request begins.
+            # uvicorn's keep-alive timeout applies until the next request starts.
             self._stop()
             super().on_response_complete()
 
@@ -65,7 +65,7 @@ def protocol_with_deadline(head_timeout_s: float) -> type[asyncio.Protocol]:
 
 
 _GRACE_S = 2
-"""Seconds for which answers under way may finish after a signal."""
+"""Seconds that pending responses get after a signal."""
 
 _KEEP_ALIVE_S = 15
 _MAX_HEAD_BYTES = 32 * 1024
@@ -74,7 +74,7 @@ _FIRST_ADMIN = "admin"
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A server that listens. `login_url` logs the first admin in, once; None if admins use their own tokens."""
+    """Addresses of a listening server. `login_url` logs the first admin in, once; None if admins have tokens."""
 
     url: str
     login_url: str | None
@@ -98,13 +98,13 @@ def serve(
     fill: Callable[[VoteStore, int], None] | None = None,
     announce: Callable[[Opened], None],
 ) -> None:
-    """Serve until a signal asks to end: SIGTERM returns, Ctrl-C raises KeyboardInterrupt.
+    """Serve until a signal: SIGTERM returns, Ctrl-C raises KeyboardInterrupt.
 
-    `adjust` changes the settings of what is voted on, `fill` adds items to it before the server listens. `is_exposed`
-    allows a host beyond this machine. `announce` is called once connections are taken.
+    `adjust` changes the campaign's settings and `fill` adds items to it before the server listens. `is_exposed` allows
+    a host that is not loopback. `announce` is called once connections are accepted.
 
     Raises:
-        InputError: for a host beyond this machine without `is_exposed`, and a port that is taken.
+        InputError: for a host beyond this machine without `is_exposed`, and a port in use.
         StoreError: if `votes.db` cannot be opened.
     """
     if not is_exposed and not is_local(settings.host):
@@ -132,7 +132,7 @@ def serve(
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which tells streams to end before it waits for them."""
+    """uvicorn's server; at shutdown it ends streams before it waits for them."""
 
     def __init__(self, config: uvicorn.Config, lifetime: Lifetime, announce: Callable[[], None]) -> None:
         super().__init__(config)
@@ -169,12 +169,12 @@ def _config(app: object, settings: ServerSettings) -> uvicorn.Config:
 
 
 def _leave(signal_number: int, frame: FrameType | None) -> None:
-    """uvicorn raises the signal once more after it has ended in order: there is nothing left to do."""
+    """Exit with code 0 when uvicorn raises the signal again after its shutdown."""
     sys.exit(0)
 
 
 def _listen(settings: ServerSettings) -> socket.socket:
-    """A socket that is bound, so that the port is known and no other process takes it meanwhile."""
+    """A bound socket: the port is known before the server starts, and no other process can take it."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -194,7 +194,7 @@ def _listen(settings: ServerSettings) -> socket.socket:
 
 
 def _opened(services: Services, listener: socket.socket, *, is_exposed: bool) -> Opened:
-    """Where the server is, with a link for the first admin unless admins have tokens of their own to log in with."""
+    """Addresses of the server, with a login link unless it is exposed and has admins with tokens of their own."""
     port: int = listener.getsockname()[1]
     settings = services.settings
     name = settings.hosts[0] if settings.hosts else settings.host

@@ -1,4 +1,4 @@
-"""What routes work with: the stores, the logins and the lifetime of the server, and who is calling."""
+"""Dependencies of routes: the stores, the logins, the lifetime of the server, and the caller."""
 
 import asyncio
 from dataclasses import dataclass
@@ -17,22 +17,22 @@ from tunesmith.web.settings import ServerSettings
 
 
 class Lifetime:
-    """Made with the app, ended by the server when a signal asks for it. Used in the event loop only."""
+    """The shutdown event of the server, set by a signal. For the event loop only."""
 
     def __init__(self) -> None:
         self._ending = asyncio.Event()
 
     @property
     def is_ending(self) -> bool:
-        """True once the server is about to end: streams return, and no new ones are begun."""
+        """True once the server shuts down: streams return."""
         return self._ending.is_set()
 
     def end(self) -> None:
-        """Wake everybody who sleeps here."""
+        """Start the shutdown and wake all sleepers."""
         self._ending.set()
 
     async def sleep(self, seconds: float) -> bool:
-        """True if the server is about to end, at once when it is; False after `seconds`."""
+        """True as soon as the server shuts down; False after `seconds`."""
         try:
             await asyncio.wait_for(self._ending.wait(), seconds)
         except TimeoutError:
@@ -42,7 +42,7 @@ class Lifetime:
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """Made once with the app. `votes` is written here; `runs` is read, and may be of a file that is not there yet."""
+    """The parts of one app. `votes` is written here; `runs` is read, and its file may not exist yet."""
 
     settings: ServerSettings
     votes: VoteStore
@@ -52,7 +52,7 @@ class Services:
     templates: jinja2.Environment
 
     def campaign(self) -> Campaign:
-        """The campaign that is voted on: the newest open one; where there is none, a new one with the defaults."""
+        """The newest open campaign; if there is none, a new one with the default settings."""
         for campaign in reversed(self.votes.reader.campaigns()):
             if campaign.closed_at is None:
                 return campaign
@@ -60,12 +60,12 @@ class Services:
 
 
 def services_of(request: Request) -> Services:
-    """The services of the app that this request came to."""
+    """The services of the request's app."""
     return request.app.state.services
 
 
 def caller_of(request: Request) -> Identity:
-    """Who is calling. The guard let them in, so there is somebody on every route that is not public."""
+    """The identity of the caller, which the guard sets on every route that is not public."""
     identity = identity_of(request.scope)
     if identity is None:
         raise TunesmithError(f"{request.url.path} needs a caller, but its rule in the table of routes is public")
@@ -76,4 +76,4 @@ ServicesOf = Annotated[Services, Depends(services_of)]
 """Type of a route's parameter that receives the services."""
 
 Caller = Annotated[Identity, Depends(caller_of)]
-"""Type of a route's parameter that receives who is calling."""
+"""Type of a route's parameter that receives the identity of the caller."""

@@ -24,7 +24,7 @@ def router() -> APIRouter:
 
     @routes.post("/session")
     def log_in(body: SessionRequest, request: Request, response: Response, services: ServicesOf) -> SessionReply:
-        """Begin a session: the answer sets a cookie, whose value is good as a bearer token too."""
+        """Begin a session: sets a cookie, whose value is valid as a bearer token too."""
 
         def find() -> Rater | None:
             rater_id = services.logins.links.use(body.token)
@@ -32,13 +32,13 @@ def router() -> APIRouter:
                 return services.logins.rater(rater_id)
             return services.votes.reader.rater_of(body.token)
 
-        rater = _counted(find, request, services)
+        rater = _limited(find, request, services)
         _set_cookie(rater.id, request, response, services)
         return SessionReply(name=rater.name, role=rater.role)
 
     @routes.post("/join")
     def join(body: JoinRequest, request: Request, response: Response, services: ServicesOf) -> JoinReply:
-        """Take an invitation: begins a session and gives the personal token in place of the invitation's."""
+        """Accept an invitation: begins a session and returns a personal token, which replaces the invitation's."""
         name = body.name.strip() if body.name else None
 
         def find() -> NewRater | None:
@@ -48,7 +48,7 @@ def router() -> APIRouter:
                 raise HTTPException(409, f"the name {name!r} is taken; choose another")
             return services.votes.redeem(body.token, name=name or None)
 
-        joined = _counted(find, request, services)
+        joined = _limited(find, request, services)
         services.logins.forget()
         _set_cookie(joined.rater.id, request, response, services)
         return JoinReply(name=joined.rater.name, role=joined.rater.role, token=joined.token)
@@ -66,8 +66,8 @@ def router() -> APIRouter:
     return routes
 
 
-def _counted(find: Callable[[], Found | None], request: Request, services: Services) -> Found:
-    """What `find` finds. Too many wrong tokens from one address are answered by 429, whatever they are."""
+def _limited(find: Callable[[], Found | None], request: Request, services: Services) -> Found:
+    """The result of `find`, or 401. Addresses with too many failures get 429, even for a correct token."""
     address = request.client.host if request.client else "unknown"
     failures = services.logins.failures
     wait_s = failures.wait_s(address)
@@ -88,6 +88,6 @@ def _set_cookie(rater_id: int, request: Request, response: Response, services: S
         max_age=seconds,
         httponly=True,
         samesite="strict",
-        # A browser that came by TLS, through a proxy that ends it, never sends the cookie in the clear.
+        # Behind a TLS proxy the browser must never send the cookie in clear text.
         secure=request.headers.get("origin", "").startswith("https://"),
     )

@@ -1,4 +1,4 @@
-"""What an operator may choose about the server, and the limits that protect it."""
+"""Settings of the server, and the limits that protect it."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,9 +9,9 @@ RUNS_FILE = "runs.db"
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds on what one client can ask for.
+    """Limits per client.
 
-    A rater may make `rate_per_s` requests a second on average and `burst` at once. A network address may fail to log in
+    A rater may send `rate_per_s` requests a second on average and `burst` at once. A network address may fail to log in
     `failures` times at once, and once more every `failure_every_s`. A body must arrive within `body_timeout_s`, and a
     request's head within `head_timeout_s`. JSON may be nested `json_depth` deep.
     """
@@ -29,11 +29,10 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """Where the server keeps its files and whom it listens to.
+    """Files, address and host names of the server.
 
-    `folder` holds `votes.db` (written here) and `runs.db` (the trainer's, read). `hosts` are further names, besides
-    those of this machine, that a browser may call the server by. A session ends after
-    `session_days`.
+    `folder` holds `votes.db` (written here) and `runs.db` (the trainer's, read). `hosts` are Host headers that are
+    accepted in addition to this machine's. A session ends after `session_days`.
     """
 
     folder: Path

@@ -1,4 +1,9 @@
-"""The watch page and its data: versions, metrics, and the stream of what is new."""
+"""The watch page and its routes: versions, metrics, and a stream of server-sent events.
+
+One stream carries all topics: `metrics` as they are written, and `state`, `versions` and `votes` in full whenever they
+change. Only `metrics` events have an id, their cursor, with which a client resumes after a disconnection. The server
+buffers nothing for a client: unread metrics stay in the database, so a slow client costs no memory.
+"""
 
 import json
 import threading
@@ -21,18 +26,18 @@ from tunesmith.web.services import Caller, Lifetime, Services, ServicesOf
 from tunesmith.web.watch_data import MAX_ROWS, Json, News, WatchData
 
 POLL_S = 0.5
-"""How often the files are looked at."""
+"""Seconds between polls of the files."""
 
 KEEP_ALIVE_S = 15.0
-"""After this long without an event a comment is sent, so that what stands between sees a living connection."""
+"""Seconds without an event after which a comment is sent, so that proxies keep the connection open."""
 
 RETRY_MS = 2_000
-"""How long a browser waits before it connects again."""
+"""Milliseconds after which a browser reconnects."""
 
 
 @dataclass(slots=True)
 class Client:
-    """What one client has: metrics up to `cursor`, and the topics as they were last sent."""
+    """State of one client: metrics are sent up to `cursor`; the topics as they were last sent."""
 
     cursor: int
     sent: dict[str, Json] = field(default_factory=dict[str, Json])
@@ -41,7 +46,7 @@ class Client:
 async def events(
     data: WatchData, lifetime: Lifetime, cursor: int, poll_s: float = POLL_S, keep_alive_s: float = KEEP_ALIVE_S
 ) -> AsyncGenerator[str]:
-    """Events for one client from `cursor` on, until the server ends or the client goes."""
+    """Events for one client from `cursor` on, until the server shuts down or the client disconnects."""
     client, quiet_s = Client(cursor), 0.0
     yield f"retry: {RETRY_MS}\n\n"
     while not lifetime.is_ending:
@@ -56,13 +61,13 @@ async def events(
 
 
 def next_events(data: WatchData, client: Client) -> tuple[str, bool]:
-    """The events that `client` lacks, empty if none, and whether there are more; `client` then has them."""
+    """New events for `client`, empty if none, and whether there are more; updates `client`."""
     parts: list[str] = []
     try:
         news = data.news(client.cursor)
         topics = {"state": data.state(), "versions": data.versions(), "votes": data.votes_per_minute()}
     except TunesmithError as error:
-        # A file that cannot be read now, such as one being replaced, is no reason to end the stream.
+        # A temporary error, such as a file that is being replaced, does not end the stream.
         return _changed(client, {"state": {"kind": "none", "doing": str(error), "step": None, "age_s": None}}), False
     if news.rows:
         parts.append(event("metrics", _rows(news), str(news.cursor)))
@@ -73,7 +78,7 @@ def next_events(data: WatchData, client: Client) -> tuple[str, bool]:
 
 
 def _changed(client: Client, topics: dict[str, Json]) -> str:
-    """Events of those topics that are not as they were last sent. A state that only grew older is not news."""
+    """Events of the topics that changed since they were last sent; the age of a state does not count."""
     parts: list[str] = []
     for name, topic in topics.items():
         known = {key: value for key, value in topic.items() if key != "age_s"}
@@ -84,14 +89,14 @@ def _changed(client: Client, topics: dict[str, Json]) -> str:
 
 
 def _rows(news: News) -> Json:
-    """`rows` of (id, step, time, place in `names`, value): a name stands there once."""
+    """`rows` of (id, step, time, index into `names`, value): each name is sent once."""
     places: dict[str, int] = {}
     rows = [[one.id, one.step, one.time, places.setdefault(one.name, len(places)), one.value] for one in news.rows]
     return {"cursor": news.cursor, "names": list(places), "rows": rows}
 
 
 def event(name: str, data: Json, id: str = "") -> str:
-    """One event in the format of the HTML standard, section 9.2. JSON without line ends needs a single data line."""
+    """One server-sent event (HTML standard, section 9.2). JSON without line breaks needs a single data line."""
     text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     lines = [f"event: {name}", *([f"id: {id}"] if id else []), f"data: {text}"]
     return "\n".join(lines) + "\n\n"
@@ -104,10 +109,10 @@ RULES: tuple[Rule, ...] = (
     Rule(("GET",), f"{API}/metrics", "rater"),
     Rule(("GET",), f"{API}/stream", "rater"),
 )
-"""The routes of this module, for the guard's table: a route without a rule is never reached."""
+"""Rules of this module's routes, for the guard's table."""
 
 MAX_NAMES = 64
-"""Metrics of one request."""
+"""Most metrics of one request."""
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 Names = Annotated[list[Name], Query(alias="name", min_length=1, max_length=MAX_NAMES)]
@@ -117,7 +122,7 @@ LastEventId = Annotated[str | None, Header(max_length=64)]
 
 
 class _Watched:
-    """The data of one app, made at the first request, and how many streams each rater has open."""
+    """The data of one app, created at the first request, and the number of open streams of each rater."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -131,7 +136,7 @@ class _Watched:
             return self._data
 
     async def stream(self, services: Services, rater_id: int, cursor: int) -> AsyncGenerator[str]:
-        """Events for one of the rater's streams, which counts while it lasts."""
+        """Events for a rater's stream, which counts towards their quota while it is open."""
         self._streams[rater_id] += 1
         try:
             async for text in events(self.data(services), services.lifetime, cursor):
@@ -139,11 +144,11 @@ class _Watched:
         finally:
             self._streams[rater_id] -= 1
 
-    def has_room(self, services: Services, rater_id: int) -> bool:
+    def has_quota(self, services: Services, rater_id: int) -> bool:
         return self._streams[rater_id] < services.settings.limits.streams_per_rater
 
 
-def watch_router() -> APIRouter:
+def router() -> APIRouter:
     """A router with the page `/watch` and, under `/api/v1`, `versions`, `metrics`, `metrics/names` and `stream`."""
     routes, watched = APIRouter(tags=["watch"]), _Watched()
 
@@ -166,12 +171,12 @@ def watch_router() -> APIRouter:
         """Points of one or more metrics with an id above `after`, thinned to about `points` each."""
         return JSONResponse(watched.data(services).series(name, after, points))
 
-    # Left out of the schema: a stream has no end, so what tests all routes by the schema would wait for ever.
+    # Not in the schema: the response never ends, which would block clients that try all routes.
     @routes.get(f"{API}/stream", include_in_schema=False)
     async def stream(
         caller: Caller, services: ServicesOf, after: After = 0, last_event_id: LastEventId = None
     ) -> StreamingResponse:
-        if not watched.has_room(services, caller.rater_id):
+        if not watched.has_quota(services, caller.rater_id):
             raise HTTPException(429, "you have too many streams open; close some pages")
         cursor = _cursor(last_event_id, after)
         return StreamingResponse(
@@ -184,6 +189,6 @@ def watch_router() -> APIRouter:
 
 
 def _cursor(last_event_id: str | None, after: int) -> int:
-    """Where a client goes on: what its browser says it has had, else what its page asked for."""
+    """The resume position: the browser's Last-Event-ID if valid, else the `after` parameter of the page."""
     text = last_event_id or ""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else after

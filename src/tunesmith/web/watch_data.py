@@ -1,4 +1,4 @@
-"""What the watch page shows, read from the trainer's file and from the votes. All of it runs in worker threads."""
+"""Data of the watch page, read from `runs.db` and `votes.db`. All functions run in worker threads."""
 
 import math
 import os
@@ -16,14 +16,14 @@ from tunesmith.store.runs import RunReader
 from tunesmith.store.vote_watch import VoteWatch
 
 MAX_LINES = 8
-"""Lines of one picture, as many as there are colours; further metrics stand in the table."""
+"""Most lines of one chart, the number of colours; further metrics are in the table only."""
 
 _STAGE = re.compile(r"time/(?!step_s)([^/]+)_s")
 
 
 @dataclass(frozen=True, slots=True)
 class PictureLine:
-    """A metric and what it is called in the legend."""
+    """A metric and its label in the legend."""
 
     name: str
     label: str
@@ -31,7 +31,7 @@ class PictureLine:
 
 @dataclass(frozen=True, slots=True)
 class WatchPicture:
-    """A chart of the page; those that are `is_main` stand open, the rest in a fold."""
+    """A chart of the page; `is_main` ones are always visible, the others in a collapsed section."""
 
     id: str
     title: str
@@ -41,7 +41,7 @@ class WatchPicture:
 
 
 def pictures(names: Sequence[str]) -> tuple[WatchPicture, ...]:
-    """The pictures that have at least one of the metrics `names`, the main ones first."""
+    """The charts with at least one of the metrics `names`, main ones first."""
     found = [
         _picture(one.id, one.title, one.unit, one.id in MAIN, one.pattern, names)
         for one in sorted(PICTURES, key=lambda one: one.id not in MAIN)
@@ -63,14 +63,14 @@ def _picture(id: str, title: str, unit: str, is_main: bool, pattern: str, names:
 
 
 SILENT_S = 60.0
-"""A trainer of this machine whose process lives may be busy for long; after this it is called silent. One on another
-machine is called dead."""
+"""Age of a heartbeat after which a trainer counts as silent if its process lives on this machine, as dead if it ran
+on another one."""
 
 MAX_ROWS = 5_000
-"""Metrics of one event of the stream."""
+"""Most metrics of one event of the stream."""
 
 MAX_BEHIND = 50_000
-"""A client that has more metrics to catch up with is told to fetch thinned series instead."""
+"""A client that lags behind by more metrics is told to fetch thinned series instead."""
 
 _ENDS = {"finished": "finished", "stopped": "stopped", "ended": "stopped", "failed": "stopped", "died": "dead"}
 Json = dict[str, Any]
@@ -81,7 +81,7 @@ T = TypeVar("T")
 class News:
     """Metrics after a cursor, and the new cursor, the id of the last one.
 
-    `is_reset`: there were too many, so they are left out, and the client must fetch thinned series.
+    `is_reset`: too many to send, so the client must fetch thinned series.
     """
 
     rows: Sequence[Metric]
@@ -90,7 +90,7 @@ class News:
 
 
 class Cached(Generic[T]):
-    """What `make` returns, at most `max_age_s` old. Many may ask at a time; one of them makes it anew."""
+    """A value of `make` that is at most `max_age_s` old. Thread-safe: one caller at a time renews it."""
 
     def __init__(self, make: Callable[[], T], max_age_s: float) -> None:
         self._make = make
@@ -99,7 +99,7 @@ class Cached(Generic[T]):
         self._found: tuple[float, T] | None = None
 
     def get(self) -> T:
-        """The value."""
+        """The cached value, renewed if it is too old."""
         with self._lock:
             now = time.monotonic()
             if self._found is None or now - self._found[0] > self._max_age_s:
@@ -120,8 +120,8 @@ class WatchData:
         self._cached_state = Cached(self._state, max_age_s=0.4)
 
     def names(self) -> Json:
-        """`cursor`, the sorted `names` of all metrics, the `pictures` that show them, and `recent`: the last step and
-        value of each that was written lately.
+        """`cursor`, the sorted `names` of all metrics, the charts (`pictures`) of them, and `recent`: the last step and
+        value of each recently written one.
         """
         cursor, names = self._runs.last_metric_id(), self._runs.metric_names()
         lately = self._runs.metrics_after(cursor - MAX_ROWS, MAX_ROWS) if cursor else []
@@ -133,7 +133,7 @@ class WatchData:
         }
 
     def series(self, names: Sequence[str], after: int, points: int) -> Json:
-        """`series`: of each name the `points` (id, step, time, value or null) with an id above `after`, thinned."""
+        """`series`: for each name the thinned `points` (id, step, time, value or null) with an id above `after`."""
         cursor = self._runs.last_metric_id()
         found: list[Json] = []
         for name in dict.fromkeys(names):
@@ -150,7 +150,7 @@ class WatchData:
         return {"cursor": cursor, "series": found}
 
     def news(self, cursor: int) -> News:
-        """What came after `cursor`, at most `MAX_ROWS` of it. Ids also grow when the trainer's file is made anew."""
+        """At most `MAX_ROWS` metrics after `cursor`. Ids also grow when the trainer's file is replaced."""
         rows = self._runs.metrics_after(cursor, MAX_ROWS)
         if not rows:
             return News((), cursor)
@@ -161,16 +161,16 @@ class WatchData:
         return News(rows, rows[-1].id)
 
     def versions(self) -> Json:
-        """`versions`, oldest first: the trainer's facts, what it `measured` and what follows `from_votes`."""
+        """`versions`, oldest first: the trainer's record, its `measured` win rate and the estimate `from_votes`."""
         return self._cached_versions.get()
 
     def votes_per_minute(self) -> Json:
-        """`per_minute`: (minutes from now, votes) of the last hour; `total`; the mean of the `last_minutes`."""
+        """`per_minute`: (minutes from now, votes) of the last hour; `total`; the mean over the `last_minutes`."""
         return self._cached_votes.get()
 
     def state(self) -> Json:
-        """`kind` (none, running, silent, dead, stopped, finished), what the trainer is `doing`, its last `step`, and
-        `age_s`, seconds since its last sign of life."""
+        """`kind` (none, running, silent, dead, stopped, finished), the trainer's activity (`doing`), its last `step`,
+        and `age_s`, seconds since its last heartbeat."""
         beat, found = self._cached_state.get()
         age_s = None if beat is None else round(max(0.0, time.time() - beat.time), 1)
         return {**found, "age_s": age_s}
@@ -182,11 +182,11 @@ class WatchData:
         return {"base": base, "versions": [_version(one, standings.get(one.version)) for one in versions]}
 
     def _from_votes(self, base: int) -> dict[int, Json]:
-        """Standings by version; they are computed when a vote between two versions has come."""
+        """Bradley-Terry standings by version, recomputed after a new vote between two versions."""
         state, contests = self._votes.contests()
         if state == self._standings_of:
             return self._standings
-        # numpy takes a tenth of a second to load, which a page without such votes need not wait for.
+        # Imported here because numpy takes 0.1 s to load, which pages without such votes do not need.
         from tunesmith.evaluation.bradley_terry import Contest, standings
 
         found = standings([Contest(one.first, one.second, one.score, one.prompt_id) for one in contests], base)
@@ -212,7 +212,7 @@ class WatchData:
 
 
 def kind_of(beat: Heartbeat | None, now: float) -> str:
-    """What a heartbeat says at `now`: none, running, silent, dead, stopped or finished."""
+    """State of the trainer at `now` by its heartbeat: none, running, silent, dead, stopped or finished."""
     if beat is None:
         return "none"
     if beat.state in _ENDS:

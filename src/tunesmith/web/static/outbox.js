@@ -1,5 +1,5 @@
-// Requests that must not get lost. They are written down before they are sent, in the order of the rater's actions, and
-// are sent again, with the same key, until the server has answered. A reload of the page goes on where it stood.
+// Persistent queue of requests. They are stored before they are sent, in the order of the rater's actions, and retried
+// with the same idempotency key until the server has answered. A reload of the page resumes the queue.
 import { call, LoggedOut, newKey, Refused, Unreachable } from "./api.js";
 
 const STORE = "tunesmith.outbox";
@@ -7,43 +7,43 @@ const FIRST_WAIT_MS = 400;
 const LAST_WAIT_MS = 8_000;
 
 export class Outbox {
-  #letters = read();
+  #requests = read();
   #isSending = false;
   #wake = () => {};
 
-  /** `on` holds what is called: `sent(letter, answer)`, `refused(letter, error)`, `waiting(count)`, `loggedOut()`. */
+  /** `on` has the callbacks `sent(request, answer)`, `refused(request, error)`, `waiting(count)`, `loggedOut()`. */
   constructor(on) {
     this.on = on;
     window.addEventListener("online", () => this.#wake());
   }
 
   get size() {
-    return this.#letters.length;
+    return this.#requests.length;
   }
 
-  /** Paths of what was not sent yet. */
+  /** Paths of the unsent requests. */
   get paths() {
-    return this.#letters.map((letter) => letter.path);
+    return this.#requests.map((request) => request.path);
   }
 
   add(method, path, body) {
-    this.#letters.push({ key: newKey(), method, path, body, tries: 0 });
-    write(this.#letters);
+    this.#requests.push({ key: newKey(), method, path, body, tries: 0 });
+    write(this.#requests);
     this.send();
   }
 
-  /** Send all there is, the oldest first. Harmless while it is sending. */
+  /** Send all requests, oldest first. Harmless while it is sending. */
   async send() {
     if (this.#isSending) return;
     this.#isSending = true;
     try {
       let wait = FIRST_WAIT_MS;
-      while (this.#letters.length) {
-        const isThrough = await this.#sendFirst();
-        if (isThrough) {
+      while (this.#requests.length) {
+        const isSent = await this.#sendFirst();
+        if (isSent) {
           wait = FIRST_WAIT_MS;
         } else {
-          this.on.waiting(this.#letters.length);
+          this.on.waiting(this.#requests.length);
           await this.#sleep(wait);
           wait = Math.min(wait * 2, LAST_WAIT_MS);
         }
@@ -58,25 +58,25 @@ export class Outbox {
   }
 
   async #sendFirst() {
-    const letter = this.#letters[0];
-    letter.tries += 1;
-    write(this.#letters);
+    const request = this.#requests[0];
+    request.tries += 1;
+    write(this.#requests);
     try {
-      const answer = await call(letter.method, letter.path, letter.body, letter.key);
+      const answer = await call(request.method, request.path, request.body, request.key);
       this.#drop();
-      this.on.sent(letter, answer);
+      this.on.sent(request, answer);
     } catch (error) {
       if (error instanceof Unreachable) return false;
       if (!(error instanceof Refused)) throw error;
       this.#drop();
-      this.on.refused(letter, error);
+      this.on.refused(request, error);
     }
     return true;
   }
 
   #drop() {
-    this.#letters.shift();
-    write(this.#letters);
+    this.#requests.shift();
+    write(this.#requests);
   }
 
   #sleep(ms) {
@@ -98,10 +98,10 @@ function read() {
   }
 }
 
-function write(letters) {
+function write(requests) {
   try {
-    sessionStorage.setItem(STORE, JSON.stringify(letters));
+    sessionStorage.setItem(STORE, JSON.stringify(requests));
   } catch {
-    // No room, or storage is off: they are kept as long as the page is open.
+    // Storage is full or disabled: the requests are kept in memory only.
   }
 }

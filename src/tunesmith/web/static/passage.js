@@ -1,6 +1,6 @@
-// Puts texts on the page. The server has made `html` safe; anything else is set as text.
+// Elements for prompts and answers. The server sanitizes `html`; everything else is set as text.
 
-/** An element that shows a passage formatted, or as it is. */
+/** An element with a passage, rendered or raw. */
 export function passage(content, isRaw) {
   const element = document.createElement("div");
   element.className = "passage";
@@ -19,25 +19,25 @@ export function passage(content, isRaw) {
 
 const ROLES = { user: "User", assistant: "Assistant", system: "System" };
 
-/** The prompt: one text, or the turns of a conversation. */
-export function turns(prompt, isRaw) {
+/** Elements of the prompt: one for plain text, one per message of a conversation. */
+export function promptElements(prompt, isRaw) {
   return prompt.map((content) => {
-    const turn = document.createElement("div");
-    turn.className = "turn";
+    const message = document.createElement("div");
+    message.className = "message";
     if (content.role) {
-      const who = document.createElement("div");
-      who.className = "who";
-      who.textContent = ROLES[content.role] ?? content.role;
-      turn.append(who);
+      const role = document.createElement("div");
+      role.className = "role";
+      role.textContent = ROLES[content.role] ?? content.role;
+      message.append(role);
     }
-    turn.append(passage(content, isRaw));
-    return turn;
+    message.append(passage(content, isRaw));
+    return message;
   });
 }
 
 export const LETTERS = "ABCDEFGHIJKLMNOP";
 
-/** An answer with its letter, scrollable by keyboard. */
+/** An answer with its letter; scrollable by keyboard. */
 export function answer(content, index, isRaw) {
   const article = document.createElement("article");
   article.className = "answer";

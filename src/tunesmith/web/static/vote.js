@@ -1,20 +1,19 @@
-// The vote page: shows what the desk holds, turns keys and buttons into votes, and hands those to the outbox.
-import { say, sayUnsent, showProgress } from "./announce.js";
+// The vote page: shows queued presentations and sends votes, made by keys or buttons, through the outbox.
 import { LoggedOut, Refused } from "./api.js";
-import { Desk } from "./desk.js";
 import { Outbox } from "./outbox.js";
-import { answer, LETTERS, turns } from "./passage.js";
+import { answer, LETTERS, promptElements } from "./passage.js";
+import { PresentationQueue } from "./presentations.js";
 import { Ranking } from "./ranking.js";
 
 const POLL_MS = 2_000;
-const LAST_POLL_MS = 10_000;
-// A key that was pressed twice must not judge the pair that has just come up.
+const MAX_POLL_MS = 10_000;
+// A key pressed twice must not vote on the next pair, which has just appeared.
 const SETTLE_MS = 250;
 
 const VERDICT_OF_KEY = { 1: "left_much", 2: "left", 3: "tie", 4: "right", 5: "right_much", 0: "both_bad", s: "skip" };
 const ACT_OF_KEY = { u: "undo", w: "write", m: "raw", "?": "help", g: "guidelines", r: "reason" };
 const RANKING_ACT_OF_KEY = { "=": "level", Enter: "send", Backspace: "back" };
-const WORDS = {
+const VERDICT_TEXTS = {
   left_much: "A is much better",
   left: "A is better",
   tie: "a tie",
@@ -27,7 +26,7 @@ const WORDS = {
 
 const $ = (id) => document.getElementById(id);
 const main = $("content");
-const desk = new Desk();
+const queue = new PresentationQueue();
 const history = [];
 const seen = { token: null, since: 0, ms: 0 };
 let ranking = null;
@@ -38,19 +37,19 @@ let isFilling = false;
 let mustRefill = false;
 
 const outbox = new Outbox({
-  sent(letter) {
-    if (letter.path.endsWith("/demonstration")) say("Your answer is stored.");
-    else if (letter.method === "PUT") desk.settle(tokenOf(letter.path));
+  sent(request) {
+    if (request.path.endsWith("/demonstration")) say("Your answer is stored.");
+    else if (request.method === "PUT") queue.settle(tokenOf(request.path));
     refill();
   },
-  refused(letter, error) {
-    const token = tokenOf(letter.path);
-    // An undo whose answer got lost is refused the second time, because it is done.
-    if (letter.method === "DELETE" && letter.tries > 1) return;
+  refused(request, error) {
+    const token = tokenOf(request.path);
+    // The retry of an undo whose response got lost is refused, because the undo is done.
+    if (request.method === "DELETE" && request.tries > 1) return;
     say(`Not counted: ${error.message}`, true);
-    if (!letter.path.endsWith("/demonstration")) {
-      const wasShown = desk.current?.token === token;
-      desk.drop(token);
+    if (!request.path.endsWith("/demonstration")) {
+      const wasShown = queue.current?.token === token;
+      queue.drop(token);
       if (wasShown) show();
     }
     refill();
@@ -59,11 +58,32 @@ const outbox = new Outbox({
   loggedOut: () => location.assign("/login"),
 });
 
+function say(text, isBad = false) {
+  $("status").textContent = text;
+  $("status").classList.toggle("bad", isBad);
+}
+
+/** Show how many requests wait to be sent; 0 hides the notice. */
+function sayUnsent(count) {
+  $("unsent").hidden = count === 0;
+  $("unsent").textContent = count
+    ? `The server cannot be reached. ${count === 1 ? "One action is" : `${count} actions are`} kept here and sent as soon as it answers.`
+    : "";
+}
+
+function showProgress(progress) {
+  const votes = progress.num_votes === 1 ? "1 vote" : `${progress.num_votes} votes`;
+  const limit = progress.max_votes ? ` of ${progress.max_votes}` : "";
+  $("progress-text").textContent = `${votes}${limit} · ${progress.num_left} left`;
+  $("done").max = Math.max(1, progress.num_votes + progress.num_left);
+  $("done").value = progress.num_votes;
+}
+
 function tokenOf(path) {
   return path.split("/")[1];
 }
 
-/** Fetch ahead, and show what came if nothing was shown. */
+/** Fill the queue, and show its first presentation if it is not shown yet. */
 async function refill() {
   if (isFilling) {
     mustRefill = true;
@@ -73,9 +93,9 @@ async function refill() {
   mustRefill = false;
   clearTimeout(pollTimer);
   try {
-    showProgress(await desk.fill());
-    if ((desk.current?.token ?? null) !== seen.token) show();
-    $("nothing").hidden = Boolean(desk.current);
+    showProgress(await queue.fill());
+    if ((queue.current?.token ?? null) !== seen.token) show();
+    $("nothing").hidden = Boolean(queue.current);
   } catch (error) {
     if (error instanceof LoggedOut) location.assign("/login");
     if (error instanceof Refused) say(error.message, true);
@@ -84,18 +104,18 @@ async function refill() {
   }
   if (mustRefill) {
     refill();
-  } else if (desk.current) {
+  } else if (queue.current) {
     pollMs = POLL_MS;
   } else {
     pollTimer = setTimeout(() => (document.hidden ? 0 : refill()), pollMs);
-    pollMs = Math.min(pollMs * 1.5, LAST_POLL_MS);
+    pollMs = Math.min(pollMs * 1.5, MAX_POLL_MS);
   }
 }
 
 function show() {
-  const shown = desk.current;
+  const shown = queue.current;
   $("table").hidden = !shown;
-  $("nothing").hidden = true; // Only the server can say that there is nothing.
+  $("nothing").hidden = true; // Shown only when the server says so.
   main.dataset.state = "settling";
   seen.token = shown?.token ?? null;
   seen.ms = 0;
@@ -108,30 +128,30 @@ function show() {
   window.scrollTo(0, 0);
   $("prompt-title").focus({ preventScroll: true });
   setTimeout(() => {
-    if (desk.current === shown) main.dataset.state = "ready";
+    if (queue.current === shown) main.dataset.state = "ready";
   }, SETTLE_MS);
 }
 
-/** Draw what is shown, in the chosen form. */
+/** Render the shown presentation, formatted or raw. */
 function paint() {
-  const shown = desk.current;
+  const shown = queue.current;
   const passages = [...shown.prompt, ...shown.answers];
   document.querySelector('[data-act="raw"]').hidden = passages.every((one) => one.html === null);
-  $("prompt").replaceChildren(...turns(shown.prompt, isRaw));
+  $("prompt").replaceChildren(...promptElements(shown.prompt, isRaw));
   $("prompt").tabIndex = $("prompt").scrollHeight > $("prompt").clientHeight ? 0 : -1;
   const answers = $("answers");
   answers.dataset.count = shown.answers.length;
   answers.replaceChildren(...shown.answers.map((one, index) => answer(one, index, isRaw)));
   answers.classList.remove("fresh");
-  void answers.offsetWidth; // Lets the animation begin anew.
+  void answers.offsetWidth; // Forces a reflow, which restarts the animation.
   answers.classList.add("fresh");
   $("pair-keys").hidden = ranking !== null;
   $("ranking-keys").hidden = ranking === null;
   document.querySelector('[data-verdict="both_bad"]').hidden = ranking !== null;
-  if (ranking) addPlaces();
+  if (ranking) addRankButtons();
 }
 
-function addPlaces() {
+function addRankButtons() {
   document.querySelectorAll(".answer").forEach((article, index) => {
     const button = document.createElement("button");
     button.type = "button";
@@ -140,10 +160,10 @@ function addPlaces() {
     button.setAttribute("aria-keyshortcuts", String(index + 1));
     article.querySelector("header").append(button);
   });
-  paintPlaces();
+  paintRanks();
 }
 
-function paintPlaces() {
+function paintRanks() {
   ranking.ranks.forEach((rank, index) => {
     const button = document.querySelector(`[data-place="${index}"]`);
     const key = document.createElement("kbd");
@@ -159,19 +179,19 @@ function dwell() {
   return Math.round(Math.min(seen.ms + (document.hidden ? 0 : performance.now() - seen.since), 86_400_000));
 }
 
-/** Send a verdict or a ranking on what is shown, and show the next one at once. */
+/** Queue a verdict or a ranking on the shown presentation, and show the next one at once. */
 function send(what, body) {
-  const presentation = desk.answer();
+  const presentation = queue.answer();
   history.push(presentation);
   if (history.length > 50) history.shift();
   outbox.add("PUT", `presentations/${presentation.token}/${what}`, body);
-  say(`Recorded: ${WORDS[body.verdict ?? "ranked"]}.`);
+  say(`Recorded: ${VERDICT_TEXTS[body.verdict ?? "ranked"]}.`);
   show();
-  if (!desk.current) refill();
+  if (!queue.current) refill();
 }
 
 function vote(verdict) {
-  if (main.dataset.state !== "ready" || !desk.current) return;
+  if (main.dataset.state !== "ready" || !queue.current) return;
   if (ranking && verdict !== "skip") return;
   send("vote", { verdict, reason: $("reason").value.trim(), dwell_ms: dwell() });
 }
@@ -180,29 +200,29 @@ const acts = {
   send() {
     if (main.dataset.state !== "ready" || !ranking) return;
     ranking.finish();
-    paintPlaces();
+    paintRanks();
     if (!ranking.isWhole) return say("Give every answer a place first.", true);
     send("ranking", { ranks: ranking.ranks, dwell_ms: dwell() });
   },
   level() {
     ranking?.toggleLevel();
-    paintPlaces();
+    paintRanks();
   },
   back() {
     ranking?.back();
-    paintPlaces();
+    paintRanks();
   },
   undo() {
     const presentation = history.pop();
     if (!presentation) return say("There is nothing to undo.");
     outbox.add("DELETE", `presentations/${presentation.token}/vote`);
-    desk.takeBack(presentation);
+    queue.takeBack(presentation);
     show();
     say("Undone: vote again.");
   },
   write() {
-    if (!desk.current) return;
-    $("writing").dataset.token = desk.current.token;
+    if (!queue.current) return;
+    $("writing").dataset.token = queue.current.token;
     $("written").value = "";
     $("writing").showModal();
     $("written").focus();
@@ -217,7 +237,7 @@ const acts = {
   raw() {
     isRaw = !isRaw;
     document.querySelector('[data-act="raw"]').setAttribute("aria-pressed", String(isRaw));
-    if (desk.current) paint();
+    if (queue.current) paint();
   },
   help() {
     $("help").showModal();
@@ -239,7 +259,7 @@ document.addEventListener("click", (event) => {
   if (act) acts[act]();
   if (place !== undefined && ranking) {
     ranking.name(Number(place));
-    paintPlaces();
+    paintRanks();
   }
 });
 
@@ -255,11 +275,11 @@ document.addEventListener("keydown", (event) => {
   if (handleKey(event.key.length === 1 ? event.key.toLowerCase() : event.key)) event.preventDefault();
 });
 
-/** True if the key means something here. */
+/** True if the key has an action. */
 function handleKey(key) {
   if (ranking && /^[1-9]$/.test(key)) {
     ranking.name(Number(key) - 1);
-    paintPlaces();
+    paintRanks();
   } else if (ranking && RANKING_ACT_OF_KEY[key]) {
     acts[RANKING_ACT_OF_KEY[key]]();
   } else if (VERDICT_OF_KEY[key]) {
@@ -281,6 +301,6 @@ document.addEventListener("visibilitychange", () => {
   }
 });
 
-for (const path of outbox.paths) desk.markAnswered(tokenOf(path));
+for (const path of outbox.paths) queue.markAnswered(tokenOf(path));
 outbox.send();
 refill();
