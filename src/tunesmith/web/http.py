@@ -86,20 +86,24 @@ async def read_body(receive: Receive, max_bytes: int, timeout_s: float) -> bytes
         Refusal: 413 as soon as more than `max_bytes` were received, 408 after `timeout_s`, 400 if the client
             disconnected.
     """
-    body = bytearray()
     try:
         async with asyncio.timeout(timeout_s):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise Refusal(400, "the client went away")
-                body += message.get("body", b"")
-                if len(body) > max_bytes:
-                    raise too_large(max_bytes)
-                if not message.get("more_body", False):
-                    return bytes(body)
+            return await _read(receive, max_bytes)
     except TimeoutError:
         raise Refusal(408, f"the body did not arrive within {timeout_s:g} seconds", _CLOSE_CONNECTION) from None
+
+
+async def _read(receive: Receive, max_bytes: int) -> bytes:
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise Refusal(400, "the client went away")
+        body += message.get("body", b"")
+        if len(body) > max_bytes:
+            raise too_large(max_bytes)
+        if not message.get("more_body", False):
+            return bytes(body)
 
 
 def replay_body(body: bytes, receive: Receive) -> Receive:

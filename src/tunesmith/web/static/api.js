@@ -1,6 +1,6 @@
-// Requests to this server. Three things can go wrong, and callers treat each in its own way.
+// Requests to this server, and the three errors that callers distinguish.
 
-/** The server understood and said no: sending the same again would not help. */
+/** The server refused the request; a retry would not help. */
 export class Refused extends Error {
   constructor(status, detail) {
     super(detail);
@@ -8,7 +8,7 @@ export class Refused extends Error {
   }
 }
 
-/** The server was not reached, or is busy: the same request may work later. */
+/** The server was not reached, or is busy; a retry may help. */
 export class Unreachable extends Error {}
 
 /** The session has ended. */
@@ -17,7 +17,7 @@ export class LoggedOut extends Error {}
 const PREFIX = "/api/v1/";
 const TIMEOUT_MS = 15_000;
 
-/** The answer's JSON, null where it has none. `key` names the request, so that sending it twice does no harm. */
+/** JSON of the response, null if it has none. `key` identifies the request, which makes retries harmless. */
 export async function call(method, path, body, key) {
   const headers = {};
   if (body !== undefined) headers["Content-Type"] = "application/json";
@@ -43,7 +43,7 @@ export async function call(method, path, body, key) {
   throw new Refused(response.status, detail);
 }
 
-/** A random name for a request. */
+/** A random idempotency key. */
 export function newKey() {
   const bytes = crypto.getRandomValues(new Uint8Array(16));
   return Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");

@@ -1,4 +1,4 @@
-// Charts as plain SVG: they follow the page's colours, print sharp and need no library.
+// Charts as plain SVG, in the page's colours, without a library.
 import { html, oncePerFrame, svg } from "./draw.js";
 import { short, smooth, ticks } from "./series.js";
 
@@ -6,7 +6,7 @@ const HEIGHT = 190;
 const EDGE = { left: 52, right: 10, top: 10, bottom: 24 };
 const COLOURS = ["after", "before", "stage-3", "stage-5", "stage-6", "stage-4", "stage-2", "stage-7"];
 
-/** A figure with a title, a plot and a legend; what is shared by all charts. */
+/** Base of all charts: a figure with a title, a plot and a legend. */
 class Chart {
   constructor(id, title, unit) {
     this.id = id;
@@ -28,7 +28,7 @@ class Chart {
     }).observe(this.plot);
   }
 
-  /** Grid, numbers and scales for the two ranges: `x` and `y` turn values into places. */
+  /** Draw grid and axis labels for the two ranges; returns scales `x` and `y` from values to pixels. */
   frame([xLow, xHigh], [yLow, yHigh], xText = short) {
     const right = Math.max(EDGE.left + 1, this.width - EDGE.right);
     const bottom = HEIGHT - EDGE.bottom;
@@ -50,7 +50,7 @@ class Chart {
   }
 }
 
-/** A chart of lines over steps, which grows point by point. */
+/** Lines over steps, updated point by point. */
 export class LineChart extends Chart {
   constructor(id, title, unit, lines) {
     super(id, title, unit);
@@ -103,7 +103,7 @@ export class LineChart extends Chart {
     );
   }
 
-  /** The legend's numbers, those at `step` or else the last ones, and the same in words for who does not see it. */
+  /** Update the legend with the values at `step`, or the last ones, and the label for screen readers. */
   say(step) {
     this.lines.forEach((line, place) => {
       const point = step === null ? line.last : line.nearest(step);
@@ -116,7 +116,7 @@ export class LineChart extends Chart {
   }
 }
 
-/** The chance of each version to win against the base, with its interval; the served one is filled. */
+/** Win rate of each version against the base, with its interval; the serving version is filled. */
 export class WinRateChart extends Chart {
   constructor() {
     super("win-rate", "Win rate against the base", "share of votes");
@@ -182,7 +182,7 @@ export class BarChart extends Chart {
 
 export const percent = (share) => `${(100 * share).toFixed(0)} %`;
 
-/** A win rate in words. */
+/** A win rate with its interval, as text. */
 export function interval({ win_rate, low, high }) {
   return low === null ? percent(win_rate) : `${percent(win_rate)} (${percent(low)} to ${percent(high)})`;
 }
@@ -206,11 +206,11 @@ function valueRange(lines) {
     }
   }
   if (low > high) return [0, 1];
-  const room = (high - low) * 0.05 || Math.abs(low) * 0.1 || 0.5;
-  return [low - room, high + room];
+  const margin = (high - low) * 0.05 || Math.abs(low) * 0.1 || 0.5;
+  return [low - margin, high + margin];
 }
 
-/** The way through all finite points; it is lifted at every gap, and a point between two gaps becomes a dot. */
+/** SVG path through all finite points, interrupted at gaps; a point between two gaps becomes a dot. */
 function path(places, values, y) {
   const isFinite = (at) => values[at] !== null && values[at] !== undefined;
   const parts = [];

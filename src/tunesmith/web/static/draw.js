@@ -1,4 +1,4 @@
-// Making elements. Text is always set as text, so that nothing a model or a file names can become markup.
+// Creation of elements. Text is always set as text nodes, so generated text and names cannot become markup (XSS).
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -21,7 +21,7 @@ export function svg(tag, attributes = {}, ...children) {
   return fill(document.createElementNS(SVG, tag), attributes, children);
 }
 
-/** Runs `draw` once before the next frame, however often it is asked for. */
+/** A function that runs `draw` once before the next frame, however often it is called. */
 export function oncePerFrame(draw) {
   let waiting = false;
   return () => {

@@ -1,5 +1,5 @@
-// One stream of server-sent events for all tabs of this browser. Browsers allow few connections to one server, so the tab
-// that holds a lock keeps the stream and tells the others. A tab that is hidden lets go of it.
+// One stream of server-sent events shared by all tabs of this browser, because browsers limit connections per server. The
+// tab that holds a lock (the leader) has the stream and broadcasts its events. A hidden tab releases the lock.
 
 const LOCK = "tunesmith-watch";
 const RETRY_MS = 2000;
@@ -8,9 +8,9 @@ export const EVENTS = ["metrics", "state", "versions", "votes", "reset"];
 
 export class Feed {
   /**
-   * `cursor()` is where to go on, `receive(event, data)` gets each event, `connected(isOpen)` tells of the line, and
-   * `refused()` that the server does not let this browser in. `listen` takes what other tabs tell; `start`, once the page
-   * knows its cursor, lets this tab keep the stream when no other one does; `stop` ends both.
+   * `cursor()` is the resume position, `receive(event, data)` gets each event, `connected(isOpen)` the connection state;
+   * `refused()` is called if the server denies the stream. `listen` receives broadcasts of other tabs; `start`, once the
+   * page knows its cursor, makes this tab a candidate for the leader; `stop` ends both.
    */
   constructor(url, { cursor, receive, connected, refused }) {
     this.url = url;
@@ -36,7 +36,7 @@ export class Feed {
 
   start() {
     if (!this.isOn || this.waiting || this.source) return;
-    // Without locks, as on plain HTTP from another machine, each tab has a stream of its own.
+    // Without the Web Locks API (plain HTTP from another machine) each tab has a stream of its own.
     if (!navigator.locks) {
       this.open();
       return;
@@ -59,7 +59,7 @@ export class Feed {
     this.release = null;
   }
 
-  /** Keeps the lock, and the stream, until `stop`. */
+  /** Hold the lock and the stream until `stop`. */
   lead() {
     this.open();
     return new Promise((resolve) => {
@@ -75,7 +75,7 @@ export class Feed {
     };
     this.source.onerror = () => {
       this.tell({ kind: "line", isOpen: false });
-      // The browser tries again by itself unless the server refused.
+      // The browser reconnects by itself unless the server refused.
       if (this.source?.readyState !== EventSource.CLOSED) return;
       this.close();
       this.refused();
@@ -94,7 +94,7 @@ export class Feed {
     this.source = null;
   }
 
-  /** For this tab and all others; what a new tab wants to know at once is kept. */
+  /** Deliver to this tab and all others; the latest state is kept for new tabs. */
   tell(message) {
     if (message.kind === "line") this.latest.set("line", message);
     if (["state", "versions", "votes"].includes(message.event)) this.latest.set(message.event, message);

@@ -1,30 +1,45 @@
-// Logs in by a token that is typed, or by the one in the address of a link, which is used at once and taken out of sight.
+// The login page, for a typed token or that of a one-time link, and the page of an invitation.
 import { call } from "./api.js";
 
 const PAGES = ["/vote", "/watch", "/raters"];
-const asked = new URLSearchParams(location.search);
-const status = document.getElementById("status");
+const $ = (id) => document.getElementById(id);
+const query = new URLSearchParams(location.search);
+const form = $("login") ?? $("join");
 
 async function logIn(token) {
-  status.textContent = "";
+  await call("POST", "session", { token });
+  location.replace(PAGES.find((page) => page === query.get("next")) ?? "/vote");
+}
+
+/** Accept the invitation. Only the button does this, so that programs which fetch links do not use it up. */
+async function join() {
+  const token = decodeURIComponent(location.pathname.split("/").at(-1));
+  const name = $("name").value.trim();
+  const joined = await call("POST", "join", name ? { token, name } : { token });
+  history.replaceState(null, "", "/login");
+  $("token").textContent = joined.token;
+  $("joined").hidden = false;
+  form.hidden = true;
+}
+
+async function attempt(action) {
+  $("status").textContent = "";
   try {
-    await call("POST", "session", { token });
-    location.replace(PAGES.find((page) => page === asked.get("next")) ?? "/vote");
+    await action();
   } catch (error) {
-    status.textContent = error.message;
+    $("status").textContent = error.message;
   }
 }
 
-const form = document.getElementById("login");
-
 form.addEventListener("submit", (event) => {
   event.preventDefault();
-  logIn(document.getElementById("token").value.trim());
+  attempt(form.id === "join" ? join : () => logIn($("token").value.trim()));
 });
 form.querySelector("button").disabled = false;
 
-const given = asked.get("token");
-if (given) {
+const linkToken = form.id === "login" && query.get("token");
+if (linkToken) {
+  // Used at once and removed from the address bar and the history.
   history.replaceState(null, "", "/login");
-  logIn(given);
+  attempt(() => logIn(linkToken));
 }

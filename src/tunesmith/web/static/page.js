@@ -1,4 +1,4 @@
-// What every page has: the button that ends the session.
+// The logout button of every page.
 import { call } from "./api.js";
 
 const leave = document.getElementById("leave");

@@ -1,23 +1,23 @@
-// An order of three or more answers, made by naming them from the best to the worst. Equal places are ties.
+// A ranking of three or more answers, entered from the best to the worst. Equal ranks are ties.
 
 export class Ranking {
   #groups = [];
-  #isLevel = false;
+  #isTie = false;
 
   constructor(count) {
     this.count = count;
   }
 
-  /** True if the next answer that is named shares the place of the last one. */
-  get isLevel() {
-    return this.#isLevel;
+  /** True if the next answer ties with the last one. */
+  get isTie() {
+    return this.#isTie;
   }
 
-  get isWhole() {
+  get isComplete() {
     return this.#groups.flat().length === this.count;
   }
 
-  /** Place of each answer, 1 the best; null where it has none yet. Of two that tie at 1, the next one is at 3. */
+  /** Rank of each answer, 1 the best; null if it has none yet. After a tie of two at 1 comes rank 3. */
   get ranks() {
     const ranks = Array(this.count).fill(null);
     let place = 1;
@@ -28,34 +28,34 @@ export class Ranking {
     return ranks;
   }
 
-  /** Name an answer as the next one; naming it again takes it out. */
-  name(index) {
+  /** Rank an answer next; a ranked one is removed instead. */
+  toggle(index) {
     if (index >= this.count) return;
     if (this.#groups.flat().includes(index)) {
       this.#groups = this.#groups.map((group) => group.filter((one) => one !== index)).filter((group) => group.length);
-    } else if (this.#isLevel && this.#groups.length) {
+    } else if (this.#isTie && this.#groups.length) {
       this.#groups.at(-1).push(index);
     } else {
       this.#groups.push([index]);
     }
-    this.#isLevel = false;
+    this.#isTie = false;
   }
 
-  /** Let the next one tie with the last one, or not after all. */
-  toggleLevel() {
-    this.#isLevel = !this.#isLevel && this.#groups.length > 0;
+  /** Switch whether the next answer ties with the last one. */
+  toggleTie() {
+    this.#isTie = !this.#isTie && this.#groups.length > 0;
   }
 
-  /** Take out the one that was named last. */
+  /** Remove the last ranked answer. */
   back() {
-    this.#isLevel = false;
+    this.#isTie = false;
     this.#groups.at(-1)?.pop();
     this.#groups = this.#groups.filter((group) => group.length);
   }
 
-  /** Place the only one that is left, if only one is. */
+  /** Rank the last remaining answer, if only one is left. */
   finish() {
     const left = this.ranks.flatMap((rank, index) => (rank === null ? [index] : []));
-    if (left.length === 1) this.name(left[0]);
+    if (left.length === 1) this.toggle(left[0]);
   }
 }

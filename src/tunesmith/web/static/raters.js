@@ -1,5 +1,6 @@
-// The admin's page: who votes, how they do, and links for new raters.
+// The admin's page: raters, their statistics, and invitation links.
 import { call } from "./api.js";
+import { html } from "./draw.js";
 
 const $ = (id) => document.getElementById(id);
 const say = (text) => ($("status").textContent = text);
@@ -17,26 +18,10 @@ async function refresh() {
 }
 
 function row(rater, stats) {
-  const line = document.createElement("tr");
   const cells = [rater.name, rater.role, stats?.num_votes ?? 0, percent(stats?.left.share), percent(stats?.gold_accuracy)];
-  for (const text of cells) {
-    const cell = document.createElement("td");
-    cell.textContent = text;
-    line.append(cell);
-  }
-  const last = document.createElement("td");
-  if (rater.is_disabled) {
-    last.textContent = "ended";
-  } else {
-    const button = document.createElement("button");
-    button.type = "button";
-    button.textContent = "End access";
-    button.setAttribute("aria-label", `End the access of ${rater.name}`);
-    button.addEventListener("click", () => end(rater));
-    last.append(button);
-  }
-  line.append(last);
-  return line;
+  const button = html("button", { type: "button", "aria-label": `End the access of ${rater.name}` }, "End access");
+  button.addEventListener("click", () => end(rater));
+  return html("tr", {}, ...cells.map((text) => html("td", {}, text)), html("td", {}, rater.is_disabled ? "ended" : button));
 }
 
 async function end(rater) {

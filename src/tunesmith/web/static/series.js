@@ -1,8 +1,8 @@
-// The points of one metric, as few as a screen can show. Nothing here touches the page.
+// Points of one metric, thinned to what a screen can show; independent of the page.
 
 export const MAX_POINTS = 1200;
 
-/** One metric of a chart: points { step, time, value } in the order of steps; value is null where it was not finite. */
+/** One metric of a chart: points { step, time, value } in the order of steps; value is null if not finite. */
 export class Line {
   constructor(name, label) {
     this.name = name;
@@ -16,11 +16,11 @@ export class Line {
     this.first = null;
   }
 
-  /** True if the point is new. Ids grow, so a point that comes twice, as after a reconnection, is known by its id. */
+  /** Add a point; false if it was added before, as after a reconnection. Ids grow. */
   add(id, step, time, value) {
     if (id <= this.lastId) return false;
     this.lastId = id;
-    // A resumed run goes back to its checkpoint and does steps again: what it did before does not count.
+    // A resumed run repeats the steps after its checkpoint, which replace the earlier ones.
     if (this.points.length && step <= this.points.at(-1).step) this.points.length = firstAt(this.points, step);
     this.points.push({ step, time, value });
     if (this.points.length > 2 * MAX_POINTS) this.points = thin(this.points, MAX_POINTS);
@@ -31,7 +31,7 @@ export class Line {
     return this.points.at(-1);
   }
 
-  /** The point whose step is nearest, or undefined. */
+  /** The point with the nearest step, or undefined. */
   nearest(step) {
     const after = firstAt(this.points, step);
     const before = this.points[after - 1];
@@ -41,7 +41,7 @@ export class Line {
   }
 }
 
-/** Place of the first point at `step` or later. */
+/** Index of the first point at `step` or later. */
 function firstAt(points, step) {
   let low = 0;
   let high = points.length;
@@ -53,30 +53,30 @@ function firstAt(points, step) {
   return low;
 }
 
-/** At most about `limit` of the points: of each bucket the lowest, the highest, and one that is not finite. */
+/** About `limit` of the points: the minimum, the maximum and one gap of each bucket. */
 export function thin(points, limit) {
   const size = Math.ceil((3 * points.length) / limit);
   const kept = [];
   for (let start = 0; start < points.length; start += size) {
-    const places = new Set();
+    const indices = new Set();
     let low = -1;
     let high = -1;
     for (let at = start; at < Math.min(start + size, points.length); at += 1) {
       const { value } = points[at];
       if (value === null) {
-        if (!places.size) places.add(at);
+        if (!indices.size) indices.add(at);
         continue;
       }
       if (low < 0 || value < points[low].value) low = at;
       if (high < 0 || value > points[high].value) high = at;
     }
-    if (low >= 0) places.add(low).add(high);
-    kept.push(...[...places].sort((a, b) => a - b));
+    if (low >= 0) indices.add(low).add(high);
+    kept.push(...[...indices].sort((a, b) => a - b));
   }
   return kept.map((at) => points[at]);
 }
 
-/** Values smoothed by an exponential mean that starts without bias; gaps stay gaps. */
+/** Exponential moving average with bias correction; gaps stay gaps. */
 export function smooth(values, weight) {
   let mean = 0;
   let mass = 0;

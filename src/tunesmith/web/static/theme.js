@@ -1,4 +1,4 @@
-// Runs before the page is painted: the reader's choice of colours, else those of the system.
+// Sets the chosen colour scheme, else that of the system, before the first paint.
 "use strict";
 (function () {
   const root = document.documentElement;
@@ -7,7 +7,7 @@
     const chosen = localStorage.getItem("tunesmith.theme");
     if (chosen === "dark" || chosen === "light") root.dataset.theme = chosen;
   } catch {
-    // Storage is off: the system decides.
+    // Storage is disabled: the system's scheme is used.
   }
 
   const isDark = () => (root.dataset.theme ? root.dataset.theme === "dark" : systemDark.matches);
@@ -24,7 +24,7 @@
       try {
         localStorage.setItem("tunesmith.theme", root.dataset.theme);
       } catch {
-        // The choice then lasts as long as the page.
+        // Storage is disabled: the choice is lost with the page.
       }
       nameButton();
       document.dispatchEvent(new CustomEvent("theme"));

@@ -1,5 +1,6 @@
 // The vote page: shows queued presentations and sends votes, made by keys or buttons, through the outbox.
 import { LoggedOut, Refused } from "./api.js";
+import { html } from "./draw.js";
 import { Outbox } from "./outbox.js";
 import { answer, LETTERS, promptElements } from "./passage.js";
 import { PresentationQueue } from "./presentations.js";
@@ -153,11 +154,8 @@ function paint() {
 
 function addRankButtons() {
   document.querySelectorAll(".answer").forEach((article, index) => {
-    const button = document.createElement("button");
-    button.type = "button";
-    button.className = "place";
-    button.dataset.place = index;
-    button.setAttribute("aria-keyshortcuts", String(index + 1));
+    const key = index + 1;
+    const button = html("button", { type: "button", class: "place", "data-place": index, "aria-keyshortcuts": key });
     article.querySelector("header").append(button);
   });
   paintRanks();
@@ -166,13 +164,11 @@ function addRankButtons() {
 function paintRanks() {
   ranking.ranks.forEach((rank, index) => {
     const button = document.querySelector(`[data-place="${index}"]`);
-    const key = document.createElement("kbd");
-    key.textContent = String(index + 1);
-    button.replaceChildren(key, rank === null ? " Place" : ` Place ${rank}`);
+    button.replaceChildren(html("kbd", {}, index + 1), rank === null ? " Place" : ` Place ${rank}`);
     button.setAttribute("aria-label", `Answer ${LETTERS[index]}: ${rank === null ? "no place yet" : `place ${rank}`}`);
     button.closest(".answer").classList.toggle("placed", rank !== null);
   });
-  document.querySelector('[data-act="level"]').setAttribute("aria-pressed", String(ranking.isLevel));
+  document.querySelector('[data-act="level"]').setAttribute("aria-pressed", String(ranking.isTie));
 }
 
 function dwell() {
@@ -201,11 +197,11 @@ const acts = {
     if (main.dataset.state !== "ready" || !ranking) return;
     ranking.finish();
     paintRanks();
-    if (!ranking.isWhole) return say("Give every answer a place first.", true);
+    if (!ranking.isComplete) return say("Give every answer a place first.", true);
     send("ranking", { ranks: ranking.ranks, dwell_ms: dwell() });
   },
   level() {
-    ranking?.toggleLevel();
+    ranking?.toggleTie();
     paintRanks();
   },
   back() {
@@ -258,7 +254,7 @@ document.addEventListener("click", (event) => {
   if (verdict) vote(verdict);
   if (act) acts[act]();
   if (place !== undefined && ranking) {
-    ranking.name(Number(place));
+    ranking.toggle(Number(place));
     paintRanks();
   }
 });
@@ -278,7 +274,7 @@ document.addEventListener("keydown", (event) => {
 /** True if the key has an action. */
 function handleKey(key) {
   if (ranking && /^[1-9]$/.test(key)) {
-    ranking.name(Number(key) - 1);
+    ranking.toggle(Number(key) - 1);
     paintRanks();
   } else if (ranking && RANKING_ACT_OF_KEY[key]) {
     acts[RANKING_ACT_OF_KEY[key]]();

@@ -1,4 +1,4 @@
-// The watch page: versions, votes and metrics of a run as they come.
+// The watch page: live versions, votes and metrics of a run.
 import { call, LoggedOut } from "./api.js";
 import { BarChart, interval, LineChart, percent, WinRateChart } from "./chart.js";
 import { html, oncePerFrame } from "./draw.js";
@@ -20,8 +20,8 @@ const newest = new Map(); // metric -> { step, value }
 const winRates = new WinRateChart();
 const votes = new BarChart("votes", "Votes a minute", "last hour");
 let cursor = 0;
-let held = null; // events that came while points were being fetched
-let isAskedAgain = false;
+let heldEvents = null; // events received while points are fetched
+let mustReload = false;
 let state = null;
 let stateAt = 0;
 let isConnected = false;
@@ -29,7 +29,7 @@ let versions = [];
 
 // Points
 
-/** All points of these metrics, thinned by the server. */
+/** Points of these metrics, thinned by the server. */
 async function fetchPoints(names) {
   const found = [];
   for (let start = 0; start < names.length; start += NAMES_PER_REQUEST) {
@@ -40,7 +40,7 @@ async function fetchPoints(names) {
   return found;
 }
 
-/** Puts fetched points in the place of what the lines have; they are at least as new. */
+/** Replace the points of the lines by fetched ones, which are at least as new. */
 function fill(series) {
   for (const { name, points } of series) {
     const line = lines.get(name);
@@ -50,31 +50,31 @@ function fill(series) {
   }
 }
 
-/** Fetches and fills; what the stream brings meanwhile waits, so that points stay in order and none is lost. */
-async function holding(work) {
-  if (held) {
-    isAskedAgain = true;
+/** Run `work`, which fetches points, and hold back stream events until it ends, so that points stay in order. */
+async function holdingEvents(work) {
+  if (heldEvents) {
+    mustReload = true;
     return;
   }
-  held = [];
-  isAskedAgain = false;
+  heldEvents = [];
+  mustReload = false;
   try {
     await work();
   } catch (error) {
     if (error instanceof LoggedOut) location.assign("/login");
     setTimeout(load, RETRY_MS);
   } finally {
-    const events = held;
-    held = null;
+    const events = heldEvents;
+    heldEvents = null;
     for (const [event, data] of events) receive(event, data);
     for (const chart of charts.values()) chart.draw();
-    if (isAskedAgain) load();
+    if (mustReload) load();
   }
 }
 
-/** Begins anew: the names there are, their pictures, and all points. */
+/** Load everything: metric names, charts, and all points. */
 function load() {
-  return holding(async () => {
+  return holdingEvents(async () => {
     const found = await call("GET", "metrics/names");
     const shown = found.pictures.flatMap((picture) => picture.lines.map(({ name }) => name));
     const series = await fetchPoints([...new Set([...shown, ...lines.keys()])]);
@@ -88,7 +88,7 @@ function load() {
   });
 }
 
-/** The chart of a picture, in its place on the page; lines that it has not had are added. */
+/** Create the chart of a picture, or replace it if it has new lines. */
 function place({ id, title, unit, is_main: isMain, lines: wanted }) {
   const known = charts.get(id);
   if (known && wanted.every(({ name }) => known.lines.some((line) => line.name === name))) return;
@@ -117,8 +117,8 @@ const reloadSoon = (() => {
 // Events
 
 function receive(event, data) {
-  if (held && event !== "state") {
-    held.push([event, data]);
+  if (heldEvents && event !== "state") {
+    heldEvents.push([event, data]);
     return;
   }
   if (event === "metrics") addRows(data);
@@ -158,7 +158,7 @@ function showState(data) {
   tick();
 }
 
-/** The state in words. Only a change of the sentence is read aloud, the seconds beside it are not. */
+/** Show the state. The sentence changes rarely because screen readers announce it; the seconds are separate. */
 function tick() {
   const sentence = !isConnected && state ? "The connection is lost; trying again." : SENTENCES[state?.kind] ?? "Connecting.";
   find("lamp").dataset.kind = isConnected ? (state?.kind ?? "none") : "lost";
@@ -242,9 +242,9 @@ async function rollBack(version) {
 
 // The table of all metrics
 
-let rowsShown = []; // { name, step, value, action } of each row of the table
+let rowsShown = []; // { name, step, value, action } of each table row
 
-/** Rows stay while the same metrics are shown, so that what has the focus keeps it. */
+/** Rows are kept while the same metrics are shown, to preserve the focus. */
 const showTable = oncePerFrame(() => {
   if (!find("all-metrics").open) return;
   const wanted = find("search").value.trim().toLowerCase();
@@ -274,7 +274,7 @@ function metricRow(name) {
 async function drawAlone(name) {
   place({ id: `own ${name}`, title: name, unit: "", is_main: false, lines: [{ name, label: name }] });
   find("more").open = true;
-  await holding(async () => fill(await fetchPoints([name])));
+  await holdingEvents(async () => fill(await fetchPoints([name])));
   showTable();
 }
 
