@@ -56,7 +56,7 @@ def stored() -> Callable[[Server], list]:
     return read
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def browser(chromium: str):
     api = pytest.importorskip("playwright.sync_api")
     with api.sync_playwright() as play:

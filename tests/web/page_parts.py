@@ -38,6 +38,14 @@ def wait_until_sent(page, count: int) -> None:
     page.wait_for_function("words => document.getElementById('progress-text').textContent.startsWith(words)", arg=words)
 
 
+def looks(page):
+    """Show the page wide in light colours, then narrow in dark ones; yields (width, scheme)."""
+    for width, scheme in ((1280, "light"), (390, "dark")):
+        page.set_viewport_size({"width": width, "height": 900})
+        page.emulate_media(color_scheme=scheme)
+        yield width, scheme
+
+
 def faults_of(page) -> list[str]:
     """What axe finds wrong with the page for people who use assistive technology."""
     found = Axe().run(page).response["violations"]

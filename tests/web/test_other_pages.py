@@ -79,17 +79,18 @@ def test_a_form_is_not_sent_before_its_script_has_come(serve, visit):
     assert "/join/" in page.wait_for_selector("#made:not([hidden]) #link").input_value()
 
 
-@pytest.mark.parametrize(
-    ("path", "script", "button"),
-    [("/login", "login.js", "Log in"), ("/join/x", "join.js", "Join"), ("/watch", "page.js", "Log out")],
-)
-def test_a_button_waits_for_its_script(path: str, script: str, button: str, serve, visit):
+def test_a_button_waits_for_its_script(serve, visit):
     server = serve(pairs(1))
-    page = visit.open(server) if path == "/watch" else visit.page(visit.stranger(), server, f"{server.url}/login")
-    open_without_script(visit, page, f"{server.url}{path}", script)
-    page.locator("button:disabled", has_text=button).wait_for()
-    page.reload()
-    page.locator("button:enabled", has_text=button).wait_for()
+    stranger, rater = visit.page(visit.stranger(), server, f"{server.url}/login"), visit.open(server)
+    for page, path, script, button in (
+        (stranger, "/login", "login.js", "Log in"),
+        (stranger, "/join/x", "login.js", "Join"),
+        (rater, "/watch", "page.js", "Log out"),
+    ):
+        open_without_script(visit, page, f"{server.url}{path}", script)
+        page.locator("button:disabled", has_text=button).wait_for()
+        page.reload()
+        page.locator("button:enabled", has_text=button).wait_for()
 
 
 def test_an_expired_session_leads_to_the_login_and_keeps_the_vote(serve, visit):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from page_parts import HOSTILE, answers, faults_of, number, press, wait_until_sent
+from page_parts import HOSTILE, answers, faults_of, looks, number, press, wait_until_sent
 from server_parts import pairs
 from tunesmith.store.records import Candidate, NewItem, NewOffer
 from tunesmith.store.runs import RunStore
@@ -203,30 +203,30 @@ def test_new_pairs_appear_by_themselves(serve, visit):
     assert number(page) == 7
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 390])
-def test_anyone_can_use_it_at_any_width(serve, visit, width, scheme):
+def test_anyone_can_use_it_at_any_width(serve, visit):
     long = "A long answer. " * 200
     conversation = ({"role": "user", "content": "Hello `there`"}, {"role": "assistant", "content": "# Hi\n\n- yes"})
     items = [NewItem(conversation, (Candidate(long + "x" * 300), Candidate("|a|b|\n|-|-|\n|" + "w" * 200 + "|2|")))]
     server = serve([*items, *pairs(1)], guidelines="# Be fair\n\n[More](https://x.example)")
-    page = visit.open(server, width, scheme)
-    press(page)
-    assert page.evaluate("document.documentElement.scrollWidth") == width
-    assert faults_of(page) == []
-    box = page.locator("#pair-keys").bounding_box()
-    assert box["y"] + box["height"] <= 900, "the keys are always in sight"
-    press(page, "?")
-    page.locator("#help").wait_for()
-    assert faults_of(page) == []
-    page.keyboard.press("Escape")
-    press(page, "w")
-    assert faults_of(page) == []
-    page.keyboard.press("Escape")
+    page = visit.open(server)
+    for width, _ in looks(page):
+        press(page)
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+        assert faults_of(page) == []
+        box = page.locator("#pair-keys").bounding_box()
+        assert box["y"] + box["height"] <= 900, "the keys are always in sight"
+        press(page, "?")
+        page.locator("#help").wait_for()
+        assert faults_of(page) == []
+        page.keyboard.press("Escape")
+        press(page, "w")
+        assert faults_of(page) == []
+        page.keyboard.press("Escape")
     press(page, "2")
     press(page, "2")
     page.get_by_text("Nothing to judge right now").wait_for()
-    assert faults_of(page) == []
+    for _ in looks(page):
+        assert faults_of(page) == []
 
 
 def test_the_vote_is_said_and_the_next_prompt_has_the_focus(serve, visit):

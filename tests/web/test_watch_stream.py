@@ -10,8 +10,6 @@ from dataclasses import replace
 from unittest.mock import patch
 from urllib.parse import urlsplit
 
-import pytest
-
 from tunesmith.store.records import PolicyVersion
 from tunesmith.store.runs import RunReader, RunStore
 from tunesmith.store.vote_watch import VoteWatch
@@ -179,16 +177,15 @@ def test_who_is_not_logged_in_gets_no_page_no_numbers_and_no_stream(server):
     assert nobody.send("GET", "/watch").status == 303
 
 
-@pytest.mark.parametrize(
-    "query", ["", "name=", "name=a&after=-1", "name=a&after=99999999999999999999", "name=a&points=0", "name=a&points=x"]
-)
-def test_questions_that_make_no_sense_are_refused(server, query):
-    assert server.admin().get(f"/metrics?{query}").status == 422
+def test_queries_out_of_range_are_refused(server):
+    admin = server.admin()
+    for query in ("", "name=", "name=a&after=-1", f"name=a&after={10**20}", "name=a&points=0", "name=a&points=x"):
+        assert admin.get(f"/metrics?{query}").status == 422, query
 
 
 def test_many_points_come_thinned_with_their_extremes(server, trainer):
-    count = 200_000
-    spike = 123_457
+    count = 60_000
+    spike = 43_457
     rows = [(step, float(step), "reward", 9.0 if step == spike else step % 100 / 100) for step in range(count)]
     for start in range(0, count, 50_000):
         trainer.add_metric_rows(rows[start : start + 50_000])
