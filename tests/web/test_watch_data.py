@@ -132,16 +132,16 @@ def test_votes_between_versions_give_win_rates_against_the_base(trainer, data, t
 def test_pictures_group_metrics_as_the_reports_do_and_add_the_stages():
     stages = ["time/rollout_s", "time/step_s", "time/update/forward_s"]
     names = ["kl", "reward", "rewards/helpful/mean", *stages, "grad_norm"]
-    found = {one.id: [line.name for line in one.lines] for one in pictures(names)}
+    found = {one["id"]: [line["name"] for line in one["lines"]] for one in pictures(names)}
     assert found == {
         "reward": ["reward", "rewards/helpful/mean"],
         "kl": ["kl"],
         "gradient": ["grad_norm"],
         "stages": ["time/rollout_s"],
     }
-    assert [one.id for one in pictures(names) if one.is_main] == ["reward", "kl", "stages"]
+    assert [one["id"] for one in pictures(names) if one["is_main"]] == ["reward", "kl", "stages"]
 
 
 def test_a_picture_has_no_more_lines_than_colours():
     (found,) = pictures([f"rewards/{number}/mean" for number in range(50)])
-    assert len(found.lines) == MAX_LINES
+    assert len(found["lines"]) == MAX_LINES

@@ -70,9 +70,7 @@ def rater_of_token(connection: Connection, token: str, now: float) -> Rater | No
     table = tables.raters
     found = connection.execute(select(table).where(table.c.token_sha256 == token_sha256(token))).first()
     rater = None if found is None else _rater(found)
-    if rater is None or rater.disabled_at is not None or (rater.expires_at is not None and rater.expires_at <= now):
-        return None
-    return rater
+    return rater if rater is not None and rater.has_access(now) else None
 
 
 def redeem(

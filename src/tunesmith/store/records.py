@@ -69,6 +69,15 @@ class Rater:
     expires_at: float | None = None
     disabled_at: float | None = None
 
+    @property
+    def is_disabled(self) -> bool:
+        """True if an admin has ended their access."""
+        return self.disabled_at is not None
+
+    def has_access(self, now: float) -> bool:
+        """True if their access is neither disabled nor expired."""
+        return not self.is_disabled and (self.expires_at is None or now < self.expires_at)
+
 
 @dataclass(frozen=True, slots=True)
 class NewRater:

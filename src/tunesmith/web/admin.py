@@ -28,7 +28,7 @@ def router() -> APIRouter:
     @routes.get("/raters")
     def raters(services: ServicesOf) -> list[RaterReply]:
         """All raters, oldest first."""
-        return [RaterReply.of(rater) for rater in services.votes.reader.raters()]
+        return [RaterReply.model_validate(rater) for rater in services.votes.reader.raters()]
 
     @routes.post("/raters", status_code=201)
     def invite(body: RaterRequest, caller: Caller, services: ServicesOf) -> InviteReply:
@@ -36,7 +36,7 @@ def router() -> APIRouter:
         _check_name(body.name, services)
         expires_at = time.time() + body.invite_days * _DAY_S
         new = services.votes.add_rater(body.name, body.role, invited_by=caller.rater_id, expires_at=expires_at)
-        return InviteReply(rater=RaterReply.of(new.rater), token=new.token, link=f"/join/{new.token}")
+        return InviteReply(rater=RaterReply.model_validate(new.rater), token=new.token, link=f"/join/{new.token}")
 
     @routes.delete("/raters/{rater_id}", status_code=204)
     def shut_out(rater_id: Id, caller: Caller, services: ServicesOf) -> None:

@@ -204,11 +204,7 @@ class Logins:
     def rater(self, rater_id: int) -> Rater | None:
         """The rater of this id, if their access has not ended."""
         now = time.time()
-        for rater in self._votes.raters():
-            if rater.id == rater_id:
-                is_over = rater.disabled_at is not None or (rater.expires_at is not None and rater.expires_at <= now)
-                return None if is_over else rater
-        return None
+        return next((rater for rater in self._votes.raters() if rater.id == rater_id and rater.has_access(now)), None)
 
     def _find(self, bearer: str, cookie: str) -> Identity | None:
         found = self._votes.rater_of(bearer) if bearer else None

@@ -9,7 +9,7 @@ from markdown_it.token import Token as MarkdownToken
 from pydantic import BaseModel, ConfigDict, Field
 
 from tunesmith.schema.records import Text
-from tunesmith.store.records import ItemKind, Presentation, Progress, Rater, Role, Verdict
+from tunesmith.store.records import ItemKind, Presentation, Progress, Role, Verdict
 
 MAX_CHARACTERS = 50_000
 """Longer texts are not rendered, because that would block other requests."""
@@ -198,18 +198,6 @@ class RaterReply(Reply):
     created_at: float
     expires_at: float | None
     is_disabled: bool
-
-    @classmethod
-    def of(cls, rater: Rater) -> "RaterReply":
-        """The reply for a stored rater."""
-        return cls(
-            id=rater.id,
-            name=rater.name,
-            role=rater.role,
-            created_at=rater.created_at,
-            expires_at=rater.expires_at,
-            is_disabled=rater.disabled_at is not None,
-        )
 
 
 class InviteReply(Reply):

@@ -15,7 +15,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tunesmith.core.errors import InputError
-from tunesmith.store.records import CampaignSettings, Rater
+from tunesmith.store.records import CampaignSettings
 from tunesmith.store.runs import RunReader
 from tunesmith.store.votes import VoteStore
 from tunesmith.web.app import create_app
@@ -201,12 +201,8 @@ def _opened(services: Services, listener: socket.socket, *, is_exposed: bool) ->
     if name in ("0.0.0.0", "::"):
         name = socket.gethostname() if is_exposed else "127.0.0.1"
     url = f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
-    admin = next((rater for rater in services.votes.reader.raters() if _is_admin(rater)), None)
+    admin = next((one for one in services.votes.reader.raters() if one.role == "admin" and not one.is_disabled), None)
     if admin is not None and is_exposed:
         return Opened(url, None)
     admin = admin or services.votes.add_rater(_FIRST_ADMIN, "admin").rater
     return Opened(url, f"{url}/login?token={services.logins.links.make(admin.id)}")
-
-
-def _is_admin(rater: Rater) -> bool:
-    return rater.role == "admin" and rater.disabled_at is None

@@ -6,7 +6,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Generic, TypeVar
 
@@ -19,47 +19,6 @@ MAX_LINES = 8
 """Most lines of one chart, the number of colours; further metrics are in the table only."""
 
 _STAGE = re.compile(r"time/(?!step_s)([^/]+)_s")
-
-
-@dataclass(frozen=True, slots=True)
-class PictureLine:
-    """A metric and its label in the legend."""
-
-    name: str
-    label: str
-
-
-@dataclass(frozen=True, slots=True)
-class WatchPicture:
-    """A chart of the page; `is_main` ones are always visible, the others in a collapsed section."""
-
-    id: str
-    title: str
-    unit: str
-    is_main: bool
-    lines: tuple[PictureLine, ...]
-
-
-def pictures(names: Sequence[str]) -> tuple[WatchPicture, ...]:
-    """The charts with at least one of the metrics `names`, main ones first."""
-    found = [
-        _picture(one.id, one.title, one.unit, one.id in MAIN, one.pattern, names)
-        for one in sorted(PICTURES, key=lambda one: one.id not in MAIN)
-    ]
-    found.append(_stages(names))
-    return tuple(one for one in found if one.lines)
-
-
-def _stages(names: Sequence[str]) -> WatchPicture:
-    matching = [found for name in names if (found := _STAGE.fullmatch(name))][:MAX_LINES]
-    lines = tuple(PictureLine(found[0], found[1]) for found in matching)
-    return WatchPicture("stages", "Time of each stage", "seconds", True, lines)
-
-
-def _picture(id: str, title: str, unit: str, is_main: bool, pattern: str, names: Sequence[str]) -> WatchPicture:
-    matching = [name for name in names if re.fullmatch(pattern, name)][:MAX_LINES]
-    lines = tuple(PictureLine(name, label) for name, label in labels(matching).items())
-    return WatchPicture(id, title, unit, is_main, lines)
 
 
 SILENT_S = 60.0
@@ -128,7 +87,7 @@ class WatchData:
         return {
             "cursor": cursor,
             "names": names,
-            "pictures": [asdict(one) for one in pictures(names)],
+            "pictures": pictures(names),
             "recent": {one.name: [one.step, one.value] for one in lately},
         }
 
@@ -245,3 +204,22 @@ def _version(one: PolicyVersion, standing: Json | None) -> Json:
 
 def _finite(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def pictures(names: Sequence[str]) -> list[Json]:
+    """The charts that have at least one of the metrics `names`, main ones first.
+
+    Each has `id`, `title`, `unit`, `lines` (name and label) and `is_main`: always visible, not in a collapsed section.
+    """
+    found: list[Json] = []
+    for one in sorted(PICTURES, key=lambda one: one.id not in MAIN):
+        matching = [name for name in names if re.fullmatch(one.pattern, name)][:MAX_LINES]
+        found.append(_picture(one.id, one.title, one.unit, one.id in MAIN, labels(matching)))
+    stages = [stage for name in names if (stage := _STAGE.fullmatch(name))][:MAX_LINES]
+    found.append(_picture("stages", "Time of each stage", "seconds", True, {one[0]: one[1] for one in stages}))
+    return [one for one in found if one["lines"]]
+
+
+def _picture(id: str, title: str, unit: str, is_main: bool, labels: Mapping[str, str]) -> Json:
+    lines = [{"name": name, "label": label} for name, label in labels.items()]
+    return {"id": id, "title": title, "unit": unit, "is_main": is_main, "lines": lines}
