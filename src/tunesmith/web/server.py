@@ -22,48 +22,6 @@ from tunesmith.web.app import create_app
 from tunesmith.web.services import Lifetime, Services
 from tunesmith.web.settings import ServerSettings
 
-
-def protocol_with_deadline(head_timeout_s: float) -> type[asyncio.Protocol]:
-    """A protocol class that closes connections whose next request head does not arrive in time (Slowloris).
-
-    uvicorn has no such timeout, so a few hundred silent clients would use up all connections.
-    """
-
-    class TimedProtocol(H11Protocol):
-        _deadline: asyncio.TimerHandle | None = None
-
-        def connection_made(self, transport: asyncio.BaseTransport) -> None:
-            super().connection_made(transport)  # pyright: ignore[reportArgumentType]
-            self._start()
-
-        def data_received(self, data: bytes) -> None:
-            self._start()
-            super().data_received(data)
-            # A request is in progress: its body and response have limits of their own.
-            if self.cycle is not None and not self.cycle.response_complete:  # pyright: ignore[reportUnnecessaryComparison]
-                self._stop()
-
-        def on_response_complete(self) -> None:
-            # uvicorn's keep-alive timeout applies until the next request starts.
-            self._stop()
-            super().on_response_complete()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._stop()
-            super().connection_lost(exc)
-
-        def _start(self) -> None:
-            if self._deadline is None:
-                self._deadline = self.loop.call_later(head_timeout_s, self.transport.close)
-
-        def _stop(self) -> None:
-            if self._deadline is not None:
-                self._deadline.cancel()
-                self._deadline = None
-
-    return TimedProtocol
-
-
 _GRACE_S = 2
 """Seconds that pending responses get after a signal."""
 
@@ -152,7 +110,7 @@ def _config(app: object, settings: ServerSettings) -> uvicorn.Config:
     limits = settings.limits
     return uvicorn.Config(
         app,  # pyright: ignore[reportArgumentType]
-        http=protocol_with_deadline(limits.head_timeout_s),
+        http=_protocol_with_deadline(limits.head_timeout_s),
         loop="asyncio",
         ws="none",
         lifespan="on",
@@ -166,6 +124,47 @@ def _config(app: object, settings: ServerSettings) -> uvicorn.Config:
         timeout_graceful_shutdown=_GRACE_S,
         h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
     )
+
+
+def _protocol_with_deadline(head_timeout_s: float) -> type[asyncio.Protocol]:
+    """A protocol class that closes connections whose next request head does not arrive in time (Slowloris).
+
+    uvicorn has no such timeout, so a few hundred silent clients would use up all connections.
+    """
+
+    class TimedProtocol(H11Protocol):
+        _deadline: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            super().connection_made(transport)  # pyright: ignore[reportArgumentType]
+            self._start()
+
+        def data_received(self, data: bytes) -> None:
+            self._start()
+            super().data_received(data)
+            # A request is in progress: its body and response have limits of their own.
+            if self.cycle is not None and not self.cycle.response_complete:  # pyright: ignore[reportUnnecessaryComparison]
+                self._stop()
+
+        def on_response_complete(self) -> None:
+            # uvicorn's keep-alive timeout applies until the next request starts.
+            self._stop()
+            super().on_response_complete()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop()
+            super().connection_lost(exc)
+
+        def _start(self) -> None:
+            if self._deadline is None:
+                self._deadline = self.loop.call_later(head_timeout_s, self.transport.close)
+
+        def _stop(self) -> None:
+            if self._deadline is not None:
+                self._deadline.cancel()
+                self._deadline = None
+
+    return TimedProtocol
 
 
 def _leave(signal_number: int, frame: FrameType | None) -> None:

@@ -25,83 +25,6 @@ from tunesmith.web.pages import page
 from tunesmith.web.services import Caller, Lifetime, Services, ServicesOf
 from tunesmith.web.watch_data import MAX_ROWS, Json, News, WatchData
 
-POLL_S = 0.5
-"""Seconds between polls of the files."""
-
-KEEP_ALIVE_S = 15.0
-"""Seconds without an event after which a comment is sent, so that proxies keep the connection open."""
-
-RETRY_MS = 2_000
-"""Milliseconds after which a browser reconnects."""
-
-
-@dataclass(slots=True)
-class Client:
-    """State of one client: metrics are sent up to `cursor`; the topics as they were last sent."""
-
-    cursor: int
-    sent: dict[str, Json] = field(default_factory=dict[str, Json])
-
-
-async def events(
-    data: WatchData, lifetime: Lifetime, cursor: int, poll_s: float = POLL_S, keep_alive_s: float = KEEP_ALIVE_S
-) -> AsyncGenerator[str]:
-    """Events for one client from `cursor` on, until the server shuts down or the client disconnects."""
-    client, quiet_s = Client(cursor), 0.0
-    yield f"retry: {RETRY_MS}\n\n"
-    while not lifetime.is_ending:
-        text, is_behind = await run_in_threadpool(next_events, data, client)
-        quiet_s = 0.0 if text else quiet_s + poll_s
-        if quiet_s >= keep_alive_s:
-            text, quiet_s = ": still here\n\n", 0.0
-        if text:
-            yield text
-        if not is_behind and await lifetime.sleep(poll_s):
-            return
-
-
-def next_events(data: WatchData, client: Client) -> tuple[str, bool]:
-    """New events for `client`, empty if none, and whether there are more; updates `client`."""
-    parts: list[str] = []
-    try:
-        news = data.news(client.cursor)
-        topics = {"state": data.state(), "versions": data.versions(), "votes": data.votes_per_minute()}
-    except TunesmithError as error:
-        # A temporary error, such as a file that is being replaced, does not end the stream.
-        return _changed(client, {"state": {"kind": "none", "doing": str(error), "step": None, "age_s": None}}), False
-    if news.rows:
-        parts.append(event("metrics", _rows(news), str(news.cursor)))
-    elif news.is_reset:
-        parts.append(event("reset", {}, str(news.cursor)))
-    client.cursor = news.cursor
-    return "".join(parts) + _changed(client, topics), len(news.rows) >= MAX_ROWS
-
-
-def _changed(client: Client, topics: dict[str, Json]) -> str:
-    """Events of the topics that changed since they were last sent; the age of a state does not count."""
-    parts: list[str] = []
-    for name, topic in topics.items():
-        known = {key: value for key, value in topic.items() if key != "age_s"}
-        if client.sent.get(name) != known:
-            client.sent[name] = known
-            parts.append(event(name, topic))
-    return "".join(parts)
-
-
-def _rows(news: News) -> Json:
-    """`rows` of (id, step, time, index into `names`, value): each name is sent once."""
-    places: dict[str, int] = {}
-    rows = [[one.id, one.step, one.time, places.setdefault(one.name, len(places)), one.value] for one in news.rows]
-    return {"cursor": news.cursor, "names": list(places), "rows": rows}
-
-
-def event(name: str, data: Json, id: str = "") -> str:
-    """One server-sent event (HTML standard, section 9.2). JSON without line breaks needs a single data line."""
-    text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    lines = [f"event: {name}", *([f"id: {id}"] if id else []), f"data: {text}"]
-    return "\n".join(lines) + "\n\n"
-
-
 RULES: tuple[Rule, ...] = (
     Rule(("GET",), "/watch", "rater", is_page=True),
     Rule(("GET",), f"{API}/versions", "rater"),
@@ -119,6 +42,15 @@ Names = Annotated[list[Name], Query(alias="name", min_length=1, max_length=MAX_N
 After = Annotated[int, Query(ge=0, le=2**62)]
 Points = Annotated[int, Query(ge=10, le=5_000)]
 LastEventId = Annotated[str | None, Header(max_length=64)]
+
+POLL_S = 0.5
+"""Seconds between polls of the files."""
+
+KEEP_ALIVE_S = 15.0
+"""Seconds without an event after which a comment is sent, so that proxies keep the connection open."""
+
+RETRY_MS = 2_000
+"""Milliseconds after which a browser reconnects."""
 
 
 class _Watched:
@@ -192,3 +124,70 @@ def _cursor(last_event_id: str | None, after: int) -> int:
     """The resume position: the browser's Last-Event-ID if valid, else the `after` parameter of the page."""
     text = last_event_id or ""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else after
+
+
+@dataclass(slots=True)
+class Client:
+    """State of one client: metrics are sent up to `cursor`; the topics as they were last sent."""
+
+    cursor: int
+    sent: dict[str, Json] = field(default_factory=dict[str, Json])
+
+
+async def events(
+    data: WatchData, lifetime: Lifetime, cursor: int, poll_s: float = POLL_S, keep_alive_s: float = KEEP_ALIVE_S
+) -> AsyncGenerator[str]:
+    """Events for one client from `cursor` on, until the server shuts down or the client disconnects."""
+    client, quiet_s = Client(cursor), 0.0
+    yield f"retry: {RETRY_MS}\n\n"
+    while not lifetime.is_ending:
+        text, is_behind = await run_in_threadpool(next_events, data, client)
+        quiet_s = 0.0 if text else quiet_s + poll_s
+        if quiet_s >= keep_alive_s:
+            text, quiet_s = ": still here\n\n", 0.0
+        if text:
+            yield text
+        if not is_behind and await lifetime.sleep(poll_s):
+            return
+
+
+def next_events(data: WatchData, client: Client) -> tuple[str, bool]:
+    """New events for `client`, empty if none, and whether there are more; updates `client`."""
+    parts: list[str] = []
+    try:
+        news = data.news(client.cursor)
+        topics = {"state": data.state(), "versions": data.versions(), "votes": data.votes_per_minute()}
+    except TunesmithError as error:
+        # A temporary error, such as a file that is being replaced, does not end the stream.
+        return _changed(client, {"state": {"kind": "none", "doing": str(error), "step": None, "age_s": None}}), False
+    if news.rows:
+        parts.append(event("metrics", _rows(news), str(news.cursor)))
+    elif news.is_reset:
+        parts.append(event("reset", {}, str(news.cursor)))
+    client.cursor = news.cursor
+    return "".join(parts) + _changed(client, topics), len(news.rows) >= MAX_ROWS
+
+
+def _changed(client: Client, topics: dict[str, Json]) -> str:
+    """Events of the topics that changed since they were last sent; the age of a state does not count."""
+    parts: list[str] = []
+    for name, topic in topics.items():
+        known = {key: value for key, value in topic.items() if key != "age_s"}
+        if client.sent.get(name) != known:
+            client.sent[name] = known
+            parts.append(event(name, topic))
+    return "".join(parts)
+
+
+def _rows(news: News) -> Json:
+    """`rows` of (id, step, time, index into `names`, value): each name is sent once."""
+    places: dict[str, int] = {}
+    rows = [[one.id, one.step, one.time, places.setdefault(one.name, len(places)), one.value] for one in news.rows]
+    return {"cursor": news.cursor, "names": list(places), "rows": rows}
+
+
+def event(name: str, data: Json, id: str = "") -> str:
+    """One server-sent event (HTML standard, section 9.2). JSON without line breaks needs a single data line."""
+    text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    lines = [f"event: {name}", *([f"id: {id}"] if id else []), f"data: {text}"]
+    return "\n".join(lines) + "\n\n"

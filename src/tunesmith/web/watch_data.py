@@ -20,7 +20,6 @@ MAX_LINES = 8
 
 _STAGE = re.compile(r"time/(?!step_s)([^/]+)_s")
 
-
 SILENT_S = 60.0
 """Age of a heartbeat after which a trainer counts as silent if its process lives on this machine, as dead if it ran
 on another one."""
