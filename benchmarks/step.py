@@ -114,7 +114,12 @@ class _CountingEngine:
     """An engine that counts the tokens of a call; a prompt as often as it has completions."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine, self.is_exact, self.num_tokens = engine, engine.is_exact, 0
+        self._engine, self.num_tokens = engine, 0
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the engine's log-probs are the trainer's."""
+        return self._engine.is_exact
 
     def generate(self, *arguments: Any, **options: Any) -> list[Group]:
         """The engine's completions."""
