@@ -11,22 +11,25 @@ from typing import Any
 import pytest
 import torch
 from jobs import forked
-from live_rig import PROMPTS, given_items, learn, live_recipe, looping, share_of_letters, turns, until, voters
+from live_rig import PROMPTS, given_items, learn, live_recipe, looping, run_updates, share_of_letters, until, voters
 from safetensors.torch import load_file
 
+from tunesmith.batch.upload import Uploader
 from tunesmith.core.errors import DataError, RunError
-from tunesmith.live import check, pool, serving
 from tunesmith.live import loop as live
-from tunesmith.live.serving import Loop
-from tunesmith.live.votes import Comparison
+from tunesmith.live.folder import open_folder
+from tunesmith.live.loop import Loop
+from tunesmith.live.votes import VotedPair
 from tunesmith.store.records import Presentation, Verdict
 from tunesmith.store.vote_reader import VoteReader
+from tunesmith.trainers import setup
+from tunesmith.trainers.signals import StopRequest
 
 KILLED = -9
 
 
 def weights(loop: Loop) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in loop.state.policy.module.named_parameters()}
+    return {name: p.detach().clone() for name, p in loop.learner.policy.module.named_parameters()}
 
 
 def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
@@ -39,8 +42,8 @@ def version_files(folder: Path, version: int) -> dict[str, torch.Tensor]:
 
 def liking(loop: Loop) -> float:
     """How much raters like what the policy writes: the mean of many draws, because two dozen texts are loud."""
-    drawn = [pool.draw(loop.state, f"measure {index}") for index in range(16)]
-    return fmean(share_of_letters(one.text) for each in drawn for _, one in each.answers)
+    drawn = [loop.offers.draw(f"measure {index}") for index in range(16)]
+    return fmean(share_of_letters(one.text) for each in drawn for one in each.completions)
 
 
 def test_votes_on_what_the_policy_wrote_move_it_towards_what_raters_like(tmp_path: Path) -> None:
@@ -53,7 +56,7 @@ def test_votes_on_what_the_policy_wrote_move_it_towards_what_raters_like(tmp_pat
         for _ in range(24):
             learn(loop, people)
         versions = people.runs.versions()
-        served = loop.state.position.serving
+        served = loop.position.serving
         after = liking(loop)
     assert served == 24
     assert after > before + 0.05
@@ -66,12 +69,12 @@ def test_votes_on_what_the_policy_wrote_move_it_towards_what_raters_like(tmp_pat
     assert fmean(accuracies[1:]) > accuracies[0]
 
 
-@pytest.mark.parametrize("way", ["dpo", "ppo", "grpo"])
-def test_the_same_votes_make_the_same_weights_at_any_hour(way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("update", ["dpo", "ppo", "grpo"])
+def test_the_same_votes_make_the_same_weights_at_any_hour(update: str, tmp_path: Path) -> None:
     """Raters here vote by what they read, so their votes are the same where the pairs are."""
     found = []
     for name in ("one", "two"):
-        cfg = live_recipe(tmp_path / name, live={"update": way})
+        cfg = live_recipe(tmp_path / name, live={"update": update})
         with looping(cfg) as loop, voters(tmp_path / name) as people:
             for _ in range(3):
                 learn(loop, people)
@@ -88,7 +91,7 @@ def test_pairs_are_different_texts_of_the_served_version_and_duels_with_the_base
     with looping(live_recipe(folder)) as loop, voters(folder) as people:
         learn(loop, people)
         offers = people.runs.offers_after(0, 1000)
-        heldout = {prompt.content for prompt in loop.state.prompts.heldout}
+        heldout = {prompt.content for prompt in loop.offers.prompts.heldout}
     newest = [offer for offer in offers if offer.version == 1]
     assert newest
     for offer in newest:
@@ -101,6 +104,19 @@ def test_pairs_are_different_texts_of_the_served_version_and_duels_with_the_base
     assert {offer.candidates[0].source_id for offer in newest if offer.heldout} == {"v0", "v1"}
     stale = max(offer.retires_before for offer in newest)
     assert all(offer.id < stale for offer in offers if offer.version == 0)
+
+
+def test_an_update_from_votes_learns_the_same_bits_from_what_was_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learnt = []
+    for name, uploader in (("here", None), ("sent", Uploader("cpu"))):
+        monkeypatch.setattr(setup, "uploader_to", lambda _, given=uploader: given)
+        with looping(live_recipe(tmp_path / name)) as loop, voters(tmp_path / name) as people:
+            learn(loop, people)
+            assert loop.learner.uploader is uploader
+            learnt.append([parameter.detach().clone() for parameter in loop.learner.policy.module.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*learnt, strict=True))
 
 
 def contrary(shown: Presentation) -> Verdict:
@@ -116,17 +132,17 @@ def test_an_update_that_is_worse_on_held_out_votes_is_taken_back_bit_for_bit(tmp
         people.store.add_items(people.campaign_id, given_items(24, heldout=16))
         people.vote(24, contrary)
         with looping(cfg) as loop:
-            held = serving.read(loop) or loop.state.memory.heldout_decided(64)
+            held = loop.read_votes() or loop.memory.heldout_decided(64)
             assert len(held) == 16
-            before, version_before = weights(loop), loop.state.optimizer.weight_version
-            while not all(check.correct(loop.state, held)):  # a served version that is right on all of them
-                live.step(loop.state, held)
-            before, version_before = weights(loop), loop.state.optimizer.weight_version
-            turns(loop, 1)
+            before, version_before = weights(loop), loop.learner.optimizer.weight_version
+            while not all(loop.learner.correct(held)):  # a served version that is right on all of them
+                loop.learner.step(held, 0)
+            before, version_before = weights(loop), loop.learner.optimizer.weight_version
+            run_updates(loop, 1)
             after = weights(loop)
             (dropped,) = [version for version in people.runs.versions() if version.version == 1]
-            assert loop.state.position.serving == 0
-            assert loop.state.optimizer.weight_version > version_before  # the engine must pack the old weights anew
+            assert loop.position.serving == 0
+            assert loop.learner.optimizer.weight_version > version_before  # the engine must pack the old weights anew
     assert not dropped.accepted and "held-out" in dropped.note
     assert same(before, after)
     assert not (folder / "final").exists()
@@ -140,25 +156,25 @@ def test_an_update_over_the_kl_budget_is_dropped_and_the_penalty_grows(tmp_path:
     with looping(cfg) as loop, voters(folder) as people:
         before = weights(loop)
         learn(loop, people)
-        assert loop.state.position.serving == 0
+        assert loop.position.serving == 0
         assert same(before, weights(loop))
-        assert loop.state.kl.value == pytest.approx(0.1 * 1.2**4)
-        assert loop.state.position.unserved
+        assert loop.learner.kl.value == pytest.approx(0.1 * 1.2**4)
+        assert loop.position.unserved
         assert "budget" in people.runs.versions()[-1].note
 
 
-def gradient(loop: Loop, votes: Sequence[Comparison]) -> torch.Tensor:
+def gradient(loop: Loop, votes: Sequence[VotedPair]) -> torch.Tensor:
     """The gradient that a step hands to the optimizer."""
     found: list[torch.Tensor] = []
 
     def keep(loss: float) -> None:
-        found.extend(p.grad.flatten().clone() for p in loop.state.policy.module.parameters() if p.grad is not None)
+        found.extend(p.grad.flatten().clone() for p in loop.learner.policy.module.parameters() if p.grad is not None)
         raise StopIteration
 
-    loop.state.optimizer = copy.copy(loop.state.optimizer)
-    loop.state.optimizer.step = keep  # type: ignore[method-assign, assignment]
+    loop.learner.optimizer = copy.copy(loop.learner.optimizer)
+    loop.learner.optimizer.step = keep  # type: ignore[method-assign, assignment]
     with pytest.raises(StopIteration):
-        live.step(loop.state, votes)
+        loop.learner.step(votes, 0)
     return torch.cat(found)
 
 
@@ -170,10 +186,10 @@ def test_the_gradient_does_not_depend_on_the_micro_batches(tmp_path: Path) -> No
     found: list[torch.Tensor] = []
     for size in (1, 3, 8):
         with looping(live_recipe(folder, dpo={"micro_batch_size": size}, model={"seed": 3})) as loop:
-            serving.read(loop)
-            for parameter in loop.state.policy.module.parameters():  # a policy that is no longer its own reference
+            loop.read_votes()
+            for parameter in loop.learner.policy.module.parameters():  # a policy that is no longer its own reference
                 parameter.data += 0.01 * torch.sin(torch.arange(parameter.numel())).reshape(parameter.shape)
-            votes = [loop.state.memory.fresh[vote_id] for vote_id in sorted(loop.state.memory.fresh)]
+            votes = [loop.memory.fresh[vote_id] for vote_id in sorted(loop.memory.fresh)]
             found.append(gradient(loop, votes))
     assert len(votes) == 8 and {vote.tie for vote in votes} == {True, False}
     for other in found[1:]:
@@ -187,13 +203,13 @@ def test_changed_votes_count_once_and_withdrawn_gold_and_skipped_ones_teach_noth
         shown = people.ask(6)
         for one, verdict in zip(shown, ("left", "left", "tie", "both_bad", "skip", "right"), strict=True):
             people.store.vote(one.token, people.rater_id, verdict)
-        serving.read(loop)
-        memory = loop.state.memory
+        loop.read_votes()
+        memory = loop.memory
         assert len(memory.fresh) == 4 and sum(vote.tie for vote in memory.fresh.values()) == 1
         first = next(vote for vote in memory.fresh.values() if vote.texts[0] == shown[0].answers[0])
         people.store.vote(shown[0].token, people.rater_id, "right_much")
         people.store.withdraw(shown[1].token, people.rater_id)
-        serving.read(loop)
+        loop.read_votes()
         assert len(memory.fresh) == 3
         (changed,) = [vote for vote in memory.fresh.values() if vote.texts[0] == shown[0].answers[1]]
         assert changed.rejected == first.chosen
@@ -205,10 +221,10 @@ def test_a_vote_alone_is_learnt_from_after_a_while(tmp_path: Path) -> None:
     with voters(folder) as people, looping(cfg) as loop:
         people.store.add_items(people.campaign_id, given_items(1))
         people.vote(1)
-        serving.read(loop)
-        (vote,) = loop.state.memory.fresh.values()
-        assert not serving.is_due(loop, vote.created_at + 4.9)
-        assert serving.is_due(loop, vote.created_at + 5.1)
+        loop.read_votes()
+        (vote,) = loop.memory.fresh.values()
+        assert not loop.update_is_due(vote.created_at + 4.9)
+        assert loop.update_is_due(vote.created_at + 5.1)
 
 
 def test_rollback_by_a_command_restores_the_weights_of_a_version_and_goes_on_from_there(tmp_path: Path) -> None:
@@ -217,11 +233,11 @@ def test_rollback_by_a_command_restores_the_weights_of_a_version_and_goes_on_fro
         start = weights(loop)
         for _ in range(2):
             learn(loop, people)
-        assert loop.state.position.serving == 2
+        assert loop.position.serving == 2
         for target in (1, 0):
             people.store.command("rollback", str(target), people.rater_id)
-            live.turn(loop)
-            assert loop.state.position.serving == target
+            loop.next_action()
+            assert loop.position.serving == target
             files = version_files(folder, 1) if target else start
             assert same(files, weights(loop))
             served = [version for version in people.runs.versions() if version.serving]
@@ -229,11 +245,11 @@ def test_rollback_by_a_command_restores_the_weights_of_a_version_and_goes_on_fro
             assert people.runs.offers_after(0, 1000)[-1].version == target
         people.store.command("rollback", "77", people.rater_id)
         people.store.command("rollback", "nothing", people.rater_id)
-        live.turn(loop)
-        live.turn(loop)
-        assert loop.state.position.serving == 0
+        loop.next_action()
+        loop.next_action()
+        assert loop.position.serving == 0
         learn(loop, people)
-        assert loop.state.position.serving == 3 and people.runs.versions()[-1].parent == 0
+        assert loop.position.serving == 3 and people.runs.versions()[-1].parent == 0
 
 
 def outcome(folder: Path) -> dict[str, Any]:
@@ -282,12 +298,13 @@ def test_a_folder_is_not_continued_with_another_model_or_other_prompts_nor_by_tw
 
 def test_the_trainer_starts_without_votes_and_without_prompts_held_out_it_says_what_to_change(tmp_path: Path) -> None:
     with looping(live_recipe(tmp_path / "alone")) as loop:
-        live.turn(loop)
-        live.turn(loop)
-        assert loop.pool.open
+        loop.next_action()
+        loop.next_action()
+        assert loop.offers.open
         assert VoteReader.open(tmp_path / "none.db").votes_after(0) == []
-    with pytest.raises(DataError, match="heldout_fraction"):
-        live.build(live_recipe(tmp_path / "x", prompts={"heldout_fraction": 0.0}), prompts=PROMPTS)
+    recipe = live_recipe(tmp_path / "x", prompts={"heldout_fraction": 0.0})
+    with open_folder(recipe) as folder, pytest.raises(DataError, match="heldout_fraction"):
+        live.build(recipe, folder, StopRequest(), PROMPTS)
 
 
 @pytest.mark.parametrize("update", ["grpo", "ppo"])
@@ -304,7 +321,7 @@ def test_votes_teach_a_reward_model_and_the_policy_follows_it(update: str, tmp_p
     with looping(cfg) as loop, voters(folder) as people:
         for _ in range(2):
             learn(loop, people)
-        assert loop.state.position.serving >= 1
+        assert loop.position.serving >= 1
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["reward_model/accuracy"] > 0.6
     assert rows[-1]["kl"] != 0

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from live_rig import learn, live_recipe, looping, voters
 from recipes import PROMPTS, Started, grpo_recipe, ppo_recipe
 
 from tunesmith.batch.targets import LearntSequence, pack_targets
@@ -30,19 +29,6 @@ def test_a_step_learns_the_same_bits_from_what_was_sent(
         state.learner.uploader = uploader
         state.step(state.batch(0), 0)
         learnt.append([parameter.detach().clone() for parameter in state.policy.module.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*learnt, strict=True))
-
-
-def test_an_update_from_votes_learns_the_same_bits_from_what_was_sent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    learnt = []
-    for name, uploader in (("here", None), ("sent", Uploader("cpu"))):
-        monkeypatch.setattr(setup, "uploader_to", lambda _, given=uploader: given)
-        with looping(live_recipe(tmp_path / name)) as loop, voters(tmp_path / name) as people:
-            learn(loop, people)
-            assert loop.state.uploader is uploader
-            learnt.append([parameter.detach().clone() for parameter in loop.state.policy.module.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*learnt, strict=True))
 
 

@@ -1,221 +1,343 @@
-"""The live loop: a policy learns from votes while they are given, and the next pairs come from what it has learnt.
+"""The live loop: draw pairs for raters, read their votes, and serve every update that passes its checks.
 
-Online preference optimisation (Guo et al. 2024, arXiv 2402.04792; Qi et al. 2024, 2406.05534). The trainer offers pairs
-in `runs.db`, reads votes from `votes.db`, and answers every few votes with an update. What passes the checks of
-`check` becomes the next version, from which new pairs are drawn; anything else is taken back. The server is
-another process, which may come and go. Shape legend: N votes, S sides (0 preferred, 1 not), A distinct answers of a
-micro-batch, B the same as rows, T completion tokens.
+The trainer offers pairs in `runs.db` and reads votes from `votes.db`, which the server writes: another process, which
+may start and stop at any time. `Loop.update` is one update from votes to served version.
 """
 
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from statistics import fmean, median
 
-import torch
-
-from tunesmith.algorithms import direct_loss, kl, sums
-from tunesmith.algorithms.direct_loss import DirectStats, PairLogps
-from tunesmith.algorithms.sums import merged
+from tunesmith.algorithms import kl
 from tunesmith.batch.pack import chunks
+from tunesmith.config.live_sections import LiveKLSection
 from tunesmith.config.schema import LiveRecipe
-from tunesmith.core.log import get_logger
+from tunesmith.core.errors import DataError, StoreError, TrainingError
+from tunesmith.core.log import Once, get_logger
 from tunesmith.core.seeds import derive, permutation_of_groups
 from tunesmith.core.trace import span, trace
-from tunesmith.data.answers import AnswerBatch, AnswerTable, collate_answers
+from tunesmith.data import sets
 from tunesmith.data.prompts import PromptLike
-from tunesmith.live import check, pool, serving
-from tunesmith.live.check import Verdict
-from tunesmith.live.folder import open_folder
+from tunesmith.kernels.native import Kernels
+from tunesmith.live.folder import LiveFolder, open_folder
+from tunesmith.live.offers import Offers, Rollout
+from tunesmith.live.online_dpo import NUM_STEPS, OnlineDPO
 from tunesmith.live.reward import RewardUpdate
-from tunesmith.live.serving import LiveResult, Loop
-from tunesmith.live.state import State, build, contents, restore
-from tunesmith.live.votes import Comparison
-from tunesmith.models.logprob import length_mask, token_logps
+from tunesmith.live.versions import CheckResult, Position, Versions, check
+from tunesmith.live.votes import VotedPair, VoteMemory
+from tunesmith.models.freeze import freeze_lower_layers
+from tunesmith.models.language_model import language_model
+from tunesmith.models.load import frozen_copy, load_policy
+from tunesmith.models.loaded import context_length
+from tunesmith.models.optimizer import MasterAdamW
 from tunesmith.runs.checkpoint import snapshot
+from tunesmith.runs.environment import rss_gb
+from tunesmith.store.records import Command
 from tunesmith.trainers import setup
 from tunesmith.trainers.api import Metrics, StepResult
-from tunesmith.trainers.dpo import TokenSums, token_metrics
-from tunesmith.trainers.signals import stop_signals
-
-__all__ = ["LiveResult", "State", "build", "run", "step", "update"]
+from tunesmith.trainers.metrics import update_metrics
+from tunesmith.trainers.restart import fingerprint_of_rows, fingerprint_of_tensors
+from tunesmith.trainers.rollouts import engine_for
+from tunesmith.trainers.signals import StopRequest, stop_signals
 
 _log = get_logger(__name__)
 
+_OVER_BUDGET_UPDATES = 4
+"""Updates of the KL controller when the KL exceeds the budget; they about double the coefficient."""
 
-_HOLD_BACK = 4
-"""An update over the budget moves the KL coefficient so many times, to about the double: else many would be dropped."""
+_HEARTBEAT_S = 2.0
+"""Seconds between heartbeats while the trainer waits."""
+
+_PAGE_SIZE = 1000
+"""Votes that are read at a time."""
+
+
+class Interrupted(Exception):
+    """A signal stopped an update. It is discarded; its votes are learnt from at the next start."""
 
 
 @dataclass(frozen=True, slots=True)
-class VoteBatch:
-    """The answers of some votes, their log-probs under the base model, and which two each vote is about."""
-
-    answers: AnswerBatch
-    base_BT: torch.Tensor
-    answer_SN: torch.Tensor
-    tie_N: torch.Tensor
-
-
-class Left(Exception):
-    """A signal came in the middle of an update, which is given up: its votes are learnt at the next start."""
-
-
-def step(state: State, votes: Sequence[Comparison]) -> StepResult:
-    """One optimizer step: the loss of `votes` and the KL to the base model on their answers, and an update."""
-    num_votes = sums.sum_over_ranks(len(votes))  # one global denominator
-    with span("reference"):
-        state.reference_logps.of(answer for vote in votes for answer in vote.answers)
-    stats: list[DirectStats] = []
-    tokens: list[TokenSums] = []
-    total_loss = torch.zeros((), device=state.device)
-    for micro in chunks(votes, state.cfg.dpo.micro_batch_size):
-        with span("update/forward"):
-            loss, micro_stats, micro_tokens = micro_batch_loss(state, micro, num_votes)
-        with span("update/backward"):
-            state.optimizer.scaled(loss).backward()
-        total_loss += loss.detach()
-        stats.append(micro_stats)
-        tokens.append(micro_tokens)
-    with span("update/optimizer"):
-        report = state.optimizer.step(loss=total_loss.item())  # refuses what is not finite
-    metrics = {**merged(stats).metrics(), **token_metrics(tokens)}
-    return StepResult(metrics, report, lambda: [asdict(vote.as_pair()) for vote in votes])
-
-
-def micro_batch_loss(
-    state: State, votes: Sequence[Comparison], num_votes: float
-) -> tuple[torch.Tensor, DirectStats, TokenSums]:
-    """The loss of some votes, divided by `num_votes`, with its statistics. An answer of several votes is computed once.
-
-    To the loss of preferences (`algorithms.direct_loss`) comes the KL coefficient times the nats per answer to the
-    base model, with the gradient of KL(policy, base) where the answers are the policy's own.
+class LiveResult:
+    """Result of a trainer: the served version and its folder (empty for the base model), number of updates, votes that
+    the version was trained on, its nats per completion to the base model, and the median seconds from vote to version.
     """
-    sent = setup.sent(batch_of(state, votes), state.uploader)
-    batch = sent.answers
-    scores = token_logps(
-        state.policy,
-        batch.ids_BS,
-        batch.lengths_B,
-        prompt_lengths_B=batch.prompt_lengths_B,
-        temperature=state.cfg.rollout.temperature,
-    )
-    base_BT = sent.base_BT.to(scores.logp_BT)
-    length_B = batch.lengths_B - batch.prompt_lengths_B
-    mask_BT = length_mask(length_B, scores.logp_BT.shape[1])
 
-    place_A = torch.argsort(batch.answer_B)  # rows in the order of the table
-    logp_A, base_A = scores.logp_BT.sum(dim=1)[place_A], base_BT.sum(dim=1)[place_A]
-    both = sent.answer_SN
-    logps = PairLogps(logp_A[both], length_B[place_A][both], base_A[both], sent.tie_N)
-    loss, stats = direct_loss.paired(logps, state.cfg.dpo, num_pairs=num_votes)
-    if state.kl.value > 0:
-        loss = loss + state.kl.value * kl.penalty_loss("k1", scores.logp_BT, base_BT, mask_BT, 2 * num_votes)
-    return loss, stats, TokenSums.of_batch(length_B, scores.entropy_BT)
+    serving: int
+    path: str
+    updates: int
+    votes: int
+    kl_per_sequence: float | None
+    vote_to_version_median_s: float | None
+
+    def to_json(self) -> dict[str, object]:
+        """All figures as JSON types."""
+        return asdict(self)
 
 
-def batch_of(state: State, votes: Sequence[Comparison]) -> VoteBatch:
-    """The votes as tensors on the CPU. An answer of several votes stands once."""
-    table = AnswerTable()
-    pairs = [(table.place(vote.chosen), table.place(vote.rejected)) for vote in votes]
-    batch = collate_answers(table.answers, range(len(table.answers)))
-    base = state.reference_logps.of(table.answers[place] for place in batch.answer_B.tolist())
-    base_BT = torch.nn.utils.rnn.pad_sequence(base, batch_first=True)
-    return VoteBatch(batch, base_BT, torch.tensor(pairs).T, torch.tensor([vote.tie for vote in votes]))
+@dataclass(slots=True)
+class Loop:
+    """The running trainer.
 
-
-def update(loop: Loop) -> Verdict:
-    """Learn from the fresh votes, and serve the result if it passes its checks; else everything is as it was before.
-
-    Raises Left, with weights that are good for nothing, if a signal asks the trainer to end.
+    `job` is the id of this start in `runs.db`. `start` counts the starts so far and seeds the rollouts of `refill`: job
+    ids are time-based, so not reproducible. `known_correct` says whether the served version agrees with a held-out
+    vote, by vote id. `can_draw` is False if the last rollout had no two different completions of a prompt.
     """
-    state, position = loop.state, loop.state.position
-    loop.beat("learning")
-    job = loop.folder.runs.start_job("update")
-    with trace() as times:
-        asked = state.memory.heldout_decided(state.cfg.live.check.num_votes)
-        correct_before = check.correct(state, asked, loop.known_correct)
-        before = snapshot(contents(state))
-        fresh = state.memory.take(state.cfg.live.max_votes_per_update)
-        position.num_updates += 1
-        results = learn(loop, fresh)
-        reports = [one.report for one in results if one.report is not None]
-        refused = next((f"{one.bad_part} is not finite" for one in reports if one.refused), "")
-        correct_after = check.correct(state, asked)
-        drawn = pool.draw(state, "update", position.num_updates)  # tells the KL, and is what raters see next
-        nats = pool.mean_kl(state, drawn)
-        verdict = check.judge(state, correct_before, correct_after, nats, refused)
-        if verdict.passes:
-            loop.known_correct = dict(zip((vote.vote_id for vote in asked), correct_after, strict=True))
+
+    cfg: LiveRecipe
+    learner: OnlineDPO
+    offers: Offers
+    memory: VoteMemory
+    folder: LiveFolder
+    versions: Versions
+    stop: StopRequest
+    job: int = 0
+    start: int = 0
+    reward: RewardUpdate | None = None
+    known_correct: dict[int, bool] = field(default_factory=dict[int, bool])
+    num_refills: int = 0
+    can_draw: bool = True
+    last_heartbeat_s: float = -math.inf
+    once: Once = field(default_factory=lambda: Once(_log))
+
+    @property
+    def position(self) -> Position:
+        """Counters and cursors."""
+        return self.versions.position
+
+    def begin(self) -> None:
+        """Resume from the newest checkpoint, or start at version 0. Errors as in `Versions.resume`."""
+        self.versions.resume()
+        fresh, cursor, last = set(self.position.fresh), 0, self.position.vote_cursor
+        while cursor < last:
+            page = self.folder.votes.votes_after(cursor, _PAGE_SIZE)
+            for vote in (vote for vote in page if vote.id <= last):
+                self.memory.add([vote], learnt=vote.id not in fresh)
+            cursor = page[-1].id if page else last
+        self.job = self.folder.runs.start_job("train", {"serving": self.position.serving})
+        self.start = self.folder.runs.num_jobs("train")
+        if self.cfg.live.update != "dpo":
+            self.reward = RewardUpdate(self.cfg, self.learner, self.offers, self.memory)
+        self.heartbeat("ready")
+
+    def next_action(self) -> None:
+        """Do what is due first: a command, an update, a refill of offers, or waiting."""
+        command = self.read_votes()
+        if command is not None:
+            self.execute(command)
+        elif self.update_is_due(time.time()):
+            self.update()
+        elif self.can_draw and len(self.offers.open) < self.cfg.live.pool:
+            self.refill()
         else:
-            restore(state, before)
-        move_penalty(state, nats)
-        serving.forget(loop, drawn)
-        with span("save"):
-            version = serving.write_version(loop, verdict, fresh)
-    figures = serving.figures_of(loop, verdict, drawn, fresh, reports)
-    serving.record(loop, {**mean_metrics(results), **figures, **times.metrics()})
-    serving.announce(loop, version, drawn)
-    loop.folder.runs.end_job(job, "done" if verdict.passes else "dropped", {"reason": verdict.reason})
-    _log.info(
-        "update %d: %d votes, %s, %.2f nats, %.1f s",
-        position.num_updates,
-        len(fresh),
-        f"version {position.serving} is served" if verdict.passes else f"dropped: {verdict.reason}",
-        nats,
-        times.wall_s,
-    )
-    return verdict
+            if time.monotonic() - self.last_heartbeat_s >= _HEARTBEAT_S:
+                self.heartbeat("waiting")
+            time.sleep(self.cfg.live.poll_s)
+
+    def read_votes(self) -> Command | None:
+        """Read all new votes; returns the next command, if any. None while `votes.db` cannot be read, which the server
+        may repair.
+        """
+        position, votes = self.position, self.folder.votes
+        try:
+            while page := votes.votes_after(position.vote_cursor, _PAGE_SIZE):
+                self.memory.add(page)
+                self.offers.open -= {vote.offer_id for vote in page if vote.offer_id is not None}
+                heldout = [vote for vote in page if vote.heldout]
+                sources = [side.source_id for vote in heldout for side in (vote.chosen, vote.rejected)]
+                self.versions.update_win_rates(sources, list(self.memory.heldout.values()))
+                position.vote_cursor = page[-1].id
+            commands = votes.commands_after(position.command_cursor, 1)
+        except StoreError as error:
+            self.once.warning(f"votes cannot be read: {error}")
+            return None
+        return commands[0] if commands else None
+
+    def execute(self, command: Command) -> None:
+        """Execute a command; an invalid one is skipped with a warning."""
+        self.position.command_cursor = command.id
+        if command.kind == "rollback" and command.argument.isdecimal():
+            self.heartbeat("going back")
+            if self.versions.roll_back(int(command.argument)):
+                self.known_correct = {}
+                self.refill(is_new=True)
+                _log.info("went back to version %s", command.argument)
+                return
+        else:
+            _log.warning("command %d is skipped: %s %r", command.id, command.kind, command.argument)
+        self.folder.save(self.versions.checkpoint())
+
+    def update_is_due(self, now: float) -> bool:
+        """True if there are enough fresh votes, or one has waited too long."""
+        section, fresh = self.cfg.live, self.memory.fresh
+        oldest = min((vote.created_at for vote in fresh.values()), default=now)
+        return len(fresh) >= section.votes_per_update or now - oldest >= section.update_after_s
+
+    def update(self) -> CheckResult:
+        """Train on the fresh votes, and serve the result if it passes its checks; else restore everything.
+
+        Raises Interrupted, with unusable weights, after a signal.
+        """
+        section, position = self.cfg.live, self.position
+        self.heartbeat("learning")
+        job = self.folder.runs.start_job("update")
+        with trace() as times:
+            heldout = self.memory.heldout_decided(section.check.num_votes)
+            correct_before = self.learner.correct(heldout, self.known_correct)
+            before = snapshot(self.versions.checkpoint())
+            votes = self.memory.take(section.max_votes_per_update)
+            position.num_updates += 1
+            steps = self.learn(votes)
+            not_finite = next((step.report.bad_part for step in steps if step.report and step.report.refused), "")
+            correct_after = self.learner.correct(heldout)
+            drawn = self.offers.draw("update", position.num_updates)  # measures the KL, then becomes the next offers
+            nats = self.mean_kl(drawn)
+            result = check(section, correct_before, correct_after, nats, not_finite)
+            if result.passes:
+                self.known_correct = dict(zip((vote.vote_id for vote in heldout), correct_after, strict=True))
+            else:
+                self.versions.load(before)
+            adapt_kl(self.learner.kl, nats, section.kl)
+            self.learner.keep_reference_logps([*drawn.answers, *self.memory.answers])
+            with span("save"):
+                version = self.versions.add(result, votes, self.memory.fresh)
+        metrics = {**mean_metrics(steps), **self.metrics(result, drawn, votes, steps), **times.metrics()}
+        self.folder.files.append_metrics(position.num_updates, metrics)
+        self.folder.runs.add_metrics(position.num_updates, metrics)
+        self.versions.publish(version)
+        if version.serving:
+            self.offer(drawn, is_new=True)
+        self.folder.runs.end_job(job, "done" if result.passes else "dropped", {"reason": result.reason})
+        outcome = f"version {position.serving} is served" if result.passes else f"dropped: {result.reason}"
+        numbers = position.num_updates, len(votes), outcome, nats, times.wall_s
+        _log.info("update %d: %d votes, %s, %.2f nats, %.1f s", *numbers)
+        return result
+
+    def learn(self, fresh: Sequence[VotedPair]) -> list[StepResult]:
+        """The optimizer steps of one update, on fresh votes and some learnt before."""
+        seed = derive(self.cfg.run.seed, "update", self.position.num_updates)
+        votes = [*fresh, *self.memory.replay(round(self.cfg.live.replay * len(fresh)), seed, fresh)]
+        if self.reward is None:
+            steps = self.preference_steps(votes, seed)
+        else:
+            steps = self.reward.steps(votes, seed, self.position.num_steps, self.progress)
+        results: list[StepResult] = []
+        for result in steps:
+            self.position.num_steps += 1
+            results += [] if result.report is None else [result]  # None: all rewards of each group were equal
+        return results
+
+    def preference_steps(self, votes: Sequence[VotedPair], seed: int) -> Iterator[StepResult]:
+        """Steps of online DPO; votes on one prompt are in one batch."""
+        section = self.cfg.dpo
+        for epoch in range(section.num_epochs):
+            order = permutation_of_groups(seed, epoch, [vote.chosen.prompt_ids for vote in votes])
+            # Batches of about equal size: a short last one would get the same weight as a full one.
+            num_batches = math.ceil(len(order) / section.pairs_per_step)
+            for batch in chunks(order, math.ceil(len(order) / num_batches)):
+                self.progress("learning")
+                yield self.learner.step([votes[index] for index in batch], self.position.num_steps)
+
+    def mean_kl(self, drawn: Rollout) -> float:
+        """Mean over completions of log policy - log reference, in nats, with the engine's log-probs of the policy."""
+        with span("reference"):
+            reference = self.learner.reference_logp(drawn.answers)
+        sides = zip(drawn.completions, reference, strict=True)
+        return fmean(sum(one.raw_logps) - logp_T.sum().item() for one, logp_T in sides)
+
+    def metrics(
+        self, result: CheckResult, drawn: Rollout, votes: Sequence[VotedPair], steps: Sequence[StepResult]
+    ) -> Metrics:
+        """Metrics of an update besides those of its loss. Raises TrainingError after too many refused ones."""
+        position = self.position
+        reports = [step.report for step in steps if step.report is not None]
+        if reports and reports[-1].num_refused_in_row >= self.cfg.optimizer.max_refused_steps:
+            raise TrainingError(
+                f"{reports[-1].num_refused_in_row} optimizer steps in a row were not finite, the last in "
+                f"{reports[-1].bad_part}; version {position.serving} is served as before. Start again with a lower "
+                "--optimizer.learning-rate"
+            )
+        metrics: Metrics = {
+            **(update_metrics(reports) if reports else {}),
+            "kl": result.kl,
+            "objective/kl_coef": self.learner.kl.value,
+            "completions/mean_length": fmean(len(one.token_ids) for one in drawn.completions),
+            "votes/new": float(len(votes)),
+            "votes/heldout": float(len(self.memory.heldout)),
+            "votes/total": float(position.num_votes),
+            "version": float(position.serving),
+            "accepted": float(result.passes),
+            "memory/rss_gb": rss_gb(),
+        }
+        if result.accuracy is not None:
+            metrics["heldout/accuracy"] = result.accuracy
+        if result.passes and votes:
+            metrics["votes/to_version_s"] = median(position.latencies_s[-len(votes) :])
+        return metrics
+
+    def refill(self, *, is_new: bool = False) -> None:
+        """Draw and offer more pairs of the served version; with `is_new`, earlier offers become stale."""
+        self.heartbeat("drawing")
+        self.num_refills += 1
+        with trace():
+            drawn = self.offers.draw("refill", self.start, self.num_refills)
+        self.offer(drawn, is_new=is_new or self.num_refills == 1)
+
+    def offer(self, drawn: Rollout, *, is_new: bool) -> None:
+        """Offer pairs of `drawn` to raters; with `is_new`, earlier offers become stale."""
+        pairs = self.offers.pair(drawn, self.position.serving)
+        self.can_draw = bool(pairs)
+        if not pairs:
+            _log.warning("all completions of a prompt are equal: no pairs to compare until the policy changes")
+            return
+        retired = self.position.last_offer + 1 if is_new else 0
+        ids = self.folder.runs.add_offers(pairs, retires_before=retired)
+        self.offers.open = set(ids) if is_new else self.offers.open | set(ids)
+        self.position.last_offer = max(ids)
+
+    def heartbeat(self, state: str) -> None:
+        """Write to `runs.db` that the trainer is alive, and what it does."""
+        self.folder.runs.beat(state)
+        self.last_heartbeat_s = time.monotonic()
+
+    def progress(self, state: str) -> None:
+        """A heartbeat between the steps of an update. Raises Interrupted after a signal."""
+        if self.stop.signal is not None:
+            raise Interrupted
+        self.heartbeat(state)
+
+    def finish(self) -> LiveResult:
+        """The result, also written to `result.json`."""
+        position = self.position
+        version, latencies_s = self.versions.find(position.serving), position.latencies_s
+        result = LiveResult(
+            serving=position.serving,
+            path=version.path if version else "",
+            updates=position.num_updates,
+            votes=position.num_votes,
+            kl_per_sequence=version.kl if version else None,
+            vote_to_version_median_s=median(latencies_s) if latencies_s else None,
+        )
+        self.folder.files.write_json("result.json", asdict(result))
+        self.folder.runs.end_job(self.job, "ended")
+        self.heartbeat("ended")
+        return result
 
 
-def move_penalty(state: State, nats: float) -> None:
-    """Let the KL coefficient follow the nats per completion; it does not fall below where it began.
-
-    A policy that is far below the target would lose its penalty, and be far above the budget before it is back.
+def adapt_kl(controller: kl.Controller, nats: float, section: LiveKLSection) -> None:
+    """Adapt the KL coefficient to the nats per completion. It does not fall below the recipe's: without penalty, the
+    policy would be far over the budget before the coefficient has grown again.
     """
-    section = state.cfg.live.kl
     if section.target is None or not math.isfinite(nats):
         return
-    if nats > section.target or state.kl.value > section.coef:
-        for _ in range(_HOLD_BACK if section.budget is not None and nats > section.budget else 1):
-            state.kl.update(nats, 1)
-
-
-def learn(loop: Loop, fresh: Sequence[Comparison]) -> list[StepResult]:
-    """The optimizer steps of one update: fresh votes and some of the old ones, those of one prompt together."""
-    state, cfg = loop.state, loop.state.cfg
-    seed = derive(cfg.run.seed, "update", state.position.num_updates)
-    old = state.memory.replay(round(cfg.live.replay * len(fresh)), seed, fresh)
-    votes = [*fresh, *old]
-    if loop.reward is not None:
-        return list(reward_steps(loop, loop.reward, votes, seed))
-    results: list[StepResult] = []
-    for epoch in range(cfg.dpo.num_epochs):
-        order = permutation_of_groups(seed, epoch, [vote.chosen.prompt_ids for vote in votes])
-        for places in even_chunks(order, cfg.dpo.pairs_per_step):
-            if loop.leaves:
-                raise Left
-            results.append(step(state, [votes[place] for place in places]))
-            state.position.num_steps += 1
-            loop.beat("learning")
-    return results
-
-
-def reward_steps(loop: Loop, reward: RewardUpdate, votes: Sequence[Comparison], seed: int) -> Iterator[StepResult]:
-    """The steps of PPO or GRPO, one after the other."""
-    for result in reward.learn(votes, seed, loop.beat):
-        yield result
-        if loop.leaves:
-            raise Left
-
-
-def even_chunks(items: Sequence[int], size: int) -> Iterable[Sequence[int]]:
-    """Consecutive parts of about equal length, at most `size`: a short last step would be as loud as a whole one."""
-    return chunks(items, math.ceil(len(items) / math.ceil(len(items) / size)))
+    if nats > section.target or controller.value > section.coef:
+        for _ in range(_OVER_BUDGET_UPDATES if section.budget is not None and nats > section.budget else 1):
+            controller.update(nats, 1)
 
 
 def mean_metrics(results: Sequence[StepResult]) -> Metrics:
-    """Means over the optimizer steps of an update; tokens are added up."""
+    """Means over the steps that have the metric; `num_tokens` is summed."""
     means: Metrics = {}
     for name in dict.fromkeys(name for one in results for name in one.metrics):
         values = [one.metrics[name] for one in results if name in one.metrics]
@@ -223,35 +345,56 @@ def mean_metrics(results: Sequence[StepResult]) -> Metrics:
     return means
 
 
+def build(cfg: LiveRecipe, folder: LiveFolder, stop: StopRequest, prompts: Iterable[PromptLike] | None = None) -> Loop:
+    """The loop at version 0, the model that `cfg` names. `prompts` replace those of `cfg`.
+
+    Raises InputError for a model or prompts that cannot be used.
+    """
+    device = setup.prepare(cfg)
+    loaded = load_policy(cfg.model, device=device)
+    model, tokenizer, context = loaded.model, loaded.tokenizer, context_length(loaded.model)
+    room = None if context is None else context - cfg.rollout.max_new_tokens
+    given = None if prompts is None else list(prompts)
+    found = sets.prompt_sets(cfg.prompts, tokenizer, cfg.run.seed, given, room=room)
+    if cfg.live.heldout_prompts_per_round and not found.heldout:
+        raise DataError(
+            "no prompts are held out, so updates cannot be checked; give prompts.heldout_fraction a larger share, "
+            "prompts.heldout_source a file, or set live.heldout_prompts_per_round to 0"
+        )
+    identity = {
+        "the model": fingerprint_of_tensors(model),
+        "the prompts": fingerprint_of_rows((one.id, one.content) for one in (*found.train, *found.heldout)),
+        "the device": device.type,
+    }
+    policy = language_model(model, Kernels())
+    reference = language_model(frozen_copy(model), policy.kernels)
+    freeze_lower_layers(model, cfg.model.num_trainable_layers)
+    optimizer = MasterAdamW(model, cfg.optimizer, total_steps=NUM_STEPS, kernels=policy.kernels)
+    controller = kl.controller(cfg.live.kl.coef, cfg.live.kl.target, horizon=1.0)
+    learner = OnlineDPO(cfg.dpo, policy, reference, optimizer, controller, tokenizer, cfg.rollout.temperature)
+    engine = engine_for(cfg.rollout, policy, tokenizer, lambda: learner.optimizer)  # a rollback replaces it
+    offers = Offers(cfg, found, engine, reference, tokenizer)
+    memory = VoteMemory(tokenizer, context or 10**9, keeps_ties=cfg.dpo.ties != "drop")
+    return Loop(cfg, learner, offers, memory, folder, Versions(cfg, learner, folder, identity), stop)
+
+
 def run(
     cfg: LiveRecipe, *, provenance: Mapping[str, str] | None = None, prompts: Iterable[PromptLike] | None = None
 ) -> LiveResult:
-    """Learn from votes in the folder `cfg.live.dir` until SIGTERM or SIGINT; what it came to, as in `result.json`.
+    """Learn from votes in the folder `cfg.live.dir` until SIGTERM or SIGINT; returns the result, as in `result.json`.
 
-    A folder that was used before goes on from its newest version: weights, optimizer and votes are as they were.
+    A folder that was used before is resumed: weights, optimizer and votes are as they were.
 
     Raises:
         InputError: for a config, model or prompts that cannot be used, or a folder that is in use.
         TrainingError: if too many updates in a row are not finite.
     """
     with open_folder(cfg, provenance) as folder, stop_signals() as stop:
-        loop = serving.begin(build(cfg, prompts=prompts), folder, stop)
+        loop = build(cfg, folder, stop, prompts)
+        loop.begin()
         try:
-            while not loop.leaves:
-                turn(loop)
-        except Left:
-            _log.info("an update was given up; its votes are learnt at the next start")
-        return serving.finish(loop)
-
-
-def turn(loop: Loop) -> None:
-    """What is most pressing now: a command, an update, more pairs, or a moment's wait."""
-    command = serving.read(loop)
-    if command is not None:
-        serving.obey(loop, command)
-    elif serving.is_due(loop, time.time()):
-        update(loop)
-    elif serving.needs_pairs(loop):
-        serving.refill(loop)
-    else:
-        serving.wait(loop)
+            while stop.signal is None:
+                loop.next_action()
+        except Interrupted:
+            _log.info("an update was discarded; its votes are learnt from at the next start")
+        return loop.finish()

@@ -1,16 +1,21 @@
-"""Updates of the live loop by a reward model: it learns from the votes, then the policy takes steps of PPO or GRPO
-against it. The learners are those of `trainers`, on the loop's own policy, optimizer and engine.
+"""Updates by a reward model: it learns from the votes, then the policy makes steps of PPO or GRPO against it.
+
+The learners are those of `trainers`, on the policy, optimizer and engine of the live loop.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from tunesmith.algorithms import kl
+from tunesmith.algorithms.kl import Controller
 from tunesmith.batch.pack import chunks
+from tunesmith.config.schema import LiveRecipe
 from tunesmith.core.seeds import derive, permutation_of_groups
 from tunesmith.core.trace import span
 from tunesmith.data.collate import EncodedPair
-from tunesmith.live.state import ENDLESS, State
-from tunesmith.live.votes import Comparison
+from tunesmith.live.offers import Offers
+from tunesmith.live.online_dpo import NUM_STEPS, OnlineDPO
+from tunesmith.live.votes import VotedPair, VoteMemory
 from tunesmith.models.freeze import freeze_lower_layers, keep_lower_layers
 from tunesmith.models.load import new_reward_model
 from tunesmith.models.optimizer import MasterAdamW
@@ -25,76 +30,83 @@ from tunesmith.trainers.reward import Reward
 from tunesmith.trainers.rollouts import Rollouts
 
 
+@dataclass(slots=True)
 class RewardUpdate:
-    """A reward model beside the policy, created at each start. Its first update learns from all earlier votes."""
+    """A reward model beside the policy, new at each start; its first update learns from all earlier votes.
 
-    def __init__(self, state: State) -> None:
-        self._state = state
-        self._reward = _reward_learner(state)
-        section = state.cfg.ppo if state.cfg.live.update == "ppo" else state.cfg.grpo
-        self._kl = kl.controller(section.kl.coef, section.kl.target, section.kl.horizon)
-        self._knows_earlier = False
+    Policy, reference and optimizer are those of `learner`, the engine that of `offers`.
+    """
 
-    def learn(self, votes: Sequence[Comparison], seed: int, beat: Callable[[str], None]) -> Iterator[StepResult]:
-        """The result of each step on the policy, as it is made; the reward model learns from `votes` first."""
-        state = self._state
-        accuracy = self._learn_rewards(votes, seed, beat)
-        model = ModelReward(self._reward.model, "votes", policy_tokenizer=state.tokenizer)
-        policy = self._policy_learner(Scorer([model], policy_tokenizer=state.tokenizer))
-        size, run_seed = state.cfg.rollout.prompts_per_step, state.cfg.run.seed
-        for index in range(state.cfg.live.policy_steps):
-            prompts = rollouts.prompts_of_step(state.prompts.train, size, run_seed, state.position.num_steps)
-            beat("policy step")
+    cfg: LiveRecipe
+    learner: OnlineDPO
+    offers: Offers
+    memory: VoteMemory
+    reward: Reward = field(init=False)
+    kl: Controller = field(init=False)
+    is_first: bool = True
+
+    def __post_init__(self) -> None:
+        cfg, section = self.cfg, self.cfg.reward_model
+        model = new_reward_model(cfg.model, device=self.learner.policy.module.device)
+        keep_lower_layers(model.model, section.num_layers)
+        if section.num_layers is None:
+            freeze_lower_layers(model.model, cfg.model.num_trainable_layers)
+        model.model.score.requires_grad_(True)
+        self.reward = Reward(section, model, MasterAdamW(model, cfg.optimizer, total_steps=NUM_STEPS))
+        control = cfg.ppo.kl if cfg.live.update == "ppo" else cfg.grpo.kl
+        self.kl = kl.controller(control.coef, control.target, control.horizon)
+
+    def steps(
+        self, votes: Sequence[VotedPair], seed: int, first_step: int, progress: Callable[[str], None]
+    ) -> Iterator[StepResult]:
+        """Train the reward model on `votes`, then make the policy's steps, and yield the result of each.
+
+        `first_step` counts the policy's steps so far; `progress` is called with a state before each step of either.
+        """
+        accuracy = self.learn_rewards(votes, seed, progress)
+        tokenizer, num_prompts = self.learner.tokenizer, self.cfg.rollout.prompts_per_step
+        model = ModelReward(self.reward.model, "votes", policy_tokenizer=tokenizer)
+        policy = self.policy_learner(Scorer([model], policy_tokenizer=tokenizer))
+        for index in range(self.cfg.live.policy_steps):
+            train, step = self.offers.prompts.train, first_step + index
+            prompts = rollouts.prompts_of_step(train, num_prompts, self.cfg.run.seed, step)
+            progress("policy step")
             result = policy.step(prompts, derive(seed, index))
-            state.position.num_steps += 1
-            if result.report is not None:  # None: all rewards of each group were equal
-                result.metrics["reward_model/accuracy"] = accuracy
-                yield result
+            result.metrics["reward_model/accuracy"] = accuracy
+            yield result
 
-    def _learn_rewards(self, votes: Sequence[Comparison], seed: int, beat: Callable[[str], None]) -> float:
-        """Train the reward model; returns its accuracy on the votes, each measured before it was learnt."""
-        section = self._state.cfg.reward_model
-        if not self._knows_earlier:
-            votes = [*self._state.memory.learnt.values()]
-            self._knows_earlier = True
-        ends = stop_token_ids(self._state.policy.module, self._state.tokenizer)
-        pairs = [_encoded(vote, ends) for vote in votes]
+    def learn_rewards(self, votes: Sequence[VotedPair], seed: int, progress: Callable[[str], None]) -> float:
+        """Train the reward model; returns its accuracy on the votes, each measured before its step."""
+        section = self.cfg.reward_model
+        if self.is_first:
+            votes, self.is_first = [*self.memory.learnt.values()], False
+        end_ids = stop_token_ids(self.learner.policy.module, self.learner.tokenizer)
+        pairs = [encode_pair(vote, end_ids) for vote in votes]
         accuracies: list[float] = []
         for epoch in range(section.num_epochs):
             order = permutation_of_groups(seed, epoch, [pair.prompt_id for pair in pairs])
-            for index, places in enumerate(chunks(order, section.pairs_per_step)):
-                beat("reward model")
+            for index, chosen in enumerate(chunks(order, section.pairs_per_step)):
+                progress("reward model")
                 with span("reward_model"):
-                    metrics = self._reward.step([pairs[place] for place in places], index).metrics
+                    metrics = self.reward.step([pairs[i] for i in chosen], index).metrics
                 accuracies.append(metrics.get("accuracy", 0.5))
         return sum(accuracies) / len(accuracies)
 
-    def _policy_learner(self, scorer: Scorer) -> PPO | GRPO:
-        """PPO or GRPO on the loop's policy, optimizer and engine."""
-        state, cfg = self._state, self._state.cfg
-        drawing = Rollouts(state.engine, scorer, cfg.rollout, cfg.run.seed, ENDLESS)
-        shared = (state.optimizer, self._kl, state.tokenizer)
+    def policy_learner(self, scorer: Scorer) -> PPO | GRPO:
+        """PPO or GRPO with the current optimizer, which a rollback replaces."""
+        cfg, learner, prompts = self.cfg, self.learner, self.offers.prompts.train
+        drawing = Rollouts(self.offers.engine, scorer, cfg.rollout, cfg.run.seed, NUM_STEPS)
+        shared = (learner.optimizer, self.kl, learner.tokenizer)
         if cfg.live.update == "ppo":
-            return PPO(cfg.ppo, drawing, state.policy, state.reference if cfg.ppo.kl.coef > 0 else None, *shared)
-        reference = state.reference if cfg.grpo.kl.coef > 0 else None
-        return GRPO(cfg.grpo, drawing, state.policy, reference, *shared, pool=state.prompts.train)
+            return PPO(cfg.ppo, drawing, learner.policy, learner.reference if cfg.ppo.kl.coef > 0 else None, *shared)
+        reference = learner.reference if cfg.grpo.kl.coef > 0 else None
+        return GRPO(cfg.grpo, drawing, learner.policy, reference, *shared, pool=prompts)
 
 
-def _encoded(vote: Comparison, ends: Sequence[int]) -> EncodedPair:
-    """Both sides as the reward model scores completions in PPO: a truncated one gets an end token."""
-    closing = tuple(ends[:1])
-    sides = [
-        (*one.prompt_ids, *one.completion_ids, *(() if one.completion_ids[-1] in ends else closing))
+def encode_pair(vote: VotedPair, end_ids: Sequence[int]) -> EncodedPair:
+    """Both answers as the reward model scores completions in PPO: a truncated one gets an end token."""
+    chosen, rejected = (
+        (*one.prompt_ids, *one.completion_ids, *(() if one.completion_ids[-1] in end_ids else end_ids[:1]))
         for one in vote.answers
-    ]
-    return EncodedPair(str(vote.prompt.content), sides[0], sides[1], tie=vote.tie)
-
-
-def _reward_learner(state: State) -> Reward:
-    section = state.cfg.reward_model
-    model = new_reward_model(state.cfg.model, device=state.device)
-    keep_lower_layers(model.model, section.num_layers)
-    if section.num_layers is None:
-        freeze_lower_layers(model.model, state.cfg.model.num_trainable_layers)
-    model.model.score.requires_grad_(True)
-    return Reward(section, model, MasterAdamW(model, state.cfg.optimizer, total_steps=ENDLESS))
+    )
+    return EncodedPair(str(vote.prompt.content), chosen, rejected, tie=vote.tie)

@@ -1,7 +1,7 @@
-"""Votes as the live trainer keeps them: token ids of both answers, new ones apart from those to learn again."""
+"""Votes as token ids: new ones, those learnt from, and those on held-out prompts."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tunesmith.core.log import get_logger
 from tunesmith.core.seeds import derive, permutation
@@ -13,21 +13,18 @@ from tunesmith.store.records import Candidate, StoredVote
 
 _log = get_logger(__name__)
 
-DECIDED = frozenset({"left_much", "left", "right", "right_much"})
-"""Verdicts that prefer one answer."""
-
-TAUGHT = DECIDED | {"tie"}
-"""Verdicts that are learnt from: `both_bad` and `skip` say nothing about which of the two is better."""
+LEARNABLE = frozenset({"left_much", "left", "right", "right_much", "tie"})
+"""Verdicts that are learnt from; `both_bad` and `skip` do not say which answer is better."""
 
 MAX_REMEMBERED = 8192
-"""Votes that are kept to be learnt again, and held-out votes; the oldest go first."""
+"""Learnt votes that are kept for replay, and held-out votes; the oldest are dropped first."""
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
-    """A vote as token ids. With `tie` the order of the two answers has no meaning. `created_at` in seconds (UTC).
+class VotedPair:
+    """A vote as token ids. With `tie` the order of the answers has no meaning. `created_at` in seconds (UTC).
 
-    `duel` names the versions that wrote the preferred answer and the other (`v12`; `v0` is the base model), if known.
+    `sources` are the versions that wrote the chosen and the rejected answer (`v12`; `v0` is the base model), if known.
     """
 
     vote_id: int
@@ -38,7 +35,7 @@ class Comparison:
     heldout: bool
     created_at: float
     texts: tuple[str, str]
-    duel: tuple[str, str] = ("", "")
+    sources: tuple[str, str] = ("", "")
 
     @property
     def answers(self) -> tuple[Answer, Answer]:
@@ -50,69 +47,78 @@ class Comparison:
         return Pair(self.prompt, self.texts[0], self.texts[1], tie=self.tie)
 
 
+@dataclass(slots=True)
 class VoteMemory:
-    """All votes that teach something: `fresh` ones, those learnt before, and those on held-out prompts, by vote id."""
+    """Votes to learn from, by vote id: `fresh` ones, those `learnt` before, and those on held-out prompts.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int, *, keeps_ties: bool = True) -> None:
-        self.fresh: dict[int, Comparison] = {}
-        self.learnt: dict[int, Comparison] = {}
-        self.heldout: dict[int, Comparison] = {}
-        self._tokenizer = tokenizer
-        self._max_tokens = max_tokens
-        self._keeps_ties = keeps_ties
-        self._vote_on: dict[int, int] = {}
+    An answer has at most `max_tokens` tokens with its prompt.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    max_tokens: int
+    keeps_ties: bool = True
+    fresh: dict[int, VotedPair] = field(default_factory=dict[int, VotedPair])
+    learnt: dict[int, VotedPair] = field(default_factory=dict[int, VotedPair])
+    heldout: dict[int, VotedPair] = field(default_factory=dict[int, VotedPair])
+    _vote_of: dict[int, int] = field(default_factory=dict[int, int])
+
+    @property
+    def answers(self) -> list[Answer]:
+        """Answers of all votes."""
+        votes = (*self.fresh.values(), *self.learnt.values(), *self.heldout.values())
+        return [answer for vote in votes for answer in vote.answers]
 
     def add(self, votes: Iterable[StoredVote], *, learnt: bool = False) -> None:
-        """Take in votes as they come from the store; a changed one takes the place of what it replaces.
+        """Add votes from the store; a changed vote replaces the one before. `learnt` marks them as trained on.
 
-        With `learnt` they are none that an update still has to see. Votes on gold items test raters and teach nothing;
-        one that is too long, or that the chat template refuses, is left out with a warning.
+        Votes on gold items, which test raters, are skipped; so are, with a warning, votes with an answer that is too
+        long or refused by the chat template.
         """
         for vote in votes:
-            replaced = self._vote_on.pop(vote.presentation_id, 0)
+            replaced = self._vote_of.pop(vote.presentation_id, 0)
             for known in (self.fresh, self.learnt, self.heldout):
                 known.pop(replaced, None)
-            if vote.verdict not in TAUGHT or vote.is_gold:
+            if vote.verdict not in LEARNABLE or vote.is_gold:
                 continue
             try:
-                found = comparison_of(vote, self._tokenizer, self._max_tokens)
+                pair = encode_vote(vote, self.tokenizer, self.max_tokens)
             except RowError as error:
                 _log.warning("vote %d is left out: %s", vote.id, error)
                 continue
-            if found.tie and not (found.heldout or self._keeps_ties):
+            if pair.tie and not (pair.heldout or self.keeps_ties):
                 continue
-            place = self.heldout if vote.heldout else self.learnt if learnt else self.fresh
-            place[vote.id], self._vote_on[vote.presentation_id] = found, vote.id
-            if len(place) > MAX_REMEMBERED and place is not self.fresh:
-                del place[min(place)]
+            target = self.heldout if vote.heldout else self.learnt if learnt else self.fresh
+            target[vote.id], self._vote_of[vote.presentation_id] = pair, vote.id
+            if len(target) > MAX_REMEMBERED and target is not self.fresh:
+                del target[min(target)]
 
-    def take(self, most: int) -> list[Comparison]:
-        """The oldest `most` fresh votes, which from now on are learnt."""
-        taken = [self.fresh.pop(vote_id) for vote_id in sorted(self.fresh)[:most]]
+    def take(self, limit: int) -> list[VotedPair]:
+        """Move the oldest `limit` fresh votes to the learnt ones, and return them."""
+        taken = [self.fresh.pop(vote_id) for vote_id in sorted(self.fresh)[:limit]]
         self.learnt |= {one.vote_id: one for one in taken}
         for vote_id in sorted(self.learnt)[: max(0, len(self.learnt) - MAX_REMEMBERED)]:
             del self.learnt[vote_id]
         return taken
 
-    def replay(self, count: int, seed: int, but: Sequence[Comparison]) -> list[Comparison]:
-        """`count` votes learnt before, drawn without repeats by `seed`: a pure function of seed and ids."""
-        known = sorted(self.learnt.keys() - {one.vote_id for one in but})
+    def replay(self, count: int, seed: int, excluded: Sequence[VotedPair]) -> list[VotedPair]:
+        """`count` learnt votes without repeats: a pure function of `seed` and their ids."""
+        known = sorted(self.learnt.keys() - {one.vote_id for one in excluded})
         drawn = permutation(derive(seed, "replay"), 0, len(known))[:count]
         return [self.learnt[known[index]] for index in drawn]
 
-    def heldout_decided(self, most: int) -> list[Comparison]:
-        """The newest `most` held-out votes that prefer one of two answers of the same version.
+    def heldout_decided(self, limit: int) -> list[VotedPair]:
+        """The newest `limit` held-out votes that prefer one of two answers of the same version.
 
-        Where two versions wrote the answers, each model finds its own likelier, whatever raters say.
+        Each model assigns its own answers a higher likelihood, so votes between two versions would be biased.
         """
         known = (self.heldout[vote_id] for vote_id in sorted(self.heldout))
-        return [vote for vote in known if not vote.tie and vote.duel[0] == vote.duel[1]][-most:]
+        return [vote for vote in known if not vote.tie and vote.sources[0] == vote.sources[1]][-limit:]
 
 
-def comparison_of(vote: StoredVote, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Comparison:
-    """The vote with the ids that were sampled, or encoded where nothing was. Raises RowError for what has no ids."""
+def encode_vote(vote: StoredVote, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> VotedPair:
+    """The vote with its sampled token ids, or text encoded where there are none. Raises RowError if it cannot be."""
     prompt = Prompt(str(vote.item_id), vote.prompt)
-    return Comparison(
+    return VotedPair(
         vote_id=vote.id,
         prompt=prompt,
         chosen=_answer(prompt, vote.chosen, tokenizer, max_tokens),
@@ -121,7 +127,7 @@ def comparison_of(vote: StoredVote, tokenizer: PreTrainedTokenizerBase, max_toke
         heldout=vote.heldout,
         created_at=vote.created_at,
         texts=(vote.chosen.text, vote.rejected.text),
-        duel=(vote.chosen.source_id, vote.rejected.source_id),
+        sources=(vote.chosen.source_id, vote.rejected.source_id),
     )
 
 

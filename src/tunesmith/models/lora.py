@@ -114,11 +114,10 @@ def base_of(model: PreTrainedModel) -> AdapterBase:
 
 
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of `module` that a checkpoint saves, by name: all, or with adapters only the trained ones."""
-    named = dict(module.named_parameters())
-    if not has_adapters(module):
-        return named
-    return {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+    """The parameters of `module` that training changes, by name. A checkpoint stores these: frozen layers and the base
+    of adapters are loaded by the model's name.
+    """
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
 def require_gradients(module: nn.Module) -> None:

@@ -23,7 +23,7 @@ from tunesmith.trainers.api import Learner
 def contents(learner: Learner) -> tuple[dict[str, Mapping[str, torch.Tensor]], dict[str, object]]:
     """Everything that training changes: tensors by file name and name, and JSON values. The tensors are not copied.
 
-    Of a module with adapters only these are included; its base is part of the run's identity, and loaded by its name.
+    Frozen parameters are not included: they are part of the run's identity, and loaded by the model's name.
     """
     optimizer = learner.optimizer.state_dict()
     tensors: dict[str, Mapping[str, torch.Tensor]] = {
@@ -43,11 +43,13 @@ def restore(learner: Learner, found: Checkpoint) -> None:
     """
     values: Any = found.state
     for name, module in learner.modules.items():
-        parameters, saved = trained_parameters(module), found.tensors.get(name, {})
-        if {key: p.shape for key, p in parameters.items()} != {key: t.shape for key, t in saved.items()}:
+        parameters, saved = dict(module.named_parameters()), found.tensors.get(name, {})
+        # Checkpoints of earlier versions hold frozen parameters too.
+        needed = {key: p.shape for key, p in parameters.items() if p.requires_grad or key in saved}
+        if needed != {key: tensor.shape for key, tensor in saved.items()}:
             raise CheckpointError(f"the checkpoint's `{name}` has other parameters; resume with the run's own recipe")
-        for key, parameter in parameters.items():
-            parameter.copy_(saved[key])
+        for key, tensor in saved.items():
+            parameters[key].copy_(tensor)
     learner.optimizer.load_state_dict(OptimizerState(found.tensors["optimizer"], values["optimizer"]))
     for name, counter in learner.counters.items():
         counter.load_state_dict(values[name])

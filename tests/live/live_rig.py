@@ -10,9 +10,8 @@ from recipes import _merged
 
 from tunesmith.config.schema import LiveRecipe
 from tunesmith.live import loop as live
-from tunesmith.live import serving
 from tunesmith.live.folder import open_folder
-from tunesmith.live.serving import Loop
+from tunesmith.live.loop import Loop
 from tunesmith.store.records import CampaignSettings, Candidate, NewItem, Presentation, Verdict
 from tunesmith.store.runs import RunReader
 from tunesmith.store.votes import VoteStore
@@ -50,7 +49,9 @@ def live_recipe(folder: Path, **sections: Any) -> LiveRecipe:
 def looping(cfg: LiveRecipe) -> Iterator[Loop]:
     """The loop of a trainer in this process, at its start."""
     with open_folder(cfg) as folder:
-        yield serving.begin(live.build(cfg, prompts=PROMPTS), folder, StopRequest())
+        loop = live.build(cfg, folder, StopRequest(), PROMPTS)
+        loop.begin()
+        yield loop
 
 
 def share_of_letters(text: str) -> float:
@@ -112,22 +113,22 @@ def given_items(count: int, heldout: int = 0) -> list[NewItem]:
     ]
 
 
-def turns(loop: Loop, num_updates: int) -> None:
-    """Turns of the loop until it has made so many updates."""
-    while loop.state.position.num_updates < num_updates:
-        live.turn(loop)
+def run_updates(loop: Loop, num_updates: int) -> None:
+    """Run the loop until it has made `num_updates` updates."""
+    while loop.position.num_updates < num_updates:
+        loop.next_action()
 
 
 def learn(loop: Loop, people: Voters) -> None:
-    """Votes and turns of the loop until it has made another update."""
-    num_updates = loop.state.position.num_updates
-    while loop.state.position.num_updates == num_updates:
+    """Vote and run the loop until it has made another update."""
+    num_updates = loop.position.num_updates
+    while loop.position.num_updates == num_updates:
         people.vote(8)
-        live.turn(loop)
+        loop.next_action()
 
 
 def until(folder: Path, num_updates: int) -> None:
-    """A trainer that ends after so many updates."""
+    """Run a trainer that ends after `num_updates` updates."""
     with looping(live_recipe(folder)) as loop:
-        turns(loop, num_updates)
-        serving.finish(loop)
+        run_updates(loop, num_updates)
+        loop.finish()
