@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -181,7 +182,7 @@ class Versions:
         self.remember(version)
         return version
 
-    def export(self, number: int, result: CheckResult, num_votes: int) -> Any:
+    def export(self, number: int, result: CheckResult, num_votes: int) -> Path:
         """Write the policy as version `number`, whole or not at all; returns its folder."""
         figures = {"votes": num_votes, "kl_per_sequence": result.kl, "heldout_accuracy": result.accuracy}
         card = ModelCard(
