@@ -35,7 +35,7 @@ def item_of(annotation: object) -> object | None:
 
 
 def holds_text(annotation: object) -> bool:
-    """True if a command-line word is meant literally: the field is text, or one of some texts, and nothing else."""
+    """True if a command-line value is taken literally: the field is text or a choice of texts."""
     if annotation is str:
         return True
     return get_origin(annotation) is Literal and all(isinstance(choice, str) for choice in get_args(annotation))

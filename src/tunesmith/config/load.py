@@ -37,8 +37,8 @@ def load_recipe(
 ) -> Resolved:
     """The recipe for `tunesmith train <algorithm>`, merged default < `recipe` (a shipped name) < `file` < `overrides`.
 
-    `overrides` maps dotted paths to values; text for a field that is no text is read as YAML. `origins` says in words
-    where an override came from; without an entry it is `command line --<path>`. An empty `run.name` takes the name of
+    `overrides` maps dotted paths to values; text for a field that is no text is read as YAML. `origins` describes
+    the source of an override; without an entry it is `command line --<path>`. An empty `run.name` takes the name of
     the file or recipe. ConfigError names all unknown keys and bad values, with path, origin and what is allowed.
     """
     resolved, problems = resolve(algorithm, recipe=recipe, file=file, overrides=overrides, origins=origins)
@@ -107,7 +107,7 @@ def algorithm_of(document: Document, name: str) -> str:
 
 
 def read_algorithm(file: Path) -> str:
-    """The algorithm of the recipe in `file`; ConfigError if it cannot be read or told."""
+    """The algorithm of the recipe in `file`; ConfigError if it cannot be read or determined."""
     return algorithm_of(parse(read(file), str(file)), str(file))
 
 
@@ -170,7 +170,7 @@ def _own_errors(errors: list[ErrorDetails]) -> list[ErrorDetails]:
 
 
 def _as_problem(details: ErrorDetails, layers: Layers) -> Problem:
-    """What was given, what is allowed, and where it came from, for one error of pydantic."""
+    """One error of pydantic as a problem: the value given, the values allowed, and its origin."""
     location = [str(part) for part in details["loc"]]
     path = ".".join(location)
     while path and path not in layers.origins and "." in path:

@@ -12,14 +12,14 @@ from tunesmith.config.sections import Section
 from tunesmith.config.yaml_text import Document, is_list, is_mapping, parse_value
 
 Origin = str
-"""Where a value came from, in words: `default`, `recipe ppo_sentiment:7`, `file my.yaml:7`, `command line --model`."""
+"""Origin of a value: `default`, `recipe ppo_sentiment:7`, `file my.yaml:7`, `command line --model`."""
 
 Tree = dict[str, object]
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is wrong with one key; `path` is empty where the whole file is meant."""
+    """A problem with one key; `path` is empty if it is about the whole file."""
 
     path: str
     message: str
@@ -184,7 +184,7 @@ class _FromFile:
 
 @dataclass(frozen=True, slots=True)
 class _FromFlag:
-    """Values that may still be words of a command line."""
+    """Values of a command line, which may still be text."""
 
     name: Origin
 
@@ -213,7 +213,7 @@ def _is_mapping(annotation: object) -> bool:
 
 
 def _is_list_of_bare_words(value: str, annotation: object) -> bool:
-    """True for a word that is one item of a list of texts or sections, as `./my.py:fn`; `[a, b]` is read as YAML."""
+    """True for text that is one item of a list of texts or sections, as `./my.py:fn`; `[a, b]` is read as YAML."""
     item = item_of(annotation)
     return (
         item is not None and (section_of(item) is not None or holds_text(item)) and not value.lstrip().startswith("[")
@@ -221,7 +221,7 @@ def _is_list_of_bare_words(value: str, annotation: object) -> bool:
 
 
 def _scalar(value: object) -> object:
-    """A word as a number, truth value or text: what a free mapping holds."""
+    """Text as a number, boolean or text, for a value of a free mapping."""
     read = parse_value(value) if isinstance(value, str) else value
     return value if is_mapping(read) or is_list(read) else read
 
@@ -238,7 +238,7 @@ def _dumped(default: object) -> list[object]:
 
 
 def _section_at(schema: type[Section], path: str) -> list[str]:
-    """Full paths of what stands beside the unknown key `path`."""
+    """Full paths of the siblings of the unknown key `path`."""
     prefix = ""
     for part in path.split(".")[:-1]:
         info = schema.model_fields.get(part)
@@ -253,7 +253,7 @@ def _section_at(schema: type[Section], path: str) -> list[str]:
 
 
 def _as_pattern(known: str, given: str) -> str:
-    """`known` with the list index of `given`, so that `reward.2.wieght` is told of `reward.2.weight`."""
+    """`known` with the list index of `given`, so that `reward.2.wieght` suggests `reward.2.weight`."""
     index = next((part for part in given.split(".") if part.isdigit()), "0")
     return known.replace(".0.", f".{index}.")
 

@@ -71,7 +71,7 @@ class AnswerTable:
         self._places: dict[Answer, int] = {}
 
     def place(self, answer: Answer) -> int:
-        """Where `answer` stands; a new one is put at the end."""
+        """Index of `answer`; a new one is appended."""
         return self._places.setdefault(answer, len(self._places))
 
     @property
@@ -170,7 +170,7 @@ def _places(
 
 
 def _encoded(items: Sequence[ItemT], encode: Callable[[ItemT], list[UnitT]], bad: BadRows) -> list[UnitT]:
-    """What `encode` makes of each item, all of it or nothing."""
+    """Results of `encode` for all items; a bad item adds nothing."""
     units: list[UnitT] = []
     for item in items:
         try:

@@ -110,7 +110,7 @@ def _vote(item: NewItem, names: Sequence[str], response: object, metadata: Mappi
 
 
 def _label(value: object, names: Sequence[str]) -> tuple[PreferenceName, int] | None:
-    """What a response says: the verdict, and the place of the better answer."""
+    """The verdict of a response, and the index of the better answer; None if it has none."""
     if isinstance(value, list):
         ranks = {str(one.get("value")): one.get("rank") for one in cast(Sequence[Mapping[str, object]], value)}
         first, second = (ranks.get(name) for name in names)

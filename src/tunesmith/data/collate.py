@@ -76,7 +76,7 @@ Encoded = EncodedPair | EncodedRanking
 class PairBatch:
     """N pairs as B distinct sequences; `chosen_N` and `rejected_N` say which row is which side.
 
-    A completion that meets several others of its prompt stands once and is scored once (Ouyang et al. 2022, section
+    A completion that is in several pairs is one row, scored once (Ouyang et al. 2022, section
     3.5). `margin_N` is 0 where a pair has none. Example: the pairs (a, b) and (a, c) give rows a, b, c; `chosen_N` is
     [0, 0], `rejected_N` is [1, 2].
     """
@@ -112,7 +112,7 @@ class RankingBatch:
     rank_RK: torch.Tensor
 
     def by_ranking(self, values_B: torch.Tensor) -> torch.Tensor:
-        """One number per sequence as `[R, K]`; in the padding stands the number of the first sequence."""
+        """One number per sequence as `[R, K]`; padded with the number of the first sequence."""
         return values_B[self.index_RK]
 
 
@@ -126,7 +126,7 @@ def pad_right(sequences: Sequence[Sequence[int]], pad_id: int) -> tuple[torch.Te
 
 
 def collate_pairs(pairs: Sequence[EncodedPair], pad_id: int) -> PairBatch:
-    """The pairs as one padded batch on the CPU; the sides of a pair stand together, because they share a prompt."""
+    """The pairs as one padded batch on the CPU; the sides of a pair are adjacent, because they share a prompt."""
     rows: dict[TokenIds, int] = {}
     sides = [[rows.setdefault(ids, len(rows)) for ids in (pair.chosen_ids, pair.rejected_ids)] for pair in pairs]
     chosen, rejected = [side[0] for side in sides], [side[1] for side in sides]

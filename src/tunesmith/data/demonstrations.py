@@ -17,7 +17,7 @@ DemonstrationLike = Mapping[str, object] | str | Demonstration
 """A demonstration as given in Python: a row, a text of which every token is learnt, or a record."""
 
 TEXT = "text"
-"""Column of texts that stand alone."""
+"""Column of texts without a prompt."""
 
 _COLUMNS = ("prompt", "completion", MESSAGES, TEXT)
 

@@ -127,7 +127,7 @@ def _completions(value: object) -> tuple[Text, ...]:
 
 
 def _ranks(columns: Mapping[str, object], num_completions: int) -> tuple[int, ...]:
-    """Place of each completion, 1 the best, without gaps. Without numbers the completions stand best first."""
+    """Place of each completion, 1 the best, without gaps. Without numbers the completions are listed best first."""
     ranks, scores = columns.get("ranks"), columns.get("scores")
     if ranks is not None and scores is not None:
         raise RowError("both `ranks` and `scores` are given; keep one", "bad value")

@@ -176,7 +176,7 @@ def checked_columns(value: object, form: str) -> Mapping[str, object]:
 
 
 def kind_of(value: object) -> str:
-    """A value's type in a reader's words, for messages: `text`, `a list`, `a number`, `null`."""
+    """Name of a value's type for messages: `text`, `a list`, `a number`, `null`."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -253,7 +253,7 @@ def _as_message(value: object, place: str) -> Message:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row: where it stands (`prompts.jsonl:3`, `prompts[2]`) and its columns."""
+    """One row: its place (`prompts.jsonl:3`, `prompts[2]`) and its columns."""
 
     where: str
     columns: Mapping[str, object]

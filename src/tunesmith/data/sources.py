@@ -44,7 +44,7 @@ _FOLDER_MARKS = ("state.json", "dataset_dict.json")
 
 
 def source_rows(source: str | Path) -> Iterator[Candidate]:
-    """The rows of `source`, each as the place where it stands and a function that gives its columns.
+    """The rows of `source`, each as its place and a function that returns its columns.
 
     Raises DataError if there is no such file, folder or data set, or if its kind is unknown.
     """
@@ -120,7 +120,7 @@ VARIABLE = "TUNESMITH_DATA"
 """Environment variable that names the data folder."""
 
 PREFIX = "data:"
-"""What a source below the data folder begins with."""
+"""Prefix of a source below the data folder."""
 
 _ON_THE_HUB = (
     ("instruction/oasst1.", "timdettmers/openassistant-guanaco:test", "the best replies of OASST1, in a `text` column"),
@@ -128,7 +128,7 @@ _ON_THE_HUB = (
     ("sentiment/imdb", "stanfordnlp/imdb:train", "25,000 rows instead of 5,000"),
     ("math/gsm8k.", "openai/gsm8k/main:train", "the same rows"),
 )
-"""Beginning of a file's name, the hub id to take instead, and what is different there."""
+"""Prefix of a file's name, the equivalent hub id, and how it differs."""
 
 
 def is_data_source(source: str) -> bool:
@@ -138,12 +138,12 @@ def is_data_source(source: str) -> bool:
 
 
 def is_pattern(path: Path) -> bool:
-    """True if the name of the file has a `*`, which stands for any characters."""
+    """True if the file name is a glob pattern with `*`."""
     return "*" in path.name
 
 
 def matching(pattern: Path) -> list[Path]:
-    """The files that `pattern` stands for, in the order of their names."""
+    """The files that match `pattern`, sorted by name."""
     return sorted(file for file in pattern.parent.glob(pattern.name) if file.is_file())
 
 

@@ -23,12 +23,12 @@ class Split(Generic[T]):
 
 
 def prompt_key(item: Prompt | Pair | Ranking | Demonstration) -> str:
-    """What an item is split by: its prompt, without regard to case and white space.
+    """Key by which an item is split: its prompt, without regard to case and white space.
 
     A pair without a prompt is split by what its two sides begin with in common, up to the last line break or message:
     the dialogue before the answer. On one line it is whole words, three or more: many texts begin with "The". If they
     have nothing in common, by both. A demonstration is split by what comes before its first answer: continued
-    conversations stand beside those that they continue.
+    conversations are on the same side as those that they continue.
     """
     if isinstance(item, Prompt):
         return _normal(item.content)

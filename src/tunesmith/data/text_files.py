@@ -148,7 +148,7 @@ def _parse_line(decoder: json.JSONDecoder, line: bytes, is_cut: bool) -> Mapping
 
 
 def _cut_row(text: str, where: str, error: ValueError | RecursionError) -> Callable[[], Mapping[str, object]]:
-    """A row that the end of the file cuts off. Raises DataError if the fault stands before the end."""
+    """A row that the end of the file cuts off. Raises DataError if the error is before the end."""
     at_end = isinstance(error, json.JSONDecodeError) and (
         error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string")
     )
@@ -189,7 +189,7 @@ def _table_columns(header: list[str], cells: list[str] | csv.Error, is_cut: bool
 
 
 def _cell(cell: str) -> object:
-    """What a cell of `JSON_CELLS` holds: None if it is empty, the text itself if it is no JSON."""
+    """Value of a cell of `JSON_CELLS`: None if it is empty, the text itself if it is no JSON."""
     if not cell.strip():
         return None
     try:

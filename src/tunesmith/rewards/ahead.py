@@ -1,4 +1,4 @@
-"""Groups are scored while others are still drawn, in a thread beside the engine's.
+"""Score groups in a second thread while the engine still samples others.
 
 The order of the calls is that in which groups end, which a seeded engine repeats, so that a reward which draws from a
 random generator gives the same numbers again.
@@ -20,15 +20,15 @@ from tunesmith.rewards.threads import EventLoop, HangError, Worker, result_of
 
 @dataclass(frozen=True, slots=True)
 class Threads:
-    """Where rewards are asked: a thread for those that compute or block, a loop for those that are async."""
+    """The thread that runs synchronous rewards, and the event loop that runs async ones."""
 
     worker: Worker
     loop: EventLoop
 
 
 @dataclass(slots=True)
-class _Asked:
-    """The calls of one reward. `futures` holds what was asked so far."""
+class _Calls:
+    """The calls of one reward; `futures` holds those submitted so far."""
 
     name: str
     reward: ModelReward | CalledReward
@@ -59,8 +59,8 @@ class Ahead:
         self._is_closed = False
         self._failed: tuple[int, int] | None = None
         whole, single = portions(num_groups, group_size), portions(num_groups, group_size, num_rows=1)
-        self._asked = [
-            _Asked(name, reward, whole if isinstance(reward, ModelReward) else single)
+        self._calls = [
+            _Calls(name, reward, whole if isinstance(reward, ModelReward) else single)
             for name, reward in rewards.items()
         ]
 
@@ -71,51 +71,51 @@ class Ahead:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._is_closed = True
-        for asked in self._asked:
-            for future in asked.futures.values():
+        for calls in self._calls:
+            for future in calls.futures.values():
                 future.cancel()
 
     def add(self, place: int, group: Group) -> None:
-        """Take the group of prompt `place`, all of whose completions have ended, and ask those rewards that can begin.
+        """Take the group of prompt `place`, all of whose completions have ended, and call those rewards that can begin.
 
         Returns at once; what goes wrong in a reward is raised by `answers`.
         """
         self._groups[place] = group
-        for index, asked in enumerate(self._asked):
-            portion = next(portion for portion in asked.portions if place in portion.groups)
-            if portion not in asked.futures and all(part in self._groups for part in portion.groups):
-                asked.futures[portion] = self._submit(index, asked, portion)
+        for index, calls in enumerate(self._calls):
+            portion = next(portion for portion in calls.portions if place in portion.groups)
+            if portion not in calls.futures and all(part in self._groups for part in portion.groups):
+                calls.futures[portion] = self._submit(index, calls, portion)
 
     def answers(self) -> list[Scored]:
-        """What each reward made of all samples, in the order of the rewards; waits for what is still running.
+        """Outcomes of each reward for all samples, in the order of the rewards; waits for calls that still run.
 
-        Raises what a reward raises: of several failures the one that `Scorer.score` meets without all this.
+        Raises what a reward raises: of several failures the one that `Scorer.score` without `ahead` would raise.
         """
         if len(self._groups) != self._num_groups:
             raise RuntimeError(f"{len(self._groups)} of {self._num_groups} groups were handed out")
-        done = {asked.name: self._answer(asked) for asked in self._asked if not asked.reward.is_async}
-        waiting = [asked for asked in self._asked if asked.reward.is_async]
+        done = {calls.name: self._answer(calls) for calls in self._calls if not calls.reward.is_async}
+        waiting = [calls for calls in self._calls if calls.reward.is_async]
         if waiting:
             with span("async"):
                 done |= self._answers_async(waiting)
         include(self._trace)
-        return [done[asked.name] for asked in self._asked]
+        return [done[calls.name] for calls in self._calls]
 
-    def _submit(self, index: int, asked: _Asked, portion: Portion) -> "Future[Scored]":
+    def _submit(self, index: int, calls: _Calls, portion: Portion) -> "Future[Scored]":
         samples = self._samples(portion)
-        if isinstance(asked.reward, CalledReward) and asked.reward.is_async:
-            return self._threads.loop.submit(asked.reward.outcomes_async(samples, self._extras))
+        if isinstance(calls.reward, CalledReward) and calls.reward.is_async:
+            return self._threads.loop.submit(calls.reward.outcomes_async(samples, self._extras))
         return self._threads.worker.submit(lambda: self._score(index, portion, samples))
 
     def _score(self, index: int, portion: Portion, samples: Sequence[Sample]) -> Scored:
-        """In the worker's thread: the outcomes of a portion. Nothing is asked behind what will be raised anyway."""
-        place, asked = (index, portion.groups.start), self._asked[index]
+        """Outcomes of a portion, in the worker's thread. Stops after the first reward that failed."""
+        place, calls = (index, portion.groups.start), self._calls[index]
         if self._is_closed or (self._failed is not None and self._failed < place):
             return Scored([], Logged(0))
         has_failed = True
         try:
-            with trace() as record, span(asked.name):
-                scored = checked(asked.reward, asked.reward.outcomes(samples, self._extras))
+            with trace() as record, span(calls.name):
+                scored = checked(calls.reward, calls.reward.outcomes(samples, self._extras))
             has_failed = False
         finally:
             if has_failed:
@@ -123,24 +123,24 @@ class Ahead:
         self._trace.include(record)
         return scored
 
-    def _answer(self, asked: _Asked) -> Scored:
-        return one_answer({portion: result_of(asked.futures[portion]) for portion in asked.portions})
+    def _answer(self, calls: _Calls) -> Scored:
+        return one_answer({portion: result_of(calls.futures[portion]) for portion in calls.portions})
 
-    def _answers_async(self, waiting: Sequence[_Asked]) -> dict[str, Scored]:
+    def _answers_async(self, waiting: Sequence[_Calls]) -> dict[str, Scored]:
         """The answers of async functions, all of which run by now."""
-        limits = [asked.reward.policy.timeout_s for asked in waiting if asked.reward.policy.timeout_s is not None]
-        futures = [future for asked in waiting for future in asked.futures.values()]
+        limits = [calls.reward.policy.timeout_s for calls in waiting if calls.reward.policy.timeout_s is not None]
+        futures = [future for calls in waiting for future in calls.futures.values()]
         try:
             self._threads.loop.run(_all_ended(futures), min(limits, default=None))
         except HangError as error:  # the whole loop: what has ended counts, the others follow their policies
-            return {asked.name: self._outcomes_of(asked, error) for asked in waiting}
-        return {asked.name: self._outcomes_of(asked, None) for asked in waiting}
+            return {calls.name: self._outcomes_of(calls, error) for calls in waiting}
+        return {calls.name: self._outcomes_of(calls, None) for calls in waiting}
 
-    def _outcomes_of(self, asked: _Asked, error: HangError | None) -> Scored:
-        reward = asked.reward
+    def _outcomes_of(self, calls: _Calls, error: HangError | None) -> Scored:
+        reward = calls.reward
         assert isinstance(reward, CalledReward), "only functions are async"
         parts: dict[Portion, Scored] = {}
-        for portion, future in asked.futures.items():
+        for portion, future in calls.futures.items():
             if error is not None and not future.done():
                 parts[portion] = reward.hung(self._samples(portion), error)
             else:

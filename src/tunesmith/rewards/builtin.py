@@ -33,7 +33,7 @@ def text_of(exchange: Exchange) -> str:
 
 
 RATER_NAME = "simulated rater (VADER lexicon)"
-"""How votes, tables and reports name this rater: never without the word simulated."""
+"""Name of this rater in votes, tables and reports; always says that it is simulated."""
 
 TIE_BELOW = 0.05
 """Scores closer than this are a tie: VADER itself calls a compound between -0.05 and 0.05 neutral."""
@@ -76,7 +76,7 @@ class SimulatedRater:
 
 
 def sentiment() -> RewardFunction:
-    """The simulated rater's score in [-1, 1]: a lexicon of rated words, no person. See `rater.SimulatedRater`."""
+    """The simulated rater's score in [-1, 1]: a lexicon of rated words, no person. See `SimulatedRater`."""
     rater = SimulatedRater()
 
     def sentiment(prompts: Sequence[Exchange], completions: Sequence[Exchange], **kwargs: object) -> list[float]:

@@ -219,7 +219,7 @@ def is_async(function: Callable[..., object]) -> bool:
 
 
 def last_line_of(error: BaseException) -> str:
-    """Where `error` was raised: ` (file.py, line 3)`, or nothing if that is unknown."""
+    """Source line of `error` as ` (file.py, line 3)`, or nothing if it is unknown."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

@@ -54,10 +54,10 @@ def samples_of(groups: Sequence[Group]) -> list[Sample]:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What is done with a completion that a reward fails on, and how many seconds one call may take.
+    """Handling of completions that a reward fails on, and the time limit of one call in seconds.
 
     `fail` ends the run, `drop` leaves the completion out of training, `zero` counts 0 for that reward. Raises
-    RewardError for another word and for a time that is not positive.
+    RewardError for another value and for a time that is not positive.
     """
 
     on_error: OnError = "fail"
@@ -96,7 +96,7 @@ class Failure:
 
 
 class Logged:
-    """What a reward function logs about `num_samples` samples."""
+    """Columns and metrics that a reward function logs about `num_samples` samples."""
 
     def __init__(self, num_samples: int) -> None:
         self._num_samples = num_samples
@@ -118,7 +118,7 @@ class Logged:
         self.values.setdefault(name, []).append(float(value))
 
     def add(self, other: "Logged", places: Sequence[int]) -> None:
-        """Take in what was logged about the samples at `places`; the others have None in new columns."""
+        """Add what was logged about the samples at `places`; the others have None in new columns."""
         for column, values in other.columns.items():
             own = self.columns.setdefault(column, [None] * self._num_samples)
             for place, value in zip(places, values, strict=True):
@@ -133,7 +133,7 @@ class Logged:
 
 @dataclass(slots=True)
 class Scored:
-    """What one reward made of some samples: an outcome for each, and what its function logged.
+    """Outcomes of one reward for some samples, and what its function logged.
 
     `retried` is set where a call with all samples failed and the outcomes are those of calls with each alone.
     """
@@ -151,8 +151,8 @@ class Scored:
 
 
 PORTION_ROWS = 16
-"""Completions that a reward model is asked for together, as whole groups: enough to keep the matrix units busy, few
-enough that scoring can begin while others are drawn."""
+"""Completions in one call of a reward model, as whole groups: enough for efficient matrix products, few enough that
+scoring can begin while others are sampled."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ from tunesmith.rewards.threads import EventLoop, HangError, Worker
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """What reward functions receive as `trainer_state`, under the names of transformers' TrainerState."""
+    """The `trainer_state` of reward functions, with field names of transformers' TrainerState."""
 
     global_step: int = 0
     max_steps: int = 0
@@ -110,8 +110,8 @@ class Scorer:
     `sources` are sections of a recipe, or their `source` as text, or Python objects: functions, reward models, anything
     with a `name` and `score(samples)`. `weights` replaces the sections' weights. `on_error` and `timeout_s` hold for
     what is no section, which has its own. `policy_tokenizer` lets reward models with the same tokenizer score sampled
-    ids as they are; `device` is where named reward models are loaded. Two rewards of one name are told apart by a
-    number: `length`, `length_2`. With `while_drawing` all rewards are asked in a thread beside the caller's, so that
+    ids as they are; `device` is where named reward models are loaded. Two rewards of one name get a
+    number: `length`, `length_2`. With `while_drawing` all rewards are called in a second thread, so that
     `ahead` can score groups while an engine draws others. `code_files` are the files of the functions that are named.
     Raises RewardError for a source that leads nowhere.
     """
@@ -156,7 +156,7 @@ class Scorer:
         return len(self.models)
 
     def ahead(self, num_groups: int, group_size: int, state: TrainerState) -> Ahead | None:
-        """Scores groups as they end; what comes of it is to be given to `score`. None without `while_drawing`."""
+        """An `Ahead` that scores groups as they end, to be passed to `score`. None without `while_drawing`."""
         if self._worker is None:
             return None
         rewards = dict(zip(self.names, self._rewards, strict=True))
@@ -165,8 +165,8 @@ class Scorer:
     def score(
         self, groups: Sequence[Group], *, state: TrainerState | None = None, ahead: Ahead | None = None
     ) -> Scores:
-        """The scores of all completions. `state` is passed on to functions as `trainer_state`. With `ahead`, which was
-        handed every one of `groups`, no reward is asked any more.
+        """The scores of all completions. `state` is passed on to functions as `trainer_state`. `ahead`, if it
+        was given all of `groups`, holds their outcomes, and no reward is called again.
 
         A reward without a number for a sample (it raised, hung, returned no number), and a sample to which no reward
         applies, follow `on_error`. Raises RewardError that names the reward and the sample under `fail`, and if every
@@ -193,7 +193,7 @@ class Scorer:
         )
 
     def _scored(self, samples: Sequence[Sample], group_size: int, extras: Mapping[str, object]) -> list[Scored]:
-        """What each reward made of the samples, in the order of the rewards. Async functions run at the same time."""
+        """Outcomes of each reward, in the order of the rewards. Async functions run concurrently."""
         scored: dict[int, Scored] = {}
         for index, (reward, name) in enumerate(zip(self._rewards, self.names, strict=True)):
             if not reward.is_async:

@@ -141,7 +141,7 @@ RewardLike = RewardSource | str | RewardModel | Reward | RewardFunction
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """How rewards are loaded: the policy's tokenizer, where models go, and the policy of what is no section."""
+    """Options of loading: the policy's tokenizer, device and dtype of models, and the default failure policy."""
 
     policy_tokenizer: PreTrainedTokenizerBase | None
     device: str | torch.device
@@ -165,7 +165,7 @@ def resolve(source: RewardLike, loading: Loading) -> ModelReward | CalledReward:
 
 
 def code_files(sources: Sequence[RewardLike]) -> dict[str, Path]:
-    """The files of the functions that `sources` name and that were loaded, by what stands before the function's name.
+    """The files of the loaded functions of `sources`, by the part of the source before the function's name.
 
     Example: `{"./rewards.py": Path("/home/me/rewards.py")}` for the rewards `./rewards.py:short` and `sentiment`.
     """

@@ -1,6 +1,4 @@
-"""Where reward functions run that may hang: a thread that can be left behind, and one event loop for those that are
-async.
-"""
+"""Threads for reward functions that may hang: a worker that can be abandoned, and an event loop for async ones."""
 
 import asyncio
 import contextvars
@@ -58,7 +56,7 @@ class Worker:
         self._num_threads = 0
 
     def run(self, call: Callable[[], T], timeout_s: float) -> T:
-        """What `call` returns or raises. Raises HangError after `timeout_s` seconds, RewardError if 8 threads hang."""
+        """Result of `call`. Raises HangError after `timeout_s` seconds, RewardError if 8 threads hang."""
         future = self.submit(call)
         thread = self._running()
         if _ended(future, timeout_s):  # not `future.result(timeout_s)`: the call may raise a TimeoutError of its own
@@ -69,7 +67,7 @@ class Worker:
         raise HangError(f"its thread {thread.name} is left behind and may still run")
 
     def submit(self, call: Callable[[], T]) -> "Future[T]":
-        """What `call` returns or raises, once all calls that were submitted before have ended."""
+        """Future of `call`, which runs after all calls submitted before."""
         self._running()
         future: Future[T] = Future()
         self._tasks.put((contextvars.copy_context(), call, future))
@@ -124,7 +122,7 @@ class EventLoop:
         self._left_behind = _LeftBehind()
 
     def run(self, coroutine: Coroutine[object, object, T], timeout_s: float | None) -> T:
-        """What `coroutine` returns or raises.
+        """Result of `coroutine`.
 
         Raises HangError if the loop does nothing for `timeout_s` seconds, because some `async def` blocks it; the loop
         is then left behind. None waits for ever.
@@ -142,7 +140,7 @@ class EventLoop:
         return future.result()
 
     def submit(self, coroutine: Coroutine[object, object, T]) -> "Future[T]":
-        """What `coroutine` will return or raise. It runs from now on, beside those that were submitted before."""
+        """Future of `coroutine`, which runs concurrently with those submitted before."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._running()[0])
 
     def _running(self) -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
@@ -166,7 +164,7 @@ def _wind_up(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def result_of(future: "Future[T]") -> T:
-    """What `future` returns or raises. Signals are handled meanwhile."""
+    """Result of `future`. Signals are handled while waiting."""
     _ended(future, None)
     return future.result()
 
@@ -183,7 +181,7 @@ def _ended(future: "Future[Any]", timeout_s: float | None) -> bool:
 
 
 async def within(coroutine: Coroutine[object, object, T], timeout_s: float | None) -> T:
-    """What `coroutine` returns or raises. Raises HangError after `timeout_s` seconds, whatever the coroutine does.
+    """Result of `coroutine`. Raises HangError after `timeout_s` seconds, whatever the coroutine does.
 
     `asyncio.wait_for` would wait on for a coroutine that does not let itself be cancelled.
     """
