@@ -82,6 +82,11 @@ class PromptSets:
     mean_tokens: float
     facts: Facts
 
+    @property
+    def sample(self) -> str:
+        """The first prompt as text."""
+        return f"prompt: {plain_text(self.train[0].content)}"
+
 
 @dataclass(frozen=True, slots=True)
 class PreferenceSets:
