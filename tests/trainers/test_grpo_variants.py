@@ -88,7 +88,7 @@ def test_dynamic_sampling_is_a_pure_function_of_seed_and_step(tmp_path: Path) ->
     def drawn(index: int, seed: int = 0) -> list[tuple[str, tuple[int, ...]]]:
         cfg = grpo_recipe(tmp_path, grpo={"dynamic_sampling": 2}, run={"seed": seed})
         state = build(cfg, flat_unless(PROMPTS[3]))
-        groups = state.step(state.data.train[:1], index).groups
+        groups = groups_of(state.step(state.data.train[:1], index))
         return [(group.prompt.id, completion.token_ids) for group in groups for completion in group.completions]
 
     assert drawn(5) == drawn(5)

@@ -247,3 +247,23 @@ class GRPOSection(PolicyLossSection):
                 "kl.place: loss"
             )
         return self
+
+
+class BestOfNKLSection(KLSection):
+    """KL divergence to the reference policy, off by default."""
+
+    coef: NonNegative = 0.0
+
+
+class BestOfNSection(Section):
+    """Best-of-n: learn the best of n completions as SFT does (RAFT, Dong et al. 2023)."""
+
+    keep: PositiveInt = 1
+    """Completions to keep of each prompt, those with the highest reward."""
+    num_epochs: PositiveInt = 1
+    """Passes over the kept completions."""
+    num_minibatches: PositiveInt = 1
+    """Optimizer steps in each pass."""
+    micro_batch_size: PositiveInt = 16
+    """Sequences in one forward and backward pass; gradients are accumulated."""
+    kl: BestOfNKLSection = BestOfNKLSection()

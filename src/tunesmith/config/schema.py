@@ -18,6 +18,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from tunesmith.config.algorithm_sections import (
+    BestOfNSection,
     DPOSection,
     GRPOSection,
     KLSection,
@@ -144,6 +145,26 @@ class GRPORecipe(PolicyRecipe):
         return self
 
 
+class BestOfNRecipe(PolicyRecipe):
+    """Train a policy on the best of n completions by a reward: the baseline of PPO and GRPO."""
+
+    algorithm: Literal["best_of_n"] = "best_of_n"
+    rollout: GRPORolloutSection = GRPORolloutSection()
+    best_of_n: BestOfNSection = BestOfNSection()
+    evaluation: EvaluationSection = EvaluationSection()
+
+    @model_validator(mode="after")
+    def _check_keep_and_horizon(self) -> "BestOfNRecipe":
+        num_drawn = self.rollout.completions_per_prompt
+        if self.best_of_n.keep >= num_drawn:
+            raise ValueError(
+                f"best_of_n.keep is {self.best_of_n.keep}, but {num_drawn} completions are drawn for each prompt; "
+                "keep fewer, or raise rollout.completions_per_prompt"
+            )
+        check_horizon(self.best_of_n.kl, self.rollout, "best_of_n")
+        return self
+
+
 class LiveRecipe(Recipe):
     """Train a policy on votes while they are given."""
 
@@ -184,6 +205,6 @@ AnyRecipe = Recipe
 
 RECIPES: dict[str, type[Recipe]] = {
     recipe.model_fields["algorithm"].default: recipe
-    for recipe in (SFTRecipe, RewardRecipe, DPORecipe, PPORecipe, GRPORecipe, LiveRecipe)
+    for recipe in (SFTRecipe, RewardRecipe, DPORecipe, PPORecipe, GRPORecipe, BestOfNRecipe, LiveRecipe)
 }
 """Schema of each algorithm, by its name on the command line."""

@@ -15,8 +15,9 @@ from typing import ClassVar, Self
 import torch
 from torch import nn
 
-from tunesmith.algorithms import advantages, kl, policy_loss
+from tunesmith.algorithms import advantages, policy_loss
 from tunesmith.algorithms.kl import Controller
+from tunesmith.algorithms.kl import controller as kl_controller
 from tunesmith.algorithms.policy_loss import Correction, PolicyStats
 from tunesmith.batch.pack import PolicyBatch, Sequences, chunks, pack
 from tunesmith.batch.rollout import Group
@@ -70,7 +71,7 @@ class GRPO:
         reference = language_model(frozen_copy(model), policy.kernels) if section.kl.coef > 0 else None
         optimizer = task.optimizer(model, policy.kernels)
         drawing = task.rollouts(policy, optimizer)
-        controller = kl.controller(section.kl.coef, section.kl.target, section.kl.horizon)
+        controller = kl_controller(section.kl.coef, section.kl.target, section.kl.horizon)
         return cls(section, drawing, policy, reference, optimizer, controller, task.loaded.tokenizer, task.data.train)
 
     @property
@@ -172,12 +173,9 @@ class GRPO:
             return None, advantages.normalized_sum(part_RPG, weights, valid_PG).advantage_PG
         reference_logp_BT, reward_PG = None, scores.total_PG
         if self.reference is not None and cfg.kl.place == "reward":
-            sequences = setup.sent(pack(groups, pad_id=0), self.uploader)
-            with span("reference"):
-                temperature = self.rollouts.cfg.temperature
-                reference_logp_BT = rollouts.logps(self.reference, sequences, temperature, cfg.micro_batch_size)
-            kl_BT = kl.estimate(cfg.kl.estimator, sequences.raw_logp_BT, reference_logp_BT)
-            kl_PG = kl.per_sequence(kl_BT, sequences.mask_BT).reshape(len(groups), -1)
+            reference_logp_BT, kl_PG = rollouts.sequence_kl(
+                self.reference, groups, cfg.kl, self.rollouts.cfg.temperature, cfg.micro_batch_size, self.uploader
+            )
             reward_PG = reward_PG - self.kl.value * kl_PG.to(reward_PG)
         found = advantages.group_relative(reward_PG, valid_PG, baseline=cfg.baseline, scale=cfg.scale)
         return reference_logp_BT, found.advantage_PG

@@ -13,12 +13,13 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from tunesmith.algorithms import policy_loss
+from tunesmith.algorithms import kl, policy_loss
 from tunesmith.algorithms.policy_loss import Correction, PolicyStats, UpdateSize
 from tunesmith.algorithms.sums import sum_over_ranks
-from tunesmith.batch.pack import PolicyBatch, Sequences, chunks, select
+from tunesmith.batch.pack import PolicyBatch, Sequences, chunks, pack, select
 from tunesmith.batch.rollout import Group, SamplingParams
-from tunesmith.config.algorithm_sections import GRPOSection, PPOSection
+from tunesmith.batch.upload import Uploader
+from tunesmith.config.algorithm_sections import GRPOSection, KLSection, PPOSection
 from tunesmith.config.rollout_sections import EvaluationSection, ImportanceSection, RolloutSection
 from tunesmith.config.schema import PolicyRecipe
 from tunesmith.core.errors import DataError
@@ -40,7 +41,7 @@ from tunesmith.rewards.scorer import Scorer, Scores, TrainerState
 from tunesmith.rollout.engine import Engine
 from tunesmith.rollout.factory import open_engine
 from tunesmith.schema.records import Prompt
-from tunesmith.trainers import metrics
+from tunesmith.trainers import metrics, setup
 from tunesmith.trainers.api import Inputs, Learner, Metrics
 from tunesmith.trainers.estimate import Estimate, policy_estimate
 from tunesmith.trainers.restart import fingerprint_of_file, fingerprint_of_rows, fingerprint_of_tensors
@@ -193,6 +194,25 @@ def logps(model: LanguageModel, sequences: Sequences, temperature: float, micro_
 def join(parts_BT: Sequence[torch.Tensor], width: int) -> torch.Tensor:
     """Micro-batches as one tensor, each padded with zeros to `width` columns."""
     return torch.cat([pad(part, (0, width - part.shape[1])) for part in parts_BT])
+
+
+@torch.no_grad()
+def sequence_kl(
+    reference: LanguageModel,
+    groups: Sequence[Group],
+    section: KLSection,
+    temperature: float,
+    micro_batch_size: int,
+    uploader: Uploader | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(log-probs of all completions under the reference, `[P * G, T]`; KL estimate of each completion summed over its
+    tokens, `[P, G]`, in nats). The policy's log-probs are those that the engine recorded.
+    """
+    sequences = setup.sent(pack(groups, pad_id=0), uploader)
+    with span("reference"):
+        reference_logp_BT = logps(reference, sequences, temperature, micro_batch_size)
+    kl_BT = kl.estimate(section.estimator, sequences.raw_logp_BT, reference_logp_BT)
+    return reference_logp_BT, kl.per_sequence(kl_BT, sequences.mask_BT).reshape(len(groups), -1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from tunesmith.data.sets import Facts
 from tunesmith.models.export import ModelCard
 from tunesmith.trainers import setup
 from tunesmith.trainers.api import Inputs, Learner, Metrics
+from tunesmith.trainers.best_of_n import BestOfN
 from tunesmith.trainers.dpo import DPOTask
 from tunesmith.trainers.estimate import Estimate, announce
 from tunesmith.trainers.grpo import GRPO
@@ -115,6 +116,7 @@ ALGORITHMS: Mapping[str, Callable[[Any, Inputs, torch.device], Task]] = MappingP
         "dpo": DPOTask,
         "ppo": partial(PolicyTask, PPO),
         "grpo": partial(PolicyTask, GRPO),
+        "best_of_n": partial(PolicyTask, BestOfN),
     }
 )
 """The task of each algorithm, by its name in recipes and on the command line; a task is made of a recipe of that

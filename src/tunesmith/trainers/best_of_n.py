@@ -1,0 +1,169 @@
+"""Best-of-n distillation: draw n completions of each prompt, keep the best by the reward, learn them as SFT does.
+
+RAFT (Dong et al. 2023, arXiv 2304.06767), also known as rejection-sampling fine-tuning; the baseline that PPO and GRPO
+are compared with. Shape legend: P prompts, G completions per prompt, B kept sequences, T completion tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import ClassVar, Self
+
+import torch
+from torch import nn
+
+from tunesmith.algorithms import kl
+from tunesmith.algorithms.kl import Controller
+from tunesmith.algorithms.sums import sum_over_ranks
+from tunesmith.batch.pack import PolicyBatch, chunks, pack
+from tunesmith.batch.upload import Uploader
+from tunesmith.config.algorithm_sections import BestOfNSection
+from tunesmith.config.schema import BestOfNRecipe
+from tunesmith.core.seeds import derive
+from tunesmith.core.trace import span
+from tunesmith.kernels.native import Kernels
+from tunesmith.models.export import ModelCard, save_final
+from tunesmith.models.language_model import LanguageModel, language_model
+from tunesmith.models.load import frozen_copy
+from tunesmith.models.loaded import PreTrainedTokenizerBase
+from tunesmith.models.logprob import token_logps
+from tunesmith.models.optimizer import MasterAdamW
+from tunesmith.rewards.scorer import Scores
+from tunesmith.schema.records import Prompt
+from tunesmith.trainers import metrics, rollouts, setup
+from tunesmith.trainers.api import StepResult
+from tunesmith.trainers.rollouts import PolicyTask, Rollouts
+
+
+@dataclass(slots=True)
+class BestOfN:
+    """The learner: `step` changes the policy, the optimizer and the KL controller."""
+
+    shown: ClassVar[Sequence[str]] = ("reward", "reward/kept", "loss")
+    title: ClassVar[str] = "best-of-n (RAFT)"
+
+    cfg: BestOfNSection
+    rollouts: Rollouts
+    policy: LanguageModel
+    reference: LanguageModel | None
+    optimizer: MasterAdamW
+    kl: Controller
+    tokenizer: PreTrainedTokenizerBase
+    uploader: Uploader | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.uploader = setup.uploader_to(self.policy.module.device)
+
+    @classmethod
+    def build(cls, task: PolicyTask, cfg: BestOfNRecipe) -> Self:
+        """The learner before its first step."""
+        section, model = cfg.best_of_n, task.loaded.model
+        policy = language_model(model, Kernels())
+        reference = language_model(frozen_copy(model), policy.kernels) if section.kl.coef > 0 else None
+        optimizer = task.optimizer(model, policy.kernels)
+        drawing = task.rollouts(policy, optimizer)
+        controller = kl.controller(section.kl.coef, section.kl.target, section.kl.horizon)
+        return cls(section, drawing, policy, reference, optimizer, controller, task.loaded.tokenizer)
+
+    @property
+    def modules(self) -> Mapping[str, nn.Module]:
+        """The policy."""
+        return {"policy": self.policy.module}
+
+    @property
+    def counters(self) -> Mapping[str, Controller]:
+        """The controller of the KL coefficient."""
+        return {"kl": self.kl}
+
+    def step(self, prompts: Sequence[Prompt], index: int) -> StepResult:
+        """Step `index` (from 0): draw n completions of each prompt, score them, keep the best, learn their tokens."""
+        cfg, temperature = self.cfg, self.rollouts.cfg.temperature
+        groups, scores = self.rollouts.draw(prompts, "rollout", index)
+        batch_rows = (partial(metrics.batch_rows, groups, scores), partial(metrics.sample_rows, groups, scores))
+        figures = {**scores.metrics(), **metrics.completion_metrics(groups)}
+        figures["num_tokens"] = float(sum(len(one.token_ids) for group in groups for one in group.completions))
+        reward_PG, reference_logp_BT = scores.total_PG, None
+        if self.reference is not None and cfg.kl.place == "reward":
+            reference_logp_BT, kl_PG = rollouts.sequence_kl(
+                self.reference, groups, cfg.kl, temperature, cfg.micro_batch_size, self.uploader
+            )
+            reward_PG = reward_PG - self.kl.value * kl_PG.to(reward_PG)
+        rows = best_rows(reward_PG, scores, cfg.keep)
+        if not rows:  # every reward failed
+            return StepResult({**figures, "updates": 0.0, "refused_steps": 0.0}, None, *batch_rows)
+
+        sequences = setup.sent(pack(groups, pad_id=0, rows=rows), self.uploader)
+        if reference_logp_BT is not None:
+            reference_logp_BT = reference_logp_BT[rows, : sequences.mask_BT.shape[1]]
+        elif self.reference is not None:
+            with span("reference"):
+                reference_logp_BT = rollouts.logps(self.reference, sequences, temperature, cfg.micro_batch_size)
+        batch = PolicyBatch(sequences, sequences.raw_logp_BT, reference_logp_BT, sequences.mask_BT.float())
+
+        stats = metrics.UpdateStats()
+        nll_sum, num_learnt = 0.0, 0.0
+        for minibatch in rollouts.minibatches(batch, cfg, derive(self.rollouts.seed, "minibatches", index)):
+            num_tokens = sum_over_ranks(minibatch.sequences.num_tokens)  # one global denominator
+            total_loss = torch.zeros((), device=sequences.mask_BT.device)
+            for chosen in chunks(range(len(minibatch.sequences.lengths_B)), cfg.micro_batch_size):
+                with span("update/forward"):
+                    loss, nll = self.micro_batch_loss(minibatch.select(chosen), num_tokens, stats)
+                with span("update/backward"):
+                    self.optimizer.scaled(loss).backward()
+                total_loss += loss.detach()
+                nll_sum += nll
+            num_learnt += minibatch.sequences.num_tokens
+            with span("update/optimizer"):
+                stats.add_report(self.optimizer.step(loss=total_loss.item()))  # refuses what is not finite
+        if reference_logp_BT is not None:
+            nats = metrics.kl_per_sequence(sequences.raw_logp_BT, reference_logp_BT, sequences.mask_BT)
+            self.kl.update(nats, len(rows))
+            figures |= {"objective/kl": nats, "objective/kl_coef": self.kl.value}
+        figures["reward/kept"] = scores.total_PG.flatten()[rows].mean().item()
+        return StepResult(
+            {**figures, "loss": nll_sum / num_learnt, **stats.metrics()}, stats.worst_report(), *batch_rows
+        )
+
+    def micro_batch_loss(
+        self, micro: PolicyBatch, num_tokens: float, stats: metrics.UpdateStats
+    ) -> tuple[torch.Tensor, float]:
+        """(Loss of one micro-batch divided by `num_tokens`, a scalar; the sum of its tokens' -log p).
+
+        The negative log-likelihood of all completion tokens, at the temperature of the rollout, and the KL to the
+        reference if its place is the loss.
+        """
+        sequences = micro.sequences
+        new = token_logps(
+            self.policy,
+            sequences.ids_BS,
+            sequences.lengths_B,
+            prompt_lengths_B=sequences.prompt_lengths_B,
+            temperature=self.rollouts.cfg.temperature,
+        )
+        nll = -(new.logp_BT * sequences.mask_BT).sum()
+        loss = nll / num_tokens
+        if self.cfg.kl.place == "loss" and micro.reference_logp_BT is not None:
+            estimator = self.cfg.kl.estimator
+            loss = loss + self.kl.value * kl.penalty_loss(
+                estimator, new.logp_BT, micro.reference_logp_BT, sequences.mask_BT, num_tokens
+            )
+        stats.add_pass(sequences, new.logp_BT, new.entropy_BT)
+        return loss, nll.item()
+
+    def export(self, folder: Path, card: ModelCard) -> Path:
+        """Write the policy to `folder` in the Hugging Face layout."""
+        return save_final(self.policy.module, self.tokenizer, folder, card)
+
+
+def best_rows(reward_PG: torch.Tensor, scores: Scores, num_kept: int) -> list[int]:
+    """Indices, over all groups and ascending, of the `num_kept` completions of each group with the highest reward.
+
+    Completions whose reward failed are never kept; of equal rewards the first drawn is kept.
+    """
+    ranked_PG = reward_PG.masked_fill(~scores.valid_PG, -torch.inf).sort(dim=1, descending=True, stable=True).indices
+    size = reward_PG.shape[1]
+    kept = [
+        p * size + g for p, order in enumerate(ranked_PG[:, :num_kept].tolist()) for g in order if scores.valid_PG[p, g]
+    ]
+    return sorted(kept)
