@@ -23,7 +23,7 @@ from tunesmith.trainers.api import Inputs
 from tunesmith.trainers.run import run as _run
 from tunesmith.trainers.setup import RunResult
 
-__all__ = ["RunResult", "dpo", "grpo", "ppo", "resume", "reward", "sft"]
+__all__ = ["RunResult", "best_of_n", "dpo", "grpo", "ppo", "resume", "reward", "sft"]
 
 Prompts = str | Sequence[PromptLike]
 Rewards = RewardLike | Sequence[RewardLike]
@@ -68,6 +68,22 @@ def grpo(
     """Train a policy by GRPO. Arguments, result and errors are those of `ppo`."""
     given = {**overrides, "model": model, "run.steps": steps}
     return _train_policy("grpo", prompts, reward, recipe, config, given, progress)
+
+
+def best_of_n(
+    *,
+    model: str | None = None,
+    prompts: Prompts | None = None,
+    reward: Rewards | None = None,
+    recipe: str | None = None,
+    config: str | None = None,
+    steps: int | None = None,
+    progress: bool = True,
+    **overrides: object,
+) -> RunResult:
+    """Train a policy on the best of n completions by the reward. Arguments, result and errors are those of `ppo`."""
+    given = {**overrides, "model": model, "run.steps": steps}
+    return _train_policy("best_of_n", prompts, reward, recipe, config, given, progress)
 
 
 def reward(

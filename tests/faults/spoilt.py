@@ -27,7 +27,7 @@ from tunesmith.runs.checkpoint import Checkpoint
 from tunesmith.schema.records import Pair, Prompt
 from tunesmith.trainers import dpo, grpo, ppo, reward, sft
 
-MODULES = {"sft": sft, "reward": reward, "dpo": dpo, "ppo": ppo, "grpo": grpo}
+LEARNERS = {"sft": sft.SFT, "reward": reward.Reward, "dpo": dpo.DPO, "ppo": ppo.PPO, "grpo": grpo.GRPO}
 Spoil = Callable[[int], None]
 UPDATES_PER_STEP = 4
 """Updates in a step of the PPO runs: two epochs of two minibatches."""
@@ -185,8 +185,8 @@ def train_poisoned(trainer: str, folder: Path, kind: str, calls: range, run: dic
     `loss`: the loss is NaN, its gradient is not; `gradient`: the gradient of one matrix is NaN; `infinite`: the loss
     and all gradients are infinite.
     """
-    module: Any = MODULES[trainer]
-    original, visits = module.micro_batch_loss, iter(range(10**6))
+    learner: Any = LEARNERS[trainer]
+    original, visits = learner.micro_batch_loss, iter(range(10**6))
 
     def spoilt(state: Any, *arguments: Any, **options: Any) -> Any:
         outcome = original(state, *arguments, **options)
@@ -196,14 +196,14 @@ def train_poisoned(trainer: str, folder: Path, kind: str, calls: range, run: dic
         bad = _poison(loss, matrix_of(state), kind)
         return (bad, *outcome[1:]) if isinstance(outcome, tuple) else bad
 
-    module.micro_batch_loss = spoilt
+    learner.micro_batch_loss = spoilt
     train(trainer, folder, **run)
 
 
 def train_with_broken_weights(trainer: str, folder: Path, at: int) -> None:
     """From call `at` of the loss on, one weight of the model is NaN."""
-    module: Any = MODULES[trainer]
-    original, visits = module.micro_batch_loss, iter(range(10**6))
+    learner: Any = LEARNERS[trainer]
+    original, visits = learner.micro_batch_loss, iter(range(10**6))
 
     def breaking(state: Any, *arguments: Any, **options: Any) -> Any:
         if torch.is_grad_enabled() and next(visits) == at:
@@ -211,7 +211,7 @@ def train_with_broken_weights(trainer: str, folder: Path, at: int) -> None:
                 matrix_of(state)[0, 0] = torch.nan
         return original(state, *arguments, **options)
 
-    module.micro_batch_loss = breaking
+    learner.micro_batch_loss = breaking
     train(trainer, folder)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from recipes import (
     PROMPTS,
+    best_of_n_recipe,
     demonstrations,
     dpo_recipe,
     grpo_recipe,
@@ -29,7 +30,7 @@ from tunesmith.core.errors import TunesmithError
 from tunesmith.core.faults import VARIABLE
 from tunesmith.trainers.resume import Inputs, resume
 
-TRAINERS = ("sft", "reward", "dpo", "ppo", "grpo")
+TRAINERS = ("sft", "reward", "dpo", "ppo", "grpo", "best_of_n")
 NUM_STEPS = 10
 BASE = "tiny:llama"
 """The model that is trained."""
@@ -67,6 +68,10 @@ def train(
     if trainer == "ppo":
         kl = {"coef": 0.1, "target": 1.0, "horizon": 50}
         cfg = ppo_recipe(folder, model=model, run=section, prompts=heldout, ppo={"kl": kl}, alarms=ALARMS)
+        return training(cfg, prompts=PROMPTS, rewards=[noisy]).run_dir
+    if trainer == "best_of_n":
+        section_of_n = {"num_minibatches": 2, "kl": {"coef": 0.1, "target": 1.0, "horizon": 50}}
+        cfg = best_of_n_recipe(folder, model=model, run=section, prompts=heldout, best_of_n=section_of_n, alarms=ALARMS)
         return training(cfg, prompts=PROMPTS, rewards=[noisy]).run_dir
     grpo_section = {"num_minibatches": 2}
     measured = {"correct_at": 0.5}

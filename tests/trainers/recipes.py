@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from tunesmith.config.schema import AnyRecipe, DPORecipe, GRPORecipe, PPORecipe, RewardRecipe, SFTRecipe
+from tunesmith.config.schema import AnyRecipe, BestOfNRecipe, DPORecipe, GRPORecipe, PPORecipe, RewardRecipe, SFTRecipe
 from tunesmith.schema.records import Pair, Prompt
 from tunesmith.trainers import setup
 from tunesmith.trainers.api import Inputs, StepResult
@@ -35,6 +35,18 @@ def grpo_recipe(tmp_path: Path, **sections: Any) -> GRPORecipe:
         "run": {"dir": str(tmp_path / "runs"), "steps": 3, "num_threads": 1},
     }
     return GRPORecipe.model_validate(_merged(base, sections))
+
+
+def best_of_n_recipe(tmp_path: Path, **sections: Any) -> BestOfNRecipe:
+    """Three steps on a tiny Llama; each section given is merged over these values."""
+    base: dict[str, Any] = {
+        "model": {"name": "tiny:llama", "dtype": "float32"},
+        "rollout": {"prompts_per_step": 2, "completions_per_prompt": 4, "max_new_tokens": 6},
+        "best_of_n": {"micro_batch_size": 4},
+        "optimizer": {"learning_rate": 1e-3},
+        "run": {"dir": str(tmp_path / "runs"), "steps": 3, "num_threads": 1},
+    }
+    return BestOfNRecipe.model_validate(_merged(base, sections))
 
 
 def reward_recipe(tmp_path: Path, **sections: Any) -> RewardRecipe:

@@ -20,7 +20,9 @@ class DemoFlags:
     minutes.
     """
 
-    algorithm: Annotated[Literal["ppo", "grpo"], flag("What trains the policy.", shows_default=True)] = "ppo"
+    algorithm: Annotated[Literal["ppo", "grpo", "best_of_n"], flag("What trains the policy.", shows_default=True)] = (
+        "ppo"
+    )
     seed: Annotated[int, flag("Seed of everything that is drawn.", metavar="N", shows_default=True)] = 0
     vote: Annotated[bool, flag("You vote, with two keys in the terminal.")] = False
     quick: Annotated[bool, flag("A run of few steps, to see that all parts work.")] = False

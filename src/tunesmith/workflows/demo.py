@@ -3,7 +3,7 @@
 1. The base model continues openings of film reviews, several times each: plainly, and steered to praise and complain.
 2. A rater votes between two continuations: a simulated one (VADER's lexicon), or you.
 3. A reward model learns from the votes; votes on other openings tell how well.
-4. PPO or GRPO moves the policy toward the reward model, held near the base model by a KL penalty.
+4. PPO, GRPO or best-of-n moves the policy toward the reward model, held near the base model by a KL penalty.
 5. Both models continue 15 openings that nothing was trained on, and the rater, not the reward model, judges.
 """
 
@@ -12,13 +12,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from tunesmith.batch.pack import chunks
 from tunesmith.batch.rollout import Group, SamplingParams
 from tunesmith.config.load import load_recipe
 from tunesmith.config.rollout_sections import RewardSource
-from tunesmith.config.schema import GRPORecipe, PPORecipe, RewardRecipe
+from tunesmith.config.schema import PolicyRecipe, RewardRecipe
 from tunesmith.config.sections import PromptsSection
 from tunesmith.core.errors import InputError
 from tunesmith.core.seeds import derive
@@ -41,7 +42,9 @@ from tunesmith.trainers.run import run
 from tunesmith.workflows.evaluation import side
 from tunesmith.workflows.voting import ask_votes, votes_on
 
-Algorithm = Literal["ppo", "grpo"]
+Algorithm = Literal["ppo", "grpo", "best_of_n"]
+
+TITLES: Mapping[str, str] = MappingProxyType({"ppo": "PPO", "grpo": "GRPO", "best_of_n": "best-of-n"})
 
 NUM_COMPARED = 15
 """Openings that are kept away from votes and training, and compared at the end."""
@@ -104,7 +107,7 @@ class Stage:
     options: DemoOptions
     folder: RunFolder
     reward_recipe: RewardRecipe
-    policy_recipe: PPORecipe | GRPORecipe
+    policy_recipe: PolicyRecipe
 
     def say(self, number: int, text: str) -> None:
         """Announce stage `number` of five on stderr."""
@@ -142,13 +145,13 @@ def prepare(options: DemoOptions) -> Stage:
     overrides: dict[str, object] = {"run.seed": options.seed, "run.dir": str(folder.path)}
     drawing = {"rollout.backend": options.backend}
     few = {"run.steps": 2} if options.quick else {}
-    prompts_per_step = {"ppo": 8, "grpo": 2}[algorithm]
+    prompts_per_step = {"ppo": 8, "grpo": 2, "best_of_n": 2}[algorithm]
     fewer = {"rollout.prompts_per_step": prompts_per_step, f"{algorithm}.num_minibatches": 1} if options.quick else {}
     reward_recipe = load_recipe("reward", recipe="demo_reward", overrides={**overrides, **few}).recipe
     loaded = load_recipe(algorithm, recipe=f"demo_{algorithm}", overrides={**overrides, **drawing, **few, **fewer})
     policy_recipe = loaded.recipe
     assert isinstance(reward_recipe, RewardRecipe)
-    assert isinstance(policy_recipe, PPORecipe | GRPORecipe)
+    assert isinstance(policy_recipe, PolicyRecipe)
     setup.prepare(policy_recipe)
     return Stage(options, folder, reward_recipe, policy_recipe)
 
@@ -213,7 +216,7 @@ def train_reward_model(stage: Stage, votes: Votes) -> setup.RunResult:
 
 def train_policy(stage: Stage, openings: Sequence[Prompt], reward_run: setup.RunResult) -> setup.RunResult:
     """Train the policy against the reward model, on the openings that the votes were about."""
-    stage.say(4, f"{stage.options.algorithm.upper()} moves the policy toward the reward model")
+    stage.say(4, f"{TITLES[stage.options.algorithm]} moves the policy toward the reward model")
     source = RewardSource(source=str(reward_run.run_dir))
     cfg = stage.policy_recipe.model_copy(update={"reward": (source,)})
     result = run(cfg, Inputs(prompts=openings))
@@ -298,7 +301,7 @@ def write_report(
         },
         "reward_metrics": list(reward_run.metrics),
         "policy_metrics": list(policy_run.metrics),
-        "algorithm": stage.options.algorithm.upper(),
+        "algorithm": TITLES[stage.options.algorithm],
         "environment": json.loads((stage.folder.path / "environment.json").read_text(encoding="utf-8")),
         "rater": "you" if stage.options.vote else "simulated: VADER lexicon",
         "command": command(stage.options),
