@@ -199,7 +199,9 @@ def test_the_algorithm_is_known_from_its_key_or_its_sections() -> None:
     assert algorithm_of(parse("pairs: votes.jsonl\ndpo: ipo", "f"), "f") == "dpo"
     assert algorithm_of(parse("prompts: films\nppo: {}", "f"), "f") == "ppo"
     for text in ("model: smollm2", "pairs: votes.jsonl", "prompts: films"):
-        with pytest.raises(ConfigError, match=r"add `algorithm: sft \| reward \| dpo \| ppo \| grpo \| live`"):
+        with pytest.raises(
+            ConfigError, match=r"add `algorithm: sft \| reward \| dpo \| ppo \| grpo \| best_of_n \| live`"
+        ):
             algorithm_of(parse(text, "f"), "f")
     with pytest.raises(ConfigError, match="did you mean ppo"):
         algorithm_of(parse("algorithm: ppoo", "f"), "f")

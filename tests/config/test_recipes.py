@@ -25,7 +25,8 @@ def test_the_recipes_that_the_documents_name_are_there() -> None:
 
 def test_an_unknown_recipe_is_told_the_nearest_and_all_names() -> None:
     with pytest.raises(
-        ConfigError, match="no recipe 'ppo_sentimant'; did you mean ppo_sentiment\\?; there are demo_grpo, demo_ppo"
+        ConfigError,
+        match="no recipe 'ppo_sentimant'; did you mean ppo_sentiment\\?; there are demo_best_of_n, demo_grpo, demo_ppo",
     ):
         recipes.text("ppo_sentimant")
 

@@ -25,9 +25,16 @@ from tunesmith.models.optimizer import MasterAdamW, StepReport
 from tunesmith.runs import checkpoint
 from tunesmith.runs.checkpoint import Checkpoint
 from tunesmith.schema.records import Pair, Prompt
-from tunesmith.trainers import dpo, grpo, ppo, reward, sft
+from tunesmith.trainers import best_of_n, dpo, grpo, ppo, reward, sft
 
-LEARNERS = {"sft": sft.SFT, "reward": reward.Reward, "dpo": dpo.DPO, "ppo": ppo.PPO, "grpo": grpo.GRPO}
+LEARNERS = {
+    "sft": sft.SFT,
+    "reward": reward.Reward,
+    "dpo": dpo.DPO,
+    "ppo": ppo.PPO,
+    "grpo": grpo.GRPO,
+    "best_of_n": best_of_n.BestOfN,
+}
 Spoil = Callable[[int], None]
 UPDATES_PER_STEP = 4
 """Updates in a step of the PPO runs: two epochs of two minibatches."""

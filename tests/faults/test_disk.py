@@ -150,7 +150,7 @@ def test_a_disk_too_small_for_the_run_is_refused_with_free_and_needed_bytes(
     assert main(["train", *words, "--run.keep-checkpoints", "1000000000"]) == 2
     error = capsys.readouterr().err
     assert "GB free, but the model and 1000000000 checkpoints need" in error
-    assert "make room, set run.checkpoint_every to 0, or choose another --run.dir" in error
+    assert "free some space, set run.checkpoint_every to 0, or choose another --run.dir" in error
     assert sorted(data.iterdir()) == before
 
 

@@ -90,7 +90,7 @@ def go_on(run_dir: Path, **overrides: Any) -> Path:
     }
     algorithm = (run_dir / "recipe.yaml").read_text().partition("algorithm: ")[2].split()[0]
     inputs = known.get(algorithm, Inputs(prompts=PROMPTS, rewards=[noisy]))
-    return resume(run_dir, overrides=overrides, inputs=inputs).run_dir
+    return resume(run_dir, overrides=overrides, inputs=inputs, progress=False).run_dir
 
 
 def start(target: Any, *arguments: Any, fault: str = "") -> BaseProcess:

@@ -104,7 +104,7 @@ def test_a_resumed_run_of_a_variant_ends_as_one_that_went_through(tmp_path: Path
 
     whole, half = run("whole", 4), run("half", 2)
     inputs = Inputs(prompts=PROMPTS, rewards=[flat_for_two])
-    resume(half, overrides={"run.steps": 4}, inputs=inputs)
+    resume(half, overrides={"run.steps": 4}, inputs=inputs, progress=False)
     digests = [hashlib.sha256((d / "final" / "model.safetensors").read_bytes()).hexdigest() for d in (whole, half)]
     assert digests[0] == digests[1]
     assert (whole / "samples.jsonl").read_text() == (half / "samples.jsonl").read_text()

@@ -56,7 +56,7 @@ def stored() -> Callable[[Server], list]:
     return read
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # playwright keeps an event loop running, in which asyncio.run fails
 def browser(chromium: str):
     api = pytest.importorskip("playwright.sync_api")
     with api.sync_playwright() as play:

@@ -201,10 +201,11 @@ class Draw:
         if self._seen_BV is not None:
             self._seen_BV.scatter_(1, token_B[:, None], True)
         self._num_drawn += 1
-        steps = zip(self._rows, token_B.tolist(), logps, raw_logps, strict=True)
-        going = [step for step in steps if step[0].finish_reason is None]
-        ended = [row for row, token, logp, raw_logp in going if row.append(token, logp, raw_logp)]
-        self._callbacks.note([row for row, *_ in going], ended)
+        for row, token, logp, raw_logp in zip(self._rows, token_B.tolist(), logps, raw_logps, strict=True):
+            if row.finish_reason is None:
+                has_ended = row.append(token, logp, raw_logp)
+                # Row by row, so that after an interrupt exactly the rows that were reported count as finished.
+                self._callbacks.note([row], [row] if has_ended else [])
         return torch.tensor([row.finish_reason is not None for row in self._rows], device=token_B.device)
 
     def _biased(self, logits_BV: torch.Tensor) -> torch.Tensor:
