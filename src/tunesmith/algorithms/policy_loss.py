@@ -62,7 +62,7 @@ class PolicyStats(Sums):
 
 @dataclass(frozen=True, slots=True)
 class UpdateSize:
-    """How much one optimizer step learns from, over all micro-batches and ranks.
+    """Size of one optimizer step, over all micro-batches and ranks.
 
     `num_sequences` may count completions that were drawn and left out: a constant denominator counts them too.
     """

@@ -42,7 +42,7 @@ class Sequences:
 
 @dataclass(frozen=True, slots=True)
 class PolicyScores:
-    """What a policy and its critic say of each completion token, all `[B, T]` float32, zeros in the padding.
+    """Scores of each completion token by a policy and its critic, all `[B, T]` float32, zeros in the padding.
 
     `logp_BT` and `entropy_BT` in nats; `value_BT` is the value of the state before the token was drawn.
     """
@@ -77,7 +77,7 @@ class PolicyBatch:
 
 @dataclass(frozen=True, slots=True)
 class PPOBatch(PolicyBatch):
-    """What PPO needs besides: values of the critic and the returns that they are fitted to."""
+    """A scored rollout with the values of the critic and the returns that they are fitted to."""
 
     old_value_BT: torch.Tensor
     return_BT: torch.Tensor

@@ -1,4 +1,4 @@
-"""What a rollout engine returns: token ids and log-probs exactly as sampled. Nothing is ever re-tokenised."""
+"""Results of a rollout engine: token ids and log-probs exactly as sampled. Nothing is ever re-tokenised."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

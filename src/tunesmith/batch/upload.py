@@ -22,7 +22,7 @@ RecordT = TypeVar("RecordT")
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where each tensor begins in the buffer, and how long the buffer is, in bytes.
+    """Offset of each tensor in the buffer, and the size of the buffer, in bytes.
 
     Example: tensors of 12 and 300 bytes stand at `offsets=(0, 256)`, `num_bytes=768`.
     """

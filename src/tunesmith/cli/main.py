@@ -108,8 +108,10 @@ def _dispatch(words: Sequence[str]) -> int:
     if words[0] in ("--version", "-V"):
         sys.stdout.write(f"tunesmith {__version__}\n")
         return 0
-    command, rest = _find(words, commands())
-    module, _, function = commands()[command][0].partition(":")
+    is_static = words[0] in {name.partition(" ")[0] for name in COMMANDS}
+    table = COMMANDS if is_static else commands()  # which imports the schema of recipes
+    command, rest = _find(words, table)
+    module, _, function = table[command][0].partition(":")
     run: Callable[..., None] = getattr(importlib.import_module(f"tunesmith.cli.{module}"), function)
     run(*([command.removeprefix("train ")] if module == "train" else []), rest)
     return 0

@@ -28,7 +28,7 @@ Kind = Literal[
     "too short",
     "refused by the chat template",
 ]
-"""Why a row cannot be used: what a tally counts by. The message of the error says more."""
+"""Reason why a row cannot be used, by which a tally counts; the error's message has the details."""
 
 _NUM_SHOWN = 10
 

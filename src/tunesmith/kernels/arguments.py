@@ -1,4 +1,4 @@
-"""What the interfaces of native kernels have in common: which tensors run in C++, and how they are handed over."""
+"""Shared by the interfaces of native kernels: checks of tensors, and their pointers for C++."""
 
 import ctypes
 import functools
@@ -17,7 +17,7 @@ POINTER, INTEGER, SINGLE, DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_flo
 """Types of the arguments of a native function."""
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-"""What a kernel takes; the first and the third natively."""
+"""Dtypes that kernels accept; the first and the third natively."""
 
 
 def library_for(kernels: Kernels, op: str, tensor: torch.Tensor) -> ctypes.CDLL | None:
@@ -54,7 +54,7 @@ def function_of(library: ctypes.CDLL, name: str, types: Sequence[type]) -> Any:
 
 
 def address(tensor: torch.Tensor | None) -> int | None:
-    """Where the tensor's first element stands; None, a null pointer, for None. Keep the tensor until the call ends."""
+    """Pointer to the tensor's first element; None, a null pointer, for None. Keep the tensor until the call ends."""
     return None if tensor is None else tensor.data_ptr()
 
 
@@ -74,7 +74,7 @@ def empty_as(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def records_gradient(*tensors: torch.Tensor | None) -> bool:
-    """Whether an operation on these tensors is to be recorded for a backward pass."""
+    """True if autograd must record an operation on these tensors."""
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 

@@ -1,4 +1,4 @@
-"""Which kernels run, and those in C++: compiled with the system's compiler at first use, cached, loaded by ctypes.
+"""Choice of kernels; C++ kernels are compiled with the system's compiler at first use, cached, loaded by ctypes.
 
 An operation `<op>` has its source in `kernels/<op>/cpu.cpp`. The library is cached under a hash of that source, the
 shared headers, the flags, and what the compiler predefines for this processor, so nothing stale is ever loaded.
@@ -187,18 +187,18 @@ def shared(choice: Choice) -> Kernels:
 
 @functools.cache
 def has_native(op: str, *, sources: Path = _SOURCES) -> bool:
-    """Whether the operation is written in C++."""
+    """True if the operation has a C++ kernel."""
     return (sources / op / "cpu.cpp").is_file()
 
 
 @functools.cache
 def has_triton(op: str, *, sources: Path = _SOURCES) -> bool:
-    """Whether the operation is written in Triton."""
+    """True if the operation has a Triton kernel."""
     return (sources / op / "triton_impl.py").is_file()
 
 
 def why_not_triton(*, installed: bool, found: Capability | None, least: Capability) -> str:
-    """Why a Triton kernel cannot run on a GPU of capability `found`, and what to do; empty if it can.
+    """Reason why a Triton kernel cannot run on a GPU of capability `found`, and the remedy; empty if it can.
 
     `found` is None where torch sees no CUDA device.
     """
@@ -212,7 +212,7 @@ def why_not_triton(*, installed: bool, found: Capability | None, least: Capabili
 
 
 def why_not_on(device: torch.device, least: Capability) -> str:
-    """Why a Triton kernel that needs capability `least` cannot run on this device; empty if it can."""
+    """Reason why a Triton kernel that needs capability `least` cannot run on this device; empty if it can."""
     found = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
     return why_not_triton(installed=_triton_is_installed(), found=found, least=least)
 
@@ -234,7 +234,7 @@ def _triton_is_installed() -> bool:
 
 
 def _interprets() -> bool:
-    """Whether Triton's kernels run in its interpreter: read as Triton reads it."""
+    """True if Triton runs kernels in its interpreter, read from the environment as Triton does."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 

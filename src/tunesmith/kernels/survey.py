@@ -1,4 +1,4 @@
-"""What each operation would run in on this machine, and why: found without compiling or running anything."""
+"""The implementation that each operation would use on this machine, and why, without compiling or running any."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ _KERNELS = Path(__file__).parent
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """What `Kernels("auto")` takes for an operation on a device, `cpu` or `cuda`; `why` tells why it is not faster."""
+    """The choice of `Kernels("auto")` for an operation on `cpu` or `cuda`; `why` says why it is not faster."""
 
     op: str
     device: str

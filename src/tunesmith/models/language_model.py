@@ -28,7 +28,7 @@ class FullForward:
 
 
 Backend = Decoder | TrunkForward | FullForward
-"""How log-probs are computed; see `models/logprob.py`."""
+"""Implementation that computes log-probs; see `models/logprob.py`."""
 
 
 @dataclass(frozen=True, slots=True)

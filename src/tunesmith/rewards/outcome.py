@@ -71,7 +71,7 @@ class Policy:
 
 
 class SampleError(RewardError):
-    """Why a reward has no number for a sample. `kind` is the same for failures that are worth one line in the log."""
+    """Reason why a reward has no number for a sample. Failures of the same `kind` share one line in the log."""
 
     def __init__(self, message: str, kind: str) -> None:
         super().__init__(message)

@@ -195,7 +195,7 @@ class Draw:
         return drawn_from_BV
 
     def take(self, token_B: torch.Tensor) -> torch.Tensor:
-        """Which rows have ended, bool [B], now that `token_B` were drawn."""
+        """Mask of the rows that have ended, bool [B], after `token_B` were drawn."""
         logps = self._drawn_from.logps(token_B)
         raw_logps = logps if self._raw is self._drawn_from else self._raw.logps(token_B)
         if self._seen_BV is not None:

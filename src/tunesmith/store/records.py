@@ -30,7 +30,7 @@ MARGIN_BETTER = 1.0
 
 @dataclass(frozen=True, slots=True)
 class CampaignSettings:
-    """How a campaign asks for votes.
+    """Settings of a campaign.
 
     `overlap` raters vote on each item. A presentation is leased to its rater for `lease_s`; a vote can be undone for
     `undo_s`. `gold_share` is the share of presentations with a known answer. `max_votes_per_rater` 0: no limit.

@@ -25,7 +25,7 @@ _DECIDED = ("left", "left_much", "right", "right_much")
 
 @dataclass(frozen=True, slots=True)
 class BiasTest:
-    """How often raters chose one side of an irrelevant feature, with the two-sided binomial p-value.
+    """Share of votes for one side of an irrelevant feature, with the two-sided binomial p-value.
 
     `share` and `p_value` are None where `num` is 0.
     """

@@ -68,7 +68,7 @@ def _no_signal(rows: Sequence[Row], section: AlarmsSection) -> str:
 _ALARMS: Mapping[str, Callable[[Sequence[Row], AlarmsSection], str]] = MappingProxyType(
     {"kl": _kl, "length": _length, "entropy": _entropy, "no_signal": _no_signal}
 )
-"""What to say if the last of the rows gives reason for alarm, else empty text, by the name of the finding."""
+"""Functions that return the message of a finding if the last row is alarming, else empty text, by its name."""
 
 
 def _latest(rows: Sequence[Row], name: str) -> float | None:

@@ -22,10 +22,8 @@ from tunesmith.config.algorithm_sections import BestOfNSection
 from tunesmith.config.schema import BestOfNRecipe
 from tunesmith.core.seeds import derive
 from tunesmith.core.trace import span
-from tunesmith.kernels.native import Kernels
 from tunesmith.models.export import ModelCard, save_final
-from tunesmith.models.language_model import LanguageModel, language_model
-from tunesmith.models.load import frozen_copy
+from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.loaded import PreTrainedTokenizerBase
 from tunesmith.models.logprob import token_logps
 from tunesmith.models.optimizer import MasterAdamW
@@ -58,13 +56,10 @@ class BestOfN:
     @classmethod
     def build(cls, task: PolicyTask, cfg: BestOfNRecipe) -> Self:
         """The learner before its first step."""
-        section, model = cfg.best_of_n, task.loaded.model
-        policy = language_model(model, Kernels())
-        reference = language_model(frozen_copy(model), policy.kernels) if section.kl.coef > 0 else None
-        optimizer = task.optimizer(model, policy.kernels)
+        policy, reference, controller = task.policy_and_reference(cfg.best_of_n.kl)
+        optimizer = task.optimizer(policy.module, policy.kernels)
         drawing = task.rollouts(policy, optimizer)
-        controller = kl.controller(section.kl.coef, section.kl.target, section.kl.horizon)
-        return cls(section, drawing, policy, reference, optimizer, controller, task.loaded.tokenizer)
+        return cls(cfg.best_of_n, drawing, policy, reference, optimizer, controller, task.loaded.tokenizer)
 
     @property
     def modules(self) -> Mapping[str, nn.Module]:
@@ -99,6 +94,7 @@ class BestOfN:
         elif self.reference is not None:
             with span("reference"):
                 reference_logp_BT = rollouts.logps(self.reference, sequences, temperature, cfg.micro_batch_size)
+        # A likelihood loss is a policy gradient with advantage 1 on every kept token.
         batch = PolicyBatch(sequences, sequences.raw_logp_BT, reference_logp_BT, sequences.mask_BT.float())
 
         stats = metrics.UpdateStats()

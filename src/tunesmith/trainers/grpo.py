@@ -17,7 +17,6 @@ from torch import nn
 
 from tunesmith.algorithms import advantages, policy_loss
 from tunesmith.algorithms.kl import Controller
-from tunesmith.algorithms.kl import controller as kl_controller
 from tunesmith.algorithms.policy_loss import Correction, PolicyStats
 from tunesmith.batch.pack import PolicyBatch, Sequences, chunks, pack
 from tunesmith.batch.rollout import Group
@@ -26,10 +25,8 @@ from tunesmith.config.algorithm_sections import GRPOSection
 from tunesmith.config.schema import GRPORecipe
 from tunesmith.core.seeds import derive
 from tunesmith.core.trace import span
-from tunesmith.kernels.native import Kernels
 from tunesmith.models.export import ModelCard, save_final
-from tunesmith.models.language_model import LanguageModel, language_model
-from tunesmith.models.load import frozen_copy
+from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.loaded import PreTrainedTokenizerBase
 from tunesmith.models.logprob import TokenScores, token_logps
 from tunesmith.models.optimizer import MasterAdamW, StepReport
@@ -66,13 +63,10 @@ class GRPO:
     @classmethod
     def build(cls, task: PolicyTask, cfg: GRPORecipe) -> Self:
         """The learner before its first step."""
-        section, model = cfg.grpo, task.loaded.model
-        policy = language_model(model, Kernels())
-        reference = language_model(frozen_copy(model), policy.kernels) if section.kl.coef > 0 else None
-        optimizer = task.optimizer(model, policy.kernels)
+        policy, reference, controller = task.policy_and_reference(cfg.grpo.kl)
+        optimizer = task.optimizer(policy.module, policy.kernels)
         drawing = task.rollouts(policy, optimizer)
-        controller = kl_controller(section.kl.coef, section.kl.target, section.kl.horizon)
-        return cls(section, drawing, policy, reference, optimizer, controller, task.loaded.tokenizer, task.data.train)
+        return cls(cfg.grpo, drawing, policy, reference, optimizer, controller, task.loaded.tokenizer, task.data.train)
 
     @property
     def modules(self) -> Mapping[str, nn.Module]:

@@ -174,21 +174,13 @@ def kl_per_sequence(logp_BT: torch.Tensor, reference_logp_BT: torch.Tensor, mask
     return ((logp_BT - reference_logp_BT) * mask_BT).sum(dim=1).mean().item()
 
 
-def sample_rows(groups: Sequence[Group], scores: Scores | None, step: int, limit: int = 8) -> list[dict[str, object]]:
+def sample_rows(groups: Sequence[Group], scores: Scores, step: int, limit: int = 8) -> list[dict[str, object]]:
     """Rows of `samples.jsonl`: the first completion of the first `limit` groups, with its reward and the parts of
     it.
     """
     rows: list[dict[str, object]] = []
     for p, group in enumerate(groups[:limit]):
         completion = group.completions[0]
-        rewards: dict[str, object] = (
-            {}
-            if scores is None
-            else {
-                "reward": scores.total_PG[p, 0].item() if scores.valid_PG[p, 0] else None,
-                "rewards": {name: part_PG[p, 0].item() for name, part_PG in scores.parts.items()},
-            }
-        )
         rows.append(
             {
                 "step": step,
@@ -198,13 +190,14 @@ def sample_rows(groups: Sequence[Group], scores: Scores | None, step: int, limit
                 "num_tokens": len(completion.token_ids),
                 "finish_reason": completion.finish_reason,
                 "weight_version": group.weight_version,
-                **rewards,
+                "reward": scores.total_PG[p, 0].item() if scores.valid_PG[p, 0] else None,
+                "rewards": {name: part_PG[p, 0].item() for name, part_PG in scores.parts.items()},
             }
         )
     return rows
 
 
-def batch_rows(groups: Sequence[Group], scores: Scores | None) -> list[dict[str, object]]:
+def batch_rows(groups: Sequence[Group], scores: Scores) -> list[dict[str, object]]:
     """Every completion of a step with its prompt and reward, written to `refused/` if an update was refused."""
     return [
         {
@@ -213,7 +206,7 @@ def batch_rows(groups: Sequence[Group], scores: Scores | None) -> list[dict[str,
             "completion": completion.text,
             "token_ids": list(completion.token_ids),
             "logps": list(completion.logps),
-            **({} if scores is None else {"reward": scores.total_PG[p, g].item() if scores.valid_PG[p, g] else None}),
+            "reward": scores.total_PG[p, g].item() if scores.valid_PG[p, g] else None,
         }
         for p, group in enumerate(groups)
         for g, completion in enumerate(group.completions)
@@ -226,7 +219,7 @@ def summary(metrics: Sequence[Mapping[str, float]]) -> dict[str, object]:
         return {"steps": 0}
     first = metrics[0]
     last = {name: value for row in metrics for name, value in row.items()}
-    names = ("reward", "objective/kl", "entropy", "completions/mean_length", "eval/reward", "eval/divergence")
+    names = ("reward", "objective/kl", "entropy", "completions/mean_length", "eval/reward")
     return {
         "steps": len(metrics),
         "refused_steps": int(sum(row["refused_steps"] for row in metrics)),

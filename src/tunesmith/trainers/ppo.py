@@ -22,11 +22,9 @@ from tunesmith.config.algorithm_sections import PPOSection
 from tunesmith.config.schema import PPORecipe
 from tunesmith.core.seeds import derive
 from tunesmith.core.trace import span
-from tunesmith.kernels.native import Kernels
 from tunesmith.models.export import ModelCard, save_final
 from tunesmith.models.heads import Critic, ScalarHead, critic_values, hidden_size
-from tunesmith.models.language_model import LanguageModel, language_model
-from tunesmith.models.load import frozen_copy
+from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.loaded import PreTrainedTokenizerBase
 from tunesmith.models.logprob import token_logps
 from tunesmith.models.optimizer import MasterAdamW
@@ -62,15 +60,13 @@ class PPO:
     def build(cls, task: PolicyTask, cfg: PPORecipe) -> Self:
         """The learner before its first step."""
         section, model = cfg.ppo, task.loaded.model
-        policy = language_model(model, Kernels())
-        reference = language_model(frozen_copy(model), policy.kernels) if section.kl.coef > 0 else None
+        policy, reference, controller = task.policy_and_reference(section.kl)
         value_head = ScalarHead(hidden_size(model)).to(task.device) if section.critic == "shared" else None
         critic = Critic.from_policy(model) if section.critic == "separate" else None
         trained = {"policy": model, "value_head": value_head, "critic": critic}
         modules = nn.ModuleDict({name: module for name, module in trained.items() if module is not None})
         optimizer = task.optimizer(modules, policy.kernels)
         drawing = task.rollouts(policy, optimizer, value_head)
-        controller = kl.controller(section.kl.coef, section.kl.target, section.kl.horizon)
         tokenizer = task.loaded.tokenizer
         return cls(section, drawing, policy, reference, optimizer, controller, tokenizer, value_head, critic)
 

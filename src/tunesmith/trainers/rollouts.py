@@ -32,8 +32,8 @@ from tunesmith.kernels.masking import Denominator
 from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.policy_loss.records import PolicyTokens
 from tunesmith.models.freeze import freeze_lower_layers
-from tunesmith.models.language_model import LanguageModel
-from tunesmith.models.load import load_policy
+from tunesmith.models.language_model import LanguageModel, language_model
+from tunesmith.models.load import frozen_copy, load_policy
 from tunesmith.models.loaded import PreTrainedTokenizerBase, context_length
 from tunesmith.models.logprob import token_logps
 from tunesmith.models.optimizer import MasterAdamW
@@ -312,6 +312,12 @@ class PolicyTask:
     def build(self) -> PolicyLearner:
         """The learner before its first step."""
         return self._learner.build(self, self.cfg)
+
+    def policy_and_reference(self, section: KLSection) -> tuple[LanguageModel, LanguageModel | None, kl.Controller]:
+        """(The policy; its frozen copy, None if the KL coefficient is 0; the controller of that coefficient)."""
+        policy = language_model(self.loaded.model, Kernels())
+        reference = language_model(frozen_copy(self.loaded.model), policy.kernels) if section.coef > 0 else None
+        return policy, reference, kl.controller(section.coef, section.target, section.horizon)
 
     def optimizer(self, module: nn.Module, kernels: Kernels) -> MasterAdamW:
         """The optimizer of all trainable parameters of `module`."""

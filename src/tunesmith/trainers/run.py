@@ -142,10 +142,11 @@ def run(
         StoppedError: after SIGTERM or SIGINT, once a checkpoint is written.
     """
     inputs = inputs or Inputs()
-    task = ALGORITHMS[cfg.algorithm](cfg, inputs, setup.prepare(cfg))
+    device = setup.prepare(cfg)
+    task = ALGORITHMS[cfg.algorithm](cfg, inputs, device)
     learner = task.build()
     announce(task.estimate(), task.num_steps, progress)
-    job = Job(learner, task.num_steps, {**task.prepare(learner, progress), "the device": setup.device().type})
+    job = Job(learner, task.num_steps, {**task.prepare(learner, progress), "the device": device.type})
     with open_session(
         cfg,
         job,
@@ -199,7 +200,7 @@ class Preview:
 
 
 def preview(cfg: AnyRecipe) -> Preview:
-    """What a run of `cfg` would load and need, without training.
+    """Model, data and memory of a run of `cfg`, without training.
 
     Raises:
         InputError: for a model, data or reward that cannot be used, as the run would.

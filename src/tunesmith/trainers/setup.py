@@ -64,11 +64,6 @@ def prepare(cfg: Recipe) -> torch.device:
     torch.manual_seed(cfg.run.seed)
     random.seed(cfg.run.seed)
     np.random.seed(cfg.run.seed % 2**32)
-    return device()
-
-
-def device() -> torch.device:
-    """The device to train on."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

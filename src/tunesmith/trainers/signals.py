@@ -13,7 +13,7 @@ _SHOW_CURSOR = "\x1b[?25h"
 
 
 class StopRequest:
-    """Whether a signal has asked the run to stop, and which one."""
+    """The signal that asked the run to stop; None before one came."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None

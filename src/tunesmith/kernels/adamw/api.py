@@ -143,13 +143,13 @@ def _check(update: ParameterUpdate) -> None:
 
 
 def _is_dense(update: ParameterUpdate) -> bool:
-    """Whether element i is the i-th in memory everywhere, which neither C++ nor torch's fused code asks about."""
+    """True if all tensors are contiguous, which neither C++ nor torch's fused code checks."""
     tensors = (update.gradient, update.master, update.weight, update.moments.exp_avg, update.moments.exp_avg_sq)
     return all(tensor is None or tensor.is_contiguous() for tensor in tensors)
 
 
 def _is_known(update: ParameterUpdate) -> bool:
-    """Whether C++ knows the dtypes of master and weight; `library_for` asks about the gradient's."""
+    """True if C++ supports the dtypes of master and weight; `library_for` checks the gradient's."""
     weight = update.weight
     return update.master.dtype == torch.float32 and (weight is None or weight.dtype == torch.bfloat16)
 

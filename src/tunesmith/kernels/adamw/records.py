@@ -1,4 +1,4 @@
-"""What a step of AdamW works on: one record for each parameter, and moments in float32 or in 8 bits.
+"""Arguments of a step of AdamW: one record for each parameter, and moments in float32 or in 8 bits.
 
 Shape legend: N elements of a parameter, in the order of memory; K = ceil(N / CODED) groups that share a scale.
 """
@@ -64,7 +64,7 @@ class ParameterUpdate:
 
 @dataclass(frozen=True, slots=True)
 class AdamWSettings:
-    """What all parameters share."""
+    """Settings shared by all parameters."""
 
     beta1: float
     beta2: float

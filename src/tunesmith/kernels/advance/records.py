@@ -58,7 +58,7 @@ class SlotState:
 
 @dataclass(frozen=True, slots=True)
 class DrawnTokens:
-    """What the draw gave: token_S int64, scores_S2 float32 (log-prob, raw log-prob), status_S int32, and value_S
+    """Results of the draw: token_S int64, scores_S2 float32 (log-prob, raw log-prob), status_S int32, and value_S
     float32, None without values.
     """
 

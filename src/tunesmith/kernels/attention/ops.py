@@ -22,7 +22,7 @@ def attend(
     heads: Sequence[int],
     scores: Sequence[float],
 ) -> torch.Tensor:
-    """What `torch_impl.attend` defines, [T, X]; no `rope` or `prefixes` are empty lists. No gradient.
+    """The result of `torch_impl.attend`, [T, X]; no `rope` or `prefixes` are empty lists. No gradient.
 
     `heads` are the numbers of query heads and key/value heads, the head width and the window; `scores` are scale and
     soft-cap; 0 is no window and no cap.

@@ -1,4 +1,4 @@
-"""Where packed tokens stand: sequences one after the other, some of which go on from one that they share.
+"""Layout of packed tokens: consecutive sequences, some of which continue a shared one.
 
 Shape legend: T tokens, R sequences, E places of copies, N blocks, W numbers of a block.
 """
@@ -102,7 +102,7 @@ class CopiedPlaces:
 
 
 class Packing:
-    """What all layers of one pass over packed tokens have in common; made once for a pass.
+    """State shared by all layers of one pass over packed tokens; made once for a pass.
 
     It keeps room for the keys and values of one layer, which the next layer writes over: do not use it in two passes at
     a time.
@@ -115,7 +115,7 @@ class Packing:
 
     @property
     def places(self) -> CopiedPlaces:
-        """Where keys and values stand in the room."""
+        """Indices of keys and values in the buffer."""
         if self._places is None:
             self._places = copied_places(self.segments)
         return self._places

@@ -1,4 +1,4 @@
-"""How the launches of attention on a GPU are cut: from shapes and settings alone, never from positions.
+"""Grid sizes of attention on a GPU, computed from shapes and settings alone, never from positions.
 
 So one plan, and one CUDA graph, stays right while sequences grow.
 """
@@ -22,7 +22,7 @@ _NUMBERS_OF_A_PROGRAM = 1024
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """How attention of one layer is cut.
+    """Grid and splits of the attention of one layer.
 
     A program has `rows` query heads of one token, `head_tiles` programs make up those of a key/value head, and programs
     over a shared prefix have `prefix_rows` of several tokens. They go over `split_tokens` keys, `tile_tokens` at a

@@ -1,4 +1,4 @@
-"""What attention is told besides queries, keys and values.
+"""Arguments of attention besides queries, keys and values.
 
 Shape legend: T tokens, P positions or prefixes, F half of the rotated width, R tables, N blocks of a table, G members
 of a prefix.
@@ -91,7 +91,7 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where tokens stand: int32, on one device. In C++ that is the CPU; in Triton it is the device of the tokens.
+    """Positions of tokens: int32, on one device. In C++ that is the CPU; in Triton it is the device of the tokens.
 
     Token t is number `positions_T[t]` of the sequence whose blocks row `table_rows_T[t]` of `block_tables_RN` lists;
     16 tokens stand in a block.
@@ -123,7 +123,7 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefixes:
-    """Which tokens of a batch have sequences that begin with the same blocks: int32, on the device of the tokens.
+    """Groups of tokens whose sequences begin with the same blocks: int32, on the device of the tokens.
 
     `members_PG[p]` are the indices of such tokens in the batch, -1 for none; `length_P[p]` is how many tokens of their
     sequences stand in the same blocks, a multiple of 16, and 0 where prefix p is not used. `start_T[t]` is where the

@@ -127,7 +127,7 @@ def _one_sequence(
 
 
 def seen(position: torch.Tensor, other: torch.Tensor, window: int | None) -> torch.Tensor:
-    """Whether the token at `position` sees the one at `other`, with broadcasting."""
+    """True where the token at `position` attends to the one at `other`, with broadcasting."""
     is_seen = other <= position
     return is_seen if window is None else is_seen & (other > position - window)
 

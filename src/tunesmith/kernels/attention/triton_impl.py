@@ -57,7 +57,7 @@ class _Partials:
 
 
 def uses_dot(tensor: torch.Tensor) -> bool:
-    """Whether matrix units do the products: in 16 bits, from compute capability 8.0 on, and in the interpreter."""
+    """True if matrix units compute the products: in 16 bits, from compute capability 8.0 on, and in the interpreter."""
     if tensor.dtype == torch.float32:
         return False
     return tensor.device.type != "cuda" or torch.cuda.get_device_capability(tensor.device) >= (8, 0)
@@ -72,7 +72,7 @@ def forward(
     settings: AttentionSettings,
     plan: AttentionPlan | None = None,
 ) -> torch.Tensor:
-    """What `torch_impl.attend` defines, [T, X]; all tensors on one device, tables of `rope` float32 without gaps."""
+    """The result of `torch_impl.attend`, [T, X]; all tensors on one device, tables of `rope` float32 without gaps."""
     q_TX, k_TY, v_TY = (with_dense_rows(tensor) for tensor in qkv)
     positions_T, rows_T = places.positions_T.contiguous(), places.table_rows_T.contiguous()
     places = Places(positions_T, rows_T, with_dense_rows(places.block_tables_RN))

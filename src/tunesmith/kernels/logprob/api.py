@@ -96,7 +96,7 @@ def score(
     softcap: float | None = None,
     kernels: Kernels,
 ) -> Scored:
-    """What `chosen_logp_entropy` gives, with the same bits, and a few sums per row; without autograd.
+    """The results of `chosen_logp_entropy`, with the same bits, and a few sums per row; without autograd.
 
     Raises:
         InputError, NativeUnavailableError, TritonUnavailableError: as `chosen_logp_entropy`.

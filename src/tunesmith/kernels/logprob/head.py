@@ -107,7 +107,7 @@ class _HeadCall:
     marks_top: bool = False
 
     def fits(self, hidden_NH: torch.Tensor, weight_VH: torch.Tensor) -> bool:
-        """Whether the logits of all rows fit in `chunk_bytes`."""
+        """True if the logits of all rows fit in `chunk_bytes`."""
         return len(hidden_NH) * weight_VH.shape[0] * hidden_NH.element_size() <= self.chunk_bytes
 
 

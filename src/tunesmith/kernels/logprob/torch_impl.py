@@ -40,7 +40,7 @@ def chosen_logp_entropy_in_blocks(
 
 @dataclass(frozen=True, slots=True)
 class BlockSums:
-    """What `chosen_logp_entropy` gives, and the log-sum-exp of each row, which the gradient needs."""
+    """The results of `chosen_logp_entropy`, and the log-sum-exp of each row, which the gradient needs."""
 
     logp_N: torch.Tensor
     entropy_N: torch.Tensor

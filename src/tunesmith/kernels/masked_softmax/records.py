@@ -1,4 +1,4 @@
-"""Which keys a query sees.
+"""Rules for the keys that a query attends to.
 
 Shape legend: B sequences, Q queries, K keys.
 """
@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class KeyMask:
-    """Which keys a query sees: those that pass every rule that is given. Without any it sees all.
+    """Mask rules: a query attends to the keys that pass every given rule, without any to all.
 
     Query i stands at position `offset + i` and key j at j. By default the last query stands at the last key, as when
     queries go on from a cache.

@@ -12,7 +12,7 @@ from tunesmith.kernels.masked_softmax.records import KeyMask
 
 
 def visible(shape: torch.Size, mask: KeyMask, device: torch.device) -> torch.Tensor:
-    """Which keys each query sees, boolean `[B or 1, 1, Q or 1, K]`, for scores of shape [B, H, Q, K]."""
+    """Mask of the keys that each query attends to, boolean `[B or 1, 1, Q or 1, K]`, for scores [B, H, Q, K]."""
     num_queries, num_keys = shape[2:]
     offset = num_keys - num_queries if mask.offset is None else mask.offset
     query_Q1 = offset + torch.arange(num_queries, device=device)[:, None]

@@ -28,7 +28,7 @@ from tunesmith.kernels.preference.records import PreferenceBatch, Selected
 _NATIVE = (*[POINTER] * 8, *[INTEGER] * 5, DOUBLE, INTEGER, INTEGER)
 
 BLOCKS = (16, 32, 64, 128, 256, 512, 1024, 2048)
-"""How work may be cut, see `update_in_place`."""
+"""Block sizes, see `update_in_place`."""
 
 
 def select_and_update(
@@ -174,7 +174,7 @@ def _run(
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """What runs, and which of the ways to sum."""
+    """The implementation that runs, and its order of summation."""
 
     backend: Backend
     deterministic: bool

@@ -1,4 +1,4 @@
-"""What goes into an update by preferences, and what comes out.
+"""Arguments and results of an update by preferences.
 
 Shape legend: B pairs, N numbers of an output.
 """

@@ -37,6 +37,6 @@ def select_and_update(
 
 
 def share_of_a(choices_B: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """How much of A is in what was selected, `[B]`: 1, 0, or a half for a tie."""
+    """Share of A in the selected row, `[B]`: 1, 0, or a half for a tie."""
     choice_B = choices_B.to(torch.float32)
     return torch.where(choice_B > 0.5, 1.0, torch.where(choice_B < 0.5, 0.0, 0.5)).to(dtype)

@@ -48,7 +48,7 @@ def process_user_preference(
 
 @dataclass(frozen=True, slots=True)
 class TuningReport:
-    """What `iterative_tuning` did: votes and batches of all epochs, and how far each moved the weights (2-norm)."""
+    """Result of `iterative_tuning`: votes and batches of all epochs, and how far each moved the weights (2-norm)."""
 
     num_votes: int
     num_batches: int
@@ -66,7 +66,7 @@ def iterative_tuning(
     block: int | None = None,
     kernels: Kernels | None = None,
 ) -> TuningReport:
-    """What was done; `weights_N` is tuned in place by every batch of every epoch, in their order.
+    """Tune `weights_N` in place by every batch of every epoch, in order; returns counts and norms.
 
     The learning rate is multiplied by `decay` after each epoch. Batches may stand on another device than the weights;
     each is then copied there when its turn comes. Memory for the selected outputs is made once.

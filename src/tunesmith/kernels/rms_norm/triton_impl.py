@@ -47,7 +47,7 @@ def rows_of_program(num_rows: int, plan: LaunchPlan) -> int:
 
 @triton.jit
 def factor_of(weight, column, is_column, offset, HAS_OFFSET: tl.constexpr):
-    """What rows are multiplied with, as a row."""
+    """The scale of the rows, as a row."""
     factor = tl.load(weight + column, mask=is_column, other=0.0).to(tl.float32)
     if HAS_OFFSET:
         factor += offset
@@ -56,7 +56,7 @@ def factor_of(weight, column, is_column, offset, HAS_OFFSET: tl.constexpr):
 
 @triton.jit
 def place_of(row, inner, outer_stride, inner_stride):
-    """Where rows of groups begin; divided in 32 bits, as a division in 64 takes many registers."""
+    """Offsets of the rows of groups; divided in 32 bits, as a division in 64 takes many registers."""
     return (row // inner).to(tl.int64) * outer_stride + (row % inner).to(tl.int64) * inner_stride
 
 

@@ -1,4 +1,4 @@
-"""What the sampler is given and what it returns.
+"""Arguments and results of the sampler.
 
 Shape legend: B rows, V vocabulary, N biased tokens of all rows, S slots.
 """
@@ -18,7 +18,7 @@ TEMPERATURE_RULE = f"0 (greedy) or at least {SMALLEST_TEMPERATURE}, and finite"
 
 
 def is_temperature(value_B: torch.Tensor) -> torch.Tensor:
-    """Whether each number is allowed as a temperature: `TEMPERATURE_RULE`."""
+    """True where a number is allowed as a temperature: `TEMPERATURE_RULE`."""
     return (value_B == 0) | ((value_B >= SMALLEST_TEMPERATURE) & value_B.isfinite())
 
 
@@ -57,7 +57,7 @@ class LogitBias:
 
 @dataclass(frozen=True, slots=True)
 class SampleSettings:
-    """How the token of each row is drawn; float64, `top_k_B` int64, on the CPU.
+    """Sampling parameters of each row; float64, `top_k_B` int64, on the CPU.
 
     `temperature_B`: 0 is greedy, which no filter applies to. `top_k_B = 0`, `top_p_B = 1`, `min_p_B = 0` and
     `repetition_penalty_B = 1` are off.
@@ -128,7 +128,7 @@ class SampleSettings:
 
 @dataclass(frozen=True, slots=True)
 class NoiseKeys:
-    """What the noise of each row is a function of, and of nothing else: int64, on the CPU.
+    """Keys of the noise of each row, which depends on nothing else: int64, on the CPU.
 
     Token `position_B` of completion `sample_B` of prompt `prompt_B` (each in [0, 2^32)) under `seed_B` (from 0 on).
     """
@@ -153,7 +153,7 @@ class NoiseKeys:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Which tokens the repetition penalty applies to: row b of the logits reads `mask_SV[slot_B[b]]`, bool.
+    """Tokens that the repetition penalty applies to: row b of the logits reads `mask_SV[slot_B[b]]`, bool.
 
     A slot's mask is made once and gets one entry for each token that is drawn, so no step costs more than its rows.
     """

@@ -47,7 +47,7 @@ MAX_REGISTERS = 128
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What is drawn from, all on one device; rows of logits are dense.
+    """Inputs of the draw, all on one device; rows of logits are dense.
 
     `settings_B4` float64: temperature, top_p, min_p, repetition penalty. `integers_B6` int64: top_k, row of `seen_SV`,
     seed, prompt, sample, position. `changed_BV`: the logits with a bias, None for none. `seen_SV`: bool, or None.
