@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from tunesmith.config.schema import AnyRecipe, BestOfNRecipe, DPORecipe, GRPORecipe, PPORecipe, RewardRecipe, SFTRecipe
+from tunesmith.config.schema import BestOfNRecipe, DPORecipe, GRPORecipe, PPORecipe, Recipe, RewardRecipe, SFTRecipe
 from tunesmith.schema.records import Pair, Prompt
 from tunesmith.trainers import setup
 from tunesmith.trainers.api import Inputs, StepResult
@@ -113,7 +113,7 @@ def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 class Started:
     """A task and its learner before the first step; attributes of both, those of the learner first."""
 
-    def __init__(self, cfg: AnyRecipe, **inputs: Any) -> None:
+    def __init__(self, cfg: Recipe, **inputs: Any) -> None:
         self.cfg = cfg
         self.task: Any = ALGORITHMS[cfg.algorithm](cfg, Inputs(**inputs), setup.prepare(cfg))
         self.learner: Any = self.task.build()
@@ -126,7 +126,7 @@ class Started:
         return getattr(self.learner if hasattr(self.learner, name) else self.task, name)
 
 
-def training(cfg: AnyRecipe, resume: Path | None = None, **inputs: Any) -> RunResult:
+def training(cfg: Recipe, resume: Path | None = None, **inputs: Any) -> RunResult:
     """A run without a progress bar."""
     return run(cfg, Inputs(**inputs), progress=False, resume=resume)
 

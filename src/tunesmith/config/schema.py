@@ -201,8 +201,6 @@ def check_horizon(kl: KLSection, rollout: RolloutSection, section: str) -> None:
         )
 
 
-AnyRecipe = Recipe
-
 RECIPES: dict[str, type[Recipe]] = {
     recipe.model_fields["algorithm"].default: recipe
     for recipe in (SFTRecipe, RewardRecipe, DPORecipe, PPORecipe, GRPORecipe, BestOfNRecipe, LiveRecipe)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from tunesmith.config.schema import AnyRecipe, PolicyRecipe
+from tunesmith.config.schema import PolicyRecipe, Recipe
 from tunesmith.models.load import count_parameters
 from tunesmith.models.loaded import PreTrainedModel
 from tunesmith.models.lora import has_adapters
@@ -43,7 +43,7 @@ class Estimate:
 
 def training_estimate(
     model: PreTrainedModel,
-    cfg: AnyRecipe,
+    cfg: Recipe,
     *,
     step_tokens: int,
     micro_tokens: int,
@@ -145,7 +145,7 @@ def _num_trained(model: PreTrainedModel) -> int:
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
-def _optimizer_bytes(model: PreTrainedModel, num_trained: int, cfg: AnyRecipe) -> int:
+def _optimizer_bytes(model: PreTrainedModel, num_trained: int, cfg: Recipe) -> int:
     """Two moments and a float32 gradient, and a float32 master for 16-bit weights."""
     return moment_bytes(num_trained, cfg.optimizer) + num_trained * (4 if model.dtype.itemsize == 4 else 8)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.config.load import Resolved, load_recipe, read_algorithm
-from tunesmith.config.schema import AnyRecipe
+from tunesmith.config.schema import Recipe
 from tunesmith.core.errors import RunError
 from tunesmith.core.log import get_logger
 from tunesmith.runs.environment import package_versions
@@ -55,7 +55,7 @@ def checked_folder(run_dir: Path) -> Path:
     return run_dir
 
 
-def with_threads(recipe: AnyRecipe, run_dir: Path) -> AnyRecipe:
+def with_threads(recipe: Recipe, run_dir: Path) -> Recipe:
     """`recipe` with the number of threads that the run began with: sums depend on it in their last bits."""
     num_threads = recipe.run.num_threads or _facts(run_dir)["num_cores"]
     return recipe.model_copy(update={"run": recipe.run.model_copy(update={"num_threads": num_threads})})
@@ -72,7 +72,7 @@ def _facts(run_dir: Path) -> Mapping[str, Any]:
         ) from error
 
 
-def _recipes(run_dir: Path, overrides: Mapping[str, object], origins: Mapping[str, str]) -> tuple[AnyRecipe, Resolved]:
+def _recipes(run_dir: Path, overrides: Mapping[str, object], origins: Mapping[str, str]) -> tuple[Recipe, Resolved]:
     file = run_dir / "recipe.yaml"
     algorithm = read_algorithm(file)
     old = load_recipe(algorithm, file=file).recipe
@@ -90,7 +90,7 @@ def _check_inputs(run_dir: Path, inputs: Inputs) -> None:
             )
 
 
-def _check_unfinished(run_dir: Path, old: AnyRecipe, new: AnyRecipe) -> None:
+def _check_unfinished(run_dir: Path, old: Recipe, new: Recipe) -> None:
     if (run_dir / "result.json").is_file() and old.run.steps == new.run.steps:
         raise RunError(f"{run_dir} has ended; to train it further, give more steps: --run.steps N")
 

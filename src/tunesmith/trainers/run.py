@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tunesmith.config.schema import AnyRecipe
+from tunesmith.config.schema import Recipe
 from tunesmith.data.sets import Facts
 from tunesmith.models.export import ModelCard
 from tunesmith.trainers import setup
@@ -124,7 +124,7 @@ algorithm, inputs from Python, and a device."""
 
 
 def run(
-    cfg: AnyRecipe,
+    cfg: Recipe,
     inputs: Inputs | None = None,
     *,
     provenance: Mapping[str, str] | None = None,
@@ -199,7 +199,7 @@ class Preview:
     sample: str
 
 
-def preview(cfg: AnyRecipe) -> Preview:
+def preview(cfg: Recipe) -> Preview:
     """Model, data and memory of a run of `cfg`, without training.
 
     Raises:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from tunesmith.config.schema import AnyRecipe, PolicyRecipe
+from tunesmith.config.schema import PolicyRecipe, Recipe
 from tunesmith.core.errors import RunError, StoppedError, TrainingError
 from tunesmith.core.log import get_logger
 from tunesmith.core.trace import Trace, trace
@@ -71,7 +71,7 @@ class Session:
 
     def __init__(
         self,
-        cfg: AnyRecipe,
+        cfg: Recipe,
         folder: RunFolder,
         job: "Job",
         stop: StopRequest,
@@ -278,7 +278,7 @@ class Session:
 
 @contextmanager
 def open_session(
-    cfg: AnyRecipe,
+    cfg: Recipe,
     job: Job,
     *,
     provenance: Mapping[str, str] | None,
@@ -343,7 +343,7 @@ def require_space(folder: Path, learner: Learner, num_checkpoints: int) -> None:
 
 
 @contextmanager
-def _memory_advice(cfg: AnyRecipe, times: Trace, run_dir: Path) -> Iterator[None]:
+def _memory_advice(cfg: Recipe, times: Trace, run_dir: Path) -> Iterator[None]:
     """Turn a failed allocation in the block into a TrainingError that names the stage and the setting to lower."""
     try:
         yield
@@ -363,7 +363,7 @@ def is_memory_error(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _MEMORY_ERRORS)
 
 
-def _setting_to_lower(cfg: AnyRecipe, stage: str) -> str:
+def _setting_to_lower(cfg: Recipe, stage: str) -> str:
     if isinstance(cfg, PolicyRecipe) and stage.split("/")[0] in ("rollout", "evaluate"):
         rollout = cfg.rollout
         if rollout.backend == "native":
