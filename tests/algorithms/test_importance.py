@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tunesmith.algorithms.policy_loss import importance_correction
-from tunesmith.config.rollout_sections import ImportanceSection
+from tunesmith.config.sections import ImportanceSection
 from tunesmith.core.errors import InputError
 from tunesmith.kernels.sample import torch_impl
 from tunesmith.kernels.sample.records import SampleSettings

@@ -8,7 +8,7 @@ import torch
 from pydantic import ValidationError
 
 from tunesmith.batch.rollout import Group
-from tunesmith.config.rollout_sections import RewardSource
+from tunesmith.config.sections import RewardSource
 from tunesmith.core.errors import RewardError
 from tunesmith.core.trace import span, trace
 from tunesmith.rewards.builtin import SimulatedRater

@@ -1,6 +1,6 @@
 import pytest
 
-from tunesmith.config.rollout_sections import RewardSource
+from tunesmith.config.sections import RewardSource
 from tunesmith.core.errors import RewardError
 from tunesmith.rewards.scorer import Scorer
 

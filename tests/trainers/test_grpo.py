@@ -15,8 +15,8 @@ from recipes import PROMPTS, groups_of, grpo_recipe, training
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tunesmith.batch.rollout import Completion
-from tunesmith.config.rollout_sections import RewardSource
 from tunesmith.config.schema import GRPORecipe
+from tunesmith.config.sections import RewardSource
 from tunesmith.core.errors import InputError, TrainingError
 from tunesmith.core.trace import trace
 from tunesmith.rewards.sources import RewardLike

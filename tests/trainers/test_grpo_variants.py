@@ -10,7 +10,7 @@ from grpo_oracle import Recorder
 from grpo_steps import build, checked_step, low_ids, low_share, weights_of
 from recipes import PROMPTS, groups_of, grpo_recipe
 
-from tunesmith.config.rollout_sections import RewardSource
+from tunesmith.config.sections import RewardSource
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from recipes import PROMPTS, Started, groups_of, ppo_recipe, training
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tunesmith.config.rollout_sections import RewardSource
+from tunesmith.config.sections import RewardSource
 from tunesmith.core.errors import InputError, TrainingError
 from tunesmith.runs.checkpoint import list_steps, load
 from tunesmith.runs.folder import read_jsonl

@@ -22,26 +22,27 @@ from tunesmith.config.algorithm_sections import (
     DPOSection,
     GRPOSection,
     KLSection,
-    PPOSection,
-    RewardEvaluationSection,
-    RewardTrainerSection,
-    SFTSection,
-)
-from tunesmith.config.live_sections import (
     LivePPOSection,
     LivePromptsSection,
     LiveRolloutSection,
     LiveSection,
     OnlineDPOSection,
+    PPOSection,
+    RewardEvaluationSection,
+    RewardTrainerSection,
+    SFTSection,
 )
-from tunesmith.config.rollout_sections import EvaluationSection, GRPORolloutSection, RewardSource, RolloutSection
 from tunesmith.config.sections import (
     AlarmsSection,
     DemonstrationsSection,
+    EvaluationSection,
+    GRPORolloutSection,
     ModelSection,
     OptimizerSection,
     PairsSection,
     PromptsSection,
+    RewardSource,
+    RolloutSection,
     RunSection,
     Section,
 )

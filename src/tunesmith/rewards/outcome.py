@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Literal, Protocol, get_args, runtime_checkable
 
 from tunesmith.batch.rollout import Completion, Group
-from tunesmith.config.rollout_sections import OnError
+from tunesmith.config.sections import OnError
 from tunesmith.core.errors import RewardError
 from tunesmith.schema.records import Prompt
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tunesmith.batch.rollout import Group
-from tunesmith.config.rollout_sections import OnError, RewardSource
+from tunesmith.config.sections import OnError, RewardSource
 from tunesmith.core.errors import RewardError
 from tunesmith.core.log import get_logger
 from tunesmith.core.trace import span

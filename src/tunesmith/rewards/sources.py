@@ -13,7 +13,7 @@ from types import ModuleType
 
 import torch
 
-from tunesmith.config.rollout_sections import RewardSource
+from tunesmith.config.sections import RewardSource
 from tunesmith.core.errors import ModelError, RewardError
 from tunesmith.models.heads import RewardModel
 from tunesmith.models.load import load_reward_model

@@ -20,8 +20,8 @@ from tunesmith.batch.pack import PolicyBatch, Sequences, chunks, pack, select
 from tunesmith.batch.rollout import Group, SamplingParams
 from tunesmith.batch.upload import Uploader
 from tunesmith.config.algorithm_sections import GRPOSection, KLSection, PPOSection
-from tunesmith.config.rollout_sections import EvaluationSection, ImportanceSection, RolloutSection
 from tunesmith.config.schema import PolicyRecipe
+from tunesmith.config.sections import EvaluationSection, ImportanceSection, RolloutSection
 from tunesmith.core.errors import DataError
 from tunesmith.core.log import get_logger
 from tunesmith.core.seeds import derive, items_at, permutation

@@ -18,9 +18,8 @@ from typing import Any, Literal, get_args
 from tunesmith.batch.pack import chunks
 from tunesmith.batch.rollout import Group, SamplingParams
 from tunesmith.config.load import load_recipe
-from tunesmith.config.rollout_sections import RewardSource
 from tunesmith.config.schema import PolicyRecipe, RewardRecipe
-from tunesmith.config.sections import PromptsSection
+from tunesmith.config.sections import PromptsSection, RewardSource
 from tunesmith.core.errors import InputError
 from tunesmith.core.seeds import derive
 from tunesmith.data.pairs import write_pairs

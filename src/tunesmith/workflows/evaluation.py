@@ -13,9 +13,8 @@ import torch
 from tunesmith.batch.pack import chunks, pack
 from tunesmith.batch.rollout import Group, SamplingParams
 from tunesmith.config.load import load_recipe, read_algorithm
-from tunesmith.config.rollout_sections import RewardSource
 from tunesmith.config.schema import RewardRecipe
-from tunesmith.config.sections import ModelSection, PairsSection, PromptsSection
+from tunesmith.config.sections import ModelSection, PairsSection, PromptsSection, RewardSource
 from tunesmith.core.errors import InputError
 from tunesmith.data.prompts import load_prompts
 from tunesmith.data.sets import preference_sets

@@ -16,8 +16,7 @@ from statistics import quantiles
 
 from tunesmith.batch.rollout import SamplingParams
 from tunesmith.config.load import load_live
-from tunesmith.config.rollout_sections import RewardSource
-from tunesmith.config.sections import LoraSection
+from tunesmith.config.sections import LoraSection, RewardSource
 from tunesmith.core.errors import InputError
 from tunesmith.core.seeds import derive
 from tunesmith.data import sets

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from tunesmith.batch.rollout import SamplingParams
 from tunesmith.config.load import load_recipe
-from tunesmith.config.rollout_sections import RewardSource
 from tunesmith.config.schema import PPORecipe, RewardRecipe, SFTRecipe
+from tunesmith.config.sections import RewardSource
 from tunesmith.core.errors import DataError
 from tunesmith.core.seeds import derive, permutation
 from tunesmith.data.collate import prefix_prompts
