@@ -118,6 +118,6 @@ def test_ctrl_c_ends_with_130_and_no_traceback(
     def interrupted() -> list[str]:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tunesmith.config.recipes.names", interrupted)
+    monkeypatch.setattr("tunesmith.cli.recipes.shipped_names", interrupted)
     assert main(["recipes", "ls"]) == 130
     assert capsys.readouterr().err == "\ninterrupted\n"

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.config.load import Resolved, algorithm_of, load_recipe, parse_overrides, resolve
+from tunesmith.config.load import Resolved, algorithm_of, load_recipe, parse_overrides
 from tunesmith.config.schema import PPORecipe, RewardRecipe
 from tunesmith.config.yaml_text import parse
 from tunesmith.core.errors import ConfigError
@@ -20,8 +20,9 @@ def ppo(*words: str) -> PPORecipe:
 
 
 def problems(*words: str, file: Path | None = None) -> list[str]:
-    overrides = parse_overrides("ppo", words)
-    return [str(p) for p in resolve("ppo", file=file, overrides=overrides.values, origins=overrides.origins)[1]]
+    with pytest.raises(ConfigError) as caught:
+        load_ppo(*words, file=file)
+    return list(caught.value.problems)
 
 
 def test_without_any_source_every_value_is_a_default() -> None:

@@ -64,8 +64,7 @@ def live(words: Sequence[str]) -> None:
     overrides = parse_overrides("live", unknown)
     for key, value in (("model", options.model), ("prompts", options.prompts), ("run.seed", options.seed)):
         if value is not None:
-            overrides.values[key] = value
-            overrides.origins[key] = f"command line --{key.rpartition('.')[2]}"
+            overrides.put(key, value, key.rpartition(".")[2])
     with reporting(as_json=options.json) as output:
         if options.simulate:
             _simulate(options, unknown, output)
@@ -81,22 +80,20 @@ def seconds(text: str) -> float:
     return float(found[1]) * _UNITS_S[found[2]]
 
 
-def _recipe(options: LiveOptions) -> str | None:
-    """Name of the shipped recipe, if any; SmolLM2 has a default one."""
-    is_plain = options.recipe is None and options.config is None
-    return _RECIPE if is_plain and options.model in (None, _SMOLLM2) else options.recipe
-
-
 def _train(options: LiveOptions, overrides: "Overrides", output: Output) -> None:
-    from tunesmith.config.load import load_live
+    from tunesmith.config.load import load_recipe
+    from tunesmith.config.schema import LiveRecipe
 
-    overrides.values["live.dir"], overrides.origins["live.dir"] = str(options.dir), "command line --dir"
-    cfg, provenance = load_live(
-        recipe=_recipe(options), file=options.config, overrides=overrides.values, origins=overrides.origins
+    is_plain = options.recipe is None and options.config is None
+    recipe = _RECIPE if is_plain and options.model in (None, _SMOLLM2) else options.recipe
+    overrides.put("live.dir", str(options.dir), "dir")
+    loaded = load_recipe(
+        "live", recipe=recipe, file=options.config, overrides=overrides.values, origins=overrides.origins
     )
+    assert isinstance(loaded.recipe, LiveRecipe)
     from tunesmith.live import loop as live
 
-    result = live.run(cfg, provenance=provenance)
+    result = live.run(loaded.recipe, provenance=loaded.provenance)
     output.say(f"version {result.serving} has learnt from {result.votes} votes in {result.updates} updates")
     output.say(f"folder   {options.dir}")
     if result.path:

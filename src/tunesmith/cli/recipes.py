@@ -1,13 +1,16 @@
 """`tunesmith recipes ls | show | cp | keys` and `tunesmith validate`: shipped recipes, recipe keys, recipe checks."""
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
 from tunesmith.cli.options import Positional, flag, parse
 from tunesmith.cli.output import reporting
-from tunesmith.config import recipes
+from tunesmith.config.keys import did_you_mean, leaves
+from tunesmith.config.load import load_recipe, read_algorithm, schema_of, shipped_names, shipped_text
+from tunesmith.config.schema import RECIPES
 from tunesmith.core.errors import ConfigError, InputError
 
 
@@ -37,22 +40,18 @@ class CopyOptions:
 class KeysOptions:
     """List every key of a recipe, with type, default and meaning. Each is a flag of `tunesmith train` too."""
 
-    algorithm: Annotated[str, Positional, flag("sft, reward, dpo, ppo, grpo or live.", metavar="ALGORITHM")]
+    algorithm: Annotated[str, Positional, flag(f"One of {', '.join(RECIPES)}.", metavar="ALGORITHM")]
     json: Annotated[bool, flag("Print one JSON object.")] = False
 
 
 def ls(words: Sequence[str]) -> None:
     """Run `tunesmith recipes ls`."""
     options = parse(ListOptions, words, "recipes ls")
-    from tunesmith.config.load import algorithm_of, load_recipe
-    from tunesmith.config.yaml_text import parse as parse_yaml
-
     with reporting(as_json=options.json) as output:
         rows: list[dict[str, str]] = []
-        for name in recipes.names():
-            algorithm = algorithm_of(parse_yaml(recipes.text(name), name), name)
-            recipe = load_recipe(algorithm, recipe=name).recipe
-            rows.append({"name": name, "algorithm": algorithm, "description": recipe.description})
+        for name in shipped_names():
+            recipe = load_recipe(read_algorithm(name), recipe=name).recipe
+            rows.append({"name": name, "algorithm": recipe.algorithm, "description": recipe.description})
         for row in rows:
             command = row["algorithm"] if row["algorithm"] == "live" else f"train {row['algorithm']}"
             output.say(f"{row['name']:<24} {command:<14} {row['description']}")
@@ -62,13 +61,13 @@ def ls(words: Sequence[str]) -> None:
 def show(words: Sequence[str]) -> None:
     """Run `tunesmith recipes show`."""
     options = parse(ShowOptions, words, "recipes show")
-    print(recipes.text(options.name), end="")
+    print(shipped_text(options.name), end="")
 
 
 def cp(words: Sequence[str]) -> None:
     """Run `tunesmith recipes cp`."""
     options = parse(CopyOptions, words, "recipes cp")
-    text = recipes.text(options.name)
+    text = shipped_text(options.name)
     dest = Path(options.dest or ".").expanduser()
     if dest.is_dir():
         dest /= f"{options.name}.yaml"
@@ -85,23 +84,18 @@ def cp(words: Sequence[str]) -> None:
 def keys(words: Sequence[str]) -> None:
     """Run `tunesmith recipes keys`."""
     options = parse(KeysOptions, words, "recipes keys")
-    from tunesmith.config.keys import leaves
-    from tunesmith.config.load import schema_of
-
     name = options.algorithm
-    if name in recipes.names():
+    if name in shipped_names():
         raise ConfigError(
-            f"{name!r} is a recipe; `tunesmith recipes show {name}` prints it. Give sft, reward, dpo, ppo or grpo here"
+            f"{name!r} is a recipe; `tunesmith recipes show {name}` prints it. Give one of {', '.join(RECIPES)} here"
         )
     with reporting(as_json=options.json) as output:
         found = list(leaves(schema_of(name)))
-        section = ""
-        for key in found:
-            if key.path.partition(".")[0] != section:
-                section = key.path.partition(".")[0]
-                output.say("")
-            output.say(f"--{key.path}\n    {key.type}; default {key.default}\n    {key.description}")
-        output.finish({"keys": [{slot: getattr(key, slot) for slot in key.__slots__} for key in found]})
+        for _, keys_of_section in itertools.groupby(found, lambda key: key.path.partition(".")[0]):
+            output.say("")
+            for key in keys_of_section:
+                output.say(f"--{key.path}\n    {key.type}; default {key.default}\n    {key.description}")
+        output.finish({"keys": list(map(asdict, found))})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,9 +121,7 @@ class Verdict:
 def validate(words: Sequence[str]) -> None:
     """Run `tunesmith validate`."""
     options = parse(ValidateOptions, words, "validate")
-    from tunesmith.config import recipes
-
-    targets = [*options.targets, *(recipes.names() if options.all else [])]
+    targets = [*options.targets, *(shipped_names() if options.all else [])]
     if not targets:
         raise InputError("nothing to check; give a file, the name of a recipe, or --all")
     with reporting(as_json=options.json) as output:
@@ -139,32 +131,27 @@ def validate(words: Sequence[str]) -> None:
             for problem in verdict.problems:
                 output.say(f"       {problem}")
         bad = [verdict for verdict in verdicts if verdict.problems]
-        rows = [{slot: getattr(verdict, slot) for slot in verdict.__slots__} for verdict in verdicts]
-        output.finish({"num_checked": len(verdicts), "num_wrong": len(bad), "recipes": rows})
+        output.finish(
+            {"num_checked": len(verdicts), "num_wrong": len(bad), "recipes": [asdict(verdict) for verdict in verdicts]}
+        )
     if bad:
         raise InputError(f"{len(bad)} of {len(verdicts)} recipes {'is' if len(bad) == 1 else 'are'} wrong")
 
 
 def check(target: str) -> Verdict:
     """The verdict on a shipped recipe, by name, or on a file."""
-    from tunesmith.config import recipes
-    from tunesmith.config.keys import did_you_mean
-    from tunesmith.config.load import algorithm_of, resolve
-    from tunesmith.config.yaml_text import parse as parse_yaml
-    from tunesmith.config.yaml_text import read
-
     algorithm = ""
     file = Path(target).expanduser()
     try:
-        if target in recipes.names():
-            algorithm = algorithm_of(parse_yaml(recipes.text(target), f"recipe {target}"), f"recipe {target}")
-            problems = resolve(algorithm, recipe=target)[1]
+        if target in shipped_names():
+            algorithm = read_algorithm(target)
+            load_recipe(algorithm, recipe=target)
         elif file.exists():
-            algorithm = algorithm_of(parse_yaml(read(file), target), target)
-            problems = resolve(algorithm, file=file)[1]
+            algorithm = read_algorithm(file)
+            load_recipe(algorithm, file=file)
         else:
-            hint = did_you_mean(target, recipes.names())
+            hint = did_you_mean(target, shipped_names())
             raise ConfigError(f"there is no file and no recipe {target!r}{hint}")
     except ConfigError as error:
-        return Verdict(target, algorithm, (str(error),))
-    return Verdict(target, algorithm, tuple(map(str, problems)))
+        return Verdict(target, algorithm, error.problems)
+    return Verdict(target, algorithm, ())

@@ -93,12 +93,10 @@ def _resolve(algorithm: str, data: str, options: _TrainOptions, unknown: Sequenc
     for name in ("model", data, "reward", "steps", "seed", "report_to"):
         value = getattr(options, name, None)
         if value not in (None, ()):
-            path = FLAGS.get(name, name)
-            overrides.values[path] = [*value] if name in ("reward", "report_to") else value
-            overrides.origins[path] = f"command line --{name.replace('_', '-')}"
+            flag = name.replace("_", "-")
+            overrides.put(FLAGS.get(name, name), [*value] if name in ("reward", "report_to") else value, flag)
     if options.skip_bad:
-        path = f"{data}.skip_bad"
-        overrides.values[path], overrides.origins[path] = True, "command line --skip-bad"
+        overrides.put(f"{data}.skip_bad", True, "skip-bad")
     return load_recipe(
         algorithm, recipe=options.recipe, file=options.config, overrides=overrides.values, origins=overrides.origins
     )

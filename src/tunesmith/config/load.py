@@ -2,21 +2,38 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import resources
 from pathlib import Path
 from typing import cast
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from tunesmith.config import recipes
 from tunesmith.config.keys import did_you_mean, item_of, section_of
 from tunesmith.config.merge import Layers, Origin, Problem
-from tunesmith.config.schema import RECIPES, LiveRecipe, Recipe
+from tunesmith.config.schema import RECIPES, Recipe
 from tunesmith.config.sections import Section
 from tunesmith.config.yaml_text import Document, is_mapping, parse, read
 from tunesmith.core.errors import ConfigError
 
 DEFAULT: Origin = "default"
+_SUFFIX = ".yaml"
+
+
+def shipped_names() -> list[str]:
+    """Names of the recipes that come with Tunesmith, sorted."""
+    files = resources.files("tunesmith.config").joinpath("recipes").iterdir()
+    return sorted(file.name.removesuffix(_SUFFIX) for file in files if file.name.endswith(_SUFFIX))
+
+
+def shipped_text(name: str) -> str:
+    """The YAML text of the shipped recipe `name`; ConfigError with the allowed names if there is none."""
+    known = shipped_names()
+    if name not in known:
+        if name.endswith((_SUFFIX, ".yml")) or "/" in name:
+            raise ConfigError(f"{name!r} is no shipped recipe; a file of your own goes to --config")
+        raise ConfigError(f"there is no recipe {name!r}{did_you_mean(name, known)}; there are {', '.join(known)}")
+    return resources.files("tunesmith.config").joinpath("recipes", name + _SUFFIX).read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,44 +58,21 @@ def load_recipe(
     the source of an override; without an entry it is `command line --<path>`. An empty `run.name` takes the name of
     the file or recipe. ConfigError names all unknown keys and bad values, with path, origin and what is allowed.
     """
-    resolved, problems = resolve(algorithm, recipe=recipe, file=file, overrides=overrides, origins=origins)
-    if resolved is None:
-        raise ConfigError(in_words(problems))
-    return resolved
-
-
-def load_live(
-    *,
-    recipe: str | None = None,
-    file: Path | None = None,
-    overrides: Mapping[str, object] | None = None,
-    origins: Mapping[str, Origin] | None = None,
-) -> tuple[LiveRecipe, dict[str, Origin]]:
-    """The recipe of `tunesmith live` and the origin of each key; arguments and errors as in `load_recipe`."""
-    resolved = load_recipe("live", recipe=recipe, file=file, overrides=overrides, origins=origins)
-    assert isinstance(resolved.recipe, LiveRecipe)
-    return resolved.recipe, resolved.provenance
-
-
-def resolve(
-    algorithm: str,
-    *,
-    recipe: str | None = None,
-    file: Path | None = None,
-    overrides: Mapping[str, object] | None = None,
-    origins: Mapping[str, Origin] | None = None,
-) -> tuple[Resolved | None, list[Problem]]:
-    """As `load_recipe`, but problems are returned, and None if there are any. Unreadable files raise."""
     layers = Layers(schema_of(algorithm))
-    for name, label, document in _documents(recipe, file):
+    documents: list[tuple[str, Origin, Document]] = []
+    if recipe is not None:
+        documents.append((f"recipe {recipe}", f"recipe {recipe}", parse(shipped_text(recipe), f"recipe {recipe}")))
+    if file is not None:
+        documents.append((str(file), f"file {file}", parse(read(file), str(file))))
+    for name, origin, document in documents:
         _expect_algorithm(algorithm, name, document)
-        layers.add_document(document, label)
+        layers.add_document(document, origin)
     given = dict(overrides or {})
     for path in sorted(given, key=lambda path: path.count(".")):
         layers.add_override(path, given[path], (origins or {}).get(path, f"command line --{path}"))
-    default_name = file.stem if file else recipe or algorithm
-    if not _run_of(layers).get("name"):
-        _run_of(layers)["name"] = default_name
+    run = cast(dict[str, object], layers.tree.setdefault("run", {}))
+    if not run.get("name"):
+        run["name"] = file.stem if file else recipe or algorithm
         layers.origins["run.name"] = "name of the file" if file else "name of the recipe" if recipe else DEFAULT
     return _validated(layers)
 
@@ -106,9 +100,10 @@ def algorithm_of(document: Document, name: str) -> str:
     return fitting[0]
 
 
-def read_algorithm(file: Path) -> str:
-    """The algorithm of the recipe in `file`; ConfigError if it cannot be read or determined."""
-    return algorithm_of(parse(read(file), str(file)), str(file))
+def read_algorithm(recipe: Path | str) -> str:
+    """The algorithm of a recipe, a file or a shipped name; ConfigError if it cannot be read or determined."""
+    text = read(recipe) if isinstance(recipe, Path) else shipped_text(recipe)
+    return algorithm_of(parse(text, str(recipe)), str(recipe))
 
 
 def schema_of(algorithm: str) -> type[Recipe]:
@@ -120,22 +115,6 @@ def schema_of(algorithm: str) -> type[Recipe]:
     return RECIPES[algorithm]
 
 
-def in_words(problems: list[Problem]) -> str:
-    """One line for one problem, else a count and a line for each."""
-    if len(problems) == 1:
-        return str(problems[0])
-    return "\n".join([f"{len(problems)} problems in the recipe", *(f"  {problem}" for problem in problems)])
-
-
-def _documents(recipe: str | None, file: Path | None) -> list[tuple[str, Origin, Document]]:
-    documents: list[tuple[str, Origin, Document]] = []
-    if recipe is not None:
-        documents.append((f"recipe {recipe}", f"recipe {recipe}", parse(recipes.text(recipe), f"recipe {recipe}")))
-    if file is not None:
-        documents.append((str(file), f"file {file}", parse(read(file), str(file))))
-    return documents
-
-
 def _expect_algorithm(algorithm: str, name: str, document: Document) -> None:
     if is_mapping(document.data) and "algorithm" in document.data:
         found = algorithm_of(document, name)
@@ -143,20 +122,15 @@ def _expect_algorithm(algorithm: str, name: str, document: Document) -> None:
             raise ConfigError(f"{name} is for `tunesmith train {found}`, not for `tunesmith train {algorithm}`")
 
 
-def _run_of(layers: Layers) -> dict[str, object]:
-    return cast(dict[str, object], layers.tree.setdefault("run", {}))
-
-
-def _validated(layers: Layers) -> tuple[Resolved | None, list[Problem]]:
+def _validated(layers: Layers) -> Resolved:
     problems = list(layers.problems)
     try:
         recipe = layers.schema.model_validate(layers.tree)
+        if not problems:
+            return Resolved(recipe, _provenance(recipe, layers.origins))
     except ValidationError as error:
         problems += [_as_problem(details, layers) for details in _own_errors(error.errors(include_url=False))]
-        recipe = None
-    if recipe is None or problems:
-        return None, list(dict.fromkeys(problems))
-    return Resolved(recipe, _provenance(recipe, layers.origins)), []
+    raise ConfigError(*dict.fromkeys(map(str, problems)))
 
 
 def _own_errors(errors: list[ErrorDetails]) -> list[ErrorDetails]:
@@ -215,6 +189,11 @@ class Overrides:
     values: dict[str, object] = field(default_factory=dict[str, object])
     origins: dict[str, Origin] = field(default_factory=dict[str, Origin])
 
+    def put(self, path: str, value: object, flag: str) -> None:
+        """Set the key at `path` to `value`, which `--flag` gave."""
+        self.values[path] = value
+        self.origins[path] = f"command line --{flag}"
+
 
 def parse_overrides(algorithm: str, words: Sequence[str]) -> Overrides:
     """The overrides in `words`; ConfigError for a word that belongs to no flag, or a flag without a value.
@@ -235,8 +214,7 @@ def parse_overrides(algorithm: str, words: Sequence[str]) -> Overrides:
             value, position = _value_at(words, position)
         path = flag.replace("-", "_")
         path = FLAGS.get(path, path)
-        overrides.origins[path] = f"command line --{flag}"
-        overrides.values[path] = _with_earlier(schema, path, overrides.values.get(path), value)
+        overrides.put(path, _with_earlier(schema, path, overrides.values.get(path), value), flag)
     return overrides
 
 

@@ -1,7 +1,7 @@
 """Laying recipe, file and command line over the defaults, keeping the origin of each value and all problems."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 from pydantic.fields import FieldInfo
@@ -47,7 +47,7 @@ class Layers:
             self.problems.append(Problem("", f"a recipe is a mapping of sections, not {_kind(document.data)}", name))
             return
         lines = {".".join(map(str, path)): line for path, line in document.lines.items()}
-        self._merge(self.schema, document.data, self.tree, "", _FromFile(name, lines))
+        self._merge(self.schema, document.data, self.tree, "", _Source(name, lines))
 
     def add_override(self, path: str, value: object, origin: Origin) -> None:
         """Lay one value at a dotted path over the tree, for example `reward.0.weight`.
@@ -55,10 +55,10 @@ class Layers:
         Text for a field that is no text is read as YAML (`1e-6`, `[2, 8]`, `null`, JSON).
         """
         keys = [key.replace("-", "_") for key in path.split(".")]
-        self._merge(self.schema, self._nest(self.schema, keys, value), self.tree, "", _FromFlag(origin))
+        self._merge(self.schema, self._nest(self.schema, keys, value), self.tree, "", _Source(origin))
 
     def _nest(self, schema: type[Section], keys: Sequence[str], value: object) -> Tree:
-        """`{a: {b: value}}` for the keys a, b; a number behind a list of sections makes an `_Items`."""
+        """`{a: {b: value}}` for the keys a, b; the index in a list of sections, `{reward: {0: ...}}`, is an integer."""
         name, rest = keys[0], keys[1:]
         if not rest:
             return {name: value}
@@ -66,8 +66,7 @@ class Layers:
         item = section_of(item_of(info.annotation)) if info else None
         nested = section_of(info.annotation) if info else None
         if item and rest[0].isdigit():
-            inner = self._nest(item, rest[1:], value) if rest[1:] else value
-            return {name: _Items({int(rest[0]): inner})}
+            return {name: {int(rest[0]): self._nest(item, rest[1:], value) if rest[1:] else value}}
         if nested:
             return {name: self._nest(nested, rest, value)}
         return {name: {".".join(rest): value}} if info and _is_mapping(info.annotation) else {".".join(keys): value}
@@ -83,9 +82,9 @@ class Layers:
             nested, item = section_of(annotation), section_of(item_of(annotation))
             if nested:
                 self._merge_section(nested, value, cast(Tree, into.setdefault(name, {})), path, source)
-            elif item and isinstance(value, _Items):
-                into.setdefault(name, _dumped(info.get_default()))
-                self._merge_items(item, value, cast(list[object], into[name]), path, source)
+            elif item and is_mapping(value) and any(isinstance(index, int) for index in value):
+                items = into.setdefault(name, [one.model_dump() for one in cast(tuple[Section, ...], info.default)])
+                self._merge_items(item, cast(dict[int, object], value), cast(list[object], items), path, source)
             elif item:
                 into[name] = self._list_of_sections(item, source.read(value, annotation), path, source)
             else:
@@ -116,13 +115,13 @@ class Layers:
                 )
                 return
             value = {schema.SHORTHAND: value}
-            source = source.at(path)
+            source = replace(source, shorthand=path)
         self._merge(schema, value, into, path + ".", source)
 
     def _merge_items(
-        self, schema: type[Section], items: "_Items", into: list[object], path: str, source: "_Source"
+        self, schema: type[Section], items: Mapping[int, object], into: list[object], path: str, source: "_Source"
     ) -> None:
-        for index, value in items.by_index.items():
+        for index, value in items.items():
             if index > len(into):
                 count = f"{len(into)} item{'s' if len(into) != 1 else ''}"
                 self.problems.append(
@@ -154,58 +153,32 @@ class Layers:
 
 
 @dataclass(frozen=True, slots=True)
-class _Items:
-    """Changes to single items of a list, by index."""
+class _Source:
+    """The origin of values: a file with the line of each key, or a flag, whose values may still be text.
 
-    by_index: dict[int, object]
+    `shorthand` is the path of a section that was given as a bare value.
+    """
 
-
-@dataclass(frozen=True, slots=True)
-class _FromFile:
-    """Values that a YAML parser has typed already."""
-
-    name: str
-    lines: Mapping[str, int]
+    name: Origin
+    lines: Mapping[str, int] | None = None
     shorthand: str | None = None
 
     def origin(self, path: str) -> Origin:
-        line = self.lines.get(self.shorthand or path)
+        line = (self.lines or {}).get(self.shorthand or path)
         return f"{self.name}:{line}" if line else self.name
 
-    def at(self, path: str) -> "_FromFile":
-        return _FromFile(self.name, self.lines, path)
+    def read_section(self, value: object) -> object:
+        is_json = self.lines is None and isinstance(value, str) and value.lstrip().startswith("{")
+        return parse_value(str(value)) if is_json else value
 
     def read(self, value: object, annotation: object) -> object:
-        return _as_list(value, annotation)
-
-    def read_section(self, value: object) -> object:
-        return value
-
-
-@dataclass(frozen=True, slots=True)
-class _FromFlag:
-    """Values of a command line, which may still be text."""
-
-    name: Origin
-
-    def origin(self, path: str) -> Origin:
-        return self.name
-
-    def at(self, path: str) -> "_FromFlag":
-        return self
-
-    def read_section(self, value: object) -> object:
-        return parse_value(value) if isinstance(value, str) and value.lstrip().startswith("{") else value
-
-    def read(self, value: object, annotation: object) -> object:
-        if isinstance(value, str) and not holds_text(annotation) and not _is_list_of_bare_words(value, annotation):
-            value = parse_value(value)
-        if is_mapping(value) and _is_mapping(annotation):
-            value = {key: _scalar(item) for key, item in value.items()}
-        return _as_list(value, annotation)
-
-
-_Source = _FromFile | _FromFlag
+        if self.lines is None:
+            if isinstance(value, str) and not holds_text(annotation) and not _is_list_of_bare_words(value, annotation):
+                value = parse_value(value)
+            if is_mapping(value) and _is_mapping(annotation):
+                value = {key: _scalar(item) for key, item in value.items()}
+        # A bare value where a list is meant becomes a list of one.
+        return value if item_of(annotation) is None or value is None or is_list(value) else [value]
 
 
 def _is_mapping(annotation: object) -> bool:
@@ -224,17 +197,6 @@ def _scalar(value: object) -> object:
     """Text as a number, boolean or text, for a value of a free mapping."""
     read = parse_value(value) if isinstance(value, str) else value
     return value if is_mapping(read) or is_list(read) else read
-
-
-def _as_list(value: object, annotation: object) -> object:
-    """A bare value where a list is meant becomes a list of one."""
-    return value if item_of(annotation) is None or value is None or is_list(value) else [value]
-
-
-def _dumped(default: object) -> list[object]:
-    """A default list of sections as plain data."""
-    items = cast(tuple[object, ...], default) if isinstance(default, tuple) else ()
-    return [item.model_dump() if isinstance(item, Section) else item for item in items]
 
 
 def _section_at(schema: type[Section], path: str) -> list[str]:

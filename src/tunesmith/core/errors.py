@@ -18,7 +18,15 @@ class InputError(TunesmithError, ValueError):
 
 
 class ConfigError(InputError):
-    """A recipe, config file or `--a.b value` override is wrong: unknown key, bad value, unreadable file."""
+    """A recipe, config file or `--a.b value` override is wrong: unknown key, bad value, unreadable file.
+
+    The message has a line for each of `problems`.
+    """
+
+    def __init__(self, *problems: str) -> None:
+        self.problems = problems
+        lines = [f"{len(problems)} problems in the recipe", *(f"  {problem}" for problem in problems)]
+        super().__init__(problems[0] if len(problems) == 1 else "\n".join(lines))
 
 
 class DataError(InputError):

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tunesmith.config.load import load_live
+from tunesmith.config.load import load_recipe
+from tunesmith.config.schema import LiveRecipe
 from tunesmith.core.errors import RunError
 from tunesmith.live import loop as live
 from tunesmith.live.loop import LiveResult
@@ -117,9 +118,10 @@ def run_live_demo(out: Path, *, seed: int = 0, announce: Callable[[str], object]
     """
     folder = out / "live"
     folder.mkdir(parents=True, exist_ok=True)
-    cfg, provenance = load_live(recipe="live_smollm2", overrides={"live.dir": str(folder), "run.seed": seed})
+    loaded = load_recipe("live", recipe="live_smollm2", overrides={"live.dir": str(folder), "run.seed": seed})
+    assert isinstance(loaded.recipe, LiveRecipe)
     with server(folder) as served:
         announce(served.login_url)
         if opens_page:
             webbrowser.open(served.login_url)
-        return LiveDemo(folder, live.run(cfg, provenance=provenance))
+        return LiveDemo(folder, live.run(loaded.recipe, provenance=loaded.provenance))

@@ -15,7 +15,8 @@ from pathlib import Path
 from statistics import quantiles
 
 from tunesmith.batch.rollout import SamplingParams
-from tunesmith.config.load import load_live
+from tunesmith.config.load import load_recipe
+from tunesmith.config.schema import LiveRecipe
 from tunesmith.config.sections import LoraSection, RewardSource
 from tunesmith.core.errors import InputError
 from tunesmith.core.seeds import derive
@@ -164,7 +165,8 @@ def hit(before: float, after: float) -> float:
 
 def compare_versions(options: SimulationOptions) -> Comparison:
     """Base model and last version on the held-out prompts, which nothing was trained on, by the lexicon."""
-    cfg, _ = load_live(file=options.folder / "recipe.yaml")
+    cfg = load_recipe("live", file=options.folder / "recipe.yaml").recipe
+    assert isinstance(cfg, LiveRecipe)
     setup.prepare(cfg)
     before = load_policy(cfg.model)
     final = options.folder / "final"
