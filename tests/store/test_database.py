@@ -3,6 +3,7 @@
 import shutil
 import sqlite3
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -27,12 +28,19 @@ def upgrade() -> None:
 '''
 
 
+@pytest.mark.parametrize("is_new", [True, False])
 @pytest.mark.parametrize(("name", "metadata"), [("votes", tables.votes_metadata), ("runs", tables.runs_metadata)])
-def test_the_scripts_make_the_tables_that_the_code_knows(tmp_path: Path, name: str, metadata: MetaData):
+def test_a_new_file_and_one_of_the_first_release_have_the_tables_that_the_code_knows(
+    tmp_path: Path, name: str, metadata: MetaData, is_new: bool
+):
     path = tmp_path / "some.db"
+    if not is_new:
+        with closing(sqlite3.connect(path)) as connection:
+            connection.executescript((Path(__file__).parent / f"{name}_0001.sql").read_text())
     (VoteStore if name == "votes" else RunStore).open(path).close()
     with create_engine(f"sqlite:///{path}").connect() as connection:
         assert compare_metadata(MigrationContext.configure(connection), metadata) == []
+        assert MigrationContext.configure(connection).get_current_revision() == f"{name}_0001"
 
 
 @pytest.mark.parametrize("name", ["votes", "runs"])

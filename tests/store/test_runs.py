@@ -138,9 +138,9 @@ def test_jobs_and_heartbeat_say_what_the_trainer_does(place: Path, runs: RunStor
 
     job = runs.start_job("update", {"votes": 12}, now=1.0)
     assert (runs.num_jobs("update"), runs.num_jobs("train")) == (1, 0)
-    assert stored_jobs() == [(job, "update", "running", 1.0, None, '{"votes": 12}')]
+    assert stored_jobs() == [(job, "update", "running", 1.0, None, '{"votes":12}')]
     runs.end_job(job, "failed", {"why": "NaN"}, now=2.0)
-    assert stored_jobs() == [(job, "update", "failed", 1.0, 2.0, '{"why": "NaN"}')]
+    assert stored_jobs() == [(job, "update", "failed", 1.0, 2.0, '{"why":"NaN"}')]
     runs.beat("drawing", now=1.0)
     runs.beat("updating", now=2.0)
     beat = reader.heartbeat()

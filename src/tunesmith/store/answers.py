@@ -1,6 +1,5 @@
 """Votes, rankings and written answers: append-only rows; a presentation's highest revision is the effective one."""
 
-import json
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -40,7 +39,7 @@ class Answering:
         self._campaign: Campaign = load_campaign(connection, self._item.campaign_id)
         self._answers: Table = votes if self._item.kind == "pair" else rankings
         # Indices of the item's answers from left to right.
-        self._order: list[int] = json.loads(shown.order_json)
+        self._order: tuple[int, ...] = shown.order_json
 
     def vote(self, verdict: Verdict, reason: str, dwell_ms: int | None, request_key: str | None) -> VoteReceipt:
         """Store a verdict; for a ranking only `skip` is allowed."""
@@ -75,7 +74,7 @@ class Answering:
         by_position = [0] * num
         for position, rank in zip(self._order, ranks, strict=True):
             by_position[position] = distinct.index(rank) + 1
-        content = {"verdict": "ranked", "reason": "", "ranks_json": json.dumps(by_position)}
+        content = {"verdict": "ranked", "reason": "", "ranks_json": tuple(by_position)}
         return self._add(content, dwell_ms, request_key)
 
     def withdraw(self) -> VoteReceipt:
@@ -145,17 +144,12 @@ class Answering:
     ) -> VoteReceipt:
         """Insert the revision after `last`."""
         values: dict[str, Any] = {**content, "revision": 1 if last is None else int(last.revision) + 1}
-        result = self._connection.execute(
-            insert(table).values(
-                presentation_id=self._shown.id, created_at=self._now, request_key=request_key, **values
-            )
-        )
-        verdict = values.get("verdict", "written")
-        undo_until = self._now + self._campaign.settings.undo_s
-        return VoteReceipt(new_id(result), self._shown.token, values["revision"], verdict, self._now, undo_until)
+        values |= {"presentation_id": self._shown.id, "created_at": self._now, "request_key": request_key}
+        row_id = new_id(self._connection.execute(insert(table).values(**values)))
+        row = self._connection.execute(select(table).where(table.c.id == row_id)).one()
+        return self._receipt(row, is_repeat=False)
 
-    def _receipt(self, row: Any) -> VoteReceipt:
-        """The receipt of a row that was stored before."""
+    def _receipt(self, row: Any, *, is_repeat: bool = True) -> VoteReceipt:
         return VoteReceipt(
             id=row.id,
             token=self._shown.token,
@@ -163,7 +157,7 @@ class Answering:
             verdict=getattr(row, "verdict", "written"),
             created_at=row.created_at,
             undo_until=row.created_at + self._campaign.settings.undo_s,
-            is_repeat=True,
+            is_repeat=is_repeat,
         )
 
     @property

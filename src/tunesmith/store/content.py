@@ -1,12 +1,11 @@
-"""Encoding of prompts, tokens and texts as columns, and checks of text before it is stored."""
+"""Encoding of values as columns, and checks of text before it is stored."""
 
 import hashlib
 import json
-from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 from tunesmith.core.errors import DataError
-from tunesmith.schema.records import Message, Text
+from tunesmith.schema.records import Text
 
 MAX_NAME = 200
 """Characters of a name: of a campaign, a rater, a source, a request key."""
@@ -40,41 +39,25 @@ def check_content(content: Text, what: str) -> None:
         check_text(text, what)
 
 
-def encode_content(content: Text) -> str:
-    """A prompt as JSON; equal prompts give equal JSON."""
-    plain = content if isinstance(content, str) else [dict(message) for message in content]
-    return json.dumps(plain, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+def encode_json(value: object) -> str:
+    """`value` as JSON; equal values give equal JSON."""
+    return json.dumps(value, default=dict, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
 
 
-def decode_content(encoded: str) -> Text:
-    """The prompt of `encode_content`."""
-    value: object = json.loads(encoded)
-    return value if isinstance(value, str) else tuple(cast(Sequence[Message], value))
+def decode_json(encoded: str) -> Any:
+    """The value of `encode_json`; an array as a tuple."""
+    value: Any = json.loads(encoded)
+    return tuple(cast(list[Any], value)) if isinstance(value, list) else value
 
 
-def content_sha256(encoded: str) -> str:
-    """SHA-256 of an encoded prompt, which identifies it."""
-    return hashlib.sha256(encoded.encode()).hexdigest()
+def prompt_sha256(prompt: Text) -> str:
+    """SHA-256 of a prompt, which identifies it."""
+    return hashlib.sha256(encode_json(prompt).encode()).hexdigest()
 
 
 def token_sha256(token: str) -> str:
     """SHA-256 of an access token. Tokens have at least 128 random bits, so no salt is needed."""
     return hashlib.sha256(token.encode("utf-8", errors="surrogatepass")).hexdigest()
-
-
-def encode_numbers(numbers: Sequence[float] | None) -> str | None:
-    """Token ids or log-probs as JSON, None as None."""
-    return None if numbers is None else json.dumps(list(numbers), separators=(",", ":"))
-
-
-def decode_ints(encoded: str | None) -> tuple[int, ...] | None:
-    """Integers of `encode_numbers`."""
-    return None if encoded is None else tuple(cast(Sequence[int], json.loads(encoded)))
-
-
-def decode_floats(encoded: str | None) -> tuple[float, ...] | None:
-    """Floats of `encode_numbers`."""
-    return None if encoded is None else tuple(cast(Sequence[float], json.loads(encoded)))
 
 
 def _fault(text: str) -> str | None:

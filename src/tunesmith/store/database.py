@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Literal, Self, TypeVar
 from urllib.parse import quote
 
 from filelock import FileLock, Timeout
@@ -19,12 +19,18 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from sqlalchemy.pool import QueuePool, StaticPool
 
 from tunesmith.core.errors import MissingDependencyError, StoreError
+from tunesmith.store.tables import runs_metadata, votes_metadata
+
+if TYPE_CHECKING:
+    from alembic.config import Config
 
 DatabaseName = Literal["votes", "runs"]
 T = TypeVar("T")
 
 REVISIONS: dict[DatabaseName, tuple[str, ...]] = {"votes": ("votes_0001",), "runs": ("runs_0001",)}
 """Schema revisions that this release knows, oldest first: the names of the scripts in `migrations/`."""
+
+_METADATA = {"votes": votes_metadata, "runs": runs_metadata}
 
 BUSY_TIMEOUT_S = 10.0
 _LOCK_TIMEOUT_S = 0.2
@@ -224,7 +230,8 @@ def _url_engine(url: str) -> Engine:
 
 
 def _migrate(connection: Connection, name: DatabaseName, place: str) -> None:
-    """Give a database the tables of this release, in one transaction.
+    """Give a database the tables of this release, in one transaction: a new one from `tables.py`, an older one by the
+    scripts that its revision lacks (the Alembic cookbook's "Building an Up to Date Database from Scratch").
 
     Raises StoreError if it is of a newer release, or not one of ours.
     """
@@ -232,8 +239,15 @@ def _migrate(connection: Connection, name: DatabaseName, place: str) -> None:
         revision = _revision(connection, name, place)
         if revision == REVISIONS[name][-1]:
             return
-        _upgrade(connection, name)
-        if revision is None and connection.dialect.name == "sqlite":
+        # Imported here because most starts find the tables up to date.
+        from alembic import command
+
+        if revision is not None:
+            command.upgrade(_alembic_config(connection, name), "head")
+            return
+        _METADATA[name].create_all(connection)
+        command.stamp(_alembic_config(connection, name), "head")
+        if connection.dialect.name == "sqlite":
             _start_ids_at_now(connection)
 
 
@@ -257,9 +271,7 @@ def _revision(connection: Connection, name: DatabaseName, place: str, *, may_hol
     )
 
 
-def _upgrade(connection: Connection, name: DatabaseName) -> None:
-    # Imported here because most starts find the tables up to date.
-    from alembic import command
+def _alembic_config(connection: Connection, name: DatabaseName) -> "Config":
     from alembic.config import Config
 
     folder = Path(__file__).parent / "migrations"
@@ -268,7 +280,7 @@ def _upgrade(connection: Connection, name: DatabaseName) -> None:
     config.set_main_option("script_location", str(folder).replace("%", "%%"))
     config.set_main_option("version_locations", str(folder / name).replace("%", "%%"))
     config.attributes["connection"] = connection
-    command.upgrade(config, "head")
+    return config
 
 
 def _start_ids_at_now(connection: Connection) -> None:

@@ -7,14 +7,11 @@ from typing import Any, TypeVar
 from sqlalchemy import Connection, and_, insert, select, update
 
 from tunesmith.core.errors import DataError
+from tunesmith.schema.records import Text
 from tunesmith.store.content import (
     check_content,
     check_text,
-    content_sha256,
-    decode_floats,
-    decode_ints,
-    encode_content,
-    encode_numbers,
+    prompt_sha256,
 )
 from tunesmith.store.records import Candidate, NewItem, Offer
 from tunesmith.store.tables import candidates, item_candidates, items, new_id, prompts
@@ -60,7 +57,7 @@ def add_items(connection: Connection, campaign_id: int, new: Sequence[NewItem]) 
     """Add items. Given items (without an offer) that exist, in whatever order of their answers, are not added again."""
     for number, item in enumerate(new, start=1):
         check_item(item, f"item {number}")
-    prompt_ids = _prompt_ids(connection, campaign_id, [encode_content(item.prompt) for item in new])
+    prompt_ids = _prompt_ids(connection, campaign_id, [item.prompt for item in new])
     known = _given_items(connection, campaign_id, prompt_ids)
     ids: list[int] = []
     num_new = 0
@@ -103,8 +100,9 @@ def candidates_of_items(connection: Connection, item_ids: Sequence[int]) -> Mapp
     """The answers of each item with tokens and log-probs, by position."""
     found: dict[int, list[Candidate]] = {item_id: [] for item_id in item_ids}
     for row in _answers(connection, item_ids, (item_candidates.c.item_id, *candidates.c)):
-        numbers = decode_ints(row.token_ids_json), decode_floats(row.logps_json)
-        found[row.item_id].append(Candidate(row.text, *numbers, row.weight_version, row.source_id))
+        found[row.item_id].append(
+            Candidate(row.text, row.token_ids_json, row.logps_json, row.weight_version, row.source_id)
+        )
     return found
 
 
@@ -136,15 +134,15 @@ def _item_of(offer: Offer) -> NewItem:
     return NewItem(offer.prompt, offer.candidates, kind=kind, heldout=offer.heldout, offer_id=offer.id)
 
 
-def _prompt_ids(connection: Connection, campaign_id: int, encoded: Sequence[str]) -> list[int]:
+def _prompt_ids(connection: Connection, campaign_id: int, contents: Sequence[Text]) -> list[int]:
     """Id of each prompt, which is inserted if new."""
-    hashes = [content_sha256(content) for content in encoded]
+    hashes = [prompt_sha256(content) for content in contents]
     ids: dict[str, int] = {}
     for chunk in chunks(hashes):
         query = select(prompts.c.sha256, prompts.c.id)
         query = query.where(prompts.c.campaign_id == campaign_id, prompts.c.sha256.in_(chunk))
         ids |= {row.sha256: row.id for row in connection.execute(query)}
-    for digest, content in zip(hashes, encoded, strict=True):
+    for digest, content in zip(hashes, contents, strict=True):
         if digest not in ids:
             values = {"campaign_id": campaign_id, "content_json": content, "sha256": digest}
             ids[digest] = new_id(connection.execute(insert(prompts).values(**values)))
@@ -170,8 +168,8 @@ def _insert(connection: Connection, campaign_id: int, prompt_id: int, item: NewI
     for candidate in item.candidates:
         values = {
             "text": candidate.text,
-            "token_ids_json": encode_numbers(candidate.token_ids),
-            "logps_json": encode_numbers(candidate.logps),
+            "token_ids_json": candidate.token_ids,
+            "logps_json": candidate.logps,
             "weight_version": candidate.weight_version,
             "source_id": check_text(candidate.source_id, "the source of an answer")[:200],
         }

@@ -3,7 +3,6 @@
 All functions run in the one transaction of the single writer, so counts cannot race.
 """
 
-import json
 import random
 import secrets
 from collections.abc import Sequence
@@ -12,7 +11,6 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Table, and_, exists, func, insert, or_, select, true, update
 
-from tunesmith.store.content import decode_content
 from tunesmith.store.items import texts_of_items
 from tunesmith.store.records import Campaign, Presentation
 from tunesmith.store.tables import items, new_id, presentations, prompts, rankings, votes
@@ -93,7 +91,7 @@ def add_presentation(
             item_id=item_id,
             rater_id=rater_id,
             token=secrets.token_urlsafe(16),
-            order_json=json.dumps(order),
+            order_json=order,
             seed=seed,
             shown_at=shown_at,
             lease_until=lease_until,
@@ -237,12 +235,12 @@ def _num_answers(table: Table) -> Any:
 
 
 def _presentation(row: Any, texts: Sequence[str], campaign: Campaign) -> Presentation:
-    order: list[int] = json.loads(row.order_json)
+    order: tuple[int, ...] = row.order_json
     return Presentation(
         token=row.token,
         campaign_id=campaign.id,
         kind=row.kind,
-        prompt=decode_content(row.content_json),
+        prompt=row.content_json,
         answers=tuple(texts[index] for index in order),
         answer_style=campaign.settings.answer_style,
         shown_at=row.shown_at,

@@ -1,6 +1,5 @@
 """`runs.db`: `RunStore`, the trainer's side and only writer; `RunReader`, the server's read access."""
 
-import json
 import math
 import os
 import socket
@@ -15,15 +14,7 @@ from sqlalchemy import Connection, case, delete, func, insert, select, update
 from sqlalchemy.exc import DBAPIError
 
 from tunesmith.core.errors import StoreError
-from tunesmith.store.content import (
-    check_content,
-    check_name,
-    decode_content,
-    decode_floats,
-    decode_ints,
-    encode_content,
-    encode_numbers,
-)
+from tunesmith.store.content import check_content, check_name
 from tunesmith.store.database import Closeable, OwnedDatabase, ReadOnlyDatabase, failure
 from tunesmith.store.items import check_answers, chunks
 from tunesmith.store.records import Candidate, Heartbeat, Metric, NewOffer, Offer, PolicyVersion, Series
@@ -106,7 +97,7 @@ class RunStore(Closeable):
             "kind": check_name(kind, "a job's kind")[:64],
             "state": "running",
             "created_at": _or_now(now),
-            "detail_json": json.dumps(dict(detail or {})),
+            "detail_json": detail or {},
         }
         return self._transact(lambda connection: new_id(connection.execute(insert(jobs).values(**values))))
 
@@ -125,7 +116,7 @@ class RunStore(Closeable):
         """Mark the end of a job; `detail` replaces that of its start."""
         values: dict[str, object] = {"state": state[:32], "ended_at": _or_now(now)}
         if detail is not None:
-            values["detail_json"] = json.dumps(dict(detail))
+            values["detail_json"] = detail
         self._transact(lambda connection: connection.execute(update(jobs).where(jobs.c.id == job_id).values(**values)))
 
     def beat(self, state: str, now: float | None = None) -> None:
@@ -203,13 +194,13 @@ def _offers_after(connection: Connection, cursor: int, limit: int) -> list[Offer
         query = select(offer_candidates).where(offer_candidates.c.offer_id.in_(chunk))
         for row in connection.execute(query.order_by(offer_candidates.c.offer_id, offer_candidates.c.position)):
             version = versions[row.offer_id]
-            numbers = decode_ints(row.token_ids_json), decode_floats(row.logps_json)
-            answers[row.offer_id].append(Candidate(row.text, *numbers, version, row.source_id or f"policy-{version}"))
+            source = row.source_id or f"policy-{version}"
+            answers[row.offer_id].append(Candidate(row.text, row.token_ids_json, row.logps_json, version, source))
     return [
         Offer(
             id=row.id,
             version=row.version,
-            prompt=decode_content(row.prompt_json),
+            prompt=row.prompt_json,
             candidates=tuple(answers[row.id]),
             heldout=row.heldout,
             created_at=row.created_at,
@@ -224,7 +215,7 @@ def _add_offer(connection: Connection, offer: NewOffer, retires_before: int, now
         insert(offers).values(
             version=offer.version,
             heldout=offer.heldout,
-            prompt_json=encode_content(offer.prompt),
+            prompt_json=offer.prompt,
             retires_before=retires_before,
             created_at=now,
         )
@@ -235,8 +226,8 @@ def _add_offer(connection: Connection, offer: NewOffer, retires_before: int, now
             "offer_id": offer_id,
             "position": position,
             "text": candidate.text,
-            "token_ids_json": encode_numbers(candidate.token_ids),
-            "logps_json": encode_numbers(candidate.logps),
+            "token_ids_json": candidate.token_ids,
+            "logps_json": candidate.logps,
             "source_id": candidate.source_id[:200],
         }
         for position, candidate in enumerate(offer.candidates)

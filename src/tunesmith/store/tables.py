@@ -19,8 +19,11 @@ from sqlalchemy import (
     String,
     Table,
     Text,
+    TypeDecorator,
     UniqueConstraint,
 )
+
+from tunesmith.store.content import decode_json, encode_json
 
 _NAMES = {
     "ix": "ix_%(table_name)s_%(column_0_N_name)s",
@@ -38,6 +41,19 @@ votes_metadata = MetaData(naming_convention=_NAMES)
 
 runs_metadata = MetaData(naming_convention=_NAMES)
 """The tables of `runs.db`, which the trainer writes."""
+
+
+class _Json(TypeDecorator[Any]):
+    """JSON text of nested values; arrays are read as tuples."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: Any, dialect: Any) -> str | None:
+        return None if value is None else encode_json(value)
+
+    def process_result_value(self, value: Any, dialect: Any) -> Any:
+        return None if value is None else decode_json(value)
 
 
 def new_id(result: Any) -> int:
@@ -111,7 +127,7 @@ prompts = Table(
     votes_metadata,
     _id(),
     _reference("campaign_id", "campaigns.id"),
-    Column("content_json", Text, nullable=False),
+    Column("content_json", _Json, nullable=False),
     Column("sha256", String(64), nullable=False),
     UniqueConstraint("campaign_id", "sha256"),
     sqlite_autoincrement=True,
@@ -123,8 +139,8 @@ candidates = Table(
     _id(),
     _reference("prompt_id", "prompts.id"),
     Column("text", Text, nullable=False),
-    Column("token_ids_json", Text, nullable=True),
-    Column("logps_json", Text, nullable=True),
+    Column("token_ids_json", _Json, nullable=True),
+    Column("logps_json", _Json, nullable=True),
     Column("weight_version", Integer, nullable=True),
     Column("source_id", String(200), nullable=False),
     sqlite_autoincrement=True,
@@ -167,7 +183,7 @@ presentations = Table(
     _reference("item_id", "items.id"),
     _reference("rater_id", "raters.id"),
     Column("token", String(43), nullable=False, unique=True),
-    Column("order_json", Text, nullable=False),
+    Column("order_json", _Json, nullable=False),
     Column("seed", _ID, nullable=False),
     _time("shown_at"),
     _time("lease_until"),
@@ -198,7 +214,7 @@ rankings = _presentation_answers(
     Column("verdict", String(16), nullable=False),
     Column("reason", Text, nullable=False),
     # One rank per candidate in the order of the item; null for the verdicts `skip` and `withdrawn`.
-    Column("ranks_json", Text, nullable=True),
+    Column("ranks_json", _Json, nullable=True),
     Column("dwell_ms", Integer, nullable=True),
     _time("created_at"),
     Column("request_key", String(200), nullable=True),
@@ -257,7 +273,7 @@ offers = Table(
     _id(),
     Column("version", Integer, nullable=False),
     Column("heldout", Boolean, nullable=False),
-    Column("prompt_json", Text, nullable=False),
+    Column("prompt_json", _Json, nullable=False),
     # Offers with a smaller id are stale from this one on.
     Column("retires_before", _ID, nullable=False),
     _time("created_at"),
@@ -270,8 +286,8 @@ offer_candidates = Table(
     Column("offer_id", _ID, ForeignKey("offers.id"), primary_key=True),
     Column("position", Integer, primary_key=True),
     Column("text", Text, nullable=False),
-    Column("token_ids_json", Text, nullable=True),
-    Column("logps_json", Text, nullable=True),
+    Column("token_ids_json", _Json, nullable=True),
+    Column("logps_json", _Json, nullable=True),
     Column("source_id", String(200), nullable=False),
 )
 
@@ -297,7 +313,7 @@ jobs = Table(
     Column("state", String(32), nullable=False),
     _time("created_at"),
     _time("ended_at", nullable=True),
-    Column("detail_json", Text, nullable=False),
+    Column("detail_json", _Json, nullable=False),
     sqlite_autoincrement=True,
 )
 

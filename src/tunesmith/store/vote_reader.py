@@ -1,6 +1,5 @@
 """`VoteReader`: read access to `votes.db` for every process, which never writes or checkpoints it."""
 
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -10,7 +9,7 @@ from sqlalchemy import Connection, Table, exists, func, or_, select
 from tunesmith.core.errors import StoreError
 from tunesmith.schema.records import Text
 from tunesmith.store import campaigns, vote_stats
-from tunesmith.store.content import content_sha256, decode_content, encode_content
+from tunesmith.store.content import prompt_sha256
 from tunesmith.store.database import ReadOnlyDatabase
 from tunesmith.store.items import candidates_of_items
 from tunesmith.store.records import (
@@ -75,15 +74,7 @@ class VoteReader(ReadOnlyDatabase):
         def read(connection: Connection) -> list[StoredRanking]:
             rows = _effective(connection, rankings, cursor, limit, campaign_id, changes=changes)
             answers = candidates_of_items(connection, [row.item_id for row in rows])
-            return [
-                StoredRanking(
-                    candidates=tuple(answers[row.item_id]),
-                    ranks=() if row.ranks_json is None else tuple(json.loads(row.ranks_json)),
-                    is_gold=row.is_gold,
-                    **_common(row),
-                )
-                for row in rows
-            ]
+            return [_stored_ranking(row, answers[row.item_id]) for row in rows]
 
         return self.read(read, [])
 
@@ -212,13 +203,13 @@ def _common(row: Any) -> dict[str, Any]:
     names = ("id", "presentation_id", "item_id", "campaign_id", "rater", "heldout", "created_at", "revision")
     return {name: getattr(row, name) for name in names} | {
         "rater_id": row.of_rater,
-        "prompt": decode_content(row.content_json),
+        "prompt": row.content_json,
     }
 
 
 def _stored_vote(row: Any, answers: Sequence[Candidate]) -> StoredVote:
-    order: list[int] = json.loads(row.order_json)
-    left, right = (answers[place] for place in order)
+    order: tuple[int, int] = row.order_json
+    left, right = (answers[index] for index in order)
     chosen, rejected = (right, left) if row.verdict in ("right", "right_much") else (left, right)
     return StoredVote(
         verdict=row.verdict,
@@ -231,6 +222,11 @@ def _stored_vote(row: Any, answers: Sequence[Candidate]) -> StoredVote:
         reason=row.reason,
         **_common(row),
     )
+
+
+def _stored_ranking(row: Any, answers: Sequence[Candidate]) -> StoredRanking:
+    ranks = row.ranks_json or ()
+    return StoredRanking(candidates=tuple(answers), ranks=ranks, is_gold=row.is_gold, **_common(row))
 
 
 def _export_row(vote: StoredVote) -> ExportRow:
@@ -248,7 +244,7 @@ def _export_row(vote: StoredVote) -> ExportRow:
         dwell_ms=vote.dwell_ms,
         reason=vote.reason,
         vote_id=vote.id,
-        prompt_id=content_sha256(encode_content(vote.prompt))[:_PROMPT_ID_LENGTH],
+        prompt_id=prompt_sha256(vote.prompt)[:_PROMPT_ID_LENGTH],
         chosen_version=vote.chosen.weight_version,
         rejected_version=vote.rejected.weight_version,
     )

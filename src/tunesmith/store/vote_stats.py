@@ -1,7 +1,6 @@
 """Vote statistics: counts, inter-rater agreement, rater bias. None is NaN: an undefined one is None with a reason."""
 
 import itertools
-import json
 import math
 import statistics
 from collections import Counter
@@ -255,7 +254,7 @@ def _rankings(connection: Connection, campaign_id: int | None) -> tuple[int, lis
     checked: list[tuple[int, bool]] = []
     for row in rows:
         if row.is_gold:
-            ranks: list[int] = json.loads(row.ranks_json)
+            ranks: tuple[int, ...] = row.ranks_json
             position: int = row.gold_place
             checked.append((row.rater_id, ranks[position] == 1 and ranks.count(1) == 1))
     return len(rows), checked

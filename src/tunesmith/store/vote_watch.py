@@ -3,7 +3,6 @@
 import re
 import threading
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,13 +59,17 @@ class VoteWatch(ReadOnlyDatabase):
         """Number of votes and rankings in each of the last `MINUTES` minutes before `now`, oldest first, without skips.
         A changed one counts once.
         """
+
+        def read(connection: Connection) -> None:
+            for one in self._counted:
+                one.read_new(connection, now - MINUTES * _MINUTE_S)
+
         counts = [0] * MINUTES
         with self._counting:
-            for one in self._counted:
-                self.read(one.read_new(now - MINUTES * _MINUTE_S), None)
-                for time in one.times:
-                    # After a clock was set back, votes lie in the future; they count as of now.
-                    counts[max(0, min(MINUTES - 1, MINUTES - 1 - int((now - time) // _MINUTE_S)))] += 1
+            self.read(read, None)
+            for time in (time for one in self._counted for time in one.times):
+                # After a clock was set back, votes lie in the future; they count as of now.
+                counts[max(0, min(MINUTES - 1, MINUTES - 1 - int((now - time) // _MINUTE_S)))] += 1
         return counts
 
     def contests(self) -> tuple[int, list[VersionContest]]:
@@ -102,44 +105,17 @@ class _Counted:
         self.times: deque[float] = deque()
         self.total = 0
 
-    def read_new(self, oldest: float) -> Callable[[Connection], None]:
-        """A query that adds new rows and drops those before `oldest`."""
-
-        def read(connection: Connection) -> None:
-            self._add_new(connection, oldest)
-            while self.times and self.times[0] <= oldest:
-                self.times.popleft()
-
-        return read
-
-    def _add_new(self, connection: Connection, oldest: float) -> None:
-        table = self._table
-        last = connection.execute(select(func.max(table.c.id))).scalar() or 0
-        if last <= self._last_id:
-            return
-        counts = (table.c.revision == 1, table.c.verdict != "skip")
-        if self._last_id == 0:
-            self.total = connection.execute(select(func.count()).select_from(table).where(*counts)).scalar() or 0
-            self.times.extend(self._recent(connection, oldest))
-        else:
-            query = select(table.c.created_at).where(*counts, table.c.id > self._last_id, table.c.id <= last)
-            times = connection.execute(query.order_by(table.c.id)).scalars().all()
-            self.total += len(times)
-            self.times.extend(times)
-        self._last_id = last
-
-    def _recent(self, connection: Connection, oldest: float) -> list[float]:
-        """Times after `oldest` in order, read backwards from the newest because ids grow with time."""
-        columns = (self._table.c.id, self._table.c.created_at, self._table.c.revision, self._table.c.verdict)
-        query = select(*columns).order_by(self._table.c.id.desc()).limit(_BATCH)
-        times: list[float] = []
-        rows = connection.execute(query).all()
-        while rows:
-            times += [at for _, at, revision, verdict in rows if revision == 1 and verdict != "skip" and at > oldest]
-            if len(rows) < _BATCH or rows[-1].created_at <= oldest:
-                break
-            rows = connection.execute(query.where(self._table.c.id < rows[-1].id)).all()
-        return times[::-1]
+    def read_new(self, connection: Connection, oldest: float) -> None:
+        """Add new rows, and drop the times up to `oldest`."""
+        ids, times = self._table.c.id, self._table.c.created_at
+        is_new = ids > self._last_id, self._table.c.revision == 1, self._table.c.verdict != "skip"
+        num_new, last_id = connection.execute(select(func.count(), func.max(ids)).where(*is_new)).one()
+        if num_new:
+            self.total += num_new
+            self.times.extend(connection.execute(select(times).where(*is_new, times > oldest).order_by(ids)).scalars())
+            self._last_id = last_id
+        while self.times and self.times[0] <= oldest:
+            self.times.popleft()
 
 
 def _version(source_id: str, weight_version: int | None) -> int | None:
