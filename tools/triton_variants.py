@@ -143,31 +143,18 @@ def _gae() -> list[Variant]:
 
 
 def _gated() -> list[Variant]:
-    plan = gated.launch((8192, 4864), without_gaps=False)
-    numbers = {"num_blocks": "i32", "width": "i32"}
+    plan = gated.launch((8192, 4864), contiguous=False)
     found: list[Variant] = []
-    for name in ("bf16", "fp16", "fp32"):
+    for name, function in product(("bf16", "fp16", "fp32"), ("silu", "gelu_tanh", "softcap")):
         kind = f"*{name}"
-        types = {"gate": kind, "up": kind, **numbers, "gate_stride": "i32", "up_stride": "i32"}
-        back_types = {**types, "d_out": kind, "d_gate": kind, "d_up": kind}
-        for activation in ("silu", "gelu_tanh"):
-            constants = {"IS_GELU": activation == "gelu_tanh", "HAS_UP": True, "BLOCK": plan.block}
-            suffix = f"{activation}_{name}"
-            found += [
-                Variant(f"forward_{suffix}", gated.gated_kernel, {**types, "out": kind}, constants, plan.num_warps),
-                Variant(f"backward_{suffix}", gated.gated_gradient_kernel, back_types, constants, plan.num_warps),
-            ]
-        types = {"x": kind, **numbers, "stride": "i32", "cap": "fp32"}
-        sizes = {"BLOCK": plan.block}
+        types = {"x": kind, "up": kind, **dict.fromkeys(("num_blocks", "width", "x_stride", "up_stride"), "i32")}
+        types |= {"cap": "fp32"}
+        back_types = {**types, "d_out": kind, "d_x": kind, "d_up": kind}
+        constants = {"FUNCTION": function, "HAS_UP": function != "softcap", "BLOCK": plan.block}
+        suffix = f"{function}_{name}"
         found += [
-            Variant(f"softcap_{name}", gated.cap_kernel, {**types, "out": kind}, sizes, plan.num_warps),
-            Variant(
-                f"softcap_backward_{name}",
-                gated.cap_gradient_kernel,
-                {**types, "d_out": kind, "d_x": kind},
-                sizes,
-                plan.num_warps,
-            ),
+            Variant(f"forward_{suffix}", gated.gated_kernel, {**types, "out": kind}, constants, plan.num_warps),
+            Variant(f"backward_{suffix}", gated.gated_gradient_kernel, back_types, constants, plan.num_warps),
         ]
     return found
 

@@ -109,6 +109,18 @@ template <class Body> inline TUNESMITH_INLINE void each_vector(int64_t n, Body b
     if (i < n) body(i, (int)(n - i));
 }
 
+// Calls `work` with a number of the dtype: uint16_t for bfloat16, else float.
+template <class Work> void with_number(bool is_bfloat16, Work work) {
+    if (is_bfloat16) work(uint16_t());
+    else work(float());
+}
+
+// Calls `work(row)` for each of the rows of n elements. Below 32768 elements a second thread costs more than it gives.
+template <class Work> void each_row(int64_t num_rows, int64_t n, int64_t num_threads, Work work) {
+#pragma omp parallel for schedule(static) num_threads((int)num_threads) if (num_threads > 1 && num_rows * n > 32768)
+    for (int64_t i = 0; i < num_rows; ++i) work(i);
+}
+
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
 inline float largest_lane(Floats values) {
