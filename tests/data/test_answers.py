@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tunesmith.config.sections import ModelSection
+from tunesmith.core.errors import DataError
 from tunesmith.data.answers import (
     Answer,
     AnswerLabel,
@@ -61,7 +62,7 @@ def test_too_long_answers_and_unstable_templates_are_refused(tokenizer: PreTrain
         "{% if add_generation_prompt %}>{% endif %}"
     )
     try:
-        with pytest.raises(RowError, match="renders the prompt otherwise when an answer follows"):
+        with pytest.raises(DataError, match="renders the prompt otherwise when an answer follows"):
             encode_answer(tokenizer, Prompt("0", ASK), SAY)
     finally:
         tokenizer.chat_template = usual
@@ -69,7 +70,7 @@ def test_too_long_answers_and_unstable_templates_are_refused(tokenizer: PreTrain
 
 def test_pairs_share_answers_and_a_bad_side_takes_its_row_along(tokenizer: PreTrainedTokenizerBase) -> None:
     prompt, table, bad = Prompt("0", "p"), AnswerTable(), BadRows(skip=True)
-    bad.saw(4)
+    bad.opened("pairs", 4)
     items = [
         Pair(prompt, "a", "b"),
         Pair(prompt, "a", "far too long" * 20),
@@ -85,7 +86,7 @@ def test_pairs_share_answers_and_a_bad_side_takes_its_row_along(tokenizer: PreTr
 
 def test_labels_of_a_pair_stand_or_fall_together(tokenizer: PreTrainedTokenizerBase) -> None:
     prompt, table, bad = Prompt("same id", "p"), AnswerTable(), BadRows(skip=True)
-    bad.saw(3)
+    bad.opened("pairs", 3)
     items = [Pair(prompt, "a", "b"), Pair(prompt, "a", "far too long" * 20), Judgement(prompt, "b", True)]
     labels = encode_labels(items, tokenizer, TokenLimit(30), table, bad)
     assert [(label.answer, label.is_wanted) for label in labels] == [(0, True), (1, False), (1, True)]
@@ -101,7 +102,7 @@ def test_what_is_too_long_is_cut_as_a_reward_model_s_trainer_cuts_it(
     tokenizer: PreTrainedTokenizerBase, item: Pair | Ranking, max_tokens: int
 ) -> None:
     table, bad = AnswerTable(), BadRows()
-    bad.saw(1)
+    bad.opened("pairs", 1)
     pairs = encode_pairs([item], tokenizer, TokenLimit(max_tokens, truncates=True), table, bad)
     (encoded,) = encode_preferences([item], tokenizer, max_tokens, truncates=True)
     found = {(*answer.prompt_ids, *answer.completion_ids) for answer in table.answers}

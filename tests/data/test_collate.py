@@ -63,7 +63,8 @@ def test_too_long_rows_are_all_named():
     prompts = load_prompts(["a" * n for n in (5, 11, 12, 13, 14, 15, 16)])
     with pytest.raises(DataError, match=r"(?s)6 bad rows of 7 .*prompts\[1\]: too long: 11 tokens, the limit is 10"):
         measure_prompts(prompts, TOKENIZER, max_tokens=10)
-    assert measure_prompts(prompts, TOKENIZER, max_tokens=16).lengths == (5, 11, 12, 13, 14, 15, 16)
+    measured = measure_prompts(prompts, TOKENIZER, max_tokens=16)
+    assert [one.num_tokens for one in measured] == [5, 11, 12, 13, 14, 15, 16]
 
 
 def test_prefixes_are_the_first_tokens_of_the_text():

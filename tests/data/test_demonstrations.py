@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 from formats import write_jsonl
 
+from tunesmith.batch.targets import LearntSequence
 from tunesmith.config.sections import DemonstrationsSection
 from tunesmith.core.errors import DataError
 from tunesmith.data.demonstrations import load_demonstrations
-from tunesmith.data.sets import DemonstrationSets, demonstration_sets
+from tunesmith.data.sets import Sets, demonstration_sets
 from tunesmith.models.tiny import byte_tokenizer
 from tunesmith.schema.records import Demonstration, Prompt
 
@@ -16,10 +17,10 @@ USER = {"role": "user", "content": "Hi"}
 REPLY = {"role": "assistant", "content": "Yo"}
 
 
-def sets(rows: list, room: int | None = None, **section: object) -> DemonstrationSets:
+def sets(rows: list, max_length: int | None = None, **section: object) -> Sets[LearntSequence]:
     section = {"heldout_fraction": 0.0, **section}
     return demonstration_sets(
-        DemonstrationsSection.model_validate(section), byte_tokenizer(), seed=0, given=rows, room=room
+        DemonstrationsSection.model_validate(section), byte_tokenizer(), seed=0, given=rows, max_length=max_length
     )
 
 
@@ -84,7 +85,7 @@ def test_a_longer_row_is_bad_or_cut_as_the_recipe_says() -> None:
     ):
         sets(rows, max_tokens=6)
     with pytest.raises(DataError, match="the limit is 6"):
-        sets(rows, room=6)
+        sets(rows, max_length=6)
     kept = sets(rows, max_tokens=6, skip_bad=True)
     assert len(kept.train) == 1
     assert kept.facts.tally.reasons == {"too long": 1}

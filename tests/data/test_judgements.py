@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tunesmith.core.errors import DataError
-from tunesmith.data.judgements import judgements_of, load_judgements
+from tunesmith.data.pairs import judgements_of, load_judgements
 from tunesmith.data.rows import BadRows
 from tunesmith.schema.records import Judgement, Pair, Prompt, Ranking
 

@@ -7,7 +7,7 @@ import pytest
 
 from tunesmith.config.sections import PromptsSection
 from tunesmith.core.errors import DataError
-from tunesmith.data.prompts import film_openings, load_prompts
+from tunesmith.data.prompts import film_prompts, load_prompts
 from tunesmith.schema.records import Prompt
 
 USER = {"role": "user", "content": "Hello"}
@@ -15,8 +15,8 @@ USER = {"role": "user", "content": "Hello"}
 
 def test_films_are_the_built_in_openings():
     prompts = load_prompts("films")
-    assert [prompt.content for prompt in prompts] == film_openings()
-    assert prompts[0] == Prompt(id="films:1", content=film_openings()[0])
+    assert prompts == film_prompts()
+    assert prompts[0].id == "films:1"
 
 
 def test_a_file_gives_prompts_with_ids_and_other_columns(tmp_path: Path):

@@ -66,7 +66,7 @@ def test_a_line_separator_inside_a_text_ends_no_row(tmp_path: Path):
         (b'{"a": 1} {"a": 2}', "not JSON (Extra data"),
         (b'{"a": NaN}', "NaN is no JSON number"),
         (b'{"a": -Infinity}', "-Infinity is no JSON number"),
-        (b'{"a": 1, "a": 2}', "key `a` stands twice"),
+        (b'{"a": 1, "a": 2}', "key `a` is given twice"),
         (b'{"a": "\xff"}', "not UTF-8 (byte 8"),
         (b'{"a": "\\ud83d"}', "lone surrogate"),
         (b'{"a": {"b": ["\\udc00"]}}', "lone surrogate"),
@@ -128,5 +128,5 @@ def test_a_missing_file_suggests_the_closest_name(tmp_path: Path):
 
 def test_a_repeated_id_is_named_with_its_first_place(tmp_path: Path):
     path = write(tmp_path / "rows.jsonl", '{"id": 1}\n{"id": "1"}\n{"id": null}\n{"id": null}\n{"id": 1}\n')
-    with pytest.raises(DataError, match=r"1 bad row of 5 .*\s+rows.jsonl:5: id '1' stands already at rows.jsonl:1"):
+    with pytest.raises(DataError, match=r"1 bad row of 5 .*\s+rows.jsonl:5: id '1' is already at rows.jsonl:1"):
         rows_of(path)

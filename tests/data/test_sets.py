@@ -85,17 +85,19 @@ def test_too_long_rows_of_both_sides_of_the_split_are_named_together(tmp_path: P
         preference_sets(section.model_copy(update={"skip_bad": True}), TOKENIZER, 0)
 
 
-@pytest.mark.parametrize(("max_tokens", "room", "limit"), [(20, None, 20), (20, 30, 20), (50, 30, 30), (50, -4, 0)])
+@pytest.mark.parametrize(
+    ("max_tokens", "max_length", "limit"), [(20, None, 20), (20, 30, 20), (50, 30, 30), (50, -4, 0)]
+)
 def test_the_smaller_of_max_tokens_and_the_model_s_context_is_the_limit(
-    max_tokens: int, room: int | None, limit: int, tmp_path: Path
+    max_tokens: int, max_length: int | None, limit: int, tmp_path: Path
 ):
     source = write(tmp_path / "p.jsonl", pair("x" * 60), {"prompt": "x" * 60, "chosen": "y", "rejected": "z"})
     with pytest.raises(DataError, match=rf"p\.jsonl:1: too long: .* the limit is {limit} .*the model's context"):
-        preference_sets(PairsSection(source=source, max_tokens=max_tokens), TOKENIZER, 0, room=room)
+        preference_sets(PairsSection(source=source, max_tokens=max_tokens), TOKENIZER, 0, max_length=max_length)
     with pytest.raises(
         DataError, match=rf"p\.jsonl:1: too long: 60 tokens, the limit is {limit} .*the model's context"
     ):
-        prompt_sets(PromptsSection(source=source, max_tokens=max_tokens), TOKENIZER, 0, room=room)
+        prompt_sets(PromptsSection(source=source, max_tokens=max_tokens), TOKENIZER, 0, max_length=max_length)
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "kto"])

@@ -10,8 +10,7 @@ from tunesmith.data.rows import BadRows, RowError, Tally
 
 def rows_with(num_rows: int, *kinds: str, skip: bool) -> BadRows:
     bad = BadRows(skip=skip)
-    bad.opened("p.jsonl")
-    bad.saw(num_rows)
+    bad.opened("p.jsonl", num_rows)
     for line, kind in enumerate(kinds, start=1):
         bad.add(f"p.jsonl:{line}", RowError(f"reason {line}", kind))  # type: ignore[arg-type]
     return bad

@@ -24,9 +24,9 @@ def test_a_json_list_is_read_over_any_white_space(tmp_path: Path):
 @pytest.mark.parametrize(
     ("element", "reason"),
     [
-        ('{"a": 1, "a": 2}', "key `a` stands twice"),
+        ('{"a": 1, "a": 2}', "key `a` is given twice"),
         ('{"a": NaN}', "NaN is no JSON number"),
-        ('{"a": {"b": 1, "b": 1}}', "key `b` stands twice"),
+        ('{"a": {"b": 1, "b": 1}}', "key `b` is given twice"),
         ("7", "a number, not an object"),
         ("NaN", "NaN is no JSON number"),
         ('{"a": "\\ud83d"}', "lone surrogate"),
@@ -124,7 +124,11 @@ def test_a_csv_file_that_is_cut_off_says_so(end: str, tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("content", "reason"),
-    [("a,a\n1,2\n", "column name 'a' stands twice"), ("a,\n1,2\n", "column name '' is empty"), ("a\n", "has no rows")],
+    [
+        ("a,a\n1,2\n", "column name 'a' is given twice"),
+        ("a,\n1,2\n", "column name '' is empty"),
+        ("a\n", "has no rows"),
+    ],
 )
 def test_a_header_that_names_no_columns_is_refused(content: str, reason: str, tmp_path: Path):
     with pytest.raises(DataError, match=reason):

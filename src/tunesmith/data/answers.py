@@ -3,22 +3,19 @@
 Shape legend: A distinct answers, B sequences, S positions (right padded).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from itertools import chain
 
 import torch
 
 from tunesmith.core.errors import DataError
 from tunesmith.core.seeds import derive, permutation
-from tunesmith.data.collate import TokenIds, pad_right
-from tunesmith.data.judgements import judgements_of, pairs_of
-from tunesmith.data.rows import BadRows, RowError
+from tunesmith.data.collate import TokenIds, pad_right, too_long
+from tunesmith.data.pairs import judgements_of, pairs_of
+from tunesmith.data.rows import BadRows, RowError, usable
 from tunesmith.models.tokenizer import PreTrainedTokenizerBase, encode_pair_side, encode_prompt
 from tunesmith.schema.records import Judgement, Pair, Prompt, Ranking, Text
-
-ItemT = TypeVar("ItemT", bound=Judgement | Pair | Ranking)
-UnitT = TypeVar("UnitT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +46,7 @@ class AnswerPair:
 
 @dataclass(frozen=True, slots=True)
 class AnswerLabel:
-    """An answer and whether it was wanted. `mismatched` is a completion of another prompt behind this prompt, -1 where
-    there is none.
-    """
+    """An answer and a label. `mismatched` is a completion of another prompt after this prompt, -1 if there is none."""
 
     prompt_id: str
     answer: int
@@ -106,9 +101,7 @@ def in_order(answers: Sequence[Answer], places: Iterable[int]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class TokenLimit:
-    """Tokens that a prompt and a completion may have together. With `truncates` a prompt that is too long for that
-    loses its beginning.
-    """
+    """Tokens that a prompt and a completion may have together; with `truncates` a longer prompt loses its beginning."""
 
     max_tokens: int
     truncates: bool = False
@@ -124,7 +117,7 @@ def encode_pairs(
     """The items as pairs of places in `table`, in order, each ranking as every two of its completions.
 
     Items beyond `limit`, without a prompt, or that the chat template refuses, go to `bad`, for its owner to check.
-    Raises ModelError if messages meet a tokenizer without a chat template.
+    Raises ModelError for messages without a chat template.
     """
 
     def encode(item: Pair | Ranking) -> list[AnswerPair]:
@@ -134,7 +127,7 @@ def encode_pairs(
         sides = zip(pairs, places[::2], places[1::2], strict=True)
         return [AnswerPair(item.prompt.id, chosen, rejected, pair.tie) for pair, chosen, rejected in sides]
 
-    return _encoded(items, encode, bad)
+    return list(chain.from_iterable(usable(items, encode, bad, "pairs")))
 
 
 def encode_labels(
@@ -149,12 +142,10 @@ def encode_labels(
     def encode(item: Judgement | Pair | Ranking) -> list[AnswerLabel]:
         judgements = judgements_of(item)
         texts = [("completion", one.completion) for one in judgements]
-        places = _places(item.prompt, texts, tokenizer, limit, table)
-        return [
-            AnswerLabel(item.prompt.id, place, one.is_wanted) for place, one in zip(places, judgements, strict=True)
-        ]
+        labels = zip(_places(item.prompt, texts, tokenizer, limit, table), judgements, strict=True)
+        return [AnswerLabel(item.prompt.id, place, one.is_wanted) for place, one in labels]
 
-    return _encoded(items, encode, bad)
+    return list(chain.from_iterable(usable(items, encode, bad, "judgements")))
 
 
 def _places(
@@ -164,20 +155,9 @@ def _places(
     limit: TokenLimit,
     table: AnswerTable,
 ) -> list[int]:
-    """The places of completions of one prompt, which go by names in messages."""
+    """The places of completions of one prompt, each given with its name in messages."""
     answers = [encode_answer(tokenizer, prompt, text) for _, text in texts]
     return [table.place(answer) for answer in fitting(answers, [name for name, _ in texts], limit)]
-
-
-def _encoded(items: Sequence[ItemT], encode: Callable[[ItemT], list[UnitT]], bad: BadRows) -> list[UnitT]:
-    """Results of `encode` for all items; a bad item adds nothing."""
-    units: list[UnitT] = []
-    for item in items:
-        try:
-            units += encode(item)
-        except RowError as error:
-            bad.add(item.prompt.id, error)
-    return units
 
 
 def with_mismatched(
@@ -203,22 +183,16 @@ def with_mismatched(
 def encode_answer(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: Text) -> Answer:
     """The answer as token ids, however long. Without a prompt the begin-of-sequence token is the prompt.
 
-    Raises RowError if the chat template refuses it, if the prompt is rendered otherwise when an answer follows, or if
-    there is neither a prompt nor a begin-of-sequence token.
+    Raises DataError if the chat template refuses it or renders the prompt otherwise when an answer follows, or if there
+    is neither a prompt nor a begin-of-sequence token.
     """
-    try:
-        prompt_ids, ids = encode_prompt(tokenizer, prompt), encode_pair_side(tokenizer, prompt, completion)
-    except RowError:
-        raise
-    except DataError as error:
-        raise RowError(str(error), "refused by the chat template") from error
+    prompt_ids, ids = encode_prompt(tokenizer, prompt), encode_pair_side(tokenizer, prompt, completion)
     if not prompt.content and ids[: len(prompt_ids)] != prompt_ids:
         ids = prompt_ids + ids
     if ids[: len(prompt_ids)] != prompt_ids or len(ids) == len(prompt_ids):
-        raise RowError(
+        raise DataError(
             "the chat template renders the prompt otherwise when an answer follows, so that the answer cannot be told "
-            "from it; give prompt and completions as text, or change the template",
-            "refused by the chat template",
+            "from it; give prompt and completions as text, or change the template"
         )
     return Answer(prompt_ids, ids[len(prompt_ids) :])
 
@@ -226,9 +200,9 @@ def encode_answer(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion
 def fitting(answers: Sequence[Answer], names: Sequence[str], limit: TokenLimit) -> list[Answer]:
     """The answers, which have one prompt, each within `limit`.
 
-    Where it truncates, all lose the same number of tokens from the beginning of the prompt, so that it stays shared, as
-    `collate.truncate_left` does it. One token of it stays: the first token of a completion is predicted from something.
-    Raises RowError, with the name of the answer, for what is too long all the same.
+    If it truncates, all lose the same number of tokens from the beginning of the prompt, so that it stays shared, as in
+    `collate.truncate_left`. One token of it stays: the first token of a completion is predicted from something. Raises
+    RowError, with the name of the answer, for what is too long all the same.
     """
     num_cut = 0
     if limit.truncates and answers:
@@ -236,21 +210,15 @@ def fitting(answers: Sequence[Answer], names: Sequence[str], limit: TokenLimit) 
         num_cut = max(0, min(longest - limit.max_tokens, len(answers[0].prompt_ids) - 1))
     cut = [replace(one, prompt_ids=one.prompt_ids[num_cut:]) for one in answers]
     for answer, name in zip(cut, names, strict=True):
-        _check_length(answer, name, limit)
+        num_completion = len(answer.completion_ids)
+        num_tokens = len(answer.prompt_ids) + num_completion
+        if num_tokens > limit.max_tokens and limit.truncates:
+            raise RowError(
+                f"too long: `{name}` has {num_completion} tokens without its prompt, of which one must be left, and "
+                f"the limit is {limit.max_tokens} (`pairs.max_tokens`, or the model's context if that is less); "
+                "shorten the row",
+                "too long",
+            )
+        if num_tokens > limit.max_tokens:
+            raise too_long(name, num_tokens, limit.max_tokens)
     return cut
-
-
-def _check_length(answer: Answer, name: str, limit: TokenLimit) -> None:
-    num_completion = len(answer.completion_ids)
-    num_tokens = len(answer.prompt_ids) + num_completion
-    if num_tokens <= limit.max_tokens:
-        return
-    bound = f"the limit is {limit.max_tokens} (`pairs.max_tokens`, or the model's context if that is less)"
-    if limit.truncates:
-        message = f"`{name}` has {num_completion} tokens without its prompt, of which one must be left, and {bound}"
-        raise RowError(f"too long: {message}; shorten the row", "too long")
-    raise RowError(
-        f"too long: prompt and `{name}` have {num_tokens} tokens, {bound}; shorten the row, or set `pairs.truncate: "
-        "left`",
-        "too long",
-    )

@@ -41,7 +41,7 @@ def argilla_records(rows: Iterable[ExportRow]) -> list[dict[str, object]]:
 
 def argilla_votes(source: str | Path, *, with_unjudged: bool = False) -> list[GivenVote]:
     """The votes in a file of records, one for each response. Responses that say nothing about two answers are passed
-    over; `with_unjudged`, one tie stands for each record that has no response, for its answers' sake.
+    over; with `with_unjudged`, a record without a response gives one tie, for its answers' sake.
 
     Raises DataError that names bad records.
     """

@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from tunesmith.core import seeds
-from tunesmith.core.errors import DataError
-from tunesmith.data.rows import BadRows, RowError
+from tunesmith.data.rows import BadRows, RowError, usable
 from tunesmith.models.tokenizer import PreTrainedTokenizerBase, decode, encode_pair_side, encode_prompt
-from tunesmith.schema.records import Pair, Prompt, Ranking, Text
+from tunesmith.schema.records import Pair, Prompt, Ranking
 
 TokenIds = tuple[int, ...]
 
@@ -76,9 +75,9 @@ Encoded = EncodedPair | EncodedRanking
 class PairBatch:
     """N pairs as B distinct sequences; `chosen_N` and `rejected_N` say which row is which side.
 
-    A completion that is in several pairs is one row, scored once (Ouyang et al. 2022, section
-    3.5). `margin_N` is 0 where a pair has none. Example: the pairs (a, b) and (a, c) give rows a, b, c; `chosen_N` is
-    [0, 0], `rejected_N` is [1, 2].
+    A completion that is in several pairs is one row, scored once (Ouyang et al. 2022, section 3.5). `margin_N` is 0
+    where a pair has none. Example: the pairs (a, b) and (a, c) give rows a, b, c; `chosen_N` is [0, 0], `rejected_N` is
+    [1, 2].
     """
 
     ids_BT: torch.Tensor
@@ -169,23 +168,36 @@ def encode_preferences(
     *,
     truncates: bool = False,
 ) -> list[Encoded]:
-    """The items as token ids, in order. Those with a side of more than `max_tokens`, or that the chat template refuses,
-    go to `bad`, for its owner to check; without it they are an error.
-
-    With `truncates` nothing is too long: see `truncate_left`.
-
-    Raises DataError that names and counts them, ModelError if messages meet a tokenizer without a chat template.
+    """The items as token ids, in order. One with a side of more than `max_tokens` is bad (see `rows.usable`), or with
+    `truncates` is cut by `truncate_left`. Raises ModelError for messages without a chat template.
     """
-    found = bad or _rows_of(items, "pairs")
-    encoded: list[Encoded] = []
-    for item in items:
-        try:
-            encoded.append(_encode(item, tokenizer, max_tokens, truncates=truncates))
-        except RowError as error:
-            found.add(item.prompt.id, error)
-    if bad is None:
-        found.check()
-    return encoded
+
+    def encode(item: Pair | Ranking) -> Encoded:
+        texts = (
+            {f"completions[{index}]": text for index, text in enumerate(item.completions)}
+            if isinstance(item, Ranking)
+            else {"chosen": item.chosen, "rejected": item.rejected}
+        )
+        sequences = tuple(encode_pair_side(tokenizer, item.prompt, text) for text in texts.values())
+        if truncates:
+            sequences = truncate_left(sequences, max_tokens)
+        for name, ids in zip(texts, sequences, strict=True):
+            if len(ids) > max_tokens:
+                raise too_long(name, len(ids), max_tokens)
+        if isinstance(item, Ranking):
+            return EncodedRanking(item.prompt.id, sequences, item.ranks)
+        return EncodedPair(item.prompt.id, *sequences, margin=item.margin, tie=item.tie)
+
+    return usable(items, encode, bad, "pairs")
+
+
+def too_long(name: str, num_tokens: int, max_tokens: int) -> RowError:
+    """The error of a completion, with its name, that is too long together with its prompt."""
+    return RowError(
+        f"too long: prompt and `{name}` have {num_tokens} tokens, the limit is {max_tokens} (`pairs.max_tokens`, or "
+        "the model's context if that is less); shorten the row, or set `pairs.truncate: left`",
+        "too long",
+    )
 
 
 def truncate_left(sequences: Sequence[TokenIds], max_tokens: int) -> tuple[TokenIds, ...]:
@@ -205,88 +217,30 @@ def truncate_left(sequences: Sequence[TokenIds], max_tokens: int) -> tuple[Token
     return tuple(ids[num_cut:][-max_tokens:] for ids in sequences)
 
 
-def _encode(item: Pair | Ranking, tokenizer: PreTrainedTokenizerBase, max_tokens: int, *, truncates: bool) -> Encoded:
-    texts = (
-        {f"completions[{index}]": text for index, text in enumerate(item.completions)}
-        if isinstance(item, Ranking)
-        else {"chosen": item.chosen, "rejected": item.rejected}
-    )
-    sequences = tuple(_side(item.prompt, text, tokenizer, name) for name, text in texts.items())
-    if truncates:
-        sequences = truncate_left(sequences, max_tokens)
-    for name, ids in zip(texts, sequences, strict=True):
-        _check_length(ids, max_tokens, name)
-    if isinstance(item, Ranking):
-        return EncodedRanking(item.prompt.id, sequences, item.ranks)
-    chosen_ids, rejected_ids = sequences
-    return EncodedPair(item.prompt.id, chosen_ids, rejected_ids, item.margin, item.tie)
-
-
-def _side(prompt: Prompt, completion: Text, tokenizer: PreTrainedTokenizerBase, name: str) -> TokenIds:
-    try:
-        return encode_pair_side(tokenizer, prompt, completion)
-    except DataError as error:
-        raise RowError(str(error), "refused by the chat template") from error
-
-
-def _check_length(ids: TokenIds, max_tokens: int, name: str) -> None:
-    if len(ids) > max_tokens:
-        raise RowError(
-            f"too long: prompt and `{name}` have {len(ids)} tokens, the limit is {max_tokens} (`pairs.max_tokens`, or "
-            "the model's context if that is less); shorten the row, or set `pairs.truncate: left`",
-            "too long",
-        )
-
-
 @dataclass(frozen=True, slots=True)
-class MeasuredPrompts:
-    """Prompts that can be used, and the number of tokens of each."""
+class MeasuredPrompt:
+    """A prompt and its number of tokens."""
 
-    prompts: list[Prompt]
-    lengths: tuple[int, ...]
+    prompt: Prompt
+    num_tokens: int
 
 
 def measure_prompts(
     prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, max_tokens: int, bad: BadRows | None = None
-) -> MeasuredPrompts:
-    """The prompts of at most `max_tokens` tokens, in order, with their lengths. Longer ones, and those that the chat
-    template refuses, go to `bad`, for its owner to check; without it they are an error. Raises DataError that names and
-    counts them.
-    """
-    found = bad or _rows_of(prompts, "prompts")
-    kept: list[Prompt] = []
-    lengths: list[int] = []
-    for prompt in prompts:
-        try:
-            lengths.append(_length(prompt, tokenizer, max_tokens))
-        except RowError as error:
-            found.add(prompt.id, error)
-        else:
-            kept.append(prompt)
-    if bad is None:
-        found.check()
-    return MeasuredPrompts(kept, tuple(lengths))
+) -> list[MeasuredPrompt]:
+    """The prompts of at most `max_tokens` tokens, in order, with their lengths. Others are bad, see `rows.usable`."""
 
-
-def _length(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> int:
-    try:
+    def measured(prompt: Prompt) -> MeasuredPrompt:
         length = len(prompt.token_ids or encode_prompt(tokenizer, prompt))
-    except DataError as error:
-        raise RowError(str(error), "refused by the chat template") from error
-    if length > max_tokens:
-        raise RowError(
-            f"too long: {length} tokens, the limit is {max_tokens} (`prompts.max_tokens`, or what the model's context "
-            "leaves if that is less); shorten the prompt",
-            "too long",
-        )
-    return length
+        if length > max_tokens:
+            raise RowError(
+                f"too long: {length} tokens, the limit is {max_tokens} (`prompts.max_tokens`, or what the model's "
+                "context leaves if that is less); shorten the prompt",
+                "too long",
+            )
+        return MeasuredPrompt(prompt, length)
 
-
-def _rows_of(items: Sequence[object], label: str) -> BadRows:
-    bad = BadRows()
-    bad.opened(f"the list of {label}")
-    bad.saw(len(items))
-    return bad
+    return usable(prompts, measured, bad, "prompts")
 
 
 def prefix_prompts(
@@ -300,46 +254,26 @@ def prefix_prompts(
 
     `token_ids` of the result hold the cut, special tokens that the tokenizer puts first not counted; `content` is its
     text. A shorter text is kept whole. A cut inside a character is moved to the nearest one that is not. Conversations,
-    and texts with fewer tokens than the smaller number, go to `bad`, for its owner to check; without it they are an
-    error. Raises DataError that names and counts them.
+    and texts with fewer tokens than the smaller number, are bad, see `rows.usable`.
     """
-    found = bad or _rows_of(prompts, "prompts")
-    special = frozenset(tokenizer.all_special_ids)
-    prefixes: list[Prompt] = []
-    for index, prompt in enumerate(prompts):
-        try:
-            prefixes.append(_prefix(prompt, tokenizer, num_tokens, seeds.derive(seed, "prefix", index), special))
-        except RowError as error:
-            found.add(prompt.id, error)
-    if bad is None:
-        found.check()
-    return prefixes
-
-
-def _prefix(
-    prompt: Prompt,
-    tokenizer: PreTrainedTokenizerBase,
-    num_tokens: tuple[int, int],
-    seed: int,
-    special: frozenset[int],
-) -> Prompt:
     low, high = num_tokens
-    if prompt.is_conversational:
-        raise RowError("a conversation; `prefix_tokens` cuts texts alone, set it to null", "wrong type")
-    ids = encode_prompt(tokenizer, replace(prompt, token_ids=None))
-    num_leading = next((i for i, token in enumerate(ids) if token not in special), len(ids))
-    num_text = len(ids) - num_leading
-    if num_text < low:
-        raise RowError(f"{num_text} tokens; `prefix_tokens` needs {low}, lower it or remove the row", "too short")
-    drawn = random.Random(seed).randint(low, min(high, num_text))
-    nearest = sorted(range(low, num_text + 1), key=lambda n: (n > high, abs(n - drawn), n))
-    return _cut(prompt, tokenizer, ids, (num_leading + n for n in nearest))
+    special, index = frozenset(tokenizer.all_special_ids), itertools.count()
 
+    def prefix(prompt: Prompt) -> Prompt:
+        draw = random.Random(seeds.derive(seed, "prefix", next(index)))
+        if prompt.is_conversational:
+            raise RowError("a conversation; `prefix_tokens` cuts texts alone, set it to null", "wrong type")
+        ids = encode_prompt(tokenizer, replace(prompt, token_ids=None))
+        num_leading = next((i for i, token in enumerate(ids) if token not in special), len(ids))
+        num_text = len(ids) - num_leading
+        if num_text < low:
+            raise RowError(f"{num_text} tokens; `prefix_tokens` needs {low}, lower it or remove the row", "too short")
+        drawn = draw.randint(low, min(high, num_text))
+        nearest = sorted(range(low, num_text + 1), key=lambda n: (n > high, abs(n - drawn), n))
+        for cut in (ids[: num_leading + n] for n in nearest):
+            content = decode(tokenizer, cut)
+            if not content.endswith("\ufffd"):  # else the cut splits a character
+                return replace(prompt, content=content, token_ids=cut)
+        return replace(prompt, content=decode(tokenizer, ids), token_ids=ids)
 
-def _cut(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, ids: TokenIds, ends: Iterable[int]) -> Prompt:
-    """The prompt up to the first of `ends` that does not split a character (which would decode to U+FFFD)."""
-    for end in ends:
-        content = decode(tokenizer, ids[:end])
-        if not content.endswith("\ufffd"):
-            return replace(prompt, content=content, token_ids=ids[:end])
-    return replace(prompt, content=decode(tokenizer, ids), token_ids=ids)
+    return usable(prompts, prefix, bad, "prompts")

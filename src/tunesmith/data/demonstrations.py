@@ -2,13 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import cast
 
 from tunesmith.batch.targets import LearntSequence
 from tunesmith.config.sections import DemonstrationsSection
 from tunesmith.core.errors import DataError
-from tunesmith.data.prompts import MESSAGES, missing_column
-from tunesmith.data.rows import BadRows, Row, RowError, as_completion, as_content
+from tunesmith.data.prompts import MESSAGES, missing_column, prompt_column
+from tunesmith.data.rows import BadRows, Row, RowError, as_completion, as_content, usable
 from tunesmith.data.sources import parse_rows
 from tunesmith.models.tokenizer import PreTrainedTokenizerBase, encode_demonstration
 from tunesmith.schema.records import Demonstration, Prompt, Text
@@ -30,23 +29,16 @@ def load_demonstrations(
     `source` is anything that `data.sources` reads, or a list of rows, texts or records. A row has `completion` (text,
     or messages that end with the assistant) with the `prompt` that it answers; or `messages`, of which what follows the
     last turn of the assistant is left out; or `text`. A completion in text answers a conversation as the assistant.
-    Other columns are kept in `prompt.columns`. Rows that cannot be used go to `bad`, which may skip them; without it
-    they are an error. Raises DataError that names and counts them.
+    Other columns are kept in `prompt.columns`. Bad rows and errors as in `sources.parse_rows`.
     """
-    bad = bad or BadRows()
-    if isinstance(source, str | Path):
-        if not str(source):
-            raise DataError(
-                "no demonstrations are given; name a file with `prompt` and `completion`, `messages` or `text` in "
-                "`demonstrations.source`"
-            )
-        return parse_rows(source, _as_demonstration, bad=bad)
-    if source and all(isinstance(item, Demonstration) for item in source):
-        bad.opened("the list of demonstrations")
-        bad.saw(len(source))
-        return [item for item in source if isinstance(item, Demonstration)]
-    rows = [{TEXT: item} if isinstance(item, str) else cast(object, item) for item in source]
-    return parse_rows(rows, _as_demonstration, label="demonstrations", bad=bad)
+    if source == "":
+        raise DataError(
+            "no demonstrations are given; name a file with `prompt` and `completion`, `messages` or `text` in "
+            "`demonstrations.source`"
+        )
+    if not isinstance(source, str | Path):
+        source = [{TEXT: item} if isinstance(item, str) else item for item in source]
+    return parse_rows(source, _as_demonstration, label="demonstrations", bad=bad, records=(Demonstration,))
 
 
 def encode_demonstrations(
@@ -58,48 +50,34 @@ def encode_demonstrations(
 ) -> list[LearntSequence]:
     """The items as token ids with what is learnt of them, in order.
 
-    Those of more than `max_tokens` tokens are cut if `section.truncate` says so. Else they go to `bad`, for its owner
-    to check, and so do those of which nothing is learnt and those that the chat template refuses. Raises ModelError if
-    messages meet a tokenizer without a chat template.
+    Those of more than `max_tokens` tokens are cut if `section.truncate` says so. Else they go to `bad`, as do those
+    without a learnt token; see `rows.usable`. Raises ModelError for messages without a chat template.
     """
-    encoded: list[LearntSequence] = []
-    for item in items:
-        try:
-            encoded.append(_encode(item, tokenizer, section, max_tokens))
-        except RowError as error:
-            bad.add(item.prompt.id, error)
-    return encoded
 
-
-def _encode(
-    item: Demonstration, tokenizer: PreTrainedTokenizerBase, section: DemonstrationsSection, max_tokens: int
-) -> LearntSequence:
-    try:
+    def encode(item: Demonstration) -> LearntSequence:
         sequence = encode_demonstration(tokenizer, item, section.loss_on)
-    except RowError:
-        raise
-    except DataError as error:
-        raise RowError(str(error), "refused by the chat template") from error
-    if not sequence.spans:
-        raise RowError("nothing is learnt of it: it has no token that follows another", "empty")
-    length = len(sequence.ids)
-    if length <= max_tokens:
-        return sequence
-    bound = f"{max_tokens} (`demonstrations.max_tokens`, or the model's context if that is less)"
-    limit = f"{length} tokens, the limit is {bound}"
-    if section.truncate == "none":
-        raise RowError(f"too long: {limit}; shorten the row, or set `demonstrations.truncate: right`", "too long")
-    cut = sequence.cut(max_tokens)
-    if not cut.spans:
-        raise RowError(f"too long: {limit}, and what is learnt begins behind it; shorten the prompt", "too long")
-    return cut
+        if not sequence.spans:
+            raise RowError("nothing is learnt of it: it has no token that follows another", "empty")
+        length = len(sequence.ids)
+        if length <= max_tokens:
+            return sequence
+        bound = f"{max_tokens} (`demonstrations.max_tokens`, or the model's context if that is less)"
+        limit = f"{length} tokens, the limit is {bound}"
+        if section.truncate == "none":
+            raise RowError(f"too long: {limit}; shorten the row, or set `demonstrations.truncate: right`", "too long")
+        cut = sequence.cut(max_tokens)
+        if not cut.spans:
+            raise RowError(f"too long: {limit}, and what is learnt begins behind it; shorten the prompt", "too long")
+        return cut
+
+    return usable(items, encode, bad, "demonstrations")
 
 
 def _as_demonstration(row: Row) -> Demonstration:
     columns = row.columns
     prompt: Text = ""
     if columns.get("completion") is not None:
-        source = next((name for name in ("prompt", MESSAGES) if columns.get(name) is not None), None)
+        source = prompt_column(columns)
         if source is None:
             raise RowError(f"`completion` without the `prompt` that it answers; name it `{TEXT}`", "missing column")
         prompt, completion = as_content(columns[source], source), as_completion(columns["completion"], "completion")
@@ -110,7 +88,9 @@ def _as_demonstration(row: Row) -> Demonstration:
     elif columns.get(MESSAGES) is not None:
         completion = _up_to_the_last_answer(as_content(columns[MESSAGES], MESSAGES))
     elif columns.get(TEXT) is not None:
-        completion = _plain(as_content(columns[TEXT], TEXT))
+        completion = as_content(columns[TEXT], TEXT)
+        if not isinstance(completion, str):
+            raise RowError(f"`{TEXT}` is a list of messages; name the column `{MESSAGES}`", "wrong type")
     else:
         raise RowError(missing_column("completion", columns), "missing column")
     others = {name: value for name, value in columns.items() if name not in _COLUMNS}
@@ -124,9 +104,3 @@ def _up_to_the_last_answer(content: Text) -> Text:
     if not answers:
         raise RowError(f"`{MESSAGES}` has no turn of the assistant, so there is nothing to learn", "empty")
     return as_completion(content[: answers[-1] + 1], MESSAGES)
-
-
-def _plain(content: Text) -> Text:
-    if not isinstance(content, str):
-        raise RowError(f"`{TEXT}` is a list of messages; name the column `{MESSAGES}`", "wrong type")
-    return content

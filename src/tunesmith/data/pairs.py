@@ -1,5 +1,5 @@
-"""Preference rows in TRL's columns: pairs (`prompt`, `chosen`, `rejected`, optionally `margin` and `tie`) and rankings
-(`prompt`, `completions`, optionally `ranks` or `scores`).
+"""Preference rows in TRL's columns: pairs (`prompt`, `chosen`, `rejected`, optionally `margin` and `tie`), rankings
+(`prompt`, `completions`, optionally `ranks` or `scores`), and judgements (`prompt`, `completion`, `label`).
 
 Where `chosen` and `rejected` hold the whole exchange, the prompt is what they have in common. Texts of the HH-RLHF kind
 (Bai et al. 2022, arXiv 2204.05862) write a dialogue as "\\n\\nHuman: ... \\n\\nAssistant: ...".
@@ -15,10 +15,10 @@ from typing import cast
 
 from tunesmith.config.sections import PairsSection
 from tunesmith.core.errors import DataError
-from tunesmith.data.prompts import MESSAGES, missing_column
+from tunesmith.data.prompts import missing_column, prompt_column
 from tunesmith.data.rows import BadRows, Row, RowError, as_completion, as_content, kind_of
 from tunesmith.data.sources import parse_rows
-from tunesmith.schema.records import Message, Pair, Prompt, Ranking, Text
+from tunesmith.schema.records import Judgement, Message, Pair, Prompt, Ranking, Text
 
 _MARK = re.compile(r"\n\n(Human|Assistant):")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
@@ -81,19 +81,17 @@ def _num_common(first: tuple[object, ...] | list[str], second: tuple[object, ...
 COMPLETIONS = "completions"
 """Column that makes a row a ranking."""
 
-_RANKING_COLUMNS = ("prompt", COMPLETIONS, "ranks", "scores")
+LABEL = "label"
+"""Column that makes a row a completion judged alone."""
 
 
-def as_ranking(row: Row) -> Ranking:
-    """The ranking in `row`. Raises RowError for fewer than two completions, a missing or empty text, both of `ranks`
-    and `scores`, numbers that are not one for each completion, or equal completions of different places.
-    """
+def _as_ranking(row: Row) -> Ranking:
     columns = row.columns
     if "prompt" not in columns:
         raise RowError(missing_column("prompt", columns), "missing column")
     prompt = as_content(columns["prompt"], "prompt")
     completions = _completions(columns[COMPLETIONS])
-    check_one_form({"prompt": prompt} | {f"{COMPLETIONS}[{i}]": text for i, text in enumerate(completions)})
+    _check_one_form({"prompt": prompt} | {f"{COMPLETIONS}[{i}]": text for i, text in enumerate(completions)})
     ranks = _ranks(columns, len(completions))
     for index, text in enumerate(completions):
         first = completions.index(text)
@@ -102,11 +100,16 @@ def as_ranking(row: Row) -> Ranking:
                 f"`{COMPLETIONS}[{first}]` and `{COMPLETIONS}[{index}]` are the same, but not their places; remove one",
                 "same completions",
             )
-    others = {name: value for name, value in columns.items() if name not in _RANKING_COLUMNS}
-    return Ranking(Prompt(id=row.where, content=prompt, columns=others), completions, ranks)
+    return Ranking(_prompt(row, prompt, "prompt", COMPLETIONS, "ranks", "scores"), completions, ranks)
 
 
-def check_one_form(contents: Mapping[str, Text]) -> None:
+def _prompt(row: Row, content: Text, *used: str | None) -> Prompt:
+    """The prompt of `row` with the columns that are not `used`."""
+    others = {name: value for name, value in row.columns.items() if name not in used}
+    return Prompt(id=row.where, content=content, columns=others)
+
+
+def _check_one_form(contents: Mapping[str, Text]) -> None:
     """Raise RowError if some of a row's contents are text and others lists of messages. An empty prompt is neither."""
     given = {name: content for name, content in contents.items() if content}
     texts = [name for name, content in given.items() if isinstance(content, str)]
@@ -155,7 +158,8 @@ def _numbers(values: object, name: str, num_completions: int) -> list[float]:
 PreferenceLike = Mapping[str, object] | Pair | Ranking
 """Preferences as given in Python: a row, or a record."""
 
-_PAIR_COLUMNS = ("prompt", "chosen", "rejected", "margin", "tie")
+JudgementLike = PreferenceLike | Judgement
+"""Judgements as given in Python: a row, or a record."""
 
 
 def load_preferences(
@@ -167,20 +171,51 @@ def load_preferences(
     all columns of a row. A row with `completions` is a ranking, any other a pair. Without a `prompt` column `chosen`
     and `rejected` hold the whole exchange: the messages that they have in common become the prompt, HH-RLHF dialogues
     are taken apart (`section.dialogues`), and other texts have no prompt. Columns that mean nothing here are kept in
-    `prompt.columns`. Rows that cannot be used go to `bad`, which may skip them; without it they are an error. Raises
-    DataError that names and counts them: a missing column, a wrong type, an empty completion, a margin below 0, or
-    equal completions without `tie`. Lengths in tokens are checked by `collate.encode_preferences`.
+    `prompt.columns`. Bad are a missing column, a wrong type, an empty completion, a margin below 0, equal completions
+    without `tie`, and ranks that are not one for each completion; bad rows and errors as in `sources.parse_rows`.
+    Lengths in tokens are checked by `collate.encode_preferences`.
     """
-    bad = bad or BadRows()
-    if isinstance(source, str | Path) and not str(source):
+    if source == "":
         raise DataError("no pairs are given; name a JSONL file with `chosen` and `rejected` columns in `pairs.source`")
-    if not isinstance(source, str | Path) and source and all(isinstance(item, Pair | Ranking) for item in source):
-        bad.opened("the list of pairs")
-        bad.saw(len(source))
-        return [item for item in source if isinstance(item, Pair | Ranking)]
     as_text = (section or PairsSection()).dialogues == "text"
-    rows = cast(str | Path | Sequence[object], source)
-    return parse_rows(rows, lambda row: as_preference(row, as_text), label="pairs", bad=bad)
+    return parse_rows(source, lambda row: _as_preference(row, as_text), label="pairs", bad=bad, records=(Pair, Ranking))
+
+
+def load_judgements(
+    source: str | Path | Sequence[JudgementLike], section: PairsSection | None = None, bad: BadRows | None = None
+) -> list[Judgement | Pair | Ranking]:
+    """The judgements of `source`, in its order, one record for each row.
+
+    A row with `label` holds one `completion` of its `prompt`, true if it was wanted; any other is read as
+    `load_preferences` reads it, also in sources and errors.
+    """
+    if source == "":
+        raise DataError(
+            "no data are given; name a file with `prompt`, `completion` and `label`, or with pairs, in `pairs.source`"
+        )
+    as_text = (section or PairsSection()).dialogues == "text"
+
+    def parse(row: Row) -> Judgement | Pair | Ranking:
+        return _as_judgement(row) if LABEL in row.columns else _as_preference(row, as_text)
+
+    return parse_rows(source, parse, label="judgements", bad=bad, records=(Judgement, Pair, Ranking))
+
+
+def pairs_of(item: Pair | Ranking) -> list[Pair]:
+    """The item as pairs: itself, or every two completions of a ranking."""
+    return item.pairs() if isinstance(item, Ranking) else [item]
+
+
+def judgements_of(item: Judgement | Pair | Ranking) -> list[Judgement]:
+    """The item as judgements: of a pair the chosen completion was wanted, the other not. A tie says nothing."""
+    if isinstance(item, Judgement):
+        return [item]
+    return [
+        Judgement(pair.prompt, completion, is_wanted)
+        for pair in pairs_of(item)
+        for completion, is_wanted in ((pair.chosen, True), (pair.rejected, False))
+        if not pair.tie
+    ]
 
 
 def write_pairs(path: str | Path, pairs: Sequence[Pair]) -> None:
@@ -202,19 +237,14 @@ def _as_row(pair: Pair) -> dict[str, object]:
     return row
 
 
-def as_preference(row: Row, dialogues_as_text: bool) -> Pair | Ranking:
-    """The pair or ranking in `row`. Raises RowError for a row that is neither."""
-    if COMPLETIONS in row.columns and "chosen" not in row.columns:
-        return as_ranking(row)
-    return _as_pair(row, dialogues_as_text)
-
-
-def _as_pair(row: Row, dialogues_as_text: bool) -> Pair:
+def _as_preference(row: Row, dialogues_as_text: bool) -> Pair | Ranking:
     columns = row.columns
+    if COMPLETIONS in columns and "chosen" not in columns:
+        return _as_ranking(row)
     for name in ("chosen", "rejected"):
         if name not in columns:
             raise RowError(missing_column(name, columns), "missing column")
-    source = next((name for name in ("prompt", MESSAGES) if columns.get(name) is not None), None)
+    source = prompt_column(columns)
     prompt: Text = as_content(columns[source], source) if source else ""
     chosen, rejected = as_completion(columns["chosen"], "chosen"), as_completion(columns["rejected"], "rejected")
     tie = _tie(columns.get("tie"))
@@ -223,15 +253,10 @@ def _as_pair(row: Row, dialogues_as_text: bool) -> Pair:
             '`chosen` and `rejected` are the same; remove the row, or mark it with "tie": true', "same completions"
         )
     exchange = _exchange(prompt, chosen, rejected, dialogues_as_text)
-    check_one_form({"prompt": exchange.prompt, "chosen": exchange.chosen, "rejected": exchange.rejected})
-    others = {name: value for name, value in columns.items() if name not in (*_PAIR_COLUMNS, source)}
-    return Pair(
-        Prompt(id=row.where, content=exchange.prompt, columns=others),
-        exchange.chosen,
-        exchange.rejected,
-        margin=_margin(columns.get("margin"), tie),
-        tie=tie,
-    )
+    _check_one_form({"prompt": exchange.prompt, "chosen": exchange.chosen, "rejected": exchange.rejected})
+    record = _prompt(row, exchange.prompt, "prompt", "chosen", "rejected", "margin", "tie", source)
+    margin = _margin(columns.get("margin"), tie)
+    return Pair(record, exchange.chosen, exchange.rejected, margin, tie)
 
 
 def _exchange(prompt: Text, chosen: Text, rejected: Text, dialogues_as_text: bool) -> Exchange:
@@ -265,9 +290,26 @@ def _margin(value: object, tie: bool) -> float | None:
         raise RowError(f"`margin` is {kind_of(value)}; give a number, in units of reward, or null", "wrong type")
     if not math.isfinite(value) or value < 0:
         raise RowError(
-            f"`margin` is {value}; it must be finite and at least 0 (the better completion stands in `chosen`)",
+            f"`margin` is {value}; it must be finite and at least 0 (the better completion belongs in `chosen`)",
             "bad value",
         )
     if tie and value:
         raise RowError(f"`margin` is {value} but `tie` is true; a tie has no margin", "bad value")
     return float(value)
+
+
+def _as_judgement(row: Row) -> Judgement:
+    columns = row.columns
+    if "completion" not in columns:
+        raise RowError(missing_column("completion", columns), "missing column")
+    source = prompt_column(columns)
+    if source is None:
+        raise RowError(missing_column("prompt", columns), "missing column")
+    prompt, completion = as_content(columns[source], source), as_completion(columns["completion"], "completion")
+    _check_one_form({source: prompt, "completion": completion})
+    value = columns[LABEL]
+    label = {"true": True, "false": False, "1": True, "0": False}.get(str(value).strip().lower())
+    if label is None:
+        found = repr(value) if isinstance(value, str | int) else kind_of(value)
+        raise RowError(f"`{LABEL}` is {found}; give true for a wanted completion, or false", "wrong type")
+    return Judgement(_prompt(row, prompt, "prompt", "completion", LABEL, source), completion, label)

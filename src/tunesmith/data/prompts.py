@@ -1,7 +1,7 @@
 """Prompts from a file, folder or hub id, from a Python list, or built in (`films`, `arithmetic`)."""
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 
@@ -55,10 +55,11 @@ def arithmetic_prompts() -> list[Prompt]:
     ]
 
 
-def film_openings() -> list[str]:
-    """The openings of `films.txt`, in a fixed order: `films:<n>` is the n-th of them, counted from 1."""
+def film_prompts() -> list[Prompt]:
+    """The openings of `films.txt` as prompts, in a fixed order: `films:<n>` is the n-th of them, counted from 1."""
     lines = (resources.files("tunesmith.data") / "films.txt").read_text(encoding="utf-8").splitlines()
-    return [line for line in lines if line and not line.startswith("#")]
+    openings = [line for line in lines if line and not line.startswith("#")]
+    return [Prompt(id=f"{FILMS}:{number}", content=opening) for number, opening in enumerate(openings, start=1)]
 
 
 def load_prompts(
@@ -69,37 +70,22 @@ def load_prompts(
     `source` is `films` or `arithmetic`, anything that `data.sources` reads, or a list of texts, of message lists or of
     rows. The column that `section.text_column` names becomes the content; without a `prompt` column a conversation in
     `messages` does, up to its last reply. The other columns are kept for reward functions. Ids are `file:line`,
-    `films:n` from 1, or `prompts[index]`. Rows that cannot be used go to `bad`, which may skip them; without it they
-    are an error. Raises DataError that names and counts them. Lengths in tokens are checked by
-    `collate.measure_prompts`, prefixes cut by `collate.prefix_prompts`.
+    `films:n` from 1, or `prompts[index]`. Bad rows and errors as in `sources.parse_rows`. Lengths in tokens are checked
+    by `collate.measure_prompts`, prefixes cut by `collate.prefix_prompts`.
     """
-    bad = bad or BadRows()
     column = (section or PromptsSection()).text_column
-    if isinstance(source, str | Path):
-        if not str(source):
-            raise DataError(
-                f"no prompts are given; name a JSONL file with a `{column}` column, or `{FILMS}`, the built-in openings"
-            )
-        if source in _BUILT_IN:
-            return _as_they_are(_BUILT_IN[str(source)](), bad, str(source))
-        return parse_rows(source, lambda row: _as_prompt(row, column), bad=bad)
-    if source and all(isinstance(item, Prompt) for item in source):
-        return _as_they_are([item for item in source if isinstance(item, Prompt)], bad, "the list of prompts")
-    rows = [item if isinstance(item, Mapping) else {column: item} for item in source]
-    return parse_rows(rows, lambda row: _as_prompt(row, column), label="prompts", bad=bad)
-
-
-def _as_they_are(prompts: list[Prompt], bad: BadRows, name: str) -> list[Prompt]:
-    bad.opened(name)
-    bad.saw(len(prompts))
-    return prompts
-
-
-def _films() -> list[Prompt]:
-    return [Prompt(id=f"{FILMS}:{number}", content=opening) for number, opening in enumerate(film_openings(), start=1)]
-
-
-_BUILT_IN: Mapping[str, Callable[[], list[Prompt]]] = {FILMS: _films, ARITHMETIC: arithmetic_prompts}
+    if source == "":
+        raise DataError(
+            f"no prompts are given; name a JSONL file with a `{column}` column, or `{FILMS}`, the built-in openings"
+        )
+    if source in (FILMS, ARITHMETIC):
+        prompts = film_prompts() if source == FILMS else arithmetic_prompts()
+        if bad is not None:
+            bad.opened(str(source), len(prompts))
+        return prompts
+    if not isinstance(source, str | Path):
+        source = [item if isinstance(item, Mapping | Prompt) else {column: item} for item in source]
+    return parse_rows(source, lambda row: _as_prompt(row, column), label="prompts", bad=bad, records=(Prompt,))
 
 
 def _as_prompt(row: Row, column: str) -> Prompt:
@@ -127,6 +113,11 @@ def _without_reply(content: Text) -> Text:
     if len(content) == 1:
         raise RowError(f"`{MESSAGES}` holds one reply and nothing that it answers", "empty")
     return content[:-1]
+
+
+def prompt_column(columns: Mapping[str, object]) -> str | None:
+    """The column with the prompt of a completion: `prompt`, else `messages`; None if both are missing or null."""
+    return next((name for name in ("prompt", MESSAGES) if columns.get(name) is not None), None)
 
 
 def missing_column(column: str, columns: Mapping[str, object]) -> str:

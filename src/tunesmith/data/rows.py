@@ -3,14 +3,20 @@
 import difflib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, cast
+from dataclasses import asdict, dataclass, field
+from typing import Literal, TypeVar, cast
 
 from tunesmith.core.errors import DataError
 from tunesmith.core.log import get_logger
-from tunesmith.schema.records import Message, Text
+from tunesmith.schema.records import Demonstration, Judgement, Message, Pair, Prompt, Ranking, Text
 
 _log = get_logger(__name__)
+
+Item = Prompt | Pair | Ranking | Judgement | Demonstration
+"""A row as a record."""
+
+ItemT = TypeVar("ItemT", bound=Item)
+T = TypeVar("T")
 
 Kind = Literal[
     "blank line",
@@ -63,7 +69,7 @@ class Tally:
 
     def to_json(self) -> dict[str, object]:
         """The figures as JSON types."""
-        return {"num_rows": self.num_rows, "num_used": self.num_used, "reasons": dict(self.reasons)}
+        return asdict(self)
 
 
 class BadRows:
@@ -79,12 +85,9 @@ class BadRows:
         self._problems: list[str] = []
         self._kinds: Counter[str] = Counter()
 
-    def opened(self, source: str) -> None:
-        """Say what the source is called in messages."""
+    def opened(self, source: str, num_rows: int = 0) -> None:
+        """Set the name of the source in messages, and the number of its rows as far as it is known."""
         self.source = source
-
-    def saw(self, num_rows: int) -> None:
-        """Count rows of the source, good or bad. Each is counted once, by the stage that reads it."""
         self.num_rows += num_rows
 
     def add(self, where: str, error: RowError) -> None:
@@ -98,18 +101,17 @@ class BadRows:
         """
         num_bad = len(self._problems)
         if num_bad and (not self.skip or num_bad >= self.num_rows):
-            verb, tail = ("row" if num_bad == 1 else "rows"), ""
-            if self.skip:
-                tail = "; none is left to use"
+            noun = "row" if num_bad == 1 else "rows"
+            tail = "; none is left to use" if self.skip else ""
             raise DataError(
-                f"{num_bad} bad {verb} of {self.num_rows} in {self.source}{tail}; correct or remove:\n  {self._shown()}"
+                f"{num_bad} bad {noun} of {self.num_rows} in {self.source}{tail}; correct or remove:\n  {self._shown()}"
                 + ("" if self.skip else "\nskip_bad: true drops bad rows and counts them")
             )
 
     def finish(self) -> Tally:
         """The tally after the last stage; what was dropped is also logged as a warning."""
-        kinds = dict(sorted(self._kinds.items(), key=lambda item: (-item[1], item[0])))
-        tally = Tally(self.num_rows, self.num_rows - len(self._problems), kinds)
+        kinds = sorted(self._kinds.items(), key=lambda item: (-item[1], item[0]))
+        tally = Tally(self.num_rows, self.num_rows - len(self._problems), dict(kinds))
         if self._problems:
             _log.warning("%s: %s\n  %s", self.source, tally, self._shown())
         return tally
@@ -120,9 +122,36 @@ class BadRows:
         return shown + (f"\n  and {num_more} more" if num_more > 0 else "")
 
 
+def place_of(item: Item) -> str:
+    """The place that an item was read from (`pairs.jsonl:7`), which is the id of its prompt."""
+    return item.id if isinstance(item, Prompt) else item.prompt.id
+
+
+def usable(items: Sequence[ItemT], encode: Callable[[ItemT], T], bad: BadRows | None, label: str) -> list[T]:
+    """`encode(item)` of every item that can be used, in order.
+
+    `encode` raises RowError for one that cannot; any other DataError comes from the chat template. Bad items go to
+    `bad`, for its owner to check; without it they are a DataError that names and counts them. `label` names the list.
+    """
+    found = bad or BadRows()
+    if bad is None:
+        found.opened(f"the list of {label}", len(items))
+    encoded: list[T] = []
+    for item in items:
+        try:
+            encoded.append(encode(item))
+        except RowError as error:
+            found.add(place_of(item), error)
+        except DataError as error:
+            found.add(place_of(item), RowError(str(error), "refused by the chat template"))
+    if bad is None:
+        found.check()
+    return encoded
+
+
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Stands in a parsed row where the parser found what JSON does not allow, so that the row's end is still found."""
+    """Placeholder in a parsed row for what JSON does not allow, so that the parser still finds the end of the row."""
 
     reason: str
 
@@ -132,7 +161,15 @@ def check_value(value: object) -> None:
     carry, or if the parser left a `Refused` there.
     """
     if isinstance(value, str):
-        _check_text(value)
+        if "\x00" in value:
+            raise RowError("a text holds a NUL character; remove it", "bad character")
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:
+            code = f"U+{ord(value[error.start]):04X}"
+            raise RowError(
+                f"a text holds a lone surrogate ({code}), which is no character; remove it", "bad character"
+            ) from error
     elif isinstance(value, Refused):
         raise RowError(value.reason, "not parsed")
     elif isinstance(value, Mapping):
@@ -142,18 +179,6 @@ def check_value(value: object) -> None:
     elif isinstance(value, list | tuple):
         for item in cast(Sequence[object], value):
             check_value(item)
-
-
-def _check_text(text: str) -> None:
-    if "\x00" in text:
-        raise RowError("a text holds a NUL character; remove it", "bad character")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        code = ord(text[error.start])
-        raise RowError(
-            f"a text holds a lone surrogate (U+{code:04X}), which is no character; remove it", "bad character"
-        ) from error
 
 
 def checked_columns(value: object, form: str) -> Mapping[str, object]:
@@ -190,14 +215,8 @@ def kind_of(value: object) -> str:
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles that chat templates know."""
 
-_OTHER_NAMES = {
-    "human": "user",
-    "prompter": "user",
-    "gpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "ai": "assistant",
-}
+_USERS, _ASSISTANTS = ("human", "prompter"), ("gpt", "bot", "model", "ai")
+"""Other names of two roles, in lower case."""
 
 
 def as_content(value: object, column: str) -> Text:
@@ -228,9 +247,8 @@ def as_completion(value: object, column: str) -> Text:
 
 def _as_message(value: object, place: str) -> Message:
     if not isinstance(value, Mapping):
-        raise RowError(
-            f'`{place}` is {kind_of(value)}; a message is {{"role": "user", "content": "..."}}', "wrong type"
-        )
+        found = f"`{place}` is {kind_of(value)}"
+        raise RowError(f'{found}; a message is {{"role": "user", "content": "..."}}', "wrong type")
     fields = cast(Mapping[str, object], value)
     for name in ("role", "content"):
         if not isinstance(fields.get(name), str):
@@ -239,7 +257,8 @@ def _as_message(value: object, place: str) -> Message:
     role = str(fields["role"])
     if role not in ROLES:
         close = difflib.get_close_matches(role, ROLES, n=1)
-        guess = _OTHER_NAMES.get(role.lower()) or (close[0] if close else None)
+        guess = close[0] if close else None
+        guess = "user" if role.lower() in _USERS else "assistant" if role.lower() in _ASSISTANTS else guess
         hint = f"; did you mean {guess!r}?" if guess else ""
         raise RowError(f"`{place}`: role {role!r} is unknown, allowed are {', '.join(ROLES)}{hint}")
     message: dict[str, str] = {}

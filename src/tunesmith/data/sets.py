@@ -1,7 +1,7 @@
 """Data of a trainer: rows read, checked, split into training and held-out, and encoded or measured in tokens."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -23,6 +23,7 @@ from tunesmith.data.answers import (
 )
 from tunesmith.data.collate import (
     Encoded,
+    MeasuredPrompt,
     as_pairs,
     as_rankings,
     encode_preferences,
@@ -30,15 +31,15 @@ from tunesmith.data.collate import (
     prefix_prompts,
 )
 from tunesmith.data.demonstrations import DemonstrationLike, encode_demonstrations, load_demonstrations
-from tunesmith.data.judgements import JudgementLike, load_judgements, pairs_of
-from tunesmith.data.pairs import PreferenceLike, load_preferences
+from tunesmith.data.pairs import JudgementLike, PreferenceLike, load_judgements, load_preferences, pairs_of
 from tunesmith.data.prompts import PromptLike, load_prompts
-from tunesmith.data.rows import BadRows, RowError, Tally
-from tunesmith.data.split import Item, Leak, Split, leak_finding, leaks, prompt_key, split_by_prompt
+from tunesmith.data.rows import BadRows, Item, RowError, Tally
+from tunesmith.data.split import Leak, Split, leak_finding, leaks, prompt_key, split_by_prompt
 from tunesmith.models.tokenizer import PreTrainedTokenizerBase
 from tunesmith.schema.records import Finding, Judgement, Pair, Prompt, Ranking, plain_text
 
 T = TypeVar("T")
+ItemT = TypeVar("ItemT", bound=Item)
 
 _log = get_logger(__name__)
 
@@ -69,36 +70,34 @@ class Facts:
             "tally": self.tally.to_json(),
             "heldout_tally": self.heldout_tally.to_json() if self.heldout_tally else None,
             "num_leaks": len(self.leaks),
-            "leaks": [{"heldout": leak.heldout, "train": leak.train} for leak in self.leaks[:100]],
+            "leaks": [asdict(leak) for leak in self.leaks[:100]],
         }
 
 
 @dataclass(frozen=True, slots=True)
-class PromptSets:
-    """Training and held-out prompts, and the mean length of all of them in tokens."""
+class Sets(Generic[T]):
+    """Training and held-out examples; `sample` is the first row as text."""
 
-    train: list[Prompt]
-    heldout: list[Prompt]
-    mean_tokens: float
+    train: Sequence[T]
+    heldout: Sequence[T]
+    sample: str
     facts: Facts
-
-    @property
-    def sample(self) -> str:
-        """The first prompt as text."""
-        return f"prompt: {plain_text(self.train[0].content)}"
 
 
 @dataclass(frozen=True, slots=True)
-class PreferenceSets:
-    """Encoded training and held-out pairs, or rankings under `plackett_luce`.
+class PromptSets(Sets[Prompt]):
+    """Prompts, and the mean length of all of them in tokens."""
 
-    `sample` is the first row as text. `heldout_prompts` maps the id of a held-out row to the key of its prompt.
+    mean_tokens: float
+
+
+@dataclass(frozen=True, slots=True)
+class PreferenceSets(Sets[Encoded]):
+    """Encoded pairs, or rankings under `plackett_luce`.
+
+    `heldout_prompts` maps the id of a held-out row to the key of its prompt.
     """
 
-    train: Sequence[Encoded]
-    heldout: Sequence[Encoded]
-    sample: str
-    facts: Facts
     heldout_prompts: Mapping[str, str]
 
 
@@ -107,46 +106,36 @@ Unit = AnswerPair | AnswerLabel
 
 
 @dataclass(frozen=True, slots=True)
-class DirectSets:
-    """Training and held-out pairs, or labels for `kto`, and the distinct answers that they refer to by index.
+class DirectSets(Sets[Unit]):
+    """Pairs, or labels for `kto`, and the distinct answers that they refer to by index.
 
-    `num_ties` counts all ties, also where they are dropped; `sample` is the first row as text.
+    `num_ties` counts all ties, also where they are dropped.
     """
 
     answers: Sequence[Answer]
-    train: Sequence[Unit]
-    heldout: Sequence[Unit]
     num_ties: int
-    sample: str
-    facts: Facts
 
 
 @dataclass(frozen=True, slots=True)
-class DemonstrationSets:
-    """Encoded training and held-out demonstrations; `sample` is the first one as text."""
-
-    train: Sequence[LearntSequence]
-    heldout: Sequence[LearntSequence]
-    sample: str
-    facts: Facts
-
-
-@dataclass(frozen=True, slots=True)
-class _Sides(Generic[T]):
+class _Sides(Generic[ItemT]):
     """Rows of both sides, and the bad rows of their sources; `heldout_bad` is `bad` if there is one source."""
 
-    rows: Split[T]
+    rows: Split[ItemT]
     bad: BadRows
     heldout_bad: BadRows
 
-    def facts(self, train: Sequence[Item], heldout: Sequence[Item]) -> Facts:
-        """Raise DataError for bad rows that are not skipped; log leaks between the sides."""
+    def encoded(self, encode: Callable[[list[ItemT], BadRows], Sequence[T]]) -> Split[T]:
+        """The rows of both sides as training examples; bad ones are noted."""
+        return Split(list(encode(self.rows.train, self.bad)), list(encode(self.rows.heldout, self.heldout_bad)))
+
+    def facts(self, rows: Split[ItemT]) -> Facts:
+        """Raise DataError for bad rows that are not skipped; log leaks between the two sides of `rows`."""
         self.bad.check()
-        has_two_sources = self.heldout_bad is not self.bad
-        if has_two_sources:
+        heldout_tally = None
+        if self.heldout_bad is not self.bad:
             self.heldout_bad.check()
-        heldout_tally = self.heldout_bad.finish() if has_two_sources else None
-        facts = Facts(self.bad.finish(), heldout_tally, leaks(train, heldout), num_heldout=len(heldout))
+            heldout_tally = self.heldout_bad.finish()
+        facts = Facts(self.bad.finish(), heldout_tally, leaks(rows.train, rows.heldout), len(rows.heldout))
         leak = leak_finding(facts.leaks, facts.num_heldout)
         if leak:
             _log.warning("%s", leak.message)
@@ -155,17 +144,17 @@ class _Sides(Generic[T]):
 
 def _read(
     section: DataSection,
-    load: Callable[[Any, BadRows], list[T]],
+    load: Callable[[Any, BadRows], list[ItemT]],
     given: tuple[Sequence[object] | None, Sequence[object] | None],
     seed: int,
     key: Callable[..., str] = prompt_key,
-) -> _Sides[T]:
+) -> _Sides[ItemT]:
     """Rows for training and held-out rows, from the sources of `section` or from what is `given` for either.
 
     Rows are held out of the training source only if no held-out rows are given or named. An empty list is allowed.
     """
 
-    def read(source: str | Sequence[object], bad: BadRows) -> list[T]:
+    def read(source: str | Sequence[object], bad: BadRows) -> list[ItemT]:
         return load(source, bad) if isinstance(source, str) or source else []
 
     bad = BadRows(skip=section.skip_bad)
@@ -183,16 +172,16 @@ def prompt_sets(
     seed: int,
     given: Sequence[PromptLike] | None = None,
     *,
-    room: int | None = None,
+    max_length: int | None = None,
 ) -> PromptSets:
     """The prompts of `section`, or `given` instead: split, cut to prefixes, and measured.
 
-    `room` is the limit of a prompt that the model's context imposes, in tokens. A leak is logged as a warning.
+    `max_length` is the limit of a prompt that the model's context imposes, in tokens. A leak is logged as a warning.
 
     Raises:
         DataError: Bad rows, all named and counted, unless `section.skip_bad`; or no rows left to train on.
     """
-    column = section.split_column
+    column, limit = section.split_column, _limit(section.max_tokens, max_length)
 
     def key(prompt: Prompt) -> str:
         return prompt_key(prompt) if column is None else str(prompt.columns.get(column, prompt.content))
@@ -200,19 +189,19 @@ def prompt_sets(
     def load(source: str | Sequence[PromptLike], bad: BadRows) -> list[Prompt]:
         return load_prompts(source, section, bad)
 
-    sides = _read(section, load, (given, None), seed, key)
-    encoded: list[list[Prompt]] = []
-    lengths: list[int] = []
-    for rows, bad in ((sides.rows.train, sides.bad), (sides.rows.heldout, sides.heldout_bad)):
+    def measure(prompts: list[Prompt], bad: BadRows) -> list[MeasuredPrompt]:
         if section.prefix_tokens:
-            rows = prefix_prompts(rows, tokenizer, section.prefix_tokens, seed, bad)
-        measured = measure_prompts(rows, tokenizer, _limit(section.max_tokens, room), bad)
-        encoded.append(measured.prompts)
-        lengths += measured.lengths
-    train, heldout = encoded
-    facts = sides.facts(train, heldout)
-    _check_not_empty(train, "prompts")
-    return PromptSets(train, heldout, sum(lengths) / len(lengths), facts)
+            prompts = prefix_prompts(prompts, tokenizer, section.prefix_tokens, seed, bad)
+        return measure_prompts(prompts, tokenizer, limit, bad)
+
+    sides = _read(section, load, (given, None), seed, key)
+    measured = sides.encoded(measure)
+    rows = Split([one.prompt for one in measured.train], [one.prompt for one in measured.heldout])
+    facts = sides.facts(rows)
+    _check_not_empty(rows.train, "prompts")
+    lengths = [one.num_tokens for one in (*measured.train, *measured.heldout)]
+    sample = f"prompt: {plain_text(rows.train[0].content)}"
+    return PromptSets(rows.train, rows.heldout, sample, facts, sum(lengths) / len(lengths))
 
 
 def preference_sets(
@@ -222,30 +211,32 @@ def preference_sets(
     given: Sequence[PreferenceLike] | None = None,
     given_heldout: Sequence[PreferenceLike] | None = None,
     *,
-    room: int | None = None,
+    max_length: int | None = None,
 ) -> PreferenceSets:
     """The preferences of `section`, or those given instead: split by prompt and encoded.
 
-    `room` is the limit of a sequence that the model's context imposes, in tokens. Rows are held out of the source only
-    if no held-out rows are given or named. A leak is logged as a warning.
+    `max_length` is the limit of a sequence that the model's context imposes, in tokens. Rows are held out of the source
+    only if no held-out rows are given or named. A leak is logged as a warning.
 
     Raises:
         DataError: Bad rows, all named and counted, unless `section.skip_bad`; or no rows left to train on.
         ModelError: Messages, but the tokenizer has no chat template.
     """
+    limit, is_listwise = _limit(section.max_tokens, max_length), section.rankings == "plackett_luce"
+
+    def encode(rows: list[Pair | Ranking], bad: BadRows) -> list[Encoded]:
+        return encode_preferences(rows, tokenizer, limit, bad, truncates=section.truncate == "left")
+
     sides = _read(section, lambda s, bad: load_preferences(s, section, bad), (given, given_heldout), seed)
-    rows = sides.rows
-    _check_not_empty(rows.train, "pairs")
-    if section.rankings == "plackett_luce":
-        rows = Split(_without_wide_ties(rows.train, sides.bad), _without_wide_ties(rows.heldout, sides.heldout_bad))
-    limit, cuts = _limit(section.max_tokens, room), section.truncate == "left"
-    train = encode_preferences(rows.train, tokenizer, limit, sides.bad, truncates=cuts)
-    heldout = encode_preferences(rows.heldout, tokenizer, limit, sides.heldout_bad, truncates=cuts)
-    facts = sides.facts(rows.train, rows.heldout)
-    _check_not_empty(train, "pairs")
-    expanded = as_pairs if section.rankings == "pairs" else as_rankings
+    _check_not_empty(sides.rows.train, "pairs")
+    if is_listwise:
+        sides = replace(sides, rows=sides.encoded(_without_wide_ties))
+    encoded, rows = sides.encoded(encode), sides.rows
+    facts = sides.facts(rows)
+    _check_not_empty(encoded.train, "pairs")
+    expand = as_rankings if is_listwise else as_pairs
     prompts = {item.prompt.id: prompt_key(item) for item in rows.heldout}
-    return PreferenceSets(expanded(train), expanded(heldout), _sample(rows.train[0]), facts, prompts)
+    return PreferenceSets(expand(encoded.train), expand(encoded.heldout), _sample(rows.train[0]), facts, prompts)
 
 
 def direct_sets(
@@ -256,26 +247,31 @@ def direct_sets(
     given: Sequence[JudgementLike] | None = None,
     given_heldout: Sequence[JudgementLike] | None = None,
     *,
-    room: int | None = None,
+    max_length: int | None = None,
 ) -> DirectSets:
     """The preferences of `section`, or those given instead, for the loss of `settings`: split by prompt and encoded.
 
     The loss `kto` takes labelled completions as well as pairs, all others take pairs; ties are left out where
     `settings` drop them. Arguments and errors as in `preference_sets`.
     """
-    load = partial(_load_for, settings, section)
-    sides = _read(section, load, (given, given_heldout), seed, lambda item: prompt_key(_as_item(item)))
-    rows, limit, table = sides.rows, _limit(section.max_tokens, room), AnswerTable()
-    token_limit = TokenLimit(limit, section.truncate == "left")
-    train = _units(rows.train, settings, tokenizer, token_limit, table, sides.bad)
-    heldout = _units(rows.heldout, settings, tokenizer, token_limit, table, sides.heldout_bad)
-    facts = sides.facts([_as_item(row) for row in rows.train], [_as_item(row) for row in rows.heldout])
-    _check_not_empty(train, "pairs")
+    table, limit = AnswerTable(), TokenLimit(_limit(section.max_tokens, max_length), section.truncate == "left")
+
+    def encode(items: list[Judgement | Pair | Ranking], bad: BadRows) -> Sequence[Unit]:
+        if settings.loss == "kto":
+            return encode_labels(items, tokenizer, limit, table, bad)
+        pairs = encode_pairs([item for item in items if not isinstance(item, Judgement)], tokenizer, limit, table, bad)
+        return [pair for pair in pairs if settings.ties != "drop" or not pair.tie]
+
+    sides = _read(section, partial(_load_for, settings, section), (given, given_heldout), seed)
+    encoded, rows = sides.encoded(encode), sides.rows
+    facts = sides.facts(rows)
+    _check_not_empty(encoded.train, "pairs")
+    train, heldout = encoded.train, encoded.heldout
     if settings.loss == "kto":
-        train, heldout = (with_mismatched(side, table, limit, seed) for side in (train, heldout))
-    counted = [*rows.train, *rows.heldout] if sides.heldout_bad is sides.bad else rows.train
-    num_ties = sum(map(_num_ties, counted))
-    return DirectSets(table.answers, train, heldout, num_ties, _sample(rows.train[0]), facts)
+        train, heldout = (with_mismatched(side, table, limit.max_tokens, seed) for side in (train, heldout))
+    counted = [*rows.train, *rows.heldout] if facts.heldout_tally is None else rows.train
+    num_ties = sum(pair.tie for item in counted if not isinstance(item, Judgement) for pair in pairs_of(item))
+    return DirectSets(train, heldout, _sample(rows.train[0]), facts, table.answers, num_ties)
 
 
 def demonstration_sets(
@@ -285,22 +281,21 @@ def demonstration_sets(
     given: Sequence[DemonstrationLike] | None = None,
     given_heldout: Sequence[DemonstrationLike] | None = None,
     *,
-    room: int | None = None,
-) -> DemonstrationSets:
+    max_length: int | None = None,
+) -> Sets[LearntSequence]:
     """The demonstrations of `section`, or those given instead: split by prompt and encoded.
 
     Arguments and errors as in `preference_sets`.
     """
+    limit = _limit(section.max_tokens, max_length)
     sides = _read(section, load_demonstrations, (given, given_heldout), seed)
-    rows, limit = sides.rows, _limit(section.max_tokens, room)
-    train = encode_demonstrations(rows.train, tokenizer, section, limit, sides.bad)
-    heldout = encode_demonstrations(rows.heldout, tokenizer, section, limit, sides.heldout_bad)
-    facts = sides.facts(rows.train, rows.heldout)
-    _check_not_empty(train, "demonstrations")
-    first = rows.train[0]
+    encoded = sides.encoded(lambda rows, bad: encode_demonstrations(rows, tokenizer, section, limit, bad))
+    facts = sides.facts(sides.rows)
+    _check_not_empty(encoded.train, "demonstrations")
+    first = sides.rows.train[0]
     texts = {"prompt": plain_text(first.prompt.content), "completion": plain_text(first.completion)}
     sample = "\n".join(f"{name}: {text}" for name, text in texts.items() if text)
-    return DemonstrationSets(train, heldout, sample, facts)
+    return Sets(encoded.train, encoded.heldout, sample, facts)
 
 
 def _check_not_empty(train: Sequence[object], name: str) -> None:
@@ -308,8 +303,8 @@ def _check_not_empty(train: Sequence[object], name: str) -> None:
         raise DataError(f"no {name} are left to train on; give more rows or lower {name}.heldout_fraction")
 
 
-def _limit(max_tokens: int, room: int | None) -> int:
-    return max_tokens if room is None else min(max_tokens, max(0, room))
+def _limit(max_tokens: int, max_length: int | None) -> int:
+    return max_tokens if max_length is None else min(max_tokens, max(0, max_length))
 
 
 def _load_for(
@@ -323,29 +318,6 @@ def _load_for(
     if any(isinstance(item, Judgement) for item in source):
         raise DataError(f"the loss {settings.loss} needs pairs; single judgements are for the loss kto")
     return [*load_preferences([item for item in source if not isinstance(item, Judgement)], section, bad)]
-
-
-def _units(
-    items: Sequence[Judgement | Pair | Ranking],
-    settings: DPOSection,
-    tokenizer: PreTrainedTokenizerBase,
-    limit: TokenLimit,
-    table: AnswerTable,
-    bad: BadRows,
-) -> Sequence[Unit]:
-    """The items as the loss of `settings` takes them."""
-    if settings.loss == "kto":
-        return encode_labels(items, tokenizer, limit, table, bad)
-    pairs = encode_pairs([item for item in items if not isinstance(item, Judgement)], tokenizer, limit, table, bad)
-    return [pair for pair in pairs if settings.ties != "drop" or not pair.tie]
-
-
-def _num_ties(item: Judgement | Pair | Ranking) -> int:
-    return 0 if isinstance(item, Judgement) else sum(pair.tie for pair in pairs_of(item))
-
-
-def _as_item(item: Judgement | Pair | Ranking) -> Item:
-    return item.prompt if isinstance(item, Judgement) else item
 
 
 def _without_wide_ties(items: Sequence[Pair | Ranking], bad: BadRows) -> list[Pair | Ranking]:

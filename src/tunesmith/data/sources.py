@@ -21,7 +21,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from tunesmith.core.errors import DataError
 from tunesmith.data.rows import BadRows, Candidate, Row, RowError, checked_columns
@@ -155,7 +155,7 @@ def data_path(source: str) -> Path:
     name = source.removeprefix(PREFIX)
     named = os.environ.get(VARIABLE, "")
     if not named:
-        raise DataError(f"{source} stands below the folder that {VARIABLE} names, but it is not set; set it{_or(name)}")
+        raise DataError(f"{source} is below the folder that {VARIABLE} names, but it is not set; set it{_or(name)}")
     folder = Path(named).expanduser()
     if not folder.is_dir():
         raise DataError(f"{source}: {VARIABLE} names {folder}, which is no folder; correct it{_or(name)}")
@@ -171,6 +171,7 @@ def data_path(source: str) -> Path:
 
 
 def _or(name: str) -> str:
+    """The end of a message on a missing data file: the same data on the hub."""
     for beginning, hub_id, difference in _ON_THE_HUB:
         if name.startswith(beginning):
             return f", or take {hub_id} from the hub ({difference})"
@@ -186,24 +187,28 @@ def parse_rows(
     *,
     label: str = "rows",
     bad: BadRows | None = None,
+    records: tuple[type, ...] = (),
 ) -> list[T]:
-    """`parse(row)` of every row of a source or of a list of mappings, in order.
+    """`parse(row)` of every row of a source or of a list of mappings, in order; a list of `records` as it is.
 
-    `parse` raises `RowError(reason, kind)` for a row that it cannot use. A row whose `id` stood before is bad too.
-    `label` names a list in messages. Bad rows go to `bad`, which may skip them; without it they are an error. Raises
-    DataError listing the first bad rows and the count of all, or if there are no rows.
+    `parse` raises `RowError(reason, kind)` for a row that it cannot use. A row with the `id` of an earlier one is bad
+    too. `label` names a list in messages. Bad rows go to `bad`, which may skip them; without it they are an error.
+    Raises DataError listing the first bad rows and the count of all, or if there are no rows.
     """
     bad = bad or BadRows()
     if isinstance(source, str | Path):
         bad.opened(str(source))
         candidates = source_rows(source)
+    elif source and all(isinstance(item, records) for item in source):
+        bad.opened(f"the list of {label}", len(source))
+        return [cast(T, item) for item in source]
     else:
         bad.opened(f"the list of {label}")
         candidates = _list_rows(source, label)
     parsed: list[T] = []
     place_of_id: dict[str, str] = {}
     for where, read in candidates:
-        bad.saw(1)
+        bad.num_rows += 1
         try:
             row = Row(where=where, columns=read())
             item = parse(row)
@@ -224,7 +229,7 @@ def _check_id(row: Row, place_of_id: dict[str, str]) -> None:
         return
     place = place_of_id.setdefault(repr(value), row.where)
     if place != row.where:
-        raise RowError(f"id {str(value)[:80]!r} stands already at {place}", "repeated id")
+        raise RowError(f"id {str(value)[:80]!r} is already at {place}", "repeated id")
 
 
 def _list_rows(items: Iterable[object], label: str) -> Iterator[Candidate]:

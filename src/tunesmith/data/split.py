@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from tunesmith.core.errors import DataError
-from tunesmith.schema.records import Demonstration, Finding, Pair, Prompt, Ranking, Text
+from tunesmith.data.rows import Item, place_of
+from tunesmith.schema.records import Demonstration, Finding, Pair, Prompt, Text
 
 T = TypeVar("T")
 
@@ -22,7 +23,7 @@ class Split(Generic[T]):
     heldout: list[T]
 
 
-def prompt_key(item: Prompt | Pair | Ranking | Demonstration) -> str:
+def prompt_key(item: Item) -> str:
     """Key by which an item is split: its prompt, without regard to case and white space.
 
     A pair without a prompt is split by what its two sides begin with in common, up to the last line break or message:
@@ -32,10 +33,10 @@ def prompt_key(item: Prompt | Pair | Ranking | Demonstration) -> str:
     """
     if isinstance(item, Prompt):
         return _normal(item.content)
-    if isinstance(item, Ranking):
-        return _normal(item.prompt.content)
     if isinstance(item, Demonstration):
         return _normal(item.opening)
+    if not isinstance(item, Pair):
+        return _normal(item.prompt.content)
     shared = item.prompt.content or _common_start(item.chosen, item.rejected)
     return _normal(shared) or f"{_normal(item.chosen)}\x1d{_normal(item.rejected)}"
 
@@ -108,8 +109,6 @@ def _num_common(first: Text, second: Text) -> int:
     return low
 
 
-Item = Prompt | Pair | Ranking | Demonstration
-
 _NUM_SHOWN = 3
 
 
@@ -128,10 +127,9 @@ def leaks(train: Sequence[Item], heldout: Sequence[Item]) -> tuple[Leak, ...]:
     """One leak for each item of `heldout` whose prompt, without regard to case and white space, is in `train`."""
     if not heldout:
         return ()
-    first_place: dict[str, str] = {}
-    for item in train:
-        first_place.setdefault(prompt_key(item), _place(item))
-    return tuple(Leak(_place(item), first_place[key]) for item in heldout if (key := prompt_key(item)) in first_place)
+    first_place = {prompt_key(item): place_of(item) for item in reversed(train)}
+    keys = [(item, prompt_key(item)) for item in heldout]
+    return tuple(Leak(place_of(item), first_place[key]) for item, key in keys if key in first_place)
 
 
 def leak_finding(found: Sequence[Leak], num_heldout: int) -> Finding | None:
@@ -145,7 +143,3 @@ def leak_finding(found: Sequence[Leak], num_heldout: int) -> Finding | None:
         "remove these rows from either side"
     )
     return Finding(step=0, name="leak", severity="warning", message=message)
-
-
-def _place(item: Item) -> str:
-    return item.id if isinstance(item, Prompt) else item.prompt.id

@@ -98,7 +98,7 @@ def csv_rows(path: Path, delimiter: str = ",") -> Iterator[Candidate]:
         raise DataError(f"{path.name}:1: no header ({header or 'blank line'}); expected {TABLE_FORM}")
     bad = next((name for name in header if not name.strip() or header.count(name) > 1), None)
     if bad is not None:
-        fault = "stands twice" if bad.strip() else "is empty"
+        fault = "is given twice" if bad.strip() else "is empty"
         raise DataError(f"{path.name}:1: column name {bad!r} {fault}; name each column once")
     last_is_closed = text.endswith(("\n", "\r"))
     for index, (line, cells) in enumerate(records[1:], start=2):
@@ -227,7 +227,7 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> object:
     if len(columns) == len(pairs):
         return columns
     repeated = Counter(name for name, _ in pairs).most_common(1)[0][0]
-    return Refused(f"key `{repeated}` stands twice in one object")
+    return Refused(f"key `{repeated}` is given twice in one object")
 
 
 def _refused_constant(name: str) -> object:

@@ -353,9 +353,9 @@ def build(cfg: LiveRecipe, folder: LiveFolder, stop: StopRequest, prompts: Itera
     device = setup.prepare(cfg)
     loaded = load_policy(cfg.model, device=device)
     model, tokenizer, context = loaded.model, loaded.tokenizer, context_length(loaded.model)
-    room = None if context is None else context - cfg.rollout.max_new_tokens
+    max_length = None if context is None else context - cfg.rollout.max_new_tokens
     given = None if prompts is None else list(prompts)
-    found = sets.prompt_sets(cfg.prompts, tokenizer, cfg.run.seed, given, room=room)
+    found = sets.prompt_sets(cfg.prompts, tokenizer, cfg.run.seed, given, max_length=max_length)
     if cfg.live.heldout_prompts_per_round and not found.heldout:
         raise DataError(
             "no prompts are held out, so updates cannot be checked; give prompts.heldout_fraction a larger share, "

@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from tunesmith.core.errors import DataError
 from tunesmith.core.log import get_logger
 from tunesmith.core.seeds import derive, permutation
 from tunesmith.data.answers import Answer, TokenLimit, encode_answer, fitting
-from tunesmith.data.rows import RowError
 from tunesmith.models.tokenizer import PreTrainedTokenizerBase, encode_prompt
 from tunesmith.schema.records import Pair, Prompt
 from tunesmith.store.records import Candidate, StoredVote
@@ -82,7 +82,7 @@ class VoteMemory:
                 continue
             try:
                 pair = encode_vote(vote, self.tokenizer, self.max_tokens)
-            except RowError as error:
+            except DataError as error:
                 _log.warning("vote %d is left out: %s", vote.id, error)
                 continue
             if pair.tie and not (pair.heldout or self.keeps_ties):
@@ -116,7 +116,7 @@ class VoteMemory:
 
 
 def encode_vote(vote: StoredVote, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> VotedPair:
-    """The vote with its sampled token ids, or text encoded where there are none. Raises RowError if it cannot be."""
+    """The vote with its sampled token ids, or text encoded where there are none. Raises DataError if it cannot be."""
     prompt = Prompt(str(vote.item_id), vote.prompt)
     return VotedPair(
         vote_id=vote.id,

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from tunesmith.data.demonstrations import DemonstrationLike
-from tunesmith.data.judgements import JudgementLike
+from tunesmith.data.pairs import JudgementLike
 from tunesmith.data.prompts import PromptLike
 from tunesmith.models.export import ModelCard
 from tunesmith.models.optimizer import MasterAdamW, StepReport

@@ -223,7 +223,7 @@ class DPOTask:
             cfg.run.seed,
             inputs.pairs,
             inputs.heldout_pairs,
-            room=context_length(self.loaded.model),
+            max_length=context_length(self.loaded.model),
         )
         check_labels(self.data, cfg.dpo)
         freeze_lower_layers(self.loaded.model, cfg.model.num_trainable_layers)

@@ -119,7 +119,7 @@ class RewardTask:
             cfg.run.seed,
             cast(Sequence[PreferenceLike] | None, inputs.pairs),
             cast(Sequence[PreferenceLike] | None, inputs.heldout_pairs),
-            room=context_length(self.model.model),
+            max_length=context_length(self.model.model),
         )
         section = cfg.reward_model
         self.num_steps = cfg.run.steps or -(-len(self.data.train) * section.num_epochs // section.pairs_per_step)

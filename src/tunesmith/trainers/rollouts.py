@@ -287,9 +287,9 @@ class PolicyTask:
         self.shown, self.title = learner.shown, learner.title
         self.num_steps = cfg.run.steps or 100
         self.loaded = load_policy(cfg.model, device=device)
-        context = context_length(self.loaded.model)
-        room = None if context is None else context - cfg.rollout.max_new_tokens
-        self.data = sets.prompt_sets(cfg.prompts, self.loaded.tokenizer, cfg.run.seed, inputs.prompts, room=room)
+        tokenizer, context = self.loaded.tokenizer, context_length(self.loaded.model)
+        max_length = None if context is None else context - cfg.rollout.max_new_tokens
+        self.data = sets.prompt_sets(cfg.prompts, tokenizer, cfg.run.seed, inputs.prompts, max_length=max_length)
         self._evaluation = getattr(cfg, "evaluation", EvaluationSection())
         if self._evaluation.correct_at is not None and not self.data.heldout:
             raise DataError(

@@ -108,7 +108,7 @@ class SFTTask:
             cfg.run.seed,
             inputs.demonstrations,
             inputs.heldout_demonstrations,
-            room=context_length(self.loaded.model),
+            max_length=context_length(self.loaded.model),
         )
         freeze_lower_layers(self.loaded.model, cfg.model.num_trainable_layers)
         per_step = cfg.sft.demonstrations_per_step

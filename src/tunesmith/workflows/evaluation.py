@@ -161,7 +161,7 @@ def evaluate_reward(
         )
     if pairs is not None and pairs != section.source:
         section = section.model_copy(update={"heldout_source": pairs})
-    sets = preference_sets(section, reward_model.tokenizer, seed, room=context_length(reward_model.model))
+    sets = preference_sets(section, reward_model.tokenizer, seed, max_length=context_length(reward_model.model))
     found = judge(
         reward_model,
         decided_pairs(sets.heldout, sets.heldout_prompts),
