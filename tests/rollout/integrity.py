@@ -17,18 +17,18 @@ def pool_errors(pool: BlockPool) -> list[str]:
     blank = set(pool._blank)
     if len(blank) != len(pool._blank):
         found.append("a block is twice among the blank ones")
-    for block, holders in enumerate(pool._num_holders):
+    for block, holders in enumerate(pool.num_holders):
         states = (holders > 0) + (block in blank) + (block in pool._cached)
-        key = pool._key_of[block]
+        key = pool.key_of[block]
         if holders < 0 or states != 1:
             found.append(f"block {block}, held {holders} times, must be held, cached or blank, one of the three")
-        if block in pool._cached and (key is None or not pool._is_written[block]):
+        if block in pool._cached and (key is None or not pool.is_written[block]):
             found.append(f"block {block} is cached, but its contents are not known or not written")
         if block in blank and key is not None:
             found.append(f"block {block} is blank and has a key")
-        if key is not None and pool._block_of.get(key) != block:
+        if key is not None and pool.block_of.get(key) != block:
             found.append(f"block {block} is not found by its key")
-    if len(pool._block_of) != sum(key is not None for key in pool._key_of):
+    if len(pool.block_of) != sum(key is not None for key in pool.key_of):
         found.append("a key finds a block that does not have it")
     return found
 
@@ -60,17 +60,17 @@ def _table_errors(cache: KVCache, table: Table) -> Iterable[str]:
     if list(table.keys) != prompt_keys(table.prompt_ids):
         yield f"the keys of table {table.row} are not those of its prompt"
     for index, block in enumerate(table.blocks):
-        key = cache._pool.key(block)
+        key = cache._pool.key_of[block]
         if key is not None and (index >= len(table.keys) or key != table.keys[index]):
             yield f"block {block} of table {table.row} has a key of other contents"
         is_own = table.num_found // BLOCK_TOKENS <= index < len(table.keys)
-        if is_own and (index + 1) * BLOCK_TOKENS <= table.num_written and not cache._pool.is_written(block):
+        if is_own and (index + 1) * BLOCK_TOKENS <= table.num_written and not cache._pool.is_written[block]:
             yield f"block {block} of table {table.row} was computed and is not marked"
 
 
 def _sharing_errors(cache: KVCache, block: int, holders: list[tuple[Table, int]]) -> Iterable[str]:
-    if cache._pool.num_holders(block) != len(holders):
-        yield f"block {block} is in {len(holders)} tables, its count says {cache._pool.num_holders(block)}"
+    if cache._pool.num_holders[block] != len(holders):
+        yield f"block {block} is in {len(holders)} tables, its count says {cache._pool.num_holders[block]}"
     if len({index for _, index in holders}) > 1:
         yield f"block {block} has different indices in the tables that share it"
     ends = {min(table.num_tokens, (index + 1) * BLOCK_TOKENS) for table, index in holders}

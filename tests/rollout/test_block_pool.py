@@ -9,7 +9,7 @@ from tunesmith.rollout.kv_cache import BlockPool
 def _kept(pool: BlockPool, key: bytes) -> int:
     block = pool.take()
     pool.name(block, key)
-    pool.mark_written(block)
+    pool.is_written[block] = True
     pool.release(block)
     return block
 
@@ -19,13 +19,13 @@ def test_blank_blocks_are_taken_before_known_ones_and_of_those_the_longest_unuse
     first, second = pool.take(), pool.take()
     for block, key in ((first, b"first"), (second, b"second")):
         pool.name(block, key)
-        pool.mark_written(block)
+        pool.is_written[block] = True
     pool.release(second)
     pool.release(first)
     assert pool.num_free == 3
     assert pool.take() not in (first, second)
     assert pool.take() == second, "freed before the other, so unused for longer"
-    assert pool.find(b"second") is None and pool.find(b"first") == first
+    assert pool.block_of.get(b"second") is None and pool.block_of.get(b"first") == first
 
 
 def test_a_block_used_again_counts_as_used_last():
@@ -34,7 +34,7 @@ def test_a_block_used_again_counts_as_used_last():
     second = pool.take()
     for block, key in ((first, b"first"), (second, b"second")):
         pool.name(block, key)
-        pool.mark_written(block)
+        pool.is_written[block] = True
         pool.release(block)
     pool.hold(first)
     pool.release(first)
@@ -45,9 +45,9 @@ def test_contents_that_were_never_written_are_forgotten_with_the_last_holder():
     pool = BlockPool(1)
     block = pool.take()
     pool.name(block, b"promised")
-    assert pool.find(b"promised") == block
+    assert pool.block_of.get(b"promised") == block
     pool.release(block)
-    assert pool.find(b"promised") is None
+    assert pool.block_of.get(b"promised") is None
     assert pool_errors(pool) == []
 
 
@@ -57,7 +57,7 @@ def test_a_block_that_is_taken_again_is_unwritten_again():
     block = pool.take()
     pool.name(block, b"promised")
     pool.release(block)
-    assert pool.find(b"promised") is None
+    assert pool.block_of.get(b"promised") is None
 
 
 def test_the_first_block_of_some_contents_is_the_one_that_is_found():
@@ -65,9 +65,9 @@ def test_the_first_block_of_some_contents_is_the_one_that_is_found():
     first, second = pool.take(), pool.take()
     pool.name(first, b"same")
     pool.name(second, b"same")
-    assert pool.find(b"same") == first and pool.key(second) is None
+    assert pool.block_of.get(b"same") == first and pool.key_of[second] is None
     pool.release(second)
-    assert pool.find(b"same") == first
+    assert pool.block_of.get(b"same") == first
     assert pool_errors(pool) == []
 
 
@@ -77,7 +77,7 @@ def test_forgotten_contents_are_found_no_more_and_no_block_is_lost():
     held = pool.take()
     pool.name(held, b"held")
     pool.forget_contents()
-    assert pool.find(b"kept") is None and pool.find(b"held") is None
+    assert pool.block_of.get(b"kept") is None and pool.block_of.get(b"held") is None
     pool.release(held)
     assert pool.num_free == 4
     assert sorted(pool.take() for _ in range(4)) == [0, 1, 2, 3] and kept in range(4)
@@ -95,5 +95,5 @@ def test_damage_is_reported():
     pool = BlockPool(2)
     block = _kept(pool, b"kept")
     pool.hold(block)
-    pool._num_holders[block] = 0
+    pool.num_holders[block] = 0
     assert any("held, cached or blank" in line for line in pool_errors(pool))

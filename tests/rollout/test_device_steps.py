@@ -48,7 +48,7 @@ def begun(model: DeviceModel, room: Buffers, num_rows: int, new: int) -> tuple[D
     scheduler.add([PromptRequest(0, tuple(range(5, 25)), num_rows, limits), PromptRequest(1, (9, 8, 7), 1, limits)])
     plan = scheduler.plan(MAX_STEPS)
     assert plan is not None and len(plan.drawn) == num_rows + 1
-    scheduler.accept_runs(plan, [(run.token_ids, run.logps, run.raw_logps) for run in steps.run(plan)])
+    scheduler.accept(plan, steps.run(plan))
     return steps, scheduler
 
 
@@ -103,7 +103,7 @@ def test_the_step_is_the_same_for_more_slots() -> None:
         plan = scheduler.plan(MAX_STEPS)
         assert plan is not None
         copy_blocks(room.storage, plan.copies)
-        drawn.append([run.token_ids for run in steps.run(plan)])
+        drawn.append([token_ids for token_ids, *_ in steps.run(plan)])
     assert drawn[0][:2] == drawn[1][:2] and drawn[0][-1] == drawn[1][-1]
 
 

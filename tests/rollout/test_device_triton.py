@@ -12,10 +12,10 @@ from tunesmith.models.loaded import PreTrainedModel
 from tunesmith.models.tiny import tiny_model
 from tunesmith.rollout.device import steps as device_steps
 from tunesmith.rollout.device.decode_step import DeviceModel, DrawSettings, Slots
-from tunesmith.rollout.device.steps import Buffers, DeviceDrawn, DeviceSteps, shared_prefixes
+from tunesmith.rollout.device.steps import Buffers, DeviceSteps, shared_prefixes
 from tunesmith.rollout.kv_cache import KVCache, allocate_storage, copy_blocks
 from tunesmith.rollout.sampler import NoiseKey
-from tunesmith.rollout.scheduler import PromptRequest, Scheduler
+from tunesmith.rollout.scheduler import PromptRequest, Run, Scheduler
 from tunesmith.rollout.sequence import Limits
 
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ EVERYTHING = SamplingParams(
 )
 
 
-def visits(module: PreTrainedModel, choice: Choice, sampling: SamplingParams) -> list[list[DeviceDrawn]]:
+def visits(module: PreTrainedModel, choice: Choice, sampling: SamplingParams) -> list[list[Run]]:
     """What is drawn of four completions of a long prompt and one of a short one, visit by visit."""
     model = DeviceModel(module, Decoder(module, Kernels(choice)))
     cache = KVCache(40, max_tokens=WIDTH * 16, max_tables=2 * NUM_SLOTS)
@@ -47,13 +47,13 @@ def visits(module: PreTrainedModel, choice: Choice, sampling: SamplingParams) ->
     scheduler.add(
         [PromptRequest(0, tuple(5 + 7 * i % 200 for i in range(34)), 4, limits), PromptRequest(1, (9, 8), 1, limits)]
     )
-    found: list[list[DeviceDrawn]] = []
+    found: list[list[Run]] = []
     while (plan := scheduler.plan(MAX_STEPS)) is not None:
         copy_blocks(room.storage, plan.copies)
         if found and len(found) < 2:
             assert shared_prefixes(plan.sequences), "attention over a shared beginning is part of this test"
         drawn = steps.run(plan)
-        steps.release(scheduler.accept_runs(plan, [(run.token_ids, run.logps, run.raw_logps) for run in drawn]))
+        steps.release(scheduler.accept(plan, drawn))
         found.append(drawn)
     return found
 
@@ -73,7 +73,6 @@ def test_the_step_in_triton_draws_what_the_step_in_torch_draws(
     ours, theirs = visits(module, "triton", sampling), visits(module, "torch", sampling)
     assert len(ours) == len(theirs) >= 3
     for mine, other in zip(ours, theirs, strict=True):
-        assert [run.token_ids for run in mine] == [run.token_ids for run in other]
-        for a, b in zip(mine, other, strict=True):
-            torch.testing.assert_close(torch.tensor(a.logps), torch.tensor(b.logps), rtol=1e-4, atol=1e-4)
-            torch.testing.assert_close(torch.tensor(a.raw_logps), torch.tensor(b.raw_logps), rtol=1e-4, atol=1e-4)
+        assert [token_ids for token_ids, *_ in mine] == [token_ids for token_ids, *_ in other]
+        for (_, *scores, _), (_, *expected, _) in zip(mine, other, strict=True):
+            torch.testing.assert_close(torch.tensor(scores), torch.tensor(expected), rtol=1e-4, atol=1e-4)

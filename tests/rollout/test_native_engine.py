@@ -123,6 +123,15 @@ def check_exactness(loaded: LoadedModel, temperature: float, slots: Sequence[int
 
 
 @needs_bf16
+def test_exactness_is_known_before_the_first_call_and_kept_while_unloaded() -> None:
+    engine, _ = engine_of(tiny_model("llama", dtype=torch.bfloat16))
+    assert engine.is_exact
+    engine.unload()
+    assert engine.is_exact and engine._runner is None
+    assert not engine_of(tiny_model("llama"))[0].is_exact
+
+
+@needs_bf16
 def test_filters_and_penalties_leave_the_raw_log_probs_exact() -> None:
     loaded = tiny_model("llama", dtype=torch.bfloat16)
     engine, model = engine_of(loaded)

@@ -9,9 +9,8 @@ from tunesmith.batch.rollout import SamplingParams
 from tunesmith.core.errors import InputError
 from tunesmith.kernels.sample.records import SMALLEST_TEMPERATURE, SampleSettings
 from tunesmith.models.tiny import tiny_model
-from tunesmith.rollout.engine import GenerationInterrupted
+from tunesmith.rollout.engine import GenerationInterrupted, check_prompt_lengths, check_request
 from tunesmith.rollout.factory import open_engine
-from tunesmith.rollout.request import check_prompt_lengths, check_request
 from tunesmith.schema.records import Prompt
 
 PROMPTS = [Prompt("a", "text")]

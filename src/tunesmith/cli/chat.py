@@ -124,7 +124,7 @@ def base_of(run: Path) -> str:
 
 def _check(options: ChatOptions) -> None:
     """Refuse settings before a model is loaded."""
-    from tunesmith.rollout.request import check_request
+    from tunesmith.rollout.engine import check_request
     from tunesmith.schema.records import Prompt
 
     check_request([Prompt("chat", "")], 1, _sampling(options, 0))

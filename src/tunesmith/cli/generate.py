@@ -99,8 +99,8 @@ def _prompts(options: GenerateOptions) -> "list[Prompt]":
 def _complete(model: str, options: GenerateOptions, prompts: "Sequence[Prompt]") -> "list[Group]":
     from tunesmith.config.sections import ModelSection
     from tunesmith.models.load import load_policy
+    from tunesmith.rollout.engine import check_request
     from tunesmith.rollout.factory import open_engine
-    from tunesmith.rollout.request import check_request
     from tunesmith.runs.progress import progress
 
     sampling = options.sampling(options.max_new_tokens, options.seed, options.top_k)

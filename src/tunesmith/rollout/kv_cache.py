@@ -121,14 +121,16 @@ class BlockPool:
     """Reference counts of blocks, and the index of blocks by their contents.
 
     A block is held by tables, cached (held by none, but its contents can be found again), or blank. Blank blocks are
-    taken first, then cached ones, the least recently used first.
+    taken first, then cached ones, the least recently used first. To be read, and changed by the methods only:
+    `num_holders` and `key_of` (the key of its contents, or None) by block, and `block_of` by key. `is_written` by block
+    is 1 if the contents are computed; whoever computes them sets it.
     """
 
     def __init__(self, num_blocks: int) -> None:
-        self._num_holders = [0] * num_blocks
-        self._key_of: list[bytes | None] = [None] * num_blocks
-        self._block_of: dict[bytes, int] = {}
-        self._is_written = bytearray(num_blocks)
+        self.num_holders = [0] * num_blocks
+        self.key_of: list[bytes | None] = [None] * num_blocks
+        self.block_of: dict[bytes, int] = {}
+        self.is_written = bytearray(num_blocks)
         self._blank = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
 
@@ -136,18 +138,6 @@ class BlockPool:
     def num_free(self) -> int:
         """Blocks that nobody holds."""
         return len(self._blank) + len(self._cached)
-
-    def num_holders(self, block: int) -> int:
-        """Tables that hold `block`."""
-        return self._num_holders[block]
-
-    def key(self, block: int) -> bytes | None:
-        """The key of `block`'s contents, or None."""
-        return self._key_of[block]
-
-    def is_written(self, block: int) -> bool:
-        """True if the contents of `block` are computed."""
-        return bool(self._is_written[block])
 
     def take(self) -> int:
         """Take a free block; its count is 1."""
@@ -158,52 +148,44 @@ class BlockPool:
             self._forget(block)
         else:
             raise RuntimeError("the key/value cache has no free block; check num_free first")
-        self._num_holders[block] = 1
-        self._is_written[block] = False
+        self.num_holders[block] = 1
+        self.is_written[block] = False
         return block
 
     def hold(self, block: int) -> None:
         """Increment the count of `block`."""
         self._cached.pop(block, None)
-        self._num_holders[block] += 1
+        self.num_holders[block] += 1
 
     def release(self, block: int) -> None:
         """Decrement the count of `block`. At 0 it is free, and its contents stay findable if they were written."""
-        self._num_holders[block] -= 1
-        if self._num_holders[block]:
+        self.num_holders[block] -= 1
+        if self.num_holders[block]:
             return
-        if self._key_of[block] is not None and self._is_written[block]:
+        if self.key_of[block] is not None and self.is_written[block]:
             self._cached[block] = None
         else:
             self._forget(block)
             self._blank.append(block)
 
-    def find(self, key: bytes) -> int | None:
-        """The block with the contents of `key`, or None."""
-        return self._block_of.get(key)
-
     def name(self, block: int, key: bytes) -> None:
         """Index `block` by `key`, unless another block is."""
-        if key not in self._block_of:
-            self._block_of[key] = block
-            self._key_of[block] = key
-
-    def mark_written(self, block: int) -> None:
-        """Mark the contents of `block` as computed."""
-        self._is_written[block] = True
+        if key not in self.block_of:
+            self.block_of[key] = block
+            self.key_of[block] = key
 
     def forget_contents(self) -> None:
         """Clear the index; cached blocks become blank."""
         self._blank += self._cached
         self._cached.clear()
-        self._block_of.clear()
-        self._key_of = [None] * len(self._key_of)
+        self.block_of.clear()
+        self.key_of = [None] * len(self.key_of)
 
     def _forget(self, block: int) -> None:
-        key = self._key_of[block]
+        key = self.key_of[block]
         if key is not None:
-            del self._block_of[key]
-            self._key_of[block] = None
+            del self.block_of[key]
+            self.key_of[block] = None
 
 
 class KVCache:
@@ -264,7 +246,7 @@ class KVCache:
     def mark_written(self, table: Table, num_tokens: int) -> None:
         """Record that the first `num_tokens` tokens of the prompt are computed; their full blocks can be reused."""
         for index in range(table.num_written // BLOCK_TOKENS, min(num_tokens // BLOCK_TOKENS, len(table.keys))):
-            self._pool.mark_written(table.blocks[index])
+            self._pool.is_written[table.blocks[index]] = True
         table.num_written = num_tokens
 
     def fork(self, table: Table) -> Table:
@@ -289,7 +271,7 @@ class KVCache:
         if table.num_tokens + num_tokens > self.max_tokens:
             raise RuntimeError(f"a sequence grows beyond the cache's maximum of {self.max_tokens} tokens")
         copy = None
-        if table.num_tokens % BLOCK_TOKENS and self._pool.num_holders(table.blocks[-1]) > 1:
+        if table.num_tokens % BLOCK_TOKENS and self._pool.num_holders[table.blocks[-1]] > 1:
             copy = BlockCopy(table.blocks[-1], self._pool.take())
             self._pool.release(copy.source)
             table.blocks[-1] = copy.target
@@ -309,7 +291,7 @@ class KVCache:
             RuntimeError: another table shares a block that would now never be computed.
         """
         own = table.blocks[table.num_found // BLOCK_TOKENS : len(table.keys)]
-        if any(not self._pool.is_written(block) and self._pool.num_holders(block) > 1 for block in own):
+        if any(not self._pool.is_written[block] and self._pool.num_holders[block] > 1 for block in own):
             raise RuntimeError("a table is freed whose shared blocks would now never be computed")
         del self._tables[table.row]
         self._free_rows.append(table.row)
@@ -322,16 +304,16 @@ class KVCache:
         self._pool.forget_contents()
 
     def _find(self, prompt_ids: Sequence[int], keys: Sequence[bytes]) -> list[int]:
+        """The blocks of the longest cached prefix, without the last token."""
         found: list[int] = []
         for key in keys[: (len(prompt_ids) - 1) // BLOCK_TOKENS]:
-            block = self._pool.find(key)
-            if block is None:
+            if (block := self._pool.block_of.get(key)) is None:
                 break
             found.append(block)
         return found
 
     def _num_needed(self, prompt_ids: Sequence[int], found: list[int]) -> int:
-        return blocks_for(len(prompt_ids)) - sum(self._pool.num_holders(block) > 0 for block in found)
+        return blocks_for(len(prompt_ids)) - sum(self._pool.num_holders[block] > 0 for block in found)
 
     def _enter(self, table: Table) -> Table:
         if not self._free_rows:

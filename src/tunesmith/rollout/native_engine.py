@@ -17,9 +17,8 @@ from tunesmith.kernels.sample.records import Sampled
 from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.loaded import PreTrainedTokenizerBase
 from tunesmith.rollout import weight_check
-from tunesmith.rollout.engine import OnGroup, OnProgress, OnText
+from tunesmith.rollout.engine import Callbacks, OnGroup, OnProgress, OnText, Request, make_request, run_request
 from tunesmith.rollout.kv_cache import KVCache, allocate_storage, copy_blocks, num_blocks_for
-from tunesmith.rollout.request import Callbacks, RequestSize, make_request, run_request
 from tunesmith.rollout.runner import Runner, cache_shape
 from tunesmith.rollout.sampler import Sampler, noise_keys
 from tunesmith.rollout.scheduler import Plan, Scheduler
@@ -81,13 +80,19 @@ class NativeEngine:
         self._cache: _Cache | None = None
         self._runner: Runner | None = None
         self._packed_version: tuple[int, int] | None = None  # of the runner's weights; None: pack and check again
-        self._is_exact = False
+        self._is_exact: bool | None = None  # None: not measured yet
         self._needs_full_check = True
 
     @property
     def is_exact(self) -> bool:
-        """True if raw log-probs equal the trainer's to the bit: measured by the first `generate`, False before it."""
-        return self._is_exact
+        """True if raw log-probs equal the trainer's to the bit. Packs the weights if that is not measured yet.
+
+        Raises:
+            TrainingError: the packed weights do not reproduce the trainer's log-probs.
+        """
+        if self._is_exact is None:
+            self._pack_weights()
+        return bool(self._is_exact)
 
     def unload(self) -> None:
         """Free the cache and the packed weights; the next `generate` rebuilds them.
@@ -111,9 +116,16 @@ class NativeEngine:
         """See `engine.Engine.generate`. With `sampling.seed` set, a prompt's completions are always the same, whatever
         the other prompts and the number of slots.
         """
-        request = make_request(self._module, self._tokenizer, prompts, n, sampling)
-        size = request.size(self._num_slots)
-        runner, cache = self._load(size)
+        request = make_request(
+            self._module,
+            self._tokenizer,
+            prompts,
+            n,
+            sampling,
+            num_slots=self._num_slots,
+            version=self._weight_version(),
+        )
+        runner, cache = self._load(request)
         sampler = Sampler(
             sampling,
             seed=request.seed,
@@ -122,11 +134,10 @@ class NativeEngine:
             vocabulary_size=request.vocabulary_size,
             kernels=self._kernels,
         )
-        version = self._weight_version()
-        scheduler = request.open_scheduler(cache.tables, num_slots=size.num_slots, prefill_tokens=_PREFILL_TOKENS)
-        callbacks = Callbacks(request, version, on_progress=on_progress, on_text=on_text, on_group=on_group)
+        scheduler = request.open_scheduler(cache.tables, prefill_tokens=_PREFILL_TOKENS)
+        callbacks = Callbacks(request, on_progress=on_progress, on_text=on_text, on_group=on_group)
         call = _Call(runner, cache, scheduler, sampler, callbacks)
-        return run_request(request, scheduler, version, lambda: self._draw_all(call))
+        return run_request(request, scheduler, lambda: self._draw_all(call))
 
     def _draw_all(self, call: _Call) -> None:
         """The loop of the engine: plan a step, compute it, sample, take the tokens."""
@@ -136,14 +147,13 @@ class NativeEngine:
             with span("prefill" if plan.chunks else "decode"):
                 output = call.runner.run(plan, storage, block_tables)
             if not plan.drawn:
-                call.scheduler.accept(plan, [], [], [])
+                call.scheduler.accept(plan, [])
                 continue
             with span("sample"):
                 sampled = self._sample(call, plan, output.logits_RV)
-            self._record_values(plan, output.hidden_RH)
-            ended = call.scheduler.accept(
-                plan, sampled.token_B.tolist(), sampled.logp_B.tolist(), sampled.raw_logp_B.tolist()
-            )
+            values = [[]] * len(plan.drawn) if self._value_head is None else self._values(output.hidden_RH)
+            columns = (column_B[:, None].tolist() for column_B in (sampled.token_B, sampled.logp_B, sampled.raw_logp_B))
+            ended = call.scheduler.accept(plan, list(zip(*columns, values, strict=True)))
             call.sampler.release(ended)
             call.callbacks.note(plan.drawn, ended)
 
@@ -161,43 +171,47 @@ class NativeEngine:
             raise TrainingError(weight_check.not_finite(layer)) from error
 
     @torch.no_grad()
-    def _record_values(self, plan: Plan, hidden_RH: torch.Tensor) -> None:
-        if self._value_head is None:
-            return
-        for sequence, value in zip(plan.drawn, self._value_head(hidden_RH).tolist(), strict=True):
-            sequence.values.append(value)
+    def _values(self, hidden_RH: torch.Tensor) -> list[list[float]]:
+        assert self._value_head is not None
+        return self._value_head(hidden_RH)[:, None].tolist()
 
-    def _load(self, size: RequestSize) -> tuple[Runner, _Cache]:
-        """The current weights, packed, and a cache for a call of `size`.
+    def _load(self, request: Request) -> tuple[Runner, _Cache]:
+        """The current weights, packed, and a cache for the request.
 
         Raises:
             InputError: the cache's budget is too small for one sequence.
             TrainingError: the packed weights do not reproduce the trainer's log-probs.
         """
-        cache = self._fitting_cache(size)
+        cache = self._fitting_cache(request)
+        runner = self._pack_weights()
+        if not self._is_exact:
+            cache.tables.invalidate()  # blocks of an earlier call would change the bits, and a resumed run has none
+        return runner, cache
+
+    def _pack_weights(self) -> Runner:
+        """The runner with the current weights, packed and checked again if they changed."""
         # Torch's in-place counters also catch changes that the owner did not count.
         version = self._weight_version(), sum(parameter._version for parameter in self._module.parameters())
-        is_packed = version == self._packed_version
+        if self._runner is not None and version == self._packed_version:
+            return self._runner
+        self._packed_version = None
+        if self._cache is not None:
+            self._cache.tables.invalidate()
         if self._runner is None:
             self._runner = Runner(self._decoder)
-        elif not is_packed:
+        else:
             self._runner.repack()
-        if not is_packed:
-            self._packed_version = None
-            self._check_weights(self._runner, version[0])
-            self._packed_version = version
-        if not is_packed or not self._is_exact:
-            # Inexact: cached blocks of an earlier call would change the bits, and a resumed run has none.
-            cache.tables.invalidate()
-        return self._runner, cache
+        self._check_weights(self._runner, version[0])
+        self._packed_version = version
+        return self._runner
 
-    def _fitting_cache(self, size: RequestSize) -> _Cache:
+    def _fitting_cache(self, request: Request) -> _Cache:
         shape = cache_shape(self._decoder.architecture)
         budget = int(psutil.virtual_memory().total * _MEMORY_SHARE)
         if self._kv_cache_mb is not None:
             budget = self._kv_cache_mb * 2**20
-        num_blocks = min(size.num_blocks, num_blocks_for(budget, shape, max_tokens=size.longest))
-        num_tables = 2 * size.num_slots
+        num_blocks = min(request.num_blocks, num_blocks_for(budget, shape, max_tokens=request.longest))
+        num_tables = 2 * request.num_slots
         held = self._cache
         if held is None or held.tables.num_blocks < num_blocks or held.tables.max_tables < num_tables:
             self._cache = held = None  # free the old storage first

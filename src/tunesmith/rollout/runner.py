@@ -301,9 +301,11 @@ class Runner(CachedDecoder):
             if chunk.sequences:
                 rows.append(end - 1)
                 repeats.append(len(chunk.sequences))
-        hidden_RH = hidden_TH[rows]
-        logits_RV = self.logits(hidden_RH)
-        if max(repeats, default=1) > 1:
+        if not rows:
+            return StepOutput(hidden_TH[:0], hidden_TH.new_zeros((0, *self.decoder.architecture.head.sizes)))
+        padded_RH = hidden_TH[rows + rows[-1:] * (_MIN_ROWS - len(rows))]
+        hidden_RH, logits_RV = padded_RH[: len(rows)], self.logits(padded_RH)[: len(rows)]
+        if max(repeats) > 1:
             repeat_R = torch.tensor(repeats)
             hidden_RH, logits_RV = (x.repeat_interleave(repeat_R, dim=0) for x in (hidden_RH, logits_RV))
         return StepOutput(hidden_RH, logits_RV)
@@ -324,15 +326,6 @@ class Runner(CachedDecoder):
         )
         places = Places(positions_T, table_rows_T, block_tables)
         return self.forward(ids_T, places, storage, int(positions_T.max()) + 1, on_layer=on_layer)[:count]
-
-    def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
-        """Logits `[R, V]`."""
-        count = len(hidden_RH)
-        if count == 0:
-            return hidden_RH.new_zeros((0, *self.decoder.architecture.head.sizes))
-        if count < _MIN_ROWS:
-            hidden_RH = torch.cat([hidden_RH, hidden_RH[-1:].expand(_MIN_ROWS - count, -1)])
-        return super().logits(hidden_RH)[:count]
 
 
 def _frozen_version(projection: Projection) -> tuple[int, ...] | None:

@@ -12,17 +12,16 @@ prompt only if that holds for one of its completions. So nothing is computed twi
 runs, the first waiting completion fits.
 """
 
-import heapq
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from tunesmith.core.errors import InputError
 from tunesmith.rollout.kv_cache import BLOCK_TOKENS, BlockCopy, KVCache, Table, blocks_for
 from tunesmith.rollout.sequence import Decode, Limits, Sequence
 
-Run = tuple[list[int], list[float], list[float]]
-"""Consecutive new tokens of one completion, with their log-probs and raw log-probs."""
+Run = tuple[list[int], list[float], list[float], list[float]]
+"""Consecutive new tokens of one completion, with their log-probs and raw log-probs, and the values of the states before
+them, if there is a value head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,7 @@ class Chunk:
     sequences: tuple[Sequence, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Plan:
     """One step of the model. First do `copies`; then, in each layer, write the keys and values of all tokens before
     reading any.
@@ -70,7 +69,7 @@ class Plan:
     == [8, 8]`, `prefill.positions == [0, 1]`, `chunks[0].stop == 2`, and `drawn` are the two completions.
 
     Up to `num_steps` tokens of each of `sequences` may be drawn before the plan is accepted; the cache has slots for
-    them.
+    them. `drawn` are the completions sampled in this step: those that decode, then those whose prompt ends.
     """
 
     copies: list[BlockCopy]
@@ -79,11 +78,10 @@ class Plan:
     chunks: list[Chunk]
     prefill: Rows
     num_steps: int = 1
+    drawn: list[Sequence] = field(init=False)
 
-    @property
-    def drawn(self) -> list[Sequence]:
-        """The completions sampled in this step: those that decode, then those whose prompt ends."""
-        return self.sequences + [sequence for chunk in self.chunks for sequence in chunk.sequences]
+    def __post_init__(self) -> None:
+        self.drawn = self.sequences + [sequence for chunk in self.chunks for sequence in chunk.sequences]
 
 
 @dataclass(slots=True, eq=False)
@@ -113,32 +111,19 @@ class Scheduler:
     loop:
 
         while (plan := scheduler.plan()) is not None:
-            token_ids, logps, raw_logps = run(plan)  # one for each of plan.drawn
-            finished = scheduler.accept(plan, token_ids, logps, raw_logps)
+            ended = scheduler.accept(plan, run(plan))
 
-    The scheduler's work per step is linear in active rows and computed tokens, and independent of the context length.
-
-    Raises:
-        InputError: no slots, no prefill tokens, or a cache with too few tables.
+    The cache must have two tables per slot (a completion's, and that of a prompt that is computed), and blocks for the
+    longest sequence and a copy of its prompt's last block. The scheduler's work per step is linear in active rows and
+    computed tokens, and independent of the context length.
     """
 
     def __init__(self, cache: KVCache, decode: Decode, *, num_slots: int = 64, prefill_tokens: int = 512) -> None:
-        if num_slots < 1:
-            raise InputError(f"the number of slots is {num_slots}; give at least 1")
-        if prefill_tokens < 1:
-            raise InputError(f"prefill tokens per step are {prefill_tokens}; allow at least 1")
-        if cache.max_tables < 2 * num_slots:
-            raise InputError(
-                f"the cache has {cache.max_tables} tables; {num_slots} slots need {2 * num_slots}, one for each "
-                "completion and one for each prompt that is computed"
-            )
         self._cache = cache
         self._decode = decode
         self._num_slots = num_slots
         self._prefill_tokens = prefill_tokens
-        self._num_adds = 0
-        self._indices: set[int] = set()
-        self._queue: list[tuple[int, int, int, int, PromptRequest]] = []
+        self._queue: deque[PromptRequest] = deque()
         self._is_blocked = False  # the head of the queue did not fit; nothing was freed since
         self._prefilling: deque[_Group] = deque()
         self._ready: deque[_Group] = deque()
@@ -154,23 +139,8 @@ class Scheduler:
         return sorted(self._finished, key=lambda sequence: (sequence.request, sequence.sample))
 
     def add(self, requests: Iterable[PromptRequest]) -> None:
-        """Queue `requests` after those of earlier calls.
-
-        Raises:
-            InputError: one of them cannot be served; none is added.
-        """
-        requests = list(requests)
-        indices: set[int] = set()
-        for request in requests:
-            self._check(request)
-            if request.index in self._indices or request.index in indices:
-                raise InputError(f"two requests have the index {request.index}; give each its own")
-            indices.add(request.index)
-        self._indices |= indices
-        for request in requests:
-            order = -request.limits.max_new_tokens, -len(request.prompt_ids), request.index
-            heapq.heappush(self._queue, (self._num_adds, *order, request))
-        self._num_adds += 1
+        """Queue `requests`, the longest first, after those of earlier calls."""
+        self._queue += sorted(requests, key=lambda one: (-one.limits.max_new_tokens, -len(one.prompt_ids), one.index))
 
     def plan(self, max_steps: int = 1) -> Plan | None:
         """The next step; None if every completion has ended. Each plan must be accepted before the next.
@@ -179,7 +149,7 @@ class Scheduler:
         their completions can start.
 
         Raises:
-            RuntimeError: the last plan was not accepted, or tables are held from outside.
+            RuntimeError: the last plan was not accepted, or the cache is too small.
         """
         if self._planned is not None:
             raise RuntimeError("a plan was not accepted before the next one was asked for")
@@ -187,7 +157,7 @@ class Scheduler:
         self._admit_prompts()
         if not self._running and not self._prefilling:
             if self._ready or self._queue:
-                raise RuntimeError("nothing runs and no waiting completion fits; tables are held from outside")
+                raise RuntimeError("nothing runs and no waiting completion fits the cache")
             return None
         copies: list[BlockCopy] = []
         decode = Rows()
@@ -202,25 +172,19 @@ class Scheduler:
         self._planned = Plan(copies, sequences, decode, chunks, prefill, num_steps)
         return self._planned
 
-    def accept(self, plan: Plan, token_ids: list[int], logps: list[float], raw_logps: list[float]) -> list[Sequence]:
-        """Take one token, log-prob and raw log-prob of each of `plan.drawn`; returns the completions that ended.
+    def accept(self, plan: Plan, runs: list[Run]) -> list[Sequence]:
+        """Take the tokens of each of `plan.drawn`; returns the completions that ended.
+
+        Up to `plan.num_steps` tokens of each running completion, and one of each new one.
 
         Raises:
-            RuntimeError: another number of tokens, or not the last plan.
+            RuntimeError: another number of runs, or not the last plan.
         """
-        if not len(token_ids) == len(logps) == len(raw_logps):
-            raise RuntimeError(f"{len(token_ids)} tokens, {len(logps)} log-probs and {len(raw_logps)} raw ones came")
-        return self.accept_runs(
-            plan, [([i], [logp], [raw]) for i, logp, raw in zip(token_ids, logps, raw_logps, strict=True)]
-        )
-
-    def accept_runs(self, plan: Plan, runs: list[Run]) -> list[Sequence]:
-        """As `accept`, with up to `plan.num_steps` tokens of each running completion, and one of each new one."""
         if plan is not self._planned:
             raise RuntimeError("this is not the plan that was made last, or it was accepted before")
         drawn = plan.drawn
         if len(drawn) != len(runs):
-            raise RuntimeError(f"{len(drawn)} completions were to be drawn, {len(runs)} tokens came")
+            raise RuntimeError(f"{len(drawn)} completions were to be drawn, {len(runs)} came")
         self._planned = None
         for group, chunk in zip(self._prefilling, plan.chunks, strict=False):
             self._cache.mark_written(group.table, chunk.stop)
@@ -249,25 +213,6 @@ class Scheduler:
         self._planned = None
         return self.finished
 
-    def _check(self, request: PromptRequest) -> None:
-        name = f"request {request.index}"
-        if request.n < 1:
-            raise InputError(f"{name} asks for {request.n} completions; ask for at least 1")
-        if not request.prompt_ids:
-            raise InputError(f"{name} has an empty prompt; give it at least one token")
-        num_tokens = len(request.prompt_ids) + request.limits.max_new_tokens
-        if num_tokens > self._cache.max_tokens:
-            raise InputError(
-                f"{name} has {len(request.prompt_ids)} tokens and may draw {request.limits.max_new_tokens}, but a "
-                f"sequence may have {self._cache.max_tokens}; shorten the prompt or lower max_new_tokens"
-            )
-        needed = blocks_for(len(request.prompt_ids)) + _growth(request, shares_prompt=request.n > 1)
-        if needed > self._cache.num_blocks:
-            raise InputError(
-                f"{name} needs {needed} blocks of {BLOCK_TOKENS} tokens in the key/value cache, which has "
-                f"{self._cache.num_blocks}; raise the cache's budget, shorten the prompt or lower max_new_tokens"
-            )
-
     def _start_completions(self) -> None:
         """Give free slots to completions whose first token is drawn."""
         while self._ready and len(self._running) < self._num_slots:
@@ -287,12 +232,12 @@ class Scheduler:
         while self._queue and not self._ready and not self._is_blocked:
             if len(self._running) + self._num_claimed >= self._num_slots:
                 return
-            request = self._queue[0][-1]
+            request = self._queue[0]
             growth = _growth(request, shares_prompt=request.n > 1)
             if self._cache.num_needed(request.prompt_ids) + growth > self._cache.num_free - self._reserved:
                 self._is_blocked = True
                 return
-            heapq.heappop(self._queue)
+            self._queue.popleft()
             table = self._cache.allocate(request.prompt_ids)
             waiting = deque(
                 Sequence(request.index, sample, request.prompt_ids, request.limits, self._decode)

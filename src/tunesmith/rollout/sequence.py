@@ -180,13 +180,15 @@ class Sequence:
             self.finish_reason = "length"
         return self.finish_reason is not None
 
-    def extend(self, token_ids: list[int], logps: list[float], raw_logps: list[float]) -> bool:
-        """Append consecutive tokens; True if the completion ends with one of them.
+    def extend(self, token_ids: list[int], logps: list[float], raw_logps: list[float], values: list[float]) -> bool:
+        """Append consecutive tokens; True if the completion ends with one of them. `values` may be empty.
 
         Tokens after the end are dropped: a device that draws several in a row does not check stop strings.
         """
         if self._search is not None:
-            return any(map(self.append, token_ids, logps, raw_logps))
+            has_ended = any(map(self.append, token_ids, logps, raw_logps))
+            self.values += values[: len(self.token_ids) - len(self.values)]
+            return has_ended
         count = min(self.num_left, len(token_ids))
         first = max(0, self.limits.min_new_tokens - len(self.token_ids))
         stop = next((index for index in range(first, count) if token_ids[index] in self.limits.stop_ids), None)
@@ -194,6 +196,7 @@ class Sequence:
         self.token_ids += token_ids[:count]
         self.logps += logps[:count]
         self.raw_logps += raw_logps[:count]
+        self.values += values[:count]
         if stop is not None:
             self.finish_reason = "stop"
         elif self.num_left == 0:

@@ -26,8 +26,7 @@ from tunesmith.batch.rollout import Group, SamplingParams
 from tunesmith.core.errors import TrainingError
 from tunesmith.core.seeds import derive
 from tunesmith.rollout import sequence
-from tunesmith.rollout.engine import GenerationInterrupted, OnGroup, OnProgress, OnText
-from tunesmith.rollout.request import Callbacks, make_request
+from tunesmith.rollout.engine import Callbacks, OnGroup, OnProgress, OnText, make_request
 from tunesmith.schema.records import Prompt
 
 Filter = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -85,20 +84,26 @@ class TransformersEngine:
         on_group: OnGroup | None = None,
     ) -> list[Group]:
         """See `engine.Engine.generate`. With `sampling.seed` set, the same call returns the same tokens."""
-        request = make_request(self._model, self._tokenizer, prompts, n, sampling)
-        version = self._weight_version()
+        request = make_request(
+            self._model,
+            self._tokenizer,
+            prompts,
+            n,
+            sampling,
+            num_slots=self._batch_size,
+            version=self._weight_version(),
+        )
         rows = [
             sequence.Sequence(index, sample, ids, request.limits, request.decode)
             for index, ids in enumerate(request.prompt_ids)
             for sample in range(n)
         ]
         try:
-            callbacks = Callbacks(request, version, on_progress=on_progress, on_text=on_text)
+            callbacks = Callbacks(request, on_progress=on_progress, on_text=on_text)
             self._draw(rows, sampling, request.seed, callbacks)
         except KeyboardInterrupt as interrupt:
-            groups = request.groups([row for row in rows if row.finish_reason], version)
-            raise GenerationInterrupted([group for group in groups if group.completions]) from interrupt
-        groups = request.groups(rows, version)
+            raise request.interrupted(row for row in rows if row.finish_reason) from interrupt
+        groups = request.groups(rows)
         if on_group:
             # Not before the end: tokens are drawn from torch's global generator, which a reward may use meanwhile.
             for index, group in enumerate(groups):

@@ -20,12 +20,11 @@ from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.loaded import PreTrainedTokenizerBase
 from tunesmith.rollout import weight_check
 from tunesmith.rollout.device.decode_step import DeviceModel, DrawSettings, Slots
-from tunesmith.rollout.device.steps import STEPS_PER_VISIT, Buffers, DeviceDrawn, DeviceSteps
-from tunesmith.rollout.engine import OnGroup, OnProgress, OnText
+from tunesmith.rollout.device.steps import STEPS_PER_VISIT, Buffers, DeviceSteps
+from tunesmith.rollout.engine import Callbacks, OnGroup, OnProgress, OnText, Request, make_request, run_request
 from tunesmith.rollout.kv_cache import BLOCK_TOKENS, KVCache, allocate_storage, blocks_for, copy_blocks, num_blocks_for
-from tunesmith.rollout.request import Callbacks, RequestSize, make_request, run_request
 from tunesmith.rollout.sampler import noise_keys
-from tunesmith.rollout.scheduler import Plan, Scheduler
+from tunesmith.rollout.scheduler import Plan, Run, Scheduler
 from tunesmith.schema.records import Prompt
 
 _PREFILL_TOKENS = 8192
@@ -90,29 +89,32 @@ class DeviceEngine:
         on_group: OnGroup | None = None,
     ) -> list[Group]:
         """See `engine.Engine.generate`. With `sampling.seed` set, the same call returns the same tokens."""
-        request = make_request(self._module, self._tokenizer, prompts, n, sampling)
-        size = request.size(self._num_slots)
-        steps = self._load(size, penalises=sampling.repetition_penalty != 1)
+        request = make_request(
+            self._module,
+            self._tokenizer,
+            prompts,
+            n,
+            sampling,
+            num_slots=self._num_slots,
+            version=self._weight_version(),
+        )
+        steps = self._load(request, penalises=sampling.repetition_penalty != 1)
         steps.begin(sampling, request.limits.stop_ids, request.seed, noise_keys(request.prompt_ids, n))
-        cache = steps.buffers.cache
-        scheduler = request.open_scheduler(cache, num_slots=size.num_slots, prefill_tokens=_PREFILL_TOKENS)
-        version = self._weight_version()
-        callbacks = Callbacks(request, version, on_progress=on_progress, on_text=on_text, on_group=on_group)
-        return run_request(request, scheduler, version, lambda: self._draw_all(steps, scheduler, callbacks))
+        scheduler = request.open_scheduler(steps.buffers.cache, prefill_tokens=_PREFILL_TOKENS)
+        callbacks = Callbacks(request, on_progress=on_progress, on_text=on_text, on_group=on_group)
+        return run_request(request, scheduler, lambda: self._draw_all(steps, scheduler, callbacks))
 
     def _draw_all(self, steps: DeviceSteps, scheduler: Scheduler, callbacks: Callbacks) -> None:
         """The loop of the engine: plan some steps, let the device run them, take the tokens."""
         while (plan := scheduler.plan(STEPS_PER_VISIT)) is not None:
             copy_blocks(steps.buffers.storage, plan.copies)
             with span("prefill" if plan.chunks else "decode"):
-                drawn = self._run(steps, plan)
-            ended = scheduler.accept_runs(plan, [(run.token_ids, run.logps, run.raw_logps) for run in drawn])
-            for sequence, run in zip(plan.drawn, drawn, strict=True):
-                sequence.values += run.values[: len(sequence.token_ids) - len(sequence.values)]
+                runs = self._run(steps, plan)
+            ended = scheduler.accept(plan, runs)
             steps.release(ended)
             callbacks.note(plan.drawn, ended)
 
-    def _run(self, steps: DeviceSteps, plan: Plan) -> list[DeviceDrawn]:
+    def _run(self, steps: DeviceSteps, plan: Plan) -> list[Run]:
         try:
             return steps.run(plan)
         except TrainingError as error:
@@ -133,8 +135,8 @@ class DeviceEngine:
             return None
         return weight_check.first_bad_layer(lambda look: decoder.hidden_states(ids_T, lengths, on_layer=look))
 
-    def _load(self, size: RequestSize, *, penalises: bool) -> DeviceSteps:
-        """Steps with buffers for a call of `size`, and graphs that read the weights at their current addresses.
+    def _load(self, request: Request, *, penalises: bool) -> DeviceSteps:
+        """Steps with buffers for the request, and graphs that read the weights at their current addresses.
 
         Raises:
             InputError: the cache's budget is too small for one sequence.
@@ -145,7 +147,7 @@ class DeviceEngine:
             steps = None
         self._check_model()
         held_bytes = 0 if steps is None else steps.buffers.storage.nbytes
-        needed = self._needed(size, held_bytes, penalises=penalises)
+        needed = self._needed(request, held_bytes, penalises=penalises)
         if steps is None or not needed.fits(steps.buffers):
             steps = None  # free the old cache first
             steps = DeviceSteps(self._model, self._allocate(needed), self._value_head)
@@ -154,14 +156,16 @@ class DeviceEngine:
         self._steps = steps
         return steps
 
-    def _needed(self, size: RequestSize, held_bytes: int, *, penalises: bool) -> "_BufferSizes":
+    def _needed(self, request: Request, held_bytes: int, *, penalises: bool) -> "_BufferSizes":
         """Buffer sizes for a call, within the cache's budget, of which `held_bytes` are allocated already."""
         budget = int((self._memory()[0] + held_bytes) * _MEMORY_SHARE)
         if self._kv_cache_mb is not None:
             budget = self._kv_cache_mb * 2**20
-        num_blocks = min(size.num_blocks, num_blocks_for(budget, self._model.cache_shape, max_tokens=size.longest))
-        width = 1 << (blocks_for(size.longest) - 1).bit_length()  # a power of two, so that few calls need new graphs
-        return _BufferSizes(size.num_slots, num_blocks, width, 2 * size.num_slots if penalises else 0)
+        num_blocks = min(
+            request.num_blocks, num_blocks_for(budget, self._model.cache_shape, max_tokens=request.longest)
+        )
+        width = 1 << (blocks_for(request.longest) - 1).bit_length()  # a power of two, so that few calls need new graphs
+        return _BufferSizes(request.num_slots, num_blocks, width, 2 * request.num_slots if penalises else 0)
 
     def _memory(self) -> tuple[int, int]:
         """(free, all) bytes of the device."""

@@ -33,7 +33,7 @@ from tunesmith.rollout.device.decode_step import (
 )
 from tunesmith.rollout.kv_cache import BLOCK_TOKENS, KVCache
 from tunesmith.rollout.sampler import NoiseKey, SeenTokens
-from tunesmith.rollout.scheduler import Plan
+from tunesmith.rollout.scheduler import Plan, Run
 from tunesmith.rollout.sequence import Sequence as DrawnSequence
 
 STEPS_PER_VISIT = 16
@@ -59,16 +59,6 @@ class Buffers:
     def scratch_block(self) -> int:
         """The last block of `storage`, which no table uses: idle slots write there."""
         return self.storage.shape[2] - 1
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceDrawn:
-    """Tokens of one completion since the last visit, their log-probs, and the values of the states before them."""
-
-    token_ids: list[int]
-    logps: list[float]
-    raw_logps: list[float]
-    values: list[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +112,7 @@ class DeviceSteps:
         if self._settings is not None and self._settings.seen is not None:
             self._settings.seen.release(ended)
 
-    def run(self, plan: Plan) -> list[DeviceDrawn]:
+    def run(self, plan: Plan) -> list[Run]:
         """The new tokens of each of `plan.drawn`. The plan's copies must have been done.
 
         Raises:
@@ -133,7 +123,7 @@ class DeviceSteps:
         drawn = self._decode(plan, integers_B6[:count]) if count else []
         return drawn + self._prefill(plan, integers_B6[count:]) if plan.chunks else drawn
 
-    def _decode(self, plan: Plan, integers_C6: torch.Tensor) -> list[DeviceDrawn]:
+    def _decode(self, plan: Plan, integers_C6: torch.Tensor) -> list[Run]:
         """Up to `plan.num_steps` tokens of each completion that runs."""
         count = len(plan.sequences)
         num_slots = min(max(_FEWEST_SLOTS, 1 << (count - 1).bit_length()), len(self.buffers.slots.token_S))
@@ -152,7 +142,7 @@ class DeviceSteps:
         return self._drawn(slots, count, plan.num_steps)
 
     @torch.no_grad()
-    def _prefill(self, plan: Plan, integers_B6: torch.Tensor) -> list[DeviceDrawn]:
+    def _prefill(self, plan: Plan, integers_B6: torch.Tensor) -> list[Run]:
         """The first token of each completion whose prompt ends here; keys and values of all chunks are written."""
         rows = [chunk.table_row for chunk in plan.chunks]
         of_chunk = {row: index for index, row in enumerate(rows)}
@@ -184,11 +174,8 @@ class DeviceSteps:
         )
         require_drawn(status_B)
         values = [[]] * len(last) if self._value_head is None else self._value_head(hidden_BH)[:, None].tolist()
-        scores = scores_B2.tolist()
-        return [
-            DeviceDrawn([token], [logp], [raw_logp], value)
-            for token, (logp, raw_logp), value in zip(token_B.tolist(), scores, values, strict=True)
-        ]
+        logps, raw_logps = (score_B[:, None].tolist() for score_B in scores_B2.unbind(1))
+        return list(zip(token_B[:, None].tolist(), logps, raw_logps, values, strict=True))
 
     def _fill(self, slots: Slots, plan: Plan, integers_C6: torch.Tensor, prefixes: list[Prefix]) -> None:
         """Write the state of the plan's completions into the slots; the remaining slots are idle."""
@@ -270,7 +257,7 @@ class DeviceSteps:
         """`integers_S6` of an idle slot; the last row of the seen tokens is unused."""
         return torch.tensor([0, len(self.buffers.settings.seen_RV) - 1, 0, 0, 0, 0])
 
-    def _drawn(self, slots: Slots, count: int, num_steps: int) -> list[DeviceDrawn]:
+    def _drawn(self, slots: Slots, count: int, num_steps: int) -> list[Run]:
         """The new tokens of the first `count` slots; waits for the device."""
         drawn_CK4 = slots.drawn_SK4[:count, :num_steps].cpu()
         require_drawn(slots.status_S[:count])
@@ -278,7 +265,7 @@ class DeviceSteps:
         logps, raw_logps = drawn_CK4[..., LOGP].tolist(), drawn_CK4[..., RAW_LOGP].tolist()
         values = [[]] * count if self._value_head is None else drawn_CK4[..., VALUE].tolist()
         parts = zip(counts, ids, logps, raw_logps, values, strict=True)
-        return [DeviceDrawn(i[:end], logp[:end], raw[:end], value[:end]) for end, i, logp, raw, value in parts]
+        return [(i[:end], logp[:end], raw[:end], value[:end]) for end, i, logp, raw, value in parts]
 
 
 def shared_prefixes(sequences: Sequence[DrawnSequence]) -> list[Prefix]:
