@@ -1,9 +1,10 @@
 """The table of routes and who may call them. The guard denies every request that no rule allows."""
 
-import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
+
+from starlette.routing import compile_path
 
 Access = Literal["public", "rater", "admin"]
 """`public` needs no login, `rater` any login, `admin` that of an admin."""
@@ -16,8 +17,6 @@ MAX_BODY = 64 * 1024
 
 MAX_TEXT_BODY = 2 * 1024 * 1024
 """Limit of a body with a written answer, in bytes."""
-
-_PARAMETER = re.compile(r"\{(\w+)(:path)?\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,33 +33,21 @@ class Rule:
     is_page: bool = False
 
 
-@dataclass(frozen=True, slots=True)
 class RouteTable:
     """All rules; the first match applies."""
 
-    rules: Sequence[Rule]
-    _patterns: Sequence[re.Pattern[str]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_patterns", tuple(_pattern(rule.path) for rule in self.rules))
+    def __init__(self, rules: Sequence[Rule]) -> None:
+        self.rules = rules
+        self._patterns = [compile_path(rule.path)[0] for rule in rules]
 
     def find(self, method: str, path: str) -> Rule | None:
         """The rule for this request, None if nothing allows it. HEAD follows the rule of GET."""
         wanted = "GET" if method == "HEAD" else method
         return next((rule for rule in self.at(path) if wanted in rule.methods), None)
 
-    def at(self, path: str) -> Iterable[Rule]:
+    def at(self, path: str) -> list[Rule]:
         """The rules of this path, for any method."""
-        return (rule for rule, pattern in zip(self.rules, self._patterns, strict=True) if pattern.fullmatch(path))
-
-
-def _pattern(path: str) -> re.Pattern[str]:
-    """Regular expression of a path template; `{name:path}` may contain slashes."""
-    pattern, end = "", 0
-    for match in _PARAMETER.finditer(path):
-        pattern += re.escape(path[end : match.start()]) + ("(?:.*)" if match[2] else "[^/]+")
-        end = match.end()
-    return re.compile(pattern + re.escape(path[end:]), re.DOTALL)
+        return [rule for rule, pattern in zip(self.rules, self._patterns, strict=True) if pattern.fullmatch(path)]
 
 
 RULES: tuple[Rule, ...] = (

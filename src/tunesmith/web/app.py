@@ -20,7 +20,7 @@ from tunesmith.reports.chart import DARK, LIGHT
 from tunesmith.store.records import PolicyVersion
 from tunesmith.store.runs import RunReader
 from tunesmith.store.votes import VoteStore
-from tunesmith.web import access, admin, pages, session_routes, vote_routes, watch
+from tunesmith.web import access, routes, watch
 from tunesmith.web.guard import Guard
 from tunesmith.web.logins import Links, Logins, RateLimits, Sessions, read_key
 from tunesmith.web.services import Lifetime, Services
@@ -57,8 +57,8 @@ def create_app(settings: ServerSettings, votes: VoteStore, runs: RunReader) -> F
         middleware=[Middleware(Guard, table=table, logins=logins, limits=settings.limits, hosts=settings.hosts)],
     )
     app.state.services = services
-    for module in (session_routes, vote_routes, admin, pages, watch):
-        app.include_router(module.router())
+    for router in (routes.sessions(), routes.votes(), routes.administration(), routes.pages(), watch.router()):
+        app.include_router(router)
     app.mount("/static", StaticFiles(directory=Path(__file__).parent / "static"), name="static")
     app.add_exception_handler(RequestValidationError, _explain_validation)
     app.add_exception_handler(InputError, _explain)

@@ -5,57 +5,42 @@ rate limit, the role, the body (memory exhaustion, parser stack overflow). All r
 (XSS, clickjacking, MIME sniffing).
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from http.cookies import CookieError, SimpleCookie
+import asyncio
+import re
 from urllib.parse import urlsplit
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, HTTPConnection, Request
+from starlette.responses import JSONResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tunesmith.web.access import RouteTable, Rule
-from tunesmith.web.http import (
-    Refusal,
-    is_deeper,
-    read_body,
-    replay_body,
-    send_redirect,
-    send_refusal,
-    too_large,
-    too_many,
-    with_security_headers,
-)
 from tunesmith.web.logins import Identity, Logins, RateLimits
 from tunesmith.web.settings import Limits
 
+CONTENT_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
+    "connect-src 'self'; font-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+)
+"""Against cross-site scripting (XSS) by generated text: only this server's files run, nothing else is loaded."""
+
+SECURITY_HEADERS = {
+    "content-security-policy": CONTENT_POLICY,
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), microphone=(), geolocation=()",
+}
+
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
-_IDENTITY = "tunesmith.identity"
-_LOG_IN = ((b"www-authenticate", b"Bearer"),)
-
-
-def identity_of(scope: Scope) -> Identity | None:
-    """The identity of the request; None on public routes without a login."""
-    return scope.get(_IDENTITY)
-
-
-@dataclass(frozen=True, slots=True)
-class _Client:
-    """Headers of a request, and the network address of its sender."""
-
-    headers: Mapping[str, str]
-    address: str
-
-    def cookie(self, name: str) -> str:
-        try:
-            found = SimpleCookie(self.headers.get("cookie", "")).get(name)
-        except CookieError:
-            return ""
-        return found.value if found else ""
-
-    @property
-    def bearer(self) -> str:
-        kind, _, token = self.headers.get("authorization", "").partition(" ")
-        return token.strip() if kind.lower() == "bearer" else ""
+_LOG_IN = {"www-authenticate": "Bearer"}
+_CLOSE_CONNECTION = {"connection": "close"}
+# Possessive quantifiers and an optional closing quote: linear time for every body.
+_BRACKET_OR_TEXT = re.compile(rb'[\[\]{}]|"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 
 
 class Guard:
@@ -72,7 +57,7 @@ class Guard:
         self._rates = RateLimits(limits.rate_per_s, limits.burst)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or refuse it."""
+        """Pass the request on, or refuse it. The caller's identity is `request.user`."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -80,95 +65,159 @@ class Guard:
             await send({"type": "websocket.close", "code": 1008})
             return
         rule = self._table.find(scope["method"], scope["path"])
-        send = with_security_headers(send, is_cacheable=rule is not None and rule.path.startswith("/static/"))
+        send = _with_security_headers(send, is_cacheable=rule is not None and rule.path.startswith("/static/"))
         try:
-            receive = await self._admit(scope, receive, rule)
-        except Refusal as refusal:
-            if refusal.status == 401 and rule is not None and rule.is_page:
-                await send_redirect("/login", send)
-            else:
-                await send_refusal(refusal, send)
+            body = await self._admit(Request(scope, receive), rule)
+        except HTTPException as refusal:
+            response: Response = JSONResponse({"detail": refusal.detail}, refusal.status_code, refusal.headers)
+            if refusal.status_code == 401 and rule is not None and rule.is_page:
+                response = RedirectResponse("/login", 303)
+            await response(scope, receive, send)
             return
-        await self._app(scope, receive, send)
+        await self._app(scope, _replay_body(body, receive), send)
 
-    async def _admit(self, scope: Scope, receive: Receive, rule: Rule | None) -> Receive:
-        """A `receive` with the checked body for the route. Raises Refusal if the request is denied."""
-        client = _client(scope)
-        self._check_host(scope, client)
-        _check_origin(scope["method"], client, self._logins.cookie)
+    async def _admit(self, request: Request, rule: Rule | None) -> bytes:
+        """The checked body for the route. Raises HTTPException if the request is denied."""
+        self._check_host(request)
+        _check_origin(request, self._logins.cookie)
         identity = None
         if rule is None or rule.access != "public":
-            identity = await self._identify(client)
-            scope[_IDENTITY] = identity
-        wait_s = self._rates.take(str(identity.rater_id) if identity else client.address)
+            identity = await self._identify(request)
+            request.scope["user"] = identity
+        wait_s = self._rates.take(str(identity.rater_id) if identity else address_of(request))
         if wait_s:
-            raise too_many(wait_s)
+            raise _too_many(wait_s)
         if rule is None:
-            raise self._not_found(scope)
+            raise self._not_found(request.scope["path"])
         if rule.access == "admin" and not (identity and identity.is_admin):
-            raise Refusal(403, "only an admin may do this")
-        return replay_body(await self._body(scope, receive, rule, client), receive)
+            raise HTTPException(403, "only an admin may do this")
+        return await self._body(request, rule)
 
-    def _check_host(self, scope: Scope, client: _Client) -> None:
+    def _check_host(self, request: Request) -> None:
         """Reject unknown Host headers (DNS rebinding)."""
-        name = _host_name(client.headers.get("host", ""))
+        if len(request.headers.getlist("host")) > 1:
+            raise HTTPException(400, "the request has more than one Host header")
+        name = _host_name(request.headers.get("host", ""))
         if name in self._hosts:
             return
         # The server's own address is allowed too: a rebinding page's Host is a domain name, never this address.
-        own = (scope.get("server") or ("", 0))[0]
+        own = (request.scope.get("server") or ("", 0))[0]
         if not name or name != str(own).lower():
-            raise Refusal(400, "this server does not answer to that host name; name it with --allow-host")
+            raise HTTPException(400, "this server does not answer to that host name; name it with --allow-host")
 
-    async def _identify(self, client: _Client) -> Identity:
-        """The identity of the token or cookie. Raises Refusal 401 or, after many failures, 429."""
-        cookie = client.cookie(self._logins.cookie)
-        if not client.bearer and not cookie:
-            raise Refusal(401, "log in first: send `Authorization: Bearer TOKEN`", _LOG_IN)
-        identity = self._logins.recall(client.bearer, cookie)
+    async def _identify(self, request: Request) -> Identity:
+        """The identity of the token or cookie. Raises HTTPException 401 or, after many failures, 429."""
+        bearer, cookie = _bearer(request), request.cookies.get(self._logins.cookie, "")
+        if not bearer and not cookie:
+            raise HTTPException(401, "log in first: send `Authorization: Bearer TOKEN`", _LOG_IN)
+        identity = self._logins.recall(bearer, cookie)
         if identity is None:
             # Known logins are served even while somebody at the same address guesses tokens.
-            is_known = self._logins.is_known(client.bearer, cookie)
-            wait_s = 0 if is_known else self._logins.failures.wait_s(client.address)
+            is_known = self._logins.is_known(bearer, cookie)
+            wait_s = 0 if is_known else self._logins.failures.wait_s(address_of(request))
             if wait_s:
-                raise too_many(wait_s)
-            identity = await self._logins.look_up(client.bearer, cookie)
+                raise _too_many(wait_s)
+            identity = await self._logins.look_up(bearer, cookie)
         if identity is None:
-            self._logins.failures.take(client.address)
-            raise Refusal(401, "this login is unknown, has expired or was ended", _LOG_IN)
+            self._logins.failures.take(address_of(request))
+            raise HTTPException(401, "this login is unknown, has expired or was ended", _LOG_IN)
         return identity
 
-    def _not_found(self, scope: Scope) -> Refusal:
-        methods = sorted({method for rule in self._table.at(scope["path"]) for method in rule.methods})
+    def _not_found(self, path: str) -> HTTPException:
+        methods = sorted({method for rule in self._table.at(path) for method in rule.methods})
         if methods:
-            return Refusal(405, f"use {' or '.join(methods)} here", [(b"allow", ", ".join(methods).encode())])
-        return Refusal(404, "there is nothing at this address")
+            return HTTPException(405, f"use {' or '.join(methods)} here", {"allow": ", ".join(methods)})
+        return HTTPException(404, "there is nothing at this address")
 
-    async def _body(self, scope: Scope, receive: Receive, rule: Rule, client: _Client) -> bytes:
-        """The checked body. Raises Refusal if it is too large, too slow, not declared as JSON, or nested too deep."""
-        length = client.headers.get("content-length", "0")
+    async def _body(self, request: Request, rule: Rule) -> bytes:
+        """The checked body. Raises HTTPException if it is too large, too slow, not declared as JSON, or nested too
+        deep.
+        """
+        length = request.headers.get("content-length", "0")
         if length.isdigit() and int(length) > rule.max_body:
-            raise too_large(rule.max_body)
-        body = await read_body(receive, rule.max_body, self._limits.body_timeout_s)
+            raise _too_large(rule.max_body)
+        timeout_s = self._limits.body_timeout_s
+        try:
+            body = await asyncio.wait_for(_read(request, rule.max_body), timeout_s)
+        except TimeoutError:
+            slow = f"the body did not arrive within {timeout_s:g} seconds"
+            raise HTTPException(408, slow, _CLOSE_CONNECTION) from None
+        except ClientDisconnect:
+            raise HTTPException(400, "the client went away") from None
         if not body:
             return body
-        if scope["method"] in _SAFE_METHODS:
-            raise Refusal(400, "a request that reads has no body")
+        if request.method in _SAFE_METHODS:
+            raise HTTPException(400, "a request that reads has no body")
         # A cross-origin form cannot send this type without a CORS preflight (CSRF).
-        if client.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            raise Refusal(415, "the body must be application/json")
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise HTTPException(415, "the body must be application/json")
         if is_deeper(body, self._limits.json_depth):
-            raise Refusal(400, f"the body is nested deeper than {self._limits.json_depth} levels")
+            raise HTTPException(400, f"the body is nested deeper than {self._limits.json_depth} levels")
         return body
 
 
-def _client(scope: Scope) -> _Client:
-    headers: dict[str, str] = {}
-    for name, value in scope["headers"]:
-        key = name.decode("latin-1").lower()
-        if key == "host" and key in headers:
-            raise Refusal(400, "the request has more than one Host header")
-        headers[key] = f"{headers[key]}; {value.decode('latin-1')}" if key in headers else value.decode("latin-1")
-    return _Client(headers, str((scope.get("client") or ("unknown", 0))[0]))
+def address_of(request: HTTPConnection) -> str:
+    """The network address of the sender."""
+    return request.client.host if request.client else "unknown"
+
+
+def is_deeper(body: bytes, limit: int) -> bool:
+    """True if brackets outside of strings are nested deeper than `limit`, whether or not `body` is JSON."""
+    depth = 0
+    for match in _BRACKET_OR_TEXT.finditer(body):
+        depth += {b"[": 1, b"{": 1, b"]": -1, b"}": -1}.get(match[0], 0)
+        if depth > limit:
+            return True
+    return False
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    """The whole body. Raises HTTPException as soon as more than `max_bytes` were received."""
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > max_bytes:
+            raise _too_large(max_bytes)
+    return bytes(body)
+
+
+def _too_large(max_bytes: int) -> HTTPException:
+    return HTTPException(413, f"the body is larger than {max_bytes:,} bytes", _CLOSE_CONNECTION)
+
+
+def _too_many(wait_s: int) -> HTTPException:
+    return HTTPException(429, f"too many requests; try again in {wait_s} s", {"retry-after": str(wait_s)})
+
+
+def _with_security_headers(send: Send, *, is_cacheable: bool) -> Send:
+    """`send` that adds the security headers and, unless `is_cacheable`, `cache-control: no-store`."""
+
+    async def send_more(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(raw=list(message.get("headers", ())))
+            headers.update(SECURITY_HEADERS)
+            headers["cache-control"] = "no-cache" if is_cacheable else "no-store"
+            message = {**message, "headers": headers.raw}
+        await send(message)
+
+    return send_more
+
+
+def _replay_body(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that returns `body` first, then the messages of the connection, such as its end."""
+    waiting = [body]
+
+    async def receive_body() -> Message:
+        if waiting:
+            return {"type": "http.request", "body": waiting.pop(), "more_body": False}
+        return await receive()
+
+    return receive_body
+
+
+def _bearer(request: Request) -> str:
+    kind, _, token = request.headers.get("authorization", "").partition(" ")
+    return token.strip() if kind.lower() == "bearer" else ""
 
 
 def _host_name(host: str) -> str:
@@ -179,19 +228,20 @@ def _host_name(host: str) -> str:
         return ""
 
 
-def _check_origin(method: str, client: _Client, cookie: str) -> None:
+def _check_origin(request: Request, cookie: str) -> None:
     """Reject requests from pages of other origins (CSRF), by Origin or, without it, by the Fetch Metadata headers."""
-    origin = client.headers.get("origin")
-    if origin is not None:
-        if _netloc(origin) != client.headers.get("host", "").lower():
-            raise Refusal(403, "this request comes from a page of another server")
+    foreign = HTTPException(403, "this request comes from a page of another server")
+    origins = request.headers.getlist("origin")
+    if any(_netloc(origin) != request.headers.get("host", "").lower() for origin in origins):
+        raise foreign
+    if origins:
         return
-    site = client.headers.get("sec-fetch-site", "")
-    is_navigation = client.headers.get("sec-fetch-mode") == "navigate" and method in _SAFE_METHODS
+    site, is_safe = request.headers.get("sec-fetch-site", ""), request.method in _SAFE_METHODS
+    is_navigation = request.headers.get("sec-fetch-mode") == "navigate" and is_safe
     if site in ("cross-site", "same-site") and not is_navigation:
-        raise Refusal(403, "this request comes from a page of another server")
-    if method not in _SAFE_METHODS and client.cookie(cookie) and not client.bearer and site != "same-origin":
-        raise Refusal(403, "a request with a session cookie must say its Origin")
+        raise foreign
+    if not is_safe and request.cookies.get(cookie) and not _bearer(request) and site != "same-origin":
+        raise HTTPException(403, "a request with a session cookie must say its Origin")
 
 
 def _netloc(origin: str) -> str:

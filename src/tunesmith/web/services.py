@@ -6,12 +6,11 @@ from typing import Annotated
 
 import jinja2
 from fastapi import Depends, Request
+from fastapi.responses import HTMLResponse
 
-from tunesmith.core.errors import TunesmithError
 from tunesmith.store.records import Campaign, CampaignSettings
 from tunesmith.store.runs import RunReader
 from tunesmith.store.votes import VoteStore
-from tunesmith.web.guard import identity_of
 from tunesmith.web.logins import Identity, Logins
 from tunesmith.web.settings import ServerSettings
 
@@ -58,6 +57,10 @@ class Services:
                 return campaign
         return self.votes.set_campaign(CampaignSettings())
 
+    def page(self, template: str, caller: Identity | None, **context: object) -> HTMLResponse:
+        """A rendered template. `caller` decides which links the navigation bar has."""
+        return HTMLResponse(self.templates.get_template(template).render(caller=caller, **context))
+
 
 def services_of(request: Request) -> Services:
     """The services of the request's app."""
@@ -66,10 +69,7 @@ def services_of(request: Request) -> Services:
 
 def caller_of(request: Request) -> Identity:
     """The identity of the caller, which the guard sets on every route that is not public."""
-    identity = identity_of(request.scope)
-    if identity is None:
-        raise TunesmithError(f"{request.url.path} needs a caller, but its rule in the table of routes is public")
-    return identity
+    return request.user
 
 
 ServicesOf = Annotated[Services, Depends(services_of)]

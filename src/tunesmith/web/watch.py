@@ -21,7 +21,6 @@ from starlette.concurrency import run_in_threadpool
 from tunesmith.core.errors import TunesmithError
 from tunesmith.store.vote_watch import VoteWatch
 from tunesmith.web.access import API, Rule
-from tunesmith.web.pages import page
 from tunesmith.web.services import Caller, Lifetime, Services, ServicesOf
 from tunesmith.web.watch_data import MAX_ROWS, Json, News, WatchData
 
@@ -86,7 +85,7 @@ def router() -> APIRouter:
 
     @routes.get("/watch", include_in_schema=False)
     def watch(caller: Caller, services: ServicesOf) -> HTMLResponse:
-        return page(services, "watch.html", caller, here="/watch")
+        return services.page("watch.html", caller, here="/watch")
 
     @routes.get(f"{API}/versions")
     def versions(services: ServicesOf) -> JSONResponse:

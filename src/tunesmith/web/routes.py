@@ -1,0 +1,275 @@
+"""Routes of sessions, voting, administration, and the pages that their scripts fill."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Annotated, Literal, TypeVar
+
+from fastapi import APIRouter, Header, Path, Query, Request, Response
+from fastapi.exceptions import HTTPException
+from fastapi.responses import HTMLResponse, RedirectResponse, StreamingResponse
+
+from tunesmith.store.records import NewRater, Progress, Rater
+from tunesmith.store.vote_stats import VoteStats
+from tunesmith.web.access import API
+from tunesmith.web.guard import address_of
+from tunesmith.web.messages import (
+    MAX_PREFETCH,
+    CommandReply,
+    DemonstrationRequest,
+    GuidelinesReply,
+    InviteReply,
+    JoinReply,
+    JoinRequest,
+    NextReply,
+    PresentationReply,
+    RankingRequest,
+    RaterReply,
+    RaterRequest,
+    ReceiptReply,
+    SessionReply,
+    SessionRequest,
+    VoteRequest,
+    safe_html,
+)
+from tunesmith.web.services import Caller, Services, ServicesOf
+
+Found = TypeVar("Found")
+ExportKind = Literal["votes", "rankings", "demonstrations"]
+Id = Annotated[int, Path(ge=0, le=2**63 - 1)]
+PresentationToken = Annotated[str, Path(min_length=1, max_length=200)]
+RequestKey = Annotated[
+    str | None,
+    Header(
+        alias="Idempotency-Key",
+        min_length=1,
+        max_length=200,
+        description="Identifies this request: a retry with the same key returns the first response.",
+    ),
+]
+
+_DAY_S = 24 * 3600
+_UNKNOWN = "this token is unknown, has expired or was used"
+
+
+def pages() -> APIRouter:
+    """The pages `/`, `/vote`, `/raters`, `/login` and `/join/{invite}`."""
+    routes = APIRouter(include_in_schema=False)
+
+    @routes.get("/")
+    def start() -> RedirectResponse:
+        return RedirectResponse("/vote", 303)
+
+    @routes.get("/vote")
+    def vote(caller: Caller, services: ServicesOf) -> HTMLResponse:
+        guidelines = safe_html(services.campaign().settings.guidelines) or ""
+        return services.page("vote.html", caller, here="/vote", guidelines=guidelines)
+
+    @routes.get("/raters")
+    def raters(caller: Caller, services: ServicesOf) -> HTMLResponse:
+        return services.page("raters.html", caller, here="/raters")
+
+    @routes.get("/login")
+    def log_in(services: ServicesOf) -> HTMLResponse:
+        return services.page("login.html", None)
+
+    @routes.get("/join/{invite}")
+    def join(invite: str, services: ServicesOf) -> HTMLResponse:
+        return services.page("join.html", None)
+
+    return routes
+
+
+def sessions() -> APIRouter:
+    """Logging in and out: `session` and `join` under `/api/v1`."""
+    routes = APIRouter(prefix=API, tags=["session"])
+
+    @routes.post("/session")
+    def log_in(body: SessionRequest, request: Request, response: Response, services: ServicesOf) -> SessionReply:
+        """Begin a session: sets a cookie, whose value is valid as a bearer token too."""
+
+        def find() -> Rater | None:
+            rater_id = services.logins.links.use(body.token)
+            if rater_id is not None:
+                return services.logins.rater(rater_id)
+            return services.votes.reader.rater_of(body.token)
+
+        rater = _limited(find, request, services)
+        _set_cookie(rater.id, request, response, services)
+        return SessionReply(name=rater.name, role=rater.role)
+
+    @routes.post("/join")
+    def join(body: JoinRequest, request: Request, response: Response, services: ServicesOf) -> JoinReply:
+        """Accept an invitation: begins a session and returns a personal token, which replaces the invitation's."""
+        name = body.name.strip() if body.name else None
+
+        def find() -> NewRater | None:
+            invited = services.votes.reader.rater_of(body.token)
+            others = [rater.name for rater in services.votes.reader.raters() if invited and rater.id != invited.id]
+            if name in others:
+                raise HTTPException(409, f"the name {name!r} is taken; choose another")
+            return services.votes.redeem(body.token, name=name or None)
+
+        joined = _limited(find, request, services)
+        services.logins.forget()
+        _set_cookie(joined.rater.id, request, response, services)
+        return JoinReply(name=joined.rater.name, role=joined.rater.role, token=joined.token)
+
+    @routes.get("/session")
+    def show(caller: Caller) -> SessionReply:
+        """Who is logged in."""
+        return SessionReply(name=caller.name, role=caller.role)
+
+    @routes.delete("/session", status_code=204)
+    def log_out(response: Response, services: ServicesOf) -> None:
+        """End the session of this browser."""
+        response.delete_cookie(services.logins.cookie, httponly=True, samesite="strict")
+
+    return routes
+
+
+def votes() -> APIRouter:
+    """Voting: `next`, `progress`, `guidelines`, and the routes of one presentation, under `/api/v1`."""
+    routes = APIRouter(prefix=API, tags=["votes"])
+    one = "/presentations/{token}"
+
+    @routes.get("/next")
+    def show_next(
+        caller: Caller, services: ServicesOf, count: Annotated[int, Query(ge=1, le=MAX_PREFETCH)] = 2
+    ) -> NextReply:
+        """Presentations to judge next: those that this rater holds, then fresh ones; none if nothing is left."""
+        campaign_id = services.campaign().id
+        shown = services.votes.next_presentations(caller.rater_id, campaign_id, count)
+        progress = services.votes.reader.progress(caller.rater_id, campaign_id)
+        return NextReply(presentations=[PresentationReply.of(one) for one in shown], progress=progress)
+
+    @routes.put(f"{one}/vote")
+    def vote(
+        token: PresentationToken, body: VoteRequest, caller: Caller, services: ServicesOf, key: RequestKey = None
+    ) -> ReceiptReply:
+        """Vote, or change the vote. The response is sent when the vote is on disk; a retry changes nothing."""
+        receipt = services.votes.vote(token, caller.rater_id, body.verdict, body.reason, body.dwell_ms, key)
+        return ReceiptReply.model_validate(receipt)
+
+    @routes.delete(f"{one}/vote")
+    def withdraw(token: PresentationToken, caller: Caller, services: ServicesOf) -> ReceiptReply:
+        """Undo a vote or a ranking: the presentation is open again."""
+        return ReceiptReply.model_validate(services.votes.withdraw(token, caller.rater_id))
+
+    @routes.put(f"{one}/ranking")
+    def rank(
+        token: PresentationToken, body: RankingRequest, caller: Caller, services: ServicesOf, key: RequestKey = None
+    ) -> ReceiptReply:
+        """Rank the answers, or change the ranking."""
+        return ReceiptReply.model_validate(services.votes.rank(token, caller.rater_id, body.ranks, body.dwell_ms, key))
+
+    @routes.put(f"{one}/demonstration")
+    def demonstrate(
+        token: PresentationToken,
+        body: DemonstrationRequest,
+        caller: Caller,
+        services: ServicesOf,
+        key: RequestKey = None,
+    ) -> ReceiptReply:
+        """Write a better answer, in addition to the vote."""
+        return ReceiptReply.model_validate(services.votes.demonstrate(token, caller.rater_id, body.text, key))
+
+    @routes.get("/progress")
+    def progress(caller: Caller, services: ServicesOf) -> Progress:
+        """Counts of this rater and the campaign."""
+        return services.votes.reader.progress(caller.rater_id, services.campaign().id)
+
+    @routes.get("/guidelines")
+    def guidelines(services: ServicesOf) -> GuidelinesReply:
+        """The campaign's guidelines for raters."""
+        text = services.campaign().settings.guidelines
+        return GuidelinesReply(text=text, html=safe_html(text) or "")
+
+    return routes
+
+
+def administration() -> APIRouter:
+    """Routes for admins under `/api/v1`: `raters`, `versions/{version}/rollback`, `stats`, `export`."""
+    routes = APIRouter(prefix=API, tags=["admin"])
+
+    @routes.get("/raters")
+    def raters(services: ServicesOf) -> list[RaterReply]:
+        """All raters, oldest first."""
+        return [RaterReply.model_validate(rater) for rater in services.votes.reader.raters()]
+
+    @routes.post("/raters", status_code=201)
+    def invite(body: RaterRequest, caller: Caller, services: ServicesOf) -> InviteReply:
+        """Create a rater and an invitation for them."""
+        if any(rater.name == body.name.strip() for rater in services.votes.reader.raters()):
+            raise HTTPException(409, f"the name {body.name.strip()!r} is taken; choose another")
+        expires_at = time.time() + body.invite_days * _DAY_S
+        new = services.votes.add_rater(body.name, body.role, invited_by=caller.rater_id, expires_at=expires_at)
+        return InviteReply(rater=RaterReply.model_validate(new.rater), token=new.token, link=f"/join/{new.token}")
+
+    @routes.delete("/raters/{rater_id}", status_code=204)
+    def shut_out(rater_id: Id, caller: Caller, services: ServicesOf) -> None:
+        """End a rater's access; their votes stay."""
+        if rater_id == caller.rater_id:
+            raise HTTPException(409, "this is your own access; ask another admin to end it")
+        if all(rater.id != rater_id for rater in services.votes.reader.raters()):
+            raise HTTPException(404, f"there is no rater {rater_id}")
+        services.votes.disable_rater(rater_id)
+        services.logins.forget()
+
+    @routes.post("/versions/{version}/rollback", status_code=202)
+    def roll_back(version: Id, caller: Caller, services: ServicesOf) -> CommandReply:
+        """Ask the trainer to serve this version again."""
+        known = [one.version for one in services.runs.versions()]
+        if version not in known:
+            raise HTTPException(404, f"there is no version {version}")
+        return CommandReply(id=services.votes.command("rollback", str(version), caller.rater_id))
+
+    @routes.get("/stats")
+    def stats(services: ServicesOf) -> VoteStats:
+        """Counts, agreement, biases and the raters' accuracy on known answers."""
+        return services.votes.reader.stats(services.campaign().id)
+
+    @routes.get("/export")
+    def export(services: ServicesOf, kind: ExportKind = "votes") -> StreamingResponse:
+        """Effective votes, rankings or written answers as JSON lines, oldest first."""
+        return StreamingResponse(_lines(services, kind), media_type="application/x-ndjson")
+
+    return routes
+
+
+def _limited(find: Callable[[], Found | None], request: Request, services: Services) -> Found:
+    """The result of `find`, or 401. Addresses with too many failures get 429, even for a correct token."""
+    failures, address = services.logins.failures, address_of(request)
+    wait_s = failures.wait_s(address)
+    if wait_s:
+        raise HTTPException(429, f"too many wrong tokens; try again in {wait_s} s", {"retry-after": str(wait_s)})
+    found = find()
+    if found is None:
+        failures.take(address)
+        raise HTTPException(401, _UNKNOWN)
+    return found
+
+
+def _set_cookie(rater_id: int, request: Request, response: Response, services: Services) -> None:
+    seconds = int(services.settings.session_days * _DAY_S)
+    response.set_cookie(
+        services.logins.cookie,
+        services.logins.sessions.sign(rater_id, time.time() + seconds),
+        max_age=seconds,
+        httponly=True,
+        samesite="strict",
+        # Behind a TLS proxy the browser must never send the cookie in clear text.
+        secure=request.headers.get("origin", "").startswith("https://"),
+    )
+
+
+def _lines(services: Services, kind: ExportKind) -> Iterator[str]:
+    reader = services.votes.reader
+    exports = {
+        "votes": reader.export,
+        "rankings": reader.export_rankings,
+        "demonstrations": reader.export_demonstrations,
+    }
+    for row in exports[kind](services.campaign().id):
+        yield json.dumps(asdict(row)) + "\n"
