@@ -172,16 +172,11 @@ def demo(**changes):
             "num_ties": 97,
             "accuracy": 0.81,
             "examples": examples,
-            "calibration": [
-                {"predicted": p, "observed": p + (0.04 if p < 0.5 else -0.05), "num": 26}
-                for p in (0.1, 0.3, 0.5, 0.7, 0.9)
-            ],
         },
         "reward_metrics": reward_metrics(),
         "policy_metrics": ppo_metrics(),
         "environment": {"python": "3.11.7", "torch": "2.13.0", "cpu": {"model": "AMD EPYC", "cores": 2}},
         "rater": "simulated: VADER lexicon",
-        "stages": {"write pairs": 71.0, "vote": 0.6, "reward model": 64.0, "PPO": 301.0, "compare": 58.0},
     }
     return facts | changes
 

@@ -6,8 +6,17 @@ import sys
 import pytest
 
 from tunesmith.reports.chart import DARK, LIGHT, dark_of_light
-from tunesmith.reports.comparison_figures import calibration_chart, dumbbell, histogram
-from tunesmith.reports.figures import curves, line_chart, stage_chart
+from tunesmith.reports.comparison_figures import dumbbell, histogram
+from tunesmith.reports.figures import (
+    bucket_means,
+    curves,
+    downsample,
+    evenly,
+    line_chart,
+    numeric_keys,
+    series,
+    stage_chart,
+)
 from tunesmith.reports.views import run_tiles
 
 
@@ -46,16 +55,9 @@ def test_figures_are_valid_for_plotly(synthetic):
     graph_objects = pytest.importorskip("plotly.graph_objects")
     compared = synthetic.comparison()
     charts = [*curves(synthetic.ppo_metrics(500)).all, *curves(synthetic.reward_metrics()).all]
-    charts += [
-        dumbbell("d", "d", compared["rows"]),
-        histogram("h", "h", [0.1], [0.5]),
-        calibration_chart("c", CALIBRATION),
-    ]
+    charts += [dumbbell("d", "d", compared["rows"]), histogram("h", "h", [0.1], [0.5])]
     for chart in charts:
         graph_objects.Figure(chart.figure)
-
-
-CALIBRATION = [{"predicted": 0.2, "observed": 0.3, "num": 10}]
 
 
 def test_ten_thousand_steps_draw_at_most_a_thousand_points_a_line(synthetic):
@@ -74,7 +76,6 @@ def test_nothing_to_draw_is_no_chart():
     assert stage_chart("t", [{"step": 1}]) is None
     assert histogram("h", "h", [None], []) is None
     assert dumbbell("d", "d", [{"prompt": "x", "mean_before": None, "mean_after": 1.0}]) is None
-    assert calibration_chart("c", []) is None
     assert curves([]).all == ()
 
 
@@ -121,3 +122,45 @@ def test_accuracies_before_and_after_stand_in_one_tile_each():
     tiles = {tile.name: tile.value for tile in run_tiles([{"reward": 0.2}, {"reward": 0.7}], result)}
     assert tiles["Right answers, sampled"] == "29\u202f% → 78\u202f%"
     assert tiles["Right answers, greedy"] == "44\u202f% → 81\u202f%"
+
+
+def test_a_metric_that_few_rows_record_keeps_its_own_steps():
+    rows = [{"step": step, "reward": 0.1} | ({"eval/reward": step} if step % 10 == 0 else {}) for step in range(1, 31)]
+    assert series(rows, "eval/reward").steps == (10.0, 20.0, 30.0)
+
+
+def test_not_finite_values_are_gaps_and_counted():
+    line = series([{"step": 1, "kl": 0.5}, {"step": 2, "kl": math.nan}, {"step": 3, "kl": None}], "kl")
+    assert line.values == (0.5, None, None) and line.num_dropped == 2
+
+
+def test_rows_without_a_step_are_numbered():
+    assert series([{"a": 1.0}, {"a": 2.0}], "a").steps == (1.0, 2.0)
+
+
+def test_ten_thousand_points_become_at_most_a_thousand_and_no_spike_is_lost():
+    rows = [{"step": step, "loss": math.sin(step)} for step in range(1, 10_001)]
+    rows[7_777]["loss"], rows[1_234]["loss"] = 50.0, -50.0
+    thin = downsample(series(rows, "loss"))
+    assert len(thin.values) <= 1_000
+    assert (thin.steps[0], thin.steps[-1]) == (1.0, 10_000.0)
+    assert max(thin.values) == 50.0 and min(thin.values) == -50.0
+    assert list(thin.steps) == sorted(set(thin.steps))
+
+
+def test_a_stretch_without_finite_values_stays_a_gap():
+    rows = [{"step": step, "x": math.nan if 4_000 < step < 6_000 else 1.0} for step in range(1, 10_001)]
+    thin = downsample(series(rows, "x"))
+    assert all(value is None for step, value in zip(thin.steps, thin.values, strict=True) if 4_100 < step < 5_900)
+
+
+def test_bucket_means_keep_the_mean():
+    line = series([{"step": step, "x": float(step)} for step in range(1, 1_001)], "x")
+    means = bucket_means(line, 100)
+    assert len(means.values) == 100 and sum(means.values) / 100 == 500.5
+
+
+def test_evenly_keeps_the_ends_and_numeric_keys_keep_the_order():
+    assert evenly(list(range(101)), 5) == [0, 25, 50, 75, 100]
+    assert evenly([1, 2], 5) == [1, 2]
+    assert numeric_keys([{"step": 1, "b": 1, "a": None, "t": "x"}, {"a": 2, "flag": True}]) == ["b", "a"]

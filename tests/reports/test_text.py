@@ -50,3 +50,7 @@ def test_nested_facts_become_rows():
         ("flags", "a, b"),
         ("gpu", ""),
     ]
+
+
+def test_only_finite_numbers_count_as_numbers():
+    assert [text.number(value) for value in (1, 2.5, True, None, "3", math.nan, math.inf)] == [1.0, 2.5] + [None] * 5

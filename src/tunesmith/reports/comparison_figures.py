@@ -1,25 +1,29 @@
-"""Figures of a comparison: scores before and after, by prompt and as a distribution, and calibration."""
+"""Figures of a comparison: scores before and after, by prompt and as a distribution."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from tunesmith.reports.chart import LIGHT, Chart, label, layout, scatter
-from tunesmith.reports.series import Row, number
-from tunesmith.reports.text import decimal, percent, prompt_text, short, signed
+from tunesmith.reports.text import Facts, decimal, number, prompt_text, short, signed
 
 _NUM_BINS = 20
 
 
-def histogram(
-    id: str, title: str, before: Sequence[object], after: Sequence[object], unit: str = "score"
-) -> Chart | None:
-    """Counts of the values before and after in the same 20 bins, or None without a finite value."""
+def histogram(id: str, title: str, before: Sequence[object], after: Sequence[object]) -> Chart | None:
+    """Counts of the scores before and after in the same 20 bins, or None without a finite score.
+
+    The bins span -1 to 1 for scores of that kind, else the range of the scores.
+    """
     sides = [[value for item in items if (value := number(item)) is not None] for items in (before, after)]
-    if not sides[0] + sides[1]:
+    if not any(sides):
         return None
-    low, width = _bins(sides[0] + sides[1])
-    counts = [_count(values, low, width) for values in sides]
-    traces = _histogram_traces(counts, low, width)
+    low, high = min(map(min, filter(None, sides))), max(map(max, filter(None, sides)))
+    if -1 <= low < 0 and high <= 1:
+        low, high = -1.0, 1.0
+    width = (high - low) / _NUM_BINS or 1.0
+    binned = [Counter(min(_NUM_BINS - 1, int((value - low) / width)) for value in values) for values in sides]
+    counts = [[side[index] for index in range(_NUM_BINS)] for side in binned]
     means = [sum(values) / len(values) if values else None for values in sides]
     return Chart(
         id=id,
@@ -27,9 +31,9 @@ def histogram(
         description=f"{title}. {len(sides[0])} completions before with mean {decimal(means[0])}, "
         f"{len(sides[1])} after with mean {decimal(means[1])}.",
         figure={
-            "data": traces,
+            "data": _histogram_traces(counts, low, width),
             "layout": layout(
-                x=unit,
+                x="score",
                 y="completions",
                 showlegend=True,
                 margin={"t": 34},
@@ -68,24 +72,9 @@ def _histogram_traces(counts: Sequence[Sequence[int]], low: float, width: float)
     return [bars, outline]
 
 
-def _bins(values: Sequence[float]) -> tuple[float, float]:
-    """Lower edge and width of the bins: -1 to 1 for scores of that kind, else the range of the values."""
-    low, high = min(values), max(values)
-    if -1 <= low < 0 and high <= 1:
-        low, high = -1.0, 1.0
-    return low, (high - low) / _NUM_BINS or 1.0
-
-
-def _count(values: Sequence[float], low: float, width: float) -> list[int]:
-    counts = [0] * _NUM_BINS
-    for value in values:
-        counts[min(_NUM_BINS - 1, int((value - low) / width))] += 1
-    return counts
-
-
-def dumbbell(id: str, title: str, prompts: Sequence[Row], unit: str = "mean score") -> Chart | None:
+def dumbbell(id: str, title: str, prompts: Sequence[Facts]) -> Chart | None:
     """One line per prompt from its score before (hollow) to its score after (filled), the largest gain on top."""
-    known = [row for row in prompts if _has_means(row)]
+    known = [row for row in prompts if None not in (number(row.get("mean_before")), number(row.get("mean_after")))]
     if not known:
         return None
     rows = sorted(known, key=lambda row: row["mean_after"] - row["mean_before"])
@@ -101,7 +90,7 @@ def dumbbell(id: str, title: str, prompts: Sequence[Row], unit: str = "mean scor
         figure={
             "data": [_dots(rows, names, side) for side in ("before", "after")],
             "layout": layout(
-                x=unit,
+                x="mean score",
                 shapes=[_bar(row, y) for y, row in enumerate(rows)],
                 annotations=[_name_above(name, y) for y, name in enumerate(names)],
                 showlegend=True,
@@ -125,11 +114,7 @@ def dumbbell(id: str, title: str, prompts: Sequence[Row], unit: str = "mean scor
     )
 
 
-def _has_means(row: Row) -> bool:
-    return number(row.get("mean_before")) is not None and number(row.get("mean_after")) is not None
-
-
-def _bar(row: Row, y: int) -> dict[str, Any]:
+def _bar(row: Facts, y: int) -> dict[str, Any]:
     side = "after" if row["mean_after"] >= row["mean_before"] else "before"
     ends = {"x0": row["mean_before"], "x1": row["mean_after"], "y0": y, "y1": y}
     return {**ends, "type": "line", "layer": "between", "opacity": 0.35, "line": {"width": 3, "color": LIGHT[side]}}
@@ -141,7 +126,7 @@ def _name_above(name: str, y: int) -> dict[str, Any]:
     return {**place, "showarrow": False, "text": name}
 
 
-def _dots(rows: Sequence[Row], names: Sequence[str], side: str) -> dict[str, Any]:
+def _dots(rows: Sequence[Facts], names: Sequence[str], side: str) -> dict[str, Any]:
     hollow = side == "before"
     return scatter(
         side,
@@ -155,38 +140,4 @@ def _dots(rows: Sequence[Row], names: Sequence[str], side: str) -> dict[str, Any
             "line": {"width": 2.2, "color": LIGHT[side]},
         },
         hovertemplate=f"%{{text}}<br>{side} %{{x:.3f}}<extra></extra>",
-    )
-
-
-def calibration_chart(id: str, points: Sequence[Row]) -> Chart | None:
-    """Observed against predicted share of votes for the first completion, from rows `predicted`, `observed`, `num`."""
-    known = [
-        row for row in points if number(row.get("predicted")) is not None and number(row.get("observed")) is not None
-    ]
-    if not known:
-        return None
-    dotted = {"color": LIGHT["muted"], "dash": "dot", "width": 1.2}
-    diagonal = scatter("perfect", [0, 1], [0, 1], hoverinfo="skip", line=dotted)
-    dots = scatter(
-        "reward model",
-        [row["predicted"] for row in known],
-        [row["observed"] for row in known],
-        "lines+markers",
-        text=[f"{decimal(row.get('num'), 0)} votes" for row in known],
-        line={"color": LIGHT["after"], "width": 1.8},
-        marker={"color": LIGHT["after"], "size": 8},
-        hovertemplate="predicted %{x:.0%}, observed %{y:.0%}, %{text}<extra></extra>",
-    )
-    axes = {"range": [-0.03, 1.03], "tickformat": ".0%"}
-    return Chart(
-        id=id,
-        title="Does its confidence match the votes?",
-        description="Observed against predicted share of votes: "
-        + "; ".join(f"predicted {percent(row['predicted'])}, observed {percent(row['observed'])}" for row in known),
-        figure={
-            "data": [diagonal, dots],
-            "layout": layout(x="predicted", y="observed", hovermode="closest", xaxis=axes, yaxis=axes),
-        },
-        columns=("predicted", "observed", "votes"),
-        rows=tuple((percent(row["predicted"]), percent(row["observed"]), decimal(row.get("num"), 0)) for row in known),
     )

@@ -1,4 +1,4 @@
-"""Figures of a run over its steps: lines of metrics, and the time of each stage."""
+"""Figures of a run over its steps: lines of metrics, thinned to what a screen can show, and the time of each stage."""
 
 import re
 from collections.abc import Sequence
@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tunesmith.reports.chart import LIGHT, STAGES, Chart, label, layout, scatter
-from tunesmith.reports.series import Row, Series, bucket_means, downsample, evenly, numeric_keys, series
-from tunesmith.reports.text import decimal, percent
+from tunesmith.reports.text import Facts, decimal, number, percent
+
+MAX_POINTS = 1_000
+"""Points drawn for one line; more than a screen has pixels only makes the page slow."""
 
 TABLE_ROWS = 25
 """Rows of the table under a curve, evenly spaced; metrics.jsonl has them all."""
@@ -18,7 +20,84 @@ _MANY_POINTS = 200
 _NUM_MEANS = 100
 
 
-def line_chart(id: str, title: str, rows: Sequence[Row], labels: dict[str, str], unit: str = "") -> Chart | None:
+@dataclass(frozen=True, slots=True)
+class Series:
+    """The values of one metric. `values[i]` is None where the run recorded something that is not finite."""
+
+    key: str
+    steps: tuple[float, ...]
+    values: tuple[float | None, ...]
+
+    @property
+    def finite(self) -> list[tuple[float, float]]:
+        """The (step, value) points that are finite."""
+        return [(step, value) for step, value in zip(self.steps, self.values, strict=True) if value is not None]
+
+    @property
+    def num_dropped(self) -> int:
+        """Number of recorded values that are not finite."""
+        return len(self.values) - len(self.finite)
+
+
+def series(rows: Sequence[Facts], key: str) -> Series:
+    """The series of `key` over the rows that recorded it; None and NaN in the rows count as recorded but not finite.
+
+    The step of a row without one is its position, from 1.
+    """
+    recorded = [(number(row.get("step")), position, row) for position, row in enumerate(rows, 1) if key in row]
+    steps = tuple(position if step is None else step for step, position, _ in recorded)
+    return Series(key, steps, tuple(number(row[key]) for _, _, row in recorded))
+
+
+def numeric_keys(rows: Sequence[Facts]) -> list[str]:
+    """Names with at least one finite value, in order of first appearance, `step` left out."""
+    return list(dict.fromkeys(key for row in rows for key in row if key != "step" and number(row[key]) is not None))
+
+
+def downsample(line: Series, limit: int = MAX_POINTS) -> Series:
+    """At most `limit` points: the first, the last, and the lowest and highest of each bucket, so no spike is lost."""
+    count = len(line.values)
+    if count <= limit:
+        return line
+    num_buckets = (limit - 2) // 2
+    kept = [0]
+    for bucket in range(num_buckets):
+        start, stop = (1 + (count - 2) * edge // num_buckets for edge in (bucket, bucket + 1))
+        kept.extend(_extremes(line.values, start, stop))
+    kept.append(count - 1)
+    return Series(line.key, tuple(line.steps[i] for i in kept), tuple(line.values[i] for i in kept))
+
+
+def _extremes(values: Sequence[float | None], start: int, stop: int) -> list[int]:
+    finite = [(value, index) for index, value in enumerate(values[start:stop], start) if value is not None]
+    if not finite:
+        return [start]
+    return sorted({min(finite)[1], max(finite)[1]})
+
+
+def bucket_means(line: Series, limit: int) -> Series:
+    """At most `limit` points, each the mean of a bucket: for stacked areas, whose lines must share their steps."""
+    count = len(line.values)
+    if count <= limit:
+        return line
+    steps: list[float] = []
+    means: list[float | None] = []
+    for bucket in range(limit):
+        start, stop = count * bucket // limit, count * (bucket + 1) // limit
+        finite = [value for value in line.values[start:stop] if value is not None]
+        steps.append(line.steps[start])
+        means.append(sum(finite) / len(finite) if finite else None)
+    return Series(line.key, tuple(steps), tuple(means))
+
+
+def evenly(items: Sequence[Any], limit: int) -> list[Any]:
+    """At most `limit` items, evenly spaced, the first and the last among them."""
+    if len(items) <= limit:
+        return list(items)
+    return [items[round(index * (len(items) - 1) / (limit - 1))] for index in range(limit)]
+
+
+def line_chart(id: str, title: str, rows: Sequence[Facts], labels: dict[str, str], unit: str = "") -> Chart | None:
     """Lines of the metrics named by the keys of `labels`, or None if no row has a finite value of any.
 
     More than 1,000 points a line are thinned so that the highest and lowest of each stretch stay.
@@ -29,26 +108,26 @@ def line_chart(id: str, title: str, rows: Sequence[Row], labels: dict[str, str],
     traces = [
         trace for index, line in enumerate(lines) for trace in _line_traces(line, labels[line.key], index, len(lines))
     ]
-    changes: dict[str, Any] = {}
-    if len(lines) > 1:
-        changes = {"showlegend": True, "margin": {"t": 34 + 18 * ((len(lines) - 1) // 4)}}
     return Chart(
         id=id,
         title=title,
         description=f"{title}{f' in {unit}' if unit else ''}. "
         + " ".join(_in_words(line, labels[line.key]) for line in lines),
-        figure={"data": traces, "layout": layout(x="step", y=unit, **changes)},
+        figure={"data": traces, "layout": layout(x="step", y=unit, **(_legend(len(lines)) if len(lines) > 1 else {}))},
         columns=("step", *(labels[line.key] for line in lines)),
         rows=_curve_rows(lines),
         note=_note(lines),
     )
 
 
+def _legend(num_lines: int) -> dict[str, Any]:
+    return {"showlegend": True, "margin": {"t": 34 + 18 * ((num_lines - 1) // 4)}}
+
+
 def _line_traces(line: Series, name: str, index: int, num_lines: int) -> list[dict[str, Any]]:
     """The line itself; of a long one also the mean of each hundredth, bold over the pale line."""
     thin = downsample(line)
     colour = LIGHT["after"] if num_lines == 1 else STAGES[index % len(STAGES)]
-    many = len(line.values) > _MANY_POINTS
     line_style: dict[str, Any] = {"color": colour, "width": 1.8, "dash": ("solid", "dash", "dot", "dashdot")[index % 4]}
     trace = scatter(
         label(name),
@@ -59,7 +138,7 @@ def _line_traces(line: Series, name: str, index: int, num_lines: int) -> list[di
         marker={"color": colour, "size": 4},
         hovertemplate=f"%{{y:.4~g}}<extra>{label(name)}</extra>",
     )
-    if not many:
+    if len(line.values) <= _MANY_POINTS:
         return [trace]
     means = bucket_means(line, _NUM_MEANS)
     pale = {**trace, "opacity": 0.35, "showlegend": False, "hoverinfo": "skip", "line": {"color": colour, "width": 1}}
@@ -92,7 +171,7 @@ def _curve_rows(lines: Sequence[Series]) -> tuple[tuple[str, ...], ...]:
     return tuple((f"{step:g}", *(decimal(line.get(step), 4) for line in values)) for step in steps)
 
 
-def stage_chart(id: str, rows: Sequence[Row]) -> Chart | None:
+def stage_chart(id: str, rows: Sequence[Facts]) -> Chart | None:
     """Seconds of each top-level stage (`time/<stage>_s`), stacked per step: bars for few steps, areas for many."""
     keys = [key for key in numeric_keys(rows) if _is_stage(key)]
     if not keys:
@@ -106,12 +185,7 @@ def stage_chart(id: str, rows: Sequence[Row]) -> Chart | None:
         shown = [*lines[: MAX_STAGES - 1], _sum(lines[MAX_STAGES - 1 :])]
     traces = [_stage_trace(line, index, len(timed) > _FEW_POINTS) for index, line in enumerate(shown)]
     table = tuple(
-        (
-            stage_name(line.key),
-            decimal(_total(line) / len(timed)),
-            decimal(_total(line), 1),
-            percent(_total(line) / total),
-        )
+        (_stage_name(line), decimal(_total(line) / len(timed)), decimal(_total(line), 1), percent(_total(line) / total))
         for line in lines
     )
     shares = ", ".join(f"{row[0]} {row[3]}" for row in table)
@@ -121,14 +195,7 @@ def stage_chart(id: str, rows: Sequence[Row]) -> Chart | None:
         description=f"Seconds of each step by stage over {len(timed)} steps. Share of the time: {shares}.",
         figure={
             "data": traces,
-            "layout": layout(
-                x="step",
-                y="seconds",
-                barmode="stack",
-                bargap=0.15,
-                showlegend=True,
-                margin={"t": 34 + 18 * ((len(shown) - 1) // 4)},
-            ),
+            "layout": layout(x="step", y="seconds", barmode="stack", bargap=0.15, **_legend(len(shown))),
         },
         columns=("stage", "mean s", "total s", "share"),
         rows=table,
@@ -136,9 +203,8 @@ def stage_chart(id: str, rows: Sequence[Row]) -> Chart | None:
     )
 
 
-def stage_name(key: str) -> str:
-    """`time/rollout_s` as `rollout`."""
-    return key.removeprefix("time/").removesuffix("_s").replace("_", " ")
+def _stage_name(line: Series) -> str:
+    return line.key.removeprefix("time/").removesuffix("_s").replace("_", " ")
 
 
 def _is_stage(key: str) -> bool:
@@ -159,7 +225,7 @@ def _sum(lines: Sequence[Series]) -> Series:
 def _stage_trace(line: Series, index: int, as_area: bool) -> dict[str, Any]:
     thin = bucket_means(line, 500)
     colour = STAGES[index % len(STAGES)]
-    name = label(stage_name(line.key))
+    name = label(_stage_name(line))
     area = scatter(name, thin.steps, thin.values, hovertemplate=f"%{{y:.3~g}} s<extra>{name}</extra>")
     if as_area:
         return {**area, "stackgroup": "time", "fillcolor": colour, "line": {"width": 0}}
@@ -228,7 +294,7 @@ class Curves:
 TABLE_COLUMNS = ("metric", "first", "last", "lowest", "highest", "not finite")
 
 
-def curves(rows: Sequence[Row], prefix: str = "") -> Curves:
+def curves(rows: Sequence[Facts], prefix: str = "") -> Curves:
     """All charts of `rows`; `prefix` keeps the ids of two runs on one page apart."""
     keys = numeric_keys(rows)
     charts = {picture.id: _draw(picture, keys, rows, prefix) for picture in PICTURES}
@@ -237,7 +303,7 @@ def curves(rows: Sequence[Row], prefix: str = "") -> Curves:
     return Curves(main, more, stage_chart(f"{prefix}stages", rows), tuple(_summary(rows, key) for key in keys))
 
 
-def _draw(picture: Picture, keys: Sequence[str], rows: Sequence[Row], prefix: str) -> Chart | None:
+def _draw(picture: Picture, keys: Sequence[str], rows: Sequence[Facts], prefix: str) -> Chart | None:
     found = [key for key in keys if re.fullmatch(picture.pattern, key)]
     return line_chart(f"{prefix}{picture.id}", picture.title, rows, labels(found), picture.unit)
 
@@ -248,7 +314,7 @@ def labels(keys: Sequence[str]) -> dict[str, str]:
     return {key: name if short.count(name) == 1 else key for key, name in zip(keys, short, strict=True)}
 
 
-def _summary(rows: Sequence[Row], key: str) -> tuple[str, ...]:
+def _summary(rows: Sequence[Facts], key: str) -> tuple[str, ...]:
     line = series(rows, key)
     values = [value for _, value in line.finite]
     shown = (values[0], values[-1], min(values), max(values))

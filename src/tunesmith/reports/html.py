@@ -8,7 +8,7 @@ import base64
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import resources
 from pathlib import Path
@@ -18,22 +18,14 @@ import jinja2
 from markupsafe import Markup
 
 from tunesmith import __version__
-from tunesmith.core.errors import MissingDependencyError
+from tunesmith.core.errors import MissingDependencyError, RunError
 from tunesmith.reports import text
 from tunesmith.reports.chart import DARK, LIGHT, Chart, dark_of_light
-from tunesmith.reports.comparison_figures import calibration_chart, dumbbell, histogram
+from tunesmith.reports.comparison_figures import dumbbell, histogram
 from tunesmith.reports.figures import TABLE_COLUMNS, curves
-from tunesmith.reports.series import Row, number
-from tunesmith.reports.views import (
-    Facts,
-    comparison_tiles,
-    demo_goals,
-    prompt_samples,
-    read_run,
-    run_tiles,
-    step_samples,
-    vote_views,
-)
+from tunesmith.reports.text import Facts, number
+from tunesmith.reports.views import comparison_tiles, demo_goals, prompt_samples, run_tiles, step_samples, vote_views
+from tunesmith.runs.listing import read_object, read_rows
 
 
 def write_run_report(run_dir: Path) -> Path:
@@ -43,28 +35,42 @@ def write_run_report(run_dir: Path) -> Path:
     missing.
     Raises RunError if `run_dir` is no folder.
     """
-    facts = read_run(run_dir)
-    drawn = curves(facts.metrics)
+    if not run_dir.is_dir():
+        raise RunError(
+            f"run folder {run_dir} does not exist; give one that `tunesmith train` or `tunesmith demo` wrote"
+        )
+    files = [run_dir / name for name in ("metrics.jsonl", "samples.jsonl", "findings.jsonl")]
+    metrics, samples, findings = (read_rows(file) for file in files)
+    num_lines = sum(1 for file in files for line in _text(file).split("\n") if line.strip())
+    drawn = curves(metrics)
+    result = read_object(run_dir / "result.json")
     return _write(
         run_dir / "report.html",
         "run.html",
         drawn.all,
-        title=facts.name,
-        facts=facts,
-        tiles=run_tiles(facts.metrics, facts.result),
+        title=run_dir.resolve().name,
+        recipe=_text(run_dir / "recipe.yaml"),
+        num_steps=len(metrics),
+        # Lines that are no JSON object, as one that a crash cut off.
+        num_unreadable=num_lines - len(metrics) - len(samples) - len(findings),
+        tiles=run_tiles(metrics, result),
         curves=drawn,
         metric_columns=TABLE_COLUMNS,
-        steps=step_samples(facts.samples),
+        steps=step_samples(samples),
         findings=[
-            tuple(str(row.get(name, "")) for name in ("step", "name", "severity", "message")) for row in facts.findings
+            tuple(str(row.get(name, "")) for name in ("step", "name", "severity", "message")) for row in findings
         ],
-        environment=text.flatten(facts.environment),
-        result=text.flatten(facts.result),
+        environment=text.flatten(read_object(run_dir / "environment.json")),
+        result=text.flatten(result),
     )
 
 
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
 def write_comparison_report(
-    path: Path, comparison: Facts, title: str, policy_metrics: Sequence[Row] = (), notes: Sequence[str] = ()
+    path: Path, comparison: Facts, title: str, policy_metrics: Sequence[Facts] = (), notes: Sequence[str] = ()
 ) -> Path:
     """Write the page of one comparison, `Comparison.to_json()`, to `path`, and return it.
 
@@ -91,24 +97,22 @@ def write_demo_report(path: Path, demo: Facts) -> Path:
     """Write the demo's page to `path`, and return it.
 
     `demo` holds `result` (what `tunesmith demo --json` prints), `comparison` (`Comparison.to_json()`), `votes`
-    (`num_train`, `num_heldout`, `num_ties`, `accuracy`, `examples`, and optionally `calibration`), `reward_metrics` and
-    `policy_metrics` (rows of metrics.jsonl), `environment`, `rater`, and optionally `algorithm` (what trained the
-    policy, by default PPO), `stages` (name -> seconds) and `command`.
+    (`num_train`, `num_heldout`, `num_ties`, `accuracy`, `examples`), `reward_metrics` and `policy_metrics` (rows of
+    metrics.jsonl), `environment`, `rater`, `algorithm` (what trained the policy) and `command`.
     """
     comparison: Facts = demo.get("comparison") or {}
     votes: Facts = demo.get("votes") or {}
-    reward_curves = curves(_rows(demo, "reward_metrics"), prefix="rm-")
-    policy_curves = curves(_rows(demo, "policy_metrics"), prefix="policy-")
+    policy_metrics: Sequence[Facts] = demo.get("policy_metrics") or ()
+    reward_curves = curves(demo.get("reward_metrics") or (), prefix="rm-")
+    policy_curves = curves(policy_metrics, prefix="policy-")
     charts = _comparison_charts(comparison)
-    calibration = calibration_chart("calibration", votes.get("calibration") or ())
-    stages: Mapping[str, Any] = demo.get("stages") or {}
     rater = str(demo.get("rater", "unknown"))
     # Figures of the comparison fill in what the result leaves out.
     result: Facts = {**comparison, **(demo.get("result") or {})}
     return _write(
         path,
         "demo.html",
-        (*charts.values(), *reward_curves.all, *policy_curves.all, *([calibration] if calibration else [])),
+        (*charts.values(), *reward_curves.all, *policy_curves.all),
         title="Before and after",
         result=result,
         accuracy=number(votes.get("accuracy", result.get("reward_model_accuracy"))),
@@ -120,20 +124,18 @@ def write_demo_report(path: Path, demo: Facts) -> Path:
         is_simulated="simulated" in rater.lower(),
         goals=demo_goals(result),
         charts=charts,
-        calibration=calibration,
         reward_curves=reward_curves,
         policy_curves=policy_curves,
-        num_policy_steps=len(_rows(demo, "policy_metrics")),
+        num_policy_steps=len(policy_metrics),
         algorithm=str(demo.get("algorithm") or "PPO"),
         samples=prompt_samples(comparison.get("samples", ())),
-        stages=[(name, seconds, _share(seconds, stages)) for name, seconds in stages.items()],
         environment=text.flatten(demo.get("environment") or {}),
         command=demo.get("command") or "tunesmith demo",
     )
 
 
 def _comparison_charts(comparison: Facts) -> dict[str, Chart]:
-    samples: Sequence[Row] = comparison.get("samples", ())
+    samples: Sequence[Facts] = comparison.get("samples", ())
     before, after = ([sample.get(f"score_{side}") for sample in samples] for side in ("before", "after"))
     charts = {
         "prompts": dumbbell("prompts", "Each prompt, before and after", comparison.get("rows", ())),
@@ -142,31 +144,25 @@ def _comparison_charts(comparison: Facts) -> dict[str, Chart]:
     return {name: chart for name, chart in charts.items() if chart}
 
 
-def _rows(demo: Facts, key: str) -> Sequence[Row]:
-    return demo.get(key) or ()
-
-
-def _share(seconds: object, stages: Mapping[str, Any]) -> float:
-    total = sum(value for value in stages.values() if isinstance(value, int | float))
-    return float(seconds) / total if isinstance(seconds, int | float) and total else 0.0
-
-
 def _write(path: Path, template: str, drawn: Sequence[Chart], **context: Any) -> Path:
     """Render `template` with the context of all pages to a temporary file and rename it to `path`."""
-    environment = _environment()
     plotly = _plotly_source() if drawn else ""
-    script = _template_source(environment, "charts.js")
-    page = environment.get_template(template).render(
-        **context,
-        version=__version__,
-        written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        light=LIGHT,
-        dark=DARK,
-        style=Markup(_template_source(environment, "style.css")),
-        plotly=Markup(plotly),
-        script=Markup(script),
-        script_hashes=[_hash(source) for source in (plotly, script) if source],
-        chart_json=script_json({"dark": dark_of_light(), "charts": {chart.id: chart.figure for chart in drawn}}),
+    script = _template_source("charts.js")
+    page = (
+        _environment()
+        .get_template(template)
+        .render(
+            **context,
+            version=__version__,
+            written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            light=LIGHT,
+            dark=DARK,
+            style=Markup(_template_source("style.css")),
+            plotly=Markup(plotly),
+            script=Markup(script),
+            script_hashes=[_hash(source) for source in (plotly, script) if source],
+            chart_json=script_json({"dark": dark_of_light(), "charts": {chart.id: chart.figure for chart in drawn}}),
+        )
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}")
@@ -192,23 +188,14 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters: dict[str, Any] = environment.filters  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    filters |= {
-        "decimal": text.decimal,
-        "signed": text.signed,
-        "score": text.score,
-        "p_value": text.p_value,
-        "percent": text.percent,
-        "duration": text.duration,
-    }
+    shown = (text.decimal, text.signed, text.score, text.p_value, text.percent, text.duration)
+    environment.filters.update({filter.__name__: filter for filter in shown})  # pyright: ignore[reportUnknownMemberType]
     return environment
 
 
-def _template_source(environment: jinja2.Environment, name: str) -> str:
-    """The raw text of a template file; the style sheet and the script are not rendered by Jinja."""
-    loader = environment.loader
-    assert loader is not None, "the environment is built with a PackageLoader"
-    return loader.get_source(environment, name)[0]
+def _template_source(name: str) -> str:
+    """The text of a template file that Jinja does not render: the style sheet and the script."""
+    return resources.files("tunesmith.reports").joinpath("templates", name).read_text(encoding="utf-8")
 
 
 def _plotly_source() -> str:
