@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tunesmith.core.errors import ModelError
-from tunesmith.models.freeze import freeze_lower_layers
+from tunesmith.models.loaded import freeze_lower_layers
 from tunesmith.models.logprob import token_logps
 from tunesmith.models.tiny import FAMILIES, tiny_model
 

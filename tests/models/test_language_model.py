@@ -10,9 +10,9 @@ from torch import nn
 
 from tunesmith.config.sections import LoraSection
 from tunesmith.models import language_model, lora
-from tunesmith.models.freeze import keep_lower_layers
 from tunesmith.models.heads import Critic, RewardModel
 from tunesmith.models.language_model import TrunkDecoder
+from tunesmith.models.loaded import keep_lower_layers
 from tunesmith.models.tiny import tiny_model
 
 LENGTHS = torch.tensor([7, 3, 10])

@@ -19,10 +19,10 @@ from tunesmith.models import lora
 from tunesmith.models.adapter_folder import load_adapters, read_base
 from tunesmith.models.architecture import adapter_of, base_layer, is_adapted, weight_of
 from tunesmith.models.export import ModelCard, save_final, save_merged
-from tunesmith.models.freeze import keep_lower_layers
 from tunesmith.models.heads import Critic
 from tunesmith.models.language_model import language_model
 from tunesmith.models.load import frozen_copy, load_policy, load_reward_model, new_reward_model
+from tunesmith.models.loaded import keep_lower_layers
 from tunesmith.models.tiny import FAMILIES
 
 CARD = ModelCard(base_model="tiny:llama", algorithm="GRPO")

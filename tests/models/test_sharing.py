@@ -14,9 +14,9 @@ from transformers import BertConfig, BertForSequenceClassification
 from tunesmith.kernels.native import Kernels
 from tunesmith.models import decoder as flat
 from tunesmith.models.architecture import describe
-from tunesmith.models.freeze import keep_lower_layers
 from tunesmith.models.heads import Critic, RewardModel, critic_values
 from tunesmith.models.language_model import FullForward, LanguageModel, TrunkDecoder, TrunkForward, language_model
+from tunesmith.models.loaded import keep_lower_layers
 from tunesmith.models.logprob import TokenScores, token_logps
 from tunesmith.models.tiny import FAMILIES, byte_tokenizer, tiny_model
 

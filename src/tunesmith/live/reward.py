@@ -16,8 +16,8 @@ from tunesmith.data.collate import EncodedPair
 from tunesmith.live.offers import Offers
 from tunesmith.live.online_dpo import NUM_STEPS, OnlineDPO
 from tunesmith.live.votes import VotedPair, VoteMemory
-from tunesmith.models.freeze import freeze_lower_layers, keep_lower_layers
 from tunesmith.models.load import new_reward_model
+from tunesmith.models.loaded import freeze_lower_layers, keep_lower_layers
 from tunesmith.models.optimizer import MasterAdamW
 from tunesmith.models.tokenizer import stop_token_ids
 from tunesmith.rewards.model import ModelReward

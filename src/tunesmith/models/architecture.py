@@ -5,7 +5,7 @@ Shape legend: H hidden, F half of the rotated dimensions of a head.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -137,9 +137,9 @@ def describe(model: PreTrainedModel) -> Architecture:
     Raises:
         UnsupportedArchitecture: the message names the unsupported part.
     """
-    read = _READERS.get(type(model)) or _READERS.get(_TRUNKS.get(type(model), PreTrainedModel))
+    read = next((read for *classes, read in _FAMILIES if type(model) in classes), None)
     if read is None:
-        families = ", ".join(sorted(family.__name__ for family in _TRUNKS))
+        families = ", ".join(sorted(family.__name__ for family, _, _ in _FAMILIES))
         raise UnsupportedArchitecture(f"{type(model).__name__} is none of {families}, nor the trunk of one")
     trunk: PreTrainedModel = model.base_model  # type: ignore[assignment]
     if any(part._forward_hooks or part._forward_pre_hooks for part in (model, trunk)):  # type: ignore[reportPrivateUsage]
@@ -155,38 +155,21 @@ def describe(model: PreTrainedModel) -> Architecture:
 def _llama_like(trunk: Any, output: Projection | None) -> Architecture:
     """Llama, Mistral, Qwen2 (biases), Qwen3 (norms of queries and keys)."""
     config = trunk.config
-    blocks = [_llama_block(layer, config) for layer in trunk.layers]
-    return Architecture(
-        trunk.embed_tokens,
-        None,
-        tuple(blocks),
-        (_rope(trunk.rotary_emb, ""),),
-        _rms(trunk.norm),
-        output,
-        None,
-        config.max_position_embeddings,
-    )
-
-
-def _llama_block(layer: Any, config: Any) -> Block:
-    attention, mlp = layer.self_attn, layer.mlp
     # Mistral's window is in its config, that of other families in the layer.
-    window = getattr(attention, "sliding_window", config.sliding_window if config.model_type == "mistral" else None)
-    return Block(
-        norm_attention=_rms(layer.input_layernorm),
-        qkv=_linear(attention.q_proj, attention.k_proj, attention.v_proj),
-        q_norm=_rms(attention.q_norm) if hasattr(attention, "q_norm") else None,
-        k_norm=_rms(attention.k_norm) if hasattr(attention, "k_norm") else None,
-        rope=0,
-        attention=_attention(attention, config.num_attention_heads, config.num_key_value_heads, window),
-        out=_linear(attention.o_proj),
-        norm_after_attention=None,
-        norm_mlp=_rms(layer.post_attention_layernorm),
-        gate_up=_linear(mlp.gate_proj, mlp.up_proj),
-        activation=_activation(config.hidden_act),
-        down=_linear(mlp.down_proj),
-        norm_after_mlp=None,
-    )
+    window = config.sliding_window if config.model_type == "mistral" else None
+    blocks = [
+        _gated_block(
+            layer,
+            config,
+            rope=0,
+            activation=config.hidden_act,
+            window=getattr(layer.self_attn, "sliding_window", window),
+        )
+        for layer in trunk.layers
+    ]
+    ropes = (_rope(trunk.rotary_emb, ""),)
+    context_length = config.max_position_embeddings
+    return Architecture(trunk.embed_tokens, None, tuple(blocks), ropes, _rms(trunk.norm), output, None, context_length)
 
 
 def _gemma(trunk: Any, output: Projection | None) -> Architecture:
@@ -197,43 +180,54 @@ def _gemma(trunk: Any, output: Projection | None) -> Architecture:
     # Gemma 3 turns by other angles in layers with a window.
     kinds = sorted(set(config.layer_types)) if isinstance(trunk, Gemma3TextModel) else [""]
     ropes = tuple(_rope(trunk.rotary_emb, f"{kind}_" if kind else "") for kind in kinds)
-    blocks = [_gemma_block(layer, config, kinds) for layer in trunk.layers]
-    cap = config.final_logit_softcapping
-    return Architecture(
-        trunk.embed_tokens,
-        None,
-        tuple(blocks),
-        ropes,
-        _rms(trunk.norm, offset=1.0),
-        output,
-        cap,
-        config.max_position_embeddings,
-    )
+    blocks = [
+        replace(
+            _gated_block(
+                layer,
+                config,
+                rope=0 if kinds == [""] else kinds.index(layer.self_attn.layer_type),
+                activation=config.hidden_activation,
+                window=layer.self_attn.sliding_window,
+                softcap=layer.self_attn.attn_logit_softcapping,
+                offset=1.0,
+            ),
+            norm_after_attention=_rms(layer.post_attention_layernorm, 1.0),
+            norm_mlp=_rms(layer.pre_feedforward_layernorm, 1.0),
+            norm_after_mlp=_rms(layer.post_feedforward_layernorm, 1.0),
+        )
+        for layer in trunk.layers
+    ]
+    norm, cap, context_length = _rms(trunk.norm, 1.0), config.final_logit_softcapping, config.max_position_embeddings
+    return Architecture(trunk.embed_tokens, None, tuple(blocks), ropes, norm, output, cap, context_length)
 
 
-def _gemma_block(layer: Any, config: Any, kinds: list[str]) -> Block:
+def _gated_block(
+    layer: Any,
+    config: Any,
+    *,
+    rope: int,
+    activation: str,
+    window: int | None,
+    softcap: float | None = None,
+    offset: float = 0.0,
+) -> Block:
+    """A layer with RMSNorms and a gated MLP; `offset` is of the norms."""
     attention, mlp = layer.self_attn, layer.mlp
-    settings = _attention(
-        attention,
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        attention.sliding_window,
-        softcap=attention.attn_logit_softcapping,
-    )
+    num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
     return Block(
-        norm_attention=_rms(layer.input_layernorm, offset=1.0),
+        norm_attention=_rms(layer.input_layernorm, offset),
         qkv=_linear(attention.q_proj, attention.k_proj, attention.v_proj),
-        q_norm=_rms(attention.q_norm, offset=1.0) if hasattr(attention, "q_norm") else None,
-        k_norm=_rms(attention.k_norm, offset=1.0) if hasattr(attention, "k_norm") else None,
-        rope=0 if kinds == [""] else kinds.index(attention.layer_type),
-        attention=settings,
+        q_norm=_rms(attention.q_norm, offset) if hasattr(attention, "q_norm") else None,
+        k_norm=_rms(attention.k_norm, offset) if hasattr(attention, "k_norm") else None,
+        rope=rope,
+        attention=_attention(attention, num_heads, num_kv_heads, window, softcap=softcap),
         out=_linear(attention.o_proj),
-        norm_after_attention=_rms(layer.post_attention_layernorm, offset=1.0),
-        norm_mlp=_rms(layer.pre_feedforward_layernorm, offset=1.0),
+        norm_after_attention=None,
+        norm_mlp=_rms(layer.post_attention_layernorm, offset),
         gate_up=_linear(mlp.gate_proj, mlp.up_proj),
-        activation=_activation(config.hidden_activation),
+        activation=_activation(activation),
         down=_linear(mlp.down_proj),
-        norm_after_mlp=_rms(layer.post_feedforward_layernorm, offset=1.0),
+        norm_after_mlp=None,
     )
 
 
@@ -241,16 +235,9 @@ def _gpt2(trunk: Any, output: Projection | None) -> Architecture:
     config = trunk.config
     if config.add_cross_attention:
         raise UnsupportedArchitecture("it attends to an encoder")
-    return Architecture(
-        trunk.wte,
-        trunk.wpe,
-        tuple(_gpt2_block(layer, config) for layer in trunk.h),
-        (),
-        _layer_norm(trunk.ln_f),
-        output,
-        None,
-        config.max_position_embeddings,
-    )
+    blocks = tuple(_gpt2_block(layer, config) for layer in trunk.h)
+    norm, context_length = _layer_norm(trunk.ln_f), config.max_position_embeddings
+    return Architecture(trunk.wte, trunk.wpe, blocks, (), norm, output, None, context_length)
 
 
 def _gpt2_block(layer: Any, config: Any) -> Block:
@@ -278,7 +265,7 @@ def _attention(
     return AttentionSettings(num_heads, num_kv_heads, module.head_dim, module.scaling, window=window, softcap=softcap)
 
 
-def _rms(module: Any, *, offset: float = 0.0) -> Norm:
+def _rms(module: Any, offset: float = 0.0) -> Norm:
     epsilon = getattr(module, "variance_epsilon", None)
     return Norm("rms", module, module.eps if epsilon is None else epsilon, offset)
 
@@ -363,32 +350,19 @@ def _rope(module: Any, prefix: str) -> RopeSource:
 
 
 def _activation(name: str) -> Activation:
-    known: dict[str, Activation] = {
-        "silu": "silu",
-        "gelu_new": "gelu_tanh",
-        "gelu_pytorch_tanh": "gelu_tanh",
-    }
+    known: dict[str, Activation] = {"silu": "silu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
     if name not in known:
         raise UnsupportedArchitecture(f"its activation is {name!r}; known are {', '.join(known)}")
     return known[name]
 
 
-_READERS: dict[type[PreTrainedModel], Callable[[Any, Projection | None], Architecture]] = {
-    LlamaModel: _llama_like,
-    MistralModel: _llama_like,
-    Qwen2Model: _llama_like,
-    Qwen3Model: _llama_like,
-    GPT2Model: _gpt2,
-    Gemma2Model: _gemma,
-    Gemma3TextModel: _gemma,
-}
-
-_TRUNKS: dict[type[PreTrainedModel], type[PreTrainedModel]] = {
-    LlamaForCausalLM: LlamaModel,
-    MistralForCausalLM: MistralModel,
-    Qwen2ForCausalLM: Qwen2Model,
-    Qwen3ForCausalLM: Qwen3Model,
-    GPT2LMHeadModel: GPT2Model,
-    Gemma2ForCausalLM: Gemma2Model,
-    Gemma3ForCausalLM: Gemma3TextModel,
-}
+_FAMILIES: tuple[tuple[type[PreTrainedModel], type[PreTrainedModel], Callable[..., Architecture]], ...] = (
+    (LlamaForCausalLM, LlamaModel, _llama_like),
+    (MistralForCausalLM, MistralModel, _llama_like),
+    (Qwen2ForCausalLM, Qwen2Model, _llama_like),
+    (Qwen3ForCausalLM, Qwen3Model, _llama_like),
+    (GPT2LMHeadModel, GPT2Model, _gpt2),
+    (Gemma2ForCausalLM, Gemma2Model, _gemma),
+    (Gemma3ForCausalLM, Gemma3TextModel, _gemma),
+)
+"""Causal language model, its trunk, and what reads the trunk."""

@@ -27,12 +27,12 @@ from tunesmith.config.sections import ModelSection
 from tunesmith.core.errors import ModelError
 from tunesmith.models import adapter_folder, assets, lora, tiny
 from tunesmith.models.folder_check import check_adapter_folder, check_folder
-from tunesmith.models.freeze import keep_lower_layers
 from tunesmith.models.heads import RewardModel, RewardTransform
 from tunesmith.models.loaded import (
     LoadedModel,
     cast_parameters,
     disable_dropout,
+    keep_lower_layers,
     quiet_transformers,
     unmask_padding_embedding,
 )

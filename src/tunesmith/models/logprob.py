@@ -1,7 +1,7 @@
 """Log-probs of completion tokens (PPO, GRPO, DPO) and of the learnt tokens of packed sequences (SFT).
 
 Shape legend: B sequences, T completion positions, S positions of the whole sequence, N scored tokens in row order,
-V vocabulary, H hidden.
+V vocabulary, H hidden. In `PackedRows` T is packed tokens.
 
 Only the N states that predict a scored token go through the output layer. By backend (`LanguageModel.backend`):
 - `Decoder`: packed tokens without padding, common prefixes of neighbouring rows computed once, the bits of the rollout
@@ -11,8 +11,9 @@ Only the N states that predict a scored token go through the output layer. By ba
   the model does to its logits (scaling in Cohere and Granite) is done by its own code.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -21,13 +22,12 @@ from transformers import PreTrainedModel
 
 from tunesmith.batch.targets import Targets
 from tunesmith.core.errors import ModelError
-from tunesmith.kernels.attention.packing import Segments
+from tunesmith.kernels.attention.packing import ALONE, Segments
 from tunesmith.kernels.logprob.head import HeadScores, head_logp_entropy, head_scores
 from tunesmith.kernels.logprob.torch_impl import chosen_logp_entropy_in_blocks as chosen_logp_entropy
 from tunesmith.kernels.native import Kernels
 from tunesmith.models.decoder import Decoder
 from tunesmith.models.language_model import FullForward, LanguageModel, TrunkForward
-from tunesmith.models.packed_rows import pack_rows, states_at
 
 _LOGITS_BYTES = 256 * 1024 * 1024
 """Limit of the float32 logits of a chunk of rows, without gradients and with `FullForward`."""
@@ -230,3 +230,110 @@ def _rows_per_chunk(model: PreTrainedModel, completion_lengths_B: torch.Tensor) 
     vocabulary = model.get_output_embeddings().weight.shape[0]  # type: ignore[union-attr]
     row_bytes = 4 * vocabulary * int(completion_lengths_B.max())
     return max(1, _LOGITS_BYTES // row_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRows:
+    """The tokens of some rows. Those of row b before position `shared_B[b]` begin at `shared_start_B[b]`, the others at
+    `own_start_B[b]`.
+
+    Example: rows [5, 6, 7, 8] and [5, 6, 9] are the tokens [5, 6, 7, 8, 9] in segments of 2, 2 and 1, the last two of
+    which go on from the first.
+    """
+
+    ids_T: torch.Tensor
+    segments: Segments
+    shared_B: torch.Tensor
+    shared_start_B: torch.Tensor
+    own_start_B: torch.Tensor
+
+    def index(self, row_N: torch.Tensor, position_N: torch.Tensor) -> torch.Tensor:
+        """index_N: index of the token at (row, position) among the packed tokens."""
+        shared_N = self.shared_B[row_N]
+        own_N = self.own_start_B[row_N] + position_N - shared_N
+        return torch.where(position_N < shared_N, self.shared_start_B[row_N] + position_N, own_N)
+
+
+def pack_rows(ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> PackedRows:
+    """The first `lengths_B[b]` (at least 1) tokens of each row, prefixes shared where that saves the most tokens."""
+    lengths = lengths_B.tolist()
+    run = _Run([], [], [])
+    starts: list[tuple[int, int, int]] = []  # of each row: shared tokens, where they begin, where its own do
+    for group in _groups(ids_BS, lengths):
+        parent, start = ALONE, run.num_tokens
+        if group.shared:
+            parent = len(run.lengths)
+            run.add(ids_BS[group.rows.start, : group.shared], ALONE)
+        for row in group.rows:
+            starts.append((group.shared, start, run.num_tokens))
+            run.add(ids_BS[row, group.shared : lengths[row]], parent)
+    shared_B, shared_start_B, own_start_B = torch.tensor(starts, device=ids_BS.device).unbind(1)
+    segments = Segments(tuple(run.lengths), tuple(run.parents))
+    return PackedRows(torch.cat(run.ids), segments, shared_B, shared_start_B, own_start_B)
+
+
+@dataclass(slots=True)
+class _Run:
+    """The segments added so far."""
+
+    lengths: list[int]
+    parents: list[int]
+    ids: list[torch.Tensor]
+    num_tokens: int = 0
+
+    def add(self, tokens: torch.Tensor, parent: int) -> None:
+        """Add a segment, unless it is empty: a row may have no tokens beyond its shared prefix."""
+        if len(tokens):
+            self.lengths.append(len(tokens))
+            self.parents.append(parent)
+            self.ids.append(tokens)
+            self.num_tokens += len(tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Neighbouring rows with the same first `shared` tokens; 0 for a single row."""
+
+    rows: range
+    shared: int
+
+
+def _groups(ids_BS: torch.Tensor, lengths: Sequence[int]) -> Iterator[_Group]:
+    """Groups of rows; a row joins the group before it if that saves more tokens overall, even with a shorter prefix."""
+    first, shared = 0, lengths[0] if lengths else 0
+    for row in range(1, len(lengths) + 1):
+        num_saving = row - first  # rows that share what the first one brings
+        common = 0 if row == len(lengths) else _common(ids_BS[first], ids_BS[row], min(shared, lengths[row]))
+        if num_saving * common > (num_saving - 1) * shared:
+            shared = common
+        else:
+            yield _Group(range(first, row), shared if num_saving > 1 else 0)
+            first, shared = row, 0 if row == len(lengths) else lengths[row]
+
+
+def _common(first_S: torch.Tensor, second_S: torch.Tensor, limit: int) -> int:
+    """Length of the common prefix, at most `limit`."""
+    different = (first_S[:limit] != second_S[:limit]).nonzero()
+    return int(different[0]) if len(different) else limit
+
+
+def states_at(hidden_TH: torch.Tensor, index_N: torch.Tensor) -> torch.Tensor:
+    """hidden_NH: the states at `index_N`, with repetitions; gradients are summed in float32 or float64."""
+    return _States.apply(hidden_TH, index_N)  # type: ignore[return-value]
+
+
+class _States(torch.autograd.Function):
+    """Unlike torch's indexing, sums gradients of repeated rows in float32 and in a fixed order."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_TH: torch.Tensor, index_N: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(index_N)
+        ctx.num_states, ctx.dtype = len(hidden_TH), hidden_TH.dtype
+        return hidden_TH.index_select(0, index_N)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (index_N,) = ctx.saved_tensors
+        wide_NH = grads[0] if ctx.dtype == torch.float64 else grads[0].float()
+        sums_TH = wide_NH.new_zeros((ctx.num_states, wide_NH.shape[1]))
+        return sums_TH.index_add_(0, index_N, wide_NH).to(ctx.dtype), None

@@ -26,10 +26,9 @@ from tunesmith.data.pairs import PreferenceLike
 from tunesmith.data.sets import preference_sets
 from tunesmith.evaluation.reward_quality import decided_pairs, judge
 from tunesmith.models.export import ModelCard, save_final
-from tunesmith.models.freeze import freeze_lower_layers, keep_lower_layers
 from tunesmith.models.heads import RewardModel
 from tunesmith.models.load import new_reward_model
-from tunesmith.models.loaded import context_length
+from tunesmith.models.loaded import context_length, freeze_lower_layers, keep_lower_layers
 from tunesmith.models.optimizer import MasterAdamW
 from tunesmith.trainers import setup
 from tunesmith.trainers.api import Counter, Inputs, Metrics, StepResult

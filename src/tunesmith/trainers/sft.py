@@ -22,10 +22,9 @@ from tunesmith.core.trace import span
 from tunesmith.data.sets import demonstration_sets
 from tunesmith.kernels.native import Kernels
 from tunesmith.models.export import ModelCard, save_final
-from tunesmith.models.freeze import freeze_lower_layers
 from tunesmith.models.language_model import LanguageModel, language_model
 from tunesmith.models.load import load_policy
-from tunesmith.models.loaded import PreTrainedTokenizerBase, context_length
+from tunesmith.models.loaded import PreTrainedTokenizerBase, context_length, freeze_lower_layers
 from tunesmith.models.logprob import next_token_scores
 from tunesmith.models.optimizer import MasterAdamW
 from tunesmith.models.tokenizer import decode
