@@ -193,7 +193,7 @@ def test_points_are_thinned_without_losing_extremes_and_gaps(watch):
     page = watch()
     found = page.evaluate(
         """async () => {
-        const { Line, MAX_POINTS, smooth, thin, ticks } = await import('/static/series.js');
+        const { Line, MAX_POINTS, smooth, thin, ticks } = await import('/static/chart.js');
         const points = Array.from({ length: 5000 }, (_, step) => ({ step, value: step === 3333 ? 99 : step % 7 }));
         points[2000].value = null;
         const thinned = thin(points, 600);

@@ -4,28 +4,25 @@
 const LOCK = "tunesmith-watch";
 const RETRY_MS = 2000;
 const MAX_RETRY_MS = 30000;
-export const EVENTS = ["metrics", "state", "versions", "votes", "reset"];
+const EVENTS = ["metrics", "state", "versions", "votes", "reset"];
 
 export class Feed {
+  latest = new Map(); // the last message of each kind of state, for new tabs
+  isOn = false;
+  waiting = null; // AbortController of the request for the lock
+  release = null; // releases the lock
+  source = null;
+  retryMs = RETRY_MS;
+
   /**
    * `cursor()` is the resume position, `receive(event, data)` gets each event, `connected(isOpen)` the connection state;
    * `refused()` is called if the server denies the stream. `listen` receives broadcasts of other tabs; `start`, once the
    * page knows its cursor, makes this tab a candidate for the leader; `stop` ends both.
    */
-  constructor(url, { cursor, receive, connected, refused }) {
-    this.url = url;
-    this.cursor = cursor;
-    this.receive = receive;
-    this.connected = connected;
-    this.refused = refused;
-    this.latest = new Map();
+  constructor(url, callbacks) {
+    Object.assign(this, { url, ...callbacks });
     this.channel = new BroadcastChannel(LOCK + url);
-    this.channel.onmessage = ({ data }) => this.hear(data);
-    this.isOn = false;
-    this.waiting = null;
-    this.release = null;
-    this.source = null;
-    this.retryMs = RETRY_MS;
+    this.channel.onmessage = ({ data }) => this.onMessage(data);
   }
 
   listen() {
@@ -44,7 +41,7 @@ export class Feed {
     const waiting = new AbortController();
     this.waiting = waiting;
     navigator.locks
-      .request(LOCK + this.url, { signal: waiting.signal }, () => (waiting === this.waiting ? this.lead() : undefined))
+      .request(LOCK + this.url, { signal: waiting.signal }, () => (waiting === this.waiting ? this.holdLock() : undefined))
       .catch((error) => {
         if (error.name !== "AbortError") throw error;
       });
@@ -60,7 +57,7 @@ export class Feed {
   }
 
   /** Hold the lock and the stream until `stop`. */
-  lead() {
+  holdLock() {
     this.open();
     return new Promise((resolve) => {
       this.release = resolve;
@@ -71,10 +68,10 @@ export class Feed {
     this.source = new EventSource(`${this.url}?after=${this.cursor()}`);
     this.source.onopen = () => {
       this.retryMs = RETRY_MS;
-      this.tell({ kind: "line", isOpen: true });
+      this.publish({ kind: "line", isOpen: true });
     };
     this.source.onerror = () => {
-      this.tell({ kind: "line", isOpen: false });
+      this.publish({ kind: "line", isOpen: false });
       // The browser reconnects by itself unless the server refused.
       if (this.source?.readyState !== EventSource.CLOSED) return;
       this.close();
@@ -85,7 +82,7 @@ export class Feed {
       this.retryMs = Math.min(2 * this.retryMs, MAX_RETRY_MS);
     };
     for (const event of EVENTS) {
-      this.source.addEventListener(event, ({ data }) => this.tell({ kind: "event", event, data: JSON.parse(data) }));
+      this.source.addEventListener(event, ({ data }) => this.publish({ kind: "event", event, data: JSON.parse(data) }));
     }
   }
 
@@ -95,22 +92,22 @@ export class Feed {
   }
 
   /** Deliver to this tab and all others; the latest state is kept for new tabs. */
-  tell(message) {
+  publish(message) {
     if (message.kind === "line") this.latest.set("line", message);
     if (["state", "versions", "votes"].includes(message.event)) this.latest.set(message.event, message);
     if (navigator.locks) this.channel.postMessage(message);
-    this.take(message);
+    this.deliver(message);
   }
 
-  hear(message) {
+  onMessage(message) {
     if (message.kind !== "hello") {
-      if (this.isOn && !this.source) this.take(message);
+      if (this.isOn && !this.source) this.deliver(message);
       return;
     }
     if (this.source && navigator.locks) for (const kept of this.latest.values()) this.channel.postMessage(kept);
   }
 
-  take(message) {
+  deliver(message) {
     if (message.kind === "line") this.connected(message.isOpen);
     else this.receive(message.event, message.data);
   }

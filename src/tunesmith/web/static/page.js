@@ -1,13 +1,41 @@
-// The logout button of every page.
-import { call } from "./api.js";
-
-const leave = document.getElementById("leave");
-
-leave?.addEventListener("click", async () => {
+// Every page: the colour scheme, set before the first paint (hence no module), and the logout button.
+"use strict";
+{
+  const root = document.documentElement;
+  const systemDark = window.matchMedia("(prefers-color-scheme: dark)");
   try {
-    await call("DELETE", "session");
-  } finally {
-    location.assign("/login");
+    const chosen = localStorage.getItem("tunesmith.theme");
+    if (chosen === "dark" || chosen === "light") root.dataset.theme = chosen;
+  } catch {
+    // Storage is disabled: the system's scheme is used.
   }
-});
-leave?.removeAttribute("disabled");
+
+  const isDark = () => (root.dataset.theme ? root.dataset.theme === "dark" : systemDark.matches);
+
+  document.addEventListener("DOMContentLoaded", () => {
+    const button = document.getElementById("theme");
+    const nameButton = () => (button.textContent = isDark() ? "Light mode" : "Dark mode");
+    button.hidden = false;
+    nameButton();
+    systemDark.addEventListener("change", nameButton);
+    button.addEventListener("click", () => {
+      root.dataset.theme = isDark() ? "light" : "dark";
+      try {
+        localStorage.setItem("tunesmith.theme", root.dataset.theme);
+      } catch {
+        // Storage is disabled: the choice is lost with the page.
+      }
+      nameButton();
+    });
+
+    const logout = document.getElementById("logout");
+    logout?.addEventListener("click", async () => {
+      try {
+        await fetch("/api/v1/session", { method: "DELETE", signal: AbortSignal.timeout(15_000) });
+      } finally {
+        location.assign("/login");
+      }
+    });
+    logout?.removeAttribute("disabled");
+  });
+}

@@ -2,7 +2,6 @@
 import { LoggedOut, Refused } from "./api.js";
 import { html } from "./draw.js";
 import { Outbox } from "./outbox.js";
-import { answer, LETTERS, promptElements } from "./passage.js";
 import { PresentationQueue } from "./presentations.js";
 import { Ranking } from "./ranking.js";
 
@@ -11,9 +10,6 @@ const MAX_POLL_MS = 10_000;
 // A key pressed twice must not vote on the next pair, which has just appeared.
 const SETTLE_MS = 250;
 
-const VERDICT_OF_KEY = { 1: "left_much", 2: "left", 3: "tie", 4: "right", 5: "right_much", 0: "both_bad", s: "skip" };
-const ACT_OF_KEY = { u: "undo", w: "write", m: "raw", "?": "help", g: "guidelines", r: "reason" };
-const RANKING_ACT_OF_KEY = { "=": "level", Enter: "send", Backspace: "back" };
 const VERDICT_TEXTS = {
   left_much: "A is much better",
   left: "A is better",
@@ -24,6 +20,9 @@ const VERDICT_TEXTS = {
   skip: "skipped",
   ranked: "the ranking",
 };
+
+const LETTERS = "ABCDEFGHIJKLMNOP";
+const ROLES = { user: "User", assistant: "Assistant", system: "System" };
 
 const $ = (id) => document.getElementById(id);
 const main = $("content");
@@ -152,6 +151,37 @@ function paint() {
   if (ranking) addRankButtons();
 }
 
+/** An element with a passage, rendered or raw. */
+function passage(content, isRaw) {
+  const isEmpty = content.text === "";
+  const isText = isEmpty || isRaw || content.html === null;
+  const element = html(
+    "div",
+    { class: `passage ${isEmpty ? "empty" : isText ? "raw" : ""}`.trim(), dir: "auto" },
+    isText ? content.text || "(an empty answer)" : null,
+  );
+  if (!isText) element.innerHTML = content.html;
+  return element;
+}
+
+/** Elements of the prompt: one for plain text, one per message of a conversation. */
+function promptElements(prompt, isRaw) {
+  return prompt.map((content) => {
+    const role = content.role ? html("div", { class: "role" }, ROLES[content.role] ?? content.role) : null;
+    return html("div", { class: "message" }, role, passage(content, isRaw));
+  });
+}
+
+/** An answer with its letter; scrollable by keyboard. */
+function answer(content, index, isRaw) {
+  const body = passage(content, isRaw);
+  body.tabIndex = 0;
+  body.setAttribute("role", "group");
+  body.setAttribute("aria-label", `Text of answer ${LETTERS[index]}`);
+  const title = html("h2", { id: `answer-${index}` }, `Answer ${LETTERS[index]}`);
+  return html("article", { class: "answer", "aria-labelledby": title.id }, html("header", {}, title), body);
+}
+
 function addRankButtons() {
   document.querySelectorAll(".answer").forEach((article, index) => {
     const key = index + 1;
@@ -162,6 +192,7 @@ function addRankButtons() {
 }
 
 function paintRanks() {
+  if (!ranking) return;
   ranking.ranks.forEach((rank, index) => {
     const button = document.querySelector(`[data-place="${index}"]`);
     button.replaceChildren(html("kbd", {}, index + 1), rank === null ? " Place" : ` Place ${rank}`);
@@ -192,7 +223,7 @@ function vote(verdict) {
   send("vote", { verdict, reason: $("reason").value.trim(), dwell_ms: dwell() });
 }
 
-const acts = {
+const actions = {
   send() {
     if (main.dataset.state !== "ready" || !ranking) return;
     ranking.finish();
@@ -238,13 +269,6 @@ const acts = {
   help() {
     $("help").showModal();
   },
-  guidelines() {
-    const guidelines = $("guidelines");
-    if (guidelines) guidelines.open = !guidelines.open;
-  },
-  reason() {
-    $("reason").focus();
-  },
 };
 
 document.addEventListener("click", (event) => {
@@ -252,7 +276,7 @@ document.addEventListener("click", (event) => {
   if (!button) return;
   const { verdict, act, place } = button.dataset;
   if (verdict) vote(verdict);
-  if (act) acts[act]();
+  if (act) actions[act]();
   if (place !== undefined && ranking) {
     ranking.toggle(Number(place));
     paintRanks();
@@ -260,7 +284,7 @@ document.addEventListener("click", (event) => {
 });
 
 document.addEventListener("keydown", (event) => {
-  if (event.ctrlKey && event.key === "Enter" && $("writing").open) return acts["send-written"]();
+  if (event.ctrlKey && event.key === "Enter" && $("writing").open) return actions["send-written"]();
   if (event.ctrlKey || event.metaKey || event.altKey || event.repeat || document.querySelector("dialog[open]")) return;
   if (event.target === $("reason")) {
     if (event.key === "Enter" || event.key === "Escape") $("reason").blur();
@@ -268,24 +292,17 @@ document.addEventListener("keydown", (event) => {
   }
   const onButton = event.key === "Enter" && event.target.closest("button, a, summary");
   if (onButton) return;
-  if (handleKey(event.key.length === 1 ? event.key.toLowerCase() : event.key)) event.preventDefault();
+  const control = controlOfKey(event.key.length === 1 ? event.key.toLowerCase() : event.key);
+  if (!control) return;
+  event.preventDefault();
+  if (control === $("reason")) control.focus();
+  else control.click();
 });
 
-/** True if the key has an action. */
-function handleKey(key) {
-  if (ranking && /^[1-9]$/.test(key)) {
-    ranking.toggle(Number(key) - 1);
-    paintRanks();
-  } else if (ranking && RANKING_ACT_OF_KEY[key]) {
-    acts[RANKING_ACT_OF_KEY[key]]();
-  } else if (VERDICT_OF_KEY[key]) {
-    vote(VERDICT_OF_KEY[key]);
-  } else if (ACT_OF_KEY[key]) {
-    acts[ACT_OF_KEY[key]]();
-  } else {
-    return false;
-  }
-  return true;
+/** The control that names this key in `aria-keyshortcuts`. Undo also works while the next pair is being fetched. */
+function controlOfKey(key) {
+  const controls = document.querySelectorAll(`[aria-keyshortcuts="${CSS.escape(key)}"]`);
+  return [...controls].find((control) => !control.closest("[hidden]:not(#table)"));
 }
 
 document.addEventListener("visibilitychange", () => {

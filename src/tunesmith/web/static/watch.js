@@ -1,9 +1,8 @@
 // The watch page: live versions, votes and metrics of a run.
 import { call, LoggedOut } from "./api.js";
-import { BarChart, interval, LineChart, percent, WinRateChart } from "./chart.js";
+import { BarChart, interval, Line, LineChart, percent, short, WinRateChart } from "./chart.js";
 import { html, oncePerFrame } from "./draw.js";
 import { Feed } from "./feed.js";
-import { Line, short } from "./series.js";
 
 const STREAM = "/api/v1/stream";
 const RETRY_MS = 2000;
