@@ -19,9 +19,8 @@ from tunesmith.kernels.logprob.api import chosen_logp_entropy
 from tunesmith.kernels.logprob.head import OutputLayer, head_logp_entropy
 from tunesmith.kernels.native import Choice, Kernels
 from tunesmith.kernels.preference import torch_impl as preference_torch
-from tunesmith.kernels.preference.api import update_in_place
-from tunesmith.kernels.preference.records import PreferenceBatch
-from tunesmith.kernels.preference.tuning import iterative_tuning, process_user_preference
+from tunesmith.kernels.preference.api import iterative_tuning, process_user_preference, update_in_place
+from tunesmith.kernels.preference.torch_impl import PreferenceBatch
 from tunesmith.kernels.sample import ops
 from tunesmith.kernels.sample import torch_impl as sample_torch
 from tunesmith.kernels.sample.api import sample
@@ -136,13 +135,13 @@ def preference_case(
     def error() -> float:
         found_N, some = weights_N.clone(), preference_part(batch, _SOME_PAIRS)
         update_in_place(some, found_N, scale=scale, out_BN=out_BN[_SOME_PAIRS], kernels=kernels)
-        wide = some.outputs_a_BN.double(), some.outputs_b_BN.double(), some.choices_B, weights_N.double()
-        exact = preference_torch.select_and_update(*wide, scale)
+        wide = PreferenceBatch(some.outputs_a_BN.double(), some.outputs_b_BN.double(), some.choices_B)
+        exact = preference_torch.select_and_update(wide, weights_N.double(), scale)
         return error_of([(out_BN[_SOME_PAIRS], exact.selected_BN), (found_N, exact.weights_N)])
 
     return Case(
         ours=lambda: update_in_place(batch, updated_N, scale=scale, out_BN=out_BN, kernels=kernels),
-        plain=lambda: preference_torch.select_and_update(a_BN, b_BN, batch.choices_B, weights_N, scale),
+        plain=lambda: preference_torch.select_and_update(batch, weights_N, scale),
         max_error=error,
         tolerance=1e-5,
         num_bytes=2 * a_BN.element_size() * num_pairs * width,

@@ -26,7 +26,7 @@ from tunesmith.kernels.gated import torch_impl as gated_torch
 from tunesmith.kernels.gated.api import gated
 from tunesmith.kernels.masked_softmax import torch_impl as softmax_torch
 from tunesmith.kernels.masked_softmax.api import masked_softmax
-from tunesmith.kernels.masked_softmax.records import KeyMask
+from tunesmith.kernels.masked_softmax.torch_impl import KeyMask
 from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.policy_loss.api import fused_policy_loss
 from tunesmith.kernels.policy_loss.records import PolicyTerms, PolicyTokens

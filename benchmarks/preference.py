@@ -18,7 +18,7 @@ from benchmarks.common import ROOT, Say, Work, command, parser, ratio, run
 from benchmarks.machine import machine_facts
 from tunesmith.core.system import keep_freed_memory
 from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.preference.records import PreferenceBatch
+from tunesmith.kernels.preference.torch_impl import PreferenceBatch
 
 _WIDTH, _NUM_BATCHES, _PATTERN_ROWS = 512, 10, 10_000
 _ROUNDS = {1_000: 101, 10_000: 31, 100_000: 15, 1_000_000: 7}

@@ -192,24 +192,22 @@ def _logprob() -> list[Variant]:
 def _masked_softmax() -> list[Variant]:
     sizes = dict.fromkeys(("num_rows", "heads", "queries", "num_keys", "offset", "window"), "i32")
     allowed = {"allowed_batch": "i32", "allowed_query": "i32"}
-    rules = {"CAUSAL": True, "HAS_WINDOW": True, "HAS_KEYS": True}
+    rules = {"CAUSAL": True, "HAS_KEYS": True}
     found: list[Variant] = []
     for name in ("bf16", "fp16", "fp32"):
         kind = f"*{name}"
         pointers = {"scores": kind, "keys": "*i64", "allowed": "*u8", "out": kind}
         signature = {**pointers, **sizes, **allowed, "scale": "fp32"}
         of_gradient = {"probability": kind, "d_probability": kind, "keys": "*i64", "d_scores": kind, **sizes}
-        for title, num_keys in (("", 1024), ("_widest", softmax.LONGEST), ("_long", 4 * softmax.LONGEST)):
+        for title, num_keys in (("", 1024), ("_long", 32768)):
             plan = softmax.launch(1 << 20, num_keys)
-            blocks = {"BLOCK_R": plan.block_rows, "BLOCK_K": plan.block}
-            kernel = softmax.softmax_kernel if plan.tiles == 1 else softmax.long_softmax_kernel
-            constants = {**rules, "HAS_ALLOWED": True, **blocks}
-            found.append(Variant(f"softmax{title}_{name}", kernel, signature, constants, num_warps=plan.num_warps))
-            constants = {**rules, **blocks, "WHOLE": plan.tiles == 1}
+            constants = {**rules, "BLOCK_R": plan.block_rows, "BLOCK_K": plan.block}
+            of_scores = {**constants, "HAS_ALLOWED": True}
             types = {**of_gradient, "scale": "fp32"}
-            found.append(
-                Variant(f"gradient{title}_{name}", softmax.gradient_kernel, types, constants, num_warps=plan.num_warps)
-            )
+            found += [
+                Variant(f"softmax{title}_{name}", softmax.softmax_kernel, signature, of_scores, plan.num_warps),
+                Variant(f"gradient{title}_{name}", softmax.gradient_kernel, types, constants, plan.num_warps),
+            ]
     return found
 
 

@@ -30,7 +30,7 @@ from benchmarks.layer_cases import (
     shared_prefix_case,
 )
 from tunesmith.kernels.native import Kernels, has_triton
-from tunesmith.kernels.preference.records import PreferenceBatch
+from tunesmith.kernels.preference.torch_impl import PreferenceBatch
 from tunesmith.models.tiny import tiny_model
 
 CPU = torch.device("cpu")

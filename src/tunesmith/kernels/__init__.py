@@ -9,17 +9,17 @@ from typing import Any
 
 _HOME = {
     "Kernels": "native",
-    "KeyMask": "masked_softmax.records",
+    "KeyMask": "masked_softmax.torch_impl",
     "NoiseKeys": "sample.records",
     "OutputLayer": "logprob.head",
     "PolicyTerms": "policy_loss.records",
     "PolicyTokens": "policy_loss.records",
-    "PreferenceBatch": "preference.records",
+    "PreferenceBatch": "preference.torch_impl",
     "SampleSettings": "sample.records",
     "chosen_logp_entropy": "logprob.api",
     "head_logp_entropy": "logprob.head",
-    "iterative_tuning": "preference.tuning",
-    "process_user_preference": "preference.tuning",
+    "iterative_tuning": "preference.api",
+    "process_user_preference": "preference.api",
     "select_and_update": "preference.api",
     "update_in_place": "preference.api",
 }

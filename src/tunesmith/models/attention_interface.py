@@ -20,7 +20,7 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 
 from tunesmith.core.errors import ModelError
 from tunesmith.kernels.masked_softmax.api import masked_softmax
-from tunesmith.kernels.masked_softmax.records import KeyMask
+from tunesmith.kernels.masked_softmax.torch_impl import KeyMask
 from tunesmith.kernels.native import Kernels
 
 ATTENTION_NAME = "tunesmith"

@@ -9,7 +9,7 @@ from drawn import normal
 from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.preference import torch_impl
 from tunesmith.kernels.preference.api import select_and_update, update_in_place
-from tunesmith.kernels.preference.records import PreferenceBatch, Selected
+from tunesmith.kernels.preference.torch_impl import PreferenceBatch, Selected
 
 
 def batch_of(
@@ -28,9 +28,9 @@ def batch_of(
 
 def exact(batch: PreferenceBatch, weights_N: torch.Tensor, scale: float) -> Selected:
     """What the definition gives in float64."""
-    a_BN, b_BN = batch.outputs_a_BN.double(), batch.outputs_b_BN.double()
     votes_B = None if batch.vote_weights_B is None else batch.vote_weights_B.double()
-    return torch_impl.select_and_update(a_BN, b_BN, batch.choices_B, weights_N.double(), scale, votes_B)
+    wide = PreferenceBatch(batch.outputs_a_BN.double(), batch.outputs_b_BN.double(), batch.choices_B, votes_B)
+    return torch_impl.select_and_update(wide, weights_N.double(), scale)
 
 
 def run(batch: PreferenceBatch, weights_N: torch.Tensor, scale: float, kernels: Kernels, **options: bool) -> Selected:

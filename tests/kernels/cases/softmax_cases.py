@@ -10,7 +10,7 @@ import torch
 from drawn import normal
 from tunesmith.kernels.masked_softmax import torch_impl
 from tunesmith.kernels.masked_softmax.api import masked_softmax
-from tunesmith.kernels.masked_softmax.records import KeyMask
+from tunesmith.kernels.masked_softmax.torch_impl import KeyMask
 from tunesmith.kernels.native import Kernels
 
 SHAPE = (2, 3, 7, 19)

@@ -7,8 +7,8 @@ import torch
 
 from tunesmith.core.errors import InputError
 from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.preference.records import PreferenceBatch
-from tunesmith.kernels.preference.tuning import iterative_tuning, process_user_preference
+from tunesmith.kernels.preference.api import iterative_tuning, process_user_preference
+from tunesmith.kernels.preference.torch_impl import PreferenceBatch
 
 TORCH = Kernels("torch")
 

@@ -18,7 +18,7 @@ from preference_cases import (
 )
 from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.preference.api import update_in_place
-from tunesmith.kernels.preference.records import PreferenceBatch
+from tunesmith.kernels.preference.torch_impl import PreferenceBatch
 
 SHAPES = [(1, 1), (3, 16), (70, 17), (257, 33), (40, 600)]
 
@@ -71,9 +71,8 @@ def test_more_sums_than_one_block_are_all_added(interpreted: Kernels):
     from tunesmith.kernels.preference import triton_impl
 
     batch, weights_N = batch_of(100, 10), normal(10)
-    votes, out = triton_impl.Votes(batch.choices_B, batch.vote_weights_B), (torch.empty(100, 10), torch.empty(10))
-    plan = triton_impl.LaunchPlan(16, 1, 4, grid=(100, 1))
-    triton_impl.select_into((batch.outputs_a_BN, batch.outputs_b_BN), votes, weights_N, 0.5, out, plan=plan)
+    out = (torch.empty(100, 10), torch.empty(10))
+    triton_impl.select_into(batch, weights_N, 0.5, out, triton_impl.LaunchPlan(16, 1, 4, grid=(100, 1)))
     torch.testing.assert_close(out[1].double(), exact(batch, weights_N, 0.5).weights_N, atol=1e-5, rtol=1e-5)
 
 

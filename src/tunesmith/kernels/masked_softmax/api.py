@@ -4,19 +4,31 @@ Shape legend: B sequences, H heads, Q queries, K keys.
 """
 
 import math
-from typing import cast
+from typing import Any, cast
 
 import torch
 
 from tunesmith.core.errors import InputError
-from tunesmith.kernels.arguments import FLOATS, INTEGER, POINTER, SINGLE, address, function_of, picked_library, step_of
+from tunesmith.kernels.arguments import (
+    FLOATS,
+    INTEGER,
+    POINTER,
+    SINGLE,
+    address,
+    empty_as,
+    function_of,
+    picked_library,
+    step_of,
+    with_dense_rows,
+)
 from tunesmith.kernels.masked_softmax import torch_impl
-from tunesmith.kernels.masked_softmax.records import KeyMask
+from tunesmith.kernels.masked_softmax.torch_impl import KeyMask
 from tunesmith.kernels.native import Choice, Kernels, shared
 
 _FORWARD = (*[POINTER] * 4, *[INTEGER] * 9, SINGLE, INTEGER, INTEGER)
 _BACKWARD = (*[POINTER] * 4, *[INTEGER] * 7, SINGLE, INTEGER, INTEGER)
-_NO_WINDOW = -1
+NO_WINDOW = 2**31 - 1
+"""A window that is longer than any row."""
 
 
 def masked_softmax(scores_BHQK: torch.Tensor, *, scale: float, mask: KeyMask, kernels: Kernels) -> torch.Tensor:
@@ -31,7 +43,7 @@ def masked_softmax(scores_BHQK: torch.Tensor, *, scale: float, mask: KeyMask, ke
     """
     _check(scores_BHQK, scale, mask)
     offset = scores_BHQK.shape[3] - scores_BHQK.shape[2] if mask.offset is None else mask.offset
-    window = _NO_WINDOW if mask.window is None else mask.window
+    window = NO_WINDOW if mask.window is None else mask.window
     return _softmax(scores_BHQK, mask.keys_B2, mask.allowed_BQK, scale, mask.causal, window, offset, kernels.choice)
 
 
@@ -48,21 +60,26 @@ def _softmax(
 ) -> torch.Tensor:
     kernels = shared(cast(Choice, choice))
     backend = kernels.picked("masked_softmax", scores_BHQK)
-    if not scores_BHQK.numel():
-        return torch.empty_like(scores_BHQK, memory_format=torch.contiguous_format)
-    scores_BHQK, mask = scores_BHQK.contiguous(), _mask(keys_B2, allowed_BQK, causal, window, offset)
-    if backend == "native":
-        return _native(scores_BHQK, scale, mask, offset, kernels)
+    if backend == "torch" or not scores_BHQK.numel():
+        return torch_impl.masked_softmax(
+            scores_BHQK.contiguous(), scale, KeyMask(causal, window, offset, keys_B2, allowed_BQK)
+        )
+    scores_BHQK = scores_BHQK.contiguous()
+    keys_B2 = None if keys_B2 is None else keys_B2.contiguous()
+    allowed_BQK = None if allowed_BQK is None else with_dense_rows(allowed_BQK)
     if backend == "triton":
         from tunesmith.kernels.masked_softmax import triton_impl
 
-        return triton_impl.forward(scores_BHQK, scale, mask, offset)
-    return torch_impl.masked_softmax(scores_BHQK, scale, mask)
-
-
-@_softmax.register_fake
-def _(scores_BHQK: torch.Tensor, *_: object) -> torch.Tensor:
-    return torch.empty_like(scores_BHQK, memory_format=torch.contiguous_format)
+        return triton_impl.forward(scores_BHQK, keys_B2, allowed_BQK, scale, causal, window, offset)
+    out_BHQK = torch.empty_like(scores_BHQK)
+    function_of(picked_library(kernels, "masked_softmax", scores_BHQK), "masked_softmax", _FORWARD)(
+        *map(address, (scores_BHQK, keys_B2, allowed_BQK, out_BHQK)),
+        *(scores_BHQK.shape[:-1].numel(), *scores_BHQK.shape[1:]),
+        *(offset, causal, window),
+        *((0, 0) if allowed_BQK is None else (step_of(allowed_BQK, 0), step_of(allowed_BQK, 1))),
+        *(scale, scores_BHQK.dtype == torch.bfloat16, torch.get_num_threads()),
+    )
+    return out_BHQK
 
 
 @torch.library.custom_op("tunesmith::masked_softmax_backward", mutates_args=())
@@ -78,87 +95,40 @@ def _softmax_backward(
 ) -> torch.Tensor:
     kernels = shared(cast(Choice, choice))
     backend = kernels.picked("masked_softmax", p_BHQK)
-    if not p_BHQK.numel():
-        return torch.empty_like(p_BHQK)
-    d_p_BHQK, mask = d_p_BHQK.contiguous(), _mask(keys_B2, None, causal, window, offset)
-    if backend == "native":
-        return _native_backward(p_BHQK, d_p_BHQK, scale, mask, offset, kernels)
+    if backend == "torch" or not p_BHQK.numel():
+        return torch_impl.scores_gradient(p_BHQK, d_p_BHQK.contiguous(), scale)
+    d_p_BHQK, keys_B2 = d_p_BHQK.contiguous(), None if keys_B2 is None else keys_B2.contiguous()
     if backend == "triton":
         from tunesmith.kernels.masked_softmax import triton_impl
 
-        return triton_impl.backward(p_BHQK, d_p_BHQK, scale, mask, offset)
-    return torch_impl.scores_gradient(p_BHQK, d_p_BHQK, scale)
-
-
-@_softmax_backward.register_fake
-def _(p_BHQK: torch.Tensor, *_: object) -> torch.Tensor:
-    return torch.empty_like(p_BHQK)
-
-
-def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: torch.Tensor) -> None:
-    _, keys_B2, _, *numbers = inputs
-    ctx.save_for_backward(output, keys_B2)
-    ctx.numbers = numbers  # type: ignore[attr-defined]
-
-
-def _gradients(ctx: torch.autograd.function.FunctionCtx, d_p_BHQK: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    p_BHQK, keys_B2 = ctx.saved_tensors  # type: ignore[attr-defined]
-    d_scores_BHQK = _softmax_backward(p_BHQK, d_p_BHQK, keys_B2, *ctx.numbers)  # type: ignore[attr-defined]
-    return d_scores_BHQK, *[None] * 7
-
-
-_softmax.register_autograd(_gradients, setup_context=_save)
-
-
-def _mask(
-    keys_B2: torch.Tensor | None, allowed_BQK: torch.Tensor | None, causal: bool, window: int, offset: int
-) -> KeyMask:
-    """The mask as kernels want it: `keys` without gaps, `allowed` without gaps in its last dimension."""
-    if allowed_BQK is not None and allowed_BQK.stride(-1) != 1:
-        allowed_BQK = allowed_BQK.contiguous()
-    return KeyMask(
-        causal=causal,
-        window=None if window == _NO_WINDOW else window,
-        offset=offset,
-        keys_B2=None if keys_B2 is None else keys_B2.contiguous(),
-        allowed_BQK=allowed_BQK,
-    )
-
-
-def _native(scores_BHQK: torch.Tensor, scale: float, mask: KeyMask, offset: int, kernels: Kernels) -> torch.Tensor:
-    out_BHQK, allowed_BQK = torch.empty_like(scores_BHQK), mask.allowed_BQK
-    steps = (0, 0) if allowed_BQK is None else tuple(step_of(allowed_BQK, dim) for dim in (0, 1))
-    function_of(picked_library(kernels, "masked_softmax", scores_BHQK), "masked_softmax", _FORWARD)(
-        *(address(tensor) for tensor in (scores_BHQK, mask.keys_B2, allowed_BQK, out_BHQK)),
-        *_sizes(scores_BHQK),
-        *(offset, mask.causal, _NO_WINDOW if mask.window is None else mask.window),
-        *steps,
-        scale,
-        scores_BHQK.dtype == torch.bfloat16,
-        torch.get_num_threads(),
-    )
-    return out_BHQK
-
-
-def _native_backward(
-    p_BHQK: torch.Tensor, d_p_BHQK: torch.Tensor, scale: float, mask: KeyMask, offset: int, kernels: Kernels
-) -> torch.Tensor:
+        return triton_impl.backward(p_BHQK, d_p_BHQK, keys_B2, scale, causal, window, offset)
     d_scores_BHQK = torch.empty_like(p_BHQK)
     function_of(picked_library(kernels, "masked_softmax", p_BHQK), "masked_softmax_backward", _BACKWARD)(
-        *(address(tensor) for tensor in (p_BHQK, d_p_BHQK, mask.keys_B2, d_scores_BHQK)),
-        *_sizes(p_BHQK),
-        *(offset, mask.causal, _NO_WINDOW if mask.window is None else mask.window),
-        scale,
-        p_BHQK.dtype == torch.bfloat16,
-        torch.get_num_threads(),
+        *map(address, (p_BHQK, d_p_BHQK, keys_B2, d_scores_BHQK)),
+        *(p_BHQK.shape[:-1].numel(), *p_BHQK.shape[1:]),
+        *(offset, causal, window),
+        *(scale, p_BHQK.dtype == torch.bfloat16, torch.get_num_threads()),
     )
     return d_scores_BHQK
 
 
-def _sizes(scores_BHQK: torch.Tensor) -> tuple[int, int, int, int]:
-    """(rows, heads, queries, keys)."""
-    _, heads, queries, keys = scores_BHQK.shape
-    return scores_BHQK.shape[:-1].numel(), heads, queries, keys
+@_softmax.register_fake
+@_softmax_backward.register_fake
+def _(scores_BHQK: torch.Tensor, *_: object) -> torch.Tensor:
+    return empty_as(scores_BHQK)
+
+
+def _save(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+    _, keys_B2, _, *ctx.numbers = inputs
+    ctx.save_for_backward(output, keys_B2)
+
+
+def _gradients(ctx: Any, d_p_BHQK: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    p_BHQK, keys_B2 = ctx.saved_tensors
+    return _softmax_backward(p_BHQK, d_p_BHQK, keys_B2, *ctx.numbers), *[None] * 7
+
+
+_softmax.register_autograd(_gradients, setup_context=_save)
 
 
 def _check(scores_BHQK: torch.Tensor, scale: float, mask: KeyMask) -> None:

@@ -17,8 +17,7 @@ constexpr int64_t kThreadedWork = 16384;  // scores from which on a second threa
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // Rows of [batch, heads, queries]; key j is seen by query i if it lies in the range of `keys`, if j <= offset + i where
-// `causal`, and if j > offset + i - window where there is a window. `allowed` [batch, queries, keys] may have strides
-// of 0.
+// `causal`, and if j > offset + i - window. `allowed` [batch, queries, keys] may have strides of 0.
 struct Rows {
     int64_t num_rows, heads, queries, num_keys, offset, causal, window;
     const int64_t* keys;
@@ -38,8 +37,7 @@ inline Range range_of(const Rows& rows, int64_t row) {
         range.end = std::min(range.end, rows.keys[2 * batch + 1]);
     }
     if (rows.causal) range.end = std::min(range.end, position + 1);
-    if (rows.window >= 0) range.first = std::max(range.first, position - rows.window + 1);
-    range.first = std::min(range.first, rows.num_keys);
+    range.first = std::min(std::max(range.first, position - rows.window + 1), rows.num_keys);
     range.end = std::max(range.end, range.first);
     return range;
 }
@@ -162,8 +160,7 @@ void gradient_rows(const T* p, const T* d_p, T* d_scores, const Rows& rows, floa
 
 }  // namespace
 
-// scores and out are [num_rows, num_keys] without gaps and may be the same; keys [batch, 2] and allowed may be null, a
-// window below 0 is none.
+// scores and out are [num_rows, num_keys] without gaps and may be the same; keys [batch, 2] and allowed may be null.
 extern "C" void masked_softmax(const void* scores, const int64_t* keys, const uint8_t* allowed, void* out,
                                int64_t num_rows, int64_t heads, int64_t queries, int64_t num_keys, int64_t offset,
                                int64_t causal, int64_t window, int64_t allowed_batch, int64_t allowed_query, float scale,

@@ -1,10 +1,11 @@
 """Selection by votes between two outputs, and the update of weights by what was selected, in one pass.
 
-Shape legend: B pairs, N numbers of an output.
+Shape legend: B pairs, M pairs of the largest batch so far, N numbers of an output.
 """
 
 import ctypes
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
@@ -17,13 +18,14 @@ from tunesmith.kernels.arguments import (
     INTEGER,
     POINTER,
     address,
+    empty_as,
     function_of,
     picked_library,
     with_dense_rows,
 )
-from tunesmith.kernels.native import Backend, Choice, Kernels, shared
+from tunesmith.kernels.native import Choice, Kernels, shared
 from tunesmith.kernels.preference import torch_impl
-from tunesmith.kernels.preference.records import PreferenceBatch, Selected
+from tunesmith.kernels.preference.torch_impl import PreferenceBatch, Selected
 
 _NATIVE = (*[POINTER] * 8, *[INTEGER] * 5, DOUBLE, INTEGER, INTEGER)
 
@@ -52,8 +54,7 @@ def select_and_update(
         InputError: shapes, dtypes, devices, choices or the scale do not fit.
         NativeUnavailableError, TritonUnavailableError: such kernels were chosen and cannot run.
     """
-    batch = PreferenceBatch(outputs_a_BN, outputs_b_BN, choices_B, vote_weights_B)
-    _check(batch, weights_N, scale)
+    _check(PreferenceBatch(outputs_a_BN, outputs_b_BN, choices_B, vote_weights_B), weights_N, scale)
     return Selected(
         *_select(outputs_a_BN, outputs_b_BN, choices_B, vote_weights_B, weights_N, scale, deterministic, kernels.choice)
     )
@@ -71,10 +72,10 @@ def update_in_place(
 ) -> torch.Tensor:
     """The selected outputs `[B, N]`; the weights are updated in place. As `select_and_update`, without gradients.
 
-    `out_BN`, of the shape and dtype of the outputs and without gaps, receives the selected outputs: memory that is used
-    again is written several times faster on a CPU than memory that is new. `block` is how the work is cut: in C++ the
-    rows that are summed in float32, in Triton the columns of a tile, a power of two from 16 to 2,048. By default it is
-    what was fastest; the definition in torch has none. The last bits of the weights depend on it.
+    `out_BN`, contiguous and of the shape and dtype of the outputs, receives the selected outputs: on a CPU a buffer
+    that is used again is written several times faster than a new one. `block` is how the work is cut: in C++ the rows
+    that are summed in float32, in Triton the columns of a tile, a power of two from 16 to 2,048; None is the fastest
+    that was found. The last bits of the weights depend on it. The definition in torch has none.
 
     Raises:
         InputError, NativeUnavailableError, TritonUnavailableError: as `select_and_update`; or `out` or `block` does not
@@ -85,14 +86,105 @@ def update_in_place(
         raise InputError(f"block is {block}; give one of {', '.join(map(str, BLOCKS))}")
     a_BN = batch.outputs_a_BN
     if out_BN is None:
-        out_BN = torch.empty_like(a_BN, memory_format=torch.contiguous_format)
+        out_BN = empty_as(a_BN)
     elif out_BN.shape != a_BN.shape or out_BN.dtype != a_BN.dtype or not out_BN.is_contiguous():
         raise InputError(
             f"out is {out_BN.dtype} of shape {tuple(out_BN.shape)} with strides {out_BN.stride()}; give "
             f"{a_BN.dtype} of shape {tuple(a_BN.shape)} without gaps"
         )
-    _run(batch, weights_N, scale, kernels, (out_BN, weights_N), deterministic=deterministic, block=block)
+    _run(batch, weights_N, scale, (out_BN, weights_N), kernels, deterministic=deterministic, block=block)
     return out_BN
+
+
+def process_user_preference(
+    batch: PreferenceBatch,
+    weights_N: torch.Tensor,
+    *,
+    learning_rate: float,
+    out_BN: torch.Tensor | None = None,
+    deterministic: bool = True,
+    block: int | None = None,
+    kernels: Kernels | None = None,
+) -> torch.Tensor:
+    """The outputs that raters selected `[B, N]`; `weights_N` moves by learning_rate times their mean, in place.
+
+    The mean counts every vote as 1 or by its weight; a step has the same size for any number of votes. A batch without
+    votes, or whose vote weights add up to 0, changes nothing. The other arguments are those of `update_in_place`.
+
+    Raises:
+        InputError, NativeUnavailableError, TritonUnavailableError: as `update_in_place`; or the learning rate is not
+            finite.
+    """
+    votes_B = batch.vote_weights_B
+    count = float(len(batch.choices_B) if votes_B is None else votes_B.double().sum())
+    return update_in_place(
+        batch,
+        weights_N,
+        scale=learning_rate / count if count else 0.0,
+        out_BN=out_BN,
+        deterministic=deterministic,
+        block=block,
+        kernels=kernels or shared("auto"),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TuningReport:
+    """Result of `iterative_tuning`: votes and batches of all epochs, and how far each moved the weights (2-norm)."""
+
+    num_votes: int
+    num_batches: int
+    moved: tuple[float, ...]
+
+
+def iterative_tuning(
+    batches: Sequence[PreferenceBatch],
+    weights_N: torch.Tensor,
+    *,
+    epochs: int = 1,
+    learning_rate: float,
+    decay: float = 1.0,
+    deterministic: bool = True,
+    block: int | None = None,
+    kernels: Kernels | None = None,
+) -> TuningReport:
+    """Tune `weights_N` in place by every batch of every epoch, in order; returns counts and norms.
+
+    The learning rate is multiplied by `decay` after each epoch. Batches may be on another device than the weights;
+    each is then copied there when its turn comes. The selected outputs share one buffer.
+
+    Raises:
+        InputError, NativeUnavailableError, TritonUnavailableError: as `process_user_preference`; or epochs or decay do
+            not fit.
+    """
+    if epochs < 0:
+        raise InputError(f"epochs is {epochs}; give 0 or more")
+    if not 0 < decay <= 1:
+        raise InputError(f"decay is {decay}; give a number above 0 and at most 1")
+    buffer_MN: torch.Tensor | None = None
+    moved: list[float] = []
+    for epoch in range(epochs):
+        before_N = weights_N.clone()
+        for batch in batches:
+            a_BN = batch.outputs_a_BN
+            if buffer_MN is None or not _has_rows_for(buffer_MN, a_BN):
+                buffer_MN = torch.empty(a_BN.shape, dtype=a_BN.dtype, device=weights_N.device)
+            process_user_preference(
+                batch.to(weights_N.device),
+                weights_N,
+                learning_rate=learning_rate * decay**epoch,
+                out_BN=buffer_MN[: len(a_BN)],
+                deterministic=deterministic,
+                block=block,
+                kernels=kernels,
+            )
+        moved.append(float((weights_N - before_N).float().norm()))
+    num_votes = sum(len(batch.choices_B) for batch in batches)
+    return TuningReport(epochs * num_votes, epochs * len(batches), tuple(moved))
+
+
+def _has_rows_for(buffer_MN: torch.Tensor, a_BN: torch.Tensor) -> bool:
+    return buffer_MN.dtype == a_BN.dtype and buffer_MN.shape[1:] == a_BN.shape[1:] and len(buffer_MN) >= len(a_BN)
 
 
 @torch.library.custom_op("tunesmith::select_and_update", mutates_args=())
@@ -106,9 +198,8 @@ def _select(
     deterministic: bool,
     choice: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out = torch.empty_like(a_BN, memory_format=torch.contiguous_format), torch.empty_like(weights_N)
-    batch = PreferenceBatch(a_BN, b_BN, choices_B, votes_B)
-    _run(batch, weights_N, scale, shared(cast(Choice, choice)), out, deterministic=deterministic)
+    batch, out = PreferenceBatch(a_BN, b_BN, choices_B, votes_B), (empty_as(a_BN), torch.empty_like(weights_N))
+    _run(batch, weights_N, scale, out, shared(cast(Choice, choice)), deterministic=deterministic)
     return out
 
 
@@ -116,37 +207,28 @@ def _select(
 def _(
     a_BN: torch.Tensor, b_BN: object, choices_B: object, votes_B: object, weights_N: torch.Tensor, *_: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(a_BN, memory_format=torch.contiguous_format), torch.empty_like(weights_N)
+    return empty_as(a_BN), torch.empty_like(weights_N)
 
 
-def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    a_BN, b_BN, choices_B, votes_B, weights_N, ctx.scale, _, _ = inputs  # type: ignore[attr-defined]
+def _save(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    a_BN, b_BN, choices_B, votes_B, _, ctx.scale, _, _ = inputs
     needs_votes = votes_B is not None and votes_B.requires_grad
-    kept: Any = (*((a_BN, b_BN) if needs_votes else (None, None)), choices_B, votes_B)
-    ctx.save_for_backward(*kept)
-    ctx.dtype, ctx.weights_dtype = a_BN.dtype, weights_N.dtype  # type: ignore[attr-defined]
+    ctx.save_for_backward(*((a_BN, b_BN) if needs_votes else (None, None)), choices_B, votes_B)
+    ctx.dtype = a_BN.dtype
 
 
-def _gradients(
-    ctx: torch.autograd.function.FunctionCtx, d_selected_BN: torch.Tensor, d_weights_N: torch.Tensor
-) -> tuple[torch.Tensor | None, ...]:
+def _gradients(ctx: Any, d_selected_BN: torch.Tensor, d_weights_N: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """Of A and B, vote weights and weights: of each pair, what was selected gets the gradient of both results."""
-    a_BN, b_BN, choices_B, votes_B = ctx.saved_tensors  # type: ignore[attr-defined]
-    dtype, scale = ctx.dtype, ctx.scale  # type: ignore[attr-defined]
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    through_N = scale * d_weights_N.to(wide)
-    votes_B1 = 1.0 if votes_B is None else votes_B.to(wide)[:, None]
-    d_picked_BN = d_selected_BN.to(wide) + votes_B1 * through_N
-    share_B1 = torch_impl.share_of_a(choices_B, wide)[:, None]
+    a_BN, b_BN, choices_B, votes_B = ctx.saved_tensors
+    wide = torch.float64 if ctx.dtype == torch.float64 else torch.float32
+    through_N = ctx.scale * d_weights_N.to(wide)
+    d_picked_BN = d_selected_BN.to(wide) + (1.0 if votes_B is None else votes_B.to(wide)[:, None]) * through_N
+    share_B1 = 0.5 + 0.5 * (choices_B.to(wide)[:, None] - 0.5).sign()  # of A: 1, 0, or a half for a tie
     d_votes_B = None
-    if votes_B is not None and a_BN is not None:
-        of_a_B, of_b_B = (
-            (output.to(wide) * through_N).sum(1) if output.shape[1] else output.new_zeros(len(output), dtype=wide)
-            for output in (a_BN, b_BN)
-        )
-        tied_B = torch.where(share_B1[:, 0] == 0, of_b_B, 0.5 * of_a_B + 0.5 * of_b_B)
-        d_votes_B = torch.where(share_B1[:, 0] == 1, of_a_B, tied_B).to(votes_B.dtype)
-    d_a_BN, d_b_BN = (d_picked_BN * share_B1).to(dtype), (d_picked_BN * (1 - share_B1)).to(dtype)
+    if a_BN is not None:
+        picked_BN = torch_impl.select(a_BN.to(wide), b_BN.to(wide), choices_B)
+        d_votes_B = (picked_BN * through_N).sum(1).to(votes_B.dtype)
+    d_a_BN, d_b_BN = (d_picked_BN * share_B1).to(ctx.dtype), (d_picked_BN * (1 - share_B1)).to(ctx.dtype)
     return d_a_BN, d_b_BN, None, d_votes_B, d_weights_N, None, None, None
 
 
@@ -157,109 +239,77 @@ def _run(
     batch: PreferenceBatch,
     weights_N: torch.Tensor,
     scale: float,
-    kernels: Kernels,
     out: tuple[torch.Tensor, torch.Tensor],
+    kernels: Kernels,
     *,
     deterministic: bool = True,
     block: int | None = None,
 ) -> None:
     """Write what was selected and the updated weights, which may be the weights themselves, to `out`."""
-    backend = kernels.picked("preference", batch.outputs_a_BN)
-    if backend == "native" and batch.outputs_a_BN.numel():
-        _run_native(batch, weights_N, scale, block, kernels, out)
-    else:
-        with torch.no_grad():
-            _run_elsewhere(batch, weights_N, scale, _Form(backend, deterministic, block), out)
-
-
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """The implementation that runs, and its order of summation."""
-
-    backend: Backend
-    deterministic: bool
-    block: int | None
-
-
-def _run_elsewhere(
-    batch: PreferenceBatch, weights_N: torch.Tensor, scale: float, form: _Form, out: tuple[torch.Tensor, torch.Tensor]
-) -> None:
     a_BN, (selected_BN, updated_N) = batch.outputs_a_BN, out
-    # On a GPU this would wait for it.
-    if a_BN.device.type == "cpu":
-        _check_choices(batch.choices_B)
+    backend = kernels.picked("preference", a_BN)
     if not a_BN.numel():
-        updated_N.copy_(weights_N)
-    elif form.backend == "triton":
+        backend = "torch"
+    # C++ checks the choices itself; on a GPU the check would wait for the device.
+    if backend != "native" and a_BN.device.type == "cpu":
+        _check_choices(batch.choices_B)
+    if backend == "torch":
+        with torch.no_grad():
+            found = torch_impl.select_and_update(batch, weights_N, scale)
+            selected_BN.copy_(found.selected_BN)
+            updated_N.copy_(found.weights_N if a_BN.numel() else weights_N)
+        return
+    votes_B = None if batch.vote_weights_B is None else _single(batch.vote_weights_B)
+    outputs = with_dense_rows(a_BN), with_dense_rows(batch.outputs_b_BN)
+    dense, start_N = PreferenceBatch(*outputs, _single(batch.choices_B), votes_B), _single(weights_N)
+    new_N = updated_N if _is_single(updated_N) else torch.empty_like(start_N)
+    if backend == "native":
+        _native(dense, start_N, scale, block or 0, (selected_BN, new_N), kernels)
+    else:
         from tunesmith.kernels.preference import triton_impl
 
-        outputs = (with_dense_rows(a_BN), with_dense_rows(batch.outputs_b_BN))
-        votes = triton_impl.Votes(_single(batch.choices_B), _votes(batch))
-        new_N = torch.empty(weights_N.shape, dtype=weights_N.dtype, device=weights_N.device)
-        plan = triton_impl.launch((a_BN.shape[0], a_BN.shape[1]), form.block)
-        new, is_ordered = (selected_BN, new_N), form.deterministic
-        triton_impl.select_into(outputs, votes, weights_N.contiguous(), scale, new, deterministic=is_ordered, plan=plan)
-        updated_N.copy_(new_N)
-    else:
-        found = torch_impl.select_and_update(
-            a_BN, batch.outputs_b_BN, batch.choices_B, weights_N, scale, batch.vote_weights_B
-        )
-        selected_BN.copy_(found.selected_BN)
-        updated_N.copy_(found.weights_N)
-
-
-def _run_native(
-    batch: PreferenceBatch,
-    weights_N: torch.Tensor,
-    scale: float,
-    block: int | None,
-    kernels: Kernels,
-    out: tuple[torch.Tensor, torch.Tensor],
-) -> None:
-    """In C++, with as little around it as can be: a thousand pairs are selected in some tens of microseconds."""
-    a_BN, b_BN = with_dense_rows(batch.outputs_a_BN), with_dense_rows(batch.outputs_b_BN)
-    choices_B, votes_B, start_N = _single(batch.choices_B), _votes(batch), _single(weights_N)
-    selected_BN, updated_N = out
-    is_direct, unknown = _is_single(updated_N), ctypes.c_int64()
-    new_N = updated_N if is_direct else torch.empty_like(start_N)
-    function_of(picked_library(kernels, "preference", a_BN), "select_and_update", _NATIVE)(
-        a_BN.data_ptr(),
-        b_BN.data_ptr(),
-        choices_B.data_ptr(),
-        address(votes_B),
-        selected_BN.data_ptr(),
-        start_N.data_ptr(),
-        new_N.data_ptr(),
-        ctypes.addressof(unknown),
-        *a_BN.shape,
-        a_BN.stride(0),
-        b_BN.stride(0),
-        block or 0,
-        scale,
-        a_BN.dtype is torch.bfloat16,
-        torch.get_num_threads(),
-    )
-    if unknown.value >= 0:
-        _refuse_choice(choices_B, unknown.value)
-    if is_direct:
-        # torch does not see what C++ writes.
+        plan = triton_impl.launch((a_BN.shape[0], a_BN.shape[1]), block)
+        triton_impl.select_into(dense, start_N, scale, (selected_BN, new_N), plan, deterministic=deterministic)
+    if new_N is updated_N:
+        # torch does not see what kernels write.
         torch.autograd.graph.increment_version(updated_N)
     else:
         with torch.no_grad():
             updated_N.copy_(new_N)
 
 
+def _native(
+    dense: PreferenceBatch,
+    start_N: torch.Tensor,
+    scale: float,
+    block: int,
+    out: tuple[torch.Tensor, torch.Tensor],
+    kernels: Kernels,
+) -> None:
+    a_BN, b_BN, unknown = dense.outputs_a_BN, dense.outputs_b_BN, ctypes.c_int64()
+    tensors = (a_BN, b_BN, dense.choices_B, dense.vote_weights_B, out[0], start_N, out[1])
+    function_of(picked_library(kernels, "preference", a_BN), "select_and_update", _NATIVE)(
+        *map(address, tensors),
+        ctypes.addressof(unknown),
+        *a_BN.shape,
+        a_BN.stride(0),
+        b_BN.stride(0),
+        block,
+        scale,
+        a_BN.dtype is torch.bfloat16,
+        torch.get_num_threads(),
+    )
+    if unknown.value >= 0:
+        _refuse_choice(dense.choices_B, unknown.value)
+
+
 def _single(tensor: torch.Tensor) -> torch.Tensor:
-    """In float32, without gaps."""
+    """In float32, contiguous."""
     return tensor if _is_single(tensor) else tensor.detach().to(torch.float32).contiguous()
 
 
 def _is_single(tensor: torch.Tensor) -> bool:
     return tensor.dtype == torch.float32 and tensor.is_contiguous()
-
-
-def _votes(batch: PreferenceBatch) -> torch.Tensor | None:
-    return None if batch.vote_weights_B is None else _single(batch.vote_weights_B)
 
 
 def _check(batch: PreferenceBatch, weights_N: torch.Tensor, scale: float) -> None:
@@ -269,10 +319,18 @@ def _check(batch: PreferenceBatch, weights_N: torch.Tensor, scale: float) -> Non
             f"outputs_a is {a_BN.dtype} of shape {tuple(a_BN.shape)}; give floating-point [pairs, numbers]"
         )
     num_pairs, num_columns = a_BN.shape
-    _require("outputs_b", batch.outputs_b_BN, (num_pairs, num_columns), (a_BN.dtype,), a_BN.device)
-    _require("weights", weights_N, (num_columns,), FLOATS, a_BN.device)
-    if batch.vote_weights_B is not None:
-        _require("vote_weights", batch.vote_weights_B, (num_pairs,), FLOATS, a_BN.device)
+    for name, tensor, shape, dtypes in (
+        ("outputs_b", batch.outputs_b_BN, (num_pairs, num_columns), (a_BN.dtype,)),
+        ("weights", weights_N, (num_columns,), FLOATS),
+        ("vote_weights", batch.vote_weights_B, (num_pairs,), FLOATS),
+    ):
+        if tensor is None:
+            continue
+        if tensor.shape != shape or tensor.dtype not in dtypes or tensor.device != a_BN.device:
+            raise InputError(
+                f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}; give {list(shape)} of "
+                f"{' or '.join(map(str, dtypes))} on {a_BN.device}"
+            )
     if choices_B.shape != (num_pairs,) or choices_B.device != a_BN.device or choices_B.is_complex():
         raise InputError(
             f"choices are {choices_B.dtype} of shape {tuple(choices_B.shape)} on {choices_B.device}; give "
@@ -293,13 +351,3 @@ def _refuse_choice(choices_B: torch.Tensor, index: int) -> NoReturn:
         f"choices hold {choices_B[index].item()} at {index}; allowed: 1 (A), 0 (B) and 0.5 (a tie, which counts as the "
         "mean of both)"
     )
-
-
-def _require(
-    name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
-) -> None:
-    if tensor.shape != shape or tensor.dtype not in dtypes or tensor.device != device:
-        raise InputError(
-            f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}; give {list(shape)} of "
-            f"{' or '.join(map(str, dtypes))} on {device}"
-        )

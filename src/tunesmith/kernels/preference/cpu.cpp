@@ -30,42 +30,18 @@ constexpr int64_t kStreamedBytes = 3 << 20;  // of output, from which on it is w
 
 struct Sizes {
     int64_t num_rows, n, stride[2], block_rows;
-    bool has_lines;                          // rows of the result are whole lines of the cache; sums are in their order
 };
 
-// 16 numbers as they stand in memory: a selected output is copied without a conversion.
-inline Floats raw(const float* from) { return load(from); }
-
-inline Halves raw(const uint16_t* from) {
-    Halves values;
-    std::memcpy(&values, from, sizeof values);
-    return values;
-}
-
-inline Floats wide(Floats values) { return values; }
-inline Floats wide(Halves values) { return (Floats)(__builtin_convertvector(values, Ints) << 16); }
-
-inline void narrow(Floats values, Floats& result) { result = values; }
-inline void narrow(Floats values, Halves& result) { result = to_nearest_halves(values); }
-
-template <class V> inline void plain(void* to, V values) { std::memcpy(to, &values, sizeof values); }
-
-// To an address that is a multiple of the vector's size.
-template <class V> inline void stream(void* to, V values) {
+// To an address that is a multiple of 64.
+inline void stream(void* to, Ints bits) {
 #if defined(__AVX512F__)
-    if (sizeof values == 64) {
-        __m512i all;
-        std::memcpy(&all, &values, 64);
-        _mm512_stream_si512((__m512i*)to, all);
-        return;
-    }
-#endif
-#if defined(__AVX__)
-    __m256i part[sizeof values / 32];
-    std::memcpy(part, &values, sizeof values);
-    for (size_t i = 0; i < sizeof values / 32; ++i) _mm256_stream_si256((__m256i*)to + i, part[i]);
+    _mm512_stream_si512((__m512i*)to, (__m512i)bits);
+#elif defined(__AVX__)
+    __m256i half[2];
+    std::memcpy(half, &bits, sizeof bits);
+    for (int i = 0; i < 2; ++i) _mm256_stream_si256((__m256i*)to + i, half[i]);
 #else
-    plain(to, values);
+    std::memcpy(to, &bits, sizeof bits);
 #endif
 }
 
@@ -74,53 +50,6 @@ inline void end_of_streams() {
 #if defined(__AVX__)
     _mm_sfence();
 #endif
-}
-
-// One selected row of a tile: `from`, or its mean with `other`. `ahead` is what to fetch meanwhile.
-template <class T, bool is_tie, bool streams>
-inline TUNESMITH_INLINE void select_row(const T* from, const T* other, const T* ahead, T* to, float weight, float* sum,
-                                        int64_t n) {
-    typedef decltype(raw(from)) Raw;
-    Floats factor = splat(weight);
-    auto whole = [&](int64_t i, bool aligned) TUNESMITH_INLINE {
-        __builtin_prefetch(ahead + i);
-        Raw values = raw(from + i);
-        Floats numbers = wide(values);
-        if (is_tie) {
-            numbers = 0.5f * numbers + 0.5f * wide(raw(other + i));
-            narrow(numbers, values);
-        }
-        store(sum + i, load(sum + i) + factor * numbers);
-        if (streams && aligned)
-            stream(to + i, values);
-        else
-            plain(to + i, values);
-    };
-    auto part = [&](int64_t i, int64_t count) {
-        T lane[kLanes] = {}, other_lane[kLanes] = {}, result[kLanes];
-        float sums[kLanes] = {};
-        std::memcpy(lane, from + i, count * sizeof(T));
-        Raw values = raw(lane);
-        Floats numbers = wide(values);
-        if (is_tie) {
-            std::memcpy(other_lane, other + i, count * sizeof(T));
-            numbers = 0.5f * numbers + 0.5f * wide(raw(other_lane));
-            narrow(numbers, values);
-        }
-        plain(result, values);
-        std::memcpy(to + i, result, count * sizeof(T));
-        // As above, in vectors: the bits must not depend on where a row begins.
-        std::memcpy(sums, sum + i, count * sizeof(float));
-        store(sums, load(sums) + factor * numbers);
-        std::memcpy(sum + i, sums, count * sizeof(float));
-    };
-    int64_t i = 0;
-    if (streams) {
-        int64_t past = (int64_t)((uintptr_t)to % sizeof(Raw) / sizeof(T));
-        if (past) part(0, i = std::min<int64_t>(kLanes - past, n));
-    }
-    for (; i + kLanes <= n; i += kLanes) whole(i, true);
-    if (i < n) part(i, n - i);
 }
 
 // A line of the cache as it stands in memory, and the vectors of float32 that its numbers make: one of float32, two of
@@ -143,9 +72,23 @@ template <> struct Line<uint16_t> {
     }
 };
 
-inline Ints bits_at(const void* from) {
-    Ints bits;
-    std::memcpy(&bits, from, sizeof bits);
+// n, rounded up to whole lines: as many sums are kept, in the order of their lines.
+template <class T> inline int64_t whole_lines(int64_t n) {
+    constexpr int64_t kNumbers = kLineBytes / sizeof(T);
+    return (n + kNumbers - 1) / kNumbers * kNumbers;
+}
+
+// The lines of n numbers: `body(i, bytes)` for each from i on, of which the last may have fewer than 64 bytes.
+template <class T, class Body> inline TUNESMITH_INLINE void each_line(int64_t n, Body body) {
+    constexpr int64_t kNumbers = kLineBytes / sizeof(T);
+    int64_t i = 0;
+    for (; i + kNumbers <= n; i += kNumbers) body(i, kLineBytes);
+    if (i < n) body(i, (n - i) * (int64_t)sizeof(T));
+}
+
+inline TUNESMITH_INLINE Ints bits_at(const void* from, int64_t bytes) {
+    Ints bits = {};
+    std::memcpy(&bits, from, bytes);
     return bits;
 }
 
@@ -154,50 +97,48 @@ template <bool streams> inline TUNESMITH_INLINE void fetch(const void* from) {
     __builtin_prefetch(from, 0, streams ? 0 : 3);
 }
 
-template <bool streams> inline TUNESMITH_INLINE void put(void* to, Ints bits) {
+template <bool streams> inline TUNESMITH_INLINE void put(void* to, Ints bits, int64_t bytes) {
     if (streams)
         stream(to, bits);
     else
-        plain(to, bits);
+        std::memcpy(to, &bits, bytes);
 }
 
 inline bool is_tied(float choice) { return choice == 0.5f; }
 
-// Some selected rows of a tile, none of them a tie, each a number of whole lines: a sum is loaded and stored once for
-// all. It runs in the order of the rows, so its bits are those of one row at a time. `to` is where the first row goes,
-// `step` the distance of the next, `ahead` what to fetch meanwhile.
+// Some selected rows of a tile, none of them a tie: a sum is loaded and stored once for all. It runs in the order of the
+// rows, so its bits are those of one row at a time. `to` is the first row of the result, `step` the distance of the
+// next, `ahead` what to fetch meanwhile.
 template <class T, int rows, bool streams>
 inline TUNESMITH_INLINE void select_lines(const T* const* from, const T* const* ahead, T* to, int64_t step,
                                           const float* votes, float* sum, int64_t n) {
-    constexpr int64_t kNumbers = kLineBytes / sizeof(T);
-    for (int64_t i = 0; i < n; i += kNumbers) {
+    each_line<T>(n, [&](int64_t i, int64_t bytes) TUNESMITH_INLINE {
         Floats total[Line<T>::kVectors];
         for (int v = 0; v < Line<T>::kVectors; ++v) total[v] = load(sum + i + v * kLanes);
 #pragma GCC unroll 8
         for (int row = 0; row < rows; ++row) {
             fetch<streams>(ahead[row] + i);
-            Ints bits = bits_at(from[row] + i);
+            Ints bits = bits_at(from[row] + i, bytes);
             for (int v = 0; v < Line<T>::kVectors; ++v) total[v] += splat(votes[row]) * Line<T>::wide(bits, v);
-            put<streams>(to + row * step + i, bits);
+            put<streams>(to + row * step + i, bits, bytes);
         }
         for (int v = 0; v < Line<T>::kVectors; ++v) store(sum + i + v * kLanes, total[v]);
-    }
+    });
 }
 
 // The mean of both rows, as `select_lines`.
 template <class T, bool streams>
 void mean_lines(const T* a, const T* b, const T* ahead, T* to, float vote, float* sum, int64_t n) {
-    constexpr int64_t kNumbers = kLineBytes / sizeof(T);
-    for (int64_t i = 0; i < n; i += kNumbers) {
+    each_line<T>(n, [&](int64_t i, int64_t bytes) TUNESMITH_INLINE {
         fetch<streams>(ahead + i);
-        Ints bits_a = bits_at(a + i), bits_b = bits_at(b + i);
+        Ints bits_a = bits_at(a + i, bytes), bits_b = bits_at(b + i, bytes);
         Floats mean[Line<T>::kVectors];
         for (int v = 0; v < Line<T>::kVectors; ++v) {
             mean[v] = 0.5f * Line<T>::wide(bits_a, v) + 0.5f * Line<T>::wide(bits_b, v);
             store(sum + i + v * kLanes, load(sum + i + v * kLanes) + splat(vote) * mean[v]);
         }
-        put<streams>(to + i, Line<T>::narrow(mean));
-    }
+        put<streams>(to + i, Line<T>::narrow(mean), bytes);
+    });
 }
 
 // The rows of a block and the columns of a tile. Pairs of B and A.
@@ -233,9 +174,9 @@ template <class T, bool streams> void select_tie(const Tile<T>& tile, int64_t ro
                            sum, tile.n);
 }
 
-// Whole lines throughout; `sum` is in their order.
-template <class T, bool streams> void select_whole(const Tile<T>& tile, float* sum) {
+template <class T, bool streams> void select_tile(const Tile<T>& tile, float* sum) {
     constexpr int kRows = streams ? kGroup : kCachedGroup;
+    std::fill(sum, sum + whole_lines<T>(tile.n), 0.0f);
     for (int64_t row = tile.first; row < tile.end;) {
         int64_t most = std::min<int64_t>(kRows, tile.end - row), count = 0;  // rows before the next tie
         while (count < most && !is_tied(tile.choices[row + count])) ++count;
@@ -251,31 +192,15 @@ template <class T, bool streams> void select_whole(const Tile<T>& tile, float* s
     }
 }
 
-template <class T, bool streams> void select_any(const Tile<T>& tile, float* sum) {
-    for (int64_t row = tile.first; row < tile.end; ++row)
-        if (is_tied(tile.choices[row]))
-            select_row<T, true, streams>(tile.row_of(1, row), tile.row_of(0, row), tile.ahead(row), tile.target(row),
-                                         tile.vote(row), sum, tile.n);
-        else
-            select_row<T, false, streams>(tile.source(row), nullptr, tile.ahead(row), tile.target(row), tile.vote(row),
-                                          sum, tile.n);
-}
-
-template <class T, bool streams> void select_tile(const Tile<T>& tile, float* sum) {
-    std::fill(sum, sum + tile.n, 0.0f);
-    if (tile.sizes.has_lines)
-        select_whole<T, streams>(tile, sum);
-    else
-        select_any<T, streams>(tile, sum);
-}
-
 template <class T>
 void select_all(const T* a, const T* b, const float* choices, const float* votes, T* selected, const float* weights,
                 float* updated, const Sizes& sizes, double scale, int num_threads) {
     int64_t rows = sizes.block_rows, num_tiles = (sizes.n + kColumns - 1) / kColumns;
     int64_t num_blocks = (sizes.num_rows + rows - 1) / rows;
-    std::unique_ptr<float[]> sums(new float[num_blocks * sizes.n]);
-    bool streams = sizes.num_rows * sizes.n * (int64_t)sizeof(T) >= kStreamedBytes;
+    int64_t num_sums = whole_lines<T>(sizes.n);
+    std::unique_ptr<float[]> sums(new float[num_blocks * num_sums]);
+    bool has_lines = num_sums == sizes.n && (uintptr_t)selected % kLineBytes == 0;
+    bool streams = has_lines && sizes.num_rows * sizes.n * (int64_t)sizeof(T) >= kStreamedBytes;
     auto work = streams ? select_tile<T, true> : select_tile<T, false>;
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1 && sizes.num_rows * sizes.n > kThreadedWork)
     {
@@ -286,22 +211,19 @@ void select_all(const T* a, const T* b, const float* choices, const float* votes
             int64_t num_ahead = std::clamp<int64_t>((kAheadBytes + row_bytes - 1) / row_bytes, kGroup, kMostAhead);
             int64_t end = std::min(first + rows, sizes.num_rows);
             work({{b + column, a + column}, choices, votes, selected + column, sizes, first, end, n, num_ahead},
-                 sums.get() + block * sizes.n + column);
+                 sums.get() + block * num_sums + column);
         }
         if (streams) end_of_streams();
     }
-    std::vector<double> total(sizes.n, 0.0);
+    std::vector<double> total(num_sums, 0.0);
     for (int64_t block = 0; block < num_blocks; ++block)
-        for (int64_t i = 0; i < sizes.n; ++i) total[i] += sums[block * sizes.n + i];
-    auto update = [&](int64_t i, int64_t place) { updated[i] = (float)(weights[i] + scale * total[place]); };
+        for (int64_t i = 0; i < num_sums; ++i) total[i] += sums[block * num_sums + i];
     constexpr int kVectors = Line<T>::kVectors;
-    if (!sizes.has_lines || kVectors == 1) {
-        for (int64_t i = 0; i < sizes.n; ++i) update(i, i);
-        return;
+    for (int64_t i = 0; i < sizes.n; ++i) {
+        int64_t place = i % (kVectors * kLanes);  // in its line, whose numbers in even places are summed first
+        place = i - place + place % kVectors * kLanes + place / kVectors;
+        updated[i] = (float)(weights[i] + scale * total[place]);
     }
-    for (int64_t i = 0; i < sizes.n; i += kVectors * kLanes)
-        for (int lane = 0; lane < kLanes; ++lane)
-            for (int v = 0; v < kVectors; ++v) update(i + lane * kVectors + v, i + v * kLanes + lane);
 }
 
 inline bool is_unknown(float choice) { return (choice != 0.0f) & (choice != 0.5f) & (choice != 1.0f); }
@@ -327,8 +249,7 @@ extern "C" void select_and_update(const void* a, const void* b, const float* cho
                                   double scale, int64_t is_bfloat16, int64_t num_threads) {
     *unknown = first_unknown(choices, num_rows);
     if (*unknown >= 0) return;
-    bool has_lines = n * (is_bfloat16 ? 2 : 4) % kLineBytes == 0 && (uintptr_t)selected % kLineBytes == 0;
-    Sizes sizes{num_rows, n, {b_stride, a_stride}, block_rows ? block_rows : kBlockRows, has_lines};
+    Sizes sizes{num_rows, n, {b_stride, a_stride}, block_rows ? block_rows : kBlockRows};
     if (is_bfloat16)
         select_all((const uint16_t*)a, (const uint16_t*)b, choices, votes, (uint16_t*)selected, weights, updated,
                    sizes, scale, (int)num_threads);

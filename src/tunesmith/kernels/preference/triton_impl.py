@@ -4,14 +4,14 @@ The weighted sum has two forms. Deterministic: each program writes the sum of it
 their order. Atomic: each program adds its sum to one row, in whatever order programs end.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import triton
 import triton.language as tl
 
 from tunesmith.kernels.launching import LaunchPlan, ceil_div, power_of_two
+from tunesmith.kernels.preference.torch_impl import PreferenceBatch
 
 _TILE = 2048
 """Numbers of a tile: 8 for each of 256 threads, 16 bytes of 16-bit numbers. With 16, Triton 3.7 spills some."""
@@ -99,57 +99,37 @@ def fold_kernel(sums, weights, updated, num_sums, num_columns, scale, BLOCK_B: t
     tl.store(updated + columns, (start_value + scale * total).to(updated.dtype.element_ty), mask=is_column)
 
 
-@dataclass(frozen=True, slots=True)
-class Votes:
-    """Choices, and how much each vote counts, `[B]` in float32 without gaps; None is 1 for all."""
-
-    choices_B: torch.Tensor
-    weights_B: torch.Tensor | None
-
-
 def select_into(
-    outputs: tuple[torch.Tensor, torch.Tensor],
-    votes: Votes,
+    batch: PreferenceBatch,
     weights_N: torch.Tensor,
     scale: float,
     out: tuple[torch.Tensor, torch.Tensor],
+    plan: LaunchPlan,
     *,
     deterministic: bool = True,
-    plan: LaunchPlan | None = None,
 ) -> None:
-    """Write selected outputs and updated weights to `out`; both outputs have dense rows, and none is empty.
+    """Write selected outputs and updated weights to `out`; the updated weights may be the weights themselves.
 
-    The updated weights may be the weights themselves. `plan` is `launch` of the shape by default.
+    Outputs have dense rows and are not empty; choices and vote weights are float32 and contiguous.
     """
-    a_BN, b_BN = outputs
+    a_BN, b_BN, votes_B = batch.outputs_a_BN, batch.outputs_b_BN, batch.vote_weights_B
     selected_BN, updated_N = out
     num_rows, num_columns = a_BN.shape
-    plan = plan or launch((num_rows, num_columns))
     num_sums = plan.grid[0] if deterministic else 1
     new_sums = torch.empty if deterministic else torch.zeros
     sums_PN = new_sums(num_sums, num_columns, dtype=torch.float32, device=a_BN.device)
+    # Parameters of the launch itself are none of the kernel's.
+    select, fold = cast(Any, select_kernel), cast(Any, fold_kernel)
     with torch.cuda.device_of(a_BN):
-        # Parameters of the launch itself are none of the kernel's.
-        select: Any = select_kernel
         select[plan.grid](
-            a_BN,
-            b_BN,
-            votes.choices_B,
-            votes.choices_B if votes.weights_B is None else votes.weights_B,
-            selected_BN,
-            sums_PN,
-            num_rows,
-            num_columns,
-            a_BN.stride(0),
-            b_BN.stride(0),
-            plan.tiles * plan.block_rows,
-            HAS_VOTES=votes.weights_B is not None,
+            *(a_BN, b_BN, batch.choices_B, batch.choices_B if votes_B is None else votes_B, selected_BN, sums_PN),
+            *(num_rows, num_columns, a_BN.stride(0), b_BN.stride(0), plan.tiles * plan.block_rows),
+            HAS_VOTES=votes_B is not None,
             ATOMIC=not deterministic,
             BLOCK_B=plan.block_rows,
             BLOCK_N=plan.block,
             num_warps=plan.num_warps,
         )
-        fold: Any = fold_kernel
         fold[(ceil_div(num_columns, FOLD_N),)](
             sums_PN, weights_N, updated_N, num_sums, num_columns, scale, BLOCK_B=FOLD_B, BLOCK_N=FOLD_N
         )
