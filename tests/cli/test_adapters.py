@@ -112,8 +112,8 @@ def test_export_merges_the_adapters_into_a_model_that_does_the_same(
     if trainer == "reward":
         lengths_B = torch.tensor([9, 5])
         ours, merged = (load_reward_model(str(one), dtype=torch.float32) for one in (runs(trainer), dest))
-        expected = ours.score_sequences(IDS_BS, lengths_B)
-        assert torch.allclose(merged.score_sequences(IDS_BS, lengths_B), expected, atol=1e-5)
+        expected = ours(IDS_BS, lengths_B)
+        assert torch.allclose(merged(IDS_BS, lengths_B), expected, atol=1e-5)
         theirs = AutoModelForSequenceClassification.from_pretrained(dest).eval()
         assert torch.allclose(theirs(IDS_BS[:1]).logits[0], expected[:1], atol=1e-4)
         assert expected.abs().min() > 0

@@ -86,7 +86,7 @@ def test_margins_are_those_of_each_sequence_alone_whatever_the_micro_batches() -
     pairs = [DecidedPair(str(i), tuple(range(5, 8 + i)), tuple(range(9, 10 + 2 * i))) for i in range(5)]
 
     def reward(ids: tuple[int, ...]) -> float:
-        return model.score_sequences(torch.tensor([ids]), torch.tensor([len(ids)])).item()
+        return model(torch.tensor([ids]), torch.tensor([len(ids)])).item()
 
     expected = [reward(one.better_ids) - reward(one.worse_ids) for one in pairs]
     for size in (1, 3, 16):

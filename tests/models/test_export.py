@@ -68,7 +68,7 @@ def test_a_reward_model_makes_the_round_trip_and_plain_logits_are_its_rewards(fa
     mask_BS = (torch.arange(9) < lengths_B[:, None]).long()
     again = load_reward_model(str(folder), dtype=torch.float32)
     expected_B = plain(ids_BS, attention_mask=mask_BS).logits[:, 0]
-    torch.testing.assert_close(again.score_sequences(ids_BS, lengths_B), expected_B, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(again(ids_BS, lengths_B), expected_B, atol=1e-5, rtol=1e-5)
     assert torch.equal(again.model.score.weight, reward_model.model.score.weight)
     # And as a user would: in the dtype of the files, where an fp32 score on a bf16 trunk must not raise.
     assert AutoModelForSequenceClassification.from_pretrained(folder)(ids_BS).logits.isfinite().all()

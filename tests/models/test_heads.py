@@ -8,7 +8,8 @@ from transformers import AutoModelForSequenceClassification, DistilBertConfig
 from tunesmith.config.sections import ModelSection
 from tunesmith.core.errors import ModelError
 from tunesmith.models.heads import Critic, RewardModel, ScalarHead
-from tunesmith.models.load import frozen_copy, new_reward_model
+from tunesmith.models.load import new_reward_model
+from tunesmith.models.lora import frozen_copy
 from tunesmith.models.tiny import FAMILIES, byte_tokenizer, tiny_model
 
 LENGTHS = torch.tensor([7, 3, 10, 1])
@@ -39,7 +40,7 @@ def test_each_row_is_scored_at_its_last_token_whatever_pads_it(family, pad_id):
     single = torch.cat(
         [reward_model(ids_BS[b : b + 1, :n], LENGTHS[b : b + 1]) for b, n in enumerate(LENGTHS.tolist())]
     )
-    torch.testing.assert_close(reward_model.score_sequences(ids_BS, LENGTHS), single, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(reward_model(ids_BS, LENGTHS), single, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(single, alone, atol=1e-5, rtol=1e-5)
 
 

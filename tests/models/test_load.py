@@ -18,11 +18,11 @@ from tunesmith.models.load import (
     compute_dtype,
     count_parameters,
     find_folder,
-    frozen_copy,
     load_policy,
     load_reward_model,
     new_reward_model,
 )
+from tunesmith.models.lora import frozen_copy
 from tunesmith.models.tiny import FAMILIES, tiny_model
 
 CARD = ModelCard(base_model="tiny:llama", algorithm="PPO")

@@ -11,7 +11,7 @@ from tunesmith.core.errors import ModelError
 from tunesmith.kernels.logprob.torch_impl import chosen_logp_entropy as plain_logp_entropy
 from tunesmith.kernels.logprob.torch_impl import chosen_logp_entropy_in_blocks as chosen_logp_entropy
 from tunesmith.models import logprob
-from tunesmith.models.heads import Critic, ScalarHead, critic_values
+from tunesmith.models.heads import Critic, ScalarHead
 from tunesmith.models.logprob import token_logps
 from tunesmith.models.tiny import FAMILIES, tiny_model
 
@@ -153,7 +153,7 @@ def test_a_separate_critic_has_the_same_layout_and_storage_of_its_own():
     critic = Critic.from_policy(model)
     torch.nn.init.ones_(critic.value_head.weight)
     shared = token_logps(model, batch(), LENGTHS, prompt_lengths_B=PROMPTS, value_head=ones_head(32)).value_BT
-    separate = critic_values(critic, batch(), LENGTHS, PROMPTS)
+    separate = critic(batch(), LENGTHS, PROMPTS)
     torch.testing.assert_close(separate, shared, atol=1e-5, rtol=1e-5)
     assert not {p.data_ptr() for p in critic.parameters()} & {p.data_ptr() for p in model.parameters()}
     assert all(p.requires_grad for p in critic.parameters())

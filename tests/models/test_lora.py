@@ -21,8 +21,9 @@ from tunesmith.models.architecture import adapter_of, base_layer, is_adapted, we
 from tunesmith.models.export import ModelCard, save_final, save_merged
 from tunesmith.models.heads import Critic
 from tunesmith.models.language_model import language_model
-from tunesmith.models.load import frozen_copy, load_policy, load_reward_model, new_reward_model
+from tunesmith.models.load import load_policy, load_reward_model, new_reward_model
 from tunesmith.models.loaded import keep_lower_layers
+from tunesmith.models.lora import frozen_copy
 from tunesmith.models.tiny import FAMILIES
 
 CARD = ModelCard(base_model="tiny:llama", algorithm="GRPO")
@@ -223,11 +224,11 @@ def test_a_reward_model_makes_the_round_trip_with_its_head_and_its_layers(num_la
     folder = save_final(model, model.tokenizer, tmp_path / "final", CARD)
     assert read_base(folder, "it").num_layers == (num_layers or 2)
     ids_BS, lengths_B = IDS_T[:12].view(2, 6), torch.tensor([6, 4])
-    expected_B = model.score_sequences(ids_BS, lengths_B)
+    expected_B = model(ids_BS, lengths_B)
     for again in (new_reward_model(ModelSection(name=str(folder)), dtype=torch.float32), loaded_reward(folder)):
-        assert torch.equal(again.score_sequences(ids_BS, lengths_B), expected_B)
+        assert torch.equal(again(ids_BS, lengths_B), expected_B)
     merged = load_reward_model(str(save_merged(folder, tmp_path / "merged")), dtype=torch.float32)
-    assert torch.allclose(merged.score_sequences(ids_BS, lengths_B), expected_B, atol=1e-5)
+    assert torch.allclose(merged(ids_BS, lengths_B), expected_B, atol=1e-5)
     if num_layers is None:
         plain = new_reward_model(ModelSection(name="tiny:gpt2"), dtype=torch.float32)
         base = save_final(plain, plain.tokenizer, tmp_path / "base", CARD)

@@ -8,7 +8,7 @@ import torch
 from tunesmith.batch.targets import LearntSequence, Targets, pack_targets
 from tunesmith.kernels.logprob.head import HeadScores, head_scores
 from tunesmith.kernels.native import Kernels
-from tunesmith.models import decoder
+from tunesmith.models import logprob
 from tunesmith.models.architecture import describe
 from tunesmith.models.language_model import FullForward, LanguageModel, TrunkForward, language_model
 from tunesmith.models.logprob import next_token_scores
@@ -89,7 +89,7 @@ def test_the_head_sees_the_states_before_learnt_tokens_alone(monkeypatch: pytest
         rows.append(len(hidden_NH))
         return head_scores(hidden_NH, *arguments, **options)
 
-    monkeypatch.setattr(decoder, "head_scores", recording)
+    monkeypatch.setattr(logprob, "head_scores", recording)
     head = padded.module.get_output_embeddings()
     assert head is not None
     handle = head.register_forward_hook(lambda module, inputs, output: rows.append(inputs[0].flatten(0, -2).shape[0]))

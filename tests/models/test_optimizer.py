@@ -12,8 +12,8 @@ from tunesmith.config.sections import OptimizerSection
 from tunesmith.core.errors import CheckpointError, TrainingError
 from tunesmith.kernels.native import Kernels
 from tunesmith.models.heads import Critic, RewardModel, ScalarHead
-from tunesmith.models.load import frozen_copy
 from tunesmith.models.logprob import token_logps
+from tunesmith.models.lora import frozen_copy
 from tunesmith.models.optimizer import MasterAdamW, OptimizerState, parameter_groups, schedule_factor
 from tunesmith.models.tiny import tiny_model
 

@@ -14,7 +14,7 @@ from transformers import BertConfig, BertForSequenceClassification
 from tunesmith.kernels.native import Kernels
 from tunesmith.models import decoder as flat
 from tunesmith.models.architecture import describe
-from tunesmith.models.heads import Critic, RewardModel, critic_values
+from tunesmith.models.heads import Critic, RewardModel
 from tunesmith.models.language_model import FullForward, LanguageModel, TrunkDecoder, TrunkForward, language_model
 from tunesmith.models.loaded import keep_lower_layers
 from tunesmith.models.logprob import TokenScores, token_logps
@@ -112,9 +112,9 @@ def test_reward_models_have_the_gradients_of_their_own_padded_forward(
     model = RewardModel(loaded.model, loaded.tokenizer)
     keep_lower_layers(model.model, 1)
     assert model.packs_rows
-    packed = gradients_of(model, lambda: model.score_sequences(rows(), LENGTHS))
+    packed = gradients_of(model, lambda: model(rows(), LENGTHS))
     own_forward(monkeypatch)
-    padded = gradients_of(model, lambda: model.score_sequences(rows(), LENGTHS))
+    padded = gradients_of(model, lambda: model(rows(), LENGTHS))
     assert packed.keys() == padded.keys()
     assert norm({name: packed[name] - padded[name] for name in packed}) <= 1e-6 * norm(padded)
 
@@ -123,9 +123,9 @@ def test_reward_models_have_the_gradients_of_their_own_padded_forward(
 def test_critics_have_the_gradients_of_their_own_padded_forward(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     critic = Critic.from_policy(tiny_model(family, initializer_range=0.1).model)
     torch.nn.init.normal_(critic.value_head.weight, generator=torch.Generator().manual_seed(0))
-    packed = gradients_of(critic, lambda: critic_values(critic, rows(), LENGTHS, PROMPTS))
+    packed = gradients_of(critic, lambda: critic(rows(), LENGTHS, PROMPTS))
     own_forward(monkeypatch)
-    padded = gradients_of(critic, lambda: critic_values(critic, rows(), LENGTHS, PROMPTS))
+    padded = gradients_of(critic, lambda: critic(rows(), LENGTHS, PROMPTS))
     assert packed.keys() == padded.keys()
     assert norm({name: packed[name] - padded[name] for name in packed}) <= 1e-6 * norm(padded)
 
@@ -134,9 +134,9 @@ def test_reward_models_and_critics_compute_no_padding_and_a_prompt_once(monkeypa
     loaded = tiny_classifier("llama")
     model = RewardModel(loaded.model, loaded.tokenizer)
     own = 19 + 33 + 16 + 1 + int(COMPLETIONS.sum())
-    assert counted(monkeypatch, lambda: model.score_sequences(rows(), LENGTHS)) == own
+    assert counted(monkeypatch, lambda: model(rows(), LENGTHS)) == own
     critic = Critic.from_policy(tiny_model("llama").model)
-    assert counted(monkeypatch, lambda: critic_values(critic, rows(), LENGTHS, PROMPTS)) == own - len(LENGTHS)
+    assert counted(monkeypatch, lambda: critic(rows(), LENGTHS, PROMPTS)) == own - len(LENGTHS)
 
 
 def test_a_classifier_of_another_kind_runs_its_own_forward() -> None:
@@ -145,7 +145,7 @@ def test_a_classifier_of_another_kind_runs_its_own_forward() -> None:
     )
     model = RewardModel(BertForSequenceClassification(config).eval(), byte_tokenizer(), label=1)
     assert not model.packs_rows
-    assert model.score_sequences(rows(), LENGTHS).shape == (9,)
+    assert model(rows(), LENGTHS).shape == (9,)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gemma2"])

@@ -35,7 +35,7 @@ def reward_model() -> RewardModel:
 
 def reward_of(model: RewardModel, ids: tuple[int, ...]) -> float:
     with torch.no_grad():
-        return model.score_sequences(torch.tensor([ids]), torch.tensor([len(ids)])).item()
+        return model(torch.tensor([ids]), torch.tensor([len(ids)])).item()
 
 
 def test_each_sample_gets_the_reward_of_its_own_ids_whatever_the_batches(

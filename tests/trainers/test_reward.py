@@ -26,7 +26,7 @@ def test_the_final_folder_is_a_standard_classifier_with_the_same_rewards(tmp_pat
     ours = load_reward_model(str(result.run_dir), dtype=torch.float32)
     ids = torch.tensor([[50, 60, 70, 2]])
     with torch.no_grad():
-        expected = ours.score_sequences(ids, torch.tensor([4]))
+        expected = ours(ids, torch.tensor([4]))
         torch.testing.assert_close(plain(ids).logits[:, 0], expected)
 
 

@@ -100,7 +100,7 @@ def margins(model: RewardModel, pairs: Sequence[DecidedPair], *, micro_batch_siz
     for start in range(0, len(distinct), micro_batch_size):
         some = distinct[start : start + micro_batch_size]
         ids_BT, lengths_B = pad_right(some, 0)
-        rewards_B = model.score_sequences(ids_BT.to(device), lengths_B.to(device))
+        rewards_B = model(ids_BT.to(device), lengths_B.to(device))
         reward_of.update(zip(some, rewards_B.tolist(), strict=True))
     return np.array([reward_of[pair.better_ids] - reward_of[pair.worse_ids] for pair in pairs])
 

@@ -28,8 +28,9 @@ from tunesmith.live.reward import RewardUpdate
 from tunesmith.live.versions import CheckResult, Position, Versions, check
 from tunesmith.live.votes import VotedPair, VoteMemory
 from tunesmith.models.language_model import language_model
-from tunesmith.models.load import frozen_copy, load_policy
+from tunesmith.models.load import load_policy
 from tunesmith.models.loaded import context_length, freeze_lower_layers
+from tunesmith.models.lora import frozen_copy
 from tunesmith.models.optimizer import MasterAdamW
 from tunesmith.runs.checkpoint import snapshot
 from tunesmith.runs.environment import rss_gb

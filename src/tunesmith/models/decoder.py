@@ -23,7 +23,7 @@ from tunesmith.kernels.attention.api import attend_packed
 from tunesmith.kernels.attention.packing import Packing, Segments
 from tunesmith.kernels.attention.records import Rope
 from tunesmith.kernels.gated.api import activate, gated, softcap
-from tunesmith.kernels.logprob.head import HeadScores, head_logp_entropy, head_scores
+from tunesmith.kernels.logprob.head import OutputLayer
 from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.rms_norm.api import add_rms_norm
 from tunesmith.models.adapter import Adapter, add_low_rank, dora_scale, low_rank, stretch
@@ -165,6 +165,11 @@ class Decoder:
         self.ropes = RopeTables(self.architecture.ropes)
         self._model = model
 
+    @property
+    def output(self) -> OutputLayer:
+        """The output layer."""
+        return self.architecture.output_layer
+
     def hidden_states(
         self, ids_T: torch.Tensor, lengths: Sequence[int] | Segments, *, on_layer: OnLayer | None = None
     ) -> torch.Tensor:
@@ -188,17 +193,6 @@ class Decoder:
     def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
         """Logits `[N, V]` of some of the hidden states."""
         return logits(self.architecture, hidden_NH, self._ops(Segments((), ())))
-
-    def logp_entropy(
-        self, hidden_NH: torch.Tensor, ids_N: torch.Tensor, temperature: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logp_N, entropy_N) of the tokens `ids_N` after the states, with gradients, without holding all logits."""
-        layer = self.architecture.output_layer
-        return head_logp_entropy(hidden_NH, layer, ids_N, temperature, kernels=self.kernels)
-
-    def scores(self, hidden_NH: torch.Tensor, ids_N: torch.Tensor) -> HeadScores:
-        """Log-probs and entropies at temperature 1, and which of `ids_N` are the most likely tokens."""
-        return head_scores(hidden_NH, self.architecture.output_layer, ids_N, kernels=self.kernels)
 
     def _ops(self, segments: Segments, on_layer: OnLayer | None = None) -> Ops:
         packing, num_positions = Packing(segments), max(1, segments.longest)

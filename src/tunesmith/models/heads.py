@@ -56,9 +56,14 @@ class Critic(nn.Module):
         """The trunk's flat decoder; None where its own forward is used."""
         return self._decoder.get(self.trunk)
 
-    def forward(self, ids_BS: torch.Tensor, lengths_B: torch.Tensor, *, prompt_lengths_B: torch.Tensor) -> torch.Tensor:
-        """value_BT; see `critic_values`."""
-        return critic_values(self, ids_BS, lengths_B, prompt_lengths_B)
+    def forward(self, ids_BS: torch.Tensor, lengths_B: torch.Tensor, prompt_lengths_B: torch.Tensor) -> torch.Tensor:
+        """value_BT: the value of the state before each completion token, laid out as in `logprob.TokenScores`."""
+        layout = completion_layout(ids_BS, lengths_B, prompt_lengths_B)
+        row_N, position_N, column_N = layout.indices()
+        used_B = (lengths_B - 1).clamp(min=1)  # the state after the last token is not needed
+        ids_BS = ids_BS[:, : int(used_B.max())]
+        hidden_NH = trunk_states(self.trunk, self.decoder, ids_BS, used_B, row_N, position_N)
+        return layout.spread(self.value_head(hidden_NH), row_N, column_N)
 
 
 class RewardModel(nn.Module):
@@ -101,9 +106,9 @@ class RewardModel(nn.Module):
     @property
     def decoder(self) -> Decoder | None:
         """The trunk's flat decoder; None where its own forward is used."""
-        return self._decoder.get(self._trunk)
+        return self._decoder.get(cast(PreTrainedModel, self.model.base_model))
 
-    def score_sequences(self, ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
         """reward_B in float32, of right-padded rows with `lengths_B` real ids each (at least 1)."""
         if int(lengths_B.min()) < 1 or int(lengths_B.max()) > ids_BS.shape[1]:
             raise ModelError(
@@ -111,14 +116,6 @@ class RewardModel(nn.Module):
             )
         ids_BS = ids_BS[:, : int(lengths_B.max())]
         return self._pick(self._logits(ids_BS, lengths_B))
-
-    def forward(self, ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
-        """reward_B; see `score_sequences`."""
-        return self.score_sequences(ids_BS, lengths_B)
-
-    @property
-    def _trunk(self) -> PreTrainedModel:
-        return cast(PreTrainedModel, self.model.base_model)
 
     def _score(self) -> nn.Module | None:
         return getattr(self.model, "score", None)
@@ -129,7 +126,7 @@ class RewardModel(nn.Module):
             mask_BS = length_mask(lengths_B, ids_BS.shape[1])
             return self.model(input_ids=ids_BS, attention_mask=mask_BS.long()).logits.float()
         row_B = torch.arange(len(ids_BS), device=ids_BS.device)
-        last_BH = trunk_states(self._trunk, self.decoder, ids_BS, lengths_B, row_B, lengths_B - 1)
+        last_BH = trunk_states(self.model, self.decoder, ids_BS, lengths_B, row_B, lengths_B - 1)
         bias = None if score.bias is None else score.bias.float()
         return functional.linear(last_BH.float(), score.weight.float(), bias)
 
@@ -139,18 +136,6 @@ class RewardModel(nn.Module):
             return chosen_B
         others = [index for index in range(logits_BK.shape[1]) if index != self.label_index]
         return chosen_B - logits_BK[:, others].logsumexp(-1)
-
-
-def critic_values(
-    critic: Critic, ids_BS: torch.Tensor, lengths_B: torch.Tensor, prompt_lengths_B: torch.Tensor
-) -> torch.Tensor:
-    """value_BT: the critic's value of the state before each completion token, laid out as in `logprob.TokenScores`."""
-    layout = completion_layout(ids_BS, lengths_B, prompt_lengths_B)
-    row_N, position_N, column_N = layout.indices()
-    used_B = (lengths_B - 1).clamp(min=1)  # the state after the last token is not needed
-    ids_BS = ids_BS[:, : int(used_B.max())]
-    hidden_NH = trunk_states(critic.trunk, critic.decoder, ids_BS, used_B, row_N, position_N)
-    return layout.spread(critic.value_head(hidden_NH), row_N, column_N)
 
 
 def hidden_size(model: PreTrainedModel) -> int:

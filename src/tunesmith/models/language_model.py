@@ -1,5 +1,6 @@
 """A language model and how its log-probs are computed: by the flat decoder, by its trunk, or by its own forward."""
 
+import contextlib
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -71,17 +72,10 @@ class TrunkDecoder:
         """The decoder of `trunk` as it is now; None where transformers' own forward is used."""
         parts = _parts(trunk)
         if len(parts) != len(self._parts) or not all(map(operator.is_, parts, self._parts)):
-            self._decoder, self._parts = _decoder_of(trunk, self._kernels), parts
+            self._decoder, self._parts = None, parts
+            with contextlib.suppress(UnsupportedArchitecture):
+                self._decoder = Decoder(trunk, self._kernels) if trunk.device.type == "cpu" else None
         return self._decoder
-
-
-def _decoder_of(trunk: PreTrainedModel, kernels: Kernels) -> Decoder | None:
-    if trunk.device.type != "cpu":
-        return None
-    try:
-        return Decoder(trunk, kernels)
-    except UnsupportedArchitecture:
-        return None
 
 
 def _parts(trunk: nn.Module) -> list[object]:

@@ -205,14 +205,6 @@ def load_tokenizer(folder: Path, name: str, *, trust_remote_code: bool = False) 
     return tokenizer
 
 
-def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of `model` in evaluation mode without gradients: the reference policy.
-
-    With adapters it shares their frozen base, and has copies of those adapters that are not zero.
-    """
-    return lora.frozen_twin(model)
-
-
 def count_parameters(model: nn.Module) -> int:
     """Number of parameters; tied ones count once."""
     return sum(parameter.numel() for parameter in model.parameters())

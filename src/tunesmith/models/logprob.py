@@ -13,7 +13,7 @@ Only the N states that predict a scored token go through the output layer. By ba
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -114,7 +114,7 @@ def next_token_scores(model: LanguageModel, targets: Targets) -> HeadScores:
     """
     if isinstance(model.backend, Decoder):
         hidden_TH = model.backend.hidden_states(targets.ids_T, Segments.alone(targets.lengths))
-        return model.backend.scores(hidden_TH[targets.state_N], targets.chosen_N)
+        return head_scores(hidden_TH[targets.state_N], model.backend.output, targets.chosen_N, kernels=model.kernels)
     lengths_B = torch.tensor(targets.lengths, device=targets.ids_T.device)
     ids_BS = pad_sequence(list(targets.ids_T.split(targets.lengths)), batch_first=True)
     row_T = torch.repeat_interleave(torch.arange(len(lengths_B), device=lengths_B.device), lengths_B)
@@ -122,7 +122,7 @@ def next_token_scores(model: LanguageModel, targets: Targets) -> HeadScores:
     row_N = row_T[targets.state_N]
     position_N = targets.state_N - start_B[row_N]
     if isinstance(model.backend, TrunkForward):
-        hidden_NH = trunk_states(_trunk(model), None, ids_BS, lengths_B, row_N, position_N)
+        hidden_NH = trunk_states(model.module, None, ids_BS, lengths_B, row_N, position_N)
         return head_scores(hidden_NH, model.backend.output, targets.chosen_N, kernels=model.kernels)
     logits_NV, _ = _logits_at(model.module, ids_BS, lengths_B, row_N, position_N)
     logp_N, entropy_N = chosen_logp_entropy(logits_NV, targets.chosen_N, 1.0)
@@ -137,20 +137,21 @@ def length_mask(lengths_B: torch.Tensor, num_columns: int) -> torch.Tensor:
 
 
 def trunk_states(
-    trunk: PreTrainedModel,
+    model: PreTrainedModel,
     decoder: Decoder | None,
     ids_BS: torch.Tensor,
     lengths_B: torch.Tensor,
     row_N: torch.Tensor,
     position_N: torch.Tensor,
 ) -> torch.Tensor:
-    """hidden_NH of a model without output layer, at (row, position) of right-padded rows.
+    """hidden_NH of `model` before any output layer, at (row, position) of right-padded rows.
 
-    With `decoder` nothing is padded, and common prefixes of neighbouring rows are computed once; with None the trunk's
-    own forward runs over the padded rows.
+    With its `decoder` nothing is padded, and common prefixes of neighbouring rows are computed once; with None the
+    trunk's own forward runs over the padded rows.
     """
     if decoder is None:
         mask_BS = length_mask(lengths_B, ids_BS.shape[1])
+        trunk = model.base_model
         states_BSH = trunk(input_ids=ids_BS, attention_mask=mask_BS.long(), use_cache=False).last_hidden_state
         return states_BSH[row_N, position_N]
     packed = pack_rows(ids_BS, lengths_B)
@@ -181,27 +182,19 @@ def _token_scores(
     model: LanguageModel, layout: CompletionLayout, temperature: float, value_head: nn.Module | None
 ) -> TokenScores:
     row_N, position_N, column_N = layout.indices()
-    backend, kernels = model.backend, model.kernels
+    backend, lengths_B = model.backend, layout.lengths_B
     chosen_N = layout.ids_BS[row_N, position_N + 1]
-    if isinstance(backend, Decoder):
-        # The state after the last token predicts nothing, so it is not computed.
-        used_B = (layout.lengths_B - 1).clamp(min=1)
-        hidden_NH = trunk_states(model.module, backend, layout.ids_BS, used_B, row_N, position_N)
-        logp_N, entropy_N = backend.logp_entropy(hidden_NH, chosen_N, temperature)
+    ids_BS = layout.ids_BS[:, : int(lengths_B.max())]
+    if isinstance(backend, FullForward):
+        logits_NV, hidden_NH = _logits_at(model.module, ids_BS, lengths_B, row_N, position_N)
+        logp_N, entropy_N = chosen_logp_entropy(logits_NV, chosen_N, temperature)
     else:
-        ids_BS = layout.ids_BS[:, : int(layout.lengths_B.max())]
-        if isinstance(backend, TrunkForward):
-            hidden_NH = trunk_states(_trunk(model), None, ids_BS, layout.lengths_B, row_N, position_N)
-            logp_N, entropy_N = head_logp_entropy(hidden_NH, backend.output, chosen_N, temperature, kernels=kernels)
-        else:
-            logits_NV, hidden_NH = _logits_at(model.module, ids_BS, layout.lengths_B, row_N, position_N)
-            logp_N, entropy_N = chosen_logp_entropy(logits_NV, chosen_N, temperature)
+        if model.decoder is not None:  # the state after the last token predicts nothing, so it is not computed
+            lengths_B = (lengths_B - 1).clamp(min=1)
+        hidden_NH = trunk_states(model.module, model.decoder, ids_BS, lengths_B, row_N, position_N)
+        logp_N, entropy_N = head_logp_entropy(hidden_NH, backend.output, chosen_N, temperature, kernels=model.kernels)
     value_BT = None if value_head is None else layout.spread(value_head(hidden_NH), row_N, column_N)
     return TokenScores(layout.spread(logp_N, row_N, column_N), layout.spread(entropy_N, row_N, column_N), value_BT)
-
-
-def _trunk(model: LanguageModel) -> PreTrainedModel:
-    return cast(PreTrainedModel, model.module.base_model)
 
 
 def _logits_at(

@@ -137,8 +137,11 @@ def twin(model: PreTrainedModel) -> PreTrainedModel:
     return copy.deepcopy(model, shared)
 
 
-def frozen_twin(model: PreTrainedModel) -> PreTrainedModel:
-    """A `twin` without gradients. If all adapters are zero they are removed, so it is the base itself."""
+def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of `model` in evaluation mode without gradients: the reference policy.
+
+    With adapters it is a `twin`; if all are zero they are removed, so it is the base itself.
+    """
     reference = twin(model)
     if all(_is_idle(layer) for layer in _adapted_layers(reference)):
         take_off(reference)

@@ -100,7 +100,7 @@ class ModelReward:
                 lengths = [len(sequences[index]) for index in indices]
                 rows = [[*sequences[index], *[0] * (max(lengths) - len(sequences[index]))] for index in indices]
                 ids_BT, lengths_B = torch.tensor(rows, device=device), torch.tensor(lengths, device=device)
-                for index, reward in zip(indices, self.model.score_sequences(ids_BT, lengths_B).tolist(), strict=True):
+                for index, reward in zip(indices, self.model(ids_BT, lengths_B).tolist(), strict=True):
                     rewards[index] = reward
         self.model.train(was_training)
         return rewards

@@ -30,9 +30,10 @@ from tunesmith.kernels.masking import total
 from tunesmith.kernels.native import Kernels
 from tunesmith.models.export import ModelCard, save_final
 from tunesmith.models.language_model import LanguageModel, language_model
-from tunesmith.models.load import frozen_copy, load_policy
+from tunesmith.models.load import load_policy
 from tunesmith.models.loaded import PreTrainedTokenizerBase, context_length, freeze_lower_layers
 from tunesmith.models.logprob import token_logps
+from tunesmith.models.lora import frozen_copy
 from tunesmith.models.optimizer import MasterAdamW
 from tunesmith.models.tokenizer import decode
 from tunesmith.trainers import setup

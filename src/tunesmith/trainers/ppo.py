@@ -23,7 +23,7 @@ from tunesmith.config.schema import PPORecipe
 from tunesmith.core.seeds import derive
 from tunesmith.core.trace import span
 from tunesmith.models.export import ModelCard, save_final
-from tunesmith.models.heads import Critic, ScalarHead, critic_values, hidden_size
+from tunesmith.models.heads import Critic, ScalarHead, hidden_size
 from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.loaded import PreTrainedTokenizerBase
 from tunesmith.models.logprob import token_logps
@@ -165,7 +165,7 @@ class PPO:
             value_head=self.value_head,
         )
         if self.critic is not None:
-            value_BT = critic_values(self.critic, ids_BS, lengths_B, prompt_lengths_B)
+            value_BT = self.critic(ids_BS, lengths_B, prompt_lengths_B)
             return PolicyScores(scores.logp_BT, scores.entropy_BT, value_BT)
         value_BT = torch.zeros_like(scores.logp_BT) if scores.value_BT is None else scores.value_BT
         return PolicyScores(scores.logp_BT, scores.entropy_BT, value_BT)
@@ -184,7 +184,7 @@ class PPO:
             logp_BT = rollouts.join([part.logp_BT for part in parts], width)
             return logp_BT, rollouts.join([part.value_BT for part in parts], width)
         if self.critic is not None:
-            values = [critic_values(self.critic, m.ids_BS, m.lengths_B, m.prompt_lengths_B) for m in micros]
+            values = [self.critic(m.ids_BS, m.lengths_B, m.prompt_lengths_B) for m in micros]
             return sequences.raw_logp_BT, rollouts.join(values, width)
         value_BT = torch.zeros_like(sequences.raw_logp_BT) if sequences.value_BT is None else sequences.value_BT
         return sequences.raw_logp_BT, value_BT
