@@ -13,7 +13,6 @@ from urllib.parse import urlsplit
 from tunesmith.store.records import PolicyVersion
 from tunesmith.store.runs import RunReader, RunStore
 from tunesmith.store.vote_watch import VoteWatch
-from tunesmith.web.services import Lifetime
 from tunesmith.web.watch import events
 from tunesmith.web.watch_data import WatchData
 
@@ -201,12 +200,12 @@ def test_many_points_come_thinned_with_their_extremes(server, trainer):
 
 def test_a_quiet_stream_is_kept_alive_by_comments_and_ends_with_the_server(tmp_path):
     async def collect():
-        lifetime, texts = Lifetime(), []
+        shutdown, texts = asyncio.Event(), []
         with closing(RunReader.open(tmp_path / "runs.db")) as runs, closing(VoteWatch(tmp_path / "votes.db")) as votes:
-            async for text in events(WatchData(runs, votes), lifetime, 0, poll_s=0.01, keep_alive_s=0.03):
+            async for text in events(WatchData(runs, votes), shutdown, 0, poll_s=0.01, keep_alive_s=0.03):
                 texts.append(text)
                 if text.startswith(":"):
-                    lifetime.end()
+                    shutdown.set()
         return texts
 
     texts = asyncio.run(collect())

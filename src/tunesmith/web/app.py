@@ -19,12 +19,14 @@ from tunesmith.core.log import Once, get_logger
 from tunesmith.reports.chart import DARK, LIGHT
 from tunesmith.store.records import PolicyVersion
 from tunesmith.store.runs import RunReader
+from tunesmith.store.vote_watch import VoteWatch
 from tunesmith.store.votes import VoteStore
 from tunesmith.web import access, routes, watch
 from tunesmith.web.guard import Guard
 from tunesmith.web.logins import Links, Logins, RateLimits, Sessions, read_key
-from tunesmith.web.services import Lifetime, Services
+from tunesmith.web.services import Services, is_set_within
 from tunesmith.web.settings import ServerSettings
+from tunesmith.web.watch_data import WatchData
 
 POLL_S = 0.5
 """Seconds between copies of the trainer's offers."""
@@ -41,10 +43,10 @@ _STATUS: tuple[tuple[type[InputError], int], ...] = (
 
 def create_app(settings: ServerSettings, votes: VoteStore, runs: RunReader) -> FastAPI:
     """The app. The caller owns `votes` and `runs` and closes them after the server has ended."""
-    lifetime = Lifetime()
     failures = RateLimits(1 / settings.limits.failure_every_s, settings.limits.failures)
     logins = Logins(votes.reader, Sessions(read_key(settings.folder)), Links(), failures)
-    services = Services(settings, votes, runs, logins, lifetime, _templates())
+    services = Services(settings, votes, runs, logins, asyncio.Event(), _templates())
+    watched = WatchData(runs, VoteWatch(settings.votes_path))
     table = access.RouteTable((*access.RULES, *watch.RULES))
     app = FastAPI(
         title="Tunesmith",
@@ -57,7 +59,7 @@ def create_app(settings: ServerSettings, votes: VoteStore, runs: RunReader) -> F
         middleware=[Middleware(Guard, table=table, logins=logins, limits=settings.limits, hosts=settings.hosts)],
     )
     app.state.services = services
-    for router in (routes.sessions(), routes.votes(), routes.administration(), routes.pages(), watch.router()):
+    for router in (routes.sessions(), routes.votes(), routes.administration(), routes.pages(), watch.router(watched)):
         app.include_router(router)
     app.mount("/static", StaticFiles(directory=Path(__file__).parent / "static"), name="static")
     app.add_exception_handler(RequestValidationError, _explain_validation)
@@ -72,7 +74,7 @@ async def _lifespan(app: FastAPI) -> AsyncGenerator[None]:
     try:
         yield
     finally:
-        services.lifetime.end()
+        services.shutdown.set()
         with suppress(asyncio.CancelledError):
             await copying
 
@@ -84,7 +86,7 @@ async def copy_offers(services: Services) -> None:
     """
     once = Once(get_logger(__name__))
     versions: Sequence[PolicyVersion] = ()
-    while not await services.lifetime.sleep(POLL_S):
+    while not await is_set_within(services.shutdown, POLL_S):
         try:
             versions = await run_in_threadpool(_copy, services, versions)
         except TunesmithError as error:

@@ -79,7 +79,7 @@ class Guard:
     async def _admit(self, request: Request, rule: Rule | None) -> bytes:
         """The checked body for the route. Raises HTTPException if the request is denied."""
         self._check_host(request)
-        _check_origin(request, self._logins.cookie)
+        _check_origin(request, self._logins.sessions.cookie)
         identity = None
         if rule is None or rule.access != "public":
             identity = await self._identify(request)
@@ -107,7 +107,7 @@ class Guard:
 
     async def _identify(self, request: Request) -> Identity:
         """The identity of the token or cookie. Raises HTTPException 401 or, after many failures, 429."""
-        bearer, cookie = _bearer(request), request.cookies.get(self._logins.cookie, "")
+        bearer, cookie = _bearer(request), request.cookies.get(self._logins.sessions.cookie, "")
         if not bearer and not cookie:
             raise HTTPException(401, "log in first: send `Authorization: Bearer TOKEN`", _LOG_IN)
         identity = self._logins.recall(bearer, cookie)

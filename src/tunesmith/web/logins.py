@@ -50,20 +50,13 @@ class RateLimits:
 
     def take(self, key: str) -> int:
         """0 if `key` has a token, which is taken; else the whole seconds until it has one."""
-        bucket = self._filled(key)
-        wait_s = self._wait_s(bucket)
+        wait_s = self.wait_s(key)
         if not wait_s:
-            bucket.tokens -= 1
+            self._buckets[key].tokens -= 1
         return wait_s
 
     def wait_s(self, key: str) -> int:
         """As `take`, but takes nothing."""
-        return self._wait_s(self._filled(key))
-
-    def _wait_s(self, bucket: _Bucket) -> int:
-        return 0 if bucket.tokens >= 1 else max(1, math.ceil((1 - bucket.tokens) / self._rate_per_s))
-
-    def _filled(self, key: str) -> _Bucket:
         now = time.monotonic()
         bucket = self._buckets.get(key)
         if bucket is None:
@@ -73,7 +66,7 @@ class RateLimits:
         self._buckets.move_to_end(key)
         bucket.tokens = min(self._burst, bucket.tokens + (now - bucket.time) * self._rate_per_s)
         bucket.time = now
-        return bucket
+        return 0 if bucket.tokens >= 1 else max(1, math.ceil((1 - bucket.tokens) / self._rate_per_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,11 +162,6 @@ class Logins:
         self.failures = failures
         self._votes = votes
         self._cache: OrderedDict[str, tuple[Identity, float]] = OrderedDict()
-
-    @property
-    def cookie(self) -> str:
-        """Name of the session cookie."""
-        return self.sessions.cookie
 
     def recall(self, bearer: str, cookie: str) -> Identity | None:
         """The cached identity of this token or cookie; None if it must be looked up."""

@@ -124,7 +124,7 @@ def sessions() -> APIRouter:
     @routes.delete("/session", status_code=204)
     def log_out(response: Response, services: ServicesOf) -> None:
         """End the session of this browser."""
-        response.delete_cookie(services.logins.cookie, httponly=True, samesite="strict")
+        response.delete_cookie(services.logins.sessions.cookie, httponly=True, samesite="strict")
 
     return routes
 
@@ -254,7 +254,7 @@ def _limited(find: Callable[[], Found | None], request: Request, services: Servi
 def _set_cookie(rater_id: int, request: Request, response: Response, services: Services) -> None:
     seconds = int(services.settings.session_days * _DAY_S)
     response.set_cookie(
-        services.logins.cookie,
+        services.logins.sessions.cookie,
         services.logins.sessions.sign(rater_id, time.time() + seconds),
         max_age=seconds,
         httponly=True,

@@ -19,7 +19,7 @@ from tunesmith.store.records import CampaignSettings
 from tunesmith.store.runs import RunReader
 from tunesmith.store.votes import VoteStore
 from tunesmith.web.app import create_app
-from tunesmith.web.services import Lifetime, Services
+from tunesmith.web.services import Services
 from tunesmith.web.settings import ServerSettings
 
 _GRACE_S = 2
@@ -85,16 +85,16 @@ def serve(
             fill(votes, campaign.id)
         opened = _opened(services, listener, is_exposed=is_exposed)
         signal.signal(signal.SIGTERM, _leave)
-        server = _Server(_config(app, settings), services.lifetime, lambda: announce(opened))
+        server = _Server(_config(app, settings), services.shutdown, lambda: announce(opened))
         server.run(sockets=[listener])
 
 
 class _Server(uvicorn.Server):
     """uvicorn's server; at shutdown it ends streams before it waits for them."""
 
-    def __init__(self, config: uvicorn.Config, lifetime: Lifetime, announce: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, shutting_down: asyncio.Event, announce: Callable[[], None]) -> None:
         super().__init__(config)
-        self._lifetime = lifetime
+        self._shutting_down = shutting_down
         self._announce = announce
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -102,7 +102,7 @@ class _Server(uvicorn.Server):
         self._announce()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._lifetime.end()
+        self._shutting_down.set()
         await super().shutdown(sockets)
 
 

@@ -1,4 +1,4 @@
-"""Dependencies of routes: the stores, the logins, the lifetime of the server, and the caller."""
+"""Dependencies of routes: the stores, the logins, the shutdown event, and the caller."""
 
 import asyncio
 from dataclasses import dataclass
@@ -15,39 +15,25 @@ from tunesmith.web.logins import Identity, Logins
 from tunesmith.web.settings import ServerSettings
 
 
-class Lifetime:
-    """The shutdown event of the server, set by a signal. For the event loop only."""
-
-    def __init__(self) -> None:
-        self._ending = asyncio.Event()
-
-    @property
-    def is_ending(self) -> bool:
-        """True once the server shuts down: streams return."""
-        return self._ending.is_set()
-
-    def end(self) -> None:
-        """Start the shutdown and wake all sleepers."""
-        self._ending.set()
-
-    async def sleep(self, seconds: float) -> bool:
-        """True as soon as the server shuts down; False after `seconds`."""
-        try:
-            await asyncio.wait_for(self._ending.wait(), seconds)
-        except TimeoutError:
-            return False
-        return True
+async def is_set_within(event: asyncio.Event, seconds: float) -> bool:
+    """True as soon as `event` is set; False after `seconds`."""
+    try:
+        return await asyncio.wait_for(event.wait(), seconds)
+    except TimeoutError:
+        return False
 
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """The parts of one app. `votes` is written here; `runs` is read, and its file may not exist yet."""
+    """The parts of one app. `votes` is written here; `runs` is read, and its file may not exist yet. `shutdown` is set
+    when the server ends, so that streams return.
+    """
 
     settings: ServerSettings
     votes: VoteStore
     runs: RunReader
     logins: Logins
-    lifetime: Lifetime
+    shutdown: asyncio.Event
     templates: jinja2.Environment
 
     def campaign(self) -> Campaign:

@@ -5,8 +5,8 @@ change. Only `metrics` events have an id, their cursor, with which a client resu
 buffers nothing for a client: unread metrics stay in the database, so a slow client costs no memory.
 """
 
+import asyncio
 import json
-import threading
 from collections import Counter
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
@@ -19,9 +19,8 @@ from pydantic import StringConstraints
 from starlette.concurrency import run_in_threadpool
 
 from tunesmith.core.errors import TunesmithError
-from tunesmith.store.vote_watch import VoteWatch
 from tunesmith.web.access import API, Rule
-from tunesmith.web.services import Caller, Lifetime, Services, ServicesOf
+from tunesmith.web.services import Caller, ServicesOf, is_set_within
 from tunesmith.web.watch_data import MAX_ROWS, Json, News, WatchData
 
 RULES: tuple[Rule, ...] = (
@@ -52,69 +51,48 @@ RETRY_MS = 2_000
 """Milliseconds after which a browser reconnects."""
 
 
-class _Watched:
-    """The data of one app, created at the first request, and the number of open streams of each rater."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._data: WatchData | None = None
-        self._streams: Counter[int] = Counter()
-
-    def data(self, services: Services) -> WatchData:
-        with self._lock:
-            if self._data is None:
-                self._data = WatchData(services.runs, VoteWatch(services.settings.votes_path))
-            return self._data
-
-    async def stream(self, services: Services, rater_id: int, cursor: int) -> AsyncGenerator[str]:
-        """Events for a rater's stream, which counts towards their quota while it is open."""
-        self._streams[rater_id] += 1
-        try:
-            async for text in events(self.data(services), services.lifetime, cursor):
-                yield text
-        finally:
-            self._streams[rater_id] -= 1
-
-    def has_quota(self, services: Services, rater_id: int) -> bool:
-        return self._streams[rater_id] < services.settings.limits.streams_per_rater
-
-
-def router() -> APIRouter:
+def router(data: WatchData) -> APIRouter:
     """A router with the page `/watch` and, under `/api/v1`, `versions`, `metrics`, `metrics/names` and `stream`."""
-    routes, watched = APIRouter(tags=["watch"]), _Watched()
+    routes = APIRouter(tags=["watch"])
+    num_streams: Counter[int] = Counter()  # open streams of each rater
 
     @routes.get("/watch", include_in_schema=False)
     def watch(caller: Caller, services: ServicesOf) -> HTMLResponse:
         return services.page("watch.html", caller, here="/watch")
 
     @routes.get(f"{API}/versions")
-    def versions(services: ServicesOf) -> JSONResponse:
+    def versions() -> JSONResponse:
         """The versions of the policy, oldest first, with win rates against the base as far as they are known."""
-        return JSONResponse(watched.data(services).versions())
+        return JSONResponse(data.versions())
 
     @routes.get(f"{API}/metrics/names")
-    def names(services: ServicesOf) -> JSONResponse:
+    def names() -> JSONResponse:
         """All metrics, how the page draws them, and the cursor from which the stream goes on."""
-        return JSONResponse(watched.data(services).names())
+        return JSONResponse(data.names())
 
     @routes.get(f"{API}/metrics")
-    def metrics(services: ServicesOf, name: Names, after: After = 0, points: Points = 1_000) -> JSONResponse:
+    def metrics(name: Names, after: After = 0, points: Points = 1_000) -> JSONResponse:
         """Points of one or more metrics with an id above `after`, thinned to about `points` each."""
-        return JSONResponse(watched.data(services).series(name, after, points))
+        return JSONResponse(data.series(name, after, points))
 
     # Not in the schema: the response never ends, which would block clients that try all routes.
     @routes.get(f"{API}/stream", include_in_schema=False)
     async def stream(
         caller: Caller, services: ServicesOf, after: After = 0, last_event_id: LastEventId = None
     ) -> StreamingResponse:
-        if not watched.has_quota(services, caller.rater_id):
+        if num_streams[caller.rater_id] >= services.settings.limits.streams_per_rater:
             raise HTTPException(429, "you have too many streams open; close some pages")
-        cursor = _cursor(last_event_id, after)
-        return StreamingResponse(
-            watched.stream(services, caller.rater_id, cursor),
-            media_type="text/event-stream",
-            headers={"x-accel-buffering": "no"},
-        )
+
+        async def counted() -> AsyncGenerator[str]:
+            num_streams[caller.rater_id] += 1
+            try:
+                async for text in events(data, services.shutdown, _cursor(last_event_id, after)):
+                    yield text
+            finally:
+                num_streams[caller.rater_id] -= 1
+
+        headers = {"x-accel-buffering": "no"}
+        return StreamingResponse(counted(), media_type="text/event-stream", headers=headers)
 
     return routes
 
@@ -134,19 +112,19 @@ class Client:
 
 
 async def events(
-    data: WatchData, lifetime: Lifetime, cursor: int, poll_s: float = POLL_S, keep_alive_s: float = KEEP_ALIVE_S
+    data: WatchData, shutdown: asyncio.Event, cursor: int, poll_s: float = POLL_S, keep_alive_s: float = KEEP_ALIVE_S
 ) -> AsyncGenerator[str]:
     """Events for one client from `cursor` on, until the server shuts down or the client disconnects."""
     client, quiet_s = Client(cursor), 0.0
     yield f"retry: {RETRY_MS}\n\n"
-    while not lifetime.is_ending:
+    while not shutdown.is_set():
         text, is_behind = await run_in_threadpool(next_events, data, client)
         quiet_s = 0.0 if text else quiet_s + poll_s
         if quiet_s >= keep_alive_s:
             text, quiet_s = ": still here\n\n", 0.0
         if text:
             yield text
-        if not is_behind and await lifetime.sleep(poll_s):
+        if not is_behind and await is_set_within(shutdown, poll_s):
             return
 
 
