@@ -15,8 +15,9 @@ from tunesmith.core.errors import RewardError
 from tunesmith.core.trace import span, trace
 from tunesmith.models.load import new_reward_model
 from tunesmith.models.tiny import byte_tokenizer
+from tunesmith.rewards.ahead import PORTION_ROWS, one_answer, portions
 from tunesmith.rewards.calling import FunctionReward
-from tunesmith.rewards.outcome import PORTION_ROWS, one_answer, portions, samples_of
+from tunesmith.rewards.outcome import samples_of
 from tunesmith.rewards.scorer import Scorer, Scores, TrainerState
 
 GroupMaker = Callable[..., Group]

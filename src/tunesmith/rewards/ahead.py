@@ -5,30 +5,63 @@ random generator gives the same numbers again.
 """
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 
 from tunesmith.batch.rollout import Group
 from tunesmith.core.trace import Trace, include, span, trace
 from tunesmith.rewards.calling import CalledReward
 from tunesmith.rewards.model import ModelReward
-from tunesmith.rewards.outcome import Logged, Portion, Sample, Scored, one_answer, portions, samples_of
+from tunesmith.rewards.outcome import Logged, Outcome, Sample, SampleError, Scored, samples_of
 from tunesmith.rewards.threads import EventLoop, HangError, Worker, result_of
+
+PORTION_ROWS = 16
+"""Completions in one call of a reward model, as whole groups: enough for efficient matrix products, few enough that
+scoring can begin while others are sampled."""
 
 
 @dataclass(frozen=True, slots=True)
-class Threads:
-    """The thread that runs synchronous rewards, and the event loop that runs async ones."""
+class Portion:
+    """Consecutive groups of `group_size` completions. The groups `groups` have the samples `samples`."""
 
-    worker: Worker
-    loop: EventLoop
+    groups: range
+    group_size: int
+
+    @property
+    def samples(self) -> range:
+        """Places of the samples, counted over all groups."""
+        return range(self.groups.start * self.group_size, self.groups.stop * self.group_size)
+
+
+def portions(num_groups: int, group_size: int, *, num_rows: int = PORTION_ROWS) -> list[Portion]:
+    """All groups in portions of at most `num_rows` completions, but at least one group each.
+
+    A function of the two numbers alone: which sequences a model computes together can move the last bits of a reward,
+    so that they are the same whether or not scoring waits for the last group.
+    """
+    size = max(1, num_rows // group_size)
+    return [Portion(range(start, min(start + size, num_groups)), group_size) for start in range(0, num_groups, size)]
+
+
+def one_answer(parts: Mapping[Portion, Scored]) -> Scored:
+    """The answers to all portions as one, in the order of the samples."""
+    ordered: Sequence[tuple[Portion, Scored]] = sorted(parts.items(), key=lambda item: item[0].groups.start)
+    logged = Logged(sum(len(portion.samples) for portion, _ in ordered))
+    outcomes: list[Outcome] = []
+    retried: SampleError | None = None
+    for portion, scored in ordered:
+        outcomes += scored.outcomes
+        logged.add(scored.logged, portion.samples)
+        retried = retried or scored.retried
+    return Scored(outcomes, logged, retried)
 
 
 @dataclass(slots=True)
-class _Calls:
-    """The calls of one reward; `futures` holds those submitted so far."""
+class Calls:
+    """The calls of one reward, one for each of `portions`; `futures` holds those that have begun."""
 
     name: str
     reward: ModelReward | CalledReward
@@ -46,21 +79,22 @@ class Ahead:
     def __init__(
         self,
         rewards: Mapping[str, ModelReward | CalledReward],
-        threads: Threads,
+        worker: Worker,
+        loop: EventLoop,
         num_groups: int,
         group_size: int,
         extras: Mapping[str, object],
     ) -> None:
-        self._threads = threads
+        self._worker, self._loop = worker, loop
         self._extras = extras
         self._groups: dict[int, Group] = {}
         self._num_groups = num_groups
         self._trace = Trace()
         self._is_closed = False
-        self._failed: tuple[int, int] | None = None
+        self._failed: tuple[int, int] | None = None  # index of the reward and its first group
         whole, single = portions(num_groups, group_size), portions(num_groups, group_size, num_rows=1)
         self._calls = [
-            _Calls(name, reward, whole if isinstance(reward, ModelReward) else single)
+            Calls(name, reward, whole if isinstance(reward, ModelReward) else single)
             for name, reward in rewards.items()
         ]
 
@@ -83,8 +117,14 @@ class Ahead:
         self._groups[place] = group
         for index, calls in enumerate(self._calls):
             portion = next(portion for portion in calls.portions if place in portion.groups)
-            if portion not in calls.futures and all(part in self._groups for part in portion.groups):
-                calls.futures[portion] = self._submit(index, calls, portion)
+            if portion in calls.futures or not all(part in self._groups for part in portion.groups):
+                continue
+            samples = self._samples(portion)
+            if isinstance(calls.reward, CalledReward) and calls.reward.is_async:
+                future = self._loop.submit(calls.reward.outcomes_async(samples, self._extras))
+            else:
+                future = self._worker.submit(partial(self._score, index, portion, samples))
+            calls.futures[portion] = future
 
     def answers(self) -> list[Scored]:
         """Outcomes of each reward for all samples, in the order of the rewards; waits for calls that still run.
@@ -93,19 +133,17 @@ class Ahead:
         """
         if len(self._groups) != self._num_groups:
             raise RuntimeError(f"{len(self._groups)} of {self._num_groups} groups were handed out")
-        done = {calls.name: self._answer(calls) for calls in self._calls if not calls.reward.is_async}
+        done = {
+            calls.name: one_answer({portion: result_of(calls.futures[portion]) for portion in calls.portions})
+            for calls in self._calls
+            if not calls.reward.is_async
+        }
         waiting = [calls for calls in self._calls if calls.reward.is_async]
         if waiting:
             with span("async"):
-                done |= self._answers_async(waiting)
+                done |= answers_async(waiting, self._loop, self._samples)
         include(self._trace)
         return [done[calls.name] for calls in self._calls]
-
-    def _submit(self, index: int, calls: _Calls, portion: Portion) -> "Future[Scored]":
-        samples = self._samples(portion)
-        if isinstance(calls.reward, CalledReward) and calls.reward.is_async:
-            return self._threads.loop.submit(calls.reward.outcomes_async(samples, self._extras))
-        return self._threads.worker.submit(lambda: self._score(index, portion, samples))
 
     def _score(self, index: int, portion: Portion, samples: Sequence[Sample]) -> Scored:
         """Outcomes of a portion, in the worker's thread. Stops after the first reward that failed."""
@@ -123,30 +161,6 @@ class Ahead:
         self._trace.include(record)
         return scored
 
-    def _answer(self, calls: _Calls) -> Scored:
-        return one_answer({portion: result_of(calls.futures[portion]) for portion in calls.portions})
-
-    def _answers_async(self, waiting: Sequence[_Calls]) -> dict[str, Scored]:
-        """The answers of async functions, all of which run by now."""
-        limits = [calls.reward.policy.timeout_s for calls in waiting if calls.reward.policy.timeout_s is not None]
-        futures = [future for calls in waiting for future in calls.futures.values()]
-        try:
-            self._threads.loop.run(_all_ended(futures), min(limits, default=None))
-        except HangError as error:  # the whole loop: what has ended counts, the others follow their policies
-            return {calls.name: self._outcomes_of(calls, error) for calls in waiting}
-        return {calls.name: self._outcomes_of(calls, None) for calls in waiting}
-
-    def _outcomes_of(self, calls: _Calls, error: HangError | None) -> Scored:
-        reward = calls.reward
-        assert isinstance(reward, CalledReward), "only functions are async"
-        parts: dict[Portion, Scored] = {}
-        for portion, future in calls.futures.items():
-            if error is not None and not future.done():
-                parts[portion] = reward.hung(self._samples(portion), error)
-            else:
-                parts[portion] = future.result()
-        return checked(reward, one_answer(parts))
-
     def _samples(self, portion: Portion) -> list[Sample]:
         return samples_of([self._groups[place] for place in portion.groups])
 
@@ -158,8 +172,31 @@ def checked(reward: ModelReward | CalledReward, scored: Scored) -> Scored:
     return scored
 
 
-def _all_ended(futures: Sequence["Future[Scored]"]) -> Coroutine[object, object, object]:
-    async def wait() -> None:
+def answers_async(
+    waiting: Sequence[Calls], loop: EventLoop, samples_in: Callable[[Portion], Sequence[Sample]]
+) -> dict[str, Scored]:
+    """The outcomes of async functions by name, once all their calls, which have begun, have ended.
+
+    If a function blocks the whole loop, what has ended counts, and the others follow their policies.
+    """
+    futures = [future for calls in waiting for future in calls.futures.values()]
+    limits = [calls.reward.policy.timeout_s for calls in waiting if calls.reward.policy.timeout_s is not None]
+
+    async def all_ended() -> None:
         await asyncio.gather(*map(asyncio.wrap_future, futures), return_exceptions=True)
 
-    return wait()
+    hang: HangError | None = None
+    try:
+        loop.run(all_ended(), min(limits, default=None))
+    except HangError as error:
+        hang = error
+    found: dict[str, Scored] = {}
+    for calls in waiting:
+        reward = calls.reward
+        assert isinstance(reward, CalledReward), "only functions are async"
+        parts = {
+            portion: future.result() if hang is None or future.done() else reward.hung(samples_in(portion), hang)
+            for portion, future in calls.futures.items()
+        }
+        found[calls.name] = checked(reward, one_answer(parts))
+    return found

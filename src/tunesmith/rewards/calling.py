@@ -8,8 +8,7 @@ import math
 import reprlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from tunesmith.core.errors import RewardError
 from tunesmith.rewards.builtin import RewardFunction
@@ -28,19 +27,6 @@ class _RaisedError(SampleError):
 
 class _HungError(SampleError):
     """The user's function did not return in time."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """One call: the samples it scores, its keyword arguments, and what it logs."""
-
-    samples: Sequence[Sample]
-    arguments: Mapping[str, object]
-    logged: Logged
-
-
-_Calls = Generator[_Call, object, Scored]
-"""Yields the calls to make; is sent what each returned, or thrown its SampleError; returns the outcomes."""
 
 
 class CalledReward(ABC):
@@ -63,32 +49,47 @@ class CalledReward(ABC):
         return self.outcomes(samples, extras).numbers()
 
     def outcomes(self, samples: Sequence[Sample], extras: Mapping[str, object] | None = None) -> Scored:
-        """An outcome for each sample. Raises RewardError where no call can be made, such as for a missing column."""
-        calls = self._calls(samples, extras or {})
-        step = functools.partial(next, calls)
-        while True:
-            try:
-                call = step()
-            except StopIteration as end:
-                return end.value
-            try:
-                step = functools.partial(calls.send, self._call(call))
-            except SampleError as error:
-                step = functools.partial(calls.throw, error)
+        """An outcome for each sample, of a function that is not async. Errors as in `outcomes_async`."""
+        assert not self.is_async, "an async function has `outcomes_async`"
+        try:
+            self.outcomes_async(samples, extras).send(None)
+        except StopIteration as end:
+            return end.value
+        raise AssertionError("a function that is not async waits for nothing")
 
     async def outcomes_async(self, samples: Sequence[Sample], extras: Mapping[str, object] | None = None) -> Scored:
-        """As `outcomes`, of an `async def` function."""
-        calls = self._calls(samples, extras or {})
-        step = functools.partial(next, calls)
-        while True:
+        """An outcome for each sample. Waits for nothing if the function is not async.
+
+        Raises RewardError if no call can be made, such as for a missing column.
+        """
+        columns = list({name: None for sample in samples for name in sample.prompt.columns})
+        extras = extras or {}
+        try:
+            return await self._call(samples, columns, extras)
+        except SampleError as error:
+            failure = error
+        is_fatal = self.policy.on_error == "fail"
+        can_search = isinstance(failure, _RaisedError) if is_fatal else not isinstance(failure, _HungError)
+        scored = Scored([failure] * len(samples), Logged(len(samples)))
+        if len(samples) == 1 or not can_search:
+            return scored
+        end_s = time.monotonic() + (_SEARCH_S if is_fatal else _RETRY_S)
+        for place, sample in enumerate(samples):
+            if time.monotonic() > end_s:
+                break
             try:
-                call = step()
-            except StopIteration as end:
-                return end.value
-            try:
-                step = functools.partial(calls.send, await self._call_async(call))
+                one = await self._call([sample], columns, extras)
+                scored.outcomes[place] = one.outcomes[0]
+                scored.logged.add(one.logged, [place])
             except SampleError as error:
-                step = functools.partial(calls.throw, error)
+                scored.outcomes[place] = error
+            if is_fatal and isinstance(scored.outcomes[place], SampleError):
+                return scored
+        if any(isinstance(outcome, SampleError) for outcome in scored.outcomes):
+            return scored
+        if is_fatal:
+            return Scored([failure] * len(samples), scored.logged)
+        return Scored(scored.outcomes, scored.logged, retried=failure)
 
     def hung(self, samples: Sequence[Sample], error: HangError) -> Scored:
         """The outcomes of a call that never returned."""
@@ -100,63 +101,33 @@ class CalledReward(ABC):
     ) -> dict[str, object]:
         """Keyword arguments of a call. `columns` are those of all samples, also where a call has some of them."""
 
-    def _calls(self, samples: Sequence[Sample], extras: Mapping[str, object]) -> _Calls:
-        columns = list({name: None for sample in samples for name in sample.prompt.columns})
-        call = self._prepared(samples, columns, extras)
-        try:
-            return Scored(self._checked((yield call), samples), call.logged)
-        except SampleError as error:
-            failure = error
-        is_fatal = self.policy.on_error == "fail"
-        can_search = isinstance(failure, _RaisedError) if is_fatal else not isinstance(failure, _HungError)
-        scored = Scored([failure] * len(samples), Logged(len(samples)))
-        if len(samples) == 1 or not can_search:
-            return scored
-        for place in _for_a_while(len(samples), _SEARCH_S if is_fatal else _RETRY_S):
-            call = self._prepared([samples[place]], columns, extras)
-            try:
-                scored.outcomes[place] = self._checked((yield call), call.samples)[0]
-                scored.logged.add(call.logged, [place])
-            except SampleError as error:
-                scored.outcomes[place] = error
-            if is_fatal and isinstance(scored.outcomes[place], SampleError):
-                return scored
-        if any(isinstance(outcome, SampleError) for outcome in scored.outcomes):
-            return scored
-        if is_fatal:
-            return Scored([failure] * len(samples), scored.logged)
-        return Scored(scored.outcomes, scored.logged, retried=failure)
-
-    def _prepared(self, samples: Sequence[Sample], columns: Sequence[str], extras: Mapping[str, object]) -> _Call:
-        logged = Logged(len(samples))
+    async def _call(self, samples: Sequence[Sample], columns: Sequence[str], extras: Mapping[str, object]) -> Scored:
+        """The outcomes of one call with all `samples`. Raises SampleError if it fails as a whole."""
+        logged, timeout_s = Logged(len(samples)), self.policy.timeout_s
         extras = {**extras, "log_extra": logged.extra, "log_metric": logged.metric}
-        return _Call(samples, self._arguments(samples, columns, extras), logged)
-
-    def _call(self, call: _Call) -> object:
-        if self.policy.timeout_s is None:
-            return self._invoke(call)
+        arguments = self._arguments(samples, columns, extras)
         try:
-            return self._worker.run(functools.partial(self._invoke, call), self.policy.timeout_s)
+            if self.is_async:
+                output = await within(self._invoke_async(arguments, samples), timeout_s)
+            elif timeout_s is None:
+                output = self._invoke(arguments, samples)
+            else:
+                output = self._worker.run(lambda: self._invoke(arguments, samples), timeout_s)
         except HangError as error:
-            raise self._hung(error, call.samples) from error
+            raise self._hung(error, samples) from error
+        return Scored(self._checked(output, samples), logged)
 
-    async def _call_async(self, call: _Call) -> object:
+    def _invoke(self, arguments: Mapping[str, object], samples: Sequence[Sample]) -> object:
         try:
-            return await within(self._invoke_async(call), self.policy.timeout_s)
-        except HangError as error:
-            raise self._hung(error, call.samples) from error
-
-    def _invoke(self, call: _Call) -> object:
-        try:
-            return _read(self._function(**call.arguments), len(call.samples))
+            return _read(self._function(**arguments), len(samples))
         except (Exception, SystemExit) as error:  # the user's code: whatever it raises is reported as its failure
-            raise self._raised(error, call.samples) from error
+            raise self._raised(error, samples) from error
 
-    async def _invoke_async(self, call: _Call) -> object:
+    async def _invoke_async(self, arguments: Mapping[str, object], samples: Sequence[Sample]) -> object:
         try:
-            return _read(await self._function(**call.arguments), len(call.samples))  # type: ignore[misc]
+            return _read(await self._function(**arguments), len(samples))  # type: ignore[misc]
         except (Exception, SystemExit, asyncio.CancelledError) as error:  # as in `_invoke`
-            raise self._raised(error, call.samples) from error
+            raise self._raised(error, samples) from error
 
     def _raised(self, error: BaseException, samples: Sequence[Sample]) -> _RaisedError:
         kind = f"raised {type(error).__name__}"
@@ -226,17 +197,6 @@ def last_line_of(error: BaseException) -> str:
     if trace is None:
         return ""
     return f" ({trace.tb_frame.f_code.co_filename.rsplit('/', 1)[-1]}, line {trace.tb_lineno})"
-
-
-def _for_a_while(count: int, limit_s: float) -> Iterator[int]:
-    """0 to `count` - 1 until `limit_s` seconds are over: code that asks a slow service is not called for all of
-    them.
-    """
-    end_s = time.monotonic() + limit_s
-    for place in range(count):
-        if time.monotonic() > end_s:
-            return
-        yield place
 
 
 def _read(output: object, num_samples: int) -> object:

@@ -1,8 +1,8 @@
-"""Samples, the outcome of scoring them, and the batches in which a reward is called."""
+"""Samples, the outcomes of scoring them, and the failure policy of a reward."""
 
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal, Protocol, get_args, runtime_checkable
@@ -84,7 +84,7 @@ Outcome = float | None | SampleError
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A reward had no number for a sample, why, and what was done about it.
+    """A reward had no number for a sample, why, and what was done about it. Failures of one `kind` are logged once.
 
     `retry`: a call with several samples failed and calls with each of them alone did not, so that those count.
     """
@@ -93,6 +93,7 @@ class Failure:
     sample: str
     reason: str
     action: Literal["drop", "zero", "retry"]
+    kind: str
 
 
 class Logged:
@@ -148,44 +149,3 @@ class Scored:
             if isinstance(outcome, SampleError):
                 raise outcome
         return [outcome for outcome in self.outcomes if not isinstance(outcome, SampleError)]
-
-
-PORTION_ROWS = 16
-"""Completions in one call of a reward model, as whole groups: enough for efficient matrix products, few enough that
-scoring can begin while others are sampled."""
-
-
-@dataclass(frozen=True, slots=True)
-class Portion:
-    """Consecutive groups of `group_size` completions. The groups `groups` have the samples `samples`."""
-
-    groups: range
-    group_size: int
-
-    @property
-    def samples(self) -> range:
-        """Places of the samples, counted over all groups."""
-        return range(self.groups.start * self.group_size, self.groups.stop * self.group_size)
-
-
-def portions(num_groups: int, group_size: int, *, num_rows: int = PORTION_ROWS) -> list[Portion]:
-    """All groups in portions of at most `num_rows` completions, but at least one group each.
-
-    A function of the two numbers alone: which sequences a model computes together can move the last bits of a reward,
-    so that they are the same whether or not scoring waits for the last group.
-    """
-    size = max(1, num_rows // group_size)
-    return [Portion(range(start, min(start + size, num_groups)), group_size) for start in range(0, num_groups, size)]
-
-
-def one_answer(parts: Mapping[Portion, Scored]) -> Scored:
-    """The answers to all portions as one, in the order of the samples."""
-    ordered: Sequence[tuple[Portion, Scored]] = sorted(parts.items(), key=lambda item: item[0].groups.start)
-    logged = Logged(sum(len(portion.samples) for portion, _ in ordered))
-    outcomes: list[Outcome] = []
-    retried: SampleError | None = None
-    for portion, scored in ordered:
-        outcomes += scored.outcomes
-        logged.add(scored.logged, portion.samples)
-        retried = retried or scored.retried
-    return Scored(outcomes, logged, retried)

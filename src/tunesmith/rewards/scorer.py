@@ -3,7 +3,6 @@
 Shape legend: P prompts, G completions per prompt, R rewards, N samples.
 """
 
-import asyncio
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from tunesmith.core.log import get_logger
 from tunesmith.core.trace import span
 from tunesmith.models.heads import RewardModel
 from tunesmith.models.tokenizer import PreTrainedTokenizerBase
-from tunesmith.rewards.ahead import Ahead, Threads, checked
+from tunesmith.rewards.ahead import Ahead, Calls, Portion, answers_async, checked, one_answer, portions
 from tunesmith.rewards.builtin import BUILTINS
 from tunesmith.rewards.calling import CalledReward
 from tunesmith.rewards.model import ModelReward
@@ -29,12 +28,10 @@ from tunesmith.rewards.outcome import (
     Sample,
     SampleError,
     Scored,
-    one_answer,
-    portions,
     samples_of,
 )
 from tunesmith.rewards.sources import Loading, RewardLike, code_files, resolve
-from tunesmith.rewards.threads import EventLoop, HangError, Worker
+from tunesmith.rewards.threads import EventLoop, Worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,17 +147,12 @@ class Scorer:
         rewards = zip(self.names, self._rewards, strict=True)
         return {name: reward.model for name, reward in rewards if isinstance(reward, ModelReward)}
 
-    @property
-    def num_models(self) -> int:
-        """Rewards that are models, for memory estimates."""
-        return len(self.models)
-
     def ahead(self, num_groups: int, group_size: int, state: TrainerState) -> Ahead | None:
         """An `Ahead` that scores groups as they end, to be passed to `score`. None without `while_drawing`."""
         if self._worker is None:
             return None
         rewards = dict(zip(self.names, self._rewards, strict=True))
-        return Ahead(rewards, Threads(self._worker, self._loop), num_groups, group_size, {"trainer_state": state})
+        return Ahead(rewards, self._worker, self._loop, num_groups, group_size, {"trainer_state": state})
 
     def score(
         self, groups: Sequence[Group], *, state: TrainerState | None = None, ahead: Ahead | None = None
@@ -176,65 +168,38 @@ class Scorer:
         sizes = sorted({len(group.completions) for group in groups})
         if len(sizes) != 1 or not samples:
             raise RewardError(f"groups of {sizes or 'no'} completions; one call scores groups of one size, at least 1")
-        extras = {"trainer_state": state or TrainerState()}
-        scored = self._scored(samples, sizes[0], extras) if ahead is None else ahead.answers()
-        settled = self._settler.settle(samples, scored)
-        logged = Logged(len(samples))
-        for part in scored:
-            logged.add(part.logged, range(len(samples)))
-        shape = (len(groups), sizes[0])
-        return Scores(
-            total_PG=settled.total_N.reshape(shape),
-            parts={name: part.reshape(shape) for name, part in zip(self.names, settled.values_RN, strict=True)},
-            valid_PG=settled.valid_N.reshape(shape),
-            failures=settled.failures,
-            logged=logged.means(),
-            columns=logged.columns,
-        )
+        whole = Portion(range(len(groups)), sizes[0])
+        scored = self._scored(samples, whole, state or TrainerState()) if ahead is None else ahead.answers()
+        return self._settler.settle(samples, scored, (len(groups), sizes[0]))
 
-    def _scored(self, samples: Sequence[Sample], group_size: int, extras: Mapping[str, object]) -> list[Scored]:
+    def _scored(self, samples: Sequence[Sample], whole: Portion, state: TrainerState) -> list[Scored]:
         """Outcomes of each reward, in the order of the rewards. Async functions run concurrently."""
-        scored: dict[int, Scored] = {}
-        for index, (reward, name) in enumerate(zip(self._rewards, self.names, strict=True)):
-            if not reward.is_async:
-                with span(name):
-                    ask = functools.partial(_outcomes, reward, samples, group_size, extras)
-                    scored[index] = checked(reward, ask() if self._worker is None else self._worker.run(ask, math.inf))
-        waiting = {i: r for i, r in enumerate(self._rewards) if isinstance(r, CalledReward) and r.is_async}
+        done: dict[str, Scored] = {}
+        waiting: list[tuple[str, CalledReward]] = []
+        extras = {"trainer_state": state}
+        for name, reward in zip(self.names, self._rewards, strict=True):
+            if isinstance(reward, CalledReward) and reward.is_async:
+                waiting.append((name, reward))
+                continue
+            with span(name):
+                ask = functools.partial(_outcomes, reward, samples, whole, extras)
+                done[name] = checked(reward, ask() if self._worker is None else self._worker.run(ask, math.inf))
         if waiting:
             with span("async"):
-                scored |= self._scored_async(waiting, samples, extras)
-        return [scored[index] for index in range(len(self._rewards))]
-
-    def _scored_async(
-        self, rewards: Mapping[int, CalledReward], samples: Sequence[Sample], extras: Mapping[str, object]
-    ) -> dict[int, Scored]:
-        done: dict[int, Scored] = {}
-
-        async def score(index: int, reward: CalledReward) -> None:
-            done[index] = await reward.outcomes_async(samples, extras)
-
-        async def score_all() -> list[BaseException | None]:
-            return await asyncio.gather(*(score(i, r) for i, r in rewards.items()), return_exceptions=True)
-
-        limits = [r.policy.timeout_s for r in rewards.values() if r.policy.timeout_s is not None]
-        try:
-            for error in self._loop.run(score_all(), min(limits, default=None)):
-                if error is not None:
-                    raise error
-            scored = done
-        except HangError as error:  # the whole loop: what has ended counts, the others follow their policies
-            scored = {index: reward.hung(samples, error) for index, reward in rewards.items()} | dict(done)
-        return {index: checked(reward, scored[index]) for index, reward in rewards.items()}
+                futures = [self._loop.submit(reward.outcomes_async(samples, extras)) for _, reward in waiting]
+                begun = zip(waiting, futures, strict=True)
+                calls = [Calls(name, reward, [whole], {whole: future}) for (name, reward), future in begun]
+                done |= answers_async(calls, self._loop, lambda _: samples)
+        return [done[name] for name in self.names]
 
 
 def _outcomes(
-    reward: ModelReward | CalledReward, samples: Sequence[Sample], group_size: int, extras: Mapping[str, object]
+    reward: ModelReward | CalledReward, samples: Sequence[Sample], whole: Portion, extras: Mapping[str, object]
 ) -> Scored:
     """A function is called with all samples at once, a model with a portion at a time."""
     if isinstance(reward, CalledReward):
         return reward.outcomes(samples, extras)
-    parts = portions(len(samples) // group_size, group_size)
+    parts = portions(len(whole.groups), whole.group_size)
     return one_answer({part: reward.outcomes(samples[part.samples.start : part.samples.stop]) for part in parts})
 
 
@@ -255,26 +220,13 @@ _STRICTEST_FIRST: tuple[OnError, ...] = ("fail", "drop", "zero")
 _DONE = {"drop": "left out of training", "zero": "counted as 0"}
 
 
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """Numbers for all samples. `values_RN` is NaN where a reward does not apply or has no number, `total_N` is the
-    weighted sum and 0 where `valid_N` is False, float32 both.
-    """
-
-    values_RN: torch.Tensor
-    total_N: torch.Tensor
-    valid_N: torch.Tensor
-    failures: tuple[Failure, ...]
-
-
 @dataclass(slots=True)
-class _Book:
-    """The failures of one scoring, and the samples that they drop."""
+class _Failures:
+    """The failures of one scoring, and the places of the samples that they drop."""
 
     samples: Sequence[Sample]
+    listed: list[Failure] = field(default_factory=list[Failure])
     dropped: set[int] = field(default_factory=set[int])
-    failures: list[Failure] = field(default_factory=list[Failure])
-    by_kind: dict[tuple[str, str], list[Failure]] = field(default_factory=dict[tuple[str, str], list[Failure]])
 
     def add(self, reward: str, place: int, error: SampleError, on_error: OnError) -> None:
         """Note that `reward` failed on a sample; raises the error under `fail`."""
@@ -282,20 +234,11 @@ class _Book:
             raise error
         if on_error == "drop":
             self.dropped.add(place)
-        self._note(error, Failure(reward, str(self.samples[place]), str(error), on_error))
-
-    def add_retried(self, reward: str, error: SampleError) -> None:
-        """Note that a call of `reward` with all samples failed, and that those with each alone did not."""
-        self._note(error, Failure(reward, f"{len(self.samples)} completions together", str(error), "retry"))
-
-    def _note(self, error: SampleError, failure: Failure) -> None:
-        self.failures.append(failure)
-        kind = "retried" if failure.action == "retry" else error.kind
-        self.by_kind.setdefault((failure.reward, kind), []).append(failure)
+        self.listed.append(Failure(reward, str(self.samples[place]), str(error), on_error, error.kind))
 
 
 class Settler:
-    """Applies policies, and logs each kind of failure of each reward once."""
+    """Applies the failure policies of rewards, and logs each kind of failure of each reward once."""
 
     def __init__(self, names: Sequence[str], policies: Sequence[Policy], weights: Sequence[float]) -> None:
         self._names = tuple(names)
@@ -304,64 +247,72 @@ class Settler:
         self._said: set[tuple[str, str]] = set()
         self._strictest: OnError = next(p for p in _STRICTEST_FIRST if any(policy.on_error == p for policy in policies))
 
-    def settle(self, samples: Sequence[Sample], scored: Sequence[Scored]) -> Settled:
-        """The numbers of all samples, and the failures.
+    def settle(self, samples: Sequence[Sample], scored: Sequence[Scored], shape: tuple[int, int]) -> Scores:
+        """The scores of all samples, as groups of `shape`.
 
         A sample that no reward applies to, or whose sum is no float32, is a failure too, under the strictest of the
         policies. Raises RewardError for a failure under `fail`, and if every sample is dropped.
         """
-        book = _Book(samples)
-        rows = [self._row(index, part, book) for index, part in enumerate(scored)]
+        failures, logged = _Failures(samples), Logged(len(samples))
+        rows: list[list[float]] = []
+        for name, policy, part in zip(self._names, self._policies, scored, strict=True):
+            rows.append(_row(name, policy.on_error, part, failures))
+            logged.add(part.logged, range(len(samples)))
         values_RN = torch.tensor(rows, dtype=torch.float64)
-        self._note_without_reward(values_RN, book)
+        for place in values_RN.isnan().all(dim=0).nonzero().flatten().tolist():
+            named = ", ".join(f"`{name}`" for name in self._names)
+            message = f"no reward applies to {samples[place]}: {named} returned None"
+            error = SampleError(f"{message}; let one of them return a number for every sample", "no reward applies")
+            if place not in failures.dropped:
+                failures.add(", ".join(self._names), place, error, self._strictest)
         total_N = (values_RN.nan_to_num(nan=0.0) * self._weights).sum(dim=0).float()
         for place in (~total_N.isfinite()).nonzero().flatten().tolist():
             message = f"the weighted sum of rewards of {samples[place]} is beyond float32; lower the weights"
-            book.add(", ".join(self._names), place, SampleError(message, "sum"), self._strictest)
+            failures.add(", ".join(self._names), place, SampleError(message, "sum"), self._strictest)
             total_N[place] = 0.0
-        self._log(book)
-        if len(book.dropped) == len(samples):
+        self._log(failures.listed, len(samples))
+        if len(failures.dropped) == len(samples):
             raise RewardError(
                 f"every one of {len(samples)} completions is left out (on_error: drop), so there is nothing to learn "
-                f"from. {book.failures[0].reason}"
+                f"from. {failures.listed[0].reason}"
             )
-        valid_N = torch.tensor([place not in book.dropped for place in range(len(samples))])
-        return Settled(values_RN.float(), total_N.where(valid_N, 0.0), valid_N, tuple(book.failures))
+        valid_N = torch.tensor([place not in failures.dropped for place in range(len(samples))])
+        return Scores(
+            total_PG=total_N.where(valid_N, 0.0).reshape(shape),
+            parts=dict(zip(self._names, values_RN.float().reshape(-1, *shape), strict=True)),
+            valid_PG=valid_N.reshape(shape),
+            failures=tuple(failures.listed),
+            logged=logged.means(),
+            columns=logged.columns,
+        )
 
-    def _row(self, index: int, scored: Scored, book: _Book) -> list[float]:
-        name, on_error = self._names[index], self._policies[index].on_error
-        if scored.retried is not None:
-            book.add_retried(name, scored.retried)
-        row: list[float] = []
-        for place, outcome in enumerate(scored.outcomes):
-            if isinstance(outcome, SampleError):
-                book.add(name, place, outcome, on_error)
-                row.append(0.0 if on_error == "zero" else float("nan"))
-            else:
-                row.append(float("nan") if outcome is None else outcome)
-        return row
-
-    def _note_without_reward(self, values_RN: torch.Tensor, book: _Book) -> None:
-        for place in values_RN.isnan().all(dim=0).nonzero().flatten().tolist():
-            if place in book.dropped:
+    def _log(self, failures: Sequence[Failure], num_samples: int) -> None:
+        by_kind: dict[tuple[str, str], list[Failure]] = {}
+        for failure in failures:
+            by_kind.setdefault((failure.reward, failure.kind), []).append(failure)
+        for key, (first, *others) in by_kind.items():
+            if key in self._said:
                 continue
-            message = (
-                f"no reward applies to {book.samples[place]}: {', '.join(f'`{name}`' for name in self._names)} "
-                "returned None; let one of them return a number for every sample"
-            )
-            book.add(", ".join(self._names), place, SampleError(message, "no reward applies"), self._strictest)
-
-    def _log(self, book: _Book) -> None:
-        for (reward, kind), failures in book.by_kind.items():
-            if (reward, kind) in self._said:
-                continue
-            self._said.add((reward, kind))
-            first = failures[0]
+            self._said.add(key)
             if first.action == "retry":
                 done = "Called with one completion at a time it did not fail, so those numbers count"
             else:
-                done = f"{len(failures)} of {len(book.samples)} completions are {_DONE[first.action]}, {first.sample}"
-                done += " first" if len(failures) > 1 else ""
+                done = f"{1 + len(others)} of {num_samples} completions are {_DONE[first.action]}, {first.sample}"
+                done += " first" if others else ""
             get_logger(__name__).warning(
                 "%s. %s. More failures of this kind are counted in rewards/num_failed.", first.reason, done
             )
+
+
+def _row(name: str, on_error: OnError, scored: Scored, failures: _Failures) -> list[float]:
+    """The numbers of reward `name` for all samples: NaN where it does not apply or has none."""
+    if scored.retried is not None:
+        together = f"{len(scored.outcomes)} completions together"
+        failures.listed.append(Failure(name, together, str(scored.retried), "retry", "retried"))
+    row: list[float] = []
+    for place, outcome in enumerate(scored.outcomes):
+        if isinstance(outcome, SampleError):
+            failures.add(name, place, outcome, on_error)
+            outcome = 0.0 if on_error == "zero" else None
+        row.append(math.nan if outcome is None else outcome)
+    return row

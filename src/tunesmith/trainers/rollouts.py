@@ -352,7 +352,7 @@ class PolicyTask:
             prompt_tokens=self.data.mean_tokens,
             num_epochs=section.num_epochs,
             micro_batch_size=section.micro_batch_size,
-            num_reward_models=self.scorer.num_models,
+            num_reward_models=len(self.scorer.models),
             has_reference=section.kl.coef > 0,
             has_own_critic=getattr(section, "critic", None) == "separate",
         )
