@@ -17,6 +17,7 @@ from recipes import (
     PROMPTS,
     best_of_n_recipe,
     demonstrations,
+    distill_recipe,
     dpo_recipe,
     grpo_recipe,
     pairs,
@@ -30,7 +31,7 @@ from tunesmith.core.errors import TunesmithError
 from tunesmith.core.faults import VARIABLE
 from tunesmith.trainers.resume import Inputs, resume
 
-TRAINERS = ("sft", "reward", "dpo", "ppo", "grpo", "best_of_n")
+TRAINERS = ("sft", "reward", "dpo", "ppo", "grpo", "best_of_n", "distill")
 NUM_STEPS = 10
 BASE = "tiny:llama"
 """The model that is trained."""
@@ -73,6 +74,11 @@ def train(
         section_of_n = {"num_minibatches": 2, "kl": {"coef": 0.1, "target": 1.0, "horizon": 50}}
         cfg = best_of_n_recipe(folder, model=model, run=section, prompts=heldout, best_of_n=section_of_n, alarms=ALARMS)
         return training(cfg, prompts=PROMPTS, rewards=[noisy]).run_dir
+    if trainer == "distill":
+        student = {**model, "seed": 1}
+        alarms, options = {"length_factor": 1.01}, {"num_minibatches": 2}
+        cfg = distill_recipe(folder, model=student, run=section, prompts=heldout, distill=options, alarms=alarms)
+        return training(cfg, prompts=PROMPTS).run_dir
     grpo_section = {"num_minibatches": 2}
     measured = {"correct_at": 0.5}
     cfg = grpo_recipe(

@@ -3,7 +3,16 @@
 from pathlib import Path
 from typing import Any
 
-from tunesmith.config.schema import BestOfNRecipe, DPORecipe, GRPORecipe, PPORecipe, Recipe, RewardRecipe, SFTRecipe
+from tunesmith.config.schema import (
+    BestOfNRecipe,
+    DistillRecipe,
+    DPORecipe,
+    GRPORecipe,
+    PPORecipe,
+    Recipe,
+    RewardRecipe,
+    SFTRecipe,
+)
 from tunesmith.schema.records import Pair, Prompt
 from tunesmith.trainers import setup
 from tunesmith.trainers.api import Inputs, StepResult
@@ -47,6 +56,18 @@ def best_of_n_recipe(tmp_path: Path, **sections: Any) -> BestOfNRecipe:
         "run": {"dir": str(tmp_path / "runs"), "steps": 3, "num_threads": 1},
     }
     return BestOfNRecipe.model_validate(_merged(base, sections))
+
+
+def distill_recipe(tmp_path: Path, **sections: Any) -> DistillRecipe:
+    """Three steps of a tiny Llama towards another one; each section given is merged over these values."""
+    base: dict[str, Any] = {
+        "model": {"name": "tiny:llama", "dtype": "float32", "seed": 1},
+        "rollout": {"prompts_per_step": 2, "completions_per_prompt": 4, "max_new_tokens": 6},
+        "distill": {"teachers": [{"model": "tiny:llama"}], "micro_batch_size": 4},
+        "optimizer": {"learning_rate": 1e-3},
+        "run": {"dir": str(tmp_path / "runs"), "steps": 3, "num_threads": 1},
+    }
+    return DistillRecipe.model_validate(_merged(base, sections))
 
 
 def reward_recipe(tmp_path: Path, **sections: Any) -> RewardRecipe:

@@ -3,8 +3,9 @@
 To add an algorithm:
 
 1. a section class with its settings, in `algorithm_sections.py`;
-2. a recipe class here: a subclass of `Recipe`, or of `PolicyRecipe` if it samples completions and scores them, with a
-   field `algorithm: Literal["<name>"] = "<name>"` and a field for each section; its docstring is the command's help;
+2. a recipe class here: a subclass of `Recipe`, of `SamplingRecipe` if it samples completions, or of `PolicyRecipe` if
+   it scores them too, with a field `algorithm: Literal["<name>"] = "<name>"` and a field for each section; its
+   docstring is the command's help;
 3. an entry in the tuple from which `RECIPES` is made.
 
 Loading, `--help`, flags, the reference page and suggestions for misspelt keys read the rest from the classes.
@@ -19,18 +20,21 @@ from pydantic import Field, model_validator
 
 from tunesmith.config.algorithm_sections import (
     BestOfNSection,
+    DistillSection,
     DPOSection,
     GRPOSection,
     KLSection,
+    PPOSection,
+    RewardEvaluationSection,
+    RewardTrainerSection,
+    SFTSection,
+)
+from tunesmith.config.live_sections import (
     LivePPOSection,
     LivePromptsSection,
     LiveRolloutSection,
     LiveSection,
     OnlineDPOSection,
-    PPOSection,
-    RewardEvaluationSection,
-    RewardTrainerSection,
-    SFTSection,
 )
 from tunesmith.config.sections import (
     AlarmsSection,
@@ -107,13 +111,18 @@ class DPORecipe(Recipe):
         return self
 
 
-class PolicyRecipe(Recipe):
-    """Recipes that sample completions and score them."""
+class SamplingRecipe(Recipe):
+    """Recipes that sample completions of prompts."""
 
     prompts: PromptsSection = PromptsSection()
-    reward: Annotated[tuple[RewardSource, ...], Field(min_length=1)] = (RewardSource(source="sentiment"),)
     rollout: RolloutSection = RolloutSection()
     alarms: AlarmsSection = AlarmsSection()
+
+
+class PolicyRecipe(SamplingRecipe):
+    """Recipes that sample completions and score them."""
+
+    reward: Annotated[tuple[RewardSource, ...], Field(min_length=1)] = (RewardSource(source="sentiment"),)
 
 
 class PPORecipe(PolicyRecipe):
@@ -166,6 +175,13 @@ class BestOfNRecipe(PolicyRecipe):
         return self
 
 
+class DistillRecipe(SamplingRecipe):
+    """Train a student on its own completions to follow the distributions of teachers."""
+
+    algorithm: Literal["distill"] = "distill"
+    distill: DistillSection = DistillSection()
+
+
 class LiveRecipe(Recipe):
     """Train a policy on votes while they are given."""
 
@@ -204,6 +220,6 @@ def check_horizon(kl: KLSection, rollout: RolloutSection, section: str) -> None:
 
 RECIPES: dict[str, type[Recipe]] = {
     recipe.model_fields["algorithm"].default: recipe
-    for recipe in (SFTRecipe, RewardRecipe, DPORecipe, PPORecipe, GRPORecipe, BestOfNRecipe, LiveRecipe)
+    for recipe in (SFTRecipe, RewardRecipe, DPORecipe, PPORecipe, GRPORecipe, BestOfNRecipe, DistillRecipe, LiveRecipe)
 }
 """Schema of each algorithm, by its name on the command line."""

@@ -20,7 +20,7 @@ from tunesmith.algorithms.kl import Controller
 from tunesmith.algorithms.sums import merged, sum_over_ranks
 from tunesmith.batch.pack import chunks
 from tunesmith.batch.upload import Uploader
-from tunesmith.config.algorithm_sections import OnlineDPOSection
+from tunesmith.config.live_sections import OnlineDPOSection
 from tunesmith.config.sections import OptimizerSection
 from tunesmith.core.trace import span
 from tunesmith.data.answers import Answer, AnswerBatch, AnswerTable, collate_answers

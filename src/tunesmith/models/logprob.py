@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from tunesmith.batch.targets import Targets
 from tunesmith.core.errors import ModelError
 from tunesmith.kernels.attention.packing import ALONE, Segments
-from tunesmith.kernels.logprob.head import HeadScores, head_logp_entropy, head_scores
+from tunesmith.kernels.logprob.head import HeadScores, OutputLayer, head_logp_entropy, head_scores
 from tunesmith.kernels.logprob.torch_impl import chosen_logp_entropy_in_blocks as chosen_logp_entropy
 from tunesmith.kernels.native import Kernels
 from tunesmith.models.decoder import Decoder
@@ -107,6 +107,20 @@ def token_logps(
     )
 
 
+def completion_states(
+    model: LanguageModel, ids_BS: torch.Tensor, lengths_B: torch.Tensor, *, prompt_lengths_B: torch.Tensor
+) -> tuple[torch.Tensor, OutputLayer | None]:
+    """(Hidden states `[N, H]` that predict each completion token, row after row; the output layer that makes logits of
+    them). With the backend `FullForward` (the logits `[N, V]` themselves; None).
+
+    Arguments and errors as in `token_logps`; gradients flow to the model.
+    """
+    layout = completion_layout(ids_BS, lengths_B, prompt_lengths_B)
+    row_N, position_N, _ = layout.indices()
+    hidden_NH, output = _states(model, layout, row_N, position_N)
+    return (hidden_NH, output) if isinstance(output, OutputLayer) else (output, None)
+
+
 def next_token_scores(model: LanguageModel, targets: Targets) -> HeadScores:
     """Log-probs, entropies and top-1 hits of `targets.chosen_N`, at temperature 1, with gradients to the model.
 
@@ -182,19 +196,29 @@ def _token_scores(
     model: LanguageModel, layout: CompletionLayout, temperature: float, value_head: nn.Module | None
 ) -> TokenScores:
     row_N, position_N, column_N = layout.indices()
-    backend, lengths_B = model.backend, layout.lengths_B
     chosen_N = layout.ids_BS[row_N, position_N + 1]
-    ids_BS = layout.ids_BS[:, : int(lengths_B.max())]
-    if isinstance(backend, FullForward):
-        logits_NV, hidden_NH = _logits_at(model.module, ids_BS, lengths_B, row_N, position_N)
-        logp_N, entropy_N = chosen_logp_entropy(logits_NV, chosen_N, temperature)
+    hidden_NH, output = _states(model, layout, row_N, position_N)
+    if isinstance(output, OutputLayer):
+        logp_N, entropy_N = head_logp_entropy(hidden_NH, output, chosen_N, temperature, kernels=model.kernels)
     else:
-        if model.decoder is not None:  # the state after the last token predicts nothing, so it is not computed
-            lengths_B = (lengths_B - 1).clamp(min=1)
-        hidden_NH = trunk_states(model.module, model.decoder, ids_BS, lengths_B, row_N, position_N)
-        logp_N, entropy_N = head_logp_entropy(hidden_NH, backend.output, chosen_N, temperature, kernels=model.kernels)
+        logp_N, entropy_N = chosen_logp_entropy(output, chosen_N, temperature)
     value_BT = None if value_head is None else layout.spread(value_head(hidden_NH), row_N, column_N)
     return TokenScores(layout.spread(logp_N, row_N, column_N), layout.spread(entropy_N, row_N, column_N), value_BT)
+
+
+def _states(
+    model: LanguageModel, layout: CompletionLayout, row_N: torch.Tensor, position_N: torch.Tensor
+) -> tuple[torch.Tensor, OutputLayer | torch.Tensor]:
+    """(hidden_NH, the output layer); with `FullForward` (hidden_NH, logits_NV)."""
+    lengths_B = layout.lengths_B
+    ids_BS = layout.ids_BS[:, : int(lengths_B.max())]
+    if isinstance(model.backend, FullForward):
+        logits_NV, hidden_NH = _logits_at(model.module, ids_BS, lengths_B, row_N, position_N)
+        return hidden_NH, logits_NV
+    output = model.backend.output
+    if model.decoder is not None:  # the state after the last token predicts nothing, so it is not computed
+        lengths_B = (lengths_B - 1).clamp(min=1)
+    return trunk_states(model.module, model.decoder, ids_BS, lengths_B, row_N, position_N), output
 
 
 def _logits_at(

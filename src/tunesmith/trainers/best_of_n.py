@@ -116,10 +116,9 @@ class BestOfN:
             nats = metrics.kl_per_sequence(sequences.raw_logp_BT, reference_logp_BT, sequences.mask_BT)
             self.kl.update(nats, len(rows))
             figures |= {"objective/kl": nats, "objective/kl_coef": self.kl.value}
-        figures["reward/kept"] = scores.total_PG.flatten()[rows].mean().item()
-        return StepResult(
-            {**figures, "loss": nll_sum / num_learnt, **stats.metrics()}, stats.worst_report(), *batch_rows
-        )
+        kept = scores.total_PG.flatten()[rows].mean().item()
+        figures |= {"reward/kept": kept, "loss": nll_sum / num_learnt, **stats.metrics()}
+        return StepResult(figures, metrics.worst_report(stats.reports), *batch_rows)
 
     def micro_batch_loss(
         self, micro: PolicyBatch, num_tokens: float, stats: metrics.UpdateStats

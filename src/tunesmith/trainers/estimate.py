@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from tunesmith.config.schema import PolicyRecipe, Recipe
+from tunesmith.config.schema import Recipe, SamplingRecipe
 from tunesmith.models.load import count_parameters
 from tunesmith.models.loaded import PreTrainedModel
 from tunesmith.models.lora import has_adapters
@@ -72,7 +72,7 @@ def training_estimate(
 
 def policy_estimate(
     model: PreTrainedModel,
-    cfg: PolicyRecipe,
+    cfg: SamplingRecipe,
     *,
     prompt_tokens: float,
     num_epochs: int,

@@ -248,7 +248,7 @@ class StepStats:
 
     def worst_report(self) -> StepReport | None:
         """The report of the last update that was refused, else of the last one."""
-        return self._updates.worst_report()
+        return metrics.worst_report(self._updates.reports)
 
     def mean_kl(self) -> float:
         """Mean KL of a completion to the reference, in nats; 0 without a reference."""

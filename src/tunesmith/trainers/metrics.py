@@ -37,6 +37,12 @@ def update_metrics(reports: Sequence[StepReport]) -> Metrics:
     return metrics
 
 
+def worst_report(reports: Sequence[StepReport]) -> StepReport | None:
+    """The report of the last update that was refused, else of the last one; None without updates."""
+    refused = [report for report in reports if report.refused]
+    return (refused or reports or [None])[-1]
+
+
 @dataclass(slots=True)
 class FirstPass:
     """Sums over the completions of a step's first update, where the policy is still the one that drew them."""
@@ -121,11 +127,6 @@ class UpdateStats:
         """KL of the last minibatch to the policy that drew its tokens, in nats per token."""
         return merged(self._minibatch).metrics()["policy/approxkl_avg"]
 
-    def worst_report(self) -> StepReport | None:
-        """The report of the last update that was refused, else of the last one; None without updates."""
-        refused = [report for report in self.reports if report.refused]
-        return (refused or self.reports or [None])[-1]
-
     def metrics(self) -> Metrics:
         """Means over all tokens of all updates, and the optimizer's metrics."""
         return {
@@ -174,13 +175,17 @@ def kl_per_sequence(logp_BT: torch.Tensor, reference_logp_BT: torch.Tensor, mask
     return ((logp_BT - reference_logp_BT) * mask_BT).sum(dim=1).mean().item()
 
 
-def sample_rows(groups: Sequence[Group], scores: Scores, step: int, limit: int = 8) -> list[dict[str, object]]:
+def sample_rows(groups: Sequence[Group], scores: Scores | None, step: int, limit: int = 8) -> list[dict[str, object]]:
     """Rows of `samples.jsonl`: the first completion of the first `limit` groups, with its reward and the parts of
-    it.
+    it; without them if `scores` is None.
     """
     rows: list[dict[str, object]] = []
     for p, group in enumerate(groups[:limit]):
         completion = group.completions[0]
+        rewards: dict[str, object] = {}
+        if scores is not None:
+            rewards["reward"] = scores.total_PG[p, 0].item() if scores.valid_PG[p, 0] else None
+            rewards["rewards"] = {name: part_PG[p, 0].item() for name, part_PG in scores.parts.items()}
         rows.append(
             {
                 "step": step,
@@ -190,14 +195,13 @@ def sample_rows(groups: Sequence[Group], scores: Scores, step: int, limit: int =
                 "num_tokens": len(completion.token_ids),
                 "finish_reason": completion.finish_reason,
                 "weight_version": group.weight_version,
-                "reward": scores.total_PG[p, 0].item() if scores.valid_PG[p, 0] else None,
-                "rewards": {name: part_PG[p, 0].item() for name, part_PG in scores.parts.items()},
+                **rewards,
             }
         )
     return rows
 
 
-def batch_rows(groups: Sequence[Group], scores: Scores) -> list[dict[str, object]]:
+def batch_rows(groups: Sequence[Group], scores: Scores | None) -> list[dict[str, object]]:
     """Every completion of a step with its prompt and reward, written to `refused/` if an update was refused."""
     return [
         {
@@ -206,20 +210,22 @@ def batch_rows(groups: Sequence[Group], scores: Scores) -> list[dict[str, object
             "completion": completion.text,
             "token_ids": list(completion.token_ids),
             "logps": list(completion.logps),
-            "reward": scores.total_PG[p, g].item() if scores.valid_PG[p, g] else None,
+            **({} if scores is None else {"reward": scores.total_PG[p, g].item() if scores.valid_PG[p, g] else None}),
         }
         for p, group in enumerate(groups)
         for g, completion in enumerate(group.completions)
     ]
 
 
-def summary(metrics: Sequence[Mapping[str, float]]) -> dict[str, object]:
-    """Reward and KL of a run at the first step, and at the last step that has them."""
+_SUMMARY = ("reward", "objective/kl", "entropy", "completions/mean_length", "eval/reward")
+
+
+def summary(metrics: Sequence[Mapping[str, float]], names: Sequence[str] = _SUMMARY) -> dict[str, object]:
+    """The metrics `names` of a run at the first step, and at the last step that has them."""
     if not metrics:
         return {"steps": 0}
     first = metrics[0]
     last = {name: value for row in metrics for name, value in row.items()}
-    names = ("reward", "objective/kl", "entropy", "completions/mean_length", "eval/reward")
     return {
         "steps": len(metrics),
         "refused_steps": int(sum(row["refused_steps"] for row in metrics)),

@@ -126,7 +126,7 @@ class PPO:
         self.kl.update(metrics.kl_per_sequence(old_logp_BT, reference_logp_BT, mask_BT), len(sequences.lengths_B))
         figures = {**step_metrics(groups, scores, batch, kl_in_reward, stats), "objective/kl_coef": self.kl.value}
         rows_of = (partial(metrics.batch_rows, groups, scores), partial(metrics.sample_rows, groups, scores))
-        return StepResult(figures, stats.worst_report(), *rows_of)
+        return StepResult(figures, metrics.worst_report(stats.reports), *rows_of)
 
     def micro_batch_loss(
         self, micro: PPOBatch, size: policy_loss.UpdateSize, stats: metrics.UpdateStats

@@ -155,15 +155,20 @@ def micro_batches(sequences: Sequences, size: int) -> Iterator[Sequences]:
 
 
 def minibatches(batch: BatchT, section: UpdateSection, seed: int) -> Iterator[BatchT]:
-    """Minibatches of every epoch over the rollout, a pure function of `seed` and epoch.
+    """Minibatches of every epoch over the rollout."""
+    for rows in minibatch_rows(len(batch.sequences.lengths_B), section, seed):
+        yield batch.select(rows)
+
+
+def minibatch_rows(num_rows: int, section: UpdateSection, seed: int) -> Iterator[list[int]]:
+    """Row numbers of each minibatch of every epoch, a pure function of `seed` and epoch.
 
     Rows keep the order of the rollout, so that those of one prompt are together and the prompt is computed once.
     """
-    num_rows = len(batch.sequences.lengths_B)
     size = -(-num_rows // section.num_minibatches)
     for epoch in range(section.num_epochs):
         for rows in chunks(permutation(seed, epoch, num_rows), size):
-            yield batch.select(sorted(rows))
+            yield sorted(rows)
 
 
 def update_size(sequences: Sequences, micro_batch_size: int, num_drawn: float | None = None) -> UpdateSize:

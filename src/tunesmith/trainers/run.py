@@ -19,6 +19,7 @@ from tunesmith.models.export import ModelCard
 from tunesmith.trainers import setup
 from tunesmith.trainers.api import Inputs, Learner, Metrics
 from tunesmith.trainers.best_of_n import BestOfN
+from tunesmith.trainers.distill import DistillTask
 from tunesmith.trainers.dpo import DPOTask
 from tunesmith.trainers.estimate import Estimate, announce
 from tunesmith.trainers.grpo import GRPO
@@ -117,6 +118,7 @@ ALGORITHMS: Mapping[str, Callable[[Any, Inputs, torch.device], Task]] = MappingP
         "ppo": partial(PolicyTask, PPO),
         "grpo": partial(PolicyTask, GRPO),
         "best_of_n": partial(PolicyTask, BestOfN),
+        "distill": DistillTask,
     }
 )
 """The task of each algorithm, by its name in recipes and on the command line; a task is made of a recipe of that

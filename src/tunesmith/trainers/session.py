@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from tunesmith.config.schema import PolicyRecipe, Recipe
+from tunesmith.config.schema import Recipe, SamplingRecipe
 from tunesmith.core.errors import RunError, StoppedError, TrainingError
 from tunesmith.core.log import get_logger
 from tunesmith.core.trace import Trace, trace
@@ -35,8 +35,14 @@ from tunesmith.trainers.signals import StopRequest, stop_signals
 
 _log = get_logger(__name__)
 
-_EVALUATED = ("eval/accuracy", "eval/reward", "eval/rewards/accuracies", "eval/mean_token_accuracy")
-_TRAINED = ("reward", "accuracy", "rewards/accuracies", "mean_token_accuracy")
+_EVALUATED = (
+    "eval/accuracy",
+    "eval/reward",
+    "eval/rewards/accuracies",
+    "eval/mean_token_accuracy",
+    "eval/teacher_agreement",
+)
+_TRAINED = ("reward", "accuracy", "rewards/accuracies", "mean_token_accuracy", "teacher_agreement")
 """Metrics by which checkpoints are ranked: the first tuple with evaluations on held-out data, the second without."""
 
 _MAX_REFUSED_DUMPS = 20
@@ -132,7 +138,7 @@ class Session:
             tracker.log(step, row)
         if step % self.cfg.run.log_every == 0:
             self._reporter.update(step, {name.rsplit("/", 1)[-1]: row[name] for name in shown if name in row})
-        if isinstance(self.cfg, PolicyRecipe):
+        if isinstance(self.cfg, SamplingRecipe):
             for finding in alarms(self.metrics, self.cfg.alarms):
                 self.find(finding)
         self._check_refused(step, record)
@@ -364,7 +370,7 @@ def is_memory_error(error: BaseException) -> bool:
 
 
 def _setting_to_lower(cfg: Recipe, stage: str) -> str:
-    if isinstance(cfg, PolicyRecipe) and stage.split("/")[0] in ("rollout", "evaluate"):
+    if isinstance(cfg, SamplingRecipe) and stage.split("/")[0] in ("rollout", "evaluate"):
         rollout = cfg.rollout
         if rollout.backend == "native":
             return f"rollout.num_slots ({rollout.num_slots}), rollout.kv_cache_mb or rollout.max_new_tokens"

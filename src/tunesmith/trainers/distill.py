@@ -1,0 +1,234 @@
+"""On-policy distillation: the student draws completions, and learns the teachers' distribution of each of their tokens.
+
+Agarwal et al. 2024, "On-Policy Distillation of Language Models" (GKD, arXiv 2306.13649). No rewards: the loss compares
+whole next-token distributions, in chunks that never hold all logits. Shape legend: B sequences, N completion tokens,
+H hidden.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from tunesmith.algorithms.divergence import Divergence, DivergenceStats, Predictions, divergence_loss
+from tunesmith.algorithms.sums import merged, sum_over_ranks
+from tunesmith.batch.pack import Sequences, pack, select
+from tunesmith.batch.rollout import Group
+from tunesmith.batch.upload import Uploader
+from tunesmith.config.algorithm_sections import DistillSection
+from tunesmith.config.schema import DistillRecipe
+from tunesmith.config.sections import ModelSection
+from tunesmith.core.errors import ModelError
+from tunesmith.core.seeds import derive
+from tunesmith.core.trace import span
+from tunesmith.data import sets
+from tunesmith.kernels.native import Kernels
+from tunesmith.models.export import ModelCard, save_final
+from tunesmith.models.language_model import LanguageModel, language_model
+from tunesmith.models.load import count_parameters, load_policy
+from tunesmith.models.loaded import PreTrainedTokenizerBase, context_length, freeze_lower_layers
+from tunesmith.models.logprob import completion_states
+from tunesmith.models.optimizer import MasterAdamW, StepReport
+from tunesmith.rollout.engine import Engine
+from tunesmith.schema.records import Prompt
+from tunesmith.trainers import metrics, rollouts, setup
+from tunesmith.trainers.api import Counter, Inputs, Metrics, StepResult
+from tunesmith.trainers.estimate import Estimate, policy_estimate
+from tunesmith.trainers.restart import fingerprint_of_rows, fingerprint_of_tensors
+from tunesmith.trainers.session import Session
+
+
+@dataclass(frozen=True, slots=True)
+class Teacher:
+    """A frozen model to follow, and its weight relative to the other teachers."""
+
+    name: str
+    model: LanguageModel
+    weight: float
+
+
+@dataclass(slots=True)
+class Distill:
+    """The learner: `step` changes the policy and the optimizer."""
+
+    cfg: DistillRecipe
+    policy: LanguageModel
+    teachers: Sequence[Teacher]
+    engine: Engine
+    optimizer: MasterAdamW
+    tokenizer: PreTrainedTokenizerBase
+    counters: Mapping[str, Counter] = field(default_factory=dict[str, Counter])
+    uploader: Uploader | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.uploader = setup.uploader_to(self.policy.module.device)
+
+    @property
+    def modules(self) -> Mapping[str, nn.Module]:
+        """The policy."""
+        return {"policy": self.policy.module}
+
+    def step(self, prompts: Sequence[Prompt], index: int) -> StepResult:
+        """Step `index` (from 0): draw completions of `prompts`, learn the teachers' distributions of their tokens."""
+        cfg = self.cfg.distill
+        groups = self.draw(prompts, self.cfg.rollout.completions_per_prompt, "rollout", index)
+        sequences = setup.sent(pack(groups, pad_id=0), self.uploader)
+
+        stats: list[DivergenceStats] = []
+        reports: list[StepReport] = []
+        seed = derive(self.cfg.run.seed, "minibatches", index)
+        for rows in rollouts.minibatch_rows(len(sequences.lengths_B), cfg, seed):
+            minibatch = select(sequences, rows)
+            num_tokens = sum_over_ranks(minibatch.num_tokens)  # one global denominator
+            total_loss = torch.zeros((), device=sequences.mask_BT.device)
+            for micro in rollouts.micro_batches(minibatch, cfg.micro_batch_size):
+                loss, micro_stats = self.micro_batch_loss(micro, num_tokens)
+                with span("update/backward"):
+                    self.optimizer.scaled(loss).backward()
+                total_loss += loss.detach()
+                stats.append(micro_stats)
+            with span("update/optimizer"):
+                reports.append(self.optimizer.step(loss=total_loss.item()))  # refuses what is not finite
+        figures = {
+            **merged(stats).metrics(),
+            **metrics.completion_metrics(groups),
+            **metrics.update_metrics(reports),
+            "num_tokens": float(sequences.num_tokens),
+            "updates": float(len(reports)),
+        }
+        batch_rows = (partial(metrics.batch_rows, groups, None), partial(metrics.sample_rows, groups, None))
+        return StepResult(figures, metrics.worst_report(reports), *batch_rows)
+
+    def draw(self, prompts: Sequence[Prompt], num: int, stream: str, index: int) -> list[Group]:
+        """`num` completions of each prompt; the noise is a pure function of the run's seed, `stream` and `index`."""
+        with span("rollout"):
+            sampling = rollouts.sampling_params(self.cfg.rollout, derive(self.cfg.run.seed, stream, index))
+            groups = self.engine.generate(prompts, num, sampling)
+            if self.cfg.rollout.unload_during_update:
+                self.engine.unload()
+        return groups
+
+    def micro_batch_loss(self, micro: Sequences, num_tokens: float) -> tuple[torch.Tensor, DivergenceStats]:
+        """(Sum of the divergences of all completion tokens, divided by `num_tokens`, a scalar; its statistics)."""
+        with torch.no_grad(), span("teachers"):
+            teachers = [_predictions(one.model, micro, one.weight) for one in self.teachers]
+        with span("update/forward"):
+            student = _predictions(self.policy, micro)
+            divergence, size = divergence_of(self.cfg.distill), len(self.tokenizer)
+            return divergence_loss(student, teachers, divergence, num_tokens=num_tokens, vocabulary=size)
+
+    def export(self, folder: Path, card: ModelCard) -> Path:
+        """Write the policy to `folder` in the Hugging Face layout."""
+        return save_final(self.policy.module, self.tokenizer, folder, card)
+
+
+def divergence_of(section: DistillSection) -> Divergence:
+    """The divergence that the recipe names, as the share of the teacher in the mixture (see `Divergence`)."""
+    beta = {"forward_kl": 0.0, "jensen_shannon": section.beta, "reverse_kl": 1.0}[section.divergence]
+    return Divergence(beta, section.temperature)
+
+
+def _predictions(model: LanguageModel, sequences: Sequences, weight: float = 1.0) -> Predictions:
+    hidden_NH, layer = completion_states(
+        model, sequences.ids_BS, sequences.lengths_B, prompt_lengths_B=sequences.prompt_lengths_B
+    )
+    return Predictions(hidden_NH, layer, weight)
+
+
+class DistillTask:
+    """Prompts and teachers, and how a student is evaluated."""
+
+    shown = ("loss", "teacher_agreement", "entropy")
+    title = "on-policy distillation"
+
+    def __init__(self, cfg: DistillRecipe, inputs: Inputs, device: torch.device) -> None:
+        self.cfg = cfg
+        self.num_steps = cfg.run.steps or 100
+        self.loaded = load_policy(cfg.model, device=device)
+        context = context_length(self.loaded.model)
+        free = None if context is None else context - cfg.rollout.max_new_tokens
+        self.data = sets.prompt_sets(cfg.prompts, self.loaded.tokenizer, cfg.run.seed, inputs.prompts, max_length=free)
+        freeze_lower_layers(self.loaded.model, cfg.model.num_trainable_layers)
+        self.teachers = [self._teacher(source.model, source.weight, device) for source in cfg.distill.teachers]
+
+    def _teacher(self, name: str, weight: float, device: torch.device) -> Teacher:
+        own = self.cfg.model
+        section = ModelSection(name=name, dtype=own.dtype, trust_remote_code=own.trust_remote_code)
+        loaded = load_policy(section, device=device)
+        if loaded.tokenizer.get_vocab() != self.loaded.tokenizer.get_vocab():
+            raise ModelError(
+                f"the teacher {name!r} has another vocabulary than {own.name!r}, so their distributions cannot be "
+                "compared; take a teacher with the student's tokenizer"
+            )
+        return Teacher(name, language_model(loaded.model.requires_grad_(False), Kernels()), weight)
+
+    def build(self) -> Distill:
+        """The learner before its first step."""
+        policy = language_model(self.loaded.model, Kernels())
+        section = self.cfg.distill
+        total_steps = self.num_steps * section.num_epochs * section.num_minibatches
+        optimizer = MasterAdamW(self.loaded.model, self.cfg.optimizer, total_steps=total_steps, kernels=policy.kernels)
+        engine = rollouts.engine_for(self.cfg.rollout, policy, self.loaded.tokenizer, lambda: optimizer)
+        return Distill(self.cfg, policy, self.teachers, engine, optimizer, self.loaded.tokenizer)
+
+    def prepare(self, learner: Distill, progress: bool) -> dict[str, str]:
+        """Hashes of the model, the teachers and the prompts."""
+        rows = [(prompt.id, prompt.content) for prompt in (*self.data.train, *self.data.heldout)]
+        return {
+            "the model": fingerprint_of_tensors(learner.policy.module),
+            "the prompts": fingerprint_of_rows(rows),
+            **{f"the teacher {one.name}": fingerprint_of_tensors(one.model.module) for one in self.teachers},
+        }
+
+    def estimate(self) -> Estimate:
+        """Memory and work of a run."""
+        section, rollout = self.cfg.distill, self.cfg.rollout
+        student = policy_estimate(
+            self.loaded.model,
+            self.cfg,
+            prompt_tokens=self.data.mean_tokens,
+            num_epochs=section.num_epochs,
+            micro_batch_size=section.micro_batch_size,
+            num_reward_models=0,
+            has_reference=False,
+        )
+        sizes = [(count_parameters(one.model.module), one.model.module.dtype.itemsize) for one in self.teachers]
+        num_sequences = rollout.prompts_per_step * rollout.completions_per_prompt * section.num_epochs
+        num_tokens = num_sequences * (rollout.max_new_tokens + self.data.mean_tokens)
+        return replace(
+            student,
+            memory_gb={**student.memory_gb, "teachers": sum(num * width for num, width in sizes) / 1e9},
+            step_flop=student.step_flop + sum(2 * num * num_tokens for num, _ in sizes),
+        )
+
+    def batch(self, index: int) -> list[Prompt]:
+        """The prompts of step `index` (from 0)."""
+        return rollouts.prompts_of_step(self.data.train, self.cfg.rollout.prompts_per_step, self.cfg.run.seed, index)
+
+    @torch.no_grad()
+    def evaluate(self, learner: Distill) -> Metrics:
+        """The divergence of one completion of each held-out prompt, drawn with the same noise at every step; empty
+        without any.
+        """
+        if not self.data.heldout:
+            return {}
+        with span("evaluate"):
+            groups = learner.draw(self.data.heldout, 1, "evaluate", 0)
+            sequences = setup.sent(pack(groups, pad_id=0), learner.uploader)
+            micros = rollouts.micro_batches(sequences, self.cfg.distill.micro_batch_size)
+            stats = merged(learner.micro_batch_loss(micro, 1)[1] for micro in micros)
+        return {f"eval/{name}": value for name, value in stats.metrics().items()}
+
+    def measure(self, learner: Distill, when: str) -> dict[str, object]:
+        """The evaluation before the first step."""
+        return {f"{name}_before": value for name, value in self.evaluate(learner).items()} if when == "before" else {}
+
+    def summary(self, learner: Distill, session: Session) -> dict[str, object]:
+        """Loss and agreement with the teachers at the first and the last step, and on held-out prompts."""
+        before = {name: value for name, value in session.facts.items() if name.endswith("_before")}
+        figures = ("loss", "teacher_agreement", "entropy")
+        names = (*figures, "completions/mean_length", *(f"eval/{name}" for name in figures))
+        return {**metrics.summary(session.metrics, names), **before}
