@@ -10,13 +10,16 @@ from tunesmith import train
 from tunesmith.core.errors import ConfigError
 
 
-@pytest.mark.parametrize("name", ["ppo", "best_of_n", "reward", "dpo", "sft"])
+@pytest.mark.parametrize("name", ["ppo", "best_of_n", "distill", "reward", "dpo", "sft"])
 def test_names_kinds_and_defaults_are_pinned(name: str) -> None:
     parameters = inspect.signature(getattr(train, name)).parameters.values()
     seen = [(p.name, p.kind.name, None if p.default is p.empty else p.default) for p in parameters]
-    data = [("prompts", "KEYWORD_ONLY", None), ("reward", "KEYWORD_ONLY", None)]
+    prompts = ("prompts", "KEYWORD_ONLY", None)
+    policy = [prompts, ("reward", "KEYWORD_ONLY", None)]
     named = {"reward": "pairs", "dpo": "pairs", "sft": "demonstrations"}
-    data = data if name in ("ppo", "best_of_n") else [(named[name], "KEYWORD_ONLY", None)]
+    data = {"ppo": policy, "best_of_n": policy, "distill": [("teacher", "KEYWORD_ONLY", None), prompts]}.get(
+        name, [(named.get(name, ""), "KEYWORD_ONLY", None)]
+    )
     assert seen == [
         ("model", "KEYWORD_ONLY", None),
         *data,

@@ -23,7 +23,7 @@ from tunesmith.trainers.api import Inputs
 from tunesmith.trainers.run import run as _run
 from tunesmith.trainers.setup import RunResult
 
-__all__ = ["RunResult", "best_of_n", "dpo", "grpo", "ppo", "resume", "reward", "sft"]
+__all__ = ["RunResult", "best_of_n", "distill", "dpo", "grpo", "ppo", "resume", "reward", "sft"]
 
 Prompts = str | Sequence[PromptLike]
 Rewards = RewardLike | Sequence[RewardLike]
@@ -84,6 +84,30 @@ def best_of_n(
     """Train a policy on the best of n completions by the reward. Arguments, result and errors are those of `ppo`."""
     given = {**overrides, "model": model, "run.steps": steps}
     return _train_policy("best_of_n", prompts, reward, recipe, config, given, progress)
+
+
+def distill(
+    *,
+    model: str | None = None,
+    teacher: str | Sequence[str] | None = None,
+    prompts: Prompts | None = None,
+    recipe: str | None = None,
+    config: str | None = None,
+    steps: int | None = None,
+    progress: bool = True,
+    **overrides: object,
+) -> RunResult:
+    """Train a student to follow one or several teachers on its own completions; returns the run's folder, metrics and
+    summary.
+
+    `teacher` is a model's name or folder, or several of equal weight. The other arguments and the errors are those of
+    `ppo`.
+    """
+    names = [teacher] if isinstance(teacher, str) else teacher
+    teachers = None if names is None else [{"model": name} for name in names]
+    named, rows = _named_or_given(prompts)
+    given = {**overrides, "model": model, "prompts": named, "distill.teachers": teachers, "run.steps": steps}
+    return _train("distill", recipe, config, given, Inputs(prompts=rows), progress)
 
 
 def reward(

@@ -25,7 +25,7 @@ from tunesmith.models.optimizer import MasterAdamW, StepReport
 from tunesmith.runs import checkpoint
 from tunesmith.runs.checkpoint import Checkpoint
 from tunesmith.schema.records import Pair, Prompt
-from tunesmith.trainers import best_of_n, dpo, grpo, ppo, reward, sft
+from tunesmith.trainers import best_of_n, distill, dpo, grpo, ppo, reward, sft
 
 LEARNERS = {
     "sft": sft.SFT,
@@ -34,6 +34,7 @@ LEARNERS = {
     "ppo": ppo.PPO,
     "grpo": grpo.GRPO,
     "best_of_n": best_of_n.BestOfN,
+    "distill": distill.Distill,
 }
 Spoil = Callable[[int], None]
 UPDATES_PER_STEP = 4

@@ -16,7 +16,7 @@ from tunesmith.schema.records import Pair, Prompt
 
 Uninterrupted = Callable[[str], Mapping[str, object]]
 MATRIX = "layers.1.mlp.down_proj.weight"
-CALLS_PER_STEP = {"sft": 1, "reward": 1, "dpo": 3, "ppo": 4, "grpo": 2, "best_of_n": 2}
+CALLS_PER_STEP = {"sft": 1, "reward": 1, "dpo": 3, "ppo": 4, "grpo": 2, "best_of_n": 2, "distill": 2}
 """Calls of the loss with gradient in one step of the jobs, where nothing is refused or dropped."""
 
 

@@ -24,6 +24,7 @@ SPANS = {
     "ppo": POLICY,
     "grpo": (*POLICY, "accuracy"),
     "best_of_n": ("rollout", "reference", "update/backward"),
+    "distill": ("rollout", "teachers", "update/optimizer", "evaluate"),
 }
 PLACES = (
     *("log/metrics", "checkpoint/tensors", "checkpoint/manifest"),
@@ -56,7 +57,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], M
     [
         (trainer, place)
         for trainer in TRAINERS
-        for place in (*SPANS[trainer], *(PLACES if trainer != "best_of_n" else ()))
+        for place in (*SPANS[trainer], *(PLACES if trainer not in ("best_of_n", "distill") else ()))
     ],
 )
 def test_killed_at_any_place_and_resumed_a_run_ends_the_same(

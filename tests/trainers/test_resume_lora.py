@@ -14,7 +14,7 @@ from tunesmith.runs.checkpoint import list_steps
 
 KILLED = -9
 LORA = {"rank": 4}
-VISITS = {"sft": 7, "reward": 7, "dpo": 19, "ppo": 25, "grpo": 13, "best_of_n": 13}
+VISITS = {"sft": 7, "reward": 7, "dpo": 19, "ppo": 25, "grpo": 13, "best_of_n": 13, "distill": 13}
 """Which backward pass is the first of step 7."""
 
 
