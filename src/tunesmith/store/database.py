@@ -8,6 +8,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self, TypeVar
 from urllib.parse import quote
@@ -62,30 +63,21 @@ class OwnedDatabase(Closeable):
     def __init__(self, place: str | Path, name: DatabaseName, *, durable: bool) -> None:
         self.place = str(place)
         path = _file_of(place)
-        self._lock = None if path is None else _lock(path)
-        try:
+        with ExitStack() as stack:
+            if path is not None:
+                stack.callback(_lock(path).release)
             engine = _url_engine(str(place)) if path is None else _writing_engine(path, durable=durable)
-            self._engine = engine
+            stack.callback(engine.dispose)
             try:
-                self.connection = engine.connect()
+                self.connection = stack.enter_context(engine.connect())
                 _migrate(self.connection, name, self.place)
             except DBAPIError as error:
                 raise failure(self.place, error) from error
-        except StoreError:
-            self.close()
-            raise
+            self._resources = stack.pop_all()
 
     def close(self) -> None:
         """Close the connection and release the lock."""
-        for part in ("connection", "_engine"):
-            held: Connection | Engine | None = getattr(self, part, None)
-            if isinstance(held, Connection):
-                held.close()
-            elif held is not None:
-                held.dispose()
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
+        self._resources.close()
 
 
 class ReadOnlyDatabase(Closeable):

@@ -1,20 +1,20 @@
 """Records that the store takes and returns. Times are seconds since the epoch (UTC); ids grow, none is used twice."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from tunesmith.schema.records import Text
 
 Verdict = Literal["left_much", "left", "tie", "right", "right_much", "both_bad", "skip"]
 """A rater's judgement of two answers, by the side on which they were shown."""
 
-StoredVerdict = Literal["left_much", "left", "tie", "right", "right_much", "both_bad", "skip", "withdrawn"]
+StoredVerdict = Verdict | Literal["withdrawn"]
 """A verdict, or `withdrawn`: the earlier vote was undone."""
 
 PreferenceName = Literal["much_better", "better", "tie", "both_bad"]
 """A verdict without its side."""
 
-VERDICTS: tuple[Verdict, ...] = ("left_much", "left", "tie", "right", "right_much", "both_bad", "skip")
+VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 
 ItemKind = Literal["pair", "ranking"]
 AnswerStyle = Literal["raw", "markdown"]

@@ -77,9 +77,23 @@ def _presentation_answers(name: str, *columns: Column[Any]) -> Table:
         _id(),
         _reference("presentation_id", "presentations.id"),
         *columns,
+        _time("created_at"),
+        Column("request_key", String(200), nullable=True),
         UniqueConstraint("presentation_id", "revision"),
         UniqueConstraint("presentation_id", "request_key"),
         sqlite_autoincrement=True,
+    )
+
+
+def _verdicts(name: str, *columns: Column[Any]) -> Table:
+    """A table of judgements, with `columns` for what was chosen."""
+    return _presentation_answers(
+        name,
+        Column("revision", Integer, nullable=False),
+        Column("verdict", String(16), nullable=False),
+        Column("reason", Text, nullable=False),
+        *columns,
+        Column("dwell_ms", Integer, nullable=True),
     )
 
 
@@ -195,30 +209,15 @@ presentations = Table(
     sqlite_autoincrement=True,
 )
 
-votes = _presentation_answers(
+votes = _verdicts(
     "votes",
-    Column("revision", Integer, nullable=False),
-    Column("verdict", String(16), nullable=False),
-    Column("reason", Text, nullable=False),
     _reference("chosen_candidate_id", "candidates.id", nullable=True),
     _reference("rejected_candidate_id", "candidates.id", nullable=True),
-    Column("dwell_ms", Integer, nullable=True),
-    _time("created_at"),
-    Column("request_key", String(200), nullable=True),
 )
 """Votes on pairs. The verdict `withdrawn` cancels the earlier vote."""
 
-rankings = _presentation_answers(
-    "rankings",
-    Column("revision", Integer, nullable=False),
-    Column("verdict", String(16), nullable=False),
-    Column("reason", Text, nullable=False),
-    # One rank per candidate in the order of the item; null for the verdicts `skip` and `withdrawn`.
-    Column("ranks_json", _Json, nullable=True),
-    Column("dwell_ms", Integer, nullable=True),
-    _time("created_at"),
-    Column("request_key", String(200), nullable=True),
-)
+# One rank per candidate in the order of the item; null for the verdicts `skip` and `withdrawn`.
+rankings = _verdicts("rankings", Column("ranks_json", _Json, nullable=True))
 
 demonstrations = _presentation_answers(
     "demonstrations",
@@ -226,8 +225,6 @@ demonstrations = _presentation_answers(
     _reference("rater_id", "raters.id"),
     Column("text", Text, nullable=False),
     Column("revision", Integer, nullable=False),
-    _time("created_at"),
-    Column("request_key", String(200), nullable=True),
 )
 
 commands = Table(

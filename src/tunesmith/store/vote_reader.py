@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Table, exists, func, or_, select
@@ -22,6 +23,7 @@ from tunesmith.store.records import (
     PreferenceName,
     Progress,
     Rater,
+    Stored,
     StoredDemonstration,
     StoredRanking,
     StoredVerdict,
@@ -181,12 +183,12 @@ def _effective(
     context = (
         presentations.c.item_id,
         presentations.c.order_json,
-        presentations.c.rater_id.label("of_rater"),
+        presentations.c.rater_id,
         items.c.campaign_id,
         items.c.heldout,
         items.c.is_gold,
         items.c.offer_id,
-        prompts.c.content_json,
+        prompts.c.content_json.label("prompt"),
         raters.c.name.label("rater"),
     )
     own = [column for column in table.c if column.name not in ("rater_id", "prompt_id")]
@@ -200,11 +202,8 @@ def _effective(
 
 
 def _common(row: Any) -> dict[str, Any]:
-    names = ("id", "presentation_id", "item_id", "campaign_id", "rater", "heldout", "created_at", "revision")
-    return {name: getattr(row, name) for name in names} | {
-        "rater_id": row.of_rater,
-        "prompt": row.content_json,
-    }
+    """The fields that all records share."""
+    return {field.name: getattr(row, field.name) for field in fields(Stored)}
 
 
 def _stored_vote(row: Any, answers: Sequence[Candidate]) -> StoredVote:
