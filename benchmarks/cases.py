@@ -21,10 +21,9 @@ from tunesmith.kernels.native import Choice, Kernels
 from tunesmith.kernels.preference import torch_impl as preference_torch
 from tunesmith.kernels.preference.api import iterative_tuning, process_user_preference, update_in_place
 from tunesmith.kernels.preference.torch_impl import PreferenceBatch
-from tunesmith.kernels.sample import ops
 from tunesmith.kernels.sample import torch_impl as sample_torch
-from tunesmith.kernels.sample.api import sample
-from tunesmith.kernels.sample.records import NoiseKeys, SampleSettings
+from tunesmith.kernels.sample.api import draw_in_triton, sample
+from tunesmith.kernels.sample.torch_impl import NoiseKeys, SampleSettings
 
 Work = Callable[[], object]
 
@@ -311,7 +310,7 @@ def sampling_case(setting: Setting, top_p: float = 0.9) -> Case:
         numbers = (settings.temperature_B, settings.top_p_B, settings.min_p_B, settings.repetition_penalty_B)
         integers = (settings.top_k_B, keys.seed_B * 0, keys.seed_B, keys.prompt_B, keys.sample_B, keys.position_B)
         settings_B4, integers_B6 = (torch.stack(of, -1).to(setting.device) for of in (numbers, integers))
-        return lambda: ops.sample(logits_BV, settings_B4, integers_B6, None, None, top_p < 1)
+        return lambda: draw_in_triton(logits_BV, settings_B4, integers_B6, None, None, top_p < 1)
 
     picked = kernels.picked("sample", logits_BV)
     return Case(

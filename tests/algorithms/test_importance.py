@@ -12,7 +12,7 @@ from tunesmith.algorithms.policy_loss import importance_correction
 from tunesmith.config.sections import ImportanceSection
 from tunesmith.core.errors import InputError
 from tunesmith.kernels.sample import torch_impl
-from tunesmith.kernels.sample.records import SampleSettings
+from tunesmith.kernels.sample.torch_impl import SampleSettings
 
 MODES = ("off", "truncate", "mask")
 LEVELS = ("token", "sequence")

@@ -15,7 +15,7 @@ from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.preference.api import update_in_place
 from tunesmith.kernels.rms_norm.api import add_rms_norm
 from tunesmith.kernels.sample.api import sample
-from tunesmith.kernels.sample.records import NoiseKeys, SampleSettings
+from tunesmith.kernels.sample.torch_impl import NoiseKeys, SampleSettings
 
 normal = partial(drawn.normal, scale=2.0)
 

@@ -8,7 +8,7 @@ import torch
 from tunesmith.batch.rollout import SamplingParams
 from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.sample.api import sample
-from tunesmith.kernels.sample.records import LogitBias, NoiseKeys, SampleSettings, Seen
+from tunesmith.kernels.sample.torch_impl import LogitBias, NoiseKeys, SampleSettings, Seen
 from tunesmith.rollout.device.decode_step import DrawForm, DrawSettings, draw
 
 VOCABULARY, NUM_ROWS = 50, 7

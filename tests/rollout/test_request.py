@@ -7,7 +7,7 @@ import pytest
 
 from tunesmith.batch.rollout import SamplingParams
 from tunesmith.core.errors import InputError
-from tunesmith.kernels.sample.records import SMALLEST_TEMPERATURE, SampleSettings
+from tunesmith.kernels.sample.torch_impl import SMALLEST_TEMPERATURE, SampleSettings
 from tunesmith.models.tiny import tiny_model
 from tunesmith.rollout.engine import GenerationInterrupted, check_prompt_lengths, check_request
 from tunesmith.rollout.factory import open_engine

@@ -12,7 +12,7 @@ from tunesmith.batch.pack import pack
 from tunesmith.batch.rollout import SamplingParams
 from tunesmith.core.errors import InputError, TrainingError
 from tunesmith.kernels.sample import torch_impl
-from tunesmith.kernels.sample.records import SampleSettings, Seen
+from tunesmith.kernels.sample.torch_impl import SampleSettings, Seen
 from tunesmith.models.logprob import token_logps
 from tunesmith.models.tiny import FAMILIES, tiny_model
 from tunesmith.rollout.engine import GenerationInterrupted

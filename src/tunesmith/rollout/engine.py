@@ -9,7 +9,7 @@ from typing import Protocol
 
 from tunesmith.batch.rollout import Completion, Group, SamplingParams
 from tunesmith.core.errors import InputError
-from tunesmith.kernels.sample.records import SMALLEST_TEMPERATURE, TEMPERATURE_RULE
+from tunesmith.kernels.sample.torch_impl import SMALLEST_TEMPERATURE, TEMPERATURE_RULE
 from tunesmith.models.loaded import PreTrainedModel, PreTrainedTokenizerBase, context_length
 from tunesmith.models.tokenizer import decode, encode_prompt, stop_token_ids
 from tunesmith.rollout.kv_cache import KVCache, blocks_for

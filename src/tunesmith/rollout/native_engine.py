@@ -13,7 +13,7 @@ from torch import nn
 from tunesmith.batch.rollout import Group, SamplingParams
 from tunesmith.core.errors import InputError, TrainingError
 from tunesmith.core.trace import span
-from tunesmith.kernels.sample.records import Sampled
+from tunesmith.kernels.sample.torch_impl import Sampled
 from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.loaded import PreTrainedTokenizerBase
 from tunesmith.rollout import weight_check

@@ -13,7 +13,7 @@ import torch
 from tunesmith.batch.rollout import SamplingParams
 from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.sample.api import sample
-from tunesmith.kernels.sample.records import LogitBias, NoiseKeys, Sampled, SampleSettings, Seen
+from tunesmith.kernels.sample.torch_impl import LogitBias, NoiseKeys, Sampled, SampleSettings, Seen
 from tunesmith.rollout.scheduler import Plan
 from tunesmith.rollout.sequence import Sequence as DrawnSequence
 

@@ -13,7 +13,7 @@ from tunesmith.core.errors import TrainingError
 from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.sample import torch_impl
 from tunesmith.kernels.sample.api import sample
-from tunesmith.kernels.sample.records import LogitBias, NoiseKeys, SampleSettings, Seen
+from tunesmith.kernels.sample.torch_impl import LogitBias, NoiseKeys, SampleSettings, Seen
 
 OPTIONS = {
     "plain": {},

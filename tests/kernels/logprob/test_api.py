@@ -13,7 +13,7 @@ from tunesmith.kernels.logprob import torch_impl
 from tunesmith.kernels.logprob.api import chosen_logp_entropy
 from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.sample.api import sample
-from tunesmith.kernels.sample.records import NoiseKeys, SampleSettings
+from tunesmith.kernels.sample.torch_impl import NoiseKeys, SampleSettings
 
 DTYPES = [torch.float32, torch.bfloat16]
 WIDTHS = [1, 15, 17, 127, 128, 129, 1000]

@@ -23,7 +23,7 @@ from tunesmith.core.errors import InputError, NativeUnavailableError, TrainingEr
 from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.sample import torch_impl
 from tunesmith.kernels.sample.api import sample, score
-from tunesmith.kernels.sample.records import LogitBias, NoiseKeys, Sampled, SampleSettings, Seen
+from tunesmith.kernels.sample.torch_impl import LogitBias, NoiseKeys, Sampled, SampleSettings, Seen
 
 NUM_DRAWS = 200_000
 

@@ -16,9 +16,9 @@ from tunesmith.core.errors import TrainingError, TritonUnavailableError
 from tunesmith.kernels.launching import LaunchPlan
 from tunesmith.kernels.logprob.api import chosen_logp_entropy
 from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.sample import ops, torch_impl, triton_impl
-from tunesmith.kernels.sample.api import sample, score
-from tunesmith.kernels.sample.records import Sampled, SampleSettings, Seen
+from tunesmith.kernels.sample import torch_impl, triton_impl
+from tunesmith.kernels.sample.api import draw_in_triton, sample, score
+from tunesmith.kernels.sample.torch_impl import Sampled, SampleSettings, Seen
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 assert_as_defined = partial(sample_cases.assert_as_defined, most_unclear=math.inf, rtol=1e-6)
@@ -74,8 +74,8 @@ def test_top_k_beyond_the_columns_of_a_tile_is_exact():
     exact = torch_impl.sample(logits_BV, chosen, keys)
     numbers = (chosen.temperature_B, chosen.top_p_B, chosen.min_p_B, chosen.repetition_penalty_B)
     integers = (chosen.top_k_B, keys.seed_B, keys.seed_B, keys.prompt_B, keys.sample_B, keys.position_B)
-    rows = triton_impl.Rows(logits_BV, torch.stack(numbers, -1), torch.stack(integers, -1), filters=True)
-    token_B, scores_B2, status_B = triton_impl.draw(rows, LaunchPlan(128, 8, 4))
+    rows = (logits_BV, torch.stack(numbers, -1), torch.stack(integers, -1))
+    token_B, scores_B2, status_B = triton_impl.draw(*rows, None, None, True, LaunchPlan(128, 8, 4))
     assert torch.equal(token_B, exact.token_B) and not status_B.any()
     torch.testing.assert_close(scores_B2, torch.stack((exact.logp_B, exact.raw_logp_B), -1), atol=1e-5, rtol=0)
 
@@ -167,8 +167,8 @@ def test_torch_knows_the_operators():
     torch.library.opcheck(torch.ops.tunesmith.sample.default, given_)
     token_B = torch.zeros(3, dtype=torch.int64)
     torch.library.opcheck(torch.ops.tunesmith.sample_score.default, (given_[0], token_B, settings_B4[:, 0]))
-    step = torch.compile(lambda logits: ops.sample(logits * 2, *given_[1:])[0], fullgraph=True, backend="aot_eager")
-    assert torch.equal(step(given_[0]), ops.sample(given_[0] * 2, *given_[1:])[0])
+    step = torch.compile(lambda logits: draw_in_triton(logits * 2, *given_[1:])[0], fullgraph=True, backend="aot_eager")
+    assert torch.equal(step(given_[0]), draw_in_triton(given_[0] * 2, *given_[1:])[0])
 
 
 def test_float64_is_refused(interpreted: Kernels):

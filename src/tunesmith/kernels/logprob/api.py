@@ -25,7 +25,7 @@ from tunesmith.kernels.arguments import (
 from tunesmith.kernels.gated.api import softcap as capped
 from tunesmith.kernels.logprob import ops, torch_impl
 from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.sample.records import SMALLEST_TEMPERATURE
+from tunesmith.kernels.sample.torch_impl import SMALLEST_TEMPERATURE
 
 _FORWARD = (*[POINTER] * 5, *[INTEGER] * 3, DOUBLE, INTEGER, INTEGER)
 _BACKWARD = (*[POINTER] * 6, *[INTEGER] * 4, DOUBLE, INTEGER, INTEGER)

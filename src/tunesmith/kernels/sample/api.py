@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 import torch
 
 from tunesmith.core.errors import InputError
-from tunesmith.kernels.arguments import picked_library, require_rows
+from tunesmith.kernels.arguments import picked_library, require_rows, with_dense_rows
 from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.sample import ops, torch_impl
-from tunesmith.kernels.sample.records import (
+from tunesmith.kernels.sample import torch_impl
+from tunesmith.kernels.sample.torch_impl import (
     TEMPERATURE_RULE,
     NoiseKeys,
     Sampled,
@@ -90,18 +90,67 @@ def score(
         raise InputError(f"tokens lie in [{int(token_B.min())}, {int(token_B.max())}]; give ids in [0, {num_tokens})")
     if not bool(is_temperature(temperature_B).all()):
         raise InputError(f"temperatures are {temperature_B.tolist()}; each must be {TEMPERATURE_RULE}")
-    backend = kernels.picked("sample", logits_BV)
-    if backend == "triton":
-        device = logits_BV.device
-        logp_B = ops.sample_score(logits_BV, token_B.to(device), temperature_B.to(device))
-        torch_impl.require_rows(~logp_B.isnan(), torch_impl.NOT_FINITE)
-        return logp_B
-    if backend == "torch":
-        return torch_impl.score(logits_BV, token_B, temperature_B, dtype=_arithmetic(logits_BV))
-    logp_B = torch.empty(num_rows, dtype=torch.float32)
-    library = picked_library(kernels, "sample", logits_BV)
-    _call(library.score_rows, logits_BV, {"temperature": temperature_B, "token": token_B, "raw_logp": logp_B})
+    match kernels.picked("sample", logits_BV):
+        case "triton":
+            device = logits_BV.device
+            logp_B = _score(logits_BV, token_B.to(device), temperature_B.to(device))
+            torch_impl.require_rows(~logp_B.isnan(), torch_impl.NOT_FINITE)
+        case "native":
+            logp_B, library = torch.empty(num_rows), picked_library(kernels, "sample", logits_BV)
+            _call(library.score_rows, logits_BV, {"temperature": temperature_B, "token": token_B, "raw_logp": logp_B})
+        case "torch":
+            logp_B = torch_impl.score(logits_BV, token_B, temperature_B, dtype=_arithmetic(logits_BV))
     return logp_B
+
+
+@torch.library.custom_op("tunesmith::sample", mutates_args=())
+def draw_in_triton(
+    logits_BV: torch.Tensor,
+    settings_B4: torch.Tensor,
+    integers_B6: torch.Tensor,
+    changed_BV: torch.Tensor | None,
+    seen_SV: torch.Tensor | None,
+    filters: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`sample` in Triton: (token_B int64, scores_B2 float32, status_B int32) for each row of logits.
+
+    It does not wait for the device and reads nothing of the host's but shapes, so it can be in a CUDA graph. Scores:
+    the log-prob under what was drawn from, and under the model. Status: 0, or why there is no token: 1 a logit is not
+    finite, 2 the bias forbids all, 3 bias or penalty overflow.
+
+    `settings_B4` float64: temperature, top_p, min_p, repetition penalty. `integers_B6` int64: top_k (0 is off), row of
+    `seen_SV`, and the four noise keys. `changed_BV`: the logits with a bias, or None. `seen_SV`: bool, what the penalty
+    applies to, or None. Without `filters` neither top_k nor top_p nor min_p is read.
+    """
+    from tunesmith.kernels.sample import triton_impl
+
+    changed_BV = None if changed_BV is None else with_dense_rows(changed_BV)
+    seen_SV = None if seen_SV is None else with_dense_rows(seen_SV)
+    settings_B4, integers_B6 = settings_B4.contiguous(), integers_B6.contiguous()
+    return triton_impl.draw(with_dense_rows(logits_BV), settings_B4, integers_B6, changed_BV, seen_SV, filters)
+
+
+@draw_in_triton.register_fake
+def _(logits_BV: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    num_rows = logits_BV.shape[0]
+    return (
+        logits_BV.new_empty(num_rows, dtype=torch.int64),
+        logits_BV.new_empty((num_rows, 2), dtype=torch.float32),
+        logits_BV.new_empty(num_rows, dtype=torch.int32),
+    )
+
+
+@torch.library.custom_op("tunesmith::sample_score", mutates_args=())
+def _score(logits_BV: torch.Tensor, token_B: torch.Tensor, temperature_B: torch.Tensor) -> torch.Tensor:
+    """`score` in Triton; NaN where a logit of the row is not finite."""
+    from tunesmith.kernels.sample import triton_impl
+
+    return triton_impl.score(with_dense_rows(logits_BV), token_B.contiguous(), temperature_B.contiguous())
+
+
+@_score.register_fake
+def _(logits_BV: torch.Tensor, *_: object) -> torch.Tensor:
+    return logits_BV.new_empty(logits_BV.shape[0], dtype=torch.float32)
 
 
 def _native(
@@ -139,7 +188,7 @@ def _triton(logits_BV: torch.Tensor, settings: SampleSettings, keys: NoiseKeys, 
     numbers = (settings.temperature_B, settings.top_p_B, settings.min_p_B, settings.repetition_penalty_B)
     integers = (top_k_B, slot_B, keys.seed_B, keys.prompt_B, keys.sample_B, keys.position_B)
     filters = bool(((top_k_B > 0) | (settings.top_p_B < 1) | (settings.min_p_B > 0)).any())
-    token_B, scores_B2, status_B = ops.sample(
+    token_B, scores_B2, status_B = draw_in_triton(
         logits_BV,
         torch.stack(numbers, -1).to(device),
         torch.stack(integers, -1).to(device),
@@ -153,8 +202,7 @@ def _triton(logits_BV: torch.Tensor, settings: SampleSettings, keys: NoiseKeys, 
 
 def _call(function: Callable[[object], object], logits_BV: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
     """Run `function` over the rows with pointers to `tensors`, of which those that it writes to are contiguous."""
-    if logits_BV.stride(-1) != 1:
-        logits_BV = logits_BV.contiguous()
+    logits_BV = logits_BV if logits_BV.stride(-1) == 1 else logits_BV.contiguous()
     status_B = torch.empty(len(logits_BV), dtype=torch.int32)
     # The name holds contiguous copies alive until the call is over.
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
@@ -173,7 +221,7 @@ def _call(function: Callable[[object], object], logits_BV: torch.Tensor, tensors
 
 
 def require_drawn(status_B: torch.Tensor) -> None:
-    """Raise TrainingError for rows whose status, as `ops.sample` gives it, says that there is no token."""
+    """Raise TrainingError for rows whose status, as `draw_in_triton` gives it, says that there is no token."""
     if bool(status_B.any()):
         code = int(status_B[status_B != 0][0])
         torch_impl.require_rows(status_B != code, _COMPLAINTS[code])

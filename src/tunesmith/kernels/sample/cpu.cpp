@@ -71,8 +71,7 @@ double uniform(uint64_t seed, uint32_t prompt, uint32_t sample, uint32_t positio
 class Row {
   public:
     Row(const SampleArguments& a, int64_t row, Scratch& scratch)
-        : a_(a), row_(row), s_(scratch), num_tokens_(a.num_tokens),
-          num_blocks_((a.num_tokens + kBlock - 1) / kBlock) {
+        : a_(a), row_(row), s_(scratch), num_tokens_(a.num_tokens), num_blocks_((a.num_tokens + kBlock - 1) / kBlock) {
         s_.logits.resize(num_blocks_ * kBlock);
         s_.weights.resize(num_blocks_ * kBlock);
         s_.block_max.resize(num_blocks_);
@@ -82,29 +81,29 @@ class Row {
 
     template <class T> Status draw(const T* logits) {
         if (!read(logits)) return kNotFinite;
-        double temperature = a_.temperature[row_];
-        bool greedy = temperature == 0;
-        inverse_temperature_ = greedy ? 1.0 : 1.0 / temperature;
-        if (!is_changed()) {
-            largest_ = largest();
-            total_ = weigh();
-            return choose(logits, greedy, largest_, total_);
-        }
-        double raw_largest = largest_ = largest();
-        double raw_total = weigh();
-        change();
+        set_temperature();
         largest_ = largest();
-        if (largest_ == -std::numeric_limits<float>::infinity()) return kNothingLeft;
-        if (!(largest_ < std::numeric_limits<float>::infinity())) return kOverflow;
         total_ = weigh();
-        return choose(logits, greedy, raw_largest, raw_total);
+        double raw_largest = largest_, raw_total = total_;
+        if (is_changed()) {
+            change();
+            largest_ = largest();
+            if (largest_ == -std::numeric_limits<float>::infinity()) return kNothingLeft;
+            if (!(largest_ < std::numeric_limits<float>::infinity())) return kOverflow;
+            total_ = weigh();
+        }
+        double mass = total_;
+        int64_t token = is_greedy() ? first_largest() : is_filtered() ? pick_filtered(mass) : pick();
+        a_.token[row_] = token;
+        a_.logp[row_] = log_prob(s_.logits[token], largest_, mass, inverse_temperature_);
+        a_.raw_logp[row_] = log_prob(load_one(logits + token), raw_largest, raw_total, inverse_temperature_);
+        return kFine;
     }
 
     // The log-prob under the model of a token that is given, with the bits that `draw` gives as raw_logp.
     template <class T> Status score(const T* logits) {
         if (!read(logits)) return kNotFinite;
-        double temperature = a_.temperature[row_];
-        inverse_temperature_ = temperature == 0 ? 1.0 : 1.0 / temperature;
+        set_temperature();
         largest_ = largest();
         a_.raw_logp[row_] = log_prob(load_one(logits + a_.token[row_]), largest_, weigh(), inverse_temperature_);
         return kFine;
@@ -127,6 +126,9 @@ class Row {
         std::fill(to + num_tokens_, to + num_blocks_ * kBlock, -std::numeric_limits<float>::infinity());
         return finite;
     }
+
+    bool is_greedy() const { return a_.temperature[row_] == 0; }
+    void set_temperature() { inverse_temperature_ = is_greedy() ? 1.0 : 1.0 / a_.temperature[row_]; }
 
     bool is_changed() const {
         bool penalised = a_.seen && a_.penalty[row_] != 1;
@@ -170,15 +172,6 @@ class Row {
                 [&](int i, Floats values, Floats) TUNESMITH_INLINE { store(weight + i, values); });
         }
         return total;
-    }
-
-    template <class T> Status choose(const T* logits, bool greedy, double raw_largest, double raw_total) {
-        double mass = total_;
-        int64_t token = greedy ? first_largest() : is_filtered() ? pick_filtered(mass) : pick();
-        a_.token[row_] = token;
-        a_.logp[row_] = log_prob(s_.logits[token], largest_, mass, inverse_temperature_);
-        a_.raw_logp[row_] = log_prob(load_one(logits + token), raw_largest, raw_total, inverse_temperature_);
-        return kFine;
     }
 
     int64_t first_largest() const {

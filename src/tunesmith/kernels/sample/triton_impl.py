@@ -23,43 +23,18 @@ Shape legend: B rows, V vocabulary, S slots, X columns of a tile, T tiles of a r
 # pyright: reportArgumentType=false, reportAssignmentType=false
 # Triton makes constants of the numbers that a kernel hands to its functions.
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import triton
 import triton.language as tl
 
 from tunesmith.kernels.launching import LaunchPlan
-from tunesmith.kernels.triton_candidates import (
-    candidate_weights,
-    first_passing,
-    key_of,
-    mass_of,
-    threshold,
-    uniform,
-)
+from tunesmith.kernels.triton_candidates import candidate_weights, first_passing, key_of, mass_of, threshold, uniform
 from tunesmith.kernels.triton_softmax import launch, logit_at, relative_to_row, softmax_row, weights_of
 
 MAX_REGISTERS = 128
 """As many as 512 threads can have; left alone, the compiler spills some of the filters'."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Inputs of the draw, all on one device; rows of logits are dense.
-
-    `settings_B4` float64: temperature, top_p, min_p, repetition penalty. `integers_B6` int64: top_k, row of `seen_SV`,
-    seed, prompt, sample, position. `changed_BV`: the logits with a bias, None for none. `seen_SV`: bool, or None.
-    Without `filters` neither top_k nor top_p nor min_p is looked at.
-    """
-
-    logits_BV: torch.Tensor
-    settings_B4: torch.Tensor
-    integers_B6: torch.Tensor
-    changed_BV: torch.Tensor | None = None
-    seen_SV: torch.Tensor | None = None
-    filters: bool = False
 
 
 @triton.jit
@@ -279,43 +254,36 @@ def score_kernel(
     tl.store(logp_ptr + index, tl.where(entropy == entropy, logp, float("nan")))
 
 
-def draw(rows: Rows, plan: LaunchPlan | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(token_B int64, scores_B2 float32, status_B int32): the token, its log-prob under what it was drawn from and
-    under the model, and what is wrong with the row: 0 nothing, 1 a logit is not finite, 2 the bias forbids all tokens,
-    3 bias or penalty make a logit infinite. Nothing waits for the device.
-    """
-    logits_BV = rows.logits_BV
-    num_rows, num_tokens = logits_BV.shape
+def draw(
+    logits_BV: torch.Tensor,
+    settings_B4: torch.Tensor,
+    integers_B6: torch.Tensor,
+    changed_BV: torch.Tensor | None,
+    seen_SV: torch.Tensor | None,
+    filters: bool,
+    plan: LaunchPlan | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(token_B int64, scores_B2 float32, status_B int32) as `api.draw_in_triton`; rows of all arguments are dense."""
+    (num_rows, num_tokens), device = logits_BV.shape, logits_BV.device
     plan = plan or launch(num_tokens, logits_BV.dtype)
-    device = logits_BV.device
     token_B = torch.empty(num_rows, dtype=torch.int64, device=device)
     scores_B2 = torch.empty(num_rows, 2, dtype=torch.float32, device=device)
     status_B = torch.empty(num_rows, dtype=torch.int32, device=device)
-    room = (num_rows, max(num_tokens, plan.block)) if rows.filters else (1, 1)
-    changed_BV = logits_BV if rows.changed_BV is None else rows.changed_BV
-    seen_SV = status_B[None] if rows.seen_SV is None else rows.seen_SV.view(torch.uint8)
+    scratch = (num_rows, max(num_tokens, plan.block)) if filters else (1, 1)
+    changed = logits_BV if changed_BV is None else changed_BV
+    seen = status_B[None] if seen_SV is None else seen_SV.view(torch.uint8)
     if num_rows:
         with torch.cuda.device_of(logits_BV):
-            kernel: Any = sample_kernel  # parameters of the launch itself are none of the kernel's
-            kernel[(num_rows,)](
-                logits_BV,
-                changed_BV,
-                seen_SV,
-                rows.settings_B4,
-                rows.integers_B6,
-                torch.empty(room, dtype=torch.float32, device=device),
-                torch.empty(room, dtype=torch.int32, device=device),
-                token_B,
-                scores_B2,
-                status_B,
-                num_tokens,
-                logits_BV.stride(0),
-                changed_BV.stride(0),
-                seen_SV.stride(0),
-                room[1],
-                CHANGED=rows.changed_BV is not None,
-                PENALISED=rows.seen_SV is not None,
-                FILTERS=rows.filters,
+            # Parameters of the launch itself are none of the kernel's.
+            cast(Any, sample_kernel)[(num_rows,)](
+                *(logits_BV, changed, seen, settings_B4, integers_B6),
+                torch.empty(scratch, dtype=torch.float32, device=device),
+                torch.empty(scratch, dtype=torch.int32, device=device),
+                *(token_B, scores_B2, status_B),
+                *(num_tokens, logits_BV.stride(0), changed.stride(0), seen.stride(0), scratch[1]),
+                CHANGED=changed_BV is not None,
+                PENALISED=seen_SV is not None,
+                FILTERS=filters,
                 TILES=plan.tiles,
                 BLOCK=plan.block,
                 num_warps=plan.num_warps,
@@ -331,14 +299,8 @@ def score(logits_BV: torch.Tensor, token_B: torch.Tensor, temperature_B: torch.T
     plan = launch(num_tokens, logits_BV.dtype)
     if num_rows:
         with torch.cuda.device_of(logits_BV):
-            kernel: Any = score_kernel
-            kernel[(num_rows,)](
-                logits_BV,
-                token_B,
-                temperature_B,
-                logp_B,
-                num_tokens,
-                logits_BV.stride(0),
+            cast(Any, score_kernel)[(num_rows,)](
+                *(logits_BV, token_B, temperature_B, logp_B, num_tokens, logits_BV.stride(0)),
                 TILES=plan.tiles,
                 BLOCK=plan.block,
                 num_warps=plan.num_warps,

@@ -19,9 +19,8 @@ from tunesmith.kernels.advance.api import advance
 from tunesmith.kernels.advance.records import DrawnTokens, SlotState
 from tunesmith.kernels.attention.records import Places, SharedPrefixes
 from tunesmith.kernels.native import Kernels
-from tunesmith.kernels.sample import ops
-from tunesmith.kernels.sample.api import sample
-from tunesmith.kernels.sample.records import LogitBias, NoiseKeys, SampleSettings, Seen
+from tunesmith.kernels.sample.api import draw_in_triton, sample
+from tunesmith.kernels.sample.torch_impl import LogitBias, NoiseKeys, SampleSettings, Seen
 from tunesmith.models.architecture import Projection, weight_of
 from tunesmith.models.decoder import Decoder, module_outputs
 from tunesmith.models.loaded import PreTrainedModel
@@ -224,7 +223,7 @@ def draw(
     form: DrawForm,
     kernels: Kernels,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(token_B int64, scores_B2 float32, status_B int32), as `kernels.sample.ops.sample` has them.
+    """(token_B int64, scores_B2 float32, status_B int32), as `kernels.sample.api.draw_in_triton` has them.
 
     `integers_B6` int64: top_k, row of the seen tokens, and the four noise keys. While `left_to_mask_B` is above 0 no
     stop id can be drawn. On a GPU nothing waits; on a CPU a row that nothing can be drawn from raises TrainingError.
@@ -233,7 +232,7 @@ def draw(
     if kernels.picked("sample", logits_BV) == "triton":
         settings_B4 = given.settings_4.expand(len(logits_BV), 4)
         changed_BV = _changed(logits_BV, left_to_mask_B, given, form)
-        return ops.sample(logits_BV, settings_B4, integers_B6, changed_BV, seen_RV, form.filters)
+        return draw_in_triton(logits_BV, settings_B4, integers_B6, changed_BV, seen_RV, form.filters)
     change_BV = _change(logits_BV, left_to_mask_B, given, form)
     on_host_B6 = integers_B6.cpu()
     drawn = sample(
