@@ -34,14 +34,14 @@ def result(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def test_the_result_has_every_figure_as_plain_json(result: DemoResult) -> None:
-    facts = json.loads(json.dumps(result.to_json()))
+    facts = json.loads(json.dumps(result.figures))
     assert set(KEYS) <= set(facts)
     assert facts["num_prompts"] == 15
     assert all(math.isfinite(facts[key]) for key in KEYS[:13])
 
 
 def test_every_figure_of_the_comparison_follows_from_the_samples_file(result: DemoResult) -> None:
-    facts = result.to_json()
+    facts = result.figures
     again = recompute(Path(str(facts["samples"])))
     assert {key: facts[key] for key in KEYS[:9]} == {key: again[key] for key in KEYS[:9]}
     row = read_jsonl(Path(str(facts["samples"])))[0]
@@ -71,14 +71,14 @@ def test_held_out_votes_are_about_other_openings(result: DemoResult) -> None:
 
 
 def test_the_report_says_that_the_rater_is_simulated(result: DemoResult) -> None:
-    page = Path(str(result.to_json()["report"])).read_text(encoding="utf-8")
+    page = Path(str(result.figures["report"])).read_text(encoding="utf-8")
     assert "simulated" in page
-    assert f"{str(result.to_json()['algorithm']).upper()}, step by step" in page
+    assert f"{str(result.figures['algorithm']).upper()}, step by step" in page
     assert "<html" in page
 
 
 def test_the_folder_holds_a_run_of_the_algorithm_that_was_asked_for(result: DemoResult) -> None:
-    algorithm = str(result.to_json()["algorithm"])
+    algorithm = str(result.figures["algorithm"])
     (policy,) = result.run_dir.glob("*-demo_*po-*")
     assert f"-demo_{algorithm}-" in policy.name
     assert len(read_jsonl(policy / "metrics.jsonl")) == 2

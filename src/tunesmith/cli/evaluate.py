@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Annotated
 
-from tunesmith.cli.options import flag, parse
+from tunesmith.cli.options import check_ranges, flag, parse
 from tunesmith.cli.output import reporting
 from tunesmith.core.errors import InputError
 
@@ -21,9 +22,9 @@ class CompareOptions:
     after: Annotated[str, flag("Model or run folder that is judged.", metavar="B")]
     prompts: Annotated[str, flag("JSONL with a `prompt` column, or films.", metavar="FILE")]
     scorer: Annotated[str, flag("./file.py:function, built-in or reward model.", metavar="SOURCE")]
-    num_completions: Annotated[int, flag("Completions of each prompt.", "-n", metavar="N", shows_default=True)] = 8
-    max_new_tokens: Annotated[int, flag("Limit of a completion.", metavar="N", shows_default=True)] = 32
-    seed: Annotated[int, flag("Seed of both models.", metavar="N", shows_default=True)] = 0
+    num_completions: Annotated[int, flag("Completions of each prompt.", "-n", metavar="N")] = 8
+    max_new_tokens: Annotated[int, flag("Limit of a completion.", metavar="N")] = 32
+    seed: Annotated[int, flag("Seed of both models.", metavar="N")] = 0
     trust_remote_code: Annotated[bool, flag("Run code that the models bring along.")] = False
     html: Annotated[Path | None, flag("Write the comparison as a page too.", metavar="FILE.html")] = None
     json: Annotated[bool, flag("Print one JSON object at the end.")] = False
@@ -32,23 +33,27 @@ class CompareOptions:
 def compare(words: Sequence[str]) -> None:
     """Run `tunesmith compare`."""
     options = parse(CompareOptions, words, "compare")
-    for name in ("num_completions", "max_new_tokens"):
-        if getattr(options, name) < 1:
-            raise InputError(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be at least 1")
+    check_ranges(options, num_completions=(1, inf), max_new_tokens=(1, inf))
     if options.html and options.html.exists():
         raise InputError(f"{options.html} exists and is kept; give another name to --html")
     from tunesmith.evaluation.tables import comparison_table
-    from tunesmith.workflows.evaluation import ComparisonOptions, run_comparison
+    from tunesmith.reports.html import write_comparison_report
+    from tunesmith.workflows.evaluation import run_comparison
 
-    how = ComparisonOptions(
-        num_completions=options.num_completions,
-        max_new_tokens=options.max_new_tokens,
-        seed=options.seed,
-        trust_remote_code=options.trust_remote_code,
-        out=options.html,
-    )
     with reporting(as_json=options.json) as output:
-        comparison = run_comparison(options.before, options.after, options.prompts, options.scorer, how)
+        comparison = run_comparison(
+            options.before,
+            options.after,
+            options.prompts,
+            options.scorer,
+            num_completions=options.num_completions,
+            max_new_tokens=options.max_new_tokens,
+            seed=options.seed,
+            trust_remote_code=options.trust_remote_code,
+        )
+        if options.html:
+            title = f"{options.before} and {options.after}"
+            write_comparison_report(options.html, comparison.to_json(), title=title)
         output.say(comparison_table(comparison, num_samples=_NUM_SAMPLES))
         if options.html:
             output.say(f"page     {options.html}")
@@ -68,17 +73,15 @@ class RewardEvalOptions:
     )
     label: Annotated[str | None, flag("Of a classifier with several labels: the reward's.", metavar="NAME")] = None
     skip_bad: Annotated[bool, flag("Drop rows that cannot be used, and count them.")] = False
-    micro_batch_size: Annotated[int, flag("Sequences in one pass.", metavar="N", shows_default=True)] = 16
-    num_bins: Annotated[int, flag("Bins of the calibration.", metavar="N", shows_default=True)] = 10
+    micro_batch_size: Annotated[int, flag("Sequences in one pass.", metavar="N")] = 16
+    num_bins: Annotated[int, flag("Bins of the calibration.", metavar="N")] = 10
     json: Annotated[bool, flag("Print one JSON object at the end.")] = False
 
 
 def reward(words: Sequence[str]) -> None:
     """Run `tunesmith eval reward`."""
     options = parse(RewardEvalOptions, words, "eval reward")
-    for name in ("micro_batch_size", "num_bins"):
-        if getattr(options, name) < 1:
-            raise InputError(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be at least 1")
+    check_ranges(options, micro_batch_size=(1, inf), num_bins=(1, inf))
     from tunesmith.evaluation.tables import reward_table
     from tunesmith.workflows.evaluation import evaluate_reward
 

@@ -30,10 +30,10 @@ class GenerateOptions(SamplingFlags):
     prompt: Annotated[tuple[str, ...], UseAppendAction, flag("A prompt; repeatable.", metavar="TEXT")] = ()
     prompts: Annotated[str | None, flag("JSONL with a `prompt` column, or films.", metavar="FILE")] = None
     chat: Annotated[bool, flag("Wrap each text in the model's chat template.")] = False
-    num_completions: Annotated[int, flag("Completions of each prompt.", "-n", metavar="N", shows_default=True)] = 1
-    max_new_tokens: Annotated[int, flag("Limit of a completion.", metavar="N", shows_default=True)] = 64
-    top_k: Annotated[int, flag("Number of candidates; 0 is off.", metavar="K", shows_default=True)] = 0
-    seed: Annotated[int, flag("Same seed, same text.", metavar="N", shows_default=True)] = 0
+    num_completions: Annotated[int, flag("Completions of each prompt.", "-n", metavar="N")] = 1
+    max_new_tokens: Annotated[int, flag("Limit of a completion.", metavar="N")] = 64
+    top_k: Annotated[int, flag("Number of candidates; 0 is off.", metavar="K")] = 0
+    seed: Annotated[int, flag("Same seed, same text.", metavar="N")] = 0
     trust_remote_code: Annotated[bool, flag("Run code that the model brings along.")] = False
     out: Annotated[Path | None, flag("Write one JSON line per completion.", metavar="FILE.jsonl")] = None
     json: Annotated[bool, flag("Print one JSON object at the end.")] = False

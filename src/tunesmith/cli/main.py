@@ -17,7 +17,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "demo": ("demo:demo", "The whole loop on a real 135M model: votes, reward model, PPO or GRPO, before and after."),
     "sentiment": ("demo:sentiment", "Film reviews: SFT, reward model, PPO, and a judge of its own."),
     "live": ("live:live", "Learn from votes while they are given, next to `tunesmith serve`."),
-    "resume": ("resume:resume", "Continue a run from its newest checkpoint."),
+    "resume": ("train:resume", "Continue a run from its newest checkpoint."),
     "generate": ("generate:generate", "Let a model continue prompts."),
     "chat": ("chat:chat", "Talk to a run or a model, optionally side by side with another one."),
     "compare": ("evaluate:compare", "Compare two models on the same prompts, judged by a scorer."),
@@ -113,7 +113,7 @@ def _dispatch(words: Sequence[str]) -> int:
     command, rest = _find(words, table)
     module, _, function = table[command][0].partition(":")
     run: Callable[..., None] = getattr(importlib.import_module(f"tunesmith.cli.{module}"), function)
-    run(*([command.removeprefix("train ")] if module == "train" else []), rest)
+    run(*([command.removeprefix("train ")] if command.startswith("train ") else []), rest)
     return 0
 
 

@@ -1,6 +1,7 @@
 """The flags of a command: a frozen dataclass, read by tyro. Wrong flags become an InputError with a suggestion."""
 
 import io
+import math
 import re
 from collections.abc import Sequence
 from contextlib import redirect_stderr
@@ -13,7 +14,7 @@ from tyro.conf import Positional, UseAppendAction, arg
 from tunesmith.config.keys import did_you_mean
 from tunesmith.core.errors import InputError
 
-__all__ = ["Positional", "SamplingFlags", "UseAppendAction", "flag", "parse", "parse_known"]
+__all__ = ["Positional", "SamplingFlags", "UseAppendAction", "check_ranges", "flag", "parse", "parse_known"]
 
 if TYPE_CHECKING:
     from tunesmith.batch.rollout import SamplingParams
@@ -24,27 +25,28 @@ _SETTINGS = (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone, tyro.conf.Hel
 _RULE = re.compile(r"^[\s─╭╮╰╯│-]*$")
 
 
-def flag(help: str, *aliases: str, metavar: str | None = None, shows_default: bool = False) -> Any:
-    """The help of a flag; `metavar` is the placeholder of its value, `aliases` are short forms such as `-n`."""
-    return arg(
-        help=help, aliases=aliases or None, metavar=metavar, help_behavior_hint=_default_hint if shows_default else ""
-    )
+def flag(help: str, *aliases: str, metavar: str | None = None) -> Any:
+    """The help of a flag; `metavar` is the placeholder of its value, `aliases` are short forms such as `-n`.
+
+    The help ends with the default, if the flag has one besides nothing and false.
+    """
+    return arg(help=help, aliases=aliases or None, metavar=metavar, help_behavior_hint=_default_hint)
 
 
 def _default_hint(value: str) -> str:
-    return f"(default: {value})"
+    return "" if value in ("", "''", "None", "False") else f"(default: {value})"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingFlags:
     """Flags of the commands that draw completions."""
 
-    temperature: Annotated[float, flag("0 is greedy.", metavar="T", shows_default=True)] = 0.7
-    top_p: Annotated[float, flag("Nucleus size; 1 is off.", metavar="P", shows_default=True)] = 1.0
-    min_p: Annotated[float, flag("Least share of the likeliest token; 0 is off.", metavar="P", shows_default=True)] = 0
-    repetition_penalty: Annotated[float, flag("Above 1, tokens recur less.", metavar="X", shows_default=True)] = 1.0
+    temperature: Annotated[float, flag("0 is greedy.", metavar="T")] = 0.7
+    top_p: Annotated[float, flag("Nucleus size; 1 is off.", metavar="P")] = 1.0
+    min_p: Annotated[float, flag("Least share of the likeliest token; 0 is off.", metavar="P")] = 0
+    repetition_penalty: Annotated[float, flag("Above 1, tokens recur less.", metavar="X")] = 1.0
     stop: Annotated[tuple[str, ...], UseAppendAction, flag("A text that ends it; repeatable.", metavar="TEXT")] = ()
-    backend: Annotated[Literal["native", "transformers"], flag("Engine that draws.", shows_default=True)] = "native"
+    backend: Annotated[Literal["native", "transformers"], flag("Engine that draws.")] = "native"
 
     def sampling(self, max_new_tokens: int, seed: int | None, top_k: int = 0) -> "SamplingParams":
         """The sampling settings that the flags give."""
@@ -85,6 +87,15 @@ def parse_known(options: type[Options], words: Sequence[str], command: str) -> t
         if not exit_.code:
             raise
         raise InputError(f"{_plain(complaint.getvalue())}\n{_see_help(command)}") from None
+
+
+def check_ranges(options: object, **ranges: tuple[float, float]) -> None:
+    """Raise InputError for a flag outside of its range, ends included; None was not given."""
+    for name, (low, high) in ranges.items():
+        value = getattr(options, name)
+        if value is not None and not low <= value <= high:
+            allowed = f"at least {low:g}" if math.isinf(high) else f"from {low:g} to {high:g}"
+            raise InputError(f"--{name.replace('_', '-')} is {value}; it must be {allowed}")
 
 
 def _see_help(command: str) -> str:

@@ -3,7 +3,7 @@
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -34,7 +34,7 @@ _HIDDEN_METRICS = ("time/", "memory/")
 class ListOptions:
     """List runs, newest first. Runs inside of a demo's folder are listed too."""
 
-    dir: Annotated[Path, flag("Folder that holds the runs.", metavar="FOLDER", shows_default=True)] = Path("runs")
+    dir: Annotated[Path, flag("Folder that holds the runs.", metavar="FOLDER")] = Path("runs")
     json: Annotated[bool, flag("Print one JSON object.")] = False
 
 
@@ -43,7 +43,7 @@ class ShowOptions:
     """Show a run: recipe, last metrics, findings, checkpoints, and how to go on."""
 
     run: Annotated[str, Positional, flag("A path, a name, or the letters at its end.", metavar="RUN")]
-    dir: Annotated[Path, flag("Folder that holds the runs.", metavar="FOLDER", shows_default=True)] = Path("runs")
+    dir: Annotated[Path, flag("Folder that holds the runs.", metavar="FOLDER")] = Path("runs")
     json: Annotated[bool, flag("Print one JSON object.")] = False
 
 
@@ -54,7 +54,7 @@ class RemoveOptions:
     runs: Annotated[
         tuple[str, ...], Positional, flag("Paths, names, or the letters at their ends.", metavar="RUN")
     ] = ()
-    dir: Annotated[Path, flag("Folder that holds the runs.", metavar="FOLDER", shows_default=True)] = Path("runs")
+    dir: Annotated[Path, flag("Folder that holds the runs.", metavar="FOLDER")] = Path("runs")
     checkpoints_only: Annotated[bool, flag("Keep the runs, remove what `tunesmith resume` needs.")] = False
     yes: Annotated[bool, flag("Do not ask.")] = False
     json: Annotated[bool, flag("Print one JSON object.")] = False
@@ -109,7 +109,7 @@ def show(words: Sequence[str]) -> None:
                 "changed": changed,
                 "last_metrics": metrics,
                 "findings": findings,
-                "checkpoints": [{slot: getattr(one, slot) for slot in one.__slots__} for one in checkpoints],
+                "checkpoints": list(map(asdict, checkpoints)),
                 "next": steps,
             }
         )
@@ -166,8 +166,7 @@ def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _as_row(run: "RunFacts") -> dict[str, object]:
-    row: dict[str, object] = {slot: getattr(run, slot) for slot in run.__slots__}
-    return {**row, "started": run.started.isoformat() if run.started else None}
+    return {**asdict(run), "started": run.started.isoformat() if run.started else None}
 
 
 def _checkpoints(path: Path) -> list[CheckpointFacts]:

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from tunesmith.cli.options import Positional, UseAppendAction, flag, parse
+from tunesmith.cli.options import Positional, UseAppendAction, check_ranges, flag, parse
 from tunesmith.cli.output import Output, reporting
 from tunesmith.core.errors import InputError, MissingDependencyError
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from tunesmith.store.votes import VoteStore
     from tunesmith.web.server import Opened
 
-_MAX_PORT = 65_535
+_PORTS = (0, 65_535)
 _MAX_GUIDELINES = 200_000
 _MAX_GOLD_SHARE = 0.5
 
@@ -26,11 +27,9 @@ class ServeOptions:
     Votes are kept in FOLDER/votes.db. A trainer (`tunesmith live --dir FOLDER`) may run, start or end at any time.
     """
 
-    dir: Annotated[Path, flag("Folder of votes and of the trainer.", metavar="FOLDER", shows_default=True)] = Path(
-        "live"
-    )
-    host: Annotated[str, flag("Address to listen on.", metavar="HOST", shows_default=True)] = "127.0.0.1"
-    port: Annotated[int, flag("Port to listen on; 0 takes a free one.", metavar="N", shows_default=True)] = 8000
+    dir: Annotated[Path, flag("Folder of votes and of the trainer.", metavar="FOLDER")] = Path("live")
+    host: Annotated[str, flag("Address to listen on.", metavar="HOST")] = "127.0.0.1"
+    port: Annotated[int, flag("Port to listen on; 0 takes a free one.", metavar="N")] = 8000
     login: Annotated[bool, flag("Allow other machines; everybody logs in with a token.")] = False
     allow_host: Annotated[
         UseAppendAction[tuple[str, ...]], flag("Another name that browsers know this server by.", metavar="NAME")
@@ -58,9 +57,9 @@ class ServeOptions:
 def serve(words: Sequence[str]) -> None:
     """Run `tunesmith serve`."""
     options = parse(ServeOptions, words, "serve")
-    if not 0 <= options.port <= _MAX_PORT:
-        raise InputError(f"--port is {options.port}; it must be from 0 to {_MAX_PORT}")
-    _check_campaign(options)
+    check_ranges(options, port=_PORTS, overlap=(1, inf), gold_share=(0, _MAX_GOLD_SHARE), max_votes=(0, inf))
+    if options.lease is not None and not 0 < options.lease < inf:
+        raise InputError(f"--lease is {options.lease:g}; give a number of minutes above 0")
     try:
         from tunesmith.web import server
         from tunesmith.web.settings import ServerSettings
@@ -78,18 +77,6 @@ def serve(words: Sequence[str]) -> None:
             fill=lambda votes, campaign_id: _fill(votes, campaign_id, items, output),
             announce=lambda opened: _say(opened, settings.votes_path, output),
         )
-
-
-def _check_campaign(options: ServeOptions) -> None:
-    """Refuse numbers that no campaign can have."""
-    if options.overlap is not None and options.overlap < 1:
-        raise InputError(f"--overlap is {options.overlap}; it must be at least 1")
-    if options.gold_share is not None and not 0 <= options.gold_share <= _MAX_GOLD_SHARE:
-        raise InputError(f"--gold-share is {options.gold_share:g}; give a share from 0 to {_MAX_GOLD_SHARE:g}")
-    if options.max_votes is not None and options.max_votes < 0:
-        raise InputError(f"--max-votes is {options.max_votes}; give a number of votes, or 0 for no limit")
-    if options.lease is not None and not 0 < options.lease < float("inf"):
-        raise InputError(f"--lease is {options.lease:g}; give a number of minutes above 0")
 
 
 def _items(source: str | None) -> "Sequence[NewItem]":
@@ -146,10 +133,6 @@ def _say(opened: "Opened", votes_path: Path, output: Output) -> None:
     output.flush()
 
 
-if TYPE_CHECKING:
-    from tunesmith.web.server import Opened
-
-
 @dataclass(frozen=True, kw_only=True)
 class WatchOptions:
     """Watch a run of any trainer in the browser, while it trains and afterwards.
@@ -159,16 +142,15 @@ class WatchOptions:
     """
 
     run: Annotated[str, Positional, flag("A run folder, or the name of a run below --dir.", metavar="RUN")]
-    dir: Annotated[Path, flag("Folder that holds the runs.", metavar="FOLDER", shows_default=True)] = Path("runs")
-    port: Annotated[int, flag("Port to listen on; 0 takes a free one.", metavar="N", shows_default=True)] = 8001
+    dir: Annotated[Path, flag("Folder that holds the runs.", metavar="FOLDER")] = Path("runs")
+    port: Annotated[int, flag("Port to listen on; 0 takes a free one.", metavar="N")] = 8001
     json: Annotated[bool, flag("Print one JSON object, with the addresses, at the start.")] = False
 
 
 def watch(words: Sequence[str]) -> None:
     """Run `tunesmith watch`."""
     options = parse(WatchOptions, words, "watch")
-    if not 0 <= options.port <= _MAX_PORT:
-        raise InputError(f"--port is {options.port}; it must be from 0 to {_MAX_PORT}")
+    check_ranges(options, port=_PORTS)
     from tunesmith.runs.listing import resolve_run
 
     run = resolve_run(options.run, options.dir)

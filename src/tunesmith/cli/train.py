@@ -1,4 +1,4 @@
-"""`tunesmith train ALGORITHM`, for each algorithm of `config.schema.RECIPES`."""
+"""`tunesmith train ALGORITHM`, for each algorithm of `config.schema.RECIPES`, and `tunesmith resume`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated
 
-from tunesmith.cli.options import UseAppendAction, flag, parse_known
+from tunesmith.cli.options import Positional, UseAppendAction, flag, parse_known
 from tunesmith.cli.output import Output, reporting, wants_progress
 from tunesmith.core.log import visible
 
@@ -139,3 +139,32 @@ def report(result: "RunResult", output: Output) -> None:
         output.say(f"try it   tunesmith chat {result.run_dir} --against base")
     last = dict(result.metrics[-1]) if result.metrics else {}
     output.finish({**summary, "run_dir": result.run_dir, "summary": summary, "last_metrics": last})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeOptions:
+    """Continue a run from its newest intact checkpoint, exactly: the same weights, metrics and tokens follow.
+
+    The learning rate, the number of steps, alarms and logging may change: --optimizer.learning-rate 3e-5. Any other
+    difference is refused and printed.
+    """
+
+    run: Annotated[Path, Positional, flag("Folder of the run.", metavar="RUN")]
+    steps: Annotated[str | None, flag("Steps of the whole run, those already done included.", metavar="N")] = None
+    json: Annotated[bool, flag("Print one JSON object at the end.")] = False
+
+
+def resume(words: Sequence[str]) -> None:
+    """Run `tunesmith resume`."""
+    options, unknown = parse_known(ResumeOptions, words, "resume")
+    from tunesmith.config.load import parse_overrides, read_algorithm
+    from tunesmith.trainers.resume import checked_folder
+    from tunesmith.trainers.resume import resume as resume_run
+
+    with reporting(as_json=options.json) as output:
+        run_dir = checked_folder(options.run)
+        overrides = parse_overrides(read_algorithm(run_dir / "recipe.yaml"), unknown)
+        if options.steps is not None:
+            overrides.put("run.steps", options.steps, "steps")
+        result = resume_run(run_dir, overrides=overrides.values, origins=overrides.origins, progress=wants_progress())
+        report(result, output)

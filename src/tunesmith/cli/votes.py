@@ -27,16 +27,15 @@ class ImportOptions:
     files: Annotated[
         tuple[str, ...], Positional, flag("JSONL, Parquet, a datasets folder, Argilla records.", metavar="FILE")
     ] = ()
-    dir: Annotated[Path, flag("Folder of the votes.", metavar="FOLDER", shows_default=True)] = Path("live")
+    dir: Annotated[Path, flag("Folder of the votes.", metavar="FOLDER")] = Path("live")
     labels: Annotated[
         Literal["drop", "votes", "gold"],
         flag(
             "What the files say of the better answer: `drop` it and ask raters, take it for `votes`, or check raters "
             "silently by it (`gold`).",
-            shows_default=True,
         ),
     ] = "drop"
-    campaign: Annotated[str, flag("Campaign, made if it is new.", metavar="NAME", shows_default=True)] = "default"
+    campaign: Annotated[str, flag("Campaign, made if it is new.", metavar="NAME")] = "default"
     heldout: Annotated[bool, flag("Votes on these items check versions and train nothing.")] = False
     json: Annotated[bool, flag("Print one JSON object.")] = False
 
@@ -46,10 +45,8 @@ class ExportVotesOptions:
     """Write votes to a file or folder, in TRL's columns or as Argilla's records. Nothing is overwritten."""
 
     dest: Annotated[str, Positional, flag("NAME.jsonl, NAME.parquet, or a new folder.", metavar="DEST")]
-    dir: Annotated[Path, flag("Folder of the votes.", metavar="FOLDER", shows_default=True)] = Path("live")
-    kind: Annotated[Literal["votes", "rankings", "demonstrations"], flag("What to write.", shows_default=True)] = (
-        "votes"
-    )
+    dir: Annotated[Path, flag("Folder of the votes.", metavar="FOLDER")] = Path("live")
+    kind: Annotated[Literal["votes", "rankings", "demonstrations"], flag("What to write.")] = "votes"
     format: Annotated[
         Literal["jsonl", "parquet", "datasets", "argilla"] | None, flag("Format; without it, the name says it.")
     ] = None
@@ -63,7 +60,7 @@ class ExportVotesOptions:
 class StatsOptions:
     """Count votes, and say how far raters agree and what they lean to."""
 
-    dir: Annotated[Path, flag("Folder of the votes.", metavar="FOLDER", shows_default=True)] = Path("live")
+    dir: Annotated[Path, flag("Folder of the votes.", metavar="FOLDER")] = Path("live")
     campaign: Annotated[str | None, flag("One campaign; without it, all.", metavar="NAME")] = None
     json: Annotated[bool, flag("Print one JSON object.")] = False
 

@@ -86,10 +86,6 @@ class DemoResult:
     comparison: Comparison
     run_dir: Path
 
-    def to_json(self) -> dict[str, object]:
-        """All figures as JSON types."""
-        return dict(self.figures)
-
 
 @dataclass(frozen=True, slots=True)
 class Votes:

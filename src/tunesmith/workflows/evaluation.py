@@ -25,7 +25,6 @@ from tunesmith.models.language_model import LanguageModel, language_model
 from tunesmith.models.load import compute_dtype, load_policy, load_reward_model
 from tunesmith.models.loaded import LoadedModel, context_length
 from tunesmith.models.logprob import token_logps
-from tunesmith.reports.html import write_comparison_report
 from tunesmith.rewards.scorer import Scorer
 from tunesmith.rollout.factory import Backend, open_engine
 
@@ -54,45 +53,36 @@ def side(name: str, loaded: LoadedModel, *, backend: Backend = "native", batch_s
     return Side(name, engine, summed_logps(model))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComparisonOptions:
-    """Settings of a comparison; `out` is the path of an HTML page. `trust_remote_code` is for the two models; code of a
-    reward model is never run.
-    """
-
-    num_completions: int = 8
-    max_new_tokens: int = 32
-    seed: int = 0
-    trust_remote_code: bool = False
-    out: Path | None = None
-
-
 def run_comparison(
-    before: str, after: str, prompts: str, scorer: str, options: ComparisonOptions | None = None
+    before: str,
+    after: str,
+    prompts: str,
+    scorer: str,
+    *,
+    num_completions: int = 8,
+    max_new_tokens: int = 32,
+    seed: int = 0,
+    trust_remote_code: bool = False,
 ) -> Comparison:
     """The comparison of the models named `before` and `after` on the prompts of a file.
 
-    `scorer` is what a recipe's `reward.source` may be. Raises InputError for a model, file or scorer that cannot be
-    used.
+    `scorer` is what a recipe's `reward.source` may be. `trust_remote_code` is for the two models; code of a reward
+    model is never run. Raises InputError for a model, file or scorer that cannot be used.
     """
-    options = options or ComparisonOptions()
     loaded_before, loaded_after = (
-        load_policy(ModelSection(name=name, trust_remote_code=options.trust_remote_code)) for name in (before, after)
+        load_policy(ModelSection(name=name, trust_remote_code=trust_remote_code)) for name in (before, after)
     )
     rows = load_prompts(prompts, PromptsSection(source=prompts))
     judge = Scorer([RewardSource(source=scorer)], policy_tokenizer=loaded_before.tokenizer)
-    result = compare(
+    return compare(
         side(before, loaded_before),
         side(after, loaded_after),
         rows,
         judge,
-        SamplingParams(max_new_tokens=options.max_new_tokens),
-        num_completions=options.num_completions,
-        seed=options.seed,
+        SamplingParams(max_new_tokens=max_new_tokens),
+        num_completions=num_completions,
+        seed=seed,
     )
-    if options.out is not None:
-        write_comparison_report(options.out, result.to_json(), title=f"{before} and {after}")
-    return result
 
 
 _JUDGED_SHARE = 0.5
