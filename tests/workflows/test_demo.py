@@ -12,7 +12,8 @@ from tunesmith.data.pairs import load_preferences
 from tunesmith.evaluation.compare import recompute
 from tunesmith.models import assets
 from tunesmith.runs.folder import read_jsonl
-from tunesmith.workflows.demo import DemoOptions, DemoResult, command, run_demo
+from tunesmith.workflows.demo import DemoOptions, command, run_demo
+from tunesmith.workflows.evaluation import Outcome
 
 KEYS = (
     *("num_improved", "num_prompts", "mean_before", "mean_after", "median_before", "median_after", "p_value"),
@@ -22,7 +23,7 @@ KEYS = (
 
 
 @pytest.fixture(scope="module", params=["ppo", pytest.param("grpo", marks=pytest.mark.slow)])
-def result(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> DemoResult:
+def result(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """One quick demo of each algorithm; skipped where SmolLM2 is neither installed nor cached, which fails under CI."""
     try:
         assets.resolve(assets.SMOLLM2)
@@ -33,14 +34,14 @@ def result(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return run_demo(DemoOptions(request.param, quick=True, out=str(tmp_path_factory.mktemp("demo"))))
 
 
-def test_the_result_has_every_figure_as_plain_json(result: DemoResult) -> None:
+def test_the_result_has_every_figure_as_plain_json(result: Outcome) -> None:
     facts = json.loads(json.dumps(result.figures))
     assert set(KEYS) <= set(facts)
     assert facts["num_prompts"] == 15
     assert all(math.isfinite(facts[key]) for key in KEYS[:13])
 
 
-def test_every_figure_of_the_comparison_follows_from_the_samples_file(result: DemoResult) -> None:
+def test_every_figure_of_the_comparison_follows_from_the_samples_file(result: Outcome) -> None:
     facts = result.figures
     again = recompute(Path(str(facts["samples"])))
     assert {key: facts[key] for key in KEYS[:9]} == {key: again[key] for key in KEYS[:9]}
@@ -48,7 +49,7 @@ def test_every_figure_of_the_comparison_follows_from_the_samples_file(result: De
     assert {"prompt", "token_ids_before", "token_ids_after", "text_before", "text_after", "score_after"} <= row.keys()
 
 
-def test_compared_openings_were_never_voted_on_or_trained_on(result: DemoResult) -> None:
+def test_compared_openings_were_never_voted_on_or_trained_on(result: Outcome) -> None:
     compared = {row.prompt for row in result.comparison.rows}
     voted = {
         str(pair.prompt.content)
@@ -60,7 +61,7 @@ def test_compared_openings_were_never_voted_on_or_trained_on(result: DemoResult)
     assert not compared & (voted | trained)
 
 
-def test_held_out_votes_are_about_other_openings(result: DemoResult) -> None:
+def test_held_out_votes_are_about_other_openings(result: Outcome) -> None:
     train, heldout = (
         {str(pair.prompt.content) for pair in load_preferences(result.run_dir / name)}
         for name in ("votes.jsonl", "heldout_votes.jsonl")
@@ -70,14 +71,14 @@ def test_held_out_votes_are_about_other_openings(result: DemoResult) -> None:
     assert not train & heldout
 
 
-def test_the_report_says_that_the_rater_is_simulated(result: DemoResult) -> None:
+def test_the_report_says_that_the_rater_is_simulated(result: Outcome) -> None:
     page = Path(str(result.figures["report"])).read_text(encoding="utf-8")
     assert "simulated" in page
     assert f"{str(result.figures['algorithm']).upper()}, step by step" in page
     assert "<html" in page
 
 
-def test_the_folder_holds_a_run_of_the_algorithm_that_was_asked_for(result: DemoResult) -> None:
+def test_the_folder_holds_a_run_of_the_algorithm_that_was_asked_for(result: Outcome) -> None:
     algorithm = str(result.figures["algorithm"])
     (policy,) = result.run_dir.glob("*-demo_*po-*")
     assert f"-demo_{algorithm}-" in policy.name

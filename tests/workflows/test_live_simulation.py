@@ -15,9 +15,16 @@ from tunesmith.cli.live import seconds
 from tunesmith.core.errors import InputError, RunError
 from tunesmith.store.runs import RunReader
 from tunesmith.store.vote_reader import VoteReader
-from tunesmith.workflows.live_processes import child, server, wait_until
 from tunesmith.workflows.live_raters import Raters, RaterTraits
-from tunesmith.workflows.live_simulation import SimulationOptions, add_raters, hit, run_simulation
+from tunesmith.workflows.live_simulation import (
+    SimulationOptions,
+    add_raters,
+    child,
+    hit,
+    run_simulation,
+    server,
+    wait_until,
+)
 
 TINY = [
     "--model", "tiny:llama", "--model.dtype", "float32", "--run.num-threads", "1",

@@ -60,16 +60,15 @@ def demo(words: Sequence[str]) -> None:
 
 def _live(flags: DemoFlags) -> None:
     """Run `tunesmith demo --live`."""
-    from tunesmith.workflows.live_processes import run_live_demo
+    from tunesmith.workflows.demo import run_live_demo
 
+    folder = Path(flags.out) / "live"
     with reporting(as_json=flags.json) as output:
-        found = run_live_demo(Path(flags.out), seed=flags.seed, announce=lambda url: output.say(f"vote     {url}"))
-        output.say(
-            f"version {found.result.serving} has learnt from {found.result.votes} votes\nfolder   {found.folder}"
-        )
-        if found.result.path:
-            output.say(f"try it   tunesmith chat {found.result.path} --against base")
-        output.finish({"folder": found.folder, **found.result.to_json()})
+        result = run_live_demo(folder, seed=flags.seed, announce=lambda url: output.say(f"vote     {url}"))
+        output.say(f"version {result.serving} has learnt from {result.votes} votes\nfolder   {folder}")
+        if result.path:
+            output.say(f"try it   tunesmith chat {result.path} --against base")
+        output.finish({"folder": folder, **result.to_json()})
 
 
 @dataclass(frozen=True, kw_only=True)

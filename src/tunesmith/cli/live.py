@@ -57,7 +57,7 @@ def live(words: Sequence[str]) -> None:
             overrides.put(key, value, key.rpartition(".")[2])
     with reporting(as_json=options.json) as output:
         if options.simulate:
-            _simulate(options, unknown, output)
+            _simulate(options, options.simulate, unknown, output)
         else:
             _train(options, overrides, output)
 
@@ -91,7 +91,7 @@ def _train(options: LiveOptions, overrides: "Overrides", output: Output) -> None
     output.finish({"folder": options.dir, **result.to_json()})
 
 
-def _simulate(options: LiveOptions, unknown: Sequence[str], output: Output) -> None:
+def _simulate(options: LiveOptions, num_raters: int, unknown: Sequence[str], output: Output) -> None:
     duration_s = seconds(options.duration)
     given = {
         "model": options.model,
@@ -107,7 +107,7 @@ def _simulate(options: LiveOptions, unknown: Sequence[str], output: Output) -> N
     result = run_simulation(
         SimulationOptions(
             options.dir,
-            num_raters=options.simulate,
+            num_raters=num_raters,
             duration_s=duration_s,
             traits=RaterTraits(options.accuracy, options.left_bias, options.pace),
             trainer_words=[*passed, *unknown],
@@ -117,6 +117,6 @@ def _simulate(options: LiveOptions, unknown: Sequence[str], output: Output) -> N
     interval = f"{result.win_rate_low:.2f} to {result.win_rate_high:.2f}"
     output.say(f"win rate {result.win_rate:.2f} ({interval}) against the base model, {result.num_pairs} pairs")
     output.say(f"KL       {result.kl_per_sequence:.2f} nats per completion")
-    output.say(f"votes    {result.votes} by {options.simulate} simulated raters, {result.versions} versions")
+    output.say(f"votes    {result.votes} by {num_raters} simulated raters, {result.versions} versions")
     output.say(f"rater    {result.rater}; no person voted")
     output.finish(result.to_json())

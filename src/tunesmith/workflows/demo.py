@@ -9,7 +9,8 @@
 
 import gc
 import json
-from collections.abc import Mapping, Sequence
+import webbrowser
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -18,7 +19,7 @@ from typing import Any, Literal, get_args
 from tunesmith.batch.pack import chunks
 from tunesmith.batch.rollout import Group, SamplingParams
 from tunesmith.config.load import load_recipe
-from tunesmith.config.schema import PolicyRecipe, RewardRecipe
+from tunesmith.config.schema import LiveRecipe, PolicyRecipe, RewardRecipe
 from tunesmith.config.sections import PromptsSection, RewardSource
 from tunesmith.core.errors import InputError
 from tunesmith.core.seeds import derive
@@ -26,6 +27,8 @@ from tunesmith.data.pairs import write_pairs
 from tunesmith.data.prompts import load_prompts
 from tunesmith.data.split import split_by_prompt
 from tunesmith.evaluation.compare import Comparison, compare
+from tunesmith.live import loop as live
+from tunesmith.live.loop import LiveResult
 from tunesmith.models.load import load_policy
 from tunesmith.reports.html import write_demo_report
 from tunesmith.rewards.builtin import RATER_NAME, SimulatedRater
@@ -38,7 +41,8 @@ from tunesmith.schema.records import Pair, Prompt, Vote
 from tunesmith.trainers import setup
 from tunesmith.trainers.api import Inputs
 from tunesmith.trainers.run import run
-from tunesmith.workflows.evaluation import side
+from tunesmith.workflows.evaluation import Outcome, side
+from tunesmith.workflows.live_simulation import server
 from tunesmith.workflows.voting import ask_votes, votes_on
 
 Algorithm = Literal["ppo", "grpo", "best_of_n"]
@@ -79,15 +83,6 @@ class DemoOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class DemoResult:
-    """The figures of the demo, the comparison that they come from, and the demo's folder."""
-
-    figures: Mapping[str, object]
-    comparison: Comparison
-    run_dir: Path
-
-
-@dataclass(frozen=True, slots=True)
 class Votes:
     """Votes to learn from and votes held out, by opening."""
 
@@ -109,7 +104,7 @@ class Stage:
         setup.say(f"\n[{number}/5] {text}", enabled=True)
 
 
-def run_demo(options: DemoOptions) -> DemoResult:
+def run_demo(options: DemoOptions) -> Outcome:
     """Run the demo and write its folder; the figures that `tunesmith demo --json` prints.
 
     Raises InputError for an algorithm that there is not.
@@ -127,7 +122,7 @@ def run_demo(options: DemoOptions) -> DemoResult:
 
     facts = figures(stage, comparison, reward_run, watch)
     write_report(stage, facts, comparison, votes, (reward_run, policy_run))
-    return DemoResult(facts, comparison, stage.folder.path)
+    return Outcome(facts, comparison, stage.folder.path)
 
 
 def prepare(options: DemoOptions) -> Stage:
@@ -320,3 +315,17 @@ def vote_facts(vote: Vote) -> dict[str, object]:
         "score_a": vote.score_a,
         "score_b": vote.score_b,
     }
+
+
+def run_live_demo(folder: Path, *, seed: int = 0, announce: Callable[[str], object]) -> LiveResult:
+    """Serve the voting page and train on `folder` until Ctrl-C; a later call continues.
+
+    `announce` is given the address that logs the person in. Raises RunError if the server does not come up.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    loaded = load_recipe("live", recipe="live_smollm2", overrides={"live.dir": str(folder), "run.seed": seed})
+    assert isinstance(loaded.recipe, LiveRecipe)
+    with server(folder) as served:
+        announce(served.login_url)
+        webbrowser.open(served.login_url)
+        return live.run(loaded.recipe, provenance=loaded.provenance)

@@ -4,7 +4,7 @@ held-out pairs.
 Shape legend: B sequences, T completion tokens.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +29,15 @@ from tunesmith.rewards.scorer import Scorer
 from tunesmith.rollout.factory import Backend, open_engine
 
 _GROUPS_PER_PASS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The figures of the demo or of the sentiment workflow, the comparison that they come from, and the folder."""
+
+    figures: Mapping[str, object]
+    comparison: Comparison
+    run_dir: Path
 
 
 def summed_logps(model: LanguageModel) -> Callable[[Sequence[Group]], list[float]]:

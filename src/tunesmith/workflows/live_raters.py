@@ -108,9 +108,11 @@ class Raters:
         self._url = url
         self._traits = traits
         self._leave = threading.Event()
-        self._lock = threading.Lock()
-        self._vote_ms: list[float] = []
-        self._problems: list[str] = []
+        # Lists to which all threads append.
+        self.vote_ms: list[float] = []
+        """Milliseconds from sending to acknowledgement of each vote, the raters' own time for it included."""
+        self.problems: list[str] = []
+        """Requests that the server refused, and why raters gave up."""
         self._threads = [
             threading.Thread(target=self._work, args=(index, token, seed), name=f"rater-{index}", daemon=True)
             for index, token in enumerate(tokens)
@@ -119,20 +121,7 @@ class Raters:
     @property
     def num_votes(self) -> int:
         """Votes that the server has acknowledged."""
-        with self._lock:
-            return len(self._vote_ms)
-
-    @property
-    def vote_ms(self) -> list[float]:
-        """Milliseconds from sending to acknowledgement of each of these votes, the raters' own time for it included."""
-        with self._lock:
-            return list(self._vote_ms)
-
-    @property
-    def problems(self) -> list[str]:
-        """Requests that the server refused, and why raters gave up."""
-        with self._lock:
-            return list(self._problems)
+        return len(self.vote_ms)
 
     def __enter__(self) -> "Raters":
         for thread in self._threads:
@@ -176,14 +165,12 @@ class Raters:
         sent_s = time.monotonic()
         reply = client.send("PUT", path, body, key=key, until=sent_s + _TIMEOUT_S)
         if reply.status == 200:
-            with self._lock:
-                self._vote_ms.append(1000 * (time.monotonic() - sent_s))
+            self.vote_ms.append(1000 * (time.monotonic() - sent_s))
         else:
             self._note(f"rater {index}: a vote was answered with {reply.status} {reply.body}")
 
     def _note(self, problem: str) -> None:
-        with self._lock:
-            self._problems.append(problem)
+        self.problems.append(problem)
         _log.debug("%s", problem)
 
 

@@ -7,9 +7,13 @@
 """
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import quantiles
@@ -18,7 +22,7 @@ from tunesmith.batch.rollout import SamplingParams
 from tunesmith.config.load import load_recipe
 from tunesmith.config.schema import LiveRecipe
 from tunesmith.config.sections import LoraSection, RewardSource
-from tunesmith.core.errors import InputError
+from tunesmith.core.errors import InputError, RunError
 from tunesmith.core.seeds import derive
 from tunesmith.data import sets
 from tunesmith.evaluation.compare import Comparison, compare
@@ -31,7 +35,6 @@ from tunesmith.store.runs import RunReader
 from tunesmith.store.votes import VoteStore
 from tunesmith.trainers import setup
 from tunesmith.workflows.evaluation import side
-from tunesmith.workflows.live_processes import child, server, wait_until
 from tunesmith.workflows.live_raters import Raters, RaterTraits
 
 _RESERVE_S = 90.0
@@ -39,6 +42,12 @@ _RESERVE_SHARE = 0.2
 """Of the duration, so much at most is kept for the comparison at the end."""
 
 _LOWEST_S = 20.0
+
+_LEAVE_S = 60.0
+"""Seconds after which a process that was asked to end is killed."""
+
+_TAIL = 2_000
+"""Characters of a log that an error shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +125,84 @@ def run_simulation(options: SimulationOptions) -> SimulationResult:
     result = measured(options, raters, watch)
     RunFolder(folder).write_json("simulation.json", result.to_json())
     return result
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """A `tunesmith` command in a child process; its stderr goes to `log`."""
+
+    name: str
+    process: subprocess.Popen[str]
+    log: Path
+
+    def require_alive(self) -> None:
+        """Raise RunError, with the end of its log, if it has ended."""
+        code = self.process.poll()
+        if code is not None:
+            tail = self.log.read_text(encoding="utf-8", errors="replace")[-_TAIL:].strip()
+            raise RunError(f"the {self.name} ended with code {code}; {self.log} says:\n{tail}")
+
+    def end(self) -> int:
+        """Its exit code, after SIGTERM; it is killed if it does not leave."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(_LEAVE_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+
+
+@contextmanager
+def child(name: str, words: Sequence[str], log: Path) -> Iterator[Child]:
+    """`tunesmith` with `words`, ended when the block ends. Its stdout can be read line by line."""
+    with log.open("a", encoding="utf-8") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tunesmith", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=file,
+            text=True,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        )
+    found = Child(name, process, log)
+    try:
+        yield found
+    finally:
+        found.end()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A running server: its address, and the link that logs the first admin in, once."""
+
+    url: str
+    login_url: str
+    child: Child
+
+
+@contextmanager
+def server(folder: Path, *, port: int = 0) -> Iterator[Served]:
+    """`tunesmith serve` on `folder`, ended when the block ends. Raises RunError if it does not come up."""
+    words = ["serve", "--dir", str(folder), "--port", str(port), "--json"]
+    with child("server", words, folder / "serve.log") as found:
+        assert found.process.stdout is not None
+        line = found.process.stdout.readline()
+        if not line:
+            found.process.wait(_LEAVE_S)
+            found.require_alive()
+        facts = json.loads(line)
+        yield Served(facts["url"], facts.get("login_url") or facts["url"], found)
+
+
+def wait_until(deadline_s: float, watched: Sequence[Child], poll_s: float = 0.25) -> None:
+    """Wait until the monotonic clock shows `deadline_s`. Raises RunError as soon as a watched process has ended."""
+    while time.monotonic() < deadline_s:
+        for one in watched:
+            one.require_alive()
+        time.sleep(poll_s)
 
 
 def add_raters(folder: Path, count: int) -> list[str]:

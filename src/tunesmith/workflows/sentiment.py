@@ -12,7 +12,7 @@ After Ziegler et al. 2019 (arXiv 1909.08593) and the example that TRL began with
 
 import gc
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -36,7 +36,7 @@ from tunesmith.schema.records import Pair, Prompt
 from tunesmith.trainers import setup
 from tunesmith.trainers.api import Inputs
 from tunesmith.trainers.run import run
-from tunesmith.workflows.evaluation import side
+from tunesmith.workflows.evaluation import Outcome, side
 
 NUM_COMPARED = 15
 """Beginnings that are kept away from training and compared at the end."""
@@ -109,16 +109,7 @@ class Stage:
         setup.say(f"\n[{number}/4] {text}", enabled=True)
 
 
-@dataclass(frozen=True, slots=True)
-class SentimentResult:
-    """The figures, the comparison that they come from, and the folder."""
-
-    figures: Mapping[str, object]
-    comparison: Comparison
-    run_dir: Path
-
-
-def run_sentiment(options: SentimentOptions) -> SentimentResult:
+def run_sentiment(options: SentimentOptions) -> Outcome:
     """Run all stages and write the folder; the figures that `tunesmith sentiment --json` prints.
 
     Raises InputError for reviews that cannot be used.
@@ -144,7 +135,7 @@ def run_sentiment(options: SentimentOptions) -> SentimentResult:
         policy_metrics=list(policy_run.metrics),
         notes=notes(curve, judge, reward_run),
     )
-    return SentimentResult(facts, comparison, stage.folder.path)
+    return Outcome(facts, comparison, stage.folder.path)
 
 
 def split_reviews(reviews: Sequence[Review], options: SentimentOptions) -> Parts:
