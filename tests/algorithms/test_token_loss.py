@@ -8,11 +8,11 @@ import torch
 from tunesmith.algorithms.sums import merged
 from tunesmith.algorithms.token_loss import negative_log_likelihood
 from tunesmith.core.errors import InputError
-from tunesmith.kernels.logprob.torch_impl import chosen_logp_entropy_in_blocks
+from tunesmith.kernels.logprob.torch_impl import chosen_logp_entropy
 
 
 def scores(logits_NV: torch.Tensor, ids_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    logp_N, entropy_N = chosen_logp_entropy_in_blocks(logits_NV, ids_N, 1.0)
+    logp_N, entropy_N = chosen_logp_entropy(logits_NV, ids_N, 1.0)
     return logp_N, entropy_N, logits_NV.argmax(-1) == ids_N
 
 

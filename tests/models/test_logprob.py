@@ -3,13 +3,16 @@
 Dimension letters: B sequences, T completion positions, S positions of the whole sequence, N rows, V vocabulary.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from oracles import plain_token_logps
 
 from tunesmith.core.errors import ModelError
+from tunesmith.kernels.logprob.api import chosen_logp_entropy
 from tunesmith.kernels.logprob.torch_impl import chosen_logp_entropy as plain_logp_entropy
-from tunesmith.kernels.logprob.torch_impl import chosen_logp_entropy_in_blocks as chosen_logp_entropy
+from tunesmith.kernels.native import Kernels
 from tunesmith.models import logprob
 from tunesmith.models.heads import Critic, ScalarHead
 from tunesmith.models.logprob import token_logps
@@ -107,7 +110,7 @@ def test_the_custom_function_equals_plain_autograd(temperature, use_logp, use_en
     ids_N = torch.randint(0, 50, (37,), generator=generator)
     weight_N = torch.randn(37, generator=generator)
     results = []
-    for function in (chosen_logp_entropy, plain_logp_entropy):
+    for function in (partial(chosen_logp_entropy, kernels=Kernels("torch")), plain_logp_entropy):
         logits_NV = base_NV.clone().requires_grad_()
         logp_N, entropy_N = function(logits_NV, ids_N, temperature)
         loss = (logp_N * weight_N).sum() * use_logp + (entropy_N * weight_N.square()).sum() * use_entropy
@@ -119,7 +122,7 @@ def test_the_custom_function_equals_plain_autograd(temperature, use_logp, use_en
 
 def test_the_custom_function_leaves_out_what_no_loss_uses():
     logits_NV = torch.randn(5, 9, requires_grad=True)
-    logp_N, _ = chosen_logp_entropy(logits_NV, torch.arange(5))
+    logp_N, _ = chosen_logp_entropy(logits_NV, torch.arange(5), 1.0, kernels=Kernels("torch"))
     logp_N.sum().backward()
     expected = torch.nn.functional.one_hot(torch.arange(5), 9) - logits_NV.detach().softmax(-1)
     torch.testing.assert_close(logits_NV.grad, expected)
@@ -130,7 +133,7 @@ def test_log_softmax_is_in_float32_for_bfloat16_weights():
     scores = token_logps(model, batch(), LENGTHS, prompt_lengths_B=PROMPTS)
     assert scores.logp_BT.dtype == scores.entropy_BT.dtype == torch.float32
     logits_NV = torch.randn(8, 259).bfloat16()
-    logp_N, _ = chosen_logp_entropy(logits_NV, torch.arange(8))
+    logp_N, _ = chosen_logp_entropy(logits_NV, torch.arange(8), 1.0, kernels=Kernels("torch"))
     torch.testing.assert_close(logp_N, logits_NV.float().log_softmax(-1)[torch.arange(8), torch.arange(8)])
 
 

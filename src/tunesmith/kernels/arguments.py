@@ -78,13 +78,14 @@ def records_gradient(*tensors: torch.Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
-def require_rows(name: str, tensor: torch.Tensor) -> None:
-    """Refuse what is no matrix of floats.
+def require_rows(name: str, tensor: torch.Tensor, *, may_be_none: bool = False) -> None:
+    """Refuse what is no matrix of floats with columns and, unless there `may_be_none`, rows.
 
     Raises:
         InputError: naming the argument, its dtype and shape.
     """
-    if tensor.dim() != 2 or tensor.dtype not in FLOATS or not tensor.numel():
+    is_empty = tensor.dim() == 2 and not (tensor.shape[1] if may_be_none else tensor.numel())
+    if tensor.dim() != 2 or tensor.dtype not in FLOATS or is_empty:
         raise InputError(
             f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}; give floating-point [rows, columns], not empty"
         )

@@ -117,7 +117,8 @@ template <class Work> void with_number(bool is_bfloat16, Work work) {
 
 // Calls `work(row)` for each of the rows of n elements. Below 32768 elements a second thread costs more than it gives.
 template <class Work> void each_row(int64_t num_rows, int64_t n, int64_t num_threads, Work work) {
-#pragma omp parallel for schedule(static) num_threads((int)num_threads) if (num_threads > 1 && num_rows * n > 32768)
+    bool is_worth_it = num_threads > 1 && num_rows > 1 && num_rows * n > 32768;
+#pragma omp parallel for schedule(static) num_threads((int)num_threads) if (is_worth_it)
     for (int64_t i = 0; i < num_rows; ++i) work(i);
 }
 

@@ -23,9 +23,9 @@ from transformers import PreTrainedModel
 from tunesmith.batch.targets import Targets
 from tunesmith.core.errors import ModelError
 from tunesmith.kernels.attention.packing import ALONE, Segments
+from tunesmith.kernels.logprob.api import chosen_logp_entropy
 from tunesmith.kernels.logprob.head import HeadScores, OutputLayer, head_logp_entropy, head_scores
-from tunesmith.kernels.logprob.torch_impl import chosen_logp_entropy_in_blocks as chosen_logp_entropy
-from tunesmith.kernels.native import Kernels
+from tunesmith.kernels.native import Kernels, shared
 from tunesmith.models.decoder import Decoder
 from tunesmith.models.language_model import FullForward, LanguageModel, TrunkForward
 
@@ -139,7 +139,7 @@ def next_token_scores(model: LanguageModel, targets: Targets) -> HeadScores:
         hidden_NH = trunk_states(model.module, None, ids_BS, lengths_B, row_N, position_N)
         return head_scores(hidden_NH, model.backend.output, targets.chosen_N, kernels=model.kernels)
     logits_NV, _ = _logits_at(model.module, ids_BS, lengths_B, row_N, position_N)
-    logp_N, entropy_N = chosen_logp_entropy(logits_NV, targets.chosen_N, 1.0)
+    logp_N, entropy_N = chosen_logp_entropy(logits_NV, targets.chosen_N, 1.0, kernels=shared("torch"))
     with torch.no_grad():
         is_top_N = logits_NV.gather(1, targets.chosen_N[:, None])[:, 0] >= logits_NV.amax(1)
     return HeadScores(logp_N, entropy_N, is_top_N)
@@ -201,7 +201,7 @@ def _token_scores(
     if isinstance(output, OutputLayer):
         logp_N, entropy_N = head_logp_entropy(hidden_NH, output, chosen_N, temperature, kernels=model.kernels)
     else:
-        logp_N, entropy_N = chosen_logp_entropy(output, chosen_N, temperature)
+        logp_N, entropy_N = chosen_logp_entropy(output, chosen_N, temperature, kernels=shared("torch"))
     value_BT = None if value_head is None else layout.spread(value_head(hidden_NH), row_N, column_N)
     return TokenScores(layout.spread(logp_N, row_N, column_N), layout.spread(entropy_N, row_N, column_N), value_BT)
 

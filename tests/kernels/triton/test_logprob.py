@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 from logprob_cases import ids_of, normal
 from tunesmith.core.errors import InputError, TritonUnavailableError
 from tunesmith.kernels.launching import LaunchPlan
-from tunesmith.kernels.logprob import ops, torch_impl, triton_impl
+from tunesmith.kernels.logprob import api, torch_impl, triton_impl
 from tunesmith.kernels.logprob.api import ScoreGradient, chosen_logp_entropy, logits_gradient, score
 from tunesmith.kernels.logprob.head import OutputLayer, head_logp_entropy
 from tunesmith.kernels.native import Kernels
@@ -193,18 +193,19 @@ def test_the_head_scores_hidden_states_in_triton(num_rows, softcap, interpreted:
 
 def test_torch_knows_the_operators():
     logits_NV, ids_N = normal(4, 60), ids_of(4, 60)
-    torch.library.opcheck(torch.ops.tunesmith.logprob.default, (logits_NV.requires_grad_(), ids_N, 0.7, 0.0))
-    sums_N3 = ops.logprob(logits_NV.detach(), ids_N, 0.7, 0.0)[2]
-    given_ = (logits_NV.detach(), ids_N, sums_N3, normal(4), normal(4), 0.7, 0.0)
-    torch.library.opcheck(torch.ops.tunesmith.logprob_gradient.default, given_)
-    torch.library.opcheck(torch.ops.tunesmith.logprob_gradient_.default, given_)
+    torch.library.opcheck(torch.ops.tunesmith.logprob.default, (logits_NV, ids_N, 0.7, 0.0))
+    sums_N3 = torch.ops.tunesmith.logprob(logits_NV, ids_N, 0.7, 0.0)[2]
+    for given_NV, out_NV in ((logits_NV, logits_NV.clone()), (None, logits_NV)):
+        arguments = (given_NV, ids_N, sums_N3, normal(4), normal(4), 0.7, 0.0, out_NV)
+        torch.library.opcheck(torch.ops.tunesmith.logprob_gradient.default, arguments)
 
 
-def test_a_compiled_function_keeps_it_in_one_graph():
+def test_a_compiled_function_keeps_it_in_one_graph(interpreted: Kernels, monkeypatch):
+    monkeypatch.setattr(api, "_check", lambda *_: None)  # on a CPU it reads the ids, on a GPU it does not
     logits_NV, ids_N = normal(4, 60), ids_of(4, 60)
 
     def loss(logits: torch.Tensor) -> torch.Tensor:
-        logp_N, entropy_N, _ = ops.logprob(logits * 2, ids_N, 0.7, 0.0)
+        logp_N, entropy_N = chosen_logp_entropy(logits * 2, ids_N, 0.7, kernels=interpreted)
         return (logp_N - 0.1 * entropy_N).sum()
 
     results = []
@@ -217,9 +218,11 @@ def test_a_compiled_function_keeps_it_in_one_graph():
 
 
 def test_no_row_gives_no_score_and_an_id_outside_gives_nan():
-    logp_N, entropy_N, sums_N3 = ops.logprob(torch.zeros(0, 5), torch.zeros(0, dtype=torch.int64), 1.0, 0.0)
+    logp_N, entropy_N, sums_N3 = torch.ops.tunesmith.logprob(
+        torch.zeros(0, 5), torch.zeros(0, dtype=torch.int64), 1.0, 0.0
+    )
     assert logp_N.shape == entropy_N.shape == (0,) and sums_N3.shape == (0, 3)
-    logp_N, entropy_N, _ = ops.logprob(torch.zeros(3, 5), torch.tensor([-1, 2, 5]), 1.0, 0.0)
+    logp_N, entropy_N, _ = torch.ops.tunesmith.logprob(torch.zeros(3, 5), torch.tensor([-1, 2, 5]), 1.0, 0.0)
     assert logp_N.isnan().tolist() == [True, False, True] and not entropy_N.isnan().any()
 
 

@@ -153,7 +153,7 @@ class _Gated(torch.autograd.Function):
         return *ctx.function.backward(*ctx.saved_tensors, grads[0]), None
 
 
-# The Triton kernels as operators, which torch.compile sees and a CUDA graph may contain. `_Gated` records the gradient.
+# The Triton kernels as operators: torch.compile sees them, a CUDA graph may contain them. _Gated records gradients.
 @torch.library.custom_op("tunesmith::gated", mutates_args=())
 def _triton_forward(x_RI: torch.Tensor, up_RI: torch.Tensor | None, function: str, cap: float) -> torch.Tensor:
     from tunesmith.kernels.gated.triton_impl import forward

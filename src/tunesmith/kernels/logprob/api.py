@@ -3,7 +3,6 @@
 Shape legend: N rows, V vocabulary.
 """
 
-import ctypes
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +22,7 @@ from tunesmith.kernels.arguments import (
     with_dense_rows,
 )
 from tunesmith.kernels.gated.api import softcap as capped
-from tunesmith.kernels.logprob import ops, torch_impl
+from tunesmith.kernels.logprob import torch_impl
 from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.sample.torch_impl import SMALLEST_TEMPERATURE
 
@@ -57,26 +56,15 @@ def chosen_logp_entropy(
         NativeUnavailableError, TritonUnavailableError: that kernel was chosen and cannot be had.
     """
     _check(logits_NV, ids_N, temperature, softcap)
-    is_recorded = records_gradient(logits_NV)
-    if reuse_logits and is_recorded and logits_NV.is_leaf:
+    if not records_gradient(logits_NV):
+        scored = score(logits_NV, ids_N, temperature, softcap=softcap, kernels=kernels)
+        return scored.logp_N, scored.entropy_N
+    if reuse_logits and logits_NV.is_leaf:
         raise InputError("logits are a leaf, whose values the gradient would overwrite; call without reuse_logits")
-    backend = kernels.picked("logprob", logits_NV)
-    if backend == "triton":
-        if reuse_logits and is_recorded:
-            return ops.ReusingLogits.apply(logits_NV, ids_N, temperature, softcap or 0.0)  # type: ignore[return-value]
-        return ops.logprob(logits_NV, ids_N, temperature, softcap or 0.0)[:2]
-    if softcap is not None:  # the cap's backward pass reads its output, so that must not be written over
-        capped_NV = capped(logits_NV, softcap, kernels=kernels)
-        return chosen_logp_entropy(capped_NV, ids_N, temperature, kernels=kernels)
-    if backend == "torch":
-        logp_N, entropy_N = torch_impl.chosen_logp_entropy_in_blocks(
-            logits_NV, ids_N, temperature, reuse_logits=reuse_logits
-        )
-        return logp_N.where(entropy_N.isfinite(), torch.nan), entropy_N
-    library = picked_library(kernels, "logprob", logits_NV)
-    if is_recorded:
-        return _ChosenLogpEntropy.apply(logits_NV, ids_N, temperature, reuse_logits, library)  # type: ignore[return-value]
-    return _forward(library, with_dense_rows(logits_NV), ids_N, temperature)[:2]
+    if softcap is not None and kernels.picked("logprob", logits_NV) != "triton":
+        # The cap's backward pass reads its output, which must not be overwritten.
+        logits_NV, softcap, reuse_logits = capped(logits_NV, softcap, kernels=kernels), None, False
+    return _Chosen.apply(logits_NV, ids_N, temperature, softcap or 0.0, reuse_logits, kernels)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,17 +91,9 @@ def score(
     """
     _check(logits_NV, ids_N, temperature, softcap)
     logits_NV = logits_NV.detach()
-    backend = kernels.picked("logprob", logits_NV)
-    if backend == "triton":
-        return Scored(*ops.logprob(logits_NV, ids_N, temperature, softcap or 0.0))
-    if softcap is not None:
-        logits_NV = capped(logits_NV, softcap, kernels=kernels)
-    if backend == "native":
-        library = picked_library(kernels, "logprob", logits_NV)
-        return Scored(*_forward(library, with_dense_rows(logits_NV), ids_N, temperature))
-    sums = torch_impl.sums_in_blocks(logits_NV, ids_N, temperature)
-    logp_N = sums.logp_N.where(sums.entropy_N.isfinite(), torch.nan)
-    return Scored(logp_N, sums.entropy_N, torch.stack((sums.lse_N, sums.entropy_N), -1))
+    if softcap is not None and kernels.picked("logprob", logits_NV) != "triton":
+        logits_NV, softcap = capped(logits_NV, softcap, kernels=kernels), None
+    return _scored(logits_NV, ids_N, temperature, softcap or 0.0, kernels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,71 +121,67 @@ def logits_gradient(
     has memory of its own, and the pass takes three times that of the logits.
     """
     logits_NV = logits_NV.detach()
-    backend = kernels.picked("logprob", logits_NV)
-    if backend == "triton":
-        d_logp_N, d_entropy_N = (
-            torch.zeros_like(sums_NK[:, 0]) if grad is None else grad
-            for grad in (gradient.d_logp_N, gradient.d_entropy_N)
-        )
-        ops.logprob_gradient_(logits_NV, ids_N, sums_NK, d_logp_N, d_entropy_N, temperature, softcap or 0.0)
-        return logits_NV
-    if softcap is not None:
+    if softcap is not None and kernels.picked("logprob", logits_NV) != "triton":
         with torch.enable_grad():
             capped_NV = capped(logits_NV.requires_grad_(), softcap, kernels=kernels)
         d_capped_NV = capped_NV.detach().clone()  # the cap may want its own output
         logits_gradient(d_capped_NV, ids_N, sums_NK, gradient, temperature, kernels=kernels)
         return torch.autograd.grad(capped_NV, logits_NV, d_capped_NV)[0]
-    if backend == "torch":
-        torch_impl.gradient_in_blocks(
-            logits_NV, ids_N, sums_NK, gradient.d_logp_N, gradient.d_entropy_N, temperature, logits_NV
-        )
-    else:
-        library = picked_library(kernels, "logprob", logits_NV)
-        _backward(library, logits_NV, ids_N.contiguous(), sums_NK.contiguous(), gradient, temperature, logits_NV)
-    return logits_NV
+    dense_NV = with_dense_rows(logits_NV)
+    _write_gradient(None, ids_N, sums_NK, gradient, temperature, softcap or 0.0, dense_NV, kernels)
+    return logits_NV if dense_NV is logits_NV else logits_NV.copy_(dense_NV)
 
 
-class _ChosenLogpEntropy(torch.autograd.Function):
+class _Chosen(torch.autograd.Function):
+    """`chosen_logp_entropy`; a `softcap` of 0 is none, and Triton alone has one."""
+
     @staticmethod
     def forward(
         ctx: Any,
         logits_NV: torch.Tensor,
         ids_N: torch.Tensor,
         temperature: float,
+        softcap: float,
         reuse_logits: bool,
-        library: ctypes.CDLL,
+        kernels: Kernels,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logp_N, entropy_N, sums_N3 = _forward(library, with_dense_rows(logits_NV), ids_N, temperature)
-        ctx.save_for_backward(logits_NV, ids_N, sums_N3)
-        ctx.library, ctx.temperature = library, temperature
+        scored = _scored(logits_NV, ids_N, temperature, softcap, kernels)
+        ctx.save_for_backward(logits_NV, ids_N, scored.sums_NK)
+        ctx.call = temperature, softcap, kernels
         # Rows that share memory cannot hold a gradient each.
         ctx.reuse_logits = reuse_logits and logits_NV.stride(0) >= logits_NV.shape[1]
         ctx.set_materialize_grads(False)
-        return logp_N, entropy_N
+        return scored.logp_N, scored.entropy_N
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if grads[0] is None and grads[1] is None:
-            return None, None, None, None, None
-        logits_NV, ids_N, sums_N3 = ctx.saved_tensors
-        dense_NV, ids_N = with_dense_rows(logits_NV.detach()), ids_N.contiguous()
-        gradient_NV = dense_NV if ctx.reuse_logits else empty_as(dense_NV)
-        _backward(ctx.library, dense_NV, ids_N, sums_N3, ScoreGradient(*grads), ctx.temperature, gradient_NV)
+            return None, None, None, None, None, None
+        logits_NV, ids_N, sums_NK = ctx.saved_tensors
+        temperature, softcap, kernels = ctx.call
+        dense_NV = with_dense_rows(logits_NV.detach())
+        out_NV = dense_NV if ctx.reuse_logits else empty_as(dense_NV)
+        given_NV = None if ctx.reuse_logits else dense_NV
+        _write_gradient(given_NV, ids_N, sums_NK, ScoreGradient(*grads), temperature, softcap, out_NV, kernels)
         if ctx.reuse_logits:
             # autograd does not see what C++ writes; with this, reading the logits in another backward pass raises.
             torch.autograd.graph.increment_version(logits_NV)
-        return gradient_NV, None, None, None, None
+        return out_NV, None, None, None, None, None
 
 
-def _forward(
-    library: ctypes.CDLL, logits_NV: torch.Tensor, ids_N: torch.Tensor, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(logp, entropy, three doubles per row for the backward pass)."""
+def _scored(
+    logits_NV: torch.Tensor, ids_N: torch.Tensor, temperature: float, softcap: float, kernels: Kernels
+) -> Scored:
+    backend = kernels.picked("logprob", logits_NV)
+    if backend == "torch":
+        return Scored(*torch_impl.sums_in_blocks(logits_NV, ids_N, temperature))
+    logits_NV, ids_N = with_dense_rows(logits_NV), ids_N.contiguous()
+    if backend == "triton":
+        return Scored(*_triton_forward(logits_NV, ids_N, temperature, softcap))
     num_rows, num_tokens = logits_NV.shape
-    ids_N = ids_N.contiguous()
     logp_N, entropy_N = torch.empty(2, num_rows, dtype=torch.float32).unbind()
     sums_N3 = torch.empty(num_rows, 3, dtype=torch.float64)
-    function_of(library, "chosen_logp_entropy", _FORWARD)(
+    function_of(picked_library(kernels, "logprob", logits_NV), "chosen_logp_entropy", _FORWARD)(
         *(tensor.data_ptr() for tensor in (logits_NV, ids_N, logp_N, entropy_N, sums_N3)),
         num_rows,
         num_tokens,
@@ -214,41 +190,88 @@ def _forward(
         logits_NV.dtype == torch.bfloat16,
         torch.get_num_threads(),
     )
-    return logp_N, entropy_N, sums_N3
+    return Scored(logp_N, entropy_N, sums_N3)
 
 
-def _backward(
-    library: ctypes.CDLL,
-    logits_NV: torch.Tensor,
+def _write_gradient(
+    logits_NV: torch.Tensor | None,
     ids_N: torch.Tensor,
-    sums_N3: torch.Tensor,
+    sums_NK: torch.Tensor,
     gradient: ScoreGradient,
     temperature: float,
+    softcap: float,
     out_NV: torch.Tensor,
+    kernels: Kernels,
 ) -> None:
-    """Write the gradient of the logits to `out_NV`, which may be the logits."""
+    """Write the gradient of the logits to `out_NV`, which holds them if `logits_NV` is None; rows are dense."""
+    backend = kernels.picked("logprob", out_NV)
+    given_NV = out_NV if logits_NV is None else logits_NV
     # The names hold contiguous copies alive until the call is over.
+    ids_N, sums_NK = ids_N.contiguous(), sums_NK.contiguous()
     d_logp_N, d_entropy_N = (
         None if grad is None else grad.contiguous() for grad in (gradient.d_logp_N, gradient.d_entropy_N)
     )
-    function_of(library, "chosen_logp_entropy_backward", _BACKWARD)(
-        *(address(tensor) for tensor in (logits_NV, ids_N, sums_N3, d_logp_N, d_entropy_N, out_NV)),
-        *logits_NV.shape,
-        logits_NV.stride(0),
-        out_NV.stride(0),
-        temperature,
-        logits_NV.dtype == torch.bfloat16,
-        torch.get_num_threads(),
-    )
+    if backend == "torch":
+        torch_impl.gradient_in_blocks(given_NV, ids_N, sums_NK, d_logp_N, d_entropy_N, temperature, out_NV)
+    elif backend == "triton":
+        zero_N = torch.zeros_like(sums_NK[:, 0])
+        grads = (zero_N if grad is None else grad for grad in (d_logp_N, d_entropy_N))
+        _triton_backward(logits_NV, ids_N, sums_NK, *grads, temperature, softcap, out_NV)
+    else:
+        function_of(picked_library(kernels, "logprob", out_NV), "chosen_logp_entropy_backward", _BACKWARD)(
+            *(address(tensor) for tensor in (given_NV, ids_N, sums_NK, d_logp_N, d_entropy_N, out_NV)),
+            *out_NV.shape,
+            given_NV.stride(0),
+            out_NV.stride(0),
+            temperature,
+            out_NV.dtype == torch.bfloat16,
+            torch.get_num_threads(),
+        )
+
+
+# The Triton kernels as operators: torch.compile sees them, a CUDA graph may contain them. _Chosen records gradients.
+@torch.library.custom_op("tunesmith::logprob", mutates_args=())
+def _triton_forward(
+    logits_NV: torch.Tensor, ids_N: torch.Tensor, temperature: float, softcap: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(logp_N, entropy_N, sums_N3), float32."""
+    from tunesmith.kernels.logprob.triton_impl import forward
+
+    return forward(logits_NV, ids_N, temperature, softcap)
+
+
+@torch.library.custom_op("tunesmith::logprob_gradient", mutates_args=("out_NV",))
+def _triton_backward(
+    logits_NV: torch.Tensor | None,
+    ids_N: torch.Tensor,
+    sums_N3: torch.Tensor,
+    d_logp_N: torch.Tensor,
+    d_entropy_N: torch.Tensor,
+    temperature: float,
+    softcap: float,
+    out_NV: torch.Tensor,
+) -> None:
+    """Write the gradient of the logits to `out_NV`, which holds them if `logits_NV` is None."""
+    from tunesmith.kernels.logprob.triton_impl import backward
+
+    given_NV = out_NV if logits_NV is None else logits_NV
+    backward(given_NV, ids_N, sums_N3, d_logp_N, d_entropy_N, temperature, softcap, out_NV)
+
+
+@_triton_forward.register_fake
+def _(logits_NV: torch.Tensor, ids_N: torch.Tensor, temperature: float, softcap: float) -> tuple[torch.Tensor, ...]:
+    num_rows = logits_NV.shape[0]
+    shapes = ((num_rows,), (num_rows,), (num_rows, 3))
+    return tuple(logits_NV.new_empty(shape, dtype=torch.float32) for shape in shapes)
 
 
 def _check(logits_NV: torch.Tensor, ids_N: torch.Tensor, temperature: float, softcap: float | None) -> None:
-    require_rows("logits", logits_NV)
+    require_rows("logits", logits_NV, may_be_none=True)
     num_rows, num_tokens = logits_NV.shape
     if ids_N.dtype != torch.int64 or ids_N.shape != (num_rows,):
         raise InputError(f"ids are {ids_N.dtype} of shape {tuple(ids_N.shape)}; give torch.int64 [{num_rows}]")
     # On a GPU this would wait for it; there indexing checks the ids, and Triton gives NaN for one outside.
-    if ids_N.device.type == "cpu" and not 0 <= int(ids_N.min()) <= int(ids_N.max()) < num_tokens:
+    if num_rows and ids_N.device.type == "cpu" and not 0 <= int(ids_N.min()) <= int(ids_N.max()) < num_tokens:
         raise InputError(f"ids lie in [{int(ids_N.min())}, {int(ids_N.max())}]; give ids in [0, {num_tokens})")
     if not SMALLEST_TEMPERATURE <= temperature < float("inf"):
         raise InputError(

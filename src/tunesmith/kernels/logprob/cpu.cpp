@@ -92,42 +92,21 @@ void row_backward(const T* x, T* gradient, int64_t n, int64_t token, const RowSu
     if (is_here) store_one(gradient + token, of_token);
 }
 
-template <class T>
-void forward(const T* logits, const int64_t* token, float* logp, float* entropy, RowSums* sums, int64_t num_rows,
-             int64_t n, int64_t stride, double temperature, int num_threads) {
-    double inverse_temperature = 1.0 / temperature;
-#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1 && num_rows > 1)
-    for (int64_t i = 0; i < num_rows; ++i) {
-        const T* x = logits + i * stride;
-        sums[i] = sums_of(x, n, inverse_temperature);
-        logp[i] = log_prob(load_one(x + token[i]), sums[i].largest, sums[i].total, inverse_temperature);
-        entropy[i] = (float)sums[i].entropy;
-    }
-}
-
-template <class T>
-void backward(const T* logits, const int64_t* token, const RowSums* sums, const float* d_logp, const float* d_entropy,
-              T* gradient, int64_t num_rows, int64_t n, int64_t stride, int64_t gradient_stride, double temperature,
-              int num_threads) {
-    double inverse_temperature = 1.0 / temperature;
-#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1 && num_rows > 1)
-    for (int64_t i = 0; i < num_rows; ++i)
-        row_backward(logits + i * stride, gradient + i * gradient_stride, n, token[i], sums[i], inverse_temperature,
-                     d_logp ? d_logp[i] : 0.0, d_entropy ? d_entropy[i] : 0.0);
-}
-
 }  // namespace
 
 // Rows of logits are `stride` elements apart; `sums` holds three doubles for each. NaN where a logit is not finite.
 extern "C" void chosen_logp_entropy(const void* logits, const int64_t* token, float* logp, float* entropy, void* sums,
                                     int64_t num_rows, int64_t n, int64_t stride, double temperature,
                                     int64_t is_bfloat16, int64_t num_threads) {
-    if (is_bfloat16)
-        forward((const uint16_t*)logits, token, logp, entropy, (RowSums*)sums, num_rows, n, stride, temperature,
-                (int)num_threads);
-    else
-        forward((const float*)logits, token, logp, entropy, (RowSums*)sums, num_rows, n, stride, temperature,
-                (int)num_threads);
+    double inverse_temperature = 1.0 / temperature;
+    with_number(is_bfloat16, [=](auto number) {
+        each_row(num_rows, n, num_threads, [=](int64_t i) {
+            auto* x = (const decltype(number)*)logits + i * stride;
+            RowSums row = ((RowSums*)sums)[i] = sums_of(x, n, inverse_temperature);
+            logp[i] = log_prob(load_one(x + token[i]), row.largest, row.total, inverse_temperature);
+            entropy[i] = (float)row.entropy;
+        });
+    });
 }
 
 // `d_logp` or `d_entropy` may be null; `gradient` may be `logits`.
@@ -135,10 +114,12 @@ extern "C" void chosen_logp_entropy_backward(const void* logits, const int64_t* 
                                              const float* d_logp, const float* d_entropy, void* gradient,
                                              int64_t num_rows, int64_t n, int64_t stride, int64_t gradient_stride,
                                              double temperature, int64_t is_bfloat16, int64_t num_threads) {
-    if (is_bfloat16)
-        backward((const uint16_t*)logits, token, (const RowSums*)sums, d_logp, d_entropy, (uint16_t*)gradient, num_rows,
-                 n, stride, gradient_stride, temperature, (int)num_threads);
-    else
-        backward((const float*)logits, token, (const RowSums*)sums, d_logp, d_entropy, (float*)gradient, num_rows, n,
-                 stride, gradient_stride, temperature, (int)num_threads);
+    with_number(is_bfloat16, [=](auto number) {
+        typedef decltype(number) T;
+        each_row(num_rows, n, num_threads, [=](int64_t i) {
+            row_backward((const T*)logits + i * stride, (T*)gradient + i * gradient_stride, n, token[i],
+                         ((const RowSums*)sums)[i], 1.0 / temperature, d_logp ? d_logp[i] : 0.0,
+                         d_entropy ? d_entropy[i] : 0.0);
+        });
+    });
 }

@@ -3,12 +3,10 @@
 Shape legend: N rows, V vocabulary, R rows of a block.
 """
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 
 from tunesmith.kernels.arguments import without_autocast
+from tunesmith.kernels.masking import widened
 
 _BLOCK_ROWS = 16
 """Rows of logits worked on at a time: at V = 49152 a block in float32 is 3 MB and stays in the CPU's cache."""
@@ -22,34 +20,19 @@ def chosen_logp_entropy(
     With a `softcap` the logits are `softcap * tanh(logits / softcap)`: Gemma 2 (2024).
     """
     if softcap is not None:
-        wide_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
-        logits_NV = softcap * torch.tanh(wide_NV / softcap)
+        logits_NV = softcap * torch.tanh(widened(logits_NV) / softcap)
     logp_NV = _scaled(logits_NV, temperature).log_softmax(-1)
     return logp_NV.gather(-1, ids_N[:, None])[:, 0], -(logp_NV.exp() * logp_NV).sum(-1)
 
 
-def chosen_logp_entropy_in_blocks(
-    logits_NV: torch.Tensor, ids_N: torch.Tensor, temperature: float = 1.0, *, reuse_logits: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`chosen_logp_entropy`, keeping the logits and two numbers per row for the backward pass.
-
-    The plain form keeps two more [N, V] tensors. With `reuse_logits` the gradient is written over the logits.
-    """
-    return _InBlocks.apply(logits_NV, ids_N, temperature, reuse_logits)  # type: ignore[return-value]
-
-
-@dataclass(frozen=True, slots=True)
-class BlockSums:
-    """The results of `chosen_logp_entropy`, and the log-sum-exp of each row, which the gradient needs."""
-
-    logp_N: torch.Tensor
-    entropy_N: torch.Tensor
-    lse_N: torch.Tensor
-
-
 @without_autocast
-def sums_in_blocks(logits_NV: torch.Tensor, ids_N: torch.Tensor, temperature: float) -> BlockSums:
-    """Log-prob, entropy and log-sum-exp of each row, without autograd."""
+def sums_in_blocks(
+    logits_NV: torch.Tensor, ids_N: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(logp_N, entropy_N, sums_N2), without autograd; NaN where a logit of the row is not finite.
+
+    The sums, which `gradient_in_blocks` needs, are log-sum-exp and entropy.
+    """
     wide = torch.float64 if logits_NV.dtype == torch.float64 else torch.float32
     logp_N, entropy_N, lse_N = logits_NV.new_empty((3, len(logits_NV)), dtype=wide).unbind()
     for start in range(0, len(logits_NV), _BLOCK_ROWS):
@@ -60,7 +43,7 @@ def sums_in_blocks(logits_NV: torch.Tensor, ids_N: torch.Tensor, temperature: fl
         logp_N[rows] = logp_RV.gather(-1, ids_N[rows, None])[:, 0]
         # Not lse - sum p z, which saves a step and loses a low entropy to cancellation.
         entropy_N[rows] = -torch.linalg.vecdot(logp_RV.exp(), logp_RV)
-    return BlockSums(logp_N, entropy_N, lse_N)
+    return logp_N.where(entropy_N.isfinite(), torch.nan), entropy_N, torch.stack((lse_N, entropy_N), -1)
 
 
 def gradient_in_blocks(
@@ -72,7 +55,7 @@ def gradient_in_blocks(
     temperature: float,
     out_NV: torch.Tensor,
 ) -> None:
-    """Write the gradient of the logits to `out_NV`, which may be the logits; `sums_N2` are log-sum-exp and entropy.
+    """Write the gradient of the logits to `out_NV`, which may be the logits.
 
     With z = logits / temperature and H the entropy: d logp / dz = onehot - p, d H / dz = -p (log p + H). The logits may
     be some columns of the whole: an id outside of them has no column here.
@@ -92,27 +75,5 @@ def gradient_in_blocks(
         out_NV[rows] = block_RV if temperature == 1.0 else block_RV.div_(temperature)
 
 
-class _InBlocks(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, logits_NV: torch.Tensor, ids_N: torch.Tensor, temperature: float, reuse_logits: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        sums = sums_in_blocks(logits_NV, ids_N, temperature)
-        ctx.save_for_backward(logits_NV, ids_N, torch.stack((sums.lse_N, sums.entropy_N), -1))
-        ctx.temperature, ctx.reuse_logits = temperature, reuse_logits
-        ctx.set_materialize_grads(False)
-        return sums.logp_N, sums.entropy_N
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:
-        logits_NV, ids_N, sums_N2 = ctx.saved_tensors
-        if grads[0] is None and grads[1] is None:
-            return None, None, None, None
-        grad_NV = logits_NV.detach() if ctx.reuse_logits else torch.empty_like(logits_NV)
-        gradient_in_blocks(logits_NV, ids_N, sums_N2, grads[0], grads[1], ctx.temperature, grad_NV)
-        return grad_NV, None, None, None
-
-
 def _scaled(logits_RV: torch.Tensor, temperature: float) -> torch.Tensor:
-    wide_RV = logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float()
-    return wide_RV if temperature == 1.0 else wide_RV / temperature
+    return widened(logits_RV) if temperature == 1.0 else widened(logits_RV) / temperature

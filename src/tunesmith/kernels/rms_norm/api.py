@@ -164,7 +164,7 @@ class _AddRmsNorm(torch.autograd.Function):
         return d_x_RH, d_x_RH if ctx.has_residual else None, d_weight_H, None
 
 
-# The Triton kernels as operators, which torch.compile sees and a CUDA graph may contain; `_AddRmsNorm` has the gradient.
+# The Triton kernels as operators: torch.compile sees them, a CUDA graph may contain them. _AddRmsNorm has gradients.
 @torch.library.custom_op("tunesmith::add_rms_norm", mutates_args=())
 def _triton_forward(
     x_RH: torch.Tensor, residual_RH: torch.Tensor | None, weight_H: torch.Tensor, epsilon: float, offset: float
