@@ -40,9 +40,17 @@ def test_the_result_has_what_the_docs_promise() -> None:
     ]
 
 
-def test_the_package_offers_train_and_names_it_when_something_else_is_asked_for() -> None:
-    assert tunesmith.train is train
-    with pytest.raises(AttributeError, match="it offers __version__, train"):
+def test_every_public_name_is_loaded_from_its_module() -> None:
+    offered = {name: getattr(tunesmith, name) for name in tunesmith.__all__}
+    assert offered["train"] is train
+    assert set(tunesmith._MODULE_OF) == set(offered) - {"__version__", "train"}
+    source = Path(tunesmith.__file__).read_text(encoding="utf-8")
+    for module, names in tunesmith._NAMES.items():  # what pyright sees is what is loaded
+        assert f"    from {module} import {', '.join(names.split())}\n" in source
+
+
+def test_a_name_that_is_not_offered_is_refused_with_those_that_are() -> None:
+    with pytest.raises(AttributeError, match=r"it offers .*Scorer.* __version__, .* train"):
         _ = tunesmith.trian  # type: ignore[attr-defined]
 
 

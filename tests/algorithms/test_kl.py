@@ -209,7 +209,7 @@ def test_k3_in_the_loss_equals_trl_with_and_without_its_bias_correction(trl_grpo
     penalty = kl.penalty_loss("k3", logp_BT, ref_logp_BT, mask_BT, num_tokens, ratio_BT=ratio_BT)
     settings = PolicyLossSection(importance_sampling_level=level or "token")
     tokens = PolicyTokens(*arguments[:4])
-    ours = policy_loss.objective(tokens, policy_loss.terms_of(settings), num_tokens, 1.0)[0] + 0.3 * penalty
+    ours = policy_loss.policy_loss(tokens, policy_loss.terms_of(settings), num_tokens, 1.0)[0] + 0.3 * penalty
     assert penalty.item() == pytest.approx(metrics["kl"], abs=1e-5)
     assert ours.item() == pytest.approx(theirs.item(), abs=1e-5)
     torch.testing.assert_close(grad(ours, logp_BT)[0], grad(theirs, logp_BT)[0], atol=1e-5, rtol=0)

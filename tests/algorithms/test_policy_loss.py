@@ -31,14 +31,14 @@ def batch(seed, num_sequences=4, num_tokens=5, spread=0.4, dtype=torch.float64):
 def surrogate(logp_BT, old_logp_BT, advantage_BT, mask_BT, denominator, cfg):
     """The objective without KL and entropy."""
     tokens = PolicyTokens(logp_BT, old_logp_BT, advantage_BT, mask_BT)
-    return policy_loss.objective(tokens, policy_loss.terms_of(cfg), denominator, 1.0)
+    return policy_loss.policy_loss(tokens, policy_loss.terms_of(cfg), denominator, 1.0)
 
 
 def entropy_bonus(entropy_BT, mask_BT, num_tokens):
     """The entropy term of the objective, with coefficient 1."""
     zero_BT = torch.zeros_like(entropy_BT)
     tokens = PolicyTokens(zero_BT, zero_BT, zero_BT, mask_BT, entropy_BT=entropy_BT)
-    return -policy_loss.objective(tokens, PolicyTerms(entropy_coef=1.0), 1.0, num_tokens)[0]
+    return -policy_loss.policy_loss(tokens, PolicyTerms(entropy_coef=1.0), 1.0, num_tokens)[0]
 
 
 def section(clip_low=0.2, clip_high=0.2, **options):
@@ -386,4 +386,4 @@ def test_nan_inside_the_mask_reaches_the_loss():
         dirty_BT[place][1, 0] = float("nan")
         new, old, advantage, reference, entropy = dirty_BT
         tokens = PolicyTokens(new, old, advantage, torch.ones(4, 5), reference, entropy)
-        assert policy_loss.objective(tokens, terms, 1.0, 1.0)[0].isnan()
+        assert policy_loss.policy_loss(tokens, terms, 1.0, 1.0)[0].isnan()

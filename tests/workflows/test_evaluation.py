@@ -12,13 +12,13 @@ from tunesmith.batch.rollout import SamplingParams
 from tunesmith.cli.main import main
 from tunesmith.core.errors import InputError
 from tunesmith.data.pairs import write_pairs
-from tunesmith.evaluation.compare import recompute
+from tunesmith.evaluation.compare import recompute, summed_logps
 from tunesmith.kernels.native import Kernels
 from tunesmith.models.language_model import language_model
 from tunesmith.models.tiny import tiny_model
 from tunesmith.rollout.transformers_backend import TransformersEngine
 from tunesmith.schema.records import Pair, Prompt
-from tunesmith.workflows.evaluation import evaluate_reward, run_comparison, run_recipe, summed_logps
+from tunesmith.workflows.evaluation import evaluate_reward, run_comparison, run_recipe
 
 
 def _prompts(tmp_path: Path) -> str:

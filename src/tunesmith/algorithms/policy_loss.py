@@ -96,7 +96,7 @@ def loss_denominator(normalization: Normalization, mask_BT: Tensor, size: Update
             assert_never(normalization)
 
 
-def objective(
+def policy_loss(
     tokens: PolicyTokens, terms: PolicyTerms, denominator: Denominator, num_tokens: Denominator
 ) -> tuple[Tensor, PolicyStats]:
     """Scalar loss of PPO and GRPO, differentiable through `logp_BT` and `entropy_BT`, and detached statistics.

@@ -7,11 +7,11 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
-from tunesmith import __version__
 from tunesmith.config.keys import did_you_mean
 from tunesmith.core import log
 from tunesmith.core.errors import InputError, TunesmithError
 from tunesmith.core.log import visible
+from tunesmith.core.version import __version__
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "demo": ("demo:demo", "The whole loop on a real 135M model: votes, reward model, PPO or GRPO, before and after."),

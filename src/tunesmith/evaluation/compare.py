@@ -10,17 +10,25 @@ from dataclasses import asdict, dataclass, fields, replace
 from math import isfinite
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
+import torch
 
+from tunesmith.batch.pack import chunks, pack
 from tunesmith.batch.rollout import Group, SamplingParams
 from tunesmith.core.errors import DataError, InputError, ModelError, RewardError
 from tunesmith.core.trace import span
 from tunesmith.evaluation.statistics import bootstrap_interval, distinct_at_equal_tokens, is_exact, paired_permutation_p
+from tunesmith.models.language_model import LanguageModel, language_model
+from tunesmith.models.loaded import PreTrainedModel, PreTrainedTokenizerBase
+from tunesmith.models.logprob import token_logps
 from tunesmith.rewards.scorer import Scorer
 from tunesmith.rollout.engine import Engine
+from tunesmith.rollout.factory import Backend, open_engine
 from tunesmith.schema.records import Prompt, Text, plain_text
+
+_GROUPS_PER_PASS = 4
 
 LogProbs = Callable[[Sequence[Group]], Sequence[float]]
 """Summed log-prob in nats of every completion at temperature 1 without filters: P x G numbers, groups in order."""
@@ -33,6 +41,36 @@ class Side:
     name: str
     engine: Engine
     logps: LogProbs
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        backend: Backend = "native",
+        batch_size: int = 64,
+    ) -> Self:
+        """The side of a causal language model; `backend` draws its completions."""
+        known = language_model(model)
+        engine = open_engine(known, tokenizer, backend=backend, batch_size=batch_size)
+        return cls(name, engine, summed_logps(known))
+
+
+def summed_logps(model: LanguageModel) -> LogProbs:
+    """A function from groups to the log-prob in nats of each completion, summed over its tokens, at temperature 1."""
+
+    @torch.no_grad()
+    def logps(groups: Sequence[Group]) -> list[float]:
+        sums: list[float] = []
+        for some in chunks(groups, _GROUPS_PER_PASS):
+            batch = pack(some, pad_id=0, device=model.module.device)
+            scores = token_logps(model, batch.ids_BS, batch.lengths_B, prompt_lengths_B=batch.prompt_lengths_B)
+            sums += scores.logp_BT.double().sum(dim=1).tolist()
+        return sums
+
+    return logps
 
 
 @dataclass(frozen=True, slots=True)

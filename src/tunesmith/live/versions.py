@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tunesmith.config.algorithm_sections import LiveSection
+from tunesmith.config.live_sections import LiveSection
 from tunesmith.config.schema import LiveRecipe
 from tunesmith.config.sections import LoraSection
 from tunesmith.core import faults

@@ -46,8 +46,9 @@ class LanguageModel:
         return self.backend if isinstance(self.backend, Decoder) else None
 
 
-def language_model(module: PreTrainedModel, kernels: Kernels) -> LanguageModel:
+def language_model(module: PreTrainedModel, kernels: Kernels | None = None) -> LanguageModel:
     """`module`, a causal language model, with the best backend: on a CPU the flat decoder, if its family is known."""
+    kernels = kernels or Kernels()
     try:
         on_cpu = module.device.type == "cpu"
         backend = Decoder(module, kernels) if on_cpu else TrunkForward(describe(module).output_layer)

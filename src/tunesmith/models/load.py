@@ -66,17 +66,17 @@ _LIBRARY_ERRORS = (
 
 
 def load_policy(
-    section: ModelSection, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+    section: ModelSection | str, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
 ) -> LoadedModel:
     """The language model named by `section`, in evaluation mode without dropout, with its right-padding tokenizer.
 
-    With `section.lora` the base is frozen and fresh adapters are trained. A folder with adapters is loaded with its
-    base, and its adapters are trained on. `dtype` overrides the section's. A tokenizer without a padding token pads
-    with its eos; masks are made from lengths.
+    A text is its name alone. With `section.lora` fresh adapters of a frozen base are trained; a folder with adapters is
+    loaded with its base, and they are trained on. `dtype` overrides the section's. Without a padding token, eos pads.
 
     Raises:
         ModelError: there is no such model, or it is not a language model.
     """
+    section = ModelSection(name=section) if isinstance(section, str) else section
     dtype = dtype or compute_dtype(section.dtype, device)
     located = _locate(section)
     adapters = located.adapters

@@ -17,8 +17,8 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from tunesmith import __version__
 from tunesmith.core.errors import MissingDependencyError, RunError
+from tunesmith.core.version import __version__
 from tunesmith.reports import text
 from tunesmith.reports.chart import DARK, LIGHT, Chart, dark_of_light
 from tunesmith.reports.comparison_figures import dumbbell, histogram

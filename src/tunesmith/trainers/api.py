@@ -18,8 +18,8 @@ Metrics = dict[str, float]
 Row = Mapping[str, object]
 
 
-def no_samples(step: int) -> Sequence[Row]:
-    """No rows, for algorithms that draw no completions."""
+def no_rows(step: int = 0) -> Sequence[Row]:
+    """No rows: the default of `StepResult`."""
     return ()
 
 
@@ -33,8 +33,8 @@ class StepResult:
 
     metrics: Metrics
     report: StepReport | None
-    batch: Callable[[], Sequence[Row]]
-    samples: Callable[[int], Sequence[Row]] = no_samples
+    batch: Callable[[], Sequence[Row]] = no_rows
+    samples: Callable[[int], Sequence[Row]] = no_rows
 
 
 class Counter(Protocol):

@@ -262,7 +262,7 @@ def objective(
         new.entropy_BT if section.entropy_coef > 0 else None,
     )
     terms = policy_loss.terms_of(section, section.kl, kl_coef)
-    loss, stats = policy_loss.objective(tokens, terms, denominator, num_tokens)
+    loss, stats = policy_loss.policy_loss(tokens, terms, denominator, num_tokens)
     return PolicyLoss(loss, stats, correction)
 
 

@@ -25,7 +25,7 @@ from tunesmith.trainers.estimate import Estimate, announce
 from tunesmith.trainers.grpo import GRPO
 from tunesmith.trainers.ppo import PPO
 from tunesmith.trainers.reward import RewardTask
-from tunesmith.trainers.rollouts import PolicyTask
+from tunesmith.trainers.rollouts import PolicyLearner, PolicyTask
 from tunesmith.trainers.session import Job, Session, StepRecord, open_session
 from tunesmith.trainers.sft import SFTTask
 
@@ -132,11 +132,13 @@ def run(
     provenance: Mapping[str, str] | None = None,
     progress: bool = True,
     resume: Path | None = None,
+    algorithm: type[PolicyLearner] | None = None,
 ) -> setup.RunResult:
     """Train as the recipe `cfg` says, or continue the run in the folder `resume`; returns folder, metrics and summary.
 
     `inputs` are used in place of data and rewards that `cfg` names; `provenance` is the origin of each key of `cfg`,
-    recorded with the run.
+    recorded with the run. `algorithm` is a learner's class of your own, used in place of that of `cfg.algorithm`; it
+    draws completions, and reads that algorithm's section.
 
     Raises:
         InputError: for a config, model, data or reward that cannot be used, before the run folder is made.
@@ -145,7 +147,7 @@ def run(
     """
     inputs = inputs or Inputs()
     device = setup.prepare(cfg)
-    task = ALGORITHMS[cfg.algorithm](cfg, inputs, device)
+    task = task_of(cfg, inputs, device, algorithm)
     learner = task.build()
     announce(task.estimate(), task.num_steps, progress)
     job = Job(learner, task.num_steps, {**task.prepare(learner, progress), "the device": device.type})
@@ -181,6 +183,12 @@ def run(
         return session.finish({**figures, "algorithm": cfg.algorithm})
 
 
+def task_of(cfg: Recipe, inputs: Inputs, device: torch.device, algorithm: type[PolicyLearner] | None = None) -> Task:
+    """The task of the recipe `cfg`, with a learner of the class `algorithm` if one is given."""
+    make: Any = ALGORITHMS[cfg.algorithm] if algorithm is None else partial(PolicyTask, algorithm)
+    return make(cfg, inputs, device)
+
+
 def measure(task: Task, learner: Learner, session: Session, when: str) -> None:
     """Store the task's figures `when` training in the session, unless a checkpoint has them already."""
     if any(name.endswith(f"_{when}") for name in session.facts) or (when == "before" and session.first_step > 0):
@@ -207,7 +215,7 @@ def preview(cfg: Recipe) -> Preview:
     Raises:
         InputError: for a model, data or reward that cannot be used, as the run would.
     """
-    task = ALGORITHMS[cfg.algorithm](cfg, Inputs(), torch.device("cpu"))
+    task = task_of(cfg, Inputs(), torch.device("cpu"))
     estimate, data = task.estimate(), task.data
     num_items = len(data.train) + len(data.heldout)
     return Preview(cfg.model.name, estimate.num_parameters, estimate.memory_gb, num_items, data.sample)

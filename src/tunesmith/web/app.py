@@ -13,9 +13,9 @@ from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.staticfiles import StaticFiles
 
-from tunesmith import __version__
 from tunesmith.core.errors import InputError, StoreError, TunesmithError, UnknownPresentationError, VoteConflictError
 from tunesmith.core.log import Once, get_logger
+from tunesmith.core.version import __version__
 from tunesmith.reports.chart import DARK, LIGHT
 from tunesmith.store.records import PolicyVersion
 from tunesmith.store.runs import RunReader

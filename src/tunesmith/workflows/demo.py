@@ -26,7 +26,7 @@ from tunesmith.core.seeds import derive
 from tunesmith.data.pairs import write_pairs
 from tunesmith.data.prompts import load_prompts
 from tunesmith.data.split import split_by_prompt
-from tunesmith.evaluation.compare import Comparison, compare
+from tunesmith.evaluation.compare import Comparison, Side, compare
 from tunesmith.live import loop as live
 from tunesmith.live.loop import LiveResult
 from tunesmith.models.load import load_policy
@@ -41,7 +41,7 @@ from tunesmith.schema.records import Pair, Prompt, Vote
 from tunesmith.trainers import setup
 from tunesmith.trainers.api import Inputs
 from tunesmith.trainers.run import run
-from tunesmith.workflows.evaluation import Outcome, side
+from tunesmith.workflows.evaluation import Outcome
 from tunesmith.workflows.live_simulation import server
 from tunesmith.workflows.voting import ask_votes, votes_on
 
@@ -227,8 +227,8 @@ def compare_models(
     after = load_policy(stage.policy_recipe.model.model_copy(update={"name": str(policy_run.run_dir)}))
     scorer = Scorer([RewardSource(source=judge)], policy_tokenizer=before.tokenizer)
     return compare(
-        side("before", before, backend=stage.options.backend, batch_size=128),
-        side("after", after, backend=stage.options.backend, batch_size=128),
+        Side.of("before", before.model, before.tokenizer, backend=stage.options.backend, batch_size=128),
+        Side.of("after", after.model, after.tokenizer, backend=stage.options.backend, batch_size=128),
         openings,
         scorer,
         SamplingParams(max_new_tokens=NEW_TOKENS),

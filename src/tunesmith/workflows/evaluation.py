@@ -1,17 +1,11 @@
 """`tunesmith compare`: two models, the same prompts and seeds, one scorer. `tunesmith eval reward`: a reward model on
-held-out pairs.
+held-out pairs."""
 
-Shape legend: B sequences, T completion tokens.
-"""
-
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from tunesmith.batch.pack import chunks, pack
-from tunesmith.batch.rollout import Group, SamplingParams
+from tunesmith.batch.rollout import SamplingParams
 from tunesmith.config.load import load_recipe, read_algorithm
 from tunesmith.config.schema import RewardRecipe
 from tunesmith.config.sections import ModelSection, PairsSection, PromptsSection, RewardSource
@@ -20,15 +14,9 @@ from tunesmith.data.prompts import load_prompts
 from tunesmith.data.sets import preference_sets
 from tunesmith.evaluation.compare import Comparison, Side, compare
 from tunesmith.evaluation.reward_quality import RewardQuality, decided_pairs, judge
-from tunesmith.kernels.native import Kernels
-from tunesmith.models.language_model import LanguageModel, language_model
 from tunesmith.models.load import compute_dtype, load_policy, load_reward_model
-from tunesmith.models.loaded import LoadedModel, context_length
-from tunesmith.models.logprob import token_logps
+from tunesmith.models.loaded import context_length
 from tunesmith.rewards.scorer import Scorer
-from tunesmith.rollout.factory import Backend, open_engine
-
-_GROUPS_PER_PASS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,28 +26,6 @@ class Outcome:
     figures: Mapping[str, object]
     comparison: Comparison
     run_dir: Path
-
-
-def summed_logps(model: LanguageModel) -> Callable[[Sequence[Group]], list[float]]:
-    """A function from groups to the log-prob in nats of each completion, summed over its tokens, at temperature 1."""
-
-    @torch.no_grad()
-    def logps(groups: Sequence[Group]) -> list[float]:
-        sums: list[float] = []
-        for some in chunks(groups, _GROUPS_PER_PASS):
-            batch = pack(some, pad_id=0, device=model.module.device)
-            scores = token_logps(model, batch.ids_BS, batch.lengths_B, prompt_lengths_B=batch.prompt_lengths_B)
-            sums += scores.logp_BT.double().sum(dim=1).tolist()
-        return sums
-
-    return logps
-
-
-def side(name: str, loaded: LoadedModel, *, backend: Backend = "native", batch_size: int = 64) -> Side:
-    """A loaded model as one side of a comparison; `backend` draws its completions."""
-    model = language_model(loaded.model, Kernels())
-    engine = open_engine(model, loaded.tokenizer, backend=backend, batch_size=batch_size)
-    return Side(name, engine, summed_logps(model))
 
 
 def run_comparison(
@@ -84,8 +50,8 @@ def run_comparison(
     rows = load_prompts(prompts, PromptsSection(source=prompts))
     judge = Scorer([RewardSource(source=scorer)], policy_tokenizer=loaded_before.tokenizer)
     return compare(
-        side(before, loaded_before),
-        side(after, loaded_after),
+        Side.of(before, loaded_before.model, loaded_before.tokenizer),
+        Side.of(after, loaded_after.model, loaded_after.tokenizer),
         rows,
         judge,
         SamplingParams(max_new_tokens=max_new_tokens),

@@ -25,7 +25,7 @@ from tunesmith.config.sections import LoraSection, RewardSource
 from tunesmith.core.errors import InputError, RunError
 from tunesmith.core.seeds import derive
 from tunesmith.data import sets
-from tunesmith.evaluation.compare import Comparison, compare
+from tunesmith.evaluation.compare import Comparison, Side, compare
 from tunesmith.evaluation.statistics import proportion_interval
 from tunesmith.models.load import load_policy
 from tunesmith.rewards.builtin import RATER_NAME, TIE_BELOW
@@ -34,7 +34,6 @@ from tunesmith.runs.folder import RunFolder
 from tunesmith.store.runs import RunReader
 from tunesmith.store.votes import VoteStore
 from tunesmith.trainers import setup
-from tunesmith.workflows.evaluation import side
 from tunesmith.workflows.live_raters import Raters, RaterTraits
 
 _RESERVE_S = 90.0
@@ -261,8 +260,8 @@ def compare_versions(options: SimulationOptions) -> Comparison:
     after = load_policy(cfg.model.model_copy(update=last) if final.exists() else cfg.model)
     prompts = sets.prompt_sets(cfg.prompts, before.tokenizer, cfg.run.seed).heldout
     comparison = compare(
-        side("before", before),
-        side("after", after),
+        Side.of("before", before.model, before.tokenizer),
+        Side.of("after", after.model, after.tokenizer),
         prompts,
         Scorer([RewardSource(source="sentiment")], policy_tokenizer=before.tokenizer),
         SamplingParams(max_new_tokens=cfg.rollout.max_new_tokens, temperature=cfg.rollout.temperature),

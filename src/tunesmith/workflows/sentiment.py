@@ -24,7 +24,7 @@ from tunesmith.core.errors import DataError
 from tunesmith.core.seeds import derive, permutation
 from tunesmith.data.collate import prefix_prompts
 from tunesmith.data.reviews import Review, load_reviews, pieces
-from tunesmith.evaluation.compare import Comparison, compare
+from tunesmith.evaluation.compare import Comparison, Side, compare
 from tunesmith.evaluation.statistics import Plateau, plateau
 from tunesmith.evaluation.tfidf import TextClassifier
 from tunesmith.models.load import load_policy
@@ -36,7 +36,7 @@ from tunesmith.schema.records import Pair, Prompt
 from tunesmith.trainers import setup
 from tunesmith.trainers.api import Inputs
 from tunesmith.trainers.run import run
-from tunesmith.workflows.evaluation import Outcome, side
+from tunesmith.workflows.evaluation import Outcome
 
 NUM_COMPARED = 15
 """Beginnings that are kept away from training and compared at the end."""
@@ -271,8 +271,8 @@ def compare_models(
     assert cfg.prompts.prefix_tokens is not None, "the recipe says how long beginnings are"
     beginnings = prefix_prompts(texts, before.tokenizer, cfg.prompts.prefix_tokens, seed)
     return compare(
-        side("after SFT", before),
-        side("after PPO", after),
+        Side.of("after SFT", before.model, before.tokenizer),
+        Side.of("after PPO", after.model, after.tokenizer),
         beginnings,
         Scorer([judge.positive], policy_tokenizer=before.tokenizer),
         SamplingParams(max_new_tokens=cfg.rollout.max_new_tokens),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from hypothesis import strategies as st
 
-from tunesmith.algorithms.policy_loss import objective
+from tunesmith.algorithms.policy_loss import policy_loss
 from tunesmith.kernels.masking import Denominator
 from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.policy_loss.api import fused_policy_loss
@@ -90,7 +90,7 @@ def check(case: Case, kernels: Kernels, *, tolerance: float = 2e-6) -> None:
     fused = fused_policy_loss(ours.tokens, ours.terms, ours.denominator, kernels=kernels)
     assert fused is not None
     loss, sums_S = fused
-    exact_loss, exact = objective(wide.tokens, wide.terms, wide.denominator, 1.0)
+    exact_loss, exact = policy_loss(wide.tokens, wide.terms, wide.denominator, 1.0)
     # A sum's rounding grows with the sum of magnitudes, here at most a few per token.
     size = max(1, case.tokens.mask_BT.numel()) * tolerance
     torch.testing.assert_close(loss.detach().double(), exact_loss.detach(), atol=size, rtol=1e-5)

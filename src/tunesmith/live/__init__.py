@@ -1,0 +1,1 @@
+"""The live loop: a policy trained on votes while they come in."""
