@@ -18,15 +18,14 @@ import difflib
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeVar, cast
 
 from tunesmith.core.errors import DataError
+from tunesmith.data.readers import csv_rows, hub_rows, json_rows, jsonl_rows, parquet_rows, saved_rows
 from tunesmith.data.rows import BadRows, Candidate, Row, RowError, checked_columns
-from tunesmith.data.tables import hub_rows, parquet_rows, saved_rows
-from tunesmith.data.text_files import csv_rows, json_rows, jsonl_rows
 
 READERS: dict[str, Callable[[Path], Iterator[Candidate]]] = {
     ".jsonl": jsonl_rows,
@@ -59,7 +58,10 @@ def source_rows(source: str | Path) -> Iterator[Candidate]:
     if path.is_dir():
         return saved_rows(_saved_folder(path), None)
     if not exists and is_pattern(path):
-        return _rows_of_files(path)
+        files = matching(path)
+        if not files:
+            raise DataError(f"no file is named {path}; correct the name, or give one file")
+        return itertools.chain.from_iterable([_file_rows(file) for file in files])
     if exists or extension(path) in READERS:
         return _file_rows(path)
     folder, colon, split = name.rpartition(":")
@@ -75,13 +77,6 @@ def extension(path: Path) -> str:
     """The extension that names the format, in lower case: that before `.gz` where the file is gzipped."""
     name = path.name.lower().removesuffix(".gz")
     return Path(name).suffix
-
-
-def _rows_of_files(pattern: Path) -> Iterator[Candidate]:
-    files = matching(pattern)
-    if not files:
-        raise DataError(f"no file is named {pattern}; correct the name, or give one file")
-    return itertools.chain.from_iterable([_file_rows(file) for file in files])
 
 
 def _file_rows(path: Path) -> Iterator[Candidate]:
@@ -204,7 +199,10 @@ def parse_rows(
         return [cast(T, item) for item in source]
     else:
         bad.opened(f"the list of {label}")
-        candidates = _list_rows(source, label)
+        expected = "a mapping of columns"
+        candidates = (
+            (f"{label}[{index}]", partial(checked_columns, item, expected)) for index, item in enumerate(source)
+        )
     parsed: list[T] = []
     place_of_id: dict[str, str] = {}
     for where, read in candidates:
@@ -230,8 +228,3 @@ def _check_id(row: Row, place_of_id: dict[str, str]) -> None:
     place = place_of_id.setdefault(repr(value), row.where)
     if place != row.where:
         raise RowError(f"id {str(value)[:80]!r} is already at {place}", "repeated id")
-
-
-def _list_rows(items: Iterable[object], label: str) -> Iterator[Candidate]:
-    for index, item in enumerate(items):
-        yield f"{label}[{index}]", lambda item=item: checked_columns(item, "a mapping of columns")

@@ -1,23 +1,30 @@
 """Votes from files and into files: JSONL, Parquet, folders of the datasets library, Argilla's records.
 
-All but Argilla's have TRL's columns (`prompt`, `chosen`, `rejected`), so every trainer reads them.
+All but Argilla's have TRL's columns (`prompt`, `chosen`, `rejected`), so every trainer reads them. Argilla's are one
+JSON object each: `id`, `fields`, `metadata`, `suggestions`, `responses`, `vectors`. Written: fields `prompt`,
+`response_1`, `response_2` and one label question `preference`, with one response for each rater. Read: also records of
+others, whose answers are any two text fields and whose question is a label (the name of a field, or `tie`) or a ranking
+(a list of `value` and `rank`).
 """
 
-import importlib
 import json
 import os
 import tempfile
+import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from contextlib import suppress
+from dataclasses import fields, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from tunesmith.core.errors import DataError, InputError, MissingDependencyError
+from tunesmith.core.errors import DataError, InputError
 from tunesmith.core.log import get_logger
-from tunesmith.data.argilla import argilla_records, argilla_votes, is_argilla
 from tunesmith.data.pairs import load_preferences
-from tunesmith.data.sources import source_rows
-from tunesmith.schema.records import Pair, Ranking, Text
+from tunesmith.data.readers import library
+from tunesmith.data.rows import Row, RowError, as_content
+from tunesmith.data.sources import parse_rows, source_rows
+from tunesmith.schema.records import Pair, Ranking, Text, plain_text
 from tunesmith.store.records import (
     Candidate,
     ExportRow,
@@ -47,8 +54,11 @@ def read_items(source: str | Path, *, gold: bool = False, heldout: bool = False)
     out then. Rows whose answers are the same cannot be judged and are left out. Raises DataError as `load_preferences`.
     """
     if _is_argilla(source):
-        preferences: Sequence[GivenVote] = argilla_votes(source, with_unjudged=True)
-        return [_of_vote(vote, gold=gold, heldout=heldout) for vote in preferences]
+        votes = _argilla_votes(source, with_unjudged=True)
+        known = ("much_better", "better") if gold else ()
+        return [
+            replace(vote.item, gold=vote.better if vote.verdict in known else None, heldout=heldout) for vote in votes
+        ]
     found: list[NewItem] = []
     rows = load_preferences(source)
     for row in rows:
@@ -56,7 +66,7 @@ def read_items(source: str | Path, *, gold: bool = False, heldout: bool = False)
         texts = [candidate.text for candidate in item.candidates]
         place = _known_best(row) if gold else None
         if len(set(texts)) == len(texts) and (place is not None or not gold):
-            found.append(NewItem(item.prompt, item.candidates, item.kind, gold=place, heldout=item.heldout))
+            found.append(replace(item, gold=place))
     _say_left_out(len(rows) - len(found), str(source))
     return found
 
@@ -68,7 +78,7 @@ def read_given_votes(source: str | Path) -> list[GivenVote]:
     margin of 2 or more means much better. Rankings count as every two of their answers. Raises DataError.
     """
     if _is_argilla(source):
-        return argilla_votes(source)
+        return _argilla_votes(source)
     found: list[GivenVote] = []
     num_rows = 0
     for row in load_preferences(source):
@@ -87,7 +97,7 @@ def write_votes(dest: str | Path, rows: Iterable[ExportRow], form: VoteFormat) -
     """
     if form == "argilla":
         votes = list(rows)
-        write_rows(dest, argilla_records(votes), "jsonl")
+        write_rows(dest, _argilla_records(votes), "jsonl")
         return len(votes)
     return write_rows(dest, (vote_columns(row) for row in rows), form)
 
@@ -123,9 +133,7 @@ def ranking_columns(ranking: StoredRanking) -> dict[str, object]:
         "prompt": _plain(ranking.prompt),
         "completions": [_plain(as_answer(ranking.prompt, answer.text)) for answer in ranking.candidates],
         "ranks": list(ranking.ranks),
-        "rater": ranking.rater,
-        "heldout": ranking.heldout,
-        "created_at": ranking.created_at,
+        **_judged_by(ranking),
     }
 
 
@@ -134,10 +142,12 @@ def demonstration_columns(demonstration: StoredDemonstration) -> dict[str, objec
     return {
         "prompt": _plain(demonstration.prompt),
         "completion": _plain(as_answer(demonstration.prompt, demonstration.text)),
-        "rater": demonstration.rater,
-        "heldout": demonstration.heldout,
-        "created_at": demonstration.created_at,
+        **_judged_by(demonstration),
     }
+
+
+def _judged_by(row: StoredRanking | StoredDemonstration) -> dict[str, object]:
+    return {"rater": row.rater, "heldout": row.heldout, "created_at": row.created_at}
 
 
 def format_of(dest: str | Path) -> VoteFormat:
@@ -169,42 +179,38 @@ def _write_table(path: Path, rows: Sequence[Mapping[str, object]], form: VoteFor
     if len({isinstance(row.get("prompt"), str) for row in rows}) > 1:
         raise DataError(f"some prompts are text and others conversations, which {form} cannot hold; export JSONL")
     if form == "parquet":
-        table = _library("pyarrow").Table.from_pylist([dict(row) for row in rows])
-        _library("pyarrow.parquet").write_table(table, path)
+        table = library("pyarrow", "this is Parquet").Table.from_pylist([dict(row) for row in rows])
+        library("pyarrow.parquet", "this is Parquet").write_table(table, path)
     else:
-        _library("datasets").Dataset.from_list([dict(row) for row in rows]).save_to_disk(str(path))
+        datasets = library("datasets", "this is a folder of the datasets library")
+        datasets.Dataset.from_list([dict(row) for row in rows]).save_to_disk(str(path))
     return len(rows)
 
 
-def _library(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"this format needs the package {name.partition('.')[0]}; run `pip install tunesmith[data]`, or take JSONL"
-        ) from error
-
-
 def _is_argilla(source: str | Path) -> bool:
+    """True if the first row of a file is a record of Argilla; what is wrong with a row is said by its reader."""
     if not Path(source).expanduser().is_file():
         return False
-    first = next(iter(source_rows(str(source))), None)
-    if first is None:
-        return False
-    try:
-        return is_argilla(first[1]())
-    except DataError:
-        # The reader of the rows says what is wrong with them.
-        return False
+    for _, read in source_rows(str(source)):
+        with suppress(DataError):
+            columns = read()
+            return isinstance(columns.get("fields"), Mapping) and "responses" in columns
+        break
+    return False
 
 
 def _pair_item(pair: Pair, heldout: bool) -> NewItem:
-    answers = (("chosen", pair.chosen), ("rejected", pair.rejected))
-    return NewItem(
-        prompt=_prompt(pair.prompt.content, pair.chosen),
-        candidates=tuple(_candidate(pair, name, content) for name, content in answers),
-        heldout=heldout or pair.prompt.columns.get("heldout") is True,
+    where, columns = pair.prompt.id, pair.prompt.columns
+    candidates = tuple(
+        Candidate(
+            text=_answer_text(content, where),
+            weight_version=_integer(columns.get(f"{name}_version")),
+            source_id=f"{where}/{name}",
+        )
+        for name, content in (("chosen", pair.chosen), ("rejected", pair.rejected))
     )
+    is_heldout = heldout or columns.get("heldout") is True
+    return NewItem(_prompt(pair.prompt.content, pair.chosen), candidates, heldout=is_heldout)
 
 
 def _ranking_item(ranking: Ranking, heldout: bool) -> NewItem:
@@ -221,11 +227,6 @@ def _known_best(row: Pair | Ranking) -> int | None:
     return row.ranks.index(1) if row.ranks.count(1) == 1 else None
 
 
-def _of_vote(vote: GivenVote, *, gold: bool, heldout: bool) -> NewItem:
-    is_known = gold and vote.verdict in ("much_better", "better")
-    return NewItem(vote.item.prompt, vote.item.candidates, gold=vote.better if is_known else None, heldout=heldout)
-
-
 def _given(pair: Pair) -> GivenVote:
     columns = pair.prompt.columns
     named = columns.get("verdict")
@@ -234,26 +235,20 @@ def _given(pair: Pair) -> GivenVote:
         verdict = "both_bad" if named == "both_bad" else "tie"
     elif named in _NAMES[:2]:
         verdict = cast(PreferenceName, named)
-    time, dwell_ms, reason = columns.get("created_at"), columns.get("dwell_ms"), columns.get("reason")
-    rater = columns.get("rater")
+    time, reason, rater = columns.get("created_at"), columns.get("reason"), columns.get("rater")
     return GivenVote(
         item=_pair_item(pair, heldout=False),
         verdict=verdict,
         better=0,
         rater=rater.strip() if isinstance(rater, str) and rater.strip() else UNKNOWN_RATER,
         created_at=float(time) if isinstance(time, int | float) and not isinstance(time, bool) else None,
-        dwell_ms=dwell_ms if isinstance(dwell_ms, int) and not isinstance(dwell_ms, bool) else None,
+        dwell_ms=_integer(columns.get("dwell_ms")),
         reason=reason if isinstance(reason, str) else "",
     )
 
 
-def _candidate(pair: Pair, name: str, content: Text) -> Candidate:
-    version = pair.prompt.columns.get(f"{name}_version")
-    return Candidate(
-        text=_answer_text(content, pair.prompt.id),
-        weight_version=version if isinstance(version, int) and not isinstance(version, bool) else None,
-        source_id=f"{pair.prompt.id}/{name}",
-    )
+def _integer(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _prompt(content: Text, answer: Text) -> Text:
@@ -278,3 +273,93 @@ def _plain(content: Text) -> object:
 def _say_left_out(num_rows: int, source: str) -> None:
     if num_rows:
         _log.warning("%s: %d rows left out, because their answers are the same or are no check", source, num_rows)
+
+
+_QUESTION = "preference"
+_PROMPT_FIELDS = ("prompt", "instruction", "input", "question", "context", "chat")
+_RATER_SPACE = uuid.UUID("5f0c9a5e-6c2b-5c1e-9d4b-2b1f6f3f7a10")
+"""Argilla knows users by UUID: a name's is made from this one, so that it is the same in every export."""
+
+
+def _argilla_records(rows: Iterable[ExportRow]) -> list[dict[str, Any]]:
+    """One record for each prompt with its two answers, with all votes on them, in the order of the first vote."""
+    records: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for row in rows:
+        chosen = plain_text(row.chosen)
+        first, second = sorted((chosen, plain_text(row.rejected)))
+        record = records.setdefault(
+            (row.prompt_id, first, second),
+            {
+                "id": str(row.vote_id),
+                "fields": {"prompt": _plain(row.prompt), "response_1": first, "response_2": second},
+                "metadata": {"prompt_id": row.prompt_id, "heldout": str(row.heldout).lower()},
+                "suggestions": {},
+                "responses": {_QUESTION: []},
+                "vectors": {},
+            },
+        )
+        better = "response_1" if chosen == first else "response_2"
+        label = {"much_better": f"{better}_much", "better": better}.get(row.verdict, row.verdict)
+        user = str(uuid.uuid5(_RATER_SPACE, row.rater))
+        record["responses"][_QUESTION].append({"value": label, "user_id": user})
+        record["metadata"][f"rater-{user}"] = row.rater
+    return list(records.values())
+
+
+def _argilla_votes(source: str | Path, *, with_unjudged: bool = False) -> list[GivenVote]:
+    """The votes in a file of records, one for each response. Responses that say nothing about two answers are passed
+    over; with `with_unjudged`, a record without a response gives one tie, for its answers' sake.
+
+    Raises DataError that names bad records.
+    """
+    return list(chain.from_iterable(parse_rows(source, lambda row: _votes_of(row, with_unjudged))))
+
+
+def _votes_of(row: Row, with_unjudged: bool) -> list[GivenVote]:
+    fields, responses, metadata = (
+        _mapping(row.columns.get(name), name) for name in ("fields", "responses", "metadata")
+    )
+    names = [name for name, value in fields.items() if isinstance(value, str) and name not in _PROMPT_FIELDS]
+    if len(names) != 2:
+        raise RowError(f"`fields` has {len(names)} answers ({', '.join(names)}); give a prompt and two", "bad value")
+    prompt_field = next((name for name in _PROMPT_FIELDS if fields.get(name)), None)
+    prompt = "" if prompt_field is None else as_content(fields[prompt_field], prompt_field)
+    item = NewItem(prompt, tuple(Candidate(str(fields[name]), source_id=f"{row.where}/{name}") for name in names))
+    if item.candidates[0].text == item.candidates[1].text:
+        raise RowError("the two answers are the same; remove the record", "same completions")
+    votes: list[GivenVote] = []
+    for given in responses.values():
+        for response in cast(Sequence[object], given) if isinstance(given, list) else ():
+            facts = _mapping(response, "responses")
+            found = _label(facts.get("value"), names)
+            if found is not None:
+                user = str(facts.get("user_id"))
+                rater = metadata.get(f"rater-{user}")
+                votes.append(GivenVote(item, *found, rater=rater if isinstance(rater, str) else user))
+    if not votes and with_unjudged:
+        votes.append(GivenVote(item, "tie", 0, rater=UNKNOWN_RATER))
+    return votes
+
+
+def _label(value: object, names: Sequence[str]) -> tuple[PreferenceName, int] | None:
+    """The verdict of a response, and the index of the better answer; None if it has none."""
+    if isinstance(value, list):
+        ranks = {str(one.get("value")): one.get("rank") for one in cast(Sequence[Mapping[str, object]], value)}
+        first, second = (ranks.get(name) for name in names)
+        if not isinstance(first, int) or not isinstance(second, int):
+            return None
+        return ("tie", 0) if first == second else ("better", int(second < first))
+    if value in ("tie", "both_bad"):
+        return cast(PreferenceName, value), 0
+    for place, name in enumerate(names):
+        if value in (name, f"{name}_much"):
+            return ("better" if value == name else "much_better"), place
+    return None
+
+
+def _mapping(value: object, name: str) -> Mapping[str, object]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise RowError(f"`{name}` is no object", "wrong type")
+    return cast(Mapping[str, object], value)
