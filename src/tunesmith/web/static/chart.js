@@ -1,5 +1,5 @@
 // Charts as plain SVG, in the page's colours, without a library; their points are thinned to what a screen can show.
-import { html, oncePerFrame, svg } from "./draw.js";
+import { html, oncePerFrame, svg } from "./dom.js";
 
 export const MAX_POINTS = 1200;
 const HEIGHT = 190;
@@ -191,7 +191,7 @@ export class LineChart extends Chart {
     if (step !== null) {
       this.plot.append(svg("line", { class: "pointer", x1: x(step), x2: x(step), y1: EDGE.top, y2: bottom }));
     }
-    this.say(step);
+    this.updateLegend(step);
   }
 
   drawLine(line, style, x, y, bottom) {
@@ -210,7 +210,7 @@ export class LineChart extends Chart {
   }
 
   /** Update the legend with the values at `step`, or the last ones, and the label for screen readers. */
-  say(step) {
+  updateLegend(step) {
     this.lines.forEach((line, place) => {
       const point = step === null ? line.last : line.nearest(step);
       this.values[place].textContent = point ? short(point.value) : "–";

@@ -1,8 +1,8 @@
 // The login page, for a typed token or that of a one-time link, and the page of an invitation.
 import { call } from "./api.js";
+import { $ } from "./dom.js";
 
 const PAGES = ["/vote", "/watch", "/raters"];
-const $ = (id) => document.getElementById(id);
 const query = new URLSearchParams(location.search);
 const form = $("login") ?? $("join");
 

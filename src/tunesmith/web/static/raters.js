@@ -1,9 +1,8 @@
 // The admin's page: raters, their statistics, and invitation links.
 import { call } from "./api.js";
-import { html } from "./draw.js";
+import { $, html } from "./dom.js";
 
-const $ = (id) => document.getElementById(id);
-const say = (text) => ($("status").textContent = text);
+const showStatus = (text) => ($("status").textContent = text);
 const percent = (value) => (value === null || value === undefined ? "" : `${Math.round(100 * value)} %`);
 
 async function refresh() {
@@ -32,10 +31,10 @@ async function end(rater) {
 async function attempt(action) {
   try {
     await action();
-    say("");
+    showStatus("");
     await refresh();
   } catch (error) {
-    say(error.message);
+    showStatus(error.message);
   }
 }
 

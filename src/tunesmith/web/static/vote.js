@@ -1,6 +1,6 @@
 // The vote page: shows queued presentations and sends votes, made by keys or buttons, through the outbox.
 import { LoggedOut, Refused } from "./api.js";
-import { html } from "./draw.js";
+import { $, html } from "./dom.js";
 import { Outbox } from "./outbox.js";
 import { PresentationQueue } from "./presentations.js";
 import { Ranking } from "./ranking.js";
@@ -24,7 +24,6 @@ const VERDICT_TEXTS = {
 const LETTERS = "ABCDEFGHIJKLMNOP";
 const ROLES = { user: "User", assistant: "Assistant", system: "System" };
 
-const $ = (id) => document.getElementById(id);
 const main = $("content");
 const queue = new PresentationQueue();
 const history = [];
@@ -38,7 +37,7 @@ let mustRefill = false;
 
 const outbox = new Outbox({
   sent(request) {
-    if (request.path.endsWith("/demonstration")) say("Your answer is stored.");
+    if (request.path.endsWith("/demonstration")) showStatus("Your answer is stored.");
     else if (request.method === "PUT") queue.settle(tokenOf(request.path));
     refill();
   },
@@ -46,7 +45,7 @@ const outbox = new Outbox({
     const token = tokenOf(request.path);
     // The retry of an undo whose response got lost is refused, because the undo is done.
     if (request.method === "DELETE" && request.tries > 1) return;
-    say(`Not counted: ${error.message}`, true);
+    showStatus(`Not counted: ${error.message}`, true);
     if (!request.path.endsWith("/demonstration")) {
       const wasShown = queue.current?.token === token;
       queue.drop(token);
@@ -54,17 +53,17 @@ const outbox = new Outbox({
     }
     refill();
   },
-  waiting: sayUnsent,
+  waiting: showUnsent,
   loggedOut: () => location.assign("/login"),
 });
 
-function say(text, isBad = false) {
+function showStatus(text, isBad = false) {
   $("status").textContent = text;
   $("status").classList.toggle("bad", isBad);
 }
 
 /** Show how many requests wait to be sent; 0 hides the notice. */
-function sayUnsent(count) {
+function showUnsent(count) {
   $("unsent").hidden = count === 0;
   $("unsent").textContent = count
     ? `The server cannot be reached. ${count === 1 ? "One action is" : `${count} actions are`} kept here and sent as soon as it answers.`
@@ -98,7 +97,7 @@ async function refill() {
     $("nothing").hidden = Boolean(queue.current);
   } catch (error) {
     if (error instanceof LoggedOut) location.assign("/login");
-    if (error instanceof Refused) say(error.message, true);
+    if (error instanceof Refused) showStatus(error.message, true);
   } finally {
     isFilling = false;
   }
@@ -212,7 +211,7 @@ function send(what, body) {
   history.push(presentation);
   if (history.length > 50) history.shift();
   outbox.add("PUT", `presentations/${presentation.token}/${what}`, body);
-  say(`Recorded: ${VERDICT_TEXTS[body.verdict ?? "ranked"]}.`);
+  showStatus(`Recorded: ${VERDICT_TEXTS[body.verdict ?? "ranked"]}.`);
   show();
   if (!queue.current) refill();
 }
@@ -228,7 +227,7 @@ const actions = {
     if (main.dataset.state !== "ready" || !ranking) return;
     ranking.finish();
     paintRanks();
-    if (!ranking.isComplete) return say("Give every answer a place first.", true);
+    if (!ranking.isComplete) return showStatus("Give every answer a place first.", true);
     send("ranking", { ranks: ranking.ranks, dwell_ms: dwell() });
   },
   level() {
@@ -241,11 +240,11 @@ const actions = {
   },
   undo() {
     const presentation = history.pop();
-    if (!presentation) return say("There is nothing to undo.");
+    if (!presentation) return showStatus("There is nothing to undo.");
     outbox.add("DELETE", `presentations/${presentation.token}/vote`);
     queue.takeBack(presentation);
     show();
-    say("Undone: vote again.");
+    showStatus("Undone: vote again.");
   },
   write() {
     if (!queue.current) return;
@@ -259,7 +258,7 @@ const actions = {
     if (!text.trim()) return $("written").focus();
     outbox.add("PUT", `presentations/${$("writing").dataset.token}/demonstration`, { text });
     $("writing").close();
-    say("Your answer is on its way.");
+    showStatus("Your answer is on its way.");
   },
   raw() {
     isRaw = !isRaw;

@@ -1,7 +1,7 @@
 // The watch page: live versions, votes and metrics of a run.
 import { call, LoggedOut } from "./api.js";
 import { BarChart, interval, Line, LineChart, percent, short, WinRateChart } from "./chart.js";
-import { html, oncePerFrame } from "./draw.js";
+import { $, html, oncePerFrame } from "./dom.js";
 import { Feed } from "./feed.js";
 
 const STREAM = "/api/v1/stream";
@@ -10,8 +10,6 @@ const POINTS = 600;
 const NAMES_PER_REQUEST = 40;
 const ROWS_SHOWN = 60;
 const MOMENT = { dateStyle: "short", timeStyle: "short" };
-const page = document.getElementById("watch");
-const find = (id) => document.getElementById(id);
 
 const lines = new Map(); // metric -> Line
 const charts = new Map(); // picture -> LineChart
@@ -40,7 +38,7 @@ async function fetchPoints(names) {
 }
 
 /** Replace the points of the lines by fetched ones, which are at least as new. */
-function fill(series) {
+function replacePoints(series) {
   for (const { name, points } of series) {
     const line = lines.get(name);
     line.clear();
@@ -80,15 +78,15 @@ function load() {
     cursor = Math.max(cursor, found.cursor);
     for (const name of found.names) if (!newest.has(name)) newest.set(name, null);
     for (const [name, [step, value]] of Object.entries(found.recent)) newest.set(name, { step, value });
-    found.pictures.forEach(place);
-    fill(series);
-    find("no-metrics").hidden = found.names.length > 0;
+    found.pictures.forEach(addChart);
+    replacePoints(series);
+    $("no-metrics").hidden = found.names.length > 0;
     showTable();
   });
 }
 
 /** Create the chart of a picture, or replace it if it has new lines. */
-function place({ id, title, unit, is_main: isMain, lines: wanted }) {
+function addChart({ id, title, unit, is_main: isMain, lines: wanted }) {
   const known = charts.get(id);
   if (known && wanted.every(({ name }) => known.lines.some((line) => line.name === name))) return;
   const own = wanted.map(({ name, label }) => {
@@ -96,22 +94,21 @@ function place({ id, title, unit, is_main: isMain, lines: wanted }) {
     return lines.get(name);
   });
   const chart = new LineChart(id, title, unit, own);
-  chart.smoothing = Number(find("smoothing").value);
+  chart.smoothing = Number($("smoothing").value);
   charts.set(id, chart);
   if (known) known.element.replaceWith(chart.element);
-  else find(isMain ? "main-charts" : "more-charts").append(chart.element);
-  find("more").hidden = !find("more-charts").childElementCount;
+  else $(isMain ? "main-charts" : "more-charts").append(chart.element);
+  $("more").hidden = !$("more-charts").childElementCount;
 }
 
-const reloadSoon = (() => {
-  let timer = null;
-  return () => {
-    timer ??= setTimeout(() => {
-      timer = null;
-      load();
-    }, 500);
-  };
-})();
+let reloadTimer = null;
+
+function reloadSoon() {
+  reloadTimer ??= setTimeout(() => {
+    reloadTimer = null;
+    load();
+  }, 500);
+}
 
 // Events
 
@@ -154,26 +151,23 @@ const SENTENCES = {
 function showState(data) {
   state = data;
   stateAt = performance.now();
-  tick();
+  updateState();
 }
 
-/** Show the state. The sentence changes rarely because screen readers announce it; the seconds are separate. */
-function tick() {
+/** Show the state: a sentence, and separately the seconds, which screen readers do not announce. */
+function updateState() {
   const sentence = !isConnected && state ? "The connection is lost; trying again." : SENTENCES[state?.kind] ?? "Connecting.";
-  find("lamp").dataset.kind = isConnected ? (state?.kind ?? "none") : "lost";
-  say(sentence);
+  $("indicator").dataset.kind = isConnected ? (state?.kind ?? "none") : "lost";
+  // Screen readers announce each assignment, so it is made for a new sentence only.
+  if ($("sentence").textContent !== sentence) $("sentence").textContent = sentence;
   const parts = [];
   if (state?.doing) parts.push(state.doing);
   if (state?.step) parts.push(`step ${state.step}`);
   if (state?.age_s !== null && state?.age_s !== undefined) {
     parts.push(`last sign of life ${age(state.age_s + (performance.now() - stateAt) / 1000)} ago`);
   }
-  find("details").textContent = parts.join(" · ");
-  find("hint").hidden = !isConnected || !["dead", "stopped"].includes(state?.kind);
-}
-
-function say(sentence) {
-  if (find("sentence").textContent !== sentence) find("sentence").textContent = sentence;
+  $("details").textContent = parts.join(" · ");
+  $("hint").hidden = !isConnected || !["dead", "stopped"].includes(state?.kind);
 }
 
 function age(seconds) {
@@ -187,19 +181,19 @@ function age(seconds) {
 
 function showVotes({ per_minute: perMinute, total, last_minutes: recent }) {
   votes.show(perMinute);
-  find("total-votes").textContent = `${total} votes, ${short(recent)} a minute over the last five.`;
-  if (total) find("versions-part").hidden = false;
+  $("total-votes").textContent = `${total} votes, ${short(recent)} a minute over the last five.`;
+  if (total) $("versions-part").hidden = false;
 }
 
 function showVersions(data) {
   versions = data.versions.map((one) => ({ ...one, shown: one.from_votes?.win_rate == null ? one.measured : one.from_votes }));
-  if (versions.length) find("versions-part").hidden = false;
+  if (versions.length) $("versions-part").hidden = false;
   winRates.show(versions);
   const focused = document.activeElement?.closest("tr[data-version]")?.dataset.version;
-  find("version-rows").replaceChildren(...[...versions].reverse().map(versionRow));
+  $("version-rows").replaceChildren(...[...versions].reverse().map(versionRow));
   if (focused) document.querySelector(`tr[data-version="${focused}"] button`)?.focus();
-  find("no-versions").hidden = versions.length > 0;
-  find("version-table").hidden = versions.length === 0;
+  $("no-versions").hidden = versions.length > 0;
+  $("version-table").hidden = versions.length === 0;
 }
 
 function versionRow(one) {
@@ -217,20 +211,20 @@ function versionRow(one) {
     html("td", {}, one.kl === null ? "–" : short(one.kl)),
     html("td", {}, String(one.num_votes)),
     html("td", { class: "words" }, [served, one.note].filter(Boolean).join(": ") || "–"),
-    page.dataset.role === "admin" ? html("td", {}, one.serving || !one.accepted ? null : button) : null,
+    $("watch").dataset.role === "admin" ? html("td", {}, one.serving || !one.accepted ? null : button) : null,
   );
 }
 
 function askBeforeRollback({ version }) {
-  const dialog = find("rollback");
-  find("rollback-version").textContent = String(version);
+  const dialog = $("rollback");
+  $("rollback-version").textContent = String(version);
   dialog.dataset.version = version;
   dialog.returnValue = "";
   dialog.showModal();
 }
 
 async function rollBack(version) {
-  const answer = find("rollback-done");
+  const answer = $("rollback-done");
   try {
     await call("POST", `versions/${version}/rollback`);
     answer.textContent = `The trainer was asked to go back to version ${version}; it does so before its next update.`;
@@ -245,13 +239,13 @@ let rowsShown = []; // { name, step, value, action } of each table row
 
 /** Rows are kept while the same metrics are shown, to preserve the focus. */
 const showTable = oncePerFrame(() => {
-  if (!find("all-metrics").open) return;
-  const wanted = find("search").value.trim().toLowerCase();
+  if (!$("all-metrics").open) return;
+  const wanted = $("search").value.trim().toLowerCase();
   const names = [...newest.keys()].filter((name) => name.toLowerCase().includes(wanted)).sort();
   const shown = names.slice(0, ROWS_SHOWN);
   if (shown.length !== rowsShown.length || shown.some((name, at) => name !== rowsShown[at].name)) {
     rowsShown = shown.map(metricRow);
-    find("metric-rows").replaceChildren(...rowsShown.map(({ element }) => element));
+    $("metric-rows").replaceChildren(...rowsShown.map(({ element }) => element));
   }
   for (const { name, step, value, action } of rowsShown) {
     const last = newest.get(name);
@@ -259,7 +253,7 @@ const showTable = oncePerFrame(() => {
     value.textContent = last ? short(last.value) : "–";
     if (charts.has(`own ${name}`)) action.textContent = "drawn";
   }
-  find("metric-count").textContent =
+  $("metric-count").textContent =
     names.length > ROWS_SHOWN ? `${ROWS_SHOWN} of ${names.length} metrics; type to find others.` : `${names.length} metrics.`;
 });
 
@@ -271,9 +265,9 @@ function metricRow(name) {
 }
 
 async function drawAlone(name) {
-  place({ id: `own ${name}`, title: name, unit: "", is_main: false, lines: [{ name, label: name }] });
-  find("more").open = true;
-  await holdingEvents(async () => fill(await fetchPoints([name])));
+  addChart({ id: `own ${name}`, title: name, unit: "", is_main: false, lines: [{ name, label: name }] });
+  $("more").open = true;
+  await holdingEvents(async () => replacePoints(await fetchPoints([name])));
   showTable();
 }
 
@@ -284,34 +278,34 @@ const feed = new Feed(STREAM, {
   receive,
   connected(isOpen) {
     isConnected = isOpen;
-    tick();
+    updateState();
   },
   refused: () => load(),
 });
 
-async function wake() {
+async function resume() {
   if (document.hidden) return;
   feed.listen();
   await load();
   feed.start();
 }
 
-find("vote-chart").append(votes.element);
-find("win-chart").append(winRates.element);
-find("smoothing").addEventListener("input", ({ target }) => {
-  find("smoothing-value").textContent = target.value;
+$("vote-chart").append(votes.element);
+$("win-chart").append(winRates.element);
+$("smoothing").addEventListener("input", ({ target }) => {
+  $("smoothing-value").textContent = target.value;
   for (const chart of charts.values()) {
     chart.smoothing = Number(target.value);
     chart.draw();
   }
 });
-find("search").addEventListener("input", showTable);
-find("all-metrics").addEventListener("toggle", showTable);
-find("rollback").addEventListener("close", ({ target }) => {
+$("search").addEventListener("input", showTable);
+$("all-metrics").addEventListener("toggle", showTable);
+$("rollback").addEventListener("close", ({ target }) => {
   if (target.returnValue === "yes") rollBack(target.dataset.version);
 });
-document.addEventListener("visibilitychange", () => (document.hidden ? feed.stop() : wake()));
+document.addEventListener("visibilitychange", () => (document.hidden ? feed.stop() : resume()));
 window.addEventListener("pagehide", () => feed.stop());
-window.addEventListener("pageshow", ({ persisted }) => persisted && wake());
-setInterval(tick, 1000);
-wake();
+window.addEventListener("pageshow", ({ persisted }) => persisted && resume());
+setInterval(updateState, 1000);
+resume();

@@ -1,4 +1,6 @@
-// Creation of elements. Text is always set as text nodes, so generated text and names cannot become markup (XSS).
+// Access to elements and creation of them. Text is always set as text nodes, so generated text and names cannot become markup (XSS).
+
+export const $ = (id) => document.getElementById(id);
 
 const SVG = "http://www.w3.org/2000/svg";
 
