@@ -16,7 +16,6 @@ from tunesmith.core.errors import ModelError
 from tunesmith.models.export import ModelCard, save_final
 from tunesmith.models.load import (
     compute_dtype,
-    count_parameters,
     find_folder,
     load_policy,
     load_reward_model,
@@ -176,7 +175,7 @@ def test_a_frozen_copy_shares_nothing_and_takes_no_gradient(family):
     assert all(torch.equal(a, b) for a, b in zip(expected, twin.parameters(), strict=True))
     assert not any(parameter.requires_grad for parameter in twin.parameters())
     assert all(parameter.requires_grad for parameter in model.parameters())
-    assert count_parameters(twin) == count_parameters(model)
+    assert twin.num_parameters() == model.num_parameters()
 
 
 def test_the_embedding_of_a_padding_token_that_is_the_eos_learns_like_any_other(folder):

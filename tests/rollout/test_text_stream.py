@@ -110,7 +110,7 @@ def test_callbacks_get_the_text_of_each_completion_and_the_number_that_ended(sto
 
     loaded = tiny_model("llama")
     prompts = [Prompt(str(index), "a") for index in range(4)]
-    request = make_request(loaded.model, loaded.tokenizer, prompts, 2, SamplingParams(), num_slots=8, version=0)
+    request = make_request(loaded.model, loaded.tokenizer, prompts, 2, SamplingParams(), 8, 0)
     callbacks = Callbacks(request, on_progress=lambda done, total: counts.append((done, total)), on_text=on_text)
     rows = [Sequence(3, sample, (1,), Limits(max_new_tokens=3, stop_strings=stops), _words) for sample in (0, 1)]
     for tokens in ((0, 0), (4, 1), (5, 2)):

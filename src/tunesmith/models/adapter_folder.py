@@ -35,18 +35,10 @@ _USED = (
 )
 """Supported keys of PEFT's config that change the computation."""
 
-_OF_TRAINING = frozenset(
-    {
-        *("auto_mapping", "base_model_name_or_path", "peft_type", "peft_version", "revision", "inference_mode"),
-        *(
-            "lora_dropout",
-            "fan_in_fan_out",
-            "modules_to_save",
-            "megatron_core",
-            "ephemeral_gpu_offload",
-            "ensure_weight_tying",
-        ),
-    }
+_OF_TRAINING = (
+    *("auto_mapping", "base_model_name_or_path", "peft_type", "peft_version", "revision", "inference_mode"),
+    *("lora_dropout", "fan_in_fan_out", "modules_to_save", "megatron_core"),
+    *("ephemeral_gpu_offload", "ensure_weight_tying"),
 )
 """Keys that do not change the computation, or that are checked separately."""
 

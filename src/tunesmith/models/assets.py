@@ -125,7 +125,7 @@ def publish(folder: Path, build: Callable[[Path], None]) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.parent / f".{folder.name}.lock"):
             if not is_published(folder):
-                _build_aside(folder, build)
+                write_folder(folder, build)
     except OSError as error:
         raise ModelError(
             f"cannot write the model to {folder}: {error}. Free some space, or set TUNESMITH_CACHE to a writable folder"
@@ -133,20 +133,19 @@ def publish(folder: Path, build: Callable[[Path], None]) -> Path:
     return folder
 
 
-def _build_aside(folder: Path, build: Callable[[Path], None]) -> None:
+def write_folder(folder: Path, build: Callable[[Path], None]) -> None:
+    """Write or replace `folder` with the files of `build(aside)`: synced, then renamed, so never seen half written."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as aside:
         content = Path(aside) / "content"
         content.mkdir()
         build(content)
-        sync_folder(content)
+        for path in sorted(path for path in content.rglob("*") if path.is_file()):
+            with path.open("rb+") as file:
+                os.fsync(file.fileno())
+        if folder.exists():
+            os.replace(folder, Path(aside) / "replaced")
         os.replace(content, folder)
-
-
-def sync_folder(folder: Path) -> None:
-    """Sync the files of `folder` to disk, so that a later rename never exposes a partial file."""
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        with path.open("rb+") as file:
-            os.fsync(file.fileno())
 
 
 def _conversion_folder(sha256: str) -> Path:
@@ -231,16 +230,8 @@ def _convert(gguf: Path, folder: Path) -> None:
 def _without_quantization(loaded: PreTrainedModel) -> PreTrainedModel:
     """The weights of `loaded` in a new model: the library refuses to save one whose config says it is quantised."""
     fields = loaded.config.to_dict()
-    for key in (
-        "quantization_config",
-        "_name_or_path",
-        "_model_name_or_path",
-        "unk_token_id",
-        "dtype",
-        "torch_dtype",
-        "architectures",
-        "transformers_version",
-    ):
+    of_file = ("_name_or_path", "_model_name_or_path", "unk_token_id", "architectures", "transformers_version")
+    for key in ("quantization_config", "dtype", "torch_dtype", *of_file):
         fields.pop(key, None)
     if "rms_norm_eps" in fields:
         # GGUF stores it in float32: 1e-5 comes back as 9.999999747378752e-06.

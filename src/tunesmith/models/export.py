@@ -1,7 +1,5 @@
 """The exported model folder of a run; `from_pretrained` loads it without Tunesmith."""
 
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tunesmith.config.sections import ModelSection
 from tunesmith.core.errors import ModelError, RunError
 from tunesmith.models.adapter_folder import adapter_dtype, is_adapter_folder, is_reward_adapter, save_adapters
-from tunesmith.models.assets import SMOLLM2, SMOLLM2_HUB_ID, sync_folder
+from tunesmith.models.assets import SMOLLM2, SMOLLM2_HUB_ID, write_folder
 from tunesmith.models.folder_check import find_pickle
 from tunesmith.models.heads import RewardModel, ScalarHead
 from tunesmith.models.load import load_policy, new_reward_model
@@ -50,36 +48,27 @@ def save_final(
 ) -> Path:
     """`folder`, with weights (safetensors), config, tokenizer, chat template, generation config and a model card.
 
-    `value_head` becomes `value_head.safetensors`. The folder is written aside and renamed, so it is complete or absent;
-    an existing one is replaced.
+    `value_head` becomes `value_head.safetensors`. The folder is complete or absent; an existing one is replaced.
 
     Raises:
         RunError: it cannot be written.
     """
     inner = model.model if isinstance(model, RewardModel) else model
+
+    def build(content: Path) -> None:
+        _save_model(inner, tokenizer, content)
+        if value_head is not None:
+            tensors = {name: tensor.contiguous() for name, tensor in value_head.state_dict().items()}
+            save_file(tensors, content / VALUE_HEAD_FILE)
+        (content / "README.md").write_text(render_card(card, inner), encoding="utf-8")
+
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as aside:
-            content = Path(aside) / "content"
-            content.mkdir()
-            _save_model(inner, tokenizer, content)
-            if value_head is not None:
-                save_value_head(value_head, content)
-            (content / "README.md").write_text(render_card(card, inner), encoding="utf-8")
-            sync_folder(content)
-            if folder.exists():
-                os.replace(folder, Path(aside) / "replaced")
-            os.replace(content, folder)
+        write_folder(folder, build)
     except OSError as error:
         raise RunError(
             f"cannot write the model to {folder}: {error}; free some space or choose another run.dir"
         ) from error
     return folder
-
-
-def save_value_head(head: ScalarHead, folder: Path) -> None:
-    """Write `head` into `folder` as `value_head.safetensors`."""
-    save_file({name: tensor.contiguous() for name, tensor in head.state_dict().items()}, folder / VALUE_HEAD_FILE)
 
 
 def load_value_head(folder: Path, *, device: str | torch.device = "cpu") -> ScalarHead | None:
@@ -185,17 +174,9 @@ def save_merged(source: Path, dest: Path, *, trust_remote_code: bool = False) ->
     """
     if not is_adapter_folder(source):
         raise ModelError(f"{source} holds no adapters, so there is nothing to merge; leave --merge out")
-    model, tokenizer = _load(source, trust_remote_code)
-    card = ModelCard(base_of(model).name, "merged adapters")
-    merge(model)
-    return save_final(model, tokenizer, dest, card, value_head=load_value_head(source))
-
-
-def _load(source: Path, trust_remote_code: bool) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     section = ModelSection(name=str(source), trust_remote_code=trust_remote_code)
-    dtype = adapter_dtype(source)
-    if is_reward_adapter(source, str(source)):
-        reward_model = new_reward_model(section, dtype=dtype)
-        return reward_model.model, reward_model.tokenizer
-    loaded = load_policy(section, dtype=dtype)
-    return loaded.model, loaded.tokenizer
+    load = new_reward_model if is_reward_adapter(source, str(source)) else load_policy
+    loaded = load(section, dtype=adapter_dtype(source))
+    card = ModelCard(base_of(loaded.model).name, "merged adapters")
+    merge(loaded.model)
+    return save_final(loaded.model, loaded.tokenizer, dest, card, value_head=load_value_head(source))

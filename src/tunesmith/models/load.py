@@ -205,11 +205,6 @@ def load_tokenizer(folder: Path, name: str, *, trust_remote_code: bool = False) 
     return tokenizer
 
 
-def count_parameters(model: nn.Module) -> int:
-    """Number of parameters; tied ones count once."""
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
 def compute_dtype(requested: str, device: str | torch.device = "cpu") -> torch.dtype:
     """The dtype named `requested` in a recipe. `auto` is bfloat16 if the hardware supports it, else float32 on a CPU
     (where emulated bfloat16 is several times slower) and float16 on a GPU.

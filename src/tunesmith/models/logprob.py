@@ -274,49 +274,30 @@ class PackedRows:
 def pack_rows(ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> PackedRows:
     """The first `lengths_B[b]` (at least 1) tokens of each row, prefixes shared where that saves the most tokens."""
     lengths = lengths_B.tolist()
-    run = _Run([], [], [])
+    segments: list[tuple[torch.Tensor, int]] = []  # tokens, and the segment that they continue
     starts: list[tuple[int, int, int]] = []  # of each row: shared tokens, where they begin, where its own do
-    for group in _groups(ids_BS, lengths):
-        parent, start = ALONE, run.num_tokens
-        if group.shared:
-            parent = len(run.lengths)
-            run.add(ids_BS[group.rows.start, : group.shared], ALONE)
-        for row in group.rows:
-            starts.append((group.shared, start, run.num_tokens))
-            run.add(ids_BS[row, group.shared : lengths[row]], parent)
+    num_tokens = 0
+    for rows, num_shared in _groups(ids_BS, lengths):
+        parent, start = ALONE, num_tokens
+        if num_shared:
+            parent = len(segments)
+            segments.append((ids_BS[rows.start, :num_shared], ALONE))
+            num_tokens += num_shared
+        for row in rows:
+            starts.append((num_shared, start, num_tokens))
+            if lengths[row] > num_shared:  # a row may have no tokens beyond its shared prefix
+                segments.append((ids_BS[row, num_shared : lengths[row]], parent))
+                num_tokens += lengths[row] - num_shared
     shared_B, shared_start_B, own_start_B = torch.tensor(starts, device=ids_BS.device).unbind(1)
-    segments = Segments(tuple(run.lengths), tuple(run.parents))
-    return PackedRows(torch.cat(run.ids), segments, shared_B, shared_start_B, own_start_B)
+    ids, parents = zip(*segments, strict=True)
+    return PackedRows(torch.cat(ids), Segments(tuple(map(len, ids)), parents), shared_B, shared_start_B, own_start_B)
 
 
-@dataclass(slots=True)
-class _Run:
-    """The segments added so far."""
+def _groups(ids_BS: torch.Tensor, lengths: Sequence[int]) -> Iterator[tuple[range, int]]:
+    """Groups of neighbouring rows, and the length of their common prefix; 0 for a single row.
 
-    lengths: list[int]
-    parents: list[int]
-    ids: list[torch.Tensor]
-    num_tokens: int = 0
-
-    def add(self, tokens: torch.Tensor, parent: int) -> None:
-        """Add a segment, unless it is empty: a row may have no tokens beyond its shared prefix."""
-        if len(tokens):
-            self.lengths.append(len(tokens))
-            self.parents.append(parent)
-            self.ids.append(tokens)
-            self.num_tokens += len(tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """Neighbouring rows with the same first `shared` tokens; 0 for a single row."""
-
-    rows: range
-    shared: int
-
-
-def _groups(ids_BS: torch.Tensor, lengths: Sequence[int]) -> Iterator[_Group]:
-    """Groups of rows; a row joins the group before it if that saves more tokens overall, even with a shorter prefix."""
+    A row joins the group before it if that saves more tokens overall, even with a shorter prefix.
+    """
     first, shared = 0, lengths[0] if lengths else 0
     for row in range(1, len(lengths) + 1):
         num_saving = row - first  # rows that share what the first one brings
@@ -324,7 +305,7 @@ def _groups(ids_BS: torch.Tensor, lengths: Sequence[int]) -> Iterator[_Group]:
         if num_saving * common > (num_saving - 1) * shared:
             shared = common
         else:
-            yield _Group(range(first, row), shared if num_saving > 1 else 0)
+            yield range(first, row), shared if num_saving > 1 else 0
             first, shared = row, 0 if row == len(lengths) else lengths[row]
 
 

@@ -74,11 +74,7 @@ def encode_pair_side(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, complet
         raise DataError(
             f"prompt {prompt.id} is text but its completion is a list of messages; give both as text or as messages"
         )
-    before: tuple[Message, ...] = () if isinstance(prompt.content, str) else prompt.content
-    after: tuple[Message, ...] = (
-        ({"role": "assistant", "content": completion},) if isinstance(completion, str) else completion
-    )
-    return _closed(tokenizer, _apply_template(tokenizer, prompt, (*before, *after)))
+    return _closed(tokenizer, _apply_template(tokenizer, prompt, _messages(prompt, completion)))
 
 
 def encode_demonstration(
@@ -98,11 +94,8 @@ def encode_demonstration(
         num_prompt = len(_encode_content(tokenizer, prompt))
         ids = encode_pair_side(tokenizer, prompt, completion)
         return LearntSequence(prompt.id, ids, (range(1 if loss_on == "all" else max(1, num_prompt), len(ids)),))
-    before: tuple[Message, ...] = () if isinstance(prompt.content, str) else prompt.content
-    after: tuple[Message, ...] = (
-        ({"role": "assistant", "content": completion},) if isinstance(completion, str) else completion
-    )
-    messages = (*before, *after)
+    messages = _messages(prompt, completion)
+    first = 0 if isinstance(prompt.content, str) else len(prompt.content)
 
     def render(some: Sequence[Message], opens_turn: bool) -> str:
         return str(_templated(tokenizer, prompt, some, tokenize=False, add_generation_prompt=opens_turn))
@@ -111,7 +104,7 @@ def encode_demonstration(
     ids = _closed(tokenizer, found.ids)
     if loss_on == "all":
         return LearntSequence(prompt.id, ids, (range(1, len(ids)),))
-    turns = [index for index in range(len(before), len(messages)) if messages[index]["role"] == "assistant"]
+    turns = [index for index in range(first, len(messages)) if messages[index]["role"] == "assistant"]
     characters = assistant_spans(render, messages, turns[-1:] if loss_on == "last" else turns, _closing(tokenizer))
     spans = found.spans(characters)
     if turns[-1:] == [len(messages) - 1] and len(ids) > len(found.ids):
@@ -154,6 +147,14 @@ def spare_pad_token(tokenizer: PreTrainedTokenizerBase) -> str | None:
             if word in text.lower():
                 return text
     return None
+
+
+def _messages(prompt: Prompt, completion: Text) -> tuple[Message, ...]:
+    """The whole conversation; a text prompt is empty here."""
+    before: tuple[Message, ...] = () if isinstance(prompt.content, str) else prompt.content
+    if isinstance(completion, str):
+        return (*before, {"role": "assistant", "content": completion})
+    return (*before, *completion)
 
 
 def _special_id(token_id: object) -> int | None:

@@ -200,7 +200,6 @@ def make_request(
     prompts: Sequence[Prompt],
     n: int,
     sampling: SamplingParams,
-    *,
     num_slots: int,
     version: int,
 ) -> Request:

@@ -116,15 +116,8 @@ class NativeEngine:
         """See `engine.Engine.generate`. With `sampling.seed` set, a prompt's completions are always the same, whatever
         the other prompts and the number of slots.
         """
-        request = make_request(
-            self._module,
-            self._tokenizer,
-            prompts,
-            n,
-            sampling,
-            num_slots=self._num_slots,
-            version=self._weight_version(),
-        )
+        version, num_slots = self._weight_version(), self._num_slots
+        request = make_request(self._module, self._tokenizer, prompts, n, sampling, num_slots, version)
         runner, cache = self._load(request)
         sampler = Sampler(
             sampling,

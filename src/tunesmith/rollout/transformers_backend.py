@@ -84,15 +84,8 @@ class TransformersEngine:
         on_group: OnGroup | None = None,
     ) -> list[Group]:
         """See `engine.Engine.generate`. With `sampling.seed` set, the same call returns the same tokens."""
-        request = make_request(
-            self._model,
-            self._tokenizer,
-            prompts,
-            n,
-            sampling,
-            num_slots=self._batch_size,
-            version=self._weight_version(),
-        )
+        version, num_rows = self._weight_version(), self._batch_size
+        request = make_request(self._model, self._tokenizer, prompts, n, sampling, num_rows, version)
         rows = [
             sequence.Sequence(index, sample, ids, request.limits, request.decode)
             for index, ids in enumerate(request.prompt_ids)

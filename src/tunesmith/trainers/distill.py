@@ -28,7 +28,7 @@ from tunesmith.data import sets
 from tunesmith.kernels.native import Kernels
 from tunesmith.models.export import ModelCard, save_final
 from tunesmith.models.language_model import LanguageModel, language_model
-from tunesmith.models.load import count_parameters, load_policy
+from tunesmith.models.load import load_policy
 from tunesmith.models.loaded import PreTrainedTokenizerBase, context_length, freeze_lower_layers
 from tunesmith.models.logprob import completion_states
 from tunesmith.models.optimizer import MasterAdamW, StepReport
@@ -195,7 +195,7 @@ class DistillTask:
             num_reward_models=0,
             has_reference=False,
         )
-        sizes = [(count_parameters(one.model.module), one.model.module.dtype.itemsize) for one in self.teachers]
+        sizes = [(one.model.module.num_parameters(), one.model.module.dtype.itemsize) for one in self.teachers]
         num_sequences = rollout.prompts_per_step * rollout.completions_per_prompt * section.num_epochs
         num_tokens = num_sequences * (rollout.max_new_tokens + self.data.mean_tokens)
         return replace(

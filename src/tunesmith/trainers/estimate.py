@@ -11,7 +11,6 @@ import psutil
 import torch
 
 from tunesmith.config.schema import Recipe, SamplingRecipe
-from tunesmith.models.load import count_parameters
 from tunesmith.models.loaded import PreTrainedModel
 from tunesmith.models.lora import has_adapters
 from tunesmith.models.optimizer import moment_bytes
@@ -56,7 +55,7 @@ def training_estimate(
     `logit_tokens` counts the float32 rows of logits that exist at a time, `num_passes` the forward passes besides the
     one that is trained, of the reference for example. None: the algorithm has no logits, or no reference.
     """
-    num_all, num_trained = count_parameters(model), _num_trained(model)
+    num_all, num_trained = model.num_parameters(), _num_trained(model)
     memory = {
         "weights": num_all * model.dtype.itemsize,
         "optimizer": _optimizer_bytes(model, num_trained, cfg),
@@ -86,7 +85,7 @@ def policy_estimate(
 
     Reward models are assumed to have the policy's size.
     """
-    num_all, num_trained = count_parameters(model), _num_trained(model)
+    num_all, num_trained = model.num_parameters(), _num_trained(model)
     num_sequences = cfg.rollout.prompts_per_step * cfg.rollout.completions_per_prompt
     drawn = num_sequences * cfg.rollout.max_new_tokens
     width = int(cfg.rollout.max_new_tokens + prompt_tokens)
@@ -153,7 +152,7 @@ def _optimizer_bytes(model: PreTrainedModel, num_trained: int, cfg: Recipe) -> i
 def _activation_bytes(model: PreTrainedModel, num_tokens: int, checkpointed: bool) -> int:
     """About 34 values a token, layer and hidden unit (Korthikanti et al. 2022, eq. 1); with checkpointing one."""
     config = model.config.get_text_config()
-    share = _num_trained(model) / max(1, count_parameters(model))
+    share = _num_trained(model) / max(1, model.num_parameters())
     per_layer = 2 if checkpointed else 34
     return int(
         num_tokens * config.num_hidden_layers * config.hidden_size * per_layer * model.dtype.itemsize / 2 * share

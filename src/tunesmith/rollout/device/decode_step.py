@@ -7,8 +7,9 @@ Shape legend: S slots, N blocks of a table, P shared prefixes, G members of one,
 are drawn between two visits of the host.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Self
 
 import torch
@@ -25,53 +26,29 @@ from tunesmith.models.architecture import Projection, weight_of
 from tunesmith.models.decoder import Decoder, module_outputs
 from tunesmith.models.loaded import PreTrainedModel
 from tunesmith.rollout.kv_cache import BLOCK_TOKENS, CacheShape
-from tunesmith.rollout.runner import CachedDecoder, cache_shape, projections
+from tunesmith.rollout.runner import CachedDecoder, PackedLinear, cache_shape, projections
 from tunesmith.rollout.scheduler import Rows
 
 PREFIX_MEMBERS = 16
 """Largest number of completions that read a shared prefix together; larger groups are split."""
 
 
-@dataclass(frozen=True, slots=True)
-class SharedLinear:
-    """A projection whose weight is a view of the modules' own memory."""
-
-    weight_OI: torch.Tensor
-    bias_O: torch.Tensor | None
-    sizes: tuple[int, ...]
-
-    def __call__(self, x_TI: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The outputs, views of one tensor `[T, sum(sizes)]`."""
-        y_TO = nn.functional.linear(x_TI, self.weight_OI, self.bias_O)
-        return (y_TO,) if len(self.sizes) == 1 else y_TO.split_with_sizes(self.sizes, -1)
-
-
-@dataclass(frozen=True, slots=True)
-class ModuleLinear:
-    """A projection computed module by module: with adapters, or with a bias for some modules only."""
-
-    projection: Projection
-
-    def __call__(self, x_TI: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The outputs, as the trainer computes them."""
-        return module_outputs(self.projection, x_TI)
-
-
 @torch.no_grad()
-def share(projection: Projection) -> SharedLinear | ModuleLinear:
+def share(projection: Projection) -> Callable[[torch.Tensor], Sequence[torch.Tensor]]:
     """The projection as one product; the modules' weights and biases are made adjacent unless they are already.
 
+    With adapters, or with a bias for some modules only, it is computed module by module, as the trainer does.
     The weights of queries, keys and values (and of gate and up) become views of one tensor. Modules and parameters stay
     the same objects and training changes them in place, so the engine needs no copy, and CUDA graphs stay valid.
     """
     biases = [module.bias for module in projection.modules]
     if any(projection.adapters) or len({bias is None for bias in biases}) == 2:
-        return ModuleLinear(projection)
+        return partial(module_outputs, projection)
     if len(projection.modules) == 1:
-        return SharedLinear(weight_of(projection.modules[0]), biases[0], projection.sizes)  # type: ignore[arg-type]
+        return PackedLinear(weight_of(projection.modules[0]), biases[0], projection.sizes)  # type: ignore[arg-type]
     weight_OI = _adjacent([module.weight for module in projection.modules])  # type: ignore[misc]
     bias_O = None if biases[0] is None else _adjacent(biases)  # type: ignore[arg-type]
-    return SharedLinear(weight_OI, bias_O, projection.sizes)
+    return PackedLinear(weight_OI, bias_O, projection.sizes)
 
 
 def _adjacent(parameters: Sequence[nn.Parameter]) -> torch.Tensor:

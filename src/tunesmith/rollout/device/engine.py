@@ -89,15 +89,8 @@ class DeviceEngine:
         on_group: OnGroup | None = None,
     ) -> list[Group]:
         """See `engine.Engine.generate`. With `sampling.seed` set, the same call returns the same tokens."""
-        request = make_request(
-            self._module,
-            self._tokenizer,
-            prompts,
-            n,
-            sampling,
-            num_slots=self._num_slots,
-            version=self._weight_version(),
-        )
+        version, num_slots = self._weight_version(), self._num_slots
+        request = make_request(self._module, self._tokenizer, prompts, n, sampling, num_slots, version)
         steps = self._load(request, penalises=sampling.repetition_penalty != 1)
         steps.begin(sampling, request.limits.stop_ids, request.seed, noise_keys(request.prompt_ids, n))
         scheduler = request.open_scheduler(steps.buffers.cache, prefill_tokens=_PREFILL_TOKENS)
