@@ -16,7 +16,7 @@ from tunesmith.algorithms.policy_loss import surrogate
 from tunesmith.batch.upload import Uploader
 from tunesmith.kernels.adamw import torch_impl as adamw_torch
 from tunesmith.kernels.adamw.api import adamw
-from tunesmith.kernels.adamw.records import AdamWSettings, FloatMoments, ParameterUpdate
+from tunesmith.kernels.adamw.torch_impl import AdamWSettings, FloatMoments, ParameterUpdate
 from tunesmith.kernels.attention import torch_impl as attention_torch
 from tunesmith.kernels.attention.api import attend
 from tunesmith.kernels.attention.records import BLOCK_TOKENS, AttentionSettings, Places, Rope, SharedPrefixes

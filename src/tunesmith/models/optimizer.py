@@ -17,7 +17,7 @@ from torch import nn
 from tunesmith.config.sections import OptimizerSection
 from tunesmith.core.errors import CheckpointError, TrainingError
 from tunesmith.kernels.adamw.api import adamw, add_gradient, sums_of_squares
-from tunesmith.kernels.adamw.records import (
+from tunesmith.kernels.adamw.torch_impl import (
     CODED,
     AdamWSettings,
     CodedMoments,

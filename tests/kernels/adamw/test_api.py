@@ -13,7 +13,7 @@ from drawn import normal
 from tunesmith.core.errors import InputError, NativeUnavailableError
 from tunesmith.kernels.adamw import torch_impl
 from tunesmith.kernels.adamw.api import adamw, add_gradient, sums_of_squares
-from tunesmith.kernels.adamw.records import (
+from tunesmith.kernels.adamw.torch_impl import (
     CODED,
     AdamWSettings,
     CodedMoments,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tunesmith.core.errors import InputError, NativeUnavailableError
 from tunesmith.kernels.advance.api import advance
-from tunesmith.kernels.advance.records import POSITION, DrawnTokens, SlotState
+from tunesmith.kernels.advance.torch_impl import POSITION, DrawnTokens, SlotState
 from tunesmith.kernels.native import Choice, Kernels
 
 VOCABULARY, MAX_STEPS, NUM_SEEN = 11, 4, 6

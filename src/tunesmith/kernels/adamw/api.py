@@ -3,17 +3,28 @@
 import ctypes
 import math
 from collections.abc import Sequence
+from itertools import compress
 
 import torch
 from torch.optim.adamw import adamw as adamw_of_torch
 
 from tunesmith.core.errors import InputError
 from tunesmith.kernels.adamw import torch_impl
-from tunesmith.kernels.adamw.records import AdamWSettings, CodedMoments, FloatMoments, ParameterUpdate
-from tunesmith.kernels.arguments import DOUBLE, INTEGER, POINTER, SINGLE, address, function_of, library_for
+from tunesmith.kernels.adamw.torch_impl import AdamWSettings, CodedMoments, FloatMoments, ParameterUpdate
+from tunesmith.kernels.arguments import (
+    DOUBLE,
+    INTEGER,
+    POINTER,
+    SINGLE,
+    address,
+    function_of,
+    library_for,
+    picked_library,
+)
 from tunesmith.kernels.native import Kernels
 
 _MASTERS = (torch.float32, torch.float64)
+_LISTS = (POINTER, INTEGER, POINTER, INTEGER)
 
 
 class _Gradient(ctypes.Structure):
@@ -46,36 +57,33 @@ def sums_of_squares(gradients: Sequence[torch.Tensor], *, kernels: Kernels) -> l
     Raises:
         NativeUnavailableError: native kernels were chosen and cannot be had.
     """
-    sums = [math.nan] * len(gradients)
-    native: list[int] = []
-    library: ctypes.CDLL | None = None
-    for index, gradient in enumerate(gradients):
-        if gradient.is_contiguous() and (found := library_for(kernels, "adamw", gradient)) is not None:
-            native.append(index)
-            library = found
-    if library is not None:
-        items = (_Gradient * len(native))(*(_gradient(gradients[index]) for index in native))
-        results = (DOUBLE * len(native))()
-        function_of(library, "sums_of_squares", (POINTER, INTEGER, POINTER, INTEGER))(
-            ctypes.addressof(items), len(native), ctypes.addressof(results), torch.get_num_threads()
+    is_native = [g.is_contiguous() and library_for(kernels, "adamw", g) is not None for g in gradients]
+    native = iter(_sums_natively(list(compress(gradients, is_native)), kernels))
+    other = iter(_sums_by_torch([g for g, here in zip(gradients, is_native, strict=True) if not here]))
+    return [next(native if here else other) for here in is_native]
+
+
+def _sums_natively(gradients: Sequence[torch.Tensor], kernels: Kernels) -> list[float]:
+    sums = (DOUBLE * len(gradients))()
+    if gradients:
+        items = (_Gradient * len(gradients))(*map(_gradient, gradients))
+        function_of(picked_library(kernels, "adamw", gradients[0]), "sums_of_squares", _LISTS)(
+            ctypes.addressof(items), len(gradients), ctypes.addressof(sums), torch.get_num_threads()
         )
-        for index, result in zip(native, results, strict=True):
-            sums[index] = result
-    rest = sorted(set(range(len(gradients))) - set(native))
-    for index, result in zip(rest, _norms_by_torch([gradients[index] for index in rest]), strict=True):
-        # In float32 the squares of numbers above 1e19 are infinite, and those below 1e-19 are nothing.
-        in_range = math.isfinite(result) and result > 1e-15
-        sums[index] = result**2 if in_range else float(torch_impl.sum_of_squares(gradients[index]))
-    return sums
+    return list(sums)
 
 
-def _norms_by_torch(gradients: Sequence[torch.Tensor]) -> list[float]:
-    """The norm of each gradient in float32, without a wider copy; stacked, so that a GPU is waited for once."""
+def _sums_by_torch(gradients: Sequence[torch.Tensor]) -> list[float]:
+    """The sums from norms in float32, without a wider copy; stacked, so that a GPU is waited for once."""
     if not gradients:
         return []
     wide = [torch.float64 if gradient.dtype == torch.float64 else torch.float32 for gradient in gradients]
     norms = [torch.linalg.vector_norm(g, dtype=dtype).double() for g, dtype in zip(gradients, wide, strict=True)]
-    return torch.stack(norms).tolist()
+    # In float32 the squares of numbers above 1e19 are infinite, and those below 1e-19 are nothing.
+    return [
+        norm**2 if math.isfinite(norm) and norm > 1e-15 else float(torch_impl.sum_of_squares(gradient))
+        for norm, gradient in zip(torch.stack(norms).tolist(), gradients, strict=True)
+    ]
 
 
 @torch.no_grad()
@@ -115,19 +123,18 @@ def adamw(
     """
     native: list[ParameterUpdate] = []
     fused: list[ParameterUpdate] = []
-    library: ctypes.CDLL | None = None
     for update in updates:
         _check(update)
-        is_dense = _is_dense(update)
-        if is_dense and _is_known(update) and (found := library_for(kernels, "adamw", update.gradient)) is not None:
+        if not _is_dense(update):
+            torch_impl.adamw(update, settings, gradient_factor)
+        elif _is_known(update) and library_for(kernels, "adamw", update.gradient) is not None:
             native.append(update)
-            library = found
-        elif is_dense and isinstance(update.moments, FloatMoments):
+        elif isinstance(update.moments, FloatMoments):
             fused.append(update)
         else:
             torch_impl.adamw(update, settings, gradient_factor)
-    if library is not None:
-        _run_natively(native, settings, gradient_factor, library)
+    if native:
+        _run_natively(native, settings, gradient_factor, picked_library(kernels, "adamw", native[0].gradient))
     if fused:
         _run_by_torch(fused, settings, gradient_factor)
 
@@ -157,18 +164,12 @@ def _is_known(update: ParameterUpdate) -> bool:
 def _run_natively(
     updates: Sequence[ParameterUpdate], settings: AdamWSettings, gradient_factor: float, library: ctypes.CDLL
 ) -> None:
-    signed, unsigned = torch_impl.levels(7), torch_impl.levels(8)
+    levels = torch_impl.levels(7), torch_impl.levels(8)  # the name holds them until the call is over
     numbers = _Settings(
-        gradient_factor,
-        1 - settings.beta1,
-        settings.beta2,
-        1 - settings.beta2,
-        settings.eps,
-        signed.data_ptr(),
-        unsigned.data_ptr(),
+        *(gradient_factor, 1 - settings.beta1, settings.beta2, 1 - settings.beta2, settings.eps), *map(address, levels)
     )
     items = (_Parameter * len(updates))(*(_parameter(update, settings) for update in updates))
-    function_of(library, "adamw", (POINTER, INTEGER, POINTER, INTEGER))(
+    function_of(library, "adamw", _LISTS)(
         ctypes.addressof(items), len(updates), ctypes.addressof(numbers), torch.get_num_threads()
     )
 
@@ -184,7 +185,7 @@ def _parameter(update: ParameterUpdate, settings: AdamWSettings) -> _Parameter:
         scales = moments.exp_avg_scale_K, moments.exp_avg_sq_scale_K
     return _Parameter(
         _gradient(update.gradient),
-        *(address(tensor) for tensor in (update.master, update.weight, moments.exp_avg, moments.exp_avg_sq, *scales)),
+        *map(address, (update.master, update.weight, moments.exp_avg, moments.exp_avg_sq, *scales)),
         torch_impl.seed_of(count),
         update.learning_rate / (1 - settings.beta1**count),
         1 - update.learning_rate * update.weight_decay,

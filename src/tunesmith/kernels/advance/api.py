@@ -7,7 +7,7 @@ import torch
 
 from tunesmith.core.errors import InputError
 from tunesmith.kernels.advance import torch_impl
-from tunesmith.kernels.advance.records import DrawnTokens, SlotState
+from tunesmith.kernels.advance.torch_impl import DrawnTokens, SlotState
 from tunesmith.kernels.native import Kernels
 
 

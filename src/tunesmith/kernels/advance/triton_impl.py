@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tunesmith.kernels.advance.records import DrawnTokens, SlotState
+from tunesmith.kernels.advance.torch_impl import DrawnTokens, SlotState
 from tunesmith.kernels.launching import ceil_div
 
 BLOCK_SLOTS = 128
@@ -20,23 +20,10 @@ def advance(state: SlotState, drawn: DrawnTokens) -> None:
     num_slots = len(state.token_S)
     with torch.cuda.device_of(state.token_S):
         cast(Any, advance_kernel)[(ceil_div(num_slots, BLOCK_SLOTS),)](
-            state.token_S,
-            state.position_S,
-            state.left_S,
-            state.to_mask_S,
-            state.integers_S6,
-            state.drawn_SK4,
-            state.count_S,
-            state.status_S,
-            state.is_stop_V,
-            state.seen_RV,
-            drawn.token_S,
-            drawn.scores_S2,
-            drawn.status_S,
-            drawn.value_S,
-            num_slots,
-            state.drawn_SK4.stride(0),
-            0 if state.seen_RV is None else state.seen_RV.stride(0),
+            *(state.token_S, state.position_S, state.left_S, state.to_mask_S, state.integers_S6, state.drawn_SK4),
+            *(state.count_S, state.status_S, state.is_stop_V, state.seen_RV),
+            *(drawn.token_S, drawn.scores_S2, drawn.status_S, drawn.value_S),
+            *(num_slots, state.drawn_SK4.stride(0), 0 if state.seen_RV is None else state.seen_RV.stride(0)),
             HAS_SEEN=state.seen_RV is not None,
             HAS_VALUE=drawn.value_S is not None,
             BLOCK=BLOCK_SLOTS,

@@ -33,22 +33,13 @@ def gae(
         InputError: shapes differ, they are not [B, T], or gamma or lam lies outside 0 to 1.
         NativeUnavailableError, TritonUnavailableError: the chosen kernels cannot run.
     """
-    check(reward_BT, value_BT, mask_BT, gamma, lam)
-    return Advantages(*_gae(reward_BT.detach(), value_BT.detach(), mask_BT, gamma, lam, kernels.choice))
-
-
-def check(reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor, gamma: float, lam: float) -> None:
-    """Refuse what `gae` cannot work on.
-
-    Raises:
-        InputError: naming the argument, what it is and what is allowed.
-    """
     check_shapes(reward_BT=reward_BT, value_BT=value_BT, mask_BT=mask_BT)
     if reward_BT.dim() != 2:
         raise InputError(f"reward_BT has shape {tuple(reward_BT.shape)}; give [sequences, tokens]")
     for name, value in (("gamma", gamma), ("lam", lam)):
         if not 0 <= value <= 1:
             raise InputError(f"{name} is {value}; it must lie between 0 and 1.")
+    return Advantages(*_gae(reward_BT.detach(), value_BT.detach(), mask_BT, gamma, lam, kernels.choice))
 
 
 @torch.library.custom_op("tunesmith::gae", mutates_args=())
@@ -75,10 +66,7 @@ def _(
     reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor, gamma: float, lam: float, choice: str
 ) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(widened(reward_BT).dtype, widened(value_BT).dtype)
-    return (
-        reward_BT.new_empty(reward_BT.shape, dtype=wide),
-        reward_BT.new_empty(reward_BT.shape, dtype=wide),
-    )
+    return reward_BT.new_empty(reward_BT.shape, dtype=wide), reward_BT.new_empty(reward_BT.shape, dtype=wide)
 
 
 def _native(
@@ -88,10 +76,7 @@ def _native(
     reward_BT, value_BT, mask_BT = reward_BT.contiguous(), value_BT.contiguous(), mask_BT.bool().contiguous()
     advantage_BT, return_BT = torch.empty_like(reward_BT), torch.empty_like(reward_BT)
     function_of(picked_library(kernels, "gae", reward_BT), "gae", _NATIVE)(
-        *(address(tensor) for tensor in (reward_BT, value_BT, mask_BT, advantage_BT, return_BT)),
-        *reward_BT.shape,
-        gamma,
-        gamma * lam,
-        torch.get_num_threads(),
+        *map(address, (reward_BT, value_BT, mask_BT, advantage_BT, return_BT)),
+        *(*reward_BT.shape, gamma, gamma * lam, torch.get_num_threads()),
     )
     return advantage_BT, return_BT

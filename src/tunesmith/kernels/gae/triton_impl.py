@@ -33,17 +33,8 @@ def gae(
     plan = launch(num_rows, num_columns)
     with torch.cuda.device_of(reward_BT):
         cast(Any, gae_kernel)[plan.grid](
-            reward_BT,
-            value_BT,
-            mask_BT.view(torch.uint8),
-            advantage_BT,
-            return_BT,
-            num_columns,
-            *reward_BT.stride(),
-            *value_BT.stride(),
-            *mask_BT.stride(),
-            gamma,
-            gamma * lam,
+            *(reward_BT, value_BT, mask_BT.view(torch.uint8), advantage_BT, return_BT),
+            *(num_columns, *reward_BT.stride(), *value_BT.stride(), *mask_BT.stride(), gamma, gamma * lam),
             BLOCK=plan.block,
             num_warps=plan.num_warps,
         )

@@ -40,20 +40,11 @@ def sums_and_gradient(
     if plan.grid[0]:
         with torch.cuda.device_of(logp_BT):
             cast(Any, policy_loss_kernel)[plan.grid](
-                logp_BT,
-                tokens.old_logp_BT.contiguous(),
-                tokens.advantage_BT.contiguous(),
+                *(logp_BT, tokens.old_logp_BT.contiguous(), tokens.advantage_BT.contiguous()),
                 tokens.mask_BT.bool().contiguous().view(torch.uint8),
                 logp_BT if reference_BT is None else reference_BT.contiguous(),
-                weight_R1,
-                d_logp_BT,
-                sums_PS,
-                logp_BT.numel(),
-                logp_BT.shape[1],
-                1 - terms.clip_low,
-                1 + terms.clip_high,
-                terms.dual_clip or float("inf"),
-                terms.kl_coef,
+                *(weight_R1, d_logp_BT, sums_PS, logp_BT.numel(), logp_BT.shape[1]),
+                *(1 - terms.clip_low, 1 + terms.clip_high, terms.dual_clip or float("inf"), terms.kl_coef),
                 IS_CISPO=terms.surrogate == "cispo",
                 KL=0 if reference_BT is None else _KINDS[terms.kl],
                 CORRECTS_KL=terms.corrects_kl,

@@ -72,9 +72,7 @@ def select_kernel(
         mean = 0.5 * of_a + 0.5 * of_b
         picked = tl.where(choice > 0.5, of_a, tl.where(choice < 0.5, of_b, mean))
         tl.store(
-            selected + rows[:, None] * num_columns + columns[None, :],
-            picked.to(selected.dtype.element_ty),
-            mask=inside,
+            selected + rows[:, None] * num_columns + columns[None, :], picked.to(selected.dtype.element_ty), mask=inside
         )
         if HAS_VOTES:
             picked = picked * tl.load(votes + rows, mask=is_row, other=0.0)[:, None]

@@ -40,12 +40,7 @@ class _Arguments(ctypes.Structure):
 
 
 def sample(
-    logits_BV: torch.Tensor,
-    settings: SampleSettings,
-    keys: NoiseKeys,
-    *,
-    seen: Seen | None = None,
-    kernels: Kernels,
+    logits_BV: torch.Tensor, settings: SampleSettings, keys: NoiseKeys, *, seen: Seen | None = None, kernels: Kernels
 ) -> Sampled:
     """One token for each row of logits, with its log-probs; `torch_impl.sample` is the definition.
 

@@ -223,11 +223,7 @@ def score(
 
 
 def distribution(
-    logits_BV: torch.Tensor,
-    settings: SampleSettings,
-    *,
-    seen: Seen | None = None,
-    dtype: torch.dtype = torch.float64,
+    logits_BV: torch.Tensor, settings: SampleSettings, *, seen: Seen | None = None, dtype: torch.dtype = torch.float64
 ) -> torch.Tensor:
     """Log-probs [B, V] of what a row draws from, -inf where a token cannot be drawn. A greedy row has those at
     temperature 1, without filters.

@@ -234,14 +234,7 @@ def sample_kernel(
 
 @triton.jit
 def score_kernel(
-    logits_ptr,
-    token_ptr,
-    temperature_ptr,
-    logp_ptr,
-    num_tokens,
-    stride,
-    TILES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    logits_ptr, token_ptr, temperature_ptr, logp_ptr, num_tokens, stride, TILES: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Log-prob of one row's given token."""
     index = tl.program_id(0).to(tl.int64)

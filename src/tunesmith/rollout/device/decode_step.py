@@ -17,7 +17,7 @@ from torch import nn
 
 from tunesmith.batch.rollout import SamplingParams
 from tunesmith.kernels.advance.api import advance
-from tunesmith.kernels.advance.records import DrawnTokens, SlotState
+from tunesmith.kernels.advance.torch_impl import DrawnTokens, SlotState
 from tunesmith.kernels.attention.records import Places, SharedPrefixes
 from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.sample.api import draw_in_triton, sample
@@ -268,7 +268,7 @@ class Slots:
     that no table uses.
 
     The host writes these before a visit:
-      token_S, position_S, left_S, to_mask_S, integers_S6: as `kernels.advance.records.SlotState` has them.
+      token_S, position_S, left_S, to_mask_S, integers_S6: as `kernels.advance.torch_impl.SlotState` has them.
       tables_SN int32: the blocks of each sequence; places enough for all steps of the visit.
       start_S, members_PG, length_P int32: which slots' sequences begin with the same blocks (`SharedPrefixes`).
     `row_S` int32 counts the slots. The device writes these, and the host reads them after a visit:

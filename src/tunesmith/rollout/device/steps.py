@@ -16,7 +16,7 @@ from torch import nn
 
 from tunesmith.batch.rollout import SamplingParams
 from tunesmith.batch.upload import Uploader
-from tunesmith.kernels.advance.records import LOGP, RAW_LOGP, TOKEN, VALUE
+from tunesmith.kernels.advance.torch_impl import LOGP, RAW_LOGP, TOKEN, VALUE
 from tunesmith.kernels.attention.records import Places
 from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.sample.api import require_drawn
