@@ -1,11 +1,11 @@
 """Workloads of `benchmarks.rollout`: prompts, number of completions, sampling.
 
-`plain` and `shared` are pieces of a fixed number of tokens from the package's sixteen instructions.
+`plain` and `shared` are pieces of a fixed number of tokens from the sixteen instructions in `instructions.txt`.
 """
 
 import itertools
 from dataclasses import dataclass
-from importlib import resources
+from pathlib import Path
 
 from tunesmith.batch.rollout import SamplingParams
 from tunesmith.core.errors import InputError
@@ -53,8 +53,7 @@ _QUICK = {"plain": (8, 16, 1, 8), "seed": (4, 0, 2, 12), "shared": (1, 64, 4, 8)
 
 def instructions() -> list[str]:
     """The sixteen instructions."""
-    text = resources.files("tunesmith.workflows").joinpath("instructions.txt").read_text(encoding="utf-8")
-    return text.splitlines()
+    return Path(__file__).with_name("instructions.txt").read_text(encoding="utf-8").splitlines()
 
 
 def workload(name: str, tokenizer: PreTrainedTokenizerBase, context: int | None, *, quick: bool) -> Workload:

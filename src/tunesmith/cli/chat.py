@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from tunesmith.cli.options import Positional, SamplingFlags, flag, parse
 from tunesmith.cli.output import LiveText
+from tunesmith.config.yaml_text import is_mapping
 from tunesmith.core.errors import InputError, RunError
 from tunesmith.core.log import visible
 from tunesmith.core.system import keep_freed_memory
@@ -88,7 +89,6 @@ def chat(words: Sequence[str]) -> None:
     names = [options.model]
     if options.against:
         names.append(base_of(Path(options.model).expanduser()) if options.against == _BASE else options.against)
-    _check(options)
     console = Console(highlight=False, markup=False, emoji=False)
     speakers = _load(names, options)
     for speaker in speakers:
@@ -108,33 +108,25 @@ def chat(words: Sequence[str]) -> None:
 
 def base_of(run: Path) -> str:
     """The name of the model that `run` started from, as its recipe says; RunError if `run` is no run folder."""
-    from tunesmith.config.yaml_text import is_mapping
-    from tunesmith.config.yaml_text import parse as parse_yaml
+    from tunesmith.runs.listing import read_recipe
 
-    recipe = run / "recipe.yaml"
-    if not recipe.is_file():
+    if not (run / "recipe.yaml").is_file():
         raise RunError(f"{run} is no run folder, so its base is not known; name a model: --against ID")
-    data = parse_yaml(recipe.read_text(encoding="utf-8"), str(recipe)).data
-    model = data.get("model") if is_mapping(data) else None
+    model = read_recipe(run).get("model")
     name = model.get("name") if is_mapping(model) else None
     if not isinstance(name, str):
-        raise RunError(f"{recipe} names no model; give one: --against ID")
+        raise RunError(f"{run / 'recipe.yaml'} names no model; give one: --against ID")
     return name
-
-
-def _check(options: ChatOptions) -> None:
-    """Refuse settings before a model is loaded."""
-    from tunesmith.rollout.engine import check_request
-    from tunesmith.schema.records import Prompt
-
-    check_request([Prompt("chat", "")], 1, _sampling(options, 0))
 
 
 def _load(names: Sequence[str], options: ChatOptions) -> list[Speaker]:
     from tunesmith.config.sections import ModelSection
     from tunesmith.models.load import load_policy
+    from tunesmith.rollout.engine import check_request
     from tunesmith.rollout.factory import open_engine
+    from tunesmith.schema.records import Prompt
 
+    check_request([Prompt("chat", "")], 1, _sampling(options, 0))  # before a model is loaded
     keep_freed_memory()
     speakers: list[Speaker] = []
     for name in names:

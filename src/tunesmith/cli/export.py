@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import struct
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,14 +11,12 @@ from typing import Annotated
 
 from tunesmith.cli.options import Positional, flag, parse
 from tunesmith.cli.output import reporting
-from tunesmith.config.yaml_text import is_list, is_mapping
 from tunesmith.core.errors import InputError, RunError
 
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = "model.safetensors"
 _ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
-_MAX_HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,15 +110,11 @@ def _num_bytes(folder: Path) -> int:
 
 
 def _is_whole(file: Path) -> bool:
-    """True if the size of a safetensors file is what its header promises (8 bytes length, JSON header, tensors)."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        start = stream.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else _MAX_HEADER_BYTES
-        if length >= min(size, _MAX_HEADER_BYTES):
-            return False
-        header: object = json.loads(stream.read(length))
-    if not is_mapping(header):
+    """True if the size of a safetensors file is what its header promises."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="numpy"):
+            return True
+    except (SafetensorError, OSError):
         return False
-    offsets = [value["data_offsets"] for value in header.values() if is_mapping(value) and "data_offsets" in value]
-    return size == 8 + length + max((int(str(pair[1])) for pair in offsets if is_list(pair)), default=0)

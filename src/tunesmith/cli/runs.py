@@ -4,12 +4,12 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from tunesmith.cli.options import Positional, flag, parse
 from tunesmith.cli.output import Output, reporting
+from tunesmith.config.yaml_text import is_list, is_mapping
 from tunesmith.core.errors import CheckpointError, InputError
 from tunesmith.core.log import visible
 
@@ -26,6 +26,7 @@ _HIGHLIGHTS = (
     "run.steps",
     "run.seed",
 )
+_COLUMNS = ("run", "algorithm", "status", "steps", "figure", "minutes", "size", "started")
 _MAX_FINDINGS = 20
 _HIDDEN_METRICS = ("time/", "memory/")
 
@@ -76,7 +77,7 @@ def ls(words: Sequence[str]) -> None:
 
     with reporting(as_json=options.json) as output:
         runs = list_runs(options.dir.expanduser())
-        header = ("RUN", "ALGORITHM", "STATUS", "STEPS", "FIGURE", "MINUTES", "SIZE", "STARTED")
+        header = [name.upper() for name in _COLUMNS]
         for line in _columns([header, *map(_cells, runs)]) if runs else [f"no runs in {_shown(str(options.dir))}"]:
             output.say(line)
         output.finish({"dir": options.dir, "runs": [_as_row(run) for run in runs]})
@@ -155,7 +156,7 @@ def _cells(run: "RunFacts") -> tuple[str, ...]:
         figure,
         "" if run.minutes is None else f"{run.minutes:.1f}",
         _size(run.num_bytes),
-        _when(run.started),
+        f"{run.started:%Y-%m-%d %H:%M}" if run.started else "",
     )
 
 
@@ -186,10 +187,8 @@ def _checkpoints(path: Path) -> list[CheckpointFacts]:
 
 
 def _say_facts(run: "RunFacts", output: Output) -> None:
-    cells = _cells(run)
     output.say(f"{_shown(str(run.path))}\n")
-    names = ("", "algorithm", "status", "steps", "figure", "minutes", "size", "started")
-    for name, value in list(zip(names, cells, strict=True))[1:]:
+    for name, value in zip(_COLUMNS[1:], _cells(run)[1:], strict=True):
         if value:
             output.say(f"{name:<12} {value}")
 
@@ -207,8 +206,6 @@ def _say_recipe(recipe: Mapping[str, object], changed: Mapping[str, str], output
 
 
 def _value_at(tree: object, path: str) -> object:
-    from tunesmith.config.yaml_text import is_list, is_mapping
-
     for part in path.split("."):
         if is_mapping(tree):
             tree = tree.get(part)
@@ -221,8 +218,6 @@ def _value_at(tree: object, path: str) -> object:
 
 def _brief(value: object) -> str:
     """`value` in one line; of records that name a source, such as rewards, the sources alone."""
-    from tunesmith.config.yaml_text import is_list, is_mapping
-
     if is_list(value):
         return ", ".join(_brief(item) for item in value)
     if is_mapping(value):
@@ -244,9 +239,8 @@ def _say_findings(findings: Sequence[Mapping[str, object]], output: Output) -> N
         return
     output.say(f"\nfindings: {len(findings)}")
     for row in findings[-_MAX_FINDINGS:]:
-        step, name, severity, message = (
-            _shown(str(row.get(key, "?"))) for key in ("step", "name", "severity", "message")
-        )
+        names = ("step", "name", "severity", "message")
+        step, name, severity, message = (_shown(str(row.get(key, "?"))) for key in names)
         output.say(f"  step {step}  {severity}  {name}: {message}")
     if len(findings) > _MAX_FINDINGS:
         output.say(f"  the last {_MAX_FINDINGS}; all are in findings.jsonl")
@@ -294,7 +288,3 @@ def _size(num_bytes: int) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1000
     return f"{size:.2f} GB"
-
-
-def _when(time: datetime | None) -> str:
-    return "" if time is None else f"{time:%Y-%m-%d %H:%M}"

@@ -1,7 +1,7 @@
 """`tunesmith train ALGORITHM`, for each algorithm of `config.schema.RECIPES`, and `tunesmith resume`."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated
@@ -118,11 +118,7 @@ def _show(resolved: "Resolved", output: Output) -> None:
         {
             "recipe": resolved.recipe.model_dump(mode="json"),
             "provenance": resolved.provenance,
-            "model": facts.model,
-            "num_parameters": facts.num_parameters,
-            "memory_gb": facts.memory_gb,
-            "num_items": facts.num_items,
-            "sample": facts.sample,
+            **asdict(facts),
         }
     )
 

@@ -1,6 +1,7 @@
 """Keys of a recipe as the schema has them: dotted path, type, default, description; suggestions for misspelt ones."""
 
 import difflib
+import itertools
 import types
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -29,9 +30,7 @@ def section_of(annotation: object) -> type[Section] | None:
 def item_of(annotation: object) -> object | None:
     """X of `tuple[X, ...]`, and None for every other annotation."""
     arguments = get_args(annotation)
-    return (
-        arguments[0] if get_origin(annotation) is tuple and len(arguments) == 2 and arguments[1] is Ellipsis else None
-    )
+    return arguments[0] if get_origin(annotation) is tuple and arguments[1:] == (Ellipsis,) else None
 
 
 def holds_text(annotation: object) -> bool:
@@ -73,37 +72,27 @@ def type_in_words(field: FieldInfo) -> str:
 def _annotation_in_words(annotation: Any, metadata: list[Any]) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if hasattr(annotation, "__metadata__"):
-        return _annotation_in_words(arguments[0], _bounds_of(annotation.__metadata__))
+        # pydantic keeps the bounds of `Annotated[...]` in a FieldInfo.
+        inner = [item.metadata if isinstance(item, FieldInfo) else [item] for item in annotation.__metadata__]
+        return _annotation_in_words(arguments[0], list(itertools.chain.from_iterable(inner)))
     if origin is Literal:
         return " | ".join(str(choice) for choice in arguments)
     if origin in (Union, types.UnionType):
         words = [_annotation_in_words(argument, metadata) for argument in arguments if argument is not type(None)]
         return " or ".join([*words, "null"] if type(None) in arguments else words)
     if origin is tuple:
-        item = _annotation_in_words(arguments[0], [])
-        return (
-            f"list of ({item})"
-            if arguments[-1] is Ellipsis
-            else f"[{', '.join(_annotation_in_words(a, []) for a in arguments)}]"
-        )
+        items = [_annotation_in_words(argument, []) for argument in arguments if argument is not Ellipsis]
+        return f"list of ({items[0]})" if arguments[-1] is Ellipsis else f"[{', '.join(items)}]"
     if origin is dict:
         return "mapping"
     name = {str: "text", bool: "true | false"}.get(annotation, getattr(annotation, "__name__", str(annotation)))
     bounds = [
         f"{sign} {getattr(bound, attribute):g}"
         for bound in metadata
-        for attribute, sign in _SIGNS
+        for attribute, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
         if hasattr(bound, attribute)
     ]
     return " ".join([name, " and ".join(bounds)]).strip()
-
-
-_SIGNS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
-
-
-def _bounds_of(metadata: tuple[Any, ...]) -> list[Any]:
-    """The bounds inside `Annotated[...]`, where pydantic keeps them in a FieldInfo."""
-    return [bound for item in metadata for bound in (item.metadata if isinstance(item, FieldInfo) else [item])]
 
 
 def _in_words(default: object) -> str:

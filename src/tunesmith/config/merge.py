@@ -59,7 +59,7 @@ class Layers:
 
     def _nest(self, schema: type[Section], keys: Sequence[str], value: object) -> Tree:
         """`{a: {b: value}}` for the keys a, b; the index in a list of sections, `{reward: {0: ...}}`, is an integer."""
-        name, rest = keys[0], keys[1:]
+        name, *rest = keys
         if not rest:
             return {name: value}
         info = schema.model_fields.get(name)
@@ -188,9 +188,7 @@ def _is_mapping(annotation: object) -> bool:
 def _is_list_of_bare_words(value: str, annotation: object) -> bool:
     """True for text that is one item of a list of texts or sections, as `./my.py:fn`; `[a, b]` is read as YAML."""
     item = item_of(annotation)
-    return (
-        item is not None and (section_of(item) is not None or holds_text(item)) and not value.lstrip().startswith("[")
-    )
+    return bool(section_of(item) or holds_text(item)) and not value.lstrip().startswith("[")
 
 
 def _scalar(value: object) -> object:

@@ -124,6 +124,11 @@ class PolicyRecipe(SamplingRecipe):
 
     reward: Annotated[tuple[RewardSource, ...], Field(min_length=1)] = (RewardSource(source="sentiment"),)
 
+    @model_validator(mode="after")
+    def _check_horizon(self) -> "PolicyRecipe":
+        check_horizon(self, self.rollout, self.algorithm)
+        return self
+
 
 class PPORecipe(PolicyRecipe):
     """Train a policy by PPO against a reward."""
@@ -132,11 +137,6 @@ class PPORecipe(PolicyRecipe):
 
     algorithm: Literal["ppo"] = "ppo"
     ppo: PPOSection = PPOSection()
-
-    @model_validator(mode="after")
-    def _check_horizon(self) -> "PPORecipe":
-        check_horizon(self.ppo.kl, self.rollout, "ppo")
-        return self
 
 
 class GRPORecipe(PolicyRecipe):
@@ -149,11 +149,6 @@ class GRPORecipe(PolicyRecipe):
     grpo: GRPOSection = GRPOSection()
     evaluation: EvaluationSection = EvaluationSection()
 
-    @model_validator(mode="after")
-    def _check_horizon(self) -> "GRPORecipe":
-        check_horizon(self.grpo.kl, self.rollout, "grpo")
-        return self
-
 
 class BestOfNRecipe(PolicyRecipe):
     """Train a policy on the best of n completions by a reward: the baseline of PPO and GRPO."""
@@ -164,14 +159,13 @@ class BestOfNRecipe(PolicyRecipe):
     evaluation: EvaluationSection = EvaluationSection()
 
     @model_validator(mode="after")
-    def _check_keep_and_horizon(self) -> "BestOfNRecipe":
+    def _check_keep(self) -> "BestOfNRecipe":
         num_drawn = self.rollout.completions_per_prompt
         if self.best_of_n.keep >= num_drawn:
             raise ValueError(
                 f"best_of_n.keep is {self.best_of_n.keep}, but {num_drawn} completions are drawn for each prompt; "
                 "keep fewer, or raise rollout.completions_per_prompt"
             )
-        check_horizon(self.best_of_n.kl, self.rollout, "best_of_n")
         return self
 
 
@@ -201,17 +195,15 @@ class LiveRecipe(Recipe):
                 f"optimizer.schedule is {self.optimizer.schedule}, which needs an end, but the live loop has none; "
                 "set it to constant"
             )
-        if self.live.update == "ppo":
-            check_horizon(self.ppo.kl, self.rollout, "ppo")
-        if self.live.update == "grpo":
-            check_horizon(self.grpo.kl, self.rollout, "grpo")
+        check_horizon(self, self.rollout, self.live.update)
         return self
 
 
-def check_horizon(kl: KLSection, rollout: RolloutSection, section: str) -> None:
-    """Raise ValueError if the time scale of an adaptive KL coefficient is shorter than one step."""
+def check_horizon(recipe: Recipe, rollout: RolloutSection, section: str) -> None:
+    """Raise ValueError if the time scale of the adaptive KL coefficient in `section` is shorter than one step."""
+    kl = getattr(getattr(recipe, section, None), "kl", None)
     num_sequences = rollout.prompts_per_step * rollout.completions_per_prompt
-    if kl.target is not None and num_sequences > kl.horizon:
+    if isinstance(kl, KLSection) and kl.target is not None and num_sequences > kl.horizon:
         raise ValueError(
             f"{section}.kl.horizon is {kl.horizon:g}, less than the {num_sequences} completions of one step; "
             f"set it to {num_sequences} or more"

@@ -36,12 +36,7 @@ class _CoreLoader(yaml.SafeLoader):
     """A SafeLoader that tells nulls, booleans, integers and floats apart as YAML 1.2 does, and knows no other types."""
 
     yaml_implicit_resolvers: ClassVar[dict[Any, list[tuple[str, re.Pattern[str]]]]] = {  # pyright: ignore[reportIncompatibleVariableOverride]
-        None: [
-            (_TAG + "null", _NULL),
-            (_TAG + "bool", _BOOL),
-            (_TAG + "int", _INT),
-            (_TAG + "float", _FLOAT),
-        ]
+        None: [(_TAG + "null", _NULL), (_TAG + "bool", _BOOL), (_TAG + "int", _INT), (_TAG + "float", _FLOAT)]
     }
 
 
@@ -212,11 +207,6 @@ def _flow(value: object) -> str:
 
 def _text(value: str) -> str:
     """`value` bare where every YAML reader takes it for that text, else in double quotes."""
-    if (
-        _PLAIN.match(value)
-        and value == value.strip()
-        and parse_value(value) == value
-        and yaml.safe_load(value) == value
-    ):
+    if _PLAIN.match(value) and value == value.strip() and parse_value(value) == yaml.safe_load(value) == value:
         return value
     return yaml.safe_dump(value, default_style='"', width=10**9, allow_unicode=True).strip()
