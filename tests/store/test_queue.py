@@ -16,7 +16,7 @@ MakeRater = Callable[[str], int]
 
 def offer(number: int, version: int = 1, retires_before: int = 0) -> Offer:
     made = NewOffer(version, f"asked {number}", (Candidate(f"a {number}"), Candidate(f"b {number}")))
-    return Offer(number, version, made.prompt, made.candidates, False, 0.0, retires_before)
+    return Offer(version, made.prompt, made.candidates, id=number, created_at=0.0, retires_before=retires_before)
 
 
 def test_a_rater_who_asks_again_gets_the_same_presentations_in_the_same_order(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from sqlalchemy import Connection, func, insert, select, update
+from sqlalchemy import Connection, delete, func, insert, select, update
 
 from tunesmith.core.errors import StoreError
 from tunesmith.store import tables
@@ -120,12 +120,9 @@ def add_command(connection: Connection, kind: CommandKind, argument: str, rater_
 def copy_versions(connection: Connection, versions: Sequence[PolicyVersion]) -> None:
     """Add or replace the copies of the trainer's versions."""
     table = tables.shown_versions
-    known = set(connection.execute(select(table.c.version)).scalars())
     for version in versions:
-        if version.version in known:
-            connection.execute(update(table).where(table.c.version == version.version).values(**asdict(version)))
-        else:
-            connection.execute(insert(table).values(**asdict(version)))
+        connection.execute(delete(table).where(table.c.version == version.version))
+        connection.execute(insert(table).values(**asdict(version)))
 
 
 def _check_settings(settings: CampaignSettings) -> None:

@@ -242,15 +242,11 @@ class NewOffer:
     heldout: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer(NewOffer):
     """An offer in `runs.db`. Offers with an id below `retires_before` are stale and need no votes."""
 
     id: int
-    version: int
-    prompt: Text
-    candidates: tuple[Candidate, ...]
-    heldout: bool
     created_at: float
     retires_before: int = 0
 

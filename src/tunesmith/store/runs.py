@@ -178,36 +178,22 @@ class RunReader(ReadOnlyDatabase):
     def heartbeat(self) -> Heartbeat | None:
         """The trainer's last heartbeat; None if there was never one."""
         query = select(heartbeat.c.pid, heartbeat.c.host, heartbeat.c.time, heartbeat.c.state)
-
-        def read(connection: Connection) -> Heartbeat | None:
-            row = connection.execute(query).mappings().first()
-            return None if row is None else Heartbeat(**row)
-
-        return self.read(read, None)
+        row = self.read(lambda c: c.execute(query).mappings().first(), None)
+        return None if row is None else Heartbeat(**row)
 
 
 def _offers_after(connection: Connection, cursor: int, limit: int) -> list[Offer]:
-    rows = connection.execute(select(offers).where(offers.c.id > cursor).order_by(offers.c.id).limit(limit)).all()
-    versions = {row.id: row.version for row in rows}
-    answers: dict[int, list[Candidate]] = {row.id: [] for row in rows}
-    for chunk in chunks([row.id for row in rows]):
+    columns = [column for column in offers.c if column is not offers.c.prompt_json]
+    query = select(*columns, offers.c.prompt_json.label("prompt")).where(offers.c.id > cursor)
+    found = {row["id"]: row for row in connection.execute(query.order_by(offers.c.id).limit(limit)).mappings()}
+    answers: dict[int, list[Candidate]] = {offer_id: [] for offer_id in found}
+    for chunk in chunks(list(found)):
         query = select(offer_candidates).where(offer_candidates.c.offer_id.in_(chunk))
         for row in connection.execute(query.order_by(offer_candidates.c.offer_id, offer_candidates.c.position)):
-            version = versions[row.offer_id]
+            version: int = found[row.offer_id]["version"]
             source = row.source_id or f"policy-{version}"
             answers[row.offer_id].append(Candidate(row.text, row.token_ids_json, row.logps_json, version, source))
-    return [
-        Offer(
-            id=row.id,
-            version=row.version,
-            prompt=row.prompt_json,
-            candidates=tuple(answers[row.id]),
-            heldout=row.heldout,
-            created_at=row.created_at,
-            retires_before=row.retires_before,
-        )
-        for row in rows
-    ]
+    return [Offer(**row, candidates=tuple(answers[offer_id])) for offer_id, row in found.items()]
 
 
 def _add_offer(connection: Connection, offer: NewOffer, retires_before: int, now: float) -> int:

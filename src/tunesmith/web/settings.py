@@ -3,9 +3,6 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-VOTES_FILE = "votes.db"
-RUNS_FILE = "runs.db"
-
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -45,9 +42,9 @@ class ServerSettings:
     @property
     def votes_path(self) -> Path:
         """The file that the server writes."""
-        return self.folder / VOTES_FILE
+        return self.folder / "votes.db"
 
     @property
     def runs_path(self) -> Path:
         """The file that the trainer writes; it may not exist yet."""
-        return self.folder / RUNS_FILE
+        return self.folder / "runs.db"
