@@ -1,9 +1,8 @@
 """Low-rank adapters beside linear maps, as the trainer and the rollout engine compute them: one definition for both.
 
-With a base map `y = x W^T`, an adapter gives `y + scaling * (x A^T) B^T` (LoRA, Hu et al. 2021, eq. 3). With a
-magnitude m the rows of the changed weight keep their direction and have their own lengths (DoRA, Liu et al. 2024, eq.
-5): `m / |W + scaling B A| * (y + scaling * (x A^T) B^T)`, where gradients take the lengths in the denominator for
-constant (its section 4.3). The weight `W + scaling B A` itself is never made.
+With a base map `y = x W^T`, an adapter gives `y + scaling * (x A^T) B^T` (LoRA, Hu et al. 2021, eq. 3). DoRA (Liu et
+al. 2024, eq. 5) also trains the length m of each row of the adapted weight: `m / |W + scaling B A| * (y + scaling * (x
+A^T) B^T)`, without a gradient through the denominator (section 4.3). `W + scaling B A` itself is never computed.
 
 Shape legend: T tokens, I inputs, O outputs, R rank.
 """
@@ -17,9 +16,9 @@ from torch.nn.functional import linear
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """The trained parts beside one linear map: A `[R, I]`, B `[O, R]`, and DoRA's magnitude, where it has one.
+    """The trained parts beside one linear map: A `[R, I]`, B `[O, R]`, and DoRA's magnitude, else None.
 
-    `dropout` is of what enters A.
+    `dropout` applies to the input of A.
     """
 
     down_RI: nn.Parameter
@@ -30,7 +29,7 @@ class Adapter:
 
 
 def low_rank(x_TI: torch.Tensor, down_RI: torch.Tensor, scaling: float) -> torch.Tensor:
-    """`scaling * x A^T`, `[T, R]`. It is scaled here, where it is smallest."""
+    """`scaling * x A^T`, `[T, R]`; of all factors the smallest tensor to scale."""
     inner_TR = linear(x_TI, down_RI)
     return inner_TR if scaling == 1 else inner_TR * scaling
 
@@ -49,9 +48,9 @@ def stretch(y_TO: torch.Tensor, scale_O: torch.Tensor, bias_O: torch.Tensor | No
 def dora_scale(adapter: Adapter, weight_OI: torch.Tensor) -> torch.Tensor:
     """`m / |W + scaling B A|` in float32 or wider, with a gradient to m alone.
 
-    The lengths are rounded to the weight's dtype as the magnitudes are, so before the first update it is exactly 1.
+    The lengths are rounded to the weight's dtype, like the magnitudes, so it is exactly 1 before the first update.
     """
-    assert adapter.magnitude_O is not None, "only adapters with a magnitude are stretched"
+    assert adapter.magnitude_O is not None, "only DoRA has a scale"
     wide = _wide(weight_OI)
     return adapter.magnitude_O.to(wide) / row_lengths(adapter, weight_OI).to(wide)
 
@@ -60,7 +59,7 @@ def dora_scale(adapter: Adapter, weight_OI: torch.Tensor) -> torch.Tensor:
 def row_lengths(adapter: Adapter, weight_OI: torch.Tensor) -> torch.Tensor:
     """`|W + scaling B A|` of each row, in the weight's dtype.
 
-    |W|^2 + 2 s B (A W^T) + s^2 B (A A^T) B^T, row by row: a weight of the size of W is not made.
+    The square root of |W|^2 + 2 s B (A W^T) + s^2 B (A A^T) B^T, row by row, without a tensor of the size of W.
     """
     wide = _wide(weight_OI)
     down_RI, up_OR, scaling = adapter.down_RI.to(wide), adapter.up_OR.to(wide), adapter.scaling
@@ -72,7 +71,7 @@ def row_lengths(adapter: Adapter, weight_OI: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def merged(adapter: Adapter, weight_OI: torch.Tensor) -> torch.Tensor:
-    """The one weight that does what base and adapter do: summed in float32, rounded once to the weight's dtype."""
+    """The sum of base and adapter as one weight: summed in float32, rounded once to the weight's dtype."""
     wide = _wide(weight_OI)
     changed_OI = weight_OI.to(wide) + adapter.scaling * (adapter.up_OR.to(wide) @ adapter.down_RI.to(wide))
     if adapter.magnitude_O is not None:

@@ -1,7 +1,7 @@
-"""Folders with adapters in PEFT's layout: `adapter_config.json`, `adapter_model.safetensors`, and `base.json`.
+"""Folders with adapters in PEFT's layout: `adapter_config.json` and `adapter_model.safetensors`, and our `base.json`.
 
-PEFT reads the first two and writes no `base.json`, which names the base as in a recipe, with the seed of random weights
-and the number of layers kept.
+`base.json` names the base as in a recipe, with the seed of random weights and the number of layers kept. PEFT does not
+read or write it.
 """
 
 import copy

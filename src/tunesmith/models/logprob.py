@@ -255,7 +255,7 @@ class PackedRows:
     `own_start_B[b]`.
 
     Example: rows [5, 6, 7, 8] and [5, 6, 9] are the tokens [5, 6, 7, 8, 9] in segments of 2, 2 and 1, the last two of
-    which go on from the first.
+    which continue the first.
     """
 
     ids_T: torch.Tensor

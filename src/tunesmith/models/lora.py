@@ -6,6 +6,7 @@ the adapters are trained, in the dtype of the base, with float32 masters in the 
 
 import copy
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tunesmith.config.sections import LoraSection
 from tunesmith.core.errors import MissingDependencyError, ModelError
-from tunesmith.models.adapter import is_idle, merged, row_lengths
+from tunesmith.models.adapter import Adapter, is_idle, merged, row_lengths
 from tunesmith.models.architecture import adapter_of, base_layer, is_adapted, weight_of
 
 ADAPTER = "default"
@@ -56,15 +57,14 @@ def add_adapters(model: PreTrainedModel, section: LoraSection, base: AdapterBase
         use_dora=section.use_dora,
         use_rslora=section.use_rslora,
         fan_in_fan_out=has_transposed_weights(model),
-        task_type=task_of(model),
+        task_type="CAUSAL_LM" if model.can_generate() else "SEQ_CLS",
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(section.seed)
         inject(model, config, base)
-    for layer in _adapted_layers(model):
-        adapter = adapter_of(layer)
-        if adapter is not None and adapter.magnitude_O is not None:  # as we round them, so that nothing is stretched
-            adapter.magnitude_O.data.copy_(row_lengths(adapter, weight_of(base_layer(layer))))
+    for adapter, weight_OI in _adapters(model):
+        if adapter.magnitude_O is not None:  # rounded as ours, so that the outputs stay the same to the bit
+            adapter.magnitude_O.data.copy_(row_lengths(adapter, weight_OI))
 
 
 def inject(model: PreTrainedModel, config: Any, base: AdapterBase) -> None:
@@ -76,7 +76,7 @@ def inject(model: PreTrainedModel, config: Any, base: AdapterBase) -> None:
     dtype = next(model.parameters()).dtype
     if has_adapters(model):
         raise ModelError("the model has adapters already; merge them with `tunesmith export --merge` first")
-    if config.target_modules == "all-linear" and not _has_head(model):
+    if config.target_modules == "all-linear" and not (model.get_output_embeddings() is not None or _has_score(model)):
         raise ModelError("`all-linear` needs a model whose output layer is known; name the modules in target_modules")
     model.requires_grad_(False)
     try:
@@ -143,7 +143,7 @@ def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
     With adapters it is a `twin`; if all are zero they are removed, so it is the base itself.
     """
     reference = twin(model)
-    if all(_is_idle(layer) for layer in _adapted_layers(reference)):
+    if all(is_idle(adapter, weight_OI) for adapter, weight_OI in _adapters(reference)):
         take_off(reference)
     for parameter in reference.parameters():
         parameter.grad = None
@@ -152,10 +152,8 @@ def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 def merge(model: PreTrainedModel) -> None:
     """Merge the adapters into the weights, in place, which gives a plain model."""
-    for layer in _adapted_layers(model):
-        adapter = adapter_of(layer)
-        if adapter is not None:
-            weight_of(base_layer(layer)).data.copy_(merged(adapter, weight_of(base_layer(layer))))
+    for adapter, weight_OI in _adapters(model):
+        weight_OI.data.copy_(merged(adapter, weight_OI))
     take_off(model)
 
 
@@ -173,11 +171,6 @@ def take_off(model: PreTrainedModel) -> None:
 def has_transposed_weights(model: nn.Module) -> bool:
     """True for GPT-2, whose linear layers have transposed weights."""
     return any(isinstance(part, Conv1D) for part in model.modules())
-
-
-def task_of(model: PreTrainedModel) -> str:
-    """PEFT's task type of the model."""
-    return "CAUSAL_LM" if model.can_generate() else "SEQ_CLS"
 
 
 def peft() -> Any:
@@ -210,13 +203,15 @@ def _normalise(layer: Any, dtype: torch.dtype) -> None:
             layer.lora_dropout[name] = _Dropout(dropout.p)
 
 
-def _is_idle(layer: nn.Module) -> bool:
-    adapter = adapter_of(layer)
-    return adapter is None or is_idle(adapter, weight_of(base_layer(layer)))
-
-
 def _adapted_layers(module: nn.Module) -> list[nn.Module]:
     return [part for part in module.modules() if is_adapted(part)]
+
+
+def _adapters(module: nn.Module) -> Iterator[tuple[Adapter, torch.Tensor]]:
+    """The active adapters, each with the weight that it changes, `[O, I]`."""
+    for layer in _adapted_layers(module):
+        if (adapter := adapter_of(layer)) is not None:
+            yield adapter, weight_of(base_layer(layer))
 
 
 def _adapter_parameters(layer: Any) -> list[nn.Parameter]:
@@ -229,7 +224,3 @@ def _is_linear(module: nn.Module) -> bool:
 
 def _has_score(model: PreTrainedModel) -> bool:
     return isinstance(getattr(model, _SCORE, None), nn.Linear)
-
-
-def _has_head(model: PreTrainedModel) -> bool:
-    return model.get_output_embeddings() is not None or _has_score(model)

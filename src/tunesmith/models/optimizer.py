@@ -255,14 +255,9 @@ class MasterAdamW:
         )
 
     @property
-    def num_trained(self) -> int:
-        """Number of trained parameters."""
-        return sum(slot.parameter.numel() for slot in self._slots)
-
-    @property
     def moment_bytes(self) -> int:
         """Bytes of the moments of all parameters."""
-        return moment_bytes(self.num_trained, self._section)
+        return moment_bytes(sum(slot.parameter.numel() for slot in self._slots), self._section)
 
     def zero_grad(self) -> None:
         """Free the accumulated gradients."""
@@ -286,7 +281,7 @@ class MasterAdamW:
 
     @torch.no_grad()
     def load_state_dict(self, state: OptimizerState) -> None:
-        """Take over a state and go on as the run that wrote it would have; load the weights first.
+        """Restore a state, so that the run continues exactly; load the weights first.
 
         16-bit weights are set from their masters. `weight_version` moves to a number that was not in use before.
         Raises CheckpointError, with nothing changed, if the state belongs to other parameters.

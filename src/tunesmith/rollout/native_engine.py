@@ -42,7 +42,7 @@ class _Cache:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One call of `generate`."""
+    """The parts of one call of `generate`."""
 
     runner: Runner
     cache: _Cache

@@ -1,10 +1,9 @@
-"""The plain engine: `transformers.generate`. Faster engines are tested against it, and it runs every causal language
-model of transformers.
+"""The engine of transformers' `generate`: for every causal language model, and the one that others are tested with.
 
 Shape legend: B sequences, T tokens, V vocabulary.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -29,16 +28,14 @@ from tunesmith.rollout import sequence
 from tunesmith.rollout.engine import Callbacks, OnGroup, OnProgress, OnText, make_request
 from tunesmith.schema.records import Prompt
 
+_FILL = 0
 Filter = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""From ids and logits [B, V] to logits with -inf where a token is not to be drawn: transformers' warpers."""
-
+"""From ids and logits `[B, V]` to logits with -inf for tokens that cannot be drawn: transformers' warpers."""
 
 _NOT_FINITE = (
     "the model's logits are not finite; its weights are damaged, or overflow in float16: set model.dtype to float32, "
     "or go back to an older checkpoint"
 )
-
-
 _NOTHING_LEFT = (
     "logit_bias, repetition_penalty and min_new_tokens together forbid every token, or make a logit infinite; "
     "weaken them"
@@ -125,16 +122,15 @@ class TransformersEngine:
     def _draw_batch(self, rows: Sequence[sequence.Sequence], sampling: SamplingParams, callbacks: Callbacks) -> None:
         device = self._model.device
         width = max(len(row.prompt_ids) for row in rows)
-        fill = 0  # any id will do: padding is masked by length
-        # Left padding, as `generate` needs it.
-        ids_BT = torch.tensor([[fill] * (width - len(row.prompt_ids)) + list(row.prompt_ids) for row in rows])
+        # Left padding, as `generate` needs it, with any id: it is masked by length.
+        ids_BT = torch.tensor([[_FILL] * (width - len(row.prompt_ids)) + list(row.prompt_ids) for row in rows])
         lengths_B = torch.tensor([len(row.prompt_ids) for row in rows])
         mask_BT = torch.arange(width)[None, :] >= width - lengths_B[:, None]
         draw = Draw(rows, sampling, _filters(sampling), callbacks)
         self._model.generate(  # type: ignore[operator]
             ids_BT.to(device),
             attention_mask=mask_BT.long().to(device),
-            generation_config=_generation_config(sampling, rows[0].limits, fill),
+            generation_config=_generation_config(sampling, rows[0].limits),
             logits_processor=LogitsProcessorList([_Processor(draw)]),
             stopping_criteria=StoppingCriteriaList([_Criterion(draw)]),
         )
@@ -153,9 +149,9 @@ class _Normalised:
 
 
 class Draw:
-    """One batch of completions: `process` is called with the logits of a step, `take` with what was drawn from them.
+    """One batch of completions: `process` is called with the logits of a step, `take` with the tokens drawn from them.
 
-    A row's tokens, with their two log-probs, go into its sequence, which knows where it ends.
+    Tokens and their log-probs are appended to the sequence of their row.
     """
 
     def __init__(
@@ -209,8 +205,9 @@ class Draw:
     def _biased(self, logits_BV: torch.Tensor) -> torch.Tensor:
         if not self._bias:
             return logits_BV
+        token_N = torch.tensor(list(self._bias), device=logits_BV.device)
         value_N = torch.tensor(list(self._bias.values())).to(logits_BV)
-        return logits_BV.index_add(1, _index(self._bias, logits_BV), value_N.expand(len(logits_BV), -1))
+        return logits_BV.index_add(1, token_N, value_N.expand(len(logits_BV), -1))
 
     def _penalised(self, logits_BV: torch.Tensor) -> torch.Tensor:
         """Keskar et al., CTRL (2019): positive logits are divided by the penalty, negative ones multiplied.
@@ -231,9 +228,9 @@ class Draw:
         stop_ids = [token for token in self._limits.stop_ids if token < logits_BV.shape[1]]
         if not stop_ids or self._num_drawn >= self._limits.min_new_tokens:
             return logits_BV
-        return logits_BV.index_fill(1, _index(stop_ids, logits_BV), float("-inf"))
+        return logits_BV.index_fill(1, torch.tensor(stop_ids, device=logits_BV.device), float("-inf"))
 
-    def _normalised(self, logits_BV: torch.Tensor, message: str) -> "_Normalised":
+    def _normalised(self, logits_BV: torch.Tensor, message: str) -> _Normalised:
         lse_B = logits_BV.logsumexp(dim=-1)
         is_finite_B = lse_B.isfinite()
         if not bool(is_finite_B.all()):
@@ -264,20 +261,14 @@ class _Criterion(StoppingCriteria):
 def _filters(sampling: SamplingParams) -> list[Filter]:
     if sampling.temperature == 0:
         return []
-    filters: list[Filter] = []
-    if sampling.top_k:
-        filters.append(TopKLogitsWarper(sampling.top_k))  # type: ignore[arg-type]
-    if sampling.top_p < 1:
-        filters.append(TopPLogitsWarper(sampling.top_p))  # type: ignore[arg-type]
-    if sampling.min_p > 0:
-        filters.append(MinPLogitsWarper(sampling.min_p))  # type: ignore[arg-type]
-    return filters
+    top_k = [TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
+    top_p = [TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
+    min_p = [MinPLogitsWarper(sampling.min_p)] if sampling.min_p > 0 else []
+    return [*top_k, *top_p, *min_p]  # type: ignore[list-item]
 
 
-def _generation_config(sampling: SamplingParams, limits: sequence.Limits, fill: int) -> GenerationConfig:
-    """The loop's own settings; everything that a model's generation config could set is set, so that nothing is taken
-    from there. Filters are in `Draw`, for which `generate` has no say.
-    """
+def _generation_config(sampling: SamplingParams, limits: sequence.Limits) -> GenerationConfig:
+    """Settings of `generate`, each one set, so that none comes from the model's own config. Filters are in `Draw`."""
     return GenerationConfig(
         do_sample=sampling.temperature > 0,
         max_new_tokens=sampling.max_new_tokens,
@@ -287,7 +278,7 @@ def _generation_config(sampling: SamplingParams, limits: sequence.Limits, fill: 
         top_p=1.0,
         num_beams=1,
         eos_token_id=sorted(limits.stop_ids) or None,
-        pad_token_id=fill,
+        pad_token_id=_FILL,
         use_cache=True,
     )
 
@@ -296,8 +287,8 @@ def _generation_config(sampling: SamplingParams, limits: sequence.Limits, fill: 
 def _contiguous_head_input(model: PreTrainedModel) -> Iterator[None]:
     """While the block runs, the output layer gets contiguous hidden states.
 
-    After the prompts, `generate` hands it the last position of each, a strided slice. For that torch's matmul copies
-    the layer's weight once for each row: 128 prompts took 32 s instead of 5 in bfloat16 on one core.
+    After the prompts, `generate` hands it a strided slice, for which torch's matmul copies the layer's weight once for
+    each row.
     """
     layer = model.get_output_embeddings()
     if layer is None:
@@ -308,7 +299,3 @@ def _contiguous_head_input(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-def _index(token_ids: Iterable[int], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(list(token_ids), device=like.device)
