@@ -1,9 +1,10 @@
 import json
+from dataclasses import asdict
 
 import pytest
 
 from tunesmith.core.errors import DataError
-from tunesmith.evaluation.compare import Sample, by_prompt, read_samples, write_samples
+from tunesmith.evaluation.compare import Sample, read_samples, summarise
 
 SAMPLE = Sample(
     prompt_index=0,
@@ -28,13 +29,13 @@ SAMPLE = Sample(
 
 
 def test_samples_round_trip(tmp_path):
-    assert read_samples(write_samples(tmp_path / "s.jsonl", [SAMPLE])) == [SAMPLE]
-    assert SAMPLE.log_ratio_after == 3.5
-    assert by_prompt([SAMPLE, SAMPLE]) == [[SAMPLE, SAMPLE]]
+    comparison = summarise([SAMPLE])
+    assert comparison.kl_per_sequence == 3.5
+    assert read_samples(comparison.write_samples_jsonl(tmp_path / "s.jsonl")) == [SAMPLE]
 
 
 def row(**changes):
-    return json.dumps(SAMPLE.to_json() | changes)
+    return json.dumps(asdict(SAMPLE) | changes)
 
 
 @pytest.mark.parametrize(

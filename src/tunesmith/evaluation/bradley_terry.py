@@ -11,6 +11,7 @@ from statistics import NormalDist
 import numpy as np
 
 from tunesmith.core.errors import InputError
+from tunesmith.evaluation.statistics import check_confidence
 
 MAX_VERSIONS = 100
 """Versions that are fitted together: the base and the newest ones. Each fit solves equations of this size."""
@@ -81,8 +82,7 @@ def standings(
     Raises:
         InputError: for a score outside of [0, 1], or a confidence outside of (0, 1).
     """
-    if not 0 < confidence < 1:
-        raise InputError(f"confidence is {confidence}; give a share between 0 and 1, for example 0.95")
+    check_confidence(confidence)
     versions = _versions(contests, base)
     table = _table(contests, versions)
     weight_N = np.ones(len(table.score_N))

@@ -5,9 +5,11 @@ wins, the permutation test and the bootstrap are over the P prompt scores.
 """
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import groupby
 from math import isfinite
+from operator import attrgetter
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Self
@@ -17,7 +19,7 @@ import torch
 
 from tunesmith.batch.pack import chunks, pack
 from tunesmith.batch.rollout import Group, SamplingParams
-from tunesmith.core.errors import DataError, InputError, ModelError, RewardError
+from tunesmith.core.errors import DataError, InputError, ModelError
 from tunesmith.core.trace import span
 from tunesmith.evaluation.statistics import bootstrap_interval, distinct_at_equal_tokens, is_exact, paired_permutation_p
 from tunesmith.models.language_model import LanguageModel, language_model
@@ -100,20 +102,6 @@ class Sample:
     finish_reason_after: str
     seed: int
 
-    @property
-    def prompt_text(self) -> str:
-        """The prompt as plain text."""
-        return plain_text(self.prompt)
-
-    @property
-    def log_ratio_after(self) -> float:
-        """log p_after - log p_before of the sample after: its mean estimates the KL per sequence, in nats."""
-        return self.logp_after_by_after - self.logp_after_by_before
-
-    def to_json(self) -> dict[str, object]:
-        """The fields as JSON types."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
@@ -163,7 +151,7 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """All fields as JSON types, samples included."""
-        return {**asdict(self), "samples": [sample.to_json() for sample in self.samples]}
+        return {**asdict(self), "samples": [asdict(sample) for sample in self.samples]}
 
     def figures(self) -> dict[str, Any]:
         """The figures alone: no samples, names or sampling settings."""
@@ -171,8 +159,12 @@ class Comparison:
         return {name: value for name, value in self.to_json().items() if name not in left_out}
 
     def write_samples_jsonl(self, path: Path) -> Path:
-        """Write one line for each sample and return `path`."""
-        return write_samples(path, self.samples)
+        """Write one JSON line for each sample, as UTF-8, and return `path`. Parent folders are made."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w", encoding="utf-8", newline="\n") as file:
+            # ASCII escapes keep text that is no valid UTF-8, such as a lone surrogate, readable and exact.
+            file.writelines(json.dumps(asdict(sample), allow_nan=False) + "\n" for sample in self.samples)
+        return path
 
 
 def compare(
@@ -186,8 +178,8 @@ def compare(
 ) -> Comparison:
     """Draw `num_completions` of every prompt from both sides with the same `seed`, score them all, and compare.
 
-    `sampling.seed` is replaced by `seed`. Raises InputError without prompts or completions, RewardError for a score
-    that is not finite, ModelError for log-probs that are not.
+    `sampling.seed` is replaced by `seed`. Raises InputError without prompts or completions, ModelError for a log-prob
+    that is not finite.
     """
     if not prompts or num_completions < 1:
         raise InputError(
@@ -200,13 +192,12 @@ def compare(
     for stage, side in (("before", before), ("after", after)):
         with span(f"generate_{stage}"):
             groups = side.engine.generate(prompts, num_completions, settings)
-        _check_groups(groups, side, len(prompts), num_completions)
         with span(f"score_{stage}"):
-            scored.append(_score(scorer, groups, num_completions))
+            scored.append(np.array(scorer.score(groups).total_PG.tolist(), dtype=np.float64))
         drawn.append(groups)
     with span("logps"):
         # logps[sample side][model side]
-        logps = [[_logps(side, groups, num_completions) for side in (before, after)] for groups in drawn]
+        logps = [[_logps(side, groups) for side in (before, after)] for groups in drawn]
     samples = _samples(drawn, scored, logps, seed)
     return summarise(samples, before=before.name, after=after.name, sampling=settings)
 
@@ -218,7 +209,8 @@ def summarise(
     if not samples:
         raise InputError("there are no samples to compare; give at least one")
     seed = samples[0].seed
-    rows = tuple(_row(group) for group in by_prompt(samples))
+    in_order = sorted(samples, key=attrgetter("prompt_index"))
+    rows = tuple(_row(list(group)) for _, group in groupby(in_order, key=attrgetter("prompt_index")))
     before_P = [row.mean_before for row in rows]
     after_P = [row.mean_after for row in rows]
     diff_P = [row.difference for row in rows]
@@ -239,7 +231,7 @@ def summarise(
         interval=bootstrap_interval(diff_P, seed),
         p_value=paired_permutation_p(diff_P, seed),
         p_value_exact=is_exact(len(rows)),
-        kl_per_sequence=fmean(sample.log_ratio_after for sample in samples),
+        kl_per_sequence=fmean(one.logp_after_by_after - one.logp_after_by_before for one in samples),
         distinct2_before=distinct_before,
         distinct2_after=distinct_after,
         distinct2_ratio=distinct_after / distinct_before if distinct_before else None,
@@ -261,17 +253,8 @@ def recompute(path: Path) -> dict[str, Any]:
     return summarise(read_samples(path)).figures()
 
 
-def write_samples(path: Path, samples: Iterable[Sample]) -> Path:
-    """Write one JSON line for each sample, as UTF-8, and return `path`. Parent folders are made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8", newline="\n") as file:
-        # ASCII escapes keep text that is no valid UTF-8, such as a lone surrogate, readable and exact.
-        file.writelines(json.dumps(sample.to_json(), allow_nan=False) + "\n" for sample in samples)
-    return path
-
-
 def read_samples(path: Path) -> list[Sample]:
-    """The samples of a file that `write_samples` wrote; raises DataError that names file and line."""
+    """The samples of a file that `write_samples_jsonl` wrote; raises DataError that names file and line."""
     if not path.is_file():
         raise DataError(
             f"samples file {path} does not exist; give the JSONL that `tunesmith compare` or the demo wrote"
@@ -300,62 +283,20 @@ def _parse(line: str, where: str) -> Sample:
     return Sample(**values)
 
 
-def by_prompt(samples: Sequence[Sample]) -> list[list[Sample]]:
-    """The samples of each prompt, prompts in the order of `prompt_index`."""
-    groups: dict[int, list[Sample]] = {}
-    for sample in samples:
-        groups.setdefault(sample.prompt_index, []).append(sample)
-    return [groups[index] for index in sorted(groups)]
-
-
 def _row(group: Sequence[Sample]) -> PromptRow:
-    mean_before = fmean(sample.score_before for sample in group)
-    mean_after = fmean(sample.score_after for sample in group)
-    first = group[0]
-    return PromptRow(first.prompt_id, first.prompt_text, mean_before, mean_after, mean_after - mean_before)
+    before, after = fmean(sample.score_before for sample in group), fmean(sample.score_after for sample in group)
+    return PromptRow(group[0].prompt_id, plain_text(group[0].prompt), before, after, after - before)
 
 
-def _check_groups(groups: Sequence[Group], side: Side, num_prompts: int, num_completions: int) -> None:
-    counts = [len(group.completions) for group in groups]
-    if counts != [num_completions] * num_prompts:
+def _logps(side: Side, groups: Sequence[Group]) -> np.ndarray:
+    """logp_PG of one side. Raises ModelError for one that is not finite."""
+    logp_PG = np.asarray(side.logps(groups), dtype=np.float64).reshape(len(groups), -1)
+    for p, g in np.argwhere(~np.isfinite(logp_PG)).tolist():
         raise ModelError(
-            f"the engine of {side.name!r} returned {counts[:4]} completions for {len(groups)} prompts; "
-            f"it must return {num_completions} for each of {num_prompts}"
+            f"{side.name!r} gave the log-prob {logp_PG[p, g]} to completion {g} of prompt {groups[p].prompt.id!r}; it "
+            "must be finite: check the model's weights"
         )
-
-
-def _score(scorer: Scorer, groups: Sequence[Group], num_completions: int) -> np.ndarray:
-    scores = np.asarray(scorer.score(groups).total_PG.tolist(), dtype=np.float64)
-    if scores.shape != (len(groups), num_completions):
-        raise RewardError(
-            f"the scorer returned scores of shape {scores.shape}; it must return {(len(groups), num_completions)}, "
-            "prompts by completions"
-        )
-    if found := _not_finite(scores, groups):
-        raise RewardError(f"the scorer gave {found}; scores must be finite")
-    return scores
-
-
-def _logps(side: Side, groups: Sequence[Group], num_completions: int) -> np.ndarray:
-    logps = np.asarray(side.logps(groups), dtype=np.float64)
-    if logps.size != len(groups) * num_completions:
-        raise ModelError(
-            f"the log-probs of {side.name!r} have shape {logps.shape}; give one sum for each of "
-            f"{len(groups)} x {num_completions} completions"
-        )
-    logps = logps.reshape(len(groups), num_completions)
-    if found := _not_finite(logps, groups):
-        raise ModelError(f"{side.name!r} gave the log-prob {found}; it must be finite: check the model's weights")
-    return logps
-
-
-def _not_finite(values_PG: np.ndarray, groups: Sequence[Group]) -> str:
-    """The first value that is not finite and its completion, as text; empty if there is none."""
-    places = np.argwhere(~np.isfinite(values_PG))
-    if not len(places):
-        return ""
-    p, g = map(int, places[0])
-    return f"{values_PG[p, g]} to completion {g} of prompt {groups[p].prompt.id!r}"
+    return logp_PG
 
 
 def _samples(

@@ -155,6 +155,11 @@ def quality(
     confidence_N = np.maximum(probability_N, 1 - probability_N)
     bins = reliability(confidence_N, hit_N, num_bins)
     is_longer_N, is_shorter_N = longer_N > 0, longer_N < 0
+    tfidf = p_value = None
+    if tfidf_N is not None:
+        other_N = _hits(tfidf_N)
+        tfidf = float(other_N.mean())
+        p_value = mcnemar(int((hit_N > other_N).sum()), int((hit_N < other_N).sum()))
     return RewardQuality(
         num_pairs=len(pairs),
         num_prompts=len(set(prompts)),
@@ -172,9 +177,9 @@ def quality(
         num_shorter=int(is_shorter_N.sum()),
         accuracy_shorter=_mean(hit_N[is_shorter_N]),
         longer_wins=float(_hits(longer_N).mean()),
-        tfidf=None if tfidf_N is None else float(_hits(tfidf_N).mean()),
+        tfidf=tfidf,
         num_tfidf_pairs=num_tfidf_pairs,
-        p_value_tfidf=None if tfidf_N is None else _mcnemar(hit_N, _hits(tfidf_N)),
+        p_value_tfidf=p_value,
     )
 
 
@@ -182,16 +187,11 @@ def reliability(confidence_N: np.ndarray, hit_N: np.ndarray, num_bins: int = NUM
     """Bins of equal width from 0.5 to 1, the range of the confidence in a choice between two."""
     edges = np.linspace(0.5, 1.0, num_bins + 1)
     place_N = np.clip(((confidence_N - 0.5) * 2 * num_bins).astype(np.int64), 0, num_bins - 1)
-    return tuple(
-        Bin(
-            low=float(edges[index]),
-            high=float(edges[index + 1]),
-            num_pairs=int((place_N == index).sum()),
-            confidence=_mean(confidence_N[place_N == index]),
-            accuracy=_mean(hit_N[place_N == index]),
-        )
-        for index in range(num_bins)
-    )
+    bins: list[Bin] = []
+    for index, (low, high) in enumerate(itertools.pairwise(edges.tolist())):
+        inside_N = place_N == index
+        bins.append(Bin(low, high, int(inside_N.sum()), _mean(confidence_N[inside_N]), _mean(hit_N[inside_N])))
+    return tuple(bins)
 
 
 def expected_calibration_error(bins: Sequence[Bin]) -> float:
@@ -217,10 +217,6 @@ def _correlation(first_N: np.ndarray, second_N: np.ndarray) -> float | None:
     if first_N.std() == 0 or second_N.std() == 0:
         return None
     return float(np.corrcoef(first_N, second_N)[0, 1])
-
-
-def _mcnemar(first_N: np.ndarray, second_N: np.ndarray) -> float:
-    return mcnemar(int((first_N > second_N).sum()), int((first_N < second_N).sum()))
 
 
 def _as_text(tokenizer: PreTrainedTokenizerBase, pair: DecidedPair) -> TextPair:

@@ -52,6 +52,12 @@ def is_exact(num_prompts: int) -> bool:
     return num_prompts <= MAX_EXACT_PROMPTS
 
 
+def check_confidence(confidence: float) -> None:
+    """Raise InputError for a confidence outside (0, 1)."""
+    if not 0 < confidence < 1:
+        raise InputError(f"confidence is {confidence}; give a share between 0 and 1, for example 0.95")
+
+
 def bootstrap_interval(
     diff_P: Sequence[float], seed: int = 0, num: int = 10_000, confidence: float = 0.95
 ) -> tuple[float, float]:
@@ -59,8 +65,7 @@ def bootstrap_interval(
 
     Raises InputError for no differences, a non-finite one, or a confidence outside (0, 1).
     """
-    if not 0 < confidence < 1:
-        raise InputError(f"confidence is {confidence}; give a share between 0 and 1, for example 0.95")
+    check_confidence(confidence)
     diff = _finite(diff_P)
     random = np.random.default_rng(seed)
     means = np.empty(num)
@@ -81,8 +86,7 @@ def proportion_interval(
     whole clusters are drawn (Korn and Graubard 1998); at most the number of items, and where v is 0 the number of
     clusters. Raises InputError for no items, or lists of different length.
     """
-    if not 0 < confidence < 1:
-        raise InputError(f"confidence is {confidence}; give a share between 0 and 1, for example 0.95")
+    check_confidence(confidence)
     if not hits or len(hits) != len(clusters):
         raise InputError(f"there are {len(hits)} hits in {len(clusters)} clusters; give one cluster for each hit")
     _, cluster_N = np.unique(np.asarray(clusters), return_inverse=True)
@@ -104,9 +108,8 @@ def mcnemar(num_only_first: int, num_only_second: int) -> float:
     null hypothesis the split is a fair coin. Raises InputError for a negative count.
     """
     if num_only_first < 0 or num_only_second < 0:
-        raise InputError(
-            f"the discordant counts are {num_only_first} and {num_only_second}; give counts of zero or more"
-        )
+        counts = f"{num_only_first} and {num_only_second}"
+        raise InputError(f"the discordant counts are {counts}; give counts of zero or more")
     total = num_only_first + num_only_second
     term = tail = 1  # Integer binomial coefficients: exact at any size.
     for k in range(1, min(num_only_first, num_only_second) + 1):

@@ -7,6 +7,7 @@ from rich.text import Text
 from tunesmith.core.log import one_line
 from tunesmith.evaluation.compare import Comparison
 from tunesmith.evaluation.reward_quality import RewardQuality
+from tunesmith.schema.records import plain_text
 
 
 def comparison_table(comparison: Comparison, num_samples: int = 0) -> RenderableType:
@@ -66,7 +67,7 @@ def _sample_table(comparison: Comparison, num_samples: int) -> Table:
     first = [sample for sample in comparison.samples if sample.completion_index == 0]
     for sample in first[:num_samples]:
         table.add_row(
-            Text(one_line(sample.prompt_text)),
+            Text(one_line(plain_text(sample.prompt))),
             Text(f"{sample.score_before:+.3f}  {one_line(sample.text_before)}"),
             Text(f"{sample.score_after:+.3f}  {one_line(sample.text_after)}"),
         )
@@ -75,10 +76,6 @@ def _sample_table(comparison: Comparison, num_samples: int) -> Table:
 
 def reward_table(quality: RewardQuality) -> RenderableType:
     """A rich renderable: the figures with what they are measured by, and the bins of the calibration."""
-    return Group(_reward_figures(quality), "", _bins(quality))
-
-
-def _reward_figures(quality: RewardQuality) -> Table:
     q = quality
     table = Table.grid(padding=(0, 2))
     interval = f"{q.accuracy_low:.3f} to {q.accuracy_high:.3f}"
@@ -96,18 +93,13 @@ def _reward_figures(quality: RewardQuality) -> Table:
     table.add_row("length", _or_none(q.length_correlation), "correlation of margin and difference in tokens")
     table.add_row("", _or_none(q.accuracy_longer), f"accuracy on the {q.num_longer:,} pairs whose better one is longer")
     table.add_row("", _or_none(q.accuracy_shorter), f"on the {q.num_shorter:,} pairs whose better one is shorter")
-    return table
-
-
-def _bins(quality: RewardQuality) -> Table:
-    table = Table(show_edge=False, pad_edge=False)
+    bins = Table(show_edge=False, pad_edge=False)
     for name in ("confidence", "pairs", "mean", "accuracy"):
-        table.add_column(name, justify="right")
+        bins.add_column(name, justify="right")
     for one in quality.bins:
-        table.add_row(
-            f"{one.low:.2f} to {one.high:.2f}", f"{one.num_pairs:,}", _or_none(one.confidence), _or_none(one.accuracy)
-        )
-    return table
+        bounds = f"{one.low:.2f} to {one.high:.2f}"
+        bins.add_row(bounds, f"{one.num_pairs:,}", _or_none(one.confidence), _or_none(one.accuracy))
+    return Group(table, "", bins)
 
 
 def _or_none(value: float | None) -> str:
