@@ -182,7 +182,8 @@ class Scorer:
                 waiting.append((name, reward))
                 continue
             with span(name):
-                ask = functools.partial(_outcomes, reward, samples, whole, extras)
+                parts = portions(len(whole.groups), whole.group_size) if isinstance(reward, ModelReward) else [whole]
+                ask = functools.partial(_outcomes, reward, samples, parts, extras)
                 done[name] = checked(reward, ask() if self._worker is None else self._worker.run(ask, math.inf))
         if waiting:
             with span("async"):
@@ -194,13 +195,13 @@ class Scorer:
 
 
 def _outcomes(
-    reward: ModelReward | CalledReward, samples: Sequence[Sample], whole: Portion, extras: Mapping[str, object]
+    reward: ModelReward | CalledReward,
+    samples: Sequence[Sample],
+    parts: Sequence[Portion],
+    extras: Mapping[str, object],
 ) -> Scored:
-    """A function is called with all samples at once, a model with a portion at a time."""
-    if isinstance(reward, CalledReward):
-        return reward.outcomes(samples, extras)
-    parts = portions(len(whole.groups), whole.group_size)
-    return one_answer({part: reward.outcomes(samples[part.samples.start : part.samples.stop]) for part in parts})
+    """The outcomes of one call for each of `parts`."""
+    return one_answer({part: reward.outcomes([samples[i] for i in part.samples], extras) for part in parts})
 
 
 def _distinct(names: Sequence[str]) -> tuple[str, ...]:

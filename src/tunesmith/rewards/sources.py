@@ -6,7 +6,8 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -55,9 +56,7 @@ def file_of(source: str) -> Path | None:
 
 
 def builtin_function(name: str, arguments: Mapping[str, object]) -> RewardFunction:
-    """The built-in reward `name` with its arguments. Raises RewardError for an argument that it does not have, or
-    lacks.
-    """
+    """The built-in reward `name`. Raises RewardError for an argument that it does not have, or lacks."""
     factory = BUILTINS[name]
     parameters = inspect.signature(factory).parameters
     for argument in arguments:
@@ -96,34 +95,31 @@ def _load_file(path: Path, source: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise RewardError(f"reward {source!r}: {path} is no Python file; write {_FORMS}")
     module = importlib.util.module_from_spec(spec)
-    _add_to_import_path(file.parent)
     sys.modules[name] = module  # dataclasses and pickles look their module up by name
-    loader = spec.loader
-    _run(lambda: loader.exec_module(module), f"reward {source!r}: {path}")
+    with _importing(file.parent, f"reward {source!r}: {path}"):
+        spec.loader.exec_module(module)
     return module
 
 
 def _import(name: str, source: str) -> ModuleType:
-    _add_to_import_path(Path.cwd())
     top = name.partition(".")[0]
     if not all(part.isidentifier() for part in name.split(".")):
         raise RewardError(f"reward {source!r}: {name!r} is no module path; write {_FORMS}")
-    if importlib.util.find_spec(top) is None:
-        raise RewardError(f"reward {source!r}: there is no module `{top}`; for a file write `./{top}.py:...`")
-    return _run(lambda: importlib.import_module(name), f"reward {source!r}: module {name}")
+    with _importing(Path.cwd(), f"reward {source!r}: module {name}"):
+        if importlib.util.find_spec(top) is not None:
+            return importlib.import_module(name)
+    raise RewardError(f"reward {source!r}: there is no module `{top}`; for a file write `./{top}.py:...`")
 
 
-def _run(load: Callable[[], ModuleType | None], what: str) -> ModuleType:
-    try:
-        return load()  # type: ignore[return-value]
-    except (Exception, SystemExit) as error:  # the file is the user's: whatever it raises is reported as its failure
-        raise RewardError(f"{what} fails to import: {type(error).__name__}: {error}{last_line_of(error)}") from error
-
-
-def _add_to_import_path(folder: Path) -> None:
-    """At the end, so that the folder's files hide no installed package."""
+@contextmanager
+def _importing(folder: Path, what: str) -> Generator[None, None, None]:
+    """Import code of the user's with `folder` at the end of the import path, so that it hides no installed package."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
+    try:
+        yield
+    except (Exception, SystemExit) as error:  # the file is the user's: whatever it raises is reported as its failure
+        raise RewardError(f"{what} fails to import: {type(error).__name__}: {error}{last_line_of(error)}") from error
 
 
 def _suggestion(name: str, module: object) -> str:
@@ -199,21 +195,13 @@ def _from_section(section: RewardSource, loading: Loading, policy: Policy) -> Mo
         raise RewardError(f"reward {source!r} is no built-in and no model; did you mean {close[0]!r}?")
     if section.timeout_s is not None:
         raise RewardError(f"reward {source!r} is a reward model; `timeout_s` belongs to functions, remove it")
-    return _load_model(section, loading, policy)
-
-
-def _load_model(section: RewardSource, loading: Loading, policy: Policy) -> ModelReward:
     try:
         model = load_reward_model(
-            section.source,
-            label=section.label,
-            transform=section.transform,
-            device=loading.device,
-            dtype=loading.dtype,
+            source, label=section.label, transform=section.transform, device=loading.device, dtype=loading.dtype
         )
     except ModelError as error:
         raise RewardError(
-            f"reward {section.source!r}: {error}. A reward is `./file.py:name`, `package.module:name`, a reward model, "
+            f"reward {source!r}: {error}. A reward is `./file.py:name`, `package.module:name`, a reward model, "
             f"or a built-in: {', '.join(BUILTINS)}"
         ) from error
     return ModelReward(model, policy_tokenizer=loading.policy_tokenizer, policy=policy)
