@@ -40,7 +40,7 @@ def server(serve: Serve) -> Server:
 
 @pytest.fixture
 def trainer(server: Server) -> Iterator[RunStore]:
-    """What a trainer beside that server writes."""
+    """The store of a trainer beside that server."""
     with RunStore.open(server.folder / "runs.db") as store:
         yield store
 

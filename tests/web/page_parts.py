@@ -1,4 +1,4 @@
-"""What tests of the vote page do with it."""
+"""Actions of a rater on the vote page, and its accessibility."""
 
 import re
 
@@ -47,6 +47,6 @@ def looks(page):
 
 
 def faults_of(page) -> list[str]:
-    """What axe finds wrong with the page for people who use assistive technology."""
+    """Violations that axe finds for people who use assistive technology."""
     found = Axe().run(page).response["violations"]
     return [f"{one['id']}: {[node['html'][:120] for node in one['nodes']]}" for one in found]

@@ -39,7 +39,7 @@ class Acknowledged:
 
 
 def until_answered(send: Callable[[], Answer], over: threading.Event) -> Answer:
-    """What a page does: a request without an answer is sent again. Slower than the rate that a rater may have."""
+    """A vote as the page sends it: again while there is no answer. Slower than the rate that a rater may have."""
     while not over.wait(0.02):
         try:
             return send()
@@ -70,7 +70,7 @@ def send_vote(client: Client, token: str, verdict: str, key: str, heard: Acknowl
 
 
 def kill_after_replies(server: Server, num_kills: int, heard: Acknowledged, is_over: Callable[[], bool]) -> int:
-    """How often the server was killed, each time as soon as it had acknowledged a vote, and started again."""
+    """Number of times that the server was killed, as soon as it had acknowledged a vote, and started again."""
     for number in range(num_kills):
         if is_over():
             return number

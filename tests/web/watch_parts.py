@@ -1,4 +1,4 @@
-"""What tests of the watch page do with it."""
+"""Reads of the watch page."""
 
 import re
 
@@ -22,7 +22,7 @@ def label(page, chart, *parts):
 
 
 def num_drawn(page, chart):
-    """How many points the first line of a chart goes through."""
+    """Number of points of a chart's first line."""
     path = page.locator(f"#chart-{chart} path.line").first.get_attribute("d")
     return len(re.findall("[ML]", path))
 

@@ -48,7 +48,7 @@ class News:
 
 
 class Cached(Generic[T]):
-    """A value of `make` that is at most `max_age_s` old. Thread-safe: one caller at a time renews it."""
+    """`make` with its value reused for `max_age_s`. Thread-safe: one caller at a time renews it."""
 
     def __init__(self, make: Callable[[], T], max_age_s: float) -> None:
         self._make = make
@@ -56,8 +56,8 @@ class Cached(Generic[T]):
         self._lock = threading.Lock()
         self._found: tuple[float, T] | None = None
 
-    def get(self) -> T:
-        """The cached value, renewed if it is too old."""
+    def __call__(self) -> T:
+        """The value, renewed if it is too old."""
         with self._lock:
             now = time.monotonic()
             if self._found is None or now - self._found[0] > self._max_age_s:
@@ -73,9 +73,11 @@ class WatchData:
         self._votes = votes
         self._standings_of = -1
         self._standings: dict[int, Json] = {}
-        self._cached_versions = Cached(self._versions, max_age_s=1.0)
-        self._cached_votes = Cached(self._votes_per_minute, max_age_s=0.5)
         self._cached_state = Cached(self._state, max_age_s=0.4)
+        self.versions = Cached(self._versions, max_age_s=1.0)
+        """`versions`, oldest first: the trainer's record, its `measured` win rate and the estimate `from_votes`."""
+        self.votes_per_minute = Cached(self._votes_per_minute, max_age_s=0.5)
+        """`per_minute`: (minutes from now, votes) of the last hour; `total`; the mean over the `last_minutes`."""
 
     def names(self) -> Json:
         """`cursor`, the sorted `names` of all metrics, the charts (`pictures`) of them, and `recent`: the last step and
@@ -118,18 +120,10 @@ class WatchData:
                 return News((), last, is_reset=True)
         return News(rows, rows[-1].id)
 
-    def versions(self) -> Json:
-        """`versions`, oldest first: the trainer's record, its `measured` win rate and the estimate `from_votes`."""
-        return self._cached_versions.get()
-
-    def votes_per_minute(self) -> Json:
-        """`per_minute`: (minutes from now, votes) of the last hour; `total`; the mean over the `last_minutes`."""
-        return self._cached_votes.get()
-
     def state(self) -> Json:
         """`kind` (none, running, silent, dead, stopped, finished), the trainer's activity (`doing`), its last `step`,
         and `age_s`, seconds since its last heartbeat."""
-        beat, found = self._cached_state.get()
+        beat, found = self._cached_state()
         age_s = None if beat is None else round(max(0.0, time.time() - beat.time), 1)
         return {**found, "age_s": age_s}
 
