@@ -213,6 +213,23 @@ class CachedDecoder:
         ops = Ops(self._linear, attention, decoder.kernels, on_layer=on_layer)
         return flat.hidden_states(decoder.architecture, ids_T, places.positions_T, ops)
 
+    def hidden_states(
+        self, tokens: Rows, storage: torch.Tensor, block_tables: torch.Tensor, *, on_layer: OnLayer | None = None
+    ) -> torch.Tensor:
+        """As `forward`, of tokens that the host lists."""
+        count, device = len(tokens.token_ids), storage.device
+        missing = max(0, _MIN_ROWS - count)
+        ids_T, positions_T, table_rows_T = (
+            torch.tensor(values + values[-1:] * missing, dtype=dtype, device=device)
+            for values, dtype in (
+                (tokens.token_ids, torch.int64),
+                (tokens.positions, torch.int32),
+                (tokens.table_rows, torch.int32),
+            )
+        )
+        places = Places(positions_T, table_rows_T, block_tables.to(device))
+        return self.forward(ids_T, places, storage, max(tokens.positions) + 1, on_layer=on_layer)[:count]
+
     @torch.no_grad()
     def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
         """Logits `[R, V]`."""
@@ -309,23 +326,6 @@ class Runner(CachedDecoder):
             repeat_R = torch.tensor(repeats)
             hidden_RH, logits_RV = (x.repeat_interleave(repeat_R, dim=0) for x in (hidden_RH, logits_RV))
         return StepOutput(hidden_RH, logits_RV)
-
-    def hidden_states(
-        self, tokens: Rows, storage: torch.Tensor, block_tables: torch.Tensor, *, on_layer: OnLayer | None = None
-    ) -> torch.Tensor:
-        """Hidden states of `tokens`, `[T, H]`; their keys and values are written."""
-        count = len(tokens.token_ids)
-        missing = max(0, _MIN_ROWS - count)
-        ids_T, positions_T, table_rows_T = (
-            torch.tensor(values + values[-1:] * missing, dtype=dtype)
-            for values, dtype in (
-                (tokens.token_ids, torch.int64),
-                (tokens.positions, torch.int32),
-                (tokens.table_rows, torch.int32),
-            )
-        )
-        places = Places(positions_T, table_rows_T, block_tables)
-        return self.forward(ids_T, places, storage, int(positions_T.max()) + 1, on_layer=on_layer)[:count]
 
 
 def _frozen_version(projection: Projection) -> tuple[int, ...] | None:

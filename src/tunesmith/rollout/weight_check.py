@@ -6,7 +6,6 @@ and train on the log-probs of another model.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -14,7 +13,7 @@ from tunesmith.core.errors import TrainingError
 from tunesmith.kernels.sample.api import score
 from tunesmith.models.decoder import Decoder, OnLayer
 from tunesmith.rollout.kv_cache import KVCache, allocate_storage, blocks_for
-from tunesmith.rollout.runner import cache_shape
+from tunesmith.rollout.runner import CachedDecoder, cache_shape
 from tunesmith.rollout.scheduler import Rows
 
 
@@ -36,20 +35,8 @@ MAX_DIFFERENCE = {torch.bfloat16: 0.5, torch.float16: 0.5, torch.float32: 1e-2, 
 """Largest difference in nats on one token between two correct computations; several times the measured one."""
 
 
-class Scored(Protocol):
-    """Forward pass of an engine, with packed weights or with the trained ones on a device."""
-
-    def hidden_states(self, tokens: Rows, storage: torch.Tensor, block_tables: torch.Tensor) -> torch.Tensor:
-        """Hidden states `[T, H]` of the tokens, whose keys and values are written."""
-        ...
-
-    def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
-        """Logits `[R, V]`."""
-        ...
-
-
 @torch.no_grad()
-def largest_difference(decoder: Decoder, runner: Scored, check: Check) -> float:
+def largest_difference(decoder: Decoder, runner: CachedDecoder, check: Check) -> float:
     """Largest absolute difference in nats between the engine's and the trainer's log-prob of a fixed token.
 
     The trainer computes all sequences in one pass, the engine in steps over its cache. Sequences are cut to the model's
@@ -80,7 +67,7 @@ def largest_difference(decoder: Decoder, runner: Scored, check: Check) -> float:
 
 
 def _in_steps(
-    runner: Scored, cache: KVCache, storage: torch.Tensor, ids: list[list[int]], step: int
+    runner: CachedDecoder, cache: KVCache, storage: torch.Tensor, ids: list[list[int]], step: int
 ) -> list[torch.Tensor]:
     """Hidden states of each sequence: the first half in one step, then `step` tokens per step."""
     tables = [cache.allocate(row) for row in ids]

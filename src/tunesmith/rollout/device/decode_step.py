@@ -27,7 +27,6 @@ from tunesmith.models.decoder import Decoder, module_outputs
 from tunesmith.models.loaded import PreTrainedModel
 from tunesmith.rollout.kv_cache import BLOCK_TOKENS, CacheShape
 from tunesmith.rollout.runner import CachedDecoder, PackedLinear, cache_shape, projections
-from tunesmith.rollout.scheduler import Rows
 
 PREFIX_MEMBERS = 16
 """Largest number of completions that read a shared prefix together; larger groups are split."""
@@ -106,16 +105,6 @@ class DeviceModel(CachedDecoder):
 
     def _current_addresses(self) -> tuple[int, ...]:
         return tuple(parameter.data_ptr() for parameter in self._module.parameters())
-
-    def hidden_states(self, tokens: Rows, storage: torch.Tensor, block_tables: torch.Tensor) -> torch.Tensor:
-        """Hidden states `[T, H]` of tokens that the host lists; their keys and values are written."""
-        device = storage.device
-        ids_T = torch.tensor(tokens.token_ids, device=device)
-        positions_T, rows_T = (
-            torch.tensor(values, dtype=torch.int32, device=device) for values in (tokens.positions, tokens.table_rows)
-        )
-        places = Places(positions_T, rows_T, block_tables.to(device))
-        return self.forward(ids_T, places, storage, max_positions(places))
 
 
 def max_positions(places: Places) -> int:
