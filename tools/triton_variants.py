@@ -12,8 +12,8 @@ import torch
 
 from tunesmith.kernels.advance import triton_impl as advance
 from tunesmith.kernels.attention import triton_impl as attention
-from tunesmith.kernels.attention.planning import AttentionPlan
 from tunesmith.kernels.attention.records import AttentionSettings
+from tunesmith.kernels.attention.triton_impl import AttentionPlan
 from tunesmith.kernels.gae import triton_impl as gae
 from tunesmith.kernels.gated import triton_impl as gated
 from tunesmith.kernels.launching import LaunchPlan, ceil_div

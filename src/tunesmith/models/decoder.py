@@ -20,8 +20,7 @@ from transformers import PreTrainedModel
 
 from tunesmith.core.errors import InputError
 from tunesmith.kernels.attention.api import attend_packed
-from tunesmith.kernels.attention.packing import Packing, Segments
-from tunesmith.kernels.attention.records import Rope
+from tunesmith.kernels.attention.records import Packing, Rope, Segments
 from tunesmith.kernels.gated.api import activate, gated, softcap
 from tunesmith.kernels.logprob.head import OutputLayer
 from tunesmith.kernels.native import Kernels

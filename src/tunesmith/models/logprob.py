@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from tunesmith.batch.targets import Targets
 from tunesmith.core.errors import ModelError
-from tunesmith.kernels.attention.packing import ALONE, Segments
+from tunesmith.kernels.attention.records import ALONE, Segments
 from tunesmith.kernels.logprob.api import chosen_logp_entropy
 from tunesmith.kernels.logprob.head import HeadScores, OutputLayer, head_logp_entropy, head_scores
 from tunesmith.kernels.native import Kernels, shared

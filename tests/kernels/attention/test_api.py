@@ -9,8 +9,7 @@ import torch
 from tunesmith.core.errors import InputError
 from tunesmith.kernels.attention import torch_impl
 from tunesmith.kernels.attention.api import attend, attend_packed
-from tunesmith.kernels.attention.packing import Segments
-from tunesmith.kernels.attention.records import BLOCK_TOKENS, AttentionSettings, Places, Rope
+from tunesmith.kernels.attention.records import BLOCK_TOKENS, AttentionSettings, Places, Rope, Segments
 from tunesmith.kernels.native import Kernels
 
 DTYPES = [torch.float32, torch.bfloat16]

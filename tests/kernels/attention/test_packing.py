@@ -9,8 +9,7 @@ import torch
 from tunesmith.core.errors import InputError
 from tunesmith.kernels.attention import torch_impl
 from tunesmith.kernels.attention.api import attend_packed
-from tunesmith.kernels.attention.packing import Packing, Segments, copied_places
-from tunesmith.kernels.attention.records import AttentionSettings, Rope
+from tunesmith.kernels.attention.records import AttentionSettings, Packing, Rope, Segments, copied_places
 from tunesmith.kernels.native import Kernels
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -133,7 +132,7 @@ def test_layers_of_a_pass_share_room_and_do_not_see_each_other(native: Kernels) 
     alone = [attend_packed(q, k, v, rope(), Packing(segments), settings, kernels=native) for q, k, v in layers]
     together = [attend_packed(q, k, v, rope(), packing, settings, kernels=native) for q, k, v in (*layers, layers[0])]
     assert all(torch.equal(a, b) for a, b in zip((*alone, alone[0]), together, strict=True))
-    assert packing.room(settings.key_width, torch.bfloat16) is packing.room(settings.key_width, torch.bfloat16)
+    assert packing.buffer(settings.key_width, torch.bfloat16) is packing.buffer(settings.key_width, torch.bfloat16)
 
 
 def test_full_blocks_are_shared_and_the_rest_is_copied() -> None:

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tunesmith.core.errors import InputError, TritonUnavailableError
-from tunesmith.kernels.attention import ops, torch_impl
+from tunesmith.kernels.attention import torch_impl
 from tunesmith.kernels.attention.api import attend, attend_packed
-from tunesmith.kernels.attention.planning import SPLIT_TOKENS, launch
 from tunesmith.kernels.attention.records import BLOCK_TOKENS, AttentionSettings, Places, Rope, SharedPrefixes
+from tunesmith.kernels.attention.triton_impl import SPLIT_TOKENS, launch
 from tunesmith.kernels.native import Kernels
 
 # Turned queries and keys are rounded once, as outputs are; the interpreter cuts bfloat16 where a GPU rounds.
@@ -353,4 +353,4 @@ def test_torch_knows_the_operator():
     places, prefixes = ([getattr(one, name) for name in one.__slots__] for one in (batch.places, batch.prefixes))
     rope = [batch.rope.cos_PF, batch.rope.sin_PF]
     given = (list(batch.qkv), rope, places, batch.cache_2NW, prefixes, [4, 2, 16, 0], [0.25, 0.0])
-    torch.library.opcheck(ops.attend, given, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(torch.ops.tunesmith.attend.default, given, test_utils=("test_schema", "test_faketensor"))

@@ -23,9 +23,16 @@ from tunesmith.kernels.arguments import (
     records_gradient,
     with_dense_rows,
 )
-from tunesmith.kernels.attention import backward, ops, torch_impl
-from tunesmith.kernels.attention.packing import Packing, Segments
-from tunesmith.kernels.attention.records import BLOCK_TOKENS, AttentionSettings, Places, Rope, SharedPrefixes
+from tunesmith.kernels.attention import torch_impl
+from tunesmith.kernels.attention.records import (
+    BLOCK_TOKENS,
+    AttentionSettings,
+    Packing,
+    Places,
+    Rope,
+    Segments,
+    SharedPrefixes,
+)
 from tunesmith.kernels.native import Kernels
 
 _COMPLAINTS = {
@@ -161,9 +168,8 @@ class _Call:
         library = library_for(self.kernels, "attention", q_TX)
         if library is None:
             return torch_impl.attend_packed(q_TX, k_TY, v_TY, self.rope, self.packing.segments, self.settings)
-        room_2NW = self.packing.room(self.settings.key_width, q_TX.dtype)
-        placed = self.packing.places
-        return _native(library, (q_TX, k_TY, v_TY), self.rope, placed.places, placed.copied_E, room_2NW, self.settings)
+        cache_2NW, placed = self.packing.buffer(self.settings.key_width, q_TX.dtype), self.packing.places
+        return _native(library, (q_TX, k_TY, v_TY), self.rope, placed.places, placed.copied_E, cache_2NW, self.settings)
 
     def backward(
         self, q_TX: torch.Tensor, k_TY: torch.Tensor, v_TY: torch.Tensor, grad_TX: torch.Tensor
@@ -172,7 +178,7 @@ class _Call:
         segments = self.packing.segments
         library = library_for(self.kernels, "attention_gradient", q_TX)
         if library is None:
-            return backward.gradients(q_TX, k_TY, v_TY, grad_TX, self.rope, segments, self.settings)
+            return torch_impl.packed_gradients(q_TX, k_TY, v_TY, grad_TX, self.rope, segments, self.settings)
         tensors = tuple(with_dense_rows(tensor) for tensor in (q_TX, k_TY, v_TY, grad_TX))
         dq_TX, dk_TY, dv_TY = (torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors[:3])
         starts, parents = torch.tensor(segments.starts), torch.tensor(segments.parents, dtype=torch.int64)
@@ -256,7 +262,7 @@ def _triton(
             raise InputError(f"{name} are on {tensor.device} and q is on {q_TX.device}; give all on one device")
     if prefixes is not None and len(prefixes.start_T) != len(q_TX):
         raise InputError(f"{len(prefixes.start_T)} starts and {len(q_TX)} tokens; give one for each token")
-    return ops.attend(
+    return _triton_attend(
         list(qkv),
         [] if rope is None else [rope.cos_PF, rope.sin_PF],
         [places.positions_T, places.table_rows_T, places.block_tables_RN],
@@ -265,6 +271,37 @@ def _triton(
         [settings.num_heads, settings.num_kv_heads, settings.head_dim, settings.window or 0],
         [settings.scale, settings.softcap or 0.0],
     )
+
+
+# An operator, which torch.compile sees and a CUDA graph may contain; it takes no records, so they come in parts.
+@torch.library.custom_op("tunesmith::attend", mutates_args=("cache_2NW",))
+def _triton_attend(
+    qkv: Sequence[torch.Tensor],
+    rope: Sequence[torch.Tensor],
+    places: Sequence[torch.Tensor],
+    cache_2NW: torch.Tensor,
+    prefixes: Sequence[torch.Tensor],
+    heads: Sequence[int],
+    scores: Sequence[float],
+) -> torch.Tensor:
+    """The result of `torch_impl.attend`, [T, X]; no `rope` or `prefixes` are empty lists. No gradient.
+
+    `heads` are the numbers of query heads and key/value heads, the head width and the window; `scores` are scale and
+    soft-cap; 0 is no window and no cap.
+    """
+    from tunesmith.kernels.attention.triton_impl import forward
+
+    num_heads, num_kv_heads, head_dim, window = heads
+    scale, softcap = scores
+    settings = AttentionSettings(num_heads, num_kv_heads, head_dim, scale, window or None, softcap or None)
+    q_TX, k_TY, v_TY = qkv
+    shared = SharedPrefixes(*prefixes) if prefixes else None
+    return forward((q_TX, k_TY, v_TY), Rope(*rope) if rope else None, Places(*places), cache_2NW, shared, settings)
+
+
+@_triton_attend.register_fake
+def _(qkv: Sequence[torch.Tensor], *_: object) -> torch.Tensor:
+    return torch.empty(qkv[0].shape, dtype=qkv[0].dtype, device=qkv[0].device)
 
 
 def _float32(rope: Rope | None) -> Rope | None:

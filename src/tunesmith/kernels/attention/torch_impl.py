@@ -9,8 +9,7 @@ import torch
 
 from tunesmith.core.errors import InputError
 from tunesmith.kernels.arguments import without_autocast
-from tunesmith.kernels.attention.packing import Segments
-from tunesmith.kernels.attention.records import BLOCK_TOKENS, AttentionSettings, Places, Rope
+from tunesmith.kernels.attention.records import BLOCK_TOKENS, AttentionSettings, Places, Rope, Segments
 
 
 def attend(
@@ -61,24 +60,58 @@ def attend_packed(
     outs_TX: list[torch.Tensor] = []
     for tokens_C, prefix in zip(segments.token_indices(), segments.prefixes, strict=True):
         here_C = tokens_C.to(q_TX.device)
-        positions_C = torch.arange(len(here_C), device=q_TX.device)
-        q_THD, k_CKD, v_CKD = (tensor[here_C].unflatten(1, (-1, settings.head_dim)) for tensor in (q_TX, k_TY, v_TY))
-        k_CKD = rotated(k_CKD, positions_C, rope)
-        positions_T = positions_C[prefix:]
-        outs_TX.append(_one_sequence(rotated(q_THD[prefix:], positions_T, rope), k_CKD, v_CKD, positions_T, settings))
+        outs_TX.append(_packed_sequence(q_TX[here_C[prefix:]], k_TY[here_C], v_TY[here_C], rope, settings))
     return torch.cat(outs_TX)
 
 
-def rotated(x_THD: torch.Tensor, positions_T: torch.Tensor, rope: Rope | None, *, sign: float = 1.0) -> torch.Tensor:
-    """The first 2F dimensions of each head turned by the angles of its position, computed in float32 or float64 and
-    rounded once; `sign=-1` turns back.
+@without_autocast
+def packed_gradients(
+    q_TX: torch.Tensor,
+    k_TY: torch.Tensor,
+    v_TY: torch.Tensor,
+    grad_TX: torch.Tensor,
+    rope: Rope | None,
+    segments: Segments,
+    settings: AttentionSettings,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k and v from that of `attend_packed`'s output, by autograd of one sequence at a time.
+
+    Gradients of shared keys and values are summed in float32 (float64 for float64).
     """
+    qkv = (q_TX, k_TY, v_TY)
+    sums = [torch.zeros(x_TZ.shape, dtype=_wide(x_TZ.dtype), device=x_TZ.device) for x_TZ in qkv]
+    for tokens_C, prefix in zip(segments.token_indices(), segments.prefixes, strict=True):
+        here_C = tokens_C.to(grad_TX.device)
+        indices = (here_C[prefix:], here_C, here_C)
+        with torch.enable_grad():
+            leaves = [x_TZ.detach()[index].requires_grad_() for x_TZ, index in zip(qkv, indices, strict=True)]
+            out_TX = _packed_sequence(*leaves, rope, settings)
+        parts = torch.autograd.grad(out_TX, leaves, grad_TX[indices[0]])
+        for sum_TZ, index, part in zip(sums, indices, parts, strict=True):
+            sum_TZ.index_add_(0, index, part.to(sum_TZ.dtype))
+    dq_TX, dk_TY, dv_TY = (sum_TZ.to(x_TZ.dtype) for sum_TZ, x_TZ in zip(sums, qkv, strict=True))
+    return dq_TX, dk_TY, dv_TY
+
+
+def _packed_sequence(
+    q_TX: torch.Tensor, k_CY: torch.Tensor, v_CY: torch.Tensor, rope: Rope | None, settings: AttentionSettings
+) -> torch.Tensor:
+    """Attention of the last T tokens of one sequence of C tokens, [T, X]."""
+    positions_C = torch.arange(len(k_CY), device=q_TX.device)
+    positions_T = positions_C[len(k_CY) - len(q_TX) :]
+    q_THD, k_CKD, v_CKD = (x_TZ.unflatten(1, (-1, settings.head_dim)) for x_TZ in (q_TX, k_CY, v_CY))
+    k_CKD = rotated(k_CKD, positions_C, rope)
+    return _one_sequence(rotated(q_THD, positions_T, rope), k_CKD, v_CKD, positions_T, settings)
+
+
+def rotated(x_THD: torch.Tensor, positions_T: torch.Tensor, rope: Rope | None) -> torch.Tensor:
+    """The first 2F dimensions of each head rotated by the angles of its position, computed in float32 or float64."""
     if rope is None:
         return x_THD
     wide = _wide(x_THD.dtype)
     half = rope.cos_PF.shape[1]
     cos_T1F = rope.cos_PF.to(x_THD.device, wide)[positions_T][:, None]
-    sin_T1F = rope.sin_PF.to(x_THD.device, wide)[positions_T][:, None] * sign
+    sin_T1F = rope.sin_PF.to(x_THD.device, wide)[positions_T][:, None]
     first, second = x_THD[..., :half].to(wide), x_THD[..., half : 2 * half].to(wide)
     turned = torch.cat((first * cos_T1F - second * sin_T1F, second * cos_T1F + first * sin_T1F), -1)
     return torch.cat((turned.to(x_THD.dtype), x_THD[..., 2 * half :]), -1)
@@ -121,15 +154,12 @@ def _one_sequence(
     scores_TKGC = torch.einsum("tkgd,ckd->tkgc", q_TKGD, k_CKD.to(wide)) * settings.scale
     if settings.softcap is not None:
         scores_TKGC = settings.softcap * torch.tanh(scores_TKGC / settings.softcap)
-    is_seen_TC = seen(positions_T[:, None], torch.arange(len(k_CKD), device=q_THD.device), settings.window)
+    positions_C = torch.arange(len(k_CKD), device=q_THD.device)
+    is_seen_TC = positions_C <= positions_T[:, None]
+    if settings.window is not None:
+        is_seen_TC &= positions_C > positions_T[:, None] - settings.window
     p_TKGC = scores_TKGC.masked_fill(~is_seen_TC[:, None, None], float("-inf")).softmax(-1)
     return torch.einsum("tkgc,ckd->tkgd", p_TKGC, v_CKD.to(wide)).flatten(1).to(q_THD.dtype)
-
-
-def seen(position: torch.Tensor, other: torch.Tensor, window: int | None) -> torch.Tensor:
-    """True where the token at `position` attends to the one at `other`, with broadcasting."""
-    is_seen = other <= position
-    return is_seen if window is None else is_seen & (other > position - window)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -21,10 +21,18 @@ from typing import Any
 import torch
 
 from tunesmith.kernels.arguments import with_dense_rows
-from tunesmith.kernels.attention.planning import AttentionPlan, launch
-from tunesmith.kernels.attention.records import AttentionSettings, Places, Rope, SharedPrefixes
-from tunesmith.kernels.launching import ceil_div
-from tunesmith.kernels.triton_attention import attend_kernel, merge_kernel, prefix_kernel, write_kernel
+from tunesmith.kernels.attention.records import BLOCK_TOKENS, AttentionSettings, Places, Rope, SharedPrefixes
+from tunesmith.kernels.attention.triton_kernels import attend_kernel, merge_kernel, prefix_kernel, write_kernel
+from tunesmith.kernels.launching import ceil_div, power_of_two
+
+SPLIT_TOKENS = 512
+"""Tokens of a sequence that one program goes over. Where a split begins depends on nothing else, and so do the bits."""
+
+_SMALLEST_DOT = 16
+_MOST_ROWS = 32
+_TILE_BYTES = 16 * 1024
+_NUMBERS_OF_A_PRODUCT = 4096
+_NUMBERS_OF_A_PROGRAM = 1024
 
 SCRATCH_BYTES = 256 * 2**20
 """Most memory for partial results of tokens without shared prefixes; more tokens are taken in several passes."""
@@ -37,23 +45,67 @@ MERGE_WARPS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class _Partials:
-    """Partial results: the largest score and the sum of weights `[T, S, H]`, and the weighted sums `[T, S, H, D]`."""
+class AttentionPlan:
+    """Grid and splits of the attention of one layer.
 
-    largest_TSH: torch.Tensor
-    total_TSH: torch.Tensor
-    sum_TSHD: torch.Tensor
+    A program has `rows` query heads of one token, `head_tiles` programs make up those of a key/value head, and programs
+    over a shared prefix have `prefix_rows` of several tokens. They go over `split_tokens` keys, `tile_tokens` at a
+    time; `num_splits` of them make up the width of the tables. `block_d` is a head's width, filled up to a power of
+    two, and `block_h` the number of heads in a program that turns and writes. `uses_dot`: by matrix units. The
+    stages of a loop are entries of the block table, keys and values that these lead to, and products.
+    """
 
-    @classmethod
-    def empty(cls, num_tokens: int, num_slots: int, settings: AttentionSettings, device: torch.device) -> "_Partials":
-        """Memory that nothing was written to yet."""
-        shape = (num_tokens, num_slots, settings.num_heads)
-        shapes = (shape, shape, (*shape, settings.head_dim))
-        return cls(*(torch.empty(one, dtype=torch.float32, device=device) for one in shapes))
+    rows: int
+    head_tiles: int
+    prefix_rows: int
+    tile_tokens: int
+    split_tokens: int
+    num_splits: int
+    block_d: int
+    block_h: int
+    uses_dot: bool
+    num_warps: int
+    num_stages: int = 5
 
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """In the order in which kernels take them."""
-        return self.largest_TSH, self.total_TSH, self.sum_TSHD
+    def prefix_tiles(self, num_members: int, group_size: int) -> int:
+        """Programs that make up the query heads of a key/value head, of all members of a prefix."""
+        return ceil_div(num_members * group_size, self.prefix_rows)
+
+
+def launch(
+    settings: AttentionSettings,
+    dtype: torch.dtype,
+    table_width: int,
+    *,
+    uses_dot: bool,
+    split_tokens: int = SPLIT_TOKENS,
+) -> AttentionPlan:
+    """The plan for tables of `table_width` blocks. It reads no positions: a CUDA graph stays valid as sequences grow.
+
+    Matrix units take the query heads of a key/value head as 16 rows or
+    more; without them a product of rows, keys and a head's width has to fit the registers.
+    """
+    group, block_d = settings.group_size, max(_SMALLEST_DOT, power_of_two(settings.head_dim))
+    if uses_dot:
+        rows = min(_MOST_ROWS, max(_SMALLEST_DOT, power_of_two(group)))
+        prefix_rows = _MOST_ROWS
+        tile_tokens = max(_SMALLEST_DOT, min(64, _TILE_BYTES // (block_d * dtype.itemsize)))
+    else:
+        prefix_rows = max(1, min(4, 512 // block_d))
+        rows = min(power_of_two(group), prefix_rows)
+        tile_tokens = max(BLOCK_TOKENS, min(64, _NUMBERS_OF_A_PRODUCT // (prefix_rows * block_d)))
+    return AttentionPlan(
+        rows=rows,
+        head_tiles=ceil_div(group, rows),
+        prefix_rows=prefix_rows,
+        tile_tokens=tile_tokens,
+        split_tokens=split_tokens,
+        num_splits=max(1, ceil_div(table_width * BLOCK_TOKENS, split_tokens)),
+        block_d=block_d,
+        block_h=max(1, min(power_of_two(settings.num_heads), _NUMBERS_OF_A_PROGRAM // block_d)),
+        uses_dot=uses_dot,
+        num_warps=4 if uses_dot else 8,
+    )
 
 
 def uses_dot(tensor: torch.Tensor) -> bool:
@@ -144,7 +196,10 @@ def _attend(
     num_tokens, num_heads, num_kv_heads = len(q_TX), settings.num_heads, settings.num_kv_heads
     num_slots = plan.num_splits + (prefixes is not None)
     is_whole = num_slots == 1
-    partials = _Partials.empty(0 if is_whole else num_tokens, num_slots, settings, q_TX.device).tensors()
+    # Of each slot: the largest score and the sum of weights [T, S, H], and the weighted sum of values [T, S, H, D].
+    slots = (0 if is_whole else num_tokens, num_slots, num_heads)
+    shapes = (slots, slots, (*slots, settings.head_dim))
+    partials = [torch.empty(shape, dtype=torch.float32, device=q_TX.device) for shape in shapes]
     starts_T = places.positions_T if prefixes is None else prefixes.start_T
     given = (q_TX, *cache_2NW.unbind(), places.positions_T, places.table_rows_T, places.block_tables_RN)
     strides = (q_TX.stride(0), places.block_tables_RN.stride(0), num_slots)
