@@ -205,7 +205,7 @@ def test_bad_values_on_the_command_line_are_refused_the_same_way(
         ("- a\n- b\n", "mine.yaml"),
         ("just text\n", "mine.yaml"),
         ("run: 3\n", "run"),
-        ("a: 1\na: 2\n", "the key 'a' stands twice"),
+        ("a: 1\na: 2\n", "the key 'a' is given twice"),
     ],
 )
 def test_what_the_schema_does_not_know_is_named_with_what_was_meant(

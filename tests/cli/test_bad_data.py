@@ -66,7 +66,7 @@ BAD_ANYWHERE: dict[str, tuple[bytes, str]] = {
     "a list": (b"[1, 2]\n", "a list, not an object"),
     "a number": (b"3\n", "a number, not an object"),
     "NaN": (b'{"prompt": NaN, "chosen": "a", "rejected": "b"}\n', "NaN is no JSON number"),
-    "a key twice": (b'{"prompt": "a", "prompt": "b"}\n', "key `prompt` stands twice"),
+    "a key twice": (b'{"prompt": "a", "prompt": "b"}\n', "key `prompt` is given twice"),
     "not UTF-8": (b'{"prompt": "\xff"}\n', "not UTF-8"),
     "nested too deeply": (b'{"prompt": ' + b"[" * 100_000 + b"\n", "nested too deeply"),
 }
@@ -161,7 +161,7 @@ def test_skip_bad_drops_and_counts_demonstrations(folder: Path) -> None:
     ("change", "problem"),
     [
         (lambda row: row * 2 + row[:-5], "mine.jsonl:3: the last line is cut off"),
-        (lambda row: 2 * row.replace(b"{", b'{"id": 7, '), "mine.jsonl:2: id '7' stands already at mine.jsonl:1"),
+        (lambda row: 2 * row.replace(b"{", b'{"id": 7, '), "mine.jsonl:2: id '7' is already at mine.jsonl:1"),
         (lambda row: b"", "mine.jsonl has no rows"),
         (lambda row: b"\n\n", "mine.jsonl has no rows"),
         (lambda row: row.decode().encode("utf-16"), "mine.jsonl is UTF-16; save it as UTF-8"),

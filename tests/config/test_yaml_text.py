@@ -52,7 +52,7 @@ def test_every_key_knows_its_line() -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("a: 1\na: 2\n", "f.yaml:2: the key 'a' stands twice"),
+        ("a: 1\na: 2\n", "f.yaml:2: the key 'a' is given twice"),
         ("a: !!python/object/apply:os.system ['true']\n", "f.yaml:1: tag"),
         ("a: !!binary aGVsbG8=\n", "f.yaml:1: tag"),
         ("!!python/name:os.system a: 1\n", "f.yaml:1: tag"),

@@ -135,7 +135,7 @@ class _Builder:
             self._scalar(key_node)  # for its tag alone: `1` and `true` are good names of keys
             key = str(key_node.value)
             if key in values:
-                raise self._error(key_node, f"the key {key!r} stands twice; keep one")
+                raise self._error(key_node, f"the key {key!r} is given twice; keep one")
             self.lines[(*path, key)] = _line(key_node)
             values[key] = self.build(value_node, (*path, key), depth + 1)
         return values
