@@ -90,7 +90,13 @@ def _as_ranking(row: Row) -> Ranking:
     if "prompt" not in columns:
         raise RowError(missing_column("prompt", columns), "missing column")
     prompt = as_content(columns["prompt"], "prompt")
-    completions = _completions(columns[COMPLETIONS])
+    given = columns[COMPLETIONS]
+    if not isinstance(given, list | tuple):
+        raise RowError(f"`{COMPLETIONS}` is {kind_of(given)}; give a list of completions, best first", "wrong type")
+    items = cast(Sequence[object], given)
+    if len(items) < 2:
+        raise RowError(f"`{COMPLETIONS}` has {len(items)}; a ranking needs two or more", "empty")
+    completions = tuple(as_completion(item, f"{COMPLETIONS}[{index}]") for index, item in enumerate(items))
     _check_one_form({"prompt": prompt} | {f"{COMPLETIONS}[{i}]": text for i, text in enumerate(completions)})
     ranks = _ranks(columns, len(completions))
     for index, text in enumerate(completions):
@@ -118,15 +124,6 @@ def _check_one_form(contents: Mapping[str, Text]) -> None:
         raise RowError(
             f"`{texts[0]}` is text but `{lists[0]}` is a list of messages; give all columns in one form", "wrong type"
         )
-
-
-def _completions(value: object) -> tuple[Text, ...]:
-    if not isinstance(value, list | tuple):
-        raise RowError(f"`{COMPLETIONS}` is {kind_of(value)}; give a list of completions, best first", "wrong type")
-    items = cast(Sequence[object], value)
-    if len(items) < 2:
-        raise RowError(f"`{COMPLETIONS}` has {len(items)}; a ranking needs two or more", "empty")
-    return tuple(as_completion(item, f"{COMPLETIONS}[{index}]") for index, item in enumerate(items))
 
 
 def _ranks(columns: Mapping[str, object], num_completions: int) -> tuple[int, ...]:
@@ -247,7 +244,9 @@ def _as_preference(row: Row, dialogues_as_text: bool) -> Pair | Ranking:
     source = prompt_column(columns)
     prompt: Text = as_content(columns[source], source) if source else ""
     chosen, rejected = as_completion(columns["chosen"], "chosen"), as_completion(columns["rejected"], "rejected")
-    tie = _tie(columns.get("tie"))
+    tie = False if columns.get("tie") is None else columns["tie"]
+    if not isinstance(tie, bool):
+        raise RowError(f"`tie` is {kind_of(tie)}; give true or false", "wrong type")
     if chosen == rejected and not tie:
         raise RowError(
             '`chosen` and `rejected` are the same; remove the row, or mark it with "tie": true', "same completions"
@@ -275,12 +274,6 @@ def _exchange(prompt: Text, chosen: Text, rejected: Text, dialogues_as_text: boo
         as_completion(exchange.chosen, "chosen")
         as_completion(exchange.rejected, "rejected")
     return exchange
-
-
-def _tie(value: object) -> bool:
-    if value is None or isinstance(value, bool):
-        return bool(value)
-    raise RowError(f"`tie` is {kind_of(value)}; give true or false", "wrong type")
 
 
 def _margin(value: object, tie: bool) -> float | None:

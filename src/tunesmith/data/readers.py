@@ -14,8 +14,10 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tunesmith.core.errors import DataError, MissingDependencyError
 from tunesmith.data.rows import Candidate, Refused, RowError, checked_columns
@@ -43,7 +45,7 @@ def jsonl_rows(path: Path) -> Iterator[Candidate]:
     decoder = _decoder()
     for number, line in enumerate(lines, start=1):
         is_cut = number == len(lines) and not last_is_closed
-        yield f"{path.name}:{number}", lambda line=line, is_cut=is_cut: _parse_line(decoder, line, is_cut)
+        yield f"{path.name}:{number}", partial(_parse_line, decoder, line, is_cut)
 
 
 def json_rows(path: Path) -> Iterator[Candidate]:
@@ -72,13 +74,13 @@ def json_rows(path: Path) -> Iterator[Candidate]:
         except (ValueError, RecursionError) as error:
             yield where, _cut_row(text, where, error)
             return
-        yield where, lambda value=value: _json_columns(value, is_utf8)
+        yield where, partial(_json_columns, value, is_utf8)
         line += text.count("\n", position, end)
         position = _after_space(text, end)
         line += text.count("\n", end, position)
         separator = text[position : position + 1]
         if not separator:
-            yield f"{path.name}:{line}", _raising(RowError("the list is cut off; is the file complete?", "cut off"))
+            yield f"{path.name}:{line}", partial(_cut_off, "the list is cut off; is the file complete?")
             return
         if separator not in ",]":
             raise DataError(f"{path.name}:{line}: not JSON (expected , or ] after an object); correct the file")
@@ -109,7 +111,7 @@ def csv_rows(path: Path, delimiter: str = ",") -> Iterator[Candidate]:
     last_is_closed = text.endswith(("\n", "\r"))
     for index, (line, cells) in enumerate(records[1:], start=2):
         is_cut = index == len(records) and not last_is_closed
-        yield f"{path.name}:{line}", lambda cells=cells, is_cut=is_cut: _table_columns(header, cells, is_cut)
+        yield f"{path.name}:{line}", partial(_table_columns, header, cells, is_cut)
 
 
 def read_bytes(path: Path) -> bytes:
@@ -144,8 +146,7 @@ def _parse_line(decoder: json.JSONDecoder, line: bytes, is_cut: bool) -> Mapping
         raise RowError("nested too deeply", "not parsed") from error
     except json.JSONDecodeError as error:
         if is_cut:
-            reason = f"the last line is cut off ({error.msg} at column {error.colno}); is the file complete?"
-            raise RowError(reason, "cut off") from error
+            _cut_off(f"the last line is cut off ({error.msg} at column {error.colno}); is the file complete?")
         reason = f"not JSON ({error.msg} at column {error.colno}); expected {LINE_FORM}"
         raise RowError(reason, "not parsed") from error
     except ValueError as error:  # an integer beyond Python's limit of digits
@@ -161,7 +162,7 @@ def _cut_row(text: str, where: str, error: ValueError | RecursionError) -> Calla
     if not at_end:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise DataError(f"{where}: not JSON ({reason}); the rows behind it cannot be read, correct the file") from error
-    return _raising(RowError(f"the last object is cut off ({error}); is the file complete?", "cut off"))
+    return partial(_cut_off, f"the last object is cut off ({error}); is the file complete?")
 
 
 def _json_columns(value: object, is_utf8: bool) -> Mapping[str, object]:
@@ -176,15 +177,13 @@ def _json_columns(value: object, is_utf8: bool) -> Mapping[str, object]:
 def _table_columns(header: list[str], cells: list[str] | csv.Error, is_cut: bool) -> Mapping[str, object]:
     if isinstance(cells, csv.Error):
         if "unexpected end of data" in str(cells):
-            raise RowError("a quote is never closed, or the file is cut off", "cut off")
+            _cut_off("a quote is never closed, or the file is cut off")
         raise RowError(f"not CSV ({cells}); double a quote inside a quoted cell", "not parsed")
     if not cells:
         raise RowError("blank line", "blank line")
     if len(cells) != len(header):
         if is_cut and len(cells) < len(header):
-            raise RowError(
-                f"the last line is cut off ({len(cells)} cells of {len(header)}); is the file complete?", "cut off"
-            )
+            _cut_off(f"the last line is cut off ({len(cells)} cells of {len(header)}); is the file complete?")
         raise RowError(
             f"{len(cells)} cells, but the header has {len(header)}; quote cells that hold a comma", "not parsed"
         )
@@ -240,11 +239,8 @@ def _refused_constant(name: str) -> object:
     return Refused(f"{name} is no JSON number; write null or a finite number")
 
 
-def _raising(error: RowError) -> Callable[[], Mapping[str, object]]:
-    def columns() -> Mapping[str, object]:
-        raise error
-
-    return columns
+def _cut_off(reason: str) -> NoReturn:
+    raise RowError(reason, "cut off")
 
 
 def _after_space(text: str, position: int) -> int:
@@ -252,9 +248,6 @@ def _after_space(text: str, position: int) -> int:
         position += 1
     return position
 
-
-DEFAULT_SPLIT = "train"
-"""Split that is taken where none is named."""
 
 _COLUMNS_FORM = "a table with one column for each name"
 _ROWS_AT_A_TIME = 1000
@@ -287,7 +280,7 @@ def saved_rows(folder: Path, split: str | None) -> Iterator[Candidate]:
         loaded = _pick(loaded, split, str(folder))
     elif split is not None:
         raise DataError(f"{folder} has no splits, but {split!r} was asked for; leave out `:{split}`")
-    yield from _numbered_rows(_batches(loaded), folder.name)
+    yield from _numbered_rows(loaded.with_format("arrow").iter(batch_size=_ROWS_AT_A_TIME), folder.name)
 
 
 def hub_rows(name: str, config: str | None, split: str | None) -> Iterator[Candidate]:
@@ -308,31 +301,22 @@ def hub_rows(name: str, config: str | None, split: str | None) -> Iterator[Candi
         raise DataError(
             f"no file or folder is named {name!r}, and the hub gives no such data set ({_first_line(error)}); {remedy}"
         ) from error
-    yield from _numbered_rows(_batches(_pick(loaded, split, name)), "/".join(filter(None, (name, config))))
+    batches = _pick(loaded, split, name).with_format("arrow").iter(batch_size=_ROWS_AT_A_TIME)
+    yield from _numbered_rows(batches, f"{name}/{config}" if config else name)
 
 
 def _pick(splits: Mapping[str, Any], split: str | None, name: str) -> Any:
     """The data set of the wanted split: the one asked for, else `train`, else the only one."""
-    wanted = split or (DEFAULT_SPLIT if DEFAULT_SPLIT in splits or len(splits) != 1 else next(iter(splits)))
+    wanted = split or ("train" if "train" in splits or len(splits) != 1 else next(iter(splits)))
     if wanted not in splits:
-        raise DataError(
-            f"{name} has no split {wanted!r}; it has {', '.join(splits) or 'none'}. Name one behind a colon, "
-            f"{name}:SPLIT"
-        )
+        known = ", ".join(splits) or "none"
+        raise DataError(f"{name} has no split {wanted!r}; it has {known}. Name one after a colon, {name}:SPLIT")
     return splits[wanted]
 
 
-def _batches(dataset: Any) -> Iterator[Any]:
-    """A data set of the datasets library as Arrow tables."""
-    yield from dataset.with_format("arrow").iter(batch_size=_ROWS_AT_A_TIME)
-
-
 def _numbered_rows(batches: Iterable[Any], name: str) -> Iterator[Candidate]:
-    number = 0
-    for batch in batches:
-        for columns in _batch_rows(batch):
-            number += 1
-            yield f"{name}:{number}", columns
+    for number, columns in enumerate(chain.from_iterable(map(_batch_rows, batches)), start=1):
+        yield f"{name}:{number}", columns
 
 
 def _batch_rows(batch: Any) -> Iterable[Callable[[], Mapping[str, object]]]:
@@ -340,8 +324,8 @@ def _batch_rows(batch: Any) -> Iterable[Callable[[], Mapping[str, object]]]:
     try:
         rows = batch.to_pylist()
     except UnicodeDecodeError:  # some row holds bytes that are no UTF-8: take them one at a time to find it
-        return [lambda index=index: _one_row(batch, index) for index in range(batch.num_rows)]
-    return [lambda row=row: checked_columns(row, _COLUMNS_FORM) for row in rows]
+        return [partial(_one_row, batch, index) for index in range(batch.num_rows)]
+    return [partial(checked_columns, row, _COLUMNS_FORM) for row in rows]
 
 
 def _one_row(batch: Any, index: int) -> Mapping[str, object]:

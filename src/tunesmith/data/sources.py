@@ -57,12 +57,12 @@ def source_rows(source: str | Path) -> Iterator[Candidate]:
         raise DataError(f"{name[:80]!r}... cannot be the name of a file: {error.strerror or error}") from error
     if path.is_dir():
         return saved_rows(_saved_folder(path), None)
-    if not exists and is_pattern(path):
-        files = matching(path)
+    if not exists and "*" in path.name:
+        files = _matching(path)
         if not files:
             raise DataError(f"no file is named {path}; correct the name, or give one file")
         return itertools.chain.from_iterable([_file_rows(file) for file in files])
-    if exists or extension(path) in READERS:
+    if exists or _extension(path) in READERS:
         return _file_rows(path)
     folder, colon, split = name.rpartition(":")
     if colon and Path(folder).is_dir():
@@ -73,16 +73,15 @@ def source_rows(source: str | Path) -> Iterator[Candidate]:
     raise DataError(_missing(path))
 
 
-def extension(path: Path) -> str:
-    """The extension that names the format, in lower case: that before `.gz` where the file is gzipped."""
-    name = path.name.lower().removesuffix(".gz")
-    return Path(name).suffix
+def _extension(path: Path) -> str:
+    """The extension that names the format, in lower case: that before `.gz` of a gzipped file."""
+    return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
 def _file_rows(path: Path) -> Iterator[Candidate]:
     if not path.is_file():
         raise DataError(_missing(path))
-    reader = READERS.get(extension(path))
+    reader = READERS.get(_extension(path))
     if reader is None:
         raise DataError(f"{path}: unknown kind of file; name it with one of {', '.join(READERS)} (text also with .gz)")
     if reader is parquet_rows and path.suffix == ".gz":
@@ -104,11 +103,9 @@ def _missing(path: Path) -> str:
     names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
     close = difflib.get_close_matches(path.name, names, n=1)
     hint = (
-        f"; did you mean {folder / close[0]}?"
-        if close
-        else f"; give a file ({', '.join(READERS)}), a folder or a hub id"
+        f"did you mean {folder / close[0]}?" if close else f"give a file ({', '.join(READERS)}), a folder or a hub id"
     )
-    return f"{path} does not exist{hint}"
+    return f"{path} does not exist; {hint}"
 
 
 VARIABLE = "TUNESMITH_DATA"
@@ -132,14 +129,9 @@ def is_data_source(source: str) -> bool:
     return source.startswith(PREFIX) and re.fullmatch(r"[\w-]*", name) is None
 
 
-def is_pattern(path: Path) -> bool:
-    """True if the file name is a glob pattern with `*`."""
-    return "*" in path.name
-
-
-def matching(pattern: Path) -> list[Path]:
-    """The files that match `pattern`, sorted by name."""
-    return sorted(file for file in pattern.parent.glob(pattern.name) if file.is_file())
+def _matching(pattern: Path) -> list[Path]:
+    """The files that match `pattern`, sorted by name; none if the name has no `*`."""
+    return sorted(file for file in pattern.parent.glob(pattern.name) if file.is_file()) if "*" in pattern.name else []
 
 
 def data_path(source: str) -> Path:
@@ -157,7 +149,7 @@ def data_path(source: str) -> Path:
     path = Path(os.path.normpath(folder / name))  # links inside of the folder may lead anywhere
     if not path.is_relative_to(os.path.normpath(folder)):
         raise DataError(f"{source} leads out of the folder {folder}; give the path of the file itself")
-    if not path.exists() and not (is_pattern(path) and matching(path)):
+    if not path.exists() and not _matching(path):
         names = [str(file.relative_to(folder)) for file in folder.glob("*/*")]
         close = difflib.get_close_matches(name, names, n=1)
         hint = f"; did you mean {PREFIX}{close[0]}?" if close else f"; put it there{_or(name)}"
@@ -210,7 +202,10 @@ def parse_rows(
         try:
             row = Row(where=where, columns=read())
             item = parse(row)
-            _check_id(row, place_of_id)
+            row_id = row.columns.get("id")
+            place = where if row_id is None else place_of_id.setdefault(repr(row_id), where)
+            if place != where:
+                raise RowError(f"id {str(row_id)[:80]!r} is already at {place}", "repeated id")
         except RowError as error:
             bad.add(where, error)
         else:
@@ -219,12 +214,3 @@ def parse_rows(
     if not parsed:
         raise DataError(f"{bad.source} has no rows; give at least one")
     return parsed
-
-
-def _check_id(row: Row, place_of_id: dict[str, str]) -> None:
-    value = row.columns.get("id")
-    if value is None:
-        return
-    place = place_of_id.setdefault(repr(value), row.where)
-    if place != row.where:
-        raise RowError(f"id {str(value)[:80]!r} is already at {place}", "repeated id")
