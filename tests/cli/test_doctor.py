@@ -11,7 +11,7 @@ import pytest
 
 from tunesmith.cli import doctor
 from tunesmith.cli.main import main
-from tunesmith.kernels.survey import operations
+from tunesmith.kernels.native import operations
 from tunesmith.runs.environment import file_system, why_not_writable
 
 Capture = pytest.CaptureFixture[str]

@@ -2,8 +2,7 @@
 
 import torch
 
-from tunesmith.kernels.native import Kernels, has_native
-from tunesmith.kernels.survey import operations, survey
+from tunesmith.kernels.native import Kernels, has_native, operations, survey
 
 OPERATIONS = ("sample", "logprob", "preference", "masked_softmax", "adamw")
 

@@ -70,23 +70,23 @@ def pack_targets(sequences: Sequence[LearntSequence], device: torch.device | str
 def by_token_budget(lengths: Sequence[int], budget: int, *, padded: bool) -> list[list[int]]:
     """Indices of sequences in groups of at most `budget` tokens, the longest first; a longer sequence stands alone.
 
-    Packed, a group costs the sum of its lengths, and each sequence goes to the first group that has room (first-fit
+    Packed, a group costs the sum of its lengths, and each sequence goes to the first group that it fits (first-fit
     decreasing, Johnson 1973: at most 11/9 of the fewest groups, and one). `padded`, it costs rows times the longest
     row, so that neighbours in length share a group.
     """
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     groups: list[list[int]] = []
-    room: list[int] = []
+    left: list[int] = []
     for index in order:
         first = max(0, len(groups) - 1) if padded else 0
         cost = lengths[groups[-1][0]] if padded and groups else lengths[index]
-        place = next((place for place in range(first, len(groups)) if room[place] >= cost), None)
+        place = next((place for place in range(first, len(groups)) if left[place] >= cost), None)
         if place is None:
             groups.append([index])
-            room.append(budget - lengths[index])
+            left.append(budget - lengths[index])
         else:
             groups[place].append(index)
-            room[place] -= cost
+            left[place] -= cost
     return groups
 
 

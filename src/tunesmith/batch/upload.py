@@ -20,27 +20,6 @@ _SMALLEST_BUFFER = 1 << 16
 RecordT = TypeVar("RecordT")
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Offset of each tensor in the buffer, and the size of the buffer, in bytes.
-
-    Example: tensors of 12 and 300 bytes stand at `offsets=(0, 256)`, `num_bytes=768`.
-    """
-
-    offsets: tuple[int, ...]
-    num_bytes: int
-
-    @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor]) -> "Layout":
-        """One tensor behind the other, each at a multiple of ALIGNMENT."""
-        offsets: list[int] = []
-        end = 0
-        for tensor in tensors:
-            offsets.append(end)
-            end += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
-        return cls(tuple(offsets), end)
-
-
 @dataclass(slots=True)
 class _Buffer:
     """Host memory, and the event behind the last copy out of it; None before the first, and on a CPU."""
@@ -82,16 +61,16 @@ class Uploader:
                     f"tensor {index} is {tensor.layout} on {tensor.device}; give dense tensors on the CPU, which are "
                     "packed there"
                 )
-        layout = Layout.of(tensors)
-        buffer = self._next_buffer(layout.num_bytes)
-        for tensor, packed in zip(tensors, _views(buffer.memory, tensors, layout), strict=True):
+        num_bytes = sum(map(_aligned_bytes, tensors))
+        buffer = self._next_buffer(num_bytes)
+        for tensor, packed in zip(tensors, _views(buffer.memory, tensors), strict=True):
             packed.copy_(tensor.detach())
-        received = torch.empty(layout.num_bytes, dtype=torch.uint8, device=self.device)
-        received.copy_(buffer.memory[: layout.num_bytes], non_blocking=self._is_pinned)
+        received = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        received.copy_(buffer.memory[:num_bytes], non_blocking=self._is_pinned)
         if self._is_pinned:
             buffer.copied = torch.cuda.Event()
             buffer.copied.record(torch.cuda.current_stream(self.device))
-        return _views(received, tensors, layout)
+        return _views(received, tensors)
 
     def record(self, record: RecordT) -> RecordT:
         """The dataclass with every tensor in it, in records inside of it too, on the device; by one copy.
@@ -122,12 +101,18 @@ class Uploader:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
 
 
-def _views(memory: torch.Tensor, tensors: Sequence[torch.Tensor], layout: Layout) -> list[torch.Tensor]:
-    """Contiguous tensors of the same dtypes and shapes inside `memory`."""
+def _aligned_bytes(tensor: torch.Tensor) -> int:
+    """Size of a tensor in the buffer, a multiple of ALIGNMENT."""
+    return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _views(memory: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Contiguous tensors of the same dtypes and shapes in `memory`, one after the other, each aligned."""
     views: list[torch.Tensor] = []
-    for tensor, offset in zip(tensors, layout.offsets, strict=True):
-        size = tensor.numel() * tensor.element_size()
-        views.append(memory[offset : offset + size].view(tensor.dtype).view(tensor.shape))
+    start = 0
+    for tensor in tensors:
+        views.append(memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+        start += _aligned_bytes(tensor)
     return views
 
 

@@ -325,7 +325,7 @@ def _smollm2() -> Iterator[Finding]:
 
 def _kernels() -> Iterator[Finding]:
     """Report the backend of each operation on CPU and GPU, without compiling anything."""
-    from tunesmith.kernels.survey import survey
+    from tunesmith.kernels.native import survey
 
     names = {"native": "C++", "triton": "Triton", "torch": "torch"}
     for pick in survey():

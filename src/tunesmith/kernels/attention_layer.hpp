@@ -28,11 +28,7 @@ inline Floats exp_or_nan(Floats x) {
 }
 
 inline float largest_of_lanes(Floats values) {
-    return folded_lanes(values, [](auto a, auto b) { return a > b ? a : b; });
-}
-
-inline float total_of_lanes(Floats values) {
-    return folded_lanes(values, [](auto a, auto b) { return a + b; });
+    return folded_lanes(values, [](auto a, auto b) TUNESMITH_INLINE { return a > b ? a : b; });
 }
 
 // A head turned by the angles of a position; `sign` -1 turns back. Without tables half is 0.

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -236,6 +237,55 @@ def _triton_is_installed() -> bool:
 def _interprets() -> bool:
     """True if Triton runs kernels in its interpreter, read from the environment as Triton does."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """The choice of `Kernels("auto")` for an operation on `cpu` or `cuda`; `why` says why it is not faster."""
+
+    op: str
+    device: str
+    backend: Backend
+    why: str = ""
+
+
+def operations() -> list[str]:
+    """The names of all operations, sorted."""
+    return sorted(path.parent.name for path in _SOURCES.glob("*/api.py"))
+
+
+def survey() -> list[Pick]:
+    """One pick for each operation on the CPU, and one on the GPU if torch sees one, in the order of their names."""
+    compiler = _why_no_compiler()
+    picks: list[Pick] = []
+    for op in operations():
+        picks.append(_pick_for_cpu(op, compiler))
+        if torch.cuda.is_available():
+            picks.append(_pick_for_gpu(op))
+    return picks
+
+
+def _pick_for_cpu(op: str, why_no_compiler: str) -> Pick:
+    if not has_native(op):
+        return Pick(op, "cpu", "torch", "has no C++")
+    if why_no_compiler:
+        return Pick(op, "cpu", "torch", why_no_compiler)
+    return Pick(op, "cpu", "native")
+
+
+def _pick_for_gpu(op: str) -> Pick:
+    if not has_triton(op):
+        return Pick(op, "cuda", "torch", "has no Triton kernel")
+    why = why_not_on(torch.device("cuda"), LEAST_CAPABILITY)
+    return Pick(op, "cuda", "torch" if why else "triton", why)
+
+
+def _why_no_compiler() -> str:
+    try:
+        find_compiler()
+    except NativeUnavailableError as error:
+        return str(error)
+    return ""
 
 
 def load(op: str, *, sources: Path = _SOURCES) -> ctypes.CDLL:

@@ -203,7 +203,7 @@ template <class P> void add_last(Weights weights, Blocks<P> blocks, int64_t widt
     }
 }
 
-// Adds to all rows of sums. A row of sums has room for whole vectors.
+// Adds to all rows of sums. A row of sums has space for whole vectors.
 template <class P> void add_weighted(Weights weights, int64_t num_rows, Blocks<P> blocks, int64_t width, Rows sums) {
     in_groups(num_rows, [&](auto count, int64_t row) {
         constexpr int R = decltype(count)::value;
@@ -219,20 +219,6 @@ template <class P> void add_weighted(Weights weights, int64_t num_rows, Blocks<P
             for (int r = 0; r < R && column < width; ++r)
                 add_last<P>(weights.from(row + r), some, width, column, sums.from(row + r).data);
     });
-}
-
-// Result of `fold` over the lanes, pairwise, in the order of sum_of_lanes.
-template <class Fold> float folded_lanes(Floats values, Fold fold) {
-    typedef float Eight __attribute__((vector_size(32)));
-    typedef float Four __attribute__((vector_size(16)));
-    Eight eight[2];
-    std::memcpy(eight, &values, sizeof eight);
-    Eight folded = fold(eight[0], eight[1]);
-    Four four[2];
-    std::memcpy(four, &folded, sizeof four);
-    Four last = fold(four[0], four[1]);
-    float first = fold(last[0], last[2]), second = fold(last[1], last[3]);
-    return fold(first, second);
 }
 
 }  // namespace tunesmith

@@ -130,17 +130,22 @@ inline float largest_lane(Floats values) {
     return result;
 }
 
-// Pairwise, in an order that does not depend on the width of the processor's registers.
-inline float sum_of_lanes(Floats values) {
+// Result of `fold` over the lanes, pairwise, in an order that does not depend on the width of the processor's registers.
+template <class Fold> inline TUNESMITH_INLINE float folded_lanes(Floats values, Fold fold) {
     typedef float Eight __attribute__((vector_size(32)));
     typedef float Four __attribute__((vector_size(16)));
     Eight eight[2];
-    std::memcpy(eight, &values, sizeof values);
-    eight[0] += eight[1];
+    std::memcpy(eight, &values, sizeof eight);
+    Eight folded = fold(eight[0], eight[1]);
     Four four[2];
-    std::memcpy(four, eight, sizeof four);
-    Four sum = four[0] + four[1];
-    return (sum[0] + sum[2]) + (sum[1] + sum[3]);
+    std::memcpy(four, &folded, sizeof four);
+    Four last = fold(four[0], four[1]);
+    float first = fold(last[0], last[2]), second = fold(last[1], last[3]);
+    return fold(first, second);
+}
+
+inline float sum_of_lanes(Floats values) {
+    return folded_lanes(values, [](auto a, auto b) TUNESMITH_INLINE { return a + b; });
 }
 
 // exp(x) for x <= 0, relative error below 2e-7; 0 below -87, where float32 ends. Range reduction by ln 2 in two parts

@@ -55,7 +55,7 @@ __attribute__((noinline)) float weigh(float* row, int64_t num_keys, int64_t firs
         P::store_steps(row + i / P::kPerStep, weight);
     }
     state.largest = largest;
-    state.total = state.total * factor + total_of_lanes(sum);
+    state.total = state.total * factor + sum_of_lanes(sum);
     return factor;
 }
 

@@ -24,7 +24,7 @@ extern "C" struct GradientArguments {
 namespace {
 
 // Turns the products of one query with the keys into weights, and those of its gradient with the values into gradients
-// of the products; both in place, as steps of P. `slopes` has room for as many.
+// of the products; both in place, as steps of P. `slopes` has space for as many.
 template <class P>
 __attribute__((noinline)) void differentiate(float* row, float* grad, float* slopes, int64_t num_keys, int64_t first,
                                              const Layer& layer, const RowState& state) {
@@ -49,7 +49,7 @@ __attribute__((noinline)) void differentiate(float* row, float* grad, float* slo
         sum += weight;
         dot += weight * load(grad + i);
     }
-    float inverse = 1.0f / total_of_lanes(sum), mean = total_of_lanes(dot) * inverse;
+    float inverse = 1.0f / sum_of_lanes(sum), mean = sum_of_lanes(dot) * inverse;
     for (int64_t i = 0; i < num_keys; i += kBlock) {
         Floats weight = load(row + i) * inverse;
         Floats change = weight * (load(grad + i) - mean) * scale;
@@ -97,7 +97,7 @@ template <class P> class Work {
             longest = std::max(longest, prefix_ + a_.starts[i + 1] - a_.starts[i]);
         int64_t most_blocks = (longest + kBlock - 1) / kBlock;
         s_.head.resize(stride_);
-        for (auto* room : {&s_.keys_across, &s_.keys_along, &s_.values_across}) cleared(*room, most_blocks * head_size_);
+        for (auto* buffer : {&s_.keys_across, &s_.keys_along, &s_.values_across}) cleared(*buffer, most_blocks * head_size_);
         s_.key_sums.assign(most_blocks * kBlock * stride_, 0.0f);
         s_.value_sums.assign(most_blocks * kBlock * stride_, 0.0f);
         load_keys(0, prefix_ / kBlock * kBlock);
@@ -131,8 +131,8 @@ template <class P> class Work {
     // What the last sibling left.
     void clear_behind_prefix() {
         int64_t first = prefix_ / kBlock, count = (num_blocks_ - first) * head_size_;
-        for (auto* room : {&s_.keys_across, &s_.keys_along, &s_.values_across})
-            std::fill_n((Number*)room->data() + first * head_size_, count, Number());
+        for (auto* buffer : {&s_.keys_across, &s_.keys_along, &s_.values_across})
+            std::fill_n((Number*)buffer->data() + first * head_size_, count, Number());
         for (auto* sums : {&s_.key_sums, &s_.value_sums})
             std::fill_n(sums->data() + prefix_ * stride_, (num_blocks_ * kBlock - prefix_) * stride_, 0.0f);
     }
@@ -143,10 +143,10 @@ template <class P> class Work {
         std::copy_n(s_.value_sums.data() + first * stride_, size, to + (head_ * 2 + 1) * size);
     }
 
-    // Room for `count` numbers, all zero.
-    static Number* cleared(std::vector<float>& room, int64_t count) {
-        room.assign((count * sizeof(Number) + sizeof(float) - 1) / sizeof(float), 0.0f);
-        return (Number*)room.data();
+    // Space for `count` numbers, all zero.
+    static Number* cleared(std::vector<float>& buffer, int64_t count) {
+        buffer.assign((count * sizeof(Number) + sizeof(float) - 1) / sizeof(float), 0.0f);
+        return (Number*)buffer.data();
     }
 
     void store_row(const float* from, Number* to) const {
@@ -185,9 +185,9 @@ template <class P> class Work {
             }
     }
 
-    Blocks<P> blocks(const std::vector<float>& room, int64_t first, int64_t count, std::vector<const Number*>& at) const {
+    Blocks<P> blocks(const std::vector<float>& buffer, int64_t first, int64_t count, std::vector<const Number*>& at) const {
         at.resize(count);
-        for (int64_t i = 0; i < count; ++i) at[i] = (const Number*)room.data() + (first + i) * head_size_;
+        for (int64_t i = 0; i < count; ++i) at[i] = (const Number*)buffer.data() + (first + i) * head_size_;
         return {at.data(), nullptr, count};
     }
 
@@ -250,10 +250,10 @@ template <class P> class Backward {
             bool joins = i && a_.parents[i] >= 0 && a_.parents[i] == a_.parents[i - 1] && units_.back().count < kSiblings;
             if (joins) ++units_.back().count;
             else units_.push_back({i, 1, nullptr});
-            if (a_.parents[i] >= 0 && !own_sums_[a_.parents[i]]) own_sums_[a_.parents[i]] = room(a_.parents[i]);
+            if (a_.parents[i] >= 0 && !own_sums_[a_.parents[i]]) own_sums_[a_.parents[i]] = buffer(a_.parents[i]);
         }
         for (Unit& unit : units_)
-            if (a_.parents[unit.first] >= 0) unit.sums = room(a_.parents[unit.first]);
+            if (a_.parents[unit.first] >= 0) unit.sums = buffer(a_.parents[unit.first]);
     }
 
     void run() {
@@ -277,9 +277,9 @@ template <class P> class Backward {
   private:
     int64_t length(int64_t sequence) const { return a_.starts[sequence + 1] - a_.starts[sequence]; }
 
-    float* room(int64_t parent) {
-        rooms_.emplace_back(new float[layer_.num_kv_heads * 2 * length(parent) * stride_]);
-        return rooms_.back().get();
+    float* buffer(int64_t parent) {
+        buffers_.emplace_back(new float[layer_.num_kv_heads * 2 * length(parent) * stride_]);
+        return buffers_.back().get();
     }
 
     void store_parent(int64_t parent, int64_t head) {
@@ -301,7 +301,7 @@ template <class P> class Backward {
     const int64_t stride_;
     std::vector<Unit> units_;
     std::vector<float*> own_sums_;                 // of each parent, null for the others
-    std::vector<std::unique_ptr<float[]>> rooms_;
+    std::vector<std::unique_ptr<float[]>> buffers_;
 };
 
 }  // namespace

@@ -13,6 +13,7 @@ from torch.nn.functional import linear
 from tunesmith.core.errors import InputError
 from tunesmith.kernels.arguments import records_gradient
 from tunesmith.kernels.logprob.api import Scored, ScoreGradient, logits_gradient, score
+from tunesmith.kernels.masking import widened
 from tunesmith.kernels.native import Kernels
 
 CPU_CHUNK_BYTES = 64 * 2**20
@@ -248,7 +249,7 @@ class _Gradients:
         if self._d_hidden_MH is not None:
             part_MH = product(d_logits_MC, self._weight_VH[columns])
             # One block needs no sum; several are summed in float32 where the parts have 16 bits.
-            self._d_hidden_MH = self._d_hidden_MH + part_MH if self._num_blocks else wide(part_MH)
+            self._d_hidden_MH = self._d_hidden_MH + part_MH if self._num_blocks else widened(part_MH)
         self._num_blocks += 1
 
     def d_hidden(self) -> torch.Tensor | None:
@@ -290,11 +291,6 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.mm(b)
-
-
-def wide(x: torch.Tensor) -> torch.Tensor:
-    """`x` in float32 if it has 16 bits."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def in_autocast(hidden_NH: torch.Tensor, layer: OutputLayer) -> tuple[torch.Tensor, OutputLayer]:
