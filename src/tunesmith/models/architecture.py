@@ -177,6 +177,7 @@ def _gemma(trunk: Any, output: Projection | None) -> Architecture:
     config = trunk.config
     if getattr(config, "use_bidirectional_attention", False):
         raise UnsupportedArchitecture("its attention is not causal")
+    layers: list[Any] = list(trunk.layers)
     # Gemma 3 turns by other angles in layers with a window.
     kinds = sorted(set(config.layer_types)) if isinstance(trunk, Gemma3TextModel) else [""]
     ropes = tuple(_rope(trunk.rotary_emb, f"{kind}_" if kind else "") for kind in kinds)
@@ -195,7 +196,7 @@ def _gemma(trunk: Any, output: Projection | None) -> Architecture:
             norm_mlp=_rms(layer.pre_feedforward_layernorm, 1.0),
             norm_after_mlp=_rms(layer.post_feedforward_layernorm, 1.0),
         )
-        for layer in trunk.layers
+        for layer in layers
     ]
     norm, cap, context_length = _rms(trunk.norm, 1.0), config.final_logit_softcapping, config.max_position_embeddings
     return Architecture(trunk.embed_tokens, None, tuple(blocks), ropes, norm, output, cap, context_length)

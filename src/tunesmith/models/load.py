@@ -177,13 +177,15 @@ def find_folder(name: str, *, trust_remote_code: bool = False, how_to_trust: str
         return assets.convert_gguf(path)
     if path.is_dir():
         folder = _model_folder(path, name)
-        _check(folder, name, trust_remote_code, how_to_trust)
-        return folder
-    if path.exists() or not _HUB_ID.fullmatch(name) or path.suffix.lower() == ".gguf":
+    elif path.exists() or not _HUB_ID.fullmatch(name) or path.suffix.lower() == ".gguf":
         what = "is no model folder or .gguf file" if path.exists() else "does not exist and is no hub id"
         raise ModelError(f"the model {name!r} {what}; give {_FORMS}")
-    folder = assets.download_from_hub(name, with_code=trust_remote_code)
-    _check(folder, name, trust_remote_code, how_to_trust)
+    else:
+        folder = assets.download_from_hub(name, with_code=trust_remote_code)
+    if adapter_folder.is_adapter_folder(folder):
+        check_adapter_folder(folder, name)
+    else:
+        check_folder(folder, name, trust_remote_code=trust_remote_code, how_to_trust=how_to_trust)
     return folder
 
 
@@ -235,13 +237,6 @@ def _model_folder(folder: Path, name: str) -> Path:
     if (folder / "recipe.yaml").is_file():
         raise ModelError(f"the run {name!r} has no final/ model: it did not finish; give another run or a model folder")
     raise ModelError(f"the folder of {name!r} holds no config.json, so it is no model; give {_FORMS}")
-
-
-def _check(folder: Path, name: str, trust_remote_code: bool, how_to_trust: str) -> None:
-    if adapter_folder.is_adapter_folder(folder):
-        check_adapter_folder(folder, name)
-    else:
-        check_folder(folder, name, trust_remote_code=trust_remote_code, how_to_trust=how_to_trust)
 
 
 @dataclass(frozen=True, slots=True)
