@@ -95,7 +95,7 @@ def test_a_longer_row_is_bad_or_cut_as_the_recipe_says() -> None:
 
 
 def test_a_cut_that_leaves_nothing_to_learn_is_a_bad_row() -> None:
-    with pytest.raises(DataError, match="what is learnt begins behind it"):
+    with pytest.raises(DataError, match="what is learnt begins after it"):
         sets([{"prompt": "a long prompt", "completion": "b"}], max_tokens=6, truncate="right")
 
 

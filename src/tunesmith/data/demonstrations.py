@@ -67,7 +67,7 @@ def encode_demonstrations(
             raise RowError(f"too long: {limit}; shorten the row, or set `demonstrations.truncate: right`", "too long")
         cut = sequence.cut(max_tokens)
         if not cut.spans:
-            raise RowError(f"too long: {limit}, and what is learnt begins behind it; shorten the prompt", "too long")
+            raise RowError(f"too long: {limit}, and what is learnt begins after it; shorten the prompt", "too long")
         return cut
 
     return usable(items, encode, bad, "demonstrations")

@@ -51,8 +51,8 @@ def jsonl_rows(path: Path) -> Iterator[Candidate]:
 def json_rows(path: Path) -> Iterator[Candidate]:
     """The objects of a JSON list, each named by the line on which it begins.
 
-    Raises DataError for a file that is no list, and where it stops being JSON: the rows behind cannot be told apart. A
-    file that is cut off at its end loses the cut row alone.
+    Raises DataError for a file that is no list, and where it stops being JSON: later rows cannot be told apart. A file
+    that is cut off at its end loses the cut row alone.
     """
     content = read_bytes(path)
     text = content.decode("utf-8", errors="surrogateescape")
@@ -86,7 +86,7 @@ def json_rows(path: Path) -> Iterator[Candidate]:
             raise DataError(f"{path.name}:{line}: not JSON (expected , or ] after an object); correct the file")
         position += separator == ","
     if text[position + 1 :].strip():
-        raise DataError(f"{path.name}:{line}: not JSON (text behind the end of the list); correct the file")
+        raise DataError(f"{path.name}:{line}: not JSON (text after the end of the list); correct the file")
 
 
 def csv_rows(path: Path, delimiter: str = ",") -> Iterator[Candidate]:
@@ -161,7 +161,7 @@ def _cut_row(text: str, where: str, error: ValueError | RecursionError) -> Calla
     )
     if not at_end:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise DataError(f"{where}: not JSON ({reason}); the rows behind it cannot be read, correct the file") from error
+        raise DataError(f"{where}: not JSON ({reason}); the rows after it cannot be read, correct the file") from error
     return partial(_cut_off, f"the last object is cut off ({error}); is the file complete?")
 
 

@@ -11,7 +11,7 @@
 | `folder/part-*.jsonl` | all files of that name, in the order of their names, one after another |
 | `data:path` | any of these below the folder that `TUNESMITH_DATA` names, as shipped recipes name their data |
 
-Text files may be gzipped, with `.gz` behind the extension.
+Text files may be gzipped, with `.gz` after the extension.
 """
 
 import difflib
@@ -124,7 +124,7 @@ _ON_THE_HUB = (
 
 
 def is_data_source(source: str) -> bool:
-    """True for `data:` with a path behind it; `data:train` is a split of the folder `data`."""
+    """True for `data:` with a path after it; `data:train` is a split of the folder `data`."""
     name = source.removeprefix(PREFIX)
     return source.startswith(PREFIX) and re.fullmatch(r"[\w-]*", name) is None
 

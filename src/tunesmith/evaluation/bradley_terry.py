@@ -83,7 +83,8 @@ def standings(
         InputError: for a score outside of [0, 1], or a confidence outside of (0, 1).
     """
     check_confidence(confidence)
-    versions = _versions(contests, base)
+    seen = {version for one in contests if one.first != one.second for version in (one.first, one.second)} - {base}
+    versions = sorted({base, *sorted(seen)[-(MAX_VERSIONS - 1) :]})
     table = _table(contests, versions)
     weight_N = np.ones(len(table.score_N))
     wins_KK = _wins(table, weight_N[None])[0]
@@ -99,15 +100,9 @@ def standings(
         if not linked_K[place]:
             found.append(Standing(version, None, None, None, None, num_votes, NOT_COMPARABLE))
             continue
-        difference = float(difference_K[place])
-        low, high = (float(_sigmoid(end_K[place])) for end_K in (low_K, high_K))
-        found.append(Standing(version, difference, float(_sigmoid(difference_K[place])), low, high, num_votes))
+        win_rate, low, high = (float(_sigmoid(one_K[place])) for one_K in (difference_K, low_K, high_K))
+        found.append(Standing(version, float(difference_K[place]), win_rate, low, high, num_votes))
     return tuple(found)
-
-
-def _versions(contests: Sequence[Contest], base: int) -> list[int]:
-    seen = {version for one in contests if one.first != one.second for version in (one.first, one.second)} - {base}
-    return sorted({base, *sorted(seen)[-(MAX_VERSIONS - 1) :]})
 
 
 def _table(contests: Sequence[Contest], versions: Sequence[int]) -> _Table:
@@ -204,13 +199,10 @@ def _resampled(table: _Table, num_resamples: int, seed: int) -> np.ndarray:
 
 def _linked(games_KK: np.ndarray, origin: int) -> np.ndarray:
     """linked_K: True where a chain of contests leads from the version at `origin`."""
-    linked_K = np.zeros(len(games_KK), dtype=bool)
-    linked_K[origin] = True
-    while True:
-        wider_K = linked_K | (games_KK[linked_K] > 0).any(axis=0)
-        if (wider_K == linked_K).all():
-            return linked_K
-        linked_K = wider_K
+    linked_K = np.arange(len(games_KK)) == origin
+    for _ in games_KK:  # no chain is longer than the number of versions
+        linked_K |= (games_KK[linked_K] > 0).any(axis=0)
+    return linked_K
 
 
 def _sigmoid(value: np.ndarray) -> np.ndarray:

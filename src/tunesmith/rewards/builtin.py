@@ -158,11 +158,11 @@ def overlong(max_completion_len: int, soft_punish_cache: int) -> RewardFunction:
 
 _MINUS = str.maketrans({"\u2212": "-", "\uff0d": "-"})  # the minus sign of typesetters, and the wide one
 
-# What stands together with a digit, so that 47.5, 47/2, 47%, 47th and 1,2 are seen as other things than 47.
+# What belongs together with a digit, so that 47.5, 47/2, 47%, 47th and 1,2 are seen as other things than 47.
 _WITH_DIGIT = re.compile(r"[\w.,:/^%]+")
 _INTEGER = re.compile(r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)")
 
-# A sign counts where it stands right before the number or its currency, and not after a word, where it is an operator
+# A sign counts if it is right before the number or its currency, and not after a word, where it is an operator
 # or a hyphen. Two numbers with `/` between them are a fraction.
 _DECIMAL = r"(?:[0-9](?:,?[0-9])*(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)"
 _SIGN = r"(?:(?<![\w)\]}%])(?P<sign>[-+]))?(?:\\?[$\u00a3\u20ac] ?(?P<inner>[-+])?)?"

@@ -28,10 +28,10 @@ class ModelReward:
     """A reward model as a reward.
 
     Sequences are scored in micro-batches of `micro_batch_size` without gradients, sorted by length if they are padded
-    (see `RewardModel.packs_rows`). With the
-    policy's own tokenizer the ids of the rollout are scored; a completion that its length limit cut off is closed with
-    the end-of-sequence token that ended every training sequence. With another tokenizer, or for a classifier that does
-    not read the last token, the text is encoded again: by the chat template if there is one, else as plain text.
+    (see `RewardModel.packs_rows`). With the policy's own tokenizer the ids of the rollout are scored; a completion that
+    its length limit cut off is closed with the end-of-sequence token that ended every training sequence. With another
+    tokenizer, or for a classifier that does not read the last token, the text is encoded again: by the chat template if
+    there is one, else as plain text.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class ModelReward:
 
     def _score_sequences(self, sequences: Sequence[Sequence[int]]) -> list[float]:
         order = list(range(len(sequences)))
-        if not self.model.packs_rows:  # else there is no padding, and the rows of one prompt stand together
+        if not self.model.packs_rows:  # else there is no padding, and the rows of one prompt stay together
             order.sort(key=lambda index: len(sequences[index]))
         rewards = [0.0] * len(sequences)
         device = next(self.model.parameters()).device
@@ -136,9 +136,7 @@ def model_name(source: str) -> str:
 
 
 def _turn_end_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The token with which the chat template ends the assistant's turn, which may differ from eos; None without
-    template.
-    """
+    """The token with which the chat template ends the assistant's turn, perhaps not eos; None without a template."""
     if not tokenizer.chat_template:
         return None
     return encode_pair_side(tokenizer, Prompt(id="probe", content=({"role": "user", "content": "a"},)), "b")[-1]
