@@ -84,7 +84,6 @@ class Case:
     max_error: Callable[[], float]
     tolerance: float
     num_bytes: int
-    device: torch.device
     size: str
     against: str
     picked: str
@@ -144,7 +143,6 @@ def preference_case(
         max_error=error,
         tolerance=1e-5,
         num_bytes=2 * a_BN.element_size() * num_pairs * width,
-        device=setting.device,
         size=f"{num_pairs} pairs of {width} numbers, {str(dtype).removeprefix('torch.')}",
         against="where, and a product and a sum",
         picked=kernels.picked("preference", a_BN),
@@ -216,7 +214,6 @@ def head_case(
         # On a GPU a product of other rows may round otherwise.
         tolerance=0.03 if with_gradients or setting.device.type == "cuda" else 1e-4,
         num_bytes=(4 if with_gradients else 2) * (num_rows + num_tokens) * width,
-        device=setting.device,
         size=f"{num_rows} x {num_tokens} from {width} numbers, bfloat16{', with gradients' if with_gradients else ''}",
         against="log_softmax and gather",
         picked=kernels.picked("logprob", hidden_NH),
@@ -259,7 +256,6 @@ def logits_case(setting: Setting, *, with_gradients: bool = False) -> Case:
         max_error=error,
         tolerance=ULP if with_gradients else 1e-5,
         num_bytes=(3 if with_gradients else 1) * 2 * logits_NV.numel(),
-        device=setting.device,
         size=f"{num_rows} x {num_tokens} bfloat16{', with the gradient' if with_gradients else ''}",
         against=f"log_softmax and gather, without the entropy{', by autograd' if with_gradients else ''}",
         picked=kernels.picked("logprob", logits_NV),
@@ -319,7 +315,6 @@ def sampling_case(setting: Setting, top_p: float = 0.9) -> Case:
         max_error=error,
         tolerance=1e-5,
         num_bytes=2 * logits_BV.numel(),
-        device=setting.device,
         size=f"{num_rows} x {num_tokens} bfloat16, top-p {top_p}",
         against="sort, cumsum, scatter and multinomial" if top_p < 1 else "log_softmax and multinomial",
         picked=picked,

@@ -171,8 +171,10 @@ def in_turns(
     num_rounds: int,
     say: Say,
     line: Callable[[Mapping[str, list[Any]]], str] | None = None,
+    *,
+    measures_load: bool = True,
 ) -> tuple[dict[str, list[Any]], list[Load]]:
-    """Answers of each side and the load before each round.
+    """Answers of each side, and the load before each round, which takes a third of a second to measure.
 
     Every side works once in each round, called with the number of the round; who begins changes from round to round.
     `line` makes a line for `say` of the answers so far.
@@ -180,9 +182,10 @@ def in_turns(
     answers: dict[str, list[Any]] = {name: [] for name in sides}
     loads: list[Load] = []
     for index in range(num_rounds):
-        loads.append(measure_load())
-        if loads[-1].other_busy_cores > BUSY_CORES:
-            say(f"  another program keeps {loads[-1].other_busy_cores:.1f} cores busy: this round means little")
+        if measures_load:
+            loads.append(measure_load())
+            if loads[-1].other_busy_cores > BUSY_CORES:
+                say(f"  another program keeps {loads[-1].other_busy_cores:.1f} cores busy: this round means little")
         names, first = list(sides), index % len(sides)
         for name in names[first:] + names[:first]:
             answers[name].append(sides[name](index))
@@ -212,32 +215,29 @@ def seconds_of(work: Work) -> float:
     return time.perf_counter() - start_s
 
 
-@dataclass(frozen=True, slots=True)
-class Ratio:
-    """How many times longer `slow` takes than `fast`: median and quartiles over rounds, and both median times in ms."""
-
-    name: str
-    median: float
-    lower_quartile: float
-    upper_quartile: float
-    fast_ms: float
-    slow_ms: float
-    num_rounds: int
+def wait(device: torch.device) -> None:
+    """Return when the device has finished."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
-def ratio(name: str, fast: Work, slow: Work, num_rounds: int = 15) -> Ratio:
-    """`slow` against `fast` in this process: alternating, the order within a round too, the first round left out."""
-    pairs: list[tuple[float, float]] = []
-    for index in range(num_rounds + 1):
-        if index % 2:
-            slow_s, fast_s = seconds_of(slow), seconds_of(fast)
-        else:
-            fast_s, slow_s = seconds_of(fast), seconds_of(slow)
-        pairs.append((fast_s, slow_s))
-    kept = pairs[1:]
-    lower, median, upper = statistics.quantiles([slow_s / fast_s for fast_s, slow_s in kept], n=4)
-    fast_ms, slow_ms = (1e3 * statistics.median(side) for side in zip(*kept, strict=True))
-    return Ratio(name, median, lower, upper, fast_ms, slow_ms, num_rounds)
+def repeated(work: Work, device: torch.device, least_s: float = 0.0) -> Callable[[int], float]:
+    """A side of `in_turns`: seconds of one call, each time from as many calls in a row as take `least_s`.
+
+    The work is called twice before, so that what is slow once does not count: compiling, and memory that is new.
+    """
+
+    def seconds(num_calls: int) -> float:
+        wait(device)
+        start_s = time.perf_counter()
+        for _ in range(num_calls):
+            work()
+        wait(device)
+        return (time.perf_counter() - start_s) / num_calls
+
+    seconds(1)
+    num_calls = max(1, round(least_s / max(seconds(1), 1e-7)))
+    return lambda _: seconds(num_calls)
 
 
 def peak_gb(work: Work, device: torch.device) -> float:
@@ -247,11 +247,11 @@ def peak_gb(work: Work, device: torch.device) -> float:
     """
     work()
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        wait(device)
         torch.cuda.reset_peak_memory_stats(device)
         rest = torch.cuda.memory_allocated(device)
         work()
-        torch.cuda.synchronize(device)
+        wait(device)
         return (torch.cuda.max_memory_allocated(device) - rest) / 1e9
     if not reset_peak_rss():
         return 0.0

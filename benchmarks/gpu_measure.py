@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.cases import Case, Setting
-from benchmarks.common import Work, memory_facts, seconds_of
+from benchmarks.common import Work, memory_facts, seconds_of, wait
 
 _ROUNDS = 3
 _BUDGET_S, _MANY, _BUDGET_OF_MANY_S = 0.15, 8, 0.06
@@ -90,8 +90,7 @@ class Clock:
 
     def wait(self) -> None:
         """Return when the device has finished."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        wait(self.device)
 
     def warm_up(self, work: Work) -> None:
         """Do what is slow once: compiling, and memory that is new."""
@@ -190,7 +189,7 @@ def count_launches(work: Work, device: torch.device) -> dict[str, float]:
 def measured_case(case: Case, clock: Clock) -> Measured:
     """Error first, then memory, then the times of all ways that can run: ours, torch, torch.compile and Liger."""
     error = case.max_error()
-    memory = memory_facts(case.ours, case.plain, case.device) if case.measures_memory else {}
+    memory = memory_facts(case.ours, case.plain, clock.device) if case.measures_memory else {}
     works: dict[str, Work] = {"ours": case.ours, **case.variants, "eager": case.plain}
     for work in works.values():
         clock.warm_up(work)

@@ -6,7 +6,6 @@ that it takes. Leave the machine alone meanwhile; it takes some minutes.
 """
 
 import statistics
-import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -26,6 +25,7 @@ from benchmarks.common import (
     paired,
     parser,
     print_table,
+    repeated,
     run,
     spread_text,
 )
@@ -89,22 +89,17 @@ def measure(options: Namespace, say: Say) -> dict[str, object]:
 
 def _measured(case: cases.Case, op: str, options: Namespace, say: Say) -> dict[str, object]:
     """Error, memory and times of one operation."""
-    error = case.max_error()
+    error, device = case.max_error(), torch.device(options.device)
     if not error <= case.tolerance:
         raise TrainingError(f"{op} is {error:g} off its definition, more than {case.tolerance:g}; nothing was measured")
-    memory = memory_facts(case.ours, case.plain, case.device) if case.measures_memory else {}
+    memory = memory_facts(case.ours, case.plain, device) if case.measures_memory else {}
     # The copy reads half of the bytes of the operation and writes the other half, into memory in use.
-    source = torch.ones(max(1, case.num_bytes // 2), dtype=torch.uint8, device=case.device)
+    source = torch.ones(max(1, case.num_bytes // 2), dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
     works: dict[str, Work] = {"ours": case.ours, "plain": case.plain, "copy": lambda: target.copy_(source)}
     least_s = _LEAST_S / 10 if options.quick else _LEAST_S
-
-    def timed(work: Work) -> Callable[[int], float]:
-        _seconds(work, 1, case.device)  # what is slow once: compiling, and memory that is new
-        repeats = max(1, round(least_s / max(_seconds(work, 1, case.device), 1e-7)))
-        return lambda _: _seconds(work, repeats, case.device)
-
-    seconds, loads = in_turns({name: timed(work) for name, work in works.items()}, options.rounds, say)
+    sides = {name: repeated(work, device, least_s) for name, work in works.items()}
+    seconds, loads = in_turns(sides, options.rounds, say)
     ratio, share = (paired(seconds[name], seconds["ours"]) for name in ("plain", "copy"))
     say(f"{op}: {ratio.median:.2f} times {case.against} ({ratio.least:.2f}-{ratio.most:.2f}), error {error:.1e}")
     return {
@@ -122,21 +117,6 @@ def _measured(case: cases.Case, op: str, options: Namespace, say: Say) -> dict[s
         "rounds": options.rounds,
         "load": load_facts(loads),
     }
-
-
-def _seconds(work: Work, repeats: int, device: torch.device) -> float:
-    """Seconds of one call, from `repeats` of them in a row."""
-    _wait(device)
-    start_s = time.perf_counter()
-    for _ in range(repeats):
-        work()
-    _wait(device)
-    return (time.perf_counter() - start_s) / repeats
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def show(facts: Mapping[str, Any]) -> None:

@@ -6,15 +6,17 @@ GPU each is measured deterministic and atomic. Ours and the copy alternate in on
 their ratios. A million pairs take 6 GB.
 """
 
+import statistics
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
 
 from benchmarks.cases import preference_part, preference_ways
-from benchmarks.common import ROOT, Say, Work, command, parser, ratio, run
+from benchmarks.common import ROOT, Say, command, in_turns, parser, repeated, run
 from benchmarks.machine import machine_facts
 from tunesmith.core.system import keep_freed_memory
 from tunesmith.kernels.native import Kernels
@@ -43,12 +45,16 @@ def measure(options: Namespace, say: Say) -> dict[str, object]:
         batch = votes(num_pairs, dtype, device)
         out_BN, size = torch.zeros_like(batch.outputs_a_BN), max(1, num_pairs // _NUM_BATCHES)
         tenths = [preference_part(batch, slice(start, start + size)) for start in range(0, num_pairs, size)]
-        copies = {"process": _copies([batch], out_BN, device), "tuning": _copies(tenths, out_BN, device)}
+        copies = {"process": partial(_copies, [batch], out_BN), "tuning": partial(_copies, tenths, out_BN)}
         num_bytes = 2 * out_BN.numel() * out_BN.element_size()
         ways = preference_ways(batch, torch.zeros(_WIDTH, device=device), out_BN, kernels)
         for label, way in ways.items():
             function, *how = label.split(", ")
-            one = ratio(label, _ended(way, device), copies[function], options.rounds or _ROUNDS[num_pairs])
+            sides = {"ours": repeated(way, device), "copy": repeated(copies[function], device)}
+            seconds, _ = in_turns(sides, options.rounds or _ROUNDS[num_pairs], say, measures_load=False)
+            ours_s, copy_s = (statistics.median(seconds[name]) for name in ("ours", "copy"))
+            shares = [copy / ours for ours, copy in zip(seconds["ours"], seconds["copy"], strict=True)]
+            lower, median, upper = statistics.quantiles(shares, n=4)
             found.append(
                 {
                     "function": _FUNCTIONS[function],
@@ -56,11 +62,11 @@ def measure(options: Namespace, say: Say) -> dict[str, object]:
                     "dtype": str(dtype).removeprefix("torch."),
                     "block": next((int(word.split()[1]) for word in how if word.startswith("block")), None),
                     "deterministic": "atomic" not in how,
-                    "ms": one.fast_ms,
-                    "gb_per_s": num_bytes / one.fast_ms / 1e6,
-                    "copy_gb_per_s": num_bytes / one.slow_ms / 1e6,
-                    "copy_share": one.median,
-                    "copy_share_quartiles": (one.lower_quartile, one.upper_quartile),
+                    "ms": 1e3 * ours_s,
+                    "gb_per_s": num_bytes / ours_s / 1e9,
+                    "copy_gb_per_s": num_bytes / copy_s / 1e9,
+                    "copy_share": median,
+                    "copy_share_quartiles": (lower, upper),
                 }
             )
             say(_line(found[-1]))
@@ -75,19 +81,10 @@ def measure(options: Namespace, say: Say) -> dict[str, object]:
     }
 
 
-def _copies(parts: Sequence[PreferenceBatch], out_BN: torch.Tensor, device: torch.device) -> Work:
+def _copies(parts: Sequence[PreferenceBatch], out_BN: torch.Tensor) -> None:
     """A copy for each batch, into the same memory."""
-
-    def work() -> None:
-        for part in parts:
-            out_BN[: len(part.choices_B)].copy_(part.outputs_a_BN)
-
-    return _ended(work, device)
-
-
-def _ended(work: Work, device: torch.device) -> Work:
-    """The work, until the device has ended it."""
-    return work if device.type == "cpu" else lambda: (work(), torch.cuda.synchronize())
+    for part in parts:
+        out_BN[: len(part.choices_B)].copy_(part.outputs_a_BN)
 
 
 def _line(one: Mapping[str, Any]) -> str:

@@ -27,10 +27,10 @@ from benchmarks.common import (
     run,
     spread_text,
 )
-from benchmarks.contenders import Drawn, ModelSettings, Setting
+from benchmarks.contenders import Drawn, Engine, ModelSettings, Setting, Transformers
 from benchmarks.machine import machine_facts
 from benchmarks.process import Process
-from benchmarks.roofline import SHOWN_ROWS, Rates, ideal_s, needed_rows
+from benchmarks.roofline import SHOWN_ROWS, Products, Rates, ideal_s, needed_rows
 from benchmarks.workloads import NAMES, Workload, workload
 from tunesmith.batch.rollout import SamplingParams
 from tunesmith.config.sections import ModelSection
@@ -138,12 +138,12 @@ def _greedy(work: Workload, model: ModelSettings) -> dict[str, Any]:
     """
     wanted = greedy_workload(work)
     single = replace(wanted, num_completions=1)
-    with _start("contenders:Engine", model) as ours, _start("contenders:Transformers", model) as reference:
-        setting = Setting("sdpa", batch_size=len(single.rows))
-        expected = reference.call("draw", single, 0, keeps_tokens=True, setting=setting).tokens
-        found = ours.call("draw", wanted, 0, keeps_tokens=True).tokens
-        repeated = [tokens for tokens in expected for _ in range(wanted.num_completions)]
-        return judge(found, repeated, lambda row: reference.call("margins", wanted.rows[row], repeated[row]))
+    reference = Transformers(model)  # in this process: neither time nor memory counts here
+    setting = Setting("sdpa", batch_size=len(single.rows))
+    expected = reference.draw(single, 0, keeps_tokens=True, setting=setting).tokens
+    found = Engine(model).draw(wanted, 0, keeps_tokens=True).tokens
+    repeated = [tokens for tokens in expected for _ in range(wanted.num_completions)]
+    return judge(found, repeated, lambda row: reference.margins(wanted.rows[row], repeated[row]))
 
 
 def judge(
@@ -172,8 +172,8 @@ def judge(
     }
 
 
-def _start(target: str, model: ModelSettings) -> Process:
-    return Process(f"benchmarks.{target}", model, num_threads=model.num_threads)
+def _start(contender: str, model: ModelSettings) -> Process:
+    return Process(f"benchmarks.contenders:{contender}", model, num_threads=model.num_threads)
 
 
 def _measured(
@@ -186,12 +186,12 @@ def _measured(
 ) -> dict[str, object]:
     """Figures of one workload."""
     with ExitStack() as stack:
-        ours = Entry(stack.enter_context(_start("contenders:Engine", model)))
-        products = stack.enter_context(_start("roofline:Products", model))
+        ours = Entry(stack.enter_context(_start("Engine", model)))
+        products = Products(model)
         others: dict[str, Entry] = {}
         calibration: dict[str, float] = {}
         for name in against:
-            process = stack.enter_context(_start("contenders:Transformers", model))
+            process = stack.enter_context(_start("Transformers", model))
             others |= _calibrated(name, process, work, options.seed, calibration, say)
         ours.draw(work, options.seed)  # warm, as the others are by now
         entries = {OURS: ours, **others}
@@ -201,7 +201,7 @@ def _measured(
             return lambda index: Round(*(entry.draw(w, options.seed + 1 + index) for w in (work, prompts_only)))
 
         sides: dict[str, Callable[[int], Any]] = {label: one_round(entry) for label, entry in entries.items()}
-        sides["products"] = lambda _: products.call("rates", needed_rows(work))
+        sides["products"] = lambda _: products.rates(needed_rows(work))
         rounds, loads = in_turns(
             sides,
             options.rounds,

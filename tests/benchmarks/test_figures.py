@@ -4,9 +4,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import common
-from benchmarks.common import Spread, in_turns, paired, ratio
+from benchmarks.common import Spread, in_turns, paired
 from benchmarks.rollout import greedy_workload, judge, percentile_95
 from benchmarks.roofline import Rates, ideal_s, linear_weights, needed_rows
 from benchmarks.step import OurStep, check_same_work
@@ -30,19 +31,18 @@ def test_sides_work_in_turns_and_who_begins_changes():
     assert [line for line in said if "round" in line and "busy" not in line][-1] == "  round 3 of 3: 2"
 
 
-def test_two_versions_alternate_and_the_first_round_is_left_out():
-    calls: list[str] = []
-    result = ratio("x", fast=lambda: calls.append("f"), slow=lambda: calls.append("s"), num_rounds=3)
-    assert "".join(calls) == "fs" + "sf" + "fs" + "sf"
-    assert result.num_rounds == 3
-    assert result.lower_quartile <= result.median <= result.upper_quartile
+def test_short_work_is_repeated_and_its_first_calls_are_left_out(monkeypatch: pytest.MonkeyPatch):
+    now_s, calls = [0.0], [0]
 
+    def work() -> None:
+        calls[0] += 1
+        now_s[0] += 100.0 if calls[0] == 1 else 0.5
 
-def test_the_ratio_is_slow_over_fast(monkeypatch: pytest.MonkeyPatch):
-    durations_s = {"fast": 0.5, "slow": 2.0}
-    monkeypatch.setattr(common, "seconds_of", lambda work: durations_s[work()])
-    result = ratio("x", fast=lambda: "fast", slow=lambda: "slow", num_rounds=4)
-    assert (result.median, result.fast_ms, result.slow_ms) == (4.0, 500.0, 2000.0)
+    monkeypatch.setattr(common.time, "perf_counter", lambda: now_s[0])
+    side = common.repeated(work, torch.device("cpu"), least_s=2.0)
+    assert calls == [2]  # one that is slow once, one to learn how long the others take
+    assert side(0) == 0.5
+    assert calls == [2 + 4]
 
 
 def test_the_95th_percentile_is_a_value_that_occurs():

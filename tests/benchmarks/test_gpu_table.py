@@ -113,7 +113,6 @@ def test_what_others_cannot_run_is_noted_and_ours_is_measured():
         max_error=lambda: 0.0,
         tolerance=0.0,
         num_bytes=8,
-        device=CPU,
         size="",
         against="",
         picked="torch",
