@@ -9,10 +9,9 @@ and tried again by the next start. Needs the GPU for itself.
 import hashlib
 import json
 import math
-import os
 import time
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -26,6 +25,7 @@ from benchmarks.machine import machine_facts
 from benchmarks.process import Process
 from tunesmith.core.errors import InputError, TrainingError
 from tunesmith.runs.environment import cpu_model, usable_cores
+from tunesmith.runs.folder import RunFolder
 
 SUMMARY = "gpu.json"
 DERIVED = ("shares", "is_correct")
@@ -75,9 +75,9 @@ def measure(options: Namespace, say: Say = lambda _: None) -> dict[str, Any]:
                 "left": wanted,
             }
             _measure_row(records[name], wanted, options.out, workers, say)
-            write_json(options.out / SUMMARY, facts_of(records, made))
+            RunFolder(options.out).write_json(SUMMARY, facts_of(records, made))
     facts = facts_of(records, made)
-    write_json(options.out / SUMMARY, facts)
+    RunFolder(options.out).write_json(SUMMARY, facts)
     return facts
 
 
@@ -143,22 +143,6 @@ def _read_records(folder: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write `content` under the name `path`: whole or not at all, also if the process ends meanwhile.
-
-    Raises:
-        InputError: it cannot be written.
-    """
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        aside.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        os.replace(aside, path)
-    except OSError as error:
-        raise InputError(
-            f"{path} cannot be written: {error.strerror}; free some space, or give another --out"
-        ) from error
-
-
 def _measure_row(record: dict[str, Any], wanted: list[str], folder: Path, workers: "_Workers", say: Say) -> None:
     """Measure the `wanted` settings of the record's row, which is written when each has ended."""
     start_s, name, settings = time.monotonic(), record["row"], record["settings"]
@@ -178,7 +162,7 @@ def _measure_row(record: dict[str, Any], wanted: list[str], folder: Path, worker
         record["wall_s"] = time.monotonic() - start_s
         record["status"] = "failed" if record["errors"] else "partial" if record["left"] else "done"
         record["settings"] = {key: settings[key] for key in ROWS[name].units if key in settings}
-        write_json(folder / f"{name}.json", record)
+        RunFolder(folder).write_json(f"{name}.json", record)
 
 
 class _Workers:

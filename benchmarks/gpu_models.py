@@ -210,7 +210,7 @@ def update(setting: Setting, clock: Clock) -> Measured:
             loaded.model.save_pretrained(folder)
             loaded.tokenizer.save_pretrained(folder)
         batch = batch_of(size, int(loaded.model.config.get_text_config().vocab_size), setting.seed)
-        learner, prompts = OurUpdate(folder, batch, torch.get_num_threads(), min(16, size.num_rows)).build()
+        learner, task = OurUpdate(folder, batch, torch.get_num_threads(), min(16, size.num_rows)).build()
     ours = learner.policy
     if ours.module.device.type != setting.device.type:
         raise TrainingError(f"trainers take {ours.module.device} on this machine, not {setting.device}")
@@ -220,7 +220,7 @@ def update(setting: Setting, clock: Clock) -> Measured:
     for name, label, policy in (("ours", "after", ours), ("eager", "before", plain)):
         learner.policy = policy
         steps = iter(range(100_000))
-        work: Callable[[], Any] = lambda steps=steps: learner.step(prompts, next(steps))  # noqa: E731
+        work: Callable[[], Any] = lambda steps=steps: learner.step(task.batch(0), next(steps))  # noqa: E731
         clock.warm_up(work)
         timings[name] = Timing.of([clock.wall_s(work) for _ in range(1 if clock.quick else 4)])
         facts[label] = count_launches(work, setting.device)

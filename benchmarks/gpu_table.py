@@ -1,9 +1,10 @@
 """Shares, ratios and bars of `benchmarks.gpu`: all that follows from the records of the rows, and how it is printed."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from benchmarks.common import print_table
 from benchmarks.gpu_measure import Floor
 from benchmarks.gpu_rows import CEILINGS, ROWS, Bar
 
@@ -123,7 +124,6 @@ def failures(records: Records) -> list[str]:
 
 
 _HEADINGS = ("ms", "GB/s", "TFLOP/s", "copy", "matrix", "roofline", "x ours")
-_NAME_WIDTH, _WIDTH = 30, 9
 
 
 def show(facts: Mapping[str, Any]) -> None:
@@ -157,18 +157,14 @@ def _show_setting(name: str, setting: Mapping[str, Any]) -> None:
     error = "" if setting["max_error"] is None else f"; error {setting['max_error']:.1e}"
     wrong = "" if setting["is_correct"] else f", more than {setting['tolerance']:.1e}: WRONG"
     print(f"\n{name} ({setting['picked']}): {setting['size']}; against {setting['against']}{error}{wrong}")
-    if setting["timings"]:
-        print(" " * _NAME_WIDTH + "".join(f"{heading:>{_WIDTH}}" for heading in _HEADINGS))
+    rows: list[Sequence[str]] = []
     for way, timing in setting["timings"].items():
         found = setting["shares"][way]
-        cells = (
-            _number(1e3 * timing["median_s"]),
-            _number(found["gb_per_s"]),
-            _number(found["tflop_per_s"] or None),
-            *(_number(found[key], "{:.0%}") for key in ("copy_share", "matrix_share", "roofline_share")),
-            _number(found["times_ours"], "{:.2f}"),
-        )
-        print(f"  {way:<{_NAME_WIDTH - 2}}" + "".join(f"{cell:>{_WIDTH}}" for cell in cells))
+        shares_ = (_number(found[key], "{:.0%}") for key in ("copy_share", "matrix_share", "roofline_share"))
+        speeds = _number(found["gb_per_s"]), _number(found["tflop_per_s"] or None)
+        rows.append((f"  {way}", _number(1e3 * timing["median_s"]), *speeds, *shares_, _number(found["times_ours"])))
+    if rows:
+        print_table(("", *_HEADINGS), rows)
     for key, value in setting["facts"].items():
         if value is not None:
             print(f"  {key}: {_shown(value)}")

@@ -8,37 +8,34 @@ Leave the machine alone meanwhile; with smollm2 on two cores it takes about a qu
 """
 
 import statistics
-import time
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 
-from benchmarks.common import Say, command, in_turns, load_facts, load_warning, paired, parser, run, spread_text
-from benchmarks.machine import machine_facts, peak_rss_since_reset_gb, reset_peak_rss
+from benchmarks.common import Say, command, load_facts, paired, parser, run
+from benchmarks.machine import machine_facts
 from benchmarks.process import Process
 from benchmarks.trl import (
     LEARNING_RATE,
     MANY_STEPS,
+    MICRO_BATCHES,
     Taken,
     TRLSettings,
+    alternate,
     exported,
     fastest,
     load_trl,
+    our_task,
+    show_pair,
     stage_medians,
-    token_sum,
 )
-from tunesmith.batch.rollout import Group
 from tunesmith.config.schema import GRPORecipe
 from tunesmith.core.errors import TrainingError
-from tunesmith.core.trace import trace
 from tunesmith.models.load import compute_dtype
-from tunesmith.rollout.engine import Engine
 from tunesmith.runs.environment import usable_cores
-from tunesmith.trainers import setup
-from tunesmith.trainers.api import Inputs
 from tunesmith.trainers.grpo import GRPO
 from tunesmith.trainers.rollouts import PolicyTask
 
@@ -51,9 +48,7 @@ PROMPTS = (
 """Short ones, because a long prompt that is computed once for each completion would flatter us."""
 
 KL_COEF = 0.04
-MICRO_BATCHES = (4, 8, 16, 32)
 _QUICK_MICRO_BATCHES = (8, 16)
-_WARM_UP_STEPS = 1  # the first step builds primitives and touches memory for the first time
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +87,11 @@ class OurStep:
             }
         )
 
+    def build(self) -> tuple[GRPO, PolicyTask]:
+        """The learner before its first step, and its task."""
+        task = our_task(self.recipe(), PROMPTS)
+        return cast(GRPO, task.build()), task
+
     def trl(self, folder: str, dtype: str) -> TRLSettings:
         """TRL's settings for the same work, with all rows in one micro-batch."""
         num_rows = len(PROMPTS) * self.num_completions
@@ -103,59 +103,6 @@ class OurStep:
             "seed": self.seed,
         }
         return TRLSettings(folder, PROMPTS, num_rows, self.num_threads, num_rows, dtype, arguments)
-
-
-def our_task(cfg: GRPORecipe, prompts: Sequence[str]) -> PolicyTask:
-    """The task of our GRPO learner, as `tunesmith train grpo` makes it."""
-    return PolicyTask(GRPO, cfg, Inputs(prompts=prompts, rewards=[token_sum]), setup.prepare(cfg))
-
-
-class _CountingEngine:
-    """An engine that counts the tokens of a call; a prompt as often as it has completions."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine, self.num_tokens = engine, 0
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether the engine's log-probs are the trainer's."""
-        return self._engine.is_exact
-
-    def generate(self, *arguments: Any, **options: Any) -> list[Group]:
-        """The engine's completions."""
-        groups = self._engine.generate(*arguments, **options)
-        rows = ((group, item) for group in groups for item in group.completions)
-        self.num_tokens = sum(len(group.prompt_token_ids) + len(item.token_ids) for group, item in rows)
-        return groups
-
-    def unload(self) -> None:
-        """Free the engine's memory."""
-        self._engine.unload()
-
-
-class Ours:
-    """Steps of our GRPO learner."""
-
-    def __init__(self, settings: OurStep) -> None:
-        self._task = our_task(settings.recipe(), PROMPTS)
-        self._learner = cast(GRPO, self._task.build())
-        self._engine = _CountingEngine(self._learner.rollouts.engine)
-        self._learner.rollouts = replace(self._learner.rollouts, engine=self._engine)
-        self._index = 0
-        reset_peak_rss()
-
-    def take(self) -> Taken:
-        """One step."""
-        start_s = time.perf_counter()
-        with trace() as times:
-            result = self._learner.step(self._task.batch(self._index), self._index)
-        seconds = time.perf_counter() - start_s
-        self._index += 1
-        if result.metrics["frac_reward_zero_std"] > 0:
-            raise TrainingError(
-                "a group of equal rewards was left out, so this step did less than TRL's; change --seed"
-            )
-        return Taken(seconds, self._engine.num_tokens, peak_rss_since_reset_gb(), stages_s=dict(times.metrics()))
 
 
 def measure(options: Namespace, say: Say) -> dict[str, object]:
@@ -192,14 +139,8 @@ def measure(options: Namespace, say: Say) -> dict[str, object]:
 
 def _measured(ours: OurStep, first: TRLSettings, options: Namespace, say: Say) -> dict[str, object]:
     setting, calibration = fastest(first, _QUICK_MICRO_BATCHES if options.quick else MICRO_BATCHES, say)
-    with replace(setting, dtype="float32", autocasts=True).start() as process:
-        default = [process.call("take") for _ in range(1 + _WARM_UP_STEPS)][-1]
-    say(f"  trl in its default precision: {default.seconds:.2f} s, {default.peak_gb:.2f} GB")
-    with Process("benchmarks.step:Ours", ours, num_threads=ours.num_threads) as us, setting.start() as them:
-        for process in (us, them):
-            process.call("take")
-        sides = {"ours": lambda _: us.call("take"), "trl": lambda _: them.call("take")}
-        done, loads = in_turns(sides, options.rounds, say, round_line)
+    warm, done, loads = alternate(ours, setting, replace(setting, dtype="float32", autocasts=True), _warm, options, say)
+    default = warm["default"][-1]
     check_same_work([*done["ours"], *done["trl"]])
     seconds = {name: [one.seconds for one in taken] for name, taken in done.items()}
     peaks_gb = {name: max(one.peak_gb for one in taken) for name, taken in done.items()}
@@ -224,11 +165,6 @@ def _measured(ours: OurStep, first: TRLSettings, options: Namespace, say: Say) -
     }
 
 
-def round_line(done: Mapping[str, list[Taken]]) -> str:
-    """Seconds of both sides in the newest round."""
-    return f"{done['ours'][-1].seconds:.2f} s against {done['trl'][-1].seconds:.2f} s"
-
-
 def check_same_work(taken: Sequence[Taken]) -> None:
     """Raises TrainingError unless every step of both sides had the same number of tokens."""
     counts = {one.num_tokens for one in taken}
@@ -239,18 +175,9 @@ def check_same_work(taken: Sequence[Taken]) -> None:
         )
 
 
-def show_pair(label: str, figures: Mapping[str, Any], seconds: str, memory: str, ratio: str) -> None:
-    """Print time, memory and stages of our side beside TRL's; the last three name keys of `figures`."""
-    trl = figures["trl"]
-    print(
-        f"{label:<10}{figures[seconds]:.2f} s against TRL's {trl[seconds]:.2f} s: {spread_text(figures)}\n"
-        f"memory    {figures[memory]:.2f} GB, {figures[ratio]:.2f} of TRL's "
-        f"{trl['default_precision'][memory]:.2f} GB in its default precision "
-        f"({trl[memory]:.2f} GB with {trl['dtype']} weights)\n"
-        f"TRL       {trl['attention']} attention, micro-batch of {trl['micro_batch_size']}{load_warning(figures)}"
-    )
-    for name, stage_s in figures["stages"].items():
-        print(f"  {name:<24}{stage_s:8.3f} s")
+def _warm(process: Process) -> list[Taken]:
+    """The first steps: they build primitives and touch memory for the first time."""
+    return [process.call("take") for _ in range(2)]
 
 
 def main(words: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""Contender of `benchmarks.step` and `benchmarks.update`: GRPO by TRL, and the rounds of our trainer against it.
+"""The frame of `benchmarks.step` and `benchmarks.update`: our GRPO learner and TRL's trainer, in alternation.
 
 TRL owns its loop, so its process answers from inside a callback: a step is timed from the call to the end of the step.
 """
@@ -7,24 +7,33 @@ import importlib
 import statistics
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 import torch
 from transformers import TrainerCallback
 
-from benchmarks.machine import peak_rss_since_reset_gb, reset_peak_rss
+from benchmarks.common import Say, in_turns, load_warning, spread_text
+from benchmarks.machine import Load, peak_rss_since_reset_gb, reset_peak_rss
 from benchmarks.process import Process, Server
+from tunesmith.config.schema import GRPORecipe
 from tunesmith.config.sections import ModelSection
-from tunesmith.core.errors import MissingDependencyError
+from tunesmith.core.errors import MissingDependencyError, TrainingError
+from tunesmith.core.trace import trace
 from tunesmith.models.export import ModelCard, save_final
 from tunesmith.models.load import load_policy
+from tunesmith.trainers import setup
+from tunesmith.trainers.api import Inputs
+from tunesmith.trainers.grpo import GRPO
+from tunesmith.trainers.rollouts import PolicyTask
 
 LEARNING_RATE = 1e-6
+MICRO_BATCHES = (4, 8, 16, 32)
 MANY_STEPS = 100_000
 """More than are ever taken."""
 
@@ -103,6 +112,53 @@ class Memory:
     def above_rest_gb(self) -> float:
         """In GB (1e9 bytes); 0 where nothing is measured."""
         return peak_rss_since_reset_gb() - self._rest_gb if self._measures else 0.0
+
+
+def our_task(cfg: GRPORecipe, prompts: Sequence[str]) -> PolicyTask:
+    """The task of our GRPO learner, as `tunesmith train grpo` makes it."""
+    return PolicyTask(GRPO, cfg, Inputs(prompts=prompts, rewards=[token_sum]), setup.prepare(cfg))
+
+
+class Buildable(Protocol):
+    """Settings of our side."""
+
+    num_threads: int
+
+    def build(self) -> tuple[GRPO, PolicyTask]:
+        """The learner before its first step, and its task."""
+        ...
+
+
+class Ours:
+    """Steps of our GRPO learner."""
+
+    def __init__(self, settings: Buildable) -> None:
+        self._learner, self._task = settings.build()
+        self._num_prompt_tokens = round(self._task.data.mean_tokens * len(self._task.data.train))
+        self._index = 0
+        reset_peak_rss()
+
+    def take(self, *, measures: bool = False) -> Taken:
+        """One step. With `measures` free memory is given back before, so that its time means nothing."""
+        memory = Memory(measures=measures)
+        start_s = time.perf_counter()
+        with trace() as times:
+            result = self._learner.step(self._task.batch(self._index), self._index)
+        seconds, found = time.perf_counter() - start_s, result.metrics
+        self._index += 1
+        if found["frac_reward_zero_std"] > 0:
+            raise TrainingError(
+                "a group of equal rewards was left out, so this step did less than TRL's; change --seed"
+            )
+        num_completions = self._task.cfg.rollout.completions_per_prompt
+        return Taken(
+            seconds,
+            int(found["num_tokens"]) + num_completions * self._num_prompt_tokens,
+            peak_rss_since_reset_gb(),
+            memory.above_rest_gb(),
+            found["grad_norm"],
+            dict(times.metrics()),
+        )
 
 
 class TRL:
@@ -223,6 +279,30 @@ def fastest(
     return min(tried, key=lambda item: item[0])[1], named
 
 
+def alternate(
+    ours: Buildable,
+    theirs: TRLSettings,
+    default: TRLSettings,
+    warm: Callable[[Process], list[Taken]],
+    options: Namespace,
+    say: Say,
+) -> tuple[dict[str, list[Taken]], dict[str, list[Taken]], list[Load]]:
+    """(Answers of `warm` for `ours`, `trl`, and TRL with the settings `default`; steps in turns; loads)."""
+    with default.start() as process:
+        alone = warm(process)
+    say(f"  trl in its default precision: {alone[0].seconds:.2f} s")
+    with Process("benchmarks.trl:Ours", ours, num_threads=ours.num_threads) as us, theirs.start() as them:
+        warmed = {"ours": warm(us), "trl": warm(them), "default": alone}
+        sides = {"ours": lambda _: us.call("take"), "trl": lambda _: them.call("take")}
+        done, loads = in_turns(sides, options.rounds, say, round_line)
+    return warmed, done, loads
+
+
+def round_line(done: Mapping[str, list[Taken]]) -> str:
+    """Seconds of both sides in the newest round."""
+    return f"{done['ours'][-1].seconds:.2f} s against {done['trl'][-1].seconds:.2f} s"
+
+
 def stage_medians(taken: Sequence[Taken], prefix: str) -> dict[str, float]:
     """Median seconds of each stage whose name in the metrics begins with `prefix`."""
     names = sorted({name for one in taken for name in one.stages_s if name.startswith(prefix)})
@@ -230,3 +310,17 @@ def stage_medians(taken: Sequence[Taken], prefix: str) -> dict[str, float]:
         name.removeprefix(prefix).removesuffix("_s"): statistics.median(one.stages_s.get(name, 0.0) for one in taken)
         for name in names
     }
+
+
+def show_pair(label: str, figures: Mapping[str, Any], seconds: str, memory: str, ratio: str) -> None:
+    """Print time, memory and stages of our side beside TRL's; the last three name keys of `figures`."""
+    trl = figures["trl"]
+    print(
+        f"{label:<10}{figures[seconds]:.2f} s against TRL's {trl[seconds]:.2f} s: {spread_text(figures)}\n"
+        f"memory    {figures[memory]:.2f} GB, {figures[ratio]:.2f} of TRL's "
+        f"{trl['default_precision'][memory]:.2f} GB in its default precision "
+        f"({trl[memory]:.2f} GB with {trl['dtype']} weights)\n"
+        f"TRL       {trl['attention']} attention, micro-batch of {trl['micro_batch_size']}{load_warning(figures)}"
+    )
+    for name, stage_s in figures["stages"].items():
+        print(f"  {name:<24}{stage_s:8.3f} s")

@@ -11,7 +11,6 @@ Leave the machine alone meanwhile; with smollm2 on two cores it takes about a qu
 import math
 import random
 import statistics
-import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,19 +18,21 @@ from typing import Any, cast
 
 import torch
 
-from benchmarks.common import Say, command, in_turns, load_facts, paired, parser, run
+from benchmarks.common import Say, command, load_facts, paired, parser, run
 from benchmarks.machine import machine_facts
 from benchmarks.process import Process
-from benchmarks.step import MICRO_BATCHES, our_task, round_line, show_pair
 from benchmarks.trl import (
     LEARNING_RATE,
     MANY_STEPS,
-    Memory,
+    MICRO_BATCHES,
     Taken,
     TRLSettings,
+    alternate,
     exported,
     fastest,
     load_trl,
+    our_task,
+    show_pair,
     stage_medians,
     token_sum,
 )
@@ -41,13 +42,13 @@ from tunesmith.batch.rollout import Completion, Group
 from tunesmith.config.schema import GRPORecipe
 from tunesmith.config.sections import ModelSection
 from tunesmith.core.errors import InputError, TrainingError
-from tunesmith.core.trace import trace
 from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.load import compute_dtype, load_policy
 from tunesmith.runs.environment import usable_cores
 from tunesmith.schema.records import Prompt
 from tunesmith.trainers import rollouts
 from tunesmith.trainers.grpo import GRPO
+from tunesmith.trainers.rollouts import PolicyTask
 
 _WARM_UP_UPDATES = 2  # the first makes optimizer states and primitives, the second finds its memory fragmented
 _MEMORY_UPDATES = 2
@@ -141,13 +142,13 @@ class OurUpdate:
             }
         )
 
-    def build(self) -> tuple[GRPO, list[Prompt]]:
-        """The learner before its first step, with an engine that returns the given completions, and its prompts."""
+    def build(self) -> tuple[GRPO, PolicyTask]:
+        """The learner before its first step, with an engine that returns the given completions, and its task."""
         task = our_task(self.recipe(), self.batch.texts)
         learner = cast(GRPO, task.build())
         groups = given_groups(learner.policy, task.device, self.batch)
         learner.rollouts = replace(learner.rollouts, engine=GivenCompletions(groups))
-        return learner, list(task.data.train)
+        return learner, task
 
 
 class GivenCompletions:
@@ -164,25 +165,6 @@ class GivenCompletions:
 
     def unload(self) -> None:
         """There is nothing to free."""
-
-
-class Ours:
-    """Updates of our GRPO learner."""
-
-    def __init__(self, settings: OurUpdate) -> None:
-        self._learner, self._prompts = settings.build()
-        self._index = 0
-
-    def take(self, *, measures: bool = False) -> Taken:
-        """One update. With `measures` free memory is given back before, so that its time means nothing."""
-        memory = Memory(measures=measures)
-        start_s = time.perf_counter()
-        with trace() as times:
-            result = self._learner.step(self._prompts, self._index)
-        seconds = time.perf_counter() - start_s
-        self._index += 1
-        grad_norm = result.metrics["grad_norm"]
-        return Taken(seconds, memory_gb=memory.above_rest_gb(), grad_norm=grad_norm, stages_s=dict(times.metrics()))
 
 
 def given_groups(policy: LanguageModel, device: torch.device, batch: UpdateBatch) -> list[Group]:
@@ -280,15 +262,9 @@ def _measured(ours: OurUpdate, first: TRLSettings, options: Namespace, say: Say)
     sizes = [size for size in MICRO_BATCHES if size <= rows and rows % size == 0]
     setting, calibration = fastest(first, sizes[-1:] if options.quick else sizes, say, tries_eager=not options.quick)
     equal = max(size for size in range(1, rows + 1) if rows % size == 0 and size <= micro)
-    with replace(setting, dtype="float32", autocasts=True, micro_batch_size=equal).start() as process:
-        default = _warm(process)
-    say(f"  trl in its default precision: {default[0].seconds:.2f} s, {default[0].memory_gb:.2f} GB above rest")
-    with Process("benchmarks.update:Ours", ours, num_threads=ours.num_threads) as us, setting.start() as them:
-        warm = {"ours": _warm(us), "trl": _warm(them)}
-        for process in (us, them):
-            process.call("take")  # memory was given back before
-        sides = {"ours": lambda _: us.call("take"), "trl": lambda _: them.call("take")}
-        done, loads = in_turns(sides, options.rounds, say, round_line)
+    precise = replace(setting, dtype="float32", autocasts=True, micro_batch_size=equal)
+    warm, done, loads = alternate(ours, setting, precise, _warm, options, say)
+    default = warm["default"]
     _check_same_gradient(warm["ours"][0].grad_norm, warm["trl"][0].grad_norm)
     memory_gb = {name: max(one.memory_gb for one in taken) for name, taken in warm.items()}
     default_gb = max(one.memory_gb for one in default)
@@ -325,7 +301,9 @@ def _warm(process: Process) -> list[Taken]:
     """Updates whose memory is measured, once optimizer states are in place."""
     for _ in range(_WARM_UP_UPDATES):
         process.call("take")
-    return [process.call("take", measures=True) for _ in range(_MEMORY_UPDATES)]
+    measured = [process.call("take", measures=True) for _ in range(_MEMORY_UPDATES)]
+    process.call("take")  # memory was given back before
+    return measured
 
 
 def _check_same_gradient(ours: float, theirs: float) -> None:
