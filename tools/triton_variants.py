@@ -276,8 +276,14 @@ def _rms_norm() -> list[Variant]:
 
 def _sample() -> list[Variant]:
     """Plain and with everything, at a vocabulary of 152,000."""
-    row_types = {"num_tokens": "i32", "stride": "i64"}
-    types = row_types | {"settings_ptr": "*fp64", "integers_ptr": "*i64", "token_ptr": "*i64", "scores_ptr": "*fp32"}
+    types = {
+        "num_tokens": "i32",
+        "stride": "i64",
+        "settings_ptr": "*fp64",
+        "integers_ptr": "*i64",
+        "token_ptr": "*i64",
+        "scores_ptr": "*fp32",
+    }
     types |= {
         "status_ptr": "*i32",
         "changed_stride": "i64",
@@ -286,7 +292,6 @@ def _sample() -> list[Variant]:
         "seen_ptr": "*u8",
     }
     types |= {"candidate_logit_ptr": "*fp32", "candidate_token_ptr": "*i32"}
-    score_types = row_types | {"token_ptr": "*i64", "temperature_ptr": "*fp64", "logp_ptr": "*fp32"}
     found: list[Variant] = []
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)):
         plan = sampler.launch(151936, dtype)
@@ -307,8 +312,6 @@ def _sample() -> list[Variant]:
                     maxnreg=sampler.MAX_REGISTERS,
                 )
             )
-        score_logits = {"logits_ptr": f"*{name}"}
-        found.append(Variant(f"score_{name}", sampler.score_kernel, score_types | score_logits, sizes, plan.num_warps))
     return found
 
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from tunesmith.core.errors import TrainingError
-from tunesmith.kernels.sample.api import score
+from tunesmith.kernels.logprob.api import score
+from tunesmith.kernels.sample.torch_impl import NOT_FINITE, require_rows
 from tunesmith.models.decoder import Decoder, OnLayer
 from tunesmith.rollout.kv_cache import KVCache, allocate_storage, blocks_for
 from tunesmith.rollout.runner import CachedDecoder, cache_shape
@@ -52,18 +53,18 @@ def largest_difference(decoder: Decoder, runner: CachedDecoder, check: Check) ->
     device = decoder.architecture.device
     flat_T = torch.tensor([token for row in ids for token in row], device=device)
     target_T = flat_T.roll(-1)  # any fixed token will do, across sequence ends too
-    ones_T = torch.ones(len(flat_T), dtype=torch.float64, device=device)
     logits_TV = decoder.logits(decoder.hidden_states(flat_T, cut))
     if not bool(logits_TV.isfinite().all()):
         place = first_bad_layer(lambda look: decoder.hidden_states(flat_T, cut, on_layer=look))
         raise TrainingError(not_finite(place))
-    trained_T = score(logits_TV, target_T, ones_T, kernels=decoder.kernels)
+    trained_T = score(logits_TV, target_T, 1.0, kernels=decoder.kernels).logp_N
     num_blocks = sum(map(blocks_for, cut))
     cache = KVCache(num_blocks, max_tokens=max(cut), max_tables=len(cut))
     storage = allocate_storage(cache_shape(decoder.architecture), num_blocks, device)
     drawn_TH = torch.cat(_in_steps(runner, cache, storage, ids, check.step))
-    drawn_T = score(runner.logits(drawn_TH), target_T, ones_T, kernels=decoder.kernels)
-    return float((drawn_T - trained_T).abs().max())
+    drawn_T = score(runner.logits(drawn_TH), target_T, 1.0, kernels=decoder.kernels).logp_N
+    require_rows(drawn_T.isfinite(), NOT_FINITE)
+    return float((drawn_T.float() - trained_T.float()).abs().max())
 
 
 def _in_steps(

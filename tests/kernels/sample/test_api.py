@@ -22,7 +22,7 @@ from sample_cases import (
 from tunesmith.core.errors import InputError, NativeUnavailableError, TrainingError
 from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.sample import torch_impl
-from tunesmith.kernels.sample.api import sample, score
+from tunesmith.kernels.sample.api import sample
 from tunesmith.kernels.sample.torch_impl import LogitBias, NoiseKeys, Sampled, SampleSettings, Seen
 
 NUM_DRAWS = 200_000
@@ -138,37 +138,6 @@ def test_the_raw_log_prob_does_not_depend_on_bias_penalty_or_filters(native: Ker
     assert torch.equal(found.logp_B, torch.zeros(30))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-def test_scoring_drawn_tokens_gives_the_bits_of_their_raw_log_probs(dtype, temperature: float, kernels: Kernels):
-    logits_BV = logits_of(30, 500).to(dtype)
-    options = {**OPTIONS["all"], "temperature": temperature}
-    drawn = sample(logits_BV, SampleSettings.same(30, **options), keys_of(30), kernels=kernels)
-    rows = torch.tensor([29, 4, 11])
-    temperature_B = torch.full((3,), temperature, dtype=torch.float64)
-    found = score(logits_BV[rows], drawn.token_B[rows], temperature_B, kernels=kernels)
-    if kernels.choice == "native":
-        assert torch.equal(found, drawn.raw_logp_B[rows])
-    exact = torch_impl.score(logits_BV[rows], drawn.token_B[rows], temperature_B)
-    torch.testing.assert_close(found, exact, atol=1e-5, rtol=0)
-
-
-def test_what_cannot_be_scored_is_refused(kernels: Kernels):
-    logits_BV, token_B, one_B = logits_of(2, 9), torch.tensor([0, 8]), torch.ones(2, dtype=torch.float64)
-    for match, arguments in (
-        (r"tokens lie in \[0, 9\]; give ids in \[0, 9\)", (logits_BV, torch.tensor([0, 9]), one_B)),
-        (r"tokens are torch\.int32", (logits_BV, token_B.int(), one_B)),
-        (r"temperatures are torch\.float32", (logits_BV, token_B, one_B.float())),
-        (r"each must be 0 \(greedy\) or at least 1e-06", (logits_BV, token_B, -one_B)),
-        (r"each must be 0 \(greedy\) or at least 1e-06", (logits_BV, token_B, 1e-7 * one_B)),
-    ):
-        with pytest.raises(InputError, match=match):
-            score(*arguments, kernels=kernels)
-    logits_BV[1, 3] = float("nan")
-    with pytest.raises(TrainingError, match="row 1 of 2"):
-        score(logits_BV, token_B, one_B, kernels=kernels)
-
-
 def test_greedy_takes_the_lowest_id_of_the_largest(kernels: Kernels):
     check_greedy_takes_the_lowest_id(kernels)
 
@@ -215,13 +184,11 @@ def test_what_does_not_fit_is_refused_before_any_work(native: Kernels):
     refused(r"give 3 int64 in \[0, 3\)", seen=replace(Seen.of([[1]] * 3, 10), slot_B=torch.tensor([0, 1, 3])))
 
 
-def test_float64_is_drawn_from_and_scored_as_defined_and_never_natively(native: Kernels):
+def test_float64_is_drawn_from_as_defined_and_never_natively(native: Kernels):
     logits_BV, chosen = logits_of(8, 100).double(), SampleSettings.same(8, top_p=0.9)
     found = sample(logits_BV, chosen, keys_of(8), kernels=Kernels("auto"))
     exact = torch_impl.sample(logits_BV, chosen, keys_of(8))
     assert all(torch.equal(getattr(found, name), getattr(exact, name)) for name in Sampled.__slots__)
-    scored = score(logits_BV, found.token_B, chosen.temperature_B, kernels=Kernels("auto"))
-    assert torch.equal(scored, exact.raw_logp_B)
     with pytest.raises(NativeUnavailableError, match=r"bfloat16 and float32 and was given torch\.float64"):
         sample(logits_BV, chosen, keys_of(8), kernels=native)
 

@@ -17,7 +17,7 @@ from tunesmith.kernels.launching import LaunchPlan
 from tunesmith.kernels.logprob.api import chosen_logp_entropy
 from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.sample import torch_impl, triton_impl
-from tunesmith.kernels.sample.api import draw_in_triton, sample, score
+from tunesmith.kernels.sample.api import draw_in_triton, sample
 from tunesmith.kernels.sample.torch_impl import Sampled, SampleSettings, Seen
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -119,14 +119,12 @@ def test_rows_with_settings_of_their_own_do_not_touch_each_other(interpreted: Ke
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_raw_log_probs_have_the_bits_of_the_score_and_of_the_training_loss(temperature: float, interpreted: Kernels):
+def test_raw_log_probs_have_the_bits_of_the_training_loss(temperature: float, interpreted: Kernels):
     for dtype in DTYPES:
         logits_BV = logits_of(3, 5000).to(dtype)
         logits_BV[:, 0] = 13  # the bias makes it larger than all are without
         options = {"temperature": temperature, "top_p": 0.9, "bias": {0: 2.0}}
         drawn = sample(logits_BV, SampleSettings.same(3, **options), keys_of(3), kernels=interpreted)
-        temperature_B = torch.full((3,), temperature, dtype=torch.float64)
-        assert torch.equal(score(logits_BV, drawn.token_B, temperature_B, kernels=interpreted), drawn.raw_logp_B)
         logp_N, _ = chosen_logp_entropy(logits_BV, drawn.token_B, temperature or 1.0, kernels=interpreted)
         assert torch.equal(logp_N, drawn.raw_logp_B)
 
@@ -149,8 +147,6 @@ def test_logits_that_are_not_finite_name_their_row(dtype, bad, interpreted: Kern
     logits_BV[2, 0] = logits_BV[4, 100] = bad
     with pytest.raises(TrainingError, match="row 2, 4 of 6: a logit of the model is not finite"):
         sample(logits_BV, SampleSettings.same(6, top_k=5, top_p=0.9), keys_of(6), kernels=interpreted)
-    with pytest.raises(TrainingError, match="row 2, 4 of 6"):
-        score(logits_BV, torch.zeros(6, dtype=torch.int64), torch.ones(6).double(), kernels=interpreted)
 
 
 def test_a_bias_that_leaves_nothing_or_overflows_names_its_row(interpreted: Kernels):
@@ -161,12 +157,10 @@ def test_logits_may_be_part_of_a_larger_tensor(interpreted: Kernels):
     sample_cases.check_parts_of_a_larger_tensor(interpreted)
 
 
-def test_torch_knows_the_operators():
+def test_torch_knows_the_operator():
     settings_B4 = torch.tensor([[1.0, 0.9, 0.0, 1.0]], dtype=torch.float64).repeat(3, 1)
     given_ = (logits_of(3, 40), settings_B4, torch.zeros(3, 6, dtype=torch.int64), None, None, True)
     torch.library.opcheck(torch.ops.tunesmith.sample.default, given_)
-    token_B = torch.zeros(3, dtype=torch.int64)
-    torch.library.opcheck(torch.ops.tunesmith.sample_score.default, (given_[0], token_B, settings_B4[:, 0]))
     step = torch.compile(lambda logits: draw_in_triton(logits * 2, *given_[1:])[0], fullgraph=True, backend="aot_eager")
     assert torch.equal(step(given_[0]), draw_in_triton(given_[0] * 2, *given_[1:])[0])
 

@@ -1,10 +1,9 @@
-"""Draws one token for each row of logits, and scores tokens that are given, in C++, in Triton or in torch.
+"""Draws one token for each row of logits, in C++, in Triton or in torch.
 
 Shape legend: B rows, V vocabulary, N biased tokens of all rows, S slots.
 """
 
 import ctypes
-from collections.abc import Callable, Mapping
 
 import torch
 
@@ -12,14 +11,7 @@ from tunesmith.core.errors import InputError
 from tunesmith.kernels.arguments import picked_library, require_rows, with_dense_rows
 from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.sample import torch_impl
-from tunesmith.kernels.sample.torch_impl import (
-    TEMPERATURE_RULE,
-    NoiseKeys,
-    Sampled,
-    SampleSettings,
-    Seen,
-    is_temperature,
-)
+from tunesmith.kernels.sample.torch_impl import NoiseKeys, Sampled, SampleSettings, Seen
 
 _COMPLAINTS = {1: torch_impl.NOT_FINITE, 2: torch_impl.NOTHING_LEFT, 3: torch_impl.INFINITE}
 _POINTERS = (
@@ -58,44 +50,10 @@ def sample(
         case "triton":
             return _triton(logits_BV, settings, keys, seen)
         case "native":
-            return _native(picked_library(kernels, "sample", logits_BV), logits_BV, settings, keys, seen)
+            return _native(logits_BV, settings, keys, seen, kernels)
         case "torch":
-            return torch_impl.sample(logits_BV, settings, keys, seen=seen, dtype=_arithmetic(logits_BV))
-
-
-def score(
-    logits_BV: torch.Tensor, token_B: torch.Tensor, temperature_B: torch.Tensor, *, kernels: Kernels
-) -> torch.Tensor:
-    """Log-prob of given tokens under softmax(logits / temperature), nats, float32, as `torch_impl.score` defines it.
-
-    From equal logits it has the bits of `Sampled.raw_logp_B`, natively and in Triton. `temperature_B` is float64, and 0
-    counts as 1. There is no gradient: it is for scoring.
-
-    Raises:
-        InputError: shapes or dtypes do not fit, or a token is outside of the vocabulary.
-        TrainingError: a logit is not finite; the message names the row.
-        NativeUnavailableError, TritonUnavailableError: that kernel was chosen and cannot be had.
-    """
-    require_rows("logits", logits_BV)
-    num_rows, num_tokens = logits_BV.shape
-    for name, tensor, dtype in (("tokens", token_B, torch.int64), ("temperatures", temperature_B, torch.float64)):
-        if tensor.dtype != dtype or tensor.shape != (num_rows,):
-            raise InputError(f"{name} are {tensor.dtype} of shape {tuple(tensor.shape)}; give {dtype} [{num_rows}]")
-    if bool(((token_B < 0) | (token_B >= num_tokens)).any()):
-        raise InputError(f"tokens lie in [{int(token_B.min())}, {int(token_B.max())}]; give ids in [0, {num_tokens})")
-    if not bool(is_temperature(temperature_B).all()):
-        raise InputError(f"temperatures are {temperature_B.tolist()}; each must be {TEMPERATURE_RULE}")
-    match kernels.picked("sample", logits_BV):
-        case "triton":
-            device = logits_BV.device
-            logp_B = _score(logits_BV, token_B.to(device), temperature_B.to(device))
-            torch_impl.require_rows(~logp_B.isnan(), torch_impl.NOT_FINITE)
-        case "native":
-            logp_B, library = torch.empty(num_rows), picked_library(kernels, "sample", logits_BV)
-            _call(library.score_rows, logits_BV, {"temperature": temperature_B, "token": token_B, "raw_logp": logp_B})
-        case "torch":
-            logp_B = torch_impl.score(logits_BV, token_B, temperature_B, dtype=_arithmetic(logits_BV))
-    return logp_B
+            dtype = torch.float64 if logits_BV.dtype == torch.float64 else torch.float32
+            return torch_impl.sample(logits_BV, settings, keys, seen=seen, dtype=dtype)
 
 
 @torch.library.custom_op("tunesmith::sample", mutates_args=())
@@ -135,23 +93,11 @@ def _(logits_BV: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor, 
     )
 
 
-@torch.library.custom_op("tunesmith::sample_score", mutates_args=())
-def _score(logits_BV: torch.Tensor, token_B: torch.Tensor, temperature_B: torch.Tensor) -> torch.Tensor:
-    """`score` in Triton; NaN where a logit of the row is not finite."""
-    from tunesmith.kernels.sample import triton_impl
-
-    return triton_impl.score(with_dense_rows(logits_BV), token_B.contiguous(), temperature_B.contiguous())
-
-
-@_score.register_fake
-def _(logits_BV: torch.Tensor, *_: object) -> torch.Tensor:
-    return logits_BV.new_empty(logits_BV.shape[0], dtype=torch.float32)
-
-
 def _native(
-    library: ctypes.CDLL, logits_BV: torch.Tensor, settings: SampleSettings, keys: NoiseKeys, seen: Seen | None
+    logits_BV: torch.Tensor, settings: SampleSettings, keys: NoiseKeys, seen: Seen | None, kernels: Kernels
 ) -> Sampled:
-    num_rows = len(logits_BV)
+    num_rows, num_tokens = logits_BV.shape
+    logits_BV = logits_BV if logits_BV.stride(-1) == 1 else logits_BV.contiguous()
     logp_B, raw_logp_B = torch.empty(2, num_rows, dtype=torch.float32).unbind()
     result = Sampled(torch.empty(num_rows, dtype=torch.int64), logp_B, raw_logp_B)
     tensors = {
@@ -167,12 +113,25 @@ def _native(
         "token": result.token_B,
         "logp": result.logp_B,
         "raw_logp": result.raw_logp_B,
+        "status": torch.empty(num_rows, dtype=torch.int32),
     }
     if bias := settings.bias:
         tensors |= {"bias_offset": bias.offset_B1, "bias_token": bias.token_N, "bias_value": bias.value_N}
     if seen:
         tensors |= {"seen": seen.mask_SV, "slot": seen.slot_B}
-    _call(library.sample_rows, logits_BV, tensors)
+    # The name holds contiguous copies alive until the call is over.
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    arguments = _Arguments(
+        logits=logits_BV.data_ptr(),
+        num_rows=num_rows,
+        num_tokens=num_tokens,
+        logits_stride=logits_BV.stride(0),
+        is_bfloat16=int(logits_BV.dtype == torch.bfloat16),
+        num_threads=min(torch.get_num_threads(), num_rows),
+        **{name: tensor.data_ptr() for name, tensor in contiguous.items()},
+    )
+    picked_library(kernels, "sample", logits_BV).sample_rows(ctypes.byref(arguments))
+    require_drawn(tensors["status"])
     return result
 
 
@@ -195,35 +154,11 @@ def _triton(logits_BV: torch.Tensor, settings: SampleSettings, keys: NoiseKeys, 
     return Sampled(token_B, *scores_B2.unbind(-1))
 
 
-def _call(function: Callable[[object], object], logits_BV: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Run `function` over the rows with pointers to `tensors`, of which those that it writes to are contiguous."""
-    logits_BV = logits_BV if logits_BV.stride(-1) == 1 else logits_BV.contiguous()
-    status_B = torch.empty(len(logits_BV), dtype=torch.int32)
-    # The name holds contiguous copies alive until the call is over.
-    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    arguments = _Arguments(
-        logits=logits_BV.data_ptr(),
-        num_rows=logits_BV.shape[0],
-        num_tokens=logits_BV.shape[1],
-        logits_stride=logits_BV.stride(0),
-        is_bfloat16=int(logits_BV.dtype == torch.bfloat16),
-        num_threads=min(torch.get_num_threads(), len(logits_BV)),
-        status=status_B.data_ptr(),
-        **{name: tensor.data_ptr() for name, tensor in contiguous.items()},
-    )
-    function(ctypes.byref(arguments))
-    require_drawn(status_B)
-
-
 def require_drawn(status_B: torch.Tensor) -> None:
     """Raise TrainingError for rows whose status, as `draw_in_triton` gives it, says that there is no token."""
     if bool(status_B.any()):
         code = int(status_B[status_B != 0][0])
         torch_impl.require_rows(status_B != code, _COMPLAINTS[code])
-
-
-def _arithmetic(logits_BV: torch.Tensor) -> torch.dtype:
-    return torch.float64 if logits_BV.dtype == torch.float64 else torch.float32
 
 
 def _check(logits_BV: torch.Tensor, settings: SampleSettings, keys: NoiseKeys, seen: Seen | None) -> None:

@@ -33,7 +33,7 @@ extern "C" struct SampleArguments {
     const float* bias_value;
     const uint8_t* seen;        // [num_slots, num_tokens], 1 where the penalty applies; or null
     const int64_t* slot;        // [num_rows], row of `seen`
-    int64_t* token;             // [num_rows], a result; where rows are scored it is given
+    int64_t* token;             // [num_rows], a result
     float *logp, *raw_logp;     // [num_rows], results
     int32_t* status;            // [num_rows], Status
 };
@@ -81,7 +81,7 @@ class Row {
 
     template <class T> Status draw(const T* logits) {
         if (!read(logits)) return kNotFinite;
-        set_temperature();
+        inverse_temperature_ = is_greedy() ? 1.0 : 1.0 / a_.temperature[row_];
         largest_ = largest();
         total_ = weigh();
         double raw_largest = largest_, raw_total = total_;
@@ -97,15 +97,6 @@ class Row {
         a_.token[row_] = token;
         a_.logp[row_] = log_prob(s_.logits[token], largest_, mass, inverse_temperature_);
         a_.raw_logp[row_] = log_prob(load_one(logits + token), raw_largest, raw_total, inverse_temperature_);
-        return kFine;
-    }
-
-    // The log-prob under the model of a token that is given, with the bits that `draw` gives as raw_logp.
-    template <class T> Status score(const T* logits) {
-        if (!read(logits)) return kNotFinite;
-        set_temperature();
-        largest_ = largest();
-        a_.raw_logp[row_] = log_prob(load_one(logits + a_.token[row_]), largest_, weigh(), inverse_temperature_);
         return kFine;
     }
 
@@ -128,7 +119,6 @@ class Row {
     }
 
     bool is_greedy() const { return a_.temperature[row_] == 0; }
-    void set_temperature() { inverse_temperature_ = is_greedy() ? 1.0 : 1.0 / a_.temperature[row_]; }
 
     bool is_changed() const {
         bool penalised = a_.seen && a_.penalty[row_] != 1;
@@ -326,24 +316,15 @@ class Row {
     double inverse_temperature_ = 1, largest_ = 0, total_ = 0;
 };
 
-template <class Work> void each_row(const SampleArguments& a, Work work) {
-#pragma omp parallel for schedule(static) num_threads((int)a.num_threads) if (a.num_threads > 1)
-    for (int64_t i = 0; i < a.num_rows; ++i) {
-        static thread_local Scratch scratch;
-        Row row(a, i, scratch);
-        int64_t start = i * a.logits_stride;
-        a.status[i] = a.is_bfloat16 ? work(row, (const uint16_t*)a.logits + start)
-                                    : work(row, (const float*)a.logits + start);
-    }
-}
-
 }  // namespace
 
 extern "C" void sample_rows(const SampleArguments* a) {
-    each_row(*a, [](Row& row, const auto* logits) { return row.draw(logits); });
-}
-
-// Reads logits, temperature and token; writes raw_logp and status.
-extern "C" void score_rows(const SampleArguments* a) {
-    each_row(*a, [](Row& row, const auto* logits) { return row.score(logits); });
+#pragma omp parallel for schedule(static) num_threads((int)a->num_threads) if (a->num_threads > 1)
+    for (int64_t i = 0; i < a->num_rows; ++i) {
+        static thread_local Scratch scratch;
+        Row row(*a, i, scratch);
+        int64_t start = i * a->logits_stride;
+        a->status[i] = a->is_bfloat16 ? row.draw((const uint16_t*)a->logits + start)
+                                      : row.draw((const float*)a->logits + start);
+    }
 }

@@ -28,11 +28,6 @@ SMALLEST_TEMPERATURE = 1e-6
 TEMPERATURE_RULE = f"0 (greedy) or at least {SMALLEST_TEMPERATURE}, and finite"
 
 
-def is_temperature(value_B: torch.Tensor) -> torch.Tensor:
-    """True where a number is allowed as a temperature: `TEMPERATURE_RULE`."""
-    return (value_B == 0) | ((value_B >= SMALLEST_TEMPERATURE) & value_B.isfinite())
-
-
 @dataclass(frozen=True, slots=True)
 class LogitBias:
     """Numbers that are added to the logits; -inf forbids a token. Row b has the entries from `offset_B1[b]` on.
@@ -85,8 +80,9 @@ class SampleSettings:
     def __post_init__(self) -> None:
         num_rows = len(self.temperature_B)
         temperature_B, penalty_B = self.temperature_B, self.repetition_penalty_B
+        is_temperature_B = (temperature_B == 0) | ((temperature_B >= SMALLEST_TEMPERATURE) & temperature_B.isfinite())
         for name, value_B, is_valid_B, allowed in (
-            ("temperature", temperature_B, is_temperature(temperature_B), TEMPERATURE_RULE),
+            ("temperature", temperature_B, is_temperature_B, TEMPERATURE_RULE),
             ("top_k", self.top_k_B, self.top_k_B >= 0, "0 (off) or more"),
             ("top_p", self.top_p_B, (self.top_p_B > 0) & (self.top_p_B <= 1), "in (0, 1], where 1 is off"),
             ("min_p", self.min_p_B, (self.min_p_B >= 0) & (self.min_p_B < 1), "in [0, 1), where 0 is off"),
@@ -207,19 +203,8 @@ def sample(
     greedy_B = torch.where(logp_BV == logp_BV.amax(-1, keepdim=True), index_V, num_tokens).amin(-1)
     is_greedy_B = (settings.temperature_B == 0).to(logits_BV.device)
     token_B = torch.where(is_greedy_B, greedy_B, torch.minimum(drawn_B, last_B))
-    return Sampled(token_B, _chosen(logp_BV, token_B), score(logits_BV, token_B, settings.temperature_B, dtype=dtype))
-
-
-def score(
-    logits_BV: torch.Tensor, token_B: torch.Tensor, temperature_B: torch.Tensor, *, dtype: torch.dtype = torch.float64
-) -> torch.Tensor:
-    """Log-prob of `token_B` in nats under softmax(logits / temperature), float32; a temperature of 0 counts as 1.
-
-    Raises:
-        TrainingError: a logit is not finite; the message names the row.
-    """
-    require_rows(logits_BV.isfinite().all(-1), NOT_FINITE)
-    return _chosen((logits_BV.to(dtype) / _divisor(temperature_B, dtype, logits_BV.device)).log_softmax(-1), token_B)
+    raw_logp_BV = (logits_BV.to(dtype) / _divisor(settings.temperature_B, dtype, logits_BV.device)).log_softmax(-1)
+    return Sampled(token_B, *(x_BV.gather(-1, token_B[:, None])[:, 0].float() for x_BV in (logp_BV, raw_logp_BV)))
 
 
 def distribution(
@@ -341,7 +326,3 @@ def _min_p(x_BV: torch.Tensor, min_p_B: torch.Tensor) -> torch.Tensor:
     """Keeps what is at least min_p times as probable as the most probable. Nguyen et al., min-p sampling (2024)."""
     weight_BV = (x_BV - x_BV.amax(-1, keepdim=True)).exp()
     return x_BV.masked_fill(weight_BV < min_p_B.to(x_BV)[:, None], float("-inf"))
-
-
-def _chosen(logp_BV: torch.Tensor, token_B: torch.Tensor) -> torch.Tensor:
-    return logp_BV.gather(-1, token_B[:, None])[:, 0].float()

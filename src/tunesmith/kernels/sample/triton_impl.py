@@ -232,21 +232,6 @@ def sample_kernel(
     tl.store(status_ptr + index, tl.where(entropy == entropy, status, 1))
 
 
-@triton.jit
-def score_kernel(
-    logits_ptr, token_ptr, temperature_ptr, logp_ptr, num_tokens, stride, TILES: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Log-prob of one row's given token."""
-    index = tl.program_id(0).to(tl.int64)
-    logits_ptr += index * stride
-    temperature = tl.load(temperature_ptr + index)
-    inverse_temperature = (1.0 / tl.where(temperature == 0, 1.0, temperature)).to(tl.float32)
-    largest, log_total, entropy, _ = softmax_row(logits_ptr, num_tokens, inverse_temperature, 0.0, False, TILES, BLOCK)
-    x = logit_at(logits_ptr, tl.load(token_ptr + index), num_tokens, 0.0, False)
-    logp = (x - largest) * inverse_temperature - log_total
-    tl.store(logp_ptr + index, tl.where(entropy == entropy, logp, float("nan")))
-
-
 def draw(
     logits_BV: torch.Tensor,
     settings_B4: torch.Tensor,
@@ -283,19 +268,3 @@ def draw(
                 maxnreg=MAX_REGISTERS,
             )
     return token_B, scores_B2, status_B
-
-
-def score(logits_BV: torch.Tensor, token_B: torch.Tensor, temperature_B: torch.Tensor) -> torch.Tensor:
-    """Log-prob of given tokens, float32, with the bits of the second score of `draw`; NaN if a logit is not finite."""
-    num_rows, num_tokens = logits_BV.shape
-    logp_B = torch.empty(num_rows, dtype=torch.float32, device=logits_BV.device)
-    plan = launch(num_tokens, logits_BV.dtype)
-    if num_rows:
-        with torch.cuda.device_of(logits_BV):
-            cast(Any, score_kernel)[(num_rows,)](
-                *(logits_BV, token_B, temperature_B, logp_B, num_tokens, logits_BV.stride(0)),
-                TILES=plan.tiles,
-                BLOCK=plan.block,
-                num_warps=plan.num_warps,
-            )
-    return logp_B
