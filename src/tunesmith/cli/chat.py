@@ -31,10 +31,10 @@ class ChatOptions(SamplingFlags):
     the current answer short.
     """
 
-    model: Annotated[str, Positional, flag("Run folder, hub id, folder, GGUF file, smollm2.", metavar="RUN")]
-    against: Annotated[str | None, flag("base, or another model.", metavar="ID")] = None
-    max_new_tokens: Annotated[int, flag("Limit of an answer.", metavar="N")] = 128
-    seed: Annotated[int | None, flag("Same seed and lines, same answers.", metavar="N")] = None
+    model: Annotated[str, Positional, flag("Run folder, hub id, folder, GGUF file, smollm2.", "RUN")]
+    against: Annotated[str | None, flag("base, or another model.", "ID")] = None
+    max_new_tokens: Annotated[int, flag("Limit of an answer.", "N")] = 128
+    seed: Annotated[int | None, flag("Same seed and lines, same answers.", "N")] = None
     trust_remote_code: Annotated[bool, flag("Run code that the models bring along.")] = False
 
 

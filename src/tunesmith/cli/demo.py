@@ -8,9 +8,6 @@ from typing import Annotated, Literal
 from tunesmith.cli.options import flag, parse
 from tunesmith.cli.output import reporting
 
-_NUM_SAMPLES = 3
-"""Samples that are shown side by side."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class DemoFlags:
@@ -21,11 +18,11 @@ class DemoFlags:
     """
 
     algorithm: Annotated[Literal["ppo", "grpo", "best_of_n"], flag("What trains the policy.")] = "ppo"
-    seed: Annotated[int, flag("Seed of everything that is drawn.", metavar="N")] = 0
+    seed: Annotated[int, flag("Seed of everything that is drawn.", "N")] = 0
     vote: Annotated[bool, flag("You vote, with two keys in the terminal.")] = False
     quick: Annotated[bool, flag("A run of few steps, to see that all parts work.")] = False
     backend: Annotated[Literal["native", "transformers"], flag("What draws completions.")] = "native"
-    out: Annotated[str, flag("Folder for the run folders.", metavar="DIR")] = "runs"
+    out: Annotated[str, flag("Folder for the run folders.", "DIR")] = "runs"
     live: Annotated[bool, flag("You vote in the browser, and the model learns while you do; Ctrl-C ends it.")] = False
     json: Annotated[bool, flag("Print one JSON object at the end.")] = False
 
@@ -45,7 +42,7 @@ def demo(words: Sequence[str]) -> None:
         )
         result = run_demo(options)
         facts = result.figures
-        output.say(comparison_table(result.comparison, num_samples=_NUM_SAMPLES))
+        output.say(comparison_table(result.comparison))
         accuracy = facts["reward_model_accuracy"]
         if isinstance(accuracy, float):
             output.say(
@@ -79,15 +76,15 @@ class SentimentFlags:
     """
 
     reviews: Annotated[
-        str | None, flag("Source with `text` and `label`; IMDB of TUNESMITH_DATA if left out.", metavar="SOURCE")
+        str | None, flag("Source with `text` and `label`; IMDB of TUNESMITH_DATA if left out.", "SOURCE")
     ] = None
-    judge: Annotated[
-        str | None, flag("The judge's own texts, in the same form or a zip of sentences.", metavar="SOURCE")
-    ] = None
-    model: Annotated[str | None, flag("Model to start from instead of the recipes'.", metavar="ID")] = None
-    seed: Annotated[int, flag("Seed of everything that is drawn.", metavar="N")] = 0
+    judge: Annotated[str | None, flag("The judge's own texts, in the same form or a zip of sentences.", "SOURCE")] = (
+        None
+    )
+    model: Annotated[str | None, flag("Model to start from instead of the recipes'.", "ID")] = None
+    seed: Annotated[int, flag("Seed of everything that is drawn.", "N")] = 0
     quick: Annotated[bool, flag("Few reviews and steps, to see that all parts work.")] = False
-    out: Annotated[str, flag("Folder for the run folders.", metavar="DIR")] = "runs"
+    out: Annotated[str, flag("Folder for the run folders.", "DIR")] = "runs"
     json: Annotated[bool, flag("Print one JSON object at the end.")] = False
 
 
@@ -108,7 +105,7 @@ def sentiment(words: Sequence[str]) -> None:
             quick=flags.quick,
         )
         result = run_sentiment(options)
-        output.say(comparison_table(result.comparison, num_samples=_NUM_SAMPLES))
+        output.say(comparison_table(result.comparison))
         facts = result.figures
         output.say(
             f"\nreward   {facts['reward_first']:.2f} to {facts['reward_plateau']:.2f}, plateau from step "

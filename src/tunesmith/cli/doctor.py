@@ -12,7 +12,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
@@ -83,7 +83,7 @@ def doctor(words: Sequence[str]) -> None:
 
 def examine() -> list[Finding]:
     """All findings, in the order in which they are shown; a part that breaks is one itself."""
-    parts: Mapping[str, Callable[[], list[Finding]]] = {
+    parts: Mapping[str, Callable[[], Iterable[Finding]]] = {
         "platform": _platform,
         "packages": _packages,
         "torch": lambda: _ask_probe("torch", "missing", "install torch again, see pytorch.org"),
@@ -106,30 +106,26 @@ def examine() -> list[Finding]:
     return findings
 
 
-def _platform() -> list[Finding]:
-    return [
-        Finding("system", f"{platform.system()} {platform.release()}, {platform.machine()}"),
-        Finding("python", f"{platform.python_version()} at {sys.executable}"),
-    ]
+def _platform() -> Iterator[Finding]:
+    yield Finding("system", f"{platform.system()} {platform.release()}, {platform.machine()}")
+    yield Finding("python", f"{platform.python_version()} at {sys.executable}")
 
 
-def _packages() -> list[Finding]:
+def _packages() -> Iterator[Finding]:
     from tunesmith.runs.environment import package_version, package_versions
 
     ranges = _required_ranges()
     extra = {name: package_version(name) for name in ("datasets", "pyarrow", "tensorboard")}
-    findings: list[Finding] = []
     for name, version in {**package_versions(), **extra}.items():
         if version is None and name in _OPTIONAL:
-            findings.append(Finding(name, "not installed (optional)", "note", _OPTIONAL[name]))
+            yield Finding(name, "not installed (optional)", "note", _OPTIONAL[name])
         elif version is None:
-            findings.append(Finding(name, "not installed", "missing", f"pip install {name}"))
+            yield Finding(name, "not installed", "missing", f"pip install {name}")
         elif name in ranges and not ranges[name].contains(version, prereleases=True):
             allowed = str(ranges[name])
-            findings.append(Finding(name, f"{version}, not {allowed}", "missing", f"pip install '{name}{allowed}'"))
+            yield Finding(name, f"{version}, not {allowed}", "missing", f"pip install '{name}{allowed}'")
         else:
-            findings.append(Finding(name, version))
-    return findings
+            yield Finding(name, version)
 
 
 def _required_ranges() -> "dict[str, SpecifierSet]":
@@ -157,8 +153,8 @@ def _ask_probe(part: str, status: _STATUS, advice: str) -> list[Finding]:
         out, problem = done.stdout, f"failed: {reason}" if done.returncode else ""
     except subprocess.TimeoutExpired as error:
         out, problem = error.stdout or b"", f"no answer within {_PROBE_TIMEOUT_S} s; it may hang"
-    findings = [_as_finding(line) for line in out.decode("utf-8", "replace").splitlines()]
-    found = [finding for finding in findings if finding is not None]
+    lines = out.decode("utf-8", "replace").splitlines()
+    found = [finding for line in lines if (finding := _as_finding(line)) is not None]
     return [*found, Finding(f"{part} check", problem, status, advice)] if problem else found
 
 
@@ -193,33 +189,32 @@ def _bf16_units() -> list[str]:
     return [name for flag_, name in names.items() if flag_ in flags]
 
 
-def _memory() -> list[Finding]:
+def _memory() -> Iterator[Finding]:
     import psutil
 
     memory = psutil.virtual_memory()
     limit_gb = min(memory.total, _container_limit_bytes() or memory.total) / 1e9
     free_gb = min(memory.available / 1e9, limit_gb)
-    return [_enough("memory", f"{free_gb:.1f} of {limit_gb:.1f} GB free", free_gb, _DEMO_MEMORY_GB)]
+    yield _enough("memory", f"{free_gb:.1f} of {limit_gb:.1f} GB free", free_gb, _DEMO_MEMORY_GB)
 
 
-def _current_folder() -> list[Finding]:
+def _current_folder() -> Iterator[Finding]:
     from tunesmith.runs.environment import file_system, why_not_writable
 
     folder = Path.cwd()
     disk_gb = shutil.disk_usage(folder).free / 1e9
-    findings = [_enough("disk", f"{disk_gb:.1f} GB free in {folder}", disk_gb, _DEMO_DISK_GB)]
+    yield _enough("disk", f"{disk_gb:.1f} GB free in {folder}", disk_gb, _DEMO_DISK_GB)
     kind = file_system(folder)
     if kind.startswith(_NETWORK_FILE_SYSTEMS):
         advice = "if saving is slow or locks fail, name a local folder with --run.dir"
-        findings.append(Finding("file system", f"{kind}, over a network or another program", "note", advice))
+        yield Finding("file system", f"{kind}, over a network or another program", "note", advice)
     else:
-        findings.append(Finding("file system", kind))
+        yield Finding("file system", kind)
     runs = folder / "runs" if (folder / "runs").is_dir() else folder
     if problem := why_not_writable(runs):
-        findings.append(Finding("run folder", f"no run can be kept in {runs}: {problem}", "note", "use --run.dir"))
+        yield Finding("run folder", f"no run can be kept in {runs}: {problem}", "note", "use --run.dir")
     else:
-        findings.append(Finding("run folder", f"{runs} can be written and locked"))
-    return findings
+        yield Finding("run folder", f"{runs} can be written and locked")
 
 
 def _enough(name: str, value: str, amount_gb: float, needed_gb: float) -> Finding:
@@ -251,32 +246,31 @@ def _compiler() -> list[Finding]:
     return [Finding("compiler", "no C++ compiler found", "note", advice)]
 
 
-def _hub() -> list[Finding]:
+def _hub() -> Iterator[Finding]:
     is_offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
     value = "HF_HUB_OFFLINE is set: only what was downloaded before is found" if is_offline else "may be asked"
-    return [Finding("hub", f"{value} (not tried now)")]
+    yield Finding("hub", f"{value} (not tried now)")
 
 
-def _untested() -> list[Finding]:
+def _untested() -> Iterator[Finding]:
     """Parts that are not covered by tests, on this machine or at all."""
     system, python = (platform.system(), platform.machine()), ".".join(platform.python_version_tuple()[:2])
     gpu = "training on a GPU; the tests run on CPUs"
-    findings = [Finding("untested: GPU", gpu, "note", "compare a short run with the same on a CPU before a long one")]
+    yield Finding("untested: GPU", gpu, "note", "compare a short run with the same on a CPU before a long one")
     if "AVX512-BF16" not in _bf16_units():
         advice = "leave model.dtype at auto, or compare a short run with float32"
-        findings.append(Finding("untested: bf16", "bfloat16 on this processor", "note", advice))
+        yield Finding("untested: bf16", "bfloat16 on this processor", "note", advice)
     others = "macOS, Windows, processors other than x86-64"
     if system == ("Linux", "x86_64"):
-        findings.append(Finding("untested: systems", f"{others}; not this machine"))
+        yield Finding("untested: systems", f"{others}; not this machine")
     else:
         advice = "only Linux x86-64 is tested; on other systems Tunesmith should run, but nobody has tried"
-        findings.append(Finding("untested: systems", f"{others}: this is {' '.join(system)}", "note", advice))
+        yield Finding("untested: systems", f"{others}: this is {' '.join(system)}", "note", advice)
     tested = " and ".join(_TESTED_PYTHONS)
     if python in _TESTED_PYTHONS:
-        findings.append(Finding("untested: Python", f"all but {tested}; this is {python}"))
+        yield Finding("untested: Python", f"all but {tested}; this is {python}")
     else:
-        findings.append(Finding("untested: Python", f"this one, {python}", "note", f"the tests run on {tested}"))
-    return findings
+        yield Finding("untested: Python", f"this one, {python}", "note", f"the tests run on {tested}")
 
 
 def _torch() -> Iterator[Finding]:

@@ -10,23 +10,20 @@ from tunesmith.cli.options import check_ranges, flag, parse
 from tunesmith.cli.output import reporting
 from tunesmith.core.errors import InputError
 
-_NUM_SAMPLES = 3
-"""Samples that are shown side by side."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions:
     """Compare two models on the same prompts with the same seeds, judged by one scorer."""
 
-    before: Annotated[str, flag("Model or run folder that is compared with.", metavar="A")]
-    after: Annotated[str, flag("Model or run folder that is judged.", metavar="B")]
-    prompts: Annotated[str, flag("JSONL with a `prompt` column, or films.", metavar="FILE")]
-    scorer: Annotated[str, flag("./file.py:function, built-in or reward model.", metavar="SOURCE")]
-    num_completions: Annotated[int, flag("Completions of each prompt.", "-n", metavar="N")] = 8
-    max_new_tokens: Annotated[int, flag("Limit of a completion.", metavar="N")] = 32
-    seed: Annotated[int, flag("Seed of both models.", metavar="N")] = 0
+    before: Annotated[str, flag("Model or run folder that is compared with.", "A")]
+    after: Annotated[str, flag("Model or run folder that is judged.", "B")]
+    prompts: Annotated[str, flag("JSONL with a `prompt` column, or films.", "FILE")]
+    scorer: Annotated[str, flag("./file.py:function, built-in or reward model.", "SOURCE")]
+    num_completions: Annotated[int, flag("Completions of each prompt.", "N", "-n")] = 8
+    max_new_tokens: Annotated[int, flag("Limit of a completion.", "N")] = 32
+    seed: Annotated[int, flag("Seed of both models.", "N")] = 0
     trust_remote_code: Annotated[bool, flag("Run code that the models bring along.")] = False
-    html: Annotated[Path | None, flag("Write the comparison as a page too.", metavar="FILE.html")] = None
+    html: Annotated[Path | None, flag("Write the comparison as a page too.", "FILE.html")] = None
     json: Annotated[bool, flag("Print one JSON object at the end.")] = False
 
 
@@ -54,7 +51,7 @@ def compare(words: Sequence[str]) -> None:
         if options.html:
             title = f"{options.before} and {options.after}"
             write_comparison_report(options.html, comparison.to_json(), title=title)
-        output.say(comparison_table(comparison, num_samples=_NUM_SAMPLES))
+        output.say(comparison_table(comparison))
         if options.html:
             output.say(f"page     {options.html}")
         output.finish(comparison.to_json())
@@ -67,14 +64,12 @@ class RewardEvalOptions:
     Baselines: the longer one wins, and a Bradley-Terry model on TF-IDF fitted on other pairs.
     """
 
-    model: Annotated[str, flag("Run folder, folder or hub id of a reward model.", metavar="RUN")]
-    pairs: Annotated[str | None, flag("Source of pairs; by default those that the run held out.", metavar="SOURCE")] = (
-        None
-    )
-    label: Annotated[str | None, flag("Of a classifier with several labels: the reward's.", metavar="NAME")] = None
+    model: Annotated[str, flag("Run folder, folder or hub id of a reward model.", "RUN")]
+    pairs: Annotated[str | None, flag("Source of pairs; by default those that the run held out.", "SOURCE")] = None
+    label: Annotated[str | None, flag("Of a classifier with several labels: the reward's.", "NAME")] = None
     skip_bad: Annotated[bool, flag("Drop rows that cannot be used, and count them.")] = False
-    micro_batch_size: Annotated[int, flag("Sequences in one pass.", metavar="N")] = 16
-    num_bins: Annotated[int, flag("Bins of the calibration.", metavar="N")] = 10
+    micro_batch_size: Annotated[int, flag("Sequences in one pass.", "N")] = 16
+    num_bins: Annotated[int, flag("Bins of the calibration.", "N")] = 10
     json: Annotated[bool, flag("Print one JSON object at the end.")] = False
 
 

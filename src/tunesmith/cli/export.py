@@ -25,8 +25,8 @@ class ExportOptions:
     loads. Nothing is overwritten.
     """
 
-    run: Annotated[str, Positional, flag("A run folder.", metavar="RUN")]
-    dest: Annotated[str, Positional, flag("New or empty folder.", metavar="DEST")]
+    run: Annotated[str, Positional, flag("A run folder.", "RUN")]
+    dest: Annotated[str, Positional, flag("New or empty folder.", "DEST")]
     merge: Annotated[bool, flag("Put adapters into the weights of their base: a plain model.")] = False
     trust_remote_code: Annotated[bool, flag("With --merge, run code that the base brings along.")] = False
     json: Annotated[bool, flag("Print one JSON object.")] = False

@@ -25,17 +25,17 @@ _DEFAULT_MODEL = "smollm2"
 class GenerateOptions(SamplingFlags):
     """Let a model continue prompts. Text goes in as it is; --chat asks it as a user's message."""
 
-    run: Annotated[str, Positional, flag("The same as --model.", metavar="[RUN]")] = ""
-    model: Annotated[str, flag("Run folder, hub id, folder, GGUF file; smollm2 if left out.", metavar="ID")] = ""
-    prompt: Annotated[tuple[str, ...], UseAppendAction, flag("A prompt; repeatable.", metavar="TEXT")] = ()
-    prompts: Annotated[str | None, flag("JSONL with a `prompt` column, or films.", metavar="FILE")] = None
+    run: Annotated[str, Positional, flag("The same as --model.", "[RUN]")] = ""
+    model: Annotated[str, flag("Run folder, hub id, folder, GGUF file; smollm2 if left out.", "ID")] = ""
+    prompt: Annotated[tuple[str, ...], UseAppendAction, flag("A prompt; repeatable.", "TEXT")] = ()
+    prompts: Annotated[str | None, flag("JSONL with a `prompt` column, or films.", "FILE")] = None
     chat: Annotated[bool, flag("Wrap each text in the model's chat template.")] = False
-    num_completions: Annotated[int, flag("Completions of each prompt.", "-n", metavar="N")] = 1
-    max_new_tokens: Annotated[int, flag("Limit of a completion.", metavar="N")] = 64
-    top_k: Annotated[int, flag("Number of candidates; 0 is off.", metavar="K")] = 0
-    seed: Annotated[int, flag("Same seed, same text.", metavar="N")] = 0
+    num_completions: Annotated[int, flag("Completions of each prompt.", "N", "-n")] = 1
+    max_new_tokens: Annotated[int, flag("Limit of a completion.", "N")] = 64
+    top_k: Annotated[int, flag("Number of candidates; 0 is off.", "K")] = 0
+    seed: Annotated[int, flag("Same seed, same text.", "N")] = 0
     trust_remote_code: Annotated[bool, flag("Run code that the model brings along.")] = False
-    out: Annotated[Path | None, flag("Write one JSON line per completion.", metavar="FILE.jsonl")] = None
+    out: Annotated[Path | None, flag("Write one JSON line per completion.", "FILE.jsonl")] = None
     json: Annotated[bool, flag("Print one JSON object at the end.")] = False
 
 

@@ -26,23 +26,19 @@ class LiveOptions:
     Every key of the recipe is a flag too: --live.votes-per-update 16. `tunesmith recipes keys live` lists them.
     """
 
-    dir: Annotated[Path, flag("Folder of votes and of the trainer.", metavar="FOLDER")] = Path("live")
-    model: Annotated[str | None, flag("Hub id, folder, GGUF file, smollm2, scratch, tiny:FAMILY.", metavar="ID")] = None
-    prompts: Annotated[
-        str | None, flag("File, folder or hub id with a `prompt` column, or films.", metavar="SOURCE")
-    ] = None
-    recipe: Annotated[
-        str | None, flag("A recipe that comes with Tunesmith; live_smollm2 for smollm2.", metavar="NAME")
-    ] = None
-    config: Annotated[Path | None, flag("A recipe of your own, in YAML.", metavar="FILE")] = None
-    seed: Annotated[int | None, flag("Seed of everything that is drawn.", metavar="N")] = None
+    dir: Annotated[Path, flag("Folder of votes and of the trainer.", "FOLDER")] = Path("live")
+    model: Annotated[str | None, flag("Hub id, folder, GGUF file, smollm2, scratch, tiny:FAMILY.", "ID")] = None
+    prompts: Annotated[str | None, flag("File, folder or hub id with a `prompt` column, or films.", "SOURCE")] = None
+    recipe: Annotated[str | None, flag("A recipe that comes with Tunesmith; live_smollm2 for smollm2.", "NAME")] = None
+    config: Annotated[Path | None, flag("A recipe of your own, in YAML.", "FILE")] = None
+    seed: Annotated[int | None, flag("Seed of everything that is drawn.", "N")] = None
     simulate: Annotated[
-        int | None, flag("Serve the page too, let so many simulated raters vote, and compare at the end.", metavar="N")
+        int | None, flag("Serve the page too, let so many simulated raters vote, and compare at the end.", "N")
     ] = None
-    duration: Annotated[str, flag("Of --simulate as a whole: 90s, 10m, 1h.", metavar="TIME")] = "10m"
-    accuracy: Annotated[float, flag("Share of a simulated rater's votes that are right.", metavar="SHARE")] = 0.85
-    left_bias: Annotated[float, flag("Share of them that take the left answer unseen.", metavar="SHARE")] = 0.0
-    pace: Annotated[float, flag("Seconds that a simulated rater looks at a pair.", metavar="SECONDS")] = 1.0
+    duration: Annotated[str, flag("Of --simulate as a whole: 90s, 10m, 1h.", "TIME")] = "10m"
+    accuracy: Annotated[float, flag("Share of a simulated rater's votes that are right.", "SHARE")] = 0.85
+    left_bias: Annotated[float, flag("Share of them that take the left answer unseen.", "SHARE")] = 0.0
+    pace: Annotated[float, flag("Seconds that a simulated rater looks at a pair.", "SECONDS")] = 1.0
     json: Annotated[bool, flag("Print one JSON object at the end.")] = False
 
 

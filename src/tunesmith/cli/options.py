@@ -25,7 +25,7 @@ _SETTINGS = (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone, tyro.conf.Hel
 _RULE = re.compile(r"^[\s─╭╮╰╯│-]*$")
 
 
-def flag(help: str, *aliases: str, metavar: str | None = None) -> Any:
+def flag(help: str, metavar: str | None = None, *aliases: str) -> Any:
     """The help of a flag; `metavar` is the placeholder of its value, `aliases` are short forms such as `-n`.
 
     The help ends with the default, if the flag has one besides nothing and false.
@@ -41,11 +41,11 @@ def _default_hint(value: str) -> str:
 class SamplingFlags:
     """Flags of the commands that draw completions."""
 
-    temperature: Annotated[float, flag("0 is greedy.", metavar="T")] = 0.7
-    top_p: Annotated[float, flag("Nucleus size; 1 is off.", metavar="P")] = 1.0
-    min_p: Annotated[float, flag("Least share of the likeliest token; 0 is off.", metavar="P")] = 0
-    repetition_penalty: Annotated[float, flag("Above 1, tokens recur less.", metavar="X")] = 1.0
-    stop: Annotated[tuple[str, ...], UseAppendAction, flag("A text that ends it; repeatable.", metavar="TEXT")] = ()
+    temperature: Annotated[float, flag("0 is greedy.", "T")] = 0.7
+    top_p: Annotated[float, flag("Nucleus size; 1 is off.", "P")] = 1.0
+    min_p: Annotated[float, flag("Least share of the likeliest token; 0 is off.", "P")] = 0
+    repetition_penalty: Annotated[float, flag("Above 1, tokens recur less.", "X")] = 1.0
+    stop: Annotated[tuple[str, ...], UseAppendAction, flag("A text that ends it; repeatable.", "TEXT")] = ()
     backend: Annotated[Literal["native", "transformers"], flag("Engine that draws.")] = "native"
 
     def sampling(self, max_new_tokens: int, seed: int | None, top_k: int = 0) -> "SamplingParams":

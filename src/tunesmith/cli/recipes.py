@@ -25,22 +25,22 @@ class ListOptions:
 class ShowOptions:
     """Print a recipe."""
 
-    name: Annotated[str, Positional, flag("Name of a recipe.", metavar="NAME")]
+    name: Annotated[str, Positional, flag("Name of a recipe.", "NAME")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CopyOptions:
     """Copy a recipe to a file of your own, to change it and give it to --config. Nothing is overwritten."""
 
-    name: Annotated[str, Positional, flag("Name of a recipe.", metavar="NAME")]
-    dest: Annotated[str, Positional, flag("File or folder; NAME.yaml here if left out.", metavar="[DEST]")] = ""
+    name: Annotated[str, Positional, flag("Name of a recipe.", "NAME")]
+    dest: Annotated[str, Positional, flag("File or folder; NAME.yaml here if left out.", "[DEST]")] = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeysOptions:
     """List every key of a recipe, with type, default and meaning. Each is a flag of `tunesmith train` too."""
 
-    algorithm: Annotated[str, Positional, flag(f"One of {', '.join(RECIPES)}.", metavar="ALGORITHM")]
+    algorithm: Annotated[str, Positional, flag(f"One of {', '.join(RECIPES)}.", "ALGORITHM")]
     json: Annotated[bool, flag("Print one JSON object.")] = False
 
 
@@ -102,9 +102,7 @@ def keys(words: Sequence[str]) -> None:
 class ValidateOptions:
     """Check recipes and list all that is wrong with them. Exit code 2 if anything is."""
 
-    targets: Annotated[
-        tuple[str, ...], Positional, flag("YAML files, or names of recipes.", metavar="FILE|RECIPE")
-    ] = ()
+    targets: Annotated[tuple[str, ...], Positional, flag("YAML files, or names of recipes.", "FILE|RECIPE")] = ()
     all: Annotated[bool, flag("Every recipe that comes with Tunesmith.")] = False
     json: Annotated[bool, flag("Print one JSON object.")] = False
 

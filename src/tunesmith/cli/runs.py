@@ -35,7 +35,7 @@ _HIDDEN_METRICS = ("time/", "memory/")
 class ListOptions:
     """List runs, newest first. Runs inside of a demo's folder are listed too."""
 
-    dir: Annotated[Path, flag("Folder that holds the runs.", metavar="FOLDER")] = Path("runs")
+    dir: Annotated[Path, flag("Folder that holds the runs.", "FOLDER")] = Path("runs")
     json: Annotated[bool, flag("Print one JSON object.")] = False
 
 
@@ -43,8 +43,8 @@ class ListOptions:
 class ShowOptions:
     """Show a run: recipe, last metrics, findings, checkpoints, and how to go on."""
 
-    run: Annotated[str, Positional, flag("A path, a name, or the letters at its end.", metavar="RUN")]
-    dir: Annotated[Path, flag("Folder that holds the runs.", metavar="FOLDER")] = Path("runs")
+    run: Annotated[str, Positional, flag("A path, a name, or the letters at its end.", "RUN")]
+    dir: Annotated[Path, flag("Folder that holds the runs.", "FOLDER")] = Path("runs")
     json: Annotated[bool, flag("Print one JSON object.")] = False
 
 
@@ -52,10 +52,8 @@ class ShowOptions:
 class RemoveOptions:
     """Remove runs with all that is in them. A run that a process uses is kept, and no link is followed."""
 
-    runs: Annotated[
-        tuple[str, ...], Positional, flag("Paths, names, or the letters at their ends.", metavar="RUN")
-    ] = ()
-    dir: Annotated[Path, flag("Folder that holds the runs.", metavar="FOLDER")] = Path("runs")
+    runs: Annotated[tuple[str, ...], Positional, flag("Paths, names, or the letters at their ends.", "RUN")] = ()
+    dir: Annotated[Path, flag("Folder that holds the runs.", "FOLDER")] = Path("runs")
     checkpoints_only: Annotated[bool, flag("Keep the runs, remove what `tunesmith resume` needs.")] = False
     yes: Annotated[bool, flag("Do not ask.")] = False
     json: Annotated[bool, flag("Print one JSON object.")] = False

@@ -27,28 +27,26 @@ class ServeOptions:
     Votes are kept in FOLDER/votes.db. A trainer (`tunesmith live --dir FOLDER`) may run, start or end at any time.
     """
 
-    dir: Annotated[Path, flag("Folder of votes and of the trainer.", metavar="FOLDER")] = Path("live")
-    host: Annotated[str, flag("Address to listen on.", metavar="HOST")] = "127.0.0.1"
-    port: Annotated[int, flag("Port to listen on; 0 takes a free one.", metavar="N")] = 8000
+    dir: Annotated[Path, flag("Folder of votes and of the trainer.", "FOLDER")] = Path("live")
+    host: Annotated[str, flag("Address to listen on.", "HOST")] = "127.0.0.1"
+    port: Annotated[int, flag("Port to listen on; 0 takes a free one.", "N")] = 8000
     login: Annotated[bool, flag("Allow other machines; everybody logs in with a token.")] = False
     allow_host: Annotated[
-        UseAppendAction[tuple[str, ...]], flag("Another name that browsers know this server by.", metavar="NAME")
+        UseAppendAction[tuple[str, ...]], flag("Another name that browsers know this server by.", "NAME")
     ] = ()
     pairs: Annotated[
-        str | None, flag("Pairs or rankings to be judged, as `tunesmith votes import` reads them.", metavar="FILE")
+        str | None, flag("Pairs or rankings to be judged, as `tunesmith votes import` reads them.", "FILE")
     ] = None
-    guidelines: Annotated[Path | None, flag("Markdown for raters: what makes an answer good.", metavar="FILE")] = None
-    overlap: Annotated[int | None, flag("Raters who judge each pair; 1 at first.", metavar="N")] = None
+    guidelines: Annotated[Path | None, flag("Markdown for raters: what makes an answer good.", "FILE")] = None
+    overlap: Annotated[int | None, flag("Raters who judge each pair; 1 at first.", "N")] = None
     gold_share: Annotated[
         float | None,
-        flag(
-            "Share of what a rater sees whose better answer is known, as a silent check; 0 at first.", metavar="SHARE"
-        ),
+        flag("Share of what a rater sees whose better answer is known, as a silent check; 0 at first.", "SHARE"),
     ] = None
-    max_votes: Annotated[int | None, flag("Votes that one rater may give; 0 at first: no limit.", metavar="N")] = None
+    max_votes: Annotated[int | None, flag("Votes that one rater may give; 0 at first: no limit.", "N")] = None
     lease: Annotated[
         float | None,
-        flag("Minutes for which a pair is kept for the rater who sees it; 10 at first.", metavar="MINUTES"),
+        flag("Minutes for which a pair is kept for the rater who sees it; 10 at first.", "MINUTES"),
     ] = None
     raw: Annotated[bool, flag("Show answers as they are, not as Markdown.")] = False
     json: Annotated[bool, flag("Print one JSON object, with the addresses, at the start.")] = False
@@ -141,9 +139,9 @@ class WatchOptions:
     which can be removed at any time. A live loop has its page at `tunesmith serve`.
     """
 
-    run: Annotated[str, Positional, flag("A run folder, or the name of a run below --dir.", metavar="RUN")]
-    dir: Annotated[Path, flag("Folder that holds the runs.", metavar="FOLDER")] = Path("runs")
-    port: Annotated[int, flag("Port to listen on; 0 takes a free one.", metavar="N")] = 8001
+    run: Annotated[str, Positional, flag("A run folder, or the name of a run below --dir.", "RUN")]
+    dir: Annotated[Path, flag("Folder that holds the runs.", "FOLDER")] = Path("runs")
+    port: Annotated[int, flag("Port to listen on; 0 takes a free one.", "N")] = 8001
     json: Annotated[bool, flag("Print one JSON object, with the addresses, at the start.")] = False
 
 

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class _TrainOptions:
-    recipe: Annotated[str | None, flag("A recipe that comes with Tunesmith.", metavar="NAME")] = None
-    config: Annotated[Path | None, flag("A recipe of your own, in YAML.", metavar="FILE")] = None
-    model: Annotated[str | None, flag("Hub id, folder, GGUF file, smollm2, scratch, tiny:FAMILY.", metavar="ID")] = None
-    steps: Annotated[str | None, flag("Training steps.", metavar="N")] = None
-    seed: Annotated[str | None, flag("Seed of everything that is drawn.", metavar="N")] = None
+    recipe: Annotated[str | None, flag("A recipe that comes with Tunesmith.", "NAME")] = None
+    config: Annotated[Path | None, flag("A recipe of your own, in YAML.", "FILE")] = None
+    model: Annotated[str | None, flag("Hub id, folder, GGUF file, smollm2, scratch, tiny:FAMILY.", "ID")] = None
+    steps: Annotated[str | None, flag("Training steps.", "N")] = None
+    seed: Annotated[str | None, flag("Seed of everything that is drawn.", "N")] = None
     report_to: Annotated[
-        tuple[str, ...], UseAppendAction, flag("tensorboard, wandb or trackio; repeatable.", metavar="TRACKER")
+        tuple[str, ...], UseAppendAction, flag("tensorboard, wandb or trackio; repeatable.", "TRACKER")
     ] = ()
     skip_bad: Annotated[bool, flag("Drop rows that cannot be used, and count them.")] = False
     dry_run: Annotated[bool, flag("Show config, size and a data sample; train and write nothing.")] = False
@@ -33,12 +33,12 @@ class _TrainOptions:
 @dataclass(frozen=True, kw_only=True)
 class _PromptsOptions(_TrainOptions):
     prompts: Annotated[
-        str | None, flag("File, folder or hub id with a `prompt` column, films, or arithmetic.", metavar="SOURCE")
+        str | None, flag("File, folder or hub id with a `prompt` column, films, or arithmetic.", "SOURCE")
     ] = None
     reward: Annotated[
         tuple[str, ...],
         UseAppendAction,
-        flag("./file.py:function, built-in or reward model; repeatable.", metavar="SOURCE"),
+        flag("./file.py:function, built-in or reward model; repeatable.", "SOURCE"),
     ] = ()
 
 
@@ -46,7 +46,7 @@ class _PromptsOptions(_TrainOptions):
 class _PairsOptions(_TrainOptions):
     pairs: Annotated[
         str | None,
-        flag("File, folder or hub id with `chosen` and `rejected`, with rankings, or with `label`.", metavar="SOURCE"),
+        flag("File, folder or hub id with `chosen` and `rejected`, with rankings, or with `label`.", "SOURCE"),
     ] = None
 
 
@@ -54,7 +54,7 @@ class _PairsOptions(_TrainOptions):
 class _DemonstrationsOptions(_TrainOptions):
     demonstrations: Annotated[
         str | None,
-        flag("File, folder or hub id with `prompt` and `completion`, `messages`, or `text`.", metavar="SOURCE"),
+        flag("File, folder or hub id with `prompt` and `completion`, `messages`, or `text`.", "SOURCE"),
     ] = None
 
 
@@ -145,8 +145,8 @@ class ResumeOptions:
     difference is refused and printed.
     """
 
-    run: Annotated[Path, Positional, flag("Folder of the run.", metavar="RUN")]
-    steps: Annotated[str | None, flag("Steps of the whole run, those already done included.", metavar="N")] = None
+    run: Annotated[Path, Positional, flag("Folder of the run.", "RUN")]
+    steps: Annotated[str | None, flag("Steps of the whole run, those already done included.", "N")] = None
     json: Annotated[bool, flag("Print one JSON object at the end.")] = False
 
 

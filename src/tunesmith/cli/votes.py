@@ -25,9 +25,9 @@ class ImportOptions:
     """Put pairs and rankings of files before raters, or take over votes that were made elsewhere."""
 
     files: Annotated[
-        tuple[str, ...], Positional, flag("JSONL, Parquet, a datasets folder, Argilla records.", metavar="FILE")
+        tuple[str, ...], Positional, flag("JSONL, Parquet, a datasets folder, Argilla records.", "FILE")
     ] = ()
-    dir: Annotated[Path, flag("Folder of the votes.", metavar="FOLDER")] = Path("live")
+    dir: Annotated[Path, flag("Folder of the votes.", "FOLDER")] = Path("live")
     labels: Annotated[
         Literal["drop", "votes", "gold"],
         flag(
@@ -35,7 +35,7 @@ class ImportOptions:
             "silently by it (`gold`).",
         ),
     ] = "drop"
-    campaign: Annotated[str, flag("Campaign, made if it is new.", metavar="NAME")] = "default"
+    campaign: Annotated[str, flag("Campaign, made if it is new.", "NAME")] = "default"
     heldout: Annotated[bool, flag("Votes on these items check versions and train nothing.")] = False
     json: Annotated[bool, flag("Print one JSON object.")] = False
 
@@ -44,13 +44,13 @@ class ImportOptions:
 class ExportVotesOptions:
     """Write votes to a file or folder, in TRL's columns or as Argilla's records. Nothing is overwritten."""
 
-    dest: Annotated[str, Positional, flag("NAME.jsonl, NAME.parquet, or a new folder.", metavar="DEST")]
-    dir: Annotated[Path, flag("Folder of the votes.", metavar="FOLDER")] = Path("live")
+    dest: Annotated[str, Positional, flag("NAME.jsonl, NAME.parquet, or a new folder.", "DEST")]
+    dir: Annotated[Path, flag("Folder of the votes.", "FOLDER")] = Path("live")
     kind: Annotated[Literal["votes", "rankings", "demonstrations"], flag("What to write.")] = "votes"
     format: Annotated[
         Literal["jsonl", "parquet", "datasets", "argilla"] | None, flag("Format; without it, the name says it.")
     ] = None
-    campaign: Annotated[str | None, flag("One campaign; without it, all.", metavar="NAME")] = None
+    campaign: Annotated[str | None, flag("One campaign; without it, all.", "NAME")] = None
     decided: Annotated[bool, flag("Leave out ties: for libraries that know no column `tie`.")] = False
     both_bad: Annotated[bool, flag("Keep votes that call both answers bad, with that `verdict`, as ties.")] = False
     json: Annotated[bool, flag("Print one JSON object.")] = False
@@ -60,8 +60,8 @@ class ExportVotesOptions:
 class StatsOptions:
     """Count votes, and say how far raters agree and what they lean to."""
 
-    dir: Annotated[Path, flag("Folder of the votes.", metavar="FOLDER")] = Path("live")
-    campaign: Annotated[str | None, flag("One campaign; without it, all.", metavar="NAME")] = None
+    dir: Annotated[Path, flag("Folder of the votes.", "FOLDER")] = Path("live")
+    campaign: Annotated[str | None, flag("One campaign; without it, all.", "NAME")] = None
     json: Annotated[bool, flag("Print one JSON object.")] = False
 
 

@@ -10,7 +10,7 @@ from tunesmith.evaluation.reward_quality import RewardQuality
 from tunesmith.schema.records import plain_text
 
 
-def comparison_table(comparison: Comparison, num_samples: int = 0) -> RenderableType:
+def comparison_table(comparison: Comparison, num_samples: int = 3) -> RenderableType:
     """A rich renderable: the per-prompt table, the figures below it, and `num_samples` pairs of texts side by side."""
     parts: list[RenderableType] = [_prompt_table(comparison), _figures(comparison)]
     if num_samples:

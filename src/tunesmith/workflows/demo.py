@@ -11,7 +11,7 @@ import gc
 import json
 import webbrowser
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, get_args
@@ -287,7 +287,7 @@ def write_report(
             "num_heldout": facts["num_heldout_votes"],
             "num_ties": sum(v.preference == "tie" for v in all_votes),
             "accuracy": facts["reward_model_accuracy"],
-            "examples": [vote_facts(v) for v in all_votes if v.preference != "tie"][:6],
+            "examples": [{**asdict(v), "prompt": v.prompt.content} for v in all_votes if v.preference != "tie"][:6],
         },
         "reward_metrics": list(reward_run.metrics),
         "policy_metrics": list(policy_run.metrics),
@@ -303,18 +303,6 @@ def command(options: DemoOptions) -> str:
     """The command line that runs the same demo again."""
     flags = [f"--algorithm {options.algorithm}", f"--seed {options.seed}", *(["--vote"] if options.vote else [])]
     return " ".join(["tunesmith demo", *flags])
-
-
-def vote_facts(vote: Vote) -> dict[str, object]:
-    """A vote as the report shows it."""
-    return {
-        "prompt": vote.prompt.content,
-        "a": vote.a,
-        "b": vote.b,
-        "preference": vote.preference,
-        "score_a": vote.score_a,
-        "score_b": vote.score_b,
-    }
 
 
 def run_live_demo(folder: Path, *, seed: int = 0, announce: Callable[[str], object]) -> LiveResult:
