@@ -1,4 +1,4 @@
-"""The Triton kernels of attention over a paged cache; `attention/triton_impl.py` launches them.
+"""The Triton kernels of attention over a paged cache; `triton_impl.py` launches them.
 
 Shape legend: T tokens, R rows of a tile (query heads of one token, or of several), C keys of a tile, D head width,
 H heads of a program.
@@ -94,13 +94,13 @@ def _attended(
     WINDOW: tl.constexpr,
     USES_DOT: tl.constexpr,
     WIDEN: tl.constexpr,
-    ROWS: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    BLOCK_D: tl.constexpr,
 ):
     """(largest scores, sums of weights, weighted sums of values) of rows over the keys of a span (begin, end)."""
     begin, end = span
     keys, values = keys_values
+    ROWS: tl.constexpr = q_RD.shape[0]
+    BLOCK_D: tl.constexpr = q_RD.shape[1]
     d_D = tl.arange(0, BLOCK_D)
     largest_R = tl.full([ROWS], float("-inf"), tl.float32)
     total_R = tl.zeros([ROWS], tl.float32)
@@ -207,21 +207,7 @@ def attend_kernel(
     table = tables + tl.load(table_rows + token).to(tl.int64) * table_stride
     pair, span = (keys + kv_head * D, values + kv_head * D), (begin, end)
     found = _attended(
-        q_RD,
-        position_R,
-        table,
-        span,
-        pair,
-        KV_HEADS * D,
-        D,
-        SCALE,
-        SOFTCAP,
-        WINDOW,
-        USES_DOT,
-        WIDEN,
-        ROWS,
-        BLOCK_C,
-        BLOCK_D,
+        q_RD, position_R, table, span, pair, KV_HEADS * D, D, SCALE, SOFTCAP, WINDOW, USES_DOT, WIDEN, BLOCK_C
     )
     if IS_WHOLE:
         result_RD = (found[2] / found[1][:, None]).to(out.dtype.element_ty)
@@ -282,21 +268,7 @@ def prefix_kernel(
     pair, span = (keys + kv_head * D, values + kv_head * D), (begin, end)
     table = tables + row * table_stride
     found = _attended(
-        q_RD,
-        position_R,
-        table,
-        span,
-        pair,
-        KV_HEADS * D,
-        D,
-        SCALE,
-        SOFTCAP,
-        WINDOW,
-        USES_DOT,
-        WIDEN,
-        ROWS,
-        BLOCK_C,
-        BLOCK_D,
+        q_RD, position_R, table, span, pair, KV_HEADS * D, D, SCALE, SOFTCAP, WINDOW, USES_DOT, WIDEN, BLOCK_C
     )
     _keep((largest, total, sums), token_R * num_slots + split, head_R, is_row_R, found, HEADS, D, BLOCK_D)
 
