@@ -5,7 +5,6 @@ installs what the tests use; the data folder stays optional there too.
 """
 
 import ctypes
-import ctypes.util
 import gc
 import logging
 import os
@@ -34,7 +33,7 @@ def returned_memory() -> Iterator[None]:
     """Gives freed memory back to the system after each file: glibc keeps it in fragments, which add up to gigabytes."""
     yield
     gc.collect()
-    trim = getattr(ctypes.CDLL(ctypes.util.find_library("c")), "malloc_trim", None)  # glibc alone has it
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone has it
     if trim is not None:
         trim(0)
 
