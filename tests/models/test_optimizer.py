@@ -1,7 +1,9 @@
 """The optimizer: masters, accumulation, clipping, refusal, state."""
 
 import copy
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -366,3 +368,13 @@ def test_a_copy_made_after_the_optimizer_has_no_part_in_it():
     assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     optimizer.close()
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+
+
+def test_a_model_and_its_optimizer_are_freed_once_nothing_uses_them():
+    """Torch's hooks on parameters are invisible to the garbage collector, so a cycle through one leaks the model."""
+    model = tiny_model("llama", dtype=torch.bfloat16).model
+    optimizer = MasterAdamW(model, PLAIN, total_steps=1)
+    parameters = [weakref.ref(parameter) for parameter in model.parameters()]
+    del model, optimizer
+    gc.collect()
+    assert not any(parameter() is not None for parameter in parameters)

@@ -8,8 +8,10 @@ master and weight (`kernels/adamw`).
 """
 
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -115,7 +117,12 @@ class _Slot:
         self.master = parameter.detach().float() if self.has_master else parameter.detach()
         self.moments: Moments | None = None
         self.num_updates = 0
-        self.handle = parameter.register_post_accumulate_grad_hook(self._collect) if self.has_master else None
+        self.handle = None
+        if self.has_master:
+            # Torch keeps hooks where the garbage collector does not look: a cycle through one would never be freed.
+            collect = partial(_Slot._collect, weakref.proxy(self))
+            self.handle = parameter.register_post_accumulate_grad_hook(collect)
+            weakref.finalize(self, self.handle.remove)
         self._kernels = kernels
         self._held: torch.Tensor | None = None
 
