@@ -1,10 +1,10 @@
 """AdamW on float32 masters, with float32 gradient accumulation, clipping, a schedule, and refusal of non-finite steps.
 
 A bfloat16 weight has 8 significant bits: an update below 1/256 of it rounds away. So each 16-bit parameter has a
-float32 master that takes the update, and gradients of micro-batches are summed in float32 as soon as each is complete.
-The first is kept in its own dtype until there is a second. A float32 parameter is its own master and sums in its own
-`.grad`. A step is two passes over memory: the norm, which also detects non-finite gradients, then clipping, moments,
-master and weight (`kernels/adamw`).
+float32 master that takes the update, and gradients of micro-batches are summed in float32; the first is kept in its own
+dtype until there is a second. A float32 parameter is its own master and sums in its own `.grad`. A step is two passes
+over memory: the norm, which also detects non-finite gradients, then clipping, moments, master and weight
+(`kernels/adamw`).
 """
 
 import math
@@ -120,8 +120,7 @@ class _Slot:
         self.handle = None
         if self.has_master:
             # Torch keeps hooks where the garbage collector does not look: a cycle through one would never be freed.
-            collect = partial(_Slot._collect, weakref.proxy(self))
-            self.handle = parameter.register_post_accumulate_grad_hook(collect)
+            self.handle = parameter.register_post_accumulate_grad_hook(partial(_Slot._collect, weakref.proxy(self)))
             weakref.finalize(self, self.handle.remove)
         self._kernels = kernels
         self._held: torch.Tensor | None = None
