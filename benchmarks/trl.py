@@ -122,8 +122,6 @@ def our_task(cfg: GRPORecipe, prompts: Sequence[str]) -> PolicyTask:
 class Buildable(Protocol):
     """Settings of our side."""
 
-    num_threads: int
-
     def build(self) -> tuple[GRPO, PolicyTask]:
         """The learner before its first step, and its task."""
         ...
@@ -291,7 +289,7 @@ def alternate(
     with default.start() as process:
         alone = warm(process)
     say(f"  trl in its default precision: {alone[0].seconds:.2f} s")
-    with Process("benchmarks.trl:Ours", ours, num_threads=ours.num_threads) as us, theirs.start() as them:
+    with Process("benchmarks.trl:Ours", ours, num_threads=theirs.num_threads) as us, theirs.start() as them:
         warmed = {"ours": warm(us), "trl": warm(them), "default": alone}
         sides = {"ours": lambda _: us.call("take"), "trl": lambda _: them.call("take")}
         done, loads = in_turns(sides, options.rounds, say, round_line)
