@@ -85,7 +85,7 @@ def packed_gradients(
         indices = (here_C[prefix:], here_C, here_C)
         with torch.enable_grad():
             leaves = [x_TZ.detach()[index].requires_grad_() for x_TZ, index in zip(qkv, indices, strict=True)]
-            out_TX = _packed_sequence(*leaves, rope, settings)
+            out_TX = _packed_sequence(leaves[0], leaves[1], leaves[2], rope, settings)
         parts = torch.autograd.grad(out_TX, leaves, grad_TX[indices[0]])
         for sum_TZ, index, part in zip(sums, indices, parts, strict=True):
             sum_TZ.index_add_(0, index, part.to(sum_TZ.dtype))
