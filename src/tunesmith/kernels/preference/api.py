@@ -225,7 +225,7 @@ def _gradients(ctx: Any, d_selected_BN: torch.Tensor, d_weights_N: torch.Tensor)
     d_picked_BN = d_selected_BN.to(wide) + (1.0 if votes_B is None else votes_B.to(wide)[:, None]) * through_N
     share_B1 = 0.5 + 0.5 * (choices_B.to(wide)[:, None] - 0.5).sign()  # of A: 1, 0, or a half for a tie
     d_votes_B = None
-    if a_BN is not None:
+    if a_BN is not None and votes_B is not None:
         picked_BN = torch_impl.select(a_BN.to(wide), b_BN.to(wide), choices_B)
         d_votes_B = (picked_BN * through_N).sum(1).to(votes_B.dtype)
     d_a_BN, d_b_BN = (d_picked_BN * share_B1).to(ctx.dtype), (d_picked_BN * (1 - share_B1)).to(ctx.dtype)
