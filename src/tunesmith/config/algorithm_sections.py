@@ -14,8 +14,13 @@ from tunesmith.config.sections import (
 )
 
 Estimator = Literal["k1", "k2", "k3"]
+"""Estimator of the KL to the reference policy, after Schulman 2020, "Approximating KL divergence"."""
+
 Surrogate = Literal["clip", "cispo"]
 Level = Literal["token", "sequence", "product"]
+"""Importance ratio per token; per completion, as the geometric mean of its tokens' (GSPO, Zheng et al. 2025, arXiv
+2507.18071, equation 7); or per completion, as their product."""
+
 Normalization = Literal["token", "sequence", "sequence_sum", "constant", "micro_batch"]
 Baseline = Literal["mean", "leave_one_out"]
 Scale = Literal["group", "batch", "advantages", "none"]
