@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from tunesmith.core.trace import Trace, include, span, trace
+from tunesmith.core.trace import Trace, include, span, trace, watching
 
 
 def test_spans_are_recorded_under_their_path():
@@ -105,3 +105,23 @@ def test_spans_of_another_thread_are_included_below_the_current_one_and_cover_no
     assert record.num_calls["reward/length"] == 2
     assert record.covered_s == record.seconds["reward"]
     include(other)  # without an open trace nothing happens
+
+
+def test_watchers_are_told_of_each_span_in_order_also_when_it_fails():
+    told: list[str] = []
+
+    class Listener:
+        def enter(self, path: str) -> None:
+            told.append(f"+{path}")
+
+        def leave(self, path: str) -> None:
+            told.append(f"-{path}")
+
+    with watching(Listener()), trace():
+        with span("update"), span("forward"):
+            pass
+        with pytest.raises(KeyError), span("reward"):
+            raise KeyError
+    with trace(), span("rollout"):
+        pass
+    assert told == ["+update", "+update/forward", "-update/forward", "-update", "+reward", "-reward"]

@@ -10,6 +10,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from tunesmith.core import faults
 
@@ -53,6 +54,32 @@ _open_trace: ContextVar[Trace | None] = ContextVar("tunesmith_open_trace", defau
 _path: ContextVar[str] = ContextVar("tunesmith_span_path", default="")
 
 
+class Watcher(Protocol):
+    """Is told when spans begin and end, in the thread that they run in; must take microseconds and not raise."""
+
+    def enter(self, path: str) -> None:
+        """The span `path` begins."""
+        ...
+
+    def leave(self, path: str) -> None:
+        """The span `path` ends, also by an error."""
+        ...
+
+
+_watchers: tuple[Watcher, ...] = ()
+
+
+@contextmanager
+def watching(watcher: Watcher) -> Generator[None, None, None]:
+    """Call `watcher` at the begin and end of each span inside the block, in whatever thread, where a trace is open."""
+    global _watchers
+    _watchers = (*_watchers, watcher)
+    try:
+        yield
+    finally:
+        _watchers = tuple(other for other in _watchers if other is not watcher)
+
+
 @contextmanager
 def trace() -> Generator[Trace, None, None]:
     """Open a trace, usually one for each training step; `Trace.wall_s` is set when the block ends."""
@@ -76,7 +103,9 @@ def span(name: str) -> Generator[None, None, None]:
         return
     outer = _path.get()
     path = f"{outer}/{name}" if outer else name
-    token = _path.set(path)
+    token, watchers = _path.set(path), _watchers
+    for watcher in watchers:
+        watcher.enter(path)
     start_s = time.perf_counter()
     try:
         faults.reach(path)
@@ -87,6 +116,8 @@ def span(name: str) -> Generator[None, None, None]:
     finally:
         record.add(path, time.perf_counter() - start_s, is_outermost=not outer)
         _path.reset(token)
+        for watcher in reversed(watchers):
+            watcher.leave(path)
 
 
 def include(record: Trace) -> None:

@@ -1,0 +1,1 @@
+"""Where the time of a run goes: resources of each step, diagnosis, hangs, profiles."""
