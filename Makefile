@@ -9,7 +9,7 @@
 
 PYTHON ?= python3
 TORCH_INDEX ?=
-WORKERS ?= 2
+WORKERS ?= 3
 PYTEST_ARGS ?=
 
 BIN := .venv/bin

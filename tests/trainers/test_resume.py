@@ -55,9 +55,8 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], M
 @pytest.mark.parametrize(
     ("trainer", "place"),
     [
-        (trainer, place)
-        for trainer in TRAINERS
-        for place in (*SPANS[trainer], *(PLACES if trainer not in ("best_of_n", "distill") else ()))
+        *((trainer, place) for trainer in TRAINERS for place in SPANS[trainer]),
+        *((trainer, place) for trainer in ("sft", "ppo") for place in PLACES),  # the session's, the same for all
     ],
 )
 def test_killed_at_any_place_and_resumed_a_run_ends_the_same(
@@ -95,8 +94,10 @@ def test_killed_before_the_first_checkpoint_a_run_begins_again(
     assert outcome(run_dir) == uninterrupted(trainer)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize(
+    ("trainer", "dtype"),
+    [*((trainer, "bfloat16") for trainer in TRAINERS), *((trainer, "float16") for trainer in ("sft", "ppo", "grpo"))],
+)
 def test_masters_of_16_bit_weights_are_restored_too(trainer: str, dtype: str, tmp_path: Path) -> None:
     """With float16 the loss scale is, too: PPO and GRPO halve it in the first steps."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
