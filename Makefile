@@ -54,7 +54,7 @@ demo: $(STAMP)
 test: export HF_HUB_OFFLINE = 1
 test: export OMP_NUM_THREADS ?= 1
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 test-slow: export HF_HUB_OFFLINE = 1
 test-slow: $(STAMP)
