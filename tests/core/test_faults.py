@@ -4,6 +4,7 @@ import errno
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,15 @@ def test_several_faults_are_planned_at_once() -> None:
     code, lines = run("a:raise:1,b:memory:2,a:kill:3", "a", "b", "b", "a", "a", "b")
     assert code == -signal.SIGKILL
     assert lines == ["RuntimeError  fault at a", "passed b", "MemoryError  fault at b", "passed a"]
+
+
+def test_a_slow_place_sleeps_at_every_visit_and_goes_on() -> None:
+    start_s = time.monotonic()
+    assert run("a:slow:200,b:raise:2", "a", "a", "b", "b") == (
+        0,
+        ["passed a", "passed a", "passed b", "RuntimeError  fault at b"],
+    )
+    assert time.monotonic() - start_s >= 0.4
 
 
 def test_an_unknown_action_is_named_with_those_that_exist() -> None:

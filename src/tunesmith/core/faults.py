@@ -1,33 +1,39 @@
 """Named fault points at which a test can make the process fail, by an environment variable.
 
 `TUNESMITH_FAULT="checkpoint/renamed:kill:2"` kills the process at the second visit of `checkpoint/renamed`.
-Several faults are separated by commas; the count is 1 where it is left out. Without the variable `reach` returns at
-once. Every `core.trace.span` inside of an open trace is a fault point named by its path.
+`"fsync:slow:200"` makes every visit of `fsync` take 200 milliseconds longer, as on a slow disk. Several faults are
+separated by commas; the count is 1 where it is left out. Without the variable `reach` returns at once. Every
+`core.trace.span` inside of an open trace is a fault point named by its path.
 """
 
 import errno
 import os
 import signal
+import time
 from dataclasses import dataclass, field
 from functools import cache
 
 VARIABLE = "TUNESMITH_FAULT"
 
-ACTIONS = ("kill", "term", "interrupt", "disk_full", "memory", "raise")
-"""End by SIGKILL; send SIGTERM or SIGINT to this process; raise ENOSPC, MemoryError or RuntimeError."""
+ACTIONS = ("kill", "term", "interrupt", "disk_full", "memory", "raise", "slow")
+"""End by SIGKILL; send SIGTERM or SIGINT to this process; raise ENOSPC, MemoryError or RuntimeError; sleep at every
+visit, for as many milliseconds as the number says."""
 
 
 @dataclass(slots=True)
 class _Plan:
-    """Actions by place and visit, and how often each place was visited."""
+    """Actions by place and visit, seconds to sleep by place, and how often each place was visited."""
 
     actions: dict[tuple[str, int], str] = field(default_factory=dict[tuple[str, int], str])
+    delays_s: dict[str, float] = field(default_factory=dict[str, float])
     visits: dict[str, int] = field(default_factory=dict[str, int])
 
 
 def reach(place: str) -> None:
     """Count a visit of the fault point `place`, and fail there if the environment says so."""
     plan = _plan()
+    if place in plan.delays_s:
+        time.sleep(plan.delays_s[place])
     if not plan.actions:
         return
     visit = plan.visits[place] = plan.visits.get(place, 0) + 1
@@ -44,7 +50,11 @@ def _plan() -> _Plan:
         place, action, *count = text.split(":")
         if action not in ACTIONS:
             raise ValueError(f"{VARIABLE} names the action {action!r}; allowed are {', '.join(ACTIONS)}")
-        plan.actions[place, int(count[0]) if count else 1] = action
+        number = int(count[0]) if count else 1
+        if action == "slow":
+            plan.delays_s[place] = number / 1000
+        else:
+            plan.actions[place, number] = action
     return plan
 
 
