@@ -1,0 +1,319 @@
+"""Plant causes of slow training in real runs, and hold `tunesmith diagnose` to what it says of them.
+
+Each cause is planted strongly, mildly, and together with another (`benchmarks.plants`), in a run of its own process.
+The run is diagnosed, the advice for the cause is followed as it is printed, and the run is made again: the saving is
+the difference of the seconds of a step. Where the advice names no setting, the run without the plant takes its place.
+Healthy runs are diagnosed too. With `--out` a finished case is written at once and not measured again, unless `--cause`
+names it.
+"""
+
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import Say, command, parser, plain, print_table, run
+from benchmarks.machine import machine_facts, measure_load
+from benchmarks.plants.causes import CAUSES, HEALTHY, NOT_RUN, Cause, Setup
+from benchmarks.plants.files import write_files
+from tunesmith.core.errors import InputError, TrainingError
+
+VARIANTS = ("strong", "mild", "together")
+_STEPS, _QUICK_STEPS = 10, 4
+_TIMEOUT_S = 600
+_LOG_LINES = 15
+_PLANTS = Path(__file__).resolve().parent / "plants"
+_FACTOR = 1.5
+_FALSE_SHARE = 0.05
+_BARS = {"strong_first": 0.9, "mild_first": 0.75, "together_in_first_two": 0.9, "predicted_within_factor": 0.8}
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """The folder of the runs and of the files that they read, and the number of steps of each run."""
+
+    folder: Path
+    num_steps: int
+
+    def train(self, setup: Setup) -> Path:
+        """The folder of a finished run of `setup`.
+
+        Raises:
+            TrainingError: the run failed, or took too long.
+        """
+        place = Path(tempfile.mkdtemp(dir=self.folder))
+        settings = {**setup.settings, "run.dir": str(place), "run.steps": self.num_steps}
+        if setup.rewards:
+            settings["reward"] = [{"source": f"{_PLANTS}/rewards.py:{name}"} for name in setup.rewards]
+        recipe, environment = json.loads(self._filled(_nested(settings))), json.loads(self._filled(setup.environment))
+        (place / "recipe.yaml").write_text(json.dumps(recipe), encoding="utf-8")  # every JSON text is YAML
+        environment["PLANTED_PORT"] = str(_free_port())
+        with _beside(setup.programs, environment):
+            answer = _tunesmith(environment, "train", recipe["algorithm"], "--config", place / "recipe.yaml")
+        return Path(answer["run_dir"])
+
+    def _filled(self, value: object) -> str:
+        """`value` as JSON, with the names of folders filled in."""
+        return json.dumps(value).replace("{files}", str(self.folder / "files")).replace("{plants}", str(_PLANTS))
+
+
+def diagnosis(run_dir: Path) -> dict[str, Any]:
+    """What `tunesmith diagnose` says of a run."""
+    return _tunesmith({}, "diagnose", run_dir)
+
+
+def step_s(run_dir: Path) -> float:
+    """Seconds of a step, with what was done between steps.
+
+    The first step is left out, which allocates, and the last, at which every run evaluates whatever its settings.
+    """
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return statistics.mean(row["time/step_s"] for row in rows[1:-1])
+
+
+@dataclass(slots=True)
+class Results:
+    """Rows of all cases so far, and of the healthy runs, by name; `write` keeps them in a file."""
+
+    file: Path | None
+    rows: dict[str, dict[str, Any]] = field(default_factory=dict)
+    healthy: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, file: Path | None) -> "Results":
+        """What the file has; empty if there is none."""
+        results = cls(file)
+        if file is not None and file.is_file():
+            found = json.loads(file.read_text(encoding="utf-8"))
+            results.rows = {f"{row['cause']}/{row['variant']}": row for row in found["rows"]}
+            results.healthy = {row["run"]: row for row in found["healthy"]}
+        return results
+
+    def facts(self) -> dict[str, object]:
+        """Everything, with the summary, for JSON."""
+        rows, healthy = list(self.rows.values()), list(self.healthy.values())
+        return {
+            "machine": machine_facts(),
+            "summary": summary(rows, healthy),
+            "rows": rows,
+            "healthy": healthy,
+            "not_run": dict(NOT_RUN),
+        }
+
+    def write(self) -> None:
+        """Write the file, all of it or nothing."""
+        if self.file is not None:
+            aside = self.file.with_name(f".{self.file.name}-new")
+            aside.write_text(json.dumps(plain(self.facts()), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+            aside.replace(self.file)
+
+
+def measure(options: Namespace, say: Say) -> dict[str, object]:
+    """All cases that are asked for and not yet in the file, then the healthy runs."""
+    known = {cause.name: cause for cause in CAUSES}
+    for name in options.cause or ():
+        if name not in known and name != "healthy":
+            raise InputError(f"there is no planted cause {name!r}; give healthy, {', '.join(known)}")
+    results = Results.read(options.out)
+    with tempfile.TemporaryDirectory(prefix="tunesmith-planted-") as folder:
+        site = Site(Path(folder), _QUICK_STEPS if options.quick else _STEPS)
+        write_files(site.folder / "files")
+        variants = options.variant or (VARIANTS[:1] if options.quick else VARIANTS)
+        for cause in CAUSES if not options.cause else [known[name] for name in options.cause if name != "healthy"]:
+            for variant in variants:
+                key = f"{cause.name}/{variant}"
+                if key in results.rows and not options.cause:
+                    continue
+                results.rows[key] = row = planted_row(site, cause, variant)
+                say(f"{key:<32} {_said(row)}")
+                results.write()
+        if not options.cause or "healthy" in options.cause:
+            for name in list(HEALTHY)[: 1 if options.quick else None]:
+                if name not in results.healthy or options.cause:
+                    results.healthy[name] = row = healthy_row(site, name)
+                    say(f"healthy, {name:<23} {row['causes'] or 'nothing'}")
+                    results.write()
+    return results.facts()
+
+
+def planted_row(site: Site, cause: Cause, variant: str) -> dict[str, Any]:
+    """The figures of one case: what the diagnosis of a run with the plant says, and what following it saves."""
+    around = cause.around(variant)
+    planted = around.plus(cause.plant(variant))
+    load = measure_load().other_busy_cores
+    run_dir = site.train(planted)
+    found = diagnosis(run_dir)
+    names = [one["name"] for one in found["causes"]]
+    row: dict[str, Any] = {
+        "cause": cause.name,
+        "variant": variant,
+        "with": cause.other if variant == "together" else None,
+        "named": names,
+        "named_first": names[:1] == [cause.name],
+        "named_in_first_two": cause.name in names[:2],
+        "share": None,
+        "step_s": step_s(run_dir),
+        "predicted_saving_s": None,
+        "measured_saving_s": None,
+        "followed": None,
+        "other_busy_cores": load,
+    }
+    named = next((one for one in found["causes"] if one["name"] == cause.name), None)
+    if named is None:
+        return row | {"missing": found["missing"].get(cause.name)}
+    if named["settings"]:
+        followed, how = planted.plus(Setup(named["settings"])), named["settings"]
+    else:
+        followed, how = around.plus(cause.instead), named["advice"]
+    return row | {
+        "share": named["share"],
+        "predicted_saving_s": named["predicted_saving_s"],
+        "low": named["low"],
+        "high": named["high"],
+        "measured_saving_s": row["step_s"] - step_s(site.train(followed)),
+        "followed": how,
+        "evidence": named["evidence"],
+    }
+
+
+def healthy_row(site: Site, name: str) -> dict[str, Any]:
+    """The causes that the diagnosis of a healthy run names, with their shares of the step."""
+    load = measure_load().other_busy_cores
+    run_dir = site.train(HEALTHY[name])
+    found = diagnosis(run_dir)
+    return {
+        "run": name,
+        "step_s": step_s(run_dir),
+        "coverage": found["coverage"],
+        "causes": {one["name"]: one["share"] for one in found["causes"]},
+        "evidence": {one["name"]: one["evidence"] for one in found["causes"]},
+        "other_busy_cores": load,
+    }
+
+
+def summary(rows: Sequence[Mapping[str, Any]], healthy: Sequence[Mapping[str, Any]]) -> dict[str, object]:
+    """Shares of the cases in which the diagnosis is right, and which of the bars they reach."""
+    by_variant = {variant: [row for row in rows if row["variant"] == variant] for variant in VARIANTS}
+    shares = {
+        "strong_first": _share([row["named_first"] for row in by_variant["strong"]]),
+        "mild_first": _share([row["named_first"] for row in by_variant["mild"]]),
+        "together_in_first_two": _share([row["named_in_first_two"] for row in by_variant["together"]]),
+        "predicted_within_factor": _share([is_right(row) for row in rows]),
+    }
+    false = {
+        row["run"]: names
+        for row in healthy
+        if (names := {name: share for name, share in row["causes"].items() if share > _FALSE_SHARE})
+    }
+    num_causes = len({row["cause"] for row in rows})
+    passed: dict[str, bool] = {name: share is not None and share >= _BARS[name] for name, share in shares.items()}
+    passed |= {"causes": num_causes >= 24, "healthy": len(healthy) >= 10 and not false}
+    return {"num_causes": num_causes, **shares, "false_causes": false, "bars": _BARS, "passed": passed}
+
+
+def is_right(row: Mapping[str, Any]) -> bool:
+    """True if the predicted saving is within a factor of 1.5 of the measured one."""
+    predicted, measured = row["predicted_saving_s"], row["measured_saving_s"]
+    return predicted is not None and measured > 0 and 1 / _FACTOR <= predicted / measured <= _FACTOR
+
+
+def _share(found: Sequence[bool]) -> float | None:
+    return sum(found) / len(found) if found else None
+
+
+def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by dotted key as the sections of a recipe."""
+    tree: dict[str, Any] = {}
+    for key, value in settings.items():
+        *sections, name = key.split(".")
+        branch = tree
+        for section in sections:
+            branch = branch.setdefault(section, {})
+        branch[name] = value
+    return tree
+
+
+def _tunesmith(environment: Mapping[str, str], *words: object) -> dict[str, Any]:
+    """The JSON object that a command prints."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "tunesmith", *map(str, words), "--json"],
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise TrainingError(f"`tunesmith {words[0]}` took longer than {_TIMEOUT_S} s") from error
+    if done.returncode:
+        last = "\n".join(done.stderr.splitlines()[-_LOG_LINES:])
+        raise TrainingError(f"`tunesmith {words[0]}` ended with exit code {done.returncode}; it wrote last:\n{last}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@contextmanager
+def _beside(programs: Sequence[str], environment: Mapping[str, str]) -> Iterator[None]:
+    """The programs of `benchmarks.plants`, which run while the block does."""
+    variables = {**os.environ, **environment}
+    running = [subprocess.Popen([sys.executable, _PLANTS / f"{name}.py"], env=variables) for name in programs]
+    try:
+        yield
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def _said(row: Mapping[str, Any]) -> str:
+    if row["predicted_saving_s"] is None:
+        return f"not named; named were {', '.join(row['named']) or 'none'}"
+    place = row["named"].index(row["cause"]) + 1
+    seconds = f"predicted {row['predicted_saving_s']:.3g} s, measured {row['measured_saving_s']:.3g} s"
+    return f"named at place {place}; {seconds} of {row['step_s']:.3g} s"
+
+
+def _show(facts: Mapping[str, Any]) -> None:
+    rows = [
+        [
+            f"{row['cause']}, {row['variant']}",
+            ", ".join(row["named"][:2]) or "none",
+            *("-" if row[name] is None else f"{row[name]:.3f}" for name in ("predicted_saving_s", "measured_saving_s")),
+            f"{row['step_s']:.3f}",
+        ]
+        for row in facts["rows"]
+    ]
+    print_table(["planted", "named first", "predicted s", "measured s", "step s"], rows)
+    for row in facts["healthy"]:
+        print(f"healthy, {row['run']}: {', '.join(f'{n} {s:.0%}' for n, s in row['causes'].items()) or 'nothing'}")
+    for name, reason in facts["not_run"].items():
+        print(f"not run: {name}: {reason}")
+    for name, passed in facts["summary"]["passed"].items():
+        print(f"{name}: {facts['summary'].get(name, '')} {'passed' if passed else 'NOT PASSED'}")
+
+
+def main(words: Sequence[str]) -> int:
+    """Measure what the flags `words` ask for; returns the exit code."""
+    named = {"action": "append", "metavar": "NAME", "help": "one cause, or healthy; repeatable. All if left out"}
+    variant = {"action": "append", "choices": VARIANTS, "help": "one variant; repeatable. All if left out"}
+    flags = parser("planted", __doc__, "quick", "out", "json", "quiet", cause=named, variant=variant)
+    return command(flags, words, measure, _show)
+
+
+if __name__ == "__main__":
+    run("planted")

@@ -1,0 +1,311 @@
+"""The table of causes and how each is planted, and healthy runs.
+
+Nothing here writes a file that `tunesmith diagnose` reads: a plant is a setting, a variable of the environment, a
+reward function, or a program that runs beside.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A run, or a part that is laid over one: settings by dotted key, variables, reward functions, programs beside.
+
+    `{files}` stands for the folder of `files.write_files`, `{plants}` for this one.
+    """
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    rewards: tuple[str, ...] = ()
+    programs: tuple[str, ...] = ()
+
+    def plus(self, other: "Setup") -> "Setup":
+        """This setup with `other` laid over it."""
+        return Setup(
+            {**self.settings, **other.settings},
+            {**self.environment, **other.environment},
+            self.rewards + other.rewards,
+            self.programs + other.programs,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """A cause, and how it is planted: much of it, a little of it, or much of it together with much of `other`.
+
+    `diluted` is laid over the healthy run where a little is planted, so that the plant matters less. `instead` takes
+    the place of the plant where the advice names no setting: what somebody does who follows it. By default that is
+    the run without the plant.
+    """
+
+    name: str
+    healthy: Setup
+    strong: Setup
+    mild: Setup
+    other: str
+    diluted: Setup = field(default_factory=Setup)
+    instead: Setup = field(default_factory=Setup)
+
+    def around(self, variant: str) -> Setup:
+        """The run without the plant: healthy, but for the other cause where both are planted."""
+        if variant == "together":
+            return self.healthy.plus(next(cause.strong for cause in CAUSES if cause.name == self.other))
+        return self.healthy.plus(self.diluted) if variant == "mild" else self.healthy
+
+    def plant(self, variant: str) -> Setup:
+        """The plant that is laid over it."""
+        return self.mild if variant == "mild" else self.strong
+
+
+def _set(settings: Mapping[str, Any]) -> Setup:
+    return Setup(settings)
+
+
+def _variable(name: str, value: object) -> Setup:
+    return Setup(environment={name: str(value)})
+
+
+def _reward(name: str, **variables: float) -> Setup:
+    environment = {f"PLANTED_{key.upper()}": str(number) for key, number in variables.items()}
+    return Setup(environment=environment, rewards=(name,))
+
+
+def _judge(reward: str, **variables: float) -> Setup:
+    return _reward(reward, **variables).plus(Setup(programs=("server",)))
+
+
+def _spinning(num_programs: int, share: float) -> Setup:
+    return Setup(environment={"PLANTED_SPIN": str(share)}, programs=("spin",) * num_programs)
+
+
+def _tracker(latency_s: float) -> Setup:
+    environment = {"PYTHONPATH": "{plants}/trackers", "PLANTED_TRACKER_S": str(latency_s)}
+    return Setup({"run.report_to": ["trackio"]}, environment)
+
+
+GRPO = Setup(
+    {
+        "algorithm": "grpo",
+        "model.name": "scratch",
+        "prompts.source": "films",
+        "rollout.prompts_per_step": 8,
+        "rollout.completions_per_prompt": 8,
+        "rollout.max_new_tokens": 48,
+        "rollout.min_new_tokens": 48,
+        "grpo.micro_batch_size": 64,
+        "grpo.kl.coef": 0.0,
+        "run.checkpoint_every": 0,
+    },
+    rewards=("signal",),
+)
+"""Sixty-four completions of 48 tokens, compared within groups of eight; one update, no reference."""
+
+PPO = Setup(
+    {
+        "algorithm": "ppo",
+        "model.name": "scratch",
+        "prompts.source": "films",
+        "rollout.prompts_per_step": 64,
+        "rollout.max_new_tokens": 48,
+        "rollout.min_new_tokens": 48,
+        "ppo.micro_batch_size": 64,
+        "run.checkpoint_every": 0,
+    },
+    rewards=("signal",),
+)
+
+SFT = Setup(
+    {
+        "algorithm": "sft",
+        "model.name": "scratch",
+        "demonstrations.source": "{files}/different.jsonl",
+        "demonstrations.heldout_fraction": 0.0,
+        "sft.demonstrations_per_step": 32,
+        "run.checkpoint_every": 0,
+    }
+)
+
+_PAIRS = {
+    "model.name": "scratch",
+    "pairs.source": "{files}/pairs.jsonl",
+    "pairs.heldout_fraction": 0.0,
+    "run.checkpoint_every": 0,
+}
+DPO = Setup({"algorithm": "dpo", **_PAIRS, "dpo.micro_batch_size": 32})
+REWARD = Setup({"algorithm": "reward", **_PAIRS})
+
+_SMALL = _set({"model.name": "scratch"})
+_MEDIUM = _set({"model.name": "{files}/medium", "rollout.prompts_per_step": 4})
+_SHORT = _set({"rollout.max_new_tokens": 8, "rollout.min_new_tokens": 8})
+_LONG_PROMPTS = _SHORT.plus(_set({"prompts.source": "{files}/prompts.jsonl"}))
+_FEW = _set({"rollout.prompts_per_step": 4, "rollout.completions_per_prompt": 4, "rollout.min_new_tokens": 1})
+_PADDED = _set({"model.name": "{files}/neox", "sft.micro_batch_tokens": 32768})
+_NO_COMPILER = _variable("CXX", "/nowhere/c++")
+
+CAUSES: tuple[Cause, ...] = (
+    Cause(
+        "engine_fallback",
+        GRPO,
+        strong=_set({"rollout.backend": "transformers"}),
+        mild=_set({"rollout.backend": "transformers"}),
+        other="slow_reward",
+        diluted=_SHORT,
+    ),
+    Cause("kernels_fallback", GRPO, _NO_COMPILER, _NO_COMPILER, "checkpoints", diluted=_SHORT),
+    Cause(
+        "precision",
+        GRPO.plus(_MEDIUM),
+        strong=_set({"model.dtype": "float32"}),
+        mild=_set({"model.dtype": "float32"}),
+        other="evaluation",
+        diluted=_SMALL,
+    ),
+    Cause(
+        "threads_few",
+        GRPO.plus(_MEDIUM),
+        strong=_set({"run.num_threads": 1}),
+        mild=_set({"run.num_threads": 1}),
+        other="remote_reward_serial",
+        diluted=_SMALL,
+    ),
+    Cause(
+        "threads_many",
+        GRPO,
+        strong=_set({"run.num_threads": 16}),
+        mild=_set({"run.num_threads": 3}),
+        other="slow_reward",
+    ),
+    Cause("starved", GRPO.plus(_MEDIUM), _spinning(2, 1.0), _spinning(1, 0.5), "evaluation"),
+    Cause("gil", GRPO, _reward("watched", pause_s=0.0), _reward("watched", pause_s=0.02), "checkpoints"),
+    Cause("slow_reward", GRPO, _reward("busy", busy=150_000), _reward("busy", busy=25_000), "evaluation"),
+    Cause(
+        "reward_not_overlapped",
+        GRPO.plus(_set({"rollout.num_slots": 16})),
+        strong=_judge("concurrent", at_once=4, latency_s=0.04),
+        mild=_judge("concurrent", at_once=8, latency_s=0.02),
+        other="gradient_checkpointing",
+    ),
+    Cause(
+        "remote_reward_serial",
+        GRPO,
+        strong=_judge("serial", latency_s=0.01),
+        mild=_judge("serial", latency_s=0.003),
+        other="evaluation",
+        instead=_judge("concurrent", at_once=64, latency_s=0.01),
+    ),
+    Cause(
+        "small_micro_batches",
+        GRPO,
+        strong=_set({"grpo.micro_batch_size": 1}),
+        mild=_set({"grpo.micro_batch_size": 8}),
+        other="slow_reward",
+    ),
+    Cause(
+        "padding",
+        SFT,
+        strong=_PADDED,
+        mild=_PADDED.plus(_set({"demonstrations.source": "{files}/similar.jsonl"})),
+        other="checkpoints",
+    ),
+    Cause(
+        "recomputed_old_policy",
+        GRPO.plus(_set({"grpo.num_epochs": 2})),
+        strong=_set({"rollout.recompute_logps": True}),
+        mild=_set({"rollout.recompute_logps": True}),
+        other="slow_reward",
+        diluted=_set({"grpo.num_epochs": 4}),
+    ),
+    Cause(
+        "unneeded_reference",
+        GRPO,
+        strong=_set({"grpo.kl.coef": 1e-6}),
+        mild=_set({"grpo.kl.coef": 1e-6}),
+        other="remote_reward_serial",
+        diluted=_set({"grpo.num_epochs": 3}),
+    ),
+    Cause(
+        "long_tail",
+        GRPO.plus(_FEW),
+        strong=_set({"rollout.max_new_tokens": 900}),
+        mild=_set({"rollout.max_new_tokens": 400}),
+        other="slow_reward",
+    ),
+    Cause(
+        "cache_starved",
+        GRPO,
+        strong=_set({"rollout.kv_cache_mb": 1}),
+        mild=_set({"rollout.kv_cache_mb": 6}),
+        other="slow_reward",
+    ),
+    Cause("no_signal_groups", GRPO, _variable("PLANTED_TEACHING", 2), _variable("PLANTED_TEACHING", 6), "checkpoints"),
+    Cause(
+        "prompts_not_shared",
+        GRPO.plus(_LONG_PROMPTS),
+        strong=_set({"model.share_prefixes": False}),
+        mild=_set({"grpo.micro_batch_size": 4}),
+        other="slow_reward",
+    ),
+    Cause(
+        "checkpoints",
+        GRPO,
+        strong=_set({"run.checkpoint_every": 1, "run.checkpoint_in_background": False}),
+        mild=_set({"run.checkpoint_every": 3, "run.checkpoint_in_background": False}),
+        other="slow_reward",
+    ),
+    Cause("logging", GRPO, _tracker(0.4), _tracker(0.08), "evaluation"),
+    Cause(
+        "slow_disk",
+        GRPO.plus(_set({"run.checkpoint_every": 2})),
+        strong=_variable("TUNESMITH_FAULT", "fsync:slow:200"),
+        mild=_variable("TUNESMITH_FAULT", "fsync:slow:40"),
+        other="slow_reward",
+    ),
+    Cause(
+        "memory_growth",
+        GRPO,
+        strong=_reward("keeping", kept=3_000_000),
+        mild=_reward("keeping", kept=500_000),
+        other="remote_reward_serial",
+    ),
+    Cause(
+        "evaluation",
+        GRPO,
+        strong=_set({"prompts.heldout_source": "films", "run.eval_every": 1}),
+        mild=_set({"prompts.heldout_source": "films", "run.eval_every": 4}),
+        other="slow_reward",
+    ),
+    Cause(
+        "gradient_checkpointing",
+        GRPO.plus(_MEDIUM),
+        strong=_set({"model.gradient_checkpointing": True}),
+        mild=_set({"model.gradient_checkpointing": True}),
+        other="remote_reward_serial",
+        diluted=_SMALL,
+    ),
+)
+"""The causes that can be planted on a machine without a GPU."""
+
+NOT_RUN: Mapping[str, str] = {
+    "gpu_launches": "no GPU here",
+    "gpu_copies": "no GPU here",
+    "gpu_idle": "no GPU here",
+    "waiting_ranks": "training runs in one process",
+    "memory_pressure": "it takes all memory of the machine, and other programs with it",
+}
+"""Causes that are not planted here, and why."""
+
+HEALTHY: Mapping[str, Setup] = {
+    "grpo": GRPO,
+    "grpo of a larger model": GRPO.plus(_MEDIUM),
+    "grpo with a reference": GRPO.plus(_set({"grpo.kl.coef": 0.04})),
+    "grpo in minibatches": GRPO.plus(_set({"grpo.num_minibatches": 2, "grpo.num_epochs": 2})),
+    "grpo of SmolLM2": GRPO.plus(_set({"model.name": "smollm2", "model.num_trainable_layers": 10})),
+    "ppo": PPO,
+    "best_of_n": Setup({**GRPO.settings, "algorithm": "best_of_n"}, rewards=GRPO.rewards),
+    "dpo": DPO,
+    "sft": SFT,
+    "reward": REWARD,
+}
+"""Runs in which nothing is to be gained."""

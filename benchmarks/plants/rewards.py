@@ -1,0 +1,69 @@
+"""Reward functions of the planted runs, with their numbers from the environment."""
+
+import asyncio
+import json
+import os
+import threading
+import time
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+_kept: list[list[str]] = []
+_spinning: list[threading.Thread] = []
+_pools: list[ThreadPoolExecutor] = []
+
+
+def signal(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
+    """The number of different characters; of `PLANTED_TEACHING` in ten prompts alone, else 0."""
+    teaching = int(os.environ.get("PLANTED_TEACHING", "10"))
+    rows = zip(prompts, completions, strict=True)
+    return [float(len(set(text))) if sum(prompt.encode()) % 10 < teaching else 0.0 for prompt, text in rows]
+
+
+def busy(completions: Sequence[str]) -> list[float]:
+    """Rules in pure Python, which take a while for each completion."""
+    return [0.0 * _work(int(os.environ["PLANTED_BUSY"])) for _ in completions]
+
+
+def serial(completions: Sequence[str]) -> list[float]:
+    """A remote judge, asked one question after the other."""
+    return [_ask(text) for text in completions]
+
+
+async def concurrent(completions: Sequence[str]) -> list[float]:
+    """A remote judge, asked `PLANTED_AT_ONCE` questions at a time."""
+    if not _pools:
+        _pools.append(ThreadPoolExecutor(int(os.environ["PLANTED_AT_ONCE"])))
+    loop = asyncio.get_running_loop()
+    return await asyncio.gather(*(loop.run_in_executor(_pools[0], _ask, text) for text in completions))
+
+
+def watched(completions: Sequence[str]) -> list[float]:
+    """A thread that keeps working in pure Python, long after the call has returned."""
+    if not _spinning:
+        _spinning.append(threading.Thread(target=_spin, daemon=True))
+        _spinning[0].start()
+    return [0.0] * len(completions)
+
+
+def keeping(completions: Sequence[str]) -> list[float]:
+    """A history that nobody empties."""
+    _kept.append([str(number) for number in range(int(os.environ["PLANTED_KEPT"]))])
+    return [0.0] * len(completions)
+
+
+def _spin() -> None:
+    while True:
+        _work(30_000)
+        time.sleep(float(os.environ["PLANTED_PAUSE_S"]))
+
+
+def _work(num_steps: int) -> int:
+    return sum(number * number for number in range(num_steps))
+
+
+def _ask(text: str) -> float:
+    url = f"http://127.0.0.1:{os.environ['PLANTED_PORT']}/"
+    with urllib.request.urlopen(url, json.dumps({"text": text}).encode(), timeout=60) as answer:
+        return float(json.load(answer)["score"])
