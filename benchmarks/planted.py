@@ -18,6 +18,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -123,25 +124,25 @@ def measure(options: Namespace, say: Say) -> dict[str, object]:
     for name in options.cause or ():
         if name not in known and name != "healthy":
             raise InputError(f"there is no planted cause {name!r}; give healthy, {', '.join(known)}")
+    chosen = options.cause or (*known, "healthy")
+    named = [known[name] for name in chosen if name in known]
+    healthy = list(HEALTHY)[: 1 if options.quick else None] if "healthy" in chosen else []
+    variants = options.variant or (VARIANTS[:1] if options.quick else VARIANTS)
     results = Results.read(options.out)
     with tempfile.TemporaryDirectory(prefix="tunesmith-planted-") as folder:
         site = Site(Path(folder), _QUICK_STEPS if options.quick else _STEPS)
         write_files(site.folder / "files")
-        variants = options.variant or (VARIANTS[:1] if options.quick else VARIANTS)
-        for cause in CAUSES if not options.cause else [known[name] for name in options.cause if name != "healthy"]:
-            for variant in variants:
-                key = f"{cause.name}/{variant}"
-                if key in results.rows and not options.cause:
-                    continue
+        for cause, variant in product(named, variants):
+            key = f"{cause.name}/{variant}"
+            if key not in results.rows or options.cause:
                 results.rows[key] = row = planted_row(site, cause, variant)
                 say(f"{key:<32} {_said(row)}")
                 results.write()
-        if not options.cause or "healthy" in options.cause:
-            for name in list(HEALTHY)[: 1 if options.quick else None]:
-                if name not in results.healthy or options.cause:
-                    results.healthy[name] = row = healthy_row(site, name)
-                    say(f"healthy, {name:<23} {row['causes'] or 'nothing'}")
-                    results.write()
+        for name in healthy:
+            if name not in results.healthy or options.cause:
+                results.healthy[name] = row = healthy_row(site, name)
+                say(f"healthy, {name:<23} {row['causes'] or 'nothing'}")
+                results.write()
     return results.facts()
 
 
