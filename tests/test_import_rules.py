@@ -15,6 +15,8 @@ from tunesmith.cli.main import COMMANDS
 ROOT = Path(__file__).parent.parent
 HEAVY = {"torch", "transformers", "numpy", "safetensors", "datasets", "trl", "plotly"}
 LIGHT_FOLDERS = ("cli", "config", "core", "reports", "schema", "store", "web")
+LIGHT_MODULES = ("profiling.facts", "profiling.savings.waiting", "profiling.rules", "profiling.diagnosis")
+"""`tunesmith diagnose` works from the files, also where torch is not installed."""
 
 
 def modules_of(folder: str) -> list[str]:
@@ -58,6 +60,11 @@ def test_importing_the_package_loads_nothing_heavy():
 @pytest.mark.parametrize("folder", LIGHT_FOLDERS)
 def test_a_light_folder_loads_nothing_heavy(folder: str):
     assert heavy_after("\n".join(f"import {name}" for name in modules_of(folder))) == set()
+
+
+@pytest.mark.parametrize("module", LIGHT_MODULES)
+def test_a_light_module_loads_nothing_heavy(module: str):
+    assert heavy_after(f"import tunesmith.{module}") == set()
 
 
 @pytest.mark.parametrize("words", ["--help", "train --help", "recipes ls", *(f"{name} --help" for name in COMMANDS)])

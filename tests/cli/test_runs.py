@@ -168,7 +168,7 @@ def test_show_says_what_a_run_is_and_how_to_go_on(runs: Path, capsys: Capture) -
     newest, older = facts["checkpoints"]  # type: ignore[misc]
     assert (newest["step"], older["step"], older["problem"]) == (3, 2, "")
     assert "policy.safetensors does not match its SHA-256" in newest["problem"]
-    assert facts["next"] == {"go on": f"tunesmith resume {run}"}
+    assert facts["next"] == {"go on": f"tunesmith resume {run}", "why slow": f"tunesmith diagnose {run}"}
     assert main(["runs", "show", str(run)]) == 0
     text = capsys.readouterr().out
     for part in (
@@ -208,7 +208,7 @@ def test_a_damaged_checkpoint_is_named_with_its_reason(
     facts = shown(capsys, run.name)
     (checkpoint,) = facts["checkpoints"]  # type: ignore[misc]
     assert problem in checkpoint["problem"]
-    assert list(facts["next"]) == ["start again"]  # type: ignore[call-overload]
+    assert list(facts["next"]) == ["start again", "why slow"]  # type: ignore[call-overload]
 
 
 def test_a_finished_run_names_its_report_and_its_use(runs: Path, capsys: Capture) -> None:
@@ -218,6 +218,7 @@ def test_a_finished_run_names_its_report_and_its_use(runs: Path, capsys: Capture
     assert shown(capsys, "1a2b")["next"] == {
         "report": "runs/20260102-030405-ppo-1a2b/report.html",
         "use it": "tunesmith chat runs/20260102-030405-ppo-1a2b --against base",
+        "why slow": "tunesmith diagnose runs/20260102-030405-ppo-1a2b",
     }
     assert "train ppo --reward" in shown(capsys, "9999")["next"]["use it"]  # type: ignore[index]
 

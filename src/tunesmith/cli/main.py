@@ -27,6 +27,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "votes stats": ("votes:stats", "Count votes; agreement and bias of raters."),
     "serve": ("serve:serve", "Open the pages where people vote, and watch training."),
     "watch": ("serve:watch", "Watch a run of any trainer in the browser, live."),
+    "diagnose": ("diagnose:diagnose", "Say why a run is slow, and what to change."),
     "export": ("export:export", "Copy the trained model of a run to a folder of its own."),
     "runs ls": ("runs:ls", "List runs, newest first."),
     "runs show": ("runs:show", "Show a run: recipe, metrics, findings, checkpoints, how to go on."),

@@ -268,6 +268,8 @@ def _next_steps(run: "RunFacts", checkpoints: Sequence[CheckpointFacts]) -> dict
             if run.algorithm == "reward"
             else f"tunesmith chat {path} --against base"
         )
+    if run.num_steps:
+        commands["why slow"] = f"tunesmith diagnose {path}"
     if run.status == "running":
         commands["wait"] = f"tunesmith runs show {path}"
     return commands

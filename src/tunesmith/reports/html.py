@@ -19,6 +19,8 @@ from markupsafe import Markup
 
 from tunesmith.core.errors import MissingDependencyError, RunError
 from tunesmith.core.version import __version__
+from tunesmith.profiling.diagnosis import Diagnosis, diagnose, setting_lines, verdict
+from tunesmith.profiling.facts import read_facts
 from tunesmith.reports import text
 from tunesmith.reports.chart import DARK, LIGHT, Chart, dark_of_light
 from tunesmith.reports.comparison_figures import dumbbell, histogram
@@ -43,6 +45,7 @@ def write_run_report(run_dir: Path) -> Path:
     metrics, samples, findings = (read_rows(file) for file in files)
     num_lines = sum(1 for file in files for line in _text(file).split("\n") if line.strip())
     drawn = curves(metrics)
+    diagnosis = diagnose(read_facts(run_dir))
     result = read_object(run_dir / "result.json")
     return _write(
         run_dir / "report.html",
@@ -55,6 +58,8 @@ def write_run_report(run_dir: Path) -> Path:
         num_unreadable=num_lines - len(metrics) - len(samples) - len(findings),
         tiles=run_tiles(metrics, result),
         curves=drawn,
+        verdict=verdict(diagnosis),
+        causes=_cause_rows(diagnosis),
         metric_columns=TABLE_COLUMNS,
         steps=step_samples(samples),
         findings=[
@@ -63,6 +68,20 @@ def write_run_report(run_dir: Path) -> Path:
         environment=text.flatten(read_object(run_dir / "environment.json")),
         result=text.flatten(result),
     )
+
+
+def _cause_rows(diagnosis: Diagnosis) -> list[tuple[str, ...]]:
+    """Cause, predicted saving with its interval, evidence and advice of each cause."""
+    return [
+        (
+            cause.symptom,
+            f"{text.duration(cause.predicted_saving_s)} of {text.duration(diagnosis.step_s)} a step "
+            f"({text.duration(cause.low)} to {text.duration(cause.high)})",
+            cause.evidence,
+            "; ".join((cause.advice, *setting_lines(cause))),
+        )
+        for cause in diagnosis.causes
+    ]
 
 
 def _text(path: Path) -> str:

@@ -19,6 +19,7 @@ from tunesmith.core.log import get_logger
 from tunesmith.core.trace import Trace, trace
 from tunesmith.data.sets import Facts
 from tunesmith.models.optimizer import StepReport
+from tunesmith.profiling.diagnosis import slow_findings
 from tunesmith.reports.html import write_run_report
 from tunesmith.runs.checkpoint import Checkpoint, CheckpointWriter
 from tunesmith.runs.environment import peak_rss_gb, rss_gb
@@ -185,6 +186,8 @@ class Session:
     def finish(self, summary: Mapping[str, object]) -> RunResult:
         """Write summary and report after the last checkpoint is on disk; returns the run's result."""
         self._settle()
+        for finding in slow_findings(self.folder.path):
+            self.find(finding)
         facts = {**summary, "findings": self._num_findings, "minutes": self._watch.minutes}
         self.folder.write_json("result.json", facts)
         try:

@@ -1,0 +1,143 @@
+"""Facts of a run, read from its files: what `diagnosis` works on.
+
+Light, and robust: a figure that a file lacks, or a damaged line, costs that figure alone. Works while the run trains,
+and on runs of older releases.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from tunesmith.config.yaml_text import is_mapping
+from tunesmith.runs.listing import find_runs, is_run, read_object, read_recipe, read_rows
+
+_FILES = {"recipe": "recipe.yaml", "setup": "setup.json", "machine": "environment.json", "result": "result.json"}
+
+_NOW_AND_THEN = ("time/checkpoint_s", "time/evaluate_s", "time/log_s", "io/", "faults/")
+"""Metrics of work that some steps have and others do not: their mean over all steps counts, not their median."""
+
+_COMPUTED = ("rollout", "old_policy", "reference", "teachers", "kl", "forward", "backward", "optimizer")
+"""Stages whose time goes into computing with a model."""
+
+
+class MissingError(LookupError):
+    """A fact that the run's files do not hold; the argument is its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Values by name. A metric has its own name (`time/rollout_s`); other names begin with their file
+    (`recipe.rollout.num_slots`, `setup.engine`, `machine.num_cores`).
+
+    A metric is its median over `num_steps` steps, the first left out; of work that only some steps have, the mean.
+    """
+
+    path: Path
+    values: Mapping[str, object]
+    num_steps: int
+    last_step: int = 0
+
+    @property
+    def algorithm(self) -> str:
+        """Name of the trainer; empty if the recipe cannot be read."""
+        return str(self.values.get("recipe.algorithm") or "")
+
+    @property
+    def section(self) -> str:
+        """Section of the recipe with the settings of the algorithm."""
+        return "reward_model" if self.algorithm == "reward" else self.algorithm
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step; 0 if none is recorded."""
+        return self.number("time/step_s", 0.0)
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """The number `name`. Raises MissingError if there is none and no default."""
+        value = _number(self.values.get(name))
+        if value is None and default is None:
+            raise MissingError(name)
+        return cast(float, default if value is None else value)
+
+    def text(self, name: str) -> str:
+        """The value `name` as text. Raises MissingError if there is none."""
+        value = self.values.get(name)
+        if value is None:
+            raise MissingError(name)
+        return str(value)
+
+    def setting(self, key: str) -> float:
+        """The number at `key` of the algorithm's section. Raises MissingError if there is none."""
+        return self.number(f"recipe.{self.section}.{key}")
+
+    def stage_s(self, *names: str) -> float:
+        """Seconds of the stages `names` together; 0 for one that the step does not have.
+
+        `forward`, `backward` and `optimizer` are those of the update, which some algorithms have inside of `update`.
+        """
+        return sum(self.number(f"time/{n}_s", self.number(f"time/update/{n}_s", 0.0)) for n in names)
+
+    @property
+    def computing_s(self) -> float:
+        """Seconds of the stages that compute with the model."""
+        return min(self.step_s, self.stage_s(*_COMPUTED))
+
+    def origin(self, name: str) -> str:
+        """The file that `name` was read from."""
+        return _FILES.get(name.partition(".")[0], "metrics.jsonl")
+
+
+def runs_at(path: Path) -> list[Path]:
+    """The run at `path`, or, if that holds no steps of its own, as a demo's folder, the runs below it."""
+    inside = [run for run in find_runs(path) if (run / "metrics.jsonl").is_file()]
+    return [path] if path in inside or not inside else inside if is_run(path) else [path]
+
+
+def read_facts(path: Path) -> Facts:
+    """The facts of the run in the folder `path`."""
+    rows = [row for row in read_rows(path / "metrics.jsonl") if (_number(row.get("time/step_s")) or 0) > 0]
+    counted = rows[1:] or rows
+    values: dict[str, object] = {**_nested("recipe", read_recipe(path))}
+    for prefix in ("setup", "machine", "result"):
+        file = "environment.json" if prefix == "machine" else _FILES[prefix]
+        values |= _nested(prefix, read_object(path / file))
+    last_step = int(_number(rows[-1].get("step")) or 0) if rows else 0
+    return Facts(path, {**values, **_metrics(counted)}, len(counted), last_step)
+
+
+def _metrics(rows: Sequence[Mapping[str, object]]) -> dict[str, float]:
+    """The value of each metric that is a number in any of `rows`."""
+    values: dict[str, float] = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        found = [x for row in rows if (x := _number(row.get(name))) is not None]
+        if found:
+            values[name] = sum(found) / len(rows) if name.startswith(_NOW_AND_THEN) else statistics.median(found)
+    if rows:
+        values["time/step_s"] = _typical_step(rows)
+    return values
+
+
+def _typical_step(rows: Sequence[Mapping[str, object]]) -> float:
+    """Seconds of a step: the median without the work that only some steps have, and the mean of that work."""
+    names = [name for name in _NOW_AND_THEN if name.startswith("time/")]
+    extra = [sum(_number(row.get(name)) or 0.0 for name in names) for row in rows]
+    rest = [(_number(row["time/step_s"]) or 0.0) - more for row, more in zip(rows, extra, strict=True)]
+    return statistics.median(rest) + sum(extra) / len(rows)
+
+
+def _nested(prefix: str, tree: Mapping[str, object]) -> dict[str, object]:
+    """The leaves of `tree` by dotted path."""
+    leaves: dict[str, object] = {}
+    for key, value in tree.items():
+        path = f"{prefix}.{key}"
+        leaves |= _nested(path, value) if is_mapping(value) else {path: value}
+    return leaves
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)

@@ -1,0 +1,178 @@
+"""Savings in passes of the model: dtype, kernels, threads, micro-batches, padding, needless passes."""
+
+import math
+
+from tunesmith.profiling.facts import Facts
+from tunesmith.profiling.savings.saving import EFFICIENCY, Saving, around, num_completions, pass_rate, usable_cores
+
+MICRO_BATCH_TOKENS = 2048
+"""Positions of a forward pass beyond which larger micro-batches bring little."""
+
+
+def kernels_fallback(f: Facts) -> Saving | None:
+    """Passes become 1.5 times as fast with compiled kernels, drawing twice as fast."""
+    if f.text("setup.kernels") != "torch":
+        return None
+    passes_s = f.computing_s - f.stage_s("rollout")
+    return around(passes_s / 3 + f.stage_s("rollout") / 2, 0.4, 1.6)
+
+
+def precision(f: Facts) -> Saving | None:
+    """Matrix products take as much less time as the peak of the best dtype is higher. The pass for the old policy goes
+    too, if that dtype makes the engine exact.
+    """
+    products_s, old_s = _products_saved_s(f), _old_pass_saved_s(f)
+    return around(products_s + (old_s if products_s >= old_s else 0.0), 0.6, 1.4)
+
+
+def recomputed_old_policy(f: Facts) -> Saving | None:
+    """The pass for the old policy goes; with another dtype matrix products become faster too."""
+    if f.values.get("setup.engine_exact"):
+        return around(f.stage_s("old_policy"), 0.9, 1.1) if f.values.get("recipe.rollout.recompute_logps") else None
+    products_s, old_s = _products_saved_s(f), _old_pass_saved_s(f)
+    return around(old_s + (products_s if old_s > products_s else 0.0), 0.8, 1.2) if old_s > 0 else None
+
+
+def _products_saved_s(f: Facts) -> float:
+    dtype, best = f.text("setup.dtype"), f.text("setup.best_dtype")
+    if dtype == best:
+        return 0.0
+    ratio = f.number(f"setup.peak_flop_per_s.{best}") / f.number(f"setup.peak_flop_per_s.{dtype}")
+    return products_s(f) * max(0.0, 1 - 1 / ratio)
+
+
+def _old_pass_saved_s(f: Facts) -> float:
+    """Seconds of the pass for the old policy that an exact engine, in bfloat16, would make needless."""
+    dtype, best = f.text("setup.dtype"), f.text("setup.best_dtype")
+    is_engine_able = f.values.get("setup.engine") == "native"
+    return f.stage_s("old_policy") if is_engine_able and dtype != best and best == "bfloat16" else 0.0
+
+
+def products_s(f: Facts) -> float:
+    """Seconds of a step in matrix products: its operations at the rate that a pass reaches of the measured peak."""
+    return min(f.computing_s, f.number("mfu") * f.step_s / EFFICIENCY)
+
+
+def faster_dtype(f: Facts) -> object:
+    """The setting of `model.dtype` to advise: what it is, if that is the best."""
+    return f.values.get("recipe.model.dtype") if f.text("setup.dtype") == f.text("setup.best_dtype") else "auto"
+
+
+def threads_few(f: Facts) -> Saving | None:
+    """Matrix products become as many times as fast as there are more cores that nobody else uses."""
+    threads, free = f.number("setup.num_threads"), usable_cores(f) - f.number("cpu/others", 0.0)
+    if threads >= free or free - threads < 0.5:
+        return None
+    return around(products_s(f) * (1 - threads / free), 0.5, 1.3)
+
+
+def threads_many(f: Facts) -> Saving | None:
+    """The wait of the threads for cores goes; those of one parallel loop wait at the same time."""
+    threads, cores = f.number("setup.num_threads"), usable_cores(f)
+    if threads <= cores:
+        return None
+    return around(min(0.9 * f.computing_s, f.number("cpu/run_delay_s") / threads), 0.5, 1.6)
+
+
+def starved(f: Facts) -> Saving | None:
+    """Computing gets back the share of the cores that others use, as far as this process would use it too."""
+    threads, cores = min(f.number("setup.num_threads"), usable_cores(f)), usable_cores(f)
+    taken = f.number("cpu/others") + f.number("cpu/stolen", 0.0)
+    overlap = max(0.0, threads + taken - cores)
+    if overlap <= 0.1 or f.number("cpu/run_delay_s") < 0.02 * f.step_s:
+        return None
+    return around(f.computing_s * min(0.9, overlap / threads), 0.6, 1.7)
+
+
+def small_micro_batches(f: Facts) -> Saving | None:
+    """A pass has a fixed cost, which is paid as often as there are passes."""
+    passes_s, prompts_s = _passes_saved_s(f), _prompts_saved_s(f)
+    return around(passes_s + (prompts_s if passes_s >= prompts_s else 0.0), 0.6, 1.4)
+
+
+def prompts_not_shared(f: Facts) -> Saving | None:
+    """Prompts of a group that several micro-batches compute are computed once; there are fewer passes, too."""
+    passes_s, prompts_s = _passes_saved_s(f), _prompts_saved_s(f)
+    return around(prompts_s + (passes_s if prompts_s > passes_s else 0.0), 0.6, 1.4) if prompts_s > 0 else None
+
+
+def _passes_saved_s(f: Facts) -> float:
+    num_rows, size = _rows_of_update(f), f.setting(size_key(f))
+    fewer = 1 - math.ceil(num_rows / micro_batch_size(f)) / math.ceil(num_rows / size)
+    return _fixed_share(f) * f.stage_s("forward", "backward") * fewer
+
+
+def _prompts_saved_s(f: Facts) -> float:
+    """Seconds of the positions of prompts in the update that micro-batches of whole groups would share."""
+    if f.values.get("setup.forward") != "decoder" or "recipe.rollout.completions_per_prompt" not in f.values:
+        return 0.0
+    in_minibatch = f.number("recipe.rollout.completions_per_prompt") / f.setting("num_minibatches")
+    prompt_tokens = f.number("rollout/prefill_tokens") + f.number("rollout/shared_tokens")
+    shareable = f.setting("num_epochs") * prompt_tokens * max(0.0, 1 - 1 / in_minibatch)
+    num_passes = (
+        f.setting("num_epochs") * f.setting("num_minibatches") * math.ceil(_rows_of_update(f) / f.setting(size_key(f)))
+    )
+    share = (shareable - f.number("update/shared_tokens")) / (num_passes * f.number("update/micro_batch_tokens"))
+    return max(0.0, share) * (1 - _fixed_share(f)) * f.stage_s("forward", "backward")
+
+
+def _fixed_share(f: Facts) -> float:
+    """Share of the fixed cost in the time of one forward and backward pass."""
+    rate = pass_rate(f)
+    fixed_s = 2e-3 + 1e-3 * f.number("setup.num_layers")
+    token_s = 6 * f.number("setup.num_parameters") / rate + 2e-6 * f.number("setup.num_layers")
+    return fixed_s / (fixed_s + token_s * f.number("update/micro_batch_tokens"))
+
+
+def size_key(f: Facts) -> str:
+    """Key of the size of a micro-batch in the section of the algorithm."""
+    return "micro_batch_tokens" if f.algorithm == "sft" else "micro_batch_size"
+
+
+def micro_batch_size(f: Facts) -> int:
+    """The size to advise: `MICRO_BATCH_TOKENS` positions or what fits into memory, as whole groups where there are any,
+    and no less than now.
+    """
+    size, num_rows = f.setting(size_key(f)), _rows_of_update(f)
+    held_gb, free_gb = f.number("setup.estimate_gb.activations", 0.0), f.number("memory/available_gb", math.inf)
+    fitting = 1 + free_gb / 2 / held_gb if held_gb > 0 else math.inf
+    wanted = size * min(fitting, max(1.0, MICRO_BATCH_TOKENS / f.number("update/micro_batch_tokens")))
+    group = f.number("recipe.rollout.completions_per_prompt", 1.0)
+    whole = math.ceil(wanted / group) * group if group <= size * fitting else wanted
+    return int(max(size, min(whole, num_rows)))
+
+
+def _rows_of_update(f: Facts) -> float:
+    """Rows of one optimizer step: completions, pairs, or tokens for SFT."""
+    if f.algorithm == "sft":
+        return f.number("num_tokens")
+    if f.algorithm in ("dpo", "reward"):
+        return f.setting("pairs_per_step")
+    return num_completions(f) / f.setting("num_minibatches")
+
+
+def padding(f: Facts) -> Saving | None:
+    """Passes take as much less time as fewer positions are computed; one part in ten of the padding stays."""
+    return around(0.9 * f.number("update/padding_share") * f.stage_s("forward", "backward"), 0.6, 1.2)
+
+
+def gradient_checkpointing(f: Facts) -> Saving | None:
+    """The second forward pass goes, if the activations of the first fit into memory."""
+    if not f.values.get("recipe.model.gradient_checkpointing"):
+        return None
+    needed_gb = 17 * f.number("setup.estimate_gb.activations")  # 34 values a layer instead of 2, see trainers/estimate
+    if needed_gb > 0.7 * f.number("memory/available_gb"):
+        return None
+    return around(0.9 * f.stage_s("forward"), 0.7, 1.4)
+
+
+def unneeded_reference(f: Facts) -> Saving | None:
+    """The reference's pass goes: its penalty is too small to matter, or it can be computed once before training."""
+    if f.algorithm == "dpo":
+        is_live, num_epochs = f.values.get("recipe.dpo.reference") == "live", f.setting("num_epochs")
+        return around(f.stage_s("reference"), 0.9 * (1 - 1 / num_epochs), 1.05) if is_live else None
+    largest_penalty = f.setting("kl.coef") * max(10.0, f.number("objective/kl", 0.0))
+    is_adaptive = f.values.get(f"recipe.{f.section}.kl.target") is not None
+    if is_adaptive or not 0 < largest_penalty < 0.01 * f.number("reward_std"):
+        return None
+    return around(f.stage_s("reference"), 0.9, 1.05)

@@ -1,0 +1,148 @@
+"""Savings of what a step waits for: rewards, the interpreter's lock, checkpoints, evaluations, disk, memory, a GPU."""
+
+import math
+
+from tunesmith.profiling.facts import Facts
+from tunesmith.profiling.savings.saving import Saving, around, num_completions, rows_at_a_time
+
+_LOG_S = 0.003
+"""Seconds that the record of a step takes."""
+
+
+def gil(f: Facts) -> Saving | None:
+    """Stages in which another thread holds the interpreter's lock lose the share of the time that it is held."""
+    if f.number("gil/wait_ms") < 1:
+        return None
+    names = ("rollout", "old_policy", "reference", "update")
+    held = {name: f.number(f"gil/stage/{name}", f.number("gil/busy_share")) for name in names}
+    update_s = f.stage_s("forward", "backward", "optimizer")
+    return around(sum(share * (update_s if n == "update" else f.stage_s(n)) for n, share in held.items()), 0.5, 1.2)
+
+
+def slow_reward(f: Facts) -> Saving | None:
+    """A reward that computes: at best all of its time goes."""
+    return around(f.stage_s("reward"), 0.5, 1.0) if _reward_cores(f) >= 0.5 else None
+
+
+def remote_reward_serial(f: Facts) -> Saving | None:
+    """Requests that wait one after the other wait at the same time instead: one wait is left of as many as there are
+    completions.
+    """
+    if _reward_cores(f) >= 0.5 or "time/reward/async_s" in f.values:
+        return None
+    return around(f.stage_s("reward") * (1 - 1 / num_completions(f)), 0.6, 1.05)
+
+
+def reward_not_overlapped(f: Facts) -> Saving | None:
+    """Groups that end before the last are scored meanwhile: those of all waves of slots but the last, and of the last
+    those that the length limit did not end.
+    """
+    if f.values.get("recipe.rollout.score_while_drawing") or _reward_cores(f) >= 0.5:
+        return None
+    waves = math.ceil(num_completions(f) / rows_at_a_time(f))
+    ended = (1 - f.number("completions/clipped_ratio")) ** f.number("recipe.rollout.completions_per_prompt")
+    early = (waves - 1 + ended / 2) / waves
+    return around(early * min(f.stage_s("reward"), f.stage_s("rollout")), 0.5, 1.3)
+
+
+def _reward_cores(f: Facts) -> float:
+    return f.number("cpu/stage/reward")
+
+
+def checkpoints(f: Facts) -> Saving | None:
+    """Checkpoints are as many times rarer as advised; what a slow disk costs is another cause."""
+    saved_s = f.stage_s("checkpoint") - _disk_s(f)
+    return around(saved_s * (1 - f.number("recipe.run.checkpoint_every") / checkpoint_every(f)), 0.7, 1.2)
+
+
+def checkpoint_every(f: Facts) -> int:
+    """Steps between checkpoints at which they take 1 % of the time."""
+    return _every(f.number("recipe.run.checkpoint_every"), f.stage_s("checkpoint"), 0.01 * f.step_s)
+
+
+def evaluation(f: Facts) -> Saving | None:
+    """Evaluations are as many times rarer as advised."""
+    if f.number("recipe.run.eval_every") == 0:
+        return None
+    return around(f.stage_s("evaluate") * (1 - f.number("recipe.run.eval_every") / eval_every(f)), 0.8, 1.2)
+
+
+def eval_every(f: Facts) -> int:
+    """Steps between evaluations at which they take 5 % of the time."""
+    return _every(f.number("recipe.run.eval_every"), f.stage_s("evaluate"), 0.05 * (f.step_s - f.stage_s("evaluate")))
+
+
+def _every(now: float, mean_s: float, allowed_s: float) -> int:
+    """A round number of steps, at least `now`, at which work of `mean_s` a step takes at most `allowed_s`."""
+    wanted = max(1.0, now) * max(1.0, mean_s / max(1e-9, allowed_s))
+    power = 10 ** math.floor(math.log10(wanted))
+    return int(next(factor * power for factor in (1, 2, 5, 10) if factor * power >= wanted * 0.999))
+
+
+def logging(f: Facts) -> Saving | None:
+    """All but what a step without trackers takes goes, or nine tenths where samples are written at each tenth step."""
+    share = 1.0 if trackers(f) != f.values.get("recipe.run.report_to") else 0.9
+    return around(share * (f.stage_s("log") - _LOG_S), 0.6, 1.1)
+
+
+def trackers(f: Facts) -> object:
+    """The setting of `run.report_to` to advise: none."""
+    return [] if f.values.get("recipe.run.report_to") else f.values.get("recipe.run.report_to")
+
+
+def sample_every(f: Facts) -> int:
+    """The setting of `run.sample_every` to advise; where there are trackers, they are the first suspects."""
+    now = int(f.number("recipe.run.sample_every", 1))
+    return now if f.values.get("recipe.run.report_to") else max(now, 10)
+
+
+def slow_disk(f: Facts) -> Saving | None:
+    """What the step waits for the disk goes, but for a tenth."""
+    return around(0.9 * _disk_s(f), 0.7, 1.2)
+
+
+def _disk_s(f: Facts) -> float:
+    """Seconds of a step in which it waits for a disk that is slow: below 100 MB/s, and more than 50 ms a checkpoint."""
+    waited_s = min(f.number("io/fsync_s", 0.0), f.stage_s("checkpoint", "log"))
+    is_slow = waited_s > f.number("io/written_mb", 0.0) / 100 + 0.05 / max(1.0, f.number("recipe.run.checkpoint_every"))
+    return waited_s if is_slow else 0.0
+
+
+def memory_growth(f: Facts) -> Saving | None:
+    """Fresh pages need no page faults; the larger loss, if memory runs out, is no matter of seconds."""
+    growth_mb = f.number("memory/growth_mb")
+    return around(growth_mb * 3e-4, 0.3, 2.0) if growth_mb > 5 else None
+
+
+def runs_out(f: Facts) -> bool:
+    """True if the growth of memory would end the run, or one of 500 steps."""
+    num_steps = max(500.0, f.number("recipe.run.steps", 0.0))
+    return f.number("memory/growth_mb") * num_steps > 1e3 * f.number("memory/available_gb", math.inf)
+
+
+def memory_pressure(f: Facts) -> Saving | None:
+    """Pages that were written out need not be read again."""
+    num_faults = f.number("faults/major")
+    return around(min(0.8 * f.step_s, 2e-4 * num_faults), 0.2, 2.0) if num_faults > 100 else None
+
+
+def gpu_launches(f: Facts) -> Saving | None:
+    """Computing takes the time of its kernels."""
+    return around(f.computing_s - f.number("gpu/kernel_s") - f.number("gpu/copy_s", 0.0), 0.3, 1.0)
+
+
+def gpu_copies(f: Facts) -> Saving | None:
+    """Copies overlap with kernels, but for a fifth."""
+    return around(0.8 * f.number("gpu/copy_s"), 0.4, 1.2)
+
+
+def gpu_idle(f: Facts) -> Saving | None:
+    """The GPU works while the step scores, but for a tenth."""
+    if f.number("gpu/busy") > 0.5:
+        return None
+    return around(0.9 * min(f.stage_s("reward"), f.stage_s("rollout")), 0.3, 1.2)
+
+
+def waiting_ranks(f: Facts) -> Saving | None:
+    """Ranks that are equally fast do not wait for each other."""
+    return around(f.number("ranks/wait_s"), 0.3, 1.0)

@@ -1,0 +1,116 @@
+"""Each rule finds its cause in facts that show it, abstains without them, and is silent on a healthy run."""
+
+import random
+import string
+from pathlib import Path
+
+import pytest
+from runs_of import MEASURED, SHOWN, facts
+
+from tunesmith.config.schema import RECIPES
+from tunesmith.profiling.diagnosis import diagnose
+from tunesmith.profiling.facts import Facts
+from tunesmith.profiling.rules import RULES, Rule
+
+
+def test_every_rule_has_facts_that_show_its_cause():
+    assert sorted(SHOWN) == sorted(rule.name for rule in RULES)
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_cause_is_named_first_where_its_facts_are(name: str):
+    first = diagnose(facts(SHOWN[name])).causes[0]
+    assert first.name == name
+    assert 0 < first.low <= first.predicted_saving_s <= first.high <= 6.0
+    assert first.share == first.predicted_saving_s / 6.0
+
+
+@pytest.mark.parametrize("algorithm", [name for name in RECIPES if name != "live"])
+def test_a_healthy_run_has_no_cause(algorithm: str):
+    found = diagnose(facts(algorithm=algorithm))
+    assert [cause.name for cause in found.causes] == []
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_a_rule_abstains_without_one_of_its_facts(rule: Rule):
+    shown = facts(SHOWN[rule.name])
+    for name in rule.needs:
+        if "{" in name:  # the peak of a dtype, which the test of another fact covers
+            continue
+        without = {key: value for key, value in shown.values.items() if key != name}
+        found = diagnose(Facts(shown.path, without, shown.num_steps))
+        assert rule.name not in [cause.name for cause in found.causes]
+        assert name in found.missing[rule.name]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_what_the_evidence_shows_is_needed(rule: Rule):
+    shown = {name for _, name, _, _ in string.Formatter().parse(rule.evidence) if name}
+    assert shown <= {*rule.needs, "time/step_s"}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_every_cause_has_its_place_on_the_page(rule: Rule):
+    page = (Path(__file__).parents[2] / "docs" / "slow.md").read_text(encoding="utf-8")
+    assert f"**{rule.name}" in page
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_the_settings_that_are_advised_are_valid_and_change_the_recipe(name: str):
+    shown = facts(SHOWN[name])
+    for path, value in diagnose(shown).causes[0].settings.items():
+        assert shown.values[f"recipe.{path}"] != value
+        section, key = path.rsplit(".", 1) if "." in path else ("", path)
+        tree: dict[str, object] = {key: value}
+        for part in reversed(section.split(".")):
+            tree = {part: tree}
+        RECIPES["grpo"].model_validate(tree)
+
+
+def test_savings_stay_within_the_step_whatever_the_figures():
+    draw = random.Random(0)
+    for _ in range(300):
+        changes = dict(SHOWN[draw.choice(list(SHOWN))])
+        for name in draw.sample(list(MEASURED), 12):
+            changes[name] = draw.choice([0.0, 1e-6, 0.5, 1.0, 7.0, 1e4])
+        found = diagnose(facts(changes))
+        for cause in found.causes:
+            assert 0 <= cause.low <= cause.predicted_saving_s <= cause.high <= found.step_s
+
+
+def test_causes_are_ranked_by_what_they_cost():
+    both = diagnose(facts({**SHOWN["slow_reward"], **SHOWN["checkpoints"]}))
+    assert [cause.name for cause in both.causes] == ["slow_reward", "checkpoints"]
+
+
+def test_a_leak_that_will_end_the_run_comes_first():
+    leak = {"memory/growth_mb": 400.0}
+    found = diagnose(facts({**SHOWN["slow_reward"], **leak, "memory/available_gb": 10.0}))
+    assert [cause.name for cause in found.causes] == ["memory_growth", "slow_reward"]
+    found = diagnose(facts({**SHOWN["slow_reward"], **leak, "memory/available_gb": 1000.0}))
+    assert [cause.name for cause in found.causes] == ["slow_reward", "memory_growth"]
+
+
+def test_of_two_causes_with_one_remedy_the_larger_is_credited_with_all_of_it():
+    both = {"setup.dtype": "float32", "setup.engine_exact": False, "mfu": 0.3, "time/old_policy_s": 1.0}
+    first, second = diagnose(facts(both)).causes
+    assert (first.name, second.name) == ("precision", "recomputed_old_policy")
+    assert first.predicted_saving_s == pytest.approx(0.3 * 6 / 0.6 * (1 - 1.5 / 7.5) + 1.0)
+    assert second.predicted_saving_s == pytest.approx(1.0)
+
+
+def test_a_slow_tracker_is_left_out_before_samples_are():
+    (cause,) = diagnose(facts({**SHOWN["logging"], "recipe.run.report_to": ["wandb"]})).causes
+    assert cause.settings == {"run.report_to": []}
+    (cause,) = diagnose(facts(SHOWN["logging"])).causes
+    assert cause.settings == {"run.sample_every": 10}
+
+
+def test_a_slow_disk_is_not_blamed_on_the_number_of_checkpoints():
+    found = diagnose(facts({**SHOWN["slow_disk"], "recipe.run.checkpoint_every": 1}))
+    assert [cause.name for cause in found.causes][:1] == ["slow_disk"]
+
+
+def test_an_adaptive_penalty_needs_its_reference():
+    found = diagnose(facts({**SHOWN["unneeded_reference"], "recipe.grpo.kl.target": 3.0}))
+    assert found.causes == []
