@@ -1,4 +1,5 @@
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ def gae_twin(rewards, values, gamma, lam):
 @given(seed=seeds, num_sequences=sizes, num_tokens=sizes, gamma=st.floats(0, 1), lam=st.floats(0, 1))
 def test_both_forms_equal_the_explicit_sum(seed, num_sequences, num_tokens, gamma, lam):
     reward_BT, value_BT, mask_BT = batch(seed, num_sequences, num_tokens)
-    for function in (advantages.gae, gae_loop):
+    for function in (advantages.gae, partial(advantages.gae, by="loop"), gae_loop):
         advantage_BT, return_BT = function(reward_BT, value_BT, mask_BT, gamma, lam)
         for b, length in enumerate(mask_BT.sum(1).tolist()):
             twin = gae_twin(reward_BT[b, :length].tolist(), value_BT[b, :length].tolist(), gamma, lam)
@@ -50,7 +51,7 @@ def test_skipped_positions_may_lie_anywhere_in_a_row(seed, num_tokens):
     without = advantages.gae(
         reward_BT[mask_BT][None], value_BT[mask_BT][None], torch.ones(1, int(mask_BT.sum())), 0.9, 0.8
     )
-    for function in (advantages.gae, gae_loop):
+    for function in (advantages.gae, partial(advantages.gae, by="loop"), gae_loop):
         advantage_BT, return_BT = function(reward_BT, value_BT, mask_BT, 0.9, 0.8)
         torch.testing.assert_close(advantage_BT[mask_BT][None], without.advantage_BT)
         torch.testing.assert_close(return_BT[mask_BT][None], without.return_BT)

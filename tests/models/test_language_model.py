@@ -46,8 +46,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     found: list[object] = []
     original = language_model.Decoder
 
-    def counted(*arguments: Any) -> object:
-        found.append(original(*arguments))
+    def counted(*arguments: Any, **options: Any) -> object:
+        found.append(original(*arguments, **options))
         return found[-1]
 
     monkeypatch.setattr(language_model, "Decoder", counted)

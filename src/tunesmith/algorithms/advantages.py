@@ -6,7 +6,7 @@ through anything in this file.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,16 +22,41 @@ GROUP_EPS = 1e-4
 """Added to a standard deviation before dividing by it, as TRL's GRPO does."""
 
 
-def gae(reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor, gamma: float, lam: float) -> Advantages:
+def gae(
+    reward_BT: Tensor,
+    value_BT: Tensor,
+    mask_BT: Tensor,
+    gamma: float,
+    lam: float,
+    by: Literal["auto", "loop"] = "auto",
+) -> Advantages:
     """Advantages and returns of each token, in fp32 or wider, without gradient: `kernels.gae.torch_impl` has equation
     and definition.
 
     `value_BT` is the value of the state before the token is drawn. The value after a row's last token is 0: a
     completion is an episode, whether it ended by itself or at the length limit. Runs in C++ or in Triton where that can
-    be had; in C++ the bits are those of the definition. Raises `InputError` if shapes differ or gamma or lam lies
-    outside 0 to 1.
+    be had; in C++ the bits are those of the definition. `by="loop"` goes token by token in Python. Raises `InputError`
+    if shapes differ or gamma or lam lies outside 0 to 1.
     """
+    if by == "loop":
+        return _gae_by_loop(reward_BT.detach(), value_BT.detach(), mask_BT, gamma, lam)
     return kernel.gae(reward_BT, value_BT, mask_BT, gamma, lam, kernels=shared("auto"))
+
+
+def _gae_by_loop(reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor, gamma: float, lam: float) -> Advantages:
+    """The equation as textbooks write it in code."""
+    advantage_BT, return_BT = torch.zeros_like(reward_BT), torch.zeros_like(reward_BT)
+    num_rows, num_columns = mask_BT.shape
+    for b in range(num_rows):
+        next_value = next_advantage = reward_BT.new_zeros(())
+        for t in reversed(range(num_columns)):
+            if mask_BT[b, t]:
+                delta = reward_BT[b, t] + gamma * next_value - value_BT[b, t]
+                next_advantage = delta + gamma * lam * next_advantage
+                next_value = value_BT[b, t]
+                advantage_BT[b, t] = next_advantage
+                return_BT[b, t] = next_advantage + next_value
+    return Advantages(advantage_BT, return_BT)
 
 
 @dataclass(frozen=True, slots=True)

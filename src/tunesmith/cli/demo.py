@@ -22,6 +22,7 @@ class DemoFlags:
     vote: Annotated[bool, flag("You vote, with two keys in the terminal.")] = False
     quick: Annotated[bool, flag("A run of few steps, to see that all parts work.")] = False
     backend: Annotated[Literal["native", "transformers"], flag("What draws completions.")] = "native"
+    level: Annotated[str | None, flag("Of both trainings: baseline, basic, advanced or optimal.", "LEVEL")] = None
     out: Annotated[str, flag("Folder for the run folders.", "DIR")] = "runs"
     live: Annotated[bool, flag("You vote in the browser, and the model learns while you do; Ctrl-C ends it.")] = False
     json: Annotated[bool, flag("Print one JSON object at the end.")] = False
@@ -38,7 +39,13 @@ def demo(words: Sequence[str]) -> None:
 
     with reporting(as_json=flags.json) as output:
         options = DemoOptions(
-            flags.algorithm, seed=flags.seed, vote=flags.vote, out=flags.out, quick=flags.quick, backend=flags.backend
+            flags.algorithm,
+            seed=flags.seed,
+            vote=flags.vote,
+            out=flags.out,
+            quick=flags.quick,
+            backend=flags.backend,
+            level=flags.level,
         )
         result = run_demo(options)
         facts = result.figures
@@ -82,6 +89,7 @@ class SentimentFlags:
         None
     )
     model: Annotated[str | None, flag("Model to start from instead of the recipes'.", "ID")] = None
+    level: Annotated[str | None, flag("Of all trainings: baseline, basic, advanced or optimal.", "LEVEL")] = None
     seed: Annotated[int, flag("Seed of everything that is drawn.", "N")] = 0
     quick: Annotated[bool, flag("Few reviews and steps, to see that all parts work.")] = False
     out: Annotated[str, flag("Folder for the run folders.", "DIR")] = "runs"
@@ -103,6 +111,7 @@ def sentiment(words: Sequence[str]) -> None:
             seed=flags.seed,
             out=flags.out,
             quick=flags.quick,
+            level=flags.level,
         )
         result = run_sentiment(options)
         output.say(comparison_table(result.comparison))

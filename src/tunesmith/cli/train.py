@@ -20,6 +20,7 @@ class _TrainOptions:
     recipe: Annotated[str | None, flag("A recipe that comes with Tunesmith.", "NAME")] = None
     config: Annotated[Path | None, flag("A recipe of your own, in YAML.", "FILE")] = None
     model: Annotated[str | None, flag("Hub id, folder, GGUF file, smollm2, scratch, tiny:FAMILY.", "ID")] = None
+    level: Annotated[str | None, flag("Settings: baseline, basic, advanced or optimal.", "LEVEL")] = None
     steps: Annotated[str | None, flag("Training steps.", "N")] = None
     seed: Annotated[str | None, flag("Seed of everything that is drawn.", "N")] = None
     report_to: Annotated[
@@ -90,7 +91,7 @@ def _resolve(algorithm: str, data: str, options: _TrainOptions, unknown: Sequenc
     from tunesmith.config.load import FLAGS, load_recipe, parse_overrides
 
     overrides = parse_overrides(algorithm, unknown)
-    for name in ("model", data, "reward", "steps", "seed", "report_to"):
+    for name in ("model", data, "reward", "level", "steps", "seed", "report_to"):
         value = getattr(options, name, None)
         if value not in (None, ()):
             flag = name.replace("_", "-")

@@ -198,6 +198,8 @@ class PPOSection(PolicyLossSection):
     """Discount of later rewards."""
     lam: Fraction = 0.95
     """Lambda of generalised advantage estimation."""
+    gae: Literal["auto", "loop"] = "auto"
+    """Generalised advantage estimation of all completions at once, or token by token in Python, with equal results."""
     whiten_advantages: bool = True
     """Normalize advantages to mean 0 and variance 1 over the rollout."""
     whiten_rewards: bool = False

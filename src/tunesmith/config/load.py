@@ -1,4 +1,4 @@
-"""Load a recipe: default < recipe < file < command line, validated once, with the origin of each value."""
+"""Load a recipe: default < recipe < level < file < command line, validated once, with the origin of each value."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from tunesmith.config.keys import did_you_mean, item_of, section_of
+from tunesmith.config.levels import LEVELS, Level, settings_of
 from tunesmith.config.merge import Layers, Origin, Problem
 from tunesmith.config.schema import RECIPES, Recipe
 from tunesmith.config.sections import Section
@@ -52,22 +53,25 @@ def load_recipe(
     overrides: Mapping[str, object] | None = None,
     origins: Mapping[str, Origin] | None = None,
 ) -> Resolved:
-    """The recipe for `tunesmith train <algorithm>`, merged default < `recipe` (a shipped name) < `file` < `overrides`.
+    """The recipe for `tunesmith train <algorithm>`, merged default < `recipe` (a shipped name) < level < `file` <
+    `overrides`. The level is the key `level` of the topmost of them that has one.
 
     `overrides` maps dotted paths to values; text for a field that is no text is read as YAML. `origins` describes
     the source of an override; without an entry it is `command line --<path>`. An empty `run.name` takes the name of
     the file or recipe. ConfigError names all unknown keys and bad values, with path, origin and what is allowed.
     """
-    layers = Layers(schema_of(algorithm))
-    documents: list[tuple[str, Origin, Document]] = []
-    if recipe is not None:
-        documents.append((f"recipe {recipe}", f"recipe {recipe}", parse(shipped_text(recipe), f"recipe {recipe}")))
-    if file is not None:
-        documents.append((str(file), f"file {file}", parse(read(file), str(file))))
-    for name, origin, document in documents:
-        _expect_algorithm(algorithm, name, document)
-        layers.add_document(document, origin)
-    given = dict(overrides or {})
+    layers, given = Layers(schema_of(algorithm)), dict(overrides or {})
+    shipped = None if recipe is None else parse(shipped_text(recipe), f"recipe {recipe}")
+    own = None if file is None else parse(read(file), str(file))
+    if shipped is not None:
+        _expect_algorithm(algorithm, f"recipe {recipe}", shipped)
+        layers.add_document(shipped, f"recipe {recipe}")
+    if level := _level_of(given, own and own.data, shipped and shipped.data):
+        for path, value in settings_of(level, layers.schema).items():
+            layers.add_override(path, value, f"level {level}")
+    if own is not None:
+        _expect_algorithm(algorithm, str(file), own)
+        layers.add_document(own, f"file {file}")
     for path in sorted(given, key=lambda path: path.count(".")):
         layers.add_override(path, given[path], (origins or {}).get(path, f"command line --{path}"))
     run = cast(dict[str, object], layers.tree.setdefault("run", {}))
@@ -75,6 +79,12 @@ def load_recipe(
         run["name"] = file.stem if file else recipe or algorithm
         layers.origins["run.name"] = "name of the file" if file else "name of the recipe" if recipe else DEFAULT
     return _validated(layers)
+
+
+def _level_of(*layers: object) -> Level | None:
+    """The level that the first of `layers` with that key names; one that there is not is left to the validation."""
+    named = next((layer["level"] for layer in layers if is_mapping(layer) and "level" in layer), None)
+    return next((level for level in LEVELS if level == named), None)
 
 
 def algorithm_of(document: Document, name: str) -> str:

@@ -29,6 +29,7 @@ from tunesmith.config.algorithm_sections import (
     RewardTrainerSection,
     SFTSection,
 )
+from tunesmith.config.levels import Level
 from tunesmith.config.live_sections import (
     LivePPOSection,
     LivePromptsSection,
@@ -64,6 +65,9 @@ class Recipe(Section):
     """Trainer that reads the recipe; without it, the one that has most of the file's sections."""
     description: str = ""
     """One line for `tunesmith recipes ls`."""
+    level: Level | None = None
+    """Set of settings, over those of a shipped recipe and under yours, see docs/ladder.md: `baseline` is textbook code,
+    `optimal` all that there is; null sets nothing."""
     model: ModelSection = ModelSection()
     optimizer: OptimizerSection = OptimizerSection()
     run: RunSection = RunSection()

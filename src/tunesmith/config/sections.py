@@ -53,6 +53,15 @@ class ModelSection(Section):
     """Hub id, local folder, GGUF file, the alias `smollm2`, `scratch`, or `tiny:<family>`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of the weights; auto is bfloat16 where the hardware computes in it, else float32."""
+    forward: Literal["auto", "padded", "full"] = "auto"
+    """Forward pass of training: auto packs tokens without padding, on a CPU; `padded` is the model's own over padded
+    rows, with the output layer in blocks; `full` is the model's own with all logits. Families that Tunesmith does not
+    know are always computed by `full`."""
+    kernels: Literal["auto", "native", "triton", "torch"] = "auto"
+    """Kernels of the model, its log-probs, the optimizer and the native engine: auto is C++ on a CPU and Triton on a
+    GPU where they can be had, else torch."""
+    share_prefixes: bool = True
+    """Compute common prefixes of neighbouring rows once, such as the prompt of a group; in packed passes alone."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     num_trainable_layers: PositiveInt | None = None
@@ -105,6 +114,8 @@ class OptimizerSection(Section):
     """Consecutive steps with non-finite gradients after which training stops."""
     state: Literal["float32", "int8"] = "float32"
     """Storage of the two moments: `int8` needs 2 bytes a weight instead of 8, and more time."""
+    fused: bool = True
+    """Update all parameters in one pass over memory; false is torch's AdamW, operation by operation. Not for int8."""
     loss_scale: Positive = 65536.0
     """For float16 weights: initial loss scale, a power of two. Halved on overflow, which skips the update."""
     loss_scale_window: PositiveInt = 200
@@ -217,6 +228,8 @@ class RunSection(Section):
     """Number of newest checkpoints to keep, besides the best one."""
     num_threads: NonNegativeInt = 0
     """CPU threads; 0 is all cores. Cannot change when a run is resumed."""
+    keep_freed_memory: bool = True
+    """Keep freed blocks for the next ones instead of returning them to the system (glibc); holds for the process."""
     report_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     """Experiment trackers."""
 
@@ -284,6 +297,8 @@ class RolloutSection(Section):
     """Free the native engine's cache and packed weights during the update."""
     score_while_drawing: bool = False
     """Score each group as soon as it has ended, in a second thread; functions are called with one group at a time."""
+    recompute_logps: bool = False
+    """Compute the log-probs of the old policy by a forward pass, even where those of the engine are exact."""
     batch_size: PositiveInt = 64
     """Completions sampled at a time, by the transformers engine."""
     importance: ImportanceSection = ImportanceSection()

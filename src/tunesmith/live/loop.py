@@ -20,14 +20,13 @@ from tunesmith.core.seeds import derive, permutation_of_groups
 from tunesmith.core.trace import span, trace
 from tunesmith.data import sets
 from tunesmith.data.prompts import PromptLike
-from tunesmith.kernels.native import Kernels
 from tunesmith.live.folder import LiveFolder, open_folder
 from tunesmith.live.offers import Offers, Rollout
 from tunesmith.live.online_dpo import NUM_STEPS, OnlineDPO
 from tunesmith.live.reward import RewardUpdate
 from tunesmith.live.versions import CheckResult, Position, Versions, check
 from tunesmith.live.votes import VotedPair, VoteMemory
-from tunesmith.models.language_model import language_model
+from tunesmith.models.language_model import model_of_recipe
 from tunesmith.models.load import load_policy
 from tunesmith.models.loaded import context_length, freeze_lower_layers
 from tunesmith.models.lora import frozen_copy
@@ -366,8 +365,8 @@ def build(cfg: LiveRecipe, folder: LiveFolder, stop: StopRequest, prompts: Itera
         "the prompts": fingerprint_of_rows((one.id, one.content) for one in (*found.train, *found.heldout)),
         "the device": device.type,
     }
-    policy = language_model(model, Kernels())
-    reference = language_model(frozen_copy(model), policy.kernels)
+    policy = model_of_recipe(model, cfg.model)
+    reference = model_of_recipe(frozen_copy(model), cfg.model, policy.kernels)
     freeze_lower_layers(model, cfg.model.num_trainable_layers)
     optimizer = MasterAdamW(model, cfg.optimizer, total_steps=NUM_STEPS, kernels=policy.kernels)
     controller = kl.controller(cfg.live.kl.coef, cfg.live.kl.target, horizon=1.0)

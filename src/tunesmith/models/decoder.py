@@ -154,13 +154,16 @@ def _rope_table(source: RopeSource, num_positions: int) -> Rope:
 class Decoder:
     """A transformers model as the trainer computes it: packed sequences, gradients to its own parameters.
 
+    `shares_prefixes` tells those who pack rows whether to compute common prefixes once.
+
     Raises:
         UnsupportedArchitecture: the model's family is unknown.
     """
 
-    def __init__(self, model: PreTrainedModel, kernels: Kernels) -> None:
+    def __init__(self, model: PreTrainedModel, kernels: Kernels, *, shares_prefixes: bool = True) -> None:
         self.architecture = describe(model)
         self.kernels = kernels
+        self.shares_prefixes = shares_prefixes
         self.ropes = RopeTables(self.architecture.ropes)
         self._model = model
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from tunesmith.config.sections import ModelSection
 from tunesmith.core.errors import ModelError
-from tunesmith.kernels.native import Kernels
 from tunesmith.models.decoder import Decoder
 from tunesmith.models.language_model import TrunkDecoder
 from tunesmith.models.logprob import completion_layout, length_mask, trunk_states
@@ -39,17 +39,19 @@ class ScalarHead(nn.Module):
 class Critic(nn.Module):
     """A separate value model: the trunk of `model`, trainable and shared with it, and a value head."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, section: ModelSection | None = None) -> None:
         super().__init__()
         self.trunk = cast(PreTrainedModel, model.base_model)
         require_gradients(self.trunk)
         self.value_head = ScalarHead(hidden_size(model)).to(model.device)
-        self._decoder = TrunkDecoder(Kernels())
+        self._decoder = TrunkDecoder(section or ModelSection())
 
     @classmethod
-    def from_policy(cls, model: PreTrainedModel) -> "Critic":
-        """A critic on a copy of the policy's trunk. With adapters, their frozen base is shared and not copied."""
-        return cls(twin(cast(PreTrainedModel, model.base_model)))
+    def from_policy(cls, model: PreTrainedModel, section: ModelSection | None = None) -> "Critic":
+        """A critic on a copy of the policy's trunk, computed as the recipe's section says. With adapters, their frozen
+        base is shared and not copied.
+        """
+        return cls(twin(cast(PreTrainedModel, model.base_model)), section)
 
     @property
     def decoder(self) -> Decoder | None:
@@ -71,7 +73,8 @@ class RewardModel(nn.Module):
 
     A decoder in the standard layout (`score`) is read at the last token of each row, found by length and never by a pad
     id. Any other classifier, such as a BERT, pools as its own forward does. With several labels, `label` picks the
-    logit; `log_odds` subtracts the log-sum-exp of the others. Raises ModelError for a label that the model lacks.
+    logit; `log_odds` subtracts the log-sum-exp of the others. `section` says how the trunk is computed. Raises
+    ModelError for a label that the model lacks.
     """
 
     def __init__(
@@ -82,13 +85,14 @@ class RewardModel(nn.Module):
         label: str | int | None = None,
         transform: RewardTransform = "raw",
         source: str = "",
+        section: ModelSection | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.tokenizer = tokenizer
         self.source = source
         self.transform = transform
-        self._decoder = TrunkDecoder(Kernels())
+        self._decoder = TrunkDecoder(section or ModelSection())
         self.label_index = _label_index(model, label, transform)
         if isinstance(score := self._score(), nn.Linear):
             score.float()

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from tunesmith.config.sections import ModelSection
 from tunesmith.kernels.logprob.head import OutputLayer
 from tunesmith.kernels.native import Kernels
 from tunesmith.models.architecture import UnsupportedArchitecture, describe
@@ -48,10 +49,24 @@ class LanguageModel:
 
 def language_model(module: PreTrainedModel, kernels: Kernels | None = None) -> LanguageModel:
     """`module`, a causal language model, with the best backend: on a CPU the flat decoder, if its family is known."""
-    kernels = kernels or Kernels()
+    return model_of_recipe(module, ModelSection(), kernels)
+
+
+def model_of_recipe(module: PreTrainedModel, section: ModelSection, kernels: Kernels | None = None) -> LanguageModel:
+    """`module`, a causal language model, with the backend and by default the kernels that the recipe's section names.
+
+    A family that is not known has the backend `FullForward`.
+    """
+    kernels = kernels or Kernels(section.kernels)
+    if section.forward == "full":
+        return LanguageModel(module, FullForward("model.forward is full"), kernels)
     try:
-        on_cpu = module.device.type == "cpu"
-        backend = Decoder(module, kernels) if on_cpu else TrunkForward(describe(module).output_layer)
+        packs = section.forward == "auto" and module.device.type == "cpu"
+        backend = (
+            Decoder(module, kernels, shares_prefixes=section.share_prefixes)
+            if packs
+            else TrunkForward(describe(module).output_layer)
+        )
     except UnsupportedArchitecture as error:
         backend = FullForward(str(error))
     return LanguageModel(module, backend, kernels)
@@ -64,8 +79,9 @@ class TrunkDecoder:
     model takes milliseconds, comparing its parts with the cached ones a fraction of one.
     """
 
-    def __init__(self, kernels: Kernels) -> None:
-        self._kernels = kernels
+    def __init__(self, section: ModelSection) -> None:
+        self._section = section
+        self._kernels = Kernels(section.kernels)
         self._parts: list[object] = []
         self._decoder: Decoder | None = None
 
@@ -74,8 +90,10 @@ class TrunkDecoder:
         parts = _parts(trunk)
         if len(parts) != len(self._parts) or not all(map(operator.is_, parts, self._parts)):
             self._decoder, self._parts = None, parts
-            with contextlib.suppress(UnsupportedArchitecture):
-                self._decoder = Decoder(trunk, self._kernels) if trunk.device.type == "cpu" else None
+            if self._section.forward == "auto" and trunk.device.type == "cpu":
+                with contextlib.suppress(UnsupportedArchitecture):
+                    shares = self._section.share_prefixes
+                    self._decoder = Decoder(trunk, self._kernels, shares_prefixes=shares)
         return self._decoder
 
 

@@ -119,8 +119,9 @@ def new_reward_model(
     _prepare(model, device, gradient_checkpointing=section.gradient_checkpointing)
     if located.adapters is None or not is_reward:
         lora.add_adapters(model, section.lora, _as_base(section))
-        return RewardModel(model, tokenizer, source=section.name)
-    reward_model = RewardModel(model, tokenizer, source=section.name)  # makes the head float32 before it is loaded
+        return RewardModel(model, tokenizer, source=section.name, section=section)
+    # Makes the head float32 before it is loaded.
+    reward_model = RewardModel(model, tokenizer, source=section.name, section=section)
     keep_lower_layers(model, adapter_folder.read_base(located.adapters, section.name).num_layers)
     adapter_folder.load_adapters(model, located.adapters, section.name)
     reward_model.tokenizer = _tokenizer_beside(located.adapters, section, tokenizer)

@@ -160,15 +160,15 @@ def trunk_states(
 ) -> torch.Tensor:
     """hidden_NH of `model` before any output layer, at (row, position) of right-padded rows.
 
-    With its `decoder` nothing is padded, and common prefixes of neighbouring rows are computed once; with None the
-    trunk's own forward runs over the padded rows.
+    With its `decoder` nothing is padded, and common prefixes of neighbouring rows are computed once, unless it does not
+    share them; with None the trunk's own forward runs over the padded rows.
     """
     if decoder is None:
         mask_BS = length_mask(lengths_B, ids_BS.shape[1])
         trunk = model.base_model
         states_BSH = trunk(input_ids=ids_BS, attention_mask=mask_BS.long(), use_cache=False).last_hidden_state
         return states_BSH[row_N, position_N]
-    packed = pack_rows(ids_BS, lengths_B)
+    packed = pack_rows(ids_BS, lengths_B, shares_prefixes=decoder.shares_prefixes)
     hidden_TH = decoder.hidden_states(packed.ids_T, packed.segments)
     return states_at(hidden_TH, packed.index(row_N, position_N))
 
@@ -271,13 +271,14 @@ class PackedRows:
         return torch.where(position_N < shared_N, self.shared_start_B[row_N] + position_N, own_N)
 
 
-def pack_rows(ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> PackedRows:
+def pack_rows(ids_BS: torch.Tensor, lengths_B: torch.Tensor, *, shares_prefixes: bool = True) -> PackedRows:
     """The first `lengths_B[b]` (at least 1) tokens of each row, prefixes shared where that saves the most tokens."""
     lengths = lengths_B.tolist()
+    groups = _groups(ids_BS, lengths) if shares_prefixes else ((range(b, b + 1), 0) for b in range(len(lengths)))
     segments: list[tuple[torch.Tensor, int]] = []  # tokens, and the segment that they continue
     starts: list[tuple[int, int, int]] = []  # of each row: shared tokens, where they begin, where its own do
     num_tokens = 0
-    for rows, num_shared in _groups(ids_BS, lengths):
+    for rows, num_shared in groups:
         parent, start = ALONE, num_tokens
         if num_shared:
             parent = len(segments)

@@ -197,7 +197,7 @@ class MasterAdamW:
         self._total_steps = total_steps
         self._kernels = kernels or Kernels()
         self._coded = section.state == "int8"
-        self._settings = AdamWSettings(*section.betas, section.eps)
+        self._settings = AdamWSettings(*section.betas, section.eps, section.fused)
         self._slots = [
             _Slot(name, parameter, group, self._kernels) for group in groups for name, parameter in group.parameters
         ]

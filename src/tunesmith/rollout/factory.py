@@ -1,14 +1,13 @@
 """Opens the rollout engine for a model."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 from torch import nn
 
 from tunesmith.core.errors import InputError
 from tunesmith.core.log import get_logger
-from tunesmith.kernels.native import Kernels
-from tunesmith.models.decoder import Decoder
 from tunesmith.models.language_model import FullForward, LanguageModel, language_model
 from tunesmith.models.loaded import PreTrainedModel, PreTrainedTokenizerBase
 from tunesmith.rollout.device.engine import DeviceEngine
@@ -63,9 +62,11 @@ def open_engine(
         if value is not None and value < 1:
             raise InputError(f"{name} is {value}; give at least 1")
     if backend == "native":
-        known = model if isinstance(model, LanguageModel) else language_model(model, Kernels())
+        trained = model if isinstance(model, LanguageModel) else language_model(model)
+        # A recipe may train by another forward pass, which says nothing about the engine.
+        known = trained if trained.decoder is not None else language_model(trained.module, trained.kernels)
         if not isinstance(known.backend, FullForward):
-            engine = NativeEngine if isinstance(known.backend, Decoder) else DeviceEngine
+            engine = DeviceEngine if known.decoder is None else partial(NativeEngine, is_trained=known is trained)
             return engine(
                 known,
                 tokenizer,

@@ -54,6 +54,7 @@ class _Call:
 class NativeEngine:
     """Samples from `model`'s weights as they are at each call. See `factory.open_engine` for the arguments.
 
+    `is_trained` says that the trainer computes log-probs by this very `model`, and not by another forward pass.
     Not thread-safe: one `generate` at a time.
     """
 
@@ -66,6 +67,7 @@ class NativeEngine:
         num_slots: int = 128,
         kv_cache_mb: int | None = None,
         value_head: nn.Module | None = None,
+        is_trained: bool = True,
     ) -> None:
         if model.decoder is None:
             raise InputError("this model has no flat decoder; draw with the transformers backend")
@@ -77,6 +79,7 @@ class NativeEngine:
         self._num_slots = num_slots
         self._kv_cache_mb = kv_cache_mb
         self._value_head = value_head
+        self._is_trained = is_trained
         self._cache: _Cache | None = None
         self._runner: Runner | None = None
         self._packed_version: tuple[int, int] | None = None  # of the runner's weights; None: pack and check again
@@ -92,7 +95,7 @@ class NativeEngine:
         """
         if self._is_exact is None:
             self._pack_weights()
-        return bool(self._is_exact)
+        return bool(self._is_exact) and self._is_trained
 
     def unload(self) -> None:
         """Free the cache and the packed weights; the next `generate` rebuilds them.

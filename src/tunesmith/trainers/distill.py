@@ -25,9 +25,8 @@ from tunesmith.core.errors import ModelError
 from tunesmith.core.seeds import derive
 from tunesmith.core.trace import span
 from tunesmith.data import sets
-from tunesmith.kernels.native import Kernels
 from tunesmith.models.export import ModelCard, save_final
-from tunesmith.models.language_model import LanguageModel, language_model
+from tunesmith.models.language_model import LanguageModel, model_of_recipe
 from tunesmith.models.load import load_policy
 from tunesmith.models.loaded import PreTrainedTokenizerBase, context_length, freeze_lower_layers
 from tunesmith.models.logprob import completion_states
@@ -156,18 +155,19 @@ class DistillTask:
 
     def _teacher(self, name: str, weight: float, device: torch.device) -> Teacher:
         own = self.cfg.model
-        section = ModelSection(name=name, dtype=own.dtype, trust_remote_code=own.trust_remote_code)
+        computed = own.model_dump(include={"dtype", "forward", "kernels", "share_prefixes", "trust_remote_code"})
+        section = ModelSection(name=name, **computed)
         loaded = load_policy(section, device=device)
         if loaded.tokenizer.get_vocab() != self.loaded.tokenizer.get_vocab():
             raise ModelError(
                 f"the teacher {name!r} has another vocabulary than {own.name!r}, so their distributions cannot be "
                 "compared; take a teacher with the student's tokenizer"
             )
-        return Teacher(name, language_model(loaded.model.requires_grad_(False), Kernels()), weight)
+        return Teacher(name, model_of_recipe(loaded.model.requires_grad_(False), section), weight)
 
     def build(self) -> Distill:
         """The learner before its first step."""
-        policy = language_model(self.loaded.model, Kernels())
+        policy = model_of_recipe(self.loaded.model, self.cfg.model)
         section = self.cfg.distill
         total_steps = self.num_steps * section.num_epochs * section.num_minibatches
         optimizer = MasterAdamW(self.loaded.model, self.cfg.optimizer, total_steps=total_steps, kernels=policy.kernels)

@@ -27,9 +27,8 @@ from tunesmith.core.trace import span
 from tunesmith.data.answers import Answer, AnswerLabel, AnswerPair, collate_answers, in_order
 from tunesmith.data.sets import DirectSets, Unit, direct_sets
 from tunesmith.kernels.masking import total
-from tunesmith.kernels.native import Kernels
 from tunesmith.models.export import ModelCard, save_final
-from tunesmith.models.language_model import LanguageModel, language_model
+from tunesmith.models.language_model import LanguageModel, model_of_recipe
 from tunesmith.models.load import load_policy
 from tunesmith.models.loaded import PreTrainedTokenizerBase, context_length, freeze_lower_layers
 from tunesmith.models.logprob import token_logps
@@ -242,8 +241,8 @@ class DPOTask:
     def build(self) -> DPO:
         """The learner before its first step."""
         model, section = self.loaded.model, self.cfg.dpo
-        policy = language_model(model, Kernels())
-        reference = language_model(frozen_copy(model), policy.kernels) if self.is_live else None
+        policy = model_of_recipe(model, self.cfg.model)
+        reference = model_of_recipe(frozen_copy(model), self.cfg.model, policy.kernels) if self.is_live else None
         optimizer = MasterAdamW(model, self.cfg.optimizer, total_steps=self.num_steps, kernels=policy.kernels)
         return DPO(section, policy, reference, optimizer, self.loaded.tokenizer, self.data.answers)
 

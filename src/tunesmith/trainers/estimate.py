@@ -87,6 +87,7 @@ def policy_estimate(
     """
     num_all, num_trained = model.num_parameters(), _num_trained(model)
     num_sequences = cfg.rollout.prompts_per_step * cfg.rollout.completions_per_prompt
+    micro_batch_size = min(micro_batch_size, num_sequences)
     drawn = num_sequences * cfg.rollout.max_new_tokens
     width = int(cfg.rollout.max_new_tokens + prompt_tokens)
     scored = num_sequences * width

@@ -95,7 +95,7 @@ class GRPO:
         advantage_BT = advantage_PG.flatten()[rows].to(sequences.mask_BT.device)[:, None] * sequences.mask_BT
         old_logp_BT = sequences.raw_logp_BT
         on_policy = cfg.num_epochs * cfg.num_minibatches == 1  # a single update: the policy is the one that drew
-        if not (on_policy or self.rollouts.engine.is_exact):
+        if not (on_policy or self.rollouts.is_exact):
             with span("old_policy"):
                 old_logp_BT = rollouts.logps(self.policy, sequences, temperature, cfg.micro_batch_size)
         if reference_logp_BT is not None:  # computed for all completions, because it is in their rewards

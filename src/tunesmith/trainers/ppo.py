@@ -62,7 +62,7 @@ class PPO:
         section, model = cfg.ppo, task.loaded.model
         policy, reference, controller = task.policy_and_reference(section.kl)
         value_head = ScalarHead(hidden_size(model)).to(task.device) if section.critic == "shared" else None
-        critic = Critic.from_policy(model) if section.critic == "separate" else None
+        critic = Critic.from_policy(model, cfg.model) if section.critic == "separate" else None
         trained = {"policy": model, "value_head": value_head, "critic": critic}
         modules = nn.ModuleDict({name: module for name, module in trained.items() if module is not None})
         optimizer = task.optimizer(modules, policy.kernels)
@@ -103,7 +103,7 @@ class PPO:
         reward_BT = kl.penalised_reward(scores.total_PG.flatten()[valid].to(kl_BT), kl_BT, mask_BT, kl_in_reward)
         if cfg.whiten_rewards:
             reward_BT = advantages.whiten(reward_BT, mask_BT, shift_mean=False)
-        advantage_BT, return_BT = advantages.gae(reward_BT, old_value_BT, mask_BT, cfg.gamma, cfg.lam)
+        advantage_BT, return_BT = advantages.gae(reward_BT, old_value_BT, mask_BT, cfg.gamma, cfg.lam, by=cfg.gae)
         if cfg.whiten_advantages:
             advantage_BT = advantages.whiten(advantage_BT, mask_BT)
         batch = PPOBatch(sequences, old_logp_BT, reference_logp_BT, advantage_BT, old_value_BT, return_BT)
@@ -179,7 +179,7 @@ class PPO:
         """
         size, width = self.cfg.micro_batch_size, sequences.mask_BT.shape[1]
         micros = list(rollouts.micro_batches(sequences, size))
-        if not self.rollouts.engine.is_exact:
+        if not self.rollouts.is_exact:
             parts = [self.forward(micro) for micro in micros]
             logp_BT = rollouts.join([part.logp_BT for part in parts], width)
             return logp_BT, rollouts.join([part.value_BT for part in parts], width)

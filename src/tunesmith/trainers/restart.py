@@ -68,6 +68,7 @@ MAY_CHANGE = frozenset(
         "run.checkpoint_every",
         "run.checkpoint_in_background",
         "run.keep_checkpoints",
+        "run.keep_freed_memory",
         "run.report_to",
     }
 )

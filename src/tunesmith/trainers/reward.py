@@ -25,6 +25,7 @@ from tunesmith.data.collate import Encoded, as_pairs, as_rankings, collate_pairs
 from tunesmith.data.pairs import PreferenceLike
 from tunesmith.data.sets import preference_sets
 from tunesmith.evaluation.reward_quality import decided_pairs, judge
+from tunesmith.kernels.native import Kernels
 from tunesmith.models.export import ModelCard, save_final
 from tunesmith.models.heads import RewardModel
 from tunesmith.models.load import new_reward_model
@@ -125,7 +126,8 @@ class RewardTask:
 
     def build(self) -> Reward:
         """The learner before its first step."""
-        optimizer = MasterAdamW(self.model, self.cfg.optimizer, total_steps=self.num_steps)
+        kernels = Kernels(self.cfg.model.kernels)
+        optimizer = MasterAdamW(self.model, self.cfg.optimizer, total_steps=self.num_steps, kernels=kernels)
         as_rankings = self.cfg.pairs.rankings == "plackett_luce"
         return Reward(self.cfg.reward_model, self.model, optimizer, as_rankings)
 

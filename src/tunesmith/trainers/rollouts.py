@@ -31,7 +31,7 @@ from tunesmith.evaluation import accuracy
 from tunesmith.kernels.masking import Denominator
 from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.policy_loss.records import PolicyTokens
-from tunesmith.models.language_model import LanguageModel, language_model
+from tunesmith.models.language_model import LanguageModel, model_of_recipe
 from tunesmith.models.load import load_policy
 from tunesmith.models.loaded import PreTrainedTokenizerBase, context_length, freeze_lower_layers
 from tunesmith.models.logprob import token_logps
@@ -68,6 +68,11 @@ class Rollouts:
     cfg: RolloutSection
     seed: int
     num_steps: int
+
+    @property
+    def is_exact(self) -> bool:
+        """True if the engine's log-probs are those of the old policy, so that no forward pass is made for them."""
+        return self.engine.is_exact and not self.cfg.recompute_logps
 
     def draw(self, prompts: Sequence[Prompt], stream: str, index: int) -> tuple[list[Group], Scores]:
         """The completions of step `index` and their scores, computed afterwards or, if the recipe wants it, meanwhile.
@@ -320,8 +325,9 @@ class PolicyTask:
 
     def policy_and_reference(self, section: KLSection) -> tuple[LanguageModel, LanguageModel | None, kl.Controller]:
         """(The policy; its frozen copy, None if the KL coefficient is 0; the controller of that coefficient)."""
-        policy = language_model(self.loaded.model, Kernels())
-        reference = language_model(frozen_copy(self.loaded.model), policy.kernels) if section.coef > 0 else None
+        model, own = self.loaded.model, self.cfg.model
+        policy = model_of_recipe(model, own)
+        reference = model_of_recipe(frozen_copy(model), own, policy.kernels) if section.coef > 0 else None
         return policy, reference, kl.controller(section.coef, section.target, section.horizon)
 
     def optimizer(self, module: nn.Module, kernels: Kernels) -> MasterAdamW:

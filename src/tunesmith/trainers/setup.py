@@ -59,7 +59,8 @@ def prepare(cfg: Recipe) -> torch.device:
 
     Only new heads are drawn from global generators, but reward functions may use them too.
     """
-    keep_freed_memory()
+    if cfg.run.keep_freed_memory:
+        keep_freed_memory()
     torch.set_num_threads(cfg.run.num_threads or usable_cores())
     torch.manual_seed(cfg.run.seed)
     random.seed(cfg.run.seed)

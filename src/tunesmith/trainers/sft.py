@@ -20,9 +20,8 @@ from tunesmith.config.algorithm_sections import SFTSection
 from tunesmith.config.schema import SFTRecipe
 from tunesmith.core.trace import span
 from tunesmith.data.sets import demonstration_sets
-from tunesmith.kernels.native import Kernels
 from tunesmith.models.export import ModelCard, save_final
-from tunesmith.models.language_model import LanguageModel, language_model
+from tunesmith.models.language_model import LanguageModel, model_of_recipe
 from tunesmith.models.load import load_policy
 from tunesmith.models.loaded import PreTrainedTokenizerBase, context_length, freeze_lower_layers
 from tunesmith.models.logprob import next_token_scores
@@ -115,7 +114,7 @@ class SFTTask:
 
     def build(self) -> SFT:
         """The learner before its first step."""
-        policy = language_model(self.loaded.model, Kernels())
+        policy = model_of_recipe(self.loaded.model, self.cfg.model)
         optimizer = MasterAdamW(
             self.loaded.model, self.cfg.optimizer, total_steps=self.num_steps, kernels=policy.kernels
         )

@@ -71,7 +71,7 @@ class DemoOptions:
     """Options of the demo. `algorithm` trains the policy; the other stages do not depend on it.
 
     `quick` takes a third of the openings, fewer completions and two steps: it shows that all parts work, no more.
-    `backend` draws all completions.
+    `backend` draws all completions; `level` is that of both trainings.
     """
 
     algorithm: Algorithm = "ppo"
@@ -80,6 +80,7 @@ class DemoOptions:
     out: str = "runs"
     quick: bool = False
     backend: Backend = "native"
+    level: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,8 @@ def prepare(options: DemoOptions) -> Stage:
     chosen = {"algorithm": algorithm, "seed": options.seed, "vote": options.vote}
     folder = RunFolder.create(Path(options.out), "demo", {"demo": chosen})
     overrides: dict[str, object] = {"run.seed": options.seed, "run.dir": str(folder.path)}
-    drawing = {"rollout.backend": options.backend}
+    overrides |= {"level": options.level} if options.level else {}
+    drawing = {} if options.backend == "native" else {"rollout.backend": options.backend}
     few = {"run.steps": 2} if options.quick else {}
     prompts_per_step = {"ppo": 8, "grpo": 2, "best_of_n": 2}[algorithm]
     fewer = {"rollout.prompts_per_step": prompts_per_step, f"{algorithm}.num_minibatches": 1} if options.quick else {}
@@ -302,6 +304,7 @@ def write_report(
 def command(options: DemoOptions) -> str:
     """The command line that runs the same demo again."""
     flags = [f"--algorithm {options.algorithm}", f"--seed {options.seed}", *(["--vote"] if options.vote else [])]
+    flags += [f"--level {options.level}"] if options.level else []
     return " ".join(["tunesmith demo", *flags])
 
 

@@ -58,7 +58,7 @@ JUDGE_HELDOUT = 0.1
 class SentimentOptions:
     """Options of the workflow. `quick` takes a twentieth of the reviews and two steps of each stage.
 
-    `model` replaces that of the recipes; all of its layers are kept and trained.
+    `model` replaces that of the recipes; all of its layers are kept and trained. `level` is that of all trainings.
     """
 
     reviews: str = "data:sentiment/imdb5k.text2vec.jsonl.gz"
@@ -67,6 +67,7 @@ class SentimentOptions:
     seed: int = 0
     out: str = "runs"
     quick: bool = False
+    level: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +183,7 @@ def prepare(options: SentimentOptions) -> Stage:
     folder = RunFolder.create(Path(options.out), "sentiment_imdb", {"sentiment": chosen})
     overrides: dict[str, object] = {"run.seed": options.seed, "run.dir": str(folder.path)}
     overrides |= {"run.steps": 2} if options.quick else {}
+    overrides |= {"level": options.level} if options.level else {}
     # The recipes count the layers of their own model.
     named: dict[str, object] = {"model": {"name": options.model}} if options.model else {}
     whole: dict[str, object] = {"reward_model.num_layers": None} if options.model else {}

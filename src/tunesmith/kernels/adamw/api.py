@@ -115,28 +115,28 @@ def adamw(
 
     The gradient counts `gradient_factor` times, which is where clipping and loss scaling go in. Natively all is one
     pass over memory, and the bits do not depend on the number of threads; in torch, float32 moments go through torch's
-    own fused AdamW, which is on GPUs one pass too. The two differ by rounding.
+    own AdamW, whose fused form is on GPUs one pass too. The two differ by rounding.
 
     Raises:
         InputError: shapes or dtypes do not fit.
         NativeUnavailableError: native kernels were chosen and cannot be had.
     """
     native: list[ParameterUpdate] = []
-    fused: list[ParameterUpdate] = []
+    by_torch: list[ParameterUpdate] = []
     for update in updates:
         _check(update)
         if not _is_dense(update):
             torch_impl.adamw(update, settings, gradient_factor)
-        elif _is_known(update) and library_for(kernels, "adamw", update.gradient) is not None:
+        elif _wants_native(update, settings) and library_for(kernels, "adamw", update.gradient) is not None:
             native.append(update)
         elif isinstance(update.moments, FloatMoments):
-            fused.append(update)
+            by_torch.append(update)
         else:
             torch_impl.adamw(update, settings, gradient_factor)
     if native:
         _run_natively(native, settings, gradient_factor, picked_library(kernels, "adamw", native[0].gradient))
-    if fused:
-        _run_by_torch(fused, settings, gradient_factor)
+    if by_torch:
+        _run_by_torch(by_torch, settings, gradient_factor)
 
 
 def _check(update: ParameterUpdate) -> None:
@@ -155,8 +155,12 @@ def _is_dense(update: ParameterUpdate) -> bool:
     return all(tensor is None or tensor.is_contiguous() for tensor in tensors)
 
 
-def _is_known(update: ParameterUpdate) -> bool:
-    """True if C++ supports the dtypes of master and weight; `library_for` checks the gradient's."""
+def _wants_native(update: ParameterUpdate, settings: AdamWSettings) -> bool:
+    """True unless torch's AdamW was asked for, or C++ lacks the dtype of master or weight; `library_for` checks that of
+    the gradient.
+    """
+    if not settings.fused and isinstance(update.moments, FloatMoments):
+        return False
     weight = update.weight
     return update.master.dtype == torch.float32 and (weight is None or weight.dtype == torch.bfloat16)
 
@@ -212,7 +216,7 @@ def _run_by_torch(updates: Sequence[ParameterUpdate], settings: AdamWSettings, g
             [moment.exp_avg_sq for moment in moments],
             [],
             list(counts.unbind()),
-            fused=True,
+            fused=settings.fused,
             amsgrad=False,
             beta1=settings.beta1,
             beta2=settings.beta2,

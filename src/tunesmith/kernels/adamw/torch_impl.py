@@ -68,11 +68,14 @@ class ParameterUpdate:
 
 @dataclass(frozen=True, slots=True)
 class AdamWSettings:
-    """Settings shared by all parameters."""
+    """Settings shared by all parameters. Without `fused`, float32 moments go through torch's AdamW, operation by
+    operation.
+    """
 
     beta1: float
     beta2: float
     eps: float
+    fused: bool = True
 
 
 def adamw(update: ParameterUpdate, settings: AdamWSettings, gradient_factor: float) -> None:
