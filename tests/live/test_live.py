@@ -20,6 +20,7 @@ from tunesmith.live import loop as live
 from tunesmith.live.folder import open_folder
 from tunesmith.live.loop import Loop
 from tunesmith.live.votes import VotedPair
+from tunesmith.runs.folder import MEASURED
 from tunesmith.store.records import Presentation, Verdict
 from tunesmith.store.vote_reader import VoteReader
 from tunesmith.trainers import setup
@@ -254,7 +255,7 @@ def test_rollback_by_a_command_restores_the_weights_of_a_version_and_goes_on_fro
 
 def outcome(folder: Path) -> dict[str, Any]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    changing = ("time/", "memory/", "tokens_per_s", "votes/to_version_s")
+    changing = (*MEASURED, "votes/to_version_s")
     model = (folder / "final" / "model.safetensors").read_bytes()
     result = json.loads((folder / "result.json").read_text())
     return {

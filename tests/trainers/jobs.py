@@ -29,6 +29,7 @@ from recipes import (
 
 from tunesmith.core.errors import TunesmithError
 from tunesmith.core.faults import VARIABLE
+from tunesmith.runs.folder import MEASURED
 from tunesmith.trainers.resume import Inputs, resume
 
 TRAINERS = ("sft", "reward", "dpo", "ppo", "grpo", "best_of_n", "distill")
@@ -122,13 +123,12 @@ def the_run(folder: Path) -> Path:
 
 def outcome(run_dir: Path) -> Mapping[str, object]:
     """What must not depend on whether a run was interrupted: weights, metrics without times, sampled tokens."""
-    changing = ("time/", "memory/", "tokens_per_s")
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().split("\n") if line]
     samples = run_dir / "samples.jsonl"
     (weights,) = (run_dir / "final").glob("*model.safetensors")  # of a model, or of adapters
     return {
         "weights": hashlib.sha256(weights.read_bytes()).hexdigest(),
-        "metrics": [{k: v for k, v in row.items() if not k.startswith(changing)} for row in rows],
+        "metrics": [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in rows],
         "samples": samples.read_text() if samples.exists() else "",
     }
 

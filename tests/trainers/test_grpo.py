@@ -20,7 +20,7 @@ from tunesmith.config.sections import RewardSource
 from tunesmith.core.errors import InputError, TrainingError
 from tunesmith.core.trace import trace
 from tunesmith.rewards.sources import RewardLike
-from tunesmith.runs.folder import read_jsonl
+from tunesmith.runs.folder import MEASURED, read_jsonl
 
 
 def constant(completions: Sequence[str], **_: object) -> list[float]:
@@ -37,8 +37,7 @@ def digest(result: Any) -> str:
 
 
 def timeless(metrics: Sequence[dict[str, float]]) -> list[dict[str, float]]:
-    changing = ("time/", "memory/", "tokens_per_s")
-    return [{k: v for k, v in row.items() if not k.startswith(changing)} for row in metrics]
+    return [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in metrics]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -28,7 +28,6 @@ _HIGHLIGHTS = (
 )
 _COLUMNS = ("run", "algorithm", "status", "steps", "figure", "minutes", "size", "started")
 _MAX_FINDINGS = 20
-_HIDDEN_METRICS = ("time/", "memory/")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +223,10 @@ def _brief(value: object) -> str:
 
 
 def _say_metrics(metrics: Mapping[str, object], output: Output) -> None:
-    shown = {name: value for name, value in metrics.items() if not name.startswith(_HIDDEN_METRICS)}
+    from tunesmith.runs.folder import MEASURED
+
+    # Of what was measured on the machine, the rates are worth a look; the rest is for `tunesmith diagnose`.
+    shown = {name: value for name, value in metrics.items() if "/" not in name or not name.startswith(MEASURED)}
     if not shown:
         return
     output.say("\nlast metrics")

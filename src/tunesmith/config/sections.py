@@ -230,6 +230,8 @@ class RunSection(Section):
     """CPU threads; 0 is all cores. Cannot change when a run is resumed."""
     keep_freed_memory: bool = True
     """Keep freed blocks for the next ones instead of returning them to the system (glibc); holds for the process."""
+    measure: bool = True
+    """Measure processor, interpreter lock, memory and disk in each step, for less than a hundredth of its time."""
     report_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     """Experiment trackers."""
 

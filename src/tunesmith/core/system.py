@@ -1,8 +1,9 @@
-"""The user's cache folder, and a setting of the system's memory allocator."""
+"""The user's cache folder, a setting of the system's memory allocator, and the time that syncs to disk take."""
 
 import ctypes
 import os
 import platform
+import time
 from pathlib import Path
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
@@ -30,3 +31,21 @@ def keep_freed_memory() -> bool:
         return False
     library = ctypes.CDLL(None)
     return all(library.mallopt(name, value) == 1 for name, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _NEVER)))
+
+
+_fsync_s = 0.0
+
+
+def fsync(descriptor: int) -> None:
+    """`os.fsync`; its seconds are counted."""
+    global _fsync_s
+    start_s = time.perf_counter()
+    try:
+        os.fsync(descriptor)
+    finally:
+        _fsync_s += time.perf_counter() - start_s
+
+
+def fsync_s() -> float:
+    """Seconds that `fsync` has taken since the process began, in all threads."""
+    return _fsync_s

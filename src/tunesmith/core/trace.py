@@ -19,7 +19,8 @@ from tunesmith.core import faults
 class Trace:
     """Seconds and number of calls of every span that ended while this trace was open.
 
-    `failed_in` is the path of the innermost span that an error left, empty if none did.
+    `failed_in` is the path of the innermost span that an error left, empty if none did. `start_s` is by
+    `time.perf_counter`.
     """
 
     seconds: dict[str, float] = field(default_factory=dict[str, float])
@@ -27,6 +28,7 @@ class Trace:
     covered_s: float = 0.0
     wall_s: float = 0.0
     failed_in: str = ""
+    start_s: float = field(default_factory=time.perf_counter)
 
     def add(self, name: str, duration_s: float, *, is_outermost: bool) -> None:
         """Add one finished span of `duration_s` seconds; only the outermost ones count as covered time."""
@@ -81,15 +83,17 @@ def watching(watcher: Watcher) -> Generator[None, None, None]:
 
 
 @contextmanager
-def trace() -> Generator[Trace, None, None]:
-    """Open a trace, usually one for each training step; `Trace.wall_s` is set when the block ends."""
-    record = Trace()
+def trace(record: Trace | None = None) -> Generator[Trace, None, None]:
+    """Open a trace, usually one for each training step; `Trace.wall_s` is set when the block ends.
+
+    `record` is a trace to open again: its time includes that since it was made.
+    """
+    record = Trace() if record is None else record
     trace_token, path_token = _open_trace.set(record), _path.set("")
-    start_s = time.perf_counter()
     try:
         yield record
     finally:
-        record.wall_s = time.perf_counter() - start_s
+        record.wall_s = time.perf_counter() - record.start_s
         _open_trace.reset(trace_token)
         _path.reset(path_token)
 

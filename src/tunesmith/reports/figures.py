@@ -269,7 +269,8 @@ PICTURES = (
     Picture("gradient", "Gradient norm", r"grad_norm(/.+)?"),
     Picture("rate", "Learning rate", r"learning_rate(/.+)?|lr"),
     Picture("speed", "Tokens per second", r"(.+/)?tokens_per_s(econd)?(/.+)?"),
-    Picture("memory", "Memory", r"memory/.+"),
+    Picture("cores", "Cores in use", r"cpu/(process|others|stolen|cores)"),
+    Picture("memory", "Memory", r"memory/.+_gb(/.+)?", "GB"),
 )
 
 MAIN = ("reward", "accuracy", "tokens", "margins", "kl", "entropy", "lengths", "losses")

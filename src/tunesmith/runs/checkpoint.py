@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from tunesmith.core import faults
 from tunesmith.core.errors import CheckpointError
 from tunesmith.core.log import Once, get_logger
+from tunesmith.core.system import fsync
 from tunesmith.runs.manifest import VERSION, list_steps, seal, step_folder, verify
 
 _ASIDE = "tmp-"
@@ -161,7 +162,7 @@ def _write_json(path: Path, value: object) -> None:
 def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        fsync(descriptor)
     finally:
         os.close(descriptor)
 

@@ -5,7 +5,7 @@ runs/<date>-<name>-<id>/
   environment.json  versions and machine          metrics.jsonl     one object per step
   samples.jsonl     prompts, completions, scores  findings.jsonl    alarms and notes
   resumes.jsonl     one object per resume         refused/          batches whose update was refused
-  data.json         rows read, dropped, leaked
+  data.json         rows read, dropped, leaked    setup.json        how the run computes
   checkpoints/      see runs/checkpoint.py run.lock          held while a process trains
   final/            the model, Hugging Face layout  result.json     the summary   report.html
 """
@@ -24,10 +24,19 @@ import yaml
 
 from tunesmith.core import faults
 from tunesmith.core.errors import RunError, TrainingError
+from tunesmith.core.system import fsync
 from tunesmith.runs.environment import environment
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "findings.jsonl")
 """Files that grow with the steps; a resumed run cuts them back to its checkpoint."""
+
+MEASURED = (
+    *("time/", "cpu/", "gil/", "memory/", "faults/", "io/", "gpu/"),
+    *("samples_per_s", "tokens_per_s", "flop_per_s", "mfu"),
+    *("rollout/slots_used", "rollout/tail_s", "rollout/starved_s"),
+    *("evaluate/slots_used", "evaluate/tail_s", "evaluate/starved_s"),
+)
+"""Beginnings of the names of metrics that are measured on the machine; all others follow from recipe and seed."""
 
 
 class RunFolder:
@@ -144,7 +153,7 @@ class RunFolder:
         for name in LOGS:
             if (self.path / name).exists():
                 with (self.path / name).open("rb") as file:
-                    os.fsync(file.fileno())
+                    fsync(file.fileno())
                     sizes[name] = os.fstat(file.fileno()).st_size
         return sizes
 

@@ -4,7 +4,6 @@ Both follow from the number of parameters N: a forward pass costs 2 N operations
 (Kaplan et al. 2020, section 2.1). Activations are counted for the layers that are trained.
 """
 
-import time
 from dataclasses import dataclass
 
 import psutil
@@ -14,6 +13,7 @@ from tunesmith.config.schema import Recipe, SamplingRecipe
 from tunesmith.models.loaded import PreTrainedModel
 from tunesmith.models.lora import has_adapters
 from tunesmith.models.optimizer import moment_bytes
+from tunesmith.profiling.peak import matmul_flop_per_s
 from tunesmith.trainers.setup import say
 
 # Sequences at which drawing a token takes twice as long as scoring one: with fewer, matrices are narrow. Measured on
@@ -30,6 +30,7 @@ class Estimate:
     """Memory in GB (1e9 bytes) by part, floating-point operations of one step, and their dtype."""
 
     num_parameters: int
+    num_trained: int
     memory_gb: dict[str, float]
     step_flop: float
     dtype: torch.dtype
@@ -38,6 +39,10 @@ class Estimate:
     def total_gb(self) -> float:
         """Sum of all parts."""
         return sum(self.memory_gb.values())
+
+    def flop(self, num_positions: float, num_trained_positions: float) -> float:
+        """Operations of forward passes over `num_positions`, and of backward passes over `num_trained_positions`."""
+        return 2 * self.num_parameters * num_positions + 4 * self.num_trained * num_trained_positions
 
 
 def training_estimate(
@@ -66,7 +71,7 @@ def training_estimate(
     if logit_tokens is not None:
         memory["logits"] = 4 * logit_tokens * model.config.get_text_config().vocab_size
     flop = step_tokens * (2 * num_all * (1 + num_passes) + 4 * num_trained)
-    return Estimate(num_all, _in_gb(memory), flop, model.dtype)
+    return Estimate(num_all, num_trained, _in_gb(memory), flop, model.dtype)
 
 
 def policy_estimate(
@@ -110,7 +115,7 @@ def policy_estimate(
         "cache": _cache_bytes(model, rows * width),
         "packed weights": weight_bytes * is_native,
     }
-    return Estimate(num_all, _in_gb(memory), flop, model.dtype)
+    return Estimate(num_all, num_trained, _in_gb(memory), flop, model.dtype)
 
 
 def announce(estimate: Estimate, num_steps: int, enabled: bool) -> None:
@@ -121,20 +126,8 @@ def announce(estimate: Estimate, num_steps: int, enabled: bool) -> None:
     parts = ", ".join(f"{name} {gb:.1f}" for name, gb in estimate.memory_gb.items() if gb >= 0.05)
     fit = "fits" if estimate.total_gb < available_gb else "MAY NOT FIT: lower micro_batch_size, or train fewer layers"
     say(f"memory: about {estimate.total_gb:.1f} GB of {available_gb:.1f} GB available, {fit} ({parts})", enabled=True)
-    seconds = num_steps * estimate.step_flop / (_matmul_flop_per_s(estimate.dtype) * _EFFICIENCY)
+    seconds = num_steps * estimate.step_flop / (matmul_flop_per_s(estimate.dtype) * _EFFICIENCY)
     say(f"time: about {_duration(seconds)} for {num_steps} steps, by a short measurement of this machine", enabled=True)
-
-
-def _matmul_flop_per_s(dtype: torch.dtype) -> float:
-    """Rate of a matrix product of the kind that dominates a pass: the best of a few tries of milliseconds each."""
-    rows, inner, columns = 512, 576, 1536
-    left, right = torch.ones(rows, inner, dtype=dtype), torch.ones(inner, columns, dtype=dtype)  # draws no numbers
-    best_s = float("inf")
-    for _ in range(8):
-        start_s = time.perf_counter()
-        torch.mm(left, right)
-        best_s = min(best_s, time.perf_counter() - start_s)
-    return 2 * rows * inner * columns / best_s
 
 
 def _duration(seconds: float) -> str:

@@ -69,6 +69,7 @@ MAY_CHANGE = frozenset(
         "run.checkpoint_in_background",
         "run.keep_checkpoints",
         "run.keep_freed_memory",
+        "run.measure",
         "run.report_to",
     }
 )

@@ -14,11 +14,13 @@ from typing import Any, Protocol
 import torch
 
 from tunesmith.config.schema import Recipe
+from tunesmith.core.trace import span
 from tunesmith.data.sets import Facts
 from tunesmith.models.export import ModelCard
 from tunesmith.trainers import setup
 from tunesmith.trainers.api import Inputs, Learner, Metrics
 from tunesmith.trainers.best_of_n import BestOfN
+from tunesmith.trainers.computing import Rates, computing, rates_of
 from tunesmith.trainers.distill import DistillTask
 from tunesmith.trainers.dpo import DPOTask
 from tunesmith.trainers.estimate import Estimate, announce
@@ -149,7 +151,8 @@ def run(
     device = setup.prepare(cfg)
     task = task_of(cfg, inputs, device, algorithm)
     learner = task.build()
-    announce(task.estimate(), task.num_steps, progress)
+    estimate = task.estimate()
+    announce(estimate, task.num_steps, progress)
     job = Job(learner, task.num_steps, {**task.prepare(learner, progress), "the device": device.type})
     with open_session(
         cfg,
@@ -160,16 +163,12 @@ def run(
         resume=resume,
         from_python=inputs.given,
     ) as session:
+        rates = rates_of(cfg, estimate, device)
+        with session.working():
+            session.folder.write_json("setup.json", computing(cfg, learner, estimate))
         measure(task, learner, session, "before")
         for index in session.steps():
-            with session.working() as times:
-                result = learner.step(task.batch(index), index)
-                evaluation = task.evaluate(learner) if session.is_due(index, cfg.run.eval_every) else {}
-            num_tokens = result.metrics.get("num_tokens")
-            speed = {} if num_tokens is None else {"tokens_per_s": num_tokens / times.wall_s}
-            metrics = {**result.metrics, **evaluation, **times.metrics(), **speed}
-            samples = result.samples(index + 1) if session.samples_due(index) else ()
-            session.end_step(index + 1, StepRecord(metrics, result.report, result.batch, samples), task.shown)
+            take_step(task, learner, session, rates, index)
         measure(task, learner, session, "after")
         figures = task.summary(learner, session)
         card = ModelCard(
@@ -183,10 +182,28 @@ def run(
         return session.finish({**figures, "algorithm": cfg.algorithm})
 
 
+def take_step(task: Task, learner: Learner, session: Session, rates: Rates, index: int) -> None:
+    """Take step `index` (from 0), evaluate where that is due, and record it."""
+    with session.working() as times:
+        batch = batch_of(task, index)
+        result = learner.step(batch, index)
+        evaluation = task.evaluate(learner) if session.is_due(index, session.cfg.run.eval_every) else {}
+    per_s = rates.of(len(batch), result.metrics.get("num_tokens"), times)
+    metrics = {**result.metrics, **evaluation, **times.metrics(), **per_s}
+    record = StepRecord(metrics, result.report, result.batch, partial(result.samples, index + 1))
+    session.end_step(index + 1, record, task.shown)
+
+
 def task_of(cfg: Recipe, inputs: Inputs, device: torch.device, algorithm: type[PolicyLearner] | None = None) -> Task:
     """The task of the recipe `cfg`, with a learner of the class `algorithm` if one is given."""
     make: Any = ALGORITHMS[cfg.algorithm] if algorithm is None else partial(PolicyTask, algorithm)
     return make(cfg, inputs, device)
+
+
+def batch_of(task: Task, index: int) -> Sequence[Any]:
+    """The rows of step `index` (from 0)."""
+    with span("data"):
+        return task.batch(index)
 
 
 def measure(task: Task, learner: Learner, session: Session, when: str) -> None:

@@ -11,15 +11,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-
 from tunesmith.config.schema import Recipe, SamplingRecipe
 from tunesmith.core.errors import RunError, StoppedError, TrainingError
 from tunesmith.core.log import get_logger
-from tunesmith.core.trace import Trace, trace
+from tunesmith.core.trace import Trace, span, trace
 from tunesmith.data.sets import Facts
 from tunesmith.models.optimizer import StepReport
 from tunesmith.profiling.diagnosis import slow_findings
+from tunesmith.profiling.meter import Meter, metering
 from tunesmith.reports.html import write_run_report
 from tunesmith.runs.checkpoint import Checkpoint, CheckpointWriter
 from tunesmith.runs.environment import peak_rss_gb, rss_gb
@@ -30,7 +29,8 @@ from tunesmith.runs.trackers import Tracker, check_trackers, open_trackers
 from tunesmith.schema.records import Finding, Severity
 from tunesmith.trainers import restart
 from tunesmith.trainers.alarms import alarms
-from tunesmith.trainers.api import Learner, Metrics, Row
+from tunesmith.trainers.api import Learner, Metrics, Row, no_rows
+from tunesmith.trainers.memory import memory_advice
 from tunesmith.trainers.setup import RunResult, Stopwatch
 from tunesmith.trainers.signals import StopRequest, stop_signals
 
@@ -48,8 +48,6 @@ _TRAINED = ("reward", "accuracy", "rewards/accuracies", "mean_token_accuracy", "
 
 _MAX_REFUSED_DUMPS = 20
 
-_MEMORY_ERRORS = ("can't allocate memory", "not enough memory", "std::bad_alloc", "out of memory")
-
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -65,16 +63,19 @@ class StepRecord:
     """A finished step, as it is recorded: metrics, the optimizer's last report, and rows of `samples.jsonl`.
 
     `batch` returns the rows that the step learnt from; it is called, and the rows written, if an update was refused.
+    `samples` is called where they are due.
     """
 
     metrics: Mapping[str, float]
     report: StepReport | None
     batch: Callable[[], Sequence[Row]]
-    samples: Sequence[Row] = ()
+    samples: Callable[[], Sequence[Row]] = no_rows
 
 
 class Session:
-    """An open run. `facts` are figures kept in checkpoints, such as an accuracy measured before the first step."""
+    """An open run. `facts` are figures kept in checkpoints, such as an accuracy measured before the first step; `meter`
+    measures the steps, None measures nothing.
+    """
 
     def __init__(
         self,
@@ -85,6 +86,7 @@ class Session:
         trackers: Sequence[Tracker],
         reporter: Reporter,
         shows_progress: bool,
+        meter: Meter | None = None,
     ) -> None:
         self.cfg = cfg
         self.folder = folder
@@ -96,6 +98,9 @@ class Session:
         self._stop = stop
         self._trackers = trackers
         self._reporter = reporter
+        self.meter = meter
+        self._measured: Metrics = {}
+        self._between = Trace()  # what follows a step delays the next one, and is a part of its time
         self._watch = Stopwatch()
         self._num_findings = 0
         self._writer = CheckpointWriter(folder.checkpoints, cfg.run.keep_checkpoints)
@@ -104,21 +109,27 @@ class Session:
     def steps(self) -> range:
         """Indices, from 0, of the remaining steps."""
         self._reporter.begin(self.first_step)
+        self._close_step()
         return range(self.first_step, self._job.num_steps)
 
     def is_due(self, index: int, every: int) -> bool:
         """True at every `every`-th step and at the last; with 0 at the last alone."""
         return index + 1 == self._job.num_steps or bool(every and (index + 1) % every == 0)
 
-    def samples_due(self, index: int) -> bool:
-        """True where the recipe wants samples of step `index` (from 0) stored."""
-        return index % self.cfg.run.sample_every == 0 or index + 1 == self._job.num_steps
-
     @contextmanager
     def working(self) -> Iterator[Trace]:
-        """The trace of a step. If memory runs out inside, the error names the stage and the setting to lower."""
-        with trace() as times, _memory_advice(self.cfg, times, self.folder.path):
+        """The trace of a step, from the end of the step before. If memory runs out inside, the error names the stage
+        and the setting to lower.
+        """
+        with trace(self._between) as times, memory_advice(self.cfg, times, self.folder.path):
             yield times
+        self._close_step()
+
+    def _close_step(self) -> None:
+        """Begin the time of the next step, and measure the one that has ended."""
+        self._between = Trace()
+        with trace(self._between), span("log"):
+            self._measured = {} if self.meter is None else self.meter.step()
 
     def end_step(self, step: int, record: StepRecord, shown: Sequence[str]) -> None:
         """Record `step` (counted from 1), check for alarms, save a checkpoint if one is due, stop if a signal asked.
@@ -129,12 +140,24 @@ class Session:
             TrainingError: if too many steps in a row were refused, naming the parameter whose gradient was bad.
             StoppedError: after SIGTERM or SIGINT, once the checkpoint is written.
         """
-        self._settle()
-        row = {**record.metrics, "memory/rss_gb": rss_gb(), "memory/peak_rss_gb": peak_rss_gb()}
+        with trace(self._between):
+            with span("checkpoint"):
+                self._settle()
+            with span("log"):
+                self._record(step, record, shown)
+            every = self.cfg.run.checkpoint_every
+            if every and self.is_due(step - 1, every):
+                with span("checkpoint"):
+                    self._save()
+        self.leave_if_asked()
+
+    def _record(self, step: int, record: StepRecord, shown: Sequence[str]) -> None:
+        row = {**record.metrics, **self._measured, "memory/rss_gb": rss_gb(), "memory/peak_rss_gb": peak_rss_gb()}
         self.metrics.append({"step": step, **row})
         self.folder.append_metrics(step, row)
-        if record.samples:
-            self.folder.append_samples(record.samples)
+        is_due = step == self._job.num_steps or (step - 1) % self.cfg.run.sample_every == 0
+        if is_due and (rows := record.samples()):
+            self.folder.append_samples(rows)
         for tracker in self._trackers:
             tracker.log(step, row)
         if step % self.cfg.run.log_every == 0:
@@ -143,10 +166,6 @@ class Session:
             for finding in alarms(self.metrics, self.cfg.alarms):
                 self.find(finding)
         self._check_refused(step, record)
-        every = self.cfg.run.checkpoint_every
-        if every and self.is_due(step - 1, every):
-            self._save()
-        self.leave_if_asked()
 
     @property
     def num_refused(self) -> int:
@@ -320,7 +339,8 @@ def open_session(
         for tracker in trackers:
             stack.callback(tracker.close)
         reporter = stack.enter_context(progress(f"train {cfg.algorithm}", job.num_steps, enabled=show_progress))
-        session = Session(cfg, folder, job, stop, trackers, reporter, show_progress)
+        meter = stack.enter_context(metering()) if cfg.run.measure else None
+        session = Session(cfg, folder, job, stop, trackers, reporter, show_progress, meter)
         stack.callback(session.close)
         if resume is not None:
             session.restore()
@@ -349,37 +369,3 @@ def require_space(folder: Path, learner: Learner, num_checkpoints: int) -> None:
             f"the disk of {place} has {free / 1e9:.2f} GB free, but the model and {num_checkpoints} checkpoints need "
             f"{needed / 1e9:.2f} GB; free some space, set run.checkpoint_every to 0, or choose another --run.dir"
         )
-
-
-@contextmanager
-def _memory_advice(cfg: Recipe, times: Trace, run_dir: Path) -> Iterator[None]:
-    """Turn a failed allocation in the block into a TrainingError that names the stage and the setting to lower."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not is_memory_error(error):
-            raise
-        raise TrainingError(
-            f"memory ran out in `{times.failed_in or 'the step'}`; lower {_setting_to_lower(cfg, times.failed_in)}. "
-            f"The checkpoints in {run_dir} are whole"
-        ) from error
-
-
-def is_memory_error(error: BaseException) -> bool:
-    """True for a failed allocation on the CPU or on a GPU, by Python, torch or the C++ library."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _MEMORY_ERRORS)
-
-
-def _setting_to_lower(cfg: Recipe, stage: str) -> str:
-    if isinstance(cfg, SamplingRecipe) and stage.split("/")[0] in ("rollout", "evaluate"):
-        rollout = cfg.rollout
-        if rollout.backend == "native":
-            return f"rollout.num_slots ({rollout.num_slots}), rollout.kv_cache_mb or rollout.max_new_tokens"
-        return f"rollout.batch_size ({rollout.batch_size}) or rollout.max_new_tokens"
-    name = "reward_model" if cfg.algorithm == "reward" else cfg.algorithm
-    section = getattr(cfg, name)
-    key = "micro_batch_tokens" if hasattr(section, "micro_batch_tokens") else "micro_batch_size"
-    size = getattr(section, key)
-    return f"{name}.{key} ({size}), set model.gradient_checkpointing, or train fewer layers"

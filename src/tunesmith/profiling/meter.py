@@ -1,0 +1,247 @@
+"""Resources of each step of a training: processor, interpreter lock, memory, faults, bytes, threads, and a GPU's.
+
+Names and meanings are in docs/metrics.md. A figure that cannot be measured here is absent. What costs microseconds is
+read at each step. What the kernel has to put together is read so rarely that it takes less than a five-hundredth of
+the time; those figures are means since their last reading.
+"""
+
+import os
+import resource
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tunesmith.core.errors import NativeUnavailableError
+from tunesmith.core.system import fsync_s
+from tunesmith.core.trace import watching
+from tunesmith.profiling import cgroup
+from tunesmith.profiling.gpu import GPU, open_gpu
+from tunesmith.profiling.sampler.api import Sampler, Samples, has_lock
+from tunesmith.runs.environment import usable_cores
+
+Metrics = dict[str, float]
+
+_SHORTEST_S = 0.25
+_PARTS_OF_COST = 500
+"""The slow readings are at least so many seconds apart, and so many times as long as one takes: the kernel counts
+processor time in hundredths of a second, and large machines have much to read."""
+
+_ABSENT = (OSError, ValueError, LookupError, AttributeError, psutil.Error)
+"""Errors of a figure that this system does not have, or does not show to this user."""
+
+
+@dataclass(slots=True)
+class _Stage:
+    """Wall and processor seconds of one outermost stage since the last step."""
+
+    wall_s: float = 0.0
+    process_s: float = 0.0
+
+
+class Meter:
+    """Measures a run: a `Watcher` of the spans of the thread that made it. `step` returns the figures since the last
+    call.
+    """
+
+    def __init__(self, sampler: Sampler | None = None, gpu: GPU | None = None) -> None:
+        self._sampler = sampler
+        self._gpu = gpu
+        self._thread = threading.get_ident()
+        self._depth = 0
+        self._stage = ""
+        self._began = (0.0, 0.0)
+        self._stages: dict[str, _Stage] = {}
+        self._last, self._last_slow = _fast(), _slow()
+        self._slow_due_s = _SHORTEST_S + self._last_slow["wall_s"]
+
+    def enter(self, path: str) -> None:
+        """A span begins; see `core.trace.Watcher`."""
+        if threading.get_ident() != self._thread:
+            return
+        self._depth += 1
+        if self._depth == 1:
+            self._stage = path.partition("/")[0]
+            if self._sampler is not None:
+                self._sampler.enter(self._stage)
+            if self._gpu is not None:
+                self._gpu.enter(self._stage)
+            self._began = time.perf_counter(), time.process_time()
+
+    def leave(self, path: str) -> None:
+        """A span ends."""
+        if threading.get_ident() != self._thread:
+            return
+        self._depth -= 1
+        if self._depth == 0:
+            stage = self._stages.setdefault(self._stage, _Stage())
+            stage.wall_s += time.perf_counter() - self._began[0]
+            stage.process_s += time.process_time() - self._began[1]
+            if self._sampler is not None:
+                self._sampler.enter("")
+            if self._gpu is not None:
+                self._gpu.leave()
+
+    def step(self) -> Metrics:
+        """The figures since the last call, or since the meter was made."""
+        last, self._last = self._last, _fast()
+        metrics = _fast_metrics(_difference(self._last, last))
+        if self._last["wall_s"] >= self._slow_due_s:
+            last, self._last_slow = self._last_slow, _slow()
+            cost_s = time.perf_counter() - self._last["wall_s"]
+            self._slow_due_s = self._last["wall_s"] + max(_SHORTEST_S, _PARTS_OF_COST * cost_s)
+            metrics |= _slow_metrics(_difference(self._last_slow, last))
+        stages, self._stages = self._stages, {}
+        for name, stage in stages.items():
+            if stage.wall_s > 0:
+                metrics[f"cpu/stage/{name}"] = stage.process_s / stage.wall_s
+        if self._sampler is not None:
+            metrics |= _sampled_metrics(self._sampler.take())
+        if self._gpu is not None:
+            metrics |= self._gpu.step()
+        return metrics
+
+
+@contextmanager
+def metering() -> Iterator[Meter]:
+    """A meter of the thread that enters the block, which watches the spans inside of it."""
+    with ExitStack() as stack:
+        try:
+            sampler = Sampler()
+            stack.callback(sampler.stop)
+        except NativeUnavailableError:  # what else needs a compiler has said so
+            sampler = None
+        gpu = open_gpu()
+        if gpu is not None:
+            stack.callback(gpu.close)
+        meter = Meter(sampler, gpu)
+        stack.enter_context(watching(meter))
+        yield meter
+
+
+def usable_cpu() -> float:
+    """Cores that this process may use: those that it may run on, or what the quota of its control group gives."""
+    return min(usable_cores(), cgroup.quota_cores() or float("inf"))
+
+
+def _difference(now: Mapping[str, float], before: Mapping[str, float]) -> Metrics:
+    return {name: value - before[name] for name, value in now.items() if name in before}
+
+
+def _fast() -> Metrics:
+    """Counters that cost microseconds to read, in the units of their metrics."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    counters = {
+        "wall_s": time.perf_counter(),
+        "process_s": usage.ru_utime + usage.ru_stime,
+        "faults/minor": usage.ru_minflt,
+        "faults/major": usage.ru_majflt,
+        "io/fsync_s": fsync_s(),
+    }
+    _add(counters, "memory/growth_mb", _resident_mb)
+    return counters
+
+
+def _fast_metrics(change: Metrics) -> Metrics:
+    wall_s, process_s = change.pop("wall_s"), change.pop("process_s")
+    return {**change, "cpu/process": process_s / wall_s} if wall_s > 0 else change
+
+
+def _slow() -> Metrics:
+    """Counters for which the kernel goes through all cores or threads."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    counters = {"wall_s": time.perf_counter(), "process_s": usage.ru_utime + usage.ru_stime}
+    for read in (_machine, _io, _run_delays):
+        try:
+            counters |= read()
+        except _ABSENT:
+            continue
+    throttled_s = cgroup.throttled_s()
+    return counters if throttled_s is None else {**counters, "cpu/throttled_s": throttled_s}
+
+
+def _slow_metrics(change: Metrics) -> Metrics:
+    """Metrics of the time between two slow readings, and of this moment."""
+    wall_s, process = change.pop("wall_s"), 0.0
+    metrics: Metrics = {"cpu/cores": usable_cpu()}
+    process = change.pop("process_s") / wall_s
+    delays = [max(0.0, value) for name, value in change.items() if name.startswith("delay/")]
+    if delays:
+        metrics["cpu/run_delay_s"] = sum(delays)
+    busy = {name: value / wall_s for name, value in change.items() if name.startswith("cpu/core/")}
+    if busy:
+        metrics |= {name: min(1.0, share) for name, share in busy.items()}
+        metrics["cpu/machine"] = sum(busy.values())
+        metrics["cpu/others"] = max(0.0, metrics["cpu/machine"] - process)
+    if "stolen_s" in change:
+        metrics["cpu/stolen"] = change["stolen_s"] / wall_s
+    metrics |= {name: change[name] for name in ("io/read_mb", "io/written_mb", "cpu/throttled_s") if name in change}
+    _add(metrics, "cpu/threads", lambda: psutil.Process().num_threads())
+    _add(metrics, "memory/available_gb", available_gb)
+    return metrics
+
+
+def _sampled_metrics(taken: Mapping[str, Samples]) -> Metrics:
+    metrics: Metrics = {}
+    num_asks = sum(samples.num_asks for samples in taken.values())
+    if num_asks:
+        metrics["gil/late_ms"] = sum(samples.late_ns for samples in taken.values()) / num_asks / 1e6
+        if has_lock():
+            metrics["gil/wait_ms"] = sum(samples.waited_ns for samples in taken.values()) / num_asks / 1e6
+            metrics["gil/busy_share"] = sum(samples.num_blocked for samples in taken.values()) / num_asks
+    for stage, samples in taken.items():
+        if stage and has_lock():
+            metrics[f"gil/stage/{stage}"] = samples.num_blocked / samples.num_asks
+        if stage and samples.peak_bytes:
+            metrics[f"memory/stage_peak_gb/{stage}"] = samples.peak_bytes / 1e9
+    return metrics
+
+
+def available_gb() -> float:
+    """Memory that can be had without swapping, in GB; the control group's limit counts too."""
+    available, limit = psutil.virtual_memory().available, cgroup.memory_bytes()
+    return min(available, available if limit is None else limit - psutil.Process().memory_info().rss) / 1e9
+
+
+def _add(metrics: Metrics, name: str, read: Callable[[], float]) -> None:
+    try:
+        metrics[name] = float(read())
+    except _ABSENT:
+        return
+
+
+def _resident_mb() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def _machine() -> Metrics:
+    """Busy seconds of each core, by all processes, and seconds that the hypervisor took from all."""
+    counters: Metrics = {"stolen_s": 0.0}
+    for index, core in enumerate(psutil.cpu_times(percpu=True)):
+        busy_s = core.user + core.system + sum(getattr(core, name, 0.0) for name in ("nice", "irq", "softirq"))
+        counters[f"cpu/core/{index}"] = busy_s
+        counters["stolen_s"] += getattr(core, "steal", 0.0)
+    if not psutil.LINUX:
+        del counters["stolen_s"]
+    return counters
+
+
+def _io() -> Metrics:
+    counters = psutil.Process().io_counters()
+    return {"io/read_mb": counters.read_bytes / 1e6, "io/written_mb": counters.write_bytes / 1e6}
+
+
+def _run_delays() -> Metrics:
+    """Seconds that each thread has waited for a core while it could have run, by its number."""
+    delays: Metrics = {}
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            delays[f"delay/{task.name}"] = int((task / "schedstat").read_text().split()[1]) / 1e9
+        except _ABSENT:  # a thread that has just ended, or a kernel that does not count this
+            continue
+    return delays

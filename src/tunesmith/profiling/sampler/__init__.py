@@ -1,0 +1,1 @@
+"""A native thread that measures the process from outside of Python."""

@@ -1,0 +1,134 @@
+"""The record of how a run computes, `setup.json`: engine, forward pass, kernels, dtypes, threads, sizes, peak rates;
+and the rates of its steps.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+
+from tunesmith.config.schema import Recipe, SamplingRecipe
+from tunesmith.core.errors import NativeUnavailableError
+from tunesmith.core.trace import Trace
+from tunesmith.kernels import native
+from tunesmith.kernels.native import Kernels
+from tunesmith.models.decoder import Decoder
+from tunesmith.models.heads import RewardModel
+from tunesmith.models.language_model import Backend, FullForward, LanguageModel, TrunkForward
+from tunesmith.models.load import compute_dtype
+from tunesmith.profiling import cgroup
+from tunesmith.profiling.peak import matmul_flop_per_s
+from tunesmith.rollout.device.engine import DeviceEngine
+from tunesmith.rollout.engine import Engine
+from tunesmith.rollout.native_engine import NativeEngine
+from tunesmith.rollout.transformers_backend import TransformersEngine
+from tunesmith.runs.environment import usable_cores
+from tunesmith.trainers.api import Learner, Metrics
+from tunesmith.trainers.distill import Distill
+from tunesmith.trainers.estimate import Estimate
+
+_PROBE = "rms_norm"
+"""An operation that every pass has, with a kernel in C++ and one in Triton."""
+
+_ENGINES = {NativeEngine: "native", DeviceEngine: "device", TransformersEngine: "transformers"}
+_SIZES = {"num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "vocab_size": "vocab_size"}
+
+
+def computing(cfg: Recipe, learner: Learner, estimate: Estimate) -> dict[str, object]:
+    """The keys of `setup.json`, see docs/metrics.md. The engine packs its weights, which the first rollout then has."""
+    trained: Any = next(iter(learner.modules.values()))
+    module = trained.model if isinstance(trained, RewardModel) else trained
+    policy: LanguageModel | None = getattr(learner, "policy", None)
+    config, device = module.config.get_text_config(), module.device
+    best = compute_dtype("auto", device)
+    dtypes = dict.fromkeys((estimate.dtype, best, torch.float32))  # each once
+    return {
+        **_engine(cfg, learner),
+        "forward": _forward(learner, trained),
+        "device": device.type,
+        "dtype": _name(estimate.dtype),
+        "best_dtype": _name(best),
+        **_kernels(policy.kernels if policy else Kernels(), estimate.dtype, device),
+        "num_threads": torch.get_num_threads(),
+        "usable_cores": usable_cores(),
+        "cpu_quota": cgroup.quota_cores(),
+        "num_parameters": estimate.num_parameters,
+        "num_trained": estimate.num_trained,
+        **{key: getattr(config, name, None) for key, name in _SIZES.items()},
+        "peak_flop_per_s": {_name(dtype): matmul_flop_per_s(dtype, device) for dtype in dtypes},
+        "memory_gb": min(psutil.virtual_memory().total, cgroup.memory_bytes() or float("inf")) / 1e9,
+        "estimate_gb": estimate.memory_gb,
+    }
+
+
+def _engine(cfg: Recipe, learner: Any) -> dict[str, object]:
+    """The rollout engine, and why it is not the native one; null in an algorithm that draws nothing."""
+    if not isinstance(cfg, SamplingRecipe):
+        return {"engine": None, "engine_reason": "", "engine_exact": None}
+    engine: Engine = learner.engine if isinstance(learner, Distill) else learner.rollouts.engine
+    reason, backend = "", learner.policy.backend
+    if cfg.rollout.backend == "transformers":
+        reason = "rollout.backend is transformers"
+    elif isinstance(backend, FullForward):
+        reason = backend.reason
+    name = next((name for kind, name in _ENGINES.items() if isinstance(engine, kind)), type(engine).__name__)
+    return {"engine": name, "engine_reason": reason, "engine_exact": engine.is_exact}
+
+
+def _forward(learner: Any, trained: Any) -> str:
+    """The kind of forward pass: packed rows, the trunk over padded rows, or the model's own over padded rows."""
+    if isinstance(trained, RewardModel):
+        if trained.packs_rows:
+            return "decoder"
+        return "padded" if trained.pools_last_token else "model"
+    backend: Backend = learner.policy.backend
+    if isinstance(backend, Decoder):
+        return "decoder"
+    return "padded" if isinstance(backend, TrunkForward) else "model"
+
+
+def _kernels(kernels: Kernels, dtype: torch.dtype, device: torch.device) -> dict[str, object]:
+    """The backend of the kernels for weights of `dtype`, and why it is torch, if it is."""
+    backend, reason = kernels.picked(_PROBE, torch.empty(0, dtype=dtype, device=device)), ""
+    if backend == "torch" and kernels.choice == "torch":
+        reason = "torch was chosen"
+    elif backend == "torch" and device.type == "cuda":
+        reason = native.why_not_on(device, native.LEAST_CAPABILITY) or f"there are none for {_name(dtype)}"
+    elif backend == "torch":
+        reason = f"there are none for {_name(dtype)}" if dtype not in native.NATIVE_DTYPES else _why_not_loaded()
+    return {"kernels": backend, "kernels_reason": reason}
+
+
+def _why_not_loaded() -> str:
+    try:
+        native.load(_PROBE)
+    except NativeUnavailableError as error:
+        return str(error)
+    return ""
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What the rates of a step need besides its trace: samples of a row, the model's size, the machine's peak rate."""
+
+    samples_per_row: int
+    estimate: Estimate
+    peak_flop_per_s: float
+
+    def of(self, num_rows: int, num_tokens: float | None, times: Trace) -> Metrics:
+        """Samples and tokens of a step per second."""
+        metrics = {"samples_per_s": num_rows * self.samples_per_row / times.wall_s}
+        if num_tokens is not None:
+            metrics["tokens_per_s"] = num_tokens / times.wall_s
+        return metrics
+
+
+def rates_of(cfg: Recipe, estimate: Estimate, device: torch.device) -> Rates:
+    """The rates of a run; its peak is measured now."""
+    samples_per_row = cfg.rollout.completions_per_prompt if isinstance(cfg, SamplingRecipe) else 1
+    return Rates(samples_per_row, estimate, matmul_flop_per_s(estimate.dtype, device))

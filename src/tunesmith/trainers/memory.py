@@ -1,0 +1,47 @@
+"""Memory that runs out in a training: the stage, and the setting to lower."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from tunesmith.config.schema import Recipe, SamplingRecipe
+from tunesmith.core.errors import TrainingError
+from tunesmith.core.trace import Trace
+
+_MEMORY_ERRORS = ("can't allocate memory", "not enough memory", "std::bad_alloc", "out of memory")
+
+
+@contextmanager
+def memory_advice(cfg: Recipe, times: Trace, run_dir: Path) -> Iterator[None]:
+    """Turn a failed allocation in the block into a TrainingError that names the stage and the setting to lower."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_memory_error(error):
+            raise
+        raise TrainingError(
+            f"memory ran out in `{times.failed_in or 'the step'}`; lower {_setting_to_lower(cfg, times.failed_in)}. "
+            f"The checkpoints in {run_dir} are whole"
+        ) from error
+
+
+def is_memory_error(error: BaseException) -> bool:
+    """True for a failed allocation on the CPU or on a GPU, by Python, torch or the C++ library."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _MEMORY_ERRORS)
+
+
+def _setting_to_lower(cfg: Recipe, stage: str) -> str:
+    if isinstance(cfg, SamplingRecipe) and stage.split("/")[0] in ("rollout", "evaluate"):
+        rollout = cfg.rollout
+        if rollout.backend == "native":
+            return f"rollout.num_slots ({rollout.num_slots}), rollout.kv_cache_mb or rollout.max_new_tokens"
+        return f"rollout.batch_size ({rollout.batch_size}) or rollout.max_new_tokens"
+    name = "reward_model" if cfg.algorithm == "reward" else cfg.algorithm
+    section = getattr(cfg, name)
+    key = "micro_batch_tokens" if hasattr(section, "micro_batch_tokens") else "micro_batch_size"
+    size = getattr(section, key)
+    return f"{name}.{key} ({size}), set model.gradient_checkpointing, or train fewer layers"
