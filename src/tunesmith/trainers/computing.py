@@ -15,8 +15,9 @@ from tunesmith.kernels import native
 from tunesmith.kernels.native import Kernels
 from tunesmith.models.decoder import Decoder
 from tunesmith.models.heads import RewardModel
-from tunesmith.models.language_model import Backend, FullForward, LanguageModel, TrunkForward
+from tunesmith.models.language_model import Backend, FullForward, TrunkForward, language_model
 from tunesmith.models.load import compute_dtype
+from tunesmith.models.loaded import PreTrainedModel
 from tunesmith.profiling import cgroup
 from tunesmith.profiling.peak import matmul_flop_per_s
 from tunesmith.rollout.device.engine import DeviceEngine
@@ -39,17 +40,16 @@ def computing(cfg: Recipe, learner: Learner, estimate: Estimate) -> dict[str, ob
     """The keys of `setup.json`, see docs/metrics.md. The engine packs its weights, which the first rollout then has."""
     trained: Any = next(iter(learner.modules.values()))
     module = trained.model if isinstance(trained, RewardModel) else trained
-    policy: LanguageModel | None = getattr(learner, "policy", None)
     config, device = module.config.get_text_config(), module.device
     best = compute_dtype("auto", device)
     dtypes = dict.fromkeys((estimate.dtype, best, torch.float32))  # each once
     return {
-        **_engine(cfg, learner),
+        **_engine(cfg, learner, module),
         "forward": _forward(learner, trained),
         "device": device.type,
         "dtype": _name(estimate.dtype),
         "best_dtype": _name(best),
-        **_kernels(policy.kernels if policy else Kernels(), estimate.dtype, device),
+        **_kernels(Kernels(cfg.model.kernels), estimate.dtype, device),
         "num_threads": torch.get_num_threads(),
         "usable_cores": usable_cores(),
         "cpu_quota": cgroup.quota_cores(),
@@ -62,16 +62,16 @@ def computing(cfg: Recipe, learner: Learner, estimate: Estimate) -> dict[str, ob
     }
 
 
-def _engine(cfg: Recipe, learner: Any) -> dict[str, object]:
+def _engine(cfg: Recipe, learner: Any, module: PreTrainedModel) -> dict[str, object]:
     """The rollout engine, and why it is not the native one; null in an algorithm that draws nothing."""
     if not isinstance(cfg, SamplingRecipe):
         return {"engine": None, "engine_reason": "", "engine_exact": None}
     engine: Engine = learner.engine if isinstance(learner, Distill) else learner.rollouts.engine
-    reason, backend = "", learner.policy.backend
+    reason = ""
     if cfg.rollout.backend == "transformers":
         reason = "rollout.backend is transformers"
-    elif isinstance(backend, FullForward):
-        reason = backend.reason
+    elif isinstance(engine, TransformersEngine) and isinstance(unknown := language_model(module).backend, FullForward):
+        reason = unknown.reason
     name = next((name for kind, name in _ENGINES.items() if isinstance(engine, kind)), type(engine).__name__)
     return {"engine": name, "engine_reason": reason, "engine_exact": engine.is_exact}
 
@@ -92,7 +92,7 @@ def _kernels(kernels: Kernels, dtype: torch.dtype, device: torch.device) -> dict
     """The backend of the kernels for weights of `dtype`, and why it is torch, if it is."""
     backend, reason = kernels.picked(_PROBE, torch.empty(0, dtype=dtype, device=device)), ""
     if backend == "torch" and kernels.choice == "torch":
-        reason = "torch was chosen"
+        reason = "model.kernels is torch"
     elif backend == "torch" and device.type == "cuda":
         reason = native.why_not_on(device, native.LEAST_CAPABILITY) or f"there are none for {_name(dtype)}"
     elif backend == "torch":
