@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from tunesmith.core.trace import Trace, include, span, trace, watching
+from tunesmith.core.trace import Trace, count, include, span, trace, watching
 
 
 def test_spans_are_recorded_under_their_path():
@@ -105,6 +105,26 @@ def test_spans_of_another_thread_are_included_below_the_current_one_and_cover_no
     assert record.num_calls["reward/length"] == 2
     assert record.covered_s == record.seconds["reward"]
     include(other)  # without an open trace nothing happens
+
+
+def test_figures_belong_to_the_outermost_stage_and_are_sums_shares_or_means():
+    with trace() as record:
+        for padding, positions in ((2, 8), (0, 24)):
+            with span("update/forward"):
+                count("shared_tokens", 5)
+                count("padding_share", padding, out_of=positions)
+                count("micro_batch_tokens", positions, out_of=1)
+        with span("evaluate"), span("rollout"):
+            count("shared_tokens", 1)
+    metrics = record.metrics()
+    assert {name: value for name, value in metrics.items() if not name.startswith("time/")} == {
+        "update/shared_tokens": 10,
+        "update/padding_share": 2 / 32,
+        "update/micro_batch_tokens": 16,
+        "evaluate/shared_tokens": 1,
+    }
+    count("shared_tokens", 1)  # without an open trace nothing happens
+    assert record.metrics() == metrics
 
 
 def test_watchers_are_told_of_each_span_in_order_also_when_it_fails():

@@ -15,8 +15,8 @@ Uninterrupted = Callable[[str], Mapping[str, object]]
 @pytest.mark.parametrize(
     ("trainer", "stage", "visit", "advice"),
     [
-        ("sft", "backward", 6, "sft.micro_batch_tokens (2000)"),
-        ("reward", "forward", 6, "reward_model.micro_batch_size (8)"),
+        ("sft", "update/backward", 6, "sft.micro_batch_tokens (2000)"),
+        ("reward", "update/forward", 6, "reward_model.micro_batch_size (8)"),
         ("reward", "evaluate", 2, "reward_model.micro_batch_size (8)"),
         ("ppo", "rollout", 6, "rollout.num_slots (128), rollout.kv_cache_mb or rollout.max_new_tokens"),
         ("ppo", "update/backward", 25, "ppo.micro_batch_size (2)"),
@@ -46,6 +46,6 @@ def test_a_real_lack_of_memory_is_told_the_same_way(tmp_path: Path) -> None:
     message, runs = tmp_path / "message", tmp_path / "runs"
     runs.mkdir()
     assert forked(told, message, train_in_little_memory, runs, 200_000_000) == 1
-    assert "memory ran out in `forward`; lower reward_model.micro_batch_size (256)" in message.read_text()
+    assert "memory ran out in `update/forward`; lower reward_model.micro_batch_size (256)" in message.read_text()
     assert "set model.gradient_checkpointing, or train fewer layers" in message.read_text()
     assert not (the_run(runs) / "result.json").exists()

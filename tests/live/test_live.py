@@ -12,10 +12,12 @@ import pytest
 import torch
 from jobs import forked
 from live_rig import PROMPTS, given_items, learn, live_recipe, looping, run_updates, share_of_letters, until, voters
+from operations import Operations
 from safetensors.torch import load_file
 
 from tunesmith.batch.upload import Uploader
 from tunesmith.core.errors import DataError, RunError
+from tunesmith.core.trace import watching
 from tunesmith.live import loop as live
 from tunesmith.live.folder import open_folder
 from tunesmith.live.loop import Loop
@@ -83,6 +85,18 @@ def test_the_same_votes_make_the_same_weights_at_any_hour(update: str, tmp_path:
             found.append((offers, weights(loop)))
     assert found[0][0] == found[1][0]
     assert same(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize("update", ["dpo", "ppo", "grpo"])
+def test_the_stages_of_an_update_cover_its_operations(update: str, tmp_path: Path) -> None:
+    operations = Operations()
+    cfg = live_recipe(tmp_path, live={"update": update})
+    with looping(cfg) as loop, voters(tmp_path) as people, watching(operations), operations:
+        learn(loop, people)
+    operations.check()
+    (row,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert 0 < row["rollout/slots_used"] <= 1 and row["update/padding_share"] == 0
+    assert ("reward_model/micro_batch_tokens" in row) == ("rollout/unused_tokens" in row) == (update != "dpo")
 
 
 def test_pairs_are_different_texts_of_the_served_version_and_duels_with_the_base_model_on_held_out_prompts(

@@ -263,7 +263,7 @@ def test_variants_that_are_killed_and_resumed_end_the_same(variant: str, tmp_pat
     whole.mkdir()
     killed.mkdir()
     assert forked(train, variant, whole) == 0
-    assert forked(train, variant, killed, fault="backward:kill:8") == KILLED
+    assert forked(train, variant, killed, fault="update/backward:kill:8") == KILLED
     assert forked(go_on, the_run(killed)) == 0
     assert outcome(the_run(killed)) == outcome(the_run(whole))
 

@@ -18,13 +18,13 @@ POLICY = (
     *("update/optimizer", "evaluate", "log/samples", "log/findings"),
 )
 SPANS = {
-    "sft": ("forward", "backward", "optimizer", "evaluate"),
-    "reward": ("forward", "backward", "optimizer", "evaluate"),
-    "dpo": ("reference", "kl", "forward", "backward", "optimizer", "evaluate"),
+    "sft": ("update/forward", "update/backward", "update/optimizer", "evaluate"),
+    "reward": ("update/forward", "update/backward", "update/optimizer", "evaluate"),
+    "dpo": ("reference", "kl", "update/forward", "update/backward", "update/optimizer", "evaluate"),
     "ppo": POLICY,
     "grpo": (*POLICY, "accuracy"),
     "best_of_n": ("rollout", "reference", "update/backward"),
-    "distill": ("rollout", "teachers", "update/optimizer", "evaluate"),
+    "distill": ("rollout", "update/teachers", "update/optimizer", "evaluate"),
 }
 PLACES = (
     *("log/metrics", "checkpoint/tensors", "checkpoint/manifest"),
@@ -114,8 +114,7 @@ def test_masters_of_16_bit_weights_are_restored_too(trainer: str, dtype: str, tm
 def test_a_signal_saves_and_leaves(
     trainer: str, action: str, code: int, tmp_path: Path, uninterrupted: Callable[[str], Mapping[str, object]]
 ) -> None:
-    place = "forward" if trainer in ("sft", "reward", "dpo") else "update/forward"
-    assert forked(train, trainer, tmp_path, fault=f"{place}:{action}:1") == code
+    assert forked(train, trainer, tmp_path, fault=f"update/forward:{action}:1") == code
     run_dir = the_run(tmp_path)
     assert list_steps(run_dir / "checkpoints") == [1]
     assert forked(go_on, run_dir) == 0
@@ -126,9 +125,7 @@ def test_a_signal_saves_and_leaves(
 def test_a_second_signal_leaves_at_once(
     trainer: str, tmp_path: Path, uninterrupted: Callable[[str], Mapping[str, object]]
 ) -> None:
-    is_plain = trainer in ("sft", "reward", "dpo")
-    first, second = ("forward", "backward") if is_plain else ("update/forward", "update/backward")
-    assert forked(train, trainer, tmp_path, fault=f"{first}:term:1,{second}:term:1") == 143
+    assert forked(train, trainer, tmp_path, fault="update/forward:term:1,update/backward:term:1") == 143
     run_dir = the_run(tmp_path)
     assert list_steps(run_dir / "checkpoints") == []
     assert forked(go_on, run_dir) == 0

@@ -18,14 +18,9 @@ VISITS = {"sft": 7, "reward": 7, "dpo": 19, "ppo": 25, "grpo": 13, "best_of_n": 
 """Which backward pass is the first of step 7."""
 
 
-def stage(trainer: str, name: str) -> str:
-    """The span of a stage of the update."""
-    return name if trainer in ("sft", "reward", "dpo", "live", "kto") else f"update/{name}"
-
-
 def backward(trainer: str) -> str:
     """The plan of a kill in step 7."""
-    return f"{stage(trainer, 'backward')}:kill:{VISITS[trainer]}"
+    return f"update/backward:kill:{VISITS[trainer]}"
 
 
 @pytest.fixture
@@ -69,7 +64,7 @@ def test_stopped_by_a_signal_and_resumed_a_run_ends_the_same(
 ) -> None:
     lora = {**LORA, **lora}
     whole = train(trainer, tmp_path / "whole", dtype, lora, steps=5)
-    fault(f"{stage(trainer, 'forward')}:term:3")
+    fault("update/forward:term:3")
     with pytest.raises(StoppedError):
         train(trainer, tmp_path / "stopped", dtype, lora, steps=5)
     fault("")
@@ -84,7 +79,7 @@ def test_adapters_that_are_trained_on_are_the_reference_of_a_resumed_run_too(
     first = train("sft", tmp_path / "first", lora=LORA, steps=2)
     monkeypatch.setattr("jobs.BASE", str(first))
     whole = train(trainer, tmp_path / "whole", steps=5)
-    fault("forward:term:3")
+    fault("update/forward:term:3")
     with pytest.raises(StoppedError):
         train(trainer, tmp_path / "stopped", steps=5)
     fault("")
@@ -98,7 +93,7 @@ def test_a_base_that_changed_is_refused(
 ) -> None:
     first, other = (train("sft", tmp_path / name, steps=steps) for name, steps in (("first", 1), ("other", 2)))
     monkeypatch.setattr("jobs.BASE", str(first))
-    fault("forward:term:3")
+    fault("update/forward:term:3")
     with pytest.raises(StoppedError):
         train("dpo", tmp_path / "stopped", lora=LORA, steps=5)
     fault("")

@@ -1,8 +1,8 @@
-"""Spans: the duration of each named stage of a step.
+"""Spans: the duration of each named stage of a step, and figures of what was done in it.
 
 `with span("rollout"):` costs about a microsecond: it only adds to the open trace. Spans nest, and their names join to a
 path; `span("update/forward")` names a path by itself. The time of a span includes that of the spans inside it. Entering
-a span is also a fault point, see `core.faults`.
+a span is also a fault point, see `core.faults`. `count` adds to a figure of the stage that runs.
 """
 
 import time
@@ -17,14 +17,16 @@ from tunesmith.core import faults
 
 @dataclass(slots=True)
 class Trace:
-    """Seconds and number of calls of every span that ended while this trace was open.
+    """Seconds and number of calls of every span that ended while this trace was open, and the figures of `count`.
 
-    `failed_in` is the path of the innermost span that an error left, empty if none did. `start_s` is by
-    `time.perf_counter`.
+    A figure is its entry of `sums`, divided by that of `out_of` if there is one. `failed_in` is the path of the
+    innermost span that an error left, empty if none did. `start_s` is by `time.perf_counter`.
     """
 
     seconds: dict[str, float] = field(default_factory=dict[str, float])
     num_calls: dict[str, int] = field(default_factory=dict[str, int])
+    sums: dict[str, float] = field(default_factory=dict[str, float])
+    out_of: dict[str, float] = field(default_factory=dict[str, float])
     covered_s: float = 0.0
     wall_s: float = 0.0
     failed_in: str = ""
@@ -44,12 +46,14 @@ class Trace:
             self.num_calls[path] = self.num_calls.get(path, 0) + other.num_calls[name]
 
     def metrics(self) -> dict[str, float]:
-        """`time/<stage>_s` for each span, `time/other_s` for what no span covers, and `time/step_s`.
+        """`time/<stage>_s` for each span, `time/other_s` for what no span covers, `time/step_s`, and all figures.
 
         The outermost stages and `other` sum to the wall time of the step.
         """
         stages = {f"time/{name}_s": s for name, s in self.seconds.items()}
-        return {**stages, "time/other_s": max(0.0, self.wall_s - self.covered_s), "time/step_s": self.wall_s}
+        figures = {name: value / self.out_of.get(name, 1.0) for name, value in self.sums.items()}
+        other_s = max(0.0, self.wall_s - self.covered_s)
+        return {**stages, "time/other_s": other_s, "time/step_s": self.wall_s, **figures}
 
 
 _open_trace: ContextVar[Trace | None] = ContextVar("tunesmith_open_trace", default=None)
@@ -129,3 +133,17 @@ def include(record: Trace) -> None:
     current = _open_trace.get()
     if current is not None:
         current.include(record, under=_path.get())
+
+
+def count(name: str, value: float, *, out_of: float | None = None) -> None:
+    """Add `value` to the figure `name` of the outermost open span, `<stage>/<name>` among the metrics of the trace.
+
+    With `out_of` the figure is a share or a mean: all values over all `out_of`, which must be positive.
+    """
+    record = _open_trace.get()
+    if record is None:
+        return
+    figure = f"{_path.get().partition('/')[0]}/{name}"
+    record.sums[figure] = record.sums.get(figure, 0.0) + value
+    if out_of is not None:
+        record.out_of[figure] = record.out_of.get(figure, 0.0) + out_of

@@ -31,7 +31,6 @@ from tunesmith.models.load import load_policy
 from tunesmith.models.loaded import context_length, freeze_lower_layers
 from tunesmith.models.lora import frozen_copy
 from tunesmith.models.optimizer import MasterAdamW
-from tunesmith.runs.checkpoint import snapshot
 from tunesmith.runs.environment import rss_gb
 from tunesmith.store.records import Command
 from tunesmith.trainers import setup
@@ -184,7 +183,7 @@ class Loop:
         with trace() as times:
             heldout = self.memory.heldout_decided(section.check.num_votes)
             correct_before = self.learner.correct(heldout, self.known_correct)
-            before = snapshot(self.versions.checkpoint())
+            before = self.versions.snapshot()
             votes = self.memory.take(section.max_votes_per_update)
             position.num_updates += 1
             steps = self.learn(votes)
@@ -193,13 +192,13 @@ class Loop:
             drawn = self.offers.draw("update", position.num_updates)  # measures the KL, then becomes the next offers
             nats = self.mean_kl(drawn)
             result = check(section, correct_before, correct_after, nats, not_finite)
-            if result.passes:
-                self.known_correct = dict(zip((vote.vote_id for vote in heldout), correct_after, strict=True))
-            else:
-                self.versions.load(before)
-            adapt_kl(self.learner.kl, nats, section.kl)
-            self.learner.keep_reference_logps([*drawn.answers, *self.memory.answers])
             with span("save"):
+                if result.passes:
+                    self.known_correct = dict(zip((vote.vote_id for vote in heldout), correct_after, strict=True))
+                else:
+                    self.versions.load(before)
+                adapt_kl(self.learner.kl, nats, section.kl)
+                self.learner.keep_reference_logps([*drawn.answers, *self.memory.answers])
                 version = self.versions.add(result, votes, self.memory.fresh)
         metrics = {**mean_metrics(steps), **self.metrics(result, drawn, votes, steps), **times.metrics()}
         self.folder.files.append_metrics(position.num_updates, metrics)
@@ -242,8 +241,8 @@ class Loop:
         """Mean over completions of log policy - log reference, in nats, with the engine's log-probs of the policy."""
         with span("reference"):
             reference = self.learner.reference_logp(drawn.answers)
-        sides = zip(drawn.completions, reference, strict=True)
-        return fmean(sum(one.raw_logps) - logp_T.sum().item() for one, logp_T in sides)
+            sides = zip(drawn.completions, reference, strict=True)
+            return fmean(sum(one.raw_logps) - logp_T.sum().item() for one, logp_T in sides)
 
     def metrics(
         self, result: CheckResult, drawn: Rollout, votes: Sequence[VotedPair], steps: Sequence[StepResult]
@@ -297,7 +296,8 @@ class Loop:
 
     def heartbeat(self, state: str) -> None:
         """Write to `runs.db` that the trainer is alive, and what it does."""
-        self.folder.runs.beat(state)
+        with span("heartbeat"):
+            self.folder.runs.beat(state)
         self.last_heartbeat_s = time.monotonic()
 
     def progress(self, state: str) -> None:
@@ -336,11 +336,11 @@ def adapt_kl(controller: kl.Controller, nats: float, section: LiveKLSection) -> 
 
 
 def mean_metrics(results: Sequence[StepResult]) -> Metrics:
-    """Means over the steps that have the metric; `num_tokens` is summed."""
+    """Means over the steps that have the metric; numbers of tokens are summed."""
     means: Metrics = {}
     for name in dict.fromkeys(name for one in results for name in one.metrics):
         values = [one.metrics[name] for one in results if name in one.metrics]
-        means[name] = sum(values) if name == "num_tokens" else sum(values) / len(values)
+        means[name] = sum(values) if name in ("num_tokens", "rollout/unused_tokens") else sum(values) / len(values)
     return means
 
 

@@ -87,17 +87,19 @@ class OnlineDPO:
         stats: list[DirectStats] = []
         tokens: list[TokenSums] = []
         total_loss = torch.zeros((), device=self.policy.module.device)
-        for micro in chunks(votes, self.cfg.micro_batch_size):
-            with span("update/forward"):
-                loss, micro_stats, micro_tokens = self.micro_batch_loss(micro, num_votes)
-            with span("update/backward"):
-                self.optimizer.scaled(loss).backward()
-            total_loss += loss.detach()
-            stats.append(micro_stats)
-            tokens.append(micro_tokens)
-        with span("update/optimizer"):
-            report = self.optimizer.step(loss=total_loss.item())  # refuses what is not finite
-        metrics = {**merged(stats).metrics(), **token_metrics(tokens)}
+        with span("update"):
+            for micro in chunks(votes, self.cfg.micro_batch_size):
+                with span("forward"):
+                    loss, micro_stats, micro_tokens = self.micro_batch_loss(micro, num_votes)
+                with span("backward"):
+                    self.optimizer.scaled(loss).backward()
+                total_loss += loss.detach()
+                stats.append(micro_stats)
+                tokens.append(micro_tokens)
+            with span("optimizer"):
+                report = self.optimizer.step(loss=total_loss.item())  # refuses what is not finite
+        with span("metrics"):
+            metrics = {**merged(stats).metrics(), **token_metrics(tokens)}
         return StepResult(metrics, report, lambda: [asdict(vote.as_pair()) for vote in votes])
 
     def micro_batch_loss(

@@ -14,6 +14,7 @@ from tunesmith.config.schema import LiveRecipe
 from tunesmith.config.sections import LoraSection
 from tunesmith.core import faults
 from tunesmith.core.log import get_logger
+from tunesmith.core.trace import span
 from tunesmith.evaluation.statistics import mcnemar, proportion_interval
 from tunesmith.live.folder import LiveFolder
 from tunesmith.live.online_dpo import OnlineDPO
@@ -21,7 +22,7 @@ from tunesmith.live.votes import VotedPair
 from tunesmith.models.export import ModelCard
 from tunesmith.models.load import load_policy
 from tunesmith.models.lora import trained_parameters
-from tunesmith.runs.checkpoint import Checkpoint
+from tunesmith.runs.checkpoint import Checkpoint, snapshot
 from tunesmith.store.records import PolicyVersion
 from tunesmith.trainers import restart
 
@@ -109,6 +110,11 @@ class Versions:
         sizes = {"log_sizes": self.folder.files.log_sizes()}
         tensors["reference"] = self.learner.cache_tensors()
         return Checkpoint(self.position.num_updates, tensors, {**values, **own, **sizes})
+
+    def snapshot(self) -> Checkpoint:
+        """A copy of the current state."""
+        with span("snapshot"):
+            return snapshot(self.checkpoint())
 
     def load(self, found: Checkpoint) -> None:
         """Load the learner's part of a checkpoint. Raises CheckpointError if it is of another model."""

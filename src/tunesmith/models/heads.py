@@ -17,7 +17,7 @@ from tunesmith.config.sections import ModelSection
 from tunesmith.core.errors import ModelError
 from tunesmith.models.decoder import Decoder
 from tunesmith.models.language_model import TrunkDecoder
-from tunesmith.models.logprob import completion_layout, length_mask, trunk_states
+from tunesmith.models.logprob import completion_layout, count_pass, length_mask, trunk_states
 from tunesmith.models.lora import require_gradients, twin
 
 RewardTransform = Literal["raw", "log_odds"]
@@ -127,6 +127,7 @@ class RewardModel(nn.Module):
     def _logits(self, ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
         score = self._score()
         if not isinstance(score, nn.Linear):
+            count_pass(lengths_B.sum(), ids_BS.numel())
             mask_BS = length_mask(lengths_B, ids_BS.shape[1])
             return self.model(input_ids=ids_BS, attention_mask=mask_BS.long()).logits.float()
         row_B = torch.arange(len(ids_BS), device=ids_BS.device)

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from tunesmith.batch.targets import Targets
 from tunesmith.core.errors import ModelError
+from tunesmith.core.trace import count
 from tunesmith.kernels.attention.records import ALONE, Segments
 from tunesmith.kernels.logprob.api import chosen_logp_entropy
 from tunesmith.kernels.logprob.head import HeadScores, OutputLayer, head_logp_entropy, head_scores
@@ -127,6 +128,7 @@ def next_token_scores(model: LanguageModel, targets: Targets) -> HeadScores:
     With a decoder each sequence is computed by itself, and none is padded.
     """
     if isinstance(model.backend, Decoder):
+        count_pass(len(targets.ids_T), len(targets.ids_T))
         hidden_TH = model.backend.hidden_states(targets.ids_T, Segments.alone(targets.lengths))
         return head_scores(hidden_TH[targets.state_N], model.backend.output, targets.chosen_N, kernels=model.kernels)
     lengths_B = torch.tensor(targets.lengths, device=targets.ids_T.device)
@@ -150,6 +152,18 @@ def length_mask(lengths_B: torch.Tensor, num_columns: int) -> torch.Tensor:
     return torch.arange(num_columns, device=lengths_B.device)[None] < lengths_B[:, None]
 
 
+def count_pass(num_tokens: torch.Tensor | int, num_positions: int) -> None:
+    """Add a forward pass to the figures of the open trace, if it has gradients: that is, in an update.
+
+    It computes `num_positions` positions for `num_tokens` tokens: more if it pads rows, fewer if it shares prefixes.
+    """
+    if torch.is_grad_enabled():
+        num_extra = num_positions - int(num_tokens)
+        count("micro_batch_tokens", num_positions, out_of=1)
+        count("padding_share", max(0, num_extra), out_of=num_positions)
+        count("shared_tokens", max(0, -num_extra))
+
+
 def trunk_states(
     model: PreTrainedModel,
     decoder: Decoder | None,
@@ -163,12 +177,15 @@ def trunk_states(
     With its `decoder` nothing is padded, and common prefixes of neighbouring rows are computed once, unless it does not
     share them; with None the trunk's own forward runs over the padded rows.
     """
+    num_tokens = lengths_B.sum()
     if decoder is None:
+        count_pass(num_tokens, ids_BS.numel())
         mask_BS = length_mask(lengths_B, ids_BS.shape[1])
         trunk = model.base_model
         states_BSH = trunk(input_ids=ids_BS, attention_mask=mask_BS.long(), use_cache=False).last_hidden_state
         return states_BSH[row_N, position_N]
     packed = pack_rows(ids_BS, lengths_B, shares_prefixes=decoder.shares_prefixes)
+    count_pass(num_tokens, packed.segments.num_tokens)
     hidden_TH = decoder.hidden_states(packed.ids_T, packed.segments)
     return states_at(hidden_TH, packed.index(row_N, position_N))
 
@@ -228,6 +245,7 @@ def _logits_at(
     output_layer = model.get_output_embeddings()
     if output_layer is None:
         raise ModelError(f"{type(model).__name__} has no output layer; give a causal language model")
+    count_pass(lengths_B.sum(), ids_BS.numel())
     picked: list[torch.Tensor] = []
 
     def pick(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:

@@ -108,6 +108,11 @@ class Request:
         return self.n * len(self.prompts)
 
     @property
+    def prompt_tokens(self) -> int:
+        """Prompt tokens of all completions: each prompt counts `n` times."""
+        return self.n * sum(map(len, self.prompt_ids))
+
+    @property
     def longest(self) -> int:
         """Upper bound of the tokens of a sequence."""
         return max(map(len, self.prompt_ids)) + self.limits.max_new_tokens
@@ -230,6 +235,8 @@ def make_request(
 def run_request(request: Request, scheduler: Scheduler, draw: Callable[[], None]) -> list[Group]:
     """The groups of `request` after `draw()` has run `scheduler` to its end; its blocks are freed whatever happens.
 
+    The use of its slots goes to the open trace.
+
     Raises:
         GenerationInterrupted: on Ctrl-C, with the completions that had ended.
     """
@@ -242,6 +249,7 @@ def run_request(request: Request, scheduler: Scheduler, draw: Callable[[], None]
         finished = scheduler.cancel_all()
     if interrupted:
         raise request.interrupted(finished)
+    scheduler.usage.record(request.prompt_tokens)
     return request.groups(finished)
 
 

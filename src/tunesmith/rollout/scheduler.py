@@ -12,12 +12,14 @@ prompt only if that holds for one of its completions. So nothing is computed twi
 runs, the first waiting completion fits.
 """
 
+import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from tunesmith.rollout.kv_cache import BLOCK_TOKENS, BlockCopy, KVCache, Table, blocks_for
 from tunesmith.rollout.sequence import Decode, Limits, Sequence
+from tunesmith.rollout.usage import Usage
 
 Run = tuple[list[int], list[float], list[float], list[float]]
 """Consecutive new tokens of one completion, with their log-probs and raw log-probs, and the values of the states before
@@ -115,7 +117,7 @@ class Scheduler:
 
     The cache must have two tables per slot (a completion's, and that of a prompt that is computed), and blocks for the
     longest sequence and a copy of its prompt's last block. The scheduler's work per step is linear in active rows and
-    computed tokens, and independent of the context length.
+    computed tokens, and independent of the context length. `usage` is of the steps that were accepted.
     """
 
     def __init__(self, cache: KVCache, decode: Decode, *, num_slots: int = 64, prefill_tokens: int = 512) -> None:
@@ -131,6 +133,8 @@ class Scheduler:
         self._reserved = 0
         self._num_claimed = 0  # slots that the completions of prompts in prefill will need
         self._planned: Plan | None = None
+        self._planned_at_s = 0.0
+        self.usage = Usage(num_slots, starved_s=0.0)
         self._finished: list[Sequence] = []
 
     @property
@@ -170,6 +174,7 @@ class Scheduler:
         chunks, prefill = self._chunks()
         sequences = [running.sequence for running in self._running]
         self._planned = Plan(copies, sequences, decode, chunks, prefill, num_steps)
+        self._planned_at_s = time.perf_counter()
         return self._planned
 
     def accept(self, plan: Plan, runs: list[Run]) -> list[Sequence]:
@@ -186,6 +191,7 @@ class Scheduler:
         if len(drawn) != len(runs):
             raise RuntimeError(f"{len(drawn)} completions were to be drawn, {len(runs)} came")
         self._planned = None
+        self._count(plan, runs)
         for group, chunk in zip(self._prefilling, plan.chunks, strict=False):
             self._cache.mark_written(group.table, chunk.stop)
         ended = [sequence for sequence, run in zip(drawn, runs, strict=True) if sequence.extend(*run)]
@@ -194,6 +200,22 @@ class Scheduler:
         while self._prefilling and self._prefilling[0].num_planned == len(self._prefilling[0].request.prompt_ids):
             self._open(self._prefilling.popleft())
         return ended
+
+    def _count(self, plan: Plan, runs: list[Run]) -> None:
+        """Add a step to `usage`, before anything of it is accepted."""
+        self.usage.prefill_tokens += len(plan.prefill.token_ids)
+        num_running = len(plan.sequences)
+        if not num_running:
+            return
+        duration_s = time.perf_counter() - self._planned_at_s
+        num_drawn = sum(len(run[0]) for run in runs[:num_running])
+        self.usage.add(
+            duration_s,
+            num_drawn / plan.num_steps,
+            num_steps=plan.num_steps,
+            others_wait=bool(self._queue or self._ready or self._prefilling),
+            cache_is_full=num_running < self._num_slots and bool(self._ready or self._is_blocked),
+        )
 
     def cancel_all(self) -> list[Sequence]:
         """Drop all running and waiting completions and free their blocks; returns `finished`.

@@ -3,9 +3,11 @@
 Shape legend: B sequences, T tokens, V vocabulary.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from transformers import (
@@ -26,6 +28,7 @@ from tunesmith.core.errors import TrainingError
 from tunesmith.core.seeds import derive
 from tunesmith.rollout import sequence
 from tunesmith.rollout.engine import Callbacks, OnGroup, OnProgress, OnText, make_request
+from tunesmith.rollout.usage import Usage
 from tunesmith.schema.records import Prompt
 
 _FILL = 0
@@ -88,11 +91,13 @@ class TransformersEngine:
             for index, ids in enumerate(request.prompt_ids)
             for sample in range(n)
         ]
+        usage = Usage(request.num_slots, prefill_tokens=request.prompt_tokens)
         try:
             callbacks = Callbacks(request, on_progress=on_progress, on_text=on_text)
-            self._draw(rows, sampling, request.seed, callbacks)
+            self._draw(rows, sampling, request.seed, callbacks, usage)
         except KeyboardInterrupt as interrupt:
             raise request.interrupted(row for row in rows if row.finish_reason) from interrupt
+        usage.record(request.prompt_tokens)
         groups = request.groups(rows)
         if on_group:
             # Not before the end: tokens are drawn from torch's global generator, which a reward may use meanwhile.
@@ -102,7 +107,12 @@ class TransformersEngine:
 
     @torch.no_grad()
     def _draw(
-        self, rows: Sequence[sequence.Sequence], sampling: SamplingParams, seed: int, callbacks: Callbacks
+        self,
+        rows: Sequence[sequence.Sequence],
+        sampling: SamplingParams,
+        seed: int,
+        callbacks: Callbacks,
+        usage: Usage,
     ) -> None:
         """Draw until every one of `rows` has ended."""
         device = self._model.device
@@ -115,11 +125,17 @@ class TransformersEngine:
                     torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
                 ):
                     torch.manual_seed(derive(seed, "batch", start))
-                    self._draw_batch(rows[start : start + self._batch_size], sampling, callbacks)
+                    times = self._draw_batch(rows[start : start + self._batch_size], sampling, callbacks)
+                others_wait = start + self._batch_size < len(rows)
+                for (begin_s, _), (end_s, num_drawn) in pairwise(times):
+                    usage.add(end_s - begin_s, num_drawn, others_wait=others_wait)
         finally:
             self._model.train(was_training)
 
-    def _draw_batch(self, rows: Sequence[sequence.Sequence], sampling: SamplingParams, callbacks: Callbacks) -> None:
+    def _draw_batch(
+        self, rows: Sequence[sequence.Sequence], sampling: SamplingParams, callbacks: Callbacks
+    ) -> list[tuple[float, int]]:
+        """Draw until all `rows`, of one batch, have ended; returns `Draw.times`."""
         device = self._model.device
         width = max(len(row.prompt_ids) for row in rows)
         # Left padding, as `generate` needs it, with any id: it is masked by length.
@@ -134,6 +150,7 @@ class TransformersEngine:
             logits_processor=LogitsProcessorList([_Processor(draw)]),
             stopping_criteria=StoppingCriteriaList([_Criterion(draw)]),
         )
+        return draw.times
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +168,8 @@ class _Normalised:
 class Draw:
     """One batch of completions: `process` is called with the logits of a step, `take` with the tokens drawn from them.
 
-    Tokens and their log-probs are appended to the sequence of their row.
+    Tokens and their log-probs are appended to the sequence of their row. `times` has, of each step, the time at which
+    its tokens were taken, in seconds, and how many completions got one.
     """
 
     def __init__(
@@ -170,6 +188,7 @@ class Draw:
         self._temperature = sampling.temperature or 1.0
         self._seen_BV: torch.Tensor | None = None
         self._num_drawn = 0
+        self.times: list[tuple[float, int]] = []
         self._raw = self._drawn_from = _Normalised(torch.empty(0), torch.empty(0))
 
     def process(self, ids_BT: torch.Tensor, logits_BV: torch.Tensor) -> torch.Tensor:
@@ -195,6 +214,7 @@ class Draw:
         if self._seen_BV is not None:
             self._seen_BV.scatter_(1, token_B[:, None], True)
         self._num_drawn += 1
+        self.times.append((time.perf_counter(), sum(row.finish_reason is None for row in self._rows)))
         for row, token, logp, raw_logp in zip(self._rows, token_B.tolist(), logps, raw_logps, strict=True):
             if row.finish_reason is None:
                 has_ended = row.append(token, logp, raw_logp)

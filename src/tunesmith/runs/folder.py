@@ -32,11 +32,12 @@ LOGS = ("metrics.jsonl", "samples.jsonl", "findings.jsonl")
 
 MEASURED = (
     *("time/", "cpu/", "gil/", "memory/", "faults/", "io/", "gpu/"),
-    *("samples_per_s", "tokens_per_s", "flop_per_s", "mfu"),
+    *("samples_per_s", "tokens_per_s", "flop_per_s", "mfu", "evaluate/"),
     *("rollout/slots_used", "rollout/tail_s", "rollout/starved_s"),
-    *("evaluate/slots_used", "evaluate/tail_s", "evaluate/starved_s"),
+    *("rollout/decode_steps", "rollout/prefill_tokens", "rollout/shared_tokens"),
 )
-"""Beginnings of the names of metrics that are measured on the machine; all others follow from recipe and seed."""
+"""Beginnings of the names of metrics that are measured on the machine, or depend on what the process did before, such
+as prompts in a cache; all others follow from recipe and seed."""
 
 
 class RunFolder:

@@ -76,19 +76,22 @@ class BestOfN:
         cfg, temperature = self.cfg, self.rollouts.cfg.temperature
         groups, scores = self.rollouts.draw(prompts, "rollout", index)
         batch_rows = (partial(metrics.batch_rows, groups, scores), partial(metrics.sample_rows, groups, scores))
-        figures = {**scores.metrics(), **metrics.completion_metrics(groups)}
-        figures["num_tokens"] = float(sum(len(one.token_ids) for group in groups for one in group.completions))
         reward_PG, reference_logp_BT = scores.total_PG, None
         if self.reference is not None and cfg.kl.place == "reward":
             reference_logp_BT, kl_PG = rollouts.sequence_kl(
                 self.reference, groups, cfg.kl, temperature, cfg.micro_batch_size, self.uploader
             )
             reward_PG = reward_PG - self.kl.value * kl_PG.to(reward_PG)
-        rows = best_rows(reward_PG, scores, cfg.keep)
+        with span("pack"):
+            rows = best_rows(reward_PG, scores, cfg.keep)
+        with span("metrics"):
+            figures = {**scores.metrics(), **metrics.completion_metrics(groups, rows)}
+            figures["num_tokens"] = float(sum(len(one.token_ids) for group in groups for one in group.completions))
         if not rows:  # every reward failed
             return StepResult({**figures, "updates": 0.0, "refused_steps": 0.0}, None, *batch_rows)
 
-        sequences = setup.sent(pack(groups, pad_id=0, rows=rows), self.uploader)
+        with span("pack"):
+            sequences = setup.sent(pack(groups, pad_id=0, rows=rows), self.uploader)
         if reference_logp_BT is not None:
             reference_logp_BT = reference_logp_BT[rows, : sequences.mask_BT.shape[1]]
         elif self.reference is not None:
@@ -98,27 +101,35 @@ class BestOfN:
         batch = PolicyBatch(sequences, sequences.raw_logp_BT, reference_logp_BT, sequences.mask_BT.float())
 
         stats = metrics.UpdateStats()
+        with span("update"):
+            nll = self.update(batch, index, stats)
+        with span("metrics"):
+            if reference_logp_BT is not None:
+                nats = metrics.kl_per_sequence(sequences.raw_logp_BT, reference_logp_BT, sequences.mask_BT)
+                self.kl.update(nats, len(rows))
+                figures |= {"objective/kl": nats, "objective/kl_coef": self.kl.value}
+            kept = scores.total_PG.flatten()[rows].mean().item()
+            figures |= {"reward/kept": kept, "loss": nll, **stats.metrics()}
+        return StepResult(figures, metrics.worst_report(stats.reports), *batch_rows)
+
+    def update(self, batch: PolicyBatch, index: int, stats: metrics.UpdateStats) -> float:
+        """Optimizer steps on the minibatches of each epoch over `batch`; returns the mean -log p of a token."""
+        cfg = self.cfg
         nll_sum, num_learnt = 0.0, 0.0
         for minibatch in rollouts.minibatches(batch, cfg, derive(self.rollouts.seed, "minibatches", index)):
             num_tokens = sum_over_ranks(minibatch.sequences.num_tokens)  # one global denominator
-            total_loss = torch.zeros((), device=sequences.mask_BT.device)
+            total_loss = torch.zeros((), device=batch.advantage_BT.device)
             for chosen in chunks(range(len(minibatch.sequences.lengths_B)), cfg.micro_batch_size):
-                with span("update/forward"):
+                with span("forward"):
                     loss, nll = self.micro_batch_loss(minibatch.select(chosen), num_tokens, stats)
-                with span("update/backward"):
+                with span("backward"):
                     self.optimizer.scaled(loss).backward()
                 total_loss += loss.detach()
                 nll_sum += nll
             num_learnt += minibatch.sequences.num_tokens
-            with span("update/optimizer"):
+            with span("optimizer"):
                 stats.add_report(self.optimizer.step(loss=total_loss.item()))  # refuses what is not finite
-        if reference_logp_BT is not None:
-            nats = metrics.kl_per_sequence(sequences.raw_logp_BT, reference_logp_BT, sequences.mask_BT)
-            self.kl.update(nats, len(rows))
-            figures |= {"objective/kl": nats, "objective/kl_coef": self.kl.value}
-        kept = scores.total_PG.flatten()[rows].mean().item()
-        figures |= {"reward/kept": kept, "loss": nll_sum / num_learnt, **stats.metrics()}
-        return StepResult(figures, metrics.worst_report(stats.reports), *batch_rows)
+        return nll_sum / num_learnt
 
     def micro_batch_loss(
         self, micro: PolicyBatch, num_tokens: float, stats: metrics.UpdateStats

@@ -72,10 +72,25 @@ class Distill:
 
     def step(self, prompts: Sequence[Prompt], index: int) -> StepResult:
         """Step `index` (from 0): draw completions of `prompts`, learn the teachers' distributions of their tokens."""
-        cfg = self.cfg.distill
         groups = self.draw(prompts, self.cfg.rollout.completions_per_prompt, "rollout", index)
-        sequences = setup.sent(pack(groups, pad_id=0), self.uploader)
+        with span("pack"):
+            sequences = setup.sent(pack(groups, pad_id=0), self.uploader)
+        with span("update"):
+            stats, reports = self.update(sequences, index)
+        with span("metrics"):
+            figures = {
+                **merged(stats).metrics(),
+                **metrics.completion_metrics(groups),
+                **metrics.update_metrics(reports),
+                "num_tokens": float(sequences.num_tokens),
+                "updates": float(len(reports)),
+            }
+        batch_rows = (partial(metrics.batch_rows, groups, None), partial(metrics.sample_rows, groups, None))
+        return StepResult(figures, metrics.worst_report(reports), *batch_rows)
 
+    def update(self, sequences: Sequences, index: int) -> tuple[list[DivergenceStats], list[StepReport]]:
+        """Optimizer steps on the minibatches of each epoch over `sequences`."""
+        cfg = self.cfg.distill
         stats: list[DivergenceStats] = []
         reports: list[StepReport] = []
         seed = derive(self.cfg.run.seed, "minibatches", index)
@@ -85,21 +100,13 @@ class Distill:
             total_loss = torch.zeros((), device=sequences.mask_BT.device)
             for micro in rollouts.micro_batches(minibatch, cfg.micro_batch_size):
                 loss, micro_stats = self.micro_batch_loss(micro, num_tokens)
-                with span("update/backward"):
+                with span("backward"):
                     self.optimizer.scaled(loss).backward()
                 total_loss += loss.detach()
                 stats.append(micro_stats)
-            with span("update/optimizer"):
+            with span("optimizer"):
                 reports.append(self.optimizer.step(loss=total_loss.item()))  # refuses what is not finite
-        figures = {
-            **merged(stats).metrics(),
-            **metrics.completion_metrics(groups),
-            **metrics.update_metrics(reports),
-            "num_tokens": float(sequences.num_tokens),
-            "updates": float(len(reports)),
-        }
-        batch_rows = (partial(metrics.batch_rows, groups, None), partial(metrics.sample_rows, groups, None))
-        return StepResult(figures, metrics.worst_report(reports), *batch_rows)
+        return stats, reports
 
     def draw(self, prompts: Sequence[Prompt], num: int, stream: str, index: int) -> list[Group]:
         """`num` completions of each prompt; the noise is a pure function of the run's seed, `stream` and `index`."""
@@ -114,7 +121,7 @@ class Distill:
         """(Sum of the divergences of all completion tokens, divided by `num_tokens`, a scalar; its statistics)."""
         with torch.no_grad(), span("teachers"):
             teachers = [_predictions(one.model, micro, one.weight) for one in self.teachers]
-        with span("update/forward"):
+        with span("forward"):
             student = _predictions(self.policy, micro)
             divergence, size = divergence_of(self.cfg.distill), len(self.tokenizer)
             return divergence_loss(student, teachers, divergence, num_tokens=num_tokens, vocabulary=size)

@@ -105,18 +105,21 @@ class DPO:
         stats: list[DirectStats] = []
         tokens: list[TokenSums] = []
         total_loss = torch.zeros((), device=self.length_A.device)
-        for micro in chunks(units, cfg.micro_batch_size):
-            with span("forward"):
-                loss, micro_stats, micro_tokens = self.micro_batch_loss(micro, reference_A, num_units, kl)
-            with span("backward"):
-                self.optimizer.scaled(loss).backward()
-            total_loss += loss.detach()
-            stats.append(micro_stats)
-            tokens.append(micro_tokens)
-        with span("optimizer"):
-            report = self.optimizer.step(loss=total_loss.item())
-        metrics = {**merged(stats).metrics(), **token_metrics(tokens), **({"kl": kl} if cfg.loss == "kto" else {})}
-        return StepResult({**metrics, **update_metrics([report])}, report, lambda: self.batch_rows(units))
+        with span("update"):
+            for micro in chunks(units, cfg.micro_batch_size):
+                with span("forward"):
+                    loss, micro_stats, micro_tokens = self.micro_batch_loss(micro, reference_A, num_units, kl)
+                with span("backward"):
+                    self.optimizer.scaled(loss).backward()
+                total_loss += loss.detach()
+                stats.append(micro_stats)
+                tokens.append(micro_tokens)
+            with span("optimizer"):
+                report = self.optimizer.step(loss=total_loss.item())
+        with span("metrics"):
+            own = {"kl": kl} if cfg.loss == "kto" else {}
+            metrics = {**merged(stats).metrics(), **token_metrics(tokens), **own, **update_metrics([report])}
+        return StepResult(metrics, report, lambda: self.batch_rows(units))
 
     def micro_batch_loss(
         self, micro: Sequence[Unit], reference_A: torch.Tensor | None, num_units: float, kl: float

@@ -78,24 +78,31 @@ class GRPO:
         """The controller of the KL coefficient."""
         return {"kl": self.kl}
 
+    @property
+    def is_on_policy(self) -> bool:
+        """True if a rollout is used for a single update: then the policy is the one that drew."""
+        return self.cfg.num_epochs * self.cfg.num_minibatches == 1
+
     def step(self, prompts: Sequence[Prompt], index: int) -> StepResult:
         """GRPO step `index` (from 0): draw groups, score, compare within each group, update the policy."""
         cfg, temperature = self.cfg, self.rollouts.cfg.temperature
         groups, scores = self.draw(prompts, index)
         stats = StepStats(groups, scores)
         batch_rows = (partial(metrics.batch_rows, groups, scores), partial(metrics.sample_rows, groups, scores))
-        reference_logp_BT, advantage_PG = self.compare(groups, scores)
-        differs_P = self.differing(scores)  # by the rewards alone: a KL in the reward is no signal of its own
-        learnt_PG = scores.valid_PG & differs_P[:, None] & ~left_out(cfg, groups)
-        rows = torch.nonzero(learnt_PG.flatten()).flatten().tolist()
+        reference_logp_BT, kl_PG = self.kl_in_reward(groups)
+        with span("advantages"):
+            advantage_PG = self.compare(scores, kl_PG)
+            differs_P = self.differing(scores)  # by the rewards alone: a KL in the reward is no signal of its own
+            learnt_PG = scores.valid_PG & differs_P[:, None] & ~left_out(cfg, groups)
+            rows = torch.nonzero(learnt_PG.flatten()).flatten().tolist()
         if not rows:  # in no group do the rewards differ
-            return StepResult(stats.metrics(differs_P), None, *batch_rows)
+            return StepResult(stats.metrics(differs_P, rows), None, *batch_rows)
 
-        sequences = setup.sent(pack(groups, pad_id=0, rows=rows), self.uploader)
-        advantage_BT = advantage_PG.flatten()[rows].to(sequences.mask_BT.device)[:, None] * sequences.mask_BT
+        with span("pack"):
+            sequences = setup.sent(pack(groups, pad_id=0, rows=rows), self.uploader)
+            advantage_BT = advantage_PG.flatten()[rows].to(sequences.mask_BT.device)[:, None] * sequences.mask_BT
         old_logp_BT = sequences.raw_logp_BT
-        on_policy = cfg.num_epochs * cfg.num_minibatches == 1  # a single update: the policy is the one that drew
-        if not (on_policy or self.rollouts.is_exact):
+        if not (self.is_on_policy or self.rollouts.is_exact):
             with span("old_policy"):
                 old_logp_BT = rollouts.logps(self.policy, sequences, temperature, cfg.micro_batch_size)
         if reference_logp_BT is not None:  # computed for all completions, because it is in their rewards
@@ -106,22 +113,28 @@ class GRPO:
         batch = PolicyBatch(sequences, old_logp_BT, reference_logp_BT, advantage_BT)
         num_wanted = len(prompts) * scores.valid_PG.shape[1]
         drawn_per_row = min(num_wanted, int(scores.valid_PG.sum())) / len(rows)  # means count what was left out too
+        with span("update"):
+            self.update(batch, index, drawn_per_row, stats)
+        with span("metrics"):
+            self.kl.update(stats.mean_kl(), len(rows))
+            figures = {**stats.metrics(differs_P, rows), "objective/kl_coef": self.kl.value}
+        return StepResult(figures, stats.worst_report(), *batch_rows)
 
+    def update(self, batch: PolicyBatch, index: int, drawn_per_row: float, stats: "StepStats") -> None:
+        """Optimizer steps on the minibatches of each epoch over `batch`; in means a row counts as `drawn_per_row`."""
+        cfg = self.cfg
         for minibatch in rollouts.minibatches(batch, cfg, derive(self.rollouts.seed, "minibatches", index)):
             num_drawn = drawn_per_row * len(minibatch.sequences.lengths_B)
             size = rollouts.update_size(minibatch.sequences, cfg.micro_batch_size, num_drawn)  # global denominators
-            total_loss = torch.zeros((), device=advantage_BT.device)
+            total_loss = torch.zeros((), device=batch.advantage_BT.device)
             for chosen in chunks(range(len(minibatch.sequences.lengths_B)), cfg.micro_batch_size):
-                with span("update/forward"):
-                    loss = self.micro_batch_loss(minibatch.select(chosen), size, stats, on_policy=on_policy)
-                with span("update/backward"):
+                with span("forward"):
+                    loss = self.micro_batch_loss(minibatch.select(chosen), size, stats)
+                with span("backward"):
                     self.optimizer.scaled(loss).backward()
                 total_loss += loss.detach()
-            with span("update/optimizer"):
+            with span("optimizer"):
                 stats.add_report(self.optimizer.step(loss=total_loss.item()))  # refuses what is not finite
-        self.kl.update(stats.mean_kl(), len(rows))
-        figures = {**stats.metrics(differs_P), "objective/kl_coef": self.kl.value}
-        return StepResult(figures, stats.worst_report(), *batch_rows)
 
     def draw(self, prompts: Sequence[Prompt], index: int) -> tuple[list[Group], Scores]:
         """The groups of `prompts` and their scores.
@@ -154,29 +167,28 @@ class GRPO:
                 differs_P |= advantages.rewards_differ(part_PG, scores.valid_PG & ~part_PG.isnan())
         return differs_P
 
-    def compare(self, groups: Sequence[Group], scores: Scores) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Advantage of each completion by the rewards of its group, `[P, G]`.
-
-        If the KL is part of the reward, the reference's log-probs of all completions come first, `[P * G, T]`, else
-        None.
+    def kl_in_reward(self, groups: Sequence[Group]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """(Log-probs of all completions under the reference, `[P * G, T]`; their KL, `[P, G]`) if the KL is part of the
+        reward, else nothing.
         """
+        cfg = self.cfg
+        if self.reference is None or cfg.kl.place != "reward":
+            return None, None
+        return rollouts.sequence_kl(
+            self.reference, groups, cfg.kl, self.rollouts.cfg.temperature, cfg.micro_batch_size, self.uploader
+        )
+
+    def compare(self, scores: Scores, kl_PG: torch.Tensor | None) -> torch.Tensor:
+        """Advantage of each completion by the rewards of its group, less the KL if that is part of it, `[P, G]`."""
         cfg, valid_PG = self.cfg, scores.valid_PG
         if cfg.multi_objective_aggregation == "normalize_then_sum":
             part_RPG = torch.stack(list(scores.parts.values()))
             weights = torch.tensor(self.rollouts.scorer.weights)
-            return None, advantages.normalized_sum(part_RPG, weights, valid_PG).advantage_PG
-        reference_logp_BT, reward_PG = None, scores.total_PG
-        if self.reference is not None and cfg.kl.place == "reward":
-            reference_logp_BT, kl_PG = rollouts.sequence_kl(
-                self.reference, groups, cfg.kl, self.rollouts.cfg.temperature, cfg.micro_batch_size, self.uploader
-            )
-            reward_PG = reward_PG - self.kl.value * kl_PG.to(reward_PG)
-        found = advantages.group_relative(reward_PG, valid_PG, baseline=cfg.baseline, scale=cfg.scale)
-        return reference_logp_BT, found.advantage_PG
+            return advantages.normalized_sum(part_RPG, weights, valid_PG).advantage_PG
+        reward_PG = scores.total_PG if kl_PG is None else scores.total_PG - self.kl.value * kl_PG.to(scores.total_PG)
+        return advantages.group_relative(reward_PG, valid_PG, baseline=cfg.baseline, scale=cfg.scale).advantage_PG
 
-    def micro_batch_loss(
-        self, micro: PolicyBatch, size: policy_loss.UpdateSize, stats: "StepStats", *, on_policy: bool
-    ) -> torch.Tensor:
+    def micro_batch_loss(self, micro: PolicyBatch, size: policy_loss.UpdateSize, stats: "StepStats") -> torch.Tensor:
         """The GRPO loss of one micro-batch, a scalar; its statistics are added to `stats`."""
         cfg, sequences, drawing = self.cfg, micro.sequences, self.rollouts.cfg
         new = token_logps(
@@ -196,7 +208,7 @@ class GRPO:
                 cfg.loss_normalization, sequences.mask_BT, size, drawing.max_new_tokens
             ),
             num_tokens=size.num_tokens,
-            on_policy=on_policy,
+            on_policy=self.is_on_policy,
         )
         stats.add(policy.stats, sequences, new, micro.reference_logp_BT, policy.correction)
         return policy.loss
@@ -254,15 +266,17 @@ class StepStats:
         """Mean KL of a completion to the reference, in nats; 0 without a reference."""
         return self._kl_sum / max(1, self._updates.first.num_sequences)
 
-    def metrics(self, differs_P: torch.Tensor) -> Metrics:
-        """All metrics of the step. `differs_P` is true for groups whose rewards differ."""
+    def metrics(self, differs_P: torch.Tensor, learnt: Sequence[int]) -> Metrics:
+        """All metrics of the step. `differs_P` is true for groups whose rewards differ; `learnt` are the completions
+        that were learnt, counted over all groups.
+        """
         num_drawn = sum(len(completion.token_ids) for group in self._groups for completion in group.completions)
         shared = {
             **self._scores.metrics(),
             "frac_reward_zero_std": (~differs_P).float().mean().item(),
             "groups/num_drawn": float(len(self._groups)),
             "groups/num_dropped": float((~differs_P).sum().item()),
-            **metrics.completion_metrics(self._groups),
+            **metrics.completion_metrics(self._groups, learnt),
             "num_tokens": float(num_drawn),
         }
         if not self._updates.reports:

@@ -158,8 +158,11 @@ def _merged_corrections(corrections: Sequence[Correction]) -> Metrics:
     return merged_metrics
 
 
-def completion_metrics(groups: Sequence[Group]) -> Metrics:
-    """Lengths in tokens, and the share that the length limit cut off."""
+def completion_metrics(groups: Sequence[Group], learnt: Sequence[int] | None = None) -> Metrics:
+    """Lengths in tokens, the share that the length limit cut off, and the tokens of completions that are not `learnt`.
+
+    `learnt` are indices over all groups; None stands for all.
+    """
     completions = [completion for group in groups for completion in group.completions]
     lengths = [len(completion.token_ids) for completion in completions]
     return {
@@ -167,6 +170,7 @@ def completion_metrics(groups: Sequence[Group]) -> Metrics:
         "completions/min_length": float(min(lengths)),
         "completions/max_length": float(max(lengths)),
         "completions/clipped_ratio": mean([completion.finish_reason == "length" for completion in completions]),
+        "rollout/unused_tokens": 0.0 if learnt is None else float(sum(lengths) - sum(lengths[row] for row in learnt)),
     }
 
 

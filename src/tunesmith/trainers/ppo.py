@@ -16,7 +16,6 @@ from torch import nn
 from tunesmith.algorithms import advantages, kl, policy_loss, value_loss
 from tunesmith.algorithms.kl import Controller
 from tunesmith.batch.pack import PolicyScores, PPOBatch, Sequences, chunks, pack
-from tunesmith.batch.rollout import Group
 from tunesmith.batch.upload import Uploader
 from tunesmith.config.algorithm_sections import PPOSection
 from tunesmith.config.schema import PPORecipe
@@ -87,8 +86,9 @@ class PPO:
         """
         cfg = self.cfg
         groups, scores = self.rollouts.draw(prompts, "rollout", index)
-        valid = rollouts.valid_rows(scores)
-        sequences = setup.sent(pack(groups, pad_id=0, rows=valid), self.uploader)
+        with span("pack"):
+            valid = rollouts.valid_rows(scores)
+            sequences = setup.sent(pack(groups, pad_id=0, rows=valid), self.uploader)
         mask_BT = sequences.mask_BT
         with span("old_policy"):  # log-probs and values under the weights that drew the tokens
             old_logp_BT, old_value_BT = self.old_scores(sequences)
@@ -98,35 +98,44 @@ class PPO:
                 temperature = self.rollouts.cfg.temperature
                 reference_logp_BT = rollouts.logps(self.reference, sequences, temperature, cfg.micro_batch_size)
 
-        kl_BT = kl.estimate(cfg.kl.estimator, old_logp_BT, reference_logp_BT)
-        kl_in_reward = self.kl.value if cfg.kl.place == "reward" else 0.0
-        reward_BT = kl.penalised_reward(scores.total_PG.flatten()[valid].to(kl_BT), kl_BT, mask_BT, kl_in_reward)
-        if cfg.whiten_rewards:
-            reward_BT = advantages.whiten(reward_BT, mask_BT, shift_mean=False)
-        advantage_BT, return_BT = advantages.gae(reward_BT, old_value_BT, mask_BT, cfg.gamma, cfg.lam, by=cfg.gae)
-        if cfg.whiten_advantages:
-            advantage_BT = advantages.whiten(advantage_BT, mask_BT)
+        with span("advantages"):
+            kl_BT = kl.estimate(cfg.kl.estimator, old_logp_BT, reference_logp_BT)
+            kl_in_reward = self.kl.value if cfg.kl.place == "reward" else 0.0
+            reward_BT = kl.penalised_reward(scores.total_PG.flatten()[valid].to(kl_BT), kl_BT, mask_BT, kl_in_reward)
+            if cfg.whiten_rewards:
+                reward_BT = advantages.whiten(reward_BT, mask_BT, shift_mean=False)
+            advantage_BT, return_BT = advantages.gae(reward_BT, old_value_BT, mask_BT, cfg.gamma, cfg.lam, by=cfg.gae)
+            if cfg.whiten_advantages:
+                advantage_BT = advantages.whiten(advantage_BT, mask_BT)
         batch = PPOBatch(sequences, old_logp_BT, reference_logp_BT, advantage_BT, old_value_BT, return_BT)
 
-        stats = metrics.UpdateStats()
+        with span("update"):
+            stats = self.update(batch, index)
+        with span("metrics"):
+            self.kl.update(metrics.kl_per_sequence(old_logp_BT, reference_logp_BT, mask_BT), len(sequences.lengths_B))
+            lengths, coef = metrics.completion_metrics(groups, valid), {"objective/kl_coef": self.kl.value}
+            figures = {**step_metrics(scores, batch, kl_in_reward, stats), **lengths, **coef}
+        rows_of = (partial(metrics.batch_rows, groups, scores), partial(metrics.sample_rows, groups, scores))
+        return StepResult(figures, metrics.worst_report(stats.reports), *rows_of)
+
+    def update(self, batch: PPOBatch, index: int) -> metrics.UpdateStats:
+        """Optimizer steps on the minibatches of each epoch over `batch`, until the KL exceeds its target."""
+        cfg, stats = self.cfg, metrics.UpdateStats()
         for minibatch in rollouts.minibatches(batch, cfg, derive(self.rollouts.seed, "minibatches", index)):
             size = rollouts.update_size(minibatch.sequences, cfg.micro_batch_size)  # global denominators
-            total_loss = torch.zeros((), device=mask_BT.device)
+            total_loss = torch.zeros((), device=batch.advantage_BT.device)
             for rows in chunks(range(len(minibatch.sequences.lengths_B)), cfg.micro_batch_size):
-                with span("update/forward"):
+                with span("forward"):
                     loss = self.micro_batch_loss(minibatch.select(rows), size, stats)
-                with span("update/backward"):
+                with span("backward"):
                     self.optimizer.scaled(loss).backward()
                 total_loss += loss.detach()
-            with span("update/optimizer"):
+            with span("optimizer"):
                 stats.add_report(self.optimizer.step(loss=total_loss.item()))  # refuses what is not finite
             if cfg.target_kl is not None and stats.last_minibatch_kl() > cfg.target_kl:
                 stats.stopped_early = True
                 break
-        self.kl.update(metrics.kl_per_sequence(old_logp_BT, reference_logp_BT, mask_BT), len(sequences.lengths_B))
-        figures = {**step_metrics(groups, scores, batch, kl_in_reward, stats), "objective/kl_coef": self.kl.value}
-        rows_of = (partial(metrics.batch_rows, groups, scores), partial(metrics.sample_rows, groups, scores))
-        return StepResult(figures, metrics.worst_report(stats.reports), *rows_of)
+        return stats
 
     def micro_batch_loss(
         self, micro: PPOBatch, size: policy_loss.UpdateSize, stats: metrics.UpdateStats
@@ -194,10 +203,8 @@ class PPO:
         return save_final(self.policy.module, self.tokenizer, folder, card, value_head=self.value_head)
 
 
-def step_metrics(
-    groups: Sequence[Group], scores: Scores, batch: PPOBatch, kl_coef: float, stats: metrics.UpdateStats
-) -> Metrics:
-    """Metrics of a step under TRL's names: rewards, KL of the rollout, lengths, updates."""
+def step_metrics(scores: Scores, batch: PPOBatch, kl_coef: float, stats: metrics.UpdateStats) -> Metrics:
+    """Metrics of a step under TRL's names: rewards, KL of the rollout, updates."""
     mask_BT, num_tokens = batch.sequences.mask_BT, batch.sequences.num_tokens
     assert batch.reference_logp_BT is not None
     nats = metrics.kl_per_sequence(batch.old_logp_BT, batch.reference_logp_BT, mask_BT)
@@ -210,7 +217,6 @@ def step_metrics(
         "objective/non_score_reward": -kl_coef * nats,
         "objective/rlhf_reward": rewards["reward"] - kl_coef * nats,
         "kl": nats * len(mask_BT) / num_tokens,
-        **metrics.completion_metrics(groups),
         **stats.metrics(),
         "num_tokens": float(num_tokens),
     }

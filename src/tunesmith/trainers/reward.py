@@ -67,18 +67,20 @@ class Reward:
         num_pairs = sum_over_ranks(len(pairs))  # one global denominator
         stats: list[PreferenceStats | RankingStats] = []
         total_loss = torch.zeros((), device=self.model.model.device)
-        for micro in chunks(pairs, cfg.micro_batch_size):
-            with span("forward"):
-                loss, micro_stats = self.micro_batch_loss(
-                    micro, num_pairs, with_margin=cfg.margin == "column", center_coef=cfg.center_coef
-                )
-            with span("backward"):
-                self.optimizer.scaled(loss).backward()
-            total_loss += loss.detach()
-            stats.append(micro_stats)
-        with span("optimizer"):
-            report = self.optimizer.step(loss=total_loss.item())
-        metrics = {**merged(stats).metrics(), **update_metrics([report])}
+        with span("update"):
+            for micro in chunks(pairs, cfg.micro_batch_size):
+                with span("forward"):
+                    loss, micro_stats = self.micro_batch_loss(
+                        micro, num_pairs, with_margin=cfg.margin == "column", center_coef=cfg.center_coef
+                    )
+                with span("backward"):
+                    self.optimizer.scaled(loss).backward()
+                total_loss += loss.detach()
+                stats.append(micro_stats)
+            with span("optimizer"):
+                report = self.optimizer.step(loss=total_loss.item())
+        with span("metrics"):
+            metrics = {**merged(stats).metrics(), **update_metrics([report])}
         return StepResult(metrics, report, lambda: [asdict(pair) for pair in pairs])
 
     def micro_batch_loss(

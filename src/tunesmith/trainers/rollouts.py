@@ -218,11 +218,11 @@ def sequence_kl(
     """(log-probs of all completions under the reference, `[P * G, T]`; KL estimate of each completion summed over its
     tokens, `[P, G]`, in nats). The policy's log-probs are those that the engine recorded.
     """
-    sequences = setup.sent(pack(groups, pad_id=0), uploader)
     with span("reference"):
+        sequences = setup.sent(pack(groups, pad_id=0), uploader)
         reference_logp_BT = logps(reference, sequences, temperature, micro_batch_size)
-    kl_BT = kl.estimate(section.estimator, sequences.raw_logp_BT, reference_logp_BT)
-    return reference_logp_BT, kl.per_sequence(kl_BT, sequences.mask_BT).reshape(len(groups), -1)
+        kl_BT = kl.estimate(section.estimator, sequences.raw_logp_BT, reference_logp_BT)
+        return reference_logp_BT, kl.per_sequence(kl_BT, sequences.mask_BT).reshape(len(groups), -1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,17 +60,20 @@ class SFT:
         num_tokens = sum_over_ranks(num_learnt)  # one global denominator
         stats: list[TokenStats] = []
         total_loss = torch.zeros((), device=self.policy.module.device)
-        for micro in self.micro_batches(sequences):
-            with span("forward"):
-                loss, micro_stats = self.micro_batch_loss(micro, num_tokens)
-            with span("backward"):
-                self.optimizer.scaled(loss).backward()
-            total_loss += loss.detach()
-            stats.append(micro_stats)
-        with span("optimizer"):
-            report = self.optimizer.step(loss=total_loss.item())
-        sizes = {"num_tokens": float(sum(len(one.ids) for one in sequences)), "num_learnt_tokens": float(num_learnt)}
-        metrics = {**merged(stats).metrics(), **sizes, **update_metrics([report])}
+        with span("update"):
+            for micro in self.micro_batches(sequences):
+                with span("forward"):
+                    loss, micro_stats = self.micro_batch_loss(micro, num_tokens)
+                with span("backward"):
+                    self.optimizer.scaled(loss).backward()
+                total_loss += loss.detach()
+                stats.append(micro_stats)
+            with span("optimizer"):
+                report = self.optimizer.step(loss=total_loss.item())
+        with span("metrics"):
+            num_ids = sum(len(one.ids) for one in sequences)
+            sizes = {"num_tokens": float(num_ids), "num_learnt_tokens": float(num_learnt)}
+            metrics = {**merged(stats).metrics(), **sizes, **update_metrics([report])}
         return StepResult(metrics, report, partial(batch_rows, self.tokenizer, sequences))
 
     def export(self, folder: Path, card: ModelCard) -> Path:
