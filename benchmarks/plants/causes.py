@@ -116,6 +116,18 @@ PPO = Setup(
     rewards=("signal",),
 )
 
+BEST_OF_N = Setup(
+    {
+        "algorithm": "best_of_n",
+        "model.name": "scratch",
+        "prompts.source": "films",
+        "rollout.max_new_tokens": 48,
+        "rollout.min_new_tokens": 48,
+        "run.checkpoint_every": 0,
+    },
+    rewards=("signal",),
+)
+
 SFT = Setup(
     {
         "algorithm": "sft",
@@ -303,7 +315,7 @@ HEALTHY: Mapping[str, Setup] = {
     "grpo in minibatches": GRPO.plus(_set({"grpo.num_minibatches": 2, "grpo.num_epochs": 2})),
     "grpo of SmolLM2": GRPO.plus(_set({"model.name": "smollm2", "model.num_trainable_layers": 10})),
     "ppo": PPO,
-    "best_of_n": Setup({**GRPO.settings, "algorithm": "best_of_n"}, rewards=GRPO.rewards),
+    "best_of_n": BEST_OF_N,
     "dpo": DPO,
     "sft": SFT,
     "reward": REWARD,

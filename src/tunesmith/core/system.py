@@ -6,6 +6,8 @@ import platform
 import time
 from pathlib import Path
 
+from tunesmith.core import faults
+
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 _NEVER = 2**31 - 1
 
@@ -37,10 +39,11 @@ _fsync_s = 0.0
 
 
 def fsync(descriptor: int) -> None:
-    """`os.fsync`; its seconds are counted."""
+    """`os.fsync`, a fault point too; its seconds are counted."""
     global _fsync_s
     start_s = time.perf_counter()
     try:
+        faults.reach("fsync")
         os.fsync(descriptor)
     finally:
         _fsync_s += time.perf_counter() - start_s
