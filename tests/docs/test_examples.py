@@ -84,6 +84,8 @@ def test_a_printed_command_and_its_flags_exist(where: str, words: list[str]):
         pytest.skip("a flag of the program itself")
     command = words[: 2 if words[0] in NESTED else 1]
     text = cached_help(*command)
+    if words[0] == "profile" and words[1] in RECIPES:  # which takes the flags of that training too
+        text += cached_help("train", words[1])
     for word in words[len(command) :]:
         flag = word.split("=")[0]
         if not re.match(r"--?[a-z]", flag) or flag == "--help":

@@ -29,6 +29,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "watch": ("serve:watch", "Watch a run of any trainer in the browser, live."),
     "diagnose": ("diagnose:diagnose", "Say why a run is slow, and what to change."),
     "export": ("export:export", "Copy the trained model of a run to a folder of its own."),
+    "profile": ("profile:profile", "Record a few steps: timeline, operators, flame graph; compare two."),
     "runs ls": ("runs:ls", "List runs, newest first."),
     "runs show": ("runs:show", "Show a run: recipe, metrics, findings, checkpoints, how to go on."),
     "runs rm": ("runs:rm", "Remove runs, or their checkpoints alone."),

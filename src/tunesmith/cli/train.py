@@ -67,18 +67,9 @@ _OPTIONS: Mapping[str, type[_TrainOptions]] = MappingProxyType(
 
 def train(algorithm: str, words: Sequence[str]) -> None:
     """Run `tunesmith train ALGORITHM`."""
-    from tunesmith.config.schema import RECIPES
-
-    schema = RECIPES[algorithm]
-    data = next(section for section in _OPTIONS if section in schema.model_fields)
-    doc = (
-        f"{schema.__doc__}\n\nEvery key of the recipe is also a flag: --optimizer.learning-rate 3e-5. "
-        f"`tunesmith recipes keys {algorithm}` lists them."
-    )
-    options_type = type("Options", (_OPTIONS[data],), {"__doc__": doc})
-    options, unknown = parse_known(options_type, words, f"train {algorithm}")
+    options, unknown = parse_train(algorithm, words)
     with reporting(as_json=options.json) as output:
-        resolved = _resolve(algorithm, data, options, unknown)
+        resolved = resolve(algorithm, options, unknown)
         if options.dry_run:
             _show(resolved, output)
         else:
@@ -87,9 +78,30 @@ def train(algorithm: str, words: Sequence[str]) -> None:
             report(run(resolved.recipe, provenance=resolved.provenance, progress=wants_progress()), output)
 
 
-def _resolve(algorithm: str, data: str, options: _TrainOptions, unknown: Sequence[str]) -> "Resolved":
+def parse_train(algorithm: str, words: Sequence[str]) -> tuple[_TrainOptions, list[str]]:
+    """The flags of `tunesmith train ALGORITHM` in `words`, and the words of its recipe's keys."""
+    from tunesmith.config.schema import RECIPES
+
+    schema = RECIPES[algorithm]
+    doc = (
+        f"{schema.__doc__}\n\nEvery key of the recipe is also a flag: --optimizer.learning-rate 3e-5. "
+        f"`tunesmith recipes keys {algorithm}` lists them."
+    )
+    options_type = type("Options", (_OPTIONS[_data_section(algorithm)],), {"__doc__": doc})
+    return parse_known(options_type, words, f"train {algorithm}")
+
+
+def _data_section(algorithm: str) -> str:
+    from tunesmith.config.schema import RECIPES
+
+    return next(section for section in _OPTIONS if section in RECIPES[algorithm].model_fields)
+
+
+def resolve(algorithm: str, options: _TrainOptions, unknown: Sequence[str]) -> "Resolved":
+    """The recipe that flags, keys and files give."""
     from tunesmith.config.load import FLAGS, load_recipe, parse_overrides
 
+    data = _data_section(algorithm)
     overrides = parse_overrides(algorithm, unknown)
     for name in ("model", data, "reward", "level", "steps", "seed", "report_to"):
         value = getattr(options, name, None)

@@ -4,6 +4,8 @@ The command line maps a raised `TunesmithError` to its `exit_code` and prints th
 else that escapes is a defect of Tunesmith and keeps its traceback.
 """
 
+from pathlib import Path
+
 
 class TunesmithError(Exception):
     """Root of all errors that Tunesmith raises on purpose."""
@@ -59,6 +61,14 @@ class StoppedError(TunesmithError):
     def __init__(self, message: str, signal_number: int) -> None:
         super().__init__(message)
         self.exit_code = 128 + signal_number
+
+
+class ProfiledError(TunesmithError):
+    """The run was started for a profile, which is recorded in `run_dir`; it ended there."""
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__(f"{run_dir} was started for a profile, and ended when that was recorded")
+        self.run_dir = run_dir
 
 
 class NativeUnavailableError(InputError):

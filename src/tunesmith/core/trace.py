@@ -6,7 +6,7 @@ a span is also a fault point, see `core.faults`. `count` adds to a figure of the
 """
 
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -84,6 +84,29 @@ def watching(watcher: Watcher) -> Generator[None, None, None]:
         yield
     finally:
         _watchers = tuple(other for other in _watchers if other is not watcher)
+
+
+Follower = Callable[[str, float], None]
+"""Is told the name of a quantity and its value from now on; must take microseconds and not raise."""
+
+_followers: tuple[Follower, ...] = ()
+
+
+@contextmanager
+def following(follower: Follower) -> Generator[None, None, None]:
+    """Call `follower` for each `gauge` inside the block, in whatever thread."""
+    global _followers
+    _followers = (*_followers, follower)
+    try:
+        yield
+    finally:
+        _followers = tuple(other for other in _followers if other is not follower)
+
+
+def gauge(name: str, value: float) -> None:
+    """Tell the followers, if there are any, that the quantity `name` is `value` from now on."""
+    for follower in _followers:
+        follower(name, value)
 
 
 @contextmanager

@@ -13,10 +13,12 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 # A library that links an OpenMP of its own would bring a second pool of threads; with torch loaded first, both share
 # the one that torch has.
@@ -302,12 +304,36 @@ def load(op: str, *, sources: Path = _SOURCES) -> ctypes.CDLL:
         if not path.is_file():
             path.parent.mkdir(parents=True, exist_ok=True)
             _build(source, compiler, path)
-        return ctypes.CDLL(str(path))
+        library = ctypes.CDLL(str(path))
+        _loaded.add(library)
+        return library
     except OSError as error:
         raise NativeUnavailableError(
             f"cannot write or load the compiled kernel {path}: {error}. Free some space, or set TUNESMITH_CACHE to a "
             "folder that is writable and not mounted noexec"
         ) from error
+
+
+_loaded: weakref.WeakSet[ctypes.CDLL] = weakref.WeakSet()
+"""Libraries in use, for `wrapped`."""
+
+
+@contextmanager
+def wrapped(wrap: Callable[[Any], Any]) -> Generator[None, None, None]:
+    """Replace each function that was called before by `wrap(function)` inside the block, as the profiler does."""
+    found = [
+        (library, name, function)
+        for library in _loaded
+        for name, function in vars(library).items()
+        if isinstance(function, library._FuncPtr)
+    ]
+    for library, name, function in found:
+        setattr(library, name, wrap(function))
+    try:
+        yield
+    finally:
+        for library, name, function in found:
+            setattr(library, name, function)
 
 
 def find_compiler() -> tuple[str, ...]:

@@ -47,7 +47,7 @@ def write_run_report(run_dir: Path) -> Path:
     drawn = curves(metrics)
     diagnosis = diagnose(read_facts(run_dir))
     result = read_object(run_dir / "result.json")
-    return _write(
+    return write_page(
         run_dir / "report.html",
         "run.html",
         drawn.all,
@@ -97,7 +97,7 @@ def write_comparison_report(
     """
     charts = _comparison_charts(comparison)
     policy_curves = curves(policy_metrics, prefix="policy-")
-    return _write(
+    return write_page(
         path,
         "comparison.html",
         (*charts.values(), *policy_curves.all),
@@ -128,7 +128,7 @@ def write_demo_report(path: Path, demo: Facts) -> Path:
     rater = str(demo.get("rater", "unknown"))
     # Figures of the comparison fill in what the result leaves out.
     result: Facts = {**comparison, **(demo.get("result") or {})}
-    return _write(
+    return write_page(
         path,
         "demo.html",
         (*charts.values(), *reward_curves.all, *policy_curves.all),
@@ -163,7 +163,7 @@ def _comparison_charts(comparison: Facts) -> dict[str, Chart]:
     return {name: chart for name, chart in charts.items() if chart}
 
 
-def _write(path: Path, template: str, drawn: Sequence[Chart], **context: Any) -> Path:
+def write_page(path: Path, template: str, drawn: Sequence[Chart], **context: Any) -> Path:
     """Render `template` with the context of all pages to a temporary file and rename it to `path`."""
     plotly = _plotly_source() if drawn else ""
     script = _template_source("charts.js")

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from tunesmith.core.trace import gauge
 from tunesmith.rollout.kv_cache import BLOCK_TOKENS, BlockCopy, KVCache, Table, blocks_for
 from tunesmith.rollout.sequence import Decode, Limits, Sequence
 from tunesmith.rollout.usage import Usage
@@ -175,6 +176,7 @@ class Scheduler:
         sequences = [running.sequence for running in self._running]
         self._planned = Plan(copies, sequences, decode, chunks, prefill, num_steps)
         self._planned_at_s = time.perf_counter()
+        gauge("engine slots in use", len(sequences))
         return self._planned
 
     def accept(self, plan: Plan, runs: list[Run]) -> list[Sequence]:
@@ -224,6 +226,7 @@ class Scheduler:
         """
         tables = [running.table for running in self._running]
         tables += [group.table for group in (*self._ready, *self._prefilling)]
+        gauge("engine slots in use", 0)
         for table in reversed(tables):  # a prompt that shares blocks of one still in prefill is freed first
             self._cache.free(table)
         self._queue.clear()

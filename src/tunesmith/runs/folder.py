@@ -6,6 +6,7 @@ runs/<date>-<name>-<id>/
   samples.jsonl     prompts, completions, scores  findings.jsonl    alarms and notes
   resumes.jsonl     one object per resume         refused/          batches whose update was refused
   data.json         rows read, dropped, leaked    setup.json        how the run computes
+  profile/          what `tunesmith profile` recorded
   checkpoints/      see runs/checkpoint.py run.lock          held while a process trains
   final/            the model, Hugging Face layout  result.json     the summary   report.html
 """

@@ -28,7 +28,7 @@ FIGURES = ("eval/accuracy", "eval/reward", "eval/rewards/accuracies", "reward", 
 _MAX_DEPTH = 3
 _STAMP = re.compile(r"(\d{8}-\d{6})-")
 # Folders inside of a run that hold no other runs.
-_PARTS = frozenset({"checkpoints", "final", "refused", "tensorboard"})
+_PARTS = frozenset({"checkpoints", "final", "refused", "tensorboard", "profile"})
 _MAX_JSON_BYTES = 10_000_000
 
 Row = Mapping[str, object]

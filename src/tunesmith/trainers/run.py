@@ -135,12 +135,14 @@ def run(
     progress: bool = True,
     resume: Path | None = None,
     algorithm: type[PolicyLearner] | None = None,
+    profile_steps: int = 0,
 ) -> setup.RunResult:
     """Train as the recipe `cfg` says, or continue the run in the folder `resume`; returns folder, metrics and summary.
 
     `inputs` are used in place of data and rewards that `cfg` names; `provenance` is the origin of each key of `cfg`,
     recorded with the run. `algorithm` is a learner's class of your own, used in place of that of `cfg.algorithm`; it
-    draws completions, and reads that algorithm's section.
+    draws completions, and reads that algorithm's section. With `profile_steps` the run ends, with a ProfiledError, when
+    it has profiled that many steps.
 
     Raises:
         InputError: for a config, model, data or reward that cannot be used, before the run folder is made.
@@ -153,7 +155,7 @@ def run(
     learner = task.build()
     estimate = task.estimate()
     announce(estimate, task.num_steps, progress)
-    job = Job(learner, task.num_steps, {**task.prepare(learner, progress), "the device": device.type})
+    job = Job(learner, task.num_steps, {**task.prepare(learner, progress), "the device": device.type}, profile_steps)
     with open_session(
         cfg,
         job,

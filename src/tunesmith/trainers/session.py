@@ -12,13 +12,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tunesmith.config.schema import Recipe, SamplingRecipe
-from tunesmith.core.errors import RunError, StoppedError, TrainingError
+from tunesmith.core.errors import ProfiledError, RunError, StoppedError, TrainingError
 from tunesmith.core.log import get_logger
 from tunesmith.core.trace import Trace, span, trace
 from tunesmith.data.sets import Facts
 from tunesmith.models.optimizer import StepReport
 from tunesmith.profiling.diagnosis import slow_findings
 from tunesmith.profiling.meter import Meter, metering
+from tunesmith.profiling.recorder import StepProfiler
 from tunesmith.reports.html import write_run_report
 from tunesmith.runs.checkpoint import Checkpoint, CheckpointWriter
 from tunesmith.runs.environment import peak_rss_gb, rss_gb
@@ -51,11 +52,15 @@ _MAX_REFUSED_DUMPS = 20
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A learner, the length of its run, and the hashes that a resumed run must find unchanged."""
+    """A learner, the length of its run, and the hashes that a resumed run must find unchanged.
+
+    With `profile_steps` the run ends once it has profiled that many.
+    """
 
     learner: Learner
     num_steps: int
     identity: Mapping[str, str]
+    profile_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +110,13 @@ class Session:
         self._num_findings = 0
         self._writer = CheckpointWriter(folder.checkpoints, cfg.run.keep_checkpoints)
         self._saved_step: int | None = None
+        self._profiler = StepProfiler(folder.path, job.profile_steps)
 
     def steps(self) -> range:
         """Indices, from 0, of the remaining steps."""
         self._reporter.begin(self.first_step)
         self._close_step()
+        self._profiler.between_steps(self.first_step)
         return range(self.first_step, self._job.num_steps)
 
     def is_due(self, index: int, every: int) -> bool:
@@ -139,6 +146,7 @@ class Session:
         Raises:
             TrainingError: if too many steps in a row were refused, naming the parameter whose gradient was bad.
             StoppedError: after SIGTERM or SIGINT, once the checkpoint is written.
+            ProfiledError: once the profile that the run was started for is recorded.
         """
         with trace(self._between):
             with span("checkpoint"):
@@ -149,6 +157,10 @@ class Session:
             if every and self.is_due(step - 1, every):
                 with span("checkpoint"):
                     self._save()
+        self._profiler.between_steps(step)
+        if self._profiler.is_done:
+            self.finish({"algorithm": self.cfg.algorithm, "steps": step})
+            raise ProfiledError(self.folder.path)
         self.leave_if_asked()
 
     def _record(self, step: int, record: StepRecord, shown: Sequence[str]) -> None:
@@ -266,7 +278,8 @@ class Session:
             )
 
     def close(self) -> None:
-        """Wait for a checkpoint that is being written."""
+        """Wait for a checkpoint that is being written; end a profile that is being recorded."""
+        self._profiler.close()
         self._writer.close()
 
     def _save(self) -> None:

@@ -1,0 +1,182 @@
+"""`tunesmith profile`: record a few steps of a new or a running training, or compare two profiles."""
+
+import math
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from tunesmith.cli.options import check_ranges, flag, parse, parse_known
+from tunesmith.cli.output import Output, reporting, wants_progress
+from tunesmith.config.keys import did_you_mean
+from tunesmith.core.errors import InputError, ProfiledError, RunError
+from tunesmith.core.log import visible
+
+if TYPE_CHECKING:
+    from tunesmith.config.schema import Recipe
+    from tunesmith.profiling.profile import Compared, Comparison, Profile
+
+_MAX_OPERATORS = 12
+_MAX_FUNCTIONS = 6
+_MAX_STEPS = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileOptions:
+    """Record a few steps of a training: timeline, operators by stage, flame graph of Python, in RUN/profile/.
+
+    `tunesmith profile ALGORITHM` starts a run with the flags of `tunesmith train ALGORITHM`, lets one step warm up,
+    records the next ones, and ends. `--attach RUN` records a training that runs, which goes on. `--compare A B` shows
+    two profiles side by side.
+    """
+
+    attach: Annotated[str | None, flag("Record the next steps of this running training.", "RUN")] = None
+    compare: Annotated[tuple[str, str] | None, flag("Runs, or profiles' folders, to compare.", "RUN")] = None
+    steps: Annotated[int, flag("Steps to record.", "N")] = 2
+    html: Annotated[Path | None, flag("Write the page of a comparison.", "FILE")] = None
+    dir: Annotated[Path, flag("Folder that holds the runs.", "FOLDER")] = Path("runs")
+    timeout_s: Annotated[float, flag("Seconds to wait for the steps of --attach.", "S")] = 1800.0
+    json: Annotated[bool, flag("Print one JSON object.")] = False
+
+
+def profile(words: Sequence[str]) -> None:
+    """Run `tunesmith profile`."""
+    is_new = bool(words) and not words[0].startswith("-")
+    if is_new:
+        options, rest = parse_known(ProfileOptions, words[1:], "profile")
+    else:
+        options, rest = parse(ProfileOptions, words, "profile"), []
+    if [is_new, options.attach is not None, options.compare is not None].count(True) != 1:
+        raise InputError("give one of ALGORITHM, --attach RUN and --compare A B, as in `tunesmith profile grpo`")
+    check_ranges(options, steps=(1, _MAX_STEPS), timeout_s=(0, math.inf))
+    with reporting(as_json=options.json) as output:
+        if options.compare:
+            _compare(options.compare, options, output)
+        elif options.attach:
+            _say_profile(_attached(options.attach, options), output)
+        else:
+            _say_profile(_recorded(words[0], rest, options.steps), output)
+
+
+def _recorded(algorithm: str, words: Sequence[str], num_steps: int) -> Path:
+    """The folder of a new run that was profiled and has ended."""
+    from tunesmith.cli.train import parse_train, resolve
+    from tunesmith.config.schema import RECIPES
+
+    algorithms = [name for name in RECIPES if name != "live"]
+    if algorithm not in algorithms:
+        raise InputError(
+            f"there is no algorithm {visible(algorithm)!r}{did_you_mean(algorithm, algorithms)}; there are "
+            f"{', '.join(algorithms)}"
+        )
+    flags, keys = parse_train(algorithm, words)
+    if flags.dry_run:
+        raise InputError(f"--dry-run is a flag of `tunesmith train {algorithm}`; leave it out to record a profile")
+    resolved = resolve(algorithm, flags, keys)
+    from tunesmith.trainers.run import run
+
+    recipe = _short(resolved.recipe, num_steps)
+    try:
+        run(recipe, provenance=resolved.provenance, progress=wants_progress(), profile_steps=num_steps)
+    except ProfiledError as done:
+        return done.run_dir
+    raise RunError("the run ended before its steps were recorded; give more data or fewer --steps")
+
+
+def _short(recipe: "Recipe", num_steps: int) -> "Recipe":
+    """`recipe` for a run with one step more than the profile sees: the last one evaluates, which is not typical."""
+    name = recipe.run.name or f"profile-{recipe.algorithm}"
+    return recipe.model_copy(update={"run": recipe.run.model_copy(update={"steps": 1 + num_steps + 1, "name": name})})
+
+
+def _attached(given: str, options: ProfileOptions) -> Path:
+    """The folder of the running training `given`, after its next steps are recorded."""
+    from tunesmith.profiling.request import ask, wait
+    from tunesmith.runs.listing import resolve_run
+
+    run_dir = resolve_run(given, options.dir.expanduser())
+    request = ask(run_dir, options.steps)
+    if wants_progress():
+        sys.stderr.write(f"waiting for {1 + options.steps} steps of {run_dir}; the first one warms up\n")
+    wait(run_dir, request, options.timeout_s)
+    return run_dir
+
+
+def _say_profile(run_dir: Path, output: Output) -> None:
+    """Make the files of the recorded profile, print its tables and where it is."""
+    from tunesmith.profiling.profile import finish
+    from tunesmith.reports.profile_page import write_profile_page
+
+    found = finish(run_dir)
+    page = write_profile_page(found)
+    _say_tables(found, output)
+    output.say(f"\npage     {page}\ntrace    {found.folder / 'trace.json.gz'} (open it in https://ui.perfetto.dev)")
+    output.say(f"compare  tunesmith profile --compare {shlex.quote(str(run_dir))} OTHER_RUN")
+    output.finish({**found.to_json(), "run_dir": run_dir, "folder": found.folder, "page": page})
+
+
+def _say_tables(found: "Profile", output: Output) -> None:
+    names = f"{len(found.steps)} steps" if len(found.steps) > 1 else found.steps[0][0]
+    output.say(f"{names} of {visible(found.run)}, {found.step_s:.3f} s each on {found.device}\n")
+    rows = [("stage", "ms", "share", "alone", "operators", "gaps", "calls")]
+    for stage in found.stages:
+        figures = [stage[name] for name in ("total_s", "self_s", "operator_s", "gap_s")]
+        total, alone, operators, gaps = (f"{1e3 * value:.1f}" for value in figures)
+        share = f"{stage['total_s'] / found.step_s:.1%}" if stage["is_main"] else "beside"
+        rows.append((visible(stage["stage"]), total, share, alone, operators, gaps, f"{stage['dispatches']:.0f}"))
+    _say_columns(rows, output)
+    rows = [("operator", "ms", "calls", "launches", "stage")]
+    for use in found.operators[:_MAX_OPERATORS]:
+        figures = (f"{1e3 * use['self_s']:.1f}", f"{use['calls']:.0f}", f"{use['launches']:.0f}")
+        rows.append((visible(use["operator"]), *figures, visible(use["stage"])))
+    output.say("")
+    _say_columns(rows, output)
+    rows = [("function of Python", "itself", "with callees")]
+    for name, own, share in found.functions[:_MAX_FUNCTIONS]:
+        rows.append((visible(name), f"{own:.1%}", f"{share:.1%}"))
+    output.say("")
+    _say_columns(rows, output)
+
+
+def _compare(names: tuple[str, str], options: ProfileOptions, output: Output) -> None:
+    from tunesmith.profiling.profile import compare, read_profile
+    from tunesmith.reports.profile_page import write_profile_comparison
+
+    before, after = (read_profile(_place(name, options.dir.expanduser())) for name in names)
+    found = compare(before, after)
+    _say_comparison(found, output)
+    if options.html is not None:
+        output.say(f"\npage  {write_profile_comparison(options.html, found)}")
+    output.finish({**found.to_json(), "page": options.html})
+
+
+def _place(given: str, folder: Path) -> Path:
+    """The folder of a profile, as given, or of the run that `given` names."""
+    from tunesmith.profiling.profile import FIGURES
+    from tunesmith.runs.listing import resolve_run
+
+    path = Path(given).expanduser()
+    return path if (path / FIGURES).is_file() else resolve_run(given, folder)
+
+
+def _say_comparison(found: "Comparison", output: Output) -> None:
+    output.say(f"A  {visible(str(found.before.folder))}\nB  {visible(str(found.after.folder))}\n")
+    header = ("ms of a step", "A", "B", "A / B")
+    _say_columns([header, *map(_cells, (found.step, *found.stages))], output)
+    output.say("")
+    _say_columns([("operator", *header[1:]), *map(_cells, found.operators[:_MAX_OPERATORS])], output)
+
+
+def _cells(row: "Compared") -> tuple[str, ...]:
+    values = ("" if value is None else f"{1e3 * value:.1f}" for value in (row.before_s, row.after_s))
+    return (visible(row.name), *values, "" if row.ratio is None else f"{row.ratio:.2f}")
+
+
+def _say_columns(rows: Sequence[Sequence[str]], output: Output) -> None:
+    """Print `rows` as aligned columns, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for first, *others in rows:
+        cells = (f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True))
+        output.say("  ".join((f"{first:<{widths[0]}}", *cells)).rstrip())

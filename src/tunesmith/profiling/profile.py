@@ -1,0 +1,192 @@
+"""The profile of a run: its files, the figures in them, and the comparison of two.
+
+RUN/profile/
+  trace.json.gz   opens in Perfetto and chrome://tracing    operators.json  steps, stages, operators, gaps
+  stacks.txt      Python's stacks, collapsed                profile.html    the page, written by reports/profile_page.py
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tunesmith.core.errors import RunError
+from tunesmith.profiling import chrome, flame
+from tunesmith.profiling.operators import analyse
+from tunesmith.profiling.request import FOLDER, drop_answer, read_answer
+
+FIGURES = "operators.json"
+STACKS = "stacks.txt"
+
+_STAGE_FIGURES = ("calls", "total_s", "self_s", "operator_s", "gap_s", "dispatches", "launches", "kernel_s")
+_OPERATOR_FIGURES = ("calls", "total_s", "self_s", "launches", "kernel_s")
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Figures of a recorded profile, means of one step; `folder` has its files.
+
+    `stages`, `operators` and `gaps` are rows as in `profiling.operators`, `functions` are (function, own share, share)
+    of Python's main thread, `counters` and `threads` the mean and the maximum of each series. `steps` are (name, s).
+    """
+
+    folder: Path
+    run: str
+    device: str
+    num_threads: int
+    steps: Sequence[tuple[str, float]]
+    stages: Sequence[Row]
+    operators: Sequence[Row]
+    gaps: Sequence[Row]
+    functions: Sequence[tuple[str, float, float]]
+    counters: Mapping[str, Mapping[str, float]]
+    threads: Mapping[str, Mapping[str, float]]
+
+    @property
+    def step_s(self) -> float:
+        """Mean time of a profiled step."""
+        return sum(seconds for _, seconds in self.steps) / len(self.steps)
+
+    def to_json(self) -> dict[str, Any]:
+        """All figures, as `operators.json` has them."""
+        facts = {**asdict(self), "step_s": self.step_s}
+        del facts["folder"]
+        return facts
+
+
+def finish(run_dir: Path) -> Profile:
+    """Make the files of the profile that was recorded in `run_dir`, and remove the recorder's own.
+
+    Raises:
+        RunError: if nothing was recorded, or the recording cannot be read.
+    """
+    folder = run_dir / FOLDER
+    samples = read_answer(run_dir)
+    if samples is None or "problem" in samples:
+        raise RunError(f"{run_dir} could not be profiled: {(samples or {}).get('problem', 'nothing was recorded')}")
+    try:
+        trace = chrome.build(json.loads((folder / chrome.RAW_TRACE).read_text(encoding="utf-8")), samples)
+        counts = flame.counted(samples["stacks"][index] for index in _looks_in(samples, trace))
+        profile = _figures(folder, samples, trace["traceEvents"], flame.functions(counts) if counts else [])
+        chrome.write(folder / chrome.TRACE, trace)
+        (folder / STACKS).write_text(flame.collapsed(counts), encoding="utf-8")
+        (folder / FIGURES).write_text(json.dumps(profile.to_json(), indent=1) + "\n", encoding="utf-8")
+        (folder / chrome.RAW_TRACE).unlink()
+        drop_answer(run_dir)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(f"the profile in {folder} cannot be finished ({error}); record it again") from error
+    return profile
+
+
+def _looks_in(samples: Mapping[str, Any], trace: Mapping[str, Any]) -> list[int]:
+    """Indices of the stacks that were seen during the profiled steps."""
+    start_ns = trace["otherData"]["start_ns"]
+    end_ns = start_ns + 1e3 * max(event["ts"] + event.get("dur", 0.0) for event in trace["traceEvents"])
+    return [index for time_ns, index in samples["looks"] if start_ns <= time_ns < end_ns]
+
+
+def _figures(
+    folder: Path, samples: Mapping[str, Any], events: Sequence[chrome.Event], functions: list[tuple[str, float, float]]
+) -> Profile:
+    uses = analyse(events, int(samples["main_thread"]))
+    num_steps = len(uses.steps)
+    series: dict[str, list[float]] = {}
+    for event in events:
+        if event["ph"] == "C":
+            series.setdefault(event["name"], []).append(event["args"]["value"])
+    ranges = {name: {"mean": sum(values) / len(values), "max": max(values)} for name, values in series.items()}
+    return Profile(
+        folder,
+        samples["run"],
+        samples["device"],
+        samples["num_threads"],
+        uses.steps,
+        [_per_step(asdict(stage), _STAGE_FIGURES, num_steps) for stage in uses.stages],
+        [_per_step(asdict(operator), _OPERATOR_FIGURES, num_steps) for operator in uses.operators],
+        [asdict(gap) for gap in uses.gaps],
+        functions,
+        {name: range_ for name, range_ in ranges.items() if not name.startswith(chrome.CORES)},
+        {n.removeprefix(chrome.CORES): range_ for n, range_ in ranges.items() if n.startswith(chrome.CORES)},
+    )
+
+
+def _per_step(row: Row, names: Sequence[str], num_steps: int) -> Row:
+    return {**row, **{name: row[name] / num_steps for name in names}}
+
+
+def read_profile(path: Path) -> Profile:
+    """The profile in the run folder `path`, or in the profile's folder itself.
+
+    Raises:
+        RunError: if there is none, or it cannot be read.
+    """
+    folder = path / FOLDER if (path / FOLDER).is_dir() else path
+    if not (folder / FIGURES).is_file():
+        raise RunError(f"{path} has no profile; record one with `tunesmith profile --attach {path}` while it trains")
+    try:
+        facts = json.loads((folder / FIGURES).read_text(encoding="utf-8"))
+        del facts["step_s"]
+        return Profile(folder, **facts)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{folder / FIGURES} cannot be read ({error}); record the profile again") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A quantity in two profiles, s of a step; None where one of them does not have it."""
+
+    name: str
+    before_s: float | None
+    after_s: float | None
+
+    @property
+    def ratio(self) -> float | None:
+        """Times that the first is longer than the second."""
+        return self.before_s / self.after_s if self.before_s and self.after_s else None
+
+    def to_json(self) -> dict[str, Any]:
+        """The row, with its ratio."""
+        return {**asdict(self), "ratio": self.ratio}
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two profiles side by side: the step, its stages, and operators summed over the stages."""
+
+    before: Profile
+    after: Profile
+    step: Compared
+    stages: Sequence[Compared]
+    operators: Sequence[Compared]
+
+    def to_json(self) -> dict[str, Any]:
+        """All rows, and which profiles they are of."""
+        return {
+            "before": str(self.before.folder),
+            "after": str(self.after.folder),
+            "step": self.step.to_json(),
+            "stages": [row.to_json() for row in self.stages],
+            "operators": [row.to_json() for row in self.operators],
+        }
+
+
+def compare(before: Profile, after: Profile) -> Comparison:
+    """Stages in the order of their begin; operators by the difference of their times, largest first."""
+    stages = _paired(_sums(before.stages, "stage", "total_s"), _sums(after.stages, "stage", "total_s"))
+    operators = _paired(_sums(before.operators, "operator", "self_s"), _sums(after.operators, "operator", "self_s"))
+    operators.sort(key=lambda row: -abs((row.before_s or 0.0) - (row.after_s or 0.0)))
+    return Comparison(before, after, Compared("step", before.step_s, after.step_s), stages, operators)
+
+
+def _sums(rows: Sequence[Row], name: str, figure: str) -> dict[str, float]:
+    sums: dict[str, float] = {}
+    for row in rows:
+        sums[row[name]] = sums.get(row[name], 0.0) + row[figure]
+    return sums
+
+
+def _paired(before: Mapping[str, float], after: Mapping[str, float]) -> list[Compared]:
+    return [Compared(name, before.get(name), after.get(name)) for name in dict.fromkeys((*before, *after))]

@@ -1,0 +1,140 @@
+"""A thread that looks at the process every few milliseconds: Python's stack, memory, time of each thread, the GIL."""
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType, FrameType
+
+from tunesmith.runs.environment import rss_gb
+
+STACK_PERIOD_S = 0.005
+COUNTER_PERIOD_S = 0.02
+GIL_ASKS = 5
+"""Asks for the GIL that make one value of its counter."""
+
+_OWN_CODE = str(Path(__file__).parent)
+_TASKS = Path("/proc/self/task")
+
+Series = list[tuple[int, float]]
+"""(time, value) of a quantity; times are nanoseconds since 1970, as in torch's traces."""
+
+
+@dataclass(slots=True)
+class Samples:
+    """What was seen. `stacks[i]` are the functions of a stack, outermost first; `looks` are (time, index of a stack).
+
+    `counters` are quantities of the process by name, `cores` the share of a processor that each thread used by its id,
+    `threads` the names of the threads.
+    """
+
+    stacks: list[list[str]] = field(default_factory=list)
+    looks: list[tuple[int, int]] = field(default_factory=list)
+    counters: dict[str, Series] = field(default_factory=dict)
+    cores: dict[int, Series] = field(default_factory=dict)
+    threads: dict[int, str] = field(default_factory=dict)
+
+
+class Sampler:
+    """Samples the thread that makes it, and the process, from `start` to `stop`.
+
+    `read_gil`, if given, returns (asks for the GIL that found it taken, all asks) since its last call.
+    """
+
+    def __init__(self, read_gil: Callable[[], tuple[int, int]] | None = None) -> None:
+        self.samples = Samples()
+        self._main = threading.get_ident()
+        self._read_gil = read_gil
+        self._num_blocked = self._num_asks = 0
+        self._index: dict[tuple[CodeType, ...], int] = {}
+        self._used_ns: dict[int, tuple[int, int]] = {}
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="profile-sampler", daemon=True)
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._thread.start()
+
+    def stop(self) -> Samples:
+        """End the thread; returns what it saw."""
+        self._ended.set()
+        self._thread.join()
+        self.samples.stacks = [
+            [_name(code) for code in reversed(codes) if not code.co_filename.startswith(_OWN_CODE)]
+            for codes in self._index
+        ]
+        return self.samples
+
+    def gauge(self, name: str, value: float) -> None:
+        """Record a value of the counter `name`; a `core.trace.Follower`."""
+        self.samples.counters.setdefault(name, []).append((time.time_ns(), value))
+
+    def _run(self) -> None:
+        next_counters_s = 0.0
+        while not self._ended.wait(STACK_PERIOD_S):
+            self._look()
+            now_s = time.monotonic()
+            if now_s >= next_counters_s:
+                next_counters_s = now_s + COUNTER_PERIOD_S
+                self._count()
+
+    def _look(self) -> None:
+        frame = sys._current_frames().get(self._main)
+        codes = tuple(frame.f_code for frame in _frames(frame))
+        self.samples.looks.append((time.time_ns(), self._index.setdefault(codes, len(self._index))))
+
+    def _count(self) -> None:
+        self.gauge("resident memory (GB)", rss_gb())
+        if self._read_gil is not None:
+            self._count_gil(*self._read_gil())
+        names = {thread.native_id: thread.name for thread in threading.enumerate() if thread.native_id}
+        for thread_id, now_ns, used_ns in _thread_times():
+            last_ns, last_used_ns = self._used_ns.get(thread_id, (now_ns, used_ns))
+            self._used_ns[thread_id] = now_ns, used_ns
+            if now_ns > last_ns:
+                share = (used_ns - last_used_ns) / (now_ns - last_ns)
+                self.samples.cores.setdefault(thread_id, []).append((now_ns, min(1.0, share)))
+                if thread_id not in self.samples.threads:
+                    self.samples.threads[thread_id] = names.get(thread_id) or _kernel_name(thread_id)
+
+    def _count_gil(self, num_blocked: int, num_asks: int) -> None:
+        self._num_blocked += num_blocked
+        self._num_asks += num_asks
+        if self._num_asks >= GIL_ASKS:
+            self.gauge("GIL busy", self._num_blocked / self._num_asks)
+            self._num_blocked = self._num_asks = 0
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _name(code: CodeType) -> str:
+    """`file:function`, the file without folder; those of packages with the folder, because many have the same name."""
+    path = Path(code.co_filename)
+    return f"{path.parent.name}/{path.name}:{code.co_qualname}"
+
+
+def _thread_times() -> Iterator[tuple[int, int, int]]:
+    """(id, time, processor time) of each thread of the process, in ns; nothing where the system does not tell."""
+    try:
+        tasks = list(_TASKS.iterdir())
+    except OSError:
+        return
+    for task in tasks:
+        try:
+            used_ns = int((task / "schedstat").read_text().split()[0])
+        except (OSError, ValueError, IndexError):  # the thread has ended
+            continue
+        yield int(task.name), time.time_ns(), used_ns
+
+
+def _kernel_name(thread_id: int) -> str:
+    try:
+        return (_TASKS / str(thread_id) / "comm").read_text().strip()
+    except OSError:
+        return "thread"

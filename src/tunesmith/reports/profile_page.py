@@ -1,0 +1,120 @@
+"""The pages of a profile and of two profiles, in the style of the other reports."""
+
+from pathlib import Path
+
+from tunesmith.core.errors import RunError
+from tunesmith.profiling import chrome, flame
+from tunesmith.profiling.profile import STACKS, Comparison, Profile
+from tunesmith.reports.html import write_page
+from tunesmith.reports.profile_figures import compared_cells, comparison_bars, flame_graph, timeline
+from tunesmith.reports.text import UNKNOWN, duration, percent
+from tunesmith.reports.views import Tile
+
+PAGE = "profile.html"
+
+_LEAST_SHARE = 0.004
+"""Narrower boxes of a flame graph are not drawn."""
+
+_MAX_OPERATORS = 80
+_MAX_FUNCTIONS = 40
+
+
+def write_profile_page(profile: Profile) -> Path:
+    """Write `profile.html` beside the profile's other files, and return its path.
+
+    Raises:
+        RunError: if the trace or the stacks cannot be read.
+    """
+    try:
+        trace = chrome.read(profile.folder / chrome.TRACE)
+        counts = flame.parse((profile.folder / STACKS).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunError(f"the files in {profile.folder} cannot be read ({error}); record the profile again") from error
+    num_samples = sum(counts.values())
+    drawn = [timeline(trace), flame_graph(flame.nodes(counts, _LEAST_SHARE), num_samples)]
+    stage_rows = [
+        (
+            row["stage"],
+            duration(row["total_s"]),
+            percent(row["total_s"] / profile.step_s) if row["is_main"] else "beside",
+            *(duration(row[name]) for name in ("self_s", "operator_s", "gap_s")),
+            *(f"{row[name]:.0f}" for name in ("calls", "dispatches", "launches")),
+        )
+        for row in profile.stages
+    ]
+    return write_page(
+        profile.folder / PAGE,
+        "profile.html",
+        [chart for chart in drawn if chart],
+        title=profile.run,
+        profile=profile,
+        tiles=_tiles(profile),
+        timeline=drawn[0],
+        flame=drawn[1],
+        stages=stage_rows,
+        operators=[
+            (
+                row["operator"],
+                row["stage"],
+                duration(row["self_s"]),
+                f"{row['self_s'] / profile.step_s:.1%}",
+                duration(row["total_s"]),
+                f"{row['calls']:.0f}",
+                f"{1e6 * row['self_s'] / row['calls']:.1f}",
+                f"{row['launches']:.0f}",
+            )
+            for row in profile.operators[:_MAX_OPERATORS]
+        ],
+        num_operators=len(profile.operators),
+        gaps=[(duration(row["duration_s"]), row["stage"], duration(row["start_s"])) for row in profile.gaps],
+        functions=[(name, f"{own:.1%}", f"{all_:.1%}") for name, own, all_ in profile.functions[:_MAX_FUNCTIONS]],
+        counters=[(name, f"{row['mean']:.3g}", f"{row['max']:.3g}") for name, row in profile.counters.items()],
+        threads=[
+            (name, f"{row['mean']:.1%}", f"{row['max']:.1%}")
+            for name, row in sorted(profile.threads.items(), key=lambda item: -item[1]["mean"])
+        ],
+    )
+
+
+def _tiles(profile: Profile) -> tuple[Tile, ...]:
+    main = [row for row in profile.stages if row["is_main"]]
+    operator_s, gap_s = (sum(row[name] for row in main) for name in ("operator_s", "gap_s"))
+    calls = sum(row["dispatches"] for row in main)
+    mean_us = f"{1e6 * operator_s / calls:.0f} µs each" if calls else ""
+    longest = max(main, key=lambda row: row["self_s"])
+    tiles = [
+        Tile("Step", duration(profile.step_s), f"mean of {len(profile.steps)}"),
+        Tile("Longest stage", str(longest["stage"]), f"{percent(longest['self_s'] / profile.step_s)} of the step"),
+        Tile("In operators of torch", percent(operator_s / profile.step_s), f"{calls:.0f} calls, {mean_us}"),
+        Tile("Outside of operators", percent(gap_s / profile.step_s), "Python, waiting, calls that torch does not see"),
+    ]
+    for name, note in (("GIL busy", "mean share of asks"), ("engine slots in use", "mean of the engine's steps")):
+        if name in profile.counters:
+            value = profile.counters[name]["mean"]
+            tiles.append(Tile(name, percent(value) if name == "GIL busy" else f"{value:.1f}", note))
+    if (memory := profile.counters.get("resident memory (GB)")) is not None:
+        tiles.append(Tile("Resident memory", f"{memory['max']:.2f} GB", "largest sample"))
+    return tuple(tiles)
+
+
+def write_profile_comparison(path: Path, found: Comparison) -> Path:
+    """Write the page of two profiles to `path`, and return it.
+
+    Raises:
+        RunError: if it cannot be written.
+    """
+    bars = comparison_bars(found)
+    try:
+        return write_page(
+            path,
+            "profile_comparison.html",
+            [bars],
+            title="Two profiles",
+            found=found,
+            ratio=UNKNOWN if found.step.ratio is None else f"{found.step.ratio:.2f}",
+            bars=bars,
+            stages=list(map(compared_cells, (found.step, *found.stages))),
+            operators=list(map(compared_cells, found.operators[:_MAX_OPERATORS])),
+        )
+    except OSError as error:
+        raise RunError(f"{path} cannot be written ({error.strerror or error}); give another file by --html") from error
