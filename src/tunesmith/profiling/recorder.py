@@ -5,6 +5,7 @@ On a GPU torch's profiler records launches, kernels and copies too; that has not
 
 import os
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -14,13 +15,16 @@ import torch
 from torch._C._profiler import _ExperimentalConfig, _RecordFunctionFast
 from torch.profiler import ProfilerActivity, record_function
 
+from tunesmith.core.errors import NativeUnavailableError
 from tunesmith.core.log import get_logger
-from tunesmith.core.trace import following, watching
+from tunesmith.core.trace import following, span, watching
 from tunesmith.kernels import native
 from tunesmith.profiling import request as requests
 from tunesmith.profiling.chrome import RAW_TRACE, SPAN_MARK
 from tunesmith.profiling.request import Request
-from tunesmith.profiling.sampling import STACK_PERIOD_S, Sampler
+from tunesmith.profiling.sampler.api import Sampler as GILSampler
+from tunesmith.profiling.sampler.api import has_lock
+from tunesmith.profiling.sampling import STACK_PERIOD_S, Sampler, Samples
 
 _log = get_logger(__name__)
 
@@ -41,11 +45,15 @@ class StepProfiler:
             requests.withdraw(run_dir)  # of someone who waited for an earlier process
 
     def between_steps(self, num_done: int) -> None:
-        """Begin, continue or end a profile; `num_done` steps have ended. Never raises."""
+        """Begin, continue or end a profile; `num_done` steps have ended. Never raises.
+
+        The time of the beginning and of the end is that of the stage `profile` in the open trace.
+        """
         if self._recording is None:
             request, self._first = self._first or requests.take(self._run_dir), None
             if request is not None:
-                self._begin(request, num_done)
+                with span("profile"):
+                    self._begin(request, num_done)
         elif self._recording.next_step():
             self.is_done = self._recording.request.id == ""
             self._recording = None
@@ -78,7 +86,8 @@ class Recording:
         raw = folder / RAW_TRACE
         raw.unlink(missing_ok=True)
         self._raw = raw
-        self._sampler = Sampler()
+        self._stack = ExitStack()
+        self._sampler = Sampler(_open_gil(self._stack))
         self._profiler = torch.profiler.profile(
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])],
             schedule=torch.profiler.schedule(wait=0, warmup=1, active=request.num_steps, repeat=1),
@@ -86,7 +95,6 @@ class Recording:
             experimental_config=_ExperimentalConfig(profile_all_threads=True),
         )
         self._profiler.start()
-        self._stack = ExitStack()
         self._stack.enter_context(watching(_Marks()))
         self._stack.enter_context(following(self._sampler.gauge))
         self._sampler.start()
@@ -96,21 +104,25 @@ class Recording:
         if self._steps_left > self.request.num_steps:  # the step that warmed up has called the kernels
             self._stack.enter_context(native.wrapped(_Kernel))
         self._steps_left -= 1
-        try:
-            self._profiler.step()
-        except _FAILURES as error:
-            self._problem = str(error)
-        if self._steps_left and not self._problem:
-            return False
+        if self._steps_left:
+            try:
+                self._profiler.step()
+                return False
+            except _FAILURES as error:
+                self._problem = str(error)
         self.end()
         return True
 
     def end(self) -> None:
         """Write what is recorded, as the answer to the request."""
-        self._stack.close()
         samples = self._sampler.stop()
+        self._stack.close()
+        with span("profile"):
+            self._write(samples)
+
+    def _write(self, samples: Samples) -> None:
         try:
-            self._profiler.stop()
+            self._profiler.stop()  # which writes the trace
         except _FAILURES as error:
             self._problem = self._problem or str(error)
         if not self._raw.is_file():
@@ -148,6 +160,21 @@ class _Marks:
         if not hasattr(self._open, "marks"):
             self._open.marks = []
         return self._open.marks
+
+
+def _open_gil(stack: ExitStack) -> Callable[[], tuple[int, int]] | None:
+    """A function as `Sampler` wants it, of a native thread that ends with `stack`; None where there is none."""
+    try:
+        thread = GILSampler()
+    except NativeUnavailableError:
+        return None
+    stack.callback(thread.stop)
+
+    def read() -> tuple[int, int]:
+        samples = thread.take().get("")
+        return (samples.num_blocked, samples.num_asks) if samples else (0, 0)
+
+    return read if has_lock() else None
 
 
 class _Kernel:

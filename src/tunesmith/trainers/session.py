@@ -116,7 +116,8 @@ class Session:
         """Indices, from 0, of the remaining steps."""
         self._reporter.begin(self.first_step)
         self._close_step()
-        self._profiler.between_steps(self.first_step)
+        with trace(self._between):
+            self._profiler.between_steps(self.first_step)
         return range(self.first_step, self._job.num_steps)
 
     def is_due(self, index: int, every: int) -> bool:
@@ -157,7 +158,7 @@ class Session:
             if every and self.is_due(step - 1, every):
                 with span("checkpoint"):
                     self._save()
-        self._profiler.between_steps(step)
+            self._profiler.between_steps(step)
         if self._profiler.is_done:
             self.finish({"algorithm": self.cfg.algorithm, "steps": step})
             raise ProfiledError(self.folder.path)
