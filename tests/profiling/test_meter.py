@@ -259,6 +259,21 @@ def trained(folder: Path, **settings: object) -> Path:
     return train.grpo(model="tiny:llama", prompts=prompts, reward=low_ids, steps=4, progress=False, **given).run_dir
 
 
+def test_the_stages_are_the_time_between_steps_with_logging_checkpoints_and_evaluation(tmp_path: Path) -> None:
+    start_s = time.perf_counter()
+    rows: list[dict[str, Any]] = read_jsonl(trained(tmp_path) / "metrics.jsonl")  # type: ignore[assignment]
+    elapsed_s = time.perf_counter() - start_s
+    for row in rows:
+        stages = {name: value for name, value in row.items() if name.startswith("time/") and name.count("/") == 1}
+        step_s = stages.pop("time/step_s")
+        assert sum(stages.values()) == pytest.approx(step_s)
+        assert {"time/log_s", "time/data_s", "time/rollout_s", "time/update_s"} <= set(stages)
+    assert [("time/evaluate_s" in row) for row in rows] == [False, True, False, True]
+    # The copy for a checkpoint after step 2 delays step 3; the last one delays no step.
+    assert rows[2]["time/checkpoint_s"] > 0
+    assert sum(row["time/step_s"] for row in rows) < elapsed_s
+
+
 def test_measuring_changes_nothing_but_what_is_measured(tmp_path: Path) -> None:
     first, second = trained(tmp_path), trained(tmp_path, **{"run.measure": False})
     rows, plain = read_jsonl(first / "metrics.jsonl"), read_jsonl(second / "metrics.jsonl")
@@ -309,3 +324,16 @@ def test_a_preference_run_has_no_engine(tmp_path: Path) -> None:
     assert set(facts) == KEYS
     assert (facts["engine"], facts["engine_exact"], facts["forward"]) == (None, None, "decoder")
     assert os.path.exists(result.run_dir / "metrics.jsonl")
+
+
+def test_the_rates_are_of_the_positions_that_were_computed(tmp_path: Path) -> None:
+    run_dir = trained(tmp_path)
+    facts = json.loads((run_dir / "setup.json").read_text())
+    rows: list[dict[str, Any]] = read_jsonl(run_dir / "metrics.jsonl")  # type: ignore[assignment]
+    for row in rows:
+        assert row["samples_per_s"] == pytest.approx(8 / row["time/step_s"])
+        assert row["mfu"] == pytest.approx(row["flop_per_s"] / facts["peak_flop_per_s"][facts["dtype"]])
+        # At least one pass without gradients over each drawn token, at most four and a backward pass over each of all.
+        all_tokens = row["num_tokens"] + row["rollout/prefill_tokens"] + row["rollout/shared_tokens"]
+        flop = row["flop_per_s"] * row["time/step_s"]
+        assert 2 * facts["num_parameters"] * row["num_tokens"] < flop < 12 * facts["num_parameters"] * all_tokens

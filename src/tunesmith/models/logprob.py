@@ -153,7 +153,8 @@ def length_mask(lengths_B: torch.Tensor, num_columns: int) -> torch.Tensor:
 
 
 def count_pass(num_tokens: torch.Tensor | int, num_positions: int) -> None:
-    """Add a forward pass to the figures of the open trace, if it has gradients: that is, in an update.
+    """Add a forward pass to the figures of the open trace: the positions that it computes; of one with gradients, which
+    is an update's, also padding and sharing.
 
     It computes `num_positions` positions for `num_tokens` tokens: more if it pads rows, fewer if it shares prefixes.
     """
@@ -162,6 +163,8 @@ def count_pass(num_tokens: torch.Tensor | int, num_positions: int) -> None:
         count("micro_batch_tokens", num_positions, out_of=1)
         count("padding_share", max(0, num_extra), out_of=num_positions)
         count("shared_tokens", max(0, -num_extra))
+    else:
+        count("computed_tokens", num_positions)
 
 
 def trunk_states(

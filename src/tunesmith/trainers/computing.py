@@ -121,10 +121,18 @@ class Rates:
     peak_flop_per_s: float
 
     def of(self, num_rows: int, num_tokens: float | None, times: Trace) -> Metrics:
-        """Samples and tokens of a step per second."""
+        """Samples, tokens and floating-point operations per second of a step, and the share of the peak.
+
+        All models are taken to be as large as the one that is trained.
+        """
         metrics = {"samples_per_s": num_rows * self.samples_per_row / times.wall_s}
         if num_tokens is not None:
             metrics["tokens_per_s"] = num_tokens / times.wall_s
+        trained, others = _total(times, "micro_batch_tokens"), _total(times, "computed_tokens")
+        drawn = _total(times, "prefill_tokens") + (num_tokens or 0.0) if "rollout" in times.seconds else 0.0
+        if trained + others:
+            metrics["flop_per_s"] = self.estimate.flop(trained + others + drawn, trained) / times.wall_s
+            metrics["mfu"] = metrics["flop_per_s"] / self.peak_flop_per_s
         return metrics
 
 
@@ -132,3 +140,8 @@ def rates_of(cfg: Recipe, estimate: Estimate, device: torch.device) -> Rates:
     """The rates of a run; its peak is measured now."""
     samples_per_row = cfg.rollout.completions_per_prompt if isinstance(cfg, SamplingRecipe) else 1
     return Rates(samples_per_row, estimate, matmul_flop_per_s(estimate.dtype, device))
+
+
+def _total(times: Trace, name: str) -> float:
+    """The sum of the figure `name` over all stages."""
+    return sum(value for path, value in times.sums.items() if path.endswith(f"/{name}"))
