@@ -15,7 +15,13 @@ from tunesmith.cli.main import COMMANDS
 ROOT = Path(__file__).parent.parent
 HEAVY = {"torch", "transformers", "numpy", "safetensors", "datasets", "trl", "plotly"}
 LIGHT_FOLDERS = ("cli", "config", "core", "reports", "schema", "store", "web")
-LIGHT_MODULES = ("profiling.facts", "profiling.savings.waiting", "profiling.rules", "profiling.diagnosis")
+LIGHT_MODULES = (
+    "profiling.facts",
+    "profiling.savings.waiting",
+    "profiling.rules",
+    "profiling.diagnosis",
+    "profiling.hang",
+)
 """`tunesmith diagnose` works from the files, also where torch is not installed."""
 
 

@@ -22,6 +22,7 @@ from tunesmith.live import loop as live
 from tunesmith.live.folder import open_folder
 from tunesmith.live.loop import Loop
 from tunesmith.live.votes import VotedPair
+from tunesmith.profiling.hang import report
 from tunesmith.runs.folder import MEASURED
 from tunesmith.store.records import Presentation, Verdict
 from tunesmith.store.vote_reader import VoteReader
@@ -47,6 +48,17 @@ def liking(loop: Loop) -> float:
     """How much raters like what the policy writes: the mean of many draws, because two dozen texts are loud."""
     drawn = [loop.offers.draw(f"measure {index}") for index in range(16)]
     return fmean(share_of_letters(one.text) for each in drawn for one in each.completions)
+
+
+def test_the_report_of_hangs_says_what_the_trainer_does(tmp_path: Path) -> None:
+    with looping(live_recipe(tmp_path / "live")) as loop:
+        ready = report(tmp_path / "live")
+        loop.next_action()
+        drawn = report(tmp_path / "live")
+    assert (ready.stage, ready.step, ready.is_hung) == ("ready", 0, False)
+    assert drawn.stage == "drawing"
+    with pytest.raises(RunError, match="nothing trains"):
+        report(tmp_path / "live")
 
 
 def test_votes_on_what_the_policy_wrote_move_it_towards_what_raters_like(tmp_path: Path) -> None:

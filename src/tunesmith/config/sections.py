@@ -232,6 +232,8 @@ class RunSection(Section):
     """Keep freed blocks for the next ones instead of returning them to the system (glibc); holds for the process."""
     measure: bool = True
     """Measure processor, interpreter lock, memory and disk in each step, for less than a hundredth of its time."""
+    hang_after_s: NonNegative = 300.0
+    """Seconds without progress, no stage begun or ended, after which a run reports itself as hanging; 0 is never."""
     report_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     """Experiment trackers."""
 

@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import yaml
@@ -20,10 +20,13 @@ from tunesmith.config.load import load_recipe
 from tunesmith.config.schema import LiveRecipe
 from tunesmith.core.errors import RunError
 from tunesmith.core.log import get_logger
+from tunesmith.profiling.stage import Stage
+from tunesmith.profiling.watchdog import watched
 from tunesmith.runs import checkpoint
 from tunesmith.runs.checkpoint import Checkpoint
 from tunesmith.runs.folder import RunFolder
 from tunesmith.runs.lock import RunLock
+from tunesmith.schema.records import Finding
 from tunesmith.store.runs import RunStore
 from tunesmith.store.vote_reader import VoteReader
 from tunesmith.trainers import restart
@@ -38,16 +41,22 @@ _FIXED = ("model", "prompts", "algorithm", "schema_version", "run.seed")
 
 @dataclass(frozen=True, slots=True)
 class LiveFolder:
-    """The folder with both stores open: `runs` to write, `votes` to read."""
+    """The folder with both stores open: `runs` to write, `votes` to read; `stage` says what the trainer does now."""
 
     path: Path
     runs: RunStore
     votes: VoteReader
+    stage: Stage
 
     @property
     def files(self) -> RunFolder:
         """Logs, checkpoints and JSON files."""
         return RunFolder(self.path)
+
+    def beat(self, num_updates: int, state: str) -> None:
+        """Note in `runs.db`, and in the record of the stage, that the trainer is alive and what it does."""
+        self.runs.beat(state)
+        self.stage.beat(num_updates, state)
 
     def version_path(self, version: int) -> Path:
         """Folder of the weights of a version."""
@@ -115,7 +124,14 @@ def open_folder(cfg: LiveRecipe, provenance: Mapping[str, str] | None = None) ->
         RunFolder(path).write_json("provenance.json", dict(provenance or {}))
         runs = stack.enter_context(RunStore.open(path / "runs.db"))
         votes = stack.enter_context(closing(VoteReader.open(path / "votes.db")))
-        yield LiveFolder(path, runs, votes)
+        stage = stack.enter_context(watched(path, cfg.run.hang_after_s, lambda found: _find(path, found)))
+        yield LiveFolder(path, runs, votes, stage)
+
+
+def _find(path: Path, finding: Finding) -> None:
+    """Record a finding and log it."""
+    RunFolder(path).append("findings.jsonl", [asdict(finding)])
+    _log.warning("update %d, %s: %s", finding.step, finding.name, finding.message)
 
 
 def check_recipe(recipe: Mapping[str, object], path: Path) -> None:

@@ -297,7 +297,7 @@ class Loop:
     def heartbeat(self, state: str) -> None:
         """Write to `runs.db` that the trainer is alive, and what it does."""
         with span("heartbeat"):
-            self.folder.runs.beat(state)
+            self.folder.beat(self.position.num_updates, state)
         self.last_heartbeat_s = time.monotonic()
 
     def progress(self, state: str) -> None:

@@ -140,7 +140,7 @@ class Ahead:
         }
         waiting = [calls for calls in self._calls if calls.reward.is_async]
         if waiting:
-            with span("async"):
+            with span("async"), span("+".join(calls.name for calls in waiting)):
                 done |= answers_async(waiting, self._loop, self._samples)
         include(self._trace)
         return [done[calls.name] for calls in self._calls]

@@ -186,7 +186,7 @@ class Scorer:
                 ask = functools.partial(_outcomes, reward, samples, parts, extras)
                 done[name] = checked(reward, ask() if self._worker is None else self._worker.run(ask, math.inf))
         if waiting:
-            with span("async"):
+            with span("async"), span("+".join(name for name, _ in waiting)):
                 futures = [self._loop.submit(reward.outcomes_async(samples, extras)) for _, reward in waiting]
                 begun = zip(waiting, futures, strict=True)
                 calls = [Calls(name, reward, [whole], {whole: future}) for (name, reward), future in begun]

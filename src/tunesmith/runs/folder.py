@@ -7,6 +7,7 @@ runs/<date>-<name>-<id>/
   resumes.jsonl     one object per resume         refused/          batches whose update was refused
   data.json         rows read, dropped, leaked    setup.json        how the run computes
   profile/          what `tunesmith profile` recorded
+  stage.bin         stage of a run that trains    hang.txt          reports of hangs; stacks.txt, their stacks
   checkpoints/      see runs/checkpoint.py run.lock          held while a process trains
   final/            the model, Hugging Face layout  result.json     the summary   report.html
 """

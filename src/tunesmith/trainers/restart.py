@@ -67,6 +67,7 @@ MAY_CHANGE = frozenset(
         "run.sample_every",
         "run.checkpoint_every",
         "run.checkpoint_in_background",
+        "run.hang_after_s",
         "run.keep_checkpoints",
         "run.keep_freed_memory",
         "run.measure",

@@ -20,6 +20,8 @@ from tunesmith.models.optimizer import StepReport
 from tunesmith.profiling.diagnosis import slow_findings
 from tunesmith.profiling.meter import Meter, metering
 from tunesmith.profiling.recorder import StepProfiler
+from tunesmith.profiling.stage import Stage
+from tunesmith.profiling.watchdog import watched
 from tunesmith.reports.html import write_run_report
 from tunesmith.runs.checkpoint import Checkpoint, CheckpointWriter
 from tunesmith.runs.environment import peak_rss_gb, rss_gb
@@ -99,6 +101,7 @@ class Session:
         self.facts: dict[str, object] = {}
         self.first_step = 0
         self.shows_progress = shows_progress
+        self.stage = Stage(None)
         self._job = job
         self._stop = stop
         self._trackers = trackers
@@ -129,6 +132,7 @@ class Session:
         """The trace of a step, from the end of the step before. If memory runs out inside, the error names the stage
         and the setting to lower.
         """
+        self.stage.beat(min(self.num_done + 1, self._job.num_steps), "between stages")
         with trace(self._between) as times, memory_advice(self.cfg, times, self.folder.path):
             yield times
         self._close_step()
@@ -360,6 +364,7 @@ def open_session(
             session.restore()
         if session.first_step == 0:
             session.note_data(data)
+        session.stage = stack.enter_context(watched(folder.path, cfg.run.hang_after_s, session.find))
         yield session
 
 

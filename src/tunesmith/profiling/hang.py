@@ -1,0 +1,360 @@
+"""The report of a training that makes no progress: where it hangs, for how long, and what it waits for.
+
+It is made from outside: from `stage.bin`, which the training keeps up to date, from /proc, and from the stacks that the
+process writes when it is asked to. `profiling/watchdog.py` is the part that runs inside of the training.
+"""
+
+import faulthandler
+import os
+import re
+import shlex
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+from tunesmith.core.errors import RunError
+from tunesmith.profiling import stage
+from tunesmith.profiling.processes import (
+    DEVICE,
+    GONE,
+    STOPPED,
+    TRACED,
+    ZOMBIE,
+    children_of,
+    connections_of,
+    state_of,
+    threads_of,
+)
+from tunesmith.profiling.stage import Record
+from tunesmith.runs.listing import read_rows
+from tunesmith.runs.lock import holder_of, is_locked
+
+STACKS_FILE = "stacks.txt"
+"""File in the run folder to which the process adds the stacks of its threads."""
+
+_CANNOT_ANSWER = (STOPPED, TRACED, ZOMBIE, GONE)
+
+_QUIET_S = 10.0
+"""Seconds without progress after which a training counts as hanging, unless its stage takes longer anyway."""
+
+_ANSWER_S = 3.0
+_POLL_S = 0.1
+_RECENT_STEPS = 10
+_SHOWN_FRAMES = 12
+_BUSY_CORES = 0.05
+
+_THREAD_LINE = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
+_FRAME_LINE = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A call on a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.function} ({self.file}:{self.line})"
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadReport:
+    """A thread: its stage, empty if none, the seconds in it, its state, the kernel function that it waits in, the cores
+    that it uses, and its stack, innermost call first. `tid` is 0 for a stack whose thread is not known.
+    """
+
+    tid: int
+    stage: str
+    stage_s: float | None
+    state: str
+    wait_channel: str
+    cores: float
+    stack: tuple[Frame, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RewardCall:
+    """A reward that has not returned: its name, the user's function, and the innermost call; None if not known."""
+
+    name: str
+    function: Frame | None
+    now: Frame | None
+
+
+@dataclass(frozen=True, slots=True)
+class HangReport:
+    """State of the training in the folder `run`. `usual_s` is how long its stage took in recent steps.
+
+    `silent_s` are the seconds since a stage or step last began or ended; None if the process is gone.
+    """
+
+    run: Path
+    pid: int
+    state: str
+    is_hung: bool
+    step: int
+    stage: str
+    stage_s: float | None
+    silent_s: float | None
+    usual_s: float | None
+    reward: RewardCall | None
+    connections: tuple[str, ...]
+    children: tuple[str, ...]
+    threads: tuple[ThreadReport, ...]
+    summary: str
+    advice: str
+    note: str
+
+    def to_json(self) -> dict[str, object]:
+        """All facts as JSON types."""
+        return {**asdict(self), "run": str(self.run)}
+
+    def lines(self) -> Iterator[str]:
+        """The report as text."""
+        yield self.summary
+        yield self.advice
+        yield f"\nprocess      {self.pid}, {self.state}"
+        yield f"step         {self.step}, stage {self.stage}"
+        if self.silent_s is not None:
+            usual = "" if self.usual_s is None else f"; this stage took {_duration(self.usual_s)} in recent steps"
+            yield f"progress     last {_duration(self.silent_s)} ago{usual}"
+        for name, values in (("connection", self.connections), ("child", self.children)):
+            yield from (f"{name:<12} {value}" for value in values)
+        for thread in self.threads:
+            where = (
+                "" if thread.stage_s is None else f", in {thread.stage or 'no stage'} for {_duration(thread.stage_s)}"
+            )
+            waits = f", in {thread.wait_channel}" if thread.wait_channel else ""
+            name = f"thread {thread.tid}, {thread.state}{waits}, {thread.cores:.2f} cores" if thread.tid else "a thread"
+            yield f"\n{name}{where}"
+            yield from (f"  {frame}" for frame in thread.stack[:_SHOWN_FRAMES])
+        if self.note:
+            yield f"\n{self.note}"
+
+
+def report(folder: Path, *, is_hung: bool = False) -> HangReport:
+    """The report of the training in the run folder or live folder `folder`, from whatever process.
+
+    With `is_hung` the training counts as hanging, however long it has made no progress. The stacks of one that goes on
+    are not asked for.
+
+    Raises:
+        RunError: if nothing trains there, or on another machine.
+    """
+    record = stage.read(folder)
+    if record is None or (is_locked(folder) and not record.is_alive):
+        raise RunError(_why_no_record(folder))
+    now_ns, state = time.monotonic_ns(), state_of(record.pid, record.process_start)
+    silent_s = (now_ns - record.last_ns) / 1e9 if record.is_alive else None
+    leader = record.threads[0]
+    place = leader.path or record.state or "between stages"
+    usual_s = _usual_s(folder, leader.path)
+    is_quiet = is_hung or (silent_s is not None and silent_s > max(_QUIET_S, 2 * (usual_s or 0.0)))
+    stacks, note = _stacks(folder, record, state) if is_quiet else ({}, "")
+    if state in _CANNOT_ANSWER:
+        note = f"the process is {state}, so it cannot write its stacks"
+    threads = tuple(_threads(record, stacks, now_ns))
+    reward = _reward(record, threads)
+    connections = tuple(connections_of(record.pid))
+    facts = _Facts(folder, record, state, place, silent_s, reward, connections, threads)
+    return HangReport(
+        run=folder,
+        pid=record.pid,
+        state=state,
+        is_hung=is_quiet or state in _CANNOT_ANSWER,
+        step=record.step,
+        stage=place,
+        stage_s=(now_ns - leader.begin_ns) / 1e9 if record.is_alive else None,
+        silent_s=silent_s,
+        usual_s=usual_s,
+        reward=reward,
+        connections=connections,
+        children=tuple(children_of(record.pid)),
+        threads=threads,
+        summary=facts.summary(is_quiet),
+        advice=facts.advice(is_quiet),
+        note=note,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """The facts from which summary and advice follow."""
+
+    folder: Path
+    record: Record
+    state: str
+    place: str
+    silent_s: float | None
+    reward: RewardCall | None
+    connections: Sequence[str]
+    threads: Sequence[ThreadReport]
+
+    def summary(self, is_quiet: bool) -> str:
+        """The state of the training in one sentence."""
+        where = f"step {self.record.step}, stage {self.place}"
+        if self.state == GONE or self.silent_s is None:
+            seen = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.record.last_wall_s))
+            return f"process {self.record.pid} is gone: it ended in {where}, where it was last seen at {seen}"
+        where = f"{where}, and has made no progress for {_duration(self.silent_s)}"
+        if self.state in _CANNOT_ANSWER:
+            return f"process {self.record.pid} is {self.state}, in {where}"
+        if not is_quiet:
+            return f"the training goes on: {where}"
+        return f"the training hangs: {where}; {self._waits_for()}"
+
+    def _waits_for(self) -> str:
+        leader = self.threads[0]
+        if DEVICE in (self.state, leader.state):
+            channel = f" ({leader.wait_channel})" if leader.wait_channel else ""
+            return f"the kernel waits for a device{channel}, usually a disk or a network file system"
+        lock = " It holds the interpreter's lock, so that no other thread runs." if self._holds_lock() else ""
+        if self.reward is None:
+            at = f"its innermost call is {leader.stack[0]}" if leader.stack else f"its thread is {leader.state}"
+            return at + self._remote() + lock
+        function, now = self.reward.function, self.reward.now
+        found = f"the reward `{self.reward.name}` has not returned"
+        found += "" if function is None else f": {function}"
+        found += "" if now is None or now == function else f", now in {now}"
+        return found + self._remote() + lock
+
+    def _remote(self) -> str:
+        return f", connected to {', '.join(self.connections)}" if self.connections else ""
+
+    def _holds_lock(self) -> bool:
+        """True if the watchdog of the process has not run for a while, though the process runs."""
+        alive_ns, every_ns = self.record.alive_ns, self.record.alive_every_ns
+        return bool(alive_ns) and time.monotonic_ns() - alive_ns > 3 * every_ns + 2e9
+
+    def advice(self, is_quiet: bool) -> str:
+        """What to do."""
+        pid, again = self.record.pid, f"`tunesmith resume {shlex.quote(str(self.folder))}` goes on from its checkpoint"
+        if self.state == STOPPED:
+            return f"a signal (SIGSTOP, or Ctrl-Z on a terminal) stopped it; `kill -CONT {pid}` lets it go on"
+        if self.state == TRACED:
+            return "end the debugger, or let the process go on in it"
+        if self.state in (GONE, ZOMBIE):
+            return again
+        if not is_quiet:
+            return "nothing to do"
+        if self.state == DEVICE:
+            return f"look at the disk or the network file system; a signal is not taken while it waits. Later, {again}"
+        end = f"`kill {pid}` twice ends it at once, and {again}"
+        if self.reward is None:
+            return f"the stacks below say where; {end}"
+        computes = any(thread.cores > _BUSY_CORES for thread in self.threads)
+        what = "it computes: look for a loop without end" if computes else "it waits: look at what it calls"
+        return f"{what}; a time limit, `timeout_s` and `on_error` of the reward, lets a training go on. {end}"
+
+
+def _why_no_record(folder: Path) -> str:
+    holder = holder_of(folder)
+    if not is_locked(folder) or holder is None:
+        return f"nothing trains in {folder}, and no training was killed there; name the folder of one that does"
+    if holder.host != os.uname().nodename:
+        return f"{folder} is trained in by {holder}; ask on that machine"
+    return f"{folder} is in use by {holder}, which has not begun its first step; try again later"
+
+
+def _usual_s(folder: Path, path: str) -> float | None:
+    """Median seconds of the stage `path` in the steps recorded last."""
+    rows = read_rows(folder / "metrics.jsonl")[-_RECENT_STEPS:]
+    times = [value for row in rows if isinstance(value := row.get(f"time/{path}_s"), int | float)]
+    return median(times) if times else None
+
+
+def _threads(record: Record, stacks: Mapping[int, tuple[Frame, ...]], now_ns: int) -> Iterator[ThreadReport]:
+    """The threads of the process, first the one that trains; then the stacks whose threads are not known."""
+    found = threads_of(record.pid) if record.is_alive else []
+    known, left = {thread.tid: thread for thread in record.threads}, dict(stacks)
+    leader = record.threads[0]
+    if leader.tid not in [thread.tid for thread in found]:
+        yield ThreadReport(leader.tid, leader.path, None, GONE, "", 0.0, ())
+    for thread in sorted(found, key=lambda one: (one.tid != leader.tid, one.tid not in known, one.tid)):
+        own = known.get(thread.tid)
+        yield ThreadReport(
+            tid=thread.tid,
+            stage=own.path if own else "",
+            stage_s=(now_ns - own.begin_ns) / 1e9 if own and own.path else None,
+            state=thread.state,
+            wait_channel=thread.wait_channel,
+            cores=thread.cores,
+            stack=left.pop(own.identity, ()) if own else (),
+        )
+    yield from (ThreadReport(0, "", None, "", "", 0.0, stack) for stack in left.values())
+
+
+def _stacks(folder: Path, record: Record, state: str) -> tuple[dict[int, tuple[Frame, ...]], str]:
+    """The stack of each thread by its identity, and why there is none."""
+    file = folder / STACKS_FILE
+    try:
+        size = file.stat().st_size
+        if record.pid == os.getpid():
+            with file.open("a", encoding="utf-8") as out:
+                faulthandler.dump_traceback(out, all_threads=True)
+        elif _catches(record.pid, record.signal):
+            os.kill(record.pid, record.signal)
+        else:
+            return {}, "the process has no handler that writes its stacks; `py-spy dump --pid` may read them"
+        text, end_s = "", time.monotonic() + _ANSWER_S
+        while time.monotonic() < end_s:
+            time.sleep(_POLL_S)
+            new = _text_after(file, size)
+            if new and new == text:
+                return parse_stacks(new), ""
+            text = new
+    except OSError as error:
+        return {}, f"the stacks cannot be had: {error}"
+    return {}, f"the process, {state}, was asked for its stacks and did not answer within {_ANSWER_S:g} seconds"
+
+
+def _catches(pid: int, number: int) -> bool:
+    """True if the process has a handler for the signal, which would end it otherwise."""
+    caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(encoding="utf-8"), re.MULTILINE)
+    return bool(number and caught and int(caught[1], 16) >> (number - 1) & 1)
+
+
+def _text_after(file: Path, size: int) -> str:
+    with file.open("rb") as opened:
+        opened.seek(size)
+        return opened.read().decode(errors="replace")
+
+
+def parse_stacks(text: str) -> dict[int, tuple[Frame, ...]]:
+    """What `faulthandler` wrote: frames, innermost first, by the identity of the thread; the last of several counts."""
+    stacks: dict[int, list[Frame]] = {}
+    current: list[Frame] = []
+    for line in text.splitlines():
+        if thread := _THREAD_LINE.match(line):
+            current = stacks[int(thread[1], 16)] = []
+        elif frame := _FRAME_LINE.match(line):
+            current.append(Frame(frame[1], int(frame[2]), frame[3]))
+    return {identity: tuple(frames) for identity, frames in stacks.items()}
+
+
+def _reward(record: Record, threads: Sequence[ThreadReport]) -> RewardCall | None:
+    """The reward that the training thread waits for: by its stack where there is one, else by its stage."""
+    leader, *others = threads
+    paths = [thread.path for thread in record.threads if thread.path]
+    name = next((path.rpartition("reward/")[2].removeprefix("async/") for path in paths if "reward/" in path), None)
+    if name is None and leader.stage.startswith("reward") and len(paths) > 1:
+        name = paths[1]  # a thread that scores while others are drawn has a trace of its own
+    if leader.stack and not any("/tunesmith/rewards/" in frame.file for frame in leader.stack):
+        return None
+    for thread in (leader, *others):
+        for index, frame in enumerate(thread.stack):
+            if frame.file.endswith("/rewards/calling.py") and frame.function.startswith("_invoke"):
+                inner = [call for call in thread.stack[:index] if not call.file.endswith("/rewards/calling.py")]
+                return RewardCall(name or "?", inner[-1] if inner else None, inner[0] if inner else None)
+    return None if name is None else RewardCall(name, None, None)
+
+
+def _duration(seconds: float) -> str:
+    """Seconds as `0.4 s`, `75 s` or `12 min`."""
+    if seconds < _QUIET_S:
+        return f"{seconds:.1f} s"
+    return f"{seconds:.0f} s" if seconds < 600 else f"{seconds / 60:.0f} min"

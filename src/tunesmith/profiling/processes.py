@@ -1,0 +1,104 @@
+"""Facts about a process, from /proc and psutil: states, threads, connections, children. What is gone is left out."""
+
+import os
+import shlex
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+STOPPED, TRACED, DEVICE, ZOMBIE, GONE = "stopped", "held by a debugger", "waiting for a device", "a zombie", "gone"
+
+_STATES = {"R": "running", "S": "sleeping", "I": "sleeping", "D": DEVICE, "T": STOPPED, "t": TRACED, "Z": ZOMBIE}
+_START, _USER_TICKS, _SYSTEM_TICKS = 19, 11, 12  # fields of `stat`, counted from the state
+_SAMPLE_S = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class Thread:
+    """A thread: its id, its state, the kernel function that it waits in, and the cores that it uses."""
+
+    tid: int
+    state: str
+    wait_channel: str
+    cores: float
+
+
+def start_of(pid: int) -> int | None:
+    """The time at which the process was started, in clock ticks since the machine was; None if there is no such one."""
+    fields = _stat(f"/proc/{pid}")
+    return int(fields[_START]) if fields else None
+
+
+def state_of(pid: int, start: int) -> str:
+    """The state of the process that was started at `start`."""
+    fields = _stat(f"/proc/{pid}")
+    return _STATES.get(fields[0], "running") if fields and int(fields[_START]) == start else GONE
+
+
+def threads_of(pid: int) -> list[Thread]:
+    """The threads of a process, watched for 0.3 seconds."""
+    begin_s, before = time.monotonic(), _cpu_ticks(pid)
+    time.sleep(_SAMPLE_S)
+    after, elapsed_s = _cpu_ticks(pid), time.monotonic() - begin_s
+    found: list[Thread] = []
+    for tid, ticks in after.items():
+        if fields := _stat(f"/proc/{pid}/task/{tid}"):
+            cores = (ticks - before.get(tid, ticks)) / os.sysconf("SC_CLK_TCK") / elapsed_s
+            found.append(Thread(tid, _STATES.get(fields[0], "running"), _wait_channel(pid, tid), cores))
+    return found
+
+
+def connections_of(pid: int) -> Iterator[str]:
+    """Remote ends of the TCP connections of a process and its children, such as `10.0.0.7:8000 (ESTABLISHED)`."""
+    for process in _family(pid):
+        try:
+            found = process.net_connections(kind="tcp")
+        except (psutil.Error, OSError):
+            continue
+        yield from (f"{one.raddr.ip}:{one.raddr.port} ({one.status})" for one in found if one.raddr)
+
+
+def children_of(pid: int) -> Iterator[str]:
+    """Child processes and theirs, such as `1234 python worker.py (sleeping)`."""
+    for process in _family(pid)[1:]:
+        try:
+            yield f"{process.pid} {shlex.join(process.cmdline()) or process.name()} ({process.status()})"
+        except (psutil.Error, OSError):
+            continue
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except (psutil.Error, OSError):
+        return []
+
+
+def _stat(folder: str) -> list[str]:
+    """The fields of the `stat` file of a process or thread, from the state on; empty if it is gone."""
+    try:
+        return Path(folder, "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _cpu_ticks(pid: int) -> dict[int, int]:
+    """Clock ticks that each thread has computed for."""
+    try:
+        tids = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return {}
+    fields = {int(tid): _stat(f"/proc/{pid}/task/{tid}") for tid in tids}
+    return {tid: int(one[_USER_TICKS]) + int(one[_SYSTEM_TICKS]) for tid, one in fields.items() if one}
+
+
+def _wait_channel(pid: int, tid: int) -> str:
+    try:
+        found = Path(f"/proc/{pid}/task/{tid}/wchan").read_text(encoding="utf-8")
+    except OSError:
+        return ""
+    return "" if found == "0" else found

@@ -1,0 +1,135 @@
+"""The part of a training that looks after hangs: it keeps `stage.bin`, reports a hang once, and answers for its stacks.
+
+A thread compares the time of the last progress with `run.hang_after_s`. It cannot run while C code holds the
+interpreter's lock. Therefore it also sets, again and again, a timer of `faulthandler`, whose thread is written in C and
+adds the stacks to `stacks.txt` if it is not set again in time.
+"""
+
+import faulthandler
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from tunesmith.core.errors import TunesmithError
+from tunesmith.core.log import get_logger
+from tunesmith.core.trace import watching
+from tunesmith.profiling.hang import STACKS_FILE, report
+from tunesmith.profiling.stage import Stage
+from tunesmith.schema.records import Finding
+
+_log = get_logger(__name__)
+
+HANG_FILE = "hang.txt"
+"""File in the run folder to which the reports of a training on itself are added."""
+
+_SIGNAL = signal.SIGUSR1
+_MAX_INTERVAL_S = 5.0
+_INTERVALS = 4
+
+
+@contextmanager
+def watched(folder: Path, after_s: float, find: Callable[[Finding], None]) -> Iterator[Stage]:
+    """Keep the record of the spans inside the block, and report to `find` once nothing happens for `after_s` seconds.
+
+    With 0 the training does not report itself; its record and stacks can be read from outside all the same. If the
+    folder cannot be written, there is a warning and no record.
+    """
+    with ExitStack() as stack:
+        try:
+            record = _begin(stack, folder, after_s, find)
+        except OSError as error:
+            _log.warning("a hang of this run could not be reported: %s", error)
+            record = Stage(None)
+        yield record
+
+
+def _begin(stack: ExitStack, folder: Path, after_s: float, find: Callable[[Finding], None]) -> Stage:
+    stacks = (folder / STACKS_FILE).open("a", encoding="utf-8")
+    stack.callback(_close, stacks, folder / STACKS_FILE)
+    number = _SIGNAL if signal.getsignal(_SIGNAL) is signal.SIG_DFL else 0  # a handler of the user's stays
+    if number:
+        faulthandler.register(number, stacks, all_threads=True)
+        stack.callback(faulthandler.unregister, number)
+    interval_s = min(_MAX_INTERVAL_S, after_s / _INTERVALS)
+    record = Stage(folder, signal=number, alive_every_s=interval_s)
+    stack.callback(record.close)
+    stack.enter_context(watching(record))
+    if after_s > 0:
+        watchdog = _Watchdog(record, folder, after_s, interval_s, find, stacks)
+        watchdog.start()
+        stack.callback(watchdog.end)
+    return record
+
+
+def _close(stacks: IO[str], file: Path) -> None:
+    """Close the file of stacks, and remove it if it is empty."""
+    stacks.close()
+    with suppress(OSError):
+        if not file.stat().st_size:
+            file.unlink()
+
+
+class _Watchdog:
+    """The thread that looks after a hang.
+
+    A hang is reported once. Afterwards it takes twice as long until the next one is, so that a stage that always takes
+    longer than `after_s` is reported a few times in the whole run.
+    """
+
+    def __init__(
+        self,
+        record: Stage,
+        folder: Path,
+        after_s: float,
+        interval_s: float,
+        find: Callable[[Finding], None],
+        stacks: IO[str],
+    ) -> None:
+        self._record, self._folder = record, folder
+        self._after_s, self._interval_s = after_s, interval_s
+        self._find, self._stacks = find, stacks
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="tunesmith-watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._thread.start()
+
+    def end(self) -> None:
+        """End the thread and its timer."""
+        self._ended.set()
+        self._thread.join()
+        faulthandler.cancel_dump_traceback_later()
+
+    def _run(self) -> None:
+        limit_s, reported_ns = self._after_s, 0
+        while True:
+            faulthandler.dump_traceback_later(self._after_s + self._interval_s, file=self._stacks)
+            self._record.alive()
+            begin_s = time.monotonic()
+            if self._ended.wait(self._interval_s):
+                return
+            now_s, last_ns = time.monotonic(), self._record.last_ns
+            if now_s - begin_s > self._interval_s + self._after_s:
+                self._report(
+                    f"no thread of Python ran for {now_s - begin_s:.0f} s: C code held the interpreter's lock, or the "
+                    f"process was stopped; {STACKS_FILE} has the stacks of that time"
+                )
+            elif last_ns != reported_ns and now_s - last_ns / 1e9 > limit_s:
+                self._report()
+                reported_ns, limit_s = last_ns, 2 * limit_s
+
+    def _report(self, past: str = "") -> None:
+        """Report a hang that lasts, or one that is over and is described by `past`."""
+        try:
+            found = report(self._folder, is_hung=not past)
+            with (self._folder / HANG_FILE).open("a", encoding="utf-8") as file:
+                file.write("\n".join([time.strftime("%Y-%m-%d %H:%M:%S"), past, *found.lines(), "\n"]))
+            message = past or f"{found.summary}; more is in {HANG_FILE}"
+            self._find(Finding(found.step, "hang", "warning", message))
+        except (OSError, TunesmithError) as error:
+            _log.warning("a hang could not be reported: %s", error)
