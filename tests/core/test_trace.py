@@ -1,6 +1,7 @@
 """Spans: names, nesting, sums, and what happens when a block fails. No amount of time is asserted."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -145,3 +146,20 @@ def test_watchers_are_told_of_each_span_in_order_also_when_it_fails():
     with trace(), span("rollout"):
         pass
     assert told == ["+update", "+update/forward", "-update/forward", "-update", "+reward", "-reward"]
+
+
+def test_what_watchers_take_is_part_of_the_stage(monkeypatch: pytest.MonkeyPatch):
+    now_s = 0.0
+
+    class Slow:
+        def enter(self, path: str) -> None:
+            nonlocal now_s
+            now_s += 1.0
+
+        leave = enter
+
+    monkeypatch.setattr("tunesmith.core.trace.time", SimpleNamespace(perf_counter=lambda: now_s))
+    with watching(Slow()), trace() as record, span("rollout"):
+        now_s += 5.0
+    assert record.seconds == {"rollout": 7.0}
+    assert record.metrics()["time/other_s"] == 0.0

@@ -135,9 +135,9 @@ def span(name: str) -> Generator[None, None, None]:
     outer = _path.get()
     path = f"{outer}/{name}" if outer else name
     token, watchers = _path.set(path), _watchers
+    start_s = time.perf_counter()  # what watchers take is part of the stage that they measure
     for watcher in watchers:
         watcher.enter(path)
-    start_s = time.perf_counter()
     try:
         faults.reach(path)
         yield
@@ -145,10 +145,10 @@ def span(name: str) -> Generator[None, None, None]:
         record.failed_in = record.failed_in or path
         raise
     finally:
-        record.add(path, time.perf_counter() - start_s, is_outermost=not outer)
-        _path.reset(token)
         for watcher in reversed(watchers):
             watcher.leave(path)
+        record.add(path, time.perf_counter() - start_s, is_outermost=not outer)
+        _path.reset(token)
 
 
 def include(record: Trace) -> None:
