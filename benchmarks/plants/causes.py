@@ -190,7 +190,7 @@ CAUSES: tuple[Cause, ...] = (
         other="slow_reward",
     ),
     Cause("starved", GRPO.plus(_MEDIUM), _spinning(2, 1.0), _spinning(1, 0.5), "evaluation"),
-    Cause("gil", GRPO, _reward("watched", pause_s=0.0), _reward("watched", pause_s=0.02), "checkpoints"),
+    Cause("gil", GRPO, _reward("watched", pause_s=0.0), _reward("watched", pause_s=0.004), "checkpoints"),
     Cause("slow_reward", GRPO, _reward("busy", busy=150_000), _reward("busy", busy=25_000), "evaluation"),
     Cause(
         "reward_not_overlapped",
@@ -277,8 +277,8 @@ CAUSES: tuple[Cause, ...] = (
     Cause(
         "memory_growth",
         GRPO,
-        strong=_reward("keeping", kept=3_000_000),
-        mild=_reward("keeping", kept=500_000),
+        strong=_reward("keeping", kept_mb=300),
+        mild=_reward("keeping", kept_mb=60),
         other="remote_reward_serial",
     ),
     Cause(

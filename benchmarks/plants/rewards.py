@@ -9,7 +9,7 @@ import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-_kept: list[list[str]] = []
+_kept: list[bytes] = []
 _spinning: list[threading.Thread] = []
 _pools: list[ThreadPoolExecutor] = []
 
@@ -49,7 +49,7 @@ def watched(completions: Sequence[str]) -> list[float]:
 
 def keeping(completions: Sequence[str]) -> list[float]:
     """A history that nobody empties."""
-    _kept.append([str(number) for number in range(int(os.environ["PLANTED_KEPT"]))])
+    _kept.append(b"x" * (int(os.environ["PLANTED_KEPT_MB"]) * 1_000_000))
     return [0.0] * len(completions)
 
 

@@ -46,7 +46,8 @@ MEASURED = {
     "cpu/run_delay_s": 0.05,
     "cpu/stage/reward": 1.0,
     "gil/wait_ms": 0.05,
-    "gil/busy_share": 0.2,
+    "gil/waiting_share": 0.01,
+    "gil/waiting/rollout": 0.01,
     "memory/growth_mb": 0.2,
     "memory/available_gb": 20.0,
     "faults/major": 0.0,
@@ -103,7 +104,7 @@ SHOWN: dict[str, dict[str, object]] = {
     "threads_few": {"setup.num_threads": 1, "recipe.run.num_threads": 1},
     "threads_many": {"setup.num_threads": 16, "recipe.run.num_threads": 16, "cpu/run_delay_s": 40.0},
     "starved": {"cpu/others": 1.0, "cpu/run_delay_s": 3.0},
-    "gil": {"gil/wait_ms": 5.0, "gil/busy_share": 0.9},
+    "gil": {"gil/wait_ms": 5.0, "gil/waiting_share": 0.5, "gil/waiting/rollout": 0.9},
     "slow_reward": {"time/reward_s": 3.0, "cpu/stage/reward": 1.0},
     "remote_reward_serial": {"time/reward_s": 3.0, "cpu/stage/reward": 0.05},
     "reward_not_overlapped": {

@@ -74,7 +74,7 @@ def test_a_run_without_steps_says_so(tmp_path: Path):
 def test_an_old_run_abstains_from_what_it_did_not_measure(tmp_path: Path):
     (found,) = diagnoses(make_run(tmp_path, steps(1.0, 1.0)))
     assert "setup.engine" in found.missing["engine_fallback"]
-    assert "gil/wait_ms" in found.missing["gil"]
+    assert "gil/waiting_share" in found.missing["gil"]
     assert "gpu_copies" not in found.missing, "it trained on no GPU"
     assert "nothing to gain" in as_text(found)
     assert "engine_fallback: setup.engine" in as_text(found)

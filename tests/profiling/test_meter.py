@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +41,14 @@ def sampled(sampler: Sampler, stage: str, work: Callable[[], object]) -> Samples
     """What the sampler saw of `stage` while `work` was called again and again."""
     sampler.enter(stage)
     sampler.take()
-    num_asks = num_blocked = waited_ns = late_ns = peak_bytes = 0
-    while num_asks < NUM_ASKS:
+    total = Samples(0, 0, 0, 0, 0, 0)
+    while total.num_asks < NUM_ASKS:
         work()
-        one = sampler.take().get(stage, Samples(0, 0, 0, 0, 0))
-        num_asks, num_blocked = num_asks + one.num_asks, num_blocked + one.num_blocked
-        waited_ns, late_ns = waited_ns + one.waited_ns, late_ns + one.late_ns
-        peak_bytes = max(peak_bytes, one.peak_bytes)
+        one = sampler.take().get(stage, Samples(0, 0, 0, 0, 0, 0))
+        sums = (a + b for a, b in zip(astuple(total)[:-1], astuple(one)[:-1], strict=True))
+        total = Samples(*sums, max(total.peak_bytes, one.peak_bytes))
     sampler.enter("")
-    return Samples(num_asks, num_blocked, waited_ns, late_ns, peak_bytes)
+    return total
 
 
 @pytest.fixture
@@ -65,6 +65,18 @@ def test_python_code_holds_the_lock_and_sleep_does_not(sampler: Sampler) -> None
     assert 2 * busy.num_blocked > busy.num_asks
     assert 2 * idle.num_blocked < idle.num_asks
     assert busy.waited_ns > idle.waited_ns
+
+
+def test_training_waits_for_the_lock_only_where_another_thread_has_it(sampler: Sampler) -> None:
+    own = sampled(sampler, "own", lambda: sum(range(200_000)))
+    is_over = threading.Event()
+    other = threading.Thread(target=lambda: [sum(range(20_000)) for _ in iter(is_over.is_set, True)])
+    other.start()
+    waiting = sampled(sampler, "waiting", lambda: time.sleep(0.0001))
+    is_over.set()
+    other.join()
+    assert own.num_training_waits < own.num_blocked
+    assert 2 * waiting.num_training_waits > waiting.num_asks
 
 
 def test_the_peak_of_memory_is_that_of_the_stage(sampler: Sampler) -> None:

@@ -16,8 +16,9 @@ from tunesmith.runs.listing import find_runs, is_run, read_object, read_recipe, 
 
 _FILES = {"recipe": "recipe.yaml", "setup": "setup.json", "machine": "environment.json", "result": "result.json"}
 
-_NOW_AND_THEN = ("time/checkpoint_s", "time/evaluate_s", "time/log_s", "io/", "faults/")
-"""Metrics of work that some steps have and others do not: their mean over all steps counts, not their median."""
+_NOW_AND_THEN = ("time/checkpoint_s", "time/evaluate_s", "time/log_s", "io/", "faults/", "gil/")
+"""Metrics of work that some steps have and others do not, or that are counted by a few samples of a step: their mean
+over all steps counts, not their median."""
 
 _COMPUTED = ("rollout", "old_policy", "reference", "teachers", "kl", "forward", "backward", "optimizer")
 """Stages whose time goes into computing with a model."""

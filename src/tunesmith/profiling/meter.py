@@ -193,9 +193,12 @@ def _sampled_metrics(taken: Mapping[str, Samples]) -> Metrics:
         if has_lock():
             metrics["gil/wait_ms"] = sum(samples.waited_ns for samples in taken.values()) / num_asks / 1e6
             metrics["gil/busy_share"] = sum(samples.num_blocked for samples in taken.values()) / num_asks
+            waits = sum(samples.num_training_waits for samples in taken.values())
+            metrics["gil/waiting_share"] = waits / num_asks
     for stage, samples in taken.items():
         if stage and has_lock():
             metrics[f"gil/stage/{stage}"] = samples.num_blocked / samples.num_asks
+            metrics[f"gil/waiting/{stage}"] = samples.num_training_waits / samples.num_asks
         if stage and samples.peak_bytes:
             metrics[f"memory/stage_peak_gb/{stage}"] = samples.peak_bytes / 1e9
     return metrics

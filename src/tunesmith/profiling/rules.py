@@ -116,9 +116,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="gil",
-        symptom="Threads wait for Python's interpreter lock, which another thread holds.",
-        needs=("gil/wait_ms", "gil/busy_share"),
-        evidence="a thread waits {gil/wait_ms:.3g} ms for the lock, held at {gil/busy_share:.0%} of the tries",
+        symptom="Training waits for Python's interpreter lock, which another thread holds.",
+        needs=("gil/waiting_share", "gil/wait_ms"),
+        evidence="training waits for the lock {gil/waiting_share:.0%} of the time (gil/waiting_share); who asks for it "
+        "waits {gil/wait_ms:.3g} ms",
         advice="take Python work in other threads, such as that of a reward function, to another process, or score "
         "after drawing",
         settings={"rollout.score_while_drawing": False},

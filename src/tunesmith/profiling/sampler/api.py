@@ -13,17 +13,19 @@ from tunesmith.core.errors import NativeUnavailableError
 from tunesmith.kernels.native import load
 
 _STAGES = 64  # as in cpu.cpp
-_FIELDS = 5
+_FIELDS = 6
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Samples taken in one stage: asks for the interpreter's lock, those that found it taken, the sum of their waits,
-    the sum of how late the thread woke, and the largest resident memory that it saw (0 if none).
+    """Samples taken in one stage: asks for the interpreter's lock, those that found it taken, those of them in which
+    the thread that made the sampler slept, the sum of the waits, the sum of how late the thread woke, and the largest
+    resident memory that it saw (0 if none).
     """
 
     num_asks: int
     num_blocked: int
+    num_training_waits: int
     waited_ns: int
     late_ns: int
     peak_bytes: int

@@ -1,11 +1,13 @@
-// A thread outside of Python that wakes every 20 ms or so and measures three things: how late it woke (processors are
-// short), how long it then waited for the interpreter's lock (Python code is running), and the resident memory.
+// A thread outside of Python that wakes every 20 ms or so and measures: how late it woke (processors are short), how
+// long it then waited for the interpreter's lock (Python code is running), whether the training thread slept meanwhile
+// (then another one runs Python, and training waits for it), and the resident memory.
 // The figures are sums for each stage of the training step; Python says by `stage` which one it is in.
 
 #include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdio.h>
+#include <string.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -24,7 +26,7 @@ constexpr int64_t kPeriodNs = 20'000'000;
 constexpr int64_t kBlockedNs = 20'000;
 
 struct Figures {
-    std::atomic<int64_t> asks, blocked, waited_ns, late_ns, peak_bytes;
+    std::atomic<int64_t> asks, blocked, training_waits, waited_ns, late_ns, peak_bytes;
 };
 
 }  // namespace
@@ -34,7 +36,7 @@ struct Sampler {  // the first three members are read and written by api.py
     Figures figures[kStages];
     pid_t process;
     pthread_t thread;
-    int statm;
+    int statm, trainer;  // /proc files: memory, and the state of the thread that started the sampler
 };
 
 namespace {
@@ -54,6 +56,15 @@ int64_t resident_bytes(int statm) {
     return sscanf(text, "%*s %ld", &pages) == 1 ? pages * sysconf(_SC_PAGESIZE) : 0;
 }
 
+bool sleeps(int stat) {
+    char text[128];
+    const ssize_t size = pread(stat, text, sizeof text - 1, 0);
+    if (size <= 0) return false;
+    text[size] = 0;
+    const char* name_end = strrchr(text, ')');  // "tid (name) state ..."
+    return name_end && name_end[1] == ' ' && name_end[2] == 'S';
+}
+
 void* run(void* argument) {
     Sampler& sampler = *static_cast<Sampler*>(argument);
     uint32_t random = 1;
@@ -68,12 +79,15 @@ void* run(void* argument) {
 
         Figures& figures = sampler.figures[sampler.stage.load() & (kStages - 1)];
         const int64_t woken = now_ns();
+        const bool trainer_sleeps = sleeps(sampler.trainer);
+        const int64_t asked = now_ns();
         const int state = PyGILState_Ensure();
-        const int64_t waited = now_ns() - woken;
+        const int64_t waited = now_ns() - asked;
         PyGILState_Release(state);
         figures.asks += 1;
         figures.blocked += waited > kBlockedNs;
         figures.waited_ns += waited;
+        figures.training_waits += waited > kBlockedNs && trainer_sleeps;
         figures.late_ns += woken - start - period;
         const int64_t bytes = resident_bytes(sampler.statm);
         if (bytes > figures.peak_bytes.load()) figures.peak_bytes.store(bytes);
@@ -86,6 +100,7 @@ extern "C" Sampler* sampler_start() {
     Sampler* sampler = new Sampler();  // all zeros
     sampler->process = getpid();
     sampler->statm = open("/proc/self/statm", O_RDONLY | O_CLOEXEC);
+    sampler->trainer = open("/proc/thread-self/stat", O_RDONLY | O_CLOEXEC);
     sigset_t all, before;  // signals are for Python's main thread
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -93,6 +108,7 @@ extern "C" Sampler* sampler_start() {
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     if (!failed) return sampler;
     close(sampler->statm);
+    close(sampler->trainer);
     delete sampler;
     return nullptr;
 }
@@ -103,5 +119,6 @@ extern "C" void sampler_stop(Sampler* sampler) {
     sampler->is_stopped.store(1);
     pthread_join(sampler->thread, nullptr);
     close(sampler->statm);
+    close(sampler->trainer);
     delete sampler;
 }

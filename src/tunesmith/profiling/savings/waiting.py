@@ -10,13 +10,14 @@ _LOG_S = 0.003
 
 
 def gil(f: Facts) -> Saving | None:
-    """Stages in which another thread holds the interpreter's lock lose the share of the time that it is held."""
-    if f.number("gil/wait_ms") < 1:
-        return None
-    names = ("rollout", "old_policy", "reference", "update")
-    held = {name: f.number(f"gil/stage/{name}", f.number("gil/busy_share")) for name in names}
-    update_s = f.stage_s("forward", "backward", "optimizer")
-    return around(sum(share * (update_s if n == "update" else f.stage_s(n)) for n, share in held.items()), 0.5, 1.2)
+    """The share of each stage that the training thread waits for the interpreter's lock goes; not of the reward, whose
+    own threads it may wait for.
+    """
+    prefix = "gil/waiting/"
+    stages = [
+        name.removeprefix(prefix) for name in f.values if name.startswith(prefix) and not name.endswith("/reward")
+    ]
+    return around(sum(f.number(prefix + name) * f.stage_s(name) for name in stages), 0.6, 1.3)
 
 
 def slow_reward(f: Facts) -> Saving | None:
