@@ -16,7 +16,18 @@ from tunesmith.runs.listing import find_runs, is_run, read_object, read_recipe, 
 
 _FILES = {"recipe": "recipe.yaml", "setup": "setup.json", "machine": "environment.json", "result": "result.json"}
 
-_NOW_AND_THEN = ("time/checkpoint_s", "time/evaluate_s", "time/log_s", "io/", "faults/", "gil/")
+_NOW_AND_THEN = (
+    *(
+        "time/checkpoint_s",
+        "time/evaluate_s",
+        "time/log_s",
+        "io/",
+        "faults/",
+        "gil/",
+        "cpu/run_delay_s",
+        "cpu/throttled_s",
+    ),
+)
 """Metrics of work that some steps have and others do not, or that are counted by a few samples of a step: their mean
 over all steps counts, not their median."""
 
@@ -100,7 +111,8 @@ def runs_at(path: Path) -> list[Path]:
 def read_facts(path: Path) -> Facts:
     """The facts of the run in the folder `path`."""
     rows = [row for row in read_rows(path / "metrics.jsonl") if (_number(row.get("time/step_s")) or 0) > 0]
-    counted = rows[1:] or rows
+    has_ended = (path / "result.json").is_file()  # every run evaluates at its last step, whatever its settings
+    counted = (rows[1:-1] if has_ended else rows[1:]) or rows
     values: dict[str, object] = {**_nested("recipe", read_recipe(path))}
     for prefix in ("setup", "machine", "result"):
         file = "environment.json" if prefix == "machine" else _FILES[prefix]

@@ -41,13 +41,23 @@ _PEAKS = ("setup.dtype", "setup.best_dtype", "setup.peak_flop_per_s.{setup.dtype
 _PASS = ("update/micro_batch_tokens", "setup.num_layers", "setup.num_parameters", *_PEAKS[::2])
 _SLOTS = ("recipe.rollout.num_slots", "setup.num_layers", "setup.num_parameters", *_PEAKS[::2])
 _LARGER = {"{section}.{size}": computing.micro_batch_size}
-_CORES = ("setup.num_threads", "setup.usable_cores", "cpu/run_delay_s")
+_CORES = ("setup.num_threads", "setup.usable_cores", "cpu/run_delay_s", "cpu/process")
+_WORK = ("update/micro_batch_tokens", "setup.num_parameters", "setup.num_layers")
 
 RULES: tuple[Rule, ...] = (
     Rule(
         name="engine_fallback",
         symptom="Completions are drawn by the fallback, `transformers.generate`.",
-        needs=("setup.engine", "setup.dtype", "setup.best_dtype", "time/rollout_s"),
+        needs=(
+            *(
+                "setup.engine",
+                "setup.best_dtype",
+                "time/rollout_s",
+                "completions/mean_length",
+                "completions/max_length",
+            ),
+            *_SLOTS,
+        ),
         evidence="engine {setup.engine}; time/rollout_s {time/rollout_s:.3g} s of {time/step_s:.3g} s",
         advice="draw with the native engine; if that is set already, take a model of a family that it supports",
         settings={"rollout.backend": "native"},
@@ -67,8 +77,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="precision",
         symptom="The weights are not in the dtype that this machine computes fastest in.",
-        needs=(*_PEAKS, "setup.peak_flop_per_s.{setup.best_dtype}", "mfu"),
-        evidence="dtype {setup.dtype}, best {setup.best_dtype}; {mfu:.0%} of the peak of {setup.dtype}",
+        needs=(*_PEAKS, "setup.peak_flop_per_s.{setup.best_dtype}", *_WORK),
+        evidence="dtype {setup.dtype}, best {setup.best_dtype} (peak_flop_per_s in setup.json has the rates of both)",
         advice="compute in the best dtype",
         settings={"model.dtype": "auto"},
         saving=computing.precision,
@@ -76,7 +86,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="recomputed_old_policy",
         symptom="The log-probs of the old policy are computed again, which an exact engine makes needless.",
-        needs=(*_PEAKS, "setup.peak_flop_per_s.{setup.best_dtype}", "mfu", "time/old_policy_s"),
+        needs=(*_PEAKS, "setup.peak_flop_per_s.{setup.best_dtype}", "time/old_policy_s"),
         evidence="time/old_policy_s {time/old_policy_s:.3g} s of {time/step_s:.3g} s; dtype {setup.dtype}",
         advice="use the log-probs of the engine, which are exact in bfloat16",
         settings={"rollout.recompute_logps": False, "model.dtype": computing.faster_dtype},
@@ -86,7 +96,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="threads_few",
         symptom="The run uses fewer threads than there are cores.",
-        needs=("setup.num_threads", "setup.usable_cores", "mfu"),
+        needs=("setup.num_threads", "setup.usable_cores", "cpu/others", *_WORK),
         evidence="{setup.num_threads:.0f} threads, {setup.usable_cores:.0f} cores",
         advice="use all cores",
         settings={"run.num_threads": 0},

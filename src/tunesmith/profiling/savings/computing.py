@@ -3,18 +3,31 @@
 import math
 
 from tunesmith.profiling.facts import Facts
-from tunesmith.profiling.savings.saving import EFFICIENCY, Saving, around, num_completions, pass_rate, usable_cores
+from tunesmith.profiling.savings.saving import (
+    Saving,
+    around,
+    decode_step_s,
+    num_completions,
+    pass_fixed_s,
+    pass_rate,
+    pass_token_s,
+    usable_cores,
+)
 
 MICRO_BATCH_TOKENS = 2048
 """Positions of a forward pass beyond which larger micro-batches bring little."""
 
+_SMALL_EFFICIENCY = 0.4
+"""Share of its peak that the fastest dtype reaches: its products end sooner, so what is around them counts."""
+
 
 def kernels_fallback(f: Facts) -> Saving | None:
-    """Passes become 1.5 times as fast with compiled kernels, drawing twice as fast."""
+    """With compiled kernels passes become 2.3 times as fast, and drawing 8 times."""
     if f.text("setup.kernels") != "torch":
         return None
-    passes_s = f.computing_s - f.stage_s("rollout")
-    return around(passes_s / 3 + f.stage_s("rollout") / 2, 0.4, 1.6)
+    drawing_s = f.stage_s("rollout") if f.values.get("setup.engine") == "native" else 0.0
+    passes_s = f.stage_s("old_policy", "reference", "teachers", "forward", "backward")
+    return around(passes_s * (1 - 1 / 2.3) + drawing_s * (1 - 1 / 8), 0.6, 1.15)
 
 
 def precision(f: Facts) -> Saving | None:
@@ -34,10 +47,11 @@ def recomputed_old_policy(f: Facts) -> Saving | None:
 
 
 def _products_saved_s(f: Facts) -> float:
+    """Seconds that matrix products take now, less those at the rate of the best dtype; what is around them stays."""
     dtype, best = f.text("setup.dtype"), f.text("setup.best_dtype")
     if dtype == best:
         return 0.0
-    ratio = f.number(f"setup.peak_flop_per_s.{best}") / f.number(f"setup.peak_flop_per_s.{dtype}")
+    ratio = _SMALL_EFFICIENCY * f.number(f"setup.peak_flop_per_s.{best}") / pass_rate(f)
     return products_s(f) * max(0.0, 1 - 1 / ratio)
 
 
@@ -49,8 +63,24 @@ def _old_pass_saved_s(f: Facts) -> float:
 
 
 def products_s(f: Facts) -> float:
-    """Seconds of a step in matrix products: its operations at the rate that a pass reaches of the measured peak."""
-    return min(f.computing_s, f.number("mfu") * f.step_s / EFFICIENCY)
+    """Seconds of a step in matrix products."""
+    return min(f.computing_s, num_operations(f) / pass_rate(f))
+
+
+def num_operations(f: Facts) -> float:
+    """Floating-point operations of a step: 2 of each parameter and position forward, 4 backward where it is trained."""
+    num_parameters = f.number("setup.num_parameters")
+    drawn = f.number("num_tokens") + f.number("rollout/prefill_tokens", 0.0) if f.stage_s("rollout") else 0.0
+    learnt = num_passes(f) * f.number("update/micro_batch_tokens")
+    backward = 4 * f.number("setup.num_trained", num_parameters)
+    return 2 * num_parameters * (drawn + learnt) + backward * learnt
+
+
+def num_passes(f: Facts) -> float:
+    """Forward and backward passes of a step."""
+    num_each = math.ceil(_rows_of_update(f) / f.setting(size_key(f)))
+    draws = "recipe.rollout.backend" in f.values
+    return num_each * (f.setting("num_epochs") * f.setting("num_minibatches") if draws else 1)
 
 
 def faster_dtype(f: Facts) -> object:
@@ -59,29 +89,35 @@ def faster_dtype(f: Facts) -> object:
 
 
 def threads_few(f: Facts) -> Saving | None:
-    """Matrix products become as many times as fast as there are more cores that nobody else uses."""
-    threads, free = f.number("setup.num_threads"), usable_cores(f) - f.number("cpu/others", 0.0)
+    """All but Python becomes nearly as many times as fast as there are more cores that nobody else uses."""
+    threads, free = f.number("setup.num_threads"), usable_cores(f) - f.number("cpu/others")
     if threads >= free or free - threads < 0.5:
         return None
-    return around(products_s(f) * (1 - threads / free), 0.5, 1.3)
+    python_s = num_passes(f) * pass_fixed_s(f) + f.number("rollout/decode_steps", 0.0) * decode_step_s(f, 0)
+    return around(0.9 * max(0.0, f.computing_s - python_s) * (1 - threads / free), 0.6, 1.2)
 
 
 def threads_many(f: Facts) -> Saving | None:
-    """The wait of the threads for cores goes; those of one parallel loop wait at the same time."""
-    threads, cores = f.number("setup.num_threads"), usable_cores(f)
-    if threads <= cores:
+    """Of the time that a thread waits for a core, half goes; the rest is work that is spread over more threads."""
+    if f.number("setup.num_threads") <= usable_cores(f):
         return None
-    return around(min(0.9 * f.computing_s, f.number("cpu/run_delay_s") / threads), 0.5, 1.6)
+    return around(f.computing_s * (1 - _running_share(f)) / 2, 0.5, 1.6)
 
 
 def starved(f: Facts) -> Saving | None:
-    """Computing gets back the share of the cores that others use, as far as this process would use it too."""
-    threads, cores = min(f.number("setup.num_threads"), usable_cores(f)), usable_cores(f)
+    """The threads of a parallel loop wait for each other: it goes on only while all of them, or two, have a core."""
     taken = f.number("cpu/others") + f.number("cpu/stolen", 0.0)
-    overlap = max(0.0, threads + taken - cores)
-    if overlap <= 0.1 or f.number("cpu/run_delay_s") < 0.02 * f.step_s:
+    if taken < 0.15 or f.number("setup.num_threads") > usable_cores(f):
         return None
-    return around(f.computing_s * min(0.9, overlap / threads), 0.6, 1.7)
+    share = _running_share(f)
+    together = share ** min(2.0, f.number("setup.num_threads"))
+    return Saving(f.computing_s * (1 - together), f.computing_s * (1 - share), f.computing_s * (1 - together**1.3))
+
+
+def _running_share(f: Facts) -> float:
+    """Share of the time in which a thread has a core while it could run."""
+    running_s = f.number("cpu/process") * f.step_s
+    return running_s / (running_s + f.number("cpu/run_delay_s")) if running_s else 1.0
 
 
 def small_micro_batches(f: Facts) -> Saving | None:
@@ -109,19 +145,15 @@ def _prompts_saved_s(f: Facts) -> float:
     in_minibatch = f.number("recipe.rollout.completions_per_prompt") / f.setting("num_minibatches")
     prompt_tokens = f.number("rollout/prefill_tokens") + f.number("rollout/shared_tokens")
     shareable = f.setting("num_epochs") * prompt_tokens * max(0.0, 1 - 1 / in_minibatch)
-    num_passes = (
-        f.setting("num_epochs") * f.setting("num_minibatches") * math.ceil(_rows_of_update(f) / f.setting(size_key(f)))
-    )
-    share = (shareable - f.number("update/shared_tokens")) / (num_passes * f.number("update/micro_batch_tokens"))
+    num_positions = num_passes(f) * f.number("update/micro_batch_tokens")
+    share = (shareable - f.number("update/shared_tokens")) / num_positions
     return max(0.0, share) * (1 - _fixed_share(f)) * f.stage_s("forward", "backward")
 
 
 def _fixed_share(f: Facts) -> float:
     """Share of the fixed cost in the time of one forward and backward pass."""
-    rate = pass_rate(f)
-    fixed_s = 2e-3 + 1e-3 * f.number("setup.num_layers")
-    token_s = 6 * f.number("setup.num_parameters") / rate + 2e-6 * f.number("setup.num_layers")
-    return fixed_s / (fixed_s + token_s * f.number("update/micro_batch_tokens"))
+    fixed_s = pass_fixed_s(f)
+    return fixed_s / (fixed_s + pass_token_s(f) * f.number("update/micro_batch_tokens"))
 
 
 def size_key(f: Facts) -> str:

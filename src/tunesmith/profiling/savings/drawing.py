@@ -3,21 +3,20 @@
 import math
 
 from tunesmith.profiling.facts import Facts
-from tunesmith.profiling.savings.saving import Saving, around, pass_rate, rows_at_a_time
-
-_BYTES_PER_S = 15e9
-"""Rate at which weights are read from memory."""
+from tunesmith.profiling.savings.saving import Saving, around, decode_step_s, num_completions, rows_at_a_time
 
 
 def engine_fallback(f: Facts) -> Saving | None:
-    """Drawing becomes as many times as fast as benchmarks/rollout.json says: 4.2 times for a single completion of each
-    prompt, 19 times for 32. An exact engine also makes the pass for the old policy needless.
-    """
+    """The native engine needs as long as its decoding steps. If it is exact, the pass for the old policy goes too."""
     if f.text("setup.engine") != "transformers":
         return None
-    drawing_s, ratio = f.stage_s("rollout"), 4.2 * f.number("recipe.rollout.completions_per_prompt") ** 0.36
-    old_s = f.stage_s("old_policy") if f.text("setup.dtype") == f.text("setup.best_dtype") == "bfloat16" else 0.0
-    return Saving(drawing_s * (1 - 1 / ratio) + old_s, drawing_s / 2, drawing_s + old_s)
+    drawing_s, rows = f.stage_s("rollout"), min(num_completions(f), f.number("recipe.rollout.num_slots"))
+    num_steps = math.ceil(num_completions(f) / rows) * f.number("completions/max_length")
+    num_drawn = num_completions(f) * f.number("completions/mean_length")
+    native_s = num_steps * decode_step_s(f, num_drawn / num_steps)
+    is_exact = f.text("setup.dtype") == f.text("setup.best_dtype") == "bfloat16"
+    old_s = f.stage_s("old_policy") if is_exact else 0.0
+    return Saving(max(0.3 * drawing_s, drawing_s - native_s) + old_s, 0.3 * drawing_s, drawing_s + old_s)
 
 
 def long_tail(f: Facts) -> Saving | None:
@@ -37,19 +36,14 @@ def cache_starved(f: Facts) -> Saving | None:
     """With all slots in use there are fewer decoding steps, each with more rows."""
     if f.number("rollout/starved_s") < 0.05 * f.stage_s("rollout"):
         return None
-    slots = f.number("recipe.rollout.num_slots")
-    rows_now, rows_new = f.number("rollout/slots_used") * slots, rows_at_a_time(f)
+    rows_new = rows_at_a_time(f)
+    rows_now = f.number("rollout/slots_used") * rows_new
     return around(f.number("rollout/starved_s") * (1 - _cost_of_row(f, rows_new) / _cost_of_row(f, rows_now)), 0.6, 1.4)
 
 
 def _cost_of_row(f: Facts, num_rows: float) -> float:
-    """Time of one token where `num_rows` are decoded together: a step has a fixed cost, and one of each row."""
-    num_parameters, num_layers = f.number("setup.num_parameters"), f.number("setup.num_layers")
-    rate = pass_rate(f)
-    itemsize = 4 if f.text("setup.dtype") == "float32" else 2
-    fixed_s = 3e-4 + 6e-5 * num_layers + num_parameters * itemsize / _BYTES_PER_S
-    row_s = 1.5e-5 + 2 * num_parameters / rate
-    return fixed_s / max(1.0, num_rows) + row_s
+    """Seconds of one token where `num_rows` are decoded together."""
+    return decode_step_s(f, num_rows) / max(1.0, num_rows)
 
 
 def no_signal_groups(f: Facts) -> Saving | None:
@@ -74,4 +68,4 @@ def engine_reload(f: Facts) -> Saving | None:
     held_gb = sum(f.number(f"setup.estimate_gb.{part}", 0.0) for part in ("cache", "packed weights"))
     if held_gb > 0.5 * f.number("memory/available_gb"):
         return None
-    return around(0.5 * f.number("time/rollout/load_s"), 0.4, 1.6)
+    return around(0.3 * f.number("time/rollout/load_s"), 0.3, 2.0)

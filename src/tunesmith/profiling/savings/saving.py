@@ -5,8 +5,11 @@ from dataclasses import dataclass
 
 from tunesmith.profiling.facts import Facts
 
-EFFICIENCY = 0.6
-"""Share of the rate of large matrix products that a whole pass reaches."""
+_EFFICIENCY = 0.75
+"""Share of the rate of large matrix products that those of a pass reach."""
+
+_BYTES_PER_S = 15e9
+"""Rate at which weights are read from memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,5 +43,22 @@ def usable_cores(f: Facts) -> float:
 
 
 def pass_rate(f: Facts) -> float:
-    """Floating-point operations a second that a pass reaches, in the dtype of the run."""
-    return EFFICIENCY * f.number(f"setup.peak_flop_per_s.{f.text('setup.dtype')}")
+    """Floating-point operations a second that the matrix products of a pass reach, in the dtype of the run."""
+    return _EFFICIENCY * f.number(f"setup.peak_flop_per_s.{f.text('setup.dtype')}")
+
+
+def decode_step_s(f: Facts, num_rows: float) -> float:
+    """Seconds of a step of the native engine that decodes `num_rows` tokens: Python, the weights, and each row."""
+    num_parameters, itemsize = f.number("setup.num_parameters"), 4 if f.text("setup.dtype") == "float32" else 2
+    fixed_s = 4e-4 + 5e-5 * f.number("setup.num_layers") + num_parameters * itemsize / _BYTES_PER_S
+    return fixed_s + num_rows * (3e-5 + 2 * num_parameters / pass_rate(f))
+
+
+def pass_fixed_s(f: Facts) -> float:
+    """Seconds of a forward and backward pass of the packed decoder that do not depend on the number of positions."""
+    return 1e-3 + 1e-3 * f.number("setup.num_layers") + 4e-10 * f.number("setup.num_parameters")
+
+
+def pass_token_s(f: Facts) -> float:
+    """Seconds of a position in a forward and backward pass of the packed decoder."""
+    return 6 * f.number("setup.num_parameters") / pass_rate(f) + 4e-6 * f.number("setup.num_layers")
