@@ -41,6 +41,7 @@ MEASURED = {
     "time/checkpoint_s": 0.02,
     "time/evaluate_s": 0.0,
     "time/other_s": 0.05,
+    "flop_per_s": 3e11,
     "num_tokens": 3840.0,
     "cpu/process": 1.8,
     "cpu/others": 0.05,
@@ -100,7 +101,7 @@ SHOWN: dict[str, dict[str, object]] = {
     "recomputed_old_policy": {
         "setup.dtype": "float32",
         "setup.engine_exact": False,
-        "mfu": 0.01,
+        "flop_per_s": 1e9,
         "time/old_policy_s": 0.9,
     },
     "threads_few": {"setup.num_threads": 1, "recipe.run.num_threads": 1},

@@ -77,7 +77,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="precision",
         symptom="The weights are not in the dtype that this machine computes fastest in.",
-        needs=(*_PEAKS, "setup.peak_flop_per_s.{setup.best_dtype}", *_WORK),
+        needs=(*_PEAKS, "setup.peak_flop_per_s.{setup.best_dtype}", "flop_per_s"),
         evidence="dtype {setup.dtype}, best {setup.best_dtype} (peak_flop_per_s in setup.json has the rates of both)",
         advice="compute in the best dtype",
         settings={"model.dtype": "auto"},
@@ -86,7 +86,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="recomputed_old_policy",
         symptom="The log-probs of the old policy are computed again, which an exact engine makes needless.",
-        needs=(*_PEAKS, "setup.peak_flop_per_s.{setup.best_dtype}", "time/old_policy_s"),
+        needs=(*_PEAKS, "setup.peak_flop_per_s.{setup.best_dtype}", "flop_per_s", "time/old_policy_s"),
         evidence="time/old_policy_s {time/old_policy_s:.3g} s of {time/step_s:.3g} s; dtype {setup.dtype}",
         advice="use the log-probs of the engine, which are exact in bfloat16",
         settings={"rollout.recompute_logps": False, "model.dtype": computing.faster_dtype},

@@ -64,16 +64,7 @@ def _old_pass_saved_s(f: Facts) -> float:
 
 def products_s(f: Facts) -> float:
     """Seconds of a step in matrix products."""
-    return min(f.computing_s, num_operations(f) / pass_rate(f))
-
-
-def num_operations(f: Facts) -> float:
-    """Floating-point operations of a step: 2 of each parameter and position forward, 4 backward where it is trained."""
-    num_parameters = f.number("setup.num_parameters")
-    drawn = f.number("num_tokens") + f.number("rollout/prefill_tokens", 0.0) if f.stage_s("rollout") else 0.0
-    learnt = num_passes(f) * f.number("update/micro_batch_tokens")
-    backward = 4 * f.number("setup.num_trained", num_parameters)
-    return 2 * num_parameters * (drawn + learnt) + backward * learnt
+    return min(f.computing_s, f.number("flop_per_s") * f.step_s / pass_rate(f))
 
 
 def num_passes(f: Facts) -> float:
