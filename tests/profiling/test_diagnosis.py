@@ -1,10 +1,12 @@
 """Diagnosis of run folders: medians, damaged and old files, demos, text and JSON."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 
+from tunesmith import train
 from tunesmith.cli.main import main
 from tunesmith.profiling.diagnosis import as_json, as_text, diagnoses, slow_findings
 from tunesmith.profiling.facts import read_facts
@@ -113,6 +115,25 @@ def test_large_causes_are_findings_of_a_run_that_is_long_enough(tmp_path: Path):
     assert "39% of a step could be saved" in finding.message
     assert slow_findings(make_run(tmp_path, steps(*[1.0] * 4, **slow))) == []
     assert slow_findings(make_run(tmp_path, steps(*[1.0] * 6, **{"time/checkpoint_s": 0.05}))) == []
+
+
+@pytest.mark.usefixtures("own_logging")
+def test_a_training_that_waits_says_so_in_findings_report_and_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    def judge(completions: list[str], **_: object) -> list[float]:
+        time.sleep(0.4)
+        return [float(len(text)) for text in completions]
+
+    settings = {"run.dir": str(tmp_path), "rollout.max_new_tokens": 4}
+    result = train.grpo(model="tiny:llama", reward=judge, steps=7, progress=False, **settings)
+    findings = [json.loads(line) for line in (result.run_dir / "findings.jsonl").read_text().splitlines()]
+    assert "slow/remote_reward_serial" in [finding["name"] for finding in findings]
+    report = (result.run_dir / "report.html").read_text()
+    assert "The reward waits for one answer after the other." in report
+    assert "async def" in report
+    assert main(["diagnose", str(result.run_dir)]) == 0
+    assert "1. remote_reward_serial" in capsys.readouterr().out
 
 
 def test_an_unknown_run_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -16,18 +16,8 @@ from tunesmith.runs.listing import find_runs, is_run, read_object, read_recipe, 
 
 _FILES = {"recipe": "recipe.yaml", "setup": "setup.json", "machine": "environment.json", "result": "result.json"}
 
-_NOW_AND_THEN = (
-    *(
-        "time/checkpoint_s",
-        "time/evaluate_s",
-        "time/log_s",
-        "io/",
-        "faults/",
-        "gil/",
-        "cpu/run_delay_s",
-        "cpu/throttled_s",
-    ),
-)
+_OF_SOME_STEPS = ("time/checkpoint_s", "time/evaluate_s", "time/log_s")
+_NOW_AND_THEN = (*_OF_SOME_STEPS, "io/", "faults/", "gil/", "cpu/run_delay_s", "cpu/throttled_s")
 """Metrics of work that some steps have and others do not, or that are counted by a few samples of a step: their mean
 over all steps counts, not their median."""
 
@@ -135,8 +125,7 @@ def _metrics(rows: Sequence[Mapping[str, object]]) -> dict[str, float]:
 
 def _typical_step(rows: Sequence[Mapping[str, object]]) -> float:
     """Seconds of a step: the median without the work that only some steps have, and the mean of that work."""
-    names = [name for name in _NOW_AND_THEN if name.startswith("time/")]
-    extra = [sum(_number(row.get(name)) or 0.0 for name in names) for row in rows]
+    extra = [sum(_number(row.get(name)) or 0.0 for name in _OF_SOME_STEPS) for row in rows]
     rest = [(_number(row["time/step_s"]) or 0.0) - more for row, more in zip(rows, extra, strict=True)]
     return statistics.median(rest) + sum(extra) / len(rows)
 
