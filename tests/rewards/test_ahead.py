@@ -250,7 +250,7 @@ def test_groups_that_were_not_handed_out_are_a_defect(groups: list[Group]) -> No
 def test_the_seconds_of_each_reward_are_kept_apart_from_the_wait(groups: list[Group]) -> None:
     with trace() as record, span("reward"):
         while_drawing(Scorer([lengths, later], while_drawing=True), groups, range(12))
-    assert set(record.seconds) == {"reward", "reward/lengths", "reward/async"}
+    assert set(record.seconds) == {"reward", "reward/lengths", "reward/async", "reward/async/later"}
     assert record.num_calls["reward/lengths"] == 12
     assert record.covered_s == record.seconds["reward"]
 
