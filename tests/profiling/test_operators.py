@@ -75,4 +75,4 @@ def test_gaps_are_the_times_of_the_main_thread_without_operators_longest_first()
 
 def test_a_trace_without_steps_is_refused():
     with pytest.raises(ValueError, match="no step"):
-        build({"traceEvents": []}, {"process": 1})
+        build({"traceEvents": []}, {"process": 1, "steps": ["step 2"]})

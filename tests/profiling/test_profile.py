@@ -112,7 +112,8 @@ def test_the_steps_after_the_one_that_warmed_up_are_recorded(trace: dict, run_di
 def test_the_stages_of_the_trainer_are_tracks(trace: dict):
     names = {stage["name"] for stage in spans(trace, chrome.STAGE)}
     assert {"rollout", "rollout/prefill", "rollout/decode", "reward", "update/forward", "update/backward"} <= names
-    assert not any(chrome.SPAN_MARK in event["name"] for event in trace["traceEvents"])
+    marks = (chrome.SPAN_MARK, chrome.STEP_MARK)
+    assert not any(event["name"].startswith(marks) for event in trace["traceEvents"])
 
 
 def test_slots_in_use_are_counted_on_the_clock_of_the_stages(trace: dict):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from tunesmith.cli.options import check_ranges, flag, parse, parse_known
 from tunesmith.cli.output import Output, reporting, wants_progress
 from tunesmith.config.keys import did_you_mean
-from tunesmith.core.errors import InputError, ProfiledError, RunError
+from tunesmith.core.errors import InputError, ProfiledError
 from tunesmith.core.log import visible
 
 if TYPE_CHECKING:
@@ -79,10 +79,10 @@ def _recorded(algorithm: str, words: Sequence[str], num_steps: int) -> Path:
 
     recipe = _short(resolved.recipe, num_steps)
     try:
-        run(recipe, provenance=resolved.provenance, progress=wants_progress(), profile_steps=num_steps)
-    except ProfiledError as done:
-        return done.run_dir
-    raise RunError("the run ended before its steps were recorded; give more data or fewer --steps")
+        done = run(recipe, provenance=resolved.provenance, progress=wants_progress(), profile_steps=num_steps)
+    except ProfiledError as recorded:
+        return recorded.run_dir
+    return done.run_dir  # without a profile; what is done with it next says why
 
 
 def _short(recipe: "Recipe", num_steps: int) -> "Recipe":

@@ -7,7 +7,6 @@ first profiled step began.
 
 import gzip
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,8 @@ Event = dict[str, Any]
 RAW_TRACE = "torch.json"
 TRACE = "trace.json.gz"
 
-SPAN_MARK = "tunesmith stage "
-"""Begin of the names of our spans in torch's trace."""
+SPAN_MARK, STEP_MARK = "tunesmith stage: ", "tunesmith step: "
+"""Begin of the names of our spans and steps in torch's trace."""
 
 CORES = "cores: "
 """Begin of the names of counters of threads."""
@@ -29,7 +28,6 @@ STAGE, STEP, OPERATOR = "stage", "step", "cpu_op"
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 
-_STEP_MARK = re.compile(r"ProfilerStep#(\d+)$")
 _KEPT = (OPERATOR, "user_annotation", *LAUNCHES, *KERNELS)
 _STAGE_TRACK = 2**22
 """Added to a thread's id for the track of its stages; thread ids of Linux are smaller."""
@@ -44,15 +42,12 @@ def build(raw: Mapping[str, Any], samples: Mapping[str, Any]) -> dict[str, Any]:
     process = int(samples["process"])
     base_us = float(raw.get("baseTimeNanoseconds", 0)) / 1e3
     spans = [event for event in raw["traceEvents"] if event.get("ph") == "X"]
-    steps = sorted((event for event in spans if _STEP_MARK.match(event["name"])), key=lambda event: event["ts"])
-    steps = [event for event in steps if event.get("cat") == "user_annotation"]
+    steps = [event for event in spans if event["name"].removeprefix(STEP_MARK) in samples["steps"]]
     if not steps:
         raise ValueError("torch's profiler recorded no step")
-    start_us, end_us = steps[0]["ts"], max(event["ts"] + event["dur"] for event in steps)
+    start_us, end_us = min(event["ts"] for event in steps), max(event["ts"] + event["dur"] for event in steps)
     events = [
-        _moved(event, start_us, int(samples["first_step"]))
-        for event in spans
-        if event.get("cat") in _KEPT and start_us <= event["ts"] < end_us
+        _moved(event, start_us) for event in spans if event.get("cat") in _KEPT and start_us <= event["ts"] < end_us
     ]
     events += _counters(samples, process, base_us + start_us, end_us - start_us)
     events.sort(key=lambda event: (event["ts"], -event.get("dur", 0.0)))
@@ -69,15 +64,14 @@ def build(raw: Mapping[str, Any], samples: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _moved(event: Event, start_us: float, first_step: int) -> Event:
+def _moved(event: Event, start_us: float) -> Event:
     """`event` in our time; stages and steps on the tracks of stages."""
     moved = {name: event[name] for name in ("ph", "cat", "name", "pid", "tid")}
     moved |= {"ts": round(event["ts"] - start_us, 3), "dur": round(event["dur"], 3)}
-    step = _STEP_MARK.match(event["name"])
-    if event["cat"] == "user_annotation" and (step or event["name"].startswith(SPAN_MARK)):
-        # torch counts steps from the one that warmed up, which it does not record.
-        name = f"step {first_step + int(step[1])}" if step else event["name"].removeprefix(SPAN_MARK)
-        return {**moved, "name": name, "cat": STEP if step else STAGE, "tid": event["tid"] + _STAGE_TRACK}
+    for mark, category in ((SPAN_MARK, STAGE), (STEP_MARK, STEP)):
+        if event["cat"] == "user_annotation" and event["name"].startswith(mark):
+            name = event["name"].removeprefix(mark)
+            return {**moved, "name": name, "cat": category, "tid": event["tid"] + _STAGE_TRACK}
     if event["cat"] != OPERATOR:
         moved["args"] = {name: value for name, value in event.get("args", {}).items() if name == "correlation"}
     return moved

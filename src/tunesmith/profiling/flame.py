@@ -63,7 +63,7 @@ def nodes(counts: Mapping[Stack, int], least_share: float = 0.0) -> list[Node]:
 
 def functions(counts: Mapping[Stack, int]) -> list[tuple[str, float, float]]:
     """(function, share of samples in which it itself ran, share in which it was on the stack), largest first."""
-    total = sum(counts.values())
+    total = sum(counts.values())  # the loop is empty where this is 0
     own: Counter[str] = Counter()
     inside: Counter[str] = Counter()
     for stack, count in counts.items():

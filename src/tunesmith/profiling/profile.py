@@ -6,6 +6,8 @@ RUN/profile/
 """
 
 import json
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any
 
 from tunesmith.core.errors import RunError
 from tunesmith.profiling import chrome, flame
-from tunesmith.profiling.operators import analyse
+from tunesmith.profiling.operators import Gap, analyse
 from tunesmith.profiling.request import FOLDER, drop_answer, read_answer
 
 FIGURES = "operators.json"
@@ -23,6 +25,9 @@ _STAGE_FIGURES = ("calls", "total_s", "self_s", "operator_s", "gap_s", "dispatch
 _OPERATOR_FIGURES = ("calls", "total_s", "self_s", "launches", "kernel_s")
 
 Row = dict[str, Any]
+
+_Look = tuple[float, list[str]]
+"""(seconds since the first profiled step began, Python's stack)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +74,9 @@ def finish(run_dir: Path) -> Profile:
         raise RunError(f"{run_dir} could not be profiled: {(samples or {}).get('problem', 'nothing was recorded')}")
     try:
         trace = chrome.build(json.loads((folder / chrome.RAW_TRACE).read_text(encoding="utf-8")), samples)
-        counts = flame.counted(samples["stacks"][index] for index in _looks_in(samples, trace))
-        profile = _figures(folder, samples, trace["traceEvents"], flame.functions(counts) if counts else [])
+        looks = _looks(samples, trace)
+        counts = flame.counted(stack for _, stack in looks)
+        profile = _figures(folder, samples, trace["traceEvents"], looks)
         chrome.write(folder / chrome.TRACE, trace)
         (folder / STACKS).write_text(flame.collapsed(counts), encoding="utf-8")
         (folder / FIGURES).write_text(json.dumps(profile.to_json(), indent=1) + "\n", encoding="utf-8")
@@ -81,15 +87,27 @@ def finish(run_dir: Path) -> Profile:
     return profile
 
 
-def _looks_in(samples: Mapping[str, Any], trace: Mapping[str, Any]) -> list[int]:
-    """Indices of the stacks that were seen during the profiled steps."""
+def _looks(samples: Mapping[str, Any], trace: Mapping[str, Any]) -> list[_Look]:
+    """What was seen during the profiled steps."""
     start_ns = trace["otherData"]["start_ns"]
-    end_ns = start_ns + 1e3 * max(event["ts"] + event.get("dur", 0.0) for event in trace["traceEvents"])
-    return [index for time_ns, index in samples["looks"] if start_ns <= time_ns < end_ns]
+    end_s = max(event["ts"] + event.get("dur", 0.0) for event in trace["traceEvents"]) / 1e6
+    looks = [((time_ns - start_ns) / 1e9, samples["stacks"][index]) for time_ns, index in samples["looks"]]
+    return [look for look in looks if 0 <= look[0] < end_s]
+
+
+def _function_in(gap: Gap, looks: Sequence[_Look]) -> str:
+    """The function that was seen most in the gap; empty if it was shorter than the time between two looks."""
+    first, last = (bisect_left(looks, time_s, key=_time) for time_s in (gap.start_s, gap.start_s + gap.duration_s))
+    seen = Counter(stack[-1] for _, stack in looks[first:last] if stack)
+    return seen.most_common(1)[0][0] if seen else ""
+
+
+def _time(look: _Look) -> float:
+    return look[0]
 
 
 def _figures(
-    folder: Path, samples: Mapping[str, Any], events: Sequence[chrome.Event], functions: list[tuple[str, float, float]]
+    folder: Path, samples: Mapping[str, Any], events: Sequence[chrome.Event], looks: Sequence[_Look]
 ) -> Profile:
     uses = analyse(events, int(samples["main_thread"]))
     num_steps = len(uses.steps)
@@ -106,8 +124,8 @@ def _figures(
         uses.steps,
         [_per_step(asdict(stage), _STAGE_FIGURES, num_steps) for stage in uses.stages],
         [_per_step(asdict(operator), _OPERATOR_FIGURES, num_steps) for operator in uses.operators],
-        [asdict(gap) for gap in uses.gaps],
-        functions,
+        [{**asdict(gap), "function": _function_in(gap, looks)} for gap in uses.gaps],
+        flame.functions(flame.counted(stack for _, stack in looks)),
         {name: range_ for name, range_ in ranges.items() if not name.startswith(chrome.CORES)},
         {n.removeprefix(chrome.CORES): range_ for n, range_ in ranges.items() if n.startswith(chrome.CORES)},
     )

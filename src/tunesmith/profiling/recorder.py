@@ -5,8 +5,8 @@ On a GPU torch's profiler records launches, kernels and copies too; that has not
 
 import os
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,11 @@ from tunesmith.core.log import get_logger
 from tunesmith.core.trace import following, span, watching
 from tunesmith.kernels import native
 from tunesmith.profiling import request as requests
-from tunesmith.profiling.chrome import RAW_TRACE, SPAN_MARK
+from tunesmith.profiling.chrome import RAW_TRACE, SPAN_MARK, STEP_MARK
 from tunesmith.profiling.request import Request
 from tunesmith.profiling.sampler.api import Sampler as GILSampler
 from tunesmith.profiling.sampler.api import has_lock
-from tunesmith.profiling.sampling import STACK_PERIOD_S, Sampler, Samples
+from tunesmith.profiling.sampling import STACK_PERIOD_S, Sampler
 
 _log = get_logger(__name__)
 
@@ -37,7 +37,7 @@ class StepProfiler:
 
     def __init__(self, run_dir: Path, num_steps: int = 0) -> None:
         self._run_dir = run_dir
-        self._first = Request("", num_steps) if num_steps else None
+        self._first = self._own = Request("", num_steps) if num_steps else None
         self._recording: Recording | None = None
         self.is_done = False
         """True once the profile that the run was started for is recorded."""
@@ -49,97 +49,108 @@ class StepProfiler:
 
         The time of the beginning and of the end is that of the stage `profile` in the open trace.
         """
-        if self._recording is None:
-            request, self._first = self._first or requests.take(self._run_dir), None
-            if request is not None:
-                with span("profile"):
-                    self._begin(request, num_done)
-        elif self._recording.next_step():
-            self.is_done = self._recording.request.id == ""
-            self._recording = None
+        if self._recording is not None:
+            with self._problems_told(self._recording.request):
+                if self._recording.next_step():
+                    self.is_done = self._recording.request == self._own
+                    self._recording = None
+            return
+        request, self._first = self._first or requests.take(self._run_dir), None
+        if request is not None:
+            with self._problems_told(request), span("profile"):
+                self._recording = Recording(self._run_dir, request, num_done)
 
     def close(self) -> None:
         """End a profile that is not complete, because the run ends."""
         if self._recording is not None:
-            self._recording.end()
+            with self._problems_told(self._recording.request):
+                self._recording.end()
             self._recording = None
 
-    def _begin(self, request: Request, num_done: int) -> None:
+    @contextmanager
+    def _problems_told(self, request: Request) -> Generator[None, None, None]:
+        """Drop the recording if it fails in the block, and answer with the reason."""
         try:
-            self._recording = Recording(self._run_dir, request, num_done)
+            yield
         except _FAILURES as error:
-            _log.warning("cannot profile: %s", error)
-            _answer(self._run_dir, request, {"problem": str(error)})
+            _log.warning("no profile: %s", error)
+            if self._recording is not None:
+                self._recording.drop()
+                self._recording = None
+            with suppress(OSError):
+                requests.answer(self._run_dir, request, {"problem": str(error)})
 
 
 class Recording:
-    """A profile that is being recorded: one step to warm up, then `request.num_steps`."""
+    """A profile that is being recorded: one step to warm up, then `request.num_steps`; `num_done` are before them."""
 
     def __init__(self, run_dir: Path, request: Request, num_done: int) -> None:
         self.request = request
         self._run_dir = run_dir
-        self._first_step = num_done + 1
-        self._steps_left = 1 + request.num_steps
-        self._problem = ""
+        self._next = num_done + 1
+        self._step: record_function | None = None
+        self._steps: list[str] = []
         folder = run_dir / requests.FOLDER
         folder.mkdir(exist_ok=True)
-        raw = folder / RAW_TRACE
-        raw.unlink(missing_ok=True)
-        self._raw = raw
+        self._raw = folder / RAW_TRACE
         self._stack = ExitStack()
-        self._sampler = Sampler(_open_gil(self._stack))
         self._profiler = torch.profiler.profile(
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])],
-            schedule=torch.profiler.schedule(wait=0, warmup=1, active=request.num_steps, repeat=1),
-            on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(raw)),
             experimental_config=_ExperimentalConfig(profile_all_threads=True),
         )
-        self._profiler.start()
-        self._stack.enter_context(watching(_Marks()))
-        self._stack.enter_context(following(self._sampler.gauge))
-        self._sampler.start()
+        self._profiler.prepare_trace()
 
     def next_step(self) -> bool:
         """Begin the next step; True if all are recorded and written."""
-        if self._steps_left > self.request.num_steps:  # the step that warmed up has called the kernels
-            self._stack.enter_context(native.wrapped(_Kernel))
-        self._steps_left -= 1
-        if self._steps_left:
-            try:
-                self._profiler.step()
-                return False
-            except _FAILURES as error:
-                self._problem = str(error)
-        self.end()
-        return True
+        if self._step is None:
+            self._next += 1
+            self._start()
+        else:
+            self._step.__exit__(None, None, None)
+            self._steps.append(f"step {self._next}")
+            self._next += 1
+        if len(self._steps) == self.request.num_steps:
+            self.end()
+            return True
+        self._step = record_function(f"{STEP_MARK}step {self._next}")
+        self._step.__enter__()
+        return False
+
+    def _start(self) -> None:
+        """Begin to record. The step that warmed up has called the kernels."""
+        self._profiler.start_trace()
+        self._sampler = Sampler(_open_gil(self._stack))
+        self._sampler.start()
+        self._stack.callback(self._sampler.stop)
+        self._stack.enter_context(native.wrapped(_Kernel))
+        self._stack.enter_context(watching(_Marks()))
+        self._stack.enter_context(following(self._sampler.gauge))
+
+    def drop(self) -> None:
+        """Stop looking, and leave what is recorded."""
+        self._stack.close()
 
     def end(self) -> None:
-        """Write what is recorded, as the answer to the request."""
-        samples = self._sampler.stop()
+        """Write the steps that are recorded, as the answer to the request."""
+        if self._step is None:
+            self._start()  # torch's profiler stops only what has begun
         self._stack.close()
         with span("profile"):
-            self._write(samples)
-
-    def _write(self, samples: Samples) -> None:
-        try:
-            self._profiler.stop()  # which writes the trace
-        except _FAILURES as error:
-            self._problem = self._problem or str(error)
-        if not self._raw.is_file():
-            self._problem = self._problem or "the run ended before a step was recorded"
-        facts = {
-            "run": self._run_dir.resolve().name,
-            "process": os.getpid(),
-            "main_thread": threading.main_thread().native_id,
-            "first_step": self._first_step,
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-            "num_threads": torch.get_num_threads(),
-            "stack_period_s": STACK_PERIOD_S,
-            **asdict(samples),
-        }
-        if self._problem:
-            _log.warning("the profile is lost: %s", self._problem)
-        _answer(self._run_dir, self.request, {"problem": self._problem} if self._problem else facts)
+            self._profiler.stop_trace()
+            if not self._steps:
+                raise OSError("the run ended before a step was recorded")
+            self._profiler.export_chrome_trace(str(self._raw))
+            facts = {
+                "run": self._run_dir.resolve().name,
+                "process": os.getpid(),
+                "main_thread": threading.main_thread().native_id,
+                "steps": self._steps,
+                "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+                "num_threads": torch.get_num_threads(),
+                "stack_period_s": STACK_PERIOD_S,
+                **asdict(self._sampler.samples),
+            }
+            requests.answer(self._run_dir, self.request, facts)
 
 
 class _Marks:
@@ -188,10 +199,3 @@ class _Kernel:
     def __call__(self, *arguments: Any) -> Any:
         with _RecordFunctionFast(self._name):
             return self._function(*arguments)
-
-
-def _answer(run_dir: Path, request: Request, facts: dict[str, object]) -> None:
-    try:
-        requests.answer(run_dir, request, facts)
-    except OSError as error:
-        _log.warning("the profile cannot be written: %s", error)

@@ -57,15 +57,14 @@ class Sampler:
         """Begin to look."""
         self._thread.start()
 
-    def stop(self) -> Samples:
-        """End the thread; returns what it saw."""
+    def stop(self) -> None:
+        """End the thread and name the functions of the stacks that it saw."""
         self._ended.set()
         self._thread.join()
         self.samples.stacks = [
             [_name(code) for code in reversed(codes) if not code.co_filename.startswith(_OWN_CODE)]
             for codes in self._index
         ]
-        return self.samples
 
     def gauge(self, name: str, value: float) -> None:
         """Record a value of the counter `name`; a `core.trace.Follower`."""

@@ -20,9 +20,10 @@ _IDLE = 0.02
 """Threads that never use more of a processor are not drawn."""
 
 _ROW_PX = 30
-_PANEL_PX = 84
+_PANEL_PX = 104
 _GAP_PX = 34
 _TABLE_ROWS = 60
+_BEFORE = {"color": LIGHT["before"], "width": 1.5}
 _TEXT = {"minsize": 9, "mode": "hide"}
 """Text that does not fit into its box is left out, and shown when pointed at."""
 
@@ -199,7 +200,7 @@ def _line_panel(name: str, points: Sequence[tuple[float, float]]) -> _Panel:
     trace = scatter(
         label(name), times, values, line={"color": LIGHT["after"], "width": 1.5, "shape": "hv"}, hoverinfo="y+name"
     )
-    axis = {"title": {"text": label(name, 24), "standoff": 4, "font": {"size": 11}}, "rangemode": "tozero"}
+    axis = {"title": {"text": label(name, 24), "standoff": 4, "font": {"size": 10.5}}, "rangemode": "tozero"}
     return _Panel([trace], axis, _PANEL_PX)
 
 
@@ -285,17 +286,12 @@ def comparison_bars(found: Comparison) -> Chart:
             "hovertemplate": "%{y}: %{x:.3f} s<extra>" + name + "</extra>",
         }
         for name, values, marker in (
+            ("A", [row.before_s for row in rows], {"color": LIGHT["card"], "line": _BEFORE}),
             ("B", [row.after_s for row in rows], {"color": LIGHT["after"]}),
-            (
-                "A",
-                [row.before_s for row in rows],
-                {"color": LIGHT["card"], "line": {"color": LIGHT["before"], "width": 1.5}},
-            ),
         )
     ]
     figure = layout(x="seconds of a step", barmode="group", hovermode="closest", showlegend=True)
     figure["yaxis"] |= {"autorange": "reversed"}
-    figure["legend"] |= {"traceorder": "reversed"}
     return Chart(
         "stages",
         "Stages",

@@ -66,7 +66,10 @@ def write_profile_page(profile: Profile) -> Path:
             for row in profile.operators[:_MAX_OPERATORS]
         ],
         num_operators=len(profile.operators),
-        gaps=[(duration(row["duration_s"]), row["stage"], duration(row["start_s"])) for row in profile.gaps],
+        gaps=[
+            (duration(row["duration_s"]), row["stage"], duration(row["start_s"]), row["function"] or UNKNOWN)
+            for row in profile.gaps
+        ],
         functions=[(name, f"{own:.1%}", f"{all_:.1%}") for name, own, all_ in profile.functions[:_MAX_FUNCTIONS]],
         counters=[(name, f"{row['mean']:.3g}", f"{row['max']:.3g}") for name, row in profile.counters.items()],
         threads=[
