@@ -31,6 +31,7 @@ from tunesmith.models.load import load_policy
 from tunesmith.models.loaded import context_length, freeze_lower_layers
 from tunesmith.models.lora import frozen_copy
 from tunesmith.models.optimizer import MasterAdamW
+from tunesmith.profiling.meter import measured
 from tunesmith.runs.environment import rss_gb
 from tunesmith.store.records import Command
 from tunesmith.trainers import setup
@@ -180,7 +181,7 @@ class Loop:
         section, position = self.cfg.live, self.position
         self.heartbeat("learning")
         job = self.folder.runs.start_job("update")
-        with trace() as times:
+        with measured(self.cfg.run.measure) as times:
             heldout = self.memory.heldout_decided(section.check.num_votes)
             correct_before = self.learner.correct(heldout, self.known_correct)
             before = self.versions.snapshot()

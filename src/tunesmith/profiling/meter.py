@@ -10,7 +10,7 @@ import resource
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import psutil
 
 from tunesmith.core.errors import NativeUnavailableError
 from tunesmith.core.system import fsync_s
-from tunesmith.core.trace import watching
+from tunesmith.core.trace import Trace, trace, watching
 from tunesmith.profiling import cgroup
 from tunesmith.profiling.gpu import GPU, open_gpu
 from tunesmith.profiling.sampler.api import Sampler, Samples, has_lock
@@ -121,6 +121,15 @@ def metering() -> Iterator[Meter]:
         meter = Meter(sampler, gpu)
         stack.enter_context(watching(meter))
         yield meter
+
+
+@contextmanager
+def measured(measures: bool) -> Iterator[Trace]:
+    """A trace, among whose metrics are the figures of a meter if `measures` is true."""
+    with metering() if measures else nullcontext() as meter, trace() as record:
+        yield record
+        if meter is not None:
+            record.sums |= meter.step()
 
 
 def usable_cpu() -> float:
