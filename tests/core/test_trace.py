@@ -98,12 +98,15 @@ def test_spans_of_another_thread_stay_out():
 
 def test_spans_of_another_thread_are_included_below_the_current_one_and_cover_no_time():
     with trace() as other, span("length"):
-        pass
+        count("computed_tokens", 3)
+        count("padding_share", 1, out_of=4)
     with trace() as record, span("reward"):
         include(other)
         include(other)
     assert record.seconds["reward/length"] == 2 * other.seconds["length"]
     assert record.num_calls["reward/length"] == 2
+    assert record.metrics()["reward/computed_tokens"] == 6
+    assert record.metrics()["reward/padding_share"] == 2 / 8
     assert record.covered_s == record.seconds["reward"]
     include(other)  # without an open trace nothing happens
 

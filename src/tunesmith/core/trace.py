@@ -38,12 +38,23 @@ class Trace:
         self.num_calls[name] = self.num_calls.get(name, 0) + 1
         self.covered_s += duration_s if is_outermost else 0.0
 
+    def count(self, figure: str, value: float, out_of: float | None) -> None:
+        """Add to a figure, named `<stage>/<name>`; see the function `count`."""
+        self.sums[figure] = self.sums.get(figure, 0.0) + value
+        if out_of is not None:
+            self.out_of[figure] = self.out_of.get(figure, 0.0) + out_of
+
     def include(self, other: "Trace", under: str = "") -> None:
-        """Add the spans of `other`, below the path `under`; they ran concurrently and cover none of its time."""
+        """Add the spans of `other`, below the path `under`; they ran concurrently and cover none of its time. Its
+        figures are then those of the outermost stage of `under`.
+        """
         for name, duration_s in other.seconds.items():
             path = f"{under}/{name}" if under else name
             self.seconds[path] = self.seconds.get(path, 0.0) + duration_s
             self.num_calls[path] = self.num_calls.get(path, 0) + other.num_calls[name]
+        for figure, value in other.sums.items():
+            own = f"{under.partition('/')[0]}/{figure.rpartition('/')[2]}" if under else figure
+            self.count(own, value, other.out_of.get(figure))
 
     def metrics(self) -> dict[str, float]:
         """`time/<stage>_s` for each span, `time/other_s` for what no span covers, `time/step_s`, and all figures.
@@ -164,9 +175,5 @@ def count(name: str, value: float, *, out_of: float | None = None) -> None:
     With `out_of` the figure is a share or a mean: all values over all `out_of`, which must be positive.
     """
     record = _open_trace.get()
-    if record is None:
-        return
-    figure = f"{_path.get().partition('/')[0]}/{name}"
-    record.sums[figure] = record.sums.get(figure, 0.0) + value
-    if out_of is not None:
-        record.out_of[figure] = record.out_of.get(figure, 0.0) + out_of
+    if record is not None:
+        record.count(f"{_path.get().partition('/')[0]}/{name}", value, out_of)
