@@ -42,6 +42,14 @@ import re
 def frozen(completions, **kwargs):
     re.match("(a+)+$", "a" * 60 + "b")  # here
 """
+HOLDS_THE_LOCK_FOR_A_WHILE = """
+import ctypes, pathlib
+def frozen(completions, **kwargs):
+    if not pathlib.Path("{done}").exists():
+        ctypes.PyDLL(None).usleep(3_000_000)
+    pathlib.Path("{done}").touch()
+    return [float(len(completion)) for completion in completions]
+"""
 ASKS = """
 import urllib.request
 def frozen(completions, **kwargs):
@@ -154,6 +162,7 @@ def test_a_hang_is_noticed_from_outside_after_a_while_and_shown_by_the_command(
         early = report(run_dir)
         assert not early.is_hung or early.silent_s is None or early.silent_s > 10
         until(lambda: report(run_dir).is_hung)
+        assert report(run_dir.parent.parent).run == run_dir, "a folder with runs in it, as that of a demo"
         assert main(["diagnose", str(run_dir), "--hang", "--json"]) == 0
         facts = json.loads(capsys.readouterr().out)
         assert main(["diagnose", str(run_dir), "--hang"]) == 0
@@ -174,6 +183,17 @@ def test_c_code_that_holds_the_interpreters_lock_is_named_from_outside_and_by_th
     assert found.reward.function.line in lines_here(tmp_path)
     by_timer = parse_stacks((run_dir / "stacks.txt").read_text().split("Timeout")[1])
     assert any(frame.function == "frozen" for stack in by_timer.values() for frame in stack)
+
+
+def test_a_lock_that_was_held_and_is_free_again_is_a_finding(tmp_path: Path) -> None:
+    code = HOLDS_THE_LOCK_FOR_A_WHILE.format(done=tmp_path / "done")
+    with training(tmp_path, code, "--run.hang_after_s", "0.5") as (process, run_dir):
+        process.join(LIMIT_S)
+        assert process.exitcode == 0
+    messages = [str(row["message"]) for row in read_jsonl(run_dir / "findings.jsonl") if row["name"] == "hang"]
+    assert any("no thread of Python ran for" in message for message in messages)
+    assert "frozen" in (run_dir / "stacks.txt").read_text()
+    assert "no thread of Python ran for" in (run_dir / HANG_FILE).read_text()
 
 
 @pytest.mark.parametrize("code", [ASKS, ASKS_ASYNC], ids=["sync", "async"])

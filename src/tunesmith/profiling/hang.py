@@ -28,7 +28,7 @@ from tunesmith.profiling.processes import (
     threads_of,
 )
 from tunesmith.profiling.stage import Record
-from tunesmith.runs.listing import read_rows
+from tunesmith.runs.listing import find_runs, read_rows
 from tunesmith.runs.lock import holder_of, is_locked
 
 STACKS_FILE = "stacks.txt"
@@ -137,7 +137,7 @@ class HangReport:
 
 
 def report(folder: Path, *, is_hung: bool = False) -> HangReport:
-    """The report of the training in the run folder or live folder `folder`, from whatever process.
+    """The report of the training in the run folder or live folder `folder`, or in a run inside of it as of a demo.
 
     With `is_hung` the training counts as hanging, however long it has made no progress. The stacks of one that goes on
     are not asked for.
@@ -145,6 +145,7 @@ def report(folder: Path, *, is_hung: bool = False) -> HangReport:
     Raises:
         RunError: if nothing trains there, or on another machine.
     """
+    folder = _folder_that_trains(folder)
     record = stage.read(folder)
     if record is None or (is_locked(folder) and not record.is_alive):
         raise RunError(_why_no_record(folder))
@@ -249,6 +250,12 @@ class _Facts:
         computes = any(thread.cores > _BUSY_CORES for thread in self.threads)
         what = "it computes: look for a loop without end" if computes else "it waits: look at what it calls"
         return f"{what}; a time limit, `timeout_s` and `on_error` of the reward, lets a training go on. {end}"
+
+
+def _folder_that_trains(folder: Path) -> Path:
+    """`folder`, or the run inside of it that has a record, that of a living process first."""
+    found = {run: record for run in find_runs(folder) if (record := stage.read(run)) is not None}
+    return max(found, key=lambda run: found[run].is_alive, default=folder)
 
 
 def _why_no_record(folder: Path) -> str:
