@@ -112,7 +112,7 @@ SHOWN: dict[str, dict[str, object]] = {
     "remote_reward_serial": {"time/reward_s": 3.0, "cpu/stage/reward": 0.05},
     "reward_not_overlapped": {
         "time/reward_s": 3.0,
-        "time/reward/async_s": 3.0,
+        "time/reward/async/judge_s": 3.0,
         "cpu/stage/reward": 0.05,
         "recipe.rollout.num_slots": 16,
     },

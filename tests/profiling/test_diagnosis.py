@@ -52,6 +52,15 @@ def test_work_that_some_steps_have_counts_with_its_mean(tmp_path: Path):
     assert facts.step_s == pytest.approx(2.0)
 
 
+def test_memory_that_grows_at_first_is_no_leak(tmp_path: Path):
+    def growth(*megabytes: float) -> float:
+        rows = [{"time/step_s": 1.0, "memory/growth_mb": one} for one in megabytes]
+        return read_facts(make_run(tmp_path, rows)).number("memory/growth_mb")
+
+    assert growth(300.0, 90.0, 40.0, 50.0, 0.2, 30.0, 1.0, 0.0) == 0.0
+    assert growth(300.0, 90.0, 40.0, 50.0, 33.0, 30.0, 31.0, 32.0) == 30.0
+
+
 def test_a_single_step_is_better_than_none(tmp_path: Path):
     assert read_facts(make_run(tmp_path, steps(2.0))).step_s == 2.0
 

@@ -34,7 +34,8 @@ class Facts:
     """Values by name. A metric has its own name (`time/rollout_s`); other names begin with their file
     (`recipe.rollout.num_slots`, `setup.engine`, `machine.num_cores`).
 
-    A metric is its median over `num_steps` steps, the first left out; of work that only some steps have, the mean.
+    A metric is its median over `num_steps` steps, the first left out; of work that only some steps have, the mean; of
+    the growth of memory, the least of the second half: caches and pools grow at first, a leak never stops.
     """
 
     path: Path
@@ -116,7 +117,9 @@ def _metrics(rows: Sequence[Mapping[str, object]]) -> dict[str, float]:
     values: dict[str, float] = {}
     for name in dict.fromkeys(name for row in rows for name in row):
         found = [x for row in rows if (x := _number(row.get(name))) is not None]
-        if found:
+        if name == "memory/growth_mb" and found:
+            values[name] = min(found[len(found) // 2 :])
+        elif found:
             values[name] = sum(found) / len(rows) if name.startswith(_NOW_AND_THEN) else statistics.median(found)
     if rows:
         values["time/step_s"] = _typical_step(rows)

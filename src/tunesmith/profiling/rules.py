@@ -12,17 +12,19 @@ from tunesmith.profiling.facts import Facts
 from tunesmith.profiling.savings import computing, drawing, waiting
 from tunesmith.profiling.savings.saving import Saving
 
-Scope = Literal["all", "sampling", "rewards", "cpu", "gpu"]
-"""Runs that a rule is for: all; those that draw completions; those that score them too; on a CPU; on a GPU."""
+Scope = Literal["all", "sampling", "rewards", "groups", "cpu", "gpu"]
+"""Runs that a rule is for: all; those that draw completions; those that score them too; those that compare groups of
+them; on a CPU; on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
     """One cause. In `evidence` and `advice` a fact in braces, with a format, is replaced by its value.
 
-    `needs` are the facts without which the rule abstains. `settings` are the keys of the recipe to set (`{section}` is
-    that of the algorithm), as values or functions of the facts; `advice` says what to do in words. `least` is the
-    smallest share of the step for which the cause is named. What `is_urgent`, because the run may end, comes first.
+    `needs` are the facts without which the rule abstains; a stage that a run does not have takes no time. `settings`
+    are the keys of the recipe to set (`{section}` is that of the algorithm), as values or functions of the facts;
+    `advice` says what to do in words. `least` is the smallest share of the step for which the cause is named. What
+    `is_urgent`, because the run may end, comes first.
     """
 
     name: str
@@ -86,7 +88,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="recomputed_old_policy",
         symptom="The log-probs of the old policy are computed again, which an exact engine makes needless.",
-        needs=(*_PEAKS, "setup.peak_flop_per_s.{setup.best_dtype}", "flop_per_s", "time/old_policy_s"),
+        needs=(*_PEAKS, "setup.peak_flop_per_s.{setup.best_dtype}", "flop_per_s"),
         evidence="time/old_policy_s {time/old_policy_s:.3g} s of {time/step_s:.3g} s; dtype {setup.dtype}",
         advice="use the log-probs of the engine, which are exact in bfloat16",
         settings={"rollout.recompute_logps": False, "model.dtype": computing.faster_dtype},
@@ -208,7 +210,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="unneeded_reference",
         symptom="The reference model is computed without need.",
-        needs=("time/reference_s",),
+        needs=("recipe.algorithm",),
         evidence="time/reference_s {time/reference_s:.3g} s of {time/step_s:.3g} s",
         advice="leave the reference out: its penalty is below a hundredth of the spread of rewards; for DPO compute "
         "it once, before training",
@@ -246,7 +248,7 @@ RULES: tuple[Rule, ...] = (
         "as teach something now",
         settings={"rollout.prompts_per_step": drawing.num_useful_groups},
         saving=drawing.no_signal_groups,
-        scope="rewards",
+        scope="groups",
     ),
     Rule(
         name="engine_reload",
@@ -272,7 +274,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="evaluation",
         symptom="Evaluations take much of the time.",
-        needs=("time/evaluate_s", "recipe.run.eval_every"),
+        needs=("recipe.run.eval_every",),
         evidence="time/evaluate_s {time/evaluate_s:.3g} s of {time/step_s:.3g} s, every {recipe.run.eval_every:.0f} "
         "steps",
         advice="evaluate less often, or hold fewer rows out",

@@ -121,7 +121,8 @@ class NativeEngine:
         """
         version, num_slots = self._weight_version(), self._num_slots
         request = make_request(self._module, self._tokenizer, prompts, n, sampling, num_slots, version)
-        runner, cache = self._load(request)
+        with span("load"):
+            runner, cache = self._load(request)
         sampler = Sampler(
             sampling,
             seed=request.seed,

@@ -7,7 +7,6 @@ from tunesmith.profiling.savings.saving import (
     Saving,
     around,
     decode_step_s,
-    num_completions,
     pass_fixed_s,
     pass_rate,
     pass_token_s,
@@ -133,7 +132,7 @@ def _prompts_saved_s(f: Facts) -> float:
     """Seconds of the positions of prompts in the update that micro-batches of whole groups would share."""
     if f.values.get("setup.forward") != "decoder" or "recipe.rollout.completions_per_prompt" not in f.values:
         return 0.0
-    in_minibatch = f.number("recipe.rollout.completions_per_prompt") / f.setting("num_minibatches")
+    in_minibatch = _group_size(f) / f.setting("num_minibatches")
     prompt_tokens = f.number("rollout/prefill_tokens") + f.number("rollout/shared_tokens")
     shareable = f.setting("num_epochs") * prompt_tokens * max(0.0, 1 - 1 / in_minibatch)
     num_positions = num_passes(f) * f.number("update/micro_batch_tokens")
@@ -160,7 +159,7 @@ def micro_batch_size(f: Facts) -> int:
     held_gb, free_gb = f.number("setup.estimate_gb.activations", 0.0), f.number("memory/available_gb", math.inf)
     fitting = 1 + free_gb / 2 / held_gb if held_gb > 0 else math.inf
     wanted = size * min(fitting, max(1.0, MICRO_BATCH_TOKENS / f.number("update/micro_batch_tokens")))
-    group = f.number("recipe.rollout.completions_per_prompt", 1.0)
+    group = _group_size(f)
     whole = math.ceil(wanted / group) * group if group <= size * fitting else wanted
     return int(max(size, min(whole, num_rows)))
 
@@ -171,7 +170,14 @@ def _rows_of_update(f: Facts) -> float:
         return f.number("num_tokens")
     if f.algorithm in ("dpo", "reward"):
         return f.setting("pairs_per_step")
-    return num_completions(f) / f.setting("num_minibatches")
+    num_learnt = f.number("recipe.rollout.prompts_per_step") * _group_size(f)
+    return num_learnt / f.setting("num_minibatches")
+
+
+def _group_size(f: Facts) -> float:
+    """Completions of each prompt that are learnt."""
+    key = "recipe.best_of_n.keep" if f.algorithm == "best_of_n" else "recipe.rollout.completions_per_prompt"
+    return f.number(key, 1.0)
 
 
 def padding(f: Facts) -> Saving | None:

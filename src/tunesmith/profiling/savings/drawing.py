@@ -68,4 +68,4 @@ def engine_reload(f: Facts) -> Saving | None:
     held_gb = sum(f.number(f"setup.estimate_gb.{part}", 0.0) for part in ("cache", "packed weights"))
     if held_gb > 0.5 * f.number("memory/available_gb"):
         return None
-    return around(0.3 * f.number("time/rollout/load_s"), 0.3, 2.0)
+    return around(f.number("time/rollout/load_s") / 4, 0.4, 1.8)

@@ -29,7 +29,7 @@ def remote_reward_serial(f: Facts) -> Saving | None:
     """Requests that wait one after the other wait at the same time instead: one wait is left of as many as there are
     completions.
     """
-    if _reward_cores(f) >= 0.5 or "time/reward/async_s" in f.values:
+    if _reward_cores(f) >= 0.5 or any(name.startswith("time/reward/async") for name in f.values):
         return None
     return around(f.stage_s("reward") * (1 - 1 / num_completions(f)), 0.6, 1.05)
 
@@ -112,8 +112,8 @@ def _disk_s(f: Facts) -> float:
 def memory_growth(f: Facts) -> Saving | None:
     """What is kept need not be made and needs no fresh pages; if memory runs out, the loss is no matter of seconds."""
     growth_mb = f.number("memory/growth_mb")
-    making_s = min(growth_mb * 2e-3, f.stage_s("reward"))
-    return around(growth_mb * 3e-4 + making_s, 0.2, 1.5) if growth_mb > 5 else None
+    making_s = min(growth_mb * 4e-4, f.stage_s("reward"))
+    return around(growth_mb * 3e-4 + making_s, 0.2, 1.5) if growth_mb > 5 and f.num_steps >= 5 else None
 
 
 def runs_out(f: Facts) -> bool:
