@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tunesmith.core.trace import Trace, count, include, span, trace, watching
+from tunesmith.core.trace import Trace, count, following, gauge, include, span, trace, watching
 
 
 def test_spans_are_recorded_under_their_path():
@@ -166,3 +166,15 @@ def test_what_watchers_take_is_part_of_the_stage(monkeypatch: pytest.MonkeyPatch
         now_s += 5.0
     assert record.seconds == {"rollout": 7.0}
     assert record.metrics()["time/other_s"] == 0.0
+
+
+def test_followers_are_told_values_of_gauges_inside_of_their_block():
+    told: list[tuple[str, float]] = []
+    gauge("slots", 1)
+    with following(lambda name, value: told.append((name, value))):
+        gauge("slots", 2)
+        thread = threading.Thread(target=gauge, args=("slots", 3))
+        thread.start()
+        thread.join()
+    gauge("slots", 4)
+    assert told == [("slots", 2), ("slots", 3)]

@@ -53,6 +53,15 @@ def run(code: str, **variables: str) -> subprocess.Popen[str]:
     )
 
 
+def test_functions_that_were_called_can_be_wrapped_for_a_while(sources, cache):
+    library, calls = load("answer", sources=sources), []
+    plain = library.answer
+    with native.wrapped(lambda function: lambda: calls.append(function.__name__) or function() + 1):
+        assert library.answer() == 43
+    assert library.answer is plain and library.answer() == 42
+    assert calls == ["answer"]
+
+
 def test_a_kernel_is_compiled_once_and_taken_from_the_cache_afterwards(sources, cache, monkeypatch):
     assert load("answer", sources=sources).answer() == 42
     (library,) = cache.iterdir()

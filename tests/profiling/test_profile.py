@@ -209,6 +209,21 @@ def test_a_profiled_training_learns_the_same_to_the_bit(run_dir: Path, tmp_path:
             assert profiled[name] == row[name], name
 
 
+def test_a_reward_that_is_computed_beside_the_rollout_has_a_track_of_its_own(tmp_path: Path):
+    (tmp_path / "slow.py").write_text(
+        "import time\ndef slow(completions, **kwargs):\n    time.sleep(0.01)\n    return [1.0] * len(completions)\n"
+    )
+    words = training(tmp_path / "runs", "--steps", "1", "--rollout.score-while-drawing", "true")
+    assert main(["profile", *words, "--reward", f"{tmp_path}/slow.py:slow"]) == 0
+    (path,) = (tmp_path / "runs").iterdir()
+    stages = {stage["stage"]: stage for stage in read_profile(path).stages}
+    assert not stages["slow"]["is_main"] and stages["slow"]["total_s"] >= 0.01
+    assert stages["rollout"]["is_main"]
+    events = chrome.read(path / "profile" / "trace.json.gz")["traceEvents"]
+    (track,) = {event["tid"] for event in events if event["name"] == "slow"}
+    assert track not in {event["tid"] for event in events if event["name"] == "rollout"}
+
+
 def test_two_profiles_are_compared(run_dir: Path, tmp_path: Path, capsys: Capture):
     words = ["profile", "--compare", str(run_dir), str(run_dir / "profile"), "--html", str(tmp_path / "c.html")]
     assert main([*words, "--json"]) == 0
@@ -241,6 +256,12 @@ def test_wrong_words_are_refused(words: list[str], message: str, tmp_path: Path,
     assert main(["profile", *words]) == 2
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_live_loop_cannot_be_attached_to(tmp_path: Path, capsys: Capture):
+    (tmp_path / "recipe.yaml").write_text("algorithm: live\n")
+    assert main(["profile", "--attach", str(tmp_path)]) == 2
+    assert "is a live loop" in capsys.readouterr().err
 
 
 def test_a_run_that_has_ended_cannot_be_attached_to(run_dir: Path, capsys: Capture):

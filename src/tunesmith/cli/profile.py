@@ -93,10 +93,13 @@ def _short(recipe: "Recipe", num_steps: int) -> "Recipe":
 
 def _attached(given: str, options: ProfileOptions) -> Path:
     """The folder of the running training `given`, after its next steps are recorded."""
+    from tunesmith.config.load import read_algorithm
     from tunesmith.profiling.request import ask, wait
     from tunesmith.runs.listing import resolve_run
 
     run_dir = resolve_run(given, options.dir.expanduser())
+    if read_algorithm(run_dir / "recipe.yaml") == "live":
+        raise InputError(f"{visible(str(run_dir))} is a live loop, which cannot be profiled; give a training")
     request = ask(run_dir, options.steps)
     if wants_progress():
         sys.stderr.write(f"waiting for {1 + options.steps} steps of {run_dir}; the first one warms up\n")
