@@ -34,6 +34,7 @@ _TIMEOUT_S = 600
 _LOG_LINES = 15
 _PLANTS = Path(__file__).resolve().parent / "plants"
 _FACTOR = 1.5
+_SECONDS = ("predicted_saving_s", "measured_saving_s", "step_s")
 _FALSE_SHARE = 0.05
 _BARS = {"strong_first": 0.9, "mild_first": 0.75, "together_in_first_two": 0.9, "predicted_within_factor": 0.8}
 
@@ -148,25 +149,36 @@ def measure(options: Namespace, say: Say) -> dict[str, object]:
 
 def planted_row(site: Site, cause: Cause, variant: str) -> dict[str, Any]:
     """The figures of one case: what the diagnosis of a run with the plant says, and what following it saves."""
-    around = cause.around(variant)
-    planted = around.plus(cause.plant(variant))
-    load = measure_load().other_busy_cores
-    run_dir = site.train(planted)
-    found = diagnosis(run_dir)
-    names = [one["name"] for one in found["causes"]]
     row: dict[str, Any] = {
         "cause": cause.name,
         "variant": variant,
         "with": cause.other if variant == "together" else None,
+        "named": [],
+        "named_first": False,
+        "named_in_first_two": False,
+        "step_s": None,
+        "predicted_saving_s": None,
+        "measured_saving_s": None,
+        "other_busy_cores": measure_load().other_busy_cores,
+    }
+    try:
+        return row | judged(site, cause, variant)
+    except TrainingError as error:  # the other cases are measured all the same
+        return row | {"error": str(error)}
+
+
+def judged(site: Site, cause: Cause, variant: str) -> dict[str, Any]:
+    """The figures of `planted_row` that are measured."""
+    around = cause.around(variant)
+    planted = around.plus(cause.plant(variant))
+    run_dir = site.train(planted)
+    found = diagnosis(run_dir)
+    names = [one["name"] for one in found["causes"]]
+    row: dict[str, Any] = {
         "named": names,
         "named_first": names[:1] == [cause.name],
         "named_in_first_two": cause.name in names[:2],
-        "share": None,
         "step_s": step_s(run_dir),
-        "predicted_saving_s": None,
-        "measured_saving_s": None,
-        "followed": None,
-        "other_busy_cores": load,
     }
     named = next((one for one in found["causes"] if one["name"] == cause.name), None)
     if named is None:
@@ -180,9 +192,9 @@ def planted_row(site: Site, cause: Cause, variant: str) -> dict[str, Any]:
         "predicted_saving_s": named["predicted_saving_s"],
         "low": named["low"],
         "high": named["high"],
-        "measured_saving_s": row["step_s"] - step_s(site.train(followed)),
         "followed": how,
         "evidence": named["evidence"],
+        "measured_saving_s": row["step_s"] - step_s(site.train(followed)),
     }
 
 
@@ -282,6 +294,8 @@ def _free_port() -> int:
 
 
 def _said(row: Mapping[str, Any]) -> str:
+    if "error" in row:
+        return row["error"]
     if row["predicted_saving_s"] is None:
         return f"not named; named were {', '.join(row['named']) or 'none'}"
     place = row["named"].index(row["cause"]) + 1
@@ -294,8 +308,7 @@ def _show(facts: Mapping[str, Any]) -> None:
         [
             f"{row['cause']}, {row['variant']}",
             ", ".join(row["named"][:2]) or "none",
-            *("-" if row[name] is None else f"{row[name]:.3f}" for name in ("predicted_saving_s", "measured_saving_s")),
-            f"{row['step_s']:.3f}",
+            *("-" if row[name] is None else f"{row[name]:.3f}" for name in _SECONDS),
         ]
         for row in facts["rows"]
     ]

@@ -152,7 +152,8 @@ _SMALL = _set({"model.name": "scratch"})
 _MEDIUM = _set({"model.name": "{files}/medium", "rollout.prompts_per_step": 4})
 _SHORT = _set({"rollout.max_new_tokens": 8, "rollout.min_new_tokens": 8})
 _LONG_PROMPTS = _SHORT.plus(_set({"prompts.source": "{files}/prompts.jsonl"}))
-_FEW = _set({"rollout.prompts_per_step": 4, "rollout.completions_per_prompt": 4, "rollout.min_new_tokens": 1})
+_ENDING = _set({"model.name": "{files}/ending", "rollout.min_new_tokens": 1, "optimizer.learning_rate": 1e-7})
+_FEW = _set({"rollout.prompts_per_step": 4, "rollout.completions_per_prompt": 4})
 _PADDED = _set({"model.name": "{files}/neox", "sft.micro_batch_tokens": 32768})
 _NO_COMPILER = _variable("CXX", "/nowhere/c++")
 
@@ -239,10 +240,11 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         "long_tail",
-        GRPO.plus(_FEW),
+        GRPO.plus(_ENDING),
         strong=_set({"rollout.max_new_tokens": 900}),
-        mild=_set({"rollout.max_new_tokens": 400}),
+        mild=_set({"rollout.max_new_tokens": 900}),
         other="slow_reward",
+        diluted=_FEW,
     ),
     Cause(
         "cache_starved",

@@ -8,17 +8,24 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, PreTrainedModel
 
-from tunesmith.models.tiny import VOCABULARY_SIZE, byte_tokenizer, scratch_model
+from tunesmith.models.tiny import EOS_ID, VOCABULARY_SIZE, byte_tokenizer, scratch_model
 
+_LIKING = 1.25
 _LETTERS = "abcdefghijklmnopqrstuvwxyz    "
 
 
 def write_files(folder: Path) -> None:
-    """Write to the new folder `folder`: `medium`, a Llama of 26 million weights; `neox`, of a family that Tunesmith
-    does not know; prompts of 400 letters; demonstrations of different and of similar lengths; pairs.
+    """Write to the new folder `folder`: `medium`, a Llama of 26 million weights; `ending`, whose completions end after
+    some 60 tokens, a few of them after far more; `neox`, of a family that Tunesmith does not know; prompts of 400
+    letters; demonstrations of different and of similar lengths; pairs.
     """
     folder.mkdir(parents=True)
     _save(scratch_model(hidden_size=512, intermediate_size=1408, num_hidden_layers=8).model, folder / "medium")
+    ending = scratch_model().model
+    with torch.no_grad():  # a number that all hidden states have in common, and that the end of a sequence likes
+        ending.get_input_embeddings().weight[:, 0] = 0.2
+        ending.get_input_embeddings().weight[EOS_ID, 0] = _LIKING
+    _save(ending, folder / "ending")
     sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 8}
     torch.manual_seed(0)
     config = GPTNeoXConfig(vocab_size=VOCABULARY_SIZE, max_position_embeddings=1024, **sizes)
