@@ -20,11 +20,12 @@ def engine_fallback(f: Facts) -> Saving | None:
 
 
 def long_tail(f: Facts) -> Saving | None:
-    """Of the steps with few completions left, those beyond the new limit go."""
-    begin, end = 1.3 * f.number("completions/mean_length"), f.number("completions/max_length")
-    if end <= 1.2 * length_limit(f):
+    """Of the steps with few completions left, those beyond the new limit go, and about a tenth of the learnt tokens."""
+    limit, end = length_limit(f), f.number("completions/max_length")
+    if end <= limit or f.number("rollout/tail_s") < 0.1 * f.stage_s("rollout"):
         return None
-    return around(f.number("rollout/tail_s") * (end - length_limit(f)) / (end - begin), 0.6, 1.4)
+    share = (end - limit) / (end - 1.3 * f.number("completions/mean_length"))
+    return around(f.number("rollout/tail_s") * share + 0.1 * f.stage_s("forward", "backward"), 0.6, 1.4)
 
 
 def length_limit(f: Facts) -> int:
