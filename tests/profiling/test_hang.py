@@ -20,6 +20,7 @@ from jobs import start, the_run
 from tunesmith.cli.main import main
 from tunesmith.core.errors import RunError
 from tunesmith.profiling.hang import HangReport, parse_stacks, report
+from tunesmith.profiling.processes import catches
 from tunesmith.profiling.stage import Record, read
 from tunesmith.profiling.watchdog import HANG_FILE, watched
 from tunesmith.runs.folder import read_jsonl
@@ -286,17 +287,18 @@ def test_a_handler_of_the_users_stays_and_is_never_called(tmp_path: Path) -> Non
     assert calls == [signal.SIGUSR1]
 
 
-def test_the_signal_ends_the_process_again_once_the_run_has_ended(tmp_path: Path) -> None:
-    def caught() -> bool:
-        mask = re.search(r"SigCgt:\s*(\w+)", Path("/proc/self/status").read_text())
-        assert mask is not None
-        return bool(int(mask[1], 16) >> (signal.SIGUSR1 - 1) & 1)
-
-    assert not caught()
-    with watched(tmp_path, 0, lambda _: None):
-        assert caught()
-    assert not caught()
-    assert not list(tmp_path.iterdir())
+def test_the_handler_is_that_of_the_first_training_of_a_process_and_ends_with_it(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    assert not catches(os.getpid(), signal.SIGUSR1)
+    with watched(first, 0, lambda _: None), watched(second, 0, lambda _: None):
+        records = [read(first), read(second)]
+        os.kill(os.getpid(), signal.SIGUSR1)
+        until(lambda: "test_hang.py" in (first / "stacks.txt").read_text())
+    assert [record and record.signal for record in records] == [signal.SIGUSR1, 0]
+    assert not catches(os.getpid(), signal.SIGUSR1)
+    assert not list(second.iterdir())
 
 
 def test_a_folder_that_cannot_be_written_costs_the_record_alone(tmp_path: Path) -> None:

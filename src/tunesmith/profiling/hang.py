@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from tunesmith.profiling.processes import (
     STOPPED,
     TRACED,
     ZOMBIE,
+    catches,
     children_of,
     connections_of,
     state_of,
@@ -75,6 +77,13 @@ class ThreadReport:
     cores: float
     stack: tuple[Frame, ...]
 
+    def __str__(self) -> str:
+        if not self.tid:
+            return "a thread"
+        waits = f", in {self.wait_channel}" if self.wait_channel else ""
+        stage = f", {self.stage}" + ("" if self.stage_s is None else f" for {_duration(self.stage_s)}")
+        return f"thread {self.tid}, {self.state}{waits}, {self.cores:.2f} cores" + (stage if self.stage else "")
+
 
 @dataclass(frozen=True, slots=True)
 class RewardCall:
@@ -125,13 +134,12 @@ class HangReport:
         for name, values in (("connection", self.connections), ("child", self.children)):
             yield from (f"{name:<12} {value}" for value in values)
         for thread in self.threads:
-            where = (
-                "" if thread.stage_s is None else f", in {thread.stage or 'no stage'} for {_duration(thread.stage_s)}"
-            )
-            waits = f", in {thread.wait_channel}" if thread.wait_channel else ""
-            name = f"thread {thread.tid}, {thread.state}{waits}, {thread.cores:.2f} cores" if thread.tid else "a thread"
-            yield f"\n{name}{where}"
-            yield from (f"  {frame}" for frame in thread.stack[:_SHOWN_FRAMES])
+            if thread.stage or thread.stack:
+                yield from ("", str(thread), *(f"  {frame}" for frame in thread.stack[:_SHOWN_FRAMES]))
+        others = Counter(one.wait_channel or one.state for one in self.threads if not (one.stage or one.stack))
+        if others:
+            places = ", ".join(f"{count} in {place}" for place, count in others.most_common())
+            yield f"\n{others.total()} other threads: {places}"
         if self.note:
             yield f"\n{self.note}"
 
@@ -233,7 +241,10 @@ class _Facts:
 
     def advice(self, is_quiet: bool) -> str:
         """What to do."""
-        pid, again = self.record.pid, f"`tunesmith resume {shlex.quote(str(self.folder))}` goes on from its checkpoint"
+        pid, again = (
+            self.record.pid,
+            f"`tunesmith resume {shlex.quote(str(self.folder))}` goes on from its newest checkpoint",
+        )
         if self.state == STOPPED:
             return f"a signal (SIGSTOP, or Ctrl-Z on a terminal) stopped it; `kill -CONT {pid}` lets it go on"
         if self.state == TRACED:
@@ -303,10 +314,10 @@ def _stacks(folder: Path, record: Record, state: str) -> tuple[dict[int, tuple[F
         if record.pid == os.getpid():
             with file.open("a", encoding="utf-8") as out:
                 faulthandler.dump_traceback(out, all_threads=True)
-        elif _catches(record.pid, record.signal):
+        elif record.signal and catches(record.pid, record.signal):
             os.kill(record.pid, record.signal)
         else:
-            return {}, "the process has no handler that writes its stacks; `py-spy dump --pid` may read them"
+            return {}, "the training does not answer SIGUSR1, which its program uses itself; `py-spy dump` may help"
         text, end_s = "", time.monotonic() + _ANSWER_S
         while time.monotonic() < end_s:
             time.sleep(_POLL_S)
@@ -317,12 +328,6 @@ def _stacks(folder: Path, record: Record, state: str) -> tuple[dict[int, tuple[F
     except OSError as error:
         return {}, f"the stacks cannot be had: {error}"
     return {}, f"the process, {state}, was asked for its stacks and did not answer within {_ANSWER_S:g} seconds"
-
-
-def _catches(pid: int, number: int) -> bool:
-    """True if the process has a handler for the signal, which would end it otherwise."""
-    caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(encoding="utf-8"), re.MULTILINE)
-    return bool(number and caught and int(caught[1], 16) >> (number - 1) & 1)
 
 
 def _text_after(file: Path, size: int) -> str:

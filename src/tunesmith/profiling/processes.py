@@ -51,6 +51,16 @@ def threads_of(pid: int) -> list[Thread]:
     return found
 
 
+def catches(pid: int, number: int) -> bool:
+    """True if the process has a handler for the signal. Without one, most signals end it."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    (caught,) = [line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")]
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
 def connections_of(pid: int) -> Iterator[str]:
     """Remote ends of the TCP connections of a process and its children, such as `10.0.0.7:8000 (ESTABLISHED)`."""
     for process in _family(pid):

@@ -6,6 +6,7 @@ adds the stacks to `stacks.txt` if it is not set again in time.
 """
 
 import faulthandler
+import os
 import signal
 import threading
 import time
@@ -18,6 +19,7 @@ from tunesmith.core.errors import TunesmithError
 from tunesmith.core.log import get_logger
 from tunesmith.core.trace import watching
 from tunesmith.profiling.hang import STACKS_FILE, report
+from tunesmith.profiling.processes import catches
 from tunesmith.profiling.stage import Stage
 from tunesmith.schema.records import Finding
 
@@ -50,7 +52,9 @@ def watched(folder: Path, after_s: float, find: Callable[[Finding], None]) -> It
 def _begin(stack: ExitStack, folder: Path, after_s: float, find: Callable[[Finding], None]) -> Stage:
     stacks = (folder / STACKS_FILE).open("a", encoding="utf-8")
     stack.callback(_close, stacks, folder / STACKS_FILE)
-    number = _SIGNAL if signal.getsignal(_SIGNAL) is signal.SIG_DFL else 0  # a handler of the user's stays
+    # A handler of the user's stays, and so does that of another training in this process.
+    is_free = signal.getsignal(_SIGNAL) is signal.SIG_DFL and not catches(os.getpid(), _SIGNAL)
+    number = int(_SIGNAL) if is_free else 0
     if number:
         faulthandler.register(number, stacks, all_threads=True)
         stack.callback(faulthandler.unregister, number)
