@@ -91,7 +91,8 @@ class DeviceEngine:
         """See `engine.Engine.generate`. With `sampling.seed` set, the same call returns the same tokens."""
         version, num_slots = self._weight_version(), self._num_slots
         request = make_request(self._module, self._tokenizer, prompts, n, sampling, num_slots, version)
-        steps = self._load(request, penalises=sampling.repetition_penalty != 1)
+        with span("load"):
+            steps = self._load(request, penalises=sampling.repetition_penalty != 1)
         steps.begin(sampling, request.limits.stop_ids, request.seed, noise_keys(request.prompt_ids, n))
         scheduler = request.open_scheduler(steps.buffers.cache, prefill_tokens=_PREFILL_TOKENS)
         callbacks = Callbacks(request, on_progress=on_progress, on_text=on_text, on_group=on_group)
