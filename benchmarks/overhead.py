@@ -173,7 +173,7 @@ def main(words: Sequence[str]) -> int:
         "overhead",
         __doc__,
         *("model", "threads", "rounds", "quick", "out", "json", "quiet"),
-        rounds={"default": 20},
+        rounds={"default": 40},
     )
     return command(flags, words, measure, show)
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from tunesmith import train
 from tunesmith.core import system
@@ -158,6 +159,7 @@ def test_every_figure_of_this_machine_is_a_number_that_makes_sense(tmp_path: Pat
     assert figures["cpu/process"] > 0
     assert figures["cpu/stage/work"] > 0
     assert figures["cpu/cores"] <= psutil.cpu_count()
+    assert any(name.startswith("gpu/") for name in figures) == torch.cuda.is_available()
     if psutil.LINUX:
         cores = [value for name, value in figures.items() if name.startswith("cpu/core/")]
         assert len(cores) == psutil.cpu_count() and max(cores) <= 1
