@@ -130,9 +130,10 @@ def _say_tables(found: "Profile", output: Output) -> None:
         share = f"{stage['total_s'] / found.step_s:.1%}" if stage["is_main"] else "beside"
         rows.append((visible(stage["stage"]), total, share, alone, operators, gaps, f"{stage['dispatches']:.0f}"))
     _say_columns(rows, output)
-    rows = [("operator", "ms", "calls", "launches", "stage")]
+    launches = ["launches"] if any(use["launches"] for use in found.operators) else []  # of a GPU
+    rows: list[tuple[str, ...]] = [("operator", "ms", "calls", *launches, "stage")]
     for use in found.operators[:_MAX_OPERATORS]:
-        figures = (f"{1e3 * use['self_s']:.1f}", f"{use['calls']:.0f}", f"{use['launches']:.0f}")
+        figures = (f"{1e3 * use['self_s']:.1f}", *(f"{use[name]:.0f}" for name in ("calls", *launches)))
         rows.append((visible(use["operator"]), *figures, visible(use["stage"])))
     output.say("")
     _say_columns(rows, output)

@@ -1,5 +1,6 @@
 """A thread that looks at the process every few milliseconds: Python's stack, memory, time of each thread, the GIL."""
 
+import os
 import sys
 import threading
 import time
@@ -133,7 +134,9 @@ def _thread_times() -> Iterator[tuple[int, int, int]]:
 
 
 def _kernel_name(thread_id: int) -> str:
+    """The name that a thread of C++ gave itself; without one it has that of the process."""
     try:
-        return (_TASKS / str(thread_id) / "comm").read_text().strip()
+        name, process = ((_TASKS / str(number) / "comm").read_text().strip() for number in (thread_id, os.getpid()))
     except OSError:
-        return "thread"
+        return "native thread"
+    return "native thread" if name == process else name

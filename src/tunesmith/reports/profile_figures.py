@@ -76,7 +76,7 @@ def timeline(trace: Mapping[str, Any]) -> Chart | None:
         f"{name} took {duration(step_us / 1e6)}. Above each other, on one axis of time: {shown}.",
         figure,
         ("stage", "begins at", "lasts"),
-        tuple((bar.name, duration(bar.start_s), duration(bar.end_s - bar.start_s)) for bar in _longest(bars)),
+        tuple((bar.name, milliseconds(bar.start_s), milliseconds(bar.end_s - bar.start_s)) for bar in _longest(bars)),
         "Drag to zoom, double-click to go back. Processor time of a thread is its mean over some 20 ms.",
         height,
     )
@@ -132,7 +132,10 @@ class _Panel:
 
 
 def _stage_panel(bars: Sequence[Bar]) -> _Panel:
-    stages = list(dict.fromkeys(bar.stage for bar in bars))
+    seconds: dict[str, float] = {}
+    for bar in bars:
+        seconds[bar.stage] = seconds.get(bar.stage, 0.0) + bar.end_s - bar.start_s
+    stages = sorted(seconds, key=lambda stage: -seconds[stage])  # the longest have colours of their own
     depths = 1 + max((bar.depth for bar in bars), default=0)
     trace = {
         "type": "bar",
@@ -145,7 +148,7 @@ def _stage_panel(bars: Sequence[Bar]) -> _Panel:
         "textposition": "inside",
         "insidetextanchor": "start",
         "textangle": 0,
-        "hovertext": [f"{label(bar.name, 120)}: {duration(bar.end_s - bar.start_s)}" for bar in bars],
+        "hovertext": [f"{label(bar.name, 120)}: {milliseconds(bar.end_s - bar.start_s)}" for bar in bars],
         "hoverinfo": "text",
         "marker": {
             "color": [STAGES[stages.index(bar.stage) % len(STAGES)] for bar in bars],
@@ -306,4 +309,9 @@ def comparison_bars(found: Comparison) -> Chart:
 def compared_cells(row: Compared) -> tuple[str, ...]:
     """A row of a table: name, both times, and their ratio."""
     ratio = UNKNOWN if row.ratio is None else f"{row.ratio:.2f}"
-    return row.name, duration(row.before_s), duration(row.after_s), ratio
+    return row.name, milliseconds(row.before_s), milliseconds(row.after_s), ratio
+
+
+def milliseconds(seconds: float | None) -> str:
+    """A short time with a decimal, a longer one as elsewhere."""
+    return f"{1e3 * seconds:.1f} ms" if seconds is not None and seconds < 0.01 else duration(seconds)

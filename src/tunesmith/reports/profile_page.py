@@ -6,7 +6,7 @@ from tunesmith.core.errors import RunError
 from tunesmith.profiling import chrome, flame
 from tunesmith.profiling.profile import STACKS, Comparison, Profile
 from tunesmith.reports.html import write_page
-from tunesmith.reports.profile_figures import compared_cells, comparison_bars, flame_graph, timeline
+from tunesmith.reports.profile_figures import compared_cells, comparison_bars, flame_graph, milliseconds, timeline
 from tunesmith.reports.text import UNKNOWN, duration, percent
 from tunesmith.reports.views import Tile
 
@@ -32,13 +32,14 @@ def write_profile_page(profile: Profile) -> Path:
         raise RunError(f"the files in {profile.folder} cannot be read ({error}); record the profile again") from error
     num_samples = sum(counts.values())
     drawn = [timeline(trace), flame_graph(flame.nodes(counts, _LEAST_SHARE), num_samples)]
+    launches = ["launches"] if any(row["launches"] for row in profile.stages) else []  # of a GPU
     stage_rows = [
         (
             row["stage"],
-            duration(row["total_s"]),
+            milliseconds(row["total_s"]),
             percent(row["total_s"] / profile.step_s) if row["is_main"] else "beside",
-            *(duration(row[name]) for name in ("self_s", "operator_s", "gap_s")),
-            *(f"{row[name]:.0f}" for name in ("calls", "dispatches", "launches")),
+            *(milliseconds(row[name]) for name in ("self_s", "operator_s", "gap_s")),
+            *(f"{row[name]:.0f}" for name in ("calls", "dispatches", *launches)),
         )
         for row in profile.stages
     ]
@@ -51,23 +52,24 @@ def write_profile_page(profile: Profile) -> Path:
         tiles=_tiles(profile),
         timeline=drawn[0],
         flame=drawn[1],
+        launches=launches,
         stages=stage_rows,
         operators=[
             (
                 row["operator"],
                 row["stage"],
-                duration(row["self_s"]),
+                milliseconds(row["self_s"]),
                 f"{row['self_s'] / profile.step_s:.1%}",
-                duration(row["total_s"]),
+                milliseconds(row["total_s"]),
                 f"{row['calls']:.0f}",
                 f"{1e6 * row['self_s'] / row['calls']:.1f}",
-                f"{row['launches']:.0f}",
+                *(f"{row[name]:.0f}" for name in launches),
             )
             for row in profile.operators[:_MAX_OPERATORS]
         ],
         num_operators=len(profile.operators),
         gaps=[
-            (duration(row["duration_s"]), row["stage"], duration(row["start_s"]), row["function"] or UNKNOWN)
+            (milliseconds(row["duration_s"]), row["stage"], milliseconds(row["start_s"]), row["function"] or UNKNOWN)
             for row in profile.gaps
         ],
         functions=[(name, f"{own:.1%}", f"{all_:.1%}") for name, own, all_ in profile.functions[:_MAX_FUNCTIONS]],
@@ -88,7 +90,7 @@ def _tiles(profile: Profile) -> tuple[Tile, ...]:
     tiles = [
         Tile("Step", duration(profile.step_s), f"mean of {len(profile.steps)}"),
         Tile("Longest stage", str(longest["stage"]), f"{percent(longest['self_s'] / profile.step_s)} of the step"),
-        Tile("In operators of torch", percent(operator_s / profile.step_s), f"{calls:.0f} calls, {mean_us}"),
+        Tile("In operators", percent(operator_s / profile.step_s), f"{calls:.0f} calls, {mean_us}"),
         Tile("Outside of operators", percent(gap_s / profile.step_s), "Python, waiting, calls that torch does not see"),
     ]
     for name, note in (("GIL busy", "mean share of asks"), ("engine slots in use", "mean of the engine's steps")):
