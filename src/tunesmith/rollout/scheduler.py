@@ -210,7 +210,8 @@ class Scheduler:
         if not num_running:
             return
         duration_s = time.perf_counter() - self._planned_at_s
-        num_drawn = sum(len(run[0]) for run in runs[:num_running])
+        # In a single step, as on a CPU, each draws one token: counting them would take longer than the rest of this.
+        num_drawn = num_running if plan.num_steps == 1 else sum(len(run[0]) for run in runs[:num_running])
         self.usage.add(
             duration_s,
             num_drawn / plan.num_steps,
