@@ -142,7 +142,7 @@ def test_a_training_that_waits_says_so_in_findings_report_and_command(
     assert "The reward waits for one answer after the other." in report
     assert "async def" in report
     assert main(["diagnose", str(result.run_dir)]) == 0
-    assert "1. remote_reward_serial" in capsys.readouterr().out
+    assert ". remote_reward_serial: " in capsys.readouterr().out
 
 
 def test_an_unknown_run_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -10,7 +10,7 @@ from tunesmith.profiling.rules import RULES, Rule
 from tunesmith.profiling.savings.computing import size_key
 from tunesmith.schema.records import Finding
 
-_LEAST_STEPS, _LARGE_SHARE = 5, 0.1
+_LEAST_STEPS, _LARGE_SHARE, _MAX_FINDINGS = 5, 0.1, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ def _names(template: str) -> list[str]:
 
 
 def slow_findings(run: Path) -> list[Finding]:
-    """A finding for each cause that takes a tenth of the step or more, if enough steps are recorded to say so."""
+    """A finding for each of the costliest causes that take a tenth of the step or more, if enough steps are recorded."""
     facts = read_facts(run)
     found = diagnose(facts) if facts.num_steps >= _LEAST_STEPS else None
     return [
@@ -149,7 +149,7 @@ def slow_findings(run: Path) -> list[Finding]:
             message=f"{cause.symptom} {cause.share:.0%} of a step could be saved: {cause.evidence}; `tunesmith "
             f"diagnose {run}` says what to change",
         )
-        for cause in (found.causes if found else ())
+        for cause in (found.causes[:_MAX_FINDINGS] if found else ())
         if cause.share >= _LARGE_SHARE
     ]
 

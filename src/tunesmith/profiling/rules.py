@@ -129,7 +129,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="gil",
         symptom="Training waits for Python's interpreter lock, which another thread holds.",
-        needs=("gil/waiting_share", "gil/wait_ms"),
+        needs=("gil/waiting_share", "gil/wait_ms", "cpu/process", "cpu/run_delay_s"),
         evidence="training waits for the lock {gil/waiting_share:.0%} of the time (gil/waiting_share); who asks for it "
         "waits {gil/wait_ms:.3g} ms",
         advice="take Python work in other threads, such as that of a reward function, to another process, or score "

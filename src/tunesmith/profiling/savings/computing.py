@@ -10,6 +10,7 @@ from tunesmith.profiling.savings.saving import (
     pass_fixed_s,
     pass_rate,
     pass_token_s,
+    running_share,
     usable_cores,
 )
 
@@ -91,7 +92,7 @@ def threads_many(f: Facts) -> Saving | None:
     """Of the time that a thread waits for a core, half goes; the rest is work that is spread over more threads."""
     if f.number("setup.num_threads") <= usable_cores(f):
         return None
-    return around(f.computing_s * (1 - _running_share(f)) / 2, 0.5, 1.6)
+    return around(f.computing_s * (1 - running_share(f)) / 2, 0.5, 1.6)
 
 
 def starved(f: Facts) -> Saving | None:
@@ -99,15 +100,9 @@ def starved(f: Facts) -> Saving | None:
     taken = f.number("cpu/others") + f.number("cpu/stolen", 0.0)
     if taken < 0.15 or f.number("setup.num_threads") > usable_cores(f):
         return None
-    share = _running_share(f)
+    share = running_share(f)
     together = share ** min(2.0, f.number("setup.num_threads"))
     return Saving(f.computing_s * (1 - together), f.computing_s * (1 - share), f.computing_s * (1 - together**1.3))
-
-
-def _running_share(f: Facts) -> float:
-    """Share of the time in which a thread has a core while it could run."""
-    running_s = f.number("cpu/process") * f.step_s
-    return running_s / (running_s + f.number("cpu/run_delay_s")) if running_s else 1.0
 
 
 def small_micro_batches(f: Facts) -> Saving | None:
@@ -192,7 +187,7 @@ def gradient_checkpointing(f: Facts) -> Saving | None:
     needed_gb = 17 * f.number("setup.estimate_gb.activations")  # 34 values a layer instead of 2, see trainers/estimate
     if needed_gb > 0.7 * f.number("memory/available_gb"):
         return None
-    return around(0.9 * f.stage_s("forward"), 0.7, 1.4)
+    return around(f.stage_s("forward"), 0.7, 1.4)
 
 
 def unneeded_reference(f: Facts) -> Saving | None:

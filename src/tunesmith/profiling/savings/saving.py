@@ -62,3 +62,9 @@ def pass_fixed_s(f: Facts) -> float:
 def pass_token_s(f: Facts) -> float:
     """Seconds of a position in a forward and backward pass of the packed decoder."""
     return 6 * f.number("setup.num_parameters") / pass_rate(f) + 4e-6 * f.number("setup.num_layers")
+
+
+def running_share(f: Facts) -> float:
+    """Share of the time in which a thread has a core while it could run."""
+    running_s = f.number("cpu/process") * f.step_s
+    return running_s / (running_s + f.number("cpu/run_delay_s")) if running_s else 1.0

@@ -3,21 +3,26 @@
 import math
 
 from tunesmith.profiling.facts import Facts
-from tunesmith.profiling.savings.saving import Saving, around, num_completions, rows_at_a_time
+from tunesmith.profiling.savings.saving import Saving, around, num_completions, rows_at_a_time, running_share
 
 _LOG_S = 0.003
 """Seconds that the record of a step takes."""
 
+_WAITS = 0.03
+"""Share of the time from which on a wait for the interpreter's lock is no chance."""
+
 
 def gil(f: Facts) -> Saving | None:
-    """The share of each stage that the training thread waits for the interpreter's lock goes; not of the reward, whose
-    own threads it may wait for.
+    """The share of each stage that the training thread waits for the interpreter's lock goes, and the wait for the core
+    that the other thread uses. Not of the reward, whose own threads it may wait for.
     """
-    prefix = "gil/waiting/"
-    stages = [
-        name.removeprefix(prefix) for name in f.values if name.startswith(prefix) and not name.endswith("/reward")
-    ]
-    return around(sum(f.number(prefix + name) * f.stage_s(name) for name in stages), 0.6, 1.3)
+    prefix, is_alone = "gil/waiting/", f.number("cpu/others", 0.0) < 0.15
+    share = running_share(f) if is_alone and f.number("gil/waiting_share") > _WAITS else 1.0
+    stages = [name.removeprefix(prefix) for name in f.values if name.startswith(prefix)]
+    lost_s = sum(
+        f.stage_s(stage) * (1 - (1 - f.number(prefix + stage)) * share) for stage in stages if stage != "reward"
+    )
+    return around(lost_s, 0.6, 1.3)
 
 
 def slow_reward(f: Facts) -> Saving | None:
@@ -98,8 +103,8 @@ def sample_every(f: Facts) -> int:
 
 
 def slow_disk(f: Facts) -> Saving | None:
-    """What the step waits for the disk goes, but for a tenth."""
-    return around(0.9 * _disk_s(f), 0.7, 1.2)
+    """What the step waits for the disk goes."""
+    return around(_disk_s(f), 0.7, 1.2)
 
 
 def _disk_s(f: Facts) -> float:
