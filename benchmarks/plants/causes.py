@@ -306,6 +306,7 @@ NOT_RUN: Mapping[str, str] = {
     "gpu_copies": "no GPU here",
     "gpu_idle": "no GPU here",
     "waiting_ranks": "training runs in one process",
+    "engine_reload": "the setting is the default, and no run here is named for it: packed weights are small",
     "memory_pressure": "it takes all memory of the machine, and other programs with it",
 }
 """Causes that are not planted here, and why."""
