@@ -21,7 +21,7 @@ _NOW_AND_THEN = (*_OF_SOME_STEPS, "io/", "faults/", "gil/", "cpu/run_delay_s", "
 """Metrics of work that some steps have and others do not, or that are counted by a few samples of a step: their mean
 over all steps counts, not their median."""
 
-_COMPUTED = ("rollout", "old_policy", "reference", "teachers", "kl", "forward", "backward", "optimizer")
+_COMPUTED = ("rollout", "old_policy", "reference", "teachers", "kl", "forward", "backward", "optimizer", "evaluate")
 """Stages whose time goes into computing with a model."""
 
 
