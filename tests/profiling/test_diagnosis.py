@@ -99,6 +99,7 @@ def test_a_demo_is_the_runs_in_its_folder(tmp_path: Path):
     assert found[0].run == long
     shown = as_json(found)
     assert shown["step_s"] == 9.0
+    assert isinstance(shown["runs"], list)
     assert len(shown["runs"]) == 2
 
 

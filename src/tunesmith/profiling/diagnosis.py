@@ -138,7 +138,7 @@ def _names(template: str) -> list[str]:
 
 
 def slow_findings(run: Path) -> list[Finding]:
-    """A finding for each of the costliest causes that take a tenth of the step or more, if enough steps are recorded."""
+    """A finding for each of the costliest causes that take a tenth of a long enough run or more."""
     facts = read_facts(run)
     found = diagnose(facts) if facts.num_steps >= _LEAST_STEPS else None
     return [

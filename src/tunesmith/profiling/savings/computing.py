@@ -90,10 +90,11 @@ def threads_few(f: Facts) -> Saving | None:
 
 
 def threads_many(f: Facts) -> Saving | None:
-    """Of the time that a thread waits for a core, half goes; the rest is work that is spread over more threads."""
+    """Of the wait of threads for cores, the part of the surplus threads goes; the rest is work spread over more."""
     if f.number("setup.num_threads") <= usable_cores(f):
         return None
-    return around(f.computing_s * (1 - running_share(f)) / 2, 0.5, 1.6)
+    surplus = 1 - usable_cores(f) / f.number("setup.num_threads")
+    return around(0.65 * f.computing_s * (1 - running_share(f)) * surplus, 0.5, 1.6)
 
 
 def starved(f: Facts) -> Saving | None:

@@ -8,7 +8,7 @@ from tunesmith.profiling.savings.saving import Saving, around, decode_step_s, nu
 
 def engine_fallback(f: Facts) -> Saving | None:
     """The native engine needs as long as its decoding steps. If it is exact, the pass for the old policy goes too."""
-    if f.text("setup.engine") != "transformers":
+    if f.text("setup.engine") != "transformers" or not f.stage_s("rollout"):
         return None
     drawing_s, rows = f.stage_s("rollout"), min(num_completions(f), f.number("recipe.rollout.num_slots"))
     num_steps = math.ceil(num_completions(f) / rows) * f.number("completions/max_length")
@@ -16,7 +16,9 @@ def engine_fallback(f: Facts) -> Saving | None:
     native_s = num_steps * decode_step_s(f, num_drawn / num_steps)
     is_exact = f.text("setup.dtype") == f.text("setup.best_dtype") == "bfloat16"
     old_s = f.stage_s("old_policy") if is_exact else 0.0
-    return Saving(max(0.3 * drawing_s, drawing_s - native_s) + old_s, 0.3 * drawing_s, drawing_s + old_s)
+    with_evaluation = 1 + f.stage_s("evaluate") / drawing_s
+    saved_s = with_evaluation * max(0.3 * drawing_s, drawing_s - native_s) + old_s
+    return Saving(saved_s, 0.5 * saved_s, with_evaluation * drawing_s + old_s)
 
 
 def long_tail(f: Facts) -> Saving | None:
