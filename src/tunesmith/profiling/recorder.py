@@ -24,7 +24,7 @@ from tunesmith.profiling.chrome import RAW_TRACE, SPAN_MARK, STEP_MARK
 from tunesmith.profiling.request import Request
 from tunesmith.profiling.sampler.api import Sampler as GILSampler
 from tunesmith.profiling.sampler.api import has_lock
-from tunesmith.profiling.sampling import STACK_PERIOD_S, Sampler
+from tunesmith.profiling.sampling import Sampler
 
 _log = get_logger(__name__)
 
@@ -33,7 +33,7 @@ _FAILURES = (OSError, RuntimeError, ValueError, AssertionError)
 
 
 class StepProfiler:
-    """Profiles steps of the run in `run_dir`: its second to `num_steps + 1`-th, or those that a request asks for."""
+    """Profiles steps of the run in `run_dir`: with `num_steps` that many after the first, and those that are asked for."""
 
     def __init__(self, run_dir: Path, num_steps: int = 0) -> None:
         self._run_dir = run_dir
@@ -147,7 +147,6 @@ class Recording:
                 "steps": self._steps,
                 "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
                 "num_threads": torch.get_num_threads(),
-                "stack_period_s": STACK_PERIOD_S,
                 **asdict(self._sampler.samples),
             }
             requests.answer(self._run_dir, self.request, facts)
