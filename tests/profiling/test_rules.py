@@ -100,6 +100,24 @@ def test_of_two_causes_with_one_remedy_the_larger_is_credited_with_all_of_it():
     assert second.predicted_saving_s == pytest.approx(0.5)
 
 
+def test_a_reward_is_called_by_evaluations_too():
+    slow = {**SHOWN["slow_reward"], "time/reward_s": 1.0, "time/reward/rules_s": 1.0, "time/evaluate/rules_s": 0.5}
+    assert diagnose(facts(slow)).causes[0].predicted_saving_s == pytest.approx(1.5)
+
+
+def test_a_reward_that_waits_for_a_core_is_no_remote_one():
+    busy = {
+        **SHOWN["starved"],
+        "time/reward_s": 2.0,
+        "cpu/process": 0.6,
+        "cpu/run_delay_s": 6.0,
+        "cpu/stage/reward": 0.3,
+    }
+    names = [cause.name for cause in diagnose(facts(busy)).causes]
+    assert "slow_reward" in names
+    assert "remote_reward_serial" not in names
+
+
 def test_a_slow_tracker_is_left_out_before_samples_are():
     (cause,) = diagnose(facts({**SHOWN["logging"], "recipe.run.report_to": ["wandb"]})).causes
     assert cause.settings == {"run.report_to": []}

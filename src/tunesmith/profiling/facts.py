@@ -17,7 +17,7 @@ from tunesmith.runs.listing import find_runs, is_run, read_object, read_recipe, 
 _FILES = {"recipe": "recipe.yaml", "setup": "setup.json", "machine": "environment.json", "result": "result.json"}
 
 _OF_SOME_STEPS = ("time/checkpoint_s", "time/evaluate_s", "time/log_s")
-_NOW_AND_THEN = (*_OF_SOME_STEPS, "io/", "faults/", "gil/", "cpu/run_delay_s", "cpu/throttled_s")
+_NOW_AND_THEN = (*_OF_SOME_STEPS, "time/evaluate/", "io/", "faults/", "gil/", "cpu/run_delay_s", "cpu/throttled_s")
 """Metrics of work that some steps have and others do not, or that are counted by a few samples of a step: their mean
 over all steps counts, not their median."""
 
@@ -87,6 +87,12 @@ class Facts:
     def computing_s(self) -> float:
         """Seconds of the stages that compute with the model."""
         return min(self.step_s, self.stage_s(*_COMPUTED))
+
+    @property
+    def reward_s(self) -> float:
+        """Seconds in which the step waits for rewards, in evaluations too."""
+        names = [name.removeprefix("time/reward/") for name in self.values if name.startswith("time/reward/")]
+        return self.stage_s("reward") + sum(self.number(f"time/evaluate/{name}", 0.0) for name in names)
 
     def origin(self, name: str) -> str:
         """The file that `name` was read from."""

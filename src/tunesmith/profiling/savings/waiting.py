@@ -27,23 +27,24 @@ def gil(f: Facts) -> Saving | None:
 
 def slow_reward(f: Facts) -> Saving | None:
     """A reward that computes: at best all of its time goes."""
-    return around(f.stage_s("reward"), 0.5, 1.0) if _reward_cores(f) >= 0.5 else None
+    return None if _waits(f) else around(f.reward_s, 0.5, 1.0)
 
 
 def remote_reward_serial(f: Facts) -> Saving | None:
     """Requests that wait one after the other wait at the same time instead: one wait is left of as many as there are
-    completions.
+    completions, and what the processor does for them.
     """
-    if _reward_cores(f) >= 0.5 or any(name.startswith("time/reward/async") for name in f.values):
+    if not _waits(f) or any(name.startswith("time/reward/async") for name in f.values):
         return None
-    return around(f.stage_s("reward") * (1 - 1 / num_completions(f)), 0.6, 1.05)
+    left = 1 / num_completions(f) + f.number("cpu/stage/reward")
+    return around(f.reward_s * max(0.0, 1 - left), 0.6, 1.2)
 
 
 def reward_not_overlapped(f: Facts) -> Saving | None:
     """Groups that end before the last are scored meanwhile: those of all waves of slots but the last, and of the last
     those that the length limit did not end.
     """
-    if f.values.get("recipe.rollout.score_while_drawing") or _reward_cores(f) >= 0.5:
+    if f.values.get("recipe.rollout.score_while_drawing") or not _waits(f):
         return None
     waves = math.ceil(num_completions(f) / rows_at_a_time(f))
     ended = (1 - f.number("completions/clipped_ratio")) ** f.number("recipe.rollout.completions_per_prompt")
@@ -51,8 +52,10 @@ def reward_not_overlapped(f: Facts) -> Saving | None:
     return around(early * min(f.stage_s("reward"), f.stage_s("rollout")), 0.5, 1.3)
 
 
-def _reward_cores(f: Facts) -> float:
-    return f.number("cpu/stage/reward")
+def _waits(f: Facts) -> bool:
+    """True if the reward waits for something else than a core, most of the time."""
+    can_run = running_share(f) if "cpu/run_delay_s" in f.values else 1.0
+    return f.number("cpu/stage/reward") < 0.5 * can_run
 
 
 def checkpoints(f: Facts) -> Saving | None:
