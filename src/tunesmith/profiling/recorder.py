@@ -33,7 +33,7 @@ _FAILURES = (OSError, RuntimeError, ValueError, AssertionError)
 
 
 class StepProfiler:
-    """Profiles steps of the run in `run_dir`: with `num_steps` that many after the first, and those that are asked for."""
+    """Profiles steps of the run in `run_dir`: `num_steps` after the first one, and those that are asked for."""
 
     def __init__(self, run_dir: Path, num_steps: int = 0) -> None:
         self._run_dir = run_dir
