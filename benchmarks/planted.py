@@ -92,11 +92,11 @@ class Results:
 
     @classmethod
     def read(cls, file: Path | None) -> "Results":
-        """What the file has; empty if there is none."""
+        """What the file has, without cases that failed; empty if there is none."""
         results = cls(file)
         if file is not None and file.is_file():
             found = json.loads(file.read_text(encoding="utf-8"))
-            results.rows = {f"{row['cause']}/{row['variant']}": row for row in found["rows"]}
+            results.rows = {f"{row['cause']}/{row['variant']}": row for row in found["rows"] if "error" not in row}
             results.healthy = {row["run"]: row for row in found["healthy"]}
         return results
 
