@@ -55,8 +55,10 @@ def test_the_report_of_hangs_says_what_the_trainer_does(tmp_path: Path) -> None:
         ready = report(tmp_path / "live")
         loop.next_action()
         drawn = report(tmp_path / "live")
+        waits = report(tmp_path / "live", is_hung=True)
     assert (ready.stage, ready.step, ready.is_hung) == ("ready", 0, False)
     assert drawn.stage == "drawing"
+    assert f"`tunesmith live --dir {tmp_path / 'live'}` goes on" in waits.advice
     with pytest.raises(RunError, match="nothing trains"):
         report(tmp_path / "live")
 

@@ -218,21 +218,18 @@ class _Facts:
 
     def _waits_for(self) -> str:
         leader = self.threads[0]
+        if self.reward is not None:
+            function, now = self.reward.function, self.reward.now
+            found = f"the reward `{self.reward.name}` has not returned"
+            found += "" if function is None else f": {function}"
+            found += "" if now is None or now == function else f", now in {now}"
+        else:
+            found = f"its innermost call is {leader.stack[0]}" if leader.stack else f"its thread is {leader.state}"
+        if self.connections:
+            found += f", connected to {', '.join(self.connections)}"
         if DEVICE in (self.state, leader.state):
-            channel = f" ({leader.wait_channel})" if leader.wait_channel else ""
-            return f"the kernel waits for a device{channel}, usually a disk or a network file system"
-        lock = " It holds the interpreter's lock, so that no other thread runs." if self._holds_lock() else ""
-        if self.reward is None:
-            at = f"its innermost call is {leader.stack[0]}" if leader.stack else f"its thread is {leader.state}"
-            return at + self._remote() + lock
-        function, now = self.reward.function, self.reward.now
-        found = f"the reward `{self.reward.name}` has not returned"
-        found += "" if function is None else f": {function}"
-        found += "" if now is None or now == function else f", now in {now}"
-        return found + self._remote() + lock
-
-    def _remote(self) -> str:
-        return f", connected to {', '.join(self.connections)}" if self.connections else ""
+            found += f"; the kernel waits for a device ({leader.wait_channel or 'a disk or a network file system'})"
+        return found + ("; it holds the interpreter's lock, so no other thread runs" if self._holds_lock() else "")
 
     def _holds_lock(self) -> bool:
         """True if the watchdog of the process has not run for a while, though the process runs."""
@@ -241,10 +238,9 @@ class _Facts:
 
     def advice(self, is_quiet: bool) -> str:
         """What to do."""
-        pid, again = (
-            self.record.pid,
-            f"`tunesmith resume {shlex.quote(str(self.folder))}` goes on from its newest checkpoint",
-        )
+        pid, folder = self.record.pid, shlex.quote(str(self.folder))
+        command = f"live --dir {folder}" if (self.folder / "runs.db").exists() else f"resume {folder}"
+        again = f"`tunesmith {command}` goes on from its newest checkpoint"
         if self.state == STOPPED:
             return f"a signal (SIGSTOP, or Ctrl-Z on a terminal) stopped it; `kill -CONT {pid}` lets it go on"
         if self.state == TRACED:
@@ -255,7 +251,7 @@ class _Facts:
             return "nothing to do"
         if self.state == DEVICE:
             return f"look at the disk or the network file system; a signal is not taken while it waits. Later, {again}"
-        end = f"`kill {pid}` twice ends it at once, and {again}"
+        end = f"`kill -9 {pid}` ends it, and {again}"
         if self.reward is None:
             return f"the stacks below say where; {end}"
         computes = any(thread.cores > _BUSY_CORES for thread in self.threads)
