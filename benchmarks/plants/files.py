@@ -4,6 +4,7 @@ import json
 import random
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, PreTrainedModel
@@ -23,10 +24,16 @@ def write_files(folder: Path) -> None:
     _save(scratch_model(hidden_size=512, intermediate_size=1408, num_hidden_layers=8).model, folder / "medium")
     ending = scratch_model().model
     with torch.no_grad():  # a number that all hidden states have in common, and that the end of a sequence likes
-        ending.get_input_embeddings().weight[:, 0] = 0.2
-        ending.get_input_embeddings().weight[EOS_ID, 0] = _LIKING
+        weight: Any = ending.get_input_embeddings().weight
+        weight[:, 0] = 0.2
+        weight[EOS_ID, 0] = _LIKING
     _save(ending, folder / "ending")
-    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 8}
+    sizes: dict[str, Any] = {
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+    }
     torch.manual_seed(0)
     config = GPTNeoXConfig(vocab_size=VOCABULARY_SIZE, max_position_embeddings=1024, **sizes)
     _save(AutoModelForCausalLM.from_config(config), folder / "neox")
