@@ -273,7 +273,7 @@ CAUSES: tuple[Cause, ...] = (
         "slow_disk",
         GRPO.plus(_set({"run.checkpoint_every": 2})),
         strong=_variable("TUNESMITH_FAULT", "fsync:slow:200"),
-        mild=_variable("TUNESMITH_FAULT", "fsync:slow:40"),
+        mild=_variable("TUNESMITH_FAULT", "fsync:slow:80"),
         other="slow_reward",
     ),
     Cause(
