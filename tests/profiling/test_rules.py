@@ -118,6 +118,20 @@ def test_a_reward_that_waits_for_a_core_is_no_remote_one():
     assert "remote_reward_serial" not in names
 
 
+def test_prompts_of_groups_that_are_left_out_are_not_missed():
+    dropped = {"groups/num_dropped": 4.0, "update/shared_tokens": 224.0, "rollout/prefill_tokens": 4000.0}
+    shared = {"rollout/shared_tokens": 28000.0, "update/shared_tokens": 14000.0, "update/micro_batch_tokens": 2000.0}
+    assert "prompts_not_shared" not in [cause.name for cause in diagnose(facts({**dropped, **shared})).causes]
+
+
+def test_a_live_reference_of_dpo_is_computed_once_if_there_are_several_epochs():
+    live: dict[str, object] = {"recipe.dpo.reference": "live"}
+    assert diagnose(facts(live, algorithm="dpo")).causes == []
+    (cause,) = diagnose(facts({**live, "recipe.dpo.num_epochs": 3}, algorithm="dpo")).causes
+    assert cause.settings == {"dpo.reference": "precomputed"}
+    assert cause.predicted_saving_s == pytest.approx(0.6 * 2 / 3)
+
+
 def test_a_slow_tracker_is_left_out_before_samples_are():
     (cause,) = diagnose(facts({**SHOWN["logging"], "recipe.run.report_to": ["wandb"]})).causes
     assert cause.settings == {"run.report_to": []}

@@ -131,7 +131,7 @@ def _prompts_saved_s(f: Facts) -> float:
         return 0.0
     in_minibatch = _group_size(f) / f.setting("num_minibatches")
     prompt_tokens = f.number("rollout/prefill_tokens") + f.number("rollout/shared_tokens")
-    shareable = f.setting("num_epochs") * prompt_tokens * max(0.0, 1 - 1 / in_minibatch)
+    shareable = f.setting("num_epochs") * _learnt_share(f) * prompt_tokens * max(0.0, 1 - 1 / in_minibatch)
     num_positions = num_passes(f) * f.number("update/micro_batch_tokens")
     share = (shareable - f.number("update/shared_tokens")) / num_positions
     return max(0.0, share) * (1 - _fixed_share(f)) * f.stage_s("forward", "backward")
@@ -167,8 +167,14 @@ def _rows_of_update(f: Facts) -> float:
         return f.number("num_tokens")
     if f.algorithm in ("dpo", "reward"):
         return f.setting("pairs_per_step")
-    num_learnt = f.number("recipe.rollout.prompts_per_step") * _group_size(f)
-    return num_learnt / f.setting("num_minibatches")
+    return (
+        f.number("recipe.rollout.prompts_per_step") * _learnt_share(f) * _group_size(f) / f.setting("num_minibatches")
+    )
+
+
+def _learnt_share(f: Facts) -> float:
+    """Share of the groups that teach something."""
+    return 1 - f.number("groups/num_dropped", 0.0) / f.number("groups/num_drawn", 1.0)
 
 
 def _group_size(f: Facts) -> float:
@@ -193,10 +199,10 @@ def gradient_checkpointing(f: Facts) -> Saving | None:
 
 
 def unneeded_reference(f: Facts) -> Saving | None:
-    """The reference's pass goes: its penalty is too small to matter, or it can be computed once before training."""
+    """The reference's pass goes: its penalty is too small to matter, or a pass before training does for all epochs."""
     if f.algorithm == "dpo":
-        is_live, num_epochs = f.values.get("recipe.dpo.reference") == "live", f.setting("num_epochs")
-        return around(f.stage_s("reference"), 0.9 * (1 - 1 / num_epochs), 1.05) if is_live else None
+        is_live = f.values.get("recipe.dpo.reference") == "live"
+        return around(f.stage_s("reference") * (1 - 1 / f.setting("num_epochs"))) if is_live else None
     largest_penalty = f.setting("kl.coef") * max(10.0, f.number("objective/kl", 0.0))
     is_adaptive = f.values.get(f"recipe.{f.section}.kl.target") is not None
     if is_adaptive or not 0 < largest_penalty < 0.01 * f.number("reward_std"):
