@@ -46,7 +46,7 @@ def test_a_disk_full_during_a_save_costs_that_checkpoint_alone(
 
 def test_files_that_cannot_grow_cost_checkpoints_until_they_can(tmp_path: Path, uninterrupted: Uninterrupted) -> None:
     """Really refused by the kernel: tensors are larger than a file may be, until the sixth step."""
-    assert forked(train_on_a_small_disk, tmp_path, 20_000, 5) == 0
+    assert forked(train_on_a_small_disk, tmp_path, 50_000, 5) == 0
     run_dir = the_run(tmp_path)
     assert [finding["step"] for finding in findings(run_dir, "checkpoint")] == [2, 4]
     assert "File too large" in findings(run_dir, "checkpoint")[0]["message"]
