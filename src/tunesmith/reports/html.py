@@ -25,6 +25,7 @@ from tunesmith.reports import text
 from tunesmith.reports.chart import DARK, LIGHT, Chart, dark_of_light
 from tunesmith.reports.comparison_figures import dumbbell, histogram
 from tunesmith.reports.figures import TABLE_COLUMNS, curves
+from tunesmith.reports.ladder_figures import levels_chart, techniques_chart
 from tunesmith.reports.text import Facts, number
 from tunesmith.reports.views import comparison_tiles, demo_goals, prompt_samples, run_tiles, step_samples, vote_views
 from tunesmith.runs.listing import read_object, read_rows
@@ -150,6 +151,29 @@ def write_demo_report(path: Path, demo: Facts) -> Path:
         samples=prompt_samples(comparison.get("samples", ())),
         environment=text.flatten(demo.get("environment") or {}),
         command=demo.get("command") or "tunesmith demo",
+    )
+
+
+def write_ladder_report(path: Path, facts: Facts) -> Path:
+    """Write the page of `tunesmith ladder` to `path`, and return it; `facts` is what its `--json` prints."""
+    charts = (levels_chart(facts), techniques_chart(facts))
+    return _write(
+        path,
+        "ladder.html",
+        charts,
+        title="The ladder",
+        facts=facts,
+        charts=charts,
+        gates=[
+            (str(gate["name"]), text.decimal(gate["value"], 4), text.decimal(gate["bound"], 4), gate["passed"])
+            for gate in facts["gates"]
+        ],
+        settings=[
+            (str(row["name"]), str(row["level"]), "; ".join(f"{k}: {v}" for k, v in row["without"].items()))
+            for row in facts["techniques"]
+        ],
+        workload=text.flatten(facts["workload"]),
+        machine=text.flatten(facts["machine"]),
     )
 
 
