@@ -288,12 +288,14 @@ def level_figures(level: Level, measured: Mapping[str, Measured]) -> dict[str, f
     seconds = step_seconds(level, measured)
     steps = [one.taken[level] for one in measured.values()]
     shares = [statistics.median(taken.cpu_util for taken in part) for part in steps]
+    waits = [taken.gil_wait_ms for part in steps for taken in part if taken.gil_wait_ms is not None]
     return {
         "step_s": sum(seconds),
         "ratio": sum(step_seconds("baseline", measured)) / sum(seconds),
         **{f"{name}_s": part_s for name, part_s in zip(measured, seconds, strict=True)},
         "tokens_per_s": sum(part[0].num_tokens for part in steps) / sum(seconds),
         "cpu_util": sum(share * part_s for share, part_s in zip(shares, seconds, strict=True)) / sum(seconds),
+        **({"gil_wait": statistics.median(waits)} if waits else {}),
         "peak_memory_gb": max(one.peak_gb[level] for one in measured.values()),
     }
 

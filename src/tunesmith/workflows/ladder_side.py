@@ -6,7 +6,6 @@ So memory is counted apart, no side inherits the allocator's settings of another
 import ctypes
 import gc
 import math
-import os
 import re
 import sys
 import tempfile
@@ -29,7 +28,8 @@ from tunesmith.batch.rollout import Group
 from tunesmith.config.schema import PolicyRecipe
 from tunesmith.core.errors import TrainingError, TunesmithError
 from tunesmith.core.trace import trace
-from tunesmith.runs.environment import peak_rss_gb, usable_cores
+from tunesmith.profiling.meter import metering, usable_cpu
+from tunesmith.runs.environment import peak_rss_gb
 from tunesmith.trainers import rollouts, setup
 from tunesmith.trainers.api import Inputs
 from tunesmith.trainers.grpo import StepStats
@@ -42,11 +42,14 @@ _CLOSE_S = 60
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """A step: seconds, tokens of prompts and completions, share of the usable cores, and seconds of each stage."""
+    """A step: seconds, tokens of prompts and completions, share of the usable cores, mean wait for the interpreter's
+    lock if it can be measured here, and seconds of each stage.
+    """
 
     seconds: float
     num_tokens: int
     cpu_util: float
+    gil_wait_ms: float | None
     stages: dict[str, float]
 
 
@@ -107,15 +110,18 @@ class Side:
 
     def step(self, index: int) -> Taken:
         """The training step `index`, from 0."""
-        prompts, start_cpu_s, start_s = self._task.batch(index), _cpu_s(), time.perf_counter()
-        with trace() as times:
+        prompts = self._task.batch(index)
+        with metering() as meter, trace() as times:
+            start_s = time.perf_counter()
             result = self._learner.step(prompts, index)
-        seconds = time.perf_counter() - start_s
+            seconds = time.perf_counter() - start_s
+            measured = meter.step()
         groups: Sequence[Group] = result.batch.args[0]
         return Taken(
             seconds,
             sum(len(group.prompt_token_ids) + len(one.token_ids) for group in groups for one in group.completions),
-            (_cpu_s() - start_cpu_s) / seconds / usable_cores(),
+            measured["cpu/process"] / usable_cpu(),
+            measured.get("gil/wait_ms"),
             {name.removeprefix("time/"): value for name, value in times.metrics().items()},
         )
 
@@ -168,7 +174,7 @@ class Side:
         if isinstance(self._learner, PPO):
             return self._learner.micro_batch_loss(micro, size, UpdateStats())
         stats = StepStats(groups, self._learner.rollouts.scorer.score(groups))
-        return self._learner.micro_batch_loss(micro, size, stats, on_policy=False)
+        return self._learner.micro_batch_loss(micro, size, stats)
 
     def _compare(self, file: Path) -> float:
         """Write the gradient, or its distance to the one in the file. After a first update AdamW's first moment is
@@ -198,11 +204,6 @@ def _batch(lesson: Lesson, *, with_values: bool) -> PolicyBatch:
         return PolicyBatch(sequences, old_BT, reference_BT, advantage_BT)
     value_BT, return_BT = (0.1 * noise(shape) * sequences.mask_BT for _ in range(2))
     return PPOBatch(sequences, old_BT, reference_BT, advantage_BT, value_BT, return_BT)
-
-
-def _cpu_s() -> float:
-    times = os.times()
-    return times.user + times.system
 
 
 def _forget_peak() -> None:
