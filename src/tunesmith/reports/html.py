@@ -157,7 +157,7 @@ def write_demo_report(path: Path, demo: Facts) -> Path:
 def write_ladder_report(path: Path, facts: Facts) -> Path:
     """Write the page of `tunesmith ladder` to `path`, and return it; `facts` is what its `--json` prints."""
     charts = (levels_chart(facts), techniques_chart(facts))
-    return _write(
+    return write_page(
         path,
         "ladder.html",
         charts,

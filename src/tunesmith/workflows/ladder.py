@@ -255,6 +255,7 @@ def short_run(level: Level) -> tuple[PolicyRecipe, Sequence[str]]:
         "run.steps": 30,
         "run.checkpoint_every": 0,
         "run.sample_every": 1000,
+        "run.measure": False,
     }
     return _policy_recipe("grpo", values), PROMPTS
 
