@@ -45,7 +45,7 @@ def test_a_real_lack_of_memory_is_told_the_same_way(tmp_path: Path) -> None:
     """The kernel refuses the memory of one large micro-batch."""
     message, runs = tmp_path / "message", tmp_path / "runs"
     runs.mkdir()
-    assert forked(told, message, train_in_little_memory, runs, 200_000_000) == 1
+    assert forked(told, message, train_in_little_memory, runs, 500_000_000) == 1
     assert "memory ran out in `update/forward`; lower reward_model.micro_batch_size (256)" in message.read_text()
     assert "set model.gradient_checkpointing, or train fewer layers" in message.read_text()
     assert not (the_run(runs) / "result.json").exists()

@@ -165,8 +165,8 @@ def run(
         resume=resume,
         from_python=inputs.given,
     ) as session:
-        rates = rates_of(cfg, estimate, device)
         with session.working():
+            rates = rates_of(cfg, estimate, device)
             session.folder.write_json("setup.json", computing(cfg, learner, estimate))
         measure(task, learner, session, "before")
         for index in session.steps():
