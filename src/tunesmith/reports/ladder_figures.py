@@ -70,5 +70,10 @@ def _bars(names: Sequence[str], ratios: Sequence[float], colours: Sequence[str])
         "marker": {"color": list(colours)},
         "hovertemplate": "%{y}: %{x:.2f} times<extra></extra>",
     }
-    axes = {"xaxis": {"showgrid": True, "rangemode": "tozero"}, "yaxis": {"autorange": "reversed"}}
-    return {"data": [bars], "layout": layout(x="times as fast as the baseline", hovermode="closest", **axes)}
+    drawn = layout(
+        x="times as fast as the baseline",
+        hovermode="closest",
+        xaxis={"showgrid": True, "rangemode": "tozero"},
+        yaxis={"autorange": "reversed"},
+    )
+    return {"data": [bars], "layout": drawn}
