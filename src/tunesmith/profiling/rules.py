@@ -68,10 +68,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="kernels_fallback",
-        symptom="Operations run in torch because no C++ kernel could be compiled.",
+        symptom="Operations run in torch instead of compiled kernels.",
         needs=("setup.kernels",),
         evidence="kernels {setup.kernels}; {time/step_s:.3g} s of a step",
-        advice="install a C++ compiler (g++); `tunesmith doctor` says what is missing",
+        advice="use the compiled kernels; if that is set already, `tunesmith doctor` says why there are none",
         settings={"model.kernels": "auto"},
         saving=computing.kernels_fallback,
         scope="cpu",
