@@ -47,7 +47,7 @@ HOLDS_THE_LOCK_FOR_A_WHILE = """
 import ctypes, pathlib
 def frozen(completions, **kwargs):
     if not pathlib.Path("{done}").exists():
-        ctypes.PyDLL(None).usleep(3_000_000)
+        ctypes.PyDLL(None).usleep(6_000_000)
     pathlib.Path("{done}").touch()
     return [float(len(completion)) for completion in completions]
 """

@@ -1,47 +1,8 @@
-import os
-import shutil
-
 import pytest
 
 from tunesmith.reports.html import write_comparison_report, write_demo_report, write_run_report
 
 pytestmark = pytest.mark.browser
-
-
-@pytest.fixture(scope="module")
-def browser():
-    executable = shutil.which("chromium") or shutil.which("google-chrome")
-    if executable is None:
-        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(
-            "no chromium on PATH: reports are not looked at"
-        )
-    api = pytest.importorskip("playwright.sync_api")
-    with api.sync_playwright() as play:
-        instance = play.chromium.launch(executable_path=executable, args=["--no-sandbox", "--disable-gpu"])
-        yield instance
-        instance.close()
-
-
-@pytest.fixture
-def look(browser):
-    """Opens a page and fails the test on anything in the console or any request but the page itself."""
-    complaints, contexts = [], []
-
-    def open_page(path, width=1280, scheme="light"):
-        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        contexts.append(context)
-        page = context.new_page()
-        page.on("console", lambda message: complaints.append(message.text))
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("request", lambda request: None if request.url == path.as_uri() else complaints.append(request.url))
-        page.goto(path.as_uri())
-        page.wait_for_selector("#theme:not([hidden])")
-        return page
-
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert complaints == []
 
 
 @pytest.fixture(scope="module")

@@ -103,7 +103,7 @@ class LiveCheckSection(Section):
 
 
 class LiveSection(Section):
-    """When votes become an update, and which versions are kept."""
+    """Conditions under which votes become an update, and the versions that are kept."""
 
     SHORTHAND = "update"
 

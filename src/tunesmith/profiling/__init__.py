@@ -1,1 +1,1 @@
-"""Where the time of a run goes: resources of each step, diagnosis, hangs, profiles."""
+"""Measurement and diagnosis of a run: resources of each step, diagnosis, hangs, profiles."""

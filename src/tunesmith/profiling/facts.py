@@ -4,7 +4,6 @@ Light, and robust: a figure that a file lacks, or a damaged line, costs that fig
 and on runs of older releases.
 """
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import cast
 
 from tunesmith.config.yaml_text import is_mapping
-from tunesmith.runs.listing import find_runs, is_run, read_object, read_recipe, read_rows
+from tunesmith.runs.listing import find_runs, is_run, number, read_object, read_recipe, read_rows
 
 _FILES = {"recipe": "recipe.yaml", "setup": "setup.json", "machine": "environment.json", "result": "result.json"}
 
@@ -60,7 +59,7 @@ class Facts:
 
     def number(self, name: str, default: float | None = None) -> float:
         """The number `name`. Raises MissingError if there is none and no default."""
-        value = _number(self.values.get(name))
+        value = number(self.values.get(name))
         if value is None and default is None:
             raise MissingError(name)
         return cast(float, default if value is None else value)
@@ -107,14 +106,14 @@ def runs_at(path: Path) -> list[Path]:
 
 def read_facts(path: Path) -> Facts:
     """The facts of the run in the folder `path`."""
-    rows = [row for row in read_rows(path / "metrics.jsonl") if (_number(row.get("time/step_s")) or 0) > 0]
+    rows = [row for row in read_rows(path / "metrics.jsonl") if (number(row.get("time/step_s")) or 0) > 0]
     has_ended = (path / "result.json").is_file()  # every run evaluates at its last step, whatever its settings
     counted = (rows[1:-1] if has_ended else rows[1:]) or rows
     values: dict[str, object] = {**_nested("recipe", read_recipe(path))}
     for prefix in ("setup", "machine", "result"):
         file = "environment.json" if prefix == "machine" else _FILES[prefix]
         values |= _nested(prefix, read_object(path / file))
-    last_step = int(_number(rows[-1].get("step")) or 0) if rows else 0
+    last_step = int(number(rows[-1].get("step")) or 0) if rows else 0
     return Facts(path, {**values, **_metrics(counted)}, len(counted), last_step)
 
 
@@ -122,7 +121,7 @@ def _metrics(rows: Sequence[Mapping[str, object]]) -> dict[str, float]:
     """The value of each metric that is a number in any of `rows`."""
     values: dict[str, float] = {}
     for name in dict.fromkeys(name for row in rows for name in row):
-        found = [x for row in rows if (x := _number(row.get(name))) is not None]
+        found = [x for row in rows if (x := number(row.get(name))) is not None]
         if name == "memory/growth_mb" and found:
             values[name] = min(found[len(found) // 2 :])
         elif found:
@@ -134,8 +133,8 @@ def _metrics(rows: Sequence[Mapping[str, object]]) -> dict[str, float]:
 
 def _typical_step(rows: Sequence[Mapping[str, object]]) -> float:
     """Seconds of a step: the median without the work that only some steps have, and the mean of that work."""
-    extra = [sum(_number(row.get(name)) or 0.0 for name in _OF_SOME_STEPS) for row in rows]
-    rest = [(_number(row["time/step_s"]) or 0.0) - more for row, more in zip(rows, extra, strict=True)]
+    extra = [sum(number(row.get(name)) or 0.0 for name in _OF_SOME_STEPS) for row in rows]
+    rest = [(number(row["time/step_s"]) or 0.0) - more for row, more in zip(rows, extra, strict=True)]
     return statistics.median(rest) + sum(extra) / len(rows)
 
 
@@ -146,9 +145,3 @@ def _nested(prefix: str, tree: Mapping[str, object]) -> dict[str, object]:
         path = f"{prefix}.{key}"
         leaves |= _nested(path, value) if is_mapping(value) else {path: value}
     return leaves
-
-
-def _number(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return float(value)

@@ -18,7 +18,7 @@ class Node:
 
 
 def counted(looks: Iterable[Sequence[str]]) -> Counter[Stack]:
-    """How often each stack was seen, without the frames that all of them begin with: the command line's."""
+    """The number of looks that saw each stack, without the frames that all of them begin with: the command line's."""
     counts = Counter(tuple(stack) for stack in looks if stack)
     common = _common_length(list(counts))
     trimmed: Counter[Stack] = Counter()

@@ -36,12 +36,14 @@ from tunesmith.runs.lock import holder_of, is_locked
 STACKS_FILE = "stacks.txt"
 """File in the run folder to which the process adds the stacks of its threads."""
 
+ANSWER_S = 3.0
+"""Seconds that a process has to write its stacks."""
+
 _CANNOT_ANSWER = (STOPPED, TRACED, ZOMBIE, GONE)
 
 _QUIET_S = 10.0
 """Seconds without progress after which a training counts as hanging, unless its stage takes longer anyway."""
 
-_ANSWER_S = 3.0
 _POLL_S = 0.1
 _RECENT_STEPS = 10
 _SHOWN_FRAMES = 12
@@ -237,7 +239,7 @@ class _Facts:
         return bool(alive_ns) and time.monotonic_ns() - alive_ns > 3 * every_ns + 2e9
 
     def advice(self, is_quiet: bool) -> str:
-        """What to do."""
+        """The next thing for the user to do."""
         pid, folder = self.record.pid, shlex.quote(str(self.folder))
         command = f"live --dir {folder}" if (self.folder / "runs.db").exists() else f"resume {folder}"
         again = f"`tunesmith {command}` goes on from its newest checkpoint"
@@ -314,7 +316,7 @@ def _stacks(folder: Path, record: Record, state: str) -> tuple[dict[int, tuple[F
             os.kill(record.pid, record.signal)
         else:
             return {}, "the training does not answer SIGUSR1, which its program uses itself; `py-spy dump` may help"
-        text, end_s = "", time.monotonic() + _ANSWER_S
+        text, end_s = "", time.monotonic() + ANSWER_S
         while time.monotonic() < end_s:
             time.sleep(_POLL_S)
             new = _text_after(file, size)
@@ -323,7 +325,7 @@ def _stacks(folder: Path, record: Record, state: str) -> tuple[dict[int, tuple[F
             text = new
     except OSError as error:
         return {}, f"the stacks cannot be had: {error}"
-    return {}, f"the process, {state}, was asked for its stacks and did not answer within {_ANSWER_S:g} seconds"
+    return {}, f"the process, {state}, was asked for its stacks and did not answer within {ANSWER_S:g} seconds"
 
 
 def _text_after(file: Path, size: int) -> str:
@@ -333,7 +335,7 @@ def _text_after(file: Path, size: int) -> str:
 
 
 def parse_stacks(text: str) -> dict[int, tuple[Frame, ...]]:
-    """What `faulthandler` wrote: frames, innermost first, by the identity of the thread; the last of several counts."""
+    """Frames, innermost first, by the identity of the thread, from `faulthandler`; the last of several counts."""
     stacks: dict[int, list[Frame]] = {}
     current: list[Frame] = []
     for line in text.splitlines():

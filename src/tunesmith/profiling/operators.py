@@ -1,4 +1,4 @@
-"""Where the time of the profiled steps went, computed from the events of a trace: stages, operators, launches, gaps.
+"""The time of the profiled steps, from the events of a trace: by stage, operator and launch, and its gaps.
 
 A gap is time of the main thread in which no operator runs: Python, a wait, or a native call that torch does not see.
 """

@@ -88,7 +88,7 @@ def finish(run_dir: Path) -> Profile:
 
 
 def _looks(samples: Mapping[str, Any], trace: Mapping[str, Any]) -> list[_Look]:
-    """What was seen during the profiled steps."""
+    """The samples of the profiled steps."""
     start_ns = trace["otherData"]["start_ns"]
     end_s = max(event["ts"] + event.get("dur", 0.0) for event in trace["traceEvents"]) / 1e6
     looks = [((time_ns - start_ns) / 1e9, samples["stacks"][index]) for time_ns, index in samples["looks"]]

@@ -25,7 +25,7 @@ Series = list[tuple[int, float]]
 
 @dataclass(slots=True)
 class Samples:
-    """What was seen. `stacks[i]` are the functions of a stack, outermost first; `looks` are (time, index of a stack).
+    """Samples of a process. `stacks[i]` has the functions of a stack, outermost first; `looks` has (time, stack index).
 
     `counters` are quantities of the process by name, `cores` the share of a processor that each thread used by its id,
     `threads` the names of the threads.

@@ -18,7 +18,7 @@ from typing import IO
 from tunesmith.core.errors import TunesmithError
 from tunesmith.core.log import get_logger
 from tunesmith.core.trace import watching
-from tunesmith.profiling.hang import STACKS_FILE, report
+from tunesmith.profiling.hang import ANSWER_S, STACKS_FILE, report
 from tunesmith.profiling.processes import catches
 from tunesmith.profiling.stage import Stage
 from tunesmith.schema.records import Finding
@@ -110,21 +110,25 @@ class _Watchdog:
         faulthandler.cancel_dump_traceback_later()
 
     def _run(self) -> None:
-        limit_s, reported_ns = self._after_s, 0
-        while True:
-            faulthandler.dump_traceback_later(self._after_s + self._interval_s, file=self._stacks)
+        allowed_s = self._after_s + self._interval_s
+        limit_s, reported_ns, is_over = self._after_s, 0, False
+        begin_s = time.monotonic()
+        while not is_over:
+            faulthandler.dump_traceback_later(allowed_s, file=self._stacks)
             self._record.alive()
-            begin_s = time.monotonic()
-            if self._ended.wait(self._interval_s):
-                return
+            is_over = self._ended.wait(self._interval_s)
             now_s, last_ns = time.monotonic(), self._record.last_ns
-            if now_s - begin_s > self._interval_s + self._after_s:
+            pass_s, begin_s = now_s - begin_s, now_s
+            if pass_s > allowed_s:
                 self._report(
-                    f"no thread of Python ran for {now_s - begin_s:.0f} s: C code held the interpreter's lock, or the "
+                    f"no thread of Python ran for {pass_s:.0f} s: C code held the interpreter's lock, or the "
                     f"process was stopped; {STACKS_FILE} has the stacks of that time"
                 )
-            elif last_ns != reported_ns and now_s - last_ns / 1e9 > limit_s:
+            elif not is_over and last_ns != reported_ns and now_s - last_ns / 1e9 > limit_s:
+                # The lock can be held while the report is made, too. Its own time is not counted.
+                faulthandler.dump_traceback_later(allowed_s + ANSWER_S, file=self._stacks)
                 self._report()
+                begin_s += min(ANSWER_S, time.monotonic() - now_s)
                 reported_ns, limit_s = last_ns, 2 * limit_s
 
     def _report(self, past: str = "") -> None:

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from tunesmith.reports.chart import LIGHT, Chart, label, layout, scatter
-from tunesmith.reports.text import Facts, decimal, number, prompt_text, short, signed
+from tunesmith.reports.text import Facts, decimal, prompt_text, short, signed
+from tunesmith.runs.listing import number
 
 _NUM_BINS = 20
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tunesmith.reports.chart import LIGHT, STAGES, Chart, label, layout, scatter
-from tunesmith.reports.text import Facts, decimal, number, percent
+from tunesmith.reports.text import Facts, decimal, percent
+from tunesmith.runs.listing import number
 
 MAX_POINTS = 1_000
 """Points drawn for one line; more than a screen has pixels only makes the page slow."""

@@ -26,9 +26,9 @@ from tunesmith.reports.chart import DARK, LIGHT, Chart, dark_of_light
 from tunesmith.reports.comparison_figures import dumbbell, histogram
 from tunesmith.reports.figures import TABLE_COLUMNS, curves
 from tunesmith.reports.ladder_figures import levels_chart, techniques_chart
-from tunesmith.reports.text import Facts, number
+from tunesmith.reports.text import Facts
 from tunesmith.reports.views import comparison_tiles, demo_goals, prompt_samples, run_tiles, step_samples, vote_views
-from tunesmith.runs.listing import read_object, read_rows
+from tunesmith.runs.listing import number, read_object, read_rows
 
 
 def write_run_report(run_dir: Path) -> Path:

@@ -1,8 +1,9 @@
 """Numbers and names as a reader wants to see them."""
 
 from collections.abc import Mapping
-from math import isfinite
 from typing import Any
+
+from tunesmith.runs.listing import number
 
 Facts = Mapping[str, Any]
 """A JSON object: a row of `metrics.jsonl`, a sample, the figures of a comparison."""
@@ -13,13 +14,6 @@ MAX_CHARACTERS = 4_000
 _MINUS = "\u2212"
 UNKNOWN = "\u2013"
 """Placeholder of a missing or non-finite number."""
-
-
-def number(value: object) -> float | None:
-    """`value` as a finite float; None for anything else, booleans included."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if isfinite(value) else None
 
 
 def decimal(value: object, digits: int = 3) -> str:

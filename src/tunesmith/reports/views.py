@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tunesmith.reports.figures import evenly
-from tunesmith.reports.text import UNKNOWN, Facts, cut, decimal, number, p_value, percent, prompt_text, score
+from tunesmith.reports.text import UNKNOWN, Facts, cut, decimal, p_value, percent, prompt_text, score
+from tunesmith.runs.listing import number
 
 MAX_PROMPTS = 60
 """Prompts whose samples a page shows; the JSONL has them all."""

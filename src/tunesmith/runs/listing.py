@@ -1,6 +1,7 @@
 """Find, resolve, summarise and remove run folders. Reads files alone; a damaged file costs a figure, not the list."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -9,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
 from tunesmith.config.keys import did_you_mean
 from tunesmith.config.yaml_text import is_mapping
@@ -122,14 +123,14 @@ def read_run(path: Path, root: Path | None = None) -> RunFacts:
     """The facts of the run in `path`, named as seen from `root`."""
     recipe, result, rows = read_recipe(path), read_object(path / "result.json"), read_rows(path / "metrics.jsonl")
     figure_name, figure = _figure(rows)
-    minutes = _number(result.get("minutes"))
-    spent_s = sum(_number(row.get("time/step_s")) or 0.0 for row in rows)
+    minutes = number(result.get("minutes"))
+    spent_s = sum(number(row.get("time/step_s")) or 0.0 for row in rows)
     return RunFacts(
         path=path,
         name=path.name if root is None or path == root else str(path.relative_to(root)),
         algorithm="demo" if "demo" in recipe else str(recipe.get("algorithm", "?")),
         status=_status(path),
-        num_steps=int(_number(rows[-1].get("step")) or 0) if rows else 0,
+        num_steps=int(number(rows[-1].get("step")) or 0) if rows else 0,
         total_steps=_total_steps(recipe, result),
         figure_name=figure_name,
         figure=figure,
@@ -209,7 +210,7 @@ def _total_steps(recipe: Row, result: Row) -> int | None:
 def _figure(rows: Sequence[Row]) -> tuple[str | None, float | None]:
     for name in FIGURES:
         for row in reversed(rows):
-            if (value := _number(row.get(name))) is not None:
+            if (value := number(row.get(name))) is not None:
                 return name, value
     return None, None
 
@@ -227,8 +228,11 @@ def _started(path: Path) -> datetime | None:
         return None
 
 
-def _number(value: object) -> float | None:
-    return float(cast(float, value)) if isinstance(value, int | float) and not isinstance(value, bool) else None
+def number(value: object) -> float | None:
+    """`value` as a finite float; None for anything else, booleans included."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if math.isfinite(value) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,7 +114,7 @@ def _name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What the rates of a step need besides its trace: samples of a row, the model's size, the machine's peak rate."""
+    """Constants for the rates of a step: samples of a row, the model's size, the machine's peak rate."""
 
     samples_per_row: int
     estimate: Estimate

@@ -334,7 +334,7 @@ def gates_of(algorithm: str, found: Measured) -> list[Gate]:
 
 
 def workload_of(options: LadderOptions) -> dict[str, object]:
-    """What a step consists of, for the page."""
+    """The size of a step, for the page."""
     ppo = recipe("ppo", Contender("optimal"), options)
     assert isinstance(ppo, PPORecipe)
     return {

@@ -106,7 +106,7 @@ def sample_every(f: Facts) -> int:
 
 
 def slow_disk(f: Facts) -> Saving | None:
-    """What the step waits for the disk goes."""
+    """The time in which the step waits for the disk."""
     return around(_disk_s(f), 0.7, 1.2)
 
 
@@ -118,7 +118,7 @@ def _disk_s(f: Facts) -> float:
 
 
 def memory_growth(f: Facts) -> Saving | None:
-    """What is kept need not be made and needs no fresh pages; if memory runs out, the loss is no matter of seconds."""
+    """The time to make what is kept, and its fresh pages. Memory that runs out costs the run, not seconds."""
     growth_mb = f.number("memory/growth_mb")
     making_s = min(growth_mb * 2e-4, f.stage_s("reward"))
     return around(growth_mb * 3e-4 + making_s, 0.2, 1.5) if growth_mb > 5 and f.num_steps >= 5 else None

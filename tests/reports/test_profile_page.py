@@ -1,6 +1,5 @@
 """The pages of profiles in a real browser: everything is drawn, nothing complains, nothing is loaded."""
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,37 +20,6 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     first, second = sorted((folder / "runs").iterdir())
     assert main(["profile", "--compare", str(first), str(second), "--html", str(folder / "compared.html")]) == 0
     return {"profile": first / "profile" / "profile.html", "compared": folder / "compared.html"}
-
-
-@pytest.fixture(scope="module")
-def browser(chromium: str):
-    api = pytest.importorskip("playwright.sync_api")
-    with api.sync_playwright() as play:
-        instance = play.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
-        yield instance
-        instance.close()
-
-
-@pytest.fixture
-def look(browser) -> Iterator[Callable]:
-    """Opens a page and fails the test on anything in the console or any request but the page itself."""
-    complaints, contexts = [], []
-
-    def open_page(path: Path, width: int = 1280, scheme: str = "light"):
-        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        contexts.append(context)
-        page = context.new_page()
-        page.on("console", lambda message: complaints.append(message.text))
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("request", lambda request: None if request.url == path.as_uri() else complaints.append(request.url))
-        page.goto(path.as_uri())
-        page.wait_for_selector("#theme:not([hidden])")
-        return page
-
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert complaints == []
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
