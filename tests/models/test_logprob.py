@@ -15,6 +15,7 @@ from tunesmith.kernels.logprob.torch_impl import chosen_logp_entropy as plain_lo
 from tunesmith.kernels.native import Kernels
 from tunesmith.models import logprob
 from tunesmith.models.heads import Critic, ScalarHead
+from tunesmith.models.language_model import FullForward, LanguageModel
 from tunesmith.models.logprob import token_logps
 from tunesmith.models.tiny import FAMILIES, tiny_model
 
@@ -48,6 +49,21 @@ def test_scores_and_gradients_equal_log_softmax_of_the_full_forward(family, temp
     torch.testing.assert_close(ours.entropy_BT, plain.entropy_BT, atol=1e-5, rtol=1e-5)
     expected = gradient(model, plain)
     torch.testing.assert_close(gradient(model, ours), expected, atol=1e-5 * expected.abs().max().item(), rtol=1e-4)
+
+
+@pytest.mark.parametrize("is_textbook", [False, True])
+def test_a_textbook_makes_the_logits_of_all_positions_and_the_same_scores(is_textbook):
+    module = tiny_model("llama").model
+    model = LanguageModel(module, FullForward(is_textbook=is_textbook), Kernels())
+    shapes = []
+    hook = module.get_output_embeddings().register_forward_hook(lambda *call: shapes.append(call[2].shape[:-1].numel()))
+    ours = token_logps(model, batch(), LENGTHS, prompt_lengths_B=PROMPTS)
+    hook.remove()
+    assert shapes == [5 * 21 if is_textbook else int((LENGTHS - PROMPTS).sum())]
+    plain = plain_token_logps(module, batch(), LENGTHS, prompt_lengths_B=PROMPTS, temperature=1.0)
+    torch.testing.assert_close(ours.logp_BT, plain.logp_BT, atol=1e-5, rtol=1e-5)
+    expected = gradient(module, plain)
+    torch.testing.assert_close(gradient(module, ours), expected, atol=1e-5 * expected.abs().max().item(), rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

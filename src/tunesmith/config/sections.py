@@ -55,8 +55,8 @@ class ModelSection(Section):
     """Dtype of the weights; auto is bfloat16 where the hardware computes in it, else float32."""
     forward: Literal["auto", "padded", "full"] = "auto"
     """Forward pass of training: auto packs tokens without padding, on a CPU; `padded` is the model's own over padded
-    rows, with the output layer in blocks; `full` is the model's own with all logits. Families that Tunesmith does not
-    know are always computed by `full`."""
+    rows, with the output layer in blocks; `full` is a textbook's, with the logits of all positions. Families that
+    Tunesmith does not know are computed by their own forward, with the logits that are scored."""
     kernels: Literal["auto", "native", "triton", "torch"] = "auto"
     """Kernels of the model, its log-probs, the optimizer and the native engine: auto is C++ on a CPU and Triton on a
     GPU where they can be had, else torch."""

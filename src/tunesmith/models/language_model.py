@@ -24,9 +24,14 @@ class TrunkForward:
 
 @dataclass(frozen=True, slots=True)
 class FullForward:
-    """The model's own forward over padded rows, with its own logits. `reason` says why."""
+    """The model's own forward over padded rows, with its own logits. `reason` says why.
+
+    With `is_textbook` it makes the logits of every position, and autograd keeps whatever it likes; without, only those
+    that are scored.
+    """
 
     reason: str = ""
+    is_textbook: bool = False
 
 
 Backend = Decoder | TrunkForward | FullForward
@@ -59,7 +64,7 @@ def model_of_recipe(module: PreTrainedModel, section: ModelSection, kernels: Ker
     """
     kernels = kernels or Kernels(section.kernels)
     if section.forward == "full":
-        return LanguageModel(module, FullForward("model.forward is full"), kernels)
+        return LanguageModel(module, FullForward("model.forward is full", is_textbook=True), kernels)
     try:
         packs = section.forward == "auto" and module.device.type == "cpu"
         backend = (

@@ -8,7 +8,8 @@ Only the N states that predict a scored token go through the output layer. By ba
   engine; never holds all logits.
 - `TrunkForward`: transformers' trunk over padded rows, then our output layer; never holds all logits.
 - `FullForward`: the model's own forward over padded rows. A hook picks the N rows before its output layer, so that what
-  the model does to its logits (scaling in Cohere and Granite) is done by its own code.
+  the model does to its logits (scaling in Cohere and Granite) is done by its own code. If it is a textbook's, no row is
+  picked before, and log-probs are what autograd makes of `log_softmax`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,7 @@ from tunesmith.batch.targets import Targets
 from tunesmith.core.errors import ModelError
 from tunesmith.core.trace import count
 from tunesmith.kernels.attention.records import ALONE, Segments
+from tunesmith.kernels.logprob import torch_impl
 from tunesmith.kernels.logprob.api import chosen_logp_entropy
 from tunesmith.kernels.logprob.head import HeadScores, OutputLayer, head_logp_entropy, head_scores
 from tunesmith.kernels.native import Kernels, shared
@@ -140,8 +142,8 @@ def next_token_scores(model: LanguageModel, targets: Targets) -> HeadScores:
     if isinstance(model.backend, TrunkForward):
         hidden_NH = trunk_states(model.module, None, ids_BS, lengths_B, row_N, position_N)
         return head_scores(hidden_NH, model.backend.output, targets.chosen_N, kernels=model.kernels)
-    logits_NV, _ = _logits_at(model.module, ids_BS, lengths_B, row_N, position_N)
-    logp_N, entropy_N = chosen_logp_entropy(logits_NV, targets.chosen_N, 1.0, kernels=shared("torch"))
+    logits_NV, _ = _logits_at(model, ids_BS, lengths_B, row_N, position_N)
+    logp_N, entropy_N = _of_logits(model, logits_NV, targets.chosen_N, 1.0)
     with torch.no_grad():
         is_top_N = logits_NV.gather(1, targets.chosen_N[:, None])[:, 0] >= logits_NV.amax(1)
     return HeadScores(logp_N, entropy_N, is_top_N)
@@ -221,7 +223,7 @@ def _token_scores(
     if isinstance(output, OutputLayer):
         logp_N, entropy_N = head_logp_entropy(hidden_NH, output, chosen_N, temperature, kernels=model.kernels)
     else:
-        logp_N, entropy_N = chosen_logp_entropy(output, chosen_N, temperature, kernels=shared("torch"))
+        logp_N, entropy_N = _of_logits(model, output, chosen_N, temperature)
     value_BT = None if value_head is None else layout.spread(value_head(hidden_NH), row_N, column_N)
     return TokenScores(layout.spread(logp_N, row_N, column_N), layout.spread(entropy_N, row_N, column_N), value_BT)
 
@@ -233,7 +235,7 @@ def _states(
     lengths_B = layout.lengths_B
     ids_BS = layout.ids_BS[:, : int(lengths_B.max())]
     if isinstance(model.backend, FullForward):
-        logits_NV, hidden_NH = _logits_at(model.module, ids_BS, lengths_B, row_N, position_N)
+        logits_NV, hidden_NH = _logits_at(model, ids_BS, lengths_B, row_N, position_N)
         return hidden_NH, logits_NV
     output = model.backend.output
     if model.decoder is not None:  # the state after the last token predicts nothing, so it is not computed
@@ -241,27 +243,38 @@ def _states(
     return trunk_states(model.module, model.decoder, ids_BS, lengths_B, row_N, position_N), output
 
 
+def _of_logits(
+    model: LanguageModel, logits_NV: torch.Tensor, chosen_N: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logp_N, entropy_N) of the model's own logits."""
+    if isinstance(model.backend, FullForward) and model.backend.is_textbook:
+        return torch_impl.chosen_logp_entropy(logits_NV, chosen_N, temperature)
+    return chosen_logp_entropy(logits_NV, chosen_N, temperature, kernels=shared("torch"))
+
+
 def _logits_at(
-    model: PreTrainedModel, ids_BS: torch.Tensor, lengths_B: torch.Tensor, row_N: torch.Tensor, position_N: torch.Tensor
+    model: LanguageModel, ids_BS: torch.Tensor, lengths_B: torch.Tensor, row_N: torch.Tensor, position_N: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(logits_NV, hidden_NH) at (row, position), from the model's own forward."""
-    output_layer = model.get_output_embeddings()
+    module, backend = model.module, model.backend
+    output_layer = module.get_output_embeddings()
     if output_layer is None:
-        raise ModelError(f"{type(model).__name__} has no output layer; give a causal language model")
+        raise ModelError(f"{type(module).__name__} has no output layer; give a causal language model")
+    picks = not (isinstance(backend, FullForward) and backend.is_textbook)
     count_pass(lengths_B.sum(), ids_BS.numel())
     picked: list[torch.Tensor] = []
 
-    def pick(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:
+    def pick(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor] | None:
         picked.append(inputs[0][row_N, position_N])
-        return (picked[0][None],)
+        return (picked[0][None],) if picks else None
 
     handle = output_layer.register_forward_pre_hook(pick)
     try:
         mask_BS = length_mask(lengths_B, ids_BS.shape[1])
-        logits_1NV = model(input_ids=ids_BS, attention_mask=mask_BS.long(), use_cache=False).logits
+        logits_BSV = module(input_ids=ids_BS, attention_mask=mask_BS.long(), use_cache=False).logits
     finally:
         handle.remove()
-    return logits_1NV[0], picked[0]
+    return logits_BSV[0] if picks else logits_BSV[row_N, position_N], picked[0]
 
 
 def _rows_per_chunk(model: PreTrainedModel, completion_lengths_B: torch.Tensor) -> int:

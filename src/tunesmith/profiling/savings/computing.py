@@ -11,6 +11,7 @@ from tunesmith.profiling.savings.saving import (
     pass_rate,
     pass_token_s,
     running_share,
+    share_together,
     usable_cores,
 )
 
@@ -90,20 +91,27 @@ def threads_few(f: Facts) -> Saving | None:
 
 
 def threads_many(f: Facts) -> Saving | None:
-    """Of the wait of threads for cores, the part of the surplus threads goes; the rest is work spread over more."""
-    if f.number("setup.num_threads") <= usable_cores(f):
+    """Of the wait of threads for cores, the part of the surplus threads goes; the rest is work spread over more. A loop
+    in equal parts ends with a round in which cores have none, unless its threads are a multiple of the cores.
+    """
+    threads, cores = f.number("setup.num_threads"), usable_cores(f)
+    if threads <= cores:
         return None
-    surplus = 1 - usable_cores(f) / f.number("setup.num_threads")
-    return around(0.65 * f.computing_s * (1 - running_share(f)) * surplus, 0.5, 1.6)
+    waiting = 0.65 * (1 - running_share(f)) * (1 - cores / threads)
+    idle = 1 - threads / (cores * math.ceil(threads / cores))
+    return around(f.computing_s * (waiting + idle), 0.5, 1.6)
 
 
 def starved(f: Facts) -> Saving | None:
-    """The threads of a parallel loop wait for each other: it goes on only while all of them, or two, have a core."""
+    """The threads of a parallel loop wait for each other: it goes on only while all of them, or two, have a core. The
+    share that they get is measured twice: by their own wait, which misses that they also wait for each other, and by
+    the cores that others use, who may do so while these threads rest.
+    """
     taken = f.number("cpu/others") + f.number("cpu/stolen", 0.0)
     if taken < 0.15 or f.number("setup.num_threads") > usable_cores(f):
         return None
-    share = running_share(f)
-    together = share ** min(2.0, f.number("setup.num_threads"))
+    share = math.sqrt(running_share(f) * max(0.0, 1 - taken / usable_cores(f)))
+    together = share_together(f, share)
     return Saving(f.computing_s * (1 - together), f.computing_s * (1 - share), f.computing_s * (1 - together**1.3))
 
 

@@ -68,3 +68,10 @@ def running_share(f: Facts) -> float:
     """Share of the time in which a thread has a core while it could run."""
     running_s = f.number("cpu/process") * f.step_s
     return running_s / (running_s + f.number("cpu/run_delay_s")) if running_s else 1.0
+
+
+def share_together(f: Facts, share: float) -> float:
+    """Share of the time in which a parallel loop goes on if each of its threads has a core for `share` of the time: its
+    threads wait for each other.
+    """
+    return share ** min(2.0, f.number("setup.num_threads"))

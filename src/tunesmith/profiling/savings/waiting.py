@@ -3,7 +3,14 @@
 import math
 
 from tunesmith.profiling.facts import Facts
-from tunesmith.profiling.savings.saving import Saving, around, num_completions, rows_at_a_time, running_share
+from tunesmith.profiling.savings.saving import (
+    Saving,
+    around,
+    num_completions,
+    rows_at_a_time,
+    running_share,
+    share_together,
+)
 
 _LOG_S = 0.003
 """Seconds that the record of a step takes."""
@@ -17,7 +24,7 @@ def gil(f: Facts) -> Saving | None:
     that the other thread uses. Not of the reward, whose own threads it may wait for.
     """
     prefix, is_alone = "gil/waiting/", f.number("cpu/others", 0.0) < 0.15
-    share = running_share(f) if is_alone and f.number("gil/waiting_share") > _WAITS else 1.0
+    share = share_together(f, running_share(f)) if is_alone and f.number("gil/waiting_share") > _WAITS else 1.0
     stages = [name.removeprefix(prefix) for name in f.values if name.startswith(prefix)]
     lost_s = sum(
         f.stage_s(stage) * (1 - (1 - f.number(prefix + stage)) * share) for stage in stages if stage != "reward"
@@ -42,14 +49,15 @@ def remote_reward_serial(f: Facts) -> Saving | None:
 
 def reward_not_overlapped(f: Facts) -> Saving | None:
     """Groups that end before the last are scored meanwhile: those of all waves of slots but the last, and of the last
-    those that the length limit did not end.
+    those that the length limit did not end. What the processor does for them takes from drawing what it saves.
     """
     if f.values.get("recipe.rollout.score_while_drawing") or not _waits(f):
         return None
     waves = math.ceil(num_completions(f) / rows_at_a_time(f))
     ended = (1 - f.number("completions/clipped_ratio")) ** f.number("recipe.rollout.completions_per_prompt")
     early = (waves - 1 + ended / 2) / waves
-    return around(early * min(f.stage_s("reward"), f.stage_s("rollout")), 0.5, 1.3)
+    waited = 1 - min(1.0, f.number("cpu/stage/reward"))
+    return around(early * waited * min(f.stage_s("reward"), f.stage_s("rollout")), 0.5, 1.3)
 
 
 def _waits(f: Facts) -> bool:
