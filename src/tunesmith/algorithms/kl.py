@@ -17,7 +17,6 @@ same tokens, where the unweighted estimates are off by the ratio (DeepSeek-AI 20
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -116,68 +115,23 @@ def penalty_loss(
     return shared_out(penalty(estimator, logp_BT, ref_logp_BT, mask_BT, ratio_BT), denominator)
 
 
-class Controller(Protocol):
-    """The KL coefficient of a run. `value` is the coefficient of the next rollout."""
+class Controller:
+    """The KL coefficient of a run. `value` is the coefficient of the next rollout.
 
-    @property
-    def value(self) -> float:
-        """The coefficient."""
-        ...
-
-    def update(self, kl_per_sequence: float, num_sequences: int) -> None:
-        """Adjust the coefficient to the mean KL of a rollout's sequences, in nats."""
-        ...
-
-    def state_dict(self) -> dict[str, float]:
-        """State for a checkpoint."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restore `state_dict()`."""
-        ...
-
-
-class FixedKL:
-    """A coefficient that stays as it is."""
-
-    def __init__(self, coef: float) -> None:
-        self._coef = _checked("coef", coef, allow_zero=True)
-
-    @property
-    def value(self) -> float:
-        """The coefficient."""
-        return self._coef
-
-    def update(self, kl_per_sequence: float, num_sequences: int) -> None:
-        """Change nothing."""
-
-    def state_dict(self) -> dict[str, float]:
-        """The coefficient."""
-        return {"coef": self._coef}
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Keep the coefficient of the recipe: a resumed run may have been given another one on purpose."""
-
-
-class AdaptiveKL:
-    """A coefficient that grows while the KL is above `target` nats per sequence and shrinks while it is below.
-
-    Ziegler et al. 2019, section 2.2, with the rate of their code:
+    Without a target it stays as it is. With one it grows while the KL is above `target` nats per sequence and shrinks
+    while it is below (Ziegler et al. 2019, section 2.2, with the rate of their code):
 
         error = clip(KL / target - 1, -0.2, 0.2)
         coef <- coef (1 + error num_sequences / horizon)
+
+    Raises `InputError` for values that cannot work.
     """
 
-    def __init__(self, coef: float, target: float, horizon: float) -> None:
+    def __init__(self, coef: float, target: float | None = None, horizon: float = 10_000.0) -> None:
         # The rule multiplies, so a coefficient of 0 would stay 0 for good.
-        self._coef = _checked("coef", coef)
-        self._target = _checked("target", target)
+        self.value = _checked("coef", coef, allow_zero=target is None)
+        self._target = None if target is None else _checked("target", target)
         self._horizon = _checked("horizon", horizon)
-
-    @property
-    def value(self) -> float:
-        """The coefficient."""
-        return self._coef
 
     def update(self, kl_per_sequence: float, num_sequences: int) -> None:
         """Move the coefficient, given the mean KL of `num_sequences` completions in nats per sequence.
@@ -185,6 +139,8 @@ class AdaptiveKL:
         Raises `InputError` if the KL is not finite, or if `num_sequences` exceeds the horizon: far beyond it the
         factor is negative.
         """
+        if self._target is None:
+            return
         if not math.isfinite(kl_per_sequence):
             raise InputError(
                 f"kl_per_sequence is {kl_per_sequence}; it must be finite. Leave out a rollout that was refused."
@@ -195,20 +151,16 @@ class AdaptiveKL:
                 f"most the horizon. Set the horizon to {num_sequences} or more."
             )
         error = min(max(kl_per_sequence / self._target - 1, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)
-        self._coef *= 1 + error * num_sequences / self._horizon
+        self.value *= 1 + error * num_sequences / self._horizon
 
     def state_dict(self) -> dict[str, float]:
         """The coefficient."""
-        return {"coef": self._coef}
+        return {"coef": self.value}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on with the coefficient of `state`."""
-        self._coef = _checked("coef", state["coef"])
-
-
-def controller(coef: float, target: float | None = None, horizon: float = 10_000.0) -> FixedKL | AdaptiveKL:
-    """A fixed coefficient without a target, an adaptive one with it. Raises `InputError` for unusable values."""
-    return FixedKL(coef) if target is None else AdaptiveKL(coef, target, horizon)
+        """Go on with an adaptive coefficient; a fixed one is the recipe's, which may have been changed on purpose."""
+        if self._target is not None:
+            self.value = _checked("coef", state["coef"])
 
 
 def _checked(name: str, value: float, *, allow_zero: bool = False) -> float:

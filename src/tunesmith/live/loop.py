@@ -370,7 +370,7 @@ def build(cfg: LiveRecipe, folder: LiveFolder, stop: StopRequest, prompts: Itera
     reference = model_of_recipe(frozen_copy(model), cfg.model, policy.kernels)
     freeze_lower_layers(model, cfg.model.num_trainable_layers)
     optimizer = MasterAdamW(model, cfg.optimizer, total_steps=NUM_STEPS, kernels=policy.kernels)
-    controller = kl.controller(cfg.live.kl.coef, cfg.live.kl.target, horizon=1.0)
+    controller = kl.Controller(cfg.live.kl.coef, cfg.live.kl.target, horizon=1.0)
     learner = OnlineDPO(cfg.dpo, policy, reference, optimizer, controller, tokenizer, cfg.rollout.temperature)
     engine = engine_for(cfg.rollout, policy, tokenizer, lambda: learner.optimizer)  # a rollback replaces it
     offers = Offers(cfg, found, engine, reference, tokenizer)

@@ -7,11 +7,9 @@ distinct answers of a micro-batch, B the same answers as rows of the batch, T co
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from types import MappingProxyType
 
 import torch
-from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from tunesmith.algorithms import direct_loss, kl
@@ -19,19 +17,17 @@ from tunesmith.algorithms.direct_loss import DirectStats, PairLogps
 from tunesmith.algorithms.kl import Controller
 from tunesmith.algorithms.sums import merged, sum_over_ranks
 from tunesmith.batch.pack import chunks
-from tunesmith.batch.upload import Uploader
 from tunesmith.config.live_sections import OnlineDPOSection
 from tunesmith.config.sections import OptimizerSection
 from tunesmith.core.trace import span
 from tunesmith.data.answers import Answer, AnswerBatch, AnswerTable, collate_answers
 from tunesmith.live.votes import VotedPair
-from tunesmith.models.export import ModelCard, save_final
 from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.loaded import PreTrainedTokenizerBase
 from tunesmith.models.logprob import TokenScores, length_mask, token_logps
 from tunesmith.models.optimizer import MasterAdamW
 from tunesmith.trainers import setup
-from tunesmith.trainers.api import StepResult
+from tunesmith.trainers.api import PolicyWithKL, StepResult
 from tunesmith.trainers.dpo import TokenSums, token_metrics
 
 NUM_STEPS = 10**9
@@ -49,7 +45,7 @@ class VoteBatch:
 
 
 @dataclass(slots=True)
-class OnlineDPO:
+class OnlineDPO(PolicyWithKL):
     """The learner: `step` changes the policy, the optimizer and `reference_logps`.
 
     `temperature` is that of the rollouts. `reference_logps` caches log-probs under the reference, `[T]` on the CPU, by
@@ -64,20 +60,6 @@ class OnlineDPO:
     tokenizer: PreTrainedTokenizerBase
     temperature: float
     reference_logps: dict[Answer, torch.Tensor] = field(default_factory=dict[Answer, torch.Tensor])
-    uploader: Uploader | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.uploader = setup.uploader_to(self.policy.module.device)
-
-    @property
-    def modules(self) -> Mapping[str, nn.Module]:
-        """The policy."""
-        return {"policy": self.policy.module}
-
-    @property
-    def counters(self) -> Mapping[str, Controller]:
-        """The controller of the KL coefficient."""
-        return {"kl": self.kl}
 
     def step(self, votes: Sequence[VotedPair], index: int) -> StepResult:
         """One step: the loss of `votes` and the KL penalty, accumulated over micro-batches, and an update."""
@@ -209,7 +191,3 @@ class OnlineDPO:
         self.optimizer = MasterAdamW(self.policy.module, section, total_steps=NUM_STEPS, kernels=kernels)
         old.close()
         self.optimizer.weight_version = old.weight_version + 1
-
-    def export(self, folder: Path, card: ModelCard) -> Path:
-        """Write the policy to `folder` in the Hugging Face layout."""
-        return save_final(self.policy.module, self.tokenizer, folder, card)

@@ -54,7 +54,7 @@ class RewardUpdate:
         model.model.score.requires_grad_(True)
         self.reward = Reward(section, model, MasterAdamW(model, cfg.optimizer, total_steps=NUM_STEPS))
         control = cfg.ppo.kl if cfg.live.update == "ppo" else cfg.grpo.kl
-        self.kl = kl.controller(control.coef, control.target, control.horizon)
+        self.kl = kl.Controller(control.coef, control.target, control.horizon)
 
     def steps(
         self, votes: Sequence[VotedPair], seed: int, first_step: int, progress: Callable[[str], None]

@@ -2,17 +2,23 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import nn
 
+from tunesmith.algorithms.kl import Controller
+from tunesmith.batch.upload import Uploader
 from tunesmith.data.demonstrations import DemonstrationLike
 from tunesmith.data.pairs import JudgementLike
 from tunesmith.data.prompts import PromptLike
-from tunesmith.models.export import ModelCard
+from tunesmith.models.export import ModelCard, save_final
+from tunesmith.models.language_model import LanguageModel
+from tunesmith.models.loaded import PreTrainedTokenizerBase
 from tunesmith.models.optimizer import MasterAdamW, StepReport
 from tunesmith.rewards.sources import RewardLike
+from tunesmith.trainers import setup
 
 Metrics = dict[str, float]
 Row = Mapping[str, object]
@@ -71,6 +77,46 @@ class Learner(Protocol):
     def export(self, folder: Path, card: ModelCard) -> Path:
         """Write the trained model to `folder` in the Hugging Face layout."""
         ...
+
+
+class PolicyParts:
+    """What learners of a policy have in common: it is trained, exported, and sent its batches. No part of a step.
+
+    A subclass is a dataclass with the fields `policy` and `tokenizer`.
+    """
+
+    policy: LanguageModel
+    tokenizer: PreTrainedTokenizerBase
+
+    @cached_property
+    def uploader(self) -> Uploader | None:
+        """Sends batches to the device of the policy; None on a CPU."""
+        return setup.uploader_to(self.policy.module.device)
+
+    @property
+    def modules(self) -> Mapping[str, nn.Module]:
+        """The policy."""
+        return {"policy": self.policy.module}
+
+    @property
+    def counters(self) -> Mapping[str, Counter]:
+        """Nothing."""
+        return {}
+
+    def export(self, folder: Path, card: ModelCard) -> Path:
+        """Write the policy to `folder` in the Hugging Face layout."""
+        return save_final(self.policy.module, self.tokenizer, folder, card)
+
+
+class PolicyWithKL(PolicyParts):
+    """As `PolicyParts`, with the field `kl`."""
+
+    kl: Controller
+
+    @property
+    def counters(self) -> Mapping[str, Counter]:
+        """The controller of the KL coefficient."""
+        return {"kl": self.kl}
 
 
 @dataclass(frozen=True, slots=True)

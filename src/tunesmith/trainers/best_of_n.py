@@ -4,25 +4,21 @@ RAFT (Dong et al. 2023, arXiv 2304.06767), also known as rejection-sampling fine
 are compared with. Shape legend: P prompts, G completions per prompt, B kept sequences, T completion tokens.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import ClassVar, Self
 
 import torch
-from torch import nn
 
 from tunesmith.algorithms import kl
 from tunesmith.algorithms.kl import Controller
 from tunesmith.algorithms.sums import sum_over_ranks
 from tunesmith.batch.pack import PolicyBatch, chunks, pack
-from tunesmith.batch.upload import Uploader
 from tunesmith.config.algorithm_sections import BestOfNSection
 from tunesmith.config.schema import BestOfNRecipe
 from tunesmith.core.seeds import derive
 from tunesmith.core.trace import span
-from tunesmith.models.export import ModelCard, save_final
 from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.loaded import PreTrainedTokenizerBase
 from tunesmith.models.logprob import token_logps
@@ -30,12 +26,12 @@ from tunesmith.models.optimizer import MasterAdamW
 from tunesmith.rewards.scorer import Scores
 from tunesmith.schema.records import Prompt
 from tunesmith.trainers import metrics, rollouts, setup
-from tunesmith.trainers.api import StepResult
+from tunesmith.trainers.api import PolicyWithKL, StepResult
 from tunesmith.trainers.rollouts import PolicyTask, Rollouts
 
 
 @dataclass(slots=True)
-class BestOfN:
+class BestOfN(PolicyWithKL):
     """The learner: `step` changes the policy, the optimizer and the KL controller."""
 
     shown: ClassVar[Sequence[str]] = ("reward", "reward/kept", "loss")
@@ -48,10 +44,6 @@ class BestOfN:
     optimizer: MasterAdamW
     kl: Controller
     tokenizer: PreTrainedTokenizerBase
-    uploader: Uploader | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.uploader = setup.uploader_to(self.policy.module.device)
 
     @classmethod
     def build(cls, task: PolicyTask, cfg: BestOfNRecipe) -> Self:
@@ -60,16 +52,6 @@ class BestOfN:
         optimizer = task.optimizer(policy.module, policy.kernels)
         drawing = task.rollouts(policy, optimizer)
         return cls(cfg.best_of_n, drawing, policy, reference, optimizer, controller, task.loaded.tokenizer)
-
-    @property
-    def modules(self) -> Mapping[str, nn.Module]:
-        """The policy."""
-        return {"policy": self.policy.module}
-
-    @property
-    def counters(self) -> Mapping[str, Controller]:
-        """The controller of the KL coefficient."""
-        return {"kl": self.kl}
 
     def step(self, prompts: Sequence[Prompt], index: int) -> StepResult:
         """Step `index` (from 0): draw n completions of each prompt, score them, keep the best, learn their tokens."""
@@ -156,10 +138,6 @@ class BestOfN:
             )
         stats.add_pass(sequences, new.logp_BT, new.entropy_BT)
         return loss, nll.item()
-
-    def export(self, folder: Path, card: ModelCard) -> Path:
-        """Write the policy to `folder` in the Hugging Face layout."""
-        return save_final(self.policy.module, self.tokenizer, folder, card)
 
 
 def best_rows(reward_PG: torch.Tensor, scores: Scores, num_kept: int) -> list[int]:

@@ -5,19 +5,16 @@ whole next-token distributions, in chunks that never hold all logits. Shape lege
 H hidden.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
-from torch import nn
 
 from tunesmith.algorithms.divergence import Divergence, DivergenceStats, Predictions, divergence_loss
 from tunesmith.algorithms.sums import merged, sum_over_ranks
 from tunesmith.batch.pack import Sequences, pack, select
 from tunesmith.batch.rollout import Group
-from tunesmith.batch.upload import Uploader
 from tunesmith.config.algorithm_sections import DistillSection
 from tunesmith.config.schema import DistillRecipe
 from tunesmith.config.sections import ModelSection
@@ -25,7 +22,6 @@ from tunesmith.core.errors import ModelError
 from tunesmith.core.seeds import derive
 from tunesmith.core.trace import span
 from tunesmith.data import sets
-from tunesmith.models.export import ModelCard, save_final
 from tunesmith.models.language_model import LanguageModel, model_of_recipe
 from tunesmith.models.load import load_policy
 from tunesmith.models.loaded import PreTrainedTokenizerBase, context_length, freeze_lower_layers
@@ -34,7 +30,7 @@ from tunesmith.models.optimizer import MasterAdamW, StepReport
 from tunesmith.rollout.engine import Engine
 from tunesmith.schema.records import Prompt
 from tunesmith.trainers import metrics, rollouts, setup
-from tunesmith.trainers.api import Counter, Inputs, Metrics, StepResult
+from tunesmith.trainers.api import Inputs, Metrics, PolicyParts, StepResult
 from tunesmith.trainers.estimate import Estimate, policy_estimate
 from tunesmith.trainers.restart import fingerprint_of_rows, fingerprint_of_tensors
 from tunesmith.trainers.session import Session
@@ -50,7 +46,7 @@ class Teacher:
 
 
 @dataclass(slots=True)
-class Distill:
+class Distill(PolicyParts):
     """The learner: `step` changes the policy and the optimizer."""
 
     cfg: DistillRecipe
@@ -59,16 +55,6 @@ class Distill:
     engine: Engine
     optimizer: MasterAdamW
     tokenizer: PreTrainedTokenizerBase
-    counters: Mapping[str, Counter] = field(default_factory=dict[str, Counter])
-    uploader: Uploader | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.uploader = setup.uploader_to(self.policy.module.device)
-
-    @property
-    def modules(self) -> Mapping[str, nn.Module]:
-        """The policy."""
-        return {"policy": self.policy.module}
 
     def step(self, prompts: Sequence[Prompt], index: int) -> StepResult:
         """Step `index` (from 0): draw completions of `prompts`, learn the teachers' distributions of their tokens."""
@@ -125,10 +111,6 @@ class Distill:
             student = _predictions(self.policy, micro)
             divergence, size = divergence_of(self.cfg.distill), len(self.tokenizer)
             return divergence_loss(student, teachers, divergence, num_tokens=num_tokens, vocabulary=size)
-
-    def export(self, folder: Path, card: ModelCard) -> Path:
-        """Write the policy to `folder` in the Hugging Face layout."""
-        return save_final(self.policy.module, self.tokenizer, folder, card)
 
 
 def divergence_of(section: DistillSection) -> Divergence:

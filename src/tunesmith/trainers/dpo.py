@@ -5,19 +5,16 @@ answers of the data, B answers of a micro-batch, S sides (0 chosen, 1 rejected),
 several pairs of a micro-batch is computed once, next to the others of its prompt.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from pathlib import Path
 
 import torch
-from torch import nn
 
 from tunesmith.algorithms import direct_loss
 from tunesmith.algorithms.direct_loss import DirectStats, PairLogps
 from tunesmith.algorithms.sums import Sums, merged, sum_over_ranks
 from tunesmith.batch.pack import chunks
-from tunesmith.batch.upload import Uploader
 from tunesmith.config.algorithm_sections import DPOSection
 from tunesmith.config.schema import DPORecipe
 from tunesmith.core.errors import DataError
@@ -27,7 +24,6 @@ from tunesmith.core.trace import span
 from tunesmith.data.answers import Answer, AnswerLabel, AnswerPair, collate_answers, in_order
 from tunesmith.data.sets import DirectSets, Unit, direct_sets
 from tunesmith.kernels.masking import total
-from tunesmith.models.export import ModelCard, save_final
 from tunesmith.models.language_model import LanguageModel, model_of_recipe
 from tunesmith.models.load import load_policy
 from tunesmith.models.loaded import PreTrainedTokenizerBase, context_length, freeze_lower_layers
@@ -36,7 +32,7 @@ from tunesmith.models.lora import frozen_copy
 from tunesmith.models.optimizer import MasterAdamW
 from tunesmith.models.tokenizer import decode
 from tunesmith.trainers import setup
-from tunesmith.trainers.api import Counter, Inputs, Metrics, StepResult
+from tunesmith.trainers.api import Inputs, Metrics, PolicyParts, StepResult
 from tunesmith.trainers.estimate import Estimate, training_estimate
 from tunesmith.trainers.metrics import update_metrics
 from tunesmith.trainers.restart import fingerprint_of_rows, fingerprint_of_tensors
@@ -65,7 +61,7 @@ def token_metrics(sums: Iterable[TokenSums]) -> Metrics:
 
 
 @dataclass(slots=True)
-class DPO:
+class DPO(PolicyParts):
     """The learner: `step` changes the policy and the optimizer. Pairs and labels name answers by their index in
     `answers`.
 
@@ -80,19 +76,11 @@ class DPO:
     tokenizer: PreTrainedTokenizerBase
     answers: Sequence[Answer]
     reference_A: torch.Tensor | None = None
-    counters: Mapping[str, Counter] = field(default_factory=dict[str, Counter])
     length_A: torch.Tensor = field(init=False)
-    uploader: Uploader | None = field(init=False)
 
     def __post_init__(self) -> None:
         device = self.policy.module.device
         self.length_A = torch.tensor([len(answer.completion_ids) for answer in self.answers], device=device)
-        self.uploader = setup.uploader_to(device)
-
-    @property
-    def modules(self) -> Mapping[str, nn.Module]:
-        """The policy."""
-        return {"policy": self.policy.module}
 
     def step(self, units: Sequence[Unit], index: int) -> StepResult:
         """One step: the loss of the pairs (or labels) `units`, accumulated over micro-batches, and an update."""
@@ -204,10 +192,6 @@ class DPO:
                 row |= {"completion": texts[0], "label": unit.is_wanted}
             rows.append(row)
         return rows
-
-    def export(self, folder: Path, card: ModelCard) -> Path:
-        """Write the policy to `folder` in the Hugging Face layout."""
-        return save_final(self.policy.module, self.tokenizer, folder, card)
 
 
 class DPOTask:

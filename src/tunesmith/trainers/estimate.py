@@ -14,6 +14,7 @@ from tunesmith.models.loaded import PreTrainedModel
 from tunesmith.models.lora import has_adapters
 from tunesmith.models.optimizer import moment_bytes
 from tunesmith.profiling.peak import matmul_flop_per_s
+from tunesmith.reports.text import duration
 from tunesmith.trainers.setup import say
 
 # Sequences at which drawing a token takes twice as long as scoring one: with fewer, matrices are narrow. Measured on
@@ -126,12 +127,8 @@ def announce(estimate: Estimate, num_steps: int, enabled: bool) -> None:
     parts = ", ".join(f"{name} {gb:.1f}" for name, gb in estimate.memory_gb.items() if gb >= 0.05)
     fit = "fits" if estimate.total_gb < available_gb else "MAY NOT FIT: lower micro_batch_size, or train fewer layers"
     say(f"memory: about {estimate.total_gb:.1f} GB of {available_gb:.1f} GB available, {fit} ({parts})", enabled=True)
-    seconds = num_steps * estimate.step_flop / (matmul_flop_per_s(estimate.dtype) * _EFFICIENCY)
-    say(f"time: about {_duration(seconds)} for {num_steps} steps, by a short measurement of this machine", enabled=True)
-
-
-def _duration(seconds: float) -> str:
-    return f"{max(1, round(seconds))} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+    seconds = max(1.0, num_steps * estimate.step_flop / (matmul_flop_per_s(estimate.dtype) * _EFFICIENCY))
+    say(f"time: about {duration(seconds)} for {num_steps} steps, by a short measurement of this machine", enabled=True)
 
 
 def _num_trained(model: PreTrainedModel) -> int:

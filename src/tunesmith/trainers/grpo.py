@@ -5,27 +5,23 @@ whose rewards are all equal have no gradient and are left out. Shape legend: P p
 rewards, B sequences (the completions that are left), S positions of prompt and completion, T completion tokens.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import ClassVar, Self
 
 import torch
-from torch import nn
 
 from tunesmith.algorithms import advantages, policy_loss
 from tunesmith.algorithms.kl import Controller
 from tunesmith.algorithms.policy_loss import Correction, PolicyStats
 from tunesmith.batch.pack import PolicyBatch, Sequences, chunks, pack
 from tunesmith.batch.rollout import Group
-from tunesmith.batch.upload import Uploader
 from tunesmith.config.algorithm_sections import GRPOSection
 from tunesmith.config.schema import GRPORecipe
 from tunesmith.core.seeds import derive
 from tunesmith.core.trace import span
-from tunesmith.models.export import ModelCard, save_final
 from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.loaded import PreTrainedTokenizerBase
 from tunesmith.models.logprob import TokenScores, token_logps
@@ -33,12 +29,12 @@ from tunesmith.models.optimizer import MasterAdamW, StepReport
 from tunesmith.rewards.scorer import Scores, joined
 from tunesmith.schema.records import Prompt
 from tunesmith.trainers import metrics, rollouts, setup
-from tunesmith.trainers.api import Metrics, StepResult
+from tunesmith.trainers.api import Metrics, PolicyWithKL, StepResult
 from tunesmith.trainers.rollouts import PolicyTask, Rollouts
 
 
 @dataclass(slots=True)
-class GRPO:
+class GRPO(PolicyWithKL):
     """The learner: `step` changes the policy, the optimizer and the KL controller.
 
     `pool` holds the prompts that dynamic sampling may draw further ones from.
@@ -55,10 +51,6 @@ class GRPO:
     kl: Controller
     tokenizer: PreTrainedTokenizerBase
     pool: Sequence[Prompt] = ()
-    uploader: Uploader | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.uploader = setup.uploader_to(self.policy.module.device)
 
     @classmethod
     def build(cls, task: PolicyTask, cfg: GRPORecipe) -> Self:
@@ -67,16 +59,6 @@ class GRPO:
         optimizer = task.optimizer(policy.module, policy.kernels)
         drawing = task.rollouts(policy, optimizer)
         return cls(cfg.grpo, drawing, policy, reference, optimizer, controller, task.loaded.tokenizer, task.data.train)
-
-    @property
-    def modules(self) -> Mapping[str, nn.Module]:
-        """The policy."""
-        return {"policy": self.policy.module}
-
-    @property
-    def counters(self) -> Mapping[str, Controller]:
-        """The controller of the KL coefficient."""
-        return {"kl": self.kl}
 
     @property
     def is_on_policy(self) -> bool:
@@ -212,10 +194,6 @@ class GRPO:
         )
         stats.add(policy.stats, sequences, new, micro.reference_logp_BT, policy.correction)
         return policy.loss
-
-    def export(self, folder: Path, card: ModelCard) -> Path:
-        """Write the policy to `folder` in the Hugging Face layout."""
-        return save_final(self.policy.module, self.tokenizer, folder, card)
 
 
 def left_out(cfg: GRPOSection, groups: Sequence[Group]) -> torch.Tensor:

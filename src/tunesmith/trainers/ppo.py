@@ -5,7 +5,7 @@ completion tokens. `PPO.step` is the whole algorithm.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import ClassVar, Self
@@ -16,7 +16,6 @@ from torch import nn
 from tunesmith.algorithms import advantages, kl, policy_loss, value_loss
 from tunesmith.algorithms.kl import Controller
 from tunesmith.batch.pack import PolicyScores, PPOBatch, Sequences, chunks, pack
-from tunesmith.batch.upload import Uploader
 from tunesmith.config.algorithm_sections import PPOSection
 from tunesmith.config.schema import PPORecipe
 from tunesmith.core.seeds import derive
@@ -30,12 +29,12 @@ from tunesmith.models.optimizer import MasterAdamW
 from tunesmith.rewards.scorer import Scores
 from tunesmith.schema.records import Prompt
 from tunesmith.trainers import metrics, rollouts, setup
-from tunesmith.trainers.api import Metrics, StepResult
+from tunesmith.trainers.api import Metrics, PolicyWithKL, StepResult
 from tunesmith.trainers.rollouts import PolicyTask, Rollouts
 
 
 @dataclass(slots=True)
-class PPO:
+class PPO(PolicyWithKL):
     """The learner: `step` changes the policy, the critic, the optimizer and the KL controller."""
 
     shown: ClassVar[Sequence[str]] = ("reward", "objective/kl", "completions/mean_length")
@@ -50,10 +49,6 @@ class PPO:
     tokenizer: PreTrainedTokenizerBase
     value_head: ScalarHead | None = None
     critic: Critic | None = None
-    uploader: Uploader | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.uploader = setup.uploader_to(self.policy.module.device)
 
     @classmethod
     def build(cls, task: PolicyTask, cfg: PPORecipe) -> Self:
@@ -74,11 +69,6 @@ class PPO:
         """The policy and its critic."""
         modules = {"policy": self.policy.module, "value_head": self.value_head, "critic": self.critic}
         return {name: module for name, module in modules.items() if module is not None}
-
-    @property
-    def counters(self) -> Mapping[str, Controller]:
-        """The controller of the KL coefficient."""
-        return {"kl": self.kl}
 
     def step(self, prompts: Sequence[Prompt], index: int) -> StepResult:
         """PPO step `index` (from 0): draw, score, estimate advantages, update for some epochs, adapt the KL

@@ -328,7 +328,7 @@ class PolicyTask:
         model, own = self.loaded.model, self.cfg.model
         policy = model_of_recipe(model, own)
         reference = model_of_recipe(frozen_copy(model), own, policy.kernels) if section.coef > 0 else None
-        return policy, reference, kl.controller(section.coef, section.target, section.horizon)
+        return policy, reference, kl.Controller(section.coef, section.target, section.horizon)
 
     def optimizer(self, module: nn.Module, kernels: Kernels) -> MasterAdamW:
         """The optimizer of all trainable parameters of `module`."""

@@ -5,7 +5,7 @@ here.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -15,7 +15,7 @@ import torch
 
 from tunesmith.config.schema import Recipe
 from tunesmith.core.trace import span
-from tunesmith.data.sets import Facts
+from tunesmith.data.sets import Sets
 from tunesmith.models.export import ModelCard
 from tunesmith.trainers import setup
 from tunesmith.trainers.api import Inputs, Learner, Metrics
@@ -28,32 +28,8 @@ from tunesmith.trainers.grpo import GRPO
 from tunesmith.trainers.ppo import PPO
 from tunesmith.trainers.reward import RewardTask
 from tunesmith.trainers.rollouts import PolicyLearner, PolicyTask
-from tunesmith.trainers.session import Job, Session, StepRecord, open_session
+from tunesmith.trainers.session import Job, Session, open_session
 from tunesmith.trainers.sft import SFTTask
-
-
-class Data(Protocol):
-    """Rows that were read and split: `facts` records dropped rows and leaks, `sample` is the first row as text."""
-
-    @property
-    def train(self) -> Sequence[Any]:
-        """Training rows."""
-        ...
-
-    @property
-    def heldout(self) -> Sequence[Any]:
-        """Rows kept away from training."""
-        ...
-
-    @property
-    def sample(self) -> str:
-        """The first training row as text."""
-        ...
-
-    @property
-    def facts(self) -> Facts:
-        """Dropped rows and leaks between both parts."""
-        ...
 
 
 class Task(Protocol):
@@ -64,7 +40,7 @@ class Task(Protocol):
     """
 
     @property
-    def data(self) -> Data:
+    def data(self) -> Sets[Any]:
         """Rows to train on and held-out rows."""
         ...
 
@@ -192,8 +168,7 @@ def take_step(task: Task, learner: Learner, session: Session, rates: Rates, inde
         evaluation = task.evaluate(learner) if session.is_due(index, session.cfg.run.eval_every) else {}
     per_s = rates.of(len(batch), result.metrics.get("num_tokens"), times)
     metrics = {**result.metrics, **evaluation, **times.metrics(), **per_s}
-    record = StepRecord(metrics, result.report, result.batch, partial(result.samples, index + 1))
-    session.end_step(index + 1, record, task.shown)
+    session.end_step(index + 1, replace(result, metrics=metrics), task.shown)
 
 
 def task_of(cfg: Recipe, inputs: Inputs, device: torch.device, algorithm: type[PolicyLearner] | None = None) -> Task:

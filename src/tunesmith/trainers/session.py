@@ -6,7 +6,7 @@ newest whole checkpoint into it.
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +16,6 @@ from tunesmith.core.errors import ProfiledError, RunError, StoppedError, Trainin
 from tunesmith.core.log import get_logger
 from tunesmith.core.trace import Trace, span, trace
 from tunesmith.data.sets import Facts
-from tunesmith.models.optimizer import StepReport
 from tunesmith.profiling.diagnosis import slow_findings
 from tunesmith.profiling.meter import Meter, metering
 from tunesmith.profiling.recorder import StepProfiler
@@ -29,10 +28,10 @@ from tunesmith.runs.folder import RunFolder
 from tunesmith.runs.lock import RunLock
 from tunesmith.runs.progress import Reporter, progress
 from tunesmith.runs.trackers import Tracker, check_trackers, open_trackers
-from tunesmith.schema.records import Finding, Severity
+from tunesmith.schema.records import Finding
 from tunesmith.trainers import restart
 from tunesmith.trainers.alarms import alarms
-from tunesmith.trainers.api import Learner, Metrics, Row, no_rows
+from tunesmith.trainers.api import Learner, Metrics, StepResult
 from tunesmith.trainers.memory import memory_advice
 from tunesmith.trainers.setup import RunResult, Stopwatch
 from tunesmith.trainers.signals import StopRequest, stop_signals
@@ -63,20 +62,6 @@ class Job:
     num_steps: int
     identity: Mapping[str, str]
     profile_steps: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """A finished step, as it is recorded: metrics, the optimizer's last report, and rows of `samples.jsonl`.
-
-    `batch` returns the rows that the step learnt from; it is called, and the rows written, if an update was refused.
-    `samples` is called where they are due.
-    """
-
-    metrics: Mapping[str, float]
-    report: StepReport | None
-    batch: Callable[[], Sequence[Row]]
-    samples: Callable[[], Sequence[Row]] = no_rows
 
 
 class Session:
@@ -143,7 +128,7 @@ class Session:
         with trace(self._between), span("log"):
             self._measured = {} if self.meter is None else self.meter.step()
 
-    def end_step(self, step: int, record: StepRecord, shown: Sequence[str]) -> None:
+    def end_step(self, step: int, result: StepResult, shown: Sequence[str]) -> None:
         """Record `step` (counted from 1), check for alarms, save a checkpoint if one is due, stop if a signal asked.
 
         The checkpoint is written while the next step runs; recording that step waits until it is on disk.
@@ -157,7 +142,7 @@ class Session:
             with span("checkpoint"):
                 self._settle()
             with span("log"):
-                self._record(step, record, shown)
+                self._record(step, result, shown)
             every = self.cfg.run.checkpoint_every
             if every and self.is_due(step - 1, every):
                 with span("checkpoint"):
@@ -168,12 +153,12 @@ class Session:
             raise ProfiledError(self.folder.path)
         self.leave_if_asked()
 
-    def _record(self, step: int, record: StepRecord, shown: Sequence[str]) -> None:
-        row = {**record.metrics, **self._measured, "memory/rss_gb": rss_gb(), "memory/peak_rss_gb": peak_rss_gb()}
+    def _record(self, step: int, result: StepResult, shown: Sequence[str]) -> None:
+        row = {**result.metrics, **self._measured, "memory/rss_gb": rss_gb(), "memory/peak_rss_gb": peak_rss_gb()}
         self.metrics.append({"step": step, **row})
         self.folder.append_metrics(step, row)
         is_due = step == self._job.num_steps or (step - 1) % self.cfg.run.sample_every == 0
-        if is_due and (rows := record.samples()):
+        if is_due and (rows := result.samples(step)):
             self.folder.append_samples(rows)
         for tracker in self._trackers:
             tracker.log(step, row)
@@ -182,7 +167,7 @@ class Session:
         if isinstance(self.cfg, SamplingRecipe):
             for finding in alarms(self.metrics, self.cfg.alarms):
                 self.find(finding)
-        self._check_refused(step, record)
+        self._check_refused(step, result)
 
     @property
     def num_refused(self) -> int:
@@ -252,7 +237,8 @@ class Session:
             self.folder.cut_logs({})
         (self.folder.path / "result.json").unlink(missing_ok=True)  # of a run that has ended and is given more steps
         for reason in found.skipped:
-            self._find("checkpoint", "warning", f"passed over a damaged checkpoint: {reason}", self.first_step)
+            message = f"passed over a damaged checkpoint: {reason}"
+            self.find(Finding(self.first_step, "checkpoint", "warning", message))
 
     def _take_over(self, checkpoint: Checkpoint) -> None:
         own = restart.SessionState.from_checkpoint(checkpoint)
@@ -265,16 +251,16 @@ class Session:
         self._watch, self._saved_step = Stopwatch(own.minutes), checkpoint.step
         _log.info("resumed after step %d", checkpoint.step)
 
-    def _check_refused(self, step: int, record: StepRecord) -> None:
-        report = record.report
+    def _check_refused(self, step: int, result: StepResult) -> None:
+        report = result.report
         if report is None or not report.refused:
             return
         place = self.folder.path / "refused"
         message = f"{report.bad_part} is not finite, so the update was refused and the weights stay as they were"
         if not place.exists() or len(list(place.iterdir())) < _MAX_REFUSED_DUMPS:
-            self.folder.write_rows(f"refused/step-{step:06d}.jsonl", record.batch())
+            self.folder.write_rows(f"refused/step-{step:06d}.jsonl", result.batch())
             message += f"; the batch is in refused/step-{step:06d}.jsonl"
-        self._find("refused", "warning", message, step)
+        self.find(Finding(step, "refused", "warning", message))
         if report.num_refused_in_row >= self.cfg.optimizer.max_refused_steps:
             raise TrainingError(
                 f"{report.num_refused_in_row} optimizer steps in a row were not finite, the last in {report.bad_part}. "
@@ -309,7 +295,7 @@ class Session:
         if settled is None:
             return
         if settled.problem:
-            self._find("checkpoint", "error", settled.problem, settled.step)
+            self.find(Finding(settled.step, "checkpoint", "error", settled.problem))
         else:
             self._saved_step = settled.step
 
@@ -317,9 +303,6 @@ class Session:
         row = self.metrics[-1] if self.metrics else {}
         names = _EVALUATED if self.cfg.run.eval_every else _TRAINED  # never one kind beside the other
         return next((float(row[name]) for name in names if name in row), None)
-
-    def _find(self, name: str, severity: Severity, message: str, step: int) -> None:
-        self.find(Finding(step, name, severity, message))
 
 
 @contextmanager

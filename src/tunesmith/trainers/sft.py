@@ -4,23 +4,19 @@ The first stage of Ouyang et al. 2022 (arXiv 2203.02155). The output layer is co
 learnt, and models with a flat decoder are trained without padding. Shape legend: N learnt tokens.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
-from torch import nn
 
 from tunesmith.algorithms.sums import merged, sum_over_ranks
 from tunesmith.algorithms.token_loss import TokenStats, negative_log_likelihood
 from tunesmith.batch.targets import LearntSequence, by_token_budget, items_of_step, pack_targets
-from tunesmith.batch.upload import Uploader
 from tunesmith.config.algorithm_sections import SFTSection
 from tunesmith.config.schema import SFTRecipe
 from tunesmith.core.trace import span
 from tunesmith.data.sets import demonstration_sets
-from tunesmith.models.export import ModelCard, save_final
 from tunesmith.models.language_model import LanguageModel, model_of_recipe
 from tunesmith.models.load import load_policy
 from tunesmith.models.loaded import PreTrainedTokenizerBase, context_length, freeze_lower_layers
@@ -28,7 +24,7 @@ from tunesmith.models.logprob import next_token_scores
 from tunesmith.models.optimizer import MasterAdamW
 from tunesmith.models.tokenizer import decode
 from tunesmith.trainers import setup
-from tunesmith.trainers.api import Counter, Inputs, Metrics, StepResult
+from tunesmith.trainers.api import Inputs, Metrics, PolicyParts, StepResult
 from tunesmith.trainers.estimate import Estimate, training_estimate
 from tunesmith.trainers.metrics import update_metrics
 from tunesmith.trainers.restart import fingerprint_of_rows, fingerprint_of_tensors
@@ -36,23 +32,13 @@ from tunesmith.trainers.session import Session
 
 
 @dataclass(slots=True)
-class SFT:
+class SFT(PolicyParts):
     """The learner: `step` changes the policy and the optimizer."""
 
     cfg: SFTSection
     policy: LanguageModel
     optimizer: MasterAdamW
     tokenizer: PreTrainedTokenizerBase
-    counters: Mapping[str, Counter] = field(default_factory=dict[str, Counter])
-    uploader: Uploader | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.uploader = setup.uploader_to(self.policy.module.device)
-
-    @property
-    def modules(self) -> Mapping[str, nn.Module]:
-        """The policy."""
-        return {"policy": self.policy.module}
 
     def step(self, sequences: Sequence[LearntSequence], index: int) -> StepResult:
         """One step: the mean loss of all learnt tokens of `sequences`, in micro-batches, and an update."""
@@ -75,10 +61,6 @@ class SFT:
             sizes = {"num_tokens": float(num_ids), "num_learnt_tokens": float(num_learnt)}
             metrics = {**merged(stats).metrics(), **sizes, **update_metrics([report])}
         return StepResult(metrics, report, partial(batch_rows, self.tokenizer, sequences))
-
-    def export(self, folder: Path, card: ModelCard) -> Path:
-        """Write the model to `folder` in the Hugging Face layout."""
-        return save_final(self.policy.module, self.tokenizer, folder, card)
 
     def micro_batches(self, sequences: Sequence[LearntSequence]) -> list[list[LearntSequence]]:
         """Groups of at most `sft.micro_batch_tokens`; where the model pads, sequences of equal length are together."""
