@@ -147,7 +147,7 @@ def describe(model: PreTrainedModel) -> Architecture:
     output = None if model is trunk else _output_layer(model.lm_head)  # type: ignore[arg-type]
     architecture = read(trunk, output)
     dtypes = {parameter.dtype for parameter in model.parameters()}
-    if len(dtypes) != 1:
+    if len(dtypes) != 1 and not torch.is_autocast_enabled("cpu"):  # which makes one of them
         raise UnsupportedArchitecture(f"its weights have several dtypes: {', '.join(sorted(map(str, dtypes)))}")
     return architecture
 

@@ -64,6 +64,8 @@ def hidden_states(architecture: Architecture, ids_T: torch.Tensor, positions_T: 
     x_TH = architecture.embedding(ids_T)
     if architecture.positions is not None:
         x_TH = x_TH + architecture.positions(positions_T)
+    if torch.is_autocast_enabled(x_TH.device.type) and x_TH.dtype != torch.float64:
+        x_TH = x_TH.to(torch.get_autocast_dtype(x_TH.device.type))  # the residual stream too, as with 16-bit weights
     residual_TH: torch.Tensor | None = None
     for layer, block in enumerate(architecture.blocks):
         if ops.checkpoints and torch.is_grad_enabled():
@@ -109,12 +111,12 @@ def _norm(
     norm: Norm, x_TH: torch.Tensor, residual_TH: torch.Tensor | None, ops: Ops
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The normed sum of input and residual stream, and the sum."""
-    weight_H: torch.Tensor = norm.module.weight  # type: ignore[assignment]
+    weight_H: torch.Tensor = norm.module.weight.to(x_TH.dtype)  # type: ignore[operator]
     if norm.kind == "rms":
         done = add_rms_norm(x_TH, residual_TH, weight_H, norm.epsilon, offset=norm.offset, kernels=ops.kernels)
         return done.normed_RH, done.sum_RH
     sum_TH = x_TH if residual_TH is None else x_TH + residual_TH
-    bias_H: torch.Tensor = norm.module.bias  # type: ignore[assignment]
+    bias_H: torch.Tensor = norm.module.bias.to(x_TH.dtype)  # type: ignore[operator]
     return layer_norm(sum_TH, weight_H.shape, weight_H, bias_H, norm.epsilon), sum_TH
 
 

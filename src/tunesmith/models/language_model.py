@@ -92,7 +92,7 @@ class TrunkDecoder:
 
     def get(self, trunk: PreTrainedModel) -> Decoder | None:
         """The decoder of `trunk` as it is now; None where transformers' own forward is used."""
-        parts = _parts(trunk)
+        parts = parts_of(trunk)
         if len(parts) != len(self._parts) or not all(map(operator.is_, parts, self._parts)):
             self._decoder, self._parts = None, parts
             if self._section.forward == "auto" and trunk.device.type == "cpu":
@@ -102,7 +102,7 @@ class TrunkDecoder:
         return self._decoder
 
 
-def _parts(trunk: nn.Module) -> list[object]:
+def parts_of(trunk: nn.Module) -> list[object]:
     """Everything that a decoder of `trunk` depends on: modules, tensors, the state of adapters and hooks.
 
     The list keeps them alive, so that `is` cannot confuse a new part with a freed one.

@@ -1,0 +1,13 @@
+"""TRL's trainers with our rollouts and log-probs, by one changed import:
+
+from tunesmith.integrations.trl import GRPOTrainer  # instead of: from trl import GRPOTrainer
+"""
+
+from tunesmith.integrations.trl import contract
+
+contract.check()
+
+from tunesmith.integrations.trl.apply import accelerate  # noqa: E402  (TRL is checked first)
+from tunesmith.integrations.trl.policy import GRPOTrainer, Options, RLOOTrainer  # noqa: E402
+
+__all__ = ["GRPOTrainer", "Options", "RLOOTrainer", "accelerate"]
