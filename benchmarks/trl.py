@@ -174,7 +174,7 @@ class TRL:
             reward_funcs=token_sum,
             args=trl.GRPOConfig(output_dir=self._folder.name, **settings.config()),
             train_dataset=datasets.Dataset.from_dict({"prompt": list(settings.prompts)}),
-            callbacks=[_callback(self)],
+            callbacks=[step_callback(self)],
         )
 
     def serve(self, server: Server) -> None:
@@ -218,7 +218,9 @@ def _given(trl: Any, inputs: Mapping[str, Any], owner: TRL) -> Any:
     return GivenGRPO
 
 
-def _callback(owner: TRL) -> TrainerCallback:
+def step_callback(owner: TRL) -> TrainerCallback:
+    """The callback by which the trainer of `owner` waits for calls."""
+
     class StepCallback(TrainerCallback):
         """Hands the count of tokens on."""
 

@@ -1,0 +1,186 @@
+"""TRL's own tests of its trainers, on TRL's classes and on ours, one after the other in processes of their own.
+
+They are fetched by the developer and never committed. Ours take the place of TRL's before a test file imports them.
+There is no Hub: `benchmarks.trl_standins` makes the data sets and tiny models that the tests name. `runnable` are the
+tests that are neither skipped nor in need of something without a stand-in; `lost` are those that TRL's class passes
+and ours does not. With --work a second start goes on where the first ended. All suites take hours on two cores.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import ROOT, Say, command, parser, print_table, run
+from benchmarks.machine import git, machine_facts
+from benchmarks.trl_plugin import read_log, started, write_log
+from tunesmith.core.errors import InputError, TrainingError
+from tunesmith.runs.environment import package_version, usable_cores
+
+SUITES = {name: f"{name.upper()}Trainer" for name in ("grpo", "rloo", "dpo", "sft", "kto")} | {
+    "reward": "RewardTrainer"
+}
+OURS = "tunesmith.integrations.trl"
+
+_QUICK_TESTS = 6
+_ENDED_WELL = (0, 1, 5)  # of pytest: all passed, some failed, none left to run
+_TAIL = 15
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """TRL's sources, and a folder for stand-ins and outcomes."""
+
+    source: Path
+    folder: Path
+
+    def test_file(self, suite: str) -> Path:
+        """The tests of a trainer."""
+        return self.source / "tests" / f"test_{suite}_trainer.py"
+
+    def environment(self, num_threads: int) -> dict[str, str]:
+        """Of the processes: the stand-ins as the cache of the Hub, which is out of reach."""
+        threads = {name: str(num_threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+        hub = {"HF_HUB_CACHE": str(self.folder / "hub"), "HF_HUB_OFFLINE": "1", "HF_HOME": str(self.folder / "home")}
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        return {**os.environ, **threads, **hub, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
+
+
+def measure(options: Namespace, say: Say) -> dict[str, object]:
+    """Counts of each suite.
+
+    Raises:
+        InputError: no sources of TRL, no such suite, or a test file cannot be collected.
+    """
+    chosen = options.suite or list(SUITES)
+    if unknown := set(chosen) - set(SUITES):
+        raise InputError(f"there is no suite {', '.join(sorted(unknown))}; give {', '.join(SUITES)}")
+    source = _checked(options.source, chosen)
+    with nullcontext(options.work) if options.work else tempfile.TemporaryDirectory() as folder:
+        place = Place(source, Path(folder).resolve())
+        _make_standins(place, options, say)
+        return {suite: _row(place, suite, options, say) for suite in chosen}
+
+
+def _checked(source: Path | None, suites: Sequence[str]) -> Path:
+    wanted = [f"tests/test_{suite}_trainer.py" for suite in suites]
+    lacking = wanted if source is None else [name for name in wanted if not (source / name).exists()]
+    if source is None or lacking:
+        raise InputError(
+            f"{source or 'no folder'} has no {lacking[0]}; TRL's tests are neither here nor in its wheel. "
+            f"Fetch them: git clone --depth 1 --branch v{package_version('trl')} https://github.com/huggingface/trl "
+            "FOLDER, and give --source FOLDER"
+        )
+    return source.resolve()
+
+
+def _make_standins(place: Place, options: Namespace, say: Say) -> None:
+    done = place.folder / "standins.json"
+    if done.exists():
+        return
+    place.folder.mkdir(parents=True, exist_ok=True)
+    files = [str(file) for suite in SUITES if (file := place.test_file(suite)).exists()]
+    words = [sys.executable, "-m", "benchmarks.trl_standins", str(place.source), str(place.folder), *files]
+    made = subprocess.run(words, env=place.environment(options.threads), capture_output=True, text=True, check=False)
+    if made.returncode:
+        raise TrainingError(f"the stand-ins could not be made:\n{_end_of(made.stderr)}")
+    say(f"stand-ins made; scripts of TRL that failed: {made.stdout.strip()}")
+    done.write_text(made.stdout)
+
+
+def _row(place: Place, suite: str, options: Namespace, say: Say) -> dict[str, object]:
+    """The figures of a suite."""
+    commit = git("rev-parse", "--short", "HEAD")
+    keys = {"ours": f"{options.ours}-{commit}", "trl": package_version("trl")}  # ours first, which may be refused
+    found: dict[str, dict[str, str]] = {}
+    for side, key in keys.items():
+        log = place.folder / f"{suite}-{side}-{key}{'-quick' if options.quick else ''}.jsonl"
+        found[side] = _outcomes(place, suite, "trl" if side == "trl" else options.ours, log, options)
+        say(f"{suite}, {side}: {dict(Counter(found[side].values()))}")
+    counts = Counter(found["trl"].values())
+    passed = {side: {test for test, outcome in tests.items() if outcome == "passed"} for side, tests in found.items()}
+    return {
+        "trl_passed": len(passed["trl"]),
+        "ours_passed": len(passed["ours"]),
+        "runnable": counts["passed"] + counts["failed"] + counts["died"],
+        "lost": sorted(test.partition("::")[2] for test in passed["trl"] - passed["ours"]),
+        "skipped": counts["skipped"],
+        "without_standin": counts["missing"],
+        "quick": options.quick,
+        "machine": machine_facts(("torch", "transformers", "trl")),
+    }
+
+
+def _outcomes(place: Place, suite: str, ours: str, log: Path, options: Namespace) -> dict[str, str]:
+    """Outcome of each test; a test that ends the process is noted, and another process takes the rest."""
+    for test in started(log):
+        write_log(log, test, "interrupted")
+    while True:
+        done = subprocess.run(
+            _pytest(place, suite, ours, log, options),
+            cwd=place.source,
+            env=place.environment(options.threads),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode in _ENDED_WELL:
+            return read_log(log)
+        if not started(log):
+            raise InputError(f"{place.test_file(suite)} cannot be run on {ours}:\n{_end_of(done.stdout + done.stderr)}")
+        for test in started(log):
+            write_log(log, test, "died", reason=f"exit code {done.returncode}")
+
+
+def _pytest(place: Place, suite: str, ours: str, log: Path, options: Namespace) -> list[str]:
+    plugin = {"ours": ours, "trainer": SUITES[suite], "standins": place.folder, "log": log}
+    if options.quick:
+        plugin["first"] = _QUICK_TESTS
+    return [
+        *(sys.executable, "-m", "pytest", str(place.test_file(suite)), "-q", "-p", "benchmarks.trl_plugin"),
+        *("-c", os.devnull, f"--rootdir={place.source}", "-p", "no:cacheprovider", "-m", "not slow"),
+        *(f"--basetemp={place.folder / 'tmp'}", "-o", "tmp_path_retention_policy=none"),
+        *(f"--timeout={options.limit_s}", "--timeout-method=signal"),
+        *(f"--trl-{name}={value}" for name, value in plugin.items()),
+    ]
+
+
+def _end_of(text: str) -> str:
+    return "\n".join(text.splitlines()[-_TAIL:])
+
+
+def show(facts: Mapping[str, Any]) -> None:
+    """Print a line for each suite, and what was lost."""
+    columns = ("trl_passed", "ours_passed", "runnable", "skipped", "without_standin")
+    rows = [[suite, *(str(row[name]) for name in columns)] for suite, row in facts.items()]
+    print_table(("suite", *columns), rows)
+    for suite, row in facts.items():
+        for test in row["lost"]:
+            print(f"lost: {suite} {test}")
+
+
+def main(words: Sequence[str]) -> int:
+    """Exit code of the benchmark."""
+    flags = parser(
+        "trl_suite",
+        __doc__,
+        *("threads", "quick", "out", "json", "quiet"),
+        source={"type": Path, "metavar": "FOLDER", "help": "a checkout of TRL"},
+        suite={"action": "append", "metavar": "S", "help": f"one of {', '.join(SUITES)}; repeatable. All if left out"},
+        ours={"default": OURS, "metavar": "MODULE", "help": "whose trainers take the place of TRL's"},
+        work={"type": Path, "metavar": "FOLDER", "help": "keeps stand-ins and outcomes for another start"},
+        limit_s={"type": int, "default": 300, "metavar": "N", "help": "seconds for one test"},
+        threads={"default": usable_cores()},
+    )
+    return command(flags, words, measure, show)
+
+
+if __name__ == "__main__":
+    run("trl_suite")
