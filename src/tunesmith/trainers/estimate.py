@@ -41,6 +41,12 @@ class Estimate:
         """Sum of all parts."""
         return sum(self.memory_gb.values())
 
+    @property
+    def stage_gb(self) -> dict[str, float]:
+        """Peak memory of each stage in GB; the engine keeps its cache and packed weights during the update."""
+        drawing = {"rollout": self.total_gb - self.memory_gb["activations"] - self.memory_gb.get("logits", 0.0)}
+        return {**(drawing if "cache" in self.memory_gb else {}), "update": self.total_gb}
+
     def flop(self, num_positions: float, num_trained_positions: float) -> float:
         """Operations of forward passes over `num_positions`, and of backward passes over `num_trained_positions`."""
         return 2 * self.num_parameters * num_positions + 4 * self.num_trained * num_trained_positions
@@ -119,15 +125,18 @@ def policy_estimate(
     return Estimate(num_all, num_trained, _in_gb(memory), flop, model.dtype)
 
 
-def announce(estimate: Estimate, num_steps: int, enabled: bool) -> None:
-    """Print to stderr whether the run fits into memory and about how long it takes."""
+def announce(estimate: Estimate, num_steps: int, enabled: bool, device: torch.device) -> None:
+    """Print to stderr whether the run fits into the memory of `device`, and about how long it takes there."""
     if not enabled:
         return
-    available_gb = psutil.virtual_memory().available / 1e9
+    is_gpu = device.type == "cuda"
+    available_gb = (torch.cuda.mem_get_info(device)[0] if is_gpu else psutil.virtual_memory().available) / 1e9
     parts = ", ".join(f"{name} {gb:.1f}" for name, gb in estimate.memory_gb.items() if gb >= 0.05)
     fit = "fits" if estimate.total_gb < available_gb else "MAY NOT FIT: lower micro_batch_size, or train fewer layers"
     say(f"memory: about {estimate.total_gb:.1f} GB of {available_gb:.1f} GB available, {fit} ({parts})", enabled=True)
-    seconds = max(1.0, num_steps * estimate.step_flop / (matmul_flop_per_s(estimate.dtype) * _EFFICIENCY))
+    stages = ", ".join(f"{stage} {gb:.1f}" for stage, gb in estimate.stage_gb.items())
+    say(f"memory by stage, in GB: {stages}", enabled=True)
+    seconds = max(1.0, num_steps * estimate.step_flop / (matmul_flop_per_s(estimate.dtype, device) * _EFFICIENCY))
     say(f"time: about {duration(seconds)} for {num_steps} steps, by a short measurement of this machine", enabled=True)
 
 

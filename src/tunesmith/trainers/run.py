@@ -130,7 +130,7 @@ def run(
     task = task_of(cfg, inputs, device, algorithm)
     learner = task.build()
     estimate = task.estimate()
-    announce(estimate, task.num_steps, progress)
+    announce(estimate, task.num_steps, progress, device)
     job = Job(learner, task.num_steps, {**task.prepare(learner, progress), "the device": device.type}, profile_steps)
     with open_session(
         cfg,
@@ -194,11 +194,12 @@ def measure(task: Task, learner: Learner, session: Session, when: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """Size of the model, memory by part in GB, number of data rows, and the first of them as text."""
+    """Size of the model, memory in GB by part and by stage, number of data rows, and the first of them as text."""
 
     model: str
     num_parameters: int
     memory_gb: dict[str, float]
+    stage_gb: dict[str, float]
     num_items: int
     sample: str
 
@@ -212,4 +213,5 @@ def preview(cfg: Recipe) -> Preview:
     task = task_of(cfg, Inputs(), torch.device("cpu"))
     estimate, data = task.estimate(), task.data
     num_items = len(data.train) + len(data.heldout)
-    return Preview(cfg.model.name, estimate.num_parameters, estimate.memory_gb, num_items, data.sample)
+    sizes = (estimate.num_parameters, estimate.memory_gb, estimate.stage_gb)
+    return Preview(cfg.model.name, *sizes, num_items, data.sample)
