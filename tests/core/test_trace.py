@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tunesmith.core.trace import Trace, count, following, gauge, include, span, trace, watching
+from tunesmith.core.trace import Trace, Watcher, count, gauge, include, span, trace, watching
 
 
 def test_spans_are_recorded_under_their_path():
@@ -134,7 +134,7 @@ def test_figures_belong_to_the_outermost_stage_and_are_sums_shares_or_means():
 def test_watchers_are_told_of_each_span_in_order_also_when_it_fails():
     told: list[str] = []
 
-    class Listener:
+    class Listener(Watcher):
         def enter(self, path: str) -> None:
             told.append(f"+{path}")
 
@@ -154,7 +154,7 @@ def test_watchers_are_told_of_each_span_in_order_also_when_it_fails():
 def test_what_watchers_take_is_part_of_the_stage(monkeypatch: pytest.MonkeyPatch):
     now_s = 0.0
 
-    class Slow:
+    class Slow(Watcher):
         def enter(self, path: str) -> None:
             nonlocal now_s
             now_s += 1.0
@@ -168,10 +168,15 @@ def test_what_watchers_take_is_part_of_the_stage(monkeypatch: pytest.MonkeyPatch
     assert record.metrics()["time/other_s"] == 0.0
 
 
-def test_followers_are_told_values_of_gauges_inside_of_their_block():
+def test_watchers_are_told_values_of_gauges_inside_of_their_block():
     told: list[tuple[str, float]] = []
+
+    class Listener(Watcher):
+        def gauge(self, name: str, value: float) -> None:
+            told.append((name, value))
+
     gauge("slots", 1)
-    with following(lambda name, value: told.append((name, value))):
+    with watching(Listener()):
         gauge("slots", 2)
         thread = threading.Thread(target=gauge, args=("slots", 3))
         thread.start()

@@ -8,6 +8,7 @@ import pytest
 
 from tunesmith.core.errors import RunError
 from tunesmith.profiling import request
+from tunesmith.profiling.profile import finish
 from tunesmith.runs.lock import RunLock
 
 
@@ -40,8 +41,9 @@ def test_a_problem_of_the_recorder_is_told(tmp_path: Path):
     with RunLock(tmp_path):
         asked = request.ask(tmp_path, 1)
         request.answer(tmp_path, asked, {"problem": "another profiler is active"})
+        request.wait(tmp_path, asked, 5)
         with pytest.raises(RunError, match="another profiler is active"):
-            request.wait(tmp_path, asked, 5)
+            finish(tmp_path)
 
 
 def test_waiting_ends_at_the_time_limit_and_withdraws_the_request(tmp_path: Path):

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tunesmith.core import trace
 
 
-class Operations(TorchDispatchMode):
+class Operations(TorchDispatchMode, trace.Watcher):
     """Counts the operations of open traces; a watcher of spans as well, so that it knows which are in a stage."""
 
     def __init__(self) -> None:

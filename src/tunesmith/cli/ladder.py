@@ -5,16 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from tunesmith.cli.options import check_ranges, flag, parse
 from tunesmith.cli.output import as_plain, reporting, wants_progress
 from tunesmith.core.errors import InputError
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from tunesmith.reports.chart import Chart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,19 +46,11 @@ def ladder(words: Sequence[str]) -> None:
         figures.write_text(json.dumps(as_plain(facts), indent=1) + "\n", encoding="utf-8")
         write_ladder_report(flags.out, facts)
         for chart in (levels_chart(facts), techniques_chart(facts)):
-            output.say(_table(chart))
+            output.say(chart.title)
+            output.table([chart.columns, *chart.rows])
             output.say("")
         for gate in facts["gates"]:
             state = "passed" if gate["passed"] else "FAILED"
             output.say(f"{state}  {gate['name']}: {gate['value']:.3g}, at most {gate['bound']:g}")
         output.say(f"\npage     {flags.out}\nfigures  {figures}")
         output.finish({**facts, "page": flags.out, "figures": figures})
-
-
-def _table(chart: "Chart") -> "Table":
-    from rich.table import Table
-
-    table = Table(*chart.columns, title=chart.title, title_justify="left", show_edge=False, pad_edge=False)
-    for row in chart.rows:
-        table.add_row(*row)
-    return table

@@ -4,7 +4,7 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -38,6 +38,15 @@ class Output:
             self._stdout.write(renderable + "\n")
         else:
             self.console.print(renderable)
+
+    def table(self, rows: Sequence[Sequence[str]]) -> None:
+        """Print `rows`, the first of them a header, as aligned columns; those with numbers to the right."""
+        columns = list(zip(*([visible(cell) for cell in row] for row in rows), strict=True))
+        for index, column in enumerate(columns):
+            align = ">" if index and any(cell[:1].isdigit() for cell in column[1:]) else "<"
+            columns[index] = tuple(f"{cell:{align}{max(map(len, column))}}" for cell in column)
+        for row in zip(*columns, strict=True):
+            self.say("  ".join(row).rstrip())
 
     def finish(self, facts: Mapping[str, object]) -> None:
         """Write the JSON object, if one was asked for. NaN and infinities, which JSON does not have, become null."""

@@ -3,7 +3,7 @@
 import math
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,10 +16,11 @@ from tunesmith.core.log import visible
 
 if TYPE_CHECKING:
     from tunesmith.config.schema import Recipe
-    from tunesmith.profiling.profile import Compared, Comparison, Profile
+    from tunesmith.reports.chart import Table
 
-_MAX_OPERATORS = 12
-_MAX_FUNCTIONS = 6
+_SHOWN = {"stages": None, "operators": 12, "functions": 6}
+"""Tables that are printed, and how many rows of them."""
+
 _MAX_STEPS = 100
 
 
@@ -110,47 +111,33 @@ def _attached(given: str, options: ProfileOptions) -> Path:
 def _say_profile(run_dir: Path, output: Output) -> None:
     """Make the files of the recorded profile, print its tables and where it is."""
     from tunesmith.profiling.profile import finish
-    from tunesmith.reports.profile_page import write_profile_page
+    from tunesmith.reports.profile_page import profile_tables, write_profile_page
 
     found = finish(run_dir)
     page = write_profile_page(found)
-    _say_tables(found, output)
+    names = f"{len(found.steps)} steps" if len(found.steps) > 1 else found.steps[0][0]
+    output.say(f"{names} of {visible(found.run)}, {found.step_s:.3f} s each on {found.device}")
+    _say_tables(profile_tables(found), output)
     output.say(f"\npage     {page}\ntrace    {found.folder / 'trace.json.gz'} (open it in https://ui.perfetto.dev)")
     output.say(f"compare  tunesmith profile --compare {shlex.quote(str(run_dir))} OTHER_RUN")
     output.finish({**found.to_json(), "run_dir": run_dir, "folder": found.folder, "page": page})
 
 
-def _say_tables(found: "Profile", output: Output) -> None:
-    names = f"{len(found.steps)} steps" if len(found.steps) > 1 else found.steps[0][0]
-    output.say(f"{names} of {visible(found.run)}, {found.step_s:.3f} s each on {found.device}\n")
-    rows = [("stage", "ms", "share", "alone", "operators", "gaps", "calls")]
-    for stage in found.stages:
-        figures = [stage[name] for name in ("total_s", "self_s", "operator_s", "gap_s")]
-        total, alone, operators, gaps = (f"{1e3 * value:.1f}" for value in figures)
-        share = f"{stage['total_s'] / found.step_s:.1%}" if stage["is_main"] else "beside"
-        rows.append((visible(stage["stage"]), total, share, alone, operators, gaps, f"{stage['dispatches']:.0f}"))
-    _say_columns(rows, output)
-    launches = ["launches"] if any(use["launches"] for use in found.operators) else []  # of a GPU
-    rows: list[tuple[str, ...]] = [("operator", "ms", "calls", *launches, "stage")]
-    for use in found.operators[:_MAX_OPERATORS]:
-        figures = (f"{1e3 * use['self_s']:.1f}", *(f"{use[name]:.0f}" for name in ("calls", *launches)))
-        rows.append((visible(use["operator"]), *figures, visible(use["stage"])))
-    output.say("")
-    _say_columns(rows, output)
-    rows = [("function of Python", "itself", "with callees")]
-    for name, own, share in found.functions[:_MAX_FUNCTIONS]:
-        rows.append((visible(name), f"{own:.1%}", f"{share:.1%}"))
-    output.say("")
-    _say_columns(rows, output)
+def _say_tables(tables: Mapping[str, "Table"], output: Output) -> None:
+    for name, num_rows in _SHOWN.items():
+        if name in tables:
+            output.say("")
+            output.table([tables[name].columns, *tables[name].rows[:num_rows]])
 
 
 def _compare(names: tuple[str, str], options: ProfileOptions, output: Output) -> None:
     from tunesmith.profiling.profile import compare, read_profile
-    from tunesmith.reports.profile_page import write_profile_comparison
+    from tunesmith.reports.profile_page import comparison_tables, write_profile_comparison
 
     before, after = (read_profile(_place(name, options.dir.expanduser())) for name in names)
     found = compare(before, after)
-    _say_comparison(found, output)
+    output.say(f"A  {visible(str(before.folder))}\nB  {visible(str(after.folder))}")
+    _say_tables(comparison_tables(found), output)
     if options.html is not None:
         output.say(f"\npage  {write_profile_comparison(options.html, found)}")
     output.finish({**found.to_json(), "page": options.html})
@@ -163,24 +150,3 @@ def _place(given: str, folder: Path) -> Path:
 
     path = Path(given).expanduser()
     return path if (path / FIGURES).is_file() else resolve_run(given, folder)
-
-
-def _say_comparison(found: "Comparison", output: Output) -> None:
-    output.say(f"A  {visible(str(found.before.folder))}\nB  {visible(str(found.after.folder))}\n")
-    header = ("ms of a step", "A", "B", "A / B")
-    _say_columns([header, *map(_cells, (found.step, *found.stages))], output)
-    output.say("")
-    _say_columns([("operator", *header[1:]), *map(_cells, found.operators[:_MAX_OPERATORS])], output)
-
-
-def _cells(row: "Compared") -> tuple[str, ...]:
-    values = ("" if value is None else f"{1e3 * value:.1f}" for value in (row.before_s, row.after_s))
-    return (visible(row.name), *values, "" if row.ratio is None else f"{row.ratio:.2f}")
-
-
-def _say_columns(rows: Sequence[Sequence[str]], output: Output) -> None:
-    """Print `rows` as aligned columns, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for first, *others in rows:
-        cells = (f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True))
-        output.say("  ".join((f"{first:<{widths[0]}}", *cells)).rstrip())

@@ -74,9 +74,10 @@ def ls(words: Sequence[str]) -> None:
 
     with reporting(as_json=options.json) as output:
         runs = list_runs(options.dir.expanduser())
-        header = [name.upper() for name in _COLUMNS]
-        for line in _columns([header, *map(_cells, runs)]) if runs else [f"no runs in {_shown(str(options.dir))}"]:
-            output.say(line)
+        if runs:
+            output.table([[name.upper() for name in _COLUMNS], *map(_cells, runs)])
+        else:
+            output.say(f"no runs in {_shown(str(options.dir))}")
         output.finish({"dir": options.dir, "runs": [_as_row(run) for run in runs]})
 
 
@@ -155,12 +156,6 @@ def _cells(run: "RunFacts") -> tuple[str, ...]:
         _size(run.num_bytes),
         f"{run.started:%Y-%m-%d %H:%M}" if run.started else "",
     )
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """`rows` as lines of aligned columns, not cut at the width of the terminal."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _as_row(run: "RunFacts") -> dict[str, object]:

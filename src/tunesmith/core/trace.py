@@ -6,11 +6,10 @@ a span is also a fault point, see `core.faults`. `count` adds to a figure of the
 """
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from tunesmith.core import faults
 
@@ -71,16 +70,20 @@ _open_trace: ContextVar[Trace | None] = ContextVar("tunesmith_open_trace", defau
 _path: ContextVar[str] = ContextVar("tunesmith_span_path", default="")
 
 
-class Watcher(Protocol):
-    """Is told when spans begin and end, in the thread that they run in; must take microseconds and not raise."""
+class Watcher:
+    """Receives the begin and the end of spans and the values of gauges, in the thread in which they occur.
+
+    A subclass overrides what it needs; a method must take microseconds and not raise.
+    """
 
     def enter(self, path: str) -> None:
         """The span `path` begins."""
-        ...
 
     def leave(self, path: str) -> None:
         """The span `path` ends, also by an error."""
-        ...
+
+    def gauge(self, name: str, value: float) -> None:
+        """The quantity `name` is `value` from now on."""
 
 
 _watchers: tuple[Watcher, ...] = ()
@@ -88,7 +91,7 @@ _watchers: tuple[Watcher, ...] = ()
 
 @contextmanager
 def watching(watcher: Watcher) -> Generator[None, None, None]:
-    """Call `watcher` at the begin and end of each span inside the block, in whatever thread, where a trace is open."""
+    """Call `watcher` for spans in open traces and for gauges inside the block, in whatever thread."""
     global _watchers
     _watchers = (*_watchers, watcher)
     try:
@@ -97,27 +100,10 @@ def watching(watcher: Watcher) -> Generator[None, None, None]:
         _watchers = tuple(other for other in _watchers if other is not watcher)
 
 
-Follower = Callable[[str, float], None]
-"""Is told the name of a quantity and its value from now on; must take microseconds and not raise."""
-
-_followers: tuple[Follower, ...] = ()
-
-
-@contextmanager
-def following(follower: Follower) -> Generator[None, None, None]:
-    """Call `follower` for each `gauge` inside the block, in whatever thread."""
-    global _followers
-    _followers = (*_followers, follower)
-    try:
-        yield
-    finally:
-        _followers = tuple(other for other in _followers if other is not follower)
-
-
 def gauge(name: str, value: float) -> None:
-    """Tell the followers, if there are any, that the quantity `name` is `value` from now on."""
-    for follower in _followers:
-        follower(name, value)
+    """Tell the watchers, if there are any, that the quantity `name` is `value` from now on."""
+    for watcher in _watchers:
+        watcher.gauge(name, value)
 
 
 @contextmanager

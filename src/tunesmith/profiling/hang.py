@@ -23,6 +23,7 @@ from tunesmith.profiling.processes import (
     STOPPED,
     TRACED,
     ZOMBIE,
+    Thread,
     catches,
     children_of,
     connections_of,
@@ -66,18 +67,15 @@ class Frame:
 
 
 @dataclass(frozen=True, slots=True)
-class ThreadReport:
-    """A thread: its stage, empty if none, the seconds in it, its state, the kernel function that it waits in, the cores
-    that it uses, and its stack, innermost call first. `tid` is 0 for a stack whose thread is not known.
+class ThreadReport(Thread):
+    """A thread with its stage, empty if none, the seconds in it, and its stack, innermost call first.
+
+    `tid` is 0 for a stack whose thread is not known.
     """
 
-    tid: int
-    stage: str
-    stage_s: float | None
-    state: str
-    wait_channel: str
-    cores: float
-    stack: tuple[Frame, ...]
+    stage: str = ""
+    stage_s: float | None = None
+    stack: tuple[Frame, ...] = ()
 
     def __str__(self) -> str:
         if not self.tid:
@@ -100,7 +98,9 @@ class RewardCall:
 class HangReport:
     """State of the training in the folder `run`. `usual_s` is how long its stage took in recent steps.
 
-    `silent_s` are the seconds since a stage or step last began or ended; None if the process is gone.
+    `is_hung` is true if it made no progress for long, or cannot. `silent_s` are the seconds since a stage or step last
+    began or ended, at `last_change`; None if the process is gone. `holds_lock` is true if the watchdog of the process
+    has not run for a while, though the process runs.
     """
 
     run: Path
@@ -109,20 +109,70 @@ class HangReport:
     is_hung: bool
     step: int
     stage: str
-    stage_s: float | None
     silent_s: float | None
+    last_change: str
     usual_s: float | None
+    holds_lock: bool
     reward: RewardCall | None
     connections: tuple[str, ...]
     children: tuple[str, ...]
     threads: tuple[ThreadReport, ...]
-    summary: str
-    advice: str
     note: str
 
     def to_json(self) -> dict[str, object]:
         """All facts as JSON types."""
-        return {**asdict(self), "run": str(self.run)}
+        return {**asdict(self), "run": str(self.run), "summary": self.summary, "advice": self.advice}
+
+    @property
+    def summary(self) -> str:
+        """The state of the training in one sentence."""
+        where = f"step {self.step}, stage {self.stage}"
+        if self.state == GONE or self.silent_s is None:
+            return f"process {self.pid} is gone: it ended in {where}, where it was last seen at {self.last_change}"
+        where = f"{where}, and has made no progress for {_duration(self.silent_s)}"
+        if self.state in _CANNOT_ANSWER:
+            return f"process {self.pid} is {self.state}, in {where}"
+        if not self.is_hung:
+            return f"the training goes on: {where}"
+        return f"the training hangs: {where}; {self._waits_for()}"
+
+    def _waits_for(self) -> str:
+        leader = self.threads[0]
+        if self.reward is not None:
+            function, now = self.reward.function, self.reward.now
+            found = f"the reward `{self.reward.name}` has not returned"
+            found += "" if function is None else f": {function}"
+            found += "" if now is None or now == function else f", now in {now}"
+        else:
+            found = f"its innermost call is {leader.stack[0]}" if leader.stack else f"its thread is {leader.state}"
+        if self.connections:
+            found += f", connected to {', '.join(self.connections)}"
+        if DEVICE in (self.state, leader.state):
+            found += f"; the kernel waits for a device ({leader.wait_channel or 'a disk or a network file system'})"
+        return found + ("; it holds the interpreter's lock, so no other thread runs" if self.holds_lock else "")
+
+    @property
+    def advice(self) -> str:
+        """The next thing for the user to do."""
+        folder = shlex.quote(str(self.run))
+        command = f"live --dir {folder}" if (self.run / "runs.db").exists() else f"resume {folder}"
+        again = f"`tunesmith {command}` goes on from its newest checkpoint"
+        if self.state == STOPPED:
+            return f"a signal (SIGSTOP, or Ctrl-Z on a terminal) stopped it; `kill -CONT {self.pid}` lets it go on"
+        if self.state == TRACED:
+            return "end the debugger, or let the process go on in it"
+        if self.state in (GONE, ZOMBIE):
+            return again
+        if not self.is_hung:
+            return "nothing to do"
+        if self.state == DEVICE:
+            return f"look at the disk or the network file system; a signal is not taken while it waits. Later, {again}"
+        end = f"`kill -9 {self.pid}` ends it, and {again}"
+        if self.reward is None:
+            return f"the stacks below say where; {end}"
+        computes = any(thread.cores > _BUSY_CORES for thread in self.threads)
+        what = "it computes: look for a loop without end" if computes else "it waits: look at what it calls"
+        return f"{what}; a time limit, `timeout_s` and `on_error` of the reward, lets a training go on. {end}"
 
     def lines(self) -> Iterator[str]:
         """The report as text."""
@@ -162,103 +212,29 @@ def report(folder: Path, *, is_hung: bool = False) -> HangReport:
     now_ns, state = time.monotonic_ns(), state_of(record.pid, record.process_start)
     silent_s = (now_ns - record.last_ns) / 1e9 if record.is_alive else None
     leader = record.threads[0]
-    place = leader.path or record.state or "between stages"
     usual_s = _usual_s(folder, leader.path)
     is_quiet = is_hung or (silent_s is not None and silent_s > max(_QUIET_S, 2 * (usual_s or 0.0)))
     stacks, note = _stacks(folder, record, state) if is_quiet else ({}, "")
     if state in _CANNOT_ANSWER:
         note = f"the process is {state}, so it cannot write its stacks"
     threads = tuple(_threads(record, stacks, now_ns))
-    reward = _reward(record, threads)
-    connections = tuple(connections_of(record.pid))
-    facts = _Facts(folder, record, state, place, silent_s, reward, connections, threads)
     return HangReport(
         run=folder,
         pid=record.pid,
         state=state,
         is_hung=is_quiet or state in _CANNOT_ANSWER,
         step=record.step,
-        stage=place,
-        stage_s=(now_ns - leader.begin_ns) / 1e9 if record.is_alive else None,
+        stage=leader.path or record.state or "between stages",
         silent_s=silent_s,
+        last_change=time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.last_wall_s)),
         usual_s=usual_s,
-        reward=reward,
-        connections=connections,
+        holds_lock=bool(record.alive_ns) and now_ns - record.alive_ns > 3 * record.alive_every_ns + 2e9,
+        reward=_reward(record, threads),
+        connections=tuple(connections_of(record.pid)),
         children=tuple(children_of(record.pid)),
         threads=threads,
-        summary=facts.summary(is_quiet),
-        advice=facts.advice(is_quiet),
         note=note,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Facts:
-    """The facts from which summary and advice follow."""
-
-    folder: Path
-    record: Record
-    state: str
-    place: str
-    silent_s: float | None
-    reward: RewardCall | None
-    connections: Sequence[str]
-    threads: Sequence[ThreadReport]
-
-    def summary(self, is_quiet: bool) -> str:
-        """The state of the training in one sentence."""
-        where = f"step {self.record.step}, stage {self.place}"
-        if self.state == GONE or self.silent_s is None:
-            seen = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.record.last_wall_s))
-            return f"process {self.record.pid} is gone: it ended in {where}, where it was last seen at {seen}"
-        where = f"{where}, and has made no progress for {_duration(self.silent_s)}"
-        if self.state in _CANNOT_ANSWER:
-            return f"process {self.record.pid} is {self.state}, in {where}"
-        if not is_quiet:
-            return f"the training goes on: {where}"
-        return f"the training hangs: {where}; {self._waits_for()}"
-
-    def _waits_for(self) -> str:
-        leader = self.threads[0]
-        if self.reward is not None:
-            function, now = self.reward.function, self.reward.now
-            found = f"the reward `{self.reward.name}` has not returned"
-            found += "" if function is None else f": {function}"
-            found += "" if now is None or now == function else f", now in {now}"
-        else:
-            found = f"its innermost call is {leader.stack[0]}" if leader.stack else f"its thread is {leader.state}"
-        if self.connections:
-            found += f", connected to {', '.join(self.connections)}"
-        if DEVICE in (self.state, leader.state):
-            found += f"; the kernel waits for a device ({leader.wait_channel or 'a disk or a network file system'})"
-        return found + ("; it holds the interpreter's lock, so no other thread runs" if self._holds_lock() else "")
-
-    def _holds_lock(self) -> bool:
-        """True if the watchdog of the process has not run for a while, though the process runs."""
-        alive_ns, every_ns = self.record.alive_ns, self.record.alive_every_ns
-        return bool(alive_ns) and time.monotonic_ns() - alive_ns > 3 * every_ns + 2e9
-
-    def advice(self, is_quiet: bool) -> str:
-        """The next thing for the user to do."""
-        pid, folder = self.record.pid, shlex.quote(str(self.folder))
-        command = f"live --dir {folder}" if (self.folder / "runs.db").exists() else f"resume {folder}"
-        again = f"`tunesmith {command}` goes on from its newest checkpoint"
-        if self.state == STOPPED:
-            return f"a signal (SIGSTOP, or Ctrl-Z on a terminal) stopped it; `kill -CONT {pid}` lets it go on"
-        if self.state == TRACED:
-            return "end the debugger, or let the process go on in it"
-        if self.state in (GONE, ZOMBIE):
-            return again
-        if not is_quiet:
-            return "nothing to do"
-        if self.state == DEVICE:
-            return f"look at the disk or the network file system; a signal is not taken while it waits. Later, {again}"
-        end = f"`kill -9 {pid}` ends it, and {again}"
-        if self.reward is None:
-            return f"the stacks below say where; {end}"
-        computes = any(thread.cores > _BUSY_CORES for thread in self.threads)
-        what = "it computes: look for a loop without end" if computes else "it waits: look at what it calls"
-        return f"{what}; a time limit, `timeout_s` and `on_error` of the reward, lets a training go on. {end}"
 
 
 def _folder_that_trains(folder: Path) -> Path:
@@ -289,19 +265,15 @@ def _threads(record: Record, stacks: Mapping[int, tuple[Frame, ...]], now_ns: in
     known, left = {thread.tid: thread for thread in record.threads}, dict(stacks)
     leader = record.threads[0]
     if leader.tid not in [thread.tid for thread in found]:
-        yield ThreadReport(leader.tid, leader.path, None, GONE, "", 0.0, ())
+        yield ThreadReport(leader.tid, GONE, "", 0.0, leader.path)
     for thread in sorted(found, key=lambda one: (one.tid != leader.tid, one.tid not in known, one.tid)):
-        own = known.get(thread.tid)
-        yield ThreadReport(
-            tid=thread.tid,
-            stage=own.path if own else "",
-            stage_s=(now_ns - own.begin_ns) / 1e9 if own and own.path else None,
-            state=thread.state,
-            wait_channel=thread.wait_channel,
-            cores=thread.cores,
-            stack=left.pop(own.identity, ()) if own else (),
-        )
-    yield from (ThreadReport(0, "", None, "", "", 0.0, stack) for stack in left.values())
+        own, facts = known.get(thread.tid), (thread.tid, thread.state, thread.wait_channel, thread.cores)
+        if own is None:
+            yield ThreadReport(*facts)
+        else:
+            stage_s = (now_ns - own.begin_ns) / 1e9 if own.path else None
+            yield ThreadReport(*facts, own.path, stage_s, left.pop(own.identity, ()))
+    yield from (ThreadReport(0, "", "", 0.0, stack=stack) for stack in left.values())
 
 
 def _stacks(folder: Path, record: Record, state: str) -> tuple[dict[int, tuple[Frame, ...]], str]:

@@ -11,14 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from tunesmith.core.errors import NativeUnavailableError
 from tunesmith.core.system import fsync_s
-from tunesmith.core.trace import Trace, trace, watching
+from tunesmith.core.trace import Trace, Watcher, trace, watching
 from tunesmith.profiling import cgroup
 from tunesmith.profiling.gpu import GPU, open_gpu
 from tunesmith.profiling.sampler.api import Sampler, Samples, has_lock
@@ -35,18 +34,8 @@ _ABSENT = (OSError, ValueError, LookupError, AttributeError, psutil.Error)
 """Errors of a figure that this system does not have, or does not show to this user."""
 
 
-@dataclass(slots=True)
-class _Stage:
-    """Wall and processor seconds of one outermost stage since the last step."""
-
-    wall_s: float = 0.0
-    process_s: float = 0.0
-
-
-class Meter:
-    """Measures a run: a `Watcher` of the spans of the thread that made it. `step` returns the figures since the last
-    call.
-    """
+class Meter(Watcher):
+    """Measures the spans of the thread that made it, and the process; `step` returns figures since the last call."""
 
     def __init__(self, sampler: Sampler | None = None, gpu: GPU | None = None) -> None:
         self._sampler = sampler
@@ -55,7 +44,7 @@ class Meter:
         self._depth = 0
         self._stage = ""
         self._began = (0.0, 0.0)
-        self._stages: dict[str, _Stage] = {}
+        self._stages: dict[str, tuple[float, float]] = {}  # wall and processor seconds since the last step
         self._last, self._last_slow = _fast(), _slow()
         self._slow_due_s = _SHORTEST_S + self._last_slow["wall_s"]
 
@@ -78,9 +67,9 @@ class Meter:
             return
         self._depth -= 1
         if self._depth == 0:
-            stage = self._stages.setdefault(self._stage, _Stage())
-            stage.wall_s += time.perf_counter() - self._began[0]
-            stage.process_s += time.process_time() - self._began[1]
+            wall_s, process_s = self._stages.get(self._stage, (0.0, 0.0))
+            wall_s += time.perf_counter() - self._began[0]
+            self._stages[self._stage] = wall_s, process_s + time.process_time() - self._began[1]
             if self._sampler is not None:
                 self._sampler.enter("")
             if self._gpu is not None:
@@ -96,9 +85,7 @@ class Meter:
             self._slow_due_s = self._last["wall_s"] + max(_SHORTEST_S, _PARTS_OF_COST * cost_s)
             metrics |= _slow_metrics(_difference(self._last_slow, last))
         stages, self._stages = self._stages, {}
-        for name, stage in stages.items():
-            if stage.wall_s > 0:
-                metrics[f"cpu/stage/{name}"] = stage.process_s / stage.wall_s
+        metrics |= {f"cpu/stage/{name}": cpu_s / wall_s for name, (wall_s, cpu_s) in stages.items() if wall_s > 0}
         if self._sampler is not None:
             metrics |= _sampled_metrics(self._sampler.take())
         if self._gpu is not None:
@@ -175,8 +162,7 @@ def _slow() -> Metrics:
 
 def _slow_metrics(change: Metrics) -> Metrics:
     """Metrics of the time between two slow readings, and of this moment."""
-    wall_s, process = change.pop("wall_s"), 0.0
-    metrics: Metrics = {"cpu/cores": usable_cpu()}
+    wall_s, metrics = change.pop("wall_s"), {"cpu/cores": usable_cpu()}
     process = change.pop("process_s") / wall_s
     delays = [max(0.0, value) for name, value in change.items() if name.startswith("delay/")]
     if delays:

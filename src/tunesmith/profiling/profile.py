@@ -15,14 +15,11 @@ from typing import Any
 
 from tunesmith.core.errors import RunError
 from tunesmith.profiling import chrome, flame
-from tunesmith.profiling.operators import Gap, analyse
+from tunesmith.profiling.operators import Gap, OperatorUse, StageUse, analyse
 from tunesmith.profiling.request import FOLDER, drop_answer, read_answer
 
 FIGURES = "operators.json"
 STACKS = "stacks.txt"
-
-_STAGE_FIGURES = ("calls", "total_s", "self_s", "operator_s", "gap_s", "dispatches", "launches", "kernel_s")
-_OPERATOR_FIGURES = ("calls", "total_s", "self_s", "launches", "kernel_s")
 
 Row = dict[str, Any]
 
@@ -97,13 +94,10 @@ def _looks(samples: Mapping[str, Any], trace: Mapping[str, Any]) -> list[_Look]:
 
 def _function_in(gap: Gap, looks: Sequence[_Look]) -> str:
     """The function that was seen most in the gap; empty if it was shorter than the time between two looks."""
-    first, last = (bisect_left(looks, time_s, key=_time) for time_s in (gap.start_s, gap.start_s + gap.duration_s))
+    ends = (gap.start_s, gap.start_s + gap.duration_s)
+    first, last = (bisect_left(looks, time_s, key=lambda look: look[0]) for time_s in ends)
     seen = Counter(stack[-1] for _, stack in looks[first:last] if stack)
     return seen.most_common(1)[0][0] if seen else ""
-
-
-def _time(look: _Look) -> float:
-    return look[0]
 
 
 def _figures(
@@ -122,8 +116,8 @@ def _figures(
         samples["device"],
         samples["num_threads"],
         uses.steps,
-        [_per_step(asdict(stage), _STAGE_FIGURES, num_steps) for stage in uses.stages],
-        [_per_step(asdict(operator), _OPERATOR_FIGURES, num_steps) for operator in uses.operators],
+        [_per_step(stage, num_steps) for stage in uses.stages],
+        [_per_step(operator, num_steps) for operator in uses.operators],
         [{**asdict(gap), "function": _function_in(gap, looks)} for gap in uses.gaps],
         flame.functions(flame.counted(stack for _, stack in looks)),
         {name: range_ for name, range_ in ranges.items() if not name.startswith(chrome.CORES)},
@@ -131,8 +125,9 @@ def _figures(
     )
 
 
-def _per_step(row: Row, names: Sequence[str], num_steps: int) -> Row:
-    return {**row, **{name: row[name] / num_steps for name in names}}
+def _per_step(use: StageUse | OperatorUse, num_steps: int) -> Row:
+    """The fields of `use`, numbers divided by the number of steps."""
+    return {name: x if isinstance(x, str | bool) else x / num_steps for name, x in asdict(use).items()}
 
 
 def read_profile(path: Path) -> Profile:
@@ -154,20 +149,12 @@ def read_profile(path: Path) -> Profile:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A quantity in two profiles, s of a step; None where one of them does not have it."""
+    """A quantity in two profiles, s of a step, and their ratio; None where one of them does not have it."""
 
     name: str
     before_s: float | None
     after_s: float | None
-
-    @property
-    def ratio(self) -> float | None:
-        """Times that the first is longer than the second."""
-        return self.before_s / self.after_s if self.before_s and self.after_s else None
-
-    def to_json(self) -> dict[str, Any]:
-        """The row, with its ratio."""
-        return {**asdict(self), "ratio": self.ratio}
+    ratio: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,21 +169,16 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """All rows, and which profiles they are of."""
-        return {
-            "before": str(self.before.folder),
-            "after": str(self.after.folder),
-            "step": self.step.to_json(),
-            "stages": [row.to_json() for row in self.stages],
-            "operators": [row.to_json() for row in self.operators],
-        }
+        return {**asdict(self), "before": str(self.before.folder), "after": str(self.after.folder)}
 
 
 def compare(before: Profile, after: Profile) -> Comparison:
     """Stages in the order of their begin; operators by the difference of their times, largest first."""
+    (step,) = _paired({"step": before.step_s}, {"step": after.step_s})
     stages = _paired(_sums(before.stages, "stage", "total_s"), _sums(after.stages, "stage", "total_s"))
     operators = _paired(_sums(before.operators, "operator", "self_s"), _sums(after.operators, "operator", "self_s"))
     operators.sort(key=lambda row: -abs((row.before_s or 0.0) - (row.after_s or 0.0)))
-    return Comparison(before, after, Compared("step", before.step_s, after.step_s), stages, operators)
+    return Comparison(before, after, step, stages, operators)
 
 
 def _sums(rows: Sequence[Row], name: str, figure: str) -> dict[str, float]:
@@ -207,4 +189,5 @@ def _sums(rows: Sequence[Row], name: str, figure: str) -> dict[str, float]:
 
 
 def _paired(before: Mapping[str, float], after: Mapping[str, float]) -> list[Compared]:
-    return [Compared(name, before.get(name), after.get(name)) for name in dict.fromkeys((*before, *after))]
+    rows = [(name, before.get(name), after.get(name)) for name in dict.fromkeys((*before, *after))]
+    return [Compared(*row, ratio=row[1] / row[2] if row[1] and row[2] else None) for row in rows]

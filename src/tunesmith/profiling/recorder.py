@@ -5,7 +5,7 @@ On a GPU torch's profiler records launches, kernels and copies too; that has not
 
 import os
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -15,15 +15,12 @@ import torch
 from torch._C._profiler import _ExperimentalConfig, _RecordFunctionFast
 from torch.profiler import ProfilerActivity, record_function
 
-from tunesmith.core.errors import NativeUnavailableError
 from tunesmith.core.log import get_logger
-from tunesmith.core.trace import following, span, watching
+from tunesmith.core.trace import Watcher, span, watching
 from tunesmith.kernels import native
 from tunesmith.profiling import request as requests
 from tunesmith.profiling.chrome import RAW_TRACE, SPAN_MARK, STEP_MARK
 from tunesmith.profiling.request import Request
-from tunesmith.profiling.sampler.api import Sampler as GILSampler
-from tunesmith.profiling.sampler.api import has_lock
 from tunesmith.profiling.sampling import Sampler
 
 _log = get_logger(__name__)
@@ -119,12 +116,11 @@ class Recording:
     def _start(self) -> None:
         """Begin to record. The step that warmed up has called the kernels."""
         self._profiler.start_trace()
-        self._sampler = Sampler(_open_gil(self._stack))
-        self._sampler.start()
+        self._sampler = Sampler()
         self._stack.callback(self._sampler.stop)
         self._stack.enter_context(native.wrapped(_Kernel))
         self._stack.enter_context(watching(_Marks()))
-        self._stack.enter_context(following(self._sampler.gauge))
+        self._stack.enter_context(watching(self._sampler))
 
     def drop(self) -> None:
         """Stop looking, and leave what is recorded."""
@@ -152,8 +148,8 @@ class Recording:
             requests.answer(self._run_dir, self.request, facts)
 
 
-class _Marks:
-    """Marks each span in the profile; a `core.trace.Watcher`."""
+class _Marks(Watcher):
+    """Marks each span in the profile."""
 
     def __init__(self) -> None:
         self._open = threading.local()
@@ -170,21 +166,6 @@ class _Marks:
         if not hasattr(self._open, "marks"):
             self._open.marks = []
         return self._open.marks
-
-
-def _open_gil(stack: ExitStack) -> Callable[[], tuple[int, int]] | None:
-    """A function as `Sampler` wants it, of a native thread that ends with `stack`; None where there is none."""
-    try:
-        thread = GILSampler()
-    except NativeUnavailableError:
-        return None
-    stack.callback(thread.stop)
-
-    def read() -> tuple[int, int]:
-        samples = thread.take().get("")
-        return (samples.num_blocked, samples.num_asks) if samples else (0, 0)
-
-    return read if has_lock() else None
 
 
 class _Kernel:

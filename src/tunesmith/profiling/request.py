@@ -1,7 +1,7 @@
 """Files by which one process asks a training in another one to profile its next steps, and by which that one answers.
 
-The training looks for the request between two steps, which costs a microsecond. `recorded.json` is its answer and is
-written last: the profile's samples, or the `problem` that kept it from recording.
+The training looks for the request between two steps, which takes microseconds. `recorded.json` is its answer, written
+last: the profile's samples, or the `problem` that kept it from recording.
 """
 
 import json
@@ -62,10 +62,6 @@ def take(run_dir: Path) -> Request | None:
     """The request that waits in `run_dir`, which is removed; None if there is none or it cannot be read."""
     path = run_dir / _REQUEST
     try:
-        os.stat(path)
-    except OSError:
-        return None
-    try:
         facts = json.loads(path.read_text(encoding="utf-8"))
         path.unlink()
         return Request(str(facts["id"]), max(1, int(facts["num_steps"])))
@@ -105,7 +101,7 @@ def wait(run_dir: Path, request: Request, timeout_s: float) -> None:
     """Return once `request` is answered.
 
     Raises:
-        RunError: if the run ends first, cannot profile, or takes longer than `timeout_s`.
+        RunError: if the run ends first or takes longer than `timeout_s`.
     """
     end_s = time.monotonic() + timeout_s
     try:
@@ -113,7 +109,6 @@ def wait(run_dir: Path, request: Request, timeout_s: float) -> None:
             runs = is_locked(run_dir)  # asked before the answer, which may be the last thing that the run writes
             facts = read_answer(run_dir, request.id)
             if facts is not None:
-                _check(run_dir, facts)
                 return
             if not runs:
                 raise RunError(f"{run_dir} ended before {request.num_steps} more steps were recorded; see its log")
@@ -125,8 +120,3 @@ def wait(run_dir: Path, request: Request, timeout_s: float) -> None:
             time.sleep(_POLL_S)
     finally:
         withdraw(run_dir)
-
-
-def _check(run_dir: Path, facts: Mapping[str, Any]) -> None:
-    if "problem" in facts:
-        raise RunError(f"{run_dir} could not be profiled: {facts['problem']}")

@@ -4,17 +4,21 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
 
+from tunesmith.core.errors import NativeUnavailableError
+from tunesmith.core.trace import Watcher
+from tunesmith.profiling.sampler.api import Sampler as GILSampler
+from tunesmith.profiling.sampler.api import has_lock
 from tunesmith.runs.environment import rss_gb
 
 STACK_PERIOD_S = 0.005
 COUNTER_PERIOD_S = 0.02
-GIL_ASKS = 5
-"""Asks for the GIL that make one value of its counter."""
+COUNTS_PER_GIL = 5
+"""Readings of the other counters for one of the GIL, which is asked for every 20 ms."""
 
 _OWN_CODE = str(Path(__file__).parent)
 _TASKS = Path("/proc/self/task")
@@ -38,37 +42,33 @@ class Samples:
     threads: dict[int, str] = field(default_factory=dict)
 
 
-class Sampler:
-    """Samples the thread that makes it, and the process, from `start` to `stop`.
+class Sampler(Watcher):
+    """Samples the thread that makes it, and the process, until `stop`."""
 
-    `read_gil`, if given, returns (asks for the GIL that found it taken, all asks) since its last call.
-    """
-
-    def __init__(self, read_gil: Callable[[], tuple[int, int]] | None = None) -> None:
+    def __init__(self) -> None:
         self.samples = Samples()
         self._main = threading.get_ident()
-        self._read_gil = read_gil
-        self._num_blocked = self._num_asks = 0
+        self._gil = _open_gil()
+        self._num_counts = 0
         self._index: dict[tuple[CodeType, ...], int] = {}
         self._used_ns: dict[int, tuple[int, int]] = {}
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="profile-sampler", daemon=True)
-
-    def start(self) -> None:
-        """Begin to look."""
         self._thread.start()
 
     def stop(self) -> None:
         """End the thread and name the functions of the stacks that it saw."""
         self._ended.set()
         self._thread.join()
+        if self._gil is not None:
+            self._gil.stop()
         self.samples.stacks = [
             [_name(code) for code in reversed(codes) if not code.co_filename.startswith(_OWN_CODE)]
             for codes in self._index
         ]
 
     def gauge(self, name: str, value: float) -> None:
-        """Record a value of the counter `name`; a `core.trace.Follower`."""
+        """Record a value of the counter `name`."""
         self.samples.counters.setdefault(name, []).append((time.time_ns(), value))
 
     def _run(self) -> None:
@@ -87,8 +87,9 @@ class Sampler:
 
     def _count(self) -> None:
         self.gauge("resident memory (GB)", rss_gb())
-        if self._read_gil is not None:
-            self._count_gil(*self._read_gil())
+        self._num_counts += 1
+        if self._gil is not None and self._num_counts % COUNTS_PER_GIL == 0 and (asks := self._gil.take().get("")):
+            self.gauge("GIL busy", asks.num_blocked / asks.num_asks)
         names = {thread.native_id: thread.name for thread in threading.enumerate() if thread.native_id}
         for thread_id, now_ns, used_ns in _thread_times():
             last_ns, last_used_ns = self._used_ns.get(thread_id, (now_ns, used_ns))
@@ -99,12 +100,13 @@ class Sampler:
                 if thread_id not in self.samples.threads:
                     self.samples.threads[thread_id] = names.get(thread_id) or _kernel_name(thread_id)
 
-    def _count_gil(self, num_blocked: int, num_asks: int) -> None:
-        self._num_blocked += num_blocked
-        self._num_asks += num_asks
-        if self._num_asks >= GIL_ASKS:
-            self.gauge("GIL busy", self._num_blocked / self._num_asks)
-            self._num_blocked = self._num_asks = 0
+
+def _open_gil() -> GILSampler | None:
+    """A native thread that asks for the GIL; None where there is no GIL or no compiler."""
+    try:
+        return GILSampler() if has_lock() else None
+    except NativeUnavailableError:
+        return None
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:

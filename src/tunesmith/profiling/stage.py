@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tunesmith.core.trace import Watcher
 from tunesmith.profiling.processes import start_of
 
 STAGE_FILE = "stage.bin"
@@ -39,8 +40,8 @@ class _Thread:
     version: int = 0
 
 
-class Stage:
-    """Writes the record of this process; a `core.trace.Watcher`. The thread that makes it is the one that trains.
+class Stage(Watcher):
+    """Writes the record of this process. The thread that makes it is the one that trains.
 
     `last_ns` is the monotonic time at which a stage last began or ended, in any thread. `signal` is the number of the
     signal at which the process writes its stacks, 0 if there is none; `alive_every_s` is how often `alive` is called.

@@ -63,9 +63,12 @@ def _begin(stack: ExitStack, folder: Path, after_s: float, find: Callable[[Findi
     stack.callback(record.close)
     stack.enter_context(watching(record))
     if after_s > 0:
-        watchdog = _Watchdog(record, folder, after_s, interval_s, find, stacks)
-        watchdog.start()
-        stack.callback(watchdog.end)
+        ended = threading.Event()
+        given = (record, folder, after_s, interval_s, find, stacks, ended)
+        thread = threading.Thread(target=_watch, args=given, name="tunesmith-watchdog", daemon=True)
+        thread.start()
+        for end in (faulthandler.cancel_dump_traceback_later, thread.join, ended.set):  # called in reverse
+            stack.callback(end)
     return record
 
 
@@ -77,67 +80,45 @@ def _close(stacks: IO[str], file: Path) -> None:
             file.unlink()
 
 
-class _Watchdog:
-    """The thread that looks after a hang.
+def _watch(
+    record: Stage,
+    folder: Path,
+    after_s: float,
+    interval_s: float,
+    find: Callable[[Finding], None],
+    stacks: IO[str],
+    ended: threading.Event,
+) -> None:
+    """Look after a hang until `ended`.
 
     A hang is reported once. Afterwards it takes twice as long until the next one is, so that a stage that always takes
     longer than `after_s` is reported a few times in the whole run.
     """
+    allowed_s, limit_s, reported_ns, is_over = after_s + interval_s, after_s, 0, False
+    begin_s = time.monotonic()
+    while not is_over:
+        faulthandler.dump_traceback_later(allowed_s, file=stacks)
+        record.alive()
+        is_over = ended.wait(interval_s)
+        now_s, last_ns = time.monotonic(), record.last_ns
+        pass_s, begin_s = now_s - begin_s, now_s
+        if pass_s > allowed_s:
+            past = f"no thread of Python ran for {pass_s:.0f} s: C code held the interpreter's lock, or the process "
+            _report(folder, find, f"{past}was stopped; {STACKS_FILE} has the stacks of that time")
+        elif not is_over and last_ns != reported_ns and now_s - last_ns / 1e9 > limit_s:
+            # The lock can be held while the report is made, too. Its own time is not counted.
+            faulthandler.dump_traceback_later(allowed_s + ANSWER_S, file=stacks)
+            _report(folder, find)
+            begin_s += min(ANSWER_S, time.monotonic() - now_s)
+            reported_ns, limit_s = last_ns, 2 * limit_s
 
-    def __init__(
-        self,
-        record: Stage,
-        folder: Path,
-        after_s: float,
-        interval_s: float,
-        find: Callable[[Finding], None],
-        stacks: IO[str],
-    ) -> None:
-        self._record, self._folder = record, folder
-        self._after_s, self._interval_s = after_s, interval_s
-        self._find, self._stacks = find, stacks
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="tunesmith-watchdog", daemon=True)
 
-    def start(self) -> None:
-        """Begin to watch."""
-        self._thread.start()
-
-    def end(self) -> None:
-        """End the thread and its timer."""
-        self._ended.set()
-        self._thread.join()
-        faulthandler.cancel_dump_traceback_later()
-
-    def _run(self) -> None:
-        allowed_s = self._after_s + self._interval_s
-        limit_s, reported_ns, is_over = self._after_s, 0, False
-        begin_s = time.monotonic()
-        while not is_over:
-            faulthandler.dump_traceback_later(allowed_s, file=self._stacks)
-            self._record.alive()
-            is_over = self._ended.wait(self._interval_s)
-            now_s, last_ns = time.monotonic(), self._record.last_ns
-            pass_s, begin_s = now_s - begin_s, now_s
-            if pass_s > allowed_s:
-                self._report(
-                    f"no thread of Python ran for {pass_s:.0f} s: C code held the interpreter's lock, or the "
-                    f"process was stopped; {STACKS_FILE} has the stacks of that time"
-                )
-            elif not is_over and last_ns != reported_ns and now_s - last_ns / 1e9 > limit_s:
-                # The lock can be held while the report is made, too. Its own time is not counted.
-                faulthandler.dump_traceback_later(allowed_s + ANSWER_S, file=self._stacks)
-                self._report()
-                begin_s += min(ANSWER_S, time.monotonic() - now_s)
-                reported_ns, limit_s = last_ns, 2 * limit_s
-
-    def _report(self, past: str = "") -> None:
-        """Report a hang that lasts, or one that is over and is described by `past`."""
-        try:
-            found = report(self._folder, is_hung=not past)
-            with (self._folder / HANG_FILE).open("a", encoding="utf-8") as file:
-                file.write("\n".join([time.strftime("%Y-%m-%d %H:%M:%S"), past, *found.lines(), "\n"]))
-            message = past or f"{found.summary}; more is in {HANG_FILE}"
-            self._find(Finding(found.step, "hang", "warning", message))
-        except (OSError, TunesmithError) as error:
-            _log.warning("a hang could not be reported: %s", error)
+def _report(folder: Path, find: Callable[[Finding], None], past: str = "") -> None:
+    """Report a hang that lasts, or one that is over and is described by `past`."""
+    try:
+        found = report(folder, is_hung=not past)
+        with (folder / HANG_FILE).open("a", encoding="utf-8") as file:
+            file.write("\n".join([time.strftime("%Y-%m-%d %H:%M:%S"), past, *found.lines(), "\n"]))
+        find(Finding(found.step, "hang", "warning", past or f"{found.summary}; more is in {HANG_FILE}"))
+    except (OSError, TunesmithError) as error:
+        _log.warning("a hang could not be reported: %s", error)

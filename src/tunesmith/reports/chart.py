@@ -50,6 +50,15 @@ def dark_of_light() -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of texts below the names of their columns."""
+
+    caption: str
+    columns: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+
+
+@dataclass(frozen=True, slots=True)
 class Chart:
     """A figure with everything a page needs to show it to anyone.
 

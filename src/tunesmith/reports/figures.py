@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from tunesmith.reports.chart import LIGHT, STAGES, Chart, label, layout, scatter
@@ -60,35 +61,21 @@ def downsample(line: Series, limit: int = MAX_POINTS) -> Series:
     count = len(line.values)
     if count <= limit:
         return line
-    num_buckets = (limit - 2) // 2
-    kept = [0]
-    for bucket in range(num_buckets):
-        start, stop = (1 + (count - 2) * edge // num_buckets for edge in (bucket, bucket + 1))
-        kept.extend(_extremes(line.values, start, stop))
-    kept.append(count - 1)
-    return Series(line.key, tuple(line.steps[i] for i in kept), tuple(line.values[i] for i in kept))
-
-
-def _extremes(values: Sequence[float | None], start: int, stop: int) -> list[int]:
-    finite = [(value, index) for index, value in enumerate(values[start:stop], start) if value is not None]
-    if not finite:
-        return [start]
-    return sorted({min(finite)[1], max(finite)[1]})
+    size, kept = -(-2 * count // (limit - 2)), {0, count - 1}
+    for start in range(0, count, size):
+        bucket = enumerate(line.values[start : start + size], start)
+        finite = [(value, place) for place, value in bucket if value is not None]
+        kept |= {min(finite)[1], max(finite)[1]} if finite else {start}
+    places = sorted(kept)
+    return Series(line.key, tuple(line.steps[i] for i in places), tuple(line.values[i] for i in places))
 
 
 def bucket_means(line: Series, limit: int) -> Series:
     """At most `limit` points, each the mean of a bucket: for stacked areas, whose lines must share their steps."""
-    count = len(line.values)
-    if count <= limit:
-        return line
-    steps: list[float] = []
-    means: list[float | None] = []
-    for bucket in range(limit):
-        start, stop = count * bucket // limit, count * (bucket + 1) // limit
-        finite = [value for value in line.values[start:stop] if value is not None]
-        steps.append(line.steps[start])
-        means.append(sum(finite) / len(finite) if finite else None)
-    return Series(line.key, tuple(steps), tuple(means))
+    size = -(-len(line.values) // limit)
+    buckets = (line.values[start : start + size] for start in range(0, len(line.values), size))
+    finite = ([value for value in bucket if value is not None] for bucket in buckets)
+    return Series(line.key, line.steps[::size], tuple(fmean(values) if values else None for values in finite))
 
 
 def evenly(items: Sequence[Any], limit: int) -> list[Any]:

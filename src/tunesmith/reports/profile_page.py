@@ -1,10 +1,11 @@
-"""The pages of a profile and of two profiles, in the style of the other reports."""
+"""The tables and pages of a profile and of two profiles, in the style of the other reports."""
 
 from pathlib import Path
 
 from tunesmith.core.errors import RunError
 from tunesmith.profiling import chrome, flame
 from tunesmith.profiling.profile import STACKS, Comparison, Profile
+from tunesmith.reports.chart import Table
 from tunesmith.reports.html import write_page
 from tunesmith.reports.profile_figures import compared_cells, comparison_bars, flame_graph, milliseconds, timeline
 from tunesmith.reports.text import UNKNOWN, duration, percent
@@ -19,6 +20,54 @@ _MAX_OPERATORS = 80
 _MAX_FUNCTIONS = 40
 
 
+def profile_tables(profile: Profile) -> dict[str, Table]:
+    """The tables of a profile: stages, operators, functions, gaps, threads and counters."""
+    launches = ["launches"] if any(row["launches"] for row in profile.stages) else []  # of a GPU
+    stages = [
+        (
+            row["stage"],
+            milliseconds(row["total_s"]),
+            percent(row["total_s"] / profile.step_s) if row["is_main"] else "beside",
+            *(milliseconds(row[name]) for name in ("self_s", "operator_s", "gap_s")),
+            *(f"{row[name]:.0f}" for name in ("calls", "dispatches", *launches)),
+        )
+        for row in profile.stages
+    ]
+    operators = [
+        (
+            row["operator"],
+            row["stage"],
+            milliseconds(row["self_s"]),
+            f"{row['self_s'] / profile.step_s:.1%}",
+            milliseconds(row["total_s"]),
+            f"{row['calls']:.0f}",
+            f"{1e6 * row['self_s'] / row['calls']:.1f}",
+            *(f"{row[name]:.0f}" for name in launches),
+        )
+        for row in profile.operators[:_MAX_OPERATORS]
+    ]
+    gaps = [
+        (milliseconds(row["duration_s"]), row["stage"], milliseconds(row["start_s"]), row["function"] or UNKNOWN)
+        for row in profile.gaps
+    ]
+    functions = [(name, f"{own:.1%}", f"{all_:.1%}") for name, own, all_ in profile.functions[:_MAX_FUNCTIONS]]
+    counters = [(name, f"{row['mean']:.3g}", f"{row['max']:.3g}") for name, row in profile.counters.items()]
+    busiest = sorted(profile.threads.items(), key=lambda item: -item[1]["mean"])
+    threads = [(name, f"{row['mean']:.1%}", f"{row['max']:.1%}") for name, row in busiest]
+    stage_columns = ("stage", "time", "share", "alone", "in operators", "in gaps", "times", "calls", *launches)
+    operator_columns = ("operator", "stage", "own time", "of the step", "with inner ones", "calls", "µs a call")
+    gap_columns = ("lasts", "in the stage", "begins at", "Python is mostly in")
+    function_columns = ("function of Python", "itself", "with those it calls")
+    return {
+        "stages": Table("operators.json: stages", stage_columns, stages),
+        "operators": Table("operators.json: operators", (*operator_columns, *launches), operators),
+        "gaps": Table("operators.json: gaps", gap_columns, gaps),
+        "functions": Table("Functions of the main thread", function_columns, functions),
+        "counters": Table("Counters", ("counter", "mean", "largest"), counters),
+        "threads": Table("Threads", ("thread", "mean use of a processor", "largest"), threads),
+    }
+
+
 def write_profile_page(profile: Profile) -> Path:
     """Write `profile.html` beside the profile's other files, and return its path.
 
@@ -30,19 +79,7 @@ def write_profile_page(profile: Profile) -> Path:
         counts = flame.parse((profile.folder / STACKS).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RunError(f"the files in {profile.folder} cannot be read ({error}); record the profile again") from error
-    num_samples = sum(counts.values())
-    drawn = [timeline(trace), flame_graph(flame.nodes(counts, _LEAST_SHARE), num_samples)]
-    launches = ["launches"] if any(row["launches"] for row in profile.stages) else []  # of a GPU
-    stage_rows = [
-        (
-            row["stage"],
-            milliseconds(row["total_s"]),
-            percent(row["total_s"] / profile.step_s) if row["is_main"] else "beside",
-            *(milliseconds(row[name]) for name in ("self_s", "operator_s", "gap_s")),
-            *(f"{row[name]:.0f}" for name in ("calls", "dispatches", *launches)),
-        )
-        for row in profile.stages
-    ]
+    drawn = [timeline(trace), flame_graph(flame.nodes(counts, _LEAST_SHARE), sum(counts.values()))]
     return write_page(
         profile.folder / PAGE,
         "profile.html",
@@ -52,32 +89,7 @@ def write_profile_page(profile: Profile) -> Path:
         tiles=_tiles(profile),
         timeline=drawn[0],
         flame=drawn[1],
-        launches=launches,
-        stages=stage_rows,
-        operators=[
-            (
-                row["operator"],
-                row["stage"],
-                milliseconds(row["self_s"]),
-                f"{row['self_s'] / profile.step_s:.1%}",
-                milliseconds(row["total_s"]),
-                f"{row['calls']:.0f}",
-                f"{1e6 * row['self_s'] / row['calls']:.1f}",
-                *(f"{row[name]:.0f}" for name in launches),
-            )
-            for row in profile.operators[:_MAX_OPERATORS]
-        ],
-        num_operators=len(profile.operators),
-        gaps=[
-            (milliseconds(row["duration_s"]), row["stage"], milliseconds(row["start_s"]), row["function"] or UNKNOWN)
-            for row in profile.gaps
-        ],
-        functions=[(name, f"{own:.1%}", f"{all_:.1%}") for name, own, all_ in profile.functions[:_MAX_FUNCTIONS]],
-        counters=[(name, f"{row['mean']:.3g}", f"{row['max']:.3g}") for name, row in profile.counters.items()],
-        threads=[
-            (name, f"{row['mean']:.1%}", f"{row['max']:.1%}")
-            for name, row in sorted(profile.threads.items(), key=lambda item: -item[1]["mean"])
-        ],
+        tables=profile_tables(profile),
     )
 
 
@@ -102,24 +114,26 @@ def _tiles(profile: Profile) -> tuple[Tile, ...]:
     return tuple(tiles)
 
 
+def comparison_tables(found: Comparison) -> dict[str, Table]:
+    """The tables of two profiles: the step with its stages, and operators."""
+    stages = [compared_cells(row) for row in (found.step, *found.stages)]
+    operators = [compared_cells(row) for row in found.operators[:_MAX_OPERATORS]]
+    return {
+        "stages": Table("Time in a step", ("stage", "A", "B", "A / B"), stages),
+        "operators": Table("Operators", ("operator", "A", "B", "A / B"), operators),
+    }
+
+
 def write_profile_comparison(path: Path, found: Comparison) -> Path:
     """Write the page of two profiles to `path`, and return it.
 
     Raises:
         RunError: if it cannot be written.
     """
-    bars = comparison_bars(found)
+    bars, tables = comparison_bars(found), comparison_tables(found)
     try:
         return write_page(
-            path,
-            "profile_comparison.html",
-            [bars],
-            title="Two profiles",
-            found=found,
-            ratio=UNKNOWN if found.step.ratio is None else f"{found.step.ratio:.2f}",
-            bars=bars,
-            stages=list(map(compared_cells, (found.step, *found.stages))),
-            operators=list(map(compared_cells, found.operators[:_MAX_OPERATORS])),
+            path, "profile_comparison.html", [bars], title="Two profiles", found=found, bars=bars, tables=tables
         )
     except OSError as error:
         raise RunError(f"{path} cannot be written ({error.strerror or error}); give another file by --html") from error

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
 
 from tunesmith.batch.rollout import Group
 from tunesmith.core.trace import Trace, include, span, trace
@@ -101,9 +100,7 @@ class Ahead:
     def __enter__(self) -> "Ahead":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._is_closed = True
         for calls in self._calls:
             for future in calls.futures.values():

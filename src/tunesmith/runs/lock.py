@@ -13,7 +13,6 @@ import os
 import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 
 from filelock import FileLock, Timeout
 
@@ -99,9 +98,7 @@ class RunLock:
         self.acquire()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def _write_holder(self) -> None:

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
@@ -214,7 +214,7 @@ def _forget_peak() -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-class Worker:
+class Worker(AbstractContextManager["Worker"]):
     """A `Side` in a process of its own; `call` is a call of one of its methods.
 
     Raises:
@@ -232,9 +232,6 @@ class Worker:
     def call(self, method: str, *arguments: object) -> Any:
         """The answer of the side."""
         self._connection.send((method, arguments))
-        return self._answer()
-
-    def _answer(self) -> Any:
         try:
             answer = self._connection.recv()
         except EOFError as error:
@@ -246,13 +243,7 @@ class Worker:
             raise answer
         return answer
 
-    def __enter__(self) -> "Worker":
-        return self
-
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
         """End the process; it may be ended already."""
         self._connection.close()  # which ends the loop of the process
         self._process.join(_CLOSE_S)
