@@ -1,5 +1,6 @@
-"""Tiny models on disk, and TRL's own trainers as the oracle of ours."""
+"""Tiny models on disk, and TRL's own trainers as the oracle of ours; the helper modules here can be imported."""
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from tunesmith.models.tiny import tiny_model
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")

@@ -9,5 +9,17 @@ contract.check()
 
 from tunesmith.integrations.trl.apply import accelerate  # noqa: E402  (TRL is checked first)
 from tunesmith.integrations.trl.policy import GRPOTrainer, Options, RLOOTrainer  # noqa: E402
+from tunesmith.integrations.trl.preference import DPOTrainer, KTOTrainer  # noqa: E402
+from tunesmith.integrations.trl.reward import RewardTrainer  # noqa: E402
+from tunesmith.integrations.trl.sft import SFTTrainer  # noqa: E402
 
-__all__ = ["GRPOTrainer", "Options", "RLOOTrainer", "accelerate"]
+__all__ = [
+    "DPOTrainer",
+    "GRPOTrainer",
+    "KTOTrainer",
+    "Options",
+    "RLOOTrainer",
+    "RewardTrainer",
+    "SFTTrainer",
+    "accelerate",
+]

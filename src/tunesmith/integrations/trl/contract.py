@@ -25,6 +25,8 @@ _POLICY = {
     "_generate": "self, prompts",
 }
 
+_LOSS = "self, model, inputs, return_outputs=False, num_items_in_batch=None"
+
 _1_16 = {
     "trainer.utils.FusedCausalLMOutput": (
         "loss=None, log_probs=None, entropy=None, log_sum_sq_probs=None, mean_logits=None, is_top1=None, "
@@ -33,6 +35,12 @@ _1_16 = {
     "trainer.utils.add_fused_lm_head": ("model, temperature=1.0, cast_lm_head_to_fp32=False, outputs=('log_probs',)"),
     **{f"GRPOTrainer.{name}": parameters for name, parameters in _POLICY.items()},
     **{f"RLOOTrainer.{name}": parameters for name, parameters in _POLICY.items()},
+    "DPOTrainer._compute_loss": "self, model, inputs, return_outputs",
+    "DPOTrainer.compute_ref_log_probs": "self, model, inputs",
+    "KTOTrainer._compute_loss": "self, model, inputs, return_outputs",
+    "KTOTrainer.compute_ref_log_probs": "self, model, inputs",
+    "SFTTrainer.compute_loss": _LOSS,
+    "RewardTrainer.compute_loss": _LOSS,
     "GRPOTrainer._generate_single_turn": (
         "self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False"
     ),

@@ -25,6 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 from trl.trainer.utils import FusedCausalLMOutput
 
 from tunesmith.core.log import Once, get_logger
+from tunesmith.integrations.trl.optimizer import FusedOptimizer
 from tunesmith.kernels.logprob.head import head_logp_entropy, head_scores
 from tunesmith.kernels.native import Kernels
 from tunesmith.models.architecture import UnsupportedArchitecture
@@ -36,7 +37,10 @@ from tunesmith.models.logprob import trunk_states
 _NUM_KNOWN = 4
 """Descriptions kept: the policy with and without its adapters, the reference, and one more."""
 
-_IGNORED = {"use_cache", "return_dict", "num_items_in_batch"}
+_IGNORED = {
+    *("use_cache", "return_dict", "num_items_in_batch"),
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),  # which repeat position_ids
+}
 """Arguments of a call that do not change the log-probs."""
 
 
@@ -53,7 +57,7 @@ class LiveModels:
 
         Under autocast weights of several dtypes are one. The reason for None is logged once.
         """
-        reason = _objection(model)
+        reason = objection(model)
         found = reason or self._described(unwrapped(model))
         if isinstance(found, str):
             self.say("log-probs", found)
@@ -90,7 +94,7 @@ def unwrapped(model: Any) -> PreTrainedModel:
             return model
 
 
-def _objection(model: nn.Module) -> str:
+def objection(model: nn.Module) -> str:
     """What only the model's own forward pass would do; empty if nothing."""
     module = unwrapped(model)
     if not isinstance(module, PreTrainedModel):
@@ -315,8 +319,8 @@ else:
     _Trainer = object
 
 
-class PackedTrainer(_Trainer):
-    """Mixin before a TRL trainer, which keeps everything but the computation of log-probs.
+class PackedTrainer(FusedOptimizer, _Trainer):
+    """Mixin before a TRL trainer, which keeps everything but the computation of log-probs and the optimizer.
 
     A mixin with options of its own takes them in `start`, which also runs for a trainer that existed before.
     """

@@ -1,0 +1,40 @@
+"""Losses of DPO, KTO and SFT from packed log-probs.
+
+Every loss and metric of these trainers is made from what the model returns for `fused_lm_head=True`: log-probs of the
+labels, and entropy, mean logit and top-1 hits of the same positions. So only that call is answered by us.
+"""
+
+from typing import Any
+
+from tunesmith.integrations.trl.model import LiveModels, PackedTrainer, unwrapped
+
+
+class PackedLosses(PackedTrainer):
+    """Mixin before a TRL trainer of preferences or demonstrations; `needs_mean_logits` if it logs mean logits."""
+
+    needs_mean_logits = False
+
+    def start(self) -> None:
+        """See `PackedTrainer.start`; a second call changes nothing."""
+        if "live_models" in vars(self):
+            return
+        reason = self._unknown_output()
+        if reason:
+            self.live_models = LiveModels()
+            self.live_models.say("log-probs", reason)
+        else:
+            super().start()
+
+    def compute_ref_log_probs(self, model: Any, inputs: dict[str, Any]) -> Any:
+        """TRL's log-probs of the reference, for `precompute_ref_log_probs`: within TRL's constructor."""
+        self.start()
+        return super().compute_ref_log_probs(model, inputs)
+
+    def _unknown_output(self) -> str:
+        """What the trainer asks of its policy that the packed pass does not compute; empty if nothing."""
+        if getattr(self, "use_weighting", False):
+            return "use_weighting needs the sum of the squared probabilities of each token"
+        config = unwrapped(self.model).config.get_text_config()
+        if self.needs_mean_logits and getattr(config, "final_logit_softcapping", None) is not None:
+            return "its metrics need the mean of capped logits, and so all of them"
+        return ""
