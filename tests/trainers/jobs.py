@@ -135,7 +135,7 @@ def outcome(run_dir: Path) -> Mapping[str, object]:
 
 def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tunesmith.trainers.resume"])
+    context.set_forkserver_preload(["tunesmith.trainers.resume", "tunesmith.web.server"])  # as in server_parts.py
     return context
 
 

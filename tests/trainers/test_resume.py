@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,11 @@ VISITS = {"evaluate": 2, "accuracy": 2, "log/samples": 3, "log/findings": 1, "ch
 
 KILLED = -9
 
+OF_SESSION = ("sft", "ppo")
+"""Trainers to test what the session does for all of them in the same way."""
+
+Copies = Callable[[str, Path], Path]
+
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Mapping[str, object]]:
@@ -52,11 +58,26 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], M
     return outcome_of
 
 
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Copies:
+    """A copy, below a folder, of the run of a trainer that was killed in step 7; it is trained once."""
+    known: dict[str, Path] = {}
+
+    def copy_of(trainer: str, folder: Path) -> Path:
+        if trainer not in known:
+            parent = tmp_path_factory.mktemp(f"{trainer}-killed")
+            assert forked(train, trainer, parent, fault="log/metrics:kill:7") == KILLED
+            known[trainer] = the_run(parent)
+        return shutil.copytree(known[trainer], folder / known[trainer].name)
+
+    return copy_of
+
+
 @pytest.mark.parametrize(
     ("trainer", "place"),
     [
         *((trainer, place) for trainer in TRAINERS for place in SPANS[trainer]),
-        *((trainer, place) for trainer in ("sft", "ppo") for place in PLACES),  # the session's, the same for all
+        *((trainer, place) for trainer in OF_SESSION for place in PLACES),
     ],
 )
 def test_killed_at_any_place_and_resumed_a_run_ends_the_same(
@@ -71,19 +92,18 @@ def test_killed_at_any_place_and_resumed_a_run_ends_the_same(
     assert not list((run_dir / "checkpoints").glob("tmp-*"))
 
 
-@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("trainer", OF_SESSION)
 def test_a_resume_that_is_killed_is_resumed(
-    trainer: str, tmp_path: Path, uninterrupted: Callable[[str], Mapping[str, object]]
+    trainer: str, tmp_path: Path, interrupted: Copies, uninterrupted: Callable[[str], Mapping[str, object]]
 ) -> None:
-    assert forked(train, trainer, tmp_path, fault="log/metrics:kill:7") == KILLED
-    run_dir = the_run(tmp_path)
+    run_dir = interrupted(trainer, tmp_path)
     for place in ("log/resumes", "checkpoint/tensors"):
         assert forked(go_on, run_dir, fault=f"{place}:kill:1") == KILLED
     assert forked(go_on, run_dir) == 0
     assert outcome(run_dir) == uninterrupted(trainer)
 
 
-@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("trainer", OF_SESSION)
 def test_killed_before_the_first_checkpoint_a_run_begins_again(
     trainer: str, tmp_path: Path, uninterrupted: Callable[[str], Mapping[str, object]]
 ) -> None:
@@ -109,7 +129,7 @@ def test_masters_of_16_bit_weights_are_restored_too(trainer: str, dtype: str, tm
     assert outcome(the_run(killed)) == outcome(the_run(whole))
 
 
-@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("trainer", OF_SESSION)
 @pytest.mark.parametrize(("action", "code"), [("term", 143), ("interrupt", 130)])
 def test_a_signal_saves_and_leaves(
     trainer: str, action: str, code: int, tmp_path: Path, uninterrupted: Callable[[str], Mapping[str, object]]
@@ -121,7 +141,7 @@ def test_a_signal_saves_and_leaves(
     assert outcome(run_dir) == uninterrupted(trainer)
 
 
-@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("trainer", OF_SESSION)
 def test_a_second_signal_leaves_at_once(
     trainer: str, tmp_path: Path, uninterrupted: Callable[[str], Mapping[str, object]]
 ) -> None:
@@ -132,12 +152,11 @@ def test_a_second_signal_leaves_at_once(
     assert outcome(run_dir) == uninterrupted(trainer)
 
 
-@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("trainer", OF_SESSION)
 def test_a_damaged_checkpoint_is_passed_over_with_its_reason(
-    trainer: str, tmp_path: Path, uninterrupted: Callable[[str], Mapping[str, object]]
+    trainer: str, tmp_path: Path, interrupted: Copies, uninterrupted: Callable[[str], Mapping[str, object]]
 ) -> None:
-    assert forked(train, trainer, tmp_path, fault="log/metrics:kill:7") == KILLED
-    run_dir = the_run(tmp_path)
+    run_dir = interrupted(trainer, tmp_path)
     newest = max((run_dir / "checkpoints").glob("step-*"))
     assert newest.name == "step-000006"
     damaged = newest / "optimizer.safetensors"
@@ -151,18 +170,16 @@ def test_a_damaged_checkpoint_is_passed_over_with_its_reason(
 
 
 def test_a_torn_last_line_of_the_metrics_is_cut_off(
-    tmp_path: Path, uninterrupted: Callable[[str], Mapping[str, object]]
+    tmp_path: Path, interrupted: Copies, uninterrupted: Callable[[str], Mapping[str, object]]
 ) -> None:
-    assert forked(train, "grpo", tmp_path, fault="log/metrics:kill:7") == KILLED
-    metrics = the_run(tmp_path) / "metrics.jsonl"
+    metrics = interrupted("grpo", tmp_path) / "metrics.jsonl"
     metrics.write_text(metrics.read_text() + '{"step": 7, "rew')
     assert forked(go_on, metrics.parent) == 0
     assert outcome(metrics.parent) == uninterrupted("grpo")
 
 
-def test_with_damaged_checkpoints_alone_nothing_is_touched(tmp_path: Path) -> None:
-    assert forked(train, "grpo", tmp_path, fault="log/metrics:kill:7") == KILLED
-    run_dir = the_run(tmp_path)
+def test_with_damaged_checkpoints_alone_nothing_is_touched(tmp_path: Path, interrupted: Copies) -> None:
+    run_dir = interrupted("grpo", tmp_path)
     for manifest in run_dir.glob("checkpoints/*/manifest.json"):
         manifest.write_text(manifest.read_text().replace('"version": 1', '"version": 2'))
     before = (run_dir / "metrics.jsonl").read_text()
@@ -172,17 +189,15 @@ def test_with_damaged_checkpoints_alone_nothing_is_touched(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}"])
-def test_a_damaged_environment_file_is_named(content: str, tmp_path: Path) -> None:
-    assert forked(train, "ppo", tmp_path, fault="log/metrics:kill:3") == KILLED
-    run_dir = the_run(tmp_path)
+def test_a_damaged_environment_file_is_named(content: str, tmp_path: Path, interrupted: Copies) -> None:
+    run_dir = interrupted("ppo", tmp_path)
     (run_dir / "environment.json").write_text(content)
     with pytest.raises(RunError, match=r"environment\.json cannot be read"):
         go_on(run_dir)
 
 
-def test_metrics_that_lost_lines_are_refused(tmp_path: Path) -> None:
-    assert forked(train, "grpo", tmp_path, fault="log/metrics:kill:7") == KILLED
-    run_dir = the_run(tmp_path)
+def test_metrics_that_lost_lines_are_refused(tmp_path: Path, interrupted: Copies) -> None:
+    run_dir = interrupted("grpo", tmp_path)
     os.truncate(run_dir / "metrics.jsonl", 10)
     with pytest.raises(RunError, match=r"metrics\.jsonl has 10 bytes"):
         go_on(run_dir)
@@ -204,30 +219,27 @@ def test_more_steps_can_be_asked_of_a_run_that_has_ended(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "key", ["run.seed", "model.seed", "rollout.temperature", "ppo.kl.coef", "ppo.micro_batch_size"]
 )
-def test_what_may_not_change_is_refused_with_the_difference(key: str, tmp_path: Path) -> None:
-    assert forked(train, "ppo", tmp_path, fault="log/metrics:kill:5") == KILLED
-    run_dir = the_run(tmp_path)
+def test_what_may_not_change_is_refused_with_the_difference(key: str, tmp_path: Path, interrupted: Copies) -> None:
+    run_dir = interrupted("ppo", tmp_path)
     before = {path.name for path in run_dir.iterdir()} - {"lock.json"}  # of the process that was killed
     with pytest.raises(RunError, match=rf"{key}: .* -> 7"):
         go_on(run_dir, **{key: 7})
     assert {path.name for path in run_dir.iterdir()} == before
 
 
-def test_the_learning_rate_may_change_and_the_change_is_noted(tmp_path: Path) -> None:
-    assert forked(train, "ppo", tmp_path, fault="log/metrics:kill:5") == KILLED
-    run_dir = the_run(tmp_path)
+def test_the_learning_rate_may_change_and_the_change_is_noted(tmp_path: Path, interrupted: Copies) -> None:
+    run_dir = interrupted("ppo", tmp_path)
     go_on(run_dir, **{"optimizer.learning_rate": 5e-4})
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [row["lr"] for row in rows] == [1e-3] * 4 + [5e-4] * 6
+    assert [row["lr"] for row in rows] == [1e-3] * 6 + [5e-4] * 4
     (note,) = [json.loads(line) for line in (run_dir / "resumes.jsonl").read_text().splitlines()]
     assert note["changes"] == {"optimizer.learning_rate": [1e-3, 5e-4]}
 
 
-def test_other_data_is_refused(tmp_path: Path) -> None:
+def test_other_data_is_refused(tmp_path: Path, interrupted: Copies) -> None:
     from tunesmith.trainers.resume import Inputs, resume
 
-    assert forked(train, "ppo", tmp_path, fault="log/metrics:kill:5") == KILLED
-    run_dir = the_run(tmp_path)
+    run_dir = interrupted("ppo", tmp_path)
     with pytest.raises(RunError, match=r"the prompts .* changed since its checkpoint"):
         resume(run_dir, inputs=Inputs(prompts=["Another"], rewards=[jobs.noisy]), progress=False)
     with pytest.raises(RunError, match="was given its prompts as Python objects"):
