@@ -10,8 +10,9 @@ import math
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,8 @@ from tunesmith.profiling.meter import metering
 from tunesmith.runs.environment import usable_cores
 from tunesmith.runs.folder import read_jsonl
 from tunesmith.trainers import setup
-from tunesmith.trainers.api import Inputs
-from tunesmith.trainers.computing import Rates, rates_of
+from tunesmith.trainers.api import Inputs, Metrics
+from tunesmith.trainers.computing import rates_of
 from tunesmith.trainers.run import ALGORITHMS, take_step, task_of
 from tunesmith.trainers.run import run as train
 from tunesmith.trainers.session import Job, Session, open_session
@@ -81,7 +82,7 @@ def inputs(algorithm: str) -> Inputs:
 class Steps:
     """Steps of a GRPO run, taken and recorded by the loop of every training."""
 
-    def __init__(self, task: Any, learner: Any, session: Session, rates: Rates) -> None:
+    def __init__(self, task: Any, learner: Any, session: Session, rates: Callable[..., Metrics]) -> None:
         self._task, self._learner, self._session, self._rates = task, learner, session, rates
         self._index = 0
 
@@ -101,7 +102,7 @@ def overhead(options: Namespace, folder: Path, num_tokens: int, say: Say) -> dic
     cfg = recipe("grpo", options.model, folder, num_tokens, _MANY_STEPS, options.threads)
     device = setup.prepare(cfg)
     task = task_of(cfg, inputs("grpo"), device)
-    learner, rates = task.build(), rates_of(cfg, task.estimate(), device)
+    learner, rates = task.build(), partial(rates_of, cfg, task.estimate(), device)
     job = Job(learner, task.num_steps, {})
     cfg = cfg.model_copy(update={"run": cfg.run.model_copy(update={"measure": False})})
     with open_session(cfg, job, provenance=None, show_progress=False, data=task.data.facts) as session:

@@ -275,10 +275,17 @@ def trained(folder: Path, **settings: object) -> Path:
     return train.grpo(model="tiny:llama", prompts=prompts, reward=low_ids, steps=4, progress=False, **given).run_dir
 
 
-def test_the_stages_are_the_time_between_steps_with_logging_checkpoints_and_evaluation(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def timed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+    """A run in float32, and the seconds that it took."""
     start_s = time.perf_counter()
-    rows: list[dict[str, Any]] = read_jsonl(trained(tmp_path) / "metrics.jsonl")  # type: ignore[assignment]
-    elapsed_s = time.perf_counter() - start_s
+    run_dir = trained(tmp_path_factory.mktemp("timed"), **{"model.dtype": "float32"})
+    return run_dir, time.perf_counter() - start_s
+
+
+def test_stages_are_the_time_between_steps_with_logging_checkpoints_and_evaluation(timed: tuple[Path, float]) -> None:
+    run_dir, elapsed_s = timed
+    rows: list[dict[str, Any]] = read_jsonl(run_dir / "metrics.jsonl")  # type: ignore[assignment]
     for row in rows:
         stages = {name: value for name, value in row.items() if name.startswith("time/") and name.count("/") == 1}
         step_s = stages.pop("time/step_s")
@@ -290,8 +297,8 @@ def test_the_stages_are_the_time_between_steps_with_logging_checkpoints_and_eval
     assert sum(row["time/step_s"] for row in rows) < elapsed_s
 
 
-def test_measuring_changes_nothing_but_what_is_measured(tmp_path: Path) -> None:
-    first, second = trained(tmp_path), trained(tmp_path, **{"run.measure": False})
+def test_measuring_changes_nothing_but_what_is_measured(timed: tuple[Path, float], tmp_path: Path) -> None:
+    first, second = timed[0], trained(tmp_path, **{"model.dtype": "float32", "run.measure": False})
     rows, plain = read_jsonl(first / "metrics.jsonl"), read_jsonl(second / "metrics.jsonl")
     assert (first / "final" / "model.safetensors").read_bytes() == (second / "final" / "model.safetensors").read_bytes()
     assert [unmeasured(row) for row in rows] == [unmeasured(row) for row in plain]
@@ -311,8 +318,8 @@ KEYS = {
 }
 
 
-def test_the_record_of_how_a_run_computes_has_its_keys(tmp_path: Path) -> None:
-    facts = json.loads((trained(tmp_path, **{"model.dtype": "float32"}) / "setup.json").read_text())
+def test_the_record_of_how_a_run_computes_has_its_keys(timed: tuple[Path, float]) -> None:
+    facts = json.loads((timed[0] / "setup.json").read_text())
     assert set(facts) == KEYS
     assert (facts["engine"], facts["engine_reason"], facts["forward"]) == ("native", "", "decoder")
     assert (facts["device"], facts["dtype"], facts["engine_exact"] in (True, False)) == ("cpu", "float32", True)
@@ -342,8 +349,8 @@ def test_a_preference_run_has_no_engine(tmp_path: Path) -> None:
     assert os.path.exists(result.run_dir / "metrics.jsonl")
 
 
-def test_the_rates_are_of_the_positions_that_were_computed(tmp_path: Path) -> None:
-    run_dir = trained(tmp_path)
+def test_the_rates_are_of_the_positions_that_were_computed(timed: tuple[Path, float]) -> None:
+    run_dir, _ = timed
     facts = json.loads((run_dir / "setup.json").read_text())
     rows: list[dict[str, Any]] = read_jsonl(run_dir / "metrics.jsonl")  # type: ignore[assignment]
     for row in rows:

@@ -2,14 +2,13 @@
 
 import gzip
 import json
-import os
-import subprocess
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import jobs
 import pytest
 
 from tunesmith.cli.main import main
@@ -159,19 +158,19 @@ def test_only_the_files_of_the_profile_stay(run_dir: Path):
     assert names == {"trace.json.gz", "operators.json", "stacks.txt", "profile.html"}
 
 
-def wait_for(path: Path, training: subprocess.Popen) -> None:
+def wait_for(path: Path, training: BaseProcess) -> None:
     end_s = time.monotonic() + 120
     while not path.exists():
-        assert training.poll() is None, "the training has ended"
+        assert training.is_alive(), "the training has ended"
         assert time.monotonic() < end_s
         time.sleep(0.05)
 
 
 @pytest.fixture
-def running(tmp_path: Path) -> Iterator[tuple[subprocess.Popen, Path]]:
+def running(tmp_path: Path) -> Iterator[tuple[BaseProcess, Path]]:
     """A training in a process of its own that has done a step, and its folder."""
-    words = [sys.executable, "-m", "tunesmith", "train", *training(tmp_path / "runs", "--steps", "100000")]
-    process = subprocess.Popen([*words, "--run.checkpoint-every", "0"], env={**os.environ, "OMP_NUM_THREADS": "1"})
+    words = ["train", *training(tmp_path / "runs", "--steps", "100000"), "--run.checkpoint-every", "0"]
+    process = jobs.start(main, words)
     try:
         wait_for(tmp_path / "runs", process)
         (path,) = (tmp_path / "runs").iterdir()
@@ -179,10 +178,10 @@ def running(tmp_path: Path) -> Iterator[tuple[subprocess.Popen, Path]]:
         yield process, path
     finally:
         process.terminate()
-        process.wait(timeout=60)
+        process.join(timeout=60)
 
 
-def test_a_running_training_is_profiled_and_goes_on(running: tuple[subprocess.Popen, Path], capsys: Capture):
+def test_a_running_training_is_profiled_and_goes_on(running: tuple[BaseProcess, Path], capsys: Capture):
     process, path = running
     assert main(["profile", "--attach", path.name[-4:], "--dir", str(path.parent), "--steps", "1", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -193,7 +192,7 @@ def test_a_running_training_is_profiled_and_goes_on(running: tuple[subprocess.Po
     num_done = len((path / "metrics.jsonl").read_text().splitlines())
     end_s = time.monotonic() + 60
     while len((path / "metrics.jsonl").read_text().splitlines()) <= num_done:
-        assert process.poll() is None and time.monotonic() < end_s
+        assert process.is_alive() and time.monotonic() < end_s
         time.sleep(0.05)
     assert not list(path.glob("*request*"))
 

@@ -9,7 +9,7 @@ from tunesmith.core.errors import MissingDependencyError, RunError
 from tunesmith.runs.environment import cpu_flags, environment, peak_rss_gb, rss_gb, usable_cores
 from tunesmith.runs.folder import RunFolder, read_jsonl
 from tunesmith.runs.progress import format_rate, progress
-from tunesmith.runs.trackers import check_trackers, open_trackers
+from tunesmith.runs.trackers import check_trackers, tracking
 
 
 def test_a_new_folder_holds_recipe_provenance_and_environment(tmp_path: Path) -> None:
@@ -42,9 +42,8 @@ def test_a_folder_that_cannot_be_made_is_an_input_error(tmp_path: Path) -> None:
 
 
 def test_tensorboard_receives_the_metrics(tmp_path: Path) -> None:
-    (tracker,) = open_trackers(["tensorboard"], tmp_path, {"algorithm": "ppo"})
-    tracker.log(1, {"reward": 0.5})
-    tracker.close()
+    with tracking("tensorboard", tmp_path, {"algorithm": "ppo"}) as track:
+        track(1, {"reward": 0.5})
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(tmp_path / "tensorboard"))

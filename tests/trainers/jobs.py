@@ -102,7 +102,7 @@ def go_on(run_dir: Path, **overrides: Any) -> Path:
 
 def start(target: Any, *arguments: Any, fault: str = "") -> BaseProcess:
     """`target(*arguments)` in a forked process, with a fault planned."""
-    process = _context().Process(target=_run, args=(target, arguments, fault), daemon=True)
+    process = context().Process(target=_run, args=(target, arguments, fault), daemon=True)
     process.start()
     return process
 
@@ -133,10 +133,11 @@ def outcome(run_dir: Path) -> Mapping[str, object]:
     }
 
 
-def _context() -> Any:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tunesmith.trainers.resume", "tunesmith.web.server"])  # as in server_parts.py
-    return context
+def context() -> Any:
+    """Processes that are forked from one that has torch and the trainers loaded."""
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload(["tunesmith.trainers.resume", "tunesmith.web.server"])  # as in server_parts.py
+    return found
 
 
 def _run(target: Any, arguments: Sequence[Any], fault: str) -> None:

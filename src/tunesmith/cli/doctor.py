@@ -192,8 +192,10 @@ def _bf16_units() -> list[str]:
 def _memory() -> Iterator[Finding]:
     import psutil
 
+    from tunesmith.profiling.cgroup import memory_bytes
+
     memory = psutil.virtual_memory()
-    limit_gb = min(memory.total, _container_limit_bytes() or memory.total) / 1e9
+    limit_gb = min(memory.total, memory_bytes() or memory.total) / 1e9
     free_gb = min(memory.available / 1e9, limit_gb)
     yield _enough("memory", f"{free_gb:.1f} of {limit_gb:.1f} GB free", free_gb, _DEMO_MEMORY_GB)
 
@@ -220,15 +222,6 @@ def _current_folder() -> Iterator[Finding]:
 def _enough(name: str, value: str, amount_gb: float, needed_gb: float) -> Finding:
     is_enough = amount_gb >= needed_gb
     return Finding(name, value, "ok" if is_enough else "note", "" if is_enough else f"the demo needs {needed_gb:g} GB")
-
-
-def _container_limit_bytes() -> int | None:
-    """The memory limit of a container (cgroup 1 or 2), or None."""
-    for file in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
-        text = file.read_text().strip() if file.is_file() else ""
-        if text.isdigit():
-            return int(text)
-    return None
 
 
 def _compiler() -> list[Finding]:

@@ -6,7 +6,7 @@ On a GPU torch's profiler records launches, kernels and copies too; that has not
 import os
 import threading
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,8 @@ class StepProfiler:
     def __init__(self, run_dir: Path, num_steps: int = 0) -> None:
         self._run_dir = run_dir
         self._first = self._own = Request("", num_steps) if num_steps else None
-        self._recording: Recording | None = None
+        self._request = Request("", 0)
+        self._recording: Generator[None, bool | None, None] | None = None
         self.is_done = False
         """True once the profile that the run was started for is recorded."""
         with suppress(OSError):
@@ -47,105 +48,74 @@ class StepProfiler:
         The time of the beginning and of the end is that of the stage `profile` in the open trace.
         """
         if self._recording is not None:
-            with self._problems_told(self._recording.request):
-                if self._recording.next_step():
-                    self.is_done = self._recording.request == self._own
-                    self._recording = None
+            self._advance(self._recording, True)
             return
         request, self._first = self._first or requests.take(self._run_dir), None
         if request is not None:
-            with self._problems_told(request), span("profile"):
-                self._recording = Recording(self._run_dir, request, num_done)
+            self._request, self._recording = request, _recording(self._run_dir, request, num_done)
+            self._advance(self._recording, None)
 
     def close(self) -> None:
         """End a profile that is not complete, because the run ends."""
         if self._recording is not None:
-            with self._problems_told(self._recording.request):
-                self._recording.end()
-            self._recording = None
+            self._advance(self._recording, False)
 
-    @contextmanager
-    def _problems_told(self, request: Request) -> Generator[None, None, None]:
-        """Drop the recording if it fails in the block, and answer with the reason."""
+    def _advance(self, recording: Generator[None, bool | None, None], goes_on: bool | None) -> None:
+        """Take the recording to the next step or to its end. If it fails, answer with the reason."""
         try:
-            yield
+            recording.send(goes_on)
+        except StopIteration:
+            self._recording = None
+            self.is_done = self._request == self._own
         except _FAILURES as error:
+            self._recording = None
             _log.warning("no profile: %s", error)
-            if self._recording is not None:
-                self._recording.drop()
-                self._recording = None
             with suppress(OSError):
-                requests.answer(self._run_dir, request, {"problem": str(error)})
+                requests.answer(self._run_dir, self._request, {"problem": str(error)})
 
 
-class Recording:
-    """A profile that is being recorded: one step to warm up, then `request.num_steps`; `num_done` are before them."""
+def _recording(run_dir: Path, request: Request, num_done: int) -> Generator[None, bool | None, None]:
+    """Record a profile: one step to warm up, then `request.num_steps`; `num_done` are before them.
 
-    def __init__(self, run_dir: Path, request: Request, num_done: int) -> None:
-        self.request = request
-        self._run_dir = run_dir
-        self._next = num_done + 1
-        self._step: record_function | None = None
-        self._steps: list[str] = []
-        folder = run_dir / requests.FOLDER
-        folder.mkdir(exist_ok=True)
-        self._raw = folder / RAW_TRACE
-        self._stack = ExitStack()
-        self._profiler = torch.profiler.profile(
+    Yields before each step, and is sent False if the run ends there. The steps that are recorded are written as the
+    answer to the request.
+    """
+    raw, steps = run_dir / requests.FOLDER / RAW_TRACE, list[str]()
+    with span("profile"):
+        raw.parent.mkdir(exist_ok=True)
+        profiler = torch.profiler.profile(
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])],
             experimental_config=_ExperimentalConfig(profile_all_threads=True),
         )
-        self._profiler.prepare_trace()
-
-    def next_step(self) -> bool:
-        """Begin the next step; True if all are recorded and written."""
-        if self._step is None:
-            self._next += 1
-            self._start()
-        else:
-            self._step.__exit__(None, None, None)
-            self._steps.append(f"step {self._next}")
-            self._next += 1
-        if len(self._steps) == self.request.num_steps:
-            self.end()
-            return True
-        self._step = record_function(f"{STEP_MARK}step {self._next}")
-        self._step.__enter__()
-        return False
-
-    def _start(self) -> None:
-        """Begin to record. The step that warmed up has called the kernels."""
-        self._profiler.start_trace()
-        self._sampler = Sampler()
-        self._stack.callback(self._sampler.stop)
-        self._stack.enter_context(native.wrapped(_Kernel))
-        self._stack.enter_context(watching(_Marks()))
-        self._stack.enter_context(watching(self._sampler))
-
-    def drop(self) -> None:
-        """Stop looking, and leave what is recorded."""
-        self._stack.close()
-
-    def end(self) -> None:
-        """Write the steps that are recorded, as the answer to the request."""
-        if self._step is None:
-            self._start()  # torch's profiler stops only what has begun
-        self._stack.close()
-        with span("profile"):
-            self._profiler.stop_trace()
-            if not self._steps:
-                raise OSError("the run ended before a step was recorded")
-            self._profiler.export_chrome_trace(str(self._raw))
-            facts = {
-                "run": self._run_dir.resolve().name,
-                "process": os.getpid(),
-                "main_thread": threading.main_thread().native_id,
-                "steps": self._steps,
-                "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-                "num_threads": torch.get_num_threads(),
-                **asdict(self._sampler.samples),
-            }
-            requests.answer(self._run_dir, self.request, facts)
+        profiler.prepare_trace()
+    goes_on = yield
+    profiler.start_trace()  # the step that warmed up has called the kernels; what never began cannot be stopped
+    with ExitStack() as stack:
+        sampler = Sampler()
+        stack.callback(sampler.stop)
+        stack.enter_context(native.wrapped(_Kernel))
+        stack.enter_context(watching(_Marks()))
+        stack.enter_context(watching(sampler))
+        while goes_on and len(steps) < request.num_steps:
+            name = f"step {num_done + 2 + len(steps)}"
+            with record_function(STEP_MARK + name):
+                goes_on = yield
+            steps += [name] if goes_on else []  # the last one is not whole where the run ends
+    with span("profile"):
+        profiler.stop_trace()
+        if not steps:
+            raise OSError("the run ended before a step was recorded")
+        profiler.export_chrome_trace(str(raw))
+        facts = {
+            "run": run_dir.resolve().name,
+            "process": os.getpid(),
+            "main_thread": threading.main_thread().native_id,
+            "steps": steps,
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            "num_threads": torch.get_num_threads(),
+            **asdict(sampler.samples),
+        }
+        requests.answer(run_dir, request, facts)
 
 
 class _Marks(Watcher):

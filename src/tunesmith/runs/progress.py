@@ -14,53 +14,35 @@ _PLAIN_INTERVAL_S = 10.0
 
 
 class Reporter:
-    """Receives the progress of some work; this base class shows nothing."""
+    """Shows the progress of `total` items of work called `label`: by `bar`, without one by lines, or not at all."""
+
+    def __init__(self, label: str, total: int, bar: Progress | None = None, *, enabled: bool = True) -> None:
+        self._label, self._total, self._enabled = label, total, enabled
+        self._start_s = self._last_s = time.monotonic()
+        self._start_done = 0
+        self._facts = ""
+        self._bar = bar
+        self._task = None if bar is None else bar.add_task(label, total=total, facts="", rate="")
 
     def begin(self, done: int) -> None:
         """The work begins now, with `done` items finished before: rates count from here."""
+        self._start_s, self._start_done = time.monotonic(), done
+        if self._bar is not None and self._task is not None:
+            self._bar.reset(self._task, completed=done)
 
     def update(self, done: int, facts: Mapping[str, float] | None = None) -> None:
         """`done` items are finished; `facts` are figures to show, by name."""
-
-
-class _Bar(Reporter):
-    def __init__(self, progress: Progress, label: str, total: int) -> None:
-        self._progress = progress
-        self._task = progress.add_task(label, total=total, facts="", rate="")
-        self._start_s, self._start_done = time.monotonic(), 0
-
-    def begin(self, done: int) -> None:
-        self._start_s, self._start_done = time.monotonic(), done
-        self._progress.reset(self._task, completed=done)
-
-    def update(self, done: int, facts: Mapping[str, float] | None = None) -> None:
-        rate = format_rate(done - self._start_done, time.monotonic() - self._start_s)
-        if facts is None:
-            self._progress.update(self._task, completed=done, rate=rate)
-        else:
-            self._progress.update(self._task, completed=done, rate=rate, facts=format_facts(facts))
-
-
-class _Lines(Reporter):
-    def __init__(self, label: str, total: int) -> None:
-        self._label, self._total = label, total
-        self._start_s = self._last_s = time.monotonic()
-        self._start_done = 0
-
-    def begin(self, done: int) -> None:
-        self._start_s, self._start_done = time.monotonic(), done
-
-    def update(self, done: int, facts: Mapping[str, float] | None = None) -> None:
         now_s = time.monotonic()
-        if now_s - self._last_s < _PLAIN_INTERVAL_S and done < self._total:
-            return
-        self._last_s = now_s
-        elapsed_s = now_s - self._start_s
-        num_new = done - self._start_done
-        eta_s = elapsed_s / num_new * (self._total - done) if num_new else 0.0
-        text = f"{self._label} {done}/{self._total}, {elapsed_s:.0f} s, {format_rate(num_new, elapsed_s)}, "
-        text += f"{eta_s:.0f} s left"
-        sys.stderr.write(f"{text}  {format_facts(facts or {})}".rstrip() + "\n")
+        elapsed_s, num_new = now_s - self._start_s, done - self._start_done
+        rate = format_rate(num_new, elapsed_s)
+        self._facts = self._facts if facts is None else format_facts(facts)
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=done, rate=rate, facts=self._facts)
+        elif self._enabled and (now_s - self._last_s >= _PLAIN_INTERVAL_S or done >= self._total):
+            self._last_s = now_s
+            eta_s = elapsed_s / num_new * (self._total - done) if num_new else 0.0
+            text = f"{self._label} {done}/{self._total}, {elapsed_s:.0f} s, {rate}, {eta_s:.0f} s left"
+            sys.stderr.write(f"{text}  {self._facts}".rstrip() + "\n")
 
 
 def format_facts(facts: Mapping[str, float]) -> str:
@@ -78,10 +60,8 @@ def format_rate(done: int, elapsed_s: float) -> str:
 @contextmanager
 def progress(label: str, total: int, *, enabled: bool = True) -> Iterator[Reporter]:
     """A reporter for `total` items of work called `label`."""
-    if not enabled:
-        yield Reporter()
-    elif not sys.stderr.isatty():
-        yield _Lines(label, total)
+    if not enabled or not sys.stderr.isatty():
+        yield Reporter(label, total, enabled=enabled)
     else:
         columns = (
             TextColumn("{task.description}"),
@@ -94,4 +74,4 @@ def progress(label: str, total: int, *, enabled: bool = True) -> Iterator[Report
             TextColumn("{task.fields[facts]}"),
         )
         with Progress(*columns, console=Console(stderr=True)) as bar:
-            yield _Bar(bar, label, total)
+            yield Reporter(label, total, bar)

@@ -43,18 +43,6 @@ class StepResult:
     samples: Callable[[int], Sequence[Row]] = no_rows
 
 
-class Counter(Protocol):
-    """State that is neither a module nor the optimizer's, such as the controller of the KL coefficient."""
-
-    def state_dict(self) -> Mapping[str, float]:
-        """Numbers to store in a checkpoint."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restore what `state_dict` returned."""
-        ...
-
-
 class Learner(Protocol):
     """The models that an algorithm trains, its optimizer, and its step."""
 
@@ -66,7 +54,7 @@ class Learner(Protocol):
         ...
 
     @property
-    def counters(self) -> Mapping[str, Counter]:
+    def counters(self) -> Mapping[str, Controller]:
         """Further state of a checkpoint, by name."""
         ...
 
@@ -99,7 +87,7 @@ class PolicyParts:
         return {"policy": self.policy.module}
 
     @property
-    def counters(self) -> Mapping[str, Counter]:
+    def counters(self) -> Mapping[str, Controller]:
         """Nothing."""
         return {}
 
@@ -114,7 +102,7 @@ class PolicyWithKL(PolicyParts):
     kl: Controller
 
     @property
-    def counters(self) -> Mapping[str, Counter]:
+    def counters(self) -> Mapping[str, Controller]:
         """The controller of the KL coefficient."""
         return {"kl": self.kl}
 

@@ -2,7 +2,6 @@
 and the rates of its steps.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -112,34 +111,23 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """Constants for the rates of a step: samples of a row, the model's size, the machine's peak rate."""
+def rates_of(
+    cfg: Recipe, estimate: Estimate, device: torch.device, num_rows: int, num_tokens: float | None, times: Trace
+) -> Metrics:
+    """Samples, tokens and floating-point operations per second of a step, and the share of the machine's peak.
 
-    samples_per_row: int
-    estimate: Estimate
-    peak_flop_per_s: float
-
-    def of(self, num_rows: int, num_tokens: float | None, times: Trace) -> Metrics:
-        """Samples, tokens and floating-point operations per second of a step, and the share of the peak.
-
-        All models are taken to be as large as the one that is trained.
-        """
-        metrics = {"samples_per_s": num_rows * self.samples_per_row / times.wall_s}
-        if num_tokens is not None:
-            metrics["tokens_per_s"] = num_tokens / times.wall_s
-        trained, others = _total(times, "micro_batch_tokens"), _total(times, "computed_tokens")
-        drawn = _total(times, "prefill_tokens") + (num_tokens or 0.0) if "rollout" in times.seconds else 0.0
-        if trained + others:
-            metrics["flop_per_s"] = self.estimate.flop(trained + others + drawn, trained) / times.wall_s
-            metrics["mfu"] = metrics["flop_per_s"] / self.peak_flop_per_s
-        return metrics
-
-
-def rates_of(cfg: Recipe, estimate: Estimate, device: torch.device) -> Rates:
-    """The rates of a run; its peak is measured now."""
+    All models are taken to be as large as the one that is trained.
+    """
     samples_per_row = cfg.rollout.completions_per_prompt if isinstance(cfg, SamplingRecipe) else 1
-    return Rates(samples_per_row, estimate, matmul_flop_per_s(estimate.dtype, device))
+    metrics = {"samples_per_s": num_rows * samples_per_row / times.wall_s}
+    if num_tokens is not None:
+        metrics["tokens_per_s"] = num_tokens / times.wall_s
+    trained, others = _total(times, "micro_batch_tokens"), _total(times, "computed_tokens")
+    drawn = _total(times, "prefill_tokens") + (num_tokens or 0.0) if "rollout" in times.seconds else 0.0
+    if trained + others:
+        metrics["flop_per_s"] = estimate.flop(trained + others + drawn, trained) / times.wall_s
+        metrics["mfu"] = metrics["flop_per_s"] / matmul_flop_per_s(estimate.dtype, device)
+    return metrics
 
 
 def _total(times: Trace, name: str) -> float:

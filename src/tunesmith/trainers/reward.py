@@ -12,6 +12,7 @@ from typing import cast
 import torch
 from torch import nn
 
+from tunesmith.algorithms.kl import Controller
 from tunesmith.algorithms.preference_loss import PreferenceStats, RankingStats, bradley_terry, plackett_luce
 from tunesmith.algorithms.sums import merged, sum_over_ranks
 from tunesmith.batch.pack import chunks
@@ -32,7 +33,7 @@ from tunesmith.models.load import new_reward_model
 from tunesmith.models.loaded import context_length, freeze_lower_layers, keep_lower_layers
 from tunesmith.models.optimizer import MasterAdamW
 from tunesmith.trainers import setup
-from tunesmith.trainers.api import Counter, Inputs, Metrics, StepResult
+from tunesmith.trainers.api import Inputs, Metrics, StepResult
 from tunesmith.trainers.estimate import Estimate, training_estimate
 from tunesmith.trainers.metrics import update_metrics
 from tunesmith.trainers.restart import fingerprint_of_rows, fingerprint_of_tensors
@@ -50,7 +51,7 @@ class Reward:
     model: RewardModel
     optimizer: MasterAdamW
     as_rankings: bool = False
-    counters: Mapping[str, Counter] = field(default_factory=dict[str, Counter])
+    counters: Mapping[str, Controller] = field(default_factory=dict[str, Controller])
     uploader: Uploader | None = field(init=False)
 
     def __post_init__(self) -> None:

@@ -20,7 +20,7 @@ from tunesmith.models.export import ModelCard
 from tunesmith.trainers import setup
 from tunesmith.trainers.api import Inputs, Learner, Metrics
 from tunesmith.trainers.best_of_n import BestOfN
-from tunesmith.trainers.computing import Rates, computing, rates_of
+from tunesmith.trainers.computing import computing, rates_of
 from tunesmith.trainers.distill import DistillTask
 from tunesmith.trainers.dpo import DPOTask
 from tunesmith.trainers.estimate import Estimate, announce
@@ -141,8 +141,8 @@ def run(
         resume=resume,
         from_python=inputs.given,
     ) as session:
+        rates = partial(rates_of, cfg, estimate, device)
         with session.working():
-            rates = rates_of(cfg, estimate, device)
             session.folder.write_json("setup.json", computing(cfg, learner, estimate))
         measure(task, learner, session, "before")
         for index in session.steps():
@@ -160,13 +160,13 @@ def run(
         return session.finish({**figures, "algorithm": cfg.algorithm})
 
 
-def take_step(task: Task, learner: Learner, session: Session, rates: Rates, index: int) -> None:
+def take_step(task: Task, learner: Learner, session: Session, rates: Callable[..., Metrics], index: int) -> None:
     """Take step `index` (from 0), evaluate where that is due, and record it."""
     with session.working() as times:
         batch = batch_of(task, index)
         result = learner.step(batch, index)
         evaluation = task.evaluate(learner) if session.is_due(index, session.cfg.run.eval_every) else {}
-    per_s = rates.of(len(batch), result.metrics.get("num_tokens"), times)
+    per_s = rates(len(batch), result.metrics.get("num_tokens"), times)
     metrics = {**result.metrics, **evaluation, **times.metrics(), **per_s}
     session.end_step(index + 1, replace(result, metrics=metrics), task.shown)
 

@@ -27,7 +27,7 @@ from tunesmith.runs.environment import peak_rss_gb, rss_gb
 from tunesmith.runs.folder import RunFolder
 from tunesmith.runs.lock import RunLock
 from tunesmith.runs.progress import Reporter, progress
-from tunesmith.runs.trackers import Tracker, check_trackers, open_trackers
+from tunesmith.runs.trackers import Track, check_trackers, tracking
 from tunesmith.schema.records import Finding
 from tunesmith.trainers import restart
 from tunesmith.trainers.alarms import alarms
@@ -75,7 +75,7 @@ class Session:
         folder: RunFolder,
         job: "Job",
         stop: StopRequest,
-        trackers: Sequence[Tracker],
+        trackers: Sequence[Track],
         reporter: Reporter,
         shows_progress: bool,
         meter: Meter | None = None,
@@ -160,8 +160,8 @@ class Session:
         is_due = step == self._job.num_steps or (step - 1) % self.cfg.run.sample_every == 0
         if is_due and (rows := result.samples(step)):
             self.folder.append_samples(rows)
-        for tracker in self._trackers:
-            tracker.log(step, row)
+        for track in self._trackers:
+            track(step, row)
         if step % self.cfg.run.log_every == 0:
             self._reporter.update(step, {name.rsplit("/", 1)[-1]: row[name] for name in shown if name in row})
         if isinstance(self.cfg, SamplingRecipe):
@@ -336,9 +336,7 @@ def open_session(
             folder = RunFolder(resume)
         stack.enter_context(RunLock(folder.path))
         stop = stack.enter_context(stop_signals())
-        trackers = open_trackers(cfg.run.report_to, folder.path, recipe)
-        for tracker in trackers:
-            stack.callback(tracker.close)
+        trackers = [stack.enter_context(tracking(name, folder.path, recipe)) for name in cfg.run.report_to]
         reporter = stack.enter_context(progress(f"train {cfg.algorithm}", job.num_steps, enabled=show_progress))
         meter = stack.enter_context(metering()) if cfg.run.measure else None
         session = Session(cfg, folder, job, stop, trackers, reporter, show_progress, meter)
