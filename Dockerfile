@@ -25,9 +25,11 @@ ARG TORCH=cpu
 ARG TORCH_INDEX=https://download.pytorch.org/whl/${TORCH}
 ARG EXTRAS=smollm2,lora,data,trackers,web,trl
 WORKDIR /opt/tunesmith
-# The dependencies are a layer of their own, which a change of the code leaves as it is.
+# The dependencies are a layer of their own, which a change of the code leaves as it is. The package is installed where it will be,
+# and has to exist for that.
 COPY Makefile pyproject.toml constraints.txt README.md LICENSE ./
-RUN mkdir -p src/tunesmith && PIP_NO_CACHE_DIR=1 make .venv EXTRAS="${EXTRAS}" TORCH_INDEX="${TORCH_INDEX}"
+RUN mkdir -p src/tunesmith && touch src/tunesmith/__init__.py && \
+    PIP_NO_CACHE_DIR=1 make .venv EXTRAS="${EXTRAS}" TORCH_INDEX="${TORCH_INDEX}"
 COPY tools/container_health.py tools/
 COPY src src
 RUN .venv/bin/python -m compileall -q src

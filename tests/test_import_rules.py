@@ -21,8 +21,9 @@ LIGHT_MODULES = (
     "profiling.rules",
     "profiling.diagnosis",
     "profiling.hang",
+    "integrations.trl_check",
 )
-"""`tunesmith diagnose` works from the files, also where torch is not installed."""
+"""`tunesmith diagnose` and `trl-check` work from files, also where torch is not installed."""
 
 
 def modules_of(folder: str) -> list[str]:

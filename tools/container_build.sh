@@ -11,7 +11,9 @@ apt-get install -qq --yes --no-install-recommends buildah debootstrap >/dev/null
 
 work=$(mktemp -d /var/tmp/container.XXXXXX)
 trap 'rm -rf "$work"' EXIT
-image_tool=(buildah --root "$work/storage" --runroot "$work/run" --storage-driver vfs)
+# Without overlayfs, as in many containers, each layer is a whole copy.
+driver=$(grep -qw overlay /proc/filesystems && echo overlay || echo vfs)
+image_tool=(buildah --root "$work/storage" --runroot "$work/run" --storage-driver "$driver")
 base=localhost/debian:bookworm
 
 debootstrap --variant=minbase bookworm "$work/debian" >"$work/debootstrap.log" || { cat "$work/debootstrap.log"; exit 1; }

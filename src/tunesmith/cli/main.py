@@ -39,6 +39,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "recipes keys": ("recipes:keys", "List every key of a recipe, with its default."),
     "validate": ("recipes:validate", "Check recipes and list all that is wrong with them."),
     "ladder": ("ladder:ladder", "Measure a step at each level of optimisation, and what each technique is worth."),
+    "trl-check": ("trl_check:trl_check", "Say what of a script for TRL becomes faster by another import."),
     "doctor": ("doctor:doctor", "Say what this machine has and what is missing."),
 }
 """Command -> (`module:function` in this folder, called with the words after the name; one line of help)."""

@@ -16,6 +16,7 @@ from trl.trainer import grpo_trainer, rloo_trainer
 from tunesmith.batch.rollout import Completion, SamplingParams
 from tunesmith.core.seeds import derive
 from tunesmith.integrations.trl.model import PackedTrainer, Twin, drops_in_adapters, evaluating, unwrapped
+from tunesmith.integrations.trl_support import GENERATION
 from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.loaded import context_length
 from tunesmith.rollout.engine import Engine
@@ -26,9 +27,6 @@ _SAMPLING = ("max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k"
 """Arguments of generation that the engine has under the same name."""
 
 _LOGPS = "_get_per_token_logps_and_entropies"
-
-_NO_EFFECT = {"pad_token_id", "bos_token_id", "cache_implementation", "use_cache", "num_beams", "do_sample"}
-"""Arguments of generation that do not change what the engine draws; `do_sample` and `num_beams` are checked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +145,7 @@ class FastPolicy(PackedTrainer):
     def _sampling(self) -> SamplingParams | str:
         """The settings of TRL's generation, or why the engine does not have them."""
         given: Mapping[str, Any] = {name: value for name, value in self.generation_kwargs.items() if value is not None}
-        unknown = given.keys() - {*_SAMPLING, *_NO_EFFECT, "eos_token_id", "stop_strings", "suppress_tokens"}
+        unknown = given.keys() - GENERATION
         if unknown or not given["do_sample"] or given.get("num_beams", 1) != 1:
             return f"generation_kwargs have {', '.join(sorted(unknown)) or 'greedy or beam search'}"
         stop_ids, stops = given.get("eos_token_id", ()), given.get("stop_strings", ())
