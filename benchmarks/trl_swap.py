@@ -92,20 +92,22 @@ class Steps(TRL):
 
 
 class History:
-    """A whole training; without draws, GRPO's completions are given."""
+    """Whole trainings; without draws, GRPO's completions are given."""
 
     def __init__(self, script: Script) -> None:
-        self._folder = tempfile.TemporaryDirectory()
-        self._trainer = script.trainer(self._folder.name)
-        if not script.draws:
-            self._trainer._generate_single_turn = MethodType(_given, self._trainer)
+        self._script = script
 
-    def train(self, saved: str | None = None) -> list[dict[str, float]]:
+    def train(self, seed: int, saved: str | None = None) -> list[dict[str, float]]:
         """What the trainer logged after each step."""
-        self._trainer.train()
-        if saved:
-            self._trainer.save_model(saved)
-        return [entry for entry in self._trainer.state.log_history if "loss" in entry]
+        script = replace(self._script, arguments={**self._script.arguments, "seed": seed, "logging_steps": 1})
+        with tempfile.TemporaryDirectory() as folder:
+            trainer = script.trainer(folder)
+            if not script.draws:
+                trainer._generate_single_turn = MethodType(_given, trainer)
+            trainer.train()
+            if saved:
+                trainer.save_model(saved)
+            return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
 def _given(trainer: Any, prompt_ids: Sequence[Sequence[int]], *_: Any, **__: Any) -> tuple[list[list[int]], None]:
@@ -193,9 +195,8 @@ def _ratio(script: Script, precision: str, options: Namespace, say: Say) -> dict
 
 def _losses(script: Script, options: Namespace, say: Say) -> dict[str, object]:
     """Losses and gradient norms of the first steps, and how far the first ones are apart."""
-    arguments = {"max_steps": _LOSS_STEPS, "logging_steps": 1, **PRECISIONS["float32"]}
-    given = replace(script, arguments=arguments, draws=False)
-    trl, ours = (_history(replace(given, module=module)) for module in ("trl", options.ours))
+    given = replace(script, arguments={"max_steps": _LOSS_STEPS, **PRECISIONS["float32"]}, draws=False)
+    trl, ours = (_histories(replace(given, module=module), _SEEDS[:1])[0] for module in ("trl", options.ours))
     figures: dict[str, Any] = {}
     for key in ("loss", "grad_norm"):
         figures |= {key: [entry[key] for entry in ours], f"trl_{key}": [entry[key] for entry in trl]}
@@ -209,26 +210,23 @@ def _curves(options: Namespace, say: Say) -> dict[str, object]:
     found: dict[str, object] = {}
     with exported("tiny:llama") as folder, tempfile.TemporaryDirectory() as reward_model:
         script = Script("reward", "trl", str(folder), rows_of("reward", 8), options.threads)
-        _history(replace(script, arguments={"max_steps": 60, "logging_steps": 1, "learning_rate": 3e-3}), reward_model)
+        with _process("History", replace(script, arguments={"max_steps": 60, "learning_rate": 3e-3})) as process:
+            process.call("train", 0, reward_model)
         for name, (figure, num_steps, learning_rate) in CURVES.items():
             arguments = {"max_steps": 4 if options.quick else num_steps, "learning_rate": learning_rate}
-            arguments |= {"logging_steps": 1, **PRECISIONS["float32"]}
+            arguments |= PRECISIONS["float32"]
             if name != "preference":
                 arguments["max_completion_length"] = 4 if name == "arithmetic" else 16
             if name == "sentiment":
                 arguments["reward_model"] = reward_model
             script = replace(script, name=name, rows=rows_of(name, 8), arguments=arguments)
             curves = {
-                side: [_curve(replace(script, module=module), figure, seed) for seed in _SEEDS]
-                for side, module in {"trl": "trl", "ours": options.ours}.items()
+                side: [[entry[figure] for entry in history] for history in _histories(one, _SEEDS)]
+                for side, one in {"trl": script, "ours": replace(script, module=options.ours)}.items()
             }
             found[name] = {"figure": figure, **agreement(curves["ours"], curves["trl"]), **curves}
             say(f"{name}: curves agree: {agreement(curves['ours'], curves['trl'])}")
     return found
-
-
-def _curve(script: Script, figure: str, seed: int) -> list[float]:
-    return [entry[figure] for entry in _history(replace(script, arguments={**script.arguments, "seed": seed}))]
 
 
 def agreement(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> dict[str, object]:
@@ -253,9 +251,9 @@ def _process(target: str, script: Script) -> Process:
     return Process(f"benchmarks.trl_swap:{target}", script, num_threads=script.num_threads)
 
 
-def _history(script: Script, saved: str | None = None) -> list[dict[str, float]]:
+def _histories(script: Script, seeds: Sequence[int]) -> list[list[dict[str, float]]]:
     with _process("History", script) as process:
-        return process.call("train", saved)
+        return [process.call("train", seed) for seed in seeds]
 
 
 def show(facts: Mapping[str, Any]) -> None:

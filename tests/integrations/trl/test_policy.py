@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -263,6 +264,17 @@ def test_a_rollout_func_gets_the_correction_too(build: Build):
     trainer, seen = build(GRPOTrainer, arguments=arguments, vllm_importance_sampling_mode="token_truncate")
     trainer.train()
     assert seen.logs[0]["sampling/sampling_logp_difference/mean"] > 0.1
+
+
+def test_a_trainer_without_its_constructor_refuses_what_trl_refuses():
+    trainer: Any = object.__new__(GRPOTrainer)  # as TRL's own tests make them
+    trainer.accelerator = SimpleNamespace(device=torch.device("cpu"))
+    trainer.args, trainer.model = SimpleNamespace(report_to=[]), SimpleNamespace(training=True)
+    trainer.use_vllm, trainer.tools = False, None
+    trainer.rollout_func = lambda *_: {"prompt_ids": [[1]], "completion_ids": [[2]]}
+    with pytest.raises(ValueError, match="rollout_func must return keys"):
+        trainer._generate(["a prompt"])
+    assert trainer.use_vllm is False
 
 
 def test_rows_of_a_prompt_go_into_one_micro_batch():

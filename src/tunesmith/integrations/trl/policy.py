@@ -72,7 +72,7 @@ class Drawn:
 class FastPolicy(PackedTrainer):
     """What GRPO and RLOO have in common."""
 
-    options: Options
+    options: Options = Options()
     _engine: Engine | None
     _live: LanguageModel | None
     _twin: Twin | None
@@ -85,7 +85,7 @@ class FastPolicy(PackedTrainer):
     def start(self, options: Options | None = None) -> None:
         """See `PackedTrainer.start`."""
         super().start()
-        self.options = options or getattr(self, "options", Options())
+        self.options = options or self.options
         self._engine = self._live = self._twin = self._drawn = None
         self._num_calls = (-1, 0)  # of `_draw`, at a step
 
@@ -252,7 +252,7 @@ class FastGRPO(FastPolicy):
         return self.options.corrects_importance
 
     def _generate(self, prompts: Any) -> Any:
-        with self._as_vllm(self.args.use_vllm):
+        with self._as_vllm(getattr(self.args, "use_vllm", self.use_vllm)):  # TRL's tests have arguments without it
             found = list(super()._generate(prompts))
         if found[4] is None and self._corrects:
             found[4] = unknown_logps(found[1])
