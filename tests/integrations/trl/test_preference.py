@@ -132,6 +132,7 @@ def test_reference_log_probs_computed_before_training(tmp_path: Path, monkeypatc
 def test_evaluation_and_training_log_what_trl_logs(tmp_path: Path) -> None:
     logs = []
     changes = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "max_steps": 2}
+    changes |= {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
     for trainer in both(lambda is_ours: dpo(is_ours, tmp_path, **changes)):
         trainer.train()
         logs.append([*trainer.state.log_history, trainer.evaluate(pairs(4))])

@@ -52,8 +52,10 @@ def test_loss_metrics_and_gradients_are_those_of_trl(
     ours, theirs = both(lambda is_ours: reward(is_ours, tmp_path, family, **changes))
     batch = first_batch(theirs)
     expected = step_of(theirs, batch)
+    forward = ours.model.forward
     refuse_trunk(monkeypatch, ours.model)
     assert_same(step_of(ours, batch), expected)
+    assert ours.model.forward == forward
 
 
 def test_lora_with_a_trained_score(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

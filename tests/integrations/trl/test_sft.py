@@ -43,10 +43,11 @@ def conversations(num_rows: int = 8) -> Dataset:
 
 
 def sft(is_ours: bool, folder: Path, rows: Dataset, template: str | None = None, **changes: Any) -> Any:
+    sizes = {name: changes.pop(name) for name in ("max_position_embeddings",) if name in changes}
     processing = tokenizer()
     processing.chat_template = template or processing.chat_template
     return (SFTTrainer if is_ours else trl.SFTTrainer)(
-        model(0),
+        model(0, **sizes),
         trl.SFTConfig(**arguments(folder, **changes)),
         train_dataset=rows,
         processing_class=processing,
@@ -92,6 +93,13 @@ def test_accumulated_training_logs_what_trl_logs(tmp_path: Path) -> None:
 def test_label_smoothing_is_computed_by_trl(tmp_path: Path) -> None:
     ours, theirs = both(lambda is_ours: sft(is_ours, tmp_path, completions(), label_smoothing_factor=0.1))
     assert_same(step_of(ours), step_of(theirs))
+
+
+def test_rows_longer_than_the_context_are_computed_by_trl(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ours, theirs = both(lambda is_ours: sft(is_ours, tmp_path, texts(), max_position_embeddings=24))
+    with caplog.at_level(logging.WARNING, "tunesmith"):
+        assert_same(step_of(ours), step_of(theirs))
+    assert "longer than the model's context of 24 tokens" in caplog.text
 
 
 def test_a_model_with_dropout_is_trained_by_trl(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

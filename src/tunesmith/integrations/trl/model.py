@@ -172,6 +172,8 @@ def _scores(
     found = labelled_tokens(ids_BS, labels_BS, mask_BS, positions_BS)
     if isinstance(found, str):
         return found
+    if reason := too_long(model.decoder, found.lengths_R):
+        return reason
     hidden_NH = trunk_states(module, model.decoder, found.ids_RL, found.lengths_R, found.row_N, found.position_N)
     layer, is_top_N = model.decoder.output, None
     if temperature == 1:
@@ -194,6 +196,12 @@ def _scores(
         is_top1=None if is_top_N is None else found.spread(is_top_N, ids_BS),
         label_mask=label_mask,
     )
+
+
+def too_long(decoder: Decoder, lengths_B: torch.Tensor) -> str:
+    """Why rows of these lengths cannot be packed; empty if they can. Rotary positions of transformers have no end."""
+    context = decoder.architecture.context_length
+    return f"a row is longer than the model's context of {context} tokens" if int(lengths_B.max()) > context else ""
 
 
 @dataclass(frozen=True, slots=True)

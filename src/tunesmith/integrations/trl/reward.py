@@ -4,9 +4,6 @@ Shape legend: B rows, S columns, H hidden, K labels.
 """
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from types import MethodType
 from typing import Any
 
 import torch
@@ -15,7 +12,7 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from trl.trainer import reward_trainer
 
 from tunesmith.config.sections import ModelSection
-from tunesmith.integrations.trl.model import LiveModels, PackedTrainer, objection, unwrapped
+from tunesmith.integrations.trl.model import LiveModels, PackedTrainer, objection, too_long, unwrapped
 from tunesmith.models.language_model import TrunkDecoder
 from tunesmith.models.logprob import length_mask, trunk_states
 
@@ -30,36 +27,35 @@ class FastReward(PackedTrainer):
     """
 
     def start(self) -> None:
-        """Install the packed forward pass in the classifier; a second call changes nothing."""
+        """Prepare for calls of the classifier; a second call changes nothing."""
         if "live_models" not in vars(self):
             self.live_models = LiveModels()
-            install_classifier(self.model, self.live_models, autocast=self.accelerator.autocast)
+            self._trunks = TrunkDecoder(ModelSection())
 
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's loss. Within it, the classifier inside of DDP and PEFT is computed packed, where that is known."""
+        if self.args.torch_compile:
+            self.live_models.say("rewards", "torch_compile is on")
+            return super().compute_loss(*args, **kwargs)
+        module: Any = unwrapped(self.model)
+        original, own = module.forward, vars(module).get("forward")
 
-class RewardTrainer(FastReward, reward_trainer.RewardTrainer):
-    """TRL's reward trainer, faster: the same arguments, losses and metrics."""
+        @functools.wraps(original)
+        def forward(*positional: Any, **inputs: Any) -> Any:
+            with self.accelerator.autocast():
+                found = _logits(self.model, self._trunks, inputs) if not positional else "it is called by position"
+            if isinstance(found, str):
+                self.live_models.say("rewards", found)
+                return original(*positional, **inputs)
+            return SequenceClassifierOutputWithPast(logits=found)  # type: ignore[arg-type]
 
-
-def install_classifier(
-    model: nn.Module, models: LiveModels, *, autocast: Callable[[], AbstractContextManager[Any]]
-) -> None:
-    """Answer calls of a sequence classifier by the packed trunk; those that it does not know are computed by TRL.
-
-    `autocast` is the accelerator's.
-    """
-    module, trunks = unwrapped(model), TrunkDecoder(ModelSection())
-    original = module.forward
-
-    @functools.wraps(getattr(original, "__func__", original))
-    def forward(self: Any, *args: Any, **inputs: Any) -> Any:
-        with autocast():
-            found = "it is called with positional arguments" if args else _logits(model, trunks, inputs)
-        if isinstance(found, str):
-            models.say("rewards", found)
-            return original(*args, **inputs)
-        return SequenceClassifierOutputWithPast(logits=found)  # type: ignore[arg-type]
-
-    module.forward = MethodType(forward, module)
+        module.forward = forward
+        try:
+            return super().compute_loss(*args, **kwargs)
+        finally:
+            del module.forward
+            if own is not None:
+                module.forward = own
 
 
 def _logits(model: nn.Module, trunks: TrunkDecoder, inputs: dict[str, Any]) -> torch.Tensor | str:
@@ -70,8 +66,7 @@ def _logits(model: nn.Module, trunks: TrunkDecoder, inputs: dict[str, Any]) -> t
     ids_BS, mask_BS = inputs.get("input_ids"), inputs.get("attention_mask")
     if unknown or ids_BS is None or mask_BS is None:
         return f"the model is called with {', '.join(unknown)}" if unknown else "a call has no ids or no mask"
-    reason = objection(model)
-    if reason:
+    if reason := objection(model):
         return reason
     module: Any = unwrapped(model)
     decoder, pad_id = trunks.get(module.base_model), module.config.get_text_config().pad_token_id
@@ -82,6 +77,8 @@ def _logits(model: nn.Module, trunks: TrunkDecoder, inputs: dict[str, Any]) -> t
     lengths_B = mask_BS.sum(1)
     if not torch.equal(mask_BS.bool(), length_mask(lengths_B, len(index_S))) or bool((last_B >= lengths_B).any()):
         return "its rows are not padded on the right"
+    if reason := too_long(decoder, last_B + 1):
+        return reason
     # Chosen and rejected, the halves of a batch, become neighbours.
     row_B = torch.arange(len(ids_BS), device=ids_BS.device)
     order_B = row_B if len(row_B) % 2 else row_B.view(2, -1).t().flatten()
@@ -89,3 +86,7 @@ def _logits(model: nn.Module, trunks: TrunkDecoder, inputs: dict[str, Any]) -> t
     logits_BK = module.score(hidden_BH)[order_B.argsort()]
     # Of a model under autocast, accelerate gives the outputs in float32.
     return logits_BK.float() if torch.is_autocast_enabled(ids_BS.device.type) else logits_BK
+
+
+class RewardTrainer(FastReward, reward_trainer.RewardTrainer):
+    """TRL's reward trainer, faster: the same arguments, losses and metrics."""
