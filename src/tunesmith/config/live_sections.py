@@ -39,6 +39,12 @@ class LiveRolloutSection(RolloutSection):
     """Completions of each prompt, in disjoint pairs of different ones."""
     max_new_tokens: PositiveInt = 24
 
+    @model_validator(mode="after")
+    def _check_backend(self) -> "LiveRolloutSection":
+        if self.backend == "vllm":
+            raise ValueError("backend is vllm, but the live loop draws from several models; set native or transformers")
+        return self
+
 
 class OnlineDPOSection(DPOSection):
     """DPO on votes about the policy's own completions (Guo et al. 2024, arXiv 2402.04792)."""

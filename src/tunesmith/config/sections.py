@@ -273,8 +273,17 @@ class ImportanceSection(Section):
 class RolloutSection(Section):
     """Sampling of completions during training."""
 
-    backend: Literal["native", "transformers"] = "native"
-    """Inference engine: Tunesmith's own, or `transformers.generate`."""
+    backend: Literal["native", "transformers", "vllm"] = "native"
+    """Inference engine: Tunesmith's own, `transformers.generate`, or vLLM: a server, or in this process."""
+    server_url: str | None = None
+    """A vLLM server, such as `http://localhost:8000`; null is vLLM in this process."""
+    server_timeout_s: Positive = 300.0
+    """A request to the server that takes longer is sent again; a server that is away for longer ends the run."""
+    server_folder: str | None = None
+    """Where weights are written for the server, which must see it under the same path; null is the system's temporary
+    folder."""
+    vllm_options: dict[str, str | int | float | bool] = Field(default_factory=dict)
+    """Keywords of `vllm.LLM`, for vLLM in this process: `{gpu_memory_utilization: 0.3}`."""
     prompts_per_step: PositiveInt = 16
     """Prompts of one training step."""
     completions_per_prompt: PositiveInt = 1
@@ -294,7 +303,7 @@ class RolloutSection(Section):
     repetition_penalty: Positive = 1.0
     """Above 1, tokens of the prompt and the completion become less likely; 1 is off."""
     num_slots: PositiveInt = 128
-    """Completions sampled at a time, by the native engine."""
+    """Completions sampled at a time by the native engine, or asked of a server."""
     kv_cache_mb: PositiveInt | None = None
     """Size of the native engine's KV cache; null is what all slots need at most, up to a quarter of the memory."""
     unload_during_update: bool = True
@@ -314,6 +323,16 @@ class RolloutSection(Section):
                 f"min_new_tokens is {self.min_new_tokens}, more than max_new_tokens, {self.max_new_tokens}; "
                 "lower the first"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_server(self) -> "RolloutSection":
+        if self.backend != "vllm" and (self.server_url is not None or self.vllm_options):
+            raise ValueError(
+                f"server_url and vllm_options are for vLLM, but backend is {self.backend}; set backend to vllm"
+            )
+        if self.server_url is not None and not self.server_url.startswith(("http://", "https://")):
+            raise ValueError(f"server_url is {self.server_url}; give one such as http://localhost:8000")
         return self
 
 

@@ -55,6 +55,15 @@ class TrainingError(TunesmithError):
     """Training cannot continue: too many non-finite steps in a row. The last good checkpoint is kept."""
 
 
+class ServerError(TunesmithError):
+    """A rollout server is away, or draws from other weights, for longer than the run may wait. Exit code 2.
+
+    The run saved a checkpoint.
+    """
+
+    exit_code = 2
+
+
 class StoppedError(TunesmithError):
     """A signal asked the run to stop; it saved a checkpoint first. The exit code is 128 plus the signal's number."""
 

@@ -93,6 +93,7 @@ class Offers:
         """Draw the base model's completions of all held-out prompts, once; they are the same at every start."""
         missing = [prompt for prompt in self.prompts.heldout if prompt.id not in self.base_groups]
         if missing:
+            assert self.cfg.rollout.backend != "vllm", "its section refuses it"
             engine = open_engine(self.reference, self.tokenizer, backend=self.cfg.rollout.backend)
             groups = engine.generate(missing, _BASE_COMPLETIONS, self.sampling("base answers"))
             self.base_groups |= {group.prompt.id: group for group in groups}

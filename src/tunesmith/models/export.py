@@ -1,5 +1,6 @@
 """The exported model folder of a run; `from_pretrained` loads it without Tunesmith."""
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,6 +72,14 @@ def save_final(
     return folder
 
 
+def save_weights(model: PreTrainedModel, folder: Path) -> None:
+    """Write weights and configuration of `model` to `folder`, with adapters merged into the weights."""
+    if has_adapters(model):
+        model = copy.deepcopy(model)
+        merge(model)
+    _save_model(model, None, folder)
+
+
 def load_value_head(folder: Path, *, device: str | torch.device = "cpu") -> ScalarHead | None:
     """The value head in `folder`, or None. Raises ModelError if the file is not a value head, or a pickle."""
     path = folder / VALUE_HEAD_FILE
@@ -127,21 +136,23 @@ def render_card(card: ModelCard, model: PreTrainedModel) -> str:
     return "\n".join(part for part in parts if part)
 
 
-def _save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def _save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
     # Training runs without the cache of generation; whoever loads the folder wants it.
     use_cache, model.config.use_cache = model.config.use_cache, True
     generation_config = model.generation_config if model.can_generate() else None
-    if generation_config is not None and generation_config.eos_token_id is None:
-        generation_config.eos_token_id = tokenizer.eos_token_id
-    if generation_config is not None and generation_config.pad_token_id is None:
-        generation_config.pad_token_id = tokenizer.pad_token_id
+    if generation_config is not None and tokenizer is not None:
+        if generation_config.eos_token_id is None:
+            generation_config.eos_token_id = tokenizer.eos_token_id
+        if generation_config.pad_token_id is None:
+            generation_config.pad_token_id = tokenizer.pad_token_id
     try:
         with quiet_transformers():
             if has_adapters(model):
                 save_adapters(model, folder)
             else:
                 model.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
     except ValueError as error:
         # Old repositories carry sampling values without do_sample, which the library reads but refuses to write.
         raise RunError(

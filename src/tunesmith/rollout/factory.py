@@ -13,6 +13,8 @@ from tunesmith.models.loaded import PreTrainedModel, PreTrainedTokenizerBase
 from tunesmith.rollout.device.engine import DeviceEngine
 from tunesmith.rollout.engine import Engine
 from tunesmith.rollout.native_engine import NativeEngine
+from tunesmith.rollout.remote.connection import VLLM
+from tunesmith.rollout.remote.engine import RemoteEngine
 from tunesmith.rollout.transformers_backend import TransformersEngine
 
 _log = get_logger(__name__)
@@ -24,7 +26,7 @@ def open_engine(
     model: PreTrainedModel | LanguageModel,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    backend: Backend = "native",
+    backend: Backend | VLLM = "native",
     weight_version: Callable[[], int] = lambda: 0,
     batch_size: int = 64,
     num_slots: int = 128,
@@ -38,11 +40,11 @@ def open_engine(
         tokenizer: Its tokenizer; prompts of messages need a chat template.
         backend: "native": continuous batching over a paged key/value cache; on a GPU the device engine. A model of an
             unknown family (`models/architecture.py`) falls back to "transformers", with a line in the log.
-            "transformers": `model.generate`.
-        weight_version: Called once per `generate`; stamped on every group. The native engine packs the weights again
-            when it, or the model's parameters, changed.
+            "transformers": `model.generate`. A record `VLLM`: vLLM, in this process or a server.
+        weight_version: Called once per `generate`; stamped on every group. The native engine packs the weights again,
+            and a vLLM gets them, when it, or the model's parameters, changed.
         batch_size: Sequences at a time (transformers).
-        num_slots: Completions that are decoded at a time (native).
+        num_slots: Completions that are decoded, or asked of a server, at a time (native, vLLM).
         kv_cache_mb: Budget of the key/value cache in MiB (native). None: what a request needs, up to a quarter of the
             machine's memory (half of a GPU's free memory).
         value_head: Maps hidden states `[R, H]` to values `[R]`, recorded as `Completion.values` (native).
@@ -56,13 +58,15 @@ def open_engine(
         >>> (group,) = engine.generate([Prompt("p1", "Once upon a time")], 4, SamplingParams(max_new_tokens=32, seed=0))
         >>> [completion.text for completion in group.completions]  # four texts
     """
-    if backend not in ("native", "transformers"):
-        raise InputError(f"rollout backend {backend!r} is unknown; choose native or transformers")
+    if backend not in ("native", "transformers") and not isinstance(backend, VLLM):
+        raise InputError(f"rollout backend {backend!r} is unknown; choose native, transformers or a record VLLM")
     for name, value in (("batch_size", batch_size), ("num_slots", num_slots), ("kv_cache_mb", kv_cache_mb)):
         if value is not None and value < 1:
             raise InputError(f"{name} is {value}; give at least 1")
+    trained = model if isinstance(model, LanguageModel) else language_model(model)
+    if isinstance(backend, VLLM):
+        return RemoteEngine(trained, tokenizer, backend, weight_version=weight_version, num_slots=num_slots)
     if backend == "native":
-        trained = model if isinstance(model, LanguageModel) else language_model(model)
         # A recipe may train by another forward pass, which says nothing about the engine.
         known = trained if trained.decoder is not None else language_model(trained.module, trained.kernels)
         if not isinstance(known.backend, FullForward):
@@ -76,5 +80,4 @@ def open_engine(
                 value_head=value_head,
             )
         _log.info("the rollout engine is transformers, which is slower: %s", known.backend.reason)
-    module = model.module if isinstance(model, LanguageModel) else model
-    return TransformersEngine(module, tokenizer, weight_version=weight_version, batch_size=batch_size)
+    return TransformersEngine(trained.module, tokenizer, weight_version=weight_version, batch_size=batch_size)

@@ -22,6 +22,7 @@ from tunesmith.profiling.peak import matmul_flop_per_s
 from tunesmith.rollout.device.engine import DeviceEngine
 from tunesmith.rollout.engine import Engine
 from tunesmith.rollout.native_engine import NativeEngine
+from tunesmith.rollout.remote.engine import RemoteEngine
 from tunesmith.rollout.transformers_backend import TransformersEngine
 from tunesmith.runs.environment import usable_cores
 from tunesmith.trainers.api import Learner, Metrics
@@ -31,7 +32,12 @@ from tunesmith.trainers.estimate import Estimate
 _PROBE = "rms_norm"
 """An operation that every pass has, with a kernel in C++ and one in Triton."""
 
-_ENGINES = {NativeEngine: "native", DeviceEngine: "device", TransformersEngine: "transformers"}
+_ENGINES = {
+    NativeEngine: "native",
+    DeviceEngine: "device",
+    TransformersEngine: "transformers",
+    RemoteEngine: "vllm",
+}
 _SIZES = {"num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "vocab_size": "vocab_size"}
 
 
@@ -67,8 +73,8 @@ def _engine(cfg: Recipe, learner: Any, module: PreTrainedModel) -> dict[str, obj
         return {"engine": None, "engine_reason": "", "engine_exact": None}
     engine: Engine = learner.engine if isinstance(learner, Distill) else learner.rollouts.engine
     reason = ""
-    if cfg.rollout.backend == "transformers":
-        reason = "rollout.backend is transformers"
+    if cfg.rollout.backend != "native":
+        reason = f"rollout.backend is {cfg.rollout.backend}"
     elif isinstance(engine, TransformersEngine) and isinstance(unknown := language_model(module).backend, FullForward):
         reason = unknown.reason
     name = next((name for kind, name in _ENGINES.items() if isinstance(engine, kind)), type(engine).__name__)

@@ -18,8 +18,8 @@ from tunesmith.reports.text import duration
 from tunesmith.trainers.setup import say
 
 # Sequences at which drawing a token takes twice as long as scoring one: with fewer, matrices are narrow. Measured on
-# two CPU cores.
-_ROWS_FOR_HALF_SPEED = {"native": 20, "transformers": 160}
+# two CPU cores; vLLM is taken to be like the native engine.
+_ROWS_FOR_HALF_SPEED = {"native": 20, "transformers": 160, "vllm": 20}
 
 # Share of the matrix-product rate that a whole pass reaches; norms, attention and Python take the rest. Measured on
 # two CPU cores.
@@ -103,8 +103,8 @@ def policy_estimate(
     drawn = num_sequences * cfg.rollout.max_new_tokens
     width = int(cfg.rollout.max_new_tokens + prompt_tokens)
     scored = num_sequences * width
-    is_native = cfg.rollout.backend == "native"
-    rows = min(num_sequences, cfg.rollout.num_slots if is_native else cfg.rollout.batch_size)
+    in_batches = cfg.rollout.backend == "transformers"
+    rows = min(num_sequences, cfg.rollout.batch_size if in_batches else cfg.rollout.num_slots)
     slowdown = 1 + _ROWS_FOR_HALF_SPEED[cfg.rollout.backend] / rows
     num_passes = 1 + has_reference + num_reward_models + has_own_critic
     training = num_epochs * (2 * num_all + 4 * num_trained) * (1 + has_own_critic)
@@ -120,7 +120,7 @@ def policy_estimate(
         "activations": _activation_bytes(model, micro_batch_size * width, cfg.model.gradient_checkpointing),
         "logits": 2 * 4 * logit_rows * model.config.get_text_config().vocab_size,
         "cache": _cache_bytes(model, rows * width),
-        "packed weights": weight_bytes * is_native,
+        "packed weights": weight_bytes * (cfg.rollout.backend == "native"),
     }
     return Estimate(num_all, num_trained, _in_gb(memory), flop, model.dtype)
 

@@ -37,6 +37,8 @@ def is_memory_error(error: BaseException) -> bool:
 def _setting_to_lower(cfg: Recipe, stage: str) -> str:
     if isinstance(cfg, SamplingRecipe) and stage.split("/")[0] in ("rollout", "evaluate"):
         rollout = cfg.rollout
+        if rollout.backend == "vllm":
+            return f"rollout.num_slots ({rollout.num_slots}) or rollout.max_new_tokens"
         if rollout.backend == "native":
             return f"rollout.num_slots ({rollout.num_slots}), rollout.kv_cache_mb or rollout.max_new_tokens"
         return f"rollout.batch_size ({rollout.batch_size}) or rollout.max_new_tokens"

@@ -40,6 +40,7 @@ from tunesmith.models.optimizer import MasterAdamW
 from tunesmith.rewards.scorer import Scorer, Scores, TrainerState
 from tunesmith.rollout.engine import Engine
 from tunesmith.rollout.factory import open_engine
+from tunesmith.rollout.remote.connection import VLLM
 from tunesmith.schema.records import Prompt
 from tunesmith.trainers import metrics, setup
 from tunesmith.trainers.api import Inputs, Learner, Metrics
@@ -127,7 +128,7 @@ def engine_for(
     return open_engine(
         policy,
         tokenizer,
-        backend=cfg.backend,
+        backend=VLLM.of(cfg) if cfg.backend == "vllm" else cfg.backend,
         weight_version=lambda: optimizer().weight_version,
         batch_size=cfg.batch_size,
         num_slots=cfg.num_slots,

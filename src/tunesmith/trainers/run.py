@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from tunesmith.config.schema import Recipe
+from tunesmith.core.errors import ServerError
 from tunesmith.core.trace import span
 from tunesmith.data.sets import Sets
 from tunesmith.models.export import ModelCard
@@ -123,6 +124,7 @@ def run(
     Raises:
         InputError: for a config, model, data or reward that cannot be used, before the run folder is made.
         TrainingError: if too many steps in a row are not finite, or memory runs out.
+        ServerError: if its rollout server is lost for too long, once a checkpoint is written.
         StoppedError: after SIGTERM or SIGINT, once a checkpoint is written.
     """
     inputs = inputs or Inputs()
@@ -161,14 +163,30 @@ def run(
 
 
 def take_step(task: Task, learner: Learner, session: Session, rates: Callable[..., Metrics], index: int) -> None:
-    """Take step `index` (from 0), evaluate where that is due, and record it."""
+    """Take step `index` (from 0), evaluate where that is due, and record it.
+
+    If its rollout server is lost, a checkpoint of the last whole step is written first.
+    """
+    version, lost = learner.optimizer.weight_version, None
     with session.working() as times:
         batch = batch_of(task, index)
-        result = learner.step(batch, index)
-        evaluation = task.evaluate(learner) if session.is_due(index, session.cfg.run.eval_every) else {}
+        try:
+            result = learner.step(batch, index)
+        except ServerError:
+            if learner.optimizer.weight_version == version:
+                session.save_now()
+            raise
+        evaluation: Metrics = {}
+        try:
+            evaluation = task.evaluate(learner) if session.is_due(index, session.cfg.run.eval_every) else {}
+        except ServerError as error:
+            lost = error  # the step itself is whole
     per_s = rates(len(batch), result.metrics.get("num_tokens"), times)
     metrics = {**result.metrics, **evaluation, **times.metrics(), **per_s}
     session.end_step(index + 1, replace(result, metrics=metrics), task.shown)
+    if lost is not None:
+        session.save_now()
+        raise lost
 
 
 def task_of(cfg: Recipe, inputs: Inputs, device: torch.device, algorithm: type[PolicyLearner] | None = None) -> Task:

@@ -183,14 +183,18 @@ class Session:
         """If a signal asked the run to stop, save a checkpoint unless one is up to date, and raise StoppedError."""
         if self._stop.signal is None:
             return
-        self._settle()
-        if self._saved_step != self.num_done:
-            self._save()
-            self._settle()
+        self.save_now()
         name, number = self._stop.signal.name, int(self._stop.signal)
         raise StoppedError(
             f"stopped by {name} after step {self.num_done}; `tunesmith resume {self.folder.path}` goes on", number
         )
+
+    def save_now(self) -> None:
+        """Write a checkpoint of the last finished step, unless there is one."""
+        self._settle()
+        if self._saved_step != self.num_done:
+            self._save()
+            self._settle()
 
     def find(self, finding: Finding) -> None:
         """Record a finding and log it."""
