@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from tunesmith.rewards.scorer import Scorer, Scores
     from tunesmith.rollout.engine import Engine
     from tunesmith.rollout.factory import open_engine
+    from tunesmith.rollout.remote.connection import VLLM
     from tunesmith.schema.records import Prompt
     from tunesmith.store.records import Candidate, NewItem
     from tunesmith.store.vote_reader import VoteReader
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 __all__ = [
     "GRPO",
     "PPO",
+    "VLLM",
     "Candidate",
     "Comparison",
     "Completion",
@@ -114,6 +116,7 @@ _NAMES = {
     "tunesmith.rewards.scorer": "Scorer Scores",
     "tunesmith.rollout.engine": "Engine",
     "tunesmith.rollout.factory": "open_engine",
+    "tunesmith.rollout.remote.connection": "VLLM",
     "tunesmith.schema.records": "Prompt",
     "tunesmith.store.records": "Candidate NewItem",
     "tunesmith.store.vote_reader": "VoteReader",

@@ -4,21 +4,15 @@
 """
 
 import os
-import signal
-import socket
-import subprocess
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from conformance import PROMPTS, every_promise
 
-import tunesmith
+from benchmarks.vllm import VLLMServer
 from tunesmith.batch.rollout import SamplingParams
+from tunesmith.core.errors import ServerError
 from tunesmith.models.export import ModelCard, save_final
 from tunesmith.models.language_model import language_model
 from tunesmith.models.loaded import LoadedModel
@@ -40,62 +34,13 @@ def model() -> LoadedModel:
     return tiny_model("llama", **sizes)
 
 
-class VLLMServer:
-    """A vLLM server in processes of its own."""
-
-    def __init__(self, folder: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.folder = folder
-        self.process: subprocess.Popen[bytes] | None = None
-        self.log = folder.parent / "vllm.log"
-
-    def start(self) -> None:
-        """Start it and wait until it answers."""
-        source = str(Path(tunesmith.__file__).parent.parent)
-        own = {
-            "PYTHONPATH": source,
-            "VLLM_SERVER_DEV_MODE": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_NO_USAGE_STATS": "1",
-        }
-        command = [
-            *(PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.folder)),
-            *("--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32", "--enforce-eager"),
-            *("--max-model-len", "256", "--logprobs-mode", "processed_logprobs"),
-            *("--worker-extension-cls", "tunesmith.rollout.remote.worker.WeightLoader"),
-        ]
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                command, env={**os.environ, **own}, stdout=log, stderr=log, start_new_session=True
-            )
-        deadline = time.monotonic() + 600
-        while time.monotonic() < deadline:
-            assert self.process.poll() is None, self.log.read_text()[-4000:]
-            try:
-                urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
-                return
-            except (OSError, urllib.error.URLError):
-                time.sleep(0.5)
-        raise AssertionError(f"vLLM did not start: {self.log.read_text()[-4000:]}")
-
-    def kill(self) -> None:
-        """Kill it and all its processes."""
-        if self.process is not None and self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServer]:
     loaded = model()
     folder = save_final(
         loaded.model, loaded.tokenizer, tmp_path_factory.mktemp("vllm") / "model", ModelCard("tiny", "none")
     )
-    running = VLLMServer(folder)
+    running = VLLMServer(PYTHON, folder, folder.parent / "vllm.log")
     running.start()
     yield running
     running.kill()
@@ -109,6 +54,17 @@ def engine_on(server: VLLMServer, loaded: LoadedModel) -> RemoteEngine:
 def test_vllm_keeps_every_promise(promise: Callable[[RemoteEngine, LoadedModel], None], server: VLLMServer) -> None:
     loaded = model()
     promise(engine_on(server, loaded), loaded)
+
+
+def test_the_output_layer_that_vllms_own_reload_leaves_as_it_was_is_found(server: VLLMServer) -> None:
+    loaded = model()
+    engine = engine_on(server, loaded)
+    engine._connection._way = {"method": "reload_weights"}  # type: ignore[attr-defined] # as without our extension
+    with torch.no_grad():
+        loaded.model.get_input_embeddings().weight.add_(0.3)
+        loaded.model.get_input_embeddings().weight[::2] *= 1.5
+    with pytest.raises(ServerError, match="other weights than the trainer"):
+        engine.generate(PROMPTS, 1, SamplingParams(max_new_tokens=4, seed=0))
 
 
 def test_a_vllm_that_is_killed_and_started_again_gets_the_weights_and_draws_the_same(server: VLLMServer) -> None:

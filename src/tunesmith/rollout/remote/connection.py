@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol, Self
 
 from tunesmith.batch.rollout import SamplingParams
@@ -12,6 +13,15 @@ from tunesmith.core.errors import InputError
 from tunesmith.core.seeds import derive
 from tunesmith.rollout.engine import Request
 from tunesmith.rollout.sampler import noise_keys
+
+PLAIN: Mapping[str, object] = MappingProxyType(
+    {
+        **{"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0},
+        **{"ignore_eos": True, "logprobs": 0},  # it is one of the stop ids; log-probs of the drawn token alone
+    }
+)
+"""Settings of a draw from the model's own distribution. All are sent each time: what is missing, a server may take from
+the model's generation config."""
 
 _COLDEST = 0.01
 _LARGEST_BIAS = 100.0
@@ -108,8 +118,8 @@ def jobs_of(request: Request, sampling: SamplingParams) -> dict[int, Job]:
     keys = noise_keys(request.prompt_ids, request.n)
     seeds = [derive(request.seed, key.prompt, key.first_sample) >> 1 for key in keys]  # vLLM adds the sample
     limits = request.limits
-    # Each one is sent: a server may take those that are missing from the model's generation config.
     settings = {
+        **PLAIN,
         "n": request.n,
         "max_tokens": limits.max_new_tokens,
         "min_tokens": limits.min_new_tokens,
@@ -119,8 +129,6 @@ def jobs_of(request: Request, sampling: SamplingParams) -> dict[int, Job]:
         "min_p": sampling.min_p,
         "repetition_penalty": sampling.repetition_penalty,
         "stop_token_ids": sorted(limits.stop_ids),
-        "ignore_eos": True,  # it is one of the stop ids
-        "logprobs": 0,  # of the drawn token alone
         **({"logit_bias": dict(sampling.logit_bias)} if sampling.logit_bias else {}),
     }
     return {

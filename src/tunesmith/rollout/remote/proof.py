@@ -11,7 +11,7 @@ import torch
 from tunesmith.core.errors import TrainingError
 from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.logprob import token_logps
-from tunesmith.rollout.remote.connection import Connection, Job, WrongWeightsError
+from tunesmith.rollout.remote.connection import PLAIN, Connection, Job, WrongWeightsError
 from tunesmith.rollout.weight_check import MAX_DIFFERENCE
 
 _NUM_TOKENS = 80
@@ -91,19 +91,7 @@ class WeightProof:
 
     def _draw(self, connection: Connection, temperature: float) -> float:
         """Largest difference in nats on the tokens of a short completion of the fixed tokens."""
-        settings: dict[str, object] = {
-            "n": 1,
-            "max_tokens": _NUM_DRAWN,
-            "temperature": temperature,
-            "top_p": 1.0,
-            "top_k": 0,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "stop_token_ids": [],
-            "ignore_eos": True,
-            "logprobs": 0,
-            "seed": 0,
-        }
+        settings = {**PLAIN, "n": 1, "max_tokens": _NUM_DRAWN, "temperature": temperature, "seed": 0}
         done, problem = connection.complete({0: Job(self._ids, 1, self._vocabulary_size, settings)})
         if problem is not None:
             raise problem

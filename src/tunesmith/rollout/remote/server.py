@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from tunesmith.core.errors import InputError
-from tunesmith.rollout.remote.connection import Drawn, Job, TransientError, checked
+from tunesmith.rollout.remote.connection import PLAIN, Drawn, Job, TransientError, checked
 
 API_KEY = "TUNESMITH_SERVER_KEY"
 """Environment variable with the server's key, if it wants one."""
@@ -98,15 +98,8 @@ class Server:
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
         """See `Connection.score`."""
-        body = {
-            "prompt": list(token_ids),
-            "echo": True,
-            "logprobs": 1,
-            "max_tokens": 1,
-            "temperature": 1.0,
-            "top_p": 1.0,
-        }
-        (choice,) = self._choices(body, 1)
+        settings = {**PLAIN, "prompt": list(token_ids), "echo": True, "logprobs": 1, "max_tokens": 1}
+        (choice,) = self._choices(settings, 1)
         return [float(logp) for logp in choice["logprobs"]["token_logprobs"][1 : len(token_ids)]]
 
     @property
