@@ -19,7 +19,7 @@ from tunesmith.data.demonstrations import DemonstrationLike
 from tunesmith.data.prompts import PromptLike
 from tunesmith.rewards.sources import RewardLike
 from tunesmith.trainers import resume as _resume
-from tunesmith.trainers.api import Inputs
+from tunesmith.trainers.api import Inputs, Listener
 from tunesmith.trainers.run import run as _run
 from tunesmith.trainers.setup import RunResult
 
@@ -47,7 +47,7 @@ def ppo(
     `reward` is one or several of: a Python function that is called as TRL calls it, `./file.py:name`, a built-in, a
     reward model's name or folder. `recipe` names a shipped recipe, `config` a YAML file. Every key of the recipe can
     be overridden, whole sections as a dict (`rollout={"max_new_tokens": 16}`) or one key by its path
-    (`**{"rollout.max_new_tokens": 16}`).
+    (`**{"rollout.max_new_tokens": 16}`). `callbacks=[...]` are callbacks of transformers' Trainer (docs/trl.md).
     Raises `tunesmith.core.errors.InputError` for anything that cannot be used, before a run folder is made.
     """
     given = {**overrides, "model": model, "run.steps": steps}
@@ -187,17 +187,18 @@ def resume(
     """Continue the run in the folder `run` from its newest whole checkpoint, exactly as if it had not stopped.
 
     What the run was given as Python objects (prompts, reward functions, pairs, demonstrations) must be given again.
-    `overrides` may change the learning rate, the number of steps and the logging; anything else raises
-    `tunesmith.core.errors.RunError` with the difference.
+    `overrides` may change the learning rate, the number of steps and the logging, and may hold `callbacks` as those of
+    `ppo`; anything else raises `tunesmith.core.errors.RunError` with the difference.
     """
-    given = {**overrides, "run.steps": steps}
+    listener, given = _listener({**overrides, "run.steps": steps})
     inputs = Inputs(
         prompts=None if prompts is None else list(prompts),
         rewards=_as_list(reward) or None,
         pairs=None if pairs is None else list(pairs),
         demonstrations=None if demonstrations is None else list(demonstrations),
     )
-    return _resume.resume(Path(run), overrides=_set(given), origins=_origins(given), inputs=inputs, progress=progress)
+    told = {"overrides": _set(given), "origins": _origins(given)}
+    return _resume.resume(Path(run), **told, inputs=inputs, progress=progress, listener=listener)
 
 
 def _train_policy(
@@ -226,9 +227,21 @@ def _train(
     inputs: Inputs,
     progress: bool,
 ) -> RunResult:
+    listener, given = _listener(given)
     file = Path(config) if config else None
     resolved = load_recipe(algorithm, recipe=recipe, file=file, overrides=_set(given), origins=_origins(given))
-    return _run(resolved.recipe, inputs, provenance=resolved.provenance, progress=progress)
+    return _run(resolved.recipe, inputs, provenance=resolved.provenance, progress=progress, listener=listener)
+
+
+def _listener(given: Mapping[str, object]) -> tuple[Listener | None, dict[str, object]]:
+    """(the `callbacks` among the arguments as a listener, None without any; the other arguments)."""
+    callbacks: Any = given.get("callbacks")
+    others = {key: value for key, value in given.items() if key != "callbacks"}
+    if not callbacks:
+        return None, others
+    from tunesmith.integrations.callbacks import TransformersCallbacks  # imports transformers' trainer, which is slow
+
+    return TransformersCallbacks(callbacks), others
 
 
 def _named_or_given(rows: str | Sequence[Any] | None) -> tuple[str | None, list[Any] | None]:

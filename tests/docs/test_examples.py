@@ -13,7 +13,7 @@ from tunesmith.cli.main import main
 from tunesmith.config.keys import leaves
 from tunesmith.config.schema import RECIPES
 
-NESTED = {"train", "recipes", "runs", "eval", "votes"}
+NESTED = {"train", "recipes", "runs", "eval", "votes", "convert"}
 COMMANDS = [(block.where, words) for block in all_blocks("console") for words in block.commands()]
 TUNESMITH = [(where, words[1:]) for where, words in COMMANDS if words[0] == "tunesmith"]
 TRAIN = [(where, words) for where, words in TUNESMITH if words[0] == "train" and "--help" not in words]

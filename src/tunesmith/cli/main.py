@@ -37,6 +37,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "recipes show": ("recipes:show", "Print a recipe."),
     "recipes cp": ("recipes:cp", "Copy a recipe to a file of your own."),
     "recipes keys": ("recipes:keys", "List every key of a recipe, with its default."),
+    "convert trl-config": ("convert:trl_config_", "Turn a config of TRL's command line into a recipe."),
     "validate": ("recipes:validate", "Check recipes and list all that is wrong with them."),
     "ladder": ("ladder:ladder", "Measure a step at each level of optimisation, and what each technique is worth."),
     "trl-check": ("trl_check:trl_check", "Say what of a script for TRL becomes faster by another import."),

@@ -170,11 +170,13 @@ _PLAIN = re.compile(r"^[A-Za-z0-9_./][A-Za-z0-9_./ -]*(?::[A-Za-z0-9_./-]+)*$")
 _COMMENT_COLUMN = 48
 
 
-def to_yaml(recipe: Section, provenance: Mapping[str, str] | None = None) -> str:
-    """YAML of every key of `recipe`; with `provenance`, `# file my.yaml:7` and the like behind each value."""
-    values = recipe.model_dump(mode="json")
-    if "algorithm" in values:
-        values = {"algorithm": values.pop("algorithm"), **values}
+def to_yaml(recipe: Section, provenance: Mapping[str, str] | None = None, *, changed: bool = False) -> str:
+    """YAML of every key of `recipe`, or of the `changed` ones alone; with `provenance`, `# file my.yaml:7` and the like
+    behind each value.
+    """
+    values = recipe.model_dump(mode="json", exclude_defaults=changed)
+    if algorithm := getattr(recipe, "algorithm", None):
+        values = {"algorithm": algorithm, **values}
     return "".join(f"{line}\n" for line in _lines(values, "", "", provenance or {}))
 
 

@@ -12,7 +12,7 @@ import torch
 from tunesmith.core.errors import DataError
 from tunesmith.core.seeds import derive, permutation
 from tunesmith.data.collate import TokenIds, pad_right, too_long
-from tunesmith.data.pairs import judgements_of, pairs_of
+from tunesmith.data.pairs import judgements_of, pairs_of, with_shared_opening
 from tunesmith.data.rows import BadRows, RowError, usable
 from tunesmith.models.tokenizer import PreTrainedTokenizerBase, encode_pair_side, encode_prompt
 from tunesmith.schema.records import Judgement, Pair, Prompt, Ranking, Text
@@ -116,11 +116,13 @@ def encode_pairs(
 ) -> list[AnswerPair]:
     """The items as pairs of places in `table`, in order, each ranking as every two of its completions.
 
-    Items beyond `limit`, without a prompt, or that the chat template refuses, go to `bad`, for its owner to check.
+    Two texts without a prompt have the words that both begin with as one. Items beyond `limit`, without a prompt, or
+    that the chat template refuses, go to `bad`, for its owner to check.
     Raises ModelError for messages without a chat template.
     """
 
     def encode(item: Pair | Ranking) -> list[AnswerPair]:
+        item = with_shared_opening(item) if isinstance(item, Pair) else item
         pairs = pairs_of(item)
         texts = [side for pair in pairs for side in (("chosen", pair.chosen), ("rejected", pair.rejected))]
         places = _places(item.prompt, texts, tokenizer, limit, table)

@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -21,6 +21,7 @@ from tunesmith.data.sources import parse_rows
 from tunesmith.schema.records import Judgement, Message, Pair, Prompt, Ranking, Text
 
 _MARK = re.compile(r"\n\n(Human|Assistant):")
+_WORDS = re.compile(r".*\S(?=\s)", re.DOTALL)
 _ROLES = {"Human": "user", "Assistant": "assistant"}
 
 
@@ -68,6 +69,22 @@ def split_text(chosen: str, rejected: str) -> Exchange:
     return Exchange(chosen[:length], chosen[length:], rejected[length:])
 
 
+def with_shared_opening(pair: Pair) -> Pair:
+    """`pair`; if it is two texts without a prompt, the words that both begin with become the prompt.
+
+    Example: "The sky is blue." and "The sky is green." have the prompt "The sky is".
+    """
+    chosen, rejected = pair.chosen, pair.rejected
+    if pair.prompt.content or not isinstance(chosen, str) or not isinstance(rejected, str):
+        return pair
+    shorter = min(len(chosen), len(rejected))
+    num_common = next((place for place in range(shorter) if chosen[place] != rejected[place]), shorter)
+    words = _WORDS.match(chosen[:num_common])
+    opening = words.group() if words else ""
+    prompt, length = replace(pair.prompt, content=opening), len(opening)
+    return replace(pair, prompt=prompt, chosen=chosen[length:], rejected=rejected[length:])
+
+
 def _turns(dialogue: str) -> list[str]:
     starts = [match.start() for match in _MARK.finditer(dialogue)]
     return [dialogue[start:end] for start, end in zip(starts, [*starts[1:], len(dialogue)], strict=True)]
@@ -87,6 +104,11 @@ LABEL = "label"
 
 def _as_ranking(row: Row) -> Ranking:
     columns = row.columns
+    if "labels" in columns:
+        raise RowError(
+            "`labels` says which steps of `completions` are right, but there is no trainer for stepwise supervision; "
+            "write a row for each step: `prompt` (with the steps before it), `completion` and `label`, for dpo.loss kto"
+        )
     if "prompt" not in columns:
         raise RowError(missing_column("prompt", columns), "missing column")
     prompt = as_content(columns["prompt"], "prompt")

@@ -165,6 +165,22 @@ def load_reward_model(
     return reward_model.eval().requires_grad_(False)
 
 
+def as_reward_model(model: PreTrainedModel) -> RewardModel:
+    """A classifier that is loaded already, frozen, with the tokenizer of the name or folder that it was loaded from.
+
+    Raises:
+        ModelError: it has several labels, or no tokenizer is found there.
+    """
+    name = str(model.config._name_or_path)
+    if not name:
+        raise ModelError(
+            f"this {type(model).__name__} was not loaded by a name, so its tokenizer is not known; give "
+            "`RewardModel(model, tokenizer)`"
+        )
+    tokenizer = load_tokenizer(find_folder(name, how_to_trust=_TRUST_REWARD), name)
+    return RewardModel(model, tokenizer, source=name).eval().requires_grad_(False)
+
+
 def find_folder(name: str, *, trust_remote_code: bool = False, how_to_trust: str = _TRUST_POLICY) -> Path:
     """The local folder of the model `name`, downloaded or converted if needed; of a run folder, its `final/`.
 

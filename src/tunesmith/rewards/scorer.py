@@ -36,10 +36,14 @@ from tunesmith.rewards.threads import EventLoop, Worker
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """The `trainer_state` of reward functions, with field names of transformers' TrainerState."""
+    """The `trainer_state` of reward functions, with field names of transformers' TrainerState.
+
+    `epoch` counts passes over the prompts.
+    """
 
     global_step: int = 0
     max_steps: int = 0
+    epoch: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

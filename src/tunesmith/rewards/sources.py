@@ -17,7 +17,8 @@ import torch
 from tunesmith.config.sections import RewardSource
 from tunesmith.core.errors import ModelError, RewardError
 from tunesmith.models.heads import RewardModel
-from tunesmith.models.load import load_reward_model
+from tunesmith.models.load import as_reward_model, load_reward_model
+from tunesmith.models.loaded import PreTrainedModel
 from tunesmith.models.tokenizer import PreTrainedTokenizerBase
 from tunesmith.rewards.builtin import BUILTINS, RewardFunction
 from tunesmith.rewards.calling import CalledReward, FunctionReward, ObjectReward, last_line_of
@@ -131,8 +132,9 @@ def _suggestion(name: str, module: object) -> str:
     return f"; it has {', '.join(f'`{key}`' for key in offered[:8])}" if offered else "; it has no function"
 
 
-RewardLike = RewardSource | str | RewardModel | Reward | RewardFunction
-"""A section of a recipe, its source as text, a reward model, an object with `name` and `score`, or a function."""
+RewardLike = RewardSource | str | RewardModel | PreTrainedModel | Reward | RewardFunction
+"""A section of a recipe, its source as text, a reward model, a classifier of transformers, an object with `name` and
+`score`, or a function."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +153,8 @@ def resolve(source: RewardLike, loading: Loading) -> ModelReward | CalledReward:
         return _from_section(RewardSource(source=source), loading, loading.policy)
     if isinstance(source, RewardSource):
         return _from_section(source, loading, Policy(source.on_error, source.timeout_s))
+    if isinstance(source, PreTrainedModel):
+        source = as_reward_model(source)
     if isinstance(source, RewardModel):
         return ModelReward(source, policy_tokenizer=loading.policy_tokenizer, policy=loading.policy)
     if isinstance(source, ModelReward | CalledReward):

@@ -1,4 +1,6 @@
-"""The interface of an algorithm: a `Learner` with its step, what a step returns, and data given from Python."""
+"""The interface of an algorithm: a `Learner` with its step, what a step returns, and data given from Python; and that
+of what is told of the events of a run.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -10,6 +12,7 @@ from torch import nn
 
 from tunesmith.algorithms.kl import Controller
 from tunesmith.batch.upload import Uploader
+from tunesmith.config.schema import Recipe
 from tunesmith.data.demonstrations import DemonstrationLike
 from tunesmith.data.pairs import JudgementLike
 from tunesmith.data.prompts import PromptLike
@@ -105,6 +108,31 @@ class PolicyWithKL(PolicyParts):
     def counters(self) -> Mapping[str, Controller]:
         """The controller of the KL coefficient."""
         return {"kl": self.kl}
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What a listener asks for after a step: a checkpoint now, and that the run ends."""
+
+    save: bool = False
+    stop: bool = False
+
+
+class Listener:
+    """Is told of the events of a run, between its steps. This one does nothing; a subclass overrides what it needs."""
+
+    def begin(self, cfg: Recipe, learner: Learner, folder: Path, first_step: int, num_steps: int) -> None:
+        """The run in `folder` goes from `first_step` (0 for a new one) to `num_steps`."""
+
+    def step_ended(self, step: int, metrics: Mapping[str, float]) -> Wishes:
+        """`step` (counted from 1) is recorded with `metrics`."""
+        return Wishes()
+
+    def saved(self, step: int) -> None:
+        """The checkpoint after `step` is on disk."""
+
+    def ended(self) -> None:
+        """Everything of the run is written."""
 
 
 @dataclass(frozen=True, slots=True)

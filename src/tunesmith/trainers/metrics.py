@@ -180,8 +180,8 @@ def kl_per_sequence(logp_BT: torch.Tensor, reference_logp_BT: torch.Tensor, mask
 
 
 def sample_rows(groups: Sequence[Group], scores: Scores | None, step: int, limit: int = 8) -> list[dict[str, object]]:
-    """Rows of `samples.jsonl`: the first completion of the first `limit` groups, with its reward and the parts of
-    it; without them if `scores` is None.
+    """Rows of `samples.jsonl`: the first completion of the first `limit` groups, with its reward, the parts of it, and
+    what functions passed to `log_extra`; without them if `scores` is None.
     """
     rows: list[dict[str, object]] = []
     for p, group in enumerate(groups[:limit]):
@@ -190,6 +190,9 @@ def sample_rows(groups: Sequence[Group], scores: Scores | None, step: int, limit
         if scores is not None:
             rewards["reward"] = scores.total_PG[p, 0].item() if scores.valid_PG[p, 0] else None
             rewards["rewards"] = {name: part_PG[p, 0].item() for name, part_PG in scores.parts.items()}
+            if scores.columns:
+                place = p * scores.total_PG.shape[1]
+                rewards["logged"] = {name: _as_json(values[place]) for name, values in scores.columns.items()}
         rows.append(
             {
                 "step": step,
@@ -203,6 +206,10 @@ def sample_rows(groups: Sequence[Group], scores: Scores | None, step: int, limit
             }
         )
     return rows
+
+
+def _as_json(value: object) -> object:
+    return value if value is None or isinstance(value, str | int | float) else str(value)
 
 
 def batch_rows(groups: Sequence[Group], scores: Scores | None) -> list[dict[str, object]]:

@@ -13,7 +13,7 @@ from tunesmith.runs.environment import package_versions
 from tunesmith.runs.folder import RunFolder
 from tunesmith.runs.lock import RunLock
 from tunesmith.trainers import restart
-from tunesmith.trainers.api import Inputs
+from tunesmith.trainers.api import Inputs, Listener
 from tunesmith.trainers.run import run
 from tunesmith.trainers.setup import RunResult
 
@@ -29,8 +29,9 @@ def resume(
     origins: Mapping[str, str] | None = None,
     inputs: Inputs | None = None,
     progress: bool = True,
+    listener: Listener | None = None,
 ) -> RunResult:
-    """Continue the run in `run_dir`; returns its folder, metrics and summary.
+    """Continue the run in `run_dir`; returns its folder, metrics and summary. `listener` is told of its events.
 
     Raises:
         RunError: if the folder holds no run, is in use, has ended, or if `overrides` change what may not change.
@@ -43,7 +44,8 @@ def resume(
     _check_inputs(run_dir, inputs)
     _check_unfinished(run_dir, old, resolved.recipe)
     _note_resume(run_dir, changes)
-    return run(with_threads(resolved.recipe, run_dir), inputs, progress=progress, resume=run_dir)
+    recipe = with_threads(resolved.recipe, run_dir)
+    return run(recipe, inputs, progress=progress, resume=run_dir, listener=listener)
 
 
 def checked_folder(run_dir: Path) -> Path:

@@ -69,6 +69,7 @@ class Rollouts:
     cfg: RolloutSection
     seed: int
     num_steps: int
+    num_prompts: float = float("inf")
 
     @property
     def is_exact(self) -> bool:
@@ -80,7 +81,8 @@ class Rollouts:
 
         With `rollout.unload_during_update` the engine's memory is freed.
         """
-        num, state = self.cfg.completions_per_prompt, TrainerState(index, self.num_steps)
+        num, epoch = self.cfg.completions_per_prompt, index * self.cfg.prompts_per_step / self.num_prompts
+        state = TrainerState(index, self.num_steps, epoch)
         ahead = self.scorer.ahead(len(prompts), num, state)
         with ahead or nullcontext():
             with span("rollout"):
@@ -93,9 +95,7 @@ class Rollouts:
                 return groups, self.scorer.score(groups, state=state, ahead=ahead)
 
     def mean_reward(self, prompts: Sequence[Prompt]) -> Metrics:
-        """`eval/reward`: the mean reward of one completion of each prompt, drawn with the same noise at every step;
-        empty without prompts.
-        """
+        """`eval/reward`: mean reward of one completion of each prompt, with the same noise at every step, if any."""
         if not prompts:
             return {}
         with span("evaluate"):
@@ -340,7 +340,7 @@ class PolicyTask:
     def rollouts(self, policy: LanguageModel, optimizer: MasterAdamW, value_head: nn.Module | None = None) -> Rollouts:
         """The engine on the policy's weights, with the scorer."""
         engine = engine_for(self.cfg.rollout, policy, self.loaded.tokenizer, lambda: optimizer, value_head)
-        return Rollouts(engine, self.scorer, self.cfg.rollout, self.cfg.run.seed, self.num_steps)
+        return Rollouts(engine, self.scorer, self.cfg.rollout, self.cfg.run.seed, self.num_steps, len(self.data.train))
 
     def prepare(self, learner: PolicyLearner, progress: bool) -> dict[str, str]:
         """Hashes of the model, the prompts and the rewards. A reward function is hashed by its file, without the

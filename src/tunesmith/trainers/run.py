@@ -19,7 +19,7 @@ from tunesmith.core.trace import span
 from tunesmith.data.sets import Sets
 from tunesmith.models.export import ModelCard
 from tunesmith.trainers import setup
-from tunesmith.trainers.api import Inputs, Learner, Metrics
+from tunesmith.trainers.api import Inputs, Learner, Listener, Metrics
 from tunesmith.trainers.best_of_n import BestOfN
 from tunesmith.trainers.computing import computing, rates_of
 from tunesmith.trainers.distill import DistillTask
@@ -113,13 +113,14 @@ def run(
     resume: Path | None = None,
     algorithm: type[PolicyLearner] | None = None,
     profile_steps: int = 0,
+    listener: Listener | None = None,
 ) -> setup.RunResult:
     """Train as the recipe `cfg` says, or continue the run in the folder `resume`; returns folder, metrics and summary.
 
     `inputs` are used in place of data and rewards that `cfg` names; `provenance` is the origin of each key of `cfg`,
     recorded with the run. `algorithm` is a learner's class of your own, used in place of that of `cfg.algorithm`; it
     draws completions, and reads that algorithm's section. With `profile_steps` the run ends, with a ProfiledError, when
-    it has profiled that many steps.
+    it has profiled that many steps. `listener` is told of the run's events, and may end it early.
 
     Raises:
         InputError: for a config, model, data or reward that cannot be used, before the run folder is made.
@@ -133,7 +134,8 @@ def run(
     learner = task.build()
     estimate = task.estimate()
     announce(estimate, task.num_steps, progress, device)
-    job = Job(learner, task.num_steps, {**task.prepare(learner, progress), "the device": device.type}, profile_steps)
+    identity = {**task.prepare(learner, progress), "the device": device.type}
+    job = Job(learner, task.num_steps, identity, profile_steps, listener or Listener())
     with open_session(
         cfg,
         job,

@@ -8,7 +8,8 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from itertools import takewhile
 from pathlib import Path
 
 from tunesmith.config.schema import Recipe, SamplingRecipe
@@ -31,7 +32,7 @@ from tunesmith.runs.trackers import Track, check_trackers, tracking
 from tunesmith.schema.records import Finding
 from tunesmith.trainers import restart
 from tunesmith.trainers.alarms import alarms
-from tunesmith.trainers.api import Learner, Metrics, StepResult
+from tunesmith.trainers.api import Learner, Listener, Metrics, StepResult, Wishes
 from tunesmith.trainers.memory import memory_advice
 from tunesmith.trainers.setup import RunResult, Stopwatch
 from tunesmith.trainers.signals import StopRequest, stop_signals
@@ -55,13 +56,14 @@ _MAX_REFUSED_DUMPS = 20
 class Job:
     """A learner, the length of its run, and the hashes that a resumed run must find unchanged.
 
-    With `profile_steps` the run ends once it has profiled that many.
+    With `profile_steps` the run ends once it has profiled that many. `listener` is told of its events.
     """
 
     learner: Learner
     num_steps: int
     identity: Mapping[str, str]
     profile_steps: int = 0
+    listener: Listener = field(default_factory=Listener)
 
 
 class Session:
@@ -98,15 +100,17 @@ class Session:
         self._num_findings = 0
         self._writer = CheckpointWriter(folder.checkpoints, cfg.run.keep_checkpoints)
         self._saved_step: int | None = None
+        self._wishes = Wishes()
         self._profiler = StepProfiler(folder.path, job.profile_steps)
 
-    def steps(self) -> range:
-        """Indices, from 0, of the remaining steps."""
+    def steps(self) -> Iterator[int]:
+        """Indices, from 0, of the remaining steps, until the listener asks for the end."""
+        self._job.listener.begin(self.cfg, self._job.learner, self.folder.path, self.first_step, self._job.num_steps)
         self._reporter.begin(self.first_step)
         self._close_step()
         with trace(self._between):
             self._profiler.between_steps(self.first_step)
-        return range(self.first_step, self._job.num_steps)
+        yield from takewhile(lambda _: not self._wishes.stop, range(self.first_step, self._job.num_steps))
 
     def is_due(self, index: int, every: int) -> bool:
         """True at every `every`-th step and at the last; with 0 at the last alone."""
@@ -143,8 +147,9 @@ class Session:
                 self._settle()
             with span("log"):
                 self._record(step, result, shown)
+                self._wishes = self._job.listener.step_ended(step, self.metrics[-1])
             every = self.cfg.run.checkpoint_every
-            if every and self.is_due(step - 1, every):
+            if self._wishes.save or (every and self.is_due(step - 1, every)):
                 with span("checkpoint"):
                     self._save()
             self._profiler.between_steps(step)
@@ -220,6 +225,7 @@ class Session:
         except OSError as error:
             _log.warning("cannot write the report (%s); everything else of the run is there", error)
         _log.info("run written to %s", self.folder.path)
+        self._job.listener.ended()
         return RunResult(self.folder.path, tuple(self.metrics), facts, self.cfg.model.trust_remote_code)
 
     def restore(self) -> None:
@@ -302,6 +308,7 @@ class Session:
             self.find(Finding(settled.step, "checkpoint", "error", settled.problem))
         else:
             self._saved_step = settled.step
+            self._job.listener.saved(settled.step)
 
     def _score(self) -> float | None:
         row = self.metrics[-1] if self.metrics else {}
