@@ -9,6 +9,8 @@ contract.check()
 
 from tunesmith.integrations.trl.apply import accelerate  # noqa: E402  (TRL is checked first)
 from tunesmith.integrations.trl.policy import GRPOTrainer, Options, RLOOTrainer  # noqa: E402
+from tunesmith.integrations.trl.ppo import PPOTrainer  # noqa: E402
+from tunesmith.integrations.trl.ppo_config import PPOConfig  # noqa: E402
 from tunesmith.integrations.trl.preference import DPOTrainer, KTOTrainer  # noqa: E402
 from tunesmith.integrations.trl.reward import RewardTrainer  # noqa: E402
 from tunesmith.integrations.trl.sft import SFTTrainer  # noqa: E402
@@ -18,6 +20,8 @@ __all__ = [
     "GRPOTrainer",
     "KTOTrainer",
     "Options",
+    "PPOConfig",
+    "PPOTrainer",
     "RLOOTrainer",
     "RewardTrainer",
     "SFTTrainer",
