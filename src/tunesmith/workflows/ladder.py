@@ -324,7 +324,7 @@ def gates_of(algorithm: str, found: Measured) -> list[Gate]:
         gates += [
             Gate(f"{name}: log-probs, nats", learnt.logp_difference, 0.05 if is_coarse else 1e-3),
             Gate(f"{name}: loss", abs(learnt.loss - base.loss), 0.02 if is_coarse else 1e-4),
-            Gate(f"{name}: gradient, relative", learnt.gradient_distance, 0.2 if is_coarse else 1e-3),
+            Gate(f"{name}: gradient, relative", learnt.gradient_distance, 0.3 if is_coarse else 1e-3),
             Gate(f"{name}: gain of updates, relative", abs(learnt.gain / base.gain - 1), 0.3 if is_coarse else 0.02),
         ]
         if found.run_gain:
