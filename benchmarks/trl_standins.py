@@ -118,6 +118,7 @@ def _replace_fetches(tokenizer: Any, templates: Mapping[str, str], save: Callabl
     def fetch_tokenizer(name: str, **_: object) -> Any:
         stem = next((stem for start, stem in _TEMPLATES.items() if name.startswith(start)), "qwen2_5")
         tokenizer.chat_template = templates[stem]
+        tokenizer.bos_token = "<|endoftext|>" if stem == "llama3" else None  # its template begins with it
         return tokenizer
 
     _replace(AutoTokenizer, from_pretrained=fetch_tokenizer)
