@@ -47,7 +47,7 @@ _1_16 = {
     "RLOOTrainer._generate_single_turn": "self, prompt_ids, images, multimodal_fields",
 }
 
-SIGNATURES: Mapping[str, Mapping[str, str]] = {"1.16": _1_16}
+SIGNATURES: Mapping[str, Mapping[str, str]] = {"1.15": _1_16, "1.16": _1_16}
 """By minor version of TRL: the parameters of each part, named from `trl` on, without annotations."""
 
 
