@@ -6,10 +6,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tunesmith.core.errors import InputError
 from tunesmith.kernels.native import Kernels
+from tunesmith.models import decoder as flat
 from tunesmith.models.architecture import UnsupportedArchitecture, describe
 from tunesmith.models.decoder import Decoder, RopeTables
-from tunesmith.models.language_model import language_model
-from tunesmith.models.logprob import token_logps
+from tunesmith.models.language_model import LanguageModel, language_model
+from tunesmith.models.logprob import pack_rows, token_logps
 from tunesmith.models.tiny import FAMILIES, tiny_model
 
 LENGTHS = torch.tensor([20, 9, 15, 12, 41])
@@ -57,6 +58,44 @@ def test_gradient_checkpointing_changes_nothing(family: str) -> None:
     _, _, again = scores_and_gradient(model)
     for name, gradient in again.items():
         torch.testing.assert_close(gradient, expected[name], atol=1e-6, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize(("num_kept", "passes"), [(0, 4), (1, 3), (2, 2)])
+def test_the_last_layers_keep_activations_that_fit(num_kept: int, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, computed = tiny_model("llama"), []
+    model = language_model(loaded.model, Kernels())
+    _, _, expected = scores_and_gradient(model)
+    assert model.decoder is not None
+    each = flat._activation_bytes(model.decoder.architecture, pack_rows(batch(), LENGTHS - 1).segments.num_tokens)
+    decoder = Decoder(loaded.model, Kernels(), kept_bytes=num_kept * each)
+    loaded.model.gradient_checkpointing_enable()
+    loaded.model.train()
+    block = flat._block
+    monkeypatch.setattr(flat, "_block", lambda layer, *rest: (computed.append(layer), block(layer, *rest))[1])
+    _, _, again = scores_and_gradient(LanguageModel(loaded.model, decoder, Kernels()))
+    assert computed == [0, 1, *reversed(range(2 - num_kept))]
+    assert len(computed) == passes
+    for name, gradient in again.items():
+        torch.testing.assert_close(gradient, expected[name], atol=1e-6, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_activations_are_not_more_than_their_bound(family: str) -> None:
+    loaded, kept = tiny_model(family), []
+    decoder = Decoder(loaded.model, Kernels())
+    ids_T = torch.arange(3, 203)
+    parameters = {one.data_ptr() for one in loaded.model.parameters()}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters and storage.data_ptr() not in {one[0] for one in kept}:
+            kept.append((storage.data_ptr(), storage.nbytes(), tensor))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        decoder.hidden_states(ids_T, [200])
+    bound = 2 * flat._activation_bytes(decoder.architecture, 200)
+    assert 0.5 * bound < sum(size for _, size, _ in kept) <= bound + 4 * 200 * 32 * 4  # and the ends of the model
 
 
 def test_what_stands_beside_a_sequence_does_not_reach_it() -> None:

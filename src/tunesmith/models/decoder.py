@@ -8,6 +8,7 @@ engine's log-probs equal the trainer's to the bit.
 Shape legend: T tokens, H hidden, X query width, Y key width, N picked rows, V vocabulary.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -50,12 +51,15 @@ class Attend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """The operations of one pass over a decoder. `on_layer` locates the layer of the first non-finite number."""
+    """The operations of one pass over a decoder. `on_layer` locates the layer of the first non-finite number.
+
+    The backward pass computes the activations of the first `num_recomputed` layers again.
+    """
 
     linear: Linear
     attend: Attend
     kernels: Kernels
-    checkpoints: bool = False
+    num_recomputed: int = 0
     on_layer: OnLayer | None = None
 
 
@@ -68,7 +72,7 @@ def hidden_states(architecture: Architecture, ids_T: torch.Tensor, positions_T: 
         x_TH = x_TH.to(torch.get_autocast_dtype(x_TH.device.type))  # the residual stream too, as with 16-bit weights
     residual_TH: torch.Tensor | None = None
     for layer, block in enumerate(architecture.blocks):
-        if ops.checkpoints and torch.is_grad_enabled():
+        if layer < ops.num_recomputed and torch.is_grad_enabled():
             x_TH, residual_TH = checkpoint(_block, layer, block, x_TH, residual_TH, ops, use_reentrant=False)
         else:
             x_TH, residual_TH = _block(layer, block, x_TH, residual_TH, ops)
@@ -156,18 +160,22 @@ def _rope_table(source: RopeSource, num_positions: int) -> Rope:
 class Decoder:
     """A transformers model as the trainer computes it: packed sequences, gradients to its own parameters.
 
-    `shares_prefixes` tells those who pack rows whether to compute common prefixes once.
+    `shares_prefixes` tells those who pack rows whether to compute common prefixes once. With gradient checkpointing,
+    the last layers whose activations fit in `kept_bytes` are not computed again in the backward pass.
 
     Raises:
         UnsupportedArchitecture: the model's family is unknown.
     """
 
-    def __init__(self, model: PreTrainedModel, kernels: Kernels, *, shares_prefixes: bool = True) -> None:
+    def __init__(
+        self, model: PreTrainedModel, kernels: Kernels, *, shares_prefixes: bool = True, kept_bytes: int = 0
+    ) -> None:
         self.architecture = describe(model)
         self.kernels = kernels
         self.shares_prefixes = shares_prefixes
         self.ropes = RopeTables(self.architecture.ropes)
         self._model = model
+        self._kept_bytes = kept_bytes
 
     @property
     def output(self) -> OutputLayer:
@@ -207,8 +215,13 @@ class Decoder:
             rope = None if block.rope is None else self.ropes.get(block.rope, num_positions)
             return attend_packed(q_TX, k_TY, v_TY, rope, packing, block.attention, kernels=self.kernels)
 
-        checkpoints = _uses_checkpoints(self._model)
-        return Ops(module_outputs, attend, self.kernels, checkpoints, on_layer)
+        return Ops(module_outputs, attend, self.kernels, self._num_recomputed(segments.num_tokens), on_layer)
+
+    def _num_recomputed(self, num_tokens: int) -> int:
+        blocks = self.architecture.blocks
+        if not num_tokens or not _uses_checkpoints(self._model):
+            return 0
+        return max(0, len(blocks) - self._kept_bytes // _activation_bytes(self.architecture, num_tokens))
 
 
 def module_outputs(projection: Projection, x_TH: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -229,6 +242,21 @@ def _adapted(module: nn.Module, adapter: Adapter, x_TH: torch.Tensor) -> torch.T
     weight_OI, bias_O = weight_of(module), module.bias
     y_TO = add_low_rank(linear(x_TH, weight_OI), inner_TR, adapter.up_OR)
     return stretch(y_TO, dora_scale(adapter, weight_OI), bias_O)  # type: ignore[arg-type]
+
+
+def _activation_bytes(architecture: Architecture, num_tokens: int) -> int:
+    """Upper bound of what a layer keeps for its backward pass: inputs and outputs of its linear maps and norms; under
+    autocast also its weights, which are cast anew in each pass.
+    """
+    block, device = architecture.blocks[0], architecture.device.type
+    projections = (block.qkv, block.out, block.gate_up, block.down)
+    inputs = [weight_of(projection.modules[0]).shape[1] for projection in projections]
+    outputs = [sum(projection.sizes) for projection in projections]
+    num_numbers = num_tokens * (sum(inputs) + sum(outputs) + 4 * inputs[0])
+    if not torch.is_autocast_enabled(device):
+        return num_numbers * architecture.dtype.itemsize
+    num_weights = sum(map(math.prod, zip(inputs, outputs, strict=True)))
+    return (num_numbers + num_weights) * torch.get_autocast_dtype(device).itemsize
 
 
 def _uses_checkpoints(model: PreTrainedModel) -> bool:

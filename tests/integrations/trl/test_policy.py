@@ -313,3 +313,22 @@ def test_an_existing_trainer_of_a_users_class_is_accelerated(build: Build, folde
 def test_something_else_cannot_be_accelerated(folders: Callable[[str], str]):
     with pytest.raises(InputError, match="a LlamaForCausalLM cannot be accelerated"):
         accelerate(AutoModelForCausalLM.from_pretrained(folders("llama")))
+
+
+def test_log_probs_at_another_temperature_are_not_compared_with_the_trainers(build: Build):
+    trainer, _ = build(GRPOTrainer, temperature=0.5, generation_kwargs={"temperature": 2.0})
+    ids, logps = trainer._generate_single_turn([[5, 6]] * 2, None, {}, 2)
+    assert [len(one) for one in ids] == [len(one) for one in logps]
+    assert {value for one in logps for value in one} == {None}
+
+
+def test_a_users_own_draws_and_log_probs_are_kept(build: Build, folders: Callable[[str], str]):
+    class Mine(trl.GRPOTrainer):
+        """A user's own way to draw."""
+
+        def _generate_single_turn(self, prompt_ids: Any, *_: Any, **__: Any) -> Any:
+            return [[7, EOS_ID] for _ in prompt_ids], None
+
+    trainer, _ = build(Mine)
+    accelerate(trainer)
+    assert trainer._generate_single_turn([[5], [6]], None, {}, 2)[0] == [[7, EOS_ID]] * 2

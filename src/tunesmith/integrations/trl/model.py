@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pad_sequence
@@ -45,9 +46,13 @@ _IGNORED = {
 
 
 class LiveModels:
-    """The live modules of one trainer as language models, described again when a module has changed."""
+    """The live modules of one trainer as language models, described again when a module has changed.
 
-    def __init__(self) -> None:
+    `kept_bytes`: see `Decoder`.
+    """
+
+    def __init__(self, kept_bytes: int = 0) -> None:
+        self._kept_bytes = kept_bytes
         self._kernels = Kernels()
         self._once = Once(get_logger(__name__))
         self._known: list[tuple[list[object], LanguageModel | str]] = []
@@ -74,7 +79,8 @@ class LiveModels:
             if len(known) == len(parts) and all(map(operator.is_, known, parts)):
                 return found
         try:
-            found = LanguageModel(module, Decoder(module, self._kernels), self._kernels)
+            decoder = Decoder(module, self._kernels, kept_bytes=self._kept_bytes)
+            found = LanguageModel(module, decoder, self._kernels)
         except UnsupportedArchitecture as error:
             found = str(error)
         self._known = [(parts, found), *self._known[: _NUM_KNOWN - 1]]
@@ -108,6 +114,8 @@ def objection(model: nn.Module) -> str:
             return f"{name} is divided among processes"
     for name, part in module.named_modules():
         has_hooks = part._forward_hooks or part._forward_pre_hooks  # pyright: ignore[reportPrivateUsage]
+        if isinstance(part, FullyShardedDataParallel):
+            return f"{name} is divided among processes"
         if part is not module and "forward" in part.__dict__:
             return f"the forward of {name} was replaced"
         if has_hooks and not isinstance(part, nn.Linear | nn.Embedding):
@@ -330,9 +338,11 @@ else:
 class PackedTrainer(FusedOptimizer, _Trainer):
     """Mixin before a TRL trainer, which keeps everything but the computation of log-probs and the optimizer.
 
-    A mixin with options of its own takes them in `start`, which also runs for a trainer that existed before.
+    A mixin with options of its own takes them in `start`, which also runs for a trainer that existed before. With
+    gradient checkpointing the last layers whose activations fit in `kept_activations_mb` MiB are not computed again.
     """
 
+    kept_activations_mb: int = 512
     live_models: LiveModels
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -341,7 +351,7 @@ class PackedTrainer(FusedOptimizer, _Trainer):
 
     def start(self) -> None:
         """Install the packed forward pass in the policy and in its reference."""
-        self.live_models = LiveModels()
+        self.live_models = LiveModels(self.kept_activations_mb * 2**20)
         if self.args.torch_compile:
             self.live_models.say("log-probs", "torch_compile is on")
             return

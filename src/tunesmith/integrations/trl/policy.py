@@ -14,6 +14,7 @@ import torch
 from trl.trainer import grpo_trainer, rloo_trainer
 
 from tunesmith.batch.rollout import Completion, SamplingParams
+from tunesmith.core.errors import InputError, TrainingError
 from tunesmith.core.seeds import derive
 from tunesmith.integrations.trl.model import PackedTrainer, Twin, drops_in_adapters, evaluating, unwrapped
 from tunesmith.integrations.trl_support import GENERATION
@@ -106,9 +107,13 @@ class FastPolicy(PackedTrainer):
             for index, (ids, count) in enumerate(runs)
             for _ in range(count // num)
         ]
-        with evaluating(unwrapped(self.model)):
-            groups = engine.generate(prompts, num, replace(sampling, seed=self._seed()))
-            is_exact = engine.is_exact
+        try:
+            with evaluating(unwrapped(self.model)):
+                groups = engine.generate(prompts, num, replace(sampling, seed=self._seed()))
+                is_exact = engine.is_exact
+        except (InputError, TrainingError) as error:  # of damaged weights, for example; TRL may still draw
+            self.live_models.say("generation", str(error))
+            return None
         completions = [completion for group in groups for completion in group.completions]
         is_trainers = is_exact and sampling.temperature == self.temperature and self._is_trls(_LOGPS)
         if is_trainers and self._live is not None and not drops_in_adapters(self._live.module):
@@ -146,7 +151,7 @@ class FastPolicy(PackedTrainer):
         """The settings of TRL's generation, or why the engine does not have them."""
         given: Mapping[str, Any] = {name: value for name, value in self.generation_kwargs.items() if value is not None}
         unknown = given.keys() - GENERATION
-        if unknown or not given["do_sample"] or given.get("num_beams", 1) != 1:
+        if unknown or not given.get("do_sample") or given.get("num_beams", 1) != 1:
             return f"generation_kwargs have {', '.join(sorted(unknown)) or 'greedy or beam search'}"
         stop_ids, stops = given.get("eos_token_id", ()), given.get("stop_strings", ())
         return SamplingParams(
@@ -244,8 +249,11 @@ class FastGRPO(FastPolicy):
                 prompt_ids, images, multimodal_fields, num_generations, has_tool_images
             )
             return ids, unknown_logps(ids) if logps is None and (self.tools or self._corrects) else logps
-        # As the model has them, not the sampler: TRL compares them with the trainer's (and top_p is not its business).
-        return [list(one.token_ids) for one in drawn], [list(one.raw_logps) for one in drawn]
+        ids = [list(one.token_ids) for one in drawn]
+        if self.generation_kwargs["temperature"] != self.temperature:
+            return ids, unknown_logps(ids)
+        # The model's, not the sampler's: TRL compares them with the trainer's, which know nothing of top_p.
+        return ids, [list(one.raw_logps) for one in drawn]
 
     @property
     def _corrects(self) -> bool:
