@@ -301,16 +301,25 @@ def voted(folder: Path) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The outcome of three updates on the votes of `voted`."""
+    folder = voted(tmp_path_factory.mktemp("live") / "whole")
+    until(folder, 3)
+    return outcome(folder)
+
+
 @pytest.mark.parametrize(
     "fault", ["update/forward:kill:3", "live/version:kill:2", "checkpoint/tensors:kill:5", "live/saved:kill:2"]
 )
-def test_a_killed_trainer_goes_on_to_the_same_weights(fault: str, tmp_path: Path) -> None:
-    whole, killed = voted(tmp_path / "whole"), voted(tmp_path / "killed")
-    until(whole, 3)
+def test_a_killed_trainer_goes_on_to_the_same_weights(
+    fault: str, tmp_path: Path, uninterrupted: dict[str, Any]
+) -> None:
+    killed = voted(tmp_path / "killed")
     assert forked(until, killed, 3, fault=fault) == KILLED
     until(killed, 3)
-    assert outcome(killed) == outcome(whole)
-    assert outcome(whole)["result"]["votes"] == 24
+    assert outcome(killed) == uninterrupted
+    assert uninterrupted["result"]["votes"] == 24
 
 
 def test_a_folder_is_not_continued_with_another_model_or_other_prompts_nor_by_two_trainers(tmp_path: Path) -> None:

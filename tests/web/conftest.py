@@ -26,7 +26,7 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
                 campaign = store.set_campaign(CampaignSettings(**settings))
                 store.add_items(campaign.id, items)
             server = Server(path, flags)
-            stack.callback(lambda: server.process and server.process.poll() is None and server.kill())
+            stack.callback(lambda: server.process and server.process.is_alive() and server.kill())
             return server.start()
 
         yield start

@@ -1,18 +1,21 @@
-"""A server as a process of its own, and clients that talk to it."""
+"""A server as a process of its own, forked from one that has its modules loaded, and clients that talk to it."""
 
 import http.client
+import itertools
 import json
+import multiprocessing
 import os
-import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import TextIO
 from urllib.parse import urlsplit
 
+from tunesmith.cli.main import main
 from tunesmith.store.records import Candidate, NewItem
 from tunesmith.web.access import API
 
@@ -70,42 +73,46 @@ class Server:
     port: int = 0
     url: str = ""
     login_url: str | None = None
-    process: subprocess.Popen[str] | None = None
+    process: BaseProcess | None = None
+    output: TextIO | None = None
     complaints: list[str] = field(default_factory=list)
 
     def start(self) -> "Server":
         words = ["serve", "--dir", str(self.folder), "--port", str(self.port), "--json", *self.flags]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tunesmith", *words],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=dict(os.environ, PYTHONUNBUFFERED="1"),
-        )
+        ends = [multiprocessing.Pipe(duplex=False) for _ in range(2)]
+        given = (words, *(there for _, there in ends))
+        self.process = _context().Process(target=_serve, args=given, daemon=True)
+        self.process.start()
+        self.output, complaints = (os.fdopen(os.dup(here.fileno()), encoding="utf-8") for here, _ in ends)
+        for end in itertools.chain(*ends):
+            end.close()
         timer = threading.Timer(START_S, self.process.kill)
         timer.start()
-        line = self.process.stdout.readline()
+        line = self.output.readline()
         timer.cancel()
-        assert line, self.process.stderr.read()
+        assert line, complaints.read()
         # A full pipe would stop the server.
-        threading.Thread(target=self._listen, args=(self.process,), daemon=True).start()
-        said = json.loads(line)
-        self.url, self.login_url = said["url"], said["login_url"]
+        threading.Thread(target=self._listen, args=(complaints,), daemon=True).start()
+        facts = json.loads(line)
+        self.url, self.login_url = facts["url"], facts["login_url"]
         self.port = urlsplit(self.url).port
         return self
 
-    def _listen(self, process):
-        for line in process.stderr:
-            self.complaints.append(line)
+    def _listen(self, complaints):
+        with complaints:
+            for line in complaints:
+                self.complaints.append(line)
 
     def stop(self) -> int:
         """The exit code after SIGTERM."""
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(timeout=30)
+        self.process.terminate()
+        self.process.join(timeout=30)
+        assert self.process.exitcode is not None, "the server does not end"
+        return self.process.exitcode
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(timeout=30)
+        self.process.join(timeout=30)
 
     def admin(self) -> Client:
         """The first admin, let in by the link that was printed."""
@@ -124,3 +131,18 @@ class Server:
 def pairs(count: int) -> list[NewItem]:
     """Pairs whose texts say which one they are, so that a test can tell sides apart."""
     return [NewItem(f"Prompt {i}", (Candidate(f"first {i}"), Candidate(f"second {i}"))) for i in range(count)]
+
+
+def _context():
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tunesmith.trainers.resume", "tunesmith.web.server"])  # as tests/trainers/jobs.py
+    return context
+
+
+def _serve(words, out, errors):
+    os.dup2(out.fileno(), 1)
+    os.dup2(errors.fileno(), 2)
+    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
+    out.close()
+    errors.close()
+    sys.exit(main(words))

@@ -189,31 +189,32 @@ def test_the_page_is_accessible_and_fits_its_screen(watch, trainer):
         assert faults_of(page) == []
 
 
-def test_points_are_thinned_without_losing_extremes_and_gaps(watch):
+def test_a_long_line_is_replaced_by_a_thinned_one(watch, trainer):
+    trainer.add_metrics(1, {"reward": 0.0})
     page = watch()
-    found = page.evaluate(
+    label(page, "reward", "step 1")
+    for step in range(2, 1_300):
+        trainer.add_metrics(step, {"reward": 99.0 if step == 333 else float(step % 7)})
+    label(page, "reward", "step 1299", "between 0 and 99")
+    page.wait_for_function(
+        "() => document.querySelector('#chart-reward path.line').getAttribute('d').match(/[ML]/g).length < 1000"
+    )
+    label(page, "reward", "step 1299", "between 0 and 99")
+
+
+def test_points_come_once_smoothing_keeps_gaps_and_ticks_are_round(watch):
+    found = watch().evaluate(
         """async () => {
-        const { Line, MAX_POINTS, smooth, thin, ticks } = await import('/static/chart.js');
-        const points = Array.from({ length: 5000 }, (_, step) => ({ step, value: step === 3333 ? 99 : step % 7 }));
-        points[2000].value = null;
-        const thinned = thin(points, 600);
+        const { Line, smooth, ticks } = await import('/static/chart.js');
         const line = new Line('a', 'a');
-        for (let id = 1; id <= 20000; id += 1) line.add(id, id, 0, id === 12345 ? -50 : 1);
-        const again = line.add(20000, 20000, 0, 5);
+        for (let id = 1; id <= 200; id += 1) line.add(id, id, 0, id === 123 ? -50 : 1);
         return {
-          count: thinned.length, high: thinned.some(({ value }) => value === 99),
-          gap: thinned.some(({ value }) => value === null),
-          sorted: thinned.every(({ step }, at) => at === 0 || step > thinned[at - 1].step),
-          length: line.points.length, bound: 2 * MAX_POINTS, again,
-          low: line.points.some(({ step, value }) => step === 12345 && value === -50),
+          again: line.add(200, 200, 0, 5), length: line.points.length,
           smooth: smooth([1, null, 1, 3], 0.5), ticks: ticks(0, 1, 4), none: ticks(2, 2, 4),
         };
         }"""
     )
-    assert found["count"] <= 600
-    assert found["high"] and found["gap"] and found["sorted"] and found["low"]
-    assert found["length"] <= found["bound"]
-    assert found["again"] is False
+    assert (found["again"], found["length"]) == (False, 200)
     assert found["smooth"][:3] == [1, None, 1]
     assert 2 < found["smooth"][3] < 3
     assert found["ticks"] == pytest.approx([0, 0.5, 1])

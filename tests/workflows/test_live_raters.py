@@ -1,5 +1,6 @@
 """Simulated raters: as accurate and as biased as they are said to be, and patient with a server that goes away."""
 
+import functools
 import json
 import random
 import threading
@@ -18,6 +19,8 @@ from tunesmith.rewards.builtin import SimulatedRater
 from tunesmith.workflows.live_raters import RaterClient, Raters, RaterTraits, prompt_of, verdict_of
 
 GOOD, BAD, PLAIN = " wonderful and great", " awful and terrible", " here"
+JUDGE = SimulatedRater()
+JUDGE.score = functools.cache(JUDGE.score)  # type: ignore[method-assign]  # reads each text once
 
 
 def shown(left: str, right: str) -> dict[str, Any]:
@@ -30,8 +33,8 @@ def shown(left: str, right: str) -> dict[str, Any]:
 
 
 def verdicts(left: str, right: str, traits: RaterTraits, count: int = 2000) -> Counter[str]:
-    draw, judge = random.Random(0), SimulatedRater()
-    return Counter(verdict_of(shown(left, right), traits, draw, judge) for _ in range(count))
+    draw = random.Random(0)
+    return Counter(verdict_of(shown(left, right), traits, draw, JUDGE) for _ in range(count))
 
 
 @given(st.sampled_from([(GOOD, BAD), (BAD, GOOD), (GOOD, PLAIN), (PLAIN, BAD)]), st.floats(0.5, 1.0))

@@ -124,17 +124,6 @@ class DemonstrationRequest(Request):
     text: Annotated[str, Field(min_length=1, max_length=MAX_WRITTEN)]
 
 
-class ReceiptReply(Reply):
-    """Proof that a vote is on disk. It can be changed or undone until `undo_until` (seconds since the epoch)."""
-
-    token: str
-    revision: int
-    verdict: str
-    created_at: float
-    undo_until: float
-    is_repeat: bool
-
-
 class PassageReply(Reply):
     """A text, and safe HTML if the campaign shows Markdown. `role` is set on turns of a conversation."""
 

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Header, Path, Query, Request, Response
 from fastapi.exceptions import HTTPException
 from fastapi.responses import HTMLResponse, RedirectResponse, StreamingResponse
 
-from tunesmith.store.records import NewRater, Progress, Rater
+from tunesmith.store.records import NewRater, Progress, Rater, VoteReceipt
 from tunesmith.store.vote_stats import VoteStats
 from tunesmith.web.access import API
 from tunesmith.web.guard import address_of
@@ -27,7 +27,6 @@ from tunesmith.web.messages import (
     RankingRequest,
     RaterReply,
     RaterRequest,
-    ReceiptReply,
     SessionReply,
     SessionRequest,
     VoteRequest,
@@ -147,22 +146,21 @@ def votes() -> APIRouter:
     @routes.put(f"{one}/vote")
     def vote(
         token: PresentationToken, body: VoteRequest, caller: Caller, services: ServicesOf, key: RequestKey = None
-    ) -> ReceiptReply:
+    ) -> VoteReceipt:
         """Vote, or change the vote. The response is sent when the vote is on disk; a retry changes nothing."""
-        receipt = services.votes.vote(token, caller.rater_id, body.verdict, body.reason, body.dwell_ms, key)
-        return ReceiptReply.model_validate(receipt)
+        return services.votes.vote(token, caller.rater_id, body.verdict, body.reason, body.dwell_ms, key)
 
     @routes.delete(f"{one}/vote")
-    def withdraw(token: PresentationToken, caller: Caller, services: ServicesOf) -> ReceiptReply:
+    def withdraw(token: PresentationToken, caller: Caller, services: ServicesOf) -> VoteReceipt:
         """Undo a vote or a ranking: the presentation is open again."""
-        return ReceiptReply.model_validate(services.votes.withdraw(token, caller.rater_id))
+        return services.votes.withdraw(token, caller.rater_id)
 
     @routes.put(f"{one}/ranking")
     def rank(
         token: PresentationToken, body: RankingRequest, caller: Caller, services: ServicesOf, key: RequestKey = None
-    ) -> ReceiptReply:
+    ) -> VoteReceipt:
         """Rank the answers, or change the ranking."""
-        return ReceiptReply.model_validate(services.votes.rank(token, caller.rater_id, body.ranks, body.dwell_ms, key))
+        return services.votes.rank(token, caller.rater_id, body.ranks, body.dwell_ms, key)
 
     @routes.put(f"{one}/demonstration")
     def demonstrate(
@@ -171,9 +169,9 @@ def votes() -> APIRouter:
         caller: Caller,
         services: ServicesOf,
         key: RequestKey = None,
-    ) -> ReceiptReply:
+    ) -> VoteReceipt:
         """Write a better answer, in addition to the vote."""
-        return ReceiptReply.model_validate(services.votes.demonstrate(token, caller.rater_id, body.text, key))
+        return services.votes.demonstrate(token, caller.rater_id, body.text, key)
 
     @routes.get("/progress")
     def progress(caller: Caller, services: ServicesOf) -> Progress:

@@ -1,7 +1,6 @@
-// Charts as plain SVG, in the page's colours, without a library; their points are thinned to what a screen can show.
+// Charts as plain SVG, in the page's colours, without a library. The server thins their points to what a screen can show.
 import { html, oncePerFrame, svg } from "./dom.js";
 
-export const MAX_POINTS = 1200;
 const HEIGHT = 190;
 const EDGE = { left: 52, right: 10, top: 10, bottom: 24 };
 const COLOURS = ["after", "before", "stage-3", "stage-5", "stage-6", "stage-4", "stage-2", "stage-7"];
@@ -27,7 +26,6 @@ export class Line {
     // A resumed run repeats the steps after its checkpoint, which replace the earlier ones.
     if (this.points.length && step <= this.points.at(-1).step) this.points.length = firstAt(this.points, step);
     this.points.push({ step, time, value });
-    if (this.points.length > 2 * MAX_POINTS) this.points = thin(this.points, MAX_POINTS);
     return true;
   }
 
@@ -55,29 +53,6 @@ function firstAt(points, step) {
     else high = middle;
   }
   return low;
-}
-
-/** About `limit` of the points: the minimum, the maximum and one gap of each bucket. */
-export function thin(points, limit) {
-  const size = Math.ceil((3 * points.length) / limit);
-  const kept = [];
-  for (let start = 0; start < points.length; start += size) {
-    const indices = new Set();
-    let low = -1;
-    let high = -1;
-    for (let at = start; at < Math.min(start + size, points.length); at += 1) {
-      const { value } = points[at];
-      if (value === null) {
-        if (!indices.size) indices.add(at);
-        continue;
-      }
-      if (low < 0 || value < points[low].value) low = at;
-      if (high < 0 || value > points[high].value) high = at;
-    }
-    if (low >= 0) indices.add(low).add(high);
-    kept.push(...[...indices].sort((a, b) => a - b));
-  }
-  return kept.map((at) => points[at]);
 }
 
 /** Exponential moving average with bias correction; gaps stay gaps. */

@@ -7,6 +7,7 @@ import { Feed } from "./feed.js";
 const STREAM = "/api/v1/stream";
 const RETRY_MS = 2000;
 const POINTS = 600;
+const MAX_POINTS = 1200; // a longer line is replaced by one that the server has thinned
 const NAMES_PER_REQUEST = 40;
 const ROWS_SHOWN = 60;
 const MOMENT = { dateStyle: "short", timeStyle: "short" };
@@ -131,7 +132,9 @@ function addRows({ cursor: to, names, rows }) {
     const name = names[place];
     if (!newest.has(name)) reloadSoon();
     newest.set(name, { step, value });
-    if (lines.get(name)?.add(id, step, time, value)) touched.add(name);
+    const line = lines.get(name);
+    if (line?.add(id, step, time, value)) touched.add(name);
+    if (line?.points.length > MAX_POINTS) reloadSoon();
   }
   for (const chart of charts.values()) if (chart.lines.some(({ name }) => touched.has(name))) chart.draw();
   showTable();
