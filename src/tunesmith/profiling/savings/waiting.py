@@ -18,13 +18,17 @@ _LOG_S = 0.003
 _WAITS = 0.03
 """Share of the time from which on a wait for the interpreter's lock is no chance."""
 
+_HELD = 0.35
+"""Share of the time from which on the lock is held by more than the training, whose own Python takes 0.1 to 0.2."""
+
 
 def gil(f: Facts) -> Saving | None:
     """The share of each stage that the training thread waits for the interpreter's lock goes, and the wait for the core
     that the other thread uses. Not of the reward, whose own threads it may wait for.
     """
     prefix, is_alone = "gil/waiting/", f.number("cpu/others", 0.0) < 0.15
-    share = share_together(f, running_share(f)) if is_alone and f.number("gil/waiting_share") > _WAITS else 1.0
+    is_held = f.number("gil/waiting_share") > _WAITS or f.number("gil/busy_share", 0.0) > _HELD
+    share = share_together(f, running_share(f)) if is_alone and is_held else 1.0
     stages = [name.removeprefix(prefix) for name in f.values if name.startswith(prefix)]
     lost_s = sum(
         f.stage_s(stage) * (1 - (1 - f.number(prefix + stage)) * share) for stage in stages if stage != "reward"
