@@ -280,7 +280,7 @@ class RolloutSection(Section):
     server_timeout_s: Positive = 300.0
     """A request to the server that takes longer is sent again; a server that is away for longer ends the run."""
     server_folder: str | None = None
-    """Where weights are written for the server, which must see it under the same path; null is the system's temporary
+    """Folder of weights for the server, which must see it under the same path; null is the system's temporary
     folder."""
     vllm_options: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Keywords of `vllm.LLM`, for vLLM in this process: `{gpu_memory_utilization: 0.3}`."""

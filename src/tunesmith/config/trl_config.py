@@ -60,7 +60,7 @@ class Converted:
 
 @cache
 def fields() -> Fields:
-    """What is known of TRL's fields."""
+    """The table of TRL's fields."""
     text = resources.files("tunesmith.config").joinpath("trl_fields.yaml").read_text(encoding="utf-8")
     data: Any = parse(text, "trl_fields.yaml").data
     followed = data["followed"]

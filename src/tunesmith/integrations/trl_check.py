@@ -1,4 +1,4 @@
-"""What of a script for TRL becomes faster by another import: read from its text, which is never run."""
+"""The parts of a script for TRL that become faster by another import, from its text, which is never run."""
 
 import ast
 from collections import Counter
@@ -58,7 +58,7 @@ class Gone:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What was found. `newest_version`: the newest TRL that has all names of the script, None if 1.16 has them."""
+    """The findings. `newest_version`: the newest TRL that has all names of the script, None if 1.16 has them."""
 
     uses: tuple[Use, ...]
     changes: tuple[Change, ...]
@@ -136,7 +136,7 @@ class _Script:
         return {name: where for name, where in self._first().items() if name in TRAINERS}
 
     def use(self, trainer: str, where: str) -> Use:
-        """What becomes faster of `trainer`."""
+        """The parts of `trainer` that become faster."""
         owners = ("", ".", trainer, trainer.replace("Trainer", "Config"))
         left = [one for owner, one in self._left if owner == trainer]
         for one in self.settings:
@@ -168,7 +168,7 @@ class _Script:
         return (Gone(name, found[name], *REMOVED[name]) for name in REMOVED if name in found)
 
     def notes(self, *, is_given: bool) -> Iterator[str]:
-        """What the report does not cover."""
+        """Limits of the report."""
         for call in self._calls:
             name = self._name(call.func)
             if name in _PARSERS and not is_given:

@@ -1,4 +1,4 @@
-"""What Tunesmith does in TRL's trainers, what it leaves to TRL and why, and what TRL 1.16 lacks: light tables."""
+"""Light tables: parts of TRL's trainers that Tunesmith does or leaves to TRL, and names that TRL 1.16 lacks."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ OVERRIDES: Mapping[str, str] = MappingProxyType(
 RUN_TIME = (
     "on a GPU, for families of models that Tunesmith does not know, and with dropout TRL does all, and the log says so",
 )
-"""What decides beside the settings, and is known only when the script runs."""
+"""Conditions beside the settings, known only when the script runs."""
 
 
 @dataclass(frozen=True, slots=True)

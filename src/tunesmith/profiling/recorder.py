@@ -26,7 +26,7 @@ from tunesmith.profiling.sampling import Sampler
 _log = get_logger(__name__)
 
 _FAILURES = (OSError, RuntimeError, ValueError, AssertionError)
-"""What torch's profiler and the disk raise. Training goes on without the profile."""
+"""Errors of torch's profiler and of the disk. Training goes on without the profile."""
 
 
 class StepProfiler:

@@ -71,7 +71,7 @@ class Learner(Protocol):
 
 
 class PolicyParts:
-    """What learners of a policy have in common: it is trained, exported, and sent its batches. No part of a step.
+    """The common part of learners of a policy: it is trained, exported, and sent its batches. No part of a step.
 
     A subclass is a dataclass with the fields `policy` and `tokenizer`.
     """
@@ -112,7 +112,7 @@ class PolicyWithKL(PolicyParts):
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What a listener asks for after a step: a checkpoint now, and that the run ends."""
+    """Requests of a listener after a step: a checkpoint now, and the end of the run."""
 
     save: bool = False
     stop: bool = False

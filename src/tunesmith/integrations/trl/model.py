@@ -101,7 +101,7 @@ def unwrapped(model: Any) -> PreTrainedModel:
 
 
 def objection(model: nn.Module) -> str:
-    """What only the model's own forward pass would do; empty if nothing."""
+    """A property of `model` that only its own forward pass computes; empty if there is none."""
     module = unwrapped(model)
     if not isinstance(module, PreTrainedModel):
         return f"the model is a {type(module).__name__}, which is none of transformers"
@@ -168,7 +168,7 @@ def install(
 def _scores(
     models: LiveModels, module: PreTrainedModel, inputs: dict[str, Any], temperature: float
 ) -> FusedCausalLMOutput | str:
-    """What TRL's fused head returns, or why TRL has to compute it; an empty text if the reason was logged."""
+    """The result of TRL's fused head, or why TRL has to compute it; an empty text if the reason was logged."""
     given = {name: value for name, value in inputs.items() if value is not None and name not in _IGNORED}
     ids_BS, labels_BS = given.pop("input_ids", None), given.pop("labels", None)
     mask_BS, positions_BS = given.pop("attention_mask", None), given.pop("position_ids", None)

@@ -31,7 +31,7 @@ class PackedLosses(PackedTrainer):
         return super().compute_ref_log_probs(model, inputs)
 
     def _unknown_output(self) -> str:
-        """What the trainer asks of its policy that the packed pass does not compute; empty if nothing."""
+        """A result that the trainer asks of its policy and the packed pass lacks; empty if there is none."""
         if getattr(self, "use_weighting", False):
             return "use_weighting needs the sum of the squared probabilities of each token"
         config = unwrapped(self.model).config.get_text_config()

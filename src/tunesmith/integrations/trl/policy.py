@@ -32,7 +32,7 @@ _LOGPS = "_get_per_token_logps_and_entropies"
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What TRL's configuration has no field for.
+    """Options that TRL's configuration has no field for.
 
     Args:
         skips_equal_groups: Leave rows whose advantage is 0 out of the forward and backward passes, where they change
@@ -71,7 +71,7 @@ class Drawn:
 
 
 class FastPolicy(PackedTrainer):
-    """What GRPO and RLOO have in common."""
+    """The common part of GRPO and RLOO."""
 
     options: Options = Options()
     _engine: Engine | None
@@ -230,7 +230,7 @@ class FastPolicy(PackedTrainer):
         return super()._compute_loss(model, inputs)
 
     def _depends_on_micro_batches(self) -> str:
-        """What of the loss depends on which rows a micro-batch has; empty if nothing."""
+        """The terms of the loss that depend on which rows a micro-batch has; empty if there are none."""
         return ""
 
     def _reason_not_to_skip(self) -> str:

@@ -1,4 +1,4 @@
-"""What the engine needs of a vLLM, wherever that runs: settings, requests, answers, and the errors that may pass."""
+"""The engine's side of a vLLM, wherever that runs: settings, requests, answers, and the errors that may pass."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ class VLLM:
         url: Of a server, such as `http://localhost:8000`; None: vLLM in this process.
         timeout_s: A request that takes longer counts as lost, and a server that gives no answer for longer ends the
             run. In seconds.
-        folder: Where weights are written for the server, which must see it under the same path; None: the system's
+        folder: That of the weights for the server, which must see it under the same path; None: the system's
             temporary folder.
         options: Keywords of `vllm.LLM`, in this process.
     """
@@ -82,7 +82,7 @@ class Connection(Protocol):
     """A running vLLM. All methods may raise TransientError, and InputError for what it will never do."""
 
     name: str
-    """What errors call it."""
+    """Its name in error messages."""
     dtype: str | None
     """Dtype of its weights, such as `torch.bfloat16`, once some were pushed; None: it does not say."""
 
