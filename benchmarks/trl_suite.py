@@ -50,7 +50,8 @@ class Place:
         threads = {name: str(num_threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
         hub = {"HF_HUB_CACHE": str(self.folder / "hub"), "HF_HUB_OFFLINE": "1", "HF_HOME": str(self.folder / "home")}
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        return {**os.environ, **threads, **hub, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
+        installed = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}  # the TRL that is installed, not that of the checkout
+        return {**os.environ, **threads, **hub, **installed, "TOKENIZERS_PARALLELISM": "false"}
 
 
 def measure(options: Namespace, say: Say) -> dict[str, object]:
