@@ -49,7 +49,7 @@ def test_a_grpo_config_becomes_the_recipe_that_trains_the_same() -> None:
         **{"model_name_or_path": "org/model", "dataset_name": "org/math", "dataset_config": "main", "seed": 7},
         **{"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "steps_per_generation": 4},
         **{"num_generations": 4, "num_iterations": 2, "max_steps": 400, "save_steps": 100, "logging_steps": 1},
-        **{"loss_type": "dr_grpo", "scale_rewards": False, "beta": 0.02, "epsilon_high": 0.28, "use_vllm": True},
+        **{"loss_type": "dr_grpo", "scale_rewards": False, "beta": 0.02, "epsilon_high": 0.28, "data_seed": 1},
         **{"reward_funcs": ["accuracy_reward", "mine.rewards.short"], "reward_weights": [1.0, 0.5]},
         **{"use_peft": True, "lora_r": 8, "lora_target_modules": ["q_proj"], "learning_rate": 5e-6, "bf16": True},
     }
@@ -70,7 +70,43 @@ def test_a_grpo_config_becomes_the_recipe_that_trains_the_same() -> None:
         ("trl.rewards:accuracy_reward", 1.0),
         ("mine.rewards:short", 0.5),
     ]
-    assert converted.not_needed == {"use_vllm": "the rollout engine is our own, and its log-probs are exact"}
+    assert list(converted.not_needed) == ["data_seed"]
+    assert recipe.rollout.backend == "native"
+
+
+@pytest.mark.parametrize(
+    ("given", "url"),
+    [
+        ({}, "http://localhost:8000"),
+        ({"vllm_server_host": "10.0.0.2", "vllm_server_port": 9000}, "http://10.0.0.2:9000"),
+        ({"vllm_server_base_url": "https://far:1", "vllm_server_port": 9000}, "https://far:1"),
+    ],
+)
+def test_a_server_of_vllm_is_the_engine_with_trl_s_importance_weights(given: dict[str, Any], url: str) -> None:
+    given = {"use_vllm": True, "vllm_mode": "server", "vllm_server_timeout": 60.0, **given}
+    recipe: Any = trl_config.convert(given, "grpo").recipe
+    rollout = recipe.rollout
+    assert (rollout.backend, rollout.server_url, rollout.server_timeout_s) == ("vllm", url, 60.0)
+    assert rollout.vllm_options == {}
+    importance = rollout.importance
+    assert (importance.level, importance.mode, importance.cap, importance.floor) == ("sequence", "mask", 3.0, 0.0)
+
+
+def test_vllm_in_the_process_gets_its_settings() -> None:
+    given = {"use_vllm": True, "vllm_max_model_length": 512}
+    recipe: Any = trl_config.convert(given, "grpo").recipe
+    assert recipe.rollout.server_url is None
+    assert recipe.rollout.vllm_options == {
+        **{"gpu_memory_utilization": 0.3, "tensor_parallel_size": 1, "model_impl": "vllm", "max_model_len": 512}
+    }
+    off: Any = trl_config.convert({**given, "vllm_importance_sampling_correction": False}, "grpo").recipe
+    assert off.rollout.importance.mode == "off"
+    bounds = {"vllm_importance_sampling_clip_max": 4.0, "vllm_importance_sampling_clip_min": 0.5}
+    given |= {"vllm_importance_sampling_mode": "token_truncate", **bounds}
+    other: Any = trl_config.convert(given, "grpo").recipe
+    assert other.rollout.importance.model_dump() == {"level": "token", "mode": "truncate", "cap": 4.0, "floor": 0.5}
+    without: Any = trl_config.convert({"vllm_mode": "server"}, "grpo").recipe
+    assert without.rollout.backend == "native"
 
 
 def test_trl_s_defaults_hold_where_a_config_says_nothing() -> None:
@@ -99,6 +135,7 @@ def test_trl_s_defaults_hold_where_a_config_says_nothing() -> None:
         ("dpo", {"lr_scheduler_type": "polynomial"}, "lr_scheduler_type is 'polynomial', which is not possible"),
         ("dpo", {"optim": "sgd"}, "optim is 'sgd', which is not possible"),
         ("grpo", {"num_generations": 5}, "8 completions are drawn at a time, which must be a multiple of num_gen"),
+        ("grpo", {"use_vllm": True, "vllm_mode": "far"}, "vllm_mode is 'far', which is not possible; allowed: server"),
         ("grpo", {"reward_funcs": ["mine"]}, "reward_funcs: 'mine' is no dotted path"),
         ("reward", {"save_steps": 0.1}, "save_steps is 0.1, a share of all steps"),
         ("dpo", {"beta": -1}, "dpo.beta"),
@@ -120,13 +157,13 @@ def test_fields_that_are_not_followed_are_named_if_they_say_something() -> None:
 def test_the_command_writes_a_recipe_that_is_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "grpo.yaml").write_text(
         "model_name_or_path: tiny:llama\ndataset_name: org/math\nnum_generations: 4\nlearning_rate: 1e-6\n"
-        "use_vllm: true\nload_in_4bit: true\nreward_funcs: [mine.short]\nmax_steps: 10\n"
+        "use_vllm: true\ndata_seed: 1\nload_in_4bit: true\nreward_funcs: [mine.short]\nmax_steps: 10\n"
     )
     out = tmp_path / "recipe.yaml"
     assert main(["convert", "trl-config", str(tmp_path / "grpo.yaml"), "--out", str(out)]) == 0
     text = out.read_text()
     assert "# not possible: load_in_4bit: weights have 16 or 32 bits\n" in text
-    assert "# not needed: use_vllm:" in text
+    assert "# not needed: data_seed:" in text
     recipe: Any = load_recipe("grpo", file=out).recipe
     converted: Any = trl_config.convert({**_fields(tmp_path), "load_in_4bit": None}, "grpo").recipe
     assert recipe.model_copy(update={"run": converted.run}) == converted

@@ -33,6 +33,7 @@ _NORMALIZATIONS = {
     "bnpo": "micro_batch",
     "cispo": "token",
 }
+_IMPORTANCE = {f"{level}_{mode}": (level, mode) for level in ("token", "sequence") for mode in ("truncate", "mask")}
 _TRACKERS = ("tensorboard", "wandb", "trackio")
 _OWN_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
 _NO_LIMIT = 1_000_000
@@ -284,6 +285,7 @@ class _Conversion:
             **{"rollout.prompts_per_step": drawn // group, "rollout.completions_per_prompt": group},
             "rollout.max_new_tokens": f["max_completion_length"],
             **{f"rollout.{name}": f[name] for name in drawing},
+            **(self._vllm() if f["use_vllm"] else {}),
             **{f"grpo.{name}": f[name] for name in same},
             **{"grpo.num_epochs": f["num_iterations"], "grpo.num_minibatches": drawn // self.batch},
             **{"grpo.micro_batch_size": self.micro, "grpo.surrogate": "cispo" if is_cispo else "clip"},
@@ -293,6 +295,31 @@ class _Conversion:
             "grpo.dual_clip": f["delta"],
             "grpo.scale": self._pick("scale_rewards", scales),
             **{"grpo.kl.coef": f["beta"], "grpo.kl.bias_correction": f["use_bias_correction_kl"]},
+        }
+
+    def _vllm(self) -> dict[str, object]:
+        f = self.f
+        level, mode = self._pick("vllm_importance_sampling_mode", _IMPORTANCE)
+        cap = f["vllm_importance_sampling_cap"] or f["vllm_importance_sampling_clip_max"]
+        options = {
+            "gpu_memory_utilization": f["vllm_gpu_memory_utilization"],
+            "tensor_parallel_size": f["vllm_tensor_parallel_size"],
+            "model_impl": f["vllm_model_impl"],
+            "max_model_len": f["vllm_max_model_length"],
+        }
+        host = "localhost" if f["vllm_server_host"] == "0.0.0.0" else f["vllm_server_host"]
+        server = {
+            "rollout.server_url": f["vllm_server_base_url"] or f"http://{host}:{f['vllm_server_port']}",
+            "rollout.server_timeout_s": f["vllm_server_timeout"],
+        }
+        colocated = {"rollout.vllm_options": {name: value for name, value in options.items() if value is not None}}
+        return {
+            "rollout.backend": "vllm",
+            **self._pick("vllm_mode", {"server": server, "colocate": colocated}),
+            "rollout.importance.mode": mode if f["vllm_importance_sampling_correction"] else "off",
+            "rollout.importance.level": level,
+            "rollout.importance.cap": _NO_LIMIT if cap is None else cap,
+            "rollout.importance.floor": f["vllm_importance_sampling_clip_min"] or 0.0,
         }
 
     def _rewards(self) -> list[dict[str, object]] | None:
