@@ -14,7 +14,7 @@ from tunesmith.cli.main import COMMANDS
 
 ROOT = Path(__file__).parent.parent
 HEAVY = {"torch", "transformers", "numpy", "safetensors", "datasets", "trl", "plotly"}
-LIGHT_FOLDERS = ("cli", "config", "core", "reports", "schema", "store", "web")
+LIGHT_FOLDERS = ("cli", "config", "core", "planning", "reports", "schema", "store", "web")
 LIGHT_MODULES = (
     "profiling.facts",
     "profiling.savings.waiting",

@@ -40,6 +40,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "convert trl-config": ("convert:trl_config_", "Turn a config of TRL's command line into a recipe."),
     "validate": ("recipes:validate", "Check recipes and list all that is wrong with them."),
     "ladder": ("ladder:ladder", "Measure a step at each level of optimisation, and what each technique is worth."),
+    "plan": ("plan:plan", "Say what a training needs on other hardware: memory, parallelism, time, cost."),
     "trl-check": ("trl_check:trl_check", "Say what of a script for TRL becomes faster by another import."),
     "doctor": ("doctor:doctor", "Say what this machine has and what is missing."),
 }
