@@ -24,7 +24,7 @@ WORDS = [
 def test_a_plan_has_memory_layout_time_cost_accuracy_and_advice(capsys: pytest.CaptureFixture[str]):
     assert main([*WORDS, "--price", "2.5"]) == 0
     shown = capsys.readouterr().out
-    assert "8,030,261,248 parameters in 32 layers; 2 nodes of 8 h100" in shown
+    assert "8,030,261,248 parameters in 32 layers; on 2 x 8 h100" in shown
     for part in (
         "layout    DP",
         "GB of a rank",

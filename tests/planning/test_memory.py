@@ -65,7 +65,7 @@ def test_a_rank_holds_less_of_more_ranks():
     for layout in (Layout(tensor=8, engine_tensor=8), Layout(pipeline=8), Layout(data=8, shards_weights=True)):
         cut = memory_gb(shape, WORK, layout)
         for part in ("weights", "moments", "gradients"):
-            assert cut["update"][part] == pytest.approx(one["update"][part] / 8, rel=0.15), (layout, part)
+            assert cut["update"][part] == pytest.approx(one["update"][part] / 8, rel=0.25), (layout, part)
     replicas = memory_gb(shape, WORK, Layout(data=8))["update"]
     assert replicas["weights"] == one["update"]["weights"]
     assert replicas["moments"] == pytest.approx(one["update"]["moments"] / 8)

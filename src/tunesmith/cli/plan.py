@@ -1,13 +1,14 @@
 """`tunesmith plan`: memory, parallelism, time and cost of a training on other hardware, without loading anything."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from tunesmith.cli.options import check_ranges, flag, parse_known
 from tunesmith.cli.output import Output, reporting
+from tunesmith.core.errors import InputError
 
 if TYPE_CHECKING:
     from tunesmith.planning.calibration import Calibration
@@ -29,7 +30,9 @@ class PlanOptions:
     Reads the config of the model alone. Every key of the recipe is also a flag: --rollout.num-slots 64.
     """
 
-    model: Annotated[str, flag("A config.json, a folder with one, a hub id in the cache, llama-2-70b ...", "MODEL")]
+    model: Annotated[str, flag("A config.json, a folder with one, a hub id, llama-2-70b ...", "MODEL")] = ""
+    from_run: Annotated[str, flag("A run: predict its step on more of its machines.", "RUN", "--from")] = ""
+    dir: Annotated[Path, flag("Folder that holds the runs.", "FOLDER")] = Path("runs")
     hardware: Annotated[str, flag("h100, a100, v100, cpu, or a YAML file of rates.", "NAME")] = "h100"
     nodes: Annotated[int, flag("Nodes for the policy.", "N")] = 1
     gpus_per_node: Annotated[int, flag("Accelerators of a node; with cpu its processes.", "N")] = 8
@@ -64,6 +67,11 @@ def plan(words: Sequence[str]) -> None:
     from tunesmith.planning.step_time import Cluster
 
     with reporting(as_json=options.json) as output:
+        if options.from_run:
+            _say_run(options, keys, output)
+            return
+        if not options.model:
+            raise InputError("missing: --model, or --from with a run")
         hardware = read_hardware(options.hardware)
         if options.price is not None:
             hardware = replace(hardware, price_per_hour=options.price)
@@ -75,10 +83,29 @@ def plan(words: Sequence[str]) -> None:
         _say(found, work, planner.changes(found), calibration, output)
 
 
+def _say_run(options: PlanOptions, keys: Sequence[str], output: Output) -> None:
+    """The plan of a recorded run on `--nodes` machines like its own."""
+    from tunesmith.planning.from_run import read_measured
+    from tunesmith.planning.planner import Planner
+    from tunesmith.runs.listing import resolve_run
+
+    allowed = {"from_run", "dir", "nodes", "gpus_per_node", "workers", "price", "json"}
+    given = [f.name for f in fields(options) if f.name not in allowed and getattr(options, f.name) != f.default]
+    if given or keys:
+        name = keys[0] if keys else "--" + given[0].replace("_", "-")
+        raise InputError(f"{name} is given with --from, which takes the work from the run; leave it out")
+    run = read_measured(resolve_run(options.from_run, options.dir.expanduser()))
+    ranks = 1 if options.gpus_per_node == PlanOptions.gpus_per_node else options.gpus_per_node
+    cluster = run.cluster(options.nodes, ranks, options.workers)
+    planner = Planner(run.shape, run.calibration.factors)
+    found = planner.best(run.work, cluster, options.workers)
+    output.say(f"a step of the run takes {run.step_s:.3g} s; on what is asked for:\n")
+    _say(found, run.work, planner.changes(found), run.calibration, output)
+
+
 def _workload(options: PlanOptions, keys: Sequence[str]) -> "Workload":
     """The work of a step, by the recipe, its `keys` that were given as flags, and the flags."""
     from tunesmith.config.load import load_recipe, parse_overrides
-    from tunesmith.core.errors import InputError
     from tunesmith.planning.workload import workload_of
 
     overrides = parse_overrides(options.algorithm, keys)
@@ -119,7 +146,7 @@ def _say(
     shape, cluster, time = plan.shape, plan.cluster, plan.time
     critic = f" + {cluster.critic_nodes} for the critic" if cluster.critic_nodes else ""
     output.say(
-        f"{shape.num_parameters:,} parameters in {shape.num_layers} layers; {cluster.nodes}{critic} nodes of "
+        f"{shape.num_parameters:,} parameters in {shape.num_layers} layers; on {cluster.nodes}{critic} x "
         f"{cluster.per_node} {cluster.hardware.name}\nlayout    {plan.layout}"
         + (f"; {plan.layout.num_engines} engines of TP {plan.layout.engine_tensor}" if plan.work.draws else "")
     )
@@ -129,8 +156,8 @@ def _say(
     if fitted:
         output.say("to fit    " + ", ".join(f"{key} {value}" for key, value in fitted.items()))
     parts = list(dict.fromkeys(part for held in plan.memory.values() for part in held))
-    rows = [[part, *(f"{held[part]:.2f}" if part in held else "-" for held in plan.memory.values())] for part in parts]
-    totals = ["total", *(f"{sum(held.values()):.2f}" for held in plan.memory.values())]
+    rows = [[part, *(f"{held[part]:.3g}" if part in held else "-" for held in plan.memory.values())] for part in parts]
+    totals = ["total", *(f"{sum(held.values()):.3g}" for held in plan.memory.values())]
     output.say("")
     output.table([["GB of a rank", *plan.memory], *rows, totals])
     output.say("")

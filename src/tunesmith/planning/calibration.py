@@ -14,7 +14,7 @@ from tunesmith.planning.shape import read_shape
 from tunesmith.planning.step_time import Cluster, StepModel, StepTime
 from tunesmith.planning.workload import Workload
 
-STAGES = ("weights", "rollout", "scoring", "critic", "update")
+STAGES: tuple[str, ...] = ("weights", "rollout", "scoring", "critic", "update")
 
 PUBLISHED: Mapping[int, float] = {8: 253.8, 16: 143.4, 32: 81.2}
 """Seconds of a PPO step of NeMo-Aligner, by nodes of 8 GPUs for the actor; as many again hold the critic. Llama 2 70B,

@@ -1,5 +1,6 @@
 """Rates of accelerators and links: built-in tables of makers' figures, or a YAML file with the same fields."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -96,8 +97,8 @@ def _numbers(values: Mapping[str, object], path: Path) -> dict[str, float]:
             hint = did_you_mean(key, _NUMBERS)
             raise InputError(f"{path}: there is no field {key}{hint}; fields are base, name, {', '.join(_NUMBERS)}")
         high = 1.0 if key.endswith("_reach") else float("inf")
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 < value <= high or value == float("inf"):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not isinstance(value, int | float) or not is_number or not 0 < value <= high:
             raise InputError(f"{path}: {key} is {value}; it must be a number above 0" + (", at most 1" * (high == 1)))
         found[key] = float(value)
     return found

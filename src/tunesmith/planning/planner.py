@@ -1,5 +1,6 @@
 """A plan: the layout that fits and is fastest, its memory, time and cost, and what to change first."""
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -118,14 +119,13 @@ def layouts(shape: Shape, cluster: Cluster, *, draws: bool, workers: int = 0) ->
     """All layouts of the ranks of `cluster`: tensor parallel within a node, stages with equal numbers of layers."""
     ranks = cluster.num_ranks
     tensors = [n for n in _divisors(cluster.per_node) if shape.num_heads % n == 0]
-    for tensor in tensors:
-        for pipeline in _divisors(ranks // tensor):
-            if shape.num_layers % pipeline or ranks % (tensor * pipeline):
-                continue
-            data = ranks // (tensor * pipeline)
-            for shards in (False, True) if data > 1 else (False,):
-                for engine in tensors if draws and not workers else [1]:
-                    yield Layout(data, tensor, pipeline, engine, shards, workers)
+    engines = tensors if draws and not workers else [1]
+    for tensor, pipeline in itertools.product(tensors, _divisors(shape.num_layers)):
+        if ranks % (tensor * pipeline):
+            continue
+        data = ranks // (tensor * pipeline)
+        for shards, engine in itertools.product((False, True)[: 1 + (data > 1)], engines):
+            yield Layout(data, tensor, pipeline, engine, shards, workers)
 
 
 def _divisors(number: int) -> list[int]:

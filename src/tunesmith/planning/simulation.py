@@ -103,7 +103,12 @@ def draw_s(lengths: Sequence[int], slots: int, step_s: Callable[[int], float]) -
 
 
 def sample_lengths(count: int, mean: float, limit: int, seed: int, spread: float = 0.7) -> list[int]:
-    """Lengths of completions, log-normal with `spread`, cut at `limit`; before the cut their mean is `mean`."""
+    """Lengths of completions: log-normal with `spread`, cut at `limit`, with about `mean` on average."""
+    if mean >= limit:
+        return [limit] * count
     draw = random.Random(seed)
-    middle = math.log(max(1.0, mean)) - spread**2 / 2
-    return [min(limit, max(1, round(draw.lognormvariate(middle, spread)))) for _ in range(count)]
+    shapes = [math.exp(draw.gauss(0, spread)) for _ in range(count)]
+    scale = mean
+    for _ in range(20):  # the cut takes from the mean
+        scale *= mean * count / sum(min(limit, scale * shape) for shape in shapes)
+    return [min(limit, max(1, round(scale * shape))) for shape in shapes]

@@ -18,12 +18,15 @@ from tunesmith.planning.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Machines of a training. On `critic_nodes` of their own, critic and reward model work beside the policy."""
+    """Machines of a training. On `critic_nodes` of their own, critic and reward model work beside the policy.
+    `engine_speed` is that of rollout workers that share cores.
+    """
 
     hardware: Hardware
     nodes: int = 1
     per_node: int = 1
     critic_nodes: int = 0
+    engine_speed: float = 1.0
 
     @property
     def num_ranks(self) -> int:
@@ -48,7 +51,7 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class StepModel:
-    """The times of one step, each stage multiplied by its factor of a calibration."""
+    """The times of one step, each stage multiplied by its factor of a calibration; `other` is in seconds."""
 
     shape: Shape
     work: Workload
@@ -76,7 +79,8 @@ class StepModel:
         if work.critic == "separate":
             update_s = max(update_s, self.on_critic_nodes().update_s()) if beside else 2 * update_s
         stages["update"] = update_s
-        return StepTime({name: self.factors.get(name, 1.0) * seconds for name, seconds in stages.items()}, share)
+        times = {name: self.factors.get(name, 1.0) * seconds for name, seconds in stages.items()}
+        return StepTime(times | ({"other": self.factors["other"]} if "other" in self.factors else {}), share)
 
     def on_critic_nodes(self) -> "StepModel":
         """The same step on the nodes of the critic."""
@@ -110,13 +114,13 @@ class StepModel:
         prefill_s = work.prompt_tokens * self.token_s(work.prompt_tokens) / self.layout.engine_tensor
         per_row_s = prefill_s / max(1, work.completions)  # a group computes its prompt once
         seconds = [draw_s(lease, work.slots, self.decode_step_s) + len(lease) * per_row_s for lease in leases]
-        answers = run_queue(InOrder(len(leases)), seconds, [1.0] * engines)
+        answers = run_queue(InOrder(len(leases)), seconds, [self.cluster.engine_speed] * engines)
         drawn_s = answers[-1].at_s
         score_s = num_scorings * self.on_critic_nodes().pass_s() / len(leases) if num_scorings else 0.0
         scored_s = 0.0
         for answer in answers:
             scored_s = max(scored_s, answer.at_s) + score_s
-        return drawn_s, scored_s - drawn_s, sum(seconds) / (engines * drawn_s)
+        return drawn_s, scored_s - drawn_s, sum(seconds) / (self.cluster.engine_speed * engines * drawn_s)
 
     def decode_step_s(self, num_rows: int) -> float:
         """Seconds of a step that decodes one token of each of `num_rows` completions in an engine."""
