@@ -8,12 +8,11 @@ from tunesmith.integrations.trl import contract
 contract.check()
 
 from tunesmith.integrations.trl.apply import accelerate  # noqa: E402  (TRL is checked first)
+from tunesmith.integrations.trl.packed import DPOTrainer, KTOTrainer, SFTTrainer  # noqa: E402
 from tunesmith.integrations.trl.policy import GRPOTrainer, Options, RLOOTrainer  # noqa: E402
 from tunesmith.integrations.trl.ppo import PPOTrainer  # noqa: E402
 from tunesmith.integrations.trl.ppo_config import PPOConfig  # noqa: E402
-from tunesmith.integrations.trl.preference import DPOTrainer, KTOTrainer  # noqa: E402
 from tunesmith.integrations.trl.reward import RewardTrainer  # noqa: E402
-from tunesmith.integrations.trl.sft import SFTTrainer  # noqa: E402
 
 __all__ = [
     "DPOTrainer",

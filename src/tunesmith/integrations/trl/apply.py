@@ -5,17 +5,16 @@ from typing import Any, TypeVar
 from trl.trainer import dpo_trainer, grpo_trainer, kto_trainer, reward_trainer, rloo_trainer, sft_trainer
 
 from tunesmith.core.errors import InputError
+from tunesmith.integrations.trl.packed import FastPreference, PackedLosses
 from tunesmith.integrations.trl.policy import FastGRPO, FastRLOO
-from tunesmith.integrations.trl.preference import FastDPO, FastKTO
 from tunesmith.integrations.trl.reward import FastReward
-from tunesmith.integrations.trl.sft import FastSFT
 
 _MIXINS = {
     grpo_trainer.GRPOTrainer: FastGRPO,
     rloo_trainer.RLOOTrainer: FastRLOO,
-    dpo_trainer.DPOTrainer: FastDPO,
-    kto_trainer.KTOTrainer: FastKTO,
-    sft_trainer.SFTTrainer: FastSFT,
+    dpo_trainer.DPOTrainer: FastPreference,
+    kto_trainer.KTOTrainer: FastPreference,
+    sft_trainer.SFTTrainer: PackedLosses,
     reward_trainer.RewardTrainer: FastReward,
 }
 """By TRL's class: what comes before it."""
