@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from tunesmith.cli.options import flag, parse
-from tunesmith.cli.output import reporting
+from tunesmith.cli.output import Output, reporting
 from tunesmith.config.yaml_text import is_mapping
+from tunesmith.core.errors import InputError
 from tunesmith.core.log import visible
 
 if TYPE_CHECKING:
@@ -51,8 +52,13 @@ _BREAKAGES = (
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
-    """Say what this machine has, what is missing and what is untested. Nothing is changed, and no network is used."""
+    """Say what this machine has, what is missing and what is untested. Nothing is changed, and no network is used.
 
+    With --cluster, under torchrun: clocks, versions, links and disks of all ranks.
+    """
+
+    cluster: Annotated[bool, flag("Measure the ranks that torchrun started against each other.")] = False
+    dir: Annotated[Path, flag("With --cluster: folder whose disk is measured.", "FOLDER")] = Path()
     json: Annotated[bool, flag("Print one JSON object.")] = False
 
 
@@ -70,6 +76,9 @@ def doctor(words: Sequence[str]) -> None:
     """Run `tunesmith doctor`."""
     options = parse(DoctorOptions, words, "doctor")
     with reporting(as_json=options.json) as output:
+        if options.cluster:
+            _cluster(options.dir.expanduser(), output)
+            return
         findings = examine()
         width = max(len(finding.name) for finding in findings)
         for finding in findings:
@@ -79,6 +88,21 @@ def doctor(words: Sequence[str]) -> None:
                 output.say(f"  {'':<{width}}  {visible(finding.advice)}")
         num_missing = sum(finding.status == "missing" for finding in findings)
         output.finish({"ok": num_missing == 0, "num_missing": num_missing, "findings": list(map(asdict, findings))})
+
+
+def _cluster(folder: Path, output: Output) -> None:
+    """Print what rank 0 knows of the ranks; the others print nothing."""
+    from tunesmith.profiling.cluster import as_json, as_rows, measure_cluster, problems
+
+    if not folder.is_dir():
+        raise InputError(f"--dir is {folder}; give a folder that exists on every machine")
+    ranks = measure_cluster(folder)
+    if ranks is None:
+        return
+    output.table(as_rows(ranks))
+    found = problems(ranks)
+    output.say("\n" + visible("\n".join(found) or "no problem found"))
+    output.finish(as_json(ranks))
 
 
 def examine() -> list[Finding]:
