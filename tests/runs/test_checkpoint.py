@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tunesmith.algorithms.sums import sum_over_ranks
 from tunesmith.core.errors import CheckpointError
 from tunesmith.runs import checkpoint
 from tunesmith.runs.checkpoint import (
@@ -98,10 +97,6 @@ def test_another_version_and_a_folder_without_manifest_are_refused(tmp_path: Pat
     path.unlink()
     with pytest.raises(CheckpointError, match=r"manifest\.json"):
         load(path.parent)
-
-
-def test_the_sum_over_one_rank_is_the_value() -> None:
-    assert sum_over_ranks(7) == 7
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from operator import add
 from typing import Self, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tunesmith.core.errors import InputError
@@ -20,8 +19,7 @@ from tunesmith.core.errors import InputError
 class Sums:
     """Base of statistics whose fields are all sums: detached fp64 scalars on the device of the loss.
 
-    Adding two records gives the record of both batches, whatever their sizes. Over ranks:
-    `unpack(all_reduced(pack()))`.
+    Adding two records gives the record of both batches, whatever their sizes.
     """
 
     def __add__(self, other: Self) -> Self:
@@ -50,15 +48,3 @@ def merged(records: Iterable[SumsT]) -> SumsT:
     if not listed:
         raise InputError("No statistics were given; merge at least one record.")
     return reduce(add, listed)
-
-
-def sum_over_ranks(value: float) -> float:
-    """The sum of `value` over all training ranks; `value` itself where torch.distributed was not started.
-
-    Gives losses one global denominator, for example the number of tokens of all ranks.
-    """
-    if not (dist.is_available() and dist.is_initialized()):
-        return value
-    summed = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(summed)
-    return summed.item()

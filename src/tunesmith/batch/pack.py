@@ -4,7 +4,7 @@ Shape legend: B sequences, S positions of prompt and completion, T completion to
 to the t-th completion token of its row, whatever the length of the prompt; columns behind the last token are padding.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Self, TypeVar
 
@@ -133,7 +133,6 @@ def select(sequences: Sequences, index_B: Sequence[int]) -> Sequences:
     )
 
 
-def chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+def chunks(items: Sequence[T], size: int) -> list[Sequence[T]]:
     """Consecutive parts of `items`, each of `size` items, the last one perhaps shorter."""
-    for start in range(0, len(items), size):
-        yield items[start : start + size]
+    return [items[start : start + size] for start in range(0, len(items), size)]

@@ -73,9 +73,12 @@ def train(algorithm: str, words: Sequence[str]) -> None:
         if options.dry_run:
             _show(resolved, output)
         else:
+            from tunesmith.distributed.launch import leads
             from tunesmith.trainers.run import run
 
-            report(run(resolved.recipe, provenance=resolved.provenance, progress=wants_progress()), output)
+            result = run(resolved.recipe, provenance=resolved.provenance, progress=wants_progress())
+            if leads():
+                report(result, output)
 
 
 def parse_train(algorithm: str, words: Sequence[str]) -> tuple[_TrainOptions, list[str]]:
@@ -168,6 +171,7 @@ def resume(words: Sequence[str]) -> None:
     """Run `tunesmith resume`."""
     options, unknown = parse_known(ResumeOptions, words, "resume")
     from tunesmith.config.load import parse_overrides, read_algorithm
+    from tunesmith.distributed.launch import leads
     from tunesmith.trainers.resume import checked_folder
     from tunesmith.trainers.resume import resume as resume_run
 
@@ -177,4 +181,5 @@ def resume(words: Sequence[str]) -> None:
         if options.steps is not None:
             overrides.put("run.steps", options.steps, "steps")
         result = resume_run(run_dir, overrides=overrides.values, origins=overrides.origins, progress=wants_progress())
-        report(result, output)
+        if leads():
+            report(result, output)

@@ -37,6 +37,7 @@ from tunesmith.config.live_sections import (
     LiveSection,
     OnlineDPOSection,
 )
+from tunesmith.config.scale_sections import ScaleSection
 from tunesmith.config.sections import (
     AlarmsSection,
     DemonstrationsSection,
@@ -71,6 +72,7 @@ class Recipe(Section):
     model: ModelSection = ModelSection()
     optimizer: OptimizerSection = OptimizerSection()
     run: RunSection = RunSection()
+    scale: ScaleSection = ScaleSection()
 
     @model_validator(mode="after")
     def _check_dropout(self) -> "Recipe":
@@ -121,6 +123,20 @@ class SamplingRecipe(Recipe):
     prompts: PromptsSection = PromptsSection()
     rollout: RolloutSection = RolloutSection()
     alarms: AlarmsSection = AlarmsSection()
+
+    @model_validator(mode="after")
+    def _check_ranks(self) -> "SamplingRecipe":
+        if self.scale.ranks > 1 and self.rollout.backend == "vllm":
+            raise ValueError(
+                f"scale.ranks is {self.scale.ranks}, but ranks draw with engines of their own; set rollout.backend to "
+                "native or transformers, or scale.ranks to 1"
+            )
+        if self.scale.ranks > 1 and self.rollout.score_while_drawing:
+            raise ValueError(
+                f"rollout.score_while_drawing is for one process, but scale.ranks is {self.scale.ranks}; set one of "
+                "them back"
+            )
+        return self
 
 
 class PolicyRecipe(SamplingRecipe):
@@ -194,6 +210,8 @@ class LiveRecipe(Recipe):
 
     @model_validator(mode="after")
     def _check_schedule_and_horizon(self) -> "LiveRecipe":
+        if self.scale.ranks > 1:
+            raise ValueError(f"scale.ranks is {self.scale.ranks}, but the live loop trains in one process; set it to 1")
         if self.optimizer.schedule != "constant":
             raise ValueError(
                 f"optimizer.schedule is {self.optimizer.schedule}, which needs an end, but the live loop has none; "

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tunesmith.algorithms import direct_loss, kl
 from tunesmith.algorithms.direct_loss import DirectStats, PairLogps
 from tunesmith.algorithms.kl import Controller
-from tunesmith.algorithms.sums import merged, sum_over_ranks
+from tunesmith.algorithms.sums import merged
 from tunesmith.batch.pack import chunks
 from tunesmith.config.live_sections import OnlineDPOSection
 from tunesmith.config.sections import OptimizerSection
@@ -63,7 +63,7 @@ class OnlineDPO(PolicyWithKL):
 
     def step(self, votes: Sequence[VotedPair], index: int) -> StepResult:
         """One step: the loss of `votes` and the KL penalty, accumulated over micro-batches, and an update."""
-        num_votes = sum_over_ranks(len(votes))  # one global denominator
+        num_votes = len(votes)  # one global denominator
         with span("reference"):
             self.reference_logp(answer for vote in votes for answer in vote.answers)
         stats: list[DirectStats] = []

@@ -8,40 +8,23 @@ over memory: the norm, which also detects non-finite gradients, then clipping, m
 """
 
 import math
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import nn
 
 from tunesmith.config.sections import OptimizerSection
 from tunesmith.core.errors import CheckpointError, TrainingError
-from tunesmith.kernels.adamw.api import adamw, add_gradient, sums_of_squares
-from tunesmith.kernels.adamw.torch_impl import (
-    CODED,
-    AdamWSettings,
-    CodedMoments,
-    Moments,
-    ParameterUpdate,
-    zero_moments,
-)
+from tunesmith.distributed.ranks import gathered
+from tunesmith.kernels.adamw.api import adamw, sums_of_squares
+from tunesmith.kernels.adamw.torch_impl import CODED, AdamWSettings
 from tunesmith.kernels.native import Kernels
-from tunesmith.models.heads import ScalarHead
+from tunesmith.models.slots import Slots, parameter_groups
 
 _COUNTS = ("num_steps", "weight_version", "num_refused", "num_refused_in_row")
 LOSS = "the loss"
 """`StepReport.bad_parameter` if the gradients are finite and the loss is not."""
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterGroup:
-    """Named parameters that share a peak learning rate and a weight decay."""
-
-    parameters: tuple[tuple[str, nn.Parameter], ...]
-    learning_rate: float
-    weight_decay: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,99 +65,6 @@ class OptimizerState:
     scalars: Mapping[str, float]
 
 
-def parameter_groups(modules: Sequence[nn.Module], section: OptimizerSection) -> list[ParameterGroup]:
-    """The trainable parameters of `modules`: matrices decay, vectors do not, heads have their own learning rate.
-
-    Heads are every `ScalarHead` and a classifier's `score`. With several modules, names begin with the module's class.
-    """
-    together = modules[0] if len(modules) == 1 else nn.ModuleDict({type(module).__name__: module for module in modules})
-    heads = {
-        id(parameter)
-        for name, part in together.named_modules()
-        if isinstance(part, ScalarHead) or name.rpartition(".")[2] == "score"
-        for parameter in part.parameters()
-    }
-    sorted_in: dict[tuple[float, float], list[tuple[str, nn.Parameter]]] = {}
-    head_rate = section.head_learning_rate or section.learning_rate
-    for name, parameter in together.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        rate = head_rate if id(parameter) in heads else section.learning_rate
-        decay = section.weight_decay if parameter.ndim > 1 else 0.0
-        sorted_in.setdefault((rate, decay), []).append((name, parameter))
-    return [ParameterGroup(tuple(named), rate, decay) for (rate, decay), named in sorted_in.items()]
-
-
-class _Slot:
-    """A parameter, its master and its moments; gradients of 16-bit parameters are moved out of `.grad`."""
-
-    def __init__(self, name: str, parameter: nn.Parameter, group: ParameterGroup, kernels: Kernels) -> None:
-        self.name = name
-        self.parameter = parameter
-        self.peak = group.learning_rate
-        self.weight_decay = group.weight_decay
-        self.has_master = parameter.dtype in (torch.bfloat16, torch.float16)
-        self.master = parameter.detach().float() if self.has_master else parameter.detach()
-        self.moments: Moments | None = None
-        self.num_updates = 0
-        self.handle = None
-        if self.has_master:
-            # Torch keeps hooks where the garbage collector does not look: a cycle through one would never be freed.
-            self.handle = parameter.register_post_accumulate_grad_hook(partial(_Slot._collect, weakref.proxy(self)))
-            weakref.finalize(self, self.handle.remove)
-        self._kernels = kernels
-        self._held: torch.Tensor | None = None
-
-    @property
-    def gradient(self) -> torch.Tensor | None:
-        """The accumulated gradient: float32, or the weight's dtype after a single backward pass."""
-        return self._held if self.has_master else self.parameter.grad
-
-    def forget_gradient(self) -> None:
-        """Free the gradient's memory."""
-        self._held = None
-        self.parameter.grad = None
-
-    def update(self, gradient: torch.Tensor, factor: float, *, coded: bool) -> ParameterUpdate:
-        """The update of this parameter at `factor` times its peak learning rate; counts it."""
-        if self.moments is None:
-            self.moments = zero_moments(self.master, coded=coded)
-        self.num_updates += 1
-        weight = self.parameter.detach() if self.has_master else None
-        return ParameterUpdate(
-            gradient, self.master, weight, self.moments, self.num_updates, self.peak * factor, self.weight_decay
-        )
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The live tensors of the state, by key prefix."""
-        found = {"master": self.master} if self.has_master else {}
-        if self.moments is not None:
-            found |= {**_named(self.moments), "num_updates": torch.tensor(float(self.num_updates))}
-        return found
-
-    def expected_moments(self, *, coded: bool) -> dict[str, torch.Tensor]:
-        """Meta tensors with the names, shapes and kinds of this parameter's moments in a state."""
-        moments = _named(zero_moments(self.master.to("meta"), coded=coded))
-        return {f"{prefix}/{self.name}": t for prefix, t in {**moments, "num_updates": torch.tensor(0.0)}.items()}
-
-    def restore(self, tensors: Mapping[str, torch.Tensor], *, coded: bool) -> None:
-        """Restore the state from `tensors`."""
-        if self.has_master:
-            self.master.copy_(tensors["master"])
-            self.parameter.detach().copy_(self.master)
-        self.moments, self.num_updates = None, 0
-        if "exp_avg" in tensors:
-            self.moments, self.num_updates = zero_moments(self.master, coded=coded), int(tensors["num_updates"])
-            for name, tensor in _named(self.moments).items():
-                tensor.copy_(tensors[name])
-
-    def _collect(self, parameter: torch.Tensor) -> None:
-        if parameter.grad is None:
-            return
-        new, parameter.grad = parameter.grad, None
-        self._held = new if self._held is None else add_gradient(self._held, new, kernels=self._kernels)
-
-
 class MasterAdamW:
     """AdamW (Loshchilov and Hutter 2019) with float32 masters; a step is applied completely or not at all.
 
@@ -198,9 +88,7 @@ class MasterAdamW:
         self._kernels = kernels or Kernels()
         self._coded = section.state == "int8"
         self._settings = AdamWSettings(*section.betas, section.eps, section.fused)
-        self._slots = [
-            _Slot(name, parameter, group, self._kernels) for group in groups for name, parameter in group.parameters
-        ]
+        self._slots = Slots(groups, self._kernels)
         is_float16 = any(slot.parameter.dtype == torch.float16 for slot in self._slots)
         self._scale = LossScale(section.loss_scale, section.loss_scale_window) if is_float16 else None
         self._was_scaled = False
@@ -221,13 +109,13 @@ class MasterAdamW:
         says so. `loss` is the one without the loss scale.
         Raises TrainingError if there is no gradient at all, or if it did not come from `scaled` though it had to.
         """
-        used = [(slot, slot.gradient) for slot in self._slots]
-        found = [(slot, gradient) for slot, gradient in used if gradient is not None]
+        if self._scale is not None and not self._was_scaled and any(slot.gradient is not None for slot in self._slots):
+            raise TrainingError("float16 weights need a scaled loss; call optimizer.scaled(loss).backward()")
+        loss, found = self._slots.summed_gradients(loss)
         if not found:
             raise TrainingError("no parameter has a gradient; call backward on a loss before step")
-        if self._scale is not None and not self._was_scaled:
-            raise TrainingError("float16 weights need a scaled loss; call optimizer.scaled(loss).backward()")
-        sums = sums_of_squares([gradient for _, gradient in found], kernels=self._kernels)
+        own_sums = sums_of_squares([gradient for _, gradient in found], kernels=self._kernels)
+        sums = [sum(parts) for parts in zip(*gathered([own_sums], "gradient norms"), strict=True)]
         loss_scale = 1.0 if self._scale is None else self._scale.value
         grad_norm = math.sqrt(sum(sums)) / loss_scale
         factor = schedule_factor(self._section, self.num_steps, self._total_steps)
@@ -247,7 +135,8 @@ class MasterAdamW:
             limit = self._section.max_grad_norm if max_norm is None else max_norm
             clip = min(1.0, limit / (grad_norm + 1e-6)) / loss_scale
             updates = [slot.update(gradient, factor, coded=self._coded) for slot, gradient in found]
-            adamw(updates, self._settings, clip, kernels=self._kernels)
+            adamw([one for one in updates if one.master.numel()], self._settings, clip, kernels=self._kernels)
+            self._slots.send_weights()
             self._note_update()
         self.zero_grad()
         return StepReport(
@@ -278,12 +167,14 @@ class MasterAdamW:
                 slot.handle.remove()
 
     def state_dict(self) -> OptimizerState:
-        """The state, with the live tensors: write or copy them before the next step."""
-        tensors = {f"{prefix}/{slot.name}": tensor for slot in self._slots for prefix, tensor in slot.tensors().items()}
+        """The state, with the live tensors: write or copy them before the next step.
+
+        Every rank must call it; rank 0 gets the whole.
+        """
         scalars: dict[str, float] = {name: getattr(self, name) for name in _COUNTS}
         if self._scale is not None:
             scalars |= {"loss_scale": self._scale.value, "num_since_rescale": self._scale.num_good}
-        return OptimizerState(tensors, scalars)
+        return OptimizerState(self._slots.state(), scalars)
 
     @torch.no_grad()
     def load_state_dict(self, state: OptimizerState) -> None:
@@ -323,7 +214,7 @@ class MasterAdamW:
         allowed: dict[str, torch.Tensor] = {}
         for slot in self._slots:
             moments = slot.expected_moments(coded=self._coded)
-            masters = {f"master/{slot.name}": slot.master} if slot.has_master else {}
+            masters = {f"master/{slot.name}": slot.parameter} if slot.has_master else {}
             missing |= masters.keys() - state.tensors.keys()
             if moments.keys() & state.tensors.keys():  # a parameter that never had a gradient has none
                 missing |= moments.keys() - state.tensors.keys()
@@ -334,14 +225,6 @@ class MasterAdamW:
                 "the optimizer state belongs to another model or dtype "
                 f"(missing: {sorted(missing)[:3]}; not fitting: {strange[:3]}); resume with the checkpoint's recipe"
             )
-
-
-def _named(moments: Moments) -> dict[str, torch.Tensor]:
-    """The live tensors of moments, by their prefix in a state."""
-    found = {"exp_avg": moments.exp_avg, "exp_avg_sq": moments.exp_avg_sq}
-    if isinstance(moments, CodedMoments):
-        found |= {"exp_avg_scale": moments.exp_avg_scale_K, "exp_avg_sq_scale": moments.exp_avg_sq_scale_K}
-    return found
 
 
 def moment_bytes(num_trained: int, section: OptimizerSection) -> int:

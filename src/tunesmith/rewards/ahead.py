@@ -46,14 +46,15 @@ def portions(num_groups: int, group_size: int, *, num_rows: int = PORTION_ROWS) 
 
 
 def one_answer(parts: Mapping[Portion, Scored]) -> Scored:
-    """The answers to all portions as one, in the order of the samples."""
+    """The answers to consecutive portions as one, in the order of the samples."""
     ordered: Sequence[tuple[Portion, Scored]] = sorted(parts.items(), key=lambda item: item[0].groups.start)
+    first = ordered[0][0].samples.start if ordered else 0
     logged = Logged(sum(len(portion.samples) for portion, _ in ordered))
     outcomes: list[Outcome] = []
     retried: SampleError | None = None
     for portion, scored in ordered:
         outcomes += scored.outcomes
-        logged.add(scored.logged, portion.samples)
+        logged.add(scored.logged, [place - first for place in portion.samples])
         retried = retried or scored.retried
     return Scored(outcomes, logged, retried)
 

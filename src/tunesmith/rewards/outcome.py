@@ -77,6 +77,9 @@ class SampleError(RewardError):
         super().__init__(message)
         self.kind = kind
 
+    def __reduce__(self) -> tuple[type["SampleError"], tuple[str, str]]:
+        return SampleError, (str(self), self.kind)  # an exception is copied by its message alone
+
 
 Outcome = float | None | SampleError
 """A finite number, None where the reward does not apply, or why there is no number."""

@@ -6,6 +6,7 @@ Shape legend: P prompts, G completions per prompt, R rewards, N samples.
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +16,7 @@ from tunesmith.config.sections import OnError, RewardSource
 from tunesmith.core.errors import RewardError
 from tunesmith.core.log import get_logger
 from tunesmith.core.trace import span
+from tunesmith.distributed.ranks import gathered, share_of
 from tunesmith.models.heads import RewardModel
 from tunesmith.models.tokenizer import PreTrainedTokenizerBase
 from tunesmith.rewards.ahead import Ahead, Calls, Portion, answers_async, checked, one_answer, portions
@@ -177,25 +179,41 @@ class Scorer:
         return self._settler.settle(samples, scored, (len(groups), sizes[0]))
 
     def _scored(self, samples: Sequence[Sample], whole: Portion, state: TrainerState) -> list[Scored]:
-        """Outcomes of each reward, in the order of the rewards. Async functions run concurrently."""
+        """Outcomes of each reward, in the order of the rewards. Async functions run concurrently.
+
+        With several ranks each computes its share: whole portions of a reward model, one call of a function.
+        """
         done: dict[str, Scored] = {}
         waiting: list[tuple[str, CalledReward]] = []
         extras = {"trainer_state": state}
+        mine = share_of(whole.groups)
+        own = [Portion(range(mine[0], mine[-1] + 1), whole.group_size)] if mine else []
         for name, reward in zip(self.names, self._rewards, strict=True):
             if isinstance(reward, CalledReward) and reward.is_async:
                 waiting.append((name, reward))
                 continue
             with span(name):
-                parts = portions(len(whole.groups), whole.group_size) if isinstance(reward, ModelReward) else [whole]
+                is_model = isinstance(reward, ModelReward)
+                parts = share_of(portions(len(whole.groups), whole.group_size)) if is_model else own
                 ask = functools.partial(_outcomes, reward, samples, parts, extras)
-                done[name] = checked(reward, ask() if self._worker is None else self._worker.run(ask, math.inf))
+                answers = ask() if self._worker is None else self._worker.run(ask, math.inf)
+                done[name] = checked(reward, one_answer(dict(gathered(list(answers.items()), "rewards"))))
         if waiting:
             with span("async"), span("+".join(name for name, _ in waiting)):
-                futures = [self._loop.submit(reward.outcomes_async(samples, extras)) for _, reward in waiting]
-                begun = zip(waiting, futures, strict=True)
-                calls = [Calls(name, reward, [whole], {whole: future}) for (name, reward), future in begun]
-                done |= answers_async(calls, self._loop, lambda _: samples)
+                calls = [
+                    Calls(name, reward, own, self._begun(reward, samples, own, extras)) for name, reward in waiting
+                ]
+                answered = answers_async(calls, self._loop, lambda part: [samples[i] for i in part.samples])
+                for name, scored in answered.items():
+                    done[name] = one_answer(dict(gathered([(part, scored) for part in own], "rewards")))
         return [done[name] for name in self.names]
+
+    def _begun(
+        self, reward: CalledReward, samples: Sequence[Sample], parts: Sequence[Portion], extras: Mapping[str, object]
+    ) -> dict[Portion, Future[Scored]]:
+        """The calls of an async function, which have begun."""
+        begun = {part: reward.outcomes_async([samples[i] for i in part.samples], extras) for part in parts}
+        return {part: self._loop.submit(call) for part, call in begun.items()}
 
 
 def _outcomes(
@@ -203,9 +221,9 @@ def _outcomes(
     samples: Sequence[Sample],
     parts: Sequence[Portion],
     extras: Mapping[str, object],
-) -> Scored:
+) -> dict[Portion, Scored]:
     """The outcomes of one call for each of `parts`."""
-    return one_answer({part: reward.outcomes([samples[i] for i in part.samples], extras) for part in parts})
+    return {part: reward.outcomes([samples[i] for i in part.samples], extras) for part in parts}
 
 
 def _distinct(names: Sequence[str]) -> tuple[str, ...]:

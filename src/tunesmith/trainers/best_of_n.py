@@ -13,12 +13,12 @@ import torch
 
 from tunesmith.algorithms import kl
 from tunesmith.algorithms.kl import Controller
-from tunesmith.algorithms.sums import sum_over_ranks
 from tunesmith.batch.pack import PolicyBatch, chunks, pack
 from tunesmith.config.algorithm_sections import BestOfNSection
 from tunesmith.config.schema import BestOfNRecipe
 from tunesmith.core.seeds import derive
 from tunesmith.core.trace import span
+from tunesmith.distributed.ranks import gathered, share_of
 from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.loaded import PreTrainedTokenizerBase
 from tunesmith.models.logprob import token_logps
@@ -97,21 +97,22 @@ class BestOfN(PolicyWithKL):
     def update(self, batch: PolicyBatch, index: int, stats: metrics.UpdateStats) -> float:
         """Optimizer steps on the minibatches of each epoch over `batch`; returns the mean -log p of a token."""
         cfg = self.cfg
-        nll_sum, num_learnt = 0.0, 0.0
+        nlls: list[float] = []
+        num_learnt = 0
         for minibatch in rollouts.minibatches(batch, cfg, derive(self.rollouts.seed, "minibatches", index)):
-            num_tokens = sum_over_ranks(minibatch.sequences.num_tokens)  # one global denominator
+            num_tokens = minibatch.sequences.num_tokens  # one global denominator: every rank knows the whole minibatch
             total_loss = torch.zeros((), device=batch.advantage_BT.device)
-            for chosen in chunks(range(len(minibatch.sequences.lengths_B)), cfg.micro_batch_size):
+            for chosen in share_of(chunks(range(len(minibatch.sequences.lengths_B)), cfg.micro_batch_size)):
                 with span("forward"):
                     loss, nll = self.micro_batch_loss(minibatch.select(chosen), num_tokens, stats)
                 with span("backward"):
                     self.optimizer.scaled(loss).backward()
                 total_loss += loss.detach()
-                nll_sum += nll
+                nlls.append(nll)
             num_learnt += minibatch.sequences.num_tokens
             with span("optimizer"):
                 stats.add_report(self.optimizer.step(loss=total_loss.item()))  # refuses what is not finite
-        return nll_sum / num_learnt
+        return sum(gathered(nlls)) / num_learnt
 
     def micro_batch_loss(
         self, micro: PolicyBatch, num_tokens: float, stats: metrics.UpdateStats

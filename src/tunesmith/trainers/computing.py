@@ -10,6 +10,7 @@ import torch
 from tunesmith.config.schema import Recipe, SamplingRecipe
 from tunesmith.core.errors import NativeUnavailableError
 from tunesmith.core.trace import Trace
+from tunesmith.distributed.ranks import num_ranks
 from tunesmith.kernels import native
 from tunesmith.kernels.native import Kernels
 from tunesmith.models.decoder import Decoder
@@ -20,6 +21,7 @@ from tunesmith.models.loaded import PreTrainedModel
 from tunesmith.profiling import cgroup
 from tunesmith.profiling.peak import matmul_flop_per_s
 from tunesmith.rollout.device.engine import DeviceEngine
+from tunesmith.rollout.divided import DividedEngine
 from tunesmith.rollout.engine import Engine
 from tunesmith.rollout.native_engine import NativeEngine
 from tunesmith.rollout.remote.engine import RemoteEngine
@@ -55,6 +57,7 @@ def computing(cfg: Recipe, learner: Learner, estimate: Estimate) -> dict[str, ob
         "dtype": _name(estimate.dtype),
         "best_dtype": _name(best),
         **_kernels(Kernels(cfg.model.kernels), estimate.dtype, device),
+        "num_ranks": num_ranks(),
         "num_threads": torch.get_num_threads(),
         "usable_cores": usable_cores(),
         "cpu_quota": cgroup.quota_cores(),
@@ -72,6 +75,7 @@ def _engine(cfg: Recipe, learner: Any, module: PreTrainedModel) -> dict[str, obj
     if not isinstance(cfg, SamplingRecipe):
         return {"engine": None, "engine_reason": "", "engine_exact": None}
     engine: Engine = learner.engine if isinstance(learner, Distill) else learner.rollouts.engine
+    engine = engine.inner if isinstance(engine, DividedEngine) else engine
     reason = ""
     if cfg.rollout.backend != "native":
         reason = f"rollout.backend is {cfg.rollout.backend}"
@@ -130,7 +134,7 @@ def rates_of(
         metrics["tokens_per_s"] = num_tokens / times.wall_s
     trained, others = _total(times, "micro_batch_tokens"), _total(times, "computed_tokens")
     drawn = _total(times, "prefill_tokens") + (num_tokens or 0.0) if "rollout" in times.seconds else 0.0
-    if trained + others:
+    if trained + others and num_ranks() == 1:  # the trace counts this rank's tokens alone
         metrics["flop_per_s"] = estimate.flop(trained + others + drawn, trained) / times.wall_s
         metrics["mfu"] = metrics["flop_per_s"] / matmul_flop_per_s(estimate.dtype, device)
     return metrics

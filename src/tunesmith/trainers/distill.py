@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from tunesmith.algorithms.divergence import Divergence, DivergenceStats, Predictions, divergence_loss
-from tunesmith.algorithms.sums import merged, sum_over_ranks
+from tunesmith.algorithms.sums import merged
 from tunesmith.batch.pack import Sequences, pack, select
 from tunesmith.batch.rollout import Group
 from tunesmith.config.algorithm_sections import DistillSection
@@ -22,6 +22,7 @@ from tunesmith.core.errors import ModelError
 from tunesmith.core.seeds import derive
 from tunesmith.core.trace import span
 from tunesmith.data import sets
+from tunesmith.distributed.ranks import gathered, share_of
 from tunesmith.models.language_model import LanguageModel, model_of_recipe
 from tunesmith.models.load import load_policy
 from tunesmith.models.loaded import PreTrainedTokenizerBase, context_length, freeze_lower_layers
@@ -82,9 +83,9 @@ class Distill(PolicyParts):
         seed = derive(self.cfg.run.seed, "minibatches", index)
         for rows in rollouts.minibatch_rows(len(sequences.lengths_B), cfg, seed):
             minibatch = select(sequences, rows)
-            num_tokens = sum_over_ranks(minibatch.num_tokens)  # one global denominator
+            num_tokens = minibatch.num_tokens  # one global denominator: every rank knows the whole minibatch
             total_loss = torch.zeros((), device=sequences.mask_BT.device)
-            for micro in rollouts.micro_batches(minibatch, cfg.micro_batch_size):
+            for micro in share_of(rollouts.micro_batches(minibatch, cfg.micro_batch_size)):
                 loss, micro_stats = self.micro_batch_loss(micro, num_tokens)
                 with span("backward"):
                     self.optimizer.scaled(loss).backward()
@@ -92,7 +93,7 @@ class Distill(PolicyParts):
                 stats.append(micro_stats)
             with span("optimizer"):
                 reports.append(self.optimizer.step(loss=total_loss.item()))  # refuses what is not finite
-        return stats, reports
+        return gathered(stats, "statistics"), reports
 
     def draw(self, prompts: Sequence[Prompt], num: int, stream: str, index: int) -> list[Group]:
         """`num` completions of each prompt; the noise is a pure function of the run's seed, `stream` and `index`."""
@@ -207,8 +208,8 @@ class DistillTask:
         with span("evaluate"):
             groups = learner.draw(self.data.heldout, 1, "evaluate", 0)
             sequences = setup.sent(pack(groups, pad_id=0), learner.uploader)
-            micros = rollouts.micro_batches(sequences, self.cfg.distill.micro_batch_size)
-            stats = merged(learner.micro_batch_loss(micro, 1)[1] for micro in micros)
+            micros = share_of(rollouts.micro_batches(sequences, self.cfg.distill.micro_batch_size))
+            stats = merged(gathered([learner.micro_batch_loss(micro, 1)[1] for micro in micros]))
         return {f"eval/{name}": value for name, value in stats.metrics().items()}
 
     def measure(self, learner: Distill, when: str) -> dict[str, object]:

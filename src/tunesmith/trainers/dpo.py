@@ -13,7 +13,7 @@ import torch
 
 from tunesmith.algorithms import direct_loss
 from tunesmith.algorithms.direct_loss import DirectStats, PairLogps
-from tunesmith.algorithms.sums import Sums, merged, sum_over_ranks
+from tunesmith.algorithms.sums import Sums, merged
 from tunesmith.batch.pack import chunks
 from tunesmith.config.algorithm_sections import DPOSection
 from tunesmith.config.schema import DPORecipe
@@ -23,6 +23,7 @@ from tunesmith.core.seeds import items_at
 from tunesmith.core.trace import span
 from tunesmith.data.answers import Answer, AnswerLabel, AnswerPair, collate_answers, in_order
 from tunesmith.data.sets import DirectSets, Unit, direct_sets
+from tunesmith.distributed.ranks import gathered, share_of
 from tunesmith.kernels.masking import total
 from tunesmith.models.language_model import LanguageModel, model_of_recipe
 from tunesmith.models.load import load_policy
@@ -85,7 +86,7 @@ class DPO(PolicyParts):
     def step(self, units: Sequence[Unit], index: int) -> StepResult:
         """One step: the loss of the pairs (or labels) `units`, accumulated over micro-batches, and an update."""
         cfg = self.cfg
-        num_units = sum_over_ranks(len(units))  # one global denominator
+        num_units = len(units)  # one global denominator: every rank knows the whole step
         with span("reference"):
             reference_A = self.reference_logps(units)
         with span("kl"):
@@ -94,7 +95,7 @@ class DPO(PolicyParts):
         tokens: list[TokenSums] = []
         total_loss = torch.zeros((), device=self.length_A.device)
         with span("update"):
-            for micro in chunks(units, cfg.micro_batch_size):
+            for micro in share_of(chunks(units, cfg.micro_batch_size)):
                 with span("forward"):
                     loss, micro_stats, micro_tokens = self.micro_batch_loss(micro, reference_A, num_units, kl)
                 with span("backward"):
@@ -106,7 +107,8 @@ class DPO(PolicyParts):
                 report = self.optimizer.step(loss=total_loss.item())
         with span("metrics"):
             own = {"kl": kl} if cfg.loss == "kto" else {}
-            metrics = {**merged(stats).metrics(), **token_metrics(tokens), **own, **update_metrics([report])}
+            figures = {**merged(gathered(stats)).metrics(), **token_metrics(gathered(tokens))}
+            metrics = {**figures, **own, **update_metrics([report])}
         return StepResult(metrics, report, lambda: self.batch_rows(units))
 
     def micro_batch_loss(
@@ -158,17 +160,19 @@ class DPO(PolicyParts):
         if not mismatched or reference_A is None:
             return 0.0
         logp_A = self.answer_logps(self.policy, mismatched)
-        kl = direct_loss.mismatched_kl(logp_A[mismatched], reference_A[mismatched])
-        return sum_over_ranks(kl) / sum_over_ranks(1)
+        return direct_loss.mismatched_kl(logp_A[mismatched], reference_A[mismatched])
 
     @torch.no_grad()
     def answer_logps(self, model: LanguageModel, indices: Iterable[int]) -> torch.Tensor:
         """logp_A: the log-prob of each answer in `indices` under `model`, summed over its tokens; NaN at all others."""
         logp_A = torch.full_like(self.length_A, torch.nan, dtype=torch.float32)
-        for chunk in chunks(in_order(self.answers, indices), 2 * self.cfg.micro_batch_size):
+        parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for chunk in share_of(chunks(in_order(self.answers, indices), 2 * self.cfg.micro_batch_size)):
             batch = setup.sent(collate_answers(self.answers, chunk), self.uploader)
             scores = token_logps(model, batch.ids_BS, batch.lengths_B, prompt_lengths_B=batch.prompt_lengths_B)
-            logp_A[batch.answer_B] = scores.logp_BT.sum(dim=1)
+            parts.append((batch.answer_B, scores.logp_BT.sum(dim=1)))
+        for answer_B, logp_B in gathered(parts, "log-probs"):
+            logp_A[answer_B] = logp_B
         return logp_A
 
     def precompute_reference(self, units: Sequence[Unit], progress: bool = False) -> None:

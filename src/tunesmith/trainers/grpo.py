@@ -22,6 +22,7 @@ from tunesmith.config.algorithm_sections import GRPOSection
 from tunesmith.config.schema import GRPORecipe
 from tunesmith.core.seeds import derive
 from tunesmith.core.trace import span
+from tunesmith.distributed.ranks import share_of
 from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.loaded import PreTrainedTokenizerBase
 from tunesmith.models.logprob import TokenScores, token_logps
@@ -109,7 +110,7 @@ class GRPO(PolicyWithKL):
             num_drawn = drawn_per_row * len(minibatch.sequences.lengths_B)
             size = rollouts.update_size(minibatch.sequences, cfg.micro_batch_size, num_drawn)  # global denominators
             total_loss = torch.zeros((), device=batch.advantage_BT.device)
-            for chosen in chunks(range(len(minibatch.sequences.lengths_B)), cfg.micro_batch_size):
+            for chosen in share_of(chunks(range(len(minibatch.sequences.lengths_B)), cfg.micro_batch_size)):
                 with span("forward"):
                     loss = self.micro_batch_loss(minibatch.select(chosen), size, stats)
                 with span("backward"):
@@ -212,8 +213,6 @@ class StepStats:
         self._groups = groups
         self._scores = scores
         self._updates = metrics.UpdateStats()
-        self._kl_sum = 0.0
-        self._has_reference = False
 
     def add(
         self,
@@ -225,12 +224,7 @@ class StepStats:
     ) -> None:
         """Accumulate one micro-batch."""
         self._updates.add(policy)
-        if self._updates.reports:
-            return
-        self._updates.add_pass(sequences, new.logp_BT, new.entropy_BT, correction)
-        if reference_logp_BT is not None:
-            self._has_reference = True
-            self._kl_sum += ((new.logp_BT.detach() - reference_logp_BT) * sequences.mask_BT).sum().item()
+        self._updates.add_pass(sequences, new.logp_BT, new.entropy_BT, correction, reference_logp_BT)
 
     def add_report(self, report: StepReport) -> None:
         """Add the optimizer's report, which closes a minibatch."""
@@ -242,7 +236,7 @@ class StepStats:
 
     def mean_kl(self) -> float:
         """Mean KL of a completion to the reference, in nats; 0 without a reference."""
-        return self._kl_sum / max(1, self._updates.first.num_sequences)
+        return self._updates.first.kl_per_sequence
 
     def metrics(self, differs_P: torch.Tensor, learnt: Sequence[int]) -> Metrics:
         """All metrics of the step. `differs_P` is true for groups whose rewards differ; `learnt` are the completions
@@ -260,5 +254,5 @@ class StepStats:
         if not self._updates.reports:
             return {**shared, "updates": 0.0, "refused_steps": 0.0}
         first = self._updates.first
-        nats = {"objective/kl": self.mean_kl(), "kl": self._kl_sum / first.num_tokens} if self._has_reference else {}
+        nats = {"objective/kl": self.mean_kl(), "kl": first.kl_sum / first.num_tokens} if first.has_reference else {}
         return {**shared, **nats, **self._updates.metrics()}

@@ -5,6 +5,8 @@ Shape legend: P prompts, G completions per prompt, B = P * G sequences, T comple
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
 
 import torch
 
@@ -13,6 +15,7 @@ from tunesmith.algorithms.sums import merged
 from tunesmith.algorithms.value_loss import ValueStats
 from tunesmith.batch.pack import Sequences
 from tunesmith.batch.rollout import Group
+from tunesmith.distributed.ranks import gathered
 from tunesmith.models.optimizer import StepReport
 from tunesmith.rewards.scorer import Scores
 from tunesmith.schema.records import plain_text
@@ -43,7 +46,7 @@ def worst_report(reports: Sequence[StepReport]) -> StepReport | None:
     return (refused or reports or [None])[-1]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class FirstPass:
     """Sums over the completions of a step's first update, where the policy is still the one that drew them."""
 
@@ -52,22 +55,54 @@ class FirstPass:
     entropy_sum: float = 0.0
     difference_sum: float = 0.0
     difference_max: float = 0.0
-    corrections: list[Correction] = field(default_factory=list[Correction])
+    kl_sum: float = 0.0
+    has_reference: bool = False
+    corrections: tuple[Correction, ...] = ()
 
+    @classmethod
     @torch.no_grad()
-    def add(
-        self, sequences: Sequences, logp_BT: torch.Tensor, entropy_BT: torch.Tensor, correction: Correction | None
-    ) -> None:
-        """Accumulate one micro-batch: the trainer's log-probs and entropies, and the importance weights."""
+    def of_batch(
+        cls,
+        sequences: Sequences,
+        logp_BT: torch.Tensor,
+        entropy_BT: torch.Tensor,
+        correction: Correction | None,
+        reference_logp_BT: torch.Tensor | None,
+    ) -> "FirstPass":
+        """The sums of one micro-batch: of the trainer's log-probs and entropies, importance weights, and KL to the
+        reference.
+        """
         mask_BT = sequences.mask_BT
         difference_BT = (sequences.raw_logp_BT.to(logp_BT) - logp_BT).abs() * mask_BT
-        self.num_tokens += sequences.num_tokens
-        self.num_sequences += len(mask_BT)
-        self.entropy_sum += (entropy_BT * mask_BT).sum().item()
-        self.difference_sum += difference_BT.sum().item()
-        self.difference_max = max(self.difference_max, difference_BT.max().item())
-        if correction is not None:
-            self.corrections.append(correction)
+        has_reference = reference_logp_BT is not None
+        return cls(
+            sequences.num_tokens,
+            len(mask_BT),
+            (entropy_BT * mask_BT).sum().item(),
+            difference_BT.sum().item(),
+            difference_BT.max().item(),
+            ((logp_BT - reference_logp_BT) * mask_BT).sum().item() if has_reference else 0.0,
+            has_reference,
+            () if correction is None else (correction,),
+        )
+
+    def __add__(self, other: "FirstPass") -> "FirstPass":
+        """The sums of both."""
+        return FirstPass(
+            self.num_tokens + other.num_tokens,
+            self.num_sequences + other.num_sequences,
+            self.entropy_sum + other.entropy_sum,
+            self.difference_sum + other.difference_sum,
+            max(self.difference_max, other.difference_max),
+            self.kl_sum + other.kl_sum,
+            self.has_reference or other.has_reference,
+            (*self.corrections, *other.corrections),
+        )
+
+    @property
+    def kl_per_sequence(self) -> float:
+        """Mean over completions of the KL to the reference, in nats; 0 without a reference."""
+        return self.kl_sum / max(1, self.num_sequences)
 
     @property
     def entropy_per_sequence(self) -> float:
@@ -87,8 +122,8 @@ class FirstPass:
 
 @dataclass(slots=True)
 class UpdateStats:
-    """Statistics of a step's updates, summed over micro-batches; those of the last minibatch are also kept apart, for
-    early stopping.
+    """Statistics of a step's updates, summed over micro-batches and ranks; those of the last minibatch are also kept
+    apart, for early stopping. A minibatch counts once it is closed.
     """
 
     first: FirstPass = field(default_factory=FirstPass)
@@ -97,16 +132,15 @@ class UpdateStats:
     _policy: list[PolicyStats] = field(default_factory=list[PolicyStats])
     _value: list[ValueStats] = field(default_factory=list[ValueStats])
     _minibatch: list[PolicyStats] = field(default_factory=list[PolicyStats])
-    _num_closed: int = 0
+    _open_passes: list[FirstPass] = field(default_factory=list[FirstPass])
+    _open_policy: list[PolicyStats] = field(default_factory=list[PolicyStats])
+    _open_value: list[ValueStats] = field(default_factory=list[ValueStats])
 
     def add(self, policy: PolicyStats, value: ValueStats | None = None) -> None:
         """Accumulate one micro-batch."""
-        if len(self.reports) > self._num_closed:
-            self._minibatch, self._num_closed = [], len(self.reports)
-        self._policy.append(policy)
-        self._minibatch.append(policy)
+        self._open_policy.append(policy)
         if value is not None:
-            self._value.append(value)
+            self._open_value.append(value)
 
     def add_pass(
         self,
@@ -114,13 +148,20 @@ class UpdateStats:
         logp_BT: torch.Tensor,
         entropy_BT: torch.Tensor,
         correction: Correction | None = None,
+        reference_logp_BT: torch.Tensor | None = None,
     ) -> None:
         """Accumulate one micro-batch of the first update; later updates are off-policy and ignored."""
         if not self.reports:
-            self.first.add(sequences, logp_BT, entropy_BT, correction)
+            self._open_passes.append(FirstPass.of_batch(sequences, logp_BT, entropy_BT, correction, reference_logp_BT))
 
     def add_report(self, report: StepReport) -> None:
-        """Add the optimizer's report, which closes a minibatch."""
+        """Add the optimizer's report, which closes a minibatch: what each rank accumulated in it is merged."""
+        if not self.reports:
+            self.first = reduce(add, gathered(self._open_passes, "statistics"), self.first)
+        self._minibatch = gathered(self._open_policy, "statistics")
+        self._policy += self._minibatch
+        self._value += gathered(self._open_value, "statistics")
+        self._open_passes, self._open_policy, self._open_value = [], [], []
         self.reports.append(report)
 
     def last_minibatch_kl(self) -> float:

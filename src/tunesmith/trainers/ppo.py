@@ -20,6 +20,7 @@ from tunesmith.config.algorithm_sections import PPOSection
 from tunesmith.config.schema import PPORecipe
 from tunesmith.core.seeds import derive
 from tunesmith.core.trace import span
+from tunesmith.distributed.ranks import gathered, share_of
 from tunesmith.models.export import ModelCard, save_final
 from tunesmith.models.heads import Critic, ScalarHead, hidden_size
 from tunesmith.models.language_model import LanguageModel
@@ -114,7 +115,7 @@ class PPO(PolicyWithKL):
         for minibatch in rollouts.minibatches(batch, cfg, derive(self.rollouts.seed, "minibatches", index)):
             size = rollouts.update_size(minibatch.sequences, cfg.micro_batch_size)  # global denominators
             total_loss = torch.zeros((), device=batch.advantage_BT.device)
-            for rows in chunks(range(len(minibatch.sequences.lengths_B)), cfg.micro_batch_size):
+            for rows in share_of(chunks(range(len(minibatch.sequences.lengths_B)), cfg.micro_batch_size)):
                 with span("forward"):
                     loss = self.micro_batch_loss(minibatch.select(rows), size, stats)
                 with span("backward"):
@@ -177,13 +178,13 @@ class PPO(PolicyWithKL):
         critic is still evaluated.
         """
         size, width = self.cfg.micro_batch_size, sequences.mask_BT.shape[1]
-        micros = list(rollouts.micro_batches(sequences, size))
+        micros = share_of(rollouts.micro_batches(sequences, size))
         if not self.rollouts.is_exact:
-            parts = [self.forward(micro) for micro in micros]
+            parts = gathered([self.forward(micro) for micro in micros], "log-probs and values")
             logp_BT = rollouts.join([part.logp_BT for part in parts], width)
             return logp_BT, rollouts.join([part.value_BT for part in parts], width)
         if self.critic is not None:
-            values = [self.critic(m.ids_BS, m.lengths_B, m.prompt_lengths_B) for m in micros]
+            values = gathered([self.critic(m.ids_BS, m.lengths_B, m.prompt_lengths_B) for m in micros], "values")
             return sequences.raw_logp_BT, rollouts.join(values, width)
         value_BT = torch.zeros_like(sequences.raw_logp_BT) if sequences.value_BT is None else sequences.value_BT
         return sequences.raw_logp_BT, value_BT

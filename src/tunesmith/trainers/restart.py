@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tunesmith.core.errors import CheckpointError, RunError
+from tunesmith.distributed.ranks import tell
 from tunesmith.models.lora import trained_parameters
 from tunesmith.models.optimizer import OptimizerState
 from tunesmith.runs import checkpoint
@@ -19,12 +20,18 @@ from tunesmith.runs.checkpoint import Checkpoint, Found, remove_unfinished
 from tunesmith.runs.folder import RunFolder
 from tunesmith.trainers.api import Learner
 
+STATE = "state"
+"""The order to send the optimizer's state."""
+
 
 def contents(learner: Learner) -> tuple[dict[str, Mapping[str, torch.Tensor]], dict[str, object]]:
     """Everything that training changes: tensors by file name and name, and JSON values. The tensors are not copied.
 
+    Other ranks send rank 0, which calls this, their shares of the optimizer's state.
+
     Frozen parameters are not included: they are part of the run's identity, and loaded by the model's name.
     """
+    tell(STATE)
     optimizer = learner.optimizer.state_dict()
     tensors: dict[str, Mapping[str, torch.Tensor]] = {
         name: trained_parameters(module) for name, module in learner.modules.items()
@@ -75,6 +82,8 @@ MAY_CHANGE = frozenset(
         "run.keep_freed_memory",
         "run.measure",
         "run.report_to",
+        "scale.ranks",
+        "scale.rank_timeout_s",
     }
 )
 """Keys that may change when a run is resumed, besides those of `alarms`. Any other key would change what the steps so

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from tunesmith.config.load import Resolved, load_recipe, read_algorithm
 from tunesmith.config.schema import Recipe
 from tunesmith.core.errors import RunError
 from tunesmith.core.log import get_logger
+from tunesmith.distributed.launch import leads
 from tunesmith.runs.environment import package_versions
 from tunesmith.runs.folder import RunFolder
 from tunesmith.runs.lock import RunLock
@@ -36,15 +38,17 @@ def resume(
     Raises:
         RunError: if the folder holds no run, is in use, has ended, or if `overrides` change what may not change.
     """
-    with RunLock(checked_folder(run_dir)):  # refuses a folder in use before anything is loaded
+    # Refuses a folder in use before anything is loaded; of several ranks the first one has the lock.
+    with RunLock(checked_folder(run_dir)) if leads() else nullcontext():
         old, resolved = _recipes(run_dir, overrides or {}, origins or {})
     changes = restart.changed_keys(old.model_dump(mode="json"), resolved.recipe.model_dump(mode="json"))
     restart.check_changes(changes, run_dir)
     inputs = inputs or Inputs()
     _check_inputs(run_dir, inputs)
     _check_unfinished(run_dir, old, resolved.recipe)
-    _note_resume(run_dir, changes)
-    recipe = with_threads(resolved.recipe, run_dir)
+    if leads():
+        _note_resume(run_dir, changes)
+    recipe = with_threads(resolved.recipe, run_dir, old.scale.ranks)
     return run(recipe, inputs, progress=progress, resume=run_dir, listener=listener)
 
 
@@ -57,9 +61,11 @@ def checked_folder(run_dir: Path) -> Path:
     return run_dir
 
 
-def with_threads(recipe: Recipe, run_dir: Path) -> Recipe:
-    """`recipe` with the number of threads that the run began with: sums depend on it in their last bits."""
-    num_threads = recipe.run.num_threads or _facts(run_dir)["num_cores"]
+def with_threads(recipe: Recipe, run_dir: Path, num_ranks: int = 1) -> Recipe:
+    """`recipe` with the number of threads that the run, and each of its `num_ranks`, began with: sums depend on it in
+    their last bits.
+    """
+    num_threads = recipe.run.num_threads or max(1, _facts(run_dir)["num_cores"] // num_ranks)
     return recipe.model_copy(update={"run": recipe.run.model_copy(update={"num_threads": num_threads})})
 
 

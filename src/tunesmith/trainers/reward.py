@@ -14,7 +14,7 @@ from torch import nn
 
 from tunesmith.algorithms.kl import Controller
 from tunesmith.algorithms.preference_loss import PreferenceStats, RankingStats, bradley_terry, plackett_luce
-from tunesmith.algorithms.sums import merged, sum_over_ranks
+from tunesmith.algorithms.sums import merged
 from tunesmith.batch.pack import chunks
 from tunesmith.batch.upload import Uploader
 from tunesmith.config.algorithm_sections import RewardTrainerSection
@@ -25,6 +25,7 @@ from tunesmith.core.trace import span
 from tunesmith.data.collate import Encoded, as_pairs, as_rankings, collate_pairs, collate_rankings
 from tunesmith.data.pairs import PreferenceLike
 from tunesmith.data.sets import preference_sets
+from tunesmith.distributed.ranks import gathered, share_of
 from tunesmith.evaluation.reward_quality import decided_pairs, judge
 from tunesmith.kernels.native import Kernels
 from tunesmith.models.export import ModelCard, save_final
@@ -65,11 +66,11 @@ class Reward:
     def step(self, pairs: Sequence[Encoded], index: int) -> StepResult:
         """One step: the loss of `pairs` (or rankings), accumulated over micro-batches, and an update."""
         cfg = self.cfg
-        num_pairs = sum_over_ranks(len(pairs))  # one global denominator
+        num_pairs = len(pairs)  # one global denominator: every rank knows the whole step
         stats: list[PreferenceStats | RankingStats] = []
         total_loss = torch.zeros((), device=self.model.model.device)
         with span("update"):
-            for micro in chunks(pairs, cfg.micro_batch_size):
+            for micro in share_of(chunks(pairs, cfg.micro_batch_size)):
                 with span("forward"):
                     loss, micro_stats = self.micro_batch_loss(
                         micro, num_pairs, with_margin=cfg.margin == "column", center_coef=cfg.center_coef
@@ -81,7 +82,7 @@ class Reward:
             with span("optimizer"):
                 report = self.optimizer.step(loss=total_loss.item())
         with span("metrics"):
-            metrics = {**merged(stats).metrics(), **update_metrics([report])}
+            metrics = {**merged(gathered(stats)).metrics(), **update_metrics([report])}
         return StepResult(metrics, report, lambda: [asdict(pair) for pair in pairs])
 
     def micro_batch_loss(
@@ -171,8 +172,8 @@ class RewardTask:
         if not items:
             return {}
         with span("evaluate"):
-            micros = chunks(items, self.cfg.reward_model.micro_batch_size)
-            stats = [learner.micro_batch_loss(micro, len(items))[1] for micro in micros]
+            micros = share_of(chunks(items, self.cfg.reward_model.micro_batch_size))
+            stats = gathered([learner.micro_batch_loss(micro, len(items))[1] for micro in micros])
         decided = [pair for item in items for pair in item.decided]
         longer = sum((len(better) > len(worse)) + 0.5 * (len(better) == len(worse)) for better, worse in decided)
         metrics = {f"eval/{name}": value for name, value in merged(stats).metrics().items() if name != "tie_fraction"}

@@ -15,7 +15,6 @@ from torch.nn.functional import pad
 
 from tunesmith.algorithms import kl, policy_loss
 from tunesmith.algorithms.policy_loss import Correction, PolicyStats, UpdateSize
-from tunesmith.algorithms.sums import sum_over_ranks
 from tunesmith.batch.pack import PolicyBatch, Sequences, chunks, pack, select
 from tunesmith.batch.rollout import Group, SamplingParams
 from tunesmith.batch.upload import Uploader
@@ -27,6 +26,7 @@ from tunesmith.core.log import get_logger
 from tunesmith.core.seeds import derive, items_at, permutation
 from tunesmith.core.trace import span
 from tunesmith.data import sets
+from tunesmith.distributed.ranks import gathered, num_ranks, share_of
 from tunesmith.evaluation import accuracy
 from tunesmith.kernels.masking import Denominator
 from tunesmith.kernels.native import Kernels
@@ -38,6 +38,7 @@ from tunesmith.models.logprob import token_logps
 from tunesmith.models.lora import frozen_copy
 from tunesmith.models.optimizer import MasterAdamW
 from tunesmith.rewards.scorer import Scorer, Scores, TrainerState
+from tunesmith.rollout.divided import DividedEngine
 from tunesmith.rollout.engine import Engine
 from tunesmith.rollout.factory import open_engine
 from tunesmith.rollout.remote.connection import VLLM
@@ -125,7 +126,7 @@ def engine_for(
     value_head: nn.Module | None = None,
 ) -> Engine:
     """The engine that a recipe's section names, on the weights that `optimizer()` changes."""
-    return open_engine(
+    engine = open_engine(
         policy,
         tokenizer,
         backend=VLLM.of(cfg) if cfg.backend == "vllm" else cfg.backend,
@@ -135,6 +136,7 @@ def engine_for(
         kv_cache_mb=cfg.kv_cache_mb,
         value_head=value_head,
     )
+    return engine if num_ranks() == 1 else DividedEngine(engine)
 
 
 def prompts_of_step(prompts: Sequence[Prompt], size: int, seed: int, index: int) -> list[Prompt]:
@@ -154,10 +156,9 @@ def valid_rows(scores: Scores) -> list[int]:
     return torch.nonzero(scores.valid_PG.flatten()).flatten().tolist()
 
 
-def micro_batches(sequences: Sequences, size: int) -> Iterator[Sequences]:
+def micro_batches(sequences: Sequences, size: int) -> list[Sequences]:
     """Consecutive rows of `sequences`, `size` at a time."""
-    for rows in chunks(range(len(sequences.lengths_B)), size):
-        yield select(sequences, rows)
+    return [select(sequences, rows) for rows in chunks(range(len(sequences.lengths_B)), size)]
 
 
 def minibatches(batch: BatchT, section: UpdateSection, seed: int) -> Iterator[BatchT]:
@@ -178,15 +179,15 @@ def minibatch_rows(num_rows: int, section: UpdateSection, seed: int) -> Iterator
 
 
 def update_size(sequences: Sequences, micro_batch_size: int, num_drawn: float | None = None) -> UpdateSize:
-    """Size of a minibatch over all ranks: the global denominators of its losses.
+    """Size of a minibatch: the global denominators of its losses, because every rank knows all of it.
 
     `num_drawn` is the number of completions to count where some of those that were drawn are not in the minibatch.
     """
     num_rows = len(sequences.lengths_B)
     return UpdateSize(
-        num_tokens=sum_over_ranks(sequences.num_tokens),
-        num_sequences=sum_over_ranks(num_rows if num_drawn is None else num_drawn),
-        num_micro_batches=sum_over_ranks(-(-num_rows // micro_batch_size)),
+        num_tokens=sequences.num_tokens,
+        num_sequences=num_rows if num_drawn is None else num_drawn,
+        num_micro_batches=-(-num_rows // micro_batch_size),
     )
 
 
@@ -197,9 +198,9 @@ def logps(model: LanguageModel, sequences: Sequences, temperature: float, micro_
         token_logps(
             model, part.ids_BS, part.lengths_B, prompt_lengths_B=part.prompt_lengths_B, temperature=temperature
         ).logp_BT
-        for part in micro_batches(sequences, micro_batch_size)
+        for part in share_of(micro_batches(sequences, micro_batch_size))
     ]
-    return join(parts_BT, sequences.mask_BT.shape[1])
+    return join(gathered(parts_BT, "log-probs"), sequences.mask_BT.shape[1])
 
 
 def join(parts_BT: Sequence[torch.Tensor], width: int) -> torch.Tensor:
@@ -287,10 +288,7 @@ class PolicyLearner(Learner, Protocol):
 
 
 class PolicyTask:
-    """Prompts and rewards of an algorithm that draws completions, and how its policy is evaluated.
-
-    Algorithms differ in their learner alone.
-    """
+    """Prompts and rewards of an algorithm that draws completions, and how its policy is evaluated."""
 
     def __init__(self, learner: type[PolicyLearner], cfg: PolicyRecipe, inputs: Inputs, device: torch.device) -> None:
         self.cfg = cfg

@@ -5,6 +5,7 @@ here.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,12 +15,18 @@ from typing import Any, Protocol
 import torch
 
 from tunesmith.config.schema import Recipe
-from tunesmith.core.errors import ServerError
+from tunesmith.core.errors import RunError, ServerError
+from tunesmith.core.seeds import derive
 from tunesmith.core.trace import span
 from tunesmith.data.sets import Sets
+from tunesmith.distributed.launch import as_started, ranks_of
+from tunesmith.distributed.ranks import END, gathered, num_ranks, orders, rank, tell
 from tunesmith.models.export import ModelCard
-from tunesmith.trainers import setup
-from tunesmith.trainers.api import Inputs, Learner, Listener, Metrics
+from tunesmith.runs import checkpoint
+from tunesmith.runs.environment import peak_rss_gb
+from tunesmith.runs.manifest import step_folder
+from tunesmith.trainers import restart, setup
+from tunesmith.trainers.api import Inputs, Learner, Listener, Metrics, StepResult
 from tunesmith.trainers.best_of_n import BestOfN
 from tunesmith.trainers.computing import computing, rates_of
 from tunesmith.trainers.distill import DistillTask
@@ -127,25 +134,42 @@ def run(
         TrainingError: if too many steps in a row are not finite, or memory runs out.
         ServerError: if its rollout server is lost for too long, once a checkpoint is written.
         StoppedError: after SIGTERM or SIGINT, once a checkpoint is written.
+
+    With several ranks (`scale.ranks`, or under `torchrun`) this process leads or follows; each returns the result.
     """
-    inputs = inputs or Inputs()
+    inputs, cfg = inputs or Inputs(), as_started(cfg)
+    others = partial(follow, cfg, inputs, algorithm)
+    with ranks_of(cfg.scale, others):
+        if rank() > 0:
+            return others()
+        session = partial(
+            open_session, cfg, provenance=provenance, show_progress=progress, resume=resume, from_python=inputs.given
+        )
+        return lead(cfg, inputs, algorithm, session, progress, (profile_steps, listener or Listener()))
+
+
+def lead(
+    cfg: Recipe,
+    inputs: Inputs,
+    algorithm: type[PolicyLearner] | None,
+    open_run: Callable[..., AbstractContextManager[Session]],
+    progress: bool = False,
+    asked: tuple[int, Listener] = (0, Listener()),
+) -> setup.RunResult:
+    """The run as rank 0, or the only process, makes it. Other ranks are told of each step before it begins.
+
+    `open_run` opens its session; `asked` are the steps to profile and what is told of the events.
+    """
     device = setup.prepare(cfg)
     task = task_of(cfg, inputs, device, algorithm)
     learner = task.build()
     estimate = task.estimate()
     announce(estimate, task.num_steps, progress, device)
-    identity = {**task.prepare(learner, progress), "the device": device.type}
-    job = Job(learner, task.num_steps, identity, profile_steps, listener or Listener())
-    with open_session(
-        cfg,
-        job,
-        provenance=provenance,
-        show_progress=progress,
-        data=task.data.facts,
-        resume=resume,
-        from_python=inputs.given,
-    ) as session:
+    identity = {**agreed(task.prepare(learner, progress)), "the device": device.type}
+    with open_run(Job(learner, task.num_steps, identity, *asked), data=task.data.facts) as session:
         rates = partial(rates_of, cfg, estimate, device)
+        if session.first_step:
+            tell("restore", step_folder(session.folder.checkpoints, session.first_step).absolute())
         with session.working():
             session.folder.write_json("setup.json", computing(cfg, learner, estimate))
         measure(task, learner, session, "before")
@@ -161,7 +185,61 @@ def run(
             recipe=cfg.model_dump(mode="json"),
         )
         learner.export(session.folder.final, card)
-        return session.finish({**figures, "algorithm": cfg.algorithm})
+        result = session.finish({**figures, "algorithm": cfg.algorithm})
+    tell(END, result)
+    return result
+
+
+def follow(cfg: Recipe, inputs: Inputs, algorithm: type[PolicyLearner] | None) -> setup.RunResult:
+    """The run as a rank above 0 makes it: it computes its share of what rank 0 orders, and writes nothing."""
+    device = setup.prepare(cfg)
+    task = task_of(cfg, inputs, device, algorithm)
+    learner = task.build()
+    agreed(task.prepare(learner, False))
+    result: Any = None
+    for order, arguments in orders():
+        if order == "restore":
+            restart.restore(learner, checkpoint.load(*arguments))
+        elif order == "step":
+            computed_step(cfg, task, learner, *arguments)
+        elif order == "evaluate":
+            task.evaluate(learner)
+        elif order == "measure":
+            task.measure(learner, *arguments)
+        elif order == restart.STATE:
+            learner.optimizer.state_dict()
+        elif order == END:
+            (result,) = arguments
+    return result
+
+
+def agreed(identity: dict[str, str]) -> dict[str, str]:
+    """`identity`, the hashes of model and data, if all ranks have the same.
+
+    Raises:
+        RunError: naming a rank and what differs.
+    """
+    for other, found in enumerate(gathered([identity], "hashes of model and data")):
+        different = [name for name in identity if found.get(name) != identity[name]]
+        if different:
+            raise RunError(
+                f"rank {other} differs from rank {rank()} in {', '.join(different)}; give all the same files"
+            )
+    return identity
+
+
+def computed_step(cfg: Recipe, task: Task, learner: Learner, index: int) -> tuple[int, StepResult]:
+    """(Number of rows, result) of step `index` (from 0), each rank's share of it."""
+    if num_ranks() > 1:  # what rewards or dropout draw from global generators is no rank's copy of another's
+        setup.seed_generators(derive(cfg.run.seed, "rank", rank(), index))
+    batch = batch_of(task, index)
+    result = learner.step(batch, index)
+    if num_ranks() == 1:
+        return len(batch), result
+    peaks = enumerate(gathered([peak_rss_gb()], "memory"))
+    return len(batch), replace(
+        result, metrics={**result.metrics, **{f"memory/peak_rss_gb/rank_{i}": size_gb for i, size_gb in peaks}}
+    )
 
 
 def take_step(task: Task, learner: Learner, session: Session, rates: Callable[..., Metrics], index: int) -> None:
@@ -171,19 +249,21 @@ def take_step(task: Task, learner: Learner, session: Session, rates: Callable[..
     """
     version, lost = learner.optimizer.weight_version, None
     with session.working() as times:
-        batch = batch_of(task, index)
+        tell("step", index)
         try:
-            result = learner.step(batch, index)
+            num_rows, result = computed_step(session.cfg, task, learner, index)
         except ServerError:
             if learner.optimizer.weight_version == version:
                 session.save_now()
             raise
         evaluation: Metrics = {}
         try:
-            evaluation = task.evaluate(learner) if session.is_due(index, session.cfg.run.eval_every) else {}
+            if session.is_due(index, session.cfg.run.eval_every):
+                tell("evaluate")
+                evaluation = task.evaluate(learner)
         except ServerError as error:
             lost = error  # the step itself is whole
-    per_s = rates(len(batch), result.metrics.get("num_tokens"), times)
+    per_s = rates(num_rows, result.metrics.get("num_tokens"), times)
     metrics = {**result.metrics, **evaluation, **times.metrics(), **per_s}
     session.end_step(index + 1, replace(result, metrics=metrics), task.shown)
     if lost is not None:
@@ -208,6 +288,7 @@ def measure(task: Task, learner: Learner, session: Session, when: str) -> None:
     if any(name.endswith(f"_{when}") for name in session.facts) or (when == "before" and session.first_step > 0):
         return
     with session.working():
+        tell("measure", when)
         session.facts |= task.measure(learner, when)
     session.leave_if_asked()
 

@@ -15,6 +15,7 @@ from tunesmith.batch.upload import Uploader
 from tunesmith.config.schema import Recipe
 from tunesmith.core.errors import ModelError
 from tunesmith.core.system import keep_freed_memory
+from tunesmith.distributed.launch import ranks_here
 from tunesmith.runs.environment import usable_cores
 
 RecordT = TypeVar("RecordT")
@@ -61,11 +62,16 @@ def prepare(cfg: Recipe) -> torch.device:
     """
     if cfg.run.keep_freed_memory:
         keep_freed_memory()
-    torch.set_num_threads(cfg.run.num_threads or usable_cores())
-    torch.manual_seed(cfg.run.seed)
-    random.seed(cfg.run.seed)
-    np.random.seed(cfg.run.seed % 2**32)
+    torch.set_num_threads(cfg.run.num_threads or max(1, usable_cores() // ranks_here(cfg.scale)))
+    seed_generators(cfg.run.seed)
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the global generators of Python, NumPy and torch."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 def uploader_to(device: torch.device) -> Uploader | None:

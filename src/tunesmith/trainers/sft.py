@@ -10,13 +10,14 @@ from functools import partial
 
 import torch
 
-from tunesmith.algorithms.sums import merged, sum_over_ranks
+from tunesmith.algorithms.sums import merged
 from tunesmith.algorithms.token_loss import TokenStats, negative_log_likelihood
 from tunesmith.batch.targets import LearntSequence, by_token_budget, items_of_step, pack_targets
 from tunesmith.config.algorithm_sections import SFTSection
 from tunesmith.config.schema import SFTRecipe
 from tunesmith.core.trace import span
 from tunesmith.data.sets import demonstration_sets
+from tunesmith.distributed.ranks import gathered, share_of
 from tunesmith.models.language_model import LanguageModel, model_of_recipe
 from tunesmith.models.load import load_policy
 from tunesmith.models.loaded import PreTrainedTokenizerBase, context_length, freeze_lower_layers
@@ -43,13 +44,12 @@ class SFT(PolicyParts):
     def step(self, sequences: Sequence[LearntSequence], index: int) -> StepResult:
         """One step: the mean loss of all learnt tokens of `sequences`, in micro-batches, and an update."""
         num_learnt = sum(sequence.num_learnt for sequence in sequences)
-        num_tokens = sum_over_ranks(num_learnt)  # one global denominator
         stats: list[TokenStats] = []
         total_loss = torch.zeros((), device=self.policy.module.device)
         with span("update"):
-            for micro in self.micro_batches(sequences):
+            for micro in share_of(self.micro_batches(sequences)):
                 with span("forward"):
-                    loss, micro_stats = self.micro_batch_loss(micro, num_tokens)
+                    loss, micro_stats = self.micro_batch_loss(micro, num_learnt)  # one global denominator
                 with span("backward"):
                     self.optimizer.scaled(loss).backward()
                 total_loss += loss.detach()
@@ -59,7 +59,7 @@ class SFT(PolicyParts):
         with span("metrics"):
             num_ids = sum(len(one.ids) for one in sequences)
             sizes = {"num_tokens": float(num_ids), "num_learnt_tokens": float(num_learnt)}
-            metrics = {**merged(stats).metrics(), **sizes, **update_metrics([report])}
+            metrics = {**merged(gathered(stats)).metrics(), **sizes, **update_metrics([report])}
         return StepResult(metrics, report, partial(batch_rows, self.tokenizer, sequences))
 
     def micro_batches(self, sequences: Sequence[LearntSequence]) -> list[list[LearntSequence]]:
@@ -139,8 +139,8 @@ class SFTTask:
         if not self.data.heldout:
             return {}
         with span("evaluate"):
-            micros = learner.micro_batches(self.data.heldout)
-            stats = merged(learner.micro_batch_loss(micro, 1)[1] for micro in micros)
+            micros = share_of(learner.micro_batches(self.data.heldout))
+            stats = merged(gathered([learner.micro_batch_loss(micro, 1)[1] for micro in micros]))
         metrics = {f"eval/{name}": value for name, value in stats.metrics().items()}
         return {**metrics, "eval/num_learnt_tokens": stats.floats()["tokens"]}
 

@@ -190,7 +190,7 @@ def _parameter(update: ParameterUpdate, settings: AdamWSettings) -> _Parameter:
     return _Parameter(
         _gradient(update.gradient),
         *map(address, (update.master, update.weight, moments.exp_avg, moments.exp_avg_sq, *scales)),
-        torch_impl.seed_of(count),
+        update.seed,
         update.learning_rate / (1 - settings.beta1**count),
         1 - update.learning_rate * update.weight_decay,
         1 / math.sqrt(1 - settings.beta2**count),

@@ -11,6 +11,9 @@ import torch
 CODED = 256
 """Elements of 8-bit moments that share a scale."""
 
+_SPREAD = 0x9E3779B9
+"""Distance of the numbers from which neighbouring elements draw."""
+
 _CHANCES = 2**16
 """Numbers that the rounding of a moment is drawn from."""
 
@@ -55,6 +58,7 @@ class ParameterUpdate:
 
     `gradient` and `master` have one shape; `weight` is the 16-bit copy that takes the new master, None where the master
     itself is the weight. `num_updates` counts this one. `learning_rate` and `weight_decay` are those of the step.
+    All hold the elements of a parameter from `start` on, a multiple of `CODED`.
     """
 
     gradient: torch.Tensor
@@ -64,6 +68,12 @@ class ParameterUpdate:
     num_updates: int
     learning_rate: float
     weight_decay: float
+    start: int = 0
+
+    @property
+    def seed(self) -> int:
+        """The seed of the rounding to codes: an element is rounded alike wherever its parameter is cut."""
+        return (seed_of(self.num_updates) + self.start * _SPREAD) % 2**32
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +105,7 @@ def adamw(update: ParameterUpdate, settings: AdamWSettings, gradient_factor: flo
     if update.weight is not None:
         update.weight.copy_(update.master)
     if isinstance(moments, CodedMoments):
-        _encode(decoded, moments, update.num_updates)
+        _encode(decoded, moments, update.seed)
 
 
 def sum_of_squares(gradient: torch.Tensor) -> torch.Tensor:
@@ -129,11 +139,11 @@ def _decoded(moments: CodedMoments) -> FloatMoments:
     return FloatMoments(mean_N.view(shape), root_N.square().view(shape))
 
 
-def _encode(decoded: FloatMoments, moments: CodedMoments, num_updates: int) -> None:
+def _encode(decoded: FloatMoments, moments: CodedMoments, seed: int) -> None:
     mean_N, root_N = decoded.exp_avg.flatten(), decoded.exp_avg_sq.flatten().sqrt()
     moments.exp_avg_scale_K.copy_(_largest(mean_N))
     moments.exp_avg_sq_scale_K.copy_(_largest(root_N))
-    random_N = _drawn(seed_of(num_updates), mean_N.numel(), mean_N.device)
+    random_N = _drawn(seed, mean_N.numel(), mean_N.device)
     mean_code_N = _rounded(mean_N.abs(), moments.exp_avg_scale_K, levels(7), random_N // _CHANCES)
     moments.exp_avg.copy_((mean_code_N + 128 * (mean_N < 0)).view_as(moments.exp_avg))
     root_code_N = _rounded(root_N, moments.exp_avg_sq_scale_K, levels(8), random_N % _CHANCES)
@@ -154,7 +164,7 @@ def _rounded(
 
 def _drawn(seed: int, count: int, device: torch.device) -> torch.Tensor:
     """`count` numbers below 2^32, each a function of seed and position: the mixer of MurmurHash3."""
-    x_N = (seed + torch.arange(count, device=device) * 0x9E3779B9) % 2**32
+    x_N = (seed + torch.arange(count, device=device) * _SPREAD) % 2**32
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         x_N = _times(x_N ^ (x_N >> shift), factor)
     return x_N ^ (x_N >> 16)

@@ -1,0 +1,176 @@
+"""The processes of one training, and what they exchange.
+
+Every rank knows the whole batch of a step and computes a share of it: `share_of` divides micro-batches or prompts,
+`gathered` gives every rank the results of all, in the order of the batch. So advantages, denominators and metrics are
+those of one process, and only gradients are summed in an order of their own. Rank 0 leads: it decides what comes next
+(`tell`), and the others follow (`orders`). In one process everything here returns what it was given.
+"""
+
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+
+from tunesmith.core.errors import TrainingError
+
+T = TypeVar("T")
+
+END = "end"
+"""The order after which the other ranks leave."""
+
+
+class LostRankError(TrainingError):
+    """A collective failed: another rank ended, or did not arrive in time."""
+
+
+@dataclass(slots=True)
+class Ranks:
+    """This process among `count` of one training; `index` 0 leads.
+
+    `store` holds the collective that each rank reached last, so that a rank that never comes can be named.
+    """
+
+    index: int
+    count: int
+    store: Store
+    num_collectives: int = 0
+
+    @contextmanager
+    def collective(self, name: str) -> Iterator[None]:
+        """Note that this rank has reached the collective `name`; raises LostRankError, naming the ranks that have not,
+        if it fails.
+        """
+        self.num_collectives += 1
+        try:
+            self.store.set(f"reached/{self.index}", f"{self.num_collectives} {name}")
+            yield
+        except RuntimeError as error:
+            raise LostRankError(f"rank {self.index} waited in `{name}` in vain: {self._missing()}") from error
+
+    def _missing(self) -> str:
+        """The ranks that have not reached this collective, with the last one that each has reached."""
+        behind: list[str] = []
+        for rank in range(self.count):
+            try:
+                known = self.store.check([f"reached/{rank}"])
+                number, name = self.store.get(f"reached/{rank}").decode().split(" ", 1) if known else ("0", "nothing")
+            except RuntimeError:  # the store is in rank 0
+                return "rank 0 has ended"
+            if int(number) < self.num_collectives:
+                behind.append(f"rank {rank} did not arrive, its last was `{name}` ({number})")
+        return "; ".join(behind) or "all ranks arrived, and one of them left"
+
+
+_RANKS: ContextVar[Ranks | None] = ContextVar("ranks", default=None)
+
+
+@contextmanager
+def joined(ranks: Ranks) -> Iterator[Ranks]:
+    """Divide the work of the block among `ranks`."""
+    token = _RANKS.set(ranks)
+    try:
+        yield ranks
+    finally:
+        _RANKS.reset(token)
+
+
+def num_ranks() -> int:
+    """Number of processes of this training; 1 outside of `joined`."""
+    ranks = _RANKS.get()
+    return 1 if ranks is None else ranks.count
+
+
+def rank() -> int:
+    """The number of this process, from 0."""
+    ranks = _RANKS.get()
+    return 0 if ranks is None else ranks.index
+
+
+def share_of(items: Sequence[T]) -> Sequence[T]:
+    """The part of `items` that this rank computes: consecutive ones, as many as each other rank's but for one.
+
+    >>> share_of([1, 2, 3])
+    [1, 2, 3]
+    """
+    ranks = _RANKS.get()
+    if ranks is None:
+        return items
+    return items[len(items) * ranks.index // ranks.count : len(items) * (ranks.index + 1) // ranks.count]
+
+
+def gathered(parts: Sequence[T], name: str = "results") -> list[T]:
+    """The parts of all ranks, one rank's after the other's: the results of `share_of`, in the order of the items.
+
+    Tensors come back on this rank's device.
+    """
+    ranks = _RANKS.get()
+    if ranks is None:
+        return list(parts)
+    buffer = io.BytesIO()
+    torch.save(list(parts), buffer)
+    received: list[bytes] = [b""] * ranks.count
+    with ranks.collective(name):
+        dist.all_gather_object(received, buffer.getvalue())
+    return [part for one in received for part in _unpacked(one)]
+
+
+def gathered_by_first(part: T, name: str) -> list[T]:
+    """The part of each rank, on rank 0; empty on the others."""
+    ranks = _RANKS.get()
+    if ranks is None:
+        return [part]
+    received: list[Any] | None = [None] * ranks.count if ranks.index == 0 else None
+    with ranks.collective(name):
+        dist.gather_object(part, received)
+    return received or []
+
+
+def add_to(owner: int, tensor: torch.Tensor, name: str) -> None:
+    """Sum `tensor` over all ranks, in place on the rank `owner`; on the others its contents are undefined."""
+    ranks = _RANKS.get()
+    if ranks is not None and tensor.numel():
+        with ranks.collective(name):
+            dist.reduce(tensor, dst=owner)
+
+
+def copy_from(owner: int, tensor: torch.Tensor, name: str) -> None:
+    """Replace `tensor` by that of the rank `owner`."""
+    ranks = _RANKS.get()
+    if ranks is not None and tensor.numel():
+        with ranks.collective(name):
+            dist.broadcast(tensor.view(torch.uint8), src=owner)
+
+
+def tell(order: str, *arguments: object) -> None:
+    """From rank 0: what all ranks do next. The others hear it from `orders`."""
+    ranks = _RANKS.get()
+    if ranks is not None and ranks.index == 0:
+        with ranks.collective(order):
+            dist.broadcast_object_list([(order, arguments)], src=0)
+
+
+def orders() -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Name and arguments of each order of rank 0, `END` the last."""
+    ranks = _RANKS.get()
+    assert ranks is not None and ranks.index > 0, "rank 0 gives the orders"
+    order = ""
+    while order != END:
+        heard: list[Any] = [None]
+        with ranks.collective("the next order"):
+            dist.broadcast_object_list(heard, src=0)
+        order, arguments = heard[0]
+        yield order, arguments
+
+
+def _unpacked(part: bytes) -> list[Any]:
+    return torch.load(io.BytesIO(part), map_location=_on_this_device, weights_only=False)
+
+
+def _on_this_device(storage: Any, location: str) -> Any:
+    return storage.cuda() if location.startswith("cuda") else storage

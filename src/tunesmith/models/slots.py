@@ -1,0 +1,240 @@
+"""The parameters of an optimizer, each with its master and its moments, of which a rank holds a share.
+
+With several ranks (`distributed/`) every rank has all weights, and the masters and moments of the elements that it owns
+(ZeRO stage 1, Rajbhandari et al. 2020, arXiv 1910.02054): gradients are summed in float32 on the rank that owns them,
+which updates its elements and sends the new weights to the others.
+"""
+
+import math
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+
+import torch
+from torch import nn
+
+from tunesmith.config.sections import OptimizerSection
+from tunesmith.distributed import ranks
+from tunesmith.distributed.shares import ranges_of
+from tunesmith.kernels.adamw.api import add_gradient
+from tunesmith.kernels.adamw.torch_impl import CODED, CodedMoments, Moments, ParameterUpdate, zero_moments
+from tunesmith.kernels.native import Kernels
+from tunesmith.models.heads import ScalarHead
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterGroup:
+    """Named parameters that share a peak learning rate and a weight decay."""
+
+    parameters: tuple[tuple[str, nn.Parameter], ...]
+    learning_rate: float
+    weight_decay: float
+
+
+def parameter_groups(modules: Sequence[nn.Module], section: OptimizerSection) -> list[ParameterGroup]:
+    """The trainable parameters of `modules`: matrices decay, vectors do not, heads have their own learning rate.
+
+    Heads are every `ScalarHead` and a classifier's `score`. With several modules, names begin with the module's class.
+    """
+    together = modules[0] if len(modules) == 1 else nn.ModuleDict({type(module).__name__: module for module in modules})
+    heads = {
+        id(parameter)
+        for name, part in together.named_modules()
+        if isinstance(part, ScalarHead) or name.rpartition(".")[2] == "score"
+        for parameter in part.parameters()
+    }
+    sorted_in: dict[tuple[float, float], list[tuple[str, nn.Parameter]]] = {}
+    head_rate = section.head_learning_rate or section.learning_rate
+    for name, parameter in together.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        rate = head_rate if id(parameter) in heads else section.learning_rate
+        decay = section.weight_decay if parameter.ndim > 1 else 0.0
+        sorted_in.setdefault((rate, decay), []).append((name, parameter))
+    return [ParameterGroup(tuple(named), rate, decay) for (rate, decay), named in sorted_in.items()]
+
+
+class Slot:
+    """A parameter, its master and its moments; gradients of 16-bit parameters are moved out of `.grad`.
+
+    `own` are the elements, in the order of memory, whose master and moments are held here; None for all of them.
+    """
+
+    def __init__(
+        self, name: str, parameter: nn.Parameter, group: ParameterGroup, kernels: Kernels, own: range | None = None
+    ) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.own = own
+        self.peak = group.learning_rate
+        self.weight_decay = group.weight_decay
+        self.has_master = parameter.dtype in (torch.bfloat16, torch.float16)
+        weight = self.part(parameter.detach())
+        self.master = weight.float() if self.has_master else weight
+        self.moments: Moments | None = None
+        self.num_updates = 0
+        self.handle = None
+        if self.has_master:
+            # Torch keeps hooks where the garbage collector does not look: a cycle through one would never be freed.
+            self.handle = parameter.register_post_accumulate_grad_hook(partial(Slot._collect, weakref.proxy(self)))
+            weakref.finalize(self, self.handle.remove)
+        self._kernels = kernels
+        self._held: torch.Tensor | None = None
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """The accumulated gradient: float32, or the weight's dtype after a single backward pass."""
+        return self._held if self.has_master else self.parameter.grad
+
+    def part(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The elements of `tensor`, of the parameter's shape, that are held here."""
+        return tensor if self.own is None else tensor.view(-1)[self.own.start : self.own.stop]
+
+    def forget_gradient(self) -> None:
+        """Free the gradient's memory."""
+        self._held = None
+        self.parameter.grad = None
+
+    def update(self, gradient: torch.Tensor, factor: float, *, coded: bool) -> ParameterUpdate:
+        """The update of the elements held here, with their `gradient`, at `factor` times the peak learning rate; counts
+        it.
+        """
+        if self.moments is None:
+            self.moments = zero_moments(self.master, coded=coded)
+        self.num_updates += 1
+        return ParameterUpdate(
+            gradient,
+            self.master,
+            self.part(self.parameter.detach()) if self.has_master else None,
+            self.moments,
+            self.num_updates,
+            self.peak * factor,
+            self.weight_decay,
+            start=self.own.start if self.own else 0,
+        )
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The live tensors of the state, by key prefix."""
+        found = {"master": self.master} if self.has_master else {}
+        if self.moments is not None:
+            found |= {**_named(self.moments), "num_updates": torch.tensor(float(self.num_updates))}
+        return found
+
+    def expected_moments(self, *, coded: bool) -> dict[str, torch.Tensor]:
+        """Meta tensors with the names, shapes and kinds of this parameter's moments in a state."""
+        moments = _named(zero_moments(self.parameter.to("meta", self.master.dtype), coded=coded))
+        return {f"{prefix}/{self.name}": t for prefix, t in {**moments, "num_updates": torch.tensor(0.0)}.items()}
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], *, coded: bool) -> None:
+        """Restore the state from `tensors`, those of the whole parameter."""
+        if self.has_master:
+            self.master.copy_(self.part(tensors["master"]))
+            self.parameter.detach().copy_(tensors["master"])
+        self.moments, self.num_updates = None, 0
+        if "exp_avg" in tensors:
+            self.moments, self.num_updates = zero_moments(self.master, coded=coded), int(tensors["num_updates"])
+            for name, tensor in _named(self.moments).items():
+                whole, first = tensors[name], self.own.start // CODED if self.own else 0
+                is_scale = name.endswith("_scale")
+                tensor.copy_(whole[first : first + len(tensor)] if is_scale else self.part(whole))
+
+    def joined(self, parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """The state of the whole parameter, from `tensors()` of each rank."""
+        whole: dict[str, torch.Tensor] = {}
+        for name, first in parts[0].items():
+            tensor = first if name == "num_updates" else torch.cat([part[name] for part in parts])
+            whole[name] = tensor if name.endswith(("_scale", "updates")) else tensor.view(self.parameter.shape)
+        return whole
+
+    def _collect(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is None:
+            return
+        new, parameter.grad = parameter.grad, None
+        self._held = new if self._held is None else add_gradient(self._held, new, kernels=self._kernels)
+
+
+class Slots(Sequence[Slot]):
+    """All parameters of an optimizer, and what the ranks exchange about them."""
+
+    def __init__(self, groups: Sequence[ParameterGroup], kernels: Kernels) -> None:
+        named = [(name, parameter, group) for group in groups for name, parameter in group.parameters]
+        self._ranges = ranges_of([parameter.numel() for _, parameter, _ in named], ranks.num_ranks(), CODED)
+        own = [None] * len(named) if ranks.num_ranks() == 1 else self._ranges[ranks.rank()]
+        self._slots = [Slot(*each, kernels, part) for each, part in zip(named, own, strict=True)]
+
+    def __getitem__(self, index: int) -> Slot:
+        return self._slots[index]
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def summed_gradients(self, loss: float) -> tuple[float, list[tuple[Slot, torch.Tensor]]]:
+        """(The loss of all ranks; of each parameter that has a gradient on any rank, the part held here).
+
+        With several ranks the gradients are summed, in float32 or float64, and freed.
+        """
+        has_gradient = [slot.gradient is not None for slot in self._slots]
+        told = ranks.gathered([(loss, has_gradient)], "loss")
+        used = [any(each) for each in zip(*(has for _, has in told), strict=True)]
+        slots = [slot for slot, is_used in zip(self._slots, used, strict=True) if is_used]
+        total_loss = math.fsum(loss for loss, _ in told) if all(math.isfinite(loss) for loss, _ in told) else math.nan
+        if ranks.num_ranks() == 1:
+            return loss, [(slot, slot.gradient) for slot in slots if slot.gradient is not None]
+        own: list[torch.Tensor] = []
+        for owner, ranges in enumerate(self._ranges):
+            parts = [part for part, is_used in zip(ranges, used, strict=True) if is_used]
+            buffer = torch.cat([_part_of_gradient(slot, part) for slot, part in zip(slots, parts, strict=True)])
+            ranks.add_to(owner, buffer, "gradients")
+            if owner == ranks.rank():
+                own = list(buffer.split([len(part) for part in parts]))
+        for slot in slots:
+            slot.forget_gradient()
+        return total_loss, list(zip(slots, own, strict=True))
+
+    def send_weights(self) -> None:
+        """Send the weights of the elements held here to the other ranks, and receive theirs."""
+        if ranks.num_ranks() == 1:
+            return
+        dtypes = dict.fromkeys(slot.parameter.dtype for slot in self._slots)
+        for (owner, ranges), dtype in product(enumerate(self._ranges), dtypes):
+            parts = [
+                slot.parameter.detach().view(-1)[part.start : part.stop]
+                for slot, part in zip(self._slots, ranges, strict=True)
+                if slot.parameter.dtype == dtype
+            ]
+            buffer = torch.cat(parts)
+            ranks.copy_from(owner, buffer, "weights")
+            if owner != ranks.rank():
+                for part, new in zip(parts, buffer.split([len(part) for part in parts]), strict=True):
+                    part.copy_(new)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The state of all parameters, by prefix and name: the live tensors, or with several ranks copies of the whole
+        on rank 0 and nothing on the others, which must call it too.
+        """
+        own = [slot.tensors() for slot in self._slots]
+        if ranks.num_ranks() > 1:
+            parts = ranks.gathered_by_first(own, "optimizer state")
+            own = [slot.joined([part[i] for part in parts]) for i, slot in enumerate(self._slots)] if parts else []
+        return {
+            f"{prefix}/{slot.name}": tensor
+            for slot, tensors in zip(self._slots, own, strict=False)
+            for prefix, tensor in tensors.items()
+        }
+
+
+def _part_of_gradient(slot: Slot, part: range) -> torch.Tensor:
+    """The elements `part` of the slot's gradient, in its master's dtype; zeros if this rank computed none."""
+    if slot.gradient is None:
+        return slot.master.new_zeros(len(part))
+    return slot.gradient.reshape(-1)[part.start : part.stop].to(slot.master.dtype)
+
+
+def _named(moments: Moments) -> dict[str, torch.Tensor]:
+    """The live tensors of moments, by their prefix in a state."""
+    found = {"exp_avg": moments.exp_avg, "exp_avg_sq": moments.exp_avg_sq}
+    if isinstance(moments, CodedMoments):
+        found |= {"exp_avg_scale": moments.exp_avg_scale_K, "exp_avg_sq_scale": moments.exp_avg_sq_scale_K}
+    return found

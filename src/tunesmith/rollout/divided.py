@@ -1,0 +1,56 @@
+"""The engines of all ranks as one: each draws the completions of its share of the prompts, and all get all."""
+
+from collections.abc import Sequence
+
+from tunesmith.batch.rollout import Group, SamplingParams
+from tunesmith.core.errors import InputError
+from tunesmith.distributed.ranks import gathered, share_of
+from tunesmith.rollout.engine import Engine, OnGroup, OnProgress, OnText
+from tunesmith.schema.records import Prompt
+
+
+class DividedEngine:
+    """The engine of this rank, `inner`, together with those of the others. All ranks call it with the same prompts.
+
+    A prompt's completions do not depend on the others, so they are those of one engine that draws all.
+    """
+
+    def __init__(self, inner: Engine) -> None:
+        self.inner = inner
+
+    @property
+    def is_exact(self) -> bool:
+        """See `Engine.is_exact`."""
+        return self.inner.is_exact
+
+    def unload(self) -> None:
+        """Free cache and packed weights of this rank; the next `generate` rebuilds them."""
+        self.inner.unload()
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: SamplingParams,
+        *,
+        on_progress: OnProgress | None = None,
+        on_text: OnText | None = None,
+        on_group: OnGroup | None = None,
+    ) -> list[Group]:
+        """See `Engine.generate`; on every rank the groups of all prompts. Callbacks cannot be used."""
+        if on_progress or on_text or on_group:
+            raise InputError("callbacks of an engine work in one process alone; train without --scale.ranks")
+        own = _share(prompts)
+        drawn = self.inner.generate([prompts[place] for place in own], n, sampling) if own else []
+        found = dict(gathered(list(zip(own, drawn, strict=True)), "completions"))
+        return [found[place] for place in range(len(prompts))]
+
+
+def _share(prompts: Sequence[Prompt]) -> list[int]:
+    """Places of the prompts that this rank draws for. Equal prompts stay together: the noise of the second one depends
+    on how many came before it.
+    """
+    places: dict[str, list[int]] = {}
+    for place, prompt in enumerate(prompts):
+        places.setdefault(repr((prompt.content, prompt.token_ids)), []).append(place)
+    return [place for together in share_of(list(places.values())) for place in together]
