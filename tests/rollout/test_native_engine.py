@@ -10,6 +10,7 @@ from tunesmith.batch.pack import pack, select
 from tunesmith.batch.rollout import Group, SamplingParams
 from tunesmith.config.sections import ModelSection
 from tunesmith.core.errors import TrainingError
+from tunesmith.kernels.linear.float32 import is_by_onednn
 from tunesmith.kernels.native import Kernels
 from tunesmith.models.language_model import LanguageModel, language_model
 from tunesmith.models.load import load_policy
@@ -22,7 +23,11 @@ from tunesmith.schema.records import Prompt
 
 DECODERS = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "gemma2", "gemma3")
 has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-needs_bf16 = pytest.mark.skipif(not has_bf16, reason="this CPU has no bfloat16 instructions, so nothing is exact")
+needs_bf16 = pytest.mark.skipif(not has_bf16, reason="this CPU has no bfloat16 instructions, so nothing is exact in it")
+has_onednn = is_by_onednn(torch.ones(2, 2), torch.ones(2, 2))
+needs_onednn = pytest.mark.skipif(not has_onednn, reason="torch has no oneDNN here, so nothing is exact in float32")
+EXACT_DTYPES = [pytest.param(torch.float32, marks=needs_onednn), pytest.param(torch.bfloat16, marks=needs_bf16)]
+in_exact_dtypes = pytest.mark.parametrize("dtype", EXACT_DTYPES)
 
 
 def prompts(count: int, longest: int = 70, seed: int = 0) -> list[Prompt]:
@@ -102,12 +107,11 @@ def trained_logps(model: LanguageModel, groups: Sequence[Group], temperature: fl
     return torch.cat(parts)
 
 
-@needs_bf16
+@in_exact_dtypes
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("family", DECODERS)
-def test_raw_log_probs_are_the_trainers_to_the_bit(family: str, temperature: float) -> None:
-    loaded = tiny_model(family, dtype=torch.bfloat16)
-    check_exactness(loaded, temperature, (1, 3, 64), num_new=9)
+def test_raw_log_probs_are_the_trainers_to_the_bit(family: str, temperature: float, dtype: torch.dtype) -> None:
+    check_exactness(tiny_model(family, dtype=dtype), temperature, (1, 3, 64), num_new=9)
 
 
 def check_exactness(loaded: LoadedModel, temperature: float, slots: Sequence[int], num_new: int) -> None:
@@ -122,18 +126,18 @@ def check_exactness(loaded: LoadedModel, temperature: float, slots: Sequence[int
             assert torch.equal(raw_BT, trained_logps(model, groups, temperature, micro))
 
 
-@needs_bf16
-def test_exactness_is_known_before_the_first_call_and_kept_while_unloaded() -> None:
-    engine, _ = engine_of(tiny_model("llama", dtype=torch.bfloat16))
+@in_exact_dtypes
+def test_exactness_is_known_before_the_first_call_and_kept_while_unloaded(dtype: torch.dtype) -> None:
+    engine, _ = engine_of(tiny_model("llama", dtype=dtype))
     assert engine.is_exact
     engine.unload()
     assert engine.is_exact and engine._runner is None
-    assert not engine_of(tiny_model("llama"))[0].is_exact
+    assert not engine_of(tiny_model("llama", dtype=torch.float64))[0].is_exact
 
 
-@needs_bf16
-def test_filters_and_penalties_leave_the_raw_log_probs_exact() -> None:
-    loaded = tiny_model("llama", dtype=torch.bfloat16)
+@in_exact_dtypes
+def test_filters_and_penalties_leave_the_raw_log_probs_exact(dtype: torch.dtype) -> None:
+    loaded = tiny_model("llama", dtype=dtype)
     engine, model = engine_of(loaded)
     sampling = SamplingParams(
         max_new_tokens=20, temperature=0.7, top_p=0.8, top_k=40, min_p=0.02, repetition_penalty=1.2, seed=0
@@ -144,7 +148,7 @@ def test_filters_and_penalties_leave_the_raw_log_probs_exact() -> None:
     assert not torch.equal(sequences.raw_logp_BT, sequences.sampled_logp_BT)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_bf16)])
+@in_exact_dtypes
 def test_a_completion_depends_on_seed_prompt_and_sample_alone(dtype: torch.dtype) -> None:
     loaded = tiny_model("llama", dtype=dtype)
     asked = prompts(9)
@@ -299,9 +303,9 @@ def test_greedy_tokens_of_a_real_model_are_those_of_generate(smollm2: Callable[[
 
 
 @pytest.mark.slow
-@needs_bf16
+@in_exact_dtypes
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_raw_log_probs_of_a_real_model_are_the_trainers_to_the_bit(
-    smollm2: Callable[[torch.dtype], LoadedModel], temperature: float
+    smollm2: Callable[[torch.dtype], LoadedModel], temperature: float, dtype: torch.dtype
 ) -> None:
-    check_exactness(smollm2(torch.bfloat16), temperature, (3, 64), num_new=8)
+    check_exactness(smollm2(dtype), temperature, (3, 64), num_new=8)

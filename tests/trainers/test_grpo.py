@@ -112,7 +112,8 @@ def test_a_kl_in_the_reward_is_subtracted_before_groups_are_compared(tmp_path: P
 def test_a_single_update_equals_the_first_of_several_and_needs_no_pass_of_the_old_policy(tmp_path: Path) -> None:
     recorders, stages = [], []
     for num_epochs in (1, 2):
-        state = build(grpo_recipe(tmp_path, grpo={"num_epochs": num_epochs, "kl": {"coef": 0.0}}))
+        options, again = {"num_epochs": num_epochs, "kl": {"coef": 0.0}}, {"recompute_logps": True}
+        state = build(grpo_recipe(tmp_path, grpo=options, rollout=again))
         recorders.append(Recorder(state))
         with trace() as times:
             result = state.step(state.data.train, 0)

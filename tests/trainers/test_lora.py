@@ -9,7 +9,7 @@ import torch
 from jobs import train
 from recipes import PROMPTS, grpo_recipe, ppo_recipe, training
 from safetensors.torch import load_file
-from test_exactness import needs_bf16, spread
+from test_exactness import in_exact_dtypes, needs_bf16, spread
 
 from tunesmith.batch.rollout import SamplingParams
 from tunesmith.config.sections import ModelSection
@@ -25,24 +25,24 @@ def model(family: str = "llama", dtype: str = "bfloat16", **lora: Any) -> dict[s
     return {"name": f"tiny:{family}", "dtype": dtype, "lora": {"rank": 4, **lora}}
 
 
-@needs_bf16
+@in_exact_dtypes
 @pytest.mark.parametrize("use_dora", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gpt2", "gemma2"])
-def test_with_adapters_there_is_no_difference_at_all(family: str, use_dora: bool, tmp_path: Path) -> None:
-    section = model(family, use_dora=use_dora)
+def test_with_adapters_there_is_no_difference_at_all(family: str, use_dora: bool, dtype: str, tmp_path: Path) -> None:
+    section = model(family, dtype, use_dora=use_dora)
     cfg = grpo_recipe(tmp_path, model=section, run={"steps": 5}, grpo={"num_epochs": 2})
     rows = training(cfg, prompts=PROMPTS, rewards=[spread]).metrics
     assert [row["rollout/logp_diff_max"] for row in rows] == [0.0] * 5
     assert rows[0]["grad_norm"] > 0
 
 
-@needs_bf16
+@in_exact_dtypes
 @pytest.mark.parametrize("critic", ["shared", "separate"])
 @pytest.mark.parametrize(
     "lora", [{"rank": 7}, {"rank": 1, "alpha": 0.3}, {"target_modules": ["q_proj", "v_proj"], "use_dora": True}]
 )
-def test_nor_with_odd_ranks_scales_and_targets(lora: dict[str, Any], critic: str, tmp_path: Path) -> None:
-    cfg = ppo_recipe(tmp_path, model=model("qwen2", **lora), run={"steps": 5}, ppo={"critic": critic})
+def test_nor_with_odd_ranks_scales_and_targets(lora: dict[str, Any], critic: str, dtype: str, tmp_path: Path) -> None:
+    cfg = ppo_recipe(tmp_path, model=model("qwen2", dtype, **lora), run={"steps": 5}, ppo={"critic": critic})
     rows = training(cfg, prompts=PROMPTS, rewards=[spread]).metrics
     assert [row["rollout/logp_diff_max"] for row in rows] == [0.0] * 5
 

@@ -25,7 +25,7 @@ from tunesmith.kernels.logprob.head import (
     blocks,
     chunk_bytes_on,
     in_autocast,
-    product,
+    wide_product,
 )
 from tunesmith.kernels.masking import Denominator, check_denominator, total, widened
 
@@ -218,12 +218,12 @@ def _add_gradients(
     d_hidden_NH, d_weight_VH, d_bias_V = gradients
     size = d_logits_RV.shape[1]
     if d_hidden_NH is not None:
-        d_hidden_RH = d_logits_RV if weight_VH is None else product(d_logits_RV, weight_VH[:size])
+        d_hidden_RH = d_logits_RV if weight_VH is None else wide_product(d_logits_RV, weight_VH[:size])
         d_hidden_NH[rows_R, : d_hidden_RH.shape[1]] = d_hidden_RH.to(d_hidden_NH.dtype)
     if d_weight_VH is not None:
         hidden_RH = hidden_NH[rows_R]
         for tokens in blocks(size, 4 * hidden_RH.shape[1], _WEIGHT_BYTES, FEWEST_COLUMNS):
-            d_weight_VH[tokens] += product(d_logits_RV[:, tokens].t(), hidden_RH)
+            d_weight_VH[tokens] += wide_product(d_logits_RV[:, tokens].t(), hidden_RH)
     if d_bias_V is not None:
         d_bias_V[:size] += d_logits_RV.sum(0, dtype=d_bias_V.dtype)
 

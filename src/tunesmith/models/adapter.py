@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn.functional import linear
+
+from tunesmith.kernels.linear.float32 import is_by_onednn, linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,9 @@ def low_rank(x_TI: torch.Tensor, down_RI: torch.Tensor, scaling: float) -> torch
 
 
 def add_low_rank(y_TO: torch.Tensor, inner_TR: torch.Tensor, up_OR: torch.Tensor) -> torch.Tensor:
-    """`y + inner B^T`, rounded once."""
+    """`y + inner B^T`, rounded once; in float32 by oneDNN, the product and then the sum."""
+    if is_by_onednn(inner_TR, up_OR):
+        return y_TO + linear(inner_TR, up_OR)
     return torch.addmm(y_TO, inner_TR, up_OR.t())
 
 

@@ -2,8 +2,8 @@
 
 The tokens of all sequences are concatenated, without padding. The caller supplies the linear maps and the attention
 (`Ops`): the trainer the model's own modules, with gradients; the engine packed weights and a paged cache. Everything
-else is the same code and the same kernels, and no row's result depends on the other rows. So in bfloat16 on a CPU the
-engine's log-probs equal the trainer's to the bit.
+else is the same code and the same kernels, and no row's result depends on the other rows. So in bfloat16 and float32 on
+a CPU the engine's log-probs equal the trainer's to the bit.
 
 Shape legend: T tokens, H hidden, X query width, Y key width, N picked rows, V vocabulary.
 """
@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 from torch import nn
-from torch.nn.functional import layer_norm, linear
+from torch.nn.functional import layer_norm
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -23,6 +23,7 @@ from tunesmith.core.errors import InputError
 from tunesmith.kernels.attention.api import attend_packed
 from tunesmith.kernels.attention.records import Packing, Rope, Segments
 from tunesmith.kernels.gated.api import activate, gated, softcap
+from tunesmith.kernels.linear.float32 import is_by_onednn, linear
 from tunesmith.kernels.logprob.head import OutputLayer
 from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.rms_norm.api import add_rms_norm
@@ -229,8 +230,16 @@ def module_outputs(projection: Projection, x_TH: torch.Tensor) -> Sequence[torch
     if len(x_TH) == 1:  # torch may compute a product of one row with another kernel, with other bits
         return [output_TH[:1] for output_TH in module_outputs(projection, x_TH.expand(2, -1))]
     parts = zip(projection.modules, projection.adapters, strict=True)
-    outputs = [module(x_TH) if adapter is None else _adapted(module, adapter, x_TH) for module, adapter in parts]
+    outputs = [_base(module, x_TH) if adapter is None else _adapted(module, adapter, x_TH) for module, adapter in parts]
     return outputs if len(outputs) == len(projection.sizes) else outputs[0].split(projection.sizes, dim=-1)
+
+
+def _base(module: nn.Module, x_TH: torch.Tensor) -> torch.Tensor:
+    """The output of a linear map without its adapter; one with forward hooks is called, so that they run."""
+    weight_OI = weight_of(module)
+    if is_by_onednn(x_TH, weight_OI) and not module._forward_hooks and not module._forward_pre_hooks:
+        return linear(x_TH, weight_OI, module.bias)  # type: ignore[arg-type]
+    return module(x_TH)
 
 
 def _adapted(module: nn.Module, adapter: Adapter, x_TH: torch.Tensor) -> torch.Tensor:
@@ -238,7 +247,7 @@ def _adapted(module: nn.Module, adapter: Adapter, x_TH: torch.Tensor) -> torch.T
     dropped_TH = x_TH if adapter.dropout is None else adapter.dropout(x_TH)
     inner_TR = low_rank(dropped_TH, adapter.down_RI, adapter.scaling)
     if adapter.magnitude_O is None:
-        return add_low_rank(module(x_TH), inner_TR, adapter.up_OR)
+        return add_low_rank(_base(module, x_TH), inner_TR, adapter.up_OR)
     weight_OI, bias_O = weight_of(module), module.bias
     y_TO = add_low_rank(linear(x_TH, weight_OI), inner_TR, adapter.up_OR)
     return stretch(y_TO, dora_scale(adapter, weight_OI), bias_O)  # type: ignore[arg-type]

@@ -13,13 +13,15 @@ from torch import nn
 from tunesmith.batch.rollout import Group, SamplingParams
 from tunesmith.core.errors import InputError, TrainingError
 from tunesmith.core.trace import span
+from tunesmith.kernels.linear.float32 import rows_are_independent
 from tunesmith.kernels.sample.torch_impl import Sampled
+from tunesmith.models.architecture import weight_of
 from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.loaded import PreTrainedTokenizerBase
 from tunesmith.rollout import weight_check
 from tunesmith.rollout.engine import Callbacks, OnGroup, OnProgress, OnText, Request, make_request, run_request
 from tunesmith.rollout.kv_cache import KVCache, allocate_storage, copy_blocks, num_blocks_for
-from tunesmith.rollout.runner import Runner, cache_shape
+from tunesmith.rollout.runner import Runner, cache_shape, projections
 from tunesmith.rollout.sampler import Sampler, noise_keys
 from tunesmith.rollout.scheduler import Plan, Scheduler
 from tunesmith.schema.records import Prompt
@@ -29,7 +31,7 @@ _PREFILL_TOKENS = 512
 
 _MEMORY_SHARE = 0.25
 """Share of the machine's memory for the cache if no budget is given. Of all memory, not of the free part: in float32 a
-completion's bits depend on what is computed beside it, and so on the size of the cache."""
+completion's bits may depend on what is computed beside it, and so on the size of the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +204,11 @@ class NativeEngine:
         self._packed_version = version
         return self._runner
 
+    def _rows_are_independent(self) -> bool:
+        """True if a product of few rows has the bits of one of many, for the shape of every weight."""
+        weights = [weight_of(module) for linear in projections(self._decoder.architecture) for module in linear.modules]
+        return all(map(rows_are_independent, {weight.shape: weight for weight in weights}.values()))
+
     def _fitting_cache(self, request: Request) -> _Cache:
         shape = cache_shape(self._decoder.architecture)
         budget = int(psutil.virtual_memory().total * _MEMORY_SHARE)
@@ -223,8 +230,7 @@ class NativeEngine:
         check = weight_check.FIRST_CHECK if self._needs_full_check else weight_check.LATER_CHECK
         difference = weight_check.largest_difference(self._decoder, runner, check)
         if self._needs_full_check:
-            # In float32 a product of few rows may agree by chance with one of many.
-            self._is_exact = difference == 0 and dtype == torch.bfloat16
+            self._is_exact = difference == 0 and (dtype == torch.bfloat16 or self._rows_are_independent())
             self._needs_full_check = runner.is_idle  # adapters that are zero prove nothing about later ones
         allowed = 0.0 if self._is_exact else weight_check.MAX_DIFFERENCE[dtype]
         if not difference <= allowed:

@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from tunesmith.kernels.attention.api import attend
 from tunesmith.kernels.attention.records import Places, SharedPrefixes
-from tunesmith.kernels.linear.api import BlocksLikeTorch, PackedWeight, linear
+from tunesmith.kernels.linear.api import BlocksLikeTorch, PackedWeight
+from tunesmith.kernels.linear.api import linear as packed_linear
 from tunesmith.kernels.linear.api import pack as pack_panels
+from tunesmith.kernels.linear.float32 import linear
 from tunesmith.kernels.native import Kernels
 from tunesmith.models import decoder as flat
 from tunesmith.models.adapter import Adapter, add_low_rank, dora_scale, stretch
@@ -43,11 +44,11 @@ class PackedLinear:
     def __call__(self, x_TI: torch.Tensor) -> Sequence[torch.Tensor]:
         """The outputs, views of one tensor `[T, sum(sizes)]`."""
         if isinstance(self.weight, PackedWeight):
-            y_TO = linear(x_TI, self.weight, self.bias)
+            y_TO = packed_linear(x_TI, self.weight, self.bias)
         elif self.weight.is_mkldnn:
             y_TO = torch.ops.mkldnn._linear_pointwise.default(x_TI, self.weight, self.bias, "none", [], "")
         else:
-            y_TO = nn.functional.linear(x_TI, self.weight, self.bias)
+            y_TO = linear(x_TI, self.weight, self.bias)
         if len(self.sizes) == 1:
             return (y_TO,)
         return y_TO.split_with_sizes(self.sizes, -1)  # `split` is Python, and slower
@@ -136,7 +137,7 @@ class AdaptedLinear:
 
     def __call__(self, x_TI: torch.Tensor) -> Sequence[torch.Tensor]:
         """The outputs, as the trainer computes them."""
-        inner_TR = nn.functional.linear(x_TI, self._down_RI)
+        inner_TR = linear(x_TI, self._down_RI)
         if self._scaling_R is not None:
             inner_TR = (inner_TR * self._scaling_R).to(inner_TR.dtype)
         (y_TO,) = self._base(x_TI)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-from torch.nn.functional import linear
 
 from tunesmith.core.errors import InputError
 from tunesmith.kernels.arguments import records_gradient
+from tunesmith.kernels.linear.float32 import is_by_onednn, linear, product
 from tunesmith.kernels.logprob.api import Scored, ScoreGradient, logits_gradient, score
 from tunesmith.kernels.masking import widened
 from tunesmith.kernels.native import Kernels
@@ -57,9 +57,9 @@ def head_logp_entropy(
     """(logp_N, entropy_N) in nats of softmax(logits / temperature), float32 (float64 for float64), with gradients.
 
     `ids_N` is int64. The values have the bits of `chosen_logp_entropy` on the logits of all rows, where the matrix
-    product of a row does not depend on the other rows (bfloat16 on a CPU). Gradients flow to the hidden states, the
-    weight and the bias; the weight's is rounded once, as if all logits had been there. Under autocast logits have its
-    dtype, as those of `torch.nn.functional.linear` do.
+    product of a row does not depend on the other rows (bfloat16 and float32 on a CPU). Gradients flow to the hidden
+    states, the weight and the bias; the weight's is rounded once, as if all logits had been there. Under autocast
+    logits have its dtype, as those of `torch.nn.functional.linear` do.
 
     Memory: if the logits of all rows fit in `chunk_bytes` (by default `chunk_bytes_on` the device) they are kept for
     the backward pass, which overwrites them with their gradient. Else the forward pass computes some rows at a time,
@@ -125,6 +125,8 @@ class LogitsBuffer:
         """Logits `[R, C]` before any cap, over those of the block before; a row's bits do not depend on its block."""
         if len(hidden_RH) == 1:  # see FEWEST_ROWS
             return linear(hidden_RH.expand(2, -1), weight_CH, bias_C)[:1]
+        if is_by_onednn(hidden_RH, weight_CH):  # it has no out=
+            return linear(hidden_RH, weight_CH, bias_C)
         if self._buffer is None:
             logits_RC = linear(hidden_RH, weight_CH, bias_C)
             self._buffer = logits_RC.view(-1)
@@ -237,17 +239,18 @@ class _Gradients:
         self._weight_VH = layer.weight_VH
         self._d_hidden_MH = torch.zeros_like(hidden_MH) if needs[0] else None
         self._num_blocks = 0
-        self.d_weight_VH = torch.zeros_like(layer.weight_VH) if needs[1] else None
+        empty_or_zeros = torch.empty_like if len(hidden_MH) else torch.zeros_like  # without rows, nothing is added
+        self.d_weight_VH = empty_or_zeros(layer.weight_VH) if needs[1] else None
         self.d_bias_V = torch.zeros_like(layer.bias_V) if needs[2] and layer.bias_V is not None else None
 
     def add(self, columns: slice, d_logits_MC: torch.Tensor) -> None:
         """Accumulate the gradient of the logits of some columns."""
         if self.d_weight_VH is not None:
-            torch.mm(d_logits_MC.t(), self._hidden_MH, out=self.d_weight_VH[columns])
+            product(d_logits_MC.t(), self._hidden_MH, self.d_weight_VH[columns])
         if self.d_bias_V is not None:
             self.d_bias_V[columns] = d_logits_MC.sum(0)
         if self._d_hidden_MH is not None:
-            part_MH = product(d_logits_MC, self._weight_VH[columns])
+            part_MH = wide_product(d_logits_MC, self._weight_VH[columns])
             # One block needs no sum; several are summed in float32 where the parts have 16 bits.
             self._d_hidden_MH = self._d_hidden_MH + part_MH if self._num_blocks else widened(part_MH)
         self._num_blocks += 1
@@ -286,11 +289,11 @@ def _rows_with_gradient(gradient: ScoreGradient, device: torch.device) -> torch.
     return None if bool(used_N.all()) else used_N.nonzero()[:, 0]
 
 
-def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def wide_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a @ b; on a GPU 16-bit products are returned in float32, so that a sum of several is rounded once."""
     if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(a, b, out_dtype=torch.float32)
-    return a.mm(b)
+    return product(a, b)
 
 
 def in_autocast(hidden_NH: torch.Tensor, layer: OutputLayer) -> tuple[torch.Tensor, OutputLayer]:

@@ -57,10 +57,10 @@ def _products_saved_s(f: Facts) -> float:
 
 
 def _old_pass_saved_s(f: Facts) -> float:
-    """Seconds of the pass for the old policy that an exact engine, in bfloat16, would make needless."""
+    """Seconds of the pass for the old policy that an exact engine in the best dtype would make needless."""
     dtype, best = f.text("setup.dtype"), f.text("setup.best_dtype")
-    is_engine_able = f.values.get("setup.engine") == "native"
-    return f.stage_s("old_policy") if is_engine_able and dtype != best and best == "bfloat16" else 0.0
+    is_engine_able = f.values.get("setup.engine") == "native" and not f.values.get("setup.engine_exact")
+    return f.stage_s("old_policy") if is_engine_able and dtype != best else 0.0
 
 
 def products_s(f: Facts) -> float:

@@ -14,7 +14,7 @@ def engine_fallback(f: Facts) -> Saving | None:
     num_steps = math.ceil(num_completions(f) / rows) * f.number("completions/max_length")
     num_drawn = num_completions(f) * f.number("completions/mean_length")
     native_s = num_steps * decode_step_s(f, num_drawn / num_steps)
-    is_exact = f.text("setup.dtype") == f.text("setup.best_dtype") == "bfloat16"
+    is_exact = f.text("setup.dtype") in ("float32", f.text("setup.best_dtype"))
     old_s = f.stage_s("old_policy") if is_exact else 0.0
     with_evaluation = 1 + f.stage_s("evaluate") / drawing_s
     saved_s = with_evaluation * max(0.3 * drawing_s, drawing_s - native_s) + old_s

@@ -1,0 +1,87 @@
+"""Linear maps in float32 on a CPU by oneDNN: the bits of a row depend neither on the other rows nor on the threads.
+
+`torch.nn.functional.linear` calls the BLAS that torch was built with, MKL as a rule, whose order of sums depends on the
+number of rows and which has no AVX-512 path on AMD processors. oneDNN is also in every build of torch for x86-64; its
+products of two and more rows sum each row in one order, and read transposed and sliced matrices as they lie.
+
+Shape legend: R rows, I inputs, O outputs.
+"""
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from tunesmith.kernels.arguments import records_gradient
+
+_HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+_PROBES, _MOST_ROWS, _PROBE_FLOP = (2, 3, 4, 7, 33, 64, 129), 2048, 5 * 10**9
+"""Numbers of rows whose products are compared with those of many rows, at most so many, in at most so much work."""
+
+
+def is_by_onednn(x_RI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
+    """True if `linear` computes this product by oneDNN: two float32 matrices on a CPU, not under autocast."""
+    return (
+        _HAS_ONEDNN
+        and x_RI.dtype == weight_OI.dtype == torch.float32
+        and x_RI.dim() == weight_OI.dim() == 2
+        and x_RI.device.type == "cpu"
+        and x_RI.numel() > 0
+        and weight_OI.numel() > 0
+        and not torch.is_autocast_enabled("cpu")
+    )
+
+
+def linear(x_RI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+    """x weight^T + bias `[R, O]` with gradients; `torch.nn.functional.linear` unless `is_by_onednn`.
+
+    Give two rows or more: the sums of a single row have another order.
+    """
+    if not is_by_onednn(x_RI, weight_OI):
+        return torch.nn.functional.linear(x_RI, weight_OI, bias_O)
+    if records_gradient(x_RI, weight_OI, bias_O):
+        return _Linear.apply(x_RI, weight_OI, bias_O)  # type: ignore[return-value]
+    return _onednn(x_RI, weight_OI, bias_O)
+
+
+def product(a_RI: torch.Tensor, b_IO: torch.Tensor, out_RO: torch.Tensor | None = None) -> torch.Tensor:
+    """a @ b `[R, O]` without a gradient, by oneDNN if `is_by_onednn`; written to `out_RO` if that is given."""
+    if not is_by_onednn(a_RI, b_IO):
+        return torch.mm(a_RI, b_IO, out=out_RO)
+    y_RO = _onednn(a_RI, b_IO.t())
+    return y_RO if out_RO is None else out_RO.copy_(y_RO)
+
+
+@torch.no_grad()
+def rows_are_independent(weight_OI: torch.Tensor) -> bool:
+    """True if products with this float32 weight have the same bits for a few rows as for many, found by trial."""
+    num_outputs, num_inputs = weight_OI.shape
+    most = max(_PROBES[-1] + 1, min(_MOST_ROWS, _PROBE_FLOP // (2 * num_outputs * num_inputs)))
+    x_RI = torch.randn(most, num_inputs, generator=torch.Generator().manual_seed(0))
+    if not is_by_onednn(x_RI, weight_OI):
+        return False
+    y_RO = linear(x_RI, weight_OI)
+    return all(torch.equal(linear(x_RI[:rows], weight_OI), y_RO[:rows]) for rows in _PROBES)
+
+
+def _onednn(x_RI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+    if not weight_OI.is_contiguous() and not weight_OI.t().is_contiguous():
+        weight_OI = weight_OI.contiguous()  # with gaps between its rows, oneDNN sums in another order
+    return torch.ops.mkldnn._linear_pointwise.default(x_RI, weight_OI, bias_O, "none", [], "")
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_RI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x_RI, weight_OI)
+        return _onednn(x_RI, weight_OI, bias_O)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_y_RO: torch.Tensor) -> Any:
+        x_RI, weight_OI = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        d_x_RI = product(d_y_RO, weight_OI) if needs_x else None
+        d_weight_OI = product(d_y_RO.t(), x_RI) if needs_weight else None
+        return d_x_RI, d_weight_OI, d_y_RO.sum(0) if needs_bias else None
