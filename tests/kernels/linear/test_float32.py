@@ -44,10 +44,12 @@ def test_a_row_has_the_same_bits_beside_any_other_rows_in_any_layout(shape):
     x_RI, weight_OI = drawn.normal(300, shape[1], seed=1), drawn.normal(*shape)
     y_RO = linear(x_RI, weight_OI)
     assert rows_are_independent(weight_OI)
-    for rows in (slice(0, 2), slice(5, 12), slice(100, 300)):
+    for rows in (slice(7, 8), slice(0, 2), slice(5, 12), slice(100, 300)):
         for x_view_RI, weight_view_OI in zip(layouts(x_RI[rows]), layouts(weight_OI), strict=True):
             assert torch.equal(linear(x_view_RI, weight_view_OI), y_RO[rows])
     assert torch.equal(product(x_RI, weight_OI.t()), y_RO)
+    for outputs in (slice(0, 1), slice(shape[0] // 2, shape[0])):
+        assert torch.equal(linear(x_RI, weight_OI[outputs]), y_RO[:, outputs])
     out_RO = torch.full_like(y_RO, torch.nan)
     assert product(x_RI, weight_OI.t(), out_RO) is out_RO and torch.equal(out_RO, y_RO)
 

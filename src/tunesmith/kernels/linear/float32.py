@@ -2,7 +2,7 @@
 
 `torch.nn.functional.linear` calls the BLAS that torch was built with, MKL as a rule, whose order of sums depends on the
 number of rows and which has no AVX-512 path on AMD processors. oneDNN is also in every build of torch for x86-64; its
-products of two and more rows sum each row in one order, and read transposed and sliced matrices as they lie.
+products sum each row in one order, and read transposed matrices as they lie.
 
 Shape legend: R rows, I inputs, O outputs.
 """
@@ -16,7 +16,7 @@ from tunesmith.kernels.arguments import records_gradient
 
 _HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
-_PROBES, _MOST_ROWS, _PROBE_FLOP = (2, 3, 4, 7, 33, 64, 129), 2048, 5 * 10**9
+_PROBES, _MOST_ROWS, _PROBE_FLOP = (1, 2, 3, 4, 7, 33, 64, 129), 2048, 5 * 10**9
 """Numbers of rows whose products are compared with those of many rows, at most so many, in at most so much work."""
 
 
@@ -34,10 +34,7 @@ def is_by_onednn(x_RI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
 
 
 def linear(x_RI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
-    """x weight^T + bias `[R, O]` with gradients; `torch.nn.functional.linear` unless `is_by_onednn`.
-
-    Give two rows or more: the sums of a single row have another order.
-    """
+    """x weight^T + bias `[R, O]` with gradients; `torch.nn.functional.linear` unless `is_by_onednn`."""
     if not is_by_onednn(x_RI, weight_OI):
         return torch.nn.functional.linear(x_RI, weight_OI, bias_O)
     if records_gradient(x_RI, weight_OI, bias_O):
@@ -66,9 +63,15 @@ def rows_are_independent(weight_OI: torch.Tensor) -> bool:
 
 
 def _onednn(x_RI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+    num_rows, num_outputs = len(x_RI), len(weight_OI)
+    if num_rows == 1:  # the product with a vector is another function, with other bits
+        x_RI = x_RI.repeat(2, 1)
+    if num_outputs == 1:
+        weight_OI, bias_O = weight_OI.repeat(2, 1), None if bias_O is None else bias_O.repeat(2)
     if not weight_OI.is_contiguous() and not weight_OI.t().is_contiguous():
         weight_OI = weight_OI.contiguous()  # with gaps between its rows, oneDNN sums in another order
-    return torch.ops.mkldnn._linear_pointwise.default(x_RI, weight_OI, bias_O, "none", [], "")
+    y_RO = torch.ops.mkldnn._linear_pointwise.default(x_RI, weight_OI, bias_O, "none", [], "")
+    return y_RO[:num_rows, :num_outputs]
 
 
 class _Linear(torch.autograd.Function):
