@@ -55,12 +55,16 @@ class Calibration:
         return f"{self.source}; {error}"
 
 
-def published_step(nodes: int, factor: float = 1.0) -> StepTime:
-    """The predicted step of the published run on `nodes` + `nodes` nodes."""
+def published_model(nodes: int, factor: float = 1.0) -> StepModel:
+    """The model of the published run on `nodes` + `nodes` nodes."""
     layout = Layout(data=nodes // 2, tensor=8, pipeline=2, engine_tensor=8)
     cluster = Cluster(HARDWARE["h100"], nodes, 8, critic_nodes=nodes)
-    factors = dict.fromkeys(STAGES, factor)
-    return StepModel(read_shape("llama-2-70b"), PUBLISHED_WORK, cluster, layout, factors).step()
+    return StepModel(read_shape("llama-2-70b"), PUBLISHED_WORK, cluster, layout, dict.fromkeys(STAGES, factor))
+
+
+def published_step(nodes: int, factor: float = 1.0) -> StepTime:
+    """The predicted step of the published run."""
+    return published_model(nodes, factor).step()
 
 
 def published_factor(*rows: int) -> float:
