@@ -46,6 +46,15 @@ def test_what_does_not_fit_is_made_smaller_and_said():
         Planner(read_shape("llama-3.1-405b")).best(WORK, Cluster(H100, 1, 8))
 
 
+def test_data_parallel_ranks_hold_whole_weights_and_share_optimizer_states():
+    plan = Planner(read_shape("smollm2"), data_parallel=True).best(WORK, Cluster(H100, 1, 8))
+    assert plan.layout == Layout(data=8)
+    assert plan.memory["update"]["weights"] == pytest.approx(134_515_008 * 2 / 1e9)
+    assert plan.memory["update"]["moments"] == pytest.approx(134_515_008 / 1e9)
+    with pytest.raises(InputError, match="nothing fits"):
+        Planner(read_shape("llama-2-70b"), data_parallel=True).best(WORK, Cluster(H100, 8, 8))
+
+
 def test_advice_is_ranked_by_the_step_that_it_leads_to():
     plan = PLANNER.best(WORK, Cluster(H100, 2, 8))
     changes = PLANNER.changes(plan)

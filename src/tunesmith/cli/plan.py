@@ -35,9 +35,10 @@ class PlanOptions:
     dir: Annotated[Path, flag("Folder that holds the runs.", "FOLDER")] = Path("runs")
     hardware: Annotated[str, flag("h100, a100, v100, cpu, or a YAML file of rates.", "NAME")] = "h100"
     nodes: Annotated[int, flag("Nodes for the policy.", "N")] = 1
-    gpus_per_node: Annotated[int, flag("Accelerators of a node; with cpu its processes.", "N")] = 8
+    gpus_per_node: Annotated[int | None, flag("Accelerators of a node (8), or ranks (those of the run).", "N")] = None
     critic_nodes: Annotated[int, flag("Further nodes for PPO's critic and the reward model.", "N")] = 0
     workers: Annotated[int, flag("Rollout workers beside the ranks; 0: the ranks draw.", "N")] = 0
+    data_parallel: Annotated[bool, flag("Plan what Tunesmith trains itself: whole weights on each rank.")] = False
     algorithm: Annotated[str, flag("ppo, grpo, best_of_n, distill, sft, reward or dpo.", "NAME")] = "ppo"
     recipe: Annotated[Path | None, flag("A recipe of that algorithm.", "FILE.yaml")] = None
     prompts: Annotated[int | None, flag("Prompts of a step.", "N")] = None
@@ -75,9 +76,9 @@ def plan(words: Sequence[str]) -> None:
         hardware = read_hardware(options.hardware)
         if options.price is not None:
             hardware = replace(hardware, price_per_hour=options.price)
-        cluster = Cluster(hardware, options.nodes, options.gpus_per_node, options.critic_nodes)
+        cluster = Cluster(hardware, options.nodes, options.gpus_per_node or 8, options.critic_nodes)
         calibration = calibration_for(hardware.name if hardware == HARDWARE.get(hardware.name) else "")
-        planner = Planner(read_shape(options.model), calibration.factors)
+        planner = Planner(read_shape(options.model), calibration.factors, options.data_parallel)
         work = _workload(options, keys)
         found = planner.best(work, cluster, options.workers)
         _say(found, work, planner.changes(found), calibration, output)
@@ -95,9 +96,8 @@ def _say_run(options: PlanOptions, keys: Sequence[str], output: Output) -> None:
         name = keys[0] if keys else "--" + given[0].replace("_", "-")
         raise InputError(f"{name} is given with --from, which takes the work from the run; leave it out")
     run = read_measured(resolve_run(options.from_run, options.dir.expanduser()))
-    ranks = 1 if options.gpus_per_node == PlanOptions.gpus_per_node else options.gpus_per_node
-    cluster = run.cluster(options.nodes, ranks, options.workers)
-    planner = Planner(run.shape, run.calibration.factors)
+    cluster = run.cluster(options.nodes, options.gpus_per_node or run.ranks, options.workers)
+    planner = Planner(run.shape, run.calibration.factors, data_parallel=True)
     found = planner.best(run.work, cluster, options.workers)
     output.say(f"a step of the run takes {run.step_s:.3g} s; on what is asked for:\n")
     _say(found, run.work, planner.changes(found), run.calibration, output)

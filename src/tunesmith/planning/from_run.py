@@ -24,14 +24,15 @@ _MEASURED = {
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRun:
-    """A run: model, work of a step, one of its processes, and how its stages compare with the model's. `workers` is
-    the number of its rollout workers, `cores` what its machine has for all processes.
+    """A run: model, work of a step, one of its processes, and how its stages compare with the model's. `ranks`
+    and `workers` are the processes that train and draw, `cores` is the number of them for which its machine has cores.
     """
 
     shape: Shape
     work: Workload
     hardware: Hardware
     cores: float
+    ranks: int
     workers: int
     step_s: float
     calibration: Calibration
@@ -54,7 +55,7 @@ class MeasuredRun:
 
 
 def read_measured(path: Path) -> MeasuredRun:
-    """The run in the folder `path`, with at most its rollout workers beside one rank.
+    """The run in the folder `path`.
 
     Raises:
         RunError: the folder lacks what a plan needs, such as steps or `setup.json`.
@@ -94,7 +95,8 @@ def _measured(path: Path, facts: Facts) -> MeasuredRun:
     workers = int(facts.number("recipe.scale.workers", 0.0))
     source = f"calibrated on {facts.num_steps} steps of {path.name}"
     unknown = Calibration({}, source, None)
-    run = MeasuredRun(_shape(path, facts), work, hardware, cores / threads, workers, facts.step_s, unknown)
+    ranks = int(facts.number("setup.num_ranks", 1.0))
+    run = MeasuredRun(_shape(path, facts), work, hardware, cores / threads, ranks, workers, facts.step_s, unknown)
     return replace(run, calibration=Calibration(_factors(run, facts), source, None))
 
 
@@ -111,8 +113,8 @@ def _shape(path: Path, facts: Facts) -> Shape:
 
 def _factors(run: MeasuredRun, facts: Facts) -> Mapping[str, float]:
     """Measured divided by predicted seconds of each stage; `other` is what no stage explains, in seconds."""
-    cluster = run.cluster(1, 1, run.workers)
-    model = StepModel(run.shape, run.work, cluster, Layout(workers=run.workers))
+    cluster = run.cluster(1, run.ranks, run.workers)
+    model = StepModel(run.shape, run.work, cluster, Layout(data=run.ranks, workers=run.workers))
     stages = model.step().stages
     measured = {name: facts.stage_s(*spans) for name, spans in _MEASURED.items()}
     drawn = stages.get("rollout", 0.0) + stages.get("weights", 0.0)

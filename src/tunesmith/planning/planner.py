@@ -48,10 +48,13 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """Makes plans of one model; `factors` by stage are those of a calibration."""
+    """Makes plans of one model; `factors` by stage are those of a calibration. With `data_parallel` the ranks are
+    replicas that share optimizer states alone, as Tunesmith's own are.
+    """
 
     shape: Shape
     factors: Mapping[str, float] = field(default_factory=dict[str, float])
+    data_parallel: bool = False
 
     def best(self, work: Workload, cluster: Cluster, workers: int = 0) -> Plan:
         """The fastest plan that fits. Where none fits, micro-batches become smaller, activations are computed again,
@@ -63,6 +66,8 @@ class Planner:
         limit_gb, least_gb = USABLE * cluster.hardware.memory_gb, float("inf")
         held = replace(work, critic="none") if cluster.critic_nodes else work
         choices = list(layouts(self.shape, cluster, draws=work.draws, workers=workers))
+        if self.data_parallel:
+            choices = [Layout(data=cluster.num_ranks, workers=workers)]
         for smaller in _smaller(held):
             needed = {layout: peak_gb(memory_gb(self.shape, smaller, layout)) for layout in choices}
             if fitting := [layout for layout, size_gb in needed.items() if size_gb <= limit_gb]:
