@@ -51,6 +51,8 @@ class MeasuredRun:
             memory_gb_per_s=share * hardware.memory_gb_per_s,
             memory_gb=hardware.memory_gb / processes,
             layer_us=hardware.layer_us / share,
+            decode_us=hardware.decode_us / share,
+            row_us=hardware.row_us / share,
         )
 
 

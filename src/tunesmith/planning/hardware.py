@@ -19,7 +19,8 @@ class Hardware:
     `flop_per_s` is of dense 16-bit matrix products, `link_gb_per_s` of an accelerator to others of its node in one
     direction, `network_gb_per_s` to another node. `reaches` are the shares of the peaks that a training gets: of matrix
     products, of memory, of links. `layer_us` is the time of a layer's kernels that does not depend on their size,
-    `collective_us` that of one exchange between accelerators. `load_gb_per_s` is the rate at which an engine takes new
+    `collective_us` that of one exchange between accelerators, `decode_us` that of a decoding step outside of the
+    layers, to which each of its rows adds `row_us`. `load_gb_per_s` is the rate at which an engine takes new
     weights. `price_per_hour` is 0 where it is not known.
     """
 
@@ -31,6 +32,8 @@ class Hardware:
     network_gb_per_s: float
     layer_us: float = 20.0
     collective_us: float = 15.0
+    decode_us: float = 0.0
+    row_us: float = 0.0
     load_gb_per_s: float = 5.0
     matmul_reach: float = 0.45
     memory_reach: float = 0.7
@@ -52,13 +55,24 @@ class Hardware:
         return (self.network_gb_per_s if across_nodes else self.link_gb_per_s) * GB * self.link_reach
 
 
+_CORE = Hardware(
+    *("cpu", 50e9, 4, 21, 5, 1),
+    layer_us=50,
+    collective_us=100,
+    decode_us=400,
+    row_us=30,
+    load_gb_per_s=2,
+    matmul_reach=0.6,
+)
+"""The costs of decoding are those of `profiling/savings`, measured on two cores."""
+
 HARDWARE: Mapping[str, Hardware] = {
     hardware.name: hardware
     for hardware in (
         Hardware("h100", 989e12, 80, 3350, 450, 50),
         Hardware("a100", 312e12, 80, 2039, 300, 25),
         Hardware("v100", 125e12, 32, 900, 150, 12.5),
-        Hardware("cpu", 50e9, 4, 15, 5, 1, layer_us=50, collective_us=100, load_gb_per_s=2, matmul_reach=0.6),
+        _CORE,
     )
 }
 """SXM modules with NVLink and a network of 400, 200 and 100 Gbit/s each; `cpu` is one core of a server."""

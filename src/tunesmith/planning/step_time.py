@@ -129,7 +129,8 @@ class StepModel:
         num_bytes = (shape.matmul_parameters + shape.cache_values(cached)) * work.itemsize / ranks
         flop_s = num_rows * self.token_s(work.row_tokens) / ranks
         exchange_us = 2 * hardware.collective_us * (ranks > 1)
-        fixed_s = shape.num_layers * (hardware.layer_us + exchange_us) * 1e-6
+        layers_us = shape.num_layers * (hardware.layer_us + exchange_us)
+        fixed_s = 1e-6 * (layers_us + hardware.decode_us + num_rows * hardware.row_us)
         return max(num_bytes / hardware.memory_rate, flop_s) + fixed_s
 
     def token_s(self, context: float) -> float:
