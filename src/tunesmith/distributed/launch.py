@@ -164,6 +164,8 @@ def _group(ranks: Ranks, limit: timedelta, device: int) -> Iterator[None]:
     has_gpu = torch.cuda.is_available()
     if has_gpu:
         torch.cuda.set_device(device % torch.cuda.device_count())
+    # A group is named by the number of those before it, also those that failed, which new ranks did not have.
+    dist.distributed_c10d._world.group_count = 0
     with ranks.collective("start"):
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if has_gpu else "gloo",
