@@ -45,6 +45,11 @@ class Place:
         """The tests of a trainer."""
         return self.source / "tests" / f"test_{suite}_trainer.py"
 
+    def version(self) -> str | None:
+        """The version of TRL whose tests they are, which may be another than the installed one."""
+        file = self.source / "VERSION"
+        return file.read_text().strip() if file.exists() else None
+
     def environment(self, num_threads: int) -> dict[str, str]:
         """Of the processes: the stand-ins as the cache of the Hub, which is out of reach."""
         threads = {name: str(num_threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
@@ -115,6 +120,7 @@ def _row(place: Place, suite: str, options: Namespace, say: Say) -> dict[str, ob
         "skipped": counts["skipped"],
         "without_standin": counts["missing"],
         "quick": options.quick,
+        "tests_of": place.version(),
         "machine": machine_facts(("torch", "transformers", "trl")),
     }
 

@@ -68,7 +68,10 @@ def source(tmp_path: Path) -> Path:
     (folder / "tests" / "__init__.py").touch()
     (folder / "tests" / "test_grpo_trainer.py").write_text(TESTS)
     (folder / "scripts" / "generate_zen_dataset.py").write_text(SCRIPT)
-    (folder / "ours.py").write_text("class GRPOTrainer: pass\n")
+    (folder / "trl").mkdir()
+    (folder / "trl" / "__init__.py").write_text("raise RuntimeError('the TRL of the checkout')\n")
+    (folder / "VERSION").write_text("7.3.0\n")
+    (tmp_path / "ours.py").write_text("class GRPOTrainer: pass\n")
     return folder
 
 
@@ -76,13 +79,14 @@ def source(tmp_path: Path) -> Path:
 def test_tests_are_run_on_both_classes_and_counted(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setenv("PYTHONPATH", str(source))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     words = ["--source", str(source), "--suite", "grpo", "--work", str(tmp_path / "work"), "--threads", "1", "--json"]
     assert main([*words, "--ours", "ours"]) == 0
     row = json.loads(capsys.readouterr().out.splitlines()[-1])["grpo"]
     assert row["lost"] == ["test_that_ends_the_process_of_ours", "test_that_ours_fails"]
     assert (row["trl_passed"], row["ours_passed"]) == (3, 1)
     assert (row["runnable"], row["skipped"], row["without_standin"]) == (4, 1, 1)
+    assert row["tests_of"] == "7.3.0"
 
     logs = list((tmp_path / "work").glob("grpo-*.jsonl"))
     sizes = [log.stat().st_size for log in logs]
