@@ -1,23 +1,29 @@
 """How several processes start, fail and are resumed."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from on_ranks import on_ranks, weights_of
 from recipes import PROMPTS, demonstrations, grpo_recipe, sft_recipe, training
 
+from tunesmith.config.schema import SFTRecipe
 from tunesmith.core.errors import InputError, TrainingError
 from tunesmith.distributed.ranks import gathered, rank, share_of
-from tunesmith.trainers.api import Inputs
+from tunesmith.trainers.api import Inputs, Listener, Wishes
 from tunesmith.trainers.resume import resume
+from tunesmith.trainers.run import run
+from tunesmith.trainers.setup import RunResult
 
 
 def leave_alone(how: str) -> list[int]:
@@ -59,19 +65,47 @@ def test_a_reward_that_no_other_process_can_import_is_refused(tmp_path: Path) ->
         training(cfg, prompts=PROMPTS, rewards=[lambda completions, **_: [0.0 for _ in completions]])
 
 
-def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+def exact_sft(folder: Path, num_steps: int, num_ranks: int = 1) -> SFTRecipe:
+    """A run with a checkpoint of each step, whose weights do not depend on the number of ranks."""
+    run = {"steps": num_steps, "checkpoint_every": 1}
+    return sft_recipe(folder, run=run, scale={"ranks": num_ranks, "reduction": "exact"})
+
+
+def same_weights(one: RunResult, other: RunResult) -> bool:
+    """True if the final weights are equal to the bit."""
+    mine, others = weights_of(one), weights_of(other)
+    return all(torch.equal(tensor, others[name]) for name, tensor in mine.items())
+
+
+@pytest.mark.parametrize("ranks", [(2, 1, 3), pytest.param((4, 2, 1, 4), marks=pytest.mark.slow)])
+def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path, ranks: Sequence[int]) -> None:
     inputs = Inputs(demonstrations=demonstrations())
-    run = {"steps": 4, "checkpoint_every": 1}
-    whole = training(sft_recipe(tmp_path / "whole", run=run), demonstrations=inputs.demonstrations)
-    first = training(
-        sft_recipe(tmp_path / "first", run={**run, "steps": 2}, scale={"ranks": 2}),
-        demonstrations=inputs.demonstrations,
-    )
-    resume(first.run_dir, overrides={"run.steps": 3, "scale.ranks": 1}, inputs=inputs, progress=False)
-    last = resume(first.run_dir, overrides={"run.steps": 4, "scale.ranks": 3}, inputs=inputs, progress=False)
-    for name, tensor in weights_of(whole).items():
-        assert (tensor - weights_of(last)[name]).abs().max() < 1e-4, name  # rates of 0.01, so 1 % of an update
-    assert [row["loss"] for row in last.metrics] == pytest.approx([row["loss"] for row in whole.metrics], rel=1e-4)
+    whole = run(exact_sft(tmp_path / "whole", 1 + len(ranks)), inputs, progress=False)
+    result = run(exact_sft(tmp_path / "parts", 2, ranks[0]), inputs, progress=False)
+    for num_steps, num_ranks in enumerate(ranks[1:], start=3):
+        changed = {"run.steps": num_steps, "scale.ranks": num_ranks}
+        result = resume(result.run_dir, overrides=changed, inputs=inputs, progress=False)
+    assert same_weights(whole, result)
+    assert [row["loss"] for row in whole.metrics] == [row["loss"] for row in result.metrics]
+
+
+class Killing(Listener):
+    """Kills rank 1 after the second step."""
+
+    def step_ended(self, step: int, metrics: Mapping[str, float]) -> Wishes:
+        if step == 2:
+            (other,) = [child for child in multiprocessing.active_children() if child.name == "tunesmith rank 1"]
+            other.kill()
+        return Wishes()
+
+
+def test_a_run_whose_rank_was_killed_goes_on_as_it_would_have(tmp_path: Path) -> None:
+    inputs = Inputs(demonstrations=demonstrations())
+    whole = run(exact_sft(tmp_path / "whole", 4), inputs, progress=False)
+    with pytest.raises(TrainingError, match="rank 1 was ended by SIGKILL"):
+        run(exact_sft(tmp_path / "killed", 4, 2), inputs, progress=False, listener=Killing())
+    (killed,) = (tmp_path / "killed" / "runs").iterdir()
+    assert same_weights(whole, resume(killed, inputs=inputs, progress=False))
 
 
 @pytest.mark.slow

@@ -75,6 +75,15 @@ class Recipe(Section):
     scale: ScaleSection = ScaleSection()
 
     @model_validator(mode="after")
+    def _check_reduction(self) -> "Recipe":
+        if self.scale.is_exact and not self.run.num_threads:
+            raise ValueError(
+                "scale.reduction is exact, but sums also depend on the number of threads; set run.num_threads, which "
+                "is that of each rank"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_dropout(self) -> "Recipe":
         if not self.ALLOWS_DROPOUT and self.model.lora.dropout > 0:
             raise ValueError(
@@ -210,8 +219,8 @@ class LiveRecipe(Recipe):
 
     @model_validator(mode="after")
     def _check_schedule_and_horizon(self) -> "LiveRecipe":
-        if self.scale.ranks > 1:
-            raise ValueError(f"scale.ranks is {self.scale.ranks}, but the live loop trains in one process; set it to 1")
+        if self.scale.ranks > 1 or self.scale.is_exact:
+            raise ValueError("scale.ranks and scale.reduction are not for the live loop, which trains in one process")
         if self.optimizer.schedule != "constant":
             raise ValueError(
                 f"optimizer.schedule is {self.optimizer.schedule}, which needs an end, but the live loop has none; "

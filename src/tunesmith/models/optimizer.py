@@ -15,9 +15,8 @@ import torch
 from torch import nn
 
 from tunesmith.config.sections import OptimizerSection
-from tunesmith.core.errors import CheckpointError, TrainingError
-from tunesmith.distributed.ranks import gathered
-from tunesmith.kernels.adamw.api import adamw, sums_of_squares
+from tunesmith.core.errors import CheckpointError, ConfigError, TrainingError
+from tunesmith.kernels.adamw.api import adamw
 from tunesmith.kernels.adamw.torch_impl import CODED, AdamWSettings
 from tunesmith.kernels.native import Kernels
 from tunesmith.models.slots import Slots, parameter_groups
@@ -69,7 +68,8 @@ class MasterAdamW:
     """AdamW (Loshchilov and Hutter 2019) with float32 masters; a step is applied completely or not at all.
 
     `weight_version` counts changes of the weights: each step that was not refused, and each load. A rollout engine
-    compares it with the version of its packed copy. With float16 weights call `scaled(loss).backward()`.
+    compares it with the version of its packed copy. With float16 weights call `scaled(loss).backward()`. With
+    `exact_sums` gradients of micro-batches are added up without rounding, in any order (`slots.Part`).
     """
 
     def __init__(
@@ -79,6 +79,7 @@ class MasterAdamW:
         *,
         total_steps: int,
         kernels: Kernels | None = None,
+        exact_sums: bool = False,
     ) -> None:
         groups = parameter_groups([modules] if isinstance(modules, nn.Module) else modules, section)
         if not groups:
@@ -88,8 +89,12 @@ class MasterAdamW:
         self._kernels = kernels or Kernels()
         self._coded = section.state == "int8"
         self._settings = AdamWSettings(*section.betas, section.eps, section.fused)
-        self._slots = Slots(groups, self._kernels)
+        self._slots = Slots(groups, self._kernels, exact=exact_sums)
         is_float16 = any(slot.parameter.dtype == torch.float16 for slot in self._slots)
+        if is_float16 and exact_sums:
+            raise ConfigError(
+                "scale.reduction: exact has no range for scaled float16 gradients; train in another dtype"
+            )
         self._scale = LossScale(section.loss_scale, section.loss_scale_window) if is_float16 else None
         self._was_scaled = False
         self.num_steps = 0
@@ -114,8 +119,7 @@ class MasterAdamW:
         loss, found = self._slots.summed_gradients(loss)
         if not found:
             raise TrainingError("no parameter has a gradient; call backward on a loss before step")
-        own_sums = sums_of_squares([gradient for _, gradient in found], kernels=self._kernels)
-        sums = [sum(parts) for parts in zip(*gathered([own_sums], "gradient norms"), strict=True)]
+        sums = self._slots.sums_of_squares([gradient for _, gradient in found])
         loss_scale = 1.0 if self._scale is None else self._scale.value
         grad_norm = math.sqrt(sum(sums)) / loss_scale
         factor = schedule_factor(self._section, self.num_steps, self._total_steps)

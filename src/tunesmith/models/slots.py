@@ -10,15 +10,16 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import compress, product
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 
 from tunesmith.config.sections import OptimizerSection
 from tunesmith.distributed import ranks
 from tunesmith.distributed.shares import ranges_of
-from tunesmith.kernels.adamw.api import add_gradient
+from tunesmith.kernels.adamw.api import add_gradient, sums_of_squares
 from tunesmith.kernels.adamw.torch_impl import CODED, CodedMoments, Moments, ParameterUpdate, zero_moments
 from tunesmith.kernels.native import Kernels
 from tunesmith.models.heads import ScalarHead
@@ -56,18 +57,35 @@ def parameter_groups(modules: Sequence[nn.Module], section: OptimizerSection) ->
     return [ParameterGroup(tuple(named), rate, decay) for (rate, decay), named in sorted_in.items()]
 
 
-class Slot:
-    """A parameter, its master and its moments; gradients of 16-bit parameters are moved out of `.grad`.
+_GRID = 2.0**-50
+"""Gradients of micro-batches are rounded to multiples of this, where sums are exact."""
 
-    `own` are the elements, in the order of memory, whose master and moments are held here; None for all of them.
+_RANGE = 2.0**12
+"""Limit of an exact sum: multiples of `_GRID` then fit into 63 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a rank holds of a parameter, and how its gradients are added up.
+
+    `own` are the elements, in the order of memory, whose master and moments are held; None for all of them. With
+    `exact` the gradient of each micro-batch is rounded to a fixed grid and added as 64-bit integers, so that neither
+    the order of the sum nor the number of ranks changes a bit of it.
     """
 
-    def __init__(
-        self, name: str, parameter: nn.Parameter, group: ParameterGroup, kernels: Kernels, own: range | None = None
-    ) -> None:
+    own: range | None = None
+    exact: bool = False
+
+
+class Slot:
+    """A parameter, its master and its moments; gradients of 16-bit parameters and exact ones are moved from `.grad`."""
+
+    def __init__(self, name: str, parameter: nn.Parameter, group: ParameterGroup, kernels: Kernels, part: Part) -> None:
         self.name = name
         self.parameter = parameter
-        self.own = own
+        self.own = part.own
+        self._exact = part.exact
+        self._bound = 0.0  # of the magnitude of any sum of the gradients so far
         self.peak = group.learning_rate
         self.weight_decay = group.weight_decay
         self.has_master = parameter.dtype in (torch.bfloat16, torch.float16)
@@ -76,7 +94,7 @@ class Slot:
         self.moments: Moments | None = None
         self.num_updates = 0
         self.handle = None
-        if self.has_master:
+        if self.has_master or part.exact:
             # Torch keeps hooks where the garbage collector does not look: a cycle through one would never be freed.
             self.handle = parameter.register_post_accumulate_grad_hook(partial(Slot._collect, weakref.proxy(self)))
             weakref.finalize(self, self.handle.remove)
@@ -85,8 +103,28 @@ class Slot:
 
     @property
     def gradient(self) -> torch.Tensor | None:
-        """The accumulated gradient: float32, or the weight's dtype after a single backward pass."""
-        return self._held if self.has_master else self.parameter.grad
+        """The accumulated gradient: float32, the weight's dtype after a single backward pass, or int64 if exact."""
+        return self._held if self.has_master or self._exact else self.parameter.grad
+
+    @property
+    def bound(self) -> float | None:
+        """A bound of the magnitudes of an exact gradient, 0 of others; None without a gradient."""
+        return None if self.gradient is None else self._bound
+
+    def own_gradient(self, total: torch.Tensor, bound: float) -> torch.Tensor:
+        """`total`, the sum over all ranks of the elements held here, as numbers; NaN where an exact sum may not fit."""
+        if not self._exact:
+            return total
+        if not bound < _RANGE:
+            return torch.full_like(total, torch.nan, dtype=self.master.dtype)
+        return (total.double() * _GRID).to(self.master.dtype)
+
+    def gradient_of(self, part: range) -> torch.Tensor:
+        """The elements `part` of this rank's gradient, in the dtype of the sum; zeros if this rank computed none."""
+        dtype = torch.int64 if self._exact else self.master.dtype
+        if self.gradient is None:
+            return self.master.new_zeros(len(part), dtype=dtype)
+        return self.gradient.reshape(-1)[part.start : part.stop].to(dtype)
 
     def part(self, tensor: torch.Tensor) -> torch.Tensor:
         """The elements of `tensor`, of the parameter's shape, that are held here."""
@@ -94,7 +132,7 @@ class Slot:
 
     def forget_gradient(self) -> None:
         """Free the gradient's memory."""
-        self._held = None
+        self._held, self._bound = None, 0.0
         self.parameter.grad = None
 
     def update(self, gradient: torch.Tensor, factor: float, *, coded: bool) -> ParameterUpdate:
@@ -152,17 +190,23 @@ class Slot:
         if parameter.grad is None:
             return
         new, parameter.grad = parameter.grad, None
+        if self._exact:
+            self._bound += float(new.abs().amax())
+            rounded = (new.double() / _GRID).round_().to(torch.int64)
+            self._held = rounded if self._held is None else self._held.add_(rounded)
+            return
         self._held = new if self._held is None else add_gradient(self._held, new, kernels=self._kernels)
 
 
 class Slots(Sequence[Slot]):
     """All parameters of an optimizer, and what the ranks exchange about them."""
 
-    def __init__(self, groups: Sequence[ParameterGroup], kernels: Kernels) -> None:
+    def __init__(self, groups: Sequence[ParameterGroup], kernels: Kernels, *, exact: bool) -> None:
+        self._exact, self._kernels = exact, kernels
         named = [(name, parameter, group) for group in groups for name, parameter in group.parameters]
         self._ranges = ranges_of([parameter.numel() for _, parameter, _ in named], ranks.num_ranks(), CODED)
         own = [None] * len(named) if ranks.num_ranks() == 1 else self._ranges[ranks.rank()]
-        self._slots = [Slot(*each, kernels, part) for each, part in zip(named, own, strict=True)]
+        self._slots = [Slot(*each, kernels, Part(part, exact)) for each, part in zip(named, own, strict=True)]
 
     def __getitem__(self, index: int) -> Slot:
         return self._slots[index]
@@ -175,23 +219,45 @@ class Slots(Sequence[Slot]):
 
         With several ranks the gradients are summed, in float32 or float64, and freed.
         """
-        has_gradient = [slot.gradient is not None for slot in self._slots]
-        told = ranks.gathered([(loss, has_gradient)], "loss")
-        used = [any(each) for each in zip(*(has for _, has in told), strict=True)]
-        slots = [slot for slot, is_used in zip(self._slots, used, strict=True) if is_used]
-        total_loss = math.fsum(loss for loss, _ in told) if all(math.isfinite(loss) for loss, _ in told) else math.nan
-        if ranks.num_ranks() == 1:
-            return loss, [(slot, slot.gradient) for slot in slots if slot.gradient is not None]
-        own: list[torch.Tensor] = []
+        told = ranks.gathered([(loss, [slot.bound for slot in self._slots])], "loss")
+        of_slot = [
+            [bound for bound in bounds if bound is not None] for bounds in zip(*(each for _, each in told), strict=True)
+        ]
+        bounds = {slot: sum(found) for slot, found in zip(self._slots, of_slot, strict=True) if found}
+        loss = math.fsum(one for one, _ in told) if all(math.isfinite(one) for one, _ in told) else math.nan
+        own = [slot.gradient for slot in bounds]
+        if ranks.num_ranks() > 1:
+            own = self._reduced([bool(found) for found in of_slot])
+        return loss, [
+            (slot, slot.own_gradient(total, bounds[slot]))
+            for slot, total in zip(bounds, own, strict=True)
+            if total is not None
+        ]
+
+    def _reduced(self, used: Sequence[bool]) -> list[torch.Tensor]:
+        """The elements held here of the summed gradients of the `used` parameters; the gradients are freed."""
+        slots, own = list(compress(self._slots, used)), list[torch.Tensor]()
         for owner, ranges in enumerate(self._ranges):
-            parts = [part for part, is_used in zip(ranges, used, strict=True) if is_used]
-            buffer = torch.cat([_part_of_gradient(slot, part) for slot, part in zip(slots, parts, strict=True)])
+            parts = list(compress(ranges, used))
+            buffer = torch.cat([slot.gradient_of(part) for slot, part in zip(slots, parts, strict=True)])
             ranks.add_to(owner, buffer, "gradients")
             if owner == ranks.rank():
                 own = list(buffer.split([len(part) for part in parts]))
         for slot in slots:
             slot.forget_gradient()
-        return total_loss, list(zip(slots, own, strict=True))
+        return own
+
+    def sums_of_squares(self, gradients: Sequence[torch.Tensor]) -> list[float]:
+        """For each gradient the sum of its squares over all ranks, from the elements held here."""
+        if not self._exact:
+            own = sums_of_squares(gradients, kernels=self._kernels)
+            return [sum(parts) for parts in zip(*ranks.gathered([own], "gradient norms"), strict=True)]
+        blocks = [pad(g.flatten(), (0, -g.numel() % CODED)).view(-1, CODED).double().square().sum(1) for g in gradients]
+        # Blocks lie whole on one rank, and fsum rounds once, so that no bit depends on the number of ranks.
+        return [
+            math.fsum(torch.cat(parts).tolist())
+            for parts in zip(*ranks.gathered([blocks], "gradient norms"), strict=True)
+        ]
 
     def send_weights(self) -> None:
         """Send the weights of the elements held here to the other ranks, and receive theirs."""
@@ -223,13 +289,6 @@ class Slots(Sequence[Slot]):
             for slot, tensors in zip(self._slots, own, strict=False)
             for prefix, tensor in tensors.items()
         }
-
-
-def _part_of_gradient(slot: Slot, part: range) -> torch.Tensor:
-    """The elements `part` of the slot's gradient, in its master's dtype; zeros if this rank computed none."""
-    if slot.gradient is None:
-        return slot.master.new_zeros(len(part))
-    return slot.gradient.reshape(-1)[part.start : part.stop].to(slot.master.dtype)
 
 
 def _named(moments: Moments) -> dict[str, torch.Tensor]:

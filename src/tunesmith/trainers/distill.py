@@ -160,7 +160,13 @@ class DistillTask:
         policy = model_of_recipe(self.loaded.model, self.cfg.model)
         section = self.cfg.distill
         total_steps = self.num_steps * section.num_epochs * section.num_minibatches
-        optimizer = MasterAdamW(self.loaded.model, self.cfg.optimizer, total_steps=total_steps, kernels=policy.kernels)
+        optimizer = MasterAdamW(
+            self.loaded.model,
+            self.cfg.optimizer,
+            total_steps=total_steps,
+            kernels=policy.kernels,
+            exact_sums=self.cfg.scale.is_exact,
+        )
         engine = rollouts.engine_for(self.cfg.rollout, policy, self.loaded.tokenizer, lambda: optimizer)
         return Distill(self.cfg, policy, self.teachers, engine, optimizer, self.loaded.tokenizer)
 

@@ -234,7 +234,13 @@ class DPOTask:
         model, section = self.loaded.model, self.cfg.dpo
         policy = model_of_recipe(model, self.cfg.model)
         reference = model_of_recipe(frozen_copy(model), self.cfg.model, policy.kernels) if self.is_live else None
-        optimizer = MasterAdamW(model, self.cfg.optimizer, total_steps=self.num_steps, kernels=policy.kernels)
+        optimizer = MasterAdamW(
+            model,
+            self.cfg.optimizer,
+            total_steps=self.num_steps,
+            kernels=policy.kernels,
+            exact_sums=self.cfg.scale.is_exact,
+        )
         return DPO(section, policy, reference, optimizer, self.loaded.tokenizer, self.data.answers)
 
     def prepare(self, learner: DPO, progress: bool) -> dict[str, str]:

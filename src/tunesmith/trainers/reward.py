@@ -131,7 +131,13 @@ class RewardTask:
     def build(self) -> Reward:
         """The learner before its first step."""
         kernels = Kernels(self.cfg.model.kernels)
-        optimizer = MasterAdamW(self.model, self.cfg.optimizer, total_steps=self.num_steps, kernels=kernels)
+        optimizer = MasterAdamW(
+            self.model,
+            self.cfg.optimizer,
+            total_steps=self.num_steps,
+            kernels=kernels,
+            exact_sums=self.cfg.scale.is_exact,
+        )
         as_rankings = self.cfg.pairs.rankings == "plackett_luce"
         return Reward(self.cfg.reward_model, self.model, optimizer, as_rankings)
 

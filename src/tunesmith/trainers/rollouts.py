@@ -333,7 +333,9 @@ class PolicyTask:
         """The optimizer of all trainable parameters of `module`."""
         section = getattr(self.cfg, self.cfg.algorithm)
         total_steps = self.num_steps * section.num_epochs * section.num_minibatches
-        return MasterAdamW(module, self.cfg.optimizer, total_steps=total_steps, kernels=kernels)
+        return MasterAdamW(
+            module, self.cfg.optimizer, total_steps=total_steps, kernels=kernels, exact_sums=self.cfg.scale.is_exact
+        )
 
     def rollouts(self, policy: LanguageModel, optimizer: MasterAdamW, value_head: nn.Module | None = None) -> Rollouts:
         """The engine on the policy's weights, with the scorer."""

@@ -101,7 +101,11 @@ class SFTTask:
         """The learner before its first step."""
         policy = model_of_recipe(self.loaded.model, self.cfg.model)
         optimizer = MasterAdamW(
-            self.loaded.model, self.cfg.optimizer, total_steps=self.num_steps, kernels=policy.kernels
+            self.loaded.model,
+            self.cfg.optimizer,
+            total_steps=self.num_steps,
+            kernels=policy.kernels,
+            exact_sums=self.cfg.scale.is_exact,
         )
         return SFT(self.cfg.sft, policy, optimizer, self.loaded.tokenizer)
 
