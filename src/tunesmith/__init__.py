@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from tunesmith.rollout.engine import Engine
     from tunesmith.rollout.factory import open_engine
     from tunesmith.rollout.remote.connection import VLLM
+    from tunesmith.rollout.workers.engine import Workers
     from tunesmith.schema.records import Prompt
     from tunesmith.store.records import Candidate, NewItem
     from tunesmith.store.vote_reader import VoteReader
@@ -77,6 +78,7 @@ __all__ = [
     "TunesmithError",
     "VoteReader",
     "VoteStore",
+    "Workers",
     "__version__",
     "compare",
     "frozen_copy",
@@ -117,6 +119,7 @@ _NAMES = {
     "tunesmith.rollout.engine": "Engine",
     "tunesmith.rollout.factory": "open_engine",
     "tunesmith.rollout.remote.connection": "VLLM",
+    "tunesmith.rollout.workers.engine": "Workers",
     "tunesmith.schema.records": "Prompt",
     "tunesmith.store.records": "Candidate NewItem",
     "tunesmith.store.vote_reader": "VoteReader",

@@ -1,8 +1,8 @@
-"""The section of all recipes about more than one process."""
+"""The sections of recipes about more than one process."""
 
 from typing import Literal
 
-from tunesmith.config.sections import Positive, PositiveInt, Section
+from tunesmith.config.sections import NonNegativeInt, Positive, PositiveInt, Section
 
 
 class ScaleSection(Section):
@@ -20,3 +20,16 @@ class ScaleSection(Section):
     def is_exact(self) -> bool:
         """True if gradients are added up exactly."""
         return self.reduction == "exact"
+
+
+class SamplingScaleSection(ScaleSection):
+    """Processes that train together, and processes that draw completions for them, see docs/scale.md."""
+
+    workers: NonNegativeInt = 0
+    """Processes that draw completions by the native engine; 0: the run's own process draws."""
+    threads_per_worker: PositiveInt = 1
+    """CPU threads of a worker. Cannot change when a run is resumed."""
+    lease: PositiveInt = 8
+    """Completions that a worker is given at a time. Cannot change when a run is resumed."""
+    timeout_s: Positive = 600.0
+    """A worker that gives no answer for longer is killed and started again."""

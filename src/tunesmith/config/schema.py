@@ -37,7 +37,7 @@ from tunesmith.config.live_sections import (
     LiveSection,
     OnlineDPOSection,
 )
-from tunesmith.config.scale_sections import ScaleSection
+from tunesmith.config.scale_sections import SamplingScaleSection, ScaleSection
 from tunesmith.config.sections import (
     AlarmsSection,
     DemonstrationsSection,
@@ -131,10 +131,11 @@ class SamplingRecipe(Recipe):
 
     prompts: PromptsSection = PromptsSection()
     rollout: RolloutSection = RolloutSection()
+    scale: SamplingScaleSection = SamplingScaleSection()
     alarms: AlarmsSection = AlarmsSection()
 
     @model_validator(mode="after")
-    def _check_ranks(self) -> "SamplingRecipe":
+    def _check_scale(self) -> "SamplingRecipe":
         if self.scale.ranks > 1 and self.rollout.backend == "vllm":
             raise ValueError(
                 f"scale.ranks is {self.scale.ranks}, but ranks draw with engines of their own; set rollout.backend to "
@@ -144,6 +145,11 @@ class SamplingRecipe(Recipe):
             raise ValueError(
                 f"rollout.score_while_drawing is for one process, but scale.ranks is {self.scale.ranks}; set one of "
                 "them back"
+            )
+        if self.scale.workers and self.rollout.backend != "native":
+            raise ValueError(
+                f"scale.workers is {self.scale.workers}, but rollout.backend is {self.rollout.backend}; workers draw "
+                "by the native engine: set rollout.backend to native, or scale.workers to 0"
             )
         return self
 

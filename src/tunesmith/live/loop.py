@@ -32,13 +32,13 @@ from tunesmith.models.loaded import context_length, freeze_lower_layers
 from tunesmith.models.lora import frozen_copy
 from tunesmith.models.optimizer import MasterAdamW
 from tunesmith.profiling.meter import measured
+from tunesmith.rollout.factory import engine_for
 from tunesmith.runs.environment import rss_gb
 from tunesmith.store.records import Command
 from tunesmith.trainers import setup
 from tunesmith.trainers.api import Metrics, StepResult
 from tunesmith.trainers.metrics import update_metrics
 from tunesmith.trainers.restart import fingerprint_of_rows, fingerprint_of_tensors
-from tunesmith.trainers.rollouts import engine_for
 from tunesmith.trainers.signals import StopRequest, stop_signals
 
 _log = get_logger(__name__)

@@ -1,21 +1,27 @@
-"""Opens the rollout engine for a model."""
+"""The rollout engine for a model, from arguments or from a recipe."""
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import nn
 
+from tunesmith.config.scale_sections import SamplingScaleSection
+from tunesmith.config.sections import RolloutSection
 from tunesmith.core.errors import InputError
 from tunesmith.core.log import get_logger
+from tunesmith.distributed.ranks import num_ranks
 from tunesmith.models.language_model import FullForward, LanguageModel, language_model
 from tunesmith.models.loaded import PreTrainedModel, PreTrainedTokenizerBase
+from tunesmith.models.optimizer import MasterAdamW
 from tunesmith.rollout.device.engine import DeviceEngine
+from tunesmith.rollout.divided import DividedEngine
 from tunesmith.rollout.engine import Engine
 from tunesmith.rollout.native_engine import NativeEngine
 from tunesmith.rollout.remote.connection import VLLM
 from tunesmith.rollout.remote.engine import RemoteEngine
 from tunesmith.rollout.transformers_backend import TransformersEngine
+from tunesmith.rollout.workers.engine import WorkerEngine, Workers
 
 _log = get_logger(__name__)
 
@@ -26,7 +32,7 @@ def open_engine(
     model: PreTrainedModel | LanguageModel,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    backend: Backend | VLLM = "native",
+    backend: Backend | VLLM | Workers = "native",
     weight_version: Callable[[], int] = lambda: 0,
     batch_size: int = 64,
     num_slots: int = 128,
@@ -40,7 +46,8 @@ def open_engine(
         tokenizer: Its tokenizer; prompts of messages need a chat template.
         backend: "native": continuous batching over a paged key/value cache; on a GPU the device engine. A model of an
             unknown family (`models/architecture.py`) falls back to "transformers", with a line in the log.
-            "transformers": `model.generate`. A record `VLLM`: vLLM, in this process or a server.
+            "transformers": `model.generate`. A record `VLLM`: vLLM, in this process or a server. A record `Workers`:
+            the native engine in other processes, on a CPU.
         weight_version: Called once per `generate`; stamped on every group. The native engine packs the weights again,
             and a vLLM gets them, when it, or the model's parameters, changed.
         batch_size: Sequences at a time (transformers).
@@ -50,7 +57,7 @@ def open_engine(
         value_head: Maps hidden states `[R, H]` to values `[R]`, recorded as `Completion.values` (native).
 
     Raises:
-        InputError: an unknown backend, or a number below 1.
+        InputError: an unknown backend, a number below 1, or workers for what they cannot draw.
 
     Example:
         >>> model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
@@ -58,19 +65,17 @@ def open_engine(
         >>> (group,) = engine.generate([Prompt("p1", "Once upon a time")], 4, SamplingParams(max_new_tokens=32, seed=0))
         >>> [completion.text for completion in group.completions]  # four texts
     """
-    if backend not in ("native", "transformers") and not isinstance(backend, VLLM):
-        raise InputError(f"rollout backend {backend!r} is unknown; choose native, transformers or a record VLLM")
-    for name, value in (("batch_size", batch_size), ("num_slots", num_slots), ("kv_cache_mb", kv_cache_mb)):
-        if value is not None and value < 1:
-            raise InputError(f"{name} is {value}; give at least 1")
+    _check(backend, batch_size=batch_size, num_slots=num_slots, kv_cache_mb=kv_cache_mb)
     trained = model if isinstance(model, LanguageModel) else language_model(model)
     if isinstance(backend, VLLM):
         return RemoteEngine(trained, tokenizer, backend, weight_version=weight_version, num_slots=num_slots)
-    if backend == "native":
+    if backend != "transformers":
         # A recipe may train by another forward pass, which says nothing about the engine.
         known = trained if trained.decoder is not None else language_model(trained.module, trained.kernels)
         if not isinstance(known.backend, FullForward):
             engine = DeviceEngine if known.decoder is None else partial(NativeEngine, is_trained=known is trained)
+            if isinstance(backend, Workers):
+                engine = partial(WorkerEngine, workers=backend, is_trained=known is trained)
             return engine(
                 known,
                 tokenizer,
@@ -79,5 +84,42 @@ def open_engine(
                 kv_cache_mb=kv_cache_mb,
                 value_head=value_head,
             )
+        if isinstance(backend, Workers):
+            raise InputError(f"workers draw by the native engine, which cannot draw this model: {known.backend.reason}")
         _log.info("the rollout engine is transformers, which is slower: %s", known.backend.reason)
     return TransformersEngine(trained.module, tokenizer, weight_version=weight_version, batch_size=batch_size)
+
+
+def engine_for(
+    cfg: RolloutSection,
+    policy: LanguageModel,
+    tokenizer: PreTrainedTokenizerBase,
+    optimizer: Callable[[], MasterAdamW],
+    value_head: nn.Module | None = None,
+    scale: SamplingScaleSection | None = None,
+) -> Engine:
+    """The engine that a recipe's sections name, on the weights that `optimizer()` changes."""
+    workers = Workers.of(scale) if scale is not None and scale.workers else None
+    if workers and num_ranks() > 1:
+        raise InputError(
+            f"scale.workers is {workers.count}, but {num_ranks()} ranks draw already; set one of them back"
+        )
+    engine = open_engine(
+        policy,
+        tokenizer,
+        backend=VLLM.of(cfg) if cfg.backend == "vllm" else workers or cfg.backend,
+        weight_version=lambda: optimizer().weight_version,
+        batch_size=cfg.batch_size,
+        num_slots=cfg.num_slots,
+        kv_cache_mb=cfg.kv_cache_mb,
+        value_head=value_head,
+    )
+    return engine if num_ranks() == 1 else DividedEngine(engine)
+
+
+def _check(backend: object, **numbers: int | None) -> None:
+    if not (isinstance(backend, VLLM | Workers) or backend in get_args(Backend)):
+        raise InputError(f"rollout backend {backend!r} is unknown; choose native, transformers or a record VLLM")
+    for name, value in numbers.items():
+        if value is not None and value < 1:
+            raise InputError(f"{name} is {value}; give at least 1")

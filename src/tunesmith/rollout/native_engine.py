@@ -117,9 +117,13 @@ class NativeEngine:
         on_progress: OnProgress | None = None,
         on_text: OnText | None = None,
         on_group: OnGroup | None = None,
+        first_samples: Sequence[int] | None = None,
     ) -> list[Group]:
         """See `engine.Engine.generate`. With `sampling.seed` set, a prompt's completions are always the same, whatever
         the other prompts and the number of slots.
+
+        `first_samples` has the number of the first sample of each prompt, where the request is a part of a larger one;
+        None: 0, or those that follow the samples of the same prompt before it.
         """
         version, num_slots = self._weight_version(), self._num_slots
         request = make_request(self._module, self._tokenizer, prompts, n, sampling, num_slots, version)
@@ -129,7 +133,7 @@ class NativeEngine:
             sampling,
             seed=request.seed,
             stop_ids=request.limits.stop_ids,
-            keys=noise_keys(request.prompt_ids, n),
+            keys=noise_keys(request.prompt_ids, n, first_samples),
             vocabulary_size=request.vocabulary_size,
             kernels=self._kernels,
         )
@@ -172,7 +176,8 @@ class NativeEngine:
     @torch.no_grad()
     def _values(self, hidden_RH: torch.Tensor) -> list[list[float]]:
         assert self._value_head is not None
-        return self._value_head(hidden_RH)[:, None].tolist()
+        # Row by row: a product of several rows may sum each of them otherwise, and bits would depend on the others.
+        return [self._value_head(row_H[None]).tolist() for row_H in hidden_RH]
 
     def _load(self, request: Request) -> tuple[Runner, _Cache]:
         """The current weights, packed, and a cache for the request.

@@ -46,25 +46,47 @@ def largest_difference(decoder: Decoder, runner: CachedDecoder, check: Check) ->
     Raises:
         TrainingError: the trainer's own logits are not finite; the message names the layer.
     """
-    longest = decoder.architecture.context_length
-    vocabulary_size = decoder.architecture.head.sizes[0]
-    cut = [min(length, longest) for length in check.lengths]
-    ids = [[(7919 * (i + 1) + 104729 * row) % vocabulary_size for i in range(cut[row])] for row in range(len(cut))]
-    device = decoder.architecture.device
-    flat_T = torch.tensor([token for row in ids for token in row], device=device)
-    target_T = flat_T.roll(-1)  # any fixed token will do, across sequence ends too
-    logits_TV = decoder.logits(decoder.hidden_states(flat_T, cut))
-    if not bool(logits_TV.isfinite().all()):
-        place = first_bad_layer(lambda look: decoder.hidden_states(flat_T, cut, on_layer=look))
-        raise TrainingError(not_finite(place))
-    trained_T = score(logits_TV, target_T, 1.0, kernels=decoder.kernels).logp_N
-    num_blocks = sum(map(blocks_for, cut))
-    cache = KVCache(num_blocks, max_tokens=max(cut), max_tables=len(cut))
-    storage = allocate_storage(cache_shape(decoder.architecture), num_blocks, device)
+    ids = _fixed_tokens(decoder, check)
+    lengths = list(map(len, ids))
+    trained_T = trained_logps(decoder, check)
+    target_T = _targets(ids, decoder.architecture.device)
+    num_blocks = sum(map(blocks_for, lengths))
+    cache = KVCache(num_blocks, max_tokens=max(lengths), max_tables=len(ids))
+    storage = allocate_storage(cache_shape(decoder.architecture), num_blocks, decoder.architecture.device)
     drawn_TH = torch.cat(_in_steps(runner, cache, storage, ids, check.step))
     drawn_T = score(runner.logits(drawn_TH), target_T, 1.0, kernels=decoder.kernels).logp_N
     require_rows(drawn_T.isfinite(), NOT_FINITE)
     return float((drawn_T.float() - trained_T.float()).abs().max())
+
+
+@torch.no_grad()
+def trained_logps(decoder: Decoder, check: Check = FIRST_CHECK) -> torch.Tensor:
+    """Log-probs `[T]` of fixed tokens under the trainer's own forward pass, which computes all sequences at once.
+
+    Raises:
+        TrainingError: its logits are not finite; the message names the layer.
+    """
+    ids = _fixed_tokens(decoder, check)
+    lengths, device = list(map(len, ids)), decoder.architecture.device
+    flat_T = torch.tensor([token for row in ids for token in row], device=device)
+    logits_TV = decoder.logits(decoder.hidden_states(flat_T, lengths))
+    if not bool(logits_TV.isfinite().all()):
+        place = first_bad_layer(lambda look: decoder.hidden_states(flat_T, lengths, on_layer=look))
+        raise TrainingError(not_finite(place))
+    return score(logits_TV, _targets(ids, device), 1.0, kernels=decoder.kernels).logp_N
+
+
+def _fixed_tokens(decoder: Decoder, check: Check) -> list[list[int]]:
+    longest, size = decoder.architecture.context_length, decoder.architecture.head.sizes[0]
+    return [
+        [(7919 * (i + 1) + 104729 * row) % size for i in range(min(length, longest))]
+        for row, length in enumerate(check.lengths)
+    ]
+
+
+def _targets(ids: list[list[int]], device: torch.device) -> torch.Tensor:
+    """The next token of each; any fixed token will do, across sequence ends too."""
+    return torch.tensor([token for row in ids for token in row], device=device).roll(-1)
 
 
 def _in_steps(

@@ -26,6 +26,7 @@ from tunesmith.rollout.engine import Engine
 from tunesmith.rollout.native_engine import NativeEngine
 from tunesmith.rollout.remote.engine import RemoteEngine
 from tunesmith.rollout.transformers_backend import TransformersEngine
+from tunesmith.rollout.workers.engine import WorkerEngine
 from tunesmith.runs.environment import usable_cores
 from tunesmith.trainers.api import Learner, Metrics
 from tunesmith.trainers.distill import Distill
@@ -39,6 +40,7 @@ _ENGINES = {
     DeviceEngine: "device",
     TransformersEngine: "transformers",
     RemoteEngine: "vllm",
+    WorkerEngine: "workers",
 }
 _SIZES = {"num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "vocab_size": "vocab_size"}
 

@@ -29,6 +29,7 @@ from tunesmith.models.loaded import PreTrainedTokenizerBase, context_length, fre
 from tunesmith.models.logprob import completion_states
 from tunesmith.models.optimizer import MasterAdamW, StepReport
 from tunesmith.rollout.engine import Engine
+from tunesmith.rollout.factory import engine_for
 from tunesmith.schema.records import Prompt
 from tunesmith.trainers import metrics, rollouts, setup
 from tunesmith.trainers.api import Inputs, Metrics, PolicyParts, StepResult
@@ -167,7 +168,7 @@ class DistillTask:
             kernels=policy.kernels,
             exact_sums=self.cfg.scale.is_exact,
         )
-        engine = rollouts.engine_for(self.cfg.rollout, policy, self.loaded.tokenizer, lambda: optimizer)
+        engine = engine_for(self.cfg.rollout, policy, self.loaded.tokenizer, lambda: optimizer, scale=self.cfg.scale)
         return Distill(self.cfg, policy, self.teachers, engine, optimizer, self.loaded.tokenizer)
 
     def prepare(self, learner: Distill, progress: bool) -> dict[str, str]:

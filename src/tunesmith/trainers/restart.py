@@ -72,6 +72,8 @@ MAY_CHANGE = frozenset(
         "rollout.server_timeout_s",
         "rollout.server_url",
         "rollout.unload_during_update",
+        "scale.timeout_s",
+        "scale.workers",
         "run.steps",
         "run.log_every",
         "run.sample_every",

@@ -3,7 +3,7 @@
 Shape legend: B sequences, T completion tokens.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,22 +26,20 @@ from tunesmith.core.log import get_logger
 from tunesmith.core.seeds import derive, items_at, permutation
 from tunesmith.core.trace import span
 from tunesmith.data import sets
-from tunesmith.distributed.ranks import gathered, num_ranks, share_of
+from tunesmith.distributed.ranks import gathered, share_of
 from tunesmith.evaluation import accuracy
 from tunesmith.kernels.masking import Denominator
 from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.policy_loss.records import PolicyTokens
 from tunesmith.models.language_model import LanguageModel, model_of_recipe
 from tunesmith.models.load import load_policy
-from tunesmith.models.loaded import PreTrainedTokenizerBase, context_length, freeze_lower_layers
+from tunesmith.models.loaded import context_length, freeze_lower_layers
 from tunesmith.models.logprob import token_logps
 from tunesmith.models.lora import frozen_copy
 from tunesmith.models.optimizer import MasterAdamW
 from tunesmith.rewards.scorer import Scorer, Scores, TrainerState
-from tunesmith.rollout.divided import DividedEngine
 from tunesmith.rollout.engine import Engine
-from tunesmith.rollout.factory import open_engine
-from tunesmith.rollout.remote.connection import VLLM
+from tunesmith.rollout.factory import engine_for
 from tunesmith.schema.records import Prompt
 from tunesmith.trainers import metrics, setup
 from tunesmith.trainers.api import Inputs, Learner, Metrics
@@ -116,27 +114,6 @@ def sampling_params(cfg: RolloutSection, seed: int) -> SamplingParams:
         repetition_penalty=cfg.repetition_penalty,
         seed=seed,
     )
-
-
-def engine_for(
-    cfg: RolloutSection,
-    policy: LanguageModel,
-    tokenizer: PreTrainedTokenizerBase,
-    optimizer: Callable[[], MasterAdamW],
-    value_head: nn.Module | None = None,
-) -> Engine:
-    """The engine that a recipe's section names, on the weights that `optimizer()` changes."""
-    engine = open_engine(
-        policy,
-        tokenizer,
-        backend=VLLM.of(cfg) if cfg.backend == "vllm" else cfg.backend,
-        weight_version=lambda: optimizer().weight_version,
-        batch_size=cfg.batch_size,
-        num_slots=cfg.num_slots,
-        kv_cache_mb=cfg.kv_cache_mb,
-        value_head=value_head,
-    )
-    return engine if num_ranks() == 1 else DividedEngine(engine)
 
 
 def prompts_of_step(prompts: Sequence[Prompt], size: int, seed: int, index: int) -> list[Prompt]:
@@ -339,7 +316,8 @@ class PolicyTask:
 
     def rollouts(self, policy: LanguageModel, optimizer: MasterAdamW, value_head: nn.Module | None = None) -> Rollouts:
         """The engine on the policy's weights, with the scorer."""
-        engine = engine_for(self.cfg.rollout, policy, self.loaded.tokenizer, lambda: optimizer, value_head)
+        tokenizer, scale = self.loaded.tokenizer, self.cfg.scale
+        engine = engine_for(self.cfg.rollout, policy, tokenizer, lambda: optimizer, value_head, scale)
         return Rollouts(engine, self.scorer, self.cfg.rollout, self.cfg.run.seed, self.num_steps, len(self.data.train))
 
     def prepare(self, learner: PolicyLearner, progress: bool) -> dict[str, str]:

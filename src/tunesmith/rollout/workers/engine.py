@@ -1,0 +1,291 @@
+"""The engine of `scale.workers`: divides a request into leases, which workers draw from the weights of one version."""
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Self
+
+from torch import nn
+
+from tunesmith.batch.rollout import Completion, Group, SamplingParams
+from tunesmith.config.scale_sections import SamplingScaleSection
+from tunesmith.core.errors import InputError
+from tunesmith.core.log import Once, get_logger
+from tunesmith.core.trace import count, span
+from tunesmith.models.language_model import LanguageModel
+from tunesmith.models.loaded import PreTrainedTokenizerBase
+from tunesmith.rollout import weight_check
+from tunesmith.rollout.engine import GenerationInterrupted, OnGroup, OnProgress, OnText, Request, make_request
+from tunesmith.rollout.sampler import noise_keys
+from tunesmith.rollout.workers import weights
+from tunesmith.rollout.workers.local import LocalTransport, Transport
+from tunesmith.rollout.workers.messages import Draw, Drawn, Loaded, Setup
+from tunesmith.rollout.workers.pool import Pool
+from tunesmith.rollout.workers.queue import Rates, WorkQueue
+from tunesmith.schema.records import Prompt
+
+_log = get_logger(__name__)
+
+_POLL_S = 0.5
+_GRACE_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """`count` processes that draw by the native engine, each with `num_threads` CPU threads.
+
+    `lease` is the number of completions that one is given at a time; one that gives no answer for longer than
+    `timeout_s` seconds is killed and started again.
+
+    Raises:
+        InputError: a number is too small.
+    """
+
+    count: int
+    num_threads: int = 1
+    lease: int = 8
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if min(self.count, self.num_threads, self.lease) < 1 or self.timeout_s <= 0:
+            raise InputError(f"{self}: give at least 1 worker, 1 thread, 1 completion, and a time above 0")
+
+    @classmethod
+    def of(cls, section: SamplingScaleSection) -> Self:
+        """Those of a recipe's section."""
+        return cls(section.workers, section.threads_per_worker, section.lease, section.timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Samples `first_sample` to `first_sample + n - 1` of each prompt in `indices`, as numbered within its group."""
+
+    indices: tuple[int, ...]
+    first_sample: int
+    n: int
+
+
+def leases_of(num_prompts: int, n: int, size: int) -> list[Lease]:
+    """A request of `n` completions of each prompt as leases of at most `size` completions.
+
+    They depend on these numbers alone. In dtypes in which a row's bits depend on the rows that are computed with it,
+    the tokens are therefore the same whatever the number of workers.
+    """
+    if n <= size:
+        step = size // n
+        starts = range(0, num_prompts, step)
+        return [Lease(tuple(range(start, min(start + step, num_prompts))), 0, n) for start in starts]
+    num_parts = -(-n // size)
+    bounds = [part * n // num_parts for part in range(num_parts + 1)]
+    parts = list(pairwise(bounds))
+    return [Lease((index,), first, end - first) for index in range(num_prompts) for first, end in parts]
+
+
+class WorkerEngine:
+    """Draws completions of `model` in other processes. See `factory.open_engine` for the arguments.
+
+    Not thread-safe: one `generate` at a time.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        workers: Workers,
+        weight_version: Callable[[], int] = lambda: 0,
+        num_slots: int = 128,
+        kv_cache_mb: int | None = None,
+        value_head: nn.Module | None = None,
+        is_trained: bool = True,
+    ) -> None:
+        if model.decoder is None or model.module.device.type != "cpu":
+            raise InputError(
+                "rollout workers draw by the native engine of a CPU, but the model is on a "
+                f"{model.module.device.type}; set scale.workers to 0"
+            )
+        self._decoder, self._module, self._tokenizer = model.decoder, model.module, tokenizer
+        self._workers, self._weight_version, self._num_slots = workers, weight_version, num_slots
+        everything = nn.ModuleDict({"policy": model.module})
+        if value_head is not None:
+            everything["value_head"] = value_head
+        self._transport = _open_transport(workers)
+        weakref.finalize(self, self._transport.close)
+        self._publisher = weights.Publisher(everything, self._transport.publish, self._transport.discard)
+        self._setup = Setup(
+            weights.pickled((model.module, tokenizer, value_head), dict(everything.named_parameters())),
+            model.kernels.choice,
+            workers.num_threads,
+            num_slots,
+            kv_cache_mb,
+            is_trained,
+        )
+        self._pool: Pool | None = None
+        self._is_exact: bool | None = None  # None: no worker has proven weights yet
+        self._own_logps: tuple[int, tuple[float, ...]] | None = None  # of the weights of an edition
+        self._num_calls = 0
+        self._rates: Rates = {}
+        self._lengths: dict[int, float] = {}  # mean of the latest completions of a prompt, by the hash of its ids
+        self._warnings = Once(_log)
+
+    @property
+    def is_exact(self) -> bool:
+        """True if raw log-probs equal the trainer's to the bit, as far as the workers that have weights have shown."""
+        pool = self._ready_pool()
+        while self._is_exact is None:
+            pool.receive(_POLL_S)
+        return self._is_exact
+
+    def unload(self) -> None:
+        """Free the workers' caches and packed weights; the next `generate` rebuilds them."""
+        if self._pool is not None:
+            self._pool.unload()
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: SamplingParams,
+        *,
+        on_progress: OnProgress | None = None,
+        on_text: OnText | None = None,
+        on_group: OnGroup | None = None,
+    ) -> list[Group]:
+        """See `engine.Engine.generate`. A completion's text is reported when the completions of its lease have ended.
+
+        Raises:
+            ServerError: a worker was lost several times in a row.
+        """
+        version = self._weight_version()
+        request = make_request(self._module, self._tokenizer, prompts, n, sampling, self._num_slots, version)
+        results = _Results(request, on_progress, on_text, on_group)
+        self._num_calls += 1
+        with span("load"):
+            pool = self._ready_pool()
+        pool.num_restarts, pool.load_s = 0, 0.0
+        try:
+            self._draw(pool, request, replace(sampling, seed=request.seed), results)
+        except KeyboardInterrupt as interrupt:
+            pool.reset()
+            raise GenerationInterrupted(results.partial_groups()) from interrupt
+        finally:
+            pool.settle(_GRACE_S)
+        return results.groups()
+
+    def _draw(self, pool: Pool, request: Request, sampling: SamplingParams, results: "_Results") -> None:
+        """The loop: leases go to the workers that are ready, answers to `results`."""
+        start_s, busy_s = time.monotonic(), 0.0
+        keys = noise_keys(request.prompt_ids, request.n)
+        leases = leases_of(len(request.prompts), request.n, self._workers.lease)
+        budget = request.limits.max_new_tokens
+        expected = [self._lengths.get(key.prompt, budget) for key in keys]
+        queue = WorkQueue([lease.n * sum(expected[index] for index in lease.indices) for lease in leases], self._rates)
+        answers: dict[int, Drawn] = {}
+        while not queue.is_done:
+            for worker in pool.ready():
+                number = queue.take(worker, time.monotonic())
+                if number is not None:
+                    lease = leases[number]
+                    ids = tuple(request.prompt_ids[index] for index in lease.indices)
+                    first = tuple(keys[index].first_sample + lease.first_sample for index in lease.indices)
+                    edition = pool.edition
+                    pool.draw(worker, Draw(edition, self._num_calls, number, ids, first, lease.n, sampling))
+            for worker, task, answer in pool.receive(_POLL_S):
+                if task.call != self._num_calls:
+                    continue
+                if not isinstance(answer, Drawn) or answer.edition != task.edition:
+                    queue.release(worker)
+                    continue
+                busy_s += answer.busy_s
+                drawn = [one for completions in answer.completions for one in completions]
+                num_tokens = sum(len(one.token_ids) for one in drawn)
+                if queue.finish(worker, time.monotonic(), num_tokens):
+                    answers[task.lease] = answer
+                    results.add(leases[task.lease], answer.completions)
+                    _count_work(answer, pool.num_workers)
+                elif answer.completions != answers[task.lease].completions:
+                    self._warnings.warning(
+                        f"rollout worker {worker} drew other tokens or log-probs than another worker, from the same "
+                        "weights and noise: are the machines of one kind?"
+                    )
+        for key, group in zip(keys, results.groups(), strict=True):
+            self._lengths[key.prompt] = sum(len(one.token_ids) for one in group.completions) / request.n
+        count("workers_busy", busy_s, out_of=pool.num_workers * max(time.monotonic() - start_s, 1e-9))
+        count("worker_restarts", pool.num_restarts)
+        count("stolen_leases", queue.num_stolen)
+        count("worker_load_s", pool.load_s / pool.num_workers)
+
+    def _ready_pool(self) -> Pool:
+        """The workers, which are started if need be, with the current weights on their way to them."""
+        if self._pool is None:
+            self._pool = Pool(
+                self._transport,
+                self._setup,
+                self._workers.count,
+                timeout_s=self._workers.timeout_s,
+                check=self._compare_logps,
+            )
+        self._pool.use(self._publisher.current(self._weight_version()))
+        return self._pool
+
+    def _compare_logps(self, worker: int, proof: Loaded) -> None:
+        """Find out whether the worker's log-probs are those of this process to the bit, and not only its own."""
+        if self._own_logps is None or self._own_logps[0] != proof.edition:
+            self._own_logps = proof.edition, tuple(weight_check.trained_logps(self._decoder).tolist())
+        is_same = proof.logps == self._own_logps[1]
+        if proof.is_exact and not is_same:
+            self._warnings.warning(
+                f"rollout worker {worker} computes other bits than this process, so the trainer computes log-probs "
+                "itself: is its processor of another kind?"
+            )
+        self._is_exact = proof.is_exact and is_same and self._is_exact is not False
+
+
+class _Results:
+    """The completions of a request as they arrive, and the caller's functions."""
+
+    def __init__(
+        self, request: Request, on_progress: OnProgress | None, on_text: OnText | None, on_group: OnGroup | None
+    ) -> None:
+        self._request = request
+        self._on_progress, self._on_text, self._on_group = on_progress, on_text, on_group
+        self._drawn: list[dict[int, Completion]] = [{} for _ in request.prompts]
+
+    def add(self, lease: Lease, completions: Sequence[Sequence[Completion]]) -> None:
+        """Take the completions of a lease, by prompt, and report them."""
+        for index, of_prompt in zip(lease.indices, completions, strict=True):
+            for sample, one in enumerate(of_prompt, start=lease.first_sample):
+                self._drawn[index][sample] = one
+                if self._on_text and one.text:
+                    self._on_text(index, sample, one.text)
+                if self._on_progress:
+                    self._on_progress(sum(map(len, self._drawn)), self._request.num_completions)
+            if self._on_group and len(self._drawn[index]) == self._request.n:
+                self._on_group(index, self._group(index))
+
+    def groups(self) -> list[Group]:
+        """All groups, in the order of the request."""
+        return [self._group(index) for index in range(len(self._drawn))]
+
+    def partial_groups(self) -> list[Group]:
+        """The groups with at least one completion."""
+        return [group for group in self.groups() if group.completions]
+
+    def _group(self, index: int) -> Group:
+        request, drawn = self._request, self._drawn[index]
+        ordered = tuple(drawn[sample] for sample in sorted(drawn))
+        return Group(request.prompts[index], request.prompt_ids[index], ordered, request.version)
+
+
+def _open_transport(workers: Workers) -> Transport:
+    return LocalTransport()
+
+
+def _count_work(answer: Drawn, num_workers: int) -> None:
+    """Add the figures of a lease to the open trace: seconds are a mean over the workers."""
+    for figure, value in answer.work.sums.items():
+        name = figure.rpartition("/")[2]
+        out_of = answer.work.out_of.get(figure)
+        count(name, value / num_workers if name.endswith("_s") else value, out_of=out_of)

@@ -1,0 +1,179 @@
+"""Workers as processes of this machine: pipes for messages, memory files for weights."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable
+from functools import cache
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from typing import Protocol
+
+from safetensors.torch import save
+
+from tunesmith.core.errors import ServerError
+from tunesmith.rollout.workers.messages import Handle, Lost, Message, Reply, Setup, Tensors
+
+
+class Transport(Protocol):
+    """Starts workers, by number, and carries messages to them. A worker has one message at a time."""
+
+    def start(self, worker: int, setup: Setup) -> None:
+        """Start `worker`, or start it again."""
+        ...
+
+    def send(self, worker: int, message: Message) -> None:
+        """Send a message. If the worker ended, `receive` will say so."""
+        ...
+
+    def receive(self, timeout_s: float) -> list[tuple[int, Reply]]:
+        """The replies that have arrived, after `timeout_s` at most."""
+        ...
+
+    def interrupt(self, worker: int) -> None:
+        """Ask for an early end of a draw, which is then answered by `Refused`; a transport may ignore it."""
+        ...
+
+    def kill(self, worker: int) -> None:
+        """End the worker at once, whatever it does."""
+        ...
+
+    def publish(self, tensors: Tensors) -> Handle:
+        """Store a copy of `tensors` for all workers."""
+        ...
+
+    def discard(self, handle: Handle) -> None:
+        """Free what was published; workers that have it may keep it."""
+        ...
+
+    def close(self) -> None:
+        """End all workers."""
+        ...
+
+
+class Launcher:
+    """A process with all libraries loaded, which is forked for each worker; it ends with this one, and they with it."""
+
+    def __init__(self) -> None:
+        self._control, theirs = socket.socketpair()
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "tunesmith.rollout.workers.process", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+        theirs.close()
+
+    @property
+    def has_ended(self) -> bool:
+        """True if it can fork no more workers."""
+        return self._process.poll() is not None
+
+    def fork(self, connection: Connection) -> int:
+        """The id of a new worker's process, which has the other end of `connection`.
+
+        Raises:
+            ServerError: the launcher ended.
+        """
+        try:
+            socket.send_fds(self._control, [b"x"], [connection.fileno()])
+            answer = self._control.recv(8)
+        except OSError:
+            answer = b""
+        if not answer:
+            raise ServerError("the process that starts rollout workers ended; its messages are above")
+        return int.from_bytes(answer, "little")
+
+
+@cache
+def _launcher(owner: int, generation: int) -> Launcher:
+    """The launcher of the process `owner`, which all its engines share."""
+    return Launcher()
+
+
+class LocalTransport:
+    """Workers as processes of this machine. They end with this process, however that ends."""
+
+    def __init__(self) -> None:
+        self._generation = 0
+        self._connections: dict[int, Connection] = {}
+        self._pids: dict[int, int] = {}
+        self._files: dict[str, int] = {}  # descriptors of published tensors, by path
+        _launcher(os.getpid(), 0)  # its imports take seconds, which pass meanwhile
+
+    def start(self, worker: int, setup: Setup) -> None:
+        """See `Transport`."""
+        while _launcher(os.getpid(), self._generation).has_ended:
+            self._generation += 1
+        ours, theirs = Pipe()
+        with theirs:
+            self._pids[worker] = _launcher(os.getpid(), self._generation).fork(theirs)
+        self._connections[worker] = ours
+        with contextlib.suppress(OSError):
+            ours.send(setup)
+
+    def send(self, worker: int, message: Message) -> None:
+        """See `Transport`."""
+        with contextlib.suppress(OSError):
+            self._connections[worker].send(message)
+
+    def receive(self, timeout_s: float) -> list[tuple[int, Reply]]:
+        """See `Transport`."""
+        ready = wait(self._connections.values(), timeout_s)
+        return [(worker, self._reply(worker)) for worker in _of(self._connections, ready)]
+
+    def interrupt(self, worker: int) -> None:
+        """See `Transport`."""
+        self._signal(worker, signal.SIGUSR1)
+
+    def kill(self, worker: int) -> None:
+        """See `Transport`."""
+        self._signal(worker, signal.SIGKILL)
+
+    def publish(self, tensors: Tensors) -> Handle:
+        """See `Transport`. The copy is in memory that belongs to no folder, so that it is freed however this ends."""
+        content = save({name: tensor.detach().contiguous() for name, tensor in tensors.items()})
+        descriptor = os.memfd_create("tunesmith-weights")
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(content)
+        path = f"/proc/{os.getpid()}/fd/{descriptor}"
+        self._files[path] = descriptor
+        return path
+
+    def discard(self, handle: Handle) -> None:
+        """See `Transport`."""
+        os.close(self._files.pop(handle))
+
+    def close(self) -> None:
+        """See `Transport`."""
+        for worker in list(self._connections):
+            self.kill(worker)
+            self._connections.pop(worker).close()
+        for path in list(self._files):
+            self.discard(path)
+
+    def pid(self, worker: int) -> int:
+        """The id of the worker's process."""
+        return self._pids[worker]
+
+    def _reply(self, worker: int) -> Reply:
+        try:
+            return self._connections[worker].recv()
+        except (EOFError, OSError):
+            self._connections.pop(worker).close()
+            return Lost()
+
+    def _signal(self, worker: int, number: signal.Signals) -> None:
+        if worker in self._connections:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pids[worker], number)
+
+
+def _of(connections: dict[int, Connection], ready: Iterable[object]) -> list[int]:
+    found = {id(connection) for connection in ready}
+    return [worker for worker, connection in connections.items() if id(connection) in found]
