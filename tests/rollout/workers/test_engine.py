@@ -39,11 +39,6 @@ def open_workers(loaded: LoadedModel, count: int, head: nn.Module | None = None,
     return engine
 
 
-def transport_of(engine: WorkerEngine) -> LocalTransport:
-    assert isinstance(engine._transport, LocalTransport)
-    return engine._transport
-
-
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
     return tiny_model("llama", dtype=DTYPE)
@@ -137,21 +132,20 @@ def at_first_group(act: Callable[[], object]) -> Callable[[int, Group], None]:
 def test_a_killed_worker_is_replaced_and_nothing_is_lost(
     two: WorkerEngine, expected: list[Group], caplog: pytest.LogCaptureFixture
 ) -> None:
-    transport = transport_of(two)
-    before = [transport.pid(worker) for worker in range(2)]
+    before = [two.process_of(worker) for worker in range(2)]
     with trace() as times, span("rollout"):
         kill = at_first_group(lambda: [os.kill(pid, signal.SIGKILL) for pid in before])
         assert same(two.generate(PROMPTS, 3, SAMPLING, on_group=kill), expected)
     assert times.metrics()["rollout/worker_restarts"] == 2
     assert "rollout worker 0 ended" in caplog.text and "rollout worker 1 ended" in caplog.text
-    assert not {transport.pid(worker) for worker in range(2)} & set(before)
+    assert not {two.process_of(worker) for worker in range(2)} & set(before)
 
 
 @pytest.fixture
 def stopped(two: WorkerEngine) -> Iterator[Callable[[], None]]:
     """A function that stops worker 0; it goes on after the test."""
-    yield lambda: os.kill(transport_of(two).pid(0), signal.SIGSTOP)
-    os.kill(transport_of(two).pid(0), signal.SIGCONT)
+    yield lambda: os.kill(two.process_of(0), signal.SIGSTOP)
+    os.kill(two.process_of(0), signal.SIGCONT)
 
 
 def test_leases_of_a_stopped_worker_are_drawn_by_another(
@@ -168,7 +162,7 @@ def test_a_worker_that_hangs_is_named_killed_and_replaced(
     loaded: LoadedModel, expected: list[Group], caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = open_workers(loaded, 1, timeout_s=3.0)
-    stop = at_first_group(lambda: os.kill(transport_of(engine).pid(0), signal.SIGSTOP))
+    stop = at_first_group(lambda: os.kill(engine.process_of(0), signal.SIGSTOP))
     assert same(engine.generate(PROMPTS, 3, SAMPLING, on_group=stop), expected)
     assert "rollout worker 0 gave no answer for 3 s; it is killed" in caplog.text
 
@@ -216,7 +210,7 @@ from tunesmith.schema.records import Prompt
 
 loaded = tiny_model("llama", max_position_embeddings=4096)
 engine = open_engine(loaded.model, loaded.tokenizer, backend=Workers(2))
-pids = lambda: [engine._transport.pid(worker) for worker in range(2)]
+pids = lambda: [engine._two.process_of(worker) for worker in range(2)]
 engine.generate([Prompt("0", "Once")], 1, SamplingParams(max_new_tokens=1))
 print(*pids(), flush=True)
 engine.generate([Prompt("0", "Once")] * 4, 4, SamplingParams(max_new_tokens=4000, min_new_tokens=4000))

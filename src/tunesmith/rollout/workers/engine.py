@@ -138,6 +138,10 @@ class WorkerEngine:
             pool.receive(_POLL_S)
         return self._is_exact
 
+    def process_of(self, worker: int) -> int:
+        """The id of the process of `worker`, from 0, which may be another after it was started again."""
+        return self._transport.pid(worker)
+
     def unload(self) -> None:
         """Free the workers' caches and packed weights; the next `generate` rebuilds them."""
         if self._pool is not None:

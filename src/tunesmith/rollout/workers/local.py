@@ -53,6 +53,10 @@ class Transport(Protocol):
         """End all workers."""
         ...
 
+    def pid(self, worker: int) -> int:
+        """The id of the worker's process, on its machine."""
+        ...
+
 
 class Launcher:
     """A process with all libraries loaded, which is forked for each worker; it ends with this one, and they with it."""
@@ -158,7 +162,7 @@ class LocalTransport:
             self.discard(path)
 
     def pid(self, worker: int) -> int:
-        """The id of the worker's process."""
+        """See `Transport`."""
         return self._pids[worker]
 
     def _reply(self, worker: int) -> Reply:
