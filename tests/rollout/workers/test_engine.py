@@ -1,6 +1,8 @@
 """Workers in real processes: the same completions for any number of them, after kills, hangs and copies."""
 
+import contextlib
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -141,6 +143,22 @@ def test_a_killed_worker_is_replaced_and_nothing_is_lost(
     assert not {two.process_of(worker) for worker in range(2)} & set(before)
 
 
+@pytest.mark.slow
+def test_a_hundred_random_kills_change_nothing(loaded: LoadedModel, expected: list[Group]) -> None:
+    engine, chance = open_workers(loaded, 3, lease=2), random.Random(0)
+    victims = [0]
+
+    def kill_sometimes(_index: int, _group: Group) -> None:
+        if chance.random() < 0.3:
+            # Another one than last time: a worker that never answers in between would end the run.
+            victims.append(chance.choice([worker for worker in range(3) if worker != victims[-1]]))
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(engine.process_of(victims[-1]), signal.SIGKILL)
+
+    while len(victims) <= 100:
+        assert same(engine.generate(PROMPTS, 3, SAMPLING, on_group=kill_sometimes), expected)
+
+
 @pytest.fixture
 def stopped(two: WorkerEngine) -> Iterator[Callable[[], None]]:
     """A function that stops worker 0; it goes on after the test."""
@@ -210,7 +228,7 @@ from tunesmith.schema.records import Prompt
 
 loaded = tiny_model("llama", max_position_embeddings=4096)
 engine = open_engine(loaded.model, loaded.tokenizer, backend=Workers(2))
-pids = lambda: [engine._two.process_of(worker) for worker in range(2)]
+pids = lambda: [engine.process_of(worker) for worker in range(2)]
 engine.generate([Prompt("0", "Once")], 1, SamplingParams(max_new_tokens=1))
 print(*pids(), flush=True)
 engine.generate([Prompt("0", "Once")] * 4, 4, SamplingParams(max_new_tokens=4000, min_new_tokens=4000))

@@ -107,6 +107,7 @@ class LocalTransport:
         self._generation = 0
         self._connections: dict[int, Connection] = {}
         self._pids: dict[int, int] = {}
+        self._handles: dict[int, int] = {}  # of the processes: an id may be another process's later
         self._files: dict[str, int] = {}  # descriptors of published tensors, by path
         _launcher(os.getpid(), 0)  # its imports take seconds, which pass meanwhile
 
@@ -116,15 +117,19 @@ class LocalTransport:
             self._generation += 1
         ours, theirs = Pipe()
         with theirs:
-            self._pids[worker] = _launcher(os.getpid(), self._generation).fork(theirs)
-        self._connections[worker] = ours
+            pid = _launcher(os.getpid(), self._generation).fork(theirs)
+        self._forget(worker)
+        self._pids[worker], self._connections[worker] = pid, ours
+        with contextlib.suppress(ProcessLookupError):  # it has ended already, which `receive` will find
+            self._handles[worker] = os.pidfd_open(pid)
         with contextlib.suppress(OSError):
             ours.send(setup)
 
     def send(self, worker: int, message: Message) -> None:
         """See `Transport`."""
-        with contextlib.suppress(OSError):
-            self._connections[worker].send(message)
+        if worker in self._connections:
+            with contextlib.suppress(OSError):
+                self._connections[worker].send(message)
 
     def receive(self, timeout_s: float) -> list[tuple[int, Reply]]:
         """See `Transport`."""
@@ -157,7 +162,7 @@ class LocalTransport:
         """See `Transport`."""
         for worker in list(self._connections):
             self.kill(worker)
-            self._connections.pop(worker).close()
+            self._forget(worker)
         for path in list(self._files):
             self.discard(path)
 
@@ -169,13 +174,20 @@ class LocalTransport:
         try:
             return self._connections[worker].recv()
         except (EOFError, OSError):
-            self._connections.pop(worker).close()
+            self._forget(worker)
             return Lost()
 
-    def _signal(self, worker: int, number: signal.Signals) -> None:
+    def _forget(self, worker: int) -> None:
+        """Close what is left of an earlier process of `worker`."""
         if worker in self._connections:
+            self._connections.pop(worker).close()
+        if worker in self._handles:
+            os.close(self._handles.pop(worker))
+
+    def _signal(self, worker: int, number: signal.Signals) -> None:
+        if worker in self._handles:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pids[worker], number)
+                signal.pidfd_send_signal(self._handles[worker], number)
 
 
 def _of(connections: dict[int, Connection], ready: Iterable[object]) -> list[int]:
