@@ -49,7 +49,9 @@ def loaded() -> LoadedModel:
 @pytest.fixture(scope="module")
 def two(loaded: LoadedModel) -> WorkerEngine:
     """An engine of two workers, which several tests use."""
-    return open_workers(loaded, 2)
+    engine = open_workers(loaded, 2)
+    engine.generate(PROMPTS[:1], 1, SAMPLING)
+    return engine
 
 
 @pytest.fixture(scope="module")
