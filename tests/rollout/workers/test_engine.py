@@ -79,8 +79,8 @@ def test_completions_are_those_of_one_process(loaded: LoadedModel, expected: lis
     assert same(engine.generate(PROMPTS[:2], 9, greedy), reference), "a group in several leases"
 
 
-def test_in_float32_the_bits_do_not_depend_on_the_number_of_workers() -> None:
-    loaded = tiny_model("llama", dtype=torch.float32)
+def test_without_exactness_the_bits_do_not_depend_on_the_number_of_workers_either() -> None:
+    loaded = tiny_model("llama", dtype=torch.float64)
     one, three = (open_workers(loaded, count).generate(PROMPTS, 3, SAMPLING) for count in (1, 3))
     assert one == three
 
