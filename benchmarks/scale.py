@@ -1,0 +1,161 @@
+"""Rollout workers: two against one, and a queue against a static split of uneven work on uneven workers.
+
+`rollout`: `ratio_2` is the time of one worker over that of two, for the same completions of equal length.
+`uneven`: completions of 8 to 512 tokens, two workers of which one has half of each millisecond. The ideal is the time
+of one undisturbed worker over 1.5; shares are this ideal over the time that was measured. In a static split each
+worker gets one half of the prompts. Lengths are not known before.
+Every process has one thread. Leave the machine alone meanwhile.
+"""
+
+import contextlib
+import os
+import signal
+import threading
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from benchmarks.common import (
+    Say,
+    command,
+    in_turns,
+    load_facts,
+    load_warning,
+    paired,
+    parser,
+    print_table,
+    run,
+    seconds_of,
+    spread_text,
+)
+from benchmarks.machine import machine_facts
+from tunesmith.batch.rollout import SamplingParams
+from tunesmith.config.sections import ModelSection
+from tunesmith.models.load import load_policy
+from tunesmith.models.loaded import LoadedModel
+from tunesmith.rollout.factory import open_engine
+from tunesmith.rollout.workers.engine import WorkerEngine, Workers
+from tunesmith.schema.records import Prompt
+
+_SLICE_S = 0.02
+_LEASE = 4
+
+
+def prompts_of(count: int) -> list[Prompt]:
+    """Different prompts of about as many tokens."""
+    return [
+        Prompt(str(number), f"Report {number:03}: when the film began, everybody in the room")
+        for number in range(count)
+    ]
+
+
+def open_workers(loaded: LoadedModel, count: int) -> WorkerEngine:
+    """An engine of `count` workers, which have drawn a little."""
+    engine = open_engine(loaded.model, loaded.tokenizer, backend=Workers(count, lease=_LEASE))
+    assert isinstance(engine, WorkerEngine)
+    engine.generate(prompts_of(2 * count), _LEASE, SamplingParams(max_new_tokens=4, seed=0))
+    return engine
+
+
+@contextlib.contextmanager
+def half_speed(process: int) -> Iterator[None]:
+    """Stop `process` for every second slice of time inside the block."""
+    ended = threading.Event()
+
+    def alternate() -> None:
+        while not ended.wait(_SLICE_S):
+            os.kill(process, signal.SIGSTOP)
+            ended.wait(_SLICE_S)
+            os.kill(process, signal.SIGCONT)
+
+    thread = threading.Thread(target=alternate)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def measure_rollout(loaded: LoadedModel, options: Namespace, say: Say) -> dict[str, object]:
+    """One worker and two, in alternation."""
+    num_prompts, num_tokens = (4, 8) if options.quick else (32, 48)
+    sampling = SamplingParams(max_new_tokens=num_tokens, min_new_tokens=num_tokens, seed=1)
+    engines = {count: open_workers(loaded, count) for count in (1, 2)}
+
+    def side(count: int) -> float:
+        return seconds_of(lambda: engines[count].generate(prompts_of(num_prompts), _LEASE, sampling))
+
+    answers, loads = in_turns({"1": lambda _: side(1), "2": lambda _: side(2)}, options.rounds, say)
+    ratio = paired(answers["1"], answers["2"])
+    return {"ratio_2": ratio.median, **ratio.facts("ratio"), "load": load_facts(loads)}
+
+
+def measure_uneven(loaded: LoadedModel, options: Namespace, say: Say) -> dict[str, object]:
+    """The queue, a static split, and one undisturbed worker, in alternation."""
+    num_prompts, longest = (4, 32) if options.quick else (64, 512)
+    prompts = prompts_of(num_prompts)
+    both, fast, slow = open_workers(loaded, 2), open_workers(loaded, 1), open_workers(loaded, 1)
+
+    def sampling(index: int) -> SamplingParams:
+        return SamplingParams(max_new_tokens=longest, min_new_tokens=8, seed=index)
+
+    def queue(index: int) -> float:
+        with half_speed(both.process_of(1)):
+            return seconds_of(lambda: both.generate(prompts, _LEASE, sampling(index)))
+
+    def static(index: int) -> float:
+        half = len(prompts) // 2
+        parts = ((fast, prompts[:half]), (slow, prompts[half:]))
+        threads = [threading.Thread(target=one.generate, args=(part, _LEASE, sampling(index))) for one, part in parts]
+        with half_speed(slow.process_of(0)):
+            return seconds_of(lambda: [*map(threading.Thread.start, threads), *map(threading.Thread.join, threads)])
+
+    def alone(index: int) -> float:
+        return seconds_of(lambda: fast.generate(prompts, _LEASE, sampling(index)))
+
+    answers, loads = in_turns({"alone": alone, "queue": queue, "static": static}, options.rounds, say)
+    ideal = [seconds / 1.5 for seconds in answers["alone"]]
+    queue_share, static_share = paired(ideal, answers["queue"]), paired(ideal, answers["static"])
+    return {
+        "queue_share": queue_share.median,
+        "static_share": static_share.median,
+        **queue_share.facts("queue_share"),
+        **static_share.facts("static_share"),
+        "load": load_facts(loads),
+    }
+
+
+def measure(options: Namespace, say: Say) -> Mapping[str, object]:
+    """The figures."""
+    loaded = load_policy(ModelSection(name=options.model))
+    say("rollout: one worker and two")
+    rollout = measure_rollout(loaded, options, say)
+    say("uneven: the queue and a static split")
+    uneven = measure_uneven(load_policy(ModelSection(name=options.uneven_model)), options, say)
+    return {"model": options.model, "rollout": rollout, "uneven": uneven, **machine_facts()}
+
+
+def show(facts: Mapping[str, Any]) -> None:
+    """Print the figures."""
+    rollout, uneven = facts["rollout"], facts["uneven"]
+    print_table(
+        ["", "figure"],
+        [
+            ["two workers over one", spread_text(rollout)],
+            ["uneven: share of the ideal, queue", f"{uneven['queue_share']:.2f}"],
+            ["uneven: share of the ideal, static split", f"{uneven['static_share']:.2f}"],
+        ],
+    )
+    print(load_warning(rollout) + load_warning(uneven))
+
+
+def main(words: Sequence[str]) -> int:
+    """The command line."""
+    uneven = {"default": "scratch", "metavar": "ID", "help": "model of the uneven work; its completions end by chance"}
+    flags = parser("scale", __doc__, "model", "rounds", "quick", "out", "json", "quiet", uneven_model=uneven)
+    return command(flags, words, measure, show)
+
+
+if __name__ == "__main__":
+    run("scale")
