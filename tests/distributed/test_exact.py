@@ -24,7 +24,7 @@ def exact_runs(folder: Path) -> Runs:
         (reward_recipe(folder, run=run, scale=scale, reward_model={"micro_batch_size": 3}), preferred),
         (dpo_recipe(folder, run=run, scale=scale), preferred),
         (ppo_recipe(folder, ppo={"kl": KL, "critic": "separate"}, optimizer={"state": "int8"}, **bfloat16), drawn),
-        (grpo_recipe(folder, grpo={"micro_batch_size": 2}, **bfloat16), drawn),
+        (grpo_recipe(folder, grpo={"micro_batch_size": 2}, run=run, scale=scale), drawn),
     ]
 
 
