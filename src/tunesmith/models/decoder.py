@@ -5,17 +5,19 @@ The tokens of all sequences are concatenated, without padding. The caller suppli
 else is the same code and the same kernels, and no row's result depends on the other rows. So in bfloat16 and float32 on
 a CPU the engine's log-probs equal the trainer's to the bit.
 
-Shape legend: T tokens, H hidden, X query width, Y key width, N picked rows, V vocabulary.
+Shape legend: T tokens, H hidden, X query width, Y key width, N picked rows, V vocabulary,
+U different tokens.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.nn.functional import layer_norm
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -66,7 +68,7 @@ class Ops:
 
 def hidden_states(architecture: Architecture, ids_T: torch.Tensor, positions_T: torch.Tensor, ops: Ops) -> torch.Tensor:
     """Hidden states after the final norm, `[T, H]`."""
-    x_TH = architecture.embedding(ids_T)
+    x_TH = _embed(architecture, ids_T)
     if architecture.positions is not None:
         x_TH = x_TH + architecture.positions(positions_T)
     if torch.is_autocast_enabled(x_TH.device.type) and x_TH.dtype != torch.float64:
@@ -80,6 +82,43 @@ def hidden_states(architecture: Architecture, ids_T: torch.Tensor, positions_T: 
         if ops.on_layer:
             ops.on_layer(f"layer {layer}", x_TH if residual_TH is None else x_TH + residual_TH)
     return _norm(architecture.final_norm, x_TH, residual_TH, ops)[0]
+
+
+def _embed(architecture: Architecture, ids_T: torch.Tensor) -> torch.Tensor:
+    """Embeddings of tokens, `[T, H]`; with a sparse gradient where autograd adds it to the output layer's dense one."""
+    embedding, output = architecture.embedding, architecture.output
+    if (
+        type(embedding) is not nn.Embedding
+        or output is None
+        or weight_of(output.modules[0]) is not embedding.weight
+        or embedding.weight.device.type != "cpu"
+        or embedding.max_norm is not None
+        or embedding._forward_hooks
+        or embedding._forward_pre_hooks
+    ):
+        return embedding(ids_T)
+    return _TiedEmbedding.apply(embedding.weight, ids_T, embedding.padding_idx)  # type: ignore[return-value]
+
+
+class _TiedEmbedding(torch.autograd.Function):
+    """Rows of the output layer's weight. Their dense gradient would be a matrix of the vocabulary's size, nearly all
+    zeros, filled and added in every backward pass. The bits of the sum are the same.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight_VH: torch.Tensor, ids_T: torch.Tensor, padding_id: int | None) -> torch.Tensor:
+        ctx.save_for_backward(ids_T)
+        ctx.shape, ctx.padding_id = weight_VH.shape, -1 if padding_id is None else padding_id
+        return functional.embedding(ids_T, weight_VH)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_x_TH: torch.Tensor) -> Any:
+        ids_U, index_T = ctx.saved_tensors[0].unique(return_inverse=True)
+        d_rows_UH = torch.ops.aten.embedding_dense_backward(d_x_TH, index_T, len(ids_U), -1, False)
+        d_rows_UH[ids_U == ctx.padding_id] = 0
+        rows = torch.sparse_coo_tensor(ids_U[None], d_rows_UH, ctx.shape, is_coalesced=True, check_invariants=False)
+        return rows, None, None
 
 
 def logits(architecture: Architecture, hidden_NH: torch.Tensor, ops: Ops) -> torch.Tensor:
@@ -122,7 +161,7 @@ def _norm(
         return done.normed_RH, done.sum_RH
     sum_TH = x_TH if residual_TH is None else x_TH + residual_TH
     bias_H: torch.Tensor = norm.module.bias.to(x_TH.dtype)  # type: ignore[operator]
-    return layer_norm(sum_TH, weight_H.shape, weight_H, bias_H, norm.epsilon), sum_TH
+    return functional.layer_norm(sum_TH, weight_H.shape, weight_H, bias_H, norm.epsilon), sum_TH
 
 
 def _norm_heads(norm: Norm, x_TX: torch.Tensor, ops: Ops) -> torch.Tensor:

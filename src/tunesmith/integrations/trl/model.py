@@ -26,6 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 from trl.trainer.utils import FusedCausalLMOutput
 
 from tunesmith.core.log import Once, get_logger
+from tunesmith.core.system import keep_freed_memory
 from tunesmith.integrations.trl.optimizer import FusedOptimizer
 from tunesmith.kernels.logprob.head import head_logp_entropy, head_scores
 from tunesmith.kernels.native import Kernels
@@ -340,9 +341,11 @@ class PackedTrainer(FusedOptimizer, _Trainer):
 
     A mixin with options of its own takes them in `start`, which also runs for a trainer that existed before. With
     gradient checkpointing the last layers whose activations fit in `kept_activations_mb` MiB are not computed again.
+    With `keeps_freed_memory` the process does not give freed memory back: see `core.system.keep_freed_memory`.
     """
 
     kept_activations_mb: int = 512
+    keeps_freed_memory: bool = True
     live_models: LiveModels
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -352,6 +355,8 @@ class PackedTrainer(FusedOptimizer, _Trainer):
     def start(self) -> None:
         """Install the packed forward pass in the policy and in its reference."""
         self.live_models = LiveModels(self.kept_activations_mb * 2**20)
+        if self.keeps_freed_memory:
+            keep_freed_memory()
         if self.args.torch_compile:
             self.live_models.say("log-probs", "torch_compile is on")
             return

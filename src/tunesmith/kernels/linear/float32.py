@@ -42,12 +42,9 @@ def linear(x_RI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | N
     return _onednn(x_RI, weight_OI, bias_O)
 
 
-def product(a_RI: torch.Tensor, b_IO: torch.Tensor, out_RO: torch.Tensor | None = None) -> torch.Tensor:
-    """a @ b `[R, O]` without a gradient, by oneDNN if `is_by_onednn`; written to `out_RO` if that is given."""
-    if not is_by_onednn(a_RI, b_IO):
-        return torch.mm(a_RI, b_IO, out=out_RO)
-    y_RO = _onednn(a_RI, b_IO.t())
-    return y_RO if out_RO is None else out_RO.copy_(y_RO)
+def product(a_RI: torch.Tensor, b_IO: torch.Tensor) -> torch.Tensor:
+    """a @ b `[R, O]` without a gradient, by oneDNN if `is_by_onednn`."""
+    return _onednn(a_RI, b_IO.t()) if is_by_onednn(a_RI, b_IO) else a_RI @ b_IO
 
 
 @torch.no_grad()
@@ -86,5 +83,6 @@ class _Linear(torch.autograd.Function):
         x_RI, weight_OI = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         d_x_RI = product(d_y_RO, weight_OI) if needs_x else None
-        d_weight_OI = product(d_y_RO.t(), x_RI) if needs_weight else None
+        # Not by oneDNN, which torch gives a copy of a transposed left side.
+        d_weight_OI = d_y_RO.t() @ x_RI if needs_weight else None
         return d_x_RI, d_weight_OI, d_y_RO.sum(0) if needs_bias else None

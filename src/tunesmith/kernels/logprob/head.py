@@ -246,7 +246,7 @@ class _Gradients:
     def add(self, columns: slice, d_logits_MC: torch.Tensor) -> None:
         """Accumulate the gradient of the logits of some columns."""
         if self.d_weight_VH is not None:
-            product(d_logits_MC.t(), self._hidden_MH, self.d_weight_VH[columns])
+            torch.mm(d_logits_MC.t(), self._hidden_MH, out=self.d_weight_VH[columns])
         if self.d_bias_V is not None:
             self.d_bias_V[columns] = d_logits_MC.sum(0)
         if self._d_hidden_MH is not None:
