@@ -33,3 +33,6 @@ class SamplingScaleSection(ScaleSection):
     """Completions that a worker is given at a time. Cannot change when a run is resumed."""
     timeout_s: Positive = 600.0
     """A worker that gives no answer for longer is killed and started again."""
+    staleness: NonNegativeInt = 0
+    """Steps that workers draw ahead while training goes on: step k learns from completions of the weights before step
+    k - staleness. 0: training waits for its own. Cannot change when a run is resumed."""

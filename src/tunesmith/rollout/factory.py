@@ -21,6 +21,7 @@ from tunesmith.rollout.native_engine import NativeEngine
 from tunesmith.rollout.remote.connection import VLLM
 from tunesmith.rollout.remote.engine import RemoteEngine
 from tunesmith.rollout.transformers_backend import TransformersEngine
+from tunesmith.rollout.workers.ahead import Ahead, AheadEngine
 from tunesmith.rollout.workers.engine import WorkerEngine, Workers
 
 _log = get_logger(__name__)
@@ -97,23 +98,30 @@ def engine_for(
     optimizer: Callable[[], MasterAdamW],
     value_head: nn.Module | None = None,
     scale: SamplingScaleSection | None = None,
+    ahead: Ahead | None = None,
 ) -> Engine:
-    """The engine that a recipe's sections name, on the weights that `optimizer()` changes."""
+    """The engine that a recipe's sections name, on the weights that `optimizer()` changes; it may draw `ahead`."""
     workers = Workers.of(scale) if scale is not None and scale.workers else None
     if workers and num_ranks() > 1:
         raise InputError(
             f"scale.workers is {workers.count}, but {num_ranks()} ranks draw already; set one of them back"
         )
+
+    def weight_version() -> int:
+        return optimizer().weight_version
+
     engine = open_engine(
         policy,
         tokenizer,
         backend=VLLM.of(cfg) if cfg.backend == "vllm" else workers or cfg.backend,
-        weight_version=lambda: optimizer().weight_version,
+        weight_version=weight_version,
         batch_size=cfg.batch_size,
         num_slots=cfg.num_slots,
         kv_cache_mb=cfg.kv_cache_mb,
         value_head=value_head,
     )
+    if ahead is not None and ahead.staleness and isinstance(engine, WorkerEngine):
+        return AheadEngine(engine, ahead, weight_version)
     return engine if num_ranks() == 1 else DividedEngine(engine)
 
 

@@ -46,6 +46,18 @@ class StepResult:
     samples: Callable[[int], Sequence[Row]] = no_rows
 
 
+class Counter(Protocol):
+    """Further state of a checkpoint."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """The state as JSON values."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
+        """Go on from this state."""
+        ...
+
+
 class Learner(Protocol):
     """The models that an algorithm trains, its optimizer, and its step."""
 
@@ -57,7 +69,7 @@ class Learner(Protocol):
         ...
 
     @property
-    def counters(self) -> Mapping[str, Controller]:
+    def counters(self) -> Mapping[str, Counter]:
         """Further state of a checkpoint, by name."""
         ...
 
@@ -90,7 +102,7 @@ class PolicyParts:
         return {"policy": self.policy.module}
 
     @property
-    def counters(self) -> Mapping[str, Controller]:
+    def counters(self) -> Mapping[str, Counter]:
         """Nothing."""
         return {}
 
@@ -105,7 +117,7 @@ class PolicyWithKL(PolicyParts):
     kl: Controller
 
     @property
-    def counters(self) -> Mapping[str, Controller]:
+    def counters(self) -> Mapping[str, Counter]:
         """The controller of the KL coefficient."""
         return {"kl": self.kl}
 

@@ -26,12 +26,12 @@ from tunesmith.models.optimizer import MasterAdamW
 from tunesmith.rewards.scorer import Scores
 from tunesmith.schema.records import Prompt
 from tunesmith.trainers import metrics, rollouts, setup
-from tunesmith.trainers.api import PolicyWithKL, StepResult
-from tunesmith.trainers.rollouts import PolicyTask, Rollouts
+from tunesmith.trainers.api import StepResult
+from tunesmith.trainers.rollouts import DrawingPolicy, PolicyTask, Rollouts
 
 
 @dataclass(slots=True)
-class BestOfN(PolicyWithKL):
+class BestOfN(DrawingPolicy):
     """The learner: `step` changes the policy, the optimizer and the KL controller."""
 
     shown: ClassVar[Sequence[str]] = ("reward", "reward/kept", "loss")

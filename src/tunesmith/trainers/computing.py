@@ -26,6 +26,7 @@ from tunesmith.rollout.engine import Engine
 from tunesmith.rollout.native_engine import NativeEngine
 from tunesmith.rollout.remote.engine import RemoteEngine
 from tunesmith.rollout.transformers_backend import TransformersEngine
+from tunesmith.rollout.workers.ahead import AheadEngine
 from tunesmith.rollout.workers.engine import WorkerEngine
 from tunesmith.runs.environment import usable_cores
 from tunesmith.trainers.api import Learner, Metrics
@@ -41,6 +42,7 @@ _ENGINES = {
     TransformersEngine: "transformers",
     RemoteEngine: "vllm",
     WorkerEngine: "workers",
+    AheadEngine: "workers",
 }
 _SIZES = {"num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "vocab_size": "vocab_size"}
 

@@ -5,7 +5,7 @@ whole next-token distributions, in chunks that never hold all logits. Shape lege
 H hidden.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -30,9 +30,10 @@ from tunesmith.models.logprob import completion_states
 from tunesmith.models.optimizer import MasterAdamW, StepReport
 from tunesmith.rollout.engine import Engine
 from tunesmith.rollout.factory import engine_for
+from tunesmith.rollout.workers.ahead import Ahead, Arguments, drawn_ahead
 from tunesmith.schema.records import Prompt
 from tunesmith.trainers import metrics, rollouts, setup
-from tunesmith.trainers.api import Inputs, Metrics, PolicyParts, StepResult
+from tunesmith.trainers.api import Counter, Inputs, Metrics, PolicyParts, StepResult
 from tunesmith.trainers.estimate import Estimate, policy_estimate
 from tunesmith.trainers.restart import fingerprint_of_rows, fingerprint_of_tensors
 from tunesmith.trainers.session import Session
@@ -57,6 +58,11 @@ class Distill(PolicyParts):
     engine: Engine
     optimizer: MasterAdamW
     tokenizer: PreTrainedTokenizerBase
+
+    @property
+    def counters(self) -> Mapping[str, Counter]:
+        """The completions that were drawn ahead."""
+        return drawn_ahead(self.engine)
 
     def step(self, prompts: Sequence[Prompt], index: int) -> StepResult:
         """Step `index` (from 0): draw completions of `prompts`, learn the teachers' distributions of their tokens."""
@@ -168,7 +174,9 @@ class DistillTask:
             kernels=policy.kernels,
             exact_sums=self.cfg.scale.is_exact,
         )
-        engine = engine_for(self.cfg.rollout, policy, self.loaded.tokenizer, lambda: optimizer, scale=self.cfg.scale)
+        scale, tokenizer = self.cfg.scale, self.loaded.tokenizer
+        ahead = Ahead(scale.staleness, self.num_steps, self.arguments_of)
+        engine = engine_for(self.cfg.rollout, policy, tokenizer, lambda: optimizer, scale=scale, ahead=ahead)
         return Distill(self.cfg, policy, self.teachers, engine, optimizer, self.loaded.tokenizer)
 
     def prepare(self, learner: Distill, progress: bool) -> dict[str, str]:
@@ -204,6 +212,11 @@ class DistillTask:
     def batch(self, index: int) -> list[Prompt]:
         """The prompts of step `index` (from 0)."""
         return rollouts.prompts_of_step(self.data.train, self.cfg.rollout.prompts_per_step, self.cfg.run.seed, index)
+
+    def arguments_of(self, index: int) -> Arguments:
+        """The arguments of the engine in step `index` (from 0)."""
+        sampling = rollouts.sampling_params(self.cfg.rollout, derive(self.cfg.run.seed, "rollout", index))
+        return self.batch(index), self.cfg.rollout.completions_per_prompt, sampling
 
     @torch.no_grad()
     def evaluate(self, learner: Distill) -> Metrics:

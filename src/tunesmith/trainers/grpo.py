@@ -30,12 +30,12 @@ from tunesmith.models.optimizer import MasterAdamW, StepReport
 from tunesmith.rewards.scorer import Scores, joined
 from tunesmith.schema.records import Prompt
 from tunesmith.trainers import metrics, rollouts, setup
-from tunesmith.trainers.api import Metrics, PolicyWithKL, StepResult
-from tunesmith.trainers.rollouts import PolicyTask, Rollouts
+from tunesmith.trainers.api import Metrics, StepResult
+from tunesmith.trainers.rollouts import DrawingPolicy, PolicyTask, Rollouts
 
 
 @dataclass(slots=True)
-class GRPO(PolicyWithKL):
+class GRPO(DrawingPolicy):
     """The learner: `step` changes the policy, the optimizer and the KL controller.
 
     `pool` holds the prompts that dynamic sampling may draw further ones from.
@@ -63,7 +63,7 @@ class GRPO(PolicyWithKL):
 
     @property
     def is_on_policy(self) -> bool:
-        """True if a rollout is used for a single update: then the policy is the one that drew."""
+        """True if a rollout is used for a single update: then the old policy is the one that is updated."""
         return self.cfg.num_epochs * self.cfg.num_minibatches == 1
 
     def step(self, prompts: Sequence[Prompt], index: int) -> StepResult:
@@ -206,7 +206,7 @@ def left_out(cfg: GRPOSection, groups: Sequence[Group]) -> torch.Tensor:
 class StepStats:
     """Statistics of one step, under TRL's names.
 
-    Those of a pass over the completions are of the first update alone: there the policy is the one that drew them.
+    Those of a pass over the completions are of the first update alone: there the policy is that of its begin.
     """
 
     def __init__(self, groups: Sequence[Group], scores: Scores) -> None:

@@ -48,7 +48,7 @@ def worst_report(reports: Sequence[StepReport]) -> StepReport | None:
 
 @dataclass(frozen=True, slots=True)
 class FirstPass:
-    """Sums over the completions of a step's first update, where the policy is still the one that drew them."""
+    """Sums over the completions of a step's first update, where the policy is still that of the step's begin."""
 
     num_tokens: int = 0
     num_sequences: int = 0

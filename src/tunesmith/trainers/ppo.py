@@ -30,12 +30,12 @@ from tunesmith.models.optimizer import MasterAdamW
 from tunesmith.rewards.scorer import Scores
 from tunesmith.schema.records import Prompt
 from tunesmith.trainers import metrics, rollouts, setup
-from tunesmith.trainers.api import Metrics, PolicyWithKL, StepResult
-from tunesmith.trainers.rollouts import PolicyTask, Rollouts
+from tunesmith.trainers.api import Metrics, StepResult
+from tunesmith.trainers.rollouts import DrawingPolicy, PolicyTask, Rollouts
 
 
 @dataclass(slots=True)
-class PPO(PolicyWithKL):
+class PPO(DrawingPolicy):
     """The learner: `step` changes the policy, the critic, the optimizer and the KL controller."""
 
     shown: ClassVar[Sequence[str]] = ("reward", "objective/kl", "completions/mean_length")

@@ -3,7 +3,7 @@
 Shape legend: B sequences, T completion tokens.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -40,9 +40,10 @@ from tunesmith.models.optimizer import MasterAdamW
 from tunesmith.rewards.scorer import Scorer, Scores, TrainerState
 from tunesmith.rollout.engine import Engine
 from tunesmith.rollout.factory import engine_for
+from tunesmith.rollout.workers.ahead import Ahead, Arguments, drawn_ahead
 from tunesmith.schema.records import Prompt
 from tunesmith.trainers import metrics, setup
-from tunesmith.trainers.api import Inputs, Learner, Metrics
+from tunesmith.trainers.api import Counter, Inputs, Learner, Metrics, PolicyWithKL
 from tunesmith.trainers.estimate import Estimate, policy_estimate
 from tunesmith.trainers.restart import fingerprint_of_file, fingerprint_of_rows, fingerprint_of_tensors
 from tunesmith.trainers.session import Session
@@ -100,6 +101,17 @@ class Rollouts:
         with span("evaluate"):
             sampling = sampling_params(self.cfg, derive(self.seed, "evaluate", 0))
             return {"eval/reward": self.scorer.score(self.engine.generate(prompts, 1, sampling)).metrics()["reward"]}
+
+
+class DrawingPolicy(PolicyWithKL):
+    """As `PolicyWithKL`, with the field `rollouts`."""
+
+    rollouts: Rollouts
+
+    @property
+    def counters(self) -> Mapping[str, Counter]:
+        """The controller of the KL coefficient, and the completions that were drawn ahead."""
+        return {**super().counters, **drawn_ahead(self.rollouts.engine)}
 
 
 def sampling_params(cfg: RolloutSection, seed: int) -> SamplingParams:
@@ -227,9 +239,9 @@ def objective(
     """The policy's loss of one micro-batch: surrogate, entropy bonus, and KL to the reference if its place is the loss.
 
     `new` has the policy's `logp_BT` and `entropy_BT`, with gradients. Sums are divided by `denominator` and
-    `num_tokens`, which count all micro-batches and ranks. `on_policy` says that no update was made since the rollout:
+    `num_tokens`, which count all micro-batches and ranks. `on_policy` says that this is the only update of the step:
     then the old log-probs are those of `new`. The engine may have drawn from a distribution other than the old
-    policy's; `importance_section` says how that is corrected.
+    policy's, or from older weights; `importance_section` says how that is corrected.
     """
     kl_coef = kl_coef if section.kl.place == "loss" else 0.0
     old_logp_BT = new.logp_BT.detach() if on_policy else micro.old_logp_BT
@@ -317,7 +329,8 @@ class PolicyTask:
     def rollouts(self, policy: LanguageModel, optimizer: MasterAdamW, value_head: nn.Module | None = None) -> Rollouts:
         """The engine on the policy's weights, with the scorer."""
         tokenizer, scale = self.loaded.tokenizer, self.cfg.scale
-        engine = engine_for(self.cfg.rollout, policy, tokenizer, lambda: optimizer, value_head, scale)
+        ahead = Ahead(scale.staleness, self.num_steps, self.arguments_of)
+        engine = engine_for(self.cfg.rollout, policy, tokenizer, lambda: optimizer, value_head, scale, ahead)
         return Rollouts(engine, self.scorer, self.cfg.rollout, self.cfg.run.seed, self.num_steps, len(self.data.train))
 
     def prepare(self, learner: PolicyLearner, progress: bool) -> dict[str, str]:
@@ -350,6 +363,11 @@ class PolicyTask:
     def batch(self, index: int) -> list[Prompt]:
         """The prompts of step `index` (from 0)."""
         return prompts_of_step(self.data.train, self.cfg.rollout.prompts_per_step, self.cfg.run.seed, index)
+
+    def arguments_of(self, index: int) -> Arguments:
+        """The arguments of the first call of the engine in step `index` (from 0)."""
+        sampling = sampling_params(self.cfg.rollout, derive(self.cfg.run.seed, "rollout", index))
+        return self.batch(index), self.cfg.rollout.completions_per_prompt, sampling
 
     def evaluate(self, learner: PolicyLearner) -> Metrics:
         """Mean reward on the held-out prompts."""

@@ -2,7 +2,8 @@
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Self
@@ -21,7 +22,7 @@ from tunesmith.rollout.engine import GenerationInterrupted, OnGroup, OnProgress,
 from tunesmith.rollout.sampler import noise_keys
 from tunesmith.rollout.workers import weights
 from tunesmith.rollout.workers.local import LocalTransport, Transport
-from tunesmith.rollout.workers.messages import Draw, Drawn, Loaded, Setup
+from tunesmith.rollout.workers.messages import Draw, Drawn, Load, Loaded, Setup
 from tunesmith.rollout.workers.pool import Pool
 from tunesmith.rollout.workers.queue import Rates, WorkQueue
 from tunesmith.schema.records import Prompt
@@ -83,10 +84,23 @@ def leases_of(num_prompts: int, n: int, size: int) -> list[Lease]:
     return [Lease((index,), first, end - first) for index in range(num_prompts) for first, end in parts]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Asked:
+    """A checked request, and the weights that it is drawn from, which are kept until then.
+
+    `logps` are those of fixed tokens under these weights, by the trainer; None to compute them when they are needed.
+    """
+
+    request: Request
+    sampling: SamplingParams
+    weights: Load
+    logps: tuple[float, ...] | None
+
+
 class WorkerEngine:
     """Draws completions of `model` in other processes. See `factory.open_engine` for the arguments.
 
-    Not thread-safe: one `generate` at a time.
+    Not thread-safe: one `generate`, or `draw`, at a time.
     """
 
     def __init__(
@@ -125,7 +139,10 @@ class WorkerEngine:
         self._pool: Pool | None = None
         self._is_exact: bool | None = None  # None: no worker has proven weights yet
         self._own_logps: tuple[int, tuple[float, ...]] | None = None  # of the weights of an edition
+        self._open: list[Asked] = []
         self._num_calls = 0
+        self._busy_s = 0.0  # of all workers, so far
+        self._collected: tuple[float, float] | None = None  # when completions were last waited for, and `_busy_s` then
         self._rates: Rates = {}
         self._lengths: dict[int, float] = {}  # mean of the latest completions of a prompt, by the hash of its ids
         self._warnings = Once(_log)
@@ -133,7 +150,7 @@ class WorkerEngine:
     @property
     def is_exact(self) -> bool:
         """True if raw log-probs equal the trainer's to the bit, as far as the workers that have weights have shown."""
-        pool = self._ready_pool()
+        pool = self._pool_with(self._publisher.current(self._weight_version()))
         while self._is_exact is None:
             pool.receive(_POLL_S)
         return self._is_exact
@@ -162,21 +179,61 @@ class WorkerEngine:
         Raises:
             ServerError: a worker was lost several times in a row.
         """
+        with self.waiting():
+            return self.draw(
+                self.ask(prompts, n, sampling), on_progress=on_progress, on_text=on_text, on_group=on_group
+            )
+
+    def ask(self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, *, ahead: bool = False) -> Asked:
+        """A request of the weights as they are now, to be drawn once. With `ahead` this can be later, or in another
+        thread, and the model may change meanwhile.
+        """
         version = self._weight_version()
         request = make_request(self._module, self._tokenizer, prompts, n, sampling, self._num_slots, version)
-        results = _Results(request, on_progress, on_text, on_group)
-        self._num_calls += 1
         with span("load"):
-            pool = self._ready_pool()
+            load = self._publisher.current(version, [one.weights for one in tuple(self._open)])
+            logps = tuple(weight_check.trained_logps(self._decoder).tolist()) if ahead else None
+        asked = Asked(request, replace(sampling, seed=request.seed), load, logps)
+        self._open.append(asked)
+        return asked
+
+    def draw(
+        self,
+        asked: Asked,
+        *,
+        on_progress: OnProgress | None = None,
+        on_text: OnText | None = None,
+        on_group: OnGroup | None = None,
+    ) -> list[Group]:
+        """The groups of a request of `ask`; see `generate`."""
+        results = _Results(asked.request, on_progress, on_text, on_group)
+        self._num_calls += 1
+        if asked.logps is not None:
+            self._own_logps = asked.weights.edition, asked.logps
+        with span("load"):
+            pool = self._pool_with(asked.weights)
         pool.num_restarts, pool.load_s = 0, 0.0
         try:
-            self._draw(pool, request, replace(sampling, seed=request.seed), results)
+            self._draw(pool, asked.request, asked.sampling, results)
         except KeyboardInterrupt as interrupt:
             pool.reset()
             raise GenerationInterrupted(results.partial_groups()) from interrupt
         finally:
+            self._open.remove(asked)
             pool.settle(_GRACE_S)
         return results.groups()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time of the block as waiting for completions, and that of workers without any to draw since the
+        block before.
+        """
+        start_s = time.monotonic()
+        since_s, busy_s = self._collected or (start_s, self._busy_s)
+        yield
+        self._collected = end_s, end_busy_s = time.monotonic(), self._busy_s
+        count("wait_s", end_s - start_s)
+        count("worker_idle_s", max(0.0, end_s - since_s - (end_busy_s - busy_s) / self._workers.count))
 
     def _draw(self, pool: Pool, request: Request, sampling: SamplingParams, results: "_Results") -> None:
         """The loop: leases go to the workers that are ready, answers to `results`."""
@@ -203,6 +260,7 @@ class WorkerEngine:
                     queue.release(worker)
                     continue
                 busy_s += answer.busy_s
+                self._busy_s += answer.busy_s
                 drawn = [one for completions in answer.completions for one in completions]
                 num_tokens = sum(len(one.token_ids) for one in drawn)
                 if queue.finish(worker, time.monotonic(), num_tokens):
@@ -221,8 +279,8 @@ class WorkerEngine:
         count("stolen_leases", queue.num_stolen)
         count("worker_load_s", pool.load_s / pool.num_workers)
 
-    def _ready_pool(self) -> Pool:
-        """The workers, which are started if need be, with the current weights on their way to them."""
+    def _pool_with(self, load: Load) -> Pool:
+        """The workers, which are started if need be, with these weights on their way to them."""
         if self._pool is None:
             self._pool = Pool(
                 self._transport,
@@ -231,7 +289,7 @@ class WorkerEngine:
                 timeout_s=self._workers.timeout_s,
                 check=self._compare_logps,
             )
-        self._pool.use(self._publisher.current(self._weight_version()))
+        self._pool.use(load)
         return self._pool
 
     def _compare_logps(self, worker: int, proof: Loaded) -> None:

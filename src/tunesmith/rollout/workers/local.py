@@ -105,6 +105,7 @@ class LocalTransport:
 
     def __init__(self) -> None:
         self._generation = 0
+        self._is_closed = False
         self._connections: dict[int, Connection] = {}
         self._pids: dict[int, int] = {}
         self._handles: dict[int, int] = {}  # of the processes: an id may be another process's later
@@ -134,6 +135,8 @@ class LocalTransport:
     def receive(self, timeout_s: float) -> list[tuple[int, Reply]]:
         """See `Transport`."""
         ready = wait(self._connections.values(), timeout_s)
+        if self._is_closed:  # by another thread, at the end of the process
+            return []
         return [(worker, self._reply(worker)) for worker in _of(self._connections, ready)]
 
     def interrupt(self, worker: int) -> None:
@@ -160,6 +163,7 @@ class LocalTransport:
 
     def close(self) -> None:
         """See `Transport`."""
+        self._is_closed = True
         for worker in list(self._connections):
             self.kill(worker)
             self._forget(worker)

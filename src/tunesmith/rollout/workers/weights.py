@@ -3,7 +3,7 @@
 import hashlib
 import io
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -60,13 +60,15 @@ class Publisher:
         self._publish, self._discard = publish, discard
         self._published: list[Part | None] = [None] * len(self._parts)
         self._versions: list[tuple[int, int] | None] = [None] * len(self._parts)
+        self._replaced: list[Part] = []
         self._edition = 0
 
     @torch.no_grad()
-    def current(self, version: int) -> Load:
+    def current(self, version: int, in_use: Collection[Load] = ()) -> Load:
         """The message with the parameters as they are now. They are copied if `version`, the owner's count of changes
-        of the trained ones, or torch's own count, is another than last time.
+        of the trained ones, or torch's own count, is another than last time. Older copies are freed but for `in_use`.
         """
+        self._free_but(in_use)
         for index, (part, is_frozen) in enumerate(self._parts):
             # Kernels update memory without torch's knowledge, but not that of frozen parameters.
             now = 0 if is_frozen else version, sum(parameter._version for parameter in part.values())
@@ -75,8 +77,15 @@ class Publisher:
             found, before = digest(part), self._published[index]
             if before is None or found != before.digest:
                 if before is not None:
-                    self._discard(before.handle)
+                    self._replaced.append(before)
+                    self._free_but(in_use)
                 self._published[index] = Part(self._publish(part), found, is_frozen)
                 self._edition += 1
             self._versions[index] = now
         return Load(self._edition, tuple(part for part in self._published if part is not None))
+
+    def _free_but(self, in_use: Collection[Load]) -> None:
+        for part in list(self._replaced):
+            if not any(part in load.parts for load in in_use):
+                self._replaced.remove(part)
+                self._discard(part.handle)

@@ -1,0 +1,128 @@
+"""Completions drawn ahead: their weights, other calls in between, their part of a checkpoint, errors."""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tunesmith.batch.rollout import Group, SamplingParams
+from tunesmith.core.errors import InputError, ServerError
+from tunesmith.core.trace import span, trace
+from tunesmith.models.loaded import LoadedModel
+from tunesmith.models.tiny import tiny_model
+from tunesmith.rollout.engine import Engine
+from tunesmith.rollout.factory import open_engine
+from tunesmith.rollout.workers.ahead import Ahead, AheadEngine, Arguments
+from tunesmith.rollout.workers.engine import WorkerEngine, Workers
+from tunesmith.schema.records import Prompt
+
+has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+pytestmark = pytest.mark.skipif(not has_bf16, reason="this CPU has no bfloat16 instructions, so nothing is exact")
+NUM_STEPS = 6
+
+
+def arguments_of(step: int) -> Arguments:
+    prompts = [Prompt(f"{step}-{index}", f"Prompt {index} of step {step}") for index in range(3)]
+    return prompts, 2, SamplingParams(max_new_tokens=8, seed=step)
+
+
+class Trained:
+    """A model whose weights change with each version, and engines of it."""
+
+    def __init__(self) -> None:
+        self.loaded: LoadedModel = tiny_model("llama", dtype=torch.bfloat16)
+        self.version = 0
+        self.alone: Engine = open_engine(self.loaded.model, self.loaded.tokenizer)
+
+    def ahead(self, staleness: int, count: int = 2) -> AheadEngine:
+        inner = open_engine(
+            self.loaded.model,
+            self.loaded.tokenizer,
+            backend=Workers(count, lease=2),
+            weight_version=lambda: self.version,
+        )
+        assert isinstance(inner, WorkerEngine)
+        return AheadEngine(inner, Ahead(staleness, NUM_STEPS, arguments_of), lambda: self.version)
+
+    def update(self) -> None:
+        self.version += 1
+        generator = torch.Generator().manual_seed(self.version)
+        with torch.no_grad():
+            for parameter in self.loaded.model.parameters():
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype))
+
+
+def completions(groups: list[Group]) -> list[object]:
+    return [group.completions for group in groups]
+
+
+@pytest.mark.parametrize("staleness", (1, 2, 9))
+def test_each_step_has_the_completions_of_the_weights_as_many_steps_before(staleness: int) -> None:
+    trained = Trained()
+    engine = trained.ahead(staleness)
+    evaluation = [Prompt("e", "Something else")], 2, SamplingParams(max_new_tokens=6, seed=77)
+    expected: list[list[object]] = []  # of each version, all steps
+    for step in range(NUM_STEPS):
+        expected.append([completions(trained.alone.generate(*arguments_of(other))) for other in range(NUM_STEPS)])
+        with trace() as times, span("rollout"):
+            groups = engine.generate(*arguments_of(step))
+        drawn_by = max(0, step - staleness)
+        assert {group.weight_version for group in groups} == {drawn_by}
+        assert completions(groups) == expected[drawn_by][step]
+        assert [group.prompt for group in groups] == arguments_of(step)[0]
+        figures = times.metrics()
+        assert figures["rollout/versions_behind"] == step - drawn_by
+        assert figures["rollout/wait_s"] >= 0 and figures["rollout/worker_idle_s"] >= 0
+        now = engine.generate(*evaluation)
+        assert completions(now) == completions(trained.alone.generate(*evaluation)), "of the weights as they are"
+        assert now[0].weight_version == step
+        trained.update()
+    assert not engine.state_dict()["drawn"], "nothing is drawn for steps that the run does not have"
+
+
+def test_what_was_drawn_ahead_is_a_part_of_the_checkpoint() -> None:
+    trained = Trained()
+    engine = trained.ahead(2)
+    engine.generate(*arguments_of(0))
+    trained.update()
+    engine.generate(*arguments_of(1))
+    saved = json.loads(json.dumps(engine.state_dict()))
+    assert saved["step"] == 2 and set(saved["drawn"]) == {"2", "3"}
+    again = trained.ahead(2, count=1)
+    again.load_state_dict(saved)
+    trained.update()
+    for step in range(2, NUM_STEPS):
+        assert again.generate(*arguments_of(step)) == engine.generate(*arguments_of(step))
+        trained.update()
+
+
+def test_a_killed_worker_changes_nothing_and_one_that_cannot_live_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trained = Trained()
+    engine = trained.ahead(1)
+    expected = [completions(trained.alone.generate(*arguments_of(step))) for step in (0, 1)]
+    assert completions(engine.generate(*arguments_of(0))) == expected[0]
+    os.kill(engine.inner.process_of(0), signal.SIGKILL)
+    assert completions(engine.generate(*arguments_of(1))) == expected[1]
+
+    def lost(*_: object) -> None:
+        raise ServerError("lost")
+
+    monkeypatch.setattr(WorkerEngine, "_draw", lost)
+    with pytest.raises(ServerError, match="lost"):
+        for step in (2, 3):  # the first of them may have been drawn before
+            engine.generate(*arguments_of(step))
+
+
+def test_groups_are_reported_at_the_end_and_nothing_else_is() -> None:
+    engine = Trained().ahead(1)
+    found: dict[int, Group] = {}
+    report: Callable[[int, Group], None] = lambda index, group: found.update({index: group})  # noqa: E731
+    groups = engine.generate(*arguments_of(0), on_group=report)
+    assert [found[index] for index in range(3)] == groups and not engine.is_exact
+    with pytest.raises(InputError, match=r"set scale.staleness to 0"):
+        engine.generate(*arguments_of(1), on_progress=lambda *_: None)
