@@ -11,6 +11,14 @@ import torch
 
 from benchmarks.common import ROOT
 
+NAMED = {"gemma", "phi", "phi3", "olmo2", "smollm3", "granite", "gpt_neox", "stablelm"} | {
+    "mixtral",
+    "olmoe",
+    "qwen3_moe",
+    "gpt_oss",
+}
+"""Families that are to run on the native engine."""
+
 
 def main(words: Sequence[str]) -> int:
     """The exit code of the benchmark named by the first word."""
@@ -78,6 +86,16 @@ def test_bench_update_has_the_promised_figures_from_equal_gradients(capsys: pyte
         assert set(figures["stages"]) == {"forward", "backward", "optimizer"}
         assert figures["grad_norm"] == pytest.approx(figures["trl"]["grad_norm"], rel=0.02)
     assert keys(facts) == keys(committed("update"))
+
+
+def test_bench_families_has_the_promised_figures(capsys: pytest.CaptureFixture[str]):
+    assert main(["families", "--quick", "--json", "--family", "phi3", "--family", "bloom"]) == 0
+    facts = json.loads(capsys.readouterr().out.splitlines()[-1])["families"]
+    assert facts["phi3"] == {"engine": "native", "greedy_equal": True, "logp_diff_max": 0, "trains": True}
+    assert facts["bloom"]["engine"] == "transformers" and "no part named" in facts["bloom"]["reason"]
+    rows = committed("families")["families"]
+    native = {name for name, row in rows.items() if row["engine"] == "native" and row["greedy_equal"] and row["trains"]}
+    assert native >= NAMED and not any(rows[name]["logp_diff_max"] for name in native)
 
 
 @pytest.mark.parametrize(

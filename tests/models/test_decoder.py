@@ -7,10 +7,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tunesmith.core.errors import InputError
 from tunesmith.kernels.native import Kernels
 from tunesmith.models import decoder as flat
-from tunesmith.models.architecture import UnsupportedArchitecture, describe
+from tunesmith.models.architecture import UnsupportedArchitecture
 from tunesmith.models.decoder import Decoder, RopeTables
 from tunesmith.models.language_model import LanguageModel, language_model
 from tunesmith.models.logprob import pack_rows, token_logps
+from tunesmith.models.reader import describe
 from tunesmith.models.tiny import FAMILIES, tiny_model
 
 LENGTHS = torch.tensor([20, 9, 15, 12, 41])

@@ -9,9 +9,9 @@ from tunesmith.batch.targets import LearntSequence, Targets, pack_targets
 from tunesmith.kernels.logprob.head import HeadScores, head_scores
 from tunesmith.kernels.native import Kernels
 from tunesmith.models import logprob
-from tunesmith.models.architecture import describe
 from tunesmith.models.language_model import FullForward, LanguageModel, TrunkForward, language_model
 from tunesmith.models.logprob import next_token_scores
+from tunesmith.models.reader import describe
 from tunesmith.models.tiny import FAMILIES, tiny_model
 
 SEQUENCES = [

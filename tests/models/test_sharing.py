@@ -13,11 +13,11 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from tunesmith.kernels.native import Kernels
 from tunesmith.models import decoder as flat
-from tunesmith.models.architecture import describe
 from tunesmith.models.heads import Critic, RewardModel
 from tunesmith.models.language_model import FullForward, LanguageModel, TrunkDecoder, TrunkForward, language_model
 from tunesmith.models.loaded import keep_lower_layers
 from tunesmith.models.logprob import TokenScores, token_logps
+from tunesmith.models.reader import describe
 from tunesmith.models.tiny import FAMILIES, byte_tokenizer, tiny_model
 
 PROMPTS = torch.tensor([19] * 4 + [33] * 3 + [16, 1])

@@ -10,6 +10,7 @@ namespace tunesmith {
 // What forward and backward are told alike.
 struct Layer {
     const float *cos, *sin;               // [positions, half_rotary], or null
+    const float* sinks;                   // [num_heads], or null
     int64_t num_heads, num_kv_heads, head_dim, half_rotary;
     int64_t window;                       // 0: none
     int64_t is_bfloat16;                  // else float32
@@ -55,6 +56,9 @@ struct RowState {
     int64_t low, high;                    // first and last position
     float largest, total;
 };
+
+// The score of a query head's sink: one key more, which has no value.
+inline float sink_of(const Layer& layer, int64_t head) { return layer.sinks ? layer.sinks[head] : kNever; }
 
 // The score of 16 keys from position `start` on; -inf where it is not seen.
 inline Floats seen_score(Floats score, int64_t start, const RowState& state) {

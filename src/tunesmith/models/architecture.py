@@ -1,32 +1,14 @@
-"""Describes a transformers model as a decoder that `models/decoder.py` can compute; one reader per model family.
+"""Records of the parts of a decoder, which `models/reader.py` reads and `models/decoder.py` computes.
 
 The records hold the model's own modules, never copies, so every user sees the trained weights.
 Shape legend: H hidden, F half of the rotated dimensions of a head.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
-from transformers import (
-    Gemma2ForCausalLM,
-    Gemma2Model,
-    Gemma3ForCausalLM,
-    Gemma3TextModel,
-    GPT2LMHeadModel,
-    GPT2Model,
-    LlamaForCausalLM,
-    LlamaModel,
-    MistralForCausalLM,
-    MistralModel,
-    PreTrainedModel,
-    Qwen2ForCausalLM,
-    Qwen2Model,
-    Qwen3ForCausalLM,
-    Qwen3Model,
-)
 from transformers.pytorch_utils import Conv1D
 
 from tunesmith.core.errors import ModelError
@@ -61,6 +43,42 @@ class Projection:
     sizes: tuple[int, ...]
     adapters: tuple[Adapter | None, ...]
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Of the modules, without adapters."""
+        return [parameter for module in self.modules for parameter in module.parameters()]
+
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        """The weights, `[out, in]` each."""
+        return [weight_of(module) for module in self.modules]
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """One linear map for each expert: weights `[E, O, I]`, or `[E, I, O]` if `is_transposed`, and biases `[E, O]`."""
+
+    weight: nn.Parameter
+    bias_EO: nn.Parameter | None
+    is_transposed: bool
+
+    adapters: ClassVar[tuple[Adapter, ...]] = ()
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Of all experts."""
+        return [self.weight] if self.bias_EO is None else [self.weight, self.bias_EO]
+
+    @property
+    def weight_EOI(self) -> torch.Tensor:
+        """All weights, a view."""
+        return self.weight.transpose(1, 2) if self.is_transposed else self.weight
+
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        """The weights of each expert, `[O, I]`."""
+        return list(self.weight_EOI)
+
 
 @dataclass(frozen=True, slots=True)
 class RopeSource:
@@ -71,13 +89,46 @@ class RopeSource:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """One layer. `rope` is an index into `Architecture.ropes`; norms that a family lacks are None.
+class Mlp:
+    """`gate_up` has two outputs where the activation of the first gates the second, one where there is no gate."""
 
-    `gate_up` has two outputs where the activation of the first gates the second, one where there is no gate.
+    gate_up: Projection
+    activation: Activation
+    down: Projection
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of gated MLPs. Of the router's softmax the `num_chosen` largest weigh the outputs of their experts;
+    with `normalises` they are divided by their sum (Jiang et al., Mixtral, 2024).
+
+    Outputs of `gate_up` are gates and then as many others, or alternate if `is_interleaved`. With a `limit` both are
+    clamped to it, gates from above alone, and `gate * sigmoid(alpha * gate) * (up + 1)` takes the activation's place
+    (gpt-oss).
     """
 
-    norm_attention: Norm
+    router: Projection
+    num_chosen: int
+    normalises: bool
+    gate_up: Stack
+    is_interleaved: bool
+    activation: Activation
+    limit: float | None
+    alpha: float
+    down: Stack
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One layer. `rope` is an index into `Architecture.ropes`; norms that a model lacks are None.
+
+    With `is_parallel` attention and MLP have the same input, of which the MLP's may have another norm. `qkv` of one
+    output has queries, keys and values of the first head, then of the second, and so on. What attention and MLP add to
+    the residual stream is multiplied by `residual_scale`. Rotary positions turn dimensions f and F + f
+    of a head, or its first `num_neighbours` pairs of neighbours (Cohere).
+    """
+
+    norm_attention: Norm | None
     qkv: Projection
     q_norm: Norm | None
     k_norm: Norm | None
@@ -85,17 +136,26 @@ class Block:
     attention: AttentionSettings
     out: Projection
     norm_after_attention: Norm | None
-    norm_mlp: Norm
-    gate_up: Projection
-    activation: Activation
-    down: Projection
+    norm_mlp: Norm | None
+    mlp: Mlp | Experts
     norm_after_mlp: Norm | None
+    is_parallel: bool
+    residual_scale: float
+    num_neighbours: int = 0
+
+    @property
+    def projections(self) -> tuple[Projection | Stack, ...]:
+        """All linear maps."""
+        router = (self.mlp.router,) if isinstance(self.mlp, Experts) else ()
+        return self.qkv, self.out, *router, self.mlp.gate_up, self.mlp.down
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A whole decoder. `positions` is the table of learned positions, where a family has one; `output` is the output
+    """A whole decoder. `positions` is the table of learned positions, where a model has one; `output` is the output
     layer, None for a trunk alone, such as that of a reward model.
+
+    Embeddings are multiplied by `embedding_scale`, and the states before the output layer by `output_scale`.
     """
 
     embedding: nn.Module
@@ -106,6 +166,8 @@ class Architecture:
     output: Projection | None
     final_softcap: float | None
     context_length: int
+    embedding_scale: float
+    output_scale: float
 
     @property
     def dtype(self) -> torch.dtype:
@@ -125,169 +187,26 @@ class Architecture:
         return self.output
 
     @property
+    def turning_neighbours(self) -> "Architecture":
+        """The same with rotary positions that turn neighbouring dimensions, which shows in the numbers alone."""
+        counts = [0 if block.rope is None else len(self.ropes[block.rope].frequency_F) for block in self.blocks]
+        pairs = zip(self.blocks, counts, strict=True)
+        return replace(self, blocks=tuple(replace(block, num_neighbours=count) for block, count in pairs))
+
+    @property
+    def needs_decoder(self) -> str:
+        """The part that the GPU engine, or our output layer after transformers' trunk, does not compute; or nothing."""
+        if any(isinstance(block.mlp, Experts) for block in self.blocks):
+            return "its experts run on a CPU only"
+        if any(block.attention.sinks_H is not None for block in self.blocks):
+            return "its attention sinks run on a CPU only"
+        return "its logits are scaled, which runs on a CPU only" if self.output_scale != 1 else ""
+
+    @property
     def output_layer(self) -> OutputLayer:
         """The weights that turn hidden states into logits; the model's own."""
         (module,) = self.head.modules
         return OutputLayer(weight_of(module), module.bias, self.final_softcap)  # type: ignore[arg-type]
-
-
-def describe(model: PreTrainedModel) -> Architecture:
-    """The architecture of `model`, a causal language model or its trunk.
-
-    Raises:
-        UnsupportedArchitecture: the message names the unsupported part.
-    """
-    read = next((read for *classes, read in _FAMILIES if type(model) in classes), None)
-    if read is None:
-        families = ", ".join(sorted(family.__name__ for family, _, _ in _FAMILIES))
-        raise UnsupportedArchitecture(f"{type(model).__name__} is none of {families}, nor the trunk of one")
-    trunk: PreTrainedModel = model.base_model  # type: ignore[assignment]
-    if any(part._forward_hooks or part._forward_pre_hooks for part in (model, trunk)):  # type: ignore[reportPrivateUsage]
-        raise UnsupportedArchitecture("the model has forward hooks, which only its own forward would call")
-    output = None if model is trunk else _output_layer(model.lm_head)  # type: ignore[arg-type]
-    architecture = read(trunk, output)
-    dtypes = {parameter.dtype for parameter in model.parameters()}
-    if len(dtypes) != 1 and not torch.is_autocast_enabled("cpu"):  # which makes one of them
-        raise UnsupportedArchitecture(f"its weights have several dtypes: {', '.join(sorted(map(str, dtypes)))}")
-    return architecture
-
-
-def _llama_like(trunk: Any, output: Projection | None) -> Architecture:
-    """Llama, Mistral, Qwen2 (biases), Qwen3 (norms of queries and keys)."""
-    config = trunk.config
-    # Mistral's window is in its config, that of other families in the layer.
-    window = config.sliding_window if config.model_type == "mistral" else None
-    blocks = [
-        _gated_block(
-            layer,
-            config,
-            rope=0,
-            activation=config.hidden_act,
-            window=getattr(layer.self_attn, "sliding_window", window),
-        )
-        for layer in trunk.layers
-    ]
-    ropes = (_rope(trunk.rotary_emb, ""),)
-    context_length = config.max_position_embeddings
-    return Architecture(trunk.embed_tokens, None, tuple(blocks), ropes, _rms(trunk.norm), output, None, context_length)
-
-
-def _gemma(trunk: Any, output: Projection | None) -> Architecture:
-    """Gemma 2 and 3: norms before and after each part, alternating windows, capped logits."""
-    config = trunk.config
-    if getattr(config, "use_bidirectional_attention", False):
-        raise UnsupportedArchitecture("its attention is not causal")
-    layers: list[Any] = list(trunk.layers)
-    # Gemma 3 turns by other angles in layers with a window.
-    kinds = sorted(set(config.layer_types)) if isinstance(trunk, Gemma3TextModel) else [""]
-    ropes = tuple(_rope(trunk.rotary_emb, f"{kind}_" if kind else "") for kind in kinds)
-    blocks = [
-        replace(
-            _gated_block(
-                layer,
-                config,
-                rope=0 if kinds == [""] else kinds.index(layer.self_attn.layer_type),
-                activation=config.hidden_activation,
-                window=layer.self_attn.sliding_window,
-                softcap=layer.self_attn.attn_logit_softcapping,
-                offset=1.0,
-            ),
-            norm_after_attention=_rms(layer.post_attention_layernorm, 1.0),
-            norm_mlp=_rms(layer.pre_feedforward_layernorm, 1.0),
-            norm_after_mlp=_rms(layer.post_feedforward_layernorm, 1.0),
-        )
-        for layer in layers
-    ]
-    norm, cap, context_length = _rms(trunk.norm, 1.0), config.final_logit_softcapping, config.max_position_embeddings
-    return Architecture(trunk.embed_tokens, None, tuple(blocks), ropes, norm, output, cap, context_length)
-
-
-def _gated_block(
-    layer: Any,
-    config: Any,
-    *,
-    rope: int,
-    activation: str,
-    window: int | None,
-    softcap: float | None = None,
-    offset: float = 0.0,
-) -> Block:
-    """A layer with RMSNorms and a gated MLP; `offset` is of the norms."""
-    attention, mlp = layer.self_attn, layer.mlp
-    num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
-    return Block(
-        norm_attention=_rms(layer.input_layernorm, offset),
-        qkv=_linear(attention.q_proj, attention.k_proj, attention.v_proj),
-        q_norm=_rms(attention.q_norm, offset) if hasattr(attention, "q_norm") else None,
-        k_norm=_rms(attention.k_norm, offset) if hasattr(attention, "k_norm") else None,
-        rope=rope,
-        attention=_attention(attention, num_heads, num_kv_heads, window, softcap=softcap),
-        out=_linear(attention.o_proj),
-        norm_after_attention=None,
-        norm_mlp=_rms(layer.post_attention_layernorm, offset),
-        gate_up=_linear(mlp.gate_proj, mlp.up_proj),
-        activation=_activation(activation),
-        down=_linear(mlp.down_proj),
-        norm_after_mlp=None,
-    )
-
-
-def _gpt2(trunk: Any, output: Projection | None) -> Architecture:
-    config = trunk.config
-    if config.add_cross_attention:
-        raise UnsupportedArchitecture("it attends to an encoder")
-    blocks = tuple(_gpt2_block(layer, config) for layer in trunk.h)
-    norm, context_length = _layer_norm(trunk.ln_f), config.max_position_embeddings
-    return Architecture(trunk.wte, trunk.wpe, blocks, (), norm, output, None, context_length)
-
-
-def _gpt2_block(layer: Any, config: Any) -> Block:
-    width = config.n_embd
-    return Block(
-        norm_attention=_layer_norm(layer.ln_1),
-        qkv=_linear(layer.attn.c_attn, sizes=(width, width, width)),
-        q_norm=None,
-        k_norm=None,
-        rope=None,
-        attention=_attention(layer.attn, config.n_head, config.n_head, None),
-        out=_linear(layer.attn.c_proj),
-        norm_after_attention=None,
-        norm_mlp=_layer_norm(layer.ln_2),
-        gate_up=_linear(layer.mlp.c_fc),
-        activation=_activation(config.activation_function),
-        down=_linear(layer.mlp.c_proj),
-        norm_after_mlp=None,
-    )
-
-
-def _attention(
-    module: Any, num_heads: int, num_kv_heads: int, window: int | None, *, softcap: float | None = None
-) -> AttentionSettings:
-    return AttentionSettings(num_heads, num_kv_heads, module.head_dim, module.scaling, window=window, softcap=softcap)
-
-
-def _rms(module: Any, offset: float = 0.0) -> Norm:
-    epsilon = getattr(module, "variance_epsilon", None)
-    return Norm("rms", module, module.eps if epsilon is None else epsilon, offset)
-
-
-def _layer_norm(module: Any) -> Norm:
-    return Norm("layer", module, module.eps)
-
-
-def _linear(*modules: nn.Module, sizes: tuple[int, ...] | None = None) -> Projection:
-    bases = tuple(base_layer(module) for module in modules)
-    for base in bases:
-        if type(base) not in (nn.Linear, Conv1D):  # a quantised weight, or an adapter of another kind
-            raise UnsupportedArchitecture(f"a linear layer is a {type(base).__name__}")
-    adapters = tuple(adapter_of(module) for module in modules)
-    return Projection(bases, sizes or tuple(output_size(base) for base in bases), adapters)
-
-
-def _output_layer(module: nn.Module) -> Projection:
-    if is_adapted(module):  # its weight is read directly, and may be tied to the embedding
-        raise UnsupportedArchitecture("its output layer has an adapter")
-    return _linear(module)
 
 
 def base_layer(module: nn.Module) -> nn.Module:
@@ -340,30 +259,3 @@ def weight_of(module: nn.Module) -> torch.Tensor:
     """The weight as `[out, in]`, a view of the module's own."""
     weight: torch.Tensor = module.weight  # type: ignore[assignment]
     return weight.t() if isinstance(module, Conv1D) else weight
-
-
-def _rope(module: Any, prefix: str) -> RopeSource:
-    kinds = module.rope_type
-    kind = kinds[prefix.removesuffix("_")] if isinstance(kinds, dict) else kinds
-    if kind in ("dynamic", "longrope"):
-        raise UnsupportedArchitecture(f"its rotary positions are {kind!r}, whose angles depend on the length")
-    return RopeSource(getattr(module, f"{prefix}inv_freq"), float(getattr(module, f"{prefix}attention_scaling")))
-
-
-def _activation(name: str) -> Activation:
-    known: dict[str, Activation] = {"silu": "silu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
-    if name not in known:
-        raise UnsupportedArchitecture(f"its activation is {name!r}; known are {', '.join(known)}")
-    return known[name]
-
-
-_FAMILIES: tuple[tuple[type[PreTrainedModel], type[PreTrainedModel], Callable[..., Architecture]], ...] = (
-    (LlamaForCausalLM, LlamaModel, _llama_like),
-    (MistralForCausalLM, MistralModel, _llama_like),
-    (Qwen2ForCausalLM, Qwen2Model, _llama_like),
-    (Qwen3ForCausalLM, Qwen3Model, _llama_like),
-    (GPT2LMHeadModel, GPT2Model, _gpt2),
-    (Gemma2ForCausalLM, Gemma2Model, _gemma),
-    (Gemma3ForCausalLM, Gemma3TextModel, _gemma),
-)
-"""Causal language model, its trunk, and what reads the trunk."""

@@ -9,7 +9,6 @@ Shape legend: T tokens, H hidden, X query width, Y key width, N picked rows, V v
 U different tokens.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -26,17 +25,29 @@ from tunesmith.kernels.attention.api import attend_packed
 from tunesmith.kernels.attention.records import Packing, Rope, Segments
 from tunesmith.kernels.gated.api import activate, gated, softcap
 from tunesmith.kernels.linear.float32 import is_by_onednn, linear
+from tunesmith.kernels.linear.grouped import grouped_linear
 from tunesmith.kernels.logprob.head import OutputLayer
 from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.rms_norm.api import add_rms_norm
 from tunesmith.models.adapter import Adapter, add_low_rank, dora_scale, low_rank, stretch
-from tunesmith.models.architecture import Architecture, Block, Norm, Projection, RopeSource, describe, weight_of
+from tunesmith.models.architecture import (
+    Architecture,
+    Block,
+    Experts,
+    Mlp,
+    Norm,
+    Projection,
+    RopeSource,
+    Stack,
+    UnsupportedArchitecture,
+    weight_of,
+)
+from tunesmith.models.mixture import Linear, LinearOfExperts, mixture
+from tunesmith.models.proof import prove
+from tunesmith.models.reader import describe
 
 _ROPE_ROWS = 512
 """Rope tables are sized in multiples of this many positions."""
-
-Linear = Callable[[Projection, torch.Tensor], Sequence[torch.Tensor]]
-"""The outputs of a projection for an input `[rows, in]`, each `[rows, size]`."""
 
 OnLayer = Callable[[str, torch.Tensor], None]
 """Called with the name of a layer and its output `[T, H]`."""
@@ -60,6 +71,7 @@ class Ops:
     """
 
     linear: Linear
+    experts: LinearOfExperts
     attend: Attend
     kernels: Kernels
     num_recomputed: int = 0
@@ -67,8 +79,8 @@ class Ops:
 
 
 def hidden_states(architecture: Architecture, ids_T: torch.Tensor, positions_T: torch.Tensor, ops: Ops) -> torch.Tensor:
-    """Hidden states after the final norm, `[T, H]`."""
-    x_TH = _embed(architecture, ids_T)
+    """Hidden states after the final norm, `[T, H]`, as the output layer takes them."""
+    x_TH = _scaled(_embed(architecture, ids_T), architecture.embedding_scale)
     if architecture.positions is not None:
         x_TH = x_TH + architecture.positions(positions_T)
     if torch.is_autocast_enabled(x_TH.device.type) and x_TH.dtype != torch.float64:
@@ -81,7 +93,7 @@ def hidden_states(architecture: Architecture, ids_T: torch.Tensor, positions_T: 
             x_TH, residual_TH = _block(layer, block, x_TH, residual_TH, ops)
         if ops.on_layer:
             ops.on_layer(f"layer {layer}", x_TH if residual_TH is None else x_TH + residual_TH)
-    return _norm(architecture.final_norm, x_TH, residual_TH, ops)[0]
+    return _scaled(_norm(architecture.final_norm, x_TH, residual_TH, ops)[0], architecture.output_scale)
 
 
 def _embed(architecture: Architecture, ids_T: torch.Tensor) -> torch.Tensor:
@@ -133,34 +145,76 @@ def _block(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The layer's output and the residual stream, which the next norm adds in the same kernel."""
     normed_TH, residual_TH = _norm(block.norm_attention, x_TH, residual_TH, ops)
-    q_TX, k_TY, v_TY = ops.linear(block.qkv, normed_TH)
+    q_TX, k_TY, v_TY = _queries_keys_values(block, normed_TH, ops)
+    (x_TH,) = ops.linear(block.out, ops.attend(layer, block, q_TX, k_TY, v_TY))
+    x_TH = _scaled(_norm(block.norm_after_attention, x_TH, None, ops)[0], block.residual_scale)
+    if block.is_parallel:
+        beside_TH = normed_TH if block.norm_mlp is None else _norm(block.norm_mlp, residual_TH, None, ops)[0]
+        return x_TH + _mlp(block, beside_TH, ops), residual_TH
+    normed_TH, residual_TH = _norm(block.norm_mlp, x_TH, residual_TH, ops)
+    return _mlp(block, normed_TH, ops), residual_TH
+
+
+def _queries_keys_values(
+    block: Block, normed_TH: torch.Tensor, ops: Ops
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    outputs = ops.linear(block.qkv, normed_TH)
+    if len(outputs) == 1:  # head by head
+        outputs = [x_THD.flatten(1) for x_THD in outputs[0].unflatten(1, (-1, 3, block.attention.head_dim)).unbind(2)]
+    q_TX, k_TY, v_TY = outputs
     if block.q_norm is not None and block.k_norm is not None:
         q_TX, k_TY = _norm_heads(block.q_norm, q_TX, ops), _norm_heads(block.k_norm, k_TY, ops)
-    (x_TH,) = ops.linear(block.out, ops.attend(layer, block, q_TX, k_TY, v_TY))
-    if block.norm_after_attention is not None:
-        x_TH, _ = _norm(block.norm_after_attention, x_TH, None, ops)
-    normed_TH, residual_TH = _norm(block.norm_mlp, x_TH, residual_TH, ops)
-    inner = ops.linear(block.gate_up, normed_TH)
-    if len(inner) == 2:
-        inner_TI = gated(inner[0], inner[1], block.activation, kernels=ops.kernels)
+    if block.num_neighbours:
+        q_TX, k_TY = _apart(block, q_TX), _apart(block, k_TY)
+    return q_TX, k_TY, v_TY
+
+
+def _apart(block: Block, x_TX: torch.Tensor) -> torch.Tensor:
+    """The even ones of the turned dimensions of each head, then the odd ones, as our rotary positions need them; the
+    products of queries and keys do not change.
+    """
+    x_TXD = x_TX.unflatten(1, (-1, block.attention.head_dim))
+    turned_TXD, rest_TXD = x_TXD.tensor_split((2 * block.num_neighbours,), -1)
+    return torch.cat((turned_TXD[..., ::2], turned_TXD[..., 1::2], rest_TXD), -1).flatten(1)
+
+
+def _mlp(block: Block, normed_TH: torch.Tensor, ops: Ops) -> torch.Tensor:
+    """What the MLP adds to the residual stream."""
+    if isinstance(block.mlp, Experts):
+        x_TH = mixture(block.mlp, normed_TH, ops.linear, ops.experts, ops.kernels)
     else:
-        inner_TI = activate(inner[0], block.activation, kernels=ops.kernels)
-    (x_TH,) = ops.linear(block.down, inner_TI)
-    if block.norm_after_mlp is not None:
-        x_TH, _ = _norm(block.norm_after_mlp, x_TH, None, ops)
-    return x_TH, residual_TH
+        x_TH = _dense(block.mlp, normed_TH, ops)
+    return _scaled(_norm(block.norm_after_mlp, x_TH, None, ops)[0], block.residual_scale)
+
+
+def _dense(mlp: Mlp, x_TH: torch.Tensor, ops: Ops) -> torch.Tensor:
+    inner = ops.linear(mlp.gate_up, x_TH)
+    if len(inner) == 2:
+        inner_TI = gated(inner[0], inner[1], mlp.activation, kernels=ops.kernels)
+    else:
+        inner_TI = activate(inner[0], mlp.activation, kernels=ops.kernels)
+    (x_TH,) = ops.linear(mlp.down, inner_TI)
+    return x_TH
+
+
+def _scaled(x_TH: torch.Tensor, scale: float) -> torch.Tensor:
+    return x_TH if scale == 1 else x_TH * scale
 
 
 def _norm(
-    norm: Norm, x_TH: torch.Tensor, residual_TH: torch.Tensor | None, ops: Ops
+    norm: Norm | None, x_TH: torch.Tensor, residual_TH: torch.Tensor | None, ops: Ops
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The normed sum of input and residual stream, and the sum."""
+    """The normed sum of input and residual stream, and the sum; without a norm, the sum twice."""
+    if norm is None:
+        sum_TH = x_TH if residual_TH is None else x_TH + residual_TH
+        return sum_TH, sum_TH
     weight_H: torch.Tensor = norm.module.weight.to(x_TH.dtype)  # type: ignore[operator]
     if norm.kind == "rms":
         done = add_rms_norm(x_TH, residual_TH, weight_H, norm.epsilon, offset=norm.offset, kernels=ops.kernels)
         return done.normed_RH, done.sum_RH
     sum_TH = x_TH if residual_TH is None else x_TH + residual_TH
-    bias_H: torch.Tensor = norm.module.bias.to(x_TH.dtype)  # type: ignore[operator]
+    bias_H: torch.Tensor | None = getattr(norm.module, "bias", None)
+    bias_H = None if bias_H is None else bias_H.to(x_TH.dtype)
     return functional.layer_norm(sum_TH, weight_H.shape, weight_H, bias_H, norm.epsilon), sum_TH
 
 
@@ -204,7 +258,7 @@ class Decoder:
     the last layers whose activations fit in `kept_bytes` are not computed again in the backward pass.
 
     Raises:
-        UnsupportedArchitecture: the model's family is unknown.
+        UnsupportedArchitecture: the model has a part that is not known, or other logits than transformers gives it.
     """
 
     def __init__(
@@ -216,6 +270,7 @@ class Decoder:
         self.ropes = RopeTables(self.architecture.ropes)
         self._model = model
         self._kept_bytes = kept_bytes
+        self._settle(model)
 
     @property
     def output(self) -> OutputLayer:
@@ -246,6 +301,22 @@ class Decoder:
         """Logits `[N, V]` of some of the hidden states."""
         return logits(self.architecture, hidden_NH, self._ops(Segments((), ())))
 
+    def _settle(self, model: PreTrainedModel) -> None:
+        """Prove the architecture, or the same with the other order of rotary positions."""
+        try:
+            prove(model, self.architecture, self._numbers)
+        except UnsupportedArchitecture as error:
+            self.architecture = self.architecture.turning_neighbours
+            try:
+                prove(model, self.architecture, self._numbers)
+            except UnsupportedArchitecture:
+                raise error from None
+
+    def _numbers(self, ids_T: torch.Tensor, on_layer: OnLayer) -> torch.Tensor:
+        """The logits of one sequence; the hidden states of a trunk."""
+        hidden_TH = self.hidden_states(ids_T, [len(ids_T)], on_layer=on_layer)
+        return hidden_TH if self.architecture.output is None else self.logits(hidden_TH)
+
     def _ops(self, segments: Segments, on_layer: OnLayer | None = None) -> Ops:
         packing, num_positions = Packing(segments), max(1, segments.longest)
 
@@ -255,7 +326,8 @@ class Decoder:
             rope = None if block.rope is None else self.ropes.get(block.rope, num_positions)
             return attend_packed(q_TX, k_TY, v_TY, rope, packing, block.attention, kernels=self.kernels)
 
-        return Ops(module_outputs, attend, self.kernels, self._num_recomputed(segments.num_tokens), on_layer)
+        num_recomputed = self._num_recomputed(segments.num_tokens)
+        return Ops(module_outputs, expert_outputs, attend, self.kernels, num_recomputed, on_layer)
 
     def _num_recomputed(self, num_tokens: int) -> int:
         blocks = self.architecture.blocks
@@ -271,6 +343,11 @@ def module_outputs(projection: Projection, x_TH: torch.Tensor) -> Sequence[torch
     parts = zip(projection.modules, projection.adapters, strict=True)
     outputs = [_base(module, x_TH) if adapter is None else _adapted(module, adapter, x_TH) for module, adapter in parts]
     return outputs if len(outputs) == len(projection.sizes) else outputs[0].split(projection.sizes, dim=-1)
+
+
+def expert_outputs(stack: Stack, x_RI: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """The outputs of experts from the model's own parameters, with gradients."""
+    return grouped_linear(x_RI, stack.weight_EOI, stack.bias_EO, counts)
 
 
 def _base(module: nn.Module, x_TH: torch.Tensor) -> torch.Tensor:
@@ -297,13 +374,16 @@ def _activation_bytes(architecture: Architecture, num_tokens: int) -> int:
     autocast also its weights, which are cast anew in each pass.
     """
     block, device = architecture.blocks[0], architecture.device.type
-    projections = (block.qkv, block.out, block.gate_up, block.down)
-    inputs = [weight_of(projection.modules[0]).shape[1] for projection in projections]
-    outputs = [sum(projection.sizes) for projection in projections]
-    num_numbers = num_tokens * (sum(inputs) + sum(outputs) + 4 * inputs[0])
+    copies = block.mlp.num_chosen if isinstance(block.mlp, Experts) else 1
+    sizes = [  # inputs and outputs of a token
+        (copies * sum(weight.shape), 0) if isinstance(one, Stack) else (weight.shape[1], sum(one.sizes))
+        for one in block.projections
+        for weight in one.weights[:1]
+    ]
+    num_numbers = num_tokens * (sum(map(sum, sizes)) + 4 * sizes[0][0])
     if not torch.is_autocast_enabled(device):
         return num_numbers * architecture.dtype.itemsize
-    num_weights = sum(map(math.prod, zip(inputs, outputs, strict=True)))
+    num_weights = sum(parameter.numel() for one in block.projections for parameter in one.parameters)
     return (num_numbers + num_weights) * torch.get_autocast_dtype(device).itemsize
 
 

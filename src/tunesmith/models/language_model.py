@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from tunesmith.config.sections import ModelSection
 from tunesmith.kernels.logprob.head import OutputLayer
 from tunesmith.kernels.native import Kernels
-from tunesmith.models.architecture import UnsupportedArchitecture, describe
+from tunesmith.models.architecture import UnsupportedArchitecture
 from tunesmith.models.decoder import Decoder
 
 
@@ -67,11 +67,10 @@ def model_of_recipe(module: PreTrainedModel, section: ModelSection, kernels: Ker
         return LanguageModel(module, FullForward("model.forward is full", is_textbook=True), kernels)
     try:
         packs = section.forward == "auto" and module.device.type == "cpu"
-        backend = (
-            Decoder(module, kernels, shares_prefixes=section.share_prefixes)
-            if packs
-            else TrunkForward(describe(module).output_layer)
-        )
+        decoder = Decoder(module, kernels, shares_prefixes=section.share_prefixes)
+        if not packs and (part := decoder.architecture.needs_decoder):
+            raise UnsupportedArchitecture(part)
+        backend = decoder if packs else TrunkForward(decoder.output)
     except UnsupportedArchitecture as error:
         backend = FullForward(str(error))
     return LanguageModel(module, backend, kernels)

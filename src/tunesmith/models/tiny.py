@@ -9,18 +9,14 @@ from typing import Any
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
-    Gemma2Config,
-    Gemma3TextConfig,
     GenerationConfig,
     GPT2Config,
     LlamaConfig,
-    MistralConfig,
     PretrainedConfig,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen3Config,
 )
 
 from tunesmith.core.errors import ModelError
@@ -29,7 +25,56 @@ from tunesmith.models.loaded import LoadedModel, cast_parameters, disable_dropou
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 BOS_ID, EOS_ID = 1, 2
 VOCABULARY_SIZE = len(SPECIAL_TOKENS) + 256
+
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "gemma2", "gemma3")
+"""The families that every test of models goes through."""
+
+_WINDOW = {"sliding_window": 16}
+_GEMMA = {**_WINDOW, "query_pre_attn_scalar": 8}
+_KINDS = {"layer_types": ["sliding_attention", "full_attention"]}
+_PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+_EXPERTS = {"num_local_experts": 8, "num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32}
+_MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 2.0,
+}
+
+_CONFIGS: dict[str, dict[str, object]] = {
+    "llama": {},
+    "mistral": {**_WINDOW},
+    "qwen2": {},
+    "qwen3": {},
+    "gemma2": {**_GEMMA, "final_logit_softcapping": 5.0},
+    "gemma3": {**_GEMMA, **_KINDS},
+    "gemma": {},
+    "phi3": {**_WINDOW},
+    "olmo2": {},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "granite": {**_MULTIPLIERS},
+    "phi": {**_PARTIAL},
+    "gpt_neox": {**_PARTIAL, "num_key_value_heads": 4},
+    "stablelm": {**_PARTIAL, "use_parallel_residual": True},
+    "mixtral": {**_EXPERTS, **_WINDOW},
+    "olmoe": {**_EXPERTS},
+    "qwen3_moe": {**_EXPERTS, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    "gpt_oss": {**_EXPERTS, **_WINDOW, **_KINDS},
+    "starcoder2": {**_WINDOW},
+    "olmo3": {**_WINDOW, **_KINDS},
+    "seed_oss": {},
+    "ministral": {**_WINDOW, **_KINDS},
+    "glm4": {},
+    "cohere": {},
+    "exaone4": {**_WINDOW, **_KINDS},
+    "falcon": {},
+    "bloom": {},
+    "deepseek_v3": {**_EXPERTS, "n_routed_experts": 8},
+}
+"""What the tiny config of a family has besides the sizes that all have."""
+
+ALL_FAMILIES = (*_CONFIGS, "gpt2")
+"""All that `tiny_model` makes."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -60,7 +105,7 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def tiny_model(family: str, seed: int = 0, *, dtype: torch.dtype = torch.float32, **overrides: object) -> LoadedModel:
-    """A random model of `family` (see `FAMILIES`) with 2 layers of width 32, and the byte tokenizer.
+    """A random model of `family` (see `ALL_FAMILIES`) with 2 layers of width 32, and the byte tokenizer.
 
     `overrides` go into the family's config. The same seed gives the same weights; the global generator is left alone.
     Raises ModelError for an unknown family.
@@ -93,6 +138,11 @@ def _special_ids() -> dict[str, int]:
 def _tiny_config(family: str, overrides: dict[str, object]) -> PretrainedConfig:
     # Ten times the usual 0.02, which at width 32 gives logits so flat that a test could not tell tokens apart.
     shared: dict[str, object] = {**_special_ids(), "initializer_range": 0.2}
+    if family == "gpt2":
+        sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
+        return GPT2Config(**{**shared, **sizes, **overrides})  # type: ignore[arg-type]
+    if family not in _CONFIGS:
+        raise ModelError(f"there is no tiny model of family {family!r}; families are {', '.join(ALL_FAMILIES)}")
     modern: dict[str, object] = {
         "hidden_size": 32,
         "intermediate_size": 64,
@@ -103,27 +153,8 @@ def _tiny_config(family: str, overrides: dict[str, object]) -> PretrainedConfig:
         "max_position_embeddings": 256,
         "tie_word_embeddings": family != "qwen2",
     }
-    match family:
-        case "llama":
-            return LlamaConfig(**{**shared, **modern, **overrides})  # type: ignore[arg-type]
-        case "mistral":
-            return MistralConfig(**{**shared, **modern, "sliding_window": 16, **overrides})  # type: ignore[arg-type]
-        case "qwen2":
-            return Qwen2Config(**{**shared, **modern, **overrides})  # type: ignore[arg-type]
-        case "qwen3":
-            return Qwen3Config(**{**shared, **modern, **overrides})  # type: ignore[arg-type]
-        case "gemma2":
-            gemma = {"query_pre_attn_scalar": 8, "final_logit_softcapping": 5.0, "sliding_window": 16}
-            return Gemma2Config(**{**shared, **modern, **gemma, **overrides})  # type: ignore[arg-type]
-        case "gemma3":
-            gemma = {"query_pre_attn_scalar": 8, "sliding_window": 16}
-            kinds = {"layer_types": ["sliding_attention", "full_attention"]}
-            return Gemma3TextConfig(**{**shared, **modern, **gemma, **kinds, **overrides})  # type: ignore[arg-type]
-        case "gpt2":
-            sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
-            return GPT2Config(**{**shared, **sizes, **overrides})  # type: ignore[arg-type]
-        case _:
-            raise ModelError(f"there is no tiny model of family {family!r}; families are {', '.join(FAMILIES)}")
+    model_type = {"gemma3": "gemma3_text"}.get(family, family)
+    return AutoConfig.for_model(model_type, **{**shared, **modern, **_CONFIGS[family], **overrides})
 
 
 def _build(auto_class: Any, config: PretrainedConfig, seed: int, dtype: torch.dtype) -> Any:

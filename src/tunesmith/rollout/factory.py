@@ -45,8 +45,8 @@ def open_engine(
     Args:
         model: A causal language model of the transformers library.
         tokenizer: Its tokenizer; prompts of messages need a chat template.
-        backend: "native": continuous batching over a paged key/value cache; on a GPU the device engine. A model of an
-            unknown family (`models/architecture.py`) falls back to "transformers", with a line in the log.
+        backend: "native": continuous batching over a paged key/value cache; on a GPU the device engine. A model with an
+            unknown part (`models/reader.py`) falls back to "transformers", with a line in the log.
             "transformers": `model.generate`. A record `VLLM`: vLLM, in this process or a server. A record `Workers`:
             the native engine in other processes, on a CPU.
         weight_version: Called once per `generate`; stamped on every group. The native engine packs the weights again,

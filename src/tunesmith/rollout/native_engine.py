@@ -15,7 +15,6 @@ from tunesmith.core.errors import InputError, TrainingError
 from tunesmith.core.trace import span
 from tunesmith.kernels.linear.float32 import rows_are_independent
 from tunesmith.kernels.sample.torch_impl import Sampled
-from tunesmith.models.architecture import weight_of
 from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.loaded import PreTrainedTokenizerBase
 from tunesmith.rollout import weight_check
@@ -211,7 +210,7 @@ class NativeEngine:
 
     def _rows_are_independent(self) -> bool:
         """True if a product of few rows has the bits of one of many, for the shape of every weight."""
-        weights = [weight_of(module) for linear in projections(self._decoder.architecture) for module in linear.modules]
+        weights = [weight for linear in projections(self._decoder.architecture) for weight in linear.weights]
         return all(map(rows_are_independent, {weight.shape: weight for weight in weights}.values()))
 
     def _fitting_cache(self, request: Request) -> _Cache:

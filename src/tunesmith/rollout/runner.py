@@ -18,10 +18,11 @@ from tunesmith.kernels.linear.api import BlocksLikeTorch, PackedWeight
 from tunesmith.kernels.linear.api import linear as packed_linear
 from tunesmith.kernels.linear.api import pack as pack_panels
 from tunesmith.kernels.linear.float32 import linear
+from tunesmith.kernels.linear.grouped import each_group
 from tunesmith.kernels.native import Kernels
 from tunesmith.models import decoder as flat
 from tunesmith.models.adapter import Adapter, add_low_rank, dora_scale, stretch
-from tunesmith.models.architecture import Architecture, Block, Projection, output_size, weight_of
+from tunesmith.models.architecture import Architecture, Block, Projection, Stack, output_size, weight_of
 from tunesmith.models.decoder import Decoder, OnLayer, Ops
 from tunesmith.rollout.kv_cache import CacheShape
 from tunesmith.rollout.scheduler import Plan, Rows
@@ -64,16 +65,24 @@ class Packer:
     @torch.no_grad()
     def pack(self, projection: Projection) -> PackedLinear:
         """A copy of the projection's current weights."""
-        parts = [weight_of(module) for module in projection.modules]
+        parts = projection.weights
         weight_OI = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
-        bias_O = _joined_bias(projection, parts)
+        return self._packed(weight_OI, _joined_bias(projection, parts), projection.sizes)
+
+    @torch.no_grad()
+    def pack_experts(self, stack: Stack) -> list[PackedLinear]:
+        """Copies of the experts' current weights."""
+        biases = [None] * len(stack.weights) if stack.bias_EO is None else [bias_O.clone() for bias_O in stack.bias_EO]
+        parts = zip(stack.weights, biases, strict=True)
+        return [self._packed(weight_OI.contiguous(), bias_O, (len(weight_OI),)) for weight_OI, bias_O in parts]
+
+    def _packed(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, sizes: tuple[int, ...]) -> PackedLinear:
         block = self._blocks.of(weight_OI)
         if block is not None:
-            return PackedLinear(pack_panels(weight_OI, block, kernels=self._kernels), bias_O, projection.sizes)
+            return PackedLinear(pack_panels(weight_OI, block, kernels=self._kernels), bias_O, sizes)
         if _can_be_packed(weight_OI.dtype):
-            packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, _PACKED_ROWS)
-            return PackedLinear(packed, bias_O, projection.sizes)
-        return PackedLinear(weight_OI.clone(), bias_O, projection.sizes)
+            return PackedLinear(torch.ops.mkldnn._reorder_linear_weight(weight_OI, _PACKED_ROWS), bias_O, sizes)
+        return PackedLinear(weight_OI.clone(), bias_O, sizes)
 
 
 def _joined_bias(projection: Projection, parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -174,10 +183,9 @@ def cache_shape(architecture: Architecture) -> CacheShape:
     return CacheShape(len(architecture.blocks), settings.num_kv_heads, settings.head_dim, architecture.dtype)
 
 
-def projections(architecture: Architecture) -> list[Projection]:
+def projections(architecture: Architecture) -> list[Projection | Stack]:
     """All linear maps, the output layer last."""
-    blocks = [(block.qkv, block.out, block.gate_up, block.down) for block in architecture.blocks]
-    return [*(projection for block in blocks for projection in block), architecture.head]
+    return [*(projection for block in architecture.blocks for projection in block.projections), architecture.head]
 
 
 class CachedDecoder:
@@ -186,6 +194,7 @@ class CachedDecoder:
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
         self.linears: dict[int, Callable[[torch.Tensor], Sequence[torch.Tensor]]] = {}
+        self.experts: dict[int, list[PackedLinear]] = {}
 
     @torch.no_grad()
     def forward(
@@ -211,7 +220,7 @@ class CachedDecoder:
             cache_2NW, settings, kernels = storage[layer], block.attention, decoder.kernels
             return attend(q_TX, k_TY, v_TY, rope, places, cache_2NW, settings, prefixes=prefixes, kernels=kernels)
 
-        ops = Ops(self._linear, attention, decoder.kernels, on_layer=on_layer)
+        ops = Ops(self._linear, self._experts, attention, decoder.kernels, on_layer=on_layer)
         return flat.hidden_states(decoder.architecture, ids_T, places.positions_T, ops)
 
     def hidden_states(
@@ -234,11 +243,15 @@ class CachedDecoder:
     @torch.no_grad()
     def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
         """Logits `[R, V]`."""
-        ops = Ops(self._linear, _no_attention, self.decoder.kernels)
+        ops = Ops(self._linear, self._experts, _no_attention, self.decoder.kernels)
         return flat.logits(self.decoder.architecture, hidden_RH, ops)
 
     def _linear(self, projection: Projection, x_TI: torch.Tensor) -> Sequence[torch.Tensor]:
         return self.linears[id(projection)](x_TI)
+
+    def _experts(self, stack: Stack, x_RI: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        experts = self.experts[id(stack)]
+        return each_group(x_RI, counts, lambda expert, rows_RI: experts[expert](rows_RI)[0])
 
 
 def _no_attention(layer: int, block: Block, q_TX: torch.Tensor, k_TY: torch.Tensor, v_TY: torch.Tensor) -> torch.Tensor:
@@ -281,6 +294,11 @@ class Runner(CachedDecoder):
         """
         for projection in self._projections:
             key, version = id(projection), _frozen_version(projection)
+            if isinstance(projection, Stack):
+                if key not in self.experts or version is None or self._frozen[key] != version:
+                    self.experts.pop(key, None)
+                    self.experts[key], self._frozen[key] = self._packer.pack_experts(projection), version
+                continue
             packed = self.linears.get(key)
             if packed is None or version is None or self._frozen[key] != version:
                 self.linears.pop(key, None)
@@ -329,9 +347,9 @@ class Runner(CachedDecoder):
         return StepOutput(hidden_RH, logits_RV)
 
 
-def _frozen_version(projection: Projection) -> tuple[int, ...] | None:
+def _frozen_version(projection: Projection | Stack) -> tuple[int, ...] | None:
     """Torch's version counters of the projection's weights; None if they are trained."""
-    parameters = [parameter for module in projection.modules for parameter in module.parameters()]
+    parameters = projection.parameters
     if any(parameter.requires_grad for parameter in parameters):
         return None
     return tuple(parameter._version for parameter in parameters)

@@ -1,6 +1,6 @@
 """Attention against the definition in float64, and to the bit across batches, splits, blocks and threads."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import pytest
@@ -9,11 +9,11 @@ import torch
 from tunesmith.core.errors import InputError
 from tunesmith.kernels.attention import torch_impl
 from tunesmith.kernels.attention.api import attend, attend_packed
-from tunesmith.kernels.attention.records import BLOCK_TOKENS, AttentionSettings, Places, Rope, Segments
+from tunesmith.kernels.attention.records import BLOCK_TOKENS, AttentionSettings, Packing, Places, Rope, Segments
 from tunesmith.kernels.native import Kernels
 
 DTYPES = [torch.float32, torch.bfloat16]
-FORMS = [{}, {"window": 20}, {"softcap": 5.0}]
+FORMS = [{}, {"window": 20}, {"softcap": 5.0}, {"window": 20, "has_sinks": True}]
 LENGTHS = [1, 37, 70, 16]
 
 
@@ -38,6 +38,8 @@ class Case:
 
     @classmethod
     def of(cls, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, lengths: list[int], **form) -> "Case":
+        if form.pop("has_sinks", False):
+            form["sinks_H"] = torch.linspace(-3, 3, heads)
         settings = AttentionSettings(heads, kv_heads, head_dim, head_dim**-0.5, **form)
         width = settings.query_width + 2 * settings.key_width
         qkv_TZ = torch.randn(sum(lengths), width, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -185,6 +187,23 @@ def test_gradients_are_those_of_the_definition_in_float64(heads, kv_heads, head_
     assert qkv_TZ.grad is not None and wide_TZ.grad is not None
     error = (qkv_TZ.grad.double() - wide_TZ.grad).norm() / wide_TZ.grad.norm()
     assert error < (2e-6 if dtype == torch.float32 else 6e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sinks_have_the_gradient_of_the_definition_in_float64(dtype: torch.dtype, kernels: Kernels):
+    case, gradients = Case.of(6, 3, 16, dtype, LENGTHS), []
+    segments = Segments((20, 9, 30, 5), (-1, 0, 0, -1))
+    qkv_TZ = case.qkv_TZ[:64]
+    grad_TX = torch.randn(64, case.settings.query_width, generator=torch.Generator().manual_seed(2)).to(dtype)
+    for wide, path in ((dtype, kernels), (torch.float64, Kernels("torch"))):
+        sinks_H = torch.linspace(-2, 2, 6, dtype=wide).requires_grad_()
+        settings = replace(case.settings, sinks_H=sinks_H)
+        qkv = case.split(qkv_TZ.to(wide))
+        attend_packed(*qkv, case.rope, Packing(segments), settings, kernels=path).backward(grad_TX.to(wide))
+        assert sinks_H.grad is not None
+        gradients.append(sinks_H.grad.double())
+    error = (gradients[0] - gradients[1]).norm() / gradients[1].norm()
+    assert error < (5e-6 if dtype == torch.float32 else 2e-2)
 
 
 def test_what_does_not_fit_is_refused(native: Kernels):

@@ -90,7 +90,8 @@ def test_a_small_number_keeps_its_relative_precision_under_the_cap(native: Kerne
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs"), [("silu", "silu"), ("gelu_tanh", "gelu_new"), ("gelu_tanh", "gelu_pytorch_tanh")]
+    ("ours", "theirs"),
+    [("silu", "silu"), ("gelu_tanh", "gelu_new"), ("gelu_tanh", "gelu_pytorch_tanh"), ("gelu", "gelu")],
 )
 def test_the_activations_are_those_of_transformers(ours: Activation, theirs: str, kernels: Kernels):
     x_RI, up_RI = normal(20, 50), normal(20, 50, seed=1)
@@ -184,7 +185,7 @@ def test_what_does_not_fit_is_refused(native: Kernels):
         gated(x_RI, x_RI[:, 1:], "silu", kernels=native)
     with pytest.raises(InputError, match=r"x is torch\.float32 of shape \(0, 8\)"):
         activate(x_RI[:0], "silu", kernels=native)
-    with pytest.raises(InputError, match="activation is 'relu'; allowed: silu, gelu_tanh"):
+    with pytest.raises(InputError, match="activation is 'relu'; allowed: silu, gelu_tanh, gelu"):
         activate(x_RI, "relu", kernels=native)
     for cap in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(InputError, match="give a positive number"):

@@ -45,7 +45,7 @@ _COMPLAINTS = {
 def _record(name: str, pointers: str, numbers: str) -> type[ctypes.Structure]:
     """A structure of cpu.cpp that begins with what forward and backward are told alike, field by field."""
     layer = (
-        *((field, POINTER) for field in ("cos", "sin")),
+        *((field, POINTER) for field in ("cos", "sin", "sinks")),
         *((field, INTEGER) for field in ("num_heads", "num_kv_heads", "head_dim", "half_rotary")),
         *((field, INTEGER) for field in ("window", "is_bfloat16", "num_threads")),
         *((field, DOUBLE) for field in ("scale", "softcap")),
@@ -60,7 +60,9 @@ _AttendArguments = _record(
     "num_tokens q_stride k_stride v_stride num_blocks num_tables table_width num_positions num_copies",
 )
 _GradientArguments = _record(
-    "_GradientArguments", "q k v grad dq dk dv starts parents", "num_sequences q_stride k_stride v_stride grad_stride"
+    "_GradientArguments",
+    "q k v grad dq dk dv d_sinks starts parents",
+    "num_sequences q_stride k_stride v_stride grad_stride",
 )
 
 
@@ -86,11 +88,11 @@ def attend(  # noqa: PLR0913 - the prefixes say of the places what only one kern
     Natively, bfloat16 or float32, the result of a token depends to the bit on its sequence alone: not on other rows, on
     threads, on blocks, or on how the prompt was split. There is no gradient.
 
-    In Triton places stand on the device of the tokens. Nothing of them is read by the host, so **their ranges are not
-    checked**, and what is launched depends on shapes and settings alone: a CUDA graph of it stays right while positions
-    and tables change in place. Bits depend on a token's sequence alone, here too, without `prefixes`. With them a
-    beginning that several tokens share is read once for all of them, which changes the order of sums and so the last
-    bits; C++ and torch ignore them.
+    In Triton there are no sinks. Places stand on the device of the tokens. Nothing of them is read by the host, so
+    **their ranges are not checked**, and what is launched depends on shapes and settings alone: a CUDA graph of it
+    stays right while positions and tables change in place. Bits depend on a token's sequence alone, here too, without
+    `prefixes`. With them a beginning that several tokens share is read once for all of them, which changes the order of
+    sums and so the last bits; C++ and torch ignore them.
 
     Raises:
         InputError: shapes, dtypes or devices do not fit, a place is out of range, or a gradient would be lost.
@@ -106,6 +108,8 @@ def attend(  # noqa: PLR0913 - the prefixes say of the places what only one kern
     if backend == "native":
         library = picked_library(kernels, "attention", q_TX)
         return _native(library, (q_TX, k_TY, v_TY), rope, places, None, cache_2NW, settings)
+    if settings.sinks_H is not None:
+        raise TritonUnavailableError("attend has no sinks in Triton; choose torch for it")
     return _triton((q_TX, k_TY, v_TY), rope, places, cache_2NW, settings, prefixes)
 
 
@@ -124,9 +128,9 @@ def attend_packed(
     `packing` says where each ends and from which earlier one it goes on; lengths alone are sequences that share
     nothing, each from position 0. Layers of one pass take the same `Packing`.
 
-    Natively it has the bits of `attend`, shared or not. Gradients flow to q, k and v; they are computed anew from
-    these, so no probabilities are kept. What all sequences give to the keys and values of one that they share is summed
-    in float32. Only the first gradient is defined.
+    Natively it has the bits of `attend`, shared or not. Gradients flow to q, k, v and sinks; they are computed anew
+    from these, so no probabilities are kept. What all sequences give to the keys and values of one that they share is
+    summed in float32. Only the first gradient is defined.
 
     Raises:
         InputError: shapes or dtypes do not fit, or the lengths do not add up to the tokens.
@@ -150,8 +154,8 @@ def attend_packed(
             "make longer tables or cut the sequence"
         )
     call = _Call(packing, rope, settings, kernels)
-    if records_gradient(q_TX, k_TY, v_TY):
-        return _Packed.apply(q_TX, k_TY, v_TY, call)  # type: ignore[return-value]
+    if records_gradient(q_TX, k_TY, v_TY, settings.sinks_H):
+        return _Packed.apply(q_TX, k_TY, v_TY, settings.sinks_H, call)  # type: ignore[return-value]
     return call.forward(q_TX, k_TY, v_TY)
 
 
@@ -173,8 +177,8 @@ class _Call:
 
     def backward(
         self, q_TX: torch.Tensor, k_TY: torch.Tensor, v_TY: torch.Tensor, grad_TX: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gradients of q, k and v."""
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Gradients of q, k, v and the sinks."""
         segments = self.packing.segments
         library = library_for(self.kernels, "attention_gradient", q_TX)
         if library is None:
@@ -182,29 +186,33 @@ class _Call:
         tensors = tuple(with_dense_rows(tensor) for tensor in (q_TX, k_TY, v_TY, grad_TX))
         dq_TX, dk_TY, dv_TY = (torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors[:3])
         starts, parents = torch.tensor(segments.starts), torch.tensor(segments.parents, dtype=torch.int64)
-        rope = _float32(self.rope)
+        rope, sinks_H = _float32(self.rope), _float32_sinks(self.settings)
+        d_sinks_TH = None if sinks_H is None else torch.empty(len(q_TX), len(sinks_H))
         arguments = _GradientArguments(
-            *_layer(q_TX, rope, self.settings),
-            *(tensor.data_ptr() for tensor in (*tensors, dq_TX, dk_TY, dv_TY, starts, parents)),
+            *_layer(q_TX, rope, sinks_H, self.settings),
+            *(address(tensor) for tensor in (*tensors, dq_TX, dk_TY, dv_TY, d_sinks_TH, starts, parents)),
             len(parents),
             *(tensor.stride(0) for tensor in tensors),
         )
         library.attend_backward(ctypes.byref(arguments))
-        return dq_TX, dk_TY, dv_TY
+        return dq_TX, dk_TY, dv_TY, None if d_sinks_TH is None else d_sinks_TH.sum(0)
 
 
 class _Packed(torch.autograd.Function):
     """Keeps q, k and v alone for the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, q_TX: torch.Tensor, k_TY: torch.Tensor, v_TY: torch.Tensor, call: _Call) -> torch.Tensor:
+    def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
+        q_TX, k_TY, v_TY, _, call = inputs  # `call` has the sinks, which stand here for their gradient
         ctx.save_for_backward(q_TX, k_TY, v_TY)
         ctx.call = call
         return call.forward(q_TX, k_TY, v_TY)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return *ctx.call.backward(*ctx.saved_tensors, *grads), None
+        *of_qkv, d_sinks_H = ctx.call.backward(*ctx.saved_tensors, *grads)
+        sinks_H = ctx.call.settings.sinks_H
+        return *of_qkv, None if d_sinks_H is None else d_sinks_H.to(sinks_H.dtype), None
 
 
 def _native(
@@ -221,11 +229,11 @@ def _native(
     positions_T, rows_T, tables_RN = (
         tensor.contiguous() for tensor in (places.positions_T, places.table_rows_T, places.block_tables_RN)
     )
-    rope = _float32(rope)
+    rope, sinks_H = _float32(rope), _float32_sinks(settings)
     out_TX = torch.empty(q_TX.shape, dtype=q_TX.dtype)
     num_tables, table_width = tables_RN.shape
     arguments = _AttendArguments(
-        *_layer(q_TX, rope, settings),
+        *_layer(q_TX, rope, sinks_H, settings),
         *(tensor.data_ptr() for tensor in (q_TX, k_TY, v_TY, cache_2NW)),
         cache_2NW.data_ptr() + cache_2NW.stride(0) * cache_2NW.element_size(),
         out_TX.data_ptr(),
@@ -311,13 +319,19 @@ def _float32(rope: Rope | None) -> Rope | None:
     return Rope(rope.cos_PF.float().contiguous(), rope.sin_PF.float().contiguous())
 
 
-def _layer(q_TX: torch.Tensor, rope: Rope | None, settings: AttentionSettings) -> tuple[float | None, ...]:
-    """The fields that forward and backward have in common; the tables of `rope` must outlive the call."""
+def _float32_sinks(settings: AttentionSettings) -> torch.Tensor | None:
+    return None if settings.sinks_H is None else settings.sinks_H.detach().float().contiguous()
+
+
+def _layer(
+    q_TX: torch.Tensor, rope: Rope | None, sinks_H: torch.Tensor | None, settings: AttentionSettings
+) -> tuple[float | None, ...]:
+    """The fields that forward and backward have in common; `rope` and `sinks_H`, float32, must outlive the call."""
     tables = (None, None) if rope is None else (rope.cos_PF.data_ptr(), rope.sin_PF.data_ptr())
     half = 0 if rope is None else rope.cos_PF.shape[1]
     heads = (settings.num_heads, settings.num_kv_heads, settings.head_dim, half)
     work = (settings.window or 0, int(q_TX.dtype == torch.bfloat16), torch.get_num_threads())
-    return *tables, *heads, *work, settings.scale, settings.softcap or 0.0
+    return *tables, address(sinks_H), *heads, *work, settings.scale, settings.softcap or 0.0
 
 
 def _check(q_TX: torch.Tensor, k_TY: torch.Tensor, v_TY: torch.Tensor, settings: AttentionSettings) -> None:

@@ -252,7 +252,8 @@ template <class P> class Forward {
             const Number* query = (const Number*)a_.q + token * a_.q_stride + (head * group_ + row % group_) * width_;
             rotate<P>(query, scratch.head<Number>(), layer_, position, 1.0f);
             P::store_steps(scratch.queries.data() + row * stride_, scratch.head<Number>(), width_);
-            scratch.states[row] = {lowest_seen(position), position, kNever, 0.0f};
+            float sink = sink_of(layer_, head * group_ + row % group_);
+            scratch.states[row] = {lowest_seen(position), position, sink, layer_.sinks ? 1.0f : 0.0f};
         }
     }
 

@@ -1,7 +1,7 @@
 """Arguments of attention besides queries, keys and values.
 
-Shape legend: T tokens, P positions or prefixes, F half of the rotated width, R tables or sequences, N blocks, G members
-of a prefix, E places of copies, W numbers of a block.
+Shape legend: T tokens, P positions or prefixes, H query heads, F half of the rotated width, R tables or sequences,
+N blocks, G members of a prefix, E places of copies, W numbers of a block.
 """
 
 import math
@@ -27,7 +27,8 @@ class AttentionSettings:
 
     Scores are `scale * q k`, then `softcap * tanh(score / softcap)` if there is a `softcap` (Gemma 2). With a `window`
     the token at position p sees p - window + 1 to p, else 0 to p. Query head h reads the key/value head
-    `h // (num_heads / num_kv_heads)`.
+    `h // (num_heads / num_kv_heads)`. `sinks_H` are scores of one key more for each query head, which has no value
+    (gpt-oss).
 
     Example: SmolLM2-135M is `AttentionSettings(num_heads=9, num_kv_heads=3, head_dim=64, scale=0.125)`.
 
@@ -41,6 +42,7 @@ class AttentionSettings:
     scale: float
     window: int | None = None
     softcap: float | None = None
+    sinks_H: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.num_kv_heads < 1 or self.num_heads < 1 or self.num_heads % self.num_kv_heads:

@@ -5,6 +5,8 @@ C tokens of a context, G query heads of a key/value head, P positions, F half of
 W numbers of a block.
 """
 
+from dataclasses import replace
+
 import torch
 
 from tunesmith.core.errors import InputError
@@ -73,12 +75,15 @@ def packed_gradients(
     rope: Rope | None,
     segments: Segments,
     settings: AttentionSettings,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v from that of `attend_packed`'s output, by autograd of one sequence at a time.
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of q, k, v and the sinks from that of `attend_packed`'s output, by autograd of one sequence at a time.
 
-    Gradients of shared keys and values are summed in float32 (float64 for float64).
+    Gradients of shared keys and values, and of sinks, are summed in float32 (float64 for float64).
     """
     qkv = (q_TX, k_TY, v_TY)
+    sinks_H = None if settings.sinks_H is None else settings.sinks_H.detach().to(_wide(q_TX.dtype)).requires_grad_()
+    settings = replace(settings, sinks_H=sinks_H)
+    d_sinks_H = None if sinks_H is None else torch.zeros_like(sinks_H)
     sums = [torch.zeros(x_TZ.shape, dtype=_wide(x_TZ.dtype), device=x_TZ.device) for x_TZ in qkv]
     for tokens_C, prefix in zip(segments.token_indices(), segments.prefixes, strict=True):
         here_C = tokens_C.to(grad_TX.device)
@@ -86,11 +91,12 @@ def packed_gradients(
         with torch.enable_grad():
             leaves = [x_TZ.detach()[index].requires_grad_() for x_TZ, index in zip(qkv, indices, strict=True)]
             out_TX = _packed_sequence(leaves[0], leaves[1], leaves[2], rope, settings)
-        parts = torch.autograd.grad(out_TX, leaves, grad_TX[indices[0]])
-        for sum_TZ, index, part in zip(sums, indices, parts, strict=True):
+        wanted = leaves if sinks_H is None else [*leaves, sinks_H]
+        parts = torch.autograd.grad(out_TX, wanted, grad_TX[indices[0]])
+        for sum_TZ, index, part in zip(sums, indices, parts[:3], strict=True):
             sum_TZ.index_add_(0, index, part.to(sum_TZ.dtype))
-    dq_TX, dk_TY, dv_TY = (sum_TZ.to(x_TZ.dtype) for sum_TZ, x_TZ in zip(sums, qkv, strict=True))
-    return dq_TX, dk_TY, dv_TY
+        d_sinks_H = None if d_sinks_H is None else d_sinks_H + parts[3]
+    return *(sum_TZ.to(x_TZ.dtype) for sum_TZ, x_TZ in zip(sums, qkv, strict=True)), d_sinks_H
 
 
 def _packed_sequence(
@@ -158,7 +164,11 @@ def _one_sequence(
     is_seen_TC = positions_C <= positions_T[:, None]
     if settings.window is not None:
         is_seen_TC &= positions_C > positions_T[:, None] - settings.window
-    p_TKGC = scores_TKGC.masked_fill(~is_seen_TC[:, None, None], float("-inf")).softmax(-1)
+    scores_TKGC = scores_TKGC.masked_fill(~is_seen_TC[:, None, None], float("-inf"))
+    if settings.sinks_H is not None:
+        sinks_KG1 = settings.sinks_H.to(wide).view(settings.num_kv_heads, -1, 1)
+        scores_TKGC = torch.cat((scores_TKGC, sinks_KG1.expand(len(scores_TKGC), -1, -1, -1)), -1)
+    p_TKGC = scores_TKGC.softmax(-1)[..., : len(k_CKD)]
     return torch.einsum("tkgc,ckd->tkgd", p_TKGC, v_CKD.to(wide)).flatten(1).to(q_THD.dtype)
 
 

@@ -16,6 +16,7 @@ extern "C" struct GradientArguments {
     Layer layer;
     const void *q, *k, *v, *grad;         // [tokens, heads * head_dim], rows a stride apart
     void *dq, *dk, *dv;                   // the same, without gaps
+    float* d_sinks;                       // [tokens, num_heads] what each token adds to it, or null
     const int64_t* starts;                // [num_sequences + 1], first token of each sequence
     const int64_t* parents;               // [num_sequences], the sequence that each goes on from, or -1
     int64_t num_sequences, q_stride, k_stride, v_stride, grad_stride;
@@ -24,10 +25,10 @@ extern "C" struct GradientArguments {
 namespace {
 
 // Turns the products of one query with the keys into weights, and those of its gradient with the values into gradients
-// of the products; both in place, as steps of P. `slopes` has space for as many.
+// of the products; both in place, as steps of P. `slopes` has space for as many. Returns the gradient of the sink's score.
 template <class P>
-__attribute__((noinline)) void differentiate(float* row, float* grad, float* slopes, int64_t num_keys, int64_t first,
-                                             const Layer& layer, const RowState& state) {
+__attribute__((noinline)) float differentiate(float* row, float* grad, float* slopes, int64_t num_keys, int64_t first,
+                                              const Layer& layer, const RowState& state, float sink) {
     float scale = (float)layer.scale, softcap = (float)layer.softcap;
     Floats top = splat(kNever);
     for (int64_t i = 0; i < num_keys; i += kBlock) {
@@ -41,7 +42,7 @@ __attribute__((noinline)) void differentiate(float* row, float* grad, float* slo
         store(row + i, score);
         top = larger(score, top);
     }
-    float largest = largest_of_lanes(top);
+    float largest = std::max(sink, largest_of_lanes(top));
     Floats sum = {}, dot = {};
     for (int64_t i = 0; i < num_keys; i += kBlock) {
         Floats weight = exp_or_nan(load(row + i) - largest);
@@ -49,7 +50,8 @@ __attribute__((noinline)) void differentiate(float* row, float* grad, float* slo
         sum += weight;
         dot += weight * load(grad + i);
     }
-    float inverse = 1.0f / sum_of_lanes(sum), mean = sum_of_lanes(dot) * inverse;
+    float of_sink = exp_or_nan(splat(sink - largest))[0];
+    float inverse = 1.0f / (sum_of_lanes(sum) + of_sink), mean = sum_of_lanes(dot) * inverse;
     for (int64_t i = 0; i < num_keys; i += kBlock) {
         Floats weight = load(row + i) * inverse;
         Floats change = weight * (load(grad + i) - mean) * scale;
@@ -57,6 +59,7 @@ __attribute__((noinline)) void differentiate(float* row, float* grad, float* slo
         P::store_steps(row + i / P::kPerStep, weight);
         P::store_steps(grad + i / P::kPerStep, change);
     }
+    return -of_sink * inverse * mean;
 }
 
 // Working memory of one thread of the backward pass.
@@ -203,7 +206,11 @@ template <class P> class Work {
         for (int64_t row = 0; row < num_rows; ++row) {
             int64_t position = block * kBlock + row % kBlock;
             RowState state = {layer_.window ? std::max<int64_t>(0, position - layer_.window + 1) : 0, position, kNever, 0.0f};
-            differentiate<P>(products.from(row).data, changes.from(row).data, s_.slopes.data(), num_keys, low * kBlock, layer_, state);
+            int64_t head = head_ * group_ + row / kBlock;
+            float d_sink = differentiate<P>(products.from(row).data, changes.from(row).data, s_.slopes.data(), num_keys,
+                                            low * kBlock, layer_, state, sink_of(layer_, head));
+            if (a_.d_sinks && position >= prefix_ && position < length_)
+                a_.d_sinks[token_at(position) * layer_.num_heads + head] = d_sink;
         }
         s_.query_sums.assign(num_rows * stride_, 0.0f);
         add_weighted<P>({changes.data, num_keys, 1, nullptr}, num_rows, blocks(s_.keys_along, low, count, at_), width_,

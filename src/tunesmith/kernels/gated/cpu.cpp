@@ -2,6 +2,7 @@
 // float32 by itself and rounded once.
 #include <cmath>
 #include <cstdint>
+#include <initializer_list>
 
 #include "vector.hpp"
 
@@ -34,6 +35,22 @@ struct GeluTanh {
     static Floats slope(Floats x) { return x * x * (3 * 0.044715f * kTwice) + kTwice; }
 };
 
+// x * P(x), where P is the normal distribution function, half of erfc(-x / sqrt(2)). Its tail is erfc of Numerical Recipes
+// (section 6.2, "erfcc"), with a relative error below 1.2e-7.
+struct Gelu {
+    static Floats distribution(Floats x) {
+        Floats z = magnitude(x) * 0.70710678118654752f, t = 1.0f / (1.0f + 0.5f * z);
+        Floats p = splat(0.17087277f);
+        for (float next : {-0.82215223f, 1.48851587f, -1.13520398f, 0.27886807f, -0.18628806f, 0.09678418f, 0.37409196f,
+                           1.00002368f, -1.26551223f})
+            p = p * t + next;
+        Floats tail = 0.5f * t * exp_of_negative(p - z * z);
+        return x > 0.0f ? 1.0f - tail : tail;
+    }
+    Floats value(Floats x) const { return x * distribution(x); }
+    Floats slope(Floats x) const { return distribution(x) + x * (0.3989422804014327f * exp_of_negative(-0.5f * x * x)); }
+};
+
 // The slope is 1 / cosh(x / cap)^2 = 4 e / (1 + e)^2 with e = exp(-2 |x / cap|): without the cancellation of 1 - tanh^2.
 struct Softcap {
     float cap;
@@ -50,13 +67,14 @@ template <class Work> void with_types(int64_t function, float cap, int64_t is_bf
     with_number(is_bfloat16, [&](auto number) {
         if (function == 0) work(Activation<Silu>(), number);
         else if (function == 1) work(Activation<GeluTanh>(), number);
+        else if (function == 2) work(Gelu(), number);
         else work(Softcap{cap}, number);
     });
 }
 
 }  // namespace
 
-// function(x) * up, or function(x) where `up` is null. Function 0 is silu, 1 gelu_tanh, 2 the soft-cap. Rows of x and
+// function(x) * up, or function(x) where `up` is null. Function 0 is silu, 1 gelu_tanh, 2 gelu, 3 the soft-cap. Rows of x and
 // up are their strides apart, rows of the rest n.
 extern "C" void gated(const void* x, const void* up, void* out, int64_t num_rows, int64_t n, int64_t x_stride,
                       int64_t up_stride, int64_t function, float cap, int64_t is_bfloat16, int64_t num_threads) {

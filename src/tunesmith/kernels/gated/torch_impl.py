@@ -7,9 +7,9 @@ from typing import Literal
 
 import torch
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "gelu"]
 """`silu`: x sigmoid(x), of Llama and Qwen. `gelu_tanh`: the tanh form of GELU, gelu_new of GPT-2 and
-gelu_pytorch_tanh of Gemma."""
+gelu_pytorch_tanh of Gemma. `gelu`: x times the normal distribution function, of GPT-NeoX."""
 
 
 def gated(gate_RI: torch.Tensor, up_RI: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -31,7 +31,7 @@ def _activated(x_RI: torch.Tensor, activation: Activation) -> torch.Tensor:
     wide_RI = x_RI.to(_wide(x_RI))
     if activation == "silu":
         return torch.nn.functional.silu(wide_RI)
-    return torch.nn.functional.gelu(wide_RI, approximate="tanh")
+    return torch.nn.functional.gelu(wide_RI, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
 def _wide(tensor: torch.Tensor) -> torch.dtype:

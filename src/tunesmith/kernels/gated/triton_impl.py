@@ -1,7 +1,7 @@
 """Gated activations and soft-capping in Triton, and their gradients: each number is read once and written once.
 
 An activation is x * sigmoid(k(x)): k(x) = x is SiLU, and the tanh form of GELU is 0.5 * (1 + tanh(y)) = sigmoid(2 * y)
-with y = sqrt(2 / pi) * (x + 0.044715 * x^3).
+with y = sqrt(2 / pi) * (x + 0.044715 * x^3). GELU itself is x times the normal distribution function.
 
 Shape legend: R rows, I intermediate size, V vocabulary.
 """
@@ -50,6 +50,10 @@ def _value_and_slope(x, cap, FUNCTION: tl.constexpr):
         power = tl.exp(-2.0 * tl.abs(x / cap))
         value = cap * tanh(x / cap)
         slope = 4.0 * power / ((1.0 + power) * (1.0 + power))
+    elif FUNCTION == "gelu":
+        distribution = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+        value = x * distribution
+        slope = distribution + x * (0.3989422804014327 * tl.exp(-0.5 * x * x))
     else:
         if FUNCTION == "gelu_tanh":
             # Beyond 20 the sigmoid is 0 or 1 in float32, and the cube of x may be infinite. NaN stays.

@@ -99,7 +99,8 @@ class DeviceModel(CachedDecoder):
         addresses = self._current_addresses()
         if self._addresses and addresses == self._addresses:
             return True
-        self.linears = {id(projection): share(projection) for projection in projections(self.decoder.architecture)}
+        parts = projections(self.decoder.architecture)
+        self.linears = {id(projection): share(projection) for projection in parts if isinstance(projection, Projection)}
         self._addresses = self._current_addresses()
         return False
 

@@ -15,6 +15,7 @@ from torch import nn
 from tunesmith.batch.rollout import Group, SamplingParams
 from tunesmith.core.errors import TrainingError
 from tunesmith.core.trace import span
+from tunesmith.models.architecture import UnsupportedArchitecture
 from tunesmith.models.decoder import Decoder
 from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.loaded import PreTrainedTokenizerBase
@@ -44,7 +45,7 @@ class DeviceEngine:
     same objects. Not thread-safe: one `generate` at a time.
 
     Raises:
-        UnsupportedArchitecture: the model's family is unknown.
+        UnsupportedArchitecture: the model has a part that is not known here.
     """
 
     is_exact = False
@@ -61,7 +62,10 @@ class DeviceEngine:
         value_head: nn.Module | None = None,
     ) -> None:
         self._module = model.module
-        self._model = DeviceModel(model.module, Decoder(model.module, model.kernels))
+        decoder = Decoder(model.module, model.kernels)
+        if part := decoder.architecture.needs_decoder:
+            raise UnsupportedArchitecture(part)
+        self._model = DeviceModel(model.module, decoder)
         self._tokenizer = tokenizer
         self._weight_version = weight_version
         self._num_slots = num_slots
