@@ -39,7 +39,7 @@ def each_group(
 
 
 def _two(x_RI: torch.Tensor) -> torch.Tensor:
-    return x_RI if len(x_RI) > 1 else x_RI.expand(2, -1)
+    return x_RI if len(x_RI) > 1 else x_RI.repeat(2, 1)
 
 
 def _used(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
