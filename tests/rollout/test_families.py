@@ -15,6 +15,7 @@ from tunesmith.config.sections import LoraSection
 from tunesmith.kernels.linear.float32 import is_by_onednn
 from tunesmith.kernels.linear.grouped import grouped_linear
 from tunesmith.kernels.native import Kernels
+from tunesmith.models import decoder as flat
 from tunesmith.models import tiny
 from tunesmith.models.architecture import UnsupportedArchitecture
 from tunesmith.models.decoder import Decoder
@@ -205,8 +206,9 @@ def with_another_head(model: Any) -> None:
     ],
 )
 def test_the_part_that_is_not_known_is_the_reason(
-    change: Callable[[Any], None], reason: str, caplog: pytest.LogCaptureFixture
+    change: Callable[[Any], None], reason: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(flat, "_TESTED_TYPES", ())
     loaded = tiny_model("llama")
     change(loaded.model)
     with pytest.raises(UnsupportedArchitecture, match=reason):
@@ -218,7 +220,8 @@ def test_the_part_that_is_not_known_is_the_reason(
     assert [line for line in caplog.messages if reason in line]
 
 
-def test_a_layer_in_the_middle_is_named_and_modes_are_kept() -> None:
+def test_a_layer_in_the_middle_is_named_and_modes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flat, "_TESTED_TYPES", ())
     model = tiny_model("llama", num_hidden_layers=4).model
     with_another_residual(model)
     model.train()

@@ -78,6 +78,11 @@ def inject(model: PreTrainedModel, config: Any, base: AdapterBase) -> None:
         raise ModelError("the model has adapters already; merge them with `tunesmith export --merge` first")
     if config.target_modules == "all-linear" and not (model.get_output_embeddings() is not None or _has_score(model)):
         raise ModelError("`all-linear` needs a model whose output layer is known; name the modules in target_modules")
+    if config.target_modules == "all-linear" and any(parameter.dim() == 3 for parameter in model.parameters()):
+        # PEFT would adapt the experts and their router as well, which are no linear layers.
+        heads = (model.get_output_embeddings(), getattr(model, _SCORE, None))
+        linear = [name for name, part in model.named_modules() if _is_linear(part) and part not in heads]
+        config.target_modules = {name.rpartition(".")[2] for name in linear}
     model.requires_grad_(False)
     try:
         with warnings.catch_warnings():

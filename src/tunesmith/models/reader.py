@@ -53,7 +53,10 @@ def describe(model: PreTrainedModel) -> Architecture:
     if any(part._forward_hooks or part._forward_pre_hooks for part in (model, trunk)):  # type: ignore[reportPrivateUsage]
         raise UnsupportedArchitecture("the model has forward hooks, which only its own forward would call")
     _refuse_by_config(trunk.config)
-    architecture = _read(trunk, None if model is trunk else _output_layer(model.get_output_embeddings()))
+    try:
+        architecture = _read(trunk, None if model is trunk else _output_layer(model.get_output_embeddings()))
+    except AttributeError as error:  # a part with a known name and another make
+        raise UnsupportedArchitecture(str(error)) from error
     _require_all_read(trunk, architecture)
     dtypes = {parameter.dtype for parameter in model.parameters()}
     if len(dtypes) != 1 and not torch.is_autocast_enabled("cpu"):  # which makes one of them
@@ -239,6 +242,8 @@ def _norm(module: Any) -> Norm:
     weight_H = getattr(module, "weight", None)
     if epsilon is None or not isinstance(weight_H, nn.Parameter) or weight_H.dim() != 1:
         raise UnsupportedArchitecture(f"a norm is a {type(module).__name__}")
+    if weight_H.device.type == "meta":  # nothing can be computed there, and nothing will be
+        return Norm("rms", module, float(epsilon))
     x_H = torch.linspace(-1, 2, len(weight_H), device=weight_H.device).to(weight_H.dtype)
     output_H, wide_H = module.forward(x_H).float(), x_H.float()
     rms_H = wide_H * torch.rsqrt(wide_H.square().mean() + epsilon)

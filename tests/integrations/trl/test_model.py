@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+from transformers import OPTConfig, OPTForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from tunesmith.integrations.trl.model import (
@@ -105,16 +105,16 @@ def test_rows_of_one_prompt_are_neighbours_and_those_without_labels_are_gone():
 
 
 def test_an_unknown_family_is_computed_by_trl_and_named_once(caplog: pytest.LogCaptureFixture):
-    config = GPTNeoXConfig(
-        vocab_size=259, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4
+    config = OPTConfig(
+        vocab_size=259, hidden_size=32, word_embed_proj_dim=32, ffn_dim=64, num_hidden_layers=1, num_attention_heads=4
     )
-    model = GPTNeoXForCausalLM(config).eval()
+    model = OPTForCausalLM(config).eval()
     add_fused_lm_head(model)
     expected = model(**batch("right"), fused_lm_head=True).log_probs
     install(model, LiveModels(), autocast=nullcontext)
     for _ in range(2):
         torch.testing.assert_close(model(**batch("right"), fused_lm_head=True).log_probs, expected)
-    said = [record.message for record in caplog.records if "GPTNeoXForCausalLM" in record.message]
+    said = [record.message for record in caplog.records if "OPTModel" in record.message]
     assert len(said) == 1
 
 
