@@ -7,7 +7,7 @@ read with transformers' own.
 Shape legend: H hidden.
 """
 
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -55,7 +55,7 @@ def describe(model: PreTrainedModel) -> Architecture:
     _refuse_by_config(trunk.config)
     try:
         architecture = _read(trunk, None if model is trunk else _output_layer(model.get_output_embeddings()))
-    except AttributeError as error:  # a part with a known name and another make
+    except (AttributeError, ValueError) as error:  # a part with a known name and another make
         raise UnsupportedArchitecture(str(error)) from error
     _require_all_read(trunk, architecture)
     dtypes = {parameter.dtype for parameter in model.parameters()}
@@ -98,7 +98,7 @@ def _block(layer: Any, config: Any, kinds: list[str], index: int) -> Block:
     mlp, (settings, qkv) = _part(layer, "mlp"), _attention(attention, config, index)
     norms = [None if module is None else _norm(module) for module in _norm_places(layer)]
     uses_rope = bool(kinds) and bool(getattr(attention, "use_rope", True))
-    kind = "" if kinds == [""] else getattr(attention, "layer_type", "")
+    kind = (kinds or [""])[0] if len(kinds) < 2 else getattr(attention, "layer_type", None) or config.layer_types[index]
     return Block(
         norm_attention=norms[0],
         qkv=qkv,
@@ -248,6 +248,7 @@ def _norm(module: Any) -> Norm:
     output_H, wide_H = module.forward(x_H).float(), x_H.float()
     rms_H = wide_H * torch.rsqrt(wide_H.square().mean() + epsilon)
     layer_H = nn.functional.layer_norm(wide_H, wide_H.shape, eps=epsilon)
+    forms: tuple[tuple[Literal["rms", "layer"], float, torch.Tensor], ...]
     forms = (("rms", 0.0, rms_H), ("rms", 1.0, rms_H), ("layer", 0.0, layer_H))
     errors = [float((output_H - normed_H * (offset + weight_H.float())).abs().max()) for _, offset, normed_H in forms]
     kind, offset, _ = forms[errors.index(min(errors))]

@@ -67,9 +67,6 @@ _CONFIGS: dict[str, dict[str, object]] = {
     "glm4": {},
     "cohere": {},
     "exaone4": {**_WINDOW, **_KINDS},
-    "falcon": {},
-    "bloom": {},
-    "deepseek_v3": {**_EXPERTS, "n_routed_experts": 8},
 }
 """What the tiny config of a family has besides the sizes that all have."""
 
