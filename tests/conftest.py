@@ -33,7 +33,6 @@ def returned_memory() -> Iterator[None]:
     """Gives freed memory back to the system after each file: glibc keeps it in fragments, which add up to gigabytes."""
     yield
     gc.collect()
-    gc.freeze()  # modules and what else is left are not searched again
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone has it
     if trim is not None:
         trim(0)

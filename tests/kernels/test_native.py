@@ -116,7 +116,7 @@ def test_processes_that_compile_at_once_all_get_the_library(sources, cache):
     assert [path.suffix for path in cache.iterdir()] == [".so"]
 
 
-def test_denormals_survive_loading_a_kernel(require):
+def test_denormals_survive_loading_a_kernel(cache, require):
     require("c++", "g++", "clang++")
     code = """
         import torch

@@ -12,7 +12,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 from urllib.parse import urlsplit
 
 from tunesmith.cli.main import main
@@ -81,7 +81,7 @@ class Server:
         words = ["serve", "--dir", str(self.folder), "--port", str(self.port), "--json", *self.flags]
         ends = [multiprocessing.Pipe(duplex=False) for _ in range(2)]
         given = (words, *(there for _, there in ends))
-        self.process = context().Process(target=_serve, args=given, daemon=True)
+        self.process = _context().Process(target=_serve, args=given, daemon=True)
         self.process.start()
         self.output, complaints = (os.fdopen(os.dup(here.fileno()), encoding="utf-8") for here, _ in ends)
         for end in itertools.chain(*ends):
@@ -133,11 +133,10 @@ def pairs(count: int) -> list[NewItem]:
     return [NewItem(f"Prompt {i}", (Candidate(f"first {i}"), Candidate(f"second {i}"))) for i in range(count)]
 
 
-def context() -> Any:
-    """Processes that are forked from one that has torch, the trainers and the server loaded."""
-    found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload(["tunesmith.trainers.resume", "tunesmith.web.server"])
-    return found
+def _context():
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tunesmith.trainers.resume", "tunesmith.web.server"])  # as tests/trainers/jobs.py
+    return context
 
 
 def _serve(words, out, errors):

@@ -352,17 +352,13 @@ def find_compiler() -> tuple[str, ...]:
 
 def _key(source: Path, compiler: tuple[str, ...]) -> str:
     """Hash of everything the library depends on: sources, flags, compiler and its version, and the processor."""
+    # With -march=native the predefined macros name the compiler's version and each instruction set of this processor.
+    macros = _run((*compiler, "-march=native", "-fopenmp", "-dM", "-E", "-x", "c++", os.devnull), "is of no use")
     digest = hashlib.sha256()
     for path in (source, *sorted(source.parent.parent.glob("*.hpp"))):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    digest.update("\0".join((*FLAGS, *compiler, _macros(compiler))).encode())
+    digest.update("\0".join((*FLAGS, *compiler, macros)).encode())
     return digest.hexdigest()[:24]
-
-
-@functools.cache
-def _macros(compiler: tuple[str, ...]) -> str:
-    """The predefined macros, which name the compiler's version and each instruction set of this processor."""
-    return _run((*compiler, "-march=native", "-fopenmp", "-dM", "-E", "-x", "c++", os.devnull), "is of no use")
 
 
 def _build(source: Path, compiler: tuple[str, ...], path: Path) -> None:

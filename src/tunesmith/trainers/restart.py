@@ -72,7 +72,6 @@ MAY_CHANGE = frozenset(
         "rollout.server_timeout_s",
         "rollout.server_url",
         "rollout.unload_during_update",
-        "scale.address",
         "scale.timeout_s",
         "scale.workers",
         "run.steps",

@@ -223,8 +223,7 @@ class Worker(AbstractContextManager["Worker"]):
     """
 
     def __init__(self, prompts: Sequence[str]) -> None:
-        context = get_context("forkserver")  # imports once for all sides, and unlike fork suits a GPU
-        context.set_forkserver_preload([__name__])
+        context = get_context("spawn")
         self._connection, there = context.Pipe()
         self._process = context.Process(target=_serve, args=(there, prompts), daemon=True)
         self._process.start()
