@@ -117,8 +117,8 @@ class DPO(PolicyParts):
         """The loss of one micro-batch, a scalar, with its statistics. An answer of several pairs is computed once."""
         batch = setup.sent(collate_answers(self.answers, indices_of(micro)), self.uploader)
         scores = token_logps(self.policy, batch.ids_BS, batch.lengths_B, prompt_lengths_B=batch.prompt_lengths_B)
-        logp_A = torch.zeros_like(self.length_A, dtype=torch.float32)
-        logp_A = logp_A.index_put((batch.answer_B,), scores.logp_BT.sum(dim=1))
+        logp_B = scores.logp_BT.sum(dim=1)
+        logp_A = torch.zeros_like(self.length_A, dtype=logp_B.dtype).index_put((batch.answer_B,), logp_B)
         loss, stats = self.loss_of(micro, logp_A, reference_A, num_units, kl)
         return loss, stats, TokenSums.of_batch(batch.lengths_B - batch.prompt_lengths_B, scores.entropy_BT)
 
@@ -165,13 +165,15 @@ class DPO(PolicyParts):
     @torch.no_grad()
     def answer_logps(self, model: LanguageModel, indices: Iterable[int]) -> torch.Tensor:
         """logp_A: the log-prob of each answer in `indices` under `model`, summed over its tokens; NaN at all others."""
-        logp_A = torch.full_like(self.length_A, torch.nan, dtype=torch.float32)
         parts: list[tuple[torch.Tensor, torch.Tensor]] = []
         for chunk in share_of(chunks(in_order(self.answers, indices), 2 * self.cfg.micro_batch_size)):
             batch = setup.sent(collate_answers(self.answers, chunk), self.uploader)
             scores = token_logps(model, batch.ids_BS, batch.lengths_B, prompt_lengths_B=batch.prompt_lengths_B)
             parts.append((batch.answer_B, scores.logp_BT.sum(dim=1)))
-        for answer_B, logp_B in gathered(parts, "log-probs"):
+        found = gathered(parts, "log-probs")
+        dtype = found[0][1].dtype if found else torch.float32
+        logp_A = torch.full_like(self.length_A, torch.nan, dtype=dtype)
+        for answer_B, logp_B in found:
             logp_A[answer_B] = logp_B
         return logp_A
 
