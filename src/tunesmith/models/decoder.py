@@ -182,7 +182,7 @@ def _apart(block: Block, x_TX: torch.Tensor) -> torch.Tensor:
 
 
 def _mlp(block: Block, normed_TH: torch.Tensor, ops: Ops) -> torch.Tensor:
-    """What the MLP adds to the residual stream."""
+    """The output of the MLP, `[T, H]`, which is added to the residual stream."""
     if isinstance(block.mlp, Experts):
         x_TH = mixture(block.mlp, normed_TH, ops.linear, ops.experts, ops.kernels)
     else:

@@ -65,7 +65,7 @@ def describe(model: PreTrainedModel) -> Architecture:
 
 
 def _refuse_by_config(config: Any) -> None:
-    """What leaves no parameter, and may not show in the logits of a few tokens."""
+    """Refuse settings that leave no parameter, and may not show in the logits of a few tokens."""
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         raise UnsupportedArchitecture("it attends to an encoder")
     if getattr(config, "use_bidirectional_attention", False):

@@ -68,7 +68,7 @@ _CONFIGS: dict[str, dict[str, object]] = {
     "cohere": {},
     "exaone4": {**_WINDOW, **_KINDS},
 }
-"""What the tiny config of a family has besides the sizes that all have."""
+"""Fields of the tiny config of a family, besides the sizes that all have."""
 
 ALL_FAMILIES = (*_CONFIGS, "gpt2")
 """All that `tiny_model` makes."""

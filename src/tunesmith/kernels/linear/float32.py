@@ -83,6 +83,6 @@ class _Linear(torch.autograd.Function):
         x_RI, weight_OI = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         d_x_RI = product(d_y_RO, weight_OI) if needs_x else None
-        # Not by oneDNN, which torch gives a copy of a transposed left side.
+        # Not by oneDNN: torch would copy the transposed left side for it.
         d_weight_OI = d_y_RO.t() @ x_RI if needs_weight else None
         return d_x_RI, d_weight_OI, d_y_RO.sum(0) if needs_bias else None

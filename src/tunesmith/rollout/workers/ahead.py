@@ -29,7 +29,7 @@ _Job = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """How far a run draws ahead: at most `staleness` steps, up to its last. `arguments_of` gives the call of
+    """Limit of drawing ahead: at most `staleness` steps, up to the last. `arguments_of` gives the call of
     `generate` that the step of an index makes.
     """
 
@@ -113,7 +113,7 @@ class AheadEngine:
         return list(prompts), n, sampling
 
     def _of_next_step(self) -> Future[_Drawn]:
-        """What is drawn for the next step; the draws up to `staleness` steps later have begun."""
+        """The completions of the next step, perhaps not drawn yet; draws up to `staleness` steps later have begun."""
         step, last = self._step, self._ahead.num_steps - 1
         for later in range(step, max(step, min(step + self._ahead.staleness, last)) + 1):
             if later not in self._begun:
