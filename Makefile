@@ -53,6 +53,8 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/tunesmith demo
 
+# Many tests start processes, which are to find compiled modules even where the environment forbids to keep them.
+test: export PYTHONDONTWRITEBYTECODE =
 test: export HF_HUB_OFFLINE = 1
 test: export OMP_NUM_THREADS ?= 1
 test: $(STAMP)

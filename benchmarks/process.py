@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
@@ -48,6 +49,8 @@ class Server:
 class Process:
     """An object of the class `target` ("module:Class") in a process of its own, made from `settings`.
 
+    `variables` are added to its environment.
+
     A class that owns its loop has a method `serve(server)` and answers calls itself.
 
     Example:
@@ -55,7 +58,9 @@ class Process:
             drawn = process.call("draw", work, seed=0)
     """
 
-    def __init__(self, target: str, settings: object, *, num_threads: int) -> None:
+    def __init__(
+        self, target: str, settings: object, *, num_threads: int, variables: Mapping[str, str] | None = None
+    ) -> None:
         here, there = Pipe()
         self._connection = here
         self._name = target.rpartition(":")[2]
@@ -63,7 +68,7 @@ class Process:
         self._process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, target, str(there.fileno())],
             pass_fds=[there.fileno()],
-            env=_environment(num_threads),
+            env=_environment(num_threads) | dict(variables or {}),
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,

@@ -118,7 +118,7 @@ class _Product:
     def __init__(self, weight_OI: torch.Tensor, block: int | None, kernels: Kernels) -> None:
         self.num_inputs, self.dtype = weight_OI.shape[1], weight_OI.dtype
         self._weight_OI = weight_OI
-        has_packed = weight_OI.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
+        has_packed = weight_OI.dtype in (torch.bfloat16, torch.float32) and torch.backends.mkldnn.is_available()
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous(), 64) if has_packed else None
         self._own = None if block is None else pack(weight_OI, block, kernels=kernels)
 

@@ -4,15 +4,21 @@
 `uneven`: completions of 8 to 512 tokens, two workers of which one has half of each millisecond. The ideal is the time
 of one undisturbed worker over 1.5; shares are this ideal over the time that was measured. In a static split each
 worker gets one half of the prompts. Lengths are not known before.
+`staleness` (with --staleness, in place of the others): `grpo_arithmetic` with one worker that draws 0, 1 and 4 steps
+ahead, a seed for each round: accuracy on held-out sums before and after, and the seconds of a step and of both sides'
+waiting in it, medians over the steps. `step_ratio` is the time of a step of staleness 0 over that of this one.
 Every process has one thread. Leave the machine alone meanwhile.
 """
 
 import contextlib
 import os
 import signal
+import statistics
+import tempfile
 import threading
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from benchmarks.common import (
@@ -29,6 +35,7 @@ from benchmarks.common import (
     spread_text,
 )
 from benchmarks.machine import machine_facts
+from tunesmith import train
 from tunesmith.batch.rollout import SamplingParams
 from tunesmith.config.sections import ModelSection
 from tunesmith.models.load import load_policy
@@ -36,9 +43,12 @@ from tunesmith.models.loaded import LoadedModel
 from tunesmith.rollout.factory import open_engine
 from tunesmith.rollout.workers.engine import WorkerEngine, Workers
 from tunesmith.schema.records import Prompt
+from tunesmith.trainers.setup import RunResult
 
 _SLICE_S = 0.02
 _LEASE = 4
+ACCURACIES = ("accuracy_before", "accuracy_after")
+TIMES = ("step_ratio", "time/step_s", "rollout/wait_s", "rollout/worker_idle_s")
 
 
 def prompts_of(count: int) -> list[Prompt]:
@@ -126,8 +136,55 @@ def measure_uneven(loaded: LoadedModel, options: Namespace, say: Say) -> dict[st
     }
 
 
+def measure_staleness(options: Namespace, say: Say) -> dict[str, object]:
+    """Runs of staleness 0, 1 and 4 in alternation, each round with another seed."""
+
+    trained: dict[str, Any] = {"model.num_trainable_layers": 1 if options.quick else 10}  # tiny models have two
+
+    def side(staleness: int, index: int) -> RunResult:
+        with tempfile.TemporaryDirectory() as folder:
+            return train.grpo(
+                recipe="grpo_arithmetic",
+                model=options.model,
+                steps=options.steps,
+                rollout={"prompts_per_step": 8},
+                optimizer={"learning_rate": 1e-4},
+                evaluation={"num_prompts": 4 if options.quick else 32},
+                scale={"workers": 1, "staleness": staleness},
+                run={"dir": folder, "seed": index, "num_threads": 1, "checkpoint_every": options.steps},
+                progress=False,
+                **trained,
+            )
+
+    def line(answers: Mapping[str, list[RunResult]]) -> str:
+        return ", ".join(
+            f"{name}: {runs[-1].summary['accuracy_after']:.3f}, {median_of(runs[-1], 'time/step_s'):.1f} s a step"
+            for name, runs in answers.items()
+        )
+
+    sides = {str(staleness): partial(side, staleness) for staleness in (0, 1, 4)}
+    answers, loads = in_turns(sides, options.rounds, say, line)
+    first = [median_of(run, "time/step_s") for run in answers["0"]]
+    figures: dict[str, object] = {}
+    for name, runs in answers.items():
+        figures[name] = {
+            **{key: [run.summary[key] for run in runs] for key in ACCURACIES},
+            "step_ratio": paired(first, [median_of(run, "time/step_s") for run in runs]).median,
+            **{key: statistics.median(median_of(run, key) for run in runs) for key in TIMES[1:]},
+        }
+    return {"steps": options.steps, "by_staleness": figures, "load": load_facts(loads)}
+
+
+def median_of(run: RunResult, name: str) -> float:
+    """Median of a metric over the steps of a run."""
+    return statistics.median(row[name] for row in run.metrics)
+
+
 def measure(options: Namespace, say: Say) -> Mapping[str, object]:
     """The figures."""
+    if options.staleness:
+        say("staleness: 0, 1 and 4 in turn, accuracy of each seed")
+        return {"model": options.model, "staleness": measure_staleness(options, say), **machine_facts()}
     loaded = load_policy(ModelSection(name=options.model))
     say("rollout: one worker and two")
     rollout = measure_rollout(loaded, options, say)
@@ -138,6 +195,14 @@ def measure(options: Namespace, say: Say) -> Mapping[str, object]:
 
 def show(facts: Mapping[str, Any]) -> None:
     """Print the figures."""
+    if "staleness" in facts:
+        rows = [
+            [name, *(f"{statistics.mean(row[key]):.3f}" for key in ACCURACIES), *(f"{row[key]:.2f}" for key in TIMES)]
+            for name, row in facts["staleness"]["by_staleness"].items()
+        ]
+        print_table(["staleness", *ACCURACIES, *TIMES], rows)
+        print(load_warning(facts["staleness"]))
+        return
     rollout, uneven = facts["rollout"], facts["uneven"]
     print_table(
         ["", "figure"],
@@ -153,7 +218,10 @@ def show(facts: Mapping[str, Any]) -> None:
 def main(words: Sequence[str]) -> int:
     """The command line."""
     uneven = {"default": "scratch", "metavar": "ID", "help": "model of the uneven work; its completions end by chance"}
-    flags = parser("scale", __doc__, "model", "rounds", "quick", "out", "json", "quiet", uneven_model=uneven)
+    staleness = {"action": "store_true", "help": "measure training on completions drawn ahead, and nothing else"}
+    steps = {"type": int, "default": 12, "metavar": "N", "help": "steps of each run of --staleness"}
+    shared = ("model", "rounds", "quick", "out", "json", "quiet")
+    flags = parser("scale", __doc__, *shared, uneven_model=uneven, staleness=staleness, steps=steps)
     return command(flags, words, measure, show)
 
 

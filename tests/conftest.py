@@ -28,11 +28,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 Require = Callable[..., str]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts whole workflows first: at the end one of them would keep one worker busy while the others idle."""
+    items.sort(key=lambda item: "tests/workflows/" not in item.nodeid)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def returned_memory() -> Iterator[None]:
     """Gives freed memory back to the system after each file: glibc keeps it in fragments, which add up to gigabytes."""
     yield
     gc.collect()
+    gc.freeze()  # modules and what else is left are not searched again
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone has it
     if trim is not None:
         trim(0)

@@ -8,6 +8,7 @@ nothing heavy.
 import importlib
 from typing import TYPE_CHECKING
 
+from tunesmith.core.system import limit_spinning
 from tunesmith.core.version import __version__
 
 if TYPE_CHECKING:
@@ -132,6 +133,9 @@ _NAMES = {
     "tunesmith.web.settings": "ServerSettings",
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+
+limit_spinning()
 
 
 def __getattr__(name: str) -> object:

@@ -14,3 +14,12 @@ def test_a_smoke_run_gives_all_figures(capsys: pytest.CaptureFixture[str]) -> No
     assert facts["rollout"]["ratio_2"] > 0
     assert facts["uneven"]["queue_share"] > 0 and facts["uneven"]["static_share"] > 0
     assert facts["rollout"]["load"] and facts["commit"]
+
+
+def test_runs_that_draw_ahead_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--staleness", "--quick", "--quiet", "--json", "--rounds", "1", "--model", "tiny:llama", "--steps", "2"]
+    assert scale.main(words) == 0
+    facts = json.loads(capsys.readouterr().out)["staleness"]
+    assert set(facts["by_staleness"]) == {"0", "1", "4"} and facts["by_staleness"]["0"]["step_ratio"] == 1
+    for row in facts["by_staleness"].values():
+        assert row["accuracy_after"] == [0.0] and row["time/step_s"] > row["rollout/wait_s"] >= 0

@@ -1,5 +1,6 @@
-"""The cache folder follows the environment; freed memory stays with the process where the allocator is glibc's."""
+"""The cache folder follows the environment; freed memory stays with the process; waiting threads sleep soon."""
 
+import os
 import platform
 import subprocess
 import sys
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.core.system import cache_folder
+from tunesmith.core.system import SPIN_COUNT, SPIN_VARIABLES, cache_folder
 
 PROGRAM = """
 import ctypes, sys
@@ -36,6 +37,31 @@ def test_a_large_block_that_is_freed_stays_only_if_asked() -> None:
 
     assert growth_mb("keep") > 190
     assert growth_mb("leave") < 20
+
+
+IMPORTED = "import {}, {}, logging, os, tunesmith.core.system as s; s.warn_of_spinning(); s.warn_of_spinning()"
+"""Imports two modules, and prints what OpenMP of this process was told."""
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "variables", "expected", "num_warnings"),
+    [
+        ("tunesmith", "torch", {}, SPIN_COUNT, 0),
+        ("torch", "tunesmith", {}, "None", 1),
+        ("torch", "tunesmith", {"GOMP_SPINCOUNT": "7"}, "7", 0),
+        ("tunesmith", "torch", {"OMP_WAIT_POLICY": "active"}, "None", 0),
+    ],
+)
+def test_waiting_threads_sleep_soon_if_torch_comes_later_and_the_user_did_not_choose(
+    first: str, second: str, variables: dict[str, str], expected: str, num_warnings: int
+) -> None:
+    inherited = {name: value for name, value in os.environ.items() if name not in SPIN_VARIABLES}
+    code = IMPORTED.format(first, second) + "; print(os.environ.get('GOMP_SPINCOUNT'))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=inherited | variables
+    )
+    assert done.stdout.strip() == expected
+    assert done.stderr.count("torch was loaded before tunesmith") == num_warnings
 
 
 def test_the_cache_is_where_the_environment_says(monkeypatch):

@@ -1,13 +1,13 @@
 """How several processes start, fail and are resumed."""
 
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -19,8 +19,9 @@ from recipes import PROMPTS, demonstrations, grpo_recipe, sft_recipe, training
 
 from tunesmith.config.schema import SFTRecipe
 from tunesmith.core.errors import InputError, TrainingError
+from tunesmith.distributed import launch
 from tunesmith.distributed.ranks import gathered, rank, share_of
-from tunesmith.trainers.api import Inputs, Listener, Wishes
+from tunesmith.trainers.api import Inputs
 from tunesmith.trainers.resume import resume
 from tunesmith.trainers.run import run
 from tunesmith.trainers.setup import RunResult
@@ -59,6 +60,22 @@ def test_a_rank_that_does_not_come_is_named(how: str, message: str) -> None:
     assert not [child for child in psutil.Process().children(recursive=True) if "rank" in child.name()]
 
 
+class Hanging:
+    """Work that another process never finishes reading."""
+
+    def __call__(self) -> None:
+        raise AssertionError("no rank should begin")
+
+    def __reduce__(self) -> tuple[object, tuple[float]]:
+        return time.sleep, (60.0,)
+
+
+def test_a_rank_that_does_not_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_START_LIMIT", timedelta(seconds=0.5))
+    with pytest.raises(TrainingError, match=r"rank 1 did not start within 0:00:00.5"):
+        on_ranks(2, Hanging())
+
+
 def test_a_reward_that_no_other_process_can_import_is_refused(tmp_path: Path) -> None:
     cfg = grpo_recipe(tmp_path, scale={"ranks": 2})
     with pytest.raises(InputError, match=r"cannot be sent to the other ranks .*\./file\.py:name"):
@@ -87,25 +104,6 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path, ranks: Seque
         result = resume(result.run_dir, overrides=changed, inputs=inputs, progress=False)
     assert same_weights(whole, result)
     assert [row["loss"] for row in whole.metrics] == [row["loss"] for row in result.metrics]
-
-
-class Killing(Listener):
-    """Kills rank 1 after the second step."""
-
-    def step_ended(self, step: int, metrics: Mapping[str, float]) -> Wishes:
-        if step == 2:
-            (other,) = [child for child in multiprocessing.active_children() if child.name == "tunesmith rank 1"]
-            other.kill()
-        return Wishes()
-
-
-def test_a_run_whose_rank_was_killed_goes_on_as_it_would_have(tmp_path: Path) -> None:
-    inputs = Inputs(demonstrations=demonstrations())
-    whole = run(exact_sft(tmp_path / "whole", 4), inputs, progress=False)
-    with pytest.raises(TrainingError, match="rank 1 was ended by SIGKILL"):
-        run(exact_sft(tmp_path / "killed", 4, 2), inputs, progress=False, listener=Killing())
-    (killed,) = (tmp_path / "killed" / "runs").iterdir()
-    assert same_weights(whole, resume(killed, inputs=inputs, progress=False))
 
 
 @pytest.mark.slow

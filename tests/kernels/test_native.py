@@ -20,6 +20,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("TUNESMITH_CACHE", str(tmp_path / "cache"))
+    native.warn_once.cache_clear()  # another test may have had the same to say
     return tmp_path / "cache" / "kernels"
 
 
@@ -62,9 +63,11 @@ def test_functions_that_were_called_can_be_wrapped_for_a_while(sources, cache):
     assert calls == ["answer"]
 
 
-def test_a_kernel_is_compiled_once_and_taken_from_the_cache_afterwards(sources, cache, monkeypatch):
-    assert load("answer", sources=sources).answer() == 42
-    (library,) = cache.iterdir()
+def test_a_kernel_is_compiled_once_and_taken_from_the_cache_afterwards(sources, cache, monkeypatch, caplog):
+    with caplog.at_level(logging.INFO, logger="tunesmith"):
+        assert load("answer", sources=sources).answer() == 42
+    (record,), (library,) = caplog.records, cache.iterdir()
+    assert record.getMessage().startswith("compiled the kernel answer in ") and str(cache) in record.getMessage()
     monkeypatch.setattr(native, "_build", lambda *_: pytest.fail("compiled a second time"))
     assert load("answer", sources=sources).answer() == 42
     assert list(cache.iterdir()) == [library]
@@ -116,7 +119,7 @@ def test_processes_that_compile_at_once_all_get_the_library(sources, cache):
     assert [path.suffix for path in cache.iterdir()] == [".so"]
 
 
-def test_denormals_survive_loading_a_kernel(cache, require):
+def test_denormals_survive_loading_a_kernel(require):
     require("c++", "g++", "clang++")
     code = """
         import torch
@@ -137,14 +140,35 @@ def test_denormals_survive_loading_a_kernel(cache, require):
 
 
 def test_without_a_compiler_auto_takes_torch_and_says_so_once(sources, no_compiler, caplog):
-    kernels = Kernels("auto", sources=sources)
+    objects = [Kernels("auto", sources=sources) for _ in range(2)]
     (sources / "other").mkdir()
     (sources / "other" / "cpu.cpp").write_text("")
     with caplog.at_level(logging.WARNING, logger="tunesmith"):
-        assert [kernels.library(op, CPU) for op in ("answer", "other", "answer")] == [None] * 3
+        for kernels in objects:
+            assert [kernels.library(op, CPU) for op in ("answer", "other", "answer")] == [None] * 3
     (record,) = caplog.records
     assert "using torch instead of compiled kernels" in record.getMessage()
     assert "none of c++, g++, clang++ on PATH" in record.getMessage()
+
+
+def test_a_compiler_that_fails_is_named_once_and_training_goes_on(tmp_path, cache):
+    code = f"""
+        from tunesmith.core import log
+        from tunesmith import train
+        log.configure()
+        made = train.grpo(
+            model="tiny:llama",
+            prompts=["a", "b"],
+            reward=lambda completions, **_: [float(len(text)) for text in completions],
+            steps=2,
+            **{{"run.dir": {str(tmp_path)!r}, "rollout.max_new_tokens": 4}},
+        )
+        assert len(made.metrics) == 2
+    """
+    process = run(code, CXX="/bin/false", TUNESMITH_CACHE=str(tmp_path / "cache"))
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    assert errors.count("/bin/false") == errors.count("using torch instead of compiled kernels") == 1, errors
 
 
 def test_without_a_compiler_a_requested_native_kernel_raises(sources, no_compiler):

@@ -15,7 +15,8 @@ from tunesmith.kernels.native import Kernels, shared, why_not_triton
 
 @pytest.fixture
 def sources(tmp_path: Path) -> Path:
-    """Operations written in both, in C++ alone, in Triton alone, and in neither."""
+    """Operations written in both, in C++ alone, in Triton alone, and in neither; nothing has been warned of yet."""
+    native.warn_once.cache_clear()
     for op, files in {"both": ("cpu.cpp", "triton_impl.py"), "cpp": ("cpu.cpp",), "tri": ("triton_impl.py",)}.items():
         (tmp_path / op).mkdir()
         for name in files:

@@ -21,14 +21,13 @@ normal = partial(drawn.normal, scale=2.0)
 
 
 @pytest.fixture(scope="module", params=["x86-64", "x86-64-v3"])
-def portable(request, require, tmp_path_factory) -> Kernels:
-    """Kernels without AVX-512, and without AVX."""
+def portable(request, require) -> Kernels:
+    """Kernels without AVX-512, and without AVX; the cache knows them by their flags."""
     require("c++", "g++", "clang++")
     if platform.machine() != "x86_64":
         pytest.skip("these are levels of x86-64")
     kernels = Kernels("native")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TUNESMITH_CACHE", str(tmp_path_factory.mktemp(f"cache-{request.param}")))
         flags = tuple(flag.replace("native", request.param) for flag in compiled.FLAGS)
         patch.setattr(compiled, "FLAGS", flags)
         for op in ("sample", "rms_norm", "gated", "linear", "logprob", "preference"):

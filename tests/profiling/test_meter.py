@@ -23,10 +23,11 @@ import torch
 from tunesmith import train
 from tunesmith.core import system
 from tunesmith.core.trace import span, trace
-from tunesmith.profiling import cgroup, meter
+from tunesmith.profiling import meter
 from tunesmith.profiling.meter import Meter, metering
 from tunesmith.profiling.sampler import api
 from tunesmith.profiling.sampler.api import Sampler, Samples
+from tunesmith.runs import cgroup
 from tunesmith.runs.folder import MEASURED, read_jsonl
 
 NUM_ASKS = 10

@@ -13,7 +13,7 @@ from tunesmith.core.errors import TrainingError
 from tunesmith.kernels.linear.float32 import is_by_onednn
 from tunesmith.kernels.native import Kernels
 from tunesmith.models.language_model import LanguageModel, language_model
-from tunesmith.models.load import load_policy
+from tunesmith.models.load import cpu_has_bfloat16, load_policy
 from tunesmith.models.loaded import LoadedModel
 from tunesmith.models.logprob import token_logps
 from tunesmith.models.tiny import tiny_model
@@ -22,7 +22,7 @@ from tunesmith.rollout.native_engine import NativeEngine
 from tunesmith.schema.records import Prompt
 
 DECODERS = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "gemma2", "gemma3")
-has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+has_bf16 = cpu_has_bfloat16()
 needs_bf16 = pytest.mark.skipif(not has_bf16, reason="this CPU has no bfloat16 instructions, so nothing is exact in it")
 has_onednn = is_by_onednn(torch.ones(2, 2), torch.ones(2, 2))
 needs_onednn = pytest.mark.skipif(not has_onednn, reason="torch has no oneDNN here, so nothing is exact in float32")

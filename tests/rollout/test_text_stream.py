@@ -118,4 +118,4 @@ def test_callbacks_get_the_text_of_each_completion_and_the_number_that_ended(sto
         ended = [row for row, token in going if row.append(token, -1.0, -1.0)]
         callbacks.note([row for row, _ in going], ended)
     assert texts == {(3, row.sample): row.text for row in rows}
-    assert counts == [(1, 8), (2, 8)]
+    assert counts[-1] == (2, 8)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tunesmith.runs.progress import format_rate, progress
+from tunesmith.runs.progress import Pace, format_rate, progress
 
 
 def test_a_resumed_run_counts_its_rate_from_where_it_went_on(capsys: pytest.CaptureFixture[str]) -> None:
@@ -11,7 +11,32 @@ def test_a_resumed_run_counts_its_rate_from_where_it_went_on(capsys: pytest.Capt
         reporter.update(10, {"reward": 0.5})
     line = capsys.readouterr().err
     assert line.startswith("train 10/10, 0 s")
-    assert line.endswith("0 s left  reward 0.500\n")
+    assert line.endswith("  reward 0.500\n") and "left" not in line, "one step says nothing about the others"
+
+
+def test_what_is_left_is_shown_after_two_steps_and_the_first_is_not_counted() -> None:
+    pace = Pace(start_s=0.0)
+    assert pace.remaining(12) == ""
+    pace.note(1, 100.0)
+    assert pace.remaining(12) == ""
+    pace.note(2, 104.0)
+    assert pace.remaining(12) == "40 s left"
+    pace.note(3, 110.0)
+    assert pace.remaining(12) == "45 s left"
+
+
+def test_a_machine_that_stood_still_once_is_expected_to_go_on_as_before() -> None:
+    pace = Pace(4, start_s=0.0)
+    for step, now_s in enumerate((1.0, 3.0, 5.0, 605.0, 607.0), start=5):
+        pace.note(step, now_s)
+    assert pace.item_s() == (2 + 2 + 6 + 2) / 4
+
+
+def test_completions_that_end_together_are_one_interval_of_many_items() -> None:
+    pace = Pace(start_s=0.0)
+    for done, now_s in ((128, 30.0), (256, 35.0), (384, 40.0)):
+        pace.note(done, now_s)
+    assert pace.remaining(512) == "5 s left"
 
 
 def test_rates_read_well_when_they_are_small() -> None:

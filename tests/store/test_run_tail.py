@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from tunesmith.core.errors import StoreError
 from tunesmith.runs.lock import HOLDER_FILE, RunLock
-from tunesmith.store.run_tail import METRICS_FILE, POSITION_FILE, WATCH_FOLDER, RunTail, following, run_state
-from tunesmith.store.runs import RunReader
+from tunesmith.store import run_tail
+from tunesmith.store.run_tail import METRICS_FILE, POSITION_FILE, WATCH_FOLDER, Follower, RunTail, run_state
+from tunesmith.store.runs import RunReader, RunStore
 
 
 @pytest.fixture
@@ -194,26 +195,53 @@ def test_two_cannot_follow_into_one_place(run, place):
     tail.close()
 
 
-def test_a_run_is_followed_while_the_block_runs_and_its_state_is_told(run):
+def test_a_run_is_followed_while_somebody_asks_for_it_and_its_state_is_told(run, monkeypatch):
     append(run, line(1, reward=1.0))
-    with RunLock(run), following(run) as folder:
+    with RunLock(run), Follower() as follower:
+        folder = follower.folder(run)
         assert folder == run / WATCH_FOLDER
         reader = RunReader.open(folder / "runs.db")
         assert wait_for(lambda: reader.last_metric_id() > 0)
         append(run, line(2, reward=2.0))
         assert wait_for(lambda: len(reader.series("reward").points) == 2)
         assert wait_for(lambda: reader.heartbeat().state == "running")
+        monkeypatch.setattr(run_tail, "IDLE_S", 0.0)
+        assert wait_for(lambda: not is_locked_database(folder))
+        append(run, line(3, reward=3.0))
+        monkeypatch.setattr(run_tail, "IDLE_S", 30.0)
+        assert follower.folder(run) == folder
+        assert wait_for(lambda: len(reader.series("reward").points) == 3)
     shutil.rmtree(run / WATCH_FOLDER)
+
+
+def is_locked_database(folder):
+    try:
+        RunStore.open(folder / "runs.db").close()
+    except StoreError:
+        return True
+    return False
 
 
 def test_a_second_watcher_keeps_its_files_aside_and_removes_them(run):
     append(run, line(1, reward=1.0))
-    with following(run) as folder:
-        with following(run) as other:
+    with Follower() as follower:
+        folder = follower.folder(run)
+        with Follower() as second:
+            other = second.folder(run)
             assert other != folder
             reader = RunReader.open(other / "runs.db")
             assert wait_for(lambda: reader.last_metric_id() > 0)
         assert not other.exists()
+
+
+def test_of_many_runs_the_last_ones_asked_for_are_followed(run, monkeypatch):
+    monkeypatch.setattr(run_tail, "MAX_FOLLOWED", 1)
+    other = run.parent / "other"
+    other.mkdir()
+    with Follower() as follower:
+        first, second = follower.folder(run), follower.folder(other)
+        assert wait_for(lambda: not is_locked_database(first))
+        assert is_locked_database(second)
 
 
 def test_the_state_of_a_run_follows_from_its_lock_and_its_files(run):

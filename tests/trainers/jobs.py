@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import multiprocessing
 import os
 import random
 import sys
@@ -27,6 +26,7 @@ from recipes import (
     training,
 )
 
+from server_parts import context
 from tunesmith.core.errors import TunesmithError
 from tunesmith.core.faults import VARIABLE
 from tunesmith.runs.folder import MEASURED
@@ -129,13 +129,6 @@ def outcome(run_dir: Path) -> Mapping[str, object]:
         "metrics": [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in rows],
         "samples": samples.read_text() if samples.exists() else "",
     }
-
-
-def context() -> Any:
-    """Processes that are forked from one that has torch and the trainers loaded."""
-    found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload(["tunesmith.trainers.resume", "tunesmith.web.server"])  # as in server_parts.py
-    return found
 
 
 def _run(target: Any, arguments: Sequence[Any], fault: str) -> None:

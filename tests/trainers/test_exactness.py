@@ -10,9 +10,10 @@ from recipes import PROMPTS, Started, grpo_recipe, ppo_recipe, training
 
 from tunesmith.config.schema import GRPORecipe, PPORecipe
 from tunesmith.kernels.linear.float32 import is_by_onednn
+from tunesmith.models.load import cpu_has_bfloat16
 from tunesmith.trainers import grpo, ppo
 
-has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+has_bf16 = cpu_has_bfloat16()
 needs_bf16 = pytest.mark.skipif(not has_bf16, reason="this CPU has no bfloat16 instructions, so nothing is exact in it")
 has_onednn = is_by_onednn(torch.ones(2, 2), torch.ones(2, 2))
 needs_onednn = pytest.mark.skipif(not has_onednn, reason="torch has no oneDNN here, so nothing is exact in float32")

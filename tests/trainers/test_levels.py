@@ -12,6 +12,7 @@ from tunesmith import train
 from tunesmith.config.levels import LEVELS, Level
 from tunesmith.models.decoder import Decoder
 from tunesmith.models.language_model import FullForward, TrunkForward
+from tunesmith.models.load import cpu_has_bfloat16
 from tunesmith.models.logprob import token_logps
 from tunesmith.rollout.native_engine import NativeEngine
 from tunesmith.rollout.transformers_backend import TransformersEngine
@@ -50,7 +51,7 @@ def test_the_engine_does_not_depend_on_the_forward_pass_but_its_exactness_does(f
     state = build(grpo_recipe(tmp_path, model={"forward": forward, "dtype": "bfloat16"}))
     engine = state.learner.rollouts.engine
     assert isinstance(engine, NativeEngine)
-    assert engine.is_exact == (forward == "auto" and torch.cpu._is_avx512_bf16_supported())
+    assert engine.is_exact == (forward == "auto" and cpu_has_bfloat16())
 
 
 def test_the_old_policy_is_computed_again_where_the_recipe_wants_it(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from jobs import TRAINERS, forked, go_on, outcome, the_run, train
 from tunesmith.core.errors import RunError
 from tunesmith.runs.checkpoint import list_steps
 
-POLICY = (
+POLICY = (  # all that policies share; GRPO has only its own below
     *("rollout", "reward", "reward/noisy", "old_policy", "reference", "update/forward", "update/backward"),
     *("update/optimizer", "evaluate", "log/samples", "log/findings"),
 )
@@ -23,7 +23,7 @@ SPANS = {
     "reward": ("update/forward", "update/backward", "update/optimizer", "evaluate"),
     "dpo": ("reference", "kl", "update/forward", "update/backward", "update/optimizer", "evaluate"),
     "ppo": POLICY,
-    "grpo": (*POLICY, "accuracy"),
+    "grpo": ("old_policy", "reference", "update/forward", "update/backward", "update/optimizer", "accuracy"),
     "best_of_n": ("rollout", "reference", "update/backward"),
     "distill": ("rollout", "update/teachers", "update/optimizer", "evaluate"),
 }

@@ -1,5 +1,6 @@
 """The app in this process, with raters of every kind."""
 
+import json
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -11,9 +12,13 @@ from starlette.testclient import TestClient
 from tunesmith.store.runs import RunReader
 from tunesmith.store.votes import VoteStore
 from tunesmith.web.app import create_app
+from tunesmith.web.run_index import id_of
 from tunesmith.web.settings import Limits, ServerSettings
+from tunesmith.web.studio import Studio
 
 URL = "http://127.0.0.1:8000"
+RUN = "20260101-120000-ppo-ab12"
+RUN_ID = id_of(Path("runs", RUN), Path("runs"))
 GENEROUS = Limits(rate_per_s=1e6, burst=1_000_000, failures=1_000_000)
 
 
@@ -36,10 +41,24 @@ class Parts:
         )
 
 
+def make_run(path: Path, recipe: str = "algorithm: ppo\nmodel:\n  name: smollm2\n", *rows: dict) -> Path:
+    """A run folder that has ended."""
+    path.mkdir(parents=True)
+    (path / "recipe.yaml").write_text(recipe)
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (path / "report.html").write_text("<!doctype html><title>report</title>")
+    return path
+
+
 @contextmanager
 def app_in(folder: Path, limits: Limits = GENEROUS, hosts: tuple[str, ...] = ()) -> Iterator[Parts]:
-    """The app over a fresh folder, with an admin and a rater."""
+    """The app over a fresh folder with one run, with an admin and a rater."""
     settings = ServerSettings(folder, hosts=hosts, limits=limits)
-    with VoteStore.open(settings.votes_path) as store, closing(RunReader.open(settings.runs_path)) as runs:
-        app = create_app(settings, store, runs)
+    make_run(folder / "runs" / RUN)
+    with (
+        VoteStore.open(settings.votes_path) as store,
+        closing(RunReader.open(settings.runs_path)) as runs,
+        Studio(folder / "runs") as studio,
+    ):
+        app = create_app(settings, store, runs, studio)
         yield Parts(app, store, store.add_rater("ada", "admin").token, store.add_rater("rob").token)

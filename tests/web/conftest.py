@@ -1,5 +1,6 @@
 """A server as a process, and a browser that looks at it."""
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,11 +26,21 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
             with VoteStore.open(path / "votes.db") as store:
                 campaign = store.set_campaign(CampaignSettings(**settings))
                 store.add_items(campaign.id, items)
-            server = Server(path, flags)
+            return run(Server(path, flags))
+
+        def run(server: Server) -> Server:
             stack.callback(lambda: server.process and server.process.is_alive() and server.kill())
             return server.start()
 
+        start.run = run
         yield start
+
+
+@pytest.fixture
+def studio(serve: Serve, tmp_path: Path) -> Callable[..., Server]:
+    """A function that serves the pages of the runs in the folder `runs`, or that of one of them."""
+    (tmp_path / "runs").mkdir(exist_ok=True)
+    return lambda command="studio", run="": serve.run(Server(tmp_path / "runs" / run, command=(command,)))
 
 
 @pytest.fixture
@@ -80,7 +91,7 @@ class Visit:
         context.set_default_timeout(20_000)
         self._contexts.append(context)
         page = self.page(context, server, server.login_url)
-        page.wait_for_url("**/vote")
+        page.wait_for_url(re.compile("/(vote|runs)"))
         page.close()
         return context
 

@@ -10,10 +10,13 @@ import threading
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 from urllib.parse import urlsplit
+
+import pytest
 
 from tunesmith.cli.main import main
 from tunesmith.store.records import Candidate, NewItem
@@ -66,10 +69,13 @@ class Client:
 
 @dataclass
 class Server:
-    """`tunesmith serve` on a free port. `start` may be called again after `stop` or `kill`, on the same port."""
+    """`tunesmith serve`, or another command, on a free port. `start` may be called again after `stop` or `kill`, on the
+    same port.
+    """
 
     folder: Path
     flags: Sequence[str] = ()
+    command: Sequence[str] = ("serve", "--dir")
     port: int = 0
     url: str = ""
     login_url: str | None = None
@@ -78,10 +84,10 @@ class Server:
     complaints: list[str] = field(default_factory=list)
 
     def start(self) -> "Server":
-        words = ["serve", "--dir", str(self.folder), "--port", str(self.port), "--json", *self.flags]
+        words = [*self.command, str(self.folder), "--port", str(self.port), "--json", *self.flags]
         ends = [multiprocessing.Pipe(duplex=False) for _ in range(2)]
         given = (words, *(there for _, there in ends))
-        self.process = _context().Process(target=_serve, args=given, daemon=True)
+        self.process = context().Process(target=_serve, args=given, daemon=True)
         self.process.start()
         self.output, complaints = (os.fdopen(os.dup(here.fileno()), encoding="utf-8") for here, _ in ends)
         for end in itertools.chain(*ends):
@@ -133,10 +139,14 @@ def pairs(count: int) -> list[NewItem]:
     return [NewItem(f"Prompt {i}", (Candidate(f"first {i}"), Candidate(f"second {i}"))) for i in range(count)]
 
 
-def _context():
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tunesmith.trainers.resume", "tunesmith.web.server"])  # as tests/trainers/jobs.py
-    return context
+def context() -> Any:
+    """Processes that are forked from one that has `loaded.py` behind it."""
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload(["loaded"])
+    with pytest.MonkeyPatch.context() as patch:  # the forkserver's path is not this process's
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        forkserver.ensure_running()
+    return found
 
 
 def _serve(words, out, errors):

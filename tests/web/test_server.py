@@ -81,6 +81,13 @@ def test_votes_receipts_and_errors_over_http(serve):
     assert surrogate.status == 422
 
 
+def test_head_ends_even_where_the_body_would_not(serve):
+    client = serve().admin()
+    for path in ("/vote", "/static/app.css", f"{API}/stream"):
+        head = client.send("HEAD", path)
+        assert head.status == 200 and head.body == b"" and head.headers["content-type"], path
+
+
 def test_it_ends_in_time_with_requests_under_way(serve):
     server = serve(pairs(1))
     idle, slow = connect(server), connect(server)

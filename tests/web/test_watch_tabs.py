@@ -80,7 +80,7 @@ def test_any_run_can_be_watched_while_it_writes(visit, tmp_path):
         said = json.loads(process.stdout.readline())
         page = visit.stranger().new_page()
         page.goto(said["login_url"])
-        page.wait_for_url("**/watch")
+        page.wait_for_url("**/runs/*")
         label(page, "reward", "reward 0.3 at step 3")
         page.get_by_text("The run has stopped.").wait_for()
         write(4)

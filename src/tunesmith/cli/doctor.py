@@ -22,6 +22,7 @@ from tunesmith.cli.output import Output, reporting
 from tunesmith.config.yaml_text import is_mapping
 from tunesmith.core.errors import InputError
 from tunesmith.core.log import visible
+from tunesmith.core.system import SPIN_VARIABLES
 
 if TYPE_CHECKING:
     from packaging.specifiers import SpecifierSet
@@ -198,9 +199,11 @@ def _processor() -> list[Finding]:
 
     units = _bf16_units()
     has_units = "models compute in bfloat16" if units else "not in hardware; models compute in float32"
+    waits = ", ".join(f"{name}={os.environ[name]}" for name in SPIN_VARIABLES if name in os.environ)
     return [
         Finding("cpu", f"{cpu_model()}, {usable_cores()} of {os.cpu_count()} cores usable"),
         Finding("bf16", f"{', '.join(units)}; {has_units}" if units else has_units),
+        Finding("waiting threads", waits or "the default of OpenMP"),
     ]
 
 
@@ -216,7 +219,7 @@ def _bf16_units() -> list[str]:
 def _memory() -> Iterator[Finding]:
     import psutil
 
-    from tunesmith.profiling.cgroup import memory_bytes
+    from tunesmith.runs.cgroup import memory_bytes
 
     memory = psutil.virtual_memory()
     limit_gb = min(memory.total, memory_bytes() or memory.total) / 1e9

@@ -26,6 +26,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "votes export": ("votes:export", "Write votes as JSONL, Parquet, a datasets folder or Argilla records."),
     "votes stats": ("votes:stats", "Count votes; agreement and bias of raters."),
     "serve": ("serve:serve", "Open the pages where people vote, and watch training."),
+    "studio": ("serve:studio", "Open the pages of all runs: list, metrics, diagnosis, samples, recipe."),
     "watch": ("serve:watch", "Watch a run of any trainer in the browser, live."),
     "diagnose": ("diagnose:diagnose", "Say why a run is slow, and what to change."),
     "export": ("export:export", "Copy the trained model of a run to a folder of its own."),

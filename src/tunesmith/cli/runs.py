@@ -1,6 +1,5 @@
 """`tunesmith runs ls | show | rm`: the runs on disk. Nothing here loads torch."""
 
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -84,7 +83,7 @@ def ls(words: Sequence[str]) -> None:
 def show(words: Sequence[str]) -> None:
     """Run `tunesmith runs show`."""
     options = parse(ShowOptions, words, "runs show")
-    from tunesmith.runs.listing import read_object, read_recipe, read_rows, read_run, resolve_run
+    from tunesmith.runs.listing import next_commands, read_object, read_recipe, read_rows, read_run, resolve_run
 
     with reporting(as_json=options.json) as output:
         path = resolve_run(options.run, options.dir.expanduser())
@@ -99,7 +98,7 @@ def show(words: Sequence[str]) -> None:
         _say_metrics(metrics, output)
         _say_findings(findings, output)
         _say_checkpoints(checkpoints, output)
-        steps = _next_steps(run, checkpoints)
+        steps = next_commands(run, has_checkpoint=any(not one.problem for one in checkpoints))
         output.say("\n" + "\n".join(f"{what:<12} {_shown(command)}" for what, command in steps.items()))
         output.finish(
             {
@@ -246,30 +245,6 @@ def _say_checkpoints(checkpoints: Sequence[CheckpointFacts], output: Output) -> 
     for one in checkpoints:
         state = f"damaged: {_shown(one.problem)}" if one.problem else "whole"
         output.say(f"  step {one.step:<8} {_size(one.num_bytes):<10} {state}")
-
-
-def _next_steps(run: "RunFacts", checkpoints: Sequence[CheckpointFacts]) -> dict[str, str]:
-    """Commands that make sense for the run now, by name."""
-    commands: dict[str, str] = {}
-    path = shlex.quote(str(run.path))
-    if run.algorithm == "demo":
-        return {"report": str(run.path / "report.html")} if run.status == "finished" else {"again": "tunesmith demo"}
-    if run.status in ("stopped", "failed"):
-        whole = any(not one.problem for one in checkpoints)
-        again = f"tunesmith train {run.algorithm} --config {shlex.quote(str(run.path / 'recipe.yaml'))}"
-        commands |= {"go on": f"tunesmith resume {path}"} if whole else {"start again": again}
-    if run.status == "finished":
-        commands["report"] = str(run.path / "report.html")
-        commands["use it"] = (
-            f"tunesmith train ppo --reward {path}"
-            if run.algorithm == "reward"
-            else f"tunesmith chat {path} --against base"
-        )
-    if run.num_steps:
-        commands["why slow"] = f"tunesmith diagnose {path}"
-    if run.status == "running":
-        commands["wait"] = f"tunesmith runs show {path}"
-    return commands
 
 
 def _shown(text: str) -> str:

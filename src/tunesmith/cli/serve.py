@@ -1,9 +1,10 @@
-"""`tunesmith serve` and `tunesmith watch`: the voting pages, and the charts of a run in the browser."""
+"""`tunesmith serve`, `tunesmith studio` and `tunesmith watch`: the pages of voting and of runs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 from tunesmith.cli.options import Positional, UseAppendAction, check_ranges, flag, parse
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from tunesmith.store.records import CampaignSettings, NewItem
     from tunesmith.store.votes import VoteStore
     from tunesmith.web.server import Opened
+
+STUDIO_FOLDER = ".studio"
+"""Folder below that of the runs with the logins of the studio."""
 
 _PORTS = (0, 65_535)
 _MAX_GUIDELINES = 200_000
@@ -132,11 +136,38 @@ def _say(opened: "Opened", votes_path: Path, output: Output) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StudioOptions:
+    """Open the pages of all runs and live loops below a folder: a list with filters, and a page for each, live.
+
+    The runs are only read, except for a cache of their metrics in the folder `watch` of each run that is looked at,
+    which can be removed at any time. People vote on the pages of `tunesmith serve`.
+    """
+
+    folder: Annotated[Path, Positional, flag("Folder that holds the runs.", "[FOLDER]")] = Path("runs")
+    host: Annotated[str, flag("Address to listen on.", "HOST")] = "127.0.0.1"
+    port: Annotated[int, flag("Port to listen on; 0 takes a free one.", "N")] = 8002
+    login: Annotated[bool, flag("Allow other machines; everybody logs in with a token.")] = False
+    allow_host: Annotated[
+        UseAppendAction[tuple[str, ...]], flag("Another name that browsers know this server by.", "NAME")
+    ] = ()
+    json: Annotated[bool, flag("Print one JSON object, with the addresses, at the start.")] = False
+
+
+def studio(words: Sequence[str]) -> None:
+    """Run `tunesmith studio`."""
+    options = parse(StudioOptions, words, "studio")
+    check_ranges(options, port=_PORTS)
+    root = options.folder.expanduser()
+    if not root.is_dir():
+        raise InputError(f"there is no folder {root}; give the one that holds the runs, or make it")
+    _serve_runs(root, root / STUDIO_FOLDER, options, "/runs")
+
+
+@dataclass(frozen=True, kw_only=True)
 class WatchOptions:
     """Watch a run of any trainer in the browser, while it trains and afterwards.
 
-    The run is only read. What the page needs is made from its metrics.jsonl and kept in the folder `watch` of the run,
-    which can be removed at any time. A live loop has its page at `tunesmith serve`.
+    This is the page that `tunesmith studio` has for each run. The run is only read, as there.
     """
 
     run: Annotated[str, Positional, flag("A run folder, or the name of a run below --dir.", "RUN")]
@@ -152,23 +183,43 @@ def watch(words: Sequence[str]) -> None:
     from tunesmith.runs.listing import resolve_run
 
     run = resolve_run(options.run, options.dir)
+    with TemporaryDirectory(prefix="tunesmith-watch-") as folder:
+        _serve_runs(run, Path(folder), options, None)
+
+
+def _serve_runs(root: Path, folder: Path, options: StudioOptions | WatchOptions, page: str | None) -> None:
+    """Serve the runs below `root`, with the logins in `folder`; `page` is opened first, by default that of `root`."""
     try:
-        from tunesmith.store.run_tail import following
         from tunesmith.web import server
+        from tunesmith.web.run_index import id_of
         from tunesmith.web.settings import ServerSettings
     except ModuleNotFoundError as error:
         raise MissingDependencyError(
-            f"the page needs {error.name}, which is not installed; run `pip install 'tunesmith[web]'`"
+            f"the pages need {error.name}, which is not installed; run `pip install 'tunesmith[web]'`"
         ) from None
-    with reporting(as_json=options.json) as output, following(run) as folder:
-        server.serve(ServerSettings(folder, port=options.port), announce=lambda opened: _say_watch(opened, run, output))
+    first = page or f"/runs/{id_of(root, root)}"
+    is_open = isinstance(options, StudioOptions)
+    settings = ServerSettings(
+        folder,
+        options.host if is_open else "127.0.0.1",
+        options.port,
+        options.allow_host if is_open else (),
+        runs=root,
+    )
+    with reporting(as_json=options.json) as output:
+        server.serve(
+            settings,
+            is_exposed=is_open and options.login,
+            announce=lambda opened: _say_runs(opened, root, first, output),
+        )
 
 
-def _say_watch(opened: "Opened", run: Path, output: Output) -> None:
-    """Print where the page is."""
-    login_url = f"{opened.login_url}&next=/watch"
-    output.say(f"watch    {login_url}\n         this link logs you in, once; {opened.url}/watch afterwards")
-    output.say(f"run      {run}")
-    output.say("Ctrl-C ends the page; the run does not notice.")
-    output.finish({"url": f"{opened.url}/watch", "login_url": login_url, "run": run})
+def _say_runs(opened: "Opened", root: Path, page: str, output: Output) -> None:
+    """Print where the pages are."""
+    login_url = opened.login_url and f"{opened.login_url}&next={page}"
+    url = f"{opened.url}{page}"
+    note = f"\n         this link logs you in as admin, once; {url} afterwards" if login_url else ""
+    output.say(f"runs     {login_url or url}{note}\nfolder   {root}")
+    output.say("Ctrl-C ends the pages; the runs do not notice.")
+    output.finish({"url": opened.url, "login_url": login_url, "page": url, "runs": root})
     output.flush()

@@ -1,6 +1,9 @@
 """The sections of recipes about more than one process."""
 
+import re
 from typing import Literal
+
+from pydantic import model_validator
 
 from tunesmith.config.sections import NonNegativeInt, Positive, PositiveInt, Section
 
@@ -33,6 +36,15 @@ class SamplingScaleSection(ScaleSection):
     """Completions that a worker is given at a time. Cannot change when a run is resumed."""
     timeout_s: Positive = 600.0
     """A worker that gives no answer for longer is killed and started again."""
+    address: str | None = None
+    """A Ray cluster whose actors draw: `auto` is the one that runs on this machine, else HOST:PORT of its head. null:
+    workers are processes of this machine."""
     staleness: NonNegativeInt = 0
     """Steps that workers draw ahead while training goes on: step k learns from completions of the weights before step
     k - staleness. 0: training waits for its own. Cannot change when a run is resumed."""
+
+    @model_validator(mode="after")
+    def _check_address(self) -> "SamplingScaleSection":
+        if self.address is not None and not re.fullmatch(r"auto|[^:/]+:\d+", self.address):
+            raise ValueError(f"address is {self.address!r}; give HOST:PORT of the head of a Ray cluster, or auto")
+        return self

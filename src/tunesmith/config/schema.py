@@ -151,6 +151,10 @@ class SamplingRecipe(Recipe):
                 f"scale.workers is {self.scale.workers}, but rollout.backend is {self.rollout.backend}; workers draw "
                 "by the native engine: set rollout.backend to native, or scale.workers to 0"
             )
+        if self.scale.address is not None and not self.scale.workers:
+            raise ValueError(
+                f"scale.address is {self.scale.address}, but scale.workers is 0; set it to the number of actors"
+            )
         if self.scale.staleness and not self.scale.workers:
             raise ValueError(
                 f"scale.staleness is {self.scale.staleness}, but no other process can draw ahead; set scale.workers to "

@@ -4,6 +4,7 @@ PyYAML follows YAML 1.1, where `1e-6` is a string, `no` is false, `010` is 8 and
 0.000001, "no", 10 and "12:30". Tags are refused, so no object is ever built from a file.
 """
 
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ Path_ = tuple[str | int, ...]
 """Keys and list indices that lead from the root to a value."""
 
 
-class _CoreLoader(yaml.SafeLoader):
+class _CoreLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # pyright: ignore[reportGeneralTypeIssues, reportUntypedBaseClass]
     """A SafeLoader that tells nulls, booleans, integers and floats apart as YAML 1.2 does, and knows no other types."""
 
     yaml_implicit_resolvers: ClassVar[dict[Any, list[tuple[str, re.Pattern[str]]]]] = {  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -83,7 +84,7 @@ def parse(text: str, name: str) -> Document:
     number of values when its aliases are expanded.
     """
     try:
-        node = cast(yaml.Node | None, yaml.compose(text, Loader=_CoreLoader))  # pyright: ignore[reportUnknownMemberType]
+        node = _composed(text)
         builder = _Builder(name)
         return Document(None if node is None else builder.build(node, (), 0), builder.lines)
     except yaml.MarkedYAMLError as error:
@@ -94,6 +95,11 @@ def parse(text: str, name: str) -> Document:
         raise ConfigError(f"{name}: not valid YAML: {str(error).splitlines()[0]}") from error
     except RecursionError as error:
         raise ConfigError(f"{name}: nested too deeply; a recipe has at most {_MAX_DEPTH} levels") from error
+
+
+@functools.lru_cache(maxsize=16)  # a run's diagnosis, its report and its listing read the same recipe
+def _composed(text: str) -> yaml.Node | None:
+    return cast(yaml.Node | None, yaml.compose(text, Loader=_CoreLoader))  # pyright: ignore[reportUnknownMemberType]
 
 
 def parse_value(text: str) -> object:

@@ -32,11 +32,13 @@ class Once:
         self._logger = logger
         self._logged: set[str] = set()
 
-    def warning(self, message: str) -> bool:
-        """Log `message` as a warning unless it was logged before; True if it was logged now."""
-        if message in self._logged:
+    def warning(self, message: str, *, about: str | None = None) -> bool:
+        """Log `message` as a warning unless it, or another message `about` the same, was logged before; True if it was
+        logged now.
+        """
+        if (about or message) in self._logged:
             return False
-        self._logged.add(message)
+        self._logged.add(about or message)
         self._logger.warning(message)
         return True
 

@@ -1,15 +1,24 @@
-"""The user's cache folder, a setting of the system's memory allocator, and the time that syncs to disk take."""
+"""The user's cache folder, settings of the memory allocator and of OpenMP, and the time that syncs to disk take."""
 
 import ctypes
+import functools
 import os
 import platform
+import sys
 import time
 from pathlib import Path
 
 from tunesmith.core import faults
+from tunesmith.core.log import get_logger
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 _NEVER = 2**31 - 1
+
+SPIN_VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+"""Variables that say how long GNU's OpenMP, which torch and our kernels share, lets a waiting thread spin."""
+
+SPIN_COUNT = "10000"
+"""Spins of a waiting thread before it sleeps: some ten microseconds. GNU's default is 300000."""
 
 
 def cache_folder() -> Path:
@@ -33,6 +42,26 @@ def keep_freed_memory() -> bool:
         return False
     library = ctypes.CDLL(None)
     return all(library.mallopt(name, value) == 1 for name, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _NEVER)))
+
+
+def limit_spinning() -> None:
+    """Let OpenMP's threads sleep after a few microseconds of waiting, unless a variable of the user says otherwise.
+
+    By default they spin for milliseconds, which is time taken from the thread that they wait for if another program
+    uses one of the cores. OpenMP reads its variables when it is loaded, so it is too late once torch is.
+    """
+    if "torch" not in sys.modules and not any(name in os.environ for name in SPIN_VARIABLES):
+        os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
+
+
+@functools.cache
+def warn_of_spinning() -> None:
+    """Log, once in a process, what to set if torch was loaded before `limit_spinning` was called."""
+    if not any(name in os.environ for name in SPIN_VARIABLES):
+        get_logger(__name__).warning(
+            "torch was loaded before tunesmith: its threads spin for milliseconds while they wait, which is slow "
+            f"beside other programs. Import tunesmith first, or set GOMP_SPINCOUNT={SPIN_COUNT} before Python starts"
+        )
 
 
 _fsync_s = 0.0

@@ -99,9 +99,13 @@ def _starting(section: ScaleSection, limit: timedelta, follow: Callable[[], obje
     store = TCPStore("127.0.0.1", 0, section.ranks, is_master=True, timeout=limit, wait_for_workers=False)
     processes = _start(section.ranks, store.port, limit, follow)
     try:
-        while not store.check(_here(section.ranks)):
+        end = time.monotonic() + _START_LIMIT.total_seconds()
+        while missing := [key for key in _here(section.ranks) if not store.check([key])]:
             if any(process.exitcode is not None for process in processes):
                 raise LostRankError("a rank ended before it began")
+            if time.monotonic() > end:
+                ranks = ", ".join(key.replace("here/", "rank ") for key in missing)
+                raise TrainingError(f"{ranks} did not start within {_START_LIMIT}; does the process hang in an import?")
             time.sleep(0.02)
         with _group(Ranks(0, section.ranks, store), limit, device=0):
             yield

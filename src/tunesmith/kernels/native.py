@@ -13,6 +13,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import time
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -61,6 +62,7 @@ FLAGS = (
     "-fPIC",
 )
 
+_log = get_logger(__name__)
 _COMPILERS = ("c++", "g++", "clang++")
 _SOURCES = Path(__file__).parent
 _TIMEOUT_S = 300
@@ -79,7 +81,6 @@ class Kernels:
             raise InputError(f"kernels are {choice!r}; allowed: {', '.join(get_args(Choice))}")
         self.choice: Choice = choice
         self._sources = sources
-        self._once = Once(get_logger(__name__))
         self._libraries: dict[str, ctypes.CDLL | None] = {}
 
     def picked(
@@ -152,7 +153,8 @@ class Kernels:
         except NativeUnavailableError as error:
             if self.choice == "native":
                 raise
-            self._once.warning(f"using torch instead of compiled kernels, which is slower: {error}")
+            said = f"using torch instead of compiled kernels, which is slower: {error}"
+            warn_once().warning(said, about="compiler")  # not for each kernel: what is wrong is seldom wrong with one
             return None
 
     def _triton_or_error(self, op: str, device: torch.device, dtype: torch.dtype, capability: Capability) -> Backend:
@@ -178,8 +180,14 @@ class Kernels:
             return "torch"
         problem = why_not_on(device, capability)
         if problem:
-            self._once.warning(f"using torch instead of Triton for {op}, which is slower: {problem}")
+            warn_once().warning(f"using torch instead of Triton for {op}, which is slower: {problem}")
         return "torch" if problem else "triton"
+
+
+@functools.cache
+def warn_once() -> Once:
+    """The warnings of the process's kernels: each object with kernels of its own would repeat them."""
+    return Once(_log)
 
 
 @functools.cache
@@ -352,22 +360,29 @@ def find_compiler() -> tuple[str, ...]:
 
 def _key(source: Path, compiler: tuple[str, ...]) -> str:
     """Hash of everything the library depends on: sources, flags, compiler and its version, and the processor."""
-    # With -march=native the predefined macros name the compiler's version and each instruction set of this processor.
-    macros = _run((*compiler, "-march=native", "-fopenmp", "-dM", "-E", "-x", "c++", os.devnull), "is of no use")
     digest = hashlib.sha256()
     for path in (source, *sorted(source.parent.parent.glob("*.hpp"))):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    digest.update("\0".join((*FLAGS, *compiler, macros)).encode())
+    digest.update("\0".join((*FLAGS, *compiler, _macros(compiler))).encode())
     return digest.hexdigest()[:24]
+
+
+@functools.cache
+def _macros(compiler: tuple[str, ...]) -> str:
+    """The predefined macros, which name the compiler's version and each instruction set of this processor."""
+    return _run((*compiler, "-march=native", "-fopenmp", "-dM", "-E", "-x", "c++", os.devnull), "is of no use")
 
 
 def _build(source: Path, compiler: tuple[str, ...], path: Path) -> None:
     """Compile into `path` by a rename: processes that compile at once each publish a whole library, the same one."""
+    start_s = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix=f".{path.stem}-", dir=path.parent) as folder:
         aside = Path(folder) / path.name
         include = f"-I{source.parent.parent}"
         _run((*compiler, *FLAGS, include, str(source), "-o", str(aside)), f"cannot compile {source}")
         aside.replace(path)
+    seconds = time.perf_counter() - start_s
+    _log.info("compiled the kernel %s in %.1f s, once: it is kept in %s", source.parent.name, seconds, path.parent)
 
 
 def _run(command: tuple[str, ...], complaint: str) -> str:

@@ -238,8 +238,12 @@ def compute_dtype(requested: str, device: str | torch.device = "cpu") -> torch.d
         raise ModelError(f"there is no dtype {requested!r}; give auto, {', '.join(named)}")
     if torch.device(device).type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
-    has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if has_bf16 else torch.float32
+    return torch.bfloat16 if cpu_has_bfloat16() else torch.float32
+
+
+def cpu_has_bfloat16() -> bool:
+    """True if the processor has instructions for bfloat16 products; without them they are emulated in float32."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def _is_built_in_code(name: str) -> bool:

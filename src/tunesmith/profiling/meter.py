@@ -18,9 +18,9 @@ import psutil
 from tunesmith.core.errors import NativeUnavailableError
 from tunesmith.core.system import fsync_s
 from tunesmith.core.trace import Trace, Watcher, trace, watching
-from tunesmith.profiling import cgroup
 from tunesmith.profiling.gpu import GPU, open_gpu
 from tunesmith.profiling.sampler.api import Sampler, Samples, has_lock
+from tunesmith.runs import cgroup
 from tunesmith.runs.environment import usable_cores
 
 Metrics = dict[str, float]

@@ -5,6 +5,7 @@ content security policy runs the two scripts whose hashes it names and nothing e
 """
 
 import base64
+import functools
 import hashlib
 import json
 import os
@@ -19,7 +20,7 @@ from markupsafe import Markup
 
 from tunesmith.core.errors import MissingDependencyError, RunError
 from tunesmith.core.version import __version__
-from tunesmith.profiling.diagnosis import Diagnosis, diagnose, setting_lines, verdict
+from tunesmith.profiling.diagnosis import diagnose, verdict
 from tunesmith.profiling.facts import read_facts
 from tunesmith.reports import text
 from tunesmith.reports.chart import DARK, LIGHT, Chart, dark_of_light
@@ -27,7 +28,15 @@ from tunesmith.reports.comparison_figures import dumbbell, histogram
 from tunesmith.reports.figures import TABLE_COLUMNS, curves
 from tunesmith.reports.ladder_figures import levels_chart, techniques_chart
 from tunesmith.reports.text import Facts
-from tunesmith.reports.views import comparison_tiles, demo_goals, prompt_samples, run_tiles, step_samples, vote_views
+from tunesmith.reports.views import (
+    cause_rows,
+    comparison_tiles,
+    demo_goals,
+    prompt_samples,
+    run_tiles,
+    step_samples,
+    vote_views,
+)
 from tunesmith.runs.listing import number, read_object, read_rows
 
 
@@ -60,7 +69,7 @@ def write_run_report(run_dir: Path) -> Path:
         tiles=run_tiles(metrics, result),
         curves=drawn,
         verdict=verdict(diagnosis),
-        causes=_cause_rows(diagnosis),
+        causes=cause_rows(diagnosis),
         metric_columns=TABLE_COLUMNS,
         steps=step_samples(samples),
         findings=[
@@ -69,20 +78,6 @@ def write_run_report(run_dir: Path) -> Path:
         environment=text.flatten(read_object(run_dir / "environment.json")),
         result=text.flatten(result),
     )
-
-
-def _cause_rows(diagnosis: Diagnosis) -> list[tuple[str, ...]]:
-    """Cause, predicted saving with its interval, evidence and advice of each cause."""
-    return [
-        (
-            cause.symptom,
-            f"{text.duration(cause.predicted_saving_s)} of {text.duration(diagnosis.step_s)} a step "
-            f"({text.duration(cause.low)} to {text.duration(cause.high)})",
-            cause.evidence,
-            "; ".join((cause.advice, *setting_lines(cause))),
-        )
-        for cause in diagnosis.causes
-    ]
 
 
 def _text(path: Path) -> str:
@@ -223,6 +218,7 @@ def script_json(value: Any) -> Markup:
     return Markup(encoded)
 
 
+@functools.cache  # which keeps the compiled templates
 def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("tunesmith.reports"),

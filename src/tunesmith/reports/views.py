@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tunesmith.profiling.diagnosis import Diagnosis, setting_lines
 from tunesmith.reports.figures import evenly
-from tunesmith.reports.text import UNKNOWN, Facts, cut, decimal, p_value, percent, prompt_text, score
+from tunesmith.reports.text import UNKNOWN, Facts, cut, decimal, duration, p_value, percent, prompt_text, score
 from tunesmith.runs.listing import number
 
 MAX_PROMPTS = 60
@@ -213,3 +214,17 @@ def run_tiles(metrics: Sequence[Facts], result: Facts) -> tuple[Tile, ...]:
     scalars = [(key, value) for key, value in result.items() if number(value) is not None]
     tiles += [Tile(key.replace("_", " "), decimal(value), "result") for key, value in scalars]
     return tuple(tiles[:8])
+
+
+def cause_rows(diagnosis: Diagnosis) -> list[tuple[str, ...]]:
+    """Cause, predicted saving with its interval, evidence and advice of each cause."""
+    return [
+        (
+            cause.symptom,
+            f"{duration(cause.predicted_saving_s)} of {duration(diagnosis.step_s)} a step "
+            f"({duration(cause.low)} to {duration(cause.high)})",
+            cause.evidence,
+            "; ".join((cause.advice, *setting_lines(cause))),
+        )
+        for cause in diagnosis.causes
+    ]

@@ -171,11 +171,12 @@ class Callbacks:
         if self._on_text:
             for sequence in drawn:
                 self._send_text(sequence, self._on_text)
-        for sequence in ended:
-            self._num_ended += 1
-            if self._on_progress:
-                self._on_progress(self._num_ended, self._request.num_completions)
-            if self._on_group:
+        finished = list(ended)
+        self._num_ended += len(finished)
+        if finished and self._on_progress:  # once for all: of equal length, as many end at a time as there are slots
+            self._on_progress(self._num_ended, self._request.num_completions)
+        if self._on_group:
+            for sequence in finished:
                 self._collect(sequence, self._on_group)
 
     def _send_text(self, sequence: DrawnSequence, on_text: OnText) -> None:

@@ -1,6 +1,7 @@
 """Versions, hardware and file system, for `environment.json` and `tunesmith doctor`; imports nothing heavy."""
 
 import fcntl
+import functools
 import os
 import platform
 import resource
@@ -10,6 +11,9 @@ from importlib import metadata
 from pathlib import Path
 
 import psutil
+
+from tunesmith.core.system import SPIN_VARIABLES
+from tunesmith.runs import cgroup
 
 PACKAGES = (
     "tunesmith",
@@ -24,6 +28,8 @@ PACKAGES = (
     "trl",
 )
 
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", *SPIN_VARIABLES)
+
 
 def environment() -> dict[str, object]:
     """Package versions, Python, platform, CPU model and flags, cores, memory and the command line."""
@@ -36,7 +42,7 @@ def environment() -> dict[str, object]:
         "num_cores": usable_cores(),
         "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
         "packages": package_versions(),
-        "thread_variables": {k: os.environ[k] for k in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if k in os.environ},
+        "thread_variables": {name: os.environ[name] for name in _THREAD_VARIABLES if name in os.environ},
     }
 
 
@@ -45,6 +51,7 @@ def package_versions() -> dict[str, str | None]:
     return {name: package_version(name) for name in PACKAGES}
 
 
+@functools.cache
 def package_version(name: str) -> str | None:
     """Version of an installed package; None where it is not installed."""
     try:
@@ -64,8 +71,9 @@ def cpu_flags() -> frozenset[str]:
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores that this process may use: those of its affinity, at most as many as its control group has time for."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, int(min(cores, cgroup.quota_cores() or cores)))
 
 
 def rss_gb() -> float:

@@ -98,7 +98,7 @@ class RunFolder:
         Raises:
             TrainingError: if it cannot be written.
         """
-        text, aside = json.dumps(_finite(value), indent=1, ensure_ascii=False) + "\n", self.path / f".{name}-new"
+        text, aside = json.dumps(finite(value), indent=1, ensure_ascii=False) + "\n", self.path / f".{name}-new"
         try:
             aside.write_text(text, encoding="utf-8")
             os.replace(aside, self.path / name)
@@ -121,7 +121,7 @@ class RunFolder:
         Raises:
             TrainingError: if the file cannot be written, as on a full disk.
         """
-        text = "".join(json.dumps(_finite(row), ensure_ascii=False) + "\n" for row in rows)
+        text = "".join(json.dumps(finite(row), ensure_ascii=False) + "\n" for row in rows)
         try:
             faults.reach(f"log/{name.removesuffix('.jsonl')}")
             with (self.path / name).open("a", encoding="utf-8") as file:
@@ -190,12 +190,12 @@ def read_jsonl(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
-def _finite(value: object) -> object:
+def finite(value: object) -> object:
     """`value` with numbers that JSON cannot hold replaced by None, also inside of containers."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return str(value) if isinstance(value, Path) else value

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -45,6 +46,7 @@ class RunFacts:
     path: Path
     name: str
     algorithm: str
+    model: str
     status: RunStatus
     num_steps: int
     total_steps: int | None
@@ -74,7 +76,7 @@ def _below(folder: Path, depth: int) -> Iterator[Path]:
     for child in children:
         if child.name in _PARTS and is_run(folder):
             continue
-        if is_run(child):
+        if (child / "recipe.yaml").is_file():
             yield child
         if depth < _MAX_DEPTH:
             yield from _below(child, depth + 1)
@@ -129,6 +131,7 @@ def read_run(path: Path, root: Path | None = None) -> RunFacts:
         path=path,
         name=path.name if root is None or path == root else str(path.relative_to(root)),
         algorithm="demo" if "demo" in recipe else str(recipe.get("algorithm", "?")),
+        model=str(model.get("name", "")) if is_mapping(model := recipe.get("model")) else "",
         status=_status(path),
         num_steps=int(number(rows[-1].get("step")) or 0) if rows else 0,
         total_steps=_total_steps(recipe, result),
@@ -138,6 +141,29 @@ def read_run(path: Path, root: Path | None = None) -> RunFacts:
         num_bytes=folder_bytes(path),
         started=_started(path),
     )
+
+
+def next_commands(run: RunFacts, *, has_checkpoint: bool) -> dict[str, str]:
+    """Commands that make sense for the run now, by name; `has_checkpoint` if it has one that can be used."""
+    commands: dict[str, str] = {}
+    path = shlex.quote(str(run.path))
+    if run.algorithm == "demo":
+        return {"report": str(run.path / "report.html")} if run.status == "finished" else {"again": "tunesmith demo"}
+    if run.status in ("stopped", "failed"):
+        again = f"tunesmith train {run.algorithm} --config {shlex.quote(str(run.path / 'recipe.yaml'))}"
+        commands |= {"go on": f"tunesmith resume {path}"} if has_checkpoint else {"start again": again}
+    if run.status == "finished":
+        commands["report"] = str(run.path / "report.html")
+        commands["use it"] = (
+            f"tunesmith train ppo --reward {path}"
+            if run.algorithm == "reward"
+            else f"tunesmith chat {path} --against base"
+        )
+    if run.num_steps:
+        commands["why slow"] = f"tunesmith diagnose {path}"
+    if run.status == "running":
+        commands["wait"] = f"tunesmith runs show {path}"
+    return commands
 
 
 def read_recipe(path: Path) -> Row:

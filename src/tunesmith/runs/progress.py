@@ -4,13 +4,18 @@ All on stderr.
 
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
+from statistics import median
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 _PLAIN_INTERVAL_S = 10.0
+_RECENT = 100
+"""Updates whose times tell the pace."""
 
 
 class Reporter:
@@ -18,31 +23,59 @@ class Reporter:
 
     def __init__(self, label: str, total: int, bar: Progress | None = None, *, enabled: bool = True) -> None:
         self._label, self._total, self._enabled = label, total, enabled
-        self._start_s = self._last_s = time.monotonic()
-        self._start_done = 0
+        self._pace, self._last_s = Pace(), time.monotonic()
         self._facts = ""
         self._bar = bar
         self._task = None if bar is None else bar.add_task(label, total=total, facts="", rate="")
 
     def begin(self, done: int) -> None:
         """The work begins now, with `done` items finished before: rates count from here."""
-        self._start_s, self._start_done = time.monotonic(), done
+        self._pace = Pace(done)
         if self._bar is not None and self._task is not None:
             self._bar.reset(self._task, completed=done)
 
     def update(self, done: int, facts: Mapping[str, float] | None = None) -> None:
         """`done` items are finished; `facts` are figures to show, by name."""
         now_s = time.monotonic()
-        elapsed_s, num_new = now_s - self._start_s, done - self._start_done
-        rate = format_rate(num_new, elapsed_s)
+        self._pace.note(done, now_s)
+        parts = [format_rate(done - self._pace.first, now_s - self._pace.start_s), self._pace.remaining(self._total)]
         self._facts = self._facts if facts is None else format_facts(facts)
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=done, rate=rate, facts=self._facts)
+            self._bar.update(self._task, completed=done, rate=", ".join(filter(None, parts)), facts=self._facts)
         elif self._enabled and (now_s - self._last_s >= _PLAIN_INTERVAL_S or done >= self._total):
             self._last_s = now_s
-            eta_s = elapsed_s / num_new * (self._total - done) if num_new else 0.0
-            text = f"{self._label} {done}/{self._total}, {elapsed_s:.0f} s, {rate}, {eta_s:.0f} s left"
-            sys.stderr.write(f"{text}  {self._facts}".rstrip() + "\n")
+            text = [f"{self._label} {done}/{self._total}", f"{now_s - self._pace.start_s:.0f} s", *filter(None, parts)]
+            sys.stderr.write(f"{', '.join(text)}  {self._facts}".rstrip() + "\n")
+
+
+class Pace:
+    """Seconds an item, from the times at which items were finished; `first` of them were finished before `start_s`.
+
+    The first time counts for nothing: what is done once, such as compiling, delays it. An interval counts for at most
+    three times the median: a machine that stood still once is not expected to do so again.
+    """
+
+    def __init__(self, first: int = 0, start_s: float | None = None) -> None:
+        self.first, self.start_s = first, time.monotonic() if start_s is None else start_s
+        self._marks = deque[tuple[int, float]](maxlen=_RECENT)
+
+    def note(self, done: int, now_s: float) -> None:
+        """`done` items are finished by `now_s`."""
+        self._marks.append((done, now_s))
+
+    def item_s(self) -> float | None:
+        """Seconds of one item; None before items were finished at two times."""
+        pairs = list(pairwise(self._marks))
+        if not pairs or self._marks[-1][0] == self._marks[0][0]:
+            return None
+        intervals_s = [after - before for (_, before), (_, after) in pairs]
+        most_s = 3 * median(intervals_s)
+        return sum(min(one, most_s) for one in intervals_s) / (self._marks[-1][0] - self._marks[0][0])
+
+    def remaining(self, total: int) -> str:
+        """`95 s left`, until `total` items are finished; empty while that would mean nothing."""
+        item_s = self.item_s()
+        return "" if item_s is None else f"{item_s * (total - self._marks[-1][0]):.0f} s left"
 
 
 def format_facts(facts: Mapping[str, float]) -> str:
@@ -69,8 +102,6 @@ def progress(label: str, total: int, *, enabled: bool = True) -> Iterator[Report
             MofNCompleteColumn(),
             TextColumn("{task.fields[rate]}"),
             TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
             TextColumn("{task.fields[facts]}"),
         )
         with Progress(*columns, console=Console(stderr=True)) as bar:

@@ -10,8 +10,8 @@ import math
 import os
 import threading
 import time
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,6 +22,7 @@ from tunesmith.core.errors import StoreError, TunesmithError
 from tunesmith.core.log import get_logger
 from tunesmith.runs.lock import HOLDER_FILE, is_locked
 from tunesmith.store.content import MAX_NAME, is_storable
+from tunesmith.store.database import Closeable
 from tunesmith.store.runs import RunStore
 
 POLL_S = 0.5
@@ -29,6 +30,12 @@ POLL_S = 0.5
 
 METRICS_FILE = "metrics.jsonl"
 POSITION_FILE = "position.json"
+IDLE_S = 30.0
+"""Seconds after the last question for a run until it is not followed any more."""
+
+MAX_FOLLOWED = 64
+"""Most runs that are followed at a time; each has a database open."""
+
 WATCH_FOLDER = "watch"
 """Folder in a run's folder for the database of the watch page. It can be removed when nobody watches."""
 
@@ -137,52 +144,89 @@ class RunTail:
         self._position = position
 
 
-@contextmanager
-def following(run: Path) -> Generator[Path]:
-    """Copy the metrics of `run` in a thread while the block runs; yields the folder of `runs.db`.
+@dataclass(slots=True)
+class _Followed:
+    """A run that is watched, the folder of its database, and when somebody last asked for it."""
 
-    It is `watch` in the run's folder, or a temporary one if that is in use or cannot be written. Errors are logged and
-    the copy is retried; the run is never affected.
-    """
-    with ExitStack() as stack:
-        folder, tail = _open(run, stack)
-        stack.callback(tail.close)
-        ending = threading.Event()
-        thread = threading.Thread(target=_follow, args=(tail, ending), name="run-tail", daemon=True)
-        thread.start()
+    tail: RunTail
+    folder: Path
+    used_at: float = 0.0
+    beat_at: float = -math.inf
+    logged: str = ""
+
+    def work(self) -> bool:
+        """Copy what is new; True if there is more. An error is logged once, and the copy retried."""
         try:
-            yield folder
-        finally:
-            ending.set()
-            thread.join()
-
-
-def _open(run: Path, stack: ExitStack) -> tuple[Path, RunTail]:
-    folder = run / WATCH_FOLDER
-    try:
-        folder.mkdir(exist_ok=True)
-        return folder, RunTail(run, folder)
-    except (OSError, StoreError) as error:
-        get_logger(__name__).info("%s; the page's database goes to a temporary folder", error)
-    folder = Path(stack.enter_context(TemporaryDirectory(prefix="tunesmith-watch-")))
-    return folder, RunTail(run, folder)
-
-
-def _follow(tail: RunTail, ending: threading.Event) -> None:
-    last_beat, logged = -math.inf, ""
-    while not ending.is_set():
-        has_more = False
-        try:
-            if time.monotonic() - last_beat > _HEARTBEAT_S:
-                tail.beat()
-                last_beat = time.monotonic()
-            has_more = tail.poll()
+            if time.monotonic() - self.beat_at > _HEARTBEAT_S:
+                self.tail.beat()
+                self.beat_at = time.monotonic()
+            return self.tail.poll()
         except TunesmithError as error:
-            if str(error) != logged:
+            if str(error) != self.logged:
                 get_logger(__name__).warning("%s; trying again", error)
-                logged = str(error)
-        if not has_more:
-            ending.wait(POLL_S)
+                self.logged = str(error)
+            return False
+
+
+class Follower(Closeable):
+    """Copies the metrics of the runs that somebody watches, in one thread; the runs are never affected."""
+
+    def __init__(self) -> None:
+        self._followed: OrderedDict[Path, _Followed] = OrderedDict()
+        self._lock = threading.Lock()
+        self._ending = threading.Event()
+        self._aside = TemporaryDirectory(prefix="tunesmith-watch-")
+        self._thread = threading.Thread(target=self._follow, name="run-tail", daemon=True)
+        self._thread.start()
+
+    def folder(self, run: Path) -> Path:
+        """The folder of the `runs.db` of `run`, which is followed until nobody has asked for `IDLE_S`.
+
+        It is `watch` in the run's folder, or a temporary one if that is in use or cannot be written.
+        """
+        with self._lock:
+            found = self._followed.get(run)
+            if found is None:
+                found = self._followed[run] = self._open(run)
+            found.used_at = time.monotonic()
+            self._followed.move_to_end(run)
+            return found.folder
+
+    def close(self) -> None:
+        """End the thread, and remove temporary databases."""
+        self._ending.set()
+        self._thread.join()
+        while self._followed:
+            self._followed.popitem()[1].tail.close()
+        self._aside.cleanup()
+
+    def _open(self, run: Path) -> _Followed:
+        folder = run / WATCH_FOLDER
+        try:
+            folder.mkdir(exist_ok=True)
+            return _Followed(RunTail(run, folder), folder)
+        except (OSError, StoreError) as error:
+            get_logger(__name__).info("%s; the page's database goes to a temporary folder", error)
+        folder = Path(self._aside.name, hashlib.sha256(os.fsencode(run)).hexdigest()[:16])
+        folder.mkdir(exist_ok=True)
+        return _Followed(RunTail(run, folder), folder)
+
+    def _follow(self) -> None:
+        while not self._ending.is_set():
+            with self._lock:
+                self._drop()
+                followed = list(self._followed.values())
+            num_behind = sum(one.work() for one in followed)
+            if not num_behind:
+                self._ending.wait(POLL_S)
+
+    def _drop(self) -> None:
+        """End the following of runs that nobody watches any more, and of the oldest beyond `MAX_FOLLOWED`."""
+        while self._followed:
+            run, oldest = next(iter(self._followed.items()))
+            if time.monotonic() - oldest.used_at < IDLE_S and len(self._followed) <= MAX_FOLLOWED:
+                return
+            self._followed.pop(run).tail.close()
 
 
 def run_state(run: Path) -> str:

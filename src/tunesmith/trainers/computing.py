@@ -18,7 +18,6 @@ from tunesmith.models.heads import RewardModel
 from tunesmith.models.language_model import Backend, FullForward, TrunkForward, language_model
 from tunesmith.models.load import compute_dtype
 from tunesmith.models.loaded import PreTrainedModel
-from tunesmith.profiling import cgroup
 from tunesmith.profiling.peak import matmul_flop_per_s
 from tunesmith.rollout.device.engine import DeviceEngine
 from tunesmith.rollout.divided import DividedEngine
@@ -28,6 +27,7 @@ from tunesmith.rollout.remote.engine import RemoteEngine
 from tunesmith.rollout.transformers_backend import TransformersEngine
 from tunesmith.rollout.workers.ahead import AheadEngine
 from tunesmith.rollout.workers.engine import WorkerEngine
+from tunesmith.runs import cgroup
 from tunesmith.runs.environment import usable_cores
 from tunesmith.trainers.api import Learner, Metrics
 from tunesmith.trainers.distill import Distill

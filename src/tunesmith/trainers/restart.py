@@ -72,6 +72,7 @@ MAY_CHANGE = frozenset(
         "rollout.server_timeout_s",
         "rollout.server_url",
         "rollout.unload_during_update",
+        "scale.address",
         "scale.timeout_s",
         "scale.workers",
         "run.steps",

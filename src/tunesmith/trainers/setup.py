@@ -14,7 +14,7 @@ import torch
 from tunesmith.batch.upload import Uploader
 from tunesmith.config.schema import Recipe
 from tunesmith.core.errors import ModelError
-from tunesmith.core.system import keep_freed_memory
+from tunesmith.core.system import keep_freed_memory, warn_of_spinning
 from tunesmith.distributed.launch import ranks_here
 from tunesmith.runs.environment import usable_cores
 
@@ -63,6 +63,8 @@ def prepare(cfg: Recipe) -> torch.device:
     if cfg.run.keep_freed_memory:
         keep_freed_memory()
     torch.set_num_threads(cfg.run.num_threads or max(1, usable_cores() // ranks_here(cfg.scale)))
+    if torch.get_num_threads() > 1:
+        warn_of_spinning()
     seed_generators(cfg.run.seed)
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -23,7 +23,8 @@ MAX_TEXT_BODY = 2 * 1024 * 1024
 class Rule:
     """Opens `methods` on `path`, a template such as `/join/{invite}`, to `access`.
 
-    `max_body` limits the request body in bytes. `is_page`: without a login, redirect to the login page.
+    `max_body` limits the request body in bytes. `is_page`: without a login, redirect to the login page. `policy` is a
+    content security policy in place of the usual one.
     """
 
     methods: tuple[str, ...]
@@ -31,6 +32,7 @@ class Rule:
     access: Access
     max_body: int = MAX_BODY
     is_page: bool = False
+    policy: str = ""
 
 
 class RouteTable:

@@ -21,11 +21,12 @@ from tunesmith.store.records import PolicyVersion
 from tunesmith.store.runs import RunReader
 from tunesmith.store.vote_watch import VoteWatch
 from tunesmith.store.votes import VoteStore
-from tunesmith.web import access, routes, watch
+from tunesmith.web import access, routes, studio_routes, watch
 from tunesmith.web.guard import Guard
 from tunesmith.web.logins import Links, Logins, RateLimits, Sessions, read_key
 from tunesmith.web.services import Services, is_set_within
 from tunesmith.web.settings import ServerSettings
+from tunesmith.web.studio import Studio
 from tunesmith.web.watch_data import WatchData
 
 POLL_S = 0.5
@@ -41,13 +42,13 @@ _STATUS: tuple[tuple[type[InputError], int], ...] = (
 )
 
 
-def create_app(settings: ServerSettings, votes: VoteStore, runs: RunReader) -> FastAPI:
-    """The app. The caller owns `votes` and `runs` and closes them after the server has ended."""
+def create_app(settings: ServerSettings, votes: VoteStore, runs: RunReader, studio: Studio | None = None) -> FastAPI:
+    """The app. The caller owns `votes`, `runs` and `studio` and closes them after the server has ended."""
     failures = RateLimits(1 / settings.limits.failure_every_s, settings.limits.failures)
     logins = Logins(votes.reader, Sessions(read_key(settings.folder)), Links(), failures)
-    services = Services(settings, votes, runs, logins, asyncio.Event(), _templates())
+    services = Services(settings, votes, runs, logins, asyncio.Event(), _templates(), studio)
     watched = WatchData(runs, VoteWatch(settings.votes_path))
-    table = access.RouteTable((*access.RULES, *watch.RULES))
+    table = access.RouteTable((*access.RULES, *watch.RULES, *(() if studio is None else studio_routes.RULES)))
     app = FastAPI(
         title="Tunesmith",
         version=__version__,
@@ -59,8 +60,12 @@ def create_app(settings: ServerSettings, votes: VoteStore, runs: RunReader) -> F
         middleware=[Middleware(Guard, table=table, logins=logins, limits=settings.limits, hosts=settings.hosts)],
     )
     app.state.services = services
-    for router in (routes.sessions(), routes.votes(), routes.administration(), routes.pages(), watch.router(watched)):
+    for router in (routes.sessions(), routes.votes(), routes.administration(), routes.pages(), watch.page()):
         app.include_router(router)
+    app.include_router(watch.router(access.API, lambda: watched))
+    if studio is not None:
+        for router in studio_routes.routers(studio):
+            app.include_router(router)
     app.mount("/static", StaticFiles(directory=Path(__file__).parent / "static"), name="static")
     app.add_exception_handler(RequestValidationError, _explain_validation)
     app.add_exception_handler(InputError, _explain)

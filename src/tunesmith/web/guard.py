@@ -7,6 +7,7 @@ rate limit, the role, the body (memory exhaustion, parser stack overflow). All r
 
 import asyncio
 import re
+from contextlib import suppress
 from urllib.parse import urlsplit
 
 from starlette.datastructures import MutableHeaders
@@ -65,7 +66,7 @@ class Guard:
             await send({"type": "websocket.close", "code": 1008})
             return
         rule = self._table.find(scope["method"], scope["path"])
-        send = _with_security_headers(send, is_cacheable=rule is not None and rule.path.startswith("/static/"))
+        send = _with_security_headers(send, rule)
         try:
             body = await self._admit(Request(scope, receive), rule)
         except HTTPException as refusal:
@@ -74,7 +75,8 @@ class Guard:
                 response = RedirectResponse("/login", 303)
             await response(scope, receive, send)
             return
-        await self._app(scope, _replay_body(body, receive), send)
+        app = _head_of(self._app) if scope["method"] == "HEAD" else self._app
+        await app(scope, _replay_body(body, receive), send)
 
     async def _admit(self, request: Request, rule: Rule | None) -> bytes:
         """The checked body for the route. Raises HTTPException if the request is denied."""
@@ -125,6 +127,7 @@ class Guard:
 
     def _not_found(self, path: str) -> HTTPException:
         methods = sorted({method for rule in self._table.at(path) for method in rule.methods})
+        methods += ["HEAD"] if "GET" in methods else []
         if methods:
             return HTTPException(405, f"use {' or '.join(methods)} here", {"allow": ", ".join(methods)})
         return HTTPException(404, "there is nothing at this address")
@@ -189,18 +192,40 @@ def _too_many(wait_s: int) -> HTTPException:
     return HTTPException(429, f"too many requests; try again in {wait_s} s", {"retry-after": str(wait_s)})
 
 
-def _with_security_headers(send: Send, *, is_cacheable: bool) -> Send:
-    """`send` that adds the security headers and, unless `is_cacheable`, `cache-control: no-store`."""
+def _with_security_headers(send: Send, rule: Rule | None) -> Send:
+    """`send` that adds the security headers and, except for static files, `cache-control: no-store`."""
+    is_cacheable = rule is not None and rule.path.startswith("/static/")
+    policy = {"content-security-policy": rule.policy} if rule is not None and rule.policy else {}
 
     async def send_more(message: Message) -> None:
         if message["type"] == "http.response.start":
             headers = MutableHeaders(raw=list(message.get("headers", ())))
-            headers.update(SECURITY_HEADERS)
+            headers.update({**SECURITY_HEADERS, **policy})
             headers["cache-control"] = "no-cache" if is_cacheable else "no-store"
             message = {**message, "headers": headers.raw}
         await send(message)
 
     return send_more
+
+
+class _HeadSent(Exception):
+    """Ends a route whose status and headers are all that was asked for."""
+
+
+def _head_of(app: ASGIApp) -> ASGIApp:
+    """The app that answers HEAD as `app` answers GET, without the body, which is not made: a stream would not end."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_head(message: Message) -> None:
+            await send(message)
+            if message["type"] == "http.response.start":
+                await send({"type": "http.response.body", "body": b""})
+                raise _HeadSent
+
+        with suppress(_HeadSent):
+            await app({**scope, "method": "GET"}, receive, send_head)
+
+    return answer
 
 
 def _replay_body(body: bytes, receive: Receive) -> Receive:

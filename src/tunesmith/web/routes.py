@@ -57,8 +57,8 @@ def pages() -> APIRouter:
     routes = APIRouter(include_in_schema=False)
 
     @routes.get("/")
-    def start() -> RedirectResponse:
-        return RedirectResponse("/vote", 303)
+    def start(services: ServicesOf) -> RedirectResponse:
+        return RedirectResponse("/vote" if services.studio is None else "/runs", 303)
 
     @routes.get("/vote")
     def vote(caller: Caller, services: ServicesOf) -> HTMLResponse:

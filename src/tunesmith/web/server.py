@@ -7,7 +7,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from types import FrameType
 
@@ -21,6 +21,7 @@ from tunesmith.store.votes import VoteStore
 from tunesmith.web.app import create_app
 from tunesmith.web.services import Services
 from tunesmith.web.settings import ServerSettings
+from tunesmith.web.studio import Studio
 
 _GRACE_S = 2
 """Seconds that pending responses get after a signal."""
@@ -71,12 +72,12 @@ def serve(
         )
     settings.folder.mkdir(parents=True, exist_ok=True)
     listener = _listen(settings)
-    with (
-        closing(listener),
-        VoteStore.open(settings.votes_path) as votes,
-        closing(RunReader.open(settings.runs_path)) as runs,
-    ):
-        app = create_app(settings, votes, runs)
+    with ExitStack() as stack:
+        stack.enter_context(closing(listener))
+        votes = stack.enter_context(VoteStore.open(settings.votes_path))
+        runs = stack.enter_context(closing(RunReader.open(settings.runs_path)))
+        studio = None if settings.runs is None else stack.enter_context(Studio(settings.runs))
+        app = create_app(settings, votes, runs, studio)
         services: Services = app.state.services
         campaign = services.campaign()
         if adjust is not None:

@@ -13,6 +13,7 @@ from tunesmith.store.runs import RunReader
 from tunesmith.store.votes import VoteStore
 from tunesmith.web.logins import Identity, Logins
 from tunesmith.web.settings import ServerSettings
+from tunesmith.web.studio import Studio
 
 
 async def is_set_within(event: asyncio.Event, seconds: float) -> bool:
@@ -26,7 +27,7 @@ async def is_set_within(event: asyncio.Event, seconds: float) -> bool:
 @dataclass(frozen=True, slots=True)
 class Services:
     """The parts of one app. `votes` is written here; `runs` is read, and its file may not exist yet. `shutdown` is set
-    when the server ends, so that streams return.
+    when the server ends, so that streams return. `studio` has the runs that admins see, if there are any.
     """
 
     settings: ServerSettings
@@ -35,6 +36,7 @@ class Services:
     logins: Logins
     shutdown: asyncio.Event
     templates: jinja2.Environment
+    studio: Studio | None = None
 
     def campaign(self) -> Campaign:
         """The newest open campaign; if there is none, a new one with the default settings."""
@@ -45,7 +47,10 @@ class Services:
 
     def page(self, template: str, caller: Identity | None, **context: object) -> HTMLResponse:
         """A rendered template. `caller` decides which links the navigation bar has."""
-        return HTMLResponse(self.templates.get_template(template).render(caller=caller, **context))
+        pages = [("/vote", "Vote"), ("/watch", "Watch")] if self.studio is None else []
+        if caller is not None and caller.is_admin:
+            pages += [("/raters", "Raters")] if self.studio is None else [("/runs", "Runs"), ("/raters", "Raters")]
+        return HTMLResponse(self.templates.get_template(template).render(caller=caller, pages=pages, **context))
 
 
 def services_of(request: Request) -> Services:

@@ -29,7 +29,8 @@ class ServerSettings:
     """Files, address and host names of the server.
 
     `folder` holds `votes.db` (written here) and `runs.db` (the trainer's, read). `hosts` are Host headers that are
-    accepted in addition to this machine's. A session ends after `session_days`.
+    accepted in addition to this machine's. A session ends after `session_days`. `runs` is the folder of the runs that
+    admins see; without one there are no pages of runs.
     """
 
     folder: Path
@@ -37,6 +38,7 @@ class ServerSettings:
     port: int = 8000
     hosts: tuple[str, ...] = ()
     session_days: float = 30.0
+    runs: Path | None = None
     limits: Limits = field(default_factory=Limits)
 
     @property

@@ -1,4 +1,4 @@
-"""The watch page and its routes: versions, metrics, and a stream of server-sent events.
+"""Routes of a live loop or a run that is watched: versions, metrics, and a stream of server-sent events.
 
 One stream carries all topics: `metrics` as they are written, and `state`, `versions` and `votes` in full whenever they
 change. Only `metrics` events have an id, their cursor, with which a client resumes after a disconnection. The server
@@ -8,29 +8,31 @@ buffers nothing for a client: unread metrics stay in the database, so a slow cli
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from fastapi import APIRouter, Header, Query
+from fastapi import APIRouter, Depends, Header, Query
 from fastapi.exceptions import HTTPException
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from pydantic import StringConstraints
 from starlette.concurrency import run_in_threadpool
 
 from tunesmith.core.errors import TunesmithError
-from tunesmith.web.access import API, Rule
+from tunesmith.web.access import API, Access, Rule
 from tunesmith.web.services import Caller, ServicesOf, is_set_within
 from tunesmith.web.watch_data import MAX_ROWS, Json, News, WatchData
 
-RULES: tuple[Rule, ...] = (
-    Rule(("GET",), "/watch", "rater", is_page=True),
-    Rule(("GET",), f"{API}/versions", "rater"),
-    Rule(("GET",), f"{API}/metrics/names", "rater"),
-    Rule(("GET",), f"{API}/metrics", "rater"),
-    Rule(("GET",), f"{API}/stream", "rater"),
-)
-"""Rules of this module's routes, for the guard's table."""
+
+def rules(base: str, access: Access) -> tuple[Rule, ...]:
+    """Rules of the routes of `router(base)`, for the guard's table."""
+    return tuple(
+        Rule(("GET",), f"{base}/{name}", access) for name in ("versions", "metrics/names", "metrics", "stream")
+    )
+
+
+RULES: tuple[Rule, ...] = (Rule(("GET",), "/watch", "rater", is_page=True), *rules(API, "rater"))
+"""Rules of the page of the live loop beside the server."""
 
 MAX_NAMES = 64
 """Most metrics of one request."""
@@ -51,34 +53,49 @@ RETRY_MS = 2_000
 """Milliseconds after which a browser reconnects."""
 
 
-def router(data: WatchData) -> APIRouter:
-    """A router with the page `/watch` and, under `/api/v1`, `versions`, `metrics`, `metrics/names` and `stream`."""
-    routes = APIRouter(tags=["watch"])
+def page() -> APIRouter:
+    """A router with the page `/watch`."""
+    routes = APIRouter(include_in_schema=False)
+
+    @routes.get("/watch")
+    def watch(caller: Caller, services: ServicesOf) -> HTMLResponse:
+        return services.page("watch.html", caller, here="/watch", base="", may_roll_back=caller.is_admin)
+
+    return routes
+
+
+def router(base: str, data_of: Callable[..., WatchData]) -> APIRouter:
+    """A router with `versions`, `metrics`, `metrics/names` and `stream` under `base`, of the data that the dependency
+    `data_of` finds for a request.
+    """
+    routes = APIRouter(prefix=base, tags=["watch"])
     num_streams: Counter[int] = Counter()  # open streams of each rater
 
-    @routes.get("/watch", include_in_schema=False)
-    def watch(caller: Caller, services: ServicesOf) -> HTMLResponse:
-        return services.page("watch.html", caller, here="/watch")
-
-    @routes.get(f"{API}/versions")
-    def versions() -> JSONResponse:
+    @routes.get("/versions")
+    def versions(data: Annotated[WatchData, Depends(data_of)]) -> JSONResponse:
         """The versions of the policy, oldest first, with win rates against the base as far as they are known."""
         return JSONResponse(data.versions())
 
-    @routes.get(f"{API}/metrics/names")
-    def names() -> JSONResponse:
+    @routes.get("/metrics/names")
+    def names(data: Annotated[WatchData, Depends(data_of)]) -> JSONResponse:
         """All metrics, how the page draws them, and the cursor from which the stream goes on."""
         return JSONResponse(data.names())
 
-    @routes.get(f"{API}/metrics")
-    def metrics(name: Names, after: After = 0, points: Points = 1_000) -> JSONResponse:
+    @routes.get("/metrics")
+    def metrics(
+        data: Annotated[WatchData, Depends(data_of)], name: Names, after: After = 0, points: Points = 1_000
+    ) -> JSONResponse:
         """Points of one or more metrics with an id above `after`, thinned to about `points` each."""
         return JSONResponse(data.series(name, after, points))
 
     # Not in the schema: the response never ends, which would block clients that try all routes.
-    @routes.get(f"{API}/stream", include_in_schema=False)
+    @routes.get("/stream", include_in_schema=False)
     async def stream(
-        caller: Caller, services: ServicesOf, after: After = 0, last_event_id: LastEventId = None
+        data: Annotated[WatchData, Depends(data_of)],
+        caller: Caller,
+        services: ServicesOf,
+        after: After = 0,
+        last_event_id: LastEventId = None,
     ) -> StreamingResponse:
         if num_streams[caller.rater_id] >= services.settings.limits.streams_per_rater:
             raise HTTPException(429, "you have too many streams open; close some pages")

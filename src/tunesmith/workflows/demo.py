@@ -70,7 +70,7 @@ COMPARED_COMPLETIONS = 8
 class DemoOptions:
     """Options of the demo. `algorithm` trains the policy; the other stages do not depend on it.
 
-    `quick` takes a third of the openings, fewer completions and two steps: it shows that all parts work, no more.
+    `quick` takes a fifth of the openings, fewer completions and two steps: it shows that all parts work, no more.
     `backend` draws all completions; `level` is that of both trainings.
     """
 
@@ -113,7 +113,7 @@ def run_demo(options: DemoOptions) -> Outcome:
     watch = setup.Stopwatch()
     stage = prepare(options)
     openings = load_prompts("films", PromptsSection())
-    openings = openings[::3] if options.quick else openings
+    openings = openings[::5] if options.quick else openings
     split = split_by_prompt(openings, 0.0, options.seed, num_heldout=NUM_COMPARED)
 
     votes = collect_votes(stage, split.train)

@@ -70,7 +70,7 @@ def test_values_and_gradients_are_those_of_the_definition(width, softcap, dtype,
     st.sampled_from([(1.0, 1.0), (1.0, 0.0), (0.0, 1.0)]),
     st.integers(0, 1000),
 )
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_rows_are_scored_as_defined(interpreted, num_rows, width, scale, temperature, cap, dtype, weights, seed):
     assert_as_defined(
         normal(num_rows, width, dtype=dtype, seed=seed, scale=scale), temperature, cap, interpreted, weights

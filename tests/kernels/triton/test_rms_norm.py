@@ -22,7 +22,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 STEP = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 """Relative error of one number that is stored; the interpreter cuts numbers off where a GPU rounds them."""
 
-WIDTHS = [1, 15, 16, 64, 577, 1500]
+WIDTHS = [1, 15, 64, 1500]
 
 
 def assert_near(ours: torch.Tensor | None, expected: torch.Tensor | None, bound: torch.Tensor | float) -> None:
@@ -59,10 +59,17 @@ def assert_as_defined(case: Case, offset: float, kernels: Kernels) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("offset", [0.0, 1.0])
-@pytest.mark.parametrize("with_residual", [True, False])
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(("with_residual", "offset"), [(True, 0.0), (True, 1.0), (False, 0.0), (False, 1.0)])
+@pytest.mark.parametrize("width", [16, 577])
 def test_values_and_gradients_are_those_of_the_definition(width, with_residual, offset, dtype, interpreted: Kernels):
+    assert_as_defined(Case.of(5, width, dtype=dtype, with_residual=with_residual), offset, interpreted)
+
+
+@pytest.mark.parametrize(
+    ("with_residual", "offset", "dtype"), list(zip((True, False, True), (0.0, 1.0, 1.0), DTYPES, strict=True))
+)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_widths_around_powers_of_two_and_long_ones(width, with_residual, offset, dtype, interpreted: Kernels):
     assert_as_defined(Case.of(5, width, dtype=dtype, with_residual=with_residual), offset, interpreted)
 
 
@@ -128,8 +135,7 @@ def test_the_gradient_of_the_weight_is_summed_over_the_rows_of_many_programs(mon
         assert all(torch.equal(a, b) for a, b in zip(again[2:], found, strict=True))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [24, 48, 577])
+@pytest.mark.parametrize(("width", "dtype"), list(zip((48, 24, 577), DTYPES, strict=True)))
 def test_a_row_has_the_same_bits_whatever_is_beside_it_and_however_it_stands(width, dtype, interpreted: Kernels):
     case = Case.of(19, width, dtype=dtype)
     work = partial(add_rms_norm, kernels=interpreted)

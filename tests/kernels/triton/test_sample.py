@@ -140,8 +140,7 @@ def test_greedy_takes_the_lowest_id_of_the_largest(interpreted: Kernels):
     sample_cases.check_greedy_takes_the_lowest_id(interpreted)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(("dtype", "bad"), list(zip(DTYPES, [math.nan, math.inf, -math.inf], strict=True)))
 def test_logits_that_are_not_finite_name_their_row(dtype, bad, interpreted: Kernels):
     logits_BV = logits_of(6, 101).to(dtype)
     logits_BV[2, 0] = logits_BV[4, 100] = bad

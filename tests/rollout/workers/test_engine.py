@@ -28,8 +28,6 @@ from tunesmith.rollout.workers.local import LocalTransport
 from tunesmith.rollout.workers.messages import Handle, Tensors
 from tunesmith.schema.records import Prompt
 
-has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-DTYPE = torch.bfloat16 if has_bf16 else torch.float64
 PROMPTS = [Prompt(str(index), f"Prompt {index % 5} of some") for index in range(8)]  # three of them twice
 SAMPLING = SamplingParams(max_new_tokens=24, seed=3)
 
@@ -43,7 +41,7 @@ def open_workers(loaded: LoadedModel, count: int, head: nn.Module | None = None,
 
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
-    return tiny_model("llama", dtype=DTYPE)
+    return tiny_model("llama")
 
 
 @pytest.fixture(scope="module")
@@ -60,23 +58,14 @@ def expected(loaded: LoadedModel) -> list[Group]:
     return open_engine(loaded.model, loaded.tokenizer).generate(PROMPTS, 3, SAMPLING)
 
 
-def same(found: list[Group], expected: list[Group]) -> bool:
-    """True if all is equal to the bit, or in dtypes without that promise, the tokens are."""
-    if has_bf16:
-        return found == expected
-    return [one.token_ids for group in found for one in group.completions] == [
-        one.token_ids for group in expected for one in group.completions
-    ]
-
-
 @pytest.mark.parametrize("count", (1, 2, 3, 7))
 def test_completions_are_those_of_one_process(loaded: LoadedModel, expected: list[Group], count: int) -> None:
     engine = open_workers(loaded, count)
-    assert same(engine.generate(PROMPTS, 3, SAMPLING), expected)
-    assert engine.is_exact == has_bf16
+    assert engine.generate(PROMPTS, 3, SAMPLING) == expected
+    assert engine.is_exact
     greedy = SamplingParams(max_new_tokens=9, temperature=0)
     reference = open_engine(loaded.model, loaded.tokenizer).generate(PROMPTS[:2], 9, greedy)
-    assert same(engine.generate(PROMPTS[:2], 9, greedy), reference), "a group in several leases"
+    assert engine.generate(PROMPTS[:2], 9, greedy) == reference, "a group in several leases"
 
 
 def test_without_exactness_the_bits_do_not_depend_on_the_number_of_workers_either() -> None:
@@ -106,19 +95,19 @@ def test_callbacks_have_every_completion(two: WorkerEngine, expected: list[Group
         on_text=lambda index, sample, text: texts.update({(index, sample): text}),
     )
     assert counts == list(range(1, 25))
-    assert same([groups[index] for index in range(8)], expected)
+    assert [groups[index] for index in range(8)] == expected
     assert texts[3, 1] == expected[3].completions[1].text
 
 
 def test_changed_weights_and_a_value_head_reach_the_workers() -> None:
-    loaded, head = tiny_model("qwen3", dtype=DTYPE, tie_word_embeddings=False), ScalarHead(32)
+    loaded, head = tiny_model("qwen3", tie_word_embeddings=False), ScalarHead(32)
     engine = open_workers(loaded, 2, head)
     one_process = open_engine(loaded.model, loaded.tokenizer, value_head=head)
     generator = torch.Generator().manual_seed(0)
     drawn: list[list[Group]] = []
     for _ in range(3):
         drawn.append(engine.generate(PROMPTS, 2, SAMPLING))
-        assert same(drawn[-1], one_process.generate(PROMPTS, 2, SAMPLING))
+        assert drawn[-1] == one_process.generate(PROMPTS, 2, SAMPLING)
         engine.unload()
         with torch.no_grad():
             for parameter in (*loaded.model.parameters(), *head.parameters()):
@@ -139,7 +128,7 @@ def test_a_killed_worker_is_replaced_and_nothing_is_lost(
     before = [two.process_of(worker) for worker in range(2)]
     with trace() as times, span("rollout"):
         kill = at_first_group(lambda: [os.kill(pid, signal.SIGKILL) for pid in before])
-        assert same(two.generate(PROMPTS, 3, SAMPLING, on_group=kill), expected)
+        assert two.generate(PROMPTS, 3, SAMPLING, on_group=kill) == expected
     assert times.metrics()["rollout/worker_restarts"] == 2
     assert "rollout worker 0 ended" in caplog.text and "rollout worker 1 ended" in caplog.text
     assert not {two.process_of(worker) for worker in range(2)} & set(before)
@@ -158,7 +147,7 @@ def test_a_hundred_random_kills_change_nothing(loaded: LoadedModel, expected: li
                 os.kill(engine.process_of(victims[-1]), signal.SIGKILL)
 
     while len(victims) <= 100:
-        assert same(engine.generate(PROMPTS, 3, SAMPLING, on_group=kill_sometimes), expected)
+        assert engine.generate(PROMPTS, 3, SAMPLING, on_group=kill_sometimes) == expected
 
 
 @pytest.fixture
@@ -174,7 +163,7 @@ def test_leases_of_a_stopped_worker_are_drawn_by_another(
     two.generate(PROMPTS, 3, SAMPLING)  # so that rates are known
     stopped()
     with trace() as times, span("rollout"):
-        assert same(two.generate(PROMPTS, 3, SAMPLING), expected)
+        assert two.generate(PROMPTS, 3, SAMPLING) == expected
     assert times.metrics()["rollout/stolen_leases"] == 1
 
 
@@ -183,7 +172,7 @@ def test_a_worker_that_hangs_is_named_killed_and_replaced(
 ) -> None:
     engine = open_workers(loaded, 1, timeout_s=3.0)
     stop = at_first_group(lambda: os.kill(engine.process_of(0), signal.SIGSTOP))
-    assert same(engine.generate(PROMPTS, 3, SAMPLING, on_group=stop), expected)
+    assert engine.generate(PROMPTS, 3, SAMPLING, on_group=stop) == expected
     assert "rollout worker 0 gave no answer for 3 s; it is killed" in caplog.text
 
 
@@ -205,7 +194,7 @@ def test_errors_of_a_worker_are_raised_here(loaded: LoadedModel, two: WorkerEngi
         two.generate(PROMPTS, 1, SamplingParams(temperature=-1))
     with pytest.raises(InputError, match="at least 1 worker"):
         Workers(0)
-    assert same(two.generate(PROMPTS, 3, SAMPLING), expected)
+    assert two.generate(PROMPTS, 3, SAMPLING) == expected
 
 
 def test_ctrl_c_returns_what_had_ended(two: WorkerEngine, expected: list[Group]) -> None:
@@ -216,8 +205,8 @@ def test_ctrl_c_returns_what_had_ended(two: WorkerEngine, expected: list[Group])
         two.generate(PROMPTS, 3, SAMPLING, on_group=at_first_group(interrupt))
     known = {completion for group in expected for completion in group.completions}
     found = [completion for group in caught.value.groups for completion in group.completions]
-    assert found and (not has_bf16 or known.issuperset(found))
-    assert same(two.generate(PROMPTS, 3, SAMPLING), expected)
+    assert found and known.issuperset(found)
+    assert two.generate(PROMPTS, 3, SAMPLING) == expected
 
 
 PARENT = """

@@ -21,6 +21,7 @@ from tunesmith.rollout import weight_check
 from tunesmith.rollout.engine import GenerationInterrupted, OnGroup, OnProgress, OnText, Request, make_request
 from tunesmith.rollout.sampler import noise_keys
 from tunesmith.rollout.workers import weights
+from tunesmith.rollout.workers.actors import RayTransport
 from tunesmith.rollout.workers.local import LocalTransport, Transport
 from tunesmith.rollout.workers.messages import Draw, Drawn, Load, Loaded, Setup
 from tunesmith.rollout.workers.pool import Pool
@@ -38,7 +39,8 @@ class Workers:
     """`count` processes that draw by the native engine, each with `num_threads` CPU threads.
 
     `lease` is the number of completions that one is given at a time; one that gives no answer for longer than
-    `timeout_s` seconds is killed and started again.
+    `timeout_s` seconds is killed and started again. With an `address` ("auto", or "HOST:PORT") they are actors of the
+    Ray cluster there, of which this machine is one; without, processes of this machine.
 
     Raises:
         InputError: a number is too small.
@@ -48,6 +50,7 @@ class Workers:
     num_threads: int = 1
     lease: int = 8
     timeout_s: float = 600.0
+    address: str | None = None
 
     def __post_init__(self) -> None:
         if min(self.count, self.num_threads, self.lease) < 1 or self.timeout_s <= 0:
@@ -56,7 +59,7 @@ class Workers:
     @classmethod
     def of(cls, section: SamplingScaleSection) -> Self:
         """Those of a recipe's section."""
-        return cls(section.workers, section.threads_per_worker, section.lease, section.timeout_s)
+        return cls(section.workers, section.threads_per_worker, section.lease, section.timeout_s, section.address)
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,6 +345,8 @@ class _Results:
 
 
 def _open_transport(workers: Workers) -> Transport:
+    if workers.address is not None:
+        return RayTransport(workers.address, workers.count * workers.num_threads)
     return LocalTransport()
 
 

@@ -33,8 +33,8 @@ class Transport(Protocol):
         """The replies that have arrived, after `timeout_s` at most."""
         ...
 
-    def interrupt(self, worker: int) -> None:
-        """Ask for an early end of a draw, which is then answered by `Refused`; a transport may ignore it."""
+    def interrupt(self, worker: int) -> bool:
+        """Ask for an early end of a draw, which is then answered by `Refused`. False if a transport cannot do this."""
         ...
 
     def kill(self, worker: int) -> None:
@@ -139,9 +139,10 @@ class LocalTransport:
             return []
         return [(worker, self._reply(worker)) for worker in _of(self._connections, ready)]
 
-    def interrupt(self, worker: int) -> None:
+    def interrupt(self, worker: int) -> bool:
         """See `Transport`."""
         self._signal(worker, signal.SIGUSR1)
+        return True
 
     def kill(self, worker: int) -> None:
         """See `Transport`."""

@@ -101,11 +101,12 @@ class Pool:
         return answers
 
     def settle(self, timeout_s: float) -> None:
-        """Interrupt the draws that still run, and wait until they have ended, for `timeout_s` at most."""
+        """Interrupt the draws that still run, and wait until they have ended, for `timeout_s` at most. Where they
+        cannot be interrupted they go on, and their workers are not ready until then.
+        """
         end = time.monotonic() + timeout_s
-        for worker in self._drawing():
-            self._transport.interrupt(worker)
-        while self._drawing() and (left_s := end - time.monotonic()) > 0:
+        ending = {worker for worker in self._drawing() if self._transport.interrupt(worker)}
+        while not ending.isdisjoint(self._drawing()) and (left_s := end - time.monotonic()) > 0:
             self.receive(left_s)
 
     def reset(self) -> None:

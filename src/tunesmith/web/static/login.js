@@ -2,13 +2,13 @@
 import { call } from "./api.js";
 import { $ } from "./dom.js";
 
-const PAGES = ["/vote", "/watch", "/raters"];
+const PAGE = /^\/(vote|watch|raters|runs(\/[0-9a-f]{12})?)$/;
 const query = new URLSearchParams(location.search);
 const form = $("login") ?? $("join");
 
 async function logIn(token) {
   await call("POST", "session", { token });
-  location.replace(PAGES.find((page) => page === query.get("next")) ?? "/vote");
+  location.replace(PAGE.test(query.get("next")) ? query.get("next") : "/");
 }
 
 /** Accept the invitation. Only the button does this, so that programs which fetch links do not use it up. */

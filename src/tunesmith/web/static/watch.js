@@ -1,10 +1,11 @@
-// The watch page: live versions, votes and metrics of a run.
+// The watch page, and that of a run: live versions, votes and metrics.
 import { call, LoggedOut } from "./api.js";
 import { BarChart, interval, Line, LineChart, percent, short, WinRateChart } from "./chart.js";
 import { $, html, oncePerFrame } from "./dom.js";
 import { Feed } from "./feed.js";
 
-const STREAM = "/api/v1/stream";
+const { base } = $("watch").dataset; // prefix of the routes: empty, or that of a run
+const STREAM = `/api/v1/${base}stream`;
 const RETRY_MS = 2000;
 const POINTS = 600;
 const MAX_POINTS = 1200; // a longer line is replaced by one that the server has thinned
@@ -33,7 +34,7 @@ async function fetchPoints(names) {
   for (let start = 0; start < names.length; start += NAMES_PER_REQUEST) {
     const query = new URLSearchParams({ points: POINTS });
     for (const name of names.slice(start, start + NAMES_PER_REQUEST)) query.append("name", name);
-    found.push(...(await call("GET", `metrics?${query}`)).series);
+    found.push(...(await call("GET", `${base}metrics?${query}`)).series);
   }
   return found;
 }
@@ -73,7 +74,7 @@ async function holdingEvents(work) {
 /** Load everything: metric names, charts, and all points. */
 function load() {
   return holdingEvents(async () => {
-    const found = await call("GET", "metrics/names");
+    const found = await call("GET", `${base}metrics/names`);
     const shown = found.pictures.flatMap((picture) => picture.lines.map(({ name }) => name));
     const series = await fetchPoints([...new Set([...shown, ...lines.keys()])]);
     cursor = Math.max(cursor, found.cursor);
@@ -214,7 +215,7 @@ function versionRow(one) {
     html("td", {}, one.kl === null ? "–" : short(one.kl)),
     html("td", {}, String(one.num_votes)),
     html("td", { class: "words" }, [served, one.note].filter(Boolean).join(": ") || "–"),
-    $("watch").dataset.role === "admin" ? html("td", {}, one.serving || !one.accepted ? null : button) : null,
+    "mayRollBack" in $("watch").dataset ? html("td", {}, one.serving || !one.accepted ? null : button) : null,
   );
 }
 

@@ -1,0 +1,116 @@
+// The page of a run, beside its charts: diagnosis, findings, samples, recipe, files.
+import { call } from "./api.js";
+import { short } from "./chart.js";
+import { $, html } from "./dom.js";
+
+const { run } = $("run").dataset;
+const RENEW_MS = 5000;
+
+let last = ""; // the facts as they were last shown
+let facts = null;
+let shownStep = null;
+let follows = true; // the newest samples are shown until another step is chosen
+
+async function refresh() {
+  try {
+    facts = await call("GET", `runs/${run}`);
+  } catch {
+    return; // The state of the connection is shown by the watch page's part.
+  }
+  if (JSON.stringify(facts) === last) return;
+  last = JSON.stringify(facts);
+  showFacts();
+  showDiagnosis();
+  showTables();
+  showRecipe();
+  showSteps();
+}
+
+const cells = (texts) => html("tr", {}, ...texts.map((text, at) => html(at ? "td" : "th", at ? { class: "words" } : { scope: "row" }, text)));
+
+function showFacts() {
+  const { status, steps, minutes, verdict } = facts;
+  const words = [status, steps === null ? null : `${steps} steps planned`, minutes === null ? null : `${minutes.toFixed(1)} minutes`];
+  $("facts").textContent = words.filter(Boolean).join(" · ");
+  $("verdict").textContent = verdict;
+  $("commands").replaceChildren(
+    ...Object.entries(facts.commands).map(([name, command]) => html("div", {}, html("dt", {}, name), html("dd", {}, html("code", {}, command)))),
+  );
+}
+
+function showDiagnosis() {
+  $("causes").replaceChildren(
+    ...facts.causes.map(([symptom, saving, evidence, advice]) =>
+      html("div", { class: "card" }, html("p", {}, html("strong", {}, symptom)), html("p", {}, advice), html("p", { class: "muted" }, `Could save ${saving}. ${evidence}`)),
+    ),
+  );
+  $("missing").replaceChildren(...facts.missing.map((text) => html("li", {}, text)));
+  $("missing-part").hidden = !facts.missing.length;
+}
+
+function showTables() {
+  $("findings").replaceChildren(...[...facts.findings].reverse().map(cells));
+  $("findings-part").hidden = !facts.findings.length;
+  $("findings-title").textContent = `Findings (${facts.num_findings})`;
+  const link = ([name, size]) => [html("a", { href: `/runs/${run}/files/${encodeURIComponent(name)}` }, name), `${size.toLocaleString()} bytes`];
+  for (const [id, rows] of [["result", facts.result], ["environment", facts.environment], ["files", facts.files.map(link)]]) {
+    $(id).replaceChildren(...rows.map(cells));
+    $(`${id}-part`).hidden = !rows.length;
+  }
+}
+
+function showRecipe() {
+  const wanted = facts.recipe.filter(([, , origin]) => !$("only-set").checked || origin !== "default");
+  $("recipe").replaceChildren(...wanted.map(cells));
+}
+
+// Samples
+
+function showSteps() {
+  const { sample_steps: steps } = facts;
+  $("no-samples").hidden = steps.length > 0;
+  $("sample-tools").hidden = steps.length === 0;
+  $("sample-place").max = Math.max(0, steps.length - 1);
+  if (follows) $("sample-place").value = steps.length - 1;
+  showSamples();
+}
+
+async function showSamples() {
+  const step = facts.sample_steps[Number($("sample-place").value)];
+  $("sample-step").textContent = step ?? "";
+  if (step === undefined || step === shownStep) return;
+  shownStep = step;
+  let found;
+  try {
+    found = await call("GET", `runs/${run}/samples?step=${step}`);
+  } catch {
+    shownStep = null;
+    return;
+  }
+  if (shownStep === step) $("samples").replaceChildren(...found.samples.map(sample));
+}
+
+function sample({ prompt, completion, reward, rewards, finish_reason: reason, num_tokens: tokens }) {
+  const words = [
+    reward === null ? null : `reward ${short(reward)}`,
+    ...rewards.map(([name, value]) => `${name} ${short(Number(value))}`),
+    tokens === null ? null : `${tokens} tokens`,
+    reason || null,
+  ];
+  return html(
+    "article",
+    { class: "card" },
+    html("p", { class: "passage raw muted", dir: "auto" }, prompt),
+    html("p", { class: "passage raw", dir: "auto" }, completion),
+    html("p", { class: "muted" }, words.filter(Boolean).join(" · ")),
+  );
+}
+
+$("only-set").addEventListener("input", () => facts && showRecipe());
+$("sample-place").addEventListener("input", () => {
+  follows = Number($("sample-place").value) === facts.sample_steps.length - 1;
+  showSamples();
+});
+document.addEventListener("visibilitychange", () => document.hidden || refresh());
+setInterval(() => document.hidden || refresh(), RENEW_MS);
+refresh();

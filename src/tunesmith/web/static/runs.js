@@ -1,0 +1,80 @@
+// The list of runs: filters, which are kept in the address, and rows that are renewed while the page is seen.
+import { call, LoggedOut } from "./api.js";
+import { short } from "./chart.js";
+import { $, html } from "./dom.js";
+
+const RENEW_MS = 3000;
+const ROWS = 50;
+const FILTERS = ["text", "algorithm", "state"];
+const MOMENT = { dateStyle: "short", timeStyle: "short" };
+
+let limit = ROWS;
+let asked = 0; // number of the last request: an answer to an earlier one is late
+
+async function refresh() {
+  const query = new URLSearchParams({ limit });
+  for (const name of FILTERS) if ($(name).value) query.set(name, $(name).value);
+  const mine = ++asked;
+  try {
+    const found = await call("GET", `runs?${query}`);
+    if (mine === asked) show(found);
+  } catch (error) {
+    if (error instanceof LoggedOut) location.assign("/login");
+    if (mine === asked) $("status").textContent = `The list is old: ${error.message}`;
+  }
+}
+
+function show({ rows, num_matching: matching, algorithms, num_read: read, num_found: found }) {
+  for (const name of algorithms) {
+    if (![...$("algorithm").options].some(({ value }) => value === name)) $("algorithm").append(new Option(name));
+  }
+  const words = matching === read ? `${matching} runs` : `${matching} of ${read} runs`;
+  say(read < found ? `${words}; ${found - read} more are being read.` : `${words}.`);
+  // Rows are kept where they are the same, so that the focus stays.
+  const focused = document.activeElement?.closest("tr")?.dataset.run;
+  $("rows").replaceChildren(...rows.map(row));
+  if (focused) document.querySelector(`tr[data-run="${focused}"] a`)?.focus();
+  $("table").hidden = rows.length === 0;
+  $("more").hidden = matching <= rows.length || limit >= 1000;
+}
+
+/** Screen readers announce each assignment, so it is made for new words only. */
+function say(words) {
+  if ($("status").textContent !== words) $("status").textContent = words;
+}
+
+function row(run) {
+  const steps = run.algorithm === "demo" ? "" : `${run.step}/${run.steps ?? "?"}`;
+  const figure = run.figure === null ? "" : `${run.figure_name} ${short(run.figure)}`;
+  const cells = [run.algorithm, run.model, run.state, steps, figure, run.minutes?.toFixed(1) ?? ""];
+  const started = run.started === null ? "" : new Date(run.started * 1000).toLocaleString([], MOMENT);
+  return html(
+    "tr",
+    { "data-run": run.id, "data-state": run.state },
+    html("th", { scope: "row" }, html("a", { href: `/runs/${run.id}`, dir: "auto" }, run.name)),
+    ...[...cells, started].map((text) => html("td", {}, text)),
+  );
+}
+
+function filter() {
+  limit = ROWS;
+  const query = new URLSearchParams();
+  for (const name of FILTERS) if ($(name).value) query.set(name, $(name).value);
+  history.replaceState(null, "", query.size ? `?${query}` : location.pathname);
+  refresh();
+}
+
+const given = new URLSearchParams(location.search);
+if (given.get("algorithm")) $("algorithm").append(new Option(given.get("algorithm")));
+for (const name of FILTERS) {
+  $(name).value = given.get(name) ?? "";
+  $(name).addEventListener("input", filter);
+}
+$("filters").addEventListener("submit", (event) => event.preventDefault());
+$("more").addEventListener("click", () => {
+  limit = Math.min(1000, limit + ROWS);
+  refresh();
+});
+document.addEventListener("visibilitychange", () => document.hidden || refresh());
+setInterval(() => document.hidden || refresh(), RENEW_MS);
+refresh();

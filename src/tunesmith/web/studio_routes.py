@@ -1,0 +1,127 @@
+"""Routes of the pages of runs, for admins alone: samples name the version that drew them, and votes are blind."""
+
+import json
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, Path, Query
+from fastapi.exceptions import HTTPException
+from fastapi.responses import FileResponse, HTMLResponse, JSONResponse
+
+from tunesmith.runs.folder import finite
+from tunesmith.web import watch
+from tunesmith.web.access import API, Rule
+from tunesmith.web.services import Caller, ServicesOf
+from tunesmith.web.studio import OpenRun, Studio, files_of
+from tunesmith.web.watch_data import WatchData
+
+REPORT_POLICY = (
+    "sandbox allow-scripts; default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+"""A report runs its own scripts in an origin of its own: whatever a run's folder holds, it has no session here."""
+
+ONE = f"{API}/runs/{{run}}"
+
+RULES: tuple[Rule, ...] = (
+    Rule(("GET",), "/runs", "admin", is_page=True),
+    Rule(("GET",), "/runs/{run}", "admin", is_page=True),
+    Rule(("GET",), "/runs/{run}/report", "admin", is_page=True, policy=REPORT_POLICY),
+    Rule(("GET",), "/runs/{run}/files/{name}", "admin"),
+    Rule(("GET",), f"{API}/runs", "admin"),
+    Rule(("GET",), ONE, "admin"),
+    Rule(("GET",), f"{ONE}/samples", "admin"),
+    *watch.rules(ONE, "admin"),
+)
+"""Rules of this module's routes, for the guard's table."""
+
+MAX_ROWS = 1_000
+"""Most runs of one request."""
+
+RunId = Annotated[str, Path(min_length=1, max_length=40)]
+Word = Annotated[str, Query(max_length=200)]
+
+
+class Reply(JSONResponse):
+    """JSON of what files hold: numbers that are not finite become null, and lone surrogates are escaped."""
+
+    def render(self, content: Any) -> bytes:
+        """The body."""
+        return json.dumps(finite(content), allow_nan=False, separators=(",", ":")).encode()
+
+
+def routers(studio: Studio) -> list[APIRouter]:
+    """The routers of the pages, of the list and the facts of runs, and of their metrics."""
+
+    def run_of(run: RunId) -> OpenRun:
+        return studio.run(run)
+
+    def data_of(run: RunId) -> WatchData:
+        return studio.run(run).data
+
+    return [_pages(run_of), _facts(studio, run_of), watch.router(ONE, data_of)]
+
+
+def _pages(run_of: Callable[..., OpenRun]) -> APIRouter:
+    routes = APIRouter(include_in_schema=False)
+
+    @routes.get("/runs")
+    def runs(caller: Caller, services: ServicesOf) -> HTMLResponse:
+        return services.page("runs.html", caller, here="/runs")
+
+    @routes.get("/runs/{run}")
+    def show(
+        run: RunId, found: Annotated[OpenRun, Depends(run_of)], caller: Caller, services: ServicesOf
+    ) -> HTMLResponse:
+        name = found.path.name.encode("utf-8", "replace").decode()
+        files = files_of(found.path)
+        return services.page(
+            "run.html",
+            caller,
+            here="/runs",
+            base=f"runs/{run}/",
+            run=run,
+            name=name,
+            has_report="report.html" in files,
+            may_roll_back=False,
+        )
+
+    @routes.get("/runs/{run}/report")
+    def report(found: Annotated[OpenRun, Depends(run_of)]) -> HTMLResponse:
+        if "report.html" not in files_of(found.path):
+            raise HTTPException(404, "this run has no report yet; it is written at the end")
+        return HTMLResponse((found.path / "report.html").read_bytes())
+
+    @routes.get("/runs/{run}/files/{name}")
+    def file(found: Annotated[OpenRun, Depends(run_of)], name: str) -> FileResponse:
+        if name not in files_of(found.path):
+            raise HTTPException(404, "this run has no such file")
+        return FileResponse(found.path / name, media_type="application/octet-stream", filename=name)
+
+    return routes
+
+
+def _facts(studio: Studio, run_of: Callable[..., OpenRun]) -> APIRouter:
+    routes = APIRouter(prefix=f"{API}/runs", tags=["runs"])
+
+    @routes.get("")
+    def runs(
+        text: Word = "",
+        algorithm: Word = "",
+        state: Literal["", "running", "finished", "stopped", "failed"] = "",
+        limit: Annotated[int, Query(ge=1, le=MAX_ROWS)] = 50,
+    ) -> Reply:
+        """The newest runs, and how many match."""
+        return Reply(studio.index.page(text, algorithm, state, limit))
+
+    @routes.get("/{run}")
+    def show(found: Annotated[OpenRun, Depends(run_of)]) -> Reply:
+        """Findings, diagnosis, recipe with the origin of each value, result, files, and steps that have samples."""
+        return Reply({**found.details(), "sample_steps": found.samples.steps()})
+
+    @routes.get("/{run}/samples")
+    def samples(found: Annotated[OpenRun, Depends(run_of)], step: Annotated[int, Query(ge=0, le=2**53)]) -> Reply:
+        """The samples of a step."""
+        return Reply({"step": step, "samples": found.samples.at(step)})
+
+    return routes

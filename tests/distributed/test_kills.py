@@ -1,0 +1,119 @@
+"""Ranks that are killed or stopped at random times: the resumed run ends as one without kills, to the bit."""
+
+import contextlib
+import random
+import shutil
+import signal
+import time
+from collections.abc import Mapping
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from jobs import context, outcome, the_run
+from on_ranks import few_low
+from recipes import PROMPTS, grpo_recipe
+
+from tunesmith.config.schema import GRPORecipe
+from tunesmith.core.errors import TunesmithError
+from tunesmith.trainers.api import Inputs
+from tunesmith.trainers.resume import resume
+from tunesmith.trainers.run import run
+
+NUM_STEPS = 12
+
+
+def recipe(folder: Path, num_ranks: int) -> GRPORecipe:
+    run = {"dir": str(folder), "steps": NUM_STEPS, "num_threads": 1, "checkpoint_every": 1, "sample_every": 1}
+    return grpo_recipe(folder, run=run, scale={"ranks": num_ranks, "reduction": "exact", "rank_timeout_s": 20})
+
+
+def trained(folder: Path) -> None:
+    """A run below `folder` on two ranks, or the rest of it if it has begun; an error is written to a file."""
+    inputs = Inputs(prompts=PROMPTS, rewards=[few_low])
+    try:
+        if begun := [file.parent for file in folder.glob("*/environment.json")]:
+            resume(begun[0], inputs=inputs, progress=False)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)  # killed before it was a run
+            run(recipe(folder, 2), inputs, progress=False)
+    except TunesmithError as error:
+        folder.with_suffix(".error").write_text(str(error))
+        raise SystemExit(error.exit_code) from error
+
+
+def result(run_dir: Path) -> Mapping[str, object]:
+    """What follows from the recipe for any number of ranks."""
+    found = outcome(run_dir)
+    rows: Any = found["metrics"]
+    of_a_rank = ("update/shared_tokens", "update/micro_batch_tokens")
+    return {**found, "metrics": [{k: v for k, v in row.items() if k not in of_a_rank} for row in rows]}
+
+
+def num_rows(folder: Path) -> int:
+    """The number of steps that the run below `folder` has recorded."""
+    return sum(file.read_bytes().count(b"\n") for file in folder.glob("*/metrics.jsonl"))
+
+
+def ranks_of(process: BaseProcess) -> list[psutil.Process]:
+    """The ranks of the run that `process` leads, itself the first: it has started a server that forks the others."""
+    leader = psutil.Process(process.pid)
+    return [leader, *(child for child in leader.children(recursive=True) if child.ppid() != leader.pid)]
+
+
+def attempt(folder: Path, chance: random.Random, how: signal.Signals | None, victim: int) -> bool:
+    """Train until the end, or send `how` to a rank at a random time; True if the run ended as it should."""
+    process = context().Process(target=trained, args=(folder,))
+    process.start()
+    others: list[psutil.Process] = []
+    # Kills may come while the ranks start; one that stops is named only after it has started.
+    wanted = num_rows(folder) + chance.randrange(3) + (how == signal.SIGSTOP)
+    with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+        while how is not None:
+            leader, *others = ranks_of(process)
+            if others and num_rows(folder) >= wanted:
+                time.sleep(0.2 * chance.random())
+                [leader, *others][victim].send_signal(how)
+                break
+            time.sleep(0.01)
+    process.join(timeout=120)
+    assert process.exitcode is not None, "the leader hangs"
+    _, left = psutil.wait_procs(others, timeout=60)
+    assert not left, "a rank outlives the others"
+    return process.exitcode == 0
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> object:
+    """The outcome of one process, which is that of any number of ranks."""
+    folder = tmp_path_factory.mktemp("whole")
+    return result(run(recipe(folder, 1), Inputs(prompts=PROMPTS, rewards=[few_low]), progress=False).run_dir)
+
+
+def test_a_run_whose_ranks_are_killed_at_random_times_ends_as_without(expected: object, tmp_path: Path) -> None:
+    folder, chance = tmp_path / "runs", random.Random(1)
+    assert any(
+        attempt(folder, chance, how, rank) for how, rank in ((signal.SIGKILL, 1), (signal.SIGKILL, 0), (None, 0))
+    )
+    assert result(the_run(folder)) == expected
+
+
+@pytest.mark.slow
+def test_a_hundred_random_faults_of_ranks_change_nothing(expected: object, tmp_path: Path) -> None:
+    chance, num_faults = random.Random(2), 0
+    while num_faults < 100:
+        folder = tmp_path / f"after-{num_faults}"
+        for _ in range(10):
+            how, victim = chance.choice([(signal.SIGKILL, 0), (signal.SIGKILL, 1), (signal.SIGSTOP, 1)])
+            if attempt(folder, chance, how, victim):
+                break
+            num_faults += 1
+            if how == signal.SIGSTOP:
+                # One that stops inside a collective has arrived there: then the collective is named, and not the rank.
+                assert "waited in `" in folder.with_suffix(".error").read_text()
+        else:
+            assert attempt(folder, chance, None, 0)
+        assert result(the_run(folder)) == expected
+        shutil.rmtree(folder)

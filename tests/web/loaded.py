@@ -1,0 +1,16 @@
+"""Loads what every run and every server loads, and has transformers and Jinja prepare what they keep in a process.
+
+The process that others are forked from imports this, so that it is done once and not in each of them.
+"""
+
+import tempfile
+from pathlib import Path
+
+import tunesmith.trainers.resume
+import tunesmith.web.server  # noqa: F401
+from tunesmith.models.tiny import tiny_model
+from tunesmith.reports.html import write_run_report
+
+with tempfile.TemporaryDirectory() as folder:
+    tiny_model("llama").model.save_pretrained(folder)
+    write_run_report(Path(folder))
