@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -19,7 +20,7 @@ from recipes import PROMPTS, demonstrations, grpo_recipe, sft_recipe, training
 
 from tunesmith.config.schema import SFTRecipe
 from tunesmith.core.errors import InputError, TrainingError
-from tunesmith.distributed import launch
+from tunesmith.distributed import launch, ranks
 from tunesmith.distributed.ranks import gathered, rank, share_of
 from tunesmith.trainers.api import Inputs
 from tunesmith.trainers.resume import resume
@@ -28,8 +29,13 @@ from tunesmith.trainers.setup import RunResult
 
 
 def leave_alone(how: str) -> list[int]:
-    """Rank 1 ends, or never arrives, where the others wait for it."""
-    if rank() == 1:
+    """Rank 1 ends, never arrives, or stops where the others wait for it."""
+    if how == "stops":
+        if rank() == 1:
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+        else:
+            time.sleep(1.5)
+    elif rank() == 1:
         if how == "raises":
             raise ValueError("no more")
         if how == "is killed":
@@ -52,9 +58,12 @@ def test_the_results_of_all_ranks_are_in_the_order_of_the_items() -> None:
         ("raises", "rank 1 ended: ValueError: no more"),
         ("is killed", "rank 1 was ended by SIGKILL"),
         ("hangs", "waited in `numbers` in vain: rank 1 did not arrive, its last was `start`"),
+        ("stops", "waited in `numbers` in vain: rank 1 arrived and answers no more"),
     ],
 )
-def test_a_rank_that_does_not_come_is_named(how: str, message: str) -> None:
+def test_a_rank_that_does_not_come_is_named(how: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (launch, ranks):
+        monkeypatch.setattr(module, "_GRACE_S", 2.0)
     with pytest.raises(TrainingError, match=message):
         on_ranks(2, partial(leave_alone, how), timeout_s=3)
     assert not [child for child in psutil.Process().children(recursive=True) if "rank" in child.name()]

@@ -7,6 +7,7 @@ those of one process, and only gradients are summed in an order of their own. Ra
 """
 
 import io
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -21,6 +22,9 @@ from tunesmith.core.errors import TrainingError
 
 T = TypeVar("T")
 
+_GRACE_S = 5.0
+"""Seconds in which every rank that runs has noticed that a collective failed."""
+
 END = "end"
 """The order after which the other ranks leave."""
 
@@ -33,7 +37,8 @@ class LostRankError(TrainingError):
 class Ranks:
     """This process among `count` of one training; `index` 0 leads.
 
-    `store` holds the collective that each rank reached last, so that a rank that never comes can be named.
+    `store` holds the collective that each rank reached last, and which ranks saw one fail, so that a rank that never
+    comes or that stops in the middle can be named.
     """
 
     index: int
@@ -51,20 +56,31 @@ class Ranks:
             self.store.set(f"reached/{self.index}", f"{self.num_collectives} {name}")
             yield
         except RuntimeError as error:
-            raise LostRankError(f"rank {self.index} waited in `{name}` in vain: {self._missing()}") from error
+            try:
+                self.store.set(f"failed/{self.index}", "")
+                lost = "; ".join(self._behind() or self._silent()) or "all ranks arrived, and one of them left"
+            except RuntimeError:  # the store is in rank 0
+                lost = "rank 0 has ended"
+            raise LostRankError(f"rank {self.index} waited in `{name}` in vain: {lost}") from error
 
-    def _missing(self) -> str:
+    def _behind(self) -> list[str]:
         """The ranks that have not reached this collective, with the last one that each has reached."""
         behind: list[str] = []
         for rank in range(self.count):
-            try:
-                known = self.store.check([f"reached/{rank}"])
-                number, name = self.store.get(f"reached/{rank}").decode().split(" ", 1) if known else ("0", "nothing")
-            except RuntimeError:  # the store is in rank 0
-                return "rank 0 has ended"
+            known = self.store.check([f"reached/{rank}"])
+            number, name = self.store.get(f"reached/{rank}").decode().split(" ", 1) if known else ("0", "nothing")
             if int(number) < self.num_collectives:
                 behind.append(f"rank {rank} did not arrive, its last was `{name}` ({number})")
-        return "; ".join(behind) or "all ranks arrived, and one of them left"
+        return behind
+
+    def _silent(self) -> list[str]:
+        """The ranks that do not say within `_GRACE_S` that the collective failed: where one fails, all do."""
+        deadline = time.monotonic() + _GRACE_S
+        silent = range(self.count)
+        while silent and time.monotonic() < deadline:
+            time.sleep(0.05)
+            silent = [rank for rank in silent if not self.store.check([f"failed/{rank}"])]
+        return [f"rank {rank} arrived and answers no more: it has ended or is stopped" for rank in silent]
 
 
 _RANKS: ContextVar[Ranks | None] = ContextVar("ranks", default=None)
