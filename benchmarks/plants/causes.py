@@ -192,7 +192,7 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause("starved", GRPO.plus(_MEDIUM), _spinning(2, 1.0), _spinning(1, 0.5), "evaluation"),
     Cause("gil", GRPO, _reward("watched", pause_s=0.0), _reward("watched", pause_s=0.004), "checkpoints"),
-    Cause("slow_reward", GRPO, _reward("busy", busy=150_000), _reward("busy", busy=25_000), "evaluation"),
+    Cause("slow_reward", GRPO, _reward("busy", busy=150_000), _reward("busy", busy=45_000), "evaluation"),
     Cause(
         "reward_not_overlapped",
         GRPO.plus(_set({"rollout.num_slots": 16})),
@@ -224,11 +224,11 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         "recomputed_old_policy",
-        GRPO.plus(_set({"grpo.num_epochs": 2})),
+        GRPO.plus(_MEDIUM).plus(_set({"grpo.num_epochs": 2})),
         strong=_set({"rollout.recompute_logps": True}),
         mild=_set({"rollout.recompute_logps": True}),
         other="slow_reward",
-        diluted=_set({"grpo.num_epochs": 4}),
+        diluted=_set({"grpo.num_epochs": 3}),
     ),
     Cause(
         "unneeded_reference",
@@ -280,7 +280,7 @@ CAUSES: tuple[Cause, ...] = (
         "memory_growth",
         GRPO,
         strong=_reward("keeping", kept_mb=300),
-        mild=_reward("keeping", kept_mb=60),
+        mild=_reward("keeping", kept_mb=120),
         other="remote_reward_serial",
     ),
     Cause(
@@ -296,7 +296,7 @@ CAUSES: tuple[Cause, ...] = (
         strong=_set({"model.gradient_checkpointing": True}),
         mild=_set({"model.gradient_checkpointing": True}),
         other="remote_reward_serial",
-        diluted=_SMALL,
+        diluted=_set({"model.num_trainable_layers": 4}),
     ),
 )
 """The causes that can be planted on a machine without a GPU."""

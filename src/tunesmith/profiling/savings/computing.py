@@ -97,7 +97,7 @@ def threads_many(f: Facts) -> Saving | None:
     threads, cores = f.number("setup.num_threads"), usable_cores(f)
     if threads <= cores:
         return None
-    waiting = 0.65 * (1 - running_share(f)) * (1 - cores / threads)
+    waiting = 0.85 * (1 - running_share(f)) * (1 - cores / threads)
     idle = 1 - threads / (cores * math.ceil(threads / cores))
     return around(f.computing_s * (waiting + idle), 0.5, 1.6)
 
