@@ -10,9 +10,9 @@ from recipes import PROMPTS, demonstrations, grpo_recipe, pairs, ppo_recipe, tra
 
 from tunesmith import train
 from tunesmith.config.levels import LEVELS, Level
+from tunesmith.kernels.linear.api import cpu_has_bfloat16
 from tunesmith.models.decoder import Decoder
 from tunesmith.models.language_model import FullForward, TrunkForward
-from tunesmith.models.load import cpu_has_bfloat16
 from tunesmith.models.logprob import token_logps
 from tunesmith.rollout.native_engine import NativeEngine
 from tunesmith.rollout.transformers_backend import TransformersEngine

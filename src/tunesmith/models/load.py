@@ -25,6 +25,7 @@ from transformers import (
 
 from tunesmith.config.sections import ModelSection
 from tunesmith.core.errors import ModelError
+from tunesmith.kernels.linear.api import cpu_has_bfloat16
 from tunesmith.models import adapter_folder, assets, lora, tiny
 from tunesmith.models.folder_check import check_adapter_folder, check_folder
 from tunesmith.models.heads import RewardModel, RewardTransform
@@ -239,11 +240,6 @@ def compute_dtype(requested: str, device: str | torch.device = "cpu") -> torch.d
     if torch.device(device).type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
     return torch.bfloat16 if cpu_has_bfloat16() else torch.float32
-
-
-def cpu_has_bfloat16() -> bool:
-    """True if the processor has instructions for bfloat16 products; without them they are emulated in float32."""
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def _is_built_in_code(name: str) -> bool:

@@ -14,10 +14,10 @@ from tunesmith.batch.rollout import Group, SamplingParams
 from tunesmith.core.errors import InputError, TrainingError
 from tunesmith.core.system import warn_of_spinning
 from tunesmith.core.trace import span
+from tunesmith.kernels.linear.api import cpu_has_bfloat16
 from tunesmith.kernels.linear.float32 import rows_are_independent
 from tunesmith.kernels.sample.torch_impl import Sampled
 from tunesmith.models.language_model import LanguageModel
-from tunesmith.models.load import cpu_has_bfloat16
 from tunesmith.models.loaded import PreTrainedTokenizerBase
 from tunesmith.rollout import weight_check
 from tunesmith.rollout.engine import Callbacks, OnGroup, OnProgress, OnText, Request, make_request, run_request

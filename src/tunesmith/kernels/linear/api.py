@@ -31,6 +31,11 @@ class _Arguments(ctypes.Structure):
     )
 
 
+def cpu_has_bfloat16() -> bool:
+    """True if the processor has instructions for bfloat16 products; without them they are emulated in float32."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
     """A weight `[O, I]` in panels, and how many inputs are summed at a time. Only `pack` makes one."""
