@@ -154,7 +154,7 @@ _SHORT = _set({"rollout.max_new_tokens": 8, "rollout.min_new_tokens": 8})
 _LONG_PROMPTS = _SHORT.plus(_set({"prompts.source": "{files}/prompts.jsonl"}))
 _ENDING = _set({"model.name": "{files}/ending", "rollout.min_new_tokens": 1, "optimizer.learning_rate": 1e-7})
 _FEW = _set({"rollout.prompts_per_step": 4, "rollout.completions_per_prompt": 4})
-_PADDED = _set({"model.name": "{files}/neox", "sft.micro_batch_tokens": 32768})
+_PADDED = _set({"model.forward": "padded", "sft.micro_batch_tokens": 32768})
 _NO_COMPILER = _variable("CXX", "/nowhere/c++")
 
 CAUSES: tuple[Cause, ...] = (
@@ -224,7 +224,7 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         "recomputed_old_policy",
-        GRPO.plus(_MEDIUM).plus(_set({"grpo.num_epochs": 2})),
+        GRPO.plus(_LONG_PROMPTS).plus(_set({"grpo.num_epochs": 2})),
         strong=_set({"rollout.recompute_logps": True}),
         mild=_set({"rollout.recompute_logps": True}),
         other="slow_reward",

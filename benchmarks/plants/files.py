@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GPTNeoXConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from tunesmith.models.tiny import EOS_ID, VOCABULARY_SIZE, byte_tokenizer, scratch_model
+from tunesmith.models.tiny import EOS_ID, byte_tokenizer, scratch_model
 
 _LIKING = 1.25
 _LETTERS = "abcdefghijklmnopqrstuvwxyz    "
@@ -17,8 +17,8 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz    "
 
 def write_files(folder: Path) -> None:
     """Write to the new folder `folder`: `medium`, a Llama of 26 million weights; `ending`, whose completions end after
-    some 60 tokens, a few of them after far more; `neox`, of a family that Tunesmith does not know; prompts of 400
-    letters; demonstrations of different and of similar lengths; pairs.
+    some 60 tokens, a few of them after far more; prompts of 400 letters; demonstrations of different and of similar
+    lengths; pairs.
     """
     folder.mkdir(parents=True)
     _save(scratch_model(hidden_size=512, intermediate_size=1408, num_hidden_layers=8).model, folder / "medium")
@@ -28,15 +28,6 @@ def write_files(folder: Path) -> None:
         weight[:, 0] = 0.2
         weight[EOS_ID, 0] = _LIKING
     _save(ending, folder / "ending")
-    sizes: dict[str, Any] = {
-        "hidden_size": 256,
-        "intermediate_size": 768,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-    }
-    torch.manual_seed(0)
-    config = GPTNeoXConfig(vocab_size=VOCABULARY_SIZE, max_position_embeddings=1024, **sizes)
-    _save(AutoModelForCausalLM.from_config(config), folder / "neox")
     draw = random.Random(0)
     _write(folder / "prompts.jsonl", ({"prompt": _text(draw, 400)} for _ in range(64)))
     different = (20 + min(900, int(draw.expovariate(1 / 120))) for _ in range(512))
