@@ -131,9 +131,10 @@ def _disk_s(f: Facts) -> float:
 
 def memory_growth(f: Facts) -> Saving | None:
     """The time to make what is kept, and its fresh pages. Memory that runs out costs the run, not seconds."""
-    growth_mb = f.number("memory/growth_mb")
+    growth_mb, fresh_s_per_gb = f.number("memory/growth_mb"), f.number("setup.fresh_memory_s_per_gb", 0.3)
     making_s = min(growth_mb * 2e-4, f.stage_s("reward"))
-    return around(growth_mb * 3e-4 + making_s, 0.2, 1.5) if growth_mb > 5 and f.num_steps >= 5 else None
+    saved_s = growth_mb * 1e-3 * fresh_s_per_gb + making_s
+    return around(saved_s, 0.2, 1.5) if growth_mb > 5 and f.num_steps >= 5 else None
 
 
 def runs_out(f: Facts) -> bool:
