@@ -7,6 +7,7 @@ written as started before it runs; one that ended the process stays so.
 import importlib
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,9 @@ def pytest_configure(config: pytest.Config) -> None:
     utilities: Any = importlib.import_module("trl.import_utils")
     utilities.__getattr__ = _not_available  # the tests may be of another version, which knew more libraries
     utilities.is_jmespath_available = lambda: True  # tests of tools ask for it; transformers needs it no more
+    suite = given.trl_trainer.removesuffix("Trainer").lower()
+    tested: Any = importlib.import_module(f"trl.trainer.{suite}_trainer")
+    tested.__getattr__ = _removed  # one name that is gone would keep all tests of a file from being collected
     datasets.load_dataset = lambda *names, **options: _load(given.trl_standins / "datasets", *names, **options)
     if given.trl_ours != "trl":
         module = importlib.import_module(given.trl_ours)
@@ -63,8 +67,25 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _not_available(name: str) -> Any:
     if name.startswith("is_"):
-        return lambda *_: False
+        return lambda *_, **__: False
     raise AttributeError(f"trl.import_utils has no {name}")
+
+
+def _removed(name: str) -> Callable[..., None]:
+    """A stand-in for a function that the installed TRL lacks: a test that calls it fails."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+    def call(*_: object, **__: object) -> None:
+        raise NotImplementedError(f"TRL {trl.__version__} has no {name}")
+
+    return call
+
+
+@pytest.fixture
+def lazy_shared_datadir(request: pytest.FixtureRequest) -> Path:
+    """The folder `data` beside the tests, as pytest-datadir names it; they only read it."""
+    return request.path.parent / "data"
 
 
 def _load(folder: Path, repo: str, name: str = "default", *, split: str = "", streaming: bool = False) -> Any:

@@ -21,8 +21,7 @@ import trl
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
-DATA_SETS = ("zen", "toolcall", "harmony")
-"""Those without images."""
+DATA_SETS = ("zen", "zen-image", "zen-multi-image", "toolcall", "harmony")
 
 _MODELS = "generate_tiny_models"  # a package of TRL's
 _REVISION = "0" * 40
@@ -36,6 +35,7 @@ _CONTROL = (  # with the ids that they have in the tokenizers of Qwen2.5 and Qwe
 _ADDED = (
     *("<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>"),
     *("<|repo_name|>", "<|file_sep|>", "<tool_response>", "</tool_response>", "<think>", "</think>"),
+    "<|finetune_right_pad_id|>",  # of Llama, by which a test pads
 )
 _PINNED = {  # ids that the tests of tools give for completions, in Qwen2.5's vocabulary; Ġ is a space, Ċ a new line
     **{293: "Ġb", 314: "Ġ{", 330: 'Ġ"', 397: ">Ċ", 411: "out", 450: "de", 497: '",', 522: "</", 606: "name"},
@@ -45,6 +45,9 @@ _PINNED = {  # ids that the tests of tools give for completions, in Qwen2.5's vo
     **{35744: "increment", 64648: "multiply", 93054: "_multiply", 95642: '"}}Ċ'},
 }
 _TEMPLATES = {"Qwen/Qwen3": "qwen3", "meta-llama": "llama3", "openai/gpt-oss": "gptoss"}
+_FOR_TEMPLATE = ("qwen3", "Qwen/Qwen3-4B")
+"""Kind and name of the model whose chat template the tests clone."""
+
 _GENERATION = {
     "do_sample": True,
     "temperature": 0.7,
@@ -93,7 +96,8 @@ def make(source: Path, folder: Path, wanted: str) -> dict[str, str]:
     """
     scripts = source / "scripts"
     templates = {path.stem: path.read_text() for path in (Path(trl.__file__).parent / "chat_templates").glob("*.jinja")}
-    found = {name: script for name in DATA_SETS if (script := scripts / f"generate_{name}_dataset.py").exists()}
+    files = {name: scripts / f"generate_{name.replace('-', '_')}_dataset.py" for name in DATA_SETS}
+    found = {name: script for name, script in files.items() if script.exists()}
     tokenizer = tokenizer_of([*templates.values(), *(script.read_text() for script in found.values())])
     failed: dict[str, str] = {}
 
@@ -106,6 +110,8 @@ def make(source: Path, folder: Path, wanted: str) -> dict[str, str]:
     if (scripts / _MODELS).exists():
         sys.path.insert(0, str(scripts))
         _replace_fetches(tokenizer, templates, partial(_save_model, folder / "hub", wanted))
+        kind, name = _FOR_TEMPLATE
+        _save(folder / "hub", name, AutoConfig.for_model(kind), AutoTokenizer.from_pretrained(name))
     for script in (*scripts.glob(f"{_MODELS}/for_causal_lm/*.py"), *scripts.glob(f"{_MODELS}/for_sequence*/*.py")):
         kind = script.stem.split("_for_")[0]
         _replace(AutoConfig, from_pretrained=partial(_config, kind, len(tokenizer)))
@@ -136,12 +142,15 @@ def _save_model(
     hub: Path, wanted: str, model: Any, tokenizer: Any, generation: Any, prefix: str = "", suffix: str = ""
 ) -> None:
     name = "-".join(filter(None, (prefix, type(model).__name__, suffix)))
-    if f"trl-internal-testing/{name}" not in wanted:
-        return
-    repo = hub / f"models--trl-internal-testing--{name}"
+    if f"trl-internal-testing/{name}" in wanted:
+        _save(hub, f"trl-internal-testing/{name}", model, tokenizer, generation)
+
+
+def _save(hub: Path, name: str, *parts: Any) -> None:
+    repo = hub / f"models--{name.replace('/', '--')}"
     (repo / "refs").mkdir(parents=True)
     (repo / "refs" / "main").write_text(_REVISION)
-    for part in filter(None, (model, tokenizer, generation)):
+    for part in filter(None, parts):
         part.save_pretrained(repo / "snapshots" / _REVISION)
 
 

@@ -6,6 +6,7 @@ tests that are neither skipped nor in need of something without a stand-in; `los
 and ours does not. With --work a second start goes on where the first ended. All suites take hours on two cores.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -60,7 +61,7 @@ class Place:
 
 
 def measure(options: Namespace, say: Say) -> dict[str, object]:
-    """Counts of each suite.
+    """Counts of each suite; those that are in the file `--out` and are not run again stay.
 
     Raises:
         InputError: no sources of TRL, no such suite, or a test file cannot be collected.
@@ -72,7 +73,8 @@ def measure(options: Namespace, say: Say) -> dict[str, object]:
     with nullcontext(options.work) if options.work else tempfile.TemporaryDirectory() as folder:
         place = Place(source, Path(folder).resolve())
         _make_standins(place, options, say)
-        return {suite: _row(place, suite, options, say) for suite in chosen}
+        kept = json.loads(options.out.read_text()) if options.out and options.out.exists() else {}
+        return {**kept, **{suite: _row(place, suite, options, say) for suite in chosen}}
 
 
 def _checked(source: Path | None, suites: Sequence[str]) -> Path:

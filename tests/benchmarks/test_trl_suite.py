@@ -17,9 +17,11 @@ import pytest
 import trl
 from datasets import load_dataset
 from trl.import_utils import is_some_library_available
+from trl.trainer.grpo_trainer import a_function_of_older_versions
 
 
-def test_a_data_set_has_a_stand_in():
+def test_a_data_set_has_a_stand_in(lazy_shared_datadir):
+    assert lazy_shared_datadir.name == "data"
     assert load_dataset("trl-internal-testing/zen", "lines", split="train[:2]")["text"] == ["beautiful", "explicit"]
     stream = load_dataset("trl-internal-testing/zen", "lines", streaming=True)
     assert [row["text"] for row in stream["train"]] == ["beautiful", "explicit", "simple"]
@@ -49,7 +51,7 @@ def test_that_is_slow():
 
 
 def test_that_both_fail():
-    assert not load_dataset
+    a_function_of_older_versions(1, name="two")
 """
 SCRIPT = """
 from datasets import Dataset
@@ -92,9 +94,12 @@ def test_tests_are_run_on_both_classes_and_counted(
     sizes = [log.stat().st_size for log in logs]
     assert len(logs) == 2
     assert "died" in {outcome for log in logs for outcome in read_log(log).values()}
-    (source / "tests" / "test_grpo_trainer.py").write_text(TESTS.replace("assert not", "assert"))
-    assert main([*words, "--ours", "ours"]) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["grpo"] == row  # finished: nothing is run again
+    passing = TESTS.replace('a_function_of_older_versions(1, name="two")', "pass")
+    (source / "tests" / "test_grpo_trainer.py").write_text(passing)
+    out = tmp_path / "out.json"
+    out.write_text('{"dpo": {"lost": []}}')
+    assert main([*words, "--ours", "ours", "--out", str(out)]) == 0  # finished: nothing is run again
+    assert json.loads(out.read_text()) == {"dpo": {"lost": []}, "grpo": row}
     assert [log.stat().st_size for log in logs] == sizes
 
 
