@@ -1,12 +1,15 @@
 """A pytest plugin for TRL's own tests: stand-ins instead of the Hub, another module's trainers, outcomes in a file.
 
-Outcomes: passed, failed, skipped, missing (it needs something of the Hub for which there is no stand-in). A test is
-written as started before it runs; one that ended the process stays so.
+Outcomes: passed, failed, skipped, missing (it needs something of the Hub for which there is no stand-in). Before they
+run all tests are written as waiting, and each as started before it runs; one that ended the process stays so.
 """
 
 import importlib
 import json
+import math
 import re
+import time
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,7 @@ _WORST = ("passed", "skipped", "failed", "missing")
 
 def read_log(path: Path) -> dict[str, str]:
     """The last outcome of each test in the file."""
-    lines = path.read_text().splitlines() if path.exists() else ()
+    lines = path.read_text().splitlines() if path.is_file() else ()
     return {line["test"]: line["outcome"] for line in map(json.loads, lines)}
 
 
@@ -44,6 +47,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--trl-standins", type=Path, help="folder of stand-ins")
     parser.addoption("--trl-log", type=Path, help="file of outcomes")
     parser.addoption("--trl-first", type=int, help="how many tests of the file to run")
+    parser.addoption("--trl-until", type=float, default=math.inf, help="no test begins after this Unix time")
+    parser.addoption("--trl-last", type=Path, default=Path(), help="a file of outcomes; what passed there is run last")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -62,7 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError(f"{given.trl_ours} has no {given.trl_trainer}")
         for name in filter(lambda name: name.endswith("Trainer"), dir(module)):
             setattr(trl, name, getattr(module, name))
-    config.pluginmanager.register(_Outcomes(given.trl_log, given.trl_first))
+    config.pluginmanager.register(_Outcomes(given))
 
 
 def _not_available(name: str) -> Any:
@@ -104,14 +109,21 @@ def _load(folder: Path, repo: str, name: str = "default", *, split: str = "", st
 
 
 class _Outcomes:
-    def __init__(self, path: Path, first: int | None) -> None:
-        self._path, self._first = path, first
+    def __init__(self, given: Namespace) -> None:
+        self._path, self._given = given.trl_log, given
         self._found: dict[str, tuple[str, str]] = {}
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        known = read_log(self._path)
-        items[:] = [item for item in items[: self._first] if known.get(item.nodeid) not in _FINAL]
+        known, last = read_log(self._path), read_log(self._given.trl_last)
+        items[:] = [item for item in items[: self._given.trl_first] if known.get(item.nodeid) not in _FINAL]
+        items.sort(key=lambda item: last.get(item.nodeid) == "passed")
+        for item in items:
+            write_log(self._path, item.nodeid, "waiting")
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self) -> bool | None:
+        return True if time.time() > self._given.trl_until else None
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._found[nodeid] = ("passed", "")

@@ -3,14 +3,18 @@
 They are fetched by the developer and never committed. Ours take the place of TRL's before a test file imports them.
 There is no Hub: `benchmarks.trl_standins` makes the data sets and tiny models that the tests name. `runnable` are the
 tests that are neither skipped nor in need of something without a stand-in; `lost` are those that TRL's class passes
-and ours does not. With --work a second start goes on where the first ended. All suites take hours on two cores.
+and ours does not. With --work a second start goes on where the first ended. All suites take hours on two cores; with
+--minutes `not_run` says how many tests of each side had no time. TRL's class begins with those that ours did not pass,
+so that `lost` is whole early.
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
+import time
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -32,6 +36,7 @@ OURS = "tunesmith.integrations.trl"
 
 _QUICK_TESTS = 6
 _ENDED_WELL = (0, 1, 5)  # of pytest: all passed, some failed, none left to run
+_LOST = ("failed", "skipped", "missing", "died")
 _TAIL = 15
 
 
@@ -70,6 +75,7 @@ def measure(options: Namespace, say: Say) -> dict[str, object]:
     if unknown := set(chosen) - set(SUITES):
         raise InputError(f"there is no suite {', '.join(sorted(unknown))}; give {', '.join(SUITES)}")
     source = _checked(options.source, chosen)
+    options.until = time.time() + 60 * options.minutes
     with nullcontext(options.work) if options.work else tempfile.TemporaryDirectory() as folder:
         place = Place(source, Path(folder).resolve())
         _make_standins(place, options, say)
@@ -108,32 +114,38 @@ def _row(place: Place, suite: str, options: Namespace, say: Say) -> dict[str, ob
     commit = git("rev-parse", "--short", "HEAD")
     keys = {"ours": f"{options.ours}-{commit}", "trl": package_version("trl")}  # ours first, which may be refused
     found: dict[str, dict[str, str]] = {}
+    plugin: dict[str, object] = {"trainer": SUITES[suite], "standins": place.folder, "until": options.until}
     for side, key in keys.items():
-        log = place.folder / f"{suite}-{side}-{key}{'-quick' if options.quick else ''}.jsonl"
-        found[side] = _outcomes(place, suite, "trl" if side == "trl" else options.ours, log, options)
+        plugin["ours"] = "trl" if side == "trl" else options.ours
+        plugin["log"] = place.folder / f"{suite}-{side}-{key}{'-quick' if options.quick else ''}.jsonl"
+        found[side] = _outcomes(place, suite, plugin, options)
+        plugin["last"] = plugin["log"]
         say(f"{suite}, {side}: {dict(Counter(found[side].values()))}")
-    counts = Counter(found["trl"].values())
-    passed = {side: {test for test, outcome in tests.items() if outcome == "passed"} for side, tests in found.items()}
+    counts = {side: Counter(tests.values()) for side, tests in found.items()}
+    lost = [test for test, outcome in found["trl"].items() if outcome == "passed" and found["ours"].get(test) in _LOST]
+    whole = counts["ours" if counts["trl"]["waiting"] else "trl"]  # a side that ran all tests, if there is one
     return {
-        "trl_passed": len(passed["trl"]),
-        "ours_passed": len(passed["ours"]),
-        "runnable": counts["passed"] + counts["failed"] + counts["died"],
-        "lost": sorted(test.partition("::")[2] for test in passed["trl"] - passed["ours"]),
-        "skipped": counts["skipped"],
-        "without_standin": counts["missing"],
+        "trl_passed": counts["trl"]["passed"],
+        "ours_passed": counts["ours"]["passed"],
+        "runnable": whole["passed"] + whole["failed"] + whole["died"],
+        "lost": sorted(test.partition("::")[2] for test in lost),
+        "not_run": {side: count["waiting"] for side, count in counts.items()},
+        "skipped": whole["skipped"],
+        "without_standin": whole["missing"],
         "quick": options.quick,
         "tests_of": place.version(),
         "machine": machine_facts(("torch", "transformers", "trl")),
     }
 
 
-def _outcomes(place: Place, suite: str, ours: str, log: Path, options: Namespace) -> dict[str, str]:
+def _outcomes(place: Place, suite: str, plugin: Mapping[str, Any], options: Namespace) -> dict[str, str]:
     """Outcome of each test; a test that ends the process is noted, and another process takes the rest."""
+    log: Path = plugin["log"]
     for test in started(log):
-        write_log(log, test, "interrupted")
+        write_log(log, test, "waiting")
     while True:
         done = subprocess.run(
-            _pytest(place, suite, ours, log, options),
+            _pytest(place, suite, plugin, options),
             cwd=place.source,
             env=place.environment(options.threads),
             capture_output=True,
@@ -143,21 +155,20 @@ def _outcomes(place: Place, suite: str, ours: str, log: Path, options: Namespace
         if done.returncode in _ENDED_WELL:
             return read_log(log)
         if not started(log):
-            raise InputError(f"{place.test_file(suite)} cannot be run on {ours}:\n{_end_of(done.stdout + done.stderr)}")
+            told = _end_of(done.stdout + done.stderr)
+            raise InputError(f"{place.test_file(suite)} cannot be run on {plugin['ours']}:\n{told}")
         for test in started(log):
             write_log(log, test, "died", reason=f"exit code {done.returncode}")
 
 
-def _pytest(place: Place, suite: str, ours: str, log: Path, options: Namespace) -> list[str]:
-    plugin = {"ours": ours, "trainer": SUITES[suite], "standins": place.folder, "log": log}
-    if options.quick:
-        plugin["first"] = _QUICK_TESTS
+def _pytest(place: Place, suite: str, plugin: Mapping[str, object], options: Namespace) -> list[str]:
+    first = {"first": _QUICK_TESTS} if options.quick else {}
     return [
         *(sys.executable, "-m", "pytest", str(place.test_file(suite)), "-q", "-p", "benchmarks.trl_plugin"),
         *("-c", os.devnull, f"--rootdir={place.source}", "-p", "no:cacheprovider", "-m", "not slow"),
         *(f"--basetemp={place.folder / 'tmp'}", "-o", "tmp_path_retention_policy=none"),
         *(f"--timeout={options.limit_s}", "--timeout-method=signal"),
-        *(f"--trl-{name}={value}" for name, value in plugin.items()),
+        *(f"--trl-{name}={value}" for name, value in {**plugin, **first}.items()),
     ]
 
 
@@ -167,7 +178,7 @@ def _end_of(text: str) -> str:
 
 def show(facts: Mapping[str, Any]) -> None:
     """Print a line for each suite, and what was lost."""
-    columns = ("trl_passed", "ours_passed", "runnable", "skipped", "without_standin")
+    columns = ("trl_passed", "ours_passed", "runnable", "skipped", "without_standin", "not_run")
     rows = [[suite, *(str(row[name]) for name in columns)] for suite, row in facts.items()]
     print_table(("suite", *columns), rows)
     for suite, row in facts.items():
@@ -185,6 +196,7 @@ def main(words: Sequence[str]) -> int:
         suite={"action": "append", "metavar": "S", "help": f"one of {', '.join(SUITES)}; repeatable. All if left out"},
         ours={"default": OURS, "metavar": "MODULE", "help": "whose trainers take the place of TRL's"},
         work={"type": Path, "metavar": "FOLDER", "help": "keeps stand-ins and outcomes for another start"},
+        minutes={"type": float, "default": math.inf, "metavar": "N", "help": "no test begins after so many minutes"},
         limit_s={"type": int, "default": 300, "metavar": "N", "help": "seconds for one test"},
         threads={"default": usable_cores()},
     )

@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.trl_plugin import read_log, started, write_log
 from benchmarks.trl_suite import main
+from tunesmith.runs.environment import package_version
 
 pytest.importorskip("trl")
 
@@ -83,8 +84,13 @@ def test_tests_are_run_on_both_classes_and_counted(
 ):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     words = ["--source", str(source), "--suite", "grpo", "--work", str(tmp_path / "work"), "--threads", "1", "--json"]
+    assert main([*words, "--ours", "ours", "--minutes", "0"]) == 0
+    row = json.loads(capsys.readouterr().out.splitlines()[-1])["grpo"]
+    assert (row["not_run"], row["runnable"], row["lost"]) == ({"ours": 6, "trl": 6}, 0, [])
+
     assert main([*words, "--ours", "ours"]) == 0
     row = json.loads(capsys.readouterr().out.splitlines()[-1])["grpo"]
+    assert row["not_run"] == {"ours": 0, "trl": 0}
     assert row["lost"] == ["test_that_ends_the_process_of_ours", "test_that_ours_fails"]
     assert (row["trl_passed"], row["ours_passed"]) == (3, 1)
     assert (row["runnable"], row["skipped"], row["without_standin"]) == (4, 1, 1)
@@ -93,6 +99,8 @@ def test_tests_are_run_on_both_classes_and_counted(
     logs = list((tmp_path / "work").glob("grpo-*.jsonl"))
     sizes = [log.stat().st_size for log in logs]
     assert len(logs) == 2
+    last = (tmp_path / "work" / f"grpo-trl-{package_version('trl')}.jsonl").read_text().splitlines()[-1]
+    assert "test_a_data_set_has_a_stand_in" in last  # the one that ours passed is the last one of TRL's side
     assert "died" in {outcome for log in logs for outcome in read_log(log).values()}
     passing = TESTS.replace('a_function_of_older_versions(1, name="two")', "pass")
     (source / "tests" / "test_grpo_trainer.py").write_text(passing)
