@@ -314,8 +314,7 @@ def unmeasured(row: Mapping[str, object]) -> dict[str, object]:
 KEYS = {
     *("engine", "engine_reason", "engine_exact", "forward", "device", "dtype", "best_dtype", "kernels"),
     *("kernels_reason", "num_ranks", "num_threads", "usable_cores", "cpu_quota", "num_parameters", "num_trained"),
-    *("num_layers", "hidden_size", "vocab_size", "peak_flop_per_s", "fresh_memory_s_per_gb", "memory_gb"),
-    "estimate_gb",
+    *("num_layers", "hidden_size", "vocab_size", "peak_flop_per_s", "memory_gb", "estimate_gb"),
 }
 
 

@@ -134,6 +134,7 @@ def _fast() -> Metrics:
     counters = {
         "wall_s": time.perf_counter(),
         "process_s": usage.ru_utime + usage.ru_stime,
+        "cpu/system_s": usage.ru_stime,
         "faults/minor": usage.ru_minflt,
         "faults/major": usage.ru_majflt,
         "io/fsync_s": fsync_s(),

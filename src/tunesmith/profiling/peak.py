@@ -1,7 +1,6 @@
-"""Rates that this machine reaches, by short measurements: floating-point operations, and fresh memory."""
+"""The rate of floating-point operations that this machine reaches, by a short measurement."""
 
 import functools
-import mmap
 import time
 
 import torch
@@ -10,8 +9,6 @@ from tunesmith.kernels.linear.float32 import product
 
 _LIMIT_S = 0.1
 _MAX_TRIES = 8
-
-_FRESH_BYTES = 32 * 2**20
 
 
 def matmul_flop_per_s(dtype: torch.dtype, device: torch.device | None = None) -> float:
@@ -37,14 +34,3 @@ def _measured(dtype: torch.dtype, device: torch.device, num_threads: int) -> flo
         if end_s - begin_s > _LIMIT_S:
             break
     return 2 * rows * inner * columns / best_s
-
-
-@functools.cache
-def fresh_memory_s_per_gb() -> float:
-    """Seconds to use a gigabyte of memory for the first time: a page fault for each page. Measured once in a process;
-    a virtual machine may take ten times as long as others.
-    """
-    with mmap.mmap(-1, _FRESH_BYTES) as memory:
-        start_s = time.perf_counter()
-        memory[:: mmap.PAGESIZE] = bytes(_FRESH_BYTES // mmap.PAGESIZE)
-        return (time.perf_counter() - start_s) * 1e9 / _FRESH_BYTES

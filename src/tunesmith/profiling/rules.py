@@ -191,7 +191,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="padding",
         symptom="Passes compute padding.",
-        needs=("update/padding_share",),
+        needs=("update/padding_share", *_PASS),
         evidence="{update/padding_share:.0%} of the positions of a pass are padding (update/padding_share)",
         advice="sort rows by length, or take a model of a supported family, which is not padded",
         settings={"model.forward": "auto", "sft.bucket_steps": 8},

@@ -18,7 +18,7 @@ from tunesmith.models.heads import RewardModel
 from tunesmith.models.language_model import Backend, FullForward, TrunkForward, language_model
 from tunesmith.models.load import compute_dtype
 from tunesmith.models.loaded import PreTrainedModel
-from tunesmith.profiling.peak import fresh_memory_s_per_gb, matmul_flop_per_s
+from tunesmith.profiling.peak import matmul_flop_per_s
 from tunesmith.rollout.device.engine import DeviceEngine
 from tunesmith.rollout.divided import DividedEngine
 from tunesmith.rollout.engine import Engine
@@ -69,7 +69,6 @@ def computing(cfg: Recipe, learner: Learner, estimate: Estimate) -> dict[str, ob
         "num_trained": estimate.num_trained,
         **{key: getattr(config, name, None) for key, name in _SIZES.items()},
         "peak_flop_per_s": {_name(dtype): matmul_flop_per_s(dtype, device) for dtype in dtypes},
-        "fresh_memory_s_per_gb": fresh_memory_s_per_gb(),
         "memory_gb": min(psutil.virtual_memory().total, cgroup.memory_bytes() or float("inf")) / 1e9,
         "estimate_gb": estimate.memory_gb,
     }

@@ -131,10 +131,12 @@ def _disk_s(f: Facts) -> float:
 
 def memory_growth(f: Facts) -> Saving | None:
     """The time to make what is kept, and its fresh pages. Memory that runs out costs the run, not seconds."""
-    growth_mb, fresh_s_per_gb = f.number("memory/growth_mb"), f.number("setup.fresh_memory_s_per_gb", 0.3)
-    making_s = min(growth_mb * 2e-4, f.stage_s("reward"))
-    saved_s = growth_mb * 1e-3 * fresh_s_per_gb + making_s
-    return around(saved_s, 0.2, 1.5) if growth_mb > 5 and f.num_steps >= 5 else None
+    growth_mb = f.number("memory/growth_mb")
+    # A virtual machine may take ten times as long for a fresh page as others, so the kernel's own time is what counts.
+    fault_s = f.number("cpu/system_s", 0.0) / max(1.0, f.number("faults/minor", 0.0)) or 1.2e-6
+    fresh_s = growth_mb * 1e6 / 4096 * min(fault_s, 2e-5)
+    making_s = min(growth_mb * 1e-4, f.stage_s("reward"))
+    return around(fresh_s + making_s, 0.2, 1.5) if growth_mb > 5 and f.num_steps >= 5 else None
 
 
 def runs_out(f: Facts) -> bool:
