@@ -1,6 +1,7 @@
 import json
 import math
 import shutil
+import tempfile
 import time
 
 import pytest
@@ -222,10 +223,14 @@ def is_locked_database(folder):
     return False
 
 
-def test_a_second_watcher_keeps_its_files_aside_and_removes_them(run):
+def test_a_second_watcher_keeps_its_files_aside_and_removes_them(run, tmp_path, monkeypatch):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     append(run, line(1, reward=1.0))
     with Follower() as follower:
         folder = follower.folder(run)
+        assert not list(temporary.iterdir())  # a server that is killed leaves nothing behind
         with Follower() as second:
             other = second.folder(run)
             assert other != folder

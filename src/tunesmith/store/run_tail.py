@@ -175,7 +175,7 @@ class Follower(Closeable):
         self._followed: OrderedDict[Path, _Followed] = OrderedDict()
         self._lock = threading.Lock()
         self._ending = threading.Event()
-        self._aside = TemporaryDirectory(prefix="tunesmith-watch-")
+        self._aside: TemporaryDirectory[str] | None = None  # none is left behind by a killed server that needs none
         self._thread = threading.Thread(target=self._follow, name="run-tail", daemon=True)
         self._thread.start()
 
@@ -198,7 +198,8 @@ class Follower(Closeable):
         self._thread.join()
         while self._followed:
             self._followed.popitem()[1].tail.close()
-        self._aside.cleanup()
+        if self._aside is not None:
+            self._aside.cleanup()
 
     def _open(self, run: Path) -> _Followed:
         folder = run / WATCH_FOLDER
@@ -207,6 +208,7 @@ class Follower(Closeable):
             return _Followed(RunTail(run, folder), folder)
         except (OSError, StoreError) as error:
             get_logger(__name__).info("%s; the page's database goes to a temporary folder", error)
+        self._aside = self._aside or TemporaryDirectory(prefix="tunesmith-watch-")
         folder = Path(self._aside.name, hashlib.sha256(os.fsencode(run)).hexdigest()[:16])
         folder.mkdir(exist_ok=True)
         return _Followed(RunTail(run, folder), folder)
