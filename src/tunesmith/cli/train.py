@@ -121,6 +121,7 @@ def resolve(algorithm: str, options: _TrainOptions, unknown: Sequence[str]) -> "
 def _show(resolved: "Resolved", output: Output) -> None:
     """Print the resolved recipe, the estimate and a data sample."""
     from tunesmith.config.yaml_text import to_yaml
+    from tunesmith.reports.text import duration
     from tunesmith.trainers.run import preview
 
     output.say(to_yaml(resolved.recipe, resolved.provenance))
@@ -129,6 +130,7 @@ def _show(resolved: "Resolved", output: Output) -> None:
     output.say(f"model    {facts.model}, {facts.num_parameters:,} parameters")
     output.say(f"memory   {sum(facts.memory_gb.values()):.2f} GB estimated: {memory}")
     output.say("by stage " + ", ".join(f"{stage} {size_gb:.2f}" for stage, size_gb in facts.stage_gb.items()))
+    output.say(f"time     about {duration(facts.seconds)} for {facts.num_steps:,} steps")
     output.say(f"data     {facts.num_items:,} items, for example:\n{visible(facts.sample)}")
     output.say("\ndry run: nothing was written")
     output.finish(

@@ -136,8 +136,13 @@ def announce(estimate: Estimate, num_steps: int, enabled: bool, device: torch.de
     say(f"memory: about {estimate.total_gb:.1f} GB of {available_gb:.1f} GB available, {fit} ({parts})", enabled=True)
     stages = ", ".join(f"{stage} {gb:.1f}" for stage, gb in estimate.stage_gb.items())
     say(f"memory by stage, in GB: {stages}", enabled=True)
-    seconds = max(1.0, num_steps * estimate.step_flop / (matmul_flop_per_s(estimate.dtype, device) * _EFFICIENCY))
+    seconds = seconds_of(estimate, num_steps, device)
     say(f"time: about {duration(seconds)} for {num_steps} steps, by a short measurement of this machine", enabled=True)
+
+
+def seconds_of(estimate: Estimate, num_steps: int, device: torch.device) -> float:
+    """About how long `num_steps` take on `device`, by a short measurement of it."""
+    return max(1.0, num_steps * estimate.step_flop / (matmul_flop_per_s(estimate.dtype, device) * _EFFICIENCY))
 
 
 def _num_trained(model: PreTrainedModel) -> int:

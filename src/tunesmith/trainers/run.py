@@ -31,7 +31,7 @@ from tunesmith.trainers.best_of_n import BestOfN
 from tunesmith.trainers.computing import computing, rates_of
 from tunesmith.trainers.distill import DistillTask
 from tunesmith.trainers.dpo import DPOTask
-from tunesmith.trainers.estimate import Estimate, announce
+from tunesmith.trainers.estimate import Estimate, announce, seconds_of
 from tunesmith.trainers.grpo import GRPO
 from tunesmith.trainers.ppo import PPO
 from tunesmith.trainers.reward import RewardTask
@@ -295,7 +295,9 @@ def measure(task: Task, learner: Learner, session: Session, when: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """Size of the model, memory in GB by part and by stage, number of data rows, and the first of them as text."""
+    """Size of the model, memory in GB by part and by stage, number of data rows, the first of them as text, and about
+    how long the steps take.
+    """
 
     model: str
     num_parameters: int
@@ -303,16 +305,20 @@ class Preview:
     stage_gb: dict[str, float]
     num_items: int
     sample: str
+    num_steps: int
+    seconds: float
 
 
 def preview(cfg: Recipe) -> Preview:
-    """Model, data and memory of a run of `cfg`, without training.
+    """Model, data, memory and time of a run of `cfg` on a CPU, without training.
 
     Raises:
         InputError: for a model, data or reward that cannot be used, as the run would.
     """
-    task = task_of(cfg, Inputs(), torch.device("cpu"))
+    device = torch.device("cpu")
+    task = task_of(cfg, Inputs(), device)
     estimate, data = task.estimate(), task.data
     num_items = len(data.train) + len(data.heldout)
     sizes = (estimate.num_parameters, estimate.memory_gb, estimate.stage_gb)
-    return Preview(cfg.model.name, *sizes, num_items, data.sample)
+    seconds = seconds_of(estimate, task.num_steps, device)
+    return Preview(cfg.model.name, *sizes, num_items, data.sample, task.num_steps, seconds)
