@@ -1,5 +1,6 @@
 """The app in this process, with raters of every kind."""
 
+import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -11,14 +12,18 @@ from starlette.testclient import TestClient
 
 from tunesmith.store.runs import RunReader
 from tunesmith.store.votes import VoteStore
+from tunesmith.web.allowed import Allowed
 from tunesmith.web.app import create_app
+from tunesmith.web.jobs import Jobs
 from tunesmith.web.run_index import id_of
 from tunesmith.web.settings import Limits, ServerSettings
 from tunesmith.web.studio import Studio
+from tunesmith.web.wanted import Wanted
 
 URL = "http://127.0.0.1:8000"
 RUN = "20260101-120000-ppo-ab12"
 RUN_ID = id_of(Path("runs", RUN), Path("runs"))
+JOB_ID = hashlib.sha256(b"key").hexdigest()[:12]
 GENEROUS = Limits(rate_per_s=1e6, burst=1_000_000, failures=1_000_000)
 
 
@@ -28,6 +33,7 @@ class Parts:
     store: VoteStore
     admin: str
     rater: str
+    jobs: Jobs
 
     def client(self, token: str = "", address: str = "127.0.0.1") -> TestClient:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -52,13 +58,15 @@ def make_run(path: Path, recipe: str = "algorithm: ppo\nmodel:\n  name: smollm2\
 
 @contextmanager
 def app_in(folder: Path, limits: Limits = GENEROUS, hosts: tuple[str, ...] = ()) -> Iterator[Parts]:
-    """The app over a fresh folder with one run, with an admin and a rater."""
+    """The app over a fresh folder with one run, and one that waits for ever; with an admin and a rater."""
     settings = ServerSettings(folder, hosts=hosts, limits=limits)
     make_run(folder / "runs" / RUN)
     with (
         VoteStore.open(settings.votes_path) as store,
         closing(RunReader.open(settings.runs_path)) as runs,
         Studio(folder / "runs") as studio,
+        Jobs(folder / "jobs", Allowed(folder / "runs", folder / "runs" / ".studio"), max_runs=0) as jobs,
     ):
-        app = create_app(settings, store, runs, studio)
-        yield Parts(app, store, store.add_rater("ada", "admin").token, store.add_rater("rob").token)
+        jobs.add(Wanted("grpo", settings=(("model.name", "tiny:llama"),)), "key")
+        app = create_app(settings, store, runs, studio, jobs)
+        yield Parts(app, store, store.add_rater("ada", "admin").token, store.add_rater("rob").token, jobs)

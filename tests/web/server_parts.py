@@ -122,7 +122,7 @@ class Server:
 
     def admin(self) -> Client:
         """The first admin, let in by the link that was printed."""
-        link_token = self.login_url.partition("token=")[2]
+        link_token = self.login_url.partition("token=")[2].partition("&")[0]
         answer = Client(self.url).send("POST", f"{API}/session", {"token": link_token})
         assert answer.status == 200, answer.body
         return Client(self.url, answer.headers["set-cookie"].partition(";")[0].partition("=")[2])

@@ -7,7 +7,7 @@ import pytest
 from fastapi.routing import iter_route_contexts
 from starlette.websockets import WebSocketDisconnect
 
-from app_parts import RUN_ID, URL, app_in
+from app_parts import JOB_ID, RUN_ID, URL, app_in
 from tunesmith.store.records import Candidate, NewItem
 from tunesmith.web import logins
 from tunesmith.web.access import API, RouteTable, Rule
@@ -23,7 +23,10 @@ def parts(tmp_path_factory):
         yield made
 
 
-PARAMETERS = {"token": "x", "invite": "x", "rater_id": "7", "version": "7", "run": RUN_ID, "name": "recipe.yaml"}
+PARAMETERS = {
+    **{"token": "x", "invite": "x", "rater_id": "7", "version": "7"},
+    **{"run": RUN_ID, "name": "recipe.yaml", "job": JOB_ID},
+}
 
 
 def filled(path: str) -> str:
@@ -79,7 +82,7 @@ def test_head_answers_as_get_does_without_the_body(parts):
 def test_admin_routes_are_closed_to_raters(parts):
     client = parts.client(parts.rater)
     admin_rules = [rule for rule in table_of(parts.app).rules if rule.access == "admin"]
-    assert len(admin_rules) >= 17
+    assert len(admin_rules) >= 26
     for rule in admin_rules:
         for method in rule.methods:
             assert client.request(method, filled(rule.path)).status_code == 403, (method, rule.path)
@@ -245,7 +248,7 @@ def test_static_files_do_not_lead_out_of_their_folder(parts):
 
 def test_pages_send_strangers_to_the_login(parts):
     pages = [rule for rule in table_of(parts.app).rules if rule.is_page]
-    assert len(pages) >= 7
+    assert len(pages) >= 8
     for rule in pages:
         answer = parts.client().get(filled(rule.path))
         assert answer.status_code == 303 and answer.headers["location"] == "/login"

@@ -98,6 +98,7 @@ def test_one_run_has_its_page_without_the_others(studio, visit, root):
     server = studio("watch", run.name)
     page = visit.page(visit.context(server), server, server.url)
     page.get_by_text("1 runs.").wait_for()
+    assert page.get_by_role("link", name="New run").count() == 0
     page.get_by_role("link", name=run.name).click()
     page.get_by_role("heading", name=run.name).wait_for()
     label(page, "reward", "reward 0.5 at step 5")

@@ -139,8 +139,9 @@ def _say(opened: "Opened", votes_path: Path, output: Output) -> None:
 class StudioOptions:
     """Open the pages of all runs and live loops below a folder: a list with filters, and a page for each, live.
 
-    The runs are only read, except for a cache of their metrics in the folder `watch` of each run that is looked at,
-    which can be removed at any time. People vote on the pages of `tunesmith serve`.
+    Runs can be started, stopped and resumed there; they are processes of their own, which the end of the server does
+    not end. Other runs are only read, except for a cache of their metrics in the folder `watch` of each run that is
+    looked at, which can be removed at any time. People vote on the pages of `tunesmith serve`.
     """
 
     folder: Annotated[Path, Positional, flag("Folder that holds the runs.", "[FOLDER]")] = Path("runs")
@@ -150,13 +151,24 @@ class StudioOptions:
     allow_host: Annotated[
         UseAppendAction[tuple[str, ...]], flag("Another name that browsers know this server by.", "NAME")
     ] = ()
+    max_runs: Annotated[
+        int, flag("Runs from the pages that train at a time, the others wait; 0: none can be started.", "N")
+    ] = 1
+    allow: Annotated[
+        UseAppendAction[tuple[str, ...]],
+        flag(
+            "A file, a folder, or the name of a model, data set or reward (`./file.py:function`) that runs from the "
+            "pages may use beside what is built in and the runs themselves; repeatable.",
+            "NAME",
+        ),
+    ] = ()
     json: Annotated[bool, flag("Print one JSON object, with the addresses, at the start.")] = False
 
 
 def studio(words: Sequence[str]) -> None:
     """Run `tunesmith studio`."""
     options = parse(StudioOptions, words, "studio")
-    check_ranges(options, port=_PORTS)
+    check_ranges(options, port=_PORTS, max_runs=(0, inf))
     root = options.folder.expanduser()
     if not root.is_dir():
         raise InputError(f"there is no folder {root}; give the one that holds the runs, or make it")
@@ -198,18 +210,20 @@ def _serve_runs(root: Path, folder: Path, options: StudioOptions | WatchOptions,
             f"the pages need {error.name}, which is not installed; run `pip install 'tunesmith[web]'`"
         ) from None
     first = page or f"/runs/{id_of(root, root)}"
-    is_open = isinstance(options, StudioOptions)
-    settings = ServerSettings(
-        folder,
-        options.host if is_open else "127.0.0.1",
-        options.port,
-        options.allow_host if is_open else (),
-        runs=root,
-    )
+    settings, is_exposed = ServerSettings(folder, port=options.port, runs=root), False
+    if isinstance(options, StudioOptions):
+        is_exposed = options.login
+        settings = replace(
+            settings,
+            host=options.host,
+            hosts=options.allow_host,
+            max_runs=options.max_runs,
+            allow=options.allow,
+        )
     with reporting(as_json=options.json) as output:
         server.serve(
             settings,
-            is_exposed=is_open and options.login,
+            is_exposed=is_exposed,
             announce=lambda opened: _say_runs(opened, root, first, output),
         )
 

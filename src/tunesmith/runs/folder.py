@@ -32,6 +32,9 @@ from tunesmith.runs.environment import environment
 LOGS = ("metrics.jsonl", "samples.jsonl", "findings.jsonl")
 """Files that grow with the steps; a resumed run cuts them back to its checkpoint."""
 
+RUN_ID = "TUNESMITH_RUN_ID"
+"""Environment variable with the end of the name of a new run's folder, by which whoever started it finds it."""
+
 MEASURED = (
     *("time/", "cpu/", "gil/", "memory/", "faults/", "io/", "gpu/"),
     *("samples_per_s", "tokens_per_s", "flop_per_s", "mfu", "evaluate/"),
@@ -68,7 +71,7 @@ class RunFolder:
         """
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         slug = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.") or "run"
-        path = parent / f"{stamp}-{slug}-{secrets.token_hex(2)}"
+        path = parent / f"{stamp}-{slug}-{os.environ.get(RUN_ID) or secrets.token_hex(2)}"
         run = cls(path)
         try:
             path.mkdir(parents=True)

@@ -13,7 +13,14 @@ from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.staticfiles import StaticFiles
 
-from tunesmith.core.errors import InputError, StoreError, TunesmithError, UnknownPresentationError, VoteConflictError
+from tunesmith.core.errors import (
+    InputError,
+    RunError,
+    StoreError,
+    TunesmithError,
+    UnknownPresentationError,
+    VoteConflictError,
+)
 from tunesmith.core.log import Once, get_logger
 from tunesmith.core.version import __version__
 from tunesmith.reports.chart import DARK, LIGHT
@@ -21,8 +28,9 @@ from tunesmith.store.records import PolicyVersion
 from tunesmith.store.runs import RunReader
 from tunesmith.store.vote_watch import VoteWatch
 from tunesmith.store.votes import VoteStore
-from tunesmith.web import access, routes, studio_routes, watch
+from tunesmith.web import access, job_routes, routes, studio_routes, watch
 from tunesmith.web.guard import Guard
+from tunesmith.web.jobs import Jobs
 from tunesmith.web.logins import Links, Logins, RateLimits, Sessions, read_key
 from tunesmith.web.services import Services, is_set_within
 from tunesmith.web.settings import ServerSettings
@@ -36,19 +44,28 @@ _OFFERS_PER_BATCH = 200
 _STATUS: tuple[tuple[type[InputError], int], ...] = (
     (UnknownPresentationError, 404),
     (VoteConflictError, 409),
+    (RunError, 409),
     # The database is busy, full or damaged: the client keeps the request and retries.
     (StoreError, 503),
     (InputError, 422),
 )
 
 
-def create_app(settings: ServerSettings, votes: VoteStore, runs: RunReader, studio: Studio | None = None) -> FastAPI:
-    """The app. The caller owns `votes`, `runs` and `studio` and closes them after the server has ended."""
+def create_app(
+    settings: ServerSettings,
+    votes: VoteStore,
+    runs: RunReader,
+    studio: Studio | None = None,
+    jobs: Jobs | None = None,
+) -> FastAPI:
+    """The app. The caller owns `votes`, `runs`, `studio` and `jobs` and closes them after the server has ended."""
     failures = RateLimits(1 / settings.limits.failure_every_s, settings.limits.failures)
     logins = Logins(votes.reader, Sessions(read_key(settings.folder)), Links(), failures)
-    services = Services(settings, votes, runs, logins, asyncio.Event(), _templates(), studio)
+    services = Services(settings, votes, runs, logins, asyncio.Event(), _templates(), studio, jobs)
     watched = WatchData(runs, VoteWatch(settings.votes_path))
-    table = access.RouteTable((*access.RULES, *watch.RULES, *(() if studio is None else studio_routes.RULES)))
+    of_jobs = () if jobs is None else job_routes.RULES
+    of_runs = () if studio is None else studio_routes.RULES
+    table = access.RouteTable((*access.RULES, *watch.RULES, *of_jobs, *of_runs))
     app = FastAPI(
         title="Tunesmith",
         version=__version__,
@@ -64,7 +81,8 @@ def create_app(settings: ServerSettings, votes: VoteStore, runs: RunReader, stud
         app.include_router(router)
     app.include_router(watch.router(access.API, lambda: watched))
     if studio is not None:
-        for router in studio_routes.routers(studio):
+        # Before the pages of runs: `/runs/new` is none of a run.
+        for router in (*(() if jobs is None else job_routes.routers(studio, jobs)), *studio_routes.routers(studio)):
             app.include_router(router)
     app.mount("/static", StaticFiles(directory=Path(__file__).parent / "static"), name="static")
     app.add_exception_handler(RequestValidationError, _explain_validation)

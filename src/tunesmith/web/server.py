@@ -18,7 +18,9 @@ from tunesmith.core.errors import InputError
 from tunesmith.store.records import CampaignSettings
 from tunesmith.store.runs import RunReader
 from tunesmith.store.votes import VoteStore
+from tunesmith.web.allowed import Allowed
 from tunesmith.web.app import create_app
+from tunesmith.web.jobs import Jobs
 from tunesmith.web.services import Services
 from tunesmith.web.settings import ServerSettings
 from tunesmith.web.studio import Studio
@@ -77,7 +79,10 @@ def serve(
         votes = stack.enter_context(VoteStore.open(settings.votes_path))
         runs = stack.enter_context(closing(RunReader.open(settings.runs_path)))
         studio = None if settings.runs is None else stack.enter_context(Studio(settings.runs))
-        app = create_app(settings, votes, runs, studio)
+        jobs = _jobs(settings)
+        if jobs is not None:
+            stack.enter_context(jobs)
+        app = create_app(settings, votes, runs, studio, jobs)
         services: Services = app.state.services
         campaign = services.campaign()
         if adjust is not None:
@@ -88,6 +93,13 @@ def serve(
         signal.signal(signal.SIGTERM, _leave)
         server = _Server(_config(app, settings), services.shutdown, lambda: announce(opened))
         server.run(sockets=[listener])
+
+
+def _jobs(settings: ServerSettings) -> Jobs | None:
+    if settings.runs is None or not settings.max_runs:
+        return None
+    allowed = Allowed(settings.runs, settings.folder, settings.allow)
+    return Jobs(settings.folder / "jobs", allowed, settings.max_runs)
 
 
 class _Server(uvicorn.Server):

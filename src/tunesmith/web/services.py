@@ -11,6 +11,7 @@ from fastapi.responses import HTMLResponse
 from tunesmith.store.records import Campaign, CampaignSettings
 from tunesmith.store.runs import RunReader
 from tunesmith.store.votes import VoteStore
+from tunesmith.web.jobs import Jobs
 from tunesmith.web.logins import Identity, Logins
 from tunesmith.web.settings import ServerSettings
 from tunesmith.web.studio import Studio
@@ -27,7 +28,8 @@ async def is_set_within(event: asyncio.Event, seconds: float) -> bool:
 @dataclass(frozen=True, slots=True)
 class Services:
     """The parts of one app. `votes` is written here; `runs` is read, and its file may not exist yet. `shutdown` is set
-    when the server ends, so that streams return. `studio` has the runs that admins see, if there are any.
+    when the server ends, so that streams return. `studio` has the runs that admins see, if there are any, and `jobs`
+    those that they start.
     """
 
     settings: ServerSettings
@@ -37,6 +39,7 @@ class Services:
     shutdown: asyncio.Event
     templates: jinja2.Environment
     studio: Studio | None = None
+    jobs: Jobs | None = None
 
     def campaign(self) -> Campaign:
         """The newest open campaign; if there is none, a new one with the default settings."""

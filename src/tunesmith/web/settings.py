@@ -30,7 +30,8 @@ class ServerSettings:
 
     `folder` holds `votes.db` (written here) and `runs.db` (the trainer's, read). `hosts` are Host headers that are
     accepted in addition to this machine's. A session ends after `session_days`. `runs` is the folder of the runs that
-    admins see; without one there are no pages of runs.
+    admins see; without one there are no pages of runs. `max_runs` of those that are started from the pages run at a
+    time, with 0 none can be started; `allow` are the files and names that they may use beside what is built in.
     """
 
     folder: Path
@@ -39,6 +40,8 @@ class ServerSettings:
     hosts: tuple[str, ...] = ()
     session_days: float = 30.0
     runs: Path | None = None
+    max_runs: int = 0
+    allow: tuple[str, ...] = ()
     limits: Limits = field(default_factory=Limits)
 
     @property

@@ -1,16 +1,15 @@
 """Routes of the pages of runs, for admins alone: samples name the version that drew them, and votes are blind."""
 
-import json
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from fastapi import APIRouter, Depends, Path, Query
+from fastapi import APIRouter, Depends, Query
 from fastapi.exceptions import HTTPException
-from fastapi.responses import FileResponse, HTMLResponse, JSONResponse
+from fastapi.responses import FileResponse, HTMLResponse
 
-from tunesmith.runs.folder import finite
 from tunesmith.web import watch
 from tunesmith.web.access import API, Rule
+from tunesmith.web.job_routes import Reply, RunId, facts_of
 from tunesmith.web.services import Caller, ServicesOf
 from tunesmith.web.studio import OpenRun, Studio, files_of
 from tunesmith.web.watch_data import WatchData
@@ -38,16 +37,7 @@ RULES: tuple[Rule, ...] = (
 MAX_ROWS = 1_000
 """Most runs of one request."""
 
-RunId = Annotated[str, Path(min_length=1, max_length=40)]
 Word = Annotated[str, Query(max_length=200)]
-
-
-class Reply(JSONResponse):
-    """JSON of what files hold: numbers that are not finite become null, and lone surrogates are escaped."""
-
-    def render(self, content: Any) -> bytes:
-        """The body."""
-        return json.dumps(finite(content), allow_nan=False, separators=(",", ":")).encode()
 
 
 def routers(studio: Studio) -> list[APIRouter]:
@@ -67,7 +57,7 @@ def _pages(run_of: Callable[..., OpenRun]) -> APIRouter:
 
     @routes.get("/runs")
     def runs(caller: Caller, services: ServicesOf) -> HTMLResponse:
-        return services.page("runs.html", caller, here="/runs")
+        return services.page("runs.html", caller, here="/runs", may_start=services.jobs is not None)
 
     @routes.get("/runs/{run}")
     def show(
@@ -84,6 +74,7 @@ def _pages(run_of: Callable[..., OpenRun]) -> APIRouter:
             name=name,
             has_report="report.html" in files,
             may_roll_back=False,
+            may_start=services.jobs is not None,
         )
 
     @routes.get("/runs/{run}/report")
@@ -115,9 +106,14 @@ def _facts(studio: Studio, run_of: Callable[..., OpenRun]) -> APIRouter:
         return Reply(studio.index.page(text, algorithm, state, limit))
 
     @routes.get("/{run}")
-    def show(found: Annotated[OpenRun, Depends(run_of)]) -> Reply:
-        """Findings, diagnosis, recipe with the origin of each value, result, files, and steps that have samples."""
-        return Reply({**found.details(), "sample_steps": found.samples.steps()})
+    def show(found: Annotated[OpenRun, Depends(run_of)], services: ServicesOf) -> Reply:
+        """Findings, diagnosis, recipe with the origin of each value, result, files, steps that have samples, and the
+        job that was started for it last, if one was.
+        """
+        jobs = services.jobs
+        job = None if jobs is None else jobs.of(found.path)
+        facts = None if jobs is None or job is None else facts_of(job, jobs, studio)
+        return Reply({**found.details(), "sample_steps": found.samples.steps(), "job": facts})
 
     @routes.get("/{run}/samples")
     def samples(found: Annotated[OpenRun, Depends(run_of)], step: Annotated[int, Query(ge=0, le=2**53)]) -> Reply:

@@ -18,7 +18,7 @@ const PREFIX = "/api/v1/";
 const TIMEOUT_MS = 15_000;
 
 /** JSON of the response, null if it has none. `key` identifies the request, which makes retries harmless. */
-export async function call(method, path, body, key) {
+export async function call(method, path, body, key, timeoutMs = TIMEOUT_MS) {
   const headers = {};
   if (body !== undefined) headers["Content-Type"] = "application/json";
   if (key) headers["Idempotency-Key"] = key;
@@ -30,7 +30,7 @@ export async function call(method, path, body, key) {
       headers,
       body: body === undefined ? undefined : JSON.stringify(body),
       credentials: "same-origin",
-      signal: AbortSignal.timeout(TIMEOUT_MS),
+      signal: AbortSignal.timeout(timeoutMs),
     });
     text = await response.text();
   } catch (error) {

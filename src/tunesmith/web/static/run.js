@@ -1,5 +1,5 @@
 // The page of a run, beside its charts: diagnosis, findings, samples, recipe, files.
-import { call } from "./api.js";
+import { call, newKey, Unreachable } from "./api.js";
 import { short } from "./chart.js";
 import { $, html } from "./dom.js";
 
@@ -20,6 +20,7 @@ async function refresh() {
   if (JSON.stringify(facts) === last) return;
   last = JSON.stringify(facts);
   showFacts();
+  showJob();
   showDiagnosis();
   showTables();
   showRecipe();
@@ -36,6 +37,56 @@ function showFacts() {
   $("commands").replaceChildren(
     ...Object.entries(facts.commands).map(([name, command]) => html("div", {}, html("dt", {}, name), html("dd", {}, html("code", {}, command)))),
   );
+}
+
+// Stop and resume, of runs that were started from the pages
+
+let resumeKey = newKey(); // of the request to resume, until it is known to have come
+
+function showJob() {
+  if (!$("stop")) return;
+  const { job, status } = facts;
+  const isOpen = ["queued", "starting", "running"].includes(job?.state);
+  $("stop").hidden = !isOpen;
+  $("resume").hidden = isOpen || status !== "stopped";
+  $("job-part").hidden = !job;
+  $("job-command").textContent = job?.command ?? "";
+  $("job-output").textContent = job?.output ?? "";
+  if (job?.state === "queued") $("asked").textContent = `The run waits for its turn; ${job.num_before} before it.`;
+}
+
+async function stop() {
+  await ask(() => call("POST", `jobs/${facts.job.id}/stop`), "The run was asked to stop; it finishes its step and saves.");
+}
+
+async function resume() {
+  const steps = $("resume-steps").valueAsNumber || null;
+  await ask(() => call("POST", `runs/${run}/resume`, { steps: steps === facts.steps ? null : steps }, resumeKey), "The run goes on.");
+}
+
+/** Send a request and tell how it went; after a lost answer to a start it is sent again with the same key. */
+async function ask(send, done) {
+  try {
+    await send();
+    $("asked").textContent = done;
+    resumeKey = newKey();
+  } catch (error) {
+    $("asked").textContent = error instanceof Unreachable ? `It is not known whether that was done; try again: ${error.message}` : error.message;
+    if (!(error instanceof Unreachable)) resumeKey = newKey();
+  }
+  refresh();
+}
+
+if ($("stop")) {
+  for (const [id, act] of [["stop", stop], ["resume", resume]]) {
+    const dialog = $(`${id}-dialog`);
+    $(id).addEventListener("click", () => {
+      $("resume-steps").value = facts.steps ?? "";
+      dialog.returnValue = "";
+      dialog.showModal();
+    });
+    dialog.addEventListener("close", () => dialog.returnValue === "yes" && act());
+  }
 }
 
 function showDiagnosis() {

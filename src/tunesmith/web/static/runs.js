@@ -9,12 +9,14 @@ const FILTERS = ["text", "algorithm", "state"];
 const MOMENT = { dateStyle: "short", timeStyle: "short" };
 
 let limit = ROWS;
+let shownJobs = "";
 let asked = 0; // number of the last request: an answer to an earlier one is late
 
 async function refresh() {
   const query = new URLSearchParams({ limit });
   for (const name of FILTERS) if ($(name).value) query.set(name, $(name).value);
   const mine = ++asked;
+  refreshJobs();
   try {
     const found = await call("GET", `runs?${query}`);
     if (mine === asked) show(found);
@@ -36,6 +38,29 @@ function show({ rows, num_matching: matching, algorithms, num_read: read, num_fo
   if (focused) document.querySelector(`tr[data-run="${focused}"] a`)?.focus();
   $("table").hidden = rows.length === 0;
   $("more").hidden = matching <= rows.length || limit >= 1000;
+}
+
+/** The runs that wait, start, or failed before they had a folder; rows are kept while they are the same. */
+async function refreshJobs() {
+  if (!$("jobs-part")) return;
+  const { jobs } = await call("GET", "jobs").catch(() => ({ jobs: null }));
+  if (!jobs || JSON.stringify(jobs) === shownJobs) return;
+  shownJobs = JSON.stringify(jobs);
+  $("jobs").replaceChildren(...jobs.map(jobCard));
+  $("jobs-part").hidden = !jobs.length;
+}
+
+function jobCard(job) {
+  const isOpen = ["queued", "starting", "running"].includes(job.state);
+  const button = isOpen ? html("button", { type: "button", "aria-label": `Stop ${job.name}` }, "Stop") : null;
+  button?.addEventListener("click", () => call("POST", `jobs/${job.id}/stop`).then(refreshJobs, (error) => say(error.message)));
+  return html(
+    "div",
+    { class: "card", "data-job": job.id },
+    html("p", {}, html("strong", { dir: "auto" }, job.name), ` ${job.state} `, button),
+    html("p", { class: "token" }, html("code", {}, job.command)),
+    isOpen || !job.output ? null : html("pre", { class: "passage raw" }, job.output),
+  );
 }
 
 /** Screen readers announce each assignment, so it is made for new words only. */

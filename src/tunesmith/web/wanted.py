@@ -1,0 +1,89 @@
+"""Runs as pages ask for them: a recipe and keys as text, resolved and checked as on the command line."""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tunesmith.config.load import DEFAULT, FLAGS, Resolved, load_recipe, parse_overrides, schema_of
+from tunesmith.config.schema import RECIPES
+from tunesmith.core.errors import ConfigError
+from tunesmith.runs.listing import read_object, read_recipe
+from tunesmith.web.allowed import Allowed, leaves_of
+
+ALGORITHMS = tuple(name for name in RECIPES if name != "live")
+"""Algorithms that a page can start; the live loop is started beside its server."""
+
+_NOT_COPIED = ("algorithm", "schema_version", "level", "run.dir")
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A run that somebody wants: an algorithm, a shipped recipe or none, and keys with their values as text; or with
+    `resume` the run of that name, which goes on with these keys.
+    """
+
+    algorithm: str
+    recipe: str = ""
+    settings: tuple[tuple[str, str], ...] = ()
+    resume: str = ""
+
+    def words(self, root: Path) -> list[str]:
+        """The words of the command line; every key is a single one, so that none can be taken for another flag."""
+        settings = [f"--{key}={value}" for key, value in self.settings]
+        if self.resume:
+            return ["resume", str(root / self.resume), *settings]
+        recipe = [f"--recipe={self.recipe}"] if self.recipe else []
+        return ["train", self.algorithm, *recipe, *settings, f"--run.dir={root}"]
+
+
+def command(words: Sequence[str]) -> list[str]:
+    """The command line of this Tunesmith with `words`."""
+    return [sys.executable, "-m", "tunesmith", *words]
+
+
+def resolve(wanted: Wanted, allowed: Allowed) -> Resolved:
+    """The recipe of a run that is wanted.
+
+    Raises:
+        ConfigError: for all that is wrong with it, as on the command line, and for what a page may not name.
+    """
+    # The command line reads these otherwise than `parse_overrides` does: --reward, --steps.
+    flags = {*schema_of(wanted.algorithm).model_fields, *FLAGS} - {"level", "description"}
+    if bare := [key for key, _ in wanted.settings if key.replace("-", "_") in flags]:
+        raise ConfigError(*(f"{key}: give the key of a value, such as model.name" for key in bare))
+    given = parse_overrides(wanted.algorithm, [f"--{key}={value}" for key, value in wanted.settings])
+    given.values.setdefault("run.dir", str(allowed.root))
+    resolved = load_recipe(
+        wanted.algorithm,
+        recipe=wanted.recipe or None,
+        file=allowed.root / wanted.resume / "recipe.yaml" if wanted.resume else None,
+        overrides=given.values,
+        origins=given.origins,
+    )
+    if problems := allowed.problems(resolved.recipe):
+        raise ConfigError(*map(str, problems))
+    return resolved
+
+
+def wanted_like(run: Path) -> Wanted:
+    """The run in the folder `run` once more: its algorithm, its level, and the keys that were set beyond that."""
+    recipe, origins = read_recipe(run), read_object(run / "provenance.json")
+    level = recipe.get("level")
+    given = (DEFAULT, f"level {level}")
+    settings = [
+        (key, value if isinstance(value, str) else json.dumps(value))
+        for key, value in leaves_of(recipe)
+        if key not in _NOT_COPIED and _origin(key, origins) not in given
+    ]
+    if level is not None:
+        settings.insert(0, ("level", str(level)))
+    return Wanted(str(recipe.get("algorithm", "")), settings=tuple(settings))
+
+
+def _origin(key: str, origins: Mapping[str, object]) -> object:
+    """The origin of a key, or of the mapping that it is in."""
+    while key not in origins and "." in key:
+        key = key.rpartition(".")[0]
+    return origins.get(key)
