@@ -47,12 +47,17 @@ def prove(model: PreTrainedModel, architecture: Architecture, compute: Compute) 
 
 
 def _own_forward(model: PreTrainedModel, ids_T: torch.Tensor, **wanted: bool) -> Any:
-    """The output of `model` in evaluation mode; the modes of its modules stay as they are."""
+    """The output of `model` in evaluation mode; the modes of its modules stay as they are.
+
+    It is computed by the method of its class: a `forward` that accelerate put on the model enters one autocast object,
+    which stays on for good if it is entered again from within, and a proof may run within a call of the model.
+    """
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         mask_T = torch.ones_like(ids_T)
-        return model(ids_T[None], attention_mask=mask_T[None], use_cache=False, return_dict=True, **wanted)
+        given = {"attention_mask": mask_T[None], "use_cache": False, "return_dict": True, **wanted}
+        return type(model).forward(model, ids_T[None], **given)
     finally:
         for module, is_training in modes.items():
             module.training = is_training

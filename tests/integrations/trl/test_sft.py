@@ -120,3 +120,9 @@ def test_rows_without_labels_have_a_gradient_of_zero(tmp_path: Path) -> None:
     step = step_of(trainer, batch)
     assert step.loss == 0
     assert not any(gradient.any() for gradient in step.gradients.values())
+
+
+def test_autocast_ends_with_the_call_in_which_a_family_is_proved(tmp_path: Path) -> None:
+    args = trl.SFTConfig(**arguments(tmp_path, bf16=True, max_steps=1))
+    SFTTrainer(model(0, "olmo2"), args, train_dataset=texts(), processing_class=tokenizer()).train()
+    assert not torch.is_autocast_enabled("cpu")
