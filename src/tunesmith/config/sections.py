@@ -369,6 +369,9 @@ class RewardSource(Section):
     timeout_s: Positive | None = None
     """Limit of one call of a function, in seconds; it then runs in a separate thread. null sets no limit and calls
     it in the main thread, which some libraries need (signals, SQLite)."""
+    workers: NonNegativeInt = 0
+    """Processes that call a function, each with whole groups; 0: the training's own process. For functions that compute
+    for long in Python, and judge a completion without the other groups."""
 
 
 class EvaluationSection(Section):

@@ -132,8 +132,8 @@ RULES: tuple[Rule, ...] = (
         needs=("gil/waiting_share", "gil/wait_ms", "cpu/process", "cpu/run_delay_s"),
         evidence="training waits for the lock {gil/waiting_share:.0%} of the time (gil/waiting_share); who asks for it "
         "waits {gil/wait_ms:.3g} ms",
-        advice="take Python work in other threads, such as that of a reward function, to another process, or score "
-        "after drawing",
+        advice="take Python work in other threads to another process, that of a reward function by its `workers`, or "
+        "score after drawing",
         settings={"rollout.score_while_drawing": False},
         saving=waiting.gil,
         scope="rewards",
@@ -143,7 +143,7 @@ RULES: tuple[Rule, ...] = (
         symptom="The reward computes for long.",
         needs=("time/reward_s", "cpu/stage/reward"),
         evidence="time/reward_s {time/reward_s:.3g} s of {time/step_s:.3g} s, on {cpu/stage/reward:.2g} cores",
-        advice="make the function faster: work on all completions at once, cache, or use a library in C",
+        advice="make the function faster: score completions together, cache, use a library in C, or give it `workers`",
         saving=waiting.slow_reward,
         scope="rewards",
         least=0.05,

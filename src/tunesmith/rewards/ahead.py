@@ -120,6 +120,8 @@ class Ahead:
             samples = self._samples(portion)
             if isinstance(calls.reward, CalledReward) and calls.reward.is_async:
                 future = self._loop.submit(calls.reward.outcomes_async(samples, self._extras))
+            elif isinstance(calls.reward, CalledReward) and (begun := calls.reward.begin(samples, self._extras)):
+                future = begun
             else:
                 future = self._worker.submit(partial(self._score, index, portion, samples))
             calls.futures[portion] = future
@@ -132,7 +134,9 @@ class Ahead:
         if len(self._groups) != self._num_groups:
             raise RuntimeError(f"{len(self._groups)} of {self._num_groups} groups were handed out")
         done = {
-            calls.name: one_answer({portion: result_of(calls.futures[portion]) for portion in calls.portions})
+            calls.name: one_answer(
+                {portion: checked(calls.reward, result_of(calls.futures[portion])) for portion in calls.portions}
+            )
             for calls in self._calls
             if not calls.reward.is_async
         }

@@ -9,6 +9,7 @@ import reprlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 
 from tunesmith.core.errors import RewardError
 from tunesmith.rewards.builtin import RewardFunction
@@ -16,7 +17,7 @@ from tunesmith.rewards.outcome import Logged, Outcome, Policy, Reward, Sample, S
 from tunesmith.rewards.threads import HangError, Worker, within
 
 _SEARCH_S = 10.0
-_RETRY_S = 60.0
+RETRY_S = 60.0
 _MAX_FLOAT32 = 3.4028234e38
 _MAX_SHOWN = 60
 
@@ -73,7 +74,7 @@ class CalledReward(ABC):
         scored = Scored([failure] * len(samples), Logged(len(samples)))
         if len(samples) == 1 or not can_search:
             return scored
-        end_s = time.monotonic() + (_SEARCH_S if is_fatal else _RETRY_S)
+        end_s = time.monotonic() + (_SEARCH_S if is_fatal else RETRY_S)
         for place, sample in enumerate(samples):
             if time.monotonic() > end_s:
                 break
@@ -90,6 +91,10 @@ class CalledReward(ABC):
         if is_fatal:
             return Scored([failure] * len(samples), scored.logged)
         return Scored(scored.outcomes, scored.logged, retried=failure)
+
+    def begin(self, samples: Sequence[Sample], extras: Mapping[str, object]) -> "Future[Scored] | None":
+        """The outcomes of a call that is made elsewhere and has begun; None if this process must make it."""
+        return None
 
     def hung(self, samples: Sequence[Sample], error: HangError) -> Scored:
         """The outcomes of a call that never returned."""

@@ -24,6 +24,7 @@ from tunesmith.rewards.builtin import BUILTINS, RewardFunction
 from tunesmith.rewards.calling import CalledReward, FunctionReward, ObjectReward, last_line_of
 from tunesmith.rewards.model import ModelReward
 from tunesmith.rewards.outcome import Policy, Reward
+from tunesmith.rewards.processes import ProcessReward
 
 _FORMS = "`./file.py:name` or `package.module:name`"
 
@@ -70,6 +71,13 @@ def builtin_function(name: str, arguments: Mapping[str, object]) -> RewardFuncti
         if parameter.default is parameter.empty and parameter.name not in arguments:
             raise RewardError(f"the reward `{name}` needs `{parameter.name}`; give it in `arguments`")
     return factory(**arguments)
+
+
+def function_of(section: RewardSource) -> tuple[RewardFunction, str | None]:
+    """(The function that `section` names, its name if it is a built-in). Raises RewardError if there is none."""
+    if section.source in BUILTINS:
+        return builtin_function(section.source, section.arguments), section.source
+    return load_function(section.source), None
 
 
 def check_callable(function: object, source: str) -> RewardFunction:
@@ -190,15 +198,17 @@ def _from_section(section: RewardSource, loading: Loading, policy: Policy) -> Mo
         raise RewardError(
             f"reward {source!r} is a function; `label` and `transform` belong to reward models, remove them"
         )
-    if is_builtin:
-        return FunctionReward(builtin_function(source, section.arguments), name=source, policy=policy)
     if not is_model:
-        return FunctionReward(load_function(source), policy=policy)
+        function, name = function_of(section)
+        if section.workers:
+            return ProcessReward(function, section, name, policy)
+        return FunctionReward(function, name, policy)
     close = difflib.get_close_matches(source, list(BUILTINS), n=1, cutoff=0.75)
     if close and not Path(source).exists():
         raise RewardError(f"reward {source!r} is no built-in and no model; did you mean {close[0]!r}?")
-    if section.timeout_s is not None:
-        raise RewardError(f"reward {source!r} is a reward model; `timeout_s` belongs to functions, remove it")
+    if section.timeout_s is not None or section.workers:
+        given = "workers" if section.workers else "timeout_s"
+        raise RewardError(f"reward {source!r} is a reward model; `{given}` belongs to functions, remove it")
     try:
         model = load_reward_model(
             source, label=section.label, transform=section.transform, device=loading.device, dtype=loading.dtype

@@ -1,0 +1,48 @@
+"""The program of a process that calls a reward function for the training."""
+
+import ctypes
+import os
+import pickle
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+
+from tunesmith.config.sections import RewardSource
+from tunesmith.core.errors import RewardError
+from tunesmith.rewards.calling import FunctionReward
+from tunesmith.rewards.outcome import Policy, Sample, Scored
+from tunesmith.rewards.sources import function_of
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def main() -> None:
+    """Answer the calls that arrive at the socket whose number is the first argument, until it is closed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    connection = Connection(int(sys.argv[1]))
+    try:
+        section: RewardSource = connection.recv()
+        function, name = function_of(section)
+        reward = FunctionReward(function, name, Policy(section.on_error, section.timeout_s))
+        while True:
+            connection.send(_answer(reward, *connection.recv()))
+    except (EOFError, ConnectionError):
+        os._exit(0)  # a thread of a call that hung would keep the process
+
+
+def _answer(reward: FunctionReward, samples: Sequence[Sample], extras: Mapping[str, object]) -> Scored | RewardError:
+    """The outcomes of a call, or why there are none, in a form that can be sent."""
+    try:
+        answer = reward.outcomes(samples, extras)
+        pickle.dumps(answer)  # what the function logged may be anything
+    except RewardError as error:
+        return RewardError(str(error))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        return RewardError(f"reward `{reward.name}` logged what cannot be sent to the training ({error})")
+    return answer
+
+
+if __name__ == "__main__":
+    main()

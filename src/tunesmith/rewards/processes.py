@@ -1,0 +1,140 @@
+"""A reward function in processes of its own: it does not hold this process's interpreter lock, and can be killed."""
+
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from itertools import pairwise
+from multiprocessing.connection import Connection
+
+from tunesmith.config.sections import RewardSource
+from tunesmith.core.errors import RewardError
+from tunesmith.core.log import get_logger
+from tunesmith.rewards.ahead import Portion, one_answer
+from tunesmith.rewards.builtin import RewardFunction
+from tunesmith.rewards.calling import RETRY_S, FunctionReward
+from tunesmith.rewards.outcome import Logged, Policy, Sample, SampleError, Scored
+from tunesmith.rewards.threads import Worker, result_of
+
+_TRIES = 2
+"""Processes that are given a call before its samples count as failed."""
+
+_GRACE_S = 10.0
+
+Call = tuple[Sequence[Sample], Mapping[str, object]]
+
+
+class ProcessReward(FunctionReward):
+    """The function of `section`, called in `section.workers` processes, each with whole groups.
+
+    A process that ends is started again, and its call is repeated once. One that hangs beyond `timeout_s` is killed.
+    Raises RewardError for an async function, which waits for others and needs no processes.
+    """
+
+    def __init__(self, function: RewardFunction, section: RewardSource, name: str | None, policy: Policy) -> None:
+        super().__init__(function, name, policy)
+        if self.is_async:
+            raise RewardError(
+                f"reward {section.source!r} is an `async def`, whose calls overlap anyway; remove its `workers`"
+            )
+        self._processes = [_Process(section) for _ in range(section.workers)]
+        self._threads = [Worker(f"{self.name}-{number}") for number in range(section.workers)]
+        self._num_calls = 0
+        weakref.finalize(self, _end_all, self._processes)
+
+    def begin(self, samples: Sequence[Sample], extras: Mapping[str, object]) -> "Future[Scored]":
+        """The outcomes of one call, which the next of the processes makes."""
+        number = self._num_calls % len(self._processes)
+        self._num_calls += 1
+        return self._threads[number].submit(partial(self._called, self._processes[number], samples, extras))
+
+    def outcomes(self, samples: Sequence[Sample], extras: Mapping[str, object] | None = None) -> Scored:
+        """See `CalledReward.outcomes`; each process gets about as many groups."""
+        starts = [place for place, sample in enumerate(samples) if sample.index == 0 or place == 0]
+        count = min(len(self._processes), len(starts))
+        cuts = [*(starts[len(starts) * number // count] for number in range(count)), len(samples)]
+        parts = [Portion(range(first, last), 1) for first, last in pairwise(cuts)]
+        begun = {part: self.begin([samples[place] for place in part.samples], extras or {}) for part in parts}
+        return one_answer({part: result_of(future) for part, future in begun.items()})
+
+    def _called(self, process: "_Process", samples: Sequence[Sample], extras: Mapping[str, object]) -> Scored:
+        limit_s = None if self.policy.timeout_s is None else self.policy.timeout_s + RETRY_S + _GRACE_S
+        reason = ""
+        for _ in range(_TRIES):
+            try:
+                answer = process.answer((samples, extras), limit_s)
+            except (EOFError, OSError):
+                reason = process.end()
+                get_logger(__name__).warning("a process of the reward `%s` %s; it is started again", self.name, reason)
+                continue
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                raise RewardError(f"reward `{self.name}`: its columns cannot be sent to a process ({error})") from error
+            if isinstance(answer, RewardError):
+                raise answer
+            if any(isinstance(one, SampleError) and one.kind == "hung" for one in answer.outcomes):
+                process.end()  # what hangs would run on beside the next call
+            return answer
+        failure = SampleError(
+            f"reward `{self.name}`: its process {reason}, {_TRIES} times, scoring {len(samples)} completions from "
+            f"{samples[0]}",
+            "its process ended",
+        )
+        return Scored([failure] * len(samples), Logged(len(samples)))
+
+
+class _Process:
+    """A process that has loaded a function; it is started by the first call, and again by the next after its end."""
+
+    def __init__(self, section: RewardSource) -> None:
+        self._section = section
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+
+    def answer(self, call: Call, limit_s: float | None) -> Scored | RewardError:
+        """The answer to `call`. Raises EOFError or OSError if the process ends, or does not answer within the limit."""
+        connection = self._connected()
+        connection.send(call)
+        if not connection.poll(limit_s):
+            raise EOFError
+        return connection.recv()
+
+    def end(self) -> str:
+        """Kill the process; how it ended before, such as `was ended by SIGSEGV`."""
+        process, connection, self._process, self._connection = self._process, self._connection, None, None
+        if process is None or connection is None:
+            return "has not begun"
+        connection.close()
+        try:
+            code = process.wait(0.5)  # it closes its connection a little before its end
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            return "gave no answer in time"
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+    def _connected(self) -> Connection:
+        if self._connection is None:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "tunesmith.rewards.process", str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=2,  # this process may print JSON
+                    start_new_session=True,  # Ctrl-C is for the training
+                    env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                )
+            self._connection = Connection(ours.detach())
+            self._connection.send(self._section)
+        return self._connection
+
+
+def _end_all(processes: Sequence[_Process]) -> None:
+    for process in processes:
+        process.end()
