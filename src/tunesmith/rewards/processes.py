@@ -71,6 +71,8 @@ class ProcessReward(FunctionReward):
                 answer = process.answer((samples, extras), limit_s)
             except (EOFError, OSError):
                 reason = process.end()
+                if process.is_closed:
+                    break
                 get_logger(__name__).warning("a process of the reward `%s` %s; it is started again", self.name, reason)
                 continue
             except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -95,6 +97,8 @@ class _Process:
         self._section = section
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
+        self.is_closed = False
+        """True after `close`: nobody waits for an answer any more."""
 
     def answer(self, call: Call, limit_s: float | None) -> Scored | RewardError:
         """The answer to `call`. Raises EOFError or OSError if the process ends, or does not answer within the limit."""
@@ -118,6 +122,13 @@ class _Process:
             return "gave no answer in time"
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
+    def close(self) -> None:
+        """Kill the process; the thread that waits for its answer, if there is one, sees it end."""
+        self.is_closed = True
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
     def _connected(self) -> Connection:
         if self._connection is None:
             ours, theirs = socket.socketpair()
@@ -137,4 +148,4 @@ class _Process:
 
 def _end_all(processes: Sequence[_Process]) -> None:
     for process in processes:
-        process.end()
+        process.close()
