@@ -154,3 +154,8 @@ def test_adapters_and_mixed_dtypes_are_left_to_transformers() -> None:
     with pytest.raises(UnsupportedArchitecture, match="several dtypes"):
         describe(model)
     assert language_model(model, Kernels()).decoder is None
+
+
+def test_gpt_neox_has_keys_of_each_head_whatever_number_its_config_names() -> None:
+    decoder = Decoder(tiny_model("gpt_neox", num_key_value_heads=2).model, Kernels())  # compares the numbers
+    assert decoder.architecture.blocks[0].attention.num_kv_heads == 4

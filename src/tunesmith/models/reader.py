@@ -139,7 +139,7 @@ def _attention(module: Any, config: Any, index: int) -> tuple[AttentionSettings,
         qkv = _linear(module.q_proj, module.k_proj, module.v_proj)
         width, key_width, _ = qkv.sizes
     elif hasattr(module, "query_key_value"):
-        qkv = _linear(module.query_key_value)
+        qkv, key_width = _linear(module.query_key_value), width  # of GPT-NeoX, whatever else its config names
     else:
         qkv = _linear(_part(module, "qkv_proj", "c_attn"), sizes=(width, key_width, key_width))
     softcap = getattr(module, "attn_logit_softcapping", None)
