@@ -95,3 +95,4 @@ def test_an_algorithm_that_there_is_not_is_refused_before_anything_is_written(tm
 def test_the_command_in_the_report_runs_the_same_demo_again() -> None:
     assert command(DemoOptions()) == "tunesmith demo --algorithm ppo --seed 0"
     assert command(DemoOptions("grpo", seed=3, vote=True)) == "tunesmith demo --algorithm grpo --seed 3 --vote"
+    assert command(DemoOptions(dtype="float32")) == "tunesmith demo --algorithm ppo --seed 0 --dtype float32"

@@ -23,6 +23,7 @@ class DemoFlags:
     quick: Annotated[bool, flag("A run of few steps, to see that all parts work.")] = False
     backend: Annotated[Literal["native", "transformers"], flag("What draws completions.")] = "native"
     level: Annotated[str | None, flag("Of both trainings: baseline, basic, advanced or optimal.", "LEVEL")] = None
+    dtype: Annotated[Literal["auto", "float32", "bfloat16"], flag("Precision of all models.")] = "auto"
     out: Annotated[str, flag("Folder for the run folders.", "DIR")] = "runs"
     live: Annotated[bool, flag("You vote in the browser, and the model learns while you do; Ctrl-C ends it.")] = False
     json: Annotated[bool, flag("Print one JSON object at the end.")] = False
@@ -46,6 +47,7 @@ def demo(words: Sequence[str]) -> None:
             quick=flags.quick,
             backend=flags.backend,
             level=flags.level,
+            dtype=flags.dtype,
         )
         result = run_demo(options)
         facts = result.figures

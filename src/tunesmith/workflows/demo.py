@@ -71,7 +71,7 @@ class DemoOptions:
     """Options of the demo. `algorithm` trains the policy; the other stages do not depend on it.
 
     `quick` takes a fifth of the openings, fewer completions and two steps: it shows that all parts work, no more.
-    `backend` draws all completions; `level` is that of both trainings.
+    `backend` draws all completions; `level` is that of both trainings, `dtype` that of all models.
     """
 
     algorithm: Algorithm = "ppo"
@@ -81,6 +81,7 @@ class DemoOptions:
     quick: bool = False
     backend: Backend = "native"
     level: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,7 @@ def prepare(options: DemoOptions) -> Stage:
         raise InputError(f"the demo's algorithm is {algorithm!r}; give {' or '.join(get_args(Algorithm))}")
     chosen = {"algorithm": algorithm, "seed": options.seed, "vote": options.vote}
     folder = RunFolder.create(Path(options.out), "demo", {"demo": chosen})
-    overrides: dict[str, object] = {"run.seed": options.seed, "run.dir": str(folder.path)}
+    overrides: dict[str, object] = {"run.seed": options.seed, "run.dir": str(folder.path), "model.dtype": options.dtype}
     overrides |= {"level": options.level} if options.level else {}
     drawing = {} if options.backend == "native" else {"rollout.backend": options.backend}
     few = {"run.steps": 2} if options.quick else {}
@@ -305,6 +306,7 @@ def command(options: DemoOptions) -> str:
     """The command line that runs the same demo again."""
     flags = [f"--algorithm {options.algorithm}", f"--seed {options.seed}", *(["--vote"] if options.vote else [])]
     flags += [f"--level {options.level}"] if options.level else []
+    flags += [f"--dtype {options.dtype}"] if options.dtype != "auto" else []
     return " ".join(["tunesmith demo", *flags])
 
 
