@@ -31,7 +31,9 @@ _WORDS = "a film that I would not see again because its end was slow and good"
 def _commands(options: Namespace, folder: Path) -> Mapping[str, Sequence[str]]:
     """The words of each command, by name: all trainers with the sizes of their recipes, and the demo."""
     completions, pairs = folder / "completions.jsonl", folder / "pairs.jsonl"
-    rows = [{"prompt": _text(n, 12), "chosen": _text(2 * n, 40), "rejected": _text(3 * n + 1, 40)} for n in range(512)]
+    rows = [
+        {"prompt": _text(n, 12), "chosen": _text(2 * n, 40), "rejected": _text(3 * n + 1000, 40)} for n in range(512)
+    ]
     pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
     completions.write_text(
         "".join(json.dumps({"prompt": row["prompt"], "completion": row["chosen"]}) + "\n" for row in rows)
@@ -58,7 +60,7 @@ def _commands(options: Namespace, folder: Path) -> Mapping[str, Sequence[str]]:
 
 def _text(first: int, num_words: int) -> str:
     words = _WORDS.split()
-    return " ".join(words[(first + 7 * n * n) % len(words)] for n in range(num_words)) + "."
+    return " ".join(words[(first + 7 * n * n) % len(words)] for n in range(num_words)) + f" {first}."
 
 
 def stages(words: Sequence[str]) -> Iterator[tuple[str, float, float]]:
