@@ -93,7 +93,7 @@ def test_memory_is_printed_by_part_and_by_stage(capsys: pytest.CaptureFixture[st
     parts = {"weights": 1.0, "optimizer": 2.0, "activations": 4.0, "logits": 8.0, "cache": 16.0}
     estimate = Estimate(10, 10, parts, 1e6, torch.float32)
     assert estimate.stage_gb == {"rollout": 19.0, "update": 31.0}
-    announce(estimate, True, torch.device("cpu"))
+    announce(estimate, 1, True, torch.device("cpu"))
     assert "memory by stage, in GB: rollout 19.0, update 31.0" in capsys.readouterr().err
     learnt_from_rows = Estimate(10, 10, {"weights": 1.0, "activations": 4.0}, 1e6, torch.float32)
     assert learnt_from_rows.stage_gb == {"update": 5.0}

@@ -4,20 +4,16 @@ Both follow from the number of parameters N: a forward pass costs 2 N operations
 (Kaplan et al. 2020, section 2.1). Activations are counted for the layers that are trained.
 """
 
-import time
 from dataclasses import dataclass
 
 import psutil
 import torch
 
 from tunesmith.config.schema import Recipe, SamplingRecipe
-from tunesmith.distributed.ranks import num_ranks
-from tunesmith.models.heads import RewardModel
-from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.loaded import PreTrainedModel
-from tunesmith.models.logprob import token_logps
 from tunesmith.models.lora import has_adapters
 from tunesmith.models.optimizer import moment_bytes
+from tunesmith.profiling.peak import matmul_flop_per_s
 from tunesmith.reports.text import duration
 from tunesmith.trainers.setup import say
 
@@ -25,8 +21,9 @@ from tunesmith.trainers.setup import say
 # two CPU cores; vLLM is taken to be like the native engine.
 _ROWS_FOR_HALF_SPEED = {"native": 20, "transformers": 160, "vllm": 20}
 
-_TRIAL_SHAPE, _TRIAL_PASSES, _TRIAL_LIMIT_S = (8, 64), 4, 2.0
-"""Rows and tokens of a trial; passes at most, and seconds after which no further one begins."""
+# Share of the matrix-product rate that a whole pass reaches; norms, attention and Python take the rest. Measured on
+# two CPU cores.
+_EFFICIENCY = 0.6
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +105,10 @@ def policy_estimate(
     scored = num_sequences * width
     in_batches = cfg.rollout.backend == "transformers"
     rows = min(num_sequences, cfg.rollout.batch_size if in_batches else cfg.rollout.num_slots)
+    slowdown = 1 + _ROWS_FOR_HALF_SPEED[cfg.rollout.backend] / rows
     num_passes = 1 + has_reference + num_reward_models + has_own_critic
     training = num_epochs * (2 * num_all + 4 * num_trained) * (1 + has_own_critic)
-    flop = drawing_flop(num_all, drawn, rows, cfg.rollout.backend) + scored * (2 * num_all * num_passes + training)
+    flop = 2 * num_all * (drawn * slowdown + scored * num_passes) + scored * training
     weight_bytes = num_all * model.dtype.itemsize
     num_bases = not has_adapters(model)  # models with adapters share one base
     logit_rows = micro_batch_size * cfg.rollout.max_new_tokens
@@ -127,8 +125,8 @@ def policy_estimate(
     return Estimate(num_all, num_trained, _in_gb(memory), flop, model.dtype)
 
 
-def announce(estimate: Estimate, enabled: bool, device: torch.device) -> None:
-    """Print to stderr whether the run fits into the memory of `device`."""
+def announce(estimate: Estimate, num_steps: int, enabled: bool, device: torch.device) -> None:
+    """Print to stderr whether the run fits into the memory of `device`, and about how long it takes there."""
     if not enabled:
         return
     is_gpu = device.type == "cuda"
@@ -138,47 +136,13 @@ def announce(estimate: Estimate, enabled: bool, device: torch.device) -> None:
     say(f"memory: about {estimate.total_gb:.1f} GB of {available_gb:.1f} GB available, {fit} ({parts})", enabled=True)
     stages = ", ".join(f"{stage} {gb:.1f}" for stage, gb in estimate.stage_gb.items())
     say(f"memory by stage, in GB: {stages}", enabled=True)
+    seconds = seconds_of(estimate, num_steps, device)
+    say(f"time: about {duration(seconds)} for {num_steps} steps, by a short measurement of this machine", enabled=True)
 
 
-def announce_time(flop: float, model: LanguageModel | RewardModel, what: str, enabled: bool = True) -> None:
-    """Print to stderr about how long `flop` operations of `model` take on all ranks, for `what`."""
-    if enabled:
-        say(f"time: about {duration(seconds_of(flop, model))} for {what}, by a trial of this model", enabled=True)
-
-
-def seconds_of(flop: float, model: LanguageModel | RewardModel) -> float:
-    """About how long `flop` operations of `model` take on all ranks, by a trial."""
-    return max(1.0, flop / (trial_flop_per_s(model) * num_ranks()))
-
-
-@torch.no_grad()
-def trial_flop_per_s(model: LanguageModel | RewardModel) -> float:
-    """Rate of forward passes over some rows of random tokens: the best of a few, the first of which compiles."""
-    module = model.model if isinstance(model, RewardModel) else model.module
-    generator = torch.Generator().manual_seed(0)  # alike rows would be computed once
-    ids_BS = torch.randint(module.config.get_text_config().vocab_size, _TRIAL_SHAPE, generator=generator)
-    ids_BS = ids_BS.to(module.device)
-    lengths_B = torch.full_like(ids_BS[:, 0], ids_BS.shape[1])
-    begin_s, best_s = time.perf_counter(), float("inf")
-    for _ in range(_TRIAL_PASSES):
-        start_s = time.perf_counter()
-        if isinstance(model, RewardModel):
-            scores = model(ids_BS, lengths_B)
-        else:
-            prompt_lengths_B = torch.full_like(lengths_B, ids_BS.shape[1] // 2)
-            scores = token_logps(model, ids_BS, lengths_B, prompt_lengths_B=prompt_lengths_B).logp_BT
-        scores.sum().item()  # waits for a GPU
-        best_s = min(best_s, time.perf_counter() - start_s)
-        if time.perf_counter() - begin_s > _TRIAL_LIMIT_S:
-            break
-    return 2 * module.num_parameters() * ids_BS.numel() / best_s
-
-
-def drawing_flop(num_parameters: int, num_tokens: float, rows: int, backend: str) -> float:
-    """Operations that take as long as drawing `num_tokens` in `rows` sequences at a time: with few, matrices are
-    narrow.
-    """
-    return 2 * num_parameters * num_tokens * (1 + _ROWS_FOR_HALF_SPEED[backend] / rows)
+def seconds_of(estimate: Estimate, num_steps: int, device: torch.device) -> float:
+    """About how long `num_steps` take on `device`, by a short measurement of it."""
+    return max(1.0, num_steps * estimate.step_flop / (matmul_flop_per_s(estimate.dtype, device) * _EFFICIENCY))
 
 
 def _num_trained(model: PreTrainedModel) -> int:

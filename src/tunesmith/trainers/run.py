@@ -22,8 +22,6 @@ from tunesmith.data.sets import Sets
 from tunesmith.distributed.launch import as_started, ranks_of
 from tunesmith.distributed.ranks import END, gathered, num_ranks, orders, rank, tell
 from tunesmith.models.export import ModelCard
-from tunesmith.models.heads import RewardModel
-from tunesmith.models.language_model import LanguageModel, model_of_recipe
 from tunesmith.runs import checkpoint
 from tunesmith.runs.environment import peak_rss_gb
 from tunesmith.runs.manifest import step_folder
@@ -33,7 +31,7 @@ from tunesmith.trainers.best_of_n import BestOfN
 from tunesmith.trainers.computing import computing, rates_of
 from tunesmith.trainers.distill import DistillTask
 from tunesmith.trainers.dpo import DPOTask
-from tunesmith.trainers.estimate import Estimate, announce, announce_time, seconds_of
+from tunesmith.trainers.estimate import Estimate, announce, seconds_of
 from tunesmith.trainers.grpo import GRPO
 from tunesmith.trainers.ppo import PPO
 from tunesmith.trainers.reward import RewardTask
@@ -166,7 +164,7 @@ def lead(
     task = task_of(cfg, inputs, device, algorithm)
     learner = task.build()
     estimate = task.estimate()
-    announce(estimate, progress, device)
+    announce(estimate, task.num_steps, progress, device)
     identity = {**agreed(task.prepare(learner, progress)), "the device": device.type}
     with open_run(Job(learner, task.num_steps, identity, *asked), data=task.data.facts) as session:
         rates = partial(rates_of, cfg, estimate, device)
@@ -174,8 +172,6 @@ def lead(
             tell("restore", step_folder(session.folder.checkpoints, session.first_step).absolute())
         with session.working():
             session.folder.write_json("setup.json", computing(cfg, learner, estimate))
-        if num_left := task.num_steps - session.first_step:
-            announce_time(num_left * estimate.step_flop, timed_model(task), f"{num_left} steps", progress)
         measure(task, learner, session, "before")
         for index in session.steps():
             take_step(task, learner, session, rates, index)
@@ -297,11 +293,6 @@ def measure(task: Task, learner: Learner, session: Session, when: str) -> None:
     session.leave_if_asked()
 
 
-def timed_model(task: Any) -> LanguageModel | RewardModel:
-    """The model that the task trains, whose passes tell how long it takes."""
-    return task.model if isinstance(task, RewardTask) else model_of_recipe(task.loaded.model, task.cfg.model)
-
-
 @dataclass(frozen=True, slots=True)
 class Preview:
     """Size of the model, memory in GB by part and by stage, number of data rows, the first of them as text, and about
@@ -324,9 +315,10 @@ def preview(cfg: Recipe) -> Preview:
     Raises:
         InputError: for a model, data or reward that cannot be used, as the run would.
     """
-    task = task_of(cfg, Inputs(), torch.device("cpu"))
+    device = torch.device("cpu")
+    task = task_of(cfg, Inputs(), device)
     estimate, data = task.estimate(), task.data
     num_items = len(data.train) + len(data.heldout)
     sizes = (estimate.num_parameters, estimate.memory_gb, estimate.stage_gb)
-    seconds = seconds_of(task.num_steps * estimate.step_flop, timed_model(task))
+    seconds = seconds_of(estimate, task.num_steps, device)
     return Preview(cfg.model.name, *sizes, num_items, data.sample, task.num_steps, seconds)

@@ -29,10 +29,7 @@ from tunesmith.data.split import split_by_prompt
 from tunesmith.evaluation.compare import Comparison, Side, compare
 from tunesmith.live import loop as live
 from tunesmith.live.loop import LiveResult
-from tunesmith.models.language_model import language_model
 from tunesmith.models.load import load_policy
-from tunesmith.models.loaded import LoadedModel
-from tunesmith.models.tokenizer import encode_prompt
 from tunesmith.reports.html import write_demo_report
 from tunesmith.rewards.builtin import RATER_NAME, SimulatedRater
 from tunesmith.rewards.scorer import Scorer
@@ -43,7 +40,6 @@ from tunesmith.runs.progress import progress
 from tunesmith.schema.records import Pair, Prompt, Vote
 from tunesmith.trainers import setup
 from tunesmith.trainers.api import Inputs
-from tunesmith.trainers.estimate import announce_time, drawing_flop
 from tunesmith.trainers.run import run
 from tunesmith.workflows.evaluation import Outcome
 from tunesmith.workflows.live_simulation import server
@@ -177,7 +173,6 @@ def draw_candidates(stage: Stage, openings: Sequence[Prompt], num: int) -> list[
     seed = derive(stage.options.seed, "votes")
     sampling = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=VOTE_TEMPERATURE, seed=seed)
     steered = [Prompt(prompt.id, f"{steer}{prompt.content}") for prompt in openings for steer in STEERS]
-    say_time(stage, loaded, steered, num)
     with progress("completions", len(steered) * num) as reporter:
         drawn = engine.generate(steered, num, sampling, on_progress=lambda done, _: reporter.update(done))
     candidates: list[Group] = []
@@ -234,7 +229,6 @@ def compare_models(
     before = load_policy(stage.policy_recipe.model)
     after = load_policy(stage.policy_recipe.model.model_copy(update={"name": str(policy_run.run_dir)}))
     scorer = Scorer([RewardSource(source=judge)], policy_tokenizer=before.tokenizer)
-    say_time(stage, before, openings, num, num_models=2)
     return compare(
         Side.of("before", before.model, before.tokenizer, backend=stage.options.backend, batch_size=128),
         Side.of("after", after.model, after.tokenizer, backend=stage.options.backend, batch_size=128),
@@ -244,18 +238,6 @@ def compare_models(
         num_completions=num,
         seed=derive(stage.options.seed, "compare"),
     )
-
-
-def say_time(stage: Stage, loaded: LoadedModel, prompts: Sequence[Prompt], num: int, *, num_models: int = 1) -> None:
-    """Announce about how long drawing `num` completions of each prompt takes; each of two models also scores what both
-    drew.
-    """
-    num_parameters = loaded.model.num_parameters()
-    drawn = len(prompts) * num * NEW_TOKENS
-    given = sum(len(encode_prompt(loaded.tokenizer, prompt)) for prompt in prompts)
-    scored = num_models**2 * (num * given + drawn) if num_models > 1 else given
-    flop = num_models * drawing_flop(num_parameters, drawn, min(128, len(prompts) * num), stage.options.backend)
-    announce_time(flop + 2 * num_parameters * scored, language_model(loaded.model), f"{len(prompts) * num} completions")
 
 
 def as_pairs(votes: Sequence[Vote]) -> list[Pair]:
