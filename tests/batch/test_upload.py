@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tunesmith.batch.upload import ALIGNMENT, Uploader
+from tunesmith.batch.upload import ALIGNMENT, Uploader, copy_s
 from tunesmith.core.errors import InputError
 
 DTYPES = [
@@ -41,6 +41,7 @@ def same(found: list[torch.Tensor], given: list[torch.Tensor]) -> None:
 def test_any_tensors_arrive_as_they_were_sent(fields, seed):
     sent = [drawn(dtype, tuple(shape), seed + index) for index, (dtype, shape) in enumerate(fields)]
     same(Uploader("cpu").tensors(sent), [tensor.to("cpu", copy=True) for tensor in sent])
+    assert copy_s() == 0.0  # no copy to a GPU
 
 
 def test_fields_begin_at_multiples_and_share_one_allocation():

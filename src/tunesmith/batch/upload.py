@@ -4,6 +4,7 @@ A copy of its own costs each field a launch and, from memory that is not pinned,
 batch into a second buffer while the device still reads the first.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
@@ -18,6 +19,17 @@ ALIGNMENT = 256
 _SMALLEST_BUFFER = 1 << 16
 
 RecordT = TypeVar("RecordT")
+
+_COPIES = deque[tuple[torch.cuda.Event, torch.cuda.Event]](maxlen=10_000)
+"""Begin and end of the newest copies that `copy_s` has not counted."""
+
+
+def copy_s() -> float:
+    """Seconds of all uploaders' copies to a GPU since the last call; waits for those that still run."""
+    copies = [_COPIES.popleft() for _ in range(len(_COPIES))]
+    for _, ended in copies:
+        ended.synchronize()
+    return sum(begun.elapsed_time(ended) for begun, ended in copies) / 1e3
 
 
 @dataclass(slots=True)
@@ -66,10 +78,11 @@ class Uploader:
         for tensor, packed in zip(tensors, _views(buffer.memory, tensors), strict=True):
             packed.copy_(tensor.detach())
         received = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        begun = self._mark()
         received.copy_(buffer.memory[:num_bytes], non_blocking=self._is_pinned)
-        if self._is_pinned:
-            buffer.copied = torch.cuda.Event()
-            buffer.copied.record(torch.cuda.current_stream(self.device))
+        if begun is not None and (ended := self._mark()) is not None:
+            buffer.copied = ended
+            _COPIES.append((begun, ended))
         return _views(received, tensors)
 
     def record(self, record: RecordT) -> RecordT:
@@ -96,6 +109,14 @@ class Uploader:
             # Twice as much, so that batches that grow little by little are not a new buffer each.
             buffer.memory = self._host_memory(max(num_bytes, 2 * len(buffer.memory), _SMALLEST_BUFFER))
         return buffer
+
+    def _mark(self) -> torch.cuda.Event | None:
+        """An event at this place of the device's queue; None on a CPU."""
+        if not self._is_pinned:
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
 
     def _host_memory(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._is_pinned)

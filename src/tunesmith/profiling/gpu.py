@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from tunesmith.batch.upload import copy_s
+
 Metrics = dict[str, float]
 
 _LIMITS = ("SwPowerCap", "HwSlowdown", "SwThermalSlowdown", "HwThermalSlowdown", "HwPowerBrakeSlowdown")
@@ -52,6 +54,7 @@ class GPU:
                 ended.synchronize()
                 name = f"gpu/stage/{stage}"
                 metrics[name] = metrics.get(name, 0.0) + began.elapsed_time(ended) / 1e3
+            metrics["gpu/copy_s"] = copy_s()
         except RuntimeError:  # an error of the device: the training's next call meets it too
             return metrics
         return metrics if self._nvml is None else metrics | self._nvml_metrics(self._nvml)
