@@ -100,7 +100,7 @@ def test_the_prompt_is_not_learnt(tmp_path: Path) -> None:
     torch.nn.functional.cross_entropy(logits_SV[:-1], targets, ignore_index=-100, reduction="sum").backward()
     expected = before.get_output_embeddings().weight.grad
     assert embedding.grad is not None and expected is not None
-    torch.testing.assert_close(embedding.grad, expected, rtol=1e-4, atol=1e-6)
+    assert (embedding.grad - expected).norm() < 1e-5 * expected.norm()
 
 
 def test_buckets_change_the_order_and_nothing_else(tmp_path: Path) -> None:
