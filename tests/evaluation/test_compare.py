@@ -42,7 +42,7 @@ class UnigramEngine:
             completions.append(Completion(tuple(ids), logps, logps, text, finish))
         return Group(prompt, (1, 2), tuple(completions), weight_version=0)
 
-    def sums(self, groups):
+    def sums(self, groups, temperature):
         return [float(self.logps[list(c.token_ids)].sum()) for group in groups for c in group.completions]
 
 
@@ -156,7 +156,7 @@ def test_prompts_with_the_same_id_stay_apart():
 
 def test_log_probs_may_come_as_a_table_of_prompts_by_completions(comparison):
     tables = [
-        replace(side, logps=lambda groups, side=side: np.reshape(side.logps(groups), (15, 8))) for side in sides()
+        replace(side, logps=lambda groups, t, side=side: np.reshape(side.logps(groups, t), (15, 8))) for side in sides()
     ]
     same = compare(*tables, PROMPTS, CountsHighTokens(), SAMPLING, num_completions=8, seed=3)
     assert same.kl_per_sequence == comparison.kl_per_sequence
@@ -175,7 +175,7 @@ def test_sides_without_bigrams_have_no_distinct_ratio():
     [
         ({"prompts": []}, InputError, "0 prompts"),
         ({"num_completions": 0}, InputError, "0 completions"),
-        ({"after": replace(sides()[1], logps=lambda groups: [0.0, -math.inf])}, ModelError, "-inf to completion 1"),
+        ({"after": replace(sides()[1], logps=lambda *_: [0.0, -math.inf])}, ModelError, "-inf to completion 1"),
     ],
 )
 def test_bad_input_is_named(change, error, message):

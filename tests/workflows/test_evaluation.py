@@ -43,15 +43,16 @@ def test_two_models_differ_and_every_figure_follows_from_the_samples_file(tmp_pa
     assert recompute(result.write_samples_jsonl(tmp_path / "samples.jsonl")) == result.figures()
 
 
-def test_summed_log_probs_equal_what_the_engine_sampled_by() -> None:
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_summed_log_probs_equal_what_the_engine_sampled_by(temperature: float) -> None:
     loaded = tiny_model("gpt2")
     prompts = [Prompt(str(i), "film " * (i + 1)) for i in range(6)]
     groups = TransformersEngine(loaded.model, loaded.tokenizer).generate(
-        prompts, 2, SamplingParams(max_new_tokens=5, seed=0)
+        prompts, 2, SamplingParams(max_new_tokens=5, seed=0, temperature=temperature)
     )
     expected = [sum(completion.logps) for group in groups for completion in group.completions]
     torch.testing.assert_close(
-        torch.tensor(summed_logps(language_model(loaded.model, Kernels()))(groups)),
+        torch.tensor(summed_logps(language_model(loaded.model, Kernels()))(groups, temperature)),
         torch.tensor(expected),
         atol=1e-4,
         rtol=0,

@@ -32,8 +32,8 @@ from tunesmith.schema.records import Prompt, Text, plain_text
 
 _GROUPS_PER_PASS = 4
 
-LogProbs = Callable[[Sequence[Group]], Sequence[float]]
-"""Summed log-prob in nats of every completion at temperature 1 without filters: P x G numbers, groups in order."""
+LogProbs = Callable[[Sequence[Group], float], Sequence[float]]
+"""Summed log-prob in nats of every completion at a temperature, without filters: P x G numbers, groups in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +61,20 @@ class Side:
 
 
 def summed_logps(model: LanguageModel) -> LogProbs:
-    """A function from groups to the log-prob in nats of each completion, summed over its tokens, at temperature 1."""
+    """A function from groups and a temperature to the log-prob in nats of each completion, summed over its tokens."""
 
     @torch.no_grad()
-    def logps(groups: Sequence[Group]) -> list[float]:
+    def logps(groups: Sequence[Group], temperature: float = 1.0) -> list[float]:
         sums: list[float] = []
         for some in chunks(groups, _GROUPS_PER_PASS):
             batch = pack(some, pad_id=0, device=model.module.device)
-            scores = token_logps(model, batch.ids_BS, batch.lengths_B, prompt_lengths_B=batch.prompt_lengths_B)
+            scores = token_logps(
+                model,
+                batch.ids_BS,
+                batch.lengths_B,
+                prompt_lengths_B=batch.prompt_lengths_B,
+                temperature=temperature,
+            )
             sums += scores.logp_BT.double().sum(dim=1).tolist()
         return sums
 
@@ -79,8 +85,8 @@ def summed_logps(model: LanguageModel) -> LogProbs:
 class Sample:
     """Completion `completion_index` of one prompt by both sides, drawn with the same seed.
 
-    `logp_<sample>_by_<model>` is the summed log-prob in nats of one side's completion under one side's model, at
-    temperature 1 without filters.
+    `logp_<sample>_by_<model>` is the summed log-prob in nats of one side's completion under one side's model, at the
+    temperature of the draw (1 for greedy ones) without filters.
     """
 
     prompt_index: int
@@ -197,7 +203,8 @@ def compare(
         drawn.append(groups)
     with span("logps"):
         # logps[sample side][model side]
-        logps = [[_logps(side, groups) for side in (before, after)] for groups in drawn]
+        temperature = settings.temperature or 1.0  # greedy completions have no distribution of their own
+        logps = [[_logps(side, groups, temperature) for side in (before, after)] for groups in drawn]
     samples = _samples(drawn, scored, logps, seed)
     return summarise(samples, before=before.name, after=after.name, sampling=settings)
 
@@ -288,9 +295,9 @@ def _row(group: Sequence[Sample]) -> PromptRow:
     return PromptRow(group[0].prompt_id, plain_text(group[0].prompt), before, after, after - before)
 
 
-def _logps(side: Side, groups: Sequence[Group]) -> np.ndarray:
+def _logps(side: Side, groups: Sequence[Group], temperature: float) -> np.ndarray:
     """logp_PG of one side. Raises ModelError for one that is not finite."""
-    logp_PG = np.asarray(side.logps(groups), dtype=np.float64).reshape(len(groups), -1)
+    logp_PG = np.asarray(side.logps(groups, temperature), dtype=np.float64).reshape(len(groups), -1)
     for p, g in np.argwhere(~np.isfinite(logp_PG)).tolist():
         raise ModelError(
             f"{side.name!r} gave the log-prob {logp_PG[p, g]} to completion {g} of prompt {groups[p].prompt.id!r}; it "
