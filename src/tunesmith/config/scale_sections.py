@@ -15,6 +15,11 @@ class ScaleSection(Section):
     """Processes that divide each step among them; 1 is this process alone. Under `torchrun` its number counts."""
     rank_timeout_s: Positive = 1800.0
     """Seconds that a rank waits for the others before the run ends and names the one that did not come."""
+    shard: Literal["optimizer", "parameters"] = "optimizer"
+    """Of each parameter that is trained, a rank holds a share of the master and the moments; with `parameters` of the
+    parameter and its gradient too, and gathers a layer's weights when it computes the layer."""
+    tensor: PositiveInt = 1
+    """Ranks that compute each linear map together, each with a part of its weight; needs shard: parameters."""
     reduction: Literal["float32", "exact"] = "float32"
     """Sum of the gradients of micro-batches. `exact`: as integers on a fixed grid, equal to the bit for any number of
     ranks; more time and memory, and run.num_threads must be set."""
@@ -23,6 +28,24 @@ class ScaleSection(Section):
     def is_exact(self) -> bool:
         """True if gradients are added up exactly."""
         return self.reduction == "exact"
+
+    @property
+    def shards_parameters(self) -> bool:
+        """True if no rank holds all weights."""
+        return self.ranks > 1 and self.shard == "parameters"
+
+    @model_validator(mode="after")
+    def _check_shard(self) -> "ScaleSection":
+        if self.ranks % self.tensor:
+            raise ValueError(
+                f"tensor is {self.tensor}, but ranks is {self.ranks}; ranks must be a multiple of it: set tensor to 1, "
+                f"or ranks to {self.tensor}"
+            )
+        if self.tensor > 1 and self.shard != "parameters":
+            raise ValueError(f"tensor is {self.tensor}, which shards parameters; set shard to parameters")
+        if self.shards_parameters and self.is_exact:
+            raise ValueError("reduction is exact, but shard is parameters, whose gradients are added up as float32")
+        return self
 
 
 class SamplingScaleSection(ScaleSection):

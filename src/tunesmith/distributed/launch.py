@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from pydantic import ValidationError
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from tunesmith.config.scale_sections import ScaleSection
@@ -82,22 +83,22 @@ def ranks_of(section: ScaleSection, follow: Callable[[], object]) -> Iterator[No
     """
     limit = timedelta(seconds=section.rank_timeout_s)
     if from_torchrun():
-        yield from _as_started(limit)
+        yield from _as_started(section, limit)
     elif section.ranks == 1:
         yield
     else:
         yield from _starting(section, limit, follow)
 
 
-def _as_started(limit: timedelta) -> Iterator[None]:
+def _as_started(section: ScaleSection, limit: timedelta) -> Iterator[None]:
     store, rank, count = next(iter(rendezvous("env://")))
-    with _group(Ranks(rank, count, store), limit, device=int(os.environ.get("LOCAL_RANK", rank))):
+    with _group(section, Ranks(rank, count, store), limit, device=int(os.environ.get("LOCAL_RANK", rank))):
         yield
 
 
 def _starting(section: ScaleSection, limit: timedelta, follow: Callable[[], object]) -> Iterator[None]:
     store = TCPStore("127.0.0.1", 0, section.ranks, is_master=True, timeout=limit, wait_for_workers=False)
-    processes = _start(section.ranks, store.port, limit, follow)
+    processes = _start(section, store.port, limit, follow)
     try:
         end = time.monotonic() + _START_LIMIT.total_seconds()
         while missing := [key for key in _here(section.ranks) if not store.check([key])]:
@@ -107,7 +108,7 @@ def _starting(section: ScaleSection, limit: timedelta, follow: Callable[[], obje
                 ranks = ", ".join(key.replace("here/", "rank ") for key in missing)
                 raise TrainingError(f"{ranks} did not start within {_START_LIMIT}; does the process hang in an import?")
             time.sleep(0.02)
-        with _group(Ranks(0, section.ranks, store), limit, device=0):
+        with _group(section, Ranks(0, section.ranks, store), limit, device=0):
             yield
     except LostRankError as error:
         raise TrainingError(_why(processes, store) or str(error)) from error
@@ -118,14 +119,14 @@ def _starting(section: ScaleSection, limit: timedelta, follow: Callable[[], obje
             process.join()
 
 
-def _start(count: int, port: int, limit: timedelta, follow: Callable[[], object]) -> Sequence[BaseProcess]:
+def _start(section: ScaleSection, port: int, limit: timedelta, follow: Callable[[], object]) -> Sequence[BaseProcess]:
     context = multiprocessing.get_context("forkserver")  # imports once for all ranks, and unlike fork suits a GPU
     context.set_forkserver_preload([_LOADED])
     processes = [
         context.Process(
-            target=_run, args=(rank, count, port, limit, follow), name=f"tunesmith rank {rank}", daemon=True
+            target=_run, args=(rank, section, port, limit, follow), name=f"tunesmith rank {rank}", daemon=True
         )
-        for rank in range(1, count)
+        for rank in range(1, section.ranks)
     ]
     try:
         for process in processes:
@@ -138,15 +139,16 @@ def _start(count: int, port: int, limit: timedelta, follow: Callable[[], object]
     return processes
 
 
-def _run(rank: int, count: int, port: int, limit: timedelta, follow: Callable[[], object]) -> None:
+def _run(rank: int, section: ScaleSection, port: int, limit: timedelta, follow: Callable[[], object]) -> None:
     """The life of a rank that rank 0 started."""
     for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 decides when to stop
         signal.signal(number, signal.SIG_IGN)
+    count = section.ranks
     store = TCPStore("127.0.0.1", port, count, is_master=False, timeout=limit)
     store.set(_here(count)[rank - 1], "")
     store.wait(_here(count), _START_LIMIT)
     try:
-        with _group(Ranks(rank, count, store), limit, device=rank):
+        with _group(section, Ranks(rank, count, store), limit, device=rank):
             follow()
     except LostRankError:
         sys.exit(_LOST)
@@ -161,7 +163,7 @@ def _here(count: int) -> list[str]:
 
 
 @contextmanager
-def _group(ranks: Ranks, limit: timedelta, device: int) -> Iterator[None]:
+def _group(section: ScaleSection, ranks: Ranks, limit: timedelta, device: int) -> Iterator[None]:
     """The process group of all ranks, for as long as the block runs."""
     if dist.is_initialized():
         raise InputError("this process has a torch.distributed group already; train in a process of its own")
@@ -179,6 +181,10 @@ def _group(ranks: Ranks, limit: timedelta, device: int) -> Iterator[None]:
             timeout=limit,
         )
     try:
+        if section.shards_parameters:
+            ranks.tensor = section.tensor
+            shape, names = (ranks.num_data, ranks.tensor), ("data", "tensor")
+            ranks.mesh = init_device_mesh("cuda" if has_gpu else "cpu", shape, mesh_dim_names=names)
         with joined(ranks):
             yield
     finally:

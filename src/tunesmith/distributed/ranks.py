@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import DeviceMesh, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from tunesmith.core.errors import TrainingError
 
@@ -37,6 +37,9 @@ class LostRankError(TrainingError):
 class Ranks:
     """This process among `count` of one training; `index` 0 leads.
 
+    `tensor` neighbours compute the same micro-batches together, each a part of every linear map. `mesh` has the
+    dimensions `data` and `tensor`; None where parameters are not sharded.
+
     `store` holds the collective that each rank reached last, and which ranks saw one fail, so that a rank that never
     comes or that stops in the middle can be named.
     """
@@ -44,7 +47,24 @@ class Ranks:
     index: int
     count: int
     store: Store
+    tensor: int = 1
+    mesh: DeviceMesh | None = None
     num_collectives: int = 0
+
+    @property
+    def num_data(self) -> int:
+        """Number of ranks, or groups of `tensor` ranks, that compute different micro-batches."""
+        return self.count // self.tensor
+
+    @property
+    def data(self) -> int:
+        """The number of this rank among those, from 0."""
+        return self.index // self.tensor
+
+    @property
+    def data_group(self) -> dist.ProcessGroup | None:
+        """The ranks with the same part of the linear maps as this one; None for all ranks."""
+        return None if self.mesh is None else self.mesh.get_group("data")
 
     @contextmanager
     def collective(self, name: str) -> Iterator[None]:
@@ -108,8 +128,22 @@ def rank() -> int:
     return 0 if ranks is None else ranks.index
 
 
-def share_of(items: Sequence[T]) -> Sequence[T]:
+def num_data() -> int:
+    """Number of ranks that compute different micro-batches; those of one tensor-parallel group count once."""
+    ranks = _RANKS.get()
+    return 1 if ranks is None else ranks.num_data
+
+
+def data_rank() -> int:
+    """The number of this process among those that compute different micro-batches, from 0."""
+    ranks = _RANKS.get()
+    return 0 if ranks is None else ranks.data
+
+
+def share_of(items: Sequence[T], *, all_ranks: bool = False) -> Sequence[T]:
     """The part of `items` that this rank computes: consecutive ones, as many as each other rank's but for one.
+
+    Ranks of one tensor-parallel group have the same part; with `all_ranks` each has its own.
 
     >>> share_of([1, 2, 3])
     [1, 2, 3]
@@ -117,33 +151,34 @@ def share_of(items: Sequence[T]) -> Sequence[T]:
     ranks = _RANKS.get()
     if ranks is None:
         return items
-    return items[len(items) * ranks.index // ranks.count : len(items) * (ranks.index + 1) // ranks.count]
+    place, count = (ranks.index, ranks.count) if all_ranks else (ranks.data, ranks.num_data)
+    return items[len(items) * place // count : len(items) * (place + 1) // count]
 
 
-def gathered(parts: Sequence[T], name: str = "results") -> list[T]:
+def gathered(parts: Sequence[T], name: str = "results", *, all_ranks: bool = False) -> list[T]:
     """The parts of all ranks, one rank's after the other's: the results of `share_of`, in the order of the items.
 
-    Tensors come back on this rank's device.
+    Those of a tensor-parallel group count once, unless `all_ranks`. Tensors come back on this rank's device.
     """
     ranks = _RANKS.get()
     if ranks is None:
         return list(parts)
     buffer = io.BytesIO()
     torch.save(list(parts), buffer)
-    received: list[bytes] = [b""] * ranks.count
+    received: list[bytes] = [b""] * (ranks.count if all_ranks else ranks.num_data)
     with ranks.collective(name):
-        dist.all_gather_object(received, buffer.getvalue())
+        dist.all_gather_object(received, buffer.getvalue(), group=None if all_ranks else ranks.data_group)
     return [part for one in received for part in _unpacked(one)]
 
 
 def gathered_by_first(part: T, name: str) -> list[T]:
-    """The part of each rank, on rank 0; empty on the others."""
+    """The part of each rank, on rank 0 and its tensor-parallel group; empty on the others."""
     ranks = _RANKS.get()
     if ranks is None:
         return [part]
-    received: list[Any] | None = [None] * ranks.count if ranks.index == 0 else None
+    received: list[Any] | None = [None] * ranks.num_data if ranks.data == 0 else None
     with ranks.collective(name):
-        dist.gather_object(part, received)
+        dist.gather_object(part, received, group=ranks.data_group, group_dst=0)
     return received or []
 
 
@@ -152,7 +187,7 @@ def add_to(owner: int, tensor: torch.Tensor, name: str) -> None:
     ranks = _RANKS.get()
     if ranks is not None and tensor.numel():
         with ranks.collective(name):
-            dist.reduce(tensor, dst=owner)
+            dist.reduce(tensor, group_dst=owner, group=ranks.data_group)
 
 
 def copy_from(owner: int, tensor: torch.Tensor, name: str) -> None:
@@ -160,7 +195,7 @@ def copy_from(owner: int, tensor: torch.Tensor, name: str) -> None:
     ranks = _RANKS.get()
     if ranks is not None and tensor.numel():
         with ranks.collective(name):
-            dist.broadcast(tensor.view(torch.uint8), src=owner)
+            dist.broadcast(tensor.view(torch.uint8), group_src=owner, group=ranks.data_group)
 
 
 def tell(order: str, *arguments: object) -> None:

@@ -204,8 +204,8 @@ class Slots(Sequence[Slot]):
     def __init__(self, groups: Sequence[ParameterGroup], kernels: Kernels, *, exact: bool) -> None:
         self._exact, self._kernels = exact, kernels
         named = [(name, parameter, group) for group in groups for name, parameter in group.parameters]
-        self._ranges = ranges_of([parameter.numel() for _, parameter, _ in named], ranks.num_ranks(), CODED)
-        own = [None] * len(named) if ranks.num_ranks() == 1 else self._ranges[ranks.rank()]
+        self._ranges = ranges_of([parameter.numel() for _, parameter, _ in named], ranks.num_data(), CODED)
+        own = [None] * len(named) if ranks.num_data() == 1 else self._ranges[ranks.data_rank()]
         self._slots = [Slot(*each, kernels, Part(part, exact)) for each, part in zip(named, own, strict=True)]
 
     def __getitem__(self, index: int) -> Slot:
@@ -226,7 +226,7 @@ class Slots(Sequence[Slot]):
         bounds = {slot: sum(found) for slot, found in zip(self._slots, of_slot, strict=True) if found}
         loss = math.fsum(one for one, _ in told) if all(math.isfinite(one) for one, _ in told) else math.nan
         own = [slot.gradient for slot in bounds]
-        if ranks.num_ranks() > 1:
+        if ranks.num_data() > 1:
             own = self._reduced([bool(found) for found in of_slot])
         return loss, [
             (slot, slot.own_gradient(total, bounds[slot]))
@@ -241,7 +241,7 @@ class Slots(Sequence[Slot]):
             parts = list(compress(ranges, used))
             buffer = torch.cat([slot.gradient_of(part) for slot, part in zip(slots, parts, strict=True)])
             ranks.add_to(owner, buffer, "gradients")
-            if owner == ranks.rank():
+            if owner == ranks.data_rank():
                 own = list(buffer.split([len(part) for part in parts]))
         for slot in slots:
             slot.forget_gradient()
@@ -261,7 +261,7 @@ class Slots(Sequence[Slot]):
 
     def send_weights(self) -> None:
         """Send the weights of the elements held here to the other ranks, and receive theirs."""
-        if ranks.num_ranks() == 1:
+        if ranks.num_data() == 1:
             return
         dtypes = dict.fromkeys(slot.parameter.dtype for slot in self._slots)
         for (owner, ranges), dtype in product(enumerate(self._ranges), dtypes):
@@ -272,7 +272,7 @@ class Slots(Sequence[Slot]):
             ]
             buffer = torch.cat(parts)
             ranks.copy_from(owner, buffer, "weights")
-            if owner != ranks.rank():
+            if owner != ranks.data_rank():
                 for part, new in zip(parts, buffer.split([len(part) for part in parts]), strict=True):
                     part.copy_(new)
 
@@ -281,7 +281,7 @@ class Slots(Sequence[Slot]):
         on rank 0 and nothing on the others, which must call it too.
         """
         own = [slot.tensors() for slot in self._slots]
-        if ranks.num_ranks() > 1:
+        if ranks.num_data() > 1:
             parts = ranks.gathered_by_first(own, "optimizer state")
             own = [slot.joined([part[i] for part in parts]) for i, slot in enumerate(self._slots)] if parts else []
         return {

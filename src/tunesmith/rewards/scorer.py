@@ -186,7 +186,7 @@ class Scorer:
         done: dict[str, Scored] = {}
         waiting: list[tuple[str, CalledReward]] = []
         extras = {"trainer_state": state}
-        mine = share_of(whole.groups)
+        mine = share_of(whole.groups, all_ranks=True)
         own = [Portion(range(mine[0], mine[-1] + 1), whole.group_size)] if mine else []
         for name, reward in zip(self.names, self._rewards, strict=True):
             if isinstance(reward, CalledReward) and reward.is_async:
@@ -194,10 +194,12 @@ class Scorer:
                 continue
             with span(name):
                 is_model = isinstance(reward, ModelReward)
-                parts = share_of(portions(len(whole.groups), whole.group_size)) if is_model else own
+                every = portions(len(whole.groups), whole.group_size)
+                parts = share_of(every, all_ranks=True) if is_model else own
                 ask = functools.partial(_outcomes, reward, samples, parts, extras)
                 answers = ask() if self._worker is None else self._worker.run(ask, math.inf)
-                done[name] = checked(reward, one_answer(dict(gathered(list(answers.items()), "rewards"))))
+                found = gathered(list(answers.items()), "rewards", all_ranks=True)
+                done[name] = checked(reward, one_answer(dict(found)))
         if waiting:
             with span("async"), span("+".join(name for name, _ in waiting)):
                 calls = [
@@ -205,7 +207,8 @@ class Scorer:
                 ]
                 answered = answers_async(calls, self._loop, lambda part: [samples[i] for i in part.samples])
                 for name, scored in answered.items():
-                    done[name] = one_answer(dict(gathered([(part, scored) for part in own], "rewards")))
+                    found = gathered([(part, scored) for part in own], "rewards", all_ranks=True)
+                    done[name] = one_answer(dict(found))
         return [done[name] for name in self.names]
 
     def _begun(

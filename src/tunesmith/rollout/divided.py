@@ -42,7 +42,7 @@ class DividedEngine:
             raise InputError("callbacks of an engine work in one process alone; train without --scale.ranks")
         own = _share(prompts)
         drawn = self.inner.generate([prompts[place] for place in own], n, sampling) if own else []
-        found = dict(gathered(list(zip(own, drawn, strict=True)), "completions"))
+        found = dict(gathered(list(zip(own, drawn, strict=True)), "completions", all_ranks=True))
         return [found[place] for place in range(len(prompts))]
 
 
@@ -53,4 +53,4 @@ def _share(prompts: Sequence[Prompt]) -> list[int]:
     places: dict[str, list[int]] = {}
     for place, prompt in enumerate(prompts):
         places.setdefault(repr((prompt.content, prompt.token_ids)), []).append(place)
-    return [place for together in share_of(list(places.values())) for place in together]
+    return [place for together in share_of(list(places.values()), all_ranks=True) for place in together]

@@ -87,6 +87,8 @@ MAY_CHANGE = frozenset(
         "run.report_to",
         "scale.ranks",
         "scale.rank_timeout_s",
+        "scale.shard",
+        "scale.tensor",
     }
 )
 """Keys that may change when a run is resumed, besides those of `alarms`. Any other key would change what the steps so

@@ -20,7 +20,7 @@ from tunesmith.core.seeds import derive
 from tunesmith.core.trace import span
 from tunesmith.data.sets import Sets
 from tunesmith.distributed.launch import as_started, ranks_of
-from tunesmith.distributed.ranks import END, gathered, num_ranks, orders, rank, tell
+from tunesmith.distributed.ranks import END, data_rank, gathered, num_ranks, orders, rank, tell
 from tunesmith.models.export import ModelCard
 from tunesmith.runs import checkpoint
 from tunesmith.runs.environment import peak_rss_gb
@@ -219,7 +219,7 @@ def agreed(identity: dict[str, str]) -> dict[str, str]:
     Raises:
         RunError: naming a rank and what differs.
     """
-    for other, found in enumerate(gathered([identity], "hashes of model and data")):
+    for other, found in enumerate(gathered([identity], "hashes of model and data", all_ranks=True)):
         different = [name for name in identity if found.get(name) != identity[name]]
         if different:
             raise RunError(
@@ -231,12 +231,12 @@ def agreed(identity: dict[str, str]) -> dict[str, str]:
 def computed_step(cfg: Recipe, task: Task, learner: Learner, index: int) -> tuple[int, StepResult]:
     """(Number of rows, result) of step `index` (from 0), each rank's share of it."""
     if num_ranks() > 1:  # what rewards or dropout draw from global generators is no rank's copy of another's
-        setup.seed_generators(derive(cfg.run.seed, "rank", rank(), index))
+        setup.seed_generators(derive(cfg.run.seed, "rank", data_rank(), index))
     batch = batch_of(task, index)
     result = learner.step(batch, index)
     if num_ranks() == 1:
         return len(batch), result
-    peaks = enumerate(gathered([peak_rss_gb()], "memory"))
+    peaks = enumerate(gathered([peak_rss_gb()], "memory", all_ranks=True))
     return len(batch), replace(
         result, metrics={**result.metrics, **{f"memory/peak_rss_gb/rank_{i}": size_gb for i, size_gb in peaks}}
     )
