@@ -59,9 +59,6 @@ pairs that are alike (after Yang et al. 2023, arXiv 2307.12950). What is trained
 
 COMPLETIONS_PER_STEER = 2
 
-VOTE_TEMPERATURE = 0.7
-"""Votes are about text that makes sense: at temperature 1 a model of this size often leaves its subject."""
-
 NEW_TOKENS = 24
 COMPARED_COMPLETIONS = 8
 
@@ -171,7 +168,7 @@ def draw_candidates(stage: Stage, openings: Sequence[Prompt], num: int) -> list[
     loaded = load_policy(stage.policy_recipe.model)
     engine = open_engine(loaded.model, loaded.tokenizer, backend=stage.options.backend, batch_size=128)
     seed = derive(stage.options.seed, "votes")
-    sampling = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=VOTE_TEMPERATURE, seed=seed)
+    sampling = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=stage.policy_recipe.rollout.temperature, seed=seed)
     steered = [Prompt(prompt.id, f"{steer}{prompt.content}") for prompt in openings for steer in STEERS]
     with progress("completions", len(steered) * num) as reporter:
         drawn = engine.generate(steered, num, sampling, on_progress=lambda done, _: reporter.update(done))
@@ -234,7 +231,7 @@ def compare_models(
         Side.of("after", after.model, after.tokenizer, backend=stage.options.backend, batch_size=128),
         openings,
         scorer,
-        SamplingParams(max_new_tokens=NEW_TOKENS),
+        SamplingParams(max_new_tokens=NEW_TOKENS, temperature=stage.policy_recipe.rollout.temperature),
         num_completions=num,
         seed=derive(stage.options.seed, "compare"),
     )
