@@ -8,7 +8,7 @@ those of one process, and only gradients are summed in an order of their own. Ra
 
 import io
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -196,6 +196,28 @@ def copy_from(owner: int, tensor: torch.Tensor, name: str) -> None:
     if ranks is not None and tensor.numel():
         with ranks.collective(name):
             dist.broadcast(tensor.view(torch.uint8), group_src=owner, group=ranks.data_group)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A contiguous tensor that goes to the rank `other`, or is filled by it."""
+
+    other: int
+    tensor: torch.Tensor
+
+    def post(self, send: Callable[..., Any]) -> dist.P2POp:
+        """The operation `dist.isend` or `dist.irecv`."""
+        return dist.P2POp(send, self.tensor.view(torch.uint8), self.other)
+
+
+def exchange(sent: Sequence[Message], received: Sequence[Message], name: str) -> None:
+    """Send and receive messages; those of two ranks are in the same order on both. Every rank must call it."""
+    ranks = _RANKS.get()
+    if ranks is not None:
+        posted = [*(one.post(dist.irecv) for one in received), *(one.post(dist.isend) for one in sent)]
+        with ranks.collective(name):
+            for work in dist.batch_isend_irecv(posted) if posted else ():
+                work.wait()
 
 
 def tell(order: str, *arguments: object) -> None:

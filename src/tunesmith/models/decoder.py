@@ -5,8 +5,7 @@ The tokens of all sequences are concatenated, without padding. The caller suppli
 else is the same code and the same kernels, and no row's result depends on the other rows. So in bfloat16 and float32 on
 a CPU the engine's log-probs equal the trainer's to the bit.
 
-Shape legend: T tokens, H hidden, X query width, Y key width, N picked rows, V vocabulary,
-U different tokens.
+Shape legend: T tokens, H hidden, X query width, Y key width, N picked rows, V vocabulary, U different tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ from transformers import PreTrainedModel
 
 from tunesmith.core.errors import InputError
 from tunesmith.kernels.attention.api import attend_packed
-from tunesmith.kernels.attention.records import Packing, Rope, Segments
+from tunesmith.kernels.attention.records import Packing, Segments
 from tunesmith.kernels.gated.api import activate, gated, softcap
 from tunesmith.kernels.linear.float32 import is_by_onednn, linear
 from tunesmith.kernels.linear.grouped import grouped_linear
@@ -37,7 +36,6 @@ from tunesmith.models.architecture import (
     Mlp,
     Norm,
     Projection,
-    RopeSource,
     Stack,
     UnsupportedArchitecture,
     weight_of,
@@ -45,12 +43,10 @@ from tunesmith.models.architecture import (
 from tunesmith.models.mixture import Linear, LinearOfExperts, mixture
 from tunesmith.models.proof import prove
 from tunesmith.models.reader import describe
+from tunesmith.models.rope import RopeTables
 
 _TESTED_TYPES = {"llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt2"}
 """Models of transformers whose numbers our own tests compare in every detail: they are not proved again at load."""
-
-_ROPE_ROWS = 512
-"""Rope tables are sized in multiples of this many positions."""
 
 OnLayer = Callable[[str, torch.Tensor], None]
 """Called with the name of a layer and its output `[T, H]`."""
@@ -229,31 +225,6 @@ def _norm_heads(norm: Norm, x_TX: torch.Tensor, ops: Ops) -> torch.Tensor:
     return normed_TKD.flatten(1)
 
 
-class RopeTables:
-    """Cosines and sines of every position up to the longest requested.
-
-    The angle is rounded to float32 as transformers does. Its cosine is computed in float64, because torch's vectorised
-    float32 cosine depends on the element's index in the tensor.
-    """
-
-    def __init__(self, sources: Sequence[RopeSource]) -> None:
-        self._sources = sources
-        self._tables: list[Rope] = []
-
-    def get(self, index: int, num_positions: int) -> Rope:
-        """The table of source `index`, with at least `num_positions` rows."""
-        if not self._tables or len(self._tables[0].cos_PF) < num_positions:
-            rows = -(-num_positions // _ROPE_ROWS) * _ROPE_ROWS
-            self._tables = [_rope_table(source, rows) for source in self._sources]
-        return self._tables[index]
-
-
-def _rope_table(source: RopeSource, num_positions: int) -> Rope:
-    frequency_F = source.frequency_F.float()
-    angle_PF = (torch.arange(num_positions, device=frequency_F.device)[:, None].float() * frequency_F).double()
-    return Rope((angle_PF.cos() * source.scaling).float(), (angle_PF.sin() * source.scaling).float())
-
-
 class Decoder:
     """A transformers model as the trainer computes it: packed sequences, gradients to its own parameters.
 
@@ -263,6 +234,9 @@ class Decoder:
     Raises:
         UnsupportedArchitecture: the model has a part that is not known, or other logits than transformers gives it.
     """
+
+    is_divided = False
+    """True if other ranks compute a part of each layer (`models/tensor_parallel.py`)."""
 
     def __init__(
         self, model: PreTrainedModel, kernels: Kernels, *, shares_prefixes: bool = True, kept_bytes: int = 0
@@ -279,6 +253,10 @@ class Decoder:
     def output(self) -> OutputLayer:
         """The output layer."""
         return self.architecture.output_layer
+
+    def across(self, ops: Ops) -> Ops:
+        """`ops`, and with a divided decoder what the ranks exchange."""
+        return ops
 
     def hidden_states(
         self, ids_T: torch.Tensor, lengths: Sequence[int] | Segments, *, on_layer: OnLayer | None = None
@@ -332,7 +310,7 @@ class Decoder:
             return attend_packed(q_TX, k_TY, v_TY, rope, packing, block.attention, kernels=self.kernels)
 
         num_recomputed = self._num_recomputed(segments.num_tokens)
-        return Ops(module_outputs, expert_outputs, attend, self.kernels, num_recomputed, on_layer)
+        return self.across(Ops(module_outputs, expert_outputs, attend, self.kernels, num_recomputed, on_layer))
 
     def _num_recomputed(self, num_tokens: int) -> int:
         blocks = self.architecture.blocks

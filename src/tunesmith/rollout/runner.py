@@ -220,7 +220,7 @@ class CachedDecoder:
             cache_2NW, settings, kernels = storage[layer], block.attention, decoder.kernels
             return attend(q_TX, k_TY, v_TY, rope, places, cache_2NW, settings, prefixes=prefixes, kernels=kernels)
 
-        ops = Ops(self._linear, self._experts, attention, decoder.kernels, on_layer=on_layer)
+        ops = decoder.across(Ops(self._linear, self._experts, attention, decoder.kernels, on_layer=on_layer))
         return flat.hidden_states(decoder.architecture, ids_T, places.positions_T, ops)
 
     def hidden_states(
@@ -243,7 +243,7 @@ class CachedDecoder:
     @torch.no_grad()
     def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
         """Logits `[R, V]`."""
-        ops = Ops(self._linear, self._experts, _no_attention, self.decoder.kernels)
+        ops = self.decoder.across(Ops(self._linear, self._experts, _no_attention, self.decoder.kernels))
         return flat.logits(self.decoder.architecture, hidden_RH, ops)
 
     def _linear(self, projection: Projection, x_TI: torch.Tensor) -> Sequence[torch.Tensor]:
