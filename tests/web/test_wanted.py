@@ -7,12 +7,13 @@ import pytest
 from app_parts import make_run
 from tunesmith.cli.train import parse_train
 from tunesmith.cli.train import resolve as resolve_words
+from tunesmith.config.comparison import COMPARISON
 from tunesmith.config.keys import leaves
 from tunesmith.config.schema import RECIPES
-from tunesmith.core.errors import ConfigError
+from tunesmith.core.errors import ConfigError, RunError
 from tunesmith.runs.folder import RunFolder
 from tunesmith.web.allowed import DATA, FIXED, MODELS, REWARDS, Allowed
-from tunesmith.web.wanted import ALGORITHMS, Wanted, resolve, wanted_like
+from tunesmith.web.wanted import ALGORITHMS, Wanted, check, resolve, wanted_like
 
 HARMLESS = {
     "description",
@@ -222,6 +223,25 @@ def test_the_command_that_runs_means_what_was_checked(root, key, value):
     by_words = outcome(lambda: resolve_words("grpo", *parse_train("grpo", words[2:])))
     by_page = outcome(lambda: resolve(wanted, allowed(root, value)))
     assert by_words == by_page or "not allowed" in str(by_page)
+
+
+def test_a_comparison_is_checked_as_a_run_is(root):
+    def problem(**settings):
+        with pytest.raises(ConfigError) as caught:
+            check(Wanted(COMPARISON, settings=tuple(settings.items())), allowed(root))
+        return str(caught.value)
+
+    wanted = Wanted(COMPARISON, settings=(("model", "tiny:llama"), ("seeds", "2"), ("quick", "true")))
+    check(wanted, allowed(root))
+    assert wanted.words(root) == ["compare-algorithms", "--model=tiny:llama", "--seeds=2", "--quick", f"--out={root}"]
+    assert "seeds" in problem(seeds="0") and "steps" in problem(steps="ten") and "out" in problem(out="/etc")
+    assert "'/etc' is not allowed here" in problem(model="/etc")
+    with pytest.raises(RunError, match="no folder of"):
+        check(Wanted(COMPARISON, resume="run"), allowed(root))
+    made = RunFolder.create(root, "x", {"algorithm": COMPARISON, "comparison": {"model": "tiny:llama"}}).path.name
+    again = Wanted(COMPARISON, resume=made)
+    check(again, allowed(root))
+    assert again.words(root) == ["compare-algorithms", f"--resume={root / made}"]
 
 
 @pytest.mark.parametrize("level", ["optimal", "baseline", None])

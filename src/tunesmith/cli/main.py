@@ -21,6 +21,10 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "generate": ("generate:generate", "Let a model continue prompts."),
     "chat": ("chat:chat", "Talk to a run or a model, optionally side by side with another one."),
     "compare": ("evaluate:compare", "Compare two models on the same prompts, judged by a scorer."),
+    "compare-algorithms": (
+        "algorithms:compare_algorithms",
+        "Compare PPO, GRPO, DPO and best-of-n from the same votes at equal KL.",
+    ),
     "eval reward": ("evaluate:reward", "Judge a reward model: accuracy, calibration, length bias."),
     "votes import": ("votes:import_", "Put pairs before raters, or take over votes made elsewhere."),
     "votes export": ("votes:export", "Write votes as JSONL, Parquet, a datasets folder or Argilla records."),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from statistics import NormalDist, fmean
 
 import numpy as np
+from scipy.special import stdtrit
 
 from tunesmith.core.errors import InputError
 
@@ -75,6 +76,19 @@ def bootstrap_interval(
     tail = (1 - confidence) / 2
     low, high = np.quantile(means, [tail, 1 - tail])
     return float(low), float(high)
+
+
+def mean_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+    """Student's t interval (low, high) of the mean of independent values, such as one for each seed.
+
+    Raises InputError for fewer than two values, one that is not finite, or a confidence outside (0, 1).
+    """
+    check_confidence(confidence)
+    found = _finite(values)
+    if len(found) < 2:
+        raise InputError("one value says nothing of its spread; give two at least")
+    half = float(stdtrit(len(found) - 1, (1 + confidence) / 2) * found.std(ddof=1) / math.sqrt(len(found)))
+    return float(found.mean()) - half, float(found.mean()) + half
 
 
 def proportion_interval(

@@ -23,6 +23,7 @@ from tunesmith.core.version import __version__
 from tunesmith.profiling.diagnosis import diagnose, verdict
 from tunesmith.profiling.facts import read_facts
 from tunesmith.reports import text
+from tunesmith.reports.algorithm_figures import equal_kl_chart, frontier_chart
 from tunesmith.reports.chart import DARK, LIGHT, Chart, dark_of_light
 from tunesmith.reports.comparison_figures import dumbbell, histogram
 from tunesmith.reports.figures import TABLE_COLUMNS, curves
@@ -170,6 +171,12 @@ def write_ladder_report(path: Path, facts: Facts) -> Path:
         workload=text.flatten(facts["workload"]),
         machine=text.flatten(facts["machine"]),
     )
+
+
+def write_algorithms_report(path: Path, facts: Facts) -> Path:
+    """Write the page of `tunesmith compare-algorithms` to `path`, and return it; `facts` is its `comparison.json`."""
+    charts = (equal_kl_chart(facts), frontier_chart(facts))
+    return write_page(path, "algorithms.html", charts, title="Algorithms at equal KL", facts=facts, charts=charts)
 
 
 def _comparison_charts(comparison: Facts) -> dict[str, Chart]:

@@ -13,6 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
+from tunesmith.config.comparison import COMPARISON
 from tunesmith.config.keys import did_you_mean
 from tunesmith.config.yaml_text import is_mapping
 from tunesmith.config.yaml_text import parse as parse_yaml
@@ -132,7 +133,7 @@ def read_run(path: Path, root: Path | None = None) -> RunFacts:
         name=path.name if root is None or path == root else str(path.relative_to(root)),
         algorithm="demo" if "demo" in recipe else str(recipe.get("algorithm", "?")),
         model=str(model.get("name", "")) if is_mapping(model := recipe.get("model")) else "",
-        status=_status(path),
+        status=_status(path, recipe),
         num_steps=int(number(rows[-1].get("step")) or 0) if rows else 0,
         total_steps=_total_steps(recipe, result),
         figure_name=figure_name,
@@ -147,6 +148,8 @@ def next_commands(run: RunFacts, *, has_checkpoint: bool) -> dict[str, str]:
     """Commands that make sense for the run now, by name; `has_checkpoint` if it has one that can be used."""
     commands: dict[str, str] = {}
     path = shlex.quote(str(run.path))
+    if run.algorithm == COMPARISON and run.status != "running":
+        return {"report": str(run.path / "report.html"), "go on": f"tunesmith compare-algorithms --resume {path}"}
     if run.algorithm == "demo":
         return {"report": str(run.path / "report.html")} if run.status == "finished" else {"again": "tunesmith demo"}
     if run.status in ("stopped", "failed"):
@@ -218,12 +221,14 @@ def _sizes(folder: Path) -> Iterator[int]:
                 continue
 
 
-def _status(path: Path) -> RunStatus:
+def _status(path: Path, recipe: Row) -> RunStatus:
     if any(is_locked(run) for run in find_runs(path)):
         return "running"
     if (path / "result.json").is_file():
         return "finished"
-    return "stopped" if list_steps(path / "checkpoints") else "failed"
+    # A comparison goes on wherever it was; its trainings have the checkpoints.
+    can_go_on = list_steps(path / "checkpoints") or recipe.get("algorithm") == COMPARISON
+    return "stopped" if can_go_on else "failed"
 
 
 def _total_steps(recipe: Row, result: Row) -> int | None:

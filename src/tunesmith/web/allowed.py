@@ -55,8 +55,12 @@ class Allowed:
         if pattern in FIXED and value != FIXED[pattern]:
             return Problem(key, f"{value!r} given; only a run that is started from a terminal may set this")
         if pattern in (*MODELS, *DATA, *REWARDS) and not self._may_name(pattern, str(value)):
-            return Problem(key, f"{value!r} is not allowed here; start `tunesmith studio` with --allow to permit it")
+            return not_allowed(key, value)
         return None
+
+    def has_model(self, name: str) -> bool:
+        """True if a page may name this model."""
+        return self._may_name(MODELS[0], name)
 
     def _may_name(self, pattern: str, name: str) -> bool:
         if not name or name in self.words:
@@ -82,6 +86,11 @@ class Allowed:
         except (OSError, ValueError, RuntimeError, DataError):
             return False
         return not path.is_relative_to(self._private) and any(path.is_relative_to(place) for place in self._places)
+
+
+def not_allowed(key: str, value: object) -> Problem:
+    """The problem of a value that a page may not name."""
+    return Problem(key, f"{value!r} is not allowed here; start `tunesmith studio` with --allow to permit it")
 
 
 def leaves_of(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:

@@ -28,7 +28,7 @@ from tunesmith.web.jobs import Job, Jobs
 from tunesmith.web.run_index import id_of
 from tunesmith.web.services import Caller, ServicesOf
 from tunesmith.web.studio import OpenRun, Studio
-from tunesmith.web.wanted import ALGORITHMS, Wanted, command, resolve, wanted_like
+from tunesmith.web.wanted import ALGORITHMS, STARTED, Wanted, check, command, wanted_like
 
 RULES: tuple[Rule, ...] = (
     Rule(("GET",), "/runs/new", "admin", is_page=True),
@@ -61,14 +61,19 @@ def _storable(text: str) -> str:
     return text
 
 
-def _known(algorithm: str) -> str:
-    """`algorithm`, if it is one that can be started here."""
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"must be one of {', '.join(ALGORITHMS)}")
-    return algorithm
+def _one_of(names: tuple[str, ...]) -> AfterValidator:
+    """The check that a text is one of `names`."""
+
+    def known(name: str) -> str:
+        if name not in names:
+            raise ValueError(f"must be one of {', '.join(names)}")
+        return name
+
+    return AfterValidator(known)
 
 
-AlgorithmName = Annotated[str, AfterValidator(_known), Field(json_schema_extra={"enum": [*ALGORITHMS]})]
+AlgorithmName = Annotated[str, _one_of(ALGORITHMS), Field(json_schema_extra={"enum": [*ALGORITHMS]})]
+StartedName = Annotated[str, _one_of(STARTED), Field(json_schema_extra={"enum": [*STARTED]})]
 Key = Annotated[str, StringConstraints(pattern=r"^[^\s=]+$", max_length=200), AfterValidator(_storable)]
 Value = Annotated[str, StringConstraints(max_length=10_000), AfterValidator(_storable)]
 RunId = Annotated[str, Path(min_length=1, max_length=40)]
@@ -80,7 +85,7 @@ class RunRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    algorithm: AlgorithmName
+    algorithm: StartedName
     recipe: Annotated[str, StringConstraints(max_length=100)] = ""
     settings: Annotated[tuple[tuple[Key, Value], ...], Field(max_length=MAX_SETTINGS)] = ()
 
@@ -171,11 +176,11 @@ def _recipes(jobs: Jobs) -> APIRouter:
         return [(key.path, key.type, key.default, key.description) for key in leaves(RECIPES[algorithm])]
 
     @routes.post("/check")
-    def check(body: RunRequest) -> Reply:
+    def check_recipe(body: RunRequest) -> Reply:
         """What is wrong with a recipe, as pairs of a key (or nothing) and a message, and the command of the run."""
         problems: list[tuple[str, str]] = []
         try:
-            resolve(body.wanted(), jobs.allowed)
+            check(body.wanted(), jobs.allowed)
         except ConfigError as error:
             problems = [_placed(problem) for problem in error.problems]
         return Reply({"problems": problems, "command": shown_command(body.wanted(), jobs)})
@@ -183,7 +188,7 @@ def _recipes(jobs: Jobs) -> APIRouter:
     # Not in the schema: it takes a process and seconds, which clients that try all routes should not ask for.
     @routes.post("/estimate", include_in_schema=False)
     async def estimate(body: RunRequest) -> Reply:
-        await run_in_threadpool(resolve, body.wanted(), jobs.allowed)
+        await run_in_threadpool(check, body.wanted(), jobs.allowed)
         facts = await estimates.estimate(body.wanted().words(jobs.root))
         names = ("num_parameters", "memory_gb", "stage_gb", "num_items", "sample", "num_steps", "seconds")
         return Reply({name: facts.get(name) for name in names})
@@ -282,7 +287,7 @@ def _runs(studio: Studio, jobs: Jobs) -> APIRouter:
     def resume(found: Annotated[OpenRun, Depends(run_of)], body: ResumeRequest, caller: Caller, key: JobKey) -> Reply:
         """Have a run that has stopped go on from its newest checkpoint; a retry with the same key is the same."""
         algorithm = wanted_like(found.path).algorithm
-        if algorithm not in ALGORITHMS:
+        if algorithm not in STARTED:
             raise HTTPException(409, "this is no run of a trainer; it cannot go on from here")
         steps = () if body.steps is None else (("run.steps", str(body.steps)),)
         wanted = Wanted(algorithm, settings=steps, resume=str(found.path.relative_to(jobs.root)))

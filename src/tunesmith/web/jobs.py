@@ -38,7 +38,7 @@ from tunesmith.runs.listing import read_object, read_run
 from tunesmith.runs.lock import LOCK_FILE, is_locked
 from tunesmith.store.database import Closeable
 from tunesmith.web.allowed import Allowed
-from tunesmith.web.wanted import Wanted, command, resolve
+from tunesmith.web.wanted import Wanted, check, command
 
 POLL_S = 0.5
 """Seconds between looks at the processes."""
@@ -106,7 +106,7 @@ class Jobs(Closeable):
                 if known.wanted != wanted:
                     raise RunError("this Idempotency-Key was that of another run; send a new one")
                 return known
-            resolve(wanted, self.allowed)
+            check(wanted, self.allowed)
             self._check_room(wanted)
             job = Job(id, max((one.number for one in self._jobs.values()), default=0) + 1, time.time(), wanted)
             try:
@@ -283,7 +283,7 @@ class Jobs(Closeable):
         """Start the process of a job; False if it may not run with what is allowed now."""
         folder = self._folder / job.id
         try:
-            resolve(job.wanted, self.allowed)
+            check(job.wanted, self.allowed)
         except InputError as error:
             _write(folder / OUTPUT_FILE, f"error: {error}\n")
             _write(folder / STOP_FILE, "")

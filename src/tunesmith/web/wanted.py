@@ -6,14 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tunesmith.config.comparison import COMPARISON, comparison_options, read_comparison
 from tunesmith.config.load import DEFAULT, FLAGS, Resolved, load_recipe, parse_overrides, schema_of
 from tunesmith.config.schema import RECIPES
 from tunesmith.core.errors import ConfigError
 from tunesmith.runs.listing import read_object, read_recipe
-from tunesmith.web.allowed import Allowed, leaves_of
+from tunesmith.web.allowed import Allowed, leaves_of, not_allowed
 
 ALGORITHMS = tuple(name for name in RECIPES if name != "live")
 """Algorithms that a page can start; the live loop is started beside its server."""
+
+STARTED = (*ALGORITHMS, COMPARISON)
+"""All that a page can start: trainings, and comparisons of algorithms, whose settings are flags instead of keys."""
 
 _NOT_COPIED = ("algorithm", "schema_version", "level", "run.dir")
 
@@ -32,6 +36,9 @@ class Wanted:
     def words(self, root: Path) -> list[str]:
         """The words of the command line; every key is a single one, so that none can be taken for another flag."""
         settings = [f"--{key}={value}" for key, value in self.settings]
+        if self.algorithm == COMPARISON:
+            place = f"--resume={root / self.resume}" if self.resume else f"--out={root}"
+            return ["compare-algorithms", *(word.removesuffix("=true") for word in settings), place]
         if self.resume:
             return ["resume", str(root / self.resume), *settings]
         recipe = [f"--recipe={self.recipe}"] if self.recipe else []
@@ -41,6 +48,17 @@ class Wanted:
 def command(words: Sequence[str]) -> list[str]:
     """The command line of this Tunesmith with `words`."""
     return [sys.executable, "-m", "tunesmith", *words]
+
+
+def check(wanted: Wanted, allowed: Allowed) -> None:
+    """Raise ConfigError for all that is wrong with what is wanted, and RunError for a comparison that there is not."""
+    if wanted.algorithm != COMPARISON:
+        resolve(wanted, allowed)
+        return
+    path = allowed.root / wanted.resume
+    options = read_comparison(path) if wanted.resume else comparison_options(dict(wanted.settings))
+    if not allowed.has_model(options.model):
+        raise ConfigError(str(not_allowed("model", options.model)))
 
 
 def resolve(wanted: Wanted, allowed: Allowed) -> Resolved:
