@@ -90,6 +90,20 @@ def test_a_run_is_started_at_a_level_watched_stopped_resumed_and_copied(look, tm
     ]
 
 
+def test_the_advice_of_a_finding_is_followed_by_a_clone(look, tmp_path):
+    row = {"reward": 0.5, "time/step_s": 10.0, "time/rollout_s": 1.0, "time/checkpoint_s": 6.0}
+    recipe = "algorithm: grpo\nmodel: {name: 'tiny:llama'}\nrun: {checkpoint_every: 1, steps: 9}\n"
+    run = make_run(tmp_path / "runs" / "slow", recipe, *({"step": step, **row} for step in range(1, 9)))
+    (run / "provenance.json").write_text("{}")
+    page = look("/runs")
+    page.get_by_role("link", name="slow", exact=True).click()
+    page.get_by_role("link", name=re.compile("Clone with this advice")).first.click()
+    page.locator("#start:not([disabled])").wait_for()
+    assert page.get_by_label("Model").input_value() == "tiny:llama" and page.get_by_label("Steps").input_value() == "9"
+    keys = page.locator(".setting input").evaluate_all("all => all.map(({ value }) => value)")
+    assert keys[0::2] == ["run.checkpoint_every"] and int(keys[1]) > 1
+
+
 def test_hostile_names_and_what_fails_with_them_are_text(look, tmp_path):
     hostile = HOSTILE[0].replace("/", "")
     (tmp_path / "runs" / hostile).mkdir()

@@ -193,11 +193,12 @@ def as_text(one: Diagnosis) -> str:
 
 def setting_lines(cause: Cause) -> list[str]:
     """Each key to set with its value, as in a recipe and as a flag."""
-    values = {key: _yaml(value) for key, value in cause.settings.items()}
+    values = {key: yaml_value(value) for key, value in cause.settings.items()}
     return [f"{key}: {text}   (--{key.replace('_', '-')} {text})" for key, text in values.items()]
 
 
-def _yaml(value: object) -> str:
+def yaml_value(value: object) -> str:
+    """The value of a setting as text of a recipe or a flag."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)

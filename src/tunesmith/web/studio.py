@@ -12,7 +12,7 @@ from typing import Any
 
 from fastapi.exceptions import HTTPException
 
-from tunesmith.profiling.diagnosis import diagnose, verdict
+from tunesmith.profiling.diagnosis import diagnose, verdict, yaml_value
 from tunesmith.profiling.facts import read_facts
 from tunesmith.reports.text import cut, flatten
 from tunesmith.reports.views import cause_rows
@@ -86,12 +86,15 @@ def details(path: Path) -> Json:
     origins = read_object(path / "provenance.json")
     findings = read_rows(path / "findings.jsonl")
     return {
+        "name": facts.name,
         "status": facts.status,
         "steps": facts.total_steps,
+        "num_steps": facts.num_steps,
         "minutes": facts.minutes,
         "commands": next_commands(facts, has_checkpoint=facts.status == "stopped"),
         "verdict": verdict(diagnosis),
         "causes": cause_rows(diagnosis),
+        "advised": [[[key, yaml_value(value)] for key, value in one.settings.items()] for one in diagnosis.causes],
         "missing": [f"{rule}: {', '.join(names)}" for rule, names in diagnosis.missing.items()],
         "num_findings": len(findings),
         "findings": [

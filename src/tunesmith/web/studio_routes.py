@@ -24,6 +24,7 @@ ONE = f"{API}/runs/{{run}}"
 
 RULES: tuple[Rule, ...] = (
     Rule(("GET",), "/runs", "admin", is_page=True),
+    Rule(("GET",), "/compare", "admin", is_page=True),
     Rule(("GET",), "/runs/{run}", "admin", is_page=True),
     Rule(("GET",), "/runs/{run}/report", "admin", is_page=True, policy=REPORT_POLICY),
     Rule(("GET",), "/runs/{run}/files/{name}", "admin"),
@@ -58,6 +59,10 @@ def _pages(run_of: Callable[..., OpenRun]) -> APIRouter:
     @routes.get("/runs")
     def runs(caller: Caller, services: ServicesOf) -> HTMLResponse:
         return services.page("runs.html", caller, here="/runs", may_start=services.jobs is not None)
+
+    @routes.get("/compare")
+    def compare(caller: Caller, services: ServicesOf) -> HTMLResponse:
+        return services.page("compare.html", caller, here="/runs")
 
     @routes.get("/runs/{run}")
     def show(

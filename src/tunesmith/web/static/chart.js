@@ -136,6 +136,7 @@ export class LineChart extends Chart {
   constructor(id, title, unit, lines) {
     super(id, title, unit);
     this.lines = lines;
+    this.xName = "step";
     this.smoothing = 0;
     this.pointed = null;
     this.values = lines.map((line, place) => {
@@ -190,10 +191,42 @@ export class LineChart extends Chart {
       const point = step === null ? line.last : line.nearest(step);
       this.values[place].textContent = point ? short(point.value) : "–";
     });
-    this.legend.dataset.step = step === null ? "" : `step ${Math.round(step)}`;
+    this.legend.dataset.step = step === null ? "" : `${this.xName} ${Math.round(step)}`;
     if (step !== null) return;
-    const words = this.lines.filter((line) => line.points.length).map(describe);
+    const words = this.lines.filter((line) => line.points.length).map((line) => describe(line, this.xName));
     this.plot.setAttribute("aria-label", `${this.title}: ${words.join("; ")}`);
+  }
+}
+
+/** Paths through points { step, x, y }, such as the reward of each run over its KL; points without both are left out. */
+export class FrontierChart extends Chart {
+  constructor() {
+    super("frontier", "Reward against KL", "reward over the KL to the starting model in nats, from step to step");
+    this.paths = [];
+  }
+
+  show(paths) {
+    this.paths = paths.map(({ label, points }) => ({ label, points: points.filter(({ x, y }) => x !== null && y !== null) }));
+    const drawn = this.paths.map(({ label, points }) => ({ label, last: points.at(-1) })).filter(({ last }) => last);
+    const words = drawn.map(({ label, last }) => `${label} ${short(last.y)} at a KL of ${short(last.x)}, step ${last.step}`);
+    this.plot.setAttribute("aria-label", `${this.title}: ${words.join("; ") || "no data yet"}`);
+    const swatch = (place) => html("i", { class: "swatch", style: colour(place) });
+    this.legend.replaceChildren(...this.paths.map(({ label, points }, place) => html("li", {}, swatch(place), label, " ", html("b", {}, points.length ? short(points.at(-1).y) : "–"))));
+    this.draw();
+  }
+
+  render() {
+    if (!this.width) return;
+    const all = this.paths.flatMap(({ points }) => points);
+    const values = (name) => rangeOf(all.map((point) => point[name]));
+    const { x, y } = this.frame(values("x"), values("y"));
+    this.paths.forEach(({ label, points }, place) => {
+      const places = points.map((point) => x(point.x));
+      const group = svg("g", { style: colour(place) }, svg("path", { class: "line", d: path(places, points.map((point) => point.y), y) }));
+      const last = points.at(-1);
+      if (last) group.append(svg("circle", { cx: places.at(-1), cy: y(last.y), r: 3.5 }, svg("title", {}, `${label}, step ${last.step}`)));
+      this.plot.append(group);
+    });
   }
 }
 
@@ -277,14 +310,17 @@ function stepAt(place, [low, high], right) {
 }
 
 function valueRange(lines) {
+  return rangeOf(lines.flatMap(({ points }) => points.map(({ value }) => value)));
+}
+
+/** Lowest and highest of `values` with a margin; null is left out. */
+function rangeOf(values) {
   let low = Infinity;
   let high = -Infinity;
-  for (const { points } of lines) {
-    for (const { value } of points) {
-      if (value === null) continue;
-      if (value < low) low = value;
-      if (value > high) high = value;
-    }
+  for (const value of values) {
+    if (value === null) continue;
+    if (value < low) low = value;
+    if (value > high) high = value;
   }
   if (low > high) return [0, 1];
   const margin = (high - low) * 0.05 || Math.abs(low) * 0.1 || 0.5;
@@ -304,11 +340,11 @@ function path(places, values, y) {
   return parts.join("");
 }
 
-function describe(line) {
+function describe(line, xName) {
   const finite = line.points.filter(({ value }) => value !== null).map(({ value }) => value);
   const [low, high] = [Math.min(...finite), Math.max(...finite)];
   const gaps = line.points.length - finite.length;
-  const last = `${line.label} ${short(line.last.value)} at step ${line.last.step}`;
+  const last = `${line.label} ${short(line.last.value)} at ${xName} ${Number(line.last.step.toPrecision(8))}`;
   if (!finite.length) return last;
   return `${last}, between ${short(low)} and ${short(high)}${gaps ? `, ${gaps} not finite` : ""}`;
 }

@@ -168,11 +168,16 @@ async function copyRun(run) {
   $("algorithm").value = algorithm;
   if (!$("algorithm").value) throw new Error(`A run of ${algorithm} cannot be started here.`);
   await useAlgorithm();
-  const fields = new Map(FIELDS.map((id) => [keyOf($(id)), $(id)]));
-  for (const [name, value] of given) {
-    if (fields.has(name)) fields.get(name).value = value;
-    else addRow(name, value);
-  }
+  for (const [name, value] of given) set(name, value);
+}
+
+/** Fill the field or the row of a key, or add a row. */
+function set(name, value) {
+  const field = FIELDS.map($).find((one) => keyOf(one) === name);
+  const row = [...$("settings").children].map((one) => one.querySelectorAll("input")).find(([input]) => input.value === name);
+  if (field) field.value = value;
+  else if (row) row[1].value = value;
+  else addRow(name, value);
 }
 
 $("form").addEventListener("input", changed);
@@ -189,6 +194,7 @@ const asked = new URLSearchParams(location.search);
 try {
   if (asked.get("like")) await copyRun(asked.get("like"));
   else await useAlgorithm();
+  for (const given of asked.getAll("set")) set(given.slice(0, given.indexOf("=")), given.slice(given.indexOf("=") + 1));
 } catch (error) {
   fail(error);
 }

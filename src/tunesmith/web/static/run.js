@@ -91,12 +91,19 @@ if ($("stop")) {
 
 function showDiagnosis() {
   $("causes").replaceChildren(
-    ...facts.causes.map(([symptom, saving, evidence, advice]) =>
-      html("div", { class: "card" }, html("p", {}, html("strong", {}, symptom)), html("p", {}, advice), html("p", { class: "muted" }, `Could save ${saving}. ${evidence}`)),
+    ...facts.causes.map(([symptom, saving, evidence, advice], at) =>
+      html("div", { class: "card" }, html("p", {}, html("strong", {}, symptom)), html("p", {}, advice), html("p", { class: "muted" }, `Could save ${saving}. ${evidence}`), follow(symptom, facts.advised[at])),
     ),
   );
   $("missing").replaceChildren(...facts.missing.map((text) => html("li", {}, text)));
   $("missing-part").hidden = !facts.missing.length;
+}
+
+/** A link to the form of a new run with the recipe of this one and the settings that a cause advises. */
+function follow(symptom, advised) {
+  if (!$("clone") || !advised.length) return null;
+  const query = new URLSearchParams([["like", run], ...advised.map((pair) => ["set", pair.join("=")])]);
+  return html("p", {}, html("a", { class: "button", href: `/runs/new?${query}`, "aria-label": `Clone with this advice: ${symptom}` }, "Clone with this advice"));
 }
 
 function showTables() {

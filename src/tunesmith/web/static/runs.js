@@ -1,5 +1,5 @@
 // The list of runs: filters, which are kept in the address, and rows that are renewed while the page is seen.
-import { call, LoggedOut } from "./api.js";
+import { call, LoggedOut, newKey, Unreachable } from "./api.js";
 import { short } from "./chart.js";
 import { $, html } from "./dom.js";
 
@@ -8,6 +8,7 @@ const ROWS = 50;
 const FILTERS = ["text", "algorithm", "state"];
 const MOMENT = { dateStyle: "short", timeStyle: "short" };
 
+const chosen = new Set(new URLSearchParams(location.search).getAll("run")); // runs to compare, by id
 let limit = ROWS;
 let shownJobs = "";
 let asked = 0; // number of the last request: an answer to an earlier one is late
@@ -34,8 +35,9 @@ function show({ rows, num_matching: matching, algorithms, num_read: read, num_fo
   say(read < found ? `${words}; ${found - read} more are being read.` : `${words}.`);
   // Rows are kept where they are the same, so that the focus stays.
   const focused = document.activeElement?.closest("tr")?.dataset.run;
+  const kind = document.activeElement?.localName;
   $("rows").replaceChildren(...rows.map(row));
-  if (focused) document.querySelector(`tr[data-run="${focused}"] a`)?.focus();
+  if (focused) document.querySelector(`tr[data-run="${focused}"] ${kind}`)?.focus();
   $("table").hidden = rows.length === 0;
   $("more").hidden = matching <= rows.length || limit >= 1000;
 }
@@ -69,16 +71,48 @@ function say(words) {
 }
 
 function row(run) {
-  const steps = run.algorithm === "demo" ? "" : `${run.step}/${run.steps ?? "?"}`;
+  const steps = run.steps === null && !run.step ? "" : `${run.step}/${run.steps ?? "?"}`;
   const figure = run.figure === null ? "" : `${run.figure_name} ${short(run.figure)}`;
   const cells = [run.algorithm, run.model, run.state, steps, figure, run.minutes?.toFixed(1) ?? ""];
   const started = run.started === null ? "" : new Date(run.started * 1000).toLocaleString([], MOMENT);
+  const tick = html("input", { type: "checkbox", "aria-label": `Compare ${run.name}`, checked: chosen.has(run.id) });
+  tick.addEventListener("change", () => choose(run.id, tick.checked));
   return html(
     "tr",
     { "data-run": run.id, "data-state": run.state },
+    html("td", {}, tick),
     html("th", { scope: "row" }, html("a", { href: `/runs/${run.id}`, dir: "auto" }, run.name)),
     ...[...cells, started].map((text) => html("td", {}, text)),
   );
+}
+
+function choose(id, isChosen) {
+  if (isChosen) chosen.add(id);
+  else chosen.delete(id);
+  showChosen();
+}
+
+function showChosen() {
+  $("compare").hidden = chosen.size === 0;
+  $("compare").href = `/compare?${new URLSearchParams([...chosen].map((id) => ["run", id]))}`;
+  $("compare").textContent = chosen.size === 1 ? "Compare with others: tick them" : `Compare ${chosen.size} runs`;
+}
+
+// The comparison of algorithms, a run of its own
+
+let startKey = newKey(); // of the request, until it is known to have come
+
+async function startComparison() {
+  const settings = ["model", "seeds", "steps"].map((name) => [name, $(`algorithms-${name}`).value]);
+  try {
+    await call("POST", "jobs", { algorithm: "compare_algorithms", settings }, startKey);
+    $("asked").textContent = "The comparison waits for its turn.";
+    startKey = newKey();
+  } catch (error) {
+    $("asked").textContent = error instanceof Unreachable ? `It is not known whether it will start; try again: ${error.message}` : error.message;
+    if (!(error instanceof Unreachable)) startKey = newKey();
+  }
+  refresh();
 }
 
 function filter() {
@@ -89,6 +123,11 @@ function filter() {
   refresh();
 }
 
+$("algorithms")?.addEventListener("click", () => {
+  $("algorithms-dialog").returnValue = "";
+  $("algorithms-dialog").showModal();
+});
+$("algorithms-dialog")?.addEventListener("close", ({ target }) => target.returnValue === "yes" && startComparison());
 const given = new URLSearchParams(location.search);
 if (given.get("algorithm")) $("algorithm").append(new Option(given.get("algorithm")));
 for (const name of FILTERS) {
@@ -102,4 +141,5 @@ $("more").addEventListener("click", () => {
 });
 document.addEventListener("visibilitychange", () => document.hidden || refresh());
 setInterval(() => document.hidden || refresh(), RENEW_MS);
+showChosen();
 refresh();
