@@ -103,7 +103,7 @@ def test_a_run_learns_from_completions_of_the_weights_of_its_staleness(algorithm
 
 
 def run_of(folder: Path, workers: int) -> None:
-    training(recipe("grpo", folder, 2, workers=workers), **inputs_of("grpo"))
+    training(recipe("grpo", folder, 3, workers=workers, swap_tokens=2), **inputs_of("grpo"))
 
 
 def test_a_killed_run_goes_on_with_what_was_drawn_ahead(tmp_path: Path) -> None:
@@ -111,12 +111,16 @@ def test_a_killed_run_goes_on_with_what_was_drawn_ahead(tmp_path: Path) -> None:
     run_of(whole, 2)
     assert forked(run_of, killed, 3, fault="update/optimizer:kill:4") == -signal.SIGKILL
     run_dir = the_run(killed)
-    with pytest.raises(RunError, match=r"scale.staleness: 2 -> 1"):
-        go_on(run_dir, **{"scale.staleness": 1})
+    with pytest.raises(RunError, match=r"scale.staleness: 3 -> 2"):
+        go_on(run_dir, **{"scale.staleness": 2})
     resume(run_dir, overrides={"scale.workers": 1}, inputs=Inputs(**inputs_of("grpo")), progress=False)
     assert outcome(run_dir) == outcome(the_run(whole))
+    samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+    assert max(len(set(row.get("weight_versions", ()))) for row in samples) == 3, "one after another in one completion"
 
 
-def test_only_workers_can_draw_ahead() -> None:
+def test_only_workers_can_draw_ahead_and_only_what_waits_can_get_newer_weights() -> None:
+    with pytest.raises(ValueError, match=r"swap_tokens is 4, but staleness is 1"):
+        GRPORecipe.model_validate({"scale": {"workers": 1, "staleness": 1, "swap_tokens": 4}})
     with pytest.raises(ValueError, match=r"scale.staleness is 1, but no other process can draw ahead"):
         GRPORecipe.model_validate({"scale": {"staleness": 1}})

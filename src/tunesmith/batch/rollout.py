@@ -48,7 +48,7 @@ class Completion:
     temperature and filters), `raw_logps[t]` under the model at the same temperature (at 1 if greedy), as a trainer
     computes it. `values[t]` is the value of the state before that token; None without a value head. `finish_reason` is
     "stop" (end-of-sequence id, stop id or stop string) or "length". An end-of-sequence token is the last id and is not
-    in `text`.
+    in `text`. `weight_versions[t]` drew `token_ids[t]`; None if that of the group drew all.
     """
 
     token_ids: tuple[int, ...]
@@ -57,11 +57,12 @@ class Completion:
     text: str
     finish_reason: FinishReason
     values: tuple[float, ...] | None = None
+    weight_versions: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """All completions of one prompt, drawn from weights of `weight_version`.
+    """All completions of one prompt, drawn from weights of `weight_version`, or of this and later ones.
 
     Example: `engine.generate([prompt], n=4, sampling)` returns one group with four completions.
     """

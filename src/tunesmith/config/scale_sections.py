@@ -65,6 +65,19 @@ class SamplingScaleSection(ScaleSection):
     staleness: NonNegativeInt = 0
     """Steps that workers draw ahead while training goes on: step k learns from completions of the weights before step
     k - staleness. 0: training waits for its own. Cannot change when a run is resumed."""
+    swap_tokens: NonNegativeInt = 0
+    """Tokens of a completion that are drawn ahead of each training step, as long as training need not wait for it: the
+    rest is drawn from the weights after that step. Needs staleness 2 or more. 0: a completion is of one version of
+    weights. Cannot change when a run is resumed."""
+
+    @model_validator(mode="after")
+    def _check_swap(self) -> "SamplingScaleSection":
+        if self.swap_tokens and self.staleness < 2:
+            raise ValueError(
+                f"swap_tokens is {self.swap_tokens}, but staleness is {self.staleness}, with which no completion "
+                "sees newer weights; set staleness to 2 or more, or swap_tokens to 0"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_address(self) -> "SamplingScaleSection":

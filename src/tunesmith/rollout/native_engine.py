@@ -23,7 +23,7 @@ from tunesmith.rollout import weight_check
 from tunesmith.rollout.engine import Callbacks, OnGroup, OnProgress, OnText, Request, make_request, run_request
 from tunesmith.rollout.kv_cache import KVCache, allocate_storage, copy_blocks, num_blocks_for
 from tunesmith.rollout.runner import Runner, cache_shape, projections
-from tunesmith.rollout.sampler import Sampler, noise_keys
+from tunesmith.rollout.sampler import NoiseKey, Sampler, noise_keys
 from tunesmith.rollout.scheduler import Plan, Scheduler
 from tunesmith.schema.records import Prompt
 
@@ -120,13 +120,13 @@ class NativeEngine:
         on_progress: OnProgress | None = None,
         on_text: OnText | None = None,
         on_group: OnGroup | None = None,
-        first_samples: Sequence[int] | None = None,
+        keys: Sequence[NoiseKey] | None = None,
     ) -> list[Group]:
         """See `engine.Engine.generate`. With `sampling.seed` set, a prompt's completions are always the same, whatever
         the other prompts and the number of slots.
 
-        `first_samples` has the number of the first sample of each prompt, where the request is a part of a larger one;
-        None: 0, or those that follow the samples of the same prompt before it.
+        `keys` has the noise of each prompt, where the request is a part of a larger one, or where a prompt ends with
+        the first tokens of a completion that is to go on; None: that of a request of its own.
         """
         version, num_slots = self._weight_version(), self._num_slots
         request = make_request(self._module, self._tokenizer, prompts, n, sampling, num_slots, version)
@@ -136,7 +136,7 @@ class NativeEngine:
             sampling,
             seed=request.seed,
             stop_ids=request.limits.stop_ids,
-            keys=noise_keys(request.prompt_ids, n, first_samples),
+            keys=keys or noise_keys(request.prompt_ids, n),
             vocabulary_size=request.vocabulary_size,
             kernels=self._kernels,
         )

@@ -30,16 +30,15 @@ class NoiseKey:
     first_sample: int
 
 
-def noise_keys(prompts: Sequence[Sequence[int]], n: int, first_samples: Sequence[int] | None = None) -> list[NoiseKey]:
-    """One key for each prompt with `n` completions, which are numbered from `first_samples` on, where it is given."""
+def noise_keys(prompts: Sequence[Sequence[int]], n: int) -> list[NoiseKey]:
+    """One key for each prompt with `n` completions."""
     counts: dict[tuple[int, ...], int] = {}
     keys: list[NoiseKey] = []
-    for index, ids in enumerate(prompts):
+    for ids in prompts:
         earlier = counts.get(tuple(ids), 0)
         counts[tuple(ids)] = earlier + 1
         digest = hashlib.blake2b(array("q", ids).tobytes(), digest_size=4).digest()
-        first = earlier * n if first_samples is None else first_samples[index]
-        keys.append(NoiseKey(int.from_bytes(digest, "little"), first))
+        keys.append(NoiseKey(int.from_bytes(digest, "little"), earlier * n))
     return keys
 
 

@@ -175,7 +175,7 @@ class DistillTask:
             exact_sums=self.cfg.scale.is_exact,
         )
         scale, tokenizer = self.cfg.scale, self.loaded.tokenizer
-        ahead = Ahead(scale.staleness, self.num_steps, self.arguments_of)
+        ahead = Ahead(scale.staleness, self.num_steps, self.arguments_of, scale.swap_tokens)
         engine = engine_for(self.cfg.rollout, policy, tokenizer, lambda: optimizer, scale=scale, ahead=ahead)
         return Distill(self.cfg, policy, self.teachers, engine, optimizer, self.loaded.tokenizer)
 

@@ -243,6 +243,7 @@ def sample_rows(groups: Sequence[Group], scores: Scores | None, step: int, limit
                 "num_tokens": len(completion.token_ids),
                 "finish_reason": completion.finish_reason,
                 "weight_version": group.weight_version,
+                **({} if (versions := completion.weight_versions) is None else {"weight_versions": list(versions)}),
                 **rewards,
             }
         )

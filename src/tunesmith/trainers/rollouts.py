@@ -329,7 +329,7 @@ class PolicyTask:
     def rollouts(self, policy: LanguageModel, optimizer: MasterAdamW, value_head: nn.Module | None = None) -> Rollouts:
         """The engine on the policy's weights, with the scorer."""
         tokenizer, scale = self.loaded.tokenizer, self.cfg.scale
-        ahead = Ahead(scale.staleness, self.num_steps, self.arguments_of)
+        ahead = Ahead(scale.staleness, self.num_steps, self.arguments_of, scale.swap_tokens)
         engine = engine_for(self.cfg.rollout, policy, tokenizer, lambda: optimizer, value_head, scale, ahead)
         return Rollouts(engine, self.scorer, self.cfg.rollout, self.cfg.run.seed, self.num_steps, len(self.data.train))
 

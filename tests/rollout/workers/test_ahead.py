@@ -1,20 +1,26 @@
 """Completions drawn ahead: their weights, other calls in between, their part of a checkpoint, errors."""
 
+import copy
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from tunesmith.batch.rollout import Group, SamplingParams
 from tunesmith.core.errors import InputError, ServerError
 from tunesmith.core.trace import span, trace
+from tunesmith.kernels.sample.torch_impl import NoiseKeys, SampleSettings, sample
+from tunesmith.models.language_model import language_model
 from tunesmith.models.loaded import LoadedModel
+from tunesmith.models.logprob import token_logps
 from tunesmith.models.tiny import tiny_model
 from tunesmith.rollout.engine import Engine
 from tunesmith.rollout.factory import open_engine
+from tunesmith.rollout.sampler import noise_keys
 from tunesmith.rollout.workers.ahead import Ahead, AheadEngine, Arguments
 from tunesmith.rollout.workers.engine import WorkerEngine, Workers
 from tunesmith.schema.records import Prompt
@@ -35,7 +41,7 @@ class Trained:
         self.version = 0
         self.alone: Engine = open_engine(self.loaded.model, self.loaded.tokenizer)
 
-    def ahead(self, staleness: int, count: int = 2) -> AheadEngine:
+    def ahead(self, staleness: int, count: int = 2, swap_tokens: int = 0) -> AheadEngine:
         inner = open_engine(
             self.loaded.model,
             self.loaded.tokenizer,
@@ -43,7 +49,7 @@ class Trained:
             weight_version=lambda: self.version,
         )
         assert isinstance(inner, WorkerEngine)
-        return AheadEngine(inner, Ahead(staleness, NUM_STEPS, arguments_of), lambda: self.version)
+        return AheadEngine(inner, Ahead(staleness, NUM_STEPS, arguments_of, swap_tokens), lambda: self.version)
 
     def update(self) -> None:
         self.version += 1
@@ -81,15 +87,72 @@ def test_each_step_has_the_completions_of_the_weights_as_many_steps_before(stale
     assert not engine.state_dict()["drawn"], "nothing is drawn for steps that the run does not have"
 
 
+def drawn_token_by_token(
+    models: Sequence[PreTrainedModel], versions: Sequence[int], group: Group, n: int, seed: int
+) -> list[int]:
+    """Sample `n` of the group's prompt: each token by a forward pass of the model of its version."""
+    (key,), ids = noise_keys([group.prompt_token_ids], 1), list(group.prompt_token_ids)
+    for version in versions:
+        logits_1V = models[version](torch.tensor([ids])).logits[:, -1].double()
+        noise = NoiseKeys(*(torch.tensor([number]) for number in (seed, key.prompt, n, len(ids))))
+        ids.append(int(sample(logits_1V, SampleSettings.same(1), noise).token_B))
+    return ids[len(group.prompt_token_ids) :]
+
+
+@pytest.mark.parametrize(("staleness", "swap_tokens"), ((2, 3), (3, 2)))
+@torch.no_grad()
+def test_a_completion_goes_on_with_newer_weights(staleness: int, swap_tokens: int) -> None:
+    trained, models, seen = Trained(), list[PreTrainedModel](), set[tuple[int, ...]]()
+    engine, other = (trained.ahead(staleness, count, swap_tokens) for count in (1, 3))
+    for step in range(NUM_STEPS):
+        models.append(copy.deepcopy(trained.loaded.model))
+        with trace() as times, span("rollout"):
+            groups = engine.generate(*arguments_of(step))
+        assert other.generate(*arguments_of(step)) == groups, "whoever draws"
+        # Token t is drawn before the first update at which the completion may be as long, or is needed.
+        newest = max(0, step - 1)
+        expected = [
+            next(
+                now
+                for now in range(max(0, step - staleness), newest + 1)
+                if now == newest or t < (staleness - step + now + 1) * swap_tokens
+            )
+            for t in range(8)
+        ]
+        behind: list[int] = []
+        for group in groups:
+            for number, one in enumerate(group.completions):
+                versions = list(one.weight_versions or [group.weight_version] * len(one.token_ids))
+                assert versions == expected[: len(versions)]
+                assert list(one.token_ids) == drawn_token_by_token(models, versions, group, number, step)
+                for version in set(versions):
+                    logps = token_logps(
+                        language_model(models[version]),
+                        torch.tensor([[*group.prompt_token_ids, *one.token_ids]]),
+                        torch.tensor([len(group.prompt_token_ids) + len(one.token_ids)]),
+                        prompt_lengths_B=torch.tensor([len(group.prompt_token_ids)]),
+                    ).logp_BT[0]
+                    by_trainer = logps.tolist()
+                    for t, found in enumerate(versions):
+                        assert found != version or one.raw_logps[t] == by_trainer[t], "to the bit"
+                text = trained.loaded.tokenizer.decode(one.token_ids, skip_special_tokens=True)
+                assert one.text == text and one.logps == one.raw_logps
+                behind += [step - version for version in versions]
+                seen.add(tuple(versions))
+        assert times.metrics()["rollout/versions_behind"] == pytest.approx(sum(behind) / len(behind))
+        trained.update()
+    assert max(len(set(versions)) for versions in seen) == staleness
+
+
 def test_what_was_drawn_ahead_is_a_part_of_the_checkpoint() -> None:
     trained = Trained()
-    engine = trained.ahead(2)
+    engine = trained.ahead(2, swap_tokens=5)
     engine.generate(*arguments_of(0))
     trained.update()
     engine.generate(*arguments_of(1))
     saved = json.loads(json.dumps(engine.state_dict()))
     assert saved["step"] == 2 and set(saved["drawn"]) == {"2", "3"}
-    again = trained.ahead(2, count=1)
+    again = trained.ahead(2, count=1, swap_tokens=5)
     again.load_state_dict(saved)
     trained.update()
     for step in range(2, NUM_STEPS):

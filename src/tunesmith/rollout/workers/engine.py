@@ -17,9 +17,10 @@ from tunesmith.core.log import Once, get_logger
 from tunesmith.core.trace import count, span
 from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.loaded import PreTrainedTokenizerBase
+from tunesmith.models.tokenizer import decode
 from tunesmith.rollout import weight_check
 from tunesmith.rollout.engine import GenerationInterrupted, OnGroup, OnProgress, OnText, Request, make_request
-from tunesmith.rollout.sampler import noise_keys
+from tunesmith.rollout.sampler import NoiseKey, noise_keys
 from tunesmith.rollout.workers import weights
 from tunesmith.rollout.workers.actors import RayTransport
 from tunesmith.rollout.workers.local import LocalTransport, Transport
@@ -89,15 +90,28 @@ def leases_of(num_prompts: int, n: int, size: int) -> list[Lease]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Asked:
-    """A checked request, and the weights that it is drawn from, which are kept until then.
+    """A checked request, the noise of its prompts, and the weights that it is drawn from, which are kept until then.
 
     `logps` are those of fixed tokens under these weights, by the trainer; None to compute them when they are needed.
     """
 
     request: Request
     sampling: SamplingParams
+    keys: Sequence[NoiseKey]
     weights: Load
     logps: tuple[float, ...] | None
+
+    def going_on(self, prefixes: Sequence[tuple[int, int, tuple[int, ...]]], sampling: SamplingParams) -> Self:
+        """The request to go on with completions that have begun: (index of the prompt, sample, tokens so far) of each.
+        The noise of a token depends on its position alone, so it is that which one draw of the whole would take.
+        """
+        request = self.request
+        ids = tuple((*request.prompt_ids[index], *begun) for index, _, begun in prefixes)
+        prompts = [Prompt("", "", token_ids=one) for one in ids]
+        keys = [replace(self.keys[index], first_sample=self.keys[index].first_sample + n) for index, n, _ in prefixes]
+        return replace(
+            self, request=replace(request, prompts=prompts, prompt_ids=ids, n=1), keys=keys, sampling=sampling
+        )
 
 
 class WorkerEngine:
@@ -142,7 +156,7 @@ class WorkerEngine:
         self._pool: Pool | None = None
         self._is_exact: bool | None = None  # None: no worker has proven weights yet
         self._own_logps: tuple[int, tuple[float, ...]] | None = None  # of the weights of an edition
-        self._open: list[Asked] = []
+        self._open: list[Load] = []
         self._num_calls = 0
         self._busy_s = 0.0  # of all workers, so far
         self._collected: tuple[float, float] | None = None  # when completions were last waited for, and `_busy_s` then
@@ -161,6 +175,10 @@ class WorkerEngine:
     def process_of(self, worker: int) -> int:
         """The id of the process of `worker`, from 0, which may be another after it was started again."""
         return self._transport.pid(worker)
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """The text of `token_ids`, without special tokens."""
+        return decode(self._tokenizer, token_ids)
 
     def unload(self) -> None:
         """Free the workers' caches and packed weights; the next `generate` rebuilds them."""
@@ -194,11 +212,11 @@ class WorkerEngine:
         version = self._weight_version()
         request = make_request(self._module, self._tokenizer, prompts, n, sampling, self._num_slots, version)
         with span("load"):
-            load = self._publisher.current(version, [one.weights for one in tuple(self._open)])
+            load = self._publisher.current(version, tuple(self._open))
             logps = tuple(weight_check.trained_logps(self._decoder).tolist()) if ahead else None
-        asked = Asked(request, replace(sampling, seed=request.seed), load, logps)
-        self._open.append(asked)
-        return asked
+        self._open.append(load)
+        keys = noise_keys(request.prompt_ids, n)
+        return Asked(request, replace(sampling, seed=request.seed), keys, load, logps)
 
     def draw(
         self,
@@ -217,12 +235,12 @@ class WorkerEngine:
             pool = self._pool_with(asked.weights)
         pool.num_restarts, pool.load_s = 0, 0.0
         try:
-            self._draw(pool, asked.request, asked.sampling, results)
+            self._draw(pool, asked, results)
         except KeyboardInterrupt as interrupt:
             pool.reset()
             raise GenerationInterrupted(results.partial_groups()) from interrupt
         finally:
-            self._open.remove(asked)
+            self._open.remove(asked.weights)
             pool.settle(_GRACE_S)
         return results.groups()
 
@@ -238,13 +256,13 @@ class WorkerEngine:
         count("wait_s", end_s - start_s)
         count("worker_idle_s", max(0.0, end_s - since_s - (end_busy_s - busy_s) / self._workers.count))
 
-    def _draw(self, pool: Pool, request: Request, sampling: SamplingParams, results: "_Results") -> None:
+    def _draw(self, pool: Pool, asked: Asked, results: "_Results") -> None:
         """The loop: leases go to the workers that are ready, answers to `results`."""
         start_s, busy_s = time.monotonic(), 0.0
-        keys = noise_keys(request.prompt_ids, request.n)
+        request, keys, sampling = asked.request, asked.keys, asked.sampling
         leases = leases_of(len(request.prompts), request.n, self._workers.lease)
-        budget = request.limits.max_new_tokens
-        expected = [self._lengths.get(key.prompt, budget) for key in keys]
+        budget = sampling.max_new_tokens
+        expected = [min(self._lengths.get(key.prompt, budget), budget) for key in keys]
         queue = WorkQueue([lease.n * sum(expected[index] for index in lease.indices) for lease in leases], self._rates)
         answers: dict[int, Drawn] = {}
         while not queue.is_done:
@@ -253,9 +271,12 @@ class WorkerEngine:
                 if number is not None:
                     lease = leases[number]
                     ids = tuple(request.prompt_ids[index] for index in lease.indices)
-                    first = tuple(keys[index].first_sample + lease.first_sample for index in lease.indices)
+                    noise = tuple(
+                        replace(keys[index], first_sample=keys[index].first_sample + lease.first_sample)
+                        for index in lease.indices
+                    )
                     edition = pool.edition
-                    pool.draw(worker, Draw(edition, self._num_calls, number, ids, first, lease.n, sampling))
+                    pool.draw(worker, Draw(edition, self._num_calls, number, ids, noise, lease.n, sampling))
             for worker, task, answer in pool.receive(_POLL_S):
                 if task.call != self._num_calls:
                     continue

@@ -9,6 +9,7 @@ import torch
 from tunesmith.batch.rollout import Completion, SamplingParams
 from tunesmith.core.errors import TunesmithError
 from tunesmith.core.trace import Trace
+from tunesmith.rollout.sampler import NoiseKey
 
 Handle = Any
 """Where a transport keeps published tensors."""
@@ -61,13 +62,13 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Draw `n` completions of each prompt, as samples `first_samples[i]` and up, from weights of `edition`."""
+    """Draw `n` completions of each prompt, by the noise of `keys[i]`, from weights of `edition`."""
 
     edition: int
     call: int
     lease: int
     prompt_ids: tuple[tuple[int, ...], ...]
-    first_samples: tuple[int, ...]
+    keys: tuple[NoiseKey, ...]
     n: int
     sampling: SamplingParams
 

@@ -124,9 +124,7 @@ class Worker:
         try:
             self._is_drawing = True
             with trace() as work, span("lease"):
-                groups = self._engine.generate(
-                    prompts, message.n, message.sampling, first_samples=message.first_samples
-                )
+                groups = self._engine.generate(prompts, message.n, message.sampling, keys=message.keys)
             self._is_drawing = False
         except KeyboardInterrupt:
             return Refused()
