@@ -208,7 +208,18 @@ class PPOSection(PolicyLossSection):
     """Stop the updates of a rollout once the KL per token to its own policy exceeds this; null is off."""
     critic: Literal["shared", "separate", "none"] = "shared"
     """Value head on the policy's trunk, a separate model, or none: advantages are then the returns (REINFORCE++)."""
+    critic_process: bool = False
+    """Compute a separate critic in a process of its own, beside the policy, with equal results; on a CPU."""
     kl: KLSection = KLSection()
+
+    @model_validator(mode="after")
+    def _check_critic_process(self) -> "PPOSection":
+        if self.critic_process and self.critic != "separate":
+            raise ValueError(
+                f"critic_process is true, but critic is {self.critic}: which another process cannot compute; "
+                "set critic to separate, or critic_process to false"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_lambda(self) -> "PPOSection":

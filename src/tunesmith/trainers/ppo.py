@@ -4,7 +4,7 @@ Shape legend: P prompts, G completions per prompt, B = P * G sequences, S positi
 completion tokens. `PPO.step` is the whole algorithm.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from tunesmith.rewards.scorer import Scores
 from tunesmith.schema.records import Prompt
 from tunesmith.trainers import metrics, rollouts, setup
 from tunesmith.trainers.api import Metrics, StepResult
+from tunesmith.trainers.critic import CriticProcess
 from tunesmith.trainers.rollouts import DrawingPolicy, PolicyTask, Rollouts
 
 
@@ -50,6 +51,8 @@ class PPO(DrawingPolicy):
     tokenizer: PreTrainedTokenizerBase
     value_head: ScalarHead | None = None
     critic: Critic | None = None
+    begin_values: Callable[..., Callable[[], torch.Tensor]] | None = None
+    """Begins a pass of the separate critic, perhaps in another process; what it returns has the values."""
 
     @classmethod
     def build(cls, task: PolicyTask, cfg: PPORecipe) -> Self:
@@ -58,12 +61,16 @@ class PPO(DrawingPolicy):
         policy, reference, controller = task.policy_and_reference(section.kl)
         value_head = ScalarHead(hidden_size(model)).to(task.device) if section.critic == "shared" else None
         critic = Critic.from_policy(model, cfg.model) if section.critic == "separate" else None
+        begin_values = None if critic is None else partial(partial, critic)
+        if critic is not None and section.critic_process:
+            begin_values = CriticProcess(critic).begin
         trained = {"policy": model, "value_head": value_head, "critic": critic}
         modules = nn.ModuleDict({name: module for name, module in trained.items() if module is not None})
         optimizer = task.optimizer(modules, policy.kernels)
         drawing = task.rollouts(policy, optimizer, value_head)
         tokenizer = task.loaded.tokenizer
-        return cls(section, drawing, policy, reference, optimizer, controller, tokenizer, value_head, critic)
+        critics = value_head, critic, begin_values
+        return cls(section, drawing, policy, reference, optimizer, controller, tokenizer, *critics)
 
     @property
     def modules(self) -> Mapping[str, nn.Module]:
@@ -155,20 +162,24 @@ class PPO(DrawingPolicy):
 
     def forward(self, sequences: Sequences) -> PolicyScores:
         """Log-probs, entropies and values of the completion tokens under the current weights."""
-        ids_BS, lengths_B, prompt_lengths_B = sequences.ids_BS, sequences.lengths_B, sequences.prompt_lengths_B
+        begun = self.begun_values(sequences)
         scores = token_logps(
             self.policy,
-            ids_BS,
-            lengths_B,
-            prompt_lengths_B=prompt_lengths_B,
+            sequences.ids_BS,
+            sequences.lengths_B,
+            prompt_lengths_B=sequences.prompt_lengths_B,
             temperature=self.rollouts.cfg.temperature,
             value_head=self.value_head,
         )
-        if self.critic is not None:
-            value_BT = self.critic(ids_BS, lengths_B, prompt_lengths_B)
-            return PolicyScores(scores.logp_BT, scores.entropy_BT, value_BT)
-        value_BT = torch.zeros_like(scores.logp_BT) if scores.value_BT is None else scores.value_BT
+        value_BT = scores.value_BT if begun is None else begun()
+        value_BT = torch.zeros_like(scores.logp_BT) if value_BT is None else value_BT
         return PolicyScores(scores.logp_BT, scores.entropy_BT, value_BT)
+
+    def begun_values(self, sequences: Sequences) -> Callable[[], torch.Tensor] | None:
+        """The values of the separate critic, perhaps not computed yet; None without one."""
+        if self.begin_values is None:
+            return None
+        return self.begin_values(sequences.ids_BS, sequences.lengths_B, sequences.prompt_lengths_B)
 
     @torch.no_grad()
     def old_scores(self, sequences: Sequences) -> tuple[torch.Tensor, torch.Tensor]:
@@ -184,7 +195,7 @@ class PPO(DrawingPolicy):
             logp_BT = rollouts.join([part.logp_BT for part in parts], width)
             return logp_BT, rollouts.join([part.value_BT for part in parts], width)
         if self.critic is not None:
-            values = gathered([self.critic(m.ids_BS, m.lengths_B, m.prompt_lengths_B) for m in micros], "values")
+            values = gathered([begun() for m in micros if (begun := self.begun_values(m))], "values")
             return sequences.raw_logp_BT, rollouts.join(values, width)
         value_BT = torch.zeros_like(sequences.raw_logp_BT) if sequences.value_BT is None else sequences.value_BT
         return sequences.raw_logp_BT, value_BT

@@ -72,6 +72,7 @@ MAY_CHANGE = frozenset(
         "rollout.server_timeout_s",
         "rollout.server_url",
         "rollout.unload_during_update",
+        "ppo.critic_process",
         "scale.address",
         "scale.timeout_s",
         "scale.workers",
