@@ -5,11 +5,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import torch
 
 from tunesmith.batch.rollout import Group
-from tunesmith.config.sections import RewardSource
+from tunesmith.config.sections import ModelSection, RewardSource
 from tunesmith.core.errors import RewardError
+from tunesmith.models.load import new_reward_model
+from tunesmith.models.tiny import byte_tokenizer
 from tunesmith.rewards.scorer import Scorer, TrainerState
 
 GroupMaker = Callable[..., Group]
@@ -133,3 +137,23 @@ def test_what_cannot_be_called_or_sent_is_named(file: Path, groups: list[Group])
 def test_a_built_in_runs_in_processes_too(groups: list[Group]):
     scores = Scorer([RewardSource(source="length", workers=2)]).score(groups)
     assert scores.total_PG.equal(Scorer(["length"]).score(groups).total_PG)
+
+
+def test_a_reward_model_in_processes_gives_the_same_bits(tmp_path: Path, make_group: GroupMaker):
+    drawn = new_reward_model(ModelSection(name="tiny:llama", dtype="float32"))
+    torch.nn.init.normal_(drawn.model.score.weight, generator=torch.Generator().manual_seed(0))
+    drawn.model.save_pretrained(tmp_path / "judge")
+    drawn.tokenizer.save_pretrained(tmp_path / "judge")
+    groups = [make_group(f"Prompt {n}", "a" * (n + 1), "bb" * n, id=f"p:{n}") for n in range(20)]  # three portions
+    source, state = str(tmp_path / "judge"), TrainerState()
+    tokenizer = byte_tokenizer()
+    expected = Scorer([source], policy_tokenizer=tokenizer).score(groups).total_PG
+    scoring = Scorer([RewardSource(source=source, workers=2)], policy_tokenizer=tokenizer, while_drawing=True)
+    assert scoring.score(groups).total_PG.equal(expected) and len(expected.unique()) > 20
+    for child in psutil.Process().children():
+        if "tunesmith.rewards.process" in child.cmdline():
+            child.kill()
+    with scoring.ahead(len(groups), 2, state) as ahead:
+        for place, group in reversed([*enumerate(groups)]):
+            ahead.add(place, group)
+        assert scoring.score(groups, state=state, ahead=ahead).total_PG.equal(expected), "after a kill, while drawing"

@@ -370,8 +370,9 @@ class RewardSource(Section):
     """Limit of one call of a function, in seconds; it then runs in a separate thread. null sets no limit and calls
     it in the main thread, which some libraries need (signals, SQLite)."""
     workers: NonNegativeInt = 0
-    """Processes that call a function, each with whole groups; 0: the training's own process. For functions that compute
-    for long in Python, and judge a completion without the other groups."""
+    """Processes that call a function or a reward model, each with whole groups; 0: the training's own process. For
+    functions that compute for long in Python, and judge a completion without the other groups; and for models that
+    score beside the drawing (`rollout.score_while_drawing`), each process with a copy."""
 
 
 class EvaluationSection(Section):

@@ -120,7 +120,7 @@ class Ahead:
             samples = self._samples(portion)
             if isinstance(calls.reward, CalledReward) and calls.reward.is_async:
                 future = self._loop.submit(calls.reward.outcomes_async(samples, self._extras))
-            elif isinstance(calls.reward, CalledReward) and (begun := calls.reward.begin(samples, self._extras)):
+            elif begun := calls.reward.begin(samples, self._extras):
                 future = begun
             else:
                 future = self._worker.submit(partial(self._score, index, portion, samples))

@@ -4,7 +4,8 @@ Shape legend: B sequences, T positions.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 
 import torch
 
@@ -62,6 +63,8 @@ class ModelReward:
         self._text_end_id: int | None = model.tokenizer.eos_token_id  # type: ignore[assignment]
         self._turn_end_id = _turn_end_id(model.tokenizer)
         self._max_tokens = _max_tokens(model)
+        self.begin: Callable[[Sequence[Sample], Mapping[str, object]], Future[Scored] | None] = _here
+        """Begins a call that is made elsewhere, and returns its outcomes; None if this process must make it."""
 
     def score(self, samples: Sequence[Sample]) -> list[float | None]:
         """One reward per sample. Raises RewardError if a sequence is longer than the model takes, or its reward is not
@@ -119,6 +122,10 @@ class ModelReward:
         ids = sample.prompt_token_ids + sample.completion.token_ids
         end_id = self._turn_end_id if sample.prompt.is_conversational else self._text_end_id
         return ids if end_id is None or ids[-1] in self._ends else (*ids, end_id)
+
+
+def _here(samples: Sequence[Sample], extras: Mapping[str, object]) -> "Future[Scored] | None":
+    return None
 
 
 def same_tokenizer(first: PreTrainedTokenizerBase, second: PreTrainedTokenizerBase) -> bool:

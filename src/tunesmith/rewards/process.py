@@ -1,4 +1,4 @@
-"""The program of a process that calls a reward function for the training."""
+"""The program of a process that calls a reward function, or a reward model, for the training."""
 
 import ctypes
 import os
@@ -8,11 +8,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 
-from tunesmith.config.sections import RewardSource
+import torch
+
 from tunesmith.core.errors import RewardError
-from tunesmith.rewards.calling import FunctionReward
-from tunesmith.rewards.outcome import Policy, Sample, Scored
-from tunesmith.rewards.sources import function_of
+from tunesmith.rewards.calling import CalledReward
+from tunesmith.rewards.model import ModelReward
+from tunesmith.rewards.outcome import Sample, Scored
+from tunesmith.rewards.sources import resolve
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -23,16 +25,18 @@ def main() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     connection = Connection(int(sys.argv[1]))
     try:
-        section: RewardSource = connection.recv()
-        function, name = function_of(section)
-        reward = FunctionReward(function, name, Policy(section.on_error, section.timeout_s))
+        section, loading, num_threads = connection.recv()
+        torch.set_num_threads(num_threads)  # a model's last bits depend on it
+        reward = resolve(section, loading)
         while True:
             connection.send(_answer(reward, *connection.recv()))
     except (EOFError, ConnectionError):
         os._exit(0)  # a thread of a call that hung would keep the process
 
 
-def _answer(reward: FunctionReward, samples: Sequence[Sample], extras: Mapping[str, object]) -> Scored | RewardError:
+def _answer(
+    reward: ModelReward | CalledReward, samples: Sequence[Sample], extras: Mapping[str, object]
+) -> Scored | RewardError:
     """The outcomes of a call, or why there are none, in a form that can be sent."""
     try:
         answer = reward.outcomes(samples, extras)

@@ -1,4 +1,4 @@
-"""A reward function in processes of its own: it does not hold this process's interpreter lock, and can be killed."""
+"""A reward in processes of its own: it runs beside this one, does not hold its interpreter lock, and can be killed."""
 
 import os
 import pickle
@@ -12,6 +12,8 @@ from concurrent.futures import Future
 from functools import partial
 from itertools import pairwise
 from multiprocessing.connection import Connection
+
+import torch
 
 from tunesmith.config.sections import RewardSource
 from tunesmith.core.errors import RewardError
@@ -30,45 +32,34 @@ _GRACE_S = 10.0
 Call = tuple[Sequence[Sample], Mapping[str, object]]
 
 
-class ProcessReward(FunctionReward):
-    """The function of `section`, called in `section.workers` processes, each with whole groups.
+class Processes:
+    """`section.workers` processes that call the reward `name` of `section`, loaded as `loading` says.
 
     A process that ends is started again, and its call is repeated once. One that hangs beyond `timeout_s` is killed.
-    Raises RewardError for an async function, which waits for others and needs no processes.
     """
 
-    def __init__(self, function: RewardFunction, section: RewardSource, name: str | None, policy: Policy) -> None:
-        super().__init__(function, name, policy)
-        if self.is_async:
-            raise RewardError(
-                f"reward {section.source!r} is an `async def`, whose calls overlap anyway; remove its `workers`"
-            )
-        self._processes = [_Process(section) for _ in range(section.workers)]
-        self._threads = [Worker(f"{self.name}-{number}") for number in range(section.workers)]
+    def __init__(self, section: RewardSource, loading: object, name: str) -> None:
+        self.name = name
+        self.count = section.workers
+        limit_s = section.timeout_s
+        self._limit_s = None if limit_s is None else limit_s + RETRY_S + _GRACE_S
+        alone = section.model_copy(update={"workers": 0})
+        self._processes = [_Process((alone, loading, torch.get_num_threads())) for _ in range(self.count)]
+        self._threads = [Worker(f"{name}-{number}") for number in range(self.count)]
         self._num_calls = 0
         weakref.finalize(self, _end_all, self._processes)
 
     def begin(self, samples: Sequence[Sample], extras: Mapping[str, object]) -> "Future[Scored]":
         """The outcomes of one call, which the next of the processes makes."""
-        number = self._num_calls % len(self._processes)
+        number = self._num_calls % self.count
         self._num_calls += 1
         return self._threads[number].submit(partial(self._called, self._processes[number], samples, extras))
 
-    def outcomes(self, samples: Sequence[Sample], extras: Mapping[str, object] | None = None) -> Scored:
-        """See `CalledReward.outcomes`; each process gets about as many groups."""
-        starts = [place for place, sample in enumerate(samples) if sample.index == 0 or place == 0]
-        count = min(len(self._processes), len(starts))
-        cuts = [*(starts[len(starts) * number // count] for number in range(count)), len(samples)]
-        parts = [Portion(range(first, last), 1) for first, last in pairwise(cuts)]
-        begun = {part: self.begin([samples[place] for place in part.samples], extras or {}) for part in parts}
-        return one_answer({part: result_of(future) for part, future in begun.items()})
-
     def _called(self, process: "_Process", samples: Sequence[Sample], extras: Mapping[str, object]) -> Scored:
-        limit_s = None if self.policy.timeout_s is None else self.policy.timeout_s + RETRY_S + _GRACE_S
         reason = ""
         for _ in range(_TRIES):
             try:
-                answer = process.answer((samples, extras), limit_s)
+                answer = process.answer((samples, extras), self._limit_s)
             except (EOFError, OSError):
                 reason = process.end()
                 if process.is_closed:
@@ -90,11 +81,39 @@ class ProcessReward(FunctionReward):
         return Scored([failure] * len(samples), Logged(len(samples)))
 
 
-class _Process:
-    """A process that has loaded a function; it is started by the first call, and again by the next after its end."""
+class ProcessReward(FunctionReward):
+    """The function of `section`, called in `section.workers` processes, each with whole groups.
 
-    def __init__(self, section: RewardSource) -> None:
-        self._section = section
+    Raises RewardError for an async function, which waits for others and needs no processes.
+    """
+
+    def __init__(self, function: RewardFunction, section: RewardSource, loading: object, name: str | None) -> None:
+        super().__init__(function, name, Policy(section.on_error, section.timeout_s))
+        if self.is_async:
+            raise RewardError(
+                f"reward {section.source!r} is an `async def`, whose calls overlap anyway; remove its `workers`"
+            )
+        self._processes = Processes(section, loading, self.name)
+
+    def begin(self, samples: Sequence[Sample], extras: Mapping[str, object]) -> "Future[Scored]":
+        """See `CalledReward.begin`."""
+        return self._processes.begin(samples, extras)
+
+    def outcomes(self, samples: Sequence[Sample], extras: Mapping[str, object] | None = None) -> Scored:
+        """See `CalledReward.outcomes`; each process gets about as many groups."""
+        starts = [place for place, sample in enumerate(samples) if sample.index == 0 or place == 0]
+        count = min(self._processes.count, len(starts))
+        cuts = [*(starts[len(starts) * number // count] for number in range(count)), len(samples)]
+        parts = [Portion(range(first, last), 1) for first, last in pairwise(cuts)]
+        begun = {part: self.begin([samples[place] for place in part.samples], extras or {}) for part in parts}
+        return one_answer({part: result_of(future) for part, future in begun.items()})
+
+
+class _Process:
+    """A process that has loaded a reward; it is started by the first call, and again by the next after its end."""
+
+    def __init__(self, setup: object) -> None:
+        self._setup = setup
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self.is_closed = False
@@ -142,7 +161,7 @@ class _Process:
                     env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 )
             self._connection = Connection(ours.detach())
-            self._connection.send(self._section)
+            self._connection.send(self._setup)
         return self._connection
 
 

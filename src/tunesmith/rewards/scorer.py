@@ -33,7 +33,7 @@ from tunesmith.rewards.outcome import (
     samples_of,
 )
 from tunesmith.rewards.sources import Loading, RewardLike, code_files, resolve
-from tunesmith.rewards.threads import EventLoop, Worker
+from tunesmith.rewards.threads import EventLoop, Worker, result_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +226,12 @@ def _outcomes(
     extras: Mapping[str, object],
 ) -> dict[Portion, Scored]:
     """The outcomes of one call for each of `parts`."""
-    return {part: reward.outcomes([samples[i] for i in part.samples], extras) for part in parts}
+    of_part = {part: [samples[i] for i in part.samples] for part in parts}
+    if isinstance(reward, ModelReward):
+        begun = {part: future for part in parts if (future := reward.begin(of_part[part], extras))}
+        if begun:
+            return {part: result_of(future) for part, future in begun.items()}
+    return {part: reward.outcomes(of_part[part], extras) for part in parts}
 
 
 def _distinct(names: Sequence[str]) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from tunesmith.rewards.builtin import BUILTINS, RewardFunction
 from tunesmith.rewards.calling import CalledReward, FunctionReward, ObjectReward, last_line_of
 from tunesmith.rewards.model import ModelReward
 from tunesmith.rewards.outcome import Policy, Reward
-from tunesmith.rewards.processes import ProcessReward
+from tunesmith.rewards.processes import Processes, ProcessReward
 
 _FORMS = "`./file.py:name` or `package.module:name`"
 
@@ -201,14 +201,13 @@ def _from_section(section: RewardSource, loading: Loading, policy: Policy) -> Mo
     if not is_model:
         function, name = function_of(section)
         if section.workers:
-            return ProcessReward(function, section, name, policy)
+            return ProcessReward(function, section, loading, name)
         return FunctionReward(function, name, policy)
     close = difflib.get_close_matches(source, list(BUILTINS), n=1, cutoff=0.75)
     if close and not Path(source).exists():
         raise RewardError(f"reward {source!r} is no built-in and no model; did you mean {close[0]!r}?")
-    if section.timeout_s is not None or section.workers:
-        given = "workers" if section.workers else "timeout_s"
-        raise RewardError(f"reward {source!r} is a reward model; `{given}` belongs to functions, remove it")
+    if section.timeout_s is not None:
+        raise RewardError(f"reward {source!r} is a reward model; `timeout_s` belongs to functions, remove it")
     try:
         model = load_reward_model(
             source, label=section.label, transform=section.transform, device=loading.device, dtype=loading.dtype
@@ -218,4 +217,7 @@ def _from_section(section: RewardSource, loading: Loading, policy: Policy) -> Mo
             f"reward {source!r}: {error}. A reward is `./file.py:name`, `package.module:name`, a reward model, "
             f"or a built-in: {', '.join(BUILTINS)}"
         ) from error
-    return ModelReward(model, policy_tokenizer=loading.policy_tokenizer, policy=policy)
+    reward = ModelReward(model, policy_tokenizer=loading.policy_tokenizer, policy=policy)
+    if section.workers:
+        reward.begin = Processes(section, loading, reward.name).begin
+    return reward
