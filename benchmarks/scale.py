@@ -1,6 +1,10 @@
-"""Rollout workers: two against one, and a queue against a static split of uneven work on uneven workers.
+"""Several processes: two rollout workers and two ranks against one, a queue against a static split of uneven work on
+uneven workers, and a critic in a process of its own.
 
 `rollout`: `ratio_2` is the time of one worker over that of two, for the same completions of equal length.
+`step`: `ratio_2` is the time of a PPO step of one rank over that of two: medians over the steps of runs in alternation.
+`critic`: the same, of a step with a separate critic, in one process over that with `ppo.critic_process`; `update_ratio`
+is of its updates alone.
 `uneven`: completions of 8 to 512 tokens, two workers of which one has half of each millisecond. The ideal is the time
 of one undisturbed worker over 1.5; shares are this ideal over the time that was measured. In a static split each
 worker gets one half of the prompts. Lengths are not known before.
@@ -11,6 +15,7 @@ Every process has one thread. Leave the machine alone meanwhile.
 """
 
 import contextlib
+import json
 import os
 import signal
 import statistics
@@ -19,10 +24,12 @@ import threading
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from benchmarks.common import (
     Say,
+    Spread,
     command,
     in_turns,
     load_facts,
@@ -35,6 +42,7 @@ from benchmarks.common import (
     spread_text,
 )
 from benchmarks.machine import machine_facts
+from benchmarks.plan import trained
 from tunesmith import train
 from tunesmith.batch.rollout import SamplingParams
 from tunesmith.config.sections import ModelSection
@@ -101,6 +109,54 @@ def measure_rollout(loaded: LoadedModel, options: Namespace, say: Say) -> dict[s
     return {"ratio_2": ratio.median, **ratio.facts("ratio"), "load": load_facts(loads)}
 
 
+def measure_steps(
+    sides: Mapping[str, Mapping[str, object]], options: Namespace, say: Say
+) -> tuple[dict[str, list[Any]], Any]:
+    """Metrics of the steps of PPO runs with the flags of each side, in alternation, without their first; and loads."""
+    sizes = {"steps": 3, "rollout.prompts-per-step": 8} if options.quick else {"steps": 6}
+
+    def side(flags: Mapping[str, object], _: int) -> list[dict[str, float]]:
+        with tempfile.TemporaryDirectory() as folder:
+            path = trained(Path(folder), model=options.step_model, **sizes, **flags)
+            return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()[1:]]
+
+    def line(answers: Mapping[str, list[list[dict[str, float]]]]) -> str:
+        return ", ".join(f"{name}: {typical(runs[-1], 'time/step_s'):.2f} s" for name, runs in answers.items())
+
+    return in_turns({name: partial(side, flags) for name, flags in sides.items()}, options.rounds, say, line)
+
+
+def typical(rows: Sequence[Mapping[str, float]], name: str) -> float:
+    """Median of a metric over steps."""
+    return statistics.median(row[name] for row in rows)
+
+
+def ratio_of(answers: Mapping[str, list[Any]], name: str) -> Spread:
+    """The metric `name` of the first side over that of the second."""
+    first, second = ([typical(rows, name) for rows in runs] for runs in answers.values())
+    return paired(first, second)
+
+
+def measure_step(options: Namespace, say: Say) -> dict[str, object]:
+    """One rank and two."""
+    answers, loads = measure_steps({"1": {"scale.ranks": 1}, "2": {"scale.ranks": 2}}, options, say)
+    ratio = ratio_of(answers, "time/step_s")
+    return {"ratio_2": ratio.median, **ratio.facts("ratio"), "load": load_facts(loads)}
+
+
+def measure_critic(options: Namespace, say: Say) -> dict[str, object]:
+    """A separate critic in the process of the policy, and in one of its own."""
+    sides = {str(own): {"ppo.critic": "separate", "ppo.critic_process": own} for own in ("false", "true")}
+    answers, loads = measure_steps(sides, options, say)
+    step, update = ratio_of(answers, "time/step_s"), ratio_of(answers, "time/update_s")
+    return {
+        "step_ratio": step.median,
+        **update.facts("update_ratio"),
+        "update_ratio": update.median,
+        "load": load_facts(loads),
+    }
+
+
 def measure_uneven(loaded: LoadedModel, options: Namespace, say: Say) -> dict[str, object]:
     """The queue, a static split, and one undisturbed worker, in alternation."""
     num_prompts, longest = (4, 32) if options.quick else (64, 512)
@@ -158,26 +214,21 @@ def measure_staleness(options: Namespace, say: Say) -> dict[str, object]:
 
     def line(answers: Mapping[str, list[RunResult]]) -> str:
         return ", ".join(
-            f"{name}: {runs[-1].summary['accuracy_after']:.3f}, {median_of(runs[-1], 'time/step_s'):.1f} s a step"
+            f"{name}: {runs[-1].summary['accuracy_after']:.3f}, {typical(runs[-1].metrics, 'time/step_s'):.1f} s a step"
             for name, runs in answers.items()
         )
 
     sides = {str(staleness): partial(side, staleness) for staleness in (0, 1, 4)}
     answers, loads = in_turns(sides, options.rounds, say, line)
-    first = [median_of(run, "time/step_s") for run in answers["0"]]
+    first = [typical(run.metrics, "time/step_s") for run in answers["0"]]
     figures: dict[str, object] = {}
     for name, runs in answers.items():
         figures[name] = {
             **{key: [run.summary[key] for run in runs] for key in ACCURACIES},
-            "step_ratio": paired(first, [median_of(run, "time/step_s") for run in runs]).median,
-            **{key: statistics.median(median_of(run, key) for run in runs) for key in TIMES[1:]},
+            "step_ratio": paired(first, [typical(run.metrics, "time/step_s") for run in runs]).median,
+            **{key: statistics.median(typical(run.metrics, key) for run in runs) for key in TIMES[1:]},
         }
     return {"steps": options.steps, "by_staleness": figures, "load": load_facts(loads)}
-
-
-def median_of(run: RunResult, name: str) -> float:
-    """Median of a metric over the steps of a run."""
-    return statistics.median(row[name] for row in run.metrics)
 
 
 def measure(options: Namespace, say: Say) -> Mapping[str, object]:
@@ -190,7 +241,18 @@ def measure(options: Namespace, say: Say) -> Mapping[str, object]:
     rollout = measure_rollout(loaded, options, say)
     say("uneven: the queue and a static split")
     uneven = measure_uneven(load_policy(ModelSection(name=options.uneven_model)), options, say)
-    return {"model": options.model, "rollout": rollout, "uneven": uneven, **machine_facts()}
+    say("step: one rank and two")
+    step = measure_step(options, say)
+    say("critic: in the process of the policy, and in its own")
+    critic = measure_critic(options, say)
+    return {
+        "model": options.model,
+        "rollout": rollout,
+        "step": step,
+        "uneven": uneven,
+        "critic": critic,
+        **machine_facts(),
+    }
 
 
 def show(facts: Mapping[str, Any]) -> None:
@@ -203,11 +265,13 @@ def show(facts: Mapping[str, Any]) -> None:
         print_table(["staleness", *ACCURACIES, *TIMES], rows)
         print(load_warning(facts["staleness"]))
         return
-    rollout, uneven = facts["rollout"], facts["uneven"]
+    rollout, uneven, critic = facts["rollout"], facts["uneven"], facts["critic"]
     print_table(
         ["", "figure"],
         [
             ["two workers over one", spread_text(rollout)],
+            ["two ranks over one", spread_text(facts["step"])],
+            ["critic beside the policy: step, update", f"{critic['step_ratio']:.2f}, {critic['update_ratio']:.2f}"],
             ["uneven: share of the ideal, queue", f"{uneven['queue_share']:.2f}"],
             ["uneven: share of the ideal, static split", f"{uneven['static_share']:.2f}"],
         ],
@@ -219,9 +283,11 @@ def main(words: Sequence[str]) -> int:
     """The command line."""
     uneven = {"default": "scratch", "metavar": "ID", "help": "model of the uneven work; its completions end by chance"}
     staleness = {"action": "store_true", "help": "measure training on completions drawn ahead, and nothing else"}
+    step_model = {"default": "scratch", "metavar": "ID", "help": "model of `step` and `critic`"}
     steps = {"type": int, "default": 12, "metavar": "N", "help": "steps of each run of --staleness"}
     shared = ("model", "rounds", "quick", "out", "json", "quiet")
-    flags = parser("scale", __doc__, *shared, uneven_model=uneven, staleness=staleness, steps=steps)
+    own = {"uneven_model": uneven, "step_model": step_model, "staleness": staleness, "steps": steps}
+    flags = parser("scale", __doc__, *shared, **own)
     return command(flags, words, measure, show)
 
 
