@@ -1,6 +1,8 @@
 """Ranks that are killed or stopped at random times: the resumed run ends as one without kills, to the bit."""
 
 import contextlib
+import json
+import os
 import random
 import re
 import shutil
@@ -19,6 +21,7 @@ from recipes import PROMPTS, grpo_recipe
 
 from tunesmith.config.schema import GRPORecipe
 from tunesmith.core.errors import TunesmithError
+from tunesmith.core.faults import VARIABLE
 from tunesmith.trainers.api import Inputs
 from tunesmith.trainers.resume import resume
 from tunesmith.trainers.run import run
@@ -99,6 +102,22 @@ def test_a_run_whose_ranks_are_killed_at_random_times_ends_as_without(expected: 
         attempt(folder, chance, how, rank) for how, rank in ((signal.SIGKILL, 1), (signal.SIGKILL, 0), (None, 0))
     )
     assert result(the_run(folder)) == expected
+
+
+def on_a_full_disk(folder: Path) -> None:
+    os.environ[VARIABLE] = "checkpoint/written:disk_full:2"
+    trained(folder)
+
+
+def test_a_full_disk_of_the_rank_that_writes_costs_one_checkpoint(expected: object, tmp_path: Path) -> None:
+    process = context().Process(target=on_a_full_disk, args=(tmp_path / "runs",))
+    process.start()
+    process.join(timeout=120)
+    assert process.exitcode == 0
+    run_dir = the_run(tmp_path / "runs")
+    found = [json.loads(line) for line in (run_dir / "findings.jsonl").read_text().splitlines()]
+    assert [(one["step"], one["severity"]) for one in found if "No space left" in one["message"]] == [(2, "error")]
+    assert result(run_dir) == expected
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -124,7 +125,11 @@ def test_an_actor_that_is_killed_is_replaced_and_nothing_is_lost(
 
 
 @pytest.mark.slow
-def test_a_machine_that_is_lost_changes_nothing(address: str, loaded: LoadedModel, expected: list[Group]) -> None:
+@pytest.mark.parametrize("seed", range(5))
+def test_a_machine_that_is_lost_changes_nothing(
+    address: str, loaded: LoadedModel, expected: list[Group], seed: int
+) -> None:
+    chance = random.Random(seed)
     with node(f"--address {address} --num-cpus 2") as second:
         engine = open_engine(loaded.model, loaded.tokenizer, backend=Workers(2, lease=4, address=address))
         assert isinstance(engine, WorkerEngine)
@@ -132,10 +137,12 @@ def test_a_machine_that_is_lost_changes_nothing(address: str, loaded: LoadedMode
         machine = [second, *second.children(recursive=True)]
         there = {process.pid for process in machine}
         assert there & {engine.process_of(worker) for worker in range(2)}, "Ray spreads actors"
-        left = [machine]
+        when = chance.randrange(len(PROMPTS))  # a random group ends, and an actor is killed as often as the node
 
-        def lose(_index: int, _group: Group) -> None:
-            for process in left.pop() if left else ():
+        def lose(index: int, _group: Group) -> None:
+            if index == when - 1:
+                os.kill(engine.process_of(chance.randrange(2)), signal.SIGKILL)
+            for process in machine if index == when else ():
                 with contextlib.suppress(psutil.NoSuchProcess):  # with the one that started it
                     process.kill()
 
