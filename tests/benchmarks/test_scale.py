@@ -7,6 +7,7 @@ import pytest
 from benchmarks import scale
 
 
+@pytest.mark.slow  # four trainings in processes of their own
 def test_a_smoke_run_gives_all_figures(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--quick", "--quiet", "--json", "--rounds", "1", "--model", "tiny:llama", "--uneven-model", "tiny:llama"]
     words += ["--step-model", "tiny:llama"]
