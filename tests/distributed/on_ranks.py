@@ -72,15 +72,16 @@ def _one(cfg: Recipe, inputs: Inputs) -> RunResult:
     return lead(cfg, inputs, None, partial(open_session, cfg, provenance=None, show_progress=False))
 
 
-def trained(num_ranks: int, runs: Runs) -> list[RunResult]:
+def trained(num_ranks: int, runs: Runs, *, pipeline: int = 1) -> list[RunResult]:
     """The results of `runs` by `num_ranks` processes."""
-    with ranks_of(ScaleSection(ranks=num_ranks, rank_timeout_s=60), partial(several, runs)):
+    section = ScaleSection(ranks=num_ranks, rank_timeout_s=60, pipeline=pipeline)
+    with ranks_of(section, partial(several, runs)):
         return several(runs)
 
 
-def on_ranks(num_ranks: int, work: Callable[[], Any], timeout_s: float = 60) -> Any:
+def on_ranks(num_ranks: int, work: Callable[[], Any], timeout_s: float = 60, *, pipeline: int = 1) -> Any:
     """The result of `work()` on rank 0, while each other rank calls it too."""
-    with ranks_of(ScaleSection(ranks=num_ranks, rank_timeout_s=timeout_s), work):
+    with ranks_of(ScaleSection(ranks=num_ranks, rank_timeout_s=timeout_s, pipeline=pipeline), work):
         return work()
 
 

@@ -20,6 +20,8 @@ class ScaleSection(Section):
     parameter and its gradient too, and gathers a layer's weights when it computes the layer."""
     tensor: PositiveInt = 1
     """Ranks that compute each linear map together, each with a part of its weight; needs shard: parameters."""
+    pipeline: PositiveInt = 1
+    """Ranks that each hold consecutive layers, with masters and moments, and pass activations on (pipeline stages)."""
     reduction: Literal["float32", "exact"] = "float32"
     """Sum of the gradients of micro-batches. `exact`: as integers on a fixed grid, equal to the bit for any number of
     ranks; more time and memory, and run.num_threads must be set."""
@@ -33,6 +35,17 @@ class ScaleSection(Section):
     def shards_parameters(self) -> bool:
         """True if no rank holds all weights."""
         return self.ranks > 1 and self.shard == "parameters"
+
+    @model_validator(mode="after")
+    def _check_pipeline(self) -> "ScaleSection":
+        if self.ranks % self.pipeline:
+            raise ValueError(
+                f"pipeline is {self.pipeline}, but ranks is {self.ranks}; ranks must be a multiple of it: set pipeline "
+                f"to 1, or ranks to {self.pipeline}"
+            )
+        if self.pipeline > 1 and (self.shard == "parameters" or self.is_exact):
+            raise ValueError(f"pipeline is {self.pipeline}; set shard to optimizer and reduction to float32 with it")
+        return self
 
     @model_validator(mode="after")
     def _check_shard(self) -> "ScaleSection":

@@ -84,6 +84,15 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_pipeline(self) -> "Recipe":
+        if self.scale.pipeline > 1 and self.algorithm in ("reward", "distill"):
+            raise ValueError(
+                f"scale.pipeline is {self.scale.pipeline}, but {self.algorithm} needs the states of all layers on one "
+                "rank; set it to 1"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_dropout(self) -> "Recipe":
         if not self.ALLOWS_DROPOUT and self.model.lora.dropout > 0:
             raise ValueError(

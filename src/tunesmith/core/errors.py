@@ -55,6 +55,10 @@ class TrainingError(TunesmithError):
     """Training cannot continue: too many non-finite steps in a row. The last good checkpoint is kept."""
 
 
+class LostRankError(TrainingError):
+    """An exchange of ranks failed: another one ended, or did not arrive in time."""
+
+
 class ServerError(TunesmithError):
     """A rollout server is away, or draws from other weights, for longer than the run may wait. Exit code 2.
 

@@ -21,8 +21,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from tunesmith.config.scale_sections import ScaleSection
 from tunesmith.config.schema import Recipe
-from tunesmith.core.errors import ConfigError, InputError, TrainingError
-from tunesmith.distributed.ranks import LostRankError, Ranks, joined
+from tunesmith.core.errors import ConfigError, InputError, LostRankError, TrainingError
+from tunesmith.distributed.ranks import Ranks, joined
+from tunesmith.distributed.stages import Stages
 
 RecipeT = TypeVar("RecipeT", bound=Recipe)
 
@@ -181,10 +182,14 @@ def _group(section: ScaleSection, ranks: Ranks, limit: timedelta, device: int) -
             timeout=limit,
         )
     try:
-        if section.shards_parameters:
-            ranks.tensor = section.tensor
-            shape, names = (ranks.num_data, ranks.tensor), ("data", "tensor")
-            ranks.mesh = init_device_mesh("cuda" if has_gpu else "cpu", shape, mesh_dim_names=names)
+        kind = "stage" if section.pipeline > 1 else "tensor"
+        if section.pipeline > 1:
+            first = ranks.index // section.pipeline * section.pipeline
+            ranks.stages = Stages(ranks.index - first, section.pipeline, first)
+        ranks.tensor = section.tensor
+        if section.shards_parameters or ranks.stages is not None:
+            shape = (ranks.num_data, ranks.num_together)
+            ranks.mesh = init_device_mesh("cuda" if has_gpu else "cpu", shape, mesh_dim_names=("data", kind))
         with joined(ranks):
             yield
     finally:

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DeviceMesh, Store  # pyright: ignore[reportPrivateImportUsage]
 
-from tunesmith.core.errors import TrainingError
+from tunesmith.core.errors import LostRankError
+from tunesmith.distributed.stages import Stages
 
 T = TypeVar("T")
 
@@ -29,16 +30,13 @@ END = "end"
 """The order after which the other ranks leave."""
 
 
-class LostRankError(TrainingError):
-    """A collective failed: another rank ended, or did not arrive in time."""
-
-
 @dataclass(slots=True)
 class Ranks:
     """This process among `count` of one training; `index` 0 leads.
 
-    `tensor` neighbours compute the same micro-batches together, each a part of every linear map. `mesh` has the
-    dimensions `data` and `tensor`; None where parameters are not sharded.
+    `tensor` neighbours compute the same micro-batches together, each a part of every linear map; or those of one of
+    `stages` do, each some of the layers. `mesh` has the dimensions `data`, and `tensor` or `stage`; None where a rank
+    has all parameters.
 
     `store` holds the collective that each rank reached last, and which ranks saw one fail, so that a rank that never
     comes or that stops in the middle can be named.
@@ -48,18 +46,24 @@ class Ranks:
     count: int
     store: Store
     tensor: int = 1
+    stages: Stages | None = None
     mesh: DeviceMesh | None = None
     num_collectives: int = 0
 
     @property
+    def num_together(self) -> int:
+        """Number of ranks that compute the same micro-batches."""
+        return self.tensor if self.stages is None else self.stages.count
+
+    @property
     def num_data(self) -> int:
-        """Number of ranks, or groups of `tensor` ranks, that compute different micro-batches."""
-        return self.count // self.tensor
+        """Number of ranks, or groups of ranks, that compute different micro-batches."""
+        return self.count // self.num_together
 
     @property
     def data(self) -> int:
         """The number of this rank among those, from 0."""
-        return self.index // self.tensor
+        return self.index // self.num_together
 
     @property
     def data_group(self) -> dist.ProcessGroup | None:
@@ -158,17 +162,65 @@ def share_of(items: Sequence[T], *, all_ranks: bool = False) -> Sequence[T]:
 def gathered(parts: Sequence[T], name: str = "results", *, all_ranks: bool = False) -> list[T]:
     """The parts of all ranks, one rank's after the other's: the results of `share_of`, in the order of the items.
 
-    Those of a tensor-parallel group count once, unless `all_ranks`. Tensors come back on this rank's device.
+    Those of a tensor-parallel group count once, and of pipeline stages those of the last, unless `all_ranks`. Tensors
+    come back on this rank's device.
     """
     ranks = _RANKS.get()
     if ranks is None:
         return list(parts)
-    buffer = io.BytesIO()
-    torch.save(list(parts), buffer)
-    received: list[bytes] = [b""] * (ranks.count if all_ranks else ranks.num_data)
+    if ranks.stages is not None and not all_ranks:
+        return _gathered(ranks, parts if ranks.stages.is_last else [], name, None)
+    return _gathered(ranks, parts, name, None if all_ranks else ranks.data_group)
+
+
+def gathered_of_stage(parts: Sequence[T], name: str) -> list[T]:
+    """As `gathered`, with the parts of the ranks that hold the same layers as this one."""
+    ranks = _RANKS.get()
+    return list(parts) if ranks is None else _gathered(ranks, parts, name, ranks.data_group)
+
+
+def of_all_stages(parts: Sequence[T], name: str) -> list[T]:
+    """The parts of the stages of this rank's pipeline; without one, `parts`."""
+    ranks = _RANKS.get()
+    if ranks is None or ranks.stages is None or ranks.mesh is None:
+        return list(parts)
+    return _gathered(ranks, parts, name, ranks.mesh.get_group("stage"))
+
+
+def stages_by_first(part: T, name: str) -> list[T]:
+    """The part of each stage of this rank's pipeline, on its first; `part` on the others, and without a pipeline."""
+    ranks = _RANKS.get()
+    if ranks is None or ranks.stages is None or ranks.mesh is None:
+        return [part]
+    is_first = ranks.stages.index == 0
+    received: list[Any] | None = [None] * ranks.stages.count if is_first else None
     with ranks.collective(name):
-        dist.all_gather_object(received, buffer.getvalue(), group=None if all_ranks else ranks.data_group)
-    return [part for one in received for part in _unpacked(one)]
+        dist.gather_object(part, received, group=ranks.mesh.get_group("stage"), group_dst=0)
+    return received or [part]
+
+
+def whole(parameter: torch.Tensor) -> torch.Tensor:
+    """The contents of a parameter; on rank 0 also of one that another pipeline stage has, from the last that has it.
+    All ranks must call it.
+    """
+    held = parameter.detach()
+    ranks = _RANKS.get()
+    if ranks is None or ranks.stages is None:
+        return held
+    shapes = of_all_stages([held.shape], "shapes")
+    holder = max((index for index, shape in enumerate(shapes) if shape.numel()), default=0)
+    if ranks.data == 0 and holder > 0:
+        if ranks.stages.index == holder:
+            ranks.stages.send(0, held)
+        elif ranks.stages.index == 0:
+            return ranks.stages.receive(holder, held.new_empty(shapes[holder]))
+    return held
+
+
+def stages() -> Stages | None:
+    """The pipeline that this rank is a stage of; None if it has all layers."""
+    ranks = _RANKS.get()
+    return None if ranks is None else ranks.stages
 
 
 def gathered_by_first(part: T, name: str) -> list[T]:
@@ -239,6 +291,15 @@ def orders() -> Iterator[tuple[str, tuple[Any, ...]]]:
             dist.broadcast_object_list(heard, src=0)
         order, arguments = heard[0]
         yield order, arguments
+
+
+def _gathered(ranks: Ranks, parts: Sequence[T], name: str, group: dist.ProcessGroup | None) -> list[T]:
+    buffer = io.BytesIO()
+    torch.save(list(parts), buffer)
+    received: list[bytes] = [b""] * dist.get_world_size(group)
+    with ranks.collective(name):
+        dist.all_gather_object(received, buffer.getvalue(), group=group)
+    return [part for one in received for part in _unpacked(one)]
 
 
 def _unpacked(part: bytes) -> list[Any]:

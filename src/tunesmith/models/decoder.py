@@ -5,7 +5,7 @@ The tokens of all sequences are concatenated, without padding. The caller suppli
 else is the same code and the same kernels, and no row's result depends on the other rows. So in bfloat16 and float32 on
 a CPU the engine's log-probs equal the trainer's to the bit.
 
-Shape legend: T tokens, H hidden, X query width, Y key width, N picked rows, V vocabulary, U different tokens.
+Shape legend: T tokens, H hidden, X query width, Y key width, N picked rows, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -40,6 +39,7 @@ from tunesmith.models.architecture import (
     UnsupportedArchitecture,
     weight_of,
 )
+from tunesmith.models.embedding import embed
 from tunesmith.models.mixture import Linear, LinearOfExperts, mixture
 from tunesmith.models.proof import prove
 from tunesmith.models.reader import describe
@@ -79,57 +79,40 @@ class Ops:
 
 def hidden_states(architecture: Architecture, ids_T: torch.Tensor, positions_T: torch.Tensor, ops: Ops) -> torch.Tensor:
     """Hidden states after the final norm, `[T, H]`, as the output layer takes them."""
-    x_TH = _scaled(_embed(architecture, ids_T), architecture.embedding_scale)
+    x_TH = embedded(architecture, ids_T, positions_T)
+    x_TH, residual_TH = after_layers(architecture, range(len(architecture.blocks)), x_TH, ops)
+    return normed(architecture, x_TH, residual_TH, ops)
+
+
+def embedded(architecture: Architecture, ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
+    """The input of the first layer, `[T, H]`."""
+    x_TH = _scaled(embed(architecture, ids_T), architecture.embedding_scale)
     if architecture.positions is not None:
         x_TH = x_TH + architecture.positions(positions_T)
     if torch.is_autocast_enabled(x_TH.device.type) and x_TH.dtype != torch.float64:
         x_TH = x_TH.to(torch.get_autocast_dtype(x_TH.device.type))  # the residual stream too, as with 16-bit weights
+    return x_TH
+
+
+def after_layers(
+    architecture: Architecture, layers: range, x_TH: torch.Tensor, ops: Ops
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The output of the last of `layers` for the input of the first, and the residual stream, not added yet."""
     residual_TH: torch.Tensor | None = None
-    for layer, block in enumerate(architecture.blocks):
+    for layer in layers:
+        block = architecture.blocks[layer]
         if layer < ops.num_recomputed and torch.is_grad_enabled():
             x_TH, residual_TH = checkpoint(_block, layer, block, x_TH, residual_TH, ops, use_reentrant=False)
         else:
             x_TH, residual_TH = _block(layer, block, x_TH, residual_TH, ops)
         if ops.on_layer:
             ops.on_layer(f"layer {layer}", x_TH if residual_TH is None else x_TH + residual_TH)
+    return x_TH, residual_TH
+
+
+def normed(architecture: Architecture, x_TH: torch.Tensor, residual_TH: torch.Tensor | None, ops: Ops) -> torch.Tensor:
+    """Hidden states after the final norm, `[T, H]`, from what `after_layers` gives."""
     return _scaled(_norm(architecture.final_norm, x_TH, residual_TH, ops)[0], architecture.output_scale)
-
-
-def _embed(architecture: Architecture, ids_T: torch.Tensor) -> torch.Tensor:
-    """Embeddings of tokens, `[T, H]`; with a sparse gradient where autograd adds it to the output layer's dense one."""
-    embedding, output = architecture.embedding, architecture.output
-    if (
-        type(embedding) is not nn.Embedding
-        or output is None
-        or weight_of(output.modules[0]) is not embedding.weight
-        or embedding.weight.device.type != "cpu"
-        or embedding.max_norm is not None
-        or embedding._forward_hooks
-        or embedding._forward_pre_hooks
-    ):
-        return embedding(ids_T)
-    return _TiedEmbedding.apply(embedding.weight, ids_T, embedding.padding_idx)  # type: ignore[return-value]
-
-
-class _TiedEmbedding(torch.autograd.Function):
-    """Rows of the output layer's weight. Their dense gradient would be a matrix of the vocabulary's size, nearly all
-    zeros, filled and added in every backward pass. The bits of the sum are the same.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, weight_VH: torch.Tensor, ids_T: torch.Tensor, padding_id: int | None) -> torch.Tensor:
-        ctx.save_for_backward(ids_T)
-        ctx.shape, ctx.padding_id = weight_VH.shape, -1 if padding_id is None else padding_id
-        return functional.embedding(ids_T, weight_VH)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_x_TH: torch.Tensor) -> Any:
-        ids_U, index_T = ctx.saved_tensors[0].unique(return_inverse=True)
-        d_rows_UH = torch.ops.aten.embedding_dense_backward(d_x_TH, index_T, len(ids_U), -1, False)
-        d_rows_UH[ids_U == ctx.padding_id] = 0
-        rows = torch.sparse_coo_tensor(ids_U[None], d_rows_UH, ctx.shape, is_coalesced=True, check_invariants=False)
-        return rows, None, None
 
 
 def logits(architecture: Architecture, hidden_NH: torch.Tensor, ops: Ops) -> torch.Tensor:
@@ -225,6 +208,23 @@ def _norm_heads(norm: Norm, x_TX: torch.Tensor, ops: Ops) -> torch.Tensor:
     return normed_TKD.flatten(1)
 
 
+class Stage(Protocol):
+    """The layers that this rank has, of a model in pipeline stages (`models/pipeline.py`)."""
+
+    is_last: bool
+    drawing: Any
+
+    def refresh(self, version: int) -> None:
+        """Bring `drawing`, the model that completions are drawn from, to the weights of `version`."""
+        ...
+
+    def hidden_states(
+        self, architecture: Architecture, ids_T: torch.Tensor, positions_T: torch.Tensor, ops: Ops, /
+    ) -> torch.Tensor:
+        """As `hidden_states` on the last stage; on others `[T, 0]`."""
+        ...
+
+
 class Decoder:
     """A transformers model as the trainer computes it: packed sequences, gradients to its own parameters.
 
@@ -245,6 +245,7 @@ class Decoder:
         self.kernels = kernels
         self.shares_prefixes = shares_prefixes
         self.ropes = RopeTables(self.architecture.ropes)
+        self.stage: Stage | None = None
         self._model = model
         self._kept_bytes = kept_bytes
         self._settle(model)
@@ -276,7 +277,9 @@ class Decoder:
                 f"lengths must add up, and fit the context of {context}"
             )
         positions_T = segments.positions(ids_T.device)
-        return hidden_states(self.architecture, ids_T, positions_T, self._ops(segments, on_layer))
+        ops = self._ops(segments, on_layer)
+        compute = hidden_states if self.stage is None else self.stage.hidden_states
+        return compute(self.architecture, ids_T, positions_T, ops)
 
     def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
         """Logits `[N, V]` of some of the hidden states."""

@@ -51,6 +51,11 @@ class LanguageModel:
         """The flat decoder; None with another backend."""
         return self.backend if isinstance(self.backend, Decoder) else None
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """True if a later pipeline stage has its output layer."""
+        return self.decoder is not None and self.decoder.stage is not None and not self.decoder.stage.is_last
+
 
 def language_model(module: PreTrainedModel, kernels: Kernels | None = None) -> LanguageModel:
     """`module`, a causal language model, with the best backend: on a CPU the flat decoder, if its family is known."""

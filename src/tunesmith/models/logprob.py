@@ -12,7 +12,7 @@ Only the N states that predict a scored token go through the output layer. By ba
   picked before, and log-probs are what autograd makes of `log_softmax`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,6 +132,8 @@ def next_token_scores(model: LanguageModel, targets: Targets) -> HeadScores:
     if isinstance(model.backend, Decoder):
         count_pass(len(targets.ids_T), len(targets.ids_T))
         hidden_TH = model.backend.hidden_states(targets.ids_T, Segments.alone(targets.lengths))
+        if model.is_elsewhere:
+            return HeadScores(*_absent(targets.chosen_N), torch.zeros_like(targets.chosen_N, dtype=torch.bool))
         return head_scores(hidden_TH[targets.state_N], model.backend.output, targets.chosen_N, kernels=model.kernels)
     lengths_B = torch.tensor(targets.lengths, device=targets.ids_T.device)
     ids_BS = pad_sequence(list(targets.ids_T.split(targets.lengths)), batch_first=True)
@@ -215,17 +217,35 @@ def completion_layout(
 
 
 def _token_scores(
-    model: LanguageModel, layout: CompletionLayout, temperature: float, value_head: nn.Module | None
+    model: LanguageModel,
+    layout: CompletionLayout,
+    temperature: float,
+    value_head: Callable[[torch.Tensor], torch.Tensor] | None,
 ) -> TokenScores:
     row_N, position_N, column_N = layout.indices()
     chosen_N = layout.ids_BS[row_N, position_N + 1]
     hidden_NH, output = _states(model, layout, row_N, position_N)
-    if isinstance(output, OutputLayer):
+    if model.is_elsewhere:
+        logp_N, entropy_N = _absent(chosen_N)
+        value_head = None if value_head is None else _no_values
+    elif isinstance(output, OutputLayer):
         logp_N, entropy_N = head_logp_entropy(hidden_NH, output, chosen_N, temperature, kernels=model.kernels)
     else:
         logp_N, entropy_N = _of_logits(model, output, chosen_N, temperature)
     value_BT = None if value_head is None else layout.spread(value_head(hidden_NH), row_N, column_N)
     return TokenScores(layout.spread(logp_N, row_N, column_N), layout.spread(entropy_N, row_N, column_N), value_BT)
+
+
+def _absent(chosen_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Zeros for log-probs and entropies that another pipeline stage computes, and for a loss of them that counts there
+    alone.
+    """
+    zero_N = torch.zeros_like(chosen_N, dtype=torch.float32, requires_grad=torch.is_grad_enabled())
+    return zero_N, zero_N.detach()
+
+
+def _no_values(hidden_NH: torch.Tensor) -> torch.Tensor:
+    return hidden_NH.new_zeros(len(hidden_NH), dtype=torch.float32)
 
 
 def _states(

@@ -117,15 +117,13 @@ class MasterAdamW:
         if self._scale is not None and not self._was_scaled and any(slot.gradient is not None for slot in self._slots):
             raise TrainingError("float16 weights need a scaled loss; call optimizer.scaled(loss).backward()")
         loss, found = self._slots.summed_gradients(loss)
-        if not found:
+        sums = self._slots.sums_of_squares(found)
+        if not sums:
             raise TrainingError("no parameter has a gradient; call backward on a loss before step")
-        sums = self._slots.sums_of_squares([gradient for _, gradient in found])
         loss_scale = 1.0 if self._scale is None else self._scale.value
-        grad_norm = math.sqrt(sum(sums)) / loss_scale
+        grad_norm = math.sqrt(sum(total for _, total in sums)) / loss_scale
         factor = schedule_factor(self._section, self.num_steps, self._total_steps)
-        bad_parameter = next(
-            (slot.name for (slot, _), s in zip(found, sums, strict=True) if not math.isfinite(s)), None
-        )
+        bad_parameter = next((name for name, total in sums if not math.isfinite(total)), None)
         overflowed = (
             bad_parameter is not None and math.isfinite(loss) and self._scale is not None and self._scale.lower()
         )
@@ -187,6 +185,7 @@ class MasterAdamW:
         16-bit weights are set from their masters. `weight_version` moves to a number that was not in use before.
         Raises CheckpointError, with nothing changed, if the state belongs to other parameters.
         """
+        state = OptimizerState(self._slots.own_state(state.tensors), state.scalars)
         self._require_match(state)
         by_slot: dict[str, dict[str, torch.Tensor]] = {slot.name: {} for slot in self._slots}
         for key, tensor in state.tensors.items():
@@ -217,6 +216,8 @@ class MasterAdamW:
         missing = set(_COUNTS) - state.scalars.keys()
         allowed: dict[str, torch.Tensor] = {}
         for slot in self._slots:
+            if not slot.parameter.numel():  # another pipeline stage has it
+                continue
             moments = slot.expected_moments(coded=self._coded)
             masters = {f"master/{slot.name}": slot.parameter} if slot.has_master else {}
             missing |= masters.keys() - state.tensors.keys()

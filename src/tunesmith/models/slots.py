@@ -126,6 +126,14 @@ class Slot:
             return self.master.new_zeros(len(part), dtype=dtype)
         return self.gradient.reshape(-1)[part.start : part.stop].to(dtype)
 
+    def add(self, gradient: torch.Tensor) -> None:
+        """Add the `gradient`, flat, of another rank."""
+        total = (self.gradient_of(range(len(gradient))) + gradient).view(self.parameter.shape)
+        if self.has_master:
+            self._held = total
+        else:
+            self.parameter.grad = total
+
     def part(self, tensor: torch.Tensor) -> torch.Tensor:
         """The elements of `tensor`, of the parameter's shape, that are held here."""
         return tensor if self.own is None else tensor.view(-1)[self.own.start : self.own.stop]
@@ -219,12 +227,14 @@ class Slots(Sequence[Slot]):
 
         With several ranks the gradients are summed, in float32 or float64, and freed.
         """
-        told = ranks.gathered([(loss, [slot.bound for slot in self._slots])], "loss")
+        self._finish_stage()
+        told = ranks.gathered_of_stage([(loss, [slot.bound for slot in self._slots])], "loss")
         of_slot = [
             [bound for bound in bounds if bound is not None] for bounds in zip(*(each for _, each in told), strict=True)
         ]
         bounds = {slot: sum(found) for slot, found in zip(self._slots, of_slot, strict=True) if found}
         loss = math.fsum(one for one, _ in told) if all(math.isfinite(one) for one, _ in told) else math.nan
+        loss = ranks.of_all_stages([loss], "loss")[-1]
         own = [slot.gradient for slot in bounds]
         if ranks.num_data() > 1:
             own = self._reduced([bool(found) for found in of_slot])
@@ -247,16 +257,37 @@ class Slots(Sequence[Slot]):
             slot.forget_gradient()
         return own
 
-    def sums_of_squares(self, gradients: Sequence[torch.Tensor]) -> list[float]:
-        """For each gradient the sum of its squares over all ranks, from the elements held here."""
+    def sums_of_squares(self, found: Sequence[tuple[Slot, torch.Tensor]]) -> list[tuple[str, float]]:
+        """(Name; sum of squares of the gradient over all ranks), from the elements of each that are held here.
+
+        A parameter of two pipeline stages counts once.
+        """
+        stages = ranks.stages()
+        sums = zip((slot for slot, _ in found), self._sums([gradient for _, gradient in found]), strict=True)
+        own = [(slot.name, total) for slot, total in sums if stages is None or stages.counts(slot.parameter)]
+        return ranks.of_all_stages(own, "gradient norms of stages")
+
+    def _finish_stage(self) -> None:
+        """Make outstanding backward passes of a pipeline, and add up gradients of what two of its stages hold."""
+        stages = ranks.stages()
+        if stages is None:
+            return
+        stages.finish()
+        for slot in self._slots:
+            other = stages.tied.get(id(slot.parameter))
+            if other is not None:
+                slot.add(stages.swapped(other, slot.gradient_of(range(slot.parameter.numel()))))
+        stages.finish()
+
+    def _sums(self, gradients: Sequence[torch.Tensor]) -> list[float]:
         if not self._exact:
             own = sums_of_squares(gradients, kernels=self._kernels)
-            return [sum(parts) for parts in zip(*ranks.gathered([own], "gradient norms"), strict=True)]
+            return [sum(parts) for parts in zip(*ranks.gathered_of_stage([own], "gradient norms"), strict=True)]
         blocks = [pad(g.flatten(), (0, -g.numel() % CODED)).view(-1, CODED).double().square().sum(1) for g in gradients]
         # Blocks lie whole on one rank, and fsum rounds once, so that no bit depends on the number of ranks.
         return [
             math.fsum(torch.cat(parts).tolist())
-            for parts in zip(*ranks.gathered([blocks], "gradient norms"), strict=True)
+            for parts in zip(*ranks.gathered_of_stage([blocks], "gradient norms"), strict=True)
         ]
 
     def send_weights(self) -> None:
@@ -280,15 +311,21 @@ class Slots(Sequence[Slot]):
         """The state of all parameters, by prefix and name: the live tensors, or with several ranks copies of the whole
         on rank 0 and nothing on the others, which must call it too.
         """
-        own = [slot.tensors() for slot in self._slots]
+        own = [slot.tensors() if slot.parameter.numel() else {} for slot in self._slots]
         if ranks.num_data() > 1:
             parts = ranks.gathered_by_first(own, "optimizer state")
             own = [slot.joined([part[i] for part in parts]) for i, slot in enumerate(self._slots)] if parts else []
-        return {
+        state = {
             f"{prefix}/{slot.name}": tensor
             for slot, tensors in zip(self._slots, own, strict=False)
             for prefix, tensor in tensors.items()
         }
+        return {key: tensor for part in ranks.stages_by_first(state, "optimizer state") for key, tensor in part.items()}
+
+    def own_state(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Those of `tensors`, a state of all parameters, whose parameters this pipeline stage holds."""
+        absent = {slot.name for slot in self._slots if not slot.parameter.numel()}
+        return {key: tensor for key, tensor in tensors.items() if key.partition("/")[2] not in absent}
 
 
 def _named(moments: Moments) -> dict[str, torch.Tensor]:

@@ -1,10 +1,10 @@
 """The engines of all ranks as one: each draws the completions of its share of the prompts, and all get all."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tunesmith.batch.rollout import Group, SamplingParams
 from tunesmith.core.errors import InputError
-from tunesmith.distributed.ranks import gathered, share_of
+from tunesmith.distributed.ranks import gathered, share_of, stages
 from tunesmith.rollout.engine import Engine, OnGroup, OnProgress, OnText
 from tunesmith.schema.records import Prompt
 
@@ -12,16 +12,19 @@ from tunesmith.schema.records import Prompt
 class DividedEngine:
     """The engine of this rank, `inner`, together with those of the others. All ranks call it with the same prompts.
 
-    A prompt's completions do not depend on the others, so they are those of one engine that draws all.
+    A prompt's completions do not depend on the others, so they are those of one engine that draws all. `refresh` brings
+    the weights that `inner` draws from up to date, where those that are trained are in pipeline stages; its ranks then
+    draw together.
     """
 
-    def __init__(self, inner: Engine) -> None:
+    def __init__(self, inner: Engine, refresh: Callable[[], None] | None = None) -> None:
         self.inner = inner
+        self._refresh = refresh
 
     @property
     def is_exact(self) -> bool:
         """See `Engine.is_exact`."""
-        return self.inner.is_exact
+        return self._refresh is None and self.inner.is_exact
 
     def unload(self) -> None:
         """Free cache and packed weights of this rank; the next `generate` rebuilds them."""
@@ -40,9 +43,11 @@ class DividedEngine:
         """See `Engine.generate`; on every rank the groups of all prompts. Callbacks cannot be used."""
         if on_progress or on_text or on_group:
             raise InputError("callbacks of an engine work in one process alone; train without --scale.ranks")
+        if self._refresh is not None:
+            self._refresh()
         own = _share(prompts)
         drawn = self.inner.generate([prompts[place] for place in own], n, sampling) if own else []
-        found = dict(gathered(list(zip(own, drawn, strict=True)), "completions", all_ranks=True))
+        found = dict(gathered(list(zip(own, drawn, strict=True)), "completions", all_ranks=stages() is None))
         return [found[place] for place in range(len(prompts))]
 
 
@@ -53,4 +58,4 @@ def _share(prompts: Sequence[Prompt]) -> list[int]:
     places: dict[str, list[int]] = {}
     for place, prompt in enumerate(prompts):
         places.setdefault(repr((prompt.content, prompt.token_ids)), []).append(place)
-    return [place for together in share_of(list(places.values()), all_ranks=True) for place in together]
+    return [place for together in share_of(list(places.values()), all_ranks=stages() is None) for place in together]

@@ -110,8 +110,11 @@ def engine_for(
     def weight_version() -> int:
         return optimizer().weight_version
 
+    stage = None if policy.decoder is None else policy.decoder.stage
+    if stage is not None and cfg.backend != "native":
+        raise InputError(f"rollout.backend is {cfg.backend}, but only native draws with scale.pipeline")
     engine = open_engine(
-        policy,
+        policy if stage is None else stage.drawing,
         tokenizer,
         backend=VLLM.of(cfg) if cfg.backend == "vllm" else workers or cfg.backend,
         weight_version=weight_version,
@@ -122,7 +125,9 @@ def engine_for(
     )
     if ahead is not None and ahead.staleness and isinstance(engine, WorkerEngine):
         return AheadEngine(engine, ahead, weight_version)
-    return engine if num_ranks() == 1 else DividedEngine(engine)
+    if num_ranks() == 1:
+        return engine
+    return DividedEngine(engine, None if stage is None else lambda: stage.refresh(weight_version()))
 
 
 def _check(backend: object, **numbers: int | None) -> None:

@@ -23,6 +23,7 @@ from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.loaded import PreTrainedTokenizerBase
 from tunesmith.models.logprob import token_logps
 from tunesmith.models.optimizer import MasterAdamW
+from tunesmith.models.pipeline import into_stages
 from tunesmith.rewards.scorer import Scores
 from tunesmith.schema.records import Prompt
 from tunesmith.trainers import metrics, rollouts, setup
@@ -49,6 +50,7 @@ class BestOfN(DrawingPolicy):
     def build(cls, task: PolicyTask, cfg: BestOfNRecipe) -> Self:
         """The learner before its first step."""
         policy, reference, controller = task.policy_and_reference(cfg.best_of_n.kl)
+        into_stages(policy, reference, draws=True)
         optimizer = task.optimizer(policy.module, policy.kernels)
         drawing = task.rollouts(policy, optimizer)
         return cls(cfg.best_of_n, drawing, policy, reference, optimizer, controller, task.loaded.tokenizer)

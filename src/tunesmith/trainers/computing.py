@@ -78,15 +78,15 @@ def _engine(cfg: Recipe, learner: Any, module: PreTrainedModel) -> dict[str, obj
     """The rollout engine, and why it is not the native one; null in an algorithm that draws nothing."""
     if not isinstance(cfg, SamplingRecipe):
         return {"engine": None, "engine_reason": "", "engine_exact": None}
-    engine: Engine = learner.engine if isinstance(learner, Distill) else learner.rollouts.engine
-    engine = engine.inner if isinstance(engine, DividedEngine) else engine
+    outer: Engine = learner.engine if isinstance(learner, Distill) else learner.rollouts.engine
+    engine = outer.inner if isinstance(outer, DividedEngine) else outer
     reason = ""
     if cfg.rollout.backend != "native":
         reason = f"rollout.backend is {cfg.rollout.backend}"
     elif isinstance(engine, TransformersEngine) and isinstance(unknown := language_model(module).backend, FullForward):
         reason = unknown.reason
     name = next((name for kind, name in _ENGINES.items() if isinstance(engine, kind)), type(engine).__name__)
-    return {"engine": name, "engine_reason": reason, "engine_exact": engine.is_exact}
+    return {"engine": name, "engine_reason": reason, "engine_exact": outer.is_exact}
 
 
 def _forward(learner: Any, trained: Any) -> str:

@@ -31,6 +31,7 @@ from tunesmith.models.loaded import PreTrainedTokenizerBase, context_length, fre
 from tunesmith.models.logprob import token_logps
 from tunesmith.models.lora import frozen_copy
 from tunesmith.models.optimizer import MasterAdamW
+from tunesmith.models.pipeline import into_stages
 from tunesmith.models.tokenizer import decode
 from tunesmith.trainers import setup
 from tunesmith.trainers.api import Inputs, Metrics, PolicyParts, StepResult
@@ -236,6 +237,7 @@ class DPOTask:
         model, section = self.loaded.model, self.cfg.dpo
         policy = model_of_recipe(model, self.cfg.model)
         reference = model_of_recipe(frozen_copy(model), self.cfg.model, policy.kernels) if self.is_live else None
+        into_stages(policy, reference)
         optimizer = MasterAdamW(
             model,
             self.cfg.optimizer,

@@ -27,6 +27,7 @@ from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.loaded import PreTrainedTokenizerBase
 from tunesmith.models.logprob import token_logps
 from tunesmith.models.optimizer import MasterAdamW
+from tunesmith.models.pipeline import into_stages
 from tunesmith.rewards.scorer import Scores
 from tunesmith.schema.records import Prompt
 from tunesmith.trainers import metrics, rollouts, setup
@@ -64,6 +65,7 @@ class PPO(DrawingPolicy):
         begin_values = None if critic is None else partial(partial, critic)
         if critic is not None and section.critic_process:
             begin_values = CriticProcess(critic).begin
+        into_stages(policy, reference, draws=True)  # a separate critic stays whole on each rank
         trained = {"policy": model, "value_head": value_head, "critic": critic}
         modules = nn.ModuleDict({name: module for name, module in trained.items() if module is not None})
         optimizer = task.optimizer(modules, policy.kernels)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tunesmith.core.errors import CheckpointError, RunError
-from tunesmith.distributed.ranks import tell
+from tunesmith.distributed.ranks import gathered, stages, tell, whole
 from tunesmith.models.lora import trained_parameters
 from tunesmith.models.optimizer import OptimizerState
 from tunesmith.runs import checkpoint
@@ -21,20 +21,24 @@ from tunesmith.runs.folder import RunFolder
 from tunesmith.trainers.api import Learner
 
 STATE = "state"
-"""The order to send the optimizer's state."""
+"""The order to send the contents of a checkpoint."""
+
+WHOLE = "whole"
+"""The order to send the layers of pipeline stages, once training has ended."""
 
 
 def contents(learner: Learner) -> tuple[dict[str, Mapping[str, torch.Tensor]], dict[str, object]]:
     """Everything that training changes: tensors by file name and name, and JSON values. The tensors are not copied.
 
-    Other ranks send rank 0, which calls this, their shares of the optimizer's state.
+    Other ranks, which call it too, send rank 0 their shares of the optimizer's state and their layers.
 
     Frozen parameters are not included: they are part of the run's identity, and loaded by the model's name.
     """
     tell(STATE)
     optimizer = learner.optimizer.state_dict()
     tensors: dict[str, Mapping[str, torch.Tensor]] = {
-        name: trained_parameters(module) for name, module in learner.modules.items()
+        name: {key: whole(parameter) for key, parameter in trained_parameters(module).items()}
+        for name, module in learner.modules.items()
     }
     tensors["optimizer"] = optimizer.tensors
     values: dict[str, object] = {name: dict(counter.state_dict()) for name, counter in learner.counters.items()}
@@ -53,10 +57,13 @@ def restore(learner: Learner, found: Checkpoint) -> None:
         parameters, saved = dict(module.named_parameters()), found.tensors.get(name, {})
         # Checkpoints of earlier versions hold frozen parameters too.
         needed = {key: p.shape for key, p in parameters.items() if p.requires_grad or key in saved}
+        if stages() is not None:  # the others are in other pipeline stages
+            needed |= {key: saved[key].shape for key in saved.keys() & needed.keys() if not parameters[key].numel()}
         if needed != {key: tensor.shape for key, tensor in saved.items()}:
             raise CheckpointError(f"the checkpoint's `{name}` has other parameters; resume with the run's own recipe")
         for key, tensor in saved.items():
-            parameters[key].copy_(tensor)
+            if parameters[key].numel():
+                parameters[key].copy_(tensor)
     learner.optimizer.load_state_dict(OptimizerState(found.tensors["optimizer"], values["optimizer"]))
     for name, counter in learner.counters.items():
         counter.load_state_dict(values[name])
@@ -88,6 +95,7 @@ MAY_CHANGE = frozenset(
         "run.report_to",
         "scale.ranks",
         "scale.rank_timeout_s",
+        "scale.pipeline",
         "scale.shard",
         "scale.tensor",
     }
@@ -173,15 +181,15 @@ def fingerprint_of_tensors(module: nn.Module) -> str:
     """
     digest = hashlib.sha256()
     for name, parameter in module.named_parameters():
-        bits = parameter.detach().contiguous().view(-1).view(torch.uint8)
+        held = whole(parameter)
+        bits = held.contiguous().view(-1).view(torch.uint8)
         weights = torch.arange(1, 252, device=bits.device, dtype=torch.int32)
-        whole = len(bits) // 251 * 251
-        columns = bits[:whole].view(-1, 251).sum(dim=0, dtype=torch.int64)
-        tail = int(bits[whole:].sum(dtype=torch.int64))
-        digest.update(
-            f"{name}{tuple(parameter.shape)}{parameter.dtype}{int((columns * weights).sum())},{tail}".encode()
-        )
-    return digest.hexdigest()[:16]
+        rows = len(bits) // 251
+        columns = bits[: 251 * rows].view(-1, 251).sum(dim=0, dtype=torch.int64)
+        tail = int(bits[251 * rows :].sum(dtype=torch.int64))
+        digest.update(f"{name}{tuple(held.shape)}{held.dtype}{int((columns * weights).sum())},{tail}".encode())
+    found = digest.hexdigest()[:16]
+    return found if stages() is None else gathered([found], "hash of weights", all_ranks=True)[0]
 
 
 def fingerprint_of_file(file: Path) -> str:

@@ -22,6 +22,7 @@ from tunesmith.data.sets import Sets
 from tunesmith.distributed.launch import as_started, ranks_of
 from tunesmith.distributed.ranks import END, data_rank, gathered, num_ranks, orders, rank, tell
 from tunesmith.models.export import ModelCard
+from tunesmith.models.pipeline import make_whole
 from tunesmith.runs import checkpoint
 from tunesmith.runs.environment import peak_rss_gb
 from tunesmith.runs.manifest import step_folder
@@ -184,6 +185,8 @@ def lead(
             metrics=figures,
             recipe=cfg.model_dump(mode="json"),
         )
+        tell(restart.WHOLE)
+        make_whole(*learner.modules.values())
         learner.export(session.folder.final, card)
         result = session.finish({**figures, "algorithm": cfg.algorithm})
     tell(END, result)
@@ -207,7 +210,9 @@ def follow(cfg: Recipe, inputs: Inputs, algorithm: type[PolicyLearner] | None) -
         elif order == "measure":
             task.measure(learner, *arguments)
         elif order == restart.STATE:
-            learner.optimizer.state_dict()
+            restart.contents(learner)
+        elif order == restart.WHOLE:
+            make_whole(*learner.modules.values())
         elif order == END:
             (result,) = arguments
     return result

@@ -23,6 +23,7 @@ from tunesmith.models.load import load_policy
 from tunesmith.models.loaded import PreTrainedTokenizerBase, context_length, freeze_lower_layers
 from tunesmith.models.logprob import next_token_scores
 from tunesmith.models.optimizer import MasterAdamW
+from tunesmith.models.pipeline import into_stages
 from tunesmith.models.tokenizer import decode
 from tunesmith.trainers import setup
 from tunesmith.trainers.api import Inputs, Metrics, PolicyParts, StepResult
@@ -100,6 +101,7 @@ class SFTTask:
     def build(self) -> SFT:
         """The learner before its first step."""
         policy = model_of_recipe(self.loaded.model, self.cfg.model)
+        into_stages(policy)
         optimizer = MasterAdamW(
             self.loaded.model,
             self.cfg.optimizer,

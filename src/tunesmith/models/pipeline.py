@@ -1,0 +1,169 @@
+"""A model in pipeline stages: each rank has consecutive layers, and passes hidden states on.
+
+`distributed/stages.py` says when the backward passes are made. Ranks of one pipeline compute the same micro-batches, so
+all of them know the shapes. Losses are those of the last stage; on the others log-probs are zeros
+(`models/logprob.py`), and the backward pass of a loss reaches nothing.
+
+Shape legend: T tokens, H hidden.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from tunesmith.core.errors import InputError
+from tunesmith.distributed import ranks
+from tunesmith.distributed.group import TensorGroup
+from tunesmith.distributed.reshard import reshard
+from tunesmith.distributed.stages import Stages
+from tunesmith.models.architecture import Architecture
+from tunesmith.models.decoder import Ops, after_layers, embedded, normed
+from tunesmith.models.language_model import LanguageModel, language_model
+from tunesmith.models.layouts import Division, layout_of, parts_of, stage_of
+from tunesmith.models.tensor_parallel import tensor_parallel
+
+
+def into_stages(*models: LanguageModel | None, draws: bool = False) -> None:
+    """Leave this rank its layers of the models, in place, if the recipe asks for pipeline stages: after copies of them
+    are made, and before an optimizer is. With `draws` completions will be drawn from the first.
+
+    Raises:
+        InputError: a model that cannot be divided.
+    """
+    stages = ranks.stages()
+    if stages is None:
+        return
+    stages.tied.clear()  # an earlier training of this process may have left ids of what is freed
+    stages.divided.clear()
+    for index, model in enumerate(models):
+        if model is None:
+            continue
+        if model.decoder is None:
+            raise InputError("pipeline stages need the packed forward pass of a known model on a CPU")
+        model.decoder.stage = ModelStage(model, stages, draws=draws and index == 0)
+
+
+class ModelStage:
+    """The layers of `model` that this rank has; its other parameters are empty from now on.
+
+    With `draws` there is a second model, `drawing`, of which `refresh` gives each rank of the pipeline a tensor
+    parallel part, for the rollout engine.
+    """
+
+    drawing: LanguageModel | None = None
+
+    def __init__(self, model: LanguageModel, stages: Stages, *, draws: bool) -> None:
+        assert model.decoder is not None
+        architecture = model.decoder.architecture
+        num_layers = len(architecture.blocks)
+        if stages.count > num_layers:
+            raise InputError(f"scale.pipeline is {stages.count}, but the model has {num_layers} layers")
+        if draws:
+            self.drawing = tensor_parallel(_view(model), TensorGroup(stages.count))
+        self.is_last = stages.is_last
+        self._stages = stages
+        layers = [i for i in range(num_layers) if stage_of(i, stages.count, num_layers) == stages.index]
+        self._layers = range(layers[0], layers[-1] + 1)
+        self._version: int | None = None
+        self._parts = parts_of(model.module, architecture)
+        self._parameters = dict(model.module.named_parameters())
+        copies, own = ranks.num_data(), {part.name: self._stages_of(part.layers, num_layers) for part in self._parts}
+        self._layout = layout_of(self._parts, Division(copies=copies, stages=stages.count))
+        self._drawing_layout = layout_of(self._parts, Division(copies=copies, tensor=stages.count))
+        trained = {stage for name, held in own.items() if self._parameters[name].requires_grad for stage in held}
+        self._takes_gradient = any(stage < stages.index for stage in trained)
+        self._gives_gradient = any(stage <= stages.index for stage in trained)
+        stages.divided.update(map(id, self._parameters.values()))
+        for name, parameter in self._parameters.items():
+            if stages.index not in own[name]:
+                parameter.data = parameter.data[:0].clone()
+            elif len(own[name]) > 1:
+                stages.tied[id(parameter)] = next(stage for stage in own[name] if stage != stages.index)
+
+    def hidden_states(
+        self, architecture: Architecture, ids_T: torch.Tensor, positions_T: torch.Tensor, ops: Ops
+    ) -> torch.Tensor:
+        """Hidden states after the final norm, `[T, H]`, on the last stage; on others `[T, 0]`."""
+        stages = self._stages
+        if not torch.is_grad_enabled():
+            stages.finish()
+        if stages.index == 0:
+            # The output layer is another stage's, even if it is the same parameter.
+            x_TH = embedded(replace(architecture, output=None), ids_T, positions_T)
+        else:
+            x_TH = self._received(architecture, len(ids_T))
+        x_TH, residual_TH = after_layers(architecture, self._layers, x_TH, ops)
+        if self.is_last:
+            return normed(architecture, x_TH, residual_TH, ops)
+        x_TH = x_TH if residual_TH is None else x_TH + residual_TH
+        stages.send(stages.index + 1, x_TH)
+        if torch.is_grad_enabled() and self._gives_gradient:
+            stages.later(self._backward_of(x_TH))
+        return x_TH.new_zeros((len(ids_T), 0))
+
+    def refresh(self, version: int) -> None:
+        """Give `drawing` its part of the weights of `version`, tensor by tensor. All ranks must call it."""
+        if self.drawing is None or version == self._version:
+            return
+        copies = dict(self.drawing.module.named_parameters())
+        for name, own in copies.items():
+            own.data = self._parameters[name].detach()
+        reshard(copies, self._layout, self._drawing_layout)
+        self._version = version
+
+    def _stages_of(self, layers: tuple[int, ...], num_layers: int) -> list[int]:
+        return sorted({stage_of(layer, self._stages.count, num_layers) for layer in layers})
+
+    def _received(self, architecture: Architecture, num_tokens: int) -> torch.Tensor:
+        """The hidden states that the stage before has sent; their gradient goes back to it."""
+        dtype, device = architecture.dtype, architecture.device
+        if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device.type)
+        width = architecture.embedding.embedding_dim
+        x_TH = torch.empty((num_tokens, width), dtype=dtype, device=device)  # type: ignore[arg-type]
+        self._stages.receive(self._stages.index - 1, x_TH)
+        if not (torch.is_grad_enabled() and self._takes_gradient):
+            return x_TH
+        return _Received.apply(torch.zeros((), requires_grad=True), x_TH, self._stages)  # type: ignore[return-value]
+
+    def _backward_of(self, x_TH: torch.Tensor) -> Callable[[], None]:
+        """The backward pass of this stage, from the gradient that the next one sends."""
+
+        def backward() -> None:
+            gradient_TH = self._stages.receive(self._stages.index + 1, torch.empty_like(x_TH))
+            torch.autograd.backward(x_TH, gradient_TH)
+
+        return backward
+
+
+def _view(model: LanguageModel) -> LanguageModel:
+    """A second model on the same weights, which keeps its own once those of `model` are replaced."""
+    parameters = {id(one): nn.Parameter(one.detach(), requires_grad=False) for one in model.module.parameters()}
+    return language_model(copy.deepcopy(model.module, parameters).eval(), model.kernels)
+
+
+class _Received(torch.autograd.Function):
+    """Hidden states of the stage before, and the gradient that goes back; `anchor` makes autograd come here."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, x_TH: torch.Tensor, stages: Stages) -> torch.Tensor:
+        ctx.stages = stages
+        return x_TH.view_as(x_TH)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        ctx.stages.send(ctx.stages.index - 1, grads[0])
+        return None, None, None
+
+
+def make_whole(*modules: nn.Module) -> None:
+    """Put whole parameters into the modules of rank 0, to be written. All ranks must call it; no pass may follow."""
+    for module in modules:
+        for parameter in module.parameters():
+            parameter.data = ranks.whole(parameter)

@@ -1,0 +1,85 @@
+"""Training by pipeline stages, against one process."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from on_ranks import KL, Runs, difference, few_low, on_ranks, samples_of, trained
+from recipes import PROMPTS, demonstrations, dpo_recipe, grpo_recipe, pairs, ppo_recipe, sft_recipe
+
+from tunesmith.config.schema import RewardRecipe, SFTRecipe
+from tunesmith.distributed.ranks import whole
+from tunesmith.trainers import setup
+from tunesmith.trainers.api import Inputs
+from tunesmith.trainers.run import ALGORITHMS, batch_of
+
+
+def runs_of(folder: Path, algorithms: Sequence[str], steps: int = 10, model: str = "tiny:llama") -> Runs:
+    """A run of each of `algorithms`, with several micro-batches of different lengths in a step."""
+    shared = {"run": {"steps": steps, "checkpoint_every": 4, "eval_every": 5}, "model": {"name": model}}
+    drawn, preferred = Inputs(prompts=PROMPTS, rewards=[few_low]), Inputs(pairs=pairs())
+    made = {
+        "sft": lambda: (sft_recipe(folder, **shared), Inputs(demonstrations=demonstrations())),
+        "dpo": lambda: (dpo_recipe(folder, **shared, dpo={"reference": "live"}), preferred),
+        "grpo": lambda: (grpo_recipe(folder, **shared, grpo={"kl": {"coef": 0.1}, "micro_batch_size": 2}), drawn),
+        "ppo": lambda: (ppo_recipe(folder, **shared, ppo={"kl": KL}), drawn),
+        "critic": lambda: (ppo_recipe(folder, **shared, ppo={"critic": "separate"}), drawn),
+    }
+    return [made[name]() for name in algorithms]
+
+
+ALL = ("sft", "dpo", "grpo", "ppo", "critic")
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "pipeline", "algorithms", "model"),
+    [
+        (2, 2, ALL, "tiny:llama"),
+        pytest.param(4, 2, ALL, "tiny:llama", marks=pytest.mark.slow),
+        pytest.param(2, 2, ("sft", "grpo"), "tiny:qwen2", marks=pytest.mark.slow),
+        pytest.param(4, 4, ("sft", "grpo"), "scratch", marks=pytest.mark.slow),
+    ],
+)
+def test_stages_train_as_one_process_does(
+    tmp_path: Path, num_ranks: int, pipeline: int, algorithms: Sequence[str], model: str
+) -> None:
+    alone = trained(1, runs_of(tmp_path, algorithms, model=model))
+    together = trained(num_ranks, runs_of(tmp_path, algorithms, model=model), pipeline=pipeline)
+    for name, one, several in zip(algorithms, alone, together, strict=True):
+        assert difference(one, several) < 1e-6, name
+        assert samples_of(one) == samples_of(several), name
+        for row, other in zip(one.metrics, several.metrics, strict=True):
+            for key in ("loss", "grad_norm", "reward", "num_tokens", "entropy", "kl", "eval/loss"):
+                assert (key in row) == (key in other), (name, key)
+                assert row.get(key, 0.0) == pytest.approx(other.get(key, 0.0), rel=1e-4, abs=1e-6), (name, key)
+
+
+def double_steps(runs: Runs) -> list[dict[str, torch.Tensor]]:
+    """The weights after ten steps of each of `runs` in float64, on rank 0."""
+    found: list[dict[str, torch.Tensor]] = []
+    for cfg, inputs in runs:
+        task = ALGORITHMS[cfg.algorithm](cfg, inputs, setup.prepare(cfg))
+        task.loaded.model.double()  # type: ignore[attr-defined]
+        learner = task.build()
+        for index in range(10):
+            learner.step(batch_of(task, index), index)
+        found.append({name: whole(one).clone() for name, one in learner.modules["policy"].named_parameters()})
+    return found
+
+
+def test_weights_in_float64_are_those_of_one_process(tmp_path: Path) -> None:
+    runs = runs_of(tmp_path, ("sft", "dpo", "grpo"))
+    alone, together = double_steps(runs), on_ranks(2, partial(double_steps, runs), pipeline=2)
+    for one, several in zip(alone, together, strict=True):
+        norm = sum(tensor.square().sum() for tensor in one.values()) ** 0.5
+        assert sum((tensor - several[name]).square().sum() for name, tensor in one.items()) ** 0.5 < 1e-12 * norm
+
+
+def test_numbers_of_stages_that_do_not_fit_are_refused() -> None:
+    for scale in ({"ranks": 3, "pipeline": 2}, {"ranks": 2, "pipeline": 2, "reduction": "exact"}):
+        with pytest.raises(ValueError, match="pipeline is 2"):
+            SFTRecipe.model_validate({"scale": scale, "run": {"num_threads": 1}})
+    with pytest.raises(ValueError, match="reward needs the states of all layers"):
+        RewardRecipe.model_validate({"scale": {"ranks": 2, "pipeline": 2}})
