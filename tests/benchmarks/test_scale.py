@@ -1,10 +1,10 @@
-"""The benchmark of rollout workers: figures for JSON, from real processes."""
+"""The benchmarks of rollout workers and of resharding: figures for JSON, from real processes."""
 
 import json
 
 import pytest
 
-from benchmarks import scale
+from benchmarks import reshard, scale
 
 
 @pytest.mark.slow  # four trainings in processes of their own
@@ -25,3 +25,10 @@ def test_runs_that_draw_ahead_are_compared(capsys: pytest.CaptureFixture[str]) -
     assert set(facts["by_staleness"]) == {"0", "1", "4"} and facts["by_staleness"]["0"]["step_ratio"] == 1
     for row in facts["by_staleness"].values():
         assert row["accuracy_after"] == [0.0] and row["time/step_s"] > row["rollout/wait_s"] >= 0
+
+
+def test_moves_of_weights_between_stages_and_slices_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert reshard.main(["--quick", "--quiet", "--json", "--rounds", "1"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert [one["allowed_share"] > 1.3 and one["seconds"] > 0 for one in facts["moves"]] == [True, True]
+    assert all(facts["engine"][name]["moves_s"] > 0 for name in ("kept", "unloaded"))
