@@ -16,9 +16,9 @@ from tunesmith.trainers.api import Inputs
 from tunesmith.trainers.run import ALGORITHMS, batch_of
 
 
-def runs_of(folder: Path, algorithms: Sequence[str], steps: int = 10, model: str = "tiny:llama") -> Runs:
+def runs_of(folder: Path, algorithms: Sequence[str], steps: int, model: str = "tiny:llama") -> Runs:
     """A run of each of `algorithms`, with several micro-batches of different lengths in a step."""
-    shared = {"run": {"steps": steps, "checkpoint_every": 4, "eval_every": 5}, "model": {"name": model}}
+    shared = {"run": {"steps": steps, "checkpoint_every": 2, "eval_every": 3}, "model": {"name": model}}
     drawn, preferred = Inputs(prompts=PROMPTS, rewards=[few_low]), Inputs(pairs=pairs())
     made = {
         "sft": lambda: (sft_recipe(folder, **shared), Inputs(demonstrations=demonstrations())),
@@ -34,19 +34,20 @@ ALL = ("sft", "dpo", "grpo", "ppo", "critic")
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "pipeline", "algorithms", "model"),
+    ("num_ranks", "pipeline", "algorithms", "model", "steps"),
     [
-        (2, 2, ALL, "tiny:llama"),
-        pytest.param(4, 2, ALL, "tiny:llama", marks=pytest.mark.slow),
-        pytest.param(2, 2, ("sft", "grpo"), "tiny:qwen2", marks=pytest.mark.slow),
-        pytest.param(4, 4, ("sft", "grpo"), "scratch", marks=pytest.mark.slow),
+        (2, 2, ("sft", "grpo", "ppo"), "tiny:llama", 3),
+        pytest.param(2, 2, ALL, "tiny:llama", 10, marks=pytest.mark.slow),
+        pytest.param(4, 2, ALL, "tiny:llama", 10, marks=pytest.mark.slow),
+        pytest.param(2, 2, ("sft", "grpo"), "tiny:qwen2", 10, marks=pytest.mark.slow),
+        pytest.param(4, 4, ("sft", "grpo"), "scratch", 10, marks=pytest.mark.slow),
     ],
 )
 def test_stages_train_as_one_process_does(
-    tmp_path: Path, num_ranks: int, pipeline: int, algorithms: Sequence[str], model: str
+    tmp_path: Path, num_ranks: int, pipeline: int, algorithms: Sequence[str], model: str, steps: int
 ) -> None:
-    alone = trained(1, runs_of(tmp_path, algorithms, model=model))
-    together = trained(num_ranks, runs_of(tmp_path, algorithms, model=model), pipeline=pipeline)
+    alone = trained(1, runs_of(tmp_path, algorithms, steps, model))
+    together = trained(num_ranks, runs_of(tmp_path, algorithms, steps, model), pipeline=pipeline)
     for name, one, several in zip(algorithms, alone, together, strict=True):
         assert difference(one, several) < 1e-6, name
         assert samples_of(one) == samples_of(several), name
@@ -57,20 +58,21 @@ def test_stages_train_as_one_process_does(
 
 
 def double_steps(runs: Runs) -> list[dict[str, torch.Tensor]]:
-    """The weights after ten steps of each of `runs` in float64, on rank 0."""
+    """The weights after all steps of each of `runs` in float64, on rank 0."""
     found: list[dict[str, torch.Tensor]] = []
     for cfg, inputs in runs:
         task = ALGORITHMS[cfg.algorithm](cfg, inputs, setup.prepare(cfg))
         task.loaded.model.double()  # type: ignore[attr-defined]
         learner = task.build()
-        for index in range(10):
+        for index in range(task.num_steps):
             learner.step(batch_of(task, index), index)
         found.append({name: whole(one).clone() for name, one in learner.modules["policy"].named_parameters()})
     return found
 
 
-def test_weights_in_float64_are_those_of_one_process(tmp_path: Path) -> None:
-    runs = runs_of(tmp_path, ("sft", "dpo", "grpo"))
+@pytest.mark.parametrize("steps", [2, pytest.param(10, marks=pytest.mark.slow)])
+def test_weights_in_float64_are_those_of_one_process(tmp_path: Path, steps: int) -> None:
+    runs = runs_of(tmp_path, ("sft", "dpo", "grpo"), steps)
     alone, together = double_steps(runs), on_ranks(2, partial(double_steps, runs), pipeline=2)
     for one, several in zip(alone, together, strict=True):
         norm = sum(tensor.square().sum() for tensor in one.values()) ** 0.5
