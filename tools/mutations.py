@@ -2,9 +2,10 @@
 
     python tools/mutations.py OLD NEW --out mutations.jsonl
 
-OLD and NEW are checkouts, each with its own `.venv`. Lines that both have are chosen by seed, as many in each folder.
-One token of each is changed, and the tests nearest to its module run until the first failure. One row is added for each
-line and checkout; rows that exist are not computed again, so the command can be started again after an interruption.
+OLD and NEW are checkouts, each with a `.venv`, which may be a link to the same. Lines that both have are chosen by
+seed, as many in each folder. One token of each is changed, and the tests nearest to its module run until the first
+failure. One row is added for each line and checkout; rows that exist are not computed again, so the command can be
+started again after an interruption.
 """
 
 import argparse
@@ -98,7 +99,8 @@ def nearest_tests(root: Path, file: Path) -> list[str]:
 
 def outcome_of(root: Path, tests: list[str]) -> str:
     """`caught` or `survived`; `timeout` counts as caught, other words are pytest's exit code."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0", "HF_HUB_OFFLINE": "1"}
+    paths = {"PYTHONPATH": f"{root}/src{os.pathsep}{root}"}  # two checkouts may share one environment
+    env = {**os.environ, **paths, "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0", "HF_HUB_OFFLINE": "1"}
     command = [".venv/bin/python", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", *tests]
     try:
         done = subprocess.run(command, cwd=root, env=env, capture_output=True, timeout=TIMEOUT_S, check=False)

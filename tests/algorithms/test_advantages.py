@@ -269,6 +269,8 @@ def test_groups_vary_if_any_reward_does_and_flat_groups_have_advantages_of_exact
     result = advantages.normalized_sum(part_RPG, torch.ones(2), torch.ones(2, 3, dtype=torch.bool))
     assert result.varies_P.tolist() == [False, True]
     assert result.advantage_PG[0].tolist() == [0.0] * 3
+    alone = advantages.normalized_sum(part_RPG[1:], torch.ones(1), torch.ones(2, 3, dtype=torch.bool))
+    assert torch.equal(alone.advantage_PG, result.advantage_PG)
     with pytest.raises(InputError, match="valid_PG"):
         advantages.normalized_sum(part_RPG, torch.ones(2), torch.ones(2, 2, dtype=torch.bool))
     with pytest.raises(InputError, match="weight_R"):

@@ -80,6 +80,15 @@ def test_equal_log_probs_weigh_exactly_one(mode, level):
     assert not found.is_cut_BT.any() and found.metrics()["sampling/sampling_logp_difference/max"] == 0
 
 
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
+def test_a_ratio_that_is_the_floor_or_the_cap_is_not_cut(mode):
+    log_ratio_BT = torch.tensor([[math.log(2.0), -math.log(3.0)]], dtype=torch.float64)
+    cap, floor = log_ratio_BT.exp()[0].tolist()
+    settings = ImportanceSection(mode=mode, cap=cap, floor=floor)
+    found = importance_correction(log_ratio_BT, torch.zeros(1, 2), torch.ones(1, 2), settings)
+    assert not found.is_cut_BT.any() and found.weight_BT[0].tolist() == pytest.approx([cap, floor])
+
+
 @pytest.mark.parametrize(
     "filters", [{"top_p": 0.8}, {"top_k": 3}, {"min_p": 0.3}, {"top_p": 0.9, "top_k": 4, "bias": {0: 2.0}}]
 )

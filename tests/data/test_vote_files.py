@@ -127,7 +127,7 @@ def test_records_of_others_with_labels_and_rankings_are_read(tmp_path: Path):
     assert {item.prompt for item in read_items(source)} == {"Say hi", "Say bye"}
 
 
-def test_pairs_and_rankings_become_items_and_labels_become_gold(tmp_path: Path):
+def test_pairs_and_rankings_become_items_and_labels_become_gold(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     source = tmp_path / "rows.jsonl"
     rows = [
         {"prompt": "p", "chosen": "good", "rejected": "poor"},
@@ -143,6 +143,9 @@ def test_pairs_and_rankings_become_items_and_labels_become_gold(tmp_path: Path):
         ("ranking", 3, None, True),
     ]
     assert [(item.prompt, item.gold) for item in read_items(source, gold=True)] == [("p", 0), ("r", 0)]
+    caplog.clear()
+    assert len(read_given_votes(source)) == 5  # a ranking of three is three votes
+    assert [record.args for record in caplog.records] == [(str(source), 1)]  # rows left out
 
 
 def test_an_answer_of_several_turns_is_refused_with_its_line(tmp_path: Path):

@@ -2,7 +2,9 @@
 
 import itertools
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
@@ -270,13 +272,18 @@ def test_numbers_that_are_not_finite_name_the_layer_and_leave_nothing_behind(lay
     assert engine.generate(prompts(2), 2, sampling) == good
 
 
-def test_a_small_cache_makes_completions_wait_and_changes_none() -> None:
+def test_a_small_cache_makes_completions_wait_and_changes_none(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = tiny_model("llama", max_position_embeddings=32768)
     asked = [Prompt(str(i), "", token_ids=tuple([7 + i] * 900)) for i in range(4)]
     sampling = SamplingParams(max_new_tokens=4, seed=0)
-    small = engine_of(loaded, kv_cache_mb=1)[0].generate(asked, 3, sampling)
-    large = engine_of(loaded)[0].generate(asked, 3, sampling)
-    assert [c.token_ids for g in small for c in g.completions] == [c.token_ids for g in large for c in g.completions]
+    large = engine_of(loaded)[0]
+    expected = large.generate(asked, 3, sampling)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=4 * 2**20))
+    small = engine_of(loaded)[0]  # a quarter of the memory is for its cache
+    drawn = small.generate(asked, 3, sampling)
+    assert [c.token_ids for g in drawn for c in g.completions] == [c.token_ids for g in expected for c in g.completions]
+    assert small._cache is not None and large._cache is not None
+    assert small._cache.storage.nbytes <= 2**20 < large._cache.storage.nbytes
 
 
 def test_a_model_of_another_family_is_drawn_from_by_transformers(caplog: pytest.LogCaptureFixture) -> None:

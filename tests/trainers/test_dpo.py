@@ -206,8 +206,9 @@ def test_kto_on_one_prompt_is_refused_and_unequal_weights_are_warned_of(
     rows = [{"prompt": "p", "completion": text, "label": True} for text in ("a", "b")]
     with pytest.raises(DataError, match="rows of two prompts or more"):
         Started(dpo_recipe(tmp_path, dpo={"loss": "kto"}), pairs=rows)
-    Started(dpo_recipe(tmp_path, dpo={"loss": "kto"}, pairs={"heldout_fraction": 0}), pairs=judgements(30))
-    assert "wanted and unwanted completions weigh 10 and 20" in caplog.text
+    cfg = dpo_recipe(tmp_path, dpo={"loss": "kto", "desirable_weight": 1.4}, pairs={"heldout_fraction": 0})
+    Started(cfg, pairs=judgements(30))
+    assert "wanted and unwanted completions weigh 14 and 20" in caplog.text
     caplog.clear()
     cfg = dpo_recipe(tmp_path, dpo={"loss": "kto", "desirable_weight": 2.0}, pairs={"heldout_fraction": 0})
     Started(cfg, pairs=judgements(30))

@@ -75,7 +75,8 @@ def test_a_run_leaves_a_folder_that_plain_transformers_loads(tmp_path: Path) -> 
     report = (result.run_dir / "report.html").read_text()
     assert "<html" in report
     assert {row["step"] for row in read_jsonl(result.run_dir / "samples.jsonl")} == {1, 2, 3}
-    assert json.loads((result.run_dir / "result.json").read_text())["steps"] == 3
+    facts = json.loads((result.run_dir / "result.json").read_text())
+    assert (facts["steps"], facts["findings"]) == (3, len(read_jsonl(result.run_dir / "findings.jsonl")))
     assert isinstance(result.generate("The film", max_new_tokens=4), str)
 
 
@@ -134,6 +135,7 @@ def test_micro_batches_do_not_change_the_update(tmp_path: Path, micro_batch_size
 def test_every_variant_trains_with_finite_figures(tmp_path: Path, options: dict[str, object]) -> None:
     result = training(ppo_recipe(tmp_path, ppo=options), prompts=PROMPTS, rewards=[low_ids])
     assert all(math.isfinite(value) for row in result.metrics for value in row.values())
+    assert all(row["policy/stopped_early"] == 0.0 for row in result.metrics)
 
 
 def test_updates_stop_early_once_the_kl_to_the_rollout_policy_is_too_large(tmp_path: Path) -> None:

@@ -34,9 +34,9 @@ def gae(
     and definition.
 
     `value_BT` is the value of the state before the token is drawn. The value after a row's last token is 0: a
-    completion is an episode, whether it ended by itself or at the length limit. Runs in C++ or in Triton where that can
-    be had; in C++ the bits are those of the definition. `by="loop"` goes token by token in Python. Raises `InputError`
-    if shapes differ or gamma or lam lies outside 0 to 1.
+    completion is an episode, whether it ended by itself or at the length limit. Runs in C++ or in Triton where
+    available; in C++ the bits are those of the definition. `by="loop"` goes token by token in Python. Raises
+    `InputError` if shapes differ or gamma or lam lies outside 0 to 1.
     """
     if by == "loop":
         return _gae_by_loop(reward_BT.detach(), value_BT.detach(), mask_BT, gamma, lam)

@@ -170,7 +170,7 @@ def kto(
 
 def mismatched_kl(logp_B: Tensor, reference_B: Tensor) -> float:
     """KTO's estimate of the KL divergence to the reference, in nats, at least 0: the mean of logp - reference over
-    completions that stand behind the prompts of others (Ethayarajh et al. 2024, section 4.1). No gradient flows.
+    completions that follow the prompts of others (Ethayarajh et al. 2024, section 4.1). No gradient flows.
     """
     check_shapes(logp_B=logp_B, reference_B=reference_B)
     return max(0.0, (logp_B.detach().double() - reference_B.detach().double()).mean().item())

@@ -101,7 +101,7 @@ def bradley_terry(
 
 
 MAX_TIED = 8
-"""Completions that may share a place in `plackett_luce`: m of them stand for 2^m - 1 sets to choose from."""
+"""Completions that may share a place in `plackett_luce`: m of them make 2^m - 1 sets to choose from."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ class ValueStats(Sums):
     loss: Tensor
     """Loss of each token, factor 1/2 included, before the division by the global denominator."""
     clipped: Tensor
-    """Tokens where the clipped prediction has the larger error and stands in the loss."""
+    """Tokens where the clipped prediction has the larger error and counts in the loss."""
     value: Tensor
     returns: Tensor
     returns_square: Tensor

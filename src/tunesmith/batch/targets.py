@@ -42,7 +42,7 @@ class LearntSequence:
 class Targets:
     """A micro-batch without padding: sequence b has `lengths[b]` tokens in `ids_T`; all tensors are int64.
 
-    `state_N` says where in `ids_T` the token before each learnt one stands, `chosen_N` is the learnt one. A sequence
+    `state_N` says where in `ids_T` the token before each learnt one is, `chosen_N` is the learnt one. A sequence
     ends before its last learnt token: no state behind it is needed.
     """
 
@@ -68,7 +68,7 @@ def pack_targets(sequences: Sequence[LearntSequence], device: torch.device | str
 
 
 def by_token_budget(lengths: Sequence[int], budget: int, *, padded: bool) -> list[list[int]]:
-    """Indices of sequences in groups of at most `budget` tokens, the longest first; a longer sequence stands alone.
+    """Indices of sequences in groups of at most `budget` tokens, the longest first; a longer one is a group alone.
 
     Packed, a group costs the sum of its lengths, and each sequence goes to the first group that it fits (first-fit
     decreasing, Johnson 1973: at most 11/9 of the fewest groups, and one). `padded`, it costs rows times the longest

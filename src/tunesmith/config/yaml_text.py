@@ -43,7 +43,7 @@ class _CoreLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # pyright: ig
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """The data of a YAML text and the line (from 1) on which each key or list item stands."""
+    """The data of a YAML text and the line (from 1) of each key or list item."""
 
     data: object
     lines: dict[Path_, int]

@@ -286,7 +286,7 @@ def saved_rows(folder: Path, split: str | None) -> Iterator[Candidate]:
 def hub_rows(name: str, config: str | None, split: str | None) -> Iterator[Candidate]:
     """The rows of a data set on the hub, counted from 1. With HF_HUB_OFFLINE=1 the hub's own cache answers alone.
 
-    Raises DataError if it cannot be had, MissingDependencyError without `datasets`.
+    Raises DataError if it cannot be loaded, MissingDependencyError without `datasets`.
     """
     datasets = library("datasets", f"{name} is taken for a data set on the hub, because no file has that name")
     try:

@@ -104,7 +104,7 @@ class _Setting:
 
 
 class _Script:
-    """The parts of a script that have to do with TRL; `_names` maps what stands in it to names of TRL."""
+    """The parts of a script that have to do with TRL; `_names` maps names in it to names of TRL."""
 
     def __init__(self, tree: ast.Module, file: str) -> None:
         self._file = file
@@ -132,7 +132,7 @@ class _Script:
         self.settings += [found for call in self._calls for found in self._given(call)]
 
     def trainers(self) -> dict[str, str]:
-        """Each trainer of ours that the script has, and where it stands first."""
+        """Each trainer of ours that the script has, and its first place."""
         return {name: where for name, where in self._first().items() if name in TRAINERS}
 
     def use(self, trainer: str, where: str) -> Use:
@@ -179,7 +179,7 @@ class _Script:
         yield from (f"{name} stays TRL's: Tunesmith has none" for name in sorted(others))
 
     def _first(self) -> dict[str, str]:
-        """Each name of TRL in the script, and where it stands first."""
+        """Each name of TRL in the script, and its first place."""
         known = [(self._names.get(ast.unparse(node)), node) for node in self._nodes if isinstance(node, _REFERENCES)]
         imported = [(alias.name, node) for node in self._imports for alias in node.names]
         ordered = sorted([*known, *imported], key=lambda pair: -pair[1].lineno)

@@ -21,12 +21,12 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def library_for(kernels: Kernels, op: str, tensor: torch.Tensor) -> ctypes.CDLL | None:
-    """The library of `op` for this tensor's device and dtype; None where torch is to do the work.
+    """The library of `op` for this tensor's device and dtype; None where torch computes it.
 
     Native kernels are for bfloat16 and float32. Other dtypes are for tests and for other devices, and run in torch.
 
     Raises:
-        NativeUnavailableError: `native` was chosen and cannot be had.
+        NativeUnavailableError: `native` was chosen and cannot run.
         TritonUnavailableError: `triton` was chosen; an operation that has it asks `Kernels.picked` before.
     """
     if tensor.dtype in NATIVE_DTYPES or kernels.choice == "triton":
@@ -89,6 +89,16 @@ def require_rows(name: str, tensor: torch.Tensor, *, may_be_none: bool = False) 
         raise InputError(
             f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}; give floating-point [rows, columns], not empty"
         )
+
+
+def require(name: str, tensor: torch.Tensor | None, shape: Sequence[int], like: torch.Tensor) -> None:
+    """Raise InputError unless `tensor` is None, or has this shape, and the dtype and device of `like`."""
+    if tensor is None or (tensor.shape == tuple(shape) and tensor.dtype == like.dtype and tensor.device == like.device):
+        return
+    raise InputError(
+        f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}; "
+        f"give {like.dtype} {list(shape)} on {like.device}"
+    )
 
 
 def without_autocast(

@@ -7,7 +7,7 @@
 
 namespace tunesmith {
 
-// What forward and backward are told alike.
+// Arguments of forward and backward alike.
 struct Layer {
     const float *cos, *sin;               // [positions, half_rotary], or null
     const float* sinks;                   // [num_heads], or null

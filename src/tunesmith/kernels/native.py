@@ -130,7 +130,7 @@ class Kernels:
         """The library of `op`; None to use torch: as chosen, on another device, or because a compiler is missing.
 
         Raises:
-            NativeUnavailableError: `native` was chosen and cannot be had; with `auto` this is a warning, said once.
+            NativeUnavailableError: `native` was chosen and cannot run; with `auto` this is a warning, said once.
             TritonUnavailableError: `triton` was chosen, for an operation that asks for C++ alone.
         """
         if self.choice == "torch":

@@ -100,7 +100,7 @@ template <class P> typename P::Step step_at(const float* steps, int64_t index) {
     return step;
 }
 
-// Blocks, one pointer each. What stands at `ahead`, if anything, is fetched into the cache meanwhile.
+// Blocks, one pointer each. Memory at `ahead`, if not null, is prefetched into the cache meanwhile.
 template <class P> struct Blocks {
     const typename P::Number* const* at;
     const typename P::Number* const* ahead;

@@ -74,7 +74,7 @@ def measure_cluster(folder: Path) -> list[RankFacts] | None:
 
 
 def problems(ranks: list[RankFacts]) -> list[str]:
-    """What would trouble a training: one line each, with the rank and what to do."""
+    """Problems that would trouble a training: one line each, with the rank and what to do."""
     found: list[str] = []
     first = ranks[0]
     for one in ranks:
@@ -151,7 +151,7 @@ def _link(other: int) -> tuple[float, float, float, float]:
 
 
 def _disk(folder: Path) -> tuple[bool, float]:
-    """Whether this rank sees a file of rank 0 in `folder`, and MB/s of a synced write."""
+    """(True if this rank sees a file of rank 0 in `folder`, MB/s of a synced write)."""
     rank = dist.get_rank()
     names = [f".tunesmith-doctor-{os.getpid()}"]
     dist.broadcast_object_list(names, src=0)

@@ -296,7 +296,7 @@ def _stacks(folder: Path, record: Record, state: str) -> tuple[dict[int, tuple[F
                 return parse_stacks(new), ""
             text = new
     except OSError as error:
-        return {}, f"the stacks cannot be had: {error}"
+        return {}, f"the stacks cannot be read: {error}"
     return {}, f"the process, {state}, was asked for its stacks and did not answer within {ANSWER_S:g} seconds"
 
 

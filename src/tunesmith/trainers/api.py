@@ -1,5 +1,5 @@
-"""The interface of an algorithm: a `Learner` with its step, what a step returns, and data given from Python; and that
-of what is told of the events of a run.
+"""The interface of an algorithm: a `Learner` with its step, what a step returns, and data given from Python; and of a
+listener to the events of a run.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -202,7 +202,7 @@ def _merged_corrections(corrections: Sequence[Correction]) -> Metrics:
 def completion_metrics(groups: Sequence[Group], learnt: Sequence[int] | None = None) -> Metrics:
     """Lengths in tokens, the share that the length limit cut off, and the tokens of completions that are not `learnt`.
 
-    `learnt` are indices over all groups; None stands for all.
+    `learnt` are indices over all groups; None means all.
     """
     completions = [completion for group in groups for completion in group.completions]
     lengths = [len(completion.token_ids) for completion in completions]

@@ -161,9 +161,9 @@ def test_segments_know_where_their_tokens_stand() -> None:
     [
         ((3, 0), (-1, -1), "lengths must be positive"),
         ((3, 2), (-1,), "1 parents"),
-        ((3, 2), (1, -1), "sequence 0 goes on from 1"),
-        ((3, 2, 1), (-1, 0, 1), "sequence 2 goes on from 1"),
-        ((3, 2), (-1, -2), "goes on from -2"),
+        ((3, 2), (1, -1), "sequence 0 continues 1"),
+        ((3, 2, 1), (-1, 0, 1), "sequence 2 continues 1"),
+        ((3, 2), (-1, -2), "continues -2"),
     ],
 )
 def test_impossible_segments_are_refused(lengths: tuple[int, ...], parents: tuple[int, ...], message: str) -> None:

@@ -14,12 +14,12 @@ from tunesmith.kernels.native import Kernels
 def advance(state: SlotState, drawn: DrawnTokens, *, kernels: Kernels) -> None:
     """Take one token for each slot that has some left, in place, as `torch_impl.advance` defines it.
 
-    Nothing waits for the device, and nothing of the numbers is read by the host, so it can stand in a CUDA graph.
-    Numbers are not checked: rows and tokens must lie inside, and `drawn_SK4` must have room.
+    The host reads nothing and does not wait, so a CUDA graph can contain it. Numbers are not checked: rows and tokens
+    must be in range, and `drawn_SK4` large enough.
 
     Raises:
-        InputError: what was drawn is not of as many slots, or of another dtype.
-        TritonUnavailableError: Triton was chosen and cannot be had.
+        InputError: a tensor has another shape or dtype, or gaps.
+        TritonUnavailableError: Triton was chosen and cannot run.
     """
     num_slots = len(state.token_S)
     for name, tensor, dtype, shape in (

@@ -28,7 +28,7 @@ class SlotState:
     token_S int64, position_S int32: the last token of each slot, which is computed next, and its position.
     left_S int32: tokens that may yet be drawn; 0 for a slot without a completion, or whose completion has ended.
     to_mask_S int32: tokens that must be drawn before a stop id ends anything.
-    integers_S6 int64: what the draw is told, as `kernels.sample.api.draw_in_triton` has it.
+    integers_S6 int64: arguments of the draw, in the order of `kernels.sample.api.draw_in_triton`.
     drawn_SK4 float32 [S, K + 1, 4]: of the first `count_S` tokens id (exact below 2^24), log-prob, raw log-prob, value.
     count_S int64: tokens that were drawn; status_S int32: 0, or why there was no token.
     is_stop_V bool: tokens that end a completion. seen_RV bool: tokens of a completion and its prompt, None without

@@ -21,6 +21,7 @@ from tunesmith.kernels.arguments import (
     library_for,
     picked_library,
     records_gradient,
+    require,
     with_dense_rows,
 )
 from tunesmith.kernels.attention import torch_impl
@@ -43,7 +44,7 @@ _COMPLAINTS = {
 
 
 def _record(name: str, pointers: str, numbers: str) -> type[ctypes.Structure]:
-    """A structure of cpu.cpp that begins with what forward and backward are told alike, field by field."""
+    """A structure of cpu.cpp that begins with the fields that forward and backward have in common."""
     layer = (
         *((field, POINTER) for field in ("cos", "sin", "sinks")),
         *((field, INTEGER) for field in ("num_heads", "num_kv_heads", "head_dim", "half_rotary")),
@@ -82,13 +83,13 @@ def attend(  # noqa: PLR0913 - the prefixes say of the places what only one kern
 
     Queries and keys are turned by `rope`; keys and values of all tokens are written into `cache_2NW`, one layer of
     `rollout.kv_cache.allocate_storage`, before any is read. How a block is laid out depends on the kernels, so a cache
-    belongs to one `Kernels`. What stands behind a token in its block must be finite and has no effect. The rows of q, k
+    belongs to one `Kernels`. Numbers after a token in its block must be finite and have no effect. The rows of q, k
     and v may be any distance apart. The same token may be given twice.
 
     Natively, bfloat16 or float32, the result of a token depends to the bit on its sequence alone: not on other rows, on
     threads, on blocks, or on how the prompt was split. There is no gradient.
 
-    In Triton there are no sinks. Places stand on the device of the tokens. Nothing of them is read by the host, so
+    In Triton there are no sinks, and places are on the device of the tokens. The host reads nothing of them, so
     **their ranges are not checked**, and what is launched depends on shapes and settings alone: a CUDA graph of it
     stays right while positions and tables change in place. Bits depend on a token's sequence alone, here too, without
     `prefixes`. With them a beginning that several tokens share is read once for all of them, which changes the order of
@@ -96,7 +97,7 @@ def attend(  # noqa: PLR0913 - the prefixes say of the places what only one kern
 
     Raises:
         InputError: shapes, dtypes or devices do not fit, a place is out of range, or a gradient would be lost.
-        NativeUnavailableError, TritonUnavailableError: that kernel was chosen and cannot be had.
+        NativeUnavailableError, TritonUnavailableError: such kernels were chosen and cannot run.
     """
     _check(q_TX, k_TY, v_TY, settings)
     _check_places(q_TX, places, cache_2NW, settings)
@@ -123,9 +124,9 @@ def attend_packed(
     *,
     kernels: Kernels,
 ) -> torch.Tensor:
-    """Attention of sequences that stand one after the other, [T, X].
+    """Attention of packed sequences, [T, X].
 
-    `packing` says where each ends and from which earlier one it goes on; lengths alone are sequences that share
+    `packing` says where each ends and which earlier one it continues; lengths alone are sequences that share
     nothing, each from position 0. Layers of one pass take the same `Packing`.
 
     Natively it has the bits of `attend`, shared or not. Gradients flow to q, k, v and sinks; they are computed anew
@@ -134,7 +135,7 @@ def attend_packed(
 
     Raises:
         InputError: shapes or dtypes do not fit, or the lengths do not add up to the tokens.
-        NativeUnavailableError: native kernels were chosen and cannot be had.
+        NativeUnavailableError: native kernels were chosen and cannot run.
         TritonUnavailableError: Triton was chosen, which has none for packed sequences.
     """
     if kernels.choice == "triton":
@@ -203,7 +204,7 @@ class _Packed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
-        q_TX, k_TY, v_TY, _, call = inputs  # `call` has the sinks, which stand here for their gradient
+        q_TX, k_TY, v_TY, _, call = inputs  # `call` has the sinks; they are an input for their gradient
         ctx.save_for_backward(q_TX, k_TY, v_TY)
         ctx.call = call
         return call.forward(q_TX, k_TY, v_TY)
@@ -336,16 +337,9 @@ def _layer(
 
 def _check(q_TX: torch.Tensor, k_TY: torch.Tensor, v_TY: torch.Tensor, settings: AttentionSettings) -> None:
     num_tokens = q_TX.shape[0] if q_TX.dim() else 0
-    for name, tensor, width in (
-        ("q", q_TX, settings.query_width),
-        ("k", k_TY, settings.key_width),
-        ("v", v_TY, settings.key_width),
-    ):
-        if tensor.shape != (num_tokens, width) or tensor.dtype != q_TX.dtype or tensor.device != q_TX.device:
-            raise InputError(
-                f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}; "
-                f"give {q_TX.dtype} [{num_tokens}, {width}] on {q_TX.device}"
-            )
+    require("q", q_TX, (num_tokens, settings.query_width), q_TX)
+    require("k", k_TY, (num_tokens, settings.key_width), q_TX)
+    require("v", v_TY, (num_tokens, settings.key_width), q_TX)
     if q_TX.dtype not in FLOATS:
         raise InputError(f"q, k and v are {q_TX.dtype}; give floating-point numbers")
 

@@ -17,7 +17,7 @@ extern "C" struct AttendArguments {
     void* out;                            // [num_tokens, num_heads * head_dim]
     const int32_t *position, *table_row;  // [num_tokens + num_copies]
     const int32_t* tables;                // [num_tables, table_width]
-    const int32_t* copied;                // [num_copies], tokens whose keys and values stand in one more place each
+    const int32_t* copied;                // [num_copies], tokens whose keys and values are copied to one more place each
     int64_t num_tokens, q_stride, k_stride, v_stride;
     int64_t num_blocks, num_tables, table_width, num_positions, num_copies;
 };
@@ -68,7 +68,7 @@ struct Scratch {
     template <class T> T* head() { return (T*)turned.data(); }
 };
 
-// Tokens that stand one after the other in the list: neighbours of one sequence, or one of each of several sequences.
+// Consecutive tokens of the list: neighbours of one sequence, or one of each of several sequences.
 // They have the first `shared` blocks in common; neighbours have all.
 struct Tile {
     int64_t token, count, shared;
@@ -111,7 +111,7 @@ template <class P> class Forward {
   private:
     const int32_t* table(int64_t token) const { return a_.tables + a_.table_row[token] * a_.table_width; }
 
-    // Cuts the tokens into tiles and checks where they stand.
+    // Cuts the tokens into tiles and checks their places.
     int32_t cut() {
         int64_t most = 1;
         while (most * 2 * group_ <= kTileRows) most *= 2;
@@ -152,7 +152,7 @@ template <class P> class Forward {
 
     int64_t num_blocks(int64_t token) const { return a_.position[token] / kBlock + 1; }
 
-    // Keys and values of the token that stands at a place into its block.
+    // Copies keys and values of a token into its block.
     void write(int64_t place, Scratch& scratch) const {
         int64_t position = a_.position[place], width = width_;
         int64_t token = place < a_.num_tokens ? place : a_.copied[place - a_.num_tokens];
@@ -166,7 +166,7 @@ template <class P> class Forward {
         }
     }
 
-    // Pointers to `count` blocks of keys or values of one head; the last used block of the token stands for later ones.
+    // Pointers to `count` blocks of keys or values of one head; the last used block of the token is repeated for later ones.
     void point(const void* cache, int64_t token, int64_t head, int64_t first, int64_t count, const Number** at) const {
         int64_t last = num_blocks(token) - 1;
         for (int64_t i = 0; i < count; ++i) {

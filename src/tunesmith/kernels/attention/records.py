@@ -102,10 +102,10 @@ class Places:
     """Positions of tokens: int32, on one device. In C++ that is the CPU; in Triton it is the device of the tokens.
 
     Token t is number `positions_T[t]` of the sequence whose blocks row `table_rows_T[t]` of `block_tables_RN` lists;
-    16 tokens stand in a block.
+    a block has 16 tokens.
 
     Example: tokens 17 and 18 of the sequence in row 2 whose blocks are 5 and 9 are `positions_T=[17, 18]`,
-    `table_rows_T=[2, 2]`, and stand in block 9 at 1 and 2.
+    `table_rows_T=[2, 2]`, and are at 1 and 2 of block 9.
 
     Raises:
         InputError: shapes or dtypes do not fit.
@@ -134,7 +134,7 @@ class SharedPrefixes:
     """Groups of tokens whose sequences begin with the same blocks: int32, on the device of the tokens.
 
     `members_PG[p]` are the indices of such tokens in the batch, -1 for none; `length_P[p]` is how many tokens of their
-    sequences stand in the same blocks, a multiple of 16, and 0 where prefix p is not used. `start_T[t]` is where the
+    sequences are in the same blocks, a multiple of 16, and 0 where prefix p is not used. `start_T[t]` is where the
     part of token t's sequence begins that is its own: the length of the prefix that it is a member of, else 0. A token
     is a member of one prefix at most. Only shapes are checked: the numbers may change between replays of a CUDA graph.
 
@@ -175,14 +175,14 @@ def _require_int32(name: str, tensor: torch.Tensor, dims: int, device: torch.dev
 class Segments:
     """Sequence r has `lengths[r]` tokens of its own, which follow those of sequence `parents[r]`.
 
-    So a prompt that several completions share stands there once. A parent goes on from no other sequence and stands
-    before its children.
+    So a prompt that several completions share is stored once. A parent continues no other sequence and comes before
+    its children.
 
     Example: a prompt of 5 tokens with completions of 3 and 4, and a row of 6 for itself, are
     `Segments((5, 3, 4, 6), (-1, 0, 0, -1))`: 18 tokens, with positions 0-4, 5-7, 5-8 and 0-5.
 
     Raises:
-        InputError: a length is not positive, or a parent is no earlier sequence that stands alone.
+        InputError: a length is not positive, or a parent is no earlier sequence without a parent.
     """
 
     lengths: tuple[int, ...]
@@ -197,8 +197,7 @@ class Segments:
         for child, parent in enumerate(self.parents):
             if parent != ALONE and not (0 <= parent < child and self.parents[parent] == ALONE):
                 raise InputError(
-                    f"sequence {child} goes on from {parent}; give {ALONE}, or an earlier sequence that goes on from "
-                    "no other"
+                    f"sequence {child} continues {parent}; give {ALONE}, or an earlier sequence that continues no other"
                 )
 
     @classmethod
@@ -245,10 +244,10 @@ class Segments:
 
 @dataclass(frozen=True, slots=True)
 class CopiedPlaces:
-    """Places of T tokens, and behind them of E copies: `copied_E` are the tokens whose keys and values stand there too.
+    """Places of T tokens, followed by those of E copies of the keys and values of the tokens `copied_E`. int32.
 
     Where a prompt ends inside of a block, each of its completions has a block of its own that begins with the same
-    tokens. int32.
+    tokens.
     """
 
     places: Places

@@ -58,7 +58,7 @@ def attend_packed(
     segments: Segments,
     settings: AttentionSettings,
 ) -> torch.Tensor:
-    """Attention of sequences that stand one after the other, [T, X]; gradients by autograd."""
+    """Attention of packed sequences, [T, X]; gradients by autograd."""
     outs_TX: list[torch.Tensor] = []
     for tokens_C, prefix in zip(segments.token_indices(), segments.prefixes, strict=True):
         here_C = tokens_C.to(q_TX.device)
@@ -124,7 +124,7 @@ def rotated(x_THD: torch.Tensor, positions_T: torch.Tensor, rope: Rope | None) -
 
 
 def require_places(places: Places, rope: Rope | None, num_blocks: int) -> None:
-    """Raise InputError if a token stands outside of the tables, the cache or the rotary tables."""
+    """Raise InputError if a token is outside of the tables, the cache or the rotary tables."""
     num_rows, width = places.block_tables_RN.shape
     num_positions = width * BLOCK_TOKENS if rope is None else min(width * BLOCK_TOKENS, len(rope.cos_PF))
     for name, values, limit in (
@@ -154,7 +154,7 @@ def _one_sequence(
     positions_T: torch.Tensor,
     settings: AttentionSettings,
 ) -> torch.Tensor:
-    """Attention of the tokens at `positions_T` over one sequence, [T, X]; what stands behind a token does not count."""
+    """Attention of the tokens at `positions_T` over one sequence, [T, X]; later tokens are masked."""
     wide = _wide(q_THD.dtype)
     q_TKGD = q_THD.unflatten(1, (settings.num_kv_heads, -1)).to(wide)
     scores_TKGC = torch.einsum("tkgd,ckd->tkgc", q_TKGD, k_CKD.to(wide)) * settings.scale

@@ -156,7 +156,7 @@ def _write(
     settings: AttentionSettings,
     plan: AttentionPlan,
 ) -> torch.Tensor:
-    """The turned queries; keys and values stand in the cache after it."""
+    """The rotated queries; keys and values are written into the cache."""
     q_TX = qkv[0]
     turned_TX = q_TX if rope is None else torch.empty(q_TX.shape, dtype=q_TX.dtype, device=q_TX.device)
     query_parts = 0 if rope is None else ceil_div(settings.num_heads, plan.block_h)

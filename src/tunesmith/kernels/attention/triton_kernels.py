@@ -328,7 +328,7 @@ def merge_kernel(
         last = tl.minimum((start + SPLIT - 1) // SPLIT, end)
         last = tl.where(begin < start, last, 0)  # nothing of the prefix is inside of the window
         state = _merged(partials, begin // SPLIT, last, state, HEADS, D, BLOCK_S)
-        end = tl.where(start <= position, end, 0)  # its own part is empty where it stands inside of the prefix
+        end = tl.where(start <= position, end, 0)  # its own part is empty inside of the prefix
         begin = tl.maximum(begin, start)
     state = _merged(partials, begin // SPLIT + HAS_PREFIXES, end + HAS_PREFIXES, state, HEADS, D, BLOCK_S)
     result_D = state[2] / tl.where(state[1] == 0.0, 1.0, state[1])

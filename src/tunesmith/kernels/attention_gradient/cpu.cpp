@@ -1,6 +1,6 @@
 // Gradients of packed attention from queries, keys and values alone: the softmax is computed anew.
 //
-// For 16 tokens and the query heads of one key/value head, the products with all keys that they see stand in a matrix,
+// For 16 tokens and the query heads of one key/value head, the products with all keys that they see are a matrix,
 // which is small enough for the cache. Sums and the softmax are in float32; what is multiplied has the dtype given.
 //
 // A sequence may go on from another, its parent, which several may share. What its keys and values get from one after

@@ -26,7 +26,7 @@ def gae(
 
     `value_BT` is the value of the state before the token is drawn. The value after a row's last token is 0: a
     completion is an episode, whether it ended by itself or at the length limit. Positions outside the mask are skipped
-    and come out as 0, whatever stands there. Natively the bits are those of the definition in float32; in Triton sums
+    and come out as 0, whatever they hold. Natively the bits are those of the definition in float32; in Triton sums
     are formed in another order.
 
     Raises:

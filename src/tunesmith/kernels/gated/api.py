@@ -19,6 +19,7 @@ from tunesmith.kernels.arguments import (
     function_of,
     picked_library,
     records_gradient,
+    require,
     require_rows,
     with_dense_rows,
 )
@@ -45,10 +46,7 @@ def gated(gate_RI: torch.Tensor, up_RI: torch.Tensor, activation: Activation, *,
         NativeUnavailableError, TritonUnavailableError: such kernels were chosen and cannot run.
     """
     _check("gate", gate_RI, activation)
-    if up_RI.shape != gate_RI.shape or up_RI.dtype != gate_RI.dtype:
-        raise InputError(
-            f"up is {up_RI.dtype} of shape {tuple(up_RI.shape)}; give {gate_RI.dtype} of shape {tuple(gate_RI.shape)}"
-        )
+    require("up", up_RI, gate_RI.shape, gate_RI)
     function = _picked(kernels, gate_RI, activation)
     return torch_impl.gated(gate_RI, up_RI, activation) if function is None else _applied(function, gate_RI, up_RI)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from tunesmith.core.errors import InputError, NativeUnavailableError
-from tunesmith.kernels.arguments import INTEGER, POINTER, address, with_dense_rows
+from tunesmith.kernels.arguments import INTEGER, POINTER, address, require, with_dense_rows
 from tunesmith.kernels.linear import float32
 from tunesmith.kernels.native import Kernels
 
@@ -130,13 +130,8 @@ def linear(x_RI: torch.Tensor, weight: PackedWeight, bias_O: torch.Tensor | None
         InputError: shapes or dtypes do not fit.
     """
     dtype = weight.panels_PW.dtype
-    name = str(dtype).removeprefix("torch.")
-    if x_RI.dtype != dtype or x_RI.dim() != 2 or x_RI.shape[1] != weight.num_inputs:
-        raise InputError(f"x is {x_RI.dtype} of shape {tuple(x_RI.shape)}; give {name} [rows, {weight.num_inputs}]")
-    if bias_O is not None and (bias_O.dtype != dtype or bias_O.shape != (weight.num_outputs,)):
-        raise InputError(
-            f"the bias is {bias_O.dtype} of shape {tuple(bias_O.shape)}; give {name} [{weight.num_outputs}]"
-        )
+    require("x", x_RI, (*x_RI.shape[:1], weight.num_inputs), weight.panels_PW)
+    require("the bias", bias_O, (weight.num_outputs,), weight.panels_PW)
     x_RI, bias_O = with_dense_rows(x_RI), None if bias_O is None else bias_O.contiguous()
     num_rows, threads = x_RI.shape[0], torch.get_num_threads()
     y_RO = torch.empty(num_rows, weight.num_outputs, dtype=dtype)

@@ -53,7 +53,7 @@ def chosen_logp_entropy(
 
     Raises:
         InputError: shapes, dtypes, ids, the temperature or the cap do not fit, or logits to be reused are a leaf.
-        NativeUnavailableError, TritonUnavailableError: that kernel was chosen and cannot be had.
+        NativeUnavailableError, TritonUnavailableError: such kernels were chosen and cannot run.
     """
     _check(logits_NV, ids_N, temperature, softcap)
     if not records_gradient(logits_NV):

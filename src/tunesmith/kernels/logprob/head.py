@@ -70,7 +70,7 @@ def head_logp_entropy(
 
     Raises:
         InputError: shapes or dtypes, ids or the temperature do not fit.
-        NativeUnavailableError: native kernels were chosen and cannot be had.
+        NativeUnavailableError: native kernels were chosen and cannot run.
     """
     _check(hidden_NH, layer, ids_N)
     hidden_NH, layer = in_autocast(hidden_NH, layer)

@@ -15,7 +15,7 @@ import torch
 class KeyMask:
     """Mask rules: a query attends to the keys that pass every given rule, without any to all.
 
-    Query i stands at position `offset + i` and key j at j. By default the last query stands at the last key, as when
+    Query i is at position `offset + i` and key j at j. By default the last query is at the last key, as when
     queries go on from a cache.
 
     - `causal`: no key after the query.

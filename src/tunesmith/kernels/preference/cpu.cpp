@@ -52,7 +52,7 @@ inline void end_of_streams() {
 #endif
 }
 
-// A line of the cache as it stands in memory, and the vectors of float32 that its numbers make: one of float32, two of
+// A cache line, and the vectors of float32 that its numbers make: one of float32, two of
 // bfloat16. These are the numbers in even and in odd places, which are told apart by a shift and a mask; putting them
 // in order would take three times as many instructions.
 template <class T> struct Line;

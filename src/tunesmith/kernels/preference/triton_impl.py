@@ -20,7 +20,7 @@ _NUM_WARPS = 8
 
 _LARGEST_BLOCK_N = 512
 _PROGRAMS = 1056
-"""Eight for each processor of an H100 or H200, so that the last ones to end do not stand alone."""
+"""Eight for each processor of an H100 or H200, so that the last ones to end are not alone."""
 
 FOLD_B, FOLD_N = 64, 32
 

@@ -20,6 +20,7 @@ from tunesmith.kernels.arguments import (
     function_of,
     picked_library,
     records_gradient,
+    require,
     with_dense_rows,
 )
 from tunesmith.kernels.native import Kernels
@@ -213,8 +214,5 @@ def _check(x_RH: torch.Tensor, residual_RH: torch.Tensor | None, weight_H: torch
             f"x is {x_RH.dtype} of shape {tuple(x_RH.shape)}; "
             "give floating-point [rows, hidden] or [rows, heads, hidden], not empty"
         )
-    for name, tensor, shape in (("residual", residual_RH, x_RH.shape), ("weight", weight_H, x_RH.shape[-1:])):
-        if tensor is not None and (tensor.shape != shape or tensor.dtype != x_RH.dtype):
-            raise InputError(
-                f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}; give {x_RH.dtype} of shape {tuple(shape)}"
-            )
+    require("residual", residual_RH, x_RH.shape, x_RH)
+    require("weight", weight_H, x_RH.shape[-1:], x_RH)

@@ -24,7 +24,7 @@ _ROWS_OF_PROGRAM = 16
 """Rows of one sum at least: the sums of 16 rows take 8 bytes for each column, the rows themselves 96 in 16 bits."""
 
 _PROGRAMS = 1056
-"""Eight for each processor of an H100 or H200, so that the last ones to end do not stand alone."""
+"""Eight for each processor of an H100 or H200, so that the last ones to end are not alone."""
 
 FOLD_P, FOLD_H = 64, 32
 
@@ -80,7 +80,7 @@ def forward_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Rows of x stand in groups of `inner`, all others without gaps; `total` is written where there is a residual."""
+    """Rows of x are in groups of `inner`, all others contiguous; `total` is written where there is a residual."""
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.arange(0, BLOCK_H)
     inside = (row < num_rows)[:, None] & (column < width)[None, :]
@@ -243,7 +243,7 @@ def backward(
 
 
 def _placed(x_RH: torch.Tensor) -> torch.Tensor:
-    """x where it stands if it stands as well aligned as rows without gaps do, else a copy.
+    """x itself if it is as well aligned as contiguous rows are, else a copy.
 
     Triton compiles a kernel for addresses that are multiples of 16, and another for those that are not. The two sum a
     row in different orders, and its bits must not depend on what it is a slice of.

@@ -43,7 +43,7 @@ def sample(
     Raises:
         InputError: shapes or dtypes do not fit, or a biased token is outside of the vocabulary.
         TrainingError: a logit is not finite, or bias and penalty leave no token or overflow; the message names the row.
-        NativeUnavailableError, TritonUnavailableError: that kernel was chosen and cannot be had.
+        NativeUnavailableError, TritonUnavailableError: such kernels were chosen and cannot run.
     """
     _check(logits_BV, settings, keys, seen)
     match kernels.picked("sample", logits_BV):

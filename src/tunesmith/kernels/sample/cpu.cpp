@@ -49,7 +49,7 @@ struct Candidate {
 struct Scratch {
     std::vector<float> logits, weights, block_max, selection;
     std::vector<double> block_sum, histogram;
-    std::vector<Candidate> candidates;  // room for the whole vocabulary
+    std::vector<Candidate> candidates;  // as many as the vocabulary has tokens
     int64_t num_candidates = 0;
 };
 
@@ -250,7 +250,7 @@ class Row {
         // Each token is written and the counter moves on only past those that are kept: a branch would be guessed wrong
         // too often.
         Candidate* next = s_.candidates.data();
-        // Blocks are passed over by their largest logit, with room for the rounding of a weight.
+        // Blocks are passed over by their largest logit, with a margin for the rounding of a weight.
         double reach = lowest > 0 ? largest_ + std::log((double)lowest) / inverse_temperature_ : -INFINITY;
         float skip_below = std::max(lowest_logit, (float)(reach - 1e-3 * (1 + std::fabs(reach))));
         for (int64_t block = 0; block < num_blocks_; ++block) {

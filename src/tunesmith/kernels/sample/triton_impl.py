@@ -11,7 +11,7 @@ probabilities passes it. So there is no noise for each token, and no sort either
 Functions of the kernel pass these tuples on:
   row      (pointer to its logits, to its seen tokens, number of tokens, penalty)
   softmax  (largest logit, inverse temperature)
-  scratch  (pointer to the row's room for logits, for tokens)
+  scratch  (pointers to the row's buffers of logits and of tokens)
   lowest   (smallest key, smallest weight) that is kept
 
 Shape legend: B rows, V vocabulary, S slots, X columns of a tile, T tiles of a row.
@@ -141,8 +141,8 @@ def _gather(row, softmax, lowest, scratch, PENALISED: tl.constexpr, BLOCK: tl.co
 def _pick_filtered(row, filters, softmax, total, noise, scratch, PENALISED: tl.constexpr, BLOCK: tl.constexpr):
     """(token, mass of what is kept) after top-k, then top-p, then min-p."""
     top_k, top_p, min_p = filters
-    # What weighs less has together less than 1 - p of the mass; a hundredth is room for rounding. It counts, though, in
-    # the mass that top-k leaves.
+    # What weighs less has together less than 1 - p of the mass; a hundredth is a margin for rounding. It counts in the
+    # mass that top-k leaves.
     bound = tl.where(top_p < 1, 0.99 * (1 - top_p) * total / row[2], 0.0).to(tl.float32)
     bound = tl.where(top_k > 0, 0.0, tl.maximum(bound, min_p))
     low = tl.full([], -2139095041, tl.int32)

@@ -32,7 +32,7 @@ def num_completions(f: Facts) -> float:
 
 
 def rows_at_a_time(f: Facts) -> float:
-    """Completions that are drawn together, if the cache has room for them."""
+    """Completions that are drawn together, if they fit into the cache."""
     key = "num_slots" if f.values.get("setup.engine") != "transformers" else "batch_size"
     return min(num_completions(f), f.number(f"recipe.rollout.{key}"))
 
