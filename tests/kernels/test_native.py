@@ -171,6 +171,17 @@ def test_a_compiler_that_fails_is_named_once_and_training_goes_on(tmp_path, cach
     assert errors.count("/bin/false") == errors.count("using torch instead of compiled kernels") == 1, errors
 
 
+def test_a_compiler_without_openmp_is_refused_by_the_survey(tmp_path, monkeypatch):
+    """Apple's clang++, as found on a Mac."""
+    compiler = tmp_path / "clang++"
+    compiler.write_text("#!/bin/sh\necho \"clang: error: unsupported option '-fopenmp'\" >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    picks = {pick.op: pick for pick in native.survey() if pick.device == "cpu"}
+    assert picks["linear"].backend == "torch"
+    assert "unsupported option '-fopenmp'" in picks["linear"].why
+
+
 def test_without_a_compiler_a_requested_native_kernel_raises(sources, no_compiler):
     with pytest.raises(NativeUnavailableError, match=r"no C\+\+ compiler.*Install g\+\+"):
         Kernels("native", sources=sources).library("answer", CPU)

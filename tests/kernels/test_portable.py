@@ -1,7 +1,10 @@
 """Kernels compiled for older processors of the same family give what the definitions give."""
 
 import platform
+import shutil
+import subprocess
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -80,6 +83,24 @@ def test_votes_select_and_update_as_defined(shape: tuple[int, int], dtype: torch
     expected = exact(batch, start_N, 0.01)
     assert torch.equal(out_BN, expected.selected_BN.to(dtype))
     torch.testing.assert_close(weights_N.double(), expected.weights_N, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_kernels_for_aarch64_compile_and_give_what_the_definitions_give(tmp_path: Path):
+    """In emulation, with a cross compiler; a sample of the kernels is called, all are compiled."""
+    compiler, emulator = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
+    if compiler is None or emulator is None:
+        pytest.skip("needs g++-aarch64-linux-gnu and qemu-user")
+    flags = [flag for flag in compiled.FLAGS if flag not in ("-march=native", "-shared")]
+    include = f"-I{Path(compiled.__file__).parent}"
+    objects: list[Path] = []
+    for source in (*Path(compiled.__file__).parent.glob("*/cpu.cpp"), Path(__file__).with_name("portable_check.cpp")):
+        objects.append(tmp_path / f"{source.parent.name}.o")
+        subprocess.run([compiler, *flags, include, "-c", str(source), "-o", str(objects[-1])], check=True)
+    program = str(tmp_path / "check")
+    subprocess.run([compiler, "-static", "-fopenmp", *map(str, objects), "-o", program], check=True)
+    done = subprocess.run([emulator, program], capture_output=True, text=True, check=False)
+    assert done.stdout == "0 wrong\n", done.stdout[-2000:]
 
 
 def _with_gradients(work, *inputs: torch.Tensor) -> list[torch.Tensor]:

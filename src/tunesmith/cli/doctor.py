@@ -339,13 +339,18 @@ def _smollm2() -> Iterator[Finding]:
 
 def _kernels() -> Iterator[Finding]:
     """Report the backend of each operation on CPU and GPU, without compiling anything."""
-    from tunesmith.kernels.native import survey
+    from tunesmith.kernels.native import has_native, survey
 
     names = {"native": "C++", "triton": "Triton", "torch": "torch"}
     for pick in survey():
         place = "CPU" if pick.device == "cpu" else "GPU"
         because = f": {pick.why}" if pick.why else ""
-        yield Finding(f"kernel {pick.op}", f"{names[pick.backend]} on the {place}{because}")
+        value = f"{names[pick.backend]} on the {place}{because}"
+        if pick.device == "cpu" and pick.backend == "torch" and has_native(pick.op):
+            advice = "install g++, or clang++ with OpenMP, and name it by CXX; Apple's compiler has no OpenMP"
+            yield Finding(f"kernel {pick.op}", value, "note", advice)
+        else:
+            yield Finding(f"kernel {pick.op}", value)
 
 
 _PROBES: Mapping[str, Callable[[], Iterator[Finding]]] = {"torch": _torch, "kernels": _kernels, "smollm2": _smollm2}

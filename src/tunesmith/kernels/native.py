@@ -291,8 +291,9 @@ def _pick_for_gpu(op: str) -> Pick:
 
 
 def _why_no_compiler() -> str:
+    """Empty if there is a compiler that takes the flags; Apple's has no OpenMP, for example."""
     try:
-        find_compiler()
+        _macros(find_compiler())
     except NativeUnavailableError as error:
         return str(error)
     return ""
