@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tunesmith.cli.main import main
+from tunesmith.store.records import CampaignSettings, Candidate, NewItem
 from tunesmith.store.votes import VoteStore
 
 pytestmark = pytest.mark.usefixtures("own_logging")
@@ -49,6 +50,7 @@ def test_votes_are_taken_over_counted_and_written_out_again(
     assert (code, facts["num_votes"], facts["raters"][0]["name"]) == (0, 3, "ann")
     assert facts["alpha"] == {"value": None, "num": 0, "reason": "no item was judged by two raters"}
     assert "ann: 3 votes" in run(capsys, "votes", "stats", "--dir", folder)[1]
+    assert facts["leaderboard"] == []
     assert run(capsys, "votes", "export", dest, "--dir", folder, "--decided")[0] == 0
     assert [json.loads(line)["chosen"] for line in dest.read_text().splitlines()] == ["good"] * 3
 
@@ -96,3 +98,16 @@ def test_an_unknown_campaign_is_named_with_those_that_are_there(
     code, _, err = run(capsys, "votes", "stats", "--dir", folder, "--campaign", "autumn")
     assert code == 2
     assert "there are spring" in err
+
+
+def test_versions_and_models_that_votes_compare_are_ranked(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with VoteStore.open(tmp_path / "votes.db") as store:
+        campaign, rater = store.set_campaign(CampaignSettings()).id, store.add_rater("ann").rater.id
+        for number in range(8):
+            sources = ("v0", "v1") if number % 2 else ("model a run", "v1")
+            pair = NewItem(f"p{number}", tuple(Candidate(one, source_id=one) for one in sources))
+            store.vote_on_pair(campaign, pair, rater, "right")
+    board = json.loads(run(capsys, "votes", "stats", "--dir", tmp_path, "--json")[1])["leaderboard"]
+    assert (board[0]["name"], board[0]["num_votes"]) == ("v1", 8)
+    assert {one["name"] for one in board} == {"v0", "v1", "a run"}
+    assert "against v0     v1: " in run(capsys, "votes", "stats", "--dir", tmp_path)[1]

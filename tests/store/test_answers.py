@@ -261,3 +261,30 @@ def test_any_other_text_comes_back_as_it_was(store: VoteStore, campaign: MakeCam
     store.vote(shown.token, ann, "left", reason=text, now=1.0)
     (row,) = store.reader.export(asked)
     assert (row.prompt, {row.chosen, row.rejected}, row.reason) == (text, {text, "b"}, text)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_pair_shown_elsewhere_is_stored_with_its_vote_and_its_sides_once(
+    store: VoteStore, campaign: MakeCampaign, ann: int, reader: VoteReader, swapped: bool
+):
+    made = campaign(lease_s=100.0)
+    pair = NewItem("prompt", (Candidate("one", source_id="v1"), Candidate("two", source_id="v2")))
+    if swapped:  # the pair is known with its answers in the other order
+        store.add_items(made, [NewItem("prompt", pair.candidates[::-1])])
+    first = store.vote_on_pair(made, pair, ann, "right_much", "so", 900, now=1.0)
+    assert store.vote_on_pair(made, pair, ann, "right_much", "so", 900, now=2.0).id == first.id
+    (vote,) = reader.votes_after(0)
+    assert (vote.chosen.text, vote.rejected.text, vote.verdict) == ("two", "one", "right_much")
+    assert store.next_presentations(ann, made, 5, now=3.0) == []
+    assert reader.stats(made).left.num_hits == 0
+    with pytest.raises(DataError, match="same answer twice"):
+        store.vote_on_pair(made, NewItem("prompt", (Candidate("a"), Candidate("a"))), ann, "left")
+
+
+def test_a_vote_on_a_pair_shown_elsewhere_counts_for_the_limit(store: VoteStore, campaign: MakeCampaign, ann: int):
+    made = campaign(max_votes_per_rater=1)
+    one, two = (NewItem(f"prompt {k}", (Candidate("one"), Candidate("two"))) for k in range(2))
+    store.vote_on_pair(made, one, ann, "left", now=1.0)
+    with pytest.raises(VoteConflictError, match="all the votes"):
+        store.vote_on_pair(made, two, ann, "left", now=2.0)
+    assert len(store.reader.votes_after(0)) == 1

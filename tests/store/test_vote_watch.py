@@ -1,7 +1,7 @@
 import pytest
 
 from tunesmith.store.records import CampaignSettings, Candidate, NewItem
-from tunesmith.store.vote_watch import MINUTES, VersionContest, VoteWatch
+from tunesmith.store.vote_watch import MINUTES, Contest, VoteWatch
 from tunesmith.store.votes import VoteStore
 
 NOW = 1_800_000_000.0
@@ -91,7 +91,7 @@ def test_a_contest_says_who_won_whatever_the_side(ask, watch):
         ask((0, 3), 1)
         ask((0, 3), 0)
     _, contests = watch.contests()
-    assert [(one.first, one.second, one.score) for one in contests] == [(0, 3, 0.0), (0, 3, 1.0)] * 6
+    assert [(one.first, one.second, one.score) for one in contests] == [("v0", "v3", 0.0), ("v0", "v3", 1.0)] * 6
 
 
 def test_ties_and_two_bad_answers_are_half_a_win_and_skips_are_nothing(ask, watch):
@@ -127,7 +127,9 @@ def test_the_trainers_names_of_sources_say_which_versions_met(ask, watch):
     ask((7, 7), 1, sources=("v0", "v7"))
     ask((7, 7), 1, sources=("v7", "v7"))
     ask((7, 7), 1, sources=("a file", "another"))
-    assert [(one.first, one.second, one.score) for one in watch.contests()[1]] == [(0, 7, 0.0)]
+    ask((None, 7), 0, sources=("model a run", "v7"))
+    found = [(one.first, one.second, one.score) for one in watch.contests()[1]]
+    assert found == [("v0", "v7", 0.0), ("a run", "v7", 1.0)]
 
 
 def test_votes_on_one_prompt_share_its_id(ask, watch):
@@ -145,6 +147,6 @@ def test_a_changed_vote_replaces_its_contest_and_an_undone_one_goes(ask, votes, 
     votes.vote(shown.token, rater_id, other, "", 900, "again", NOW + 1)
     changed, contests = watch.contests()
     assert changed > before
-    assert contests == [VersionContest(0, 1, 1.0, contest.prompt_id)]
+    assert contests == [Contest("v0", "v1", 1.0, contest.prompt_id)]
     votes.withdraw(shown.token, rater_id, NOW + 2)
     assert watch.contests()[1] == []

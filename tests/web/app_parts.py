@@ -14,6 +14,7 @@ from tunesmith.store.runs import RunReader
 from tunesmith.store.votes import VoteStore
 from tunesmith.web.allowed import Allowed
 from tunesmith.web.app import create_app
+from tunesmith.web.arena import Arena, Conversation, of_live_loop
 from tunesmith.web.jobs import Jobs
 from tunesmith.web.run_index import id_of
 from tunesmith.web.settings import Limits, ServerSettings
@@ -24,6 +25,7 @@ URL = "http://127.0.0.1:8000"
 RUN = "20260101-120000-ppo-ab12"
 RUN_ID = id_of(Path("runs", RUN), Path("runs"))
 JOB_ID = hashlib.sha256(b"key").hexdigest()[:12]
+TALK_ID = "0" * 32
 GENEROUS = Limits(rate_per_s=1e6, burst=1_000_000, failures=1_000_000)
 
 
@@ -58,7 +60,7 @@ def make_run(path: Path, recipe: str = "algorithm: ppo\nmodel:\n  name: smollm2\
 
 @contextmanager
 def app_in(folder: Path, limits: Limits = GENEROUS, hosts: tuple[str, ...] = ()) -> Iterator[Parts]:
-    """The app over a fresh folder with one run, and one that waits for ever; with an admin and a rater."""
+    """The app over a fresh folder with one run, and one that waits; a rater, and an admin in a conversation."""
     settings = ServerSettings(folder, hosts=hosts, limits=limits)
     make_run(folder / "runs" / RUN)
     with (
@@ -68,5 +70,9 @@ def app_in(folder: Path, limits: Limits = GENEROUS, hosts: tuple[str, ...] = ())
         Jobs(folder / "jobs", Allowed(folder / "runs", folder / "runs" / ".studio"), max_runs=0) as jobs,
     ):
         jobs.add(Wanted("grpo", settings=(("model.name", "tiny:llama"),)), "key")
-        app = create_app(settings, store, runs, studio, jobs)
-        yield Parts(app, store, store.add_rater("ada", "admin").token, store.add_rater("rob").token, jobs)
+        with Arena(folder / "arena", lambda: of_live_loop(folder, runs), keeps_first=True) as arena:
+            app = create_app(settings, store, runs, studio, jobs, arena)
+            admin, rater = store.add_rater("ada", "admin"), store.add_rater("rob")
+            talk = Conversation(TALK_ID, admin.rater.id, [])
+            (folder / "arena" / f"{TALK_ID}.json").write_text(talk.to_json())
+            yield Parts(app, store, admin.token, rater.token, jobs)

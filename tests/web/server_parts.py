@@ -1,6 +1,7 @@
 """A server as a process of its own, forked from one that has its modules loaded, and clients that talk to it."""
 
 import http.client
+import importlib
 import itertools
 import json
 import multiprocessing
@@ -81,12 +82,14 @@ class Server:
     login_url: str | None = None
     process: BaseProcess | None = None
     output: TextIO | None = None
+    prepare: str = ""
+    """A module that the server's process imports first."""
     complaints: list[str] = field(default_factory=list)
 
     def start(self) -> "Server":
         words = [*self.command, str(self.folder), "--port", str(self.port), "--json", *self.flags]
         ends = [multiprocessing.Pipe(duplex=False) for _ in range(2)]
-        given = (words, *(there for _, there in ends))
+        given = (words, *(there for _, there in ends), self.prepare)
         self.process = context().Process(target=_serve, args=given, daemon=True)
         self.process.start()
         self.output, complaints = (os.fdopen(os.dup(here.fileno()), encoding="utf-8") for here, _ in ends)
@@ -149,10 +152,12 @@ def context() -> Any:
     return found
 
 
-def _serve(words, out, errors):
+def _serve(words, out, errors, prepare):
     os.dup2(out.fileno(), 1)
     os.dup2(errors.fileno(), 2)
     sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
     out.close()
     errors.close()
+    if prepare:
+        importlib.import_module(prepare)
     sys.exit(main(words))

@@ -7,7 +7,7 @@ import pytest
 from fastapi.routing import iter_route_contexts
 from starlette.websockets import WebSocketDisconnect
 
-from app_parts import JOB_ID, RUN_ID, URL, app_in
+from app_parts import JOB_ID, RUN_ID, TALK_ID, URL, app_in
 from tunesmith.store.records import Candidate, NewItem
 from tunesmith.web import logins
 from tunesmith.web.access import API, RouteTable, Rule
@@ -25,7 +25,7 @@ def parts(tmp_path_factory):
 
 PARAMETERS = {
     **{"token": "x", "invite": "x", "rater_id": "7", "version": "7"},
-    **{"run": RUN_ID, "name": "recipe.yaml", "job": JOB_ID},
+    **{"run": RUN_ID, "name": "recipe.yaml", "job": JOB_ID, "conversation": TALK_ID, "number": "0"},
 }
 
 

@@ -120,3 +120,19 @@ def test_a_duration_that_is_none_is_refused(text: str) -> None:
 
 def test_equal_scores_are_half_a_win() -> None:
     assert [hit(0.0, 0.5), hit(0.5, 0.0), hit(0.2, 0.22)] == [1.0, 0.0, 0.5]
+
+
+@pytest.mark.slow
+def test_raters_who_talk_in_the_arena_make_versions(tmp_path: Path) -> None:
+    options = SimulationOptions(
+        tmp_path / "live",
+        num_raters=3,
+        duration_s=90,
+        traits=RaterTraits(pace_s=0.0),
+        trainer_words=TINY,
+        num_pairs=30,
+        num_conversations=15,
+    )
+    found = run_simulation(options)
+    assert found.problems == 0 and found.conversations == 15
+    assert found.versions >= 1 and 15 <= found.votes_learnt <= found.votes

@@ -38,6 +38,9 @@ class LiveOptions:
     duration: Annotated[str, flag("Of --simulate as a whole: 90s, 10m, 1h.", "TIME")] = "10m"
     accuracy: Annotated[float, flag("Share of a simulated rater's votes that are right.", "SHARE")] = 0.85
     left_bias: Annotated[float, flag("Share of them that take the left answer unseen.", "SHARE")] = 0.0
+    conversations: Annotated[
+        int, flag("Simulated raters talk in the arena so many times, and vote there; 0: they vote on pairs.", "N")
+    ] = 0
     pace: Annotated[float, flag("Seconds that a simulated rater looks at a pair.", "SECONDS")] = 1.0
     json: Annotated[bool, flag("Print one JSON object at the end.")] = False
 
@@ -108,6 +111,7 @@ def _simulate(options: LiveOptions, num_raters: int, unknown: Sequence[str], out
             traits=RaterTraits(options.accuracy, options.left_bias, options.pace),
             trainer_words=[*passed, *unknown],
             seed=options.seed or 0,
+            num_conversations=options.conversations,
         )
     )
     interval = f"{result.win_rate_low:.2f} to {result.win_rate_high:.2f}"

@@ -70,7 +70,7 @@ def serve(words: Sequence[str]) -> None:
             f"the pages need {error.name}, which is not installed; run `pip install 'tunesmith[web]'`"
         ) from None
     items = _items(options.pairs)
-    settings = ServerSettings(options.dir.expanduser(), options.host, options.port, options.allow_host)
+    settings = ServerSettings(options.dir.expanduser(), options.host, options.port, options.allow_host, has_arena=True)
     with reporting(as_json=options.json) as output:
         server.serve(
             settings,
@@ -219,6 +219,7 @@ def _serve_runs(root: Path, folder: Path, options: StudioOptions | WatchOptions,
             hosts=options.allow_host,
             max_runs=options.max_runs,
             allow=options.allow,
+            has_arena=True,
         )
     with reporting(as_json=options.json) as output:
         server.serve(

@@ -11,6 +11,7 @@ from tunesmith.core.errors import InputError
 from tunesmith.core.log import visible
 
 if TYPE_CHECKING:
+    from tunesmith.evaluation.bradley_terry import Standing
     from tunesmith.store.vote_reader import VoteReader
     from tunesmith.store.vote_stats import Agreement, BiasTest, VoteStats
 
@@ -58,7 +59,7 @@ class ExportVotesOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class StatsOptions:
-    """Count votes, and say how far raters agree and what they lean to."""
+    """Count votes; how far raters agree, what they lean to, and which versions and models win."""
 
     dir: Annotated[Path, flag("Folder of the votes.", "FOLDER")] = Path("live")
     campaign: Annotated[str | None, flag("One campaign; without it, all.", "NAME")] = None
@@ -131,9 +132,22 @@ def stats(words: Sequence[str]) -> None:
     options = parse(StatsOptions, words, "votes stats")
     with reporting(as_json=options.json) as output, _reader(options.dir) as reader:
         campaign_id = None if options.campaign is None else reader.campaign_named(options.campaign).id
-        found = reader.stats(campaign_id)
+        found, places = reader.stats(campaign_id), _leaderboard(options.dir)
         _say(found, output)
-        output.finish(asdict(found))
+        base = next((visible(one.name) for one in places if one.low == one.high == 0.5), "")
+        for one in places[:_MAX_SHOWN]:
+            rate = one.note if one.win_rate is None else f"{one.win_rate:.0%} ({one.low:.0%} to {one.high:.0%})"
+            output.say(f"against {base:<6} {visible(one.name)}: {rate}, {one.num_votes} votes")
+        output.finish({**asdict(found), "leaderboard": list(map(asdict, places))})
+
+
+def _leaderboard(folder: Path) -> "Sequence[Standing]":
+    """Versions and models that votes compare, over all campaigns: the strongest first."""
+    from tunesmith.evaluation.bradley_terry import leaderboard
+    from tunesmith.store.vote_watch import VoteWatch
+
+    with VoteWatch(folder.expanduser() / VOTES_FILE) as watch:
+        return leaderboard(watch.contests()[1])
 
 
 def _reader(folder: Path) -> "VoteReader":

@@ -1,7 +1,7 @@
 """Votes, rankings and written answers: append-only rows; a presentation's highest revision is the effective one."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import Connection, Table, exists, insert, select, update
@@ -12,7 +12,7 @@ from tunesmith.store.campaigns import rater_named
 from tunesmith.store.content import check_text
 from tunesmith.store.items import add_items, candidate_ids, texts_of_items
 from tunesmith.store.queue import add_presentation, has_free_slot, quota_left, refresh_open_items
-from tunesmith.store.records import VERDICTS, Campaign, GivenVote, Verdict, VoteReceipt
+from tunesmith.store.records import VERDICTS, Campaign, GivenVote, NewItem, Verdict, VoteReceipt
 from tunesmith.store.tables import demonstrations, items, new_id, presentations, rankings, votes
 
 _MAX_DWELL_MS = 2**31 - 1
@@ -182,6 +182,38 @@ class Answering:
             values["lease_until"] = self._now + self._campaign.settings.lease_s
         self._connection.execute(update(presentations).where(presentations.c.id == self._shown.id).values(**values))
         refresh_open_items(self._connection, self._campaign.id, self._campaign.settings.overlap, [int(self._item.id)])
+
+
+def vote_on_pair(
+    connection: Connection,
+    rng: random.Random,
+    campaign_id: int,
+    item: NewItem,
+    rater_id: int,
+    answer: Callable[[Answering], VoteReceipt],
+    now: float,
+) -> VoteReceipt:
+    """The receipt of a rater's `answer` to a pair that was shown to them outside of the queue, in the order of its
+    candidates. Item and presentation are stored with the vote; a repeated call finds them.
+    """
+    (item_id,) = add_items(connection, campaign_id, [item]).item_ids
+    is_theirs = presentations.c.item_id == item_id, presentations.c.rater_id == rater_id
+    token = connection.execute(select(presentations.c.token).where(*is_theirs)).scalar()
+    if token is None:
+        settings = load_campaign(connection, campaign_id)
+        if quota_left(connection, rater_id, settings, now) < 1:
+            raise VoteConflictError("you have given all the votes that the campaign asks of one rater")
+        until = now + settings.settings.lease_s
+        shown = add_presentation(
+            connection, rng, 2, item_id=item_id, rater_id=rater_id, shown_at=now, lease_until=until
+        )
+        # The pair may have been stored before, with its answers in the other order.
+        texts = texts_of_items(connection, [item_id])[item_id]
+        order = [texts.index(candidate.text) for candidate in item.candidates]
+        of_shown = presentations.c.id == shown.id
+        connection.execute(update(presentations).where(of_shown).values(order_json=order))
+        token = connection.execute(select(presentations.c.token).where(of_shown)).scalar_one()
+    return answer(Answering(connection, token, rater_id, now))
 
 
 def add_votes(

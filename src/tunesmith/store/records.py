@@ -21,6 +21,9 @@ AnswerStyle = Literal["raw", "markdown"]
 Role = Literal["rater", "admin"]
 CommandKind = Literal["rollback"]
 
+MODEL_SOURCE = "model "
+"""Prefix of the source of an answer by a model that is no version of the live loop."""
+
 MARGIN_MUCH = 2.0
 """Margin of a vote that calls one answer much better."""
 

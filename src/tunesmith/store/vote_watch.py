@@ -1,4 +1,4 @@
-"""Votes for the watch page: their number per minute, and comparisons of two policy versions."""
+"""Votes for the pages: their number per minute, and comparisons of two policy versions or other models."""
 
 import re
 import threading
@@ -10,6 +10,7 @@ from typing import Any
 from sqlalchemy import Connection, Select, Table, func, or_, select
 
 from tunesmith.store.database import ReadOnlyDatabase
+from tunesmith.store.records import MODEL_SOURCE
 from tunesmith.store.tables import candidates, item_candidates, items, presentations, rankings, votes
 
 MINUTES = 60
@@ -19,17 +20,17 @@ _MINUTE_S = 60.0
 _BATCH = 5_000
 _EVEN = ("tie", "both_bad")
 _NOTHING = ("skip", "withdrawn")
-_SOURCE = re.compile(r"v(\d{1,9})")
+_SOURCE = re.compile(r"v\d{1,9}")
 
 
 @dataclass(frozen=True, slots=True)
-class VersionContest:
-    """An effective vote between answers of two versions: `score` is 1 if `first` won, 0 if it lost, 0.5 for a tie or
-    two bad answers.
+class Contest:
+    """An effective vote between answers of two versions or models: `score` is 1 if `first` won, 0 if it lost, 0.5 for a
+    tie or two bad answers. A version is named `v` and its number. Votes on one prompt depend on each other.
     """
 
-    first: int
-    second: int
+    first: str
+    second: str
     score: float
     prompt_id: int
 
@@ -48,7 +49,7 @@ class VoteWatch(ReadOnlyDatabase):
         self._counted = (_Counted(votes), _Counted(rankings))
         self._last_contest_id = 0
         self._changes = 0
-        self._contests: dict[int, VersionContest] = {}
+        self._contests: dict[int, Contest] = {}
 
     @property
     def total(self) -> int:
@@ -72,7 +73,7 @@ class VoteWatch(ReadOnlyDatabase):
                 counts[max(0, min(MINUTES - 1, MINUTES - 1 - int((now - time) // _MINUTE_S)))] += 1
         return counts
 
-    def contests(self) -> tuple[int, list[VersionContest]]:
+    def contests(self) -> tuple[int, list[Contest]]:
         """A change counter, and all contests. Gold items and rankings are left out."""
         with self._counting:
             while self.read(self._compare, False):
@@ -84,7 +85,7 @@ class VoteWatch(ReadOnlyDatabase):
         found = connection.execute(_between_versions(self._last_contest_id)).all()
         for row in found:
             self._last_contest_id = row.id
-            first, second = _version(row.source_a, row.version_a), _version(row.source_b, row.version_b)
+            first, second = _name(row.source_a, row.version_a), _name(row.source_b, row.version_b)
             if first is None or second is None or first == second:
                 continue
             self._changes += 1
@@ -92,7 +93,7 @@ class VoteWatch(ReadOnlyDatabase):
                 self._contests.pop(row.presentation_id, None)
                 continue
             score = 0.5 if row.verdict in _EVEN else float(row.chosen_candidate_id == row.first_id)
-            self._contests[row.presentation_id] = VersionContest(first, second, score, row.prompt_id)
+            self._contests[row.presentation_id] = Contest(first, second, score, row.prompt_id)
         return len(found) == _BATCH
 
 
@@ -118,10 +119,13 @@ class _Counted:
             self.times.popleft()
 
 
-def _version(source_id: str, weight_version: int | None) -> int | None:
-    """The version that generated an answer: that of a source such as `v12`, else the version of its offer."""
-    found = _SOURCE.fullmatch(source_id)
-    return weight_version if found is None else int(found[1])
+def _name(source_id: str, weight_version: int | None) -> str | None:
+    """Name of what generated an answer: a source such as `v12`, a model, else the version of its offer."""
+    if source_id.startswith(MODEL_SOURCE):
+        return source_id.removeprefix(MODEL_SOURCE)
+    if _SOURCE.fullmatch(source_id):
+        return source_id
+    return None if weight_version is None else f"v{weight_version}"
 
 
 def _between_versions(after: int) -> Select[*tuple[Any, ...]]:

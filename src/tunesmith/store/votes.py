@@ -165,6 +165,28 @@ class VoteStore(Closeable):
         """
         return self._answer(token, rater_id, now, lambda one: one.vote(verdict, reason, dwell_ms, request_key))
 
+    def vote_on_pair(
+        self,
+        campaign_id: int,
+        item: NewItem,
+        rater_id: int,
+        verdict: Verdict,
+        reason: str = "",
+        dwell_ms: int | None = None,
+        now: float | None = None,
+    ) -> VoteReceipt:
+        """As `vote`, for a pair that the rater was shown outside of the queue, its candidates from left to right.
+
+        Repeating it returns the first receipt. Raises DataError, as `add_items`, too.
+        """
+        items.check_item(item, "the vote")
+        moment = _or_now(now)
+        return self._writer.do(
+            lambda c: answers.vote_on_pair(
+                c, self._rng, campaign_id, item, rater_id, lambda one: one.vote(verdict, reason, dwell_ms, None), moment
+            )
+        )
+
     def withdraw(self, token: str, rater_id: int, now: float | None = None) -> VoteReceipt:
         """Undo the vote or ranking, which opens the presentation again. Errors as in `vote`; VoteError if none."""
         return self._answer(token, rater_id, now, lambda one: one.withdraw())

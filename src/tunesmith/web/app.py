@@ -28,7 +28,8 @@ from tunesmith.store.records import PolicyVersion
 from tunesmith.store.runs import RunReader
 from tunesmith.store.vote_watch import VoteWatch
 from tunesmith.store.votes import VoteStore
-from tunesmith.web import access, job_routes, routes, studio_routes, watch
+from tunesmith.web import access, arena_routes, job_routes, routes, studio_routes, watch
+from tunesmith.web.arena import Arena
 from tunesmith.web.guard import Guard
 from tunesmith.web.jobs import Jobs
 from tunesmith.web.logins import Links, Logins, RateLimits, Sessions, read_key
@@ -57,15 +58,18 @@ def create_app(
     runs: RunReader,
     studio: Studio | None = None,
     jobs: Jobs | None = None,
+    arena: Arena | None = None,
 ) -> FastAPI:
-    """The app. The caller owns `votes`, `runs`, `studio` and `jobs` and closes them after the server has ended."""
+    """The app. The caller owns all that it is given, and closes it after the server has ended."""
     failures = RateLimits(1 / settings.limits.failure_every_s, settings.limits.failures)
     logins = Logins(votes.reader, Sessions(read_key(settings.folder)), Links(), failures)
-    services = Services(settings, votes, runs, logins, asyncio.Event(), _templates(), studio, jobs)
-    watched = WatchData(runs, VoteWatch(settings.votes_path))
+    services = Services(settings, votes, runs, logins, asyncio.Event(), _templates(), studio, jobs, arena)
+    watched_votes = VoteWatch(settings.votes_path)
+    watched = WatchData(runs, watched_votes)
     of_jobs = () if jobs is None else job_routes.RULES
     of_runs = () if studio is None else studio_routes.RULES
-    table = access.RouteTable((*access.RULES, *watch.RULES, *of_jobs, *of_runs))
+    of_arena = () if arena is None else arena_routes.RULES
+    table = access.RouteTable((*access.RULES, *watch.RULES, *of_arena, *of_jobs, *of_runs))
     app = FastAPI(
         title="Tunesmith",
         version=__version__,
@@ -80,6 +84,8 @@ def create_app(
     for router in (routes.sessions(), routes.votes(), routes.administration(), routes.pages(), watch.page()):
         app.include_router(router)
     app.include_router(watch.router(access.API, lambda: watched))
+    for router in () if arena is None else arena_routes.routers(arena, watched_votes):
+        app.include_router(router)
     if studio is not None:
         # Before the pages of runs: `/runs/new` is none of a run.
         for router in (*(() if jobs is None else job_routes.routers(studio, jobs)), *studio_routes.routers(studio)):

@@ -53,6 +53,11 @@ class RunIndex(Closeable):
         known = self._known.get(id)
         return None if known is None else known.facts.path
 
+    def facts(self) -> list[RunFacts]:
+        """The runs that have been read, the newest first."""
+        self._look()
+        return sorted((one.facts for one in self._known.copy().values()), key=_started, reverse=True)
+
     def page(self, text: str, algorithm: str, state: str, limit: int) -> dict[str, Any]:
         """The newest runs with all words of `text` in their name or model: `rows`, `num_matching`, the `algorithms`
         there are, and how many runs are read of those `num_found`.
@@ -61,7 +66,7 @@ class RunIndex(Closeable):
         known = dict(self._known)
         words = text.lower().split()
         matching = [
-            (one.facts.started or datetime.min, id)
+            (_started(one.facts), id)
             for id, one in known.items()
             if (not algorithm or one.facts.algorithm == algorithm)
             and (not state or one.facts.status == state)
@@ -117,6 +122,10 @@ class RunIndex(Closeable):
         if len(self._known) == _ENOUGH:
             self._scanned.set()
         return facts
+
+
+def _started(facts: RunFacts) -> datetime:
+    return facts.started or datetime.min
 
 
 def id_of(path: Path, root: Path) -> str:

@@ -20,6 +20,7 @@ from tunesmith.store.runs import RunReader
 from tunesmith.store.votes import VoteStore
 from tunesmith.web.allowed import Allowed
 from tunesmith.web.app import create_app
+from tunesmith.web.arena import Arena, of_live_loop, of_runs
 from tunesmith.web.jobs import Jobs
 from tunesmith.web.services import Services
 from tunesmith.web.settings import ServerSettings
@@ -82,7 +83,10 @@ def serve(
         jobs = _jobs(settings)
         if jobs is not None:
             stack.enter_context(jobs)
-        app = create_app(settings, votes, runs, studio, jobs)
+        arena = _arena(settings, runs, studio)
+        if arena is not None:
+            stack.enter_context(arena)
+        app = create_app(settings, votes, runs, studio, jobs, arena)
         services: Services = app.state.services
         campaign = services.campaign()
         if adjust is not None:
@@ -100,6 +104,15 @@ def _jobs(settings: ServerSettings) -> Jobs | None:
         return None
     allowed = Allowed(settings.runs, settings.folder, settings.allow)
     return Jobs(settings.folder / "jobs", allowed, settings.max_runs)
+
+
+def _arena(settings: ServerSettings, runs: RunReader, studio: Studio | None) -> Arena | None:
+    if not settings.has_arena:
+        return None
+    folder = settings.folder / "arena"
+    if studio is None:
+        return Arena(folder, lambda: of_live_loop(settings.folder, runs), keeps_first=True)
+    return Arena(folder, lambda: of_runs(studio.index), keeps_first=False)
 
 
 class _Server(uvicorn.Server):

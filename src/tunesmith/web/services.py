@@ -11,6 +11,7 @@ from fastapi.responses import HTMLResponse
 from tunesmith.store.records import Campaign, CampaignSettings
 from tunesmith.store.runs import RunReader
 from tunesmith.store.votes import VoteStore
+from tunesmith.web.arena import Arena
 from tunesmith.web.jobs import Jobs
 from tunesmith.web.logins import Identity, Logins
 from tunesmith.web.settings import ServerSettings
@@ -29,7 +30,7 @@ async def is_set_within(event: asyncio.Event, seconds: float) -> bool:
 class Services:
     """The parts of one app. `votes` is written here; `runs` is read, and its file may not exist yet. `shutdown` is set
     when the server ends, so that streams return. `studio` has the runs that admins see, if there are any, and `jobs`
-    those that they start.
+    those that they start. In the `arena` people talk with models.
     """
 
     settings: ServerSettings
@@ -40,6 +41,7 @@ class Services:
     templates: jinja2.Environment
     studio: Studio | None = None
     jobs: Jobs | None = None
+    arena: Arena | None = None
 
     def campaign(self) -> Campaign:
         """The newest open campaign; if there is none, a new one with the default settings."""
@@ -51,6 +53,8 @@ class Services:
     def page(self, template: str, caller: Identity | None, **context: object) -> HTMLResponse:
         """A rendered template. `caller` decides which links the navigation bar has."""
         pages = [("/vote", "Vote"), ("/watch", "Watch")] if self.studio is None else []
+        if self.arena is not None:
+            pages += [("/arena", "Arena"), ("/leaderboard", "Leaderboard")]
         if caller is not None and caller.is_admin:
             pages += [("/raters", "Raters")] if self.studio is None else [("/runs", "Runs"), ("/raters", "Raters")]
         return HTMLResponse(self.templates.get_template(template).render(caller=caller, pages=pages, **context))

@@ -32,6 +32,7 @@ class ServerSettings:
     accepted in addition to this machine's. A session ends after `session_days`. `runs` is the folder of the runs that
     admins see; without one there are no pages of runs. `max_runs` of those that are started from the pages run at a
     time, with 0 none can be started; `allow` are the files and names that they may use beside what is built in.
+    With `has_arena` people talk with the versions of the live loop, or with the runs.
     """
 
     folder: Path
@@ -42,6 +43,7 @@ class ServerSettings:
     runs: Path | None = None
     max_runs: int = 0
     allow: tuple[str, ...] = ()
+    has_arena: bool = False
     limits: Limits = field(default_factory=Limits)
 
     @property

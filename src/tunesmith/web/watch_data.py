@@ -76,7 +76,7 @@ class WatchData:
         self._runs = runs
         self._votes = votes
         self._standings_of = -1
-        self._standings: dict[int, Json] = {}
+        self._standings: dict[str, Json] = {}
         self._cached_state = Cached(self._state, max_age_s=0.4)
         self.versions = Cached(self._versions, max_age_s=1.0)
         """`versions`, oldest first: the trainer's record, its `measured` win rate and the estimate `from_votes`."""
@@ -135,18 +135,18 @@ class WatchData:
         versions = self._runs.versions()
         base = versions[0].version if versions else 0
         standings = self._from_votes(base)
-        return {"base": base, "versions": [_version(one, standings.get(one.version)) for one in versions]}
+        return {"base": base, "versions": [_version(one, standings.get(f"v{one.version}")) for one in versions]}
 
-    def _from_votes(self, base: int) -> dict[int, Json]:
-        """Bradley-Terry standings by version, recomputed after a new vote between two versions."""
+    def _from_votes(self, base: int) -> dict[str, Json]:
+        """Bradley-Terry standings by name, recomputed after a new vote between two versions or models."""
         state, contests = self._votes.contests()
         if state == self._standings_of:
             return self._standings
         # Imported here because numpy takes 0.1 s to load, which pages without such votes do not need.
-        from tunesmith.evaluation.bradley_terry import Contest, standings
+        from tunesmith.evaluation.bradley_terry import standings
 
-        found = standings([Contest(one.first, one.second, one.score, one.prompt_id) for one in contests], base)
-        self._standings = {one.version: asdict(one) for one in found}
+        found = standings(contests, f"v{base}")
+        self._standings = {one.name: asdict(one) for one in found}
         self._standings_of = state
         return self._standings
 

@@ -5,6 +5,7 @@ side. No person votes, and nothing that is learnt from them says anything about 
 """
 
 import http.client
+import itertools
 import json
 import random
 import threading
@@ -24,6 +25,12 @@ _log = get_logger(__name__)
 
 MUCH = 0.8
 """Scores that differ by more than this, of a range of 2, make an answer much better."""
+
+NUM_TURNS = 3
+"""Turns of a conversation."""
+
+VOTE_SHARE = 2 / 3
+"""Share of the turns that a rater votes on."""
 
 _TIMEOUT_S = 30.0
 _RETRY_S = 0.5
@@ -49,8 +56,16 @@ class RaterTraits:
 
 
 @dataclass(frozen=True, slots=True)
+class Talk:
+    """What raters do who talk in the arena: `count` conversations in all, with messages out of `openings`."""
+
+    count: int
+    openings: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
 class Reply:
-    """Status and JSON body of an answer of the server."""
+    """Status and body of an answer of the server: JSON, or the text of a stream."""
 
     status: int
     body: Any
@@ -97,15 +112,21 @@ class RaterClient:
         text = response.read()
         if response.status >= 500:
             raise http.client.HTTPException(f"status {response.status}")
-        return Reply(response.status, json.loads(text) if text else None)
+        is_stream = "event-stream" in response.getheader("content-type", "")
+        return Reply(response.status, text.decode() if is_stream else json.loads(text) if text else None)
 
 
 class Raters:
-    """`with Raters(...)`: one thread for each token votes until the block ends."""
+    """`with Raters(...)`: one thread for each token votes until the block ends; with `talk`, in conversations."""
 
-    def __init__(self, url: str, tokens: Sequence[str], traits: RaterTraits, seed: int) -> None:
+    def __init__(
+        self, url: str, tokens: Sequence[str], traits: RaterTraits, seed: int, talk: "Talk | None" = None
+    ) -> None:
         self._url = url
         self._traits = traits
+        self._talk = talk
+        self._left = itertools.count(1)
+        self.num_conversations = 0
         self._leave = threading.Event()
         # Lists to which all threads append.
         self.vote_ms: list[float] = []
@@ -136,8 +157,11 @@ class Raters:
         draw, judge = random.Random(derive(seed, "rater", index)), SimulatedRater()
         client = RaterClient(self._url, token)
         try:
-            while not self._leave.is_set():
-                self._turn(client, draw, judge, index)
+            while not self._leave.is_set() and (self._talk is None or next(self._left) <= self._talk.count):
+                if self._talk is None:
+                    self._turn(client, draw, judge, index)
+                else:
+                    self._converse(client, draw, judge, self._talk)
         except TunesmithError as error:
             self._note(str(error))
         finally:
@@ -154,17 +178,49 @@ class Raters:
             return
         presentation = shown[0]
         verdict = verdict_of(presentation, self._traits, draw, judge)
+        key = f"simulated-{derive(0, presentation['token'], verdict)}"
+        self._send_vote(client, draw, f"/api/v1/presentations/{presentation['token']}/vote", verdict, key)
+
+    def _converse(self, client: RaterClient, draw: random.Random, judge: SimulatedRater, talk: "Talk") -> None:
+        """One conversation, with votes on some of its turns, on one at least."""
+        begun = self._ask(client, "POST", "/api/v1/arena", {})
+        path, number, num_votes = f"/api/v1/arena/{begun['id']}" if begun else "", 0, 0
+        while begun and number < NUM_TURNS and not self._leave.is_set():
+            body = {"number": number, "text": draw.choice(talk.openings)}
+            told = self._ask(client, "POST", f"{path}/turns", body) and self._ask(client, "GET", f"{path}/stream")
+            turn = answered(told or "")
+            if turn is None:
+                self._note(f"no answers came: {told}")
+                self._leave.wait(_RETRY_S)
+                return
+            number += 1
+            if turn["can_vote"] and (draw.random() < VOTE_SHARE or (number == NUM_TURNS and not num_votes)):
+                shown = {"prompt": [{"text": turn["text"], "role": None}], "answers": turn["answers"]}
+                verdict = verdict_of(shown, self._traits, draw, judge)
+                self._send_vote(client, draw, f"{path}/turns/{number - 1}/vote", verdict)
+                num_votes += 1
+        self.num_conversations += number == NUM_TURNS
+
+    def _ask(self, client: RaterClient, method: str, path: str, body: Mapping[str, object] | None = None) -> Any:
+        """The body of the server's answer; None, and a problem noted, if it refused."""
+        reply = client.send(method, path, body, until=time.monotonic() + _TIMEOUT_S)
+        if reply.status < 300:
+            return reply.body
+        self._note(f"{method} {path} was answered with {reply.status} {reply.body}")
+        self._leave.wait(_RETRY_S)
+        return None
+
+    def _send_vote(self, client: RaterClient, draw: random.Random, path: str, verdict: str, key: str = "") -> None:
+        """Look at the answers for a while, and vote."""
         if self._leave.wait(self._traits.pace_s * draw.uniform(0.5, 1.5)):
             return
-        path = f"/api/v1/presentations/{presentation['token']}/vote"
         body = {"verdict": verdict, "dwell_ms": int(1000 * self._traits.pace_s)}
-        key = f"simulated-{derive(0, presentation['token'], verdict)}"
         sent_s = time.monotonic()
         reply = client.send("PUT", path, body, key=key, until=sent_s + _TIMEOUT_S)
         if reply.status == 200:
             self.vote_ms.append(1000 * (time.monotonic() - sent_s))
         else:
-            self._note(f"rater {index}: a vote was answered with {reply.status} {reply.body}")
+            self._note(f"a vote was answered with {reply.status} {reply.body}")
 
     def _note(self, problem: str) -> None:
         self.problems.append(problem)
@@ -184,6 +240,12 @@ def verdict_of(presentation: Mapping[str, Any], traits: RaterTraits, draw: rando
         return "tie"
     side = "right" if gain > 0 else "left"
     return f"{side}_much" if abs(gain) > MUCH else side
+
+
+def answered(stream: str) -> Mapping[str, Any] | None:
+    """The last turn of the conversation at the end of a stream of answers; None if they did not come."""
+    _, mark, data = stream.partition("event: done\ndata: ")
+    return json.loads(data)["turns"][-1] if mark else None
 
 
 def prompt_of(presentation: Mapping[str, Any]) -> Text:

@@ -31,10 +31,11 @@ from tunesmith.models.load import load_policy
 from tunesmith.rewards.builtin import RATER_NAME, TIE_BELOW
 from tunesmith.rewards.scorer import Scorer
 from tunesmith.runs.folder import RunFolder
+from tunesmith.schema.records import plain_text
 from tunesmith.store.runs import RunReader
 from tunesmith.store.votes import VoteStore
 from tunesmith.trainers import setup
-from tunesmith.workflows.live_raters import Raters, RaterTraits
+from tunesmith.workflows.live_raters import Raters, RaterTraits, Talk
 
 _RESERVE_S = 90.0
 _RESERVE_SHARE = 0.2
@@ -53,7 +54,8 @@ _TAIL = 2_000
 class SimulationOptions:
     """Options of a simulation: `duration_s` of the whole, comparison included, and the arguments of the trainer.
 
-    `num_pairs` fresh pairs, at least, are compared at the end.
+    `num_pairs` fresh pairs, at least, are compared at the end. With `num_conversations`, raters vote in as many
+    conversations in the arena, and not on the trainer's pairs.
     """
 
     folder: Path
@@ -63,10 +65,13 @@ class SimulationOptions:
     trainer_words: Sequence[str] = ()
     num_pairs: int = 200
     seed: int = 0
+    num_conversations: int = 0
 
     def __post_init__(self) -> None:
         if self.num_raters < 1:
             raise InputError(f"--simulate is {self.num_raters}; give 1 or more raters")
+        if self.num_conversations < 0:
+            raise InputError(f"--conversations is {self.num_conversations}; give 1 or more, or 0 for none")
         if self.duration_s < _LOWEST_S:
             raise InputError(f"--duration is {self.duration_s:g} seconds; give {_LOWEST_S:g} or more")
 
@@ -94,6 +99,7 @@ class SimulationResult:
     dropped: int
     vote_to_version_median_s: float | None
     vote_p95_ms: float | None
+    conversations: int
     problems: int
     minutes: float
     accuracy: float
@@ -118,7 +124,10 @@ def run_simulation(options: SimulationOptions) -> SimulationResult:
     words = ["live", "--dir", str(folder), *options.trainer_words]
     with server(folder) as served, child("trainer", words, folder / "trainer.log") as trainer:
         setup.say(f"{options.num_raters} simulated raters vote at {served.url}", enabled=True)
-        with Raters(served.url, tokens, options.traits, options.seed) as raters:
+        talk = None
+        if options.num_conversations:
+            talk = Talk(options.num_conversations, openings(folder, trainer))
+        with Raters(served.url, tokens, options.traits, options.seed, talk) as raters:
             wait_until(deadline_s, [served.child, trainer])
         setup.say(f"{raters.num_votes} votes; the base model and the last version are compared", enabled=True)
     result = measured(options, raters, watch)
@@ -213,6 +222,17 @@ def add_raters(folder: Path, count: int) -> list[str]:
         return [store.add_rater(name).token for name in free]
 
 
+def openings(folder: Path, trainer: Child, poll_s: float = 0.25) -> list[str]:
+    """The training prompts of the trainer, once it has written its recipe: what raters say in conversations."""
+    while not (folder / "recipe.yaml").is_file():
+        trainer.require_alive()
+        time.sleep(poll_s)
+    cfg = load_recipe("live", file=folder / "recipe.yaml").recipe
+    assert isinstance(cfg, LiveRecipe)
+    tokenizer = load_policy(cfg.model).tokenizer
+    return [plain_text(one.content) for one in sets.prompt_sets(cfg.prompts, tokenizer, cfg.run.seed).train]
+
+
 def measured(options: SimulationOptions, raters: Raters, watch: setup.Stopwatch) -> SimulationResult:
     """The figures, once both processes have ended."""
     comparison = compare_versions(options)
@@ -236,6 +256,7 @@ def measured(options: SimulationOptions, raters: Raters, watch: setup.Stopwatch)
         dropped=sum(not version.accepted for version in versions),
         vote_to_version_median_s=latency,
         vote_p95_ms=quantiles(vote_ms, n=20)[-1] if len(vote_ms := raters.vote_ms) > 1 else None,
+        conversations=raters.num_conversations,
         problems=len(raters.problems),
         minutes=watch.minutes,
         accuracy=options.traits.accuracy,

@@ -35,3 +35,9 @@ export function oncePerFrame(draw) {
     });
   };
 }
+
+/** The control that names this key in `aria-keyshortcuts`. Undo also works while the next pair is being fetched. */
+export function controlOfKey(key) {
+  const controls = document.querySelectorAll(`[aria-keyshortcuts="${CSS.escape(key)}"]`);
+  return [...controls].find((control) => !control.closest("[hidden]:not(#table)"));
+}

@@ -1,6 +1,7 @@
 // The vote page: shows queued presentations and sends votes, made by keys or buttons, through the outbox.
+import { answer, LETTERS, passage, VERDICT_TEXTS } from "./answers.js";
 import { LoggedOut, Refused } from "./api.js";
-import { $, html } from "./dom.js";
+import { $, controlOfKey, html } from "./dom.js";
 import { Outbox } from "./outbox.js";
 import { PresentationQueue } from "./presentations.js";
 import { Ranking } from "./ranking.js";
@@ -10,18 +11,6 @@ const MAX_POLL_MS = 10_000;
 // A key pressed twice must not vote on the next pair, which has just appeared.
 const SETTLE_MS = 250;
 
-const VERDICT_TEXTS = {
-  left_much: "A is much better",
-  left: "A is better",
-  tie: "a tie",
-  right: "B is better",
-  right_much: "B is much better",
-  both_bad: "both are bad",
-  skip: "skipped",
-  ranked: "the ranking",
-};
-
-const LETTERS = "ABCDEFGHIJKLMNOP";
 const ROLES = { user: "User", assistant: "Assistant", system: "System" };
 
 const main = $("content");
@@ -150,35 +139,12 @@ function paint() {
   if (ranking) addRankButtons();
 }
 
-/** An element with a passage, rendered or raw. */
-function passage(content, isRaw) {
-  const isEmpty = content.text === "";
-  const isText = isEmpty || isRaw || content.html === null;
-  const element = html(
-    "div",
-    { class: `passage ${isEmpty ? "empty" : isText ? "raw" : ""}`.trim(), dir: "auto" },
-    isText ? content.text || "(an empty answer)" : null,
-  );
-  if (!isText) element.innerHTML = content.html;
-  return element;
-}
-
 /** Elements of the prompt: one for plain text, one per message of a conversation. */
 function promptElements(prompt, isRaw) {
   return prompt.map((content) => {
     const role = content.role ? html("div", { class: "role" }, ROLES[content.role] ?? content.role) : null;
     return html("div", { class: "message" }, role, passage(content, isRaw));
   });
-}
-
-/** An answer with its letter; scrollable by keyboard. */
-function answer(content, index, isRaw) {
-  const body = passage(content, isRaw);
-  body.tabIndex = 0;
-  body.setAttribute("role", "group");
-  body.setAttribute("aria-label", `Text of answer ${LETTERS[index]}`);
-  const title = html("h2", { id: `answer-${index}` }, `Answer ${LETTERS[index]}`);
-  return html("article", { class: "answer", "aria-labelledby": title.id }, html("header", {}, title), body);
 }
 
 function addRankButtons() {
@@ -297,12 +263,6 @@ document.addEventListener("keydown", (event) => {
   if (control === $("reason")) control.focus();
   else control.click();
 });
-
-/** The control that names this key in `aria-keyshortcuts`. Undo also works while the next pair is being fetched. */
-function controlOfKey(key) {
-  const controls = document.querySelectorAll(`[aria-keyshortcuts="${CSS.escape(key)}"]`);
-  return [...controls].find((control) => !control.closest("[hidden]:not(#table)"));
-}
 
 document.addEventListener("visibilitychange", () => {
   if (document.hidden) {

@@ -1,0 +1,68 @@
+"""A live loop with three versions, and a process that answers for them without a model. Importing this replaces the
+process that draws.
+
+A version says its name in capitals, so that a test can tell the sides apart. Some messages have it do something else.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from tunesmith.store.records import PolicyVersion
+from tunesmith.store.runs import RunStore
+from tunesmith.web import drawing
+
+WORKER = r"""
+import json, os, sys, time
+NAMES = {"v000000": "ALPHA", "v000001": "BETA", "v000002": "GAMMA"}
+HOSTILE = json.loads(sys.argv[1])
+for line in sys.stdin:
+    request = json.loads(line)
+    id, name, said = request["id"], os.path.basename(request["model"]["name"]), request["messages"][-1]["content"]
+    name = NAMES.get(name, name.upper())
+    def reply(**facts):
+        print(json.dumps({"id": id, **facts}), flush=True)
+    if said.startswith("wait for "):
+        while not os.path.exists(said[9:]):
+            time.sleep(0.01)
+    if said.startswith("die until ") and not os.path.exists(said[10:]):
+        os._exit(9)
+    if said == "no model" and name == "GAMMA":
+        reply(error="there is no model v000002", kind="model")
+        continue
+    if said == "too long":
+        reply(error="prompt 7 has 900 tokens", kind="prompt")
+        continue
+    text = f" {name} hears {said}"
+    text = " the same" if said == "same" else HOSTILE[name == "GAMMA"] if said == "hostile" else text
+    for start in range(0, len(text), 6):
+        reply(text=text[start : start + 6])
+    # Without a chat template: one text.
+    said = enumerate(request["messages"])
+    whole = "".join(("\n" if one["role"] == "user" and k else "") + one["content"] for k, one in said)
+    reply(answer={"text": text, "prompt": whole, "token_ids": [1, 2], "logps": [-1.0, -2.0]})
+"""
+
+HOSTILE = ("<img src=x onerror=\"document.title='owned'\">", "</script><script>document.title='owned'</script>")
+
+
+def command() -> list[str]:
+    return [sys.executable, "-S", "-c", WORKER, json.dumps(HOSTILE)]
+
+
+drawing.command = command
+
+
+def make_loop(folder: Path, num_versions: int = 3) -> Path:
+    """The folder of a live loop that serves its last version."""
+    folder.mkdir(parents=True, exist_ok=True)
+    recipe = "algorithm: live\nmodel: {name: base, trust_remote_code: true}\nrollout: {max_new_tokens: 24}\n"
+    (folder / "recipe.yaml").write_text(recipe)
+    with RunStore.open(folder / "runs.db") as store:
+        for version in range(num_versions):
+            path = folder / "versions" / f"v{version:06d}"
+            path.mkdir(parents=True, exist_ok=True)
+            last = version == num_versions - 1
+            store.add_version(PolicyVersion(version, time.time(), path=str(path) if version else "", serving=last))
+    return folder

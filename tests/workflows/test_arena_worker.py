@@ -1,0 +1,93 @@
+"""The process that draws for the arena: requests that wait together, and what it refuses."""
+
+import io
+import json
+import queue
+from collections import OrderedDict
+
+import psutil
+import pytest
+
+from tunesmith.models.tiny import tiny_model
+from tunesmith.workflows import arena_worker
+from tunesmith.workflows.arena_worker import MAX_MODELS, Worker, main
+
+TINY = {"name": "tiny:llama", "dtype": "float32"}
+CONVERSATIONS = (("The film was",), ("A story", " begins", "It ends"))
+SAMPLING = {"max_new_tokens": 6, "temperature": 1.0}
+
+
+def request(id, *turns, model=TINY, sampling=SAMPLING, as_text=False):
+    roles = ("user", "assistant")
+    messages = [{"role": roles[place % 2], "content": text} for place, text in enumerate(turns)]
+    return {"id": id, "model": model, "messages": messages, "sampling": sampling, "as_text": as_text}
+
+
+@pytest.fixture(scope="module")
+def worker():
+    """A worker whose replies are collected in `replies`."""
+    replies = []
+    made = Worker(replies.append, OrderedDict())
+    yield made, replies
+
+
+def work(worker, *requests):
+    """The replies to `requests` that wait together, by id."""
+    made, replies = worker
+    replies.clear()
+    waiting = queue.SimpleQueue()
+    for one in requests:
+        waiting.put(one)
+    made.work(waiting, idle_s=0.01)
+    return {one["id"]: [reply for reply in replies if reply["id"] == one["id"]] for one in requests}
+
+
+def test_texts_come_in_pieces_whose_sum_is_the_answer(worker):
+    found = work(worker, *(request(k, *turns, as_text=True) for k, turns in enumerate(CONVERSATIONS)))
+    for replies in found.values():
+        answer = replies[-1]["answer"]
+        assert "".join(one["text"] for one in replies[:-1]) == answer["text"]
+        assert 1 <= len(answer["token_ids"]) == len(answer["logps"]) <= 6
+    assert found[0][-1]["answer"]["prompt"] == "The film was"
+    assert found[1][-1]["answer"]["prompt"] == "A story begins\nIt ends"
+
+
+def test_what_cannot_be_answered_costs_no_other_request(worker):
+    found = work(
+        worker, request(0, "x " * 20_000), request(1, "The film was"), request(2, "hi", model={"name": "no/such"})
+    )
+    assert found[0] == [{"id": 0, "error": found[0][0]["error"], "kind": "prompt"}]
+    assert "context" in found[0][0]["error"]
+    assert "answer" in found[1][-1]
+    assert found[2][0]["kind"] == "model" and "no/such" in found[2][0]["error"]
+
+
+def test_a_model_with_a_template_reads_messages_and_few_models_are_kept(worker, tmp_path):
+    built = tiny_model("llama")
+    built.tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+    for name in range(MAX_MODELS):
+        built.model.save_pretrained(tmp_path / str(name))
+        built.tokenizer.save_pretrained(tmp_path / str(name))
+    found = work(
+        worker, *(request(name, "hi", model={"name": str(tmp_path / str(name))}) for name in range(MAX_MODELS))
+    )
+    assert found[0][-1]["answer"]["prompt"] == ({"role": "user", "content": "hi"},)
+    as_text = work(worker, request(0, "hi", model={"name": str(tmp_path / "0")}, as_text=True))
+    assert as_text[0][-1]["answer"]["prompt"] == "hi"
+    assert len(worker[0].speakers) == MAX_MODELS
+
+
+def test_a_model_larger_than_the_free_memory_is_not_loaded(worker, tmp_path, monkeypatch):
+    built = tiny_model("llama")
+    built.model.save_pretrained(tmp_path)
+    free = psutil.virtual_memory()._replace(available=10)
+    monkeypatch.setattr(arena_worker.psutil, "virtual_memory", lambda: free)
+    found = work(worker, request(0, "hi", model={"name": str(tmp_path)}))
+    assert found[0][0]["kind"] == "model" and "0.0 GB are free" in found[0][0]["error"]
+
+
+def test_requests_and_replies_are_lines_of_json():
+    replies = io.StringIO()
+    main(io.StringIO(json.dumps(request(7, "The film was")) + "\n"), replies)
+    lines = [json.loads(line) for line in replies.getvalue().splitlines()]
+    assert {one["id"] for one in lines} == {7} and "answer" in lines[-1]
