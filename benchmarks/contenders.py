@@ -13,11 +13,10 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 from benchmarks.machine import peak_rss_since_reset_gb, reset_peak_rss
-from benchmarks.workloads import Workload
+from benchmarks.workloads import Drawn, Workload, checked
 from tunesmith.batch.pack import pack
 from tunesmith.batch.rollout import Group, SamplingParams
 from tunesmith.config.sections import ModelSection
-from tunesmith.core.errors import TrainingError
 from tunesmith.core.system import keep_freed_memory
 from tunesmith.kernels.native import Kernels
 from tunesmith.models.language_model import language_model
@@ -57,20 +56,6 @@ class Setting:
     way: str = "generate"
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """Seconds of a draw, tokens of each completion in the order of `Workload.rows`, and the tokens if kept."""
-
-    seconds: float
-    lengths: tuple[int, ...]
-    tokens: tuple[tuple[int, ...], ...] = ()
-
-    @property
-    def num_tokens(self) -> int:
-        """New tokens of all completions."""
-        return sum(self.lengths)
-
-
 class _Contender:
     def peak(self) -> float:
         """Peak of resident memory in GB since the last call."""
@@ -99,7 +84,7 @@ class Engine(_Contender):
         start_s = time.perf_counter()
         groups = self._groups(work, seed)
         seconds = time.perf_counter() - start_s
-        return _checked(work, seconds, [item.token_ids for group in groups for item in group.completions], keeps_tokens)
+        return checked(work, seconds, [item.token_ids for group in groups for item in group.completions], keeps_tokens)
 
     def logp_difference(self, work: Workload, seed: int) -> float:
         """Largest difference in nats of the engine's raw log-probs to the trainer's."""
@@ -137,7 +122,7 @@ class Transformers(_Contender):
             tokens = generate_continuously(self._model, work.rows, work.sampling, stop_ids, seed)
         else:
             tokens = generate(self._model, work.rows, work.sampling, stop_ids, batch_size=setting.batch_size)
-        return _checked(work, time.perf_counter() - start_s, tokens, keeps_tokens)
+        return checked(work, time.perf_counter() - start_s, tokens, keeps_tokens)
 
     @torch.no_grad()
     def margins(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[float]:
@@ -145,18 +130,6 @@ class Transformers(_Contender):
         logits_TV = self._model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].double()
         best_T2 = logits_TV.topk(2, dim=-1).values
         return (best_T2[:, 0] - best_T2[:, 1]).tolist()
-
-
-def _checked(work: Workload, seconds: float, tokens: Sequence[Sequence[int]], keeps_tokens: bool) -> Drawn:
-    """A contender that does less than requested has no speed."""
-    lengths, most = tuple(map(len, tokens)), work.sampling.max_new_tokens
-    if len(lengths) != len(work.rows) or min(lengths) < 1 or max(lengths) > most:
-        raise TrainingError(
-            f"{len(lengths)} completions of {min(lengths)} to {max(lengths)} tokens came for {work.name}"
-        )
-    if work.is_exact_length and set(lengths) != {most}:
-        raise TrainingError(f"completions of {min(lengths)} tokens came, not of {most}")
-    return Drawn(seconds, lengths, tuple(map(tuple, tokens)) if keeps_tokens else ())
 
 
 @torch.no_grad()

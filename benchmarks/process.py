@@ -49,7 +49,7 @@ class Server:
 class Process:
     """An object of the class `target` ("module:Class") in a process of its own, made from `settings`.
 
-    `variables` are added to its environment.
+    `variables` are added to its environment; `python` runs it, by default the one that runs this.
 
     A class that owns its loop has a method `serve(server)` and answers calls itself.
 
@@ -59,14 +59,20 @@ class Process:
     """
 
     def __init__(
-        self, target: str, settings: object, *, num_threads: int, variables: Mapping[str, str] | None = None
+        self,
+        target: str,
+        settings: object,
+        *,
+        num_threads: int,
+        variables: Mapping[str, str] | None = None,
+        python: str = sys.executable,
     ) -> None:
         here, there = Pipe()
         self._connection = here
         self._name = target.rpartition(":")[2]
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  see close
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, target, str(there.fileno())],
+            [python, "-c", _PROGRAM, target, str(there.fileno())],
             pass_fds=[there.fileno()],
             env=_environment(num_threads) | dict(variables or {}),
             stdin=subprocess.DEVNULL,

@@ -5,11 +5,14 @@ keeps its fastest of each attention; then all contenders draw in turns, and each
 machine alone meanwhile; with smollm2 on two cores it takes about an hour.
 """
 
+import os
 import statistics
+import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,19 +30,21 @@ from benchmarks.common import (
     run,
     spread_text,
 )
-from benchmarks.contenders import Drawn, Engine, ModelSettings, Setting, Transformers
+from benchmarks.contenders import Engine, ModelSettings, Setting, Transformers
 from benchmarks.machine import machine_facts
 from benchmarks.process import Process
 from benchmarks.roofline import SHOWN_ROWS, Products, Rates, ideal_s, needed_rows
-from benchmarks.workloads import NAMES, Workload, workload
+from benchmarks.vllm_engine import VARIABLES, VLLMSettings
+from benchmarks.workloads import NAMES, Drawn, Workload, workload
 from tunesmith.batch.rollout import SamplingParams
 from tunesmith.config.sections import ModelSection
 from tunesmith.core.errors import InputError
+from tunesmith.models.export import ModelCard, save_final
 from tunesmith.models.load import load_policy
-from tunesmith.models.loaded import context_length
+from tunesmith.models.loaded import LoadedModel, context_length
 from tunesmith.runs.environment import usable_cores
 
-BASELINES = ("transformers", "transformers-cb")
+BASELINES = ("transformers", "transformers-cb", "vllm")
 OURS = "tunesmith"
 ATTENTIONS = ("sdpa", "eager")
 BATCH_SIZES = (16, 32, 64, 128)
@@ -97,18 +102,21 @@ def measure(options: Namespace, say: Say) -> dict[str, object]:
     unknown = [name for name in against if name not in BASELINES]
     if unknown or not against:
         raise InputError(f"there is no baseline {', '.join(unknown) or 'given'}; there are {', '.join(BASELINES)}")
-    loaded = load_policy(ModelSection(name=options.model))
+    loaded = load_policy(ModelSection(name=options.model, dtype=options.dtype))
     context = context_length(loaded.model)
     works = [workload(name, loaded.tokenizer, context, quick=options.quick) for name in options.workload or NAMES]
     num_threads = options.threads or usable_cores()
     torch.set_num_threads(num_threads)
-    model = ModelSettings(options.model, "auto", num_threads, options.backend, options.slots)
+    model = ModelSettings(options.model, options.dtype, num_threads, options.backend, options.slots)
     facts: dict[str, dict[str, object]] = {}
-    for work in works:
-        say(f"{work.name}: {len(work.prompt_ids)} prompts x {work.num_completions}")
-        greedy = _greedy(work, replace(model, dtype="float32"))
-        say("  greedy: {sequences} sequences, {near_ties} near-ties, {different} different".format(**greedy))
-        facts[work.name] = _measured(work, model, against, greedy, options, say)
+    with ExitStack() as stack:
+        vllm = _start_vllm(stack, loaded, model, say) if "vllm" in against else {}
+        for work in works:
+            say(f"{work.name}: {len(work.prompt_ids)} prompts x {work.num_completions}")
+            greedy = _greedy(work, replace(model, dtype="float32")) if work.name in NAMES else {}
+            if greedy:
+                say("  greedy: {sequences} sequences, {near_ties} near-ties, {different} different".format(**greedy))
+            facts[work.name] = _measured(work, model, (against, vllm), greedy, options, say)
     return {
         "bench": "rollout",
         "model": options.model,
@@ -176,10 +184,33 @@ def _start(contender: str, model: ModelSettings) -> Process:
     return Process(f"benchmarks.contenders:{contender}", model, num_threads=model.num_threads)
 
 
+def _start_vllm(stack: ExitStack, loaded: LoadedModel, model: ModelSettings, say: Say) -> dict[str, Process]:
+    """vLLM as it is by default, which compiles, and eager, each in a process of the Python that has it.
+
+    Raises:
+        InputError: none is named.
+    """
+    python = os.environ.get("TUNESMITH_VLLM_PYTHON")
+    if not python:
+        raise InputError("TUNESMITH_VLLM_PYTHON is not set; name a Python that has vLLM, see docs/engines.md")
+    folder = stack.enter_context(tempfile.TemporaryDirectory())
+    save_final(loaded.model, loaded.tokenizer, Path(folder) / "model", ModelCard(model.name, "none"))
+    dtype = str(loaded.model.dtype).removeprefix("torch.")
+    started: dict[str, Process] = {}
+    for name, compiles in (("vllm", True), ("vllm-eager", False)):
+        settings = VLLMSettings(f"{folder}/model", dtype, min(1024, context_length(loaded.model) or 1024), compiles)
+        start = Process(
+            "benchmarks.vllm_engine:VLLM", settings, num_threads=model.num_threads, variables=VARIABLES, python=python
+        )
+        started[name] = stack.enter_context(start)
+        say(f"{name} is ready")
+    return started
+
+
 def _measured(
     work: Workload,
     model: ModelSettings,
-    against: Sequence[str],
+    against: tuple[Sequence[str], Mapping[str, Process]],
     greedy: Mapping[str, Any],
     options: Namespace,
     say: Say,
@@ -190,9 +221,10 @@ def _measured(
         products = Products(model)
         others: dict[str, Entry] = {}
         calibration: dict[str, float] = {}
-        for name in against:
+        for name in (name for name in against[0] if name != "vllm"):
             process = stack.enter_context(_start("Transformers", model))
             others |= _calibrated(name, process, work, options.seed, calibration, say)
+        others |= _faster_vllm(against[1], work, options.seed, calibration, say)
         ours.draw(work, options.seed)  # warm, as the others are by now
         entries = {OURS: ours, **others}
         prompts_only = replace(work, sampling=replace(work.sampling, max_new_tokens=1), is_exact_length=True)
@@ -210,6 +242,7 @@ def _measured(
         )
         peaks_gb = {label: entry.peak_gb(work, options.seed) for label, entry in entries.items()}
         difference = ours.process.call("logp_difference", work, options.seed)
+    rival = next((label for label in others if label in against[1]), None)
     generating = [label for label, entry in others.items() if entry.setting and entry.setting.way == "generate"]
     fastest = max(generating or others, key=lambda label: statistics.median(_speeds(rounds[label])))
     ratios = {label: paired(_speeds(rounds[OURS]), _speeds(rounds[label])).facts("ratio") for label in others}
@@ -219,12 +252,12 @@ def _measured(
     return {
         **ratios[fastest],
         "against": fastest,
+        **({"vllm_ratio": ratios[rival]} if rival else {}),
         "ratios": ratios,
         **_figures(work, rounds[OURS]),
         "roofline_share": fastest_products["share"],
         "roofline": {**fastest_products, "torch_products": torch_products},
-        "greedy_equal": greedy["different"] == 0,
-        "greedy": greedy,
+        **({"greedy_equal": greedy["different"] == 0, "greedy": greedy} if greedy else {}),
         "logp_diff_max": difference,
         "peak_rss_gb": peaks_gb[OURS],
         "contenders": {label: {**_figures(work, rounds[label]), "peak_rss_gb": peaks_gb[label]} for label in others},
@@ -244,6 +277,7 @@ def _calibrated(
     sizes = [num_rows]  # continuous batching takes all rows at once
     if way == "generate":  # a batch that holds all rows is the largest that differs
         sizes = [size for size in BATCH_SIZES if size < num_rows] + [min(num_rows, BATCH_SIZES[-1])]
+        sizes = sizes if work.name in NAMES else [num_rows]
     Entry(process, Setting("sdpa", sizes[-1], way)).draw(work, seed)  # the first call warms up
     for attention in ATTENTIONS:
         speeds: dict[int, float] = {}
@@ -257,6 +291,18 @@ def _calibrated(
     return entries
 
 
+def _faster_vllm(
+    started: Mapping[str, Process], work: Workload, seed: int, calibration: dict[str, float], say: Say
+) -> dict[str, Entry]:
+    """The entry of the vLLM that is the faster at `work`, once both are warm; none if none was started."""
+    for label, process in started.items():
+        drawn = [Entry(process).draw(work, seed) for _ in range(2)][-1]
+        calibration[label] = drawn.num_tokens / drawn.seconds
+        say(f"  {label}: {calibration[label]:.0f} tokens/s")
+    best = max(started, key=lambda label: calibration[label], default=None)
+    return {} if best is None else {best: Entry(started[best])}
+
+
 def _speeds(rounds: Sequence[Round]) -> list[float]:
     return [item.tokens_per_s for item in rounds]
 
@@ -268,6 +314,7 @@ def _figures(work: Workload, rounds: Sequence[Round]) -> dict[str, object]:
         "tokens_per_s": statistics.median(_speeds(rounds)),
         "prefill_tokens_per_s": statistics.median(work.num_prompt_tokens / item.prefill.seconds for item in rounds),
         "decode_tokens_per_s": statistics.median(item.decode_tokens_per_s for item in rounds),
+        "token_ms": statistics.median(1e3 * len(work.rows) / item.decode_tokens_per_s for item in rounds),
         "seconds": statistics.median(item.whole.seconds for item in rounds),
         "mean_length": statistics.fmean(lengths),
         "p95_length": percentile_95(lengths),
@@ -297,18 +344,21 @@ def show(facts: Mapping[str, Any]) -> None:
     for name, figures in facts["workloads"].items():
         rows: list[Sequence[str]] = []
         for label, one in {OURS: figures, **figures["contenders"]}.items():
-            speeds = [f"{one[key]:.0f}" for key in keys]
+            speeds = [*(f"{one[key]:.0f}" for key in keys), f"{one['token_ms']:.0f}"]
             lengths = f"{one['mean_length']:.0f}/{one['p95_length']}"
             ratio = "" if label == OURS else spread_text(figures["ratios"][label])
             rows.append((label, *speeds, lengths, f"{one['peak_rss_gb']:.2f}", ratio))
         print()
-        print_table((name, "tok/s", "prefill", "decode", "length", "GB", "ratio (min-max)"), rows)
+        print_table((name, "tok/s", "prefill", "decode", "ms", "length", "GB", "ratio (min-max)"), rows)
         print(
-            "tok/s: new tokens; prefill: prompt tokens, each counted once; length: mean/p95; "
-            "ratio: of tunesmith's tok/s\n"
-            "greedy tokens in float32: {different} of {sequences} sequences differ, "
-            "{near_ties} part at a near-tie".format(**figures["greedy"])
+            "tok/s: new tokens; prefill: prompt tokens, each counted once; ms: from a token of a sequence to its next; "
+            "length: mean/p95; ratio: of tunesmith's tok/s"
         )
+        if "greedy" in figures:
+            print(
+                "greedy tokens in float32: {different} of {sequences} sequences differ, "
+                "{near_ties} part at a near-tie".format(**figures["greedy"])
+            )
         share = f"{figures['roofline_share']:.0%}"
         print(f"roofline: {share} of what the matrix products alone would reach{load_warning(figures)}")
     print(f"\nlargest difference to the trainer's log-probs: {facts['logp_diff_max']:g} nats")
@@ -320,8 +370,9 @@ def main(words: Sequence[str]) -> int:
         "rollout",
         __doc__,
         *("model", "workload", "threads", "rounds", "seed", "quick", "out", "json", "quiet"),
-        against={"default": "transformers", "metavar": "A,B", "help": "transformers, transformers-cb, or both"},
-        workload={"help": "plain, seed or shared; repeatable. All if left out"},
+        against={"default": "transformers", "metavar": "A,B", "help": "of transformers, transformers-cb, vllm"},
+        workload={"help": "plain, seed, shared, or batch1 to batch256; repeatable. The first three if left out"},
+        dtype={"choices": ("auto", "float32", "bfloat16"), "default": "auto", "help": "of all contenders"},
         backend={"choices": ("native", "transformers"), "default": "native", "help": "engine of our side"},
         slots={"type": int, "metavar": "N", "help": "sequences that our engine decodes at a time"},
     )

@@ -4,17 +4,20 @@
 """
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tunesmith.batch.rollout import SamplingParams
-from tunesmith.core.errors import InputError
+from tunesmith.core.errors import InputError, TrainingError
 from tunesmith.core.seeds import permutation
 from tunesmith.models.loaded import PreTrainedTokenizerBase
 from tunesmith.models.tokenizer import encode_prompt
 from tunesmith.schema.records import Prompt
 
 NAMES = ("plain", "seed", "shared")
+BATCHES = {f"batch{size}": size for size in (1, 4, 16, 64, 256)}
+"""Workloads of so many prompts at a time, for the table of latency and throughput."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,32 @@ _QUICK = {"plain": (8, 16, 1, 8), "seed": (4, 0, 2, 12), "shared": (1, 64, 4, 8)
 """Prompts, tokens of a prompt (0: a whole instruction), completions of each, new tokens."""
 
 
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Seconds of a draw, tokens of each completion in the order of `Workload.rows`, and the tokens if kept."""
+
+    seconds: float
+    lengths: tuple[int, ...]
+    tokens: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of all completions."""
+        return sum(self.lengths)
+
+
+def checked(work: Workload, seconds: float, tokens: Sequence[Sequence[int]], keeps_tokens: bool) -> Drawn:
+    """A contender that does less than requested has no speed."""
+    lengths, most = tuple(map(len, tokens)), work.sampling.max_new_tokens
+    if len(lengths) != len(work.rows) or min(lengths) < 1 or max(lengths) > most:
+        raise TrainingError(
+            f"{len(lengths)} completions of {min(lengths)} to {max(lengths)} tokens came for {work.name}"
+        )
+    if work.is_exact_length and set(lengths) != {most}:
+        raise TrainingError(f"completions of {min(lengths)} tokens came, not of {most}")
+    return Drawn(seconds, lengths, tuple(map(tuple, tokens)) if keeps_tokens else ())
+
+
 def instructions() -> list[str]:
     """The sixteen instructions."""
     return Path(__file__).with_name("instructions.txt").read_text(encoding="utf-8").splitlines()
@@ -62,9 +91,10 @@ def workload(name: str, tokenizer: PreTrainedTokenizerBase, context: int | None,
     Raises:
         InputError: for an unknown name, and for a model whose `context` is too short.
     """
-    if name not in NAMES:
-        raise InputError(f"there is no workload {name!r}; there are {', '.join(NAMES)}")
-    num_prompts, prompt_tokens, num_completions, new_tokens = (_QUICK if quick else _FULL)[name]
+    if name not in NAMES and name not in BATCHES:
+        raise InputError(f"there is no workload {name!r}; there are {', '.join((*NAMES, *BATCHES))}")
+    of_batch = (BATCHES.get(name, 0), 32, 1, 4 if quick else 24)
+    num_prompts, prompt_tokens, num_completions, new_tokens = (_QUICK if quick else _FULL).get(name, of_batch)
     if name == "seed":
         prompt_ids = _chats(tokenizer, num_prompts)
         sampling = SamplingParams(new_tokens, temperature=0.7, top_p=0.9, repetition_penalty=1.05)

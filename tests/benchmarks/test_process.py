@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from benchmarks.contenders import Drawn, ModelSettings, Setting
+from benchmarks.contenders import ModelSettings, Setting
 from benchmarks.process import Process
-from benchmarks.workloads import workload
+from benchmarks.workloads import Drawn, workload
 from tunesmith.core.errors import InputError, TrainingError
 from tunesmith.models.tiny import byte_tokenizer
 

@@ -26,9 +26,7 @@ def shape_of_tiny(family: str, folder: Path) -> Shape:
 def test_on_one_rank_it_is_the_estimate_of_a_training(family: str, tmp_path: Path):
     model, shape = tiny_model(family, dtype=torch.bfloat16).model, shape_of_tiny(family, tmp_path)
     cfg = load_recipe("ppo", overrides={"rollout.prompts_per_step": 64, "rollout.max_new_tokens": 12}).recipe
-    estimate = policy_estimate(
-        model, cfg, prompt_tokens=20, num_epochs=2, micro_batch_size=16, num_reward_models=0, has_reference=True
-    )
+    estimate = policy_estimate(model, cfg, prompt_tokens=20)
     stages = memory_gb(shape, workload_of(cfg, 20), Layout())
     rollout, update = stages["rollout"], stages["update"]
     assert update["weights"] == pytest.approx(estimate.memory_gb["weights"])

@@ -10,6 +10,7 @@ from tunesmith.config.load import load_recipe
 from tunesmith.config.schema import GRPORecipe
 from tunesmith.trainers.estimate import Estimate, announce
 from tunesmith.trainers.grpo import GRPO
+from tunesmith.trainers.work import Rows, RunWork, Work
 
 DRAW = GRPO.draw
 SMALL = {
@@ -91,9 +92,10 @@ def test_without_the_scale_a_small_gradient_would_be_lost(tmp_path: Path, monkey
 
 def test_memory_is_printed_by_part_and_by_stage(capsys: pytest.CaptureFixture[str]):
     parts = {"weights": 1.0, "optimizer": 2.0, "activations": 4.0, "logits": 8.0, "cache": 16.0}
-    estimate = Estimate(10, 10, parts, 1e6, torch.float32)
+    work = RunWork(Rows(1, 1), Work())
+    estimate = Estimate(10, 10, parts, torch.float32, work)
     assert estimate.stage_gb == {"rollout": 19.0, "update": 31.0}
-    announce(estimate, 1, True, torch.device("cpu"))
+    announce(estimate, True, torch.device("cpu"))
     assert "memory by stage, in GB: rollout 19.0, update 31.0" in capsys.readouterr().err
-    learnt_from_rows = Estimate(10, 10, {"weights": 1.0, "activations": 4.0}, 1e6, torch.float32)
+    learnt_from_rows = Estimate(10, 10, {"weights": 1.0, "activations": 4.0}, torch.float32, work)
     assert learnt_from_rows.stage_gb == {"update": 5.0}

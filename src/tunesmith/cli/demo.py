@@ -1,7 +1,7 @@
 """`tunesmith demo` and `tunesmith sentiment`: the whole loop on a language model, from votes or labels to PPO."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -74,7 +74,7 @@ def _live(flags: DemoFlags) -> None:
         output.say(f"version {result.serving} has learnt from {result.votes} votes\nfolder   {folder}")
         if result.path:
             output.say(f"try it   tunesmith chat {result.path} --against base")
-        output.finish({"folder": folder, **result.to_json()})
+        output.finish({"folder": folder, **asdict(result)})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -87,7 +87,7 @@ def _train(options: LiveOptions, overrides: "Overrides", output: Output) -> None
     output.say(f"folder   {options.dir}")
     if result.path:
         output.say(f"try it   tunesmith chat {result.path} --against base")
-    output.finish({"folder": options.dir, **result.to_json()})
+    output.finish({"folder": options.dir, **asdict(result)})
 
 
 def _simulate(options: LiveOptions, num_raters: int, unknown: Sequence[str], output: Output) -> None:

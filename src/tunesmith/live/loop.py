@@ -24,6 +24,7 @@ from tunesmith.live.folder import LiveFolder, open_folder
 from tunesmith.live.offers import Offers, Rollout
 from tunesmith.live.online_dpo import NUM_STEPS, OnlineDPO
 from tunesmith.live.reward import RewardUpdate
+from tunesmith.live.timing import announce_update
 from tunesmith.live.versions import CheckResult, Position, Versions, check
 from tunesmith.live.votes import VotedPair, VoteMemory
 from tunesmith.models.language_model import model_of_recipe
@@ -40,6 +41,7 @@ from tunesmith.trainers.api import Metrics, StepResult
 from tunesmith.trainers.metrics import update_metrics
 from tunesmith.trainers.restart import fingerprint_of_rows, fingerprint_of_tensors
 from tunesmith.trainers.signals import StopRequest, stop_signals
+from tunesmith.trainers.work import Work
 
 _log = get_logger(__name__)
 
@@ -70,18 +72,14 @@ class LiveResult:
     kl_per_sequence: float | None
     vote_to_version_median_s: float | None
 
-    def to_json(self) -> dict[str, object]:
-        """All figures as JSON types."""
-        return asdict(self)
-
 
 @dataclass(slots=True)
 class Loop:
     """The running trainer.
 
     `job` is the id of this start in `runs.db`. `start` counts the starts so far and seeds the rollouts of `refill`: job
-    ids are time-based, so not reproducible. `known_correct` says whether the served version agrees with a held-out
-    vote, by vote id. `can_draw` is False if the last rollout had no two different completions of a prompt.
+    ids are time-based. `known_correct` says by vote id whether the served version agrees with a held-out vote.
+    `can_draw` is False if the last rollout had no two different completions of a prompt. `cost` is that of a trial.
     """
 
     cfg: LiveRecipe
@@ -98,6 +96,7 @@ class Loop:
     num_refills: int = 0
     can_draw: bool = True
     last_heartbeat_s: float = -math.inf
+    cost: Work | None = None
     once: Once = field(default_factory=lambda: Once(_log))
 
     @property
@@ -181,6 +180,7 @@ class Loop:
         section, position = self.cfg.live, self.position
         self.heartbeat("learning")
         job = self.folder.runs.start_job("update")
+        self.cost = announce_update(self.learner, self.offers, self.memory, position.num_updates + 1, self.cost)
         with measured(self.cfg.run.measure) as times:
             heldout = self.memory.heldout_decided(section.check.num_votes)
             correct_before = self.learner.correct(heldout, self.known_correct)

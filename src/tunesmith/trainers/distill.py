@@ -6,7 +6,7 @@ H hidden.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -190,23 +190,12 @@ class DistillTask:
 
     def estimate(self) -> Estimate:
         """Memory and work of a run."""
-        section, rollout = self.cfg.distill, self.cfg.rollout
-        student = policy_estimate(
+        return policy_estimate(
             self.loaded.model,
             self.cfg,
             prompt_tokens=self.data.mean_tokens,
-            num_epochs=section.num_epochs,
-            micro_batch_size=section.micro_batch_size,
-            num_reward_models=0,
-            has_reference=False,
-        )
-        sizes = [(one.model.module.num_parameters(), one.model.module.dtype.itemsize) for one in self.teachers]
-        num_sequences = rollout.prompts_per_step * rollout.completions_per_prompt * section.num_epochs
-        num_tokens = num_sequences * (rollout.max_new_tokens + self.data.mean_tokens)
-        return replace(
-            student,
-            memory_gb={**student.memory_gb, "teachers": sum(num * width for num, width in sizes) / 1e9},
-            step_flop=student.step_flop + sum(2 * num * num_tokens for num, _ in sizes),
+            num_heldout=len(self.data.heldout),
+            teacher_parameters=[one.model.module.num_parameters() for one in self.teachers],
         )
 
     def batch(self, index: int) -> list[Prompt]:

@@ -8,6 +8,7 @@ several pairs of a micro-batch is computed once, next to the others of its promp
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from statistics import fmean
 
 import torch
 
@@ -39,6 +40,7 @@ from tunesmith.trainers.estimate import Estimate, training_estimate
 from tunesmith.trainers.metrics import update_metrics
 from tunesmith.trainers.restart import fingerprint_of_rows, fingerprint_of_tensors
 from tunesmith.trainers.session import Session
+from tunesmith.trainers.work import Rows, RunWork, Work
 
 _log = get_logger(__name__)
 
@@ -260,20 +262,30 @@ class DPOTask:
         return identity
 
     def estimate(self) -> Estimate:
-        """Memory and work of a run. Each distinct completion is computed once in an epoch; a pass for precomputed
-        log-probs of the reference is divided among the steps of one epoch.
-        """
-        section, num_units = self.cfg.dpo, len(self.data.train)
-        used = [self.data.answers[i] for i in {i for unit in self.data.train for i in unit.answers}]
-        completion_tokens = sum(len(answer.completion_ids) for answer in used) / num_units
-        pair_tokens = completion_tokens + sum(len(answer.prompt_ids) for answer in used) / num_units
+        """Memory and work of a run. Each distinct completion is computed once in an epoch."""
+        section, train = self.cfg.dpo, self.data.train
+        used, heldout = (
+            [self.data.answers[i] for i in {i for unit in units for i in unit.answers}]
+            for units in (train, self.data.heldout)
+        )
+        prompts = {answer.prompt_ids for answer in used}
+        completion = fmean(len(answer.completion_ids) for answer in used)
+        rows = Rows(fmean(len(a.prompt_ids) for a in used), completion, max(1, round(len(used) / len(prompts))))
+        each, is_kto = rows.tokens(len(used)) / len(train), section.loss == "kto"
+        num_scored = section.needs_reference * (2 if is_kto else 1)  # KTO also scores mismatched completions
+        trained = min(section.pairs_per_step, len(train)) * each
+        measured = rows.tokens(len(heldout))
         return training_estimate(
             self.loaded.model,
             self.cfg,
-            step_tokens=int(section.pairs_per_step * pair_tokens),
-            micro_tokens=int(section.micro_batch_size * pair_tokens),
-            logit_tokens=2 * int(section.micro_batch_size * completion_tokens),
-            num_passes=section.needs_reference * (2 if section.loss == "kto" else 1) + (section.loss == "kto"),
+            RunWork(
+                rows,
+                Work(scored=trained * (num_scored * self.is_live + is_kto), trained=trained),
+                Work(scored=measured * (1 + num_scored * self.is_live + is_kto)),
+                preparation=Work(scored=(rows.tokens(len(used)) + measured) * num_scored * (not self.is_live)),
+            ),
+            micro_tokens=section.micro_batch_size * each,
+            logit_tokens=2 * section.micro_batch_size * completion * len(used) / len(train),
             holds_reference=self.is_live,
         )
 

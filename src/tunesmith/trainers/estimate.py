@@ -1,10 +1,8 @@
-"""Memory of a run by part, and the work of a step in floating-point operations.
+"""Memory of a run by part, and its work. Activations are counted for the layers that are trained."""
 
-Both follow from the number of parameters N: a forward pass costs 2 N operations a token, a backward pass twice that
-(Kaplan et al. 2020, section 2.1). Activations are counted for the layers that are trained.
-"""
-
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 import torch
@@ -13,28 +11,19 @@ from tunesmith.config.schema import Recipe, SamplingRecipe
 from tunesmith.models.loaded import PreTrainedModel
 from tunesmith.models.lora import has_adapters
 from tunesmith.models.optimizer import moment_bytes
-from tunesmith.profiling.peak import matmul_flop_per_s
-from tunesmith.reports.text import duration
 from tunesmith.trainers.setup import say
-
-# Sequences at which drawing a token takes twice as long as scoring one: with fewer, matrices are narrow. Measured on
-# two CPU cores; vLLM is taken to be like the native engine.
-_ROWS_FOR_HALF_SPEED = {"native": 20, "transformers": 160, "vllm": 20}
-
-# Share of the matrix-product rate that a whole pass reaches; norms, attention and Python take the rest. Measured on
-# two CPU cores.
-_EFFICIENCY = 0.6
+from tunesmith.trainers.work import Rows, RunWork, Work
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Memory in GB (1e9 bytes) by part, floating-point operations of one step, and their dtype."""
+    """Memory in GB (1e9 bytes) by part, dtype of the weights, and the work of the run."""
 
     num_parameters: int
     num_trained: int
     memory_gb: dict[str, float]
-    step_flop: float
     dtype: torch.dtype
+    work: RunWork
 
     @property
     def total_gb(self) -> float:
@@ -48,37 +37,37 @@ class Estimate:
         return {**(drawing if "cache" in self.memory_gb else {}), "update": self.total_gb}
 
     def flop(self, num_positions: float, num_trained_positions: float) -> float:
-        """Operations of forward passes over `num_positions`, and of backward passes over `num_trained_positions`."""
+        """Operations of forward passes over `num_positions`, and of backward passes over `num_trained_positions`: 2 a
+        parameter and token, and twice as many backward (Kaplan et al. 2020, section 2.1).
+        """
         return 2 * self.num_parameters * num_positions + 4 * self.num_trained * num_trained_positions
 
 
 def training_estimate(
     model: PreTrainedModel,
     cfg: Recipe,
+    work: RunWork,
     *,
-    step_tokens: int,
-    micro_tokens: int,
-    logit_tokens: int | None = None,
-    num_passes: int = 0,
+    micro_tokens: float,
+    logit_tokens: float | None = None,
     holds_reference: bool | None = None,
 ) -> Estimate:
-    """Estimate for an algorithm that learns from given rows: `step_tokens` a step, `micro_tokens` a micro-batch.
+    """Estimate for an algorithm that learns from given rows, `micro_tokens` in a micro-batch.
 
-    `logit_tokens` counts the float32 rows of logits that exist at a time, `num_passes` the forward passes besides the
-    one that is trained, of the reference for example. None: the algorithm has no logits, or no reference.
+    `logit_tokens` counts the float32 rows of logits that exist at a time. None: the algorithm has no logits, or no
+    reference.
     """
     num_all, num_trained = model.num_parameters(), _num_trained(model)
     memory = {
         "weights": num_all * model.dtype.itemsize,
         "optimizer": _optimizer_bytes(model, num_trained, cfg),
-        "activations": _activation_bytes(model, micro_tokens, cfg.model.gradient_checkpointing),
+        "activations": _activation_bytes(model, int(micro_tokens), cfg.model.gradient_checkpointing),
     }
     if holds_reference is not None:
         memory["reference"] = num_all * model.dtype.itemsize * holds_reference
     if logit_tokens is not None:
-        memory["logits"] = 4 * logit_tokens * model.config.get_text_config().vocab_size
-    flop = step_tokens * (2 * num_all * (1 + num_passes) + 4 * num_trained)
-    return Estimate(num_all, num_trained, _in_gb(memory), flop, model.dtype)
+        memory["logits"] = 4 * int(logit_tokens) * model.config.get_text_config().vocab_size
+    return Estimate(num_all, num_trained, _in_gb(memory), model.dtype, work)
 
 
 def policy_estimate(
@@ -86,29 +75,25 @@ def policy_estimate(
     cfg: SamplingRecipe,
     *,
     prompt_tokens: float,
-    num_epochs: int,
-    micro_batch_size: int,
-    num_reward_models: int,
-    has_reference: bool,
-    has_own_critic: bool = False,
+    num_heldout: int = 0,
+    reward_parameters: Sequence[int] = (),
+    teacher_parameters: Sequence[int] = (),
 ) -> Estimate:
-    """Estimate for an algorithm that draws completions of prompts of `prompt_tokens` on average, and makes
-    `num_epochs` passes over them.
+    """Estimate for an algorithm that draws completions of prompts of `prompt_tokens` on average.
 
-    Reward models are assumed to have the policy's size.
+    The other models are given by their numbers of parameters.
     """
+    section: Any = getattr(cfg, cfg.algorithm)
     num_all, num_trained = model.num_parameters(), _num_trained(model)
     num_sequences = cfg.rollout.prompts_per_step * cfg.rollout.completions_per_prompt
-    micro_batch_size = min(micro_batch_size, num_sequences)
-    drawn = num_sequences * cfg.rollout.max_new_tokens
+    micro_batch_size = min(section.micro_batch_size, num_sequences)
     width = int(cfg.rollout.max_new_tokens + prompt_tokens)
-    scored = num_sequences * width
     in_batches = cfg.rollout.backend == "transformers"
-    rows = min(num_sequences, cfg.rollout.batch_size if in_batches else cfg.rollout.num_slots)
-    slowdown = 1 + _ROWS_FOR_HALF_SPEED[cfg.rollout.backend] / rows
-    num_passes = 1 + has_reference + num_reward_models + has_own_critic
-    training = num_epochs * (2 * num_all + 4 * num_trained) * (1 + has_own_critic)
-    flop = 2 * num_all * (drawn * slowdown + scored * num_passes) + scored * training
+    num_slots = min(num_sequences, cfg.rollout.batch_size if in_batches else cfg.rollout.num_slots)
+    has_reference = hasattr(section, "kl") and section.kl.coef > 0
+    has_own_critic = getattr(section, "critic", None) == "separate"
+    others = sum(reward_parameters) / num_all, sum(teacher_parameters) / num_all
+    work = _policy_work(cfg, section, prompt_tokens, num_slots, num_heldout, others)
     weight_bytes = num_all * model.dtype.itemsize
     num_bases = not has_adapters(model)  # models with adapters share one base
     logit_rows = micro_batch_size * cfg.rollout.max_new_tokens
@@ -116,17 +101,57 @@ def policy_estimate(
         "weights": weight_bytes * (1 + has_own_critic * num_bases),
         "optimizer": _optimizer_bytes(model, num_trained, cfg) * (1 + has_own_critic),
         "reference": weight_bytes * has_reference * num_bases,
-        "reward models": weight_bytes * num_reward_models,
+        "reward models": sum(reward_parameters) * model.dtype.itemsize,
         "activations": _activation_bytes(model, micro_batch_size * width, cfg.model.gradient_checkpointing),
         "logits": 2 * 4 * logit_rows * model.config.get_text_config().vocab_size,
-        "cache": _cache_bytes(model, rows * width),
+        "cache": _cache_bytes(model, num_slots * width),
         "packed weights": weight_bytes * (cfg.rollout.backend == "native"),
     }
-    return Estimate(num_all, num_trained, _in_gb(memory), flop, model.dtype)
+    if teacher_parameters:
+        memory["teachers"] = sum(teacher_parameters) * model.dtype.itemsize
+    return Estimate(num_all, num_trained, _in_gb(memory), model.dtype, work)
 
 
-def announce(estimate: Estimate, num_steps: int, enabled: bool, device: torch.device) -> None:
-    """Print to stderr whether the run fits into the memory of `device`, and about how long it takes there."""
+def _policy_work(
+    cfg: SamplingRecipe,
+    section: Any,
+    prompt_tokens: float,
+    num_slots: int,
+    num_heldout: int,
+    others: tuple[float, float],
+) -> RunWork:
+    """The work of a run that draws; `others` are the sizes of all reward models and teachers by that of the model."""
+    reward_models, teachers = others
+    rollout, num_new = cfg.rollout, cfg.rollout.max_new_tokens
+    rows = Rows(prompt_tokens, num_new, rollout.completions_per_prompt)
+    num_rows = rollout.prompts_per_step * rollout.completions_per_prompt
+    num_learnt = rollout.prompts_per_step * getattr(section, "keep", rollout.completions_per_prompt)
+    updates = section.num_epochs * section.num_minibatches
+    is_exact = rollout.backend == "native" and not rollout.recompute_logps
+    has_old_pass = not is_exact and (cfg.algorithm == "ppo" or (cfg.algorithm == "grpo" and updates > 1))
+    has_own_critic = getattr(section, "critic", None) == "separate"
+    has_reference = hasattr(section, "kl") and section.kl.coef > 0
+    num_passes = has_old_pass + has_reference + has_own_critic + reward_models
+    learnt = rows.tokens(num_learnt) * section.num_epochs
+    step = Work(
+        scored=rollout.prompts_per_step * prompt_tokens + rows.tokens(num_rows) * num_passes + learnt * teachers,
+        trained=learnt * (1 + has_own_critic),
+    )
+    measured = 1 + reward_models + teachers + (cfg.algorithm == "distill")
+    evaluation = Work.drawing(num_heldout, num_new, num_slots) + Work(
+        num_heldout * (prompt_tokens + num_new) * measured
+    )
+    accuracy = getattr(cfg, "evaluation", None)
+    once = evaluation if cfg.algorithm == "distill" else Work()
+    if accuracy is not None and accuracy.correct_at is not None:
+        num = min(num_heldout, accuracy.num_prompts or num_heldout) * (1 + accuracy.completions_per_prompt)
+        once = (Work.drawing(num, num_new, num_slots) + Work(num * prompt_tokens)) * 2
+    step += Work.drawing(num_rows, num_new, num_slots)
+    return RunWork(rows, step, evaluation, once, num_slots=num_slots)
+
+
+def announce(estimate: Estimate, enabled: bool, device: torch.device) -> None:
+    """Print to stderr whether the run fits into the memory of `device`."""
     if not enabled:
         return
     is_gpu = device.type == "cuda"
@@ -136,13 +161,6 @@ def announce(estimate: Estimate, num_steps: int, enabled: bool, device: torch.de
     say(f"memory: about {estimate.total_gb:.1f} GB of {available_gb:.1f} GB available, {fit} ({parts})", enabled=True)
     stages = ", ".join(f"{stage} {gb:.1f}" for stage, gb in estimate.stage_gb.items())
     say(f"memory by stage, in GB: {stages}", enabled=True)
-    seconds = seconds_of(estimate, num_steps, device)
-    say(f"time: about {duration(seconds)} for {num_steps} steps, by a short measurement of this machine", enabled=True)
-
-
-def seconds_of(estimate: Estimate, num_steps: int, device: torch.device) -> float:
-    """About how long `num_steps` take on `device`, by a short measurement of it."""
-    return max(1.0, num_steps * estimate.step_flop / (matmul_flop_per_s(estimate.dtype, device) * _EFFICIENCY))
 
 
 def _num_trained(model: PreTrainedModel) -> int:

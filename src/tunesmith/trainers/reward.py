@@ -7,6 +7,7 @@ sequences, T tokens.
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import cast
 
 import torch
@@ -39,6 +40,7 @@ from tunesmith.trainers.estimate import Estimate, training_estimate
 from tunesmith.trainers.metrics import update_metrics
 from tunesmith.trainers.restart import fingerprint_of_rows, fingerprint_of_tensors
 from tunesmith.trainers.session import Session
+from tunesmith.trainers.work import Rows, RunWork, Work
 
 
 @dataclass(slots=True)
@@ -150,14 +152,18 @@ class RewardTask:
 
     def estimate(self) -> Estimate:
         """Memory and work of a run. A completion of several pairs is computed, and counted, once."""
-        distinct = {ids for pair in self.data.train for ids in pair.sequences}
-        pair_tokens = sum(map(len, distinct)) / len(self.data.train)
-        return training_estimate(
-            self.model.model,
-            self.cfg,
-            step_tokens=int(self.cfg.reward_model.pairs_per_step * pair_tokens),
-            micro_tokens=int(self.cfg.reward_model.micro_batch_size * pair_tokens),
-        )
+        train, section = self.data.train, self.cfg.reward_model
+        distinct = {ids for item in train for ids in item.sequences}
+        prompt = fmean(shared_length(*item.sequences[:2]) for item in train)
+        per_prompt = max(1, round(len(distinct) / len({item.prompt_id for item in train})))
+        rows = Rows(prompt, max(1.0, fmean(map(len, distinct)) - prompt), per_prompt)
+        each = rows.tokens(len(distinct)) / len(train)
+        heldout = {ids for item in self.data.heldout for ids in item.sequences}
+        evaluation = Work(scored=rows.tokens(len(heldout)))
+        step = Work(trained=min(section.pairs_per_step, len(train)) * each)
+        judging = evaluation if self.cfg.evaluation.judge else Work()
+        work = RunWork(rows, step, evaluation, once=judging)
+        return training_estimate(self.model.model, self.cfg, work, micro_tokens=section.micro_batch_size * each)
 
     def batch(self, index: int) -> list[Encoded]:
         """The pairs of step `index` (from 0), those of one prompt together, so that shared completions are scored
@@ -210,3 +216,9 @@ class RewardTask:
         names = ("accuracy", "accuracy_low", "accuracy_high", "tfidf", "longer_wins", "brier", "ece", "num_pairs")
         judged = {"num_train_pairs": len(self.data.train), **{name: getattr(quality, name) for name in names}}
         return {**figures, **judged}
+
+
+def shared_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """Number of tokens at the beginning of both."""
+    differences = (place for place, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+    return next(differences, min(len(first), len(second)))

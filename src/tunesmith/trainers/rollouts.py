@@ -348,16 +348,12 @@ class PolicyTask:
 
     def estimate(self) -> Estimate:
         """Memory and work of a run."""
-        section = getattr(self.cfg, self.cfg.algorithm)
         return policy_estimate(
             self.loaded.model,
             self.cfg,
             prompt_tokens=self.data.mean_tokens,
-            num_epochs=section.num_epochs,
-            micro_batch_size=section.micro_batch_size,
-            num_reward_models=len(self.scorer.models),
-            has_reference=section.kl.coef > 0,
-            has_own_critic=getattr(section, "critic", None) == "separate",
+            num_heldout=len(self.data.heldout),
+            reward_parameters=[model.model.num_parameters() for model in self.scorer.models.values()],
         )
 
     def batch(self, index: int) -> list[Prompt]:

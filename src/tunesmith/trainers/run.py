@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tunesmith.config.schema import Recipe
+from tunesmith.config.schema import Recipe, SamplingRecipe
 from tunesmith.core.errors import RunError, ServerError
 from tunesmith.core.seeds import derive
 from tunesmith.core.trace import span
@@ -22,7 +22,9 @@ from tunesmith.data.sets import Sets
 from tunesmith.distributed.launch import as_started, ranks_of
 from tunesmith.distributed.ranks import END, data_rank, gathered, num_ranks, orders, rank, tell
 from tunesmith.models.export import ModelCard
+from tunesmith.models.language_model import model_of_recipe
 from tunesmith.models.pipeline import make_whole
+from tunesmith.rollout.factory import open_engine
 from tunesmith.runs import checkpoint
 from tunesmith.runs.environment import peak_rss_gb
 from tunesmith.runs.manifest import step_folder
@@ -32,13 +34,14 @@ from tunesmith.trainers.best_of_n import BestOfN
 from tunesmith.trainers.computing import computing, rates_of
 from tunesmith.trainers.distill import DistillTask
 from tunesmith.trainers.dpo import DPOTask
-from tunesmith.trainers.estimate import Estimate, announce, seconds_of
+from tunesmith.trainers.estimate import Estimate, announce
 from tunesmith.trainers.grpo import GRPO
 from tunesmith.trainers.ppo import PPO
 from tunesmith.trainers.reward import RewardTask
-from tunesmith.trainers.rollouts import PolicyLearner, PolicyTask
+from tunesmith.trainers.rollouts import PolicyLearner, PolicyTask, sampling_params
 from tunesmith.trainers.session import Job, Session, open_session
 from tunesmith.trainers.sft import SFTTask
+from tunesmith.trainers.work import Work, announce_time, trial
 
 
 class Task(Protocol):
@@ -163,9 +166,12 @@ def lead(
     """
     device = setup.prepare(cfg)
     task = task_of(cfg, inputs, device, algorithm)
+    cost = cost_of(cfg, task, task.estimate()) if progress else Work()  # before the model is divided among ranks
     learner = task.build()
     estimate = task.estimate()
-    announce(estimate, task.num_steps, progress, device)
+    announce(estimate, progress, device)
+    if progress and estimate.work.preparation != Work():
+        announce_time(estimate.work.preparation.seconds(cost), "what comes before the first step")
     identity = {**agreed(task.prepare(learner, progress)), "the device": device.type}
     with open_run(Job(learner, task.num_steps, identity, *asked), data=task.data.facts) as session:
         rates = partial(rates_of, cfg, estimate, device)
@@ -173,6 +179,9 @@ def lead(
             tell("restore", step_folder(session.folder.checkpoints, session.first_step).absolute())
         with session.working():
             session.folder.write_json("setup.json", computing(cfg, learner, estimate))
+        if progress and (num_left := task.num_steps - session.first_step):
+            left = estimate.work.remaining(num_left, cfg.run.eval_every)
+            announce_time(left.seconds(cost), f"{num_left} steps")
         measure(task, learner, session, "before")
         for index in session.steps():
             take_step(task, learner, session, rates, index)
@@ -298,6 +307,26 @@ def measure(task: Task, learner: Learner, session: Session, when: str) -> None:
     session.leave_if_asked()
 
 
+def cost_of(cfg: Recipe, task: Any, estimate: Estimate) -> Work:
+    """Seconds of each kind of work of the run, by a trial; ranks share the work."""
+    work = estimate.work
+    if isinstance(task, RewardTask):
+        return trial(task.model, work.rows) * (1 / num_ranks())
+    policy = model_of_recipe(task.loaded.model, cfg.model)
+    if not isinstance(cfg, SamplingRecipe):
+        return trial(policy, work.rows) * (1 / num_ranks())
+    rollout = cfg.rollout
+    engine = open_engine(  # one of its own; a vLLM, or workers, are taken to be as fast
+        policy,
+        task.loaded.tokenizer,
+        backend="transformers" if rollout.backend == "transformers" else "native",
+        batch_size=rollout.batch_size,
+        num_slots=rollout.num_slots,
+        kv_cache_mb=rollout.kv_cache_mb,
+    )
+    return trial(policy, work.rows, engine, sampling_params(rollout, 0), work.num_slots) * (1 / num_ranks())
+
+
 @dataclass(frozen=True, slots=True)
 class Preview:
     """Size of the model, memory in GB by part and by stage, number of data rows, the first of them as text, and about
@@ -320,10 +349,10 @@ def preview(cfg: Recipe) -> Preview:
     Raises:
         InputError: for a model, data or reward that cannot be used, as the run would.
     """
-    device = torch.device("cpu")
-    task = task_of(cfg, Inputs(), device)
+    task = task_of(cfg, Inputs(), torch.device("cpu"))
     estimate, data = task.estimate(), task.data
     num_items = len(data.train) + len(data.heldout)
     sizes = (estimate.num_parameters, estimate.memory_gb, estimate.stage_gb)
-    seconds = seconds_of(estimate, task.num_steps, device)
+    work = estimate.work.preparation + estimate.work.remaining(task.num_steps, cfg.run.eval_every)
+    seconds = max(1.0, work.seconds(cost_of(cfg, task, estimate)))
     return Preview(cfg.model.name, *sizes, num_items, data.sample, task.num_steps, seconds)

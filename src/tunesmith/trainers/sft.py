@@ -7,6 +7,7 @@ learnt, and models with a flat decoder are trained without padding. Shape legend
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import fmean
 
 import torch
 
@@ -31,6 +32,7 @@ from tunesmith.trainers.estimate import Estimate, training_estimate
 from tunesmith.trainers.metrics import update_metrics
 from tunesmith.trainers.restart import fingerprint_of_rows, fingerprint_of_tensors
 from tunesmith.trainers.session import Session
+from tunesmith.trainers.work import Rows, RunWork, Work
 
 
 @dataclass(slots=True)
@@ -120,15 +122,15 @@ class SFTTask:
 
     def estimate(self) -> Estimate:
         """Memory and work of a run."""
-        mean_tokens = sum(sequence.num_used for sequence in self.data.train) / len(self.data.train)
-        step_tokens = int(self.cfg.sft.demonstrations_per_step * mean_tokens)
-        micro_tokens = max(min(step_tokens, self.cfg.sft.micro_batch_tokens), int(mean_tokens))
+        train, heldout = self.data.train, self.data.heldout
+        num_used, num_learnt = (fmean(getattr(one, name) for one in train) for name in ("num_used", "num_learnt"))
+        step_tokens = min(self.cfg.sft.demonstrations_per_step, len(train)) * num_used
+        micro_tokens = max(min(step_tokens, self.cfg.sft.micro_batch_tokens), num_used)
+        evaluation = Work(scored=sum(one.num_used for one in heldout))
+        rows = Rows(num_used - num_learnt, num_learnt)
+        work = RunWork(rows, Work(trained=step_tokens), evaluation, once=evaluation)
         return training_estimate(
-            self.loaded.model,
-            self.cfg,
-            step_tokens=step_tokens,
-            micro_tokens=micro_tokens,
-            logit_tokens=micro_tokens,
+            self.loaded.model, self.cfg, work, micro_tokens=micro_tokens, logit_tokens=micro_tokens
         )
 
     def batch(self, index: int) -> list[LearntSequence]:

@@ -13,6 +13,7 @@ import webbrowser
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
@@ -29,10 +30,14 @@ from tunesmith.data.split import split_by_prompt
 from tunesmith.evaluation.compare import Comparison, Side, compare
 from tunesmith.live import loop as live
 from tunesmith.live.loop import LiveResult
+from tunesmith.models.language_model import language_model
 from tunesmith.models.load import load_policy
+from tunesmith.models.loaded import LoadedModel
+from tunesmith.models.tokenizer import encode_prompt
 from tunesmith.reports.html import write_demo_report
 from tunesmith.rewards.builtin import RATER_NAME, SimulatedRater
 from tunesmith.rewards.scorer import Scorer
+from tunesmith.rollout.engine import Engine
 from tunesmith.rollout.factory import Backend, open_engine
 from tunesmith.runs.environment import peak_rss_gb
 from tunesmith.runs.folder import RunFolder
@@ -41,6 +46,7 @@ from tunesmith.schema.records import Pair, Prompt, Vote
 from tunesmith.trainers import setup
 from tunesmith.trainers.api import Inputs
 from tunesmith.trainers.run import run
+from tunesmith.trainers.work import Rows, Work, announce_time, trial
 from tunesmith.workflows.evaluation import Outcome
 from tunesmith.workflows.live_simulation import server
 from tunesmith.workflows.voting import ask_votes, votes_on
@@ -170,6 +176,7 @@ def draw_candidates(stage: Stage, openings: Sequence[Prompt], num: int) -> list[
     seed = derive(stage.options.seed, "votes")
     sampling = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=stage.policy_recipe.rollout.temperature, seed=seed)
     steered = [Prompt(prompt.id, f"{steer}{prompt.content}") for prompt in openings for steer in STEERS]
+    say_time(loaded, engine, steered, sampling, num)
     with progress("completions", len(steered) * num) as reporter:
         drawn = engine.generate(steered, num, sampling, on_progress=lambda done, _: reporter.update(done))
     candidates: list[Group] = []
@@ -226,15 +233,42 @@ def compare_models(
     before = load_policy(stage.policy_recipe.model)
     after = load_policy(stage.policy_recipe.model.model_copy(update={"name": str(policy_run.run_dir)}))
     scorer = Scorer([RewardSource(source=judge)], policy_tokenizer=before.tokenizer)
+    first, second = (
+        Side.of(name, one.model, one.tokenizer, backend=stage.options.backend, batch_size=128)
+        for name, one in (("before", before), ("after", after))
+    )
+    sampling = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=stage.policy_recipe.rollout.temperature)
+    say_time(before, first.engine, openings, sampling, num, num_models=2)
     return compare(
-        Side.of("before", before.model, before.tokenizer, backend=stage.options.backend, batch_size=128),
-        Side.of("after", after.model, after.tokenizer, backend=stage.options.backend, batch_size=128),
+        first,
+        second,
         openings,
         scorer,
-        SamplingParams(max_new_tokens=NEW_TOKENS, temperature=stage.policy_recipe.rollout.temperature),
+        sampling,
         num_completions=num,
         seed=derive(stage.options.seed, "compare"),
     )
+
+
+def say_time(
+    loaded: LoadedModel,
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    num: int,
+    *,
+    num_models: int = 1,
+) -> None:
+    """Announce about how long drawing `num` completions of each prompt takes; each of two models also scores what both
+    drew.
+    """
+    num_given = fmean(len(encode_prompt(loaded.tokenizer, prompt)) for prompt in prompts)
+    num_rows, num_slots = len(prompts) * num, min(128, len(prompts) * num)
+    rows = Rows(num_given, sampling.max_new_tokens, num)
+    scored = len(prompts) * num_given + num_models * rows.tokens(num_rows) * (num_models > 1)
+    work = (Work.drawing(num_rows, sampling.max_new_tokens, num_slots) + Work(scored)) * num_models
+    cost = trial(language_model(loaded.model), rows, engine, sampling, num_slots, trains=False)
+    announce_time(work.seconds(cost), f"{num_rows} completions")
 
 
 def as_pairs(votes: Sequence[Vote]) -> list[Pair]:

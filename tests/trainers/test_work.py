@@ -1,0 +1,35 @@
+"""The estimate of a run's time: what it counts, and that its trial leaves no trace."""
+
+from pathlib import Path
+
+import torch
+from recipes import PROMPTS, ppo_recipe
+
+from tunesmith.trainers.api import Inputs
+from tunesmith.trainers.restart import fingerprint_of_tensors
+from tunesmith.trainers.run import cost_of, task_of
+from tunesmith.trainers.work import Rows, RunWork, Work
+
+
+def test_steps_count_as_often_as_they_come_and_the_rest_once():
+    work = RunWork(Rows(4, 2), Work(trained=10), Work(scored=7), once=Work(scored=100), preparation=Work(scored=1e6))
+    assert work.remaining(5, eval_every=0) == Work(scored=107, trained=50)  # the last step is always evaluated
+    assert work.remaining(5, eval_every=2) == Work(scored=121, trained=50)
+    assert work.remaining(5, eval_every=2).seconds(Work(scored=0.5, trained=2)) == 160.5
+
+
+def test_a_prompt_that_completions_share_counts_once():
+    assert Rows(prompt=10, completion=3, per_prompt=4).tokens(8) == 2 * 10 + 8 * 3
+    assert Work.drawing(5, 3, num_slots=2) == Work(rounds=9, drawn=15)
+
+
+def test_a_trial_changes_no_bit_of_the_run(tmp_path: Path):
+    cfg = ppo_recipe(tmp_path)
+    task = task_of(cfg, Inputs(prompts=PROMPTS, rewards=[lambda completions, **_: [1.0]]), torch.device("cpu"))
+    module = task.build().modules["policy"]
+    before, generator = fingerprint_of_tensors(module), torch.get_rng_state()
+    cost = cost_of(cfg, task, task.estimate())
+    assert min(cost.scored, cost.trained, cost.rounds + cost.drawn) > 0
+    assert fingerprint_of_tensors(module) == before
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert all(parameter.grad is None for parameter in module.parameters())
