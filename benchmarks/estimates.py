@@ -90,9 +90,10 @@ def stages(words: Sequence[str]) -> Iterator[tuple[str, float, float]]:
         yield (*said, time.perf_counter() - start_s)
 
 
-def updates(folder: Path) -> Iterator[tuple[str, float, float]]:
-    """(What for, predicted seconds, measured seconds) of each update in the log of a live loop."""
-    said: dict[str, float] = {}
+def updates(words: Sequence[str]) -> Iterator[tuple[str, float, float]]:
+    """As `stages`, for each update in the log of a live loop, whose folder is named by `words`."""
+    list(stages(words))
+    said, folder = dict[str, float](), Path(words[words.index("--dir") + 1])
     for line in (folder / "trainer.log").read_text(encoding="utf-8").splitlines():
         if found := _SAID.match(line):
             said[found[2]] = seconds_of(found[1])
@@ -116,21 +117,14 @@ def measure(options: Namespace, say: Say) -> dict[str, Any]:
         TrainingError: a command failed.
     """
     os.environ["HF_HUB_OFFLINE"] = "1"
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[str, float]] = {}
     loads = [measure_load()]
     with tempfile.TemporaryDirectory() as folder:
         chosen = _commands(options, Path(folder))
         for name in options.only or chosen:
-            rows = list(stages(chosen[name]))
-            rows = list(updates(Path(folder) / "live")) if name == "live" else rows
-            for number, (what, predicted_s, measured_s) in enumerate(rows, 1):
+            for what, predicted_s, measured_s in (updates if name == "live" else stages)(chosen[name]):
                 factor = max(predicted_s / measured_s, measured_s / predicted_s)
-                found[name if len(rows) == 1 else f"{name} {number}"] = {
-                    "for": what,
-                    "predicted_s": predicted_s,
-                    "measured_s": measured_s,
-                    "factor": factor,
-                }
+                found[f"{name}, {what}"] = {"predicted_s": predicted_s, "measured_s": measured_s, "factor": factor}
                 say(f"{name}, {what}: predicted {predicted_s:.1f} s, measured {measured_s:.1f} s, factor {factor:.2f}")
             loads.append(measure_load())
     return {
@@ -146,10 +140,10 @@ def measure(options: Namespace, say: Say) -> dict[str, Any]:
 
 def _show(facts: Mapping[str, Any]) -> None:
     rows = [
-        [name, one["for"], f"{one['predicted_s']:.1f}", f"{one['measured_s']:.1f}", f"{one['factor']:.2f}"]
+        [name, f"{one['predicted_s']:.1f}", f"{one['measured_s']:.1f}", f"{one['factor']:.2f}"]
         for name, one in facts["stages"].items()
     ]
-    print_table(["stage", "for", "predicted s", "measured s", "factor"], rows)
+    print_table(["stage", "predicted s", "measured s", "factor"], rows)
     print(f"worst factor: {facts['worst_factor']:.2f}{load_warning(facts)}")
 
 

@@ -110,7 +110,7 @@ def measure(options: Namespace, say: Say) -> dict[str, object]:
     model = ModelSettings(options.model, options.dtype, num_threads, options.backend, options.slots)
     facts: dict[str, dict[str, object]] = {}
     with ExitStack() as stack:
-        vllm = _start_vllm(stack, loaded, model, say) if "vllm" in against else {}
+        vllm = {"vllm": _start_vllm(stack, loaded, model, say)} if "vllm" in against else {}
         for work in works:
             say(f"{work.name}: {len(work.prompt_ids)} prompts x {work.num_completions}")
             greedy = _greedy(work, replace(model, dtype="float32")) if work.name in NAMES else {}
@@ -184,8 +184,8 @@ def _start(contender: str, model: ModelSettings) -> Process:
     return Process(f"benchmarks.contenders:{contender}", model, num_threads=model.num_threads)
 
 
-def _start_vllm(stack: ExitStack, loaded: LoadedModel, model: ModelSettings, say: Say) -> dict[str, Process]:
-    """vLLM as it is by default, which compiles, and eager, each in a process of the Python that has it.
+def _start_vllm(stack: ExitStack, loaded: LoadedModel, model: ModelSettings, say: Say) -> Entry:
+    """vLLM in a process of the Python that has it, closed with `stack`.
 
     Raises:
         InputError: none is named.
@@ -193,24 +193,22 @@ def _start_vllm(stack: ExitStack, loaded: LoadedModel, model: ModelSettings, say
     python = os.environ.get("TUNESMITH_VLLM_PYTHON")
     if not python:
         raise InputError("TUNESMITH_VLLM_PYTHON is not set; name a Python that has vLLM, see docs/engines.md")
-    folder = stack.enter_context(tempfile.TemporaryDirectory())
-    save_final(loaded.model, loaded.tokenizer, Path(folder) / "model", ModelCard(model.name, "none"))
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "model"
+    save_final(loaded.model, loaded.tokenizer, folder, ModelCard(model.name, "none"))
     dtype = str(loaded.model.dtype).removeprefix("torch.")
-    started: dict[str, Process] = {}
-    for name, compiles in (("vllm", True), ("vllm-eager", False)):
-        settings = VLLMSettings(f"{folder}/model", dtype, min(1024, context_length(loaded.model) or 1024), compiles)
-        start = Process(
-            "benchmarks.vllm_engine:VLLM", settings, num_threads=model.num_threads, variables=VARIABLES, python=python
-        )
-        started[name] = stack.enter_context(start)
-        say(f"{name} is ready")
-    return started
+    settings = VLLMSettings(str(folder), dtype, min(1024, context_length(loaded.model) or 1024))
+    start = Process(
+        "benchmarks.vllm_engine:VLLM", settings, num_threads=model.num_threads, variables=VARIABLES, python=python
+    )
+    entry = Entry(stack.enter_context(start))
+    say("vLLM is ready")
+    return entry
 
 
 def _measured(
     work: Workload,
     model: ModelSettings,
-    against: tuple[Sequence[str], Mapping[str, Process]],
+    against: tuple[Sequence[str], Mapping[str, Entry]],
     greedy: Mapping[str, Any],
     options: Namespace,
     say: Say,
@@ -223,8 +221,10 @@ def _measured(
         calibration: dict[str, float] = {}
         for name in (name for name in against[0] if name != "vllm"):
             process = stack.enter_context(_start("Transformers", model))
-            others |= _calibrated(name, process, work, options.seed, calibration, say)
-        others |= _faster_vllm(against[1], work, options.seed, calibration, say)
+            others |= _calibrated(name, process, work, options, calibration, say)
+        for label, entry in against[1].items():
+            entry.draw(replace(work, sampling=replace(work.sampling, max_new_tokens=2)), options.seed)  # warm
+            others[label] = entry
         ours.draw(work, options.seed)  # warm, as the others are by now
         entries = {OURS: ours, **others}
         prompts_only = replace(work, sampling=replace(work.sampling, max_new_tokens=1), is_exact_length=True)
@@ -240,9 +240,10 @@ def _measured(
             say,
             lambda done: ", ".join(f"{label} {done[label][-1].tokens_per_s:.0f} tokens/s" for label in entries),
         )
-        peaks_gb = {label: entry.peak_gb(work, options.seed) for label, entry in entries.items()}
+        peaks_gb = {
+            label: 0.0 if options.no_memory else entry.peak_gb(work, options.seed) for label, entry in entries.items()
+        }
         difference = ours.process.call("logp_difference", work, options.seed)
-    rival = next((label for label in others if label in against[1]), None)
     generating = [label for label, entry in others.items() if entry.setting and entry.setting.way == "generate"]
     fastest = max(generating or others, key=lambda label: statistics.median(_speeds(rounds[label])))
     ratios = {label: paired(_speeds(rounds[OURS]), _speeds(rounds[label])).facts("ratio") for label in others}
@@ -252,7 +253,7 @@ def _measured(
     return {
         **ratios[fastest],
         "against": fastest,
-        **({"vllm_ratio": ratios[rival]} if rival else {}),
+        **({"vllm_ratio": ratios["vllm"]} if "vllm" in others else {}),
         "ratios": ratios,
         **_figures(work, rounds[OURS]),
         "roofline_share": fastest_products["share"],
@@ -268,7 +269,7 @@ def _measured(
 
 
 def _calibrated(
-    name: str, process: Process, work: Workload, seed: int, calibration: dict[str, float], say: Say
+    name: str, process: Process, work: Workload, options: Namespace, calibration: dict[str, float], say: Say
 ) -> dict[str, Entry]:
     """One entry for each attention, at the batch size at which it was fastest; every speed goes into `calibration`."""
     entries: dict[str, Entry] = {}
@@ -277,8 +278,9 @@ def _calibrated(
     sizes = [num_rows]  # continuous batching takes all rows at once
     if way == "generate":  # a batch that holds all rows is the largest that differs
         sizes = [size for size in BATCH_SIZES if size < num_rows] + [min(num_rows, BATCH_SIZES[-1])]
-        sizes = sizes if work.name in NAMES else [num_rows]
-    Entry(process, Setting("sdpa", sizes[-1], way)).draw(work, seed)  # the first call warms up
+        sizes = (options.batch_size or sizes) if work.name in NAMES else [num_rows]
+    seed, brief = options.seed, replace(work, sampling=replace(work.sampling, max_new_tokens=2))
+    Entry(process, Setting("sdpa", sizes[-1], way)).draw(brief, seed)  # the first call warms up
     for attention in ATTENTIONS:
         speeds: dict[int, float] = {}
         for size in sizes:
@@ -289,18 +291,6 @@ def _calibrated(
         entries[f"{name}-{attention}@{best}"] = Entry(process, Setting(attention, best, way))
         say(f"  {name}, {attention}: fastest at a batch of {best}, {speeds[best]:.0f} tokens/s")
     return entries
-
-
-def _faster_vllm(
-    started: Mapping[str, Process], work: Workload, seed: int, calibration: dict[str, float], say: Say
-) -> dict[str, Entry]:
-    """The entry of the vLLM that is the faster at `work`, once both are warm; none if none was started."""
-    for label, process in started.items():
-        drawn = [Entry(process).draw(work, seed) for _ in range(2)][-1]
-        calibration[label] = drawn.num_tokens / drawn.seconds
-        say(f"  {label}: {calibration[label]:.0f} tokens/s")
-    best = max(started, key=lambda label: calibration[label], default=None)
-    return {} if best is None else {best: Entry(started[best])}
 
 
 def _speeds(rounds: Sequence[Round]) -> list[float]:
@@ -373,6 +363,8 @@ def main(words: Sequence[str]) -> int:
         against={"default": "transformers", "metavar": "A,B", "help": "of transformers, transformers-cb, vllm"},
         workload={"help": "plain, seed, shared, or batch1 to batch256; repeatable. The first three if left out"},
         dtype={"choices": ("auto", "float32", "bfloat16"), "default": "auto", "help": "of all contenders"},
+        batch_size={"type": int, "action": "append", "metavar": "N", "help": "rows to try of generate; repeatable"},
+        no_memory={"action": "store_true", "help": "leave out the peak of memory, which is one more draw of each"},
         backend={"choices": ("native", "transformers"), "default": "native", "help": "engine of our side"},
         slots={"type": int, "metavar": "N", "help": "sequences that our engine decodes at a time"},
     )

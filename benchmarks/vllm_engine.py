@@ -25,16 +25,18 @@ _MOST_SEQUENCES = 256
 
 @dataclass(frozen=True, slots=True)
 class VLLMSettings:
-    """Folder of the model, dtype, tokens of its longest sequence, and whether vLLM compiles it or runs eagerly."""
+    """Folder of the model, dtype, and tokens of its longest sequence."""
 
     folder: str
     dtype: str
     max_tokens: int
-    compiles: bool
 
 
 class VLLM:
-    """vLLM's own engine, with prefix caching, which is emptied before each draw: in training the weights are new."""
+    """vLLM's own engine, which compiles the model, with prefix caching.
+
+    The cache of prefixes is emptied before each draw: in training the weights are new.
+    """
 
     def __init__(self, settings: VLLMSettings) -> None:
         from vllm import LLM  # type: ignore[import-not-found]  # only in a Python that has it
@@ -45,7 +47,6 @@ class VLLM:
             max_model_len=settings.max_tokens,
             max_num_seqs=_MOST_SEQUENCES,
             enable_prefix_caching=True,
-            enforce_eager=not settings.compiles,
             seed=0,
         )
 

@@ -14,6 +14,9 @@ from tunesmith.models.optimizer import moment_bytes
 from tunesmith.trainers.setup import say
 from tunesmith.trainers.work import Rows, RunWork, Work
 
+_END_S, _GB_PER_S = 1.5, 0.4
+"""Seconds of a report and the end of the process, and the rate at which weights reach a disk; of two CPU cores."""
+
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
@@ -148,6 +151,13 @@ def _policy_work(
         once = (Work.drawing(num, num_new, num_slots) + Work(num * prompt_tokens)) * 2
     step += Work.drawing(num_rows, num_new, num_slots)
     return RunWork(rows, step, evaluation, once, num_slots=num_slots)
+
+
+def ending_s(estimate: Estimate, cfg: Recipe) -> float:
+    """Seconds of what follows the last step: a checkpoint, if there are any, the exported model and the report."""
+    exported_gb = estimate.memory_gb["weights"]
+    moments_gb = moment_bytes(estimate.num_trained, cfg.optimizer) / 1e9
+    return _END_S + (exported_gb + (exported_gb + moments_gb) * (cfg.run.checkpoint_every > 0)) / _GB_PER_S
 
 
 def announce(estimate: Estimate, enabled: bool, device: torch.device) -> None:

@@ -34,7 +34,7 @@ from tunesmith.trainers.best_of_n import BestOfN
 from tunesmith.trainers.computing import computing, rates_of
 from tunesmith.trainers.distill import DistillTask
 from tunesmith.trainers.dpo import DPOTask
-from tunesmith.trainers.estimate import Estimate, announce
+from tunesmith.trainers.estimate import Estimate, announce, ending_s
 from tunesmith.trainers.grpo import GRPO
 from tunesmith.trainers.ppo import PPO
 from tunesmith.trainers.reward import RewardTask
@@ -181,7 +181,7 @@ def lead(
             session.folder.write_json("setup.json", computing(cfg, learner, estimate))
         if progress and (num_left := task.num_steps - session.first_step):
             left = estimate.work.remaining(num_left, cfg.run.eval_every)
-            announce_time(left.seconds(cost), f"{num_left} steps")
+            announce_time(left.seconds(cost) + ending_s(estimate, cfg), f"{num_left} steps")
         measure(task, learner, session, "before")
         for index in session.steps():
             take_step(task, learner, session, rates, index)
@@ -354,5 +354,5 @@ def preview(cfg: Recipe) -> Preview:
     num_items = len(data.train) + len(data.heldout)
     sizes = (estimate.num_parameters, estimate.memory_gb, estimate.stage_gb)
     work = estimate.work.preparation + estimate.work.remaining(task.num_steps, cfg.run.eval_every)
-    seconds = max(1.0, work.seconds(cost_of(cfg, task, estimate)))
+    seconds = work.seconds(cost_of(cfg, task, estimate)) + ending_s(estimate, cfg)
     return Preview(cfg.model.name, *sizes, num_items, data.sample, task.num_steps, seconds)
