@@ -300,14 +300,15 @@ def _speeds(rounds: Sequence[Round]) -> list[float]:
 def _figures(work: Workload, rounds: Sequence[Round]) -> dict[str, object]:
     """Speeds: all in all, of the prompts (each token counted once, however often it is computed), of the rest."""
     lengths = [length for item in rounds for length in item.whole.lengths]
+    token_ms = statistics.median(1e3 * len(work.rows) / item.decode_tokens_per_s for item in rounds)
     return {
         "tokens_per_s": statistics.median(_speeds(rounds)),
         "prefill_tokens_per_s": statistics.median(work.num_prompt_tokens / item.prefill.seconds for item in rounds),
         "decode_tokens_per_s": statistics.median(item.decode_tokens_per_s for item in rounds),
-        "token_ms": statistics.median(1e3 * len(work.rows) / item.decode_tokens_per_s for item in rounds),
         "seconds": statistics.median(item.whole.seconds for item in rounds),
         "mean_length": statistics.fmean(lengths),
         "p95_length": percentile_95(lengths),
+        **({} if work.name in NAMES else {"token_ms": token_ms}),
     }
 
 
@@ -334,7 +335,7 @@ def show(facts: Mapping[str, Any]) -> None:
     for name, figures in facts["workloads"].items():
         rows: list[Sequence[str]] = []
         for label, one in {OURS: figures, **figures["contenders"]}.items():
-            speeds = [*(f"{one[key]:.0f}" for key in keys), f"{one['token_ms']:.0f}"]
+            speeds = [*(f"{one[key]:.0f}" for key in keys), f"{one['token_ms']:.0f}" if "token_ms" in one else ""]
             lengths = f"{one['mean_length']:.0f}/{one['p95_length']}"
             ratio = "" if label == OURS else spread_text(figures["ratios"][label])
             rows.append((label, *speeds, lengths, f"{one['peak_rss_gb']:.2f}", ratio))

@@ -106,7 +106,8 @@ def test_bench_families_has_the_promised_figures(capsys: pytest.CaptureFixture[s
         (["update", "--micro-batch-size", "0"], "micro_batch_size is 0"),
         (["update", "--out", "no/such/folder/x.json"], "--out"),
         (["rollout", "--workload", "plian"], "plain, seed, shared"),
-        (["rollout", "--against", "vllm"], "transformers, transformers-cb"),
+        (["rollout", "--against", "sglang"], "transformers, transformers-cb, vllm"),
+        (["rollout", "--workload", "plain", "--against", "vllm"], "TUNESMITH_VLLM_PYTHON is not set"),
         (["rollout", "--rounds", "0"], "rounds is 0"),
         (["rollout", "--workload", "shared"], "--quick"),
         (["rollout", "--out", "no/such/folder/x.json"], "--out"),
@@ -114,8 +115,9 @@ def test_bench_families_has_the_promised_figures(capsys: pytest.CaptureFixture[s
     ],
 )
 def test_bad_input_is_refused_before_anything_is_measured(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.delenv("TUNESMITH_VLLM_PYTHON", raising=False)
     assert main([*words, "--model", "tiny:llama"]) == 2
     assert said in capsys.readouterr().err
 
