@@ -70,11 +70,7 @@ void check_rows(int64_t rows, int64_t n) {
     add_rms_norm(x.data(), nullptr, weight.data(), normed.data(), nullptr, scale.data(), rows, n, 1, n, 0, 1e-5f, 0, 0, 2);
     chosen_logp_entropy(x.data(), token.data(), logp.data(), entropy.data(), sums.data(), rows, n, n, 0.7, 0, 2);
     gated(x.data(), x.data(), product.data(), rows, n, n, n, 0, 0, 0, 2);
-<<<<<<< HEAD
     masked_softmax(x.data(), nullptr, nullptr, softmax.data(), rows, 1, 1, n, 0, 0, 1 << 30, 1, 1, 1.0f, 0, 2);
-=======
-    masked_softmax(x.data(), nullptr, nullptr, softmax.data(), rows, 1, 1, n, 0, 0, 0, 1, 1, 1.0f, 0, 2);
->>>>>>> 5a94d0e (The time of a training is estimated by a trial of its own model; vLLM beside our engine; doctor on compilers without OpenMP)
     for (int64_t r = 0; r < rows; ++r) {
         const float* row = &x[r * n];
         double squares = 0, total = 0, plain = 0, nats = 0;
