@@ -214,17 +214,16 @@ def _measured(
     say: Say,
 ) -> dict[str, object]:
     """Figures of one workload."""
+    others, calibration = dict[str, Entry](), dict[str, float]()
     with ExitStack() as stack:
         ours = Entry(stack.enter_context(_start("Engine", model)))
         products = Products(model)
-        others: dict[str, Entry] = {}
-        calibration: dict[str, float] = {}
         for name in (name for name in against[0] if name != "vllm"):
-            process = stack.enter_context(_start("Transformers", model))
-            others |= _calibrated(name, process, work, options, calibration, say)
-        for label, entry in against[1].items():
+            started = stack.enter_context(_start("Transformers", model))
+            others |= _calibrated(name, started, work, options, calibration, say)
+        for entry in against[1].values():
             entry.draw(replace(work, sampling=replace(work.sampling, max_new_tokens=2)), options.seed)  # warm
-            others[label] = entry
+        others |= against[1]
         ours.draw(work, options.seed)  # warm, as the others are by now
         entries = {OURS: ours, **others}
         prompts_only = replace(work, sampling=replace(work.sampling, max_new_tokens=1), is_exact_length=True)
@@ -240,9 +239,9 @@ def _measured(
             say,
             lambda done: ", ".join(f"{label} {done[label][-1].tokens_per_s:.0f} tokens/s" for label in entries),
         )
-        peaks_gb = {
-            label: 0.0 if options.no_memory else entry.peak_gb(work, options.seed) for label, entry in entries.items()
-        }
+        peaks_gb = dict.fromkeys(entries, 0.0)
+        if not options.no_memory:
+            peaks_gb = {label: entry.peak_gb(work, options.seed) for label, entry in entries.items()}
         difference = ours.process.call("logp_difference", work, options.seed)
     generating = [label for label, entry in others.items() if entry.setting and entry.setting.way == "generate"]
     fastest = max(generating or others, key=lambda label: statistics.median(_speeds(rounds[label])))
