@@ -12,7 +12,7 @@ from typing import Self
 import torch
 
 from tunesmith.batch.rollout import SamplingParams
-from tunesmith.core.trace import trace
+from tunesmith.core.trace import span, trace
 from tunesmith.models.heads import RewardModel
 from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.logprob import token_logps
@@ -110,7 +110,7 @@ def trial(
     """
     module = model.model if isinstance(model, RewardModel) else model.module
     on_gpu = [module.device] if module.device.type == "cuda" else []
-    with trace(), torch.random.fork_rng(on_gpu):
+    with trace(), span("trial"), torch.random.fork_rng(on_gpu):
         with torch.no_grad():
             scored_s = _token_s(model, rows)
         trained_s = _token_s(model, rows) if trains else 0.0
