@@ -80,7 +80,7 @@ def _moved(old: torch.Tensor, blocks: Sequence[_Block], piece: Piece) -> torch.T
 
 
 def _blocks(name: str, source: Layout, target: Layout) -> list[_Block]:
-    """What each rank needs for its new piece, from itself where it has it; nothing if no piece changes."""
+    """The parts of its new piece that each rank needs, from itself where it has them; none if no piece changes."""
     if all(before[name] == after[name] for before, after in zip(source, target, strict=True)):
         return []
     holders: dict[Piece, list[int]] = {}
@@ -104,7 +104,7 @@ def _blocks(name: str, source: Layout, target: Layout) -> list[_Block]:
 
 
 def _common(held: Sequence[range], wanted: Sequence[range]) -> list[tuple[slice, slice]]:
-    """Where the indices that are in both stand in each."""
+    """Positions in each of the indices that are in both."""
     found: list[tuple[slice, slice]] = []
     for (a, offset), (b, other) in itertools.product(_offsets(held), _offsets(wanted)):
         start, stop = max(a.start, b.start), min(a.stop, b.stop)

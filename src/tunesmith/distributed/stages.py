@@ -55,7 +55,7 @@ class Stages:
         return tensor
 
     def swapped(self, stage: int, tensor: torch.Tensor) -> torch.Tensor:
-        """What that stage has for `tensor`, which it gets."""
+        """Send `tensor` to a stage, and return what that stage sends in its place."""
         self.send(stage, tensor)
         return self.receive(stage, torch.empty_like(tensor, memory_format=torch.contiguous_format))
 

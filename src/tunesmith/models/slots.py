@@ -66,7 +66,7 @@ _RANGE = 2.0**12
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a rank holds of a parameter, and how its gradients are added up.
+    """A rank's share of a parameter, and the sum of its gradients.
 
     `own` are the elements, in the order of memory, whose master and moments are held; None for all of them. With
     `exact` the gradient of each micro-batch is rounded to a fixed grid and added as 64-bit integers, so that neither

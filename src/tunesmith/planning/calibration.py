@@ -1,4 +1,4 @@
-"""How far predictions are from measurements: a published table, and the runs of a user.
+"""Differences between predictions and measurements: a published table, and the runs of a user.
 
 A calibration is a factor for each stage, the measured seconds divided by the predicted ones. Everything else in the
 model is a maker's figure or stated in `Hardware` and `Workload`.

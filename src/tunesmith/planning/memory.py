@@ -70,7 +70,7 @@ def memory_gb(shape: Shape, work: Workload, layout: Layout) -> dict[str, dict[st
 
 
 def _held_bytes(shape: Shape, work: Workload, layout: Layout) -> dict[str, float]:
-    """What a rank holds in all stages."""
+    """Memory of a rank in all stages."""
     own = shape.num_parameters / layout.num_parts
     gathered = 2 * shape.layer_parameters / layout.tensor if layout.shards_weights and layout.data > 1 else 0
     shards = layout.data if layout.shards_weights else 1

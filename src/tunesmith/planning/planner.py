@@ -95,7 +95,7 @@ class Planner:
         return Plan(self.shape, work, cluster, layout, memory_gb(self.shape, held, layout), time)
 
     def changes(self, plan: Plan) -> list[Change]:
-        """What makes the step shorter, by at least a hundredth; that which saves most first."""
+        """Changes that make the step at least a hundredth shorter, the largest saving first."""
         found: list[Change] = []
         for what, work, cluster in _candidates(plan):
             try:

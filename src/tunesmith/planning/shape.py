@@ -44,7 +44,7 @@ _DEFAULTS: Mapping[str, Mapping[str, object]] = {
     "gemma3_text": {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True},
     "gpt2": {"tie_word_embeddings": True},
 }
-"""What a config of each family means where it is silent, as in transformers."""
+"""Defaults of each family's config, as in transformers."""
 
 _GPT2_NAMES = {
     "hidden_size": "n_embd",

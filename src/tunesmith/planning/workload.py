@@ -1,4 +1,4 @@
-"""What a step computes: sequences, lengths, passes, and how it is cut into pieces."""
+"""The computation of a step: sequences, lengths, passes, and how it is cut into pieces."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -34,8 +34,8 @@ _BUILT_IN_MODEL = re.compile(r"smollm2|scratch|tiny:\w+")
 
 
 class Allowed:
-    """What a recipe from a page may name, besides what is built in: all below `root` but the folder `private`, and
-    `words`: files and folders with all in them, and names as they are written in a recipe.
+    """Names that a recipe from a page may contain, besides what is built in: all below `root` but the folder
+    `private`, and `words`: files and folders with all in them, and names as they are written in a recipe.
     """
 
     def __init__(self, root: Path, private: Path, words: Sequence[str] = ()) -> None:
@@ -45,7 +45,7 @@ class Allowed:
         self._places = tuple(Path(place).resolve() for place in (root, *words))
 
     def problems(self, recipe: Recipe) -> list[Problem]:
-        """What `recipe` names that it may not, by key; empty if nothing."""
+        """Names in `recipe` that are not allowed, by key; empty if there are none."""
         return [found for key, value in leaves_of(recipe.model_dump()) if (found := self._problem(key, value))]
 
     def _problem(self, key: str, value: object) -> Problem | None:

@@ -62,7 +62,7 @@ class Contestant:
 
 @dataclass(slots=True)
 class Turn:
-    """What the person said, the models on the left and right, and their answers, empty until both are whole.
+    """A message, the models on the left and right, and their answers, empty until both are whole.
 
     The conversation goes on with the answer `kept`. `verdict` is empty until there is one; `token` is that of the vote.
     """
@@ -105,7 +105,7 @@ class Conversation:
         return [*found, {"role": "user", "content": self.turns[-1].text}]
 
     def to_json(self) -> str:
-        """What is stored of it."""
+        """The stored form."""
         return json.dumps({**asdict(self), "drawings": []})
 
     @classmethod

@@ -19,7 +19,7 @@ MAX_WAITING = 64
 """Most answers that are asked for at a time."""
 
 CANNOT_LOAD = "one of the two models cannot be used at the moment; the next try takes others"
-"""What a page says of a model that cannot be loaded: the reason names it, and is in the log of the server."""
+"""Message of a page about a model that cannot be loaded: the reason names it, and is in the log of the server."""
 
 _log = get_logger(__name__)
 _END_S = 5.0

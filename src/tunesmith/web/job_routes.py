@@ -95,7 +95,7 @@ class RunRequest(BaseModel):
 
 
 class ResumeRequest(BaseModel):
-    """What changes when a run goes on: the steps of the whole run, those done included; None changes nothing."""
+    """Changes to a run that goes on: the steps of the whole run, those done included; None changes nothing."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -177,7 +177,7 @@ def _recipes(jobs: Jobs) -> APIRouter:
 
     @routes.post("/check")
     def check_recipe(body: RunRequest) -> Reply:
-        """What is wrong with a recipe, as pairs of a key (or nothing) and a message, and the command of the run."""
+        """Problems of a recipe, as pairs of a key (or nothing) and a message, and the command of the run."""
         problems: list[tuple[str, str]] = []
         try:
             check(body.wanted(), jobs.allowed)

@@ -81,7 +81,7 @@ class Studio(Closeable):
 
 
 def details(path: Path) -> Json:
-    """What a page says of the run in `path` beside its metrics, read from its files."""
+    """Facts of the run in `path` beside its metrics, read from its files."""
     facts, diagnosis = read_run(path), diagnose(read_facts(path))
     origins = read_object(path / "provenance.json")
     findings = read_rows(path / "findings.jsonl")

@@ -57,7 +57,7 @@ class RaterTraits:
 
 @dataclass(frozen=True, slots=True)
 class Talk:
-    """What raters do who talk in the arena: `count` conversations in all, with messages out of `openings`."""
+    """Settings of raters who talk in the arena: `count` conversations in all, with messages out of `openings`."""
 
     count: int
     openings: Sequence[str]

@@ -12,7 +12,7 @@ from tunesmith.core.trace import Trace
 from tunesmith.rollout.sampler import NoiseKey
 
 Handle = Any
-"""Where a transport keeps published tensors."""
+"""Place of published tensors in a transport."""
 
 Tensors = Mapping[str, torch.Tensor]
 """Parameters by name."""

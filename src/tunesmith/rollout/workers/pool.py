@@ -87,7 +87,7 @@ class Pool:
         self._send(worker, message)
 
     def receive(self, timeout_s: float) -> list[tuple[int, Draw, Drawn | Refused | Lost]]:
-        """What came of leases, after `timeout_s` at most. Workers that were lost, or hang, are started again.
+        """Answers to leases, after `timeout_s` at most. Workers that were lost, or hang, are started again.
 
         Raises:
             ServerError: a worker was lost several times in a row.

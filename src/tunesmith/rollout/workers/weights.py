@@ -35,7 +35,7 @@ def pickled(content: object, parameters: Mapping[str, nn.Parameter]) -> bytes:
 
 
 def unpickled(content: bytes, parameters: Mapping[str, nn.Parameter]) -> Any:
-    """What `pickled` was given, with these parameters in the places of its own."""
+    """The object that `pickled` was given, with these parameters in place of its own."""
 
     class Unpickler(pickle.Unpickler):
         def persistent_load(self, pid: str) -> nn.Parameter:
