@@ -52,8 +52,7 @@ class PPO(DrawingPolicy):
     tokenizer: PreTrainedTokenizerBase
     value_head: ScalarHead | None = None
     critic: Critic | None = None
-    begin_values: Callable[..., Callable[[], torch.Tensor]] | None = None
-    """Begins a pass of the separate critic, perhaps in another process; what it returns has the values."""
+    critic_process: CriticProcess | None = None
 
     @classmethod
     def build(cls, task: PolicyTask, cfg: PPORecipe) -> Self:
@@ -62,16 +61,14 @@ class PPO(DrawingPolicy):
         policy, reference, controller = task.policy_and_reference(section.kl)
         value_head = ScalarHead(hidden_size(model)).to(task.device) if section.critic == "shared" else None
         critic = Critic.from_policy(model, cfg.model) if section.critic == "separate" else None
-        begin_values = None if critic is None else partial(partial, critic)
-        if critic is not None and section.critic_process:
-            begin_values = CriticProcess(critic).begin
+        process = CriticProcess(critic) if critic is not None and section.critic_process else None
         into_stages(policy, reference, draws=True)  # a separate critic stays whole on each rank
         trained = {"policy": model, "value_head": value_head, "critic": critic}
         modules = nn.ModuleDict({name: module for name, module in trained.items() if module is not None})
         optimizer = task.optimizer(modules, policy.kernels)
         drawing = task.rollouts(policy, optimizer, value_head)
         tokenizer = task.loaded.tokenizer
-        critics = value_head, critic, begin_values
+        critics = value_head, critic, process
         return cls(section, drawing, policy, reference, optimizer, controller, tokenizer, *critics)
 
     @property
@@ -179,9 +176,10 @@ class PPO(DrawingPolicy):
 
     def begun_values(self, sequences: Sequences) -> Callable[[], torch.Tensor] | None:
         """The values of the separate critic, perhaps not computed yet; None without one."""
-        if self.begin_values is None:
+        if self.critic is None:
             return None
-        return self.begin_values(sequences.ids_BS, sequences.lengths_B, sequences.prompt_lengths_B)
+        inputs = sequences.ids_BS, sequences.lengths_B, sequences.prompt_lengths_B
+        return partial(self.critic, *inputs) if self.critic_process is None else self.critic_process.begin(*inputs)
 
     @torch.no_grad()
     def old_scores(self, sequences: Sequences) -> tuple[torch.Tensor, torch.Tensor]:
