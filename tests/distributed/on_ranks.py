@@ -2,9 +2,11 @@
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from recipes import (
@@ -25,6 +27,7 @@ from tunesmith.config.scale_sections import ScaleSection
 from tunesmith.config.schema import Recipe
 from tunesmith.distributed.launch import ranks_of
 from tunesmith.distributed.ranks import rank
+from tunesmith.models import load
 from tunesmith.trainers.api import Inputs
 from tunesmith.trainers.run import follow, lead
 from tunesmith.trainers.session import open_session
@@ -61,9 +64,10 @@ def runs_of_all(folder: Path) -> dict[str, tuple[Recipe, Inputs]]:
     }
 
 
-def several(runs: Runs) -> list[RunResult]:
-    """The results of `runs`, one after the other, on this rank."""
-    return [_one(cfg, inputs) for cfg, inputs in runs]
+def several(runs: Runs, dtype: torch.dtype | None = None) -> list[RunResult]:
+    """The results of `runs`, one after the other, on this rank; with weights of `dtype`, which no recipe may have."""
+    with patch.object(load, "compute_dtype", lambda *_: dtype) if dtype else nullcontext():
+        return [_one(cfg, inputs) for cfg, inputs in runs]
 
 
 def _one(cfg: Recipe, inputs: Inputs) -> RunResult:
@@ -72,16 +76,15 @@ def _one(cfg: Recipe, inputs: Inputs) -> RunResult:
     return lead(cfg, inputs, None, partial(open_session, cfg, provenance=None, show_progress=False))
 
 
-def trained(num_ranks: int, runs: Runs, *, pipeline: int = 1) -> list[RunResult]:
+def trained(num_ranks: int, runs: Runs, dtype: torch.dtype | None = None, **scale: Any) -> list[RunResult]:
     """The results of `runs` by `num_ranks` processes."""
-    section = ScaleSection(ranks=num_ranks, rank_timeout_s=60, pipeline=pipeline)
-    with ranks_of(section, partial(several, runs)):
-        return several(runs)
+    with ranks_of(ScaleSection(ranks=num_ranks, rank_timeout_s=60, **scale), partial(several, runs, dtype)):
+        return several(runs, dtype)
 
 
-def on_ranks(num_ranks: int, work: Callable[[], Any], timeout_s: float = 60, *, pipeline: int = 1) -> Any:
+def on_ranks(num_ranks: int, work: Callable[[], Any], timeout_s: float = 60, **scale: Any) -> Any:
     """The result of `work()` on rank 0, while each other rank calls it too."""
-    with ranks_of(ScaleSection(ranks=num_ranks, rank_timeout_s=timeout_s, pipeline=pipeline), work):
+    with ranks_of(ScaleSection(ranks=num_ranks, rank_timeout_s=timeout_s, **scale), work):
         return work()
 
 

@@ -10,7 +10,7 @@ from on_ranks import KL, Runs, difference, few_low, on_ranks, samples_of, traine
 from recipes import PROMPTS, demonstrations, dpo_recipe, grpo_recipe, pairs, ppo_recipe, sft_recipe
 
 from tunesmith.config.schema import RewardRecipe, SFTRecipe
-from tunesmith.distributed.ranks import whole
+from tunesmith.distributed.shares import whole
 from tunesmith.trainers import setup
 from tunesmith.trainers.api import Inputs
 from tunesmith.trainers.run import ALGORITHMS, batch_of

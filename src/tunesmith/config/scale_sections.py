@@ -56,8 +56,8 @@ class ScaleSection(Section):
             )
         if self.tensor > 1 and self.shard != "parameters":
             raise ValueError(f"tensor is {self.tensor}, which shards parameters; set shard to parameters")
-        if self.shards_parameters:
-            raise ValueError("shard is parameters, which is not built yet; set it to optimizer, and tensor to 1")
+        if self.shards_parameters and self.is_exact:
+            raise ValueError("reduction is exact, but shard is parameters, whose gradients are added up as float32")
         return self
 
 

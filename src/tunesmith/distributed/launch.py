@@ -22,7 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 from tunesmith.config.scale_sections import ScaleSection
 from tunesmith.config.schema import Recipe
 from tunesmith.core.errors import ConfigError, InputError, LostRankError, TrainingError
-from tunesmith.distributed.ranks import Ranks, joined
+from tunesmith.distributed.ranks import Ranks, is_lost, joined
 from tunesmith.distributed.stages import Stages
 
 RecipeT = TypeVar("RecipeT", bound=Recipe)
@@ -111,7 +111,9 @@ def _starting(section: ScaleSection, limit: timedelta, follow: Callable[[], obje
             time.sleep(0.02)
         with _group(section, Ranks(0, section.ranks, store), limit, device=0):
             yield
-    except LostRankError as error:
+    except (LostRankError, RuntimeError) as error:
+        if not is_lost(error):
+            raise
         raise TrainingError(_why(processes, store) or str(error)) from error
     finally:
         for process in processes:
@@ -151,9 +153,9 @@ def _run(rank: int, section: ScaleSection, port: int, limit: timedelta, follow: 
     try:
         with _group(section, Ranks(rank, count, store), limit, device=rank):
             follow()
-    except LostRankError:
-        sys.exit(_LOST)
     except BaseException as error:
+        if is_lost(error):
+            sys.exit(_LOST)
         store.set(f"error/{rank}", f"{type(error).__name__}: {error}")
         raise
 

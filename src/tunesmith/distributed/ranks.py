@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -30,6 +31,13 @@ END = "end"
 """The order after which the other ranks leave."""
 
 
+def is_lost(error: BaseException) -> bool:
+    """True if another rank is the reason: one of our collectives failed, or one of torch within a model's pass."""
+    return isinstance(error, LostRankError) or (
+        isinstance(error, RuntimeError) and any(name in str(error) for name in ("gloo", "NCCL"))
+    )
+
+
 @dataclass(slots=True)
 class Ranks:
     """This process among `count` of one training; `index` 0 leads.
@@ -39,7 +47,8 @@ class Ranks:
     has all parameters.
 
     `store` holds the collective that each rank reached last, and which ranks saw one fail, so that a rank that never
-    comes or that stops in the middle can be named.
+    comes or that stops in the middle can be named. While `announcer` is set it has a micro-batch and another rank has
+    none, which it tells of the `passes` to join.
     """
 
     index: int
@@ -49,6 +58,8 @@ class Ranks:
     stages: Stages | None = None
     mesh: DeviceMesh | None = None
     num_collectives: int = 0
+    passes: list[Callable[[], torch.Tensor]] = field(default_factory=list[Callable[[], torch.Tensor]])
+    announcer: int | None = None
 
     @property
     def num_together(self) -> int:
@@ -156,7 +167,99 @@ def share_of(items: Sequence[T], *, all_ranks: bool = False) -> Sequence[T]:
     if ranks is None:
         return items
     place, count = (ranks.index, ranks.count) if all_ranks else (ranks.data, ranks.num_data)
-    return items[len(items) * place // count : len(items) * (place + 1) // count]
+    bounds = [len(items) * i // count for i in range(count + 1)]
+    own = items[bounds[place] : bounds[place + 1]]
+    return own if all_ranks or not ranks.passes else _Rounds(own, [b - a for a, b in pairwise(bounds)], ranks)
+
+
+class _Rounds(Sequence[T]):
+    """The share of a rank whose models are divided: a pass over one needs all ranks, so that while it is iterated,
+    ranks that have one item less join the passes of the others with an empty one.
+    """
+
+    def __init__(self, own: Sequence[T], sizes: Sequence[int], ranks: Ranks) -> None:
+        self._own, self._sizes, self._ranks = own, sizes, ranks
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._own[index]
+
+    def __iter__(self) -> Iterator[T]:
+        most, announcer = max(self._sizes), self._sizes.index(max(self._sizes))
+        for number, item in enumerate(self._own, start=1):
+            if number == most and min(self._sizes) < most:
+                self._ranks.announcer = announcer
+            yield item
+        if self._ranks.announcer is not None:
+            announce(None)
+            self._ranks.announcer = None
+        elif len(self._own) < most:
+            self._follow(announcer)
+
+    def _follow(self, announcer: int) -> None:
+        outputs: list[torch.Tensor] = []
+        while (order := _told(self._ranks, announcer)) is not None:
+            place, with_gradient = order
+            with torch.set_grad_enabled(with_gradient):
+                if place == _BACKWARD:
+                    torch.stack(outputs).sum().backward()
+                    outputs.clear()
+                elif (output := self._ranks.passes[place]()).requires_grad:
+                    outputs.append(output)
+
+
+_BACKWARD = -1
+
+_Order = tuple[int, bool] | None
+"""The pass to join, or `_BACKWARD`, and whether gradients are enabled; None after the last."""
+
+
+def announce(place: int | None) -> None:
+    """Before pass number `place` of `add_pass`, None after the last: tell ranks that have nothing to compute."""
+    ranks = _RANKS.get()
+    if ranks is not None and ranks.announcer is not None:
+        _told(ranks, ranks.announcer, None if place is None else (place, torch.is_grad_enabled()))
+
+
+def announce_backward() -> None:
+    """As `announce`, before a backward pass."""
+    announce(_BACKWARD)
+
+
+def _told(ranks: Ranks, announcer: int, order: _Order = None) -> _Order:
+    told = [order]
+    with ranks.collective("next pass"):
+        dist.broadcast_object_list(told, group_src=announcer, group=ranks.data_group)
+    return told[0]
+
+
+def add_pass(empty_pass: Callable[[], torch.Tensor]) -> int:
+    """The number of a model whose passes all ranks make together; `empty_pass` is one without an effect."""
+    ranks = _RANKS.get()
+    assert ranks is not None, "one process divides nothing"
+    ranks.passes.append(empty_pass)
+    return len(ranks.passes) - 1
+
+
+def mesh() -> DeviceMesh | None:
+    """The ranks by `data` and `tensor`; None unless they divide parameters."""
+    ranks = _RANKS.get()
+    return None if ranks is None or ranks.stages is not None else ranks.mesh
+
+
+def in_group() -> bool:
+    """True if several ranks compute the same micro-batches, whose sums then have an order of their own."""
+    ranks = _RANKS.get()
+    return ranks is not None and ranks.num_together > 1
+
+
+def forget_passes() -> None:
+    """Forget the models of an earlier training of this process."""
+    ranks = _RANKS.get()
+    if ranks is not None:
+        ranks.passes.clear()
 
 
 def gathered(parts: Sequence[T], name: str = "results", *, all_ranks: bool = False) -> list[T]:
@@ -173,10 +276,12 @@ def gathered(parts: Sequence[T], name: str = "results", *, all_ranks: bool = Fal
     return _gathered(ranks, parts, name, None if all_ranks else ranks.data_group)
 
 
-def gathered_of_stage(parts: Sequence[T], name: str) -> list[T]:
+def gathered_of_stage(parts: Sequence[T], name: str, *, all_ranks: bool = False) -> list[T]:
     """As `gathered`, with the parts of the ranks that hold the same layers as this one."""
     ranks = _RANKS.get()
-    return list(parts) if ranks is None else _gathered(ranks, parts, name, ranks.data_group)
+    if ranks is None:
+        return list(parts)
+    return _gathered(ranks, parts, name, None if all_ranks and ranks.stages is None else ranks.data_group)
 
 
 def of_all_stages(parts: Sequence[T], name: str) -> list[T]:
@@ -197,24 +302,6 @@ def stages_by_first(part: T, name: str) -> list[T]:
     with ranks.collective(name):
         dist.gather_object(part, received, group=ranks.mesh.get_group("stage"), group_dst=0)
     return received or [part]
-
-
-def whole(parameter: torch.Tensor) -> torch.Tensor:
-    """The contents of a parameter; on rank 0 also of one that another pipeline stage has, from the last that has it.
-    All ranks must call it.
-    """
-    held = parameter.detach()
-    ranks = _RANKS.get()
-    if ranks is None or ranks.stages is None:
-        return held
-    shapes = of_all_stages([held.shape], "shapes")
-    holder = max((index for index, shape in enumerate(shapes) if shape.numel()), default=0)
-    if ranks.data == 0 and holder > 0:
-        if ranks.stages.index == holder:
-            ranks.stages.send(0, held)
-        elif ranks.stages.index == 0:
-            return ranks.stages.receive(holder, held.new_empty(shapes[holder]))
-    return held
 
 
 def stages() -> Stages | None:

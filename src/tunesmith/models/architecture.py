@@ -56,13 +56,25 @@ class Projection:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """One linear map for each expert: weights `[E, O, I]`, or `[E, I, O]` if `is_transposed`, and biases `[E, O]`."""
+    """One linear map for each expert, the parameter `name` of `module`: weights `[E, O, I]`, or `[E, I, O]` if
+    `is_transposed`, and biases `[E, O]`.
+    """
 
-    weight: nn.Parameter
-    bias_EO: nn.Parameter | None
+    module: nn.Module
+    name: str
     is_transposed: bool
 
     adapters: ClassVar[tuple[Adapter, ...]] = ()
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The weights of all experts, as the module holds them."""
+        return getattr(self.module, self.name)
+
+    @property
+    def bias_EO(self) -> nn.Parameter | None:
+        """The biases of all experts."""
+        return getattr(self.module, f"{self.name}_bias", None)
 
     @property
     def parameters(self) -> list[nn.Parameter]:

@@ -10,6 +10,7 @@ Shape legend: T tokens, H hidden, X query width, Y key width, N picked rows, V v
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -62,11 +63,16 @@ class Attend(Protocol):
         ...
 
 
+def _call(_: int, compute: Callable[..., Any], *arguments: Any) -> Any:
+    return compute(*arguments)
+
+
 @dataclass(frozen=True, slots=True)
 class Ops:
     """The operations of one pass over a decoder. `on_layer` locates the layer of the first non-finite number.
 
-    The backward pass computes the activations of the first `num_recomputed` layers again.
+    The backward pass computes the activations of the first `num_recomputed` layers again. `in_layer` calls the function
+    that computes a layer, given the layer's number and the function's arguments.
     """
 
     linear: Linear
@@ -75,6 +81,7 @@ class Ops:
     kernels: Kernels
     num_recomputed: int = 0
     on_layer: OnLayer | None = None
+    in_layer: Callable[..., Any] = _call
 
 
 def hidden_states(architecture: Architecture, ids_T: torch.Tensor, positions_T: torch.Tensor, ops: Ops) -> torch.Tensor:
@@ -100,11 +107,10 @@ def after_layers(
     """The output of the last of `layers` for the input of the first, and the residual stream, not added yet."""
     residual_TH: torch.Tensor | None = None
     for layer in layers:
-        block = architecture.blocks[layer]
+        compute = partial(_block, layer, architecture.blocks[layer], ops)
         if layer < ops.num_recomputed and torch.is_grad_enabled():
-            x_TH, residual_TH = checkpoint(_block, layer, block, x_TH, residual_TH, ops, use_reentrant=False)
-        else:
-            x_TH, residual_TH = _block(layer, block, x_TH, residual_TH, ops)
+            compute = partial(checkpoint, compute, use_reentrant=False)
+        x_TH, residual_TH = ops.in_layer(layer, compute, x_TH, residual_TH)
         if ops.on_layer:
             ops.on_layer(f"layer {layer}", x_TH if residual_TH is None else x_TH + residual_TH)
     return x_TH, residual_TH
@@ -123,7 +129,7 @@ def logits(architecture: Architecture, hidden_NH: torch.Tensor, ops: Ops) -> tor
 
 
 def _block(
-    layer: int, block: Block, x_TH: torch.Tensor, residual_TH: torch.Tensor | None, ops: Ops
+    layer: int, block: Block, ops: Ops, x_TH: torch.Tensor, residual_TH: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The layer's output and the residual stream, which the next norm adds in the same kernel."""
     normed_TH, residual_TH = _norm(block.norm_attention, x_TH, residual_TH, ops)
@@ -208,20 +214,24 @@ def _norm_heads(norm: Norm, x_TX: torch.Tensor, ops: Ops) -> torch.Tensor:
     return normed_TKD.flatten(1)
 
 
-class Stage(Protocol):
-    """The layers that this rank has, of a model in pipeline stages (`models/pipeline.py`)."""
+class ModelPart(Protocol):
+    """What this rank has of a model that ranks divide: layers (`models/pipeline.py`) or shares of its parameters
+    (`models/sharding.py`).
+    """
 
     is_last: bool
+    """False if a later pipeline stage has the output layer."""
     drawing: Any
+    """The language model that completions are drawn from; or None."""
 
-    def refresh(self, version: int) -> None:
-        """Bring `drawing`, the model that completions are drawn from, to the weights of `version`."""
+    def refresh(self, version: int, /) -> None:
+        """Bring `drawing` to the weights of `version`."""
         ...
 
     def hidden_states(
         self, architecture: Architecture, ids_T: torch.Tensor, positions_T: torch.Tensor, ops: Ops, /
     ) -> torch.Tensor:
-        """As `hidden_states` on the last stage; on others `[T, 0]`."""
+        """As `hidden_states`; `[T, 0]` unless `is_last`."""
         ...
 
 
@@ -229,7 +239,8 @@ class Decoder:
     """A transformers model as the trainer computes it: packed sequences, gradients to its own parameters.
 
     `shares_prefixes` tells those who pack rows whether to compute common prefixes once. With gradient checkpointing,
-    the last layers whose activations fit in `kept_bytes` are not computed again in the backward pass.
+    the last layers whose activations fit in `kept_bytes` are not computed again in the backward pass. `part` is set
+    when ranks divide the model.
 
     Raises:
         UnsupportedArchitecture: the model has a part that is not known, or other logits than transformers gives it.
@@ -245,7 +256,7 @@ class Decoder:
         self.kernels = kernels
         self.shares_prefixes = shares_prefixes
         self.ropes = RopeTables(self.architecture.ropes)
-        self.stage: Stage | None = None
+        self.part: ModelPart | None = None
         self._model = model
         self._kept_bytes = kept_bytes
         self._settle(model)
@@ -278,7 +289,7 @@ class Decoder:
             )
         positions_T = segments.positions(ids_T.device)
         ops = self._ops(segments, on_layer)
-        compute = hidden_states if self.stage is None else self.stage.hidden_states
+        compute = hidden_states if self.part is None else self.part.hidden_states
         return compute(self.architecture, ids_T, positions_T, ops)
 
     def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:

@@ -58,6 +58,10 @@ class Critic(nn.Module):
         """The trunk's flat decoder; None where its own forward is used."""
         return self._decoder.get(self.trunk)
 
+    def pin(self) -> None:
+        """Keep the decoder as it is from now on."""
+        self._decoder.is_pinned = True
+
     def forward(self, ids_BS: torch.Tensor, lengths_B: torch.Tensor, prompt_lengths_B: torch.Tensor) -> torch.Tensor:
         """value_BT: the value of the state before each completion token, laid out as in `logprob.TokenScores`."""
         layout = completion_layout(ids_BS, lengths_B, prompt_lengths_B)
@@ -111,6 +115,10 @@ class RewardModel(nn.Module):
     def decoder(self) -> Decoder | None:
         """The trunk's flat decoder; None where its own forward is used."""
         return self._decoder.get(cast(PreTrainedModel, self.model.base_model))
+
+    def pin(self) -> None:
+        """Keep the decoder as it is from now on."""
+        self._decoder.is_pinned = True
 
     def forward(self, ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
         """reward_B in float32, of right-padded rows with `lengths_B` real ids each (at least 1)."""

@@ -54,7 +54,7 @@ class LanguageModel:
     @property
     def is_elsewhere(self) -> bool:
         """True if a later pipeline stage has its output layer."""
-        return self.decoder is not None and self.decoder.stage is not None and not self.decoder.stage.is_last
+        return self.decoder is not None and self.decoder.part is not None and not self.decoder.part.is_last
 
 
 def language_model(module: PreTrainedModel, kernels: Kernels | None = None) -> LanguageModel:
@@ -85,7 +85,8 @@ class TrunkDecoder:
     """The flat decoder of a model without output layer, cached until the model changes.
 
     Between two passes layers may be dropped, weights replaced, adapters added, switched off or merged. Describing a
-    model takes milliseconds, comparing its parts with the cached ones a fraction of one.
+    model takes milliseconds, comparing its parts with the cached ones a fraction of one. A trunk whose parameters are
+    divided among ranks does not change, and is pinned.
     """
 
     def __init__(self, section: ModelSection) -> None:
@@ -93,10 +94,11 @@ class TrunkDecoder:
         self._kernels = Kernels(section.kernels)
         self._parts: list[object] = []
         self._decoder: Decoder | None = None
+        self.is_pinned = False
 
     def get(self, trunk: PreTrainedModel) -> Decoder | None:
         """The decoder of `trunk` as it is now; None where transformers' own forward is used."""
-        parts = parts_of(trunk)
+        parts = self._parts if self.is_pinned else parts_of(trunk)
         if len(parts) != len(self._parts) or not all(map(operator.is_, parts, self._parts)):
             self._decoder, self._parts = None, parts
             if self._section.forward == "auto" and trunk.device.type == "cpu":

@@ -97,15 +97,19 @@ def keep_lower_layers(model: PreTrainedModel, num_layers: int | None) -> None:
         config.layer_types = config.layer_types[:num_layers]
 
 
-def _layers(model: PreTrainedModel, num_wanted: int, key: str) -> nn.ModuleList:
-    """The stack of transformer layers: the module list of the trunk with the most parameters.
-
-    `key` is the recipe's key that asks for `num_wanted` of them.
+def layers_of(model: PreTrainedModel) -> nn.ModuleList:
+    """The stack of transformer layers: the module list of the trunk with the most parameters. Raises ModelError if
+    there is none.
     """
     lists = [module for module in model.base_model.children() if isinstance(module, nn.ModuleList) and len(module)]
     if not lists:
         raise ModelError(f"the layers of {type(model).__name__} cannot be found; leave its layers as they are")
-    layers = max(lists, key=lambda stack: sum(p.numel() for p in stack.parameters()))
+    return max(lists, key=lambda stack: sum(p.numel() for p in stack.parameters()))
+
+
+def _layers(model: PreTrainedModel, num_wanted: int, key: str) -> nn.ModuleList:
+    """The stack of transformer layers; `key` is the recipe's key that asks for `num_wanted` of them."""
+    layers = layers_of(model)
     if num_wanted > len(layers):
         raise ModelError(
             f"{key} is {num_wanted}, but the model has {len(layers)} layers; "

@@ -257,10 +257,10 @@ def _states(
     if isinstance(model.backend, FullForward):
         logits_NV, hidden_NH = _logits_at(model, ids_BS, lengths_B, row_N, position_N)
         return hidden_NH, logits_NV
-    output = model.backend.output
     if model.decoder is not None:  # the state after the last token predicts nothing, so it is not computed
         lengths_B = (lengths_B - 1).clamp(min=1)
-    return trunk_states(model.module, model.decoder, ids_BS, lengths_B, row_N, position_N), output
+    hidden_NH = trunk_states(model.module, model.decoder, ids_BS, lengths_B, row_N, position_N)
+    return hidden_NH, model.backend.output  # taken after the pass, which may have gathered its weight
 
 
 def _of_logits(

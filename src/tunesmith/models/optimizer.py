@@ -16,6 +16,7 @@ from torch import nn
 
 from tunesmith.config.sections import OptimizerSection
 from tunesmith.core.errors import CheckpointError, ConfigError, TrainingError
+from tunesmith.distributed.ranks import announce_backward
 from tunesmith.kernels.adamw.api import adamw
 from tunesmith.kernels.adamw.torch_impl import CODED, AdamWSettings
 from tunesmith.kernels.native import Kernels
@@ -90,6 +91,11 @@ class MasterAdamW:
         self._coded = section.state == "int8"
         self._settings = AdamWSettings(*section.betas, section.eps, section.fused)
         self._slots = Slots(groups, self._kernels, exact=exact_sums)
+        if self._coded and any(slot.is_divided for slot in self._slots):
+            raise ConfigError(
+                "optimizer.state is int8, whose blocks would lie on several ranks with scale.shard: parameters; set "
+                "one of them back"
+            )
         is_float16 = any(slot.parameter.dtype == torch.float16 for slot in self._slots)
         if is_float16 and exact_sums:
             raise ConfigError(
@@ -105,6 +111,7 @@ class MasterAdamW:
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss to call `backward` on: times the loss scale for float16 weights, else the loss itself."""
         self._was_scaled = True
+        announce_backward()
         return loss if self._scale is None else loss * self._scale.value
 
     def step(self, max_norm: float | None = None, *, loss: float = 0.0) -> StepReport:

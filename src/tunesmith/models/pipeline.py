@@ -45,7 +45,7 @@ def into_stages(*models: LanguageModel | None, draws: bool = False) -> None:
             continue
         if model.decoder is None:
             raise InputError("pipeline stages need the packed forward pass of a known model on a CPU")
-        model.decoder.stage = ModelStage(model, stages, draws=draws and index == 0)
+        model.decoder.part = ModelStage(model, stages, draws=draws and index == 0)
 
 
 class ModelStage:
@@ -160,10 +160,3 @@ class _Received(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         ctx.stages.send(ctx.stages.index - 1, grads[0])
         return None, None, None
-
-
-def make_whole(*modules: nn.Module) -> None:
-    """Put whole parameters into the modules of rank 0, to be written. All ranks must call it; no pass may follow."""
-    for module in modules:
-        for parameter in module.parameters():
-            parameter.data = ranks.whole(parameter)

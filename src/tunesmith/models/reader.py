@@ -182,12 +182,12 @@ def _experts(module: Any, config: Any) -> Experts:
         router=_linear(_as_linear(router)),
         num_chosen=router.top_k,
         normalises=bool(getattr(router, "norm_topk_prob", True)),
-        gate_up=Stack(experts.gate_up_proj, getattr(experts, "gate_up_proj_bias", None), is_transposed),
+        gate_up=Stack(experts, "gate_up_proj", is_transposed),
         is_interleaved=not getattr(experts, "is_concatenated", True),
         activation=_activation(config),
         limit=getattr(experts, "limit", None),
         alpha=float(getattr(experts, "alpha", 1)),
-        down=Stack(experts.down_proj, getattr(experts, "down_proj_bias", None), is_transposed),
+        down=Stack(experts, "down_proj", is_transposed),
     )
 
 

@@ -2,7 +2,8 @@
 
 With several ranks (`distributed/`) every rank has all weights, and the masters and moments of the elements that it owns
 (ZeRO stage 1, Rajbhandari et al. 2020, arXiv 1910.02054): gradients are summed in float32 on the rank that owns them,
-which updates its elements and sends the new weights to the others.
+which updates its elements and sends the new weights to the others. A parameter that is divided itself
+(`models/sharding.py`) has its gradient summed and divided before, and its elements are updated where they are.
 """
 
 import math
@@ -11,14 +12,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress, product
+from typing import cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
 from tunesmith.config.sections import OptimizerSection
 from tunesmith.distributed import ranks
-from tunesmith.distributed.shares import ranges_of
+from tunesmith.distributed.shares import gathered_like, local, own_part, ranges_of
 from tunesmith.kernels.adamw.api import add_gradient, sums_of_squares
 from tunesmith.kernels.adamw.torch_impl import CODED, CodedMoments, Moments, ParameterUpdate, zero_moments
 from tunesmith.kernels.native import Kernels
@@ -84,12 +87,13 @@ class Slot:
         self.name = name
         self.parameter = parameter
         self.own = part.own
+        self.is_divided = isinstance(parameter, DTensor)
         self._exact = part.exact
         self._bound = 0.0  # of the magnitude of any sum of the gradients so far
         self.peak = group.learning_rate
         self.weight_decay = group.weight_decay
         self.has_master = parameter.dtype in (torch.bfloat16, torch.float16)
-        weight = self.part(parameter.detach())
+        weight = local(parameter) if self.is_divided else self.part(parameter.detach())
         self.master = weight.float() if self.has_master else weight
         self.moments: Moments | None = None
         self.num_updates = 0
@@ -104,7 +108,9 @@ class Slot:
     @property
     def gradient(self) -> torch.Tensor | None:
         """The accumulated gradient: float32, the weight's dtype after a single backward pass, or int64 if exact."""
-        return self._held if self.has_master or self._exact else self.parameter.grad
+        if self.has_master or self._exact:
+            return self._held
+        return None if self.parameter.grad is None else local(self.parameter.grad)
 
     @property
     def bound(self) -> float | None:
@@ -134,8 +140,18 @@ class Slot:
         else:
             self.parameter.grad = total
 
+    @property
+    def num_copies(self) -> int:
+        """Ranks that hold the same elements of it."""
+        mesh = ranks.mesh()
+        if mesh is None or (isinstance(self.parameter, DTensor) and self.parameter.device_mesh.ndim == mesh.ndim):
+            return 1
+        return mesh["tensor"].size()
+
     def part(self, tensor: torch.Tensor) -> torch.Tensor:
         """The elements of `tensor`, of the parameter's shape, that are held here."""
+        if self.is_divided:
+            return own_part(tensor, self.parameter)
         return tensor if self.own is None else tensor.view(-1)[self.own.start : self.own.stop]
 
     def forget_gradient(self) -> None:
@@ -170,7 +186,8 @@ class Slot:
 
     def expected_moments(self, *, coded: bool) -> dict[str, torch.Tensor]:
         """Meta tensors with the names, shapes and kinds of this parameter's moments in a state."""
-        moments = _named(zero_moments(self.parameter.to("meta", self.master.dtype), coded=coded))
+        like = torch.empty(self.parameter.shape, dtype=self.master.dtype, device="meta")
+        moments = _named(zero_moments(like, coded=coded))
         return {f"{prefix}/{self.name}": t for prefix, t in {**moments, "num_updates": torch.tensor(0.0)}.items()}
 
     def restore(self, tensors: Mapping[str, torch.Tensor], *, coded: bool) -> None:
@@ -194,6 +211,14 @@ class Slot:
             whole[name] = tensor if name.endswith(("_scale", "updates")) else tensor.view(self.parameter.shape)
         return whole
 
+    def gathered(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The state of a divided parameter as a whole on rank 0, from the `tensors()` of all; else nothing."""
+        found, parameter = dict[str, torch.Tensor](), cast(DTensor, self.parameter)
+        for name, tensor in tensors.items() if self.is_divided else ():
+            whole = tensor if name == "num_updates" else gathered_like(tensor, parameter)
+            found |= {name: whole} if ranks.rank() == 0 else {}
+        return found
+
     def _collect(self, parameter: torch.Tensor) -> None:
         if parameter.grad is None:
             return
@@ -212,7 +237,8 @@ class Slots(Sequence[Slot]):
     def __init__(self, groups: Sequence[ParameterGroup], kernels: Kernels, *, exact: bool) -> None:
         self._exact, self._kernels = exact, kernels
         named = [(name, parameter, group) for group in groups for name, parameter in group.parameters]
-        self._ranges = ranges_of([parameter.numel() for _, parameter, _ in named], ranks.num_data(), CODED)
+        sizes = [0 if isinstance(parameter, DTensor) else parameter.numel() for _, parameter, _ in named]
+        self._ranges = ranges_of(sizes, ranks.num_data(), CODED)
         own = [None] * len(named) if ranks.num_data() == 1 else self._ranges[ranks.data_rank()]
         self._slots = [Slot(*each, kernels, Part(part, exact)) for each, part in zip(named, own, strict=True)]
 
@@ -235,19 +261,19 @@ class Slots(Sequence[Slot]):
         bounds = {slot: sum(found) for slot, found in zip(self._slots, of_slot, strict=True) if found}
         loss = math.fsum(one for one, _ in told) if all(math.isfinite(one) for one, _ in told) else math.nan
         loss = ranks.of_all_stages([loss], "loss")[-1]
-        own = [slot.gradient for slot in bounds]
+        own: dict[Slot, torch.Tensor | None] = {slot: slot.gradient for slot in bounds}
         if ranks.num_data() > 1:
-            own = self._reduced([bool(found) for found in of_slot])
+            own |= self._reduced(
+                [bool(found) and not slot.is_divided for slot, found in zip(self._slots, of_slot, strict=True)]
+            )
         return loss, [
-            (slot, slot.own_gradient(total, bounds[slot]))
-            for slot, total in zip(bounds, own, strict=True)
-            if total is not None
+            (slot, slot.own_gradient(total, bounds[slot])) for slot, total in own.items() if total is not None
         ]
 
-    def _reduced(self, used: Sequence[bool]) -> list[torch.Tensor]:
+    def _reduced(self, used: Sequence[bool]) -> dict[Slot, torch.Tensor]:
         """The elements held here of the summed gradients of the `used` parameters; the gradients are freed."""
         slots, own = list(compress(self._slots, used)), list[torch.Tensor]()
-        for owner, ranges in enumerate(self._ranges):
+        for owner, ranges in enumerate(self._ranges if slots else ()):
             parts = list(compress(ranges, used))
             buffer = torch.cat([slot.gradient_of(part) for slot, part in zip(slots, parts, strict=True)])
             ranks.add_to(owner, buffer, "gradients")
@@ -255,7 +281,7 @@ class Slots(Sequence[Slot]):
                 own = list(buffer.split([len(part) for part in parts]))
         for slot in slots:
             slot.forget_gradient()
-        return own
+        return dict(zip(slots, own, strict=True))
 
     def sums_of_squares(self, found: Sequence[tuple[Slot, torch.Tensor]]) -> list[tuple[str, float]]:
         """(Name; sum of squares of the gradient over all ranks), from the elements of each that are held here.
@@ -263,7 +289,7 @@ class Slots(Sequence[Slot]):
         A parameter of two pipeline stages counts once.
         """
         stages = ranks.stages()
-        sums = zip((slot for slot, _ in found), self._sums([gradient for _, gradient in found]), strict=True)
+        sums = zip((slot for slot, _ in found), self._sums(found), strict=True)
         own = [(slot.name, total) for slot, total in sums if stages is None or stages.counts(slot.parameter)]
         return ranks.of_all_stages(own, "gradient norms of stages")
 
@@ -279,10 +305,13 @@ class Slots(Sequence[Slot]):
                 slot.add(stages.swapped(other, slot.gradient_of(range(slot.parameter.numel()))))
         stages.finish()
 
-    def _sums(self, gradients: Sequence[torch.Tensor]) -> list[float]:
+    def _sums(self, found: Sequence[tuple[Slot, torch.Tensor]]) -> list[float]:
+        gradients = [gradient for _, gradient in found]
         if not self._exact:
             own = sums_of_squares(gradients, kernels=self._kernels)
-            return [sum(parts) for parts in zip(*ranks.gathered_of_stage([own], "gradient norms"), strict=True)]
+            own = [one / slot.num_copies for one, (slot, _) in zip(own, found, strict=True)]
+            everywhere = ranks.gathered_of_stage([own], "gradient norms", all_ranks=True)
+            return [sum(parts) for parts in zip(*everywhere, strict=True)]
         blocks = [pad(g.flatten(), (0, -g.numel() % CODED)).view(-1, CODED).double().square().sum(1) for g in gradients]
         # Blocks lie whole on one rank, and fsum rounds once, so that no bit depends on the number of ranks.
         return [
@@ -299,8 +328,10 @@ class Slots(Sequence[Slot]):
             parts = [
                 slot.parameter.detach().view(-1)[part.start : part.stop]
                 for slot, part in zip(self._slots, ranges, strict=True)
-                if slot.parameter.dtype == dtype
+                if slot.parameter.dtype == dtype and not slot.is_divided
             ]
+            if not parts:
+                continue
             buffer = torch.cat(parts)
             ranks.copy_from(owner, buffer, "weights")
             if owner != ranks.data_rank():
@@ -312,9 +343,15 @@ class Slots(Sequence[Slot]):
         on rank 0 and nothing on the others, which must call it too.
         """
         own = [slot.tensors() if slot.parameter.numel() else {} for slot in self._slots]
-        if ranks.num_data() > 1:
-            parts = ranks.gathered_by_first(own, "optimizer state")
-            own = [slot.joined([part[i] for part in parts]) for i, slot in enumerate(self._slots)] if parts else []
+        if ranks.num_data() > 1 or any(slot.is_divided for slot in self._slots):
+            plain = [{} if slot.is_divided else tensors for slot, tensors in zip(self._slots, own, strict=True)]
+            parts = ranks.gathered_by_first(plain, "optimizer state")
+            gathered = [slot.gathered(tensors) for slot, tensors in zip(self._slots, own, strict=True)]
+            own = [
+                gathered[i] if slot.is_divided else slot.joined([part[i] for part in parts])
+                for i, slot in enumerate(self._slots)
+                if parts
+            ]
         state = {
             f"{prefix}/{slot.name}": tensor
             for slot, tensors in zip(self._slots, own, strict=False)

@@ -112,21 +112,18 @@ def _biased_once(linear: MapT, group: TensorGroup) -> MapT:
     if group.index == 0:
         return replace(linear)
     if isinstance(linear, Stack):
-        return linear if linear.bias_EO is None else replace(linear, bias_EO=_zeros(linear.bias_EO))
-    return replace(linear, modules=tuple(map(_without_bias, linear.modules)))
+        return replace(linear, module=_without_bias(linear.module, f"{linear.name}_bias"))
+    return replace(linear, modules=tuple(_without_bias(module, "bias") for module in linear.modules))
 
 
-def _without_bias(module: nn.Module) -> nn.Module:
-    """A linear map with the same weight and a bias of zeros."""
-    if module.bias is None:
+def _without_bias(module: nn.Module, name: str) -> nn.Module:
+    """`module` with the same weights, and zeros for the bias `name`."""
+    bias: torch.Tensor | None = getattr(module, name, None)
+    if bias is None:
         return module
     twin = copy.copy(module)
-    twin._parameters = {**module._parameters, "bias": _zeros(module.bias)}  # type: ignore[arg-type]
+    twin._parameters = {**module._parameters, name: nn.Parameter(torch.zeros_like(bias), requires_grad=False)}
     return twin
-
-
-def _zeros(parameter: torch.Tensor) -> nn.Parameter:
-    return nn.Parameter(torch.zeros_like(parameter), requires_grad=False)
 
 
 def _require_divisible(architecture: Architecture, count: int) -> None:

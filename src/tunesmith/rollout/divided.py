@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from tunesmith.batch.rollout import Group, SamplingParams
 from tunesmith.core.errors import InputError
-from tunesmith.distributed.ranks import gathered, share_of, stages
+from tunesmith.distributed.ranks import gathered, in_group, share_of, stages
 from tunesmith.rollout.engine import Engine, OnGroup, OnProgress, OnText
 from tunesmith.schema.records import Prompt
 
@@ -13,8 +13,7 @@ class DividedEngine:
     """The engine of this rank, `inner`, together with those of the others. All ranks call it with the same prompts.
 
     A prompt's completions do not depend on the others, so they are those of one engine that draws all. `refresh` brings
-    the weights that `inner` draws from up to date, where those that are trained are in pipeline stages; its ranks then
-    draw together.
+    the weights that `inner` draws from up to date, where ranks divide the trained ones. Pipeline stages draw together.
     """
 
     def __init__(self, inner: Engine, refresh: Callable[[], None] | None = None) -> None:
@@ -24,7 +23,7 @@ class DividedEngine:
     @property
     def is_exact(self) -> bool:
         """See `Engine.is_exact`."""
-        return self._refresh is None and self.inner.is_exact
+        return not in_group() and self.inner.is_exact  # an engine of several ranks cannot be asked by one alone
 
     def unload(self) -> None:
         """Free cache and packed weights of this rank; the next `generate` rebuilds them."""

@@ -10,7 +10,7 @@ from tunesmith.config.scale_sections import SamplingScaleSection
 from tunesmith.config.sections import RolloutSection
 from tunesmith.core.errors import InputError
 from tunesmith.core.log import get_logger
-from tunesmith.distributed.ranks import num_ranks
+from tunesmith.distributed.ranks import num_ranks, stages
 from tunesmith.models.language_model import FullForward, LanguageModel, language_model
 from tunesmith.models.loaded import PreTrainedModel, PreTrainedTokenizerBase
 from tunesmith.models.optimizer import MasterAdamW
@@ -110,11 +110,11 @@ def engine_for(
     def weight_version() -> int:
         return optimizer().weight_version
 
-    stage = None if policy.decoder is None else policy.decoder.stage
-    if stage is not None and cfg.backend != "native":
+    part = None if policy.decoder is None else policy.decoder.part
+    if stages() is not None and cfg.backend != "native":
         raise InputError(f"rollout.backend is {cfg.backend}, but only native draws with scale.pipeline")
     engine = open_engine(
-        policy if stage is None else stage.drawing,
+        policy if part is None else part.drawing,
         tokenizer,
         backend=VLLM.of(cfg) if cfg.backend == "vllm" else workers or cfg.backend,
         weight_version=weight_version,
@@ -127,7 +127,7 @@ def engine_for(
         return AheadEngine(engine, ahead, weight_version)
     if num_ranks() == 1:
         return engine
-    return DividedEngine(engine, None if stage is None else lambda: stage.refresh(weight_version()))
+    return DividedEngine(engine, None if part is None else lambda: part.refresh(weight_version()))
 
 
 def _check(backend: object, **numbers: int | None) -> None:

@@ -19,11 +19,11 @@ from tunesmith.config.schema import BestOfNRecipe
 from tunesmith.core.seeds import derive
 from tunesmith.core.trace import span
 from tunesmith.distributed.ranks import gathered, share_of
+from tunesmith.models.division import divide
 from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.loaded import PreTrainedTokenizerBase
 from tunesmith.models.logprob import token_logps
 from tunesmith.models.optimizer import MasterAdamW
-from tunesmith.models.pipeline import into_stages
 from tunesmith.rewards.scorer import Scores
 from tunesmith.schema.records import Prompt
 from tunesmith.trainers import metrics, rollouts, setup
@@ -50,7 +50,7 @@ class BestOfN(DrawingPolicy):
     def build(cls, task: PolicyTask, cfg: BestOfNRecipe) -> Self:
         """The learner before its first step."""
         policy, reference, controller = task.policy_and_reference(cfg.best_of_n.kl)
-        into_stages(policy, reference, draws=True)
+        divide(policy, reference, draws=True)
         optimizer = task.optimizer(policy.module, policy.kernels)
         drawing = task.rollouts(policy, optimizer)
         return cls(cfg.best_of_n, drawing, policy, reference, optimizer, controller, task.loaded.tokenizer)

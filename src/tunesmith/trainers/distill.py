@@ -23,6 +23,7 @@ from tunesmith.core.seeds import derive
 from tunesmith.core.trace import span
 from tunesmith.data import sets
 from tunesmith.distributed.ranks import gathered, share_of
+from tunesmith.models.division import divide
 from tunesmith.models.language_model import LanguageModel, model_of_recipe
 from tunesmith.models.load import load_policy
 from tunesmith.models.loaded import PreTrainedTokenizerBase, context_length, freeze_lower_layers
@@ -167,6 +168,7 @@ class DistillTask:
         policy = model_of_recipe(self.loaded.model, self.cfg.model)
         section = self.cfg.distill
         total_steps = self.num_steps * section.num_epochs * section.num_minibatches
+        divide(policy, draws=True)
         optimizer = MasterAdamW(
             self.loaded.model,
             self.cfg.optimizer,

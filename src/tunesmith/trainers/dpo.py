@@ -26,13 +26,13 @@ from tunesmith.data.answers import Answer, AnswerLabel, AnswerPair, collate_answ
 from tunesmith.data.sets import DirectSets, Unit, direct_sets
 from tunesmith.distributed.ranks import gathered, share_of
 from tunesmith.kernels.masking import total
+from tunesmith.models.division import divide
 from tunesmith.models.language_model import LanguageModel, model_of_recipe
 from tunesmith.models.load import load_policy
 from tunesmith.models.loaded import PreTrainedTokenizerBase, context_length, freeze_lower_layers
 from tunesmith.models.logprob import token_logps
 from tunesmith.models.lora import frozen_copy
 from tunesmith.models.optimizer import MasterAdamW
-from tunesmith.models.pipeline import into_stages
 from tunesmith.models.tokenizer import decode
 from tunesmith.trainers import setup
 from tunesmith.trainers.api import Inputs, Metrics, PolicyParts, StepResult
@@ -239,7 +239,7 @@ class DPOTask:
         model, section = self.loaded.model, self.cfg.dpo
         policy = model_of_recipe(model, self.cfg.model)
         reference = model_of_recipe(frozen_copy(model), self.cfg.model, policy.kernels) if self.is_live else None
-        into_stages(policy, reference)
+        divide(policy, reference)
         optimizer = MasterAdamW(
             model,
             self.cfg.optimizer,

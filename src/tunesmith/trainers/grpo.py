@@ -23,11 +23,11 @@ from tunesmith.config.schema import GRPORecipe
 from tunesmith.core.seeds import derive
 from tunesmith.core.trace import span
 from tunesmith.distributed.ranks import share_of
+from tunesmith.models.division import divide
 from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.loaded import PreTrainedTokenizerBase
 from tunesmith.models.logprob import TokenScores, token_logps
 from tunesmith.models.optimizer import MasterAdamW, StepReport
-from tunesmith.models.pipeline import into_stages
 from tunesmith.rewards.scorer import Scores, joined
 from tunesmith.schema.records import Prompt
 from tunesmith.trainers import metrics, rollouts, setup
@@ -58,7 +58,7 @@ class GRPO(DrawingPolicy):
     def build(cls, task: PolicyTask, cfg: GRPORecipe) -> Self:
         """The learner before its first step."""
         policy, reference, controller = task.policy_and_reference(cfg.grpo.kl)
-        into_stages(policy, reference, draws=True)
+        divide(policy, reference, draws=True)
         optimizer = task.optimizer(policy.module, policy.kernels)
         drawing = task.rollouts(policy, optimizer)
         return cls(cfg.grpo, drawing, policy, reference, optimizer, controller, task.loaded.tokenizer, task.data.train)

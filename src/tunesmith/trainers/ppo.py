@@ -21,13 +21,14 @@ from tunesmith.config.schema import PPORecipe
 from tunesmith.core.seeds import derive
 from tunesmith.core.trace import span
 from tunesmith.distributed.ranks import gathered, share_of
+from tunesmith.models.division import divide
 from tunesmith.models.export import ModelCard, save_final
 from tunesmith.models.heads import Critic, ScalarHead, hidden_size
 from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.loaded import PreTrainedTokenizerBase
 from tunesmith.models.logprob import token_logps
 from tunesmith.models.optimizer import MasterAdamW
-from tunesmith.models.pipeline import into_stages
+from tunesmith.models.sharding import shard
 from tunesmith.rewards.scorer import Scores
 from tunesmith.schema.records import Prompt
 from tunesmith.trainers import metrics, rollouts, setup
@@ -62,7 +63,9 @@ class PPO(DrawingPolicy):
         value_head = ScalarHead(hidden_size(model)).to(task.device) if section.critic == "shared" else None
         critic = Critic.from_policy(model, cfg.model) if section.critic == "separate" else None
         process = CriticProcess(critic) if critic is not None and section.critic_process else None
-        into_stages(policy, reference, draws=True)  # a separate critic stays whole on each rank
+        divide(policy, reference, draws=True)
+        if critic is not None:
+            shard(critic)  # a pipeline has it whole on each rank
         trained = {"policy": model, "value_head": value_head, "critic": critic}
         modules = nn.ModuleDict({name: module for name, module in trained.items() if module is not None})
         optimizer = task.optimizer(modules, policy.kernels)

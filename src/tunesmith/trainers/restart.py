@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 from tunesmith.core.errors import CheckpointError, RunError
-from tunesmith.distributed.ranks import gathered, stages, tell, whole
+from tunesmith.distributed.ranks import gathered, rank, stages, tell
+from tunesmith.distributed.shares import local, own_part, whole
 from tunesmith.models.lora import trained_parameters
 from tunesmith.models.optimizer import OptimizerState
+from tunesmith.models.sharding import free_gathered
 from tunesmith.runs import checkpoint
 from tunesmith.runs.checkpoint import Checkpoint, Found, remove_unfinished
 from tunesmith.runs.folder import RunFolder
@@ -24,25 +26,36 @@ STATE = "state"
 """The order to send the contents of a checkpoint."""
 
 WHOLE = "whole"
-"""The order to send the layers of pipeline stages, once training has ended."""
+"""The order to send parameters that ranks divide, once training has ended."""
 
 
 def contents(learner: Learner) -> tuple[dict[str, Mapping[str, torch.Tensor]], dict[str, object]]:
     """Everything that training changes: tensors by file name and name, and JSON values. The tensors are not copied.
 
-    Other ranks, which call it too, send rank 0 their shares of the optimizer's state and their layers.
+    Other ranks, which call it too, send rank 0 their shares of the optimizer's state and of divided parameters.
 
     Frozen parameters are not included: they are part of the run's identity, and loaded by the model's name.
     """
     tell(STATE)
+    for module in learner.modules.values():
+        free_gathered(module)
     optimizer = learner.optimizer.state_dict()
     tensors: dict[str, Mapping[str, torch.Tensor]] = {
-        name: {key: whole(parameter) for key, parameter in trained_parameters(module).items()}
-        for name, module in learner.modules.items()
+        name: _of_all_ranks(trained_parameters(module)) for name, module in learner.modules.items()
     }
     tensors["optimizer"] = optimizer.tensors
     values: dict[str, object] = {name: dict(counter.state_dict()) for name, counter in learner.counters.items()}
     return tensors, {**values, "optimizer": dict(optimizer.scalars)}
+
+
+def _of_all_ranks(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The parameters, divided ones gathered; nothing on ranks above 0, so that no other holds all of them."""
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in parameters.items():
+        tensor = whole(parameter)
+        if rank() == 0:
+            found[name] = tensor
+    return found
 
 
 @torch.no_grad()
@@ -54,6 +67,7 @@ def restore(learner: Learner, found: Checkpoint) -> None:
     """
     values: Any = found.state
     for name, module in learner.modules.items():
+        free_gathered(module)
         parameters, saved = dict(module.named_parameters()), found.tensors.get(name, {})
         # Checkpoints of earlier versions hold frozen parameters too.
         needed = {key: p.shape for key, p in parameters.items() if p.requires_grad or key in saved}
@@ -63,7 +77,7 @@ def restore(learner: Learner, found: Checkpoint) -> None:
             raise CheckpointError(f"the checkpoint's `{name}` has other parameters; resume with the run's own recipe")
         for key, tensor in saved.items():
             if parameters[key].numel():
-                parameters[key].copy_(tensor)
+                local(parameters[key]).copy_(own_part(tensor, parameters[key]))
     learner.optimizer.load_state_dict(OptimizerState(found.tensors["optimizer"], values["optimizer"]))
     for name, counter in learner.counters.items():
         counter.load_state_dict(values[name])

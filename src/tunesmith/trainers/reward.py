@@ -34,6 +34,7 @@ from tunesmith.models.heads import RewardModel
 from tunesmith.models.load import new_reward_model
 from tunesmith.models.loaded import context_length, freeze_lower_layers, keep_lower_layers
 from tunesmith.models.optimizer import MasterAdamW
+from tunesmith.models.sharding import shard
 from tunesmith.trainers import setup
 from tunesmith.trainers.api import Inputs, Metrics, StepResult
 from tunesmith.trainers.estimate import Estimate, training_estimate
@@ -133,6 +134,7 @@ class RewardTask:
     def build(self) -> Reward:
         """The learner before its first step."""
         kernels = Kernels(self.cfg.model.kernels)
+        shard(self.model)
         optimizer = MasterAdamW(
             self.model,
             self.cfg.optimizer,

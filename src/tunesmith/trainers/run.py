@@ -21,9 +21,9 @@ from tunesmith.core.trace import span
 from tunesmith.data.sets import Sets
 from tunesmith.distributed.launch import as_started, ranks_of
 from tunesmith.distributed.ranks import END, data_rank, gathered, num_ranks, orders, rank, tell
+from tunesmith.models.division import make_whole
 from tunesmith.models.export import ModelCard
 from tunesmith.models.language_model import model_of_recipe
-from tunesmith.models.pipeline import make_whole
 from tunesmith.rollout.factory import open_engine
 from tunesmith.runs import checkpoint
 from tunesmith.runs.environment import peak_rss_gb
@@ -195,7 +195,7 @@ def lead(
             recipe=cfg.model_dump(mode="json"),
         )
         tell(restart.WHOLE)
-        make_whole(*learner.modules.values())
+        make_whole(learner.modules)
         learner.export(session.folder.final, card)
         result = session.finish({**figures, "algorithm": cfg.algorithm})
     tell(END, result)
@@ -221,7 +221,7 @@ def follow(cfg: Recipe, inputs: Inputs, algorithm: type[PolicyLearner] | None) -
         elif order == restart.STATE:
             restart.contents(learner)
         elif order == restart.WHOLE:
-            make_whole(*learner.modules.values())
+            make_whole(learner.modules)
         elif order == END:
             (result,) = arguments
     return result

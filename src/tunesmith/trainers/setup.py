@@ -16,6 +16,7 @@ from tunesmith.config.schema import Recipe
 from tunesmith.core.errors import ModelError
 from tunesmith.core.system import keep_freed_memory, warn_of_spinning
 from tunesmith.distributed.launch import ranks_here
+from tunesmith.distributed.ranks import forget_passes
 from tunesmith.runs.environment import usable_cores
 
 RecordT = TypeVar("RecordT")
@@ -66,6 +67,7 @@ def prepare(cfg: Recipe) -> torch.device:
     if torch.get_num_threads() > 1:
         warn_of_spinning()
     seed_generators(cfg.run.seed)
+    forget_passes()
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

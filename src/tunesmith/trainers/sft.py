@@ -19,12 +19,12 @@ from tunesmith.config.schema import SFTRecipe
 from tunesmith.core.trace import span
 from tunesmith.data.sets import demonstration_sets
 from tunesmith.distributed.ranks import gathered, share_of
+from tunesmith.models.division import divide
 from tunesmith.models.language_model import LanguageModel, model_of_recipe
 from tunesmith.models.load import load_policy
 from tunesmith.models.loaded import PreTrainedTokenizerBase, context_length, freeze_lower_layers
 from tunesmith.models.logprob import next_token_scores
 from tunesmith.models.optimizer import MasterAdamW
-from tunesmith.models.pipeline import into_stages
 from tunesmith.models.tokenizer import decode
 from tunesmith.trainers import setup
 from tunesmith.trainers.api import Inputs, Metrics, PolicyParts, StepResult
@@ -103,7 +103,7 @@ class SFTTask:
     def build(self) -> SFT:
         """The learner before its first step."""
         policy = model_of_recipe(self.loaded.model, self.cfg.model)
-        into_stages(policy)
+        divide(policy)
         optimizer = MasterAdamW(
             self.loaded.model,
             self.cfg.optimizer,
