@@ -159,7 +159,7 @@ def test_torch_compile_sees_one_operator_with_gradients(native: Kernels):
 
 def test_the_operators_keep_the_rules_of_torch_library():
     scores_BHQK, mask = normal(*SHAPE).requires_grad_(), MASKS["everything"]
-    numbers = (0.5, mask.causal, 9, 12, "auto")
+    numbers = (0.5, [12, int(mask.causal), 9], "auto")
     torch.library.opcheck(api._softmax, (scores_BHQK, mask.keys_B2, mask.allowed_BQK, *numbers))
     p_BHQK, d_p_BHQK = torch.softmax(normal(*SHAPE), -1), normal(*SHAPE, seed=1)
     torch.library.opcheck(api._softmax_backward, (p_BHQK, d_p_BHQK, mask.keys_B2, *numbers))

@@ -4,6 +4,7 @@ Shape legend: B sequences, H heads, Q queries, K keys.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -44,7 +45,8 @@ def masked_softmax(scores_BHQK: torch.Tensor, *, scale: float, mask: KeyMask, ke
     _check(scores_BHQK, scale, mask)
     offset = scores_BHQK.shape[3] - scores_BHQK.shape[2] if mask.offset is None else mask.offset
     window = NO_WINDOW if mask.window is None else mask.window
-    return _softmax(scores_BHQK, mask.keys_B2, mask.allowed_BQK, scale, mask.causal, window, offset, kernels.choice)
+    rule = [offset, int(mask.causal), window]
+    return _softmax(scores_BHQK, mask.keys_B2, mask.allowed_BQK, scale, rule, kernels.choice)
 
 
 @torch.library.custom_op("tunesmith::masked_softmax", mutates_args=())
@@ -53,29 +55,28 @@ def _softmax(
     keys_B2: torch.Tensor | None,
     allowed_BQK: torch.Tensor | None,
     scale: float,
-    causal: bool,
-    window: int,
-    offset: int,
+    rule: Sequence[int],
     choice: str,
 ) -> torch.Tensor:
+    """Probabilities; `rule` has the offset, whether the mask is causal, and the window."""
     kernels = shared(cast(Choice, choice))
     backend = kernels.picked("masked_softmax", scores_BHQK)
-    if backend == "torch" or not scores_BHQK.numel():
-        return torch_impl.masked_softmax(
-            scores_BHQK.contiguous(), scale, KeyMask(causal, window, offset, keys_B2, allowed_BQK)
-        )
     scores_BHQK = scores_BHQK.contiguous()
+    if backend == "torch" or not scores_BHQK.numel():
+        offset, causal, window = rule
+        return torch_impl.masked_softmax(
+            scores_BHQK, scale, KeyMask(bool(causal), window, offset, keys_B2, allowed_BQK)
+        )
     keys_B2 = None if keys_B2 is None else keys_B2.contiguous()
     allowed_BQK = None if allowed_BQK is None else with_dense_rows(allowed_BQK)
     if backend == "triton":
         from tunesmith.kernels.masked_softmax import triton_impl
 
-        return triton_impl.forward(scores_BHQK, keys_B2, allowed_BQK, scale, causal, window, offset)
+        return triton_impl.forward(scores_BHQK, keys_B2, allowed_BQK, scale, rule)
     out_BHQK = torch.empty_like(scores_BHQK)
     function_of(picked_library(kernels, "masked_softmax", scores_BHQK), "masked_softmax", _FORWARD)(
         *map(address, (scores_BHQK, keys_B2, allowed_BQK, out_BHQK)),
-        *(scores_BHQK.shape[:-1].numel(), *scores_BHQK.shape[1:]),
-        *(offset, causal, window),
+        *(scores_BHQK.shape[:-1].numel(), *scores_BHQK.shape[1:], *rule),
         *((0, 0) if allowed_BQK is None else (step_of(allowed_BQK, 0), step_of(allowed_BQK, 1))),
         *(scale, scores_BHQK.dtype == torch.bfloat16, torch.get_num_threads()),
     )
@@ -88,9 +89,7 @@ def _softmax_backward(
     d_p_BHQK: torch.Tensor,
     keys_B2: torch.Tensor | None,
     scale: float,
-    causal: bool,
-    window: int,
-    offset: int,
+    rule: Sequence[int],
     choice: str,
 ) -> torch.Tensor:
     kernels = shared(cast(Choice, choice))
@@ -101,12 +100,11 @@ def _softmax_backward(
     if backend == "triton":
         from tunesmith.kernels.masked_softmax import triton_impl
 
-        return triton_impl.backward(p_BHQK, d_p_BHQK, keys_B2, scale, causal, window, offset)
+        return triton_impl.backward(p_BHQK, d_p_BHQK, keys_B2, scale, rule)
     d_scores_BHQK = torch.empty_like(p_BHQK)
     function_of(picked_library(kernels, "masked_softmax", p_BHQK), "masked_softmax_backward", _BACKWARD)(
         *map(address, (p_BHQK, d_p_BHQK, keys_B2, d_scores_BHQK)),
-        *(p_BHQK.shape[:-1].numel(), *p_BHQK.shape[1:]),
-        *(offset, causal, window),
+        *(p_BHQK.shape[:-1].numel(), *p_BHQK.shape[1:], *rule),
         *(scale, p_BHQK.dtype == torch.bfloat16, torch.get_num_threads()),
     )
     return d_scores_BHQK
@@ -119,13 +117,13 @@ def _(scores_BHQK: torch.Tensor, *_: object) -> torch.Tensor:
 
 
 def _save(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-    _, keys_B2, _, *ctx.numbers = inputs
+    _, keys_B2, _, *ctx.settings = inputs
     ctx.save_for_backward(output, keys_B2)
 
 
 def _gradients(ctx: Any, d_p_BHQK: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     p_BHQK, keys_B2 = ctx.saved_tensors
-    return _softmax_backward(p_BHQK, d_p_BHQK, keys_B2, *ctx.numbers), *[None] * 7
+    return _softmax_backward(p_BHQK, d_p_BHQK, keys_B2, *ctx.settings), *[None] * 5
 
 
 _softmax.register_autograd(_gradients, setup_context=_save)

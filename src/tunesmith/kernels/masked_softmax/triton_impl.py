@@ -6,6 +6,7 @@ A row is read twice, the second time from a cache: for its largest score and the
 # In Triton 3.7 a call of one kernel function by another has no type that can be unpacked.
 # pyright: reportGeneralTypeIssues=false
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -146,14 +147,15 @@ def forward(
     keys_B2: torch.Tensor | None,
     allowed_BQK: torch.Tensor | None,
     scale: float,
-    causal: bool,
-    window: int,
-    offset: int,
+    rule: Sequence[int],
     plan: LaunchPlan | None = None,
 ) -> torch.Tensor:
-    """Probabilities `[B, H, Q, K]` of contiguous scores, not empty; `allowed` has no gaps in its last dimension."""
-    num_rows, (_, heads, queries, num_keys) = scores_BHQK.shape[:-1].numel(), scores_BHQK.shape
-    plan = plan or launch(num_rows, num_keys)
+    """Probabilities `[B, H, Q, K]` of contiguous scores, not empty; `allowed` has no gaps in its last dimension.
+
+    `rule` has the offset, whether the mask is causal, and the window.
+    """
+    num_rows, (offset, causal, window) = scores_BHQK.shape[:-1].numel(), rule
+    plan = plan or launch(num_rows, scores_BHQK.shape[3])
     out_BHQK = torch.empty_like(scores_BHQK)
     keys = scores_BHQK if keys_B2 is None else keys_B2
     allowed = scores_BHQK if allowed_BQK is None else allowed_BQK.view(torch.uint8)
@@ -161,10 +163,10 @@ def forward(
         # Parameters of the launch itself are none of the kernel's.
         cast(Any, softmax_kernel)[plan.grid](
             *(scores_BHQK, keys, allowed, out_BHQK),
-            *(num_rows, heads, queries, num_keys, offset, window),
+            *(num_rows, *scores_BHQK.shape[1:], offset, window),
             *((0, 0) if allowed_BQK is None else (step_of(allowed_BQK, 0), step_of(allowed_BQK, 1))),
             scale,
-            CAUSAL=causal,
+            CAUSAL=bool(causal),
             HAS_KEYS=keys_B2 is not None,
             HAS_ALLOWED=allowed_BQK is not None,
             BLOCK_R=plan.block_rows,
@@ -179,21 +181,19 @@ def backward(
     d_p_BHQK: torch.Tensor,
     keys_B2: torch.Tensor | None,
     scale: float,
-    causal: bool,
-    window: int,
-    offset: int,
+    rule: Sequence[int],
     plan: LaunchPlan | None = None,
 ) -> torch.Tensor:
     """The gradient of the scores; both tensors are contiguous and not empty. `allowed` is not needed."""
-    num_rows, (_, heads, queries, num_keys) = p_BHQK.shape[:-1].numel(), p_BHQK.shape
-    plan = plan or launch(num_rows, num_keys)
+    num_rows, (offset, causal, window) = p_BHQK.shape[:-1].numel(), rule
+    plan = plan or launch(num_rows, p_BHQK.shape[3])
     d_scores_BHQK = torch.empty_like(p_BHQK)
     with torch.cuda.device_of(p_BHQK):
         cast(Any, gradient_kernel)[plan.grid](
             *(p_BHQK, d_p_BHQK, p_BHQK if keys_B2 is None else keys_B2, d_scores_BHQK),
-            *(num_rows, heads, queries, num_keys, offset, window),
+            *(num_rows, *p_BHQK.shape[1:], offset, window),
             scale,
-            CAUSAL=causal,
+            CAUSAL=bool(causal),
             HAS_KEYS=keys_B2 is not None,
             BLOCK_R=plan.block_rows,
             BLOCK_K=plan.block,
