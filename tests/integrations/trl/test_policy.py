@@ -17,6 +17,7 @@ datasets = pytest.importorskip("datasets")
 from tunesmith.core.errors import InputError  # noqa: E402
 from tunesmith.integrations.trl import GRPOTrainer, Options, RLOOTrainer, accelerate  # noqa: E402
 from tunesmith.integrations.trl.policy import by_prompt, without_zero_advantages  # noqa: E402
+from tunesmith.kernels.linear.api import cpu_has_bfloat16  # noqa: E402
 from tunesmith.models.tiny import EOS_ID, byte_tokenizer  # noqa: E402
 
 Build = Callable[..., tuple[Any, Any]]
@@ -186,6 +187,7 @@ def test_a_resumed_run_ends_with_the_same_weights(build: Build, tmp_path: Path):
     assert not all(torch.allclose(weights[0][name], value, atol=1e-6) for name, value in weights[1].items())
 
 
+@pytest.mark.xfail(not cpu_has_bfloat16(), reason="exact only where the processor computes in bfloat16", strict=False)
 @pytest.mark.parametrize("trainer_class", [GRPOTrainer, RLOOTrainer])
 def test_old_log_probs_are_the_engines_in_bfloat16_and_have_the_bits_of_the_packed_pass(
     trainer_class: type, build: Build, monkeypatch: pytest.MonkeyPatch
