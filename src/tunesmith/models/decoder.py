@@ -215,7 +215,7 @@ def _norm_heads(norm: Norm, x_TX: torch.Tensor, ops: Ops) -> torch.Tensor:
 
 
 class ModelPart(Protocol):
-    """What this rank has of a model that ranks divide: layers (`models/pipeline.py`) or shares of its parameters
+    """This rank's part of a model that ranks divide: layers (`models/pipeline.py`) or shares of its parameters
     (`models/sharding.py`).
     """
 
