@@ -200,6 +200,7 @@ def test_wrong_arguments_are_refused():
 
 
 one_contest = st.builds(
+    Contest,
     *[st.sampled_from(["v0", "v1", "v2", "v5", "smollm2", "a run"])] * 2,
     st.sampled_from([0.0, 0.5, 1.0]),
     st.integers(0, 8),

@@ -1,5 +1,6 @@
 """PPO's critic in a process of its own: values, gradients and runs are those of one process, also after kills."""
 
+import contextlib
 import copy
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,9 +20,12 @@ from tunesmith.trainers.critic import CriticProcess
 
 def kill_critics() -> int:
     """End the critics' processes of this one; their number."""
-    found = [child for child in psutil.Process().children() if "tunesmith.trainers.critic" in child.cmdline()]
-    for process in found:
-        process.kill()
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.ZombieProcess):  # of an earlier test
+            if "tunesmith.trainers.critic" in child.cmdline():
+                found.append(child)
+                child.kill()
     psutil.wait_procs(found, timeout=30)
     return len(found)
 

@@ -11,6 +11,7 @@ from tunesmith.config.sections import LoraSection
 from tunesmith.models.heads import ScalarHead
 from tunesmith.models.lora import AdapterBase, add_adapters
 from tunesmith.models.tiny import tiny_model
+from tunesmith.rollout.sampler import NoiseKey
 from tunesmith.rollout.workers import weights
 from tunesmith.rollout.workers.messages import Draw, Drawn, Handle, Load, Loaded, Refused, Setup, Tensors
 from tunesmith.rollout.workers.worker import Worker
@@ -52,7 +53,7 @@ class Parts:
         self.worker = Worker(Setup(skeleton, "auto", 1, 8, None, True), self.store.fetch)
 
     def draw(self, edition: int) -> Draw:
-        return Draw(edition, 1, 0, ((5, 6, 7),), (0,), 2, SamplingParams(max_new_tokens=6, seed=0))
+        return Draw(edition, 1, 0, ((5, 6, 7),), (NoiseKey(1, 0),), 2, SamplingParams(max_new_tokens=6, seed=0))
 
     def trained(self) -> nn.Parameter:
         return next(p for p in self.loaded.model.parameters() if p.requires_grad)
