@@ -8,6 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
+from tunesmith.models.load import compute_dtype
+
+_SLOW_DTYPE = "float32" if compute_dtype("auto") == torch.bfloat16 else "bfloat16"
+"""What this machine is not fast in: bfloat16 is emulated where the processor has none."""
+
 
 @dataclass(frozen=True, slots=True)
 class Setup:
@@ -170,8 +177,8 @@ CAUSES: tuple[Cause, ...] = (
     Cause(
         "precision",
         GRPO.plus(_MEDIUM),
-        strong=_set({"model.dtype": "float32"}),
-        mild=_set({"model.dtype": "float32"}),
+        strong=_set({"model.dtype": _SLOW_DTYPE}),
+        mild=_set({"model.dtype": _SLOW_DTYPE}),
         other="evaluation",
         diluted=_SMALL,
     ),
