@@ -57,8 +57,9 @@ demo: $(STAMP)
 test: export PYTHONDONTWRITEBYTECODE =
 test: export HF_HUB_OFFLINE = 1
 test: export OMP_NUM_THREADS ?= 1
+test: export GOMP_SPINCOUNT ?= 0
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-slow: export HF_HUB_OFFLINE = 1
 test-slow: $(STAMP)

@@ -219,7 +219,7 @@ class Rounds:
     def _note(self, level: Level, worker: Worker) -> None:
         self.found.peak_gb[level] = worker.call("peak_gb")
         if self.algorithm == "grpo":
-            self.found.run_gain[level] = worker.call("train", *short_run(level))
+            self.found.run_gain[level] = worker.call("train", *short_run(level, 10 if self._options.quick else 30))
 
 
 def recipe(algorithm: str, contender: Contender, options: LadderOptions) -> PolicyRecipe:
@@ -242,7 +242,7 @@ def recipe(algorithm: str, contender: Contender, options: LadderOptions) -> Poli
     return _policy_recipe(algorithm, values)
 
 
-def short_run(level: Level) -> tuple[PolicyRecipe, Sequence[str]]:
+def short_run(level: Level, steps: int) -> tuple[PolicyRecipe, Sequence[str]]:
     """A run that learns much in seconds at any level, and its prompts."""
     values: dict[str, object] = {
         "model": "tiny:llama",
@@ -252,7 +252,7 @@ def short_run(level: Level) -> tuple[PolicyRecipe, Sequence[str]]:
         "rollout.completions_per_prompt": 8,
         "rollout.max_new_tokens": 8,
         "optimizer.learning_rate": 5e-3,
-        "run.steps": 30,
+        "run.steps": steps,
         "run.checkpoint_every": 0,
         "run.sample_every": 1000,
         "run.measure": False,
