@@ -17,8 +17,8 @@ from tunesmith.models.load import new_reward_model
 from tunesmith.models.tiny import byte_tokenizer
 from tunesmith.rewards.ahead import PORTION_ROWS, one_answer, portions
 from tunesmith.rewards.calling import FunctionReward
-from tunesmith.rewards.outcome import samples_of
-from tunesmith.rewards.scorer import Scorer, Scores, TrainerState
+from tunesmith.rewards.outcome import TrainerState, samples_of
+from tunesmith.rewards.scorer import Scorer, Scores
 
 GroupMaker = Callable[..., Group]
 STATE = TrainerState(3, 10)

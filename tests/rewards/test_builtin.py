@@ -2,7 +2,7 @@ import pytest
 
 from tunesmith.core.errors import RewardError
 from tunesmith.rewards.builtin import BUILTINS, SimulatedRater, length, match_format, overlong, sentiment, unique_chars
-from tunesmith.rewards.sources import builtin_function
+from tunesmith.rewards.functions import builtin_function
 
 CHAT = [[{"role": "assistant", "content": "abba"}]]
 

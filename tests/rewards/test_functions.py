@@ -8,8 +8,8 @@ import pytest
 from tunesmith.batch.rollout import Group
 from tunesmith.core.errors import RewardError
 from tunesmith.rewards.calling import FunctionReward, function_name
+from tunesmith.rewards.functions import load_function
 from tunesmith.rewards.outcome import Sample, samples_of
-from tunesmith.rewards.sources import load_function
 
 GroupMaker = Callable[..., Group]
 USER = {"role": "user", "content": "Hello"}

@@ -14,12 +14,13 @@ from tunesmith.config.sections import ModelSection, RewardSource
 from tunesmith.core.errors import RewardError
 from tunesmith.models.load import new_reward_model
 from tunesmith.models.tiny import byte_tokenizer
-from tunesmith.rewards.scorer import Scorer, TrainerState
+from tunesmith.rewards.outcome import TrainerState
+from tunesmith.rewards.scorer import Scorer
 
 GroupMaker = Callable[..., Group]
 
 FUNCTIONS = """
-import os, signal, time
+import os, signal, sys, time
 from pathlib import Path
 
 MARK = Path(__file__).with_suffix(".mark")
@@ -27,6 +28,7 @@ MARK = Path(__file__).with_suffix(".mark")
 def share_of_step(prompts, completions, trainer_state, log_metric, log_extra, **kwargs):
     log_metric("completions", len(completions))
     log_extra("process", [os.getpid()] * len(completions))
+    log_extra("heavy", [sorted({"torch", "transformers"} & sys.modules.keys())] * len(completions))
     longest = {prompt: max(len(c) for p, c in zip(prompts, completions) if p == prompt) for prompt in prompts}
     return [trainer_state.global_step + len(c) / longest[p] for p, c in zip(prompts, completions)]
 
@@ -86,6 +88,7 @@ def test_the_scores_are_those_of_a_call_in_this_process(file: Path, groups: list
     assert len(set(processes)) == 2  # whole groups: three of them, one for the first process
     assert processes[0] == processes[1] != processes[2] == processes[3] == processes[4] == processes[5]
     assert scores.logged == {"completions": 3.0}  # the mean of 2 and 4
+    assert scores.columns["heavy"] == [[]] * 6, "a process takes 40 MB, not half a GB"
 
 
 def test_groups_are_scored_while_others_are_drawn(file: Path, groups: list[Group]):

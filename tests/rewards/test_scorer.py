@@ -12,8 +12,8 @@ from tunesmith.config.sections import RewardSource
 from tunesmith.core.errors import RewardError
 from tunesmith.core.trace import span, trace
 from tunesmith.rewards.builtin import SimulatedRater
-from tunesmith.rewards.outcome import Sample
-from tunesmith.rewards.scorer import Scorer, TrainerState, joined
+from tunesmith.rewards.outcome import Sample, TrainerState
+from tunesmith.rewards.scorer import Scorer, joined
 
 GroupMaker = Callable[..., Group]
 

@@ -14,7 +14,8 @@ from tunesmith.batch.rollout import Group
 from tunesmith.core.errors import ModelError
 from tunesmith.models.heads import RewardModel
 from tunesmith.models.tiny import VOCABULARY_SIZE, byte_tokenizer, tiny_model
-from tunesmith.rewards.scorer import Scorer, TrainerState
+from tunesmith.rewards.outcome import TrainerState
+from tunesmith.rewards.scorer import Scorer
 from tunesmith.trainers.metrics import sample_rows
 
 ROWS = [{"prompt": "2 + 2 =", "answer": 4}, {"prompt": "3 + 4 =", "answer": 7}]

@@ -16,6 +16,18 @@ _SHOWN_CHARACTERS = 60
 
 
 @dataclass(frozen=True, slots=True)
+class TrainerState:
+    """The `trainer_state` of reward functions, with field names of transformers' TrainerState.
+
+    `epoch` counts passes over the prompts.
+    """
+
+    global_step: int = 0
+    max_steps: int = 0
+    epoch: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """A completion to score; `index` is its place in its group."""
 

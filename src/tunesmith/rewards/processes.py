@@ -33,7 +33,8 @@ Call = tuple[Sequence[Sample], Mapping[str, object]]
 
 
 class Processes:
-    """`section.workers` processes that call the reward `name` of `section`, loaded as `loading` says.
+    """`section.workers` processes that call the reward `name` of `section`: a model, loaded as `loading` says, or a
+    function, for which that is None.
 
     A process that ends is started again, and its call is repeated once. One that hangs beyond `timeout_s` is killed.
     """
@@ -87,13 +88,13 @@ class ProcessReward(FunctionReward):
     Raises RewardError for an async function, which waits for others and needs no processes.
     """
 
-    def __init__(self, function: RewardFunction, section: RewardSource, loading: object, name: str | None) -> None:
+    def __init__(self, function: RewardFunction, section: RewardSource, name: str | None) -> None:
         super().__init__(function, name, Policy(section.on_error, section.timeout_s))
         if self.is_async:
             raise RewardError(
                 f"reward {section.source!r} is an `async def`, whose calls overlap anyway; remove its `workers`"
             )
-        self._processes = Processes(section, loading, self.name)
+        self._processes = Processes(section, None, self.name)
 
     def begin(self, samples: Sequence[Sample], extras: Mapping[str, object]) -> "Future[Scored]":
         """See `CalledReward.begin`."""

@@ -30,22 +30,11 @@ from tunesmith.rewards.outcome import (
     Sample,
     SampleError,
     Scored,
+    TrainerState,
     samples_of,
 )
 from tunesmith.rewards.sources import Loading, RewardLike, code_files, resolve
 from tunesmith.rewards.threads import EventLoop, Worker, result_of
-
-
-@dataclass(frozen=True, slots=True)
-class TrainerState:
-    """The `trainer_state` of reward functions, with field names of transformers' TrainerState.
-
-    `epoch` counts passes over the prompts.
-    """
-
-    global_step: int = 0
-    max_steps: int = 0
-    epoch: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

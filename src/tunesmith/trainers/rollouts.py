@@ -37,7 +37,8 @@ from tunesmith.models.loaded import context_length, freeze_lower_layers
 from tunesmith.models.logprob import token_logps
 from tunesmith.models.lora import frozen_copy
 from tunesmith.models.optimizer import MasterAdamW
-from tunesmith.rewards.scorer import Scorer, Scores, TrainerState
+from tunesmith.rewards.outcome import TrainerState
+from tunesmith.rewards.scorer import Scorer, Scores
 from tunesmith.rollout.engine import Engine
 from tunesmith.rollout.factory import engine_for
 from tunesmith.rollout.workers.ahead import Ahead, Arguments, drawn_ahead
