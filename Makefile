@@ -53,7 +53,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/tunesmith demo
 
-# Many tests start processes, which are to find compiled modules even where the environment forbids to keep them.
+# Many tests start processes, which are to find compiled modules even where the environment forbids to keep them. Threads
+# that spin while they wait would take the cores from the other processes. All tests of a file go to one process, which
+# makes their fixtures once, in the order of tests/conftest.py.
 test: export PYTHONDONTWRITEBYTECODE =
 test: export HF_HUB_OFFLINE = 1
 test: export OMP_NUM_THREADS ?= 1

@@ -8,12 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
+from tunesmith.kernels.linear.api import cpu_has_bfloat16
 
-from tunesmith.models.load import compute_dtype
-
-_HAS_BFLOAT16 = compute_dtype("auto") == torch.bfloat16
-_SLOW_DTYPE = "float32" if _HAS_BFLOAT16 else "bfloat16"
+_SLOW_DTYPE = "float32" if cpu_has_bfloat16() else "bfloat16"
 """What this machine is not fast in: bfloat16 is emulated where the processor has none, dozens of times slower."""
 
 
@@ -177,7 +174,7 @@ CAUSES: tuple[Cause, ...] = (
     Cause("kernels_fallback", GRPO, _NO_COMPILER, _NO_COMPILER, "checkpoints", diluted=_SHORT),
     Cause(
         "precision",
-        GRPO.plus(_MEDIUM) if _HAS_BFLOAT16 else GRPO,
+        GRPO.plus(_MEDIUM) if cpu_has_bfloat16() else GRPO,
         strong=_set({"model.dtype": _SLOW_DTYPE}),
         mild=_set({"model.dtype": _SLOW_DTYPE}),
         other="evaluation",

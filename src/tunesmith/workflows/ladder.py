@@ -57,6 +57,11 @@ class LadderOptions:
         """Tokens of each completion."""
         return 8 if self.quick else 32
 
+    @property
+    def num_run_steps(self) -> int:
+        """Steps of the short run."""
+        return 10 if self.quick else 30
+
 
 @dataclass(frozen=True, slots=True)
 class Gate:
@@ -219,7 +224,7 @@ class Rounds:
     def _note(self, level: Level, worker: Worker) -> None:
         self.found.peak_gb[level] = worker.call("peak_gb")
         if self.algorithm == "grpo":
-            self.found.run_gain[level] = worker.call("train", *short_run(level, 10 if self._options.quick else 30))
+            self.found.run_gain[level] = worker.call("train", *short_run(level, self._options))
 
 
 def recipe(algorithm: str, contender: Contender, options: LadderOptions) -> PolicyRecipe:
@@ -242,7 +247,7 @@ def recipe(algorithm: str, contender: Contender, options: LadderOptions) -> Poli
     return _policy_recipe(algorithm, values)
 
 
-def short_run(level: Level, steps: int) -> tuple[PolicyRecipe, Sequence[str]]:
+def short_run(level: Level, options: LadderOptions) -> tuple[PolicyRecipe, Sequence[str]]:
     """A run that learns much in seconds at any level, and its prompts."""
     values: dict[str, object] = {
         "model": "tiny:llama",
@@ -252,7 +257,7 @@ def short_run(level: Level, steps: int) -> tuple[PolicyRecipe, Sequence[str]]:
         "rollout.completions_per_prompt": 8,
         "rollout.max_new_tokens": 8,
         "optimizer.learning_rate": 5e-3,
-        "run.steps": steps,
+        "run.steps": options.num_run_steps,
         "run.checkpoint_every": 0,
         "run.sample_every": 1000,
         "run.measure": False,
