@@ -42,6 +42,7 @@ class LiveOptions:
         int, flag("Simulated raters talk in the arena so many times, and vote there; 0: they vote on pairs.", "N")
     ] = 0
     pace: Annotated[float, flag("Seconds that a simulated rater looks at a pair.", "SECONDS")] = 1.0
+    versions: Annotated[int | None, flag("Simulated raters leave after so many versions.", "N")] = None
     json: Annotated[bool, flag("Print one JSON object at the end.")] = False
 
 
@@ -112,6 +113,7 @@ def _simulate(options: LiveOptions, num_raters: int, unknown: Sequence[str], out
             trainer_words=[*passed, *unknown],
             seed=options.seed or 0,
             num_conversations=options.conversations,
+            num_versions=options.versions,
         )
     )
     interval = f"{result.win_rate_low:.2f} to {result.win_rate_high:.2f}"

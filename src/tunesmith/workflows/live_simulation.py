@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -55,7 +55,8 @@ class SimulationOptions:
     """Options of a simulation: `duration_s` of the whole, comparison included, and the arguments of the trainer.
 
     `num_pairs` fresh pairs, at least, are compared at the end. With `num_conversations`, raters vote in as many
-    conversations in the arena, and not on the trainer's pairs.
+    conversations in the arena, and not on the trainer's pairs. With `num_versions`, voting ends before its time once
+    so many versions were accepted.
     """
 
     folder: Path
@@ -66,12 +67,15 @@ class SimulationOptions:
     num_pairs: int = 200
     seed: int = 0
     num_conversations: int = 0
+    num_versions: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_raters < 1:
             raise InputError(f"--simulate is {self.num_raters}; give 1 or more raters")
         if self.num_conversations < 0:
             raise InputError(f"--conversations is {self.num_conversations}; give 1 or more, or 0 for none")
+        if self.num_versions is not None and self.num_versions < 1:
+            raise InputError(f"--versions is {self.num_versions}; give 1 or more")
         if self.duration_s < _LOWEST_S:
             raise InputError(f"--duration is {self.duration_s:g} seconds; give {_LOWEST_S:g} or more")
 
@@ -127,8 +131,11 @@ def run_simulation(options: SimulationOptions) -> SimulationResult:
         talk = None
         if options.num_conversations:
             talk = Talk(options.num_conversations, openings(folder, trainer))
-        with Raters(served.url, tokens, options.traits, options.seed, talk) as raters:
-            wait_until(deadline_s, [served.child, trainer])
+        with (
+            Raters(served.url, tokens, options.traits, options.seed, talk) as raters,
+            closing(RunReader.open(folder / "runs.db")) as runs,
+        ):
+            wait_until(deadline_s, [served.child, trainer], lambda: has_versions(runs, options.num_versions))
         setup.say(f"{raters.num_votes} votes; the base model and the last version are compared", enabled=True)
     result = measured(options, raters, watch)
     RunFolder(folder).write_json("simulation.json", result.to_json())
@@ -205,9 +212,17 @@ def server(folder: Path, *, port: int = 0) -> Iterator[Served]:
         yield Served(facts["url"], facts.get("login_url") or facts["url"], found)
 
 
-def wait_until(deadline_s: float, watched: Sequence[Child], poll_s: float = 0.25) -> None:
-    """Wait until the monotonic clock shows `deadline_s`. Raises RunError as soon as a watched process has ended."""
-    while time.monotonic() < deadline_s:
+def has_versions(runs: RunReader, count: int | None) -> bool:
+    """Whether `count` versions, or more, were accepted; never, if it is None."""
+    return count is not None and sum(one.version > 0 and one.accepted for one in runs.versions()) >= count
+
+
+def wait_until(deadline_s: float, watched: Sequence[Child], is_done: Callable[[], bool], poll_s: float = 0.25) -> None:
+    """Wait until `is_done`, or the monotonic clock shows `deadline_s`.
+
+    Raises RunError as soon as a watched process has ended.
+    """
+    while time.monotonic() < deadline_s and not is_done():
         for one in watched:
             one.require_alive()
         time.sleep(poll_s)
