@@ -104,6 +104,14 @@ def test_the_advice_of_a_finding_is_followed_by_a_clone(look, tmp_path):
     assert keys[0::2] == ["run.checkpoint_every"] and int(keys[1]) > 1
 
 
+def test_a_comparison_is_no_run_to_clone(look, tmp_path):
+    recipe = {"algorithm": "compare_algorithms", "comparison": {"model": "tiny:llama"}}
+    make_run(tmp_path / "runs" / "all", json.dumps(recipe))
+    page = look("/runs")
+    page.get_by_role("link", name="all", exact=True).click()
+    page.locator("#clone").wait_for(state="hidden")
+
+
 def test_hostile_names_and_what_fails_with_them_are_text(look, tmp_path):
     hostile = HOSTILE[0].replace("/", "")
     (tmp_path / "runs" / hostile).mkdir()

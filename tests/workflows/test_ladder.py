@@ -15,6 +15,9 @@ from tunesmith.workflows.ladder_side import Learnt, Side, Taken, Worker
 OPTIONS = LadderOptions("tiny:llama", rounds=1, quick=True)
 
 
+pytestmark = pytest.mark.timeout(1800)  # its fixture trains at every level: minutes, and more beside other work
+
+
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("ladder") / "ladder.html"

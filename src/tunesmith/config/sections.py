@@ -227,7 +227,7 @@ class RunSection(Section):
     keep_checkpoints: PositiveInt = 2
     """Number of newest checkpoints to keep, besides the best one."""
     num_threads: NonNegativeInt = 0
-    """CPU threads; 0 is all cores. Cannot change when a run is resumed."""
+    """CPU threads; 0 is `OMP_NUM_THREADS`, if it is set, else all cores. Cannot change when a run is resumed."""
     keep_freed_memory: bool = True
     """Keep freed blocks for the next ones instead of returning them to the system (glibc); holds for the process."""
     measure: bool = True

@@ -101,7 +101,7 @@ RULES: tuple[Rule, ...] = (
         needs=("setup.num_threads", "setup.usable_cores", "cpu/others", *_WORK),
         evidence="{setup.num_threads:.0f} threads, {setup.usable_cores:.0f} cores",
         advice="use all cores",
-        settings={"run.num_threads": 0},
+        settings={"run.num_threads": computing.threads_of_a_rank},
         saving=computing.threads_few,
         scope="cpu",
     ),
@@ -112,7 +112,7 @@ RULES: tuple[Rule, ...] = (
         evidence="{setup.num_threads:.0f} threads, {setup.usable_cores:.0f} cores; threads waited "
         "{cpu/run_delay_s:.3g} s in a step for a core (cpu/run_delay_s)",
         advice="use as many threads as cores",
-        settings={"run.num_threads": 0},
+        settings={"run.num_threads": computing.threads_of_a_rank},
         saving=computing.threads_many,
         scope="cpu",
     ),

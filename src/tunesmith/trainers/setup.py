@@ -1,5 +1,6 @@
 """Device, threads and seeds before a training, its result after it."""
 
+import os
 import random
 import sys
 import time
@@ -12,10 +13,11 @@ import numpy as np
 import torch
 
 from tunesmith.batch.upload import Uploader
+from tunesmith.config.scale_sections import ScaleSection
 from tunesmith.config.schema import Recipe
 from tunesmith.core.errors import ModelError
 from tunesmith.core.system import keep_freed_memory, warn_of_spinning
-from tunesmith.distributed.launch import ranks_here
+from tunesmith.distributed.launch import from_torchrun, ranks_here
 from tunesmith.distributed.ranks import forget_passes
 from tunesmith.runs.environment import usable_cores
 
@@ -63,12 +65,20 @@ def prepare(cfg: Recipe) -> torch.device:
     """
     if cfg.run.keep_freed_memory:
         keep_freed_memory()
-    torch.set_num_threads(cfg.run.num_threads or max(1, usable_cores() // ranks_here(cfg.scale)))
+    torch.set_num_threads(cfg.run.num_threads or default_threads(cfg.scale))
     if torch.get_num_threads() > 1:
         warn_of_spinning()
     seed_generators(cfg.run.seed)
     forget_passes()
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def default_threads(section: ScaleSection) -> int:
+    """Threads of one rank: `OMP_NUM_THREADS`, else its share of the cores that the process may use."""
+    named = os.environ.get("OMP_NUM_THREADS", "")
+    if named.isdigit() and int(named) > 0 and not from_torchrun():  # torchrun sets it to 1 where nobody else did
+        return int(named)
+    return max(1, usable_cores() // ranks_here(section))
 
 
 def seed_generators(seed: int) -> None:

@@ -81,6 +81,11 @@ def faster_dtype(f: Facts) -> object:
     return f.values.get("recipe.model.dtype") if f.text("setup.dtype") == f.text("setup.best_dtype") else "auto"
 
 
+def threads_of_a_rank(f: Facts) -> int:
+    """The setting of `run.num_threads` to advise: each rank's share of the cores."""
+    return max(1, int(usable_cores(f) / f.number("setup.num_ranks", 1)))
+
+
 def threads_few(f: Facts) -> Saving | None:
     """All but Python becomes nearly as many times as fast as there are more cores that nobody else uses."""
     threads, free = f.number("setup.num_threads"), usable_cores(f) - f.number("cpu/others")

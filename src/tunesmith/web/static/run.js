@@ -120,6 +120,8 @@ function showTables() {
 function showRecipe() {
   const wanted = facts.recipe.filter(([, , origin]) => !$("only-set").checked || origin !== "default");
   $("recipe").replaceChildren(...wanted.map(cells));
+  // A comparison of algorithms is started from the list of runs.
+  if ($("clone")) $("clone").hidden = facts.recipe.some(([key]) => key.startsWith("comparison."));
 }
 
 // Samples
