@@ -1,7 +1,5 @@
 """What a measured figure depends on: processor, threads, versions, commit, memory and who else uses the cores."""
 
-import contextlib
-import ctypes
 import gc
 import os
 import platform
@@ -15,6 +13,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from tunesmith.core.system import trim_memory
 from tunesmith.runs.environment import cpu_model, package_version, peak_rss_gb, usable_cores
 
 _RESET_PEAK = "5"  # proc(5), /proc/<pid>/clear_refs: the high-water mark of resident memory begins again
@@ -71,8 +70,7 @@ def reset_peak_rss() -> bool:
     gc.collect()
     if sys.platform != "linux":
         return False
-    with contextlib.suppress(AttributeError, OSError):  # not glibc: what it holds back stays counted
-        ctypes.CDLL(None).malloc_trim(0)
+    trim_memory()  # where the allocator cannot, what it holds back stays counted
     try:
         Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
     except OSError:

@@ -8,9 +8,9 @@ is of its updates alone.
 `uneven`: completions of 8 to 512 tokens, two workers of which one has half of each millisecond. The ideal is the time
 of one undisturbed worker over 1.5; shares are this ideal over the time that was measured. In a static split each
 worker gets one half of the prompts. Lengths are not known before.
-`staleness` (with --staleness, in place of the others): `grpo_arithmetic` with one worker that draws 0, 1 and 4 steps
-ahead, a seed for each round: accuracy on held-out sums before and after, and the seconds of a step and of both sides'
-waiting in it, medians over the steps. `step_ratio` is the time of a step of staleness 0 over that of this one.
+`staleness` (only if it is named): `grpo_arithmetic` with one worker that draws 0, 1 and 4 steps ahead, a seed for each
+round: accuracy on held-out sums before and after, and the seconds of a step and of both sides' waiting in it, medians
+over the steps. `step_ratio` is the time of a step of staleness 0 over that of this one.
 Every process has one thread. Leave the machine alone meanwhile.
 """
 
@@ -95,8 +95,9 @@ def half_speed(process: int) -> Iterator[None]:
         thread.join()
 
 
-def measure_rollout(loaded: LoadedModel, options: Namespace, say: Say) -> dict[str, object]:
+def measure_rollout(options: Namespace, say: Say) -> dict[str, object]:
     """One worker and two, in alternation."""
+    loaded = load_policy(ModelSection(name=options.model))
     num_prompts, num_tokens = (4, 8) if options.quick else (32, 48)
     sampling = SamplingParams(max_new_tokens=num_tokens, min_new_tokens=num_tokens, seed=1)
     engines = {count: open_workers(loaded, count) for count in (1, 2)}
@@ -157,8 +158,9 @@ def measure_critic(options: Namespace, say: Say) -> dict[str, object]:
     }
 
 
-def measure_uneven(loaded: LoadedModel, options: Namespace, say: Say) -> dict[str, object]:
+def measure_uneven(options: Namespace, say: Say) -> dict[str, object]:
     """The queue, a static split, and one undisturbed worker, in alternation."""
+    loaded = load_policy(ModelSection(name=options.uneven_model))
     num_prompts, longest = (4, 32) if options.quick else (64, 512)
     prompts = prompts_of(num_prompts)
     both, fast, slow = open_workers(loaded, 2), open_workers(loaded, 1), open_workers(loaded, 1)
@@ -231,62 +233,64 @@ def measure_staleness(options: Namespace, say: Say) -> dict[str, object]:
     return {"steps": options.steps, "by_staleness": figures, "load": load_facts(loads)}
 
 
+PARTS = {
+    "rollout": measure_rollout,
+    "step": measure_step,
+    "critic": measure_critic,
+    "uneven": measure_uneven,
+    "staleness": measure_staleness,
+}
+
+
 def measure(options: Namespace, say: Say) -> Mapping[str, object]:
-    """The figures."""
-    if options.staleness:
-        say("staleness: 0, 1 and 4 in turn, accuracy of each seed")
-        return {"model": options.model, "staleness": measure_staleness(options, say), **machine_facts()}
-    loaded = load_policy(ModelSection(name=options.model))
-    say("rollout: one worker and two")
-    rollout = measure_rollout(loaded, options, say)
-    say("uneven: the queue and a static split")
-    uneven = measure_uneven(load_policy(ModelSection(name=options.uneven_model)), options, say)
-    say("step: one rank and two")
-    step = measure_step(options, say)
-    say("critic: in the process of the policy, and in its own")
-    critic = measure_critic(options, say)
-    return {
-        "model": options.model,
-        "rollout": rollout,
-        "step": step,
-        "uneven": uneven,
-        "critic": critic,
-        **machine_facts(),
-    }
+    """The figures of each part."""
+    figures: dict[str, Any] = {}
+    for name in options.part or (name for name in PARTS if name != "staleness"):
+        say(f"{name}:")
+        figures[name] = PARTS[name](options, say)
+        say("\n".join(f"  {label}: {text}" for label, text in lines(name, figures[name])))
+    return {"model": options.model, **figures, **machine_facts()}
+
+
+def lines(part: str, figures: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The main figures of a part, each with its label."""
+    if part in ("rollout", "step"):
+        return [("two processes over one", spread_text(figures))]
+    if part == "critic":
+        return [
+            ("time saved, in a step", f"{figures['step_ratio']:.2f}x"),
+            ("update", f"{figures['update_ratio']:.2f}x"),
+        ]
+    if part == "uneven":
+        return [(f"share of the ideal, {side}", f"{figures[f'{side}_share']:.2f}") for side in ("queue", "static")]
+    return [
+        (
+            f"staleness {name}",
+            ", ".join(
+                [f"{key} {statistics.mean(row[key]):.3f}" for key in ACCURACIES]
+                + [f"{key} {row[key]:.2f}" for key in TIMES]
+            ),
+        )
+        for name, row in figures["by_staleness"].items()
+    ]
 
 
 def show(facts: Mapping[str, Any]) -> None:
     """Print the figures."""
-    if "staleness" in facts:
-        rows = [
-            [name, *(f"{statistics.mean(row[key]):.3f}" for key in ACCURACIES), *(f"{row[key]:.2f}" for key in TIMES)]
-            for name, row in facts["staleness"]["by_staleness"].items()
-        ]
-        print_table(["staleness", *ACCURACIES, *TIMES], rows)
-        print(load_warning(facts["staleness"]))
-        return
-    rollout, uneven, critic = facts["rollout"], facts["uneven"], facts["critic"]
-    print_table(
-        ["", "figure"],
-        [
-            ["two workers over one", spread_text(rollout)],
-            ["two ranks over one", spread_text(facts["step"])],
-            ["critic beside the policy: step, update", f"{critic['step_ratio']:.2f}, {critic['update_ratio']:.2f}"],
-            ["uneven: share of the ideal, queue", f"{uneven['queue_share']:.2f}"],
-            ["uneven: share of the ideal, static split", f"{uneven['static_share']:.2f}"],
-        ],
-    )
-    print(load_warning(rollout) + load_warning(uneven))
+    measured = [name for name in PARTS if name in facts]
+    rows = [[name, *line] for name in measured for line in lines(name, facts[name])]
+    print_table(["part", "", "figure"], rows)
+    print(*{load_warning(facts[name]) for name in measured}, sep="")
 
 
 def main(words: Sequence[str]) -> int:
     """The command line."""
     uneven = {"default": "scratch", "metavar": "ID", "help": "model of the uneven work; its completions end by chance"}
-    staleness = {"action": "store_true", "help": "measure training on completions drawn ahead, and nothing else"}
+    part = {"action": "append", "choices": PARTS, "help": "one part; repeatable. All but staleness if left out"}
     step_model = {"default": "scratch", "metavar": "ID", "help": "model of `step` and `critic`"}
-    steps = {"type": int, "default": 12, "metavar": "N", "help": "steps of each run of --staleness"}
+    steps = {"type": int, "default": 12, "metavar": "N", "help": "steps of each run of `staleness`"}
     shared = ("model", "rounds", "quick", "out", "json", "quiet")
-    own = {"uneven_model": uneven, "step_model": step_model, "staleness": staleness, "steps": steps}
+    own = {"part": part, "uneven_model": uneven, "step_model": step_model, "steps": steps}
     flags = parser("scale", __doc__, *shared, **own)
     return command(flags, words, measure, show)
 

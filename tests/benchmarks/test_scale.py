@@ -19,7 +19,8 @@ def test_a_smoke_run_gives_all_figures(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_runs_that_draw_ahead_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--staleness", "--quick", "--quiet", "--json", "--rounds", "1", "--model", "tiny:llama", "--steps", "2"]
+    words = ["--part", "staleness", "--quick", "--quiet", "--json", "--rounds", "1", "--model", "tiny:llama"]
+    words += ["--steps", "2"]
     assert scale.main(words) == 0
     facts = json.loads(capsys.readouterr().out)["staleness"]
     assert set(facts["by_staleness"]) == {"0", "1", "4"} and facts["by_staleness"]["0"]["step_ratio"] == 1

@@ -44,6 +44,12 @@ def keep_freed_memory() -> bool:
     return all(library.mallopt(name, value) == 1 for name, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _NEVER)))
 
 
+def trim_memory() -> None:
+    """Give all freed pages back to the system, where its allocator can (glibc), also those between blocks in use."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def limit_spinning() -> None:
     """Let OpenMP's threads sleep after a few microseconds of waiting, unless a variable of the user says otherwise.
 

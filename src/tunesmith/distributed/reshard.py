@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from tunesmith.core.errors import InputError
+from tunesmith.core.system import trim_memory
 from tunesmith.distributed.ranks import Message, exchange, rank
 
 Piece = tuple[tuple[range, ...], ...]
@@ -23,6 +24,9 @@ Layout = Sequence[Mapping[str, Piece]]
 """For each rank its piece of each tensor, by name. Of two ranks the pieces of a tensor are equal, or disjoint."""
 
 Slices = tuple[slice, ...]
+
+_TRIMS = 16
+"""Times that a rank gives freed memory back to the system while it moves all that it holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +56,14 @@ def reshard(tensors: Mapping[str, torch.Tensor], source: Layout, target: Layout)
         InputError: ranks of `source` hold pieces that overlap, or lack a part of what `target` needs.
     """
     blocks = {name: _blocks(name, source, target) for name in tensors}
+    num_bytes, num_freed = sum(tensor.nbytes for tensor in tensors.values()), 0
     for name in _order(tensors, source, target):
         if blocks[name]:
+            num_freed += tensors[name].nbytes
             tensors[name].data = _moved(tensors[name].data, blocks[name], target[rank()][name])
+        if num_freed > num_bytes / _TRIMS:
+            num_freed = 0
+            trim_memory()  # new pieces seldom fit into the gaps that old ones leave
 
 
 def _moved(old: torch.Tensor, blocks: Sequence[_Block], piece: Piece) -> torch.Tensor:

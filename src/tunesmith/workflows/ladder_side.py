@@ -3,7 +3,6 @@
 So memory is counted apart, no side inherits the allocator's settings of another, and sides can alternate.
 """
 
-import ctypes
 import gc
 import math
 import re
@@ -27,6 +26,7 @@ from tunesmith.batch.pack import PolicyBatch, PPOBatch, chunks, pack
 from tunesmith.batch.rollout import Group
 from tunesmith.config.schema import PolicyRecipe
 from tunesmith.core.errors import TrainingError, TunesmithError
+from tunesmith.core.system import trim_memory
 from tunesmith.core.trace import trace
 from tunesmith.profiling.meter import metering, usable_cpu
 from tunesmith.runs.environment import peak_rss_gb
@@ -209,8 +209,8 @@ def _batch(lesson: Lesson, *, with_values: bool) -> PolicyBatch:
 def _forget_peak() -> None:
     """Let the peak of resident memory begin anew, with freed memory given back (Linux, glibc)."""
     gc.collect()
-    with suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)
+    trim_memory()
+    with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
