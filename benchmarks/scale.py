@@ -54,7 +54,9 @@ from tunesmith.schema.records import Prompt
 from tunesmith.trainers.setup import RunResult
 
 _SLICE_S = 0.02
-_LEASE = 4
+_N = 4
+"""Completions of a prompt."""
+
 ACCURACIES = ("accuracy_before", "accuracy_after")
 TIMES = ("step_ratio", "time/step_s", "rollout/wait_s", "rollout/worker_idle_s")
 
@@ -67,11 +69,11 @@ def prompts_of(count: int) -> list[Prompt]:
     ]
 
 
-def open_workers(loaded: LoadedModel, count: int) -> WorkerEngine:
-    """An engine of `count` workers, which have drawn a little."""
-    engine = open_engine(loaded.model, loaded.tokenizer, backend=Workers(count, lease=_LEASE))
+def open_workers(loaded: LoadedModel, workers: Workers) -> WorkerEngine:
+    """An engine of `workers`, which have drawn a little."""
+    engine = open_engine(loaded.model, loaded.tokenizer, backend=workers)
     assert isinstance(engine, WorkerEngine)
-    engine.generate(prompts_of(2 * count), _LEASE, SamplingParams(max_new_tokens=4, seed=0))
+    engine.generate(prompts_of(2 * workers.count), _N, SamplingParams(max_new_tokens=4, seed=0))
     return engine
 
 
@@ -100,10 +102,10 @@ def measure_rollout(options: Namespace, say: Say) -> dict[str, object]:
     loaded = load_policy(ModelSection(name=options.model))
     num_prompts, num_tokens = (4, 8) if options.quick else (32, 48)
     sampling = SamplingParams(max_new_tokens=num_tokens, min_new_tokens=num_tokens, seed=1)
-    engines = {count: open_workers(loaded, count) for count in (1, 2)}
+    engines = {count: open_workers(loaded, Workers(count)) for count in (1, 2)}
 
     def side(count: int) -> float:
-        return seconds_of(lambda: engines[count].generate(prompts_of(num_prompts), _LEASE, sampling))
+        return seconds_of(lambda: engines[count].generate(prompts_of(num_prompts), _N, sampling))
 
     answers, loads = in_turns({"1": lambda _: side(1), "2": lambda _: side(2)}, options.rounds, say)
     ratio = paired(answers["1"], answers["2"])
@@ -163,24 +165,24 @@ def measure_uneven(options: Namespace, say: Say) -> dict[str, object]:
     loaded = load_policy(ModelSection(name=options.uneven_model))
     num_prompts, longest = (4, 32) if options.quick else (64, 512)
     prompts = prompts_of(num_prompts)
-    both, fast, slow = open_workers(loaded, 2), open_workers(loaded, 1), open_workers(loaded, 1)
+    both, fast, slow = (open_workers(loaded, Workers(count, lease=_N)) for count in (2, 1, 1))
 
     def sampling(index: int) -> SamplingParams:
         return SamplingParams(max_new_tokens=longest, min_new_tokens=8, seed=index)
 
     def queue(index: int) -> float:
         with half_speed(both.process_of(1)):
-            return seconds_of(lambda: both.generate(prompts, _LEASE, sampling(index)))
+            return seconds_of(lambda: both.generate(prompts, _N, sampling(index)))
 
     def static(index: int) -> float:
         half = len(prompts) // 2
         parts = ((fast, prompts[:half]), (slow, prompts[half:]))
-        threads = [threading.Thread(target=one.generate, args=(part, _LEASE, sampling(index))) for one, part in parts]
+        threads = [threading.Thread(target=one.generate, args=(part, _N, sampling(index))) for one, part in parts]
         with half_speed(slow.process_of(0)):
             return seconds_of(lambda: [*map(threading.Thread.start, threads), *map(threading.Thread.join, threads)])
 
     def alone(index: int) -> float:
-        return seconds_of(lambda: fast.generate(prompts, _LEASE, sampling(index)))
+        return seconds_of(lambda: fast.generate(prompts, _N, sampling(index)))
 
     answers, loads = in_turns({"alone": alone, "queue": queue, "static": static}, options.rounds, say)
     ideal = [seconds / 1.5 for seconds in answers["alone"]]

@@ -68,8 +68,8 @@ class SamplingScaleSection(ScaleSection):
     """Processes that draw completions by the native engine; 0: the run's own process draws."""
     threads_per_worker: PositiveInt = 1
     """CPU threads of a worker. Cannot change when a run is resumed."""
-    lease: PositiveInt = 8
-    """Completions that a worker is given at a time. Cannot change when a run is resumed."""
+    lease: PositiveInt = 16
+    """Most completions that a worker is given at a time. Cannot change when a run is resumed."""
     timeout_s: Positive = 600.0
     """A worker that gives no answer for longer is killed and started again."""
     address: str | None = None

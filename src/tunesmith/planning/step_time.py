@@ -109,7 +109,8 @@ class StepModel:
     def _simulate(self, num_scorings: int, seed: int) -> tuple[float, float, float]:
         work, engines = self.work, self.layout.num_engines
         lengths = sample_lengths(work.num_rows, work.mean_new_tokens, work.new_tokens, seed)
-        size = work.lease or -(-len(lengths) // engines)
+        quarter = -(-len(lengths) // 4)  # rollout workers divide a request like this
+        size = min(work.lease, max(8, quarter)) or -(-len(lengths) // engines)
         leases = [lengths[start : start + size] for start in range(0, len(lengths), size)]
         prefill_s = work.prompt_tokens * self.token_s(work.prompt_tokens) / self.layout.engine_tensor
         per_row_s = prefill_s / max(1, work.completions)  # a group computes its prompt once

@@ -82,6 +82,11 @@ def test_leases_hold_every_sample_once() -> None:
         assert all(lease.n * len(lease.indices) <= size for lease in leases)
 
 
+@pytest.mark.parametrize(("num_prompts", "expected"), [(4, [8, 8]), (8, [8] * 4), (16, [16] * 4), (32, [16] * 8)])
+def test_small_requests_have_small_leases(num_prompts: int, expected: list[int]) -> None:
+    assert [lease.n * len(lease.indices) for lease in leases_of(num_prompts, 4, 16)] == expected
+
+
 def test_callbacks_have_every_completion(two: WorkerEngine, expected: list[Group]) -> None:
     counts: list[int] = []
     groups: dict[int, Group] = {}

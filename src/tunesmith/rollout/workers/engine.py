@@ -39,7 +39,7 @@ _GRACE_S = 2.0
 class Workers:
     """`count` processes that draw by the native engine, each with `num_threads` CPU threads.
 
-    `lease` is the number of completions that one is given at a time; one that gives no answer for longer than
+    `lease` is the largest number of completions that one is given at a time; one that gives no answer for longer than
     `timeout_s` seconds is killed and started again. With an `address` ("auto", or "HOST:PORT") they are actors of the
     Ray cluster there, of which this machine is one; without, processes of this machine.
 
@@ -49,7 +49,7 @@ class Workers:
 
     count: int
     num_threads: int = 1
-    lease: int = 8
+    lease: int = 16
     timeout_s: float = 600.0
     address: str | None = None
 
@@ -75,9 +75,12 @@ class Lease:
 def leases_of(num_prompts: int, n: int, size: int) -> list[Lease]:
     """A request of `n` completions of each prompt as leases of at most `size` completions.
 
-    They depend on these numbers alone. In dtypes in which a row's bits depend on the rows that are computed with it,
+    More than 8 are at most a quarter of the request, so that a few workers share a small one too.
+
+    Leases depend on these numbers alone. In dtypes in which a row's bits depend on the rows that are computed with it,
     the tokens are therefore the same whatever the number of workers.
     """
+    size = min(size, max(8, -(-num_prompts * n // 4)))
     if n <= size:
         step = size // n
         starts = range(0, num_prompts, step)
