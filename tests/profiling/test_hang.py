@@ -26,7 +26,7 @@ from tunesmith.profiling.watchdog import HANG_FILE, watched
 from tunesmith.runs.folder import read_jsonl
 
 WORDS = ["--model", "tiny:llama", "--steps", "2", "--rollout.max_new_tokens", "4", "--rollout.prompts_per_step", "2"]
-LIMIT_S = 400.0
+LIMIT_S = 120.0
 
 SLEEPS = """
 import time

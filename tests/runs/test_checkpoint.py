@@ -116,7 +116,7 @@ def test_a_checkpoint_holds_what_the_tensors_held_when_it_was_begun(
     may_write = threading.Event()
 
     def held_back(folder: Path, checkpoint: Checkpoint) -> Path:
-        assert may_write.wait(timeout=120)
+        assert may_write.wait(timeout=30)
         return save(folder, checkpoint)
 
     monkeypatch.setattr(checkpoint, "save", held_back)

@@ -26,7 +26,7 @@ def kill_critics() -> int:
             if "tunesmith.trainers.critic" in child.cmdline():
                 found.append(child)
                 child.kill()
-    psutil.wait_procs(found, timeout=120)
+    psutil.wait_procs(found, timeout=30)
     return len(found)
 
 

@@ -71,9 +71,7 @@ def stored() -> Callable[[Server], list]:
 def browser(chromium: str):
     api = pytest.importorskip("playwright.sync_api")
     with api.sync_playwright() as play:
-        instance = play.chromium.launch(
-            executable_path=chromium, args=["--no-sandbox", "--disable-gpu"], timeout=180_000
-        )
+        instance = play.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
         yield instance
         instance.close()
 
@@ -90,7 +88,7 @@ class Visit:
     def context(self, server: Server, width: int = 1280, scheme: str = "light"):
         """A window's cookies and storage, logged in by the printed link."""
         context = self._browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        context.set_default_timeout(120_000)
+        context.set_default_timeout(20_000)
         self._contexts.append(context)
         page = self.page(context, server, server.login_url)
         page.wait_for_url(re.compile("/(vote|runs)"))

@@ -23,7 +23,7 @@ from tunesmith.cli.main import main
 from tunesmith.store.records import Candidate, NewItem
 from tunesmith.web.access import API
 
-START_S = 300
+START_S = 60
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Client:
 
     def send(self, method: str, path: str, body: object = None, headers: dict[str, str] | None = None) -> Answer:
         place = urlsplit(self.url)
-        connection = http.client.HTTPConnection(place.hostname, place.port, timeout=120)
+        connection = http.client.HTTPConnection(place.hostname, place.port, timeout=30)
         given = {"Authorization": f"Bearer {self.token}"} if self.token else {}
         if body is not None:
             given["Content-Type"] = "application/json"
@@ -115,13 +115,13 @@ class Server:
     def stop(self) -> int:
         """The exit code after SIGTERM."""
         self.process.terminate()
-        self.process.join(timeout=120)
+        self.process.join(timeout=30)
         assert self.process.exitcode is not None, "the server does not end"
         return self.process.exitcode
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.join(timeout=120)
+        self.process.join(timeout=30)
 
     def admin(self) -> Client:
         """The first admin, let in by the link that was printed."""

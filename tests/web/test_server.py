@@ -22,7 +22,7 @@ BEGUN = (
 
 def connect(server) -> socket.socket:
     place = urlsplit(server.url)
-    return socket.create_connection((place.hostname, place.port), timeout=120)
+    return socket.create_connection((place.hostname, place.port), timeout=30)
 
 
 def seconds_until_closed(connection: socket.socket) -> float:
@@ -118,7 +118,7 @@ def test_silent_and_slow_clients_are_hung_up_on(serve):
     slow_body.sendall(BEGUN)
     with ThreadPoolExecutor(3) as pool:
         for seconds in pool.map(seconds_until_closed, (silent, dripping, slow_body)):
-            assert seconds < 120
+            assert seconds < 25
     assert Client(server.url).send("GET", "/login").status == 200
 
 
@@ -147,7 +147,7 @@ def test_offers_of_a_trainer_become_pairs_and_versions_can_be_rolled_back(serve)
     with RunStore.open(server.folder / "runs.db") as runs:
         runs.add_version(PolicyVersion(version=1, created_at=time.time(), serving=True))
         runs.add_offers([NewOffer(1, "Hello", (Candidate("a", weight_version=1), Candidate("b", weight_version=1)))])
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 20
     while not (shown := admin.next()):
         assert time.monotonic() < deadline, server.complaints
         time.sleep(0.1)

@@ -48,7 +48,7 @@ class Events:
 @contextmanager
 def stream(client, after=0, last_event_id=None):
     place = urlsplit(client.url)
-    connection = http.client.HTTPConnection(place.hostname, place.port, timeout=120)
+    connection = http.client.HTTPConnection(place.hostname, place.port, timeout=30)
     headers = {"Authorization": f"Bearer {client.token}"} | ({"Last-Event-ID": last_event_id} if last_event_id else {})
     with closing(connection):
         connection.request("GET", f"/api/v1/stream?after={after}", headers=headers)
@@ -158,7 +158,7 @@ def open_streams(client, count):
 
 def connect(client):
     place = urlsplit(client.url)
-    connection = http.client.HTTPConnection(place.hostname, place.port, timeout=120)
+    connection = http.client.HTTPConnection(place.hostname, place.port, timeout=30)
     connection.request("GET", "/api/v1/stream?after=0", headers={"Authorization": f"Bearer {client.token}"})
     response = connection.getresponse()
     if response.status == 200:

@@ -32,7 +32,7 @@ TINY = [
     "--rollout.max-new-tokens", "6", "--rollout.prompts-per-step", "8", "--rollout.completions-per-prompt", "2",
     "--live.votes-per-update", "8", "--live.pool", "8", "--optimizer.learning-rate", "1e-3", "--prompts", "films",
 ]  # fmt: skip
-PATIENCE_S = 900
+PATIENCE_S = 500  # below the limit of a test
 
 
 def wait_for(reader: RunReader, num_versions: int, *watched: Child) -> None:

@@ -238,7 +238,7 @@ def test_workers_end_with_the_process_that_is_killed(tmp_path: Path) -> None:
     assert len(workers) == 2
     parent.kill()
     parent.wait()
-    end = time.monotonic() + 600
+    end = time.monotonic() + 60
     while any(worker.is_running() for worker in workers) and time.monotonic() < end:
         time.sleep(0.05)
     assert not any(worker.is_running() for worker in workers)
