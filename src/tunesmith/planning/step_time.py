@@ -14,6 +14,7 @@ from tunesmith.planning.memory import Layout
 from tunesmith.planning.shape import Shape
 from tunesmith.planning.simulation import InOrder, draw_s, run_queue, sample_lengths
 from tunesmith.planning.workload import Workload
+from tunesmith.rollout.workers.queue import lease_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +110,7 @@ class StepModel:
     def _simulate(self, num_scorings: int, seed: int) -> tuple[float, float, float]:
         work, engines = self.work, self.layout.num_engines
         lengths = sample_lengths(work.num_rows, work.mean_new_tokens, work.new_tokens, seed)
-        quarter = -(-len(lengths) // 4)  # rollout workers divide a request like this
-        size = min(work.lease, max(8, quarter)) or -(-len(lengths) // engines)
+        size = lease_size(len(lengths), work.lease) or -(-len(lengths) // engines)
         leases = [lengths[start : start + size] for start in range(0, len(lengths), size)]
         prefill_s = work.prompt_tokens * self.token_s(work.prompt_tokens) / self.layout.engine_tensor
         per_row_s = prefill_s / max(1, work.completions)  # a group computes its prompt once

@@ -213,7 +213,7 @@ def server(folder: Path, *, port: int = 0) -> Iterator[Served]:
 
 
 def has_versions(runs: RunReader, count: int | None) -> bool:
-    """Whether `count` versions, or more, were accepted; never, if it is None."""
+    """True once `count` versions were accepted; never, if it is None."""
     return count is not None and sum(one.version > 0 and one.accepted for one in runs.versions()) >= count
 
 

@@ -26,7 +26,7 @@ from tunesmith.rollout.workers.actors import RayTransport
 from tunesmith.rollout.workers.local import LocalTransport, Transport
 from tunesmith.rollout.workers.messages import Draw, Drawn, Load, Loaded, Setup
 from tunesmith.rollout.workers.pool import Pool
-from tunesmith.rollout.workers.queue import Rates, WorkQueue
+from tunesmith.rollout.workers.queue import Rates, WorkQueue, lease_size
 from tunesmith.schema.records import Prompt
 
 _log = get_logger(__name__)
@@ -73,14 +73,12 @@ class Lease:
 
 
 def leases_of(num_prompts: int, n: int, size: int) -> list[Lease]:
-    """A request of `n` completions of each prompt as leases of at most `size` completions.
+    """A request of `n` completions of each prompt as leases of at most `size` completions, see `queue.lease_size`.
 
-    More than 8 are at most a quarter of the request, so that a few workers share a small one too.
-
-    Leases depend on these numbers alone. In dtypes in which a row's bits depend on the rows that are computed with it,
+    They depend on these numbers alone. In dtypes in which a row's bits depend on the rows that are computed with it,
     the tokens are therefore the same whatever the number of workers.
     """
-    size = min(size, max(8, -(-num_prompts * n // 4)))
+    size = lease_size(num_prompts * n, size)
     if n <= size:
         step = size // n
         starts = range(0, num_prompts, step)

@@ -14,6 +14,13 @@ _NEWEST_SHARE = 0.5
 """Weight of the newest lease in a worker's rate."""
 
 
+def lease_size(num_completions: int, largest: int) -> int:
+    """Completions of a lease: `largest`, but of more than 8 at most a quarter of the request, so that a few workers
+    share a small one too.
+    """
+    return min(largest, max(8, -(-num_completions // 4)))
+
+
 class WorkQueue:
     """Leases 0 to `len(work) - 1`, of which lease i is expected to take `work[i]` units of work (such as tokens).
 
