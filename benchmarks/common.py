@@ -15,8 +15,9 @@ from typing import Any, cast
 
 import torch
 
-from benchmarks.machine import Load, measure_load, peak_rss_since_reset_gb, reset_peak_rss
+from benchmarks.machine import Load, measure_load
 from tunesmith.core.errors import InputError, TunesmithError
+from tunesmith.runs.environment import peak_rss_since_reset_gb, reset_peak_rss
 
 ROOT = Path(__file__).resolve().parent.parent
 

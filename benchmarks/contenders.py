@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
-from benchmarks.machine import peak_rss_since_reset_gb, reset_peak_rss
 from benchmarks.workloads import Drawn, Workload, checked
 from tunesmith.batch.pack import pack
 from tunesmith.batch.rollout import Group, SamplingParams
@@ -24,6 +23,7 @@ from tunesmith.models.load import load_policy
 from tunesmith.models.loaded import LoadedModel
 from tunesmith.models.tokenizer import stop_token_ids
 from tunesmith.rollout.factory import open_engine
+from tunesmith.runs.environment import peak_rss_since_reset_gb, reset_peak_rss
 from tunesmith.trainers.rollouts import logps
 
 _SCORED_ROWS = 16  # rows of one pass of the trainer while log-probs are compared

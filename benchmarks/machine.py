@@ -1,11 +1,8 @@
 """What a measured figure depends on: processor, threads, versions, commit, memory and who else uses the cores."""
 
-import gc
 import os
 import platform
-import re
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +10,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from tunesmith.core.system import trim_memory
-from tunesmith.runs.environment import cpu_model, package_version, peak_rss_gb, usable_cores
-
-_RESET_PEAK = "5"  # proc(5), /proc/<pid>/clear_refs: the high-water mark of resident memory begins again
+from tunesmith.runs.environment import cpu_model, package_version, usable_cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,26 +57,3 @@ def measure_load(interval_s: float = 0.3) -> Load:
     percent = psutil.cpu_percent(percpu=True)
     busy = sum(percent[core] for core in cores if core < len(percent)) / 100
     return Load(load_average=round(os.getloadavg()[0], 2), other_busy_cores=round(busy, 2))
-
-
-def reset_peak_rss() -> bool:
-    """True if the peak of this process' resident memory now begins anew; free memory is given back before."""
-    gc.collect()
-    if sys.platform != "linux":
-        return False
-    trim_memory()  # where the allocator cannot, what it holds back stays counted
-    try:
-        Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
-    except OSError:
-        return False
-    return True
-
-
-def peak_rss_since_reset_gb() -> float:
-    """Largest resident memory of this process since `reset_peak_rss` or its start, in GB (1e9 bytes).
-
-    Not `getrusage`: there a child begins with the size of the process that started it.
-    """
-    status = Path("/proc/self/status")
-    found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text()) if status.exists() else None
-    return int(found[1]) * 1024 / 1e9 if found else peak_rss_gb()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import Say, command, load_facts, load_warning, parser, print_table, run, seconds_of
-from benchmarks.machine import machine_facts, measure_load, peak_rss_since_reset_gb, reset_peak_rss
+from benchmarks.machine import machine_facts, measure_load
 from tunesmith.batch.rollout import SamplingParams
 from tunesmith.config.scale_sections import ScaleSection
 from tunesmith.distributed.group import TensorGroup
@@ -28,6 +28,7 @@ from tunesmith.models.layouts import Division, layout_of, parts_of
 from tunesmith.models.tensor_parallel import tensor_parallel
 from tunesmith.models.tiny import scratch_model
 from tunesmith.rollout.factory import open_engine
+from tunesmith.runs.environment import peak_rss_since_reset_gb, reset_peak_rss
 from tunesmith.schema.records import Prompt
 
 STAGES, SLICES = Division(stages=2), Division(tensor=2)

@@ -19,7 +19,7 @@ import torch
 from transformers import TrainerCallback
 
 from benchmarks.common import Say, in_turns, load_warning, spread_text
-from benchmarks.machine import Load, peak_rss_since_reset_gb, reset_peak_rss
+from benchmarks.machine import Load
 from benchmarks.process import Process, Server
 from tunesmith.config.schema import GRPORecipe
 from tunesmith.config.sections import ModelSection
@@ -27,6 +27,7 @@ from tunesmith.core.errors import MissingDependencyError, TrainingError
 from tunesmith.core.trace import trace
 from tunesmith.models.export import ModelCard, save_final
 from tunesmith.models.load import load_policy
+from tunesmith.runs.environment import peak_rss_since_reset_gb, reset_peak_rss
 from tunesmith.trainers import setup
 from tunesmith.trainers.api import Inputs
 from tunesmith.trainers.grpo import GRPO

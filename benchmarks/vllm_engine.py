@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from benchmarks.machine import peak_rss_since_reset_gb, reset_peak_rss
 from benchmarks.workloads import Drawn, Workload, checked
+from tunesmith.runs.environment import peak_rss_since_reset_gb, reset_peak_rss
 
 VARIABLES = MappingProxyType(
     {

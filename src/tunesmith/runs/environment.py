@@ -2,8 +2,10 @@
 
 import fcntl
 import functools
+import gc
 import os
 import platform
+import re
 import resource
 import sys
 import tempfile
@@ -12,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from tunesmith.core.system import SPIN_VARIABLES
+from tunesmith.core.system import SPIN_VARIABLES, trim_memory
 from tunesmith.runs import cgroup
 
 PACKAGES = (
@@ -86,6 +88,29 @@ def peak_rss_gb() -> float:
     # Linux counts ru_maxrss in KiB, macOS in bytes.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+def reset_peak_rss() -> bool:
+    """True if the peak of this process' resident memory now begins anew; free memory is given back before."""
+    gc.collect()
+    if sys.platform != "linux":
+        return False
+    trim_memory()  # where the allocator cannot, what it holds back stays counted
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # proc(5): the high-water mark of resident memory begins again
+    except OSError:
+        return False
+    return True
+
+
+def peak_rss_since_reset_gb() -> float:
+    """Largest resident memory of this process since `reset_peak_rss` or its start, in GB (1e9 bytes).
+
+    Not `getrusage`: there a child begins with the size of the process that started it.
+    """
+    status = Path("/proc/self/status")
+    found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text()) if status.exists() else None
+    return int(found[1]) * 1024 / 1e9 if found else peak_rss_gb()
 
 
 def _cpuinfo() -> dict[str, str]:

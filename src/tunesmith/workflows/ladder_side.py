@@ -5,12 +5,11 @@ So memory is counted apart, no side inherits the allocator's settings of another
 
 import gc
 import math
-import re
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
@@ -26,10 +25,9 @@ from tunesmith.batch.pack import PolicyBatch, PPOBatch, chunks, pack
 from tunesmith.batch.rollout import Group
 from tunesmith.config.schema import PolicyRecipe
 from tunesmith.core.errors import TrainingError, TunesmithError
-from tunesmith.core.system import trim_memory
 from tunesmith.core.trace import trace
 from tunesmith.profiling.meter import metering, usable_cpu
-from tunesmith.runs.environment import peak_rss_gb
+from tunesmith.runs.environment import peak_rss_since_reset_gb, reset_peak_rss
 from tunesmith.trainers import rollouts, setup
 from tunesmith.trainers.api import Inputs
 from tunesmith.trainers.grpo import StepStats
@@ -138,7 +136,7 @@ class Side:
         num_rows, num_columns = after_BT.shape
         change_BT = after_BT - before_BT[:num_rows, :num_columns]
         difference_BT = (before_BT - torch.tensor(lesson.logps)).abs() * batch.sequences.mask_BT
-        _forget_peak()
+        reset_peak_rss()
         return Learnt(
             loss,
             distance,
@@ -166,9 +164,7 @@ class Side:
 
     def peak_gb(self) -> float:
         """Largest resident memory since the lesson, in GB."""
-        status = Path("/proc/self/status")
-        found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text()) if status.exists() else None
-        return int(found[1]) * 1024 / 1e9 if found else peak_rss_gb()
+        return peak_rss_since_reset_gb()
 
     def _loss(self, micro: Any, size: Any, groups: Sequence[Group]) -> torch.Tensor:
         if isinstance(self._learner, PPO):
@@ -204,14 +200,6 @@ def _batch(lesson: Lesson, *, with_values: bool) -> PolicyBatch:
         return PolicyBatch(sequences, old_BT, reference_BT, advantage_BT)
     value_BT, return_BT = (0.1 * noise(shape) * sequences.mask_BT for _ in range(2))
     return PPOBatch(sequences, old_BT, reference_BT, advantage_BT, value_BT, return_BT)
-
-
-def _forget_peak() -> None:
-    """Let the peak of resident memory begin anew, with freed memory given back (Linux, glibc)."""
-    gc.collect()
-    trim_memory()
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
 
 
 class Worker(AbstractContextManager["Worker"]):
