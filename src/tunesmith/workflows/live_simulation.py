@@ -7,6 +7,7 @@
 """
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -135,7 +136,8 @@ def run_simulation(options: SimulationOptions) -> SimulationResult:
             Raters(served.url, tokens, options.traits, options.seed, talk) as raters,
             closing(RunReader.open(folder / "runs.db")) as runs,
         ):
-            wait_until(deadline_s, [served.child, trainer], lambda: has_versions(runs, options.num_versions))
+            last = num_accepted(runs) + (options.num_versions or math.inf)  # the folder may have some already
+            wait_until(deadline_s, [served.child, trainer], lambda: num_accepted(runs) >= last)
         setup.say(f"{raters.num_votes} votes; the base model and the last version are compared", enabled=True)
     result = measured(options, raters, watch)
     RunFolder(folder).write_json("simulation.json", result.to_json())
@@ -212,9 +214,9 @@ def server(folder: Path, *, port: int = 0) -> Iterator[Served]:
         yield Served(facts["url"], facts.get("login_url") or facts["url"], found)
 
 
-def has_versions(runs: RunReader, count: int | None) -> bool:
-    """True once `count` versions were accepted; never, if it is None."""
-    return count is not None and sum(one.version > 0 and one.accepted for one in runs.versions()) >= count
+def num_accepted(runs: RunReader) -> int:
+    """Accepted versions, without the base model."""
+    return sum(one.version > 0 and one.accepted for one in runs.versions())
 
 
 def wait_until(deadline_s: float, watched: Sequence[Child], is_done: Callable[[], bool], poll_s: float = 0.25) -> None:
