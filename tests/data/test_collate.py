@@ -36,7 +36,7 @@ def test_the_sides_of_a_pair_stand_together_and_padding_equal_to_eos_changes_no_
     assert batch.ids_BT.tolist() == [[1, 2, 2], [1, 2, 2], [4, 2, 2], [5, 6, 2]]
     assert batch.lengths_B.tolist() == [3, 2, 1, 2]
     assert (batch.margin_N.tolist(), batch.tie_N.tolist()) == ([0.5, 0.0], [False, True])
-    chosen_N, rejected_N = batch.chosen_and_rejected(torch.arange(4))
+    chosen_N, rejected_N = batch.chosen_N, batch.rejected_N
     assert (chosen_N.tolist(), rejected_N.tolist()) == ([0, 2], [1, 3])
 
 

@@ -92,27 +92,19 @@ class PairBatch:
         """Pairs in the batch."""
         return len(self.tie_N)
 
-    def chosen_and_rejected(self, values_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """One number per sequence as two tensors of shape [N]: those of the chosen and those of the rejected."""
-        return values_B[self.chosen_N], values_B[self.rejected_N]
-
 
 @dataclass(frozen=True, slots=True)
 class RankingBatch:
     """R rankings as B distinct sequences; row `index_RK` of the sequences is the k-th completion of a ranking.
 
-    `rank_RK` is its place, 1 the best, and 0 where a ranking has fewer completions. It stays on the CPU: losses read it
-    there.
+    `rank_RK` is its place, 1 the best. Where a ranking has fewer completions, both are 0. The places stay on the CPU,
+    where losses read them.
     """
 
     ids_BT: torch.Tensor
     lengths_B: torch.Tensor
     index_RK: torch.Tensor
     rank_RK: torch.Tensor
-
-    def by_ranking(self, values_B: torch.Tensor) -> torch.Tensor:
-        """One number per sequence as `[R, K]`; padded with the number of the first sequence."""
-        return values_B[self.index_RK]
 
 
 def pad_right(sequences: Sequence[Sequence[int]], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,7 +3,7 @@
 import difflib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Literal, TypeVar, cast
 
 from tunesmith.core.errors import DataError
@@ -66,10 +66,6 @@ class Tally:
     def __str__(self) -> str:
         listed = ", ".join(f"{kind} {count}" for kind, count in self.reasons.items())
         return f"{self.num_used} of {self.num_rows} rows used" + (f"; dropped: {listed}" if listed else "")
-
-    def to_json(self) -> dict[str, object]:
-        """The figures as JSON types."""
-        return asdict(self)
 
 
 class BadRows:

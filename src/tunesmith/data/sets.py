@@ -67,8 +67,8 @@ class Facts:
     def to_json(self) -> dict[str, object]:
         """The facts as JSON types."""
         return {
-            "tally": self.tally.to_json(),
-            "heldout_tally": self.heldout_tally.to_json() if self.heldout_tally else None,
+            "tally": asdict(self.tally),
+            "heldout_tally": asdict(self.heldout_tally) if self.heldout_tally else None,
             "num_leaks": len(self.leaks),
             "leaks": [asdict(leak) for leak in self.leaks[:100]],
         }

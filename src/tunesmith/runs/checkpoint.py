@@ -196,7 +196,7 @@ class CheckpointWriter:
         than half of the available memory, or `in_background` is off, the call blocks until the checkpoint is written.
         """
         assert self._pending is None, "settle comes before the next begin"
-        if in_background and not self._fits_in_memory(checkpoint.num_bytes):
+        if in_background and psutil.virtual_memory().available < _SPARE * checkpoint.num_bytes:
             in_background = False
             self._once.warning(
                 f"a copy of the checkpoint takes {checkpoint.num_bytes / 1e9:.2f} GB, more than half of the memory "
@@ -228,9 +228,6 @@ class CheckpointWriter:
     def _write(self, checkpoint: Checkpoint) -> None:
         save(self._folder, checkpoint)
         prune(self._folder, self._keep)
-
-    def _fits_in_memory(self, num_bytes: int) -> bool:
-        return psutil.virtual_memory().available >= _SPARE * num_bytes
 
 
 def snapshot(checkpoint: Checkpoint) -> Checkpoint:

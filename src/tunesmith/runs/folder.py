@@ -114,10 +114,6 @@ class RunFolder:
         """Add one line to `metrics.jsonl`."""
         self.append("metrics.jsonl", [{"step": step, **metrics}])
 
-    def append_samples(self, rows: Sequence[Mapping[str, object]]) -> None:
-        """Add one line to `samples.jsonl` for each row."""
-        self.append("samples.jsonl", rows)
-
     def append(self, name: str, rows: Sequence[Mapping[str, object]]) -> None:
         """Add one line to the file `name` for each row.
 

@@ -193,12 +193,13 @@ def read_rows(file: Path) -> list[Row]:
     """The objects of a JSONL file; lines that cannot be read, such as one that a crash cut off, are left out."""
     try:
         with file.open(encoding="utf-8", errors="replace") as lines:
-            return [row for line in lines if (row := _object_in(line)) is not None]
+            return [row for line in lines if (row := object_in(line)) is not None]
     except OSError:
         return []
 
 
-def _object_in(line: str) -> Row | None:
+def object_in(line: str | bytes) -> Row | None:
+    """The JSON object in `line`; None if there is none."""
     try:
         row: object = json.loads(line)
     except (ValueError, RecursionError):

@@ -39,7 +39,8 @@ class Reporter:
         now_s = time.monotonic()
         self._pace.note(done, now_s)
         parts = [format_rate(done - self._pace.first, now_s - self._pace.start_s), self._pace.remaining(self._total)]
-        self._facts = self._facts if facts is None else format_facts(facts)
+        if facts is not None:
+            self._facts = "  ".join(f"{name} {value:.3f}" for name, value in facts.items())
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=done, rate=", ".join(filter(None, parts)), facts=self._facts)
         elif self._enabled and (now_s - self._last_s >= _PLAIN_INTERVAL_S or done >= self._total):
@@ -52,7 +53,7 @@ class Pace:
     """Seconds an item, from the times at which items were finished; `first` of them were finished before `start_s`.
 
     The first time counts for nothing: what is done once, such as compiling, delays it. An interval counts for at most
-    three times the median: a machine that stood still once is not expected to do so again.
+    three times the median: one long pause is not expected to recur.
     """
 
     def __init__(self, first: int = 0, start_s: float | None = None) -> None:
@@ -76,11 +77,6 @@ class Pace:
         """`95 s left`, until `total` items are finished; empty while that would mean nothing."""
         item_s = self.item_s()
         return "" if item_s is None else f"{item_s * (total - self._marks[-1][0]):.0f} s left"
-
-
-def format_facts(facts: Mapping[str, float]) -> str:
-    """Figures after the bar, such as `reward 0.412  kl 3.10`."""
-    return "  ".join(f"{name} {value:.3f}" for name, value in facts.items())
 
 
 def format_rate(done: int, elapsed_s: float) -> str:

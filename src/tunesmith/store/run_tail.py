@@ -17,9 +17,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import BinaryIO
 
-from tunesmith.config.yaml_text import is_mapping
 from tunesmith.core.errors import StoreError, TunesmithError
 from tunesmith.core.log import get_logger
+from tunesmith.runs.listing import object_in
 from tunesmith.runs.lock import HOLDER_FILE, is_locked
 from tunesmith.store.content import MAX_NAME, is_storable
 from tunesmith.store.database import Closeable
@@ -111,7 +111,7 @@ class RunTail:
         rows: list[MetricRow] = []
         step, when = start.step, start.time or _started_at(self._run)
         for line in data.splitlines():
-            values = _object(line)
+            values = object_in(line)
             if values is None:
                 continue
             step = int(_finite(values, "step", step + 1))
@@ -256,21 +256,13 @@ def _whole_lines(file: BinaryIO) -> bytes:
     return data[: data.rfind(b"\n") + 1]
 
 
-def _object(line: bytes) -> Mapping[str, object] | None:
-    try:
-        value: object = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return value if is_mapping(value) else None
-
-
 def _finite(values: Mapping[str, object], name: str, default: float) -> float:
     value = values.get(name)
     return value if isinstance(value, int | float) and math.isfinite(value) else default
 
 
 def _numbers(values: Mapping[str, object]) -> Iterator[tuple[str, float]]:
-    """Names and values of a line's metrics; null stands for a value that is not finite."""
+    """Names and values of a line's metrics; null is a value that is not finite."""
     for name, value in values.items():
         is_name = bool(name.strip()) and len(name) <= MAX_NAME and is_storable(name)
         if name == "step" or not is_name or isinstance(value, bool):

@@ -5,7 +5,7 @@ import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -129,12 +129,6 @@ class SessionState:
     minutes: float
     num_findings: int
 
-    @classmethod
-    def from_checkpoint(cls, found: Checkpoint) -> Self:
-        """Read it from a checkpoint."""
-        values: Any = found.state["session"]
-        return cls(**values)
-
 
 def newest(folder: RunFolder) -> Found:
     """The newest whole checkpoint of a run; unfinished ones are removed first."""
@@ -174,17 +168,15 @@ def check_changes(changes: Mapping[str, tuple[Any, Any]], run_dir: Path) -> None
     Raises:
         RunError: naming each difference.
     """
-    refused = {path: change for path, change in changes.items() if not _may_change(path)}
+    refused = {
+        path: change for path, change in changes.items() if path not in MAY_CHANGE and not path.startswith("alarms.")
+    }
     if refused:
         lines = "\n".join(f"  {path}: {before!r} -> {after!r}" for path, (before, after) in refused.items())
         raise RunError(
             f"{run_dir} cannot be resumed with another recipe:\n{lines}\n"
             f"may change: alarms.*, {', '.join(sorted(MAY_CHANGE))}. Start a new run for anything else"
         )
-
-
-def _may_change(path: str) -> bool:
-    return path in MAY_CHANGE or path.startswith("alarms.")
 
 
 def fingerprint_of_tensors(module: nn.Module) -> str:

@@ -45,7 +45,8 @@ def resume(
     restart.check_changes(changes, run_dir)
     inputs = inputs or Inputs()
     _check_inputs(run_dir, inputs)
-    _check_unfinished(run_dir, old, resolved.recipe)
+    if (run_dir / "result.json").is_file() and old.run.steps == resolved.recipe.run.steps:
+        raise RunError(f"{run_dir} has ended; to train it further, give more steps: --run.steps N")
     if leads():
         _note_resume(run_dir, changes)
     recipe = with_threads(resolved.recipe, run_dir, old.scale.ranks)
@@ -96,11 +97,6 @@ def _check_inputs(run_dir: Path, inputs: Inputs) -> None:
                 f"{run_dir} was given its {name} as Python objects; go on from Python, with "
                 f'`train.resume("{run_dir}", {argument}=...)`'
             )
-
-
-def _check_unfinished(run_dir: Path, old: Recipe, new: Recipe) -> None:
-    if (run_dir / "result.json").is_file() and old.run.steps == new.run.steps:
-        raise RunError(f"{run_dir} has ended; to train it further, give more steps: --run.steps N")
 
 
 def _note_resume(run_dir: Path, changes: Mapping[str, tuple[object, object]]) -> None:

@@ -94,10 +94,11 @@ class Reward:
         """The loss of one micro-batch, divided by `num_items`, and its statistics. Each completion is scored once."""
         if self.as_rankings:
             ranked = setup.sent(collate_rankings(as_rankings(items), pad_id=0), self.uploader)
-            reward_RK = ranked.by_ranking(self.model(ranked.ids_BT, ranked.lengths_B))
+            reward_RK = self.model(ranked.ids_BT, ranked.lengths_B)[ranked.index_RK]
             return plackett_luce(reward_RK, ranked.rank_RK, num_rankings=num_items, center_coef=center_coef)
         batch = setup.sent(collate_pairs(as_pairs(items), pad_id=0), self.uploader)
-        chosen_N, rejected_N = batch.chosen_and_rejected(self.model(batch.ids_BT, batch.lengths_B))
+        reward_B = self.model(batch.ids_BT, batch.lengths_B)
+        chosen_N, rejected_N = reward_B[batch.chosen_N], reward_B[batch.rejected_N]
         margin_N = batch.margin_N if with_margin else None
         return bradley_terry(chosen_N, rejected_N, margin_N, batch.tie_N, num_pairs=num_items, center_coef=center_coef)
 

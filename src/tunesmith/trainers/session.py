@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import takewhile
 from pathlib import Path
+from typing import Any, cast
 
 from tunesmith.config.schema import Recipe, SamplingRecipe
 from tunesmith.core.errors import ProfiledError, RunError, StoppedError, TrainingError
@@ -164,7 +165,7 @@ class Session:
         self.folder.append_metrics(step, row)
         is_due = step == self._job.num_steps or (step - 1) % self.cfg.run.sample_every == 0
         if is_due and (rows := result.samples(step)):
-            self.folder.append_samples(rows)
+            self.folder.append("samples.jsonl", rows)
         for track in self._trackers:
             track(step, row)
         if step % self.cfg.run.log_every == 0:
@@ -251,7 +252,7 @@ class Session:
             self.find(Finding(self.first_step, "checkpoint", "warning", message))
 
     def _take_over(self, checkpoint: Checkpoint) -> None:
-        own = restart.SessionState.from_checkpoint(checkpoint)
+        own = restart.SessionState(**cast(dict[str, Any], checkpoint.state["session"]))
         restart.check_identity(own.identity, self._job.identity, self.folder.path)
         restart.restore(self._job.learner, checkpoint)
         restart.restore_generators(checkpoint.tensors["generators"], own.generators)

@@ -55,7 +55,7 @@ def sums_of_squares(gradients: Sequence[torch.Tensor], *, kernels: Kernels) -> l
     added up in float32.
 
     Raises:
-        NativeUnavailableError: native kernels were chosen and cannot be had.
+        NativeUnavailableError: native kernels were chosen and cannot run.
     """
     is_native = [g.is_contiguous() and library_for(kernels, "adamw", g) is not None for g in gradients]
     native = iter(_sums_natively(list(compress(gradients, is_native)), kernels))
@@ -81,7 +81,7 @@ def _sums_by_torch(gradients: Sequence[torch.Tensor]) -> list[float]:
     norms = [torch.linalg.vector_norm(g, dtype=dtype).double() for g, dtype in zip(gradients, wide, strict=True)]
     # In float32 the squares of numbers above 1e19 are infinite, and those below 1e-19 are nothing.
     return [
-        norm**2 if math.isfinite(norm) and norm > 1e-15 else float(torch_impl.sum_of_squares(gradient))
+        norm**2 if math.isfinite(norm) and norm > 1e-15 else float(gradient.double().square().sum())
         for norm, gradient in zip(torch.stack(norms).tolist(), gradients, strict=True)
     ]
 
@@ -93,7 +93,7 @@ def add_gradient(held: torch.Tensor, gradient: torch.Tensor, *, kernels: Kernels
     One pass over memory; torch's own addition of bfloat16 to float32 takes an order of magnitude longer.
 
     Raises:
-        NativeUnavailableError: native kernels were chosen and cannot be had.
+        NativeUnavailableError: native kernels were chosen and cannot run.
     """
     dense = held.is_contiguous() and gradient.is_contiguous() and held.dtype in (torch.float32, torch.bfloat16)
     library = library_for(kernels, "adamw", gradient) if dense else None
@@ -119,7 +119,7 @@ def adamw(
 
     Raises:
         InputError: shapes or dtypes do not fit.
-        NativeUnavailableError: native kernels were chosen and cannot be had.
+        NativeUnavailableError: native kernels were chosen and cannot run.
     """
     native: list[ParameterUpdate] = []
     by_torch: list[ParameterUpdate] = []

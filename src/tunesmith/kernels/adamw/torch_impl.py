@@ -30,7 +30,7 @@ class FloatMoments:
 class CodedMoments:
     """The same in 8 bits an element, after Dettmers et al. 2022 (arXiv 2110.02861), changed in place.
 
-    `exp_avg` and `exp_avg_sq`: codes, uint8 of the parameter's shape; those of `exp_avg_sq` stand for its root, whose
+    `exp_avg` and `exp_avg_sq`: codes, uint8 of the parameter's shape; those of `exp_avg_sq` encode its root, whose
     range is that of `exp_avg`. `exp_avg_scale_K`, `exp_avg_sq_scale_K`: float32, the largest magnitude of each group.
     """
 
@@ -106,11 +106,6 @@ def adamw(update: ParameterUpdate, settings: AdamWSettings, gradient_factor: flo
         update.weight.copy_(update.master)
     if isinstance(moments, CodedMoments):
         _encode(decoded, moments, update.seed)
-
-
-def sum_of_squares(gradient: torch.Tensor) -> torch.Tensor:
-    """The sum of the squares of all elements, a float64 scalar: finite where all elements are."""
-    return gradient.double().square().sum()
 
 
 def levels(num_bits: int) -> torch.Tensor:
