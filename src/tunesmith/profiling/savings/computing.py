@@ -19,7 +19,10 @@ MICRO_BATCH_TOKENS = 2048
 """Positions of a forward pass beyond which larger micro-batches bring little."""
 
 _SMALL_EFFICIENCY = 0.4
-"""Share of its peak that the fastest dtype reaches: its products end sooner, so what is around them counts."""
+"""Share of its peak that a dtype with matrix units reaches: its products end sooner, so what is around them counts."""
+
+_TWICE = 0.72
+"""Share of the seconds of products that a dtype with twice the peak saves; what is around them moves half the bytes."""
 
 
 def kernels_fallback(f: Facts) -> Saving | None:
@@ -48,12 +51,13 @@ def recomputed_old_policy(f: Facts) -> Saving | None:
 
 
 def _products_saved_s(f: Facts) -> float:
-    """Seconds that matrix products take now, less those at the rate of the best dtype; what is around them stays."""
+    """Seconds that the best dtype saves in matrix products and, where its peak is not far higher, around them."""
     dtype, best = f.text("setup.dtype"), f.text("setup.best_dtype")
     if dtype == best:
         return 0.0
-    ratio = _SMALL_EFFICIENCY * f.number(f"setup.peak_flop_per_s.{best}") / pass_rate(f)
-    return products_s(f) * max(0.0, 1 - 1 / ratio)
+    best_peak = f.number(f"setup.peak_flop_per_s.{best}")
+    saved = 1 - f.number(f"setup.peak_flop_per_s.{dtype}") / best_peak
+    return products_s(f) * max(0.0, min(_TWICE, 2 * _TWICE * saved), 1 - pass_rate(f) / (_SMALL_EFFICIENCY * best_peak))
 
 
 def _old_pass_saved_s(f: Facts) -> float:
