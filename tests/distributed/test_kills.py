@@ -104,13 +104,14 @@ def test_a_run_whose_ranks_are_killed_at_random_times_ends_as_without(expected: 
     assert result(the_run(folder)) == expected
 
 
-def on_a_full_disk(folder: Path) -> None:
-    os.environ[VARIABLE] = "checkpoint/written:disk_full:2"
+def on_a_full_disk(folder: Path, place: str) -> None:
+    os.environ[VARIABLE] = f"{place}:disk_full:2"
     trained(folder)
 
 
-def test_a_full_disk_of_the_rank_that_writes_costs_one_checkpoint(expected: object, tmp_path: Path) -> None:
-    process = context().Process(target=on_a_full_disk, args=(tmp_path / "runs",))
+@pytest.mark.parametrize("place", ["checkpoint/written", "checkpoint/rank_1"])
+def test_a_full_disk_of_one_rank_costs_one_checkpoint(expected: object, tmp_path: Path, place: str) -> None:
+    process = context().Process(target=on_a_full_disk, args=(tmp_path / "runs", place))
     process.start()
     process.join(timeout=120)
     assert process.exitcode == 0

@@ -86,20 +86,32 @@ def test_every_algorithm_trains_on_every_mesh(tmp_path: Path, mesh: tuple[int, i
     assert max(found.values()) < most, found
 
 
+def scale(num_ranks: int, tensor: int = 1, pipeline: int = 1, shard: str = "parameters") -> dict[str, Any]:
+    """A section `scale` that divides parameters among the ranks, if there are several, unless `pipeline` does."""
+    shard = shard if pipeline == 1 else "optimizer"
+    return {"ranks": num_ranks, "tensor": tensor, "pipeline": pipeline, "shard": shard}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("meshes", [[(4, 1), (2, 1), (1, 1), (4, 1)], [(2, 1), (2, 2), (1, 1), (4, 2)]])
-def test_a_run_goes_on_with_another_mesh(tmp_path: Path, meshes: Sequence[tuple[int, int]]) -> None:
+@pytest.mark.parametrize(
+    "meshes",
+    [
+        [scale(4), scale(2), scale(1), scale(4)],
+        [scale(2), scale(2, tensor=2), scale(1), scale(4, tensor=2), scale(3, shard="optimizer")],
+        [scale(4, pipeline=2), scale(2, tensor=2), scale(2, pipeline=2), scale(2, shard="optimizer"), scale(1)],
+    ],
+)
+def test_a_run_goes_on_with_another_mesh(tmp_path: Path, meshes: Sequence[dict[str, Any]]) -> None:
     inputs = Inputs(demonstrations=demonstrations())
 
-    def recipe(num_steps: int, mesh: tuple[int, int], name: str) -> Recipe:
-        scale = {"ranks": mesh[0], "tensor": mesh[1], "shard": "parameters"}
+    def recipe(num_steps: int, mesh: dict[str, Any], name: str) -> Recipe:
         small = {"micro_batch_tokens": 48}
-        return sft_recipe(tmp_path / name, run={"steps": num_steps, "checkpoint_every": 1}, sft=small, scale=scale)
+        return sft_recipe(tmp_path / name, run={"steps": num_steps, "checkpoint_every": 1}, sft=small, scale=mesh)
 
-    whole = run(recipe(1 + len(meshes), (1, 1), "whole"), inputs, progress=False)
+    whole = run(recipe(1 + len(meshes), scale(1), "whole"), inputs, progress=False)
     result = run(recipe(2, meshes[0], "parts"), inputs, progress=False)
-    for num_steps, (num_ranks, tensor) in enumerate(meshes[1:], start=3):
-        changed = {"run.steps": num_steps, "scale.ranks": num_ranks, "scale.tensor": tensor}
+    for num_steps, mesh in enumerate(meshes[1:], start=3):
+        changed = {"run.steps": num_steps, **{f"scale.{key}": value for key, value in mesh.items()}}
         result = resume(result.run_dir, overrides=changed, inputs=inputs, progress=False)
     assert difference(whole, result) < 1e-6
     losses = [[row["loss"] for row in one.metrics] for one in (whole, result)]
@@ -132,6 +144,14 @@ def test_a_rank_holds_its_share_of_the_parameters() -> None:
     found = on_ranks(3, held, shard="parameters")
     assert sum(own for own, _ in found) == found[0][1]
     assert max(own for own, _ in found) < found[0][1] / 3 * 1.1
+
+
+def test_a_rank_writes_its_share_of_a_checkpoint(tmp_path: Path) -> None:
+    cfg = sft_recipe(tmp_path, run={"steps": 1, "checkpoint_every": 1}, scale=scale(2))
+    run_dir = run(cfg, Inputs(demonstrations=demonstrations()), progress=False).run_dir
+    sizes = [file.stat().st_size for file in run_dir.glob("checkpoints/step-000001/*.distcp")]
+    assert len(sizes) == 2 and max(sizes) < 0.55 * sum(sizes)
+    assert not list(run_dir.glob("checkpoints/step-000001/policy.safetensors"))
 
 
 @pytest.mark.parametrize(

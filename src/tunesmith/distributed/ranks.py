@@ -9,7 +9,7 @@ those of one process, and only gradients are summed in an order of their own. Ra
 import io
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -155,6 +155,14 @@ def data_rank() -> int:
     return 0 if ranks is None else ranks.data
 
 
+@contextmanager
+def together(name: str) -> Iterator[None]:
+    """A block in which torch lets the ranks exchange something; as `Ranks.collective`."""
+    ranks = _RANKS.get()
+    with nullcontext() if ranks is None else ranks.collective(name):
+        yield
+
+
 def share_of(items: Sequence[T], *, all_ranks: bool = False) -> Sequence[T]:
     """The part of `items` that this rank computes: consecutive ones, as many as each other rank's but for one.
 
@@ -292,33 +300,10 @@ def of_all_stages(parts: Sequence[T], name: str) -> list[T]:
     return _gathered(ranks, parts, name, ranks.mesh.get_group("stage"))
 
 
-def stages_by_first(part: T, name: str) -> list[T]:
-    """The part of each stage of this rank's pipeline, on its first; `part` on the others, and without a pipeline."""
-    ranks = _RANKS.get()
-    if ranks is None or ranks.stages is None or ranks.mesh is None:
-        return [part]
-    is_first = ranks.stages.index == 0
-    received: list[Any] | None = [None] * ranks.stages.count if is_first else None
-    with ranks.collective(name):
-        dist.gather_object(part, received, group=ranks.mesh.get_group("stage"), group_dst=0)
-    return received or [part]
-
-
 def stages() -> Stages | None:
     """The pipeline that this rank is a stage of; None if it has all layers."""
     ranks = _RANKS.get()
     return None if ranks is None else ranks.stages
-
-
-def gathered_by_first(part: T, name: str) -> list[T]:
-    """The part of each rank, on rank 0 and its tensor-parallel group; empty on the others."""
-    ranks = _RANKS.get()
-    if ranks is None:
-        return [part]
-    received: list[Any] | None = [None] * ranks.num_data if ranks.data == 0 else None
-    with ranks.collective(name):
-        dist.gather_object(part, received, group=ranks.data_group, group_dst=0)
-    return received or []
 
 
 def add_to(owner: int, tensor: torch.Tensor, name: str) -> None:

@@ -8,7 +8,7 @@ over memory: the norm, which also detects non-finite gradients, then clipping, m
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -178,7 +178,7 @@ class MasterAdamW:
     def state_dict(self) -> OptimizerState:
         """The state, with the live tensors: write or copy them before the next step.
 
-        Every rank must call it; rank 0 gets the whole.
+        With several ranks these are the parts that this one holds, as `distributed/shards.py` writes them.
         """
         scalars: dict[str, float] = {name: getattr(self, name) for name in _COUNTS}
         if self._scale is not None:
@@ -186,10 +186,13 @@ class MasterAdamW:
         return OptimizerState(self._slots.state(), scalars)
 
     @torch.no_grad()
-    def load_state_dict(self, state: OptimizerState) -> None:
+    def load_state_dict(
+        self, state: OptimizerState, read: Callable[[Mapping[str, torch.Tensor]], None] | None = None
+    ) -> None:
         """Restore a state, so that the run continues exactly; load the weights first.
 
-        16-bit weights are set from their masters. `weight_version` moves to a number that was not in use before.
+        16-bit weights are set from their masters. With `read` the tensors of `state` are meta tensors, and `read` fills
+        those of `state_dict`. `weight_version` moves to a number that was not in use before.
         Raises CheckpointError, with nothing changed, if the state belongs to other parameters.
         """
         state = OptimizerState(self._slots.own_state(state.tensors), state.scalars)
@@ -199,7 +202,15 @@ class MasterAdamW:
             prefix, _, name = key.partition("/")
             by_slot[name][prefix] = tensor
         for slot in self._slots:
-            slot.restore(by_slot[slot.name], coded=self._coded)
+            if read is None:
+                slot.restore(by_slot[slot.name], coded=self._coded)
+            else:
+                slot.begin_restore(by_slot[slot.name], coded=self._coded)
+        if read is not None:
+            held = self._slots.state()
+            read(held)
+            for slot in self._slots:
+                slot.num_updates = int(held.get(f"num_updates/{slot.name}", 0))
         self.zero_grad()
         scalars = {name: int(state.scalars[name]) for name in _COUNTS}
         self.num_steps = scalars["num_steps"]

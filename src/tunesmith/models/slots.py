@@ -8,11 +8,10 @@ which updates its elements and sends the new weights to the others. A parameter 
 
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress, product
-from typing import cast
 
 import torch
 from torch import nn
@@ -21,7 +20,8 @@ from torch.nn.functional import pad
 
 from tunesmith.config.sections import OptimizerSection
 from tunesmith.distributed import ranks
-from tunesmith.distributed.shares import gathered_like, local, own_part, ranges_of
+from tunesmith.distributed.shards import Elements
+from tunesmith.distributed.shares import local, own_part, ranges_of
 from tunesmith.kernels.adamw.api import add_gradient, sums_of_squares
 from tunesmith.kernels.adamw.torch_impl import CODED, CodedMoments, Moments, ParameterUpdate, zero_moments
 from tunesmith.kernels.native import Kernels
@@ -177,6 +177,29 @@ class Slot:
             start=self.own.start if self.own else 0,
         )
 
+    def placed(self) -> dict[str, torch.Tensor]:
+        """As `tensors`; where ranks divide the parameter, with the place of each in the whole."""
+        found, parameter = self.tensors(), self.parameter
+        if isinstance(parameter, DTensor):
+            mesh, placements, shape = parameter.device_mesh, parameter.placements, parameter.shape
+            return {
+                name: tensor
+                if name == "num_updates"
+                else DTensor.from_local(tensor, mesh, placements, shape=shape, stride=parameter.stride())
+                for name, tensor in found.items()
+            }
+        if self.own is None:
+            return found
+        start, num_groups = self.own.start, -(-parameter.numel() // CODED)
+        return {
+            name: tensor
+            if name == "num_updates"
+            else Elements(tensor, start // CODED, (num_groups,))
+            if name.endswith("_scale")
+            else Elements(tensor, start, parameter.shape)
+            for name, tensor in found.items()
+        }
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """The live tensors of the state, by key prefix."""
         found = {"master": self.master} if self.has_master else {}
@@ -190,6 +213,10 @@ class Slot:
         moments = _named(zero_moments(like, coded=coded))
         return {f"{prefix}/{self.name}": t for prefix, t in {**moments, "num_updates": torch.tensor(0.0)}.items()}
 
+    def begin_restore(self, names: Collection[str], *, coded: bool) -> None:
+        """Make room for those tensors of a state, or forget them where it has none."""
+        self.num_updates, self.moments = 0, zero_moments(self.master, coded=coded) if "exp_avg" in names else None
+
     def restore(self, tensors: Mapping[str, torch.Tensor], *, coded: bool) -> None:
         """Restore the state from `tensors`, those of the whole parameter."""
         if self.has_master:
@@ -202,22 +229,6 @@ class Slot:
                 whole, first = tensors[name], self.own.start // CODED if self.own else 0
                 is_scale = name.endswith("_scale")
                 tensor.copy_(whole[first : first + len(tensor)] if is_scale else self.part(whole))
-
-    def joined(self, parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """The state of the whole parameter, from `tensors()` of each rank."""
-        whole: dict[str, torch.Tensor] = {}
-        for name, first in parts[0].items():
-            tensor = first if name == "num_updates" else torch.cat([part[name] for part in parts])
-            whole[name] = tensor if name.endswith(("_scale", "updates")) else tensor.view(self.parameter.shape)
-        return whole
-
-    def gathered(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The state of a divided parameter as a whole on rank 0, from the `tensors()` of all; else nothing."""
-        found, parameter = dict[str, torch.Tensor](), cast(DTensor, self.parameter)
-        for name, tensor in tensors.items() if self.is_divided else ():
-            whole = tensor if name == "num_updates" else gathered_like(tensor, parameter)
-            found |= {name: whole} if ranks.rank() == 0 else {}
-        return found
 
     def _collect(self, parameter: torch.Tensor) -> None:
         if parameter.grad is None:
@@ -339,25 +350,9 @@ class Slots(Sequence[Slot]):
                     part.copy_(new)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The state of all parameters, by prefix and name: the live tensors, or with several ranks copies of the whole
-        on rank 0 and nothing on the others, which must call it too.
-        """
-        own = [slot.tensors() if slot.parameter.numel() else {} for slot in self._slots]
-        if ranks.num_data() > 1 or any(slot.is_divided for slot in self._slots):
-            plain = [{} if slot.is_divided else tensors for slot, tensors in zip(self._slots, own, strict=True)]
-            parts = ranks.gathered_by_first(plain, "optimizer state")
-            gathered = [slot.gathered(tensors) for slot, tensors in zip(self._slots, own, strict=True)]
-            own = [
-                gathered[i] if slot.is_divided else slot.joined([part[i] for part in parts])
-                for i, slot in enumerate(self._slots)
-                if parts
-            ]
-        state = {
-            f"{prefix}/{slot.name}": tensor
-            for slot, tensors in zip(self._slots, own, strict=False)
-            for prefix, tensor in tensors.items()
-        }
-        return {key: tensor for part in ranks.stages_by_first(state, "optimizer state") for key, tensor in part.items()}
+        """The live tensors of the state of all parameters that this process holds, by prefix and name."""
+        held = [(slot, slot.placed()) for slot in self._slots if slot.parameter.numel()]
+        return {f"{prefix}/{slot.name}": tensor for slot, tensors in held for prefix, tensor in tensors.items()}
 
     def own_state(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Those of `tensors`, a state of all parameters, whose parameters this pipeline stage holds."""

@@ -4,6 +4,7 @@ checkpoints/step-000010/
   manifest.json          version, step, and size and SHA-256 of every other file
   state.json             numbers and strings
   <name>.safetensors     one file for each group of tensors
+  *.distcp, .metadata    instead, of several ranks: the parts that each wrote, by torch.distributed.checkpoint
 """
 
 import hashlib
@@ -31,12 +32,16 @@ _ASIDE = "tmp-"
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Contents of one checkpoint: tensors by file name, JSON state, and a score (higher is better, None if unknown)."""
+    """Contents of one checkpoint: tensors by file name, JSON state, and a score (higher is better, None if unknown).
+
+    `parts`: the folder in which several ranks wrote other tensors (`distributed/shards.py`).
+    """
 
     step: int
     tensors: Mapping[str, Mapping[str, torch.Tensor]]
     state: Mapping[str, object]
     score: float | None = None
+    parts: Path | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -59,10 +64,11 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
         CheckpointError: if it cannot be written, as on a full disk; the partial files are removed.
     """
     final = step_folder(folder, checkpoint.step)
-    aside = folder / f"{_ASIDE}{checkpoint.step:06d}-{os.getpid()}"
+    aside = checkpoint.parts or aside_folder(folder, checkpoint.step)
     try:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
+        if checkpoint.parts is None:
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
         _write(aside, checkpoint)
         if final.exists():
             shutil.rmtree(final)
@@ -77,6 +83,11 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
             f"{checkpoint.num_bytes / 1e9:.2f} GB, or choose another run.dir"
         ) from error
     return final
+
+
+def aside_folder(folder: Path, step: int) -> Path:
+    """The folder in which the checkpoint of `step` is written until it is whole."""
+    return folder / f"{_ASIDE}{step:06d}-{os.getpid()}"
 
 
 def prune(folder: Path, keep: int) -> None:
@@ -125,7 +136,8 @@ def load(path: Path) -> Checkpoint:
         state = json.loads((path / "state.json").read_text())
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); use an older checkpoint") from error
-    return Checkpoint(manifest["step"], tensors, state, manifest.get("score"))
+    parts = path if ".metadata" in manifest["files"] else None
+    return Checkpoint(manifest["step"], tensors, state, manifest.get("score"), parts)
 
 
 def _write(aside: Path, checkpoint: Checkpoint) -> None:

@@ -4,6 +4,7 @@ import hashlib
 import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch
 from torch import nn
 
 from tunesmith.core.errors import CheckpointError, RunError
-from tunesmith.distributed.ranks import gathered, rank, stages, tell
+from tunesmith.distributed import shards
+from tunesmith.distributed.ranks import gathered, num_ranks, stages, tell
 from tunesmith.distributed.shares import local, own_part, whole
 from tunesmith.models.lora import trained_parameters
 from tunesmith.models.optimizer import OptimizerState
@@ -23,39 +25,46 @@ from tunesmith.runs.folder import RunFolder
 from tunesmith.trainers.api import Learner
 
 STATE = "state"
-"""The order to send the contents of a checkpoint."""
+"""The order to write the contents of a checkpoint."""
+
+RESTORE = "restore"
+"""The order to load them."""
 
 WHOLE = "whole"
 """The order to send parameters that ranks divide, once training has ended."""
 
 
-def contents(learner: Learner) -> tuple[dict[str, Mapping[str, torch.Tensor]], dict[str, object]]:
+def contents(
+    learner: Learner, parts: Path | None = None
+) -> tuple[dict[str, Mapping[str, torch.Tensor]], dict[str, object]]:
     """Everything that training changes: tensors by file name and name, and JSON values. The tensors are not copied.
 
-    Other ranks, which call it too, send rank 0 their shares of the optimizer's state and of divided parameters.
-
+    Several ranks, which all call it, write the tensors to the folder `parts`, each its own; then there are none here.
     Frozen parameters are not included: they are part of the run's identity, and loaded by the model's name.
+
+    Raises:
+        CheckpointError: a rank could not write.
     """
-    tell(STATE)
+    tell(STATE, parts)
     for module in learner.modules.values():
         free_gathered(module)
     optimizer = learner.optimizer.state_dict()
     tensors: dict[str, Mapping[str, torch.Tensor]] = {
-        name: _of_all_ranks(trained_parameters(module)) for name, module in learner.modules.items()
+        name: trained_parameters(module) for name, module in learner.modules.items()
     }
     tensors["optimizer"] = optimizer.tensors
     values: dict[str, object] = {name: dict(counter.state_dict()) for name, counter in learner.counters.items()}
+    if parts is not None and num_ranks() > 1:
+        named = {f"{name}/{key}": tensor for name, group in tensors.items() for key, tensor in group.items()}
+        shards.write(parts, {name: tensor for name, tensor in named.items() if tensor.numel()})
+        tensors = {}
     return tensors, {**values, "optimizer": dict(optimizer.scalars)}
 
 
-def _of_all_ranks(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The parameters, divided ones gathered; nothing on ranks above 0, so that no other holds all of them."""
-    found: dict[str, torch.Tensor] = {}
-    for name, parameter in parameters.items():
-        tensor = whole(parameter)
-        if rank() == 0:
-            found[name] = tensor
-    return found
+def num_bytes(learner: Learner) -> int:
+    """Bytes of the weights of a checkpoint, with the float32 masters of those in 16 bits, and without moments."""
+    trained = [p for module in learner.modules.values() for p in trained_parameters(module).values()]
+    return sum(p.numel() * (p.element_size() + (4 if p.element_size() < 4 else 0)) for p in trained)
 
 
 @torch.no_grad()
@@ -66,9 +75,12 @@ def restore(learner: Learner, found: Checkpoint) -> None:
         CheckpointError: if it belongs to another model.
     """
     values: Any = found.state
+    tensors, parts = dict(found.tensors), dict[str, torch.Tensor]()
+    if found.parts is not None:
+        tensors |= shards.described(found.parts)
     for name, module in learner.modules.items():
         free_gathered(module)
-        parameters, saved = dict(module.named_parameters()), found.tensors.get(name, {})
+        parameters, saved = dict(module.named_parameters()), tensors.get(name, {})
         # Checkpoints of earlier versions hold frozen parameters too.
         needed = {key: p.shape for key, p in parameters.items() if p.requires_grad or key in saved}
         if stages() is not None:  # the others are in other pipeline stages
@@ -76,11 +88,23 @@ def restore(learner: Learner, found: Checkpoint) -> None:
         if needed != {key: tensor.shape for key, tensor in saved.items()}:
             raise CheckpointError(f"the checkpoint's `{name}` has other parameters; resume with the run's own recipe")
         for key, tensor in saved.items():
-            if parameters[key].numel():
+            if not parameters[key].numel():
+                continue
+            if tensor.is_meta:
+                parts[f"{name}/{key}"] = parameters[key]
+            else:
                 local(parameters[key]).copy_(own_part(tensor, parameters[key]))
-    learner.optimizer.load_state_dict(OptimizerState(found.tensors["optimizer"], values["optimizer"]))
+    read = None
+    if found.parts is not None:
+        shards.read(found.parts, parts)
+        read = partial(_read_optimizer, found.parts)
+    learner.optimizer.load_state_dict(OptimizerState(tensors["optimizer"], values["optimizer"]), read)
     for name, counter in learner.counters.items():
         counter.load_state_dict(values[name])
+
+
+def _read_optimizer(folder: Path, held: Mapping[str, torch.Tensor]) -> None:
+    shards.read(folder, {f"optimizer/{key}": tensor for key, tensor in held.items()})
 
 
 MAY_CHANGE = frozenset(

@@ -5,7 +5,7 @@ here.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from tunesmith.config.schema import Recipe, SamplingRecipe
-from tunesmith.core.errors import RunError, ServerError
+from tunesmith.core.errors import CheckpointError, RunError, ServerError
 from tunesmith.core.seeds import derive
 from tunesmith.core.trace import span
 from tunesmith.data.sets import Sets
@@ -27,7 +27,6 @@ from tunesmith.models.language_model import model_of_recipe
 from tunesmith.rollout.factory import open_engine
 from tunesmith.runs import checkpoint
 from tunesmith.runs.environment import peak_rss_gb
-from tunesmith.runs.manifest import step_folder
 from tunesmith.trainers import restart, setup
 from tunesmith.trainers.api import Inputs, Learner, Listener, Metrics, StepResult
 from tunesmith.trainers.best_of_n import BestOfN
@@ -175,8 +174,6 @@ def lead(
     identity = {**agreed(task.prepare(learner, progress)), "the device": device.type}
     with open_run(Job(learner, task.num_steps, identity, *asked), data=task.data.facts) as session:
         rates = partial(rates_of, cfg, estimate, device)
-        if session.first_step:
-            tell("restore", step_folder(session.folder.checkpoints, session.first_step).absolute())
         with session.working():
             session.folder.write_json("setup.json", computing(cfg, learner, estimate))
         if progress and (num_left := task.num_steps - session.first_step):
@@ -210,7 +207,7 @@ def follow(cfg: Recipe, inputs: Inputs, algorithm: type[PolicyLearner] | None) -
     agreed(task.prepare(learner, False))
     result: Any = None
     for order, arguments in orders():
-        if order == "restore":
+        if order == restart.RESTORE:
             restart.restore(learner, checkpoint.load(*arguments))
         elif order == "step":
             computed_step(cfg, task, learner, *arguments)
@@ -219,7 +216,8 @@ def follow(cfg: Recipe, inputs: Inputs, algorithm: type[PolicyLearner] | None) -
         elif order == "measure":
             task.measure(learner, *arguments)
         elif order == restart.STATE:
-            restart.contents(learner)
+            with suppress(CheckpointError):  # rank 0 records it
+                restart.contents(learner, *arguments)
         elif order == restart.WHOLE:
             make_whole(learner.modules)
         elif order == END:

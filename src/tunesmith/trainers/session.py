@@ -14,20 +14,22 @@ from pathlib import Path
 from typing import Any, cast
 
 from tunesmith.config.schema import Recipe, SamplingRecipe
-from tunesmith.core.errors import ProfiledError, RunError, StoppedError, TrainingError
+from tunesmith.core.errors import CheckpointError, ProfiledError, RunError, StoppedError, TrainingError
 from tunesmith.core.log import get_logger
 from tunesmith.core.trace import Trace, span, trace
 from tunesmith.data.sets import Facts
+from tunesmith.distributed.ranks import num_ranks, tell
 from tunesmith.profiling.diagnosis import slow_findings
 from tunesmith.profiling.meter import Meter, metering
 from tunesmith.profiling.recorder import StepProfiler
 from tunesmith.profiling.stage import Stage
 from tunesmith.profiling.watchdog import watched
 from tunesmith.reports.html import write_run_report
-from tunesmith.runs.checkpoint import Checkpoint, CheckpointWriter
+from tunesmith.runs.checkpoint import Checkpoint, CheckpointWriter, aside_folder
 from tunesmith.runs.environment import peak_rss_gb, rss_gb
 from tunesmith.runs.folder import RunFolder
 from tunesmith.runs.lock import RunLock
+from tunesmith.runs.manifest import step_folder
 from tunesmith.runs.progress import Reporter, progress
 from tunesmith.runs.trackers import Track, check_trackers, tracking
 from tunesmith.schema.records import Finding
@@ -254,6 +256,7 @@ class Session:
     def _take_over(self, checkpoint: Checkpoint) -> None:
         own = restart.SessionState(**cast(dict[str, Any], checkpoint.state["session"]))
         restart.check_identity(own.identity, self._job.identity, self.folder.path)
+        tell(restart.RESTORE, step_folder(self.folder.checkpoints, checkpoint.step).absolute())
         restart.restore(self._job.learner, checkpoint)
         restart.restore_generators(checkpoint.tensors["generators"], own.generators)
         self.folder.cut_logs(own.log_sizes)
@@ -286,7 +289,13 @@ class Session:
 
     def _save(self) -> None:
         """Start writing a checkpoint of the current state."""
-        tensors, trainer_state = restart.contents(self._job.learner)
+        parts = aside_folder(self.folder.checkpoints, self.num_done) if num_ranks() > 1 else None
+        try:
+            tensors, trainer_state = restart.contents(self._job.learner, parts)
+        except CheckpointError as error:
+            self.find(Finding(self.num_done, "checkpoint", "error", str(error)))
+            shutil.rmtree(parts or "", ignore_errors=True)
+            return
         generators, values = restart.capture_generators()
         own = restart.SessionState(
             identity=self._job.identity,
@@ -297,7 +306,7 @@ class Session:
             num_findings=self._num_findings,
         )
         state = {**trainer_state, "session": asdict(own)}
-        checkpoint = Checkpoint(self.num_done, {**tensors, "generators": generators}, state, self._score())
+        checkpoint = Checkpoint(self.num_done, {**tensors, "generators": generators}, state, self._score(), parts)
         self._writer.begin(checkpoint, in_background=self.cfg.run.checkpoint_in_background)
 
     def _settle(self) -> None:
@@ -370,8 +379,7 @@ def require_space(folder: Path, learner: Learner, num_checkpoints: int) -> None:
     place = next((path for path in (folder, *folder.absolute().parents) if path.exists()), Path("/"))
     if not os.access(place, os.W_OK):
         raise RunError(f"{place} cannot be written; choose another folder with --run.dir")
-    tensors, _ = restart.contents(learner)
-    weights = Checkpoint(0, tensors, {}).num_bytes
+    weights = restart.num_bytes(learner)
     # A checkpoint also holds the moments of each trained number; one more is being written while the others exist.
     each = weights + learner.optimizer.moment_bytes
     needed = weights + (each * (num_checkpoints + 2) if num_checkpoints else 0)
