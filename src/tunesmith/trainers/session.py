@@ -18,7 +18,7 @@ from tunesmith.core.errors import CheckpointError, ProfiledError, RunError, Stop
 from tunesmith.core.log import get_logger
 from tunesmith.core.trace import Trace, span, trace
 from tunesmith.data.sets import Facts
-from tunesmith.distributed.ranks import num_ranks, tell
+from tunesmith.distributed.ranks import num_ranks, stages, tell
 from tunesmith.profiling.diagnosis import slow_findings
 from tunesmith.profiling.meter import Meter, metering
 from tunesmith.profiling.recorder import StepProfiler
@@ -289,7 +289,7 @@ class Session:
 
     def _save(self) -> None:
         """Start writing a checkpoint of the current state."""
-        parts = aside_folder(self.folder.checkpoints, self.num_done) if num_ranks() > 1 else None
+        parts = aside_folder(self.folder.checkpoints.absolute(), self.num_done) if num_ranks() > 1 else None
         try:
             tensors, trainer_state = restart.contents(self._job.learner, parts)
         except CheckpointError as error:
@@ -379,9 +379,11 @@ def require_space(folder: Path, learner: Learner, num_checkpoints: int) -> None:
     place = next((path for path in (folder, *folder.absolute().parents) if path.exists()), Path("/"))
     if not os.access(place, os.W_OK):
         raise RunError(f"{place} cannot be written; choose another folder with --run.dir")
-    weights = restart.num_bytes(learner)
+    pipeline = stages()
+    num_stages = 1 if pipeline is None else pipeline.count  # about as large as this one
+    weights = restart.num_bytes(learner) * num_stages
     # A checkpoint also holds the moments of each trained number; one more is being written while the others exist.
-    each = weights + learner.optimizer.moment_bytes
+    each = weights + learner.optimizer.moment_bytes * num_stages
     needed = weights + (each * (num_checkpoints + 2) if num_checkpoints else 0)
     free = shutil.disk_usage(place).free
     if free < needed:
