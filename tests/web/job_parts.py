@@ -51,11 +51,15 @@ def add_until_killed(folder: Path, fault: str) -> None:
     wait_for(lambda: False)
 
 
+def running(jobs: Path) -> list[int]:
+    """Ids of the processes of the jobs in the folder `jobs`."""
+    return [int(text) for lock in jobs.glob("*/run.lock") if is_locked(lock.parent) and (text := lock.read_bytes())]
+
+
 def kill_runs(jobs: Path) -> None:
     """Kill the processes of the jobs in the folder `jobs`."""
-    for lock in jobs.glob("*/run.lock"):
-        if is_locked(lock.parent) and (number := lock.read_bytes()):
-            os.killpg(int(number), signal.SIGKILL)
+    for process in running(jobs):
+        os.killpg(process, signal.SIGKILL)
 
 
 def wait_for(holds, seconds: float = 30.0):

@@ -10,10 +10,9 @@ from contextlib import suppress
 
 import pytest
 
-from job_parts import kill_runs, wait_for
+from job_parts import kill_runs, running, wait_for
 from server_parts import Client, pairs
 from test_votes_survive import effective_verdicts
-from tunesmith.runs.lock import is_locked
 from tunesmith.web.access import API
 
 NUM_KILLS = 50
@@ -37,11 +36,6 @@ def sent(client: Client, method: str, path: str, body: dict, key: str) -> dict:
                 assert answer.status < 300, answer.body
                 return answer.json
         time.sleep(0.2)
-
-
-def running(jobs) -> list[int]:
-    """Ids of the processes of the jobs in this folder."""
-    return [int(text) for lock in jobs.glob("*/run.lock") if is_locked(lock.parent) and (text := lock.read_bytes())]
 
 
 def test_fifty_kills_lose_and_double_nothing(studio, serve, visit, tmp_path):

@@ -177,28 +177,19 @@ class Slot:
             start=self.own.start if self.own else 0,
         )
 
-    def placed(self) -> dict[str, torch.Tensor]:
-        """As `tensors`; where ranks divide the parameter, with the place of each in the whole."""
-        found, parameter = self.tensors(), self.parameter
+    def placed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """One of `tensors`, `name` its prefix; where ranks divide it, with its place in the whole."""
+        parameter = self.parameter
+        if name == "num_updates":
+            return tensor
         if isinstance(parameter, DTensor):
-            mesh, placements, shape = parameter.device_mesh, parameter.placements, parameter.shape
-            return {
-                name: tensor
-                if name == "num_updates"
-                else DTensor.from_local(tensor, mesh, placements, shape=shape, stride=parameter.stride())
-                for name, tensor in found.items()
-            }
+            mesh, shape, stride = parameter.device_mesh, parameter.shape, parameter.stride()
+            return DTensor.from_local(tensor, mesh, parameter.placements, shape=shape, stride=stride)
         if self.own is None:
-            return found
-        start, num_groups = self.own.start, -(-parameter.numel() // CODED)
-        return {
-            name: tensor
-            if name == "num_updates"
-            else Elements(tensor, start // CODED, (num_groups,))
-            if name.endswith("_scale")
-            else Elements(tensor, start, parameter.shape)
-            for name, tensor in found.items()
-        }
+            return tensor
+        if name.endswith("_scale"):
+            return Elements(tensor, self.own.start // CODED, (-(-parameter.numel() // CODED),))
+        return Elements(tensor, self.own.start, parameter.shape)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The live tensors of the state, by key prefix."""
@@ -222,9 +213,9 @@ class Slot:
         if self.has_master:
             self.master.copy_(self.part(tensors["master"]))
             self.parameter.detach().copy_(tensors["master"])
-        self.moments, self.num_updates = None, 0
-        if "exp_avg" in tensors:
-            self.moments, self.num_updates = zero_moments(self.master, coded=coded), int(tensors["num_updates"])
+        self.begin_restore(tensors, coded=coded)
+        if self.moments is not None:
+            self.num_updates = int(tensors["num_updates"])
             for name, tensor in _named(self.moments).items():
                 whole, first = tensors[name], self.own.start // CODED if self.own else 0
                 is_scale = name.endswith("_scale")
@@ -351,8 +342,12 @@ class Slots(Sequence[Slot]):
 
     def state(self) -> dict[str, torch.Tensor]:
         """The live tensors of the state of all parameters that this process holds, by prefix and name."""
-        held = [(slot, slot.placed()) for slot in self._slots if slot.parameter.numel()]
-        return {f"{prefix}/{slot.name}": tensor for slot, tensors in held for prefix, tensor in tensors.items()}
+        return {
+            f"{prefix}/{slot.name}": slot.placed(prefix, tensor)
+            for slot in self._slots
+            if slot.parameter.numel()
+            for prefix, tensor in slot.tensors().items()
+        }
 
     def own_state(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Those of `tensors`, a state of all parameters, whose parameters this pipeline stage holds."""

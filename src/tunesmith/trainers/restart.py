@@ -14,7 +14,7 @@ from torch import nn
 
 from tunesmith.core.errors import CheckpointError, RunError
 from tunesmith.distributed import shards
-from tunesmith.distributed.ranks import gathered, num_ranks, stages, tell
+from tunesmith.distributed.ranks import gathered, stages, tell
 from tunesmith.distributed.shares import local, own_part, whole
 from tunesmith.models.lora import trained_parameters
 from tunesmith.models.optimizer import OptimizerState
@@ -54,7 +54,7 @@ def contents(
     }
     tensors["optimizer"] = optimizer.tensors
     values: dict[str, object] = {name: dict(counter.state_dict()) for name, counter in learner.counters.items()}
-    if parts is not None and num_ranks() > 1:
+    if parts is not None:
         named = {f"{name}/{key}": tensor for name, group in tensors.items() for key, tensor in group.items()}
         shards.write(parts, {name: tensor for name, tensor in named.items() if tensor.numel()})
         tensors = {}

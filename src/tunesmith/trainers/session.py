@@ -294,7 +294,8 @@ class Session:
             tensors, trainer_state = restart.contents(self._job.learner, parts)
         except CheckpointError as error:
             self.find(Finding(self.num_done, "checkpoint", "error", str(error)))
-            shutil.rmtree(parts or "", ignore_errors=True)
+            if parts is not None:
+                shutil.rmtree(parts, ignore_errors=True)
             return
         generators, values = restart.capture_generators()
         own = restart.SessionState(
