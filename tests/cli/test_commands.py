@@ -9,6 +9,7 @@ import pytest
 from tunesmith.cli.main import main
 from tunesmith.cli.output import as_plain, reporting
 from tunesmith.core.log import visible
+from tunesmith.runs.folder import RUN_ID
 
 Capture = pytest.CaptureFixture[str]
 
@@ -83,6 +84,26 @@ def test_preferences_are_learnt_directly_shown_and_gone_on_with(
     assert answer(capsys)["steps"] == 3
     assert main(["train", "dpo", "--model", "tiny:llama", "--pairs", "mine.jsonl", "--dpo.loss", "robust"]) == 2
     assert "robust needs label_smoothing" in capsys.readouterr().err
+
+
+def test_a_run_with_an_id_is_started_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    monkeypatch.setenv(RUN_ID, "")  # put back at the end
+    words = ["train", "grpo", "--model", "tiny:llama", "--reward", "unique_chars", "--run.dir", str(tmp_path), "--json"]
+    words += ["--rollout.prompts-per-step", "2", "--rollout.completions-per-prompt", "2", "--run-id", "job_7"]
+    words += ["--rollout.max-new-tokens", "4"]
+    assert main([*words, "--steps", "1"]) == 0
+    first = answer(capsys)
+    assert str(first["run_dir"]).endswith("-grpo-job_7")
+    assert main([*words, "--steps", "1"]) == 0
+    assert answer(capsys) == first  # it has ended, so it is only read
+    assert main([*words, "--steps", "2"]) == 0
+    more = answer(capsys)
+    assert (more["run_dir"], more["steps"]) == (first["run_dir"], 2)
+    assert main([*words, "--steps", "2", "--rollout.max-new-tokens", "5"]) == 2
+    assert "rollout.max_new_tokens: 4 -> 5" in capsys.readouterr().err
+    assert main([*words, "--run-id", "a/b"]) == 2
+    assert "letters, digits and _" in capsys.readouterr().err
+    assert [str(path) for path in tmp_path.iterdir()] == [first["run_dir"]]
 
 
 def test_supervised_fine_tuning_trains_shows_and_goes_on(

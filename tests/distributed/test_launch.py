@@ -7,10 +7,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -20,6 +21,7 @@ from recipes import PROMPTS, demonstrations, grpo_recipe, sft_recipe, training
 
 from tunesmith.config.schema import SFTRecipe
 from tunesmith.core.errors import InputError, TrainingError
+from tunesmith.core.faults import VARIABLE
 from tunesmith.distributed import launch, ranks
 from tunesmith.distributed.ranks import gathered, rank, share_of
 from tunesmith.trainers.api import Inputs
@@ -115,18 +117,43 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path, ranks: Seque
     assert [row["loss"] for row in whole.metrics] == [row["loss"] for row in result.metrics]
 
 
-@pytest.mark.slow
-def test_the_processes_of_torchrun_are_used(tmp_path: Path) -> None:
+def torchrun(folder: Path, num_ranks: int, *options: str, **environment: str) -> Mapping[str, Any]:
+    """What `train sft` prints under torchrun: of one process, since the others print nothing."""
     rows = [{"prompt": prompt, "completion": " is good"} for prompt in PROMPTS]
-    data = tmp_path / "rows.jsonl"
+    data = folder / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ["train", "sft", "--model", "tiny:llama", "--demonstrations", str(data), "--steps", "2", "--json"]
-    words += ["--run.dir", str(tmp_path), "--sft.micro-batch-tokens", "8", "--demonstrations.heldout-fraction", "0"]
-    started = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = ["train", "sft", "--model", "tiny:llama", "--demonstrations", str(data), "--json", "--run.dir", str(folder)]
+    words += ["--sft.micro-batch-tokens", "8", "--demonstrations.heldout-fraction", "0", "--run.num-threads", "1"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks), "--max-restarts", "2"]
     done = subprocess.run(
-        [*started, "-m", "tunesmith", *words], capture_output=True, text=True, check=False, timeout=300
+        [*launch, "-m", "tunesmith", *words, *options],
+        env={**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=400,
     )
     assert done.returncode == 0, done.stderr
-    facts = json.loads(done.stdout)  # of one process: the other prints nothing
+    return json.loads(done.stdout)
+
+
+@pytest.mark.slow
+def test_the_processes_of_torchrun_are_used(tmp_path: Path) -> None:
+    facts = torchrun(tmp_path, 2, "--steps", "2")
     assert json.loads((Path(facts["run_dir"]) / "setup.json").read_text())["num_ranks"] == 2
     assert len(list(tmp_path.glob("*-sft-*"))) == 1
+
+
+@pytest.mark.slow
+def test_a_run_with_an_id_goes_on_when_torchrun_starts_its_ranks_again(tmp_path: Path) -> None:
+    exact = ("--scale.reduction", "exact", "--run.checkpoint-every", "1")
+    (tmp_path / "whole").mkdir()
+    whole = torchrun(tmp_path / "whole", 2, "--steps", "4", *exact)
+    # Rank 1 is killed when it writes its part of its second checkpoint, by each start that comes so far.
+    first = torchrun(tmp_path, 2, "--steps", "3", "--run-id", "job", *exact, **{VARIABLE: "checkpoint/rank_1:kill:2"})
+    last = torchrun(tmp_path, 3, "--steps", "4", "--run-id", "job", *exact)
+    assert last["run_dir"] == first["run_dir"]
+    assert len(list(tmp_path.glob("*-sft-*"))) == 1
+    resumes = [json.loads(line) for line in (Path(last["run_dir"]) / "resumes.jsonl").read_text().splitlines()]
+    assert [one["changes"] for one in resumes] == [{}, {}, {"run.steps": [3, 4], "scale.ranks": [2, 3]}]
+    assert last["last_metrics"]["loss"] == whole["last_metrics"]["loss"]

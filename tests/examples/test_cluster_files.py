@@ -18,7 +18,10 @@ from tunesmith.cli.train import parse_train
 
 FOLDER = Path(__file__).parents[2] / "examples" / "cluster"
 
-SBATCH_OPTIONS = {"job-name", "nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "time", "output"}
+SBATCH_OPTIONS = {
+    *("job-name", "nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "time", "output"),
+    *("open-mode", "requeue"),
+}
 """Those of `man sbatch` that the script may use."""
 
 
@@ -30,6 +33,7 @@ def check_command(words: list[str]) -> None:
         assert words[0] == "train"
         options, rest = parse_train(words[1], words[2:])
         assert options.config == Path("recipe.yaml")
+        assert options.run_id  # a job that is started again goes on
         assert rest == []
 
 
@@ -63,7 +67,7 @@ def test_the_batch_script_measures_the_cluster_and_then_trains_on_all_gpus(slurm
 
 
 def test_the_batch_script_asks_for_one_task_a_node_by_options_that_exist():
-    options = dict(re.findall(r"^#SBATCH --([a-z-]+)=(.+)$", (FOLDER / "slurm.sbatch").read_text(), re.MULTILINE))
+    options = dict(re.findall(r"^#SBATCH --([a-z-]+)=?(.*)$", (FOLDER / "slurm.sbatch").read_text(), re.MULTILINE))
     assert set(options) <= SBATCH_OPTIONS
     assert options["ntasks-per-node"] == "1"
 

@@ -26,6 +26,9 @@ class _TrainOptions:
     report_to: Annotated[
         tuple[str, ...], UseAppendAction, flag("tensorboard, wandb or trackio; repeatable.", "TRACKER")
     ] = ()
+    run_id: Annotated[
+        str | None, flag("End of the run's name; a run that has it and a checkpoint is resumed.", "ID")
+    ] = None
     skip_bad: Annotated[bool, flag("Drop rows that cannot be used, and count them.")] = False
     dry_run: Annotated[bool, flag("Show config, size and a data sample; train and write nothing.")] = False
     json: Annotated[bool, flag("Print one JSON object at the end.")] = False
@@ -74,9 +77,13 @@ def train(algorithm: str, words: Sequence[str]) -> None:
             _show(resolved, output)
         else:
             from tunesmith.distributed.launch import leads
+            from tunesmith.trainers.resume import start_or_resume
             from tunesmith.trainers.run import run
 
-            result = run(resolved.recipe, provenance=resolved.provenance, progress=wants_progress())
+            if options.run_id is None:
+                result = run(resolved.recipe, provenance=resolved.provenance, progress=wants_progress())
+            else:
+                result = start_or_resume(resolved, options.run_id, progress=wants_progress())
             if leads():
                 report(result, output)
 

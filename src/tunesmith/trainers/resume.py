@@ -1,6 +1,8 @@
 """Resuming a run from its folder: its recipe, the keys that may change, and its newest whole checkpoint."""
 
 import json
+import os
+import re
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -8,12 +10,14 @@ from typing import Any
 
 from tunesmith.config.load import Resolved, load_recipe, read_algorithm
 from tunesmith.config.schema import Recipe
-from tunesmith.core.errors import RunError
+from tunesmith.core.errors import InputError, RunError
 from tunesmith.core.log import get_logger
-from tunesmith.distributed.launch import leads
+from tunesmith.distributed.launch import as_started, leads
 from tunesmith.runs.environment import package_versions
-from tunesmith.runs.folder import RunFolder
+from tunesmith.runs.folder import RUN_ID, RunFolder
+from tunesmith.runs.listing import read_object
 from tunesmith.runs.lock import RunLock
+from tunesmith.runs.manifest import list_steps
 from tunesmith.trainers import restart
 from tunesmith.trainers.api import Inputs, Listener
 from tunesmith.trainers.run import run
@@ -40,17 +44,45 @@ def resume(
     """
     # Refuses a folder in use before anything is loaded; of several ranks the first one has the lock.
     with RunLock(checked_folder(run_dir)) if leads() else nullcontext():
-        old, resolved = _recipes(run_dir, overrides or {}, origins or {})
-    changes = restart.changed_keys(old.model_dump(mode="json"), resolved.recipe.model_dump(mode="json"))
+        old, recipe = _recipes(run_dir, overrides or {}, origins or {})
+    changes = restart.changed_keys(old.model_dump(mode="json"), recipe.model_dump(mode="json"))
     restart.check_changes(changes, run_dir)
     inputs = inputs or Inputs()
     _check_inputs(run_dir, inputs)
-    if (run_dir / "result.json").is_file() and old.run.steps == resolved.recipe.run.steps:
+    if (run_dir / "result.json").is_file() and old.run.steps == recipe.run.steps:
         raise RunError(f"{run_dir} has ended; to train it further, give more steps: --run.steps N")
     if leads():
         _note_resume(run_dir, changes)
-    recipe = with_threads(resolved.recipe, run_dir, old.scale.ranks)
+    recipe = with_threads(recipe, run_dir, old.scale.ranks)
     return run(recipe, inputs, progress=progress, resume=run_dir, listener=listener)
+
+
+def start_or_resume(resolved: Resolved, run_id: str, *, progress: bool = True) -> RunResult:
+    """The result of the run with this id below `run.dir`, which is started, or resumed if it has a checkpoint.
+
+    A run that has ended is only read. It goes on with other numbers of ranks, and with more steps.
+
+    Raises:
+        InputError: for an id that cannot end the name of a folder.
+        RunError: if the run is in use, or `resolved` differs from its recipe in what may not change.
+    """
+    if not re.fullmatch(r"\w+", run_id):
+        raise InputError(f"--run-id {run_id!r} is no id of a run; use letters, digits and _")
+    recipe = as_started(resolved.recipe)
+    # All ranks of torchrun find the same: a checkpoint needs the work of all of them, so none is new.
+    begun = [path for path in Path(recipe.run.dir).glob(f"*-{run_id}") if list_steps(path / "checkpoints")]
+    if not begun:
+        os.environ[RUN_ID] = run_id
+        return run(recipe, provenance=resolved.provenance, progress=progress)
+    run_dir = max(begun)  # names begin with the time
+    old, _ = _recipes(run_dir, {}, {})
+    changes = restart.changed_keys(old.model_dump(mode="json"), recipe.model_dump(mode="json"))
+    restart.check_changes(changes, run_dir)
+    if (run_dir / "result.json").is_file() and "run.steps" not in changes:
+        _log.info("%s has ended", run_dir)
+        metrics, summary = RunFolder(run_dir).read_metrics(), read_object(run_dir / "result.json")
+        return RunResult(run_dir, metrics, summary, recipe.model.trust_remote_code)
+    return resume(run_dir, overrides={key: new for key, (_, new) in changes.items()}, progress=progress)
 
 
 def checked_folder(run_dir: Path) -> Path:
@@ -81,11 +113,12 @@ def _facts(run_dir: Path) -> Mapping[str, Any]:
         ) from error
 
 
-def _recipes(run_dir: Path, overrides: Mapping[str, object], origins: Mapping[str, str]) -> tuple[Recipe, Resolved]:
+def _recipes(run_dir: Path, overrides: Mapping[str, object], origins: Mapping[str, str]) -> tuple[Recipe, Recipe]:
+    """The run's recipe, and the one that it goes on with."""
     file = run_dir / "recipe.yaml"
     algorithm = read_algorithm(file)
     old = load_recipe(algorithm, file=file).recipe
-    return old, load_recipe(algorithm, file=file, overrides=overrides, origins=origins)
+    return old, as_started(load_recipe(algorithm, file=file, overrides=overrides, origins=origins).recipe)
 
 
 def _check_inputs(run_dir: Path, inputs: Inputs) -> None:
