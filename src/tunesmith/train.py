@@ -20,7 +20,6 @@ from tunesmith.data.prompts import PromptLike
 from tunesmith.rewards.sources import RewardLike
 from tunesmith.trainers import resume as _resume
 from tunesmith.trainers.api import Inputs, Listener
-from tunesmith.trainers.run import run as _run
 from tunesmith.trainers.setup import RunResult
 
 __all__ = ["RunResult", "best_of_n", "distill", "dpo", "grpo", "ppo", "resume", "reward", "sft"]
@@ -47,7 +46,8 @@ def ppo(
     `reward` is one or several of: a Python function that is called as TRL calls it, `./file.py:name`, a built-in, a
     reward model's name or folder. `recipe` names a shipped recipe, `config` a YAML file. Every key of the recipe can
     be overridden, whole sections as a dict (`rollout={"max_new_tokens": 16}`) or one key by its path
-    (`**{"rollout.max_new_tokens": 16}`). `callbacks=[...]` are callbacks of transformers' Trainer (docs/trl.md).
+    (`**{"rollout.max_new_tokens": 16}`). `callbacks=[...]` are callbacks of transformers' Trainer (docs/trl.md). With
+    `run_id="..."` a run that has this id and a checkpoint is resumed in place of starting one.
     Raises `tunesmith.core.errors.InputError` for anything that cannot be used, before a run folder is made.
     """
     given = {**overrides, "model": model, "run.steps": steps}
@@ -228,9 +228,10 @@ def _train(
     progress: bool,
 ) -> RunResult:
     listener, given = _listener(given)
+    run_id: Any = given.pop("run_id", None)
     file = Path(config) if config else None
     resolved = load_recipe(algorithm, recipe=recipe, file=file, overrides=_set(given), origins=_origins(given))
-    return _run(resolved.recipe, inputs, provenance=resolved.provenance, progress=progress, listener=listener)
+    return _resume.start_or_resume(resolved, inputs, run_id=run_id, progress=progress, listener=listener)
 
 
 def _listener(given: Mapping[str, object]) -> tuple[Listener | None, dict[str, object]]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tunesmith import train
 from tunesmith.cli.main import main
 from tunesmith.cli.output import as_plain, reporting
 from tunesmith.core.log import visible
@@ -103,6 +104,10 @@ def test_a_run_with_an_id_is_started_once(tmp_path: Path, monkeypatch: pytest.Mo
     assert "rollout.max_new_tokens: 4 -> 5" in capsys.readouterr().err
     assert main([*words, "--run-id", "a/b"]) == 2
     assert "letters, digits and _" in capsys.readouterr().err
+    given = {"run.dir": str(tmp_path), "rollout": {"prompts_per_step": 2, "completions_per_prompt": 2}}
+    given |= {"rollout.max_new_tokens": 4, "run_id": "job_7", "progress": False}
+    result = train.grpo(model="tiny:llama", reward="unique_chars", steps=3, **given)
+    assert [row["step"] for row in result.metrics] == [1, 2, 3]
     assert [str(path) for path in tmp_path.iterdir()] == [first["run_dir"]]
 
 

@@ -78,12 +78,8 @@ def train(algorithm: str, words: Sequence[str]) -> None:
         else:
             from tunesmith.distributed.launch import leads
             from tunesmith.trainers.resume import start_or_resume
-            from tunesmith.trainers.run import run
 
-            if options.run_id is None:
-                result = run(resolved.recipe, provenance=resolved.provenance, progress=wants_progress())
-            else:
-                result = start_or_resume(resolved, options.run_id, progress=wants_progress())
+            result = start_or_resume(resolved, run_id=options.run_id, progress=wants_progress())
             if leads():
                 report(result, output)
 

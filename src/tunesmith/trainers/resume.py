@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,23 +58,34 @@ def resume(
     return run(recipe, inputs, progress=progress, resume=run_dir, listener=listener)
 
 
-def start_or_resume(resolved: Resolved, run_id: str, *, progress: bool = True) -> RunResult:
+def start_or_resume(
+    resolved: Resolved,
+    inputs: Inputs | None = None,
+    *,
+    run_id: str | None = None,
+    progress: bool = True,
+    listener: Listener | None = None,
+) -> RunResult:
     """The result of the run with this id below `run.dir`, which is started, or resumed if it has a checkpoint.
 
-    A run that has ended is only read. It goes on with other numbers of ranks, and with more steps.
+    A run that has ended is only read. It goes on with other numbers of ranks, and with more steps. Without an id a new
+    run is started.
 
     Raises:
         InputError: for an id that cannot end the name of a folder.
         RunError: if the run is in use, or `resolved` differs from its recipe in what may not change.
     """
+    start = partial(run, inputs=inputs, provenance=resolved.provenance, progress=progress, listener=listener)
+    if run_id is None:
+        return start(resolved.recipe)
     if not re.fullmatch(r"\w+", run_id):
-        raise InputError(f"--run-id {run_id!r} is no id of a run; use letters, digits and _")
+        raise InputError(f"{run_id!r} is no id of a run; use letters, digits and _")
     recipe = as_started(resolved.recipe)
     # All ranks of torchrun find the same: a checkpoint needs the work of all of them, so none is new.
     begun = [path for path in Path(recipe.run.dir).glob(f"*-{run_id}") if list_steps(path / "checkpoints")]
     if not begun:
         os.environ[RUN_ID] = run_id
-        return run(recipe, provenance=resolved.provenance, progress=progress)
+        return start(recipe)
     run_dir = max(begun)  # names begin with the time
     old, _ = _recipes(run_dir, {}, {})
     changes = restart.changed_keys(old.model_dump(mode="json"), recipe.model_dump(mode="json"))
@@ -82,7 +94,8 @@ def start_or_resume(resolved: Resolved, run_id: str, *, progress: bool = True) -
         _log.info("%s has ended", run_dir)
         metrics, summary = RunFolder(run_dir).read_metrics(), read_object(run_dir / "result.json")
         return RunResult(run_dir, metrics, summary, recipe.model.trust_remote_code)
-    return resume(run_dir, overrides={key: new for key, (_, new) in changes.items()}, progress=progress)
+    new = {key: after for key, (_, after) in changes.items()}
+    return resume(run_dir, overrides=new, inputs=inputs, progress=progress, listener=listener)
 
 
 def checked_folder(run_dir: Path) -> Path:
