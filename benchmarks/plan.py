@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Say, command, parser, print_table, run
+from benchmarks.machine import machine_facts
 from tunesmith.core.errors import InputError
 from tunesmith.planning.calibration import PUBLISHED, published_factor, published_model, published_step
 from tunesmith.planning.from_run import MeasuredRun, read_measured
@@ -95,7 +96,8 @@ def measure(options: Namespace, say: Say) -> Mapping[str, object]:
     ratios = {str(nodes // 8): plain[8] / plain[nodes] for nodes in (16, 32)}
     sizes = ("tiny:llama", 3, 2) if options.quick else (options.model, 6, 4)
     rows = local(*sizes, say)
-    return {"published": published(), "published_ratios": ratios, "queue": queue_ratios(), "local": rows}
+    figures = {"published": published(), "published_ratios": ratios, "queue": queue_ratios(), "local": rows}
+    return {**figures, **machine_facts()}
 
 
 def show(facts: Mapping[str, Any]) -> None:

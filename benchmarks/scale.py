@@ -97,6 +97,11 @@ def half_speed(process: int) -> Iterator[None]:
         thread.join()
 
 
+def seconds_line(answers: Mapping[str, Sequence[float]]) -> str:
+    """The newest seconds of each side."""
+    return ", ".join(f"{name}: {times[-1]:.1f} s" for name, times in answers.items())
+
+
 def measure_rollout(options: Namespace, say: Say) -> dict[str, object]:
     """One worker and two, in alternation."""
     loaded = load_policy(ModelSection(name=options.model))
@@ -107,7 +112,7 @@ def measure_rollout(options: Namespace, say: Say) -> dict[str, object]:
     def side(count: int) -> float:
         return seconds_of(lambda: engines[count].generate(prompts_of(num_prompts), _N, sampling))
 
-    answers, loads = in_turns({"1": lambda _: side(1), "2": lambda _: side(2)}, options.rounds, say)
+    answers, loads = in_turns({"1": lambda _: side(1), "2": lambda _: side(2)}, options.rounds, say, seconds_line)
     ratio = paired(answers["1"], answers["2"])
     return {"ratio_2": ratio.median, **ratio.facts("ratio"), "load": load_facts(loads)}
 
@@ -184,7 +189,7 @@ def measure_uneven(options: Namespace, say: Say) -> dict[str, object]:
     def alone(index: int) -> float:
         return seconds_of(lambda: fast.generate(prompts, _N, sampling(index)))
 
-    answers, loads = in_turns({"alone": alone, "queue": queue, "static": static}, options.rounds, say)
+    answers, loads = in_turns({"alone": alone, "queue": queue, "static": static}, options.rounds, say, seconds_line)
     ideal = [seconds / 1.5 for seconds in answers["alone"]]
     queue_share, static_share = paired(ideal, answers["queue"]), paired(ideal, answers["static"])
     return {
