@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,7 @@ def test_a_run_with_an_id_is_started_once(tmp_path: Path, monkeypatch: pytest.Mo
     assert main([*words, "--steps", "1"]) == 0
     first = answer(capsys)
     assert str(first["run_dir"]).endswith("-grpo-job_7")
+    assert not os.environ[RUN_ID]  # the next run of this process has another
     assert main([*words, "--steps", "1"]) == 0
     assert answer(capsys) == first  # it has ended, so it is only read
     assert main([*words, "--steps", "2"]) == 0

@@ -84,8 +84,12 @@ def start_or_resume(
     # All ranks of torchrun find the same: a checkpoint needs the work of all of them, so none is new.
     begun = [path for path in Path(recipe.run.dir).glob(f"*-{run_id}") if list_steps(path / "checkpoints")]
     if not begun:
+        before = os.environ.get(RUN_ID, "")
         os.environ[RUN_ID] = run_id
-        return start(recipe)
+        try:
+            return start(recipe)
+        finally:
+            os.environ[RUN_ID] = before
     run_dir = max(begun)  # names begin with the time
     old, _ = _recipes(run_dir, {}, {})
     changes = restart.changed_keys(old.model_dump(mode="json"), recipe.model_dump(mode="json"))
