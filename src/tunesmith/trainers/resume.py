@@ -46,11 +46,10 @@ def resume(
     # Refuses a folder in use before anything is loaded; of several ranks the first one has the lock.
     with RunLock(checked_folder(run_dir)) if leads() else nullcontext():
         old, recipe = _recipes(run_dir, overrides or {}, origins or {})
-    changes = restart.changed_keys(old.model_dump(mode="json"), recipe.model_dump(mode="json"))
-    restart.check_changes(changes, run_dir)
+    changes = _checked_changes(run_dir, old, recipe)
     inputs = inputs or Inputs()
     _check_inputs(run_dir, inputs)
-    if (run_dir / "result.json").is_file() and old.run.steps == recipe.run.steps:
+    if _has_ended(run_dir, changes):
         raise RunError(f"{run_dir} has ended; to train it further, give more steps: --run.steps N")
     if leads():
         _note_resume(run_dir, changes)
@@ -92,9 +91,8 @@ def start_or_resume(
             os.environ[RUN_ID] = before
     run_dir = max(begun)  # names begin with the time
     old, _ = _recipes(run_dir, {}, {})
-    changes = restart.changed_keys(old.model_dump(mode="json"), recipe.model_dump(mode="json"))
-    restart.check_changes(changes, run_dir)
-    if (run_dir / "result.json").is_file() and "run.steps" not in changes:
+    changes = _checked_changes(run_dir, old, recipe)
+    if _has_ended(run_dir, changes):
         _log.info("%s has ended", run_dir)
         metrics, summary = RunFolder(run_dir).read_metrics(), read_object(run_dir / "result.json")
         return RunResult(run_dir, metrics, summary, recipe.model.trust_remote_code)
@@ -136,6 +134,18 @@ def _recipes(run_dir: Path, overrides: Mapping[str, object], origins: Mapping[st
     algorithm = read_algorithm(file)
     old = load_recipe(algorithm, file=file).recipe
     return old, as_started(load_recipe(algorithm, file=file, overrides=overrides, origins=origins).recipe)
+
+
+def _checked_changes(run_dir: Path, old: Recipe, recipe: Recipe) -> dict[str, tuple[object, object]]:
+    """(old, new) of each key in which the recipes differ. Raises RunError if one of them may not change."""
+    changes = restart.changed_keys(old.model_dump(mode="json"), recipe.model_dump(mode="json"))
+    restart.check_changes(changes, run_dir)
+    return changes
+
+
+def _has_ended(run_dir: Path, changes: Mapping[str, tuple[object, object]]) -> bool:
+    """True if the run has made all its steps, and is not given more."""
+    return (run_dir / "result.json").is_file() and "run.steps" not in changes
 
 
 def _check_inputs(run_dir: Path, inputs: Inputs) -> None:
