@@ -97,7 +97,7 @@ def test_one_run_has_its_page_without_the_others(studio, visit, root):
     run = root / "20260103-120000-grpo-0003"
     server = studio("watch", run.name)
     page = visit.page(visit.context(server), server, server.url)
-    page.get_by_text("1 runs.").wait_for()
+    page.get_by_text("1 run.").wait_for()
     assert page.get_by_role("link", name="New run").count() == 0
     page.get_by_role("link", name=run.name).click()
     page.get_by_role("heading", name=run.name).wait_for()

@@ -15,8 +15,11 @@ from tunesmith.runs.listing import find_runs, is_run, number, read_object, read_
 
 _FILES = {"recipe": "recipe.yaml", "setup": "setup.json", "machine": "environment.json", "result": "result.json"}
 
-_OF_SOME_STEPS = ("time/checkpoint_s", "time/evaluate_s", "time/log_s")
-_NOW_AND_THEN = (*_OF_SOME_STEPS, "time/evaluate/", "io/", "faults/", "gil/", "cpu/run_delay_s", "cpu/throttled_s")
+_OF_SOME_STEPS = ("time/checkpoint_s", "time/evaluate_s", "time/log_s", "time/callback_s")
+_NOW_AND_THEN = (
+    *(*_OF_SOME_STEPS, "time/evaluate/", "time/callback/", "io/", "faults/", "gil/"),
+    *("cpu/run_delay_s", "cpu/throttled_s"),
+)
 """Metrics of work that some steps have and others do not, or that are counted by a few samples of a step: their mean
 over all steps counts, not their median."""
 

@@ -31,7 +31,7 @@ function show({ rows, num_matching: matching, algorithms, num_read: read, num_fo
   for (const name of algorithms) {
     if (![...$("algorithm").options].some(({ value }) => value === name)) $("algorithm").append(new Option(name));
   }
-  const words = matching === read ? `${matching} runs` : `${matching} of ${read} runs`;
+  const words = `${matching === read ? "" : `${matching} of `}${read} ${read === 1 ? "run" : "runs"}`;
   say(read < found ? `${words}; ${found - read} more are being read.` : `${words}.`);
   // Rows are kept where they are the same, so that the focus stays.
   const focused = document.activeElement?.closest("tr")?.dataset.run;
@@ -106,7 +106,7 @@ async function startComparison() {
   const settings = ["model", "seeds", "steps"].map((name) => [name, $(`algorithms-${name}`).value]);
   try {
     await call("POST", "jobs", { algorithm: "compare_algorithms", settings }, startKey);
-    $("asked").textContent = "The comparison waits for its turn.";
+    $("asked").textContent = "The comparison starts when no other run trains.";
     startKey = newKey();
   } catch (error) {
     $("asked").textContent = error instanceof Unreachable ? `It is not known whether it will start; try again: ${error.message}` : error.message;
