@@ -17,8 +17,15 @@ FILES = Path(__file__).parent
 RUN = "20260101-120000-train-50a9"
 RESOLVED = json.loads((FILES / "resolved.json").read_text(encoding="utf-8"))
 # Values that shipped recipes have changed by intent.
+POLICY_OF_DEMO = {("optimizer", "schedule"): "linear", ("rollout", "temperature"): 0.7}
 RETUNED = {
-    name: {("optimizer", "schedule"): "linear", ("rollout", "temperature"): 0.7} for name in ("demo_ppo", "demo_grpo")
+    "demo_ppo": POLICY_OF_DEMO,
+    "demo_grpo": POLICY_OF_DEMO,
+    "demo_reward": {
+        ("reward_model", "num_epochs"): 2,
+        ("reward_model", "pairs_per_step"): 30,
+        ("reward_model", "micro_batch_size"): 30,
+    },
 }
 
 

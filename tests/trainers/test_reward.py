@@ -1,5 +1,7 @@
 """The reward model learns votes, holds pairs out by prompt, and is read by plain transformers."""
 
+import itertools
+import json
 import math
 from pathlib import Path
 
@@ -10,6 +12,8 @@ from transformers import AutoModelForSequenceClassification
 
 from tunesmith.core.errors import DataError
 from tunesmith.models.load import load_reward_model
+from tunesmith.trainers.api import Inputs
+from tunesmith.trainers.reward import RewardTask
 
 
 def test_it_learns_which_text_was_preferred_on_prompts_it_has_not_seen(tmp_path: Path) -> None:
@@ -37,6 +41,21 @@ def test_micro_batches_do_not_change_the_update(tmp_path: Path) -> None:
         return torch.cat([parameter.detach().flatten() for parameter in state.model.parameters()])
 
     assert ((updated(3) - updated(8)).abs() > 1e-5).float().mean() < 0.01
+
+
+def test_pairs_of_one_prompt_share_a_step_whose_completions_are_computed_once(tmp_path: Path) -> None:
+    """Rows of a file have ids of their own; what they share is the text of the prompt."""
+    rows = [
+        {"prompt": f"prompt {number}", "chosen": f"{better} of {number}", "rejected": f"{worse} of {number}"}
+        for better, worse in itertools.combinations("abcd", 2)
+        for number in range(3)
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cfg = reward_recipe(tmp_path, pairs={"source": str(tmp_path / "pairs.jsonl")}, reward_model={"pairs_per_step": 6})
+    task = RewardTask(cfg, Inputs(), torch.device("cpu"))
+    for index in range(3):
+        assert len({ids for pair in task.batch(index) for ids in pair.sequences}) == 4
+    assert task.estimate().work.rows.per_prompt == 4
 
 
 def test_margins_count_only_when_asked_for(tmp_path: Path) -> None:

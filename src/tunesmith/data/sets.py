@@ -95,9 +95,10 @@ class PromptSets(Sets[Prompt]):
 class PreferenceSets(Sets[Encoded]):
     """Encoded pairs, or rankings under `plackett_luce`.
 
-    `heldout_prompts` maps the id of a held-out row to the key of its prompt.
+    `train_prompts` and `heldout_prompts` map the id of a row to the key of its prompt, which several rows may share.
     """
 
+    train_prompts: Mapping[str, str]
     heldout_prompts: Mapping[str, str]
 
 
@@ -235,8 +236,8 @@ def preference_sets(
     facts = sides.facts(rows)
     _check_not_empty(encoded.train, "pairs")
     expand = as_rankings if is_listwise else as_pairs
-    prompts = {item.prompt.id: prompt_key(item) for item in rows.heldout}
-    return PreferenceSets(expand(encoded.train), expand(encoded.heldout), _sample(rows.train[0]), facts, prompts)
+    prompts = ({item.prompt.id: prompt_key(item) for item in side} for side in (rows.train, rows.heldout))
+    return PreferenceSets(expand(encoded.train), expand(encoded.heldout), _sample(rows.train[0]), facts, *prompts)
 
 
 def direct_sets(

@@ -158,7 +158,7 @@ class RewardTask:
         train, section = self.data.train, self.cfg.reward_model
         distinct = {ids for item in train for ids in item.sequences}
         prompt = fmean(shared_length(*item.sequences[:2]) for item in train)
-        per_prompt = max(1, round(len(distinct) / len({item.prompt_id for item in train})))
+        per_prompt = max(1, round(len(distinct) / len({self.data.train_prompts[item.prompt_id] for item in train})))
         rows = Rows(prompt, max(1.0, fmean(map(len, distinct)) - prompt), per_prompt)
         each = rows.tokens(len(distinct)) / len(train)
         heldout = {ids for item in self.data.heldout for ids in item.sequences}
@@ -172,7 +172,7 @@ class RewardTask:
         """The pairs of step `index` (from 0), those of one prompt together, so that shared completions are scored
         once.
         """
-        keys = [pair.prompt_id for pair in self.data.train]
+        keys = [self.data.train_prompts[pair.prompt_id] for pair in self.data.train]
         size = min(self.cfg.reward_model.pairs_per_step, len(keys))
         return [self.data.train[i] for i in items_at(self.cfg.run.seed, index * size, size, len(keys), keys=keys)]
 
