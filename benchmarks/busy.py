@@ -3,7 +3,7 @@
 A GRPO step (4 prompts x 8 completions x 64 tokens) of our learner as it is, of our learner with the spinning that
 OpenMP does by default ("before"), and of TRL's trainer, each without and with the program beside it, in alternation.
 On two cores the machine's fair share is 0.5. `--spin` measures other counts of spins too. Leave the machine alone
-meanwhile; with smollm2 on two cores it takes about a quarter of an hour.
+meanwhile; with smollm2 on two cores it takes a quarter to half an hour.
 """
 
 import os
