@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.config.load import Resolved, algorithm_of, load_recipe, parse_overrides
-from tunesmith.config.schema import PPORecipe, RewardRecipe
+from tunesmith.config.load import Resolved, algorithm_of, load_recipe, origins_of, parse_overrides
+from tunesmith.config.schema import GRPORecipe, PPORecipe, RewardRecipe
 from tunesmith.config.yaml_text import parse
 from tunesmith.core.errors import ConfigError
 
@@ -206,3 +206,9 @@ def test_the_algorithm_is_known_from_its_key_or_its_sections() -> None:
             algorithm_of(parse(text, "f"), "f")
     with pytest.raises(ConfigError, match="did you mean ppo"):
         algorithm_of(parse("algorithm: ppoo", "f"), "f")
+
+
+def test_values_that_were_set_in_python_have_that_origin():
+    recipe = GRPORecipe.model_validate({"run": {"steps": 3}, "rollout": {}})
+    assert [path for path, origin in origins_of(recipe).items() if origin != "default"] == ["run.steps"]
+    assert origins_of(recipe)["run.steps"] == "Python"

@@ -145,3 +145,9 @@ def test_pictures_group_metrics_as_the_reports_do_and_add_the_stages():
 def test_a_picture_has_no_more_lines_than_colours():
     (found,) = pictures([f"rewards/{number}/mean" for number in range(50)])
     assert len(found["lines"]) == MAX_LINES
+
+
+def test_of_many_stages_the_longest_are_shown(trainer, data):
+    trainer.add_metrics(1, {f"time/stage{number}_s": float(number) for number in range(MAX_LINES + 3)})
+    (found,) = data.names()["pictures"]
+    assert [line["label"] for line in found["lines"]] == [f"stage{number}" for number in range(MAX_LINES + 2, 2, -1)]

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
+from types import MappingProxyType
 from typing import cast
 
 from pydantic import ValidationError
@@ -137,7 +138,7 @@ def _validated(layers: Layers) -> Resolved:
     try:
         recipe = layers.schema.model_validate(layers.tree)
         if not problems:
-            return Resolved(recipe, _provenance(recipe, layers.origins))
+            return Resolved(recipe, origins_of(recipe, layers.origins, others=DEFAULT))
     except ValidationError as error:
         problems += [_as_problem(details, layers) for details in _own_errors(error.errors(include_url=False))]
     raise ConfigError(*dict.fromkeys(map(str, problems)))
@@ -173,18 +174,27 @@ def _as_problem(details: ErrorDetails, layers: Layers) -> Problem:
     return Problem(path, f"{given!r} given; {rule[:1].lower()}{rule[1:]}{did_you_mean(str(given), choices)}", origin)
 
 
-def _provenance(recipe: Section, origins: Mapping[str, Origin], prefix: str = "") -> dict[str, Origin]:
-    """The origin of each leaf of `recipe`, in the order of the schema."""
+def origins_of(
+    recipe: Section,
+    origins: Mapping[str, Origin] = MappingProxyType({}),
+    prefix: str = "",
+    *,
+    others: Origin = "Python",
+) -> dict[str, Origin]:
+    """The origin of each leaf of `recipe`, in the order of the schema: that in `origins`, else `others` if the value
+    was set, else `default`.
+    """
     found: dict[str, Origin] = {}
     for name, info in type(recipe).model_fields.items():
         path, value = prefix + name, getattr(recipe, name)
+        own = others if name in recipe.model_fields_set else DEFAULT
         if isinstance(value, Section):
-            found |= _provenance(value, origins, f"{path}.")
+            found |= origins_of(value, origins, f"{path}.", others=own)
         elif section_of(item_of(info.annotation)):
             for index, item in enumerate(cast(tuple[Section, ...], value)):
-                found |= _provenance(item, origins, f"{path}.{index}.")
+                found |= origins_of(item, origins, f"{path}.{index}.", others=own)
         else:
-            found[path] = origins.get(path, DEFAULT)
+            found[path] = origins.get(path, own)
     return found
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import yaml
 
-from tunesmith.config.load import load_recipe
+from tunesmith.config.load import load_recipe, origins_of
 from tunesmith.config.schema import LiveRecipe
 from tunesmith.core.errors import RunError
 from tunesmith.core.log import get_logger
@@ -121,7 +121,7 @@ def open_folder(cfg: LiveRecipe, provenance: Mapping[str, str] | None = None) ->
         except OSError as error:
             reason = error.strerror or error
             raise RunError(f"cannot write {path} ({reason}); choose another folder with --dir") from error
-        RunFolder(path).write_json("provenance.json", dict(provenance or {}))
+        RunFolder(path).write_json("provenance.json", dict(origins_of(cfg) if provenance is None else provenance))
         runs = stack.enter_context(RunStore.open(path / "runs.db"))
         votes = stack.enter_context(closing(VoteReader.open(path / "votes.db")))
         stage = stack.enter_context(watched(path, cfg.run.hang_after_s, lambda found: _find(path, found)))

@@ -235,13 +235,14 @@ PICTURES = (
     Picture(
         "reward",
         "Reward",
-        r"(eval[/_])?reward|objective/scores|(eval[/_])?rewards/(?!acc|margin|chosen|rejected)[^/]+(/mean)?",
+        r"(eval[/_])?reward|objective/scores|(eval[/_])?rewards/(?!acc|margin|chosen|rejected|num_)[^/]+(/mean)?",
     ),
     Picture("accuracy", "Accuracy on votes", r"(eval[/_])?(rewards/)?accurac(y|ies)|heldout/accuracy"),
     Picture("tokens", "Share of learnt tokens that were the likeliest", r"(eval[/_])?mean_token_accuracy"),
     Picture("margins", "Reward of chosen and rejected", r"(eval[/_])?rewards/(margins|chosen|rejected)"),
     Picture("kl", "KL to the starting model", r"kl|objective/kl|kl_per_sequence", "nats"),
-    Picture("entropy", "Entropy", r"(eval[/_])?entropy|objective/entropy|policy/entropy(_avg)?", "nats per token"),
+    Picture("entropy", "Entropy", r"(eval[/_])?entropy|policy/entropy(_avg)?", "nats per token"),
+    Picture("completion_entropy", "Entropy of a completion", r"objective/entropy", "nats"),
     Picture("lengths", "Length of completions", r"completions/(mean|min|max)_(terminated_)?length", "tokens"),
     Picture("losses", "Losses", r"(eval[/_])?loss(/.+)?|.+[/_]loss"),
     Picture(

@@ -13,6 +13,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, cast
 
+from tunesmith.config.load import origins_of
 from tunesmith.config.schema import Recipe, SamplingRecipe
 from tunesmith.core.errors import CheckpointError, ProfiledError, RunError, StoppedError, TrainingError
 from tunesmith.core.log import get_logger
@@ -354,7 +355,8 @@ def open_session(
     require_space(parent, job.learner, cfg.run.keep_checkpoints if cfg.run.checkpoint_every else 0)
     with ExitStack() as stack:
         if resume is None:
-            folder = RunFolder.create(parent, cfg.run.name or cfg.algorithm, recipe, provenance, from_python)
+            origins = origins_of(cfg) if provenance is None else provenance
+            folder = RunFolder.create(parent, cfg.run.name or cfg.algorithm, recipe, origins, from_python)
         else:
             folder = RunFolder(resume)
         stack.enter_context(RunLock(folder.path))

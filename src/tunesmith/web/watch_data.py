@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 from tunesmith.reports.figures import MAIN, PICTURES, labels
@@ -92,7 +93,7 @@ class WatchData:
         return {
             "cursor": cursor,
             "names": names,
-            "pictures": pictures(names),
+            "pictures": pictures(names, {one.name: one.value for one in lately}),
             "recent": {one.name: [one.step, one.value] for one in lately},
         }
 
@@ -204,8 +205,9 @@ def _finite(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def pictures(names: Sequence[str]) -> list[Json]:
-    """The charts that have at least one of the metrics `names`, main ones first.
+def pictures(names: Sequence[str], recent: Mapping[str, float | None] = MappingProxyType({})) -> list[Json]:
+    """The charts that have at least one of the metrics `names`, main ones first. Of the stages those that take longest
+    by `recent` values are shown.
 
     Each has `id`, `title`, `unit`, `lines` (name and label) and `is_main`: always visible, not in a collapsed section.
     """
@@ -213,8 +215,9 @@ def pictures(names: Sequence[str]) -> list[Json]:
     for one in sorted(PICTURES, key=lambda one: one.id not in MAIN):
         matching = [name for name in names if re.fullmatch(one.pattern, name)][:MAX_LINES]
         found.append(_picture(one.id, one.title, one.unit, one.id in MAIN, labels(matching)))
-    stages = [stage for name in names if (stage := _STAGE.fullmatch(name))][:MAX_LINES]
-    found.append(_picture("stages", "Time of each stage", "seconds", True, {one[0]: one[1] for one in stages}))
+    stages = {stage[0]: stage[1] for name in names if (stage := _STAGE.fullmatch(name))}
+    longest = sorted(stages, key=lambda name: -(recent.get(name) or 0.0))[:MAX_LINES]
+    found.append(_picture("stages", "Time of each stage", "seconds", True, {name: stages[name] for name in longest}))
     return [one for one in found if one["lines"]]
 
 
