@@ -1,5 +1,6 @@
 """Seeds and orders: pure functions, the same on every machine."""
 
+import itertools
 import subprocess
 import sys
 
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunesmith.core.seeds import derive, items_at, permutation
+from tunesmith.core.seeds import Groups, derive, items_at, permutation
 
 
 def test_a_derived_seed_is_pinned():
@@ -51,6 +52,13 @@ def test_drawing_in_two_parts_gives_the_items_of_one_draw(position: int, first: 
 
 def test_a_draw_crosses_epochs():
     assert items_at(0, 0, 6, 3) == permutation(0, 0, 3) + permutation(0, 1, 3)
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=20), st.integers(0, 3))
+def test_items_of_a_group_follow_each_other(keys: list[int], epoch: int):
+    order = items_at(3, epoch * len(keys), len(keys), len(keys), Groups(keys))
+    assert sorted(order) == list(range(len(keys)))
+    assert len([key for key, _ in itertools.groupby(keys[index] for index in order)]) == len(set(keys))
 
 
 @pytest.mark.parametrize("count", [0, 1])

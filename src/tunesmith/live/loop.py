@@ -16,7 +16,7 @@ from tunesmith.config.live_sections import LiveKLSection
 from tunesmith.config.schema import LiveRecipe
 from tunesmith.core.errors import DataError, StoreError, TrainingError
 from tunesmith.core.log import Once, get_logger
-from tunesmith.core.seeds import derive, permutation_of_groups
+from tunesmith.core.seeds import Groups, derive, permutation_of_groups
 from tunesmith.core.trace import span, trace
 from tunesmith.data import sets
 from tunesmith.data.prompts import PromptLike
@@ -231,7 +231,7 @@ class Loop:
         """Steps of online DPO; votes on one prompt are in one batch."""
         section = self.cfg.dpo
         for epoch in range(section.num_epochs):
-            order = permutation_of_groups(seed, epoch, [vote.chosen.prompt_ids for vote in votes])
+            order = permutation_of_groups(seed, epoch, Groups(vote.chosen.prompt_ids for vote in votes))
             # Batches of about equal size: a short last one would get the same weight as a full one.
             num_batches = math.ceil(len(order) / section.pairs_per_step)
             for batch in chunks(order, math.ceil(len(order) / num_batches)):

@@ -10,7 +10,7 @@ from tunesmith.algorithms import kl
 from tunesmith.algorithms.kl import Controller
 from tunesmith.batch.pack import chunks
 from tunesmith.config.schema import LiveRecipe
-from tunesmith.core.seeds import derive, permutation_of_groups
+from tunesmith.core.seeds import Groups, derive, permutation_of_groups
 from tunesmith.core.trace import span
 from tunesmith.data.collate import EncodedPair
 from tunesmith.live.offers import Offers
@@ -84,7 +84,7 @@ class RewardUpdate:
         pairs = [encode_pair(vote, end_ids) for vote in votes]
         accuracies: list[float] = []
         for epoch in range(section.num_epochs):
-            order = permutation_of_groups(seed, epoch, [pair.prompt_id for pair in pairs])
+            order = permutation_of_groups(seed, epoch, Groups(pair.prompt_id for pair in pairs))
             for index, chosen in enumerate(chunks(order, section.pairs_per_step)):
                 progress("reward model")
                 with span("reward_model"):

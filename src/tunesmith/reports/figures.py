@@ -299,8 +299,10 @@ def _draw(picture: Picture, keys: Sequence[str], rows: Sequence[Facts], prefix: 
 
 
 def labels(keys: Sequence[str]) -> dict[str, str]:
-    """`completions/mean_length` as `mean length`; the whole name where the last parts are the same."""
-    short = [key.rsplit("/", 1)[-1].replace("_", " ") for key in keys]
+    """`completions/mean_length` as `mean length`, `rewards/helpful/mean` as `helpful`; the whole name where these parts
+    are the same.
+    """
+    short = [key.removesuffix("/mean").rsplit("/", 1)[-1].replace("_", " ") for key in keys]
     return {key: name if short.count(name) == 1 else key for key, name in zip(keys, short, strict=True)}
 
 

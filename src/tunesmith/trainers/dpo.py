@@ -20,7 +20,7 @@ from tunesmith.config.algorithm_sections import DPOSection
 from tunesmith.config.schema import DPORecipe
 from tunesmith.core.errors import DataError
 from tunesmith.core.log import get_logger
-from tunesmith.core.seeds import items_at
+from tunesmith.core.seeds import Groups, items_at
 from tunesmith.core.trace import span
 from tunesmith.data.answers import Answer, AnswerLabel, AnswerPair, collate_answers, in_order
 from tunesmith.data.sets import DirectSets, Unit, direct_sets
@@ -221,6 +221,7 @@ class DPOTask:
             max_length=context_length(self.loaded.model),
         )
         check_labels(self.data, cfg.dpo)
+        self.prompts = Groups(self.data.answers[unit.answers[0]].prompt_ids for unit in self.data.train)
         freeze_lower_layers(self.loaded.model, cfg.model.num_trainable_layers)
         self.num_steps = cfg.run.steps or -(-len(self.data.train) * cfg.dpo.num_epochs // cfg.dpo.pairs_per_step)
 
@@ -293,9 +294,9 @@ class DPOTask:
         """The pairs of step `index` (from 0), those of one prompt together, so that shared completions are computed
         once.
         """
-        keys = [self.data.answers[unit.answers[0]].prompt_ids for unit in self.data.train]
-        size = min(self.cfg.dpo.pairs_per_step, len(keys))
-        return [self.data.train[i] for i in items_at(self.cfg.run.seed, index * size, size, len(keys), keys=keys)]
+        train = self.data.train
+        size = min(self.cfg.dpo.pairs_per_step, len(train))
+        return [train[i] for i in items_at(self.cfg.run.seed, index * size, size, len(train), self.prompts)]
 
     @torch.no_grad()
     def evaluate(self, learner: DPO) -> Metrics:

@@ -21,7 +21,7 @@ from tunesmith.batch.upload import Uploader
 from tunesmith.config.algorithm_sections import RewardTrainerSection
 from tunesmith.config.schema import RewardRecipe
 from tunesmith.core.errors import ConfigError
-from tunesmith.core.seeds import items_at
+from tunesmith.core.seeds import Groups, items_at
 from tunesmith.core.trace import span
 from tunesmith.data.collate import Encoded, as_pairs, as_rankings, collate_pairs, collate_rankings
 from tunesmith.data.pairs import PreferenceLike
@@ -129,6 +129,7 @@ class RewardTask:
             cast(Sequence[PreferenceLike] | None, inputs.heldout_pairs),
             max_length=context_length(self.model.model),
         )
+        self.prompts = Groups(self.data.train_prompts[pair.prompt_id] for pair in self.data.train)
         section = cfg.reward_model
         self.num_steps = cfg.run.steps or -(-len(self.data.train) * section.num_epochs // section.pairs_per_step)
 
@@ -158,7 +159,7 @@ class RewardTask:
         train, section = self.data.train, self.cfg.reward_model
         distinct = {ids for item in train for ids in item.sequences}
         prompt = fmean(shared_length(*item.sequences[:2]) for item in train)
-        per_prompt = max(1, round(len(distinct) / len({self.data.train_prompts[item.prompt_id] for item in train})))
+        per_prompt = max(1, round(len(distinct) / len(self.prompts.members)))
         rows = Rows(prompt, max(1.0, fmean(map(len, distinct)) - prompt), per_prompt)
         each = rows.tokens(len(distinct)) / len(train)
         heldout = {ids for item in self.data.heldout for ids in item.sequences}
@@ -172,9 +173,9 @@ class RewardTask:
         """The pairs of step `index` (from 0), those of one prompt together, so that shared completions are scored
         once.
         """
-        keys = [self.data.train_prompts[pair.prompt_id] for pair in self.data.train]
-        size = min(self.cfg.reward_model.pairs_per_step, len(keys))
-        return [self.data.train[i] for i in items_at(self.cfg.run.seed, index * size, size, len(keys), keys=keys)]
+        train = self.data.train
+        size = min(self.cfg.reward_model.pairs_per_step, len(train))
+        return [train[i] for i in items_at(self.cfg.run.seed, index * size, size, len(train), self.prompts)]
 
     @torch.no_grad()
     def evaluate(self, learner: Reward) -> Metrics:
