@@ -61,6 +61,11 @@ def test_items_of_a_group_follow_each_other(keys: list[int], epoch: int):
     assert len([key for key, _ in itertools.groupby(keys[index] for index in order)]) == len(set(keys))
 
 
+def test_items_of_one_group_are_shuffled():
+    orders = {tuple(items_at(0, epoch * 20, 20, 20, Groups([""] * 20))) for epoch in range(3)}
+    assert len(orders) == 3 and tuple(range(20)) not in orders
+
+
 @pytest.mark.parametrize("count", [0, 1])
 def test_a_single_item_is_drawn_again_and_again(count: int):
     assert items_at(0, 5, count, 1) == [0] * count

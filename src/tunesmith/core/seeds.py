@@ -27,11 +27,16 @@ class Groups:
         for index, key in enumerate(keys):
             members.setdefault(key, []).append(index)
         self.members = list(members.values())
+        self.num_items = sum(map(len, self.members))
 
 
 def permutation_of_groups(seed: int, epoch: int, groups: Groups) -> list[int]:
-    """An order of the items in which the groups are shuffled, not their items."""
-    return [index for group in permutation(seed, epoch, len(groups.members)) for index in groups.members[group]]
+    """An order of the items in which those of a group follow each other; the groups are shuffled, and the items of
+    each: one group may have all items.
+    """
+    place = permutation(derive(seed, "within groups"), epoch, groups.num_items)
+    order = permutation(seed, epoch, len(groups.members))
+    return [index for group in order for index in sorted(groups.members[group], key=place.__getitem__)]
 
 
 @lru_cache(maxsize=4)
