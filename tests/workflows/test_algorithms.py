@@ -77,7 +77,7 @@ def test_every_figure_follows_from_the_curves_of_the_runs(folder: Path) -> None:
         curves[name] = [[base, *read_curve(run)]]
     again = json.loads(json.dumps(comparison_facts(OPTIONS, curves)))
     assert {name: facts[name] for name in again} == again
-    assert base.kl == 0 and facts["algorithms"]["ppo"]["curves"][0][-1]["kl"] > 0
+    assert base.kl == 0 and facts["algorithms"]["ppo"]["curves"][0][-1]["kl"] != 0  # an estimate: it may be below 0
     page = (folder / "report.html").read_text()
     assert facts["said"] in page and "simulated rater" in page
 
