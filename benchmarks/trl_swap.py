@@ -143,6 +143,7 @@ def measure(options: Namespace, say: Say) -> dict[str, object]:
     chosen = options.algorithm or list(SCRIPTS)
     if unknown := set(chosen) - set(SCRIPTS):
         raise InputError(f"there is no algorithm {', '.join(sorted(unknown))}; give {', '.join(SCRIPTS)}")
+    precisions = options.precision or list(PRECISIONS)
     steps: dict[str, object] = {}
     losses: dict[str, object] = {}
     with exported(options.model) as folder:
@@ -154,7 +155,7 @@ def measure(options: Namespace, say: Say) -> dict[str, object]:
                 length = 8 if options.quick else 64
                 drawn = {"max_completion_length": length, "generation_kwargs": {"min_new_tokens": length}}
                 script = replace(script, arguments=drawn)
-            steps[name] = {precision: _ratio(script, precision, options, say) for precision in PRECISIONS}
+            steps[name] = {precision: _ratio(script, precision, options, say) for precision in precisions}
     return {
         "bench": "trl_swap",
         "model": options.model,
@@ -279,6 +280,7 @@ def main(words: Sequence[str]) -> int:
         *("model", "threads", "rounds", "quick", "out", "json", "quiet"),
         threads={"default": usable_cores()},
         algorithm={"action": "append", "metavar": "A", "help": f"one of {', '.join(SCRIPTS)}; repeatable"},
+        precision={"action": "append", "choices": list(PRECISIONS), "help": "of the steps; both if left out"},
         ours={"default": OURS, "metavar": "MODULE", "help": "whose trainers are compared with TRL's"},
         curves={"action": "store_true", "help": "learning curves as well"},
     )
