@@ -111,6 +111,23 @@ def trained_logps(model: LanguageModel, groups: Sequence[Group], temperature: fl
 
 
 @in_exact_dtypes
+@pytest.mark.parametrize("name", DECODERS)
+def test_tokens_and_bits_do_not_depend_on_the_number_of_threads(name: str, dtype: torch.dtype):
+    loaded = tiny_model(name, dtype=dtype)
+    found, num_threads = [], torch.get_num_threads()
+    try:
+        for count in (1, 2, 3, 4):
+            torch.set_num_threads(count)
+            engine, _ = engine_of(loaded)
+            assert engine.is_exact
+            groups = engine.generate(prompts(6), 3, SamplingParams(max_new_tokens=12, seed=1))
+            found.append([(one.token_ids, one.raw_logps) for group in groups for one in group.completions])
+    finally:
+        torch.set_num_threads(num_threads)
+    assert found[1:] == found[:-1]
+
+
+@in_exact_dtypes
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("family", DECODERS)
 def test_raw_log_probs_are_the_trainers_to_the_bit(family: str, temperature: float, dtype: torch.dtype) -> None:

@@ -4,6 +4,7 @@ Shape legend: R rows that tokens are sampled from, H hidden, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import psutil
@@ -25,6 +26,7 @@ from tunesmith.rollout.kv_cache import KVCache, allocate_storage, copy_blocks, n
 from tunesmith.rollout.runner import Runner, cache_shape, projections
 from tunesmith.rollout.sampler import NoiseKey, Sampler, noise_keys
 from tunesmith.rollout.scheduler import Plan, Scheduler
+from tunesmith.rollout.threads import FreeThreads
 from tunesmith.schema.records import Prompt
 
 _PREFILL_TOKENS = 512
@@ -90,6 +92,7 @@ class NativeEngine:
         self._packed_version: tuple[int, int] | None = None  # of the runner's weights; None: pack and check again
         self._is_exact: bool | None = None  # None: not measured yet
         self._needs_full_check = True
+        self._threads = FreeThreads()
 
     @property
     def is_exact(self) -> bool:
@@ -148,9 +151,11 @@ class NativeEngine:
     def _draw_all(self, call: _Call) -> None:
         """The loop of the engine: plan a step, compute it, sample, take the tokens."""
         storage, block_tables = call.cache.storage, call.cache.tables.block_tables
+        # The bits of an exact engine do not depend on the number of threads.
+        free_threads = self._threads.used if self._is_exact else nullcontext
         while (plan := call.scheduler.plan()) is not None:
             copy_blocks(storage, plan.copies)
-            with span("prefill" if plan.chunks else "decode"):
+            with span("prefill" if plan.chunks else "decode"), free_threads():
                 output = call.runner.run(plan, storage, block_tables)
             if not plan.drawn:
                 call.scheduler.accept(plan, [])

@@ -49,14 +49,23 @@ def product(a_RI: torch.Tensor, b_IO: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def rows_are_independent(weight_OI: torch.Tensor) -> bool:
-    """True if products with this float32 weight have the same bits for a few rows as for many, found by trial."""
+    """True if products with this float32 weight have the same bits for a few rows as for many, and with one thread as
+    with all, found by trial.
+    """
     num_outputs, num_inputs = weight_OI.shape
     most = max(_PROBES[-1] + 1, min(_MOST_ROWS, _PROBE_FLOP // (2 * num_outputs * num_inputs)))
     x_RI = torch.randn(most, num_inputs, generator=torch.Generator().manual_seed(0))
     if not is_by_onednn(x_RI, weight_OI):
         return False
-    y_RO = linear(x_RI, weight_OI)
-    return all(torch.equal(linear(x_RI[:rows], weight_OI), y_RO[:rows]) for rows in _PROBES)
+    y_RO, num_threads = linear(x_RI, weight_OI), torch.get_num_threads()
+    try:
+        for count in {1, num_threads}:
+            torch.set_num_threads(count)
+            if not all(torch.equal(linear(x_RI[:rows], weight_OI), y_RO[:rows]) for rows in _PROBES):
+                return False
+    finally:
+        torch.set_num_threads(num_threads)
+    return True
 
 
 def _onednn(x_RI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
