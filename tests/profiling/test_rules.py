@@ -118,6 +118,13 @@ def test_a_reward_that_waits_for_a_core_is_no_remote_one():
     assert "remote_reward_serial" not in names
 
 
+def test_a_thread_with_a_core_of_its_own_is_not_starved_by_workers_on_the_others():
+    starved = {**SHOWN["starved"], "cpu/run_delay_s": 0.03}
+    for num_threads, named in ((2, True), (1, False)):
+        found = diagnose(facts({**starved, "setup.num_threads": num_threads})).causes
+        assert ("starved" in [cause.name for cause in found]) == named
+
+
 def test_prompts_of_groups_that_are_left_out_are_not_missed():
     dropped = {"groups/num_dropped": 4.0, "update/shared_tokens": 224.0, "rollout/prefill_tokens": 4000.0}
     shared = {"rollout/shared_tokens": 28000.0, "update/shared_tokens": 14000.0, "update/micro_batch_tokens": 2000.0}

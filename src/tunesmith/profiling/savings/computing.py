@@ -114,12 +114,12 @@ def threads_many(f: Facts) -> Saving | None:
 def starved(f: Facts) -> Saving | None:
     """The threads of a parallel loop wait for each other: it goes on only while all of them, or two, have a core. The
     share that they get is measured twice: by their own wait, which misses that they also wait for each other, and by
-    the cores that others use, who may do so while these threads rest.
+    the cores that others leave, who may use theirs while these threads rest.
     """
-    taken = f.number("cpu/others") + f.number("cpu/stolen", 0.0)
-    if taken < 0.15 or f.number("setup.num_threads") > usable_cores(f):
+    taken, threads = f.number("cpu/others") + f.number("cpu/stolen", 0.0), f.number("setup.num_threads")
+    if taken < 0.15 or threads > usable_cores(f):
         return None
-    share = math.sqrt(running_share(f) * max(0.0, 1 - taken / usable_cores(f)))
+    share = math.sqrt(running_share(f) * min(1.0, max(0.0, usable_cores(f) - taken) / threads))
     together = share_together(f, share)
     return Saving(f.computing_s * (1 - together), f.computing_s * (1 - share), f.computing_s * (1 - together**1.3))
 
