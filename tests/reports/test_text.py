@@ -54,3 +54,15 @@ def test_nested_facts_become_rows():
 
 def test_only_finite_numbers_count_as_numbers():
     assert [text.number(value) for value in (1, 2.5, True, None, "3", math.nan, math.inf)] == [1.0, 2.5] + [None] * 5
+
+
+def test_a_list_of_objects_has_a_row_for_each_key_by_index():
+    facts = {"run": {"steps": 3}, "reward": [{"source": "a", "weight": 1.0}, {"source": "b"}], "names": ["x", "y"]}
+    assert text.flatten(facts) == [
+        ("run.steps", "3"),
+        ("reward.0.source", "a"),
+        ("reward.0.weight", "1.0"),
+        ("reward.1.source", "b"),
+        ("names", "x, y"),
+    ]
+    assert text.flatten({"reward": []}) == [("reward", "")]

@@ -99,11 +99,13 @@ def _message(message: Any) -> str:
 
 
 def flatten(value: Any, prefix: str = "") -> list[tuple[str, str]]:
-    """Nested facts as (dotted name, text) rows for a table."""
-    if isinstance(value, Mapping):
-        fields: Mapping[str, Any] = value  # pyright: ignore[reportUnknownVariableType]
-        return [row for key, item in fields.items() for row in flatten(item, f"{prefix}.{key}" if prefix else str(key))]
+    """Nested facts as (dotted name, text) rows for a table; a list of objects by index, as in `reward.0.source`."""
     if isinstance(value, list | tuple):
         items: list[Any] = list(value)  # pyright: ignore[reportUnknownArgumentType]
-        return [(prefix, ", ".join(map(str, items)))]
+        if not items or not all(isinstance(item, Mapping) for item in items):
+            return [(prefix, ", ".join(map(str, items)))]
+        value = dict(enumerate(items))
+    if isinstance(value, Mapping):
+        fields: Mapping[Any, Any] = value  # pyright: ignore[reportUnknownVariableType]
+        return [row for key, item in fields.items() for row in flatten(item, f"{prefix}.{key}" if prefix else str(key))]
     return [(prefix, "" if value is None else str(value))]
