@@ -21,7 +21,7 @@ from tunesmith.core.trace import Trace, Watcher, trace, watching
 from tunesmith.profiling.gpu import GPU, open_gpu
 from tunesmith.profiling.sampler.api import Sampler, Samples, has_lock
 from tunesmith.runs import cgroup
-from tunesmith.runs.environment import usable_cores
+from tunesmith.runs.environment import busy_core_s, usable_cores
 
 Metrics = dict[str, float]
 
@@ -220,14 +220,8 @@ def _resident_mb() -> float:
 
 def _machine() -> Metrics:
     """Busy seconds of each core, by all processes, and seconds that the hypervisor took from all."""
-    counters: Metrics = {"stolen_s": 0.0}
-    for index, core in enumerate(psutil.cpu_times(percpu=True)):
-        busy_s = core.user + core.system + sum(getattr(core, name, 0.0) for name in ("nice", "irq", "softirq"))
-        counters[f"cpu/core/{index}"] = busy_s
-        counters["stolen_s"] += getattr(core, "steal", 0.0)
-    if not psutil.LINUX:
-        del counters["stolen_s"]
-    return counters
+    counters = {f"cpu/core/{number}": busy_s for number, busy_s in enumerate(busy_core_s())}
+    return {**counters, "stolen_s": psutil.cpu_times().steal} if psutil.LINUX else counters
 
 
 def _io() -> Metrics:

@@ -1,14 +1,13 @@
 """The number of threads that an engine on a CPU computes with: no more than there are cores that are free."""
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import psutil
 import torch
 
 from tunesmith.core.log import get_logger
+from tunesmith.runs.environment import busy_core_s, core_numbers
 
 _log = get_logger(__name__)
 
@@ -25,8 +24,8 @@ class FreeThreads:
 
     A parallel loop ends with its slowest thread. Beside a busy program that thread has half a core, so two threads on
     two cores are no faster than one that has a core for itself, and all the waiting is lost. Only for computations
-    whose bits do not depend on the number of threads. Outside of the block, and while the machine does not count the
-    time of its cores, the number is the one that torch had.
+    whose bits do not depend on the number of threads. Outside of the block, and where the time of cores cannot be read,
+    the number is the one that torch had.
     """
 
     def __init__(self) -> None:
@@ -52,11 +51,16 @@ class FreeThreads:
         """Adapt the number to the cores that were free since the last look."""
         if self._most == 1 or (past_s := time.monotonic() - self._looked_s) < _PERIOD_S:
             return
-        busy_s, own_s, is_first = busy_core_s(), time.process_time(), self._looked_s < 0
+        mine, is_first = core_numbers(), self._looked_s < 0
+        try:
+            busy_s = sum(core_s for number, core_s in enumerate(busy_core_s()) if number in mine)
+        except OSError:  # no /proc/stat that this process may read
+            return
+        own_s = time.process_time()
         others = max(0.0, (busy_s - self._busy_s) - (own_s - self._own_s)) / past_s
         self._busy_s, self._own_s, self._looked_s = busy_s, own_s, time.monotonic()
         if not is_first:
-            before, self._number = self._number, adapted(self._number, len(cores()) - others, self._most)
+            before, self._number = self._number, adapted(self._number, len(mine) - others, self._most)
             if self._number != before:
                 _log.debug("draws with %d threads: other programs use %.1f cores", self._number, others)
 
@@ -67,15 +71,3 @@ def adapted(number: int, free: float, most: int) -> int:
     if _FEWER_AT <= free - number < _MORE_AT:
         return number
     return min(max(1, round(free)), most)
-
-
-def cores() -> set[int]:
-    """The numbers of the cores that this process may use."""
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-
-
-def busy_core_s() -> float:
-    """Seconds that all programs have used of the cores that this process may use, since the machine began."""
-    mine = cores()
-    times = [core for number, core in enumerate(psutil.cpu_times(percpu=True)) if number in mine]
-    return sum(core.user + core.system + getattr(core, "nice", 0.0) for core in times)

@@ -74,8 +74,19 @@ def cpu_flags() -> frozenset[str]:
 
 def usable_cores() -> int:
     """Cores that this process may use: those of its affinity, at most as many as its control group has time for."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(core_numbers())
     return max(1, int(min(cores, cgroup.quota_cores() or cores)))
+
+
+def core_numbers() -> set[int]:
+    """The numbers of the cores that this process may run on."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
+def busy_core_s() -> list[float]:
+    """Seconds that all processes have used of each core since the machine began."""
+    names = ("user", "system", "nice", "irq", "softirq")  # each where the system counts it
+    return [sum(getattr(core, name, 0.0) for name in names) for core in psutil.cpu_times(percpu=True)]
 
 
 def rss_gb() -> float:
