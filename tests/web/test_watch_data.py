@@ -11,7 +11,7 @@ from tunesmith.store.runs import RunReader, RunStore
 from tunesmith.store.vote_watch import VoteWatch
 from tunesmith.store.votes import VoteStore
 from tunesmith.web import watch_data
-from tunesmith.web.watch_data import MAX_LINES, SILENT_S, WatchData, kind_of, pictures
+from tunesmith.web.watch_data import MAX_LINES, SILENT_S, Cached, WatchData, kind_of, pictures
 
 NOW = 1_800_000_000.0
 DEAD_PID = 2**22 + 1
@@ -31,6 +31,25 @@ def data(tmp_path):
 
 def beat(state="learning", ago_s=0.0, pid=None, host=None):
     return Heartbeat(os.getpid() if pid is None else pid, host or socket.gethostname(), NOW - ago_s, state)
+
+
+@pytest.mark.parametrize(("cost_s", "kept_s"), [(0.0, 3.0), (0.2, 3.0), (2.0, 20.0)])
+def test_a_value_that_is_slow_to_make_is_kept_longer(cost_s, kept_s, monkeypatch):
+    now_s, made = 100.0, []
+    monkeypatch.setattr(watch_data.time, "monotonic", lambda: now_s)
+
+    def make():
+        nonlocal now_s
+        now_s += cost_s
+        made.append(now_s)
+        return len(made)
+
+    value = Cached(make, max_age_s=3.0)
+    assert value() == 1
+    now_s = 100.0 + kept_s
+    assert value() == 1
+    now_s += 0.01
+    assert value() == 2
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,8 @@ MAX_BEHIND = 50_000
 """A client that lags behind by more metrics is told to fetch thinned series instead."""
 
 _ENDS = {"finished": "finished", "stopped": "stopped", "ended": "stopped", "failed": "stopped", "died": "dead"}
+_PARTS_OF_COST = 10  # a cached value that took a second is kept for ten
+
 Json = dict[str, Any]
 T = TypeVar("T")
 
@@ -49,20 +51,23 @@ class News:
 
 
 class Cached(Generic[T]):
-    """`make` with its value reused for `max_age_s`. Thread-safe: one caller at a time renews it."""
+    """`make` with its value reused for `max_age_s`, and for at least ten times as long as it took, so that a value that
+    is slow to make leaves the processor to the pages. Thread-safe: one caller at a time renews it.
+    """
 
     def __init__(self, make: Callable[[], T], max_age_s: float) -> None:
         self._make = make
         self._max_age_s = max_age_s
         self._lock = threading.Lock()
-        self._found: tuple[float, T] | None = None
+        self._found: tuple[float, T] | None = None  # until when it is reused, and the value
 
     def __call__(self) -> T:
         """The value, renewed if it is too old."""
         with self._lock:
-            now = time.monotonic()
-            if self._found is None or now - self._found[0] > self._max_age_s:
-                self._found = (now, self._make())
+            start_s = time.monotonic()
+            if self._found is None or start_s > self._found[0]:
+                value, cost_s = self._make(), time.monotonic() - start_s
+                self._found = (start_s + max(self._max_age_s, _PARTS_OF_COST * cost_s), value)
             return self._found[1]
 
 
