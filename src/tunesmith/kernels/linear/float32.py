@@ -49,8 +49,8 @@ def product(a_RI: torch.Tensor, b_IO: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def rows_are_independent(weight_OI: torch.Tensor) -> bool:
-    """True if products with this float32 weight have the same bits for a few rows as for many, and with one thread as
-    with all, found by trial.
+    """True if products with this float32 weight have the same bits for a few rows as for many, with any number of
+    threads up to torch's, found by trial.
     """
     num_outputs, num_inputs = weight_OI.shape
     most = max(_PROBES[-1] + 1, min(_MOST_ROWS, _PROBE_FLOP // (2 * num_outputs * num_inputs)))
@@ -59,7 +59,7 @@ def rows_are_independent(weight_OI: torch.Tensor) -> bool:
         return False
     y_RO, num_threads = linear(x_RI, weight_OI), torch.get_num_threads()
     try:
-        for count in {1, num_threads}:
+        for count in range(1, num_threads + 1):
             torch.set_num_threads(count)
             if not all(torch.equal(linear(x_RI[:rows], weight_OI), y_RO[:rows]) for rows in _PROBES):
                 return False
