@@ -74,7 +74,7 @@ def test_the_number_follows_what_others_use_within_the_block_alone(monkeypatch: 
 
 
 @pytest.mark.slow  # needs the cores for itself
-def test_beside_a_busy_program_there_is_one_thread_less(monkeypatch: pytest.MonkeyPatch):
+def test_beside_a_busy_program_there_is_one_thread_less():
     if len(core_numbers()) < 2:
         pytest.skip("one core cannot be shared")
     with num_threads(len(core_numbers())):

@@ -114,7 +114,7 @@ def threads_many(f: Facts) -> Saving | None:
 def starved(f: Facts) -> Saving | None:
     """The threads of a parallel loop wait for each other: it goes on only while all of them, or two, have a core. The
     share that they get is measured twice: by their own wait, which misses that they also wait for each other, and by
-    the cores that others leave, who may use theirs while these threads rest.
+    the cores that others leave, which misses that others may run while these threads rest.
     """
     taken, threads = f.number("cpu/others") + f.number("cpu/stolen", 0.0), f.number("setup.num_threads")
     if taken < 0.15 or threads > usable_cores(f):
