@@ -12,7 +12,7 @@ from tunesmith import train
 from tunesmith.batch.pack import pack
 from tunesmith.batch.rollout import Group, SamplingParams
 from tunesmith.config.sections import LoraSection
-from tunesmith.kernels.linear.float32 import is_by_onednn
+from tunesmith.kernels.linear.exact import is_by_onednn
 from tunesmith.kernels.linear.grouped import grouped_linear
 from tunesmith.kernels.native import Kernels
 from tunesmith.models import decoder as flat

@@ -13,7 +13,7 @@ from tunesmith.batch.rollout import Group, SamplingParams
 from tunesmith.config.sections import ModelSection
 from tunesmith.core.errors import TrainingError
 from tunesmith.kernels.linear.api import cpu_has_bfloat16
-from tunesmith.kernels.linear.float32 import is_by_onednn
+from tunesmith.kernels.linear.exact import is_by_onednn
 from tunesmith.kernels.native import Kernels
 from tunesmith.models.language_model import LanguageModel, language_model
 from tunesmith.models.load import load_policy

@@ -10,7 +10,7 @@ from recipes import PROMPTS, Started, grpo_recipe, ppo_recipe, training
 
 from tunesmith.config.schema import GRPORecipe, PPORecipe
 from tunesmith.kernels.linear.api import cpu_has_bfloat16
-from tunesmith.kernels.linear.float32 import is_by_onednn
+from tunesmith.kernels.linear.exact import is_by_onednn
 from tunesmith.trainers import grpo, ppo
 
 has_bf16 = cpu_has_bfloat16()

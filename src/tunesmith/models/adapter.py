@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from tunesmith.kernels.linear.float32 import is_by_onednn, linear
+from tunesmith.kernels.linear.exact import is_exact, linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ def low_rank(x_TI: torch.Tensor, down_RI: torch.Tensor, scaling: float) -> torch
 
 
 def add_low_rank(y_TO: torch.Tensor, inner_TR: torch.Tensor, up_OR: torch.Tensor) -> torch.Tensor:
-    """`y + inner B^T`, rounded once; in float32 by oneDNN, the product and then the sum."""
-    if is_by_onednn(inner_TR, up_OR):
+    """`y + inner B^T`, rounded once; where products are exact, the product and then the sum."""
+    if is_exact(inner_TR, up_OR):
         return y_TO + linear(inner_TR, up_OR)
     return torch.addmm(y_TO, inner_TR, up_OR.t())
 

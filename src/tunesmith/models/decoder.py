@@ -23,7 +23,7 @@ from tunesmith.core.errors import InputError
 from tunesmith.kernels.attention.api import attend_packed
 from tunesmith.kernels.attention.records import Packing, Segments
 from tunesmith.kernels.gated.api import activate, gated, softcap
-from tunesmith.kernels.linear.float32 import is_by_onednn, linear
+from tunesmith.kernels.linear.exact import is_exact, linear
 from tunesmith.kernels.linear.grouped import grouped_linear
 from tunesmith.kernels.logprob.head import OutputLayer
 from tunesmith.kernels.native import Kernels
@@ -350,7 +350,7 @@ def expert_outputs(stack: Stack, x_RI: torch.Tensor, counts: Sequence[int]) -> t
 def _base(module: nn.Module, x_TH: torch.Tensor) -> torch.Tensor:
     """The output of a linear map without its adapter; one with forward hooks is called, so that they run."""
     weight_OI = weight_of(module)
-    if is_by_onednn(x_TH, weight_OI) and not module._forward_hooks and not module._forward_pre_hooks:
+    if is_exact(x_TH, weight_OI) and not module._forward_hooks and not module._forward_pre_hooks:
         return linear(x_TH, weight_OI, module.bias)  # type: ignore[arg-type]
     return module(x_TH)
 

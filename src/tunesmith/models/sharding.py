@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from tunesmith.core.errors import ModelError
 from tunesmith.distributed import ranks
 from tunesmith.distributed.shares import whole
-from tunesmith.kernels.linear.float32 import linear
+from tunesmith.kernels.linear.exact import linear
 from tunesmith.models.adapter import add_low_rank, low_rank
 from tunesmith.models.architecture import Architecture, Block, Experts, Projection
 from tunesmith.models.decoder import Decoder, Ops, hidden_states, module_outputs

@@ -5,7 +5,7 @@ import time
 
 import torch
 
-from tunesmith.kernels.linear.float32 import product
+from tunesmith.kernels.linear.exact import product
 
 _LIMIT_S = 0.1
 _MAX_TRIES = 8

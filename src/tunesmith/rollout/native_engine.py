@@ -15,8 +15,7 @@ from tunesmith.batch.rollout import Group, SamplingParams
 from tunesmith.core.errors import InputError, TrainingError
 from tunesmith.core.system import warn_of_spinning
 from tunesmith.core.trace import span
-from tunesmith.kernels.linear.api import cpu_has_bfloat16
-from tunesmith.kernels.linear.float32 import rows_are_independent
+from tunesmith.kernels.linear.exact import rows_are_independent
 from tunesmith.kernels.sample.torch_impl import Sampled
 from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.loaded import PreTrainedTokenizerBase
@@ -243,9 +242,7 @@ class NativeEngine:
         check = weight_check.FIRST_CHECK if self._needs_full_check else weight_check.LATER_CHECK
         difference = weight_check.largest_difference(self._decoder, runner, check)
         if self._needs_full_check:
-            # Emulated bfloat16 may agree on these few tokens: which order it sums in was never seen to be fixed.
-            is_fixed = cpu_has_bfloat16() if dtype == torch.bfloat16 else self._rows_are_independent()
-            self._is_exact = difference == 0 and is_fixed and not self._decoder.is_divided
+            self._is_exact = difference == 0 and self._rows_are_independent() and not self._decoder.is_divided
             self._needs_full_check = runner.is_idle  # adapters that are zero prove nothing about later ones
         allowed = 0.0 if self._is_exact else weight_check.MAX_DIFFERENCE[dtype]
         if not difference <= allowed:

@@ -17,7 +17,7 @@ from tunesmith.kernels.attention.records import Places, SharedPrefixes
 from tunesmith.kernels.linear.api import BlocksLikeTorch, PackedWeight
 from tunesmith.kernels.linear.api import linear as packed_linear
 from tunesmith.kernels.linear.api import pack as pack_panels
-from tunesmith.kernels.linear.float32 import linear
+from tunesmith.kernels.linear.exact import is_by_tiles, linear
 from tunesmith.kernels.linear.grouped import each_group
 from tunesmith.kernels.native import Kernels
 from tunesmith.models import decoder as flat
@@ -80,7 +80,7 @@ class Packer:
         block = self._blocks.of(weight_OI)
         if block is not None:
             return PackedLinear(pack_panels(weight_OI, block, kernels=self._kernels), bias_O, sizes)
-        if _can_be_packed(weight_OI.dtype):
+        if _can_be_packed(weight_OI.dtype) and not is_by_tiles(weight_OI, weight_OI):
             return PackedLinear(torch.ops.mkldnn._reorder_linear_weight(weight_OI, _PACKED_ROWS), bias_O, sizes)
         return PackedLinear(weight_OI.clone(), bias_O, sizes)
 

@@ -10,7 +10,7 @@ import torch
 
 from tunesmith.core.errors import InputError, NativeUnavailableError
 from tunesmith.kernels.arguments import INTEGER, POINTER, address, require, with_dense_rows
-from tunesmith.kernels.linear import float32
+from tunesmith.kernels.linear import exact
 from tunesmith.kernels.native import Kernels
 
 _BLOCKS = (512, 1024)
@@ -19,16 +19,6 @@ _BLOCKS = (512, 1024)
 _DTYPES = (torch.bfloat16, torch.float32)
 
 _PROBE_ROWS, _PROBE_OUTPUTS = 64, 64
-
-
-class _Arguments(ctypes.Structure):
-    """`LinearArguments` of cpu.cpp, field by field."""
-
-    _fields_ = (
-        *((name, POINTER) for name in ("x", "weight", "bias", "y")),
-        *((name, INTEGER) for name in ("num_rows", "num_inputs", "num_outputs", "block", "x_stride")),
-        *((name, INTEGER) for name in ("num_threads", "is_bfloat16")),
-    )
 
 
 def cpu_has_bfloat16() -> bool:
@@ -50,10 +40,10 @@ class PackedWeight:
 def block_like_torch(weight_OI: torch.Tensor, *, kernels: Kernels) -> int | None:
     """The block with which `linear` has the bits of torch for a weight of this shape and dtype.
 
-    The bits of `torch.nn.functional.linear` in bfloat16, those of `float32.linear` in float32. Found by trial: the
+    The bits of `torch.nn.functional.linear` in bfloat16, those of `exact.linear` in float32. Found by trial: the
     trial's sums cancel, so that what is left is rounding, which tells one order from another. None where no block has
     these bits, or where there is no native kernel: it needs a compiler and an even number of inputs, and for bfloat16
-    AVX512-BF16 (where there is AMX too, torch is faster).
+    AVX512-BF16 without AMX (with it `exact.linear` needs no packed weight).
     """
     dtype, (num_outputs, num_inputs) = weight_OI.dtype, weight_OI.shape
     if dtype not in _DTYPES or num_inputs % 2 or _library(weight_OI, kernels) is None:
@@ -63,7 +53,7 @@ def block_like_torch(weight_OI: torch.Tensor, *, kernels: Kernels) -> int | None
     x_RH, part_OH = (torch.randn(rows, half, generator=generator) for rows in (_PROBE_ROWS, _PROBE_OUTPUTS))
     x_RI = torch.cat([x_RH, x_RH], 1).to(dtype)
     probe_OI = torch.cat([part_OH, -part_OH], 1).to(dtype).repeat(-(-num_outputs // _PROBE_OUTPUTS), 1)[:num_outputs]
-    expected_RO = float32.linear(x_RI, probe_OI)  # torch's own for bfloat16
+    expected_RO = exact.linear(x_RI, probe_OI)  # torch's own for bfloat16
     for block in _BLOCKS:
         if torch.equal(linear(x_RI, pack(probe_OI, block, kernels=kernels), None), expected_RO):
             return block
@@ -135,7 +125,7 @@ def linear(x_RI: torch.Tensor, weight: PackedWeight, bias_O: torch.Tensor | None
     x_RI, bias_O = with_dense_rows(x_RI), None if bias_O is None else bias_O.contiguous()
     num_rows, threads = x_RI.shape[0], torch.get_num_threads()
     y_RO = torch.empty(num_rows, weight.num_outputs, dtype=dtype)
-    arguments = _Arguments(
+    arguments = exact.Arguments(
         *(x_RI.data_ptr(), weight.panels_PW.data_ptr(), address(bias_O), y_RO.data_ptr()),
         *(num_rows, weight.num_inputs, weight.num_outputs, weight.block, x_RI.stride(0)),
         *(threads, dtype == torch.bfloat16),

@@ -4,6 +4,13 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <vector>
+
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
+#define TUNESMITH_TILES
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include "vector.hpp"
 
@@ -39,7 +46,7 @@ struct Single {
     }
 };
 
-// With AMX oneDNN's own products are faster than these.
+// With AMX there is a faster kernel, see below.
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
 #define TUNESMITH_BFLOAT16_PAIRS
 struct Pairs {
@@ -171,3 +178,174 @@ extern "C" void linear_pack(const void* weight, void* to, int64_t num_outputs, i
 extern "C" void linear(const LinearArguments* given) {
     if (given->num_rows) with_kind(given->is_bfloat16, [&](auto kind) { multiply<decltype(kind)>(*given); });
 }
+
+#ifdef TUNESMITH_TILES
+
+namespace {
+
+// Products by AMX: a tile is a register of 16 rows of 64 bytes. The weight is read as it lies, 16 outputs x 32 inputs a
+// tile; x is transposed first, 16 pairs of inputs x 16 rows a tile. Each output is one sum in float32 over all inputs in
+// order, so that it depends on its own row alone, and the tile of sums has outputs x rows.
+constexpr int64_t kCachedBytes = 700000;  // of rows of x, in a core's second-level cache
+
+struct alignas(64) Line {
+    int32_t pairs[kLanes];
+};
+
+struct alignas(64) TileShapes {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+inline void use(const TileShapes& shapes) {
+    asm volatile("" ::"m"(shapes));  // GCC's intrinsic names the first bytes alone as what it reads
+    _tile_loadconfig(&shapes);
+}
+
+// Rows become columns: four rounds that interleave the first eight vectors with the last eight.
+inline TUNESMITH_INLINE void transpose(__m512i (&rows)[kLanes]) {
+    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+    for (int round = 0; round < 4; ++round) {
+        __m512i mixed[kLanes];
+        for (int i = 0; i < kLanes / 2; ++i) {
+            mixed[2 * i] = _mm512_permutex2var_epi32(rows[i], low, rows[i + 8]);
+            mixed[2 * i + 1] = _mm512_permutex2var_epi32(rows[i], high, rows[i + 8]);
+        }
+        std::memcpy(rows, mixed, sizeof mixed);
+    }
+}
+
+// The 16 rows of x from `row` on, as tiles; what is beyond the last row is 0.
+void pack_rows(const LinearArguments& given, int64_t row, Line* to) {
+    int64_t count = std::min<int64_t>(kLanes, given.num_rows - row);
+    for (int64_t i = 0; i < given.num_inputs; i += 2 * kLanes) {
+        __m512i lines[kLanes];
+        for (int r = 0; r < kLanes; ++r)
+            lines[r] = r < count ? _mm512_loadu_si512((const uint16_t*)given.x + (row + r) * given.x_stride + i)
+                                 : _mm512_setzero_si512();
+        transpose(lines);
+        std::memcpy(to + i / 2, lines, sizeof lines);
+    }
+}
+
+// Stores a tile of sums: y of `num_rows` rows and `num_outputs` outputs from (row, output) on.
+void store_sums(const LinearArguments& given, __m512i (&sums)[kLanes], int64_t row, int64_t output, int num_outputs) {
+    transpose(sums);
+    int64_t count = std::min<int64_t>(kLanes, given.num_rows - row);
+    Floats bias = given.bias ? load((const uint16_t*)given.bias + output, num_outputs) : Floats{};
+    for (int r = 0; r < count; ++r)
+        store((uint16_t*)given.y + (row + r) * given.num_outputs + output, (Floats)sums[r] + bias, num_outputs);
+}
+
+// Two times 16 outputs of two times 16 rows: each tile that is loaded is used twice.
+void four_tiles(const LinearArguments& given, const Line* x, int64_t row, int64_t output) {
+    const uint16_t* weight = (const uint16_t*)given.weight + output * given.num_inputs;
+    const int64_t stride = given.num_inputs * sizeof *weight, next_rows = given.num_inputs / 2;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t i = 0; i < given.num_inputs; i += 2 * kLanes) {
+        _tile_loadd(4, weight + i, stride);
+        _tile_loadd(6, x + i / 2, sizeof *x);
+        _tile_loadd(5, weight + i + kLanes * given.num_inputs, stride);
+        _tile_loadd(7, x + i / 2 + next_rows, sizeof *x);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 5, 6);
+        _tile_dpbf16ps(2, 4, 7);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    __m512i sums[4][kLanes];
+    _tile_stored(0, sums[0], 64);
+    _tile_stored(1, sums[1], 64);
+    _tile_stored(2, sums[2], 64);
+    _tile_stored(3, sums[3], 64);
+    for (int t = 0; t < 4; ++t) store_sums(given, sums[t], row + t / 2 * kLanes, output + t % 2 * kLanes, kLanes);
+}
+
+// Up to 16 outputs of 16 rows, for what four tiles leave.
+void one_tile(const LinearArguments& given, const Line* x, int64_t row, int64_t output, int num_outputs) {
+    const uint16_t* weight = (const uint16_t*)given.weight + output * given.num_inputs;
+    _tile_zero(0);
+    for (int64_t i = 0; i < given.num_inputs; i += 2 * kLanes) {
+        _tile_loadd(4, weight + i, given.num_inputs * sizeof *weight);
+        _tile_loadd(6, x + i / 2, sizeof *x);
+        _tile_dpbf16ps(0, 4, 6);
+    }
+    __m512i sums[kLanes] = {};
+    _tile_stored(0, sums, 64);
+    store_sums(given, sums, row, output, num_outputs);
+}
+
+// The outputs of two tiles of weights from `output` on, for the rows from `row` to `end`.
+void two_tiles_of_outputs(const LinearArguments& given, const Line* x, int64_t row, int64_t end, int64_t output) {
+    const bool has_two = output + 2 * kLanes <= given.num_outputs;
+    while (row < end) {
+        const bool is_pair = has_two && row + kLanes < end;
+        if (is_pair) {
+            four_tiles(given, x, row, output);
+        } else {
+            one_tile(given, x, row, output, kLanes);
+            if (has_two) one_tile(given, x, row, output + kLanes, kLanes);
+        }
+        row += (1 + is_pair) * kLanes, x += (1 + is_pair) * given.num_inputs / 2;
+    }
+}
+
+void multiply_by_tiles(const LinearArguments& given) {
+    static thread_local std::vector<Line> lines;  // kept: new memory costs more than what is written to it
+    const int64_t block = given.num_inputs / 2, whole = given.num_outputs / kLanes, rest = given.num_outputs % kLanes;
+    // As many rows at a time as stay in the cache while all weights pass.
+    const int64_t at_a_time = std::max<int64_t>(2, kCachedBytes / (block * sizeof(Line)) / 2 * 2);
+    const int64_t num_blocks = (given.num_rows + kLanes - 1) / kLanes, num_panels = (whole + 1) / 2;
+    lines.resize(std::min(at_a_time, num_blocks) * block);
+    Line* x = lines.data();
+    bool is_large = given.num_rows * given.num_inputs * given.num_outputs > kThreadedWork;
+#pragma omp parallel num_threads((int)given.num_threads) if (given.num_threads > 1 && is_large)
+    for (int64_t first = 0; first < num_blocks; first += at_a_time) {
+        const int64_t count = std::min(at_a_time, num_blocks - first);
+        const int64_t end = std::min(given.num_rows, (first + count) * kLanes);
+        // A thread takes whole panels; where there are too few for all threads, the rows are divided.
+        const int64_t wanted = num_panels >= 4 * given.num_threads ? 1 : 4 * given.num_threads / (num_panels + 1) + 1;
+        const int64_t part = ((count + 1) / 2 + wanted - 1) / wanted * 2, num_parts = (count + part - 1) / part;
+        TileShapes shapes;
+        use(shapes);
+#pragma omp for schedule(static)
+        for (int64_t b = 0; b < count; ++b) pack_rows(given, (first + b) * kLanes, x + b * block);
+#pragma omp for collapse(2) schedule(static)
+        for (int64_t p = 0; p < num_panels; ++p)
+            for (int64_t q = 0; q < num_parts; ++q) {
+                const int64_t row = (first + q * part) * kLanes, stop = std::min(end, row + part * kLanes);
+                two_tiles_of_outputs(given, x + q * part * block, row, stop, 2 * p * kLanes);
+            }
+        if (rest) {
+            shapes.rows[0] = shapes.rows[4] = (uint8_t)rest;
+            use(shapes);
+#pragma omp for schedule(static)
+            for (int64_t b = 0; b < count; ++b)
+                one_tile(given, x + b * block, (first + b) * kLanes, whole * kLanes, (int)rest);
+        }
+        _tile_release();
+    }
+}
+
+}  // namespace
+
+// 1 if the system lets this process use the tiles, for which it must be asked.
+extern "C" int64_t linear_has_tiles() {
+    constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    static const bool has_tiles = syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+    return has_tiles;
+}
+
+// y = x weight^T + bias in bfloat16 with the weight as it lies, dense; a multiple of 32 inputs.
+extern "C" void linear_by_tiles(const LinearArguments* given) { multiply_by_tiles(*given); }
+
+#else
+
+extern "C" int64_t linear_has_tiles() { return 0; }
+extern "C" void linear_by_tiles(const LinearArguments*) {}
+
+#endif

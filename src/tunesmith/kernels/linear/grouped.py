@@ -1,7 +1,6 @@
 """Linear maps of several groups of rows, each with a weight of its own, such as the experts of a mixture.
 
-The bits of a row depend neither on the other rows nor on the groups, where `float32.linear` has that property, and in
-bfloat16 on a CPU.
+The bits of a row depend neither on the other rows nor on the groups, where `exact.linear` has that property.
 
 Shape legend: R rows, G groups, I inputs, O outputs.
 """
@@ -13,7 +12,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from tunesmith.kernels.arguments import records_gradient
-from tunesmith.kernels.linear.float32 import linear, product
+from tunesmith.kernels.linear.exact import linear, product
 
 
 def grouped_linear(

@@ -11,7 +11,7 @@ import torch
 
 from tunesmith.core.errors import InputError
 from tunesmith.kernels.arguments import records_gradient
-from tunesmith.kernels.linear.float32 import is_by_onednn, linear, product
+from tunesmith.kernels.linear.exact import is_by_onednn, linear, linear_into, product
 from tunesmith.kernels.logprob.api import Scored, ScoreGradient, logits_gradient, score
 from tunesmith.kernels.masking import widened
 from tunesmith.kernels.native import Kernels
@@ -133,9 +133,7 @@ class LogitsBuffer:
             return logits_RC
         shape = len(hidden_RH), len(weight_CH)
         out_RC = self._buffer[: shape[0] * shape[1]].view(shape)
-        if bias_C is None:
-            return torch.mm(hidden_RH, weight_CH.t(), out=out_RC)
-        return torch.addmm(bias_C, hidden_RH, weight_CH.t(), out=out_RC)
+        return linear_into(out_RC, hidden_RH, weight_CH, bias_C)
 
 
 def blocks(length: int, bytes_of_one: int, block_bytes: int, fewest: int) -> Iterator[slice]:
