@@ -12,10 +12,12 @@ from tunesmith.trainers.work import Rows, RunWork, Work
 
 
 def test_steps_count_as_often_as_they_come_and_the_rest_once():
-    work = RunWork(Rows(4, 2), Work(trained=10), Work(scored=7), once=Work(scored=100), preparation=Work(scored=1e6))
-    assert work.remaining(5, eval_every=0) == Work(scored=107, trained=50)  # the last step is always evaluated
-    assert work.remaining(5, eval_every=2) == Work(scored=121, trained=50)
-    assert work.remaining(5, eval_every=2).seconds(Work(scored=0.5, trained=2)) == 160.5
+    work = RunWork(
+        Rows(4, 2), Work(trained=10, updates=1), Work(scored=7), once=Work(scored=100), preparation=Work(scored=1e6)
+    )
+    assert work.remaining(5, eval_every=0) == Work(scored=107, trained=50, updates=5)  # the last step is evaluated
+    assert work.remaining(5, eval_every=2) == Work(scored=121, trained=50, updates=5)
+    assert work.remaining(5, eval_every=2).seconds(Work(scored=0.5, trained=2, updates=3)) == 175.5
 
 
 def test_a_prompt_that_completions_share_counts_once():
@@ -29,7 +31,7 @@ def test_a_trial_changes_no_bit_of_the_run(tmp_path: Path):
     module = task.build().modules["policy"]
     before, generator = fingerprint_of_tensors(module), torch.get_rng_state()
     cost = cost_of(cfg, task, task.estimate())
-    assert min(cost.scored, cost.trained, cost.rounds + cost.drawn) > 0
+    assert min(cost.scored, cost.trained, cost.rounds + cost.drawn, cost.updates) > 0
     assert fingerprint_of_tensors(module) == before
     assert torch.equal(torch.get_rng_state(), generator)
     assert all(parameter.grad is None for parameter in module.parameters())

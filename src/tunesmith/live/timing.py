@@ -34,7 +34,14 @@ def announce_update(
             batch_size=rollout.batch_size,
             num_slots=rollout.num_slots,
         )
-        cost = trial(learner.policy, _rows(cfg, offers), engine, offers.sampling("trial"), num_slots)
+        cost = trial(
+            learner.policy,
+            _rows(cfg, offers),
+            engine,
+            offers.sampling("trial"),
+            num_slots,
+            optimizer=cfg.optimizer,
+        )
     announce_time(update_work(cfg, learner, offers, memory).seconds(cost), f"update {number}")
     return cost
 
@@ -51,10 +58,14 @@ def update_work(cfg: LiveRecipe, learner: OnlineDPO, offers: Offers, memory: Vot
     num_prompts = cfg.rollout.prompts_per_step
     num_drawn, num_slots = _num_drawn(cfg, num_prompts + section.heldout_prompts_per_round)
     work += Work.drawing(num_drawn, rows.completion, num_slots) + Work(scored=rows.tokens(num_drawn))
+    learnt = cfg.dpo if section.update == "dpo" else cfg.reward_model
+    num_batches = -(-num_votes // learnt.pairs_per_step)
+    work += Work(trained=rows.tokens(2 * num_votes), updates=num_batches) * learnt.num_epochs
     if section.update == "dpo":
-        return work + Work(trained=rows.tokens(2 * num_votes) * cfg.dpo.num_epochs)
-    num_steps, num_epochs = section.policy_steps, (cfg.ppo if section.update == "ppo" else cfg.grpo).num_epochs
+        return work
+    policy = cfg.ppo if section.update == "ppo" else cfg.grpo
     num_drawn, num_slots = _num_drawn(cfg, num_prompts)
     each = rows.tokens(num_drawn)  # scored by the reference and by the reward model
-    step = Work.drawing(num_drawn, rows.completion, num_slots) + Work(scored=2 * each, trained=num_epochs * each)
-    return work + step * num_steps + Work(trained=rows.tokens(2 * num_votes) * cfg.reward_model.num_epochs)
+    step = Work.drawing(num_drawn, rows.completion, num_slots) + Work(scored=2 * each)
+    step += Work(trained=each, updates=policy.num_minibatches) * policy.num_epochs
+    return work + step * section.policy_steps

@@ -281,7 +281,7 @@ class DPOTask:
             self.cfg,
             RunWork(
                 rows,
-                Work(scored=trained * (num_scored * self.is_live + is_kto), trained=trained),
+                Work(scored=trained * (num_scored * self.is_live + is_kto), trained=trained, updates=1),
                 Work(scored=measured * (1 + num_scored * self.is_live + is_kto)),
                 preparation=Work(scored=(rows.tokens(len(used)) + measured) * num_scored * (not self.is_live)),
             ),

@@ -139,6 +139,7 @@ def _policy_work(
     step = Work(
         scored=rollout.prompts_per_step * prompt_tokens + rows.tokens(num_rows) * num_passes + learnt * teachers,
         trained=learnt * (1 + has_own_critic),
+        updates=updates * (1 + has_own_critic),
     )
     measured = 1 + reward_models + teachers + (cfg.algorithm == "distill")
     evaluation = Work.drawing(num_heldout, num_new, num_slots) + Work(

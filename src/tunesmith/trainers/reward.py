@@ -164,7 +164,7 @@ class RewardTask:
         each = rows.tokens(len(distinct)) / len(train)
         heldout = {ids for item in self.data.heldout for ids in item.sequences}
         evaluation = Work(scored=rows.tokens(len(heldout)))
-        step = Work(trained=min(section.pairs_per_step, len(train)) * each)
+        step = Work(trained=min(section.pairs_per_step, len(train)) * each, updates=1)
         judging = evaluation if self.cfg.evaluation.judge else Work()
         work = RunWork(rows, step, evaluation, once=judging)
         return training_estimate(self.model.model, self.cfg, work, micro_tokens=section.micro_batch_size * each)

@@ -309,10 +309,10 @@ def cost_of(cfg: Recipe, task: Any, estimate: Estimate) -> Work:
     """Seconds of each kind of work of the run, by a trial; ranks share the work."""
     work = estimate.work
     if isinstance(task, RewardTask):
-        return trial(task.model, work.rows) * (1 / num_ranks())
+        return trial(task.model, work.rows, optimizer=cfg.optimizer) * (1 / num_ranks())
     policy = model_of_recipe(task.loaded.model, cfg.model)
     if not isinstance(cfg, SamplingRecipe):
-        return trial(policy, work.rows) * (1 / num_ranks())
+        return trial(policy, work.rows, optimizer=cfg.optimizer) * (1 / num_ranks())
     rollout = cfg.rollout
     engine = open_engine(  # one of its own; a vLLM, or workers, are taken to be as fast
         policy,
@@ -322,7 +322,8 @@ def cost_of(cfg: Recipe, task: Any, estimate: Estimate) -> Work:
         num_slots=rollout.num_slots,
         kv_cache_mb=rollout.kv_cache_mb,
     )
-    return trial(policy, work.rows, engine, sampling_params(rollout, 0), work.num_slots) * (1 / num_ranks())
+    sampling = sampling_params(rollout, 0)
+    return trial(policy, work.rows, engine, sampling, work.num_slots, optimizer=cfg.optimizer) * (1 / num_ranks())
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,7 +128,7 @@ class SFTTask:
         micro_tokens = max(min(step_tokens, self.cfg.sft.micro_batch_tokens), num_used)
         evaluation = Work(scored=sum(one.num_used for one in heldout))
         rows = Rows(num_used - num_learnt, num_learnt)
-        work = RunWork(rows, Work(trained=step_tokens), evaluation, once=evaluation)
+        work = RunWork(rows, Work(trained=step_tokens, updates=1), evaluation, once=evaluation)
         return training_estimate(
             self.loaded.model, self.cfg, work, micro_tokens=micro_tokens, logit_tokens=micro_tokens
         )

@@ -10,12 +10,18 @@ from dataclasses import dataclass, fields, replace
 from typing import Self
 
 import torch
+from torch import nn
 
 from tunesmith.batch.rollout import SamplingParams
+from tunesmith.config.sections import OptimizerSection
 from tunesmith.core.trace import span, trace
+from tunesmith.kernels.adamw.api import adamw, sums_of_squares
+from tunesmith.kernels.adamw.torch_impl import AdamWSettings
+from tunesmith.kernels.native import Kernels
 from tunesmith.models.heads import RewardModel
 from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.logprob import token_logps
+from tunesmith.models.slots import ParameterGroup, Part, Slot
 from tunesmith.reports.text import duration
 from tunesmith.rollout.engine import Engine
 from tunesmith.schema.records import Prompt
@@ -23,6 +29,9 @@ from tunesmith.trainers.setup import say
 
 _TRIAL_TOKENS = 192
 """Tokens of a pass of a trial, about: enough to keep the matrix units busy."""
+
+_TRIAL_PARAMETERS = 2**23
+"""Parameters of a step of the optimizer in a trial: their state, over 100 MB, is more than most caches hold."""
 
 _LEAST_S, _MOST_PASSES, _ROUNDS = 0.4, 4, 3
 """Passes are timed until this much time has passed, or for that many; rounds of drawing that are timed together."""
@@ -33,13 +42,14 @@ class Work:
     """Amounts of each kind of work; or, as the cost of a trial, the seconds that one unit of each takes.
 
     `scored` and `trained` are tokens of passes without and with gradients. The rollout engine draws the `drawn` tokens
-    in `rounds`, in each of which every running completion gets one.
+    in `rounds`, in each of which every running completion gets one. `updates` are steps of the optimizer.
     """
 
     scored: float = 0.0
     trained: float = 0.0
     rounds: float = 0.0
     drawn: float = 0.0
+    updates: float = 0.0
 
     def __add__(self, other: Self) -> "Work":
         return Work(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
@@ -103,21 +113,20 @@ def trial(
     sampling: SamplingParams | None = None,
     num_slots: int = 1,
     *,
-    trains: bool = True,
+    optimizer: OptimizerSection | None = None,
 ) -> Work:
-    """Seconds of each kind of work with `model`, and with `engine`, which draws `num_slots` completions at a time as
-    `sampling` says. Takes a few seconds, most of them for large models.
+    """Seconds of each kind of work with `model`, which `optimizer` trains, if at all, and with `engine`, which draws
+    `num_slots` completions at a time as `sampling` says. Takes a few seconds, most of them for large models.
     """
     module = model.model if isinstance(model, RewardModel) else model.module
     on_gpu = [module.device] if module.device.type == "cuda" else []
     with trace(), span("trial"), torch.random.fork_rng(on_gpu):
         with torch.no_grad():
             scored_s = _token_s(model, rows)
-        trained_s = _token_s(model, rows) if trains else 0.0
-        if engine is None or sampling is None:
-            return Work(scored_s, trained_s)
-        round_s, drawn_s = _drawing_s(engine, sampling, num_slots)
-    return Work(scored_s, trained_s, round_s, drawn_s)
+        trained_s = _token_s(model, rows) if optimizer else 0.0
+        update_s = _update_s(model, optimizer) if optimizer else 0.0
+        drawing = (0.0, 0.0) if engine is None or sampling is None else _drawing_s(engine, sampling, num_slots)
+    return Work(scored_s, trained_s, *drawing, update_s)
 
 
 def _token_s(model: LanguageModel | RewardModel, rows: Rows) -> float:
@@ -149,6 +158,29 @@ def _token_s(model: LanguageModel | RewardModel, rows: Rows) -> float:
     one_pass()  # compiles, and gets the memory
     num_tokens = num_prompt * len(first_B.unique()) + num_new * num_rows
     return _mean_s(one_pass) / num_tokens
+
+
+def _update_s(model: LanguageModel | RewardModel, optimizer: OptimizerSection) -> float:
+    """Seconds of a step of `optimizer` over the parameters that are trained, from a step over as many as a trial has."""
+    module = model.model if isinstance(model, RewardModel) else model.module
+    kernels = Kernels() if isinstance(model, RewardModel) else model.kernels
+    trained = [one for one in module.parameters() if one.requires_grad]
+    num_trained = sum(one.numel() for one in trained)
+    if not num_trained:
+        return 0.0
+    num_tried = min(num_trained, _TRIAL_PARAMETERS)
+    weight = nn.Parameter(trained[0].new_zeros(num_tried))
+    slot = Slot("trial", weight, ParameterGroup((), optimizer.learning_rate, optimizer.weight_decay), kernels, Part())
+    settings = AdamWSettings(*optimizer.betas, optimizer.eps, optimizer.fused)
+    gradient = torch.zeros_like(weight)
+
+    def one_step() -> None:
+        sums_of_squares([gradient], kernels=kernels)
+        adamw([slot.update(gradient, 1.0, coded=optimizer.state == "int8")], settings, 1.0, kernels=kernels)
+        weight[0].item()  # waits for a GPU
+
+    one_step()  # gets the memory
+    return _mean_s(one_step) / num_tried * num_trained
 
 
 def _drawing_s(engine: Engine, sampling: SamplingParams, num_slots: int) -> tuple[float, float]:
