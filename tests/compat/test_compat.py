@@ -17,9 +17,13 @@ FILES = Path(__file__).parent
 RUN = "20260101-120000-train-50a9"
 RESOLVED = json.loads((FILES / "resolved.json").read_text(encoding="utf-8"))
 # Values that shipped recipes have changed by intent.
-POLICY_OF_DEMO = {("optimizer", "schedule"): "linear", ("rollout", "temperature"): 0.7}
+POLICY_OF_DEMO = {
+    ("optimizer", "schedule"): "linear",
+    ("rollout", "temperature"): 0.7,
+    ("rollout", "repetition_penalty"): 1.2,
+}
 RETUNED = {
-    "demo_ppo": POLICY_OF_DEMO,
+    "demo_ppo": {**POLICY_OF_DEMO, ("ppo", "lam"): 1.0},
     "demo_grpo": POLICY_OF_DEMO,
     "demo_reward": {
         ("reward_model", "num_epochs"): 2,

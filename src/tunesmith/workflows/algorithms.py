@@ -21,7 +21,6 @@ from types import MappingProxyType
 from typing import Any
 
 from tunesmith.batch.pack import pack
-from tunesmith.batch.rollout import SamplingParams
 from tunesmith.config.comparison import COMPARISON, ComparisonOptions, read_comparison
 from tunesmith.config.load import load_recipe
 from tunesmith.config.schema import PolicyRecipe, Recipe, RewardRecipe
@@ -43,9 +42,10 @@ from tunesmith.runs.lock import RunLock
 from tunesmith.schema.records import Prompt
 from tunesmith.trainers.api import Listener, Wishes
 from tunesmith.trainers.resume import resume
+from tunesmith.trainers.rollouts import sampling_params
 from tunesmith.trainers.run import run
 from tunesmith.trainers.setup import prepare, say
-from tunesmith.workflows.demo import NEW_TOKENS, NUM_COMPARED, DemoOptions, Stage, collect_votes
+from tunesmith.workflows.demo import NUM_COMPARED, DemoOptions, Stage, collect_votes
 
 TARGETS = (2.0, 4.0, 6.0)
 """KL to the base model in nats per completion at which the algorithms are compared."""
@@ -90,9 +90,7 @@ class Examiner:
         self.base = language_model(loaded.model)
         self.tokenizer = loaded.tokenizer
         self._openings, self._num = openings, num
-        self._sampling = SamplingParams(
-            max_new_tokens=NEW_TOKENS, temperature=policy.rollout.temperature, seed=derive(0, "examine")
-        )
+        self._sampling = sampling_params(policy.rollout, derive(0, "examine"))
         self._scorer = Scorer([RewardSource(source="sentiment")], policy_tokenizer=loaded.tokenizer)
         self._base_logps = summed_logps(self.base)
 

@@ -45,6 +45,7 @@ from tunesmith.runs.progress import progress
 from tunesmith.schema.records import Pair, Prompt, Vote
 from tunesmith.trainers import setup
 from tunesmith.trainers.api import Inputs
+from tunesmith.trainers.rollouts import sampling_params
 from tunesmith.trainers.run import run
 from tunesmith.trainers.work import Rows, Work, announce_time, trial
 from tunesmith.workflows.evaluation import Outcome
@@ -65,7 +66,6 @@ pairs that are alike (after Yang et al. 2023, arXiv 2307.12950). What is trained
 
 COMPLETIONS_PER_STEER = 2
 
-NEW_TOKENS = 24
 COMPARED_COMPLETIONS = 8
 
 
@@ -103,6 +103,10 @@ class Stage:
     folder: RunFolder
     reward_recipe: RewardRecipe
     policy_recipe: PolicyRecipe
+
+    def sampling(self, purpose: str) -> SamplingParams:
+        """How completions for votes or for the comparison are drawn: as the policy draws in training."""
+        return sampling_params(self.policy_recipe.rollout, derive(self.options.seed, purpose))
 
     def say(self, number: int, text: str) -> None:
         """Announce stage `number` of five on stderr."""
@@ -173,8 +177,7 @@ def draw_candidates(stage: Stage, openings: Sequence[Prompt], num: int) -> list[
     """One group for each opening, with `num` completions after each steer."""
     loaded = load_policy(stage.policy_recipe.model)
     engine = open_engine(loaded.model, loaded.tokenizer, backend=stage.options.backend, batch_size=128)
-    seed = derive(stage.options.seed, "votes")
-    sampling = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=stage.policy_recipe.rollout.temperature, seed=seed)
+    sampling = stage.sampling("votes")
     steered = [Prompt(prompt.id, f"{steer}{prompt.content}") for prompt in openings for steer in STEERS]
     say_time(loaded, engine, steered, sampling, num)
     with progress("completions", len(steered) * num) as reporter:
@@ -237,7 +240,7 @@ def compare_models(
         Side.of(name, one.model, one.tokenizer, backend=stage.options.backend, batch_size=128)
         for name, one in (("before", before), ("after", after))
     )
-    sampling = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=stage.policy_recipe.rollout.temperature)
+    sampling = stage.sampling("compare")
     say_time(before, first.engine, openings, sampling, num, num_models=2)
     return compare(
         first,
@@ -267,7 +270,7 @@ def say_time(
     rows = Rows(num_given, sampling.max_new_tokens, num)
     scored = len(prompts) * num_given + num_models * rows.tokens(num_rows) * (num_models > 1)
     work = (Work.drawing(num_rows, sampling.max_new_tokens, num_slots) + Work(scored)) * num_models
-    cost = trial(language_model(loaded.model), rows, engine, sampling, num_slots, trains=False)
+    cost = trial(language_model(loaded.model), rows, engine, sampling, num_slots)
     announce_time(work.seconds(cost), f"{num_rows} completions")
 
 
