@@ -161,7 +161,7 @@ def _token_s(model: LanguageModel | RewardModel, rows: Rows) -> float:
 
 
 def _update_s(model: LanguageModel | RewardModel, optimizer: OptimizerSection) -> float:
-    """Seconds of a step of `optimizer` over the parameters that are trained, from a step over as many as a trial has."""
+    """Seconds of a step of `optimizer` over the parameters that are trained, from a step over some of them."""
     module = model.model if isinstance(model, RewardModel) else model.module
     kernels = Kernels() if isinstance(model, RewardModel) else model.kernels
     trained = [one for one in module.parameters() if one.requires_grad]
