@@ -11,7 +11,7 @@ import gc
 import json
 import webbrowser
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
@@ -68,6 +68,11 @@ COMPLETIONS_PER_STEER = 2
 
 COMPARED_COMPLETIONS = 8
 
+REPETITION_PENALTY = 1.2
+"""Of what is voted on and compared: without it one completion in ten says a phrase twice. PPO and GRPO also train on
+such completions, with importance weights; best-of-n, which has none, would learn the penalty itself.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
@@ -105,8 +110,9 @@ class Stage:
     policy_recipe: PolicyRecipe
 
     def sampling(self, purpose: str) -> SamplingParams:
-        """How completions for votes or for the comparison are drawn: as the policy draws in training."""
-        return sampling_params(self.policy_recipe.rollout, derive(self.options.seed, purpose))
+        """How completions for votes or for the comparison are drawn: as in training, and with the penalty."""
+        sampling = sampling_params(self.policy_recipe.rollout, derive(self.options.seed, purpose))
+        return replace(sampling, repetition_penalty=REPETITION_PENALTY)
 
     def say(self, number: int, text: str) -> None:
         """Announce stage `number` of five on stderr."""
