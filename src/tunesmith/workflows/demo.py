@@ -110,7 +110,7 @@ class Stage:
     policy_recipe: PolicyRecipe
 
     def sampling(self, purpose: str) -> SamplingParams:
-        """How completions for votes or for the comparison are drawn: as in training, and with the penalty."""
+        """Settings that completions for votes or for the comparison are drawn with: training's, and the penalty."""
         sampling = sampling_params(self.policy_recipe.rollout, derive(self.options.seed, purpose))
         return replace(sampling, repetition_penalty=REPETITION_PENALTY)
 

@@ -133,16 +133,22 @@ void pack(const Number* weight, Number* to, int64_t num_outputs, int64_t num_inp
             }
 }
 
+// Tiles of rows that a thread takes of a panel: all of them; where there are too few panels for all threads, a part.
+int64_t part_tiles(const LinearArguments& given, int64_t num_panels, int64_t num_tiles) {
+    int64_t wanted = (4 * given.num_threads + num_panels - 1) / std::max<int64_t>(1, num_panels);
+    return (num_tiles + wanted - 1) / wanted;
+}
+
+bool is_threaded(const LinearArguments& given) {
+    return given.num_threads > 1 && given.num_rows * given.num_inputs * given.num_outputs > kThreadedWork;
+}
+
 template <class Kind> void multiply(const LinearArguments& given) {
     int64_t num_panels = (given.num_outputs + Kind::kOutputs - 1) / Kind::kOutputs;
-    // A thread takes whole panels, one after the other; where there are too few for all threads, the rows are divided.
-    int64_t wanted = num_panels >= 4 * given.num_threads ? 1 : (4 * given.num_threads + num_panels - 1) / num_panels;
     int64_t num_tiles = (given.num_rows + Kind::kTileRows - 1) / Kind::kTileRows;
-    int64_t part_rows = (num_tiles + wanted - 1) / wanted * Kind::kTileRows;
+    int64_t part_rows = part_tiles(given, num_panels, num_tiles) * Kind::kTileRows;
     int64_t num_parts = (given.num_rows + part_rows - 1) / part_rows;
-    bool is_large = given.num_rows * given.num_inputs * given.num_outputs > kThreadedWork;
-#pragma omp parallel for collapse(2) schedule(static) num_threads((int)given.num_threads) \
-    if (given.num_threads > 1 && is_large)
+#pragma omp parallel for collapse(2) schedule(static) num_threads((int)given.num_threads) if (is_threaded(given))
     for (int64_t p = 0; p < num_panels; ++p)
         for (int64_t part = 0; part < num_parts; ++part)
             panel_rows<Kind>(given, p, part * part_rows, std::min((part + 1) * part_rows, given.num_rows));
@@ -302,14 +308,12 @@ void multiply_by_tiles(const LinearArguments& given) {
     const int64_t num_blocks = (given.num_rows + kLanes - 1) / kLanes, num_panels = (whole + 1) / 2;
     lines.resize(std::min(at_a_time, num_blocks) * block);
     Line* x = lines.data();
-    bool is_large = given.num_rows * given.num_inputs * given.num_outputs > kThreadedWork;
-#pragma omp parallel num_threads((int)given.num_threads) if (given.num_threads > 1 && is_large)
+#pragma omp parallel num_threads((int)given.num_threads) if (is_threaded(given))
     for (int64_t first = 0; first < num_blocks; first += at_a_time) {
         const int64_t count = std::min(at_a_time, num_blocks - first);
         const int64_t end = std::min(given.num_rows, (first + count) * kLanes);
-        // A thread takes whole panels; where there are too few for all threads, the rows are divided.
-        const int64_t wanted = num_panels >= 4 * given.num_threads ? 1 : 4 * given.num_threads / (num_panels + 1) + 1;
-        const int64_t part = ((count + 1) / 2 + wanted - 1) / wanted * 2, num_parts = (count + part - 1) / part;
+        const int64_t part = part_tiles(given, num_panels, (count + 1) / 2) * 2;
+        const int64_t num_parts = (count + part - 1) / part;
         TileShapes shapes;
         use(shapes);
 #pragma omp for schedule(static)
