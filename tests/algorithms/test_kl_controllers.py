@@ -58,8 +58,7 @@ def test_a_resumed_controller_goes_on_where_it_stood():
 @pytest.mark.parametrize("observed", [float("nan"), float("inf")])
 def test_a_non_finite_kl_leaves_the_coefficient_alone(observed):
     adaptive = kl.Controller(0.1, 5.0, 1000.0)
-    with pytest.raises(InputError, match="must be finite"):
-        adaptive.update(observed, 64)
+    adaptive.update(observed, 64)
     assert adaptive.value == 0.1
 
 

@@ -83,7 +83,9 @@ def test_an_export_comes_back_as_the_same_votes(tmp_path: Path, voted: list[Expo
         return
     # Argilla's records have no place for times, reasons and versions.
     facts = [
-        sorted((row.rater, str(row.prompt), row.verdict, "" if row.tie else str(row.chosen)) for row in rows)
+        sorted(
+            (row.rater, str(row.prompt), row.verdict, "" if row.tie else str(row.chosen), row.heldout) for row in rows
+        )
         for rows in (back, voted)
     ]
     assert facts[0] == facts[1]
@@ -143,6 +145,8 @@ def test_pairs_and_rankings_become_items_and_labels_become_gold(tmp_path: Path, 
         ("ranking", 3, None, True),
     ]
     assert [(item.prompt, item.gold) for item in read_items(source, gold=True)] == [("p", 0), ("r", 0)]
+    source.write_text("\n".join(json.dumps({**row, "heldout": row["prompt"] == "r"}) for row in rows))
+    assert [(item.prompt, item.heldout) for item in read_items(source)] == [("p", False), ("q", False), ("r", True)]
     caplog.clear()
     assert len(read_given_votes(source)) == 5  # a ranking of three is three votes
     assert [record.args for record in caplog.records] == [(str(source), 1)]  # rows left out

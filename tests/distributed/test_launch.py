@@ -24,6 +24,7 @@ from tunesmith.core.errors import InputError, TrainingError
 from tunesmith.core.faults import VARIABLE
 from tunesmith.distributed import launch, ranks
 from tunesmith.distributed.ranks import gathered, rank, share_of
+from tunesmith.runs.checkpoint import list_steps
 from tunesmith.trainers.api import Inputs
 from tunesmith.trainers.resume import resume
 from tunesmith.trainers.run import run
@@ -117,41 +118,63 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path, ranks: Seque
     assert [row["loss"] for row in whole.metrics] == [row["loss"] for row in result.metrics]
 
 
-def torchrun(folder: Path, num_ranks: int, *options: str, **environment: str) -> Mapping[str, Any]:
-    """What `train sft` prints under torchrun: of one process, since the others print nothing."""
+def torchrun(folder: Path, num_ranks: int, *options: str, **environment: str) -> subprocess.Popen[str]:
+    """`train sft` under torchrun."""
     rows = [{"prompt": prompt, "completion": " is good"} for prompt in PROMPTS]
     data = folder / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["train", "sft", "--model", "tiny:llama", "--demonstrations", str(data), "--json", "--run.dir", str(folder)]
     words += ["--sft.micro-batch-tokens", "8", "--demonstrations.heldout-fraction", "0", "--run.num-threads", "1"]
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks), "--max-restarts", "2"]
-    done = subprocess.run(
+    return subprocess.Popen(
         [*launch, "-m", "tunesmith", *words, *options],
         env={**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **environment},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        check=False,
-        timeout=400,
     )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+
+
+def ended(process: subprocess.Popen[str]) -> Mapping[str, Any]:
+    """What it prints: of one rank, since the others print nothing."""
+    out, complaints = process.communicate(timeout=400)
+    assert process.returncode == 0, complaints
+    return json.loads(out)
 
 
 @pytest.mark.slow
 def test_the_processes_of_torchrun_are_used(tmp_path: Path) -> None:
-    facts = torchrun(tmp_path, 2, "--steps", "2")
+    facts = ended(torchrun(tmp_path, 2, "--steps", "2"))
     assert json.loads((Path(facts["run_dir"]) / "setup.json").read_text())["num_ranks"] == 2
     assert len(list(tmp_path.glob("*-sft-*"))) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_torchrun_saves_and_leaves(tmp_path: Path, number: int) -> None:
+    process = torchrun(tmp_path, 2, "--steps", "100000", "--run.checkpoint-every", "100000")
+    try:
+        end = time.monotonic() + 300
+        while not any(file.stat().st_size for file in tmp_path.glob("*-sft-*/metrics.jsonl")):
+            assert process.poll() is None and time.monotonic() < end
+            time.sleep(0.1)
+        process.send_signal(number)
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
+    (run_dir,) = tmp_path.glob("*-sft-*")
+    assert list_steps(run_dir / "checkpoints")
 
 
 @pytest.mark.slow
 def test_a_run_with_an_id_goes_on_when_torchrun_starts_its_ranks_again(tmp_path: Path) -> None:
     exact = ("--scale.reduction", "exact", "--run.checkpoint-every", "1")
     (tmp_path / "whole").mkdir()
-    whole = torchrun(tmp_path / "whole", 2, "--steps", "4", *exact)
+    whole = ended(torchrun(tmp_path / "whole", 2, "--steps", "4", *exact))
     # Rank 1 is killed when it writes its part of its second checkpoint, by each start that comes so far.
-    first = torchrun(tmp_path, 2, "--steps", "3", "--run-id", "job", *exact, **{VARIABLE: "checkpoint/rank_1:kill:2"})
-    last = torchrun(tmp_path, 3, "--steps", "4", "--run-id", "job", *exact)
+    fault = {VARIABLE: "checkpoint/rank_1:kill:2"}
+    first = ended(torchrun(tmp_path, 2, "--steps", "3", "--run-id", "job", *exact, **fault))
+    last = ended(torchrun(tmp_path, 3, "--steps", "4", "--run-id", "job", *exact))
     assert last["run_dir"] == first["run_dir"]
     assert len(list(tmp_path.glob("*-sft-*"))) == 1
     resumes = [json.loads(line) for line in (Path(last["run_dir"]) / "resumes.jsonl").read_text().splitlines()]

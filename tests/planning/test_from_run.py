@@ -1,6 +1,7 @@
 """A run is the calibration of its own plan."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,6 +38,13 @@ def test_on_its_own_machine_the_plan_is_the_run(run_dir: Path):
     assert 0 < run.work.mean_new_tokens <= 12
     assert run.work.prompt_tokens > 1
     assert run.shape.num_parameters == 26880
+
+
+def test_rank_0_records_its_own_share_of_the_prompts(run_dir: Path, tmp_path: Path):
+    shutil.copytree(run_dir, tmp_path / "run")
+    setup = tmp_path / "run" / "setup.json"
+    setup.write_text(json.dumps({**json.loads(setup.read_text()), "num_ranks": 2}))
+    assert read_measured(tmp_path / "run").work.prompt_tokens == 2 * read_measured(run_dir).work.prompt_tokens
 
 
 def test_workers_draw_at_once_while_there_are_cores(run_dir: Path):

@@ -39,6 +39,7 @@ class CompletionsServer:
         self.is_raw = False
         self.restart_after_s: float | None = None
         self.version = ""
+        self.models: list[dict[str, str]] = [{"id": "served"}]
         self.calls: list[str] = []
         self.num_draws = self.num_starts = 0
         self.lock = threading.RLock()
@@ -152,7 +153,8 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        self._answer({"data": [{"id": "served"}]} if self.path == "/v1/models" else None)
+        owner: CompletionsServer = self.server.owner  # type: ignore[attr-defined]
+        self._answer({"data": owner.models} if self.path == "/v1/models" else None)
 
     def do_POST(self) -> None:
         owner: CompletionsServer = self.server.owner  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -132,6 +133,15 @@ def test_tokens_and_bits_do_not_depend_on_the_number_of_threads(name: str, dtype
 @pytest.mark.parametrize("family", DECODERS)
 def test_raw_log_probs_are_the_trainers_to_the_bit(family: str, temperature: float, dtype: torch.dtype) -> None:
     check_exactness(tiny_model(family, dtype=dtype), temperature, (1, 3, 64), num_new=9)
+
+
+def test_an_end_of_sequence_id_beyond_the_vocabulary_is_never_drawn() -> None:
+    loaded = tiny_model("llama")
+    sampling = SamplingParams(max_new_tokens=6, min_new_tokens=2, seed=3)
+    expected = engine_of(loaded)[0].generate(prompts(2, seed=2), 2, sampling)
+    eos: Any = loaded.model.generation_config.eos_token_id
+    loaded.model.generation_config.eos_token_id = [*([eos] if isinstance(eos, int) else eos or ()), 100_000]
+    assert engine_of(loaded)[0].generate(prompts(2, seed=2), 2, sampling) == expected
 
 
 def check_exactness(loaded: LoadedModel, temperature: float, slots: Sequence[int], num_new: int) -> None:

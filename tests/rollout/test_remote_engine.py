@@ -115,6 +115,16 @@ def test_log_probs_of_another_temperature_are_found(server: CompletionsServer, l
         engine.generate(PROMPTS, 1, SamplingParams(max_new_tokens=4, top_p=0.6, seed=0))
 
 
+def test_a_router_whose_servers_are_still_starting_is_waited_for(
+    server: CompletionsServer, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.models = []
+    clock = Clock()
+    clock.sleep = lambda _: server.models.append({"id": "served"})  # type: ignore[method-assign]
+    monkeypatch.setattr("tunesmith.rollout.remote.engine.time", clock)
+    assert engine_on(server, loaded).generate(PROMPTS, 1, SAMPLING)
+
+
 FAULTS = ("restart", "twice", "other prompt", "garbage", "overloaded", "hang", "die")
 
 

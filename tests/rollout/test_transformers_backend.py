@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from tunesmith.batch.pack import pack
 from tunesmith.batch.rollout import SamplingParams
@@ -47,6 +48,16 @@ def test_same_seed_gives_the_same_completions_and_another_seed_others() -> None:
     first, again = engine.generate(PROMPTS, 2, sampling), engine.generate(PROMPTS, 2, sampling)
     assert first == again
     assert engine.generate(PROMPTS, 2, replace(sampling, seed=4)) != first
+
+
+def test_settings_of_the_model_itself_change_nothing() -> None:
+    loaded, sampling = tiny_model("llama"), SamplingParams(max_new_tokens=8, seed=3)
+    engine = TransformersEngine(loaded.model, loaded.tokenizer)
+    expected = engine.generate(PROMPTS, 2, sampling)
+    own = GenerationConfig(min_p=0.9, typical_p=0.2, no_repeat_ngram_size=1, suppress_tokens=list(range(200)))
+    loaded.model.generation_config = own
+    assert engine.generate(PROMPTS, 2, sampling) == expected
+    assert loaded.model.generation_config is own
 
 
 def test_generation_leaves_the_global_random_state_alone() -> None:

@@ -281,6 +281,18 @@ def test_a_pair_shown_elsewhere_is_stored_with_its_vote_and_its_sides_once(
         store.vote_on_pair(made, NewItem("prompt", (Candidate("a"), Candidate("a"))), ann, "left")
 
 
+def test_a_pair_shown_again_with_its_sides_exchanged_is_one_vote(
+    store: VoteStore, campaign: MakeCampaign, ann: int, reader: VoteReader
+):
+    made = campaign(undo_s=100.0)
+    one, two = Candidate("one"), Candidate("two")
+    store.vote_on_pair(made, NewItem("prompt", (one, two)), ann, "right", now=1.0)
+    for verdict, better in (("left", "two"), ("right_much", "one"), ("tie", "")):
+        store.vote_on_pair(made, NewItem("prompt", (two, one)), ann, verdict, now=2.0)
+        (vote,) = reader.votes_after(0)
+        assert vote.verdict == "tie" if not better else vote.chosen.text == better
+
+
 def test_a_vote_on_a_pair_shown_elsewhere_counts_for_the_limit(store: VoteStore, campaign: MakeCampaign, ann: int):
     made = campaign(max_votes_per_rater=1)
     one, two = (NewItem(f"prompt {k}", (Candidate("one"), Candidate("two"))) for k in range(2))

@@ -176,6 +176,16 @@ def test_what_fails_in_a_group_of_changes_takes_no_other_with_it(tmp_path: Path)
         assert len(store.reader.raters()) == 11
 
 
+def test_a_change_that_cannot_begin_is_an_error_and_the_next_one_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 0.05)
+    with VoteStore.open(tmp_path / "votes.db") as store:
+        with closing(sqlite3.connect(tmp_path / "votes.db", isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            with pytest.raises(StoreError, match="locked"):
+                store.add_rater("ann")
+        assert store.add_rater("ann").rater.name == "ann"
+
+
 def test_a_closed_store_says_so_and_closes_twice(tmp_path: Path):
     store = VoteStore.open(tmp_path / "votes.db")
     store.close()

@@ -11,8 +11,10 @@ import jobs
 import pytest
 from jobs import TRAINERS, forked, go_on, outcome, the_run, train
 
+from tunesmith.config.load import load_recipe
 from tunesmith.core.errors import RunError
 from tunesmith.runs.checkpoint import list_steps
+from tunesmith.trainers.resume import with_threads
 
 POLICY = (  # all that policies share; GRPO has only its own below
     *("rollout", "reward", "reward/noisy", "old_policy", "reference", "update/forward", "update/backward"),
@@ -225,6 +227,16 @@ def test_what_may_not_change_is_refused_with_the_difference(key: str, tmp_path: 
     with pytest.raises(RunError, match=rf"{key}: .* -> 7"):
         go_on(run_dir, **{key: 7})
     assert {path.name for path in run_dir.iterdir()} == before
+
+
+def test_it_goes_on_with_the_threads_that_the_run_began_with(tmp_path: Path, interrupted: Copies) -> None:
+    run_dir = interrupted("ppo", tmp_path)
+    setup = run_dir / "setup.json"
+    setup.write_text(json.dumps({**json.loads(setup.read_text()), "num_threads": 3}))
+    recipe = load_recipe("ppo", file=run_dir / "recipe.yaml", overrides={"run.num_threads": 0}).recipe
+    assert with_threads(recipe, run_dir).run.num_threads == 3
+    setup.unlink()  # killed before it was written
+    assert with_threads(recipe, run_dir).run.num_threads == os.cpu_count()
 
 
 def test_the_learning_rate_may_change_and_the_change_is_noted(tmp_path: Path, interrupted: Copies) -> None:

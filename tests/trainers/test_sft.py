@@ -111,6 +111,11 @@ def test_buckets_change_the_order_and_nothing_else(tmp_path: Path) -> None:
     assert sum(max(step) - min(step) for step in lengths) < 3 * (max(map(max, lengths)) - min(map(min, lengths)))
 
 
+def test_the_epochs_of_fewer_demonstrations_than_a_step_holds_are_a_step_each(tmp_path: Path) -> None:
+    cfg = sft_recipe(tmp_path, sft={"num_epochs": 3, "demonstrations_per_step": 100})
+    assert Started(cfg, demonstrations=demonstrations()).num_steps == 3
+
+
 def test_no_demonstrations_are_an_error_before_a_folder_is_made(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no demonstrations"):
         training(sft_recipe(tmp_path), demonstrations=[])

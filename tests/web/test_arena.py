@@ -6,8 +6,9 @@ import json
 import re
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -228,6 +229,26 @@ def test_a_conversation_goes_on_after_the_server_was_killed(tmp_path):
     server.stop()
     with VoteWatch(folder / "votes.db") as watch:
         assert watch.per_minute(time.time())[-1] + watch.per_minute(time.time())[-2] == 1
+
+
+def test_each_rater_has_so_many_streams_in_the_arena_too(tmp_path):
+    server = Server(make_loop(tmp_path / "live"), prepare="arena_parts").start()
+    rater = server.rater("rob")
+    id = rater.send("POST", ARENA, {}).json["id"]
+    said = {"number": 0, "text": f"wait for {tmp_path / 'nothing'}"}
+    assert rater.send("POST", f"{ARENA}/{id}/turns", said).status == 202
+    place = urlsplit(server.url)
+    with ExitStack() as stack:
+
+        def status():
+            connection = stack.enter_context(
+                closing(http.client.HTTPConnection(place.hostname, place.port, timeout=30))
+            )
+            connection.request("GET", f"{ARENA}/{id}/stream", headers={"Authorization": f"Bearer {rater.token}"})
+            return connection.getresponse().status
+
+        assert [status() for _ in range(17)] == [200] * 16 + [429]
+    server.kill()
 
 
 def _quietly(rater, id):

@@ -1,5 +1,6 @@
 """`tunesmith serve` as a process: how it starts, what it bears, how it ends."""
 
+import shutil
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +10,7 @@ import pytest
 
 from server_parts import Client, pairs
 from tunesmith.cli.main import main
-from tunesmith.store.records import Candidate, NewOffer, PolicyVersion
+from tunesmith.store.records import CampaignSettings, Candidate, GivenVote, NewOffer, PolicyVersion
 from tunesmith.store.runs import RunStore
 from tunesmith.store.votes import VoteStore
 from tunesmith.web.access import API
@@ -172,6 +173,13 @@ def test_a_taken_port_and_an_open_address_are_refused(tmp_path, capsys, own_logg
         assert main(["serve", "--dir", str(tmp_path), flag, value]) == 2
         assert f"{flag} is {value};" in capsys.readouterr().err
     assert main(["serve", "--dir", str(tmp_path), "--guidelines", str(tmp_path)]) == 2
+    long = tmp_path / "long.md"
+    long.write_text("Be kind. " * 10_000)
+    capsys.readouterr()
+    assert main(["serve", "--dir", str(tmp_path), "--port", "0", "--guidelines", str(long)]) == 2
+    assert "90,000 characters; 50,000 are allowed" in capsys.readouterr().err
+    assert main(["serve", "--dir", str(long), "--port", "0"]) == 2
+    assert "cannot be written" in capsys.readouterr().err
 
 
 def test_with_login_the_first_start_lets_the_admin_in_and_later_ones_do_not(serve):
@@ -183,6 +191,20 @@ def test_with_login_the_first_start_lets_the_admin_in_and_later_ones_do_not(serv
     server.start()
     assert server.login_url is None
     assert admin.get("/session").status == 200
+
+
+def test_an_imported_rater_may_have_the_name_of_the_first_admin(serve):
+    server = serve(pairs(1))
+    server.stop()
+    shutil.rmtree(server.folder)
+    with VoteStore.open(server.folder / "votes.db") as store:
+        made = store.set_campaign(CampaignSettings()).id
+        store.import_votes(made, [GivenVote(pairs(1)[0], "better", 0, rater="admin")])
+    server.start()
+    assert [(one["name"], one["role"]) for one in server.admin().get("/raters").json] == [
+        ("admin", "rater"),
+        ("admin 2", "admin"),
+    ]
 
 
 def test_flags_change_the_campaign_and_leave_the_rest(serve, tmp_path):

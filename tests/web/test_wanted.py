@@ -242,6 +242,8 @@ def test_a_comparison_is_checked_as_a_run_is(root):
     again = Wanted(COMPARISON, resume=made)
     check(again, allowed(root))
     assert again.words(root) == ["compare-algorithms", f"--resume={root / made}"]
+    with pytest.raises(ConfigError, match="leave the number of steps out"):
+        check(Wanted(COMPARISON, settings=(("run.steps", "20"),), resume=made), allowed(root))
 
 
 @pytest.mark.parametrize("level", ["optimal", "baseline", None])

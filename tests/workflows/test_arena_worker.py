@@ -9,7 +9,6 @@ import psutil
 import pytest
 
 from tunesmith.models.tiny import tiny_model
-from tunesmith.workflows import arena_worker
 from tunesmith.workflows.arena_worker import MAX_MODELS, Worker, main
 
 TINY = {"name": "tiny:llama", "dtype": "float32"}
@@ -81,7 +80,7 @@ def test_a_model_larger_than_the_free_memory_is_not_loaded(worker, tmp_path, mon
     built = tiny_model("llama")
     built.model.save_pretrained(tmp_path)
     free = psutil.virtual_memory()._replace(available=10)
-    monkeypatch.setattr(arena_worker.psutil, "virtual_memory", lambda: free)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
     found = work(worker, request(0, "hi", model={"name": str(tmp_path)}))
     assert found[0][0]["kind"] == "model" and "0.0 GB are free" in found[0][0]["error"]
 

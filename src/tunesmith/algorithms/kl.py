@@ -134,17 +134,13 @@ class Controller:
         self._horizon = _checked("horizon", horizon)
 
     def update(self, kl_per_sequence: float, num_sequences: int) -> None:
-        """Move the coefficient, given the mean KL of `num_sequences` completions in nats per sequence.
+        """Move the coefficient, given the mean KL of `num_sequences` completions in nats per sequence. One that is not
+        finite, as of a step that was refused, changes nothing.
 
-        Raises `InputError` if the KL is not finite, or if `num_sequences` exceeds the horizon: far beyond it the
-        factor is negative.
+        Raises `InputError` if `num_sequences` exceeds the horizon: far beyond it the factor is negative.
         """
-        if self._target is None:
+        if self._target is None or not math.isfinite(kl_per_sequence):
             return
-        if not math.isfinite(kl_per_sequence):
-            raise InputError(
-                f"kl_per_sequence is {kl_per_sequence}; it must be finite. Leave out a rollout that was refused."
-            )
         if not 0 < num_sequences <= self._horizon:
             raise InputError(
                 f"num_sequences is {num_sequences} with a KL horizon of {self._horizon:g}; it must be positive and at "

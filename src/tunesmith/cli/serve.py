@@ -20,7 +20,6 @@ STUDIO_FOLDER = ".studio"
 """Folder below that of the runs with the logins of the studio."""
 
 _PORTS = (0, 65_535)
-_MAX_GUIDELINES = 200_000
 _MAX_GOLD_SHARE = 0.5
 
 
@@ -112,12 +111,14 @@ def _adjusted(campaign: "CampaignSettings", options: ServeOptions) -> "CampaignS
 
 def _text(path: Path) -> str:
     """The guidelines in a file."""
+    from tunesmith.web.messages import MAX_CHARACTERS  # longer texts are not rendered
+
     try:
         text = path.expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"--guidelines {path} cannot be read as text: {error}") from None
-    if len(text) > _MAX_GUIDELINES:
-        raise InputError(f"--guidelines {path} has {len(text):,} characters; {_MAX_GUIDELINES:,} are allowed")
+    if len(text) > MAX_CHARACTERS:
+        raise InputError(f"--guidelines {path} has {len(text):,} characters; {MAX_CHARACTERS:,} are allowed")
     return text
 
 

@@ -45,6 +45,15 @@ def _order(seed: int, epoch: int, length: int, groups: Groups | None) -> list[in
     return permutation(seed, epoch, length) if groups is None else permutation_of_groups(seed, epoch, groups)
 
 
+def steps_of_epochs(num_epochs: int, length: int, per_step: int) -> int:
+    """Steps that pass `num_epochs` times over `length` items, at most `per_step` in each, and no item twice.
+
+    >>> steps_of_epochs(3, 10, 4), steps_of_epochs(3, 10, 32)
+    (8, 3)
+    """
+    return -(-length * num_epochs // min(per_step, length))
+
+
 def items_at(seed: int, position: int, count: int, length: int, groups: Groups | None = None) -> list[int]:
     """Indices of the `count` items that follow `position`, an absolute count of items drawn, epoch after epoch.
 

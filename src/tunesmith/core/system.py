@@ -84,6 +84,15 @@ def fsync(descriptor: int) -> None:
         _fsync_s += time.perf_counter() - start_s
 
 
+def sync(path: Path) -> None:
+    """Have the content of a file, or the names in a folder, on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def fsync_s() -> float:
     """Seconds that `fsync` has taken since the process began, in all threads."""
     return _fsync_s

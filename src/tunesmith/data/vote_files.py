@@ -56,17 +56,16 @@ def read_items(source: str | Path, *, gold: bool = False, heldout: bool = False)
     if _is_argilla(source):
         votes = _argilla_votes(source, with_unjudged=True)
         known = ("much_better", "better") if gold else ()
-        return [
-            replace(vote.item, gold=vote.better if vote.verdict in known else None, heldout=heldout) for vote in votes
-        ]
+        best = [(vote.item, vote.better if vote.verdict in known else None) for vote in votes]
+        return [replace(item, gold=place, heldout=heldout or item.heldout) for item, place in best]
     found: list[NewItem] = []
     rows = load_preferences(source)
     for row in rows:
-        item = _ranking_item(row, heldout) if isinstance(row, Ranking) else _pair_item(row, heldout)
+        item = _ranking_item(row) if isinstance(row, Ranking) else _pair_item(row)
         texts = [candidate.text for candidate in item.candidates]
         place = _known_best(row) if gold else None
         if len(set(texts)) == len(texts) and (place is not None or not gold):
-            found.append(replace(item, gold=place))
+            found.append(replace(item, gold=place, heldout=heldout or item.heldout))
     _say_left_out(len(rows) - len(found), str(source))
     return found
 
@@ -199,7 +198,7 @@ def _is_argilla(source: str | Path) -> bool:
     return False
 
 
-def _pair_item(pair: Pair, heldout: bool) -> NewItem:
+def _pair_item(pair: Pair) -> NewItem:
     where, columns = pair.prompt.id, pair.prompt.columns
     candidates = tuple(
         Candidate(
@@ -209,16 +208,17 @@ def _pair_item(pair: Pair, heldout: bool) -> NewItem:
         )
         for name, content in (("chosen", pair.chosen), ("rejected", pair.rejected))
     )
-    is_heldout = heldout or columns.get("heldout") is True
+    is_heldout = columns.get("heldout") is True
     return NewItem(_prompt(pair.prompt.content, pair.chosen), candidates, heldout=is_heldout)
 
 
-def _ranking_item(ranking: Ranking, heldout: bool) -> NewItem:
+def _ranking_item(ranking: Ranking) -> NewItem:
     where = ranking.prompt.id
     texts = [_answer_text(content, where) for content in ranking.completions]
     candidates = tuple(Candidate(text, source_id=f"{where}/{place}") for place, text in enumerate(texts))
     kind = "pair" if len(candidates) == 2 else "ranking"
-    return NewItem(_prompt(ranking.prompt.content, ranking.completions[0]), candidates, kind, heldout=heldout)
+    is_heldout = ranking.prompt.columns.get("heldout") is True
+    return NewItem(_prompt(ranking.prompt.content, ranking.completions[0]), candidates, kind, heldout=is_heldout)
 
 
 def _known_best(row: Pair | Ranking) -> int | None:
@@ -237,7 +237,7 @@ def _given(pair: Pair) -> GivenVote:
         verdict = cast(PreferenceName, named)
     time, reason, rater = columns.get("created_at"), columns.get("reason"), columns.get("rater")
     return GivenVote(
-        item=_pair_item(pair, heldout=False),
+        item=_pair_item(pair),
         verdict=verdict,
         better=0,
         rater=rater.strip() if isinstance(rater, str) and rater.strip() else UNKNOWN_RATER,
@@ -324,7 +324,8 @@ def _votes_of(row: Row, with_unjudged: bool) -> list[GivenVote]:
         raise RowError(f"`fields` has {len(names)} answers ({', '.join(names)}); give a prompt and two", "bad value")
     prompt_field = next((name for name in _PROMPT_FIELDS if fields.get(name)), None)
     prompt = "" if prompt_field is None else as_content(fields[prompt_field], prompt_field)
-    item = NewItem(prompt, tuple(Candidate(str(fields[name]), source_id=f"{row.where}/{name}") for name in names))
+    candidates = tuple(Candidate(str(fields[name]), source_id=f"{row.where}/{name}") for name in names)
+    item = NewItem(prompt, candidates, heldout=metadata.get("heldout") == "true")
     if item.candidates[0].text == item.candidates[1].text:
         raise RowError("the two answers are the same; remove the record", "same completions")
     votes: list[GivenVote] = []

@@ -5,9 +5,10 @@ import os
 import pickle
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from typing import TypeVar
@@ -93,8 +94,23 @@ def ranks_of(section: ScaleSection, follow: Callable[[], object]) -> Iterator[No
 
 def _as_started(section: ScaleSection, limit: timedelta) -> Iterator[None]:
     store, rank, count = next(iter(rendezvous("env://")))
-    with _group(section, Ranks(rank, count, store), limit, device=int(os.environ.get("LOCAL_RANK", rank))):
+    group = _group(section, Ranks(rank, count, store), limit, device=int(os.environ.get("LOCAL_RANK", rank)))
+    with group, _ignoring_signals() if rank > 0 else nullcontext():
         yield
+
+
+@contextmanager
+def _ignoring_signals() -> Iterator[None]:
+    """A block in which SIGINT and SIGTERM do nothing: rank 0 decides when to stop."""
+    if threading.current_thread() is not threading.main_thread():  # which alone gets signals
+        yield
+        return
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _starting(section: ScaleSection, limit: timedelta, follow: Callable[[], object]) -> Iterator[None]:
@@ -144,8 +160,11 @@ def _start(section: ScaleSection, port: int, limit: timedelta, follow: Callable[
 
 def _run(rank: int, section: ScaleSection, port: int, limit: timedelta, follow: Callable[[], object]) -> None:
     """The life of a rank that rank 0 started."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 decides when to stop
-        signal.signal(number, signal.SIG_IGN)
+    with _ignoring_signals():
+        _follow(rank, section, port, limit, follow)
+
+
+def _follow(rank: int, section: ScaleSection, port: int, limit: timedelta, follow: Callable[[], object]) -> None:
     count = section.ranks
     store = TCPStore("127.0.0.1", port, count, is_master=False, timeout=limit)
     store.set(_here(count)[rank - 1], "")

@@ -7,8 +7,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from tunesmith.core.errors import InputError, NativeUnavailableError
-from tunesmith.kernels.native import NATIVE_DTYPES, Kernels
+from tunesmith.core.errors import InputError
+from tunesmith.kernels.native import Kernels
 
 Rest = ParamSpec("Rest")
 Result = TypeVar("Result")
@@ -29,13 +29,7 @@ def library_for(kernels: Kernels, op: str, tensor: torch.Tensor) -> ctypes.CDLL 
         NativeUnavailableError: `native` was chosen and cannot run.
         TritonUnavailableError: `triton` was chosen; an operation that has it asks `Kernels.picked` before.
     """
-    if tensor.dtype in NATIVE_DTYPES or kernels.choice == "triton":
-        return kernels.library(op, tensor.device)
-    if kernels.choice == "native":
-        raise NativeUnavailableError(
-            f"the native kernel {op} is for bfloat16 and float32 and was given {tensor.dtype}; choose auto or torch"
-        )
-    return None
+    return kernels.library(op, tensor.device) if kernels.picked(op, tensor) == "native" else None
 
 
 def picked_library(kernels: Kernels, op: str, tensor: torch.Tensor) -> ctypes.CDLL:

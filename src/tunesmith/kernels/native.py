@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,42 +83,28 @@ class Kernels:
         self._sources = sources
         self._libraries: dict[str, ctypes.CDLL | None] = {}
 
-    def picked(
-        self,
-        op: str,
-        tensor: torch.Tensor,
-        *,
-        native_dtypes: Sequence[torch.dtype] = NATIVE_DTYPES,
-        capability: Capability = LEAST_CAPABILITY,
-    ) -> Backend:
+    def picked(self, op: str, tensor: torch.Tensor) -> Backend:
         """The backend of `op` for this tensor's device and dtype; if it is C++, `library` has it loaded.
 
         `auto` takes C++ on a CPU and Triton on a GPU. It falls back to torch: silently if there is no kernel for the
-        operation or dtype, and with one warning if a compiler, Triton or a GPU of at least `capability` is missing.
+        operation or dtype, and with one warning if a compiler, Triton or a GPU of `LEAST_CAPABILITY` is missing.
 
         Raises:
             NativeUnavailableError: `native` was chosen and cannot run on this tensor.
             TritonUnavailableError: `triton` was chosen and cannot run on this tensor.
         """
-        return self._picked(op, tensor.device, tensor.dtype, tuple(native_dtypes), capability)
+        return self._picked(op, tensor.device, tensor.dtype)
 
-    def _picked(
-        self,
-        op: str,
-        device: torch.device,
-        dtype: torch.dtype,
-        native_dtypes: tuple[torch.dtype, ...],
-        capability: Capability,
-    ) -> Backend:
+    def _picked(self, op: str, device: torch.device, dtype: torch.dtype) -> Backend:
         if self.choice == "torch":
             return "torch"
         if self.choice == "triton":
-            return self._triton_or_error(op, device, dtype, capability)
+            return self._triton_or_error(op, device, dtype)
         if device.type == "cuda" and self.choice == "auto":
-            return self._triton_or_torch(op, device, dtype, capability)
-        if dtype not in native_dtypes or not has_native(op, sources=self._sources):
+            return self._triton_or_torch(op, device, dtype)
+        if dtype not in NATIVE_DTYPES or not has_native(op, sources=self._sources):
             if self.choice == "native":
-                raise NativeUnavailableError(_why_not_native(op, dtype, native_dtypes, self._sources))
+                raise NativeUnavailableError(_why_not_native(op, dtype, self._sources))
             return "torch"
         return "torch" if self.library(op, device) is None else "native"
 
@@ -157,13 +143,13 @@ class Kernels:
             warn_once().warning(said, about="compiler")  # not for each kernel: what is wrong is seldom wrong with one
             return None
 
-    def _triton_or_error(self, op: str, device: torch.device, dtype: torch.dtype, capability: Capability) -> Backend:
+    def _triton_or_error(self, op: str, device: torch.device, dtype: torch.dtype) -> Backend:
         if not has_triton(op, sources=self._sources):
             problem = "there is none for this operation; choose auto, native or torch for it"
         elif dtype not in TRITON_DTYPES:
             problem = f"it was given {dtype}; give bfloat16, float16 or float32, or choose auto or torch"
         elif device.type == "cuda":
-            problem = why_not_on(device, capability)
+            problem = why_not_on(device, LEAST_CAPABILITY)
         elif device.type == "cpu" and _interprets():
             problem = "" if _triton_is_installed() else _NO_TRITON
         else:
@@ -175,10 +161,10 @@ class Kernels:
             raise TritonUnavailableError(f"the Triton kernel {op} cannot run: {problem}")
         return "triton"
 
-    def _triton_or_torch(self, op: str, device: torch.device, dtype: torch.dtype, capability: Capability) -> Backend:
+    def _triton_or_torch(self, op: str, device: torch.device, dtype: torch.dtype) -> Backend:
         if not has_triton(op, sources=self._sources) or dtype not in TRITON_DTYPES:
             return "torch"
-        problem = why_not_on(device, capability)
+        problem = why_not_on(device, LEAST_CAPABILITY)
         if problem:
             warn_once().warning(f"using torch instead of Triton for {op}, which is slower: {problem}")
         return "torch" if problem else "triton"
@@ -228,11 +214,10 @@ def why_not_on(device: torch.device, least: Capability) -> str:
     return why_not_triton(installed=_triton_is_installed(), found=found, least=least)
 
 
-def _why_not_native(op: str, dtype: torch.dtype, dtypes: Sequence[torch.dtype], sources: Path) -> str:
+def _why_not_native(op: str, dtype: torch.dtype, sources: Path) -> str:
     if not has_native(op, sources=sources):
         return f"{op} has no native kernel; choose auto or torch for it"
-    names = " and ".join(str(known).removeprefix("torch.") for known in dtypes)
-    return f"the native kernel {op} is for {names} and was given {dtype}; choose auto or torch"
+    return f"the native kernel {op} is for bfloat16 and float32 and was given {dtype}; choose auto or torch"
 
 
 def _dotted(capability: Capability) -> str:

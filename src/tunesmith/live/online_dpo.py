@@ -89,8 +89,8 @@ class OnlineDPO(PolicyWithKL):
     ) -> tuple[torch.Tensor, DirectStats, TokenSums]:
         """The loss of `votes`, divided by `num_votes`, with its statistics.
 
-        An answer of several votes is computed once. The KL penalty is the coefficient times the nats per answer, with
-        the gradient of KL(policy, reference), since the answers are the policy's own samples.
+        An answer of several votes is computed once, and counts once for each. The KL penalty is the coefficient times
+        the nats per answer, with the gradient of KL(policy, reference), since the answers are the policy's own samples.
         """
         sent = setup.sent(self.collate(votes), self.uploader)
         batch = sent.answers
@@ -105,8 +105,8 @@ class OnlineDPO(PolicyWithKL):
         logps = PairLogps(logp_A[answer_SN], length_B[row_A][answer_SN], reference_logp_A[answer_SN], sent.tie_N)
         loss, stats = direct_loss.paired(logps, self.cfg, num_pairs=num_votes)
         if self.kl.value > 0:
-            nats = kl.penalty_loss("k1", scores.logp_BT, reference_logp_BT, mask_BT, 2 * num_votes)
-            loss = loss + self.kl.value * nats
+            nats_A = kl.penalty("k1", scores.logp_BT, reference_logp_BT, mask_BT).sum(dim=1)[row_A]
+            loss = loss + self.kl.value * nats_A[answer_SN].sum() / (2 * num_votes)
         return loss, stats, TokenSums.of_batch(length_B, scores.entropy_BT)
 
     def collate(self, votes: Sequence[VotedPair]) -> VoteBatch:

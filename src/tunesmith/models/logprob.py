@@ -300,7 +300,7 @@ def _logits_at(
 def _rows_per_chunk(model: PreTrainedModel, completion_lengths_B: torch.Tensor) -> int:
     vocabulary = model.get_output_embeddings().weight.shape[0]  # type: ignore[union-attr]
     row_bytes = 4 * vocabulary * int(completion_lengths_B.max())
-    return max(1, _LOGITS_BYTES // row_bytes)
+    return max(1, _LOGITS_BYTES // max(1, row_bytes))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ arXiv 1909.08053, section 3). Adapters, routers and heads are whole on every ran
 Shape legend: T tokens, I inputs, O outputs.
 """
 
+import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -84,7 +85,7 @@ class Sharding:
         kept = set(_kept_whole(root, decoder.architecture))
         parts: list[Any] = [*self._layers, root]
         for module in parts:
-            module.within = _call
+            module.within = operator.call
             fully_shard(module, mesh=mesh["data"], ignored_params=kept)
             module.set_gradient_divide_factor(1.0)  # losses have the denominators of the whole batch
             module.set_force_sum_reduction_for_comms(True)  # gloo can do no other
@@ -247,10 +248,6 @@ def gather(modules: Mapping[str, nn.Module]) -> None:
             found[id(parameter)] = nn.Parameter(whole(parameter), parameter.requires_grad)
         if ranks.rank() == 0:
             part._parameters[name] = found[id(parameter)]
-
-
-def _call(compute: Callable[..., Any], *arguments: Any) -> Any:
-    return compute(*arguments)
 
 
 def _local(tensor: Any) -> Any:

@@ -78,6 +78,7 @@ def _measured(path: Path, facts: Facts) -> MeasuredRun:
     work = workload_of(recipe, 0.0)
     if work.draws:
         prompts = facts.number("rollout/prefill_tokens", 0.0) + facts.number("rollout/shared_tokens", 0.0)
+        prompts *= facts.number("setup.num_ranks", 1.0)  # rank 0 counts its own share
         mean = min(work.new_tokens, facts.number("completions/mean_length"))
         work = replace(work, prompt_tokens=prompts / work.num_rows, mean_new_tokens=mean)
     else:

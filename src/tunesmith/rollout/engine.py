@@ -219,7 +219,8 @@ def make_request(
     prompt_ids = tuple(tuple(encode_prompt(tokenizer, prompt)) for prompt in prompts)
     context = context_length(model) or _UNKNOWN_CONTEXT
     check_prompt_lengths(prompts, [len(ids) for ids in prompt_ids], vocabulary_size, context, sampling.max_new_tokens)
-    stop_ids = frozenset({*stop_token_ids(model, tokenizer), *sampling.stop_token_ids})
+    own = (token for token in stop_token_ids(model, tokenizer) if token < vocabulary_size)  # others are never drawn
+    stop_ids = frozenset({*own, *sampling.stop_token_ids})
     return Request(
         prompts,
         prompt_ids,

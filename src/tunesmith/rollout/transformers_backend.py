@@ -143,13 +143,14 @@ class TransformersEngine:
         lengths_B = torch.tensor([len(row.prompt_ids) for row in rows])
         mask_BT = torch.arange(width)[None, :] >= width - lengths_B[:, None]
         draw = Draw(rows, sampling, _filters(sampling), callbacks)
-        self._model.generate(  # type: ignore[operator]
-            ids_BT.to(device),
-            attention_mask=mask_BT.long().to(device),
-            generation_config=_generation_config(sampling, rows[0].limits),
-            logits_processor=LogitsProcessorList([_Processor(draw)]),
-            stopping_criteria=StoppingCriteriaList([_Criterion(draw)]),
-        )
+        with _own_settings_hidden(self._model):
+            self._model.generate(  # type: ignore[operator]
+                ids_BT.to(device),
+                attention_mask=mask_BT.long().to(device),
+                generation_config=_generation_config(sampling, rows[0].limits),
+                logits_processor=LogitsProcessorList([_Processor(draw)]),
+                stopping_criteria=StoppingCriteriaList([_Criterion(draw)]),
+            )
         return draw.times
 
 
@@ -245,7 +246,7 @@ class Draw:
 
     def _without_stop_ids(self, logits_BV: torch.Tensor) -> torch.Tensor:
         """`logits_BV`, from which no stop id is drawn before `min_new_tokens`."""
-        stop_ids = [token for token in self._limits.stop_ids if token < logits_BV.shape[1]]
+        stop_ids = list(self._limits.stop_ids)
         if not stop_ids or self._num_drawn >= self._limits.min_new_tokens:
             return logits_BV
         return logits_BV.index_fill(1, torch.tensor(stop_ids, device=logits_BV.device), float("-inf"))
@@ -288,19 +289,27 @@ def _filters(sampling: SamplingParams) -> list[Filter]:
 
 
 def _generation_config(sampling: SamplingParams, limits: sequence.Limits) -> GenerationConfig:
-    """Settings of `generate`, each one set, so that none comes from the model's own config. Filters are in `Draw`."""
+    """Settings of `generate`, without filters, which are in `Draw`."""
     return GenerationConfig(
         do_sample=sampling.temperature > 0,
         max_new_tokens=sampling.max_new_tokens,
-        repetition_penalty=1.0,
-        temperature=1.0,
         top_k=0 if sampling.temperature > 0 else None,  # greedy decoding has none, and warns of one
-        top_p=1.0,
-        num_beams=1,
         eos_token_id=sorted(limits.stop_ids) or None,
         pad_token_id=_FILL,
-        use_cache=True,
     )
+
+
+@contextmanager
+def _own_settings_hidden(model: PreTrainedModel) -> Iterator[None]:
+    """A block without the model's own settings: `generate` takes from them what it is not given, such as a `min_p`
+    that would change the distribution whose log-probs are recorded.
+    """
+    own = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 @contextmanager

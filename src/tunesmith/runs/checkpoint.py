@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from tunesmith.core import faults
 from tunesmith.core.errors import CheckpointError
 from tunesmith.core.log import Once, get_logger
-from tunesmith.core.system import fsync
+from tunesmith.core.system import sync
 from tunesmith.runs.manifest import VERSION, list_steps, seal, step_folder, verify
 
 _ASIDE = "tmp-"
@@ -75,7 +75,7 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
         faults.reach("checkpoint/written")
         aside.rename(final)
         faults.reach("checkpoint/renamed")
-        _sync(folder)
+        sync(folder)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(aside, ignore_errors=True)
         raise CheckpointError(
@@ -151,7 +151,7 @@ def _write(aside: Path, checkpoint: Checkpoint) -> None:
     manifest = {"version": VERSION, "step": checkpoint.step, "score": checkpoint.score, "files": files}
     _write_json(aside / "manifest.json", {**manifest, "seal": seal(manifest)})
     for path in [*aside.iterdir(), aside]:
-        _sync(path)
+        sync(path)
 
 
 def _score(folder: Path, step: int) -> float | None:
@@ -169,14 +169,6 @@ def _sha256(path: Path) -> str:
 
 def _write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 _SPARE = 2

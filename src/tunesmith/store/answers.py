@@ -1,7 +1,7 @@
 """Votes, rankings and written answers: append-only rows; a presentation's highest revision is the effective one."""
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import Connection, Table, exists, insert, select, update
@@ -18,15 +18,24 @@ from tunesmith.store.tables import demonstrations, items, new_id, presentations,
 _MAX_DWELL_MS = 2**31 - 1
 _LEFT = ("left_much", "left")
 _RIGHT = ("right_much", "right")
+_MIRRORED: Mapping[Verdict, Verdict] = {
+    "left_much": "right_much",
+    "left": "right",
+    "right": "left",
+    "right_much": "left_much",
+}
 
 
 class Answering:
-    """A rater's answer to one presentation, inside a transaction.
+    """A rater's answer to one presentation, inside a transaction. With `is_mirrored` the sides of a vote are those of
+    a pair shown the other way round.
 
     Raises UnknownPresentationError if the token is not this rater's.
     """
 
-    def __init__(self, connection: Connection, token: str, rater_id: int, now: float) -> None:
+    def __init__(
+        self, connection: Connection, token: str, rater_id: int, now: float, *, is_mirrored: bool = False
+    ) -> None:
         shown = connection.execute(
             select(presentations).where(presentations.c.token == token, presentations.c.rater_id == rater_id)
         ).first()
@@ -34,6 +43,7 @@ class Answering:
             raise UnknownPresentationError("there is no such presentation; ask for the next one")
         self._connection = connection
         self._now = now
+        self._is_mirrored = is_mirrored
         self._shown: Any = shown
         self._item: Any = connection.execute(select(items).where(items.c.id == shown.item_id)).one()
         self._campaign: Campaign = load_campaign(connection, self._item.campaign_id)
@@ -46,6 +56,8 @@ class Answering:
         if verdict not in VERDICTS:
             raise VoteError(f"verdict {verdict!r} is unknown; give one of {', '.join(VERDICTS)}")
         check_text(reason, "the reason")
+        if self._is_mirrored:
+            verdict = _MIRRORED.get(verdict, verdict)
         content: dict[str, object] = {"verdict": verdict, "reason": reason}
         if self._item.kind != "pair":
             if verdict != "skip":
@@ -184,36 +196,29 @@ class Answering:
         refresh_open_items(self._connection, self._campaign.id, self._campaign.settings.overlap, [int(self._item.id)])
 
 
-def vote_on_pair(
-    connection: Connection,
-    rng: random.Random,
-    campaign_id: int,
-    item: NewItem,
-    rater_id: int,
-    answer: Callable[[Answering], VoteReceipt],
-    now: float,
-) -> VoteReceipt:
-    """The receipt of a rater's `answer` to a pair that was shown to them outside of the queue, in the order of its
-    candidates. Item and presentation are stored with the vote; a repeated call finds them.
+def answering_pair(
+    connection: Connection, rng: random.Random, campaign_id: int, item: NewItem, rater_id: int, now: float
+) -> Answering:
+    """A rater's answer to a pair that was shown to them outside of the queue, in the order of its candidates. Item and
+    presentation are stored; a repeated call finds them.
     """
     (item_id,) = add_items(connection, campaign_id, [item]).item_ids
-    is_theirs = presentations.c.item_id == item_id, presentations.c.rater_id == rater_id
-    token = connection.execute(select(presentations.c.token).where(*is_theirs)).scalar()
-    if token is None:
+    # The pair may have been stored before, with its answers in the other order.
+    texts = texts_of_items(connection, [item_id])[item_id]
+    order = tuple(texts.index(candidate.text) for candidate in item.candidates)
+    of_both = presentations.c.item_id == item_id, presentations.c.rater_id == rater_id
+    theirs = select(presentations.c.token, presentations.c.order_json).where(*of_both)
+    shown = connection.execute(theirs).first()
+    if shown is None:
         settings = load_campaign(connection, campaign_id)
         if quota_left(connection, rater_id, settings, now) < 1:
             raise VoteConflictError("you have given all the votes that the campaign asks of one rater")
         until = now + settings.settings.lease_s
-        shown = add_presentation(
-            connection, rng, 2, item_id=item_id, rater_id=rater_id, shown_at=now, lease_until=until
-        )
-        # The pair may have been stored before, with its answers in the other order.
-        texts = texts_of_items(connection, [item_id])[item_id]
-        order = [texts.index(candidate.text) for candidate in item.candidates]
-        of_shown = presentations.c.id == shown.id
-        connection.execute(update(presentations).where(of_shown).values(order_json=order))
-        token = connection.execute(select(presentations.c.token).where(of_shown)).scalar_one()
-    return answer(Answering(connection, token, rater_id, now))
+        add_presentation(connection, rng, 2, item_id=item_id, rater_id=rater_id, shown_at=now, lease_until=until)
+        connection.execute(update(presentations).where(*of_both).values(order_json=order))
+        shown = connection.execute(theirs).one()
+    # They may have seen it before, in another conversation, with the sides exchanged.
+    return Answering(connection, shown.token, rater_id, now, is_mirrored=tuple(shown.order_json) != order)
 
 
 def add_votes(

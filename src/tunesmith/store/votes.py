@@ -182,8 +182,8 @@ class VoteStore(Closeable):
         items.check_item(item, "the vote")
         moment = _or_now(now)
         return self._writer.do(
-            lambda c: answers.vote_on_pair(
-                c, self._rng, campaign_id, item, rater_id, lambda one: one.vote(verdict, reason, dwell_ms, None), moment
+            lambda c: answers.answering_pair(c, self._rng, campaign_id, item, rater_id, moment).vote(
+                verdict, reason, dwell_ms, None
             )
         )
 
@@ -277,7 +277,7 @@ class Writer:
             with outcome, self._database.connection.begin():
                 self._apply_group(change, group)
                 self._check_unbroken()
-            for one in group:
+            for one in group or [change]:  # none, if the transaction did not begin
                 one.tell(outcome.error)
 
     def _apply_group(self, first: "_Change", group: list["_Change"]) -> None:

@@ -20,7 +20,7 @@ from tunesmith.config.algorithm_sections import DPOSection
 from tunesmith.config.schema import DPORecipe
 from tunesmith.core.errors import DataError
 from tunesmith.core.log import get_logger
-from tunesmith.core.seeds import Groups, items_at
+from tunesmith.core.seeds import Groups, items_at, steps_of_epochs
 from tunesmith.core.trace import span
 from tunesmith.data.answers import Answer, AnswerLabel, AnswerPair, collate_answers, in_order
 from tunesmith.data.sets import DirectSets, Unit, direct_sets
@@ -223,7 +223,9 @@ class DPOTask:
         check_labels(self.data, cfg.dpo)
         self.prompts = Groups(self.data.answers[unit.answers[0]].prompt_ids for unit in self.data.train)
         freeze_lower_layers(self.loaded.model, cfg.model.num_trainable_layers)
-        self.num_steps = cfg.run.steps or -(-len(self.data.train) * cfg.dpo.num_epochs // cfg.dpo.pairs_per_step)
+        self.num_steps = cfg.run.steps or steps_of_epochs(
+            cfg.dpo.num_epochs, len(self.data.train), cfg.dpo.pairs_per_step
+        )
 
     @property
     def title(self) -> str:

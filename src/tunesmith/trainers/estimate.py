@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 
 from tunesmith.config.schema import Recipe, SamplingRecipe
 from tunesmith.models.loaded import PreTrainedModel
 from tunesmith.models.lora import has_adapters
 from tunesmith.models.optimizer import moment_bytes
+from tunesmith.profiling.meter import available_gb
 from tunesmith.trainers.setup import say
 from tunesmith.trainers.work import Rows, RunWork, Work
 
@@ -166,10 +166,10 @@ def announce(estimate: Estimate, enabled: bool, device: torch.device) -> None:
     if not enabled:
         return
     is_gpu = device.type == "cuda"
-    available_gb = (torch.cuda.mem_get_info(device)[0] if is_gpu else psutil.virtual_memory().available) / 1e9
+    free_gb = torch.cuda.mem_get_info(device)[0] / 1e9 if is_gpu else available_gb()
     parts = ", ".join(f"{name} {gb:.1f}" for name, gb in estimate.memory_gb.items() if gb >= 0.05)
-    fit = "fits" if estimate.total_gb < available_gb else "MAY NOT FIT: lower micro_batch_size, or train fewer layers"
-    say(f"memory: about {estimate.total_gb:.1f} GB of {available_gb:.1f} GB available, {fit} ({parts})", enabled=True)
+    fit = "fits" if estimate.total_gb < free_gb else "MAY NOT FIT: lower micro_batch_size, or train fewer layers"
+    say(f"memory: about {estimate.total_gb:.1f} GB of {free_gb:.1f} GB available, {fit} ({parts})", enabled=True)
     stages = ", ".join(f"{stage} {gb:.1f}" for stage, gb in estimate.stage_gb.items())
     say(f"memory by stage, in GB: {stages}", enabled=True)
 

@@ -15,8 +15,7 @@ import torch
 
 from tunesmith.algorithms import advantages, policy_loss
 from tunesmith.algorithms.kl import Controller
-from tunesmith.algorithms.policy_loss import Correction, PolicyStats
-from tunesmith.batch.pack import PolicyBatch, Sequences, chunks, pack
+from tunesmith.batch.pack import PolicyBatch, chunks, pack
 from tunesmith.batch.rollout import Group
 from tunesmith.config.algorithm_sections import GRPOSection
 from tunesmith.config.schema import GRPORecipe
@@ -26,8 +25,8 @@ from tunesmith.distributed.ranks import share_of
 from tunesmith.models.division import divide
 from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.loaded import PreTrainedTokenizerBase
-from tunesmith.models.logprob import TokenScores, token_logps
-from tunesmith.models.optimizer import MasterAdamW, StepReport
+from tunesmith.models.logprob import token_logps
+from tunesmith.models.optimizer import MasterAdamW
 from tunesmith.rewards.scorer import Scores, joined
 from tunesmith.schema.records import Prompt
 from tunesmith.trainers import metrics, rollouts, setup
@@ -72,7 +71,6 @@ class GRPO(DrawingPolicy):
         """GRPO step `index` (from 0): draw groups, score, compare within each group, update the policy."""
         cfg, temperature = self.cfg, self.rollouts.cfg.temperature
         groups, scores = self.draw(prompts, index)
-        stats = StepStats(groups, scores)
         batch_rows = (partial(metrics.batch_rows, groups, scores), partial(metrics.sample_rows, groups, scores))
         reference_logp_BT, kl_PG = self.kl_in_reward(groups)
         with span("advantages"):
@@ -81,7 +79,7 @@ class GRPO(DrawingPolicy):
             learnt_PG = scores.valid_PG & differs_P[:, None] & ~left_out(cfg, groups)
             rows = torch.nonzero(learnt_PG.flatten()).flatten().tolist()
         if not rows:  # in no group do the rewards differ
-            return StepResult(stats.metrics(differs_P, rows), None, *batch_rows)
+            return StepResult(step_metrics(groups, scores, differs_P, rows, metrics.UpdateStats()), None, *batch_rows)
 
         with span("pack"):
             sequences = setup.sent(pack(groups, pad_id=0, rows=rows), self.uploader)
@@ -99,15 +97,15 @@ class GRPO(DrawingPolicy):
         num_wanted = len(prompts) * scores.valid_PG.shape[1]
         drawn_per_row = min(num_wanted, int(scores.valid_PG.sum())) / len(rows)  # means count what was left out too
         with span("update"):
-            self.update(batch, index, drawn_per_row, stats)
+            stats = self.update(batch, index, drawn_per_row)
         with span("metrics"):
-            self.kl.update(stats.mean_kl(), len(rows))
-            figures = {**stats.metrics(differs_P, rows), "objective/kl_coef": self.kl.value}
-        return StepResult(figures, stats.worst_report(), *batch_rows)
+            self.kl.update(stats.first.kl_per_sequence, len(rows))
+            figures = {**step_metrics(groups, scores, differs_P, rows, stats), "objective/kl_coef": self.kl.value}
+        return StepResult(figures, metrics.worst_report(stats.reports), *batch_rows)
 
-    def update(self, batch: PolicyBatch, index: int, drawn_per_row: float, stats: "StepStats") -> None:
+    def update(self, batch: PolicyBatch, index: int, drawn_per_row: float) -> metrics.UpdateStats:
         """Optimizer steps on the minibatches of each epoch over `batch`; in means a row counts as `drawn_per_row`."""
-        cfg = self.cfg
+        cfg, stats = self.cfg, metrics.UpdateStats()
         for minibatch in rollouts.minibatches(batch, cfg, derive(self.rollouts.seed, "minibatches", index)):
             num_drawn = drawn_per_row * len(minibatch.sequences.lengths_B)
             size = rollouts.update_size(minibatch.sequences, cfg.micro_batch_size, num_drawn)  # global denominators
@@ -120,6 +118,7 @@ class GRPO(DrawingPolicy):
                 total_loss += loss.detach()
             with span("optimizer"):
                 stats.add_report(self.optimizer.step(loss=total_loss.item()))  # refuses what is not finite
+        return stats
 
     def draw(self, prompts: Sequence[Prompt], index: int) -> tuple[list[Group], Scores]:
         """The groups of `prompts` and their scores.
@@ -173,7 +172,9 @@ class GRPO(DrawingPolicy):
         reward_PG = scores.total_PG if kl_PG is None else scores.total_PG - self.kl.value * kl_PG.to(scores.total_PG)
         return advantages.group_relative(reward_PG, valid_PG, baseline=cfg.baseline, scale=cfg.scale).advantage_PG
 
-    def micro_batch_loss(self, micro: PolicyBatch, size: policy_loss.UpdateSize, stats: "StepStats") -> torch.Tensor:
+    def micro_batch_loss(
+        self, micro: PolicyBatch, size: policy_loss.UpdateSize, stats: metrics.UpdateStats
+    ) -> torch.Tensor:
         """The GRPO loss of one micro-batch, a scalar; its statistics are added to `stats`."""
         cfg, sequences, drawing = self.cfg, micro.sequences, self.rollouts.cfg
         new = token_logps(
@@ -195,7 +196,8 @@ class GRPO(DrawingPolicy):
             num_tokens=size.num_tokens,
             on_policy=self.is_on_policy,
         )
-        stats.add(policy.stats, sequences, new, micro.reference_logp_BT, policy.correction)
+        stats.add(policy.stats)
+        stats.add_pass(sequences, new.logp_BT, new.entropy_BT, policy.correction, micro.reference_logp_BT)
         return policy.loss
 
 
@@ -205,56 +207,24 @@ def left_out(cfg: GRPOSection, groups: Sequence[Group]) -> torch.Tensor:
     return torch.tensor(truncated) & cfg.mask_truncated_completions
 
 
-class StepStats:
-    """Statistics of one step, under TRL's names.
+def step_metrics(
+    groups: Sequence[Group], scores: Scores, differs_P: torch.Tensor, learnt: Sequence[int], stats: metrics.UpdateStats
+) -> Metrics:
+    """Metrics of a step under TRL's names. `differs_P` is true for groups whose rewards differ; `learnt` are the
+    completions that were learnt, counted over all groups.
 
     Those of a pass over the completions are of the first update alone: there the policy is that of its begin.
     """
-
-    def __init__(self, groups: Sequence[Group], scores: Scores) -> None:
-        self._groups = groups
-        self._scores = scores
-        self._updates = metrics.UpdateStats()
-
-    def add(
-        self,
-        policy: PolicyStats,
-        sequences: Sequences,
-        new: TokenScores,
-        reference_logp_BT: torch.Tensor | None,
-        correction: Correction,
-    ) -> None:
-        """Accumulate one micro-batch."""
-        self._updates.add(policy)
-        self._updates.add_pass(sequences, new.logp_BT, new.entropy_BT, correction, reference_logp_BT)
-
-    def add_report(self, report: StepReport) -> None:
-        """Add the optimizer's report, which closes a minibatch."""
-        self._updates.add_report(report)
-
-    def worst_report(self) -> StepReport | None:
-        """The report of the last update that was refused, else of the last one."""
-        return metrics.worst_report(self._updates.reports)
-
-    def mean_kl(self) -> float:
-        """Mean KL of a completion to the reference, in nats; 0 without a reference."""
-        return self._updates.first.kl_per_sequence
-
-    def metrics(self, differs_P: torch.Tensor, learnt: Sequence[int]) -> Metrics:
-        """All metrics of the step. `differs_P` is true for groups whose rewards differ; `learnt` are the completions
-        that were learnt, counted over all groups.
-        """
-        num_drawn = sum(len(completion.token_ids) for group in self._groups for completion in group.completions)
-        shared = {
-            **self._scores.metrics(),
-            "frac_reward_zero_std": (~differs_P).float().mean().item(),
-            "groups/num_drawn": float(len(self._groups)),
-            "groups/num_dropped": float((~differs_P).sum().item()),
-            **metrics.completion_metrics(self._groups, learnt),
-            "num_tokens": float(num_drawn),
-        }
-        if not self._updates.reports:
-            return {**shared, "updates": 0.0, "refused_steps": 0.0}
-        first = self._updates.first
-        nats = {"objective/kl": self.mean_kl(), "kl": first.kl_sum / first.num_tokens} if first.has_reference else {}
-        return {**shared, **nats, **self._updates.metrics()}
+    first = stats.first
+    shared = {
+        **scores.metrics(),
+        "frac_reward_zero_std": (~differs_P).float().mean().item(),
+        "groups/num_drawn": float(len(groups)),
+        "groups/num_dropped": float((~differs_P).sum().item()),
+        **metrics.completion_metrics(groups, learnt),
+        "num_tokens": float(sum(len(completion.token_ids) for group in groups for completion in group.completions)),
+    }
+    if not stats.reports:
+        return {**shared, "updates": 0.0, "refused_steps": 0.0}
+    nats = {"objective/kl": first.kl_per_sequence, "kl": first.kl_sum / first.num_tokens}
+    return {**shared, **(nats if first.has_reference else {}), **stats.metrics()}

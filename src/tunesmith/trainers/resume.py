@@ -113,7 +113,9 @@ def with_threads(recipe: Recipe, run_dir: Path, num_ranks: int = 1) -> Recipe:
     """`recipe` with the number of threads that the run, and each of its `num_ranks`, began with: sums depend on it in
     their last bits.
     """
-    num_threads = recipe.run.num_threads or max(1, _facts(run_dir)["num_cores"] // num_ranks)
+    began = read_object(run_dir / "setup.json").get("num_threads")
+    known = began if isinstance(began, int) else max(1, _facts(run_dir)["num_cores"] // num_ranks)
+    num_threads = recipe.run.num_threads or known
     return recipe.model_copy(update={"run": recipe.run.model_copy(update={"num_threads": num_threads})})
 
 

@@ -21,7 +21,7 @@ from tunesmith.batch.upload import Uploader
 from tunesmith.config.algorithm_sections import RewardTrainerSection
 from tunesmith.config.schema import RewardRecipe
 from tunesmith.core.errors import ConfigError
-from tunesmith.core.seeds import Groups, items_at
+from tunesmith.core.seeds import Groups, items_at, steps_of_epochs
 from tunesmith.core.trace import span
 from tunesmith.data.collate import Encoded, as_pairs, as_rankings, collate_pairs, collate_rankings
 from tunesmith.data.pairs import PreferenceLike
@@ -131,7 +131,9 @@ class RewardTask:
         )
         self.prompts = Groups(self.data.train_prompts[pair.prompt_id] for pair in self.data.train)
         section = cfg.reward_model
-        self.num_steps = cfg.run.steps or -(-len(self.data.train) * section.num_epochs // section.pairs_per_step)
+        self.num_steps = cfg.run.steps or steps_of_epochs(
+            section.num_epochs, len(self.data.train), section.pairs_per_step
+        )
 
     def build(self) -> Reward:
         """The learner before its first step."""

@@ -16,6 +16,7 @@ from tunesmith.algorithms.token_loss import TokenStats, negative_log_likelihood
 from tunesmith.batch.targets import LearntSequence, by_token_budget, items_of_step, pack_targets
 from tunesmith.config.algorithm_sections import SFTSection
 from tunesmith.config.schema import SFTRecipe
+from tunesmith.core.seeds import steps_of_epochs
 from tunesmith.core.trace import span
 from tunesmith.data.sets import demonstration_sets
 from tunesmith.distributed.ranks import gathered, share_of
@@ -97,8 +98,9 @@ class SFTTask:
             max_length=context_length(self.loaded.model),
         )
         freeze_lower_layers(self.loaded.model, cfg.model.num_trainable_layers)
-        per_step = cfg.sft.demonstrations_per_step
-        self.num_steps = cfg.run.steps or -(-len(self.data.train) * cfg.sft.num_epochs // per_step)
+        self.num_steps = cfg.run.steps or steps_of_epochs(
+            cfg.sft.num_epochs, len(self.data.train), cfg.sft.demonstrations_per_step
+        )
 
     def build(self) -> SFT:
         """The learner before its first step."""

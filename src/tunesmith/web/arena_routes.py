@@ -16,7 +16,7 @@ from tunesmith.web.access import API, Rule
 from tunesmith.web.arena import MAX_TURNS, Arena, Conversation
 from tunesmith.web.messages import PassageReply, Reply, Request, VoteRequest, passages
 from tunesmith.web.services import Caller, Services, ServicesOf
-from tunesmith.web.watch import KEEP_ALIVE_S, event
+from tunesmith.web.watch import KEEP_ALIVE_S, event, stream_of
 from tunesmith.web.watch_data import Cached, Json
 
 POLL_S = 0.05
@@ -169,8 +169,7 @@ def _conversations(arena: Arena) -> APIRouter:
         `failed`; to ask again is to try again.
         """
         found = await run_in_threadpool(arena.get, conversation, caller.rater_id)
-        headers = {"x-accel-buffering": "no"}
-        return StreamingResponse(_events(arena, found, services), media_type="text/event-stream", headers=headers)
+        return stream_of(_events(arena, found, services), caller, services)
 
     return routes
 

@@ -32,7 +32,7 @@ import psutil
 from tunesmith.core import faults
 from tunesmith.core.errors import InputError, RunError, StoreError
 from tunesmith.core.log import Once, get_logger
-from tunesmith.core.system import fsync
+from tunesmith.core.system import fsync, sync
 from tunesmith.runs.folder import RUN_ID
 from tunesmith.runs.listing import read_object, read_run
 from tunesmith.runs.lock import LOCK_FILE, is_locked
@@ -124,7 +124,7 @@ class Jobs(Closeable):
         aside.mkdir(mode=0o700)
         _write(aside / REQUEST_FILE, json.dumps(asdict(job)))
         aside.rename(self._folder / job.id)
-        _sync(self._folder)
+        sync(self._folder)
 
     def _check_room(self, wanted: Wanted) -> None:
         open_jobs = [job for job in self._jobs.values() if not self._is_over(job)]
@@ -212,7 +212,7 @@ class Jobs(Closeable):
                     raise RunError("the process of this run is not to be found; stop it from a terminal")
                 os.kill(self._pid(job), signal.SIGTERM)
             _write(self._folder / job.id / STOP_FILE, "")
-            _sync(self._folder / job.id)
+            sync(self._folder / job.id)
 
     def _is_run(self, job: Job) -> bool:
         """True if the process with the id that was written has the job's command line: an id may be used again."""
@@ -329,12 +329,3 @@ def _write(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    """Have the names in `folder` on disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import ipaddress
+import itertools
 import signal
 import socket
 import sys
@@ -73,7 +74,6 @@ def serve(
         raise InputError(
             f"--host {settings.host} is open to other machines; give --login to serve them, or leave --host out"
         )
-    settings.folder.mkdir(parents=True, exist_ok=True)
     listener = _listen(settings)
     with ExitStack() as stack:
         stack.enter_context(closing(listener))
@@ -226,8 +226,13 @@ def _opened(services: Services, listener: socket.socket, *, is_exposed: bool) ->
     if name in ("0.0.0.0", "::"):
         name = socket.gethostname() if is_exposed else "127.0.0.1"
     url = f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
-    admin = next((one for one in services.votes.reader.raters() if one.role == "admin" and not one.is_disabled), None)
+    raters = services.votes.reader.raters()
+    admin = next((one for one in raters if one.role == "admin" and not one.is_disabled), None)
     if admin is not None and is_exposed:
         return Opened(url, None)
-    admin = admin or services.votes.add_rater(_FIRST_ADMIN, "admin").rater
+    if admin is None:
+        # Imported votes may have brought a rater of this name.
+        names = itertools.chain([_FIRST_ADMIN], (f"{_FIRST_ADMIN} {number}" for number in itertools.count(2)))
+        taken = {one.name for one in raters}
+        admin = services.votes.add_rater(next(name for name in names if name not in taken), "admin").rater
     return Opened(url, f"{url}/login?token={services.logins.links.make(admin.id)}")

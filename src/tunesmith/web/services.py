@@ -1,7 +1,8 @@
 """Dependencies of routes: the stores, the logins, the shutdown event, and the caller."""
 
 import asyncio
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import jinja2
@@ -30,7 +31,7 @@ async def is_set_within(event: asyncio.Event, seconds: float) -> bool:
 class Services:
     """The parts of one app. `votes` is written here; `runs` is read, and its file may not exist yet. `shutdown` is set
     when the server ends, so that streams return. `studio` has the runs that admins see, if there are any, and `jobs`
-    those that they start. In the `arena` people talk with models.
+    those that they start. In the `arena` people talk with models. `num_streams` has each rater's open streams.
     """
 
     settings: ServerSettings
@@ -42,6 +43,7 @@ class Services:
     studio: Studio | None = None
     jobs: Jobs | None = None
     arena: Arena | None = None
+    num_streams: Counter[int] = field(default_factory=Counter[int])
 
     def campaign(self) -> Campaign:
         """The newest open campaign; if there is none, a new one with the default settings."""

@@ -1,6 +1,5 @@
 """The runs of a folder for the pages of admins: the list, and the facts of those that somebody looks at."""
 
-import json
 import os
 import threading
 from collections import OrderedDict
@@ -8,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import Any
 
 from fastapi.exceptions import HTTPException
 
@@ -16,7 +14,7 @@ from tunesmith.profiling.diagnosis import diagnose, verdict, yaml_value
 from tunesmith.profiling.facts import read_facts
 from tunesmith.reports.text import cut, flatten
 from tunesmith.reports.views import cause_rows
-from tunesmith.runs.listing import next_commands, number, read_object, read_recipe, read_rows, read_run
+from tunesmith.runs.listing import Row, next_commands, number, object_in, read_object, read_recipe, read_rows, read_run
 from tunesmith.store.database import Closeable
 from tunesmith.store.run_tail import Follower
 from tunesmith.store.runs import RunReader
@@ -146,7 +144,7 @@ class SampleLog:
         try:
             with self._file.open("rb") as file:
                 file.seek(start)
-                rows = [_row(line) or {} for line in islice(file, MAX_SAMPLES)]
+                rows = [object_in(line) or {} for line in islice(file, MAX_SAMPLES)]
         except OSError:
             return []
         return [_shown(row) for row in takewhile(lambda row: number(row.get("step")) == step, rows)]
@@ -161,22 +159,14 @@ class SampleLog:
             for line in file:
                 if not line.endswith(b"\n"):
                     break
-                step = number((_row(line) or {}).get("step"))
+                step = number((object_in(line) or {}).get("step"))
                 if step is not None:
                     self._starts.setdefault(int(step), self._end)
                 self._end += len(line)
                 self._last_line = line
 
 
-def _row(line: bytes) -> dict[str, Any] | None:
-    try:
-        row: object = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) else None  # pyright: ignore[reportUnknownVariableType]
-
-
-def _shown(row: Json) -> Json:
+def _shown(row: Row) -> Json:
     parts = row.get("rewards")
     return {
         "prompt": cut(row.get("prompt")),

@@ -55,6 +55,8 @@ def check(wanted: Wanted, allowed: Allowed) -> None:
     if wanted.algorithm != COMPARISON:
         resolve(wanted, allowed)
         return
+    if wanted.resume and wanted.settings:
+        raise ConfigError("a comparison goes on with its own settings; leave the number of steps out")
     path = allowed.root / wanted.resume
     options = read_comparison(path) if wanted.resume else comparison_options(dict(wanted.settings))
     if not allowed.has_model(options.model):

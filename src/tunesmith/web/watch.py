@@ -7,7 +7,6 @@ buffers nothing for a client: unread metrics stay in the database, so a slow cli
 
 import asyncio
 import json
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -20,7 +19,8 @@ from starlette.concurrency import run_in_threadpool
 
 from tunesmith.core.errors import TunesmithError
 from tunesmith.web.access import API, Access, Rule
-from tunesmith.web.services import Caller, ServicesOf, is_set_within
+from tunesmith.web.logins import Identity
+from tunesmith.web.services import Caller, Services, ServicesOf, is_set_within
 from tunesmith.web.watch_data import MAX_ROWS, Json, News, WatchData
 
 
@@ -69,7 +69,6 @@ def router(base: str, data_of: Callable[..., WatchData]) -> APIRouter:
     `data_of` finds for a request.
     """
     routes = APIRouter(prefix=base, tags=["watch"])
-    num_streams: Counter[int] = Counter()  # open streams of each rater
 
     @routes.get("/versions")
     def versions(data: Annotated[WatchData, Depends(data_of)]) -> JSONResponse:
@@ -97,21 +96,29 @@ def router(base: str, data_of: Callable[..., WatchData]) -> APIRouter:
         after: After = 0,
         last_event_id: LastEventId = None,
     ) -> StreamingResponse:
-        if num_streams[caller.rater_id] >= services.settings.limits.streams_per_rater:
-            raise HTTPException(429, "you have too many streams open; close some pages")
-
-        async def counted() -> AsyncGenerator[str]:
-            num_streams[caller.rater_id] += 1
-            try:
-                async for text in events(data, services.shutdown, _cursor(last_event_id, after)):
-                    yield text
-            finally:
-                num_streams[caller.rater_id] -= 1
-
-        headers = {"x-accel-buffering": "no"}
-        return StreamingResponse(counted(), media_type="text/event-stream", headers=headers)
+        return stream_of(events(data, services.shutdown, _cursor(last_event_id, after)), caller, services)
 
     return routes
+
+
+def stream_of(texts: AsyncGenerator[str], caller: Identity, services: Services) -> StreamingResponse:
+    """The response that sends server-sent events.
+
+    Raises HTTPException 429 if the rater has as many streams open as one rater may.
+    """
+    num_open = services.num_streams
+    if num_open[caller.rater_id] >= services.settings.limits.streams_per_rater:
+        raise HTTPException(429, "you have too many streams open; close some pages")
+
+    async def counted() -> AsyncGenerator[str]:
+        num_open[caller.rater_id] += 1
+        try:
+            async for text in texts:
+                yield text
+        finally:
+            num_open[caller.rater_id] -= 1
+
+    return StreamingResponse(counted(), media_type="text/event-stream", headers={"x-accel-buffering": "no"})
 
 
 def _cursor(last_event_id: str | None, after: int) -> int:

@@ -18,16 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-import psutil
-
 from tunesmith.batch.rollout import Completion, SamplingParams
 from tunesmith.config.sections import ModelSection
 from tunesmith.core.errors import InputError, ModelError, TunesmithError
 from tunesmith.core.system import keep_freed_memory
 from tunesmith.models.load import load_policy
+from tunesmith.profiling.meter import available_gb
 from tunesmith.rollout.engine import Engine
 from tunesmith.rollout.factory import open_engine
-from tunesmith.runs.cgroup import memory_bytes
 from tunesmith.schema.records import Message, Prompt, Text
 
 MAX_MODELS = 3
@@ -141,11 +139,9 @@ def check_memory(name: str) -> None:
     path = Path(name).expanduser()
     folder = path / "final" if (path / "final").is_dir() else path
     files = [folder] if folder.is_file() else [file for form in _WEIGHTS for file in folder.glob(form)]
-    needed = _COPIES * sum(file.stat().st_size for file in files)
-    limit, used = memory_bytes(), psutil.Process().memory_info().rss
-    free = psutil.virtual_memory().available if limit is None else min(psutil.virtual_memory().available, limit - used)
-    if needed > free:
-        raise ModelError(f"{name} needs about {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free")
+    needed_gb, free_gb = _COPIES * sum(file.stat().st_size for file in files) / 1e9, available_gb()
+    if needed_gb > free_gb:
+        raise ModelError(f"{name} needs about {needed_gb:.1f} GB of memory, {free_gb:.1f} GB are free")
 
 
 def _facts(prompt: Text, completion: Completion) -> Json:

@@ -30,7 +30,6 @@ from tunesmith.profiling.meter import metering, usable_cpu
 from tunesmith.runs.environment import peak_rss_since_reset_gb, reset_peak_rss
 from tunesmith.trainers import rollouts, setup
 from tunesmith.trainers.api import Inputs
-from tunesmith.trainers.grpo import StepStats
 from tunesmith.trainers.metrics import UpdateStats
 from tunesmith.trainers.ppo import PPO
 from tunesmith.trainers.run import run, task_of
@@ -127,11 +126,11 @@ class Side:
         """The lesson, by the learner's own loss and optimizer, starting from the current weights."""
         before_BT = torch.tensor(self.logps(lesson.groups))
         batch = _batch(lesson, with_values=isinstance(self._learner, PPO))
-        loss = self._update(batch, lesson.groups)
+        loss = self._update(batch)
         distance = self._compare(lesson.gradients)
         part = batch.select(range(len(lesson.groups[0].completions)))
         for _ in range(lesson.num_updates):
-            self._update(part, lesson.groups)
+            self._update(part)
         after_BT = torch.tensor(self.logps(lesson.groups[:1]))
         num_rows, num_columns = after_BT.shape
         change_BT = after_BT - before_BT[:num_rows, :num_columns]
@@ -144,12 +143,12 @@ class Side:
             float((part.advantage_BT * change_BT).sum()) / part.sequences.num_tokens,
         )
 
-    def _update(self, batch: Any, groups: Sequence[Group]) -> float:
+    def _update(self, batch: Any) -> float:
         """An update by all of `batch`, in the recipe's micro-batches; its loss."""
         optimizer, size, total = self._learner.optimizer, self._section.micro_batch_size, 0.0
         whole = rollouts.update_size(batch.sequences, size)
         for rows in chunks(range(len(batch.sequences.lengths_B)), size):
-            loss = self._loss(batch.select(rows), whole, groups)
+            loss = self._learner.micro_batch_loss(batch.select(rows), whole, UpdateStats())
             optimizer.scaled(loss).backward()
             total += loss.item()
         optimizer.step(math.inf, loss=total)
@@ -165,12 +164,6 @@ class Side:
     def peak_gb(self) -> float:
         """Largest resident memory since the lesson, in GB."""
         return peak_rss_since_reset_gb()
-
-    def _loss(self, micro: Any, size: Any, groups: Sequence[Group]) -> torch.Tensor:
-        if isinstance(self._learner, PPO):
-            return self._learner.micro_batch_loss(micro, size, UpdateStats())
-        stats = StepStats(groups, self._learner.rollouts.scorer.score(groups))
-        return self._learner.micro_batch_loss(micro, size, stats)
 
     def _compare(self, file: Path) -> float:
         """Write the gradient, or its distance to the one in the file. After a first update AdamW's first moment is

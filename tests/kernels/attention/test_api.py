@@ -215,6 +215,8 @@ def test_what_does_not_fit_is_refused(native: Kernels):
         attend_packed(q_TX, q_TX, v_TY, case.rope, [20], case.settings, kernels=native)
     with pytest.raises(InputError, match="rotary tables 8 positions"):
         attend_packed(q_TX, k_TY, v_TY, rope_of(4, 8), [20], case.settings, kernels=native)
+    with pytest.raises(InputError, match="turn 32 numbers and a head has 16"):
+        attend_packed(q_TX, k_TY, v_TY, rope_of(16, 20), [20], case.settings, kernels=native)
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,12 @@ def test_no_argument_is_off_by_more_than_float32_allows(native, values):
     )
 
 
+def test_there_may_be_no_rows_to_cap(kernels: Kernels):
+    x_RV = torch.zeros(0, 10, requires_grad=True)
+    softcap(x_RV, 30.0, kernels=kernels).sum().backward()
+    assert x_RV.grad is not None and x_RV.grad.shape == (0, 10)
+
+
 def test_a_small_number_keeps_its_relative_precision_under_the_cap(native: Kernels):
     x_RV = torch.logspace(-30, 1, 400)[None]
     exact_RV = torch_impl.softcap(x_RV.double(), 30.0)

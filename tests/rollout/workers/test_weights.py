@@ -1,6 +1,7 @@
 """Weights of workers: what is published, and what a worker with other weights answers."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from tunesmith.models.lora import AdapterBase, add_adapters
 from tunesmith.models.tiny import tiny_model
 from tunesmith.rollout.sampler import NoiseKey
 from tunesmith.rollout.workers import weights
-from tunesmith.rollout.workers.messages import Draw, Drawn, Handle, Load, Loaded, Refused, Setup, Tensors
+from tunesmith.rollout.workers.messages import Draw, Drawn, Handle, Load, Loaded, Refused, Reply, Setup, Tensors
+from tunesmith.rollout.workers.pool import Pool
 from tunesmith.rollout.workers.worker import Worker
 
 
@@ -102,6 +104,41 @@ def test_a_worker_proves_new_weights_and_draws_from_no_others(rank: int) -> None
     after = parts.worker.answer(parts.draw(second.edition))
     assert isinstance(after, Drawn) and after.completions != before.completions
     assert after.completions[0][0].values != before.completions[0][0].values, "the value head's too"
+
+
+class Delayed:
+    """A transport whose workers answer what a test puts into `replies`."""
+
+    def __init__(self) -> None:
+        self.sent: list[object] = []
+        self.replies: list[tuple[int, Reply]] = []
+
+    def start(self, worker: int, setup: object) -> None:
+        pass
+
+    def send(self, worker: int, message: object) -> None:
+        self.sent.append(message)
+
+    def receive(self, timeout_s: float) -> list[tuple[int, Reply]]:
+        replies, self.replies = self.replies, []
+        return replies
+
+
+def test_a_worker_that_proves_weights_which_are_no_longer_wanted_gets_the_others_again() -> None:
+    transport: Any = Delayed()
+    pool = Pool(transport, Setup(b"", "auto", 1, 8, None, True), 1, timeout_s=60.0, check=lambda *_: None)
+    pool.use(Load(3, ()))
+    transport.replies = [(0, Loaded(3, (), True, ()))]
+    pool.receive(0.0)
+    assert pool.ready() == [0]
+    pool.use(Load(4, ()))  # of an evaluation, which ends without this worker
+    pool.use(Load(3, ()))
+    transport.replies = [(0, Loaded(4, (), True, ()))]  # late
+    pool.receive(0.0)
+    assert pool.ready() == [] and transport.sent[-1] == Load(3, ())
+    transport.replies = [(0, Loaded(3, (), True, ()))]
+    pool.receive(0.0)
+    assert pool.ready() == [0]
 
 
 def test_damaged_weights_do_not_prove_and_are_not_drawn_from() -> None:

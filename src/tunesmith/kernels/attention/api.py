@@ -99,7 +99,7 @@ def attend(  # noqa: PLR0913 - the prefixes say of the places what only one kern
         InputError: shapes, dtypes or devices do not fit, a place is out of range, or a gradient would be lost.
         NativeUnavailableError, TritonUnavailableError: such kernels were chosen and cannot run.
     """
-    _check(q_TX, k_TY, v_TY, settings)
+    _check(q_TX, k_TY, v_TY, rope, settings)
     _check_places(q_TX, places, cache_2NW, settings)
     if records_gradient(q_TX, k_TY, v_TY):
         raise InputError("attend has no gradient and an input requires one; use attend_packed, or torch.no_grad()")
@@ -140,7 +140,7 @@ def attend_packed(
     """
     if kernels.choice == "triton":
         raise TritonUnavailableError("attend_packed has no Triton kernel; choose auto, native or torch for it")
-    _check(q_TX, k_TY, v_TY, settings)
+    _check(q_TX, k_TY, v_TY, rope, settings)
     if not isinstance(packing, Packing):
         packing = Packing(Segments.alone(packing))
     segments = packing.segments
@@ -335,13 +335,20 @@ def _layer(
     return *tables, address(sinks_H), *heads, *work, settings.scale, settings.softcap or 0.0
 
 
-def _check(q_TX: torch.Tensor, k_TY: torch.Tensor, v_TY: torch.Tensor, settings: AttentionSettings) -> None:
+def _check(
+    q_TX: torch.Tensor, k_TY: torch.Tensor, v_TY: torch.Tensor, rope: Rope | None, settings: AttentionSettings
+) -> None:
     num_tokens = q_TX.shape[0] if q_TX.dim() else 0
     require("q", q_TX, (num_tokens, settings.query_width), q_TX)
     require("k", k_TY, (num_tokens, settings.key_width), q_TX)
     require("v", v_TY, (num_tokens, settings.key_width), q_TX)
     if q_TX.dtype not in FLOATS:
         raise InputError(f"q, k and v are {q_TX.dtype}; give floating-point numbers")
+    if rope is not None and 2 * rope.cos_PF.shape[1] > settings.head_dim:
+        raise InputError(
+            f"the rotary tables turn {2 * rope.cos_PF.shape[1]} numbers and a head has {settings.head_dim}; give at "
+            "most half as many columns as a head has numbers"
+        )
 
 
 def _check_places(q_TX: torch.Tensor, places: Places, cache_2NW: torch.Tensor, settings: AttentionSettings) -> None:

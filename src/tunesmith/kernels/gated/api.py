@@ -73,7 +73,7 @@ def softcap(x_RV: torch.Tensor, cap: float, *, kernels: Kernels) -> torch.Tensor
         InputError: x is no matrix of floats, or the cap is not positive.
         NativeUnavailableError, TritonUnavailableError: such kernels were chosen and cannot run.
     """
-    require_rows("x", x_RV)
+    require_rows("x", x_RV, may_be_none=True)
     if not 0 < cap < float("inf"):
         raise InputError(f"cap is {cap}; give a positive number, or leave soft-capping out")
     function = _picked(kernels, x_RV, "softcap", cap)

@@ -7,6 +7,8 @@ from typing import Literal
 
 import torch
 
+from tunesmith.kernels.masking import widened
+
 Activation = Literal["silu", "gelu_tanh", "gelu"]
 """`silu`: x sigmoid(x), of Llama and Qwen. `gelu_tanh`: the tanh form of GELU, gelu_new of GPT-2 and
 gelu_pytorch_tanh of Gemma. `gelu`: x times the normal distribution function, of GPT-NeoX."""
@@ -14,7 +16,7 @@ gelu_pytorch_tanh of Gemma. `gelu`: x times the normal distribution function, of
 
 def gated(gate_RI: torch.Tensor, up_RI: torch.Tensor, activation: Activation) -> torch.Tensor:
     """activation(gate) * up, in float32 (float64 for float64), rounded once. Shazeer, GLU variants (2020)."""
-    return (_activated(gate_RI, activation) * up_RI.to(_wide(up_RI))).to(gate_RI.dtype)
+    return (_activated(gate_RI, activation) * widened(up_RI)).to(gate_RI.dtype)
 
 
 def activate(x_RI: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -24,15 +26,11 @@ def activate(x_RI: torch.Tensor, activation: Activation) -> torch.Tensor:
 
 def softcap(x_RV: torch.Tensor, cap: float) -> torch.Tensor:
     """cap * tanh(x / cap), in float32 (float64 for float64), rounded once. Gemma Team, Gemma 2 (2024), section 2."""
-    return (cap * torch.tanh(x_RV.to(_wide(x_RV)) / cap)).to(x_RV.dtype)
+    return (cap * torch.tanh(widened(x_RV) / cap)).to(x_RV.dtype)
 
 
 def _activated(x_RI: torch.Tensor, activation: Activation) -> torch.Tensor:
-    wide_RI = x_RI.to(_wide(x_RI))
+    wide_RI = widened(x_RI)
     if activation == "silu":
         return torch.nn.functional.silu(wide_RI)
     return torch.nn.functional.gelu(wide_RI, approximate="tanh" if activation == "gelu_tanh" else "none")
-
-
-def _wide(tensor: torch.Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32

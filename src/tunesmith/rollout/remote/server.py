@@ -52,7 +52,11 @@ class Server:
 
     def push(self, folder: Path, version: str) -> None:
         """See `Connection.push`. Uses our worker extension, else the server's own way to reload a folder."""
-        self._model = self._call("GET", "/v1/models")["data"][0]["id"]
+        models = self._call("GET", "/v1/models")
+        try:
+            self._model = models["data"][0]["id"]
+        except (IndexError, KeyError, TypeError) as error:  # a router whose servers are still starting
+            raise TransientError(f"it names no model: {str(models)[:200]}") from error
         self._call_if_known("/pause?mode=keep")
         try:
             answer = self._load(str(folder), version)

@@ -132,6 +132,7 @@ class Pool:
     def _offer_weights(self, worker: int) -> None:
         member = self._members[worker]
         if member.task is None and member.edition != self._weights.edition:
+            member.edition = 0  # until these are proven, which may be after still others are wanted
             self._send(worker, self._weights)
 
     def _take_reply(self, worker: int, reply: Reply) -> Message | None:

@@ -70,10 +70,6 @@ class WorkQueue:
         if lease is not None and not self._is_answered[lease] and not self._holders(lease):
             bisect.insort(self._waiting, lease, key=self._order)
 
-    def late(self, now: float, timeout_s: float) -> list[int]:
-        """The workers that have held their lease for longer than `timeout_s`."""
-        return [worker for worker, (_, since) in self._held.items() if now - since > timeout_s]
-
     def _order(self, lease: int) -> tuple[float, int]:
         return -self._work[lease], lease
 
