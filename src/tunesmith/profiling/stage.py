@@ -58,8 +58,8 @@ class Stage(Watcher):
         self.last_ns = time.monotonic_ns()
         pid, every_ns = os.getpid(), int(alive_every_s * 1e9)
         head = (_MAGIC, pid, start_of(pid) or 0, self.last_ns, time.time_ns(), signal, every_ns)
-        _HEAD.pack_into(self._map, 0, *head)
         self._write(self._thread(), self.last_ns)
+        _HEAD.pack_into(self._map, 0, *head)  # last: whoever reads the record finds the thread that trains
 
     def enter(self, path: str) -> None:
         """The span `path` begins."""
