@@ -214,7 +214,7 @@ def measure_staleness(options: Namespace, say: Say) -> dict[str, object]:
                 steps=options.steps,
                 rollout={"prompts_per_step": 8},
                 optimizer={"learning_rate": 1e-4},
-                evaluation={"num_prompts": 4 if options.quick else 32},
+                evaluation={"num_prompts": 4 if options.quick else 128},
                 scale={"workers": 1, "staleness": staleness},
                 run={"dir": folder, "seed": index, "num_threads": 1, "checkpoint_every": options.steps},
                 progress=False,
