@@ -68,7 +68,9 @@ def ranks_of(process: BaseProcess) -> list[psutil.Process]:
 
 
 def attempt(folder: Path, chance: random.Random, how: signal.Signals | None, victim: int) -> bool:
-    """Train until the end, or send `how` to a rank at a random time; True if the run ended as it should."""
+    """Train until the end, or send `how` to a rank at a random time; True if the run ended: the signal may come behind
+    its last step.
+    """
     process = context().Process(target=trained, args=(folder,))
     process.start()
     others: list[psutil.Process] = []
@@ -86,7 +88,7 @@ def attempt(folder: Path, chance: random.Random, how: signal.Signals | None, vic
     assert process.exitcode is not None, "the leader hangs"
     _, left = psutil.wait_procs(others, timeout=60)
     assert not left, "a rank outlives the others"
-    return process.exitcode == 0
+    return process.exitcode == 0 or any(folder.glob("*/result.json"))
 
 
 @pytest.fixture(scope="module")

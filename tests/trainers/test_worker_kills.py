@@ -26,6 +26,7 @@ class Faults:
     """A reward that, in each step, kills or stops a random worker a random time later."""
 
     def __init__(self, seed: int) -> None:
+        self.__name__ = few_low.__name__  # which metrics and samples name
         self._chance, self.num = random.Random(seed), 0
         self._timers: list[threading.Timer] = []
 

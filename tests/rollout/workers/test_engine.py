@@ -141,17 +141,19 @@ def test_a_killed_worker_is_replaced_and_nothing_is_lost(
 
 @pytest.mark.slow
 def test_a_hundred_random_kills_change_nothing(loaded: LoadedModel, expected: list[Group]) -> None:
-    engine, chance = open_workers(loaded, 3, lease=2), random.Random(0)
-    victims = [0]
+    engine, chance, num_kills = open_workers(loaded, 3, lease=2), random.Random(0), 0
 
     def kill_sometimes(_index: int, _group: Group) -> None:
-        if chance.random() < 0.3:
-            # Another one than last time: a worker that never answers in between would end the run.
-            victims.append(chance.choice([worker for worker in range(3) if worker != victims[-1]]))
+        nonlocal num_kills
+        # One that has answered since it was last lost: those that never answer in between would end the run.
+        members = engine._pool._members if engine._pool else {}
+        victims = [worker for worker, member in members.items() if not member.num_failures]
+        if victims and chance.random() < 0.3:
+            num_kills += 1
             with contextlib.suppress(ProcessLookupError):
-                os.kill(engine.process_of(victims[-1]), signal.SIGKILL)
+                os.kill(engine.process_of(chance.choice(victims)), signal.SIGKILL)
 
-    while len(victims) <= 100:
+    while num_kills < 100:
         assert engine.generate(PROMPTS, 3, SAMPLING, on_group=kill_sometimes) == expected
 
 
