@@ -198,9 +198,7 @@ class Loop:
                 if result.passes:
                     self.known_correct = dict(zip((vote.vote_id for vote in heldout), correct_after, strict=True))
                 else:
-                    num_refused_in_row = self.learner.optimizer.num_refused_in_row
-                    self.versions.load(before)
-                    self.learner.optimizer.num_refused_in_row = num_refused_in_row  # too many end the loop
+                    self.versions.take_back(before)
                 adapt_kl(self.learner.kl, nats, section.kl)
                 self.learner.keep_reference_logps([*drawn.answers, *self.memory.answers])
                 version = self.versions.add(result, votes, self.memory.fresh)
@@ -332,8 +330,6 @@ def adapt_kl(controller: kl.Controller, nats: float, section: LiveKLSection) -> 
     """Adapt the KL coefficient to the nats per completion. It does not fall below the recipe's: without penalty, the
     policy would be far over the budget before the coefficient has grown again.
     """
-    if section.target is None:
-        return
     for _ in range(_OVER_BUDGET_UPDATES if section.budget is not None and nats > section.budget else 1):
         controller.update(nats, 1)
     controller.value = max(controller.value, section.coef)

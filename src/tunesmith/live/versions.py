@@ -121,6 +121,12 @@ class Versions:
         restart.restore(self.learner, found)
         self.learner.load_cache(found.tensors["reference"])
 
+    def take_back(self, before: Checkpoint) -> None:
+        """Load a snapshot, but not its count of refused steps: too many in a row end the loop."""
+        num_refused_in_row = self.learner.optimizer.num_refused_in_row
+        self.load(before)
+        self.learner.optimizer.num_refused_in_row = num_refused_in_row
+
     def resume(self) -> None:
         """Load the newest checkpoint, if there is one, and bring logs, `runs.db` and `final` to its state.
 
