@@ -15,7 +15,9 @@ from live_rig import PROMPTS, given_items, learn, live_recipe, looping, run_upda
 from operations import Operations
 from safetensors.torch import load_file
 
+from tunesmith.algorithms import kl
 from tunesmith.batch.upload import Uploader
+from tunesmith.config.live_sections import LiveKLSection
 from tunesmith.core.errors import DataError, RunError, TrainingError
 from tunesmith.core.trace import watching
 from tunesmith.live import loop as live
@@ -193,6 +195,14 @@ def test_an_update_over_the_kl_budget_is_dropped_and_the_penalty_grows(tmp_path:
         assert "budget" in people.runs.versions()[-1].note
 
 
+def test_the_penalty_shrinks_to_that_of_the_recipe_and_no_further() -> None:
+    section = LiveKLSection(coef=0.01, target=5.0)
+    controller = kl.Controller(section.coef, section.target, horizon=1.0)
+    controller.value = 0.012
+    live.adapt_kl(controller, 1.0, section)
+    assert controller.value == 0.01
+
+
 def gradient(loop: Loop, votes: Sequence[VotedPair]) -> torch.Tensor:
     """The gradient that a step hands to the optimizer."""
     found: list[torch.Tensor] = []
@@ -272,6 +282,7 @@ def test_rollback_by_a_command_restores_the_weights_of_a_version_and_goes_on_fro
             files = version_files(folder, 1) if target else start
             assert same(files, weights(loop))
             served = [version for version in people.runs.versions() if version.serving]
+            assert loop.position.num_votes == served[0].num_votes == 8 * target
             assert [version.version for version in served] == [target] and "gone back" in served[0].note
             assert people.runs.offers_after(0, 1000)[-1].version == target
         people.store.command("rollback", "77", people.rater_id)

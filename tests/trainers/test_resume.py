@@ -236,7 +236,8 @@ def test_it_goes_on_with_the_threads_that_the_run_began_with(tmp_path: Path, int
     recipe = load_recipe("ppo", file=run_dir / "recipe.yaml", overrides={"run.num_threads": 0}).recipe
     assert with_threads(recipe, run_dir).run.num_threads == 3
     setup.unlink()  # killed before it was written
-    assert with_threads(recipe, run_dir).run.num_threads == os.cpu_count()
+    num_cores = json.loads((run_dir / "environment.json").read_text())["num_cores"]
+    assert with_threads(recipe, run_dir).run.num_threads == num_cores
 
 
 def test_the_learning_rate_may_change_and_the_change_is_noted(tmp_path: Path, interrupted: Copies) -> None:

@@ -56,8 +56,14 @@ def read_items(source: str | Path, *, gold: bool = False, heldout: bool = False)
     if _is_argilla(source):
         votes = _argilla_votes(source, with_unjudged=True)
         known = ("much_better", "better") if gold else ()
-        best = [(vote.item, vote.better if vote.verdict in known else None) for vote in votes]
-        return [replace(item, gold=place, heldout=heldout or item.heldout) for item, place in best]
+        return [
+            replace(
+                vote.item,
+                gold=vote.better if vote.verdict in known else None,
+                heldout=heldout or vote.item.heldout,
+            )
+            for vote in votes
+        ]
     found: list[NewItem] = []
     rows = load_preferences(source)
     for row in rows:

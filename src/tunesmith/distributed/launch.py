@@ -158,13 +158,9 @@ def _start(section: ScaleSection, port: int, limit: timedelta, follow: Callable[
     return processes
 
 
+@_ignoring_signals()
 def _run(rank: int, section: ScaleSection, port: int, limit: timedelta, follow: Callable[[], object]) -> None:
     """The life of a rank that rank 0 started."""
-    with _ignoring_signals():
-        _follow(rank, section, port, limit, follow)
-
-
-def _follow(rank: int, section: ScaleSection, port: int, limit: timedelta, follow: Callable[[], object]) -> None:
     count = section.ranks
     store = TCPStore("127.0.0.1", port, count, is_master=False, timeout=limit)
     store.set(_here(count)[rank - 1], "")

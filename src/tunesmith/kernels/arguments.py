@@ -29,7 +29,7 @@ def library_for(kernels: Kernels, op: str, tensor: torch.Tensor) -> ctypes.CDLL 
         NativeUnavailableError: `native` was chosen and cannot run.
         TritonUnavailableError: `triton` was chosen; an operation that has it asks `Kernels.picked` before.
     """
-    return kernels.library(op, tensor.device) if kernels.picked(op, tensor) == "native" else None
+    return None if kernels.picked(op, tensor) == "torch" else kernels.library(op, tensor.device)
 
 
 def picked_library(kernels: Kernels, op: str, tensor: torch.Tensor) -> ctypes.CDLL:

@@ -75,10 +75,10 @@ def read_measured(path: Path) -> MeasuredRun:
 def _measured(path: Path, facts: Facts) -> MeasuredRun:
     recipe_file = path / "recipe.yaml"
     recipe = load_recipe(read_algorithm(recipe_file), file=recipe_file).recipe
-    work = workload_of(recipe, 0.0)
+    work, ranks = workload_of(recipe, 0.0), int(facts.number("setup.num_ranks", 1.0))
     if work.draws:
         prompts = facts.number("rollout/prefill_tokens", 0.0) + facts.number("rollout/shared_tokens", 0.0)
-        prompts *= facts.number("setup.num_ranks", 1.0)  # rank 0 counts its own share
+        prompts *= ranks  # rank 0 counts its own share
         mean = min(work.new_tokens, facts.number("completions/mean_length"))
         work = replace(work, prompt_tokens=prompts / work.num_rows, mean_new_tokens=mean)
     else:
@@ -98,7 +98,6 @@ def _measured(path: Path, facts: Facts) -> MeasuredRun:
     workers = int(facts.number("recipe.scale.workers", 0.0))
     source = f"calibrated on {facts.num_steps} steps of {path.name}"
     unknown = Calibration({}, source, None)
-    ranks = int(facts.number("setup.num_ranks", 1.0))
     run = MeasuredRun(_shape(path, facts), work, hardware, cores / threads, ranks, workers, facts.step_s, unknown)
     return replace(run, calibration=Calibration(_factors(run, facts), source, None))
 

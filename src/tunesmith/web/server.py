@@ -232,7 +232,7 @@ def _opened(services: Services, listener: socket.socket, *, is_exposed: bool) ->
         return Opened(url, None)
     if admin is None:
         # Imported votes may have brought a rater of this name.
-        names = itertools.chain([_FIRST_ADMIN], (f"{_FIRST_ADMIN} {number}" for number in itertools.count(2)))
+        names = (f"{_FIRST_ADMIN} {number}" if number > 1 else _FIRST_ADMIN for number in itertools.count(1))
         taken = {one.name for one in raters}
         admin = services.votes.add_rater(next(name for name in names if name not in taken), "admin").rater
     return Opened(url, f"{url}/login?token={services.logins.links.make(admin.id)}")
