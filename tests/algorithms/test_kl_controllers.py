@@ -3,7 +3,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tunesmith.algorithms import kl
+from tunesmith.config.live_sections import LiveKLSection
 from tunesmith.core.errors import InputError
+from tunesmith.live.loop import adapt_kl
 
 
 def test_a_fixed_coefficient_stays():
@@ -60,6 +62,14 @@ def test_a_non_finite_kl_leaves_the_coefficient_alone(observed):
     adaptive = kl.Controller(0.1, 5.0, 1000.0)
     adaptive.update(observed, 64)
     assert adaptive.value == 0.1
+
+
+def test_in_the_live_loop_the_penalty_shrinks_to_that_of_the_recipe_and_no_further():
+    section = LiveKLSection(coef=0.01, target=5.0)
+    controller = kl.Controller(section.coef, section.target, horizon=1.0)
+    controller.value = 0.012
+    adapt_kl(controller, 1.0, section)
+    assert controller.value == 0.01
 
 
 def test_values_that_cannot_work_are_refused():

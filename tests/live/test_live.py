@@ -15,9 +15,7 @@ from live_rig import PROMPTS, given_items, learn, live_recipe, looping, run_upda
 from operations import Operations
 from safetensors.torch import load_file
 
-from tunesmith.algorithms import kl
 from tunesmith.batch.upload import Uploader
-from tunesmith.config.live_sections import LiveKLSection
 from tunesmith.core.errors import DataError, RunError, TrainingError
 from tunesmith.core.trace import watching
 from tunesmith.live import loop as live
@@ -193,14 +191,6 @@ def test_an_update_over_the_kl_budget_is_dropped_and_the_penalty_grows(tmp_path:
         assert loop.learner.kl.value == pytest.approx(0.1 * 1.2**4)
         assert loop.position.unserved
         assert "budget" in people.runs.versions()[-1].note
-
-
-def test_the_penalty_shrinks_to_that_of_the_recipe_and_no_further() -> None:
-    section = LiveKLSection(coef=0.01, target=5.0)
-    controller = kl.Controller(section.coef, section.target, horizon=1.0)
-    controller.value = 0.012
-    live.adapt_kl(controller, 1.0, section)
-    assert controller.value == 0.01
 
 
 def gradient(loop: Loop, votes: Sequence[VotedPair]) -> torch.Tensor:
