@@ -156,5 +156,6 @@ def main(target: str, descriptor: str) -> None:
 def _environment(num_threads: int) -> dict[str, str]:
     """The same for every contender. Threads by variable too: threads that a library starts know no other way."""
     threads = {name: str(num_threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))  # to import `benchmarks` from
+    folders = (str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH"))  # another environment has neither
+    path = os.pathsep.join(filter(None, folders))
     return {**os.environ, **threads, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "PYTHONFAULTHANDLER": "1"}
