@@ -9,6 +9,7 @@ import shutil
 import signal
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -123,20 +124,31 @@ def test_a_full_disk_of_one_rank_costs_one_checkpoint(expected: object, tmp_path
     assert result(run_dir) == expected
 
 
+def faults_of_a_run(folder: Path, expected: object) -> int:
+    """The number of faults after which the run below `folder` ended as expected: ten, or fewer if a signal came behind
+    its last step.
+    """
+    chance, num_faults = random.Random(folder.name), 0
+    for _ in range(10):
+        how, victim = chance.choice([(signal.SIGKILL, 0), (signal.SIGKILL, 1), (signal.SIGSTOP, 1)])
+        if attempt(folder, chance, how, victim):
+            break
+        num_faults += 1
+        if how == signal.SIGSTOP:
+            error = folder.with_suffix(".error").read_text()
+            assert re.search("rank 1 (did not arrive|arrived and answers no more)", error)
+    else:
+        assert attempt(folder, chance, None, 0)
+    assert result(the_run(folder)) == expected
+    shutil.rmtree(folder)
+    return num_faults
+
+
 @pytest.mark.slow
 def test_a_hundred_random_faults_of_ranks_change_nothing(expected: object, tmp_path: Path) -> None:
-    chance, num_faults = random.Random(2), 0
-    while num_faults < 100:
-        folder = tmp_path / f"after-{num_faults}"
-        for _ in range(10):
-            how, victim = chance.choice([(signal.SIGKILL, 0), (signal.SIGKILL, 1), (signal.SIGSTOP, 1)])
-            if attempt(folder, chance, how, victim):
-                break
-            num_faults += 1
-            if how == signal.SIGSTOP:
-                error = folder.with_suffix(".error").read_text()
-                assert re.search("rank 1 (did not arrive|arrived and answers no more)", error)
-        else:
-            assert attempt(folder, chance, None, 0)
-        assert result(the_run(folder)) == expected
-        shutil.rmtree(folder)
+    num_runs = num_faults = 0
+    with ThreadPoolExecutor(2) as pool:  # a stopped rank is given up after 20 idle seconds
+        while num_faults < 100:
+            folders = [tmp_path / f"run-{num_runs + i}" for i in range(4)]
+            num_faults += sum(pool.map(faults_of_a_run, folders, [expected] * 4))
+            num_runs += 4
