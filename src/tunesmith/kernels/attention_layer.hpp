@@ -25,11 +25,7 @@ constexpr Ints kLane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 // exp(x) for x <= 0, where a NaN stays one.
 inline Floats exp_or_nan(Floats x) {
     Ints is_number = x == x;
-    return is_number ? exp_of_negative(x) : x;
-}
-
-inline float largest_of_lanes(Floats values) {
-    return folded_lanes(values, [](auto a, auto b) TUNESMITH_INLINE { return a > b ? a : b; });
+    return where(is_number, exp_of_negative(x), x);
 }
 
 // A head turned by the angles of a position; `sign` -1 turns back. Without tables half is 0.
@@ -64,7 +60,7 @@ inline float sink_of(const Layer& layer, int64_t head) { return layer.sinks ? la
 inline Floats seen_score(Floats score, int64_t start, const RowState& state) {
     if (start >= state.low && start + kBlock - 1 <= state.high) return score;
     Ints hidden = (kLane < (int32_t)(state.low - start)) | (kLane > (int32_t)(state.high - start));
-    return hidden ? splat(kNever) : score;
+    return where(hidden, splat(kNever), score);
 }
 
 }  // namespace tunesmith

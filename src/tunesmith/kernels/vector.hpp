@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #ifdef __AVX512BF16__
 #include <immintrin.h>
@@ -14,24 +15,124 @@
 namespace tunesmith {
 
 constexpr int kLanes = 16;
-typedef float Floats __attribute__((vector_size(64)));
-typedef int32_t Ints __attribute__((vector_size(64)));
-typedef uint16_t Halves __attribute__((vector_size(32)));
+
+#if defined(__AVX512F__)
+constexpr int kRegisterBytes = 64;
+#elif defined(__AVX2__)
+constexpr int kRegisterBytes = 32;
+#else
+constexpr int kRegisterBytes = 16;
+#endif
+
+// GCC keeps a vector that is wider than a register in memory, and each operation on it loads and stores. So such a
+// vector is two of half the width here.
+template <class T, int N> struct Halved;
+
+template <class T, int N, bool fits = N * (sizeof(T) > 4 ? sizeof(T) : 4) <= kRegisterBytes> struct VectorOf {
+    typedef T Type __attribute__((vector_size(N * sizeof(T))));
+};
+template <class T, int N> struct VectorOf<T, N, false> {
+    typedef Halved<T, N> Type;
+};
+
+// N numbers. Vectors of N narrow numbers are divided as those of N floats are, so that one converts to the other.
+template <class T, int N> using Vector = typename VectorOf<T, N>::Type;
+
+template <class T, int N> struct Halved {
+    typedef Vector<T, N / 2> Half;
+    Half low, high;
+    T operator[](int lane) const { return lane < N / 2 ? low[lane] : high[lane - N / 2]; }
+    template <class U> inline TUNESMITH_INLINE explicit operator Halved<U, N>() const {
+        return {(Vector<U, N / 2>)low, (Vector<U, N / 2>)high};
+    }
+};
+
+template <int N, class Half> inline TUNESMITH_INLINE auto joined(Half low, Half high) {
+    return Halved<std::decay_t<decltype(low[0])>, N>{low, high};
+}
+
+// The operators of vectors, half by half.
+#define TUNESMITH_LANEWISE(op)                                                                                \
+    template <class T, int N> inline TUNESMITH_INLINE auto operator op(Halved<T, N> a, Halved<T, N> b) {      \
+        return joined<N>(a.low op b.low, a.high op b.high);                                                   \
+    }                                                                                                         \
+    template <class T, int N> inline TUNESMITH_INLINE auto operator op(Halved<T, N> a, std::decay_t<T> b) {   \
+        return joined<N>(a.low op b, a.high op b);                                                            \
+    }                                                                                                         \
+    template <class T, int N> inline TUNESMITH_INLINE auto operator op(std::decay_t<T> a, Halved<T, N> b) {   \
+        return joined<N>(a op b.low, a op b.high);                                                            \
+    }
+#define TUNESMITH_ASSIGNED(op)                                                                                \
+    TUNESMITH_LANEWISE(op)                                                                                    \
+    template <class T, int N, class B> inline TUNESMITH_INLINE void operator op##=(Halved<T, N>& a, B b) {    \
+        a = a op b;                                                                                           \
+    }
+TUNESMITH_LANEWISE(<)
+TUNESMITH_LANEWISE(>)
+TUNESMITH_LANEWISE(==)
+TUNESMITH_LANEWISE(!=)
+TUNESMITH_LANEWISE(<<)
+TUNESMITH_LANEWISE(>>)
+TUNESMITH_LANEWISE(/)
+TUNESMITH_ASSIGNED(+)
+TUNESMITH_ASSIGNED(-)
+TUNESMITH_ASSIGNED(*)
+TUNESMITH_ASSIGNED(&)
+TUNESMITH_ASSIGNED(|)
+#undef TUNESMITH_ASSIGNED
+#undef TUNESMITH_LANEWISE
+
+template <class T, int N> inline TUNESMITH_INLINE Halved<T, N> operator-(Halved<T, N> a) { return {-a.low, -a.high}; }
+
+// a where the mask is set, else b.
+template <class Mask, class V> inline TUNESMITH_INLINE V where(Mask mask, V a, V b) { return mask ? a : b; }
+
+template <class T, int N>
+inline TUNESMITH_INLINE Halved<T, N> where(Halved<int32_t, N> mask, Halved<T, N> a, Halved<T, N> b) {
+    return {where(mask.low, a.low, b.low), where(mask.high, a.high, b.high)};
+}
+
+// Each number converted to that of the vector To.
+template <class To, class From> inline TUNESMITH_INLINE To converted(From from) {
+    return __builtin_convertvector(from, To);
+}
+
+template <class To, class T, int N> inline TUNESMITH_INLINE To converted(Halved<T, N> from) {
+    return {converted<typename To::Half>(from.low), converted<typename To::Half>(from.high)};
+}
+
+template <class V> struct Memory {
+    static inline TUNESMITH_INLINE V load(const void* from) {
+        V values;
+        std::memcpy(&values, from, sizeof values);
+        return values;
+    }
+    static inline TUNESMITH_INLINE void store(void* to, V values) { std::memcpy(to, &values, sizeof values); }
+};
+
+template <class T, int N> struct Memory<Halved<T, N>> {
+    typedef Memory<Vector<T, N / 2>> Half;
+    static constexpr int kHalfBytes = N / 2 * sizeof(T);
+    static inline TUNESMITH_INLINE Halved<T, N> load(const void* from) {
+        return {Half::load(from), Half::load((const char*)from + kHalfBytes)};
+    }
+    static inline TUNESMITH_INLINE void store(void* to, Halved<T, N> values) {
+        Half::store(to, values.low);
+        Half::store((char*)to + kHalfBytes, values.high);
+    }
+};
+
+typedef Vector<float, kLanes> Floats;
+typedef Vector<int32_t, kLanes> Ints;
+typedef Vector<uint16_t, kLanes> Halves;
 
 inline Floats splat(float value) { return value - Floats{}; }
 
-inline Floats load(const float* from) {
-    Floats values;
-    std::memcpy(&values, from, sizeof values);
-    return values;
-}
+inline TUNESMITH_INLINE Floats load(const float* from) { return Memory<Floats>::load(from); }
 
 // bfloat16 is the upper half of a float32.
-inline Floats load(const uint16_t* from) {
-    Halves halves;
-    std::memcpy(&halves, from, sizeof halves);
-    Ints bits = __builtin_convertvector(halves, Ints) << 16;
-    return (Floats)bits;
+inline TUNESMITH_INLINE Floats load(const uint16_t* from) {
+    return (Floats)(converted<Ints>(Memory<Halves>::load(from)) << 16);
 }
 
 inline float load_one(const float* from) { return *from; }
@@ -43,7 +144,7 @@ inline float load_one(const uint16_t* from) {
     return value;
 }
 
-inline void store(float* to, Floats values) { std::memcpy(to, &values, sizeof values); }
+inline TUNESMITH_INLINE void store(float* to, Floats values) { Memory<Floats>::store(to, values); }
 
 // What is left of the values after a store to T and a load from it.
 template <class T> Floats rounded(Floats values);
@@ -55,7 +156,7 @@ inline Halves to_nearest_halves(Floats values) {
     Ints bits = (Ints)values;
     Ints result = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     Ints is_nan = values != values;
-    return __builtin_convertvector((is_nan ? (bits >> 16) | 0x40 : result) & 0xffff, Halves);
+    return converted<Halves>(where(is_nan, (bits >> 16) | 0x40, result) & 0xffff);
 }
 
 #ifdef __AVX512BF16__
@@ -70,13 +171,10 @@ inline Halves to_halves(Floats values) { return to_nearest_halves(values); }
 #endif
 
 template <> inline Floats rounded<uint16_t>(Floats values) {
-    return (Floats)(__builtin_convertvector(to_halves(values), Ints) << 16);
+    return (Floats)(converted<Ints>(to_halves(values)) << 16);
 }
 
-inline void store(uint16_t* to, Floats values) {
-    Halves halves = to_halves(values);
-    std::memcpy(to, &halves, sizeof halves);
-}
+inline TUNESMITH_INLINE void store(uint16_t* to, Floats values) { Memory<Halves>::store(to, to_halves(values)); }
 
 inline void store_one(float* to, float value) { *to = value; }
 
@@ -122,26 +220,26 @@ template <class Work> void each_row(int64_t num_rows, int64_t n, int64_t num_thr
     for (int64_t i = 0; i < num_rows; ++i) work(i);
 }
 
-inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+inline Floats larger(Floats a, Floats b) { return where(a > b, a, b); }
 
-inline float largest_lane(Floats values) {
-    float result = values[0];
-    for (int lane = 1; lane < kLanes; ++lane) result = values[lane] > result ? values[lane] : result;
-    return result;
+// The lower and the upper half of N floats.
+template <int N, class V> inline TUNESMITH_INLINE Halved<float, N> halved(V values) {
+    Halved<float, N> halves;
+    std::memcpy(&halves, &values, sizeof halves);
+    return halves;
 }
 
 // Result of `fold` over the lanes, pairwise, in an order that does not depend on the width of the processor's registers.
 template <class Fold> inline TUNESMITH_INLINE float folded_lanes(Floats values, Fold fold) {
-    typedef float Eight __attribute__((vector_size(32)));
-    typedef float Four __attribute__((vector_size(16)));
-    Eight eight[2];
-    std::memcpy(eight, &values, sizeof eight);
-    Eight folded = fold(eight[0], eight[1]);
-    Four four[2];
-    std::memcpy(four, &folded, sizeof four);
-    Four last = fold(four[0], four[1]);
+    auto sixteen = halved<16>(values);
+    auto eight = halved<8>(fold(sixteen.low, sixteen.high));
+    auto last = fold(eight.low, eight.high);
     float first = fold(last[0], last[2]), second = fold(last[1], last[3]);
     return fold(first, second);
+}
+
+inline float largest_of_lanes(Floats values) {
+    return folded_lanes(values, [](auto a, auto b) TUNESMITH_INLINE { return where(a > b, a, b); });
 }
 
 inline float sum_of_lanes(Floats values) {
@@ -152,7 +250,7 @@ inline float sum_of_lanes(Floats values) {
 // (Cody and Waite) and a polynomial of degree 6 with the coefficients of Cephes' expf.
 inline Floats exp_of_negative(Floats x) {
     Ints in_range = x > -87.0f;
-    Floats y = in_range ? x : splat(-87.0f);
+    Floats y = where(in_range, x, splat(-87.0f));
     // Adding and subtracting 1.5 * 2^23 rounds to a whole number.
     Floats n = (y * 1.44269504088896341f + 12582912.0f) - 12582912.0f;
     Floats r = (y - n * 0.693359375f) - n * -2.12194440e-4f;
@@ -163,9 +261,9 @@ inline Floats exp_of_negative(Floats x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
+    Ints power = (converted<Ints>(n) + 127) << 23;
     Floats result = p * (Floats)power;
-    return in_range ? result : Floats{};
+    return where(in_range, result, Floats{});
 }
 
 inline Floats magnitude(Floats x) { return (Floats)((Ints)x & 0x7fffffff); }
@@ -173,7 +271,7 @@ inline Floats magnitude(Floats x) { return (Floats)((Ints)x & 0x7fffffff); }
 // 1 / (1 + exp(-x)). A NaN gives a number here: what it is multiplied with must carry it on.
 inline Floats sigmoid(Floats x) {
     Floats e = exp_of_negative(-magnitude(x));
-    return (x < 0.0f ? e : splat(1.0f)) / (1.0f + e);
+    return where(x < 0.0f, e, splat(1.0f)) / (1.0f + e);
 }
 
 // tanh(x), relative error below 3e-7. Near 0, where 1 - exp(-2x) would cancel, a polynomial with the coefficients of
@@ -189,8 +287,8 @@ inline Floats tanh_of(Floats x) {
     p = p * z + 1.33314422036e-1f;
     p = p * z + -3.33332819422e-1f;
     Floats near = p * z * x + x;
-    Floats result = size < 0.625f ? near : (x < 0.0f ? -far : far);
-    return x == x ? result : x;
+    Floats result = where(size < 0.625f, near, where(x < 0.0f, -far, far));
+    return where(x == x, result, x);
 }
 
 }  // namespace tunesmith

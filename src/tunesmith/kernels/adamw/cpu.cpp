@@ -45,9 +45,6 @@ namespace {
 constexpr int64_t kBlock = 16384;  // elements; all that a block touches fits into a second-level cache
 constexpr int64_t kCoded = 256;    // elements that share a scale; divides kBlock
 
-typedef float Eight __attribute__((vector_size(32)));
-typedef double Doubles __attribute__((vector_size(64)));
-
 // Which tensor a block belongs to: `first[i]` is the number of the first block of tensor i.
 struct Blocks {
     std::vector<int64_t> first{0};
@@ -71,23 +68,21 @@ template <class Work> void each_block(const Blocks& blocks, int64_t num_threads,
 }
 
 inline TUNESMITH_INLINE Floats root_of(Floats values) {
-    Floats result;
-    for (int lane = 0; lane < kLanes; ++lane) result[lane] = std::sqrt(values[lane]);
-    return result;
+    float lane[kLanes];
+    store(lane, values);
+    for (float& value : lane) value = std::sqrt(value);
+    return load(lane);
 }
 
 // In float64: no square of a float32 overflows there, so the sum is finite where all elements are.
 template <class T> double sum_of_squares(const T* from, int64_t size) {
-    Doubles low = {}, high = {};
+    double sum[kLanes] = {};
     each_vector(size, [&](int64_t i, int count) TUNESMITH_INLINE {
-        Floats values = load(from + i, count);
-        Eight halves[2];
-        std::memcpy(halves, &values, sizeof values);
-        Doubles a = __builtin_convertvector(halves[0], Doubles), b = __builtin_convertvector(halves[1], Doubles);
-        low += a * a;
-        high += b * b;
+        float values[kLanes];
+        store(values, load(from + i, count));
+        for (int lane = 0; lane < kLanes; ++lane) sum[lane] += (double)values[lane] * values[lane];
     });
-    Doubles sum = low + high;
+    for (int lane = 0; lane < kLanes / 2; ++lane) sum[lane] += sum[lane + kLanes / 2];
     return ((sum[0] + sum[4]) + (sum[2] + sum[6])) + ((sum[1] + sum[5]) + (sum[3] + sum[7]));
 }
 
@@ -200,7 +195,7 @@ void update_coded(const Parameter& p, const Settings& s, const Codes& codes, int
         store(m + i, m_now);
         store(r + i, r_now);
     });
-    m_scale = largest_lane(m_largest), r_scale = largest_lane(r_largest);
+    m_scale = largest_of_lanes(m_largest), r_scale = largest_of_lanes(r_largest);
     for (int64_t i = 0; i < kCoded; ++i) {
         m[i] = m_scale > 0 ? m[i] / m_scale : 0;
         r[i] = r_scale > 0 ? r[i] / r_scale : 0;

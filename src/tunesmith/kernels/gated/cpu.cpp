@@ -19,7 +19,7 @@ template <class Argument> struct Activation {
         // For large x sigmoid(-a) is 0 while x * k'(x) may be infinite: then the product with it is 0, as in the limit.
         Floats rest = sigmoid(-argument) * s;
         Floats turn = x * Argument::slope(x) * rest;
-        return s + (rest == 0.0f ? Floats{} : turn);
+        return s + where(rest == 0.0f, Floats{}, turn);
     }
 };
 
@@ -45,7 +45,7 @@ struct Gelu {
                            1.00002368f, -1.26551223f})
             p = p * t + next;
         Floats tail = 0.5f * t * exp_of_negative(p - z * z);
-        return x > 0.0f ? 1.0f - tail : tail;
+        return where(x > 0.0f, 1.0f - tail, tail);
     }
     Floats value(Floats x) const { return x * distribution(x); }
     Floats slope(Floats x) const { return distribution(x) + x * (0.3989422804014327f * exp_of_negative(-0.5f * x * x)); }
@@ -58,7 +58,7 @@ struct Softcap {
     Floats slope(Floats x) const {
         Floats e = exp_of_negative(-2.0f * magnitude(x / cap));
         Floats slope = 4.0f * e / ((1.0f + e) * (1.0f + e));
-        return x == x ? slope : x;
+        return where(x == x, slope, x);
     }
 };
 

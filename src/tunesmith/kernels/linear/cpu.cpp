@@ -32,17 +32,13 @@ struct Single {
     typedef float Number;
     static constexpr int kPerStep = 1;
 #ifdef __AVX512F__
-    static constexpr int kVectors = 3, kTileRows = 8, kWidth = 16;
+    static constexpr int kVectors = 3, kTileRows = 8;
 #else
-    // Not `Floats`: vectors wider than a register go through memory.
-    static constexpr int kVectors = 2, kTileRows = 6, kWidth = 8;
+    static constexpr int kVectors = 1, kTileRows = 6;
 #endif
-    static constexpr int64_t kOutputs = kVectors * kWidth;
-    typedef float Sum __attribute__((vector_size(4 * kWidth)));
-    static TUNESMITH_INLINE Sum multiply_add(Sum sum, const float* x, const float* weight) {
-        Sum weights;
-        std::memcpy(&weights, weight, sizeof weights);
-        return sum + *x * weights;
+    static constexpr int64_t kOutputs = kVectors * kLanes;
+    static inline TUNESMITH_INLINE Floats multiply_add(Floats sum, const float* x, const float* weight) {
+        return sum + *x * load(weight);
     }
 };
 
@@ -51,13 +47,12 @@ struct Single {
 #define TUNESMITH_BFLOAT16_PAIRS
 struct Pairs {
     typedef uint16_t Number;
-    static constexpr int kPerStep = 2, kVectors = 3, kTileRows = 8, kWidth = 16;
-    static constexpr int64_t kOutputs = kVectors * kWidth;
-    typedef Floats Sum;
-    static TUNESMITH_INLINE Sum multiply_add(Sum sum, const uint16_t* x, const uint16_t* weight) {
+    static constexpr int kPerStep = 2, kVectors = 3, kTileRows = 8;
+    static constexpr int64_t kOutputs = kVectors * kLanes;
+    static inline TUNESMITH_INLINE Floats multiply_add(Floats sum, const uint16_t* x, const uint16_t* weight) {
         int32_t pair;
         std::memcpy(&pair, x, sizeof pair);
-        return (Sum)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(pair),
+        return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(pair),
                                      (__m512bh)_mm512_loadu_si512(weight));
     }
 };
@@ -66,19 +61,16 @@ struct Pairs {
 template <class Kind, int R, class Number = typename Kind::Number>
 void tile(const LinearArguments& given, const Number* x, const Number* panel, Number* y, const Number* bias,
           int64_t num_outputs, const Number* ahead) {
-    typedef typename Kind::Sum Sum;
-    constexpr int kVectors = Kind::kVectors, kPerStep = Kind::kPerStep, kNumbers = Kind::kWidth * kPerStep;
-    Sum total[R][kVectors];
+    constexpr int kVectors = Kind::kVectors, kPerStep = Kind::kPerStep, kNumbers = kLanes * kPerStep;
+    Floats total[R][kVectors];
     const Number* row[R];  // not x + r * stride in the loop, which would compute the addresses again at each step
     for (int r = 0; r < R; ++r) row[r] = x + r * given.x_stride;
     for (int64_t start = 0; start < given.num_inputs; start += given.block) {
         int64_t stop = std::min(start + given.block, given.num_inputs);
-        Sum sum[R][kVectors];
-        for (int r = 0; r < R; ++r)
-            for (int v = 0; v < kVectors; ++v) sum[r][v] = Sum{};
+        Floats sum[R][kVectors] = {};
         for (int64_t i = start; i < stop; i += kPerStep) {
             const Number* weight = panel + i * Kind::kOutputs;
-            __builtin_prefetch(ahead + i * Kind::kWidth, 0, 2);
+            __builtin_prefetch(ahead + i * kLanes, 0, 2);
             for (int r = 0; r < R; ++r)
                 for (int v = 0; v < kVectors; ++v)
                     sum[r][v] = Kind::multiply_add(sum[r][v], row[r] + i, weight + v * kNumbers);
@@ -87,10 +79,12 @@ void tile(const LinearArguments& given, const Number* x, const Number* panel, Nu
             for (int v = 0; v < kVectors; ++v) total[r][v] = start ? total[r][v] + sum[r][v] : sum[r][v];
     }
     for (int r = 0; r < R; ++r)
-        each_vector(num_outputs, [&](int64_t j, int count) TUNESMITH_INLINE {
-            Floats value = load((const float*)total[r] + j);
+        for (int v = 0; v < kVectors && v * kLanes < num_outputs; ++v) {
+            int64_t j = v * kLanes;
+            int count = std::min<int64_t>(kLanes, num_outputs - j);
+            Floats value = total[r][v];
             store(y + r * given.num_outputs + j, bias ? value + load(bias + j, count) : value, count);
-        });
+        }
 }
 
 // Calls `tile` for `count` rows, at most R.
@@ -111,7 +105,7 @@ template <class Kind> void panel_rows(const LinearArguments& given, int64_t p, i
         int64_t count = std::min<int64_t>(Kind::kTileRows, end - row);
         // The first tiles ask for a register's share of the next panel each, so that it comes while this one is used.
         int64_t vector = number < Kind::kVectors ? Kind::kVectors + number : 0;
-        const Number* ahead = panel + given.num_inputs * Kind::kWidth * vector;
+        const Number* ahead = panel + given.num_inputs * kLanes * vector;
         tile_of<Kind, Kind::kTileRows>(count, given, (const Number*)given.x + row * given.x_stride, panel,
                                        (Number*)given.y + row * given.num_outputs + first, bias, num_outputs, ahead);
         row += count;

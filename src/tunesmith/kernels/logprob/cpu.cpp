@@ -32,7 +32,7 @@ template <class T> float largest_finite(const T* x, int64_t n) {
         bad |= ((Ints)values & 0x7f800000) == 0x7f800000;
         best = larger(best, values);
     }
-    float result = largest_lane(best);
+    float result = largest_of_lanes(best);
     bool finite = true;
     for (int lane = 0; lane < kLanes; ++lane) finite &= bad[lane] == 0;
     for (; i < n; ++i) {

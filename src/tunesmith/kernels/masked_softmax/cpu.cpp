@@ -42,32 +42,19 @@ inline Range range_of(const Rows& rows, int64_t row) {
     return range;
 }
 
-typedef uint8_t Bytes __attribute__((vector_size(16)));
+typedef Vector<uint8_t, kLanes> Bytes;
 
 // The values where `allowed` is not 0, and `fill` elsewhere.
 inline TUNESMITH_INLINE Floats where_allowed(Floats values, const uint8_t* allowed, int count, float fill) {
-    Bytes bytes = {};
-    std::memcpy(&bytes, allowed, count);
-    Ints is_allowed = __builtin_convertvector(bytes, Ints) != 0;
-    return is_allowed ? values : splat(fill);
-}
-
-inline float largest_of(Floats values) {
-    typedef float Eight __attribute__((vector_size(32)));
-    typedef float Four __attribute__((vector_size(16)));
-    Eight eight[2];
-    std::memcpy(eight, &values, sizeof values);
-    Eight upper = eight[0] > eight[1] ? eight[0] : eight[1];
-    Four four[2];
-    std::memcpy(four, &upper, sizeof upper);
-    Four most = four[0] > four[1] ? four[0] : four[1];
-    return std::max(std::max(most[0], most[1]), std::max(most[2], most[3]));
+    uint8_t lane[kLanes] = {};
+    std::memcpy(lane, allowed, count);
+    return where(converted<Ints>(Memory<Bytes>::load(lane)) != 0, values, splat(fill));
 }
 
 // Lanes from `count` on are set to -inf, whose weight is 0.
 inline TUNESMITH_INLINE Floats padded(Floats values, int count) {
     constexpr Ints kLane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    return kLane < count ? values : splat(-kInfinity);
+    return where(kLane < count, values, splat(-kInfinity));
 }
 
 // Writes the scaled scores of n keys to `work`, -inf where `allowed` forbids and up to a whole vector. The largest of
@@ -85,7 +72,7 @@ float scaled_scores(const T* scores, const uint8_t* allowed, float scale, float*
         largest = larger(values, largest);
     });
     Ints none = {};
-    return std::memcmp(&is_nan, &none, sizeof none) ? std::numeric_limits<float>::quiet_NaN() : largest_of(largest);
+    return std::memcmp(&is_nan, &none, sizeof none) ? std::numeric_limits<float>::quiet_NaN() : largest_of_lanes(largest);
 }
 
 template <class T>

@@ -36,12 +36,11 @@ struct Sizes {
 inline void stream(void* to, Ints bits) {
 #if defined(__AVX512F__)
     _mm512_stream_si512((__m512i*)to, (__m512i)bits);
-#elif defined(__AVX__)
-    __m256i half[2];
-    std::memcpy(half, &bits, sizeof bits);
-    for (int i = 0; i < 2; ++i) _mm256_stream_si256((__m256i*)to + i, half[i]);
+#elif defined(__AVX2__)
+    _mm256_stream_si256((__m256i*)to, (__m256i)bits.low);
+    _mm256_stream_si256((__m256i*)to + 1, (__m256i)bits.high);
 #else
-    std::memcpy(to, &bits, sizeof bits);
+    Memory<Ints>::store(to, bits);
 #endif
 }
 
@@ -67,8 +66,8 @@ template <> struct Line<uint16_t> {
     static constexpr int kVectors = 2;
     static Floats wide(Ints bits, int odd) { return (Floats)(odd ? bits & (int32_t)0xffff0000 : bits << 16); }
     static Ints narrow(const Floats* values) {
-        Ints even = __builtin_convertvector(to_nearest_halves(values[0]), Ints);
-        return even | __builtin_convertvector(to_nearest_halves(values[1]), Ints) << 16;
+        Ints even = converted<Ints>(to_nearest_halves(values[0]));
+        return even | converted<Ints>(to_nearest_halves(values[1])) << 16;
     }
 };
 
@@ -87,9 +86,10 @@ template <class T, class Body> inline TUNESMITH_INLINE void each_line(int64_t n,
 }
 
 inline TUNESMITH_INLINE Ints bits_at(const void* from, int64_t bytes) {
-    Ints bits = {};
-    std::memcpy(&bits, from, bytes);
-    return bits;
+    if (bytes == kLineBytes) return Memory<Ints>::load(from);
+    char line[kLineBytes] = {};
+    std::memcpy(line, from, bytes);
+    return Memory<Ints>::load(line);
 }
 
 // Into the first-level cache; past the second where the result goes past it too, so that what is there stays.
@@ -98,10 +98,11 @@ template <bool streams> inline TUNESMITH_INLINE void fetch(const void* from) {
 }
 
 template <bool streams> inline TUNESMITH_INLINE void put(void* to, Ints bits, int64_t bytes) {
-    if (streams)
-        stream(to, bits);
-    else
-        std::memcpy(to, &bits, bytes);
+    if (streams) return stream(to, bits);
+    if (bytes == kLineBytes) return Memory<Ints>::store(to, bits);
+    char line[kLineBytes];
+    Memory<Ints>::store(line, bits);
+    std::memcpy(to, line, bytes);
 }
 
 inline bool is_tied(float choice) { return choice == 0.5f; }

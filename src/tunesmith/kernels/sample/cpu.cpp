@@ -145,7 +145,7 @@ class Row {
         for (int64_t block = 0; block < num_blocks_; ++block, x += kBlock) {
             Floats best = load(x);
             for (int i = kLanes; i < kBlock; i += kLanes) best = larger(best, load(x + i));
-            s_.block_max[block] = largest_lane(best);
+            s_.block_max[block] = largest_of_lanes(best);
         }
         return *std::max_element(s_.block_max.begin(), s_.block_max.begin() + num_blocks_);
     }
