@@ -24,7 +24,7 @@ from tunesmith.models.loaded import LoadedModel
 from tunesmith.models.tokenizer import stop_token_ids
 from tunesmith.rollout.factory import open_engine
 from tunesmith.runs.environment import peak_rss_since_reset_gb, reset_peak_rss
-from tunesmith.trainers.rollouts import logps
+from tunesmith.trainers.passes import logps
 
 _SCORED_ROWS = 16  # rows of one pass of the trainer while log-probs are compared
 _NO_TOKEN = -1  # continuous batching takes this for "no end-of-sequence token"

@@ -46,7 +46,7 @@ from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.load import compute_dtype, load_policy
 from tunesmith.runs.environment import usable_cores
 from tunesmith.schema.records import Prompt
-from tunesmith.trainers import rollouts
+from tunesmith.trainers import passes
 from tunesmith.trainers.grpo import GRPO
 from tunesmith.trainers.rollouts import PolicyTask
 
@@ -180,7 +180,7 @@ def given_groups(policy: LanguageModel, device: torch.device, batch: UpdateBatch
     groups: list[Group] = []
     for index, completions in enumerate(batch.completions):
         unknown = group(index, [[0.0] * len(ids) for ids in completions])
-        logp_BT = rollouts.logps(policy, pack([unknown], 0, device), 1.0, len(completions))
+        logp_BT = passes.logps(policy, pack([unknown], 0, device), 1.0, len(completions))
         groups.append(group(index, logp_BT.tolist()))
     return groups
 

@@ -58,6 +58,7 @@ def runs_of_all(folder: Path) -> dict[str, tuple[Recipe, Inputs]]:
         "ppo": (ppo_recipe(folder, run=run, prompts=HELDOUT, ppo=ppo), drawn),
         "critic": (ppo_recipe(folder, run=run, ppo={"critic": "separate"}, optimizer={"state": "int8"}), drawn),
         "grpo": (grpo_recipe(folder, run=run, prompts=HELDOUT, grpo=refilled, evaluation={"correct_at": 0.5}), drawn),
+        "frozen": (grpo_recipe(folder, run=run, model={"num_trainable_layers": 1}, grpo=refilled), drawn),
         "repeated": (grpo_recipe(folder, run=run, rollout={"prompts_per_step": 6}), drawn),
         "best_of_n": (best_of_n_recipe(folder, run=run, best_of_n={"keep": 3, "kl": KL}), drawn),
         "distill": (distill_recipe(folder, run=run, prompts=HELDOUT, distill={"num_minibatches": 2}), drawn),

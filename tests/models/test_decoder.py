@@ -10,7 +10,8 @@ from tunesmith.models import decoder as flat
 from tunesmith.models.architecture import UnsupportedArchitecture
 from tunesmith.models.decoder import Decoder, RopeTables
 from tunesmith.models.language_model import LanguageModel, language_model
-from tunesmith.models.logprob import pack_rows, token_logps
+from tunesmith.models.logprob import token_logps
+from tunesmith.models.packed_rows import pack_rows
 from tunesmith.models.reader import describe
 from tunesmith.models.tiny import FAMILIES, tiny_model
 
@@ -67,7 +68,7 @@ def test_the_last_layers_keep_activations_that_fit(num_kept: int, passes: int, m
     model = language_model(loaded.model, Kernels())
     _, _, expected = scores_and_gradient(model)
     assert model.decoder is not None
-    each = flat._activation_bytes(model.decoder.architecture, pack_rows(batch(), LENGTHS - 1).segments.num_tokens)
+    each = flat.activation_bytes(model.decoder.architecture, pack_rows(batch(), LENGTHS - 1).segments.num_tokens)
     decoder = Decoder(loaded.model, Kernels(), kept_bytes=num_kept * each)
     loaded.model.gradient_checkpointing_enable()
     loaded.model.train()
@@ -95,7 +96,7 @@ def test_activations_are_not_more_than_their_bound(family: str) -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         decoder.hidden_states(ids_T, [200])
-    bound = 2 * flat._activation_bytes(decoder.architecture, 200)
+    bound = 2 * flat.activation_bytes(decoder.architecture, 200)
     assert 0.5 * bound < sum(size for _, size, _ in kept) <= bound + 4 * 200 * 32 * 4  # and the ends of the model
 
 

@@ -11,7 +11,8 @@ from recipes import PROMPTS, Started, grpo_recipe, ppo_recipe, training
 from tunesmith.config.schema import GRPORecipe, PPORecipe
 from tunesmith.kernels.linear.api import cpu_has_bfloat16
 from tunesmith.kernels.linear.exact import is_by_onednn
-from tunesmith.trainers import grpo, ppo
+from tunesmith.models.language_model import LanguageModel
+from tunesmith.trainers import grpo, passes, ppo
 
 has_bf16 = cpu_has_bfloat16()
 needs_bf16 = pytest.mark.skipif(not has_bf16, reason="this CPU has no bfloat16 instructions, so nothing is exact in it")
@@ -66,17 +67,18 @@ def test_the_first_ratio_is_exactly_one(trainer: Any, recipe: Any, dtype: str, t
 def num_policy_passes(cfg: PPORecipe) -> int:
     """How often a step asks the policy for log-probs."""
     state = Started(cfg, prompts=PROMPTS * 16, rewards=[spread])
-    passes: list[int] = []
-    original = ppo.token_logps
+    num_passes = 0
+    original = passes.token_logps
 
-    def counted(*arguments: Any, **options: Any) -> Any:
-        passes.append(1)
-        return original(*arguments, **options)
+    def counted(model: LanguageModel, *arguments: Any, **options: Any) -> Any:
+        nonlocal num_passes
+        num_passes += model is state.policy
+        return original(model, *arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ppo, "token_logps", counted)
+        patch.setattr(passes, "token_logps", counted)
         state.step(state.data.train, 0)
-    return len(passes)
+    return num_passes
 
 
 @in_exact_dtypes

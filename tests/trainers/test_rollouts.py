@@ -5,7 +5,8 @@ import torch
 
 from tunesmith.batch.pack import PolicyBatch, Sequences
 from tunesmith.config.algorithm_sections import GRPOSection
-from tunesmith.trainers.rollouts import micro_batches, minibatches, update_size
+from tunesmith.trainers.passes import micro_batches
+from tunesmith.trainers.rollouts import minibatches, update_size
 
 
 def rollout(num_rows: int) -> PolicyBatch:

@@ -16,6 +16,16 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
+class FrozenStates:
+    """States `[B, S, H]` of the tokens of `Sequences` after the first `num_layers` layers of a decoder, which are not
+    trained: the same for policy, reference and every epoch. The last token of a row, which predicts nothing, has none.
+    """
+
+    num_layers: int
+    x_BSH: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Sequences:
     """Prompts and completions side by side.
 
@@ -23,7 +33,7 @@ class Sequences:
     `lengths_B[0] = 5`; `mask_BT[0]` is True for the 3 completion tokens. Masks come from lengths: pad may equal eos.
     `sampled_logp_BT` is the engine's log-prob of each completion token under the distribution that it was drawn from,
     `raw_logp_BT` that under the model itself at the same temperature; `value_BT`, from an engine with a value head, is
-    the value of the state before each. All float32, 0 in the padding.
+    the value of the state before each. All float32, 0 in the padding. Passes begin at `frozen`, if it is there.
     """
 
     ids_BS: torch.Tensor
@@ -33,6 +43,7 @@ class Sequences:
     sampled_logp_BT: torch.Tensor
     raw_logp_BT: torch.Tensor
     value_BT: torch.Tensor | None = None
+    frozen: FrozenStates | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -121,15 +132,16 @@ def select(sequences: Sequences, index_B: Sequence[int]) -> Sequences:
     """The rows `index_B` of `sequences`, trimmed to their own longest sequence and completion."""
     rows = torch.as_tensor(index_B, device=sequences.ids_BS.device)  # once, not for each field
     lengths_B, prompt_lengths_B = sequences.lengths_B[rows], sequences.prompt_lengths_B[rows]
-    width = int((lengths_B - prompt_lengths_B).max())
+    width, longest, frozen = int((lengths_B - prompt_lengths_B).max()), int(lengths_B.max()), sequences.frozen
     return Sequences(
-        sequences.ids_BS[rows, : int(lengths_B.max())],
+        sequences.ids_BS[rows, :longest],
         lengths_B,
         prompt_lengths_B,
         sequences.mask_BT[rows, :width],
         sequences.sampled_logp_BT[rows, :width],
         sequences.raw_logp_BT[rows, :width],
         None if sequences.value_BT is None else sequences.value_BT[rows, :width],
+        None if frozen is None else replace(frozen, x_BSH=frozen.x_BSH[rows, :longest]),
     )
 
 

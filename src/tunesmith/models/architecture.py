@@ -221,6 +221,24 @@ class Architecture:
         return OutputLayer(weight_of(module), module.bias, self.final_softcap)  # type: ignore[arg-type]
 
 
+def activation_bytes(architecture: Architecture, num_tokens: int) -> int:
+    """Upper bound of what a layer keeps for its backward pass: inputs and outputs of its linear maps and norms; under
+    autocast also its weights, which are cast anew in each pass.
+    """
+    block, device = architecture.blocks[0], architecture.device.type
+    copies = block.mlp.num_chosen if isinstance(block.mlp, Experts) else 1
+    sizes = [  # inputs and outputs of a token
+        (copies * sum(weight.shape), 0) if isinstance(one, Stack) else (weight.shape[1], sum(one.sizes))
+        for one in block.projections
+        for weight in one.weights[:1]
+    ]
+    num_numbers = num_tokens * (sum(map(sum, sizes)) + 4 * sizes[0][0])
+    if not torch.is_autocast_enabled(device):
+        return num_numbers * architecture.dtype.itemsize
+    num_weights = sum(parameter.numel() for one in block.projections for parameter in one.parameters)
+    return (num_numbers + num_weights) * torch.get_autocast_dtype(device).itemsize
+
+
 def base_layer(module: nn.Module) -> nn.Module:
     """The linear map under a PEFT adapter; `module` itself without one."""
     return module.base_layer if is_adapted(module) else module  # type: ignore[return-value]

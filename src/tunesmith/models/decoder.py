@@ -38,9 +38,11 @@ from tunesmith.models.architecture import (
     Projection,
     Stack,
     UnsupportedArchitecture,
+    activation_bytes,
     weight_of,
 )
-from tunesmith.models.embedding import embed
+from tunesmith.models.embedding import embedded
+from tunesmith.models.loaded import layers_of
 from tunesmith.models.mixture import Linear, LinearOfExperts, mixture
 from tunesmith.models.proof import prove
 from tunesmith.models.reader import describe
@@ -86,19 +88,13 @@ class Ops:
 
 def hidden_states(architecture: Architecture, ids_T: torch.Tensor, positions_T: torch.Tensor, ops: Ops) -> torch.Tensor:
     """Hidden states after the final norm, `[T, H]`, as the output layer takes them."""
-    x_TH = embedded(architecture, ids_T, positions_T)
-    x_TH, residual_TH = after_layers(architecture, range(len(architecture.blocks)), x_TH, ops)
+    return from_layer(0, architecture, embedded(architecture, ids_T, positions_T), ops)
+
+
+def from_layer(first: int, architecture: Architecture, x_TH: torch.Tensor, ops: Ops) -> torch.Tensor:
+    """As `hidden_states`, from the input of layer `first`."""
+    x_TH, residual_TH = after_layers(architecture, range(first, len(architecture.blocks)), x_TH, ops)
     return normed(architecture, x_TH, residual_TH, ops)
-
-
-def embedded(architecture: Architecture, ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
-    """The input of the first layer, `[T, H]`."""
-    x_TH = _scaled(embed(architecture, ids_T), architecture.embedding_scale)
-    if architecture.positions is not None:
-        x_TH = x_TH + architecture.positions(positions_T)
-    if torch.is_autocast_enabled(x_TH.device.type) and x_TH.dtype != torch.float64:
-        x_TH = x_TH.to(torch.get_autocast_dtype(x_TH.device.type))  # the residual stream too, as with 16-bit weights
-    return x_TH
 
 
 def after_layers(
@@ -270,12 +266,37 @@ class Decoder:
         """`ops`, and with a divided decoder what the ranks exchange."""
         return ops
 
+    @property
+    def num_frozen(self) -> int:
+        """Number of the first layers that are not trained: 0 if the embedding is, or if ranks divide the model."""
+        architecture = self.architecture
+        before = [module for module in (architecture.embedding, architecture.positions) if module is not None]
+        if self.part is not None or self.is_divided or any(map(_is_trained, before)):
+            return 0
+        layers = layers_of(self._model)
+        return next((number for number, layer in enumerate(layers) if _is_trained(layer)), len(layers))
+
+    @torch.no_grad()
+    def frozen_states(self, ids_T: torch.Tensor, segments: Segments) -> torch.Tensor:
+        """States `[T, H]` after the first `num_frozen` layers, from which `hidden_states` goes on, to the same bits."""
+        architecture, count, ops = self.architecture, self.num_frozen, self._ops(segments)
+        x_TH = embedded(architecture, ids_T, segments.positions(ids_T.device))
+        x_TH, residual_TH = after_layers(architecture, range(count), x_TH, ops)
+        following = [block.norm_attention for block in architecture.blocks[count:]]
+        return _norm((*following, architecture.final_norm)[0], x_TH, residual_TH, ops)[1]
+
     def hidden_states(
-        self, ids_T: torch.Tensor, lengths: Sequence[int] | Segments, *, on_layer: OnLayer | None = None
+        self,
+        ids_T: torch.Tensor,
+        lengths: Sequence[int] | Segments,
+        *,
+        on_layer: OnLayer | None = None,
+        frozen: tuple[int, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Hidden states `[T, H]` of concatenated sequences; sequence b has `lengths[b]` tokens.
 
         With `Segments`, sequences may continue an earlier one: a shared prefix is computed once, with the same bits.
+        `frozen` are a number of first layers and the states `[T, H]` after them, which are not computed again.
 
         Raises:
             InputError: lengths that do not add up to T, or exceed the model's context.
@@ -289,6 +310,8 @@ class Decoder:
             )
         positions_T = segments.positions(ids_T.device)
         ops = self._ops(segments, on_layer)
+        if frozen is not None:
+            return from_layer(frozen[0], self.architecture, frozen[1], ops)
         compute = hidden_states if self.part is None else self.part.hidden_states
         return compute(self.architecture, ids_T, positions_T, ops)
 
@@ -330,7 +353,11 @@ class Decoder:
         blocks = self.architecture.blocks
         if not num_tokens or not _uses_checkpoints(self._model):
             return 0
-        return max(0, len(blocks) - self._kept_bytes // _activation_bytes(self.architecture, num_tokens))
+        return max(0, len(blocks) - self._kept_bytes // activation_bytes(self.architecture, num_tokens))
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
 
 
 def module_outputs(projection: Projection, x_TH: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -364,24 +391,6 @@ def _adapted(module: nn.Module, adapter: Adapter, x_TH: torch.Tensor) -> torch.T
     weight_OI, bias_O = weight_of(module), module.bias
     y_TO = add_low_rank(linear(x_TH, weight_OI), inner_TR, adapter.up_OR)
     return stretch(y_TO, dora_scale(adapter, weight_OI), bias_O)  # type: ignore[arg-type]
-
-
-def _activation_bytes(architecture: Architecture, num_tokens: int) -> int:
-    """Upper bound of what a layer keeps for its backward pass: inputs and outputs of its linear maps and norms; under
-    autocast also its weights, which are cast anew in each pass.
-    """
-    block, device = architecture.blocks[0], architecture.device.type
-    copies = block.mlp.num_chosen if isinstance(block.mlp, Experts) else 1
-    sizes = [  # inputs and outputs of a token
-        (copies * sum(weight.shape), 0) if isinstance(one, Stack) else (weight.shape[1], sum(one.sizes))
-        for one in block.projections
-        for weight in one.weights[:1]
-    ]
-    num_numbers = num_tokens * (sum(map(sum, sizes)) + 4 * sizes[0][0])
-    if not torch.is_autocast_enabled(device):
-        return num_numbers * architecture.dtype.itemsize
-    num_weights = sum(parameter.numel() for one in block.projections for parameter in one.parameters)
-    return (num_numbers + num_weights) * torch.get_autocast_dtype(device).itemsize
 
 
 def _uses_checkpoints(model: PreTrainedModel) -> bool:

@@ -13,6 +13,18 @@ from torch.nn import functional
 from tunesmith.models.architecture import Architecture, weight_of
 
 
+def embedded(architecture: Architecture, ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
+    """The input of the first layer, `[T, H]`."""
+    x_TH = embed(architecture, ids_T)
+    if architecture.embedding_scale != 1:
+        x_TH = x_TH * architecture.embedding_scale
+    if architecture.positions is not None:
+        x_TH = x_TH + architecture.positions(positions_T)
+    if torch.is_autocast_enabled(x_TH.device.type) and x_TH.dtype != torch.float64:
+        x_TH = x_TH.to(torch.get_autocast_dtype(x_TH.device.type))  # the residual stream too, as with 16-bit weights
+    return x_TH
+
+
 def embed(architecture: Architecture, ids_T: torch.Tensor) -> torch.Tensor:
     """Embeddings of tokens, `[T, H]`; with a sparse gradient where autograd adds it to the output layer's dense one."""
     embedding, output = architecture.embedding, architecture.output

@@ -1,7 +1,7 @@
 """Log-probs of completion tokens (PPO, GRPO, DPO) and of the learnt tokens of packed sequences (SFT).
 
 Shape legend: B sequences, T completion positions, S positions of the whole sequence, N scored tokens in row order,
-V vocabulary, H hidden. In `PackedRows` T is packed tokens.
+V vocabulary, H hidden.
 
 Only the N states that predict a scored token go through the output layer. By backend (`LanguageModel.backend`):
 - `Decoder`: packed tokens without padding, common prefixes of neighbouring rows computed once, the bits of the rollout
@@ -12,25 +12,26 @@ Only the N states that predict a scored token go through the output layer. By ba
   picked before, and log-probs are what autograd makes of `log_softmax`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from tunesmith.batch.pack import FrozenStates
 from tunesmith.batch.targets import Targets
 from tunesmith.core.errors import ModelError
 from tunesmith.core.trace import count
-from tunesmith.kernels.attention.records import ALONE, Segments
+from tunesmith.kernels.attention.records import Segments
 from tunesmith.kernels.logprob import torch_impl
 from tunesmith.kernels.logprob.api import chosen_logp_entropy
 from tunesmith.kernels.logprob.head import HeadScores, OutputLayer, head_logp_entropy, head_scores
 from tunesmith.kernels.native import Kernels, shared
 from tunesmith.models.decoder import Decoder
 from tunesmith.models.language_model import FullForward, LanguageModel, TrunkForward
+from tunesmith.models.packed_rows import pack_rows, states_at
 
 _LOGITS_BYTES = 256 * 1024 * 1024
 """Limit of the float32 logits of a chunk of rows, without gradients and with `FullForward`."""
@@ -57,6 +58,7 @@ class CompletionLayout:
     lengths_B: torch.Tensor
     prompt_lengths_B: torch.Tensor
     num_columns: int
+    frozen: FrozenStates | None = None
 
     def indices(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(row_N, position_N, column_N): the state before each completion token, and its column in the result."""
@@ -78,18 +80,19 @@ def token_logps(
     prompt_lengths_B: torch.Tensor,
     temperature: float = 1.0,
     value_head: nn.Module | None = None,
+    frozen: FrozenStates | None = None,
 ) -> TokenScores:
     """Log-prob and entropy of each completion token under softmax(logits / temperature), and values with a head.
 
     `ids_BS` is right padded; row b has `lengths_B[b]` real ids, of which the first `prompt_lengths_B[b]` (at least 1)
     are the prompt. The log-softmax is in float32 whatever the dtype of the weights. T is the longest completion.
     Keep rows of one prompt together: a decoder computes their prompt once. Gradients flow to the model and the head.
-    A bare transformers model is computed by its own forward.
+    A bare transformers model is computed by its own forward. With `frozen` a decoder begins after those layers.
 
     Raises:
         ModelError: lengths that do not fit, an empty prompt, a temperature of 0 or less, a model without output layer.
     """
-    layout = completion_layout(ids_BS, lengths_B, prompt_lengths_B)
+    layout = replace(completion_layout(ids_BS, lengths_B, prompt_lengths_B), frozen=frozen)
     if temperature <= 0:
         raise ModelError(f"temperature is {temperature}; log-probs need a temperature above 0")
     if not isinstance(model, LanguageModel):
@@ -178,11 +181,12 @@ def trunk_states(
     lengths_B: torch.Tensor,
     row_N: torch.Tensor,
     position_N: torch.Tensor,
+    frozen: FrozenStates | None = None,
 ) -> torch.Tensor:
     """hidden_NH of `model` before any output layer, at (row, position) of right-padded rows.
 
-    With its `decoder` nothing is padded, and common prefixes of neighbouring rows are computed once, unless it does not
-    share them; with None the trunk's own forward runs over the padded rows.
+    With its `decoder` nothing is padded, common prefixes of neighbouring rows are computed once, unless it does not
+    share them, and layers of `frozen` not at all; with None the trunk's own forward runs over the padded rows.
     """
     num_tokens = lengths_B.sum()
     if decoder is None:
@@ -193,8 +197,21 @@ def trunk_states(
         return states_BSH[row_N, position_N]
     packed = pack_rows(ids_BS, lengths_B, shares_prefixes=decoder.shares_prefixes)
     count_pass(num_tokens, packed.segments.num_tokens)
-    hidden_TH = decoder.hidden_states(packed.ids_T, packed.segments)
+    begun = None if frozen is None else (frozen.num_layers, packed.tokens_of(frozen.x_BSH))
+    hidden_TH = decoder.hidden_states(packed.ids_T, packed.segments, frozen=begun)
     return states_at(hidden_TH, packed.index(row_N, position_N))
+
+
+@torch.no_grad()
+def frozen_states(decoder: Decoder, ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+    """x_BSH of `FrozenStates`, zeros where there is none: those of the layers that `decoder` has frozen."""
+    lengths_B = (lengths_B - 1).clamp(min=1)
+    packed = pack_rows(ids_BS, lengths_B, shares_prefixes=decoder.shares_prefixes)
+    x_TH = decoder.frozen_states(packed.ids_T, packed.segments)
+    row_N, position_N = length_mask(lengths_B, ids_BS.shape[1]).nonzero(as_tuple=True)
+    x_BSH = x_TH.new_zeros(*ids_BS.shape, x_TH.shape[1])
+    x_BSH[row_N, position_N] = x_TH[packed.index(row_N, position_N)]
+    return x_BSH
 
 
 def completion_layout(
@@ -259,7 +276,7 @@ def _states(
         return hidden_NH, logits_NV
     if model.decoder is not None:  # the state after the last token predicts nothing, so it is not computed
         lengths_B = (lengths_B - 1).clamp(min=1)
-    hidden_NH = trunk_states(model.module, model.decoder, ids_BS, lengths_B, row_N, position_N)
+    hidden_NH = trunk_states(model.module, model.decoder, ids_BS, lengths_B, row_N, position_N, layout.frozen)
     return hidden_NH, model.backend.output  # taken after the pass, which may have gathered its weight
 
 
@@ -301,92 +318,3 @@ def _rows_per_chunk(model: PreTrainedModel, completion_lengths_B: torch.Tensor) 
     vocabulary = model.get_output_embeddings().weight.shape[0]  # type: ignore[union-attr]
     row_bytes = 4 * vocabulary * int(completion_lengths_B.max())
     return max(1, _LOGITS_BYTES // max(1, row_bytes))
-
-
-@dataclass(frozen=True, slots=True)
-class PackedRows:
-    """The tokens of some rows. Those of row b before position `shared_B[b]` begin at `shared_start_B[b]`, the others at
-    `own_start_B[b]`.
-
-    Example: rows [5, 6, 7, 8] and [5, 6, 9] are the tokens [5, 6, 7, 8, 9] in segments of 2, 2 and 1, the last two of
-    which continue the first.
-    """
-
-    ids_T: torch.Tensor
-    segments: Segments
-    shared_B: torch.Tensor
-    shared_start_B: torch.Tensor
-    own_start_B: torch.Tensor
-
-    def index(self, row_N: torch.Tensor, position_N: torch.Tensor) -> torch.Tensor:
-        """index_N: index of the token at (row, position) among the packed tokens."""
-        shared_N = self.shared_B[row_N]
-        own_N = self.own_start_B[row_N] + position_N - shared_N
-        return torch.where(position_N < shared_N, self.shared_start_B[row_N] + position_N, own_N)
-
-
-def pack_rows(ids_BS: torch.Tensor, lengths_B: torch.Tensor, *, shares_prefixes: bool = True) -> PackedRows:
-    """The first `lengths_B[b]` (at least 1) tokens of each row, prefixes shared where that saves the most tokens."""
-    lengths = lengths_B.tolist()
-    groups = _groups(ids_BS, lengths) if shares_prefixes else ((range(b, b + 1), 0) for b in range(len(lengths)))
-    segments: list[tuple[torch.Tensor, int]] = []  # tokens, and the segment that they continue
-    starts: list[tuple[int, int, int]] = []  # of each row: shared tokens, where they begin, where its own do
-    num_tokens = 0
-    for rows, num_shared in groups:
-        parent, start = ALONE, num_tokens
-        if num_shared:
-            parent = len(segments)
-            segments.append((ids_BS[rows.start, :num_shared], ALONE))
-            num_tokens += num_shared
-        for row in rows:
-            starts.append((num_shared, start, num_tokens))
-            if lengths[row] > num_shared:  # a row may have no tokens beyond its shared prefix
-                segments.append((ids_BS[row, num_shared : lengths[row]], parent))
-                num_tokens += lengths[row] - num_shared
-    shared_B, shared_start_B, own_start_B = torch.tensor(starts, device=ids_BS.device).unbind(1)
-    ids, parents = zip(*segments, strict=True)
-    return PackedRows(torch.cat(ids), Segments(tuple(map(len, ids)), parents), shared_B, shared_start_B, own_start_B)
-
-
-def _groups(ids_BS: torch.Tensor, lengths: Sequence[int]) -> Iterator[tuple[range, int]]:
-    """Groups of neighbouring rows, and the length of their common prefix; 0 for a single row.
-
-    A row joins the group before it if that saves more tokens overall, even with a shorter prefix.
-    """
-    first, shared = 0, lengths[0] if lengths else 0
-    for row in range(1, len(lengths) + 1):
-        num_saving = row - first  # rows that share what the first one brings
-        common = 0 if row == len(lengths) else _common(ids_BS[first], ids_BS[row], min(shared, lengths[row]))
-        if num_saving * common > (num_saving - 1) * shared:
-            shared = common
-        else:
-            yield range(first, row), shared if num_saving > 1 else 0
-            first, shared = row, 0 if row == len(lengths) else lengths[row]
-
-
-def _common(first_S: torch.Tensor, second_S: torch.Tensor, limit: int) -> int:
-    """Length of the common prefix, at most `limit`."""
-    different = (first_S[:limit] != second_S[:limit]).nonzero()
-    return int(different[0]) if len(different) else limit
-
-
-def states_at(hidden_TH: torch.Tensor, index_N: torch.Tensor) -> torch.Tensor:
-    """hidden_NH: the states at `index_N`, with repetitions; gradients are summed in float32 or float64."""
-    return _States.apply(hidden_TH, index_N)  # type: ignore[return-value]
-
-
-class _States(torch.autograd.Function):
-    """Unlike torch's indexing, sums gradients of repeated rows in float32 and in a fixed order."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden_TH: torch.Tensor, index_N: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(index_N)
-        ctx.num_states, ctx.dtype = len(hidden_TH), hidden_TH.dtype
-        return hidden_TH.index_select(0, index_N)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (index_N,) = ctx.saved_tensors
-        wide_NH = grads[0] if ctx.dtype == torch.float64 else grads[0].float()
-        sums_TH = wide_NH.new_zeros((ctx.num_states, wide_NH.shape[1]))
-        return sums_TH.index_add_(0, index_N, wide_NH).to(ctx.dtype), None

@@ -22,7 +22,8 @@ from tunesmith.distributed.group import TensorGroup
 from tunesmith.distributed.reshard import reshard
 from tunesmith.distributed.stages import Stages
 from tunesmith.models.architecture import Architecture
-from tunesmith.models.decoder import Ops, after_layers, embedded, normed
+from tunesmith.models.decoder import Ops, after_layers, normed
+from tunesmith.models.embedding import embedded
 from tunesmith.models.language_model import LanguageModel, language_model
 from tunesmith.models.layouts import Division, layout_of, parts_of, stage_of
 from tunesmith.models.tensor_parallel import tensor_parallel

@@ -16,7 +16,7 @@ from tunesmith.profiling.facts import Facts, MissingError, read_facts
 
 _MEASURED = {
     "rollout": ("rollout",),
-    "scoring": ("old_policy", "reference", "teachers", "kl"),
+    "scoring": ("frozen", "old_policy", "reference", "teachers", "kl"),
     "update": ("forward", "backward", "optimizer"),
 }
 """Stages of a run that a stage of the plan stands for; the engine takes its weights within the rollout."""

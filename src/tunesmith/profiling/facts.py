@@ -23,7 +23,10 @@ _NOW_AND_THEN = (
 """Metrics of work that some steps have and others do not, or that are counted by a few samples of a step: their mean
 over all steps counts, not their median."""
 
-_COMPUTED = ("rollout", "old_policy", "reference", "teachers", "kl", "forward", "backward", "optimizer", "evaluate")
+_COMPUTED = (
+    *("rollout", "frozen", "old_policy", "reference", "teachers", "kl"),
+    *("forward", "backward", "optimizer", "evaluate"),
+)
 """Stages whose time goes into computing with a model."""
 
 

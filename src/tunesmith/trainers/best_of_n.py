@@ -22,11 +22,10 @@ from tunesmith.distributed.ranks import gathered, share_of
 from tunesmith.models.division import divide
 from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.loaded import PreTrainedTokenizerBase
-from tunesmith.models.logprob import token_logps
 from tunesmith.models.optimizer import MasterAdamW
 from tunesmith.rewards.scorer import Scores
 from tunesmith.schema.records import Prompt
-from tunesmith.trainers import metrics, rollouts, setup
+from tunesmith.trainers import metrics, passes, rollouts, setup
 from tunesmith.trainers.api import StepResult
 from tunesmith.trainers.rollouts import DrawingPolicy, PolicyTask, Rollouts
 
@@ -62,7 +61,7 @@ class BestOfN(DrawingPolicy):
         batch_rows = (partial(metrics.batch_rows, groups, scores), partial(metrics.sample_rows, groups, scores))
         reward_PG, reference_logp_BT = scores.total_PG, None
         if self.reference is not None and cfg.kl.place == "reward":
-            reference_logp_BT, kl_PG = rollouts.sequence_kl(
+            reference_logp_BT, kl_PG = passes.sequence_kl(
                 self.reference, groups, cfg.kl, temperature, cfg.micro_batch_size, self.uploader
             )
             reward_PG = reward_PG - self.kl.value * kl_PG.to(reward_PG)
@@ -76,11 +75,12 @@ class BestOfN(DrawingPolicy):
 
         with span("pack"):
             sequences = setup.sent(pack(groups, pad_id=0, rows=rows), self.uploader)
+        sequences = passes.with_frozen_states(self.policy, sequences, cfg.micro_batch_size)
         if reference_logp_BT is not None:
             reference_logp_BT = reference_logp_BT[rows, : sequences.mask_BT.shape[1]]
         elif self.reference is not None:
             with span("reference"):
-                reference_logp_BT = rollouts.logps(self.reference, sequences, temperature, cfg.micro_batch_size)
+                reference_logp_BT = passes.logps(self.reference, sequences, temperature, cfg.micro_batch_size)
         # A likelihood loss is a policy gradient with advantage 1 on every kept token.
         batch = PolicyBatch(sequences, sequences.raw_logp_BT, reference_logp_BT, sequences.mask_BT.float())
 
@@ -125,13 +125,7 @@ class BestOfN(DrawingPolicy):
         reference if its place is the loss.
         """
         sequences = micro.sequences
-        new = token_logps(
-            self.policy,
-            sequences.ids_BS,
-            sequences.lengths_B,
-            prompt_lengths_B=sequences.prompt_lengths_B,
-            temperature=self.rollouts.cfg.temperature,
-        )
+        new = passes.completion_scores(self.policy, sequences, self.rollouts.cfg.temperature)
         nll = -(new.logp_BT * sequences.mask_BT).sum()
         loss = nll / num_tokens
         if self.cfg.kl.place == "loss" and micro.reference_logp_BT is not None:

@@ -33,7 +33,7 @@ from tunesmith.rollout.engine import Engine
 from tunesmith.rollout.factory import engine_for
 from tunesmith.rollout.workers.ahead import Ahead, Arguments, drawn_ahead
 from tunesmith.schema.records import Prompt
-from tunesmith.trainers import metrics, rollouts, setup
+from tunesmith.trainers import metrics, passes, rollouts, setup
 from tunesmith.trainers.api import Counter, Inputs, Metrics, PolicyParts, StepResult
 from tunesmith.trainers.estimate import Estimate, policy_estimate
 from tunesmith.trainers.restart import fingerprint_of_rows, fingerprint_of_tensors
@@ -93,7 +93,7 @@ class Distill(PolicyParts):
             minibatch = select(sequences, rows)
             num_tokens = minibatch.num_tokens  # one global denominator: every rank knows the whole minibatch
             total_loss = torch.zeros((), device=sequences.mask_BT.device)
-            for micro in share_of(rollouts.micro_batches(minibatch, cfg.micro_batch_size)):
+            for micro in share_of(passes.micro_batches(minibatch, cfg.micro_batch_size)):
                 loss, micro_stats = self.micro_batch_loss(micro, num_tokens)
                 with span("backward"):
                     self.optimizer.scaled(loss).backward()
@@ -219,7 +219,7 @@ class DistillTask:
         with span("evaluate"):
             groups = learner.draw(self.data.heldout, 1, "evaluate", 0)
             sequences = setup.sent(pack(groups, pad_id=0), learner.uploader)
-            micros = share_of(rollouts.micro_batches(sequences, self.cfg.distill.micro_batch_size))
+            micros = share_of(passes.micro_batches(sequences, self.cfg.distill.micro_batch_size))
             stats = merged(gathered([learner.micro_batch_loss(micro, 1)[1] for micro in micros]))
         return {f"eval/{name}": value for name, value in stats.metrics().items()}
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tunesmith.config.schema import Recipe, SamplingRecipe
-from tunesmith.models.loaded import PreTrainedModel
+from tunesmith.models.loaded import PreTrainedModel, layers_of
 from tunesmith.models.lora import has_adapters
 from tunesmith.models.optimizer import moment_bytes
 from tunesmith.profiling.meter import available_gb
@@ -96,7 +96,8 @@ def policy_estimate(
     has_reference = hasattr(section, "kl") and section.kl.coef > 0
     has_own_critic = getattr(section, "critic", None) == "separate"
     others = sum(reward_parameters) / num_all, sum(teacher_parameters) / num_all
-    work = _policy_work(cfg, section, prompt_tokens, num_slots, num_heldout, others)
+    frozen = _frozen_share(model, cfg.model.num_trainable_layers)
+    work = _policy_work(cfg, section, prompt_tokens, num_slots, num_heldout, others, frozen)
     weight_bytes = num_all * model.dtype.itemsize
     num_bases = not has_adapters(model)  # models with adapters share one base
     logit_rows = micro_batch_size * cfg.rollout.max_new_tokens
@@ -110,6 +111,9 @@ def policy_estimate(
         "cache": _cache_bytes(model, num_slots * width),
         "packed weights": weight_bytes * (cfg.rollout.backend == "native"),
     }
+    if frozen:
+        hidden = model.config.get_text_config().hidden_size
+        memory["frozen states"] = num_sequences * width * hidden * model.dtype.itemsize
     if teacher_parameters:
         memory["teachers"] = sum(teacher_parameters) * model.dtype.itemsize
     return Estimate(num_all, num_trained, _in_gb(memory), model.dtype, work)
@@ -122,8 +126,11 @@ def _policy_work(
     num_slots: int,
     num_heldout: int,
     others: tuple[float, float],
+    frozen: float,
 ) -> RunWork:
-    """The work of a run that draws; `others` are the sizes of all reward models and teachers by that of the model."""
+    """The work of a run that draws; `others` are the sizes of all reward models and teachers by that of the model,
+    `frozen` is the share of a forward pass that is computed once for all passes over a rollout.
+    """
     reward_models, teachers = others
     rollout, num_new = cfg.rollout, cfg.rollout.max_new_tokens
     rows = Rows(prompt_tokens, num_new, rollout.completions_per_prompt)
@@ -136,8 +143,10 @@ def _policy_work(
     has_reference = hasattr(section, "kl") and section.kl.coef > 0
     num_passes = has_old_pass + has_reference + has_own_critic + reward_models
     learnt = rows.tokens(num_learnt) * section.num_epochs
+    saved = frozen * (rows.tokens(num_learnt) * (has_old_pass + has_reference - 1) + learnt)
+    scored = rollout.prompts_per_step * prompt_tokens + rows.tokens(num_rows) * num_passes + learnt * teachers
     step = Work(
-        scored=rollout.prompts_per_step * prompt_tokens + rows.tokens(num_rows) * num_passes + learnt * teachers,
+        scored=scored - saved,
         trained=learnt * (1 + has_own_critic),
         updates=updates * (1 + has_own_critic),
     )
@@ -172,6 +181,14 @@ def announce(estimate: Estimate, enabled: bool, device: torch.device) -> None:
     say(f"memory: about {estimate.total_gb:.1f} GB of {free_gb:.1f} GB available, {fit} ({parts})", enabled=True)
     stages = ", ".join(f"{stage} {gb:.1f}" for stage, gb in estimate.stage_gb.items())
     say(f"memory by stage, in GB: {stages}", enabled=True)
+
+
+def _frozen_share(model: PreTrainedModel, num_trainable_layers: int | None) -> float:
+    """The lower layers' share of the parameters, if they are frozen and a decoder computes them (on a CPU)."""
+    if num_trainable_layers is None or model.device.type != "cpu":
+        return 0.0
+    frozen = layers_of(model)[:-num_trainable_layers]
+    return sum(parameter.numel() for parameter in frozen.parameters()) / model.num_parameters()
 
 
 def _num_trained(model: PreTrainedModel) -> int:

@@ -25,11 +25,10 @@ from tunesmith.distributed.ranks import share_of
 from tunesmith.models.division import divide
 from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.loaded import PreTrainedTokenizerBase
-from tunesmith.models.logprob import token_logps
 from tunesmith.models.optimizer import MasterAdamW
 from tunesmith.rewards.scorer import Scores, joined
 from tunesmith.schema.records import Prompt
-from tunesmith.trainers import metrics, rollouts, setup
+from tunesmith.trainers import metrics, passes, rollouts, setup
 from tunesmith.trainers.api import Metrics, StepResult
 from tunesmith.trainers.rollouts import DrawingPolicy, PolicyTask, Rollouts
 
@@ -84,15 +83,16 @@ class GRPO(DrawingPolicy):
         with span("pack"):
             sequences = setup.sent(pack(groups, pad_id=0, rows=rows), self.uploader)
             advantage_BT = advantage_PG.flatten()[rows].to(sequences.mask_BT.device)[:, None] * sequences.mask_BT
+        sequences = passes.with_frozen_states(self.policy, sequences, cfg.micro_batch_size)
         old_logp_BT = sequences.raw_logp_BT
         if not (self.is_on_policy or self.rollouts.is_exact):
             with span("old_policy"):
-                old_logp_BT = rollouts.logps(self.policy, sequences, temperature, cfg.micro_batch_size)
+                old_logp_BT = passes.logps(self.policy, sequences, temperature, cfg.micro_batch_size)
         if reference_logp_BT is not None:  # computed for all completions, because it is in their rewards
             reference_logp_BT = reference_logp_BT[rows, : sequences.mask_BT.shape[1]]
         elif self.reference is not None:
             with span("reference"):
-                reference_logp_BT = rollouts.logps(self.reference, sequences, temperature, cfg.micro_batch_size)
+                reference_logp_BT = passes.logps(self.reference, sequences, temperature, cfg.micro_batch_size)
         batch = PolicyBatch(sequences, old_logp_BT, reference_logp_BT, advantage_BT)
         num_wanted = len(prompts) * scores.valid_PG.shape[1]
         drawn_per_row = min(num_wanted, int(scores.valid_PG.sum())) / len(rows)  # means count what was left out too
@@ -158,7 +158,7 @@ class GRPO(DrawingPolicy):
         cfg = self.cfg
         if self.reference is None or cfg.kl.place != "reward":
             return None, None
-        return rollouts.sequence_kl(
+        return passes.sequence_kl(
             self.reference, groups, cfg.kl, self.rollouts.cfg.temperature, cfg.micro_batch_size, self.uploader
         )
 
@@ -177,13 +177,7 @@ class GRPO(DrawingPolicy):
     ) -> torch.Tensor:
         """The GRPO loss of one micro-batch, a scalar; its statistics are added to `stats`."""
         cfg, sequences, drawing = self.cfg, micro.sequences, self.rollouts.cfg
-        new = token_logps(
-            self.policy,
-            sequences.ids_BS,
-            sequences.lengths_B,
-            prompt_lengths_B=sequences.prompt_lengths_B,
-            temperature=drawing.temperature,
-        )
+        new = passes.completion_scores(self.policy, sequences, drawing.temperature)
         policy = rollouts.objective(
             cfg,
             drawing.importance,

@@ -26,12 +26,11 @@ from tunesmith.models.export import ModelCard, save_final
 from tunesmith.models.heads import Critic, ScalarHead, hidden_size
 from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.loaded import PreTrainedTokenizerBase
-from tunesmith.models.logprob import token_logps
 from tunesmith.models.optimizer import MasterAdamW
 from tunesmith.models.sharding import shard
 from tunesmith.rewards.scorer import Scores
 from tunesmith.schema.records import Prompt
-from tunesmith.trainers import metrics, rollouts, setup
+from tunesmith.trainers import metrics, passes, rollouts, setup
 from tunesmith.trainers.api import Metrics, StepResult
 from tunesmith.trainers.critic import CriticProcess
 from tunesmith.trainers.rollouts import DrawingPolicy, PolicyTask, Rollouts
@@ -89,6 +88,7 @@ class PPO(DrawingPolicy):
         with span("pack"):
             valid = rollouts.valid_rows(scores)
             sequences = setup.sent(pack(groups, pad_id=0, rows=valid), self.uploader)
+        sequences = passes.with_frozen_states(self.policy, sequences, cfg.micro_batch_size)
         mask_BT = sequences.mask_BT
         with span("old_policy"):  # log-probs and values under the weights that drew the tokens
             old_logp_BT, old_value_BT = self.old_scores(sequences)
@@ -96,7 +96,7 @@ class PPO(DrawingPolicy):
         if self.reference is not None:
             with span("reference"):
                 temperature = self.rollouts.cfg.temperature
-                reference_logp_BT = rollouts.logps(self.reference, sequences, temperature, cfg.micro_batch_size)
+                reference_logp_BT = passes.logps(self.reference, sequences, temperature, cfg.micro_batch_size)
 
         with span("advantages"):
             kl_BT = kl.estimate(cfg.kl.estimator, old_logp_BT, reference_logp_BT)
@@ -165,14 +165,8 @@ class PPO(DrawingPolicy):
     def forward(self, sequences: Sequences) -> PolicyScores:
         """Log-probs, entropies and values of the completion tokens under the current weights."""
         begun = self.begun_values(sequences)
-        scores = token_logps(
-            self.policy,
-            sequences.ids_BS,
-            sequences.lengths_B,
-            prompt_lengths_B=sequences.prompt_lengths_B,
-            temperature=self.rollouts.cfg.temperature,
-            value_head=self.value_head,
-        )
+        temperature = self.rollouts.cfg.temperature
+        scores = passes.completion_scores(self.policy, sequences, temperature, self.value_head)
         value_BT = scores.value_BT if begun is None else begun()
         value_BT = torch.zeros_like(scores.logp_BT) if value_BT is None else value_BT
         return PolicyScores(scores.logp_BT, scores.entropy_BT, value_BT)
@@ -192,14 +186,14 @@ class PPO(DrawingPolicy):
         critic is still evaluated.
         """
         size, width = self.cfg.micro_batch_size, sequences.mask_BT.shape[1]
-        micros = share_of(rollouts.micro_batches(sequences, size))
+        micros = share_of(passes.micro_batches(sequences, size))
         if not self.rollouts.is_exact:
             parts = gathered([self.forward(micro) for micro in micros], "log-probs and values")
-            logp_BT = rollouts.join([part.logp_BT for part in parts], width)
-            return logp_BT, rollouts.join([part.value_BT for part in parts], width)
+            logp_BT = passes.join([part.logp_BT for part in parts], width)
+            return logp_BT, passes.join([part.value_BT for part in parts], width)
         if self.critic is not None:
             values = gathered([begun() for m in micros if (begun := self.begun_values(m))], "values")
-            return sequences.raw_logp_BT, rollouts.join(values, width)
+            return sequences.raw_logp_BT, passes.join(values, width)
         value_BT = torch.zeros_like(sequences.raw_logp_BT) if sequences.value_BT is None else sequences.value_BT
         return sequences.raw_logp_BT, value_BT
 

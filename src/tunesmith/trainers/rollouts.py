@@ -11,13 +11,11 @@ from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import torch
 from torch import nn
-from torch.nn.functional import pad
 
 from tunesmith.algorithms import kl, policy_loss
 from tunesmith.algorithms.policy_loss import Correction, PolicyStats, UpdateSize
-from tunesmith.batch.pack import PolicyBatch, Sequences, chunks, pack, select
+from tunesmith.batch.pack import PolicyBatch, Sequences, chunks
 from tunesmith.batch.rollout import Group, SamplingParams
-from tunesmith.batch.upload import Uploader
 from tunesmith.config.algorithm_sections import GRPOSection, KLSection, PPOSection
 from tunesmith.config.schema import PolicyRecipe
 from tunesmith.config.sections import EvaluationSection, ImportanceSection, RolloutSection
@@ -26,7 +24,6 @@ from tunesmith.core.log import get_logger
 from tunesmith.core.seeds import derive, items_at, permutation
 from tunesmith.core.trace import span
 from tunesmith.data import sets
-from tunesmith.distributed.ranks import gathered, share_of
 from tunesmith.evaluation import accuracy
 from tunesmith.kernels.masking import Denominator
 from tunesmith.kernels.native import Kernels
@@ -34,7 +31,6 @@ from tunesmith.kernels.policy_loss.records import PolicyTokens
 from tunesmith.models.language_model import LanguageModel, model_of_recipe
 from tunesmith.models.load import load_policy
 from tunesmith.models.loaded import context_length, freeze_lower_layers
-from tunesmith.models.logprob import token_logps
 from tunesmith.models.lora import frozen_copy
 from tunesmith.models.optimizer import MasterAdamW
 from tunesmith.rewards.outcome import TrainerState
@@ -43,7 +39,7 @@ from tunesmith.rollout.engine import Engine
 from tunesmith.rollout.factory import engine_for
 from tunesmith.rollout.workers.ahead import Ahead, Arguments, drawn_ahead
 from tunesmith.schema.records import Prompt
-from tunesmith.trainers import metrics, setup
+from tunesmith.trainers import metrics
 from tunesmith.trainers.api import Counter, Inputs, Learner, Metrics, PolicyWithKL
 from tunesmith.trainers.estimate import Estimate, policy_estimate
 from tunesmith.trainers.restart import fingerprint_of_file, fingerprint_of_rows, fingerprint_of_tensors
@@ -146,11 +142,6 @@ def valid_rows(scores: Scores) -> list[int]:
     return torch.nonzero(scores.valid_PG.flatten()).flatten().tolist()
 
 
-def micro_batches(sequences: Sequences, size: int) -> list[Sequences]:
-    """Consecutive rows of `sequences`, `size` at a time."""
-    return [select(sequences, rows) for rows in chunks(range(len(sequences.lengths_B)), size)]
-
-
 def minibatches(batch: BatchT, section: UpdateSection, seed: int) -> Iterator[BatchT]:
     """Minibatches of every epoch over the rollout."""
     for rows in minibatch_rows(len(batch.sequences.lengths_B), section, seed):
@@ -179,42 +170,6 @@ def update_size(sequences: Sequences, micro_batch_size: int, num_drawn: float | 
         num_sequences=num_rows if num_drawn is None else num_drawn,
         num_micro_batches=-(-num_rows // micro_batch_size),
     )
-
-
-@torch.no_grad()
-def logps(model: LanguageModel, sequences: Sequences, temperature: float, micro_batch_size: int) -> torch.Tensor:
-    """Log-probs of the completion tokens under `model`, `[B, T]`, without gradient."""
-    parts_BT = [
-        token_logps(
-            model, part.ids_BS, part.lengths_B, prompt_lengths_B=part.prompt_lengths_B, temperature=temperature
-        ).logp_BT
-        for part in share_of(micro_batches(sequences, micro_batch_size))
-    ]
-    return join(gathered(parts_BT, "log-probs"), sequences.mask_BT.shape[1])
-
-
-def join(parts_BT: Sequence[torch.Tensor], width: int) -> torch.Tensor:
-    """Micro-batches as one tensor, each padded with zeros to `width` columns."""
-    return torch.cat([pad(part, (0, width - part.shape[1])) for part in parts_BT])
-
-
-@torch.no_grad()
-def sequence_kl(
-    reference: LanguageModel,
-    groups: Sequence[Group],
-    section: KLSection,
-    temperature: float,
-    micro_batch_size: int,
-    uploader: Uploader | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log-probs of all completions under the reference, `[P * G, T]`; KL estimate of each completion summed over its
-    tokens, `[P, G]`, in nats). The policy's log-probs are those that the engine recorded.
-    """
-    with span("reference"):
-        sequences = setup.sent(pack(groups, pad_id=0), uploader)
-        reference_logp_BT = logps(reference, sequences, temperature, micro_batch_size)
-        kl_BT = kl.estimate(section.estimator, sequences.raw_logp_BT, reference_logp_BT)
-        return reference_logp_BT, kl.per_sequence(kl_BT, sequences.mask_BT).reshape(len(groups), -1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from tunesmith.core.errors import TrainingError, TunesmithError
 from tunesmith.core.trace import trace
 from tunesmith.profiling.meter import metering, usable_cpu
 from tunesmith.runs.environment import peak_rss_since_reset_gb, reset_peak_rss
-from tunesmith.trainers import rollouts, setup
+from tunesmith.trainers import passes, rollouts, setup
 from tunesmith.trainers.api import Inputs
 from tunesmith.trainers.metrics import UpdateStats
 from tunesmith.trainers.ppo import PPO
@@ -103,7 +103,7 @@ class Side:
     def logps(self, groups: Sequence[Group]) -> list[list[float]]:
         """The policy's log-probs of their tokens."""
         drawing, size = self._learner.rollouts.cfg, self._section.micro_batch_size
-        return rollouts.logps(self._learner.policy, pack(groups, pad_id=0), drawing.temperature, size).tolist()
+        return passes.logps(self._learner.policy, pack(groups, pad_id=0), drawing.temperature, size).tolist()
 
     def step(self, index: int) -> Taken:
         """The training step `index`, from 0."""

@@ -30,7 +30,7 @@ def kernels_fallback(f: Facts) -> Saving | None:
     if f.text("setup.kernels") != "torch":
         return None
     drawing_s = f.stage_s("rollout", "evaluate") if f.values.get("setup.engine") == "native" else 0.0
-    passes_s = f.stage_s("old_policy", "reference", "teachers", "forward", "backward")
+    passes_s = f.stage_s("frozen", "old_policy", "reference", "teachers", "forward", "backward")
     return around(passes_s * (1 - 1 / 2.3) + drawing_s * (1 - 1 / 8), 0.6, 1.15)
 
 

@@ -1,0 +1,92 @@
+"""Forward passes of a policy and its reference over a rollout, in micro-batches that ranks share.
+
+Shape legend: B sequences, S positions of prompt and completion, T completion tokens, H hidden.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.nn.functional import pad
+
+from tunesmith.algorithms import kl
+from tunesmith.batch.pack import FrozenStates, Sequences, chunks, pack, select
+from tunesmith.batch.rollout import Group
+from tunesmith.batch.upload import Uploader
+from tunesmith.config.algorithm_sections import KLSection
+from tunesmith.core.trace import span
+from tunesmith.distributed.ranks import gathered, share_of
+from tunesmith.models.language_model import LanguageModel
+from tunesmith.models.logprob import TokenScores, frozen_states, token_logps
+from tunesmith.trainers import setup
+
+
+def micro_batches(sequences: Sequences, size: int) -> list[Sequences]:
+    """Consecutive rows of `sequences`, `size` at a time."""
+    return [select(sequences, rows) for rows in chunks(range(len(sequences.lengths_B)), size)]
+
+
+def completion_scores(
+    model: LanguageModel, sequences: Sequences, temperature: float, value_head: nn.Module | None = None
+) -> TokenScores:
+    """`token_logps` of the completions, with gradients; layers of `sequences.frozen` are not computed again."""
+    return token_logps(
+        model,
+        sequences.ids_BS,
+        sequences.lengths_B,
+        prompt_lengths_B=sequences.prompt_lengths_B,
+        temperature=temperature,
+        value_head=value_head,
+        frozen=sequences.frozen,
+    )
+
+
+def with_frozen_states(policy: LanguageModel, sequences: Sequences, micro_batch_size: int) -> Sequences:
+    """`sequences` with the states after the layers of `policy` that are not trained, if there are any.
+
+    They are computed once, for the reference, which has the same layers, and for all epochs.
+    """
+    decoder = policy.decoder
+    if decoder is None or not (num_layers := decoder.num_frozen):
+        return sequences
+    with span("frozen"):
+        parts = share_of(micro_batches(sequences, micro_batch_size))
+        found = gathered([frozen_states(decoder, part.ids_BS, part.lengths_B) for part in parts], "frozen states")
+        width = sequences.ids_BS.shape[1]
+        x_BSH = torch.cat([pad(part_BSH, (0, 0, 0, width - part_BSH.shape[1])) for part_BSH in found])
+        return replace(sequences, frozen=FrozenStates(num_layers, x_BSH))
+
+
+@torch.no_grad()
+def logps(model: LanguageModel, sequences: Sequences, temperature: float, micro_batch_size: int) -> torch.Tensor:
+    """Log-probs of the completion tokens under `model`, `[B, T]`, without gradient."""
+    parts_BT = [
+        completion_scores(model, part, temperature).logp_BT
+        for part in share_of(micro_batches(sequences, micro_batch_size))
+    ]
+    return join(gathered(parts_BT, "log-probs"), sequences.mask_BT.shape[1])
+
+
+def join(parts_BT: Sequence[torch.Tensor], width: int) -> torch.Tensor:
+    """Micro-batches as one tensor, each padded with zeros to `width` columns."""
+    return torch.cat([pad(part, (0, width - part.shape[1])) for part in parts_BT])
+
+
+@torch.no_grad()
+def sequence_kl(
+    reference: LanguageModel,
+    groups: Sequence[Group],
+    section: KLSection,
+    temperature: float,
+    micro_batch_size: int,
+    uploader: Uploader | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(log-probs of all completions under the reference, `[P * G, T]`; KL estimate of each completion summed over its
+    tokens, `[P, G]`, in nats). The policy's log-probs are those that the engine recorded.
+    """
+    with span("reference"):
+        sequences = setup.sent(pack(groups, pad_id=0), uploader)
+        reference_logp_BT = logps(reference, sequences, temperature, micro_batch_size)
+        kl_BT = kl.estimate(section.estimator, sequences.raw_logp_BT, reference_logp_BT)
+        return reference_logp_BT, kl.per_sequence(kl_BT, sequences.mask_BT).reshape(len(groups), -1)
