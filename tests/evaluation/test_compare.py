@@ -20,6 +20,8 @@ SAMPLING = SamplingParams(max_new_tokens=10)
 class UnigramEngine:
     """A real sampler over a unigram model: token 0 ends a completion."""
 
+    is_exact = False
+
     def __init__(self, logits):
         self.logps = np.asarray(logits, dtype=float) - math.log(np.exp(logits).sum())
         self.seeds = []

@@ -3,19 +3,25 @@
 import contextlib
 import io
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tunesmith.batch.rollout import SamplingParams
+from tunesmith.batch.rollout import Group, SamplingParams
 from tunesmith.cli.main import main
+from tunesmith.config.sections import RewardSource
 from tunesmith.core.errors import InputError
 from tunesmith.data.pairs import write_pairs
-from tunesmith.evaluation.compare import recompute, summed_logps
+from tunesmith.evaluation.compare import Side, compare, recompute, summed_logps
 from tunesmith.kernels.native import Kernels
 from tunesmith.models.language_model import language_model
 from tunesmith.models.tiny import tiny_model
+from tunesmith.rewards.scorer import Scorer
+from tunesmith.rollout.engine import Engine
 from tunesmith.rollout.transformers_backend import TransformersEngine
 from tunesmith.schema.records import Pair, Prompt
 from tunesmith.workflows.evaluation import evaluate_reward, run_comparison, run_recipe
@@ -57,6 +63,42 @@ def test_summed_log_probs_equal_what_the_engine_sampled_by(temperature: float) -
         atol=1e-4,
         rtol=0,
     )
+
+
+def test_an_exact_engine_is_believed_about_what_it_drew_itself() -> None:
+    """Each side scores the other's completions alone, and every figure has the bits of four passes."""
+    prompts, scorer = [Prompt(str(i), "film " * (i + 1)) for i in range(3)], Scorer([RewardSource(source="length")])
+    sampling = SamplingParams(max_new_tokens=5, temperature=0.7, repetition_penalty=1.2)
+    scored: list[tuple[str, bool]] = []
+
+    def sides(*, believed: bool) -> list[Side]:
+        return [side_of(name, believed=believed) for name in ("llama", "qwen2")]
+
+    def side_of(name: str, *, believed: bool) -> Side:
+        loaded = tiny_model(name)
+        side = Side.of(name, loaded.model, loaded.tokenizer)
+
+        def logps(groups: Sequence[Group], temperature: float) -> Sequence[float]:
+            scored.append((name, believed))
+            return side.logps(groups, temperature)
+
+        return replace(side, logps=logps, engine=side.engine if believed else Unbelieved(side.engine))
+
+    few, all_passes = (
+        compare(*sides(believed=believed), prompts, scorer, sampling, num_completions=2) for believed in (True, False)
+    )
+    assert [name for name, believed in scored if believed] == ["qwen2", "llama"]
+    assert len([1 for _, believed in scored if not believed]) == 4
+    assert few.samples == all_passes.samples
+
+
+@dataclass(frozen=True)
+class Unbelieved:
+    inner: Engine
+    is_exact = False
+
+    def generate(self, *arguments: Any, **options: Any) -> list[Group]:
+        return self.inner.generate(*arguments, **options)
 
 
 def test_a_missing_prompt_file_is_an_input_error() -> None:

@@ -204,7 +204,11 @@ def compare(
     with span("logps"):
         # logps[sample side][model side]
         temperature = settings.temperature or 1.0  # greedy completions have no distribution of their own
-        logps = [[_logps(side, groups, temperature) for side in (before, after)] for groups in drawn]
+        sides = before, after
+        logps = [
+            [_logps(side, groups, temperature, drew=side is by) for side in sides]
+            for by, groups in zip(sides, drawn, strict=True)
+        ]
     samples = _samples(drawn, scored, logps, seed)
     return summarise(samples, before=before.name, after=after.name, sampling=settings)
 
@@ -295,9 +299,15 @@ def _row(group: Sequence[Sample]) -> PromptRow:
     return PromptRow(group[0].prompt_id, plain_text(group[0].prompt), before, after, after - before)
 
 
-def _logps(side: Side, groups: Sequence[Group], temperature: float) -> np.ndarray:
-    """logp_PG of one side. Raises ModelError for one that is not finite."""
-    logp_PG = np.asarray(side.logps(groups, temperature), dtype=np.float64).reshape(len(groups), -1)
+def _logps(side: Side, groups: Sequence[Group], temperature: float, *, drew: bool) -> np.ndarray:
+    """logp_PG of one side; an exact engine that drew the groups has recorded them. Raises ModelError for one that is
+    not finite.
+    """
+    if drew and side.engine.is_exact:
+        found = [float(np.sum(one.raw_logps, dtype=np.float64)) for group in groups for one in group.completions]
+    else:
+        found = side.logps(groups, temperature)
+    logp_PG = np.asarray(found, dtype=np.float64).reshape(len(groups), -1)
     for p, g in np.argwhere(~np.isfinite(logp_PG)).tolist():
         raise ModelError(
             f"{side.name!r} gave the log-prob {logp_PG[p, g]} to completion {g} of prompt {groups[p].prompt.id!r}; it "

@@ -268,13 +268,13 @@ def say_time(
     *,
     num_models: int = 1,
 ) -> None:
-    """Announce about how long drawing `num` completions of each prompt takes; each of two models also scores what both
-    drew.
+    """Announce about how long drawing `num` completions of each prompt takes; each of two models also scores what
+    the other drew, and without an exact engine what it drew itself.
     """
     num_given = fmean(len(encode_prompt(loaded.tokenizer, prompt)) for prompt in prompts)
     num_rows, num_slots = len(prompts) * num, min(128, len(prompts) * num)
     rows = Rows(num_given, sampling.max_new_tokens, num)
-    scored = len(prompts) * num_given + num_models * rows.tokens(num_rows) * (num_models > 1)
+    scored = len(prompts) * num_given + (num_models - engine.is_exact) * rows.tokens(num_rows) * (num_models > 1)
     work = (Work.drawing(num_rows, sampling.max_new_tokens, num_slots) + Work(scored)) * num_models
     cost = trial(language_model(loaded.model), rows, engine, sampling, num_slots)
     announce_time(work.seconds(cost), f"{num_rows} completions")
