@@ -24,7 +24,6 @@ from benchmarks.process import Process
 from benchmarks.step import PROMPTS, OurStep
 from benchmarks.trl import Taken, exported
 from tunesmith.core.system import SPIN_COUNT
-from tunesmith.models.load import compute_dtype
 from tunesmith.runs.environment import usable_cores
 
 _STAGES = {"rollout": "time/rollout_s", "update": "time/update_s"}
@@ -48,13 +47,12 @@ def measure(options: Namespace, say: Say) -> dict[str, object]:
     }
     with ExitStack() as stack:
         folder = stack.enter_context(exported(options.model))
-        dtype = str(compute_dtype("auto")).removeprefix("torch.")
         processes = {
             **{
                 name: Process("benchmarks.trl:Ours", ours, num_threads=num_threads, variables={"GOMP_SPINCOUNT": count})
                 for name, count in counts.items()
             },
-            "trl": ours.trl(str(folder), dtype).start(),
+            "trl": ours.trl(str(folder)).start(),
         }
         for process in processes.values():
             stack.enter_context(process)

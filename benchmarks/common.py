@@ -33,6 +33,7 @@ _FLAGS: Mapping[str, Mapping[str, Any]] = {
     "micro_batch_size": {"type": int, "metavar": "N", "help": "of our side; the recipe's default if left out"},
     "threads": {"type": int, "metavar": "N", "help": "threads of each process; all cores if left out"},
     "rounds": {"type": int, "default": 5, "metavar": "N", "help": "rounds in which every contender works once"},
+    "dtype": {"choices": ("auto", "float32", "bfloat16"), "default": "auto", "help": "precision of all sides"},
     "seed": {"type": int, "default": 0, "metavar": "N", "help": "seed of the random numbers"},
     "device": {"choices": ("cpu", "cuda"), "default": "cpu", "help": "device of the tensors"},
     "quick": {"action": "store_true", "help": "smoke run on small sizes; its figures say nothing"},

@@ -98,7 +98,12 @@ def main(words: Sequence[str]) -> int:
         *("quick", "out", "json", "quiet"),
         algorithm={"choices": ("ppo", "grpo", "best_of_n"), "default": "ppo", "help": "what trains the policy"},
         seeds={"type": int, "default": 5, "metavar": "N", "help": "seeds from 0"},
-        dtype={"action": "append", "choices": ("float32", "bfloat16"), "help": "one precision. Both if left out"},
+        dtype={
+            "action": "append",
+            "choices": ("float32", "bfloat16"),
+            "default": None,
+            "help": "one precision. Both if left out",
+        },
     )
     return command(flags, words, measure, _show)
 

@@ -359,10 +359,9 @@ def main(words: Sequence[str]) -> int:
     flags = parser(
         "rollout",
         __doc__,
-        *("model", "workload", "threads", "rounds", "seed", "quick", "out", "json", "quiet"),
+        *("model", "dtype", "workload", "threads", "rounds", "seed", "quick", "out", "json", "quiet"),
         against={"default": "transformers", "metavar": "A,B", "help": "of transformers, transformers-cb, vllm"},
         workload={"help": "plain, seed, shared, or batch1 to batch256; repeatable. The first three if left out"},
-        dtype={"choices": ("auto", "float32", "bfloat16"), "default": "auto", "help": "of all contenders"},
         batch_size={"type": int, "action": "append", "metavar": "N", "help": "rows to try of generate; repeatable"},
         no_memory={"action": "store_true", "help": "leave out the peak of memory, which is one more draw of each"},
         backend={"choices": ("native", "transformers"), "default": "native", "help": "engine of our side"},

@@ -62,13 +62,14 @@ class OurStep:
     seed: int = 0
     backend: str | None = None
     micro_batch_size: int | None = None
+    dtype: str = "auto"
 
     def recipe(self) -> GRPORecipe:
         """The recipe of our side."""
         micro = {"micro_batch_size": self.micro_batch_size} if self.micro_batch_size else {}
         return GRPORecipe.model_validate(
             {
-                "model": {"name": self.model},
+                "model": {"name": self.model, "dtype": self.dtype},
                 "rollout": {
                     "prompts_per_step": len(PROMPTS),
                     "completions_per_prompt": self.num_completions,
@@ -92,7 +93,7 @@ class OurStep:
         task = our_task(self.recipe(), PROMPTS)
         return cast(GRPO, task.build()), task
 
-    def trl(self, folder: str, dtype: str) -> TRLSettings:
+    def trl(self, folder: str) -> TRLSettings:
         """TRL's settings for the same work, with all rows in one micro-batch."""
         num_rows = len(PROMPTS) * self.num_completions
         arguments = {
@@ -102,6 +103,7 @@ class OurStep:
             "beta": KL_COEF,
             "seed": self.seed,
         }
+        dtype = str(compute_dtype(self.dtype)).removeprefix("torch.")
         return TRLSettings(folder, PROMPTS, num_rows, self.num_threads, num_rows, dtype, arguments)
 
 
@@ -116,12 +118,11 @@ def measure(options: Namespace, say: Say) -> dict[str, object]:
     num_threads = options.threads or usable_cores()
     torch.set_num_threads(num_threads)
     size = (4, 8) if options.quick else (8, 64)
-    ours = OurStep(options.model, *size, num_threads, options.seed, options.backend, options.micro_batch_size)
+    settings = options.backend, options.micro_batch_size, options.dtype
+    ours = OurStep(options.model, *size, num_threads, options.seed, *settings)
     section = ours.recipe().grpo
     with exported(options.model) as folder:
-        measured = _measured(
-            ours, ours.trl(str(folder), str(compute_dtype("auto")).removeprefix("torch.")), options, say
-        )
+        measured = _measured(ours, ours.trl(str(folder)), options, say)
     return {
         "bench": "step",
         "model": options.model,
@@ -185,7 +186,7 @@ def main(words: Sequence[str]) -> int:
     flags = parser(
         "step",
         __doc__,
-        *("model", "micro_batch_size", "threads", "rounds", "seed", "quick", "out", "json", "quiet"),
+        *("model", "dtype", "micro_batch_size", "threads", "rounds", "seed", "quick", "out", "json", "quiet"),
         against={"choices": ("trl",), "default": "trl", "help": "whose step"},
         backend={"choices": ("native", "transformers"), "help": "engine of our side; the recipe's default if left out"},
     )

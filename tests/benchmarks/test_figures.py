@@ -121,9 +121,9 @@ def test_the_roofline_has_every_weight_of_the_model_that_is_multiplied(family: s
 
 
 def test_both_sides_of_a_step_are_asked_for_the_same_work():
-    settings = OurStep("tiny:llama", 8, 64, num_threads=1)
+    settings = OurStep("tiny:llama", 8, 64, num_threads=1, dtype="bfloat16")
     ours = settings.recipe()
-    theirs: dict[str, Any] = replace(settings.trl("folder", "bfloat16"), micro_batch_size=8).config()
+    theirs: dict[str, Any] = replace(settings.trl("folder"), micro_batch_size=8).config()
     assert ours.rollout.completions_per_prompt == theirs["num_generations"] == 8
     assert ours.rollout.max_new_tokens == ours.rollout.min_new_tokens == theirs["max_completion_length"] == 64
     assert theirs["generation_kwargs"] == {"min_new_tokens": 64}

@@ -96,7 +96,7 @@ def policy_estimate(
     has_reference = hasattr(section, "kl") and section.kl.coef > 0
     has_own_critic = getattr(section, "critic", None) == "separate"
     others = sum(reward_parameters) / num_all, sum(teacher_parameters) / num_all
-    frozen = _frozen_share(model, cfg.model.num_trainable_layers)
+    frozen = 0.0 if cfg.algorithm == "distill" else _frozen_share(model, cfg.model.num_trainable_layers)
     work = _policy_work(cfg, section, prompt_tokens, num_slots, num_heldout, others, frozen)
     weight_bytes = num_all * model.dtype.itemsize
     num_bases = not has_adapters(model)  # models with adapters share one base
