@@ -222,7 +222,7 @@ template <class Work> void each_row(int64_t num_rows, int64_t n, int64_t num_thr
 
 inline Floats larger(Floats a, Floats b) { return where(a > b, a, b); }
 
-// The lower and the upper half of N floats.
+// The lower and the upper half of N floats; of a copy, because a vector whose address is taken stays in memory.
 template <int N, class V> inline TUNESMITH_INLINE Halved<float, N> halved(V values) {
     Halved<float, N> halves;
     std::memcpy(&halves, &values, sizeof halves);
