@@ -3,6 +3,7 @@
 import platform
 import shutil
 import subprocess
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,8 +13,14 @@ import torch
 import drawn
 from preference_cases import batch_of, exact
 from tunesmith.kernels import native as compiled
+from tunesmith.kernels.adamw.api import adamw, sums_of_squares
+from tunesmith.kernels.adamw.torch_impl import AdamWSettings, FloatMoments, ParameterUpdate
+from tunesmith.kernels.attention.api import attend_packed
+from tunesmith.kernels.attention.records import AttentionSettings, Rope
 from tunesmith.kernels.gated.api import activate, gated, softcap
 from tunesmith.kernels.logprob.api import chosen_logp_entropy
+from tunesmith.kernels.masked_softmax.api import masked_softmax
+from tunesmith.kernels.masked_softmax.torch_impl import KeyMask
 from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.preference.api import update_in_place
 from tunesmith.kernels.rms_norm.api import add_rms_norm
@@ -33,7 +40,8 @@ def portable(request, require) -> Kernels:
     with pytest.MonkeyPatch.context() as patch:
         flags = tuple(flag.replace("native", request.param) for flag in compiled.FLAGS)
         patch.setattr(compiled, "FLAGS", flags)
-        for op in ("sample", "rms_norm", "gated", "linear", "logprob", "preference"):
+        normalized = ("rms_norm", "masked_softmax", "logprob", "attention", "attention_gradient")
+        for op in ("sample", "gated", "linear", "preference", "adamw", *normalized):
             assert kernels.library(op, torch.device("cpu")) is not None
     return kernels
 
@@ -50,6 +58,12 @@ def test_values_and_gradients_are_those_of_the_definition(dtype: torch.dtype, po
         "silu": lambda x, y, weight, kernels: gated(x, y, "silu", kernels=kernels) + 0 * weight,
         "gelu": lambda x, y, weight, kernels: activate(x, "gelu_tanh", kernels=kernels) + 0 * y + 0 * weight,
         "softcap": lambda x, y, weight, kernels: softcap(x, 3.0, kernels=kernels) + 0 * y + 0 * weight,
+        "softmax": lambda x, y, weight, kernels: (
+            masked_softmax(x[:45].view(1, 1, 45, 45), scale=0.5, mask=KeyMask(causal=True), kernels=kernels).view(
+                45, 45
+            )
+            + 0 * (x[45:].sum() + y.sum() + weight.sum())
+        ),
         "logprob": lambda x, y, weight, kernels: (
             torch.stack(chosen_logp_entropy(x, ids, 0.7, kernels=kernels)).sum() + 0 * y + 0 * weight
         ),
@@ -62,6 +76,35 @@ def test_values_and_gradients_are_those_of_the_definition(dtype: torch.dtype, po
             scale = float(theirs.abs().max())
             rtol = 2e-6 if dtype == torch.float32 else 2**-6
             torch.testing.assert_close(ours, theirs, atol=rtol * max(1.0, scale), rtol=rtol, msg=partial(_named, name))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_and_its_gradients_are_those_of_the_definition(dtype: torch.dtype, portable: Kernels):
+    settings = AttentionSettings(num_heads=4, num_kv_heads=2, head_dim=32, scale=32**-0.5, softcap=5.0)
+    inputs = [normal(60, width, seed=seed).to(dtype) for seed, width in enumerate((128, 64, 64))]
+    angle_PF = torch.arange(40)[:, None] * 0.8 ** torch.arange(16)
+    rope = Rope(angle_PF.cos(), angle_PF.sin())
+    found, expected = (
+        _with_gradients(lambda *qkv, on=on: attend_packed(*qkv, rope, [40, 20], settings, kernels=on), *inputs)
+        for on in (portable, Kernels("torch"))
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        tolerance = (1e-5 if dtype == torch.float32 else 2**-6) * max(1.0, float(theirs.abs().max()))
+        torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
+
+
+def test_an_optimizer_step_and_the_norm_of_a_gradient_are_those_of_the_definition(portable: Kernels):
+    gradient = normal(300, 7).bfloat16()
+    found, expected = (
+        ParameterUpdate(gradient, normal(300, 7, seed=1), None, FloatMoments(*torch.zeros(2, 300, 7)), 3, 1e-2, 0.1)
+        for _ in range(2)
+    )
+    found, expected = (replace(one, weight=one.master.bfloat16()) for one in (found, expected))
+    adamw([found], AdamWSettings(0.9, 0.95, 1e-8), 0.5, kernels=portable)
+    adamw([expected], AdamWSettings(0.9, 0.95, 1e-8), 0.5, kernels=Kernels("torch"))
+    torch.testing.assert_close(found.master, expected.master, atol=1e-6, rtol=1e-6)
+    assert torch.equal(found.weight, found.master.bfloat16())
+    assert sums_of_squares([gradient], kernels=portable) == pytest.approx([gradient.double().square().sum().item()])
 
 
 def test_draws_are_those_of_the_definition_and_scored_to_the_bit(portable: Kernels):
