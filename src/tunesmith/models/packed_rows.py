@@ -29,8 +29,8 @@ class PackedRows:
     parts: Sequence[tuple[int, int, int]]
 
     def tokens_of(self, x_BSF: torch.Tensor) -> torch.Tensor:
-        """What a right-padded tensor has of the packed tokens, `[T, F]`."""
-        return torch.cat([x_BSF[row, first:end] for row, first, end in self.parts])
+        """The rows of a right-padded tensor that belong to the packed tokens, `[T, F]`."""
+        return _packed(x_BSF, self.parts)
 
     def index(self, row_N: torch.Tensor, position_N: torch.Tensor) -> torch.Tensor:
         """index_N: index of the token at (row, position) among the packed tokens."""
@@ -61,9 +61,12 @@ def pack_rows(ids_BS: torch.Tensor, lengths_B: torch.Tensor, *, shares_prefixes:
                 parents.append(parent)
                 num_tokens += lengths[row] - num_shared
     shared_B, shared_start_B, own_start_B = torch.tensor(starts, device=ids_BS.device).unbind(1)
-    ids_T = torch.cat([ids_BS[row, first:end] for row, first, end in parts])
     segments = Segments(tuple(end - first for _, first, end in parts), tuple(parents))
-    return PackedRows(ids_T, segments, shared_B, shared_start_B, own_start_B, parts)
+    return PackedRows(_packed(ids_BS, parts), segments, shared_B, shared_start_B, own_start_B, parts)
+
+
+def _packed(x_BS: torch.Tensor, parts: Sequence[tuple[int, int, int]]) -> torch.Tensor:
+    return torch.cat([x_BS[row, first:end] for row, first, end in parts])
 
 
 def _groups(ids_BS: torch.Tensor, lengths: Sequence[int]) -> Iterator[tuple[range, int]]:
