@@ -11,15 +11,27 @@ struct LinearArguments {
     void* y;
     int64_t num_rows, num_inputs, num_outputs, block, x_stride, num_threads, is_bfloat16;
 };
+struct NormArguments {
+    const void *x, *residual, *weight;
+    void *normed, *sum;
+    float* scale;
+    int64_t num_rows, n, inner, outer_stride, inner_stride, is_bfloat16, num_threads;
+    float epsilon, offset;
+};
+struct GatedArguments {
+    const void *x, *up;
+    void* out;
+    int64_t num_rows, n, x_stride, up_stride, function, is_bfloat16, num_threads;
+    float cap;
+};
 extern "C" {
 int64_t linear_panel_outputs(int64_t);
 void linear_pack(const void*, void*, int64_t, int64_t, int64_t, int64_t);
 void linear(const LinearArguments*);
-void add_rms_norm(const void*, const void*, const void*, void*, void*, float*, int64_t, int64_t, int64_t, int64_t,
-                  int64_t, float, float, int64_t, int64_t);
+void add_rms_norm(const NormArguments*);
 void chosen_logp_entropy(const void*, const int64_t*, float*, float*, void*, int64_t, int64_t, int64_t, double, int64_t,
                          int64_t);
-void gated(const void*, const void*, void*, int64_t, int64_t, int64_t, int64_t, int64_t, float, int64_t, int64_t);
+void gated(const GatedArguments*);
 void masked_softmax(const void*, const int64_t*, const uint8_t*, void*, int64_t, int64_t, int64_t, int64_t, int64_t,
                     int64_t, int64_t, int64_t, int64_t, float, int64_t, int64_t);
 }
@@ -67,9 +79,12 @@ void check_rows(int64_t rows, int64_t n) {
     std::vector<double> sums(3 * rows);
     std::vector<int64_t> token(rows);
     for (int64_t r = 0; r < rows; ++r) token[r] = (5 * r) % n;
-    add_rms_norm(x.data(), nullptr, weight.data(), normed.data(), nullptr, scale.data(), rows, n, 1, n, 0, 1e-5f, 0, 0, 2);
+    NormArguments norm = {x.data(), nullptr, weight.data(), normed.data(), nullptr, scale.data(), rows, n, 1, n, 0, 0, 2,
+                          1e-5f, 0};
+    add_rms_norm(&norm);
     chosen_logp_entropy(x.data(), token.data(), logp.data(), entropy.data(), sums.data(), rows, n, n, 0.7, 0, 2);
-    gated(x.data(), x.data(), product.data(), rows, n, n, n, 0, 0, 0, 2);
+    GatedArguments gate = {x.data(), x.data(), product.data(), rows, n, n, n, 0, 0, 2, 0};
+    gated(&gate);
     masked_softmax(x.data(), nullptr, nullptr, softmax.data(), rows, 1, 1, n, 0, 0, 1 << 30, 1, 1, 1.0f, 0, 2);
     for (int64_t r = 0; r < rows; ++r) {
         const float* row = &x[r * n];

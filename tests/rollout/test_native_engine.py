@@ -1,6 +1,7 @@
 """The native engine against `transformers.generate` and against the trainer: same greedy tokens, same bits."""
 
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +17,13 @@ from tunesmith.core.errors import TrainingError
 from tunesmith.kernels.linear.api import cpu_has_bfloat16
 from tunesmith.kernels.linear.exact import is_by_onednn
 from tunesmith.kernels.native import Kernels
+from tunesmith.kernels.recording import Recording
 from tunesmith.models.language_model import LanguageModel, language_model
 from tunesmith.models.load import load_policy
 from tunesmith.models.loaded import LoadedModel
 from tunesmith.models.logprob import token_logps
 from tunesmith.models.tiny import tiny_model
+from tunesmith.rollout import runner
 from tunesmith.rollout.factory import open_engine
 from tunesmith.rollout.native_engine import NativeEngine
 from tunesmith.schema.records import Prompt
@@ -154,6 +157,37 @@ def check_exactness(loaded: LoadedModel, temperature: float, slots: Sequence[int
         raw_BT = pack(groups, pad_id=2).raw_logp_BT
         for micro in (1, 3, 32):
             assert torch.equal(raw_BT, trained_logps(model, groups, temperature, micro))
+
+
+@in_exact_dtypes
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_replayed_steps_draw_what_computed_ones_draw(
+    family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replays: list[int] = []
+    replay = Recording.replay
+    monkeypatch.setattr(Recording, "replay", lambda self, rows: (replays.append(rows), replay(self, rows))[1])
+    loaded, sampling = tiny_model(family, dtype=dtype), SamplingParams(max_new_tokens=12, seed=5)
+
+    def drawn() -> list[Group]:
+        engine, _ = engine_of(loaded, num_slots=12)
+        return engine.generate(prompts(3), 2, sampling) + engine.generate(prompts(7), 3, sampling)
+
+    found = drawn()
+    # Rows come and go: steps of many sizes, fewer than were recorded.
+    assert len(replays) > 20 and len(set(replays)) > 3
+    monkeypatch.setattr(runner, "MOST_ROWS", 0)
+    replays.clear()
+    assert drawn() == found and not replays
+
+
+def test_a_larger_cache_takes_the_place_of_the_smaller_one() -> None:
+    engine, _ = engine_of(tiny_model("llama"))
+    engine.generate(prompts(1), 1, SamplingParams(max_new_tokens=4, seed=0))
+    assert engine._cache is not None
+    before = weakref.ref(engine._cache.storage)
+    engine.generate(prompts(40), 4, SamplingParams(max_new_tokens=40, seed=0))
+    assert before() is None
 
 
 @in_exact_dtypes

@@ -21,12 +21,18 @@ class RopeTables:
     def __init__(self, sources: Sequence[RopeSource]) -> None:
         self._sources = sources
         self._tables: list[Rope] = []
+        self._num_rows = 0
+
+    def reserve(self, num_positions: int) -> int:
+        """Make tables of at least `num_positions` rows; returns how many `get` can give without making new ones."""
+        if self._num_rows < num_positions:
+            self._num_rows = -(-num_positions // _ROWS) * _ROWS
+            self._tables = [_rope_table(source, self._num_rows) for source in self._sources]
+        return self._num_rows
 
     def get(self, index: int, num_positions: int) -> Rope:
         """The table of source `index`, with at least `num_positions` rows."""
-        if not self._tables or len(self._tables[0].cos_PF) < num_positions:
-            rows = -(-num_positions // _ROWS) * _ROWS
-            self._tables = [_rope_table(source, rows) for source in self._sources]
+        self.reserve(num_positions)
         return self._tables[index]
 
 

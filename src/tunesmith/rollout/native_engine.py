@@ -231,6 +231,8 @@ class NativeEngine:
         held = self._cache
         if held is None or held.tables.num_blocks < num_blocks or held.tables.max_tables < num_tables:
             self._cache = held = None  # free the old storage first
+            if self._runner is not None:
+                self._runner.forget_step()
             context_length = self._decoder.architecture.context_length
             tables = KVCache(num_blocks, max_tokens=context_length, max_tables=num_tables)
             self._cache = held = _Cache(tables, allocate_storage(shape, num_blocks))

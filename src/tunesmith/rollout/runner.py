@@ -9,9 +9,11 @@ V vocabulary.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from tunesmith.core.log import get_logger
 from tunesmith.kernels.attention.api import attend
 from tunesmith.kernels.attention.records import Places, SharedPrefixes
 from tunesmith.kernels.linear.api import BlocksLikeTorch, PackedWeight
@@ -24,8 +26,12 @@ from tunesmith.models import decoder as flat
 from tunesmith.models.adapter import Adapter, add_low_rank, dora_scale, stretch
 from tunesmith.models.architecture import Architecture, Block, Projection, Stack, output_size, weight_of
 from tunesmith.models.decoder import Decoder, OnLayer, Ops
+from tunesmith.models.embedding import embedded
 from tunesmith.rollout.kv_cache import CacheShape
+from tunesmith.rollout.recorded_step import MOST_ROWS, RecordedStep
 from tunesmith.rollout.scheduler import Plan, Rows
+
+_log = get_logger(__name__)
 
 _MIN_ROWS = 4
 """Steps are padded to as many rows: oneDNN is slower for two rows than for four, and may sum one row otherwise."""
@@ -211,6 +217,20 @@ class CachedDecoder:
 
         Positions are below `num_positions`. On a GPU nothing waits for the device.
         """
+        x_TH = embedded(self.decoder.architecture, ids_T, places.positions_T)
+        return self._layers(x_TH, places, storage, num_positions, prefixes=prefixes, on_layer=on_layer)
+
+    def _layers(
+        self,
+        x_TH: torch.Tensor,
+        places: Places,
+        storage: torch.Tensor,
+        num_positions: int,
+        *,
+        prefixes: SharedPrefixes | None = None,
+        on_layer: OnLayer | None = None,
+    ) -> torch.Tensor:
+        """`forward` from the embeddings `[T, H]` on."""
         decoder = self.decoder
 
         def attention(
@@ -221,7 +241,7 @@ class CachedDecoder:
             return attend(q_TX, k_TY, v_TY, rope, places, cache_2NW, settings, prefixes=prefixes, kernels=kernels)
 
         ops = decoder.across(Ops(self._linear, self._experts, attention, decoder.kernels, on_layer=on_layer))
-        return flat.hidden_states(decoder.architecture, ids_T, places.positions_T, ops)
+        return flat.from_layer(0, decoder.architecture, x_TH, ops)
 
     def hidden_states(
         self, tokens: Rows, storage: torch.Tensor, block_tables: torch.Tensor, *, on_layer: OnLayer | None = None
@@ -274,6 +294,8 @@ class Runner(CachedDecoder):
         self._projections = projections(decoder.architecture)
         self._packer = Packer(decoder.kernels)
         self._frozen: dict[int, tuple[int, ...] | None] = {}
+        self._step: RecordedStep | None = None
+        self._can_record = not decoder.is_divided and decoder.part is None
         self.repack()
 
     @property
@@ -292,6 +314,7 @@ class Runner(CachedDecoder):
 
         Frozen weights that did not change are not packed again: with adapters, none are.
         """
+        self.forget_step()
         for projection in self._projections:
             key, version = id(projection), _frozen_version(projection)
             if isinstance(projection, Stack):
@@ -307,6 +330,26 @@ class Runner(CachedDecoder):
                 self._frozen[key] = version
             elif isinstance(packed, AdaptedLinear):
                 packed.refresh()
+
+    def forget_step(self) -> None:
+        """Release the recorded step, which holds the cache's storage."""
+        self._step = None
+
+    def _layers(
+        self, x_TH: torch.Tensor, places: Places, storage: torch.Tensor, num_positions: int, **options: Any
+    ) -> torch.Tensor:
+        if any(options.values()) or not self._can_record or len(x_TH) > MOST_ROWS:
+            return super()._layers(x_TH, places, storage, num_positions, **options)
+        if self._step is not None and self._step.fits(places, storage, num_positions):
+            return self._step.run(x_TH, places)
+        self.forget_step()
+        step = RecordedStep(super()._layers, x_TH, places, storage, self.decoder.ropes.reserve(num_positions))
+        if step.problem:
+            self._can_record = False
+            _log.debug("decoding steps are not recorded: %s is computed by torch", step.problem)
+        else:
+            self._step = step
+        return step.hidden_TH
 
     def _pack(self, projection: Projection) -> PackedLinear | AdaptedLinear:
         if not any(projection.adapters):

@@ -35,6 +35,7 @@ from tunesmith.kernels.attention.records import (
     SharedPrefixes,
 )
 from tunesmith.kernels.native import Kernels
+from tunesmith.kernels.recording import call
 
 _COMPLAINTS = {
     1: "a position is negative, or outside of the block tables or the rotary tables",
@@ -58,7 +59,7 @@ def _record(name: str, pointers: str, numbers: str) -> type[ctypes.Structure]:
 _AttendArguments = _record(
     "_AttendArguments",
     "q k v keys values out position table_row tables copied",
-    "num_tokens q_stride k_stride v_stride num_blocks num_tables table_width num_positions num_copies",
+    "num_rows q_stride k_stride v_stride num_blocks num_tables table_width num_positions num_copies",
 )
 _GradientArguments = _record(
     "_GradientArguments",
@@ -248,10 +249,15 @@ def _native(
         table_width * BLOCK_TOKENS if rope is None else len(rope.cos_PF),
         0 if copied_E is None else len(copied_E),
     )
-    status = library.attend(ctypes.byref(arguments))
+    tables = () if rope is None else (rope.cos_PF, rope.sin_PF)
+    tensors = (q_TX, k_TY, v_TY, cache_2NW, out_TX, positions_T, rows_T, tables_RN, copied_E, sinks_H, *tables)
+    call(library, "attend", arguments, tensors, _check_status)
+    return out_TX
+
+
+def _check_status(status: int) -> None:
     if status:
         raise InputError(f"{_COMPLAINTS[status]}; nothing was written. Give places inside of them")
-    return out_TX
 
 
 def _triton(

@@ -12,13 +12,13 @@ using namespace tunesmith;
 
 extern "C" struct AttendArguments {
     Layer layer;
-    const void *q, *k, *v;                // [num_tokens, heads * head_dim], rows a stride apart
+    const void *q, *k, *v;                // [num_rows, heads * head_dim], rows a stride apart
     void *keys, *values;                  // the cache: [num_blocks, num_kv_heads * 16 * head_dim] each
-    void* out;                            // [num_tokens, num_heads * head_dim]
-    const int32_t *position, *table_row;  // [num_tokens + num_copies]
+    void* out;                            // [num_rows, num_heads * head_dim]
+    const int32_t *position, *table_row;  // [num_rows + num_copies]
     const int32_t* tables;                // [num_tables, table_width]
     const int32_t* copied;                // [num_copies], tokens whose keys and values are copied to one more place each
-    int64_t num_tokens, q_stride, k_stride, v_stride;
+    int64_t num_rows, q_stride, k_stride, v_stride;
     int64_t num_blocks, num_tables, table_width, num_positions, num_copies;
 };
 
@@ -87,7 +87,7 @@ template <class P> class Forward {
     int32_t run() {
         if (int32_t status = cut()) return status;
         int64_t work = 0, num_heads = layer_.num_kv_heads, num_units = (int64_t)tiles_.size() * num_heads;
-        for (int64_t token = 0; token < a_.num_tokens; ++token)
+        for (int64_t token = 0; token < a_.num_rows; ++token)
             work += (a_.position[token] + 64) * layer_.num_heads * width_;
 #pragma omp parallel num_threads((int)layer_.num_threads) if (layer_.num_threads > 1 && work > kParallelWork)
         {
@@ -101,7 +101,7 @@ template <class P> class Forward {
             scratch.states.resize(num_rows);
             scratch.turned.resize(stride_);
 #pragma omp for schedule(static)
-            for (int64_t place = 0; place < a_.num_tokens + a_.num_copies; ++place) write(place, scratch);
+            for (int64_t place = 0; place < a_.num_rows + a_.num_copies; ++place) write(place, scratch);
 #pragma omp for schedule(dynamic, num_units > 64 ? 4 : 1)
             for (int64_t unit = 0; unit < num_units; ++unit) attend(unit, std::min(unit + 1, num_units - 1), scratch);
         }
@@ -115,11 +115,11 @@ template <class P> class Forward {
     int32_t cut() {
         int64_t most = 1;
         while (most * 2 * group_ <= kTileRows) most *= 2;
-        for (int64_t token = 0; token < a_.num_tokens + a_.num_copies; ++token) {
+        for (int64_t token = 0; token < a_.num_rows + a_.num_copies; ++token) {
             int64_t position = a_.position[token], row = a_.table_row[token];
             if (position < 0 || position >= a_.num_positions || position / kBlock >= a_.table_width) return 1;
             if (row < 0 || row >= a_.num_tables) return 2;
-            bool is_copy = token >= a_.num_tokens;
+            bool is_copy = token >= a_.num_rows;
             if (token && !is_copy && row == a_.table_row[token - 1] && position == a_.position[token - 1] + 1 && position % most) {
                 ++tiles_.back().count;
                 tiles_.back().shared = num_blocks(token);
@@ -155,7 +155,7 @@ template <class P> class Forward {
     // Copies keys and values of a token into its block.
     void write(int64_t place, Scratch& scratch) const {
         int64_t position = a_.position[place], width = width_;
-        int64_t token = place < a_.num_tokens ? place : a_.copied[place - a_.num_tokens];
+        int64_t token = place < a_.num_rows ? place : a_.copied[place - a_.num_rows];
         int64_t start = table(place)[position / kBlock] * layer_.num_kv_heads * head_size_;
         Number* turned = scratch.head<Number>();
         for (int64_t head = 0; head < layer_.num_kv_heads; ++head, start += head_size_) {

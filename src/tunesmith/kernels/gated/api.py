@@ -26,12 +26,23 @@ from tunesmith.kernels.arguments import (
 from tunesmith.kernels.gated import torch_impl
 from tunesmith.kernels.gated.torch_impl import Activation
 from tunesmith.kernels.native import Kernels
+from tunesmith.kernels.recording import call
 
 _FUNCTIONS = (*get_args(Activation), "softcap")
 """In the order of their numbers in cpu.cpp."""
 
-_FORWARD = (*[POINTER] * 3, *[INTEGER] * 5, SINGLE, *[INTEGER] * 2)
-_BACKWARD = (*[POINTER] * 5, *[INTEGER] * 5, SINGLE, *[INTEGER] * 2)
+_BACKWARD = (*[POINTER] * 5, *[INTEGER] * 7, SINGLE)
+
+
+class _Arguments(ctypes.Structure):
+    """`GatedArguments` of cpu.cpp, field by field."""
+
+    _fields_ = (
+        *((name, POINTER) for name in ("x", "up", "out")),
+        *((name, INTEGER) for name in ("num_rows", "num_columns", "x_stride", "up_stride", "function")),
+        *((name, INTEGER) for name in ("is_bfloat16", "num_threads")),
+        ("cap", SINGLE),
+    )
 
 
 def gated(gate_RI: torch.Tensor, up_RI: torch.Tensor, activation: Activation, *, kernels: Kernels) -> torch.Tensor:
@@ -99,9 +110,8 @@ class _Function:
         if self.library is None:
             return _triton_forward(x_RI, up_RI, self.name, self.cap)
         out_RI = empty_as(x_RI)
-        function_of(self.library, "gated", _FORWARD)(
-            x_RI.data_ptr(), address(up_RI), out_RI.data_ptr(), *self._numbers(x_RI, up_RI)
-        )
+        tensors = (x_RI, up_RI, out_RI)
+        call(self.library, "gated", _Arguments(*map(address, tensors), *self._numbers(x_RI, up_RI)), tensors)
         return out_RI
 
     def backward(
@@ -121,7 +131,7 @@ class _Function:
     def _numbers(self, x_RI: torch.Tensor, up_RI: torch.Tensor | None) -> tuple[int | float, ...]:
         strides = x_RI.stride(0), 0 if up_RI is None else up_RI.stride(0)
         is_bfloat16 = x_RI.dtype == torch.bfloat16
-        return *x_RI.shape, *strides, _FUNCTIONS.index(self.name), self.cap, is_bfloat16, torch.get_num_threads()
+        return *x_RI.shape, *strides, _FUNCTIONS.index(self.name), is_bfloat16, torch.get_num_threads(), self.cap
 
 
 def _picked(kernels: Kernels, x_RI: torch.Tensor, name: str, cap: float = 0.0) -> _Function | None:

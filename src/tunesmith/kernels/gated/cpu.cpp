@@ -76,14 +76,21 @@ template <class Work> void with_types(int64_t function, float cap, int64_t is_bf
 
 // function(x) * up, or function(x) where `up` is null. Function 0 is silu, 1 gelu_tanh, 2 gelu, 3 the soft-cap. Rows of x and
 // up are their strides apart, rows of the rest n.
-extern "C" void gated(const void* x, const void* up, void* out, int64_t num_rows, int64_t n, int64_t x_stride,
-                      int64_t up_stride, int64_t function, float cap, int64_t is_bfloat16, int64_t num_threads) {
-    with_types(function, cap, is_bfloat16, [=](auto of, auto number) {
+struct GatedArguments {
+    const void *x, *up;
+    void* out;
+    int64_t num_rows, n, x_stride, up_stride, function, is_bfloat16, num_threads;
+    float cap;
+};
+
+extern "C" void gated(const GatedArguments* given) {
+    const GatedArguments a = *given;
+    with_types(a.function, a.cap, a.is_bfloat16, [=](auto of, auto number) {
         typedef decltype(number) T;
-        each_row(num_rows, n, num_threads, [=](int64_t i) {
-            const T *from = (const T*)x + i * x_stride, *u = up ? (const T*)up + i * up_stride : nullptr;
-            T* to = (T*)out + i * n;
-            each_vector(n, [&](int64_t j, int count) TUNESMITH_INLINE {
+        each_row(a.num_rows, a.n, a.num_threads, [=](int64_t i) {
+            const T *from = (const T*)a.x + i * a.x_stride, *u = a.up ? (const T*)a.up + i * a.up_stride : nullptr;
+            T* to = (T*)a.out + i * a.n;
+            each_vector(a.n, [&](int64_t j, int count) TUNESMITH_INLINE {
                 Floats value = of.value(load(from + j, count));
                 store(to + j, u ? value * load(u + j, count) : value, count);
             });
@@ -94,7 +101,7 @@ extern "C" void gated(const void* x, const void* up, void* out, int64_t num_rows
 // `up` and `d_up` are null together.
 extern "C" void gated_backward(const void* x, const void* up, const void* d_out, void* d_x, void* d_up,
                                int64_t num_rows, int64_t n, int64_t x_stride, int64_t up_stride, int64_t function,
-                               float cap, int64_t is_bfloat16, int64_t num_threads) {
+                               int64_t is_bfloat16, int64_t num_threads, float cap) {
     with_types(function, cap, is_bfloat16, [=](auto of, auto number) {
         typedef decltype(number) T;
         each_row(num_rows, n, num_threads, [=](int64_t i) {

@@ -12,6 +12,7 @@ from tunesmith.core.errors import InputError, NativeUnavailableError
 from tunesmith.kernels.arguments import INTEGER, POINTER, address, require, with_dense_rows
 from tunesmith.kernels.linear import exact
 from tunesmith.kernels.native import Kernels
+from tunesmith.kernels.recording import call
 
 _BLOCKS = (512, 1024)
 """Inputs that oneDNN sums at a time. Seen: in bfloat16 512 up to 1024 inputs and 1024 beyond, in float32 1024."""
@@ -130,5 +131,5 @@ def linear(x_RI: torch.Tensor, weight: PackedWeight, bias_O: torch.Tensor | None
         *(num_rows, weight.num_inputs, weight.num_outputs, weight.block, x_RI.stride(0)),
         *(threads, dtype == torch.bfloat16),
     )
-    weight.library.linear(ctypes.byref(arguments))
+    call(weight.library, "linear", arguments, (x_RI, weight.panels_PW, bias_O, y_RO))
     return y_RO

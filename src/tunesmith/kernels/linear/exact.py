@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 
 from tunesmith.kernels.arguments import INTEGER, POINTER, address, records_gradient, with_dense_rows
 from tunesmith.kernels.native import shared
+from tunesmith.kernels.recording import call
 
 _HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
@@ -142,7 +143,7 @@ def _by_tiles(
     )
     library = _tiles()
     assert library is not None
-    library.linear_by_tiles(ctypes.byref(arguments))
+    call(library, "linear_by_tiles", arguments, (x_RI, weight_OI, bias_O, y_RO))
     return y_RO
 
 

@@ -24,14 +24,25 @@ from tunesmith.kernels.arguments import (
     with_dense_rows,
 )
 from tunesmith.kernels.native import Kernels
+from tunesmith.kernels.recording import call
 from tunesmith.kernels.rms_norm import torch_impl
 from tunesmith.kernels.rms_norm.torch_impl import LONGEST, Normed, layout_of
 
 _ROWS_OF_SUM = 64
 """`kRowsOfSum` of cpu.cpp."""
 
-_FORWARD = (*[POINTER] * 6, *[INTEGER] * 5, SINGLE, SINGLE, INTEGER, INTEGER)
 _BACKWARD = (*[POINTER] * 8, *[INTEGER] * 5, SINGLE, INTEGER, INTEGER)
+
+
+class _Arguments(ctypes.Structure):
+    """`NormArguments` of cpu.cpp, field by field."""
+
+    _fields_ = (
+        *((name, POINTER) for name in ("x", "residual", "weight", "normed", "sum", "scale")),
+        *((name, INTEGER) for name in ("num_rows", "num_columns", "inner", "outer_stride", "inner_stride")),
+        *((name, INTEGER) for name in ("is_bfloat16", "num_threads")),
+        *((name, SINGLE) for name in ("epsilon", "offset")),
+    )
 
 
 def add_rms_norm(
@@ -92,14 +103,13 @@ class _Norm:
         if residual_RH is not None:
             residual_RH, sum_RH = residual_RH.contiguous(), empty_as(x_RH)
         scale_R = torch.empty(x_RH.shape[:-1].numel(), dtype=torch.float32) if keeps_scale else None
-        function_of(self.library, "add_rms_norm", _FORWARD)(
-            *(address(tensor) for tensor in (x_RH, residual_RH, weight_H, normed_RH, sum_RH, scale_R)),
+        tensors = (x_RH, residual_RH, weight_H, normed_RH, sum_RH, scale_R)
+        arguments = _Arguments(
+            *map(address, tensors),
             *layout_of(x_RH),
-            self.epsilon,
-            self.offset,
-            x_RH.dtype == torch.bfloat16,
-            torch.get_num_threads(),
+            *(x_RH.dtype == torch.bfloat16, torch.get_num_threads(), self.epsilon, self.offset),
         )
+        call(self.library, "add_rms_norm", arguments, tensors)
         return normed_RH, sum_RH, scale_R
 
     def backward(

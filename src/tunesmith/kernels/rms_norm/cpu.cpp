@@ -82,18 +82,25 @@ void row_backward(const T* v, float scale, const T* weight, const T* d_normed, c
 
 // Of a row, x is found by its strides; residual, normed and sum are [num_rows, n] and contiguous, weight is [n].
 // `residual` and `sum` are null together; `scale` [num_rows] may be null.
-extern "C" void add_rms_norm(const void* x, const void* residual, const void* weight, void* normed, void* sum,
-                             float* scale, int64_t num_rows, int64_t n, int64_t inner, int64_t outer_stride,
-                             int64_t inner_stride, float epsilon, float offset, int64_t is_bfloat16,
-                             int64_t num_threads) {
-    Layout layout{inner, outer_stride, inner_stride};
-    with_number(is_bfloat16, [=](auto number) {
+struct NormArguments {
+    const void *x, *residual, *weight;
+    void *normed, *sum;
+    float* scale;
+    int64_t num_rows, n, inner, outer_stride, inner_stride, is_bfloat16, num_threads;
+    float epsilon, offset;
+};
+
+extern "C" void add_rms_norm(const NormArguments* given) {
+    const NormArguments a = *given;
+    Layout layout{a.inner, a.outer_stride, a.inner_stride};
+    with_number(a.is_bfloat16, [=](auto number) {
         typedef decltype(number) T;
-        auto work = offset != 0 ? row<T, true> : row<T, false>;
-        each_row(num_rows, n, num_threads, [=](int64_t i) {
-            float found = work((const T*)x + layout.start(i), residual ? (const T*)residual + i * n : nullptr,
-                               (const T*)weight, (T*)normed + i * n, (T*)sum + i * n, n, epsilon, offset);
-            if (scale) scale[i] = found;
+        auto work = a.offset != 0 ? row<T, true> : row<T, false>;
+        each_row(a.num_rows, a.n, a.num_threads, [=](int64_t i) {
+            int64_t at = i * a.n;
+            float found = work((const T*)a.x + layout.start(i), a.residual ? (const T*)a.residual + at : nullptr,
+                               (const T*)a.weight, (T*)a.normed + at, (T*)a.sum + at, a.n, a.epsilon, a.offset);
+            if (a.scale) a.scale[i] = found;
         });
     });
 }
