@@ -23,7 +23,7 @@ POLICY_OF_DEMO = {
     ("rollout", "repetition_penalty"): 1.2,
 }
 RETUNED = {
-    "demo_ppo": {**POLICY_OF_DEMO, ("ppo", "lam"): 1.0},
+    "demo_ppo": {**POLICY_OF_DEMO, ("ppo", "lam"): 1.0, ("optimizer", "learning_rate"): 1.1e-4},
     "demo_grpo": POLICY_OF_DEMO,
     "demo_reward": {
         ("reward_model", "num_epochs"): 2,

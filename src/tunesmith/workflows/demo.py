@@ -66,7 +66,7 @@ pairs that are alike (after Yang et al. 2023, arXiv 2307.12950). What is trained
 
 COMPLETIONS_PER_STEER = 2
 
-COMPARED_COMPLETIONS = 8
+COMPARED_COMPLETIONS = 16
 
 REPETITION_PENALTY = 1.2
 """Of what is voted on and compared: without it one completion in ten says a phrase twice. PPO and GRPO also train on

@@ -16,15 +16,15 @@ from tunesmith.kernels.logprob.api import Scored, ScoreGradient, logits_gradient
 from tunesmith.kernels.masking import widened
 from tunesmith.kernels.native import Kernels
 
-CPU_CHUNK_BYTES = 64 * 2**20
+CPU_CHUNK_BYTES = 128 * 2**20
 GPU_SHARE = 32
 
 FEWEST_ROWS, FEWEST_COLUMNS = 2, 64
 """Smallest block, whatever its size in bytes: a matrix of one row may take another code path, with other bits."""
 
-_FORWARD_PARTS, _BACKWARD_PARTS = 4, 8
+_FORWARD_PARTS, _BACKWARD_PARTS = 8, 16
 """If not all logits fit, a block takes this part of `chunk_bytes`. On a CPU smaller blocks of rows are slower, because
-each packs the weight again; so are blocks of columns below an eighth in the backward pass."""
+each packs the weight again; so are blocks of columns below a sixteenth in the backward pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def head_logp_entropy(
 
     Memory: if the logits of all rows fit in `chunk_bytes` (by default `chunk_bytes_on` the device) they are kept for
     the backward pass, which overwrites them with their gradient. Else the forward pass computes some rows at a time,
-    and the backward pass recomputes some columns at a time: blocks of a quarter of `chunk_bytes`, an eighth in the
+    and the backward pass recomputes some columns at a time: blocks of an eighth of `chunk_bytes`, a sixteenth in the
     backward pass, or 2 rows and 64 columns if that is more. A softcap in C++ or in torch takes three times as much.
     Also kept are the hidden states, which the caller has, and a few numbers per row. The backward pass allocates a
     float32 [N, H] and the gradients themselves; rows whose scores get no gradient are left out of it.
@@ -89,7 +89,7 @@ def head_scores(hidden_NH: torch.Tensor, layer: OutputLayer, ids_N: torch.Tensor
 def chunk_bytes_on(device: torch.device) -> int:
     """Default limit in bytes, in the dtype of the weights, up to which the logits of all rows are kept.
 
-    64 MiB on a CPU, and on a GPU a share of its memory: logits that fit need not be computed again.
+    128 MiB on a CPU, and on a GPU a share of its memory: logits that fit need not be computed again.
     """
     if device.type != "cuda":
         return CPU_CHUNK_BYTES
