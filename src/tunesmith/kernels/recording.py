@@ -46,10 +46,10 @@ def call(
 class Recording(TorchDispatchMode):
     """Inside of the block, records the calls of a computation over `num_rows` rows; `replay` repeats them.
 
-    Every tensor that is allocated inside has its rows in the first dimension, and must not be used after the block: its
-    memory is the recording's, and another tensor may get it after the last reference has gone. Tensors from outside
-    must keep their place; their values may change. `problem` names the first operation of torch that is no allocation
-    and no view, which would not be repeated; it is empty if the recording can be replayed.
+    A tensor that is allocated inside must have its rows in the first dimension. Its memory is the recording's: another
+    tensor gets it once the last view has gone, and a replay writes it again. Tensors from outside are read and written
+    where they were; their values may change in between. `problem` names the first operation of torch that is no
+    allocation and no view, which would not be repeated; it is empty if the recording can be replayed.
     """
 
     def __init__(self, num_rows: int) -> None:
