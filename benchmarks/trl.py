@@ -283,15 +283,17 @@ def fastest(
 def alternate(
     ours: Buildable,
     theirs: TRLSettings,
-    default: TRLSettings,
+    default: TRLSettings | None,
     warm: Callable[[Process], list[Taken]],
     options: Namespace,
     say: Say,
 ) -> tuple[dict[str, list[Taken]], dict[str, list[Taken]], list[Load]]:
-    """(Answers of `warm` for `ours`, `trl`, and TRL with the settings `default`; steps in turns; loads)."""
-    with default.start() as process:
-        alone = warm(process)
-    say(f"  trl in its default precision: {alone[0].seconds:.2f} s")
+    """(Answers of `warm` for `ours`, `trl`, and TRL with the settings `default` if given; steps in turns; loads)."""
+    alone: list[Taken] = []
+    if default:
+        with default.start() as process:
+            alone = warm(process)
+        say(f"  trl in its default precision: {alone[0].seconds:.2f} s")
     with Process("benchmarks.trl:Ours", ours, num_threads=theirs.num_threads) as us, theirs.start() as them:
         warmed = {"ours": warm(us), "trl": warm(them), "default": alone}
         sides = {"ours": lambda _: us.call("take"), "trl": lambda _: them.call("take")}
@@ -314,14 +316,15 @@ def stage_medians(taken: Sequence[Taken], prefix: str) -> dict[str, float]:
 
 
 def show_pair(label: str, figures: Mapping[str, Any], seconds: str, memory: str, ratio: str) -> None:
-    """Print time, memory and stages of our side beside TRL's; the last three name keys of `figures`."""
+    """Print time, memory if compared, and stages beside TRL's; the last three name keys of `figures`."""
     trl = figures["trl"]
-    print(
-        f"{label:<10}{figures[seconds]:.2f} s against TRL's {trl[seconds]:.2f} s: {spread_text(figures)}\n"
-        f"memory    {figures[memory]:.2f} GB, {figures[ratio]:.2f} of TRL's "
-        f"{trl['default_precision'][memory]:.2f} GB in its default precision "
-        f"({trl[memory]:.2f} GB with {trl['dtype']} weights)\n"
-        f"TRL       {trl['attention']} attention, micro-batch of {trl['micro_batch_size']}{load_warning(figures)}"
-    )
+    print(f"{label:<10}{figures[seconds]:.2f} s against TRL's {trl[seconds]:.2f} s: {spread_text(figures)}")
+    if ratio in figures:
+        print(
+            f"memory    {figures[memory]:.2f} GB, {figures[ratio]:.2f} of TRL's "
+            f"{trl['default_precision'][memory]:.2f} GB in its default precision "
+            f"({trl[memory]:.2f} GB with {trl['dtype']} weights)"
+        )
+    print(f"TRL       {trl['attention']} attention, micro-batch of {trl['micro_batch_size']}{load_warning(figures)}")
     for name, stage_s in figures["stages"].items():
         print(f"  {name:<24}{stage_s:8.3f} s")
