@@ -4,8 +4,8 @@
 
 OLD and NEW are checkouts, each with a `.venv`, which may be a link to the same. Lines that both have are chosen by
 seed, as many in each folder. One token of each is changed, and the tests nearest to its module run until the first
-failure. One row is added for each line and checkout; rows that exist are not computed again, so the command can be
-started again after an interruption.
+failure, in both checkouts at the same time. One row is added for each line and checkout; rows that exist are not
+computed again, so the command can be started again after an interruption.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import re
 import subprocess
 import tokenize
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 FOLDERS = ("algorithms", "trainers", "rollout", "store", "data")
@@ -138,15 +139,17 @@ def main() -> None:
     sides = {side: unique_lines(root) for side, root in roots.items()}
     rows = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
     done = {(row["line"], row["side"]) for row in rows}
-    for folder, line, new in chosen_lines(sides, options.seed, options.count):
-        for side, root in roots.items():
+    chosen = chosen_lines(sides, options.seed, options.count)
+
+    def break_lines(side: str) -> None:
+        for folder, line, new in chosen:
             if (line, side) in done:
                 continue
             place = sides[side][folder, line]
             original = place[0].read_text()
             try:
                 place[0].write_text(with_line(place, new))
-                outcome = outcome_of(root, nearest_tests(root, place[0]))
+                outcome = outcome_of(roots[side], nearest_tests(roots[side], place[0]))
             finally:
                 place[0].write_text(original)
             row = {"side": side, "folder": folder, "line": line, "changed": new, "outcome": outcome}
@@ -154,6 +157,9 @@ def main() -> None:
             with options.out.open("a") as out:
                 out.write(json.dumps(row) + "\n")
             print(f"{side} {outcome:<10} {folder}: {new}", flush=True)
+
+    with ThreadPoolExecutor() as pool:  # each checkout on a core of its own
+        list(pool.map(break_lines, roots))
     for side in roots:
         print(side, dict(Counter(row["outcome"] for row in rows if row["side"] == side)))
 

@@ -20,7 +20,7 @@ RESOLVED = json.loads((FILES / "resolved.json").read_text(encoding="utf-8"))
 POLICY_OF_DEMO = {
     ("optimizer", "schedule"): "linear",
     ("rollout", "temperature"): 0.7,
-    ("rollout", "repetition_penalty"): 1.2,
+    ("rollout", "repetition_penalty"): 1.25,
 }
 RETUNED = {
     "demo_ppo": {**POLICY_OF_DEMO, ("ppo", "lam"): 1.0, ("optimizer", "learning_rate"): 1.1e-4},

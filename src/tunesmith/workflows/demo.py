@@ -68,7 +68,7 @@ COMPLETIONS_PER_STEER = 2
 
 COMPARED_COMPLETIONS = 16
 
-REPETITION_PENALTY = 1.2
+REPETITION_PENALTY = 1.25
 """Of what is voted on and compared: without it one completion in ten says a phrase twice. PPO and GRPO also train on
 such completions, with importance weights; best-of-n, which has none, would learn the penalty itself.
 """
