@@ -5,7 +5,7 @@ are bfloat16 without autocast and it recomputes nothing, which is faster than it
 micro-batch, then with eager attention, and keeps its fastest. Memory is compared with TRL in its own default
 precision, float32 weights with autocast, because those are masters as ours are; its faster setting is shown too.
 Leave the machine alone meanwhile; with smollm2 on two cores it takes about a quarter of an hour. Where bfloat16 is
-emulated TRL's default precision alone takes ten minutes: `--no-memory` leaves it out.
+emulated, TRL's default precision alone takes ten minutes: `--no-memory` leaves it out.
 """
 
 import statistics
