@@ -26,9 +26,11 @@ RETUNED = {
     "demo_ppo": {**POLICY_OF_DEMO, ("ppo", "lam"): 1.0, ("optimizer", "learning_rate"): 1.1e-4},
     "demo_grpo": POLICY_OF_DEMO,
     "demo_reward": {
+        ("model", "num_trainable_layers"): 4,
+        ("reward_model", "num_layers"): 4,
         ("reward_model", "num_epochs"): 2,
-        ("reward_model", "pairs_per_step"): 30,
-        ("reward_model", "micro_batch_size"): 30,
+        ("reward_model", "pairs_per_step"): 72,
+        ("reward_model", "micro_batch_size"): 72,
     },
 }
 

@@ -64,7 +64,7 @@ STEERS = ("", "I loved this film. ", "I hated this film. ")
 pairs that are alike (after Yang et al. 2023, arXiv 2307.12950). What is trained and compared is drawn without any.
 """
 
-COMPLETIONS_PER_STEER = 2
+COMPLETIONS_PER_STEER = 3
 
 COMPARED_COMPLETIONS = 16
 
@@ -153,7 +153,10 @@ def prepare(options: DemoOptions) -> Stage:
     few = {"run.steps": 2} if options.quick else {}
     prompts_per_step = {"ppo": 8, "grpo": 2, "best_of_n": 2}[algorithm]
     fewer = {"rollout.prompts_per_step": prompts_per_step, f"{algorithm}.num_minibatches": 1} if options.quick else {}
-    reward_recipe = load_recipe("reward", recipe="demo_reward", overrides={**overrides, **few}).recipe
+    # A person gives some 45 votes to learn from: in steps of 72 that would be two steps.
+    small_steps = {"reward_model.pairs_per_step": 4} if options.vote else {}
+    loaded = load_recipe("reward", recipe="demo_reward", overrides={**overrides, **few, **small_steps})
+    reward_recipe = loaded.recipe
     loaded = load_recipe(algorithm, recipe=f"demo_{algorithm}", overrides={**overrides, **drawing, **few, **fewer})
     policy_recipe = loaded.recipe
     assert isinstance(reward_recipe, RewardRecipe)
