@@ -32,6 +32,7 @@ RETUNED = {
         ("reward_model", "pairs_per_step"): 72,
         ("reward_model", "micro_batch_size"): 72,
     },
+    "dpo_demo": {("dpo", "num_epochs"): 1, ("dpo", "pairs_per_step"): 72, ("dpo", "micro_batch_size"): 72},
 }
 
 
