@@ -12,8 +12,9 @@ from tunesmith.data.pairs import load_preferences
 from tunesmith.evaluation.compare import recompute
 from tunesmith.models import assets
 from tunesmith.runs.folder import read_jsonl
-from tunesmith.workflows.demo import DemoOptions, command, run_demo
+from tunesmith.workflows.demo import DemoOptions, command, prepare, run_demo
 from tunesmith.workflows.evaluation import Outcome
+from tunesmith.workflows.voting import NUM_ASKED
 
 KEYS = (
     *("num_improved", "num_prompts", "mean_before", "mean_after", "median_before", "median_after", "p_value"),
@@ -59,6 +60,12 @@ def test_compared_openings_were_never_voted_on_or_trained_on(result: Outcome) ->
     trained = {row["prompt"] for path in result.run_dir.glob("*-demo_*po-*/samples.jsonl") for row in read_jsonl(path)}
     assert trained
     assert not compared & (voted | trained)
+
+
+def test_your_few_votes_are_learnt_in_more_than_a_few_steps(tmp_path: Path) -> None:
+    section = prepare(DemoOptions(vote=True, out=str(tmp_path))).reward_recipe.reward_model
+    num_learnt = NUM_ASKED - NUM_ASKED // 4  # one in four is held out
+    assert section.num_epochs * num_learnt // section.pairs_per_step >= 20
 
 
 def test_held_out_votes_are_about_other_openings(result: Outcome) -> None:
