@@ -210,8 +210,9 @@ def recipe_of(
     if algorithm in _SETTINGS:
         values |= {"optimizer.schedule": "constant", **_SETTINGS[algorithm]}
     if options.model != "smollm2":  # the recipes count the layers of this one
-        values |= {"model.num_trainable_layers": None}
-        values |= {"reward_model.num_layers": None} if algorithm == "reward" else {}
+        values["model.num_trainable_layers"] = None
+        if algorithm == "reward":
+            values["reward_model.num_layers"] = None
     if algorithm in ("reward", "dpo"):
         # A completion may hold what is no text, such as a NUL character.
         values |= {"pairs.source": str(folder / "votes.jsonl"), "pairs.skip_bad": True}
