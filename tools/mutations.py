@@ -4,8 +4,8 @@
 
 OLD and NEW are checkouts, each with a `.venv`, which may be a link to the same. Lines that both have are chosen by
 seed, as many in each folder. One token of each is changed, and the tests nearest to its module run until the first
-failure, in both checkouts at the same time. One row is added for each line and checkout; rows that exist are not
-computed again, so the command can be started again after an interruption.
+failure, then all tests of its folder if none failed, in both checkouts at the same time. One row is added for each line
+and checkout; rows that exist are not computed again, so the command can be started again after an interruption.
 """
 
 import argparse
@@ -27,7 +27,7 @@ SWAPS = {
     **{"+": "-", "-": "+", "*": "+", "/": "*", "+=": "-=", "min": "max", "max": "min"},
     **{"and": "or", "or": "and", "not": "bool", "if": "if not", "True": "False", "False": "True"},
 }
-TIMEOUT_S = 600
+TIMEOUT_S = 1800
 MAX_TEST_FILES = 14
 
 Place = tuple[Path, int]
@@ -88,14 +88,14 @@ def is_valid(text: str) -> bool:
 
 
 def nearest_tests(root: Path, file: Path) -> list[str]:
-    """Test files: of the module's name, then those that import it; all of its folder where there are none."""
+    """Test files: of the module's name, then those that import it."""
     module = ".".join(file.relative_to(root / "src").with_suffix("").parts)
     parent, _, stem = module.rpartition(".")
     imports = re.compile(rf"(from|import) {re.escape(module)}\b|from {re.escape(parent)} import [^\n]*\b{stem}\b")
     tests = sorted((root / "tests").rglob("test_*.py"))
     near = [test for test in tests if stem in test.stem] + [test for test in tests if imports.search(test.read_text())]
     near = [test for test in dict.fromkeys(near) if not {"web", "workflows"} & set(test.parts)][:MAX_TEST_FILES]
-    return [str(test.relative_to(root)) for test in near] or [f"tests/{module.split('.')[1]}"]
+    return [str(test.relative_to(root)) for test in near]
 
 
 def outcome_of(root: Path, tests: list[str]) -> str:
@@ -149,7 +149,10 @@ def main() -> None:
             original = place[0].read_text()
             try:
                 place[0].write_text(with_line(place, new))
-                outcome = outcome_of(roots[side], nearest_tests(roots[side], place[0]))
+                near = nearest_tests(roots[side], place[0])
+                outcome = outcome_of(roots[side], near) if near else "survived"
+                if outcome == "survived":
+                    outcome = outcome_of(roots[side], [f"tests/{folder}"])
             finally:
                 place[0].write_text(original)
             row = {"side": side, "folder": folder, "line": line, "changed": new, "outcome": outcome}

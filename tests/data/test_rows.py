@@ -95,6 +95,12 @@ def test_a_cut_off_last_line_is_called_so(tmp_path: Path):
     assert "rows.jsonl:2: the last line is cut off" in message
 
 
+def test_a_bad_last_line_with_its_line_break_is_not_called_cut_off(tmp_path: Path):
+    message = message_of(write(tmp_path / "rows.jsonl", '{"a": 1}\n{"a": "unfin\n'))
+    assert "rows.jsonl:2: not JSON" in message
+    assert "cut off" not in message
+
+
 def test_a_list_of_rows_is_named_by_index():
     with pytest.raises(DataError, match=r"1 bad row of 2 in the list of rows; .*\s+rows\[1\]: a number, not an object"):
         parse_rows([{"a": 1}, 7], lambda row: row)

@@ -20,6 +20,7 @@ from tunesmith.models.language_model import language_model
 from tunesmith.models.load import load_policy
 from tunesmith.models.loaded import LoadedModel
 from tunesmith.models.tiny import tiny_model
+from tunesmith.rollout import weight_check
 from tunesmith.rollout.device.engine import DeviceEngine
 from tunesmith.rollout.device.steps import STEPS_PER_VISIT
 from tunesmith.rollout.factory import open_engine
@@ -146,6 +147,27 @@ def test_updates_in_place_are_seen_and_nothing_is_copied() -> None:
     assert [group.weight_version for group in after] == [1, 1, 1]
     assert [g.completions for g in after] != [g.completions for g in before]
     require_same(after, native_engine(loaded, weight_version=lambda: 1).generate(prompts(3), 2, sampling))
+
+
+def test_weights_that_are_adjacent_already_stay_where_they_are() -> None:
+    loaded = tiny_model("qwen2", dtype=torch.float64)  # whose projections have biases too
+    device_engine(loaded).generate(prompts(1), 1, SamplingParams(max_new_tokens=2, seed=0))
+    addresses = [parameter.data_ptr() for parameter in loaded.model.parameters()]
+    device_engine(loaded).generate(prompts(1), 1, SamplingParams(max_new_tokens=2, seed=0))
+    assert [parameter.data_ptr() for parameter in loaded.model.parameters()] == addresses
+
+
+def test_the_kernels_are_compared_with_the_trainers_pass_before_the_first_call_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    differences = iter([0.0, 1.0])
+    monkeypatch.setattr(weight_check, "largest_difference", lambda *_: next(differences))
+    sampling = SamplingParams(max_new_tokens=2, seed=0)
+    engine = device_engine(tiny_model("llama"))
+    engine.generate(prompts(1), 1, sampling)
+    engine.generate(prompts(1), 1, sampling)
+    with pytest.raises(TrainingError, match="are 1 nats from those of one pass"):
+        device_engine(tiny_model("llama")).generate(prompts(1), 1, sampling)
 
 
 def test_weights_that_were_moved_are_found_again() -> None:
