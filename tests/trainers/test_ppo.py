@@ -109,6 +109,24 @@ def test_the_reference_does_not_move_with_the_policy(tmp_path: Path) -> None:
     assert any(not torch.equal(a, b) for a, b in zip(before, state.policy.module.parameters(), strict=True))
 
 
+def test_whitened_rewards_have_variance_one_and_keep_their_mean(tmp_path: Path) -> None:
+    def rewards(whiten: bool) -> torch.Tensor:
+        """The reward of each token, from returns that are plain sums: lambda and gamma are 1."""
+        options = {"whiten_rewards": whiten, "gamma": 1.0, "lam": 1.0, "kl": {"coef": 0.1}}
+        state, batches = Started(ppo_recipe(tmp_path, ppo=options), prompts=PROMPTS, rewards=[low_ids]), []
+        update = state.learner.update
+        state.learner.update = lambda batch, index: batches.append(batch) or update(batch, index)
+        state.step(state.data.train, 0)
+        (batch,) = batches
+        return_BT = torch.nn.functional.pad(batch.return_BT.double(), (0, 1))
+        return (return_BT[:, :-1] - return_BT[:, 1:])[batch.sequences.mask_BT]
+
+    plain_N, found_N = rewards(whiten=False), rewards(whiten=True)
+    assert plain_N.var() != pytest.approx(1, rel=0.5)
+    expected_N = (plain_N - plain_N.mean()) / plain_N.std() + plain_N.mean()
+    torch.testing.assert_close(found_N, expected_N, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("micro_batch_size", [1, 3, 4])
 def test_micro_batches_do_not_change_the_update(tmp_path: Path, micro_batch_size: int) -> None:
     def updated(size: int) -> torch.Tensor:

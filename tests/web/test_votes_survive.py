@@ -81,7 +81,7 @@ def kill_after_replies(server: Server, num_kills: int, heard: Acknowledged, is_o
 
 
 @pytest.mark.parametrize(
-    ("num_kills", "num_raters", "num_votes"), [(10, 20, 50), pytest.param(100, 50, 400, marks=pytest.mark.slow)]
+    ("num_kills", "num_raters", "num_votes"), [(5, 10, 40), pytest.param(100, 50, 400, marks=pytest.mark.slow)]
 )
 def test_each_vote_that_was_acknowledged_counts_once_though_the_server_is_killed(
     serve, stored, num_kills, num_raters, num_votes
