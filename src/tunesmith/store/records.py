@@ -73,6 +73,11 @@ class Rater:
     disabled_at: float | None = None
 
     @property
+    def is_admin(self) -> bool:
+        """True for those who may invite raters and roll versions back."""
+        return self.role == "admin"
+
+    @property
     def is_disabled(self) -> bool:
         """True if an admin has ended their access."""
         return self.disabled_at is not None

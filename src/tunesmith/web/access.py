@@ -58,6 +58,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("GET",), "/join/{invite}", "public"),
     Rule(("GET",), "/", "rater", is_page=True),
     Rule(("GET",), "/vote", "rater", is_page=True),
+    Rule(("GET",), "/watch", "rater", is_page=True),
     Rule(("GET",), "/raters", "admin", is_page=True),
     Rule(("POST",), f"{API}/session", "public"),
     Rule(("GET", "DELETE"), f"{API}/session", "rater"),
@@ -75,4 +76,4 @@ RULES: tuple[Rule, ...] = (
     Rule(("GET",), f"{API}/stats", "admin"),
     Rule(("GET",), f"{API}/export", "admin"),
 )
-"""Routes of voting and administration; those of the watch page are in `watch.RULES`."""
+"""Routes of the pages, of voting and of administration."""

@@ -69,7 +69,7 @@ def create_app(
     of_jobs = () if jobs is None else job_routes.RULES
     of_runs = () if studio is None else studio_routes.RULES
     of_arena = () if arena is None else arena_routes.RULES
-    table = access.RouteTable((*access.RULES, *watch.RULES, *of_arena, *of_jobs, *of_runs))
+    table = access.RouteTable((*access.RULES, *watch.rules(access.API, "rater"), *of_arena, *of_jobs, *of_runs))
     app = FastAPI(
         title="Tunesmith",
         version=__version__,
@@ -81,7 +81,7 @@ def create_app(
         middleware=[Middleware(Guard, table=table, logins=logins, limits=settings.limits, hosts=settings.hosts)],
     )
     app.state.services = services
-    for router in (routes.sessions(), routes.votes(), routes.administration(), routes.pages(), watch.page()):
+    for router in (routes.sessions(), routes.votes(), routes.administration(), routes.pages()):
         app.include_router(router)
     app.include_router(watch.router(access.API, lambda: watched))
     for router in () if arena is None else arena_routes.routers(arena, watched_votes):

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncGenerator
-from dataclasses import asdict
 from typing import Annotated
 
 from fastapi import APIRouter, Path
@@ -17,7 +16,7 @@ from tunesmith.web.arena import MAX_TURNS, Arena, Conversation
 from tunesmith.web.messages import PassageReply, Reply, Request, VoteRequest, passages
 from tunesmith.web.services import Caller, Services, ServicesOf
 from tunesmith.web.watch import KEEP_ALIVE_S, event, stream_of
-from tunesmith.web.watch_data import Cached, Json
+from tunesmith.web.watch_data import Cached, Json, Standings
 
 POLL_S = 0.05
 """Seconds between looks at the answers that are drawn."""
@@ -79,26 +78,7 @@ class ConversationReply(Reply):
 
 def routers(arena: Arena, votes: VoteWatch) -> list[APIRouter]:
     """The routers of the pages, of conversations, and of the leaderboard of `votes`."""
-    return [_pages(Cached(Leaderboard(votes), max_age_s=1.0)), _conversations(arena)]
-
-
-class Leaderboard:
-    """A function that computes the standings again after a new vote between two models."""
-
-    def __init__(self, votes: VoteWatch) -> None:
-        self._votes = votes
-        self._state = -1
-        self._places: list[Json] = []
-
-    def __call__(self) -> list[Json]:
-        """All versions and models that votes compare, the strongest first."""
-        # Imported here because numpy takes 0.1 s to load.
-        from tunesmith.evaluation.bradley_terry import leaderboard
-
-        state, contests = self._votes.contests()
-        if state != self._state:
-            self._places, self._state = [asdict(one) for one in leaderboard(contests)], state
-        return self._places
+    return [_pages(Cached(Standings(votes), max_age_s=1.0)), _conversations(arena)]
 
 
 def _pages(board: Cached[list[Json]]) -> APIRouter:
@@ -136,17 +116,17 @@ def _conversations(arena: Arena) -> APIRouter:
         """Begin a conversation with two models; which they are is known after a vote."""
         if body.names and not caller.is_admin:
             raise HTTPException(403, "only an admin may choose the models")
-        return reply(arena.begin(caller.rater_id, body.names), services)
+        return reply(arena.begin(caller.id, body.names), services)
 
     @routes.get("/{conversation}")
     def show(conversation: ConversationId, caller: Caller, services: ServicesOf) -> ConversationReply:
         """A conversation of the caller."""
-        return reply(arena.get(conversation, caller.rater_id), services)
+        return reply(arena.get(conversation, caller.id), services)
 
     @routes.post("/{conversation}/turns", status_code=202)
     def say(conversation: ConversationId, body: SayRequest, caller: Caller, services: ServicesOf) -> ConversationReply:
         """Say something. The response is sent when it is on disk; a retry changes nothing. `stream` has the answers."""
-        found = arena.get(conversation, caller.rater_id)
+        found = arena.get(conversation, caller.id)
         arena.say(found, body.number, body.text)
         return reply(found, services)
 
@@ -157,7 +137,7 @@ def _conversations(arena: Arena) -> APIRouter:
         """Vote on the answers to the last turn. The response, which names the models, is sent when the vote is on disk;
         a retry changes nothing. `skip` undoes it.
         """
-        found = arena.get(conversation, caller.rater_id)
+        found = arena.get(conversation, caller.id)
         given = body.verdict, body.reason, body.dwell_ms
         arena.vote(found, number, *given, services.votes, services.campaign().id)
         return reply(found, services)
@@ -168,7 +148,7 @@ def _conversations(arena: Arena) -> APIRouter:
         """The answers to the last turn while they are drawn: `text` events, then `done` with the conversation, or
         `failed`; to ask again is to try again.
         """
-        found = await run_in_threadpool(arena.get, conversation, caller.rater_id)
+        found = await run_in_threadpool(arena.get, conversation, caller.id)
         return stream_of(_events(arena, found, services), caller, services)
 
     return routes

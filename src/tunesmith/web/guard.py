@@ -8,7 +8,7 @@ rate limit, the role, the body (memory exhaustion, parser stack overflow). All r
 import asyncio
 import re
 from contextlib import suppress
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
@@ -16,8 +16,9 @@ from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tunesmith.store.records import Rater
 from tunesmith.web.access import RouteTable, Rule
-from tunesmith.web.logins import Identity, Logins, RateLimits
+from tunesmith.web.logins import Logins, RateLimits
 from tunesmith.web.settings import Limits
 
 CONTENT_POLICY = (
@@ -58,7 +59,7 @@ class Guard:
         self._rates = RateLimits(limits.rate_per_s, limits.burst)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or refuse it. The caller's identity is `request.user`."""
+        """Pass the request on, or refuse it. The rater who sent it is `request.user`."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -82,16 +83,15 @@ class Guard:
         """The checked body for the route. Raises HTTPException if the request is denied."""
         self._check_host(request)
         _check_origin(request, self._logins.sessions.cookie)
-        identity = None
+        caller = None
         if rule is None or rule.access != "public":
-            identity = await self._identify(request)
-            request.scope["user"] = identity
-        wait_s = self._rates.take(str(identity.rater_id) if identity else address_of(request))
+            caller = request.scope["user"] = await self._identify(request)
+        wait_s = self._rates.take(str(caller.id) if caller else address_of(request))
         if wait_s:
             raise _too_many(wait_s)
         if rule is None:
             raise self._not_found(request.scope["path"])
-        if rule.access == "admin" and not (identity and identity.is_admin):
+        if rule.access == "admin" and not (caller and caller.is_admin):
             raise HTTPException(403, "only an admin may do this")
         return await self._body(request, rule)
 
@@ -99,7 +99,7 @@ class Guard:
         """Reject unknown Host headers (DNS rebinding)."""
         if len(request.headers.getlist("host")) > 1:
             raise HTTPException(400, "the request has more than one Host header")
-        name = _host_name(request.headers.get("host", ""))
+        name = _split(f"//{request.headers.get('host', '')}").hostname or ""  # in lower case, without port and brackets
         if name in self._hosts:
             return
         # The server's own address is allowed too: a rebinding page's Host is a domain name, never this address.
@@ -107,23 +107,23 @@ class Guard:
         if not name or name != str(own).lower():
             raise HTTPException(400, "this server does not answer to that host name; name it with --allow-host")
 
-    async def _identify(self, request: Request) -> Identity:
-        """The identity of the token or cookie. Raises HTTPException 401 or, after many failures, 429."""
+    async def _identify(self, request: Request) -> Rater:
+        """The rater of the token or cookie. Raises HTTPException 401 or, after many failures, 429."""
         bearer, cookie = _bearer(request), request.cookies.get(self._logins.sessions.cookie, "")
         if not bearer and not cookie:
             raise HTTPException(401, "log in first: send `Authorization: Bearer TOKEN`", _LOG_IN)
-        identity = self._logins.recall(bearer, cookie)
-        if identity is None:
+        caller = self._logins.recall(bearer, cookie)
+        if caller is None:
             # Known logins are served even while somebody at the same address guesses tokens.
             is_known = self._logins.is_known(bearer, cookie)
             wait_s = 0 if is_known else self._logins.failures.wait_s(address_of(request))
             if wait_s:
                 raise _too_many(wait_s)
-            identity = await self._logins.look_up(bearer, cookie)
-        if identity is None:
+            caller = await self._logins.look_up(bearer, cookie)
+        if caller is None:
             self._logins.failures.take(address_of(request))
             raise HTTPException(401, "this login is unknown, has expired or was ended", _LOG_IN)
-        return identity
+        return caller
 
     def _not_found(self, path: str) -> HTTPException:
         methods = sorted({method for rule in self._table.at(path) for method in rule.methods})
@@ -245,19 +245,11 @@ def _bearer(request: Request) -> str:
     return token.strip() if kind.lower() == "bearer" else ""
 
 
-def _host_name(host: str) -> str:
-    """Name or address in a Host header, in lower case, without port and brackets; empty if invalid."""
-    try:
-        return urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return ""
-
-
 def _check_origin(request: Request, cookie: str) -> None:
     """Reject requests from pages of other origins (CSRF), by Origin or, without it, by the Fetch Metadata headers."""
     foreign = HTTPException(403, "this request comes from a page of another server")
     origins = request.headers.getlist("origin")
-    if any(_netloc(origin) != request.headers.get("host", "").lower() for origin in origins):
+    if any(_split(origin).netloc.lower() != request.headers.get("host", "").lower() for origin in origins):
         raise foreign
     if origins:
         return
@@ -269,9 +261,9 @@ def _check_origin(request: Request, cookie: str) -> None:
         raise HTTPException(403, "a request with a session cookie must say its Origin")
 
 
-def _netloc(origin: str) -> str:
-    """Host and port of an origin such as `http://127.0.0.1:8000`; empty if invalid."""
+def _split(address: str) -> SplitResult:
+    """The parts of an address such as `http://127.0.0.1:8000`; all are empty if it is invalid."""
     try:
-        return urlsplit(origin).netloc.lower()
+        return urlsplit(address)
     except ValueError:
-        return ""
+        return urlsplit("")

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Header, Path
 from fastapi.exceptions import HTTPException
 from fastapi.responses import HTMLResponse, JSONResponse
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import AfterValidator, Field, StringConstraints
 from starlette.concurrency import run_in_threadpool
 
 from tunesmith.config.keys import leaves
@@ -25,6 +25,7 @@ from tunesmith.rewards.builtin import BUILTINS
 from tunesmith.runs.folder import finite
 from tunesmith.web.access import API, Rule
 from tunesmith.web.jobs import Job, Jobs
+from tunesmith.web.messages import Request
 from tunesmith.web.run_index import id_of
 from tunesmith.web.services import Caller, ServicesOf
 from tunesmith.web.studio import OpenRun, Studio
@@ -76,14 +77,21 @@ AlgorithmName = Annotated[str, _one_of(ALGORITHMS), Field(json_schema_extra={"en
 StartedName = Annotated[str, _one_of(STARTED), Field(json_schema_extra={"enum": [*STARTED]})]
 Key = Annotated[str, StringConstraints(pattern=r"^[^\s=]+$", max_length=200), AfterValidator(_storable)]
 Value = Annotated[str, StringConstraints(max_length=10_000), AfterValidator(_storable)]
-RunId = Annotated[str, Path(min_length=1, max_length=40)]
 JobKey = Annotated[str, Header(alias="Idempotency-Key", min_length=1, max_length=200)]
 
 
-class RunRequest(BaseModel):
-    """A recipe as a page gives it: a shipped one or none, and keys with their values as text."""
+def run_of(run: Annotated[str, Path(min_length=1, max_length=40)], services: ServicesOf) -> OpenRun:
+    """The run that the path names. Raises HTTPException 404 if there is none."""
+    assert services.studio is not None, "only a server with a studio has routes of runs"
+    return services.studio.run(run)
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+
+Run = Annotated[OpenRun, Depends(run_of)]
+"""Type of a route's parameter that receives the run of its path."""
+
+
+class RunRequest(Request):
+    """A recipe as a page gives it: a shipped one or none, and keys with their values as text."""
 
     algorithm: StartedName
     recipe: Annotated[str, StringConstraints(max_length=100)] = ""
@@ -94,10 +102,8 @@ class RunRequest(BaseModel):
         return Wanted(self.algorithm, self.recipe, self.settings)
 
 
-class ResumeRequest(BaseModel):
+class ResumeRequest(Request):
     """Changes to a run that goes on: the steps of the whole run, those done included; None changes nothing."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     steps: Annotated[int, Field(ge=1, le=2**53)] | None = None
 
@@ -254,7 +260,7 @@ def _jobs(studio: Studio, jobs: Jobs) -> APIRouter:
         """Have a run started. The answer is sent when the request is on disk; a retry with the same key is the same
         run.
         """
-        job = jobs.add(body.wanted(), f"{caller.rater_id}:{key}")
+        job = jobs.add(body.wanted(), f"{caller.id}:{key}")
         return Reply(facts_of(job, jobs, studio), 202)
 
     @routes.get("/{job}")
@@ -274,23 +280,20 @@ def _jobs(studio: Studio, jobs: Jobs) -> APIRouter:
 def _runs(studio: Studio, jobs: Jobs) -> APIRouter:
     routes = APIRouter(prefix=f"{API}/runs/{{run}}", tags=["jobs"])
 
-    def run_of(run: RunId) -> OpenRun:
-        return studio.run(run)
-
     @routes.get("/settings")
-    def settings(found: Annotated[OpenRun, Depends(run_of)]) -> Reply:
+    def settings(found: Run) -> Reply:
         """The algorithm of a run, and its keys beyond defaults and level as text: what starts it once more."""
         wanted = wanted_like(found.path)
         return Reply({"algorithm": wanted.algorithm, "settings": wanted.settings})
 
     @routes.post("/resume", status_code=202)
-    def resume(found: Annotated[OpenRun, Depends(run_of)], body: ResumeRequest, caller: Caller, key: JobKey) -> Reply:
+    def resume(found: Run, body: ResumeRequest, caller: Caller, key: JobKey) -> Reply:
         """Have a run that has stopped go on from its newest checkpoint; a retry with the same key is the same."""
         algorithm = wanted_like(found.path).algorithm
         if algorithm not in STARTED:
             raise HTTPException(409, "this is no run of a trainer; it cannot go on from here")
         steps = () if body.steps is None else (("run.steps", str(body.steps)),)
         wanted = Wanted(algorithm, settings=steps, resume=str(found.path.relative_to(jobs.root)))
-        return Reply(facts_of(jobs.add(wanted, f"{caller.rater_id}:{key}"), jobs, studio), 202)
+        return Reply(facts_of(jobs.add(wanted, f"{caller.id}:{key}"), jobs, studio), 202)
 
     return routes

@@ -18,7 +18,7 @@ from pathlib import Path
 from starlette.concurrency import run_in_threadpool
 
 from tunesmith.core.errors import StoreError
-from tunesmith.store.records import Rater, Role
+from tunesmith.store.records import Rater
 from tunesmith.store.vote_reader import VoteReader
 
 MAX_KEYS = 10_000
@@ -67,20 +67,6 @@ class RateLimits:
         bucket.tokens = min(self._burst, bucket.tokens + (now - bucket.time) * self._rate_per_s)
         bucket.time = now
         return 0 if bucket.tokens >= 1 else max(1, math.ceil((1 - bucket.tokens) / self._rate_per_s))
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """The rater who sent a request, as established by the guard. Routes receive it as `services.Caller`."""
-
-    rater_id: int
-    name: str
-    role: Role
-
-    @property
-    def is_admin(self) -> bool:
-        """True for those who may invite raters and roll versions back."""
-        return self.role == "admin"
 
 
 def read_key(folder: Path) -> bytes:
@@ -150,7 +136,7 @@ class Links:
 
 
 class Logins:
-    """Identities of access tokens and session cookies, cached for a moment.
+    """Raters of access tokens and session cookies, cached for a moment.
 
     `sessions` and `links` are for the routes that begin and end a session. `failures` limits failed logins per network
     address.
@@ -161,12 +147,12 @@ class Logins:
         self.links = links
         self.failures = failures
         self._votes = votes
-        self._cache: OrderedDict[str, tuple[Identity, float]] = OrderedDict()
+        self._cache: OrderedDict[str, tuple[Rater, float]] = OrderedDict()
 
-    def recall(self, bearer: str, cookie: str) -> Identity | None:
-        """The cached identity of this token or cookie; None if it must be looked up."""
-        identity, until = self._cache.get(_cache_key(bearer, cookie), (None, 0.0))
-        return identity if time.monotonic() < until else None
+    def recall(self, bearer: str, cookie: str) -> Rater | None:
+        """The cached rater of this token or cookie; None if it must be looked up."""
+        rater, until = self._cache.get(_cache_key(bearer, cookie), (None, 0.0))
+        return rater if time.monotonic() < until else None
 
     def is_known(self, bearer: str, cookie: str) -> bool:
         """True for what cannot be guessed: a signed session, or a token that was valid before."""
@@ -174,16 +160,16 @@ class Logins:
             return True
         return _cache_key(bearer, cookie) in self._cache
 
-    async def look_up(self, bearer: str, cookie: str) -> Identity | None:
-        """The identity of this token or, without one, this cookie. A session may also be sent as a bearer token."""
-        identity = await run_in_threadpool(self._find, bearer, cookie)
-        if identity is not None:
+    async def look_up(self, bearer: str, cookie: str) -> Rater | None:
+        """The rater of this token or, without one, this cookie. A session may also be sent as a bearer token."""
+        rater = await run_in_threadpool(self._find, bearer, cookie)
+        if rater is not None:
             key = _cache_key(bearer, cookie)
-            self._cache[key] = (identity, time.monotonic() + _CACHE_S)
+            self._cache[key] = (rater, time.monotonic() + _CACHE_S)
             self._cache.move_to_end(key)
             if len(self._cache) > _MAX_CACHED:
                 self._cache.popitem(last=False)
-        return identity
+        return rater
 
     def forget(self) -> None:
         """Clear the cache, after access of a rater has ended."""
@@ -194,12 +180,12 @@ class Logins:
         now = time.time()
         return next((rater for rater in self._votes.raters() if rater.id == rater_id and rater.has_access(now)), None)
 
-    def _find(self, bearer: str, cookie: str) -> Identity | None:
+    def _find(self, bearer: str, cookie: str) -> Rater | None:
         found = self._votes.rater_of(bearer) if bearer else None
-        if found is None:
-            rater_id = self.sessions.read(bearer or cookie, time.time())
-            found = self.rater(rater_id) if rater_id is not None else None
-        return None if found is None else Identity(found.id, found.name, found.role)
+        if found is not None:
+            return found
+        rater_id = self.sessions.read(bearer or cookie, time.time())
+        return None if rater_id is None else self.rater(rater_id)
 
 
 def _cache_key(bearer: str, cookie: str) -> str:

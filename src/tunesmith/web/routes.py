@@ -53,7 +53,7 @@ _UNKNOWN = "this token is unknown, has expired or was used"
 
 
 def pages() -> APIRouter:
-    """The pages `/`, `/vote`, `/raters`, `/login` and `/join/{invite}`."""
+    """The pages `/`, `/vote`, `/watch`, `/raters`, `/login` and `/join/{invite}`."""
     routes = APIRouter(include_in_schema=False)
 
     @routes.get("/")
@@ -64,6 +64,10 @@ def pages() -> APIRouter:
     def vote(caller: Caller, services: ServicesOf) -> HTMLResponse:
         guidelines = safe_html(services.campaign().settings.guidelines) or ""
         return services.page("vote.html", caller, here="/vote", guidelines=guidelines)
+
+    @routes.get("/watch")
+    def watch(caller: Caller, services: ServicesOf) -> HTMLResponse:
+        return services.page("watch.html", caller, here="/watch", base="", may_roll_back=caller.is_admin)
 
     @routes.get("/raters")
     def raters(caller: Caller, services: ServicesOf) -> HTMLResponse:
@@ -139,8 +143,8 @@ def votes() -> APIRouter:
     ) -> NextReply:
         """Presentations to judge next: those that this rater holds, then fresh ones; none if nothing is left."""
         campaign_id = services.campaign().id
-        shown = services.votes.next_presentations(caller.rater_id, campaign_id, count)
-        progress = services.votes.reader.progress(caller.rater_id, campaign_id)
+        shown = services.votes.next_presentations(caller.id, campaign_id, count)
+        progress = services.votes.reader.progress(caller.id, campaign_id)
         return NextReply(presentations=[PresentationReply.of(one) for one in shown], progress=progress)
 
     @routes.put(f"{one}/vote")
@@ -148,19 +152,19 @@ def votes() -> APIRouter:
         token: PresentationToken, body: VoteRequest, caller: Caller, services: ServicesOf, key: RequestKey = None
     ) -> VoteReceipt:
         """Vote, or change the vote. The response is sent when the vote is on disk; a retry changes nothing."""
-        return services.votes.vote(token, caller.rater_id, body.verdict, body.reason, body.dwell_ms, key)
+        return services.votes.vote(token, caller.id, body.verdict, body.reason, body.dwell_ms, key)
 
     @routes.delete(f"{one}/vote")
     def withdraw(token: PresentationToken, caller: Caller, services: ServicesOf) -> VoteReceipt:
         """Undo a vote or a ranking: the presentation is open again."""
-        return services.votes.withdraw(token, caller.rater_id)
+        return services.votes.withdraw(token, caller.id)
 
     @routes.put(f"{one}/ranking")
     def rank(
         token: PresentationToken, body: RankingRequest, caller: Caller, services: ServicesOf, key: RequestKey = None
     ) -> VoteReceipt:
         """Rank the answers, or change the ranking."""
-        return services.votes.rank(token, caller.rater_id, body.ranks, body.dwell_ms, key)
+        return services.votes.rank(token, caller.id, body.ranks, body.dwell_ms, key)
 
     @routes.put(f"{one}/demonstration")
     def demonstrate(
@@ -171,12 +175,12 @@ def votes() -> APIRouter:
         key: RequestKey = None,
     ) -> VoteReceipt:
         """Write a better answer, in addition to the vote."""
-        return services.votes.demonstrate(token, caller.rater_id, body.text, key)
+        return services.votes.demonstrate(token, caller.id, body.text, key)
 
     @routes.get("/progress")
     def progress(caller: Caller, services: ServicesOf) -> Progress:
         """Counts of this rater and the campaign."""
-        return services.votes.reader.progress(caller.rater_id, services.campaign().id)
+        return services.votes.reader.progress(caller.id, services.campaign().id)
 
     @routes.get("/guidelines")
     def guidelines(services: ServicesOf) -> GuidelinesReply:
@@ -202,13 +206,13 @@ def administration() -> APIRouter:
         if any(rater.name == body.name.strip() for rater in services.votes.reader.raters()):
             raise HTTPException(409, f"the name {body.name.strip()!r} is taken; choose another")
         expires_at = time.time() + body.invite_days * _DAY_S
-        new = services.votes.add_rater(body.name, body.role, invited_by=caller.rater_id, expires_at=expires_at)
+        new = services.votes.add_rater(body.name, body.role, invited_by=caller.id, expires_at=expires_at)
         return InviteReply(rater=RaterReply.model_validate(new.rater), token=new.token, link=f"/join/{new.token}")
 
     @routes.delete("/raters/{rater_id}", status_code=204)
     def shut_out(rater_id: Id, caller: Caller, services: ServicesOf) -> None:
         """End a rater's access; their votes stay."""
-        if rater_id == caller.rater_id:
+        if rater_id == caller.id:
             raise HTTPException(409, "this is your own access; ask another admin to end it")
         if all(rater.id != rater_id for rater in services.votes.reader.raters()):
             raise HTTPException(404, f"there is no rater {rater_id}")
@@ -221,7 +225,7 @@ def administration() -> APIRouter:
         known = [one.version for one in services.runs.versions()]
         if version not in known:
             raise HTTPException(404, f"there is no version {version}")
-        return CommandReply(id=services.votes.command("rollback", str(version), caller.rater_id))
+        return CommandReply(id=services.votes.command("rollback", str(version), caller.id))
 
     @routes.get("/stats")
     def stats(services: ServicesOf) -> VoteStats:

@@ -9,12 +9,12 @@ import jinja2
 from fastapi import Depends, Request
 from fastapi.responses import HTMLResponse
 
-from tunesmith.store.records import Campaign, CampaignSettings
+from tunesmith.store.records import Campaign, CampaignSettings, Rater
 from tunesmith.store.runs import RunReader
 from tunesmith.store.votes import VoteStore
 from tunesmith.web.arena import Arena
 from tunesmith.web.jobs import Jobs
-from tunesmith.web.logins import Identity, Logins
+from tunesmith.web.logins import Logins
 from tunesmith.web.settings import ServerSettings
 from tunesmith.web.studio import Studio
 
@@ -52,7 +52,7 @@ class Services:
                 return campaign
         return self.votes.set_campaign(CampaignSettings())
 
-    def page(self, template: str, caller: Identity | None, **context: object) -> HTMLResponse:
+    def page(self, template: str, caller: Rater | None, **context: object) -> HTMLResponse:
         """A rendered template. `caller` decides which links the navigation bar has."""
         pages = [("/vote", "Vote"), ("/watch", "Watch")] if self.studio is None else []
         if self.arena is not None:
@@ -67,13 +67,13 @@ def services_of(request: Request) -> Services:
     return request.app.state.services
 
 
-def caller_of(request: Request) -> Identity:
-    """The identity of the caller, which the guard sets on every route that is not public."""
+def caller_of(request: Request) -> Rater:
+    """The rater who sent the request, which the guard sets on every route that is not public."""
     return request.user
 
 
 ServicesOf = Annotated[Services, Depends(services_of)]
 """Type of a route's parameter that receives the services."""
 
-Caller = Annotated[Identity, Depends(caller_of)]
-"""Type of a route's parameter that receives the identity of the caller."""
+Caller = Annotated[Rater, Depends(caller_of)]
+"""Type of a route's parameter that receives the rater who sent the request."""

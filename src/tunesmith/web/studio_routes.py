@@ -1,17 +1,16 @@
 """Routes of the pages of runs, for admins alone: samples name the version that drew them, and votes are blind."""
 
-from collections.abc import Callable
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Depends, Query
+from fastapi import APIRouter, Query
 from fastapi.exceptions import HTTPException
 from fastapi.responses import FileResponse, HTMLResponse
 
 from tunesmith.web import watch
 from tunesmith.web.access import API, Rule
-from tunesmith.web.job_routes import Reply, RunId, facts_of
+from tunesmith.web.job_routes import Reply, Run, facts_of
 from tunesmith.web.services import Caller, ServicesOf
-from tunesmith.web.studio import OpenRun, Studio, files_of
+from tunesmith.web.studio import Studio, files_of
 from tunesmith.web.watch_data import WatchData
 
 REPORT_POLICY = (
@@ -44,16 +43,13 @@ Word = Annotated[str, Query(max_length=200)]
 def routers(studio: Studio) -> list[APIRouter]:
     """The routers of the pages, of the list and the facts of runs, and of their metrics."""
 
-    def run_of(run: RunId) -> OpenRun:
-        return studio.run(run)
+    def data_of(found: Run) -> WatchData:
+        return found.data
 
-    def data_of(run: RunId) -> WatchData:
-        return studio.run(run).data
-
-    return [_pages(run_of), _facts(studio, run_of), watch.router(ONE, data_of)]
+    return [_pages(), _facts(studio), watch.router(ONE, data_of)]
 
 
-def _pages(run_of: Callable[..., OpenRun]) -> APIRouter:
+def _pages() -> APIRouter:
     routes = APIRouter(include_in_schema=False)
 
     @routes.get("/runs")
@@ -65,9 +61,7 @@ def _pages(run_of: Callable[..., OpenRun]) -> APIRouter:
         return services.page("compare.html", caller, here="/runs")
 
     @routes.get("/runs/{run}")
-    def show(
-        run: RunId, found: Annotated[OpenRun, Depends(run_of)], caller: Caller, services: ServicesOf
-    ) -> HTMLResponse:
+    def show(run: str, found: Run, caller: Caller, services: ServicesOf) -> HTMLResponse:
         name = found.path.name.encode("utf-8", "replace").decode()
         files = files_of(found.path)
         return services.page(
@@ -83,13 +77,13 @@ def _pages(run_of: Callable[..., OpenRun]) -> APIRouter:
         )
 
     @routes.get("/runs/{run}/report")
-    def report(found: Annotated[OpenRun, Depends(run_of)]) -> HTMLResponse:
+    def report(found: Run) -> HTMLResponse:
         if "report.html" not in files_of(found.path):
             raise HTTPException(404, "this run has no report yet; it is written at the end")
         return HTMLResponse((found.path / "report.html").read_bytes())
 
     @routes.get("/runs/{run}/files/{name}")
-    def file(found: Annotated[OpenRun, Depends(run_of)], name: str) -> FileResponse:
+    def file(found: Run, name: str) -> FileResponse:
         if name not in files_of(found.path):
             raise HTTPException(404, "this run has no such file")
         return FileResponse(found.path / name, media_type="application/octet-stream", filename=name)
@@ -97,7 +91,7 @@ def _pages(run_of: Callable[..., OpenRun]) -> APIRouter:
     return routes
 
 
-def _facts(studio: Studio, run_of: Callable[..., OpenRun]) -> APIRouter:
+def _facts(studio: Studio) -> APIRouter:
     routes = APIRouter(prefix=f"{API}/runs", tags=["runs"])
 
     @routes.get("")
@@ -111,7 +105,7 @@ def _facts(studio: Studio, run_of: Callable[..., OpenRun]) -> APIRouter:
         return Reply(studio.index.page(text, algorithm, state, limit))
 
     @routes.get("/{run}")
-    def show(found: Annotated[OpenRun, Depends(run_of)], services: ServicesOf) -> Reply:
+    def show(found: Run, services: ServicesOf) -> Reply:
         """Findings, diagnosis, recipe with the origin of each value, result, files, steps that have samples, and the
         job that was started for it last, if one was.
         """
@@ -121,7 +115,7 @@ def _facts(studio: Studio, run_of: Callable[..., OpenRun]) -> APIRouter:
         return Reply({**found.details(), "sample_steps": found.samples.steps(), "job": facts})
 
     @routes.get("/{run}/samples")
-    def samples(found: Annotated[OpenRun, Depends(run_of)], step: Annotated[int, Query(ge=0, le=2**53)]) -> Reply:
+    def samples(found: Run, step: Annotated[int, Query(ge=0, le=2**53)]) -> Reply:
         """The samples of a step."""
         return Reply({"step": step, "samples": found.samples.at(step)})
 

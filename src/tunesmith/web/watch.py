@@ -13,13 +13,13 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Query
 from fastapi.exceptions import HTTPException
-from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import StringConstraints
 from starlette.concurrency import run_in_threadpool
 
 from tunesmith.core.errors import TunesmithError
-from tunesmith.web.access import API, Access, Rule
-from tunesmith.web.logins import Identity
+from tunesmith.store.records import Rater
+from tunesmith.web.access import Access, Rule
 from tunesmith.web.services import Caller, Services, ServicesOf, is_set_within
 from tunesmith.web.watch_data import MAX_ROWS, Json, News, WatchData
 
@@ -30,9 +30,6 @@ def rules(base: str, access: Access) -> tuple[Rule, ...]:
         Rule(("GET",), f"{base}/{name}", access) for name in ("versions", "metrics/names", "metrics", "stream")
     )
 
-
-RULES: tuple[Rule, ...] = (Rule(("GET",), "/watch", "rater", is_page=True), *rules(API, "rater"))
-"""Rules of the page of the live loop beside the server."""
 
 MAX_NAMES = 64
 """Most metrics of one request."""
@@ -51,17 +48,6 @@ KEEP_ALIVE_S = 15.0
 
 RETRY_MS = 2_000
 """Milliseconds after which a browser reconnects."""
-
-
-def page() -> APIRouter:
-    """A router with the page `/watch`."""
-    routes = APIRouter(include_in_schema=False)
-
-    @routes.get("/watch")
-    def watch(caller: Caller, services: ServicesOf) -> HTMLResponse:
-        return services.page("watch.html", caller, here="/watch", base="", may_roll_back=caller.is_admin)
-
-    return routes
 
 
 def router(base: str, data_of: Callable[..., WatchData]) -> APIRouter:
@@ -101,22 +87,22 @@ def router(base: str, data_of: Callable[..., WatchData]) -> APIRouter:
     return routes
 
 
-def stream_of(texts: AsyncGenerator[str], caller: Identity, services: Services) -> StreamingResponse:
+def stream_of(texts: AsyncGenerator[str], caller: Rater, services: Services) -> StreamingResponse:
     """The response that sends server-sent events.
 
     Raises HTTPException 429 if the rater has as many streams open as one rater may.
     """
     num_open = services.num_streams
-    if num_open[caller.rater_id] >= services.settings.limits.streams_per_rater:
+    if num_open[caller.id] >= services.settings.limits.streams_per_rater:
         raise HTTPException(429, "you have too many streams open; close some pages")
 
     async def counted() -> AsyncGenerator[str]:
-        num_open[caller.rater_id] += 1
+        num_open[caller.id] += 1
         try:
             async for text in texts:
                 yield text
         finally:
-            num_open[caller.rater_id] -= 1
+            num_open[caller.id] -= 1
 
     return StreamingResponse(counted(), media_type="text/event-stream", headers={"x-accel-buffering": "no"})
 

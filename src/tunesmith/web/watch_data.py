@@ -71,6 +71,26 @@ class Cached(Generic[T]):
             return self._found[1]
 
 
+class Standings:
+    """A function that computes the standings by `votes` again after a new vote between two versions or models."""
+
+    def __init__(self, votes: VoteWatch) -> None:
+        self._votes = votes
+        self._state = -1
+        self._found: list[Json] = []
+
+    def __call__(self, base: str | None = None) -> list[Json]:
+        """All versions and models that votes compare: against `base`, or as a leaderboard, the strongest first."""
+        # Imported here because numpy takes 0.1 s to load.
+        from tunesmith.evaluation.bradley_terry import leaderboard, standings
+
+        state, contests = self._votes.contests()
+        if state != self._state:
+            found = leaderboard(contests) if base is None else standings(contests, base)
+            self._found, self._state = [asdict(one) for one in found], state
+        return self._found
+
+
 class WatchData:
     """Versions, votes, metrics and the trainer's state. Safe to call from any number of threads.
 
@@ -81,8 +101,7 @@ class WatchData:
         self._touch = touch
         self._runs = runs
         self._votes = votes
-        self._standings_of = -1
-        self._standings: dict[str, Json] = {}
+        self._standings = Standings(votes)
         self._cached_state = Cached(self._state, max_age_s=0.4)
         self.versions = Cached(self._versions, max_age_s=1.0)
         """`versions`, oldest first: the trainer's record, its `measured` win rate and the estimate `from_votes`."""
@@ -140,21 +159,8 @@ class WatchData:
     def _versions(self) -> Json:
         versions = self._runs.versions()
         base = versions[0].version if versions else 0
-        standings = self._from_votes(base)
+        standings = {one["name"]: one for one in self._standings(f"v{base}")}
         return {"base": base, "versions": [_version(one, standings.get(f"v{one.version}")) for one in versions]}
-
-    def _from_votes(self, base: int) -> dict[str, Json]:
-        """Bradley-Terry standings by name, recomputed after a new vote between two versions or models."""
-        state, contests = self._votes.contests()
-        if state == self._standings_of:
-            return self._standings
-        # Imported here because numpy takes 0.1 s to load, which pages without such votes do not need.
-        from tunesmith.evaluation.bradley_terry import standings
-
-        found = standings(contests, f"v{base}")
-        self._standings = {one.name: asdict(one) for one in found}
-        self._standings_of = state
-        return self._standings
 
     def _votes_per_minute(self) -> Json:
         counts = self._votes.per_minute(time.time())
