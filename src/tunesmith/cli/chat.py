@@ -191,15 +191,11 @@ def _show(speakers: Sequence[Speaker], answers: Sequence[str], console: "Console
         for speaker, text in zip(speakers, answers, strict=False):
             console.print(f"{speaker.name}: {text}", soft_wrap=True)
     else:
-        _show_side_by_side(speakers[: len(answers)], answers, console)
+        from rich.table import Table
+        from rich.text import Text
 
-
-def _show_side_by_side(speakers: Sequence[Speaker], answers: Sequence[str], console: "Console") -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(expand=True)
-    for speaker in speakers:
-        table.add_column(Text(speaker.name), ratio=1, overflow="fold")
-    table.add_row(*map(Text, answers))
-    console.print(table)
+        table = Table(expand=True)
+        for speaker in speakers[: len(answers)]:
+            table.add_column(Text(speaker.name), ratio=1, overflow="fold")
+        table.add_row(*map(Text, answers))
+        console.print(table)

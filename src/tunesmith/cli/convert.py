@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from tunesmith.cli.options import Positional, flag, parse
-from tunesmith.cli.output import reporting
+from tunesmith.cli.output import reporting, write_new
 from tunesmith.config import trl_config, yaml_text
-from tunesmith.core.errors import ConfigError, InputError
+from tunesmith.core.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,9 @@ def trl_config_(words: Sequence[str]) -> None:
     notes = [f"# {kind}: {name}: {why}\n" for kind, found in kinds.items() for name, why in found.items()]
     text = f"# From {file.name}, a config of TRL.\n{''.join(notes)}{yaml_text.to_yaml(converted.recipe, changed=True)}"
     if options.out:
-        text = f"{_written(Path(options.out).expanduser(), text)}\n"
+        out = Path(options.out).expanduser()
+        write_new(out, text)
+        text = str(out)
     with reporting(as_json=options.json) as output:
         output.say(text.removesuffix("\n"))
         output.finish(
@@ -47,12 +49,3 @@ def trl_config_(words: Sequence[str]) -> None:
                 "not_possible": converted.not_possible,
             }
         )
-
-
-def _written(file: Path, text: str) -> Path:
-    try:
-        with file.open("x", encoding="utf-8") as out:
-            out.write(text)
-    except OSError as error:
-        raise InputError(f"{file} cannot be written: {error.strerror}") from error
-    return file

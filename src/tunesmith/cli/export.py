@@ -35,6 +35,8 @@ class ExportOptions:
 def export(words: Sequence[str]) -> None:
     """Run `tunesmith export`."""
     options = parse(ExportOptions, words, "export")
+    from tunesmith.runs.listing import folder_bytes
+
     with reporting(as_json=options.json) as output:
         source = final_folder(Path(options.run).expanduser())
         check_layout(source)
@@ -43,9 +45,10 @@ def export(words: Sequence[str]) -> None:
         if options.merge:
             from tunesmith.models.export import save_merged
 
-            num_bytes = _num_bytes(save_merged(source, dest, trust_remote_code=options.trust_remote_code))
+            save_merged(source, dest, trust_remote_code=options.trust_remote_code)
         else:
-            num_bytes = copy_whole(source, dest)
+            copy_whole(source, dest)
+        num_bytes = folder_bytes(dest)
         output.say(f"{dest}  {num_bytes / 1e6:.1f} MB")
         output.finish({"source": source, "dest": dest, "num_bytes": num_bytes})
 
@@ -92,8 +95,8 @@ def check_dest(source: Path, dest: Path) -> None:
         raise InputError(f"{dest} exists and is {'no folder' if dest.is_file() else 'not empty'}; give another folder")
 
 
-def copy_whole(source: Path, dest: Path) -> int:
-    """Bytes copied from `source` to `dest`. The copy is moved into place when complete."""
+def copy_whole(source: Path, dest: Path) -> None:
+    """Copy `source` to `dest`. The copy is moved into place when complete."""
     try:
         dest.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{dest.name}-", dir=dest.parent) as aside:
@@ -102,11 +105,6 @@ def copy_whole(source: Path, dest: Path) -> int:
             os.replace(copy, dest)
     except OSError as error:
         raise InputError(f"{dest} cannot be written: {error.strerror or error}") from error
-    return _num_bytes(dest)
-
-
-def _num_bytes(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def _is_whole(file: Path) -> bool:

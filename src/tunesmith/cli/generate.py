@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from tunesmith.cli.options import Positional, SamplingFlags, UseAppendAction, flag, parse
-from tunesmith.cli.output import LiveText, Output, as_plain, reporting, wants_progress
+from tunesmith.cli.output import LiveText, Output, as_plain, reporting, wants_progress, write_new
 from tunesmith.core.errors import InputError
 from tunesmith.core.log import visible
 from tunesmith.core.system import keep_freed_memory
@@ -65,7 +65,8 @@ def _report(
 ) -> None:
     rows = [row for group in groups for row in _rows(group)]
     if options.out:
-        _write(options.out, rows)
+        lines = (json_text.dumps(as_plain(row), allow_nan=False) + "\n" for row in rows)
+        write_new(options.out, "".join(lines))
         output.say(f"{len(rows)} completions written to {options.out}")
     elif not _is_live(options):
         _show(groups, output)
@@ -140,14 +141,6 @@ def _rows(group: "Group") -> list[dict[str, object]]:
         }
         for completion in group.completions
     ]
-
-
-def _write(file: Path, rows: Sequence[dict[str, object]]) -> None:
-    try:
-        with file.open("x", encoding="utf-8") as stream:
-            stream.writelines(json_text.dumps(as_plain(row), allow_nan=False) + "\n" for row in rows)
-    except OSError as error:
-        raise InputError(f"{file} cannot be written: {error.strerror}") from error
 
 
 def _show(groups: "Sequence[Group]", output: Output) -> None:

@@ -93,13 +93,7 @@ def _train(options: LiveOptions, overrides: "Overrides", output: Output) -> None
 
 def _simulate(options: LiveOptions, num_raters: int, unknown: Sequence[str], output: Output) -> None:
     duration_s = seconds(options.duration)
-    given = {
-        "model": options.model,
-        "prompts": options.prompts,
-        "recipe": options.recipe,
-        "config": options.config,
-        "seed": options.seed,
-    }
+    given = {name: getattr(options, name) for name in ("model", "prompts", "recipe", "config", "seed")}
     passed = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
     from tunesmith.workflows.live_raters import RaterTraits
     from tunesmith.workflows.live_simulation import SimulationOptions, run_simulation

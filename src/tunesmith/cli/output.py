@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from tunesmith.config.yaml_text import is_list, is_mapping
+from tunesmith.core.errors import InputError
 from tunesmith.core.log import get_logger, visible
 
 if TYPE_CHECKING:
@@ -52,10 +53,7 @@ class Output:
         """Write the JSON object, if one was asked for. NaN and infinities, which JSON does not have, become null."""
         if self.as_json:
             self._stdout.write(json.dumps(as_plain(facts), ensure_ascii=True, allow_nan=False) + "\n")
-
-    def flush(self) -> None:
-        """Flush stdout: a reader may wait for this output while the command keeps running."""
-        self._stdout.flush()
+        self._stdout.flush()  # a reader may wait for the output of a server, which keeps running
 
 
 @contextmanager
@@ -88,6 +86,15 @@ def _number(value: object) -> object:
     """A scalar of another library as a Python number; text for anything else."""
     item = getattr(value, "item", None)
     return item() if callable(item) else str(value)
+
+
+def write_new(file: Path, text: str) -> None:
+    """Write `text` to a file that does not exist yet. Raises InputError if it does, or cannot be written."""
+    try:
+        with file.open("x", encoding="utf-8") as stream:
+            stream.write(text)
+    except OSError as error:
+        raise InputError(f"{file} cannot be written: {error.strerror}") from error
 
 
 def wants_progress() -> bool:

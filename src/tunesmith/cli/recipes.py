@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from tunesmith.cli.options import Positional, flag, parse
-from tunesmith.cli.output import reporting
+from tunesmith.cli.output import reporting, write_new
 from tunesmith.config.keys import did_you_mean, leaves
 from tunesmith.config.load import load_recipe, read_algorithm, schema_of, shipped_names, shipped_text
 from tunesmith.config.schema import RECIPES
@@ -71,13 +71,9 @@ def cp(words: Sequence[str]) -> None:
     dest = Path(options.dest or ".").expanduser()
     if dest.is_dir():
         dest /= f"{options.name}.yaml"
-    try:
-        with dest.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise InputError(f"{dest} exists and is kept; give another name") from None
-    except OSError as error:
-        raise InputError(f"{dest} cannot be written: {error.strerror}") from error
+    if dest.exists():
+        raise InputError(f"{dest} exists and is kept; give another name")
+    write_new(dest, text)
     print(dest)
 
 

@@ -1,6 +1,7 @@
 """`tunesmith serve`, `tunesmith studio` and `tunesmith watch`: the pages of voting and of runs."""
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from tunesmith.cli.options import Positional, UseAppendAction, check_ranges, flag, parse
 from tunesmith.cli.output import Output, reporting
 from tunesmith.core.errors import InputError, MissingDependencyError
+from tunesmith.web.settings import ServerSettings
 
 if TYPE_CHECKING:
     from tunesmith.store.records import CampaignSettings, NewItem
@@ -61,39 +63,39 @@ def serve(words: Sequence[str]) -> None:
     check_ranges(options, port=_PORTS, overlap=(1, inf), gold_share=(0, _MAX_GOLD_SHARE), max_votes=(0, inf))
     if options.lease is not None and not 0 < options.lease < inf:
         raise InputError(f"--lease is {options.lease:g}; give a number of minutes above 0")
-    try:
+    with _needing_web():
         from tunesmith.web import server
-        from tunesmith.web.settings import ServerSettings
-    except ModuleNotFoundError as error:
-        raise MissingDependencyError(
-            f"the pages need {error.name}, which is not installed; run `pip install 'tunesmith[web]'`"
-        ) from None
-    items = _items(options.pairs)
+    items: Sequence[NewItem] = ()
+    if options.pairs is not None:
+        from tunesmith.data.vote_files import read_items
+
+        items = read_items(options.pairs)  # all of them, before anything is stored
     settings = ServerSettings(options.dir.expanduser(), options.host, options.port, options.allow_host, has_arena=True)
     with reporting(as_json=options.json) as output:
+
+        def fill(votes: "VoteStore", campaign_id: int) -> None:
+            if items:
+                done = votes.import_items(campaign_id, items)
+                output.say(f"pairs    {done.num_new} added, {done.num_there} were there already")
+
         server.serve(
             settings,
             adjust=lambda campaign: _adjusted(campaign, options),
             is_exposed=options.login,
-            fill=lambda votes, campaign_id: _fill(votes, campaign_id, items, output),
+            fill=fill,
             announce=lambda opened: _say(opened, settings.votes_path, output),
         )
 
 
-def _items(source: str | None) -> "Sequence[NewItem]":
-    """The pairs and rankings of a file; none without one. All are read before anything is stored."""
-    if source is None:
-        return ()
-    from tunesmith.data.vote_files import read_items
-
-    return read_items(source)
-
-
-def _fill(votes: "VoteStore", campaign_id: int, items: "Sequence[NewItem]", output: Output) -> None:
-    """Put the given items before raters; those that are there already stay as they are."""
-    if items:
-        done = votes.import_items(campaign_id, items)
-        output.say(f"pairs    {done.num_new} added, {done.num_there} were there already")
+@contextmanager
+def _needing_web() -> Generator[None]:
+    """Say what to install if a package of the pages cannot be imported."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError(
+            f"the pages need {error.name}, which is not installed; run `pip install 'tunesmith[web]'`"
+        ) from None
 
 
 def _adjusted(campaign: "CampaignSettings", options: ServeOptions) -> "CampaignSettings":
@@ -124,16 +126,10 @@ def _text(path: Path) -> str:
 
 def _say(opened: "Opened", votes_path: Path, output: Output) -> None:
     """Print where the server is."""
-    if opened.login_url:
-        output.say(
-            f"vote     {opened.login_url}\n         this link logs you in as admin, once; {opened.url} afterwards"
-        )
-    else:
-        output.say(f"vote     {opened.url}")
+    output.say(_entry("vote", opened.login_url, opened.url))
     output.say(f"votes    {votes_path}")
     output.say("Ctrl-C ends the server; what is not answered yet stays for the next start.")
     output.finish({"url": opened.url, "login_url": opened.login_url, "votes": votes_path})
-    output.flush()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +169,17 @@ def studio(words: Sequence[str]) -> None:
     root = options.folder.expanduser()
     if not root.is_dir():
         raise InputError(f"there is no folder {root}; give the one that holds the runs, or make it")
-    _serve_runs(root, root / STUDIO_FOLDER, options, "/runs")
+    settings = ServerSettings(
+        root / STUDIO_FOLDER,
+        options.host,
+        options.port,
+        options.allow_host,
+        runs=root,
+        max_runs=options.max_runs,
+        allow=options.allow,
+        has_arena=True,
+    )
+    _serve_runs(settings, root, "/runs", is_exposed=options.login, as_json=options.json)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,45 +203,30 @@ def watch(words: Sequence[str]) -> None:
 
     run = resolve_run(options.run, options.dir)
     with TemporaryDirectory(prefix="tunesmith-watch-") as folder:
-        _serve_runs(run, Path(folder), options, None)
+        settings = ServerSettings(Path(folder), port=options.port, runs=run)
+        _serve_runs(settings, run, None, is_exposed=False, as_json=options.json)
 
 
-def _serve_runs(root: Path, folder: Path, options: StudioOptions | WatchOptions, page: str | None) -> None:
-    """Serve the runs below `root`, with the logins in `folder`; `page` is opened first, by default that of `root`."""
-    try:
+def _serve_runs(settings: ServerSettings, root: Path, page: str | None, *, is_exposed: bool, as_json: bool) -> None:
+    """Serve the runs below `root`; `page` is opened first, by default that of `root`."""
+    with _needing_web():
         from tunesmith.web import server
         from tunesmith.web.run_index import id_of
-        from tunesmith.web.settings import ServerSettings
-    except ModuleNotFoundError as error:
-        raise MissingDependencyError(
-            f"the pages need {error.name}, which is not installed; run `pip install 'tunesmith[web]'`"
-        ) from None
     first = page or f"/runs/{id_of(root, root)}"
-    settings, is_exposed = ServerSettings(folder, port=options.port, runs=root), False
-    if isinstance(options, StudioOptions):
-        is_exposed = options.login
-        settings = replace(
-            settings,
-            host=options.host,
-            hosts=options.allow_host,
-            max_runs=options.max_runs,
-            allow=options.allow,
-            has_arena=True,
-        )
-    with reporting(as_json=options.json) as output:
-        server.serve(
-            settings,
-            is_exposed=is_exposed,
-            announce=lambda opened: _say_runs(opened, root, first, output),
-        )
+    with reporting(as_json=as_json) as output:
+        server.serve(settings, is_exposed=is_exposed, announce=lambda opened: _say_runs(opened, root, first, output))
 
 
 def _say_runs(opened: "Opened", root: Path, page: str, output: Output) -> None:
     """Print where the pages are."""
     login_url = opened.login_url and f"{opened.login_url}&next={page}"
     url = f"{opened.url}{page}"
-    note = f"\n         this link logs you in as admin, once; {url} afterwards" if login_url else ""
-    output.say(f"runs     {login_url or url}{note}\nfolder   {root}")
+    output.say(f"{_entry('runs', login_url, url)}\nfolder   {root}")
     output.say("Ctrl-C ends the pages; the runs do not notice.")
     output.finish({"url": opened.url, "login_url": login_url, "page": url, "runs": root})
-    output.flush()
+
+
+def _entry(name: str, login_url: str | None, url: str) -> str:
+    """The line with the address to open first: the login link if there is one."""
+    note = f"\n         this link logs you in as admin, once; {url} afterwards" if login_url else ""
+    return f"{name:<8} {login_url or url}{note}"

@@ -103,13 +103,7 @@ def import_(words: Sequence[str]) -> None:
 def export(words: Sequence[str]) -> None:
     """Run `tunesmith votes export`."""
     options = parse(ExportVotesOptions, words, "votes export")
-    from tunesmith.data.vote_files import (
-        demonstration_columns,
-        format_of,
-        ranking_columns,
-        write_rows,
-        write_votes,
-    )
+    from tunesmith.data.vote_files import demonstration_columns, format_of, ranking_columns, write_rows, write_votes
 
     form = options.format or format_of(options.dest)
     if form == "argilla" and options.kind != "votes":

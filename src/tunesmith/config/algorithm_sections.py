@@ -4,14 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from tunesmith.config.sections import (
-    Fraction,
-    NonNegative,
-    NonNegativeInt,
-    Positive,
-    PositiveInt,
-    Section,
-)
+from tunesmith.config.sections import Fraction, NonNegative, NonNegativeInt, Positive, PositiveInt, Section
 
 Estimator = Literal["k1", "k2", "k3"]
 """Estimator of the KL to the reference policy, after Schulman 2020, "Approximating KL divergence"."""

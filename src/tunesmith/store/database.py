@@ -147,6 +147,11 @@ class ReadOnlyDatabase(Closeable):
             return True
 
 
+def or_now(now: float | None) -> float:
+    """`now`, or the clock's seconds since the epoch."""
+    return time.time() if now is None else now
+
+
 def failure(place: str, error: DBAPIError) -> StoreError:
     """A database error as a StoreError that says what to do."""
     cause = str(error.orig)

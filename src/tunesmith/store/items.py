@@ -8,11 +8,7 @@ from sqlalchemy import Connection, and_, insert, select, update
 
 from tunesmith.core.errors import DataError
 from tunesmith.schema.records import Text
-from tunesmith.store.content import (
-    check_content,
-    check_text,
-    prompt_sha256,
-)
+from tunesmith.store.content import check_content, check_text, prompt_sha256
 from tunesmith.store.records import Candidate, NewItem, Offer
 from tunesmith.store.tables import candidates, item_candidates, items, new_id, prompts
 

@@ -12,13 +12,13 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import BinaryIO
 
 from tunesmith.core.errors import StoreError, TunesmithError
-from tunesmith.core.log import get_logger
+from tunesmith.core.log import Once, get_logger
 from tunesmith.runs.listing import object_in
 from tunesmith.runs.lock import HOLDER_FILE, is_locked
 from tunesmith.store.content import MAX_NAME, is_storable
@@ -152,7 +152,7 @@ class _Followed:
     folder: Path
     used_at: float = 0.0
     beat_at: float = -math.inf
-    logged: str = ""
+    once: Once = field(default_factory=lambda: Once(get_logger(__name__)))
 
     def work(self) -> bool:
         """Copy what is new; True if there is more. An error is logged once, and the copy retried."""
@@ -162,9 +162,7 @@ class _Followed:
                 self.beat_at = time.monotonic()
             return self.tail.poll()
         except TunesmithError as error:
-            if str(error) != self.logged:
-                get_logger(__name__).warning("%s; trying again", error)
-                self.logged = str(error)
+            self.once.warning(f"{error}; trying again")
             return False
 
 

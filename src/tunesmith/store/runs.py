@@ -4,7 +4,6 @@ import math
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +14,7 @@ from sqlalchemy.exc import DBAPIError
 
 from tunesmith.core.errors import StoreError
 from tunesmith.store.content import check_content, check_name
-from tunesmith.store.database import Closeable, OwnedDatabase, ReadOnlyDatabase, failure
+from tunesmith.store.database import Closeable, OwnedDatabase, ReadOnlyDatabase, failure, or_now
 from tunesmith.store.items import check_answers, chunks
 from tunesmith.store.records import Candidate, Heartbeat, Metric, NewOffer, Offer, PolicyVersion, Series
 from tunesmith.store.tables import heartbeat, jobs, metrics, new_id, offer_candidates, offers, policy_versions
@@ -64,12 +63,12 @@ class RunStore(Closeable):
         for number, offer in enumerate(new, start=1):
             check_content(offer.prompt, f"the prompt of offer {number}")
             check_answers([candidate.text for candidate in offer.candidates], f"offer {number}")
-        moment = _or_now(now)
+        moment = or_now(now)
         return self._transact(lambda c: [_add_offer(c, offer, retires_before, moment) for offer in new])
 
     def add_metrics(self, step: int, values: Mapping[str, float], now: float | None = None) -> None:
         """Write the metrics of a step, one row each; values that are not finite as null."""
-        moment = _or_now(now)
+        moment = or_now(now)
         self.add_metric_rows([(step, moment, name, value) for name, value in values.items()])
 
     def add_metric_rows(self, rows: Sequence[tuple[int, float, str, float | None]]) -> None:
@@ -96,7 +95,7 @@ class RunStore(Closeable):
         values = {
             "kind": check_name(kind, "a job's kind")[:64],
             "state": "running",
-            "created_at": _or_now(now),
+            "created_at": or_now(now),
             "detail_json": detail or {},
         }
         return self._transact(lambda connection: new_id(connection.execute(insert(jobs).values(**values))))
@@ -114,7 +113,7 @@ class RunStore(Closeable):
         now: float | None = None,
     ) -> None:
         """Mark the end of a job; `detail` replaces that of its start."""
-        values: dict[str, object] = {"state": state[:32], "ended_at": _or_now(now)}
+        values: dict[str, object] = {"state": state[:32], "ended_at": or_now(now)}
         if detail is not None:
             values["detail_json"] = detail
         self._transact(lambda connection: connection.execute(update(jobs).where(jobs.c.id == job_id).values(**values)))
@@ -122,7 +121,7 @@ class RunStore(Closeable):
     def beat(self, state: str, now: float | None = None) -> None:
         """Write the heartbeat: process id, host, time and `state`."""
         host = socket.gethostname()[:200]
-        values = {"pid": os.getpid(), "host": host, "time": _or_now(now), "state": state[:64]}
+        values = {"pid": os.getpid(), "host": host, "time": or_now(now), "state": state[:64]}
 
         def work(connection: Connection) -> None:
             if not connection.execute(update(heartbeat).where(heartbeat.c.id == 1).values(**values)).rowcount:
@@ -220,10 +219,6 @@ def _add_offer(connection: Connection, offer: NewOffer, retires_before: int, now
     ]
     connection.execute(insert(offer_candidates), rows)
     return offer_id
-
-
-def _or_now(now: float | None) -> float:
-    return time.time() if now is None else now
 
 
 def _metric_names(connection: Connection) -> list[str]:

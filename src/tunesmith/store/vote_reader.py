@@ -1,6 +1,5 @@
 """`VoteReader`: read access to `votes.db` for every process, which never writes or checkpoints it."""
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
@@ -11,7 +10,7 @@ from tunesmith.core.errors import StoreError
 from tunesmith.schema.records import Text
 from tunesmith.store import campaigns, vote_stats
 from tunesmith.store.content import prompt_sha256
-from tunesmith.store.database import ReadOnlyDatabase
+from tunesmith.store.database import ReadOnlyDatabase, or_now
 from tunesmith.store.items import candidates_of_items
 from tunesmith.store.records import (
     MARGIN_BETTER,
@@ -113,7 +112,7 @@ class VoteReader(ReadOnlyDatabase):
 
     def rater_of(self, token: str, now: float | None = None) -> Rater | None:
         """The rater with this access token; None for a wrong, expired or disabled one."""
-        moment = time.time() if now is None else now
+        moment = or_now(now)
         return self.read(lambda c: campaigns.rater_of_token(c, token, moment), None)
 
     def last_offer_id(self, campaign_id: int) -> int:
@@ -129,7 +128,7 @@ class VoteReader(ReadOnlyDatabase):
 
     def stats(self, campaign_id: int | None = None, now: float | None = None) -> vote_stats.VoteStats:
         """Counts, agreement, biases and gold accuracy of one campaign, or of all."""
-        moment = time.time() if now is None else now
+        moment = or_now(now)
         return self.read(lambda c: vote_stats.vote_stats(c, campaign_id, moment), vote_stats.NO_VOTES)
 
     def export(

@@ -15,7 +15,7 @@ from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from tunesmith.core.errors import StoreError
 from tunesmith.store import answers, campaigns, items
-from tunesmith.store.database import Closeable, OwnedDatabase, failure
+from tunesmith.store.database import Closeable, OwnedDatabase, failure, or_now
 from tunesmith.store.queue import next_presentations
 from tunesmith.store.records import (
     Campaign,
@@ -73,11 +73,11 @@ class VoteStore(Closeable):
 
     def set_campaign(self, settings: CampaignSettings, now: float | None = None) -> Campaign:
         """Create the campaign of this name, or change its settings. Raises StoreError for values out of range."""
-        return self._write(campaigns.set_campaign, settings, _or_now(now))
+        return self._write(campaigns.set_campaign, settings, or_now(now))
 
     def close_campaign(self, campaign_id: int, now: float | None = None) -> None:
         """Stop asking for votes."""
-        self._write(campaigns.close_campaign, campaign_id, _or_now(now))
+        self._write(campaigns.close_campaign, campaign_id, or_now(now))
 
     def add_rater(
         self,
@@ -89,7 +89,7 @@ class VoteStore(Closeable):
         now: float | None = None,
     ) -> NewRater:
         """A new rater and their access token, which is not stored. Raises StoreError if the name is taken or empty."""
-        return self._write(campaigns.add_rater, name, role, invited_by, expires_at, _or_now(now))
+        return self._write(campaigns.add_rater, name, role, invited_by, expires_at, or_now(now))
 
     def redeem(
         self, token: str, *, expires_at: float | None = None, name: str | None = None, now: float | None = None
@@ -98,11 +98,11 @@ class VoteStore(Closeable):
 
         `name` renames the rater.
         """
-        return self._write(campaigns.redeem, token, name, expires_at, _or_now(now))
+        return self._write(campaigns.redeem, token, name, expires_at, or_now(now))
 
     def disable_rater(self, rater_id: int, now: float | None = None) -> None:
         """End a rater's access; their votes stay."""
-        self._write(campaigns.disable_rater, rater_id, _or_now(now))
+        self._write(campaigns.disable_rater, rater_id, or_now(now))
 
     def add_items(self, campaign_id: int, new: Sequence[NewItem]) -> list[int]:
         """Ids of the items of `new`, in its order. Existing ones, in whatever order of answers, are not added again.
@@ -126,12 +126,12 @@ class VoteStore(Closeable):
         num_new = 0
         for start in range(0, len(given), _ITEMS_PER_TRANSACTION):
             part = given[start : start + _ITEMS_PER_TRANSACTION]
-            num_new += self._write(answers.add_votes, self._rng, campaign_id, part, _or_now(now))
+            num_new += self._write(answers.add_votes, self._rng, campaign_id, part, or_now(now))
         return Imported(num_new, len(given) - num_new)
 
     def ingest(self, campaign_id: int, offers: Sequence[Offer], now: float | None = None) -> int:
         """Number of items made from the trainer's offers. Known ones are skipped, stale ones retired."""
-        return self._write(items.ingest, campaign_id, offers, _or_now(now))
+        return self._write(items.ingest, campaign_id, offers, or_now(now))
 
     def next_presentations(
         self, rater_id: int, campaign_id: int, count: int = 1, now: float | None = None
@@ -140,7 +140,7 @@ class VoteStore(Closeable):
 
         Each is stored before it is returned. Fewer are returned where overlap, quota or items are used up.
         """
-        moment = _or_now(now)
+        moment = or_now(now)
         return self._writer.do(
             lambda c: next_presentations(c, self._rng, rater_id, campaigns.campaign(c, campaign_id), count, moment)
         )
@@ -180,7 +180,7 @@ class VoteStore(Closeable):
         Repeating it returns the first receipt. Raises DataError, as `add_items`, too.
         """
         items.check_item(item, "the vote")
-        moment = _or_now(now)
+        moment = or_now(now)
         return self._writer.do(
             lambda c: answers.answering_pair(c, self._rng, campaign_id, item, rater_id, moment).vote(
                 verdict, reason, dwell_ms, None
@@ -211,7 +211,7 @@ class VoteStore(Closeable):
 
     def command(self, kind: CommandKind, argument: str, rater_id: int, now: float | None = None) -> int:
         """Id of a new command for the trainer."""
-        return self._write(campaigns.add_command, kind, argument, rater_id, _or_now(now))
+        return self._write(campaigns.add_command, kind, argument, rater_id, or_now(now))
 
     def copy_versions(self, versions: Sequence[PolicyVersion]) -> None:
         """Add or replace the copies of the trainer's versions, which make `votes.db` readable without `runs.db`."""
@@ -234,7 +234,7 @@ class VoteStore(Closeable):
     def _answer(
         self, token: str, rater_id: int, now: float | None, answer: Callable[[answers.Answering], VoteReceipt]
     ) -> VoteReceipt:
-        moment = _or_now(now)
+        moment = or_now(now)
         return self._writer.do(lambda c: answer(answers.Answering(c, token, rater_id, moment)))
 
 
@@ -340,7 +340,3 @@ class _Change(_Outcome):
             self.future.set_result(self.value)
         else:
             self.future.set_exception(error)
-
-
-def _or_now(now: float | None) -> float:
-    return time.time() if now is None else now

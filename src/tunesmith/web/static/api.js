@@ -16,6 +16,8 @@ export class LoggedOut extends Error {}
 
 const PREFIX = "/api/v1/";
 const TIMEOUT_MS = 15_000;
+const POINTS = 600; // of each metric
+const NAMES_PER_REQUEST = 40;
 
 /** JSON of the response, null if it has none. `key` identifies the request, which makes retries harmless. */
 export async function call(method, path, body, key, timeoutMs = TIMEOUT_MS) {
@@ -41,6 +43,17 @@ export async function call(method, path, body, key, timeoutMs = TIMEOUT_MS) {
   if (response.status === 401) throw new LoggedOut(detail);
   if (response.status >= 500 || response.status === 429 || response.status === 408) throw new Unreachable(detail);
   throw new Refused(response.status, detail);
+}
+
+/** Points of metrics, thinned by the server; `base` is the prefix of a run's routes. */
+export async function fetchSeries(base, names) {
+  const found = [];
+  for (let start = 0; start < names.length; start += NAMES_PER_REQUEST) {
+    const query = new URLSearchParams({ points: POINTS });
+    for (const name of names.slice(start, start + NAMES_PER_REQUEST)) query.append("name", name);
+    found.push(...(await call("GET", `${base}metrics?${query}`)).series);
+  }
+  return found;
 }
 
 /** A random idempotency key. */

@@ -2,7 +2,7 @@
 // through the outbox, so it is sent once, also over a reload or a restart of the server.
 import { answer, passage, VERDICT_TEXTS } from "./answers.js";
 import { call, LoggedOut } from "./api.js";
-import { $, controlOfKey, html, oncePerFrame } from "./dom.js";
+import { $, announce, controlOfKey, html, oncePerFrame } from "./dom.js";
 import { Outbox } from "./outbox.js";
 
 // A key pressed twice must not vote on answers that have just appeared.
@@ -23,11 +23,11 @@ const outbox = new Outbox({
     if (!reply || reply.id !== idOf(location.hash)) return;
     receive(reply);
     if (request.path.endsWith("/turns")) listen();
-    else say(request.body.verdict === "skip" ? "Not counted." : `Recorded: ${VERDICT_TEXTS[request.body.verdict]}.`);
+    else announce(request.body.verdict === "skip" ? "Not counted." : `Recorded: ${VERDICT_TEXTS[request.body.verdict]}.`);
   },
   refused(request, error) {
     if (request.body.text) $("message").value = request.body.text;
-    open().then(() => say(`Not counted: ${error.message}`, true));
+    open().then(() => announce(`Not counted: ${error.message}`, true));
   },
   waiting(count) {
     $("unsent").hidden = count === 0;
@@ -35,11 +35,6 @@ const outbox = new Outbox({
   },
   loggedOut: () => location.assign("/login"),
 });
-
-function say(text, isBad = false) {
-  $("status").textContent = text;
-  $("status").classList.toggle("bad", isBad);
-}
 
 function idOf(hash) {
   return hash.slice(1);
@@ -54,7 +49,7 @@ async function open() {
       conversation = await call("GET", `arena/${encodeURIComponent(idOf(location.hash))}`);
     } catch (error) {
       if (error instanceof LoggedOut) return location.assign("/login");
-      say(`The conversation cannot be shown: ${error.message}`, true);
+      announce(`The conversation cannot be shown: ${error.message}`, true);
       if (!error.status) return setTimeout(open, wait()); // the server is away
     }
   }
@@ -86,7 +81,7 @@ function listen() {
   isBusy = true;
   spoken = ["", ""];
   paint();
-  say("Both are answering.");
+  announce("Both are answering.");
   const mine = new EventSource(`/api/v1/arena/${conversation.id}/stream`);
   source = mine;
   mine.onopen = () => {
@@ -102,7 +97,7 @@ function listen() {
     stop();
     receive(JSON.parse(data));
     const last = conversation.turns.at(-1);
-    say(last.can_vote ? "Which answer is better?" : "The two answers are the same: there is nothing to compare. Go on.");
+    announce(last.can_vote ? "Which answer is better?" : "The two answers are the same: there is nothing to compare. Go on.");
     $("message").blur();
     document.querySelector(".turn:last-of-type h2")?.focus({ preventScroll: true });
   });
@@ -110,12 +105,12 @@ function listen() {
     if (source !== mine) return;
     stop();
     paint();
-    say(`No answer: ${JSON.parse(data).detail}.`, true);
+    announce(`No answer: ${JSON.parse(data).detail}.`, true);
     $("retry").hidden = false;
   });
   mine.onerror = () => {
     if (source !== mine) return;
-    say("The connection broke; the answers go on when the server is back.", true);
+    announce("The connection broke; the answers go on when the server is back.", true);
     if (mine.readyState === EventSource.CLOSED) {
       stop();
       setTimeout(open, wait());
@@ -177,7 +172,7 @@ async function send() {
   } catch (error) {
     if (error instanceof LoggedOut) return location.assign("/login");
     stop();
-    say(error.message, true);
+    announce(error.message, true);
   }
   $("send").disabled = isBusy;
 }
@@ -200,7 +195,7 @@ function fresh() {
   history.replaceState(null, "", location.pathname);
   conversation = null;
   paint();
-  say("A new conversation, with other models.");
+  announce("A new conversation, with other models.");
   $("message").focus();
 }
 

@@ -1,12 +1,11 @@
 // The page of several runs side by side: curves, reward against KL, and samples of the same prompts. The runs are in
 // the address.
-import { call, LoggedOut } from "./api.js";
+import { call, fetchSeries, LoggedOut } from "./api.js";
 import { FrontierChart, Line, LineChart, short } from "./chart.js";
-import { $, html } from "./dom.js";
+import { $, html, say } from "./dom.js";
 
 const RENEW_MS = 5000;
 const SOON_MS = 500; // as long as the server is still reading the metrics of a run
-const POINTS = 600;
 const MAX_RUNS = 8; // the number of colours
 const MAX_CHARTS = 24;
 const SAMPLE_STEPS = 6; // newest steps of each run in which the same prompts are sought
@@ -53,14 +52,10 @@ async function load(run) {
   run.metrics = names;
   const main = pictures.filter((one) => one.is_main).flatMap((one) => one.lines.map(({ name }) => name));
   const wanted = [...new Set([...REWARDS, ...KLS, ...main, ...charts.keys()])].filter((name) => names.includes(name));
-  for (let start = 0; start < wanted.length; start += 40) {
-    const query = new URLSearchParams({ points: POINTS });
-    for (const name of wanted.slice(start, start + 40)) query.append("name", name);
-    for (const { name, points } of (await call("GET", `runs/${run.id}/metrics?${query}`)).series) {
-      const line = new Line(name, run.name);
-      for (const point of points) line.add(...point);
-      run.points.set(name, line.points);
-    }
+  for (const { name, points } of await fetchSeries(`runs/${run.id}/`, wanted)) {
+    const line = new Line(name, run.name);
+    for (const point of points) line.add(...point);
+    run.points.set(name, line.points);
   }
   run.began = Math.min(...[...run.points.values()].filter((points) => points.length).map(([first]) => first.time));
   run.main = main;
@@ -143,11 +138,6 @@ function sample(prompt) {
     return html("div", {}, html("p", { class: "muted", dir: "auto" }, words.filter(Boolean).join(" · ")), html("p", { class: "passage raw", dir: "auto" }, completion));
   });
   return html("article", { class: "card" }, html("p", { class: "passage raw muted", dir: "auto" }, prompt), html("div", { class: "grid two" }, ...said));
-}
-
-/** Screen readers announce each assignment, so it is made for new words only. */
-function say(words) {
-  if ($("status").textContent !== words) $("status").textContent = words;
 }
 
 const queryOf = (some) => new URLSearchParams(some.map((id) => ["run", id]));

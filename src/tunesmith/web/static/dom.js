@@ -23,6 +23,17 @@ export function svg(tag, attributes = {}, ...children) {
   return fill(document.createElementNS(SVG, tag), attributes, children);
 }
 
+/** Show `words` in the line of status, which screen readers announce even if they were there before. */
+export function announce(words, isBad = false) {
+  $("status").textContent = words;
+  $("status").classList.toggle("bad", isBad);
+}
+
+/** Show `words` in the line of status; what is there already is not announced again. */
+export function say(words, isBad = false) {
+  if ($("status").textContent !== words) announce(words, isBad);
+}
+
 /** A function that runs `draw` once before the next frame, however often it is called. */
 export function oncePerFrame(draw) {
   let waiting = false;

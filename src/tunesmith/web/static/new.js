@@ -1,6 +1,6 @@
 // The form of a new run: a recipe checked while it is typed, an estimate, and the start, which is asked for once.
 import { call, LoggedOut, newKey, Unreachable } from "./api.js";
-import { $, html } from "./dom.js";
+import { $, html, say } from "./dom.js";
 
 const QUIET_MS = 300; // after the last key, until the recipe is checked
 const RENEW_MS = 1000;
@@ -77,11 +77,6 @@ function showProblems(problems) {
   for (const input of document.querySelectorAll("[aria-describedby$=-problem]")) {
     input.setAttribute("aria-invalid", String(Boolean($(input.getAttribute("aria-describedby")).textContent)));
   }
-}
-
-function say(words, isBad = false) {
-  $("status").classList.toggle("bad", isBad);
-  if ($("status").textContent !== words) $("status").textContent = words;
 }
 
 function fail(error) {

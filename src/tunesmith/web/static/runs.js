@@ -1,7 +1,7 @@
 // The list of runs: filters, which are kept in the address, and rows that are renewed while the page is seen.
 import { call, LoggedOut, newKey, Unreachable } from "./api.js";
 import { short } from "./chart.js";
-import { $, html } from "./dom.js";
+import { $, html, say } from "./dom.js";
 
 const RENEW_MS = 3000;
 const ROWS = 50;
@@ -63,11 +63,6 @@ function jobCard(job) {
     html("p", { class: "token" }, html("code", {}, job.command)),
     isOpen || !job.output ? null : html("pre", { class: "passage raw" }, job.output),
   );
-}
-
-/** Screen readers announce each assignment, so it is made for new words only. */
-function say(words) {
-  if ($("status").textContent !== words) $("status").textContent = words;
 }
 
 function row(run) {

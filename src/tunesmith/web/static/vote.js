@@ -1,7 +1,7 @@
 // The vote page: shows queued presentations and sends votes, made by keys or buttons, through the outbox.
 import { answer, LETTERS, passage, VERDICT_TEXTS } from "./answers.js";
 import { LoggedOut, Refused } from "./api.js";
-import { $, controlOfKey, html } from "./dom.js";
+import { $, announce, controlOfKey, html } from "./dom.js";
 import { Outbox } from "./outbox.js";
 import { PresentationQueue } from "./presentations.js";
 import { Ranking } from "./ranking.js";
@@ -26,7 +26,7 @@ let mustRefill = false;
 
 const outbox = new Outbox({
   sent(request) {
-    if (request.path.endsWith("/demonstration")) showStatus("Your answer is stored.");
+    if (request.path.endsWith("/demonstration")) announce("Your answer is stored.");
     else if (request.method === "PUT") queue.settle(tokenOf(request.path));
     refill();
   },
@@ -34,7 +34,7 @@ const outbox = new Outbox({
     const token = tokenOf(request.path);
     // The retry of an undo whose response got lost is refused, because the undo is done.
     if (request.method === "DELETE" && request.tries > 1) return;
-    showStatus(`Not counted: ${error.message}`, true);
+    announce(`Not counted: ${error.message}`, true);
     if (!request.path.endsWith("/demonstration")) {
       const wasShown = queue.current?.token === token;
       queue.drop(token);
@@ -45,11 +45,6 @@ const outbox = new Outbox({
   waiting: showUnsent,
   loggedOut: () => location.assign("/login"),
 });
-
-function showStatus(text, isBad = false) {
-  $("status").textContent = text;
-  $("status").classList.toggle("bad", isBad);
-}
 
 /** Show how many requests wait to be sent; 0 hides the notice. */
 function showUnsent(count) {
@@ -86,7 +81,7 @@ async function refill() {
     $("nothing").hidden = Boolean(queue.current);
   } catch (error) {
     if (error instanceof LoggedOut) location.assign("/login");
-    if (error instanceof Refused) showStatus(error.message, true);
+    if (error instanceof Refused) announce(error.message, true);
   } finally {
     isFilling = false;
   }
@@ -177,7 +172,7 @@ function send(what, body) {
   history.push(presentation);
   if (history.length > 50) history.shift();
   outbox.add("PUT", `presentations/${presentation.token}/${what}`, body);
-  showStatus(`Recorded: ${VERDICT_TEXTS[body.verdict ?? "ranked"]}.`);
+  announce(`Recorded: ${VERDICT_TEXTS[body.verdict ?? "ranked"]}.`);
   show();
   if (!queue.current) refill();
 }
@@ -193,7 +188,7 @@ const actions = {
     if (main.dataset.state !== "ready" || !ranking) return;
     ranking.finish();
     paintRanks();
-    if (!ranking.isComplete) return showStatus("Give every answer a place first.", true);
+    if (!ranking.isComplete) return announce("Give every answer a place first.", true);
     send("ranking", { ranks: ranking.ranks, dwell_ms: dwell() });
   },
   level() {
@@ -206,11 +201,11 @@ const actions = {
   },
   undo() {
     const presentation = history.pop();
-    if (!presentation) return showStatus("There is nothing to undo.");
+    if (!presentation) return announce("There is nothing to undo.");
     outbox.add("DELETE", `presentations/${presentation.token}/vote`);
     queue.takeBack(presentation);
     show();
-    showStatus("Undone: vote again.");
+    announce("Undone: vote again.");
   },
   write() {
     if (!queue.current) return;
@@ -224,7 +219,7 @@ const actions = {
     if (!text.trim()) return $("written").focus();
     outbox.add("PUT", `presentations/${$("writing").dataset.token}/demonstration`, { text });
     $("writing").close();
-    showStatus("Your answer is on its way.");
+    announce("Your answer is on its way.");
   },
   raw() {
     isRaw = !isRaw;

@@ -1,5 +1,5 @@
 // The watch page, and that of a run: live versions, votes and metrics.
-import { call, LoggedOut } from "./api.js";
+import { call, fetchSeries, LoggedOut } from "./api.js";
 import { BarChart, interval, Line, LineChart, percent, short, WinRateChart } from "./chart.js";
 import { $, html, oncePerFrame } from "./dom.js";
 import { Feed } from "./feed.js";
@@ -7,9 +7,7 @@ import { Feed } from "./feed.js";
 const { base } = $("watch").dataset; // prefix of the routes: empty, or that of a run
 const STREAM = `/api/v1/${base}stream`;
 const RETRY_MS = 2000;
-const POINTS = 600;
 const MAX_POINTS = 1200; // a longer line is replaced by one that the server has thinned
-const NAMES_PER_REQUEST = 40;
 const ROWS_SHOWN = 60;
 const MOMENT = { dateStyle: "short", timeStyle: "short" };
 
@@ -27,17 +25,6 @@ let isConnected = false;
 let versions = [];
 
 // Points
-
-/** Points of these metrics, thinned by the server. */
-async function fetchPoints(names) {
-  const found = [];
-  for (let start = 0; start < names.length; start += NAMES_PER_REQUEST) {
-    const query = new URLSearchParams({ points: POINTS });
-    for (const name of names.slice(start, start + NAMES_PER_REQUEST)) query.append("name", name);
-    found.push(...(await call("GET", `${base}metrics?${query}`)).series);
-  }
-  return found;
-}
 
 /** Replace the points of the lines by fetched ones, which are at least as new. */
 function replacePoints(series) {
@@ -76,7 +63,7 @@ function load() {
   return holdingEvents(async () => {
     const found = await call("GET", `${base}metrics/names`);
     const shown = found.pictures.flatMap((picture) => picture.lines.map(({ name }) => name));
-    const series = await fetchPoints([...new Set([...shown, ...lines.keys()])]);
+    const series = await fetchSeries(base, [...new Set([...shown, ...lines.keys()])]);
     cursor = Math.max(cursor, found.cursor);
     for (const name of found.names) if (!newest.has(name)) newest.set(name, null);
     for (const [name, [step, value]] of Object.entries(found.recent)) newest.set(name, { step, value });
@@ -271,7 +258,7 @@ function metricRow(name) {
 async function drawAlone(name) {
   addChart({ id: `own ${name}`, title: name, unit: "", is_main: false, lines: [{ name, label: name }] });
   $("more").open = true;
-  await holdingEvents(async () => replacePoints(await fetchPoints([name])));
+  await holdingEvents(async () => replacePoints(await fetchSeries(base, [name])));
   showTable();
 }
 
