@@ -93,7 +93,10 @@ def show(words: Sequence[str]) -> None:
         metrics = (read_rows(path / "metrics.jsonl") or [{}])[-1]
         findings = read_rows(path / "findings.jsonl")
         checkpoints = _checkpoints(path)
-        _say_facts(run, output)
+        output.say(f"{_shown(str(run.path))}\n")
+        for name, value in zip(_COLUMNS[1:], _cells(run)[1:], strict=True):
+            if value:
+                output.say(f"{name:<12} {value}")
         _say_recipe(recipe, changed, output)
         _say_metrics(metrics, output)
         _say_findings(findings, output)
@@ -175,13 +178,6 @@ def _checkpoints(path: Path) -> list[CheckpointFacts]:
             problem = str(error)
         found.append(CheckpointFacts(step, folder_bytes(folder), problem))
     return found
-
-
-def _say_facts(run: "RunFacts", output: Output) -> None:
-    output.say(f"{_shown(str(run.path))}\n")
-    for name, value in zip(_COLUMNS[1:], _cells(run)[1:], strict=True):
-        if value:
-            output.say(f"{name:<12} {value}")
 
 
 def _say_recipe(recipe: Mapping[str, object], changed: Mapping[str, str], output: Output) -> None:

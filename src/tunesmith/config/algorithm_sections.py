@@ -206,16 +206,12 @@ class PPOSection(PolicyLossSection):
     kl: KLSection = KLSection()
 
     @model_validator(mode="after")
-    def _check_critic_process(self) -> "PPOSection":
+    def _check_critic(self) -> "PPOSection":
         if self.critic_process and self.critic != "separate":
             raise ValueError(
                 f"critic_process is true, but critic is {self.critic}: which another process cannot compute; "
                 "set critic to separate, or critic_process to false"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_lambda(self) -> "PPOSection":
         if self.critic == "none" and self.lam != 1:
             raise ValueError(f"lam is {self.lam}, which weighs values, but critic is none; set lam: 1.0")
         return self

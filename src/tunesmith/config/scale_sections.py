@@ -37,7 +37,7 @@ class ScaleSection(Section):
         return self.ranks > 1 and self.shard == "parameters"
 
     @model_validator(mode="after")
-    def _check_pipeline(self) -> "ScaleSection":
+    def _check_ranks(self) -> "ScaleSection":
         if self.ranks % self.pipeline:
             raise ValueError(
                 f"pipeline is {self.pipeline}, but ranks is {self.ranks}; ranks must be a multiple of it: set pipeline "
@@ -45,10 +45,6 @@ class ScaleSection(Section):
             )
         if self.pipeline > 1 and (self.shard == "parameters" or self.is_exact):
             raise ValueError(f"pipeline is {self.pipeline}; set shard to optimizer and reduction to float32 with it")
-        return self
-
-    @model_validator(mode="after")
-    def _check_shard(self) -> "ScaleSection":
         if self.ranks % self.tensor:
             raise ValueError(
                 f"tensor is {self.tensor}, but ranks is {self.ranks}; ranks must be a multiple of it: set tensor to 1, "
@@ -84,16 +80,12 @@ class SamplingScaleSection(ScaleSection):
     weights. Cannot change when a run is resumed."""
 
     @model_validator(mode="after")
-    def _check_swap(self) -> "SamplingScaleSection":
+    def _check_workers(self) -> "SamplingScaleSection":
         if self.swap_tokens and self.staleness < 2:
             raise ValueError(
                 f"swap_tokens is {self.swap_tokens}, but staleness is {self.staleness}, with which no completion "
                 "sees newer weights; set staleness to 2 or more, or swap_tokens to 0"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_address(self) -> "SamplingScaleSection":
         if self.address is not None and not re.fullmatch(r"auto|[^:/]+:\d+", self.address):
             raise ValueError(f"address is {self.address!r}; give HOST:PORT of the head of a Ray cluster, or auto")
         return self

@@ -75,25 +75,17 @@ class Recipe(Section):
     scale: ScaleSection = ScaleSection()
 
     @model_validator(mode="after")
-    def _check_reduction(self) -> "Recipe":
+    def _check_sections(self) -> "Recipe":
         if self.scale.is_exact and not self.run.num_threads:
             raise ValueError(
                 "scale.reduction is exact, but sums also depend on the number of threads; set run.num_threads, which "
                 "is that of each rank"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_pipeline(self) -> "Recipe":
         if self.scale.pipeline > 1 and self.algorithm in ("reward", "distill"):
             raise ValueError(
                 f"scale.pipeline is {self.scale.pipeline}, but {self.algorithm} needs the states of all layers on one "
                 "rank; set it to 1"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_dropout(self) -> "Recipe":
         if not self.ALLOWS_DROPOUT and self.model.lora.dropout > 0:
             raise ValueError(
                 f"model.lora.dropout is {self.model.lora.dropout:g}, but the ratios of this algorithm compare two "

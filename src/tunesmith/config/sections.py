@@ -317,16 +317,12 @@ class RolloutSection(Section):
     importance: ImportanceSection = ImportanceSection()
 
     @model_validator(mode="after")
-    def _check_min_new_tokens(self) -> "RolloutSection":
+    def _check_lengths_and_server(self) -> "RolloutSection":
         if self.min_new_tokens > self.max_new_tokens:
             raise ValueError(
                 f"min_new_tokens is {self.min_new_tokens}, more than max_new_tokens, {self.max_new_tokens}; "
                 "lower the first"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_server(self) -> "RolloutSection":
         if self.backend != "vllm" and (self.server_url is not None or self.vllm_options):
             raise ValueError(
                 f"server_url and vllm_options are for vLLM, but backend is {self.backend}; set backend to vllm"

@@ -67,7 +67,7 @@ def read_items(source: str | Path, *, gold: bool = False, heldout: bool = False)
     found: list[NewItem] = []
     rows = load_preferences(source)
     for row in rows:
-        item = _ranking_item(row) if isinstance(row, Ranking) else _pair_item(row)
+        item = _item(row)
         texts = [candidate.text for candidate in item.candidates]
         place = _known_best(row) if gold else None
         if len(set(texts)) == len(texts) and (place is not None or not gold):
@@ -204,27 +204,21 @@ def _is_argilla(source: str | Path) -> bool:
     return False
 
 
-def _pair_item(pair: Pair) -> NewItem:
-    where, columns = pair.prompt.id, pair.prompt.columns
+def _item(row: Pair | Ranking) -> NewItem:
+    where, columns = row.prompt.id, row.prompt.columns
+    is_pair = isinstance(row, Pair)
+    answers = {"chosen": row.chosen, "rejected": row.rejected} if is_pair else dict(enumerate(row.completions))
     candidates = tuple(
         Candidate(
             text=_answer_text(content, where),
-            weight_version=_integer(columns.get(f"{name}_version")),
+            weight_version=_integer(columns.get(f"{name}_version")) if is_pair else None,
             source_id=f"{where}/{name}",
         )
-        for name, content in (("chosen", pair.chosen), ("rejected", pair.rejected))
+        for name, content in answers.items()
     )
-    is_heldout = columns.get("heldout") is True
-    return NewItem(_prompt(pair.prompt.content, pair.chosen), candidates, heldout=is_heldout)
-
-
-def _ranking_item(ranking: Ranking) -> NewItem:
-    where = ranking.prompt.id
-    texts = [_answer_text(content, where) for content in ranking.completions]
-    candidates = tuple(Candidate(text, source_id=f"{where}/{place}") for place, text in enumerate(texts))
+    prompt = _prompt(row.prompt.content, next(iter(answers.values())))
     kind = "pair" if len(candidates) == 2 else "ranking"
-    is_heldout = ranking.prompt.columns.get("heldout") is True
-    return NewItem(_prompt(ranking.prompt.content, ranking.completions[0]), candidates, kind, heldout=is_heldout)
+    return NewItem(prompt, candidates, kind, heldout=columns.get("heldout") is True)
 
 
 def _known_best(row: Pair | Ranking) -> int | None:
@@ -243,7 +237,7 @@ def _given(pair: Pair) -> GivenVote:
         verdict = cast(PreferenceName, named)
     time, reason, rater = columns.get("created_at"), columns.get("reason"), columns.get("rater")
     return GivenVote(
-        item=_pair_item(pair),
+        item=_item(pair),
         verdict=verdict,
         better=0,
         rater=rater.strip() if isinstance(rater, str) and rater.strip() else UNKNOWN_RATER,

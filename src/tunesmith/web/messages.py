@@ -5,7 +5,6 @@ from typing import Annotated
 
 import nh3
 from markdown_it import MarkdownIt
-from markdown_it.token import Token as MarkdownToken
 from pydantic import BaseModel, ConfigDict, Field
 
 from tunesmith.schema.records import Text
@@ -24,9 +23,16 @@ def safe_html(text: str) -> str | None:
     """`text` rendered from Markdown and sanitized: no raw HTML, images, scripts or styles; None if it is too long."""
     if len(text) > MAX_CHARACTERS:
         return None
-    parser = _parser()
+    # CommonMark with tables and strikethrough; images and raw HTML stay text.
+    parser = MarkdownIt("commonmark", {"html": False, "linkify": False, "typographer": False})
+    parser.enable(["table", "strikethrough"]).disable(["image", "html_block", "html_inline"])
     tokens = parser.parse(text)
-    _lower_headings(tokens)
+    for token in tokens:
+        # Headings become styled paragraphs, to keep the heading structure of the page for screen readers.
+        if token.type == "heading_open":
+            token.attrSet("class", token.tag)
+        if token.type in ("heading_open", "heading_close"):
+            token.tag = "p"
     return nh3.clean(
         parser.renderer.render(tokens, parser.options, {}),
         tags=_TAGS,
@@ -36,21 +42,6 @@ def safe_html(text: str) -> str | None:
         url_relative="deny",
         link_rel="noopener noreferrer nofollow",
     )
-
-
-def _parser() -> MarkdownIt:
-    """CommonMark with tables and strikethrough; images and raw HTML stay text."""
-    parser = MarkdownIt("commonmark", {"html": False, "linkify": False, "typographer": False})
-    return parser.enable(["table", "strikethrough"]).disable(["image", "html_block", "html_inline"])
-
-
-def _lower_headings(tokens: Sequence[MarkdownToken]) -> None:
-    """Turn headings into styled paragraphs, to keep the heading structure of the page for screen readers."""
-    for token in tokens:
-        if token.type == "heading_open":
-            token.attrSet("class", token.tag)
-        if token.type in ("heading_open", "heading_close"):
-            token.tag = "p"
 
 
 MAX_PREFETCH = 20

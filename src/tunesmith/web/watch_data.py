@@ -1,6 +1,5 @@
 """Data of the watch page, read from `runs.db` and `votes.db`. All functions run in worker threads."""
 
-import math
 import os
 import re
 import socket
@@ -9,9 +8,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from tunesmith.reports.figures import MAIN, PICTURES, labels
+from tunesmith.runs.folder import finite
 from tunesmith.store.records import Heartbeat, Metric, PolicyVersion
 from tunesmith.store.runs import RunReader
 from tunesmith.store.vote_watch import VoteWatch
@@ -205,15 +205,11 @@ def _is_alive(pid: int) -> bool:
 
 
 def _version(one: PolicyVersion, standing: Json | None) -> Json:
-    facts = {name: _finite(value) for name, value in asdict(one).items()}
+    facts = cast(Json, finite(asdict(one)))
     rate, low, high = (facts.pop(name) for name in ("win_rate", "win_rate_low", "win_rate_high"))
     del facts["path"]
     measured = None if rate is None else {"win_rate": rate, "low": low, "high": high}
     return {**facts, "measured": measured, "from_votes": standing}
-
-
-def _finite(value: object) -> object:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def pictures(names: Sequence[str], recent: Mapping[str, float | None] = MappingProxyType({})) -> list[Json]:

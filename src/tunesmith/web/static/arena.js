@@ -20,7 +20,7 @@ let retryMs = MIN_RETRY_MS;
 
 const outbox = new Outbox({
   sent(request, reply) {
-    if (!reply || reply.id !== idOf(location.hash)) return;
+    if (!reply || reply.id !== shownId()) return;
     receive(reply);
     if (request.path.endsWith("/turns")) listen();
     else announce(request.body.verdict === "skip" ? "Not counted." : `Recorded: ${VERDICT_TEXTS[request.body.verdict]}.`);
@@ -36,17 +36,15 @@ const outbox = new Outbox({
   loggedOut: () => location.assign("/login"),
 });
 
-function idOf(hash) {
-  return hash.slice(1);
-}
+const shownId = () => location.hash.slice(1);
 
 /** Show the conversation that the address names; its answers come if they are missing. */
 async function open() {
   stop();
   conversation = null;
-  if (idOf(location.hash)) {
+  if (shownId()) {
     try {
-      conversation = await call("GET", `arena/${encodeURIComponent(idOf(location.hash))}`);
+      conversation = await call("GET", `arena/${encodeURIComponent(shownId())}`);
     } catch (error) {
       if (error instanceof LoggedOut) return location.assign("/login");
       announce(`The conversation cannot be shown: ${error.message}`, true);

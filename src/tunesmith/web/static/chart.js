@@ -161,7 +161,8 @@ export class LineChart extends Chart {
       return;
     }
     const range = [Math.min(...steps), Math.max(...steps)];
-    const { x, y, right, bottom } = this.frame(range, valueRange(this.lines));
+    const values = this.lines.flatMap(({ points }) => points.map(({ value }) => value));
+    const { x, y, right, bottom } = this.frame(range, rangeOf(values));
     this.lines.forEach((line, place) => this.drawLine(line, colour(place), x, y, bottom));
     const step = this.pointed === null ? null : stepAt(this.pointed, range, right);
     if (step !== null) {
@@ -307,10 +308,6 @@ const colour = (place) => `color: var(--${COLOURS[place % COLOURS.length]})`;
 function stepAt(place, [low, high], right) {
   const share = Math.min(1, Math.max(0, (place - EDGE.left) / (right - EDGE.left)));
   return low + share * (high - low);
-}
-
-function valueRange(lines) {
-  return rangeOf(lines.flatMap(({ points }) => points.map(({ value }) => value)));
 }
 
 /** Lowest and highest of `values` with a margin; null is left out. */

@@ -120,7 +120,7 @@ function paint() {
   const shown = queue.current;
   const passages = [...shown.prompt, ...shown.answers];
   document.querySelector('[data-act="raw"]').hidden = passages.every((one) => one.html === null);
-  $("prompt").replaceChildren(...promptElements(shown.prompt, isRaw));
+  $("prompt").replaceChildren(...shown.prompt.map(message));
   $("prompt").tabIndex = $("prompt").scrollHeight > $("prompt").clientHeight ? 0 : -1;
   const answers = $("answers");
   answers.dataset.count = shown.answers.length;
@@ -134,12 +134,10 @@ function paint() {
   if (ranking) addRankButtons();
 }
 
-/** Elements of the prompt: one for plain text, one per message of a conversation. */
-function promptElements(prompt, isRaw) {
-  return prompt.map((content) => {
-    const role = content.role ? html("div", { class: "role" }, ROLES[content.role] ?? content.role) : null;
-    return html("div", { class: "message" }, role, passage(content, isRaw));
-  });
+/** A message of a conversation, or the whole prompt. */
+function message(content) {
+  const role = content.role ? html("div", { class: "role" }, ROLES[content.role] ?? content.role) : null;
+  return html("div", { class: "message" }, role, passage(content, isRaw));
 }
 
 function addRankButtons() {
