@@ -22,7 +22,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "chat": ("chat:chat", "Talk to a run or a model, optionally side by side with another one."),
     "compare": ("evaluate:compare", "Compare two models on the same prompts, judged by a scorer."),
     "compare-algorithms": (
-        "algorithms:compare_algorithms",
+        "evaluate:compare_algorithms",
         "Compare PPO, GRPO, DPO and best-of-n from the same votes at equal KL.",
     ),
     "eval reward": ("evaluate:reward", "Judge a reward model: accuracy, calibration, length bias."),
@@ -32,7 +32,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "serve": ("serve:serve", "Open the pages where people vote, and watch training."),
     "studio": ("serve:studio", "Open the pages of all runs: list, metrics, diagnosis, samples, recipe."),
     "watch": ("serve:watch", "Watch a run of any trainer in the browser, live."),
-    "diagnose": ("diagnose:diagnose", "Say why a run is slow, and what to change."),
+    "diagnose": ("profile:diagnose", "Say why a run is slow, and what to change."),
     "export": ("export:export", "Copy the trained model of a run to a folder of its own."),
     "profile": ("profile:profile", "Record a few steps: timeline, operators, flame graph; compare two."),
     "runs ls": ("runs:ls", "List runs, newest first."),
@@ -42,11 +42,11 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "recipes show": ("recipes:show", "Print a recipe."),
     "recipes cp": ("recipes:cp", "Copy a recipe to a file of your own."),
     "recipes keys": ("recipes:keys", "List every key of a recipe, with its default."),
-    "convert trl-config": ("convert:trl_config_", "Turn a config of TRL's command line into a recipe."),
+    "convert trl-config": ("trl:convert", "Turn a config of TRL's command line into a recipe."),
     "validate": ("recipes:validate", "Check recipes and list all that is wrong with them."),
     "ladder": ("ladder:ladder", "Measure a step at each level of optimisation, and what each technique is worth."),
     "plan": ("plan:plan", "Say what a training needs on other hardware: memory, parallelism, time, cost."),
-    "trl-check": ("trl_check:trl_check", "Say what of a script for TRL becomes faster by another import."),
+    "trl-check": ("trl:check", "Say what of a script for TRL becomes faster by another import."),
     "doctor": ("doctor:doctor", "Say what this machine has and what is missing."),
 }
 """Command -> (`module:function` in this folder, called with the words after the name; one line of help)."""

@@ -1,4 +1,4 @@
-"""`tunesmith profile`: record a few steps of a new or a running training, or compare two profiles."""
+"""`tunesmith profile` and `tunesmith diagnose`: where the time of a training goes, and why it is slow."""
 
 import math
 import shlex
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from tunesmith.cli.options import check_ranges, flag, parse, parse_known
+from tunesmith.cli.options import Positional, check_ranges, flag, parse, parse_known
 from tunesmith.cli.output import Output, reporting, wants_progress
 from tunesmith.config.keys import did_you_mean
 from tunesmith.core.errors import InputError, ProfiledError
@@ -150,3 +150,32 @@ def _place(given: str, folder: Path) -> Path:
 
     path = Path(given).expanduser()
     return path if (path / FIGURES).is_file() else resolve_run(given, folder)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiagnoseOptions:
+    """Say why a run is slow, while it trains or afterwards: causes by what they cost, evidence, what to change."""
+
+    run: Annotated[str, Positional, flag("A path, a name, or the letters at its end.", "RUN")]
+    dir: Annotated[Path, flag("Folder that holds the runs.", "FOLDER")] = Path("runs")
+    hang: Annotated[bool, flag("Say where the process that trains hangs, and what it waits for.")] = False
+    json: Annotated[bool, flag("Print one JSON object.")] = False
+
+
+def diagnose(words: Sequence[str]) -> None:
+    """Run `tunesmith diagnose`. Reads files; nothing here loads torch."""
+    options = parse(DiagnoseOptions, words, "diagnose")
+    from tunesmith.profiling.diagnosis import as_json, as_text, diagnoses
+    from tunesmith.profiling.hang import report
+    from tunesmith.runs.listing import resolve_run
+
+    with reporting(as_json=options.json) as output:
+        path = resolve_run(options.run, options.dir.expanduser())
+        if options.hang:
+            hang = report(path)
+            output.say(visible("\n".join(hang.lines())))
+            output.finish(hang.to_json())
+            return
+        found = diagnoses(path)
+        output.say(visible("\n\n".join(map(as_text, found))))
+        output.finish(as_json(found))

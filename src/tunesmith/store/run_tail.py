@@ -12,7 +12,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import BinaryIO
@@ -60,13 +60,19 @@ class Position:
 
 
 class RunTail:
-    """Copies new lines of a run's metrics and writes a heartbeat with its state. For one thread at a time."""
+    """Copies new lines of a run's metrics to a database in `folder`, and writes a heartbeat with its state. For one
+    thread at a time; `used_at` is when somebody last asked for the run.
+    """
 
     def __init__(self, run: Path, folder: Path) -> None:
         """`run` is the run's folder; the database is `runs.db` in `folder`.
 
         Raises StoreError if another process copies the run there, or the folder cannot be written.
         """
+        self.folder = folder
+        self.used_at = 0.0
+        self._beat_at = -math.inf
+        self._once = Once(get_logger(__name__))
         self._file = run / METRICS_FILE
         self._run = run
         self._position_file = folder / POSITION_FILE
@@ -79,6 +85,17 @@ class RunTail:
     def close(self) -> None:
         """Close the database."""
         self._store.close()
+
+    def work(self) -> bool:
+        """Copy what is new; True if there is more. An error is logged once, and the copy retried."""
+        try:
+            if time.monotonic() - self._beat_at > _HEARTBEAT_S:
+                self.beat()
+                self._beat_at = time.monotonic()
+            return self.poll()
+        except TunesmithError as error:
+            self._once.warning(f"{error}; trying again")
+            return False
 
     def beat(self) -> None:
         """Write the run's state as a heartbeat, as the trainer of a live loop does itself."""
@@ -144,33 +161,11 @@ class RunTail:
         self._position = position
 
 
-@dataclass(slots=True)
-class _Followed:
-    """A run that is watched, the folder of its database, and when somebody last asked for it."""
-
-    tail: RunTail
-    folder: Path
-    used_at: float = 0.0
-    beat_at: float = -math.inf
-    once: Once = field(default_factory=lambda: Once(get_logger(__name__)))
-
-    def work(self) -> bool:
-        """Copy what is new; True if there is more. An error is logged once, and the copy retried."""
-        try:
-            if time.monotonic() - self.beat_at > _HEARTBEAT_S:
-                self.tail.beat()
-                self.beat_at = time.monotonic()
-            return self.tail.poll()
-        except TunesmithError as error:
-            self.once.warning(f"{error}; trying again")
-            return False
-
-
 class Follower(Closeable):
     """Copies the metrics of the runs that somebody watches, in one thread; the runs are never affected."""
 
     def __init__(self) -> None:
-        self._followed: OrderedDict[Path, _Followed] = OrderedDict()
+        self._followed: OrderedDict[Path, RunTail] = OrderedDict()
         self._lock = threading.Lock()
         self._ending = threading.Event()
         self._aside: TemporaryDirectory[str] | None = None  # none is left behind by a killed server that needs none
@@ -195,21 +190,21 @@ class Follower(Closeable):
         self._ending.set()
         self._thread.join()
         while self._followed:
-            self._followed.popitem()[1].tail.close()
+            self._followed.popitem()[1].close()
         if self._aside is not None:
             self._aside.cleanup()
 
-    def _open(self, run: Path) -> _Followed:
+    def _open(self, run: Path) -> RunTail:
         folder = run / WATCH_FOLDER
         try:
             folder.mkdir(exist_ok=True)
-            return _Followed(RunTail(run, folder), folder)
+            return RunTail(run, folder)
         except (OSError, StoreError) as error:
             get_logger(__name__).info("%s; the page's database goes to a temporary folder", error)
         self._aside = self._aside or TemporaryDirectory(prefix="tunesmith-watch-")
         folder = Path(self._aside.name, hashlib.sha256(os.fsencode(run)).hexdigest()[:16])
         folder.mkdir(exist_ok=True)
-        return _Followed(RunTail(run, folder), folder)
+        return RunTail(run, folder)
 
     def _follow(self) -> None:
         while not self._ending.is_set():
@@ -226,7 +221,7 @@ class Follower(Closeable):
             run, oldest = next(iter(self._followed.items()))
             if time.monotonic() - oldest.used_at < IDLE_S and len(self._followed) <= MAX_FOLLOWED:
                 return
-            self._followed.pop(run).tail.close()
+            self._followed.pop(run).close()
 
 
 def run_state(run: Path) -> str:

@@ -152,8 +152,8 @@ class WatchData:
     def state(self) -> Json:
         """`kind` (none, running, silent, dead, stopped, finished), the trainer's activity (`doing`), its last `step`,
         and `age_s`, seconds since its last heartbeat."""
-        beat, found = self._cached_state()
-        age_s = None if beat is None else round(max(0.0, time.time() - beat.time), 1)
+        found = self._cached_state()
+        age_s = None if found["beat"] is None else round(max(0.0, time.time() - found["beat"]), 1)
         return {**found, "age_s": age_s}
 
     def _versions(self) -> Json:
@@ -170,14 +170,14 @@ class WatchData:
             "last_minutes": sum(counts[-5:]) / 5,
         }
 
-    def _state(self) -> tuple[Heartbeat | None, Json]:
+    def _state(self) -> Json:
         self._touch()
         beat, last = self._runs.heartbeat(), self._runs.last_metric_id()
         newest = self._runs.metrics_after(last - 1, 1) if last else []
         kind = kind_of(beat, time.time())
         doing = beat.state if beat is not None and kind in ("running", "silent") and beat.state != "running" else ""
         step = newest[0].step if newest else None
-        return beat, {"kind": kind, "doing": doing, "step": step, "beat": None if beat is None else beat.time}
+        return {"kind": kind, "doing": doing, "step": step, "beat": None if beat is None else beat.time}
 
 
 def kind_of(beat: Heartbeat | None, now: float) -> str:
