@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from tunesmith.algorithms.preference_loss import MAX_TIED
 from tunesmith.batch.targets import LearntSequence
@@ -33,7 +33,7 @@ from tunesmith.data.collate import (
 from tunesmith.data.demonstrations import DemonstrationLike, encode_demonstrations, load_demonstrations
 from tunesmith.data.pairs import JudgementLike, PreferenceLike, load_judgements, load_preferences, pairs_of
 from tunesmith.data.prompts import PromptLike, load_prompts
-from tunesmith.data.rows import BadRows, Item, RowError, Tally
+from tunesmith.data.rows import BadRows, Item, RowError, Tally, usable
 from tunesmith.data.split import Leak, Split, leak_finding, leaks, prompt_key, split_by_prompt
 from tunesmith.models.tokenizer import PreTrainedTokenizerBase
 from tunesmith.schema.records import Finding, Judgement, Pair, Prompt, Ranking, plain_text
@@ -314,24 +314,21 @@ def _load_for(
     """Rows that the loss of `settings` can be trained on."""
     if settings.loss == "kto":
         return load_judgements(source, section, bad)
-    if isinstance(source, str):
-        return [*load_preferences(source, section, bad)]
-    if any(isinstance(item, Judgement) for item in source):
+    if not isinstance(source, str) and any(isinstance(item, Judgement) for item in source):
         raise DataError(f"the loss {settings.loss} needs pairs; single judgements are for the loss kto")
-    return [*load_preferences([item for item in source if not isinstance(item, Judgement)], section, bad)]
+    return [*load_preferences(cast(str | Sequence[PreferenceLike], source), section, bad)]
 
 
 def _without_wide_ties(items: Sequence[Pair | Ranking], bad: BadRows) -> list[Pair | Ranking]:
     """The items whose loss can be computed: at most MAX_TIED completions share a place."""
-    usable: list[Pair | Ranking] = []
-    for item in items:
+
+    def checked(item: Pair | Ranking) -> Pair | Ranking:
         num_tied = max(map(item.ranks.count, item.ranks)) if isinstance(item, Ranking) else 0
-        if num_tied <= MAX_TIED:
-            usable.append(item)
-            continue
-        reason = f"{num_tied} completions share a place, at most {MAX_TIED} may; set `pairs.rankings: pairs`"
-        bad.add(item.prompt.id, RowError(reason, "bad value"))
-    return usable
+        if num_tied > MAX_TIED:
+            raise RowError(f"{num_tied} completions share a place, at most {MAX_TIED} may; set `pairs.rankings: pairs`")
+        return item
+
+    return usable(items, checked, bad, "pairs")
 
 
 def _sample(item: Judgement | Pair | Ranking) -> str:

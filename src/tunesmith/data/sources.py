@@ -191,10 +191,8 @@ def parse_rows(
         return [cast(T, item) for item in source]
     else:
         bad.opened(f"the list of {label}")
-        expected = "a mapping of columns"
-        candidates = (
-            (f"{label}[{index}]", partial(checked_columns, item, expected)) for index, item in enumerate(source)
-        )
+        form = "a mapping of columns"
+        candidates = ((f"{label}[{index}]", partial(checked_columns, item, form)) for index, item in enumerate(source))
     parsed: list[T] = []
     place_of_id: dict[str, str] = {}
     for where, read in candidates:
