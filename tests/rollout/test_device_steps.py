@@ -18,6 +18,7 @@ from tunesmith.rollout.device.decode_step import (
 )
 from tunesmith.rollout.device.steps import Buffers, DeviceSteps, Prefix, shared_prefixes
 from tunesmith.rollout.kv_cache import KVCache, allocate_storage, copy_blocks
+from tunesmith.rollout.runner import cache_shape
 from tunesmith.rollout.sampler import NoiseKey
 from tunesmith.rollout.scheduler import PromptRequest, Scheduler
 from tunesmith.rollout.sequence import Limits, Sequence
@@ -31,7 +32,7 @@ def room_of(model: DeviceModel) -> Buffers:
     cache = KVCache(30, max_tokens=WIDTH * 16, max_tables=2 * NUM_SLOTS)
     slots = Slots.empty(NUM_SLOTS, WIDTH, MAX_STEPS, CPU)
     settings = DrawSettings.empty(model.decoder.architecture.head.sizes[0], 2 * NUM_SLOTS, CPU)
-    return Buffers(cache, allocate_storage(model.cache_shape, 31), slots, settings)
+    return Buffers(cache, allocate_storage(cache_shape(model.decoder.architecture), 31), slots, settings)
 
 
 def model_of(dtype: torch.dtype = torch.float32) -> DeviceModel:
@@ -66,7 +67,7 @@ def test_steps_behind_the_end_change_nothing() -> None:
     drawn_S34, storage = slots.drawn_SK4[:, :3].clone(), room.storage.clone()
     form = DrawForm.from_sampling(SAMPLING, frozenset({2}))
     for _ in range(3):
-        decode_step(slots, Step(model, room.storage, room.settings, form, False, Kernels(), None))
+        decode_step(slots, Step(model, room.storage, room.settings, form, False, None))
     assert all(torch.equal(getattr(slots, name), tensor) for name, tensor in kept.items())
     used = (slots.count_S[:, None] > torch.arange(3))[..., None]
     assert torch.equal(slots.drawn_SK4[:, :3] * used, drawn_S34 * used)

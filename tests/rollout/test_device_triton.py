@@ -14,6 +14,7 @@ from tunesmith.rollout.device import steps as device_steps
 from tunesmith.rollout.device.decode_step import DeviceModel, DrawSettings, Slots
 from tunesmith.rollout.device.steps import Buffers, DeviceSteps, shared_prefixes
 from tunesmith.rollout.kv_cache import KVCache, allocate_storage, copy_blocks
+from tunesmith.rollout.runner import cache_shape
 from tunesmith.rollout.sampler import NoiseKey
 from tunesmith.rollout.scheduler import PromptRequest, Run, Scheduler
 from tunesmith.rollout.sequence import Limits
@@ -39,7 +40,7 @@ def visits(module: PreTrainedModel, choice: Choice, sampling: SamplingParams) ->
     cache = KVCache(40, max_tokens=WIDTH * 16, max_tables=2 * NUM_SLOTS)
     settings = DrawSettings.empty(model.decoder.architecture.head.sizes[0], 2 * NUM_SLOTS, CPU)
     slots = Slots.empty(NUM_SLOTS, WIDTH, MAX_STEPS, CPU)
-    room = Buffers(cache, allocate_storage(model.cache_shape, 41), slots, settings)
+    room = Buffers(cache, allocate_storage(cache_shape(model.decoder.architecture), 41), slots, settings)
     steps = DeviceSteps(model, room, None)
     steps.begin(sampling, frozenset({2, 7}), 0, [NoiseKey(7, 0), NoiseKey(9, 0)])
     scheduler = Scheduler(cache, lambda ids: "", num_slots=NUM_SLOTS)

@@ -1,11 +1,12 @@
 """The engines of all ranks as one: each draws the completions of its share of the prompts, and all get all."""
 
 from collections.abc import Callable, Sequence
+from typing import Unpack
 
 from tunesmith.batch.rollout import Group, SamplingParams
 from tunesmith.core.errors import InputError
 from tunesmith.distributed.ranks import gathered, in_group, share_of, stages
-from tunesmith.rollout.engine import Engine, OnGroup, OnProgress, OnText
+from tunesmith.rollout.engine import Engine, Functions
 from tunesmith.schema.records import Prompt
 
 
@@ -30,17 +31,10 @@ class DividedEngine:
         self.inner.unload()
 
     def generate(
-        self,
-        prompts: Sequence[Prompt],
-        n: int,
-        sampling: SamplingParams,
-        *,
-        on_progress: OnProgress | None = None,
-        on_text: OnText | None = None,
-        on_group: OnGroup | None = None,
+        self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, **functions: Unpack[Functions]
     ) -> list[Group]:
         """See `Engine.generate`; on every rank the groups of all prompts. Callbacks cannot be used."""
-        if on_progress or on_text or on_group:
+        if any(functions.values()):
             raise InputError("callbacks of an engine work in one process alone; train without --scale.ranks")
         if self._refresh is not None:
             self._refresh()

@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Protocol
+from typing import Protocol, TypedDict
 
 from tunesmith.batch.rollout import Completion, Group, SamplingParams
 from tunesmith.core.errors import InputError
@@ -36,6 +36,14 @@ OnGroup = Callable[[int, Group], None]
 """Called with (index of the prompt, its group) when all completions of the prompt have ended, in the order in which
 groups end. The engine waits for it, so it must return at once.
 """
+
+
+class Functions(TypedDict, total=False):
+    """The functions that `Engine.generate` calls, by the names of its arguments."""
+
+    on_progress: OnProgress | None
+    on_text: OnText | None
+    on_group: OnGroup | None
 
 
 class Engine(Protocol):
@@ -159,25 +167,25 @@ class Callbacks:
         on_group: OnGroup | None = None,
     ) -> None:
         self._request = request
-        self._on_progress = on_progress
-        self._on_text = on_text
-        self._on_group = on_group
+        self.on_progress = on_progress
+        self.on_text = on_text
+        self.on_group = on_group
         self._num_ended = 0
         self._streams: dict[tuple[int, int], TextStream] = {}
         self._ended: dict[int, list[DrawnSequence]] = {}
 
     def note(self, drawn: Iterable[DrawnSequence], ended: Iterable[DrawnSequence]) -> None:
         """Report a step: `drawn` are the sequences that got a token, `ended` those of them that ended with it."""
-        if self._on_text:
+        if self.on_text:
             for sequence in drawn:
-                self._send_text(sequence, self._on_text)
+                self._send_text(sequence, self.on_text)
         finished = list(ended)
         self._num_ended += len(finished)
-        if finished and self._on_progress:  # once for all: of equal length, as many end at a time as there are slots
-            self._on_progress(self._num_ended, self._request.num_completions)
-        if self._on_group:
+        if finished and self.on_progress:  # once for all: of equal length, as many end at a time as there are slots
+            self.on_progress(self._num_ended, self._request.num_completions)
+        if self.on_group:
             for sequence in finished:
-                self._collect(sequence, self._on_group)
+                self._collect(sequence, self.on_group)
 
     def _send_text(self, sequence: DrawnSequence, on_text: OnText) -> None:
         key = sequence.request, sequence.sample
@@ -242,15 +250,12 @@ def run_request(request: Request, scheduler: Scheduler, draw: Callable[[], None]
     Raises:
         GenerationInterrupted: on Ctrl-C, with the completions that had ended.
     """
-    interrupted = False
     try:
         draw()
-    except KeyboardInterrupt:
-        interrupted = True
+    except KeyboardInterrupt as interrupt:
+        raise request.interrupted(scheduler.cancel_all()) from interrupt
     finally:
         finished = scheduler.cancel_all()
-    if interrupted:
-        raise request.interrupted(finished)
     scheduler.usage.record(request.prompt_tokens)
     return request.groups(finished)
 

@@ -6,6 +6,7 @@ Shape legend: R rows that tokens are sampled from, H hidden, V vocabulary.
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Unpack
 
 import psutil
 import torch
@@ -20,7 +21,7 @@ from tunesmith.kernels.sample.torch_impl import Sampled
 from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.loaded import PreTrainedTokenizerBase
 from tunesmith.rollout import weight_check
-from tunesmith.rollout.engine import Callbacks, OnGroup, OnProgress, OnText, Request, make_request, run_request
+from tunesmith.rollout.engine import Callbacks, Functions, Request, make_request, run_request
 from tunesmith.rollout.kv_cache import KVCache, allocate_storage, copy_blocks, num_blocks_for
 from tunesmith.rollout.runner import Runner, cache_shape, projections
 from tunesmith.rollout.sampler import NoiseKey, Sampler, noise_keys
@@ -42,17 +43,6 @@ class _Cache:
 
     tables: KVCache
     storage: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """The parts of one call of `generate`."""
-
-    runner: Runner
-    cache: _Cache
-    scheduler: Scheduler
-    sampler: Sampler
-    callbacks: Callbacks
 
 
 class NativeEngine:
@@ -119,10 +109,8 @@ class NativeEngine:
         n: int,
         sampling: SamplingParams,
         *,
-        on_progress: OnProgress | None = None,
-        on_text: OnText | None = None,
-        on_group: OnGroup | None = None,
         keys: Sequence[NoiseKey] | None = None,
+        **functions: Unpack[Functions],
     ) -> list[Group]:
         """See `engine.Engine.generate`. With `sampling.seed` set, a prompt's completions are always the same, whatever
         the other prompts and the number of slots.
@@ -143,41 +131,40 @@ class NativeEngine:
             kernels=self._kernels,
         )
         scheduler = request.open_scheduler(cache.tables, prefill_tokens=_PREFILL_TOKENS)
-        callbacks = Callbacks(request, on_progress=on_progress, on_text=on_text, on_group=on_group)
-        call = _Call(runner, cache, scheduler, sampler, callbacks)
-        return run_request(request, scheduler, lambda: self._draw_all(call))
+        callbacks = Callbacks(request, **functions)
+        return run_request(request, scheduler, lambda: self._draw_all(runner, cache, scheduler, sampler, callbacks))
 
-    def _draw_all(self, call: _Call) -> None:
+    def _draw_all(
+        self, runner: Runner, cache: _Cache, scheduler: Scheduler, sampler: Sampler, callbacks: Callbacks
+    ) -> None:
         """The loop of the engine: plan a step, compute it, sample, take the tokens."""
-        storage, block_tables = call.cache.storage, call.cache.tables.block_tables
+        storage, block_tables = cache.storage, cache.tables.block_tables
         # The bits of an exact engine do not depend on the number of threads.
         free_threads = self._threads.used if self._is_exact else nullcontext
-        while (plan := call.scheduler.plan()) is not None:
+        while (plan := scheduler.plan()) is not None:
             copy_blocks(storage, plan.copies)
             with span("prefill" if plan.chunks else "decode"), free_threads():
-                output = call.runner.run(plan, storage, block_tables)
+                output = runner.run(plan, storage, block_tables)
             if not plan.drawn:
-                call.scheduler.accept(plan, [])
+                scheduler.accept(plan, [])
                 continue
             with span("sample"):
-                sampled = self._sample(call, plan, output.logits_RV)
+                sampled = self._sample(runner, cache, sampler, plan, output.logits_RV)
             values = [[]] * len(plan.drawn) if self._value_head is None else self._values(output.hidden_RH)
             columns = (column_B[:, None].tolist() for column_B in (sampled.token_B, sampled.logp_B, sampled.raw_logp_B))
-            ended = call.scheduler.accept(plan, list(zip(*columns, values, strict=True)))
-            call.sampler.release(ended)
-            call.callbacks.note(plan.drawn, ended)
+            ended = scheduler.accept(plan, list(zip(*columns, values, strict=True)))
+            sampler.release(ended)
+            callbacks.note(plan.drawn, ended)
 
-    def _sample(self, call: _Call, plan: Plan, logits_RV: torch.Tensor) -> Sampled:
+    def _sample(self, runner: Runner, cache: _Cache, sampler: Sampler, plan: Plan, logits_RV: torch.Tensor) -> Sampled:
         try:
-            return call.sampler.draw(plan, logits_RV)
+            return sampler.draw(plan, logits_RV)
         except TrainingError as error:
             self.unload()  # cached blocks may hold numbers that are not finite
             if bool(logits_RV.isfinite().all()):
                 raise
-            storage, block_tables = call.cache.storage, call.cache.tables.block_tables
-            layer = weight_check.first_bad_layer(
-                lambda look: call.runner.run(plan, storage, block_tables, on_layer=look)
-            )
+            storage, block_tables = cache.storage, cache.tables.block_tables
+            layer = weight_check.first_bad_layer(lambda look: runner.run(plan, storage, block_tables, on_layer=look))
             raise TrainingError(weight_check.not_finite(layer)) from error
 
     @torch.no_grad()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Unpack
 
 import torch
 from transformers import (
@@ -27,7 +28,7 @@ from tunesmith.batch.rollout import Group, SamplingParams
 from tunesmith.core.errors import TrainingError
 from tunesmith.core.seeds import derive
 from tunesmith.rollout import sequence
-from tunesmith.rollout.engine import Callbacks, OnGroup, OnProgress, OnText, make_request
+from tunesmith.rollout.engine import Callbacks, Functions, make_request
 from tunesmith.rollout.usage import Usage
 from tunesmith.schema.records import Prompt
 
@@ -52,6 +53,9 @@ class TransformersEngine:
     the call. Completions depend on the seed and on the rest of the batch.
     """
 
+    is_exact = False
+    """Attention over a cache and over a whole sequence round differently."""
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -65,23 +69,11 @@ class TransformersEngine:
         self._weight_version = weight_version
         self._batch_size = batch_size
 
-    @property
-    def is_exact(self) -> bool:
-        """False: attention over a cache and over a whole sequence round differently."""
-        return False
-
     def unload(self) -> None:
         """Nothing to free: `generate` keeps nothing."""
 
     def generate(
-        self,
-        prompts: Sequence[Prompt],
-        n: int,
-        sampling: SamplingParams,
-        *,
-        on_progress: OnProgress | None = None,
-        on_text: OnText | None = None,
-        on_group: OnGroup | None = None,
+        self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, **functions: Unpack[Functions]
     ) -> list[Group]:
         """See `engine.Engine.generate`. With `sampling.seed` set, the same call returns the same tokens."""
         version, num_rows = self._weight_version(), self._batch_size
@@ -92,8 +84,9 @@ class TransformersEngine:
             for sample in range(n)
         ]
         usage = Usage(request.num_slots, prefill_tokens=request.prompt_tokens)
+        on_group = functions.pop("on_group", None)
+        callbacks = Callbacks(request, **functions)
         try:
-            callbacks = Callbacks(request, on_progress=on_progress, on_text=on_text)
             self._draw(rows, sampling, request.seed, callbacks, usage)
         except KeyboardInterrupt as interrupt:
             raise request.interrupted(row for row in rows if row.finish_reason) from interrupt

@@ -25,8 +25,8 @@ from tunesmith.kernels.sample.torch_impl import LogitBias, NoiseKeys, SampleSett
 from tunesmith.models.architecture import Projection, weight_of
 from tunesmith.models.decoder import Decoder, module_outputs
 from tunesmith.models.loaded import PreTrainedModel
-from tunesmith.rollout.kv_cache import BLOCK_TOKENS, CacheShape
-from tunesmith.rollout.runner import CachedDecoder, PackedLinear, cache_shape, projections
+from tunesmith.rollout.kv_cache import BLOCK_TOKENS
+from tunesmith.rollout.runner import CachedDecoder, PackedLinear, projections
 
 PREFIX_MEMBERS = 16
 """Largest number of completions that read a shared prefix together; larger groups are split."""
@@ -85,11 +85,6 @@ class DeviceModel(CachedDecoder):
         self._module = module
         self._addresses: tuple[int, ...] = ()
         self.refresh()
-
-    @property
-    def cache_shape(self) -> CacheShape:
-        """The cache's size per token."""
-        return cache_shape(self.decoder.architecture)
 
     def refresh(self) -> bool:
         """True if all weights are at the same addresses as before, as after an update in place.
@@ -334,7 +329,6 @@ class Step:
     settings: DrawSettings
     form: DrawForm
     shares_prefixes: bool
-    kernels: Kernels
     value_head: nn.Module | None
 
 
@@ -345,9 +339,10 @@ def decode_step(slots: Slots, step: Step) -> None:
     prefixes = SharedPrefixes(slots.members_PG, slots.length_P, slots.start_S) if step.shares_prefixes else None
     hidden_SH = step.model.forward(slots.token_S, places, step.storage, max_positions(places), prefixes=prefixes)
     logits_SV = step.model.logits(hidden_SH)
+    kernels = step.model.decoder.kernels
     token_S, scores_S2, status_S = draw(
-        logits_SV, slots.integers_S6, slots.to_mask_S, step.settings, step.form, step.kernels
+        logits_SV, slots.integers_S6, slots.to_mask_S, step.settings, step.form, kernels
     )
     value_S = None if step.value_head is None else step.value_head(hidden_SH).float()
     state = slots.state(step.settings.is_stop_V, step.settings.seen_RV if step.form.penalises else None)
-    advance(state, DrawnTokens(token_S, scores_S2, status_S, value_S), kernels=step.kernels)
+    advance(state, DrawnTokens(token_S, scores_S2, status_S, value_S), kernels=kernels)

@@ -7,6 +7,7 @@ graphs, which is how it is tested; the CPU engine is faster there.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Unpack
 
 import psutil
 import torch
@@ -22,8 +23,9 @@ from tunesmith.models.loaded import PreTrainedTokenizerBase
 from tunesmith.rollout import weight_check
 from tunesmith.rollout.device.decode_step import DeviceModel, DrawSettings, Slots
 from tunesmith.rollout.device.steps import STEPS_PER_VISIT, Buffers, DeviceSteps
-from tunesmith.rollout.engine import Callbacks, OnGroup, OnProgress, OnText, Request, make_request, run_request
+from tunesmith.rollout.engine import Callbacks, Functions, Request, make_request, run_request
 from tunesmith.rollout.kv_cache import BLOCK_TOKENS, KVCache, allocate_storage, blocks_for, copy_blocks, num_blocks_for
+from tunesmith.rollout.runner import cache_shape
 from tunesmith.rollout.sampler import noise_keys
 from tunesmith.rollout.scheduler import Plan, Run, Scheduler
 from tunesmith.schema.records import Prompt
@@ -83,14 +85,7 @@ class DeviceEngine:
             self._steps = None
 
     def generate(
-        self,
-        prompts: Sequence[Prompt],
-        n: int,
-        sampling: SamplingParams,
-        *,
-        on_progress: OnProgress | None = None,
-        on_text: OnText | None = None,
-        on_group: OnGroup | None = None,
+        self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, **functions: Unpack[Functions]
     ) -> list[Group]:
         """See `engine.Engine.generate`. With `sampling.seed` set, the same call returns the same tokens."""
         version, num_slots = self._weight_version(), self._num_slots
@@ -99,7 +94,7 @@ class DeviceEngine:
             steps = self._load(request, penalises=sampling.repetition_penalty != 1)
         steps.begin(sampling, request.limits.stop_ids, request.seed, noise_keys(request.prompt_ids, n))
         scheduler = request.open_scheduler(steps.buffers.cache, prefill_tokens=_PREFILL_TOKENS)
-        callbacks = Callbacks(request, on_progress=on_progress, on_text=on_text, on_group=on_group)
+        callbacks = Callbacks(request, **functions)
         return run_request(request, scheduler, lambda: self._draw_all(steps, scheduler, callbacks))
 
     def _draw_all(self, steps: DeviceSteps, scheduler: Scheduler, callbacks: Callbacks) -> None:
@@ -159,9 +154,8 @@ class DeviceEngine:
         budget = int((self._memory()[0] + held_bytes) * _MEMORY_SHARE)
         if self._kv_cache_mb is not None:
             budget = self._kv_cache_mb * 2**20
-        num_blocks = min(
-            request.num_blocks, num_blocks_for(budget, self._model.cache_shape, max_tokens=request.longest)
-        )
+        shape = cache_shape(self._model.decoder.architecture)
+        num_blocks = min(request.num_blocks, num_blocks_for(budget, shape, max_tokens=request.longest))
         width = 1 << (blocks_for(request.longest) - 1).bit_length()  # a power of two, so that few calls need new graphs
         return _BufferSizes(request.num_slots, num_blocks, width, 2 * request.num_slots if penalises else 0)
 
@@ -178,7 +172,7 @@ class DeviceEngine:
         device = architecture.device
         longest = sizes.table_width * BLOCK_TOKENS
         cache = KVCache(sizes.num_blocks, max_tokens=longest, max_tables=2 * sizes.num_slots)
-        storage = allocate_storage(self._model.cache_shape, sizes.num_blocks + 1, device)
+        storage = allocate_storage(cache_shape(architecture), sizes.num_blocks + 1, device)
         slots = Slots.empty(sizes.num_slots, sizes.table_width, STEPS_PER_VISIT, device)
         return Buffers(cache, storage, slots, DrawSettings.empty(architecture.head.sizes[0], sizes.num_seen, device))
 

@@ -18,7 +18,6 @@ from tunesmith.batch.rollout import SamplingParams
 from tunesmith.batch.upload import Uploader
 from tunesmith.kernels.advance.torch_impl import LOGP, RAW_LOGP, TOKEN, VALUE
 from tunesmith.kernels.attention.records import Places
-from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.sample.api import require_drawn
 from tunesmith.rollout.device.decode_step import (
     PREFIX_MEMBERS,
@@ -32,6 +31,7 @@ from tunesmith.rollout.device.decode_step import (
     max_positions,
 )
 from tunesmith.rollout.kv_cache import BLOCK_TOKENS, KVCache
+from tunesmith.rollout.runner import cache_shape
 from tunesmith.rollout.sampler import NoiseKey, SeenTokens
 from tunesmith.rollout.scheduler import Plan, Run
 from tunesmith.rollout.sequence import Sequence as DrawnSequence
@@ -93,7 +93,7 @@ class DeviceSteps:
         self.buffers = buffers
         self._value_head = value_head
         self._device = buffers.storage.device
-        shape = model.cache_shape
+        shape = cache_shape(model.decoder.architecture)
         self._token_bytes = 2 * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
         self._uploader = Uploader(self._device)
         self._graphs: dict[tuple[int, DrawForm, bool], Callable[[], None]] = {}
@@ -204,15 +204,13 @@ class DeviceSteps:
         """The step of the first `num_slots` slots: a CUDA graph where possible, captured at first use."""
         key = num_slots, form, shares_prefixes
         if key not in self._graphs:
-            buffers, kernels = self.buffers, self._model.decoder.kernels
-            step = Step(
-                self._model, buffers.storage, buffers.settings, form, shares_prefixes, kernels, self._value_head
-            )
+            buffers = self.buffers
+            step = Step(self._model, buffers.storage, buffers.settings, form, shares_prefixes, self._value_head)
             self._graphs[key] = self._new_step(buffers.slots.first(num_slots), step)
         return self._graphs[key]
 
     def _new_step(self, slots: Slots, step: Step) -> Callable[[], None]:
-        if not self._can_be_captured(step.kernels):
+        if not self._can_be_captured():
             return lambda: decode_step(slots, step)
         # Idle slots: warm-up and capture must not change any completion's blocks.
         for mine in slots.written_by_host:
@@ -232,10 +230,11 @@ class DeviceSteps:
         self._pool = graph.pool()
         return graph.replay
 
-    def _can_be_captured(self, kernels: Kernels) -> bool:
+    def _can_be_captured(self) -> bool:
         """True on a GPU if these kernels run in Triton; their torch versions synchronise with the host."""
         if self._device.type != "cuda":
             return False
+        kernels = self._model.decoder.kernels
         return all(kernels.picked(op, self.buffers.storage) == "triton" for op in ("attention", "sample", "advance"))
 
     def _integers(self, plan: Plan) -> torch.Tensor:

@@ -5,6 +5,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Unpack
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -18,7 +19,7 @@ from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.loaded import PreTrainedTokenizerBase
 from tunesmith.models.logprob import token_logps
 from tunesmith.rollout import sequence
-from tunesmith.rollout.engine import Callbacks, OnGroup, OnProgress, OnText, Request, make_request
+from tunesmith.rollout.engine import Callbacks, Functions, Request, make_request
 from tunesmith.rollout.remote.connection import (
     VLLM,
     Connection,
@@ -48,6 +49,9 @@ class RemoteEngine:
     proven weights before and after it was drawn. Not thread-safe: one `generate` at a time.
     """
 
+    is_exact = False
+    """Its arithmetic is another than the trainer's."""
+
     def __init__(
         self,
         model: LanguageModel,
@@ -71,23 +75,11 @@ class RemoteEngine:
         self._pushed: tuple[int, int] | None = None  # which they were; None: push again
         self._proven_at: float | None = None  # the temperature of their proof; None: prove again
 
-    @property
-    def is_exact(self) -> bool:
-        """False: its arithmetic is another than the trainer's."""
-        return False
-
     def unload(self) -> None:
         """Nothing to free: the memory is the server's."""
 
     def generate(
-        self,
-        prompts: Sequence[Prompt],
-        n: int,
-        sampling: SamplingParams,
-        *,
-        on_progress: OnProgress | None = None,
-        on_text: OnText | None = None,
-        on_group: OnGroup | None = None,
+        self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, **functions: Unpack[Functions]
     ) -> list[Group]:
         """See `engine.Engine.generate`. Callbacks are called at the end; after Ctrl-C there are no completions.
 
@@ -96,13 +88,14 @@ class RemoteEngine:
         """
         version = self._weight_version()
         request = make_request(self._model.module, self._tokenizer, prompts, n, sampling, self._num_slots, version)
+        callbacks = Callbacks(request, **functions)
         jobs = jobs_of(request, sampling)
         try:
-            drawn = self._draw(jobs, _proof_temperature(sampling))
+            # At 0.5 only a server passes that gives the log-probs of the distribution it drew from.
+            drawn = self._draw(jobs, 0.5 if reshapes(sampling) else sampling.temperature or 1.0)
         except KeyboardInterrupt as interrupt:
             raise request.interrupted([]) from interrupt
         rows = self._rows(request, drawn, sampling)
-        callbacks = Callbacks(request, on_progress=on_progress, on_text=on_text, on_group=on_group)
         for row in rows:
             callbacks.note([row], [row])
         return request.groups(rows)
@@ -200,11 +193,6 @@ class RemoteEngine:
             temperature=sampling.temperature or 1.0,
         )
         return [row[: len(one.token_ids)] for row, one in zip(scores.logp_BT.tolist(), drawn, strict=True)]
-
-
-def _proof_temperature(sampling: SamplingParams) -> float:
-    """A temperature at which only a server passes that gives the log-probs of the distribution it drew from."""
-    return 0.5 if reshapes(sampling) else sampling.temperature or 1.0
 
 
 class _Patience:

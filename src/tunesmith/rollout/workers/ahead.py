@@ -11,12 +11,12 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Unpack
 
 from tunesmith.batch.rollout import Completion, Group, SamplingParams
 from tunesmith.core.errors import InputError
 from tunesmith.core.trace import Trace, count, include, trace
-from tunesmith.rollout.engine import Engine, OnGroup, OnProgress, OnText
+from tunesmith.rollout.engine import Engine, Functions
 from tunesmith.rollout.workers.engine import Asked, WorkerEngine
 from tunesmith.schema.records import Prompt
 
@@ -73,14 +73,7 @@ class AheadEngine:
         """Nothing: workers draw during the update."""
 
     def generate(
-        self,
-        prompts: Sequence[Prompt],
-        n: int,
-        sampling: SamplingParams,
-        *,
-        on_progress: OnProgress | None = None,
-        on_text: OnText | None = None,
-        on_group: OnGroup | None = None,
+        self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, **functions: Unpack[Functions]
     ) -> list[Group]:
         """See `engine.Engine.generate`; `on_group` is called at the end.
 
@@ -88,7 +81,8 @@ class AheadEngine:
             InputError: for the other callbacks.
             ServerError: a worker was lost several times in a row.
         """
-        if on_progress or on_text:
+        on_group = functions.pop("on_group", None)
+        if any(functions.values()):
             raise InputError("completions that are drawn ahead are not reported one by one; set scale.staleness to 0")
         is_step = (list(prompts), n, sampling) == self._arguments(self._step)
         with self.inner.waiting():

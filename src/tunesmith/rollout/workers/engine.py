@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Self
+from typing import Self, Unpack
 
 from torch import nn
 
@@ -19,7 +19,7 @@ from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.loaded import PreTrainedTokenizerBase
 from tunesmith.models.tokenizer import decode
 from tunesmith.rollout import weight_check
-from tunesmith.rollout.engine import GenerationInterrupted, OnGroup, OnProgress, OnText, Request, make_request
+from tunesmith.rollout.engine import Callbacks, Functions, GenerationInterrupted, Request, make_request
 from tunesmith.rollout.sampler import NoiseKey, noise_keys
 from tunesmith.rollout.workers import weights
 from tunesmith.rollout.workers.actors import RayTransport
@@ -143,7 +143,9 @@ class WorkerEngine:
         everything = nn.ModuleDict({"policy": model.module})
         if value_head is not None:
             everything["value_head"] = value_head
-        self._transport = _open_transport(workers)
+        self._transport: Transport = LocalTransport()
+        if workers.address is not None:
+            self._transport = RayTransport(workers.address, workers.count * workers.num_threads)
         weakref.finalize(self, self._transport.close)
         self._publisher = weights.Publisher(everything, self._transport.publish, self._transport.discard)
         self._setup = Setup(
@@ -187,14 +189,7 @@ class WorkerEngine:
             self._pool.unload()
 
     def generate(
-        self,
-        prompts: Sequence[Prompt],
-        n: int,
-        sampling: SamplingParams,
-        *,
-        on_progress: OnProgress | None = None,
-        on_text: OnText | None = None,
-        on_group: OnGroup | None = None,
+        self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, **functions: Unpack[Functions]
     ) -> list[Group]:
         """See `engine.Engine.generate`. A completion's text is reported when the completions of its lease have ended.
 
@@ -202,9 +197,7 @@ class WorkerEngine:
             ServerError: a worker was lost several times in a row.
         """
         with self.waiting():
-            return self.draw(
-                self.ask(prompts, n, sampling), on_progress=on_progress, on_text=on_text, on_group=on_group
-            )
+            return self.draw(self.ask(prompts, n, sampling), **functions)
 
     def ask(self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, *, ahead: bool = False) -> Asked:
         """A request of the weights as they are now, to be drawn once. With `ahead` this can be later, or in another
@@ -219,16 +212,9 @@ class WorkerEngine:
         keys = noise_keys(request.prompt_ids, n)
         return Asked(request, replace(sampling, seed=request.seed), keys, load, logps)
 
-    def draw(
-        self,
-        asked: Asked,
-        *,
-        on_progress: OnProgress | None = None,
-        on_text: OnText | None = None,
-        on_group: OnGroup | None = None,
-    ) -> list[Group]:
+    def draw(self, asked: Asked, **functions: Unpack[Functions]) -> list[Group]:
         """The groups of a request of `ask`; see `generate`."""
-        results = _Results(asked.request, on_progress, on_text, on_group)
+        results = _Results(asked.request, Callbacks(asked.request, **functions))
         self._num_calls += 1
         if asked.logps is not None:
             self._own_logps = asked.weights.edition, asked.logps
@@ -239,7 +225,7 @@ class WorkerEngine:
             self._draw(pool, asked, results)
         except KeyboardInterrupt as interrupt:
             pool.reset()
-            raise GenerationInterrupted(results.partial_groups()) from interrupt
+            raise GenerationInterrupted([group for group in results.groups() if group.completions]) from interrupt
         finally:
             self._open.remove(asked.weights)
             pool.settle(_GRACE_S)
@@ -259,7 +245,7 @@ class WorkerEngine:
 
     def _draw(self, pool: Pool, asked: Asked, results: "_Results") -> None:
         """The loop: leases go to the workers that are ready, answers to `results`."""
-        start_s, busy_s = time.monotonic(), 0.0
+        start_s, busy_s, num_workers = time.monotonic(), 0.0, self._workers.count
         request, keys, sampling = asked.request, asked.keys, asked.sampling
         leases = leases_of(len(request.prompts), request.n, self._workers.lease)
         budget = sampling.max_new_tokens
@@ -276,12 +262,12 @@ class WorkerEngine:
                         replace(keys[index], first_sample=keys[index].first_sample + lease.first_sample)
                         for index in lease.indices
                     )
-                    edition = pool.edition
-                    pool.draw(worker, Draw(edition, self._num_calls, number, ids, noise, lease.n, sampling))
+                    edition = asked.weights.edition
+                    pool.send(worker, Draw(edition, self._num_calls, number, ids, noise, lease.n, sampling))
             for worker, task, answer in pool.receive(_POLL_S):
                 if task.call != self._num_calls:
                     continue
-                if not isinstance(answer, Drawn) or answer.edition != task.edition:
+                if not isinstance(answer, Drawn):
                     queue.release(worker)
                     continue
                 busy_s += answer.busy_s
@@ -291,7 +277,7 @@ class WorkerEngine:
                 if queue.finish(worker, time.monotonic(), num_tokens):
                     answers[task.lease] = answer
                     results.add(leases[task.lease], answer.completions)
-                    _count_work(answer, pool.num_workers)
+                    _count_work(answer, num_workers)
                 elif answer.completions != answers[task.lease].completions:
                     self._warnings.warning(
                         f"rollout worker {worker} drew other tokens or log-probs than another worker, from the same "
@@ -299,10 +285,10 @@ class WorkerEngine:
                     )
         for key, group in zip(keys, results.groups(), strict=True):
             self._lengths[key.prompt] = sum(len(one.token_ids) for one in group.completions) / request.n
-        count("workers_busy", busy_s, out_of=pool.num_workers * max(time.monotonic() - start_s, 1e-9))
+        count("workers_busy", busy_s, out_of=num_workers * max(time.monotonic() - start_s, 1e-9))
         count("worker_restarts", pool.num_restarts)
         count("stolen_leases", queue.num_stolen)
-        count("worker_load_s", pool.load_s / pool.num_workers)
+        count("worker_load_s", pool.load_s / num_workers)
 
     def _pool_with(self, load: Load) -> Pool:
         """The workers, which are started if need be, with these weights on their way to them."""
@@ -333,43 +319,31 @@ class WorkerEngine:
 class _Results:
     """The completions of a request as they arrive, and the caller's functions."""
 
-    def __init__(
-        self, request: Request, on_progress: OnProgress | None, on_text: OnText | None, on_group: OnGroup | None
-    ) -> None:
-        self._request = request
-        self._on_progress, self._on_text, self._on_group = on_progress, on_text, on_group
+    def __init__(self, request: Request, callbacks: Callbacks) -> None:
+        self._request, self._callbacks = request, callbacks
         self._drawn: list[dict[int, Completion]] = [{} for _ in request.prompts]
 
     def add(self, lease: Lease, completions: Sequence[Sequence[Completion]]) -> None:
         """Take the completions of a lease, by prompt, and report them."""
+        call = self._callbacks
         for index, of_prompt in zip(lease.indices, completions, strict=True):
             for sample, one in enumerate(of_prompt, start=lease.first_sample):
                 self._drawn[index][sample] = one
-                if self._on_text and one.text:
-                    self._on_text(index, sample, one.text)
-                if self._on_progress:
-                    self._on_progress(sum(map(len, self._drawn)), self._request.num_completions)
-            if self._on_group and len(self._drawn[index]) == self._request.n:
-                self._on_group(index, self._group(index))
+                if call.on_text and one.text:
+                    call.on_text(index, sample, one.text)
+                if call.on_progress:
+                    call.on_progress(sum(map(len, self._drawn)), self._request.num_completions)
+            if call.on_group and len(self._drawn[index]) == self._request.n:
+                call.on_group(index, self._group(index))
 
     def groups(self) -> list[Group]:
         """All groups, in the order of the request."""
         return [self._group(index) for index in range(len(self._drawn))]
 
-    def partial_groups(self) -> list[Group]:
-        """The groups with at least one completion."""
-        return [group for group in self.groups() if group.completions]
-
     def _group(self, index: int) -> Group:
         request, drawn = self._request, self._drawn[index]
         ordered = tuple(drawn[sample] for sample in sorted(drawn))
         return Group(request.prompts[index], request.prompt_ids[index], ordered, request.version)
-
-
-def _open_transport(workers: Workers) -> Transport:
-    if workers.address is not None:
-        return RayTransport(workers.address, workers.count * workers.num_threads)
-    return LocalTransport()
 
 
 def _count_work(answer: Drawn, num_workers: int) -> None:

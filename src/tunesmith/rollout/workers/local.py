@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable
 from functools import cache
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -137,7 +136,7 @@ class LocalTransport:
         ready = wait(self._connections.values(), timeout_s)
         if self._is_closed:  # by another thread, at the end of the process
             return []
-        return [(worker, self._reply(worker)) for worker in _of(self._connections, ready)]
+        return [(worker, self._reply(worker)) for worker, one in list(self._connections.items()) if one in ready]
 
     def interrupt(self, worker: int) -> bool:
         """See `Transport`."""
@@ -193,8 +192,3 @@ class LocalTransport:
         if worker in self._handles:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._handles[worker], number)
-
-
-def _of(connections: dict[int, Connection], ready: Iterable[object]) -> list[int]:
-    found = {id(connection) for connection in ready}
-    return [worker for worker, connection in connections.items() if id(connection) in found]

@@ -77,9 +77,6 @@ class Draw:
 class Drawn:
     """The completions of each prompt of a lease, the spans and figures of the work, and its seconds."""
 
-    edition: int
-    call: int
-    lease: int
     completions: tuple[tuple[Completion, ...], ...]
     work: Trace
     busy_s: float

@@ -58,16 +58,6 @@ class Pool:
         for worker in self._members:
             transport.start(worker, setup)
 
-    @property
-    def num_workers(self) -> int:
-        """The number of workers."""
-        return len(self._members)
-
-    @property
-    def edition(self) -> int:
-        """The edition of the current weights."""
-        return self._weights.edition
-
     def use(self, weights: Load) -> None:
         """Give all workers these weights; those at work get them when they have answered."""
         self._weights = weights
@@ -82,9 +72,11 @@ class Pool:
             if member.task is None and member.edition == self._weights.edition
         ]
 
-    def draw(self, worker: int, message: Draw) -> None:
-        """Give a ready worker a lease; `receive` has its answer, `Refused` or `Lost` included."""
-        self._send(worker, message)
+    def send(self, worker: int, message: Message) -> None:
+        """Give an idle worker a message; `receive` has the answer to a lease, `Refused` or `Lost` included."""
+        member = self._members[worker]
+        member.task, member.since = message, time.monotonic()
+        self._transport.send(worker, message)
 
     def receive(self, timeout_s: float) -> list[tuple[int, Draw, Drawn | Refused | Lost]]:
         """Answers to leases, after `timeout_s` at most. Workers that were lost, or hang, are started again.
@@ -119,21 +111,16 @@ class Pool:
     def unload(self) -> None:
         """Free caches and packed weights of the workers that have nothing to do."""
         for worker in self.ready():
-            self._send(worker, Unload())
+            self.send(worker, Unload())
 
     def _drawing(self) -> list[int]:
         return [worker for worker, member in self._members.items() if isinstance(member.task, Draw)]
-
-    def _send(self, worker: int, message: Message) -> None:
-        member = self._members[worker]
-        member.task, member.since = message, time.monotonic()
-        self._transport.send(worker, message)
 
     def _offer_weights(self, worker: int) -> None:
         member = self._members[worker]
         if member.task is None and member.edition != self._weights.edition:
             member.edition = 0  # until these are proven, which may be after still others are wanted
-            self._send(worker, self._weights)
+            self.send(worker, self._weights)
 
     def _take_reply(self, worker: int, reply: Reply) -> Message | None:
         """The message that `reply` answers. The worker is then free, and gets new weights if there are some."""

@@ -130,6 +130,4 @@ class Worker:
             return Refused()
         finally:
             self._is_drawing = False
-        completions = tuple(group.completions for group in groups)
-        busy_s = time.perf_counter() - start_s
-        return Drawn(message.edition, message.call, message.lease, completions, work, busy_s)
+        return Drawn(tuple(group.completions for group in groups), work, time.perf_counter() - start_s)
