@@ -63,11 +63,6 @@ def test_an_empty_prompt_becomes_the_begin_token_or_is_refused_by_name(tokenizer
         encode_prompt(tokenizer, Prompt("films.jsonl:3", ""))
 
 
-def test_a_prompt_above_the_limit_is_refused_by_name(tokenizer):
-    with pytest.raises(DataError, match="p7 has 5 tokens, the limit is 4"):
-        encode_prompt(tokenizer, Prompt("p7", "abcde"), max_tokens=4)
-
-
 def test_a_conversation_needs_a_chat_template(tokenizer):
     tokenizer.chat_template = None
     with pytest.raises(ModelError, match="no chat template"):

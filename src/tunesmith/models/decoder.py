@@ -55,14 +55,10 @@ OnLayer = Callable[[str, torch.Tensor], None]
 """Called with the name of a layer and its output `[T, H]`."""
 
 
-class Attend(Protocol):
-    """Attention of one layer over all tokens."""
-
-    def __call__(
-        self, layer: int, block: Block, q_TX: torch.Tensor, k_TY: torch.Tensor, v_TY: torch.Tensor
-    ) -> torch.Tensor:
-        """Attention output `[T, X]`; queries and keys are not rotated yet."""
-        ...
+Attend = Callable[[int, Block, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Attention of one layer over all tokens, `[T, X]`: called with the layer's number and block, and its queries `[T, X]`,
+keys and values `[T, Y]`, not rotated yet.
+"""
 
 
 def _call(_: int, compute: Callable[..., Any], *arguments: Any) -> Any:

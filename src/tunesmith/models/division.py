@@ -4,10 +4,11 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from tunesmith.core.errors import InputError
 from tunesmith.distributed import ranks
 from tunesmith.distributed.shares import whole
 from tunesmith.models.language_model import LanguageModel
-from tunesmith.models.pipeline import into_stages
+from tunesmith.models.pipeline import ModelStage
 from tunesmith.models.sharding import gather, shard
 
 
@@ -19,7 +20,14 @@ def divide(trained: LanguageModel, *frozen: LanguageModel | None, draws: bool = 
     Raises:
         InputError: a model that cannot be divided; the message names the part.
     """
-    into_stages(trained, *frozen, draws=draws)
+    stages = ranks.stages()
+    if stages is not None:
+        stages.tied.clear()  # an earlier training of this process may have left ids of what is freed
+        stages.divided.clear()
+        for model in (trained, *filter(None, frozen)):
+            if model.decoder is None:
+                raise InputError("pipeline stages need the packed forward pass of a known model on a CPU")
+            model.decoder.part = ModelStage(model, stages, draws=draws and model is trained)
     shard(trained, draws=draws)
 
 

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 import yaml
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -34,7 +33,6 @@ class ModelCard:
     base_model: str
     algorithm: str
     title: str = ""
-    description: str = ""
     metrics: Mapping[str, object] = field(default_factory=dict[str, object])
     recipe: Mapping[str, object] = field(default_factory=dict[str, object])
 
@@ -80,7 +78,7 @@ def save_weights(model: PreTrainedModel, folder: Path) -> None:
     _save_model(model, None, folder)
 
 
-def load_value_head(folder: Path, *, device: str | torch.device = "cpu") -> ScalarHead | None:
+def load_value_head(folder: Path) -> ScalarHead | None:
     """The value head in `folder`, or None. Raises ModelError if the file is not a value head, or a pickle."""
     path = folder / VALUE_HEAD_FILE
     if not path.is_file():
@@ -98,7 +96,7 @@ def load_value_head(folder: Path, *, device: str | torch.device = "cpu") -> Scal
         raise ModelError(f"{path} holds {', '.join(sorted(tensors))}; a value head has weight and bias")
     head = ScalarHead(tensors["weight"].shape[1])
     head.load_state_dict(tensors)
-    return head.to(device)
+    return head
 
 
 def render_card(card: ModelCard, model: PreTrainedModel) -> str:
@@ -121,7 +119,6 @@ def render_card(card: ModelCard, model: PreTrainedModel) -> str:
     parts = [
         f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---\n",
         f"# {title}\n",
-        f"{card.description}\n" if card.description else "",
         f"Trained from `{card.base_model}` with Tunesmith ({card.algorithm}).\n",
         f"## Use\n\n```python\n{imports}\n\n"
         f'model = {auto_class}.from_pretrained("path/to/this/folder")\n'
@@ -133,7 +130,7 @@ def render_card(card: ModelCard, model: PreTrainedModel) -> str:
     if card.recipe:
         recipe = yaml.safe_dump(dict(card.recipe), sort_keys=False, allow_unicode=True)
         parts.append(f"## Recipe\n\n```yaml\n{recipe}```\n")
-    return "\n".join(part for part in parts if part)
+    return "\n".join(parts)
 
 
 def _save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:

@@ -132,7 +132,9 @@ def _places(architecture: Architecture) -> Iterator[tuple[int, nn.Parameter, Cut
         yield from ((layer, parameter, cut) for parameter, cut in _of_block(block))
     yield from ((len(blocks), parameter, None) for parameter in architecture.final_norm.module.parameters())
     if architecture.output is not None:
-        yield from ((len(blocks), parameter, cut) for parameter, cut in _by_rows(architecture.output))
+        yield from (
+            (len(blocks), parameter, cut) for parameter, cut in _of_projection(architecture.output, by_rows=True)
+        )
 
 
 def _of_block(block: Block) -> Iterator[tuple[nn.Parameter, Cut | None]]:
@@ -142,41 +144,31 @@ def _of_block(block: Block) -> Iterator[tuple[nn.Parameter, Cut | None]]:
             yield from ((parameter, None) for parameter in norm.module.parameters())
     if isinstance(block.attention.sinks_H, nn.Parameter):
         yield block.attention.sinks_H, Cut(0, (block.attention.num_heads,))
-    yield from _by_rows(block.qkv)
-    yield from _by_columns(block.out)
+    yield from _of_projection(block.qkv, by_rows=True)
+    yield from _of_projection(block.out, by_rows=False)
     if isinstance(block.mlp, Experts):
         yield from ((parameter, None) for parameter in block.mlp.router.parameters)
         yield from _of_experts(block.mlp)
     else:
-        yield from _by_rows(block.mlp.gate_up)
-        yield from _by_columns(block.mlp.down)
+        yield from _of_projection(block.mlp.gate_up, by_rows=True)
+        yield from _of_projection(block.mlp.down, by_rows=False)
 
 
-def _by_rows(projection: Projection) -> Iterator[tuple[nn.Parameter, Cut | None]]:
-    """A projection whose outputs are divided."""
+def _of_projection(projection: Projection, *, by_rows: bool) -> Iterator[tuple[nn.Parameter, Cut | None]]:
+    """A projection whose outputs are divided (`by_rows`), or its inputs: then outputs are sums over the ranks."""
     alone = len(projection.modules) == 1
     for index, (module, adapter) in enumerate(zip(projection.modules, projection.adapters, strict=True)):
         sizes = projection.sizes if alone else (projection.sizes[index],)
-        yield module.weight, Cut(int(isinstance(module, Conv1D)), sizes)  # type: ignore[misc]
+        cut = Cut(0, sizes) if by_rows else Cut(1, (weight_of(module).shape[1],))
+        of_inputs, of_outputs = (None, cut) if by_rows else (cut, None)
+        is_transposed = isinstance(module, Conv1D)
+        yield module.weight, Cut(1 - cut.dimension if is_transposed else cut.dimension, cut.sizes)  # type: ignore[misc]
         if module.bias is not None:
-            yield module.bias, Cut(0, sizes)  # type: ignore[misc]
+            yield module.bias, of_outputs  # type: ignore[misc]
         if adapter is not None:
-            yield from ((adapter.down_RI, None), (adapter.up_OR, Cut(0, sizes)))  # type: ignore[misc]
+            yield from ((adapter.down_RI, of_inputs), (adapter.up_OR, of_outputs))
             if adapter.magnitude_O is not None:
-                yield adapter.magnitude_O, Cut(0, sizes)  # type: ignore[misc]
-
-
-def _by_columns(projection: Projection) -> Iterator[tuple[nn.Parameter, Cut | None]]:
-    """A projection whose inputs are divided; its outputs are sums over the ranks."""
-    for module, adapter in zip(projection.modules, projection.adapters, strict=True):
-        width = weight_of(module).shape[1]
-        yield module.weight, Cut(int(not isinstance(module, Conv1D)), (width,))  # type: ignore[misc]
-        if module.bias is not None:
-            yield module.bias, None  # type: ignore[misc]
-        if adapter is not None:
-            yield from ((adapter.down_RI, Cut(1, (width,))), (adapter.up_OR, None))  # type: ignore[misc]
-            if adapter.magnitude_O is not None:
-                yield adapter.magnitude_O, None  # type: ignore[misc]
+                yield adapter.magnitude_O, of_outputs
 
 
 def _of_experts(experts: Experts) -> Iterator[tuple[nn.Parameter, Cut | None]]:

@@ -8,8 +8,8 @@ Shape legend: T tokens, H hidden.
 """
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,28 +29,8 @@ from tunesmith.models.layouts import Division, layout_of, parts_of, stage_of
 from tunesmith.models.tensor_parallel import tensor_parallel
 
 
-def into_stages(*models: LanguageModel | None, draws: bool = False) -> None:
-    """Leave this rank its layers of the models, in place, if the recipe asks for pipeline stages: after copies of them
-    are made, and before an optimizer is. With `draws` completions will be drawn from the first.
-
-    Raises:
-        InputError: a model that cannot be divided.
-    """
-    stages = ranks.stages()
-    if stages is None:
-        return
-    stages.tied.clear()  # an earlier training of this process may have left ids of what is freed
-    stages.divided.clear()
-    for index, model in enumerate(models):
-        if model is None:
-            continue
-        if model.decoder is None:
-            raise InputError("pipeline stages need the packed forward pass of a known model on a CPU")
-        model.decoder.part = ModelStage(model, stages, draws=draws and index == 0)
-
-
 class ModelStage:
-    """The layers of `model` that this rank has; its other parameters are empty from now on.
+    """The layers of `model`, which has a decoder, that this rank has; its other parameters are empty from now on.
 
     With `draws` there is a second model, `drawing`, of which `refresh` gives each rank of the pipeline a tensor
     parallel part, for the rollout engine.
@@ -71,11 +51,13 @@ class ModelStage:
         layers = [i for i in range(num_layers) if stage_of(i, stages.count, num_layers) == stages.index]
         self._layers = range(layers[0], layers[-1] + 1)
         self._version: int | None = None
-        self._parts = parts_of(model.module, architecture)
+        parts = parts_of(model.module, architecture)
         self._parameters = dict(model.module.named_parameters())
-        copies, own = ranks.num_data(), {part.name: self._stages_of(part.layers, num_layers) for part in self._parts}
-        self._layout = layout_of(self._parts, Division(copies=copies, stages=stages.count))
-        self._drawing_layout = layout_of(self._parts, Division(copies=copies, tensor=stages.count))
+        own = {
+            part.name: sorted({stage_of(layer, stages.count, num_layers) for layer in part.layers}) for part in parts
+        }
+        self._layout = layout_of(parts, Division(copies=ranks.num_data(), stages=stages.count))
+        self._drawing_layout = layout_of(parts, Division(copies=ranks.num_data(), tensor=stages.count))
         trained = {stage for name, held in own.items() if self._parameters[name].requires_grad for stage in held}
         self._takes_gradient = any(stage < stages.index for stage in trained)
         self._gives_gradient = any(stage <= stages.index for stage in trained)
@@ -104,7 +86,7 @@ class ModelStage:
         x_TH = x_TH if residual_TH is None else x_TH + residual_TH
         stages.send(stages.index + 1, x_TH)
         if torch.is_grad_enabled() and self._gives_gradient:
-            stages.later(self._backward_of(x_TH))
+            stages.later(partial(self._backward, x_TH))
         return x_TH.new_zeros((len(ids_T), 0))
 
     def refresh(self, version: int) -> None:
@@ -116,9 +98,6 @@ class ModelStage:
             own.data = self._parameters[name].detach()
         reshard(copies, self._layout, self._drawing_layout)
         self._version = version
-
-    def _stages_of(self, layers: tuple[int, ...], num_layers: int) -> list[int]:
-        return sorted({stage_of(layer, self._stages.count, num_layers) for layer in layers})
 
     def _received(self, architecture: Architecture, num_tokens: int) -> torch.Tensor:
         """The hidden states that the stage before has sent; their gradient goes back to it."""
@@ -132,14 +111,10 @@ class ModelStage:
             return x_TH
         return _Received.apply(torch.zeros((), requires_grad=True), x_TH, self._stages)  # type: ignore[return-value]
 
-    def _backward_of(self, x_TH: torch.Tensor) -> Callable[[], None]:
-        """The backward pass of this stage, from the gradient that the next one sends."""
-
-        def backward() -> None:
-            gradient_TH = self._stages.receive(self._stages.index + 1, torch.empty_like(x_TH))
-            torch.autograd.backward(x_TH, gradient_TH)
-
-        return backward
+    def _backward(self, x_TH: torch.Tensor) -> None:
+        """Make the backward pass of this stage, from the gradient that the next one sends."""
+        gradient_TH = self._stages.receive(self._stages.index + 1, torch.empty_like(x_TH))
+        torch.autograd.backward(x_TH, gradient_TH)
 
 
 def _view(model: LanguageModel) -> LanguageModel:

@@ -28,9 +28,7 @@ Render = Callable[[Sequence[Message], bool], str]
 """
 
 
-def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, *, max_tokens: int | None = None
-) -> tuple[int, ...]:
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[int, ...]:
     """Token ids of a prompt, to be continued by a completion.
 
     Token ids of the prompt are kept. Text is encoded as is, with a leading special token only if the tokenizer adds
@@ -38,7 +36,7 @@ def encode_prompt(
     message is the assistant's, it is continued.
 
     Raises:
-        DataError: the prompt has no tokens, or more than `max_tokens`.
+        DataError: the prompt has no tokens.
         ModelError: there is no chat template.
     """
     bos_id = _special_id(tokenizer.bos_token_id)
@@ -48,10 +46,6 @@ def encode_prompt(
     if not ids:
         raise DataError(
             f"prompt {prompt.id} is empty and the tokenizer has no begin-of-sequence token; give it some text"
-        )
-    if max_tokens is not None and len(ids) > max_tokens:
-        raise DataError(
-            f"prompt {prompt.id} has {len(ids)} tokens, the limit is {max_tokens}; shorten it or raise max_tokens"
         )
     return ids
 
