@@ -68,11 +68,6 @@ class Prefix:
     slots: tuple[int, ...]
     length: int
 
-    @property
-    def saved_tokens(self) -> int:
-        """Tokens whose keys and values need not be read again."""
-        return (len(self.slots) - 1) * self.length
-
 
 @dataclass(frozen=True, slots=True)
 class _CallSettings:
@@ -128,7 +123,9 @@ class DeviceSteps:
         count = len(plan.sequences)
         num_slots = min(max(_FEWEST_SLOTS, 1 << (count - 1).bit_length()), len(self.buffers.slots.token_S))
         slots, prefixes = self.buffers.slots.first(num_slots), shared_prefixes(plan.sequences)
-        if sum(prefix.saved_tokens for prefix in prefixes) * self._token_bytes < _LEAST_SAVED_BYTES:
+        # Keys and values that need not be read again.
+        saved_tokens = sum((len(prefix.slots) - 1) * prefix.length for prefix in prefixes)
+        if saved_tokens * self._token_bytes < _LEAST_SAVED_BYTES:
             prefixes = []
         assert self._settings is not None
         # Masking stop ids needs a copy of the logits, so leave it out once min_new_tokens are reached.

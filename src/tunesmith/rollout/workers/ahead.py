@@ -94,7 +94,7 @@ class AheadEngine:
             for work in works:
                 include(work)
         if is_step:
-            groups = [self._with_text(group) for group in groups]
+            groups = [replace(group, completions=tuple(map(self._with_text, group.completions))) for group in groups]
             _count_versions(groups, self._weight_version())
         if on_group:
             for index, group in enumerate(groups):
@@ -143,13 +143,8 @@ class AheadEngine:
         self._jobs.put((0 if is_urgent else 1, next(self._numbers), lambda: _do(draw, before, future)))
         return future
 
-    def _with_text(self, group: Group) -> Group:
-        """`group` with the texts of completions that were drawn in parts; decoded here, because a tokenizer is not for
-        several threads.
-        """
-        return replace(group, completions=tuple(map(self._whole, group.completions)))
-
-    def _whole(self, one: Completion) -> Completion:
+    def _with_text(self, one: Completion) -> Completion:
+        """`one`, with its text if drawn in parts; decoded here, because a tokenizer is not for several threads."""
         if one.weight_versions is None:
             return one
         ids = one.token_ids[:-1] if one.finish_reason == "stop" else one.token_ids
