@@ -123,36 +123,18 @@ def test_the_entropy_of_equal_logits_is_the_logarithm_of_their_number(kernels: K
     torch.testing.assert_close(logp_N, -entropy_N, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_reused_logits_hold_the_gradient_and_the_same_one(dtype, kernels: Kernels):
-    leaf_NV, ids_N = normal(33, 200, dtype=dtype).requires_grad_(), ids_of(33, 200)
-    gradients = []
-    for reuse in (False, True):
-        logits_NV = leaf_NV * 1
-        logits_NV.register_hook(gradients.append)
-        logp_N, entropy_N = chosen_logp_entropy(logits_NV, ids_N, 0.7, reuse_logits=reuse, kernels=kernels)
-        loss = (logp_N * torch.linspace(-1, 1, 33) + 0.1 * entropy_N).sum()
-        loss.backward(retain_graph=True)
-        assert (gradients[-1].data_ptr() == logits_NV.data_ptr()) == reuse
-    assert torch.equal(*gradients)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-def test_logits_that_are_no_tensor_of_their_own_are_read_and_reused_where_they_stand(native: Kernels):
+def test_logits_that_are_no_tensor_of_their_own_are_read_where_they_stand(native: Kernels):
     ids_N = ids_of(10, 90)
     for spread in (lambda wide: (wide * 1)[::2, 5:95], lambda wide: (wide * 1).t()[:10, :10].repeat(1, 9)[:, :90]):
         results = []
         for function in (native, Kernels("torch")):
-            for reuse in (False, True):
-                wide_NV = normal(20, 100).requires_grad_()
-                logp_N, _ = chosen_logp_entropy(spread(wide_NV), ids_N, 1.0, reuse_logits=reuse, kernels=function)
-                results.append(torch.autograd.grad(logp_N.sum(), wide_NV)[0])
-        for other in results[1:]:
-            torch.testing.assert_close(other, results[0], atol=1e-6, rtol=1e-5)
-    # Rows that are one row in memory cannot hold a gradient each.
+            wide_NV = normal(20, 100).requires_grad_()
+            logp_N, _ = chosen_logp_entropy(spread(wide_NV), ids_N, 1.0, kernels=function)
+            results.append(torch.autograd.grad(logp_N.sum(), wide_NV)[0])
+        torch.testing.assert_close(results[1], results[0], atol=1e-6, rtol=1e-5)
+    # Rows that are one row in memory have a gradient each.
     row_1V = normal(1, 90).requires_grad_()
-    logp_N, _ = chosen_logp_entropy((row_1V * 1).expand(10, 90), ids_N, 1.0, reuse_logits=True, kernels=native)
+    logp_N, _ = chosen_logp_entropy((row_1V * 1).expand(10, 90), ids_N, 1.0, kernels=native)
     (found_1V,) = torch.autograd.grad(logp_N.sum(), row_1V)
     (expected_1V,) = torch.autograd.grad(row_1V.log_softmax(-1)[0, ids_N].sum(), row_1V)
     torch.testing.assert_close(found_1V, expected_1V, atol=1e-5, rtol=1e-5)
@@ -196,4 +178,3 @@ def test_what_does_not_fit_is_refused(kernels: Kernels):
     refused(r"ids lie in \[-1, 9\]", ids=torch.tensor([0, -1, 9]))
     for temperature in (0.0, 1e-7, -1.0, float("nan"), float("inf")):
         refused("log-probs need one of at least 1e-06, and finite", temperature=temperature)
-    refused("logits are a leaf", logits=logits_NV.clone().requires_grad_(), reuse_logits=True)

@@ -36,7 +36,6 @@ def chosen_logp_entropy(
     temperature: float,
     *,
     softcap: float | None = None,
-    reuse_logits: bool = False,
     kernels: Kernels,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(logp_N, entropy_N) in nats of softmax(logits / temperature), float32 (float64 for float64), with gradients.
@@ -48,23 +47,17 @@ def chosen_logp_entropy(
     With a `softcap` c the logits are c * tanh(logits / c): in Triton within the same pass, else in one before it, which
     rounds to the dtype of the logits and keeps one more tensor of their size.
 
-    With `reuse_logits` the gradient is written over the logits, which saves as much memory as they take: nobody may
-    read the logits after the backward pass, and a second backward pass raises.
-
     Raises:
-        InputError: shapes, dtypes, ids, the temperature or the cap do not fit, or logits to be reused are a leaf.
+        InputError: shapes, dtypes, ids, the temperature or the cap do not fit.
         NativeUnavailableError, TritonUnavailableError: such kernels were chosen and cannot run.
     """
     _check(logits_NV, ids_N, temperature, softcap)
     if not records_gradient(logits_NV):
         scored = score(logits_NV, ids_N, temperature, softcap=softcap, kernels=kernels)
         return scored.logp_N, scored.entropy_N
-    if reuse_logits and logits_NV.is_leaf:
-        raise InputError("logits are a leaf, whose values the gradient would overwrite; call without reuse_logits")
     if softcap is not None and kernels.picked("logprob", logits_NV) != "triton":
-        # The cap's backward pass reads its output, which must not be overwritten.
-        logits_NV, softcap, reuse_logits = capped(logits_NV, softcap, kernels=kernels), None, False
-    return _Chosen.apply(logits_NV, ids_N, temperature, softcap or 0.0, reuse_logits, kernels)  # type: ignore[return-value]
+        logits_NV, softcap = capped(logits_NV, softcap, kernels=kernels), None
+    return _Chosen.apply(logits_NV, ids_N, temperature, softcap or 0.0, kernels)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,36 +130,24 @@ class _Chosen(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        logits_NV: torch.Tensor,
-        ids_N: torch.Tensor,
-        temperature: float,
-        softcap: float,
-        reuse_logits: bool,
-        kernels: Kernels,
+        ctx: Any, logits_NV: torch.Tensor, ids_N: torch.Tensor, temperature: float, softcap: float, kernels: Kernels
     ) -> tuple[torch.Tensor, torch.Tensor]:
         scored = _scored(logits_NV, ids_N, temperature, softcap, kernels)
         ctx.save_for_backward(logits_NV, ids_N, scored.sums_NK)
         ctx.call = temperature, softcap, kernels
-        # Rows that share memory cannot hold a gradient each.
-        ctx.reuse_logits = reuse_logits and logits_NV.stride(0) >= logits_NV.shape[1]
         ctx.set_materialize_grads(False)
         return scored.logp_N, scored.entropy_N
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if grads[0] is None and grads[1] is None:
-            return None, None, None, None, None, None
+            return None, None, None, None, None
         logits_NV, ids_N, sums_NK = ctx.saved_tensors
         temperature, softcap, kernels = ctx.call
         dense_NV = with_dense_rows(logits_NV.detach())
-        out_NV = dense_NV if ctx.reuse_logits else empty_as(dense_NV)
-        given_NV = None if ctx.reuse_logits else dense_NV
-        _write_gradient(given_NV, ids_N, sums_NK, ScoreGradient(*grads), temperature, softcap, out_NV, kernels)
-        if ctx.reuse_logits:
-            # autograd does not see what C++ writes; with this, reading the logits in another backward pass raises.
-            torch.autograd.graph.increment_version(logits_NV)
-        return out_NV, None, None, None, None, None
+        out_NV = empty_as(dense_NV)
+        _write_gradient(dense_NV, ids_N, sums_NK, ScoreGradient(*grads), temperature, softcap, out_NV, kernels)
+        return out_NV, None, None, None, None
 
 
 def _scored(
