@@ -3,22 +3,15 @@
 Shape legend: S slots, K tokens that are drawn between two looks of the host, V vocabulary, R rows of seen tokens.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
-
-from tunesmith.core.errors import InputError
 
 POSITION = 5
 """The column of `SlotState.integers_S6` that counts up; column 1 is the row of the seen tokens."""
 
 TOKEN, LOGP, RAW_LOGP, VALUE = range(4)
 """Columns of `SlotState.drawn_SK4`."""
-
-
-_LONG, _INT = (torch.int64, 1), (torch.int32, 1)
-_TYPES = (_LONG, _INT, _INT, _INT, (torch.int64, 2), (torch.float32, 3), _LONG, _INT, (torch.bool, 1), (torch.bool, 2))
-"""(dtype, dimensions) of the fields of `SlotState`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +26,6 @@ class SlotState:
     count_S int64: tokens that were drawn; status_S int32: 0, or why there was no token.
     is_stop_V bool: tokens that end a completion. seen_RV bool: tokens of a completion and its prompt, None without
     a repetition penalty; its last row is for slots without a completion.
-
-    Raises:
-        InputError: a tensor has another dtype or number of dimensions.
     """
 
     token_S: torch.Tensor
@@ -49,22 +39,11 @@ class SlotState:
     is_stop_V: torch.Tensor
     seen_RV: torch.Tensor | None
 
-    def __post_init__(self) -> None:
-        for field, (dtype, dims) in zip(fields(self), _TYPES, strict=True):
-            tensor: torch.Tensor | None = getattr(self, field.name)
-            if tensor is None:
-                continue
-            if tensor.dtype != dtype or tensor.dim() != dims or tensor.stride(-1) != 1:
-                raise InputError(
-                    f"{field.name} is {tensor.dtype} of shape {tuple(tensor.shape)} and strides {tensor.stride()}; "
-                    f"give {dtype} with {dims} dimensions, the last one contiguous"
-                )
-
 
 @dataclass(frozen=True, slots=True)
 class DrawnTokens:
-    """Results of the draw: token_S int64, scores_S2 float32 (log-prob, raw log-prob), status_S int32, and value_S
-    float32, None without values.
+    """Results of the draw, contiguous: token_S int64, scores_S2 float32 (log-prob, raw log-prob), status_S int32, and
+    value_S float32, None without values.
     """
 
     token_S: torch.Tensor
