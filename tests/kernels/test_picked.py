@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tunesmith.core.errors import NativeUnavailableError, TritonUnavailableError
 from tunesmith.kernels import native
-from tunesmith.kernels.native import Kernels, shared, why_not_triton
+from tunesmith.kernels.native import Kernels, shared
 
 
 @pytest.fixture
@@ -126,8 +126,11 @@ def test_triton_runs_on_a_cpu_in_its_interpreter(sources: Path, monkeypatch):
         (False, (9, 0), (7, 0), "not installed; pip install triton"),
     ],
 )
-def test_a_gpu_must_be_there_and_new_enough(installed: bool, found, least, why: str):
-    problem = why_not_triton(installed=installed, found=found, least=least)
+def test_a_gpu_must_be_there_and_new_enough(installed: bool, found, least, why: str, monkeypatch):
+    monkeypatch.setattr(native, "_triton_is_installed", lambda: installed)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: found is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: found)
+    problem = native.why_not_on(torch.device("cuda"), least)
     assert bool(problem) == bool(why)
     assert re.search(why, problem)
 

@@ -194,24 +194,18 @@ def has_triton(op: str, *, sources: Path = _SOURCES) -> bool:
     return (sources / op / "triton_impl.py").is_file()
 
 
-def why_not_triton(*, installed: bool, found: Capability | None, least: Capability) -> str:
-    """Reason why a Triton kernel cannot run on a GPU of capability `found`, and the remedy; empty if it can.
-
-    `found` is None where torch sees no CUDA device.
+def why_not_on(device: torch.device, least: Capability) -> str:
+    """Reason why a Triton kernel that needs capability `least` cannot run on this device, and the remedy; empty if it
+    can.
     """
-    if not installed:
+    if not _triton_is_installed():
         return _NO_TRITON
-    if found is None:
+    if not torch.cuda.is_available():
         return "torch sees no CUDA device; choose auto or torch"
+    found = torch.cuda.get_device_capability(device)
     if found < least:
         return f"it needs compute capability {_dotted(least)} and this GPU has {_dotted(found)}; choose auto or torch"
     return ""
-
-
-def why_not_on(device: torch.device, least: Capability) -> str:
-    """Reason why a Triton kernel that needs capability `least` cannot run on this device; empty if it can."""
-    found = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
-    return why_not_triton(installed=_triton_is_installed(), found=found, least=least)
 
 
 def _why_not_native(op: str, dtype: torch.dtype, sources: Path) -> str:
@@ -251,28 +245,16 @@ def operations() -> list[str]:
 
 def survey() -> list[Pick]:
     """One pick for each operation on the CPU, and one on the GPU if torch sees one, in the order of their names."""
-    compiler = _why_no_compiler()
+    why_no_compiler, has_gpu = _why_no_compiler(), torch.cuda.is_available()
+    why_no_triton = why_not_on(torch.device("cuda"), LEAST_CAPABILITY) if has_gpu else ""
     picks: list[Pick] = []
     for op in operations():
-        picks.append(_pick_for_cpu(op, compiler))
-        if torch.cuda.is_available():
-            picks.append(_pick_for_gpu(op))
+        why = why_no_compiler if has_native(op) else "has no C++"
+        picks.append(Pick(op, "cpu", "torch" if why else "native", why))
+        if has_gpu:
+            why = why_no_triton if has_triton(op) else "has no Triton kernel"
+            picks.append(Pick(op, "cuda", "torch" if why else "triton", why))
     return picks
-
-
-def _pick_for_cpu(op: str, why_no_compiler: str) -> Pick:
-    if not has_native(op):
-        return Pick(op, "cpu", "torch", "has no C++")
-    if why_no_compiler:
-        return Pick(op, "cpu", "torch", why_no_compiler)
-    return Pick(op, "cpu", "native")
-
-
-def _pick_for_gpu(op: str) -> Pick:
-    if not has_triton(op):
-        return Pick(op, "cuda", "torch", "has no Triton kernel")
-    why = why_not_on(torch.device("cuda"), LEAST_CAPABILITY)
-    return Pick(op, "cuda", "torch" if why else "triton", why)
 
 
 def _why_no_compiler() -> str:
