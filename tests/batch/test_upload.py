@@ -60,7 +60,7 @@ def test_tensors_may_be_spread_in_memory():
 
 
 def test_what_was_received_outlives_the_buffers_and_what_was_sent():
-    uploader, batches = Uploader("cpu", num_buffers=2), []
+    uploader, batches = Uploader("cpu"), []
     for index in range(7):
         sent = [torch.full((10 ** (index % 4 + 1),), index), torch.full((3,), -1.0 * index)]
         batches.append(uploader.tensors(sent))
@@ -99,8 +99,6 @@ def test_a_record_arrives_with_the_records_inside_of_it():
 
 def test_what_does_not_fit_is_refused():
     uploader = Uploader("cpu")
-    with pytest.raises(InputError, match="num_buffers is 0; give at least 1"):
-        Uploader("cpu", num_buffers=0)
     with pytest.raises(InputError, match="uploads go to a CPU or a CUDA device"):
         Uploader("meta")
     with pytest.raises(InputError, match=r"tensor 1 is torch\.strided on meta"):

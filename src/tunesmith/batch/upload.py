@@ -43,20 +43,18 @@ class _Buffer:
 class Uploader:
     """Sends batches to one device. Keep one for as long as batches come: it keeps its buffers.
 
-    `num_buffers` batches may be on their way at a time; one more waits for the oldest copy to end. What is returned
-    lies in memory of its own, which lives as long as one of its views. The copy is queued on the device's current
-    stream, so what follows on that stream sees the batch; another stream must wait for it. On a CPU the same code runs
-    without pinned memory and without events.
+    Two batches may be on their way at a time; one more waits for the oldest copy to end. What is returned lies in
+    memory of its own, which lives as long as one of its views. The copy is queued on the device's current stream, so
+    what follows on that stream sees the batch; another stream must wait for it. On a CPU the same code runs without
+    pinned memory and without events.
     """
 
-    def __init__(self, device: torch.device | str, *, num_buffers: int = 2) -> None:
-        if num_buffers < 1:
-            raise InputError(f"num_buffers is {num_buffers}; give at least 1")
+    def __init__(self, device: torch.device | str) -> None:
         self.device = torch.device(device)
         if self.device.type not in ("cpu", "cuda"):
             raise InputError(f"device is {self.device}; uploads go to a CPU or a CUDA device")
         self._is_pinned = self.device.type == "cuda"
-        self._buffers = [_Buffer(self._host_memory(0)) for _ in range(num_buffers)]
+        self._buffers = [_Buffer(self._host_memory(0)) for _ in range(2)]
         self._num_sent = 0
 
     def tensors(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
