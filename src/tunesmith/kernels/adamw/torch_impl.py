@@ -72,8 +72,10 @@ class ParameterUpdate:
 
     @property
     def seed(self) -> int:
-        """The seed of the rounding to codes: an element is rounded alike wherever its parameter is cut."""
-        return (seed_of(self.num_updates) + self.start * _SPREAD) % 2**32
+        """The seed of the rounding to codes, below 2^32: no two updates draw the same, and an element is rounded alike
+        wherever its parameter is cut.
+        """
+        return (self.num_updates * 0x632BE5AB + self.start * _SPREAD) % 2**32
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +120,6 @@ def levels(num_bits: int) -> torch.Tensor:
         marks = torch.linspace(0.1, 1, 2 ** (num_bits - 1 - decade) + 1, dtype=torch.float64)
         parts.append((marks[1:] + marks[:-1]) / 2 * 10.0**-decade)
     return torch.cat(parts).sort().values.float()
-
-
-def seed_of(num_updates: int) -> int:
-    """The seed of the rounding in update `num_updates` of a parameter, below 2^32: no two updates draw the same."""
-    return num_updates * 0x632BE5AB % 2**32
 
 
 def _decoded(moments: CodedMoments) -> FloatMoments:
