@@ -6,7 +6,8 @@ probabilities passes it. So there is no noise for each token, and no sort either
 - A row without filters is read once for the sums of its tiles, and then the one tile in which the sum passes.
 - A filter keeps what is at least some logit. Tokens that no filter can keep are left out first. The others are written,
   in the order of the vocabulary, to a scratch, over which a threshold is found by halving the range of the float's
-  bits: the smallest logit above which there are fewer than k tokens, or less than p of the mass. That is exact.
+  bits: the smallest logit above which there are fewer than k tokens, or less than p of the mass. That is exact, and
+  equal logits share their fate.
 
 Functions of the kernel pass these tuples on:
   row      (pointer to its logits, to its seen tokens, number of tokens, penalty)
@@ -14,7 +15,7 @@ Functions of the kernel pass these tuples on:
   scratch  (pointers to the row's buffers of logits and of tokens)
   lowest   (smallest key, smallest weight) that is kept
 
-Shape legend: B rows, V vocabulary, S slots, X columns of a tile, T tiles of a row.
+Shape legend: B rows, V vocabulary, S slots, X columns or candidates of a tile, T tiles of a row.
 """
 
 # In Triton 3.7 a call of one kernel function by another has no type that can be unpacked.
@@ -30,11 +31,102 @@ import triton
 import triton.language as tl
 
 from tunesmith.kernels.launching import LaunchPlan
-from tunesmith.kernels.triton_candidates import candidate_weights, first_passing, key_of, mass_of, threshold, uniform
 from tunesmith.kernels.triton_softmax import launch, logit_at, relative_to_row, softmax_row, weights_of
 
 MAX_REGISTERS = 128
 """As many as 512 threads can have; left alone, the compiler spills some of the filters'."""
+
+
+@triton.jit
+def _uniform(integers_ptr):
+    """A number in [0, 1) with 53 bits, float64: the first two words of Philox4x32-10 (Salmon et al. 2011).
+
+    Of a row's six integers of int64, the last four are its keys: seed, prompt, sample, position.
+    """
+    seed = tl.load(integers_ptr + 2)
+    prompt = tl.load(integers_ptr + 3).to(tl.uint32)
+    sample = tl.load(integers_ptr + 4).to(tl.uint32)
+    position = tl.load(integers_ptr + 5).to(tl.uint32)
+    first, second, _, _ = tl.philox(seed, prompt, sample, position, position ^ position)
+    return ((first.to(tl.int64) << 21) | (second.to(tl.int64) >> 11)).to(tl.float64) * 1.1102230246251565e-16
+
+
+@triton.jit
+def _first_passing(weight_X, place_X, target):
+    """(the first place at which the running sum passes the target, the last place with weight); -1 for none."""
+    has_weight_X = weight_X > 0
+    passes_X = has_weight_X & (tl.cumsum(weight_X, axis=0) > target)
+    first = tl.min(tl.where(passes_X, place_X, 2147483647), axis=0)
+    return tl.where(first == 2147483647, -1, first), tl.max(tl.where(has_weight_X, place_X, -1), axis=0)
+
+
+@triton.jit
+def _key_of(x):
+    """A whole number that orders as the float does, the same for both zeros. That of -inf is -2139095041."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _candidate_weights(logit_ptr, start, count, lowest, softmax, BLOCK: tl.constexpr):
+    """Weights of one tile of candidates, 0 for what has less than this key or this weight."""
+    largest, inverse_temperature = softmax
+    lowest_key, lowest_weight = lowest
+    place_X = start + tl.arange(0, BLOCK)
+    x_X = tl.load(logit_ptr + place_X, mask=place_X < count, other=float("-inf"))
+    weight_X = tl.exp((x_X - largest) * inverse_temperature)
+    return tl.where((_key_of(x_X) >= lowest_key) & (weight_X >= lowest_weight), weight_X, 0.0)
+
+
+@triton.jit
+def _mass_of(logit_ptr, count, lowest, softmax, BLOCK: tl.constexpr):
+    """Sum of the weights of the candidates with at least this key and this weight, float64."""
+    mass = tl.full([], 0.0, tl.float64)
+    for start in range(0, count, BLOCK):
+        weight_X = _candidate_weights(logit_ptr, start, count, lowest, softmax, BLOCK)
+        mass += tl.sum(weight_X, axis=0).to(tl.float64)
+    return mass
+
+
+@triton.jit
+def _around(logit_ptr, count, middle, softmax, WEIGHED: tl.constexpr, BLOCK: tl.constexpr):
+    """(number or mass of the candidates above a key, float64; the smallest key above it, the largest that is not)."""
+    largest, inverse_temperature = softmax
+    above = tl.full([], 0.0, tl.float64)
+    next_up = tl.full([], 2147483647, tl.int32)
+    next_down = tl.full([], -2147483648, tl.int32)
+    for start in range(0, count, BLOCK):
+        place_X = start + tl.arange(0, BLOCK)
+        is_inside_X = place_X < count
+        x_X = tl.load(logit_ptr + place_X, mask=is_inside_X, other=float("-inf"))
+        key_X = _key_of(x_X)
+        is_above_X = is_inside_X & (key_X > middle)
+        if WEIGHED:
+            measure_X = tl.where(is_above_X, tl.exp((x_X - largest) * inverse_temperature), 0.0)
+        else:
+            measure_X = is_above_X.to(tl.float32)
+        above += tl.sum(measure_X, axis=0).to(tl.float64)
+        next_up = tl.minimum(next_up, tl.min(tl.where(is_above_X, key_X, 2147483647), axis=0))
+        next_down = tl.maximum(next_down, tl.max(tl.where(key_X > middle, -2147483648, key_X), axis=0))
+    return above, next_up, next_down
+
+
+@triton.jit
+def _threshold(logit_ptr, count, low, target, softmax, WEIGHED: tl.constexpr, BLOCK: tl.constexpr):
+    """The smallest key, from `low` on, above which the candidates are fewer, or weigh less, than the target.
+
+    Both ends of the range are moved to the next candidate: so it shrinks with their number too, and ends at one of
+    them.
+    """
+    high = _key_of(softmax[0])
+    while low < high:
+        # Their sum would not fit in 32 bits.
+        middle = ((low.to(tl.int64) + high.to(tl.int64)) >> 1).to(tl.int32)
+        above, next_up, next_down = _around(logit_ptr, count, middle, softmax, WEIGHED, BLOCK)
+        is_less = above < target
+        high = tl.where(is_less, tl.maximum(next_down, low), high)
+        low = tl.where(is_less, low, next_up)
+    return low
 
 
 @triton.jit
@@ -80,7 +172,7 @@ def _pick(row, softmax, total_T, noise, PENALISED: tl.constexpr, TILES: tl.const
     for step in range(0, BLOCK, STEP):
         column_X = tile * BLOCK + step + tl.arange(0, STEP)
         weight_X = tl.exp((_logit(row, column_X, PENALISED) - largest) * inverse_temperature)
-        first_here, last_here = first_passing(weight_X, column_X, (target - passed).to(tl.float32))
+        first_here, last_here = _first_passing(weight_X, column_X, (target - passed).to(tl.float32))
         token = tl.where(token < 0, first_here, token)
         last = tl.maximum(last, last_here)
         passed += tl.sum(weight_X, axis=0).to(tl.float64)
@@ -112,7 +204,7 @@ def _bound_of_top_k(row, softmax, top_k, scratch, PENALISED: tl.constexpr, BLOCK
     tl.store(scratch[0] + tl.arange(0, BLOCK), best_X)
     tl.debug_barrier()  # from here on threads read what others wrote
     lowest = tl.full([], -2139095041, tl.int32)
-    key = threshold(scratch[0], BLOCK, lowest, top_k.to(tl.float64), softmax, False, BLOCK)
+    key = _threshold(scratch[0], BLOCK, lowest, top_k.to(tl.float64), softmax, False, BLOCK)
     tl.debug_barrier()  # and all have read before the scratch is written anew
     return key
 
@@ -128,7 +220,7 @@ def _gather(row, softmax, lowest, scratch, PENALISED: tl.constexpr, BLOCK: tl.co
         column_X = tile * BLOCK + tl.arange(0, BLOCK)
         x_X = _logit(row, column_X, PENALISED)
         weight_X = tl.exp((x_X - largest) * inverse_temperature)
-        is_kept_X = (column_X < num_tokens) & (key_of(x_X) >= lowest_key) & (weight_X >= lowest_weight)
+        is_kept_X = (column_X < num_tokens) & (_key_of(x_X) >= lowest_key) & (weight_X >= lowest_weight)
         place_X = count + tl.cumsum(is_kept_X.to(tl.int32), axis=0) - 1
         tl.store(scratch[0] + place_X, x_X, mask=is_kept_X)
         tl.store(scratch[1] + place_X, column_X, mask=is_kept_X)
@@ -150,18 +242,18 @@ def _pick_filtered(row, filters, softmax, total, noise, scratch, PENALISED: tl.c
         low = _bound_of_top_k(row, softmax, top_k, scratch, PENALISED, BLOCK)
     count = _gather(row, softmax, (low, bound), scratch, PENALISED, BLOCK)
     if top_k > 0:
-        low = threshold(scratch[0], count, low, top_k.to(tl.float64), softmax, False, BLOCK)
-        total = mass_of(scratch[0], count, (low, 0.0), softmax, BLOCK)
+        low = _threshold(scratch[0], count, low, top_k.to(tl.float64), softmax, False, BLOCK)
+        total = _mass_of(scratch[0], count, (low, 0.0), softmax, BLOCK)
     if top_p < 1:
-        low = threshold(scratch[0], count, low, top_p * total, softmax, True, BLOCK)
-    mass = mass_of(scratch[0], count, (low, min_p), softmax, BLOCK)
+        low = _threshold(scratch[0], count, low, top_p * total, softmax, True, BLOCK)
+    mass = _mass_of(scratch[0], count, (low, min_p), softmax, BLOCK)
     target = noise * mass
     passed = tl.full([], 0.0, tl.float64)
     place = tl.full([], -1, tl.int32)
     last = tl.full([], 0, tl.int32)
     for start in range(0, count, BLOCK):
-        weight_X = candidate_weights(scratch[0], start, count, (low, min_p), softmax, BLOCK)
-        first_here, last_here = first_passing(weight_X, start + tl.arange(0, BLOCK), (target - passed).to(tl.float32))
+        weight_X = _candidate_weights(scratch[0], start, count, (low, min_p), softmax, BLOCK)
+        first_here, last_here = _first_passing(weight_X, start + tl.arange(0, BLOCK), (target - passed).to(tl.float32))
         place = tl.where(place < 0, first_here, place)
         last = tl.maximum(last, last_here)
         passed += tl.sum(weight_X, axis=0).to(tl.float64)
@@ -212,7 +304,7 @@ def sample_kernel(
     if CHANGED or PENALISED:
         largest, total_T = _sums(row, inverse_temperature, PENALISED, TILES, BLOCK)
     softmax = (largest, inverse_temperature)
-    noise, mass = uniform(integers_ptr), tl.sum(total_T, axis=0)
+    noise, mass = _uniform(integers_ptr), tl.sum(total_T, axis=0)
     token = _pick(row, softmax, total_T, noise, PENALISED, TILES, BLOCK)
     if FILTERS:
         top_k = tl.load(integers_ptr).to(tl.int32)
