@@ -107,41 +107,6 @@ template <bool streams> inline TUNESMITH_INLINE void put(void* to, Ints bits, in
 
 inline bool is_tied(float choice) { return choice == 0.5f; }
 
-// Some selected rows of a tile, none of them a tie: a sum is loaded and stored once for all. It runs in the order of the
-// rows, so its bits are those of one row at a time. `to` is the first row of the result, `step` the distance of the
-// next, `ahead` what to fetch meanwhile.
-template <class T, int rows, bool streams>
-inline TUNESMITH_INLINE void select_lines(const T* const* from, const T* const* ahead, T* to, int64_t step,
-                                          const float* votes, float* sum, int64_t n) {
-    each_line<T>(n, [&](int64_t i, int64_t bytes) TUNESMITH_INLINE {
-        Floats total[Line<T>::kVectors];
-        for (int v = 0; v < Line<T>::kVectors; ++v) total[v] = load(sum + i + v * kLanes);
-#pragma GCC unroll 8
-        for (int row = 0; row < rows; ++row) {
-            fetch<streams>(ahead[row] + i);
-            Ints bits = bits_at(from[row] + i, bytes);
-            for (int v = 0; v < Line<T>::kVectors; ++v) total[v] += splat(votes[row]) * Line<T>::wide(bits, v);
-            put<streams>(to + row * step + i, bits, bytes);
-        }
-        for (int v = 0; v < Line<T>::kVectors; ++v) store(sum + i + v * kLanes, total[v]);
-    });
-}
-
-// The mean of both rows, as `select_lines`.
-template <class T, bool streams>
-void mean_lines(const T* a, const T* b, const T* ahead, T* to, float vote, float* sum, int64_t n) {
-    each_line<T>(n, [&](int64_t i, int64_t bytes) TUNESMITH_INLINE {
-        fetch<streams>(ahead + i);
-        Ints bits_a = bits_at(a + i, bytes), bits_b = bits_at(b + i, bytes);
-        Floats mean[Line<T>::kVectors];
-        for (int v = 0; v < Line<T>::kVectors; ++v) {
-            mean[v] = 0.5f * Line<T>::wide(bits_a, v) + 0.5f * Line<T>::wide(bits_b, v);
-            store(sum + i + v * kLanes, load(sum + i + v * kLanes) + splat(vote) * mean[v]);
-        }
-        put<streams>(to + i, Line<T>::narrow(mean), bytes);
-    });
-}
-
 // The rows of a block and the columns of a tile. Pairs of B and A.
 template <class T> struct Tile {
     const T* of[2];
@@ -158,21 +123,47 @@ template <class T> struct Tile {
     float vote(int64_t row) const { return votes ? votes[row] : 1.0f; }
 };
 
-// `rows` rows from `row` on, none of them a tie.
-template <class T, int rows, bool streams> inline void select_group(const Tile<T>& tile, int64_t row, float* sum) {
+// `rows` rows from `first` on, none of them a tie: a sum is loaded and stored once for all. It runs in the order of the
+// rows, so its bits are those of one row at a time.
+template <class T, int rows, bool streams> void select_lines(const Tile<T>& tile, int64_t first, float* sum) {
     const T *from[rows], *ahead[rows];
     float votes[rows];
     for (int i = 0; i < rows; ++i) {
-        from[i] = tile.source(row + i);
-        ahead[i] = tile.ahead(row + i);
-        votes[i] = tile.vote(row + i);
+        from[i] = tile.source(first + i);
+        ahead[i] = tile.ahead(first + i);
+        votes[i] = tile.vote(first + i);
     }
-    select_lines<T, rows, streams>(from, ahead, tile.target(row), tile.sizes.n, votes, sum, tile.n);
+    T* to = tile.target(first);
+    int64_t step = tile.sizes.n;
+    each_line<T>(tile.n, [&](int64_t i, int64_t bytes) TUNESMITH_INLINE {
+        Floats total[Line<T>::kVectors];
+        for (int v = 0; v < Line<T>::kVectors; ++v) total[v] = load(sum + i + v * kLanes);
+#pragma GCC unroll 8
+        for (int row = 0; row < rows; ++row) {
+            fetch<streams>(ahead[row] + i);
+            Ints bits = bits_at(from[row] + i, bytes);
+            for (int v = 0; v < Line<T>::kVectors; ++v) total[v] += splat(votes[row]) * Line<T>::wide(bits, v);
+            put<streams>(to + row * step + i, bits, bytes);
+        }
+        for (int v = 0; v < Line<T>::kVectors; ++v) store(sum + i + v * kLanes, total[v]);
+    });
 }
 
-template <class T, bool streams> void select_tie(const Tile<T>& tile, int64_t row, float* sum) {
-    mean_lines<T, streams>(tile.row_of(1, row), tile.row_of(0, row), tile.ahead(row), tile.target(row), tile.vote(row),
-                           sum, tile.n);
+// The mean of both rows, as `select_lines`.
+template <class T, bool streams> void mean_lines(const Tile<T>& tile, int64_t row, float* sum) {
+    const T *a = tile.row_of(1, row), *b = tile.row_of(0, row), *ahead = tile.ahead(row);
+    T* to = tile.target(row);
+    float vote = tile.vote(row);
+    each_line<T>(tile.n, [&](int64_t i, int64_t bytes) TUNESMITH_INLINE {
+        fetch<streams>(ahead + i);
+        Ints bits_a = bits_at(a + i, bytes), bits_b = bits_at(b + i, bytes);
+        Floats mean[Line<T>::kVectors];
+        for (int v = 0; v < Line<T>::kVectors; ++v) {
+            mean[v] = 0.5f * Line<T>::wide(bits_a, v) + 0.5f * Line<T>::wide(bits_b, v);
+            store(sum + i + v * kLanes, load(sum + i + v * kLanes) + splat(vote) * mean[v]);
+        }
+        put<streams>(to + i, Line<T>::narrow(mean), bytes);
+    });
 }
 
 template <class T, bool streams> void select_tile(const Tile<T>& tile, float* sum) {
@@ -182,13 +173,13 @@ template <class T, bool streams> void select_tile(const Tile<T>& tile, float* su
         int64_t most = std::min<int64_t>(kRows, tile.end - row), count = 0;  // rows before the next tie
         while (count < most && !is_tied(tile.choices[row + count])) ++count;
         if (count == kRows)
-            select_group<T, kRows, streams>(tile, row, sum);
+            select_lines<T, kRows, streams>(tile, row, sum);
         else if (count >= kRows / 2)
-            select_group<T, kRows / 2, streams>(tile, row, sum), count = kRows / 2;
+            select_lines<T, kRows / 2, streams>(tile, row, sum), count = kRows / 2;
         else if (count)
-            select_group<T, 1, streams>(tile, row, sum), count = 1;
+            select_lines<T, 1, streams>(tile, row, sum), count = 1;
         else
-            select_tie<T, streams>(tile, row, sum), count = 1;
+            mean_lines<T, streams>(tile, row, sum), count = 1;
         row += count;
     }
 }
@@ -251,10 +242,9 @@ extern "C" void select_and_update(const void* a, const void* b, const float* cho
     *unknown = first_unknown(choices, num_rows);
     if (*unknown >= 0) return;
     Sizes sizes{num_rows, n, {b_stride, a_stride}, block_rows ? block_rows : kBlockRows};
-    if (is_bfloat16)
-        select_all((const uint16_t*)a, (const uint16_t*)b, choices, votes, (uint16_t*)selected, weights, updated,
-                   sizes, scale, (int)num_threads);
-    else
-        select_all((const float*)a, (const float*)b, choices, votes, (float*)selected, weights, updated, sizes, scale,
+    with_number(is_bfloat16, [&](auto number) {
+        typedef decltype(number) T;
+        select_all((const T*)a, (const T*)b, choices, votes, (T*)selected, weights, updated, sizes, scale,
                    (int)num_threads);
+    });
 }
