@@ -126,6 +126,8 @@ typedef Vector<float, kLanes> Floats;
 typedef Vector<int32_t, kLanes> Ints;
 typedef Vector<uint16_t, kLanes> Halves;
 
+constexpr Ints kLane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
 inline Floats splat(float value) { return value - Floats{}; }
 
 inline TUNESMITH_INLINE Floats load(const float* from) { return Memory<Floats>::load(from); }

@@ -53,7 +53,6 @@ inline TUNESMITH_INLINE Floats where_allowed(Floats values, const uint8_t* allow
 
 // Lanes from `count` on are set to -inf, whose weight is 0.
 inline TUNESMITH_INLINE Floats padded(Floats values, int count) {
-    constexpr Ints kLane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     return where(kLane < count, values, splat(-kInfinity));
 }
 
@@ -153,10 +152,10 @@ extern "C" void masked_softmax(const void* scores, const int64_t* keys, const ui
                                int64_t causal, int64_t window, int64_t allowed_batch, int64_t allowed_query, float scale,
                                int64_t is_bfloat16, int64_t num_threads) {
     Rows rows{num_rows, heads, queries, num_keys, offset, causal, window, keys, allowed, allowed_batch, allowed_query};
-    if (is_bfloat16)
-        softmax_rows((const uint16_t*)scores, (uint16_t*)out, rows, scale, (int)num_threads);
-    else
-        softmax_rows((const float*)scores, (float*)out, rows, scale, (int)num_threads);
+    with_number(is_bfloat16, [=](auto number) {
+        typedef decltype(number) T;
+        softmax_rows((const T*)scores, (T*)out, rows, scale, (int)num_threads);
+    });
 }
 
 // p is what the forward pass gave. Keys out of range are not read, the others are 0 where `allowed` forbade them.
@@ -165,8 +164,8 @@ extern "C" void masked_softmax_backward(const void* p, const void* d_p, const in
                                         int64_t offset, int64_t causal, int64_t window, float scale,
                                         int64_t is_bfloat16, int64_t num_threads) {
     Rows rows{num_rows, heads, queries, num_keys, offset, causal, window, keys, nullptr, 0, 0};
-    if (is_bfloat16)
-        gradient_rows((const uint16_t*)p, (const uint16_t*)d_p, (uint16_t*)d_scores, rows, scale, (int)num_threads);
-    else
-        gradient_rows((const float*)p, (const float*)d_p, (float*)d_scores, rows, scale, (int)num_threads);
+    with_number(is_bfloat16, [=](auto number) {
+        typedef decltype(number) T;
+        gradient_rows((const T*)p, (const T*)d_p, (T*)d_scores, rows, scale, (int)num_threads);
+    });
 }
