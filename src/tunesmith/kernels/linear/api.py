@@ -11,13 +11,11 @@ import torch
 from tunesmith.core.errors import InputError, NativeUnavailableError
 from tunesmith.kernels.arguments import INTEGER, POINTER, address, require, with_dense_rows
 from tunesmith.kernels.linear import exact
-from tunesmith.kernels.native import Kernels
+from tunesmith.kernels.native import NATIVE_DTYPES, Kernels
 from tunesmith.kernels.recording import call
 
 _BLOCKS = (512, 1024)
 """Inputs that oneDNN sums at a time. Seen: in bfloat16 512 up to 1024 inputs and 1024 beyond, in float32 1024."""
-
-_DTYPES = (torch.bfloat16, torch.float32)
 
 _PROBE_ROWS, _PROBE_OUTPUTS = 64, 64
 
@@ -47,7 +45,7 @@ def block_like_torch(weight_OI: torch.Tensor, *, kernels: Kernels) -> int | None
     AVX512-BF16 without AMX (with it `exact.linear` needs no packed weight).
     """
     dtype, (num_outputs, num_inputs) = weight_OI.dtype, weight_OI.shape
-    if dtype not in _DTYPES or num_inputs % 2 or _library(weight_OI, kernels) is None:
+    if dtype not in NATIVE_DTYPES or num_inputs % 2 or _library(weight_OI, kernels) is None:
         return None
     generator = torch.Generator().manual_seed(0)
     half = num_inputs // 2
@@ -84,7 +82,7 @@ def pack(weight_OI: torch.Tensor, block: int, *, kernels: Kernels) -> PackedWeig
             number.
         NativeUnavailableError: there is no native kernel here.
     """
-    if weight_OI.dtype not in _DTYPES or weight_OI.dim() != 2 or weight_OI.shape[1] % 2:
+    if weight_OI.dtype not in NATIVE_DTYPES or weight_OI.dim() != 2 or weight_OI.shape[1] % 2:
         raise InputError(
             f"the weight is {weight_OI.dtype} of shape {tuple(weight_OI.shape)}; give bfloat16 or float32 "
             "[outputs, inputs] with an even number of inputs"
@@ -113,9 +111,10 @@ def _library(weight_OI: torch.Tensor, kernels: Kernels) -> ctypes.CDLL | None:
 
 
 def linear(x_RI: torch.Tensor, weight: PackedWeight, bias_O: torch.Tensor | None) -> torch.Tensor:
-    """x weight^T + bias `[R, O]` in the weight's dtype, as `torch_impl.linear` defines it; no gradient.
+    """x weight^T + bias `[R, O]` in the weight's dtype, rounded once; no gradient.
 
-    The bits of a row depend on that row alone: not on other rows, nor on threads. Rows of x may be any distance apart.
+    The products of a block of inputs are summed in float32, then the blocks from first to last, then the bias. The bits
+    of a row depend on that row alone: not on other rows, nor on threads. Rows of x may be any distance apart.
 
     Raises:
         InputError: shapes or dtypes do not fit.

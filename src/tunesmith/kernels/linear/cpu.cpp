@@ -1,4 +1,4 @@
-// Products of rows with a packed weight, in bfloat16 or float32; torch_impl.py is the definition. Each output is a sum
+// Products of rows with a packed weight, in bfloat16 or float32. Each output is a sum
 // over blocks of inputs: within a block input by input (bfloat16: pair by pair) in float32, then block to block, which
 // is how oneDNN sums. So a result has oneDNN's bits, and depends on its own row alone.
 #include <algorithm>
