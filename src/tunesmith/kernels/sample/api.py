@@ -167,8 +167,9 @@ def _check(logits_BV: torch.Tensor, settings: SampleSettings, keys: NoiseKeys, s
     for name, given in (("settings are", len(settings.temperature_B)), ("noise keys are", len(keys.seed_B))):
         if given != num_rows:
             raise InputError(f"{name} for {given} rows and the logits have {num_rows}; give one for each row")
-    if settings.bias is not None:
-        torch_impl.require_bias(settings.bias, num_tokens)
+    bias = settings.bias
+    if bias is not None and len(bias.token_N) and int(bias.token_N.max()) >= num_tokens:
+        raise InputError(f"logit bias for token {int(bias.token_N.max())}; ids must lie in [0, {num_tokens})")
     if seen is None:
         return
     num_slots = len(seen.mask_SV)
