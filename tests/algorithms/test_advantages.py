@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from gae_cases import gae_loop
 from tunesmith.algorithms import advantages
-from tunesmith.algorithms.sums import merged
 from tunesmith.core.errors import InputError
 
 seeds = st.integers(0, 2**32 - 1)
@@ -141,13 +140,6 @@ def test_whitened_numbers_have_variance_one_and_mean_zero_or_their_own(seed, off
     white = advantages.whiten(x_BT.masked_fill(~mask_BT, float("nan")), mask_BT, shift_mean)[mask_BT]
     assert white.var().item() == pytest.approx(1, abs=1e-4)
     assert white.mean().item() == pytest.approx(0 if shift_mean else x_BT[mask_BT].mean().item(), abs=1e-8)
-
-
-def test_whitening_over_the_sums_of_all_parts_equals_whitening_the_whole():
-    x_BT, _, mask_BT = batch(3, 6, 7)
-    over = merged(advantages.moments(x, m) for x, m in zip(x_BT.split(2), mask_BT.split(2), strict=True))
-    parts = [advantages.whiten(x, m, over=over) for x, m in zip(x_BT.split(2), mask_BT.split(2), strict=True)]
-    torch.testing.assert_close(torch.cat(parts), advantages.whiten(x_BT, mask_BT), atol=1e-12, rtol=0)
 
 
 def test_one_or_equal_numbers_whiten_to_zero_not_to_nan():

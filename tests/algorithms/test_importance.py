@@ -57,7 +57,6 @@ def test_weights_and_figures_equal_the_twin(mode, level, seed, cap, floor):
         cuts += [cut for _, cut in weighed]
         expected = [weight for weight, _ in weights] + [0.0] * (len(mask_T) - len(weights))
         assert found.weight_BT[row].tolist() == pytest.approx(expected, rel=1e-6)
-        assert found.is_cut_BT[row, : len(weights)].tolist() == [cut for _, cut in weights]
     metrics = found.metrics()
     if not ratios:
         assert metrics == {}
@@ -77,7 +76,7 @@ def test_equal_log_probs_weigh_exactly_one(mode, level):
     _, sampled_BT, mask_BT = batch(0, dtype=torch.float32)
     found = importance_correction(sampled_BT, sampled_BT, mask_BT, ImportanceSection(mode=mode, level=level))
     assert torch.equal(found.weight_BT, mask_BT.float())
-    assert not found.is_cut_BT.any() and found.metrics()["sampling/sampling_logp_difference/max"] == 0
+    assert not found.cut_share and found.metrics()["sampling/sampling_logp_difference/max"] == 0
 
 
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
@@ -86,7 +85,7 @@ def test_a_ratio_that_is_the_floor_or_the_cap_is_not_cut(mode):
     cap, floor = log_ratio_BT.exp()[0].tolist()
     settings = ImportanceSection(mode=mode, cap=cap, floor=floor)
     found = importance_correction(log_ratio_BT, torch.zeros(1, 2), torch.ones(1, 2), settings)
-    assert not found.is_cut_BT.any() and found.weight_BT[0].tolist() == pytest.approx([cap, floor])
+    assert not found.cut_share and found.weight_BT[0].tolist() == pytest.approx([cap, floor])
 
 
 @pytest.mark.parametrize(

@@ -132,8 +132,6 @@ def test_bad_input_is_refused():
         plackett_luce(reward_RK, rank_RK[:, :8], num_rankings=1)
     with pytest.raises(InputError, match="num_rankings is 0"):
         plackett_luce(reward_RK, rank_RK, num_rankings=0)
-    with pytest.raises(InputError, match="center_coef is -1"):
-        plackett_luce(reward_RK, rank_RK, num_rankings=1, center_coef=-1.0)
     with pytest.raises(InputError, match="Ranking 0 has fewer than two"):
         plackett_luce(reward_RK, (rank_RK == 1).long(), num_rankings=1)
     with pytest.raises(InputError, match=f"9 completions of one place; at most {MAX_TIED} may tie"):

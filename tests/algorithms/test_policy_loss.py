@@ -31,7 +31,7 @@ def batch(seed, num_sequences=4, num_tokens=5, spread=0.4, dtype=torch.float64):
 def surrogate(logp_BT, old_logp_BT, advantage_BT, mask_BT, denominator, cfg):
     """The objective without KL and entropy."""
     tokens = PolicyTokens(logp_BT, old_logp_BT, advantage_BT, mask_BT)
-    return policy_loss.policy_loss(tokens, policy_loss.terms_of(cfg), denominator, 1.0)
+    return policy_loss.policy_loss(tokens, policy_loss.terms_of(cfg, KLSection(), 0.0), denominator, 1.0)
 
 
 def entropy_bonus(entropy_BT, mask_BT, num_tokens):

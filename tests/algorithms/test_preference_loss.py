@@ -143,5 +143,3 @@ def test_bad_input_is_refused():
         preference_loss.bradley_terry(good, good, good[:, None], num_pairs=2)
     with pytest.raises(InputError, match="num_pairs is 0"):
         preference_loss.bradley_terry(good, good, num_pairs=0)
-    with pytest.raises(InputError, match="center_coef is -1"):
-        preference_loss.bradley_terry(good, good, num_pairs=2, center_coef=-1.0)

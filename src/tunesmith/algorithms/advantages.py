@@ -5,13 +5,11 @@ Positions outside it are skipped as if they were not there, and come out as 0. A
 through anything in this file.
 """
 
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tunesmith.algorithms.sums import Sums
 from tunesmith.config.algorithm_sections import Baseline, Scale
 from tunesmith.kernels.gae import api as kernel
 from tunesmith.kernels.gae.torch_impl import Advantages
@@ -59,39 +57,20 @@ def _gae_by_loop(reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor, gamma: fl
     return Advantages(advantage_BT, return_BT)
 
 
-@dataclass(frozen=True, slots=True)
-class Moments(Sums):
-    """Moments for whitening; add the records of all ranks to whiten over all of them."""
-
-    num: Tensor
-    value: Tensor
-    square: Tensor
-
-
-def moments(x_BT: Tensor, mask_BT: Tensor) -> Moments:
-    """Count, sum and sum of squares of the elements inside the mask."""
-    check_shapes(x_BT=x_BT, mask_BT=mask_BT)
-    x_BT = kept(x_BT, mask_BT.bool()).double()
-    return Moments(num=total(mask_BT.bool()), value=total(x_BT), square=total(x_BT.square()))
-
-
-def whiten(
-    x_BT: Tensor, mask_BT: Tensor, shift_mean: bool = True, *, eps: float = 1e-8, over: Moments | None = None
-) -> Tensor:
-    """`x_BT` scaled to variance 1 and, with `shift_mean`, moved to mean 0.
+def whiten(x_BT: Tensor, mask_BT: Tensor, shift_mean: bool = True) -> Tensor:
+    """`x_BT` scaled to variance 1 and, with `shift_mean`, moved to mean 0, by the elements inside the mask.
 
     The result is 0 outside the mask, in fp32 or wider, and carries no gradient. The variance is the unbiased one
-    (n - 1) and `eps` is added to it, as TRL's PPO did; a lone element has variance 0. Mean and variance are those of
-    `over`, by default of the elements inside the mask. Raises `InputError` if shapes differ.
+    (n - 1) and 1e-8 is added to it, as TRL's PPO did; a lone element has variance 0. Raises `InputError` if shapes
+    differ.
     """
     check_shapes(x_BT=x_BT, mask_BT=mask_BT)
-    known = moments(x_BT, mask_BT) if over is None else over
-    mean = known.value / known.num.clamp(min=1)
-    variance = ((known.square - known.value * mean) / (known.num - 1).clamp(min=1)).clamp(min=0)
     mask_BT = mask_BT.bool()
     x_BT = kept(x_BT.detach(), mask_BT)
-    centred_BT = x_BT.double() - mean
-    whitened_BT = centred_BT * torch.rsqrt(variance + eps) + (0.0 if shift_mean else mean)
+    wide_BT, num, value = x_BT.double(), total(mask_BT), total(x_BT.double())
+    mean = value / num.clamp(min=1)
+    variance = ((total(wide_BT.square()) - value * mean) / (num - 1).clamp(min=1)).clamp(min=0)
+    whitened_BT = (wide_BT - mean) * torch.rsqrt(variance + 1e-8) + (0.0 if shift_mean else mean)
     return kept(whitened_BT, mask_BT).to(x_BT.dtype)
 
 

@@ -3,11 +3,11 @@
 Distributions are over the whole vocabulary, at the completion tokens (generalized knowledge distillation, Agarwal et
 al. 2024, arXiv 2306.13649). Logits are computed from hidden states in blocks of rows, never all at once.
 
-Shape legend: N completion tokens, H hidden, V vocabulary, M rows that count, R rows of a block, K statistics.
+Shape legend: N completion tokens, H hidden, V vocabulary, R rows of a block, K statistics.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,9 +34,6 @@ _WORK_BYTES = {"cpu": 2 * 2**20, "cuda": 256 * 2**20}
 _WEIGHT_BYTES = 16 * 2**20
 """Size of a product that is added to the gradient of the weight."""
 
-RowLogits = Callable[[Tensor], Tensor]
-"""From hidden states `[R, H]` to logits `[R, V]`."""
-
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
@@ -55,29 +52,22 @@ class Divergence:
     beta: float = 1.0
     temperature: float = 1.0
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.beta <= 1:
-            raise InputError(f"beta is {self.beta}; give 0 (forward KL) to 1 (reverse KL)")
-        if not 0 < self.temperature < math.inf:
-            raise InputError(f"temperature is {self.temperature}; give a positive finite number")
-
 
 @dataclass(frozen=True, slots=True)
 class Predictions:
     """Next-token distributions of one model: its hidden states `[N, H]` at the tokens, and its output layer.
 
-    With `layer` None, `hidden_NH` are the logits. A teacher may give a function instead, for models whose logits are
-    more than a linear map and a softcap. `weight` is that of a teacher, relative to the other teachers.
+    With `layer` None, `hidden_NH` are the logits. `weight` is that of a teacher, relative to the other teachers.
     """
 
     hidden_NH: Tensor
-    layer: OutputLayer | RowLogits | None
+    layer: OutputLayer | None
     weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class DivergenceStats(Sums):
-    """Sums over the unmasked tokens; with several teachers, weighted means of their divergence and agreement."""
+    """Sums over tokens; with several teachers, weighted means of their divergence and agreement."""
 
     tokens: Tensor
     divergence: Tensor
@@ -106,15 +96,14 @@ def divergence_loss(
     divergence: Divergence,
     *,
     num_tokens: Denominator,
-    mask_N: Tensor | None = None,
     vocabulary: int | None = None,
     chunk_bytes: int | None = None,
 ) -> tuple[Tensor, DivergenceStats]:
     """Scalar loss, differentiable through the student's hidden states and output layer, and detached statistics.
 
-    The loss is the sum of the divergence over the tokens of `mask_N` (None: all), divided by `num_tokens`, the number
-    of tokens of the whole optimizer step. Logits have the dtype of the weights, or of autocast; the softmax is in
-    float32 (float64 for float64). No gradient flows to the teachers.
+    The loss is the sum of the divergence over the tokens, divided by `num_tokens`, the number of tokens of the whole
+    optimizer step. Logits have the dtype of the weights, or of autocast; the softmax is in float32 (float64 for
+    float64). No gradient flows to the teachers.
 
     Several teachers: the weighted mean of their divergences, not the divergence from one mixture, so that teachers are
     independent of each other and their sums add up. Its optimum is the weighted arithmetic mean of the teachers for the
@@ -129,25 +118,22 @@ def divergence_loss(
     16-bit inputs; a second backward pass raises RuntimeError.
 
     Raises:
-        InputError: shapes do not fit, no teacher, a weight that is not positive, or vocabularies that differ.
+        InputError: shapes do not fit, or vocabularies differ.
     """
     check_denominator("num_tokens", num_tokens)
     models = [
         _cast(student),
         *(_cast(replace(one, hidden_NH=one.hidden_NH.detach())) for one in teachers),
     ]
-    size = _common_size(models, mask_N, vocabulary)
+    size = _common_size(models, vocabulary)
     hidden_NH, layer = models[0].hidden_NH, models[0].layer
-    rows_M = torch.arange(len(hidden_NH), device=hidden_NH.device)
-    rows_M = rows_M if mask_N is None else rows_M[mask_N.bool()]
     chunk_bytes = chunk_bytes_on(hidden_NH.device) if chunk_bytes is None else chunk_bytes
-    call = _Call(models[1:], divergence, rows_M, size, chunk_bytes, _softcap(models[0]))
-    is_layer = isinstance(layer, OutputLayer)
-    tensors = (hidden_NH, layer.weight_VH, layer.bias_V) if is_layer else (hidden_NH, None, None)
+    call = _Call(models[1:], divergence, size, chunk_bytes, _softcap(models[0]))
+    tensors = (hidden_NH, None, None) if layer is None else (hidden_NH, layer.weight_VH, layer.bias_V)
     if not records_gradient(*tensors):
         tensors = tuple(None if tensor is None else tensor.detach() for tensor in tensors)
     summed, sums_K = _InBlocks.apply(*tensors, call)  # type: ignore[reportGeneralTypeIssues]
-    return summed / num_tokens, DivergenceStats(total(torch.ones_like(rows_M)), *sums_K.unbind())
+    return summed / num_tokens, DivergenceStats(sums_K.new_tensor(len(hidden_NH)), *sums_K.unbind())
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +142,6 @@ class _Call:
 
     teachers: Sequence[Predictions]
     divergence: Divergence
-    rows_M: Tensor
     size: int
     chunk_bytes: int
     softcap: float | None
@@ -182,12 +167,11 @@ class _InBlocks(torch.autograd.Function):
         row_bytes = call.size * sum(model.hidden_NH.element_size() for model, _ in models)
         work_bytes = _WORK_BYTES.get(hidden_NH.device.type, _WORK_BYTES["cuda"])
         with torch.autocast(hidden_NH.device.type, enabled=False):
-            for block in blocks(len(call.rows_M), row_bytes, call.chunk_bytes, FEWEST_ROWS):
-                rows_R = call.rows_M[block]
-                student_RV, *teachers_RV = [_logits(model, rows_R, call.size, buffer) for model, buffer in models]
-                for part in blocks(len(rows_R), 4 * call.size, work_bytes, 1):
+            for rows in blocks(len(hidden_NH), row_bytes, call.chunk_bytes, FEWEST_ROWS):
+                student_RV, *teachers_RV = [_logits(model, rows, call.size, buffer) for model, buffer in models]
+                for part in blocks(len(student_RV), 4 * call.size, work_bytes, 1):
                     sums_K += _score(student_RV[part], [logits_RV[part] for logits_RV in teachers_RV], call)
-                _add_gradients(gradients, rows_R, student_RV, hidden_NH, weight_VH)
+                _add_gradients(gradients, rows, student_RV, hidden_NH, weight_VH)
         ctx.mark_non_differentiable(sums_K)
         return sums_K[0].to(sums_dtype), sums_K
 
@@ -202,26 +186,26 @@ class _InBlocks(torch.autograd.Function):
         return *(None if one is None else one.mul_(grads[0]).to(dtype) for one, dtype in pairs), None
 
 
-def _logits(model: Predictions, rows_R: Tensor, size: int, buffer: LogitsBuffer) -> Tensor:
+def _logits(model: Predictions, rows: slice, size: int, buffer: LogitsBuffer) -> Tensor:
     """The first `size` logits of these rows, before the softcap; overwrites the previous block in `buffer`."""
-    hidden_RH, layer = model.hidden_NH[rows_R], model.layer
-    if isinstance(layer, OutputLayer):
-        bias_V = None if layer.bias_V is None else layer.bias_V[:size]
-        return buffer.logits(hidden_RH, layer.weight_VH[:size], bias_V)
-    return (hidden_RH if layer is None else layer(hidden_RH))[:, :size]
+    hidden_RH, layer = model.hidden_NH[rows], model.layer
+    if layer is None:
+        return hidden_RH[:, :size].clone()
+    bias_V = None if layer.bias_V is None else layer.bias_V[:size]
+    return buffer.logits(hidden_RH, layer.weight_VH[:size], bias_V)
 
 
 def _add_gradients(
-    gradients: Sequence[Tensor | None], rows_R: Tensor, d_logits_RV: Tensor, hidden_NH: Tensor, weight_VH: Tensor | None
+    gradients: Sequence[Tensor | None], rows: slice, d_logits_RV: Tensor, hidden_NH: Tensor, weight_VH: Tensor | None
 ) -> None:
     """Accumulate the gradients of hidden states, weight and bias from those of the logits of these rows."""
     d_hidden_NH, d_weight_VH, d_bias_V = gradients
     size = d_logits_RV.shape[1]
     if d_hidden_NH is not None:
         d_hidden_RH = d_logits_RV if weight_VH is None else wide_product(d_logits_RV, weight_VH[:size])
-        d_hidden_NH[rows_R, : d_hidden_RH.shape[1]] = d_hidden_RH.to(d_hidden_NH.dtype)
+        d_hidden_NH[rows, : d_hidden_RH.shape[1]] = d_hidden_RH.to(d_hidden_NH.dtype)
     if d_weight_VH is not None:
-        hidden_RH = hidden_NH[rows_R]
+        hidden_RH = hidden_NH[rows]
         for tokens in blocks(size, 4 * hidden_RH.shape[1], _WEIGHT_BYTES, FEWEST_COLUMNS):
             d_weight_VH[tokens] += wide_product(d_logits_RV[:, tokens].t(), hidden_RH)
     if d_bias_V is not None:
@@ -278,42 +262,27 @@ def _log_probs(logits_RV: Tensor, softcap: float | None, temperature: float) -> 
 
 
 def _softcap(model: Predictions) -> float | None:
-    return model.layer.softcap if isinstance(model.layer, OutputLayer) else None
+    return None if model.layer is None else model.layer.softcap
 
 
 def _cast(model: Predictions) -> Predictions:
-    if not isinstance(model.layer, OutputLayer):
+    if model.layer is None:
         return model
     hidden_NH, layer = in_autocast(model.hidden_NH, model.layer)
     return Predictions(hidden_NH, layer, model.weight)
 
 
-@torch.no_grad()
-def _num_logits(model: Predictions) -> int:
-    if isinstance(model.layer, OutputLayer):
-        return len(model.layer.weight_VH)
-    return (model.hidden_NH if model.layer is None else model.layer(model.hidden_NH[:1])).shape[-1]
-
-
-def _common_size(models: Sequence[Predictions], mask_N: Tensor | None, vocabulary: int | None) -> int:
-    """V, after checking shapes, weights and vocabularies; the first model is the student."""
-    num_rows, weights = len(models[0].hidden_NH), [model.weight for model in models[1:]]
-    if not weights or not all(0 < weight < math.inf for weight in weights):
-        raise InputError(f"weights of the teachers are {weights}; give at least one teacher, and weights above 0")
-    if callable(models[0].layer):
-        raise InputError(
-            "the student's logits need gradients; give its output layer, or None and its logits, not a function"
-        )
+def _common_size(models: Sequence[Predictions], vocabulary: int | None) -> int:
+    """V, after checking shapes and vocabularies; the first model is the student."""
+    num_rows = len(models[0].hidden_NH)
     for model in models:
         shape = tuple(model.hidden_NH.shape)
         if len(shape) != 2 or shape[0] != num_rows:
             raise InputError(f"hidden states are {shape}; give [{num_rows}, hidden], as many rows as of the student")
-        if isinstance(model.layer, OutputLayer) and model.layer.weight_VH.shape[1:] != shape[1:]:
+        if model.layer is not None and model.layer.weight_VH.shape[1:] != shape[1:]:
             weight = tuple(model.layer.weight_VH.shape)
             raise InputError(f"hidden states are {shape} and their output layer {weight}; give [vocabulary, hidden]")
-    if mask_N is not None and mask_N.shape != (num_rows,):
-        raise InputError(f"the mask is {tuple(mask_N.shape)} for {num_rows} tokens; give one value for each")
-    sizes = [_num_logits(model) for model in models]
+    sizes = [model.hidden_NH.shape[1] if model.layer is None else len(model.layer.weight_VH) for model in models]
     if len(set(sizes)) > 1 and (vocabulary is None or vocabulary > min(sizes)):
         raise InputError(
             f"student and teachers have {sizes} logits, and their tokenizer {vocabulary or 'unknown'} ids; take "

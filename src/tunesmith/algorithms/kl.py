@@ -6,7 +6,7 @@ reference of a token (Schulman 2020, "Approximating KL divergence"; for the grad
 
 | estimator            | mean over samples     | in the reward, no gradient | gradient as a loss, mean over samples |
 |----------------------|-----------------------|----------------------------|---------------------------------------|
-| k1 = d               | KL(policy, reference) | that of KL(policy, ref.)   | 0; `penalty_loss` takes k2's instead  |
+| k1 = d               | KL(policy, reference) | that of KL(policy, ref.)   | 0; `penalty` takes k2's instead       |
 | k2 = d^2 / 2         | near it for small d   | biased                     | that of KL(policy, reference)         |
 | k3 = exp(-d) - 1 + d | KL(policy, reference) | biased                     | that of KL(reference, policy)         |
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tunesmith.config.algorithm_sections import Estimator
 from tunesmith.core.errors import InputError
-from tunesmith.kernels.masking import Denominator, check_denominator, check_shapes, kept, shared_out
+from tunesmith.kernels.masking import check_shapes, kept
 
 MAX_RELATIVE_ERROR = 0.2
 """Ziegler et al. 2019 (arXiv 1909.08593), section 2.2: the error that the controller acts on is clipped to +-0.2."""
@@ -50,10 +50,8 @@ ESTIMATORS: Mapping[Estimator, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, 
 
 
 def estimate(estimator: Estimator, logp_BT: Tensor, ref_logp_BT: Tensor) -> Tensor:
-    """The named estimate of each token, differentiable. Raises `InputError` for an unknown name or differing shapes."""
+    """The named estimate of each token, differentiable. Raises `InputError` if shapes differ."""
     check_shapes(logp_BT=logp_BT, ref_logp_BT=ref_logp_BT)
-    if estimator not in ESTIMATORS:
-        raise InputError(f"The KL estimator is {estimator!r}; choose one of {', '.join(ESTIMATORS)}.")
     return ESTIMATORS[estimator](logp_BT, ref_logp_BT)
 
 
@@ -64,8 +62,10 @@ def penalty(
 
     The gradient flows through `logp_BT` and the ratio. Without a ratio k1 has the gradient of k2, as its own has mean
     0. In later epochs over a rollout the estimate is off by the ratio of the new policy to the one that drew the
-    tokens, which clipping holds near 1 (GRPO accepts this); a differentiable `ratio_BT` corrects it.
+    tokens, which clipping holds near 1 (GRPO accepts this); a differentiable `ratio_BT` corrects it. Raises
+    `InputError` if shapes differ.
     """
+    check_shapes(logp_BT=logp_BT, ref_logp_BT=ref_logp_BT, mask_BT=mask_BT, ratio_BT=ratio_BT)
     mask_BT = mask_BT.bool()
     logp_BT, ref_logp_BT = kept(logp_BT, mask_BT), kept(ref_logp_BT.detach(), mask_BT)
     kl_BT = estimate(estimator, logp_BT, ref_logp_BT)
@@ -97,24 +97,6 @@ def penalised_reward(score_B: Tensor, kl_BT: Tensor, mask_BT: Tensor, coef: floa
     return reward_BT + kept(score_B.detach()[:, None].expand_as(reward_BT), is_last_BT)
 
 
-def penalty_loss(
-    estimator: Estimator,
-    logp_BT: Tensor,
-    ref_logp_BT: Tensor,
-    mask_BT: Tensor,
-    denominator: Denominator,
-    *,
-    ratio_BT: Tensor | None = None,
-) -> Tensor:
-    """Sum of `penalty` over `denominator`, a scalar to add to the loss, times the coefficient.
-
-    Raises `InputError` for an unknown estimator, differing shapes, or a denominator that is not positive.
-    """
-    check_shapes(logp_BT=logp_BT, ref_logp_BT=ref_logp_BT, mask_BT=mask_BT, ratio_BT=ratio_BT)
-    check_denominator("denominator", denominator)
-    return shared_out(penalty(estimator, logp_BT, ref_logp_BT, mask_BT, ratio_BT), denominator)
-
-
 class Controller:
     """The KL coefficient of a run. `value` is the coefficient of the next rollout.
 
@@ -124,14 +106,13 @@ class Controller:
         error = clip(KL / target - 1, -0.2, 0.2)
         coef <- coef (1 + error num_sequences / horizon)
 
-    Raises `InputError` for values that cannot work.
+    Raises `InputError` for a coefficient of 0 with a target: the rule multiplies, so it would stay 0 for good.
     """
 
     def __init__(self, coef: float, target: float | None = None, horizon: float = 10_000.0) -> None:
-        # The rule multiplies, so a coefficient of 0 would stay 0 for good.
-        self.value = _checked("coef", coef, allow_zero=target is None)
-        self._target = None if target is None else _checked("target", target)
-        self._horizon = _checked("horizon", horizon)
+        if target is not None and not coef > 0:
+            raise InputError(f"The KL controller's coef is {coef}; it must be finite and positive.")
+        self.value, self._target, self._horizon = float(coef), target, horizon
 
     def update(self, kl_per_sequence: float, num_sequences: int) -> None:
         """Move the coefficient, given the mean KL of `num_sequences` completions in nats per sequence. One that is not
@@ -156,11 +137,4 @@ class Controller:
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Go on with an adaptive coefficient; a fixed one is the recipe's, which may have been changed on purpose."""
         if self._target is not None:
-            self.value = _checked("coef", state["coef"])
-
-
-def _checked(name: str, value: float, *, allow_zero: bool = False) -> float:
-    if not math.isfinite(value) or value < 0 or (value == 0 and not allow_zero):
-        allowed = "finite and not negative" if allow_zero else "finite and positive"
-        raise InputError(f"The KL controller's {name} is {value}; it must be {allowed}.")
-    return float(value)
+            self.value = state["coef"]

@@ -193,7 +193,7 @@ def _statistics(tokens: PolicyTokens, terms: PolicyTerms, loss_BT: Tensor, ratio
     )
 
 
-def terms_of(settings: PolicyLossSection, kl: KLSection | None = None, kl_coef: float = 0.0) -> PolicyTerms:
+def terms_of(settings: PolicyLossSection, kl: KLSection, kl_coef: float) -> PolicyTerms:
     """The terms of the loss from the sections of a recipe; with coefficient 0 there is no KL term."""
     return PolicyTerms(
         surrogate=settings.surrogate,
@@ -201,9 +201,9 @@ def terms_of(settings: PolicyLossSection, kl: KLSection | None = None, kl_coef: 
         clip_low=settings.clip_low,
         clip_high=settings.clip_high,
         dual_clip=settings.dual_clip,
-        kl="k3" if kl is None else kl.estimator,
+        kl=kl.estimator,
         kl_coef=kl_coef,
-        corrects_kl=kl is not None and kl.bias_correction,
+        corrects_kl=kl.bias_correction,
         entropy_coef=settings.entropy_coef,
     )
 
@@ -212,12 +212,11 @@ def terms_of(settings: PolicyLossSection, kl: KLSection | None = None, kl_coef: 
 class Correction:
     """Importance weights; `weight_BT` multiplies the advantage of each token: float32, detached, 0 outside the mask.
 
-    `is_cut_BT` is true for tokens whose weight was outside [floor, cap]. `ratio_N` are the weights of the N tokens, or
-    completions, as they are used; `logp_difference_N` is |log pi - log mu| of each token, in nats.
+    `ratio_N` are the weights of the N tokens, or completions, as they are used; `logp_difference_N` is |log pi - log
+    mu| of each token, in nats; `cut_share` is the share of weights that were outside [floor, cap].
     """
 
     weight_BT: Tensor
-    is_cut_BT: Tensor
     ratio_N: Tensor
     logp_difference_N: Tensor
     cut_share: Tensor
@@ -277,7 +276,6 @@ def importance_correction(
     weight_BL = torch.ones_like(ratio_BL) if settings.mode == "off" else ratio_BL
     return Correction(
         weight_BT=weight_BL.expand_as(mask_BT).masked_fill(~mask_BT, 0.0).float(),
-        is_cut_BT=is_cut_BL & mask_BT,
         ratio_N=ratio_BL[counts_BL].float(),
         logp_difference_N=log_ratio_BT[mask_BT].abs(),
         cut_share=is_cut_BL.sum() / counts_BL.sum(),

@@ -72,12 +72,10 @@ def bradley_terry(
     d = 0; its margin is not used. `center_coef` weighs (chosen + rejected)^2 of every pair, which holds rewards near 0
     (Eisenstein et al. 2023, arXiv 2312.09244; TRL's `center_rewards_coefficient`). The sum over all pairs, ties
     included, is divided by `num_pairs`.
-    Raises `InputError` if shapes differ, `center_coef` is negative or `num_pairs` is not positive.
+    Raises `InputError` if shapes differ or `num_pairs` is not positive.
     """
     check_shapes(chosen_B=chosen_B, rejected_B=rejected_B, margin_B=margin_B, tie_B=tie_B)
     check_denominator("num_pairs", num_pairs)
-    if not center_coef >= 0:
-        raise InputError(f"center_coef is {center_coef}; it must be 0 (off) or positive.")
     every_B = torch.ones_like(chosen_B, dtype=torch.bool)
     decided_B = every_B if tie_B is None else ~tie_B.bool()
     chosen_B, rejected_B = kept(chosen_B, every_B), kept(rejected_B, every_B)
@@ -150,12 +148,10 @@ def plackett_luce(
     included. `center_coef` weighs the mean of (a + b)^2 over the pairs of a ranking. The sum over rankings is divided
     by `num_rankings`.
     Raises `InputError` if shapes differ, a ranking has fewer than two completions or more than MAX_TIED of one place,
-    `center_coef` is negative or `num_rankings` is not positive.
+    or `num_rankings` is not positive.
     """
     check_shapes(reward_RK=reward_RK, rank_RK=rank_RK)
     check_denominator("num_rankings", num_rankings)
-    if not center_coef >= 0:
-        raise InputError(f"center_coef is {center_coef}; it must be 0 (off) or positive.")
     choices = [choice for row, ranks in enumerate(rank_RK.tolist()) for choice in _choices(row, ranks)]
     rank_RK = rank_RK.to(reward_RK.device)
     present_RK = rank_RK > 0

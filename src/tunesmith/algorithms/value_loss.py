@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tunesmith.algorithms.sums import Sums
-from tunesmith.core.errors import InputError
 from tunesmith.kernels.masking import Denominator, check_denominator, check_shapes, kept, total
 
 
@@ -71,12 +70,10 @@ def clipped(
         loss = 1/2 sum max((V - R)^2, (V_old + clip(V - V_old, -clip, clip) - R)^2) / num_tokens,
 
     as in the PPO of OpenAI baselines and of TRL. `clip=None` switches the clipping off. Raises `InputError` if shapes
-    differ, `clip` is not positive or `num_tokens` is not positive.
+    differ or `num_tokens` is not positive.
     """
     check_shapes(value_BT=value_BT, old_value_BT=old_value_BT, return_BT=return_BT, mask_BT=mask_BT)
     check_denominator("num_tokens", num_tokens)
-    if clip is not None and not clip > 0:
-        raise InputError(f"The value clip is {clip}; it must be positive, or null for no clipping.")
     mask_BT = mask_BT.bool()
     value_BT, return_BT = kept(value_BT, mask_BT), kept(return_BT.detach(), mask_BT)
     old_value_BT = kept(old_value_BT.detach(), mask_BT)

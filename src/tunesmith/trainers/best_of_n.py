@@ -129,10 +129,8 @@ class BestOfN(DrawingPolicy):
         nll = -(new.logp_BT * sequences.mask_BT).sum()
         loss = nll / num_tokens
         if self.cfg.kl.place == "loss" and micro.reference_logp_BT is not None:
-            estimator = self.cfg.kl.estimator
-            loss = loss + self.kl.value * kl.penalty_loss(
-                estimator, new.logp_BT, micro.reference_logp_BT, sequences.mask_BT, num_tokens
-            )
+            kl_BT = kl.penalty(self.cfg.kl.estimator, new.logp_BT, micro.reference_logp_BT, sequences.mask_BT)
+            loss = loss + self.kl.value * (kl_BT.sum() / num_tokens)
         stats.add_pass(sequences, new.logp_BT, new.entropy_BT)
         return loss, nll.item()
 
