@@ -9,7 +9,6 @@ import torch
 
 from tunesmith.batch.rollout import Group, SamplingParams
 from tunesmith.config.sections import ModelSection
-from tunesmith.core.errors import DataError
 from tunesmith.evaluation import accuracy
 from tunesmith.models.load import load_policy
 from tunesmith.rewards.scorer import Scorer
@@ -36,14 +35,14 @@ def shares(groups: Sequence[Group]) -> list[list[float]]:
 
 
 def test_the_sampled_share_and_each_greedy_answer_can_be_counted_by_hand(engine: TransformersEngine) -> None:
-    measured = accuracy.measure(engine, Scorer([low]), PROMPTS, SAMPLING, num_completions=3, correct_at=0.5)
+    measured = accuracy.measure(engine, Scorer([low]), PROMPTS, SAMPLING, num_completions=3, correct_at=0.5, when="x")
     drawn = shares(engine.generate(PROMPTS, 3, SAMPLING))
     greedy = shares(engine.generate(PROMPTS, 1, dataclasses.replace(SAMPLING, temperature=0.0)))
     hits = [share >= 0.5 for group in drawn for share in group]
     assert 0 < sum(hits) < len(hits) == 12
-    assert measured.sampled == pytest.approx(sum(hits) / 12)
-    assert measured.greedy_P == tuple(group[0] >= 0.5 for group in greedy)
-    assert measured.greedy == sum(measured.greedy_P) / 4
+    assert measured["accuracy_x"] == pytest.approx(sum(hits) / 12)
+    assert measured["greedy_hits_x"] == [int(group[0] >= 0.5) for group in greedy]
+    assert measured["greedy_x"] == sum(group[0] >= 0.5 for group in greedy) / 4
 
 
 def test_a_reward_that_just_reaches_the_bound_is_right(engine: TransformersEngine) -> None:
@@ -51,8 +50,10 @@ def test_a_reward_that_just_reaches_the_bound_is_right(engine: TransformersEngin
         return [0.5] * len(completions)
 
     for bound, share in ((0.5, 1.0), (0.5001, 0.0)):
-        measured = accuracy.measure(engine, Scorer([half]), PROMPTS, SAMPLING, num_completions=2, correct_at=bound)
-        assert (measured.sampled, measured.greedy) == (share, share)
+        measured = accuracy.measure(
+            engine, Scorer([half]), PROMPTS, SAMPLING, num_completions=2, correct_at=bound, when="x"
+        )
+        assert (measured["accuracy_x"], measured["greedy_x"]) == (share, share)
 
 
 def test_a_completion_whose_reward_failed_is_not_right(engine: TransformersEngine) -> None:
@@ -64,26 +65,19 @@ def test_a_completion_whose_reward_failed_is_not_right(engine: TransformersEngin
 
     drop = Scorer([fails_on_odd], on_error="drop")
     valid = drop.score(engine.generate(PROMPTS, 4, SAMPLING)).valid_PG
-    measured = accuracy.measure(engine, drop, PROMPTS, SAMPLING, num_completions=4, correct_at=0.0)
+    measured = accuracy.measure(engine, drop, PROMPTS, SAMPLING, num_completions=4, correct_at=0.0, when="x")
     assert 0 < valid.float().mean().item() < 1
-    assert measured.sampled == pytest.approx(valid.float().mean().item())
+    assert measured["accuracy_x"] == pytest.approx(valid.float().mean().item())
     first = Scorer([fails_on_all_but_the_first], on_error="drop")
-    assert accuracy.measure(
-        engine, first, PROMPTS, SAMPLING, num_completions=2, correct_at=-1.0
-    ).sampled == pytest.approx(1 / 8)
-
-
-def test_no_held_out_prompts_are_an_error_that_says_what_to_set(engine: TransformersEngine) -> None:
-    with pytest.raises(DataError, match=r"prompts\.heldout_fraction"):
-        accuracy.measure(engine, Scorer([low]), [], SAMPLING, num_completions=1, correct_at=1.0)
+    assert accuracy.measure(engine, first, PROMPTS, SAMPLING, num_completions=2, correct_at=-1.0, when="x")[
+        "accuracy_x"
+    ] == pytest.approx(1 / 8)
 
 
 def test_facts_and_figures_hold_before_and_after_and_the_exact_p_value() -> None:
-    before = accuracy.Accuracy(0.25, (True, False, False, False, False, False, False, False))
-    after = accuracy.Accuracy(0.75, (False, True, True, True, True, True, True, False))
-    facts = {**before.facts("before"), **after.facts("after")}
-    assert facts["greedy_hits_before"] == [1, 0, 0, 0, 0, 0, 0, 0]
-    figures = accuracy.figures(facts)
+    before = {"accuracy_before": 0.25, "greedy_before": 1 / 8, "greedy_hits_before": [1, 0, 0, 0, 0, 0, 0, 0]}
+    after = {"accuracy_after": 0.75, "greedy_after": 6 / 8, "greedy_hits_after": [0, 1, 1, 1, 1, 1, 1, 0]}
+    figures = accuracy.figures({**before, **after})
     # One pair lost and six won: P(at most 1 or at least 6 of 7 fair coins) = 2 (1 + 7) / 2^7.
     assert figures == {
         "accuracy_before": 0.25,
@@ -97,13 +91,14 @@ def test_facts_and_figures_hold_before_and_after_and_the_exact_p_value() -> None
 
 def test_what_was_not_measured_is_not_reported() -> None:
     assert accuracy.figures({}) == {}
-    assert accuracy.figures(accuracy.Accuracy(0.5, (True,)).facts("before")) == {}
+    assert accuracy.figures({"accuracy_before": 0.5, "greedy_before": 1.0, "greedy_hits_before": [1]}) == {}
 
 
 def test_measuring_draws_the_same_again_and_leaves_the_global_generator_alone(engine: TransformersEngine) -> None:
     state = torch.random.get_rng_state()
     first, again = (
-        accuracy.measure(engine, Scorer([low]), PROMPTS, SAMPLING, num_completions=3, correct_at=0.5) for _ in range(2)
+        accuracy.measure(engine, Scorer([low]), PROMPTS, SAMPLING, num_completions=3, correct_at=0.5, when="x")
+        for _ in range(2)
     )
     assert first == again
     assert torch.equal(torch.random.get_rng_state(), state)

@@ -195,8 +195,6 @@ def test_the_same_votes_give_the_same_figures():
 def test_wrong_arguments_are_refused():
     with pytest.raises(InputError, match=r"score 2.0; give 1 for a win"):
         standings([Contest("v0", "v1", 2.0, 0)])
-    with pytest.raises(InputError, match=r"confidence is 1\.5"):
-        standings([], confidence=1.5)
 
 
 one_contest = st.builds(

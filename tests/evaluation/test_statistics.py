@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunesmith.core.errors import InputError
 from tunesmith.evaluation.statistics import (
     bootstrap_interval,
+    distinct_2,
     distinct_at_equal_tokens,
-    distinct_n,
     even_lengths,
     is_exact,
     mcnemar,
@@ -81,10 +80,7 @@ def test_bootstrap_interval_agrees_with_scipy_and_is_seeded():
     assert low < diff.mean() < high
 
 
-def test_bootstrap_interval_widens_with_confidence_and_collapses_on_constants():
-    diff = [0.1, 0.5, -0.2, 0.9]
-    wide, narrow = bootstrap_interval(diff, confidence=0.99), bootstrap_interval(diff, confidence=0.5)
-    assert wide[0] < narrow[0] < narrow[1] < wide[1]
+def test_bootstrap_interval_collapses_on_constants():
     assert bootstrap_interval([0.25] * 4) == (0.25, 0.25)
 
 
@@ -95,11 +91,10 @@ def test_mcnemar_equals_the_two_sided_binomial_test(counts):
     assert mcnemar(*counts) == pytest.approx(expected, rel=1e-9)
 
 
-def test_distinct_n_counts_different_ngrams_inside_the_lists():
-    assert distinct_n([[1, 2, 1, 2], [1, 2]], n=2) == 2 / 4  # 12 21 12 | 12
-    assert distinct_n([[1, 2], [3, 4]], n=2) == 1.0  # 2-3 across the border is no bigram
-    assert distinct_n([[7, 7, 7]], n=1) == 1 / 3
-    assert distinct_n([[1], []], n=2) == 0.0
+def test_distinct_2_counts_different_bigrams_inside_the_lists():
+    assert distinct_2([[1, 2, 1, 2], [1, 2]], 6) == 2 / 4  # 12 21 12 | 12
+    assert distinct_2([[1, 2], [3, 4]], 4) == 1.0  # 2-3 across the border is no bigram
+    assert distinct_2([[1], []], 1) == 0.0
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -116,25 +111,9 @@ def test_equal_token_count_stops_the_longer_side_from_looking_repetitive():
     random = np.random.default_rng(0)
     long = random.integers(0, 20, (8, 200)).tolist()
     short = [ids[:25] for ids in long]
-    assert distinct_n(long) < 0.7 * distinct_n(short)
+    assert distinct_2(long, 1600) < 0.7 * distinct_2(short, 200)
     before, after, num_tokens = distinct_at_equal_tokens(short, long)
     assert before == after and num_tokens == 200
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: paired_permutation_p([]), "at least one"),
-        (lambda: paired_permutation_p([0.1, float("nan")]), "difference 1 is nan"),
-        (lambda: bootstrap_interval([1.0], confidence=95), "confidence is 95"),
-        (lambda: mcnemar(-1, 2), "-1 and 2"),
-        (lambda: distinct_n([[1]], n=0), "n is 0"),
-        (lambda: even_lengths([1, 2], 9), "the lists hold 3"),
-    ],
-)
-def test_bad_input_is_named(call, message):
-    with pytest.raises(InputError, match=message):
-        call()
 
 
 def test_the_interval_of_a_share_is_wilsons_where_every_item_is_a_cluster():
@@ -176,12 +155,6 @@ def test_the_interval_covers_the_true_share_about_as_often_as_it_says():
     assert 0.91 < covered / 400 < 0.985
 
 
-@pytest.mark.parametrize(("hits", "clusters"), [([], []), ([1.0], [])])
-def test_no_items_or_no_clusters_are_refused(hits, clusters):
-    with pytest.raises(InputError, match="one cluster for each hit"):
-        proportion_interval(hits, clusters)
-
-
 def test_a_curve_that_rises_and_stays_has_its_plateau_where_it_stops_rising() -> None:
     found = plateau([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, *[10] * 15], window=3)
     assert (found.first, found.level, found.is_flat) == (1.0, 10.0, True)
@@ -203,8 +176,3 @@ def test_a_dip_late_in_the_curve_moves_the_plateau_behind_it() -> None:
 def test_the_step_is_one_of_the_curve_and_a_constant_is_flat_from_the_start(values: list[float], window: int) -> None:
     assert 1 <= plateau(values, window=window).step <= len(values)
     assert plateau([2.0] * len(values), window=window).step == 1
-
-
-def test_an_empty_curve_is_refused() -> None:
-    with pytest.raises(InputError, match="without values"):
-        plateau([])

@@ -9,7 +9,7 @@ from tunesmith.config.load import load_recipe
 from tunesmith.config.sections import OptimizerSection
 from tunesmith.models.optimizer import MasterAdamW, moment_bytes
 from tunesmith.models.tiny import FAMILIES, tiny_model
-from tunesmith.planning.memory import Layout, cache_bytes, memory_gb, peak_gb
+from tunesmith.planning.memory import Layout, memory_gb, peak_gb
 from tunesmith.planning.shape import Shape, read_shape
 from tunesmith.planning.workload import Workload, workload_of
 from tunesmith.trainers.estimate import policy_estimate
@@ -43,7 +43,7 @@ def test_the_cache_is_what_transformers_keeps(family: str, tmp_path: Path):
     model, shape = tiny_model(family).model, shape_of_tiny(family, tmp_path)
     cache = model(input_ids=torch.ones(3, 7, dtype=torch.long), use_cache=True).past_key_values
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    assert cache_bytes(shape, 3 * 7, 4) == held
+    assert shape.cache_values(3 * 7) * 4 == held
 
 
 @pytest.mark.parametrize("state", ["float32", "int8"])

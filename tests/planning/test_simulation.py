@@ -19,13 +19,6 @@ def test_a_makespan_is_between_the_ideal_and_grahams_bound(seconds: list[float],
     assert answers[-1].at_s <= (mean_s + (1 - 1 / num_workers) * longest_s) * (1 + 1e-9)
 
 
-@given(SECONDS, st.integers(1, 8))
-def test_a_static_split_ends_with_its_longest_share(seconds: list[float], num_workers: int):
-    answers = run_queue(InOrder(len(seconds), num_workers), seconds, [1.0] * num_workers)
-    shares = [sum(seconds[start::num_workers]) for start in range(num_workers)]
-    assert abs(answers[-1].at_s - max(shares)) < 1e-6
-
-
 @given(SECONDS, st.lists(st.floats(0.1, 10), min_size=1, max_size=6))
 def test_the_same_leases_are_answered_in_the_same_order(seconds: list[float], speeds: list[float]):
     assert run_queue(InOrder(len(seconds)), seconds, speeds) == run_queue(InOrder(len(seconds)), seconds, speeds)

@@ -4,37 +4,15 @@ Shape legend: P prompts, G completions per prompt.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from tunesmith.batch.rollout import SamplingParams
-from tunesmith.core.errors import DataError
 from tunesmith.core.trace import span
 from tunesmith.evaluation.statistics import mcnemar
 from tunesmith.rewards.scorer import Scorer
 from tunesmith.rollout.engine import Engine
 from tunesmith.schema.records import Prompt
-
-
-@dataclass(frozen=True, slots=True)
-class Accuracy:
-    """`sampled` is the share of right completions among all that were drawn, `greedy_P` whether the greedy one was."""
-
-    sampled: float
-    greedy_P: tuple[bool, ...]
-
-    @property
-    def greedy(self) -> float:
-        """Share of prompts whose greedy completion is right."""
-        return sum(self.greedy_P) / len(self.greedy_P)
-
-    def facts(self, when: str) -> dict[str, object]:
-        """The figures as JSON values, `when` behind each name; `greedy_hits_<when>` is one bit for each prompt."""
-        return {
-            f"accuracy_{when}": self.sampled,
-            f"greedy_{when}": self.greedy,
-            f"greedy_hits_{when}": [int(hit) for hit in self.greedy_P],
-        }
 
 
 def measure(
@@ -45,23 +23,24 @@ def measure(
     *,
     num_completions: int,
     correct_at: float,
-) -> Accuracy:
-    """The accuracy of the engine's policy on `prompts`: a completion is right if its reward reaches `correct_at`.
+    when: str,
+) -> dict[str, object]:
+    """The accuracy of the engine's policy on `prompts` as JSON values, `when` behind each name: the share of right
+    completions among all that were drawn, and among the greedy ones; `greedy_hits_<when>` is one bit for each prompt.
 
-    Raises:
-        DataError: if there are no prompts.
+    A completion is right if its reward reaches `correct_at`.
     """
-    if not prompts:
-        raise DataError(
-            "evaluation.correct_at is set, but no prompts are held out; give prompts.heldout_fraction a share above 0"
-        )
     with span("accuracy"):
         drawn = scorer.score(engine.generate(prompts, num_completions, sampling))
         best = scorer.score(engine.generate(prompts, 1, replace(sampling, temperature=0.0)))
     # A completion whose reward failed has a total of 0, which may reach the bound.
     drawn_PG = drawn.valid_PG & (drawn.total_PG >= correct_at)
-    best_PG = best.valid_PG & (best.total_PG >= correct_at)
-    return Accuracy(drawn_PG.float().mean().item(), tuple(best_PG[:, 0].tolist()))
+    hits = (best.valid_PG & (best.total_PG >= correct_at))[:, 0].int().tolist()
+    return {
+        f"accuracy_{when}": drawn_PG.float().mean().item(),
+        f"greedy_{when}": sum(hits) / len(hits),
+        f"greedy_hits_{when}": hits,
+    }
 
 
 def figures(facts: Mapping[str, Any]) -> dict[str, object]:

@@ -17,7 +17,7 @@ from statistics import NormalDist
 import numpy as np
 
 from tunesmith.core.errors import InputError
-from tunesmith.evaluation.statistics import check_confidence
+from tunesmith.evaluation.statistics import CONFIDENCE
 from tunesmith.store.vote_watch import Contest
 
 MAX_VERSIONS = 100
@@ -69,9 +69,7 @@ class _Table:
     num_prompts: int
 
 
-def standings(
-    contests: Sequence[Contest], base: str = "v0", *, confidence: float = 0.95, num_resamples: int = 200, seed: int = 0
-) -> tuple[Standing, ...]:
+def standings(contests: Sequence[Contest], base: str = "v0", *, num_resamples: int = 200) -> tuple[Standing, ...]:
     """Each name that has votes against another one, and the base: models by name, then versions by number.
 
     Strengths are the mode under a normal prior on each, and on each step from a version to the next: the mean over the
@@ -83,9 +81,8 @@ def standings(
     (`MAX_VERSIONS`).
 
     Raises:
-        InputError: for a score outside of [0, 1], or a confidence outside of (0, 1).
+        InputError: for a score outside of [0, 1].
     """
-    check_confidence(confidence)
     seen = {name for one in contests if one.first != one.second for name in (one.first, one.second)} - {base}
     names = sorted({base, *sorted(seen, key=_place)[-(MAX_VERSIONS - 1) :]}, key=_place)
     table = _table(contests, names)
@@ -96,11 +93,11 @@ def standings(
     fits = [_Fit.of(wins_KK, prior_KK, origin) for prior_KK in _priors(names)]
     best = max(fits, key=lambda fit: fit.evidence)
     difference_K, variance_K = _mixed(fits, best.evidence)
-    half_K = NormalDist().inv_cdf((1 + confidence) / 2) * np.sqrt(variance_K)
+    half_K = NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * np.sqrt(variance_K)
     low_K, high_K = difference_K - half_K, difference_K + half_K
     if table.num_prompts > 1 and num_resamples > 0:
-        resampled_SK = _resampled(table, best.prior_KK, num_resamples, seed)
-        tails = [(1 - confidence) / 2, (1 + confidence) / 2]
+        resampled_SK = _resampled(table, best.prior_KK, num_resamples)
+        tails = [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]
         drawn_low_K, drawn_high_K = np.quantile(resampled_SK - resampled_SK[:, [origin]], tails, axis=0)
         low_K, high_K = np.minimum(low_K, drawn_low_K), np.maximum(high_K, drawn_high_K)
     found: list[Standing] = []
@@ -239,9 +236,9 @@ def _mixed(fits: Sequence[_Fit], highest: float) -> tuple[np.ndarray, np.ndarray
     return mean_K, weight_F @ (np.array([fit.variance_K for fit in fits]) + (difference_FK - mean_K) ** 2)
 
 
-def _resampled(table: _Table, prior_KK: np.ndarray, num_resamples: int, seed: int) -> np.ndarray:
+def _resampled(table: _Table, prior_KK: np.ndarray, num_resamples: int) -> np.ndarray:
     """strength_SK of resamples: prompts drawn with replacement, all votes of a drawn prompt with it."""
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     portion = max(1, _MAX_NUMBERS // max(len(table.score_N), table.num_names**2))
     fitted: list[np.ndarray] = []
     for start in range(0, num_resamples, portion):

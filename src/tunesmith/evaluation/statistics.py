@@ -1,21 +1,23 @@
-"""Statistics of paired comparisons: permutation test, bootstrap interval, McNemar's test, distinct-n.
+"""Statistics of paired comparisons: permutation test, bootstrap interval, McNemar's test, distinct-2.
 
 Shape suffixes: P prompts. The unit of every test is the prompt, because completions of one prompt are not independent.
 """
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import NormalDist, fmean
 
 import numpy as np
 from scipy.special import stdtrit
 
-from tunesmith.core.errors import InputError
-
 MAX_EXACT_PROMPTS = 16
 """Up to this many prompts all 2^P sign patterns are enumerated: 65,536 sums, a few milliseconds."""
+
+CONFIDENCE = 0.95
+"""Of every interval."""
 
 _CHUNK = 1_000
 """Random sign patterns or resamples held in memory at a time."""
@@ -27,9 +29,8 @@ def paired_permutation_p(diff_P: Sequence[float], seed: int = 0, num: int = 10_0
     The null hypothesis is that before and after are exchangeable within each prompt. With at most `MAX_EXACT_PROMPTS`
     prompts every sign pattern is counted; with more, `num` random ones are drawn from `seed` and the observed pattern
     counts as one of them, (1 + k) / (1 + num), so that p is never zero (Phipson and Smyth 2010).
-    Raises InputError for no differences or a non-finite one.
     """
-    diff = _finite(diff_P)
+    diff = np.asarray(diff_P, dtype=np.float64)
     observed = abs(float(diff.sum()))
     # Sums of the same numbers in another order differ in the last bits; such a sum counts as equally extreme.
     threshold = observed - 1e-12 * float(np.abs(diff).sum())
@@ -53,63 +54,41 @@ def is_exact(num_prompts: int) -> bool:
     return num_prompts <= MAX_EXACT_PROMPTS
 
 
-def check_confidence(confidence: float) -> None:
-    """Raise InputError for a confidence outside (0, 1)."""
-    if not 0 < confidence < 1:
-        raise InputError(f"confidence is {confidence}; give a share between 0 and 1, for example 0.95")
-
-
-def bootstrap_interval(
-    diff_P: Sequence[float], seed: int = 0, num: int = 10_000, confidence: float = 0.95
-) -> tuple[float, float]:
-    """The percentile bootstrap interval (low, high) of the mean difference, resampling prompts `num` times from `seed`.
-
-    Raises InputError for no differences, a non-finite one, or a confidence outside (0, 1).
+def bootstrap_interval(diff_P: Sequence[float], seed: int = 0) -> tuple[float, float]:
+    """The percentile bootstrap interval (low, high) of the mean difference, resampling prompts 10,000 times from
+    `seed`.
     """
-    check_confidence(confidence)
-    diff = _finite(diff_P)
+    diff = np.asarray(diff_P, dtype=np.float64)
     random = np.random.default_rng(seed)
-    means = np.empty(num)
-    for start in range(0, num, _CHUNK):
-        stop = min(start + _CHUNK, num)
-        means[start:stop] = diff[random.integers(0, len(diff), size=(stop - start, len(diff)))].mean(axis=1)
-    tail = (1 - confidence) / 2
+    means = np.empty(10_000)
+    for start in range(0, len(means), _CHUNK):
+        means[start : start + _CHUNK] = diff[random.integers(0, len(diff), size=(_CHUNK, len(diff)))].mean(axis=1)
+    tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(means, [tail, 1 - tail])
     return float(low), float(high)
 
 
-def mean_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Student's t interval (low, high) of the mean of independent values, such as one for each seed.
-
-    Raises InputError for fewer than two values, one that is not finite, or a confidence outside (0, 1).
-    """
-    check_confidence(confidence)
-    found = _finite(values)
-    if len(found) < 2:
-        raise InputError("one value says nothing of its spread; give two at least")
-    half = float(stdtrit(len(found) - 1, (1 + confidence) / 2) * found.std(ddof=1) / math.sqrt(len(found)))
+def mean_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Student's t interval (low, high) of the mean of two independent values or more, such as one for each seed."""
+    found = np.asarray(values, dtype=np.float64)
+    half = float(stdtrit(len(found) - 1, (1 + CONFIDENCE) / 2) * found.std(ddof=1) / math.sqrt(len(found)))
     return float(found.mean()) - half, float(found.mean()) + half
 
 
-def proportion_interval(
-    hits: Sequence[float], clusters: Sequence[str], confidence: float = 0.95
-) -> tuple[float, float]:
+def proportion_interval(hits: Sequence[float], clusters: Sequence[str]) -> tuple[float, float]:
     """The interval (low, high) of a share: `hits` are 0 to 1, one for each item, those of one cluster go together.
 
     Wilson's score interval (1927) at the effective sample size p (1 - p) / v, where v is the variance of the share when
     whole clusters are drawn (Korn and Graubard 1998); at most the number of items, and where v is 0 the number of
-    clusters. Raises InputError for no items, or lists of different length.
+    clusters.
     """
-    check_confidence(confidence)
-    if not hits or len(hits) != len(clusters):
-        raise InputError(f"there are {len(hits)} hits in {len(clusters)} clusters; give one cluster for each hit")
     _, cluster_N = np.unique(np.asarray(clusters), return_inverse=True)
     hit_N = np.asarray(hits, dtype=np.float64)
     share, num_clusters = float(hit_N.mean()), int(cluster_N.max()) + 1
     excess_C = np.bincount(cluster_N, hit_N - share)
     variance = float(excess_C @ excess_C) / len(hits) ** 2 * num_clusters / max(1, num_clusters - 1)
     effective = min(len(hits), share * (1 - share) / variance) if variance > 0 else num_clusters
-    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
     centre = (share + z**2 / (2 * effective)) / (1 + z**2 / effective)
     half = z / (1 + z**2 / effective) * math.sqrt(share * (1 - share) / effective + (z / (2 * effective)) ** 2)
     return max(0.0, centre - half), min(1.0, centre + half)
@@ -119,11 +98,8 @@ def mcnemar(num_only_first: int, num_only_second: int) -> float:
     """The exact two-sided p-value of McNemar's test from the two discordant counts; 1 if there are none.
 
     `num_only_first` items are right by the first rater or model alone, `num_only_second` by the second alone. Under the
-    null hypothesis the split is a fair coin. Raises InputError for a negative count.
+    null hypothesis the split is a fair coin.
     """
-    if num_only_first < 0 or num_only_second < 0:
-        counts = f"{num_only_first} and {num_only_second}"
-        raise InputError(f"the discordant counts are {counts}; give counts of zero or more")
     total = num_only_first + num_only_second
     term = tail = 1  # Integer binomial coefficients: exact at any size.
     for k in range(1, min(num_only_first, num_only_second) + 1):
@@ -132,30 +108,23 @@ def mcnemar(num_only_first: int, num_only_second: int) -> float:
     return min(1.0, 2 * tail / 2**total)
 
 
-def distinct_n(token_id_lists: Sequence[Sequence[int]], n: int = 2, num_tokens: int | None = None) -> float:
-    """The share of different n-grams among all n-grams inside the lists (Li et al. 2016); 0 if there is no n-gram.
+def distinct_2(token_id_lists: Sequence[Sequence[int]], num_tokens: int) -> float:
+    """The share of different bigrams among all bigrams inside the lists (Li et al. 2016); 0 if there is no bigram.
 
     It falls with the amount of text, so two sides are comparable only at an equal `num_tokens`: the first token of each
-    list, then the second of each list, until that many are taken. None takes all tokens.
+    list, then the second of each list, until that many are taken.
     """
-    if n < 1:
-        raise InputError(f"n is {n}; give 1 or more")
-    lengths = [len(ids) for ids in token_id_lists]
-    kept = lengths if num_tokens is None else even_lengths(lengths, num_tokens)
-    grams = [
-        tuple(ids[start : start + n])
-        for ids, length in zip(token_id_lists, kept, strict=True)
-        for start in range(length - n + 1)
-    ]
-    return len(set(grams)) / len(grams) if grams else 0.0
+    kept = even_lengths([len(ids) for ids in token_id_lists], num_tokens)
+    bigrams = [pair for ids, length in zip(token_id_lists, kept, strict=True) for pair in pairwise(ids[:length])]
+    return len(set(bigrams)) / len(bigrams) if bigrams else 0.0
 
 
 def distinct_at_equal_tokens(
-    before: Sequence[Sequence[int]], after: Sequence[Sequence[int]], n: int = 2
+    before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]
 ) -> tuple[float, float, int]:
-    """Distinct-n before, distinct-n after, and the number of tokens taken from each side: that of the shorter one."""
+    """Distinct-2 before, distinct-2 after, and the number of tokens taken from each side: that of the shorter one."""
     num_tokens = min(sum(map(len, before)), sum(map(len, after)))
-    return distinct_n(before, n, num_tokens), distinct_n(after, n, num_tokens), num_tokens
+    return distinct_2(before, num_tokens), distinct_2(after, num_tokens), num_tokens
 
 
 def even_lengths(lengths: Sequence[int], num_tokens: int) -> list[int]:
@@ -164,22 +133,9 @@ def even_lengths(lengths: Sequence[int], num_tokens: int) -> list[int]:
     >>> even_lengths([1, 5, 3], 6)
     [1, 3, 2]
     """
-    if not 0 <= num_tokens <= sum(lengths):
-        raise InputError(f"num_tokens is {num_tokens}; the lists hold {sum(lengths)}, give a count up to that")
     places = sorted((position, index) for index, length in enumerate(lengths) for position in range(length))
     kept = Counter(index for _, index in places[:num_tokens])
     return [kept[index] for index in range(len(lengths))]
-
-
-def _finite(values: Iterable[float]) -> np.ndarray:
-    """The values as a float64 vector; raises InputError if there are none or one is not finite."""
-    array = np.asarray(list(values), dtype=np.float64)
-    if array.ndim != 1 or not len(array):
-        raise InputError(f"the differences have shape {array.shape}; give one number for each prompt, at least one")
-    if not np.isfinite(array).all():
-        index = int(np.flatnonzero(~np.isfinite(array))[0])
-        raise InputError(f"difference {index} is {array[index]}; every prompt needs a finite score before and after")
-    return array
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +143,7 @@ class Plateau:
     """The level that a curve ends on, and the step, counted from 1, from which it stays near that level.
 
     `first` and `level` are means over the first and the last `window` values; the plateau begins where the mean over
-    `window` values stays within `tolerance` of the whole change. `is_flat` is set if at least one window follows that
-    step.
+    `window` values stays within a tenth of the whole change. `is_flat` is set if at least one window follows that step.
     """
 
     first: float
@@ -197,16 +152,11 @@ class Plateau:
     is_flat: bool
 
 
-def plateau(values: Sequence[float], *, window: int = 5, tolerance: float = 0.1) -> Plateau:
-    """The plateau of a curve. With fewer values than twice the window, the window is half of them.
-
-    Raises InputError for no values.
-    """
-    if not values:
-        raise InputError("a curve without values has no plateau; give at least one")
+def plateau(values: Sequence[float], *, window: int = 5) -> Plateau:
+    """The plateau of a curve of one value or more. With fewer than twice the window, the window is half of them."""
     window = max(1, min(window, len(values) // 2))
     means = [fmean(values[start : start + window]) for start in range(len(values) - window + 1)]
     first, level = means[0], means[-1]
-    bound = tolerance * abs(level - first)
+    bound = 0.1 * abs(level - first)
     start = next(index for index in reversed(range(-1, len(means))) if index < 0 or abs(means[index] - level) > bound)
     return Plateau(first, level, step=start + 2, is_flat=len(means) - (start + 1) > window)

@@ -9,13 +9,12 @@ from tunesmith.evaluation.compare import Comparison
 from tunesmith.evaluation.reward_quality import RewardQuality
 from tunesmith.schema.records import plain_text
 
+_NUM_SAMPLES = 3
 
-def comparison_table(comparison: Comparison, num_samples: int = 3) -> RenderableType:
-    """A rich renderable: the per-prompt table, the figures below it, and `num_samples` pairs of texts side by side."""
-    parts: list[RenderableType] = [_prompt_table(comparison), _figures(comparison)]
-    if num_samples:
-        parts.append(_sample_table(comparison, num_samples))
-    return Group(*parts)
+
+def comparison_table(comparison: Comparison) -> RenderableType:
+    """A rich renderable: the per-prompt table, the figures below it, and some pairs of texts side by side."""
+    return Group(_prompt_table(comparison), _figures(comparison), _sample_table(comparison))
 
 
 def _prompt_table(comparison: Comparison) -> Table:
@@ -58,14 +57,14 @@ def _figures(comparison: Comparison) -> Table:
     return table
 
 
-def _sample_table(comparison: Comparison, num_samples: int) -> Table:
+def _sample_table(comparison: Comparison) -> Table:
     """The first completion of each prompt, in the order of the prompts: no choice is made."""
     table = Table(title="Samples", title_justify="left", show_lines=True)
     table.add_column("prompt", ratio=1)
     table.add_column("before", ratio=2)
     table.add_column("after", ratio=2)
     first = [sample for sample in comparison.samples if sample.completion_index == 0]
-    for sample in first[:num_samples]:
+    for sample in first[:_NUM_SAMPLES]:
         table.add_row(
             Text(one_line(plain_text(sample.prompt))),
             Text(f"{sample.score_before:+.3f}  {one_line(sample.text_before)}"),

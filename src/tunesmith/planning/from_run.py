@@ -110,7 +110,7 @@ def _shape(path: Path, facts: Facts) -> Shape:
         int(facts.number(f"setup.{key}")) for key in ("hidden_size", "num_layers", "vocab_size", "num_parameters")
     )
     layer = max(1, (total - vocab * hidden) // layers)
-    return Shape("unknown", vocab, hidden, layers, 1, 1, hidden, 4 * hidden, 0, layer, total)
+    return Shape("unknown", vocab, hidden, layers, 1, 1, hidden, 0, layer, total)
 
 
 def _factors(run: MeasuredRun, facts: Facts) -> Mapping[str, float]:

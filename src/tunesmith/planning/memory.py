@@ -59,7 +59,8 @@ def memory_gb(shape: Shape, work: Workload, layout: Layout) -> dict[str, dict[st
         rows = min(work.slots, -(-work.num_rows // layout.num_engines))
         engine = {
             "engine's weights": shape.num_parameters * work.itemsize / layout.engine_tensor,
-            "KV cache": cache_bytes(shape, rows * (work.prompt_tokens + work.new_tokens), work.itemsize)
+            "KV cache": shape.cache_values(rows * (work.prompt_tokens + work.new_tokens))
+            * work.itemsize
             / min(layout.engine_tensor, shape.num_kv_heads),
         }
         stages["rollout"] = {**{part: size for part, size in held.items() if part != "gradients"}, **engine}
@@ -92,7 +93,8 @@ def _pass_bytes(shape: Shape, work: Workload, layout: Layout, *, is_trained: boo
     """
     rows = min(work.micro_batch_size, -(-work.num_rows // layout.data))
     tokens = rows * (work.prompt_tokens + work.new_tokens)
-    kept = activation_bytes(shape, tokens, work.itemsize, checkpointed=work.checkpointed or not is_trained)
+    values = 1 if work.checkpointed or not is_trained else ACTIVATION_VALUES
+    kept = tokens * shape.num_layers * shape.hidden_size * values * work.itemsize
     layers = 1 if not is_trained else work.trained_share if work.trained_share == 1 else 0.5
     one_layer = tokens * shape.hidden_size * ACTIVATION_VALUES * work.itemsize * work.checkpointed
     scored = rows * (work.new_tokens or work.prompt_tokens)
@@ -101,17 +103,6 @@ def _pass_bytes(shape: Shape, work: Workload, layout: Layout, *, is_trained: boo
         "activations": (kept * layers * is_trained + one_layer) / layout.tensor,
         "logits": logits / layout.tensor if work.algorithm != "reward" else 0.0,
     }
-
-
-def activation_bytes(shape: Shape, num_tokens: float, itemsize: int, *, checkpointed: bool) -> float:
-    """Bytes that a backward pass over `num_tokens` needs of all layers."""
-    values = 1 if checkpointed else ACTIVATION_VALUES
-    return num_tokens * shape.num_layers * shape.hidden_size * values * itemsize
-
-
-def cache_bytes(shape: Shape, num_tokens: float, itemsize: int) -> float:
-    """Bytes of the keys and values of `num_tokens`."""
-    return shape.cache_values(num_tokens) * itemsize
 
 
 def peak_gb(stages: dict[str, dict[str, float]]) -> float:

@@ -66,7 +66,6 @@ class Shape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    mlp_size: int
     context_length: int
     layer_parameters: int
     num_parameters: int
@@ -146,7 +145,7 @@ def shape_of(config: Mapping[str, object], name: str) -> Shape:
     outside = vocab * hidden * (1 if values.get("tie_word_embeddings") else 2)
     outside += (context + 2) * hidden if family == "gpt2" else hidden  # learned positions, and the final norm
     total = layers * layer + outside
-    return Shape(family, vocab, hidden, layers, heads, kv_heads, head_dim, mlp, context, layer, total)
+    return Shape(family, vocab, hidden, layers, heads, kv_heads, head_dim, context, layer, total)
 
 
 def _layer_parameters(family: str, values: Mapping[str, object], sizes: tuple[int, int, int, int, int]) -> int:

@@ -1,7 +1,4 @@
-"""A discrete-event simulation of rollout workers that take leases from a queue.
-
-It runs a queue on simulated time.
-"""
+"""A discrete-event simulation, on simulated time, of rollout workers that take leases from a queue."""
 
 import heapq
 import math
@@ -30,14 +27,10 @@ class Queue(Protocol):
 
 
 class InOrder:
-    """A queue that hands out leases in their order, each once: that of NeMo-Aligner's rank 0.
+    """A queue that hands out leases in their order, each once: that of NeMo-Aligner's rank 0."""
 
-    With `num_workers` each of them gets the same number of leases, decided beforehand.
-    """
-
-    def __init__(self, num_leases: int, num_workers: int | None = None) -> None:
-        shares = num_workers or 1
-        self._waiting = [deque(range(start, num_leases, shares)) for start in range(shares)]
+    def __init__(self, num_leases: int) -> None:
+        self._waiting = deque(range(num_leases))
         self._num_left = num_leases
 
     @property
@@ -47,8 +40,7 @@ class InOrder:
 
     def take(self, worker: int, now: float) -> int | None:
         """The next lease."""
-        waiting = self._waiting[worker % len(self._waiting)]
-        return waiting.popleft() if waiting else None
+        return self._waiting.popleft() if self._waiting else None
 
     def finish(self, worker: int, now: float, work: float) -> bool:
         """Always the first answer."""
@@ -102,12 +94,12 @@ def draw_s(lengths: Sequence[int], slots: int, step_s: Callable[[int], float]) -
     return seconds
 
 
-def sample_lengths(count: int, mean: float, limit: int, seed: int, spread: float = 0.7) -> list[int]:
-    """Lengths of completions: log-normal with `spread`, cut at `limit`, with about `mean` on average."""
+def sample_lengths(count: int, mean: float, limit: int, seed: int) -> list[int]:
+    """Lengths of completions: log-normal with a spread of 0.7, cut at `limit`, with about `mean` on average."""
     if mean >= limit:
         return [limit] * count
     draw = random.Random(seed)
-    shapes = [math.exp(draw.gauss(0, spread)) for _ in range(count)]
+    shapes = [math.exp(draw.gauss(0, 0.7)) for _ in range(count)]
     scale = mean
     for _ in range(20):  # the cut takes from the mean
         scale *= mean * count / sum(min(limit, scale * shape) for shape in shapes)

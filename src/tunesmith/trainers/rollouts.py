@@ -333,15 +333,15 @@ class PolicyTask:
         _log.info("measuring the accuracy %s training", when)
         # Drawn evenly, because rows are often sorted by difficulty.
         order = permutation(derive(self.cfg.run.seed, "accuracy"), 0, len(self.data.heldout))
-        measured = accuracy.measure(
+        return accuracy.measure(
             learner.rollouts.engine,
             self.scorer,
             [self.data.heldout[i] for i in sorted(order[: section.num_prompts])],
             sampling_params(self.cfg.rollout, derive(self.cfg.run.seed, f"accuracy {when}", 0)),
             num_completions=section.completions_per_prompt,
             correct_at=section.correct_at,
+            when=when,
         )
-        return measured.facts(when)
 
     def summary(self, learner: PolicyLearner, session: Session) -> dict[str, object]:
         """Reward and KL at the first and the last step, and the accuracies, if they were measured."""
