@@ -21,11 +21,6 @@ def test_records_add_up_and_survive_packing():
     assert Counts.unpack(merged(records).pack()).floats() == merged(records).floats()
 
 
-def test_merging_nothing_is_an_error():
-    with pytest.raises(InputError, match="at least one"):
-        merged([])
-
-
 def test_sums_are_detached_and_exact_where_fp32_would_lose_ones():
     x = torch.ones(2, requires_grad=True)
     assert not total(x).requires_grad

@@ -1,6 +1,3 @@
-import pytest
-
-from tunesmith.core.errors import InputError
 from tunesmith.rewards.builtin import RATER_NAME, SimulatedRater
 from tunesmith.schema.records import Prompt
 
@@ -28,11 +25,6 @@ def test_near_scores_are_a_tie():
     difference = abs(RATER.score("The movie was", " good") - RATER.score("The movie was", " nice"))
     assert 0 < difference < 0.05
     assert RATER.vote(PROMPT, " good", " nice").preference == "tie"
-    assert SimulatedRater(tie_below=difference).vote(PROMPT, " good", " nice").preference == "a"
-
-
-def test_without_a_margin_equal_scores_are_still_a_tie():
-    assert SimulatedRater(tie_below=0).vote(PROMPT, " long", " short").preference == "tie"
 
 
 def test_text_is_rated_as_it_runs_on_from_the_prompt():
@@ -43,8 +35,3 @@ def test_in_a_conversation_the_reply_alone_is_rated():
     question = ({"role": "user", "content": "Why is this awful, terrible film so bad?"},)
     assert RATER.score(question, "I love it") > 0
     assert RATER.score(question, ({"role": "assistant", "content": "I love it"},)) == RATER.score(question, "I love it")
-
-
-def test_a_tie_margin_outside_the_scale_is_refused():
-    with pytest.raises(InputError, match=r"scores lie in \[-1, 1\]"):
-        SimulatedRater(tie_below=-0.1)

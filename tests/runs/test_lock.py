@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 from tunesmith.runs.lock import RunLock
 lock = RunLock(Path(sys.argv[1]))
-lock.acquire()
+lock.__enter__()
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -69,27 +69,24 @@ def test_a_second_process_is_refused_and_told_who_holds_the_folder(tmp_path: Pat
         assert is_locked(tmp_path)
         expected = rf"is in use by process {process.pid} on host {socket.gethostname()} since 20.*; wait, or stop it"
         with pytest.raises(RunError, match=expected):
-            RunLock(tmp_path).acquire()
+            RunLock(tmp_path).__enter__()
         holder = holder_of(tmp_path)
         assert holder is not None
         assert holder.pid == process.pid
 
 
 def test_the_holder_refuses_the_others_until_it_lets_go(tmp_path: Path) -> None:
-    with RunLock(tmp_path) as lock:
-        assert lock.is_held
+    with RunLock(tmp_path):
         assert f"in use by process {os.getpid()}" in try_in_another_process(tmp_path)
-    assert not lock.is_held
     assert not is_locked(tmp_path)
     assert not (tmp_path / HOLDER_FILE).exists()
     assert try_in_another_process(tmp_path) == "acquired"
 
 
 def test_a_second_lock_of_the_same_process_is_refused_too(tmp_path: Path) -> None:
-    with RunLock(tmp_path) as lock:
-        lock.acquire()
+    with RunLock(tmp_path):
         with pytest.raises(RunError, match=f"process {os.getpid()}"):
-            RunLock(tmp_path).acquire()
+            RunLock(tmp_path).__enter__()
         assert is_locked(tmp_path)
     assert not is_locked(tmp_path)
 
@@ -115,21 +112,20 @@ def test_a_process_that_ends_without_release_leaves_no_lock(tmp_path: Path) -> N
 
 def test_a_forked_child_neither_owns_nor_releases_the_lock_of_its_parent(tmp_path: Path) -> None:
     lock = RunLock(tmp_path)
-    lock.acquire()
+    lock.__enter__()
     pid = os.fork()
     if pid == 0:
-        lock.release()
+        lock.__exit__()
         refused = False
         try:
-            RunLock(tmp_path).acquire()
+            RunLock(tmp_path).__enter__()
         except RunError:
             refused = True
-        os._exit(0 if refused and not lock.is_held else 1)
+        os._exit(0 if refused else 1)
     assert wait_for_exit(pid) == 0
-    assert lock.is_held
     assert is_locked(tmp_path)
     assert "in use by process" in try_in_another_process(tmp_path)
-    lock.release()
+    lock.__exit__()
     assert not is_locked(tmp_path)
 
 
@@ -189,10 +185,10 @@ def test_a_look_at_the_lock_never_makes_its_owner_fail(tmp_path: Path) -> None:
 
 def test_folders_that_cannot_be_locked_say_why(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="does not exist; give a run folder"):
-        RunLock(tmp_path / "none").acquire()
+        RunLock(tmp_path / "none").__enter__()
     (tmp_path / LOCK_FILE).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(RunError, match="cannot be locked"):
-        RunLock(tmp_path).acquire()
+        RunLock(tmp_path).__enter__()
     assert not (tmp_path / "elsewhere").exists()
     assert not is_locked(tmp_path)
 
@@ -206,12 +202,12 @@ def test_a_file_system_without_locks_is_an_error_that_names_the_remedy(
 
     monkeypatch.setattr("fcntl.flock", refuse)
     with pytest.raises(RunError, match=r"has no file locks .*choose a folder on another file system with --run\.dir"):
-        RunLock(tmp_path).acquire()
+        RunLock(tmp_path).__enter__()
     assert not is_locked(tmp_path)
 
 
 def test_if_the_holder_cannot_be_written_down_the_lock_is_given_back(tmp_path: Path) -> None:
     (tmp_path / HOLDER_FILE).mkdir()
     with pytest.raises(RunError, match="cannot be locked"):
-        RunLock(tmp_path).acquire()
+        RunLock(tmp_path).__enter__()
     assert not is_locked(tmp_path)

@@ -15,7 +15,6 @@ from torch.nn.functional import logsigmoid
 
 from tunesmith.algorithms.sums import Sums
 from tunesmith.config.algorithm_sections import DPOSection
-from tunesmith.core.errors import InputError
 from tunesmith.kernels.masking import Denominator, check_denominator, check_shapes, total
 
 
@@ -95,13 +94,12 @@ def paired(pairs: PairLogps, settings: DPOSection, *, num_pairs: Denominator) ->
     what is left, (theta^2 - 1) sigmoid(d - log theta) sigmoid(-d - log theta) (Rao and Kupper 1967; Chen et al. 2024,
     arXiv 2409.17431); the loss is the negative log-likelihood. The sum over pairs, ties included, is divided by
     `num_pairs`.
-    Raises `InputError` if shapes differ, a reference is missing, the loss is for single labels, or `num_pairs` is not
-    positive.
+    Raises `InputError` if shapes differ or `num_pairs` is not positive.
     """
     check_shapes(logp_SN=pairs.logp_SN, length_SN=pairs.length_SN, reference_SN=pairs.reference_SN)
     check_shapes(**{"logp_SN[0]": pairs.logp_SN[0], "tie_N": pairs.tie_N})
     check_denominator("num_pairs", num_pairs)
-    pairs = _checked(pairs, settings)
+    pairs = _widened(pairs)
     loss_N = _rao_kupper(pairs, settings) if settings.ties == "rao_kupper" else _loss(pairs, settings)
     if pairs.tie_N is not None and settings.ties != "rao_kupper":
         loss_N = torch.where(pairs.tie_N, 0.5 * (loss_N + _loss(pairs.swapped(), settings)), loss_N)
@@ -176,12 +174,8 @@ def mismatched_kl(logp_B: Tensor, reference_B: Tensor) -> float:
     return max(0.0, (logp_B.detach().double() - reference_B.detach().double()).mean().item())
 
 
-def _checked(pairs: PairLogps, settings: DPOSection) -> PairLogps:
+def _widened(pairs: PairLogps) -> PairLogps:
     """The pairs in fp32 or wider, the reference detached, the ties as truth values."""
-    if settings.loss == "kto":
-        raise InputError("The loss kto takes single labels; call `kto`, or set another loss.")
-    if settings.needs_reference and pairs.reference_SN is None:
-        raise InputError(f"The loss {settings.loss} needs log-probs of a reference; give reference_SN.")
     reference_SN = None if pairs.reference_SN is None else _wide(pairs.reference_SN).detach()
     tie_N = None if pairs.tie_N is None else pairs.tie_N.bool()
     logp_SN = _wide(pairs.logp_SN)

@@ -85,18 +85,14 @@ def ranks_of(section: ScaleSection, follow: Callable[[], object]) -> Iterator[No
     """
     limit = timedelta(seconds=section.rank_timeout_s)
     if from_torchrun():
-        yield from _as_started(section, limit)
+        store, rank, count = next(iter(rendezvous("env://")))
+        group = _group(section, Ranks(rank, count, store), limit, device=int(os.environ.get("LOCAL_RANK", rank)))
+        with group, _ignoring_signals() if rank > 0 else nullcontext():
+            yield
     elif section.ranks == 1:
         yield
     else:
         yield from _starting(section, limit, follow)
-
-
-def _as_started(section: ScaleSection, limit: timedelta) -> Iterator[None]:
-    store, rank, count = next(iter(rendezvous("env://")))
-    group = _group(section, Ranks(rank, count, store), limit, device=int(os.environ.get("LOCAL_RANK", rank)))
-    with group, _ignoring_signals() if rank > 0 else nullcontext():
-        yield
 
 
 @contextmanager

@@ -371,11 +371,8 @@ def _gathered(ranks: Ranks, parts: Sequence[T], name: str, group: dist.ProcessGr
     received: list[bytes] = [b""] * dist.get_world_size(group)
     with ranks.collective(name):
         dist.all_gather_object(received, buffer.getvalue(), group=group)
-    return [part for one in received for part in _unpacked(one)]
-
-
-def _unpacked(part: bytes) -> list[Any]:
-    return torch.load(io.BytesIO(part), map_location=_on_this_device, weights_only=False)
+    lists = [torch.load(io.BytesIO(one), map_location=_on_this_device, weights_only=False) for one in received]
+    return [part for parts in lists for part in parts]
 
 
 def _on_this_device(storage: Any, location: str) -> Any:

@@ -12,7 +12,7 @@ from typing import Literal
 
 from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
-from tunesmith.core.errors import InputError, RewardError
+from tunesmith.core.errors import RewardError
 from tunesmith.schema.records import Message, Prompt, Text, Vote, plain_text
 
 RewardFunction = Callable[..., object]
@@ -48,10 +48,7 @@ class SimulatedRater:
 
     name = RATER_NAME
 
-    def __init__(self, tie_below: float = TIE_BELOW) -> None:
-        if not 0 <= tie_below <= 2:
-            raise InputError(f"tie_below is {tie_below}; scores lie in [-1, 1], so give 0 to 2")
-        self._tie_below = tie_below
+    def __init__(self) -> None:
         self._analyzer = SentimentIntensityAnalyzer()
 
     def score(self, prompt: Text, completion: Text) -> float:
@@ -66,9 +63,9 @@ class SimulatedRater:
         return float(self._analyzer.polarity_scores(text)["compound"])
 
     def vote(self, prompt: Prompt, a: Text, b: Text) -> Vote:
-        """The vote between completions `a` and `b`: the higher score wins, a difference below `tie_below` is a tie."""
+        """The vote between completions `a` and `b`: the higher score wins, a difference below `TIE_BELOW` is a tie."""
         score_a, score_b = self.score(prompt.content, a), self.score(prompt.content, b)
-        if score_a == score_b or abs(score_a - score_b) < self._tie_below:
+        if abs(score_a - score_b) < TIE_BELOW:
             preference = "tie"
         else:
             preference = "a" if score_a > score_b else "b"

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from types import TracebackType
 from typing import Any, TypeVar
 
 from tunesmith.core.errors import RewardError
@@ -88,25 +87,10 @@ def _serve(tasks: "queue.SimpleQueue[_Task | None]") -> None:
         context, call, future = task
         if not future.set_running_or_notify_cancel():
             continue
-        with _Into(future):
+        try:
             future.set_result(context.run(call))
-
-
-class _Into:
-    """Hands whatever is raised in the block, an exit of the interpreter included, to the thread that waits."""
-
-    def __init__(self, future: "Future[Any]") -> None:
-        self._future = future
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        if error is not None:
-            self._future.set_exception(error)
-        return True
+        except BaseException as error:  # noqa: BLE001 - whatever it is, an exit included, is for the thread that waits
+            future.set_exception(error)
 
 
 class EventLoop:

@@ -1,7 +1,6 @@
 """Limits of the control group that the process is in (Linux, versions 1 and 2): processor time and memory."""
 
 import functools
-from collections.abc import Iterator
 from pathlib import Path
 
 _ROOT = Path("/sys/fs/cgroup")
@@ -48,13 +47,11 @@ def _read(path: Path) -> str:
 @functools.cache
 def _folders(controller: str) -> tuple[Path, ...]:
     """The folders of the process's group and of those around it, the innermost first."""
-    return tuple(folder for folder in _all_folders(controller) if folder.is_dir())
-
-
-def _all_folders(controller: str) -> Iterator[Path]:
+    found: list[Path] = []
     for line in _read(_GROUPS).splitlines():
         _, names, group = line.split(":", 2)
         if names == "" or controller in names.split(","):
             top = _ROOT / controller if names else _ROOT
             inner = top / group.lstrip("/")
-            yield from (folder for folder in (inner, *inner.parents) if folder.is_relative_to(top))
+            found += [path for path in (inner, *inner.parents) if path.is_relative_to(top) and path.is_dir()]
+    return tuple(found)

@@ -7,7 +7,6 @@ checkpoints/step-000010/
   *.distcp, .metadata    instead, of several ranks: the parts that each wrote, by torch.distributed.checkpoint
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -25,7 +24,7 @@ from tunesmith.core import faults
 from tunesmith.core.errors import CheckpointError
 from tunesmith.core.log import Once, get_logger
 from tunesmith.core.system import sync
-from tunesmith.runs.manifest import VERSION, list_steps, seal, step_folder, verify
+from tunesmith.runs.manifest import VERSION, list_steps, seal, sha256_of, step_folder, verify
 
 _ASIDE = "tmp-"
 
@@ -101,12 +100,10 @@ def prune(folder: Path, keep: int) -> None:
             faults.reach("checkpoint/pruned")
 
 
-def remove_unfinished(folder: Path) -> list[str]:
-    """Remove partial checkpoints that a crash left behind; returns their names."""
-    left = sorted(folder.glob(f"{_ASIDE}*"))
-    for path in left:
+def remove_unfinished(folder: Path) -> None:
+    """Remove partial checkpoints that a crash left behind."""
+    for path in folder.glob(f"{_ASIDE}*"):
         shutil.rmtree(path, ignore_errors=True)
-    return [path.name for path in left]
 
 
 def newest(folder: Path) -> Found:
@@ -146,7 +143,7 @@ def _write(aside: Path, checkpoint: Checkpoint) -> None:
         save_file({key: tensor.detach().contiguous() for key, tensor in tensors.items()}, aside / f"{name}.safetensors")
         faults.reach("checkpoint/tensors")
     _write_json(aside / "state.json", dict(checkpoint.state))
-    files = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(aside.iterdir())}
+    files = {path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in sorted(aside.iterdir())}
     faults.reach("checkpoint/manifest")
     manifest = {"version": VERSION, "step": checkpoint.step, "score": checkpoint.score, "files": files}
     _write_json(aside / "manifest.json", {**manifest, "seal": seal(manifest)})
@@ -160,11 +157,6 @@ def _score(folder: Path, step: int) -> float | None:
     except (OSError, ValueError, AttributeError):
         return None
     return score if isinstance(score, float) else None
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _write_json(path: Path, value: object) -> None:

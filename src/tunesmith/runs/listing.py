@@ -7,7 +7,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -209,17 +209,12 @@ def object_in(line: str | bytes) -> Row | None:
 
 def folder_bytes(folder: Path) -> int:
     """Bytes of the files in and below `folder`; links count as themselves."""
-    return sum(_sizes(folder))
-
-
-def _sizes(folder: Path) -> Iterator[int]:
-    for parent, _, names in os.walk(folder, followlinks=False):
+    num_bytes = 0
+    for parent, _, names in os.walk(folder):
         for name in names:
-            try:
-                yield os.lstat(os.path.join(parent, name)).st_size
-            except OSError:
-                # A running trainer may have removed it a moment ago.
-                continue
+            with suppress(OSError):  # a running trainer may have removed it a moment ago
+                num_bytes += os.lstat(os.path.join(parent, name)).st_size
+    return num_bytes
 
 
 def _status(path: Path, recipe: Row) -> RunStatus:
@@ -250,10 +245,8 @@ def _figure(rows: Sequence[Row]) -> tuple[str | None, float | None]:
 def _started(path: Path) -> datetime | None:
     """The time in the folder's name, or that of its recipe."""
     if stamp := _STAMP.match(path.name):
-        try:
+        with suppress(ValueError):
             return datetime.strptime(stamp[1], "%Y%m%d-%H%M%S")
-        except ValueError:
-            pass
     try:
         return datetime.fromtimestamp((path / "recipe.yaml").stat().st_mtime)
     except (OSError, ValueError, OverflowError):
@@ -291,7 +284,8 @@ def plan_removal(runs: Sequence[Path], root: Path, *, checkpoints_only: bool) ->
         if is_locked(run):
             raise RunError(f"{run} is in use by {holder_of(run) or 'another process'}; stop it first")
     if checkpoints_only:
-        folders = [run / "checkpoints" for run in touched if _is_folder(run / "checkpoints")]
+        found = [run / "checkpoints" for run in touched]
+        folders = [folder for folder in found if folder.is_dir() and not folder.is_symlink()]
     else:
         chosen = set(runs)
         folders = sorted(run for run in chosen if not chosen.intersection(run.parents))
@@ -326,7 +320,3 @@ def _check_removable(run: Path, root: Path) -> None:
         raise RunError(f"{run} is not below {root}; name the folder that holds it with --dir")
     if Path.cwd().is_relative_to(run.resolve()):
         raise RunError(f"{run} holds the current folder; go elsewhere first")
-
-
-def _is_folder(path: Path) -> bool:
-    return path.is_dir() and not os.path.islink(path)

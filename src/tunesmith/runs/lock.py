@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import socket
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from tunesmith.core.errors import RunError
 LOCK_FILE = "run.lock"
 HOLDER_FILE = "lock.json"
 
-# `is_locked` holds a shared lock for an instant, which `acquire` must not mistake for another owner.
+# `is_locked` holds a shared lock for an instant, which `RunLock` must not mistake for another owner.
 _TIMEOUT_S = 0.5
 _POLL_S = 0.02
 _HELD_ELSEWHERE = (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES)
@@ -41,65 +42,43 @@ class Holder:
 
 
 class RunLock:
-    """Exclusive lock on a run folder: `with RunLock(folder): ...`, or `acquire` and `release`.
+    """Exclusive lock on a run folder while the block of `with RunLock(folder)` runs; a dead process holds none.
 
-    A process that was forked while the lock was held does not own it: there, `release` does nothing.
+    A process that was forked inside of the block does not own it: there, the end of the block does nothing.
+
+    Raises:
+        RunError: if another process, or another object of this one, holds it; or if the folder is missing, cannot be
+            written, or is on a file system without locks.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._lock: FileLock | None = None
+        self._lock = FileLock(folder / LOCK_FILE, thread_local=False)
         self._pid = 0
 
-    @property
-    def is_held(self) -> bool:
-        """True while this object, in this process, holds the lock."""
-        return self._lock is not None and self._pid == os.getpid()
-
-    def acquire(self) -> None:
-        """Take the lock, including one that a dead process left behind. Reentrant per object.
-
-        Raises:
-            RunError: if another process, or another object of this one, holds it; or if the folder is missing, cannot
-                be written, or is on a file system without locks.
-        """
-        if self.is_held:
-            return
-        lock = FileLock(self.folder / LOCK_FILE, thread_local=False)
+    def __enter__(self) -> "RunLock":
         try:
             _require_flock(self.folder / LOCK_FILE)
-            lock.acquire(timeout=_TIMEOUT_S, poll_interval=_POLL_S)
+            self._lock.acquire(timeout=_TIMEOUT_S, poll_interval=_POLL_S)
         except Timeout:
             holder = holder_of(self.folder) or "another process"
             raise RunError(f"{self.folder} is in use by {holder}; wait, or stop it") from None
         except OSError as error:
             raise RunError(_why_not(self.folder, error)) from error
-        self._lock, self._pid = lock, os.getpid()
+        self._pid = os.getpid()
         try:
             self._write_holder()
         except OSError as error:
-            self.release()
+            self.__exit__()
             raise RunError(_why_not(self.folder, error)) from error
-
-    def release(self) -> None:
-        """Give the lock back; does nothing if this process does not hold it."""
-        if self._lock is None or not self.is_held:
-            return
-        try:
-            (self.folder / HOLDER_FILE).unlink(missing_ok=True)
-        except OSError:
-            # The folder may be gone or read-only by now. The file has no meaning without the lock.
-            pass
-        finally:
-            self._lock.release()
-            self._lock = None
-
-    def __enter__(self) -> "RunLock":
-        self.acquire()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.release()
+        if self._pid != os.getpid():
+            return
+        with suppress(OSError):  # the folder may be gone or read-only by now; without the lock the file means nothing
+            (self.folder / HOLDER_FILE).unlink(missing_ok=True)
+        self._lock.release()
 
     def _write_holder(self) -> None:
         started = datetime.datetime.now().isoformat(timespec="seconds")

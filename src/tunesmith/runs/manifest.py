@@ -28,6 +28,12 @@ def step_folder(folder: Path, step: int) -> Path:
     return folder / f"{STEP_PREFIX}{step:06d}"
 
 
+def sha256_of(file: Path) -> str:
+    """SHA-256 of the contents of `file`."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
 def seal(manifest: Mapping[str, object]) -> str:
     """SHA-256 of the manifest itself, so that a flipped bit in it is detected too."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
@@ -59,8 +65,7 @@ def _verify_file(file: Path, expected: Mapping[str, object]) -> None:
     try:
         if not file.is_file() or file.stat().st_size != expected["bytes"]:
             raise CheckpointError(f"{file} is missing or cut short; use an older checkpoint")
-        with file.open("rb") as stream:
-            found = hashlib.file_digest(stream, "sha256").hexdigest()
+        found = sha256_of(file)
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read ({error.strerror}); use an older checkpoint") from error
     if found != expected["sha256"]:
