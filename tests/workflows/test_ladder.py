@@ -86,7 +86,7 @@ def test_a_run_that_learns_less_fails_its_gate() -> None:
 
 
 def test_steps_of_different_work_are_not_compared() -> None:
-    found = Measured(taken={"basic": [Taken(1.0, 100, 0.5, None, {})], "optimal": [Taken(1.0, 99, 0.5, None, {})]})
+    found = Measured(taken={"basic": [Taken(1.0, 100, 0.5, None)], "optimal": [Taken(1.0, 99, 0.5, None)]})
     with pytest.raises(TrainingError, match="99, 100 tokens"):
         check_same_work(found)
 

@@ -221,9 +221,7 @@ def _rao_kupper(pairs: PairLogps, settings: DPOSection) -> Tensor:
 
 
 def _log_one_minus_exp(x: Tensor) -> Tensor:
-    """log(1 - e^x) for x <= 0, by the one of two forms that does not cancel (Maechler 2012). x is kept a rounding step
-    below 0.
-    """
+    """log(1 - e^x), by the one of two forms that does not cancel (Maechler 2012); x is kept a rounding step below 0."""
     x = x.clamp(max=-torch.finfo(x.dtype).eps)
     near = x > -math.log(2)
     # Each form sees only what it is good for, so that the gradient of the other is not NaN.

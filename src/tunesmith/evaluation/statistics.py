@@ -55,9 +55,7 @@ def is_exact(num_prompts: int) -> bool:
 
 
 def bootstrap_interval(diff_P: Sequence[float], seed: int = 0) -> tuple[float, float]:
-    """The percentile bootstrap interval (low, high) of the mean difference, resampling prompts 10,000 times from
-    `seed`.
-    """
+    """The percentile bootstrap interval (low, high) of the mean difference, from 10,000 resamples of the prompts."""
     diff = np.asarray(diff_P, dtype=np.float64)
     random = np.random.default_rng(seed)
     means = np.empty(10_000)

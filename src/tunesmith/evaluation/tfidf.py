@@ -92,9 +92,7 @@ class TextBradleyTerry:
 
     @classmethod
     def fitted(cls, pairs: Sequence[TextPair], *, l2: float = 3.0) -> "TextBradleyTerry":
-        """The model of `pairs`. Raises DataError if there are none."""
-        if not pairs:
-            raise DataError("there are no pairs to learn from; give at least one")
+        """The model of `pairs`, of one at least."""
         vectorizer = Vectorizer.fitted([text for pair in pairs for text in (pair.better, pair.worse)])
         sign_N = torch.ones(len(pairs), dtype=torch.float64)
         return cls(vectorizer, fit_logistic(_differences(vectorizer, pairs), sign_N, l2=l2))
@@ -129,13 +127,11 @@ def _product(rows_NF: torch.Tensor, weight_F: torch.Tensor) -> torch.Tensor:
 
 
 def _differences(vectorizer: Vectorizer, pairs: Sequence[TextPair]) -> torch.Tensor:
-    better, worse = ([getattr(pair, side) for pair in pairs] for side in ("better", "worse"))
-    rows = [vectorizer.rows(texts, [_log_length(text) for text in texts]) for texts in (better, worse)]
-    return (rows[0] - rows[1]).coalesce()
-
-
-def _log_length(text: str) -> float:
-    return math.log1p(sum(1 for _ in _WORD.finditer(text)))
+    sides = [pair.better for pair in pairs], [pair.worse for pair in pairs]
+    better, worse = (
+        vectorizer.rows(texts, [math.log1p(len(_WORD.findall(text))) for text in texts]) for texts in sides
+    )
+    return (better - worse).coalesce()
 
 
 def _features(text: str) -> Iterator[str]:

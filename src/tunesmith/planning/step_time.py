@@ -61,9 +61,7 @@ class StepModel:
     factors: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def step(self) -> StepTime:
-        """The step. With nodes of its own the critic scores answers while others are drawn, and learns beside the
-        policy.
-        """
+        """The step. With nodes of its own the critic scores while answers are drawn, and learns beside the policy."""
         work, beside = self.work, self.cluster.critic_nodes > 0
         num_critic_passes = (work.critic == "separate") + beside  # values; the reward model lives there too
         stages: dict[str, float] = {}

@@ -67,9 +67,7 @@ class ModelReward:
         """Begins a call that is made elsewhere, and returns its outcomes; None if this process must make it."""
 
     def score(self, samples: Sequence[Sample]) -> list[float | None]:
-        """One reward per sample. Raises RewardError if a sequence is longer than the model takes, or its reward is not
-        finite.
-        """
+        """One reward per sample. Raises RewardError for a sequence that is too long, or a reward that is not finite."""
         return self.outcomes(samples).numbers()
 
     def outcomes(self, samples: Sequence[Sample], extras: Mapping[str, object] | None = None) -> Scored:

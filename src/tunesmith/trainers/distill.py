@@ -15,7 +15,6 @@ from tunesmith.algorithms.divergence import Divergence, DivergenceStats, Predict
 from tunesmith.algorithms.sums import merged
 from tunesmith.batch.pack import Sequences, pack, select
 from tunesmith.batch.rollout import Group
-from tunesmith.config.algorithm_sections import DistillSection
 from tunesmith.config.schema import DistillRecipe
 from tunesmith.config.sections import ModelSection
 from tunesmith.core.errors import ModelError
@@ -118,14 +117,10 @@ class Distill(PolicyParts):
             teachers = [_predictions(one.model, micro, one.weight) for one in self.teachers]
         with span("forward"):
             student = _predictions(self.policy, micro)
-            divergence, size = divergence_of(self.cfg.distill), len(self.tokenizer)
+            section, size = self.cfg.distill, len(self.tokenizer)
+            beta = {"forward_kl": 0.0, "jensen_shannon": section.beta, "reverse_kl": 1.0}[section.divergence]
+            divergence = Divergence(beta, section.temperature)
             return divergence_loss(student, teachers, divergence, num_tokens=num_tokens, vocabulary=size)
-
-
-def divergence_of(section: DistillSection) -> Divergence:
-    """The divergence that the recipe names, as the share of the teacher in the mixture (see `Divergence`)."""
-    beta = {"forward_kl": 0.0, "jensen_shannon": section.beta, "reverse_kl": 1.0}[section.divergence]
-    return Divergence(beta, section.temperature)
 
 
 def _predictions(model: LanguageModel, sequences: Sequences, weight: float = 1.0) -> Predictions:
@@ -169,13 +164,7 @@ class DistillTask:
         section = self.cfg.distill
         total_steps = self.num_steps * section.num_epochs * section.num_minibatches
         divide(policy, draws=True)
-        optimizer = MasterAdamW(
-            self.loaded.model,
-            self.cfg.optimizer,
-            total_steps=total_steps,
-            kernels=policy.kernels,
-            exact_sums=self.cfg.scale.is_exact,
-        )
+        optimizer = setup.optimizer_of(self.cfg, self.loaded.model, policy.kernels, total_steps)
         scale, tokenizer = self.cfg.scale, self.loaded.tokenizer
         ahead = Ahead(scale.staleness, self.num_steps, self.arguments_of, scale.swap_tokens)
         engine = engine_for(self.cfg.rollout, policy, tokenizer, lambda: optimizer, scale=scale, ahead=ahead)
@@ -211,9 +200,7 @@ class DistillTask:
 
     @torch.no_grad()
     def evaluate(self, learner: Distill) -> Metrics:
-        """The divergence of one completion of each held-out prompt, drawn with the same noise at every step; empty
-        without any.
-        """
+        """The divergence of one completion of each held-out prompt, by the same noise each time; empty without any."""
         if not self.data.heldout:
             return {}
         with span("evaluate"):

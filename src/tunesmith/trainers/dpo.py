@@ -180,14 +180,6 @@ class DPO(PolicyParts):
             logp_A[answer_B] = logp_B
         return logp_A
 
-    def precompute_reference(self, units: Sequence[Unit], progress: bool = False) -> None:
-        """Compute the reference's log-probs of all answers of `units` with the policy, which before its first step is
-        the reference, so that no second model is held in memory.
-        """
-        used = in_order(self.answers, chain(indices_of(units), mismatched_of(units)))
-        setup.say(f"log-probs of {len(used)} completions under the starting model", enabled=progress)
-        self.reference_A = self.answer_logps(self.policy, used)
-
     def batch_rows(self, units: Sequence[Unit]) -> list[dict[str, object]]:
         """The pairs or labels of a step as text, to find out why an update was refused."""
         rows: list[dict[str, object]] = []
@@ -243,13 +235,7 @@ class DPOTask:
         policy = model_of_recipe(model, self.cfg.model)
         reference = model_of_recipe(frozen_copy(model), self.cfg.model, policy.kernels) if self.is_live else None
         divide(policy, reference)
-        optimizer = MasterAdamW(
-            model,
-            self.cfg.optimizer,
-            total_steps=self.num_steps,
-            kernels=policy.kernels,
-            exact_sums=self.cfg.scale.is_exact,
-        )
+        optimizer = setup.optimizer_of(self.cfg, model, policy.kernels, self.num_steps)
         return DPO(section, policy, reference, optimizer, self.loaded.tokenizer, self.data.answers)
 
     def prepare(self, learner: DPO, progress: bool) -> dict[str, str]:
@@ -259,8 +245,11 @@ class DPOTask:
             "the pairs": fingerprint_of_rows([*self.data.answers, *self.data.train, *self.data.heldout]),
         }
         if self.cfg.dpo.needs_reference and not self.is_live:
-            learner.precompute_reference([*self.data.train, *self.data.heldout], progress)
-            assert learner.reference_A is not None
+            units = [*self.data.train, *self.data.heldout]
+            used = in_order(self.data.answers, chain(indices_of(units), mismatched_of(units)))
+            setup.say(f"log-probs of {len(used)} completions under the starting model", enabled=progress)
+            # Before its first step the policy is the reference: no second model is held in memory.
+            learner.reference_A = learner.answer_logps(learner.policy, used)
             identity["the log-probs of the reference"] = fingerprint_of_rows(learner.reference_A.tolist())
         return identity
 
@@ -293,9 +282,7 @@ class DPOTask:
         )
 
     def batch(self, index: int) -> list[Unit]:
-        """The pairs of step `index` (from 0), those of one prompt together, so that shared completions are computed
-        once.
-        """
+        """The pairs of step `index` (from 0), those of one prompt together: shared completions are computed once."""
         train = self.data.train
         size = min(self.cfg.dpo.pairs_per_step, len(train))
         return [train[i] for i in items_at(self.cfg.run.seed, index * size, size, len(train), self.prompts)]

@@ -11,6 +11,7 @@ from tunesmith.core.errors import TrainingError
 from tunesmith.core.trace import Trace
 
 _MEMORY_ERRORS = ("can't allocate memory", "not enough memory", "std::bad_alloc", "out of memory")
+"""Parts of the messages of a RuntimeError of torch or of the C++ library."""
 
 
 @contextmanager
@@ -19,19 +20,13 @@ def memory_advice(cfg: Recipe, times: Trace, run_dir: Path) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if not is_memory_error(error):
+        is_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        if not is_of_memory and not any(sign in str(error).lower() for sign in _MEMORY_ERRORS):
             raise
         raise TrainingError(
             f"memory ran out in `{times.failed_in or 'the step'}`; lower {_setting_to_lower(cfg, times.failed_in)}. "
             f"The checkpoints in {run_dir} are whole"
         ) from error
-
-
-def is_memory_error(error: BaseException) -> bool:
-    """True for a failed allocation on the CPU or on a GPU, by Python, torch or the C++ library."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _MEMORY_ERRORS)
 
 
 def _setting_to_lower(cfg: Recipe, stage: str) -> str:

@@ -69,9 +69,7 @@ class FirstPass:
         correction: Correction | None,
         reference_logp_BT: torch.Tensor | None,
     ) -> "FirstPass":
-        """The sums of one micro-batch: of the trainer's log-probs and entropies, importance weights, and KL to the
-        reference.
-        """
+        """The sums of one micro-batch: of the trainer's log-probs and entropies, importance weights, and the KL."""
         mask_BT = sequences.mask_BT
         difference_BT = (sequences.raw_logp_BT.to(logp_BT) - logp_BT).abs() * mask_BT
         has_reference = reference_logp_BT is not None

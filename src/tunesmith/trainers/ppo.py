@@ -80,13 +80,11 @@ class PPO(DrawingPolicy):
         return {name: module for name, module in modules.items() if module is not None}
 
     def step(self, prompts: Sequence[Prompt], index: int) -> StepResult:
-        """PPO step `index` (from 0): draw, score, estimate advantages, update for some epochs, adapt the KL
-        coefficient.
-        """
+        """PPO step `index` (from 0): draw, score, estimate advantages, update some epochs, adapt the KL coefficient."""
         cfg = self.cfg
         groups, scores = self.rollouts.draw(prompts, "rollout", index)
         with span("pack"):
-            valid = rollouts.valid_rows(scores)
+            valid = torch.nonzero(scores.valid_PG.flatten()).flatten().tolist()  # not those whose reward failed
             sequences = setup.sent(pack(groups, pad_id=0, rows=valid), self.uploader)
         sequences = passes.with_frozen_states(self.policy, sequences, cfg.micro_batch_size)
         mask_BT = sequences.mask_BT

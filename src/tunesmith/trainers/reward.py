@@ -137,15 +137,8 @@ class RewardTask:
 
     def build(self) -> Reward:
         """The learner before its first step."""
-        kernels = Kernels(self.cfg.model.kernels)
         shard(self.model)
-        optimizer = MasterAdamW(
-            self.model,
-            self.cfg.optimizer,
-            total_steps=self.num_steps,
-            kernels=kernels,
-            exact_sums=self.cfg.scale.is_exact,
-        )
+        optimizer = setup.optimizer_of(self.cfg, self.model, Kernels(self.cfg.model.kernels), self.num_steps)
         as_rankings = self.cfg.pairs.rankings == "plackett_luce"
         return Reward(self.cfg.reward_model, self.model, optimizer, as_rankings)
 
@@ -172,9 +165,7 @@ class RewardTask:
         return training_estimate(self.model.model, self.cfg, work, micro_tokens=section.micro_batch_size * each)
 
     def batch(self, index: int) -> list[Encoded]:
-        """The pairs of step `index` (from 0), those of one prompt together, so that shared completions are scored
-        once.
-        """
+        """The pairs of step `index` (from 0), those of one prompt together: shared completions are scored once."""
         train = self.data.train
         size = min(self.cfg.reward_model.pairs_per_step, len(train))
         return [train[i] for i in items_at(self.cfg.run.seed, index * size, size, len(train), self.prompts)]

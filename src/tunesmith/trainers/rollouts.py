@@ -16,7 +16,7 @@ from tunesmith.algorithms import kl, policy_loss
 from tunesmith.algorithms.policy_loss import Correction, PolicyStats, UpdateSize
 from tunesmith.batch.pack import PolicyBatch, Sequences, chunks
 from tunesmith.batch.rollout import Group, SamplingParams
-from tunesmith.config.algorithm_sections import GRPOSection, KLSection, PPOSection
+from tunesmith.config.algorithm_sections import BestOfNSection, DistillSection, GRPOSection, KLSection, PPOSection
 from tunesmith.config.schema import PolicyRecipe
 from tunesmith.config.sections import EvaluationSection, ImportanceSection, RolloutSection
 from tunesmith.core.errors import DataError
@@ -39,7 +39,7 @@ from tunesmith.rollout.engine import Engine
 from tunesmith.rollout.factory import engine_for
 from tunesmith.rollout.workers.ahead import Ahead, Arguments, drawn_ahead
 from tunesmith.schema.records import Prompt
-from tunesmith.trainers import metrics
+from tunesmith.trainers import metrics, setup
 from tunesmith.trainers.api import Counter, Inputs, Learner, Metrics, PolicyWithKL
 from tunesmith.trainers.estimate import Estimate, policy_estimate
 from tunesmith.trainers.restart import fingerprint_of_file, fingerprint_of_rows, fingerprint_of_tensors
@@ -49,12 +49,8 @@ _log = get_logger(__name__)
 
 BatchT = TypeVar("BatchT", bound=PolicyBatch)
 
-
-class UpdateSection(Protocol):
-    """A recipe's section with the number of passes over a rollout, and of optimizer steps in each."""
-
-    num_epochs: int
-    num_minibatches: int
+UpdateSection = PPOSection | GRPOSection | BestOfNSection | DistillSection
+"""A section with the number of passes over a rollout, and of optimizer steps in each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +131,6 @@ def further_prompts(pool: Sequence[Prompt], used: Sequence[Prompt], seed: int, i
     ids = {prompt.id for prompt in used}
     order = permutation(derive(seed, "further prompts", index), 0, len(pool))
     return (pool[i] for i in order if pool[i].id not in ids)
-
-
-def valid_rows(scores: Scores) -> list[int]:
-    """Indices, over all groups, of the completions whose score counts: not those whose reward failed."""
-    return torch.nonzero(scores.valid_PG.flatten()).flatten().tolist()
 
 
 def minibatches(batch: BatchT, section: UpdateSection, seed: int) -> Iterator[BatchT]:
@@ -278,9 +269,7 @@ class PolicyTask:
         """The optimizer of all trainable parameters of `module`."""
         section = getattr(self.cfg, self.cfg.algorithm)
         total_steps = self.num_steps * section.num_epochs * section.num_minibatches
-        return MasterAdamW(
-            module, self.cfg.optimizer, total_steps=total_steps, kernels=kernels, exact_sums=self.cfg.scale.is_exact
-        )
+        return setup.optimizer_of(self.cfg, module, kernels, total_steps)
 
     def rollouts(self, policy: LanguageModel, optimizer: MasterAdamW, value_head: nn.Module | None = None) -> Rollouts:
         """The engine on the policy's weights, with the scorer."""

@@ -83,15 +83,13 @@ class Session:
         stop: StopRequest,
         trackers: Sequence[Track],
         reporter: Reporter,
-        shows_progress: bool,
-        meter: Meter | None = None,
+        meter: Meter | None,
     ) -> None:
         self.cfg = cfg
         self.folder = folder
         self.metrics: list[Metrics] = []
         self.facts: dict[str, object] = {}
         self.first_step = 0
-        self.shows_progress = shows_progress
         self.stage = Stage(None)
         self._job = job
         self._stop = stop
@@ -211,12 +209,6 @@ class Session:
         self.folder.append("findings.jsonl", [asdict(finding)])
         self._num_findings += 1
         _log.warning("step %d, %s: %s", finding.step, finding.name, finding.message)
-
-    def note_data(self, data: Facts) -> None:
-        """Write `data.json`, and record the findings about the data."""
-        self.folder.write_json("data.json", data.to_json())
-        for finding in data.findings:
-            self.find(finding)
 
     def finish(self, summary: Mapping[str, object]) -> RunResult:
         """Write summary and report after the last checkpoint is on disk; returns the run's result."""
@@ -364,12 +356,14 @@ def open_session(
         trackers = [stack.enter_context(tracking(name, folder.path, recipe)) for name in cfg.run.report_to]
         reporter = stack.enter_context(progress(f"train {cfg.algorithm}", job.num_steps, enabled=show_progress))
         meter = stack.enter_context(metering()) if cfg.run.measure else None
-        session = Session(cfg, folder, job, stop, trackers, reporter, show_progress, meter)
+        session = Session(cfg, folder, job, stop, trackers, reporter, meter)
         stack.callback(session.close)
         if resume is not None:
             session.restore()
         if session.first_step == 0:
-            session.note_data(data)
+            folder.write_json("data.json", data.to_json())
+            for finding in data.findings:
+                session.find(finding)
         session.stage = stack.enter_context(watched(folder.path, cfg.run.hang_after_s, session.find))
         yield session
 

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 import torch
+from torch import nn
 
 from tunesmith.batch.upload import Uploader
 from tunesmith.config.scale_sections import ScaleSection
@@ -19,6 +20,8 @@ from tunesmith.core.errors import ModelError
 from tunesmith.core.system import keep_freed_memory, warn_of_spinning
 from tunesmith.distributed.launch import from_torchrun, ranks_here
 from tunesmith.distributed.ranks import forget_passes
+from tunesmith.kernels.native import Kernels
+from tunesmith.models.optimizer import MasterAdamW
 from tunesmith.runs.environment import usable_cores
 
 RecordT = TypeVar("RecordT")
@@ -86,6 +89,12 @@ def seed_generators(seed: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
+
+
+def optimizer_of(cfg: Recipe, module: nn.Module, kernels: Kernels, total_steps: int) -> MasterAdamW:
+    """The recipe's optimizer of all trainable parameters of `module`, for `total_steps` updates."""
+    exact = cfg.scale.is_exact
+    return MasterAdamW(module, cfg.optimizer, total_steps=total_steps, kernels=kernels, exact_sums=exact)
 
 
 def uploader_to(device: torch.device) -> Uploader | None:

@@ -106,13 +106,7 @@ class SFTTask:
         """The learner before its first step."""
         policy = model_of_recipe(self.loaded.model, self.cfg.model)
         divide(policy)
-        optimizer = MasterAdamW(
-            self.loaded.model,
-            self.cfg.optimizer,
-            total_steps=self.num_steps,
-            kernels=policy.kernels,
-            exact_sums=self.cfg.scale.is_exact,
-        )
+        optimizer = setup.optimizer_of(self.cfg, self.loaded.model, policy.kernels, self.num_steps)
         return SFT(self.cfg.sft, policy, optimizer, self.loaded.tokenizer)
 
     def prepare(self, learner: SFT, progress: bool) -> dict[str, str]:

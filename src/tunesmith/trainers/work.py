@@ -135,7 +135,9 @@ def _token_s(model: LanguageModel | RewardModel, rows: Rows) -> float:
     shrinking = min(1.0, _TRIAL_TOKENS / (rows.prompt + rows.completion))
     num_prompt, num_new = (max(1, int(size * shrinking)) for size in (rows.prompt, rows.completion))
     num_rows = max(1, round(_TRIAL_TOKENS / (num_prompt / rows.per_prompt + num_new)))
-    ids_BS = _random_ids(module.config.get_text_config().vocab_size, num_rows, num_prompt + num_new)
+    vocabulary, generator = module.config.get_text_config().vocab_size, torch.Generator().manual_seed(0)
+    # Drawn, because alike rows would be computed once.
+    ids_BS = torch.randint(vocabulary, (num_rows, num_prompt + num_new), generator=generator)
     first_B = torch.arange(num_rows) - torch.arange(num_rows) % rows.per_prompt
     ids_BS[:, :num_prompt] = ids_BS[first_B, :num_prompt]
     ids_BS = ids_BS.to(module.device)
@@ -203,11 +205,6 @@ def _drawing_s(engine: Engine, sampling: SamplingParams, num_slots: int) -> tupl
         return one_s, 0.0
     token_s = max(0.0, round_s(num_slots) - one_s) / (num_slots - 1)
     return max(0.0, one_s - token_s), token_s
-
-
-def _random_ids(vocabulary: int, num_rows: int, num_tokens: int) -> torch.Tensor:
-    """ids_BS: alike rows would be computed once."""
-    return torch.randint(vocabulary, (num_rows, num_tokens), generator=torch.Generator().manual_seed(0))
 
 
 def _mean_s(work: Callable[[], None]) -> float:

@@ -142,9 +142,7 @@ def read_curve(run: Path) -> list[Point]:
 
 
 def run_comparison(options: ComparisonOptions, out: Path) -> Path:
-    """Compare the algorithms in a new folder below `out`; returns the folder, with `comparison.json` and
-    `report.html`.
-    """
+    """Compare the algorithms in a new folder below `out`; returns it, with `comparison.json` and `report.html`."""
     chosen = {"algorithm": COMPARISON, "model": {"name": options.model}, "comparison": options.model_dump()}
     folder = RunFolder.create(out.absolute(), "compare-algorithms", chosen)
     return go_on(folder.path)

@@ -57,11 +57,6 @@ class LadderOptions:
         """Tokens of each completion."""
         return 8 if self.quick else 32
 
-    @property
-    def num_run_steps(self) -> int:
-        """Steps of the short run."""
-        return 10 if self.quick else 30
-
 
 @dataclass(frozen=True, slots=True)
 class Gate:
@@ -257,7 +252,7 @@ def short_run(level: Level, options: LadderOptions) -> tuple[PolicyRecipe, Seque
         "rollout.completions_per_prompt": 8,
         "rollout.max_new_tokens": 8,
         "optimizer.learning_rate": 5e-3,
-        "run.steps": options.num_run_steps,
+        "run.steps": 10 if options.quick else 30,
         "run.checkpoint_every": 0,
         "run.sample_every": 1000,
         "run.measure": False,

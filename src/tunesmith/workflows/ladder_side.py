@@ -39,15 +39,14 @@ _CLOSE_S = 60
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """A step: seconds, tokens of prompts and completions, share of the usable cores, mean wait for the interpreter's
-    lock if it can be measured here, and seconds of each stage.
+    """A step: seconds, tokens of prompts and completions, share of the usable cores, and mean wait for the
+    interpreter's lock if it can be measured here.
     """
 
     seconds: float
     num_tokens: int
     cpu_util: float
     gil_wait_ms: float | None
-    stages: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +107,7 @@ class Side:
     def step(self, index: int) -> Taken:
         """The training step `index`, from 0."""
         prompts = self._task.batch(index)
-        with metering() as meter, trace() as times:
+        with metering() as meter, trace():
             start_s = time.perf_counter()
             result = self._learner.step(prompts, index)
             seconds = time.perf_counter() - start_s
@@ -119,7 +118,6 @@ class Side:
             sum(len(group.prompt_token_ids) + len(one.token_ids) for group in groups for one in group.completions),
             measured["cpu/process"] / usable_cpu(),
             measured.get("gil/wait_ms"),
-            {name.removeprefix("time/"): value for name, value in times.metrics().items()},
         )
 
     def learn(self, lesson: Lesson) -> Learnt:

@@ -47,6 +47,8 @@ _LOWEST_S = 20.0
 _LEAVE_S = 60.0
 """Seconds after which a process that was asked to end is killed."""
 
+_POLL_S = 0.25
+
 _TAIL = 2_000
 """Characters of a log that an error shows."""
 
@@ -201,9 +203,9 @@ class Served:
 
 
 @contextmanager
-def server(folder: Path, *, port: int = 0) -> Iterator[Served]:
+def server(folder: Path) -> Iterator[Served]:
     """`tunesmith serve` on `folder`, ended when the block ends. Raises RunError if it does not come up."""
-    words = ["serve", "--dir", str(folder), "--port", str(port), "--json"]
+    words = ["serve", "--dir", str(folder), "--port", "0", "--json"]
     with child("server", words, folder / "serve.log") as found:
         assert found.process.stdout is not None
         line = found.process.stdout.readline()
@@ -219,7 +221,7 @@ def num_accepted(runs: RunReader) -> int:
     return sum(one.version > 0 and one.accepted for one in runs.versions())
 
 
-def wait_until(deadline_s: float, watched: Sequence[Child], is_done: Callable[[], bool], poll_s: float = 0.25) -> None:
+def wait_until(deadline_s: float, watched: Sequence[Child], is_done: Callable[[], bool]) -> None:
     """Wait until `is_done`, or the monotonic clock shows `deadline_s`.
 
     Raises RunError as soon as a watched process has ended.
@@ -227,7 +229,7 @@ def wait_until(deadline_s: float, watched: Sequence[Child], is_done: Callable[[]
     while time.monotonic() < deadline_s and not is_done():
         for one in watched:
             one.require_alive()
-        time.sleep(poll_s)
+        time.sleep(_POLL_S)
 
 
 def add_raters(folder: Path, count: int) -> list[str]:
@@ -239,11 +241,11 @@ def add_raters(folder: Path, count: int) -> list[str]:
         return [store.add_rater(name).token for name in free]
 
 
-def openings(folder: Path, trainer: Child, poll_s: float = 0.25) -> list[str]:
+def openings(folder: Path, trainer: Child) -> list[str]:
     """The training prompts of the trainer, once it has written its recipe: what raters say in conversations."""
     while not (folder / "recipe.yaml").is_file():
         trainer.require_alive()
-        time.sleep(poll_s)
+        time.sleep(_POLL_S)
     cfg = load_recipe("live", file=folder / "recipe.yaml").recipe
     assert isinstance(cfg, LiveRecipe)
     tokenizer = load_policy(cfg.model).tokenizer

@@ -79,16 +79,11 @@ def differences(trl: Any, signatures: Mapping[str, str]) -> list[str]:
     found: list[str] = []
     for name, expected in signatures.items():
         try:
-            parameters = parameters_of(operator.attrgetter(name)(trl))
+            signature = inspect.signature(operator.attrgetter(name)(trl))
         except AttributeError:
             found.append(f"{name} is missing")
             continue
-        if parameters != expected:
+        plain = [one.replace(annotation=inspect.Parameter.empty) for one in signature.parameters.values()]
+        if (parameters := ", ".join(map(str, plain))) != expected:
             found.append(f"{name} takes ({parameters}), expected ({expected})")
     return found
-
-
-def parameters_of(function: Any) -> str:
-    """Names and defaults of the parameters, without annotations."""
-    parameters = inspect.signature(function).parameters.values()
-    return ", ".join(str(parameter.replace(annotation=inspect.Parameter.empty)) for parameter in parameters)
