@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import torch
 
+from tunesmith.batch.pack import chunks
 from tunesmith.core.errors import DataError
 from tunesmith.core.trace import span
 from tunesmith.data.collate import Encoded, TokenIds, pad_right
@@ -97,8 +98,7 @@ def margins(model: RewardModel, pairs: Sequence[DecidedPair], *, micro_batch_siz
     distinct = sorted({ids for pair in pairs for ids in (pair.better_ids, pair.worse_ids)}, key=lambda ids: len(ids))
     device = next(model.parameters()).device
     reward_of: dict[TokenIds, float] = {}
-    for start in range(0, len(distinct), micro_batch_size):
-        some = distinct[start : start + micro_batch_size]
+    for some in chunks(distinct, micro_batch_size):
         ids_BT, lengths_B = pad_right(some, 0)
         rewards_B = model(ids_BT.to(device), lengths_B.to(device))
         reward_of.update(zip(some, rewards_B.tolist(), strict=True))

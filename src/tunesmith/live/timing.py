@@ -4,8 +4,7 @@ from tunesmith.config.schema import LiveRecipe
 from tunesmith.live.offers import Offers
 from tunesmith.live.online_dpo import OnlineDPO
 from tunesmith.live.votes import VoteMemory
-from tunesmith.rollout.factory import open_engine
-from tunesmith.trainers.work import Rows, Work, announce_time, trial
+from tunesmith.trainers.work import Rows, Work, announce_time, trial, trial_engine
 
 
 def _rows(cfg: LiveRecipe, offers: Offers) -> Rows:
@@ -26,22 +25,9 @@ def announce_update(
     """
     cfg = offers.cfg
     if cost is None:
-        rollout, (_, num_slots) = cfg.rollout, _num_drawn(cfg, cfg.rollout.prompts_per_step)
-        engine = open_engine(
-            learner.policy,
-            offers.tokenizer,
-            backend="transformers" if rollout.backend == "transformers" else "native",
-            batch_size=rollout.batch_size,
-            num_slots=rollout.num_slots,
-        )
-        cost = trial(
-            learner.policy,
-            _rows(cfg, offers),
-            engine,
-            offers.sampling("trial"),
-            num_slots,
-            optimizer=cfg.optimizer,
-        )
+        _, num_slots = _num_drawn(cfg, cfg.rollout.prompts_per_step)
+        drawing = trial_engine(learner.policy, offers.tokenizer, cfg.rollout), offers.sampling("trial"), num_slots
+        cost = trial(learner.policy, _rows(cfg, offers), *drawing, optimizer=cfg.optimizer)
     announce_time(update_work(cfg, learner, offers, memory).seconds(cost), f"update {number}")
     return cost
 

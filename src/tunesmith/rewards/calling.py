@@ -274,11 +274,9 @@ class FunctionReward(CalledReward):
         }
         if self._parameters is None:
             return arguments
-        variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
         for parameter in self._parameters:
-            if parameter.kind in variadic:
-                continue
-            if parameter.default is parameter.empty and parameter.name not in arguments:
+            is_needed = parameter.kind is not parameter.VAR_KEYWORD and parameter.default is parameter.empty
+            if is_needed and parameter.name not in arguments:
                 raise RewardError(
                     f"reward `{self.name}` needs `{parameter.name}`, but the prompts have no such column; "
                     f"they offer {', '.join(f'`{name}`' for name in arguments)}"

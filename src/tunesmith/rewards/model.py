@@ -9,6 +9,7 @@ from concurrent.futures import Future
 
 import torch
 
+from tunesmith.batch.pack import chunks
 from tunesmith.core.errors import RewardError
 from tunesmith.models.heads import RewardModel
 from tunesmith.models.tokenizer import PreTrainedTokenizerBase, encode_pair_side, same_vocabulary
@@ -96,8 +97,7 @@ class ModelReward:
         was_training = self.model.training
         self.model.eval()
         with torch.no_grad():
-            for start in range(0, len(order), self._micro_batch_size):
-                indices = order[start : start + self._micro_batch_size]
+            for indices in chunks(order, self._micro_batch_size):
                 lengths = [len(sequences[index]) for index in indices]
                 rows = [[*sequences[index], *[0] * (max(lengths) - len(sequences[index]))] for index in indices]
                 ids_BT, lengths_B = torch.tensor(rows, device=device), torch.tensor(lengths, device=device)

@@ -14,11 +14,7 @@ Row = Mapping[str, float]
 
 
 def alarms(rows: Sequence[Row], section: AlarmsSection) -> list[Finding]:
-    """Findings that begin with the last of `rows`, the metrics of all steps so far: those that hold now and did not
-    hold one step before.
-    """
-    if not rows:
-        return []
+    """Findings that hold at the last of `rows`, the metrics of all steps so far, and did not one step before."""
     begun: list[Finding] = []
     for name, message_of in _ALARMS.items():
         message = message_of(rows, section)

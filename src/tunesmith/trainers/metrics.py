@@ -273,8 +273,6 @@ _SUMMARY = ("reward", "objective/kl", "entropy", "completions/mean_length", "eva
 
 def summary(metrics: Sequence[Mapping[str, float]], names: Sequence[str] = _SUMMARY) -> dict[str, object]:
     """The metrics `names` of a run at the first step, and at the last step that has them."""
-    if not metrics:
-        return {"steps": 0}
     first = metrics[0]
     last = {name: value for row in metrics for name, value in row.items()}
     return {

@@ -24,7 +24,6 @@ from tunesmith.distributed.ranks import END, data_rank, gathered, num_ranks, ord
 from tunesmith.models.division import make_whole
 from tunesmith.models.export import ModelCard
 from tunesmith.models.language_model import model_of_recipe
-from tunesmith.rollout.factory import open_engine
 from tunesmith.runs import checkpoint
 from tunesmith.runs.environment import peak_rss_gb
 from tunesmith.trainers import restart, setup
@@ -40,7 +39,7 @@ from tunesmith.trainers.reward import RewardTask
 from tunesmith.trainers.rollouts import PolicyLearner, PolicyTask, sampling_params
 from tunesmith.trainers.session import Job, Session, open_session
 from tunesmith.trainers.sft import SFTTask
-from tunesmith.trainers.work import Work, announce_time, trial
+from tunesmith.trainers.work import Work, announce_time, trial, trial_engine
 
 
 class Task(Protocol):
@@ -313,16 +312,7 @@ def cost_of(cfg: Recipe, task: Any, estimate: Estimate) -> Work:
     policy = model_of_recipe(task.loaded.model, cfg.model)
     if not isinstance(cfg, SamplingRecipe):
         return trial(policy, work.rows, optimizer=cfg.optimizer) * (1 / num_ranks())
-    rollout = cfg.rollout
-    engine = open_engine(  # one of its own; a vLLM, or workers, are taken to be as fast
-        policy,
-        task.loaded.tokenizer,
-        backend="transformers" if rollout.backend == "transformers" else "native",
-        batch_size=rollout.batch_size,
-        num_slots=rollout.num_slots,
-        kv_cache_mb=rollout.kv_cache_mb,
-    )
-    sampling = sampling_params(rollout, 0)
+    engine, sampling = trial_engine(policy, task.loaded.tokenizer, cfg.rollout), sampling_params(cfg.rollout, 0)
     return trial(policy, work.rows, engine, sampling, work.num_slots, optimizer=cfg.optimizer) * (1 / num_ranks())
 
 

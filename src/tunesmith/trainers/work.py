@@ -13,17 +13,19 @@ import torch
 from torch import nn
 
 from tunesmith.batch.rollout import SamplingParams
-from tunesmith.config.sections import OptimizerSection
+from tunesmith.config.sections import OptimizerSection, RolloutSection
 from tunesmith.core.trace import span, trace
 from tunesmith.kernels.adamw.api import adamw, sums_of_squares
 from tunesmith.kernels.adamw.torch_impl import AdamWSettings
 from tunesmith.kernels.native import Kernels
 from tunesmith.models.heads import RewardModel
 from tunesmith.models.language_model import LanguageModel
+from tunesmith.models.loaded import PreTrainedTokenizerBase
 from tunesmith.models.logprob import token_logps
 from tunesmith.models.slots import ParameterGroup, Part, Slot
 from tunesmith.reports.text import duration
 from tunesmith.rollout.engine import Engine
+from tunesmith.rollout.factory import open_engine
 from tunesmith.schema.records import Prompt
 from tunesmith.trainers.setup import say
 
@@ -104,6 +106,18 @@ class RunWork:
 def announce_time(seconds: float, what: str) -> None:
     """Print to stderr about how long `what` takes."""
     say(f"time: about {duration(max(1.0, seconds))} for {what}, by a trial of this model", enabled=True)
+
+
+def trial_engine(policy: LanguageModel, tokenizer: PreTrainedTokenizerBase, rollout: RolloutSection) -> Engine:
+    """An engine of its own for a trial; a vLLM, or workers, are taken to be as fast."""
+    return open_engine(
+        policy,
+        tokenizer,
+        backend="transformers" if rollout.backend == "transformers" else "native",
+        batch_size=rollout.batch_size,
+        num_slots=rollout.num_slots,
+        kv_cache_mb=rollout.kv_cache_mb,
+    )
 
 
 def trial(

@@ -253,22 +253,18 @@ def labelled_tokens(
     valid_X = torch.ones_like(index_X).bool() if mask_BS is None else mask_BS.bool().flatten()
     column_X = index_X % num_columns
     starts_X = valid_X & ((column_X == 0) | ~valid_X.roll(1))
-    if positions_BS is None:
-        if int(starts_X.sum()) > len(ids_BS):
-            return "its attention mask has gaps"
-        position_X = None
-    else:
-        position_X = positions_BS.expand_as(ids_BS).flatten()
+    position_X = None if positions_BS is None else positions_BS.expand_as(ids_BS).flatten()
+    if position_X is not None:
         starts_X |= valid_X & (position_X == 0)
+    elif int(starts_X.sum()) > len(ids_BS):
+        return "its attention mask has gaps"
     run_X = (starts_X.cumsum(0) - 1).clamp(min=0)
     start_R = starts_X.nonzero()[:, 0]
     scored_X = (labels_BS.flatten() != -100) & (column_X > 0)
     if not bool(scored_X.any()):
         return "a batch has no labelled token"
     offset_X = index_X - start_R[run_X]
-    if positions_BS is not None and not torch.equal(
-        positions_BS.expand_as(ids_BS).flatten()[valid_X], offset_X[valid_X]
-    ):
+    if position_X is not None and not torch.equal(position_X[valid_X], offset_X[valid_X]):
         return "its positions do not count the tokens of each sequence"
     if not bool((valid_X & (offset_X > 0))[scored_X].all()):
         return "a label has no token before it"
