@@ -22,8 +22,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.common import Say, command, load_facts, parser, print_table, run
-from benchmarks.machine import machine_facts, measure_load
+from benchmarks.common import Say, benchmark, head, load_facts, measure_load, print_table, run
 from tunesmith.core.errors import InputError
 from tunesmith.store.records import CampaignSettings
 from tunesmith.store.runs import RunStore
@@ -93,15 +92,12 @@ def measure(options: Namespace, say: Say) -> dict[str, object]:
             context.close()
         memory = {name: server["process"].memory_info().rss / 1e6 for name, server in servers.items()}
     return {
-        "bench": "pages",
-        "quick": options.quick,
+        **head(options, "pages", "quick", "rounds", packages=("fastapi", "playwright")),
         "sizes": {"runs": sizes.runs, "votes": sizes.votes, "points": sizes.points},
         "bars": {"paint_s": PAINT_S, "interaction_ms": INTERACTION_MS},
-        "rounds": options.rounds,
         "pages": pages,
         "server_mb": memory,
         "passed": all(one["passed"] for one in pages.values()),
-        "machine": machine_facts(("fastapi", "playwright")),
         "load": load_facts([load]),
     }
 
@@ -195,11 +191,8 @@ def make_runs(root: Path, sizes: Sizes) -> None:
     recipe = "algorithm: grpo\nmodel: {name: smollm2}\nrun: {steps: 3}\n"
     rows = "".join(json.dumps(row) + "\n" for row in metric_rows(3))
     for number in range(sizes.runs - 1):
-        make_run(
-            root / f"20260101-{number // 3600:02d}{number // 60 % 60:02d}{number % 60:02d}-grpo-{number:05d}",
-            recipe,
-            rows,
-        )
+        time_of_day = f"{number // 3600:02d}{number // 60 % 60:02d}{number % 60:02d}"
+        make_run(root / f"20260101-{time_of_day}-grpo-{number:05d}", recipe, rows)
     long = "".join(json.dumps(row) + "\n" for row in metric_rows(sizes.points // NUM_METRICS))
     make_run(root / "20260102-000000-long-00000", recipe, long)
 
@@ -260,11 +253,7 @@ def fill_votes(votes: sqlite3.Connection, campaign: int, raters: Sequence[int], 
     insert(
         "candidates",
         "id, prompt_id, text, weight_version, source_id",
-        (
-            (2 * i - side, i, f" answer {side} of {i}", side and 1 + i % NUM_VERSIONS, "")
-            for i in items
-            for side in (1, 0)
-        ),
+        ((2 * i - n, i, f" answer {n} of {i}", n and 1 + i % NUM_VERSIONS, "") for i in items for n in (1, 0)),
     )
     insert(
         "items",
@@ -276,33 +265,16 @@ def fill_votes(votes: sqlite3.Connection, campaign: int, raters: Sequence[int], 
         "item_id, position, candidate_id",
         ((i, side, 2 * i - 1 + side) for i in items for side in (0, 1)),
     )
-    numbers = range(1, num_votes + 1)
+    numbers = [(n, *divmod(n - 1, len(raters))) for n in range(1, num_votes + 1)]  # of a vote, its item and its rater
     insert(
         "presentations",
         "id, item_id, rater_id, token, order_json, seed, shown_at, lease_until, state",
-        (
-            (
-                n,
-                1 + (n - 1) // len(raters),
-                raters[(n - 1) % len(raters)],
-                f"{n:043d}",
-                "[0, 1]",
-                0,
-                1.7e9,
-                1.7e9,
-                "done",
-            )
-            for n in numbers
-        ),
+        ((n, 1 + i, raters[r], f"{n:043d}", "[0, 1]", 0, 1.7e9, 1.7e9, "done") for n, i, r in numbers),
     )
     insert(
         "votes",
         "presentation_id, revision, verdict, reason, chosen_candidate_id, rejected_candidate_id, created_at",
-        (
-            (n, 1, "left", "", 2 * item - (n % 3 != 0), 2 * item - (n % 3 == 0), 1.7e9 + n)
-            for n in numbers
-            for item in (1 + (n - 1) // len(raters),)
-        ),
+        ((n, 1, "left", "", 2 * i + 2 - (n % 3 != 0), 2 * i + 2 - (n % 3 == 0), 1.7e9 + n) for n, i, _ in numbers),
     )
 
 
@@ -323,11 +295,9 @@ def show(figures: Mapping[str, Any]) -> None:
     print("\nservers: " + ", ".join(f"{name} {size:.0f} MB" for name, size in figures["server_mb"].items()))
 
 
-def main(words: Sequence[str]) -> int:
-    """Run the benchmark; returns the exit code."""
-    browser = {"default": "/usr/bin/chromium", "metavar": "FILE", "help": "Chromium"}
-    flags = parser("pages", __doc__, "rounds", "quick", "out", "json", "quiet", browser=browser)
-    return command(flags, words, measure, show)
+main = benchmark(
+    measure, show, *("rounds", "quick"), browser={"default": "/usr/bin/chromium", "metavar": "FILE", "help": "Chromium"}
+)
 
 
 if __name__ == "__main__":

@@ -40,16 +40,16 @@ class Setup:
 class Cause:
     """A cause, and how it is planted: much of it, a little of it, or much of it together with much of `other`.
 
-    `diluted` is laid over the healthy run where a little is planted, so that the plant matters less. `instead` takes
-    the place of the plant where the advice names no setting: what somebody does who follows it. By default that is
-    the run without the plant.
+    `mild` is as `strong` where the plant has no degrees. `diluted` is laid over the healthy run where a little is
+    planted, so that the plant matters less. `instead` takes the place of the plant where the advice names no setting:
+    what somebody does who follows it. By default that is the run without the plant.
     """
 
     name: str
     healthy: Setup
     strong: Setup
-    mild: Setup
     other: str
+    mild: Setup | None = None
     diluted: Setup = field(default_factory=Setup)
     instead: Setup = field(default_factory=Setup)
 
@@ -61,11 +61,7 @@ class Cause:
 
     def plant(self, variant: str) -> Setup:
         """The plant that is laid over it."""
-        return self.mild if variant == "mild" else self.strong
-
-
-def _set(settings: Mapping[str, Any]) -> Setup:
-    return Setup(settings)
+        return self.mild if variant == "mild" and self.mild else self.strong
 
 
 def _variable(name: str, value: object) -> Setup:
@@ -90,117 +86,82 @@ def _tracker(latency_s: float) -> Setup:
     return Setup({"run.report_to": ["trackio"]}, environment)
 
 
-GRPO = Setup(
+_EVERY = {"model.name": "scratch", "run.checkpoint_every": 0}
+_TOKENS = {"prompts.source": "films", "rollout.max_new_tokens": 48, "rollout.min_new_tokens": 48}
+_PAIRS = {"pairs.source": "{files}/pairs.jsonl", "pairs.heldout_fraction": 0.0}
+
+
+def _drawing(algorithm: str, settings: Mapping[str, Any]) -> Setup:
+    """A run that draws completions of 48 tokens and scores them."""
+    return Setup({"algorithm": algorithm, **_EVERY, **_TOKENS, **settings}, rewards=("signal",))
+
+
+GRPO = _drawing(
+    "grpo",
     {
-        "algorithm": "grpo",
-        "model.name": "scratch",
-        "prompts.source": "films",
         "rollout.prompts_per_step": 8,
         "rollout.completions_per_prompt": 8,
-        "rollout.max_new_tokens": 48,
-        "rollout.min_new_tokens": 48,
         "grpo.micro_batch_size": 64,
         "grpo.kl.coef": 0.0,
-        "run.checkpoint_every": 0,
     },
-    rewards=("signal",),
 )
-"""Sixty-four completions of 48 tokens, compared within groups of eight; one update, no reference."""
+"""Sixty-four completions, compared within groups of eight; one update, no reference."""
 
-PPO = Setup(
-    {
-        "algorithm": "ppo",
-        "model.name": "scratch",
-        "prompts.source": "films",
-        "rollout.prompts_per_step": 64,
-        "rollout.max_new_tokens": 48,
-        "rollout.min_new_tokens": 48,
-        "ppo.micro_batch_size": 64,
-        "run.checkpoint_every": 0,
-    },
-    rewards=("signal",),
-)
-
-BEST_OF_N = Setup(
-    {
-        "algorithm": "best_of_n",
-        "model.name": "scratch",
-        "prompts.source": "films",
-        "rollout.max_new_tokens": 48,
-        "rollout.min_new_tokens": 48,
-        "run.checkpoint_every": 0,
-    },
-    rewards=("signal",),
-)
-
+PPO = _drawing("ppo", {"rollout.prompts_per_step": 64, "ppo.micro_batch_size": 64})
+BEST_OF_N = _drawing("best_of_n", {})
 SFT = Setup(
     {
         "algorithm": "sft",
-        "model.name": "scratch",
+        **_EVERY,
         "demonstrations.source": "{files}/different.jsonl",
         "demonstrations.heldout_fraction": 0.0,
         "sft.demonstrations_per_step": 32,
-        "run.checkpoint_every": 0,
     }
 )
+DPO = Setup({"algorithm": "dpo", **_EVERY, **_PAIRS, "dpo.micro_batch_size": 32})
+REWARD = Setup({"algorithm": "reward", **_EVERY, **_PAIRS})
 
-_PAIRS = {
-    "model.name": "scratch",
-    "pairs.source": "{files}/pairs.jsonl",
-    "pairs.heldout_fraction": 0.0,
-    "run.checkpoint_every": 0,
-}
-DPO = Setup({"algorithm": "dpo", **_PAIRS, "dpo.micro_batch_size": 32})
-REWARD = Setup({"algorithm": "reward", **_PAIRS})
-
-_SMALL = _set({"model.name": "scratch"})
-_MEDIUM = _set({"model.name": "{files}/medium", "rollout.prompts_per_step": 4})
-_SHORT = _set({"rollout.max_new_tokens": 8, "rollout.min_new_tokens": 8})
-_LONG_PROMPTS = _SHORT.plus(_set({"prompts.source": "{files}/prompts.jsonl"}))
-_ENDING = _set({"model.name": "{files}/ending", "rollout.min_new_tokens": 1, "optimizer.learning_rate": 1e-7})
-_FEW = _set({"rollout.prompts_per_step": 4, "rollout.completions_per_prompt": 4})
-_PADDED = _set({"model.forward": "padded", "sft.micro_batch_tokens": 32768})
+_SMALL = Setup({"model.name": "scratch"})
+_MEDIUM = Setup({"model.name": "{files}/medium", "rollout.prompts_per_step": 4})
+_SHORT = Setup({"rollout.max_new_tokens": 8, "rollout.min_new_tokens": 8})
+_LONG_PROMPTS = _SHORT.plus(Setup({"prompts.source": "{files}/prompts.jsonl"}))
+_ENDING = Setup({"model.name": "{files}/ending", "rollout.min_new_tokens": 1, "optimizer.learning_rate": 1e-7})
+_FEW = Setup({"rollout.prompts_per_step": 4, "rollout.completions_per_prompt": 4})
+_PADDED = Setup({"model.forward": "padded", "sft.micro_batch_tokens": 32768})
 _NO_COMPILER = _variable("CXX", "/nowhere/c++")
 
 CAUSES: tuple[Cause, ...] = (
     Cause(
-        "engine_fallback",
-        GRPO,
-        strong=_set({"rollout.backend": "transformers"}),
-        mild=_set({"rollout.backend": "transformers"}),
-        other="slow_reward",
-        diluted=_SHORT,
+        "engine_fallback", GRPO, strong=Setup({"rollout.backend": "transformers"}), other="slow_reward", diluted=_SHORT
     ),
-    Cause("kernels_fallback", GRPO, _NO_COMPILER, _NO_COMPILER, "checkpoints", diluted=_SHORT),
+    Cause("kernels_fallback", GRPO, _NO_COMPILER, other="checkpoints", diluted=_SHORT),
     Cause(
         "precision",
         GRPO.plus(_MEDIUM) if cpu_has_bfloat16() else GRPO,
-        strong=_set({"model.dtype": _SLOW_DTYPE}),
-        mild=_set({"model.dtype": _SLOW_DTYPE}),
+        strong=Setup({"model.dtype": _SLOW_DTYPE}),
         other="evaluation",
         diluted=_SMALL,
     ),
     Cause(
         "threads_few",
         GRPO.plus(_MEDIUM),
-        strong=_set({"run.num_threads": 1}),
-        mild=_set({"run.num_threads": 1}),
+        strong=Setup({"run.num_threads": 1}),
         other="remote_reward_serial",
         diluted=_SMALL,
     ),
     Cause(
         "threads_many",
         GRPO,
-        strong=_set({"run.num_threads": 16}),
-        mild=_set({"run.num_threads": 3}),
+        strong=Setup({"run.num_threads": 16}),
+        mild=Setup({"run.num_threads": 3}),
         other="slow_reward",
     ),
-    Cause("starved", GRPO.plus(_MEDIUM), _spinning(2, 1.0), _spinning(1, 0.5), "evaluation"),
-    Cause("gil", GRPO, _reward("watched", pause_s=0.0), _reward("watched", pause_s=0.004), "checkpoints"),
-    Cause("slow_reward", GRPO, _reward("busy", busy=150_000), _reward("busy", busy=45_000), "evaluation"),
+    Cause("starved", GRPO.plus(_MEDIUM), _spinning(2, 1.0), "evaluation", mild=_spinning(1, 0.5)),
+    Cause("gil", GRPO, _reward("watched", pause_s=0.0), "checkpoints", mild=_reward("watched", pause_s=0.004)),
+    Cause("slow_reward", GRPO, _reward("busy", busy=150_000), "evaluation", mild=_reward("busy", busy=45_000)),
     Cause(
         "reward_not_overlapped",
-        GRPO.plus(_set({"rollout.num_slots": 16})),
+        GRPO.plus(Setup({"rollout.num_slots": 16})),
         strong=_judge("concurrent", at_once=4, latency_s=0.04),
         mild=_judge("concurrent", at_once=8, latency_s=0.02),
         other="gradient_checkpointing",
@@ -216,67 +177,66 @@ CAUSES: tuple[Cause, ...] = (
     Cause(
         "small_micro_batches",
         GRPO,
-        strong=_set({"grpo.micro_batch_size": 1}),
-        mild=_set({"grpo.micro_batch_size": 8}),
+        strong=Setup({"grpo.micro_batch_size": 1}),
+        mild=Setup({"grpo.micro_batch_size": 8}),
         other="slow_reward",
     ),
     Cause(
         "padding",
         SFT,
         strong=_PADDED,
-        mild=_PADDED.plus(_set({"demonstrations.source": "{files}/similar.jsonl"})),
+        mild=_PADDED.plus(Setup({"demonstrations.source": "{files}/similar.jsonl"})),
         other="checkpoints",
     ),
     Cause(
         "recomputed_old_policy",
-        GRPO.plus(_LONG_PROMPTS).plus(_set({"grpo.num_epochs": 2})),
-        strong=_set({"rollout.recompute_logps": True}),
-        mild=_set({"rollout.recompute_logps": True}),
+        GRPO.plus(_LONG_PROMPTS).plus(Setup({"grpo.num_epochs": 2})),
+        strong=Setup({"rollout.recompute_logps": True}),
         other="slow_reward",
-        diluted=_set({"grpo.num_epochs": 3}),
+        diluted=Setup({"grpo.num_epochs": 3}),
     ),
     Cause(
         "unneeded_reference",
         GRPO,
-        strong=_set({"grpo.kl.coef": 1e-6}),
-        mild=_set({"grpo.kl.coef": 1e-6}),
+        strong=Setup({"grpo.kl.coef": 1e-6}),
         other="remote_reward_serial",
-        diluted=_set({"grpo.num_epochs": 3}),
+        diluted=Setup({"grpo.num_epochs": 3}),
     ),
     Cause(
         "long_tail",
         GRPO.plus(_ENDING),
-        strong=_set({"rollout.max_new_tokens": 900}),
-        mild=_set({"rollout.max_new_tokens": 900}),
+        strong=Setup({"rollout.max_new_tokens": 900}),
         other="slow_reward",
         diluted=_FEW,
     ),
     Cause(
         "cache_starved",
         GRPO,
-        strong=_set({"rollout.kv_cache_mb": 1}),
-        mild=_set({"rollout.kv_cache_mb": 6}),
+        strong=Setup({"rollout.kv_cache_mb": 1}),
+        mild=Setup({"rollout.kv_cache_mb": 6}),
         other="slow_reward",
     ),
-    Cause("no_signal_groups", GRPO, _variable("PLANTED_TEACHING", 2), _variable("PLANTED_TEACHING", 6), "checkpoints"),
+    Cause(
+        "no_signal_groups", GRPO, _variable("PLANTED_TEACHING", 2), "checkpoints", mild=_variable("PLANTED_TEACHING", 6)
+    ),
     Cause(
         "prompts_not_shared",
         GRPO.plus(_LONG_PROMPTS),
-        strong=_set({"model.share_prefixes": False}),
-        mild=_set({"grpo.micro_batch_size": 4}),
+        strong=Setup({"model.share_prefixes": False}),
+        mild=Setup({"grpo.micro_batch_size": 4}),
         other="slow_reward",
     ),
     Cause(
         "checkpoints",
         GRPO,
-        strong=_set({"run.checkpoint_every": 1, "run.checkpoint_in_background": False}),
-        mild=_set({"run.checkpoint_every": 3, "run.checkpoint_in_background": False}),
+        strong=Setup({"run.checkpoint_every": 1, "run.checkpoint_in_background": False}),
+        mild=Setup({"run.checkpoint_every": 3, "run.checkpoint_in_background": False}),
         other="slow_reward",
     ),
-    Cause("logging", GRPO, _tracker(0.4), _tracker(0.08), "evaluation"),
+    Cause("logging", GRPO, _tracker(0.4), "evaluation", mild=_tracker(0.08)),
     Cause(
         "slow_disk",
-        GRPO.plus(_set({"run.checkpoint_every": 2})),
+        GRPO.plus(Setup({"run.checkpoint_every": 2})),
         strong=_variable("TUNESMITH_FAULT", "fsync:slow:200"),
         mild=_variable("TUNESMITH_FAULT", "fsync:slow:80"),
         other="slow_reward",
@@ -291,17 +251,16 @@ CAUSES: tuple[Cause, ...] = (
     Cause(
         "evaluation",
         GRPO,
-        strong=_set({"prompts.heldout_source": "films", "run.eval_every": 1}),
-        mild=_set({"prompts.heldout_source": "films", "run.eval_every": 4}),
+        strong=Setup({"prompts.heldout_source": "films", "run.eval_every": 1}),
+        mild=Setup({"prompts.heldout_source": "films", "run.eval_every": 4}),
         other="slow_reward",
     ),
     Cause(
         "gradient_checkpointing",
         GRPO.plus(_MEDIUM),
-        strong=_set({"model.gradient_checkpointing": True}),
-        mild=_set({"model.gradient_checkpointing": True}),
+        strong=Setup({"model.gradient_checkpointing": True}),
         other="remote_reward_serial",
-        diluted=_set({"model.num_trainable_layers": 4}),
+        diluted=Setup({"model.num_trainable_layers": 4}),
     ),
 )
 """The causes that can be planted on a machine without a GPU."""
@@ -319,9 +278,9 @@ NOT_RUN: Mapping[str, str] = {
 HEALTHY: Mapping[str, Setup] = {
     "grpo": GRPO,
     "grpo of a larger model": GRPO.plus(_MEDIUM),
-    "grpo with a reference": GRPO.plus(_set({"grpo.kl.coef": 0.04})),
-    "grpo in minibatches": GRPO.plus(_set({"grpo.num_minibatches": 2, "grpo.num_epochs": 2})),
-    "grpo of SmolLM2": GRPO.plus(_set({"model.name": "smollm2", "model.num_trainable_layers": 10})),
+    "grpo with a reference": GRPO.plus(Setup({"grpo.kl.coef": 0.04})),
+    "grpo in minibatches": GRPO.plus(Setup({"grpo.num_minibatches": 2, "grpo.num_epochs": 2})),
+    "grpo of SmolLM2": GRPO.plus(Setup({"model.name": "smollm2", "model.num_trainable_layers": 10})),
     "ppo": PPO,
     "best_of_n": BEST_OF_N,
     "dpo": DPO,
