@@ -11,14 +11,23 @@ import statistics
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
-from benchmarks.common import Say, command, in_turns, load_facts, load_warning, paired, parser, print_table, run
-from benchmarks.machine import machine_facts
+from benchmarks.common import (
+    Say,
+    benchmark,
+    head,
+    in_turns,
+    load_facts,
+    load_warning,
+    paired,
+    print_table,
+    run,
+)
 from benchmarks.plants.spin import __file__ as SPIN
 from benchmarks.process import Process
 from benchmarks.step import PROMPTS, OurStep
@@ -60,12 +69,8 @@ def measure(options: Namespace, say: Say) -> dict[str, object]:
         sides = {name: lambda _, process=process: _both(process) for name, process in processes.items()}
         done, loads = in_turns(sides, options.rounds, say, _line)
     return {
-        "bench": "busy",
-        "model": options.model,
-        "quick": options.quick,
+        **head(options, "busy", "model", "quick", "rounds", packages=("torch", "transformers", "trl", "numpy")),
         "prompts": len(PROMPTS),
-        "machine": machine_facts(("torch", "transformers", "trl", "numpy")),
-        "rounds": options.rounds,
         **_stage_facts(done),
         "sides": {name: _facts(taken) for name, taken in done.items()},
         "load": load_facts(loads),
@@ -94,13 +99,18 @@ def _seconds(taken: Taken, stage: str) -> float:
     return taken.seconds if stage == "step" else taken.stages_s.get(_STAGES[stage], float("nan"))
 
 
+def _pairs(taken: list[tuple[Taken, Taken]], stage: str) -> tuple[list[float], list[float]]:
+    """Seconds of the stage alone, and beside another program, in each round."""
+    alone, beside = ([_seconds(pair[index], stage) for pair in taken] for index in (0, 1))
+    return alone, beside
+
+
 def _stage_facts(done: _Steps) -> dict[str, object]:
     """For rollout, update and step: our share of the speed alone, and our speed alone over that with long spinning."""
     facts: dict[str, object] = {}
     for stage in (*_STAGES, "step"):
-        alone, beside = ([_seconds(pair[index], stage) for pair in done["ours"]] for index in (0, 1))
-        before = [_seconds(pair[0], stage) for pair in done["before"]]
-        share, quiet = paired(alone, beside), paired(before, alone)
+        alone, beside = _pairs(done["ours"], stage)
+        share, quiet = paired(alone, beside), paired(_pairs(done["before"], stage)[0], alone)
         facts[stage] = {"share": share.median, **share.facts("share"), **quiet.facts("quiet")}
     return facts
 
@@ -108,12 +118,8 @@ def _stage_facts(done: _Steps) -> dict[str, object]:
 def _facts(taken: list[tuple[Taken, Taken]]) -> dict[str, object]:
     facts: dict[str, object] = {}
     for stage in (*_STAGES, "step"):
-        alone, beside = ([_seconds(pair[index], stage) for pair in taken] for index in (0, 1))
-        facts[stage] = {
-            "alone_s": statistics.median(alone),
-            "beside_s": statistics.median(beside),
-            "share": paired(alone, beside).median,
-        }
+        alone, beside = map(statistics.median, _pairs(taken, stage))
+        facts[stage] = {"alone_s": alone, "beside_s": beside, "share": paired(*_pairs(taken, stage)).median}
     return facts
 
 
@@ -133,15 +139,12 @@ def _show(facts: Mapping[str, Any]) -> None:
     print(f"speed alone over that before: {facts['step']['quiet_median']:.2f}{load_warning(facts)}")
 
 
-def main(words: Sequence[str]) -> int:
-    """Exit code of the benchmark."""
-    flags = parser(
-        "busy",
-        __doc__,
-        *("model", "threads", "rounds", "seed", "quick", "out", "json", "quiet"),
-        spin={"type": int, "action": "append", "metavar": "N", "help": "measure with GOMP_SPINCOUNT=N too; repeatable"},
-    )
-    return command(flags, words, measure, _show)
+main = benchmark(
+    measure,
+    _show,
+    *("model", "threads", "rounds", "seed", "quick"),
+    spin={"type": int, "action": "append", "metavar": "N", "help": "measure with GOMP_SPINCOUNT=N too; repeatable"},
+)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,16 @@
-"""Shared parts of the benchmarks: flags, rounds in alternation, ratios with their spread, peak memory, JSON."""
+"""Shared parts of the benchmarks: command line, rounds in alternation, ratios with their spread, peak memory, machine.
+
+A measured figure depends on processor, threads, versions, commit, memory and who else uses the cores.
+"""
 
 import argparse
 import contextlib
 import importlib
 import json
-import math
+import os
+import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,16 +18,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import psutil
 import torch
 
-from benchmarks.machine import Load, measure_load
 from tunesmith.core.errors import InputError, TunesmithError
-from tunesmith.runs.environment import peak_rss_since_reset_gb, reset_peak_rss
+from tunesmith.runs.environment import (
+    core_numbers,
+    cpu_model,
+    package_version,
+    peak_rss_since_reset_gb,
+    reset_peak_rss,
+    usable_cores,
+)
+from tunesmith.runs.folder import finite
 
 ROOT = Path(__file__).resolve().parent.parent
 
 BUSY_CORES = 0.25
 """From this many cores' worth of other programs on, two threads are slowed unevenly and a ratio means little."""
+
+_PACKAGES = ("torch", "transformers", "numpy")
 
 Say = Callable[[str], None]
 Work = Callable[[], object]
@@ -43,20 +58,51 @@ _FLAGS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def parser(name: str, text: str | None, *names: str, **changed: Mapping[str, Any]) -> argparse.ArgumentParser:
-    """A parser with the shared flags `names` and with those of `changed`, whose settings add to the shared ones."""
+def benchmark(
+    measure: Callable[[argparse.Namespace, Say], Mapping[str, object]],
+    show: Callable[[Mapping[str, Any]], None],
+    *names: str,
+    writes: bool = True,
+    **changed: Mapping[str, Any],
+) -> Callable[[Sequence[str]], int]:
+    """The program of a benchmark: a function from the words of the command line to the exit code.
+
+    `measure(options, say)` returns the figures; its module has the text for --help. `show(figures)` prints them. The
+    flags are the shared ones `names`, those of `changed`, whose settings add to the shared ones, and those for the
+    output. With `writes` the figures go to the file `--out`. The exit code is 2 for bad input, 1 for other errors.
+    """
     made = argparse.ArgumentParser(
-        prog=f"python -m benchmarks.{name}",
-        description=text,
+        prog=f"python -m {measure.__module__}",
+        description=sys.modules[measure.__module__].__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    for flag in (*names, *(flag for flag in changed if flag not in names)):
+    for flag in dict.fromkeys((*names, *changed, "out", "json", "quiet")):
         settings = {**_FLAGS.get(flag, {}), **changed.get(flag, {})}
         if settings.get("default") is not None:
             settings["help"] += " (default: %(default)s)"
         made.add_argument(f"--{flag.replace('_', '-')}", **settings)
-    return made
+
+    def main(words: Sequence[str]) -> int:
+        try:
+            options = made.parse_args(words)
+            _check(options, writes)
+            with contextlib.redirect_stdout(sys.stderr):
+                facts = cast(dict[str, Any], finite(measure(options, _silent if options.quiet else _progress)))
+            if writes and options.out:
+                options.out.write_text(json.dumps(facts, indent=1, default=str) + "\n", encoding="utf-8")
+            if options.json:
+                print(json.dumps(facts, default=str))
+            else:
+                show(facts)
+            return 0
+        except TunesmithError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return error.exit_code
+        except SystemExit as exit_:  # argparse has printed help, or what is wrong with a flag
+            return exit_.code if isinstance(exit_.code, int) else 0
+
+    return main
 
 
 def run(name: str) -> None:
@@ -67,46 +113,14 @@ def run(name: str) -> None:
     sys.exit(importlib.import_module(f"benchmarks.{name}").main(sys.argv[1:]))
 
 
-def command(
-    flags: argparse.ArgumentParser,
-    words: Sequence[str],
-    measure: Callable[[argparse.Namespace, Say], Mapping[str, object]],
-    show: Callable[[Mapping[str, Any]], None],
-    *,
-    writes: bool = True,
-) -> int:
-    """Exit code of a benchmark: 0, 2 for bad input, 1 for other errors.
-
-    `measure(options, say)` returns the figures, `show(figures)` prints them. With `writes` they go to the file `--out`.
-    """
-    try:
-        options = flags.parse_args(words)
-        if writes:
-            _check_out(options.out)
-        for key in ("rounds", "threads", "slots", "micro_batch_size"):
-            value = getattr(options, key, None)
-            if value is not None and value < 1:
-                raise InputError(f"{key} is {value}; give at least 1")
-        with contextlib.redirect_stdout(sys.stderr):
-            facts = plain(measure(options, _silent if options.quiet else _progress))
-        if writes and options.out:
-            options.out.write_text(json.dumps(facts, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        if options.json:
-            print(json.dumps(facts, allow_nan=False))
-        else:
-            show(facts)
-        return 0
-    except TunesmithError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except SystemExit as exit_:  # argparse has printed help, or what is wrong with a flag
-        return exit_.code if isinstance(exit_.code, int) else 0
-
-
-def _check_out(out: Path | None) -> None:
-    """Refuse before measuring for an hour what cannot be written afterwards."""
-    if out and (out.is_dir() or not out.parent.is_dir()):
-        raise InputError(f"{out} cannot be written: give a file in a folder that exists to --out")
+def _check(options: argparse.Namespace, writes: bool) -> None:
+    """Refuse before measuring for an hour what cannot be measured, or written afterwards."""
+    if writes and options.out and (options.out.is_dir() or not options.out.parent.is_dir()):
+        raise InputError(f"{options.out} cannot be written: give a file in a folder that exists to --out")
+    for key in ("rounds", "threads", "slots", "micro_batch_size"):
+        value = getattr(options, key, None)
+        if value is not None and value < 1:
+            raise InputError(f"{key} is {value}; give at least 1")
 
 
 def _progress(line: str) -> None:
@@ -117,15 +131,11 @@ def _silent(_: str) -> None:
     pass
 
 
-def plain(value: Any) -> Any:
-    """`value` for JSON: infinities and NaN become None, tuples lists, other things text."""
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if value is None or isinstance(value, str | int) else str(value)
+def head(
+    options: argparse.Namespace, bench: str, *names: str, packages: Sequence[str] = _PACKAGES
+) -> dict[str, object]:
+    """Facts with which those of a benchmark begin: its name, the options `names`, and the machine."""
+    return {"bench": bench, **{name: getattr(options, name) for name in names}, "machine": machine_facts(packages)}
 
 
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -166,6 +176,14 @@ def paired(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
 def spread_text(figures: Mapping[str, float]) -> str:
     """`2.00x (1.90-2.10)`."""
     return f"{figures['ratio_median']:.2f}x ({figures['ratio_min']:.2f}-{figures['ratio_max']:.2f})"
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy the machine was: its load average over a minute, and cores that this program did not use itself."""
+
+    load_average: float
+    other_busy_cores: float
 
 
 def in_turns(
@@ -270,3 +288,39 @@ def memory_facts(ours: Work, plain_way: Work, device: torch.device) -> dict[str,
         "plain_memory_gb": plain_gb,
         "memory_ratio": ours_gb / plain_gb if plain_gb else None,
     }
+
+
+def machine_facts(packages: Sequence[str] = _PACKAGES) -> dict[str, object]:
+    """Processor, threads, versions of `packages`, and the commit of this package's sources if they are in a repository.
+
+    `uncommitted_changes` is of `src` and `benchmarks`: with it the commit alone does not say what was measured.
+    """
+    return {
+        "device": cpu_model(),
+        "num_cores": usable_cores(),
+        "num_threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "packages": {name: package_version(name) for name in packages},
+        "commit": git("rev-parse", "HEAD"),
+        "uncommitted_changes": bool(git("status", "--porcelain", "--", "src", "benchmarks")),
+    }
+
+
+def git(*arguments: str) -> str:
+    """What `git <arguments>` prints in the repository of this package's sources; empty where they are in none."""
+    if not (ROOT / ".git").exists():  # an installed copy may lie inside a repository of something else
+        return ""
+    try:
+        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
+    except OSError:  # no git on this machine
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def measure_load(interval_s: float = 0.3) -> Load:
+    """The load while this process sleeps for `interval_s`: whatever is busy then is somebody else."""
+    psutil.cpu_percent(percpu=True)
+    time.sleep(interval_s)
+    percent = psutil.cpu_percent(percpu=True)
+    busy = sum(percent[core] for core in core_numbers() if core < len(percent)) / 100
+    return Load(load_average=round(os.getloadavg()[0], 2), other_busy_cores=round(busy, 2))

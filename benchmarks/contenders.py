@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
+from benchmarks.process import Contender
 from benchmarks.workloads import Drawn, Workload, checked
 from tunesmith.batch.pack import pack
 from tunesmith.batch.rollout import Group, SamplingParams
@@ -23,7 +24,6 @@ from tunesmith.models.load import load_policy
 from tunesmith.models.loaded import LoadedModel
 from tunesmith.models.tokenizer import stop_token_ids
 from tunesmith.rollout.factory import open_engine
-from tunesmith.runs.environment import peak_rss_since_reset_gb, reset_peak_rss
 from tunesmith.trainers.passes import logps
 
 _SCORED_ROWS = 16  # rows of one pass of the trainer while log-probs are compared
@@ -56,15 +56,7 @@ class Setting:
     way: str = "generate"
 
 
-class _Contender:
-    def peak(self) -> float:
-        """Peak of resident memory in GB since the last call."""
-        peak_gb = peak_rss_since_reset_gb()
-        reset_peak_rss()
-        return peak_gb
-
-
-class Engine(_Contender):
+class Engine(Contender):
     """Our engine. Its weight version changes before each call, as in training.
 
     So nothing is carried over from an earlier round: no packed weights, no cached prompts.
@@ -104,7 +96,7 @@ class Engine(_Contender):
         return self._engine.generate(work.prompts, work.num_completions, sampling)
 
 
-class Transformers(_Contender):
+class Transformers(Contender):
     """`model.generate` and `model.generate_batch`."""
 
     def __init__(self, settings: ModelSettings) -> None:

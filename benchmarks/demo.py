@@ -4,20 +4,16 @@ A completion repeats itself if three words of it come twice. Two demos are not r
 so that other programs may run.
 """
 
-import json
-import os
-import subprocess
-import sys
 import tempfile
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from benchmarks.common import Say, command, parser, print_table, run
-from benchmarks.machine import machine_facts
-from tunesmith.core.errors import TrainingError
+from benchmarks.common import Say, benchmark, head, print_table, run
+from benchmarks.process import tunesmith
+from tunesmith.runs.folder import read_jsonl
 
 BARS: Mapping[str, Callable[[float], bool]] = MappingProxyType(
     {
@@ -45,18 +41,10 @@ def repeats(text: str) -> bool:
 def demo(algorithm: str, seed: int, dtype: str, *, is_quick: bool) -> dict[str, Any]:
     """The figures of one demo. Raises TrainingError if it fails."""
     with tempfile.TemporaryDirectory() as folder:
-        words = ["--algorithm", algorithm, "--seed", str(seed), "--dtype", dtype, "--out", folder, "--json"]
-        done = subprocess.run(
-            [sys.executable, "-m", "tunesmith", "demo", *words, *(["--quick"] if is_quick else [])],
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            raise TrainingError(f"the demo failed at seed {seed} in {dtype}:\n{done.stderr[-2000:]}")
-        facts = json.loads(done.stdout.splitlines()[-1])
-        rows = [json.loads(line) for line in Path(facts["samples"]).read_text(encoding="utf-8").splitlines()]
+        words = ["--algorithm", algorithm, "--seed", seed, "--dtype", dtype, "--out", folder]
+        words += ["--quick"] if is_quick else []
+        facts = tunesmith("demo", *words, environment={"HF_HUB_OFFLINE": "1"})
+        rows: Any = read_jsonl(Path(facts["samples"]))
     facts["num_repeating"] = sum(repeats(row["text_after"]) for row in rows)
     facts["num_repeating_before"] = sum(repeats(row["text_before"]) for row in rows)
     facts["num_samples"] = len(rows)
@@ -72,9 +60,7 @@ def measure(options: Namespace, say: Say) -> dict[str, Any]:
             rows.append(row)
             say(", ".join([f"{dtype}, seed {seed}", *(f"{name} {row[name]:.3g}" for name in BARS)]))
     return {
-        "bench": "demo",
-        "quick": options.quick,
-        "machine": machine_facts(("torch", "transformers", "numpy")),
+        **head(options, "demo", "quick"),
         "rows": rows,
         "passed": {name: all(holds(row[name]) for row in rows) for name, holds in BARS.items()},
     }
@@ -90,22 +76,19 @@ def _show(facts: Mapping[str, Any]) -> None:
         print(f"{name}: {'passed' if passed else 'NOT PASSED'}")
 
 
-def main(words: Sequence[str]) -> int:
-    """Exit code of the benchmark."""
-    flags = parser(
-        "demo",
-        __doc__,
-        *("quick", "out", "json", "quiet"),
-        algorithm={"choices": ("ppo", "grpo", "best_of_n"), "default": "ppo", "help": "what trains the policy"},
-        seeds={"type": int, "default": 5, "metavar": "N", "help": "seeds from 0"},
-        dtype={
-            "action": "append",
-            "choices": ("float32", "bfloat16"),
-            "default": None,
-            "help": "one precision. Both if left out",
-        },
-    )
-    return command(flags, words, measure, _show)
+main = benchmark(
+    measure,
+    _show,
+    "quick",
+    algorithm={"choices": ("ppo", "grpo", "best_of_n"), "default": "ppo", "help": "what trains the policy"},
+    seeds={"type": int, "default": 5, "metavar": "N", "help": "seeds from 0"},
+    dtype={
+        "action": "append",
+        "choices": ("float32", "bfloat16"),
+        "default": None,
+        "help": "one precision. Both if left out",
+    },
+)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Say, command, load_facts, load_warning, parser, print_table, run
-from benchmarks.machine import machine_facts, measure_load
+from benchmarks.common import Say, benchmark, head, load_facts, load_warning, measure_load, print_table, run
 from tunesmith.core.errors import TrainingError
 
 _SAID = re.compile(r"time: about (.+?) for (.+), by a trial")
@@ -128,10 +127,7 @@ def measure(options: Namespace, say: Say) -> dict[str, Any]:
                 say(f"{name}, {what}: predicted {predicted_s:.1f} s, measured {measured_s:.1f} s, factor {factor:.2f}")
             loads.append(measure_load())
     return {
-        "bench": "estimates",
-        "model": options.model,
-        "quick": options.quick,
-        "machine": machine_facts(("torch", "transformers", "numpy")),
+        **head(options, "estimates", "model", "quick"),
         "stages": found,
         "worst_factor": max(one["factor"] for one in found.values()),
         "load": load_facts(loads),
@@ -147,11 +143,12 @@ def _show(facts: Mapping[str, Any]) -> None:
     print(f"worst factor: {facts['worst_factor']:.2f}{load_warning(facts)}")
 
 
-def main(words: Sequence[str]) -> int:
-    """Exit code of the benchmark."""
-    only = {"action": "append", "metavar": "NAME", "help": "one trainer, demo or live; repeatable. All if left out"}
-    flags = parser("estimates", __doc__, "model", "quick", "out", "json", "quiet", only=only)
-    return command(flags, words, measure, _show)
+main = benchmark(
+    measure,
+    _show,
+    *("model", "quick"),
+    only={"action": "append", "metavar": "NAME", "help": "one trainer, demo or live; repeatable. All if left out"},
+)
 
 
 if __name__ == "__main__":

@@ -17,14 +17,12 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.common import ROOT, Say, command, parser, print_table, run
-from benchmarks.machine import machine_facts
+from benchmarks.common import ROOT, Say, benchmark, machine_facts, print_table, run
 from tunesmith import train
 from tunesmith.batch.pack import pack
 from tunesmith.batch.rollout import SamplingParams
 from tunesmith.core.errors import TunesmithError
 from tunesmith.models.language_model import FullForward, language_model
-from tunesmith.models.loaded import LoadedModel
 from tunesmith.models.logprob import token_logps
 from tunesmith.models.tiny import ALL_FAMILIES, tiny_model
 from tunesmith.rollout.factory import open_engine
@@ -111,7 +109,8 @@ def speed(family: str, rounds: int) -> dict[str, float]:
     """Tokens per second of both engines in turns, the best of each, and the ratio."""
     loaded = tiny_model(family, **_WIDE, intermediate_size=512, moe_intermediate_size=512)
     sampling = SamplingParams(max_new_tokens=32, min_new_tokens=32, seed=0)
-    engines = {"native": _engine(loaded, "native"), "transformers": _engine(loaded, "transformers")}
+    names: tuple[Any, ...] = ("native", "transformers")
+    engines = {name: open_engine(loaded.model, loaded.tokenizer, backend=name) for name in names}
     best = dict.fromkeys(engines, 0.0)
     for _ in range(rounds + 1):  # the first warms up
         for name, engine in engines.items():
@@ -120,10 +119,6 @@ def speed(family: str, rounds: int) -> dict[str, float]:
             count = sum(len(one.token_ids) for group in groups for one in group.completions)
             best[name] = max(best[name], count / (time.perf_counter() - start))
     return {f"{name}_tokens_s": rate for name, rate in best.items()} | {"ratio": best["native"] / best["transformers"]}
-
-
-def _engine(loaded: LoadedModel, backend: Any) -> Any:
-    return open_engine(loaded.model, loaded.tokenizer, backend=backend)
 
 
 def measure(options: Namespace, say: Say) -> dict[str, object]:
@@ -175,20 +170,14 @@ def show(facts: Mapping[str, Any]) -> None:
         print(f"{family}: {row['native_tokens_s']:.0f} tokens/s, {row['ratio']:.2f} times generate")
 
 
-def main(words: Sequence[str]) -> int:
-    """The benchmark from the command line."""
-    flags = parser(
-        "families",
-        __doc__,
-        "quick",
-        "out",
-        "json",
-        "quiet",
-        rounds={"default": 3},
-        family={"action": "append", "metavar": "F", "help": "one family; repeatable. All if left out"},
-        write={"action": "store_true", "help": "write the table into docs/models.md"},
-    )
-    return command(flags, words, measure, show)
+main = benchmark(
+    measure,
+    show,
+    "quick",
+    rounds={"default": 3},
+    family={"action": "append", "metavar": "F", "help": "one family; repeatable. All if left out"},
+    write={"action": "store_true", "help": "write the table into docs/models.md"},
+)
 
 
 if __name__ == "__main__":

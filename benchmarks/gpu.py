@@ -18,14 +18,13 @@ from typing import Any, cast
 
 import torch
 
-from benchmarks.common import ROOT, Say, command, parser, plain, run
+from benchmarks.common import ROOT, Say, benchmark, machine_facts, run
 from benchmarks.gpu_rows import ROWS, WorkerSettings
 from benchmarks.gpu_table import facts_of, show
-from benchmarks.machine import machine_facts
 from benchmarks.process import Process
 from tunesmith.core.errors import InputError, TrainingError
 from tunesmith.runs.environment import cpu_model, usable_cores
-from tunesmith.runs.folder import RunFolder
+from tunesmith.runs.folder import RunFolder, finite
 
 SUMMARY = "gpu.json"
 DERIVED = ("shares", "is_correct")
@@ -151,7 +150,7 @@ def _measure_row(record: dict[str, Any], wanted: list[str], folder: Path, worker
             break
         try:
             answer = workers.measure(name, key)
-            settings[key] = {**plain(asdict(answer)), "sources": record["made"]["sources"]}
+            settings[key] = {**cast(dict[str, Any], finite(asdict(answer))), "sources": record["made"]["sources"]}
             times = ", ".join(f"{way} {1e3 * timing.median_s:.3g} ms" for way, timing in answer.timings.items())
             say(f"{name}: {key} {times}")
         except (InputError, TrainingError) as error:
@@ -199,19 +198,17 @@ class _Workers:
             process.close()
 
 
-def main(words: Sequence[str]) -> int:
-    """Exit code of the benchmark."""
-    flags = parser(
-        "gpu",
-        __doc__,
-        *("seed", "quick", "json", "quiet"),
-        out={"required": True, "metavar": "DIR", "help": "folder for gpu.json and a file for each row"},
-        row={"action": "append", "metavar": "ROW", "help": "one row; repeatable. All if left out"},
-        device={"default": "cuda", "help": "cpu only with --quick"},
-        minutes={"type": float, "default": 8.0, "metavar": "N", "help": "no row begins that would end later"},
-        again={"action": "store_true", "help": "measure rows that are finished once more"},
-    )
-    return command(flags, words, measure, show, writes=False)
+main = benchmark(
+    measure,
+    show,
+    *("seed", "quick"),
+    writes=False,
+    out={"required": True, "metavar": "DIR", "help": "folder for gpu.json and a file for each row"},
+    row={"action": "append", "metavar": "ROW", "help": "one row; repeatable. All if left out"},
+    device={"default": "cuda", "help": "cpu only with --quick"},
+    minutes={"type": float, "default": 8.0, "metavar": "N", "help": "no row begins that would end later"},
+    again={"action": "store_true", "help": "measure rows that are finished once more"},
+)
 
 
 if __name__ == "__main__":

@@ -17,19 +17,18 @@ from benchmarks import cases, layer_cases
 from benchmarks.common import (
     Say,
     Work,
-    command,
+    benchmark,
+    head,
     in_turns,
     load_facts,
     load_warning,
     memory_facts,
     paired,
-    parser,
     print_table,
     repeated,
     run,
     spread_text,
 )
-from benchmarks.machine import machine_facts
 from tunesmith.core.errors import InputError, TrainingError
 from tunesmith.runs.environment import usable_cores
 
@@ -78,12 +77,9 @@ def measure(options: Namespace, say: Say) -> dict[str, object]:
     finally:
         torch.set_num_threads(before)
     return {
-        "bench": "kernels",
-        "device": options.device,
-        "quick": options.quick,
+        **head(options, "kernels", "device", "quick", packages=("torch", "numpy", "triton")),
         "num_threads": num_threads,
         "kernels": found,
-        "machine": machine_facts(("torch", "numpy", "triton")),
     }
 
 
@@ -131,16 +127,13 @@ def show(facts: Mapping[str, Any]) -> None:
         print(f"{op} ({one['picked']}): {one['size']}; against {one['against']}{load_warning(one)}")
 
 
-def main(words: Sequence[str]) -> int:
-    """Exit code of the benchmark."""
-    flags = parser(
-        "kernels",
-        __doc__,
-        *("device", "threads", "rounds", "seed", "quick", "out", "json", "quiet"),
-        op={"action": "append", "metavar": "OP", "help": "one operation; repeatable. All if left out"},
-        rounds={"default": 7},
-    )
-    return command(flags, words, measure, show)
+main = benchmark(
+    measure,
+    show,
+    *("device", "threads", "rounds", "seed", "quick"),
+    op={"action": "append", "metavar": "OP", "help": "one operation; repeatable. All if left out"},
+    rounds={"default": 7},
+)
 
 
 if __name__ == "__main__":

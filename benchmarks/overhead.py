@@ -20,16 +20,15 @@ import torch
 
 from benchmarks.common import (
     Say,
-    command,
+    benchmark,
+    head,
     in_turns,
     load_facts,
     load_warning,
     paired,
-    parser,
     print_table,
     run,
 )
-from benchmarks.machine import machine_facts
 from tunesmith.config.schema import RECIPES
 from tunesmith.profiling.meter import metering
 from tunesmith.runs.environment import usable_cores
@@ -150,13 +149,9 @@ def measure(options: Namespace, say: Say) -> dict[str, object]:
             covered[algorithm] = coverage(algorithm, options, Path(folder), num_tokens)
             say(f"coverage of {algorithm}: {covered[algorithm]:.4f}")
     return {
-        "bench": "overhead",
-        "model": options.model,
-        "quick": options.quick,
-        "rounds": options.rounds,
+        **head(options, "overhead", "model", "quick", "rounds"),
         **figures,
         "coverage": covered,
-        "machine": machine_facts(),
     }
 
 
@@ -168,15 +163,7 @@ def show(figures: Mapping[str, Any]) -> None:
     print(load_warning(figures), end="")
 
 
-def main(words: Sequence[str]) -> int:
-    """Exit code of the benchmark."""
-    flags = parser(
-        "overhead",
-        __doc__,
-        *("model", "threads", "rounds", "quick", "out", "json", "quiet"),
-        rounds={"default": 40},
-    )
-    return command(flags, words, measure, show)
+main = benchmark(measure, show, *("model", "threads", "rounds", "quick"), rounds={"default": 40})
 
 
 if __name__ == "__main__":

@@ -8,17 +8,15 @@ if the queue knows the lengths of completions, as of prompts that were drawn bef
 """
 
 import statistics
-import subprocess
-import sys
 import tempfile
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Say, command, parser, print_table, run
-from benchmarks.machine import machine_facts
-from tunesmith.core.errors import InputError
+from benchmarks.common import Say, benchmark, machine_facts, print_table, run
+from benchmarks.process import tunesmith
+from tunesmith.core.errors import InputError, TrainingError
 from tunesmith.planning.calibration import PUBLISHED, published_factor, published_model, published_step
 from tunesmith.planning.from_run import MeasuredRun, read_measured
 from tunesmith.planning.planner import Planner
@@ -81,12 +79,11 @@ def trained(place: Path, **flags: object) -> Path:
     """The run folder, below `place`, of a PPO training in processes of one thread each."""
     sizes = {"rollout.prompts-per-step": 64, "rollout.max-new-tokens": 96, "ppo.num-epochs": 1, "reward": "length"}
     given = {**sizes, **flags, "run.dir": place, "run.num-threads": 1}
-    words = [word for key, value in given.items() for word in (f"--{key}", str(value))]
-    command = [sys.executable, "-m", "tunesmith", "train", "ppo", *words, "--quiet"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise InputError(f"the run with {flags} failed: {done.stderr.strip().splitlines()[-1:]}")
-    return next(place.iterdir())
+    words = [word for key, value in given.items() for word in (f"--{key}", value)]
+    try:
+        return Path(tunesmith("train", "ppo", *words)["run_dir"])
+    except TrainingError as error:
+        raise InputError(f"the run with {flags} failed: {error}") from error
 
 
 def measure(options: Namespace, say: Say) -> Mapping[str, object]:
@@ -119,10 +116,7 @@ def show(facts: Mapping[str, Any]) -> None:
     print_table(["our queue: lengths", "2 times the nodes", "4 times"], rows)
 
 
-def main(words: Sequence[str]) -> int:
-    """The command line."""
-    flags = parser("plan", __doc__, "model", "quick", "json", "out", "quiet", model={"default": "scratch"})
-    return command(flags, words, measure, show)
+main = benchmark(measure, show, "model", "quick", model={"default": "scratch"})
 
 
 if __name__ == "__main__":

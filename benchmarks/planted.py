@@ -10,7 +10,6 @@ names it.
 
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -23,17 +22,17 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Say, command, parser, plain, print_table, run
-from benchmarks.machine import machine_facts, measure_load
+from benchmarks.common import Say, benchmark, machine_facts, measure_load, print_table, run
 from benchmarks.plants.causes import CAUSES, HEALTHY, NOT_RUN, Cause, Setup
 from benchmarks.plants.files import write_files
+from benchmarks.process import free_port, tunesmith
 from tunesmith.core.errors import InputError, TrainingError
+from tunesmith.runs.folder import RunFolder
 
 VARIANTS = ("strong", "mild", "together")
 _STEPS, _QUICK_STEPS = {"strong": 10, "mild": 30, "together": 10}, 4
 _ROUNDS = {"strong": 1, "mild": 2, "together": 1}
 _TIMEOUT_S = 600
-_LOG_LINES = 15
 _PLANTS = Path(__file__).resolve().parent / "plants"
 _FACTOR = 1.5
 _SECONDS = ("predicted_saving_s", "measured_saving_s", "step_s")
@@ -64,19 +63,18 @@ class Site:
             settings["reward"] = [{"source": f"{_PLANTS}/rewards.py:{name}"} for name in setup.rewards]
         recipe, environment = json.loads(self._filled(_nested(settings))), json.loads(self._filled(setup.environment))
         (place / "recipe.yaml").write_text(json.dumps(recipe), encoding="utf-8")  # every JSON text is YAML
-        environment["PLANTED_PORT"] = str(_free_port())
+        environment["PLANTED_PORT"] = str(free_port())
         with _beside(setup.programs, environment):
-            answer = _tunesmith(environment, "train", recipe["algorithm"], "--config", place / "recipe.yaml")
+            answer = tunesmith(
+                *("train", recipe["algorithm"], "--config", place / "recipe.yaml"),
+                environment=environment,
+                timeout_s=_TIMEOUT_S,
+            )
         return Path(answer["run_dir"])
 
     def _filled(self, value: object) -> str:
         """`value` as JSON, with the names of folders filled in."""
         return json.dumps(value).replace("{files}", str(self.folder / "files")).replace("{plants}", str(_PLANTS))
-
-
-def diagnosis(run_dir: Path) -> dict[str, Any]:
-    """What `tunesmith diagnose` says of a run."""
-    return _tunesmith({}, "diagnose", run_dir)
 
 
 def step_s(run_dir: Path) -> float:
@@ -120,9 +118,7 @@ class Results:
     def write(self) -> None:
         """Write the file, all of it or nothing."""
         if self.file is not None:
-            aside = self.file.with_name(f".{self.file.name}-new")
-            aside.write_text(json.dumps(plain(self.facts()), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-            aside.replace(self.file)
+            RunFolder(self.file.parent).write_json(self.file.name, self.facts())
 
 
 def measure(options: Namespace, say: Say) -> dict[str, object]:
@@ -178,7 +174,7 @@ def judged(site: Site, cause: Cause, variant: str) -> dict[str, Any]:
     around = cause.around(variant)
     planted = around.plus(cause.plant(variant))
     run_dir = site.train(planted, variant)
-    found = diagnosis(run_dir)
+    found = tunesmith("diagnose", run_dir)
     names = [one["name"] for one in found["causes"]]
     row: dict[str, Any] = {
         "named": names,
@@ -213,7 +209,7 @@ def healthy_row(site: Site, name: str) -> dict[str, Any]:
     """The causes that the diagnosis of a healthy run names, with their shares of the step."""
     load = measure_load().other_busy_cores
     run_dir = site.train(HEALTHY[name])
-    found = diagnosis(run_dir)
+    found = tunesmith("diagnose", run_dir)
     return {
         "run": name,
         "step_s": step_s(run_dir),
@@ -266,25 +262,6 @@ def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _tunesmith(environment: Mapping[str, str], *words: object) -> dict[str, Any]:
-    """The JSON object that a command prints."""
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "tunesmith", *map(str, words), "--json"],
-            env={**os.environ, **environment},
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise TrainingError(f"`tunesmith {words[0]}` took longer than {_TIMEOUT_S} s") from error
-    if done.returncode:
-        last = "\n".join(done.stderr.splitlines()[-_LOG_LINES:])
-        raise TrainingError(f"`tunesmith {words[0]}` ended with exit code {done.returncode}; it wrote last:\n{last}")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 @contextmanager
 def _beside(programs: Sequence[str], environment: Mapping[str, str]) -> Iterator[None]:
     """The programs of `benchmarks.plants`, which run while the block does."""
@@ -296,12 +273,6 @@ def _beside(programs: Sequence[str], environment: Mapping[str, str]) -> Iterator
         for process in running:
             process.kill()
             process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def _said(row: Mapping[str, Any]) -> str:
@@ -332,12 +303,13 @@ def _show(facts: Mapping[str, Any]) -> None:
         print(f"{name}: {facts['summary'].get(name, '')} {'passed' if passed else 'NOT PASSED'}")
 
 
-def main(words: Sequence[str]) -> int:
-    """Measure what the flags `words` ask for; returns the exit code."""
-    named = {"action": "append", "metavar": "NAME", "help": "one cause, or healthy; repeatable. All if left out"}
-    variant = {"action": "append", "choices": VARIANTS, "help": "one variant; repeatable. All if left out"}
-    flags = parser("planted", __doc__, "quick", "out", "json", "quiet", cause=named, variant=variant)
-    return command(flags, words, measure, _show)
+main = benchmark(
+    measure,
+    _show,
+    "quick",
+    cause={"action": "append", "metavar": "NAME", "help": "one cause, or healthy; repeatable. All if left out"},
+    variant={"action": "append", "choices": VARIANTS, "help": "one variant; repeatable. All if left out"},
+)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.cases import preference_part, preference_ways
-from benchmarks.common import ROOT, Say, command, in_turns, parser, repeated, run
-from benchmarks.machine import machine_facts
+from benchmarks.common import ROOT, Say, benchmark, in_turns, machine_facts, repeated, run
 from tunesmith.core.system import keep_freed_memory
 from tunesmith.kernels.native import Kernels
 from tunesmith.kernels.preference.torch_impl import PreferenceBatch
@@ -96,19 +95,15 @@ def _line(one: Mapping[str, Any]) -> str:
     )
 
 
-def main(words: Sequence[str]) -> int:
-    """Exit code of the benchmark."""
-    flags = parser(
-        "preference",
-        __doc__,
-        *("json", "quiet"),
-        device={"default": "cuda" if torch.cuda.is_available() else "cpu"},
-        threads={"default": torch.get_num_threads(), "help": "threads"},
-        rounds={"default": None, "help": "by default 101 for a thousand pairs to 7 for a million"},
-        most={"type": int, "default": max(_ROUNDS), "help": "largest batch; a million pairs take 6 GB"},
-        out={"default": ROOT / "benchmarks" / "preference.json"},
-    )
-    return command(flags, words, measure, lambda facts: print("\n".join(map(_line, facts["measured"]))))
+main = benchmark(
+    measure,
+    lambda facts: print("\n".join(map(_line, facts["measured"]))),
+    device={"default": "cuda" if torch.cuda.is_available() else "cpu"},
+    threads={"default": torch.get_num_threads(), "help": "threads"},
+    rounds={"default": None, "help": "by default 101 for a thousand pairs to 7 for a million"},
+    most={"type": int, "default": max(_ROUNDS), "help": "largest batch; a million pairs take 6 GB"},
+    out={"default": ROOT / "benchmarks" / "preference.json"},
+)
 
 
 if __name__ == "__main__":

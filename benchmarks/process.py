@@ -1,11 +1,13 @@
-"""Contenders of a benchmark, each in a process of its own that works only when a method of it is called.
+"""Other processes: commands of Tunesmith, and contenders, each of which works only when a method of it is called.
 
-So memory is counted apart, no contender inherits another's allocator, threads or patched modules, and two of them can
-alternate. While one works the others block on a pipe.
+Contenders have processes of their own, so that memory is counted apart, none inherits another's allocator, threads or
+patched modules, and two of them can alternate. While one works the others block on a pipe.
 """
 
 import importlib
+import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +18,7 @@ from typing import Any
 
 from benchmarks.common import ROOT
 from tunesmith.core.errors import InputError, TrainingError
+from tunesmith.runs.environment import peak_rss_since_reset_gb, reset_peak_rss
 
 _LOG_LINES = 20
 _PROGRAM = "import sys; from benchmarks.process import main; main(*sys.argv[1:])"
@@ -26,6 +29,16 @@ class Failure:
     """Answer of a contender that refuses its input."""
 
     message: str
+
+
+class Contender:
+    """A contender whose memory can be measured."""
+
+    def peak(self) -> float:
+        """Peak of resident memory in GB since the last call."""
+        peak_gb = peak_rss_since_reset_gb()
+        reset_peak_rss()
+        return peak_gb
 
 
 class Server:
@@ -151,6 +164,38 @@ def main(target: str, descriptor: str) -> None:
             server.reply(getattr(contender, method)(*arguments, **options))
     except InputError as error:  # anything else ends the process, and its traceback is in the log
         server.reply(Failure(str(error)))
+
+
+def tunesmith(
+    *words: object, environment: Mapping[str, str] | None = None, timeout_s: float | None = None
+) -> dict[str, Any]:
+    """The JSON object that the command `tunesmith <words> --json` prints.
+
+    Raises:
+        TrainingError: it failed, or took longer than `timeout_s`.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "tunesmith", *map(str, words), "--json"],
+            env={**os.environ, **(environment or {})},
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise TrainingError(f"`tunesmith {words[0]}` took longer than {timeout_s:g} s") from error
+    if done.returncode:
+        last = "\n".join(done.stderr.splitlines()[-_LOG_LINES:])
+        raise TrainingError(f"`tunesmith {words[0]}` ended with exit code {done.returncode}; it wrote last:\n{last}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def _environment(num_threads: int) -> dict[str, str]:

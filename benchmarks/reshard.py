@@ -9,14 +9,23 @@ memory of a rank during the update, less that before the first step. Every proce
 
 import statistics
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks.common import Say, command, load_facts, load_warning, parser, print_table, run, seconds_of
-from benchmarks.machine import machine_facts, measure_load
+from benchmarks.common import (
+    Say,
+    benchmark,
+    load_facts,
+    load_warning,
+    machine_facts,
+    measure_load,
+    print_table,
+    run,
+    seconds_of,
+)
 from tunesmith.batch.rollout import SamplingParams
 from tunesmith.config.scale_sections import ScaleSection
 from tunesmith.distributed.group import TensorGroup
@@ -135,12 +144,13 @@ def show(facts: Mapping[str, Any]) -> None:
     print(load_warning(facts))
 
 
-def main(words: Sequence[str]) -> int:
-    """The command line."""
-    width = {"type": int, "default": 512, "metavar": "N", "help": "hidden size of the model"}
-    layers = {"type": int, "default": 8, "metavar": "N", "help": "its layers"}
-    flags = parser("reshard", __doc__, "rounds", "quick", "out", "json", "quiet", width=width, layers=layers)
-    return command(flags, words, measure, show)
+main = benchmark(
+    measure,
+    show,
+    *("rounds", "quick"),
+    width={"type": int, "default": 512, "metavar": "N", "help": "hidden size of the model"},
+    layers={"type": int, "default": 8, "metavar": "N", "help": "its layers"},
+)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ keeps its fastest of each attention; then all contenders draw in turns, and each
 machine alone meanwhile; with smollm2 on two cores it takes about an hour.
 """
 
-import os
 import statistics
 import tempfile
 from argparse import Namespace
@@ -20,21 +19,20 @@ import torch
 from benchmarks.common import (
     Say,
     Spread,
-    command,
+    benchmark,
+    head,
     in_turns,
     load_facts,
     load_warning,
     paired,
-    parser,
     print_table,
     run,
     spread_text,
 )
 from benchmarks.contenders import Engine, ModelSettings, Setting, Transformers
-from benchmarks.machine import machine_facts
 from benchmarks.process import Process
 from benchmarks.roofline import SHOWN_ROWS, Products, Rates, ideal_s, needed_rows
-from benchmarks.vllm_engine import VARIABLES, VLLMSettings
+from benchmarks.vllm_engine import VARIABLES, VLLMSettings, vllm_python
 from benchmarks.workloads import NAMES, Drawn, Workload, workload
 from tunesmith.batch.rollout import SamplingParams
 from tunesmith.config.sections import ModelSection
@@ -118,11 +116,7 @@ def measure(options: Namespace, say: Say) -> dict[str, object]:
                 say("  greedy: {sequences} sequences, {near_ties} near-ties, {different} different".format(**greedy))
             facts[work.name] = _measured(work, model, (against, vllm), greedy, options, say)
     return {
-        "bench": "rollout",
-        "model": options.model,
-        "quick": options.quick,
-        "backend": options.backend,
-        "machine": machine_facts(),
+        **head(options, "rollout", "model", "quick", "backend"),
         "workloads": facts,
         "logp_diff_max": max(figures["logp_diff_max"] for figures in facts.values()),  # type: ignore[type-var]
     }
@@ -185,14 +179,8 @@ def _start(contender: str, model: ModelSettings) -> Process:
 
 
 def _start_vllm(stack: ExitStack, loaded: LoadedModel, model: ModelSettings, say: Say) -> Entry:
-    """vLLM in a process of the Python that has it, closed with `stack`.
-
-    Raises:
-        InputError: none is named.
-    """
-    python = os.environ.get("TUNESMITH_VLLM_PYTHON")
-    if not python:
-        raise InputError("TUNESMITH_VLLM_PYTHON is not set; name a Python that has vLLM, see docs/engines.md")
+    """vLLM in a process of the Python that has it, closed with `stack`. Raises InputError if none is named."""
+    python = vllm_python()
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "model"
     save_final(loaded.model, loaded.tokenizer, folder, ModelCard(model.name, "none"))
     dtype = str(loaded.model.dtype).removeprefix("torch.")
@@ -354,20 +342,17 @@ def show(facts: Mapping[str, Any]) -> None:
     print(f"\nlargest difference to the trainer's log-probs: {facts['logp_diff_max']:g} nats")
 
 
-def main(words: Sequence[str]) -> int:
-    """Exit code of the benchmark."""
-    flags = parser(
-        "rollout",
-        __doc__,
-        *("model", "dtype", "workload", "threads", "rounds", "seed", "quick", "out", "json", "quiet"),
-        against={"default": "transformers", "metavar": "A,B", "help": "of transformers, transformers-cb, vllm"},
-        workload={"help": "plain, seed, shared, or batch1 to batch256; repeatable. The first three if left out"},
-        batch_size={"type": int, "action": "append", "metavar": "N", "help": "rows to try of generate; repeatable"},
-        no_memory={"action": "store_true", "help": "leave out the peak of memory, which is one more draw of each"},
-        backend={"choices": ("native", "transformers"), "default": "native", "help": "engine of our side"},
-        slots={"type": int, "metavar": "N", "help": "sequences that our engine decodes at a time"},
-    )
-    return command(flags, words, measure, show)
+main = benchmark(
+    measure,
+    show,
+    *("model", "dtype", "workload", "threads", "rounds", "seed", "quick"),
+    against={"default": "transformers", "metavar": "A,B", "help": "of transformers, transformers-cb, vllm"},
+    workload={"help": "plain, seed, shared, or batch1 to batch256; repeatable. The first three if left out"},
+    batch_size={"type": int, "action": "append", "metavar": "N", "help": "rows to try of generate; repeatable"},
+    no_memory={"action": "store_true", "help": "leave out the peak of memory, which is one more draw of each"},
+    backend={"choices": ("native", "transformers"), "default": "native", "help": "engine of our side"},
+    slots={"type": int, "metavar": "N", "help": "sequences that our engine decodes at a time"},
+)
 
 
 if __name__ == "__main__":

@@ -30,18 +30,17 @@ from typing import Any
 from benchmarks.common import (
     Say,
     Spread,
-    command,
+    benchmark,
     in_turns,
     load_facts,
     load_warning,
+    machine_facts,
     paired,
-    parser,
     print_table,
     run,
     seconds_of,
     spread_text,
 )
-from benchmarks.machine import machine_facts
 from benchmarks.plan import trained
 from tunesmith import train
 from tunesmith.batch.rollout import SamplingParams
@@ -290,16 +289,19 @@ def show(facts: Mapping[str, Any]) -> None:
     print(*{load_warning(facts[name]) for name in measured}, sep="")
 
 
-def main(words: Sequence[str]) -> int:
-    """The command line."""
-    uneven = {"default": "scratch", "metavar": "ID", "help": "model of the uneven work; its completions end by chance"}
-    part = {"action": "append", "choices": PARTS, "help": "one part; repeatable. All but staleness if left out"}
-    step_model = {"default": "scratch", "metavar": "ID", "help": "model of `step` and `critic`"}
-    steps = {"type": int, "default": 12, "metavar": "N", "help": "steps of each run of `staleness`"}
-    shared = ("model", "rounds", "quick", "out", "json", "quiet")
-    own = {"part": part, "uneven_model": uneven, "step_model": step_model, "steps": steps}
-    flags = parser("scale", __doc__, *shared, **own)
-    return command(flags, words, measure, show)
+main = benchmark(
+    measure,
+    show,
+    *("model", "rounds", "quick"),
+    part={"action": "append", "choices": PARTS, "help": "one part; repeatable. All but staleness if left out"},
+    uneven_model={
+        "default": "scratch",
+        "metavar": "ID",
+        "help": "model of the uneven work; its completions end by chance",
+    },
+    step_model={"default": "scratch", "metavar": "ID", "help": "model of `step` and `critic`"},
+    steps={"type": int, "default": 12, "metavar": "N", "help": "steps of each run of `staleness`"},
+)
 
 
 if __name__ == "__main__":

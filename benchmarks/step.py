@@ -8,7 +8,6 @@ Leave the machine alone meanwhile; with smollm2 on two cores it takes about a qu
 emulated, TRL's default precision alone takes ten minutes: `--no-memory` leaves it out.
 """
 
-import statistics
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,8 +15,7 @@ from typing import cast
 
 import torch
 
-from benchmarks.common import Say, command, load_facts, paired, parser, run
-from benchmarks.machine import machine_facts
+from benchmarks.common import Say, benchmark, head, load_facts, run
 from benchmarks.process import Process
 from benchmarks.trl import (
     LEARNING_RATE,
@@ -30,8 +28,8 @@ from benchmarks.trl import (
     fastest,
     load_trl,
     our_task,
+    pair_facts,
     show_pair,
-    stage_medians,
 )
 from tunesmith.config.schema import GRPORecipe
 from tunesmith.core.errors import TrainingError
@@ -125,16 +123,12 @@ def measure(options: Namespace, say: Say) -> dict[str, object]:
     with exported(options.model) as folder:
         measured = _measured(ours, ours.trl(str(folder)), options, say)
     return {
-        "bench": "step",
-        "model": options.model,
-        "against": options.against,
-        "quick": options.quick,
+        **head(options, "step", "model", "against", "quick", packages=("torch", "transformers", "trl", "numpy")),
         "prompts": len(PROMPTS),
         "completions_per_prompt": ours.num_completions,
         "new_tokens": ours.num_tokens,
         "beta": section.kl.coef,
         "micro_batch_size": section.micro_batch_size,
-        "machine": machine_facts(("torch", "transformers", "trl", "numpy")),
         **measured,
     }
 
@@ -144,25 +138,15 @@ def _measured(ours: OurStep, first: TRLSettings, options: Namespace, say: Say) -
     default = None if options.no_memory else replace(setting, dtype="float32", autocasts=True)
     warm, done, loads = alternate(ours, setting, default, _warm, options, say)
     check_same_work([*done["ours"], *done["trl"]])
-    seconds = {name: [one.seconds for one in taken] for name, taken in done.items()}
     peaks_gb = {name: max(one.peak_gb for one in taken) for name, taken in done.items()}
-    facts: dict[str, object] = {
-        **paired(seconds["trl"], seconds["ours"]).facts("ratio"),
-        "step_s": statistics.median(seconds["ours"]),
+    facts, trl = pair_facts(done, setting, calibration, "step_s", "time/")
+    facts |= {
         "peak_rss_gb": peaks_gb["ours"],
-        "stages": stage_medians(done["ours"], "time/"),
         "tokens_per_step": done["ours"][0].num_tokens,
         "rounds": options.rounds,
         "load": load_facts(loads),
     }
-    trl: dict[str, object] = {
-        "step_s": statistics.median(seconds["trl"]),
-        "peak_rss_gb": peaks_gb["trl"],
-        "dtype": setting.dtype,
-        "attention": setting.attention,
-        "micro_batch_size": setting.micro_batch_size,
-        "calibration_s": calibration,
-    }
+    trl["peak_rss_gb"] = peaks_gb["trl"]
     if warm["default"]:
         last = warm["default"][-1]
         trl["default_precision"] = {"step_s": last.seconds, "peak_rss_gb": last.peak_gb}
@@ -185,19 +169,14 @@ def _warm(process: Process) -> list[Taken]:
     return [process.call("take") for _ in range(2)]
 
 
-def main(words: Sequence[str]) -> int:
-    """Exit code of the benchmark."""
-    flags = parser(
-        "step",
-        __doc__,
-        *("model", "dtype", "micro_batch_size", "threads", "rounds", "seed", "quick", "out", "json", "quiet"),
-        against={"choices": ("trl",), "default": "trl", "help": "whose step"},
-        backend={"choices": ("native", "transformers"), "help": "engine of our side; the recipe's default if left out"},
-        no_memory={"action": "store_true", "help": "leave out TRL's memory in its default precision: two more steps"},
-    )
-    return command(
-        flags, words, measure, lambda facts: show_pair("step", facts, "step_s", "peak_rss_gb", "peak_rss_ratio")
-    )
+main = benchmark(
+    measure,
+    lambda facts: show_pair("step", facts, "step_s", "peak_rss_gb", "peak_rss_ratio"),
+    *("model", "dtype", "micro_batch_size", "threads", "rounds", "seed", "quick"),
+    against={"choices": ("trl",), "default": "trl", "help": "whose step"},
+    backend={"choices": ("native", "transformers"), "help": "engine of our side; the recipe's default if left out"},
+    no_memory={"action": "store_true", "help": "leave out TRL's memory in its default precision: two more steps"},
+)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,7 @@ import psutil
 import torch
 from transformers import TrainerCallback
 
-from benchmarks.common import Say, in_turns, load_warning, spread_text
-from benchmarks.machine import Load
+from benchmarks.common import Load, Say, in_turns, load_warning, paired, spread_text
 from benchmarks.process import Process, Server
 from tunesmith.config.schema import GRPORecipe
 from tunesmith.config.sections import ModelSection
@@ -306,7 +305,27 @@ def round_line(done: Mapping[str, list[Taken]]) -> str:
     return f"{done['ours'][-1].seconds:.2f} s against {done['trl'][-1].seconds:.2f} s"
 
 
-def stage_medians(taken: Sequence[Taken], prefix: str) -> dict[str, float]:
+def pair_facts(
+    done: Mapping[str, Sequence[Taken]], setting: TRLSettings, calibration: Mapping[str, float], name: str, prefix: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(ratio, our median seconds as `name`, and our stages; TRL's seconds, setting and calibration), for JSON."""
+    seconds = {side: [one.seconds for one in taken] for side, taken in done.items()}
+    ours = {
+        **paired(seconds["trl"], seconds["ours"]).facts("ratio"),
+        name: statistics.median(seconds["ours"]),
+        "stages": _stage_medians(done["ours"], prefix),
+    }
+    trl = {
+        name: statistics.median(seconds["trl"]),
+        "dtype": setting.dtype,
+        "attention": setting.attention,
+        "micro_batch_size": setting.micro_batch_size,
+        "calibration_s": calibration,
+    }
+    return ours, trl
+
+
+def _stage_medians(taken: Sequence[Taken], prefix: str) -> dict[str, float]:
     """Median seconds of each stage whose name in the metrics begins with `prefix`."""
     names = sorted({name for one in taken for name in one.stages_s if name.startswith(prefix)})
     return {

@@ -23,8 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import ROOT, Say, command, parser, print_table, run
-from benchmarks.machine import git, machine_facts
+from benchmarks.common import ROOT, Say, benchmark, git, machine_facts, print_table, run
 from benchmarks.trl_plugin import read_log, started, write_log
 from tunesmith.core.errors import InputError, TrainingError
 from tunesmith.runs.environment import package_version, usable_cores
@@ -186,21 +185,18 @@ def show(facts: Mapping[str, Any]) -> None:
             print(f"lost: {suite} {test}")
 
 
-def main(words: Sequence[str]) -> int:
-    """Exit code of the benchmark."""
-    flags = parser(
-        "trl_suite",
-        __doc__,
-        *("threads", "quick", "out", "json", "quiet"),
-        source={"type": Path, "metavar": "FOLDER", "help": "a checkout of TRL"},
-        suite={"action": "append", "metavar": "S", "help": f"one of {', '.join(SUITES)}; repeatable. All if left out"},
-        ours={"default": OURS, "metavar": "MODULE", "help": "whose trainers take the place of TRL's"},
-        work={"type": Path, "metavar": "FOLDER", "help": "keeps stand-ins and outcomes for another start"},
-        minutes={"type": float, "default": math.inf, "metavar": "N", "help": "no test begins after so many minutes"},
-        limit_s={"type": int, "default": 300, "metavar": "N", "help": "seconds for one test"},
-        threads={"default": usable_cores()},
-    )
-    return command(flags, words, measure, show)
+main = benchmark(
+    measure,
+    show,
+    *("threads", "quick"),
+    source={"type": Path, "metavar": "FOLDER", "help": "a checkout of TRL"},
+    suite={"action": "append", "metavar": "S", "help": f"one of {', '.join(SUITES)}; repeatable. All if left out"},
+    ours={"default": OURS, "metavar": "MODULE", "help": "whose trainers take the place of TRL's"},
+    work={"type": Path, "metavar": "FOLDER", "help": "keeps stand-ins and outcomes for another start"},
+    minutes={"type": float, "default": math.inf, "metavar": "N", "help": "no test begins after so many minutes"},
+    limit_s={"type": int, "default": 300, "metavar": "N", "help": "seconds for one test"},
+    threads={"default": usable_cores()},
+)
 
 
 if __name__ == "__main__":

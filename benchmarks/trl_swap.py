@@ -21,8 +21,17 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import Say, command, in_turns, load_facts, load_warning, paired, parser, run, spread_text
-from benchmarks.machine import machine_facts
+from benchmarks.common import (
+    Say,
+    benchmark,
+    head,
+    in_turns,
+    load_facts,
+    load_warning,
+    paired,
+    run,
+    spread_text,
+)
 from benchmarks.process import Process
 from benchmarks.step import check_same_work
 from benchmarks.trl import MANY_STEPS, TRL, Memory, Taken, exported, load_trl, round_line, step_callback
@@ -157,11 +166,9 @@ def measure(options: Namespace, say: Say) -> dict[str, object]:
                 script = replace(script, arguments=drawn)
             steps[name] = {precision: _ratio(script, precision, options, say) for precision in precisions}
     return {
-        "bench": "trl_swap",
-        "model": options.model,
-        "quick": options.quick,
-        "rounds": options.rounds,
-        "machine": machine_facts(("torch", "transformers", "trl", "accelerate")),
+        **head(
+            options, "trl_swap", "model", "quick", "rounds", packages=("torch", "transformers", "trl", "accelerate")
+        ),
         "steps": steps,
         "first_losses": losses,
         "curves": _curves(options, say) if options.curves else None,
@@ -272,19 +279,16 @@ def show(facts: Mapping[str, Any]) -> None:
         print(f"{name}: learning curves {'agree' if row['agree'] else 'DIFFER'} within noise over {len(_SEEDS)} seeds")
 
 
-def main(words: Sequence[str]) -> int:
-    """Exit code of the benchmark."""
-    flags = parser(
-        "trl_swap",
-        __doc__,
-        *("model", "threads", "rounds", "quick", "out", "json", "quiet"),
-        threads={"default": usable_cores()},
-        algorithm={"action": "append", "metavar": "A", "help": f"one of {', '.join(SCRIPTS)}; repeatable"},
-        precision={"action": "append", "choices": list(PRECISIONS), "help": "of the steps; both if left out"},
-        ours={"default": OURS, "metavar": "MODULE", "help": "whose trainers are compared with TRL's"},
-        curves={"action": "store_true", "help": "learning curves as well"},
-    )
-    return command(flags, words, measure, show)
+main = benchmark(
+    measure,
+    show,
+    *("model", "threads", "rounds", "quick"),
+    threads={"default": usable_cores()},
+    algorithm={"action": "append", "metavar": "A", "help": f"one of {', '.join(SCRIPTS)}; repeatable"},
+    precision={"action": "append", "choices": list(PRECISIONS), "help": "of the steps; both if left out"},
+    ours={"default": OURS, "metavar": "MODULE", "help": "whose trainers are compared with TRL's"},
+    curves={"action": "store_true", "help": "learning curves as well"},
+)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,7 @@ from typing import Any, cast
 
 import torch
 
-from benchmarks.common import Say, command, load_facts, paired, parser, run
-from benchmarks.machine import machine_facts
+from benchmarks.common import Say, benchmark, head, load_facts, run
 from benchmarks.process import Process
 from benchmarks.trl import (
     LEARNING_RATE,
@@ -32,8 +31,8 @@ from benchmarks.trl import (
     fastest,
     load_trl,
     our_task,
+    pair_facts,
     show_pair,
-    stage_medians,
     token_sum,
 )
 from tunesmith.algorithms.advantages import group_relative
@@ -248,12 +247,8 @@ def measure(options: Namespace, say: Say) -> dict[str, object]:
                 **_measured(ours, trl_settings(batch, str(folder), num_threads, dtype), options, say),
             }
     return {
-        "bench": "update",
-        "model": options.model,
-        "against": options.against,
-        "quick": options.quick,
+        **head(options, "update", "model", "against", "quick", packages=("torch", "transformers", "trl", "numpy")),
         "workloads": workloads,
-        "machine": machine_facts(("torch", "transformers", "trl", "numpy")),
     }
 
 
@@ -268,30 +263,24 @@ def _measured(ours: OurUpdate, first: TRLSettings, options: Namespace, say: Say)
     _check_same_gradient(warm["ours"][0].grad_norm, warm["trl"][0].grad_norm)
     memory_gb = {name: max(one.memory_gb for one in taken) for name, taken in warm.items()}
     default_gb = max(one.memory_gb for one in default)
-    seconds = {name: [one.seconds for one in taken] for name, taken in done.items()}
+    facts, trl = pair_facts(done, setting, calibration, "update_s", "time/update/")
+    trl |= {
+        "memory_gb": memory_gb["trl"],
+        "grad_norm": done["trl"][0].grad_norm,
+        "default_precision": {
+            "update_s": statistics.median(one.seconds for one in default),
+            "memory_gb": default_gb,
+            "micro_batch_size": equal,
+        },
+    }
     return {
-        **paired(seconds["trl"], seconds["ours"]).facts("ratio"),
+        **facts,
         "memory_ratio": memory_gb["ours"] / default_gb,
         "memory_ratio_as_timed": memory_gb["ours"] / memory_gb["trl"],
-        "update_s": statistics.median(seconds["ours"]),
         "memory_gb": memory_gb["ours"],
-        "stages": stage_medians(done["ours"], "time/update/"),
         "tokens": ours.batch.num_tokens,
         "grad_norm": done["ours"][0].grad_norm,
-        "trl": {
-            "update_s": statistics.median(seconds["trl"]),
-            "memory_gb": memory_gb["trl"],
-            "grad_norm": done["trl"][0].grad_norm,
-            "dtype": setting.dtype,
-            "attention": setting.attention,
-            "micro_batch_size": setting.micro_batch_size,
-            "calibration_s": calibration,
-            "default_precision": {
-                "update_s": statistics.median(one.seconds for one in default),
-                "memory_gb": default_gb,
-                "micro_batch_size": equal,
-            },
-        },
+        "trl": trl,
         "rounds": options.rounds,
         "load": load_facts(loads),
     }
@@ -321,16 +310,13 @@ def show(facts: Mapping[str, Any]) -> None:
         show_pair(name, figures, "update_s", "memory_gb", "memory_ratio")
 
 
-def main(words: Sequence[str]) -> int:
-    """Exit code of the benchmark."""
-    flags = parser(
-        "update",
-        __doc__,
-        *("model", "workload", "micro_batch_size", "threads", "rounds", "seed", "quick", "out", "json", "quiet"),
-        against={"choices": ("trl",), "default": "trl", "help": "whose update"},
-        workload={"help": "ragged or shared; repeatable. All if left out"},
-    )
-    return command(flags, words, measure, show)
+main = benchmark(
+    measure,
+    show,
+    *("model", "workload", "micro_batch_size", "threads", "rounds", "seed", "quick"),
+    against={"choices": ("trl",), "default": "trl", "help": "whose update"},
+    workload={"help": "ragged or shared; repeatable. All if left out"},
+)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ processes at step 7, while a thread starts it again. Prints one JSON object.
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,7 +21,9 @@ from pathlib import Path
 import psutil
 
 import tunesmith
-from benchmarks.machine import machine_facts
+from benchmarks.common import machine_facts
+from benchmarks.process import free_port
+from benchmarks.vllm_engine import vllm_python
 from tunesmith.config.schema import GRPORecipe
 from tunesmith.config.sections import ModelSection
 from tunesmith.core.errors import InputError
@@ -48,14 +49,12 @@ class VLLMServer:
     """A vLLM server of the float32 model in `folder`, on a free port, in processes of its own."""
 
     def __init__(self, python: str, folder: Path, log: Path, *, max_model_len: int = 256) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
         self._log = log
         self._command = [
             *(python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--dtype", "float32"),
-            *("--host", "127.0.0.1", "--port", str(self.port), "--enforce-eager"),
+            *("--host", "127.0.0.1", "--port", str(port), "--enforce-eager"),
             *("--max-model-len", str(max_model_len), "--logprobs-mode", "processed_logprobs"),
             *("--worker-extension-cls", "tunesmith.rollout.remote.worker.WeightLoader"),
         ]
@@ -144,9 +143,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args(words)
-    python = os.environ.get("TUNESMITH_VLLM_PYTHON")
-    if not python:
-        raise InputError("TUNESMITH_VLLM_PYTHON is not set; name a Python that has vLLM, see docs/engines.md")
+    python = vllm_python()
     load = psutil.getloadavg()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

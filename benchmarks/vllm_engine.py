@@ -2,13 +2,15 @@
 packages.
 """
 
+import os
 import time
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from benchmarks.process import Contender
 from benchmarks.workloads import Drawn, Workload, checked
-from tunesmith.runs.environment import peak_rss_since_reset_gb, reset_peak_rss
+from tunesmith.core.errors import InputError
 
 VARIABLES = MappingProxyType(
     {
@@ -32,7 +34,15 @@ class VLLMSettings:
     max_tokens: int
 
 
-class VLLM:
+def vllm_python() -> str:
+    """The Python that has vLLM, from the environment. Raises InputError if none is named."""
+    python = os.environ.get("TUNESMITH_VLLM_PYTHON")
+    if not python:
+        raise InputError("TUNESMITH_VLLM_PYTHON is not set; name a Python that has vLLM, see docs/engines.md")
+    return python
+
+
+class VLLM(Contender):
     """vLLM's own engine, which compiles the model, with prefix caching.
 
     The cache of prefixes is emptied before each draw: in training the weights are new.
@@ -70,9 +80,3 @@ class VLLM:
         outputs = self._llm.generate(prompts, sampling, use_tqdm=False)
         seconds = time.perf_counter() - start_s
         return checked(work, seconds, [item.token_ids for output in outputs for item in output.outputs], False)
-
-    def peak(self) -> float:
-        """Peak of resident memory in GB since the last call."""
-        peak_gb = peak_rss_since_reset_gb()
-        reset_peak_rss()
-        return peak_gb
