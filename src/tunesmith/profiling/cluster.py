@@ -105,22 +105,20 @@ def _facts(folder: Path) -> RankFacts:
         "torch": torch.__version__,
         "cpu": cpu_model(),
     }  # fmt: skip
-    clock_s, error_s, latency_us, rate = 0.0, 0.0, 0.0, 0.0
+    link = (0.0, 0.0, 0.0, 0.0)
     for other in range(1, dist.get_world_size()):
         if rank in (0, other):
-            measured = _link(other)
-            clock_s, error_s, latency_us, rate = measured if rank == other else (0.0, 0.0, 0.0, 0.0)
+            link = _link(other)
         dist.barrier()
     sees_folder, disk = _disk(folder)
     free_gb = shutil.disk_usage(folder).free / 1e9
-    host = socket.gethostname()
-    return RankFacts(
-        rank, host, versions, usable_cores(), clock_s, error_s, latency_us, rate, disk, free_gb, sees_folder
-    )
+    return RankFacts(rank, socket.gethostname(), versions, usable_cores(), *link, disk, free_gb, sees_folder)
 
 
 def _link(other: int) -> tuple[float, float, float, float]:
-    """Offset of the clock of `other` and its error in seconds, latency in microseconds, GB/s; called on both sides."""
+    """Offset of the clock of `other` and its error in seconds, latency in microseconds, GB/s; called on both sides, of
+    which rank 0 gets zeros.
+    """
     peer, is_other = (0, True) if dist.get_rank() == other else (other, False)
     stamp, block = torch.zeros(2, dtype=torch.float64), torch.zeros(_BLOCK_BYTES, dtype=torch.uint8)
     trips: list[tuple[float, float]] = []

@@ -13,7 +13,7 @@ from typing import cast
 from tunesmith.config.yaml_text import is_mapping
 from tunesmith.runs.listing import find_runs, is_run, number, read_object, read_recipe, read_rows
 
-_FILES = {"recipe": "recipe.yaml", "setup": "setup.json", "machine": "environment.json", "result": "result.json"}
+_FILES = {"recipe": "recipe.yaml", "setup": "setup.json"}
 
 _OF_SOME_STEPS = ("time/checkpoint_s", "time/evaluate_s", "time/log_s", "time/callback_s")
 _NOW_AND_THEN = (
@@ -37,7 +37,7 @@ class MissingError(LookupError):
 @dataclass(frozen=True, slots=True)
 class Facts:
     """Values by name. A metric has its own name (`time/rollout_s`); other names begin with their file
-    (`recipe.rollout.num_slots`, `setup.engine`, `machine.num_cores`).
+    (`recipe.rollout.num_slots`, `setup.engine`).
 
     A metric is its median over `num_steps` steps, the first left out; of work that only some steps have, the mean; of
     the growth of memory, the least of the second half: caches and pools grow at first, a leak never stops.
@@ -115,12 +115,9 @@ def read_facts(path: Path) -> Facts:
     rows = [row for row in read_rows(path / "metrics.jsonl") if (number(row.get("time/step_s")) or 0) > 0]
     has_ended = (path / "result.json").is_file()  # every run evaluates at its last step, whatever its settings
     counted = (rows[1:-1] if has_ended else rows[1:]) or rows
-    values: dict[str, object] = {**_nested("recipe", read_recipe(path))}
-    for prefix in ("setup", "machine", "result"):
-        file = "environment.json" if prefix == "machine" else _FILES[prefix]
-        values |= _nested(prefix, read_object(path / file))
+    settings = _nested("recipe", read_recipe(path)) | _nested("setup", read_object(path / _FILES["setup"]))
     last_step = int(number(rows[-1].get("step")) or 0) if rows else 0
-    return Facts(path, {**values, **_metrics(counted)}, len(counted), last_step)
+    return Facts(path, {**settings, **_metrics(counted)}, len(counted), last_step)
 
 
 def _metrics(rows: Sequence[Mapping[str, object]]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 Stack = tuple[str, ...]
 """Functions, outermost first."""
@@ -29,14 +30,8 @@ def counted(looks: Iterable[Sequence[str]]) -> Counter[Stack]:
 
 def _common_length(stacks: Sequence[Stack]) -> int:
     """Frames that all stacks share, but for the last one."""
-    if not stacks:
-        return 0
-    length = 0
-    for level in zip(*stacks, strict=False):
-        if len(set(level)) > 1:
-            break
-        length += 1
-    return max(0, min(length, min(map(len, stacks))) - 1)
+    shared = takewhile(lambda level: len(set(level)) == 1, zip(*stacks, strict=False))
+    return max(0, len(list(shared)) - 1)
 
 
 def collapsed(counts: Mapping[Stack, int]) -> str:

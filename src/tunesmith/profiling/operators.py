@@ -130,7 +130,11 @@ def _add_thread(
         if event["cat"] in (STAGE, STEP):
             stage = tables.stage(OTHER if event["cat"] == STEP else event["name"])
             stage.is_main = changes is None
-            _add_stage(event, stage, parent)
+            stage.calls += 1
+            stage.total_s += event["dur"] / 1e6
+            stage.self_s += event["dur"] / 1e6
+            if parent is not None:
+                parent.stage.self_s -= event["dur"] / 1e6
             enclosing.append(_Open(event["ts"] + event["dur"], stage))
             continue
         stage = parent.stage if parent else tables.stage(_stage_at(changes or (), event["ts"]))
@@ -138,17 +142,9 @@ def _add_thread(
             use = _add_operator(event, stage, enclosing, tables, covers=changes is None or parent is not None)
             enclosing.append(_Open(event["ts"] + event["dur"], stage, use))
         elif "Launch" in event["name"]:
-            users = [stage, parent.operator] if parent and parent.operator else [stage]
-            _add_launch(users, kernels.get(event["args"].get("correlation"), 0.0))
-
-
-def _add_stage(event: Event, stage: StageUse, parent: _Open | None) -> None:
-    seconds = event["dur"] / 1e6
-    stage.calls += 1
-    stage.total_s += seconds
-    stage.self_s += seconds
-    if parent is not None:
-        parent.stage.self_s -= seconds
+            for user in (stage, parent.operator) if parent and parent.operator else (stage,):
+                user.launches += 1
+                user.kernel_s += kernels.get(event["args"].get("correlation"), 0.0)
 
 
 def _add_operator(
@@ -166,12 +162,6 @@ def _add_operator(
         stage.dispatches += 1
         stage.operator_s += seconds if covers else 0.0
     return use
-
-
-def _add_launch(users: Sequence[StageUse | OperatorUse], kernel_s: float) -> None:
-    for use in users:
-        use.launches += 1
-        use.kernel_s += kernel_s
 
 
 def _stage_changes(events: Sequence[Event]) -> Iterator[tuple[float, str]]:

@@ -1,6 +1,5 @@
 """Facts about a process, from /proc and psutil: states, threads, connections, children. What is gone is left out."""
 
-import os
 import shlex
 import time
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ import psutil
 STOPPED, TRACED, DEVICE, ZOMBIE, GONE = "stopped", "held by a debugger", "waiting for a device", "a zombie", "gone"
 
 _STATES = {"R": "running", "S": "sleeping", "I": "sleeping", "D": DEVICE, "T": STOPPED, "t": TRACED, "Z": ZOMBIE}
-_START, _USER_TICKS, _SYSTEM_TICKS = 19, 11, 12  # fields of `stat`, counted from the state
+_START = 19  # field of `stat`, counted from the state
 _SAMPLE_S = 0.3
 
 
@@ -40,13 +39,13 @@ def state_of(pid: int, start: int) -> str:
 
 def threads_of(pid: int) -> list[Thread]:
     """The threads of a process, watched for 0.3 seconds."""
-    begin_s, before = time.monotonic(), _cpu_ticks(pid)
+    begin_s, before = time.monotonic(), _cpu_s(pid)
     time.sleep(_SAMPLE_S)
-    after, elapsed_s = _cpu_ticks(pid), time.monotonic() - begin_s
+    after, elapsed_s = _cpu_s(pid), time.monotonic() - begin_s
     found: list[Thread] = []
-    for tid, ticks in after.items():
+    for tid, cpu_s in after.items():
         if fields := _stat(f"/proc/{pid}/task/{tid}"):
-            cores = (ticks - before.get(tid, ticks)) / os.sysconf("SC_CLK_TCK") / elapsed_s
+            cores = (cpu_s - before.get(tid, cpu_s)) / elapsed_s
             found.append(Thread(tid, _STATES.get(fields[0], "running"), _wait_channel(pid, tid), cores))
     return found
 
@@ -96,14 +95,12 @@ def _stat(folder: str) -> list[str]:
         return []
 
 
-def _cpu_ticks(pid: int) -> dict[int, int]:
-    """Clock ticks that each thread has computed for."""
+def _cpu_s(pid: int) -> dict[int, float]:
+    """Seconds that each thread has computed for."""
     try:
-        tids = os.listdir(f"/proc/{pid}/task")
-    except OSError:
+        return {thread.id: thread.user_time + thread.system_time for thread in psutil.Process(pid).threads()}
+    except (psutil.Error, OSError):
         return {}
-    fields = {int(tid): _stat(f"/proc/{pid}/task/{tid}") for tid in tids}
-    return {tid: int(one[_USER_TICKS]) + int(one[_SYSTEM_TICKS]) for tid, one in fields.items() if one}
 
 
 def _wait_channel(pid: int, tid: int) -> str:

@@ -42,6 +42,7 @@ class Rule:
 _PEAKS = ("setup.dtype", "setup.best_dtype", "setup.peak_flop_per_s.{setup.dtype}")
 _PASS = ("update/micro_batch_tokens", "setup.num_layers", "setup.num_parameters", *_PEAKS[::2])
 _SLOTS = ("recipe.rollout.num_slots", "setup.num_layers", "setup.num_parameters", *_PEAKS[::2])
+_LENGTHS = ("completions/mean_length", "completions/max_length")
 _LARGER = {"{section}.{size}": computing.micro_batch_size}
 _CORES = ("setup.num_threads", "setup.usable_cores", "cpu/run_delay_s", "cpu/process")
 _WORK = ("update/micro_batch_tokens", "setup.num_parameters", "setup.num_layers")
@@ -50,16 +51,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="engine_fallback",
         symptom="Completions are drawn by the fallback, `transformers.generate`.",
-        needs=(
-            *(
-                "setup.engine",
-                "setup.best_dtype",
-                "time/rollout_s",
-                "completions/mean_length",
-                "completions/max_length",
-            ),
-            *_SLOTS,
-        ),
+        needs=("setup.engine", "setup.best_dtype", "time/rollout_s", *_LENGTHS, *_SLOTS),
         evidence="engine {setup.engine}; time/rollout_s {time/rollout_s:.3g} s of {time/step_s:.3g} s",
         advice="draw with the native engine; if that is set already, take a model of a family that it supports",
         settings={"rollout.backend": "native"},
@@ -220,7 +212,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="long_tail",
         symptom="A few long completions are drawn while most slots are empty.",
-        needs=("rollout/tail_s", "completions/mean_length", "completions/max_length"),
+        needs=("rollout/tail_s", *_LENGTHS),
         evidence="{rollout/tail_s:.3g} s with fewer than a quarter of the slots in use (rollout/tail_s); lengths: mean "
         "{completions/mean_length:.0f}, longest {completions/max_length:.0f} tokens",
         advice="end completions earlier; this changes what is learnt from the longest ones",
@@ -323,7 +315,7 @@ RULES: tuple[Rule, ...] = (
         needs=("gpu/kernel_s",),
         evidence="kernels take {gpu/kernel_s:.3g} s (gpu/kernel_s) of {time/step_s:.3g} s",
         advice="compute more rows in a pass",
-        settings={"{section}.{size}": computing.micro_batch_size},
+        settings=_LARGER,
         saving=waiting.gpu_launches,
         scope="gpu",
         least=0.1,

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType
 
 from tunesmith.core.errors import NativeUnavailableError
 from tunesmith.core.trace import Watcher
@@ -81,9 +81,11 @@ class Sampler(Watcher):
                 self._count()
 
     def _look(self) -> None:
-        frame = sys._current_frames().get(self._main)
-        codes = tuple(frame.f_code for frame in _frames(frame))
-        self.samples.looks.append((time.time_ns(), self._index.setdefault(codes, len(self._index))))
+        frame, codes = sys._current_frames().get(self._main), list[CodeType]()
+        while frame is not None:
+            codes.append(frame.f_code)
+            frame = frame.f_back
+        self.samples.looks.append((time.time_ns(), self._index.setdefault(tuple(codes), len(self._index))))
 
     def _count(self) -> None:
         self.gauge("resident memory (GB)", rss_gb())
@@ -107,12 +109,6 @@ def _open_gil() -> GILSampler | None:
         return GILSampler() if has_lock() else None
     except NativeUnavailableError:
         return None
-
-
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _name(code: CodeType) -> str:

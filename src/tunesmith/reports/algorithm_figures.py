@@ -37,13 +37,8 @@ def frontier_chart(facts: Facts) -> Chart:
         + " ".join(f"{row['title']} ends at {_ends(row)}." for row in facts["algorithms"].values()),
         figure={
             "data": traces,
-            "layout": layout(
-                x="KL to the base model, nats per completion",
-                y="score",
+            "layout": _layout(
                 shapes=[{**mark, "x0": kl, "x1": kl} for kl in facts["targets"]],
-                showlegend=True,
-                hovermode="closest",
-                margin={"t": 34},
                 xaxis={"showgrid": True, "rangemode": "tozero"},
             ),
         },
@@ -51,6 +46,12 @@ def frontier_chart(facts: Facts) -> Chart:
         rows=tuple(rows),
         height=380,
     )
+
+
+def _layout(**changes: Any) -> dict[str, Any]:
+    """The layout of both figures."""
+    x = "KL to the base model, nats per completion"
+    return layout(x=x, y="score", showlegend=True, hovermode="closest", margin={"t": 34}, **changes)
 
 
 def _ends(algorithm: Facts) -> str:
@@ -84,17 +85,7 @@ def equal_kl_chart(facts: Facts) -> Chart:
             f"{row['title']} " + ", ".join(f"{interval_text(at)} at {at['kl']:g} nats" for at in row["at"])
             for row in algorithms
         ),
-        figure={
-            "data": traces,
-            "layout": layout(
-                x="KL to the base model, nats per completion",
-                y="score",
-                showlegend=True,
-                hovermode="closest",
-                margin={"t": 34},
-                xaxis={"tickvals": list(targets)},
-            ),
-        },
+        figure={"data": traces, "layout": _layout(xaxis={"tickvals": list(targets)})},
         columns=("algorithm", *(f"{kl:g} nats" for kl in targets)),
         rows=tuple((row["title"], *(interval_text(at) for at in row["at"])) for row in algorithms),
         height=320,

@@ -56,12 +56,12 @@ def numeric_keys(rows: Sequence[Facts]) -> list[str]:
     return list(dict.fromkeys(key for row in rows for key in row if key != "step" and number(row[key]) is not None))
 
 
-def downsample(line: Series, limit: int = MAX_POINTS) -> Series:
-    """At most `limit` points: the first, the last, and the lowest and highest of each bucket, so no spike is lost."""
+def downsample(line: Series) -> Series:
+    """At most `MAX_POINTS` points: first, last, and the lowest and highest of each bucket, so no spike is lost."""
     count = len(line.values)
-    if count <= limit:
+    if count <= MAX_POINTS:
         return line
-    size, kept = -(-2 * count // (limit - 2)), {0, count - 1}
+    size, kept = -(-2 * count // (MAX_POINTS - 2)), {0, count - 1}
     for start in range(0, count, size):
         bucket = enumerate(line.values[start : start + size], start)
         finite = [(value, place) for place, value in bucket if value is not None]
