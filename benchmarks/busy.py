@@ -15,25 +15,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
-
-from benchmarks.common import (
-    Say,
-    benchmark,
-    head,
-    in_turns,
-    load_facts,
-    load_warning,
-    paired,
-    print_table,
-    run,
-)
+from benchmarks.common import Say, benchmark, head, in_turns, load_warning, paired, print_table, run
 from benchmarks.plants.spin import __file__ as SPIN
 from benchmarks.process import Process
 from benchmarks.step import PROMPTS, OurStep
 from benchmarks.trl import Taken, exported
 from tunesmith.core.system import SPIN_COUNT
-from tunesmith.runs.environment import usable_cores
 
 _STAGES = {"rollout": "time/rollout_s", "update": "time/update_s"}
 _DEFAULT_OF_OPENMP = "300000"
@@ -46,9 +33,7 @@ def measure(options: Namespace, say: Say) -> dict[str, object]:
     Raises:
         InputError: for an unknown model, or if TRL is not installed; before anything is measured.
     """
-    num_threads = options.threads or usable_cores()
-    torch.set_num_threads(num_threads)
-    ours = OurStep(options.model, *((4, 8) if options.quick else (8, 64)), num_threads, options.seed)
+    ours = OurStep(options.model, *((4, 8) if options.quick else (8, 64)), options.threads, options.seed)
     counts = {
         "ours": SPIN_COUNT,
         "before": _DEFAULT_OF_OPENMP,
@@ -58,7 +43,9 @@ def measure(options: Namespace, say: Say) -> dict[str, object]:
         folder = stack.enter_context(exported(options.model))
         processes = {
             **{
-                name: Process("benchmarks.trl:Ours", ours, num_threads=num_threads, variables={"GOMP_SPINCOUNT": count})
+                name: Process(
+                    "benchmarks.trl:Ours", ours, num_threads=options.threads, variables={"GOMP_SPINCOUNT": count}
+                )
                 for name, count in counts.items()
             },
             "trl": ours.trl(str(folder)).start(),
@@ -67,13 +54,13 @@ def measure(options: Namespace, say: Say) -> dict[str, object]:
             stack.enter_context(process)
             process.call("take")  # the first step compiles and touches memory for the first time
         sides = {name: lambda _, process=process: _both(process) for name, process in processes.items()}
-        done, loads = in_turns(sides, options.rounds, say, _line)
+        done, load = in_turns(sides, options.rounds, say, _line)
     return {
         **head(options, "busy", "model", "quick", "rounds", packages=("torch", "transformers", "trl", "numpy")),
         "prompts": len(PROMPTS),
         **_stage_facts(done),
         "sides": {name: _facts(taken) for name, taken in done.items()},
-        "load": load_facts(loads),
+        "load": load,
     }
 
 

@@ -46,7 +46,7 @@ _FLAGS: Mapping[str, Mapping[str, Any]] = {
     "model": {"default": "smollm2", "metavar": "ID", "help": "Hub id, folder, GGUF file, smollm2, tiny:<family>"},
     "workload": {"action": "append", "metavar": "W", "help": "one workload; repeatable. All if left out"},
     "micro_batch_size": {"type": int, "metavar": "N", "help": "of our side; the recipe's default if left out"},
-    "threads": {"type": int, "metavar": "N", "help": "threads of each process; all cores if left out"},
+    "threads": {"type": int, "default": usable_cores(), "metavar": "N", "help": "threads of each process"},
     "rounds": {"type": int, "default": 5, "metavar": "N", "help": "rounds in which every contender works once"},
     "dtype": {"choices": ("auto", "float32", "bfloat16"), "default": "auto", "help": "precision of all sides"},
     "seed": {"type": int, "default": 0, "metavar": "N", "help": "seed of the random numbers"},
@@ -69,7 +69,8 @@ def benchmark(
 
     `measure(options, say)` returns the figures; its module has the text for --help. `show(figures)` prints them. The
     flags are the shared ones `names`, those of `changed`, whose settings add to the shared ones, and those for the
-    output. With `writes` the figures go to the file `--out`. The exit code is 2 for bad input, 1 for other errors.
+    output; `threads` are set here. With `writes` the figures go to the file `--out`. The exit code is 2 for bad input,
+    1 for other errors.
     """
     made = argparse.ArgumentParser(
         prog=f"python -m {measure.__module__}",
@@ -84,9 +85,11 @@ def benchmark(
         made.add_argument(f"--{flag.replace('_', '-')}", **settings)
 
     def main(words: Sequence[str]) -> int:
+        num_threads = torch.get_num_threads()
         try:
             options = made.parse_args(words)
             _check(options, writes)
+            torch.set_num_threads(getattr(options, "threads", num_threads))
             with contextlib.redirect_stdout(sys.stderr):
                 facts = cast(dict[str, Any], finite(measure(options, _silent if options.quiet else _progress)))
             if writes and options.out:
@@ -101,6 +104,8 @@ def benchmark(
             return error.exit_code
         except SystemExit as exit_:  # argparse has printed help, or what is wrong with a flag
             return exit_.code if isinstance(exit_.code, int) else 0
+        finally:
+            torch.set_num_threads(num_threads)
 
     return main
 
@@ -193,8 +198,8 @@ def in_turns(
     line: Callable[[Mapping[str, list[Any]]], str] | None = None,
     *,
     measures_load: bool = True,
-) -> tuple[dict[str, list[Any]], list[Load]]:
-    """Answers of each side, and the load before each round, which takes a third of a second to measure.
+) -> tuple[dict[str, list[Any]], dict[str, object]]:
+    """Answers of each side, and facts on the load before each round, which takes a third of a second to measure.
 
     Every side works once in each round, called with the number of the round; who begins changes from round to round.
     `line` makes a line for `say` of the answers so far.
@@ -211,7 +216,7 @@ def in_turns(
             answers[name].append(sides[name](index))
         if line:
             say(f"  round {index + 1} of {num_rounds}: {line(answers)}")
-    return answers, loads
+    return answers, load_facts(loads) if loads else {}
 
 
 def load_facts(loads: Sequence[Load]) -> dict[str, object]:

@@ -20,7 +20,6 @@ from benchmarks.common import (
     benchmark,
     head,
     in_turns,
-    load_facts,
     load_warning,
     memory_facts,
     paired,
@@ -30,7 +29,6 @@ from benchmarks.common import (
     spread_text,
 )
 from tunesmith.core.errors import InputError, TrainingError
-from tunesmith.runs.environment import usable_cores
 
 CASES: Mapping[str, Callable[[cases.Setting], cases.Case]] = {
     "preference": cases.preference_case,
@@ -68,17 +66,11 @@ def measure(options: Namespace, say: Say) -> dict[str, object]:
             raise InputError(f"there is no operation {op!r}; give {', '.join(CASES)}")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise InputError("device is cuda and torch sees no CUDA device; give cpu")
-    num_threads = options.threads or usable_cores()
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        setting = cases.Setting(torch.device(options.device), options.seed, options.quick)
-        found = {op: _measured(CASES[op](setting), op, options, say) for op in names}
-    finally:
-        torch.set_num_threads(before)
+    setting = cases.Setting(torch.device(options.device), options.seed, options.quick)
+    found = {op: _measured(CASES[op](setting), op, options, say) for op in names}
     return {
         **head(options, "kernels", "device", "quick", packages=("torch", "numpy", "triton")),
-        "num_threads": num_threads,
+        "num_threads": options.threads,
         "kernels": found,
     }
 
@@ -95,7 +87,7 @@ def _measured(case: cases.Case, op: str, options: Namespace, say: Say) -> dict[s
     works: dict[str, Work] = {"ours": case.ours, "plain": case.plain, "copy": lambda: target.copy_(source)}
     least_s = _LEAST_S / 10 if options.quick else _LEAST_S
     sides = {name: repeated(work, device, least_s) for name, work in works.items()}
-    seconds, loads = in_turns(sides, options.rounds, say)
+    seconds, load = in_turns(sides, options.rounds, say)
     ratio, share = (paired(seconds[name], seconds["ours"]) for name in ("plain", "copy"))
     say(f"{op}: {ratio.median:.2f} times {case.against} ({ratio.least:.2f}-{ratio.most:.2f}), error {error:.1e}")
     return {
@@ -111,7 +103,7 @@ def _measured(case: cases.Case, op: str, options: Namespace, say: Say) -> dict[s
         "against": case.against,
         "picked": case.picked,
         "rounds": options.rounds,
-        "load": load_facts(loads),
+        "load": load,
     }
 
 

@@ -16,22 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks.common import (
-    Say,
-    benchmark,
-    head,
-    in_turns,
-    load_facts,
-    load_warning,
-    paired,
-    print_table,
-    run,
-)
+from benchmarks.common import Say, benchmark, head, in_turns, load_warning, paired, print_table, run
 from tunesmith.config.schema import RECIPES
 from tunesmith.profiling.meter import metering
-from tunesmith.runs.environment import usable_cores
 from tunesmith.runs.folder import read_jsonl
 from tunesmith.trainers import setup
 from tunesmith.trainers.api import Inputs, Metrics
@@ -110,7 +97,7 @@ def overhead(options: Namespace, folder: Path, num_tokens: int, say: Say) -> dic
         steps.block(2, measures=True)
         num_steps = 1 if options.quick else max(1, math.ceil(BLOCK_S / steps.block(2, measures=False)))
         say(f"blocks of {num_steps} steps")
-        seconds, loads = in_turns(
+        seconds, load = in_turns(
             {
                 "with": lambda _: steps.block(num_steps, measures=True),
                 "without": lambda _: steps.block(num_steps, measures=False),
@@ -125,7 +112,7 @@ def overhead(options: Namespace, folder: Path, num_tokens: int, say: Say) -> dic
         **spread.facts("ratio"),
         "step_s": min(seconds["without"]),
         "steps_per_block": num_steps,
-        "load": load_facts(loads),
+        "load": load,
     }
 
 
@@ -139,8 +126,6 @@ def coverage(algorithm: str, options: Namespace, folder: Path, num_tokens: int) 
 
 def measure(options: Namespace, say: Say) -> dict[str, object]:
     """All figures of the benchmark."""
-    options.threads = options.threads or usable_cores()
-    torch.set_num_threads(options.threads)
     num_tokens = 4 if options.quick else 16
     covered: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="tunesmith-overhead-") as folder:

@@ -37,7 +37,6 @@ def votes(num_pairs: int, dtype: torch.dtype, device: torch.device) -> Preferenc
 
 def measure(options: Namespace, say: Say) -> dict[str, object]:
     """Both functions at each batch size, dtype and size of a block, and with atomic additions where there are any."""
-    torch.set_num_threads(options.threads)
     device, kernels = torch.device(options.device), Kernels()
     found: list[dict[str, object]] = []
     for dtype, num_pairs in product((torch.float32, torch.bfloat16), (n for n in _ROUNDS if n <= options.most)):

@@ -14,15 +14,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.common import (
     Say,
     Spread,
     benchmark,
     head,
     in_turns,
-    load_facts,
     load_warning,
     paired,
     print_table,
@@ -40,7 +37,6 @@ from tunesmith.core.errors import InputError
 from tunesmith.models.export import ModelCard, save_final
 from tunesmith.models.load import load_policy
 from tunesmith.models.loaded import LoadedModel, context_length
-from tunesmith.runs.environment import usable_cores
 
 BASELINES = ("transformers", "transformers-cb", "vllm")
 OURS = "tunesmith"
@@ -103,9 +99,7 @@ def measure(options: Namespace, say: Say) -> dict[str, object]:
     loaded = load_policy(ModelSection(name=options.model, dtype=options.dtype))
     context = context_length(loaded.model)
     works = [workload(name, loaded.tokenizer, context, quick=options.quick) for name in options.workload or NAMES]
-    num_threads = options.threads or usable_cores()
-    torch.set_num_threads(num_threads)
-    model = ModelSettings(options.model, options.dtype, num_threads, options.backend, options.slots)
+    model = ModelSettings(options.model, options.dtype, options.threads, options.backend, options.slots)
     facts: dict[str, dict[str, object]] = {}
     with ExitStack() as stack:
         vllm = {"vllm": _start_vllm(stack, loaded, model, say)} if "vllm" in against else {}
@@ -221,7 +215,7 @@ def _measured(
 
         sides: dict[str, Callable[[int], Any]] = {label: one_round(entry) for label, entry in entries.items()}
         sides["products"] = lambda _: products.rates(needed_rows(work))
-        rounds, loads = in_turns(
+        rounds, load = in_turns(
             sides,
             options.rounds,
             say,
@@ -251,7 +245,7 @@ def _measured(
         "contenders": {label: {**_figures(work, rounds[label]), "peak_rss_gb": peaks_gb[label]} for label in others},
         "calibration_tokens_per_s": calibration,
         "rounds": options.rounds,
-        "load": load_facts(loads),
+        "load": load,
     }
 
 

@@ -15,7 +15,6 @@ Every process has one thread. Leave the machine alone meanwhile.
 """
 
 import contextlib
-import json
 import os
 import signal
 import statistics
@@ -25,14 +24,13 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from benchmarks.common import (
     Say,
     Spread,
     benchmark,
     in_turns,
-    load_facts,
     load_warning,
     machine_facts,
     paired,
@@ -49,6 +47,7 @@ from tunesmith.models.load import load_policy
 from tunesmith.models.loaded import LoadedModel
 from tunesmith.rollout.factory import open_engine
 from tunesmith.rollout.workers.engine import WorkerEngine, Workers
+from tunesmith.runs.folder import read_jsonl
 from tunesmith.schema.records import Prompt
 from tunesmith.trainers.setup import RunResult
 
@@ -111,21 +110,21 @@ def measure_rollout(options: Namespace, say: Say) -> dict[str, object]:
     def side(count: int) -> float:
         return seconds_of(lambda: engines[count].generate(prompts_of(num_prompts), _N, sampling))
 
-    answers, loads = in_turns({"1": lambda _: side(1), "2": lambda _: side(2)}, options.rounds, say, seconds_line)
+    answers, load = in_turns({"1": lambda _: side(1), "2": lambda _: side(2)}, options.rounds, say, seconds_line)
     ratio = paired(answers["1"], answers["2"])
-    return {"ratio_2": ratio.median, **ratio.facts("ratio"), "load": load_facts(loads)}
+    return {"ratio_2": ratio.median, **ratio.facts("ratio"), "load": load}
 
 
 def measure_steps(
     sides: Mapping[str, Mapping[str, object]], options: Namespace, say: Say
 ) -> tuple[dict[str, list[Any]], Any]:
-    """Metrics of the steps of PPO runs with the flags of each side, in alternation, without their first; and loads."""
+    """Metrics of the steps of PPO runs with the flags of each side, in turns, without their first; and the load."""
     sizes = {"steps": 3, "rollout.prompts-per-step": 8} if options.quick else {"steps": 6}
 
     def side(flags: Mapping[str, object], _: int) -> list[dict[str, float]]:
         with tempfile.TemporaryDirectory() as folder:
             path = trained(Path(folder), model=options.step_model, **sizes, **flags)
-            return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()[1:]]
+            return cast(list[dict[str, float]], read_jsonl(path / "metrics.jsonl")[1:])
 
     def line(answers: Mapping[str, list[list[dict[str, float]]]]) -> str:
         return ", ".join(f"{name}: {typical(runs[-1], 'time/step_s'):.2f} s" for name, runs in answers.items())
@@ -146,21 +145,21 @@ def ratio_of(answers: Mapping[str, list[Any]], name: str) -> Spread:
 
 def measure_step(options: Namespace, say: Say) -> dict[str, object]:
     """One rank and two."""
-    answers, loads = measure_steps({"1": {"scale.ranks": 1}, "2": {"scale.ranks": 2}}, options, say)
+    answers, load = measure_steps({"1": {"scale.ranks": 1}, "2": {"scale.ranks": 2}}, options, say)
     ratio = ratio_of(answers, "time/step_s")
-    return {"ratio_2": ratio.median, **ratio.facts("ratio"), "load": load_facts(loads)}
+    return {"ratio_2": ratio.median, **ratio.facts("ratio"), "load": load}
 
 
 def measure_critic(options: Namespace, say: Say) -> dict[str, object]:
     """A separate critic in the process of the policy, and in one of its own."""
     sides = {str(own): {"ppo.critic": "separate", "ppo.critic_process": own} for own in ("false", "true")}
-    answers, loads = measure_steps(sides, options, say)
+    answers, load = measure_steps(sides, options, say)
     step, update = ratio_of(answers, "time/step_s"), ratio_of(answers, "time/update_s")
     return {
         "step_ratio": step.median,
         **update.facts("update_ratio"),
         "update_ratio": update.median,
-        "load": load_facts(loads),
+        "load": load,
     }
 
 
@@ -188,7 +187,7 @@ def measure_uneven(options: Namespace, say: Say) -> dict[str, object]:
     def alone(index: int) -> float:
         return seconds_of(lambda: fast.generate(prompts, _N, sampling(index)))
 
-    answers, loads = in_turns({"alone": alone, "queue": queue, "static": static}, options.rounds, say, seconds_line)
+    answers, load = in_turns({"alone": alone, "queue": queue, "static": static}, options.rounds, say, seconds_line)
     ideal = [seconds / 1.5 for seconds in answers["alone"]]
     queue_share, static_share = paired(ideal, answers["queue"]), paired(ideal, answers["static"])
     return {
@@ -196,7 +195,7 @@ def measure_uneven(options: Namespace, say: Say) -> dict[str, object]:
         "static_share": static_share.median,
         **queue_share.facts("queue_share"),
         **static_share.facts("static_share"),
-        "load": load_facts(loads),
+        "load": load,
     }
 
 
@@ -227,7 +226,7 @@ def measure_staleness(options: Namespace, say: Say) -> dict[str, object]:
         )
 
     sides = {str(staleness): partial(side, staleness) for staleness in (0, 1, 4)}
-    answers, loads = in_turns(sides, options.rounds, say, line)
+    answers, load = in_turns(sides, options.rounds, say, line)
     first = [typical(run.metrics, "time/step_s") for run in answers["0"]]
     figures: dict[str, object] = {}
     for name, runs in answers.items():
@@ -236,7 +235,7 @@ def measure_staleness(options: Namespace, say: Say) -> dict[str, object]:
             "step_ratio": paired(first, [typical(run.metrics, "time/step_s") for run in runs]).median,
             **{key: statistics.median(typical(run.metrics, key) for run in runs) for key in TIMES[1:]},
         }
-    return {"steps": options.steps, "by_staleness": figures, "load": load_facts(loads)}
+    return {"steps": options.steps, "by_staleness": figures, "load": load}
 
 
 PARTS = {

@@ -13,9 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
-import torch
-
-from benchmarks.common import Say, benchmark, head, load_facts, run
+from benchmarks.common import Say, benchmark, head, run
 from benchmarks.process import Process
 from benchmarks.trl import (
     LEARNING_RATE,
@@ -34,7 +32,6 @@ from benchmarks.trl import (
 from tunesmith.config.schema import GRPORecipe
 from tunesmith.core.errors import TrainingError
 from tunesmith.models.load import compute_dtype
-from tunesmith.runs.environment import usable_cores
 from tunesmith.trainers.grpo import GRPO
 from tunesmith.trainers.rollouts import PolicyTask
 
@@ -114,11 +111,9 @@ def measure(options: Namespace, say: Say) -> dict[str, object]:
         TrainingError: if the two do not work on the same number of tokens.
     """
     load_trl()
-    num_threads = options.threads or usable_cores()
-    torch.set_num_threads(num_threads)
     size = (4, 8) if options.quick else (8, 64)
     settings = options.backend, options.micro_batch_size, options.dtype
-    ours = OurStep(options.model, *size, num_threads, options.seed, *settings)
+    ours = OurStep(options.model, *size, options.threads, options.seed, *settings)
     section = ours.recipe().grpo
     with exported(options.model) as folder:
         measured = _measured(ours, ours.trl(str(folder)), options, say)
@@ -136,7 +131,7 @@ def measure(options: Namespace, say: Say) -> dict[str, object]:
 def _measured(ours: OurStep, first: TRLSettings, options: Namespace, say: Say) -> dict[str, object]:
     setting, calibration = fastest(first, _QUICK_MICRO_BATCHES if options.quick else MICRO_BATCHES, say)
     default = None if options.no_memory else replace(setting, dtype="float32", autocasts=True)
-    warm, done, loads = alternate(ours, setting, default, _warm, options, say)
+    warm, done, load = alternate(ours, setting, default, _warm, options, say)
     check_same_work([*done["ours"], *done["trl"]])
     peaks_gb = {name: max(one.peak_gb for one in taken) for name, taken in done.items()}
     facts, trl = pair_facts(done, setting, calibration, "step_s", "time/")
@@ -144,7 +139,7 @@ def _measured(ours: OurStep, first: TRLSettings, options: Namespace, say: Say) -
         "peak_rss_gb": peaks_gb["ours"],
         "tokens_per_step": done["ours"][0].num_tokens,
         "rounds": options.rounds,
-        "load": load_facts(loads),
+        "load": load,
     }
     trl["peak_rss_gb"] = peaks_gb["trl"]
     if warm["default"]:

@@ -18,7 +18,7 @@ import psutil
 import torch
 from transformers import TrainerCallback
 
-from benchmarks.common import Load, Say, in_turns, load_warning, paired, spread_text
+from benchmarks.common import Say, in_turns, load_warning, paired, spread_text
 from benchmarks.process import Process, Server
 from tunesmith.config.schema import GRPORecipe
 from tunesmith.config.sections import ModelSection
@@ -286,8 +286,8 @@ def alternate(
     warm: Callable[[Process], list[Taken]],
     options: Namespace,
     say: Say,
-) -> tuple[dict[str, list[Taken]], dict[str, list[Taken]], list[Load]]:
-    """(Answers of `warm` for `ours`, `trl`, and TRL with the settings `default` if given; steps in turns; loads)."""
+) -> tuple[dict[str, list[Taken]], dict[str, list[Taken]], dict[str, object]]:
+    """(Answers of `warm` for `ours`, `trl`, and TRL with the settings `default` if given; steps in turns; load)."""
     alone: list[Taken] = []
     if default:
         with default.start() as process:
@@ -296,8 +296,8 @@ def alternate(
     with Process("benchmarks.trl:Ours", ours, num_threads=theirs.num_threads) as us, theirs.start() as them:
         warmed = {"ours": warm(us), "trl": warm(them), "default": alone}
         sides = {"ours": lambda _: us.call("take"), "trl": lambda _: them.call("take")}
-        done, loads = in_turns(sides, options.rounds, say, round_line)
-    return warmed, done, loads
+        done, load = in_turns(sides, options.rounds, say, round_line)
+    return warmed, done, load
 
 
 def round_line(done: Mapping[str, list[Taken]]) -> str:

@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks.common import ROOT, Say, benchmark, git, machine_facts, print_table, run
 from benchmarks.trl_plugin import read_log, started, write_log
 from tunesmith.core.errors import InputError, TrainingError
-from tunesmith.runs.environment import package_version, usable_cores
+from tunesmith.runs.environment import package_version
 
 SUITES = {name: f"{name.upper()}Trainer" for name in ("grpo", "rloo", "dpo", "sft", "kto")} | {
     "reward": "RewardTrainer"
@@ -195,7 +195,6 @@ main = benchmark(
     work={"type": Path, "metavar": "FOLDER", "help": "keeps stand-ins and outcomes for another start"},
     minutes={"type": float, "default": math.inf, "metavar": "N", "help": "no test begins after so many minutes"},
     limit_s={"type": int, "default": 300, "metavar": "N", "help": "seconds for one test"},
-    threads={"default": usable_cores()},
 )
 
 

@@ -21,22 +21,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import (
-    Say,
-    benchmark,
-    head,
-    in_turns,
-    load_facts,
-    load_warning,
-    paired,
-    run,
-    spread_text,
-)
+from benchmarks.common import Say, benchmark, head, in_turns, load_warning, paired, run, spread_text
 from benchmarks.process import Process
 from benchmarks.step import check_same_work
 from benchmarks.trl import MANY_STEPS, TRL, Memory, Taken, exported, load_trl, round_line, step_callback
 from tunesmith.core.errors import InputError
-from tunesmith.runs.environment import usable_cores
 
 OURS = "tunesmith.integrations.trl"
 SCRIPTS = {"grpo": "arithmetic", "dpo": "preference", "sft": "demonstrations", "reward": "reward"}
@@ -184,7 +173,7 @@ def _ratio(script: Script, precision: str, options: Namespace, say: Say) -> dict
         for process in (them, us, them, us):  # the first steps build primitives and touch memory for the first time
             process.call("take")
         sides = {"ours": lambda _: us.call("take"), "trl": lambda _: them.call("take")}
-        done, loads = in_turns(sides, options.rounds, say, round_line)
+        done, load = in_turns(sides, options.rounds, say, round_line)
     taken: Mapping[str, list[Taken]] = done
     if script.name == "arithmetic":
         check_same_work([*taken["ours"], *taken["trl"]])
@@ -197,7 +186,7 @@ def _ratio(script: Script, precision: str, options: Namespace, say: Say) -> dict
         "peak_rss_gb": peaks_gb["ours"],
         "trl_peak_rss_gb": peaks_gb["trl"],
         "peak_rss_ratio": peaks_gb["ours"] / peaks_gb["trl"],
-        "load": load_facts(loads),
+        "load": load,
     }
 
 
@@ -283,7 +272,6 @@ main = benchmark(
     measure,
     show,
     *("model", "threads", "rounds", "quick"),
-    threads={"default": usable_cores()},
     algorithm={"action": "append", "metavar": "A", "help": f"one of {', '.join(SCRIPTS)}; repeatable"},
     precision={"action": "append", "choices": list(PRECISIONS), "help": "of the steps; both if left out"},
     ours={"default": OURS, "metavar": "MODULE", "help": "whose trainers are compared with TRL's"},

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import torch
 
-from benchmarks.common import Say, benchmark, head, load_facts, run
+from benchmarks.common import Say, benchmark, head, run
 from benchmarks.process import Process
 from benchmarks.trl import (
     LEARNING_RATE,
@@ -43,7 +43,6 @@ from tunesmith.config.sections import ModelSection
 from tunesmith.core.errors import InputError, TrainingError
 from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.load import compute_dtype, load_policy
-from tunesmith.runs.environment import usable_cores
 from tunesmith.schema.records import Prompt
 from tunesmith.trainers import passes
 from tunesmith.trainers.grpo import GRPO
@@ -225,8 +224,6 @@ def measure(options: Namespace, say: Say) -> dict[str, object]:
         if name not in WORKLOADS:
             raise InputError(f"there is no workload {name!r}; give {', '.join(WORKLOADS)}")
     load_trl()
-    num_threads = options.threads or usable_cores()
-    torch.set_num_threads(num_threads)
     vocabulary_size = int(load_policy(ModelSection(name=options.model)).model.config.get_text_config().vocab_size)
     workloads: dict[str, object] = {}
     with exported(options.model) as folder:
@@ -238,13 +235,13 @@ def measure(options: Namespace, say: Say) -> dict[str, object]:
                 few = min(size.num_prompt_tokens, 20)
                 size = replace(size, num_prompt_tokens=few, num_completions=4, shortest=3, longest=8)
             batch = batch_of(size, vocabulary_size, options.seed)
-            ours = OurUpdate(options.model, batch, num_threads, options.micro_batch_size)
+            ours = OurUpdate(options.model, batch, options.threads, options.micro_batch_size)
             workloads[name] = {
                 "prompts": size.num_prompts,
                 "prompt_tokens": size.num_prompt_tokens,
                 "completions_per_prompt": size.num_completions,
                 "micro_batch_size": ours.recipe().grpo.micro_batch_size,
-                **_measured(ours, trl_settings(batch, str(folder), num_threads, dtype), options, say),
+                **_measured(ours, trl_settings(batch, str(folder), options.threads, dtype), options, say),
             }
     return {
         **head(options, "update", "model", "against", "quick", packages=("torch", "transformers", "trl", "numpy")),
@@ -258,7 +255,7 @@ def _measured(ours: OurUpdate, first: TRLSettings, options: Namespace, say: Say)
     setting, calibration = fastest(first, sizes[-1:] if options.quick else sizes, say, tries_eager=not options.quick)
     equal = max(size for size in range(1, rows + 1) if rows % size == 0 and size <= micro)
     precise = replace(setting, dtype="float32", autocasts=True, micro_batch_size=equal)
-    warm, done, loads = alternate(ours, setting, precise, _warm, options, say)
+    warm, done, load = alternate(ours, setting, precise, _warm, options, say)
     default = warm["default"]
     _check_same_gradient(warm["ours"][0].grad_norm, warm["trl"][0].grad_norm)
     memory_gb = {name: max(one.memory_gb for one in taken) for name, taken in warm.items()}
@@ -282,7 +279,7 @@ def _measured(ours: OurUpdate, first: TRLSettings, options: Namespace, say: Say)
         "grad_norm": done["ours"][0].grad_norm,
         "trl": trl,
         "rounds": options.rounds,
-        "load": load_facts(loads),
+        "load": load,
     }
 
 
