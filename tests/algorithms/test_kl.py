@@ -223,5 +223,7 @@ def test_bad_input_is_refused():
         kl.estimate("k1", good, torch.zeros(3))
     with pytest.raises(InputError, match="different shapes"):
         kl.penalised_reward(torch.zeros(3), good, good, 0.1)
+    with pytest.raises(InputError, match="'k4'; choose one of k1, k2, k3"):
+        kl.estimate("k4", good, good)  # pyright: ignore[reportArgumentType]
     with pytest.raises(InputError, match="different shapes"):
         kl.penalty("k2", good, good, torch.zeros(3))

@@ -50,8 +50,10 @@ ESTIMATORS: Mapping[Estimator, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, 
 
 
 def estimate(estimator: Estimator, logp_BT: Tensor, ref_logp_BT: Tensor) -> Tensor:
-    """The named estimate of each token, differentiable. Raises `InputError` if shapes differ."""
+    """The named estimate of each token, differentiable. Raises `InputError` for an unknown name or differing shapes."""
     check_shapes(logp_BT=logp_BT, ref_logp_BT=ref_logp_BT)
+    if estimator not in ESTIMATORS:  # a recipe cannot name another one, `PolicyTerms` can
+        raise InputError(f"The KL estimator is {estimator!r}; choose one of {', '.join(ESTIMATORS)}.")
     return ESTIMATORS[estimator](logp_BT, ref_logp_BT)
 
 

@@ -202,7 +202,8 @@ class Worker(AbstractContextManager["Worker"]):
     """
 
     def __init__(self, prompts: Sequence[str]) -> None:
-        context = get_context("spawn")
+        context = get_context("forkserver")  # imports once for all sides, and forks none of them from another
+        context.set_forkserver_preload([__name__])
         self._connection, there = context.Pipe()
         self._process = context.Process(target=_serve, args=(there, prompts), daemon=True)
         self._process.start()
