@@ -88,8 +88,3 @@ def test_a_bradley_terry_model_learns_words_and_length_and_is_odd_in_its_sides()
     assert longer.margins([TextPair("b c d e f", "b c")])[0] > 0
     swapped = [TextPair(pair.worse, pair.better) for pair in pairs]
     np.testing.assert_allclose(model.margins(swapped), -model.margins(pairs), atol=1e-12)
-
-
-def test_no_pairs_are_refused() -> None:
-    with pytest.raises(DataError, match="no pairs"):
-        TextBradleyTerry.fitted([])

@@ -8,8 +8,7 @@ from tunesmith.trainers.metrics import FirstPass
 
 
 def correction(ratios: list[float], differences: list[float], cut_share: float = 0.0) -> Correction:
-    nothing = torch.zeros(0)
-    return Correction(nothing, nothing, torch.tensor(ratios), torch.tensor(differences), torch.tensor(cut_share))
+    return Correction(torch.zeros(0), torch.tensor(ratios), torch.tensor(differences), torch.tensor(cut_share))
 
 
 def passes(*corrections: Correction) -> FirstPass:

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from tunesmith.core.errors import DataError
 from tunesmith.models.language_model import FullForward, LanguageModel
+from tunesmith.runs.progress import Reporter
 from tunesmith.trainers import sft
 
 
@@ -35,6 +36,13 @@ def test_it_learns_on_demonstrations_it_has_not_seen(tmp_path: Path) -> None:
     assert result.metrics[-1]["eval/mean_token_accuracy"] > 0.2
     assert all(math.isfinite(value) for row in result.metrics for value in row.values())
     assert (result.run_dir / "report.html").exists()
+
+
+def test_progress_is_shown_as_often_as_the_recipe_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[int] = []
+    monkeypatch.setattr(Reporter, "update", lambda _, step, facts: shown.append(step))
+    training(sft_recipe(tmp_path, run={"steps": 5, "log_every": 2}), demonstrations=demonstrations())
+    assert shown == [2, 4]
 
 
 def test_the_final_folder_is_read_by_transformers_and_has_the_loss_that_was_measured(tmp_path: Path) -> None:
