@@ -72,7 +72,8 @@ def test_bench_step_has_the_promised_figures(capsys: pytest.CaptureFixture[str])
     )
     assert {"rollout", "reference", "update/forward", "update/backward", "update/optimizer"} <= set(facts["stages"])
     assert facts["trl"]["micro_batch_size"] in (8, 16)
-    assert keys(facts) == keys(committed("step"))
+    # The trainer may have more stages than it had when the file was written.
+    assert keys({**facts, "stages": {}}) == keys({**committed("step"), "stages": {}})
 
 
 @pytest.mark.slow

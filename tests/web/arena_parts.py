@@ -16,7 +16,7 @@ from tunesmith.web import drawing
 WORKER = r"""
 import json, os, sys, time
 NAMES = {"v000000": "ALPHA", "v000001": "BETA", "v000002": "GAMMA"}
-HOSTILE = json.loads(sys.argv[1])
+HOSTILE, parent = json.loads(sys.argv[1]), os.getppid()
 for line in sys.stdin:
     request = json.loads(line)
     id, name, said = request["id"], os.path.basename(request["model"]["name"]), request["messages"][-1]["content"]
@@ -24,7 +24,7 @@ for line in sys.stdin:
     def reply(**facts):
         print(json.dumps({"id": id, **facts}), flush=True)
     if said.startswith("wait for "):
-        while not os.path.exists(said[9:]):
+        while os.getppid() == parent and not os.path.exists(said[9:]):
             time.sleep(0.01)
     if said.startswith("die until ") and not os.path.exists(said[10:]):
         os._exit(9)
