@@ -120,7 +120,10 @@ def test_an_actor_that_is_killed_is_replaced_and_nothing_is_lost(
             os.kill(left.pop(), signal.SIGKILL)
 
     assert two.generate(PROMPTS, 3, SAMPLING, on_group=kill) == expected
-    assert two.generate(PROMPTS, 3, SAMPLING) == expected, "if it had nothing to do when it was killed"
+    end = time.monotonic() + 120
+    while two.process_of(0) == victim and time.monotonic() < end:  # the other may draw all before Ray reports the loss
+        assert two.generate(PROMPTS, 3, SAMPLING) == expected
+    assert two.generate(PROMPTS, 3, SAMPLING) == expected, "with the actor that replaced it"
     assert "rollout worker 0 ended; it is started again" in caplog.text
     assert two.process_of(0) != victim and two.process_of(1) == other
 
