@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunesmith.algorithms.policy_loss import importance_correction
+from tunesmith.algorithms.policy_loss import importance_correction, importance_metrics
 from tunesmith.config.sections import ImportanceSection
 from tunesmith.core.errors import InputError
 from tunesmith.kernels.sample import torch_impl
@@ -57,7 +57,7 @@ def test_weights_and_figures_equal_the_twin(mode, level, seed, cap, floor):
         cuts += [cut for _, cut in weighed]
         expected = [weight for weight, _ in weights] + [0.0] * (len(mask_T) - len(weights))
         assert found.weight_BT[row].tolist() == pytest.approx(expected, rel=1e-6)
-    metrics = found.metrics()
+    metrics = importance_metrics([found])
     if not ratios:
         assert metrics == {}
         return
@@ -76,7 +76,7 @@ def test_equal_log_probs_weigh_exactly_one(mode, level):
     _, sampled_BT, mask_BT = batch(0, dtype=torch.float32)
     found = importance_correction(sampled_BT, sampled_BT, mask_BT, ImportanceSection(mode=mode, level=level))
     assert torch.equal(found.weight_BT, mask_BT.float())
-    assert not found.cut_share and found.metrics()["sampling/sampling_logp_difference/max"] == 0
+    assert not found.is_cut_N.any() and importance_metrics([found]) == {}
 
 
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
@@ -85,7 +85,7 @@ def test_a_ratio_that_is_the_floor_or_the_cap_is_not_cut(mode):
     cap, floor = log_ratio_BT.exp()[0].tolist()
     settings = ImportanceSection(mode=mode, cap=cap, floor=floor)
     found = importance_correction(log_ratio_BT, torch.zeros(1, 2), torch.ones(1, 2), settings)
-    assert not found.cut_share and found.weight_BT[0].tolist() == pytest.approx([cap, floor])
+    assert not found.is_cut_N.any() and found.weight_BT[0].tolist() == pytest.approx([cap, floor])
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_a_ratio_beyond_the_range_of_floats_is_cut():
     for mode, weight in (("truncate", 2.0), ("mask", 0.0)):
         found = importance_correction(train_BT, sampled_BT, mask_BT, ImportanceSection(mode=mode))
         assert found.weight_BT.tolist() == [[weight, 1.0]]
-        assert found.metrics()["sampling/importance_sampling_ratio/cut_share"] == 0.5
+        assert importance_metrics([found])["sampling/importance_sampling_ratio/cut_share"] == 0.5
 
 
 def test_padding_counts_for_nothing_whatever_stands_there():
@@ -135,7 +135,7 @@ def test_padding_counts_for_nothing_whatever_stands_there():
         settings = ImportanceSection(level=level)
         clean, spoilt = (importance_correction(t, sampled_BT, mask_BT, settings) for t in (train_BT, spoilt_BT))
         assert torch.equal(clean.weight_BT, spoilt.weight_BT)
-        assert clean.metrics() == spoilt.metrics()
+        assert importance_metrics([clean]) == importance_metrics([spoilt])
 
 
 def test_weights_carry_no_gradient():
@@ -159,5 +159,5 @@ def test_figures_equal_trls_own(trl_importance):
         found = importance_correction(train_BT, sampled_BT, mask_BT, settings)
         weight_BT, metrics = trl_importance(train_BT, sampled_BT, mask_BT, f"{level}_{mode}", 1.5, 0.5)
         torch.testing.assert_close(found.weight_BT, weight_BT.expand_as(mask_BT) * mask_BT)
-        ours = found.metrics()
+        ours = importance_metrics([found])
         assert {name: ours[name] for name in metrics} == pytest.approx(metrics, rel=1e-5)

@@ -5,6 +5,7 @@ optimizer step, so that the losses and gradients of its micro-batches add up to 
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -212,27 +213,33 @@ def terms_of(settings: PolicyLossSection, kl: KLSection, kl_coef: float) -> Poli
 class Correction:
     """Importance weights; `weight_BT` multiplies the advantage of each token: float32, detached, 0 outside the mask.
 
-    `ratio_N` are the weights of the N tokens, or completions, as they are used; `logp_difference_N` is |log pi - log
-    mu| of each token, in nats; `cut_share` is the share of weights that were outside [floor, cap].
+    `ratio_N` are the weights of the N tokens, or completions, as they are used, and `is_cut_N` says which were outside
+    [floor, cap]; `logp_difference_N` is |log pi - log mu| of each token, in nats.
     """
 
     weight_BT: Tensor
     ratio_N: Tensor
+    is_cut_N: Tensor
     logp_difference_N: Tensor
-    cut_share: Tensor
 
-    def metrics(self) -> dict[str, float]:
-        """Figures under TRL's names, and the share of weights that were cut; empty without tokens."""
-        if not self.logp_difference_N.numel():
-            return {}
-        return {
-            "sampling/sampling_logp_difference/mean": self.logp_difference_N.mean().item(),
-            "sampling/sampling_logp_difference/max": self.logp_difference_N.max().item(),
-            "sampling/importance_sampling_ratio/min": self.ratio_N.min().item(),
-            "sampling/importance_sampling_ratio/mean": self.ratio_N.mean().item(),
-            "sampling/importance_sampling_ratio/max": self.ratio_N.max().item(),
-            "sampling/importance_sampling_ratio/cut_share": self.cut_share.item(),
-        }
+
+def importance_metrics(corrections: Sequence[Correction]) -> dict[str, float]:
+    """Figures over all `corrections` under TRL's names, and the share of weights that were cut; empty if the engine
+    was exact: all log-probs are equal, or there are no tokens.
+    """
+    if not any(part.logp_difference_N.any() for part in corrections):
+        return {}
+    ratio_N = torch.cat([part.ratio_N for part in corrections])
+    difference_N = torch.cat([part.logp_difference_N for part in corrections])
+    is_cut_N = torch.cat([part.is_cut_N for part in corrections])
+    return {
+        "sampling/sampling_logp_difference/mean": difference_N.mean().item(),
+        "sampling/sampling_logp_difference/max": difference_N.max().item(),
+        "sampling/importance_sampling_ratio/min": ratio_N.min().item(),
+        "sampling/importance_sampling_ratio/mean": ratio_N.mean().item(),
+        "sampling/importance_sampling_ratio/max": ratio_N.max().item(),
+        "sampling/importance_sampling_ratio/cut_share": is_cut_N.float().mean().item(),
+    }
 
 
 def importance_correction(
@@ -277,6 +284,6 @@ def importance_correction(
     return Correction(
         weight_BT=weight_BL.expand_as(mask_BT).masked_fill(~mask_BT, 0.0).float(),
         ratio_N=ratio_BL[counts_BL].float(),
+        is_cut_N=is_cut_BL[counts_BL],
         logp_difference_N=log_ratio_BT[mask_BT].abs(),
-        cut_share=is_cut_BL.sum() / counts_BL.sum(),
     )

@@ -10,7 +10,7 @@ from operator import add
 
 import torch
 
-from tunesmith.algorithms.policy_loss import Correction, PolicyStats
+from tunesmith.algorithms.policy_loss import Correction, PolicyStats, importance_metrics
 from tunesmith.algorithms.sums import merged
 from tunesmith.algorithms.value_loss import ValueStats
 from tunesmith.batch.pack import Sequences
@@ -114,7 +114,7 @@ class FirstPass:
             "entropy": self.entropy_sum / num_tokens,
             "rollout/logp_diff_max": self.difference_max,
             "rollout/logp_diff_mean": self.difference_sum / num_tokens,
-            **_merged_corrections(self.corrections),
+            **importance_metrics(self.corrections),
         }
 
 
@@ -176,25 +176,6 @@ class UpdateStats:
             "updates": float(len(self.reports)),
             "policy/stopped_early": float(self.stopped_early),
         }
-
-
-def _merged_corrections(corrections: Sequence[Correction]) -> Metrics:
-    """Importance weights over all micro-batches; empty if all are 1 because the engine is exact."""
-    used = [part for part in corrections if part.ratio_N.numel()]
-    if all(part.logp_difference_N.max() == 0 for part in used):
-        return {}
-    parts = [(len(part.ratio_N), part.metrics()) for part in used]
-    total = sum(count for count, _ in parts)
-    merged_metrics: Metrics = {}
-    for name in parts[0][1]:
-        values = [metrics[name] for _, metrics in parts]
-        if name.endswith("/max"):
-            merged_metrics[name] = max(values)
-        elif name.endswith("/min"):
-            merged_metrics[name] = min(values)
-        else:
-            merged_metrics[name] = sum(count * metrics[name] for count, metrics in parts) / total
-    return merged_metrics
 
 
 def completion_metrics(groups: Sequence[Group], learnt: Sequence[int] | None = None) -> Metrics:
