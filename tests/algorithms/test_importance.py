@@ -76,7 +76,8 @@ def test_equal_log_probs_weigh_exactly_one(mode, level):
     _, sampled_BT, mask_BT = batch(0, dtype=torch.float32)
     found = importance_correction(sampled_BT, sampled_BT, mask_BT, ImportanceSection(mode=mode, level=level))
     assert torch.equal(found.weight_BT, mask_BT.float())
-    assert not found.is_cut_N.any() and importance_metrics([found]) == {}
+    assert not found.is_cut_N.any() and found.logp_difference_N.max() == 0
+    assert importance_metrics([found]) == {}
 
 
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
