@@ -23,13 +23,14 @@ TUNESMITH_DATA ?= $(abspath ../shared/data)
 export TUNESMITH_DATA
 endif
 
-.PHONY: help .venv demo test test-slow bench docs lint format clean
+.PHONY: help .venv demo test test-install test-slow bench docs lint format clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make .venv      the environment alone"
 	@echo "make demo       votes -> reward model -> PPO -> before and after, on a real language model"
 	@echo "make test       the tests, without those that take minutes"
+	@echo "make test-install  the wheel without the extra dev trains and serves, in an environment of its own"
 	@echo "make test-slow  the tests that take minutes"
 	@echo "make bench      votes and kernels against plain torch and a copy, written to benchmarks/"
 	@echo "make docs       the documentation, warnings are errors; docs/_build/html/index.html"
@@ -62,6 +63,9 @@ test: export OMP_NUM_THREADS ?= 1
 test: export GOMP_SPINCOUNT ?= 0
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+test-install:
+	PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" tools/wheel_check.sh
 
 test-slow: export HF_HUB_OFFLINE = 1
 test-slow: $(STAMP)

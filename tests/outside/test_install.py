@@ -86,7 +86,7 @@ def test_training_needs_no_extra(folder: Path, algorithm: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("words", [["--help"], ["doctor"], ["recipes"], ["eval", "--help"], ["votes", "--help"]])
+@pytest.mark.parametrize("words", [["--help"], ["doctor"], ["recipes", "ls"], ["eval", "--help"], ["votes", "--help"]])
 def test_commands_start_without_extras(folder: Path, words: list[str]) -> None:
     """People look at what a command can do before they install its extra. Reported: issue 45.28."""
     done = run(folder, (), *words)
