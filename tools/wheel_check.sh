@@ -28,7 +28,7 @@ tunesmith=$work/venv/bin/tunesmith
 "$tunesmith" train reward --model tiny:llama --steps 1 --pairs pairs.jsonl --pairs.heldout-fraction 0.25
 "$tunesmith" train grpo --model tiny:llama --steps 1 --prompts told.jsonl --reward unique_chars
 
-"${pip[@]}" install -c "$root/constraints.txt" "$wheel[lora,web]"
+"${pip[@]}" install -c "$root/constraints.txt" "${wheel}[lora,web]"
 "$tunesmith" train sft --model tiny:llama --model.lora.rank 2 --steps 1 --demonstrations told.jsonl
 "$tunesmith" votes import pairs.jsonl --dir campaign
 "$tunesmith" serve --dir campaign --port 0 >served.txt 2>&1 &
