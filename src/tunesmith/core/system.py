@@ -1,6 +1,7 @@
 """The user's cache folder, settings of the memory allocator and of OpenMP, and the time that syncs to disk take."""
 
 import ctypes
+import errno
 import functools
 import os
 import platform
@@ -13,6 +14,7 @@ from tunesmith.core.log import get_logger
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 _NEVER = 2**31 - 1
+_NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK)
 
 SPIN_VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 """Variables that say how long GNU's OpenMP, which torch and our kernels share, lets a waiting thread spin."""
@@ -91,6 +93,22 @@ def sync(path: Path) -> None:
         fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def name_file(aside: Path, path: Path) -> None:
+    """Give the file `aside` the name `path`, which must be free: another process may have taken it a moment ago.
+
+    Raises:
+        FileExistsError: there is a file of that name, which stays as it is.
+    """
+    try:
+        os.link(aside, path)
+        aside.unlink()
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC))  # now the name is ours
+        os.replace(aside, path)
 
 
 def fsync_s() -> float:

@@ -20,6 +20,7 @@ from typing import Any, Literal, cast
 
 from tunesmith.core.errors import DataError, InputError
 from tunesmith.core.log import get_logger
+from tunesmith.core.system import name_file
 from tunesmith.data.pairs import load_preferences
 from tunesmith.data.readers import library
 from tunesmith.data.rows import Row, RowError, as_content
@@ -118,7 +119,9 @@ def write_rows(dest: str | Path, rows: Iterable[Mapping[str, object]], form: Vot
             part = Path(aside) / "part"
             num_rows = _write_jsonl(part, rows) if form == "jsonl" else _write_table(part, list(rows), form)
             if num_rows:
-                os.replace(part, path)
+                name_file(part, path)
+    except FileExistsError as error:
+        raise InputError(f"{path} exists; give a name that is free") from error
     except OSError as error:
         raise InputError(f"{path} cannot be written: {error.strerror or error}") from error
     if not num_rows:

@@ -130,8 +130,11 @@ def publish(folder: Path, build: Callable[[Path], None]) -> Path:
     return folder
 
 
-def write_folder(folder: Path, build: Callable[[Path], None]) -> None:
-    """Write or replace `folder` with the files of `build(aside)`: synced, then renamed, so never seen half written."""
+def write_folder(folder: Path, build: Callable[[Path], None], *, replaces: bool = True) -> None:
+    """Write `folder` with the files of `build(aside)`: synced, then renamed, so never seen half written.
+
+    One that is there is replaced, or, without `replaces`, stays, and unless it is empty this is an OSError.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as aside:
         content = Path(aside) / "content"
@@ -140,9 +143,15 @@ def write_folder(folder: Path, build: Callable[[Path], None]) -> None:
         for path in sorted(path for path in content.rglob("*") if path.is_file()):
             with path.open("rb+") as file:
                 os.fsync(file.fileno())
-        if folder.exists():
-            os.replace(folder, Path(aside) / "replaced")
-        os.replace(content, folder)
+        before = Path(aside) / "replaced"
+        if replaces and folder.exists():
+            os.replace(folder, before)
+        try:
+            os.replace(content, folder)
+        except OSError:
+            if before.exists():
+                os.replace(before, folder)
+            raise
 
 
 def _conversion_folder(sha256: str) -> Path:

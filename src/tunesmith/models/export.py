@@ -44,10 +44,12 @@ def save_final(
     card: ModelCard,
     *,
     value_head: ScalarHead | None = None,
+    replaces: bool = True,
 ) -> Path:
     """`folder`, with weights (safetensors), config, tokenizer, chat template, generation config and a model card.
 
-    `value_head` becomes `value_head.safetensors`. The folder is complete or absent; an existing one is replaced.
+    `value_head` becomes `value_head.safetensors`. The folder is complete or absent; an existing one is replaced,
+    or is an error without `replaces`.
 
     Raises:
         RunError: it cannot be written.
@@ -62,7 +64,7 @@ def save_final(
         (content / "README.md").write_text(render_card(card, inner), encoding="utf-8")
 
     try:
-        write_folder(folder, build)
+        write_folder(folder, build, replaces=replaces)
     except OSError as error:
         raise RunError(
             f"cannot write the model to {folder}: {error}; free some space or choose another run.dir"
@@ -187,4 +189,5 @@ def save_merged(source: Path, dest: Path, *, trust_remote_code: bool = False) ->
     loaded = load(section, dtype=adapter_dtype(source))
     card = ModelCard(base_of(loaded.model).name, "merged adapters")
     merge(loaded.model)
-    return save_final(loaded.model, loaded.tokenizer, dest, card, value_head=load_value_head(source))
+    head = load_value_head(source)
+    return save_final(loaded.model, loaded.tokenizer, dest, card, value_head=head, replaces=False)

@@ -39,8 +39,7 @@ class StepProfiler:
         self._recording: Generator[None, bool | None, None] | None = None
         self.is_done = False
         """True once the profile that the run was started for is recorded."""
-        with suppress(OSError):
-            requests.withdraw(run_dir)  # of someone who waited for an earlier process
+        requests.drop_old(run_dir)
 
     def between_steps(self, num_done: int) -> None:
         """Begin, continue or end a profile; `num_done` steps have ended. Never raises.

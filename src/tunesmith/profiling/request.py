@@ -9,12 +9,13 @@ import os
 import secrets
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from tunesmith.core.errors import RunError
-from tunesmith.runs.lock import is_locked
+from tunesmith.runs.lock import HOLDER_FILE, is_locked
 
 FOLDER = "profile"
 """The folder of a run's profile."""
@@ -69,9 +70,18 @@ def take(run_dir: Path) -> Request | None:
         return None
 
 
-def withdraw(run_dir: Path) -> None:
-    """Remove a request that nobody took."""
-    (run_dir / _REQUEST).unlink(missing_ok=True)
+def drop_old(run_dir: Path) -> None:
+    """Remove a request from before this process took the lock of the run: its author waited for an earlier one."""
+    with suppress(OSError):
+        if (run_dir / _REQUEST).stat().st_mtime < (run_dir / HOLDER_FILE).stat().st_mtime:
+            (run_dir / _REQUEST).unlink()
+
+
+def withdraw(run_dir: Path, request: Request) -> None:
+    """Remove `request` if nobody took it. Another's, which may have come after it was taken, stays."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        if json.loads((run_dir / _REQUEST).read_text(encoding="utf-8"))["id"] == request.id:
+            (run_dir / _REQUEST).unlink()
 
 
 def answer(run_dir: Path, request: Request, facts: Mapping[str, Any]) -> None:
@@ -119,4 +129,4 @@ def wait(run_dir: Path, request: Request, timeout_s: float) -> None:
                 )
             time.sleep(_POLL_S)
     finally:
-        withdraw(run_dir)
+        withdraw(run_dir, request)

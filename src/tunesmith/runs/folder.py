@@ -47,6 +47,10 @@ MEASURED = (
 as prompts in a cache; all others follow from recipe and seed."""
 
 
+_NAME_TRIES = 20
+"""Names that are tried where others begin runs in the same second."""
+
+
 class RunFolder:
     """A run's folder and its append-only files."""
 
@@ -67,14 +71,11 @@ class RunFolder:
         `from_python` names the inputs given as Python objects; `environment.json` records them as `given_in_python`.
 
         Raises:
-            RunError: if `parent` cannot be written.
+            RunError: if `parent` cannot be written, or another run has this id since this very second.
         """
-        stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-        slug = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.") or "run"
-        path = parent / f"{stamp}-{slug}-{os.environ.get(RUN_ID) or secrets.token_hex(2)}"
+        path = _make_folder(parent, re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.") or "run")
         run = cls(path)
         try:
-            path.mkdir(parents=True)
             (path / "recipe.yaml").write_text(
                 yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True), encoding="utf-8"
             )
@@ -82,7 +83,7 @@ class RunFolder:
             run.write_json("environment.json", {**environment(), "given_in_python": list(from_python)})
         except (OSError, TrainingError) as error:
             shutil.rmtree(path, ignore_errors=True)
-            raise RunError(f"cannot make the run folder {path} ({error}); choose another with --run.dir") from error
+            raise _cannot_make(path, error) from error
         return run
 
     @property
@@ -179,6 +180,35 @@ class RunFolder:
                 path.unlink(missing_ok=True)
             else:
                 os.truncate(path, size)
+
+
+def _make_folder(parent: Path, name: str) -> Path:
+    """A new folder below `parent`, which nobody had before: whoever comes second does not get it, and leaves it alone.
+
+    Raises:
+        RunError: it cannot be made, or another start with the same id has made it.
+    """
+    given, tries = os.environ.get(RUN_ID), _NAME_TRIES
+    while True:
+        path = parent / f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{name}-{given or secrets.token_hex(2)}"
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError as error:
+            tries -= 1
+            if given:
+                raise RunError(
+                    f"{path} exists: another process has started a run with the id {given} in the same second; wait "
+                    "for it, or give this run another id"
+                ) from error
+            if not tries:
+                raise _cannot_make(path, error) from error
+        except OSError as error:
+            raise _cannot_make(path, error) from error
+
+
+def _cannot_make(path: Path, error: Exception) -> RunError:
+    return RunError(f"cannot make the run folder {path} ({error}); choose another with --run.dir")
 
 
 def read_jsonl(path: Path) -> list[dict[str, object]]:

@@ -296,11 +296,14 @@ def remove(removal: Removal) -> None:
     """Delete the folders of `removal`, holding the lock of every affected run.
 
     Raises:
-        RunError: if a run came into use since, or a file cannot be removed.
+        RunError: if a run came into use, or was begun in one of the folders, since, or a file cannot be removed.
     """
     with ExitStack() as locks:
         for run in removal.runs:
             locks.enter_context(RunLock(run))
+        new = {run for folder in removal.folders for run in find_runs(folder)}.difference(removal.runs)
+        if new:
+            raise RunError(f"{min(new)} was begun meanwhile; nothing was removed")
         for folder in removal.folders:
             try:
                 shutil.rmtree(folder)

@@ -11,7 +11,8 @@ import fcntl
 import json
 import os
 import socket
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -89,6 +90,49 @@ class RunLock:
             os.replace(aside, self.folder / HOLDER_FILE)
         finally:
             aside.unlink(missing_ok=True)
+
+
+@contextmanager
+def only_start(parent: Path, run_id: str) -> Iterator[None]:
+    """A block that one process at a time may be in, for the runs below `parent` whose names end in `run_id`: a folder
+    that another process is about to make, or has not locked yet, cannot be found.
+
+    Raises:
+        RunError: if another process is in it, or `parent` cannot be written, or is on a file system without locks.
+    """
+    file = parent / f".{run_id}.lock"
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        descriptor = _locked(file)
+    except OSError as error:
+        if error.errno not in _HELD_ELSEWHERE:
+            raise RunError(f"cannot write to {parent} ({error}); choose another folder with --run.dir") from error
+        raise RunError(
+            f"another process is at work on the run {run_id} in {parent}; wait for it, stop it, or give this run "
+            "another id"
+        ) from None
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            file.unlink()  # before others can lock it
+        os.close(descriptor)
+
+
+def _locked(file: Path) -> int:
+    """A descriptor of `file`, locked. Raises OSError: EWOULDBLOCK if another process has it."""
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(file.stat(), os.fstat(descriptor)):
+            return descriptor
+        raise FileNotFoundError
+    except FileNotFoundError as error:  # whoever had it has just removed it
+        os.close(descriptor)
+        raise OSError(errno.EWOULDBLOCK, "it was removed") from error
+    except OSError:
+        os.close(descriptor)
+        raise
 
 
 def is_locked(folder: Path) -> bool:

@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from tunesmith.distributed.launch import as_started, leads
 from tunesmith.runs.environment import package_versions
 from tunesmith.runs.folder import RUN_ID, RunFolder
 from tunesmith.runs.listing import read_object
-from tunesmith.runs.lock import RunLock
+from tunesmith.runs.lock import RunLock, only_start
 from tunesmith.runs.manifest import list_steps
 from tunesmith.trainers import restart
 from tunesmith.trainers.api import Inputs, Listener
@@ -72,7 +72,8 @@ def start_or_resume(
 
     Raises:
         InputError: for an id that cannot end the name of a folder.
-        RunError: if the run is in use, or `resolved` differs from its recipe in what may not change.
+        RunError: if another process is at work on the run, or `resolved` differs from its recipe in what may not
+            change.
     """
     start = partial(run, inputs=inputs, provenance=resolved.provenance, progress=progress, listener=listener)
     if run_id is None:
@@ -80,6 +81,19 @@ def start_or_resume(
     if not re.fullmatch(r"\w+", run_id):
         raise InputError(f"{run_id!r} is no id of a run; use letters, digits and _")
     recipe = as_started(resolved.recipe)
+    with only_start(Path(recipe.run.dir), run_id) if leads() else nullcontext():
+        return _start_or_resume(recipe, run_id, start, inputs, progress=progress, listener=listener)
+
+
+def _start_or_resume(
+    recipe: Recipe,
+    run_id: str,
+    start: Callable[[Recipe], RunResult],
+    inputs: Inputs | None,
+    *,
+    progress: bool,
+    listener: Listener | None,
+) -> RunResult:
     # All ranks of torchrun find the same: a checkpoint needs the work of all of them, so none is new.
     begun = [path for path in Path(recipe.run.dir).glob(f"*-{run_id}") if list_steps(path / "checkpoints")]
     if not begun:

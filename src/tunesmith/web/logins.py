@@ -18,6 +18,7 @@ from pathlib import Path
 from starlette.concurrency import run_in_threadpool
 
 from tunesmith.core.errors import StoreError
+from tunesmith.core.system import name_file
 from tunesmith.store.records import Rater
 from tunesmith.store.vote_reader import VoteReader
 
@@ -75,19 +76,19 @@ def read_key(folder: Path) -> bytes:
     Raises:
         StoreError: if the file exists but is no key.
     """
-    path = folder / KEY_FILE
-    try:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        key = path.read_bytes()
-        if len(key) != _KEY_BYTES:
-            raise StoreError(
-                f"{path} holds {len(key)} bytes, not the {_KEY_BYTES} of a key; remove it and everybody logs in again"
-            ) from None
-        return key
-    with os.fdopen(handle, "wb") as file:
-        key = secrets.token_bytes(_KEY_BYTES)
-        file.write(key)
+    path, aside = folder / KEY_FILE, folder / f".{KEY_FILE}-{secrets.token_hex(4)}"
+    if not path.exists():
+        with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(secrets.token_bytes(_KEY_BYTES))
+        try:
+            name_file(aside, path)  # whole or not at all: another server may begin now, and this one may be killed
+        except FileExistsError:
+            aside.unlink()
+    key = path.read_bytes()
+    if len(key) != _KEY_BYTES:
+        raise StoreError(
+            f"{path} holds {len(key)} bytes, not the {_KEY_BYTES} of a key; remove it and everybody logs in again"
+        )
     return key
 
 
