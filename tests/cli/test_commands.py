@@ -58,7 +58,7 @@ def test_a_dry_run_says_everything_and_writes_nothing(
     words = ["train", "ppo", "--model", "tiny:llama", "--reward", "length", "--dry-run"]
     assert main(words) == 0
     shown = capsys.readouterr().out
-    for part in ("# command line --model", "# default", "parameters", "GB estimated", "items, for example", "dry run"):
+    for part in ("# command line --model", "# default", "parameters", "MB estimated", "items, for example", "dry run"):
         assert part in shown
     assert main([*words, "--json"]) == 0
     facts = answer(capsys)

@@ -96,6 +96,6 @@ def test_memory_is_printed_by_part_and_by_stage(capsys: pytest.CaptureFixture[st
     estimate = Estimate(10, 10, parts, torch.float32, work)
     assert estimate.stage_gb == {"rollout": 19.0, "update": 31.0}
     announce(estimate, True, torch.device("cpu"))
-    assert "memory by stage, in GB: rollout 19.0, update 31.0" in capsys.readouterr().err
+    assert "memory by stage: rollout 19.0 GB, update 31.0 GB" in capsys.readouterr().err
     learnt_from_rows = Estimate(10, 10, {"weights": 1.0, "activations": 4.0}, torch.float32, work)
     assert learnt_from_rows.stage_gb == {"update": 5.0}

@@ -124,15 +124,15 @@ def resolve(algorithm: str, options: _TrainOptions, unknown: Sequence[str]) -> "
 def _show(resolved: "Resolved", output: Output) -> None:
     """Print the resolved recipe, the estimate and a data sample."""
     from tunesmith.config.yaml_text import to_yaml
-    from tunesmith.reports.text import duration
+    from tunesmith.reports.text import duration, memory_size
     from tunesmith.trainers.run import preview
 
     output.say(to_yaml(resolved.recipe, resolved.provenance))
     facts = preview(resolved.recipe)
-    memory = ", ".join(f"{part} {size_gb:.2f}" for part, size_gb in facts.memory_gb.items())
+    parts = ", ".join(f"{part} {memory_size(size_gb)}" for part, size_gb in facts.memory_gb.items())
     output.say(f"model    {facts.model}, {facts.num_parameters:,} parameters")
-    output.say(f"memory   {sum(facts.memory_gb.values()):.2f} GB estimated: {memory}")
-    output.say("by stage " + ", ".join(f"{stage} {size_gb:.2f}" for stage, size_gb in facts.stage_gb.items()))
+    output.say(f"memory   {memory_size(sum(facts.memory_gb.values()))} estimated: {parts}")
+    output.say("by stage " + ", ".join(f"{stage} {memory_size(size_gb)}" for stage, size_gb in facts.stage_gb.items()))
     output.say(f"time     about {duration(facts.seconds)} for {facts.num_steps:,} steps")
     output.say(f"data     {facts.num_items:,} items, for example:\n{visible(facts.sample)}")
     output.say("\ndry run: nothing was written")

@@ -55,6 +55,11 @@ def percent(value: object) -> str:
     return UNKNOWN if x is None else f"{100 * x:.0f}\u202f%"
 
 
+def memory_size(gb: float) -> str:
+    """`12.3 GB`, or `4.5 MB` where a tenth of a gigabyte would be rounded to nothing."""
+    return f"{gb:.1f} GB" if gb >= 0.1 else f"{gb * 1000:.1f} MB"
+
+
 def duration(seconds: object) -> str:
     """Seconds as `840 ms`, `12.3 s`, `4 min 05 s` or `2 h 10 min`."""
     x = number(seconds)

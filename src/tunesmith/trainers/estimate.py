@@ -11,6 +11,7 @@ from tunesmith.models.loaded import PreTrainedModel, layers_of
 from tunesmith.models.lora import has_adapters
 from tunesmith.models.optimizer import moment_bytes
 from tunesmith.profiling.meter import available_gb
+from tunesmith.reports.text import memory_size
 from tunesmith.trainers.setup import say
 from tunesmith.trainers.work import Rows, RunWork, Work
 
@@ -176,11 +177,16 @@ def announce(estimate: Estimate, enabled: bool, device: torch.device) -> None:
         return
     is_gpu = device.type == "cuda"
     free_gb = torch.cuda.mem_get_info(device)[0] / 1e9 if is_gpu else available_gb()
-    parts = ", ".join(f"{name} {gb:.1f}" for name, gb in estimate.memory_gb.items() if gb >= 0.05)
+    parts = ", ".join(
+        f"{name} {memory_size(gb)}" for name, gb in estimate.memory_gb.items() if gb >= estimate.total_gb / 50
+    )
     fit = "fits" if estimate.total_gb < free_gb else "MAY NOT FIT: lower micro_batch_size, or train fewer layers"
-    say(f"memory: about {estimate.total_gb:.1f} GB of {free_gb:.1f} GB available, {fit} ({parts})", enabled=True)
-    stages = ", ".join(f"{stage} {gb:.1f}" for stage, gb in estimate.stage_gb.items())
-    say(f"memory by stage, in GB: {stages}", enabled=True)
+    say(
+        f"memory: about {memory_size(estimate.total_gb)} of {memory_size(free_gb)} available, {fit} ({parts})",
+        enabled=True,
+    )
+    stages = ", ".join(f"{stage} {memory_size(gb)}" for stage, gb in estimate.stage_gb.items())
+    say(f"memory by stage: {stages}", enabled=True)
 
 
 def _frozen_share(model: PreTrainedModel, num_trainable_layers: int | None) -> float:
