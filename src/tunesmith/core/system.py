@@ -62,6 +62,20 @@ def limit_spinning() -> None:
         os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
 
 
+def compute_alone_after_fork() -> None:
+    """Let a process that was forked from this one compute in one thread, until it sets another number itself.
+
+    The child has none of the threads of its parent, and GNU's OpenMP waits for them for ever: servers that load a model
+    and then fork their workers, and multiprocessing on Linux before Python 3.14, hang at the first product.
+    """
+    os.register_at_fork(after_in_child=_compute_alone)
+
+
+def _compute_alone() -> None:
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+
+
 @functools.cache
 def warn_of_spinning() -> None:
     """Log, once in a process, what to set if torch was loaded before `limit_spinning` was called."""
