@@ -5,7 +5,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sqlalchemy import Connection, Table, exists, func, select, true
@@ -16,6 +16,9 @@ from tunesmith.store.tables import raters as raters_table
 
 MAX_RATER_PAIRS = 200
 """Number of rater pairs whose kappa is listed: those with the most items in common."""
+
+FIRST, SECOND = "first", "second"
+"""Judgements of a pair that prefer either answer of the item."""
 
 _HOUR_S = 3600.0
 _LEFT = ("left", "left_much")
@@ -130,6 +133,30 @@ def cohen_kappa(pairs: Sequence[tuple[Hashable, Hashable]]) -> Agreement:
     return Agreement((observed - by_chance) / (1.0 - by_chance), num)
 
 
+def pair_alpha(units: Sequence[Sequence[Hashable]]) -> Agreement:
+    """Krippendorff's alpha of judgements of pairs: `FIRST`, `SECOND`, or anything else, such as `tie`.
+
+    Which answer of an item is called the first says nothing: a file may list the chosen one first, and then raters who
+    agree would seem to agree by chance. So each item counts in both orders of its answers, as if it were there a second
+    time with the two exchanged. By chance, then, a decided vote is for either answer half of the time, whatever the
+    order. Without ties and with many items alpha is 2 P - 1, where P is how often two raters agree: the coefficient of
+    agreement for paired comparisons (Kendall and Babington Smith 1940, "On the Method of Paired Comparisons").
+    """
+    found = krippendorff_alpha([*units, *([_exchanged(one) for one in unit] for unit in units)])
+    return replace(found, num=found.num // 2)
+
+
+def pair_kappa(pairs: Sequence[tuple[Hashable, Hashable]]) -> Agreement:
+    """Cohen's kappa of judgements of pairs, of which each counts in both orders of the answers, as in `pair_alpha`."""
+    found = cohen_kappa([*pairs, *((_exchanged(a), _exchanged(b)) for a, b in pairs)])
+    return replace(found, num=found.num // 2)
+
+
+def _exchanged(judgement: Hashable) -> Hashable:
+    """The same judgement with the two answers in the other order."""
+    return SECOND if judgement == FIRST else FIRST if judgement == SECOND else judgement
+
+
 def bias_test(num_hits: int, num: int) -> BiasTest:
     """Exact two-sided binomial test of `num_hits` in `num` choices against a fair coin.
 
@@ -161,8 +188,7 @@ def vote_stats(connection: Connection, campaign_id: int | None, now: float) -> V
     units: dict[int, dict[int, Hashable]] = {}
     for one in counted:
         if not one.is_gold:
-            # The preferred answer rather than its side, which differs from rater to rater.
-            units.setdefault(one.item_id, {})[one.rater_id] = one.chosen_candidate_id or one.verdict
+            units.setdefault(one.item_id, {})[one.rater_id] = _judgement(one)
     num_items, num_done = _num_items(connection, campaign_id)
     num_demonstrations = connection.execute(_last_answers(demonstrations, campaign_id, func.count())).scalar_one()
     return VoteStats(
@@ -171,7 +197,7 @@ def vote_stats(connection: Connection, campaign_id: int | None, now: float) -> V
         num_rankings=num_rankings,
         num_demonstrations=int(num_demonstrations),
         num_votes_last_hour=sum(one.created_at > now - _HOUR_S for one in counted),
-        alpha=krippendorff_alpha([list(unit.values()) for unit in units.values()]),
+        alpha=pair_alpha([list(unit.values()) for unit in units.values()]),
         kappas=_kappas(units, names),
         raters=_rater_stats(judged, [*gold, *gold_of_rankings], names),
         **_summary(judged),
@@ -225,6 +251,7 @@ def _judged_pairs(connection: Connection, campaign_id: int | None) -> Sequence[A
         presentations.c.rater_id,
         votes.c.verdict,
         votes.c.chosen_candidate_id,
+        votes.c.rejected_candidate_id,
         votes.c.dwell_ms,
         votes.c.created_at,
         items.c.is_gold,
@@ -233,6 +260,15 @@ def _judged_pairs(connection: Connection, campaign_id: int | None) -> Sequence[A
         _length(votes.c.rejected_candidate_id).label("rejected_length"),
     )
     return connection.execute(query.where(votes.c.verdict != "withdrawn")).all()
+
+
+def _judgement(vote: Any) -> Hashable:
+    """Which of the item's two answers a vote prefers, rather than its side, which differs from rater to rater; else the
+    verdict.
+    """
+    if vote.verdict not in _DECIDED:
+        return vote.verdict
+    return FIRST if vote.chosen_candidate_id < vote.rejected_candidate_id else SECOND
 
 
 def _length(candidate_id: Any) -> Any:
@@ -267,7 +303,7 @@ def _kappas(units: Mapping[int, Mapping[int, Hashable]], names: Mapping[int, str
         for a, b in itertools.combinations(sorted(unit), 2):
             shared.setdefault((a, b), []).append((unit[a], unit[b]))
     found = sorted(shared.items(), key=lambda pair: (-len(pair[1]), pair[0]))[:MAX_RATER_PAIRS]
-    return [RaterPair(names[a], names[b], cohen_kappa(judgements)) for (a, b), judgements in found]
+    return [RaterPair(names[a], names[b], pair_kappa(judgements)) for (a, b), judgements in found]
 
 
 def _rater_stats(judged: Sequence[Any], gold: Sequence[tuple[int, bool]], names: Mapping[int, str]) -> list[RaterStats]:
