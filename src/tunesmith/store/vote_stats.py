@@ -8,8 +8,9 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sqlalchemy import Connection, Table, exists, func, select, true
+from sqlalchemy import Connection, Table, exists, func, or_, select, true
 
+from tunesmith.store.queue import GIVEN_ORDER
 from tunesmith.store.records import Campaign, Progress
 from tunesmith.store.tables import candidates, demonstrations, item_candidates, items, presentations, rankings, votes
 from tunesmith.store.tables import raters as raters_table
@@ -58,7 +59,9 @@ class RaterPair:
 
 @dataclass(frozen=True, slots=True)
 class RaterStats:
-    """Statistics of one rater. `left` counts choices of the left answer, `longer` those of the longer one."""
+    """Statistics of one rater. `left` counts choices of the left answer, where the side is known (imported votes may
+    come without), `longer` those of the longer one.
+    """
 
     rater_id: int
     name: str
@@ -254,6 +257,10 @@ def _judged_pairs(connection: Connection, campaign_id: int | None) -> Sequence[A
         votes.c.rejected_candidate_id,
         votes.c.dwell_ms,
         votes.c.created_at,
+        # An imported vote, which was never leased, has a known order only if it came with one.
+        or_(presentations.c.lease_until > presentations.c.shown_at, presentations.c.seed == GIVEN_ORDER).label(
+            "knows_side"
+        ),
         items.c.is_gold,
         items.c.gold_candidate_id,
         _length(votes.c.chosen_candidate_id).label("chosen_length"),
@@ -333,12 +340,13 @@ def _summary(judged: Sequence[Any]) -> dict[str, Any]:
     """The fields that `VoteStats` and `RaterStats` share."""
     verdicts = Counter(one.verdict for one in judged)
     decided = [one for one in judged if one.verdict in _DECIDED]
+    sided = [one for one in decided if one.knows_side]
     unequal = [one for one in decided if one.chosen_length != one.rejected_length]
     return {
         "num_votes": len(judged) - verdicts["skip"],
         "num_ties": verdicts["tie"],
         "num_both_bad": verdicts["both_bad"],
         "num_skips": verdicts["skip"],
-        "left": bias_test(sum(one.verdict in _LEFT for one in decided), len(decided)),
+        "left": bias_test(sum(one.verdict in _LEFT for one in sided), len(sided)),
         "longer": bias_test(sum(one.chosen_length > one.rejected_length for one in unequal), len(unequal)),
     }

@@ -15,6 +15,7 @@ from starlette.staticfiles import StaticFiles
 
 from tunesmith.core.errors import (
     InputError,
+    NameTakenError,
     RunError,
     StoreError,
     TunesmithError,
@@ -45,6 +46,7 @@ _OFFERS_PER_BATCH = 200
 _STATUS: tuple[tuple[type[InputError], int], ...] = (
     (UnknownPresentationError, 404),
     (VoteConflictError, 409),
+    (NameTakenError, 409),
     (RunError, 409),
     # The database is busy, full or damaged: the client keeps the request and retries.
     (StoreError, 503),

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Header, Path, Query, Request, Response
 from fastapi.exceptions import HTTPException
 from fastapi.responses import HTMLResponse, RedirectResponse, StreamingResponse
 
-from tunesmith.store.records import NewRater, Progress, Rater, VoteReceipt
+from tunesmith.store.records import Progress, Rater, VoteReceipt
 from tunesmith.store.vote_stats import VoteStats
 from tunesmith.web.access import API
 from tunesmith.web.guard import address_of
@@ -107,14 +107,7 @@ def sessions() -> APIRouter:
         """Accept an invitation: begins a session and returns a personal token, which replaces the invitation's."""
         name = body.name.strip() if body.name else None
 
-        def find() -> NewRater | None:
-            invited = services.votes.reader.rater_of(body.token)
-            others = [rater.name for rater in services.votes.reader.raters() if invited and rater.id != invited.id]
-            if name in others:
-                raise HTTPException(409, f"the name {name!r} is taken; choose another")
-            return services.votes.redeem(body.token, name=name or None)
-
-        joined = _limited(find, request, services)
+        joined = _limited(lambda: services.votes.redeem(body.token, name=name or None), request, services)
         services.logins.forget()
         _set_cookie(joined.rater.id, request, response, services)
         return JoinReply(name=joined.rater.name, role=joined.rater.role, token=joined.token)
@@ -202,9 +195,7 @@ def administration() -> APIRouter:
 
     @routes.post("/raters", status_code=201)
     def invite(body: RaterRequest, caller: Caller, services: ServicesOf) -> InviteReply:
-        """Create a rater and an invitation for them."""
-        if any(rater.name == body.name.strip() for rater in services.votes.reader.raters()):
-            raise HTTPException(409, f"the name {body.name.strip()!r} is taken; choose another")
+        """Create a rater and an invitation for them. A rater whom imported votes brought keeps their votes."""
         expires_at = time.time() + body.invite_days * _DAY_S
         new = services.votes.add_rater(body.name, body.role, invited_by=caller.id, expires_at=expires_at)
         return InviteReply(rater=RaterReply.model_validate(new.rater), token=new.token, link=f"/join/{new.token}")

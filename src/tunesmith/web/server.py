@@ -16,6 +16,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tunesmith.core.errors import InputError
+from tunesmith.store.content import name_key
 from tunesmith.store.records import CampaignSettings
 from tunesmith.store.runs import RunReader
 from tunesmith.store.votes import VoteStore
@@ -233,6 +234,6 @@ def _opened(services: Services, listener: socket.socket, *, is_exposed: bool) ->
     if admin is None:
         # Imported votes may have brought a rater of this name.
         names = (f"{_FIRST_ADMIN} {number}" if number > 1 else _FIRST_ADMIN for number in itertools.count(1))
-        taken = {one.name for one in raters}
+        taken = {name_key(one.name) for one in raters}
         admin = services.votes.add_rater(next(name for name in names if name not in taken), "admin").rater
     return Opened(url, f"{url}/login?token={services.logins.links.make(admin.id)}")
