@@ -110,11 +110,18 @@ def sync(path: Path) -> None:
 
 
 def name_file(aside: Path, path: Path) -> None:
-    """Give the file `aside` the name `path`, which must be free: another process may have taken it a moment ago.
+    """Give the file or folder `aside` the name `path`, which must be free: another process may have taken it a moment
+    ago.
 
     Raises:
-        FileExistsError: there is a file of that name, which stays as it is.
+        FileExistsError: there is a file of that name, or a folder; it stays as it is.
     """
+    if aside.is_dir():
+        if path.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+        # Onto a file, or a folder with something in it, it fails.
+        aside.rename(path)
+        return
     try:
         os.link(aside, path)
         aside.unlink()

@@ -213,21 +213,26 @@ def _mark(connection: Connection, marked: Mapping[int, NewItem]) -> frozenset[in
     for chunk in chunks(list(marked)):
         query = select(items.c.id, items.c.gold_candidate_id, items.c.heldout).where(items.c.id.in_(chunk))
         for row in connection.execute(query).all():
-            item, values = marked[row.id], dict[str, object]()
-            if item.heldout and not row.heldout:
-                values["heldout"] = True
-            if item.gold is not None:
-                ids = {answer.text: answer.id for answer in answers[row.id]}
-                best = ids[item.candidates[item.gold].text]
-                if row.gold_candidate_id is None:
-                    values |= {"is_gold": True, "gold_candidate_id": best, "is_open": True}
-                elif row.gold_candidate_id != best:
-                    stored = next(text for text, id_ in ids.items() if id_ == row.gold_candidate_id)
-                    raise _two_best(stored, item.candidates[item.gold])
+            values = _new_marks(row, marked[row.id], answers[row.id])
             if values:
                 connection.execute(update(items).where(items.c.id == row.id).values(**values))
                 changed.add(row.id)
     return frozenset(changed)
+
+
+def _new_marks(row: Any, item: NewItem, answers: Sequence[StoredAnswer]) -> dict[str, object]:
+    """The columns of a stored item that `item` changes."""
+    values: dict[str, object] = {}
+    if item.heldout and not row.heldout:
+        values["heldout"] = True
+    if item.gold is not None:
+        best = item.candidates[item.gold]
+        ids = {answer.text: answer.id for answer in answers}
+        if row.gold_candidate_id is None:
+            values |= {"is_gold": True, "gold_candidate_id": ids[best.text], "is_open": True}
+        elif row.gold_candidate_id != ids[best.text]:
+            raise _two_best(next(one.text for one in answers if one.id == row.gold_candidate_id), best)
+    return values
 
 
 def _insert_all(connection: Connection, campaign_id: int, new: Sequence[tuple[int, NewItem]]) -> list[int]:

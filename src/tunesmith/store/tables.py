@@ -70,7 +70,9 @@ def insert_rows(connection: Connection, table: Table, rows: Sequence[Mapping[str
     if not rows:
         return []
     if connection.dialect.name != "sqlite":
-        return list(connection.execute(insert(table).returning(table.c.id, sort_by_parameter_order=True), rows).scalars())
+        return list(
+            connection.execute(insert(table).returning(table.c.id, sort_by_parameter_order=True), rows).scalars()
+        )
     # SQLite inserts rows one by one where ids are asked for. There is one writer, so the next ids are known beforehand.
     last = connection.execute(text("SELECT seq FROM sqlite_sequence WHERE name = :name"), {"name": table.name}).scalar()
     first = int(last or 0) + 1
