@@ -14,6 +14,7 @@ from tunesmith.store.records import Progress, Rater, VoteReceipt
 from tunesmith.store.vote_stats import VoteStats
 from tunesmith.web.access import API
 from tunesmith.web.guard import address_of
+from tunesmith.web.markdown import html_of
 from tunesmith.web.messages import (
     MAX_PREFETCH,
     CommandReply,
@@ -30,7 +31,6 @@ from tunesmith.web.messages import (
     SessionReply,
     SessionRequest,
     VoteRequest,
-    safe_html,
 )
 from tunesmith.web.services import Caller, Services, ServicesOf
 
@@ -62,7 +62,7 @@ def pages() -> APIRouter:
 
     @routes.get("/vote")
     def vote(caller: Caller, services: ServicesOf) -> HTMLResponse:
-        guidelines = safe_html(services.campaign().settings.guidelines) or ""
+        guidelines = html_of(services.campaign().settings.guidelines)
         return services.page("vote.html", caller, here="/vote", guidelines=guidelines)
 
     @routes.get("/watch")
@@ -179,7 +179,7 @@ def votes() -> APIRouter:
     def guidelines(services: ServicesOf) -> GuidelinesReply:
         """The campaign's guidelines for raters."""
         text = services.campaign().settings.guidelines
-        return GuidelinesReply(text=text, html=safe_html(text) or "")
+        return GuidelinesReply(text=text, html=html_of(text))
 
     return routes
 
