@@ -4,6 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from page_fixtures import browser, serve, server, stored, studio, trainer, visit, watch
+
+__all__ = ["browser", "serve", "server", "stored", "studio", "trainer", "visit", "watch"]
+
 FOLDER = Path(__file__).parent
 
 

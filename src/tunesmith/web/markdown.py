@@ -224,13 +224,13 @@ _ENVIRONMENT = re.compile(r"\\begin\{((?:align|equation|gather)\*?|aligned|cases
 _BLOCKS = {"$$": "$$", "\\[": "\\]"}
 # Commands that draw nothing, draw over other things, or define commands; comments.
 _NOT_DRAWN = re.compile(
-    r"(?<!\\)%|\\(?:[egx]?def|let|(?:re|provide)?newcommand|[hv]?phantom|smash|(?:text)?color(?:box)?|[hm]?skip|kern|mkern"
+    r"[\"`]|(?<!\\)%|\\(?:[egx]?def|let|(?:re|provide)?newcommand|[hv]?phantom|smash|(?:text)?color(?:box)?|[hm]?skip|kern|mkern"
     r"|hspace|raisebox|math[rlc]lap|[rlc]lap|href|url|label|(?:eq)?ref|tag|rule|hfill|genfrac|DeclareMathOperator)(?![a-zA-Z])"
 )
 # What of a formula is no text of it: commands, names of environments, the columns of an array, sizes.
 _COMMANDS = re.compile(r"\\(?:begin|end)\{[a-z]+\*?\}(?:\{[lcr|: ]*\})?|\\[a-zA-Z]+|\\\\\[[-0-9.a-z]*\]")
 _IN_BRACES = re.compile(r"\\(?:text\w*|mathrm|operatorname\*?|mbox)\s*\{[^{}]*\}|\\[a-zA-Z]+")
-_PROSE = re.compile(r"(?<![a-zA-Z])[a-z]{2,}\s|\s[a-z]{2,}(?![a-zA-Z])")
+_PROSE = re.compile(r"(?:^|[\s(])[a-z]{2,}\s|\s[a-z]{2,}(?=[\s,.;:!?)]|$)")
 _SIGNS = re.compile(r"[\\^_{}=+*/<>|-]")
 _TAGS = re.compile(r"<[^>]*>")
 
@@ -289,11 +289,13 @@ def _formula_inline(state: StateInline, silent: bool) -> bool:
 
 def _is_meant(opening: str, before: str, inner: str, after: str) -> bool:
     """True if `inner` between two marks is meant as a formula, by what stands around it."""
-    if before in ("\\", "$", "/", "|") or after in ("\\", "$", "*", "+", "?", "{", "|"):
+    if before in ("\\", "$", "/", "|", ")") or after in ("\\", "$", "*", "+", "?", "{", "|"):
         return False
     if opening != "$$" and (before.isalnum() or (opening != "\\(" and after.isalnum())):
         return False
     if opening == "$" and (inner[0].isspace() or inner[-1].isspace() or inner[-1] == "\\"):
+        return False
+    if opening == "\\[" and not _SIGNS.search(inner.replace("-", "")) and not inner[0].isspace():
         return False
     words = _IN_BRACES.sub(" ", inner)
     if opening == "$" and not _SIGNS.search(inner) and " " in inner and re.search("[a-zA-Z]{2}", words):
@@ -356,8 +358,9 @@ class _Rendering:
         kind = token.type
         if kind == "inline":
             self._flush()
-            for child in token.children or ():
-                self._inline(child)
+            children = token.children or []
+            for child, is_code in zip(children, _in_code(children), strict=True):
+                self._inline(child, has_marks=is_code)
         elif kind in ("paragraph_open", "paragraph_close"):
             self._html.append("" if token.hidden else f"<{'/' * (token.nesting < 0)}p>")
         else:
@@ -405,14 +408,14 @@ class _Rendering:
         self._text(token.content.removesuffix("\n"))
         self._html.append("</code></pre>")
 
-    def _inline(self, token: Token) -> None:
+    def _inline(self, token: Token, *, has_marks: bool) -> None:
         kind = token.type
         if kind == "text":
             self._text(token.content)
             return
         self.is_plain = False
         # A single mark, and underscores, may be meant as they stand: `*.py`, `__init__`.
-        stays = kind[:2] == "em" or token.markup == "__"
+        stays = has_marks or kind[:2] == "em" or token.markup == "__"
         if kind == "formula":
             self._formula(token)
         elif kind == "code_inline":
@@ -451,6 +454,29 @@ class _Rendering:
             self._mark(mark)
             self._html.append("" if mark[0] == "#" else " ")
         self._marks.clear()
+
+
+def _is_balanced(text: str) -> bool:
+    open_brackets: list[str] = []
+    for one in text:
+        if one in "([{":
+            open_brackets.append(")]}"["([{".index(one)])
+        elif one in ")]}" and (not open_brackets or open_brackets.pop() != one):
+            return False
+    return not open_brackets
+
+
+def _in_code(tokens: Sequence[Token]) -> list[bool]:
+    """For each token whether it is a mark around brackets without their other half, as in `f(**a) + f(**b)`."""
+    found, open_marks = [False] * len(tokens), list[int]()
+    for index, token in enumerate(tokens):
+        if token.nesting > 0:
+            open_marks.append(index)
+        elif token.nesting < 0:
+            first = open_marks.pop()
+            if not _is_balanced("".join(one.content for one in tokens[first:index])):
+                found[first] = found[index] = True
+    return found
 
 
 _HTML_TAGS = "p strong em s code pre blockquote ul ol li table thead tbody tr th td a span".split()  # noqa: SIM905

@@ -120,7 +120,8 @@ function paint() {
   const shown = queue.current;
   $("prompt-source").replaceChildren(sourceButton(shown.prompt, isRaw) ?? "");
   $("prompt").replaceChildren(...shown.prompt.map(message));
-  $("prompt").tabIndex = $("prompt").scrollHeight > $("prompt").clientHeight ? 0 : -1;
+  const { scrollHeight, scrollWidth, clientHeight, clientWidth } = $("prompt");
+  $("prompt").tabIndex = scrollHeight > clientHeight || scrollWidth > clientWidth ? 0 : -1;
   const answers = $("answers");
   answers.dataset.count = shown.answers.length;
   answers.replaceChildren(...shown.answers.map((one, index) => answer(one, index, isRaw)));
