@@ -6,8 +6,8 @@ set -euo pipefail
 
 # g++ compiles the C++ kernels at first use, Triton its launchers with Python's headers; make and venv make the environment.
 runtime=(ca-certificates g++ make python3 python3-dev python3-venv)
-# The report is opened in a browser, which needs a font.
-development=(chromium fonts-dejavu-core git)
+# The report is opened in a browser, which needs a font; pages are tested behind nginx, with a certificate of openssl.
+development=(chromium fonts-dejavu-core git nginx-light openssl)
 
 packages() {
     export DEBIAN_FRONTEND=noninteractive

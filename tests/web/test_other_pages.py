@@ -21,7 +21,7 @@ def test_the_printed_link_works_once_and_leaves_no_token_in_sight(serve, visit):
     page.get_by_role("alert").get_by_text("unknown, has expired or was used").wait_for()
     assert "token=" not in page.url and faults_of(page) == []
     page.goto(f"{server.url}/vote")
-    page.wait_for_url("**/login")
+    page.wait_for_url("**/login?next=vote")
 
 
 def test_an_invited_rater_joins_and_votes(serve, visit):
@@ -102,7 +102,7 @@ def test_an_expired_session_leads_to_the_login_and_keeps_the_vote(serve, visit):
     cookies = page.context.cookies()
     page.context.clear_cookies()
     press(page, "1")
-    page.wait_for_url("**/login")
+    page.wait_for_url("**/login?next=vote")
     page.context.add_cookies(cookies)
     page.goto(f"{server.url}/vote")
     wait_until_sent(page, 1)

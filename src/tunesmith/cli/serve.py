@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from tunesmith.cli.options import Positional, UseAppendAction, check_ranges, flag, parse
 from tunesmith.cli.output import Output, reporting
 from tunesmith.core.errors import InputError, MissingDependencyError
-from tunesmith.web.settings import ServerSettings
+from tunesmith.web.settings import LOOPBACK, ServerSettings
 
 if TYPE_CHECKING:
     from tunesmith.store.records import CampaignSettings, NewItem
@@ -39,6 +39,13 @@ class ServeOptions:
     allow_host: Annotated[
         UseAppendAction[tuple[str, ...]], flag("Another name that browsers know this server by.", "NAME")
     ] = ()
+    root_path: Annotated[
+        str, flag("Path prefix below which a proxy serves the pages, if it does not say so itself.", "PREFIX")
+    ] = ""
+    forwarded_allow_ips: Annotated[
+        UseAppendAction[tuple[str, ...]],
+        flag("Address or network of a proxy whose X-Forwarded headers are believed; repeatable.", "IP"),
+    ] = LOOPBACK
     pairs: Annotated[
         str | None, flag("Pairs or rankings to be judged, as `tunesmith votes import` reads them.", "FILE")
     ] = None
@@ -70,7 +77,15 @@ def serve(words: Sequence[str]) -> None:
         from tunesmith.data.vote_files import read_items
 
         items = read_items(options.pairs)  # all of them, before anything is stored
-    settings = ServerSettings(options.dir.expanduser(), options.host, options.port, options.allow_host, has_arena=True)
+    settings = ServerSettings(
+        options.dir.expanduser(),
+        options.host,
+        options.port,
+        options.allow_host,
+        options.root_path,
+        options.forwarded_allow_ips,
+        has_arena=True,
+    )
     with reporting(as_json=options.json) as output:
 
         def fill(votes: "VoteStore", campaign_id: int) -> None:
@@ -148,6 +163,13 @@ class StudioOptions:
     allow_host: Annotated[
         UseAppendAction[tuple[str, ...]], flag("Another name that browsers know this server by.", "NAME")
     ] = ()
+    root_path: Annotated[
+        str, flag("Path prefix below which a proxy serves the pages, if it does not say so itself.", "PREFIX")
+    ] = ""
+    forwarded_allow_ips: Annotated[
+        UseAppendAction[tuple[str, ...]],
+        flag("Address or network of a proxy whose X-Forwarded headers are believed; repeatable.", "IP"),
+    ] = LOOPBACK
     max_runs: Annotated[
         int, flag("Runs from the pages that train at a time, the others wait; 0: none can be started.", "N")
     ] = 1
@@ -174,6 +196,8 @@ def studio(words: Sequence[str]) -> None:
         options.host,
         options.port,
         options.allow_host,
+        options.root_path,
+        options.forwarded_allow_ips,
         runs=root,
         max_runs=options.max_runs,
         allow=options.allow,

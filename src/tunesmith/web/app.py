@@ -8,14 +8,14 @@ from pathlib import Path
 import jinja2
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
 
 from tunesmith.core.errors import (
     InputError,
-    NameTakenError,
     RunError,
     StoreError,
     TunesmithError,
@@ -34,7 +34,8 @@ from tunesmith.web.arena import Arena
 from tunesmith.web.guard import Guard
 from tunesmith.web.jobs import Jobs
 from tunesmith.web.logins import Links, Logins, RateLimits, Sessions, read_key
-from tunesmith.web.services import Services, is_set_within
+from tunesmith.web.proxies import BehindProxy
+from tunesmith.web.services import Services, is_set_within, refusal
 from tunesmith.web.settings import ServerSettings
 from tunesmith.web.studio import Studio
 from tunesmith.web.watch_data import WatchData
@@ -46,7 +47,6 @@ _OFFERS_PER_BATCH = 200
 _STATUS: tuple[tuple[type[InputError], int], ...] = (
     (UnknownPresentationError, 404),
     (VoteConflictError, 409),
-    (NameTakenError, 409),
     (RunError, 409),
     # The database is busy, full or damaged: the client keeps the request and retries.
     (StoreError, 503),
@@ -80,7 +80,10 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
         lifespan=_lifespan,
-        middleware=[Middleware(Guard, table=table, logins=logins, limits=settings.limits, hosts=settings.hosts)],
+        middleware=[
+            Middleware(BehindProxy, settings.proxies, settings.root_path, [rule.path for rule in table.rules]),
+            Middleware(Guard, table=table, logins=logins, limits=settings.limits, hosts=settings.hosts),
+        ],
     )
     app.state.services = services
     for router in (routes.sessions(), routes.votes(), routes.administration(), routes.pages()):
@@ -95,6 +98,7 @@ def create_app(
     app.mount("/static", StaticFiles(directory=Path(__file__).parent / "static"), name="static")
     app.add_exception_handler(RequestValidationError, _explain_validation)
     app.add_exception_handler(InputError, _explain)
+    app.add_exception_handler(HTTPException, _explain_refusal)
     return app
 
 
@@ -150,20 +154,22 @@ def _templates() -> jinja2.Environment:
     return environment
 
 
-async def _explain(request: Request, error: Exception) -> JSONResponse:
+async def _explain(request: Request, error: Exception) -> Response:
     """An InputError as its status and message."""
     status = next(status for kind, status in _STATUS if isinstance(error, kind))
-    return _reply(status, str(error))
+    return refusal(request, status, str(error))
 
 
-async def _explain_validation(request: Request, error: Exception) -> JSONResponse:
+async def _explain_refusal(request: Request, error: Exception) -> Response:
+    """What a route refuses, and files that there are not."""
+    assert isinstance(error, HTTPException), "registered for this error alone"
+    return refusal(request, error.status_code, error.detail, error.headers)
+
+
+async def _explain_validation(request: Request, error: Exception) -> Response:
     """A validation error without the invalid input, which may be large or not encodable as UTF-8."""
     assert isinstance(error, RequestValidationError), "registered for this error alone"
     complaints = [
         f"{'.'.join(str(part) for part in complaint['loc'])}: {complaint['msg']}" for complaint in error.errors()[:8]
     ]
-    return _reply(422, "; ".join(complaints))
-
-
-def _reply(status: int, detail: str) -> JSONResponse:
-    return JSONResponse({"detail": detail.encode("utf-8", "replace").decode()}, status)
+    return refusal(request, 422, "; ".join(complaints))

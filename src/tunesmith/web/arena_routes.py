@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator
 from typing import Annotated
 
 from fastapi import APIRouter, Path
+from fastapi import Request as HttpRequest
 from fastapi.exceptions import HTTPException
 from fastapi.responses import HTMLResponse, StreamingResponse
 from pydantic import Field
@@ -14,7 +15,7 @@ from tunesmith.store.vote_watch import VoteWatch
 from tunesmith.web.access import API, Rule
 from tunesmith.web.arena import MAX_TURNS, Arena, Conversation
 from tunesmith.web.messages import PassageReply, Reply, Request, VoteRequest, passages
-from tunesmith.web.services import Caller, Services, ServicesOf
+from tunesmith.web.services import Caller, Services, ServicesOf, page
 from tunesmith.web.watch import KEEP_ALIVE_S, event, stream_of
 from tunesmith.web.watch_data import Cached, Json, Standings
 
@@ -85,15 +86,15 @@ def _pages(board: Cached[list[Json]]) -> APIRouter:
     routes = APIRouter()
 
     @routes.get("/arena", include_in_schema=False)
-    def show_arena(caller: Caller, services: ServicesOf) -> HTMLResponse:
+    def show_arena(request: HttpRequest, caller: Caller, services: ServicesOf) -> HTMLResponse:
         may_choose = services.studio is not None and caller.is_admin
-        return services.page("arena.html", caller, here="/arena", max_message=MAX_MESSAGE, may_choose=may_choose)
+        return page(request, "arena.html", max_message=MAX_MESSAGE, may_choose=may_choose)
 
     @routes.get("/leaderboard", include_in_schema=False)
-    def show_board(caller: Caller, services: ServicesOf) -> HTMLResponse:
+    def show_board(request: HttpRequest) -> HTMLResponse:
         places = board()
         base = next((one["name"] for one in places if one["low"] == one["high"] == 0.5), "")
-        return services.page("leaderboard.html", caller, here="/leaderboard", places=places, base=base)
+        return page(request, "leaderboard.html", places=places, base=base)
 
     @routes.get(f"{API}/leaderboard", tags=["arena"])
     def leaderboard() -> list[Json]:

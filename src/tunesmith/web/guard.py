@@ -8,17 +8,19 @@ rate limit, the role, the body (memory exhaustion, parser stack overflow). All r
 import asyncio
 import re
 from contextlib import suppress
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult, quote, urlsplit
 
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, HTTPConnection, Request
-from starlette.responses import JSONResponse, RedirectResponse, Response
+from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tunesmith.store.records import Rater
 from tunesmith.web.access import RouteTable, Rule
 from tunesmith.web.logins import Logins, RateLimits
+from tunesmith.web.proxies import forwarded_host, names_of, root_of
+from tunesmith.web.services import refusal, wants_page
 from tunesmith.web.settings import Limits
 
 CONTENT_POLICY = (
@@ -39,6 +41,8 @@ SECURITY_HEADERS = {
 
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
+_PLACE = re.compile(r"[\w.:\[\]-]{1,200}", re.ASCII)
+_HOST_NAME = re.compile(r"[\w.-]{1,200}", re.ASCII)
 _LOG_IN = {"www-authenticate": "Bearer"}
 _CLOSE_CONNECTION = {"connection": "close"}
 # Possessive quantifiers and an optional closing quote: linear time for every body.
@@ -55,7 +59,8 @@ class Guard:
         self._table = table
         self._logins = logins
         self._limits = limits
-        self._hosts = frozenset(host.lower() for host in (*_LOCAL_NAMES, *hosts))
+        self._places = frozenset(host.lower() for host in hosts)
+        self._hosts = frozenset({*_LOCAL_NAMES, *(_name(place) for place in self._places)})
         self._rates = RateLimits(limits.rate_per_s, limits.burst)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -70,10 +75,11 @@ class Guard:
         send = _with_security_headers(send, rule)
         try:
             body = await self._admit(Request(scope, receive), rule)
-        except HTTPException as refusal:
-            response: Response = JSONResponse({"detail": refusal.detail}, refusal.status_code, refusal.headers)
-            if refusal.status_code == 401 and rule is not None and rule.is_page:
-                response = RedirectResponse("/login", 303)
+        except HTTPException as error:
+            request = Request(scope)
+            response = refusal(request, error.status_code, error.detail, error.headers)
+            if error.status_code == 401 and rule is not None and rule.is_page:
+                response = RedirectResponse(_login_address(request), 303)
             await response(scope, receive, send)
             return
         app = _head_of(self._app) if scope["method"] == "HEAD" else self._app
@@ -82,7 +88,9 @@ class Guard:
     async def _admit(self, request: Request, rule: Rule | None) -> bytes:
         """The checked body for the route. Raises HTTPException if the request is denied."""
         self._check_host(request)
-        _check_origin(request, self._logins.sessions.cookie)
+        _check_origin(request, self._logins.sessions.cookie, self._places)
+        if rule is None and wants_page(request):
+            raise self._not_found(request.scope["path"])
         caller = None
         if rule is None or rule.access != "public":
             caller = request.scope["user"] = await self._identify(request)
@@ -96,16 +104,19 @@ class Guard:
         return await self._body(request, rule)
 
     def _check_host(self, request: Request) -> None:
-        """Reject unknown Host headers (DNS rebinding)."""
+        """Reject unknown names of this server (DNS rebinding): in the Host header and, since any client can send it
+        along, in that of a trusted proxy too.
+        """
         if len(request.headers.getlist("host")) > 1:
             raise HTTPException(400, "the request has more than one Host header")
-        name = _split(f"//{request.headers.get('host', '')}").hostname or ""  # in lower case, without port and brackets
-        if name in self._hosts:
-            return
         # The server's own address is allowed too: a rebinding page's Host is a domain name, never this address.
-        own = (request.scope.get("server") or ("", 0))[0]
-        if not name or name != str(own).lower():
-            raise HTTPException(400, "this server does not answer to that host name; name it with --allow-host")
+        own = str((request.scope.get("server") or ("", 0))[0]).lower()
+        given = (request.headers.get("host", ""), forwarded_host(request))
+        for place in given[: 2 if given[1] else 1]:
+            name = _name(place)
+            if not name or (name not in self._hosts and name != own):
+                shown = f"; start it with --allow-host {name}" if _HOST_NAME.fullmatch(name) else ""
+                raise HTTPException(400, f"this server does not answer to that host name{shown}")
 
     async def _identify(self, request: Request) -> Rater:
         """The rater of the token or cookie. Raises HTTPException 401 or, after many failures, 429."""
@@ -130,6 +141,14 @@ class Guard:
         methods += ["HEAD"] if "GET" in methods else []
         if methods:
             return HTTPException(405, f"use {' or '.join(methods)} here", {"allow": ", ".join(methods)})
+        # Only a proxy that leaves its prefix in the path asks for a page below another one.
+        parts = path.split("/")
+        below = ("/" + "/".join(parts[place:]) for place in range(2, len(parts)))
+        if any(
+            rule.is_page or rule.path == "/login" for tail in below if len(tail) > 1 for rule in self._table.at(tail)
+        ):
+            prefixed = f"; behind a proxy that serves it below {'/'.join(parts[:2])}, start it with --root-path"
+            return HTTPException(404, f"there is nothing at this address{prefixed}")
         return HTTPException(404, "there is nothing at this address")
 
     async def _body(self, request: Request, rule: Rule) -> bytes:
@@ -245,20 +264,49 @@ def _bearer(request: Request) -> str:
     return token.strip() if kind.lower() == "bearer" else ""
 
 
-def _check_origin(request: Request, cookie: str) -> None:
-    """Reject requests from pages of other origins (CSRF), by Origin or, without it, by the Fetch Metadata headers."""
-    foreign = HTTPException(403, "this request comes from a page of another server")
-    origins = request.headers.getlist("origin")
-    if any(_split(origin).netloc.lower() != request.headers.get("host", "").lower() for origin in origins):
-        raise foreign
-    if origins:
-        return
+def _check_origin(request: Request, cookie: str, places: frozenset[str]) -> None:
+    """Reject requests from pages of other origins (CSRF), by the Fetch Metadata headers of the browser or by Origin.
+
+    `places` are further names of this server, a port included if it is not that of the scheme.
+    """
     site, is_safe = request.headers.get("sec-fetch-site", ""), request.method in _SAFE_METHODS
+    if site == "same-origin":
+        return  # the browser compared the origins, and no page can set this header
+    names = names_of(request)
+    for origin in request.headers.getlist("origin"):
+        place = _split(origin).netloc.lower()
+        if place not in names and place not in places:
+            raise HTTPException(403, _foreign(place, names[-1] if names else ""))
+    if "origin" in request.headers:
+        return
     is_navigation = request.headers.get("sec-fetch-mode") == "navigate" and is_safe
     if site in ("cross-site", "same-site") and not is_navigation:
-        raise foreign
-    if not is_safe and request.cookies.get(cookie) and not _bearer(request) and site != "same-origin":
+        raise HTTPException(403, _foreign("", ""))
+    if not is_safe and request.cookies.get(cookie) and not _bearer(request):
         raise HTTPException(403, "a request with a session cookie must say its Origin")
+
+
+def _foreign(place: str, host: str) -> str:
+    """Why a request is refused that comes from a page at `place` and was sent to `host`, and the remedy."""
+    refused = "this request comes from a page of another server"
+    if not _PLACE.fullmatch(place) or not _PLACE.fullmatch(host):
+        return refused
+    return (
+        f"{refused}: from {place}, to {host}. If {place} is a proxy before this one, let it pass on the Host header "
+        f"(nginx: `proxy_set_header Host $http_host;`), or start this one with --allow-host {place}"
+    )
+
+
+def _login_address(request: Request) -> str:
+    """The login page, which goes on to the address of the request."""
+    path, query = request.scope["path"].lstrip("/"), request.scope.get("query_string", b"").decode("latin-1")
+    target = f"{quote(path)}?{query}" if query else quote(path)
+    return f"{root_of(request)}login" + (f"?next={quote(target, safe='')}" if target else "")
+
+
+def _name(place: str) -> str:
+    """The host name of a Host header, in lower case, without port and brackets; empty if it is invalid."""
+    return _split(f"//{place}").hostname or ""
 
 
 def _split(address: str) -> SplitResult:

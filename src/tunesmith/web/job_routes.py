@@ -10,6 +10,7 @@ from functools import cache
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Path
+from fastapi import Request as HttpRequest
 from fastapi.exceptions import HTTPException
 from fastapi.responses import HTMLResponse, JSONResponse
 from pydantic import AfterValidator, Field, StringConstraints
@@ -27,7 +28,7 @@ from tunesmith.web.access import API, Rule
 from tunesmith.web.jobs import Job, Jobs
 from tunesmith.web.messages import Request
 from tunesmith.web.run_index import id_of
-from tunesmith.web.services import Caller, ServicesOf
+from tunesmith.web.services import Caller, ServicesOf, page
 from tunesmith.web.studio import OpenRun, Studio
 from tunesmith.web.wanted import ALGORITHMS, STARTED, Wanted, check, command, wanted_like
 
@@ -146,10 +147,10 @@ def _page(jobs: Jobs) -> APIRouter:
     routes = APIRouter(include_in_schema=False)
 
     @routes.get("/runs/new")
-    def new(caller: Caller, services: ServicesOf) -> HTMLResponse:
-        return services.page(
+    def new(request: HttpRequest) -> HTMLResponse:
+        return page(
+            request,
             "new.html",
-            caller,
             here="/runs",
             algorithms={name: str(RECIPES[name].__doc__) for name in ALGORITHMS},
             recipes=recipes(),

@@ -10,11 +10,10 @@ from fastapi import APIRouter, Header, Path, Query, Request, Response
 from fastapi.exceptions import HTTPException
 from fastapi.responses import HTMLResponse, RedirectResponse, StreamingResponse
 
-from tunesmith.store.records import Progress, Rater, VoteReceipt
+from tunesmith.store.records import NewRater, Progress, Rater, VoteReceipt
 from tunesmith.store.vote_stats import VoteStats
 from tunesmith.web.access import API
 from tunesmith.web.guard import address_of
-from tunesmith.web.markdown import html_of
 from tunesmith.web.messages import (
     MAX_PREFETCH,
     CommandReply,
@@ -31,8 +30,10 @@ from tunesmith.web.messages import (
     SessionReply,
     SessionRequest,
     VoteRequest,
+    safe_html,
 )
-from tunesmith.web.services import Caller, Services, ServicesOf
+from tunesmith.web.proxies import prefix_of, root_of
+from tunesmith.web.services import Caller, Services, ServicesOf, page
 
 Found = TypeVar("Found")
 ExportKind = Literal["votes", "rankings", "demonstrations"]
@@ -57,29 +58,30 @@ def pages() -> APIRouter:
     routes = APIRouter(include_in_schema=False)
 
     @routes.get("/")
-    def start(services: ServicesOf) -> RedirectResponse:
-        return RedirectResponse("/vote" if services.studio is None else "/runs", 303)
+    def start(request: Request, services: ServicesOf) -> RedirectResponse:
+        # A known prefix, because below a bare `/prefix` a relative address would be one beside it.
+        root = f"{prefix_of(request)}/" if prefix_of(request) else root_of(request)
+        return RedirectResponse(f"{root}{'vote' if services.studio is None else 'runs'}", 303)
 
     @routes.get("/vote")
-    def vote(caller: Caller, services: ServicesOf) -> HTMLResponse:
-        guidelines = html_of(services.campaign().settings.guidelines)
-        return services.page("vote.html", caller, here="/vote", guidelines=guidelines)
+    def vote(request: Request, services: ServicesOf) -> HTMLResponse:
+        return page(request, "vote.html", guidelines=safe_html(services.campaign().settings.guidelines) or "")
 
     @routes.get("/watch")
-    def watch(caller: Caller, services: ServicesOf) -> HTMLResponse:
-        return services.page("watch.html", caller, here="/watch", base="", may_roll_back=caller.is_admin)
+    def watch(request: Request, caller: Caller) -> HTMLResponse:
+        return page(request, "watch.html", base="", may_roll_back=caller.is_admin)
 
     @routes.get("/raters")
-    def raters(caller: Caller, services: ServicesOf) -> HTMLResponse:
-        return services.page("raters.html", caller, here="/raters")
+    def raters(request: Request) -> HTMLResponse:
+        return page(request, "raters.html")
 
     @routes.get("/login")
-    def log_in(services: ServicesOf) -> HTMLResponse:
-        return services.page("login.html", None)
+    def log_in(request: Request) -> HTMLResponse:
+        return page(request, "login.html")
 
     @routes.get("/join/{invite}")
-    def join(invite: str, services: ServicesOf) -> HTMLResponse:
-        return services.page("join.html", None)
+    def join(invite: str, request: Request) -> HTMLResponse:
+        return page(request, "join.html")
 
     return routes
 
@@ -107,7 +109,14 @@ def sessions() -> APIRouter:
         """Accept an invitation: begins a session and returns a personal token, which replaces the invitation's."""
         name = body.name.strip() if body.name else None
 
-        joined = _limited(lambda: services.votes.redeem(body.token, name=name or None), request, services)
+        def find() -> NewRater | None:
+            invited = services.votes.reader.rater_of(body.token)
+            others = [rater.name for rater in services.votes.reader.raters() if invited and rater.id != invited.id]
+            if name in others:
+                raise HTTPException(409, f"the name {name!r} is taken; choose another")
+            return services.votes.redeem(body.token, name=name or None)
+
+        joined = _limited(find, request, services)
         services.logins.forget()
         _set_cookie(joined.rater.id, request, response, services)
         return JoinReply(name=joined.rater.name, role=joined.rater.role, token=joined.token)
@@ -118,9 +127,11 @@ def sessions() -> APIRouter:
         return SessionReply(name=caller.name, role=caller.role)
 
     @routes.delete("/session", status_code=204)
-    def log_out(response: Response, services: ServicesOf) -> None:
+    def log_out(request: Request, response: Response, services: ServicesOf) -> None:
         """End the session of this browser."""
-        response.delete_cookie(services.logins.sessions.cookie, httponly=True, samesite="strict")
+        cookie = services.logins.sessions.cookie
+        for path in {"/", prefix_of(request) or "/"}:  # logged in directly, or through the proxy
+            response.delete_cookie(cookie, path, httponly=True, samesite="strict")
 
     return routes
 
@@ -179,7 +190,7 @@ def votes() -> APIRouter:
     def guidelines(services: ServicesOf) -> GuidelinesReply:
         """The campaign's guidelines for raters."""
         text = services.campaign().settings.guidelines
-        return GuidelinesReply(text=text, html=html_of(text))
+        return GuidelinesReply(text=text, html=safe_html(text) or "")
 
     return routes
 
@@ -194,11 +205,14 @@ def administration() -> APIRouter:
         return [RaterReply.model_validate(rater) for rater in services.votes.reader.raters()]
 
     @routes.post("/raters", status_code=201)
-    def invite(body: RaterRequest, caller: Caller, services: ServicesOf) -> InviteReply:
-        """Create a rater and an invitation for them. A rater whom imported votes brought keeps their votes."""
+    def invite(body: RaterRequest, request: Request, caller: Caller, services: ServicesOf) -> InviteReply:
+        """Create a rater and an invitation for them. The link begins with the path prefix, if it is known."""
+        if any(rater.name == body.name.strip() for rater in services.votes.reader.raters()):
+            raise HTTPException(409, f"the name {body.name.strip()!r} is taken; choose another")
         expires_at = time.time() + body.invite_days * _DAY_S
         new = services.votes.add_rater(body.name, body.role, invited_by=caller.id, expires_at=expires_at)
-        return InviteReply(rater=RaterReply.model_validate(new.rater), token=new.token, link=f"/join/{new.token}")
+        link = f"{prefix_of(request)}/join/{new.token}"
+        return InviteReply(rater=RaterReply.model_validate(new.rater), token=new.token, link=link)
 
     @routes.delete("/raters/{rater_id}", status_code=204)
     def shut_out(rater_id: Id, caller: Caller, services: ServicesOf) -> None:
@@ -250,10 +264,11 @@ def _set_cookie(rater_id: int, request: Request, response: Response, services: S
         services.logins.sessions.cookie,
         services.logins.sessions.sign(rater_id, time.time() + seconds),
         max_age=seconds,
+        path=prefix_of(request) or "/",
         httponly=True,
         samesite="strict",
         # Behind a TLS proxy the browser must never send the cookie in clear text.
-        secure=request.headers.get("origin", "").startswith("https://"),
+        secure=request.url.scheme == "https" or request.headers.get("origin", "").startswith("https://"),
     )
 
 

@@ -9,14 +9,13 @@ import socket
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tunesmith.core.errors import InputError
-from tunesmith.store.content import name_key
 from tunesmith.store.records import CampaignSettings
 from tunesmith.store.runs import RunReader
 from tunesmith.store.votes import VoteStore
@@ -24,6 +23,7 @@ from tunesmith.web.allowed import Allowed
 from tunesmith.web.app import create_app
 from tunesmith.web.arena import Arena, of_live_loop, of_runs
 from tunesmith.web.jobs import Jobs
+from tunesmith.web.proxies import check_trusted, checked_root_path
 from tunesmith.web.services import Services
 from tunesmith.web.settings import ServerSettings
 from tunesmith.web.studio import Studio
@@ -71,6 +71,8 @@ def serve(
         InputError: for a host beyond this machine without `is_exposed`, and a port in use.
         StoreError: if `votes.db` cannot be opened.
     """
+    settings = replace(settings, root_path=checked_root_path(settings.root_path))
+    check_trusted(settings.proxies)
     if not is_exposed and not is_local(settings.host):
         raise InputError(
             f"--host {settings.host} is open to other machines; give --login to serve them, or leave --host out"
@@ -144,7 +146,7 @@ def _config(app: object, settings: ServerSettings) -> uvicorn.Config:
         log_config=None,
         log_level="error",
         access_log=False,
-        proxy_headers=False,
+        proxy_headers=False,  # `BehindProxy` reads them
         server_header=False,
         limit_concurrency=limits.num_connections,
         timeout_keep_alive=_KEEP_ALIVE_S,
@@ -234,6 +236,6 @@ def _opened(services: Services, listener: socket.socket, *, is_exposed: bool) ->
     if admin is None:
         # Imported votes may have brought a rater of this name.
         names = (f"{_FIRST_ADMIN} {number}" if number > 1 else _FIRST_ADMIN for number in itertools.count(1))
-        taken = {name_key(one.name) for one in raters}
+        taken = {one.name for one in raters}
         admin = services.votes.add_rater(next(name for name in names if name not in taken), "admin").rater
     return Opened(url, f"{url}/login?token={services.logins.links.make(admin.id)}")

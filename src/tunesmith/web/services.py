@@ -2,19 +2,24 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
 import jinja2
 from fastapi import Depends, Request
-from fastapi.responses import HTMLResponse
+from fastapi.responses import HTMLResponse, JSONResponse
+from starlette.requests import HTTPConnection
+from starlette.responses import Response
 
 from tunesmith.store.records import Campaign, CampaignSettings, Rater
 from tunesmith.store.runs import RunReader
 from tunesmith.store.votes import VoteStore
+from tunesmith.web.access import API
 from tunesmith.web.arena import Arena
 from tunesmith.web.jobs import Jobs
 from tunesmith.web.logins import Logins
+from tunesmith.web.proxies import root_of
 from tunesmith.web.settings import ServerSettings
 from tunesmith.web.studio import Studio
 
@@ -52,15 +57,6 @@ class Services:
                 return campaign
         return self.votes.set_campaign(CampaignSettings())
 
-    def page(self, template: str, caller: Rater | None, **context: object) -> HTMLResponse:
-        """A rendered template. `caller` decides which links the navigation bar has."""
-        pages = [("/vote", "Vote"), ("/watch", "Watch")] if self.studio is None else []
-        if self.arena is not None:
-            pages += [("/arena", "Arena"), ("/leaderboard", "Leaderboard")]
-        if caller is not None and caller.is_admin:
-            pages += [("/raters", "Raters")] if self.studio is None else [("/runs", "Runs"), ("/raters", "Raters")]
-        return HTMLResponse(self.templates.get_template(template).render(caller=caller, pages=pages, **context))
-
 
 def services_of(request: Request) -> Services:
     """The services of the request's app."""
@@ -70,6 +66,39 @@ def services_of(request: Request) -> Services:
 def caller_of(request: Request) -> Rater:
     """The rater who sent the request, which the guard sets on every route that is not public."""
     return request.user
+
+
+def page(request: HTTPConnection, template: str, *, status: int = 200, **context: object) -> HTMLResponse:
+    """A rendered template for the one who asks, with addresses relative to that of the request.
+
+    The caller decides which links the navigation bar has; `here` is the current one, by default the request's path.
+    """
+    services: Services = request.app.state.services
+    caller: Rater | None = request.scope.get("user")
+    pages = [("/vote", "Vote"), ("/watch", "Watch")] if services.studio is None else []
+    if services.arena is not None:
+        pages += [("/arena", "Arena"), ("/leaderboard", "Leaderboard")]
+    if caller is not None and caller.is_admin:
+        pages += [("/raters", "Raters")] if services.studio is None else [("/runs", "Runs"), ("/raters", "Raters")]
+    given = {"caller": caller, "pages": pages, "here": request.scope["path"], "root": root_of(request), **context}
+    return HTMLResponse(services.templates.get_template(template).render(given), status)
+
+
+def refusal(request: HTTPConnection, status: int, detail: str, headers: Mapping[str, str] | None = None) -> Response:
+    """Why a request is not answered: a page for people who look at an address in a browser, else JSON."""
+    detail = detail.encode("utf-8", "replace").decode()
+    if wants_page(request):
+        response = page(request, "refused.html", status=status, detail=detail, code=status)
+        response.headers.update(headers or {})
+        return response
+    return JSONResponse({"detail": detail}, status, dict(headers or {}))
+
+
+def wants_page(request: HTTPConnection) -> bool:
+    """True if a browser asks for a page, to be shown as such."""
+    is_read = request.scope["method"] in ("GET", "HEAD")
+    accepted = request.headers.get("accept", "")
+    return is_read and "text/html" in accepted and not request.scope["path"].startswith(f"{API}/")
 
 
 ServicesOf = Annotated[Services, Depends(services_of)]

@@ -3,6 +3,9 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+LOOPBACK = ("127.0.0.1", "::1")
+"""Proxies that are trusted unless others are named."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -29,8 +32,10 @@ class ServerSettings:
     """Files, address and host names of the server.
 
     `folder` holds `votes.db` (written here) and `runs.db` (the trainer's, read). `hosts` are Host headers that are
-    accepted in addition to this machine's. A session ends after `session_days`. `runs` is the folder of the runs that
-    admins see; without one there are no pages of runs. `max_runs` of those that are started from the pages run at a
+    accepted in addition to this machine's. `proxies` are the addresses whose X-Forwarded headers are believed, and
+    `root_path` is the path prefix below which a proxy serves the pages, if it does not say so itself. A session ends
+    after `session_days`. `runs` is the folder of the runs that admins see; without one there are no pages of runs.
+    `max_runs` of those that are started from the pages run at a
     time, with 0 none can be started; `allow` are the files and names that they may use beside what is built in.
     With `has_arena` people talk with the versions of the live loop, or with the runs.
     """
@@ -39,6 +44,8 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     hosts: tuple[str, ...] = ()
+    root_path: str = ""
+    proxies: tuple[str, ...] = LOOPBACK
     session_days: float = 30.0
     runs: Path | None = None
     max_runs: int = 0

@@ -2,14 +2,14 @@
 
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request
 from fastapi.exceptions import HTTPException
 from fastapi.responses import FileResponse, HTMLResponse
 
 from tunesmith.web import watch
 from tunesmith.web.access import API, Rule
 from tunesmith.web.job_routes import Reply, Run, facts_of
-from tunesmith.web.services import Caller, ServicesOf
+from tunesmith.web.services import ServicesOf, page
 from tunesmith.web.studio import Studio, files_of
 from tunesmith.web.watch_data import WatchData
 
@@ -53,20 +53,20 @@ def _pages() -> APIRouter:
     routes = APIRouter(include_in_schema=False)
 
     @routes.get("/runs")
-    def runs(caller: Caller, services: ServicesOf) -> HTMLResponse:
-        return services.page("runs.html", caller, here="/runs", may_start=services.jobs is not None)
+    def runs(request: Request, services: ServicesOf) -> HTMLResponse:
+        return page(request, "runs.html", may_start=services.jobs is not None)
 
     @routes.get("/compare")
-    def compare(caller: Caller, services: ServicesOf) -> HTMLResponse:
-        return services.page("compare.html", caller, here="/runs")
+    def compare(request: Request) -> HTMLResponse:
+        return page(request, "compare.html", here="/runs")
 
     @routes.get("/runs/{run}")
-    def show(run: str, found: Run, caller: Caller, services: ServicesOf) -> HTMLResponse:
+    def show(run: str, found: Run, request: Request, services: ServicesOf) -> HTMLResponse:
         name = found.path.name.encode("utf-8", "replace").decode()
         files = files_of(found.path)
-        return services.page(
+        return page(
+            request,
             "run.html",
-            caller,
             here="/runs",
             base=f"runs/{run}/",
             run=run,

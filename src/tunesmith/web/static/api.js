@@ -14,10 +14,23 @@ export class Unreachable extends Error {}
 /** The session has ended. */
 export class LoggedOut extends Error {}
 
-const PREFIX = "/api/v1/";
+// The root of this server, below whatever path prefix a proxy serves it.
+const ROOT = new URL("../", import.meta.url);
 const TIMEOUT_MS = 15_000;
 const POINTS = 600; // of each metric
 const NAMES_PER_REQUEST = 40;
+
+/** The address of a page or file of this server; `path` has no slash at its beginning. */
+export const url = (path) => new URL(path, ROOT).href;
+
+/** The address of a route of the interface. */
+export const api = (path) => url(`api/v1/${path}`);
+
+/** Go to the login page, which comes back here. */
+export function logIn() {
+  const here = location.href.startsWith(ROOT.href) ? location.href.slice(ROOT.href.length) : "";
+  location.assign(url(`login?next=${encodeURIComponent(here)}`));
+}
 
 /** JSON of the response, null if it has none. `key` identifies the request, which makes retries harmless. */
 export async function call(method, path, body, key, timeoutMs = TIMEOUT_MS) {
@@ -27,7 +40,7 @@ export async function call(method, path, body, key, timeoutMs = TIMEOUT_MS) {
   let response;
   let text;
   try {
-    response = await fetch(PREFIX + path, {
+    response = await fetch(api(path), {
       method,
       headers,
       body: body === undefined ? undefined : JSON.stringify(body),

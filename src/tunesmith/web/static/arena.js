@@ -1,7 +1,7 @@
 // The arena: a conversation with two models side by side, streamed, and votes on its turns. What the person does goes
 // through the outbox, so it is sent once, also over a reload or a restart of the server.
 import { answer, passage, VERDICT_TEXTS } from "./answers.js";
-import { call, LoggedOut } from "./api.js";
+import { api, call, logIn, LoggedOut } from "./api.js";
 import { $, announce, controlOfKey, html, oncePerFrame } from "./dom.js";
 import { Outbox } from "./outbox.js";
 
@@ -33,7 +33,7 @@ const outbox = new Outbox({
     $("unsent").hidden = count === 0;
     $("unsent").textContent = count ? "The server cannot be reached. What you did is kept here and sent as soon as it answers." : "";
   },
-  loggedOut: () => location.assign("/login"),
+  loggedOut: logIn,
 });
 
 const shownId = () => location.hash.slice(1);
@@ -46,7 +46,7 @@ async function open() {
     try {
       conversation = await call("GET", `arena/${encodeURIComponent(shownId())}`);
     } catch (error) {
-      if (error instanceof LoggedOut) return location.assign("/login");
+      if (error instanceof LoggedOut) return logIn();
       announce(`The conversation cannot be shown: ${error.message}`, true);
       if (!error.status) return setTimeout(open, wait()); // the server is away
     }
@@ -80,7 +80,7 @@ function listen() {
   spoken = ["", ""];
   paint();
   announce("Both are answering.");
-  const mine = new EventSource(`/api/v1/arena/${conversation.id}/stream`);
+  const mine = new EventSource(api(`arena/${conversation.id}/stream`));
   source = mine;
   mine.onopen = () => {
     spoken = ["", ""]; // the stream tells everything again
@@ -168,7 +168,7 @@ async function send() {
     $("message").value = "";
     outbox.add("POST", `arena/${conversation.id}/turns`, { number: conversation.turns.length, text });
   } catch (error) {
-    if (error instanceof LoggedOut) return location.assign("/login");
+    if (error instanceof LoggedOut) return logIn();
     stop();
     announce(error.message, true);
   }

@@ -1,6 +1,6 @@
 // The page of several runs side by side: curves, reward against KL, and samples of the same prompts. The runs are in
 // the address.
-import { call, fetchSeries, LoggedOut } from "./api.js";
+import { call, fetchSeries, logIn, LoggedOut, url } from "./api.js";
 import { FrontierChart, Line, LineChart, short } from "./chart.js";
 import { $, html, say } from "./dom.js";
 
@@ -36,7 +36,7 @@ async function refresh() {
   const open = runs.filter(({ isWhole }) => !isWhole);
   const failures = await Promise.all(open.map((run) => load(run).then(() => null, (error) => error)));
   const failed = failures.filter(Boolean);
-  if (failed.some((error) => error instanceof LoggedOut)) location.assign("/login");
+  if (failed.some((error) => error instanceof LoggedOut)) logIn();
   say(failed.length ? failed[0].message : runs.length > 1 ? "" : "Choose two runs or more in the list of runs.");
   if (open.length) draw();
   isLoading = false;
@@ -115,9 +115,9 @@ function showRuns() {
       html(
         "tr",
         { "data-run": run.id },
-        html("th", { scope: "row" }, html("a", { href: `/runs/${run.id}`, dir: "auto" }, run.label)),
+        html("th", { scope: "row" }, html("a", { href: url(`runs/${run.id}`), dir: "auto" }, run.label)),
         ...[run.status ?? "not read", String(run.facts?.num_steps ?? "–"), run.facts?.minutes?.toFixed(1) ?? "–", run.facts?.verdict ?? ""].map((text) => html("td", { class: "words" }, text)),
-        html("td", {}, html("a", { href: `/compare?${queryOf(ids.filter((id) => id !== run.id))}`, "aria-label": `Leave out ${run.label}` }, "Leave out")),
+        html("td", {}, html("a", { href: url(`compare?${queryOf(ids.filter((id) => id !== run.id))}`), "aria-label": `Leave out ${run.label}` }, "Leave out")),
       ),
     ),
   );

@@ -1,14 +1,33 @@
 // The login page, for a typed token or that of a one-time link, and the page of an invitation.
-import { call } from "./api.js";
+import { call, url } from "./api.js";
 import { $ } from "./dom.js";
 
-const PAGE = /^\/(vote|watch|raters|runs(\/[0-9a-f]{12})?)$/;
 const query = new URLSearchParams(location.search);
 const form = $("login") ?? $("join");
 
+/** The page to go on to, if it is one of this server. A fragment survives the way here. */
+function nextPage() {
+  const root = url("");
+  try {
+    const wanted = new URL((query.get("next") ?? "").replace(/^[/\\]+/, ""), root);
+    wanted.hash ||= location.hash;
+    if (wanted.href.startsWith(root) && !wanted.href.startsWith(url("login"))) return wanted.href;
+  } catch {
+    // It is no address.
+  }
+  return root;
+}
+
 async function logIn(token) {
+  const next = nextPage();
   await call("POST", "session", { token });
-  location.replace(PAGE.test(query.get("next")) ? query.get("next") : "/");
+  location.replace(next);
+}
+
+/** Change the address; links, which are relative to the old one, keep leading where they led. */
+function rename(path) {
+  for (const link of document.querySelectorAll('a:not([href^="#"])')) link.setAttribute("href", link.href);
+  history.replaceState(null, "", url(path));
 }
 
 /** Accept the invitation. Only the button does this, so that programs which fetch links do not use it up. */
@@ -16,7 +35,7 @@ async function join() {
   const token = decodeURIComponent(location.pathname.split("/").at(-1));
   const name = $("name").value.trim();
   const joined = await call("POST", "join", name ? { token, name } : { token });
-  history.replaceState(null, "", "/login");
+  rename("login");
   $("token").textContent = joined.token;
   $("joined").hidden = false;
   form.hidden = true;
@@ -40,6 +59,7 @@ form.querySelector("button").disabled = false;
 const linkToken = form.id === "login" && query.get("token");
 if (linkToken) {
   // Used at once and removed from the address bar and the history.
-  history.replaceState(null, "", "/login");
+  query.delete("token");
+  rename(`login${query.size ? "?" : ""}${query}${location.hash}`);
   attempt(() => logIn(linkToken));
 }

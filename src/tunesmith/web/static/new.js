@@ -1,5 +1,5 @@
 // The form of a new run: a recipe checked while it is typed, an estimate, and the start, which is asked for once.
-import { call, LoggedOut, newKey, Unreachable } from "./api.js";
+import { call, logIn, LoggedOut, newKey, Unreachable, url } from "./api.js";
 import { $, html, say } from "./dom.js";
 
 const QUIET_MS = 300; // after the last key, until the recipe is checked
@@ -80,7 +80,7 @@ function showProblems(problems) {
 }
 
 function fail(error) {
-  if (error instanceof LoggedOut) location.assign("/login");
+  if (error instanceof LoggedOut) logIn();
   say(error.message, true);
 }
 
@@ -136,7 +136,7 @@ const WORDS = { starting: "The run is starting; its page opens by itself.", canc
 /** Wait for the page of a job's run, and go there. */
 async function follow(job) {
   for (;;) {
-    if (job.run) return location.assign(`/runs/${job.run}`);
+    if (job.run) return location.assign(url(`runs/${job.run}`));
     say(job.state === "queued" ? `The run waits for its turn; ${job.num_before} before it.` : (WORDS[job.state] ?? "The run has begun."), job.state === "failed");
     $("output").textContent = job.output;
     $("output").hidden = !job.output;

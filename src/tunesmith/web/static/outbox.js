@@ -1,8 +1,8 @@
 // Persistent queue of requests. They are stored before they are sent, in the order of the rater's actions, and retried
 // with the same idempotency key until the server has answered. A reload of the page resumes the queue.
-import { call, LoggedOut, newKey, Refused, Unreachable } from "./api.js";
+import { call, LoggedOut, newKey, Refused, Unreachable, url } from "./api.js";
 
-const STORE = "tunesmith.outbox";
+const STORE = `tunesmith.outbox ${url("")}`; // another server may have another prefix of the same host
 const FIRST_WAIT_MS = 400;
 const LAST_WAIT_MS = 8_000;
 

@@ -1,6 +1,8 @@
 // Every page: the colour scheme, set before the first paint (hence no module), and the logout button.
 "use strict";
 {
+  const address = (path) => new URL(`../${path}`, document.currentScript.src).href;
+  const [session, login] = [address("api/v1/session"), address("login")];
   const root = document.documentElement;
   const systemDark = window.matchMedia("(prefers-color-scheme: dark)");
   try {
@@ -31,9 +33,9 @@
     const logout = document.getElementById("logout");
     logout?.addEventListener("click", async () => {
       try {
-        await fetch("/api/v1/session", { method: "DELETE", signal: AbortSignal.timeout(15_000) });
+        await fetch(session, { method: "DELETE", signal: AbortSignal.timeout(15_000) });
       } finally {
-        location.assign("/login");
+        location.assign(login);
       }
     });
     logout?.removeAttribute("disabled");

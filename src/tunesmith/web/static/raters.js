@@ -1,5 +1,5 @@
 // The admin's page: raters, their statistics, and invitation links.
-import { call } from "./api.js";
+import { call, url } from "./api.js";
 import { $, html } from "./dom.js";
 
 const showStatus = (text) => ($("status").textContent = text);
@@ -42,7 +42,7 @@ $("invite").addEventListener("submit", (event) => {
   event.preventDefault();
   attempt(async () => {
     const made = await call("POST", "raters", { name: $("name").value.trim(), role: $("role").value });
-    $("link").value = new URL(made.link, location.href).href;
+    $("link").value = url(`join/${made.token}`);
     $("who").textContent = made.rater.name;
     $("made").hidden = false;
     $("name").value = "";

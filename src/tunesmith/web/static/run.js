@@ -1,5 +1,5 @@
 // The page of a run, beside its charts: diagnosis, findings, samples, recipe, files.
-import { call, newKey, Unreachable } from "./api.js";
+import { call, newKey, Unreachable, url } from "./api.js";
 import { short } from "./chart.js";
 import { $, html } from "./dom.js";
 
@@ -103,14 +103,14 @@ function showDiagnosis() {
 function follow(symptom, advised) {
   if (!$("clone") || !advised.length) return null;
   const query = new URLSearchParams([["like", run], ...advised.map((pair) => ["set", pair.join("=")])]);
-  return html("p", {}, html("a", { class: "button", href: `/runs/new?${query}`, "aria-label": `Clone with this advice: ${symptom}` }, "Clone with this advice"));
+  return html("p", {}, html("a", { class: "button", href: url(`runs/new?${query}`), "aria-label": `Clone with this advice: ${symptom}` }, "Clone with this advice"));
 }
 
 function showTables() {
   $("findings").replaceChildren(...[...facts.findings].reverse().map(cells));
   $("findings-part").hidden = !facts.findings.length;
   $("findings-title").textContent = `Findings (${facts.num_findings})`;
-  const link = ([name, size]) => [html("a", { href: `/runs/${run}/files/${encodeURIComponent(name)}` }, name), `${size.toLocaleString()} bytes`];
+  const link = ([name, size]) => [html("a", { href: url(`runs/${run}/files/${encodeURIComponent(name)}`) }, name), `${size.toLocaleString()} bytes`];
   for (const [id, rows] of [["result", facts.result], ["environment", facts.environment], ["files", facts.files.map(link)]]) {
     $(id).replaceChildren(...rows.map(cells));
     $(`${id}-part`).hidden = !rows.length;

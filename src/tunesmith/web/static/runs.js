@@ -1,5 +1,5 @@
 // The list of runs: filters, which are kept in the address, and rows that are renewed while the page is seen.
-import { call, LoggedOut, newKey, Unreachable } from "./api.js";
+import { call, logIn, LoggedOut, newKey, Unreachable, url } from "./api.js";
 import { short } from "./chart.js";
 import { $, html, say } from "./dom.js";
 
@@ -22,7 +22,7 @@ async function refresh() {
     const found = await call("GET", `runs?${query}`);
     if (mine === asked) show(found);
   } catch (error) {
-    if (error instanceof LoggedOut) location.assign("/login");
+    if (error instanceof LoggedOut) logIn();
     if (mine === asked) $("status").textContent = `The list is old: ${error.message}`;
   }
 }
@@ -33,13 +33,20 @@ function show({ rows, num_matching: matching, algorithms, num_read: read, num_fo
   }
   const words = `${matching === read ? "" : `${matching} of `}${read} ${read === 1 ? "run" : "runs"}`;
   say(read < found ? `${words}; ${found - read} more are being read.` : `${words}.`);
-  // Rows are kept where they are the same, so that the focus stays.
-  const focused = document.activeElement?.closest("tr")?.dataset.run;
-  const kind = document.activeElement?.localName;
-  $("rows").replaceChildren(...rows.map(row));
-  if (focused) document.querySelector(`tr[data-run="${focused}"] ${kind}`)?.focus();
+  showRows(rows);
   $("table").hidden = rows.length === 0;
   $("more").hidden = matching <= rows.length || limit >= 1000;
+}
+
+/** Rows stay where they are as long as they say the same: a click on one that is replaced meanwhile would be lost. */
+function showRows(runs) {
+  const focused = document.activeElement?.closest("tr")?.dataset.run;
+  const kind = document.activeElement?.localName;
+  const known = new Map([...$("rows").children].map((element) => [element.dataset.facts, element]));
+  const wanted = runs.map((run) => known.get(JSON.stringify(run)) ?? row(run));
+  if (wanted.length === $("rows").childElementCount && wanted.every((element, at) => element === $("rows").children[at])) return;
+  $("rows").replaceChildren(...wanted);
+  if (focused) document.querySelector(`tr[data-run="${focused}"] ${kind}`)?.focus();
 }
 
 /** The runs that wait, start, or failed before they had a folder; rows are kept while they are the same. */
@@ -74,9 +81,9 @@ function row(run) {
   tick.addEventListener("change", () => choose(run.id, tick.checked));
   return html(
     "tr",
-    { "data-run": run.id, "data-state": run.state },
+    { "data-run": run.id, "data-state": run.state, "data-facts": JSON.stringify(run) },
     html("td", {}, tick),
-    html("th", { scope: "row" }, html("a", { href: `/runs/${run.id}`, dir: "auto" }, run.name)),
+    html("th", { scope: "row" }, html("a", { href: url(`runs/${run.id}`), dir: "auto" }, run.name)),
     ...[...cells, started].map((text) => html("td", {}, text)),
   );
 }
@@ -89,7 +96,7 @@ function choose(id, isChosen) {
 
 function showChosen() {
   $("compare").hidden = chosen.size === 0;
-  $("compare").href = `/compare?${new URLSearchParams([...chosen].map((id) => ["run", id]))}`;
+  $("compare").href = url(`compare?${new URLSearchParams([...chosen].map((id) => ["run", id]))}`);
   $("compare").textContent = chosen.size === 1 ? "Compare with others: tick them" : `Compare ${chosen.size} runs`;
 }
 

@@ -1,6 +1,6 @@
 // The vote page: shows queued presentations and sends votes, made by keys or buttons, through the outbox.
-import { answer, LETTERS, passage, sourceButton, VERDICT_TEXTS } from "./answers.js";
-import { LoggedOut, Refused } from "./api.js";
+import { answer, LETTERS, passage, VERDICT_TEXTS } from "./answers.js";
+import { logIn, LoggedOut, Refused } from "./api.js";
 import { $, announce, controlOfKey, html } from "./dom.js";
 import { Outbox } from "./outbox.js";
 import { PresentationQueue } from "./presentations.js";
@@ -43,7 +43,7 @@ const outbox = new Outbox({
     refill();
   },
   waiting: showUnsent,
-  loggedOut: () => location.assign("/login"),
+  loggedOut: logIn,
 });
 
 /** Show how many requests wait to be sent; 0 hides the notice. */
@@ -80,7 +80,7 @@ async function refill() {
     if ((queue.current?.token ?? null) !== seen.token) show();
     $("nothing").hidden = Boolean(queue.current);
   } catch (error) {
-    if (error instanceof LoggedOut) location.assign("/login");
+    if (error instanceof LoggedOut) logIn();
     if (error instanceof Refused) announce(error.message, true);
   } finally {
     isFilling = false;
@@ -118,10 +118,10 @@ function show() {
 /** Render the shown presentation, formatted or raw. */
 function paint() {
   const shown = queue.current;
-  $("prompt-source").replaceChildren(sourceButton(shown.prompt, isRaw) ?? "");
+  const passages = [...shown.prompt, ...shown.answers];
+  document.querySelector('[data-act="raw"]').hidden = passages.every((one) => one.html === null);
   $("prompt").replaceChildren(...shown.prompt.map(message));
-  const { scrollHeight, scrollWidth, clientHeight, clientWidth } = $("prompt");
-  $("prompt").tabIndex = scrollHeight > clientHeight || scrollWidth > clientWidth ? 0 : -1;
+  $("prompt").tabIndex = $("prompt").scrollHeight > $("prompt").clientHeight ? 0 : -1;
   const answers = $("answers");
   answers.dataset.count = shown.answers.length;
   answers.replaceChildren(...shown.answers.map((one, index) => answer(one, index, isRaw)));
@@ -221,6 +221,7 @@ const actions = {
   },
   raw() {
     isRaw = !isRaw;
+    document.querySelector('[data-act="raw"]').setAttribute("aria-pressed", String(isRaw));
     if (queue.current) paint();
   },
   help() {

@@ -1,11 +1,11 @@
 // The watch page, and that of a run: live versions, votes and metrics.
-import { call, fetchSeries, LoggedOut } from "./api.js";
+import { api, call, fetchSeries, logIn, LoggedOut } from "./api.js";
 import { BarChart, interval, Line, LineChart, percent, short, WinRateChart } from "./chart.js";
 import { $, html, oncePerFrame } from "./dom.js";
 import { Feed } from "./feed.js";
 
 const { base } = $("watch").dataset; // prefix of the routes: empty, or that of a run
-const STREAM = `/api/v1/${base}stream`;
+const STREAM = api(`${base}stream`);
 const RETRY_MS = 2000;
 const MAX_POINTS = 1200; // a longer line is replaced by one that the server has thinned
 const ROWS_SHOWN = 60;
@@ -47,7 +47,7 @@ async function holdingEvents(work) {
   try {
     await work();
   } catch (error) {
-    if (error instanceof LoggedOut) location.assign("/login");
+    if (error instanceof LoggedOut) logIn();
     setTimeout(load, RETRY_MS);
   } finally {
     const events = heldEvents;
