@@ -42,7 +42,6 @@ _OPTIONAL = {
     "tensorboard": "pip install 'tunesmith[trackers]': for --report-to tensorboard",
     "trl": "pip install 'tunesmith[trl]': for tests against TRL alone",
 }
-_NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "fuse", "9p", "afs", "lustre", "ceph", "gpfs", "beegfs", "virtiofs")
 
 # Errors that a broken installation or machine may raise.
 _BREAKAGES = (
@@ -228,13 +227,13 @@ def _memory() -> Iterator[Finding]:
 
 
 def _current_folder() -> Iterator[Finding]:
-    from tunesmith.runs.environment import file_system, why_not_writable
+    from tunesmith.runs.environment import NETWORK_FILE_SYSTEMS, file_system, why_not_writable
 
     folder = Path.cwd()
     disk_gb = shutil.disk_usage(folder).free / 1e9
     yield _enough("disk", f"{disk_gb:.1f} GB free in {folder}", disk_gb, _DEMO_DISK_GB)
     kind = file_system(folder)
-    if kind.startswith(_NETWORK_FILE_SYSTEMS):
+    if kind.startswith(NETWORK_FILE_SYSTEMS):
         advice = "if saving is slow or locks fail, name a local folder with --run.dir"
         yield Finding("file system", f"{kind}, over a network or another program", "note", advice)
     else:

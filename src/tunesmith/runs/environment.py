@@ -133,6 +133,10 @@ def _cpuinfo() -> dict[str, str]:
     return {key.strip(): value.strip() for key, value in pairs}
 
 
+NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "fuse", "9p", "afs", "lustre", "ceph", "gpfs", "beegfs", "virtiofs")
+"""Beginnings of the types of file systems that other machines, or programs, may change too."""
+
+
 def file_system(folder: Path) -> str:
     """Type of the file system that holds `folder`, such as ext4 or nfs4; `unknown` if it is not listed."""
     place = folder.resolve()

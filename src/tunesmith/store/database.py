@@ -20,10 +20,14 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from sqlalchemy.pool import QueuePool, StaticPool
 
 from tunesmith.core.errors import MissingDependencyError, StoreError
+from tunesmith.core.log import get_logger
+from tunesmith.runs.environment import NETWORK_FILE_SYSTEMS, file_system
 from tunesmith.store.tables import runs_metadata, votes_metadata
 
 if TYPE_CHECKING:
     from alembic.config import Config
+
+_log = get_logger(__name__)
 
 DatabaseName = Literal["votes", "runs"]
 T = TypeVar("T")
@@ -159,6 +163,8 @@ def failure(place: str, error: DBAPIError) -> StoreError:
         return StoreError(f"{place} is damaged or no database ({cause}); put a backup in its place, or move it away")
     if "readonly" in cause or "unable to open" in cause:
         return StoreError(f"{place} cannot be opened or written ({cause}); check the folder and its permissions")
+    if "locking protocol" in cause:
+        return StoreError(f"{place} cannot be locked ({cause}); keep it on a local disk")
     if "full" in cause:
         return StoreError(f"{place} cannot be written ({cause}); free some space")
     return StoreError(f"{place}: the database failed: {cause}")
@@ -186,9 +192,15 @@ def _lock(path: Path) -> FileLock:
 
 
 def _writing_engine(path: Path, *, durable: bool) -> Engine:
+    # A write-ahead log has its index in memory that all readers share, which a network's file systems cannot give them.
+    kind = file_system(path.parent)
+    is_remote = kind.startswith(NETWORK_FILE_SYSTEMS)
+    if is_remote:
+        _log.warning(f"{path} is on {kind}, where SQLite depends on the server's locks; prefer a local disk")
+
     def connect() -> sqlite3.Connection:
         connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
-        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute(f"PRAGMA journal_mode={'DELETE' if is_remote else 'WAL'}")
         connection.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
         connection.execute("PRAGMA foreign_keys=ON")
         return connection
