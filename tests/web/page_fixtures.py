@@ -134,7 +134,7 @@ def visit(serve: Serve, browser) -> Iterator[Visit]:
     seen = Visit(browser)
     yield seen
     seen.close()
-    assert seen.complaints == []
+    assert not seen.complaints, seen.complaints
 
 
 @pytest.fixture

@@ -82,6 +82,8 @@ class Server:
     login_url: str | None = None
     process: BaseProcess | None = None
     output: TextIO | None = None
+    facts: dict = field(default_factory=dict)
+    """What was printed at the start."""
     prepare: str = ""
     """A module that the server's process imports first."""
     complaints: list[str] = field(default_factory=list)
@@ -102,8 +104,8 @@ class Server:
         assert line, complaints.read()
         # A full pipe would stop the server.
         threading.Thread(target=self._listen, args=(complaints,), daemon=True).start()
-        facts = json.loads(line)
-        self.url, self.login_url = facts["url"], facts["login_url"]
+        self.facts = json.loads(line)
+        self.url, self.login_url = self.facts["url"], self.facts["login_url"]
         self.port = urlsplit(self.url).port
         return self
 

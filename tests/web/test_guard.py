@@ -207,7 +207,7 @@ def test_wrong_tokens_are_slowed_down_for_their_address_and_good_ones_go_on(tmp_
         session = parts.client().post(f"{API}/session", json={"token": parts.rater}).headers["set-cookie"]
         bad = parts.client("wrong")
         assert [bad.get(f"{API}/session").status_code for _ in range(5)] == [401, 401, 401, 429, 429]
-        assert parts.client().post(f"{API}/session", json={"token": parts.rater}).status_code == 429
+        assert parts.client().post(f"{API}/session", json={"token": parts.rater}).status_code == 200
         assert good.get(f"{API}/session").status_code == 200
         cookie = {"Cookie": session.partition(";")[0]}
         assert parts.client().get(f"{API}/session", headers=cookie).status_code == 200

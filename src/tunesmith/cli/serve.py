@@ -61,6 +61,10 @@ class ServeOptions:
         flag("Minutes for which a pair is kept for the rater who sees it; 10 at first.", "MINUTES"),
     ] = None
     raw: Annotated[bool, flag("Show answers as they are, not as Markdown.")] = False
+    no_raw: Annotated[bool, flag("Show answers as Markdown again, after a start with --raw.")] = False
+    new_admin_link: Annotated[
+        bool, flag("Print a new link that logs the admin in, once, and end; the server may be running.")
+    ] = False
     json: Annotated[bool, flag("Print one JSON object, with the addresses, at the start.")] = False
 
 
@@ -70,6 +74,8 @@ def serve(words: Sequence[str]) -> None:
     check_ranges(options, port=_PORTS, overlap=(1, inf), gold_share=(0, _MAX_GOLD_SHARE), max_votes=(0, inf))
     if options.lease is not None and not 0 < options.lease < inf:
         raise InputError(f"--lease is {options.lease:g}; give a number of minutes above 0")
+    if options.raw and options.no_raw:
+        raise InputError("--raw and --no-raw contradict each other; give one")
     with _needing_web():
         from tunesmith.web import server
     items: Sequence[NewItem] = ()
@@ -87,6 +93,9 @@ def serve(words: Sequence[str]) -> None:
         has_arena=True,
     )
     with reporting(as_json=options.json) as output:
+        if options.new_admin_link:
+            _say_link("vote", server.admin_link(settings), "", output)
+            return
 
         def fill(votes: "VoteStore", campaign_id: int) -> None:
             if items:
@@ -98,7 +107,7 @@ def serve(words: Sequence[str]) -> None:
             adjust=lambda campaign: _adjusted(campaign, options),
             is_exposed=options.login,
             fill=fill,
-            announce=lambda opened: _say(opened, settings.votes_path, output),
+            announce=lambda opened: _say_vote(opened, settings.votes_path, output),
         )
 
 
@@ -121,7 +130,7 @@ def _adjusted(campaign: "CampaignSettings", options: ServeOptions) -> "CampaignS
         "gold_share": options.gold_share,
         "max_votes_per_rater": options.max_votes,
         "lease_s": None if options.lease is None else 60 * options.lease,
-        "answer_style": "raw" if options.raw else None,
+        "answer_style": "raw" if options.raw else "markdown" if options.no_raw else None,
     }
     return replace(campaign, **{name: value for name, value in given.items() if value is not None})
 
@@ -139,12 +148,12 @@ def _text(path: Path) -> str:
     return text
 
 
-def _say(opened: "Opened", votes_path: Path, output: Output) -> None:
+def _say_vote(opened: "Opened", votes_path: Path, output: Output) -> None:
     """Print where the server is."""
-    output.say(_entry("vote", opened.login_url, opened.url))
+    _say_entry("vote", opened, "", output)
     output.say(f"votes    {votes_path}")
     output.say("Ctrl-C ends the server; what is not answered yet stays for the next start.")
-    output.finish({"url": opened.url, "login_url": opened.login_url, "votes": votes_path})
+    output.finish({**_addresses(opened, ""), "votes": votes_path})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +190,9 @@ class StudioOptions:
             "NAME",
         ),
     ] = ()
+    new_admin_link: Annotated[
+        bool, flag("Print a new link that logs the admin in, once, and end; the server may be running.")
+    ] = False
     json: Annotated[bool, flag("Print one JSON object, with the addresses, at the start.")] = False
 
 
@@ -189,8 +201,9 @@ def studio(words: Sequence[str]) -> None:
     options = parse(StudioOptions, words, "studio")
     check_ranges(options, port=_PORTS, max_runs=(0, inf))
     root = options.folder.expanduser()
-    if not root.is_dir():
-        raise InputError(f"there is no folder {root}; give the one that holds the runs, or make it")
+    is_new = not root.exists()
+    if not options.new_admin_link:
+        _make_folder(root)
     settings = ServerSettings(
         root / STUDIO_FOLDER,
         options.host,
@@ -203,7 +216,23 @@ def studio(words: Sequence[str]) -> None:
         allow=options.allow,
         has_arena=True,
     )
-    _serve_runs(settings, root, "/runs", is_exposed=options.login, as_json=options.json)
+    _serve_runs(
+        settings,
+        root,
+        "/runs",
+        is_exposed=options.login,
+        is_new=is_new,
+        as_json=options.json,
+        only_link=options.new_admin_link,
+    )
+
+
+def _make_folder(root: Path) -> None:
+    """Make the folder of the runs if it is missing: those that are started in a terminal later appear by themselves."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"the folder {root} cannot be made: {error.strerror or error}") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,26 +260,52 @@ def watch(words: Sequence[str]) -> None:
         _serve_runs(settings, run, None, is_exposed=False, as_json=options.json)
 
 
-def _serve_runs(settings: ServerSettings, root: Path, page: str | None, *, is_exposed: bool, as_json: bool) -> None:
+def _serve_runs(
+    settings: ServerSettings,
+    root: Path,
+    page: str | None,
+    *,
+    is_exposed: bool,
+    as_json: bool,
+    is_new: bool = False,
+    only_link: bool = False,
+) -> None:
     """Serve the runs below `root`; `page` is opened first, by default that of `root`."""
     with _needing_web():
         from tunesmith.web import server
         from tunesmith.web.run_index import id_of
     first = page or f"/runs/{id_of(root, root)}"
     with reporting(as_json=as_json) as output:
-        server.serve(settings, is_exposed=is_exposed, announce=lambda opened: _say_runs(opened, root, first, output))
+        if only_link:
+            _say_link("runs", server.admin_link(settings), first, output)
+            return
+
+        def say(opened: "Opened") -> None:
+            _say_entry("runs", opened, first, output)
+            output.say(f"folder   {root}{', which was just made' if is_new else ''}")
+            output.say("Ctrl-C ends the pages; the runs do not notice.")
+            output.finish({**_addresses(opened, first), "page": f"{opened.url}{first}", "runs": root})
+
+        server.serve(settings, is_exposed=is_exposed, announce=say)
 
 
-def _say_runs(opened: "Opened", root: Path, page: str, output: Output) -> None:
-    """Print where the pages are."""
-    login_url = opened.login_url and f"{opened.login_url}&next={page}"
-    url = f"{opened.url}{page}"
-    output.say(f"{_entry('runs', login_url, url)}\nfolder   {root}")
-    output.say("Ctrl-C ends the pages; the runs do not notice.")
-    output.finish({"url": opened.url, "login_url": login_url, "page": url, "runs": root})
+def _say_link(name: str, opened: "Opened", page: str, output: Output) -> None:
+    """Print the addresses of a server that somebody else started."""
+    _say_entry(name, opened, page, output)
+    output.finish(_addresses(opened, page))
 
 
-def _entry(name: str, login_url: str | None, url: str) -> str:
-    """The line with the address to open first: the login link if there is one."""
-    note = f"\n         this link logs you in as admin, once; {url} afterwards" if login_url else ""
-    return f"{name:<8} {login_url or url}{note}"
+def _say_entry(name: str, opened: "Opened", page: str, output: Output) -> None:
+    """Print the addresses that log the admin in; each works, and all of them together once."""
+    links = [f"{url}{opened.login}{_next(page)}" for url in opened.urls]
+    lines = [f"{name:<8} {links[0]}", *(f"or       {link}" for link in links[1:])]
+    output.say("\n".join(lines))
+    output.say(f"         this link logs you in as admin, once; {opened.url}{page} afterwards")
+
+
+def _addresses(opened: "Opened", page: str) -> dict[str, object]:
+    return {"url": opened.url, "login_url": f"{opened.url}{opened.login}{_next(page)}", "urls": opened.urls}
+
+
+def _next(page: str) -> str:
+    return f"&next={page}" if page else ""

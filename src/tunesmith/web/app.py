@@ -1,6 +1,7 @@
 """The app: services, routes, the guard before them, error handlers, and the copying of the trainer's offers."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -33,7 +34,7 @@ from tunesmith.web import access, arena_routes, job_routes, routes, studio_route
 from tunesmith.web.arena import Arena
 from tunesmith.web.guard import Guard
 from tunesmith.web.jobs import Jobs
-from tunesmith.web.logins import Links, Logins, RateLimits, Sessions, read_key
+from tunesmith.web.logins import ENDED_FILE, Ended, Logins, RateLimits, Sessions, read_key
 from tunesmith.web.proxies import BehindProxy
 from tunesmith.web.services import Services, is_set_within, refusal
 from tunesmith.web.settings import ServerSettings
@@ -64,7 +65,8 @@ def create_app(
 ) -> FastAPI:
     """The app. The caller owns all that it is given, and closes it after the server has ended."""
     failures = RateLimits(1 / settings.limits.failure_every_s, settings.limits.failures)
-    logins = Logins(votes.reader, Sessions(read_key(settings.folder)), Links(), failures)
+    ended = Ended(settings.folder / ENDED_FILE, time.time())
+    logins = Logins(votes.reader, Sessions(read_key(settings.folder), ended), failures)
     services = Services(settings, votes, runs, logins, asyncio.Event(), _templates(), studio, jobs, arena)
     watched_votes = VoteWatch(settings.votes_path)
     watched = WatchData(runs, watched_votes)

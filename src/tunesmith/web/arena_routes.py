@@ -145,12 +145,14 @@ def _conversations(arena: Arena) -> APIRouter:
 
     # Not in the schema: the response takes as long as the answers, which would block clients that try all routes.
     @routes.get("/{conversation}/stream", include_in_schema=False)
-    async def stream(conversation: ConversationId, caller: Caller, services: ServicesOf) -> StreamingResponse:
+    async def stream(
+        conversation: ConversationId, request: HttpRequest, caller: Caller, services: ServicesOf
+    ) -> StreamingResponse:
         """The answers to the last turn while they are drawn: `text` events, then `done` with the conversation, or
         `failed`; to ask again is to try again.
         """
         found = await run_in_threadpool(arena.get, conversation, caller.id)
-        return stream_of(_events(arena, found, services), caller, services)
+        return stream_of(_events(arena, found, services), request)
 
     return routes
 

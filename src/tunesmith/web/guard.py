@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tunesmith.store.records import Rater
 from tunesmith.web.access import RouteTable, Rule
-from tunesmith.web.logins import Logins, RateLimits
+from tunesmith.web.logins import Logins, RateLimits, bearer_of
 from tunesmith.web.proxies import forwarded_host, names_of, root_of
 from tunesmith.web.services import refusal, wants_page
 from tunesmith.web.settings import Limits
@@ -91,12 +91,12 @@ class Guard:
         _check_origin(request, self._logins.sessions.cookie, self._places)
         if rule is None and wants_page(request):
             raise self._not_found(request.scope["path"])
-        caller = None
+        caller: Rater | None = None
         if rule is None or rule.access != "public":
             caller = request.scope["user"] = await self._identify(request)
-        wait_s = self._rates.take(str(caller.id) if caller else address_of(request))
-        if wait_s:
-            raise _too_many(wait_s)
+            wait_s = self._rates.take(str(caller.id))
+            if wait_s:
+                raise _too_many(wait_s)
         if rule is None:
             raise self._not_found(request.scope["path"])
         if rule.access == "admin" and not (caller and caller.is_admin):
@@ -120,19 +120,15 @@ class Guard:
 
     async def _identify(self, request: Request) -> Rater:
         """The rater of the token or cookie. Raises HTTPException 401 or, after many failures, 429."""
-        bearer, cookie = _bearer(request), request.cookies.get(self._logins.sessions.cookie, "")
+        bearer, cookie = bearer_of(request), request.cookies.get(self._logins.sessions.cookie, "")
         if not bearer and not cookie:
             raise HTTPException(401, "log in first: send `Authorization: Bearer TOKEN`", _LOG_IN)
-        caller = self._logins.recall(bearer, cookie)
+        caller = await self._logins.identify(bearer, cookie)
         if caller is None:
-            # Known logins are served even while somebody at the same address guesses tokens.
-            is_known = self._logins.is_known(bearer, cookie)
-            wait_s = 0 if is_known else self._logins.failures.wait_s(address_of(request))
+            # Looked up first: a right token is let in even while somebody at the same address guesses.
+            wait_s = self._logins.failures.take(address_of(request))
             if wait_s:
                 raise _too_many(wait_s)
-            caller = await self._logins.look_up(bearer, cookie)
-        if caller is None:
-            self._logins.failures.take(address_of(request))
             raise HTTPException(401, "this login is unknown, has expired or was ended", _LOG_IN)
         return caller
 
@@ -259,11 +255,6 @@ def _replay_body(body: bytes, receive: Receive) -> Receive:
     return receive_body
 
 
-def _bearer(request: Request) -> str:
-    kind, _, token = request.headers.get("authorization", "").partition(" ")
-    return token.strip() if kind.lower() == "bearer" else ""
-
-
 def _check_origin(request: Request, cookie: str, places: frozenset[str]) -> None:
     """Reject requests from pages of other origins (CSRF), by the Fetch Metadata headers of the browser or by Origin.
 
@@ -282,7 +273,7 @@ def _check_origin(request: Request, cookie: str, places: frozenset[str]) -> None
     is_navigation = request.headers.get("sec-fetch-mode") == "navigate" and is_safe
     if site in ("cross-site", "same-site") and not is_navigation:
         raise HTTPException(403, _foreign("", ""))
-    if not is_safe and request.cookies.get(cookie) and not _bearer(request):
+    if not is_safe and request.cookies.get(cookie) and not bearer_of(request):
         raise HTTPException(403, "a request with a session cookie must say its Origin")
 
 

@@ -1,7 +1,8 @@
 """Logins: access tokens, signed session cookies and one-time links, and rate limits for failed attempts.
 
-A session cookie is signed, not stored: `rater.expiry.signature`, with a key in a file beside the database, so sessions
-survive a restart. The rater of a cookie is looked up at each request, so a disabled rater is locked out at once.
+Sessions and links are signed, not stored, with a key in a file beside the database, so they survive a restart; what was
+ended by a logout or by its use is noted in another file. The rater is looked up at each request, so a disabled one is
+locked out at once.
 """
 
 import base64
@@ -10,24 +11,29 @@ import hmac
 import math
 import os
 import secrets
+import threading
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from starlette.concurrency import run_in_threadpool
+from starlette.requests import HTTPConnection
 
 from tunesmith.core.errors import StoreError
-from tunesmith.core.system import name_file
+from tunesmith.core.system import fsync, name_file
 from tunesmith.store.records import Rater
 from tunesmith.store.vote_reader import VoteReader
 
 MAX_KEYS = 10_000
 """Token buckets that are kept; the least recently used one is dropped, which is the same as a full one."""
 
-KEY_FILE = "session.key"
+KEY_FILE, ENDED_FILE = "session.key", "session.ended"
 LINK_MINUTES = 24 * 60
-"""Lifetime of the one-time link that is printed at start."""
+"""Lifetime of a one-time link."""
+
+Kind = Literal["session", "link"]
 
 _KEY_BYTES = 32
 _SIGNATURE_BYTES = 24
@@ -92,79 +98,112 @@ def read_key(folder: Path) -> bytes:
     return key
 
 
-class Sessions:
-    """Signs and verifies session cookies."""
+class Ended:
+    """Sessions that were ended and links that were used, in a file that outlives the server: one line for each, with
+    the hash of its value and the time at which it would have expired.
+    """
 
-    def __init__(self, key: bytes) -> None:
+    def __init__(self, file: Path, now: float) -> None:
+        self._file = file
+        self._lock = threading.Lock()
+        self._digests: set[str] = set()
+        lines = file.read_text(errors="replace").splitlines() if file.exists() else []
+        kept = [
+            words for line in lines if len(words := line.split()) == 2 and words[1].isdigit() and int(words[1]) > now
+        ]
+        if len(kept) < len(lines):
+            aside = file.with_suffix(".new")
+            aside.write_text("".join(f"{digest} {expiry}\n" for digest, expiry in kept))
+            os.replace(aside, file)
+        self._digests.update(digest for digest, _ in kept)
+
+    def __contains__(self, value: str) -> bool:
+        return _digest(value) in self._digests
+
+    def add(self, value: str, expires_at: int) -> bool:
+        """Note `value` on disk; False if it was there already. Raises StoreError if the file cannot be written."""
+        with self._lock:
+            if value in self:
+                return False
+            try:
+                with self._file.open("a") as file:
+                    file.write(f"{_digest(value)} {expires_at}\n")
+                    file.flush()
+                    fsync(file.fileno())
+            except OSError as error:
+                raise StoreError(f"{self._file} cannot be written: {error.strerror or error}") from error
+            self._digests.add(_digest(value))
+            return True
+
+
+class Sessions:
+    """Signed values that stand for a rater: session cookies and one-time links. `ended` are those that do no longer."""
+
+    def __init__(self, key: bytes, ended: Ended) -> None:
         self._key = key
+        self._ended = ended
         # Cookies are shared by all ports of a host, so another server there needs another name.
         self.cookie = f"tunesmith_{hashlib.sha256(key).hexdigest()[:8]}"
 
     def sign(self, rater_id: int, expires_at: float) -> str:
-        """Cookie value for `rater_id`, valid until `expires_at`."""
-        text = f"{rater_id}.{int(expires_at)}"
-        return f"{text}.{self._signature(text)}"
+        """Cookie value for `rater_id`, valid until `expires_at`; no two are the same."""
+        return signed(self._key, "session", rater_id, expires_at)
 
-    def read(self, value: str, now: float) -> int | None:
-        """Rater id of a cookie value; None if its signature is wrong or it has expired."""
+    def read(self, value: str, now: float, kind: Kind = "session") -> int | None:
+        """Rater id of a value; None if its signature is wrong, or it has expired or was ended."""
         text, _, signature = value.rpartition(".")
-        if not hmac.compare_digest(_bytes(signature), self._signature(text).encode()):
+        if not hmac.compare_digest(_bytes(signature), _signature(self._key, kind, text).encode()):
             return None
-        rater_id, _, expiry = text.partition(".")
-        return int(rater_id) if now < int(expiry) else None
+        rater_id, expiry = text.split(".")[:2]
+        return int(rater_id) if now < int(expiry) and value not in self._ended else None
 
-    def _signature(self, text: str) -> str:
-        digest = hmac.new(self._key, b"session:" + _bytes(text), hashlib.sha256).digest()
-        return base64.urlsafe_b64encode(digest[:_SIGNATURE_BYTES]).decode()
+    def end(self, value: str, kind: Kind = "session") -> bool:
+        """Have a value that can be read stand for nobody from now on; False if it was ended meanwhile."""
+        return self._ended.add(value, int(value.split(".")[1]))
+
+    def use_link(self, token: str) -> int | None:
+        """Rater id of a one-time link, which is void afterwards; None if it is unknown, expired or used."""
+        rater_id = self.read(token, time.time(), "link")
+        return rater_id if rater_id is not None and self.end(token, "link") else None
 
 
-class Links:
-    """One-time login links. They are kept in memory, so they end with the server."""
+def new_link(folder: Path, rater_id: int) -> str:
+    """The token of a new one-time link for the server of `folder`, which may be running."""
+    return signed(read_key(folder), "link", rater_id, time.time() + 60 * LINK_MINUTES)
 
-    def __init__(self) -> None:
-        self._raters: dict[str, tuple[int, float]] = {}
 
-    def make(self, rater_id: int) -> str:
-        """The token of a new link."""
-        token = secrets.token_urlsafe(24)
-        self._raters[_digest(token)] = (rater_id, time.monotonic() + 60 * LINK_MINUTES)
-        return token
+def signed(key: bytes, kind: Kind, rater_id: int, expires_at: float) -> str:
+    """`rater.expiry.random.signature`."""
+    text = f"{rater_id}.{int(expires_at)}.{secrets.token_urlsafe(9)}"
+    return f"{text}.{_signature(key, kind, text)}"
 
-    def use(self, token: str) -> int | None:
-        """Rater id of a link, which is void afterwards; None if it is unknown, expired or used."""
-        rater_id, expiry = self._raters.pop(_digest(token), (None, 0.0))
-        return rater_id if time.monotonic() < expiry else None
+
+def _signature(key: bytes, kind: Kind, text: str) -> str:
+    digest = hmac.new(key, _bytes(f"{kind}:{text}"), hashlib.sha256).digest()
+    return base64.urlsafe_b64encode(digest[:_SIGNATURE_BYTES]).decode()
 
 
 class Logins:
     """Raters of access tokens and session cookies, cached for a moment.
 
-    `sessions` and `links` are for the routes that begin and end a session. `failures` limits failed logins per network
-    address.
+    `sessions` is for the routes that begin and end a session. `failures` limits failed logins per network address.
     """
 
-    def __init__(self, votes: VoteReader, sessions: Sessions, links: Links, failures: RateLimits) -> None:
+    def __init__(self, votes: VoteReader, sessions: Sessions, failures: RateLimits) -> None:
         self.sessions = sessions
-        self.links = links
         self.failures = failures
         self._votes = votes
         self._cache: OrderedDict[str, tuple[Rater, float]] = OrderedDict()
+        self._num_forgotten = 0
 
-    def recall(self, bearer: str, cookie: str) -> Rater | None:
-        """The cached rater of this token or cookie; None if it must be looked up."""
-        rater, until = self._cache.get(_cache_key(bearer, cookie), (None, 0.0))
-        return rater if time.monotonic() < until else None
-
-    def is_known(self, bearer: str, cookie: str) -> bool:
-        """True for what cannot be guessed: a signed session, or a token that was valid before."""
-        if self.sessions.read(bearer or cookie, time.time()) is not None:
-            return True
-        return _cache_key(bearer, cookie) in self._cache
-
-    async def look_up(self, bearer: str, cookie: str) -> Rater | None:
+    async def identify(self, bearer: str, cookie: str) -> Rater | None:
         """The rater of this token or, without one, this cookie. A session may also be sent as a bearer token."""
+        known, until = self._cache.get(_cache_key(bearer, cookie), (None, 0.0))
+        if time.monotonic() < until:
+            return known
+        before = self._num_forgotten
         rater = await run_in_threadpool(self._find, bearer, cookie)
-        if rater is not None:
+        if rater is not None and before == self._num_forgotten:
             key = _cache_key(bearer, cookie)
             self._cache[key] = (rater, time.monotonic() + _CACHE_S)
             self._cache.move_to_end(key)
@@ -172,8 +211,16 @@ class Logins:
                 self._cache.popitem(last=False)
         return rater
 
+    def log_out(self, bearer: str, cookie: str) -> None:
+        """End the session of this cookie, or of this token if it is one; a personal token stays valid."""
+        for value in (bearer, cookie):
+            if self.sessions.read(value, time.time()) is not None:
+                self.sessions.end(value)
+        self.forget()
+
     def forget(self) -> None:
-        """Clear the cache, after access of a rater has ended."""
+        """Clear the cache, after access of a rater or a session has ended."""
+        self._num_forgotten += 1
         self._cache.clear()
 
     def rater(self, rater_id: int) -> Rater | None:
@@ -187,6 +234,12 @@ class Logins:
             return found
         rater_id = self.sessions.read(bearer or cookie, time.time())
         return None if rater_id is None else self.rater(rater_id)
+
+
+def bearer_of(request: HTTPConnection) -> str:
+    """The token of the Authorization header; empty if there is none."""
+    kind, _, token = request.headers.get("authorization", "").partition(" ")
+    return token.strip() if kind.lower() == "bearer" else ""
 
 
 def _cache_key(bearer: str, cookie: str) -> str:

@@ -40,7 +40,8 @@ class BehindProxy:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        scope = {**scope, "client": _plain_address(scope.get("client")), _PATH_PREFIX: self._root_path}
+        ends = {name: _plain_address(scope.get(name)) for name in ("client", "server")}
+        scope = {**scope, **ends, _PATH_PREFIX: self._root_path}
         peer = scope["client"]
         if peer is not None and peer[0] in self._forwarded.trusted_hosts:
             headers = Headers(scope=scope)
@@ -94,15 +95,15 @@ def forwarded_host(request: HTTPConnection) -> str:
     return request.scope.get(_HOST, "")
 
 
-def _plain_address(client: tuple[str, int] | None) -> tuple[str, int] | None:
-    """A client whose IPv4 address is not written as one of IPv6, as sockets that accept both do."""
-    if client is None or not client[0].startswith("::ffff:"):
-        return client
+def _plain_address(end: tuple[str, int] | None) -> tuple[str, int] | None:
+    """An end of a connection whose IPv4 address is not written as one of IPv6, as sockets that accept both do."""
+    if end is None or not end[0].startswith("::ffff:"):
+        return end
     try:
-        mapped = ipaddress.IPv6Address(client[0]).ipv4_mapped
+        mapped = ipaddress.IPv6Address(end[0]).ipv4_mapped
     except ValueError:
-        return client
-    return client if mapped is None else (str(mapped), client[1])
+        return end
+    return end if mapped is None else (str(mapped), end[1])
 
 
 def _checked(prefix: str) -> str:

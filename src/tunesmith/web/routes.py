@@ -14,6 +14,7 @@ from tunesmith.store.records import NewRater, Progress, Rater, VoteReceipt
 from tunesmith.store.vote_stats import VoteStats
 from tunesmith.web.access import API
 from tunesmith.web.guard import address_of
+from tunesmith.web.logins import bearer_of
 from tunesmith.web.messages import (
     MAX_PREFETCH,
     CommandReply,
@@ -95,7 +96,7 @@ def sessions() -> APIRouter:
         """Begin a session: sets a cookie, whose value is valid as a bearer token too."""
 
         def find() -> Rater | None:
-            rater_id = services.logins.links.use(body.token)
+            rater_id = services.logins.sessions.use_link(body.token)
             if rater_id is not None:
                 return services.logins.rater(rater_id)
             return services.votes.reader.rater_of(body.token)
@@ -128,8 +129,9 @@ def sessions() -> APIRouter:
 
     @routes.delete("/session", status_code=204)
     def log_out(request: Request, response: Response, services: ServicesOf) -> None:
-        """End the session of this browser."""
+        """End the session: its cookie, or the same as a bearer token, is worth nothing afterwards."""
         cookie = services.logins.sessions.cookie
+        services.logins.log_out(bearer_of(request), request.cookies.get(cookie, ""))
         for path in {"/", prefix_of(request) or "/"}:  # logged in directly, or through the proxy
             response.delete_cookie(cookie, path, httponly=True, samesite="strict")
 
@@ -246,14 +248,12 @@ def administration() -> APIRouter:
 
 
 def _limited(find: Callable[[], Found | None], request: Request, services: Services) -> Found:
-    """The result of `find`, or 401. Addresses with too many failures get 429, even for a correct token."""
-    failures, address = services.logins.failures, address_of(request)
-    wait_s = failures.wait_s(address)
-    if wait_s:
-        raise HTTPException(429, f"too many wrong tokens; try again in {wait_s} s", {"retry-after": str(wait_s)})
+    """The result of `find`, or 401; for addresses with too many failures 429, which a right token never gets."""
     found = find()
     if found is None:
-        failures.take(address)
+        wait_s = services.logins.failures.take(address_of(request))
+        if wait_s:
+            raise HTTPException(429, f"too many wrong tokens; try again in {wait_s} s", {"retry-after": str(wait_s)})
         raise HTTPException(401, _UNKNOWN)
     return found
 

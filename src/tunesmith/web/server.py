@@ -7,22 +7,26 @@ import itertools
 import signal
 import socket
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from types import FrameType
 
+import psutil
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tunesmith.core.errors import InputError
-from tunesmith.store.records import CampaignSettings
+from tunesmith.store.records import CampaignSettings, Rater
 from tunesmith.store.runs import RunReader
+from tunesmith.store.vote_reader import VoteReader
 from tunesmith.store.votes import VoteStore
 from tunesmith.web.allowed import Allowed
 from tunesmith.web.app import create_app
 from tunesmith.web.arena import Arena, of_live_loop, of_runs
 from tunesmith.web.jobs import Jobs
+from tunesmith.web.logins import new_link
 from tunesmith.web.proxies import check_trusted, checked_root_path
 from tunesmith.web.services import Services
 from tunesmith.web.settings import ServerSettings
@@ -38,10 +42,17 @@ _FIRST_ADMIN = "admin"
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """Addresses of a listening server. `login_url` logs the first admin in, once; None if admins have tokens."""
+    """Addresses of a server: `urls`, without a slash at the end, of which at least the first can be reached from this
+    machine, and the path and query that log an admin in, once.
+    """
 
-    url: str
-    login_url: str | None
+    urls: tuple[str, ...]
+    login: str
+
+    @property
+    def url(self) -> str:
+        """The first address."""
+        return self.urls[0]
 
 
 def is_local(host: str) -> bool:
@@ -89,14 +100,15 @@ def serve(
         arena = _arena(settings, runs, studio)
         if arena is not None:
             stack.enter_context(arena)
-        app = create_app(settings, votes, runs, studio, jobs, arena)
+        names = _machine_names() if _is_any(settings.host) else ()
+        app = create_app(replace(settings, hosts=(*settings.hosts, *names)), votes, runs, studio, jobs, arena)
         services: Services = app.state.services
         campaign = services.campaign()
         if adjust is not None:
             campaign = votes.set_campaign(adjust(campaign.settings))
         if fill is not None:
             fill(votes, campaign.id)
-        opened = _opened(services, listener, is_exposed=is_exposed)
+        opened = Opened(_urls(settings, listener.getsockname()[1]), _login(settings, _admin(votes).id))
         signal.signal(signal.SIGTERM, _leave)
         server = _Server(_config(app, settings), services.shutdown, lambda: announce(opened))
         server.run(sockets=[listener])
@@ -221,21 +233,73 @@ def _listen(settings: ServerSettings) -> socket.socket:
     return listener
 
 
-def _opened(services: Services, listener: socket.socket, *, is_exposed: bool) -> Opened:
-    """Addresses of the server, with a login link unless it is exposed and has admins with tokens of their own."""
-    port: int = listener.getsockname()[1]
-    settings = services.settings
-    name = settings.hosts[0] if settings.hosts else settings.host
-    if name in ("0.0.0.0", "::"):
-        name = socket.gethostname() if is_exposed else "127.0.0.1"
-    url = f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
-    raters = services.votes.reader.raters()
-    admin = next((one for one in raters if one.role == "admin" and not one.is_disabled), None)
-    if admin is not None and is_exposed:
-        return Opened(url, None)
+def admin_link(settings: ServerSettings) -> Opened:
+    """A new link that logs the first admin in, once. The server of the folder may be running.
+
+    Raises:
+        InputError: if there is no admin yet.
+    """
+    with closing(VoteReader.open(settings.votes_path)) as votes:
+        admin = _first_admin(votes.raters())
     if admin is None:
-        # Imported votes may have brought a rater of this name.
-        names = (f"{_FIRST_ADMIN} {number}" if number > 1 else _FIRST_ADMIN for number in itertools.count(1))
-        taken = {one.name for one in raters}
-        admin = services.votes.add_rater(next(name for name in names if name not in taken), "admin").rater
-    return Opened(url, f"{url}/login?token={services.logins.links.make(admin.id)}")
+        raise InputError(f"{settings.votes_path} has no admin yet; start the server, which prints a link for one")
+    settings = replace(settings, root_path=checked_root_path(settings.root_path))
+    return Opened(_urls(settings, settings.port), _login(settings, admin.id))
+
+
+def _admin(votes: VoteStore) -> Rater:
+    """The first admin, who is made if there is none."""
+    raters = votes.reader.raters()
+    if (admin := _first_admin(raters)) is not None:
+        return admin
+    # Imported votes may have brought a rater of this name.
+    names = (f"{_FIRST_ADMIN} {number}" if number > 1 else _FIRST_ADMIN for number in itertools.count(1))
+    taken = {one.name for one in raters}
+    return votes.add_rater(next(name for name in names if name not in taken), "admin").rater
+
+
+def _first_admin(raters: Sequence[Rater]) -> Rater | None:
+    return next((one for one in raters if one.role == "admin" and one.has_access(time.time())), None)
+
+
+def _login(settings: ServerSettings, rater_id: int) -> str:
+    return f"/login?token={new_link(settings.folder, rater_id)}"
+
+
+def _is_any(host: str) -> bool:
+    """True for the address that stands for all addresses of this machine."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
+def _urls(settings: ServerSettings, port: int) -> tuple[str, ...]:
+    """The addresses at which the server answers without a proxy."""
+    names = list(settings.hosts)
+    if is_local(settings.host):
+        names.insert(0, settings.host)
+    else:
+        names += [*_addresses(settings.host), *_machine_names()] if _is_any(settings.host) else [settings.host]
+    return tuple(f"http://{_place(name, port)}" for name in dict.fromkeys(names))
+
+
+def _place(name: str, port: int) -> str:
+    """A name or address with the port, if it has none."""
+    if name.count(":") == 1 or name.startswith("["):
+        return name
+    return f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
+
+
+def _addresses(host: str) -> list[str]:
+    """The addresses that `host`, `0.0.0.0` or `::`, stands for: those in networks, or that of this machine alone."""
+    families = (socket.AF_INET,) if host == "0.0.0.0" else (socket.AF_INET, socket.AF_INET6)
+    own = [one for ones in psutil.net_if_addrs().values() for one in ones if one.family in families]
+    found = [ip for one in own if not (ip := ipaddress.ip_address(one.address)).is_loopback and not ip.is_link_local]
+    return [str(ip) for ip in sorted(found, key=lambda ip: ip.version)] or ["127.0.0.1"]
+
+
+def _machine_names() -> tuple[str, ...]:
+    """The names of this machine in its network."""
+    name = socket.gethostname().lower()
+    return (name,) if "." in name else (name, f"{name}.local")

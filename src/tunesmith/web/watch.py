@@ -11,16 +11,16 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Header, Query
+from fastapi import APIRouter, Depends, Header, Query, Request
 from fastapi.exceptions import HTTPException
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import StringConstraints
 from starlette.concurrency import run_in_threadpool
 
 from tunesmith.core.errors import TunesmithError
-from tunesmith.store.records import Rater
 from tunesmith.web.access import Access, Rule
-from tunesmith.web.services import Caller, Services, ServicesOf, is_set_within
+from tunesmith.web.logins import bearer_of
+from tunesmith.web.services import ServicesOf, caller_of, is_set_within, services_of
 from tunesmith.web.watch_data import MAX_ROWS, Json, News, WatchData
 
 
@@ -77,21 +77,23 @@ def router(base: str, data_of: Callable[..., WatchData]) -> APIRouter:
     @routes.get("/stream", include_in_schema=False)
     async def stream(
         data: Annotated[WatchData, Depends(data_of)],
-        caller: Caller,
+        request: Request,
         services: ServicesOf,
         after: After = 0,
         last_event_id: LastEventId = None,
     ) -> StreamingResponse:
-        return stream_of(events(data, services.shutdown, _cursor(last_event_id, after)), caller, services)
+        return stream_of(events(data, services.shutdown, _cursor(last_event_id, after)), request)
 
     return routes
 
 
-def stream_of(texts: AsyncGenerator[str], caller: Rater, services: Services) -> StreamingResponse:
-    """The response that sends server-sent events.
+def stream_of(texts: AsyncGenerator[str], request: Request) -> StreamingResponse:
+    """The response that sends server-sent events until they end, or the login does.
 
     Raises HTTPException 429 if the rater has as many streams open as one rater may.
     """
+    services, caller = services_of(request), caller_of(request)
+    login = bearer_of(request), request.cookies.get(services.logins.sessions.cookie, "")
     num_open = services.num_streams
     if num_open[caller.id] >= services.settings.limits.streams_per_rater:
         raise HTTPException(429, "you have too many streams open; close some pages")
@@ -100,6 +102,8 @@ def stream_of(texts: AsyncGenerator[str], caller: Rater, services: Services) -> 
         num_open[caller.id] += 1
         try:
             async for text in texts:
+                if await services.logins.identify(*login) is None:
+                    return
                 yield text
         finally:
             num_open[caller.id] -= 1
