@@ -10,23 +10,25 @@ signatures.
     print(run.generate("The movie was"))
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tunesmith.config.load import load_recipe
 from tunesmith.data.demonstrations import DemonstrationLike
 from tunesmith.data.prompts import PromptLike
-from tunesmith.rewards.sources import RewardLike
+from tunesmith.data.tables import as_rows
+from tunesmith.rewards.sources import RewardLike, reward_list
 from tunesmith.trainers import resume as _resume
 from tunesmith.trainers.api import Inputs, Listener
 from tunesmith.trainers.setup import RunResult
 
 __all__ = ["RunResult", "best_of_n", "distill", "dpo", "grpo", "ppo", "resume", "reward", "sft"]
 
-Prompts = str | Sequence[PromptLike]
+Prompts = str | Path | Iterable[PromptLike]
 Rewards = RewardLike | Sequence[RewardLike]
-Rows = str | Sequence[Mapping[str, object]]
+Rows = str | Path | Iterable[Mapping[str, object]]
+"""The name of a source, a list of rows, or a table: a DataFrame, a Dataset, or a mapping of columns."""
 
 
 def ppo(
@@ -42,7 +44,8 @@ def ppo(
 ) -> RunResult:
     """Train a policy by PPO; returns the run's folder, metrics and summary.
 
-    `model` is a hub id, folder, GGUF file or alias. `prompts` is a file or a list of texts, message lists or rows.
+    `model` is a hub id, folder, GGUF file or alias. `prompts` is a file, a list of texts, message lists or rows, or a
+    table: a DataFrame of pandas or polars, a Dataset, or a mapping of columns.
     `reward` is one or several of: a Python function that is called as TRL calls it, `./file.py:name`, a built-in, a
     reward model's name or folder. `recipe` names a shipped recipe, `config` a YAML file. Every key of the recipe can
     be overridden, whole sections as a dict (`rollout={"max_new_tokens": 16}`) or one key by its path
@@ -105,7 +108,7 @@ def distill(
     """
     names = [teacher] if isinstance(teacher, str) else teacher
     teachers = None if names is None else [{"model": name} for name in names]
-    named, rows = _named_or_given(prompts)
+    named, rows = _named_or_given(prompts, "prompts")
     given = {**overrides, "model": model, "prompts": named, "distill.teachers": teachers, "run.steps": steps}
     return _train("distill", recipe, config, given, Inputs(prompts=rows), progress)
 
@@ -122,11 +125,11 @@ def reward(
 ) -> RunResult:
     """Train a reward model on preference pairs; returns the run's folder, metrics and summary.
 
-    `pairs` is a file or a list of rows with `chosen` and `rejected`, and where known `prompt`, `margin` and `tie`. The
-    other arguments are those of `ppo`. Raises `tunesmith.core.errors.InputError` for anything that cannot be used,
+    `pairs` is a file, or rows or a table with `chosen` and `rejected`, and where known `prompt`, `margin` and `tie`.
+    The other arguments are those of `ppo`. Raises `tunesmith.core.errors.InputError` for anything that cannot be used,
     before a run folder is made.
     """
-    named, rows = _named_or_given(pairs)
+    named, rows = _named_or_given(pairs, "pairs")
     given = {**overrides, "model": model, "pairs": named, "run.steps": steps}
     return _train("reward", recipe, config, given, Inputs(pairs=rows), progress)
 
@@ -143,11 +146,11 @@ def dpo(
 ) -> RunResult:
     """Train a policy on preferences directly, without a reward model; returns the run's folder, metrics and summary.
 
-    `pairs` is a file or a list of rows with `chosen` and `rejected`, and where known `prompt` and `tie`; for the loss
+    `pairs` is a file, or rows or a table with `chosen` and `rejected`, and where known `prompt` and `tie`; for the loss
     `kto` also of rows with `prompt`, `completion` and `label`. The other arguments are those of `ppo`. Raises
     `tunesmith.core.errors.InputError` for anything that cannot be used, before a run folder is made.
     """
-    named, rows = _named_or_given(pairs)
+    named, rows = _named_or_given(pairs, "pairs")
     given = {**overrides, "model": model, "pairs": named, "run.steps": steps}
     return _train("dpo", recipe, config, given, Inputs(pairs=rows), progress)
 
@@ -155,7 +158,7 @@ def dpo(
 def sft(
     *,
     model: str | None = None,
-    demonstrations: str | Sequence[DemonstrationLike] | None = None,
+    demonstrations: str | Path | Iterable[DemonstrationLike] | None = None,
     recipe: str | None = None,
     config: str | None = None,
     steps: int | None = None,
@@ -164,11 +167,11 @@ def sft(
 ) -> RunResult:
     """Fine-tune a language model on demonstrations; returns the run's folder, metrics and summary.
 
-    `demonstrations` is a file or a list of rows with `prompt` and `completion`, with `messages`, or with `text` (a
+    `demonstrations` is a file, or rows or a table with `prompt` and `completion`, with `messages`, or with `text` (a
     plain text in the list is such a row). The other arguments are those of `ppo`. Raises
     `tunesmith.core.errors.InputError` for anything that cannot be used, before a run folder is made.
     """
-    named, rows = _named_or_given(demonstrations)
+    named, rows = _named_or_given(demonstrations, "demonstrations")
     given = {**overrides, "model": model, "demonstrations": named, "run.steps": steps}
     return _train("sft", recipe, config, given, Inputs(demonstrations=rows), progress)
 
@@ -176,10 +179,10 @@ def sft(
 def resume(
     run: str | Path,
     *,
-    prompts: Sequence[PromptLike] | None = None,
+    prompts: Iterable[PromptLike] | None = None,
     reward: Rewards | None = None,
-    pairs: Sequence[Mapping[str, object]] | None = None,
-    demonstrations: Sequence[DemonstrationLike] | None = None,
+    pairs: Iterable[Mapping[str, object]] | None = None,
+    demonstrations: Iterable[DemonstrationLike] | None = None,
     steps: int | None = None,
     progress: bool = True,
     **overrides: object,
@@ -192,10 +195,10 @@ def resume(
     """
     listener, given = _listener({**overrides, "run.steps": steps})
     inputs = Inputs(
-        prompts=None if prompts is None else list(prompts),
-        rewards=_as_list(reward) or None,
-        pairs=None if pairs is None else list(pairs),
-        demonstrations=None if demonstrations is None else list(demonstrations),
+        prompts=None if prompts is None else as_rows(prompts, "prompts"),
+        rewards=None if reward is None else reward_list(reward),
+        pairs=None if pairs is None else as_rows(pairs, "pairs"),
+        demonstrations=None if demonstrations is None else as_rows(demonstrations, "demonstrations"),
     )
     told = {"overrides": _set(given), "origins": _origins(given)}
     return _resume.resume(Path(run), **told, inputs=inputs, progress=progress, listener=listener)
@@ -211,10 +214,10 @@ def _train_policy(
     progress: bool,
 ) -> RunResult:
     """Train by an algorithm that draws completions. Prompts and rewards given by name become overrides."""
-    rewards = _as_list(reward)
-    by_name = all(isinstance(item, str) for item in rewards)
-    named, rows = _named_or_given(prompts)
-    given = {**given, "prompts": named, "reward": rewards if rewards and by_name else None}
+    rewards = None if reward is None else reward_list(reward)
+    by_name = all(isinstance(item, str) for item in rewards or ())
+    named, rows = _named_or_given(prompts, "prompts")
+    given = {**given, "prompts": named, "reward": rewards if by_name else None}
     inputs = Inputs(prompts=rows, rewards=None if by_name else rewards)
     return _train(algorithm, recipe, config, given, inputs, progress)
 
@@ -245,15 +248,11 @@ def _listener(given: Mapping[str, object]) -> tuple[Listener | None, dict[str, o
     return TransformersCallbacks(callbacks), others
 
 
-def _named_or_given(rows: str | Sequence[Any] | None) -> tuple[str | None, list[Any] | None]:
+def _named_or_given(rows: object, name: str) -> tuple[str | None, list[Any] | None]:
     """(name of a source, None), or (None, rows) for rows given as Python objects."""
-    return (rows, None) if rows is None or isinstance(rows, str) else (None, list(rows))
-
-
-def _as_list(reward: Rewards | None) -> list[RewardLike]:
-    if reward is None:
-        return []
-    return list(reward) if isinstance(reward, Sequence) and not isinstance(reward, str) else [reward]
+    if rows is None or isinstance(rows, str | Path):
+        return (None if rows is None else str(rows)), None
+    return None, as_rows(rows, name)
 
 
 def _origins(given: Mapping[str, object]) -> dict[str, str]:

@@ -9,6 +9,7 @@ from tunesmith.core.errors import DataError
 from tunesmith.data.prompts import MESSAGES, missing_column, prompt_column
 from tunesmith.data.rows import BadRows, Row, RowError, as_completion, as_content, usable
 from tunesmith.data.sources import parse_rows
+from tunesmith.data.tables import as_rows
 from tunesmith.models.tokenizer import PreTrainedTokenizerBase, encode_demonstration
 from tunesmith.schema.records import Demonstration, Prompt, Text
 
@@ -26,18 +27,19 @@ def load_demonstrations(
 ) -> list[Demonstration]:
     """The demonstrations of `source`, in its order.
 
-    `source` is anything that `data.sources` reads, or a list of rows, texts or records. A row has `completion` (text,
-    or messages that end with the assistant) with the `prompt` that it answers; or `messages`, of which what follows the
-    last turn of the assistant is left out; or `text`. A completion in text answers a conversation as the assistant.
+    `source` is anything that `data.sources` reads, a list of rows, texts or records, or a table (`tables.as_rows`). A
+    row has `completion` (text, or messages that end with the assistant) with the `prompt` that it answers; or
+    `messages`, of which what follows the last turn of the assistant is left out; or `text`. A completion in text answers a conversation as the assistant.
     Other columns are kept in `prompt.columns`. Bad rows and errors as in `sources.parse_rows`.
     """
-    if source == "":
+    if isinstance(source, str) and source == "":
         raise DataError(
             "no demonstrations are given; name a file with `prompt` and `completion`, `messages` or `text` in "
             "`demonstrations.source`"
         )
     if not isinstance(source, str | Path):
-        source = [{TEXT: item} if isinstance(item, str) else item for item in source]
+        rows = as_rows(source, "demonstrations")
+        source = [{TEXT: item} if isinstance(item, str) else item for item in rows]
     return parse_rows(source, _as_demonstration, label="demonstrations", bad=bad, records=(Demonstration,))
 
 

@@ -186,15 +186,15 @@ def load_preferences(
 ) -> list[Pair | Ranking]:
     """The pairs and rankings of `source`, in its order, one for each row.
 
-    `source` is anything that `data.sources` reads, or a list of rows or of records. Text or conversational, the same in
-    all columns of a row. A row with `completions` is a ranking, any other a pair. Without a `prompt` column `chosen`
-    and `rejected` hold the whole exchange: the messages that they have in common become the prompt, HH-RLHF dialogues
-    are taken apart (`section.dialogues`), and other texts have no prompt. Columns that mean nothing here are kept in
-    `prompt.columns`. Bad are a missing column, a wrong type, an empty completion, a margin below 0, equal completions
+    `source` is anything that `data.sources` reads, a list of rows or of records, or a table (`tables.as_rows`). Text or
+    conversational, the same in all columns of a row. A row with `completions` is a ranking, any other a pair. Without a
+    `prompt` column `chosen` and `rejected` hold the whole exchange: the messages that they have in common become the
+    prompt, HH-RLHF dialogues are taken apart (`section.dialogues`), and other texts have no prompt. Columns that mean
+    nothing here are kept in `prompt.columns`. Bad are a missing column, a wrong type, an empty completion, a margin below 0, equal completions
     without `tie`, and ranks that are not one for each completion; bad rows and errors as in `sources.parse_rows`.
     Lengths in tokens are checked by `collate.encode_preferences`.
     """
-    if source == "":
+    if isinstance(source, str) and source == "":
         raise DataError("no pairs are given; name a JSONL file with `chosen` and `rejected` columns in `pairs.source`")
     as_text = (section or PairsSection()).dialogues == "text"
     return parse_rows(source, lambda row: _as_preference(row, as_text), label="pairs", bad=bad, records=(Pair, Ranking))
@@ -208,7 +208,7 @@ def load_judgements(
     A row with `label` holds one `completion` of its `prompt`, true if it was wanted; any other is read as
     `load_preferences` reads it, also in sources and errors.
     """
-    if source == "":
+    if isinstance(source, str) and source == "":
         raise DataError(
             "no data are given; name a file with `prompt`, `completion` and `label`, or with pairs, in `pairs.source`"
         )

@@ -9,6 +9,7 @@ from tunesmith.config.sections import PromptsSection
 from tunesmith.core.errors import DataError
 from tunesmith.data.rows import BadRows, Row, RowError, as_content
 from tunesmith.data.sources import parse_rows
+from tunesmith.data.tables import as_rows
 from tunesmith.schema.records import Message, Prompt, Text
 
 PromptLike = str | Sequence[Message] | Mapping[str, object] | Prompt
@@ -67,24 +68,25 @@ def load_prompts(
 ) -> list[Prompt]:
     """The prompts of `source`, in its order.
 
-    `source` is `films` or `arithmetic`, anything that `data.sources` reads, or a list of texts, of message lists or of
-    rows. The column that `section.text_column` names becomes the content; without a `prompt` column a conversation in
-    `messages` does, up to its last reply. The other columns are kept for reward functions. Ids are `file:line`,
+    `source` is `films` or `arithmetic`, anything that `data.sources` reads, a list of texts, of message lists or of
+    rows, or a table (`tables.as_rows`). The column that `section.text_column` names becomes the content; without a
+    `prompt` column a conversation in `messages` does, up to its last reply. The other columns are kept for reward functions. Ids are `file:line`,
     `films:n` from 1, or `prompts[index]`. Bad rows and errors as in `sources.parse_rows`. Lengths in tokens are checked
     by `collate.measure_prompts`, prefixes cut by `collate.prefix_prompts`.
     """
     column = (section or PromptsSection()).text_column
-    if source == "":
+    if isinstance(source, str) and source == "":
         raise DataError(
             f"no prompts are given; name a JSONL file with a `{column}` column, or `{FILMS}`, the built-in openings"
         )
-    if source in (FILMS, ARITHMETIC):
+    if isinstance(source, str) and source in (FILMS, ARITHMETIC):
         prompts = film_prompts() if source == FILMS else arithmetic_prompts()
         if bad is not None:
             bad.opened(str(source), len(prompts))
         return prompts
     if not isinstance(source, str | Path):
-        source = [item if isinstance(item, Mapping | Prompt) else {column: item} for item in source]
+        rows = as_rows(source, "prompts")
+        source = [item if isinstance(item, Mapping | Prompt) else {column: item} for item in rows]
     return parse_rows(source, lambda row: _as_prompt(row, column), label="prompts", bad=bad, records=(Prompt,))
 
 

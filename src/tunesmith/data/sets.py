@@ -35,6 +35,7 @@ from tunesmith.data.pairs import JudgementLike, PreferenceLike, load_judgements,
 from tunesmith.data.prompts import PromptLike, load_prompts
 from tunesmith.data.rows import BadRows, Item, RowError, Tally, usable
 from tunesmith.data.split import Leak, Split, leak_finding, leaks, prompt_key, split_by_prompt
+from tunesmith.data.tables import as_rows
 from tunesmith.models.tokenizer import PreTrainedTokenizerBase
 from tunesmith.schema.records import Finding, Judgement, Pair, Prompt, Ranking, plain_text
 
@@ -146,7 +147,7 @@ class _Sides(Generic[ItemT]):
 def _read(
     section: DataSection,
     load: Callable[[Any, BadRows], list[ItemT]],
-    given: tuple[Sequence[object] | None, Sequence[object] | None],
+    given: tuple[object, object],
     seed: int,
     key: Callable[..., str] = prompt_key,
 ) -> _Sides[ItemT]:
@@ -155,8 +156,9 @@ def _read(
     Rows are held out of the training source only if no held-out rows are given or named. An empty list is allowed.
     """
 
-    def read(source: str | Sequence[object], bad: BadRows) -> list[ItemT]:
-        return load(source, bad) if isinstance(source, str) or source else []
+    def read(source: object, bad: BadRows) -> list[ItemT]:
+        rows = source if isinstance(source, str) else as_rows(source, "the data")
+        return load(rows, bad) if rows or isinstance(rows, str) else []
 
     bad = BadRows(skip=section.skip_bad)
     rows = read(section.source if given[0] is None else given[0], bad)

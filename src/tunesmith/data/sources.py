@@ -18,7 +18,7 @@ import difflib
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TypeVar, cast
@@ -26,6 +26,7 @@ from typing import TypeVar, cast
 from tunesmith.core.errors import DataError
 from tunesmith.data.readers import csv_rows, hub_rows, json_rows, jsonl_rows, parquet_rows, saved_rows
 from tunesmith.data.rows import BadRows, Candidate, Row, RowError, checked_columns
+from tunesmith.data.tables import as_rows
 
 READERS: dict[str, Callable[[Path], Iterator[Candidate]]] = {
     ".jsonl": jsonl_rows,
@@ -169,14 +170,15 @@ T = TypeVar("T")
 
 
 def parse_rows(
-    source: str | Path | Sequence[object],
+    source: object,
     parse: Callable[[Row], T],
     *,
     label: str = "rows",
     bad: BadRows | None = None,
     records: tuple[type, ...] = (),
 ) -> list[T]:
-    """`parse(row)` of every row of a source or of a list of mappings, in order; a list of `records` as it is.
+    """`parse(row)` of every row of a source, or of a list or table (`tables.as_rows`), in order; a list of `records` as
+    it is.
 
     `parse` raises `RowError(reason, kind)` for a row that it cannot use. A row with the `id` of an earlier one is bad
     too. `label` names a list in messages. Bad rows go to `bad`, which may skip them; without it they are an error.
@@ -186,13 +188,14 @@ def parse_rows(
     if isinstance(source, str | Path):
         bad.opened(str(source))
         candidates = source_rows(source)
-    elif source and all(isinstance(item, records) for item in source):
-        bad.opened(f"the list of {label}", len(source))
-        return [cast(T, item) for item in source]
     else:
+        rows = as_rows(source, label)
+        if rows and all(isinstance(item, records) for item in rows):
+            bad.opened(f"the list of {label}", len(rows))
+            return cast(list[T], rows)
         bad.opened(f"the list of {label}")
         form = "a mapping of columns"
-        candidates = ((f"{label}[{index}]", partial(checked_columns, item, form)) for index, item in enumerate(source))
+        candidates = ((f"{label}[{index}]", partial(checked_columns, item, form)) for index, item in enumerate(rows))
     parsed: list[T] = []
     place_of_id: dict[str, str] = {}
     for where, read in candidates:

@@ -20,7 +20,6 @@ from tunesmith.distributed.ranks import gathered, share_of
 from tunesmith.models.heads import RewardModel
 from tunesmith.models.tokenizer import PreTrainedTokenizerBase
 from tunesmith.rewards.ahead import Ahead, Calls, Portion, answers_async, checked, one_answer, portions
-from tunesmith.rewards.builtin import BUILTINS
 from tunesmith.rewards.calling import CalledReward
 from tunesmith.rewards.model import ModelReward
 from tunesmith.rewards.outcome import (
@@ -33,7 +32,7 @@ from tunesmith.rewards.outcome import (
     TrainerState,
     samples_of,
 )
-from tunesmith.rewards.sources import Loading, RewardLike, code_files, resolve
+from tunesmith.rewards.sources import Loading, RewardLike, code_files, resolve, reward_list
 from tunesmith.rewards.threads import EventLoop, Worker, result_of
 
 
@@ -120,8 +119,7 @@ class Scorer:
         timeout_s: float | None = None,
         while_drawing: bool = False,
     ) -> None:
-        if not sources:
-            raise RewardError(f"no reward is given; give at least one, for example a built-in: {', '.join(BUILTINS)}")
+        sources = reward_list(sources)
         if weights is not None and len(weights) != len(sources):
             raise RewardError(f"{len(weights)} weights for {len(sources)} rewards; give one for each")
         if not all(math.isfinite(weight) for weight in weights or ()):

@@ -1,7 +1,7 @@
 """Load a reward from a recipe's `source`: a Python function, a built-in, or a reward model."""
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +33,18 @@ class Loading:
     device: str | torch.device
     dtype: torch.dtype | None
     policy: Policy
+
+
+def reward_list(given: RewardLike | Sequence[RewardLike]) -> list[RewardLike]:
+    """The rewards that are given: one, or several in their order. Raises RewardError for none, and for a set or a
+    mapping, which have no order of rewards.
+    """
+    if isinstance(given, Mapping | Set):
+        raise RewardError(f"the reward is a {type(given).__name__}; give one reward, or a list of them")
+    rewards = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+    if not rewards:
+        raise RewardError(f"no reward is given; give at least one, for example a built-in: {', '.join(BUILTINS)}")
+    return rewards
 
 
 def resolve(source: RewardLike, loading: Loading) -> ModelReward | CalledReward:

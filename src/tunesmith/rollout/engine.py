@@ -270,6 +270,8 @@ def check_request(
     Raises:
         InputError: naming the argument, its value and what is allowed.
     """
+    if not isinstance(prompts, list | tuple) or not all(isinstance(prompt, Prompt) for prompt in prompts):
+        raise InputError("prompts must be a list of Prompt records; tunesmith.load_prompts makes them of texts or rows")
     if not prompts:
         raise InputError("no prompts were given; give at least one")
     if n < 1:
