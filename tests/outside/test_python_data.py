@@ -93,7 +93,7 @@ def test_columns_taken_out_of_a_table_are_texts() -> None:
 )
 @pytest.mark.parametrize("name", ["prompts", "demonstrations", "pairs"])
 def test_splits_ask_for_one_of_them(splits: Any, name: str, tmp_path: Path) -> None:
-    """`load_dataset` without `split` gives several; the words `train` and `test` were trained on. Reported: issue 45.8."""
+    """`load_dataset` without `split` gives several; the word `train` was trained on. Reported: issue 45.8."""
     start = {"prompts": train.ppo, "demonstrations": train.sft, "pairs": train.dpo}[name]
     with pytest.raises(DataError, match=rf"^{name} holds several splits \({', '.join(splits)}\).*give one of them"):
         start(model="tiny:llama", **{name: splits}, run={"dir": str(tmp_path)})  # type: ignore[operator]
@@ -148,7 +148,7 @@ def test_an_engine_asks_for_prompts() -> None:
     loaded = load_policy(ModelSection(name="tiny:llama"))
     engine = open_engine(loaded.model, loaded.tokenizer)
     for given in (["The cat was"], pd.DataFrame(ROWS), "The cat was"):
-        with pytest.raises(InputError, match="must be a list of Prompt records; tunesmith.load_prompts makes them"):
+        with pytest.raises(InputError, match=r"must be a list of Prompt records; tunesmith.load_prompts makes them"):
             engine.generate(given, 1, SamplingParams(2))  # type: ignore[arg-type]
     assert len(engine.generate(load_prompts(pd.DataFrame(ROWS)), 1, SamplingParams(2))) == 2
 

@@ -29,8 +29,9 @@ def load_demonstrations(
 
     `source` is anything that `data.sources` reads, a list of rows, texts or records, or a table (`tables.as_rows`). A
     row has `completion` (text, or messages that end with the assistant) with the `prompt` that it answers; or
-    `messages`, of which what follows the last turn of the assistant is left out; or `text`. A completion in text answers a conversation as the assistant.
-    Other columns are kept in `prompt.columns`. Bad rows and errors as in `sources.parse_rows`.
+    `messages`, of which what follows the last turn of the assistant is left out; or `text`. A completion in text
+    answers a conversation as the assistant. Other columns are kept in `prompt.columns`. Bad rows and errors as in
+    `sources.parse_rows`.
     """
     if isinstance(source, str) and source == "":
         raise DataError(

@@ -190,9 +190,9 @@ def load_preferences(
     conversational, the same in all columns of a row. A row with `completions` is a ranking, any other a pair. Without a
     `prompt` column `chosen` and `rejected` hold the whole exchange: the messages that they have in common become the
     prompt, HH-RLHF dialogues are taken apart (`section.dialogues`), and other texts have no prompt. Columns that mean
-    nothing here are kept in `prompt.columns`. Bad are a missing column, a wrong type, an empty completion, a margin below 0, equal completions
-    without `tie`, and ranks that are not one for each completion; bad rows and errors as in `sources.parse_rows`.
-    Lengths in tokens are checked by `collate.encode_preferences`.
+    nothing here are kept in `prompt.columns`. Bad are a missing column, a wrong type, an empty completion, a margin
+    below 0, equal completions without `tie`, and ranks that are not one for each completion; bad rows and errors as in
+    `sources.parse_rows`. Lengths in tokens are checked by `collate.encode_preferences`.
     """
     if isinstance(source, str) and source == "":
         raise DataError("no pairs are given; name a JSONL file with `chosen` and `rejected` columns in `pairs.source`")

@@ -70,9 +70,10 @@ def load_prompts(
 
     `source` is `films` or `arithmetic`, anything that `data.sources` reads, a list of texts, of message lists or of
     rows, or a table (`tables.as_rows`). The column that `section.text_column` names becomes the content; without a
-    `prompt` column a conversation in `messages` does, up to its last reply. The other columns are kept for reward functions. Ids are `file:line`,
-    `films:n` from 1, or `prompts[index]`. Bad rows and errors as in `sources.parse_rows`. Lengths in tokens are checked
-    by `collate.measure_prompts`, prefixes cut by `collate.prefix_prompts`.
+    `prompt` column a conversation in `messages` does, up to its last reply. The other columns are kept for reward
+    functions. Ids are `file:line`, `films:n` from 1, or `prompts[index]`. Bad rows and errors as in
+    `sources.parse_rows`. Lengths in tokens are checked by `collate.measure_prompts`, prefixes cut by
+    `collate.prefix_prompts`.
     """
     column = (section or PromptsSection()).text_column
     if isinstance(source, str) and source == "":
