@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
@@ -28,7 +28,12 @@ class TransformersCallbacks(Listener):
     Raises InputError for what is no TrainerCallback.
     """
 
-    def __init__(self, callbacks: Sequence[TrainerCallback | type[TrainerCallback]]) -> None:
+    def __init__(
+        self,
+        callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | TrainerCallback | type[TrainerCallback],
+    ) -> None:
+        if not isinstance(callbacks, Sequence):
+            callbacks = [cast(Any, callbacks)]
         self._callbacks = [callback() if isinstance(callback, type) else callback for callback in callbacks]
         for callback in self._callbacks:
             if not isinstance(callback, TrainerCallback):

@@ -1,6 +1,7 @@
 """Calls of user code as a reward: every sample gets an outcome, whatever the code does, and errors name the sample."""
 
 import asyncio
+import copy
 import functools
 import inspect
 import itertools
@@ -10,6 +11,9 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, cast
 
 from tunesmith.core.errors import RewardError
 from tunesmith.rewards.builtin import RewardFunction
@@ -145,8 +149,9 @@ class CalledReward(ABC):
 
     def _checked(self, output: object, samples: Sequence[Sample]) -> list[Outcome]:
         if not isinstance(output, list):
+            no_order = ", which has no order" if isinstance(output, set | frozenset) else ""
             raise SampleError(
-                f"reward `{self.name}` returned an object of type {type(output).__name__}; it must "
+                f"reward `{self.name}` returned an object of type {type(output).__name__}{no_order}; it must "
                 f"return a list with one number or None for each completion; scoring {_which(samples)}",
                 "returned no list",
             )
@@ -184,7 +189,7 @@ class ObjectReward(CalledReward):
     def _arguments(
         self, samples: Sequence[Sample], columns: Sequence[str], extras: Mapping[str, object]
     ) -> dict[str, object]:
-        return {"samples": list(samples)}
+        return {"samples": [_own(sample) for sample in samples]}
 
 
 def is_async(function: Callable[..., object]) -> bool:
@@ -206,7 +211,7 @@ def last_line_of(error: BaseException) -> str:
 
 def _read(output: object, num_samples: int) -> object:
     """`output` as a list if it is any kind of list. Iterators run the user's code, so they are read under its guard."""
-    if isinstance(output, str | bytes | Mapping) or not isinstance(output, Iterable):
+    if isinstance(output, str | bytes | Mapping | set | frozenset) or not isinstance(output, Iterable):
         return output
     if isinstance(output, Iterator):
         return list(itertools.islice(output, num_samples + 1))  # it may never end
@@ -235,6 +240,35 @@ def _which(samples: Sequence[Sample]) -> str:
     return str(samples[0]) if len(samples) == 1 else f"{len(samples)} completions together, from {samples[0]}"
 
 
+_UNCHANGEABLE = frozenset({str, int, float, bool, type(None), bytes, complex})
+
+
+def own_copy(value: Any) -> Any:
+    """`value` for code of the user's, which may change it: lists and mappings in it are copies, texts and numbers as
+    they are. What cannot be copied, such as an open file, is passed as it is.
+    """
+    kind = type(value)
+    if kind in _UNCHANGEABLE:
+        return value
+    if kind is list or kind is tuple:
+        return kind(own_copy(item) for item in value)
+    if kind is dict:
+        return {key: own_copy(item) for key, item in cast(dict[Any, Any], value).items()}
+    try:
+        return copy.deepcopy(value)
+    except (TypeError, ValueError, RuntimeError):  # what copies of locks, files and tensors with a graph raise
+        return value
+
+
+def _own(sample: Sample) -> Sample:
+    """`sample` with a prompt of its own."""
+    prompt = sample.prompt
+    content = prompt.content
+    if not isinstance(content, str):
+        content = tuple(own_copy(dict(message)) for message in content)
+    return replace(sample, prompt=replace(prompt, content=content, columns=own_copy(dict(prompt.columns))))
+
+
 _OWN_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
 
 
@@ -251,7 +285,8 @@ class FunctionReward(CalledReward):
     `f(prompts=, completions=, completion_ids=, trainer_state=, log_extra=, log_metric=, <columns>=)`: each is a list
     with one entry per completion, the last three are functions and what `extras` holds. For a conversational prompt,
     `prompts` holds message lists and `completions` holds `[{"role": "assistant", "content": text}]`. A row without a
-    column gives None. A function without `**kwargs` receives what it names alone.
+    column gives None. Lists and mappings in columns are copies, which the function may change. A function without
+    `**kwargs` receives what it names alone.
     """
 
     def __init__(self, function: RewardFunction, name: str | None = None, policy: Policy | None = None) -> None:
@@ -261,40 +296,49 @@ class FunctionReward(CalledReward):
     def _arguments(
         self, samples: Sequence[Sample], columns: Sequence[str], extras: Mapping[str, object]
     ) -> dict[str, object]:
-        arguments: dict[str, object] = {
-            "prompts": [_prompt(sample) for sample in samples],
-            "completions": [_completion(sample) for sample in samples],
-            "completion_ids": [list(sample.completion.token_ids) for sample in samples],
-            **{
-                name: [sample.prompt.columns.get(name) for sample in samples]
-                for name in columns
-                if name not in _OWN_COLUMNS
-            },
-            **extras,
+        others = [name for name in columns if name not in _OWN_COLUMNS]
+        offered = list(dict.fromkeys((*_PARTS, *others, *extras)))
+        wanted = offered
+        if self._parameters is not None:
+            for parameter in self._parameters:
+                is_needed = parameter.kind is not parameter.VAR_KEYWORD and parameter.default is parameter.empty
+                if is_needed and parameter.name not in offered:
+                    raise RewardError(
+                        f"reward `{self.name}` needs `{parameter.name}`, but the prompts have no such column; "
+                        f"they offer {', '.join(f'`{name}`' for name in offered)}"
+                    )
+            if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in self._parameters):
+                named = {parameter.name for parameter in self._parameters}
+                wanted = [name for name in offered if name in named]
+        return {
+            name: extras[name] if name in extras else [_argument(name, sample) for sample in samples] for name in wanted
         }
-        if self._parameters is None:
-            return arguments
-        for parameter in self._parameters:
-            is_needed = parameter.kind is not parameter.VAR_KEYWORD and parameter.default is parameter.empty
-            if is_needed and parameter.name not in arguments:
-                raise RewardError(
-                    f"reward `{self.name}` needs `{parameter.name}`, but the prompts have no such column; "
-                    f"they offer {', '.join(f'`{name}`' for name in arguments)}"
-                )
-        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in self._parameters):
-            return arguments
-        named = {parameter.name for parameter in self._parameters}
-        return {name: value for name, value in arguments.items() if name in named}
+
+
+def _argument(name: str, sample: Sample) -> object:
+    """The entry of a sample in the argument `name`, which the function may change."""
+    part = _PARTS.get(name)
+    return own_copy(sample.prompt.columns.get(name)) if part is None else part(sample)
 
 
 def _prompt(sample: Sample) -> object:
     content = sample.prompt.content
-    return content if isinstance(content, str) else [dict(message) for message in content]
+    return content if isinstance(content, str) else [own_copy(dict(message)) for message in content]
 
 
 def _completion(sample: Sample) -> object:
     text = sample.completion.text
     return [{"role": "assistant", "content": text}] if sample.prompt.is_conversational else text
+
+
+_PARTS: Mapping[str, Callable[[Sample], object]] = MappingProxyType(
+    {
+        "prompts": _prompt,
+        "completions": _completion,
+        "completion_ids": lambda sample: list(sample.completion.token_ids),
+    }
+)
+"""Arguments that every function is offered, and their entry for a sample."""
 
 
 def _parameters(function: RewardFunction) -> list[inspect.Parameter] | None:

@@ -1,15 +1,20 @@
 """Reward functions by name: `./file.py:name`, `package.module:name`, or a built-in. No model is loaded, nor torch."""
 
+import ast
 import difflib
+import dis
+import functools
 import hashlib
 import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Generator, Mapping
+import textwrap
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import CellType, CodeType, ModuleType
+from typing import Any
 
 from tunesmith.config.sections import RewardSource
 from tunesmith.core.errors import RewardError
@@ -134,3 +139,74 @@ def _suggestion(name: str, module: object) -> str:
     if close:
         return f"; did you mean `{close[0]}`?"
     return f"; it has {', '.join(f'`{key}`' for key in offered[:8])}" if offered else "; it has no function"
+
+
+_FIXED = (str, int, float, bool, type(None), bytes)
+
+
+def identity_of(function: object) -> str:
+    """A short hash of the source code of a function, or of the class of an object that serves as a reward.
+
+    Comments and spaces do not count. A function is also told by its defaults, by what `functools.partial` gives it and
+    by the variables that it closes over, as far as these are texts, numbers or tuples of them that it does not set.
+    Modules that it uses do not count. A lambda, and a function without source, is told by its byte code.
+    """
+    return hashlib.sha256(repr(_described(function)).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def _described(value: object) -> object:
+    if isinstance(value, functools.partial):
+        partial: Any = value
+        return (
+            "partial",
+            _described(partial.func),
+            _constants(enumerate(partial.args)),
+            _constants(partial.keywords.items()),
+        )
+    if inspect.ismethod(value):
+        return "method", _described(value.__func__), _described(type(value.__self__))
+    if inspect.isfunction(value):
+        code = value.__code__
+        written = {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_DEREF"}
+        cells = zip(code.co_freevars, value.__closure__ or (), strict=True)
+        closed = [(name, cell.cell_contents) for name, cell in cells if name not in written and _is_set(cell)]
+        defaults = [*enumerate(value.__defaults__ or ()), *sorted((value.__kwdefaults__ or {}).items())]
+        return _source_of(value) or _code(code), _constants(defaults), _constants(closed)
+    if inspect.isclass(value):
+        return _source_of(value) or f"{value.__module__}.{value.__qualname__}"
+    if inspect.isbuiltin(value):
+        return f"{value.__module__}.{value.__qualname__}"
+    return "object", _described(type(value))
+
+
+def _is_set(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
+
+
+def _constants(named: Iterable[tuple[object, object]]) -> list[tuple[object, object]]:
+    """Names and values, as far as the values cannot change; functions among them are described."""
+    found: list[tuple[object, object]] = []
+    for name, value in named:
+        if isinstance(value, _FIXED) or (isinstance(value, tuple) and all(isinstance(one, _FIXED) for one in value)):
+            found.append((name, value))
+        elif inspect.isfunction(value):
+            found.append((name, _described(value)))
+    return found
+
+
+def _source_of(value: Any) -> str | None:
+    """The source of a function or class without comments and spaces; None of a lambda, whose source is a whole line."""
+    if getattr(value, "__name__", "") == "<lambda>":
+        return None
+    try:
+        return ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(value))))
+    except (OSError, TypeError, SyntaxError):
+        return None
+
+
+def _code(code: CodeType) -> object:
+    constants = [_code(one) if isinstance(one, CodeType) else repr(one) for one in code.co_consts]
+    return code.co_code.hex(), constants, code.co_names, code.co_varnames, code.co_freevars

@@ -21,6 +21,7 @@ from tunesmith.models.heads import RewardModel
 from tunesmith.models.tokenizer import PreTrainedTokenizerBase
 from tunesmith.rewards.ahead import Ahead, Calls, Portion, answers_async, checked, one_answer, portions
 from tunesmith.rewards.calling import CalledReward
+from tunesmith.rewards.functions import identity_of
 from tunesmith.rewards.model import ModelReward
 from tunesmith.rewards.outcome import (
     Failure,
@@ -103,7 +104,8 @@ class Scorer:
     what is no section, which has its own. `policy_tokenizer` lets reward models with the same tokenizer score sampled
     ids as they are; `device` is where named reward models are loaded. Two rewards of one name get a
     number: `length`, `length_2`. With `while_drawing` all rewards are called in a second thread, so that
-    `ahead` can score groups while an engine draws others. `code_files` are the files of the functions that are named.
+    `ahead` can score groups while an engine draws others. `code_files` are the files of the functions that are named,
+    `functions` the identities of those that are given as objects.
     Raises RewardError for a source that leads nowhere.
     """
 
@@ -130,6 +132,11 @@ class Scorer:
         self.weights = tuple(own_weights if weights is None else weights)
         self.names = _distinct([reward.name for reward in self._rewards])
         self.code_files = code_files(sources)
+        self.functions = {
+            name: identity_of(source)
+            for name, source, reward in zip(self.names, sources, self._rewards, strict=True)
+            if isinstance(reward, CalledReward) and not isinstance(source, str | RewardSource)
+        }
         self._loop = EventLoop()
         self._worker = Worker("scorer") if while_drawing else None
         self._settler = Settler(self.names, [reward.policy for reward in self._rewards], self.weights)

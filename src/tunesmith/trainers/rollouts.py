@@ -279,14 +279,16 @@ class PolicyTask:
         return Rollouts(engine, self.scorer, self.cfg.rollout, self.cfg.run.seed, self.num_steps, len(self.data.train))
 
     def prepare(self, learner: PolicyLearner, progress: bool) -> dict[str, str]:
-        """Hashes of the model, the prompts and the rewards. A reward function is hashed by its file, without the
-        modules that it imports.
+        """Hashes of the model, the prompts and the rewards. A reward function is hashed by its file, or by its source
+        if it was given from Python, without the modules that it imports.
         """
         rows = [(prompt.id, prompt.content, dict(prompt.columns)) for prompt in (*self.data.train, *self.data.heldout)]
         files, models = self.scorer.code_files.items(), self.scorer.models.items()
         return {
             "the model": fingerprint_of_tensors(learner.policy.module),
             "the prompts": fingerprint_of_rows(rows),
+            "the rewards": ", ".join(self.scorer.names),
+            **{f"the reward function {name}": code for name, code in self.scorer.functions.items()},
             **{f"the reward's file {place}": fingerprint_of_file(file) for place, file in files},
             **{f"the reward model {name}": fingerprint_of_tensors(model) for name, model in models},
         }

@@ -150,7 +150,7 @@ class Session:
             with span("log"):
                 self._record(step, result, shown)
             with span("callback"):
-                self._wishes = self._job.listener.step_ended(step, self.metrics[-1])
+                self._wishes = self._job.listener.step_ended(step, dict(self.metrics[-1]))
             every = self.cfg.run.checkpoint_every
             if self._wishes.save or (every and self.is_due(step - 1, every)):
                 with span("checkpoint"):
