@@ -56,7 +56,7 @@ def test_null_fields_of_a_message_are_dropped_and_text_fields_kept():
     ("row", "reason"),
     [
         ({"promt": "A"}, "no column `prompt`; the row has `promt`; did you mean `promt`"),
-        ({"prompt": None}, "`prompt` is null; give text or a list of messages"),
+        ({"prompt": None}, "`prompt` is null; the row has none"),
         ({"prompt": 3}, "`prompt` is a number"),
         ({"prompt": ""}, "`prompt` is empty"),
         ({"prompt": " \n"}, "`prompt` is empty"),

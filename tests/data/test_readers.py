@@ -92,7 +92,7 @@ def test_json_cells_become_values_and_text_stays_text(tmp_path: Path):
     content = 'prompt,margin,tie,scores\n12,0.5,True,"[1, 2]"\ntrue,,false,words\n'
     assert [row.columns for row in rows_of(tmp_path / "r.csv", content)] == [
         {"prompt": "12", "margin": 0.5, "tie": True, "scores": [1, 2]},
-        {"prompt": "true", "margin": None, "tie": False, "scores": "words"},
+        {"prompt": "true", "tie": False, "scores": "words"},
     ]
 
 

@@ -22,7 +22,7 @@ def test_bad_rows_of_a_table_are_named_by_number(tmp_path: Path):
             load_prompts(source)
         bad = BadRows(skip=True)
         assert [prompt.content for prompt in load_prompts(source, None, bad)] == ["a"]
-        assert bad.finish().reasons == {"bad character": 1, "empty": 1, "wrong type": 1}
+        assert bad.finish().reasons == {"bad character": 1, "empty": 1, "missing column": 1}
 
 
 def test_a_row_that_is_not_utf8_is_found_among_thousands(tmp_path: Path):

@@ -6,12 +6,12 @@ from pathlib import Path
 from tunesmith.batch.targets import LearntSequence
 from tunesmith.config.sections import DemonstrationsSection
 from tunesmith.core.errors import DataError
-from tunesmith.data.prompts import MESSAGES, missing_column, prompt_column
-from tunesmith.data.rows import BadRows, Row, RowError, as_completion, as_content, usable
+from tunesmith.data.prompts import MESSAGES, content_of, missing_column, prompt_column, prompt_record
+from tunesmith.data.rows import BadRows, Row, RowError, as_completion, as_content, usable, without_prompt
 from tunesmith.data.sources import parse_rows
 from tunesmith.data.tables import as_rows
 from tunesmith.models.tokenizer import PreTrainedTokenizerBase, encode_demonstration
-from tunesmith.schema.records import Demonstration, Prompt, Text
+from tunesmith.schema.records import Demonstration, Text
 
 DemonstrationLike = Mapping[str, object] | str | Demonstration
 """A demonstration as given in Python: a row, a text of which every token is learnt, or a record."""
@@ -79,25 +79,39 @@ def encode_demonstrations(
 def _as_demonstration(row: Row) -> Demonstration:
     columns = row.columns
     prompt: Text = ""
-    if columns.get("completion") is not None:
-        source = prompt_column(columns)
+    if "completion" in columns:
+        source = prompt_column(row)
         if source is None:
             raise RowError(f"`completion` without the `prompt` that it answers; name it `{TEXT}`", "missing column")
-        prompt, completion = as_content(columns[source], source), as_completion(columns["completion"], "completion")
+        prompt, answers = without_prompt(
+            content_of(row, source), {"completion": as_completion(columns["completion"], "completion")}
+        )
+        completion = answers["completion"]
         if isinstance(prompt, str) and not isinstance(completion, str):
             raise RowError(
                 f"`{source}` is text but `completion` is a list of messages; give all columns in one form", "wrong type"
             )
-    elif columns.get(MESSAGES) is not None:
+    elif MESSAGES in columns:
         completion = _up_to_the_last_answer(as_content(columns[MESSAGES], MESSAGES))
-    elif columns.get(TEXT) is not None:
+        if not _begins_with(columns.get("prompt"), completion):
+            raise RowError(
+                f"`prompt` is no part of `{MESSAGES}`, which holds whole conversations; remove one of them, or give "
+                "the answer alone in `completion`"
+            )
+    elif TEXT in columns:
         completion = as_content(columns[TEXT], TEXT)
         if not isinstance(completion, str):
             raise RowError(f"`{TEXT}` is a list of messages; name the column `{MESSAGES}`", "wrong type")
     else:
-        raise RowError(missing_column("completion", columns), "missing column")
-    others = {name: value for name, value in columns.items() if name not in _COLUMNS}
-    return Demonstration(Prompt(id=row.where, content=prompt, columns=others), completion)
+        raise missing_column("completion", row)
+    return Demonstration(prompt_record(row, prompt, {"completion": completion}, *_COLUMNS), completion)
+
+
+def _begins_with(prompt: object, messages: Text) -> bool:
+    """True if `messages` begin with the prompt, or if there is none."""
+    if prompt is None or (isinstance(prompt, str) and not prompt.strip()):
+        return True
+    return without_prompt(as_content(prompt, "prompt"), {MESSAGES: messages})[1][MESSAGES] != messages
 
 
 def _up_to_the_last_answer(content: Text) -> Text:

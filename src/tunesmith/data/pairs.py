@@ -15,10 +15,10 @@ from typing import cast
 
 from tunesmith.config.sections import PairsSection
 from tunesmith.core.errors import DataError
-from tunesmith.data.prompts import missing_column, prompt_column
-from tunesmith.data.rows import BadRows, Row, RowError, as_completion, as_content, kind_of
+from tunesmith.data.prompts import content_of, missing_column, prompt_column, prompt_record
+from tunesmith.data.rows import BadRows, Row, RowError, as_completion, kind_of, without_prompt
 from tunesmith.data.sources import parse_rows
-from tunesmith.schema.records import Judgement, Message, Pair, Prompt, Ranking, Text
+from tunesmith.schema.records import Judgement, Message, Pair, Ranking, Text
 
 _MARK = re.compile(r"\n\n(Human|Assistant):")
 _WORDS = re.compile(r".*\S(?=\s)", re.DOTALL)
@@ -109,17 +109,20 @@ def _as_ranking(row: Row) -> Ranking:
             "`labels` says which steps of `completions` are right, but there is no trainer for stepwise supervision; "
             "write a row for each step: `prompt` (with the steps before it), `completion` and `label`, for dpo.loss kto"
         )
-    if "prompt" not in columns:
-        raise RowError(missing_column("prompt", columns), "missing column")
-    prompt = as_content(columns["prompt"], "prompt")
+    source = prompt_column(row)
+    if source is None:
+        raise missing_column("prompt", row)
+    prompt = content_of(row, source)
     given = columns[COMPLETIONS]
     if not isinstance(given, list | tuple):
         raise RowError(f"`{COMPLETIONS}` is {kind_of(given)}; give a list of completions, best first", "wrong type")
     items = cast(Sequence[object], given)
     if len(items) < 2:
         raise RowError(f"`{COMPLETIONS}` has {len(items)}; a ranking needs two or more", "empty")
-    completions = tuple(as_completion(item, f"{COMPLETIONS}[{index}]") for index, item in enumerate(items))
-    _check_one_form({"prompt": prompt} | {f"{COMPLETIONS}[{i}]": text for i, text in enumerate(completions)})
+    named = {(name := f"{COMPLETIONS}[{index}]"): as_completion(item, name) for index, item in enumerate(items)}
+    prompt, named = without_prompt(prompt, named)
+    _check_one_form({source: prompt} | named)
+    completions = tuple(named.values())
     ranks = _ranks(columns, len(completions))
     for index, text in enumerate(completions):
         first = completions.index(text)
@@ -128,13 +131,7 @@ def _as_ranking(row: Row) -> Ranking:
                 f"`{COMPLETIONS}[{first}]` and `{COMPLETIONS}[{index}]` are the same, but not their places; remove one",
                 "same completions",
             )
-    return Ranking(_prompt(row, prompt, "prompt", COMPLETIONS, "ranks", "scores"), completions, ranks)
-
-
-def _prompt(row: Row, content: Text, *used: str | None) -> Prompt:
-    """The prompt of `row` with the columns that are not `used`."""
-    others = {name: value for name, value in row.columns.items() if name not in used}
-    return Prompt(id=row.where, content=content, columns=others)
+    return Ranking(prompt_record(row, prompt, named, source, COMPLETIONS, "ranks", "scores"), completions, ranks)
 
 
 def _check_one_form(contents: Mapping[str, Text]) -> None:
@@ -215,7 +212,9 @@ def load_judgements(
     as_text = (section or PairsSection()).dialogues == "text"
 
     def parse(row: Row) -> Judgement | Pair | Ranking:
-        return _as_judgement(row) if LABEL in row.columns else _as_preference(row, as_text)
+        names = row.columns.keys()
+        is_one = LABEL in names or ("completion" in names and not names & {"chosen", "rejected", COMPLETIONS})
+        return _as_judgement(row) if is_one else _as_preference(row, as_text)
 
     return parse_rows(source, parse, label="judgements", bad=bad, records=(Judgement, Pair, Ranking))
 
@@ -262,11 +261,11 @@ def _as_preference(row: Row, dialogues_as_text: bool) -> Pair | Ranking:
         return _as_ranking(row)
     for name in ("chosen", "rejected"):
         if name not in columns:
-            raise RowError(missing_column(name, columns), "missing column")
-    source = prompt_column(columns)
-    prompt: Text = as_content(columns[source], source) if source else ""
+            raise missing_column(name, row)
+    source = prompt_column(row)
+    prompt: Text = content_of(row, source) if source else ""
     chosen, rejected = as_completion(columns["chosen"], "chosen"), as_completion(columns["rejected"], "rejected")
-    tie = False if columns.get("tie") is None else columns["tie"]
+    tie = columns.get("tie", False)
     if not isinstance(tie, bool):
         raise RowError(f"`tie` is {kind_of(tie)}; give true or false", "wrong type")
     if chosen == rejected and not tie:
@@ -274,28 +273,40 @@ def _as_preference(row: Row, dialogues_as_text: bool) -> Pair | Ranking:
             '`chosen` and `rejected` are the same; remove the row, or mark it with "tie": true', "same completions"
         )
     exchange = _exchange(prompt, chosen, rejected, dialogues_as_text)
-    _check_one_form({"prompt": exchange.prompt, "chosen": exchange.chosen, "rejected": exchange.rejected})
-    record = _prompt(row, exchange.prompt, "prompt", "chosen", "rejected", "margin", "tie", source)
+    sides = {"chosen": exchange.chosen, "rejected": exchange.rejected}
+    _check_one_form({source or "prompt": exchange.prompt} | sides)
+    record = prompt_record(row, exchange.prompt, sides, "margin", "tie", source)
     margin = _margin(columns.get("margin"), tie)
     return Pair(record, exchange.chosen, exchange.rejected, margin, tie)
 
 
 def _exchange(prompt: Text, chosen: Text, rejected: Text, dialogues_as_text: bool) -> Exchange:
     """The prompt and the two answers, where the sides hold the whole exchange; else as they are."""
-    exchange = Exchange(prompt, chosen, rejected)
-    if isinstance(chosen, tuple) and isinstance(rejected, tuple):
-        shared = split_messages(chosen, rejected)
-        # Some data sets hold the last question as text in `prompt` beside whole conversations.
-        last = shared.prompt[-1] if isinstance(shared.prompt, tuple) else None
-        repeats_prompt = last is not None and last["content"] == prompt
-        exchange = shared if not prompt or repeats_prompt else exchange
-    elif not prompt and is_dialogue(chosen) and is_dialogue(rejected):
+    if is_dialogue(chosen) and is_dialogue(rejected) and isinstance(prompt, str):
         texts = str(chosen), str(rejected)
+        if not all(prompt.strip() in text for text in texts):
+            raise RowError(
+                "`chosen` and `rejected` are whole dialogues without the text of `prompt`; remove that column"
+            )
         exchange = split_text(*texts) if dialogues_as_text else split_messages(*map(as_messages, texts))
         # Checked again: of a dialogue only the answer counts.
         as_completion(exchange.chosen, "chosen")
         as_completion(exchange.rejected, "rejected")
-    return exchange
+        return exchange
+    if not prompt and isinstance(chosen, tuple) and isinstance(rejected, tuple):
+        return split_messages(chosen, rejected)
+    if (
+        isinstance(prompt, str)
+        and len(prompt.split()) > 1
+        and all(isinstance(side, str) and side.startswith(prompt) for side in (chosen, rejected))
+    ):
+        raise RowError(
+            "`chosen` and `rejected` repeat `prompt`; give what follows it, or leave out the column `prompt`"
+        )
+    found, sides = without_prompt(prompt, {"chosen": chosen, "rejected": rejected})
+    if isinstance(prompt, str) and isinstance(found, tuple):  # all that both share is the prompt, also beyond its text
+        return split_messages(cast(tuple[Message, ...], chosen), cast(tuple[Message, ...], rejected))
+    return Exchange(found, sides["chosen"], sides["rejected"])
 
 
 def _margin(value: object, tie: bool) -> float | None:
@@ -316,15 +327,19 @@ def _margin(value: object, tie: bool) -> float | None:
 def _as_judgement(row: Row) -> Judgement:
     columns = row.columns
     if "completion" not in columns:
-        raise RowError(missing_column("completion", columns), "missing column")
-    source = prompt_column(columns)
+        raise missing_column("completion", row)
+    source = prompt_column(row)
     if source is None:
-        raise RowError(missing_column("prompt", columns), "missing column")
-    prompt, completion = as_content(columns[source], source), as_completion(columns["completion"], "completion")
-    _check_one_form({source: prompt, "completion": completion})
+        raise missing_column("prompt", row)
+    prompt, named = without_prompt(
+        content_of(row, source), {"completion": as_completion(columns["completion"], "completion")}
+    )
+    _check_one_form({source: prompt} | named)
+    if LABEL not in columns:
+        raise missing_column(LABEL, row)
     value = columns[LABEL]
     label = {"true": True, "false": False, "1": True, "0": False}.get(str(value).strip().lower())
     if label is None:
         found = repr(value) if isinstance(value, str | int) else kind_of(value)
         raise RowError(f"`{LABEL}` is {found}; give true for a wanted completion, or false", "wrong type")
-    return Judgement(_prompt(row, prompt, "prompt", "completion", LABEL, source), completion, label)
+    return Judgement(prompt_record(row, prompt, named, source, LABEL), named["completion"], label)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tunesmith.config.sections import PromptsSection
 from tunesmith.core.errors import DataError
-from tunesmith.data.rows import BadRows, Row, RowError, as_content
+from tunesmith.data.rows import BadRows, Row, RowError, as_content, with_template_columns
 from tunesmith.data.sources import parse_rows
 from tunesmith.data.tables import as_rows
 from tunesmith.schema.records import Message, Prompt, Text
@@ -94,18 +94,28 @@ def load_prompts(
 def _as_prompt(row: Row, column: str) -> Prompt:
     if column not in row.columns and column == "prompt" and MESSAGES in row.columns:
         column = MESSAGES
-    if column not in row.columns:
-        raise RowError(missing_column(column, row.columns), "missing column")
+    content = content_of(row, column)
     reserved = RESERVED_COLUMNS.intersection(row.columns)
     if reserved:
         raise RowError(
             f"column `{min(reserved)}` has a name that reward functions receive from the trainer; rename it",
             "bad value",
         )
-    others = {name: value for name, value in row.columns.items() if name != column}
+    return prompt_record(row, content, {}, column)
+
+
+def content_of(row: Row, column: str) -> Text:
+    """The prompt in `column`; of `messages` without a reply at the end. Raises RowError if there is none."""
+    if column not in row.columns:
+        raise missing_column(column, row)
     content = as_content(row.columns[column], column)
-    if column == MESSAGES:
-        content = _without_reply(content)
+    return _without_reply(content) if column == MESSAGES else content
+
+
+def prompt_record(row: Row, content: Text, completions: Mapping[str, Text], *used: str | None) -> Prompt:
+    """The prompt of `row`, whose completions are `completions`, with the columns that are not `used`."""
+    columns = with_template_columns(row.columns, (content, *completions.values()))
+    others = {name: value for name, value in columns.items() if name not in used and name not in completions}
     return Prompt(id=row.where, content=content, columns=others)
 
 
@@ -118,13 +128,21 @@ def _without_reply(content: Text) -> Text:
     return content[:-1]
 
 
-def prompt_column(columns: Mapping[str, object]) -> str | None:
+def prompt_column(row: Row) -> str | None:
     """The column with the prompt of a completion: `prompt`, else `messages`; None if both are missing or null."""
-    return next((name for name in ("prompt", MESSAGES) if columns.get(name) is not None), None)
+    return next((name for name in ("prompt", MESSAGES) if name in row.columns), None)
 
 
-def missing_column(column: str, columns: Mapping[str, object]) -> str:
-    """The message for a row without `column`: what it has instead, and the closest name."""
-    close = difflib.get_close_matches(column, list(columns), n=1)
+def missing_column(column: str, row: Row) -> RowError:
+    """The error of a row without `column`: what it has instead, and the closest name."""
+    if column in row.nulls:
+        return RowError(f"`{column}` is null; the row has {_listed(row)}", "missing column")
+    close = difflib.get_close_matches(column, list(row.columns), n=1)
     hint = f"; did you mean `{close[0]}`?" if close else ""
-    return f"no column `{column}`; the row has {', '.join(f'`{name}`' for name in columns) or 'none'}{hint}"
+    if row.columns.keys() >= {"role", "content"}:
+        hint = "; a conversation is a list of messages, so that several are a list of lists"
+    return RowError(f"no column `{column}`; the row has {_listed(row)}{hint}", "missing column")
+
+
+def _listed(row: Row) -> str:
+    return ", ".join(f"`{name}`" for name in row.columns) or "none"

@@ -1,9 +1,11 @@
 """Checks of single rows, for every format, and the count of bad ones. No row is dropped without being counted."""
 
 import difflib
+import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal, TypeVar, cast
 
 from tunesmith.core.errors import DataError
@@ -249,7 +251,8 @@ def _as_message(value: object, place: str) -> Message:
     for name in ("role", "content"):
         if not isinstance(fields.get(name), str):
             found = kind_of(fields[name]) if name in fields else "missing"
-            raise RowError(f"`{place}`: `{name}` is {found}; it must be text", "wrong type")
+            hint = ", such as the text of its parts; pictures are not trained on" if found == "a list" else ""
+            raise RowError(f"`{place}`: `{name}` is {found}; it must be text{hint}", "wrong type")
     role = str(fields["role"])
     if role not in ROLES:
         close = difflib.get_close_matches(role, ROLES, n=1)
@@ -268,10 +271,146 @@ def _as_message(value: object, place: str) -> Message:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row: its place (`prompts.jsonl:3`, `prompts[2]`) and its columns."""
+    """One row: its place (`prompts.jsonl:3`, `prompts[2]`), its columns, and the names of those that are null.
+
+    A column that is null is none: formats with a schema, such as Parquet, give every row all columns of a file.
+    """
 
     where: str
     columns: Mapping[str, object]
+    nulls: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, where: str, given: Mapping[str, object]) -> "Row":
+        """The row with the columns of `given` that are not null."""
+        columns = {name: value for name, value in given.items() if value is not None}
+        return cls(where, columns, frozenset(given.keys() - columns.keys()))
+
+
+def without_prompt(prompt: Text, answers: Mapping[str, Text]) -> tuple[Text, dict[str, Text]]:
+    """(The prompt, the answers), where `answers`, by column, may be whole conversations that begin with the prompt.
+
+    The prompt is also recognised behind a system message that it lacks, and as the text of a user's turn. Raises
+    RowError where a conversation repeats the prompt in another way: it would be in the model's input twice.
+    """
+    conversations = {name: answer for name, answer in answers.items() if not isinstance(answer, str)}
+    if not prompt or not conversations:
+        return prompt, dict(answers)
+    ends = {name: _end_of_prompt(prompt, answer) for name, answer in conversations.items()}
+    if all(ends.values()) and len(conversations) == len(answers):
+        first = next(iter(conversations))
+        whole = conversations[first][: ends[first]]
+        if all(answer[: ends[name]] == whole for name, answer in conversations.items()):
+            for name, answer in conversations.items():
+                if len(answer) == ends[name]:
+                    raise RowError(f"`{name}` is empty: it holds the prompt and no answer", "empty")
+            return whole, {name: answer[ends[name] :] for name, answer in conversations.items()}
+    if isinstance(prompt, str):
+        return prompt, dict(answers)  # which is refused as one of text and messages
+    for name, answer in conversations.items():
+        if ends[name] or _opens_again(prompt, answer):
+            raise RowError(
+                f"`{name}` begins with a turn of the {answer[0]['role']} after the prompt, which it seems to repeat; "
+                "give the answers alone, or whole conversations without `prompt`"
+            )
+    return prompt, dict(answers)
+
+
+def _end_of_prompt(prompt: Text, answer: tuple[Message, ...]) -> int:
+    """Number of messages of `answer` up to the end of the prompt that it begins with; 0 if it does not."""
+    if isinstance(prompt, str):
+        text = prompt.strip()
+        same = [i for i, turn in enumerate(answer) if turn["role"] == "user" and turn["content"].strip() == text]
+        return same[-1] + 1 if same else 0
+    lead = next((i for i, turn in enumerate(answer) if turn["role"] not in ("system", "developer")), 0)
+    for start in {0, lead}:
+        if answer[start : start + len(prompt)] == prompt:
+            return start + len(prompt)
+    return 0
+
+
+def _opens_again(prompt: tuple[Message, ...], answer: tuple[Message, ...]) -> bool:
+    """True if `answer` can be no continuation of `prompt`: it begins a conversation."""
+    role, last = answer[0]["role"], prompt[-1]["role"]
+    is_first = role in ("system", "developer") or answer[0] == prompt[0]
+    return is_first or (role == "user" and last == "user")
+
+
+_MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+_OWN_OPTIONS = frozenset(
+    {
+        *("conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"),
+        *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
+        "return_assistant_tokens_mask",
+    }
+)
+"""Arguments of `apply_chat_template` that a row cannot set."""
+
+
+def with_template_columns(columns: Mapping[str, object], contents: Iterable[Text]) -> Mapping[str, object]:
+    """`columns`, with those that go to the chat template in the form that it takes: `tools` as a list, also of JSON
+    text, and `chat_template_kwargs`, neither with nulls inside. `contents` are the texts and messages of the row.
+
+    Raises RowError for what cannot reach the model: pictures and sound; tools of a row without messages; a system
+    prompt in a column of its own.
+    """
+    given = [name for name in ("tools", "chat_template_kwargs", "system", *_MEDIA) if name in columns]
+    if not given:
+        return columns
+    media = next((name for name in _MEDIA if name in columns), None)
+    if media is not None:
+        raise RowError(
+            f"`{media}` is for models that see or hear, which are not trained here; remove the column, or rename it if "
+            "it is for a reward function"
+        )
+    conversations = [content for content in contents if content and not isinstance(content, str)]
+    if "system" in given:
+        given.remove("system")
+        roles = {content[0]["role"] for content in conversations}
+        if roles and not roles & {"system", "developer"} and isinstance(columns["system"], str):
+            raise RowError("`system` is no column of its own here; make it the first message, or rename it")
+    if given and not conversations:
+        raise RowError(
+            f"`{given[0]}` is for the chat template, which text does not go through; give messages, or rename it"
+        )
+    return {**columns, **{name: _TEMPLATE_COLUMNS[name](columns[name]) for name in given}}
+
+
+def _tools(value: object) -> list[object]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise RowError(
+                f"`tools` is text that is no JSON ({error}); give a list of schemas", "wrong type"
+            ) from error
+    if not isinstance(value, list | tuple) or not all(isinstance(tool, Mapping) for tool in cast(list[object], value)):
+        raise RowError(f"`tools` is {kind_of(value)}; give a list of schemas, each an object", "wrong type")
+    return cast(list[object], _without_nulls(value))
+
+
+def _template_kwargs(value: object) -> object:
+    if not isinstance(value, Mapping):
+        raise RowError(f"`chat_template_kwargs` is {kind_of(value)}; give an object of names and values", "wrong type")
+    taken = sorted(_OWN_OPTIONS.intersection(cast(Mapping[str, object], value)))
+    if taken:
+        raise RowError(f"`chat_template_kwargs` sets `{taken[0]}`, which the trainer sets itself; remove it")
+    return _without_nulls(value)
+
+
+_TEMPLATE_COLUMNS: Mapping[str, Callable[[object], object]] = MappingProxyType(
+    {"tools": _tools, "chat_template_kwargs": _template_kwargs}
+)
+
+
+def _without_nulls(value: object) -> object:
+    """`value` without the null fields that a schema of columns fills in."""
+    if isinstance(value, Mapping):
+        fields = cast(Mapping[object, object], value).items()
+        return {key: _without_nulls(item) for key, item in fields if item is not None}
+    return (
+        [_without_nulls(item) for item in cast(Sequence[object], value)] if isinstance(value, list | tuple) else value
+    )
 
 
 Candidate = tuple[str, Callable[[], Mapping[str, object]]]

@@ -198,6 +198,7 @@ def prompt_sets(
         return measure_prompts(prompts, tokenizer, limit, bad)
 
     sides = _read(section, load, (given, None), seed, key)
+    sides = replace(sides, rows=_with_equal_columns(sides.rows))
     measured = sides.encoded(measure)
     rows = Split([one.prompt for one in measured.train], [one.prompt for one in measured.heldout])
     facts = sides.facts(rows)
@@ -299,6 +300,20 @@ def demonstration_sets(
     texts = {"prompt": plain_text(first.prompt.content), "completion": plain_text(first.completion)}
     sample = "\n".join(f"{name}: {text}" for name, text in texts.items() if text)
     return Sets(encoded.train, encoded.heldout, sample, facts)
+
+
+def _with_equal_columns(rows: Split[Prompt]) -> Split[Prompt]:
+    """The prompts, each with the columns of all: None where its row has none. A reward function gets the same columns
+    whichever prompts a step has.
+    """
+    names = dict.fromkeys(name for prompt in (*rows.train, *rows.heldout) for name in prompt.columns)
+
+    def filled(prompt: Prompt) -> Prompt:
+        if len(prompt.columns) == len(names):
+            return prompt
+        return replace(prompt, columns={**dict.fromkeys(names), **prompt.columns})
+
+    return Split([filled(one) for one in rows.train], [filled(one) for one in rows.heldout])
 
 
 def _check_not_empty(train: Sequence[object], name: str) -> None:

@@ -201,7 +201,7 @@ def parse_rows(
     for where, read in candidates:
         bad.num_rows += 1
         try:
-            row = Row(where=where, columns=read())
+            row = Row.of(where, read())
             item = parse(row)
             row_id = row.columns.get("id")
             place = where if row_id is None else place_of_id.setdefault(repr(row_id), where)

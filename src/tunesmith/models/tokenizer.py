@@ -8,9 +8,10 @@ template's text for the messages before it (with the generation prompt) ends, an
 up to it ends. Both must be prefixes of the whole text, which is checked.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -183,13 +184,22 @@ def _apply_template(
 def _templated(
     tokenizer: PreTrainedTokenizerBase, prompt: Prompt, messages: Sequence[Message], **options: bool
 ) -> object:
+    """The template's text or ids for `messages`, with the arguments that the row of `prompt` has for it."""
     if not tokenizer.chat_template:
         raise ModelError(
             f"prompt {prompt.id} is a conversation, but the tokenizer has no chat template; give the prompts as text, "
             "or take an instruction-tuned model"
         )
+    arguments: Any = prompt.template_arguments
+    template = str(tokenizer.chat_template)  # of several by name, all of them
+    unread = next((name for name in arguments if not re.search(rf"\b{re.escape(name)}\b", template)), None)
+    if unread is not None:
+        raise DataError(
+            f"prompt {prompt.id} has `{unread}` for the chat template, which does not read it; remove it from the row, "
+            "or take a model whose template has it"
+        )
     try:
-        return tokenizer.apply_chat_template([dict(message) for message in messages], **options)  # type: ignore[arg-type]
+        return tokenizer.apply_chat_template([dict(message) for message in messages], **arguments, **options)  # type: ignore[arg-type]
     except (TemplateError, ValueError) as error:
         raise DataError(f"the chat template refuses prompt {prompt.id} ({error}); change its messages") from error
 

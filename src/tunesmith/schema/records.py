@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, cast
 
 Message = Mapping[str, str]
 """One turn of a conversation: `{"role": "user", "content": "..."}`."""
@@ -41,6 +41,13 @@ class Prompt:
     def is_conversational(self) -> bool:
         """True if the content is a list of messages, which a chat template turns into tokens."""
         return not isinstance(self.content, str)
+
+    @property
+    def template_arguments(self) -> dict[str, object]:
+        """Arguments of the chat template beside the messages: the row's `tools`, and its `chat_template_kwargs`."""
+        tools, others = self.columns.get("tools"), self.columns.get("chat_template_kwargs")
+        found: dict[str, object] = {} if tools is None else {"tools": tools}
+        return {**found, **cast(Mapping[str, object], others or {})}
 
 
 @dataclass(frozen=True, slots=True)

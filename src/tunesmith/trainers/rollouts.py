@@ -282,7 +282,10 @@ class PolicyTask:
         """Hashes of the model, the prompts and the rewards. A reward function is hashed by its file, or by its source
         if it was given from Python, without the modules that it imports.
         """
-        rows = [(prompt.id, prompt.content, dict(prompt.columns)) for prompt in (*self.data.train, *self.data.heldout)]
+        rows = [
+            (prompt.id, prompt.content, {name: value for name, value in prompt.columns.items() if value is not None})
+            for prompt in (*self.data.train, *self.data.heldout)
+        ]
         files, models = self.scorer.code_files.items(), self.scorer.models.items()
         return {
             "the model": fingerprint_of_tensors(learner.policy.module),
