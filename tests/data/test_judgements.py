@@ -55,7 +55,7 @@ def test_a_table_is_read(tmp_path: Path) -> None:
         ({"completion": "a", "label": True}, "no column `prompt`"),
         ({"prompt": "p", "completion": " ", "label": True}, "`completion` is empty"),
         ({"prompt": "p", "completion": SAY, "label": True}, "give all columns in one form"),
-        ({"prompt": "p", "completion": "a"}, "no column `chosen`"),
+        ({"prompt": "p", "completion": "a"}, "no column `label`"),
     ],
 )
 def test_a_bad_row_is_named_with_its_reason(row: dict[str, object], message: str) -> None:
