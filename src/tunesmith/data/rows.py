@@ -297,14 +297,12 @@ def without_prompt(prompt: Text, answers: Mapping[str, Text]) -> tuple[Text, dic
     if not prompt or not conversations:
         return prompt, dict(answers)
     ends = {name: _end_of_prompt(prompt, answer) for name, answer in conversations.items()}
-    if all(ends.values()) and len(conversations) == len(answers):
-        first = next(iter(conversations))
-        whole = conversations[first][: ends[first]]
-        if all(answer[: ends[name]] == whole for name, answer in conversations.items()):
-            for name, answer in conversations.items():
-                if len(answer) == ends[name]:
-                    raise RowError(f"`{name}` is empty: it holds the prompt and no answer", "empty")
-            return whole, {name: answer[ends[name] :] for name, answer in conversations.items()}
+    wholes = [answer[: ends[name]] for name, answer in conversations.items()]
+    if all(wholes) and len(wholes) == len(answers) and all(whole == wholes[0] for whole in wholes):
+        rests: dict[str, Text] = {name: answer[ends[name] :] for name, answer in conversations.items()}
+        if empty := next((name for name, rest in rests.items() if not rest), None):
+            raise RowError(f"`{empty}` is empty: it holds the prompt and no answer", "empty")
+        return wholes[0], rests
     if isinstance(prompt, str):
         return prompt, dict(answers)  # which is refused as one of text and messages
     for name, answer in conversations.items():
