@@ -1,6 +1,9 @@
 """Diagnosis of run folders: medians, damaged and old files, demos, text and JSON."""
 
+import contextlib
 import json
+import socket
+import threading
 import time
 from pathlib import Path
 
@@ -122,7 +125,7 @@ def test_large_causes_are_findings_of_a_run_that_is_long_enough(tmp_path: Path):
     slow = {"time/checkpoint_s": 0.4}
     (finding,) = slow_findings(make_run(tmp_path, steps(*[1.0] * 6, **slow)))
     assert (finding.step, finding.name, finding.severity) == (6, "slow/checkpoints", "note")
-    assert "39% of a step could be saved" in finding.message
+    assert "39% of the run could be saved" in finding.message
     assert slow_findings(make_run(tmp_path, steps(*[1.0] * 4, **slow))) == []
     assert slow_findings(make_run(tmp_path, steps(*[1.0] * 6, **{"time/checkpoint_s": 0.05}))) == []
 
@@ -131,12 +134,18 @@ def test_large_causes_are_findings_of_a_run_that_is_long_enough(tmp_path: Path):
 def test_a_training_that_waits_says_so_in_findings_report_and_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
+    listener = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=answer_late, args=(listener,), daemon=True).start()
+
     def judge(completions: list[str], **_: object) -> list[float]:
-        time.sleep(0.4)
+        with socket.create_connection(listener.getsockname()) as connection:
+            connection.recv(1)
         return [float(len(text)) for text in completions]
 
     settings = {"run.dir": str(tmp_path), "rollout.max_new_tokens": 4}
     result = train.grpo(model="tiny:llama", reward=judge, steps=7, progress=False, **settings)
+    listener.shutdown(socket.SHUT_RDWR)  # the thread's `accept` returns
+    listener.close()
     findings = [json.loads(line) for line in (result.run_dir / "findings.jsonl").read_text().splitlines()]
     assert "slow/remote_reward_serial" in [finding["name"] for finding in findings]
     report = (result.run_dir / "report.html").read_text()
@@ -144,6 +153,16 @@ def test_a_training_that_waits_says_so_in_findings_report_and_command(
     assert "async def" in report
     assert main(["diagnose", str(result.run_dir)]) == 0
     assert ". remote_reward_serial: " in capsys.readouterr().out
+
+
+def answer_late(listener: socket.socket) -> None:
+    """A service that needs 0.4 s for each answer."""
+    with contextlib.suppress(OSError):
+        while True:
+            connection, _ = listener.accept()
+            with connection:
+                time.sleep(0.4)
+                connection.sendall(b"1")
 
 
 def test_an_unknown_run_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -5,9 +5,10 @@ import string
 from pathlib import Path
 
 import pytest
-from runs_of import MEASURED, SHOWN, facts
+from runs_of import MEASURED, SHOWN, facts, recipe
 
 from tunesmith.config.schema import RECIPES
+from tunesmith.profiling.cause import Cause
 from tunesmith.profiling.diagnosis import diagnose
 from tunesmith.profiling.facts import Facts
 from tunesmith.profiling.rules import RULES, Rule
@@ -154,3 +155,82 @@ def test_a_slow_disk_is_not_blamed_on_the_number_of_checkpoints():
 def test_an_adaptive_penalty_needs_its_reference():
     found = diagnose(facts({**SHOWN["unneeded_reference"], "recipe.grpo.kl.target": 3.0}))
     assert found.causes == []
+
+
+def named(changes: dict[str, object], name: str, algorithm: str = "grpo") -> Cause:
+    (cause,) = [cause for cause in diagnose(facts(changes, algorithm)).causes if cause.name == name]
+    return cause
+
+
+def test_fewer_prompts_are_no_remedy_for_groups_without_signal():
+    for dropped in (4.0, 6.0, 8.0):
+        cause = named({"groups/num_dropped": dropped}, "no_signal_groups")
+        assert cause.settings == {}, "as large a share of fewer groups would teach nothing"
+        assert "completions_per_prompt 16" in cause.advice
+    assert (
+        "2 of them in a step teach as much as 8 do now" in named({"groups/num_dropped": 6.0}, "no_signal_groups").advice
+    )
+
+
+def test_a_run_without_any_signal_comes_first_and_a_constant_reward_is_what_to_look_at():
+    slow = {**SHOWN["slow_reward"], "groups/num_dropped": 8.0}
+    cause = diagnose(facts(slow)).causes[0]
+    assert cause.name == "no_signal_groups"
+    assert "always or never solved" in cause.advice
+    constant = diagnose(facts({**slow, "reward_std": 0.0})).causes[0]
+    assert "the reward gives all completions the same number" in constant.advice
+    assert "completions_per_prompt" not in constant.advice
+
+
+def test_a_low_temperature_is_raised_where_groups_have_no_signal():
+    alike = {"groups/num_dropped": 6.0, "recipe.rollout.temperature": 0.3}
+    assert named(alike, "no_signal_groups").settings == {"rollout.temperature": 1.0}
+
+
+def test_a_lock_that_training_does_not_wait_for_is_no_cause():
+    for waiting in (0.0, 0.004, 0.02):
+        busy = {
+            "gil/busy_share": 0.9,
+            "gil/waiting_share": waiting,
+            "gil/waiting/rollout": waiting,
+            "cpu/run_delay_s": 3.0,
+        }
+        assert "gil" not in [cause.name for cause in diagnose(facts(busy)).causes]
+
+
+def test_the_live_loop_has_no_reward_function_that_could_grow():
+    growth: dict[str, object] = {"memory/growth_mb": 400.0}
+    assert "reward" not in named(growth, "memory_growth", "live").advice
+    assert "reward function" in named(growth, "memory_growth").advice
+
+
+def test_no_advice_turns_something_on_or_makes_it_worse():
+    never: dict[str, object] = {"time/checkpoint_s": 1.0, "recipe.run.checkpoint_every": 0}
+    assert "checkpoints" not in [cause.name for cause in diagnose(facts(never)).causes]
+    padded: dict[str, object] = {"update/padding_share": 0.6, "setup.forward": "padded", "recipe.sft.bucket_steps": 32}
+    assert "sft.bucket_steps" not in named(padded, "padding", "sft").settings
+
+
+def test_advice_names_no_setting_that_has_its_value_or_is_not_there():
+    rare = {"time/log_s": 0.8, "recipe.run.sample_every": 50}
+    cause = named(rare, "logging")
+    assert (cause.settings, "less often" in cause.advice) == ({}, False)
+    full = {**SHOWN["cache_starved"], "recipe.rollout.kv_cache_mb": None}
+    assert "null takes" in named(full, "cache_starved").advice
+    assert "int8" not in named({"faults/major": 3000.0, "recipe.optimizer.state": "int8"}, "memory_pressure").advice
+    assert "score after drawing" not in named(SHOWN["gil"], "gil").advice
+    assert "live.dir" in named(SHOWN["slow_disk"], "slow_disk", "live").advice
+
+
+def test_workers_of_the_run_itself_are_not_to_be_stopped():
+    own = {**SHOWN["starved"], "recipe.scale.workers": 2}
+    assert "processes of this run are among them" in named(own, "starved").advice
+
+
+@pytest.mark.parametrize("algorithm", list(RECIPES))
+@pytest.mark.parametrize("name", SHOWN)
+def test_settings_are_keys_of_the_recipe_whatever_the_algorithm(name: str, algorithm: str):
+    shown = facts({key: value for key, value in SHOWN[name].items() if not key.startswith("recipe.")}, algorithm)
+    for cause in diagnose(shown).causes:
+        assert cause.share >= 0.01
+        assert all(f"recipe.{key}" in recipe(algorithm) for key in cause.settings)

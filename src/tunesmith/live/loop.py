@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from statistics import fmean, median
 
 from tunesmith.algorithms import kl
@@ -35,6 +36,7 @@ from tunesmith.models.optimizer import MasterAdamW
 from tunesmith.profiling.meter import measured
 from tunesmith.rollout.factory import engine_for
 from tunesmith.runs.environment import rss_gb
+from tunesmith.runs.folder import PLACES
 from tunesmith.store.records import Command
 from tunesmith.trainers import setup
 from tunesmith.trainers.api import Metrics, StepResult
@@ -182,7 +184,8 @@ class Loop:
         self.heartbeat("learning")
         job = self.folder.runs.start_job("update")
         self.cost = announce_update(self.learner, self.offers, self.memory, position.num_updates + 1, self.cost)
-        with measured(self.cfg.run.measure) as times:
+        keep = partial(self.folder.files.append, PLACES)
+        with measured(self.cfg.run.measure, position.num_updates + 1, keep) as times:
             heldout = self.memory.heldout_decided(section.check.num_votes)
             correct_before = self.learner.correct(heldout, self.known_correct)
             before = self.versions.snapshot()

@@ -1,11 +1,13 @@
 """Diagnosis of a run: the causes that its facts show, ranked by what they cost; as text and as JSON."""
 
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tunesmith.profiling.cause import Cause
 from tunesmith.profiling.facts import Facts, MissingError, read_facts, runs_at
+from tunesmith.profiling.lost import line_in, tail_causes, wait_causes
 from tunesmith.profiling.rules import RULES, Rule
 from tunesmith.profiling.savings.computing import size_key
 from tunesmith.schema.records import Finding
@@ -14,35 +16,20 @@ _LEAST_STEPS, _LARGE_SHARE, _MAX_FINDINGS = 5, 0.1, 3
 
 
 @dataclass(frozen=True, slots=True)
-class Cause:
-    """A cause of slowness. `share` is the predicted saving as a share of the step; `low` and `high` are its interval.
-
-    `settings` are the keys of the recipe to set, `figures` the facts that were looked at, by name.
-    """
-
-    name: str
-    symptom: str
-    share: float
-    evidence: str
-    advice: str
-    settings: Mapping[str, object]
-    predicted_saving_s: float
-    low: float
-    high: float
-    figures: Mapping[str, object]
-    is_urgent: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Diagnosis:
     """The causes of a run, the costliest first.
 
-    `coverage` is the share of the step in named stages; `missing` has the facts that rules which abstained lack.
+    `step_s` is a usual step, `mean_step_s` the mean of all, slow ones too. `warm_up_s` is the time of the first step,
+    and of the first ones after the run was resumed, which are not counted. `coverage` is the share of the step in named
+    stages; `missing` has the facts that rules which abstained lack.
     """
 
     run: Path
     num_steps: int
     step_s: float
+    mean_step_s: float
+    warm_up_s: float
+    num_slow: int
     coverage: float
     causes: Sequence[Cause]
     missing: Mapping[str, Sequence[str]]
@@ -71,9 +58,22 @@ def diagnose(facts: Facts) -> Diagnosis:
             missing[rule.name] = lacking
         if cause is not None and cause.share >= rule.least:
             causes.append(cause)
+    if facts.step_s > 0:
+        causes += tail_causes(facts)
+        causes += wait_causes(facts, [cause.name for cause in causes])
     coverage = 1 - facts.number("time/other_s", 0.0) / facts.step_s if facts.step_s > 0 else 0.0
     ranked = sorted(causes, key=lambda cause: (not cause.is_urgent, -cause.predicted_saving_s))
-    return Diagnosis(facts.path, facts.num_steps, facts.step_s, coverage, ranked, missing)
+    return Diagnosis(
+        run=facts.path,
+        num_steps=facts.num_steps,
+        step_s=facts.step_s,
+        mean_step_s=facts.mean_step_s,
+        warm_up_s=facts.warm_up_s,
+        num_slow=len(facts.slow_steps),
+        coverage=coverage,
+        causes=ranked,
+        missing=missing,
+    )
 
 
 def _concerns(rule: Rule, facts: Facts) -> bool:
@@ -94,13 +94,16 @@ def _cause(rule: Rule, facts: Facts) -> Cause | None:
     if saving is None:
         return None
     seconds, low, high = (min(max(x, 0.0), facts.step_s) for x in (saving.seconds, saving.low, saving.high))
-    files = dict.fromkeys(facts.origin(name) for name in (*_names(rule.evidence), "time/step_s"))
+    line = line_in(facts, rule.stage, rule.kinds) if rule.stage else ""
+    files = list(dict.fromkeys(facts.origin(name) for name in (*_names(rule.evidence), "time/step_s")))
+    files += ["places.jsonl"] if line else []
+    evidence = "; ".join((_filled(rule.evidence, facts), line) if line else (_filled(rule.evidence, facts),))
     return Cause(
         name=rule.name,
         symptom=rule.symptom,
-        share=seconds / facts.step_s,
-        evidence=f"{_filled(rule.evidence, facts)} ({', '.join(files)}; {facts.num_steps} steps)",
-        advice=rule.advice,
+        share=min(1.0, seconds / facts.mean_step_s),
+        evidence=f"{evidence} ({', '.join(files)}; {facts.num_steps} steps)",
+        advice=rule.advice(facts) if callable(rule.advice) else rule.advice,
         settings=_settings(rule, facts),
         predicted_saving_s=seconds,
         low=low,
@@ -146,7 +149,7 @@ def slow_findings(run: Path) -> list[Finding]:
             step=facts.last_step,
             name=f"slow/{cause.name}",
             severity="note",
-            message=f"{cause.symptom} {cause.share:.0%} of a step could be saved: {cause.evidence}; `tunesmith "
+            message=f"{cause.symptom} {cause.share:.0%} of the run could be saved: {cause.evidence}; `tunesmith "
             f"diagnose {run}` says what to change",
         )
         for cause in (found.causes[:_MAX_FINDINGS] if found else ())
@@ -165,19 +168,20 @@ def verdict(one: Diagnosis) -> str:
     if not one.step_s:
         return "no step is recorded yet"
     if not one.causes:
-        return "nothing to gain: no known cause costs a noticeable share of the step"
+        return "nothing to gain: no known cause costs a noticeable share of the run"
     first = one.causes[0]
-    return f"{first.symptom} {first.predicted_saving_s:.2g} s of {one.step_s:.3g} s a step could be saved"
+    seconds = f"{first.predicted_saving_s:.2g} s of {one.mean_step_s:.3g} s a step"
+    return f"{first.symptom} {seconds}, {first.share:.0%} of the run, could be saved"
 
 
 def as_text(one: Diagnosis) -> str:
     """The diagnosis as it is printed."""
-    lines = [f"{one.run}", f"{one.num_steps} steps of {one.step_s:.3g} s, {one.coverage:.0%} of it in named stages", ""]
+    lines = [f"{one.run}", *_head(one), ""]
     for place, cause in enumerate(one.causes, 1):
         seconds = f"{cause.predicted_saving_s:.2g} s of a step ({cause.low:.2g} to {cause.high:.2g})"
         lines += [
             f"{place}. {cause.name}: {cause.symptom}",
-            f"   could save   {seconds}, {cause.share:.0%}",
+            f"   could save   {seconds}, {cause.share:.0%} of the run",
             f"   evidence     {cause.evidence}",
             f"   what to do   {cause.advice}",
             *(f"   set          {line}" for line in setting_lines(cause)),
@@ -189,6 +193,16 @@ def as_text(one: Diagnosis) -> str:
         lines += ["not judged, because figures are missing:"]
         lines += [f"   {name}: {', '.join(facts)}" for name, facts in one.missing.items()]
     return "\n".join(lines).rstrip()
+
+
+def _head(one: Diagnosis) -> Iterator[str]:
+    """How long steps take: usual ones, all, and those that are not counted."""
+    yield f"{one.num_steps} steps of {one.step_s:.3g} s, {one.coverage:.0%} of it in named stages"
+    if one.num_slow:
+        steps = "step takes" if one.num_slow == 1 else "steps take"
+        yield f"{one.num_slow} {steps} far longer: the mean is {one.mean_step_s:.3g} s"
+    if one.warm_up_s > max(1.0, 3 * one.mean_step_s):
+        yield f"not counted: {one.warm_up_s:.3g} s of the first step, which compiles and allocates"
 
 
 def setting_lines(cause: Cause) -> list[str]:

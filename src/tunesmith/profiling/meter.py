@@ -5,6 +5,7 @@ read at each step. What the kernel has to put together is read so rarely that it
 the time; those figures are means since their last reading.
 """
 
+import gc
 import os
 import resource
 import threading
@@ -20,6 +21,7 @@ from tunesmith.core.system import fsync_s
 from tunesmith.core.trace import Trace, Watcher, trace, watching
 from tunesmith.profiling.gpu import GPU, open_gpu
 from tunesmith.profiling.sampler.api import Sampler, Samples, has_lock
+from tunesmith.profiling.stacks import Stacks
 from tunesmith.runs import cgroup
 from tunesmith.runs.environment import busy_core_s, usable_cores
 
@@ -30,22 +32,44 @@ _PARTS_OF_COST = 500
 """The slow readings are at least so many seconds apart, and so many times as long as one takes: the kernel counts
 processor time in hundredths of a second, and large machines have much to read."""
 
+_PLACES_S = 1.0
+"""Seconds that a row of `places.jsonl` is of, at least."""
+
 _ABSENT = (OSError, ValueError, LookupError, AttributeError, psutil.Error)
 """Errors of a figure that this system does not have, or does not show to this user."""
+
+
+class _Pauses:
+    """Seconds in which Python's garbage collector stopped the thread that it ran in, since the process began."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._start_s = 0.0
+
+    def __call__(self, phase: str, _: object) -> None:
+        """For `gc.callbacks`."""
+        if phase == "start":
+            self._start_s = time.perf_counter()
+        else:
+            self.seconds += time.perf_counter() - self._start_s
 
 
 class Meter(Watcher):
     """Measures the spans of the thread that made it, and the process; `step` returns figures since the last call."""
 
-    def __init__(self, sampler: Sampler | None = None, gpu: GPU | None = None) -> None:
+    def __init__(self, sampler: Sampler | None = None, gpu: GPU | None = None, stacks: Stacks | None = None) -> None:
         self._sampler = sampler
+        self._stacks = Stacks() if stacks is None else stacks
+        self._first_step, self._is_new, self._places_due_s = 1, False, 0.0
         self._gpu = gpu
         self._thread = threading.get_ident()
         self._depth = 0
         self._stage = ""
         self._began = (0.0, 0.0)
         self._stages: dict[str, tuple[float, float]] = {}  # wall and processor seconds since the last step
-        self._last, self._last_slow = _fast(), _slow()
+        self._pauses = _Pauses()
+        gc.callbacks.append(self._pauses)
+        self._last, self._last_slow = self._fast(), _slow()
         self._slow_due_s = _SHORTEST_S + self._last_slow["wall_s"]
 
     def enter(self, path: str) -> None:
@@ -53,6 +77,7 @@ class Meter(Watcher):
         if threading.get_ident() != self._thread:
             return
         self._depth += 1
+        self._stacks.path = path
         if self._depth == 1:
             self._stage = path.partition("/")[0]
             if self._sampler is not None:
@@ -66,6 +91,7 @@ class Meter(Watcher):
         if threading.get_ident() != self._thread:
             return
         self._depth -= 1
+        self._stacks.path = path.rpartition("/")[0] if self._depth else ""
         if self._depth == 0:
             wall_s, process_s = self._stages.get(self._stage, (0.0, 0.0))
             wall_s += time.perf_counter() - self._began[0]
@@ -77,7 +103,7 @@ class Meter(Watcher):
 
     def step(self) -> Metrics:
         """The figures since the last call, or since the meter was made."""
-        last, self._last = self._last, _fast()
+        last, self._last = self._last, self._fast()
         metrics = _fast_metrics(_difference(self._last, last))
         if self._last["wall_s"] >= self._slow_due_s:
             last, self._last_slow = self._last_slow, _slow()
@@ -92,31 +118,62 @@ class Meter(Watcher):
             metrics |= self._gpu.step()
         return metrics
 
+    def _fast(self) -> Metrics:
+        """Counters that cost microseconds to read, in the units of their metrics."""
+        return {**_fast(), "gc/pause_s": self._pauses.seconds}
+
+    def close(self) -> None:
+        """Stop measuring."""
+        gc.callbacks.remove(self._pauses)
+
+    def begin(self, step: int, *, is_new: bool) -> None:
+        """The next step is `step`, if `is_new` the first of this process. What was seen until now belongs to none."""
+        self._first_step, self._is_new, self._places_due_s = step, is_new, 0.0
+        self._stacks.take()
+
+    def places(self, step: int, *, is_last: bool = False) -> list[dict[str, object]]:
+        """The row of `places.jsonl` for the steps up to `step`, once they have taken a second together, or with
+        `is_last`. The first row of a process, which is of its first step alone, is `new`.
+        """
+        now_s = time.perf_counter()
+        if now_s < self._places_due_s and not is_last:
+            return []
+        row = {"first_step": self._first_step, "step": step, "new": self._is_new, "places": self._stacks.take()}
+        self._first_step, self._is_new, self._places_due_s = step + 1, False, now_s + _PLACES_S
+        return [row] if row["places"] or row["new"] else []
+
 
 @contextmanager
 def metering() -> Iterator[Meter]:
     """A meter of the thread that enters the block, which watches the spans inside of it."""
     with ExitStack() as stack:
+        stacks = Stacks()
         try:
-            sampler = Sampler()
+            sampler = Sampler(stacks.look)
             stack.callback(sampler.stop)
         except NativeUnavailableError:  # what else needs a compiler has said so
             sampler = None
         gpu = open_gpu()
         if gpu is not None:
             stack.callback(gpu.close)
-        meter = Meter(sampler, gpu)
+        meter = Meter(sampler, gpu, stacks)
+        stack.callback(meter.close)
         stack.enter_context(watching(meter))
         yield meter
 
 
 @contextmanager
-def measured(measures: bool) -> Iterator[Trace]:
-    """A trace, among whose metrics are the figures of a meter if `measures` is true."""
+def measured(measures: bool, step: int, keep: Callable[[list[dict[str, object]]], None]) -> Iterator[Trace]:
+    """A trace, among whose metrics are the figures of a meter if `measures` is true; `keep` receives the rows of
+    `places.jsonl` for the step.
+    """
     with metering() if measures else nullcontext() as meter, trace() as record:
+        if meter is not None:
+            meter.begin(step, is_new=False)
         yield record
         if meter is not None:
             record.sums |= meter.step()
+            keep(meter.places(step, is_last=True))
 
 
 def usable_cpu() -> float:

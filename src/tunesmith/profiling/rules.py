@@ -11,6 +11,7 @@ from typing import Literal
 from tunesmith.profiling.facts import Facts
 from tunesmith.profiling.savings import computing, drawing, waiting
 from tunesmith.profiling.savings.saving import Saving
+from tunesmith.profiling.waits import Kind
 
 Scope = Literal["all", "sampling", "rewards", "groups", "cpu", "gpu"]
 """Runs that a rule is for: all; those that draw completions; those that score them too; those that compare groups of
@@ -23,20 +24,23 @@ class Rule:
 
     `needs` are the facts without which the rule abstains; a stage that a run does not have takes no time. `settings`
     are the keys of the recipe to set (`{section}` is that of the algorithm), as values or functions of the facts;
-    `advice` says what to do in words. `least` is the smallest share of the step for which the cause is named. What
-    `is_urgent`, because the run may end, comes first.
+    `advice` says what to do in words, of the facts where it depends on them. `least` is the smallest share of the run
+    for which the cause is named. What `is_urgent`, because the run may end, comes first. With `stage` the evidence has
+    the line at which most of that stage's time goes; with `kinds` only one at which a thread does one of them.
     """
 
     name: str
     symptom: str
     needs: tuple[str, ...]
     evidence: str
-    advice: str
+    advice: str | Callable[[Facts], str]
     saving: Callable[[Facts], Saving | None]
     settings: Mapping[str, object] = field(default_factory=dict[str, object])
     scope: Scope = "all"
     least: float = 0.03
     is_urgent: Callable[[Facts], bool] = lambda _: False
+    stage: str = ""
+    kinds: tuple[Kind, ...] = ()
 
 
 _PEAKS = ("setup.dtype", "setup.best_dtype", "setup.peak_flop_per_s.{setup.dtype}")
@@ -114,7 +118,7 @@ RULES: tuple[Rule, ...] = (
         needs=(*_CORES, "cpu/others"),
         evidence="other processes use {cpu/others:.2g} of {setup.usable_cores:.0f} cores (cpu/others); threads waited "
         "{cpu/run_delay_s:.3g} s in a step for a core (cpu/run_delay_s)",
-        advice="stop the other processes, or run one after the other",
+        advice=computing.fewer_processes,
         saving=computing.starved,
         scope="cpu",
     ),
@@ -124,11 +128,12 @@ RULES: tuple[Rule, ...] = (
         needs=("gil/waiting_share", "gil/wait_ms", "cpu/process", "cpu/run_delay_s"),
         evidence="training waits for the lock {gil/waiting_share:.0%} of the time (gil/waiting_share); who asks for it "
         "waits {gil/wait_ms:.3g} ms",
-        advice="take Python work in other threads to another process, that of a reward function by its `workers`, or "
-        "score after drawing",
+        advice=waiting.away_from_lock,
         settings={"rollout.score_while_drawing": False},
         saving=waiting.gil,
         scope="rewards",
+        stage="step",
+        kinds=("gil",),
     ),
     Rule(
         name="slow_reward",
@@ -139,6 +144,7 @@ RULES: tuple[Rule, ...] = (
         saving=waiting.slow_reward,
         scope="rewards",
         least=0.05,
+        stage="reward",
     ),
     Rule(
         name="remote_reward_serial",
@@ -148,6 +154,7 @@ RULES: tuple[Rule, ...] = (
         advice="make the function `async def` and send all requests at once with asyncio.gather",
         saving=waiting.remote_reward_serial,
         scope="rewards",
+        stage="reward",
     ),
     Rule(
         name="reward_not_overlapped",
@@ -159,6 +166,7 @@ RULES: tuple[Rule, ...] = (
         settings={"rollout.score_while_drawing": True},
         saving=waiting.reward_not_overlapped,
         scope="rewards",
+        stage="reward",
     ),
     Rule(
         name="small_micro_batches",
@@ -186,7 +194,7 @@ RULES: tuple[Rule, ...] = (
         needs=("update/padding_share", *_PASS),
         evidence="{update/padding_share:.0%} of the positions of a pass are padding (update/padding_share)",
         advice="sort rows by length, or take a model of a supported family, which is not padded",
-        settings={"model.forward": "auto", "sft.bucket_steps": 8},
+        settings={"model.forward": "auto", "sft.bucket_steps": computing.bucket_steps},
         saving=computing.padding,
     ),
     Rule(
@@ -226,7 +234,7 @@ RULES: tuple[Rule, ...] = (
         needs=("rollout/starved_s", "rollout/slots_used", *_SLOTS),
         evidence="{rollout/starved_s:.3g} s of decoding with slots free and completions waiting (rollout/starved_s); "
         "{rollout/slots_used:.0%} of the slots in use",
-        advice="let the cache have what all slots need",
+        advice=drawing.larger_cache,
         settings={"rollout.kv_cache_mb": None},
         saving=drawing.cache_starved,
         scope="sampling",
@@ -234,13 +242,14 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="no_signal_groups",
         symptom="Many groups have equal rewards and teach nothing.",
-        needs=("groups/num_drawn", "groups/num_dropped", "time/rollout_s", *_SLOTS),
-        evidence="{groups/num_dropped:.3g} of {groups/num_drawn:.3g} groups have equal rewards (groups/num_dropped)",
-        advice="leave out prompts that are always or never solved (samples.jsonl names them), and draw as many groups "
-        "as teach something now",
-        settings={"rollout.prompts_per_step": drawing.num_useful_groups},
+        needs=("groups/num_drawn", "groups/num_dropped", "reward_std", "time/rollout_s", *_SLOTS),
+        evidence="{groups/num_dropped:.3g} of {groups/num_drawn:.3g} groups have equal rewards (groups/num_dropped); "
+        "the rewards of a step differ by {reward_std:.3g} (reward_std)",
+        advice=drawing.for_signal,
+        settings={"rollout.temperature": drawing.livelier_temperature},
         saving=drawing.no_signal_groups,
         scope="groups",
+        is_urgent=drawing.teaches_nothing,
     ),
     Rule(
         name="engine_reload",
@@ -262,6 +271,7 @@ RULES: tuple[Rule, ...] = (
         advice="write fewer",
         settings={"run.checkpoint_every": waiting.checkpoint_every},
         saving=waiting.checkpoints,
+        stage="checkpoint",
     ),
     Rule(
         name="evaluation",
@@ -273,30 +283,71 @@ RULES: tuple[Rule, ...] = (
         settings={"run.eval_every": waiting.eval_every},
         saving=waiting.evaluation,
         least=0.05,
+        stage="evaluate",
     ),
     Rule(
         name="logging",
         symptom="Recording the steps takes long.",
         needs=("time/log_s",),
         evidence="time/log_s {time/log_s:.3g} s of {time/step_s:.3g} s",
-        advice="leave out trackers that are slow, and store samples less often",
+        advice=waiting.less_recorded,
         settings={"run.report_to": waiting.trackers, "run.sample_every": waiting.sample_every},
         saving=waiting.logging,
+        stage="log",
+    ),
+    Rule(
+        name="slow_callback",
+        symptom="Callbacks take long.",
+        needs=("time/callback_s",),
+        evidence="time/callback_s {time/callback_s:.3g} s of {time/step_s:.3g} s",
+        advice="do less in the callback, or hand the work to another thread",
+        saving=waiting.callback,
+        stage="callback",
+    ),
+    Rule(
+        name="slow_data",
+        symptom="The rows of a step are read slowly.",
+        needs=("time/data_s",),
+        evidence="time/data_s {time/data_s:.3g} s of {time/step_s:.3g} s",
+        advice="put the data on a local disk, and convert it to JSONL or Parquet once",
+        saving=waiting.data,
+        least=0.05,
+        stage="data",
+    ),
+    Rule(
+        name="garbage_collection",
+        symptom="Python's garbage collector stops the step.",
+        needs=("gc/pause_s",),
+        evidence="{gc/pause_s:.3g} s of collections (gc/pause_s) of {time/step_s:.3g} s",
+        advice="make fewer objects that live long, or call gc.freeze() after large tables are loaded, as by a reward",
+        saving=waiting.garbage_collection,
+    ),
+    Rule(
+        name="throttled",
+        symptom="The quota of the control group stops the process.",
+        needs=("cpu/throttled_s", "setup.cpu_quota", "setup.num_threads", "setup.usable_cores"),
+        evidence="throttled for {cpu/throttled_s:.3g} s of {time/step_s:.3g} s (cpu/throttled_s); quota "
+        "{setup.cpu_quota} cores, {setup.num_threads:.0f} threads",
+        advice="raise the quota of the container, or use no more threads than it gives cores",
+        settings={"run.num_threads": waiting.unthrottled_threads},
+        saving=waiting.throttled,
+        scope="cpu",
     ),
     Rule(
         name="slow_disk",
         symptom="The step waits for a slow disk.",
         needs=("io/fsync_s",),
         evidence="{io/fsync_s:.3g} s in fsync (io/fsync_s) of {time/step_s:.3g} s",
-        advice="put the run folder on a local disk with run.dir",
+        advice=waiting.local_folder,
         saving=waiting.slow_disk,
+        stage="checkpoint",
     ),
     Rule(
         name="memory_growth",
         symptom="Memory grows with every step.",
         needs=("memory/growth_mb",),
         evidence="{memory/growth_mb:.0f} MB more at each step (memory/growth_mb)",
-        advice="look for what keeps objects: lists or caches in a reward function grow with each call",
+        advice=waiting.what_grows,
         saving=waiting.memory_growth,
         is_urgent=waiting.runs_out,
         least=0.01,
@@ -306,7 +357,7 @@ RULES: tuple[Rule, ...] = (
         symptom="Memory is short: pages are read back from disk.",
         needs=("faults/major",),
         evidence="{faults/major:.0f} major page faults in a step (faults/major)",
-        advice="use less memory: smaller micro-batches, a smaller rollout.kv_cache_mb, optimizer.state int8",
+        advice=waiting.less_memory,
         saving=waiting.memory_pressure,
     ),
     Rule(

@@ -7,6 +7,7 @@ runs/<date>-<name>-<id>/
   resumes.jsonl     one object per resume         refused/          batches whose update was refused
   data.json         rows read, dropped, leaked    setup.json        how the run computes
   profile/          what `tunesmith profile` recorded
+  places.jsonl      lines at which the time went
   stage.bin         stage of a run that trains    hang.txt          reports of hangs; stacks.txt, their stacks
   checkpoints/      see runs/checkpoint.py run.lock          held while a process trains
   final/            the model, Hugging Face layout  result.json     the summary   report.html
@@ -29,14 +30,17 @@ from tunesmith.core.errors import RunError, TrainingError
 from tunesmith.core.system import fsync
 from tunesmith.runs.environment import environment
 
-LOGS = ("metrics.jsonl", "samples.jsonl", "findings.jsonl")
+PLACES = "places.jsonl"
+"""File with the lines at which the seconds of the steps went."""
+
+LOGS = ("metrics.jsonl", "samples.jsonl", "findings.jsonl", PLACES)
 """Files that grow with the steps; a resumed run cuts them back to its checkpoint."""
 
 RUN_ID = "TUNESMITH_RUN_ID"
 """Environment variable with the end of the name of a new run's folder, by which whoever started it finds it."""
 
 MEASURED = (
-    *("time/", "cpu/", "gil/", "memory/", "faults/", "io/", "gpu/"),
+    *("time/", "cpu/", "gil/", "memory/", "faults/", "io/", "gc/", "gpu/"),
     *("samples_per_s", "tokens_per_s", "flop_per_s", "mfu", "evaluate/"),
     *("rollout/slots_used", "rollout/tail_s", "rollout/starved_s"),
     *("rollout/decode_steps", "rollout/prefill_tokens", "rollout/shared_tokens"),

@@ -28,7 +28,7 @@ from tunesmith.profiling.watchdog import watched
 from tunesmith.reports.html import write_run_report
 from tunesmith.runs.checkpoint import Checkpoint, CheckpointWriter, aside_folder
 from tunesmith.runs.environment import peak_rss_gb, rss_gb
-from tunesmith.runs.folder import RunFolder
+from tunesmith.runs.folder import PLACES, RunFolder
 from tunesmith.runs.lock import RunLock
 from tunesmith.runs.manifest import step_folder
 from tunesmith.runs.progress import Reporter, progress
@@ -97,6 +97,7 @@ class Session:
         self._reporter = reporter
         self.meter = meter
         self._measured: Metrics = {}
+        self._places: list[dict[str, object]] = []
         self._between = Trace()  # what follows a step delays the next one, and is a part of its time
         self._watch = Stopwatch()
         self._num_findings = 0
@@ -109,7 +110,9 @@ class Session:
         """Indices, from 0, of the remaining steps, until the listener asks for the end."""
         self._job.listener.begin(self.cfg, self._job.learner, self.folder.path, self.first_step, self._job.num_steps)
         self._reporter.begin(self.first_step)
-        self._close_step()
+        self._close_step(self.first_step)
+        if self.meter is not None:
+            self.meter.begin(self.first_step + 1, is_new=True)
         with trace(self._between):
             self._profiler.between_steps(self.first_step)
         yield from takewhile(lambda _: not self._wishes.stop, range(self.first_step, self._job.num_steps))
@@ -126,13 +129,14 @@ class Session:
         self.stage.beat(min(self.num_done + 1, self._job.num_steps), "between stages")
         with trace(self._between) as times, memory_advice(self.cfg, times, self.folder.path):
             yield times
-        self._close_step()
+        self._close_step(self.num_done + 1)
 
-    def _close_step(self) -> None:
-        """Begin the time of the next step, and measure the one that has ended."""
+    def _close_step(self, step: int) -> None:
+        """Begin the time of the next step, and measure `step`, which has ended."""
         self._between = Trace()
         with trace(self._between), span("log"):
             self._measured = {} if self.meter is None else self.meter.step()
+            self._places = [] if self.meter is None else self.meter.places(step)
 
     def end_step(self, step: int, result: StepResult, shown: Sequence[str]) -> None:
         """Record `step` (counted from 1), check for alarms, save a checkpoint if one is due, stop if a signal asked.
@@ -165,6 +169,8 @@ class Session:
         row = {**result.metrics, **self._measured, "memory/rss_gb": rss_gb(), "memory/peak_rss_gb": peak_rss_gb()}
         self.metrics.append({"step": step, **row})
         self.folder.append_metrics(step, row)
+        if self._places:
+            self.folder.append(PLACES, self._places)
         is_due = step == self._job.num_steps or (step - 1) % self.cfg.run.sample_every == 0
         if is_due and (rows := result.samples(step)):
             self.folder.append("samples.jsonl", rows)
@@ -213,6 +219,8 @@ class Session:
     def finish(self, summary: Mapping[str, object]) -> RunResult:
         """Write summary and report after the last checkpoint is on disk; returns the run's result."""
         self._settle()
+        if self.meter is not None and (places := self.meter.places(self.num_done, is_last=True)):
+            self.folder.append(PLACES, places)
         for finding in slow_findings(self.folder.path):
             self.find(finding)
         facts = {**summary, "findings": self._num_findings, "minutes": self._watch.minutes}

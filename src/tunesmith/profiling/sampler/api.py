@@ -4,7 +4,7 @@ import atexit
 import ctypes
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,13 @@ class Samples:
     peak_bytes: int
 
 
+Look = Callable[[int, int, int], None]
+"""Called with the interpreter's lock: what the training thread does, as in cpu.cpp, the file descriptor of that or -1,
+and the nanoseconds that the look stands for. It must not raise."""
+
+_LOOK = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_long, ctypes.c_int64)
+
+
 class _Shared(ctypes.Structure):
     """The beginning of `Sampler` in cpu.cpp."""
 
@@ -42,17 +49,21 @@ class _Shared(ctypes.Structure):
 
 
 class Sampler:
-    """A running sampler. Stop it; at the end of the interpreter it stops by itself.
+    """A running sampler of the thread that makes it. Stop it; at the end of the interpreter it stops by itself. `look`
+    is called about 50 times a second while that thread waits, and 10 times a second while it runs.
 
     Raises:
         NativeUnavailableError: there is no compiler, or no thread could be started.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, look: Look | None = None) -> None:
         self._library = _library()
         self._shared: Any = self._library.sampler_start()
         if not self._shared:
             raise NativeUnavailableError("no thread could be started for the sampler")
+        self._look = None if look is None else _LOOK(look)  # kept, because the library has no reference to it
+        if self._look is not None:
+            self._library.sampler_look(self._shared, self._look)
         self._stages: dict[str, int] = {"": 0}
         atexit.register(self.stop)
 
@@ -83,6 +94,21 @@ class Sampler:
             self._library.sampler_stop(shared)
 
 
+def does(thread_id: int) -> tuple[int, int]:
+    """What the thread with this id of the kernel does, as in cpu.cpp, and the file descriptor of that or -1. Keeps the
+    interpreter's lock.
+    """
+    argument = ctypes.c_long(-1)
+    return _does()(thread_id, argument), argument.value
+
+
+@functools.cache
+def _does() -> Any:
+    """The function of the library, as one during which no other thread runs Python."""
+    signature = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_long))
+    return signature(("sampler_does", _library()))
+
+
 def has_lock() -> bool:
     """False in an interpreter without a global lock (free-threaded Python), where waits for it mean nothing."""
     return getattr(sys, "_is_gil_enabled", lambda: True)()
@@ -92,6 +118,8 @@ def has_lock() -> bool:
 def _library() -> ctypes.CDLL:
     library = load("sampler", sources=Path(__file__).parent.parent)
     library.sampler_start.restype = ctypes.POINTER(_Shared)
+    library.sampler_look.argtypes = [ctypes.POINTER(_Shared), _LOOK]
+    library.sampler_look.restype = None
     library.sampler_stop.argtypes = [ctypes.POINTER(_Shared)]
     library.sampler_stop.restype = None
     return library

@@ -124,6 +124,14 @@ def starved(f: Facts) -> Saving | None:
     return Saving(f.computing_s * (1 - together), f.computing_s * (1 - share), f.computing_s * (1 - together**1.3))
 
 
+def fewer_processes(f: Facts) -> str:
+    """What to do about other processes, among which are those that the run itself started."""
+    own = "recipe.scale.workers" in f.values and f.number("recipe.scale.workers", 0.0) > 0
+    if own or f.number("setup.num_ranks", 1) > 1:
+        return "processes of this run are among them: give it fewer workers or ranks, or more cores; stop all others"
+    return "stop the other processes, or run one after the other"
+
+
 def small_micro_batches(f: Facts) -> Saving | None:
     """A pass has a fixed cost, which is paid as often as there are passes."""
     passes_s, prompts_s = _passes_saved_s(f), _prompts_saved_s(f)
@@ -209,6 +217,11 @@ def padding(f: Facts) -> Saving | None:
         num_used = (1 - share) * f.number("update/micro_batch_tokens")
         return around(passes_s - num_passes(f) * (pass_fixed_s(f) + num_used * pass_token_s(f)), 0.6, 1.2)
     return around(0.9 * share * passes_s, 0.6, 1.2)
+
+
+def bucket_steps(f: Facts) -> int:
+    """The setting of `sft.bucket_steps` to advise, no less than now."""
+    return int(max(8, f.number("recipe.sft.bucket_steps", 0.0)))
 
 
 def gradient_checkpointing(f: Facts) -> Saving | None:

@@ -5,6 +5,9 @@ import math
 from tunesmith.profiling.facts import Facts
 from tunesmith.profiling.savings.saving import Saving, around, decode_step_s, num_completions, rows_at_a_time
 
+_LOW_TEMPERATURE = 0.7
+"""Temperature below which completions of a group are often alike."""
+
 
 def engine_fallback(f: Facts) -> Saving | None:
     """The native engine needs as long as its decoding steps. If it is exact, the pass for the old policy goes too."""
@@ -31,8 +34,8 @@ def long_tail(f: Facts) -> Saving | None:
 
 
 def length_limit(f: Facts) -> int:
-    """The limit of a completion to advise: twice the mean length."""
-    return math.ceil(2 * f.number("completions/mean_length"))
+    """The limit of a completion to advise: twice the mean length, and no less than the least one."""
+    return max(math.ceil(2 * f.number("completions/mean_length")), int(f.number("recipe.rollout.min_new_tokens", 0.0)))
 
 
 def cache_starved(f: Facts) -> Saving | None:
@@ -59,9 +62,41 @@ def no_signal_groups(f: Facts) -> Saving | None:
     return around(f.stage_s("rollout") * (1 - left) + f.stage_s("reward") * share, 0.6, 1.4)
 
 
-def num_useful_groups(f: Facts) -> int:
-    """Groups of a step that teach something, at least one."""
-    return max(1, round(f.number("groups/num_drawn") - f.number("groups/num_dropped")))
+def for_signal(f: Facts) -> str:
+    """What gives groups rewards that differ. Fewer prompts alone do not: as many of them in ten would teach nothing."""
+    dropped, drawn = f.number("groups/num_dropped"), f.number("groups/num_drawn")
+    if teaches_nothing(f) and f.number("reward_std", 1.0) < 1e-6:
+        return (
+            "the reward gives all completions the same number, so nothing is learnt: look at the completions in "
+            "samples.jsonl and at the reward function, such as its format or its parser"
+        )
+    larger = 2 * int(f.number("recipe.rollout.completions_per_prompt", 4.0))
+    advice = (
+        "leave out prompts that are always or never solved (samples.jsonl names them) for ones of a difficulty "
+        f"between, or draw larger groups, such as rollout.completions_per_prompt {larger}"
+    )
+    if teaches_nothing(f):
+        return f"nothing is learnt: {advice}; a reward with more grades than right and wrong gives a signal sooner"
+    useful = max(1, round(drawn - dropped))
+    return f"{advice}. Once prompts are filtered, {useful} of them in a step teach as much as {drawn:.0f} do now"
+
+
+def teaches_nothing(f: Facts) -> bool:
+    """True if no group of a step has a signal."""
+    return 0 < f.number("groups/num_drawn") <= f.number("groups/num_dropped")
+
+
+def livelier_temperature(f: Facts) -> object:
+    """The setting of `rollout.temperature` to advise: 1 where it is so low that completions of a group are alike."""
+    now = f.number("recipe.rollout.temperature", 1.0)
+    return 1.0 if now < _LOW_TEMPERATURE else f.values.get("recipe.rollout.temperature")
+
+
+def larger_cache(f: Facts) -> str:
+    """How to have a cache for all slots."""
+    if f.values.get("recipe.rollout.kv_cache_mb") is not None:
+        return "let the cache have what all slots need"
+    return "null takes up to a quarter of the memory: set rollout.kv_cache_mb to more, or lower rollout.max_new_tokens"
 
 
 def engine_reload(f: Facts) -> Saving | None:

@@ -10,6 +10,7 @@ from tunesmith.profiling.savings.saving import (
     rows_at_a_time,
     running_share,
     share_together,
+    usable_cores,
 )
 
 _LOG_S = 0.003
@@ -18,17 +19,15 @@ _LOG_S = 0.003
 _WAITS = 0.03
 """Share of the time from which on a wait for the interpreter's lock is no chance."""
 
-_HELD = 0.35
-"""Share of the time from which on the lock is held by more than the training, whose own Python takes 0.1 to 0.2."""
-
 
 def gil(f: Facts) -> Saving | None:
     """The share of each stage that the training thread waits for the interpreter's lock goes, and the wait for the core
     that the other thread uses. Not of the reward, whose own threads it may wait for.
     """
+    if f.number("gil/waiting_share") <= _WAITS:
+        return None
     prefix, is_alone = "gil/waiting/", f.number("cpu/others", 0.0) < 0.15
-    is_held = f.number("gil/waiting_share") > _WAITS or f.number("gil/busy_share", 0.0) > _HELD
-    share = share_together(f, running_share(f)) if is_alone and is_held else 1.0
+    share = share_together(f, running_share(f)) if is_alone else 1.0
     stages = [name.removeprefix(prefix) for name in f.values if name.startswith(prefix)]
     lost_s = sum(
         f.stage_s(stage) * (1 - (1 - f.number(prefix + stage)) * share) for stage in stages if stage != "reward"
@@ -36,16 +35,28 @@ def gil(f: Facts) -> Saving | None:
     return around(lost_s, 0.6, 1.3)
 
 
+def away_from_lock(f: Facts) -> str:
+    """What to do about Python code in other threads."""
+    advice = "take Python work in other threads to another process"
+    if "recipe.reward" not in f.values:
+        return advice
+    later = ", or score after drawing" if f.values.get("recipe.rollout.score_while_drawing") else ""
+    return f"{advice}, that of a reward function by its `workers`{later}"
+
+
 def slow_reward(f: Facts) -> Saving | None:
     """A reward that computes: at best all of its time goes."""
-    return None if _waits(f) else around(f.reward_s, 0.5, 1.0)
+    kind = f.reward_kind
+    computes = kind in ("computes", "gil", "gpu") if kind is not None else not _waits(f)
+    return around(f.reward_s, 0.5, 1.0) if computes else None
 
 
 def remote_reward_serial(f: Facts) -> Saving | None:
     """Requests that wait one after the other wait at the same time instead: one wait is left of as many as there are
     completions, and what the processor does for them.
     """
-    if not _waits(f) or any(name.startswith("time/reward/async") for name in f.values):
+    is_remote = f.reward_kind in (None, "network", "other", "threads") and _waits(f)
+    if not is_remote or any(name.startswith("time/reward/async") for name in f.values):
         return None
     left = 1 / num_completions(f) + f.number("cpu/stage/reward")
     return around(f.reward_s * max(0.0, 1 - left), 0.6, 1.2)
@@ -72,6 +83,8 @@ def _waits(f: Facts) -> bool:
 
 def checkpoints(f: Facts) -> Saving | None:
     """Checkpoints are as many times rarer as advised; what a slow disk costs is another cause."""
+    if f.number("recipe.run.checkpoint_every") == 0:  # a callback asks for them
+        return None
     saved_s = f.stage_s("checkpoint") - _disk_s(f)
     return around(saved_s * (1 - f.number("recipe.run.checkpoint_every") / checkpoint_every(f)), 0.7, 1.2)
 
@@ -117,6 +130,41 @@ def sample_every(f: Facts) -> int:
     return now if f.values.get("recipe.run.report_to") else max(now, 10)
 
 
+def less_recorded(f: Facts) -> str:
+    """What to do about a slow record of the steps."""
+    if f.values.get("recipe.run.report_to"):
+        return "leave out trackers that are slow, or write their files to a local disk"
+    if sample_every(f) != f.number("recipe.run.sample_every", 1):
+        return "store samples less often"
+    return "put the run folder on a faster disk; no tracker is in use, and samples are stored rarely"
+
+
+def callback(f: Facts) -> Saving | None:
+    """The time of callbacks."""
+    return around(f.stage_s("callback"), 0.5, 1.0)
+
+
+def data(f: Facts) -> Saving | None:
+    """The time to get the rows of a step, which are small."""
+    return around(f.stage_s("data"), 0.5, 1.0)
+
+
+def garbage_collection(f: Facts) -> Saving | None:
+    """The pauses of the collector."""
+    return around(f.number("gc/pause_s"), 0.5, 1.0)
+
+
+def throttled(f: Facts) -> Saving | None:
+    """The pauses that a quota causes, which are counted for each core."""
+    return around(f.number("cpu/throttled_s") / max(1.0, f.number("setup.num_threads")), 0.4, 1.5)
+
+
+def unthrottled_threads(f: Facts) -> object:
+    """The setting of `run.num_threads` to advise: what it is, unless there are more threads than the quota's cores."""
+    wanted = max(1, int(usable_cores(f) / f.number("setup.num_ranks", 1)))
+    return wanted if f.number("setup.num_threads") > wanted else f.values.get("recipe.run.num_threads")
+
+
 def slow_disk(f: Facts) -> Saving | None:
     """The time in which the step waits for the disk."""
     return around(_disk_s(f), 0.7, 1.2)
@@ -137,6 +185,34 @@ def memory_growth(f: Facts) -> Saving | None:
     fresh_s = growth_mb * 1e6 / 4096 * min(fault_s, 2e-5)
     making_s = min(growth_mb * 1e-4, f.stage_s("reward"))
     return around(fresh_s + making_s, 0.2, 1.5) if growth_mb > 5 and f.num_steps >= 5 else None
+
+
+def what_grows(f: Facts) -> str:
+    """Where to look for what keeps objects."""
+    if "recipe.reward" in f.values:
+        return (
+            "look for what keeps objects: lists or caches in a reward function, or in a callback, grow with each call"
+        )
+    if f.algorithm == "live":
+        return (
+            "start the trainer again now and then, which loses nothing; no code of yours runs there: report the growth"
+        )
+    return (
+        "look for what keeps objects, such as lists in a callback; a run without callbacks should not grow: report it"
+    )
+
+
+def local_folder(f: Facts) -> str:
+    """The setting that moves the folder that is written to."""
+    return f"put the folder on a local disk with {'live.dir' if f.algorithm == 'live' else 'run.dir'}"
+
+
+def less_memory(f: Facts) -> str:
+    """The parts that could need less memory in this run."""
+    parts = ["smaller micro-batches"]
+    parts += ["a smaller rollout.kv_cache_mb"] if "recipe.rollout.kv_cache_mb" in f.values else []
+    parts += ["optimizer.state int8"] if f.values.get("recipe.optimizer.state") != "int8" else []
+    return f"use less memory: {', '.join(parts)}"
 
 
 def runs_out(f: Facts) -> bool:

@@ -1,0 +1,340 @@
+"""Runs that are slow for reasons that people report: rare slow steps, locks, disks, services, and advice about them.
+
+Each wait is a real one of half a second or so, and what is asked is whether it is named, with its line; never seconds.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import fcntl
+import json
+import logging
+import multiprocessing
+import os
+import queue
+import socket
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tunesmith import train
+from tunesmith.core.trace import span, trace
+from tunesmith.profiling.diagnosis import Diagnosis, diagnose
+from tunesmith.profiling.facts import read_facts
+from tunesmith.profiling.meter import metering
+
+WAIT_S = 0.6
+SMALL = {"rollout.max_new_tokens": 4, "rollout.prompts_per_step": 2, "run.checkpoint_every": 0}
+
+Place = Mapping[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def _tools(require: Callable[..., str]) -> None:
+    """Stacks are looked at by a thread written in C++."""
+    require("c++", "g++", "clang++")
+    if not Path("/proc/self/syscall").is_file():
+        pytest.skip("this kernel does not say in which call a thread waits")
+
+
+def place_of(work: Callable[[], object]) -> Place:
+    """The place at which most of the time of `work` went."""
+    with metering() as meter, trace():
+        with span("reward"):
+            work()
+        (row,) = meter.places(1, is_last=True)
+    places = row["places"]
+    assert isinstance(places, list)
+    return next(place for place in places if place["stage"] == "reward")
+
+
+def line_of(place: Place) -> str:
+    """The source of the line that was named."""
+    assert place["file"] == __file__
+    return Path(__file__).read_text(encoding="utf-8").splitlines()[place["line"] - 1].strip()
+
+
+def late(what: Callable[[], object]) -> threading.Thread:
+    """A thread that does `what` after a while."""
+
+    def run() -> None:
+        time.sleep(WAIT_S)
+        what()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_sleep_has_its_line() -> None:
+    """A reward sleeps between attempts. Reported: issue 45.27."""
+    place = place_of(lambda: time.sleep(WAIT_S))
+    assert (place["kind"], place["text"]) == ("sleep", "time.sleep(WAIT_S)")
+
+
+def test_threads_that_queue_for_a_lock_wait_for_the_lock_and_not_for_a_service() -> None:
+    """A pool of a reward guards its client by a lock, so that its threads take turns. Reported: issue 45.27."""
+    lock = threading.Lock()
+
+    def ask(_: int) -> None:
+        with lock:
+            time.sleep(0.02)
+
+    def score() -> None:
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(ask, range(40)))
+
+    place = place_of(score)
+    assert (place["kind"], line_of(place)) == ("lock", "with lock:")
+    assert place["threads"] > 4
+    assert (place["others"]["kind"], place["others"]["text"]) == ("sleep", "time.sleep(0.02)")
+
+
+def test_a_pool_whose_threads_all_wait_for_a_service_does_not_wait_for_a_lock() -> None:
+    """A reward asks a service from a pool of threads; the training thread waits for futures. Reported: issue 45.27."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def ask(_: int) -> None:
+        address = listener.getsockname()
+        with socket.create_connection(address, timeout=WAIT_S) as connection, contextlib.suppress(TimeoutError):
+            connection.recv(1)
+
+    def score() -> None:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(ask, range(4)))
+
+    place = place_of(score)
+    listener.close()
+    assert (place["kind"], place["text"]) == ("network", "connection.recv(1)")
+
+
+def test_a_lock_that_another_part_of_the_program_holds_names_who_does() -> None:
+    """A cache is guarded by a lock that another thread holds while it sleeps. Reported: issue 45.27."""
+    lock, is_held = threading.Lock(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            is_held.set()
+            time.sleep(WAIT_S)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    is_held.wait()
+    place = place_of(lambda: lock.acquire())
+    thread.join()
+    assert (place["kind"], place["others"]["text"]) == ("lock", "time.sleep(WAIT_S)")
+
+
+def test_syncing_each_character_is_the_disk_and_not_computing(tmp_path: Path) -> None:
+    """A reward writes a log and syncs it for each character. Reported: issue 45.27."""
+
+    def score() -> None:
+        with (tmp_path / "log").open("wb") as file:
+            end_s = time.monotonic() + WAIT_S
+            while time.monotonic() < end_s:
+                file.write(b"x")
+                file.flush()
+                os.fsync(file.fileno())
+
+    place = place_of(score)
+    assert (place["kind"], place["text"]) == ("disk", "os.fsync(file.fileno())")
+
+
+def test_a_queue_that_is_filled_late_is_a_queue() -> None:
+    """A reward waits for a queue that a thread of its own fills. Reported: issue 45.27."""
+    results: queue.Queue[int] = queue.Queue()
+
+    def slow() -> None:
+        time.sleep(WAIT_S)
+        results.put(1)
+
+    threading.Thread(target=slow).start()
+    place = place_of(lambda: results.get())
+    assert place["kind"] in ("queue", "sleep"), "the thread that fills it sleeps"
+    assert place["text"] in ("results.get()", "time.sleep(WAIT_S)")
+    alone = place_of(lambda: contextlib.suppress(queue.Empty).__exit__(*caught(lambda: results.get(timeout=WAIT_S))))
+    assert (alone["kind"], alone["text"]) == ("queue", "results.get(timeout=WAIT_S)")
+
+
+def caught(what: Callable[[], object]) -> tuple[Any, Any, Any]:
+    """The error that `what` raises."""
+    try:
+        what()
+    except queue.Empty:
+        return sys.exc_info()
+    raise AssertionError
+
+
+def test_a_child_process_is_one_and_not_a_service() -> None:
+    """A reward starts a checker for each completion. Reported: issue 45.27."""
+    command = [sys.executable, "-c", f"import time; time.sleep({WAIT_S})"]
+    place = place_of(lambda: subprocess.run(command, check=True, capture_output=True))
+    assert place["kind"] == "process"
+    assert line_of(place) == "place = place_of(lambda: subprocess.run(command, check=True, capture_output=True))"
+
+
+def test_a_process_of_multiprocessing_is_one() -> None:
+    """A reward waits for a process of a pool of its own. Reported: issue 45.27."""
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=time.sleep, args=(WAIT_S,))
+    process.start()
+    assert place_of(process.join)["kind"] == "process"
+
+
+def test_a_pipe_that_nobody_reads_is_a_pipe() -> None:
+    """A reward prints, and what reads the output of the training is slow. Reported: issue 45.27."""
+    read_end, write_end = os.pipe()
+    late(lambda: os.read(read_end, 1 << 20))
+    place = place_of(lambda: os.write(write_end, b"x" * 100_000))
+    os.close(read_end)
+    os.close(write_end)
+    assert (place["kind"], place["text"]) == ("pipe", 'os.write(write_end, b"x" * 100_000)')
+
+
+def test_a_database_that_is_locked_is_no_sleep(tmp_path: Path) -> None:
+    """A reward keeps its cache in SQLite, which another connection writes to. Reported: issue 45.27."""
+    holder = sqlite3.connect(tmp_path / "cache.db", isolation_level=None, check_same_thread=False)
+    holder.execute("CREATE TABLE seen (text)")
+    holder.execute("BEGIN IMMEDIATE")
+    late(lambda: holder.execute("COMMIT"))
+    writer = sqlite3.connect(tmp_path / "cache.db", isolation_level=None, timeout=30)
+    place = place_of(lambda: writer.execute("INSERT INTO seen VALUES ('a')"))
+    assert (place["kind"], place["text"]) == ("database", "writer.execute(\"INSERT INTO seen VALUES ('a')\")")
+
+
+def test_a_locked_file_is_one(tmp_path: Path) -> None:
+    """Runs on one machine share a cache guarded by flock. Reported: issue 45.27."""
+    first, second = ((tmp_path / "lock").open("w") for _ in range(2))
+    fcntl.flock(first, fcntl.LOCK_EX)
+    late(lambda: fcntl.flock(first, fcntl.LOCK_UN))
+    place = place_of(lambda: fcntl.flock(second, fcntl.LOCK_EX))
+    assert (place["kind"], place["text"]) == ("file_lock", "fcntl.flock(second, fcntl.LOCK_EX)")
+    for file in (first, second):
+        file.close()
+
+
+def test_a_handler_of_logging_that_waits_is_named_where_it_does() -> None:
+    """A handler sends each record to a service, and threads queue for its lock. Reported: issue 45.27."""
+
+    class Slow(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            time.sleep(0.03)
+
+    log = logging.getLogger("test_slow_runs")
+    log.addHandler(Slow())
+    log.propagate = False
+    with ThreadPoolExecutor(1) as pool:
+        others = pool.submit(lambda: [log.warning("other") for _ in range(20)])
+        place = place_of(lambda: [log.warning("own") for _ in range(20)])
+        others.result()
+    log.handlers.clear()
+    assert place["kind"] in ("lock", "sleep")
+    assert place["text"] in ('log.warning("own")', "time.sleep(0.03)")
+
+
+def test_coroutines_that_sleep_have_their_line() -> None:
+    """An asynchronous reward paces its requests. Reported: issue 45.27."""
+
+    async def ask() -> None:
+        await asyncio.sleep(WAIT_S)
+
+    async def score() -> None:
+        await asyncio.gather(*(ask() for _ in range(4)))
+
+    place = place_of(lambda: asyncio.run(score()))
+    assert (place["kind"], line_of(place)) == ("sleep", "await asyncio.sleep(WAIT_S)")
+
+
+def test_c_code_that_keeps_the_interpreters_lock_is_named_by_the_line_that_calls_it() -> None:
+    """A library of a reward computes in another thread without giving the lock away. Reported: issue 45.27."""
+    library = ctypes.PyDLL(None)
+    thread = threading.Thread(target=lambda: [library.usleep(300_000) for _ in range(5)])
+
+    def score() -> None:
+        thread.start()
+        while thread.is_alive():
+            time.sleep(0.001)
+
+    place = place_of(score)
+    assert place["kind"] == "gil"
+    assert place["others"]["text"] == "library.usleep(300_000)"
+
+
+def test_a_thread_of_python_that_never_rests_is_named_as_the_one_with_the_lock() -> None:
+    """A thread of a callback computes in pure Python beside the training. Reported: issue 45.27."""
+    is_over = threading.Event()
+
+    def spin() -> None:
+        while not is_over.is_set():
+            sum(range(20_000))
+
+    thread = threading.Thread(target=spin)
+    thread.start()
+
+    def score() -> None:
+        end_s = time.monotonic() + 2 * WAIT_S
+        while time.monotonic() < end_s:
+            time.sleep(0)
+
+    place = place_of(score)
+    is_over.set()
+    thread.join()
+    assert place["kind"] in ("gil", "computes")
+    if place["kind"] == "gil":
+        assert place["others"]["function"].endswith("spin")
+
+
+def diagnosed(result: train.RunResult) -> tuple[Diagnosis, list[str]]:
+    """The diagnosis of a run, and the names of its causes."""
+    found = diagnose(read_facts(result.run_dir))
+    return found, [cause.name for cause in found.causes]
+
+
+def counted(every: int, wait: Callable[[], object]) -> Callable[..., list[float]]:
+    """A reward that waits in one call of `every`."""
+    calls = iter(range(1, 1_000))
+
+    def rare(completions: list[str], **_: object) -> list[float]:
+        if next(calls) % every == 0:
+            wait()
+        return [float(len(set(text))) for text in completions]
+
+    return rare
+
+
+def test_a_reward_that_sleeps_in_one_call_of_five_is_the_cause_with_its_share_of_the_run(tmp_path: Path) -> None:
+    """A reward waits for seconds now and then; the median step is quick. Reported: issue 45.27."""
+    reward = counted(5, lambda: time.sleep(6.0))
+    result = train.grpo(
+        model="tiny:llama", reward=reward, steps=12, progress=False, **SMALL, **{"run.dir": str(tmp_path)}
+    )
+    found, names = diagnosed(result)
+    cause = found.causes[names.index("slow_steps")]
+    assert cause.figures["steps"] == [5, 10]
+    assert cause.figures["stage"] == "reward/rare"
+    assert (cause.figures["kind"], cause.figures["text"]) == ("sleep", "time.sleep(6.0)")
+    rows = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()][1:]
+    share = 12.0 / (sum(row["time/step_s"] for row in rows) - rows[-1].get("time/evaluate_s", 0.0))
+    assert cause.share == pytest.approx(share, abs=0.03)
+    assert "remote_reward_serial" not in names
+
+
+def test_computing_is_no_wait() -> None:
+    """A reward computes in Python. Reported: issue 45.27."""
+
+    def score() -> None:
+        end_s = time.monotonic() + WAIT_S
+        while time.monotonic() < end_s:
+            sum(range(20_000))
+
+    place = place_of(score)
+    assert place["kind"] == "computes"
+    assert place["function"].endswith("score")
