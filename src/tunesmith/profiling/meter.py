@@ -136,7 +136,7 @@ class Meter(Watcher):
         `is_last`. The first row of a process, which is of its first step alone, is `new`.
         """
         now_s = time.perf_counter()
-        if now_s < self._places_due_s and not is_last:
+        if self._first_step > step or (now_s < self._places_due_s and not is_last):
             return []
         row = {"first_step": self._first_step, "step": step, "new": self._is_new, "places": self._stacks.take()}
         self._first_step, self._is_new, self._places_due_s = step + 1, False, now_s + _PLACES_S

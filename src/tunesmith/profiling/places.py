@@ -70,7 +70,7 @@ def read_places(run: Path) -> list[Window]:
 
 def _window(row: Mapping[str, object]) -> Window | None:
     first, last, places = number(row.get("first_step")), number(row.get("step")), row.get("places")
-    if first is None or last is None or not isinstance(places, list):
+    if first is None or last is None or first > last or not isinstance(places, list):
         return None
     found = [seen for one in places if is_mapping(one) and (seen := _seen(one)) is not None]
     return Window(int(first), int(last), row.get("new") is True, found)

@@ -136,7 +136,8 @@ class Session:
         self._between = Trace()
         with trace(self._between), span("log"):
             self._measured = {} if self.meter is None else self.meter.step()
-            self._places = [] if self.meter is None else self.meter.places(step)
+            is_last = step == self._job.num_steps
+            self._places = [] if self.meter is None else self.meter.places(step, is_last=is_last)
 
     def end_step(self, step: int, result: StepResult, shown: Sequence[str]) -> None:
         """Record `step` (counted from 1), check for alarms, save a checkpoint if one is due, stop if a signal asked.
@@ -219,8 +220,6 @@ class Session:
     def finish(self, summary: Mapping[str, object]) -> RunResult:
         """Write summary and report after the last checkpoint is on disk; returns the run's result."""
         self._settle()
-        if self.meter is not None and (places := self.meter.places(self.num_done, is_last=True)):
-            self.folder.append(PLACES, places)
         for finding in slow_findings(self.folder.path):
             self.find(finding)
         facts = {**summary, "findings": self._num_findings, "minutes": self._watch.minutes}
