@@ -8,7 +8,7 @@ nothing heavy.
 import importlib
 from typing import TYPE_CHECKING
 
-from tunesmith.core.system import limit_spinning
+from tunesmith.core.system import compute_alone_after_fork, limit_spinning
 from tunesmith.core.version import __version__
 
 if TYPE_CHECKING:
@@ -136,6 +136,7 @@ _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names
 
 
 limit_spinning()
+compute_alone_after_fork()
 
 
 def __getattr__(name: str) -> object:

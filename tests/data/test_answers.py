@@ -22,6 +22,7 @@ from tunesmith.data.answers import (
 from tunesmith.data.collate import encode_preferences, truncate_left
 from tunesmith.data.rows import BadRows, RowError
 from tunesmith.models.load import load_policy
+from tunesmith.models.tiny import byte_tokenizer
 from tunesmith.models.tokenizer import PreTrainedTokenizerBase, decode, encode_pair_side, encode_prompt
 from tunesmith.schema.records import Judgement, Pair, Prompt, Ranking
 
@@ -53,19 +54,21 @@ def test_the_completion_of_a_conversation_is_what_the_assistant_said(tokenizer: 
     assert decode(tokenizer, answer.completion_ids).strip() == "Yo"
 
 
-def test_too_long_answers_and_unstable_templates_are_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_too_long_answers_are_refused(tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(RowError, match=r"prompt and `rejected` have \d+ tokens, the limit is 3"):
         fitting([encode_answer(tokenizer, Prompt("0", "The film"), " was good.")], ["rejected"], TokenLimit(3))
-    usual = tokenizer.chat_template
+
+
+def test_where_a_template_writes_the_prompt_otherwise_an_answer_is_learnt_as_it_would_be_sampled() -> None:
+    tokenizer = byte_tokenizer()
     tokenizer.chat_template = (
         "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}>{% endif %}"
     )
-    try:
-        with pytest.raises(DataError, match="renders the prompt otherwise when an answer follows"):
-            encode_answer(tokenizer, Prompt("0", ASK), SAY)
-    finally:
-        tokenizer.chat_template = usual
+    answer = encode_answer(tokenizer, Prompt("0", ASK), SAY)
+    assert (decode(tokenizer, answer.prompt_ids), decode(tokenizer, answer.completion_ids)) == ("1Hi>", "Yo")
+    with pytest.raises(DataError, match="renders the prompt otherwise when such an answer follows"):
+        encode_answer(tokenizer, Prompt("0", ASK), (*SAY, *ASK, *SAY))
 
 
 def test_pairs_share_answers_and_a_bad_side_takes_its_row_along(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerFast
 from tunesmith.core.errors import DataError, ModelError
 from tunesmith.models.tiny import CHAT_TEMPLATE, byte_tokenizer
 from tunesmith.models.tokenizer import (
-    PlacedTokens,
     PreTrainedTokenizerBase,
     decode,
     encode_demonstration,
@@ -97,15 +96,15 @@ def test_any_text_is_found_to_the_last_byte(turns: list[tuple[str, str]]) -> Non
     assert learnt_texts(byte_tokenizer(), alone(tuple(messages))) == expected
 
 
-def test_a_token_across_the_place_where_the_assistant_begins_is_not_learnt() -> None:
+@pytest.mark.parametrize("loss_on", ["assistant", "last"])
+def test_no_token_crosses_the_place_where_the_assistant_begins(loss_on: str) -> None:
     tokenizer = merging_tokenizer()
-    messages = (TALK[1], {"role": "assistant", "content": "\n  Four"})
-    found = encode_demonstration(tokenizer, alone(messages), "assistant")
-    (span,) = found.spans
-    before = tokenizer.decode(list(found.ids[: span.start]))
-    assert before == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n\n  Four"[: len(before)]
-    assert before.endswith("\n\n") or before.endswith("assistant\n\n  Four")
-    assert found.ids[span.stop - 1] == tokenizer.eos_token_id
+    messages = (*TALK[1:3], TALK[1], {"role": "assistant", "content": "\n  Four"})
+    assert learnt_texts(tokenizer, alone(messages), loss_on)[-1] == "\n  Four<|im_end|>"
+    found = encode_demonstration(tokenizer, alone(messages), loss_on)  # type: ignore[arg-type]
+    prompt_ids = encode_prompt(tokenizer, Prompt("1", messages[:3]))
+    assert found.ids[: len(prompt_ids)] == prompt_ids
+    assert found.spans[-1] == range(len(prompt_ids), len(found.ids))
 
 
 @pytest.mark.parametrize("space", [" ", "   "])
@@ -129,14 +128,6 @@ def test_every_byte_of_a_last_character_is_learnt_though_nothing_closes_the_turn
     assert learnt_texts(tokenizer, alone(TALK[1:])) == ["Yo \U0001f600", "Four.\n<|im_end|>"]
 
 
-def test_tokens_without_characters_and_tokens_that_share_one_are_placed_by_their_neighbours() -> None:
-    # "ab " + "cd": the blank token says 3 to 3. "a" + a character of two tokens + "b".
-    blank = PlacedTokens((1, 2, 3), starts=(0, 3, 3), ends=(2, 3, 5))
-    assert blank.spans([range(2, 5), range(3, 5)]) == [range(1, 3), range(2, 3)]
-    shared = PlacedTokens((1, 2, 3, 4), starts=(0, 1, 1, 2), ends=(1, 2, 2, 3))
-    assert shared.spans([range(0, 2), range(1, 3)]) == [range(0, 3), range(1, 4)]
-
-
 FORGETFUL = (
     "{% for m in messages %}{% set last = loop.last %}{{ '<|im_start|>' + m['role'] + '\n' }}"
     "{% if m['role'] == 'assistant' and last %}{{ '<think></think>' }}{% endif %}"
@@ -158,6 +149,8 @@ def test_a_template_whose_opening_is_not_in_the_conversation_is_refused() -> Non
     tokenizer.chat_template = CHAT_TEMPLATE.replace("assistant\n' }}", "assistant\n<think>' }}")
     with pytest.raises(DataError, match="writes what comes before turn 2 of 5 otherwise"):
         encode_demonstration(tokenizer, alone(TALK), "assistant")
+    assert learnt_texts(tokenizer, alone(TALK), "last") == ["Four.\n<|im_end|>"]
+    assert learnt_texts(tokenizer, alone(TALK[1:3]), "assistant") == ["Yo \U0001f600<|im_end|>"]
 
 
 def test_without_a_chat_template_messages_are_an_error() -> None:

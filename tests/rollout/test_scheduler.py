@@ -17,7 +17,7 @@ from integrity import check_scheduler
 from tunesmith.core.seeds import derive
 from tunesmith.rollout.kv_cache import BLOCK_TOKENS, KVCache, blocks_for
 from tunesmith.rollout.scheduler import Plan, PromptRequest, Rows, Run, Scheduler
-from tunesmith.rollout.sequence import Limits, Sequence
+from tunesmith.rollout.sequence import Decode, Limits, Sequence
 
 STOP_ID = 0
 VOCABULARY = 23
@@ -38,7 +38,7 @@ def alone(requests: list[PromptRequest]) -> Drawn:
     results: Drawn = {}
     for request in requests:
         for sample in range(request.n):
-            sequence = Sequence(request.index, sample, request.prompt_ids, request.limits, decode)
+            sequence = Sequence(request.index, sample, request.prompt_ids, request.limits, Decode(decode))
             while not sequence.append(draw(sequence, [*request.prompt_ids, *sequence.token_ids]), -1.0, -2.0):
                 pass
             results[request.index, sample] = tuple(sequence.token_ids), sequence.finish_reason
@@ -104,7 +104,7 @@ class Runner:
 
 def _setup(num_slots: int, *, num_blocks: int = 400, prefill_tokens: int = 512) -> tuple[Scheduler, Runner]:
     cache = KVCache(num_blocks, max_tokens=160, max_tables=2 * num_slots)
-    scheduler = Scheduler(cache, decode, num_slots=num_slots, prefill_tokens=prefill_tokens)
+    scheduler = Scheduler(cache, Decode(decode), num_slots=num_slots, prefill_tokens=prefill_tokens)
     return scheduler, Runner(cache, num_slots, prefill_tokens)
 
 

@@ -8,7 +8,7 @@ from tunesmith.batch.rollout import SamplingParams
 from tunesmith.models.tiny import byte_tokenizer, tiny_model
 from tunesmith.models.tokenizer import decode
 from tunesmith.rollout.engine import Callbacks, make_request
-from tunesmith.rollout.sequence import Limits, Sequence, TextStream
+from tunesmith.rollout.sequence import Decode, Limits, Sequence, TextStream
 from tunesmith.schema.records import Prompt
 
 TOKENIZER = byte_tokenizer()
@@ -25,7 +25,7 @@ def _bytes(token_ids: list[int]) -> str:
 
 def _pieces(sequence: Sequence, token_ids: list[int]) -> list[str]:
     """What a reader sees of `token_ids`, piece by piece, until the sequence ends."""
-    stream = TextStream(sequence.decode, sequence.limits.stop_strings)
+    stream = TextStream(sequence.decode, sequence.context, sequence.limits.stop_strings)
     pieces: list[str] = []
     for token in token_ids:
         ended = sequence.append(token, -1.0, -1.0)
@@ -36,7 +36,7 @@ def _pieces(sequence: Sequence, token_ids: list[int]) -> list[str]:
 
 
 def _sequence(limits: Limits, decode=_words) -> Sequence:
-    return Sequence(0, 0, (1,), limits, decode)
+    return Sequence(0, 0, (1,), limits, Decode(decode))
 
 
 def test_text_is_given_as_soon_as_it_is_settled() -> None:
@@ -73,7 +73,7 @@ def test_work_per_token_does_not_grow_with_the_completion() -> None:
         longest = max(longest, len(token_ids))
         return _words(token_ids)
 
-    stream, token_ids = TextStream(counted, ("END",)), []
+    stream, token_ids = TextStream(Decode(counted), [], ("END",)), []
     for token in [0, 1, 2, 3] * 50:
         token_ids.append(token)
         stream.push(token_ids)
@@ -112,7 +112,9 @@ def test_callbacks_get_the_text_of_each_completion_and_the_number_that_ended(sto
     prompts = [Prompt(str(index), "a") for index in range(4)]
     request = make_request(loaded.model, loaded.tokenizer, prompts, 2, SamplingParams(), 8, 0)
     callbacks = Callbacks(request, on_progress=lambda done, total: counts.append((done, total)), on_text=on_text)
-    rows = [Sequence(3, sample, (1,), Limits(max_new_tokens=3, stop_strings=stops), _words) for sample in (0, 1)]
+    rows = [
+        Sequence(3, sample, (1,), Limits(max_new_tokens=3, stop_strings=stops), Decode(_words)) for sample in (0, 1)
+    ]
     for tokens in ((0, 0), (4, 1), (5, 2)):
         going = [(row, token) for row, token in zip(rows, tokens, strict=True) if not row.finish_reason]
         ended = [row for row, token in going if row.append(token, -1.0, -1.0)]

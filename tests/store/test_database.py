@@ -11,7 +11,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import MetaData, create_engine, create_mock_engine
 
-from tunesmith.core.errors import StoreError
+from tunesmith.core.errors import NameTakenError, StoreError
 from tunesmith.store import database, tables
 from tunesmith.store.records import CampaignSettings, Candidate, NewItem
 from tunesmith.store.runs import RunStore
@@ -172,7 +172,7 @@ def test_what_fails_in_a_group_of_changes_takes_no_other_with_it(tmp_path: Path)
             thread.start()
         for thread in threads:
             thread.join()
-        assert results.count(StoreError) == 10
+        assert results.count(NameTakenError) == 10
         assert len(store.reader.raters()) == 11
 
 

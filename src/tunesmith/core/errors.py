@@ -100,6 +100,10 @@ class StoreError(InputError):
     """A database file cannot be opened: damaged, in use by another server, or written by a newer release."""
 
 
+class NameTakenError(StoreError):
+    """Another rater has this name, maybe in another spelling."""
+
+
 class VoteError(InputError):
     """A vote, ranking or written answer is invalid; nothing was stored."""
 

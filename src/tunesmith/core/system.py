@@ -62,6 +62,20 @@ def limit_spinning() -> None:
         os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
 
 
+def compute_alone_after_fork() -> None:
+    """Let a process that was forked from this one compute in one thread, until it sets another number itself.
+
+    The child has none of the threads of its parent, and GNU's OpenMP waits for them for ever: servers that load a model
+    and then fork their workers, and multiprocessing on Linux before Python 3.14, hang at the first product.
+    """
+    os.register_at_fork(after_in_child=_compute_alone)
+
+
+def _compute_alone() -> None:
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+
+
 @functools.cache
 def warn_of_spinning() -> None:
     """Log, once in a process, what to set if torch was loaded before `limit_spinning` was called."""
@@ -96,11 +110,18 @@ def sync(path: Path) -> None:
 
 
 def name_file(aside: Path, path: Path) -> None:
-    """Give the file `aside` the name `path`, which must be free: another process may have taken it a moment ago.
+    """Give the file or folder `aside` the name `path`, which must be free: another process may have taken it a moment
+    ago.
 
     Raises:
-        FileExistsError: there is a file of that name, which stays as it is.
+        FileExistsError: there is a file of that name, or a folder; it stays as it is.
     """
+    if aside.is_dir():
+        if path.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+        # Onto a file, or a folder with something in it, it fails.
+        aside.rename(path)
+        return
     try:
         os.link(aside, path)
         aside.unlink()

@@ -9,12 +9,11 @@ from itertools import chain
 
 import torch
 
-from tunesmith.core.errors import DataError
 from tunesmith.core.seeds import derive, permutation
-from tunesmith.data.collate import TokenIds, pad_right, too_long
+from tunesmith.data.collate import TokenIds, check_differ, pad_right, too_long
 from tunesmith.data.pairs import judgements_of, pairs_of, with_shared_opening
 from tunesmith.data.rows import BadRows, RowError, usable
-from tunesmith.models.tokenizer import PreTrainedTokenizerBase, encode_pair_side, encode_prompt
+from tunesmith.models.tokenizer import PreTrainedTokenizerBase, encode_completed
 from tunesmith.schema.records import Judgement, Pair, Prompt, Ranking, Text
 
 
@@ -126,7 +125,9 @@ def encode_pairs(
         pairs = pairs_of(item)
         texts = [side for pair in pairs for side in (("chosen", pair.chosen), ("rejected", pair.rejected))]
         places = _places(item.prompt, texts, tokenizer, limit, table)
-        sides = zip(pairs, places[::2], places[1::2], strict=True)
+        sides = list(zip(pairs, places[::2], places[1::2], strict=True))
+        for pair, *both in sides:
+            check_differ(both, ("chosen", "rejected"), (1, 1 if pair.tie else 2))
         return [AnswerPair(item.prompt.id, chosen, rejected, pair.tie) for pair, chosen, rejected in sides]
 
     return list(chain.from_iterable(usable(items, encode, bad, "pairs")))
@@ -144,7 +145,11 @@ def encode_labels(
     def encode(item: Judgement | Pair | Ranking) -> list[AnswerLabel]:
         judgements = judgements_of(item)
         texts = [("completion", one.completion) for one in judgements]
-        labels = zip(_places(item.prompt, texts, tokenizer, limit, table), judgements, strict=True)
+        places = _places(item.prompt, texts, tokenizer, limit, table)
+        if not isinstance(item, Judgement):
+            for both in zip(places[::2], places[1::2], strict=True):
+                check_differ(both, ("chosen", "rejected"), (1, 2))
+        labels = zip(places, judgements, strict=True)
         return [AnswerLabel(item.prompt.id, place, one.is_wanted) for place, one in labels]
 
     return list(chain.from_iterable(usable(items, encode, bad, "judgements")))
@@ -185,18 +190,10 @@ def with_mismatched(
 def encode_answer(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: Text) -> Answer:
     """The answer as token ids, however long. Without a prompt the begin-of-sequence token is the prompt.
 
-    Raises DataError if the chat template refuses it or renders the prompt otherwise when an answer follows, or if there
-    is neither a prompt nor a begin-of-sequence token.
+    Raises DataError if the chat template refuses it, or if there is neither a prompt nor a begin-of-sequence token.
     """
-    prompt_ids, ids = encode_prompt(tokenizer, prompt), encode_pair_side(tokenizer, prompt, completion)
-    if not prompt.content and ids[: len(prompt_ids)] != prompt_ids:
-        ids = prompt_ids + ids
-    if ids[: len(prompt_ids)] != prompt_ids or len(ids) == len(prompt_ids):
-        raise DataError(
-            "the chat template renders the prompt otherwise when an answer follows, so that the answer cannot be told "
-            "from it; give prompt and completions as text, or change the template"
-        )
-    return Answer(prompt_ids, ids[len(prompt_ids) :])
+    found = encode_completed(tokenizer, prompt, completion)
+    return Answer(found.prompt_ids, found.completion_ids)
 
 
 def fitting(answers: Sequence[Answer], names: Sequence[str], limit: TokenLimit) -> list[Answer]:

@@ -177,10 +177,25 @@ def encode_preferences(
             if len(ids) > max_tokens:
                 raise too_long(name, len(ids), max_tokens)
         if isinstance(item, Ranking):
+            check_differ(sequences, list(texts), item.ranks)
             return EncodedRanking(item.prompt.id, sequences, item.ranks)
+        check_differ(sequences, list(texts), (1, 1 if item.tie else 2))
         return EncodedPair(item.prompt.id, *sequences, margin=item.margin, tie=item.tie)
 
     return usable(items, encode, bad, "pairs")
+
+
+def check_differ(encoded: Sequence[object], names: Sequence[str], places: Sequence[object]) -> None:
+    """Raise RowError if completions in different places, each with its name in messages, are the same to a model."""
+    for (one, name, place), (other, other_name, other_place) in itertools.combinations(
+        zip(encoded, names, places, strict=True), 2
+    ):
+        if one == other and place != other_place:
+            raise RowError(
+                f"`{name}` and `{other_name}` are the same to the model, because the chat template or the tokenizer "
+                "drops what differs; remove the row, or change the template",
+                "same completions",
+            )
 
 
 def too_long(name: str, num_tokens: int, max_tokens: int) -> RowError:

@@ -18,7 +18,7 @@ from tunesmith.data.collate import Encoded, TokenIds, pad_right
 from tunesmith.evaluation.statistics import mcnemar, proportion_interval
 from tunesmith.evaluation.tfidf import TextBradleyTerry, TextPair
 from tunesmith.models.heads import RewardModel
-from tunesmith.models.tokenizer import PreTrainedTokenizerBase, decode
+from tunesmith.models.tokenizer import PreTrainedTokenizerBase, decode_after
 
 NUM_BINS = 10
 
@@ -223,4 +223,5 @@ def _as_text(tokenizer: PreTrainedTokenizerBase, pair: DecidedPair) -> TextPair:
     """The text after the common prefix of both sides, which carries no information about the preference."""
     both = zip(pair.better_ids, pair.worse_ids, strict=False)
     start = sum(1 for _ in itertools.takewhile(lambda ids: ids[0] == ids[1], both))
-    return TextPair(decode(tokenizer, pair.better_ids[start:]), decode(tokenizer, pair.worse_ids[start:]))
+    both_ids = pair.better_ids, pair.worse_ids
+    return TextPair(*(decode_after(tokenizer, ids[:start], ids[start:]) for ids in both_ids))

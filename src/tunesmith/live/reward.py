@@ -19,7 +19,7 @@ from tunesmith.live.votes import VotedPair, VoteMemory
 from tunesmith.models.load import new_reward_model
 from tunesmith.models.loaded import freeze_lower_layers, keep_lower_layers
 from tunesmith.models.optimizer import MasterAdamW
-from tunesmith.models.tokenizer import stop_token_ids
+from tunesmith.models.tokenizer import end_token_id, stop_token_ids
 from tunesmith.rewards.model import ModelReward
 from tunesmith.rewards.scorer import Scorer
 from tunesmith.trainers import rollouts
@@ -80,8 +80,9 @@ class RewardUpdate:
         section = self.cfg.reward_model
         if self.is_first:
             votes, self.is_first = [*self.memory.learnt.values()], False
-        end_ids = stop_token_ids(self.learner.policy.module, self.learner.tokenizer)
-        pairs = [encode_pair(vote, end_ids) for vote in votes]
+        stop_ids = stop_token_ids(self.learner.policy.module, self.learner.tokenizer)
+        end_ids = [end_token_id(self.learner.tokenizer, is_conversational=is_turn) for is_turn in (False, True)]
+        pairs = [encode_pair(vote, stop_ids, end_ids[vote.prompt.is_conversational]) for vote in votes]
         accuracies: list[float] = []
         for epoch in range(section.num_epochs):
             order = permutation_of_groups(seed, epoch, Groups(pair.prompt_id for pair in pairs))
@@ -103,10 +104,13 @@ class RewardUpdate:
         return GRPO(cfg.grpo, drawing, learner.policy, reference, *shared, pool=prompts)
 
 
-def encode_pair(vote: VotedPair, end_ids: Sequence[int]) -> EncodedPair:
-    """Both answers as the reward model scores completions in PPO: a truncated one gets an end token."""
+def encode_pair(vote: VotedPair, stop_ids: Sequence[int], end_id: int | None) -> EncodedPair:
+    """Both answers as the reward model scores completions in PPO: one without any of `stop_ids` at its end gets
+    `end_id`.
+    """
+    end = () if end_id is None else (end_id,)
     chosen, rejected = (
-        (*one.prompt_ids, *one.completion_ids, *(() if one.completion_ids[-1] in end_ids else end_ids[:1]))
+        (*one.prompt_ids, *one.completion_ids, *(() if one.completion_ids[-1] in (*stop_ids, *end) else end))
         for one in vote.answers
     )
     return EncodedPair(str(vote.prompt.content), chosen, rejected, tie=vote.tie)

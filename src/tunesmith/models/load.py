@@ -37,7 +37,7 @@ from tunesmith.models.loaded import (
     quiet_transformers,
     unmask_padding_embedding,
 )
-from tunesmith.models.tokenizer import spare_pad_token
+from tunesmith.models.tokenizer import spare_pad_token, stop_at_turns
 
 _FORMS = "a hub id, a local folder, a run folder, a .gguf file, smollm2, scratch, or tiny:<family>"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -90,6 +90,7 @@ def load_policy(
     else:
         adapter_folder.load_adapters(model, adapters, section.name)
         tokenizer = _tokenizer_beside(adapters, section, tokenizer)
+    stop_at_turns(model, tokenizer)
     return LoadedModel(model, tokenizer, section.name, dtype)
 
 

@@ -1,32 +1,54 @@
 """Text and messages to token ids and back. Every id that a model sees comes from here or from a rollout engine.
 
-A complete sequence ends with its end-of-sequence token, as in a rollout. Anything that a chat template writes after it
-(ChatML: a newline) is dropped, so that a reward model sees the same ids in training and in PPO.
-
-The assistant's turns in a rendered conversation are located without template support: a turn begins where the
-template's text for the messages before it (with the generation prompt) ends, and ends where the text for the messages
-up to it ends. Both must be prefixes of the whole text, which is checked.
+One rule for everything that is sampled, scored or trained: the ids of a prompt are those that an engine is given, and
+the ids of a completion continue them. They are the ids of the whole text where it splits at the end of the prompt, else
+(a token would cross that place) those of the completion as a continuation. A completion ends with the token that closes
+it, as in a rollout. Back again, the text of a completion is that of prompt and completion less that of the prompt.
 """
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from itertools import takewhile
+from typing import Literal
 
-from jinja2.exceptions import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tunesmith.batch.targets import LearntSequence
-from tunesmith.core.errors import DataError, ModelError
+from tunesmith.core.errors import DataError
+from tunesmith.models.conversation import (
+    closing_of,
+    is_continued,
+    messages_of,
+    prompt_text,
+    special_tokens,
+    turn_text,
+    turns_text,
+)
 from tunesmith.schema.records import Demonstration, Message, Prompt, Text
 
 LossOn = Literal["assistant", "last", "all"]
 """The learnt tokens of a demonstration."""
 
+_ANCHORS = "\n.aAxz0"
+"""Texts that a continuation is encoded behind, where its tokenizer encodes the beginning of a text otherwise."""
 
-Render = Callable[[Sequence[Message], bool], str]
-"""The template's text for some messages, with the opening of the assistant's next turn if the second argument is true.
-"""
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """A prompt and a completion as token ids: `prompt_ids` as an engine is given them, then those of the completion up
+    to the token that closes it.
+
+    `is_verbatim`: the chat template writes the completion as it was given.
+    """
+
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
+    is_verbatim: bool = True
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Both."""
+        return self.prompt_ids + self.completion_ids
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[int, ...]:
@@ -40,10 +62,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[i
         DataError: the prompt has no tokens.
         ModelError: there is no chat template.
     """
-    bos_id = _special_id(tokenizer.bos_token_id)
-    ids = _encode_content(tokenizer, prompt)
-    if not ids and bos_id is not None:
-        ids = (bos_id,)
+    ids = _prompt_ids(tokenizer, prompt)
     if not ids:
         raise DataError(
             f"prompt {prompt.id} is empty and the tokenizer has no begin-of-sequence token; give it some text"
@@ -51,25 +70,37 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[i
     return ids
 
 
-def encode_pair_side(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: Text) -> tuple[int, ...]:
-    """Token ids of a prompt and its completion, ending with an end-of-sequence token.
+def encode_completed(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: Text) -> Completed:
+    """Token ids of a prompt, as of `encode_prompt`, and of a completion of it.
 
-    A text completion of a conversational prompt is the assistant's message. With an empty text prompt the completion
-    may be a whole conversation.
+    A text completion of a conversational prompt is what the assistant says; it goes on with the prompt's last message,
+    if that is the assistant's. Without a prompt the begin-of-sequence token is the prompt.
 
     Raises:
-        DataError: messages follow a text prompt.
+        DataError: messages follow a text prompt, the chat template refuses them or leaves nothing of the completion, or
+            there is neither a prompt nor a begin-of-sequence token.
         ModelError: there is no chat template.
     """
-    if isinstance(prompt.content, str) and isinstance(completion, str):
-        head = _encode_content(tokenizer, prompt)
-        tail = tuple(tokenizer(completion, add_special_tokens=not head)["input_ids"])
-        return _ended(tokenizer, head + tail)
-    if isinstance(prompt.content, str) and prompt.content:
-        raise DataError(
-            f"prompt {prompt.id} is text but its completion is a list of messages; give both as text or as messages"
-        )
-    return _closed(tokenizer, _apply_template(tokenizer, prompt, _messages(prompt, completion)))
+    if isinstance(prompt.content, str):
+        prompt_ids, ids = encode_prompt(tokenizer, prompt), _ids_without_template(tokenizer, prompt, completion)
+        if not prompt.content and ids[: len(prompt_ids)] != prompt_ids:
+            ids = prompt_ids + ids
+        return Completed(prompt_ids, ids[len(prompt_ids) :])
+    continues = is_continued(prompt.content)
+    return _completed(tokenizer, prompt, prompt.content, messages_of(completion), continues=continues)
+
+
+def encode_pair_side(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: Text) -> tuple[int, ...]:
+    """Token ids of a prompt and its completion as in `encode_completed`, as one sequence; of a text or conversation
+    without a prompt, those of itself.
+
+    Raises:
+        DataError: as in `encode_completed`.
+        ModelError: there is no chat template.
+    """
+    if isinstance(prompt.content, str):
+        return _ids_without_template(tokenizer, prompt, completion)
+    return encode_completed(tokenizer, prompt, completion).ids
 
 
 def encode_demonstration(
@@ -86,30 +117,57 @@ def encode_demonstration(
     """
     prompt, completion = demonstration.prompt, demonstration.completion
     if isinstance(prompt.content, str) and isinstance(completion, str):
-        num_prompt = len(_encode_content(tokenizer, prompt))
+        num_prompt = len(_prompt_ids(tokenizer, prompt)) if prompt.content else 0
         ids = encode_pair_side(tokenizer, prompt, completion)
         return LearntSequence(prompt.id, ids, (range(1 if loss_on == "all" else max(1, num_prompt), len(ids)),))
-    messages = _messages(prompt, completion)
-    first = 0 if isinstance(prompt.content, str) else len(prompt.content)
-
-    def render(some: Sequence[Message], opens_turn: bool) -> str:
-        return str(_templated(tokenizer, prompt, some, tokenize=False, add_generation_prompt=opens_turn))
-
-    found = tokens_of(tokenizer, render(messages, False))
-    ids = _closed(tokenizer, found.ids)
+    before, answer = (() if isinstance(prompt.content, str) else prompt.content), messages_of(completion)
+    roles = [message["role"] for message in answer]
+    if loss_on == "assistant" and roles.count("assistant") > 1:
+        text, spans = turns_text(tokenizer, prompt, before, answer)
+        ids, learnt = _encode_parts(tokenizer, text, spans)
+    else:
+        found = _last_turn(tokenizer, prompt, before, answer)
+        ids, learnt = found.ids, [range(len(found.prompt_ids), len(found.ids))]
     if loss_on == "all":
-        return LearntSequence(prompt.id, ids, (range(1, len(ids)),))
-    turns = [index for index in range(first, len(messages)) if messages[index]["role"] == "assistant"]
-    characters = assistant_spans(render, messages, turns[-1:] if loss_on == "last" else turns, _closing(tokenizer))
-    spans = found.spans(characters)
-    if turns[-1:] == [len(messages) - 1] and len(ids) > len(found.ids):
-        spans[-1] = range(spans[-1].start, len(ids))  # with the end-of-sequence token, which no template wrote
+        learnt = [range(len(ids))]
+    spans = [range(max(1, span.start), span.stop) for span in learnt]
     return LearntSequence(prompt.id, ids, tuple(span for span in spans if span))
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
-    """The text of `token_ids`, without special tokens and with all spaces as sampled."""
+    """The text of `token_ids`, without special tokens and with all spaces as sampled.
+
+    Of ids that follow others, use `decode_after`: a tokenizer writes the beginning of a text otherwise.
+    """
     return str(tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def decode_after(tokenizer: PreTrainedTokenizerBase, before: Sequence[int], token_ids: Sequence[int]) -> str:
+    """The text of `token_ids` behind the ids `before`: that of both less that of `before`."""
+    return text_after(decode(tokenizer, before), decode(tokenizer, [*before, *token_ids]))
+
+
+def text_after(before: str, whole: str) -> str:
+    """The rest of `whole` behind `before`, or behind what they have in common if ids of `before` ended within a
+    character.
+    """
+    if whole.startswith(before):
+        return whole[len(before) :]
+    return whole[sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(before, whole, strict=False))) :]
+
+
+def byte_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The ids of tokens that stand for one byte each (SentencePiece's byte fallback); none in byte-level tokenizers.
+
+    Such a decoder takes neighbouring ones together: one that is no UTF-8 changes the text of those before it.
+    """
+    names = [f"<0x{byte:02X}>" for byte in range(256)]
+    ids = (tokenizer.convert_tokens_to_ids(name) for name in names)
+    return frozenset(
+        index
+        for index, name in zip(ids, names, strict=True)
+        if isinstance(index, int) and tokenizer.convert_ids_to_tokens(index) == name
+    )
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -120,6 +178,25 @@ def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     if ids is None:
         return ()
     return (ids,) if isinstance(ids, int) else tuple(int(index) for index in ids)
+
+
+def end_token_id(tokenizer: PreTrainedTokenizerBase, *, is_conversational: bool) -> int | None:
+    """The token with which a trained completion ends: in a conversation that with which the chat template closes a
+    turn, else the end-of-sequence token; None if there is none.
+    """
+    closing = closing_of(tokenizer).token_id if is_conversational else None
+    return _special_id(tokenizer.eos_token_id) if closing is None else closing
+
+
+def stop_at_turns(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Have generation stop at the token with which the chat template closes a turn, which training teaches.
+
+    It joins the end-of-sequence ids of the model's generation config, with which the model is exported.
+    """
+    end_id = end_token_id(tokenizer, is_conversational=bool(tokenizer.chat_template))
+    known = stop_token_ids(model, tokenizer)
+    if end_id is not None and end_id not in known and model.generation_config is not None:
+        model.generation_config.eos_token_id = [*known, end_id]
 
 
 def same_vocabulary(first: PreTrainedTokenizerBase, second: PreTrainedTokenizerBase) -> bool:
@@ -144,155 +221,139 @@ def spare_pad_token(tokenizer: PreTrainedTokenizerBase) -> str | None:
     return None
 
 
-def _messages(prompt: Prompt, completion: Text) -> tuple[Message, ...]:
-    """The whole conversation; a text prompt is empty here."""
-    before: tuple[Message, ...] = () if isinstance(prompt.content, str) else prompt.content
-    if isinstance(completion, str):
-        return (*before, {"role": "assistant", "content": completion})
-    return (*before, *completion)
-
-
 def _special_id(token_id: object) -> int | None:
     return token_id if isinstance(token_id, int) else None
 
 
-def _encode_content(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[int, ...]:
+def _prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[int, ...]:
+    """As `encode_prompt`, empty for an empty text if there is no begin-of-sequence token."""
     if prompt.token_ids is not None:
         return prompt.token_ids
-    if not isinstance(prompt.content, str):
-        return _apply_template(tokenizer, prompt, prompt.content, opens_turn=True)
-    ids = tuple(tokenizer(prompt.content)["input_ids"]) if prompt.content else ()
-    adds_eos = bool(ids) and ids[-1] == tokenizer.eos_token_id and not prompt.content.endswith(str(tokenizer.eos_token))
+    content = prompt.content
+    if not isinstance(content, str):
+        text = prompt_text(tokenizer, prompt, content, continues=is_continued(content))
+        return _encode_rendered(tokenizer, text)
+    bos_id = _special_id(tokenizer.bos_token_id)
+    ids = _encode_text(tokenizer, content) if content else ()
+    return ids or (() if bos_id is None else (bos_id,))
+
+
+def _ids_without_template(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: Text) -> tuple[int, ...]:
+    """The ids of a text prompt and its text completion; of a conversation, if there is no prompt."""
+    content = prompt.content
+    assert isinstance(content, str), "the caller has asked"
+    if not isinstance(completion, str):
+        if content:
+            raise DataError(
+                f"prompt {prompt.id} is text but its completion is a list of messages; give both as text or as messages"
+            )
+        return _last_turn(tokenizer, prompt, (), completion).ids
+    whole = _encode_text(tokenizer, content + completion)
+    if not content:
+        return _ended(tokenizer, whole)
+    prompt_ids = _prompt_ids(tokenizer, prompt)
+    return _ended(tokenizer, prompt_ids + _continuation(tokenizer, prompt_ids, whole, completion))
+
+
+def _last_turn(
+    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, before: Sequence[Message], answer: Sequence[Message]
+) -> Completed:
+    """The last turn of the assistant, as the completion of all that is before it."""
+    roles = [message["role"] for message in answer]
+    last = len(roles) - 1 - roles[::-1].index("assistant") if "assistant" in roles else 0
+    continues = is_continued(before) and not last
+    return _completed(tokenizer, prompt, (*before, *answer[:last]), answer[last:], continues=continues)
+
+
+def _completed(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Prompt,
+    messages: Sequence[Message],
+    answer: Sequence[Message],
+    *,
+    continues: bool,
+) -> Completed:
+    turn = turn_text(tokenizer, prompt, messages, answer, continues=continues)
+    prompt_ids = _encode_rendered(tokenizer, turn.prompt)
+    whole = _encode_rendered(tokenizer, turn.prompt + turn.answer)
+    ids = prompt_ids + _continuation(tokenizer, prompt_ids, whole, turn.answer)
+    return Completed(prompt_ids, _closed(tokenizer, ids)[len(prompt_ids) :], turn.is_verbatim)
+
+
+def _encode_parts(
+    tokenizer: PreTrainedTokenizerBase, text: str, spans: Sequence[range]
+) -> tuple[tuple[int, ...], list[range]]:
+    """The ids of a rendered conversation, in which no token crosses the beginning or end of one of `spans`, ranges of
+    its characters; and the same ranges of ids.
+    """
+    ids: tuple[int, ...] = ()
+    learnt: list[range] = []
+    place = 0
+    for span in spans:
+        for end in (span.start, span.stop):
+            num_before, whole = len(ids), _encode_rendered(tokenizer, text[:end])
+            ids += _continuation(tokenizer, ids, whole, text[place:end])
+            place = end
+        learnt.append(range(num_before, len(ids)))
+    ids += _continuation(tokenizer, ids, _encode_rendered(tokenizer, text), text[place:])
+    closed = _closed(tokenizer, ids)
+    if place == len(text) and len(closed) > len(ids):
+        learnt[-1] = range(learnt[-1].start, len(closed))  # with the end-of-sequence token, which no template wrote
+    return closed, learnt
+
+
+def _encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
+    """The ids of a text as the tokenizer begins it, without an end-of-sequence token that it appends."""
+    ids = tuple(tokenizer(text)["input_ids"])
+    adds_eos = bool(ids) and ids[-1] == tokenizer.eos_token_id and not text.endswith(str(tokenizer.eos_token))
     return ids[:-1] if adds_eos else ids
 
 
-def _apply_template(
-    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, messages: Sequence[Message], *, opens_turn: bool = False
+def _encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
+    """The ids of what a chat template wrote, which has its own special tokens."""
+    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _continuation(
+    tokenizer: PreTrainedTokenizerBase, before: tuple[int, ...], whole: tuple[int, ...], text: str
 ) -> tuple[int, ...]:
-    continues = opens_turn and bool(messages) and messages[-1]["role"] == "assistant"
-    ids = _templated(
-        tokenizer,
-        prompt,
-        messages,
-        add_generation_prompt=opens_turn and not continues,
-        continue_final_message=continues,
-        return_dict=False,
-    )
-    return tuple(ids)  # type: ignore[arg-type]
+    """The ids of `text` behind `before`, of which `whole` are the ids as one text.
+
+    Where a token of `whole` crosses the end of `before`, they are ids of `text` by itself that give the same text
+    behind `before`. If there are none (a normalizer changes the text), the ids of `text` as a text of its own.
+    """
+    if whole[: len(before)] == before:
+        return whole[len(before) :]
+
+    def shown(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    expected = shown(whole)
+    ways = _by_itself(tokenizer, text)
+    own = next(ways)
+    return next((ids for ids in (own, *ways) if shown(before + ids) == expected), own)
 
 
-def _templated(
-    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, messages: Sequence[Message], **options: bool
-) -> object:
-    """The template's text or ids for `messages`, with the arguments that the row of `prompt` has for it."""
-    if not tokenizer.chat_template:
-        raise ModelError(
-            f"prompt {prompt.id} is a conversation, but the tokenizer has no chat template; give the prompts as text, "
-            "or take an instruction-tuned model"
-        )
-    arguments: Any = prompt.template_arguments
-    template = str(tokenizer.chat_template)  # of several by name, all of them
-    unread = next((name for name in arguments if not re.search(rf"\b{re.escape(name)}\b", template)), None)
-    if unread is not None:
-        raise DataError(
-            f"prompt {prompt.id} has `{unread}` for the chat template, which does not read it; remove it from the row, "
-            "or take a model whose template has it"
-        )
-    try:
-        return tokenizer.apply_chat_template([dict(message) for message in messages], **arguments, **options)  # type: ignore[arg-type]
-    except (TemplateError, ValueError) as error:
-        raise DataError(f"the chat template refuses prompt {prompt.id} ({error}); change its messages") from error
+def _by_itself(tokenizer: PreTrainedTokenizerBase, text: str) -> Iterator[tuple[int, ...]]:
+    """The ids of `text` alone, then behind short texts, as far as these keep their own ids: there the tokenizer does
+    not encode it as the beginning of a text, with a space that it puts first.
+    """
+    yield _encode_rendered(tokenizer, text)
+    for anchor in _ANCHORS:
+        first, both = _encode_rendered(tokenizer, anchor), _encode_rendered(tokenizer, anchor + text)
+        if both[: len(first)] == first:
+            yield both[len(first) :]
 
 
 def _closed(tokenizer: PreTrainedTokenizerBase, ids: tuple[int, ...]) -> tuple[int, ...]:
     """A rendered conversation up to the token that closes its last turn, or with eos if none does."""
-    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+    special = set(special_tokens(tokenizer).values())
     end = len(ids)
     while end and ids[end - 1] not in special and not decode(tokenizer, ids[end - 1 : end]).strip():
         end -= 1
     return ids[:end] if end and ids[end - 1] in special else _ended(tokenizer, ids)
 
 
-def _closing(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """The special tokens, any of which may close a turn."""
-    added = (str(token) for token in tokenizer.added_tokens_decoder.values())
-    return tuple(dict.fromkeys((*map(str, tokenizer.all_special_tokens), *added)))
-
-
 def _ended(tokenizer: PreTrainedTokenizerBase, ids: tuple[int, ...]) -> tuple[int, ...]:
     eos_id = _special_id(tokenizer.eos_token_id)
     return ids if eos_id is None or ids[-1:] == (eos_id,) else (*ids, eos_id)
-
-
-def assistant_spans(
-    render: Render, messages: Sequence[Message], turns: Sequence[int], closing: Sequence[str]
-) -> list[range]:
-    """Character ranges in `render(messages, False)` of the assistant's `turns` (indices of messages).
-
-    A range includes the token of `closing` that ends the turn, without white space after it.
-
-    Raises:
-        DataError: the template renders a turn, or the text before it, differently once more messages follow.
-    """
-    whole = render(messages, False)
-    spans: list[range] = []
-    for turn in turns:
-        before = render(messages[:turn], True) if turn else ""
-        after = whole if turn + 1 == len(messages) else render(messages[: turn + 1], False)
-        if not whole.startswith(before):
-            raise DataError(_unstable("what comes before", turn, len(messages)))
-        if not whole.startswith(after) or len(after) <= len(before):
-            raise DataError(_unstable("the", turn, len(messages)))
-        spans.append(range(len(before), _end(after, closing)))
-    return spans
-
-
-def _end(text: str, closing: Sequence[str]) -> int:
-    """End of a turn that is last in `text`."""
-    stripped = text.rstrip()
-    return len(stripped) if stripped.endswith(tuple(closing)) else len(text)
-
-
-def _unstable(what: str, turn: int, num_messages: int) -> str:
-    return (
-        f"the chat template writes {what} turn {turn} of {num_messages} otherwise alone than inside of the "
-        "conversation (some templates leave out earlier reasoning), so the assistant's tokens cannot be told apart; "
-        "learn the last turn alone (loss_on: last), everything (loss_on: all), or take another template"
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class PlacedTokens:
-    """Token ids of a text, and the character range of each: `starts[i]` to `ends[i]`."""
-
-    ids: tuple[int, ...]
-    starts: tuple[int, ...]
-    ends: tuple[int, ...]
-
-    def spans(self, characters: Sequence[range]) -> list[range]:
-        """For each range of characters, the range of tokens that begin in it.
-
-        A token that begins before the range is left out: in generation no token crosses the start of a turn.
-        """
-        return [range(self._first_from(span.start), self._first_from(span.stop)) for span in characters]
-
-    def _first_from(self, character: int) -> int:
-        # Byte-level tokenizers exclude leading white space from a token's range, so a token begins where the previous
-        # one ends. Tokens that share one multi-byte character all begin with it.
-        ends = (0, *self.ends)
-        begins = (min(start, end) for start, end in zip(self.starts, ends, strict=False))
-        return next((index for index, begin in enumerate(begins) if begin >= character), len(self.ids))
-
-
-def tokens_of(tokenizer: PreTrainedTokenizerBase, text: str) -> PlacedTokens:
-    """The tokens of a rendered conversation. Raises ModelError for a tokenizer without character offsets."""
-    if not tokenizer.is_fast:
-        raise ModelError(
-            f"{type(tokenizer).__name__} does not say which characters a token was made from; give the model a "
-            "tokenizer.json, or the demonstrations as text"
-        )
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    offsets = encoded["offset_mapping"]
-    return PlacedTokens(
-        tuple(encoded["input_ids"]), tuple(start for start, _ in offsets), tuple(end for _, end in offsets)
-    )

@@ -6,15 +6,17 @@ Shape legend: B sequences, T positions.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 
 import torch
 
 from tunesmith.batch.pack import chunks
 from tunesmith.core.errors import RewardError
+from tunesmith.models.conversation import is_continued
 from tunesmith.models.heads import RewardModel
-from tunesmith.models.tokenizer import PreTrainedTokenizerBase, encode_pair_side, same_vocabulary
+from tunesmith.models.tokenizer import PreTrainedTokenizerBase, encode_pair_side, end_token_id, same_vocabulary
 from tunesmith.rewards.outcome import Logged, Outcome, Policy, Sample, SampleError, Scored
-from tunesmith.schema.records import Prompt, plain_text
+from tunesmith.schema.records import plain_text
 
 # Spaces, line breaks, digits, accents and an emoji: what tokenizers with one vocabulary may still split differently.
 _PROBES = (
@@ -60,9 +62,8 @@ class ModelReward:
         self._same_template = (
             policy_tokenizer is not None and policy_tokenizer.chat_template == model.tokenizer.chat_template
         )
-        self._ends = frozenset(model.tokenizer.all_special_ids) | frozenset(model.tokenizer.added_tokens_decoder)
-        self._text_end_id: int | None = model.tokenizer.eos_token_id  # type: ignore[assignment]
-        self._turn_end_id = _turn_end_id(model.tokenizer)
+        self._special = frozenset(model.tokenizer.all_special_ids)
+        self._end_ids = [end_token_id(model.tokenizer, is_conversational=is_turn) for is_turn in (False, True)]
         self._max_tokens = _max_tokens(model)
         self.begin: Callable[[Sequence[Sample], Mapping[str, object]], Future[Scored] | None] = _here
         """Begins a call that is made elsewhere, and returns its outcomes; None if this process must make it."""
@@ -111,15 +112,20 @@ class ModelReward:
             return self._closed(sample)
         tokenizer = self.model.tokenizer
         if self.model.pools_last_token and (tokenizer.chat_template or not sample.prompt.is_conversational):
-            return encode_pair_side(tokenizer, sample.prompt, sample.completion.text)
-        separator = "\n" if sample.prompt.is_conversational else ""
-        text = plain_text(sample.prompt.content) + separator + sample.completion.text
+            prompt = replace(sample.prompt, token_ids=None)  # which may be another tokenizer's
+            return encode_pair_side(tokenizer, prompt, sample.completion.text)
+        content = sample.prompt.content
+        separator = "" if isinstance(content, str) or is_continued(content) else "\n"
+        text = plain_text(content) + separator + sample.completion.text
         return tuple(tokenizer(text)["input_ids"])  # type: ignore[arg-type]
 
     def _closed(self, sample: Sample) -> tuple[int, ...]:
-        ids = sample.prompt_token_ids + sample.completion.token_ids
-        end_id = self._turn_end_id if sample.prompt.is_conversational else self._text_end_id
-        return ids if end_id is None or ids[-1] in self._ends else (*ids, end_id)
+        ids, end_id = (
+            sample.prompt_token_ids + sample.completion.token_ids,
+            self._end_ids[sample.prompt.is_conversational],
+        )
+        is_ended = end_id is None or ids[-1] == end_id or ids[-1] in self._special
+        return ids if is_ended else (*ids, end_id)
 
 
 def _here(samples: Sequence[Sample], extras: Mapping[str, object]) -> "Future[Scored] | None":
@@ -138,13 +144,6 @@ def model_name(source: str) -> str:
     """The last part of a hub id or folder, for metrics; `final` gives way to the run that it belongs to."""
     parts = [part for part in source.split("/") if part not in ("", ".", "final")]
     return parts[-1] if parts else "reward_model"
-
-
-def _turn_end_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The token with which the chat template ends the assistant's turn, perhaps not eos; None without a template."""
-    if not tokenizer.chat_template:
-        return None
-    return encode_pair_side(tokenizer, Prompt(id="probe", content=({"role": "user", "content": "a"},)), "b")[-1]
 
 
 def _max_tokens(model: RewardModel) -> int:

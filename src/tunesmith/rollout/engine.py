@@ -11,7 +11,7 @@ from tunesmith.batch.rollout import Completion, Group, SamplingParams
 from tunesmith.core.errors import InputError
 from tunesmith.kernels.sample.torch_impl import SMALLEST_TEMPERATURE, TEMPERATURE_RULE
 from tunesmith.models.loaded import PreTrainedModel, PreTrainedTokenizerBase, context_length
-from tunesmith.models.tokenizer import decode, encode_prompt, stop_token_ids
+from tunesmith.models.tokenizer import byte_token_ids, decode, encode_prompt, stop_token_ids
 from tunesmith.rollout.kv_cache import KVCache, blocks_for
 from tunesmith.rollout.scheduler import PromptRequest, Scheduler
 from tunesmith.rollout.sequence import Decode, Limits, TextStream
@@ -190,7 +190,7 @@ class Callbacks:
     def _send_text(self, sequence: DrawnSequence, on_text: OnText) -> None:
         key = sequence.request, sequence.sample
         if key not in self._streams:
-            self._streams[key] = TextStream(sequence.decode, sequence.limits.stop_strings)
+            self._streams[key] = TextStream(sequence.decode, sequence.context, sequence.limits.stop_strings)
         stream = self._streams[key]
         new = stream.finish(sequence.text) if sequence.finish_reason else stream.push(sequence.token_ids)
         if new:
@@ -234,7 +234,7 @@ def make_request(
         prompt_ids,
         n,
         Limits(sampling.max_new_tokens, sampling.min_new_tokens, stop_ids, sampling.stop_strings),
-        lambda ids: decode(tokenizer, ids),
+        Decode(lambda ids: decode(tokenizer, ids), byte_token_ids(tokenizer)),
         secrets.randbits(62) if sampling.seed is None else sampling.seed,
         vocabulary_size,
         min(num_slots, n * len(prompts)),

@@ -4,13 +4,45 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tunesmith.core.errors import InputError
+from tunesmith.models.tokenizer import text_after
 from tunesmith.schema.records import FinishReason
-
-Decode = Callable[[list[int]], str]
-"""The text of some token ids, without special tokens."""
 
 UNFINISHED = "\ufffd"
 """The replacement character, which decoders emit for invalid or incomplete UTF-8."""
+
+_CONTEXTS = (8, 64, 512)
+"""Numbers of a prompt's last ids that are tried as the context of its completions."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decode:
+    """The text of some token ids, without special tokens: `text(ids)`.
+
+    The text of neighbouring `open_ids`, and of a token after them, is not settled until another token follows: they
+    stand for one byte each, and one that makes no character changes the text of those before it.
+    """
+
+    text: Callable[[list[int]], str]
+    open_ids: frozenset[int] = frozenset()
+    _contexts: dict[tuple[int, ...], list[int]] = field(default_factory=dict[tuple[int, ...], list[int]])
+
+    def __call__(self, token_ids: list[int]) -> str:
+        """The text of `token_ids`."""
+        return self.text(token_ids)
+
+    def context(self, prompt_ids: tuple[int, ...]) -> list[int]:
+        """The last ids of a prompt, behind which a completion has the text that it has behind all of them.
+
+        They begin with a whole character and show some text: a decoder treats the first token with text otherwise.
+        """
+        if prompt_ids not in self._contexts:
+            tails = (list(prompt_ids[-size:]) for size in _CONTEXTS if size < len(prompt_ids))
+            self._contexts[prompt_ids] = next(filter(self._is_text, tails), list(prompt_ids))
+        return self._contexts[prompt_ids]
+
+    def _is_text(self, token_ids: list[int]) -> bool:
+        text = self.text(token_ids)
+        return bool(text.strip()) and UNFINISHED not in text and token_ids[0] not in self.open_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,26 +81,31 @@ class Limits:
 
 
 class IncrementalDecoder:
-    """Decodes a completion token by token; work per token does not grow with its length.
+    """Decodes a completion behind the ids `context` token by token; work per token does not grow with its length.
 
     A tokenizer decodes a token differently at the beginning of a text than within it, so new tokens are decoded
     together with the piece before them. Tokens that do not yet make whole characters are decoded again with the next.
     """
 
-    def __init__(self, decode: Decode) -> None:
+    def __init__(self, decode: Decode, context: list[int]) -> None:
         self._decode = decode
-        self._first = 0  # the last settled piece begins with this token
+        self._piece = context  # the last settled ids
         self._num_settled = 0  # tokens whose text is settled
-        self._before = ""  # text of the tokens from `_first` to `_num_settled`
+        self._before = decode(context)
 
     def unsettled(self, token_ids: list[int]) -> str:
         """Text of the tokens after the settled ones; `token_ids` are all ids of the completion."""
-        return self._decode(token_ids[self._first :])[len(self._before) :]
+        return text_after(self._before, self._decode(self._piece + token_ids[self._num_settled :]))
 
-    def settle(self, token_ids: list[int]) -> None:
-        """Mark all of `token_ids` as settled."""
-        self._first, self._num_settled = self._num_settled, len(token_ids)
-        self._before = self._decode(token_ids[self._first :])
+    def settle(self, token_ids: list[int]) -> bool:
+        """Mark all of `token_ids` as settled, and return True; False if their text, which is not empty, may yet change
+        with the next ones.
+        """
+        if token_ids[-1] in self._decode.open_ids:
+            return False
+        self._piece, self._num_settled = token_ids[self._num_settled :], len(token_ids)
+        self._before = self._decode(self._piece)
+        return True
 
 
 class StopSearch:
@@ -77,8 +114,8 @@ class StopSearch:
     Of the settled text, only the longest stop string less one character is searched again.
     """
 
-    def __init__(self, decode: Decode, stops: tuple[str, ...]) -> None:
-        self._decoder = IncrementalDecoder(decode)
+    def __init__(self, decode: Decode, context: list[int], stops: tuple[str, ...]) -> None:
+        self._decoder = IncrementalDecoder(decode, context)
         self._stops = stops
         self._num_kept = max(map(len, stops)) - 1
         self._pieces: list[str] = []
@@ -101,11 +138,10 @@ class StopSearch:
             if index >= 0:
                 found.append(offset + index)
         self._num_seen = max(self._num_seen, self._num_settled + len(fresh))
-        if text and not text.endswith(UNFINISHED):
+        if text and not text.endswith(UNFINISHED) and self._decoder.settle(token_ids):
             self._pieces.append(fresh)
             self._num_settled += len(fresh)
             self._tail = (self._tail + fresh)[-self._num_kept :] if self._num_kept else ""
-            self._decoder.settle(token_ids)
         return min(found, default=None)
 
     def text(self, end: int, token_ids: list[int]) -> str:
@@ -140,7 +176,12 @@ class Sequence:
 
     def __post_init__(self) -> None:
         if self.limits.stop_strings:
-            self._search = StopSearch(self.decode, self.limits.stop_strings)
+            self._search = StopSearch(self.decode, self.context, self.limits.stop_strings)
+
+    @property
+    def context(self) -> list[int]:
+        """The ids of the prompt that the text of the completion depends on."""
+        return self.decode.context(self.prompt_ids)
 
     @property
     def position(self) -> int:
@@ -159,11 +200,11 @@ class Sequence:
 
     @property
     def text(self) -> str:
-        """The completion's text: without the stop id, and cut at the stop string."""
+        """The completion's text behind its prompt: without the stop id, and cut at the stop string."""
         if self._search and self._cut is not None:
             return self._search.text(self._cut, self.token_ids)
-        ended_by_id = self.finish_reason == "stop"
-        return self.decode(self.token_ids[:-1] if ended_by_id else self.token_ids)
+        shown = self.token_ids[:-1] if self.finish_reason == "stop" else self.token_ids
+        return IncrementalDecoder(self.decode, self.context).unsettled(shown)
 
     def append(self, token_id: int, logp: float, raw_logp: float) -> bool:
         """Append a token; True if the completion ends with it."""
@@ -212,8 +253,8 @@ class TextStream:
     Example: with the stop string "END", the tokens "all", " EN" and "OUGH" give "all", " " and "ENOUGH".
     """
 
-    def __init__(self, decode: Decode, stop_strings: tuple[str, ...] = ()) -> None:
-        self._decoder = IncrementalDecoder(decode)
+    def __init__(self, decode: Decode, context: list[int], stop_strings: tuple[str, ...] = ()) -> None:
+        self._decoder = IncrementalDecoder(decode, context)
         self._stop_strings = stop_strings
         self._held = ""
         self._num_given = 0
@@ -221,10 +262,9 @@ class TextStream:
     def push(self, token_ids: list[int]) -> str:
         """The new, settled text; call it with all ids of the completion after each new one but the last."""
         text = self._decoder.unsettled(token_ids)
-        if not text or text.endswith(UNFINISHED):
+        if not text or text.endswith(UNFINISHED) or not self._decoder.settle(token_ids):
             return ""
         self._held += text
-        self._decoder.settle(token_ids)
         cut = len(self._held) - self._num_open()
         piece, self._held = self._held[:cut], self._held[cut:]
         self._num_given += len(piece)

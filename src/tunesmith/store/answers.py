@@ -2,18 +2,26 @@
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import Connection, Table, exists, insert, select, update
 
 from tunesmith.core.errors import UnknownPresentationError, VoteConflictError, VoteError
 from tunesmith.store.campaigns import campaign as load_campaign
-from tunesmith.store.campaigns import rater_named
+from tunesmith.store.campaigns import raters_named
 from tunesmith.store.content import check_text
-from tunesmith.store.items import add_items, candidate_ids, texts_of_items
-from tunesmith.store.queue import add_presentation, has_free_slot, quota_left, refresh_open_items
+from tunesmith.store.items import StoredAnswer, add_items, answers_of_items, candidate_ids, chunks, texts_of_items
+from tunesmith.store.queue import (
+    GIVEN_ORDER,
+    add_presentation,
+    has_free_slot,
+    new_presentation,
+    quota_left,
+    refresh_open_items,
+)
 from tunesmith.store.records import VERDICTS, Campaign, GivenVote, NewItem, Verdict, VoteReceipt
-from tunesmith.store.tables import demonstrations, items, new_id, presentations, rankings, votes
+from tunesmith.store.tables import demonstrations, insert_rows, items, new_id, presentations, rankings, votes
 
 _MAX_DWELL_MS = 2**31 - 1
 _LEFT = ("left_much", "left")
@@ -221,48 +229,87 @@ def answering_pair(
     return Answering(connection, shown.token, rater_id, now, is_mirrored=tuple(shown.order_json) != order)
 
 
+@dataclass(frozen=True, slots=True)
+class AddedVotes:
+    """Numbers of imported votes added, and of those left out because their rater has said otherwise of the item; ids of
+    items that became held out.
+    """
+
+    num_new: int
+    num_other: int
+    changed_ids: frozenset[int]
+
+
 def add_votes(
     connection: Connection, rng: random.Random, campaign_id: int, given: Sequence[GivenVote], now: float
-) -> int:
-    """Number of imported votes added. One on an item that its rater has judged or holds already is skipped."""
-    item_ids = add_items(connection, campaign_id, [vote.item for vote in given]).item_ids
-    num_new = 0
-    for vote, item_id in zip(given, item_ids, strict=True):
-        rater_id = rater_named(connection, vote.rater, now)
-        is_there = exists().where(presentations.c.item_id == item_id, presentations.c.rater_id == rater_id)
-        if not connection.execute(select(is_there)).scalar():
-            _add_vote(connection, rng, vote, item_id, rater_id, now)
-            num_new += 1
+) -> AddedVotes:
+    """Add imported votes. One on an item that its rater has judged or holds already is skipped."""
+    added = add_items(connection, campaign_id, [vote.item for vote in given])
+    answers = answers_of_items(connection, added.item_ids)
+    rater_ids = raters_named(connection, [vote.rater for vote in given], now)
+    said = _verdicts_on(connection, added.item_ids)
+    fresh: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    num_other = 0
+    for vote, item_id in zip(given, added.item_ids, strict=True):
+        rater_id = rater_ids[vote.rater]
+        shown, content = _imported(rng, vote, answers[item_id], now)
+        verdict = _without_side(content["verdict"], content["chosen_candidate_id"])
+        if (item_id, rater_id) in said:
+            num_other += said[item_id, rater_id] != verdict
+            continue
+        said[item_id, rater_id] = verdict
+        fresh.append(({"item_id": item_id, "rater_id": rater_id, **shown}, content))
+    ids = insert_rows(connection, presentations, [shown for shown, _ in fresh])
+    rows = [{"presentation_id": id_, **content} for id_, (_, content) in zip(ids, fresh, strict=True)]
+    if rows:
+        connection.execute(insert(votes), rows)
     overlap = load_campaign(connection, campaign_id).settings.overlap
-    refresh_open_items(connection, campaign_id, overlap, sorted(set(item_ids)))
-    return num_new
+    for chunk in chunks(added.item_ids):
+        refresh_open_items(connection, campaign_id, overlap, chunk)
+    return AddedVotes(len(fresh), num_other, added.changed_ids)
 
 
-def _add_vote(
-    connection: Connection, rng: random.Random, vote: GivenVote, item_id: int, rater_id: int, now: float
-) -> None:
+def _imported(
+    rng: random.Random, vote: GivenVote, answers: Sequence[StoredAnswer], now: float
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Columns of the presentation and of the vote; `answers` are those of the stored item, by position."""
     time = now if vote.created_at is None else vote.created_at
-    shown = add_presentation(
-        connection, rng, 2, state="done", item_id=item_id, rater_id=rater_id, shown_at=time, lease_until=time
-    )
-    ids = candidate_ids(connection, item_id)
     # The item may have been stored with its answers in the other order.
-    better = texts_of_items(connection, [item_id])[item_id].index(vote.item.candidates[vote.better].text)
-    side = "left" if shown.order[0] == better else "right"
-    verdict = {"much_better": f"{side}_much", "better": side}.get(vote.verdict, vote.verdict)
+    texts = [answer.text for answer in answers]
+    better = texts.index(vote.item.candidates[vote.better].text)
+    shown = new_presentation(rng, 2, shown_at=time, lease_until=time, state="done")
+    if vote.left is not None:
+        left = texts.index(vote.item.candidates[vote.left].text)
+        shown |= {"order_json": [left, 1 - left], "seed": GIVEN_ORDER}
+    side = "left" if shown["order_json"][0] == better else "right"
     is_decided = vote.verdict in ("much_better", "better")
-    connection.execute(
-        insert(votes).values(
-            presentation_id=shown.id,
-            revision=1,
-            verdict=verdict,
-            reason=check_text(vote.reason, "the reason"),
-            chosen_candidate_id=ids[better] if is_decided else None,
-            rejected_candidate_id=ids[1 - better] if is_decided else None,
-            dwell_ms=vote.dwell_ms,
-            created_at=time,
-        )
-    )
+    return shown, {
+        "revision": 1,
+        "verdict": {"much_better": f"{side}_much", "better": side}.get(vote.verdict, vote.verdict),
+        "reason": check_text(vote.reason, "the reason"),
+        "chosen_candidate_id": answers[better].id if is_decided else None,
+        "rejected_candidate_id": answers[1 - better].id if is_decided else None,
+        "dwell_ms": None if vote.dwell_ms is None else min(max(0, vote.dwell_ms), _MAX_DWELL_MS),
+        "created_at": time,
+    }
+
+
+def _verdicts_on(connection: Connection, item_ids: Sequence[int]) -> dict[tuple[int, int], str | None]:
+    """What each rater says of each of the items that they were shown, without the side; None for no vote yet."""
+    later = votes.alias()
+    is_last = ~exists().where(later.c.presentation_id == votes.c.presentation_id, later.c.revision > votes.c.revision)
+    joined = presentations.outerjoin(votes, (votes.c.presentation_id == presentations.c.id) & is_last)
+    columns = presentations.c.item_id, presentations.c.rater_id, votes.c.verdict, votes.c.chosen_candidate_id
+    found: dict[tuple[int, int], str | None] = {}
+    for chunk in chunks(item_ids):
+        for row in connection.execute(select(*columns).select_from(joined).where(presentations.c.item_id.in_(chunk))):
+            verdict = None if row.verdict is None else _without_side(row.verdict, row.chosen_candidate_id)
+            found[row.item_id, row.rater_id] = verdict
+    return found
+
+
+def _without_side(verdict: str, chosen_id: int | None) -> str:
+    return verdict if chosen_id is None else f"{chosen_id} {verdict.removeprefix('left').removeprefix('right')}"
 
 
 def _is_same(row: Any, content: Mapping[str, object]) -> bool:

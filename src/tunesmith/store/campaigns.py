@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from sqlalchemy import Connection, delete, func, insert, select, update
+from sqlalchemy import Connection, delete, insert, select, update
 
-from tunesmith.core.errors import StoreError
+from tunesmith.core.errors import NameTakenError, StoreError
 from tunesmith.store import tables
-from tunesmith.store.content import check_name, check_text, token_sha256
+from tunesmith.store.content import check_name, check_text, name_key, token_sha256
 from tunesmith.store.queue import refresh_open_items
 from tunesmith.store.records import Campaign, CampaignSettings, CommandKind, NewRater, PolicyVersion, Rater, Role
 from tunesmith.store.tables import new_id
@@ -55,14 +55,25 @@ def close_campaign(connection: Connection, campaign_id: int, now: float) -> None
 def add_rater(
     connection: Connection, name: str, role: Role, invited_by: int | None, expires_at: float | None, now: float
 ) -> NewRater:
-    """A new rater and their token. Raises StoreError if the name is taken."""
+    """A new rater and their token; one whom imported votes brought, and who never had access, gets it now.
+
+    Raises StoreError if the name is taken, in whatever spelling.
+    """
     if role not in ("rater", "admin"):
         raise StoreError(f"role {role!r} is unknown; give rater or admin")
+    name = check_name(name.strip(), "the rater's name")
     token = secrets.token_urlsafe(24)
-    values = {"name": _free_name(connection, name), "role": role, "token_sha256": token_sha256(token)}
-    times = {"created_at": now, "expires_at": expires_at}
-    result = connection.execute(insert(tables.raters).values(**values, **times, invited_by=invited_by))
-    return NewRater(_rater_of_id(connection, new_id(result)), token)
+    table = tables.raters
+    values = {"role": role, "token_sha256": token_sha256(token), "expires_at": expires_at, "invited_by": invited_by}
+    known = _same_name(connection, name)
+    if known is None:
+        rater_id = new_id(connection.execute(insert(table).values(name=name, created_at=now, **values)))
+    elif known.token_sha256 is None and known.disabled_at is None:
+        rater_id = int(known.id)
+        connection.execute(update(table).where(table.c.id == rater_id).values(**values))
+    else:
+        raise _taken(name, known.name)
+    return NewRater(_rater_of_id(connection, rater_id), token)
 
 
 def rater_of_token(connection: Connection, token: str, now: float) -> Rater | None:
@@ -83,18 +94,26 @@ def redeem(
     fresh = secrets.token_urlsafe(24)
     values: dict[str, object] = {"token_sha256": token_sha256(fresh), "expires_at": expires_at}
     if name is not None and name != rater.name:
-        values["name"] = _free_name(connection, name)
+        values["name"] = check_name(name.strip(), "the rater's name")
+        known = _same_name(connection, name)
+        if known is not None and known.id != rater.id:
+            raise _taken(name, known.name)
     connection.execute(update(tables.raters).where(tables.raters.c.id == rater.id).values(**values))
     return NewRater(_rater_of_id(connection, rater.id), fresh)
 
 
-def rater_named(connection: Connection, name: str, now: float) -> int:
-    """Id of the rater of this name, who is created without access if missing: for imported votes."""
-    found = connection.execute(select(tables.raters.c.id).where(tables.raters.c.name == name)).scalar()
-    if found is not None:
-        return int(found)
-    values = {"name": check_name(name, "the rater's name"), "role": "rater", "created_at": now}
-    return new_id(connection.execute(insert(tables.raters).values(**values)))
+def raters_named(connection: Connection, names: Sequence[str], now: float) -> dict[str, int]:
+    """Id of the rater of each name, in whatever spelling; created without access if missing: for imported votes."""
+    table = tables.raters
+    known = {name_key(row.name): int(row.id) for row in connection.execute(select(table.c.id, table.c.name))}
+    found: dict[str, int] = {}
+    for name in dict.fromkeys(names):
+        key = name_key(name)
+        if key not in known:
+            values = {"name": check_name(name.strip(), "the rater's name"), "role": "rater", "created_at": now}
+            known[key] = new_id(connection.execute(insert(table).values(**values)))
+        found[name] = known[key]
+    return found
 
 
 def all_raters(connection: Connection) -> list[Rater]:
@@ -146,11 +165,17 @@ def _check_settings(settings: CampaignSettings) -> None:
         raise StoreError(f"answer_style {settings.answer_style!r} is unknown; give raw or markdown")
 
 
-def _free_name(connection: Connection, name: str) -> str:
-    name = check_name(name.strip(), "the rater's name")
-    if connection.execute(select(func.count()).where(tables.raters.c.name == name)).scalar():
-        raise StoreError(f"the name {name!r} is taken; choose another")
-    return name
+def _same_name(connection: Connection, name: str) -> Any | None:
+    """The row of the rater with this name in whatever spelling: the exact one first."""
+    key = name_key(name)
+    rows = connection.execute(select(tables.raters).order_by(tables.raters.c.id)).all()
+    same = [row for row in rows if name_key(row.name) == key]
+    return next((row for row in same if row.name == name), next(iter(same), None))
+
+
+def _taken(name: str, known: str) -> NameTakenError:
+    spelt = "" if name == known else f" by {known!r}"
+    return NameTakenError(f"the name {name!r} is taken{spelt}; choose another")
 
 
 def _rater_of_id(connection: Connection, rater_id: int) -> Rater:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import unicodedata
 from typing import Any, cast
 
 from tunesmith.core.errors import DataError
@@ -26,11 +27,21 @@ def check_text(text: str, what: str) -> str:
 
 def check_name(name: str, what: str) -> str:
     """`name` itself. Raises DataError if it is blank, longer than `MAX_NAME`, or not storable."""
-    if not name.strip():
+    if not name_key(name):
         raise DataError(f"{what} is empty; give a name")
     if len(name) > MAX_NAME:
         raise DataError(f"{what} has {len(name)} characters; {MAX_NAME} are allowed")
     return check_text(name, what)
+
+
+def name_key(name: str) -> str:
+    """What two spellings of one name have in common: they differ in case, white space, invisible characters, or the
+    form that Unicode gives a letter (composed, full width).
+    """
+    if name.isascii():
+        return " ".join(name.casefold().split())
+    seen = "".join(one for one in unicodedata.normalize("NFKC", name) if unicodedata.category(one) != "Cf")
+    return " ".join(unicodedata.normalize("NFKC", seen.casefold()).split())
 
 
 def check_content(content: Text, what: str) -> None:

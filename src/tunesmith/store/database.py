@@ -39,6 +39,7 @@ _METADATA = {"votes": votes_metadata, "runs": runs_metadata}
 
 BUSY_TIMEOUT_S = 10.0
 _LOCK_TIMEOUT_S = 0.2
+_CACHE_KB = 64 * 1024
 _VERSION_TABLE = "alembic_version"
 _READ_BY_CURSOR = ("offers", "metrics", "jobs", "votes", "rankings", "demonstrations", "commands")
 
@@ -203,6 +204,8 @@ def _writing_engine(path: Path, *, durable: bool) -> Engine:
         connection.execute(f"PRAGMA journal_mode={'DELETE' if is_remote else 'WAL'}")
         connection.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
         connection.execute("PRAGMA foreign_keys=ON")
+        # An import touches most pages of an index whose keys are random; pages that do not fit are written twice.
+        connection.execute(f"PRAGMA cache_size=-{_CACHE_KB}")
         return connection
 
     engine = create_engine("sqlite://", creator=connect, poolclass=StaticPool)

@@ -6,7 +6,6 @@ All functions run in the one transaction of the single writer, so counts cannot 
 import random
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Table, and_, exists, func, insert, or_, select, true, update
@@ -63,12 +62,25 @@ def has_free_slot(connection: Connection, item: Any, presentation_id: int, campa
     return int(connection.execute(query).scalar_one()) < campaign.settings.overlap
 
 
-@dataclass(frozen=True, slots=True)
-class AddedPresentation:
-    """Id of a new presentation, and the indices of the item's candidates from left to right."""
+GIVEN_ORDER = -1
+"""The seed of a presentation whose order was not drawn here but comes with an imported vote."""
 
-    id: int
-    order: tuple[int, ...]
+
+def new_presentation(
+    rng: random.Random, num_answers: int, *, shown_at: float, lease_until: float, state: str = "open"
+) -> dict[str, Any]:
+    """Columns of a presentation of `num_answers` answers, without item and rater; their order is drawn here."""
+    seed = rng.getrandbits(_SEED_BITS)
+    order = list(range(num_answers))
+    random.Random(seed).shuffle(order)
+    return {
+        "token": secrets.token_urlsafe(16),
+        "order_json": order,
+        "seed": seed,
+        "shown_at": shown_at,
+        "lease_until": lease_until,
+        "state": state,
+    }
 
 
 def add_presentation(
@@ -80,25 +92,10 @@ def add_presentation(
     rater_id: int,
     shown_at: float,
     lease_until: float,
-    state: str = "open",
-) -> AddedPresentation:
-    """Insert a presentation of an item with `num_answers` answers to a rater; their order is drawn here."""
-    seed = rng.getrandbits(_SEED_BITS)
-    order = list(range(num_answers))
-    random.Random(seed).shuffle(order)
-    result = connection.execute(
-        insert(presentations).values(
-            item_id=item_id,
-            rater_id=rater_id,
-            token=secrets.token_urlsafe(16),
-            order_json=order,
-            seed=seed,
-            shown_at=shown_at,
-            lease_until=lease_until,
-            state=state,
-        )
-    )
-    return AddedPresentation(new_id(result), tuple(order))
+) -> int:
+    """Id of a new presentation of an item with `num_answers` answers to a rater; their order is drawn here."""
+    values = new_presentation(rng, num_answers, shown_at=shown_at, lease_until=lease_until)
+    return new_id(connection.execute(insert(presentations).values(item_id=item_id, rater_id=rater_id, **values)))
 
 
 def refresh_open_items(
@@ -206,7 +203,7 @@ def _show(
     num_answers = len(texts_of_items(connection, [item_id])[item_id])
     return add_presentation(
         connection, rng, num_answers, item_id=item_id, rater_id=rater_id, shown_at=now, lease_until=lease_until
-    ).id
+    )
 
 
 def _update(connection: Connection, ids: Sequence[int], **values: object) -> None:

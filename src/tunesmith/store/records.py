@@ -340,7 +340,7 @@ class ExportRow:
 @dataclass(frozen=True, slots=True)
 class GivenVote:
     """A vote that was made elsewhere. `item` is a pair; `better` is the index (0 or 1) of its better answer, without
-    meaning for a tie or two bad ones.
+    meaning for a tie or two bad ones, and `left` that of the answer shown on the left, None if nobody recorded it.
     """
 
     item: NewItem
@@ -350,11 +350,16 @@ class GivenVote:
     created_at: float | None = None
     dwell_ms: int | None = None
     reason: str = ""
+    left: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """Numbers of rows that an import added, and that existed already."""
+    """Numbers of rows that an import added, and that existed already; of items that existed and are gold or held out
+    from now on; and of votes left out because the same rater has said otherwise of the same pair.
+    """
 
     num_new: int
     num_there: int
+    num_changed: int = 0
+    num_other: int = 0

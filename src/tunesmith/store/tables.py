@@ -4,6 +4,7 @@ Times are seconds since the epoch (UTC) as double precision; nested values are J
 so a reader's cursor is an id. Clients see random tokens, never ids.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import (
@@ -11,6 +12,7 @@ from sqlalchemy import (
     Boolean,
     CheckConstraint,
     Column,
+    Connection,
     Double,
     ForeignKey,
     Index,
@@ -21,6 +23,8 @@ from sqlalchemy import (
     Text,
     TypeDecorator,
     UniqueConstraint,
+    insert,
+    text,
 )
 
 from tunesmith.store.content import decode_json, encode_json
@@ -59,6 +63,21 @@ class _Json(TypeDecorator[Any]):
 def new_id(result: Any) -> int:
     """Id of the row that an INSERT added."""
     return int(result.inserted_primary_key[0])
+
+
+def insert_rows(connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Ids of `rows`, which are inserted in this order by as few statements as there can be."""
+    if not rows:
+        return []
+    if connection.dialect.name != "sqlite":
+        return list(
+            connection.execute(insert(table).returning(table.c.id, sort_by_parameter_order=True), rows).scalars()
+        )
+    # SQLite inserts rows one by one where ids are asked for. There is one writer, so the next ids are known beforehand.
+    last = connection.execute(text("SELECT seq FROM sqlite_sequence WHERE name = :name"), {"name": table.name}).scalar()
+    first = int(last or 0) + 1
+    connection.execute(insert(table), [{"id": first + place, **row} for place, row in enumerate(rows)])
+    return list(range(first, first + len(rows)))
 
 
 def _id() -> Column[int]:
@@ -198,8 +217,10 @@ presentations = Table(
     _reference("rater_id", "raters.id"),
     Column("token", String(43), nullable=False, unique=True),
     Column("order_json", _Json, nullable=False),
+    # That of the order; negative if the order was given.
     Column("seed", _ID, nullable=False),
     _time("shown_at"),
+    # Equal to `shown_at` for a vote that was made elsewhere.
     _time("lease_until"),
     Column("state", String(16), nullable=False),
     # The same rater never gets an item twice.

@@ -5,17 +5,21 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from sqlalchemy import Connection, Table, exists, func, select, true
+from sqlalchemy import Connection, Table, exists, func, or_, select, true
 
+from tunesmith.store.queue import GIVEN_ORDER
 from tunesmith.store.records import Campaign, Progress
 from tunesmith.store.tables import candidates, demonstrations, item_candidates, items, presentations, rankings, votes
 from tunesmith.store.tables import raters as raters_table
 
 MAX_RATER_PAIRS = 200
 """Number of rater pairs whose kappa is listed: those with the most items in common."""
+
+FIRST, SECOND = "first", "second"
+"""Judgements of a pair that prefer either answer of the item."""
 
 _HOUR_S = 3600.0
 _LEFT = ("left", "left_much")
@@ -55,7 +59,9 @@ class RaterPair:
 
 @dataclass(frozen=True, slots=True)
 class RaterStats:
-    """Statistics of one rater. `left` counts choices of the left answer, `longer` those of the longer one."""
+    """Statistics of one rater. `left` counts choices of the left answer, where the side is known (imported votes may
+    come without), `longer` those of the longer one.
+    """
 
     rater_id: int
     name: str
@@ -130,6 +136,30 @@ def cohen_kappa(pairs: Sequence[tuple[Hashable, Hashable]]) -> Agreement:
     return Agreement((observed - by_chance) / (1.0 - by_chance), num)
 
 
+def pair_alpha(units: Sequence[Sequence[Hashable]]) -> Agreement:
+    """Krippendorff's alpha of judgements of pairs: `FIRST`, `SECOND`, or anything else, such as `tie`.
+
+    Which answer of an item is called the first says nothing: a file may list the chosen one first, and then raters who
+    agree would seem to agree by chance. So each item counts in both orders of its answers, as if it were there a second
+    time with the two exchanged. By chance, then, a decided vote is for either answer half of the time, whatever the
+    order. Without ties and with many items alpha is 2 P - 1, where P is how often two raters agree: the coefficient of
+    agreement for paired comparisons (Kendall and Babington Smith 1940, "On the Method of Paired Comparisons").
+    """
+    found = krippendorff_alpha([*units, *([_exchanged(one) for one in unit] for unit in units)])
+    return replace(found, num=found.num // 2)
+
+
+def pair_kappa(pairs: Sequence[tuple[Hashable, Hashable]]) -> Agreement:
+    """Cohen's kappa of judgements of pairs, of which each counts in both orders of the answers, as in `pair_alpha`."""
+    found = cohen_kappa([*pairs, *((_exchanged(a), _exchanged(b)) for a, b in pairs)])
+    return replace(found, num=found.num // 2)
+
+
+def _exchanged(judgement: Hashable) -> Hashable:
+    """The same judgement with the two answers in the other order."""
+    return SECOND if judgement == FIRST else FIRST if judgement == SECOND else judgement
+
+
 def bias_test(num_hits: int, num: int) -> BiasTest:
     """Exact two-sided binomial test of `num_hits` in `num` choices against a fair coin.
 
@@ -161,8 +191,7 @@ def vote_stats(connection: Connection, campaign_id: int | None, now: float) -> V
     units: dict[int, dict[int, Hashable]] = {}
     for one in counted:
         if not one.is_gold:
-            # The preferred answer rather than its side, which differs from rater to rater.
-            units.setdefault(one.item_id, {})[one.rater_id] = one.chosen_candidate_id or one.verdict
+            units.setdefault(one.item_id, {})[one.rater_id] = _judgement(one)
     num_items, num_done = _num_items(connection, campaign_id)
     num_demonstrations = connection.execute(_last_answers(demonstrations, campaign_id, func.count())).scalar_one()
     return VoteStats(
@@ -171,7 +200,7 @@ def vote_stats(connection: Connection, campaign_id: int | None, now: float) -> V
         num_rankings=num_rankings,
         num_demonstrations=int(num_demonstrations),
         num_votes_last_hour=sum(one.created_at > now - _HOUR_S for one in counted),
-        alpha=krippendorff_alpha([list(unit.values()) for unit in units.values()]),
+        alpha=pair_alpha([list(unit.values()) for unit in units.values()]),
         kappas=_kappas(units, names),
         raters=_rater_stats(judged, [*gold, *gold_of_rankings], names),
         **_summary(judged),
@@ -225,14 +254,28 @@ def _judged_pairs(connection: Connection, campaign_id: int | None) -> Sequence[A
         presentations.c.rater_id,
         votes.c.verdict,
         votes.c.chosen_candidate_id,
+        votes.c.rejected_candidate_id,
         votes.c.dwell_ms,
         votes.c.created_at,
+        # An imported vote, which was never leased, has a known order only if it came with one.
+        or_(presentations.c.lease_until > presentations.c.shown_at, presentations.c.seed == GIVEN_ORDER).label(
+            "knows_side"
+        ),
         items.c.is_gold,
         items.c.gold_candidate_id,
         _length(votes.c.chosen_candidate_id).label("chosen_length"),
         _length(votes.c.rejected_candidate_id).label("rejected_length"),
     )
     return connection.execute(query.where(votes.c.verdict != "withdrawn")).all()
+
+
+def _judgement(vote: Any) -> Hashable:
+    """Which of the item's two answers a vote prefers, rather than its side, which differs from rater to rater; else the
+    verdict.
+    """
+    if vote.verdict not in _DECIDED:
+        return vote.verdict
+    return FIRST if vote.chosen_candidate_id < vote.rejected_candidate_id else SECOND
 
 
 def _length(candidate_id: Any) -> Any:
@@ -267,7 +310,7 @@ def _kappas(units: Mapping[int, Mapping[int, Hashable]], names: Mapping[int, str
         for a, b in itertools.combinations(sorted(unit), 2):
             shared.setdefault((a, b), []).append((unit[a], unit[b]))
     found = sorted(shared.items(), key=lambda pair: (-len(pair[1]), pair[0]))[:MAX_RATER_PAIRS]
-    return [RaterPair(names[a], names[b], cohen_kappa(judgements)) for (a, b), judgements in found]
+    return [RaterPair(names[a], names[b], pair_kappa(judgements)) for (a, b), judgements in found]
 
 
 def _rater_stats(judged: Sequence[Any], gold: Sequence[tuple[int, bool]], names: Mapping[int, str]) -> list[RaterStats]:
@@ -297,12 +340,13 @@ def _summary(judged: Sequence[Any]) -> dict[str, Any]:
     """The fields that `VoteStats` and `RaterStats` share."""
     verdicts = Counter(one.verdict for one in judged)
     decided = [one for one in judged if one.verdict in _DECIDED]
+    sided = [one for one in decided if one.knows_side]
     unequal = [one for one in decided if one.chosen_length != one.rejected_length]
     return {
         "num_votes": len(judged) - verdicts["skip"],
         "num_ties": verdicts["tie"],
         "num_both_bad": verdicts["both_bad"],
         "num_skips": verdicts["skip"],
-        "left": bias_test(sum(one.verdict in _LEFT for one in decided), len(decided)),
+        "left": bias_test(sum(one.verdict in _LEFT for one in sided), len(sided)),
         "longer": bias_test(sum(one.chosen_length > one.rejected_length for one in unequal), len(unequal)),
     }

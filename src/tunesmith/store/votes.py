@@ -37,11 +37,22 @@ from tunesmith.store.vote_reader import VoteReader
 GROUP_S = 0.005
 """Changes that arrive within this time of the first are committed with it."""
 
-_ITEMS_PER_TRANSACTION = 200
-"""Bounds the time for which an import blocks raters who vote meanwhile."""
+_ROWS_AT_ONCE = 500
+"""Rows of an import between two looks at whether others wait to write, such as raters who vote meanwhile."""
 
+_ROWS_PER_TRANSACTION = 20_000
+"""Rows of an import for which one transaction waits: each writes most pages of an index whose keys are random."""
+
+OnProgress = Callable[[int, int], None]
+"""Called with the number of rows done, and of all."""
+
+S = TypeVar("S")
 T = TypeVar("T")
 P = ParamSpec("P")
+
+
+def _ignore(num_done: int, num_all: int) -> None:
+    """No progress is wanted."""
 
 
 class VoteStore(Closeable):
@@ -109,25 +120,37 @@ class VoteStore(Closeable):
 
         Raises DataError for fewer than two or equal answers, or text that cannot be stored; then nothing is added.
         """
-        return self._add_items(campaign_id, new)[0]
+        return [item_id for added in self._add_items(campaign_id, new, _ignore) for item_id in added.item_ids]
 
-    def import_items(self, campaign_id: int, new: Sequence[NewItem]) -> Imported:
-        """As `add_items`, but returns the numbers of new and of existing items."""
-        num_new = self._add_items(campaign_id, new)[1]
-        return Imported(num_new, len(new) - num_new)
+    def import_items(self, campaign_id: int, new: Sequence[NewItem], progress: OnProgress = _ignore) -> Imported:
+        """As `add_items`, but returns the numbers of new and of existing items. Existing ones become gold or held out
+        where `new` says so. `progress` is called with the numbers of items done and of all.
+        """
+        added = self._add_items(campaign_id, new, progress)
+        num_new = sum(one.num_new for one in added)
+        changed = frozenset[int]().union(*(one.changed_ids for one in added))
+        return Imported(num_new, len(new) - num_new, len(changed))
 
-    def import_votes(self, campaign_id: int, given: Sequence[GivenVote], now: float | None = None) -> Imported:
+    def import_votes(
+        self,
+        campaign_id: int,
+        given: Sequence[GivenVote],
+        now: float | None = None,
+        progress: OnProgress = _ignore,
+    ) -> Imported:
         """Add votes that were made elsewhere. Unknown raters are created without access.
 
         Raises DataError as `add_items` does; then nothing is added.
         """
         for number, vote in enumerate(given, start=1):
             items.check_item(vote.item, f"vote {number}")
-        num_new = 0
-        for start in range(0, len(given), _ITEMS_PER_TRANSACTION):
-            part = given[start : start + _ITEMS_PER_TRANSACTION]
-            num_new += self._write(answers.add_votes, self._rng, campaign_id, part, or_now(now))
-        return Imported(num_new, len(given) - num_new)
+        moment = or_now(now)
+        added = self._in_portions(
+            given, lambda c, part: answers.add_votes(c, self._rng, campaign_id, part, moment), progress
+        )
+        num_new, num_other = sum(one.num_new for one in added), sum(one.num_other for one in added)
+        changed = frozenset[int]().union(*(one.changed_ids for one in added))
+        return Imported(num_new, len(given) - num_new - num_other, len(changed), num_other)
 
     def ingest(self, campaign_id: int, offers: Sequence[Offer], now: float | None = None) -> int:
         """Number of items made from the trainer's offers. Known ones are skipped, stale ones retired."""
@@ -217,16 +240,31 @@ class VoteStore(Closeable):
         """Add or replace the copies of the trainer's versions, which make `votes.db` readable without `runs.db`."""
         self._write(campaigns.copy_versions, versions)
 
-    def _add_items(self, campaign_id: int, new: Sequence[NewItem]) -> tuple[list[int], int]:
+    def _add_items(self, campaign_id: int, new: Sequence[NewItem], progress: OnProgress) -> list[items.Added]:
         for number, item in enumerate(new, start=1):
             items.check_item(item, f"item {number}")
-        ids: list[int] = []
-        num_new = 0
-        for start in range(0, len(new), _ITEMS_PER_TRANSACTION):
-            added = self._write(items.add_items, campaign_id, new[start : start + _ITEMS_PER_TRANSACTION])
-            ids += added.item_ids
-            num_new += added.num_new
-        return ids, num_new
+        return self._in_portions(new, lambda c, part: items.add_items(c, campaign_id, part), progress)
+
+    def _in_portions(
+        self, rows: Sequence[S], add: Callable[[Connection, Sequence[S]], T], progress: OnProgress
+    ) -> list[T]:
+        """The values of `add` for portions of `rows`. A transaction ends as soon as somebody else waits to write."""
+        added: list[T] = []
+        num_done = 0
+
+        def write(connection: Connection) -> int:
+            end = min(num_done + _ROWS_PER_TRANSACTION, len(rows))
+            for start in range(num_done, end, _ROWS_AT_ONCE):
+                stop = min(start + _ROWS_AT_ONCE, end)
+                added.append(add(connection, rows[start:stop]))
+                progress(stop, len(rows))
+                if self._writer.is_awaited:
+                    return stop
+            return end
+
+        while num_done < len(rows):
+            num_done = self._writer.do(write)
+        return added
 
     def _write(self, work: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         return self._writer.do(lambda connection: work(connection, *args, **kwargs))
@@ -260,6 +298,11 @@ class Writer:
                 raise StoreError(f"{self._database.place} is closed")
             self._changes.put(change)
         return change.future.result()
+
+    @property
+    def is_awaited(self) -> bool:
+        """True if further changes wait for the one that is applied now."""
+        return not self._changes.empty()
 
     def close(self) -> None:
         """Finish pending changes and close the database. Harmless if called twice."""

@@ -33,7 +33,7 @@ from tunesmith.models.loaded import PreTrainedTokenizerBase, context_length, fre
 from tunesmith.models.logprob import token_logps
 from tunesmith.models.lora import frozen_copy
 from tunesmith.models.optimizer import MasterAdamW
-from tunesmith.models.tokenizer import decode
+from tunesmith.models.tokenizer import decode, decode_after
 from tunesmith.trainers import setup
 from tunesmith.trainers.api import Inputs, Metrics, PolicyParts, StepResult
 from tunesmith.trainers.estimate import Estimate, training_estimate
@@ -185,7 +185,7 @@ class DPO(PolicyParts):
         rows: list[dict[str, object]] = []
         for unit in units:
             answers = [self.answers[index] for index in unit.answers]
-            texts = [decode(self.tokenizer, answer.completion_ids) for answer in answers]
+            texts = [decode_after(self.tokenizer, one.prompt_ids, one.completion_ids) for one in answers]
             row: dict[str, object] = {"id": unit.prompt_id, "prompt": decode(self.tokenizer, answers[0].prompt_ids)}
             if isinstance(unit, AnswerPair):
                 row |= {"chosen": texts[0], "rejected": texts[1], "tie": unit.tie}

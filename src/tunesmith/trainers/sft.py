@@ -26,7 +26,7 @@ from tunesmith.models.load import load_policy
 from tunesmith.models.loaded import PreTrainedTokenizerBase, context_length, freeze_lower_layers
 from tunesmith.models.logprob import next_token_scores
 from tunesmith.models.optimizer import MasterAdamW
-from tunesmith.models.tokenizer import decode
+from tunesmith.models.tokenizer import decode, decode_after
 from tunesmith.trainers import setup
 from tunesmith.trainers.api import Inputs, Metrics, PolicyParts, StepResult
 from tunesmith.trainers.estimate import Estimate, training_estimate
@@ -168,7 +168,10 @@ def batch_rows(tokenizer: PreTrainedTokenizerBase, sequences: Sequence[LearntSeq
         {
             "id": sequence.id,
             "text": decode(tokenizer, sequence.ids),
-            "learnt": [decode(tokenizer, sequence.ids[span.start : span.stop]) for span in sequence.spans],
+            "learnt": [
+                decode_after(tokenizer, sequence.ids[: span.start], sequence.ids[span.start : span.stop])
+                for span in sequence.spans
+            ],
         }
         for sequence in sequences
     ]

@@ -17,6 +17,7 @@ from starlette.staticfiles import StaticFiles
 
 from tunesmith.core.errors import (
     InputError,
+    NameTakenError,
     RunError,
     StoreError,
     TunesmithError,
@@ -48,6 +49,7 @@ _OFFERS_PER_BATCH = 200
 _STATUS: tuple[tuple[type[InputError], int], ...] = (
     (UnknownPresentationError, 404),
     (VoteConflictError, 409),
+    (NameTakenError, 409),
     (RunError, 409),
     # The database is busy, full or damaged: the client keeps the request and retries.
     (StoreError, 503),

@@ -1,48 +1,13 @@
-"""JSON of requests and replies, with texts rendered as safe HTML. Unknown keys of a request are errors."""
+"""JSON of requests and replies. Unknown keys of a request are errors."""
 
 from collections.abc import Sequence
 from typing import Annotated
 
-import nh3
-from markdown_it import MarkdownIt
 from pydantic import BaseModel, ConfigDict, Field
 
 from tunesmith.schema.records import Text
 from tunesmith.store.records import ItemKind, Presentation, Progress, Role, Verdict
-
-MAX_CHARACTERS = 50_000
-"""Longer texts are not rendered, because that would block other requests."""
-
-_TAGS = frozenset(
-    "p br strong em del s code pre blockquote ul ol li hr table thead tbody tr th td a".split()  # noqa: SIM905
-)
-_LEVELS = {f"h{level}" for level in range(1, 7)}
-
-
-def safe_html(text: str) -> str | None:
-    """`text` rendered from Markdown and sanitized: no raw HTML, images, scripts or styles; None if it is too long."""
-    if len(text) > MAX_CHARACTERS:
-        return None
-    # CommonMark with tables and strikethrough; images and raw HTML stay text.
-    parser = MarkdownIt("commonmark", {"html": False, "linkify": False, "typographer": False})
-    parser.enable(["table", "strikethrough"]).disable(["image", "html_block", "html_inline"])
-    tokens = parser.parse(text)
-    for token in tokens:
-        # Headings become styled paragraphs, to keep the heading structure of the page for screen readers.
-        if token.type == "heading_open":
-            token.attrSet("class", token.tag)
-        if token.type in ("heading_open", "heading_close"):
-            token.tag = "p"
-    return nh3.clean(
-        parser.renderer.render(tokens, parser.options, {}),
-        tags=_TAGS,
-        attributes={"*": set[str](), "a": {"href"}, "ol": {"start"}},
-        allowed_classes={"p": _LEVELS},
-        url_schemes={"http", "https", "mailto"},
-        url_relative="deny",
-        link_rel="noopener noreferrer nofollow",
-    )
-
+from tunesmith.web.markdown import safe_html
 
 MAX_PREFETCH = 20
 MAX_REASON = 2_000
@@ -116,7 +81,7 @@ class DemonstrationRequest(Request):
 
 
 class PassageReply(Reply):
-    """A text, and safe HTML if the campaign shows Markdown. `role` is set on turns of a conversation."""
+    """A text, and safe HTML if it is not shown as it was typed. `role` is set on turns of a conversation."""
 
     text: str
     html: str | None = None

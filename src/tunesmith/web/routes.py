@@ -10,11 +10,12 @@ from fastapi import APIRouter, Header, Path, Query, Request, Response
 from fastapi.exceptions import HTTPException
 from fastapi.responses import HTMLResponse, RedirectResponse, StreamingResponse
 
-from tunesmith.store.records import NewRater, Progress, Rater, VoteReceipt
+from tunesmith.store.records import Progress, Rater, VoteReceipt
 from tunesmith.store.vote_stats import VoteStats
 from tunesmith.web.access import API
 from tunesmith.web.guard import address_of
 from tunesmith.web.logins import bearer_of
+from tunesmith.web.markdown import html_of
 from tunesmith.web.messages import (
     MAX_PREFETCH,
     CommandReply,
@@ -31,7 +32,6 @@ from tunesmith.web.messages import (
     SessionReply,
     SessionRequest,
     VoteRequest,
-    safe_html,
 )
 from tunesmith.web.proxies import prefix_of, root_of
 from tunesmith.web.services import Caller, Services, ServicesOf, page
@@ -66,7 +66,7 @@ def pages() -> APIRouter:
 
     @routes.get("/vote")
     def vote(request: Request, services: ServicesOf) -> HTMLResponse:
-        return page(request, "vote.html", guidelines=safe_html(services.campaign().settings.guidelines) or "")
+        return page(request, "vote.html", guidelines=html_of(services.campaign().settings.guidelines))
 
     @routes.get("/watch")
     def watch(request: Request, caller: Caller) -> HTMLResponse:
@@ -110,14 +110,7 @@ def sessions() -> APIRouter:
         """Accept an invitation: begins a session and returns a personal token, which replaces the invitation's."""
         name = body.name.strip() if body.name else None
 
-        def find() -> NewRater | None:
-            invited = services.votes.reader.rater_of(body.token)
-            others = [rater.name for rater in services.votes.reader.raters() if invited and rater.id != invited.id]
-            if name in others:
-                raise HTTPException(409, f"the name {name!r} is taken; choose another")
-            return services.votes.redeem(body.token, name=name or None)
-
-        joined = _limited(find, request, services)
+        joined = _limited(lambda: services.votes.redeem(body.token, name=name or None), request, services)
         services.logins.forget()
         _set_cookie(joined.rater.id, request, response, services)
         return JoinReply(name=joined.rater.name, role=joined.rater.role, token=joined.token)
@@ -192,7 +185,7 @@ def votes() -> APIRouter:
     def guidelines(services: ServicesOf) -> GuidelinesReply:
         """The campaign's guidelines for raters."""
         text = services.campaign().settings.guidelines
-        return GuidelinesReply(text=text, html=safe_html(text) or "")
+        return GuidelinesReply(text=text, html=html_of(text))
 
     return routes
 
@@ -208,9 +201,10 @@ def administration() -> APIRouter:
 
     @routes.post("/raters", status_code=201)
     def invite(body: RaterRequest, request: Request, caller: Caller, services: ServicesOf) -> InviteReply:
-        """Create a rater and an invitation for them. The link begins with the path prefix, if it is known."""
-        if any(rater.name == body.name.strip() for rater in services.votes.reader.raters()):
-            raise HTTPException(409, f"the name {body.name.strip()!r} is taken; choose another")
+        """Create a rater and an invitation for them. A rater whom imported votes brought keeps their votes.
+
+        The link begins with the path prefix, if it is known.
+        """
         expires_at = time.time() + body.invite_days * _DAY_S
         new = services.votes.add_rater(body.name, body.role, invited_by=caller.id, expires_at=expires_at)
         link = f"{prefix_of(request)}/join/{new.token}"

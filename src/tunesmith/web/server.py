@@ -18,6 +18,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tunesmith.core.errors import InputError
+from tunesmith.store.content import name_key
 from tunesmith.store.records import CampaignSettings, Rater
 from tunesmith.store.runs import RunReader
 from tunesmith.store.vote_reader import VoteReader
@@ -254,7 +255,7 @@ def _admin(votes: VoteStore) -> Rater:
         return admin
     # Imported votes may have brought a rater of this name.
     names = (f"{_FIRST_ADMIN} {number}" if number > 1 else _FIRST_ADMIN for number in itertools.count(1))
-    taken = {one.name for one in raters}
+    taken = {name_key(one.name) for one in raters}
     return votes.add_rater(next(name for name in names if name not in taken), "admin").rater
 
 

@@ -94,7 +94,7 @@ class AheadEngine:
             for work in works:
                 include(work)
         if is_step:
-            groups = [replace(group, completions=tuple(map(self._with_text, group.completions))) for group in groups]
+            groups = [self._with_texts(group) for group in groups]
             _count_versions(groups, self._weight_version())
         if on_group:
             for index, group in enumerate(groups):
@@ -143,12 +143,15 @@ class AheadEngine:
         self._jobs.put((0 if is_urgent else 1, next(self._numbers), lambda: _do(draw, before, future)))
         return future
 
-    def _with_text(self, one: Completion) -> Completion:
-        """`one`, with its text if drawn in parts; decoded here, because a tokenizer is not for several threads."""
-        if one.weight_versions is None:
-            return one
-        ids = one.token_ids[:-1] if one.finish_reason == "stop" else one.token_ids
-        return replace(one, text=self.inner.text(ids))
+    def _with_texts(self, group: Group) -> Group:
+        """`group`, with texts of those drawn in parts; decoded here, because a tokenizer is not for several threads."""
+
+        def with_text(one: Completion) -> Completion:
+            ids = one.token_ids[:-1] if one.finish_reason == "stop" else one.token_ids
+            return replace(one, text=self.inner.text(group.prompt_token_ids, ids))
+
+        drawn = (one if one.weight_versions is None else with_text(one) for one in group.completions)
+        return replace(group, completions=tuple(drawn))
 
 
 def drawn_ahead(engine: Engine) -> Mapping[str, AheadEngine]:

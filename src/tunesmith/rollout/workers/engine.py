@@ -17,7 +17,7 @@ from tunesmith.core.log import Once, get_logger
 from tunesmith.core.trace import count, span
 from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.loaded import PreTrainedTokenizerBase
-from tunesmith.models.tokenizer import decode
+from tunesmith.models.tokenizer import decode_after
 from tunesmith.rollout import weight_check
 from tunesmith.rollout.engine import Callbacks, Functions, GenerationInterrupted, Request, make_request
 from tunesmith.rollout.sampler import NoiseKey, noise_keys
@@ -179,9 +179,9 @@ class WorkerEngine:
         """The id of the process of `worker`, from 0, which may be another after it was started again."""
         return self._transport.pid(worker)
 
-    def text(self, token_ids: Sequence[int]) -> str:
-        """The text of `token_ids`, without special tokens."""
-        return decode(self._tokenizer, token_ids)
+    def text(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> str:
+        """The text of `token_ids` behind a prompt, without special tokens."""
+        return decode_after(self._tokenizer, prompt_ids, token_ids)
 
     def unload(self) -> None:
         """Free the workers' caches and packed weights; the next `generate` rebuilds them."""

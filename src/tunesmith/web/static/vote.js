@@ -1,5 +1,5 @@
 // The vote page: shows queued presentations and sends votes, made by keys or buttons, through the outbox.
-import { answer, LETTERS, passage, VERDICT_TEXTS } from "./answers.js";
+import { answer, LETTERS, passage, sourceButton, VERDICT_TEXTS } from "./answers.js";
 import { logIn, LoggedOut, Refused } from "./api.js";
 import { $, announce, controlOfKey, html } from "./dom.js";
 import { Outbox } from "./outbox.js";
@@ -118,10 +118,10 @@ function show() {
 /** Render the shown presentation, formatted or raw. */
 function paint() {
   const shown = queue.current;
-  const passages = [...shown.prompt, ...shown.answers];
-  document.querySelector('[data-act="raw"]').hidden = passages.every((one) => one.html === null);
+  $("prompt-source").replaceChildren(sourceButton(shown.prompt, isRaw) ?? "");
   $("prompt").replaceChildren(...shown.prompt.map(message));
-  $("prompt").tabIndex = $("prompt").scrollHeight > $("prompt").clientHeight ? 0 : -1;
+  const { scrollHeight, scrollWidth, clientHeight, clientWidth } = $("prompt");
+  $("prompt").tabIndex = scrollHeight > clientHeight || scrollWidth > clientWidth ? 0 : -1;
   const answers = $("answers");
   answers.dataset.count = shown.answers.length;
   answers.replaceChildren(...shown.answers.map((one, index) => answer(one, index, isRaw)));
@@ -221,7 +221,6 @@ const actions = {
   },
   raw() {
     isRaw = !isRaw;
-    document.querySelector('[data-act="raw"]').setAttribute("aria-pressed", String(isRaw));
     if (queue.current) paint();
   },
   help() {
