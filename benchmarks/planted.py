@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Say, benchmark, machine_facts, measure_load, print_table, run
-from benchmarks.plants.causes import CAUSES, HEALTHY, NOT_RUN, Cause, Setup
+from benchmarks.plants.causes import CAUSES, HEALTHY, NOT_RUN, SEEN, Cause, Setup
 from benchmarks.plants.files import write_files
 from benchmarks.process import free_port, tunesmith
 from tunesmith.core.errors import InputError, TrainingError
@@ -123,7 +123,7 @@ class Results:
 
 def measure(options: Namespace, say: Say) -> dict[str, object]:
     """All cases that are asked for and not yet in the file, then the healthy runs."""
-    known = {cause.name: cause for cause in CAUSES}
+    known = {cause.name: cause for cause in (*CAUSES, *SEEN)}
     for name in options.cause or ():
         if name not in known and name != "healthy":
             raise InputError(f"there is no planted cause {name!r}; give healthy, {', '.join(known)}")
@@ -188,7 +188,7 @@ def judged(site: Site, cause: Cause, variant: str) -> dict[str, Any]:
     if named["settings"]:
         followed, how = planted.plus(Setup(named["settings"])), named["settings"]
     else:
-        followed, how = around.plus(cause.instead), named["advice"]
+        followed, how = around.plus(cause.followed(variant)), named["advice"]
     followed_s = [step_s(site.train(followed, variant))]
     planted_s = [row["step_s"]]
     for _ in range(1, 1 if site.is_quick else _ROUNDS[variant]):

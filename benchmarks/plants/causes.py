@@ -42,7 +42,7 @@ class Cause:
 
     `mild` is as `strong` where the plant has no degrees. `diluted` is laid over the healthy run where a little is
     planted, so that the plant matters less. `instead` takes the place of the plant where the advice names no setting:
-    what somebody does who follows it. By default that is the run without the plant.
+    what somebody does who follows it; `mild_instead` of the mild one. By default that is the run without the plant.
     """
 
     name: str
@@ -52,12 +52,17 @@ class Cause:
     mild: Setup | None = None
     diluted: Setup = field(default_factory=Setup)
     instead: Setup = field(default_factory=Setup)
+    mild_instead: Setup | None = None
 
     def around(self, variant: str) -> Setup:
         """The run without the plant: healthy, but for the other cause where both are planted."""
         if variant == "together":
             return self.healthy.plus(next(cause.strong for cause in CAUSES if cause.name == self.other))
         return self.healthy.plus(self.diluted) if variant == "mild" else self.healthy
+
+    def followed(self, variant: str) -> Setup:
+        """What somebody does who follows advice without a setting."""
+        return self.mild_instead if variant == "mild" and self.mild_instead else self.instead
 
     def plant(self, variant: str) -> Setup:
         """The plant that is laid over it."""
@@ -217,7 +222,14 @@ CAUSES: tuple[Cause, ...] = (
         other="slow_reward",
     ),
     Cause(
-        "no_signal_groups", GRPO, _variable("PLANTED_TEACHING", 2), "checkpoints", mild=_variable("PLANTED_TEACHING", 6)
+        "no_signal_groups",
+        GRPO,
+        _variable("PLANTED_TEACHING", 2),
+        "checkpoints",
+        mild=_variable("PLANTED_TEACHING", 6),
+        # Prompts are filtered, and as many of those that teach are drawn as before.
+        instead=Setup({"rollout.prompts_per_step": 2}),
+        mild_instead=Setup({"rollout.prompts_per_step": 5}),
     ),
     Cause(
         "prompts_not_shared",
@@ -263,7 +275,15 @@ CAUSES: tuple[Cause, ...] = (
         diluted=Setup({"model.num_trainable_layers": 4}),
     ),
 )
-"""The causes that can be planted on a machine without a GPU."""
+"""The causes of rules that can be planted on a machine without a GPU."""
+
+SEEN: tuple[Cause, ...] = (
+    Cause("slow_steps", GRPO, _reward("rare", wait_s=4.0), "checkpoints", mild=_reward("rare", wait_s=1.0)),
+    Cause("lock", GRPO, _reward("queued", hold_s=0.005), "evaluation", mild=_reward("queued", hold_s=0.001)),
+    Cause("disk", GRPO, _reward("synced", syncs=20), "evaluation", mild=_reward("synced", syncs=2)),
+    Cause("sleep", GRPO, _reward("paced", pace_s=0.5), "evaluation", mild=_reward("paced", pace_s=0.1)),
+)
+"""Causes that are seen in the run's stacks or in its slow steps, without a rule."""
 
 NOT_RUN: Mapping[str, str] = {
     "gpu_launches": "no GPU here",
@@ -271,6 +291,10 @@ NOT_RUN: Mapping[str, str] = {
     "gpu_idle": "no GPU here",
     "waiting_ranks": "training runs in one process",
     "engine_reload": "the setting is the default, and no run here is named for it: packed weights are small",
+    "slow_callback": "a callback is given in Python, and these runs are started as commands",
+    "slow_data": "rows are read before training, so the plant would be a defect",
+    "garbage_collection": "it depends on the version of Python how long a collection takes",
+    "throttled": "it takes the right to set the quota of a control group",
     "memory_pressure": "it takes all memory of the machine, and other programs with it",
 }
 """Causes that are not planted here, and why."""

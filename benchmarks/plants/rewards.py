@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import tempfile
 import threading
 import time
 import urllib.request
@@ -10,6 +11,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 _kept: list[bytes] = []
+_calls: list[int] = []
+_lock = threading.Lock()
 _spinning: list[threading.Thread] = []
 _pools: list[ThreadPoolExecutor] = []
 
@@ -51,6 +54,43 @@ def keeping(completions: Sequence[str]) -> list[float]:
     """A history that nobody empties."""
     _kept.append(b"x" * (int(os.environ["PLANTED_KEPT_MB"]) * 1_000_000))
     return [0.0] * len(completions)
+
+
+def rare(completions: Sequence[str]) -> list[float]:
+    """A wait in one call of four."""
+    _calls.append(len(_calls))
+    if len(_calls) % 4 == 0:
+        time.sleep(float(os.environ["PLANTED_WAIT_S"]))
+    return [0.0] * len(completions)
+
+
+def paced(completions: Sequence[str]) -> list[float]:
+    """A pause before each call."""
+    time.sleep(float(os.environ["PLANTED_PACE_S"]))
+    return [0.0] * len(completions)
+
+
+def queued(completions: Sequence[str]) -> list[float]:
+    """Threads that take turns, because all of them need one lock."""
+    with ThreadPoolExecutor(8) as pool:
+        return list(pool.map(_hold, completions))
+
+
+def synced(completions: Sequence[str]) -> list[float]:
+    """A log that is synced for each line."""
+    with tempfile.TemporaryFile(dir=".") as file:
+        for _ in completions:
+            for _ in range(int(os.environ["PLANTED_SYNCS"])):
+                file.write(b"line")
+                file.flush()
+                os.fsync(file.fileno())
+    return [0.0] * len(completions)
+
+
+def _hold(_: str) -> float:
+    with _lock:
+        time.sleep(float(os.environ["PLANTED_HOLD_S"]))
+        return 0.0
 
 
 def _spin() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.planted import VARIANTS, is_right, main, summary
-from benchmarks.plants.causes import CAUSES, GRPO, HEALTHY, NOT_RUN, Setup
+from benchmarks.plants.causes import CAUSES, GRPO, HEALTHY, NOT_RUN, SEEN, Setup
 from tunesmith.profiling.rules import RULES
 
 NAMES = {cause.name for cause in CAUSES}
@@ -34,7 +34,7 @@ def test_every_rule_is_planted_or_the_reason_is_given():
     assert {cause.other for cause in CAUSES} <= NAMES
 
 
-@pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.name)
+@pytest.mark.parametrize("cause", (*CAUSES, *SEEN), ids=lambda cause: cause.name)
 def test_a_plant_changes_the_run_in_each_variant(cause: Any):
     for variant in VARIANTS:
         around = cause.around(variant)

@@ -221,8 +221,8 @@ def cause_rows(diagnosis: Diagnosis) -> list[tuple[str, ...]]:
     return [
         (
             cause.symptom,
-            f"{duration(cause.predicted_saving_s)} of {duration(diagnosis.step_s)} a step "
-            f"({duration(cause.low)} to {duration(cause.high)})",
+            f"{duration(cause.predicted_saving_s)} of {duration(diagnosis.mean_step_s)} a step "
+            f"({duration(cause.low)} to {duration(cause.high)}), {cause.share:.0%} of the run",
             cause.evidence,
             "; ".join((cause.advice, *setting_lines(cause))),
         )
