@@ -182,12 +182,15 @@ def _without_evaluation(row: Mapping[str, object]) -> Mapping[str, object]:
 def _metrics(rows: Sequence[Mapping[str, object]], slow: Sequence[Tail]) -> dict[str, float]:
     """The value of each metric that is a number in any of `rows`. What slow steps lose counts in `tails` alone."""
     values: dict[str, float] = {}
+    steps = {step for tail in slow for step in tail.steps}
+    usual = [row for row in rows if row.get("step") not in steps] or rows
     for name in dict.fromkeys(name for row in rows for name in row):
-        found = [x for row in rows if (x := number(row.get(name))) is not None]
+        counted = usual if name.startswith(_NOW_AND_THEN) and not name.startswith("time/") else rows
+        found = [x for row in counted if (x := number(row.get(name))) is not None]
         if name == "memory/growth_mb" and found:
             values[name] = min(found[len(found) // 2 :])
         elif found:
-            values[name] = sum(found) / len(rows) if name.startswith(_NOW_AND_THEN) else statistics.median(found)
+            values[name] = sum(found) / len(counted) if name.startswith(_NOW_AND_THEN) else statistics.median(found)
     for tail in slow:
         name = f"time/{tail.path.partition('/')[0]}_s"
         if name in _OF_SOME_STEPS and name in values:

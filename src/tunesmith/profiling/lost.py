@@ -160,7 +160,7 @@ def _place_of(facts: Facts, tail: Tail) -> Seen | None:
     excess = {
         seen: seen.seconds - per_step * usual_s.get(_line(seen), 0.0)
         for seen in summed(slow)
-        if within(seen.stage, tail.path)
+        if within(seen.stage, tail.path) and not seen.is_own_work
     }
     best = max(excess, key=lambda seen: excess[seen], default=None)
     return best if best is not None and excess[best] > _EXPLAINED * tail.lost_s else None

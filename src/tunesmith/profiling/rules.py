@@ -321,6 +321,7 @@ RULES: tuple[Rule, ...] = (
         evidence="{gc/pause_s:.3g} s of collections (gc/pause_s) of {time/step_s:.3g} s",
         advice="make fewer objects that live long, or call gc.freeze() after large tables are loaded, as by a reward",
         saving=waiting.garbage_collection,
+        least=0.05,
     ),
     Rule(
         name="throttled",

@@ -242,8 +242,8 @@ class Stacks:
 def _positions(code: CodeType, instruction: int) -> tuple[int, int | None, int | None, int | None]:
     """First and last line, and first and last column, of the source of an instruction."""
     index = max(0, instruction // 2)
-    line, *others = next(itertools.islice(code.co_positions(), index, None), (None, None, None, None))
-    return (line or code.co_firstlineno, *others)
+    line, end, column, end_column = next(itertools.islice(code.co_positions(), index, None), (None, None, None, None))
+    return line or code.co_firstlineno, end, column, end_column
 
 
 def _line_of(code: CodeType, instruction: int) -> Call:
@@ -264,8 +264,8 @@ def _judged(place: Place, behind: dict[Kind, list[tuple[int, Place]]], num_threa
     """`place` with what the other threads did. A wait for threads is a wait for what most of them wait for; if that is
     a lock, the one that has it does something else.
     """
-    weights = {kind: sum(ns for ns, _ in found) for kind, found in behind.items()}
-    working = {kind: ns for kind, ns in weights.items() if kind not in _FOR_OTHERS}
+    weights: dict[Kind, int] = {kind: sum(ns for ns, _ in found) for kind, found in behind.items()}
+    working: dict[Kind, int] = {kind: ns for kind, ns in weights.items() if kind not in _FOR_OTHERS}
     most = max(weights, key=lambda kind: weights[kind], default=None)
     holder = max(working, key=lambda kind: working[kind], default=None)
     if most is None:

@@ -95,16 +95,14 @@ def kind_of(does: int, target: str, calls: Sequence[Call]) -> Kind:
         return "gil" if does == LOCK else "memory"
     if does in (FUTEX, UNKNOWN, SUSPENDED) and (found := _for_threads(calls, text, does)):
         return found
-    named = [kind for pattern, kind in _BY_TEXT if re.search(pattern, text)]
-    named += [kind for call in calls for part, kind in _BY_FILE if part in call.file and _is_waiting(kind, does)]
-    if named:
-        return named[0]
+    for pattern, kind in _BY_TEXT:
+        if re.search(pattern, text):
+            return kind
+    files = [call.file for call in calls[:-1]]  # those of libraries
+    for part, kind in _BY_FILE if does not in (SYNCS, FOLDER) else ():
+        if any(part in file for file in files):
+            return kind
     return _by_call(does, target, text)
-
-
-def _is_waiting(kind: Kind, does: int) -> bool:
-    """False for a call of a library that cannot wait for what the library is named for."""
-    return does not in (SYNCS, FOLDER) or kind == "process"
 
 
 def _for_threads(calls: Sequence[Call], text: str, does: int) -> Kind | None:
@@ -122,13 +120,11 @@ def _for_threads(calls: Sequence[Call], text: str, does: int) -> Kind | None:
         )
     if does == UNKNOWN and _SLEEP_TEXT.search(text):
         return "sleep"
-    patterns: tuple[tuple[re.Pattern[str], Kind], ...] = (
-        (_LOCK_TEXT, "lock"),
-        (_THREAD_TEXT, "threads"),
-        *(((_QUEUE_TEXT, "queue"),) if does != SUSPENDED else ()),
-    )
-    found = next((kind for pattern, kind in patterns if pattern.search(text)), None)
-    return "threads" if found is None and does == FUTEX else found
+    if _LOCK_TEXT.search(text):
+        return "lock"
+    if does != SUSPENDED and _QUEUE_TEXT.search(text):
+        return "queue"
+    return "threads" if does == FUTEX or _THREAD_TEXT.search(text) else None
 
 
 def _by_call(does: int, target: str, text: str) -> Kind:
