@@ -39,6 +39,7 @@ CASES: Mapping[str, Callable[[cases.Setting], cases.Case]] = {
     "sampling": cases.sampling_case,
     "masked_softmax": layer_cases.masked_softmax_case,
     "gae": layer_cases.gae_case,
+    "digest": layer_cases.digest_case,
     "upload": layer_cases.upload_case,
     "rms_norm": partial(layer_cases.rms_norm_case, with_gradients=True),
     "gated": partial(layer_cases.gated_case, with_gradients=True),

@@ -20,6 +20,8 @@ from tunesmith.kernels.adamw.torch_impl import AdamWSettings, FloatMoments, Para
 from tunesmith.kernels.attention import torch_impl as attention_torch
 from tunesmith.kernels.attention.api import attend
 from tunesmith.kernels.attention.records import BLOCK_TOKENS, AttentionSettings, Places, Rope, SharedPrefixes
+from tunesmith.kernels.digest import torch_impl as digest_torch
+from tunesmith.kernels.digest.api import digests
 from tunesmith.kernels.gae import torch_impl as gae_torch
 from tunesmith.kernels.gae.api import gae
 from tunesmith.kernels.gated import torch_impl as gated_torch
@@ -279,6 +281,23 @@ def gae_case(setting: Setting) -> Case:
         size=f"{shape[0]} sequences x {shape[1]} tokens",
         against="the loop over columns in torch",
         picked=kernels.picked("gae", tensors[0]),
+        compiles=False,
+    )
+
+
+def digest_case(setting: Setting) -> Case:
+    """The number that says which weights a model has: 270 MB, those of SmolLM2 in bfloat16."""
+    weight_N = setting.normal(setting.sized(135_000_000, 10_000), dtype=torch.bfloat16)
+    kernels = Kernels(setting.choice)
+    return Case(
+        ours=lambda: digests([weight_N], kernels=kernels),
+        plain=lambda: digest_torch.digest(weight_N),
+        max_error=lambda: float(digests([weight_N], kernels=kernels) != [digest_torch.digest(weight_N)]),
+        tolerance=0,
+        num_bytes=weight_N.nbytes,
+        size=f"{weight_N.nbytes / 1e6:.1f} MB",
+        against="the definition in torch",
+        picked="torch" if setting.device.type != "cpu" else kernels.picked("digest", weight_N),
         compiles=False,
     )
 

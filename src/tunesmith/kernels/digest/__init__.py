@@ -1,0 +1,1 @@
+"""Numbers that say which bytes tensors hold."""
