@@ -276,7 +276,7 @@ def test_packed_weights_that_are_not_the_trained_ones_stop_everything() -> None:
     sampling = SamplingParams(max_new_tokens=2)
     engine.generate(prompts(1), 1, sampling)
     assert engine._runner is not None
-    engine._runner.repack = lambda: None  # type: ignore[method-assign]
+    engine._runner.repack = lambda weights: None  # type: ignore[method-assign]
     with torch.no_grad():
         loaded.model.model.layers[1].mlp.down_proj.weight.mul_(3.0)
     version = 1

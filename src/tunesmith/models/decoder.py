@@ -42,6 +42,7 @@ from tunesmith.models.architecture import (
     weight_of,
 )
 from tunesmith.models.embedding import embedded
+from tunesmith.models.fingerprint import parts_of, same_parts
 from tunesmith.models.loaded import layers_of
 from tunesmith.models.mixture import Linear, LinearOfExperts, mixture
 from tunesmith.models.proof import prove
@@ -244,14 +245,31 @@ class Decoder:
     def __init__(
         self, model: PreTrainedModel, kernels: Kernels, *, shares_prefixes: bool = True, kept_bytes: int = 0
     ) -> None:
-        self.architecture = describe(model)
         self.kernels = kernels
         self.shares_prefixes = shares_prefixes
-        self.ropes = RopeTables(self.architecture.ropes)
         self.part: ModelPart | None = None
         self._model = model
         self._kept_bytes = kept_bytes
-        self._settle(model)
+        self._read()
+
+    def _read(self) -> None:
+        self._parts = parts_of(self._model)
+        self.architecture = describe(self._model)
+        self.ropes = RopeTables(self.architecture.ropes)
+        self._settle(self._model)
+
+    def refresh(self) -> None:
+        """Read the model again if a part of it was replaced, such as a layer, a parameter object, an adapter or the
+        rotary frequencies. Then there is a new `architecture`, of which others may keep something. Weights that change
+        in place need no refresh, and a model that ranks divide has none.
+
+        Raises:
+            UnsupportedArchitecture: it has a part now that is not known.
+        """
+        if self.part is not None or self.is_divided:
+            return
+        if not self.ropes.are_current or not same_parts(self._parts, parts_of(self._model)):
+            self._read()
 
     @property
     def output(self) -> OutputLayer:

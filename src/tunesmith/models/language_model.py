@@ -1,11 +1,8 @@
 """A language model and how its log-probs are computed: by the flat decoder, by its trunk, or by its own forward."""
 
 import contextlib
-import operator
 from dataclasses import dataclass
-from typing import Any
 
-from torch import nn
 from transformers import PreTrainedModel
 
 from tunesmith.config.sections import ModelSection
@@ -13,6 +10,7 @@ from tunesmith.kernels.logprob.head import OutputLayer
 from tunesmith.kernels.native import Kernels
 from tunesmith.models.architecture import UnsupportedArchitecture
 from tunesmith.models.decoder import Decoder
+from tunesmith.models.fingerprint import parts_of, same_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,27 +97,10 @@ class TrunkDecoder:
     def get(self, trunk: PreTrainedModel) -> Decoder | None:
         """The decoder of `trunk` as it is now; None where transformers' own forward is used."""
         parts = self._parts if self.is_pinned else parts_of(trunk)
-        if len(parts) != len(self._parts) or not all(map(operator.is_, parts, self._parts)):
+        if not same_parts(parts, self._parts) or (self._decoder is not None and not self._decoder.ropes.are_current):
             self._decoder, self._parts = None, parts
             if self._section.forward == "auto" and trunk.device.type == "cpu":
                 with contextlib.suppress(UnsupportedArchitecture):
                     shares = self._section.share_prefixes
                     self._decoder = Decoder(trunk, self._kernels, shares_prefixes=shares)
         return self._decoder
-
-
-def parts_of(trunk: nn.Module) -> list[object]:
-    """Everything that a decoder of `trunk` depends on: modules, tensors, the state of adapters and hooks.
-
-    The list keeps them alive, so that `is` cannot confuse a new part with a freed one.
-    """
-    parts: list[object] = [bool(trunk._forward_hooks), bool(trunk._forward_pre_hooks)]
-    for module in trunk.modules():
-        parts.append(module)
-        for parameter in module._parameters.values():
-            parts += (None,) if parameter is None else (parameter, parameter.dtype, parameter.is_cpu)
-        parts += module._buffers.values()
-        if "lora_A" in module._modules:
-            layer: Any = module
-            parts += (layer.disable_adapters, layer.merged, *layer.active_adapters, *layer.scaling.values())
-    return parts

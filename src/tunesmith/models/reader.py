@@ -262,6 +262,8 @@ def _linear(*modules: nn.Module, sizes: tuple[int, ...] | None = None) -> Projec
     for base in bases:
         if type(base) not in (nn.Linear, Conv1D):  # a quantised weight, or an adapter of another kind
             raise UnsupportedArchitecture(f"a linear layer is a {type(base).__name__}")
+        if "weight" not in base._parameters:  # as `torch.nn.utils.weight_norm` leaves it
+            raise UnsupportedArchitecture("the weight of a linear layer is computed by a hook")
     adapters = tuple(adapter_of(module) for module in modules)
     return Projection(bases, sizes or tuple(output_size(base) for base in bases), adapters)
 

@@ -20,20 +20,29 @@ class RopeTables:
 
     def __init__(self, sources: Sequence[RopeSource]) -> None:
         self._sources = sources
-        self._tables: list[Rope] = []
-        self._num_rows = 0
+        self._made_of = [source.frequency_F.clone() for source in sources]
+        self._made: tuple[int, list[Rope]] = 0, []  # replaced as a whole: another thread may compute the same model
+
+    @property
+    def are_current(self) -> bool:
+        """True unless the model's frequencies changed since."""
+        pairs = zip(self._sources, self._made_of, strict=True)
+        return all(torch.equal(source.frequency_F, before_F) for source, before_F in pairs)
 
     def reserve(self, num_positions: int) -> int:
         """Make tables of at least `num_positions` rows; returns how many `get` can give without making new ones."""
-        if self._num_rows < num_positions:
-            self._num_rows = -(-num_positions // _ROWS) * _ROWS
-            self._tables = [_rope_table(source, self._num_rows) for source in self._sources]
-        return self._num_rows
+        return self._enough(num_positions)[0]
 
     def get(self, index: int, num_positions: int) -> Rope:
         """The table of source `index`, with at least `num_positions` rows."""
-        self.reserve(num_positions)
-        return self._tables[index]
+        return self._enough(num_positions)[1][index]
+
+    def _enough(self, num_positions: int) -> tuple[int, list[Rope]]:
+        made = self._made
+        if made[0] < num_positions:
+            num_rows = -(-num_positions // _ROWS) * _ROWS
+            self._made = made = num_rows, [_rope_table(source, num_rows) for source in self._sources]
+        return made
 
 
 def _rope_table(source: RopeSource, num_positions: int) -> Rope:

@@ -6,7 +6,7 @@ from typing import Unpack
 from tunesmith.batch.rollout import Group, SamplingParams
 from tunesmith.core.errors import InputError
 from tunesmith.distributed.ranks import gathered, in_group, share_of, stages
-from tunesmith.rollout.engine import Engine, Functions
+from tunesmith.rollout.engine import Engine, Functions, Turns
 from tunesmith.schema.records import Prompt
 
 
@@ -20,6 +20,7 @@ class DividedEngine:
     def __init__(self, inner: Engine, refresh: Callable[[], None] | None = None) -> None:
         self.inner = inner
         self._refresh = refresh
+        self._turns = Turns()
 
     @property
     def is_exact(self) -> bool:
@@ -36,11 +37,12 @@ class DividedEngine:
         """See `Engine.generate`; on every rank the groups of all prompts. Callbacks cannot be used."""
         if any(functions.values()):
             raise InputError("callbacks of an engine work in one process alone; train without --scale.ranks")
-        if self._refresh is not None:
-            self._refresh()
-        own = _share(prompts)
-        drawn = self.inner.generate([prompts[place] for place in own], n, sampling) if own else []
-        found = dict(gathered(list(zip(own, drawn, strict=True)), "completions", all_ranks=stages() is None))
+        with self._turns:  # ranks exchange what they drew call by call
+            if self._refresh is not None:
+                self._refresh()
+            own = _share(prompts)
+            drawn = self.inner.generate([prompts[place] for place in own], n, sampling) if own else []
+            found = dict(gathered(list(zip(own, drawn, strict=True)), "completions", all_ranks=stages() is None))
         return [found[place] for place in range(len(prompts))]
 
 

@@ -40,7 +40,9 @@ def open_engine(
     kv_cache_mb: int | None = None,
     value_head: nn.Module | None = None,
 ) -> Engine:
-    """An engine that draws completions from `model`'s own weights, as they are at each call of `generate`.
+    """An engine that draws from `model`'s weights as they are at each call of `generate`, however they were changed.
+
+    Threads that call it take turns. A call from within a call is an error, and so is a change of weights meanwhile.
 
     Args:
         model: A causal language model of the transformers library.
@@ -49,12 +51,10 @@ def open_engine(
             unknown part (`models/reader.py`) falls back to "transformers", with a line in the log.
             "transformers": `model.generate`. A record `VLLM`: vLLM, in this process or a server. A record `Workers`:
             the native engine in other processes, on a CPU.
-        weight_version: Called once per `generate`; stamped on every group. The native engine packs the weights again,
-            and a vLLM gets them, when it, or the model's parameters, changed.
+        weight_version: Called once per `generate`; a number that is stamped on every group.
         batch_size: Sequences at a time (transformers).
-        num_slots: Completions that are decoded, or asked of a server, at a time (native, vLLM).
-        kv_cache_mb: Budget of the key/value cache in MiB (native). None: what a request needs, up to a quarter of the
-            machine's memory (half of a GPU's free memory).
+        num_slots: Completions decoded, or asked of a server, at a time (native, vLLM).
+        kv_cache_mb: Budget of the key/value cache in MiB (native). None: what a request needs, up to a share of memory.
         value_head: Maps hidden states `[R, H]` to values `[R]`, recorded as `Completion.values` (native).
 
     Raises:

@@ -18,12 +18,13 @@ from tunesmith.core.system import warn_of_spinning
 from tunesmith.core.trace import span
 from tunesmith.kernels.linear.exact import rows_are_independent
 from tunesmith.kernels.sample.torch_impl import Sampled
+from tunesmith.models.fingerprint import Fingerprint, fingerprint, fingerprint_of
 from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.loaded import PreTrainedTokenizerBase
 from tunesmith.rollout import weight_check
-from tunesmith.rollout.engine import Callbacks, Functions, Request, make_request, run_request
+from tunesmith.rollout.engine import Callbacks, Functions, Request, Turns, make_request, run_request
 from tunesmith.rollout.kv_cache import KVCache, allocate_storage, copy_blocks, num_blocks_for
-from tunesmith.rollout.runner import Runner, cache_shape, projections
+from tunesmith.rollout.runner import Runner, cache_shape, projections, read_in_place
 from tunesmith.rollout.sampler import NoiseKey, Sampler, noise_keys
 from tunesmith.rollout.scheduler import Plan, Scheduler
 from tunesmith.rollout.threads import FreeThreads
@@ -49,7 +50,7 @@ class NativeEngine:
     """Samples from `model`'s weights as they are at each call. See `factory.open_engine` for the arguments.
 
     `is_trained` says that the trainer computes log-probs by this very `model`, and not by another forward pass.
-    Not thread-safe: one `generate` at a time.
+    Calls from several threads wait for each other.
     """
 
     def __init__(
@@ -78,10 +79,11 @@ class NativeEngine:
         self._is_trained = is_trained
         self._cache: _Cache | None = None
         self._runner: Runner | None = None
-        self._packed_version: tuple[int, int] | None = None  # of the runner's weights; None: pack and check again
+        self._packed: tuple[int, Fingerprint] | None = None  # the runner's weights; None: pack and check again
         self._is_exact: bool | None = None  # None: not measured yet
         self._needs_full_check = True
         self._threads = FreeThreads()
+        self._turns = Turns()
 
     @property
     def is_exact(self) -> bool:
@@ -91,15 +93,21 @@ class NativeEngine:
             TrainingError: the packed weights do not reproduce the trainer's log-probs.
         """
         if self._is_exact is None:
-            self._pack_weights()
+            with self._turns:
+                self._look_again()
+                self._pack_weights()
         return bool(self._is_exact) and self._is_trained
 
     def unload(self) -> None:
         """Free the cache and the packed weights; the next `generate` rebuilds them.
 
-        With adapters the packed base never changes and is kept.
+        With adapters the packed base is kept.
         """
-        self._cache = self._packed_version = None
+        with self._turns:
+            self._unload()
+
+    def _unload(self) -> None:
+        self._cache = self._packed = None
         if self._runner is not None and not self._runner.has_adapters:
             self._runner = None
 
@@ -118,6 +126,17 @@ class NativeEngine:
         `keys` has the noise of each prompt, where the request is a part of a larger one, or where a prompt ends with
         the first tokens of a completion that is to go on; None: that of a request of its own.
         """
+        with self._turns:
+            return self._generate(prompts, n, sampling, keys, functions)
+
+    def _generate(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: SamplingParams,
+        keys: Sequence[NoiseKey] | None,
+        functions: Functions,
+    ) -> list[Group]:
         version, num_slots = self._weight_version(), self._num_slots
         request = make_request(self._module, self._tokenizer, prompts, n, sampling, num_slots, version)
         with span("load"):
@@ -132,7 +151,9 @@ class NativeEngine:
         )
         scheduler = request.open_scheduler(cache.tables, prefill_tokens=_PREFILL_TOKENS)
         callbacks = Callbacks(request, **functions)
-        return run_request(request, scheduler, lambda: self._draw_all(runner, cache, scheduler, sampler, callbacks))
+        groups = run_request(request, scheduler, lambda: self._draw_all(runner, cache, scheduler, sampler, callbacks))
+        self._check_unchanged()
+        return groups
 
     def _draw_all(
         self, runner: Runner, cache: _Cache, scheduler: Scheduler, sampler: Sampler, callbacks: Callbacks
@@ -160,7 +181,7 @@ class NativeEngine:
         try:
             return sampler.draw(plan, logits_RV)
         except TrainingError as error:
-            self.unload()  # cached blocks may hold numbers that are not finite
+            self._unload()  # cached blocks may hold numbers that are not finite
             if bool(logits_RV.isfinite().all()):
                 raise
             storage, block_tables = cache.storage, cache.tables.block_tables
@@ -180,6 +201,7 @@ class NativeEngine:
             InputError: the cache's budget is too small for one sequence.
             TrainingError: the packed weights do not reproduce the trainer's log-probs.
         """
+        self._look_again()
         cache = self._fitting_cache(request)
         runner = self._pack_weights()
         if not self._is_exact:
@@ -188,20 +210,43 @@ class NativeEngine:
 
     def _pack_weights(self) -> Runner:
         """The runner with the current weights, packed and checked again if they changed."""
-        # Torch's in-place counters also catch changes that the owner did not count.
-        version = self._weight_version(), sum(parameter._version for parameter in self._module.parameters())
-        if self._runner is not None and version == self._packed_version:
+        version, weights = self._weight_version(), fingerprint(self._module, kernels=self._kernels)
+        if self._runner is not None and self._packed == (version, weights):
             return self._runner
-        self._packed_version = None
+        self._packed = None
         if self._cache is not None:
             self._cache.tables.invalidate()
         if self._runner is None:
-            self._runner = Runner(self._decoder)
+            self._runner = Runner(self._decoder, weights)
         else:
-            self._runner.repack()
-        self._check_weights(self._runner, version[0])
-        self._packed_version = version
+            self._runner.repack(weights)
+        self._check_weights(self._runner, version)
+        self._packed = version, weights
         return self._runner
+
+    def _look_again(self) -> None:
+        """Forget what was made of the model if its parts are others now; another engine may have seen it first."""
+        self._decoder.refresh()
+        if self._runner is not None and self._runner.architecture is not self._decoder.architecture:
+            self._runner = self._cache = self._packed = self._is_exact = None
+            self._needs_full_check = True
+
+    def _check_unchanged(self) -> None:
+        """Compare the weights that each step reads in the model itself with those of the beginning.
+
+        Raises:
+            TrainingError: they changed, so that the tokens are of no one model.
+        """
+        assert self._packed is not None and self._runner is not None
+        read = read_in_place(self._runner.architecture)
+        after = fingerprint_of({str(place): one for place, one in enumerate(read)}, kernels=self._kernels)
+        if any(self._packed[1].of(one) != after.of(one) for one in read):
+            self._unload()
+            raise TrainingError(
+                "the model's weights changed while completions were drawn from them, so nothing is returned: does "
+                "another thread, or a function that `generate` calls, train this model? Draw between two updates, or "
+                "from a copy"
+            )
 
     def _rows_are_independent(self) -> bool:
         """True if a product of few rows has the bits of one of many, for the shape of every weight."""

@@ -27,6 +27,7 @@ from tunesmith.models.adapter import Adapter, add_low_rank, dora_scale, stretch
 from tunesmith.models.architecture import Architecture, Block, Projection, Stack, output_size, weight_of
 from tunesmith.models.decoder import Decoder, OnLayer, Ops
 from tunesmith.models.embedding import embedded
+from tunesmith.models.fingerprint import Fingerprint, TensorId
 from tunesmith.rollout.kv_cache import CacheShape
 from tunesmith.rollout.recorded_step import MOST_ROWS, RecordedStep
 from tunesmith.rollout.scheduler import Plan, Rows
@@ -189,6 +190,16 @@ def cache_shape(architecture: Architecture) -> CacheShape:
     return CacheShape(len(architecture.blocks), settings.num_kv_heads, settings.head_dim, architecture.dtype)
 
 
+def read_in_place(architecture: Architecture) -> list[torch.Tensor]:
+    """The tensors of the model that every step reads, because nothing is packed of them."""
+    modules = [architecture.embedding, architecture.positions, architecture.final_norm.module]
+    for block in architecture.blocks:
+        norms = (block.norm_attention, block.norm_after_attention, block.norm_mlp, block.norm_after_mlp)
+        modules += [norm.module for norm in (*norms, block.q_norm, block.k_norm) if norm is not None]
+    sinks = [block.attention.sinks_H for block in architecture.blocks if block.attention.sinks_H is not None]
+    return [*(one for module in modules if module is not None for one in module.parameters()), *sinks]
+
+
 def projections(architecture: Architecture) -> list[Projection | Stack]:
     """All linear maps, the output layer last."""
     return [*(projection for block in architecture.blocks for projection in block.projections), architecture.head]
@@ -289,14 +300,15 @@ class StepOutput:
 class Runner(CachedDecoder):
     """Steps of a plan on a CPU, with packed copies of the weights as of the last `repack`."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder, weights: Fingerprint) -> None:
         super().__init__(decoder)
+        self.architecture = decoder.architecture
         self._projections = projections(decoder.architecture)
         self._packer = Packer(decoder.kernels)
-        self._frozen: dict[int, tuple[int, ...] | None] = {}
+        self._packed: dict[int, list[TensorId | None]] = {}
         self._step: RecordedStep | None = None
         self._can_record = not decoder.is_divided and decoder.part is None
-        self.repack()
+        self.repack(weights)
 
     @property
     def has_adapters(self) -> bool:
@@ -309,27 +321,23 @@ class Runner(CachedDecoder):
         adapted = [packed for packed in self.linears.values() if isinstance(packed, AdaptedLinear)]
         return bool(adapted) and all(packed.is_idle for packed in adapted)
 
-    def repack(self) -> None:
-        """Pack the current weights, one projection after the other, so that no second copy of all is held.
-
-        Frozen weights that did not change are not packed again: with adapters, none are.
+    def repack(self, weights: Fingerprint) -> None:
+        """Pack the current weights, those of `weights`, one projection after the other, so that no second copy of all
+        is held. What did not change is not packed again: with adapters, no base is.
         """
         self.forget_step()
         for projection in self._projections:
-            key, version = id(projection), _frozen_version(projection)
-            if isinstance(projection, Stack):
-                if key not in self.experts or version is None or self._frozen[key] != version:
-                    self.experts.pop(key, None)
-                    self.experts[key], self._frozen[key] = self._packer.pack_experts(projection), version
-                continue
-            packed = self.linears.get(key)
-            if packed is None or version is None or self._frozen[key] != version:
-                self.linears.pop(key, None)
-                del packed  # free the old copy first
-                self.linears[key] = self._pack(projection)
-                self._frozen[key] = version
-            elif isinstance(packed, AdaptedLinear):
+            key, now = id(projection), [weights.of(parameter) for parameter in projection.parameters]
+            if None in now or self._packed.pop(key, None) != now:
+                self.linears.pop(key, None)  # free the old copy first
+                self.experts.pop(key, None)
+                if isinstance(projection, Stack):
+                    self.experts[key] = self._packer.pack_experts(projection)
+                else:
+                    self.linears[key] = self._pack(projection)
+            elif isinstance(packed := self.linears.get(key), AdaptedLinear):
                 packed.refresh()
+            self._packed[key] = now
 
     def forget_step(self) -> None:
         """Release the recorded step, which holds the cache's storage."""
@@ -388,11 +396,3 @@ class Runner(CachedDecoder):
             repeat_R = torch.tensor(repeats)
             hidden_RH, logits_RV = (x.repeat_interleave(repeat_R, dim=0) for x in (hidden_RH, logits_RV))
         return StepOutput(hidden_RH, logits_RV)
-
-
-def _frozen_version(projection: Projection | Stack) -> tuple[int, ...] | None:
-    """Torch's version counters of the projection's weights; None if they are trained."""
-    parameters = projection.parameters
-    if any(parameter.requires_grad for parameter in parameters):
-        return None
-    return tuple(parameter._version for parameter in parameters)

@@ -28,7 +28,7 @@ from tunesmith.batch.rollout import Group, SamplingParams
 from tunesmith.core.errors import TrainingError
 from tunesmith.core.seeds import derive
 from tunesmith.rollout import sequence
-from tunesmith.rollout.engine import Callbacks, Functions, make_request
+from tunesmith.rollout.engine import Callbacks, Functions, Turns, make_request
 from tunesmith.rollout.usage import Usage
 from tunesmith.schema.records import Prompt
 
@@ -50,8 +50,11 @@ class TransformersEngine:
     """Draws completions with `model.generate`, `batch_size` sequences at a time.
 
     `weight_version` is called once per `generate` and stamped on every group. The model is in evaluation mode during
-    the call. Completions depend on the seed and on the rest of the batch.
+    the call. Completions depend on the seed and on the rest of the batch. Calls from several threads wait for each
+    other, those of other such engines too: torch has one global generator, and `generate` draws from it.
     """
+
+    _turns = Turns()
 
     is_exact = False
     """Attention over a cache and over a whole sequence round differently."""
@@ -76,6 +79,12 @@ class TransformersEngine:
         self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, **functions: Unpack[Functions]
     ) -> list[Group]:
         """See `engine.Engine.generate`. With `sampling.seed` set, the same call returns the same tokens."""
+        with self._turns:
+            return self._generate(prompts, n, sampling, functions)
+
+    def _generate(
+        self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, functions: Functions
+    ) -> list[Group]:
         version, num_rows = self._weight_version(), self._batch_size
         request = make_request(self._model, self._tokenizer, prompts, n, sampling, num_rows, version)
         rows = [

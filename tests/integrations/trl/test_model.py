@@ -157,11 +157,11 @@ def test_a_twin_follows_the_live_model_and_leaves_it_alone():
     live = tiny_model("llama").model
     model = LiveModels().get(live)
     assert model is not None
-    twin = Twin(model, torch.bfloat16, 0)
+    twin = Twin(model, torch.bfloat16)
     with torch.no_grad():
         live.model.norm.weight.mul_(3)
     assert all(one.dtype == torch.float32 for one in live.parameters())
-    twin.refresh(0)
+    twin.refresh()
     assert torch.equal(twin.model.module.model.norm.weight.float(), live.model.norm.weight)
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from tunesmith.batch.rollout import SamplingParams
 from tunesmith.config.sections import LoraSection
+from tunesmith.kernels.native import Kernels
 from tunesmith.models.heads import ScalarHead
 from tunesmith.models.lora import AdapterBase, add_adapters
 from tunesmith.models.tiny import tiny_model
@@ -49,7 +50,7 @@ class Parts:
         head = ScalarHead(32)
         self.module = nn.ModuleDict({"policy": self.loaded.model, "value_head": head})
         self.store = Store()
-        self.publisher = weights.Publisher(self.module, self.store.publish, self.store.discard)
+        self.publisher = weights.Publisher(self.module, self.store.publish, self.store.discard, Kernels())
         content = self.loaded.model, self.loaded.tokenizer, head
         skeleton = weights.pickled(content, dict(self.module.named_parameters()))
         self.worker = Worker(Setup(skeleton, "auto", 1, 8, None, True), self.store.fetch)
@@ -73,12 +74,12 @@ def test_the_skeleton_holds_no_weights() -> None:
 @pytest.mark.parametrize("rank", (0, 2))
 def test_each_version_is_published_once_and_frozen_weights_only_at_first(rank: int) -> None:
     parts = Parts(rank=rank)
-    first = parts.publisher.current(0)
+    first = parts.publisher.current()
     assert len(first.parts) == 1 + bool(rank)
-    assert parts.publisher.current(0) == first and parts.publisher.current(1) == first, "the same bytes"
+    assert parts.publisher.current() == first and parts.publisher.current() == first, "the same bytes"
     with torch.no_grad():
         parts.trained().data.add_(1.0)  # as a kernel does, without torch's knowledge
-    second = parts.publisher.current(2)
+    second = parts.publisher.current()
     assert second.edition > first.edition and second.parts[:-1] == first.parts[:-1]
     assert second.parts[-1].digest != first.parts[-1].digest
     assert parts.store.num_published == len(first.parts) + 1 and len(parts.store.tensors) == len(first.parts)
@@ -87,7 +88,7 @@ def test_each_version_is_published_once_and_frozen_weights_only_at_first(rank: i
 @pytest.mark.parametrize("rank", (0, 2))
 def test_a_worker_proves_new_weights_and_draws_from_no_others(rank: int) -> None:
     parts = Parts(rank=rank)
-    first = parts.publisher.current(0)
+    first = parts.publisher.current()
     assert isinstance(parts.worker.answer(parts.draw(first.edition)), Refused), "before it has weights"
     proof = parts.worker.answer(first)
     assert isinstance(proof, Loaded) and proof.digests == tuple(part.digest for part in first.parts)
@@ -97,7 +98,7 @@ def test_a_worker_proves_new_weights_and_draws_from_no_others(rank: int) -> None
         for parameter in parts.module.parameters():
             if parameter.requires_grad:
                 parameter.add_(torch.linspace(0, 0.5, parameter.numel()).reshape(parameter.shape))
-    second = parts.publisher.current(1)
+    second = parts.publisher.current()
     assert isinstance(parts.worker.answer(parts.draw(second.edition)), Refused), "it has not got them yet"
     assert isinstance(parts.worker.answer(second), Loaded)
     assert isinstance(parts.worker.answer(parts.draw(first.edition)), Refused), "it has them no more"
@@ -143,7 +144,7 @@ def test_a_worker_that_proves_weights_which_are_no_longer_wanted_gets_the_others
 
 def test_damaged_weights_do_not_prove_and_are_not_drawn_from() -> None:
     parts = Parts()
-    message = parts.publisher.current(0)
+    message = parts.publisher.current()
     (tensors,) = parts.store.tensors.values()
     next(iter(tensors.values())).view(-1)[0] += 1e-3
     proof = parts.worker.answer(message)
@@ -156,7 +157,7 @@ def test_damaged_weights_do_not_prove_and_are_not_drawn_from() -> None:
 
 def test_weights_that_are_gone_are_refused() -> None:
     parts = Parts()
-    message = parts.publisher.current(0)
+    message = parts.publisher.current()
     gone = Load(message.edition, tuple(replace(part, handle=99) for part in message.parts))
     assert isinstance(parts.worker.answer(gone), Refused)
     assert isinstance(parts.worker.answer(message), Loaded)

@@ -10,7 +10,6 @@ H hidden.
 
 import copy
 import functools
-import operator
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -32,7 +31,8 @@ from tunesmith.kernels.logprob.head import head_logp_entropy, head_scores
 from tunesmith.kernels.native import Kernels
 from tunesmith.models.architecture import UnsupportedArchitecture
 from tunesmith.models.decoder import Decoder
-from tunesmith.models.language_model import LanguageModel, parts_of
+from tunesmith.models.fingerprint import fingerprint, parts_of, same_parts
+from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.loaded import PreTrainedModel
 from tunesmith.models.logprob import trunk_states
 
@@ -77,7 +77,7 @@ class LiveModels:
     def _described(self, module: PreTrainedModel) -> LanguageModel | str:
         parts = [torch.is_autocast_enabled("cpu"), *parts_of(module)]
         for known, found in self._known:
-            if len(known) == len(parts) and all(map(operator.is_, known, parts)):
+            if same_parts(known, parts):
                 return found
         try:
             decoder = Decoder(module, self._kernels, kept_bytes=self._kept_bytes)
@@ -289,28 +289,23 @@ def labelled_tokens(
 class Twin:
     """A copy of a live model in another dtype, from which the engine draws: what autocast makes of it, once a step."""
 
-    def __init__(self, live: LanguageModel, dtype: torch.dtype, step: int) -> None:
+    def __init__(self, live: LanguageModel, dtype: torch.dtype) -> None:
         self._live = live.module
         # The new parameters are made first, so that the copy never holds those of the live model.
         memo = {id(one): nn.Parameter(one.detach().to(dtype), one.requires_grad) for one in self._live.parameters()}
         module: PreTrainedModel = copy.deepcopy(self._live, memo).eval()  # type: ignore[arg-type]
         self.model = LanguageModel(module, Decoder(module, live.kernels), live.kernels)
-        self._version = step, version_of(self._live)
+        self._made_of = fingerprint(self._live, kernels=live.kernels)
 
     @torch.no_grad()
-    def refresh(self, step: int) -> None:
-        """Copy the weights if they changed: at another step of the trainer, or by torch's counters."""
-        version = step, version_of(self._live)
-        if version != self._version:
-            for target, source in zip(self.model.module.parameters(), self._live.parameters(), strict=True):
-                if source.requires_grad:
-                    target.copy_(source)
-            self._version = version
-
-
-def version_of(module: nn.Module) -> int:
-    """A number that changes with the weights: torch counts changes in place."""
-    return sum(parameter._version for parameter in module.parameters())
+    def refresh(self) -> None:
+        """Copy the weights and buffers that changed."""
+        now = fingerprint(self._live, kernels=self.model.kernels)
+        targets = {**dict(self.model.module.named_parameters()), **dict(self.model.module.named_buffers())}
+        for name, source in (*self._live.named_parameters(), *self._live.named_buffers()):
+            if now.tensors[name] != self._made_of.tensors[name]:
+                targets[name].data.copy_(source)
+        self._made_of = now
 
 
 @contextmanager

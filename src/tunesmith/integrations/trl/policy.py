@@ -169,16 +169,15 @@ class FastPolicy(PackedTrainer):
         with evaluating(unwrapped(self.model)), self.accelerator.autocast():
             live = self.live_models.get(self.model)
             casts = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
-        step = int(self.state.global_step)
         if live is not self._live:
             self._live, self._twin, self._engine = live, None, None
             if live is not None:
                 if casts and any(parameter.dtype != torch.bfloat16 for parameter in live.module.parameters()):
-                    self._twin = Twin(live, torch.bfloat16, step)
+                    self._twin = Twin(live, torch.bfloat16)
                 model = live if self._twin is None else self._twin.model
                 self._engine = open_engine(model, self._tokenizer, weight_version=lambda: int(self.state.global_step))
         elif self._twin is not None:
-            self._twin.refresh(step)
+            self._twin.refresh()
         return self._engine
 
     def _seed(self) -> int:

@@ -17,9 +17,8 @@ class _Bytes(ctypes.Structure):
 def digests(tensors: Sequence[torch.Tensor], *, kernels: Kernels) -> list[int]:
     """A number of 64 bits for the bytes of each tensor, of any dtype, in the order of its elements.
 
-    One pass over memory on all threads. A change of a single number always gives another digest, and any other change
-    does but for a chance of about 2^-62, unless somebody chooses the bytes for it. `torch_impl.digest` is the
-    definition.
+    One pass over memory on all threads. A change gives another number but for a chance of about 2^-62, unless
+    somebody chooses the bytes for it. `torch_impl.digest` is the definition.
 
     Raises:
         NativeUnavailableError: `native` was chosen and cannot run.

@@ -12,7 +12,9 @@ import torch
 
 _PAIRS = 1024
 _BLOCK_BYTES = 2 * _PAIRS * 4
-_BLOCKS_AT_A_TIME = 128
+_FEW_BLOCKS, _MANY_BLOCKS = 128, 8192
+"""Blocks at a time: few that fit into a cache, or many that keep a GPU busy."""
+
 _STEP, _FACTORS, _SHIFTS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB), (30, 27, 31)
 
 
@@ -23,7 +25,7 @@ def digest(tensor: torch.Tensor) -> int:
     key_W = _mixed(torch.zeros((), dtype=torch.int64, device=device), torch.arange(2 * _PAIRS, device=device))
     keys = key_W.int(), _shifted(key_W, 32).int()
     total = _mixed(torch.tensor(len(bytes_N), device=device), torch.tensor(-2, device=device))
-    step = _BLOCKS_AT_A_TIME * _BLOCK_BYTES
+    step = (_FEW_BLOCKS if device.type == "cpu" else _MANY_BLOCKS) * _BLOCK_BYTES
     for start in range(0, len(bytes_N), step):
         part_N = bytes_N[start : start + step]
         part_N = torch.nn.functional.pad(part_N, (0, -len(part_N) % _BLOCK_BYTES)).clone()  # aligned for wider words

@@ -23,7 +23,7 @@ from tunesmith.models.loaded import PreTrainedTokenizerBase
 from tunesmith.rollout import weight_check
 from tunesmith.rollout.device.decode_step import DeviceModel, DrawSettings, Slots
 from tunesmith.rollout.device.steps import STEPS_PER_VISIT, Buffers, DeviceSteps
-from tunesmith.rollout.engine import Callbacks, Functions, Request, make_request, run_request
+from tunesmith.rollout.engine import Callbacks, Functions, Request, Turns, make_request, run_request
 from tunesmith.rollout.kv_cache import BLOCK_TOKENS, KVCache, allocate_storage, blocks_for, copy_blocks, num_blocks_for
 from tunesmith.rollout.runner import cache_shape
 from tunesmith.rollout.sampler import noise_keys
@@ -44,7 +44,7 @@ class DeviceEngine:
     """Samples from `model`'s weights, on one device, as they are at each call. See `factory.open_engine`.
 
     The weights of queries, keys and values (and of gate and up) become views of one tensor; the parameters stay the
-    same objects. Not thread-safe: one `generate` at a time.
+    same objects. Calls from several threads wait for each other.
 
     Raises:
         UnsupportedArchitecture: the model has a part that is not known here.
@@ -64,10 +64,7 @@ class DeviceEngine:
         value_head: nn.Module | None = None,
     ) -> None:
         self._module = model.module
-        decoder = Decoder(model.module, model.kernels)
-        if part := decoder.architecture.needs_decoder:
-            raise UnsupportedArchitecture(part)
-        self._model = DeviceModel(model.module, decoder)
+        self._model = self._known_model(Decoder(model.module, model.kernels))
         self._tokenizer = tokenizer
         self._weight_version = weight_version
         self._num_slots = num_slots
@@ -75,19 +72,33 @@ class DeviceEngine:
         self._value_head = value_head
         self._steps: DeviceSteps | None = None  # with their buffers and graphs
         self._is_checked = False
+        self._turns = Turns()
+
+    def _known_model(self, decoder: Decoder) -> DeviceModel:
+        if part := decoder.architecture.needs_decoder:
+            raise UnsupportedArchitecture(part)
+        self._architecture = decoder.architecture
+        return DeviceModel(self._module, decoder)
 
     def unload(self) -> None:
         """Free the cache and the graphs if the cache takes more than a tenth of the device's memory.
 
         A smaller one is kept: an update hardly needs the memory, and graphs would have to be captured again.
         """
-        if self._steps is not None and self._steps.buffers.storage.nbytes > _KEPT_SHARE * self._memory()[1]:
-            self._steps = None
+        with self._turns:
+            if self._steps is not None and self._steps.buffers.storage.nbytes > _KEPT_SHARE * self._memory()[1]:
+                self._steps = None
 
     def generate(
         self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, **functions: Unpack[Functions]
     ) -> list[Group]:
         """See `engine.Engine.generate`. With `sampling.seed` set, the same call returns the same tokens."""
+        with self._turns:
+            return self._generate(prompts, n, sampling, functions)
+
+    def _generate(
+        self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, functions: Functions
+    ) -> list[Group]:
         version, num_slots = self._weight_version(), self._num_slots
         request = make_request(self._module, self._tokenizer, prompts, n, sampling, num_slots, version)
         with span("load"):
@@ -136,7 +147,11 @@ class DeviceEngine:
             TrainingError: the first steps do not reproduce the trainer's log-probs.
         """
         steps, self._steps = self._steps, None  # stays None if anything below fails
-        if not self._model.refresh():
+        self._model.decoder.refresh()
+        if self._model.decoder.architecture is not self._architecture:  # a layer was replaced, for example
+            self._model = self._known_model(self._model.decoder)
+            steps, self._is_checked = None, False
+        elif not self._model.refresh():
             steps = None
         self._check_model()
         held_bytes = 0 if steps is None else steps.buffers.storage.nbytes

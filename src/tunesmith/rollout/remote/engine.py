@@ -15,11 +15,12 @@ from tunesmith.core.errors import InputError, ServerError
 from tunesmith.core.log import get_logger
 from tunesmith.core.trace import count, span
 from tunesmith.models.export import save_weights
+from tunesmith.models.fingerprint import Fingerprint, fingerprint
 from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.loaded import PreTrainedTokenizerBase
 from tunesmith.models.logprob import token_logps
 from tunesmith.rollout import sequence
-from tunesmith.rollout.engine import Callbacks, Functions, Request, make_request
+from tunesmith.rollout.engine import Callbacks, Functions, Request, Turns, make_request
 from tunesmith.rollout.remote.connection import (
     VLLM,
     Connection,
@@ -46,7 +47,7 @@ class RemoteEngine:
     """Draws completions of `model` by a vLLM. See `factory.open_engine` for the arguments.
 
     A completion depends on prompt, sample and seed, so it may be asked for twice. It is used only if the server has the
-    proven weights before and after it was drawn. Not thread-safe: one `generate` at a time.
+    proven weights before and after it was drawn. Calls from several threads wait for each other.
     """
 
     is_exact = False
@@ -71,8 +72,9 @@ class RemoteEngine:
         else:
             self._connection = Server(settings.url, timeout_s=settings.timeout_s, num_slots=num_slots)
         self._proof = WeightProof(model)
+        self._turns = Turns(has_pipes=True)
         self._name = ""  # of the weights that were pushed last, for this engine alone
-        self._pushed: tuple[int, int] | None = None  # which they were; None: push again
+        self._pushed: Fingerprint | None = None  # which they were; None: push again
         self._proven_at: float | None = None  # the temperature of their proof; None: prove again
 
     def unload(self) -> None:
@@ -86,6 +88,12 @@ class RemoteEngine:
         Raises:
             ServerError: the server is away, or has other weights, for longer than `timeout_s`.
         """
+        with self._turns:
+            return self._generate(prompts, n, sampling, functions)
+
+    def _generate(
+        self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, functions: Functions
+    ) -> list[Group]:
         version = self._weight_version()
         request = make_request(self._model.module, self._tokenizer, prompts, n, sampling, self._num_slots, version)
         callbacks = Callbacks(request, **functions)
@@ -124,11 +132,11 @@ class RemoteEngine:
 
     def _prepare_weights(self, temperature: float) -> None:
         """Push the trainer's weights unless the server has them, and prove them unless that was done."""
-        now = self._weight_version(), sum(parameter._version for parameter in self._model.module.parameters())
+        now = fingerprint(self._model.module, kernels=self._model.kernels)
         named = self._connection.version() if self._name else ""
         if self._pushed != now or named not in (None, self._name):
             self._pushed = self._proven_at = None
-            self._name = f"{now[0]}-{secrets.token_hex(8)}"
+            self._name = f"{self._weight_version()}-{secrets.token_hex(8)}"
             with tempfile.TemporaryDirectory(prefix="tunesmith-weights-", dir=self._settings.folder) as folder:
                 Path(folder).chmod(0o755)  # the server may be another user's
                 save_weights(self._model.module, Path(folder))

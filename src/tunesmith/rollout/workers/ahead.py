@@ -16,7 +16,7 @@ from typing import Any, Unpack
 from tunesmith.batch.rollout import Completion, Group, SamplingParams
 from tunesmith.core.errors import InputError
 from tunesmith.core.trace import Trace, count, include, trace
-from tunesmith.rollout.engine import Engine, Functions
+from tunesmith.rollout.engine import Engine, Functions, OnGroup, Turns
 from tunesmith.rollout.workers.engine import Asked, WorkerEngine
 from tunesmith.schema.records import Prompt
 
@@ -65,6 +65,7 @@ class AheadEngine:
         self._begun: dict[int, Future[_Drawn]] = {}
         self._jobs: queue.PriorityQueue[tuple[int, int, _Job | None]] = queue.PriorityQueue()
         self._numbers = itertools.count()
+        self._turns = Turns(has_pipes=True)
         # A daemon: at the end of a run that failed, nobody waits for what is being drawn.
         threading.Thread(target=_work, args=(self._jobs,), name="draw-ahead", daemon=True).start()
         weakref.finalize(self, self._jobs.put, (-1, -1, None))
@@ -84,6 +85,12 @@ class AheadEngine:
         on_group = functions.pop("on_group", None)
         if any(functions.values()):
             raise InputError("completions that are drawn ahead are not reported one by one; set scale.staleness to 0")
+        with self._turns:
+            return self._generate(prompts, n, sampling, on_group)
+
+    def _generate(
+        self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, on_group: OnGroup | None
+    ) -> list[Group]:
         is_step = (list(prompts), n, sampling) == self._arguments(self._step)
         with self.inner.waiting():
             if is_step:

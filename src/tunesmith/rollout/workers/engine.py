@@ -15,11 +15,12 @@ from tunesmith.config.scale_sections import SamplingScaleSection
 from tunesmith.core.errors import InputError
 from tunesmith.core.log import Once, get_logger
 from tunesmith.core.trace import count, span
+from tunesmith.models.fingerprint import fingerprint_of, parts_of, same_parts
 from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.loaded import PreTrainedTokenizerBase
 from tunesmith.models.tokenizer import decode_after
 from tunesmith.rollout import weight_check
-from tunesmith.rollout.engine import Callbacks, Functions, GenerationInterrupted, Request, make_request
+from tunesmith.rollout.engine import Callbacks, Functions, GenerationInterrupted, Request, Turns, make_request
 from tunesmith.rollout.sampler import NoiseKey, noise_keys
 from tunesmith.rollout.workers import weights
 from tunesmith.rollout.workers.actors import RayTransport
@@ -118,7 +119,7 @@ class Asked:
 class WorkerEngine:
     """Draws completions of `model` in other processes. See `factory.open_engine` for the arguments.
 
-    Not thread-safe: one `generate`, or `draw`, at a time.
+    Calls of `generate` from several threads wait for each other; one `draw` at a time is for the caller to see to.
     """
 
     def __init__(
@@ -139,6 +140,8 @@ class WorkerEngine:
                 f"{model.module.device.type}; set scale.workers to 0"
             )
         self._decoder, self._module, self._tokenizer = model.decoder, model.module, tokenizer
+        self._kernels, self._is_trained, self._kv_cache_mb = model.kernels, is_trained, kv_cache_mb
+        self._value_head = value_head
         self._workers, self._weight_version, self._num_slots = workers, weight_version, num_slots
         everything = nn.ModuleDict({"policy": model.module})
         if value_head is not None:
@@ -147,16 +150,11 @@ class WorkerEngine:
         if workers.address is not None:
             self._transport = RayTransport(workers.address, workers.count * workers.num_threads)
         weakref.finalize(self, self._transport.close)
-        self._publisher = weights.Publisher(everything, self._transport.publish, self._transport.discard)
-        self._setup = Setup(
-            weights.pickled((model.module, tokenizer, value_head), dict(everything.named_parameters())),
-            model.kernels.choice,
-            workers.num_threads,
-            num_slots,
-            kv_cache_mb,
-            is_trained,
-        )
+        self._everything = everything
+        self._publisher = weights.Publisher(everything, self._transport.publish, self._transport.discard, model.kernels)
+        self._setup = self._current_setup()
         self._pool: Pool | None = None
+        self._turns = Turns(has_pipes=True)
         self._is_exact: bool | None = None  # None: no worker has proven weights yet
         self._own_logps: tuple[int, tuple[float, ...]] | None = None  # of the weights of an edition
         self._open: list[Load] = []
@@ -170,10 +168,12 @@ class WorkerEngine:
     @property
     def is_exact(self) -> bool:
         """True if raw log-probs equal the trainer's to the bit, as far as the workers that have weights have shown."""
-        pool = self._pool_with(self._publisher.current(self._weight_version()))
-        while self._is_exact is None:
-            pool.receive(_POLL_S)
-        return self._is_exact
+        with self._turns:
+            self._look_again()
+            pool = self._pool_with(self._publisher.current())
+            while self._is_exact is None:
+                pool.receive(_POLL_S)
+            return self._is_exact
 
     def process_of(self, worker: int) -> int:
         """The id of the process of `worker`, from 0, which may be another after it was started again."""
@@ -185,8 +185,9 @@ class WorkerEngine:
 
     def unload(self) -> None:
         """Free the workers' caches and packed weights; the next `generate` rebuilds them."""
-        if self._pool is not None:
-            self._pool.unload()
+        with self._turns:
+            if self._pool is not None:
+                self._pool.unload()
 
     def generate(
         self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, **functions: Unpack[Functions]
@@ -196,7 +197,7 @@ class WorkerEngine:
         Raises:
             ServerError: a worker was lost several times in a row.
         """
-        with self.waiting():
+        with self._turns, self.waiting():
             return self.draw(self.ask(prompts, n, sampling), **functions)
 
     def ask(self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, *, ahead: bool = False) -> Asked:
@@ -206,7 +207,8 @@ class WorkerEngine:
         version = self._weight_version()
         request = make_request(self._module, self._tokenizer, prompts, n, sampling, self._num_slots, version)
         with span("load"):
-            load = self._publisher.current(version, tuple(self._open))
+            self._look_again()
+            load = self._publisher.current(tuple(self._open))
             logps = tuple(weight_check.trained_logps(self._decoder).tolist()) if ahead else None
         self._open.append(load)
         keys = noise_keys(request.prompt_ids, n)
@@ -289,6 +291,31 @@ class WorkerEngine:
         count("worker_restarts", pool.num_restarts)
         count("stolen_leases", queue.num_stolen)
         count("worker_load_s", pool.load_s / num_workers)
+
+    def _current_setup(self) -> Setup:
+        """All of the workers' engine but its weights, with a note of what it is made of."""
+        buffers = dict(self._everything.named_buffers())
+        self._made_of = parts_of(self._module), fingerprint_of(buffers, kernels=self._kernels)
+        content = self._module, self._tokenizer, self._value_head
+        return Setup(
+            weights.pickled(content, dict(self._everything.named_parameters())),
+            self._kernels.choice,
+            self._workers.num_threads,
+            self._num_slots,
+            self._kv_cache_mb,
+            self._is_trained,
+        )
+
+    def _look_again(self) -> None:
+        """Start the workers again if the model has other parts now than theirs, such as a layer that was replaced."""
+        self._decoder.refresh()
+        parts, buffers = self._made_of
+        now = fingerprint_of(dict(self._everything.named_buffers()), kernels=self._kernels)
+        if buffers == now and same_parts(parts, parts_of(self._module)):
+            return
+        self._setup, self._is_exact, self._own_logps = self._current_setup(), None, None
+        if self._pool is not None:
+            self._pool.reset(self._setup)
 
     def _pool_with(self, load: Load) -> Pool:
         """The workers, which are started if need be, with these weights on their way to them."""

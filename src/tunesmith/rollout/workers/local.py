@@ -104,6 +104,7 @@ class LocalTransport:
 
     def __init__(self) -> None:
         self._generation = 0
+        self._owner = os.getpid()
         self._is_closed = False
         self._connections: dict[int, Connection] = {}
         self._pids: dict[int, int] = {}
@@ -162,7 +163,9 @@ class LocalTransport:
         os.close(self._files.pop(handle))
 
     def close(self) -> None:
-        """See `Transport`."""
+        """See `Transport`. In a process that was forked since, nothing: the workers are its parent's."""
+        if self._owner != os.getpid():
+            return
         self._is_closed = True
         for worker in list(self._connections):
             self.kill(worker)

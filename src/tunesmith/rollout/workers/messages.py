@@ -32,7 +32,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Published parameters, with the SHA-256 of their bytes. Those that `is_frozen` stay as they are in later loads."""
+    """Published parameters, with the digest of their fingerprint. Those that `is_frozen` seldom change."""
 
     handle: Handle
     digest: str

@@ -101,8 +101,9 @@ class Pool:
         while not ending.isdisjoint(self._drawing()) and (left_s := end - time.monotonic()) > 0:
             self.receive(left_s)
 
-    def reset(self) -> None:
-        """Start all workers again: after Ctrl-C a half-read answer may be lost."""
+    def reset(self, setup: Setup | None = None) -> None:
+        """Start all workers again, with `setup` if it is given: after Ctrl-C a half-read answer may be lost."""
+        self._setup = setup or self._setup
         for worker in self._members:
             self._transport.kill(worker)
             self._members[worker] = _Member()

@@ -1,6 +1,5 @@
 """A model as bytes, without its parameters; and the parameters, published once for each version, with a digest."""
 
-import hashlib
 import io
 import pickle
 from collections.abc import Callable, Collection, Mapping
@@ -9,16 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from tunesmith.kernels.native import Kernels
+from tunesmith.models.fingerprint import fingerprint_of
 from tunesmith.models.lora import trained_parameters
 from tunesmith.rollout.workers.messages import Handle, Load, Part, Tensors
-
-
-def digest(tensors: Tensors) -> str:
-    """SHA-256 of the bytes of all tensors, in the order of their names."""
-    total = hashlib.sha256()
-    for name in sorted(tensors):
-        total.update(tensors[name].detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return total.hexdigest()
 
 
 def pickled(content: object, parameters: Mapping[str, nn.Parameter]) -> bytes:
@@ -52,37 +45,46 @@ class Publisher:
     """
 
     def __init__(
-        self, module: nn.Module, publish: Callable[[Tensors], Handle], discard: Callable[[Handle], None]
+        self,
+        module: nn.Module,
+        publish: Callable[[Tensors], Handle],
+        discard: Callable[[Handle], None],
+        kernels: Kernels,
     ) -> None:
-        trained = trained_parameters(module)
-        frozen = {name: parameter for name, parameter in module.named_parameters() if name not in trained}
-        self._parts = [(part, is_frozen) for part, is_frozen in ((frozen, True), (trained, False)) if part]
+        self._module, self._kernels = module, kernels
         self._publish, self._discard = publish, discard
-        self._published: list[Part | None] = [None] * len(self._parts)
-        self._versions: list[tuple[int, int] | None] = [None] * len(self._parts)
+        self._published: list[Part] = []
         self._replaced: list[Part] = []
         self._edition = 0
 
     @torch.no_grad()
-    def current(self, version: int, in_use: Collection[Load] = ()) -> Load:
-        """The message with the parameters as they are now. They are copied if `version`, the owner's count of changes
-        of the trained ones, or torch's own count, is another than last time. Older copies are freed but for `in_use`.
+    def current(self, in_use: Collection[Load] = ()) -> Load:
+        """The message with the parameters as they are now; what changed is copied, however that happened. Older copies
+        are freed but for `in_use`.
         """
         self._free_but(in_use)
-        for index, (part, is_frozen) in enumerate(self._parts):
-            # Kernels update memory without torch's knowledge, but not that of frozen parameters.
-            now = 0 if is_frozen else version, sum(parameter._version for parameter in part.values())
-            if now == self._versions[index]:
-                continue
-            found, before = digest(part), self._published[index]
-            if before is None or found != before.digest:
-                if before is not None:
-                    self._replaced.append(before)
-                    self._free_but(in_use)
-                self._published[index] = Part(self._publish(part), found, is_frozen)
-                self._edition += 1
-            self._versions[index] = now
-        return Load(self._edition, tuple(part for part in self._published if part is not None))
+        parameters, trained = dict(self._module.named_parameters()), trained_parameters(self._module)
+        weights = fingerprint_of(parameters, kernels=self._kernels)
+        parts: list[Part] = []
+        for is_frozen in (True, False):
+            tensors = {name: one for name, one in parameters.items() if (name not in trained) == is_frozen}
+            if tensors:
+                parts.append(self._part(tensors, weights.digest(tensors), is_frozen, in_use))
+        if parts != self._published:
+            self._replaced += [part for part in self._published if part not in parts]
+            self._published, self._edition = parts, self._edition + 1
+            self._free_but(in_use)
+        return Load(self._edition, tuple(parts))
+
+    def _part(self, tensors: Tensors, digest: str, is_frozen: bool, in_use: Collection[Load]) -> Part:
+        for part in self._published:
+            if part.is_frozen == is_frozen:
+                if part.digest == digest:
+                    return part
+                self._published.remove(part)  # free it before there is another copy, if nobody needs it
+                self._replaced.append(part)
+                self._free_but(in_use)
+        return Part(self._publish(tensors), digest, is_frozen)
 
     def _free_but(self, in_use: Collection[Load]) -> None:
         for part in list(self._replaced):

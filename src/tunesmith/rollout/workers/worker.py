@@ -10,6 +10,7 @@ from tunesmith.core.errors import TunesmithError
 from tunesmith.core.system import keep_freed_memory
 from tunesmith.core.trace import span, trace
 from tunesmith.kernels.native import Kernels
+from tunesmith.models.fingerprint import fingerprint_of
 from tunesmith.models.language_model import language_model
 from tunesmith.rollout import weight_check
 from tunesmith.rollout.native_engine import NativeEngine
@@ -44,6 +45,8 @@ class Worker:
         keep_freed_memory()
         self._setup, self._fetch = setup, fetch
         self._parameters: dict[str, nn.Parameter] = {}
+        self._shared: set[str] = set()
+        self._kernels = Kernels(setup.kernels)  # type: ignore[arg-type]
         self._names: dict[str, list[str]] = {}  # of the parameters of each part that is loaded, by its digest
         self._edition = 0
         self._engine: NativeEngine | None = None
@@ -80,17 +83,11 @@ class Worker:
             except OSError:
                 return Refused()  # newer ones were published meanwhile
             for name, tensor in tensors.items():
-                if name in self._parameters:
-                    self._parameters[name].copy_(tensor)
-                else:  # frozen ones stay in the memory that all workers of the machine share
-                    own = tensor if part.is_frozen else tensor.clone()
-                    self._parameters[name] = nn.Parameter(own, requires_grad=False)
+                self._take(name, tensor, part.is_frozen)
             self._names = {digest: names for digest, names in self._names.items() if not set(names) & tensors.keys()}
             self._names[part.digest] = list(tensors)
-        found = tuple(
-            weights.digest({name: self._parameters[name] for name in self._names[part.digest]})
-            for part in message.parts
-        )
+        own = fingerprint_of(self._parameters, kernels=self._kernels)
+        found = tuple(own.digest(self._names[part.digest]) for part in message.parts)
         if found != tuple(part.digest for part in message.parts):
             self._names = {}
             return Loaded(message.edition, found, False, ())
@@ -100,10 +97,24 @@ class Worker:
         is_exact = engine.is_exact
         return Loaded(message.edition, found, is_exact, tuple(weight_check.trained_logps(self._decoder).tolist()))
 
+    def _take(self, name: str, tensor: torch.Tensor, is_frozen: bool) -> None:
+        """Have the bytes of `tensor` as the parameter `name`. Frozen ones stay in the memory that all workers of the
+        machine share, which nobody may write to.
+        """
+        own = self._parameters.setdefault(name, nn.Parameter(tensor, requires_grad=False))
+        if is_frozen:
+            own.data = tensor
+            self._shared.add(name)
+        elif name in self._shared or own.data_ptr() == tensor.data_ptr():
+            own.data = tensor.clone()
+            self._shared.discard(name)
+        else:
+            own.copy_(tensor)
+
     def _open(self) -> NativeEngine:
         setup = self._setup
         module, tokenizer, value_head = weights.unpickled(setup.skeleton, self._parameters)
-        model = language_model(module, Kernels(setup.kernels))  # type: ignore[arg-type]
+        model = language_model(module, self._kernels)
         assert model.decoder is not None, "the engine refuses other models"
         self._decoder = model.decoder
         return NativeEngine(
