@@ -4,6 +4,7 @@ import copy
 import gc
 import multiprocessing
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,11 +15,12 @@ from torch import nn
 from tunesmith.batch.pack import pack
 from tunesmith.batch.rollout import Group, SamplingParams
 from tunesmith.config.sections import LoraSection
-from tunesmith.core.errors import InputError, ModelError, TrainingError
+from tunesmith.core.errors import InputError, ModelError, RewardError, TrainingError
 from tunesmith.models.language_model import LanguageModel, language_model
 from tunesmith.models.logprob import token_logps
 from tunesmith.models.lora import AdapterBase, add_adapters
 from tunesmith.models.tiny import tiny_model
+from tunesmith.rewards.scorer import Scorer
 from tunesmith.rollout.engine import Engine
 from tunesmith.rollout.factory import Backend, open_engine
 from tunesmith.rollout.workers.engine import Workers
@@ -416,7 +418,7 @@ def test_a_forked_process_may_not_use_the_pipes_of_its_parents_workers() -> None
 
     def child() -> None:
         nonlocal engine
-        with pytest.raises(InputError, match="open an engine in each process"):
+        with pytest.raises(InputError, match="open one in each process"):
             engine.generate(PROMPTS, 1, SAMPLING)
         del engine
         gc.collect()
@@ -440,3 +442,54 @@ def test_callers_that_wait_are_served_after_an_error() -> None:
     found = drawn_in_threads(draw)
     assert all(isinstance(found[number], InputError) for number in (1, 3, 5))
     assert found[0] == found[2] == found[4] == draw(0)
+
+
+def test_engines_that_share_a_tokenizer_read_texts_in_threads() -> None:
+    """Each thread of an application has an engine, and all have one tokenizer. Reported: huggingface/tokenizers#537."""
+    loaded = tiny_model("llama")
+    engines = [open_engine(loaded.model, loaded.tokenizer) for _ in range(6)]
+    texts = [Prompt(str(index), f"Once upon a time there were {index} of them") for index in range(4)]
+
+    def draw(number: int) -> object:
+        return tokens(engines[number].generate(texts, 2, SamplingParams(max_new_tokens=6, seed=number)))
+
+    expected = {number: draw(number) for number in range(6)}
+    for _ in range(3):
+        assert drawn_in_threads(draw) == expected
+
+
+def test_one_scorer_serves_threads() -> None:
+    """An application scores answers in the threads of its pool, by a function with state. Reported: issue 45.14."""
+    loaded = tiny_model("llama")
+    groups = open_engine(loaded.model, loaded.tokenizer).generate(PROMPTS, 3, SAMPLING)
+    inside: list[int] = []
+
+    def state(completions: list[str], **_: object) -> list[float]:
+        inside.append(1)
+        time.sleep(0.005)
+        count = len(inside)
+        inside.clear()
+        return [float(count)] * len(completions)
+
+    scorer = Scorer([state, "length"], timeout_s=60.0)
+
+    def score(number: int) -> object:
+        return scorer.score(groups[: 1 + number % 3]).total_PG.tolist()
+
+    expected = {number: score(number) for number in range(6)}
+    for _ in range(3):
+        assert drawn_in_threads(score) == expected
+
+
+def test_a_scorer_that_scores_from_within_is_refused() -> None:
+    """A reward function scores by the scorer that calls it. Reported: issue 45.14."""
+    loaded = tiny_model("llama")
+    groups = open_engine(loaded.model, loaded.tokenizer).generate(PROMPTS[:1], 1, SAMPLING)
+
+    def again(completions: list[str], **_: object) -> list[float]:
+        scorer.score(groups)
+        return [0.0] * len(completions)
+
+    scorer = Scorer([again])
+    with pytest.raises(RewardError, match="from within a call"):
+        scorer.score(groups)

@@ -4,8 +4,9 @@ Shape legend: B sequences, T positions.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -95,16 +96,13 @@ class ModelReward:
             order.sort(key=lambda index: len(sequences[index]))
         rewards = [0.0] * len(sequences)
         device = next(self.model.parameters()).device
-        was_training = self.model.training
-        self.model.eval()
-        with torch.no_grad():
+        with _evaluating(self.model), torch.no_grad():
             for indices in chunks(order, self._micro_batch_size):
                 lengths = [len(sequences[index]) for index in indices]
                 rows = [[*sequences[index], *[0] * (max(lengths) - len(sequences[index]))] for index in indices]
                 ids_BT, lengths_B = torch.tensor(rows, device=device), torch.tensor(lengths, device=device)
                 for index, reward in zip(indices, self.model(ids_BT, lengths_B).tolist(), strict=True):
                     rewards[index] = reward
-        self.model.train(was_training)
         return rewards
 
     def _encode(self, sample: Sample) -> tuple[int, ...]:
@@ -126,6 +124,19 @@ class ModelReward:
         )
         is_ended = end_id is None or ids[-1] == end_id or ids[-1] in self._special
         return ids if is_ended else (*ids, end_id)
+
+
+@contextmanager
+def _evaluating(model: RewardModel) -> Iterator[None]:
+    """A block without dropout. A model that has none switched on is left alone: other threads may be using it."""
+    if not model.training:
+        yield
+        return
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train()
 
 
 def _here(samples: Sequence[Sample], extras: Mapping[str, object]) -> "Future[Scored] | None":

@@ -16,6 +16,7 @@ from tunesmith.config.sections import OnError, RewardSource
 from tunesmith.core.errors import RewardError
 from tunesmith.core.log import get_logger
 from tunesmith.core.trace import span
+from tunesmith.core.turns import Turns
 from tunesmith.distributed.ranks import gathered, share_of
 from tunesmith.models.heads import RewardModel
 from tunesmith.models.tokenizer import PreTrainedTokenizerBase
@@ -106,6 +107,7 @@ class Scorer:
     number: `length`, `length_2`. With `while_drawing` all rewards are called in a second thread, so that
     `ahead` can score groups while an engine draws others. `code_files` are the files of the functions that are named,
     `functions` the identities of those that are given as objects.
+    Threads that call `score` take turns: rewards are not called at once by two of them.
     Raises RewardError for a source that leads nowhere.
     """
 
@@ -137,6 +139,7 @@ class Scorer:
             for name, source, reward in zip(self.names, sources, self._rewards, strict=True)
             if isinstance(reward, CalledReward) and not isinstance(source, str | RewardSource)
         }
+        self._turns = Turns("scorer")
         self._loop = EventLoop()
         self._worker = Worker("scorer") if while_drawing else None
         self._settler = Settler(self.names, [reward.policy for reward in self._rewards], self.weights)
@@ -164,6 +167,10 @@ class Scorer:
         applies, follow `on_error`. Raises RewardError that names the reward and the sample under `fail`, and if every
         completion is dropped.
         """
+        with self._turns:
+            return self._score(groups, state, ahead)
+
+    def _score(self, groups: Sequence[Group], state: TrainerState | None, ahead: Ahead | None) -> Scores:
         samples = samples_of(groups)
         sizes = sorted({len(group.completions) for group in groups})
         if len(sizes) != 1 or not samples:

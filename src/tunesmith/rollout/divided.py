@@ -5,8 +5,9 @@ from typing import Unpack
 
 from tunesmith.batch.rollout import Group, SamplingParams
 from tunesmith.core.errors import InputError
+from tunesmith.core.turns import Turns
 from tunesmith.distributed.ranks import gathered, in_group, share_of, stages
-from tunesmith.rollout.engine import Engine, Functions, Turns
+from tunesmith.rollout.engine import Engine, Functions
 from tunesmith.schema.records import Prompt
 
 
@@ -20,7 +21,7 @@ class DividedEngine:
     def __init__(self, inner: Engine, refresh: Callable[[], None] | None = None) -> None:
         self.inner = inner
         self._refresh = refresh
-        self._turns = Turns()
+        self._turns = Turns("engine")
 
     @property
     def is_exact(self) -> bool:

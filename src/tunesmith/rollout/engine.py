@@ -1,9 +1,7 @@
 """The interface of a rollout engine, and a request, the same for every engine: checks, token ids, callbacks, groups."""
 
 import math
-import os
 import secrets
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -82,40 +80,6 @@ class Engine(Protocol):
     def unload(self) -> None:
         """Free cache and packed weights; the next `generate` rebuilds them."""
         ...
-
-
-class Turns:
-    """A lock for calls that share what an object has: a second thread waits for its turn.
-
-    A call from within a call, by a function that the first one calls, would wait for ever; and where an object
-    `has_pipes` or sockets, a process that was forked has the same ones as its parent.
-
-    Raises:
-        InputError: for these two.
-    """
-
-    def __init__(self, *, has_pipes: bool = False) -> None:
-        self._lock = threading.Lock()
-        self._thread: int | None = None
-        self._process = os.getpid() if has_pipes else None
-
-    def __enter__(self) -> None:
-        if self._thread == threading.get_ident():
-            raise InputError(
-                "an engine was called from within a call of it, by a function such as on_text; call it when `generate` "
-                "has returned, or open another engine for this"
-            )
-        if self._process not in (None, os.getpid()):
-            raise InputError(
-                f"the engine was opened by process {self._process}, and this is another one, {os.getpid()}, that was "
-                "forked from it; open an engine in each process"
-            )
-        self._lock.acquire()
-        self._thread = threading.get_ident()
-
-    def __exit__(self, *_: object) -> None:
-        self._thread = None
-        self._lock.release()
 
 
 class GenerationInterrupted(KeyboardInterrupt):

@@ -16,13 +16,14 @@ from tunesmith.batch.rollout import Group, SamplingParams
 from tunesmith.core.errors import InputError, TrainingError
 from tunesmith.core.system import warn_of_spinning
 from tunesmith.core.trace import span
+from tunesmith.core.turns import Turns
 from tunesmith.kernels.linear.exact import rows_are_independent
 from tunesmith.kernels.sample.torch_impl import Sampled
 from tunesmith.models.fingerprint import Fingerprint, fingerprint, fingerprint_of
 from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.loaded import PreTrainedTokenizerBase
 from tunesmith.rollout import weight_check
-from tunesmith.rollout.engine import Callbacks, Functions, Request, Turns, make_request, run_request
+from tunesmith.rollout.engine import Callbacks, Functions, Request, make_request, run_request
 from tunesmith.rollout.kv_cache import KVCache, allocate_storage, copy_blocks, num_blocks_for
 from tunesmith.rollout.runner import Runner, cache_shape, projections, read_in_place
 from tunesmith.rollout.sampler import NoiseKey, Sampler, noise_keys
@@ -83,7 +84,7 @@ class NativeEngine:
         self._is_exact: bool | None = None  # None: not measured yet
         self._needs_full_check = True
         self._threads = FreeThreads()
-        self._turns = Turns()
+        self._turns = Turns("engine")
 
     @property
     def is_exact(self) -> bool:

@@ -27,8 +27,9 @@ from transformers import (
 from tunesmith.batch.rollout import Group, SamplingParams
 from tunesmith.core.errors import TrainingError
 from tunesmith.core.seeds import derive
+from tunesmith.core.turns import Turns
 from tunesmith.rollout import sequence
-from tunesmith.rollout.engine import Callbacks, Functions, Turns, make_request
+from tunesmith.rollout.engine import Callbacks, Functions, make_request
 from tunesmith.rollout.usage import Usage
 from tunesmith.schema.records import Prompt
 
@@ -54,7 +55,7 @@ class TransformersEngine:
     other, those of other such engines too: torch has one global generator, and `generate` draws from it.
     """
 
-    _turns = Turns()
+    _turns = Turns("engine")
 
     is_exact = False
     """Attention over a cache and over a whole sequence round differently."""

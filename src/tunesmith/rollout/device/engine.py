@@ -16,6 +16,7 @@ from torch import nn
 from tunesmith.batch.rollout import Group, SamplingParams
 from tunesmith.core.errors import TrainingError
 from tunesmith.core.trace import span
+from tunesmith.core.turns import Turns
 from tunesmith.models.architecture import UnsupportedArchitecture
 from tunesmith.models.decoder import Decoder
 from tunesmith.models.language_model import LanguageModel
@@ -23,7 +24,7 @@ from tunesmith.models.loaded import PreTrainedTokenizerBase
 from tunesmith.rollout import weight_check
 from tunesmith.rollout.device.decode_step import DeviceModel, DrawSettings, Slots
 from tunesmith.rollout.device.steps import STEPS_PER_VISIT, Buffers, DeviceSteps
-from tunesmith.rollout.engine import Callbacks, Functions, Request, Turns, make_request, run_request
+from tunesmith.rollout.engine import Callbacks, Functions, Request, make_request, run_request
 from tunesmith.rollout.kv_cache import BLOCK_TOKENS, KVCache, allocate_storage, blocks_for, copy_blocks, num_blocks_for
 from tunesmith.rollout.runner import cache_shape
 from tunesmith.rollout.sampler import noise_keys
@@ -72,7 +73,7 @@ class DeviceEngine:
         self._value_head = value_head
         self._steps: DeviceSteps | None = None  # with their buffers and graphs
         self._is_checked = False
-        self._turns = Turns()
+        self._turns = Turns("engine")
 
     def _known_model(self, decoder: Decoder) -> DeviceModel:
         if part := decoder.architecture.needs_decoder:

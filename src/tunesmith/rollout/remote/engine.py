@@ -14,13 +14,14 @@ from tunesmith.batch.rollout import Group, SamplingParams
 from tunesmith.core.errors import InputError, ServerError
 from tunesmith.core.log import get_logger
 from tunesmith.core.trace import count, span
+from tunesmith.core.turns import Turns
 from tunesmith.models.export import save_weights
 from tunesmith.models.fingerprint import Fingerprint, fingerprint
 from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.loaded import PreTrainedTokenizerBase
 from tunesmith.models.logprob import token_logps
 from tunesmith.rollout import sequence
-from tunesmith.rollout.engine import Callbacks, Functions, Request, Turns, make_request
+from tunesmith.rollout.engine import Callbacks, Functions, Request, make_request
 from tunesmith.rollout.remote.connection import (
     VLLM,
     Connection,
@@ -72,7 +73,7 @@ class RemoteEngine:
         else:
             self._connection = Server(settings.url, timeout_s=settings.timeout_s, num_slots=num_slots)
         self._proof = WeightProof(model)
-        self._turns = Turns(has_pipes=True)
+        self._turns = Turns("engine", has_pipes=True)
         self._name = ""  # of the weights that were pushed last, for this engine alone
         self._pushed: Fingerprint | None = None  # which they were; None: push again
         self._proven_at: float | None = None  # the temperature of their proof; None: prove again

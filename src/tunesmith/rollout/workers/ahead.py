@@ -16,7 +16,8 @@ from typing import Any, Unpack
 from tunesmith.batch.rollout import Completion, Group, SamplingParams
 from tunesmith.core.errors import InputError
 from tunesmith.core.trace import Trace, count, include, trace
-from tunesmith.rollout.engine import Engine, Functions, OnGroup, Turns
+from tunesmith.core.turns import Turns
+from tunesmith.rollout.engine import Engine, Functions, OnGroup
 from tunesmith.rollout.workers.engine import Asked, WorkerEngine
 from tunesmith.schema.records import Prompt
 
@@ -65,7 +66,7 @@ class AheadEngine:
         self._begun: dict[int, Future[_Drawn]] = {}
         self._jobs: queue.PriorityQueue[tuple[int, int, _Job | None]] = queue.PriorityQueue()
         self._numbers = itertools.count()
-        self._turns = Turns(has_pipes=True)
+        self._turns = Turns("engine", has_pipes=True)
         # A daemon: at the end of a run that failed, nobody waits for what is being drawn.
         threading.Thread(target=_work, args=(self._jobs,), name="draw-ahead", daemon=True).start()
         weakref.finalize(self, self._jobs.put, (-1, -1, None))

@@ -15,12 +15,13 @@ from tunesmith.config.scale_sections import SamplingScaleSection
 from tunesmith.core.errors import InputError
 from tunesmith.core.log import Once, get_logger
 from tunesmith.core.trace import count, span
+from tunesmith.core.turns import Turns
 from tunesmith.models.fingerprint import fingerprint_of, parts_of, same_parts
 from tunesmith.models.language_model import LanguageModel
 from tunesmith.models.loaded import PreTrainedTokenizerBase
 from tunesmith.models.tokenizer import decode_after
 from tunesmith.rollout import weight_check
-from tunesmith.rollout.engine import Callbacks, Functions, GenerationInterrupted, Request, Turns, make_request
+from tunesmith.rollout.engine import Callbacks, Functions, GenerationInterrupted, Request, make_request
 from tunesmith.rollout.sampler import NoiseKey, noise_keys
 from tunesmith.rollout.workers import weights
 from tunesmith.rollout.workers.actors import RayTransport
@@ -154,7 +155,7 @@ class WorkerEngine:
         self._publisher = weights.Publisher(everything, self._transport.publish, self._transport.discard, model.kernels)
         self._setup = self._current_setup()
         self._pool: Pool | None = None
-        self._turns = Turns(has_pipes=True)
+        self._turns = Turns("engine", has_pipes=True)
         self._is_exact: bool | None = None  # None: no worker has proven weights yet
         self._own_logps: tuple[int, tuple[float, ...]] | None = None  # of the weights of an edition
         self._open: list[Load] = []
