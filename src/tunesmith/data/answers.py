@@ -124,6 +124,8 @@ def encode_pairs(
         item = with_shared_opening(item) if isinstance(item, Pair) else item
         pairs = pairs_of(item)
         texts = [side for pair in pairs for side in (("chosen", pair.chosen), ("rejected", pair.rejected))]
+        if not item.prompt.content and any(_begins_a_conversation(text) for _, text in texts):
+            raise RowError("`chosen` and `rejected` share no prompt; give two answers to the same messages")
         places = _places(item.prompt, texts, tokenizer, limit, table)
         sides = list(zip(pairs, places[::2], places[1::2], strict=True))
         for pair, *both in sides:
@@ -153,6 +155,10 @@ def encode_labels(
         return [AnswerLabel(item.prompt.id, place, one.is_wanted) for place, one in labels]
 
     return list(chain.from_iterable(usable(items, encode, bad, "judgements")))
+
+
+def _begins_a_conversation(completion: Text) -> bool:
+    return not isinstance(completion, str) and completion[0]["role"] != "assistant"
 
 
 def _places(

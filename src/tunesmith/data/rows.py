@@ -282,9 +282,67 @@ class Row:
 
     @classmethod
     def of(cls, where: str, given: Mapping[str, object]) -> "Row":
-        """The row with the columns of `given` that are not null."""
+        """The row with the columns of `given` that are not null; ShareGPT's and Alpaca's columns become TRL's."""
         columns = {name: value for name, value in given.items() if value is not None}
-        return cls(where, columns, frozenset(given.keys() - columns.keys()))
+        nulls = frozenset(given.keys() - columns.keys())
+        return cls(where, _from_alpaca(_from_sharegpt(columns)), nulls)
+
+
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
+
+
+def _from_sharegpt(columns: Mapping[str, object]) -> Mapping[str, object]:
+    """`columns` with `conversations` of `from` and `value`, as ShareGPT has them and other trainers read them, as
+    `messages`; beside `chosen` and `rejected` they are the `prompt`. A `system` column is their first message.
+    """
+    turns = columns.get("conversations")
+    if not isinstance(turns, list | tuple) or columns.keys() & {"messages", "prompt"}:
+        return columns
+    others = {name: value for name, value in columns.items() if name not in ("conversations", "system")}
+    messages = [_sharegpt_message(turn) for turn in cast(Sequence[object], turns)]
+    if "system" in columns:
+        messages.insert(0, {"role": "system", "content": columns["system"]})
+    sides = {
+        name: [_sharegpt_message(others[name])] for name in ("chosen", "rejected") if _is_sharegpt(others.get(name))
+    }
+    return {**others, **sides, "prompt" if sides else "messages": messages}
+
+
+def _is_sharegpt(turn: object) -> bool:
+    """True for a turn as ShareGPT has it: `{"from": ..., "value": ...}`."""
+    return isinstance(turn, Mapping) and {"from", "value"} <= cast(Mapping[str, object], turn).keys()
+
+
+def _sharegpt_message(turn: object) -> object:
+    """The turn as a message. What is no such turn stays as it is, and is refused or taken as a message later."""
+    if not _is_sharegpt(turn):
+        return turn
+    named = cast(Mapping[str, object], turn)
+    role = named["from"]
+    return {"role": _SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role, "content": named["value"]}
+
+
+def _from_alpaca(columns: Mapping[str, object]) -> Mapping[str, object]:
+    """`columns` with Alpaca's `instruction`, `input`, `output` and `system` as a conversation: `prompt`, and what is
+    there of `completion`, `chosen` and `rejected`. The input stands below the instruction, as other trainers have it.
+    """
+    instruction = columns.get("instruction")
+    answers = {"completion": "output", "chosen": "chosen", "rejected": "rejected"}
+    given = {name: columns[old] for name, old in answers.items() if isinstance(columns.get(old), str)}
+    if (
+        not isinstance(instruction, str)
+        or not given
+        or columns.keys() & {"prompt", "messages", "completion", "history"}
+    ):
+        return columns
+    parts = [part for part in (instruction, columns.get("input")) if isinstance(part, str) and part]
+    messages = [{"role": "user", "content": "\n".join(parts)}]
+    if isinstance(columns.get("system"), str) and columns["system"]:
+        messages.insert(0, {"role": "system", "content": cast(str, columns["system"])})
+    used = {"instruction", "input", "system", *answers.values()}
+    others = {name: value for name, value in columns.items() if name not in used}
+    completions = {name: [{"role": "assistant", "content": text}] for name, text in given.items()}
+    return {**others, "prompt": messages, **completions}
 
 
 def without_prompt(prompt: Text, answers: Mapping[str, Text]) -> tuple[Text, dict[str, Text]]:

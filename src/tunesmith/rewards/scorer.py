@@ -5,8 +5,9 @@ Shape legend: P prompts, G completions per prompt, R rewards, N samples.
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -176,7 +177,8 @@ class Scorer:
         if len(sizes) != 1 or not samples:
             raise RewardError(f"groups of {sizes or 'no'} completions; one call scores groups of one size, at least 1")
         whole = Portion(range(len(groups)), sizes[0])
-        scored = self._scored(samples, whole, state or TrainerState()) if ahead is None else ahead.answers()
+        with _own_torch_settings():
+            scored = self._scored(samples, whole, state or TrainerState()) if ahead is None else ahead.answers()
         return self._settler.settle(samples, scored, (len(groups), sizes[0]))
 
     def _scored(self, samples: Sequence[Sample], whole: Portion, state: TrainerState) -> list[Scored]:
@@ -233,6 +235,23 @@ def _outcomes(
         if begun:
             return {part: result_of(future) for part, future in begun.items()}
     return {part: reward.outcomes(of_part[part], extras) for part in parts}
+
+
+@contextmanager
+def _own_torch_settings() -> Iterator[None]:
+    """Take back what rewards set for the whole process: gradients, the default dtype and the number of threads.
+
+    A judge that is loaded with `torch.set_grad_enabled(False)` would else end the training, and another number of
+    threads would change its last bits.
+    """
+    has_gradients, dtype, num_threads = torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_grad_enabled(has_gradients)
+        torch.set_default_dtype(dtype)
+        if torch.get_num_threads() != num_threads:
+            torch.set_num_threads(num_threads)
 
 
 def _distinct(names: Sequence[str]) -> tuple[str, ...]:
