@@ -26,10 +26,27 @@ from typing import Any
 import pytest
 
 from tunesmith import train
+from tunesmith.config.schema import RECIPES
 from tunesmith.core.trace import span, trace
 from tunesmith.profiling.diagnosis import Diagnosis, diagnose
 from tunesmith.profiling.facts import read_facts
 from tunesmith.profiling.meter import metering
+from tunesmith.profiling.waits import (
+    DEVICE,
+    FAULT,
+    FILE,
+    FOLDER,
+    FUTEX,
+    LOCK,
+    POLLS,
+    RUNS,
+    SLEEPS,
+    UNKNOWN,
+    Call,
+    kind_of,
+)
+from tunesmith.trainers.api import Listener, Wishes
+from tunesmith.trainers.run import run
 
 WAIT_S = 0.6
 SMALL = {"rollout.max_new_tokens": 4, "rollout.prompts_per_step": 2, "run.checkpoint_every": 0}
@@ -338,3 +355,83 @@ def test_computing_is_no_wait() -> None:
     place = place_of(score)
     assert place["kind"] == "computes"
     assert place["function"].endswith("score")
+
+
+class Sleeper(Listener):
+    """A callback that waits after some steps."""
+
+    def step_ended(self, step: int, metrics: Mapping[str, float]) -> Wishes:
+        if step in (4, 8):
+            time.sleep(5.0)
+        return Wishes()
+
+
+def test_a_callback_that_waits_after_some_steps_is_named_with_its_line(tmp_path: Path) -> None:
+    """A callback uploads a sample now and then. Reported: issue 45.27."""
+    sections = {
+        "model": {"name": "tiny:llama"},
+        "rollout": {"max_new_tokens": 4, "prompts_per_step": 2},
+        "reward": [{"source": "length"}],
+        "run": {"dir": str(tmp_path), "steps": 11, "checkpoint_every": 0},
+    }
+    found, names = diagnosed(run(RECIPES["grpo"].model_validate(sections), listener=Sleeper(), progress=False))
+    cause = found.causes[names.index("slow_steps")]
+    assert (cause.figures["stage"], cause.figures["steps"]) == ("callback", [5, 9])
+    assert (cause.figures["kind"], cause.figures["text"]) == ("sleep", "time.sleep(5.0)")
+    assert cause.share > 0.3
+
+
+def test_a_reward_that_gives_the_same_number_to_all_is_what_to_look_at(tmp_path: Path) -> None:
+    """The parser of a reward matches nothing, so all groups are equal. Reported: issue 45.23."""
+
+    def constant(completions: list[str], **_: object) -> list[float]:
+        return [0.0] * len(completions)
+
+    settings = {**SMALL, "run.dir": str(tmp_path)}
+    result = train.grpo(model="tiny:llama", reward=constant, steps=5, progress=False, **settings)
+    cause = diagnosed(result)[0].causes[0]
+    assert (cause.name, dict(cause.settings)) == ("no_signal_groups", {})
+    assert "the reward gives all completions the same number" in cause.advice
+
+
+def test_a_slow_first_call_is_no_cause_for_the_rest_of_the_run(tmp_path: Path) -> None:
+    """A reward loads its model at the first call. Reported: issue 45.27."""
+    calls = iter(range(1, 1_000))
+
+    def loads(completions: list[str], **_: object) -> list[float]:
+        if next(calls) == 1:
+            time.sleep(6.0)
+        return [float(len(set(text))) for text in completions]
+
+    settings = {**SMALL, "run.dir": str(tmp_path)}
+    result = train.grpo(model="tiny:llama", reward=loads, steps=6, progress=False, **settings)
+    found, names = diagnosed(result)
+    assert "sleep" not in names
+    assert not any(cause.figures.get("kind") == "sleep" for cause in found.causes)
+    assert found.warm_up_s > 6.0
+
+
+@pytest.mark.parametrize(
+    ("does", "target", "calls", "kind"),
+    [
+        (POLLS, "socket:[1]", [("socket.py", "getaddrinfo", "_socket.getaddrinfo(host, port)")], "name_lookup"),
+        (FAULT, "", [], "memory"),
+        (FILE, "/mnt/data/rows.jsonl", [], "disk"),
+        (FILE, "socket:[7]", [("ssl.py", "read", "self._sslobj.read(len, buffer)")], "network"),
+        (FILE, "/dev/pts/3", [], "pipe"),
+        (FOLDER, "", [], "disk"),
+        (FUTEX, "", [("queue.py", "get", "self.not_empty.wait()")], "queue"),
+        (FUTEX, "", [("threading.py", "_wait_for_tstate_lock", "lock.acquire(block, timeout)")], "threads"),
+        (SLEEPS, "", [("filelock/_api.py", "acquire", "time.sleep(poll_interval)")], "file_lock"),
+        (LOCK, "", [], "gil"),
+        (UNKNOWN, "", [], "other"),
+        (DEVICE, "/dev/nvidia0", [], "gpu"),
+        (RUNS, "", [], "computes"),
+    ],
+)
+def test_what_cannot_be_planted_here_is_judged_by_call_and_stack(
+    does: int, target: str, calls: list[tuple[str, str, str]], kind: str
+) -> None:
+    """Name servers, swap, network disks and GPUs make runs wait, too. Reported: issue 45.27."""
+    library = [Call(f"/usr/lib/python3/{file}", 1, function, text) for file, function, text in calls]
+    assert kind_of(does, target, [*library, Call("/home/ann/grpc/requests/reward.py", 3, "score", "f(x)")]) == kind
