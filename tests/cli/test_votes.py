@@ -55,16 +55,17 @@ def test_votes_are_taken_over_counted_and_written_out_again(
     assert [json.loads(line)["chosen"] for line in dest.read_text().splitlines()] == ["good"] * 3
 
 
-def test_votes_are_read_while_a_server_holds_them_but_not_written(
+def test_votes_are_read_and_imported_while_a_server_holds_them(
     tmp_path: Path, pairs: Path, capsys: pytest.CaptureFixture[str]
 ):
     folder = tmp_path / "live"
     run(capsys, "votes", "import", pairs, "--dir", folder, "--labels", "votes")
     with VoteStore.open(folder / "votes.db"):
         assert run(capsys, "votes", "export", tmp_path / "out.jsonl", "--dir", folder)[0] == 0
-        code, _, err = run(capsys, "votes", "import", pairs, "--dir", folder)
-        assert code == 2
-        assert "in use" in err
+        code, out, err = run(capsys, "votes", "import", pairs, "--dir", folder, "--labels", "gold")
+        assert code == 0, err
+        assert out == "0 items added, 3 were there already\n3 items that were there are gold from now on\n"
+        assert "in use; its process is asked" in err
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,7 @@ def test_votes_are_read_while_a_server_holds_them_but_not_written(
     [
         (("import",), "no file is named"),
         (("stats", "--dir", "nowhere"), "does not exist"),
-        (("export", "x.csv", "--dir", "nowhere"), ".csv is no format"),
+        (("export", "x.xlsx", "--dir", "nowhere"), ".xlsx is no format"),
         (("export", "x.jsonl", "--dir", "nowhere", "--format", "argilla", "--kind", "rankings"), "Argilla"),
     ],
 )

@@ -71,11 +71,14 @@ def comparable(row: ExportRow) -> ExportRow:
     return replace(row, vote_id=0)
 
 
-@pytest.mark.parametrize("form", ["jsonl", "parquet", "datasets", "argilla"])
+@pytest.mark.parametrize("form", ["jsonl", "csv", "parquet", "datasets", "argilla"])
 def test_an_export_comes_back_as_the_same_votes(tmp_path: Path, voted: list[ExportRow], form: VoteFormat):
     if form in ("parquet", "datasets"):
         pytest.importorskip("datasets" if form == "datasets" else "pyarrow")
-    dest = tmp_path / {"jsonl": "v.jsonl", "parquet": "v.parquet", "datasets": "v", "argilla": "a.jsonl"}[form]
+    dest = (
+        tmp_path
+        / {"jsonl": "v.jsonl", "csv": "v.csv", "parquet": "v.parquet", "datasets": "v", "argilla": "a.jsonl"}[form]
+    )
     assert write_votes(dest, voted, form) == 10
     back = imported(tmp_path, dest)
     if form != "argilla":
@@ -201,6 +204,11 @@ def test_a_table_cannot_hold_text_and_conversations_at_once(tmp_path: Path, vote
 
 def test_the_name_says_the_format():
     named: Callable[[str], VoteFormat] = format_of
-    assert [named(name) for name in ("a.jsonl", "a.PARQUET", "folder")] == ["jsonl", "parquet", "datasets"]
-    with pytest.raises(InputError, match="csv"):
-        format_of("a.csv")
+    assert [named(name) for name in ("a.jsonl", "a.PARQUET", "a.csv", "folder")] == [
+        "jsonl",
+        "parquet",
+        "csv",
+        "datasets",
+    ]
+    with pytest.raises(InputError, match="xlsx"):
+        format_of("a.xlsx")

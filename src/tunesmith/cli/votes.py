@@ -6,19 +6,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from tunesmith.cli.options import Positional, flag, parse
-from tunesmith.cli.output import Output, reporting
+from tunesmith.cli.output import Output, reporting, wants_progress
 from tunesmith.core.errors import InputError
-from tunesmith.core.log import visible
+from tunesmith.core.log import get_logger, visible
 
 if TYPE_CHECKING:
     from tunesmith.evaluation.bradley_terry import Standing
     from tunesmith.store.vote_reader import VoteReader
     from tunesmith.store.vote_stats import Agreement, BiasTest, VoteStats
 
+_log = get_logger(__name__)
+
 VOTES_FILE = "votes.db"
 """Name of the database in a folder of the live loop."""
 
 _MAX_SHOWN = 20
+_QUIET = 1000
+"""Rows of an import that are stored too soon for a bar."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +30,7 @@ class ImportOptions:
     """Put pairs and rankings of files before raters, or take over votes that were made elsewhere."""
 
     files: Annotated[
-        tuple[str, ...], Positional, flag("JSONL, Parquet, a datasets folder, Argilla records.", "FILE")
+        tuple[str, ...], Positional, flag("JSONL, CSV, Parquet, a datasets folder, Argilla's records.", "FILE")
     ] = ()
     dir: Annotated[Path, flag("Folder of the votes.", "FOLDER")] = Path("live")
     labels: Annotated[
@@ -38,6 +42,9 @@ class ImportOptions:
     ] = "drop"
     campaign: Annotated[str, flag("Campaign, made if it is new.", "NAME")] = "default"
     heldout: Annotated[bool, flag("Votes on these items check versions and train nothing.")] = False
+    question: Annotated[
+        str | None, flag("In Argilla's records with several questions, the one that tells the better answer.", "NAME")
+    ] = None
     json: Annotated[bool, flag("Print one JSON object.")] = False
 
 
@@ -45,11 +52,11 @@ class ImportOptions:
 class ExportVotesOptions:
     """Write votes to a file or folder, in TRL's columns or as Argilla's records. Nothing is overwritten."""
 
-    dest: Annotated[str, Positional, flag("NAME.jsonl, NAME.parquet, or a new folder.", "DEST")]
+    dest: Annotated[str, Positional, flag("NAME.jsonl, NAME.csv, NAME.parquet, or a new folder.", "DEST")]
     dir: Annotated[Path, flag("Folder of the votes.", "FOLDER")] = Path("live")
     kind: Annotated[Literal["votes", "rankings", "demonstrations"], flag("What to write.")] = "votes"
     format: Annotated[
-        Literal["jsonl", "parquet", "datasets", "argilla"] | None, flag("Format; without it, the name says it.")
+        Literal["jsonl", "csv", "parquet", "datasets", "argilla"] | None, flag("Format; without it, the name says it.")
     ] = None
     campaign: Annotated[str | None, flag("One campaign; without it, all.", "NAME")] = None
     decided: Annotated[bool, flag("Leave out ties: for libraries that know no column `tie`.")] = False
@@ -71,33 +78,26 @@ def import_(words: Sequence[str]) -> None:
     options = parse(ImportOptions, words, "votes import")
     if not options.files:
         raise InputError("no file is named; give one or more, such as pairs.jsonl")
-    if options.labels == "votes" and options.heldout:
-        raise InputError("--heldout asks raters; votes that were made keep what their rows say")
-    from tunesmith.data.vote_files import read_given_votes, read_items
-    from tunesmith.store.records import CampaignSettings
-    from tunesmith.store.votes import VoteStore
+    from tunesmith.data.vote_files import import_notes, read_for
+    from tunesmith.runs.progress import progress
+    from tunesmith.store.votes import import_into
 
     with reporting(as_json=options.json) as output:
         # All files are read before anything is stored.
-        items = [
-            item
-            for file in options.files
-            if options.labels != "votes"
-            for item in read_items(file, gold=options.labels == "gold", heldout=options.heldout)
-        ]
-        votes = [vote for file in options.files if options.labels == "votes" for vote in read_given_votes(file)]
-        with VoteStore.open(options.dir.expanduser() / VOTES_FILE) as store:
-            named = [one for one in store.reader.campaigns() if one.settings.name == options.campaign]
-            campaign = named[0] if named else store.set_campaign(CampaignSettings(name=options.campaign))
-            if options.labels == "votes":
-                done = store.import_votes(campaign.id, votes)
-            else:
-                done = store.import_items(campaign.id, items)
+        rows = read_for(options.labels, options.files, heldout=options.heldout, question=options.question)
         what = "votes" if options.labels == "votes" else "items"
+        with progress(what, len(rows), enabled=len(rows) > _QUIET and wants_progress()) as reporter:
+            done = import_into(
+                options.dir.expanduser() / VOTES_FILE,
+                options.campaign,
+                rows,
+                lambda num_done, _: reporter.update(num_done),
+                lambda message: _log.info("%s", message),
+            )
         output.say(f"{done.num_new} {what} added, {done.num_there} were there already")
-        output.finish(
-            {"dir": options.dir, "num_new": done.num_new, "num_there": done.num_there, "labels": options.labels}
-        )
+        for line in import_notes(done, options.labels, heldout=options.heldout):
+            output.say(line)
+        output.finish({"dir": options.dir, **asdict(done), "labels": options.labels})
 
 
 def export(words: Sequence[str]) -> None:

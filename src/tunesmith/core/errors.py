@@ -100,6 +100,10 @@ class StoreError(InputError):
     """A database file cannot be opened: damaged, in use by another server, or written by a newer release."""
 
 
+class StoreInUseError(StoreError):
+    """Another process has the database, which it alone may write."""
+
+
 class NameTakenError(StoreError):
     """Another rater has this name, maybe in another spelling."""
 

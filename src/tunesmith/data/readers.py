@@ -13,11 +13,11 @@ import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from tunesmith.core.errors import DataError, MissingDependencyError
 from tunesmith.data.rows import Candidate, Refused, RowError, checked_columns
@@ -28,6 +28,9 @@ TABLE_FORM = "a line of column names and one line for each row"
 
 JSON_CELLS = frozenset({"margin", "tie", "ranks", "scores", "completions", "messages"})
 """Columns whose cells are JSON in a CSV file, where everything else is text."""
+
+_MESSAGE_CELLS = frozenset({"prompt", "chosen", "rejected", "completion"})
+"""Columns whose cells in a CSV file are text, or a list of messages in JSON."""
 
 _BOM = b"\xef\xbb\xbf"
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
@@ -49,7 +52,7 @@ def jsonl_rows(path: Path) -> Iterator[Candidate]:
 
 
 def json_rows(path: Path) -> Iterator[Candidate]:
-    """The objects of a JSON list, each named by the line on which it begins.
+    """The objects of a JSON list, each named by the line on which it begins, and further ones on it by their number.
 
     Raises DataError for a file that is no list, and where it stops being JSON: later rows cannot be told apart. A file
     that is cut off at its end loses the cut row alone.
@@ -63,16 +66,21 @@ def json_rows(path: Path) -> Iterator[Candidate]:
         hint = "; a file with one object on each line is named .jsonl" if text[position : position + 1] == "{" else ""
         raise DataError(f"{path} holds no list; expected {LIST_FORM}{hint}")
     position, line, separator = position + 1, 1 + text.count("\n", 0, position), ""
+    last_line, num_on_line = 0, 0
     while True:
         start = _after_space(text, position)
         line, position = line + text.count("\n", position, start), start
-        where = f"{path.name}:{line}"
+        num_on_line = num_on_line + 1 if line == last_line else 1
+        last_line = line
+        # Rows are told apart by their place.
+        where = f"{path.name}:{line}" + (f"#{num_on_line}" if num_on_line > 1 else "")
         if text[position : position + 1] == "]" and separator != ",":
             break
         try:
             value, end = decoder.raw_decode(text, position)
         except (ValueError, RecursionError) as error:
-            yield where, _cut_row(text, where, error)
+            place = f"{path.name}:{line}"
+            yield place, _cut_row(text, place, error)
             return
         yield where, partial(_json_columns, value, is_utf8)
         line += text.count("\n", position, end)
@@ -92,7 +100,8 @@ def json_rows(path: Path) -> Iterator[Candidate]:
 def csv_rows(path: Path, delimiter: str = ",") -> Iterator[Candidate]:
     """The rows of a CSV file with a header, each named by the line on which it begins.
 
-    All cells are text, except those of `JSON_CELLS`. Raises DataError for a header with an empty or repeated name.
+    All cells are text, except those of `JSON_CELLS` and lists of messages. Raises DataError for a header with an empty
+    or repeated name.
     """
     content = read_bytes(path)
     text = content.decode("utf-8", errors="surrogateescape")
@@ -189,12 +198,29 @@ def _table_columns(header: list[str], cells: list[str] | csv.Error, is_cut: bool
         )
     if any(map(_NOT_UTF8.search, cells)):
         raise RowError("a cell is not UTF-8", "not UTF-8")
-    columns = {name: _cell(cell) if name in JSON_CELLS else cell for name, cell in zip(header, cells, strict=True)}
+    columns = {name: _cell(name, cell) for name, cell in zip(header, cells, strict=True)}
     return checked_columns(columns, TABLE_FORM)
 
 
-def _cell(cell: str) -> object:
-    """Value of a cell of `JSON_CELLS`: None if it is empty, the text itself if it is no JSON."""
+def messages_in(cell: str) -> object | None:
+    """The list of messages that a cell holds in JSON, each an object with `role` and `content`; None for a text."""
+    if not cell.lstrip().startswith("[") or '"role"' not in cell:
+        return None
+    try:
+        value = _decoder().decode(cell)
+    except (ValueError, RecursionError):
+        return None
+    messages = cast(Sequence[object], value)
+    is_list = all(isinstance(one, Mapping) and {"role", "content"} <= one.keys() for one in messages)
+    return messages if is_list else None
+
+
+def _cell(name: str, cell: str) -> object:
+    """Value of a cell: of `JSON_CELLS` None if it is empty, the text itself if it is no JSON."""
+    if name in _MESSAGE_CELLS:
+        return messages_in(cell) or cell
+    if name not in JSON_CELLS:
+        return cell
     if not cell.strip():
         return None
     try:

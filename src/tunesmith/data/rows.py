@@ -74,10 +74,12 @@ class BadRows:
     """The bad rows of one source, collected over all stages that look at its rows, from the parser to the tokenizer.
 
     Strict, as by default, each stage ends with an error that lists them. With `skip` they are dropped and counted.
+    `can_skip` is False where there is no key `skip_bad` that an error could name.
     """
 
-    def __init__(self, *, skip: bool = False) -> None:
+    def __init__(self, *, skip: bool = False, can_skip: bool = True) -> None:
         self.skip = skip
+        self._advice = "\nskip_bad: true drops bad rows and counts them" if can_skip and not skip else ""
         self.source = "the list of rows"
         self.num_rows = 0
         self._problems: list[str] = []
@@ -103,7 +105,7 @@ class BadRows:
             tail = "; none is left to use" if self.skip else ""
             raise DataError(
                 f"{num_bad} bad {noun} of {self.num_rows} in {self.source}{tail}; correct or remove:\n  {self._shown()}"
-                + ("" if self.skip else "\nskip_bad: true drops bad rows and counts them")
+                + self._advice
             )
 
     def finish(self) -> Tally:
@@ -208,6 +210,36 @@ def kind_of(value: object) -> str:
         if isinstance(value, types):
             return name
     return f"a {type(value).__name__}"
+
+
+HELDOUT = "heldout"
+"""Column that marks a row as held out: it is evaluated on and never trained on."""
+
+_FLAGS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False, "": False}
+
+
+def heldout_mark(value: object, name: str = HELDOUT) -> bool:
+    """True or false as a file writes it: true, 1, or a text such as "true" or "yes"; false where there is none.
+
+    Raises RowError for anything else: a mark that is not understood would let a row be trained on.
+    """
+    if value is None:
+        return False
+    mark = _FLAGS.get(value.strip().lower()) if isinstance(value, str) else None
+    if isinstance(value, bool | int | float) and value in (0, 1):
+        mark = bool(value)
+    if mark is None:
+        found = repr(value) if isinstance(value, str | int | float) else kind_of(value)
+        raise RowError(
+            f"`{name}` is {found[:40]}; give true or false, or another name to a column that means something else",
+            "wrong type",
+        )
+    return mark
+
+
+def is_heldout(item: Item) -> bool:
+    """True for an item whose row is marked as held out."""
+    return (item if isinstance(item, Prompt) else item.prompt).columns.get(HELDOUT) is True
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

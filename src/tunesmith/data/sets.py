@@ -33,7 +33,7 @@ from tunesmith.data.collate import (
 from tunesmith.data.demonstrations import DemonstrationLike, encode_demonstrations, load_demonstrations
 from tunesmith.data.pairs import JudgementLike, PreferenceLike, load_judgements, load_preferences, pairs_of
 from tunesmith.data.prompts import PromptLike, load_prompts
-from tunesmith.data.rows import BadRows, Item, RowError, Tally, usable
+from tunesmith.data.rows import BadRows, Item, RowError, Tally, is_heldout, usable
 from tunesmith.data.split import Leak, Split, leak_finding, leaks, prompt_key, split_by_prompt
 from tunesmith.data.tables import as_rows
 from tunesmith.models.tokenizer import PreTrainedTokenizerBase
@@ -153,7 +153,8 @@ def _read(
 ) -> _Sides[ItemT]:
     """Rows for training and held-out rows, from the sources of `section` or from what is `given` for either.
 
-    Rows are held out of the training source only if no held-out rows are given or named. An empty list is allowed.
+    Rows that their source marks by `heldout: true` are never trained on, nor are others with the same prompt. Further
+    rows are held out of the training source only if no held-out rows are given or named. An empty list is allowed.
     """
 
     def read(source: object, bad: BadRows) -> list[ItemT]:
@@ -163,10 +164,18 @@ def _read(
     bad = BadRows(skip=section.skip_bad)
     rows = read(section.source if given[0] is None else given[0], bad)
     heldout_source = section.heldout_source or None if given[1] is None else given[1]
+    marked = {key(row) for row in rows if is_heldout(row)}
+    split = split_by_prompt(rows, section.heldout_fraction if heldout_source is None else 0.0, seed, key, marked=marked)
+    if marked:
+        num_marked = sum(key(row) in marked for row in rows)
+        where = "evaluated on" if heldout_source is None else "left out, because held-out rows come from elsewhere"
+        _log.info("%s: %d of %d rows are marked as held out; they are %s", bad.source, num_marked, len(rows), where)
+    if rows and not split.train and marked:
+        raise DataError(f"all rows of {bad.source} are marked as held out (`heldout`), so there is nothing to train on")
     if heldout_source is None:
-        return _Sides(split_by_prompt(rows, section.heldout_fraction, seed, key), bad, bad)
+        return _Sides(split, bad, bad)
     heldout_bad = BadRows(skip=section.skip_bad)
-    return _Sides(Split(rows, read(heldout_source, heldout_bad)), bad, heldout_bad)
+    return _Sides(Split(split.train, read(heldout_source, heldout_bad)), bad, heldout_bad)
 
 
 def prompt_sets(

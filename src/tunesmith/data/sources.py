@@ -25,7 +25,7 @@ from typing import TypeVar, cast
 
 from tunesmith.core.errors import DataError
 from tunesmith.data.readers import csv_rows, hub_rows, json_rows, jsonl_rows, parquet_rows, saved_rows
-from tunesmith.data.rows import BadRows, Candidate, Row, RowError, checked_columns
+from tunesmith.data.rows import HELDOUT, BadRows, Candidate, Row, RowError, checked_columns, heldout_mark
 from tunesmith.data.tables import as_rows
 
 READERS: dict[str, Callable[[Path], Iterator[Candidate]]] = {
@@ -180,6 +180,8 @@ def parse_rows(
     """`parse(row)` of every row of a source, or of a list or table (`tables.as_rows`), in order; a list of `records` as
     it is.
 
+    A column `heldout` is true or false for `parse`, however the source writes it.
+
     `parse` raises `RowError(reason, kind)` for a row that it cannot use. A row with the `id` of an earlier one is bad
     too. `label` names a list in messages. Bad rows go to `bad`, which may skip them; without it they are an error.
     Raises DataError listing the first bad rows and the count of all, or if there are no rows.
@@ -201,7 +203,10 @@ def parse_rows(
     for where, read in candidates:
         bad.num_rows += 1
         try:
-            row = Row.of(where, read())
+            columns = read()
+            if HELDOUT in columns:
+                columns = {**columns, HELDOUT: heldout_mark(columns[HELDOUT])}
+            row = Row.of(where, columns)
             item = parse(row)
             row_id = row.columns.get("id")
             place = where if row_id is None else place_of_id.setdefault(repr(row_id), where)

@@ -1,7 +1,7 @@
 """Held-out data by a hash of the prompt, so that all rows of a prompt are on one side; leaks between both sides."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -48,26 +48,28 @@ def split_by_prompt(
     key: Callable[..., str] = prompt_key,
     *,
     num_heldout: int | None = None,
+    marked: Collection[str] = (),
 ) -> Split[T]:
     """`items` divided so that about `fraction` of the distinct prompts are held out.
 
     A prompt is held out if its hash, a number in [0, 1) that depends on the seed and the prompt alone, is below
     `fraction`: rows added later, or another file, move no prompt to the other side. With `0 < fraction < 1` and two
     prompts or more no side stays empty. `num_heldout` asks for exactly so many prompts instead, those with the smallest
-    hashes. Raises DataError if that leaves none for training.
+    hashes. Prompts whose keys are `marked` are held out besides, and then a side may stay empty. Raises DataError if
+    `num_heldout` leaves none for training.
     """
     keys = [key(item) for item in items]
     position_of = {name: _position(seed, name) for name in keys}
     ranked = sorted(position_of, key=lambda name: (position_of[name], name))
     if num_heldout is None:
         num_heldout = sum(position < fraction for position in position_of.values())
-        if 0 < fraction < 1 and len(ranked) > 1:
+        if 0 < fraction < 1 and len(ranked) > 1 and not marked:
             num_heldout = min(max(num_heldout, 1), len(ranked) - 1)
     elif not 0 <= num_heldout < len(ranked):
         raise DataError(
             f"{num_heldout} prompts are to be held out of {len(ranked)} distinct ones; ask for fewer or give more"
         )
-    heldout = set(ranked[:num_heldout])
+    heldout = {*ranked[:num_heldout], *marked}
     return Split(
         train=[item for item, name in zip(items, keys, strict=True) if name not in heldout],
         heldout=[item for item, name in zip(items, keys, strict=True) if name in heldout],

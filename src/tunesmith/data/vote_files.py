@@ -1,37 +1,41 @@
-"""Votes from files and into files: JSONL, Parquet, folders of the datasets library, Argilla's records.
+"""Votes from files and into files: JSONL, CSV, Parquet, folders of the datasets library, Argilla's records.
 
-All but Argilla's have TRL's columns (`prompt`, `chosen`, `rejected`), so every trainer reads them. Argilla's are one
-JSON object each: `id`, `fields`, `metadata`, `suggestions`, `responses`, `vectors`. Written: fields `prompt`,
-`response_1`, `response_2` and one label question `preference`, with one response for each rater. Read: also records of
-others, whose answers are any two text fields and whose question is a label (the name of a field, or `tie`) or a ranking
-(a list of `value` and `rank`).
+All but Argilla's have TRL's columns (`prompt`, `chosen`, `rejected`), so every trainer reads them.
 """
 
+import csv
+import io
 import json
 import os
 import tempfile
-import uuid
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal, TypeVar
 
 from tunesmith.core.errors import DataError, InputError
 from tunesmith.core.log import get_logger
 from tunesmith.core.system import name_file
+from tunesmith.data.argilla import argilla_items, argilla_records, argilla_votes, is_argilla, plain_content
 from tunesmith.data.pairs import load_preferences
-from tunesmith.data.readers import library
-from tunesmith.data.rows import Row, RowError, as_content
-from tunesmith.data.sources import parse_rows, source_rows
-from tunesmith.schema.records import Pair, Ranking, Text, plain_text
+from tunesmith.data.readers import library, messages_in
+from tunesmith.data.rows import BadRows, RowError, is_heldout, usable
+from tunesmith.data.vote_values import (
+    duration_of,
+    rater_of,
+    side_of,
+    text_of,
+    time_of,
+    verdict_of,
+    whole_number,
+)
+from tunesmith.schema.records import Pair, Ranking, Text
 from tunesmith.store.records import (
     Candidate,
     ExportRow,
     GivenVote,
+    Imported,
     NewItem,
-    PreferenceName,
     StoredDemonstration,
     StoredRanking,
 )
@@ -39,59 +43,98 @@ from tunesmith.store.vote_reader import as_answer
 
 _log = get_logger(__name__)
 
-VoteFormat = Literal["jsonl", "parquet", "datasets", "argilla"]
+R = TypeVar("R", Pair, Pair | Ranking)
+T = TypeVar("T")
 
-UNKNOWN_RATER = "import"
-"""Who is said to have given a preference whose row names nobody."""
+VoteFormat = Literal["jsonl", "csv", "parquet", "datasets", "argilla"]
 
 _MUCH = 2.0
-_NAMES: tuple[PreferenceName, ...] = ("much_better", "better", "tie", "both_bad")
+_COLUMNS = frozenset(field.name for field in fields(ExportRow)) | {"messages", "completions", "ranks", "scores", "id"}
+"""Columns that an import knows."""
 
 
-def read_items(source: str | Path, *, gold: bool = False, heldout: bool = False) -> list[NewItem]:
+Labels = Literal["drop", "votes", "gold"]
+"""What becomes of the preference in a file: raters are asked, it is a vote, or it is the known answer of a check."""
+
+
+def read_for(
+    labels: Labels, sources: Sequence[str | Path], *, heldout: bool = False, question: str | None = None
+) -> list[NewItem] | list[GivenVote]:
+    """The rows of all `sources`, as items or as votes."""
+    if labels == "votes":
+        return [one for source in sources for one in read_given_votes(source, heldout=heldout, question=question)]
+    is_gold = labels == "gold"
+    return [one for source in sources for one in read_items(source, gold=is_gold, heldout=heldout, question=question)]
+
+
+def import_notes(done: Imported, labels: Labels, *, heldout: bool) -> list[str]:
+    """What else is to be said of an import, beside the numbers of new rows and of those that were there."""
+    notes: list[str] = []
+    if done.num_changed:
+        marks = " and ".join(name for name, is_on in (("gold", labels == "gold"), ("held out", heldout)) if is_on)
+        notes.append(f"{done.num_changed} items that were there are {marks or 'held out'} from now on")
+    if done.num_other:
+        notes.append(
+            f"{done.num_other} votes left out: their rater has said otherwise of the same answers, and that vote stays"
+        )
+    return notes
+
+
+def read_items(
+    source: str | Path, *, gold: bool = False, heldout: bool = False, question: str | None = None
+) -> list[NewItem]:
     """The pairs and rankings of `source`, to be judged by raters; what the file says of their order is dropped.
 
     With `gold` the chosen answer is taken for known to be the best, which makes a silent check of raters; ties are left
-    out then. Rows whose answers are the same cannot be judged and are left out. Raises DataError as `load_preferences`.
+    out then. Rows whose answers are the same cannot be judged and are left out. `question` is that of Argilla's records
+    which tells the better answer, if they have several. Raises DataError as `load_preferences`.
     """
-    if _is_argilla(source):
-        votes = _argilla_votes(source, with_unjudged=True)
-        known = ("much_better", "better") if gold else ()
-        return [
-            replace(
-                vote.item,
-                gold=vote.better if vote.verdict in known else None,
-                heldout=heldout or vote.item.heldout,
-            )
-            for vote in votes
-        ]
-    found: list[NewItem] = []
-    rows = load_preferences(source)
-    for row in rows:
-        item = _item(row)
-        texts = [candidate.text for candidate in item.candidates]
-        place = _known_best(row) if gold else None
-        if len(set(texts)) == len(texts) and (place is not None or not gold):
-            found.append(replace(item, gold=place, heldout=heldout or item.heldout))
-    _say_left_out(len(rows) - len(found), str(source))
-    return found
+    _check_question(source, question)
+    if is_argilla(source):
+        found = argilla_items(source)
+        if gold:
+            votes = argilla_votes(source, question)
+            found = [replace(one.item, gold=one.better) for one in votes if one.verdict in ("much_better", "better")]
+            _say_left_out(len(votes) - len(found), str(source))
+    else:
+        rows = load_preferences(source, bad=BadRows(can_skip=False))
+        found = [item for item in _usable(source, rows, lambda row: _judgeable(row, gold=gold)) if item is not None]
+        _say_left_out(len(rows) - len(found), str(source))
+    return [replace(item, heldout=heldout or item.heldout) for item in found]
 
 
-def read_given_votes(source: str | Path) -> list[GivenVote]:
+def read_given_votes(source: str | Path, *, heldout: bool = False, question: str | None = None) -> list[GivenVote]:
     """The pairs of `source` as votes, by the rater that the row names, else by `import`.
 
-    Columns of an export (`rater`, `verdict`, `created_at`, `dwell_ms`, `reason`, `heldout`) are honoured; otherwise a
-    margin of 2 or more means much better. Rankings count as every two of their answers. Raises DataError.
+    Columns of an export (`rater`, `verdict`, `created_at`, `dwell_ms`, `reason`, `chosen_side`, `heldout`) are
+    honoured, and a wrong type is an error; otherwise a margin of 2 or more means much better. Rankings count as every
+    two of their answers. `heldout` marks all of them, `question` is as in `read_items`. Raises DataError.
     """
-    if _is_argilla(source):
-        return _argilla_votes(source)
-    found: list[GivenVote] = []
-    num_rows = 0
-    for row in load_preferences(source):
-        pairs = row.pairs() if isinstance(row, Ranking) else [row]
-        num_rows += len(pairs)
-        found += [_given(pair) for pair in pairs if pair.chosen != pair.rejected]
-    _say_left_out(num_rows - len(found), str(source))
+    _check_question(source, question)
+    if is_argilla(source):
+        found = argilla_votes(source, question)
+    else:
+        rows = load_preferences(source, bad=BadRows(can_skip=False))
+        unknown = dict.fromkeys(name for row in rows for name in row.prompt.columns if name not in _COLUMNS)
+        if unknown:
+            _log.warning("%s: votes have no place for the columns %s, which are left out", source, ", ".join(unknown))
+        pairs = [pair for row in rows for pair in (row.pairs() if isinstance(row, Ranking) else [row])]
+        found = _usable(source, [pair for pair in pairs if pair.chosen != pair.rejected], _given)
+        _say_left_out(len(pairs) - len(found), str(source))
+    return [replace(vote, item=replace(vote.item, heldout=True)) for vote in found] if heldout else found
+
+
+def _check_question(source: str | Path, question: str | None) -> None:
+    if question is not None and not is_argilla(source):
+        raise InputError(f"--question {question}: {source} has no questions, because it has no records of Argilla")
+
+
+def _usable(source: str | Path, rows: Sequence[R], parse: Callable[[R], T]) -> list[T]:
+    """`parse(row)` of every row. Raises DataError that names the bad ones."""
+    bad = BadRows(can_skip=False)
+    bad.opened(str(source), len(rows))
+    found = usable(rows, parse, bad, "votes")
+    bad.check()
     return found
 
 
@@ -103,7 +146,7 @@ def write_votes(dest: str | Path, rows: Iterable[ExportRow], form: VoteFormat) -
     """
     if form == "argilla":
         votes = list(rows)
-        write_rows(dest, _argilla_records(votes), "jsonl")
+        write_rows(dest, argilla_records(votes), "jsonl")
         return len(votes)
     return write_rows(dest, (vote_columns(row) for row in rows), form)
 
@@ -117,7 +160,10 @@ def write_rows(dest: str | Path, rows: Iterable[Mapping[str, object]], form: Vot
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as aside:
             part = Path(aside) / "part"
-            num_rows = _write_jsonl(part, rows) if form == "jsonl" else _write_table(part, list(rows), form)
+            if form in ("jsonl", "csv"):
+                num_rows = _write_lines(part, (jsonl_lines if form == "jsonl" else csv_lines)(rows))
+            else:
+                num_rows = _write_table(part, list(rows), form)
             if num_rows:
                 name_file(part, path)
     except FileExistsError as error:
@@ -132,14 +178,14 @@ def write_rows(dest: str | Path, rows: Iterable[Mapping[str, object]], form: Vot
 def vote_columns(row: ExportRow) -> dict[str, object]:
     """A vote as columns; texts stay as they are, conversations become lists of messages."""
     columns = {field.name: getattr(row, field.name) for field in fields(row)}
-    return columns | {name: _plain(columns[name]) for name in ("prompt", "chosen", "rejected")}
+    return columns | {name: plain_content(columns[name]) for name in ("prompt", "chosen", "rejected")}
 
 
 def ranking_columns(ranking: StoredRanking) -> dict[str, object]:
     """A ranking as columns that `load_preferences` reads."""
     return {
-        "prompt": _plain(ranking.prompt),
-        "completions": [_plain(as_answer(ranking.prompt, answer.text)) for answer in ranking.candidates],
+        "prompt": plain_content(ranking.prompt),
+        "completions": [plain_content(as_answer(ranking.prompt, answer.text)) for answer in ranking.candidates],
         "ranks": list(ranking.ranks),
         **_judged_by(ranking),
     }
@@ -148,8 +194,8 @@ def ranking_columns(ranking: StoredRanking) -> dict[str, object]:
 def demonstration_columns(demonstration: StoredDemonstration) -> dict[str, object]:
     """A written answer as columns that `load_demonstrations` reads."""
     return {
-        "prompt": _plain(demonstration.prompt),
-        "completion": _plain(as_answer(demonstration.prompt, demonstration.text)),
+        "prompt": plain_content(demonstration.prompt),
+        "completion": plain_content(as_answer(demonstration.prompt, demonstration.text)),
         **_judged_by(demonstration),
     }
 
@@ -159,26 +205,61 @@ def _judged_by(row: StoredRanking | StoredDemonstration) -> dict[str, object]:
 
 
 def format_of(dest: str | Path) -> VoteFormat:
-    """The format that a name asks for: `.jsonl` and `.json`, `.parquet`, else a folder of the datasets library."""
+    """The format that a name asks for: `.jsonl`, `.csv`, `.parquet`, else a folder of the datasets library."""
     suffix = Path(dest).suffix.lower()
     if suffix in (".jsonl", ".ndjson"):
         return "jsonl"
-    if suffix == ".parquet":
-        return "parquet"
+    if suffix in (".csv", ".parquet"):
+        return "csv" if suffix == ".csv" else "parquet"
     if suffix:
-        raise InputError(f"{dest}: {suffix} is no format of votes; name it .jsonl, .parquet or, for a folder, without")
+        raise InputError(
+            f"{dest}: {suffix} is no format of votes; name it .jsonl, .csv, .parquet or, for a folder, without"
+        )
     return "datasets"
 
 
-def _write_jsonl(path: Path, rows: Iterable[Mapping[str, object]]) -> int:
-    num_rows = 0
-    with path.open("w", encoding="utf-8") as file:
-        for row in rows:
-            file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
-            num_rows += 1
+def jsonl_lines(rows: Iterable[Mapping[str, object]]) -> Iterator[str]:
+    """A line of JSON for each row."""
+    for row in rows:
+        yield json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def csv_lines(rows: Iterable[Mapping[str, object]]) -> Iterator[str]:
+    """A line of column names and a record for each row, as `readers.csv_rows` reads it: lists as JSON, none as an empty
+    cell.
+
+    Raises DataError for a text that would be read as messages.
+    """
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    for number, row in enumerate(rows):
+        if number == 0:
+            writer.writerow(row)
+        writer.writerow([_cell(name, value) for name, value in row.items()])
+        yield buffer.getvalue()
+        buffer.seek(0)
+        buffer.truncate()
+
+
+def _cell(name: str, value: object) -> object:
+    if isinstance(value, str):
+        if messages_in(value) is not None:
+            raise DataError(f"`{name}` is a text that CSV cannot tell from a list of messages; export JSONL")
+        return value
+    if isinstance(value, bool | list | tuple):
+        return json.dumps(value, ensure_ascii=False)
+    return value
+
+
+def _write_lines(path: Path, lines: Iterable[str]) -> int:
+    num_lines = 0
+    with path.open("w", encoding="utf-8", newline="") as file:
+        for line in lines:
+            file.write(line)
+            num_lines += 1
         file.flush()
         os.fsync(file.fileno())
-    return num_rows
+    return num_lines
 
 
 def _write_table(path: Path, rows: Sequence[Mapping[str, object]], form: VoteFormat) -> int:
@@ -195,16 +276,12 @@ def _write_table(path: Path, rows: Sequence[Mapping[str, object]], form: VoteFor
     return len(rows)
 
 
-def _is_argilla(source: str | Path) -> bool:
-    """True if the first row of a file is a record of Argilla; what is wrong with a row is said by its reader."""
-    if not Path(source).expanduser().is_file():
-        return False
-    for _, read in source_rows(str(source)):
-        with suppress(DataError):
-            columns = read()
-            return isinstance(columns.get("fields"), Mapping) and "responses" in columns
-        break
-    return False
+def _judgeable(row: Pair | Ranking, *, gold: bool) -> NewItem | None:
+    """The row as an item; None if its answers are the same, or if it is to be `gold` and the best is not known."""
+    item = _item(row)
+    texts = [candidate.text for candidate in item.candidates]
+    place = _known_best(row) if gold else None
+    return None if len(set(texts)) < len(texts) or (gold and place is None) else replace(item, gold=place)
 
 
 def _item(row: Pair | Ranking) -> NewItem:
@@ -213,15 +290,15 @@ def _item(row: Pair | Ranking) -> NewItem:
     answers = {"chosen": row.chosen, "rejected": row.rejected} if is_pair else dict(enumerate(row.completions))
     candidates = tuple(
         Candidate(
-            text=_answer_text(content, where),
-            weight_version=_integer(columns.get(f"{name}_version")) if is_pair else None,
+            text=_answer_text(content),
+            weight_version=whole_number(columns.get(f"{name}_version"), f"{name}_version") if is_pair else None,
             source_id=f"{where}/{name}",
         )
         for name, content in answers.items()
     )
     prompt = _prompt(row.prompt.content, next(iter(answers.values())))
     kind = "pair" if len(candidates) == 2 else "ranking"
-    return NewItem(prompt, candidates, kind, heldout=columns.get("heldout") is True)
+    return NewItem(prompt, candidates, kind, heldout=is_heldout(row))
 
 
 def _known_best(row: Pair | Ranking) -> int | None:
@@ -232,26 +309,18 @@ def _known_best(row: Pair | Ranking) -> int | None:
 
 def _given(pair: Pair) -> GivenVote:
     columns = pair.prompt.columns
-    named = columns.get("verdict")
-    verdict: PreferenceName = "much_better" if (pair.margin or 0.0) >= _MUCH else "better"
-    if pair.tie:
-        verdict = "both_bad" if named == "both_bad" else "tie"
-    elif named in _NAMES[:2]:
-        verdict = cast(PreferenceName, named)
-    time, reason, rater = columns.get("created_at"), columns.get("reason"), columns.get("rater")
+    by_margin = "tie" if pair.tie else "much_better" if (pair.margin or 0.0) >= _MUCH else "better"
+    side = side_of(columns.get("chosen_side"))
     return GivenVote(
         item=_item(pair),
-        verdict=verdict,
+        verdict=verdict_of(columns.get("verdict"), is_tie=pair.tie) or by_margin,
         better=0,
-        rater=rater.strip() if isinstance(rater, str) and rater.strip() else UNKNOWN_RATER,
-        created_at=float(time) if isinstance(time, int | float) and not isinstance(time, bool) else None,
-        dwell_ms=_integer(columns.get("dwell_ms")),
-        reason=reason if isinstance(reason, str) else "",
+        rater=rater_of(columns.get("rater")),
+        created_at=time_of(columns.get("created_at")),
+        dwell_ms=duration_of(columns.get("dwell_ms")),
+        reason=text_of(columns.get("reason"), "reason"),
+        left=None if side is None else 0 if side == "left" else 1,
     )
-
-
-def _integer(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _prompt(content: Text, answer: Text) -> Text:
@@ -259,111 +328,14 @@ def _prompt(content: Text, answer: Text) -> Text:
     return () if not content and not isinstance(answer, str) else content
 
 
-def _answer_text(content: Text, where: str) -> str:
+def _answer_text(content: Text) -> str:
     if isinstance(content, str):
         return content
     if len(content) != 1 or set(content[0]) != {"role", "content"}:
-        raise DataError(
-            f"{where}: an answer of several turns, or with tool calls, cannot be put to raters; cut it to one message"
-        )
+        raise RowError("an answer of several turns, or with tool calls, cannot be put to raters; cut it to one message")
     return content[0]["content"]
-
-
-def _plain(content: Text) -> object:
-    return content if isinstance(content, str) else [dict(message) for message in content]
 
 
 def _say_left_out(num_rows: int, source: str) -> None:
     if num_rows:
         _log.warning("%s: %d rows left out, because their answers are the same or are no check", source, num_rows)
-
-
-_QUESTION = "preference"
-_PROMPT_FIELDS = ("prompt", "instruction", "input", "question", "context", "chat")
-_RATER_SPACE = uuid.UUID("5f0c9a5e-6c2b-5c1e-9d4b-2b1f6f3f7a10")
-"""Argilla knows users by UUID: a name's is made from this one, so that it is the same in every export."""
-
-
-def _argilla_records(rows: Iterable[ExportRow]) -> list[dict[str, Any]]:
-    """One record for each prompt with its two answers, with all votes on them, in the order of the first vote."""
-    records: dict[tuple[str, str, str], dict[str, Any]] = {}
-    for row in rows:
-        chosen = plain_text(row.chosen)
-        first, second = sorted((chosen, plain_text(row.rejected)))
-        record = records.setdefault(
-            (row.prompt_id, first, second),
-            {
-                "id": str(row.vote_id),
-                "fields": {"prompt": _plain(row.prompt), "response_1": first, "response_2": second},
-                "metadata": {"prompt_id": row.prompt_id, "heldout": str(row.heldout).lower()},
-                "suggestions": {},
-                "responses": {_QUESTION: []},
-                "vectors": {},
-            },
-        )
-        better = "response_1" if chosen == first else "response_2"
-        label = {"much_better": f"{better}_much", "better": better}.get(row.verdict, row.verdict)
-        user = str(uuid.uuid5(_RATER_SPACE, row.rater))
-        record["responses"][_QUESTION].append({"value": label, "user_id": user})
-        record["metadata"][f"rater-{user}"] = row.rater
-    return list(records.values())
-
-
-def _argilla_votes(source: str | Path, *, with_unjudged: bool = False) -> list[GivenVote]:
-    """The votes in a file of records, one for each response. Responses that say nothing about two answers are passed
-    over; with `with_unjudged`, a record without a response gives one tie, for its answers' sake.
-
-    Raises DataError that names bad records.
-    """
-    return list(chain.from_iterable(parse_rows(source, lambda row: _votes_of(row, with_unjudged))))
-
-
-def _votes_of(row: Row, with_unjudged: bool) -> list[GivenVote]:
-    fields, responses, metadata = (
-        _mapping(row.columns.get(name), name) for name in ("fields", "responses", "metadata")
-    )
-    names = [name for name, value in fields.items() if isinstance(value, str) and name not in _PROMPT_FIELDS]
-    if len(names) != 2:
-        raise RowError(f"`fields` has {len(names)} answers ({', '.join(names)}); give a prompt and two", "bad value")
-    prompt_field = next((name for name in _PROMPT_FIELDS if fields.get(name)), None)
-    prompt = "" if prompt_field is None else as_content(fields[prompt_field], prompt_field)
-    candidates = tuple(Candidate(str(fields[name]), source_id=f"{row.where}/{name}") for name in names)
-    item = NewItem(prompt, candidates, heldout=metadata.get("heldout") == "true")
-    if item.candidates[0].text == item.candidates[1].text:
-        raise RowError("the two answers are the same; remove the record", "same completions")
-    votes: list[GivenVote] = []
-    for given in responses.values():
-        for response in cast(Sequence[object], given) if isinstance(given, list) else ():
-            facts = _mapping(response, "responses")
-            found = _label(facts.get("value"), names)
-            if found is not None:
-                user = str(facts.get("user_id"))
-                rater = metadata.get(f"rater-{user}")
-                votes.append(GivenVote(item, *found, rater=rater if isinstance(rater, str) else user))
-    if not votes and with_unjudged:
-        votes.append(GivenVote(item, "tie", 0, rater=UNKNOWN_RATER))
-    return votes
-
-
-def _label(value: object, names: Sequence[str]) -> tuple[PreferenceName, int] | None:
-    """The verdict of a response, and the index of the better answer; None if it has none."""
-    if isinstance(value, list):
-        ranks = {str(one.get("value")): one.get("rank") for one in cast(Sequence[Mapping[str, object]], value)}
-        first, second = (ranks.get(name) for name in names)
-        if not isinstance(first, int) or not isinstance(second, int):
-            return None
-        return ("tie", 0) if first == second else ("better", int(second < first))
-    if value in ("tie", "both_bad"):
-        return cast(PreferenceName, value), 0
-    for place, name in enumerate(names):
-        if value in (name, f"{name}_much"):
-            return ("better" if value == name else "much_better"), place
-    return None
-
-
-def _mapping(value: object, name: str) -> Mapping[str, object]:
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise RowError(f"`{name}` is no object", "wrong type")
-    return cast(Mapping[str, object], value)

@@ -19,7 +19,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from sqlalchemy.pool import QueuePool, StaticPool
 
-from tunesmith.core.errors import MissingDependencyError, StoreError
+from tunesmith.core.errors import MissingDependencyError, StoreError, StoreInUseError
 from tunesmith.core.log import get_logger
 from tunesmith.runs.environment import NETWORK_FILE_SYSTEMS, file_system
 from tunesmith.store.tables import runs_metadata, votes_metadata
@@ -67,7 +67,7 @@ class OwnedDatabase(Closeable):
 
     def __init__(self, place: str | Path, name: DatabaseName, *, durable: bool) -> None:
         self.place = str(place)
-        path = _file_of(place)
+        path = file_of(place)
         with ExitStack() as stack:
             if path is not None:
                 stack.callback(_lock(path).release)
@@ -100,7 +100,7 @@ class ReadOnlyDatabase(Closeable):
 
     def __init__(self, place: str | Path) -> None:
         self.place = str(place)
-        self._path = _file_of(place)
+        self._path = file_of(place)
         self._engine = _url_engine(str(place)) if self._path is None else _reading_engine(self._path)
         self._lock = threading.Lock()
         self._checked: object = None
@@ -171,7 +171,7 @@ def failure(place: str, error: DBAPIError) -> StoreError:
     return StoreError(f"{place}: the database failed: {cause}")
 
 
-def _file_of(place: str | Path) -> Path | None:
+def file_of(place: str | Path) -> Path | None:
     """The path of a file, None for the URL of a database server."""
     if isinstance(place, Path) or "://" not in place:
         return Path(place).expanduser().absolute()
@@ -186,7 +186,7 @@ def _lock(path: Path) -> FileLock:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=_LOCK_TIMEOUT_S, poll_interval=0.02)
     except Timeout:
-        raise StoreError(f"{path} is in use by another process, which alone may write it; stop that one") from None
+        raise StoreInUseError(f"{path} is in use by another process, which alone may write it; stop that one") from None
     except OSError as error:
         raise StoreError(f"{path} cannot be written: {error.strerror or error}") from error
     return lock

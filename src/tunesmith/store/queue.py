@@ -66,6 +66,13 @@ GIVEN_ORDER = -1
 """The seed of a presentation whose order was not drawn here but comes with an imported vote."""
 
 
+def knows_side() -> ColumnElement[bool]:
+    """True for a presentation whose order is that in which the answers were shown. An imported vote, which was never
+    leased, has it only if it came with the vote.
+    """
+    return or_(presentations.c.lease_until > presentations.c.shown_at, presentations.c.seed == GIVEN_ORDER)
+
+
 def new_presentation(
     rng: random.Random, num_answers: int, *, shown_at: float, lease_until: float, state: str = "open"
 ) -> dict[str, Any]:

@@ -14,7 +14,11 @@ StoredVerdict = Verdict | Literal["withdrawn"]
 PreferenceName = Literal["much_better", "better", "tie", "both_bad"]
 """A verdict without its side."""
 
+Side = Literal["left", "right"]
+"""Where an answer was shown."""
+
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
+PREFERENCE_NAMES: tuple[PreferenceName, ...] = get_args(PreferenceName)
 
 ItemKind = Literal["pair", "ranking"]
 AnswerStyle = Literal["raw", "markdown"]
@@ -197,7 +201,8 @@ class StoredVote(Stored):
     """The effective vote of one presentation.
 
     `chosen` and `rejected` follow the verdict; for `tie`, `both_bad`, `skip` and `withdrawn` they are the left and the
-    right answer, and `margin` is 0. `withdrawn` only cancels the earlier vote.
+    right answer, and `margin` is 0. `withdrawn` only cancels the earlier vote. `chosen_side` is None for an imported
+    vote of which nobody recorded the sides.
     """
 
     verdict: StoredVerdict
@@ -208,6 +213,7 @@ class StoredVote(Stored):
     offer_id: int | None
     dwell_ms: int | None = None
     reason: str = ""
+    chosen_side: Side | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,6 +324,7 @@ class ExportRow:
     """A vote in TRL's columns. A conversational prompt has conversational answers, else all are text.
 
     With `tie`, also set for the `verdict` `both_bad`, the order of the two has no meaning: `chosen` is the left one.
+    `chosen_side` is where `chosen` was shown, None if nobody recorded it.
     """
 
     prompt: Text
@@ -335,6 +342,7 @@ class ExportRow:
     prompt_id: str
     chosen_version: int | None
     rejected_version: int | None
+    chosen_side: Side | None = None
 
 
 @dataclass(frozen=True, slots=True)

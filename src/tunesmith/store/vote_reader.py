@@ -12,6 +12,7 @@ from tunesmith.store import campaigns, vote_stats
 from tunesmith.store.content import prompt_sha256
 from tunesmith.store.database import ReadOnlyDatabase, or_now
 from tunesmith.store.items import candidates_of_items
+from tunesmith.store.queue import knows_side
 from tunesmith.store.records import (
     MARGIN_BETTER,
     MARGIN_MUCH,
@@ -182,6 +183,7 @@ def _effective(
     context = (
         presentations.c.item_id,
         presentations.c.order_json,
+        knows_side().label("knows_side"),
         presentations.c.rater_id,
         items.c.campaign_id,
         items.c.heldout,
@@ -208,7 +210,8 @@ def _common(row: Any) -> dict[str, Any]:
 def _stored_vote(row: Any, answers: Sequence[Candidate]) -> StoredVote:
     order: tuple[int, int] = row.order_json
     left, right = (answers[index] for index in order)
-    chosen, rejected = (right, left) if row.verdict in ("right", "right_much") else (left, right)
+    is_right = row.verdict in ("right", "right_much")
+    chosen, rejected = (right, left) if is_right else (left, right)
     return StoredVote(
         verdict=row.verdict,
         margin=_MARGINS.get(_PREFERENCES.get(row.verdict, ""), 0.0),
@@ -218,6 +221,7 @@ def _stored_vote(row: Any, answers: Sequence[Candidate]) -> StoredVote:
         offer_id=row.offer_id,
         dwell_ms=row.dwell_ms,
         reason=row.reason,
+        chosen_side=None if not row.knows_side else "right" if is_right else "left",
         **_common(row),
     )
 
@@ -245,4 +249,5 @@ def _export_row(vote: StoredVote) -> ExportRow:
         prompt_id=prompt_sha256(vote.prompt)[:_PROMPT_ID_LENGTH],
         chosen_version=vote.chosen.weight_version,
         rejected_version=vote.rejected.weight_version,
+        chosen_side=vote.chosen_side,
     )

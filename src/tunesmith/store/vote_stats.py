@@ -8,9 +8,9 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sqlalchemy import Connection, Table, exists, func, or_, select, true
+from sqlalchemy import Connection, Table, exists, func, select, true
 
-from tunesmith.store.queue import GIVEN_ORDER
+from tunesmith.store.queue import knows_side
 from tunesmith.store.records import Campaign, Progress
 from tunesmith.store.tables import candidates, demonstrations, item_candidates, items, presentations, rankings, votes
 from tunesmith.store.tables import raters as raters_table
@@ -257,10 +257,7 @@ def _judged_pairs(connection: Connection, campaign_id: int | None) -> Sequence[A
         votes.c.rejected_candidate_id,
         votes.c.dwell_ms,
         votes.c.created_at,
-        # An imported vote, which was never leased, has a known order only if it came with one.
-        or_(presentations.c.lease_until > presentations.c.shown_at, presentations.c.seed == GIVEN_ORDER).label(
-            "knows_side"
-        ),
+        knows_side().label("knows_side"),
         items.c.is_gold,
         items.c.gold_candidate_id,
         _length(votes.c.chosen_candidate_id).label("chosen_length"),

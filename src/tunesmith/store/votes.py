@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -13,9 +14,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
-from tunesmith.core.errors import StoreError
+from tunesmith.core.errors import StoreError, StoreInUseError
 from tunesmith.store import answers, campaigns, items
-from tunesmith.store.database import Closeable, OwnedDatabase, failure, or_now
+from tunesmith.store.database import Closeable, OwnedDatabase, failure, file_of, or_now
+from tunesmith.store.inbox import TAKEN_WITHIN_S, HandedOver, Inbox, OnProgress, Request, Rows, folder_of
 from tunesmith.store.queue import next_presentations
 from tunesmith.store.records import (
     Campaign,
@@ -37,14 +39,13 @@ from tunesmith.store.vote_reader import VoteReader
 GROUP_S = 0.005
 """Changes that arrive within this time of the first are committed with it."""
 
+_POLL_S = 0.1
+
 _ROWS_AT_ONCE = 500
 """Rows of an import between two looks at whether others wait to write, such as raters who vote meanwhile."""
 
 _ROWS_PER_TRANSACTION = 20_000
 """Rows of an import for which one transaction waits: each writes most pages of an index whose keys are random."""
-
-OnProgress = Callable[[int, int], None]
-"""Called with the number of rows done, and of all."""
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -76,11 +77,16 @@ class VoteStore(Closeable):
         self.reader = VoteReader(place)
         # Used by the writing thread alone.
         self._rng = random.SystemRandom() if seed is None else random.Random(seed)
+        path = file_of(place)
+        self._inbox = None if path is None else Inbox(folder_of(path), self._handle)
 
     def close(self) -> None:
         """Finish pending writes and close the file."""
+        if self._inbox is None:
+            self._writer.close()
+        else:
+            self._inbox.close(self._writer.close)
         self.reader.close()
-        self._writer.close()
 
     def set_campaign(self, settings: CampaignSettings, now: float | None = None) -> Campaign:
         """Create the campaign of this name, or change its settings. Raises StoreError for values out of range."""
@@ -151,6 +157,18 @@ class VoteStore(Closeable):
         num_new, num_other = sum(one.num_new for one in added), sum(one.num_other for one in added)
         changed = frozenset[int]().union(*(one.changed_ids for one in added))
         return Imported(num_new, len(given) - num_new - num_other, len(changed), num_other)
+
+    def import_rows(self, campaign: str, rows: Rows, progress: OnProgress = _ignore) -> Imported:
+        """Add items or votes to the campaign of this name, which is made if there is none."""
+        named = [one for one in self.reader.campaigns() if one.settings.name == campaign]
+        campaign_id = (named[0] if named else self.set_campaign(CampaignSettings(name=campaign))).id
+        votes = [row for row in rows if isinstance(row, GivenVote)]
+        if votes:
+            return self.import_votes(campaign_id, votes, progress=progress)
+        return self.import_items(campaign_id, [row for row in rows if isinstance(row, NewItem)], progress)
+
+    def _handle(self, request: Request, progress: OnProgress) -> Imported:
+        return self.import_rows(request.campaign, request.rows, progress)
 
     def ingest(self, campaign_id: int, offers: Sequence[Offer], now: float | None = None) -> int:
         """Number of items made from the trainer's offers. Known ones are skipped, stale ones retired."""
@@ -274,6 +292,39 @@ class VoteStore(Closeable):
     ) -> VoteReceipt:
         moment = or_now(now)
         return self._writer.do(lambda c: answer(answers.Answering(c, token, rater_id, moment)))
+
+
+def import_into(
+    path: Path, campaign: str, rows: Rows, progress: OnProgress, waiting: Callable[[str], None]
+) -> Imported:
+    """Add items or votes to the database at `path`; if another process has it, such as a server, that one adds them.
+
+    `waiting` is called with a message before the other process is asked. Raises StoreInUseError if it takes no imports.
+    """
+    try:
+        with VoteStore.open(path) as store:
+            return store.import_rows(campaign, rows, progress)
+    except StoreInUseError:
+        waiting(f"{path} is in use; its process is asked to add the rows")
+    request = HandedOver(folder_of(path), Request(campaign, rows))
+    began_s = time.monotonic()
+    try:
+        while True:
+            with suppress(StoreInUseError), VoteStore.open(path):
+                # The other process has ended: the rows are for the next owner, which is this one.
+                while (done := request.result(progress)) is None:
+                    time.sleep(_POLL_S)
+                return done
+            done = request.result(progress)
+            if done is not None:
+                return done
+            if not request.is_taken and time.monotonic() - began_s > TAKEN_WITHIN_S:
+                raise StoreInUseError(
+                    f"{path} is in use by a process that takes no imports, maybe of an older release; stop that one"
+                )
+            time.sleep(_POLL_S)
+    finally:
+        request.remove()
 
 
 class Writer:
