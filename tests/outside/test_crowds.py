@@ -11,11 +11,12 @@ import krippendorff
 import numpy as np
 import pytest
 import statsmodels.api
+from scipy.stats import binomtest
 from statsmodels.stats.inter_rater import cohens_kappa, to_table
 
 from tunesmith.evaluation.bradley_terry import PRIOR_STD, standings
 from tunesmith.store.records import CampaignSettings, Candidate, GivenVote, NewItem, PreferenceName
-from tunesmith.store.vote_stats import Agreement, VoteStats
+from tunesmith.store.vote_stats import Agreement, BiasTest, VoteStats
 from tunesmith.store.vote_watch import Contest
 from tunesmith.store.votes import VoteStore
 
@@ -73,6 +74,7 @@ class Crowd:
     """Judgements of simulated raters, `table[rater][item]`, and what the store says of them."""
 
     table: Sequence[Sequence[str | None]]
+    votes: Sequence[GivenVote]
     stats: VoteStats
 
     @property
@@ -94,7 +96,8 @@ def given(item: int, number: int, said: str, dice: random.Random) -> GivenVote:
     pair = NewItem(f"prompt {item}", tuple(Candidate(texts[place]) for place in places))
     verdict: PreferenceName = "tie" if said == "tie" else "both_bad" if said == "both_bad" else "better"
     better = places.index(1 if said == "second" else 0)
-    return GivenVote(pair, verdict, better, rater_name(number), dwell_ms=dice.randrange(1, 5000))
+    left = dice.choice((0, 1, None))
+    return GivenVote(pair, verdict, better, rater_name(number), dwell_ms=dice.randrange(1, 5000), left=left)
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +117,7 @@ def crowd(store: VoteStore, judge: Judge, num_raters: int, num_items: int, seed:
     ]
     campaign = store.set_campaign(CampaignSettings(name=f"crowd {judge.__name__} {num_raters} {seed}", overlap=10)).id
     store.import_votes(campaign, votes)
-    return Crowd(table, store.reader.stats(campaign))
+    return Crowd(table, votes, store.reader.stats(campaign))
 
 
 def check_agreement(found: Crowd) -> None:
@@ -139,11 +142,57 @@ def check_agreement(found: Crowd) -> None:
         assert kappa.num == len(both) / 2
 
 
-def test_agreement_of_200_crowds_is_that_of_the_libraries(store: VoteStore) -> None:
-    """People judge raters by alpha and kappa: coins, opposites, three raters, ties, gaps. Reported: issue 45.10."""
+def check_bias(found: BiasTest, hits: Sequence[bool]) -> None:
+    """Share and p-value equal those of scipy."""
+    assert (found.num_hits, found.num) == (sum(hits), len(hits))
+    if hits:
+        assert found.share == pytest.approx(np.mean(hits), abs=1e-12)
+        assert found.p_value == pytest.approx(binomtest(sum(hits), len(hits)).pvalue, abs=1e-9)
+
+
+def check_raters(found: Crowd) -> None:
+    """Counts, biases and times of all and of each rater equal those of the simulated votes."""
+    of_all = [(found.stats, found.votes)]
+    of_each = [(one, [vote for vote in found.votes if vote.rater == one.name]) for one in found.stats.raters]
+    for stats, votes in (*of_all, *of_each):
+        assert (stats.num_votes, stats.num_ties) == (len(votes), sum(vote.verdict == "tie" for vote in votes))
+        assert stats.num_both_bad == sum(vote.verdict == "both_bad" for vote in votes)
+        decided = [vote for vote in votes if vote.verdict == "better"]
+        check_bias(stats.left, [vote.left == vote.better for vote in decided if vote.left is not None])
+        lengths = [[len(one.text) for one in vote.item.candidates] for vote in decided]
+        longer = [of_both[vote.better] == max(of_both) for vote, of_both in zip(decided, lengths, strict=True)]
+        check_bias(stats.longer, longer)
+    for stats, votes in of_each:
+        assert stats.median_dwell_ms == np.median([vote.dwell_ms for vote in votes if vote.dwell_ms is not None])
+
+
+def test_figures_of_200_crowds_are_those_of_the_libraries(store: VoteStore) -> None:
+    """People judge raters by alpha, kappa, sides, lengths and times: coins, opposites, three raters, ties, gaps.
+    Reported: issue 45.10."""
     for seed in range(200):
         judge, num_raters = KINDS[seed % len(KINDS)]
-        check_agreement(crowd(store, judge, num_raters, 3 + seed % 37, seed))
+        found = crowd(store, judge, num_raters, 3 + seed % 37, seed)
+        check_agreement(found)
+        check_raters(found)
+
+
+def test_accuracy_on_known_answers_is_the_share_of_right_ones(store: VoteStore) -> None:
+    """People mix in pairs of which they know the better answer; a tie is wrong, a skip is none.
+    Reported: issue 45.10."""
+    asked = store.set_campaign(CampaignSettings(name="gold", overlap=10)).id
+    pairs = [NewItem(f"gold {item}", (Candidate("good"), Candidate("poor")), gold=0) for item in range(8)]
+    store.import_items(asked, pairs)
+    said: list[tuple[PreferenceName, int]] = [
+        ("better", 0),
+        ("much_better", 0),
+        ("better", 1),
+        ("tie", 0),
+        ("both_bad", 0),
+    ]
+    store.import_votes(asked, [GivenVote(one, *what, rater="ann") for one, what in zip(pairs, said, strict=False)])
+    found = store.reader.stats(asked)
+    assert (found.raters[0].num_gold, found.raters[0].gold_accuracy) == (5, 2 / 5)
+    assert (found.alpha.num, found.num_votes) == (0, 5)
 
 
 def test_agreement_is_corrected_for_chance(store: VoteStore) -> None:
