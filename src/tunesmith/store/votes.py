@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -307,24 +307,26 @@ def import_into(
     except StoreInUseError:
         waiting(f"{path} is in use; its process is asked to add the rows")
     request = HandedOver(folder_of(path), Request(campaign, rows))
-    began_s = time.monotonic()
     try:
-        while True:
-            with suppress(StoreInUseError), VoteStore.open(path):
-                # The other process has ended: the rows are for the next owner, which is this one.
-                while (done := request.result(progress)) is None:
-                    time.sleep(_POLL_S)
-                return done
-            done = request.result(progress)
-            if done is not None:
-                return done
+        return _result_of(request, path, progress)
+    finally:
+        request.remove()
+
+
+def _result_of(request: HandedOver, path: Path, progress: OnProgress) -> Imported:
+    """What the owner of the database makes of `request`; if it ends before, this process is the next owner."""
+    began_s = time.monotonic()
+    with ExitStack() as owned:
+        while (done := request.result(progress)) is None:
+            with suppress(StoreInUseError):
+                # Its own lock is one more refusal.
+                owned.enter_context(VoteStore.open(path))
             if not request.is_taken and time.monotonic() - began_s > TAKEN_WITHIN_S:
                 raise StoreInUseError(
                     f"{path} is in use by a process that takes no imports, maybe of an older release; stop that one"
                 )
             time.sleep(_POLL_S)
-    finally:
-        request.remove()
+        return done
 
 
 class Writer:

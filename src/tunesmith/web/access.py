@@ -18,13 +18,17 @@ MAX_BODY = 64 * 1024
 MAX_TEXT_BODY = 2 * 1024 * 1024
 """Limit of a body with a written answer, in bytes."""
 
+MAX_FILE = 2 * 1024**3
+"""Limit of an imported file, in bytes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rule:
     """Opens `methods` on `path`, a template such as `/join/{invite}`, to `access`.
 
-    `max_body` limits the request body in bytes. `is_page`: without a login, redirect to the login page. `policy` is a
-    content security policy in place of the usual one.
+    `max_body` limits the request body in bytes. `is_page`: without a login, redirect to the login page. `is_file`: the
+    body is a file of any type, which the route reads as it comes, instead of JSON. `policy` is a content security
+    policy in place of the usual one.
     """
 
     methods: tuple[str, ...]
@@ -32,6 +36,7 @@ class Rule:
     access: Access
     max_body: int = MAX_BODY
     is_page: bool = False
+    is_file: bool = False
     policy: str = ""
 
 
@@ -60,6 +65,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("GET",), "/vote", "rater", is_page=True),
     Rule(("GET",), "/watch", "rater", is_page=True),
     Rule(("GET",), "/raters", "admin", is_page=True),
+    Rule(("GET",), "/data", "admin", is_page=True),
     Rule(("POST",), f"{API}/session", "public"),
     Rule(("GET", "DELETE"), f"{API}/session", "rater"),
     Rule(("POST",), f"{API}/join", "public"),
@@ -75,5 +81,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("POST",), f"{API}/versions/{{version}}/rollback", "admin"),
     Rule(("GET",), f"{API}/stats", "admin"),
     Rule(("GET",), f"{API}/export", "admin"),
+    Rule(("POST",), f"{API}/imports", "admin", max_body=MAX_FILE, is_file=True),
+    Rule(("GET",), f"{API}/imports/{{number}}", "admin"),
 )
 """Routes of the pages, of voting and of administration."""

@@ -31,7 +31,7 @@ from tunesmith.store.records import PolicyVersion
 from tunesmith.store.runs import RunReader
 from tunesmith.store.vote_watch import VoteWatch
 from tunesmith.store.votes import VoteStore
-from tunesmith.web import access, arena_routes, job_routes, routes, studio_routes, watch
+from tunesmith.web import access, arena_routes, data_routes, job_routes, routes, studio_routes, watch
 from tunesmith.web.arena import Arena
 from tunesmith.web.guard import Guard
 from tunesmith.web.jobs import Jobs
@@ -90,7 +90,7 @@ def create_app(
         ],
     )
     app.state.services = services
-    for router in (routes.sessions(), routes.votes(), routes.administration(), routes.pages()):
+    for router in (routes.sessions(), routes.votes(), routes.administration(), *data_routes.routers(), routes.pages()):
         app.include_router(router)
     app.include_router(watch.router(access.API, lambda: watched))
     for router in () if arena is None else arena_routes.routers(arena, watched_votes):

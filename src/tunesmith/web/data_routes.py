@@ -4,29 +4,18 @@ import itertools
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path as FilePath
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Path, Query, Request
 from fastapi.exceptions import HTTPException
 from fastapi.responses import HTMLResponse, StreamingResponse
 
 from tunesmith.core.errors import InputError
 from tunesmith.store.vote_reader import VoteReader
 from tunesmith.store.votes import VoteStore
-from tunesmith.web.access import API, Rule
+from tunesmith.web.access import API
 from tunesmith.web.services import Services, ServicesOf, page
-
-
-MAX_FILE = 2 * 1024**3
-"""Limit of an imported file, in bytes."""
-
-RULES = (
-    Rule(("GET",), "/data", "admin", is_page=True),
-    Rule(("GET",), f"{API}/export", "admin"),
-    Rule(("POST",), f"{API}/imports", "admin", max_body=MAX_FILE, is_file=True),
-    Rule(("GET",), f"{API}/imports/{{number}}", "admin"),
-)
 
 ExportKind = Literal["votes", "rankings", "demonstrations"]
 ExportFormat = Literal["jsonl", "csv"]
@@ -53,7 +42,7 @@ class ImportState:
 class WantedImport:
     """A file that arrived, and what is to become of it."""
 
-    path: Path
+    path: FilePath
     labels: Labels
     heldout: bool
     question: str | None
@@ -144,22 +133,22 @@ def routers() -> tuple[APIRouter, ...]:
         return imports.begin(services.votes, WantedImport(path, labels, heldout, question or None, campaign))
 
     @routes.get("/imports/{number}")
-    def show(number: int) -> ImportState:
+    def show(number: Annotated[int, Path(ge=1, le=2**31)]) -> ImportState:
         """How far an import is."""
         return imports.state(number)
 
     return routes, pages
 
 
-async def _received(request: Request, folder: Path, name: str) -> Path:
+async def _received(request: Request, folder: FilePath, name: str) -> FilePath:
     """The file that a request brings, in a folder of its own below `folder`."""
     import tempfile
 
-    base = Path(name.replace("\\", "/")).name
+    base = FilePath(name.replace("\\", "/")).name
     if base in ("", ".", "..") or "\x00" in base:
         raise HTTPException(422, f"{name!r} is no name of a file")
     folder.mkdir(parents=True, exist_ok=True)
-    path = Path(tempfile.mkdtemp(dir=folder)) / base
+    path = FilePath(tempfile.mkdtemp(dir=folder)) / base
     try:
         with path.open("wb") as file:
             async for chunk in request.stream():

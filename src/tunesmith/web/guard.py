@@ -83,7 +83,11 @@ class Guard:
             await response(scope, receive, send)
             return
         app = _head_of(self._app) if scope["method"] == "HEAD" else self._app
-        await app(scope, _replay_body(body, receive), send)
+        if rule is not None and rule.is_file:
+            receive_body = _limited_body(receive, rule.max_body, self._limits.body_timeout_s)
+        else:
+            receive_body = _replay_body(body, receive)
+        await app(scope, receive_body, send)
 
     async def _admit(self, request: Request, rule: Rule | None) -> bytes:
         """The checked body for the route. Raises HTTPException if the request is denied."""
@@ -148,12 +152,15 @@ class Guard:
         return HTTPException(404, "there is nothing at this address")
 
     async def _body(self, request: Request, rule: Rule) -> bytes:
-        """The checked body. Raises HTTPException if it is too large, too slow, not declared as JSON, or nested too
-        deep.
+        """The checked body, empty for a file, which its route reads. Raises HTTPException if it is too large, too slow,
+        not declared as JSON, or nested too deep.
         """
         length = request.headers.get("content-length", "0")
         if length.isdigit() and int(length) > rule.max_body:
             raise _too_large(rule.max_body)
+        if rule.is_file:
+            _check_type(request, "application/octet-stream")
+            return b""
         timeout_s = self._limits.body_timeout_s
         try:
             body = await asyncio.wait_for(_read(request, rule.max_body), timeout_s)
@@ -166,9 +173,7 @@ class Guard:
             return body
         if request.method in _SAFE_METHODS:
             raise HTTPException(400, "a request that reads has no body")
-        # A cross-origin form cannot send this type without a CORS preflight (CSRF).
-        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            raise HTTPException(415, "the body must be application/json")
+        _check_type(request, "application/json")
         if is_deeper(body, self._limits.json_depth):
             raise HTTPException(400, f"the body is nested deeper than {self._limits.json_depth} levels")
         return body
@@ -197,6 +202,12 @@ async def _read(request: Request, max_bytes: int) -> bytes:
         if len(body) > max_bytes:
             raise _too_large(max_bytes)
     return bytes(body)
+
+
+def _check_type(request: Request, wanted: str) -> None:
+    """Reject other types. A cross-origin form cannot send these two without a CORS preflight (CSRF)."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != wanted:
+        raise HTTPException(415, f"the body must be {wanted}")
 
 
 def _too_large(max_bytes: int) -> HTTPException:
@@ -253,6 +264,28 @@ def _replay_body(body: bytes, receive: Receive) -> Receive:
         return await receive()
 
     return receive_body
+
+
+def _limited_body(receive: Receive, max_bytes: int, timeout_s: float) -> Receive:
+    """`receive` that raises HTTPException after more than `max_bytes`, or if nothing comes for `timeout_s`."""
+    num_bytes = 0
+    is_whole = False
+
+    async def receive_part() -> Message:
+        nonlocal num_bytes, is_whole
+        if is_whole:
+            return await receive()
+        try:
+            message = await asyncio.wait_for(receive(), timeout_s)
+        except TimeoutError:
+            raise HTTPException(408, f"nothing arrived within {timeout_s:g} seconds", _CLOSE_CONNECTION) from None
+        num_bytes += len(message.get("body", b""))
+        is_whole = not message.get("more_body", False)
+        if num_bytes > max_bytes:
+            raise _too_large(max_bytes)
+        return message
+
+    return receive_part
 
 
 def _check_origin(request: Request, cookie: str, places: frozenset[str]) -> None:

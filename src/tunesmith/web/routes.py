@@ -1,14 +1,12 @@
 """Routes of sessions, voting, administration, and the pages that their scripts fill."""
 
-import json
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
-from typing import Annotated, Literal, TypeVar
+from collections.abc import Callable
+from typing import Annotated, TypeVar
 
 from fastapi import APIRouter, Header, Path, Query, Request, Response
 from fastapi.exceptions import HTTPException
-from fastapi.responses import HTMLResponse, RedirectResponse, StreamingResponse
+from fastapi.responses import HTMLResponse, RedirectResponse
 
 from tunesmith.store.records import Progress, Rater, VoteReceipt
 from tunesmith.store.vote_stats import VoteStats
@@ -37,7 +35,6 @@ from tunesmith.web.proxies import prefix_of, root_of
 from tunesmith.web.services import Caller, Services, ServicesOf, page
 
 Found = TypeVar("Found")
-ExportKind = Literal["votes", "rankings", "demonstrations"]
 Id = Annotated[int, Path(ge=0, le=2**63 - 1)]
 PresentationToken = Annotated[str, Path(min_length=1, max_length=200)]
 RequestKey = Annotated[
@@ -191,7 +188,7 @@ def votes() -> APIRouter:
 
 
 def administration() -> APIRouter:
-    """Routes for admins under `/api/v1`: `raters`, `versions/{version}/rollback`, `stats`, `export`."""
+    """Routes for admins under `/api/v1`: `raters`, `versions/{version}/rollback`, `stats`."""
     routes = APIRouter(prefix=API, tags=["admin"])
 
     @routes.get("/raters")
@@ -233,11 +230,6 @@ def administration() -> APIRouter:
         """Counts, agreement, biases and the raters' accuracy on known answers."""
         return services.votes.reader.stats(services.campaign().id)
 
-    @routes.get("/export")
-    def export(services: ServicesOf, kind: ExportKind = "votes") -> StreamingResponse:
-        """Effective votes, rankings or written answers as JSON lines, oldest first."""
-        return StreamingResponse(_lines(services, kind), media_type="application/x-ndjson")
-
     return routes
 
 
@@ -264,14 +256,3 @@ def _set_cookie(rater_id: int, request: Request, response: Response, services: S
         # Behind a TLS proxy the browser must never send the cookie in clear text.
         secure=request.url.scheme == "https" or request.headers.get("origin", "").startswith("https://"),
     )
-
-
-def _lines(services: Services, kind: ExportKind) -> Iterator[str]:
-    reader = services.votes.reader
-    exports = {
-        "votes": reader.export,
-        "rankings": reader.export_rankings,
-        "demonstrations": reader.export_demonstrations,
-    }
-    for row in exports[kind](services.campaign().id):
-        yield json.dumps(asdict(row)) + "\n"

@@ -79,7 +79,8 @@ def page(request: HTTPConnection, template: str, *, status: int = 200, **context
     if services.arena is not None:
         pages += [("/arena", "Arena"), ("/leaderboard", "Leaderboard")]
     if caller is not None and caller.is_admin:
-        pages += [("/raters", "Raters")] if services.studio is None else [("/runs", "Runs"), ("/raters", "Raters")]
+        pages += [] if services.studio is None else [("/runs", "Runs")]
+        pages += [("/raters", "Raters"), ("/data", "Data")]
     given = {"caller": caller, "pages": pages, "here": request.scope["path"], "root": root_of(request), **context}
     return HTMLResponse(services.templates.get_template(template).render(given), status)
 
