@@ -81,7 +81,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("POST",), f"{API}/versions/{{version}}/rollback", "admin"),
     Rule(("GET",), f"{API}/stats", "admin"),
     Rule(("GET",), f"{API}/export", "admin"),
+    Rule(("GET",), f"{API}/imports", "admin"),
     Rule(("POST",), f"{API}/imports", "admin", max_body=MAX_FILE, is_file=True),
-    Rule(("GET",), f"{API}/imports/{{number}}", "admin"),
 )
 """Routes of the pages, of voting and of administration."""

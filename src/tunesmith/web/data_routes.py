@@ -4,10 +4,10 @@ import itertools
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Path, Query, Request
+from fastapi import APIRouter, Query, Request
 from fastapi.exceptions import HTTPException
 from fastapi.responses import HTMLResponse, StreamingResponse
 
@@ -42,7 +42,7 @@ class ImportState:
 class WantedImport:
     """A file that arrived, and what is to become of it."""
 
-    path: FilePath
+    path: Path
     labels: Labels
     heldout: bool
     question: str | None
@@ -57,12 +57,9 @@ class Imports:
     _states: dict[int, ImportState] = field(default_factory=dict[int, ImportState])
     _turn: threading.Lock = field(default_factory=threading.Lock)
 
-    def state(self, number: int) -> ImportState:
-        """The state of an import. Raises HTTPException 404 if there is none of this number."""
-        found = self._states.get(number)
-        if found is None:
-            raise HTTPException(404, f"there is no import {number}; it may be one of an earlier start of the server")
-        return found
+    def states(self) -> list[ImportState]:
+        """The states of the latest imports, oldest first."""
+        return list(self._states.values())
 
     def begin(self, votes: VoteStore, wanted: WantedImport) -> ImportState:
         """The state of a new import, which runs in a thread."""
@@ -132,23 +129,23 @@ def routers() -> tuple[APIRouter, ...]:
         campaign = services.campaign().settings.name
         return imports.begin(services.votes, WantedImport(path, labels, heldout, question or None, campaign))
 
-    @routes.get("/imports/{number}")
-    def show(number: Annotated[int, Path(ge=1, le=2**31)]) -> ImportState:
-        """How far an import is."""
-        return imports.state(number)
+    @routes.get("/imports")
+    def show() -> list[ImportState]:
+        """How far the latest imports are, oldest first."""
+        return imports.states()
 
     return routes, pages
 
 
-async def _received(request: Request, folder: FilePath, name: str) -> FilePath:
+async def _received(request: Request, folder: Path, name: str) -> Path:
     """The file that a request brings, in a folder of its own below `folder`."""
     import tempfile
 
-    base = FilePath(name.replace("\\", "/")).name
+    base = Path(name.replace("\\", "/")).name
     if base in ("", ".", "..") or "\x00" in base:
         raise HTTPException(422, f"{name!r} is no name of a file")
     folder.mkdir(parents=True, exist_ok=True)
-    path = FilePath(tempfile.mkdtemp(dir=folder)) / base
+    path = Path(tempfile.mkdtemp(dir=folder)) / base
     try:
         with path.open("wb") as file:
             async for chunk in request.stream():

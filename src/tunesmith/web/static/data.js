@@ -43,7 +43,8 @@ function send(file) {
 
 async function follow(number) {
   for (;;) {
-    const state = await call("GET", `imports/${number}`);
+    const state = (await call("GET", "imports")).find((one) => one.number === number);
+    if (!state) throw new Error("the server was started anew before the import was done; import the file again");
     if (state.state === "done" || state.state === "failed") return end(state.message, state.state === "done");
     if (state.state === "reading") show("Reading the file", null);
     else show(`${count(state.num_done)} of ${count(state.num_rows)} rows stored`, state.num_done / (state.num_rows || 1));
