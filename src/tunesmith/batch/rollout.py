@@ -19,7 +19,7 @@ class SamplingParams:
         min_p: Least probability relative to the most likely token, in [0, 1); 0 is off.
         repetition_penalty: Of tokens in the prompt and the completion (Keskar et al. 2019); 1 is off.
         stop_token_ids: Added to the model's own end-of-sequence ids.
-        stop_strings: End a completion, and are cut from its text.
+        stop_strings: End a completion, and are cut from its text; special tokens too, such as `<|im_end|>`.
         logit_bias: Token id to a number added to its logit before everything else; -inf forbids the token.
         seed: Of the noise of the whole call; None draws a random one.
 

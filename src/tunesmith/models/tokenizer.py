@@ -23,6 +23,7 @@ from tunesmith.models.conversation import (
     special_tokens,
     turn_text,
     turns_text,
+    whole_text,
 )
 from tunesmith.schema.records import Demonstration, Message, Prompt, Text
 
@@ -103,6 +104,32 @@ def encode_pair_side(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, complet
     return encode_completed(tokenizer, prompt, completion).ids
 
 
+def encode_as_others(
+    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: Text, *, ends_text: bool
+) -> tuple[int, ...]:
+    """Token ids of a prompt and its completion as other tools give them to a classifier: a conversation with all that
+    the chat template writes behind its last turn, and a text with the end-of-sequence token only if `ends_text`.
+
+    Raises:
+        DataError: messages follow a text prompt, or the chat template refuses them.
+        ModelError: there is no chat template.
+    """
+    if isinstance(prompt.content, str) and (prompt.content or isinstance(completion, str)):
+        ids = encode_pair_side(tokenizer, prompt, completion)
+        is_added = ids[-1:] == (tokenizer.eos_token_id,) and not str(completion).endswith(str(tokenizer.eos_token))
+        return ids[:-1] if is_added and not ends_text else ids
+    return _encode_rendered(tokenizer, whole_text(tokenizer, prompt, messages_of(completion)))
+
+
+def ending_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int | None, tuple[int, ...]]:
+    """The special token with which the chat template closes the last turn, if any, and what it writes behind that
+    (ChatML: a newline).
+    """
+    closing = closing_of(tokenizer)
+    tail = closing.text if closing.token_id is None else closing.text[len(closing.kept) :]
+    return closing.token_id, _encode_rendered(tokenizer, tail)
+
+
 def encode_demonstration(
     tokenizer: PreTrainedTokenizerBase, demonstration: Demonstration, loss_on: LossOn
 ) -> LearntSequence:
@@ -140,6 +167,17 @@ def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
     Of ids that follow others, use `decode_after`: a tokenizer writes the beginning of a text otherwise.
     """
     return str(tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def decode_marked(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
+    """The text of `token_ids` with special tokens."""
+    return str(tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def skipped_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
+    """The special tokens, which `decode` leaves out, as texts."""
+    added = (str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
+    return frozenset((*map(str, tokenizer.all_special_tokens), *added))
 
 
 def decode_after(tokenizer: PreTrainedTokenizerBase, before: Sequence[int], token_ids: Sequence[int]) -> str:
@@ -325,13 +363,10 @@ def _continuation(
     if whole[: len(before)] == before:
         return whole[len(before) :]
 
-    def shown(ids: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-    expected = shown(whole)
+    expected = decode_marked(tokenizer, whole)
     ways = _by_itself(tokenizer, text)
     own = next(ways)
-    return next((ids for ids in (own, *ways) if shown(before + ids) == expected), own)
+    return next((ids for ids in (own, *ways) if decode_marked(tokenizer, before + ids) == expected), own)
 
 
 def _by_itself(tokenizer: PreTrainedTokenizerBase, text: str) -> Iterator[tuple[int, ...]]:

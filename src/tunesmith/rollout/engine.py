@@ -3,7 +3,7 @@
 import math
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Protocol, TypedDict
 
@@ -11,7 +11,14 @@ from tunesmith.batch.rollout import Completion, Group, SamplingParams
 from tunesmith.core.errors import InputError
 from tunesmith.kernels.sample.torch_impl import SMALLEST_TEMPERATURE, TEMPERATURE_RULE
 from tunesmith.models.loaded import PreTrainedModel, PreTrainedTokenizerBase, context_length
-from tunesmith.models.tokenizer import byte_token_ids, decode, encode_prompt, stop_token_ids
+from tunesmith.models.tokenizer import (
+    byte_token_ids,
+    decode,
+    decode_marked,
+    encode_prompt,
+    skipped_tokens,
+    stop_token_ids,
+)
 from tunesmith.rollout.kv_cache import KVCache, blocks_for
 from tunesmith.rollout.scheduler import PromptRequest, Scheduler
 from tunesmith.rollout.sequence import Decode, Limits, TextStream
@@ -230,12 +237,16 @@ def make_request(
     check_prompt_lengths(prompts, [len(ids) for ids in prompt_ids], vocabulary_size, context, sampling.max_new_tokens)
     own = (token for token in stop_token_ids(model, tokenizer) if token < vocabulary_size)  # others are never drawn
     stop_ids = frozenset({*own, *sampling.stop_token_ids})
+    decoding = Decode(lambda ids: decode(tokenizer, ids), byte_token_ids(tokenizer))
+    if sampling.stop_strings:
+        marks = skipped_tokens(tokenizer)
+        decoding = replace(decoding, marked_text=lambda ids: decode_marked(tokenizer, ids), marks=marks)
     return Request(
         prompts,
         prompt_ids,
         n,
         Limits(sampling.max_new_tokens, sampling.min_new_tokens, stop_ids, sampling.stop_strings),
-        Decode(lambda ids: decode(tokenizer, ids), byte_token_ids(tokenizer)),
+        decoding,
         secrets.randbits(62) if sampling.seed is None else sampling.seed,
         vocabulary_size,
         min(num_slots, n * len(prompts)),

@@ -1,5 +1,6 @@
 """The state of one completion while it is drawn, its end (a stop id, a stop string, the length), and its text."""
 
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -19,16 +20,27 @@ class Decode:
     """The text of some token ids, without special tokens: `text(ids)`.
 
     The text of neighbouring `open_ids`, and of a token after them, is not settled until another token follows: they
-    stand for one byte each, and one that makes no character changes the text of those before it.
+    stand for one byte each, and one that makes no character changes the text of those before it. `marked_text(ids)` is
+    the text with special tokens, which are `marks`.
     """
 
     text: Callable[[list[int]], str]
     open_ids: frozenset[int] = frozenset()
+    marked_text: Callable[[list[int]], str] | None = None
+    marks: frozenset[str] = frozenset()
     _contexts: dict[tuple[int, ...], list[int]] = field(default_factory=dict[tuple[int, ...], list[int]])
 
     def __call__(self, token_ids: list[int]) -> str:
         """The text of `token_ids`."""
         return self.text(token_ids)
+
+    def with_marks(self) -> "Decode | None":
+        """The text with special tokens."""
+        return self.marked_text and Decode(self.marked_text, self.open_ids)
+
+    def naming_marks(self, stops: tuple[str, ...]) -> tuple[str, ...]:
+        """Those of `stops` that name a special token, so that they occur in the text with special tokens alone."""
+        return tuple(stop for stop in stops if any(mark in stop for mark in self.marks))
 
     def context(self, prompt_ids: tuple[int, ...]) -> list[int]:
         """The last ids of a prompt, behind which a completion has the text that it has behind all of them.
@@ -51,7 +63,8 @@ class Limits:
 
     A token of `stop_ids` ends it and is its last id; it is masked before `min_new_tokens`. A string of `stop_strings`
     ends it with the token that completes the string, unless fewer than `min_new_tokens` are drawn; the text is cut
-    before the string, the ids are kept.
+    before the string, the ids are kept. A string that names a special token is searched in the text with special
+    tokens, any other in the text without.
 
     Raises:
         InputError: naming the limit, its value and what is allowed.
@@ -122,6 +135,7 @@ class StopSearch:
         self._tail = ""  # the last `_num_kept` characters of the pieces
         self._num_settled = 0  # characters in the pieces
         self._num_seen = 0  # characters searched, those of unsettled tokens included
+        self._window = ""  # the characters that were searched last
 
     def find(self, token_ids: list[int]) -> int | None:
         """Index, in the text, of the first stop string that the last token completed; None if it completed none.
@@ -130,7 +144,7 @@ class StopSearch:
         """
         text = self._decoder.unsettled(token_ids)
         fresh = text.rstrip(UNFINISHED)
-        window = self._tail + fresh
+        self._window = window = self._tail + fresh
         offset = self._num_settled - len(self._tail)
         found: list[int] = []
         for stop in self._stops:
@@ -143,6 +157,11 @@ class StopSearch:
             self._num_settled += len(fresh)
             self._tail = (self._tail + fresh)[-self._num_kept :] if self._num_kept else ""
         return min(found, default=None)
+
+    @property
+    def num_open(self) -> int:
+        """Characters at the end of the text that are the beginning of a stop string."""
+        return num_open(self._window, self._stops)
 
     def text(self, end: int, token_ids: list[int]) -> str:
         """The first `end` characters of the text of `token_ids`, the ids that `find` was called with."""
@@ -172,11 +191,13 @@ class Sequence:
     values: list[float] = field(default_factory=list[float])
     finish_reason: FinishReason | None = None
     _search: StopSearch | None = field(default=None, init=False, repr=False)
+    _marked_search: StopSearch | None = field(default=None, init=False, repr=False)
     _cut: int | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.limits.stop_strings:
             self._search = StopSearch(self.decode, self.context, self.limits.stop_strings)
+            self._marked_search = _marked_search(self.decode, self.context, self.limits.stop_strings)
 
     @property
     def context(self) -> list[int]:
@@ -212,7 +233,7 @@ class Sequence:
         self.token_ids.append(token_id)
         self.logps.append(logp)
         self.raw_logps.append(raw_logp)
-        cut = self._search.find(self.token_ids) if self._search and not is_stop else None
+        cut = self._found() if self._search and not is_stop else None
         if cut is not None and not self.masks_stop_ids:
             self._cut = cut
         if is_stop or self._cut is not None:
@@ -220,6 +241,29 @@ class Sequence:
         elif len(self.token_ids) == self.limits.max_new_tokens:
             self.finish_reason = "length"
         return self.finish_reason is not None
+
+    def _found(self) -> int | None:
+        """Where the text is cut, if the last token completed a stop string."""
+        assert self._search is not None
+        cut = self._search.find(self.token_ids)
+        marked = self._marked_search.find(self.token_ids) if self._marked_search else None
+        if marked is None:
+            return cut
+        unmarked = self._without_marks(marked)
+        return unmarked if cut is None else min(cut, unmarked)
+
+    def _without_marks(self, end: int) -> int:
+        """The number of characters, without special tokens, of the first `end` of the text with special tokens."""
+        marked = self.decode.with_marks()
+        assert marked is not None
+
+        def shown(decode: Decode, count: int) -> str:
+            return IncrementalDecoder(decode, self.context).unsettled(self.token_ids[:count]).rstrip(UNFINISHED)
+
+        numbers = range(len(self.token_ids) + 1)
+        whole = bisect_right(numbers, end, key=lambda count: len(shown(marked, count))) - 1  # tokens that end before it
+        before = len(shown(self.decode, whole))
+        return min(before + end - len(shown(marked, whole)), len(shown(self.decode, whole + 1)))
 
     def extend(self, token_ids: list[int], logps: list[float], raw_logps: list[float], values: list[float]) -> bool:
         """Append consecutive tokens; True if the completion ends with one of them. `values` may be empty.
@@ -256,16 +300,21 @@ class TextStream:
     def __init__(self, decode: Decode, context: list[int], stop_strings: tuple[str, ...] = ()) -> None:
         self._decoder = IncrementalDecoder(decode, context)
         self._stop_strings = stop_strings
+        self._marked_search = _marked_search(decode, context, stop_strings)
         self._held = ""
         self._num_given = 0
 
     def push(self, token_ids: list[int]) -> str:
         """The new, settled text; call it with all ids of the completion after each new one but the last."""
+        if self._marked_search:
+            self._marked_search.find(token_ids)
         text = self._decoder.unsettled(token_ids)
         if not text or text.endswith(UNFINISHED) or not self._decoder.settle(token_ids):
             return ""
         self._held += text
-        cut = len(self._held) - self._num_open()
+        # Of the beginning of a stop string with special tokens, at most all characters are text.
+        num_marked = self._marked_search.num_open if self._marked_search else 0
+        cut = max(0, len(self._held) - max(num_open(self._held, self._stop_strings), num_marked))
         piece, self._held = self._held[:cut], self._held[cut:]
         self._num_given += len(piece)
         return piece
@@ -274,14 +323,21 @@ class TextStream:
         """The rest of `text`, the whole text of the ended completion, after the pieces that were given."""
         return text[self._num_given :]
 
-    def _num_open(self) -> int:
-        """Characters at the end that are the beginning of a stop string."""
-        return max(
-            (
-                length
-                for stop in self._stop_strings
-                for length in range(1, min(len(stop), len(self._held) + 1))
-                if self._held.endswith(stop[:length])
-            ),
-            default=0,
-        )
+
+def num_open(text: str, stops: tuple[str, ...]) -> int:
+    """Characters at the end of `text` that are the beginning of one of `stops`."""
+    return max(
+        (
+            length
+            for stop in stops
+            for length in range(1, min(len(stop), len(text) + 1))
+            if text.endswith(stop[:length])
+        ),
+        default=0,
+    )
+
+
+def _marked_search(decode: Decode, context: list[int], stops: tuple[str, ...]) -> StopSearch | None:
+    """The search for those of `stops` that name a special token; None if none does."""
+    marked, naming = decode.with_marks(), decode.naming_marks(stops)
+    return StopSearch(marked, context, naming) if marked and naming else None
