@@ -6,17 +6,21 @@ where padding begins: the pad id may equal the end-of-sequence id. Tokenizers ar
 
 import itertools
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from tunesmith.core import seeds
 from tunesmith.data.rows import BadRows, RowError, usable
 from tunesmith.models.tokenizer import PreTrainedTokenizerBase, decode, encode_pair_side, encode_prompt
-from tunesmith.schema.records import Pair, Prompt, Ranking
+from tunesmith.schema.records import Pair, Prompt, Ranking, Text
 
 TokenIds = tuple[int, ...]
+
+EncodePair = Callable[[Prompt, Text], TokenIds]
+"""The ids of a prompt and one of its completions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,18 +163,22 @@ def encode_preferences(
     bad: BadRows | None = None,
     *,
     truncates: bool = False,
+    encode: EncodePair | None = None,
 ) -> list[Encoded]:
-    """The items as token ids, in order. One with a side of more than `max_tokens` is bad (see `rows.usable`), or with
-    `truncates` is cut by `truncate_left`. Raises ModelError for messages without a chat template.
-    """
+    """The items as token ids, in order, by `encode` if it is given.
 
-    def encode(item: Pair | Ranking) -> Encoded:
+    One with a side of more than `max_tokens` is bad (see `rows.usable`), or with `truncates` is cut by `truncate_left`.
+    Raises ModelError for messages without a chat template.
+    """
+    encode_pair = encode or partial(encode_pair_side, tokenizer)
+
+    def encode_item(item: Pair | Ranking) -> Encoded:
         texts = (
             {f"completions[{index}]": text for index, text in enumerate(item.completions)}
             if isinstance(item, Ranking)
             else {"chosen": item.chosen, "rejected": item.rejected}
         )
-        sequences = tuple(encode_pair_side(tokenizer, item.prompt, text) for text in texts.values())
+        sequences = tuple(encode_pair(item.prompt, text) for text in texts.values())
         if truncates:
             sequences = truncate_left(sequences, max_tokens)
         for name, ids in zip(texts, sequences, strict=True):
@@ -182,7 +190,7 @@ def encode_preferences(
         check_differ(sequences, list(texts), (1, 1 if item.tie else 2))
         return EncodedPair(item.prompt.id, *sequences, margin=item.margin, tie=item.tie)
 
-    return usable(items, encode, bad, "pairs")
+    return usable(items, encode_item, bad, "pairs")
 
 
 def check_differ(encoded: Sequence[object], names: Sequence[str], places: Sequence[object]) -> None:

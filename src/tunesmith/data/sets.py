@@ -23,6 +23,7 @@ from tunesmith.data.answers import (
 )
 from tunesmith.data.collate import (
     Encoded,
+    EncodePair,
     MeasuredPrompt,
     as_pairs,
     as_rankings,
@@ -225,8 +226,10 @@ def preference_sets(
     given_heldout: Sequence[PreferenceLike] | None = None,
     *,
     max_length: int | None = None,
+    encode: EncodePair | None = None,
 ) -> PreferenceSets:
-    """The preferences of `section`, or those given instead: split by prompt and encoded.
+    """The preferences of `section`, or those given instead: split by prompt and encoded, by default for a model that is
+    trained here.
 
     `max_length` is the limit of a sequence that the model's context imposes, in tokens. Rows are held out of the source
     only if no held-out rows are given or named. A leak is logged as a warning.
@@ -237,14 +240,14 @@ def preference_sets(
     """
     limit, is_listwise = _limit(section.max_tokens, max_length), section.rankings == "plackett_luce"
 
-    def encode(rows: list[Pair | Ranking], bad: BadRows) -> list[Encoded]:
-        return encode_preferences(rows, tokenizer, limit, bad, truncates=section.truncate == "left")
+    def encoded_rows(rows: list[Pair | Ranking], bad: BadRows) -> list[Encoded]:
+        return encode_preferences(rows, tokenizer, limit, bad, truncates=section.truncate == "left", encode=encode)
 
     sides = _read(section, lambda s, bad: load_preferences(s, section, bad), (given, given_heldout), seed)
     _check_not_empty(sides.rows.train, "pairs")
     if is_listwise:
         sides = replace(sides, rows=sides.encoded(_without_wide_ties))
-    encoded, rows = sides.encoded(encode), sides.rows
+    encoded, rows = sides.encoded(encoded_rows), sides.rows
     facts = sides.facts(rows)
     _check_not_empty(encoded.train, "pairs")
     expand = as_rankings if is_listwise else as_pairs

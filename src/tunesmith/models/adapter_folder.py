@@ -100,6 +100,11 @@ def is_reward_adapter(folder: Path, name: str) -> bool:
     return check_adapter_folder(folder, name)[CONFIG_FILE].get("task_type") == "SEQ_CLS"
 
 
+def is_made_here(folder: Path) -> bool:
+    """True for adapters that `save_adapters` wrote."""
+    return (folder / BASE_FILE).is_file()
+
+
 def adapter_dtype(folder: Path) -> torch.dtype:
     """The dtype that the adapters in `folder` were trained in."""
     return next(tensor.dtype for key, tensor in _read_tensors(folder).items() if key != _SCORE)

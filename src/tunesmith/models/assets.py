@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from tunesmith.core.errors import MissingDependencyError, ModelError
 from tunesmith.core.log import get_logger
 from tunesmith.core.system import cache_folder
-from tunesmith.models.loaded import quiet_transformers
+from tunesmith.models.loaded import LIBRARY_ERRORS, quiet_transformers
 
 _logger = get_logger(__name__)
 
@@ -220,9 +220,10 @@ def _convert(gguf: Path, folder: Path) -> None:
             options = {"gguf_file": gguf.name, "trust_remote_code": False}
             loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **options)
             tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **options)
-    except (OSError, ValueError, KeyError, NotImplementedError) as error:
+    except LIBRARY_ERRORS as error:
         raise ModelError(
-            f"cannot read {gguf} as a GGUF model ({error}); give another file, a folder or a hub id"
+            f"cannot read {gguf} as a GGUF model ({error}); it may be cut or damaged: download it again, or give "
+            "another file, a folder or a hub id"
         ) from error
     model = _without_quantization(loaded)
     model.generation_config = GenerationConfig(

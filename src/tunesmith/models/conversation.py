@@ -68,6 +68,12 @@ def prompt_text(
     return _rendered(tokenizer, prompt, messages, add_generation_prompt=True)
 
 
+def whole_text(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, answer: Sequence[Message]) -> str:
+    """The template's text of a prompt's messages and an `answer`, with all that it writes behind the last turn."""
+    messages = () if isinstance(prompt.content, str) else prompt.content
+    return _rendered(tokenizer, prompt, _joined(messages, answer, is_continued(messages)))
+
+
 def turn_text(
     tokenizer: PreTrainedTokenizerBase,
     prompt: Prompt,

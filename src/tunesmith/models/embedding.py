@@ -10,12 +10,20 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from tunesmith.core.errors import ModelError
 from tunesmith.models.architecture import Architecture, weight_of
 
 
 def embedded(architecture: Architecture, ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
-    """The input of the first layer, `[T, H]`."""
-    x_TH = embed(architecture, ids_T)
+    """The input of the first layer, `[T, H]`. Raises ModelError for a token that the embedding has no row for."""
+    try:
+        x_TH = embed(architecture, ids_T)
+    except IndexError as error:
+        size = len(weight_of(architecture.embedding))
+        raise ModelError(
+            f"the text holds token {int(ids_T.max())}, and the model's embedding has rows for tokens 0 to {size - 1}; "
+            "take the tokenizer that belongs to the model, or leave such text out"
+        ) from error
     if architecture.embedding_scale != 1:
         x_TH = x_TH * architecture.embedding_scale
     if architecture.positions is not None:

@@ -4,9 +4,12 @@ A model folder may come from anywhere. Pickles run code when they are read, and 
 `auto_map`. Pickles are always refused, code unless the user allows it.
 """
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
 
 from tunesmith.core.errors import ModelError
 from tunesmith.core.log import get_logger
@@ -30,6 +33,7 @@ _MAX_LAYERS = 10_000
 _LAYER_KEYS = frozenset({"num_hidden_layers", "num_layers", "n_layer", "n_layers"})
 _KERNEL_KEYS = frozenset({"attn_implementation", "_attn_implementation", "experts_implementation"})
 _PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".h5", ".msgpack"})
+_PLAIN_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 _NUM_NAMED = 3
 
 
@@ -37,14 +41,15 @@ def check_folder(folder: Path, name: str, *, trust_remote_code: bool, how_to_tru
     """Check the files of the model `name` in `folder` without running any of its code.
 
     Raises:
-        ModelError: an invalid file, a pickle, or code without `trust_remote_code` (with it, code is logged as a
-            warning); `how_to_trust` ends the message.
+        ModelError: an invalid file, a pickle, quantised weights, or code without `trust_remote_code` (with it, code is
+            logged as a warning); `how_to_trust` ends the message.
     """
     if not (folder / "config.json").is_file():
         raise ModelError(f"the folder of {name!r} holds no config.json, so it is no model; give another folder")
     documents = {file: _read_json(folder / file) for file in _MAX_BYTES if (folder / file).is_file()}
     _check_config(documents["config.json"], folder / "config.json")
     _check_weights(folder, name, documents.get("model.safetensors.index.json"))
+    _check_precision(folder, name, documents["config.json"])
     code = _code_of(folder, documents)
     if code and not trust_remote_code:
         raise ModelError(
@@ -136,6 +141,45 @@ def _check_weights(folder: Path, name: str, index: dict[str, object] | None) -> 
                 f"{folder / 'model.safetensors.index.json'} names the shard {shard!r}; a shard is a .safetensors file "
                 "in the same folder. Get the model again"
             )
+        if not (folder / shard).is_file():
+            raise ModelError(
+                f"{folder / 'model.safetensors.index.json'} names the shard {shard!r}, which is not there; get the "
+                "model again"
+            )
+    if shards and "model.safetensors" not in shards.values() and (folder / "model.safetensors").is_file():
+        raise ModelError(
+            f"{name!r} has two sets of weights: model.safetensors, and the shards of model.safetensors.index.json. "
+            "Libraries differ in which they read; remove one of them"
+        )
+
+
+def _check_precision(folder: Path, name: str, config: dict[str, object]) -> None:
+    """Refuse a quantised model: its numbers are no weights that could be trained, or mean nothing without scales."""
+    methods = [value for _, key, value in _walk(config) if key in ("quantization_config", "quantization") and value]
+    kinds = [str(method.get("quant_method", "")) if isinstance(method, dict) else "" for method in methods]
+    found = f"config.json says so ({kinds[0] or 'quantization_config'})" if kinds else _quantised_tensor(folder)
+    if found:
+        raise ModelError(
+            f"{name!r} is quantised: {found}. Tunesmith computes with float32, bfloat16 or float16 weights; take the "
+            "repository's version in bfloat16, or load it with transformers, dequantise it (`model.dequantize()`), and "
+            "save it with `save_pretrained`. If the weights in its files are plain, remove the key from config.json"
+        )
+
+
+def _quantised_tensor(folder: Path) -> str:
+    """A weight in `folder` that is stored in integers or in 8 bits or less, in words; empty if there is none."""
+    for path in sorted(folder.glob("*.safetensors")):
+        for key, dtype in _dtypes(path).items():
+            if dtype not in _PLAIN_DTYPES and (dtype.startswith("F") or key.endswith("weight")):
+                return f"{key} in {path.name} is stored as {dtype}"
+    return ""
+
+
+def _dtypes(file: Path) -> dict[str, str]:
+    """The dtype of each tensor in `file`; empty if it cannot be read, which the library that loads it reports."""
+    with contextlib.suppress(SafetensorError, OSError), safe_open(file, "np") as tensors:
+        return {key: str(tensors.get_slice(key).get_dtype()) for key in tensors.keys()}  # noqa: SIM118 - no __iter__
+    return {}
 
 
 def _code_of(folder: Path, documents: dict[str, dict[str, object]]) -> list[str]:

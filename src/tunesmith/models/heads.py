@@ -19,8 +19,16 @@ from tunesmith.models.decoder import Decoder
 from tunesmith.models.language_model import TrunkDecoder
 from tunesmith.models.logprob import completion_layout, count_pass, length_mask, trunk_states
 from tunesmith.models.lora import require_gradients, twin
+from tunesmith.models.proof import in_evaluation_mode, is_close
+from tunesmith.models.tokenizer import encode_as_others, encode_pair_side
+from tunesmith.schema.records import Prompt, Text
 
 RewardTransform = Literal["raw", "log_odds"]
+
+_PROBE_LENGTHS = (3, 6, 11)
+
+MADE_HERE = "tunesmith_reward_model"
+"""The key in a config that says that Tunesmith trained this reward model."""
 
 
 class ScalarHead(nn.Module):
@@ -75,10 +83,10 @@ class Critic(nn.Module):
 class RewardModel(nn.Module):
     """A sequence classifier that gives each sequence one reward.
 
-    A decoder in the standard layout (`score`) is read at the last token of each row, found by length and never by a pad
-    id. Any other classifier, such as a BERT, pools as its own forward does. With several labels, `label` picks the
-    logit; `log_odds` subtracts the log-sum-exp of the others. `section` says how the trunk is computed. Raises
-    ModelError for a label that the model lacks.
+    A decoder in the standard layout (`score`) is read at one token of each row: the last one that is not `pad_id`. Any
+    other classifier, such as a BERT, pools as its own forward does. With several labels, `label` picks the logit;
+    `log_odds` subtracts the log-sum-exp of the others. `section` says how the trunk is computed. Raises ModelError for
+    a label that the model lacks.
     """
 
     def __init__(
@@ -98,12 +106,36 @@ class RewardModel(nn.Module):
         self.transform = transform
         self._decoder = TrunkDecoder(section or ModelSection())
         self.label_index = _label_index(model, label, transform)
+        self.pad_id: int | None = None if self.is_made_here else padding_id(model)
+        """The padding token of a classifier that other tools trained, which they read before it, even where it is the
+        end-of-sequence token; None for ours, which is read at the last token, found by length."""
+        self._pads_rows: bool | None = None
         if isinstance(score := self._score(), nn.Linear):
             score.float()
 
     @property
+    def is_made_here(self) -> bool:
+        """True for a reward model that Tunesmith trained, or is about to: its sequences end where a turn is closed."""
+        return bool(getattr(self.model.config, MADE_HERE, False))
+
+    def encode(self, prompt: Prompt, completion: Text) -> tuple[int, ...]:
+        """Token ids of a prompt and its completion, as this reward model was trained on them.
+
+        One that was made here reads a conversation up to the token that closes its last turn. Others read what their
+        chat template writes; texts end with an end-of-sequence token if they give one reward (as TRL trains them).
+        """
+        if self.is_made_here:
+            return encode_pair_side(self.tokenizer, prompt, completion)
+        return encode_as_others(self.tokenizer, prompt, completion, ends_text=self.ends_text)
+
+    @property
+    def ends_text(self) -> bool:
+        """True if a text ends with an end-of-sequence token."""
+        return self.is_made_here or self.model.config.num_labels == 1
+
+    @property
     def pools_last_token(self) -> bool:
-        """True for the decoder layout, which reads the reward at the last token, so ids of a rollout can be scored."""
+        """True for the decoder layout, which reads the reward at one token, so ids of a rollout can be scored."""
         return isinstance(self._score(), nn.Linear)
 
     @property
@@ -135,13 +167,22 @@ class RewardModel(nn.Module):
     def _logits(self, ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
         score = self._score()
         if not isinstance(score, nn.Linear):
-            count_pass(lengths_B.sum(), ids_BS.numel())
-            mask_BS = length_mask(lengths_B, ids_BS.shape[1])
-            return self.model(input_ids=ids_BS, attention_mask=mask_BS.long()).logits.float()
+            return self._own_logits(ids_BS, lengths_B)
         row_B = torch.arange(len(ids_BS), device=ids_BS.device)
-        last_BH = trunk_states(self.model, self.decoder, ids_BS, lengths_B, row_B, lengths_B - 1)
+        position_B = last_tokens(ids_BS, lengths_B, self.pad_id)
+        last_BH = trunk_states(self.model, self.decoder, ids_BS, lengths_B, row_B, position_B)
         bias = None if score.bias is None else score.bias.float()
         return functional.linear(last_BH.float(), score.weight.float(), bias)
+
+    def _own_logits(self, ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+        """Logits of the model's own forward: of all rows at once if padding does not change them, else row by row."""
+        if len(ids_BS) > 1 and self._pads_rows is None:
+            self._pads_rows = _pads_rows(self.model)
+        if len(ids_BS) > 1 and not self._pads_rows:
+            rows = zip(ids_BS.split(1), lengths_B.split(1), strict=True)
+            return torch.cat([self._own_logits(ids_1S[:, : int(length_1)], length_1) for ids_1S, length_1 in rows])
+        count_pass(lengths_B.sum(), ids_BS.numel())
+        return _own_forward(self.model, ids_BS, lengths_B)
 
     def _pick(self, logits_BK: torch.Tensor) -> torch.Tensor:
         chosen_B = logits_BK[:, self.label_index]
@@ -151,9 +192,57 @@ class RewardModel(nn.Module):
         return chosen_B - logits_BK[:, others].logsumexp(-1)
 
 
+def last_tokens(ids_BS: torch.Tensor, lengths_B: torch.Tensor, pad_id: int | None) -> torch.Tensor:
+    """position_B: the last of the first `lengths_B[b]` tokens of each row that is not `pad_id`, 0 if all are, as in the
+    library's classifiers; with None the last one.
+    """
+    if pad_id is None:
+        return lengths_B - 1
+    is_read_BS = length_mask(lengths_B, ids_BS.shape[1]) & (ids_BS != pad_id)
+    return (torch.arange(ids_BS.shape[1], device=ids_BS.device) * is_read_BS).amax(-1)
+
+
+def padding_id(model: PreTrainedModel) -> int | None:
+    """The padding token in the model's config."""
+    return getattr(model.config.get_text_config(), "pad_token_id", None)
+
+
 def hidden_size(model: PreTrainedModel) -> int:
     """Width of the model's hidden states."""
     return int(model.config.get_text_config().hidden_size)
+
+
+def _own_forward(model: PreTrainedModel, ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+    """logits_BK in float32 of rows that are padded as the model expects it."""
+    mask_BS = length_mask(lengths_B, ids_BS.shape[1])
+    pad_id = padding_id(model)
+    if pad_id is not None:
+        ids_BS = ids_BS.masked_fill(~mask_BS, pad_id)
+    return model(input_ids=ids_BS, attention_mask=mask_BS.long()).logits.float()
+
+
+@torch.no_grad()
+def _pads_rows(model: PreTrainedModel) -> bool:
+    """True if fixed rows that are padded on the right have the logits that each has alone.
+
+    Not so where a model reads its last column (XLNet), mixes all columns (FNet) or refuses several rows.
+    """
+    config = model.config.get_text_config()
+    end = [id_ for id_ in (getattr(config, "eos_token_id", None),) if isinstance(id_, int)]  # some pool there
+    special = {getattr(config, "pad_token_id", None), getattr(config, "bos_token_id", None), *end}
+    plain = [index for index in range(int(getattr(config, "vocab_size", 256))) if index not in special]
+    rows = [[plain[7919 * (i + 1) % len(plain)] for i in range(length)] + end for length in _PROBE_LENGTHS]
+    device, width = model.device, max(map(len, rows))
+    ids_BS = torch.tensor([[*row, *[plain[0]] * (width - len(row))] for row in rows], device=device)
+    lengths_B = torch.tensor([len(row) for row in rows], device=device)
+    try:
+        with in_evaluation_mode(model):
+            together_BK = _own_forward(model, ids_BS, lengths_B)
+            ones = zip(ids_BS.split(1), lengths_B.split(1), strict=True)
+            alone = [_own_forward(model, ids_1S[:, : int(length_1)], length_1) for ids_1S, length_1 in ones]
+    except ValueError:  # how the library's classifiers refuse several rows
+        return False
+    return is_close(together_BK, torch.cat(alone), model.dtype)
 
 
 def _label_index(model: PreTrainedModel, label: str | int | None, transform: RewardTransform) -> int:

@@ -6,16 +6,16 @@ Weights are read from safetensors only (a pickle can run code), and code in a mo
 
 import copy
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from torch import nn
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -25,11 +25,13 @@ from transformers import (
 
 from tunesmith.config.sections import ModelSection
 from tunesmith.core.errors import ModelError
+from tunesmith.core.log import get_logger
 from tunesmith.kernels.linear.api import cpu_has_bfloat16
 from tunesmith.models import adapter_folder, assets, lora, tiny
 from tunesmith.models.folder_check import check_adapter_folder, check_folder
-from tunesmith.models.heads import RewardModel, RewardTransform
+from tunesmith.models.heads import MADE_HERE, RewardModel, RewardTransform
 from tunesmith.models.loaded import (
+    LIBRARY_ERRORS,
     LoadedModel,
     cast_parameters,
     disable_dropout,
@@ -38,6 +40,8 @@ from tunesmith.models.loaded import (
     unmask_padding_embedding,
 )
 from tunesmith.models.tokenizer import spare_pad_token, stop_at_turns
+
+_logger = get_logger(__name__)
 
 _FORMS = "a hub id, a local folder, a run folder, a .gguf file, smollm2, scratch, or tiny:<family>"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -48,21 +52,6 @@ _TRUST_POLICY = (
 )
 _TRUST_REWARD = (
     "load it in a reward function of your own (`./file.py:name`), because a reward source never runs a model's code"
-)
-
-# Raised by the library for invalid values in a config or tokenizer file.
-_LIBRARY_ERRORS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    SafetensorError,
-    StrictDataclassError,
-    TypeError,
-    ValueError,
 )
 
 
@@ -90,6 +79,7 @@ def load_policy(
     else:
         adapter_folder.load_adapters(model, adapters, section.name)
         tokenizer = _tokenizer_beside(adapters, section, tokenizer)
+    _check_vocabulary(model, tokenizer, section.name)
     stop_at_turns(model, tokenizer)
     return LoadedModel(model, tokenizer, section.name, dtype)
 
@@ -99,34 +89,41 @@ def new_reward_model(
 ) -> RewardModel:
     """A reward model on the trunk of the model named by `section`, with a score head that starts at zero.
 
-    A model that already is a single-label classifier keeps its head. The padding token is one that never ends a
-    sequence, if the vocabulary has one. With `section.lora` the trunk is frozen, and fresh adapters are trained with
-    the head. Adapters of a policy are merged into the trunk; those of a reward model are trained on.
+    A model that already is a single-label classifier keeps its head, and the token that it is read at. For a new head
+    the padding token is one that never ends a sequence; if the vocabulary has none, the config names none, so that the
+    library's own forward reads the last token too. With `section.lora` the trunk is frozen, and fresh adapters are
+    trained with the head. Adapters of a policy are merged into the trunk; those of a reward model are trained on.
 
     Raises:
-        ModelError: there is no such model, or it has no score head on its last token.
+        ModelError: there is no such model, or it has no score head.
     """
     dtype = dtype or compute_dtype(section.dtype, device)
     located = _locate(section)
-    is_reward = located.adapters is not None and adapter_folder.is_reward_adapter(located.adapters, section.name)
-    if located.adapters is not None and not is_reward:
+    adapters = located.adapters
+    if adapters is not None and not adapter_folder.is_reward_adapter(adapters, section.name):
         policy = load_policy(section, dtype=dtype)
         lora.merge(policy.model)
-        model, tokenizer = _classifier_on(policy.model, dtype), policy.tokenizer
+        adapters, model, tokenizer = None, _classifier_on(policy.model, dtype), policy.tokenizer
     else:
         model, tokenizer = _classifier(located, dtype)
-    if spare := spare_pad_token(tokenizer):
-        tokenizer.pad_token = spare
-    model.config.pad_token_id = tokenizer.pad_token_id
+    if adapters is not None:
+        base_tokenizer, tokenizer = tokenizer, _tokenizer_beside(adapters, section, tokenizer)
+        setattr(model.config, MADE_HERE, adapter_folder.is_made_here(adapters))
+        if tokenizer is not base_tokenizer:  # with which they were trained
+            model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    if getattr(model.config, MADE_HERE, False):
+        spare = spare_pad_token(tokenizer)
+        tokenizer.pad_token = spare or tokenizer.pad_token
+        model.config.get_text_config().pad_token_id = tokenizer.pad_token_id if spare else None
+    _check_vocabulary(model, tokenizer, section.name)
     _prepare(model, device, gradient_checkpointing=section.gradient_checkpointing)
-    if located.adapters is None or not is_reward:
+    if adapters is None:
         lora.add_adapters(model, section.lora, _as_base(section))
-        return RewardModel(model, tokenizer, source=section.name, section=section)
     # Makes the head float32 before it is loaded.
     reward_model = RewardModel(model, tokenizer, source=section.name, section=section)
-    keep_lower_layers(model, adapter_folder.read_base(located.adapters, section.name).num_layers)
-    adapter_folder.load_adapters(model, located.adapters, section.name)
-    reward_model.tokenizer = _tokenizer_beside(located.adapters, section, tokenizer)
+    if adapters is not None:
+        keep_lower_layers(model, adapter_folder.read_base(adapters, section.name).num_layers)
+        adapter_folder.load_adapters(model, adapters, section.name)
     return reward_model
 
 
@@ -158,11 +155,12 @@ def load_reward_model(
         model, missing = _from_pretrained(AutoModelForSequenceClassification, folder, name, dtype)
         if missing:
             raise ModelError(
-                f"{name!r} is no reward model: its weights lack {', '.join(sorted(missing)[:3])}; "
+                f"{name!r} is no reward model: its weights lack {_named(missing)}; "
                 "give a sequence classifier, for example the run folder of `tunesmith train reward`"
             )
         _prepare(model, device)
         tokenizer = load_tokenizer(folder, name)
+        _check_vocabulary(model, tokenizer, name)
     reward_model = RewardModel(model, tokenizer, label=label, transform=transform, source=name)
     return reward_model.eval().requires_grad_(False)
 
@@ -215,7 +213,7 @@ def load_tokenizer(folder: Path, name: str, *, trust_remote_code: bool = False) 
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:
         # The tokenizers library raises `Exception` itself for a file that makes no sense.
-        if type(error) is not Exception and not isinstance(error, _LIBRARY_ERRORS):
+        if type(error) is not Exception and not isinstance(error, LIBRARY_ERRORS):
             raise
         raise ModelError(
             f"cannot load a tokenizer for {name!r} ({_first_line(error)}); look at its tokenizer.json"
@@ -307,8 +305,7 @@ def _language_model(located: _Located, dtype: torch.dtype) -> tuple[PreTrainedMo
     model, missing = _from_pretrained(AutoModelForCausalLM, located.folder, name, dtype, trust_remote_code=trust)
     if missing:
         raise ModelError(
-            f"{name!r} is no complete language model: its weights lack {', '.join(sorted(missing)[:3])}; "
-            "give a causal language model"
+            f"{name!r} is no complete language model: its weights lack {_named(missing)}; give a causal language model"
         )
     return model, load_tokenizer(located.folder, name, trust_remote_code=trust)
 
@@ -328,8 +325,11 @@ def _classifier(located: _Located, dtype: torch.dtype) -> tuple[PreTrainedModel,
             f"{name!r} ({type(model).__name__}) has no score head on its last token, so it cannot "
             "be trained as a reward model; take a decoder such as Llama, Qwen, Gemma or GPT-2"
         )
+    if missing - {"score.weight"}:
+        raise ModelError(f"the weights of {name!r} lack {_named(missing - {'score.weight'})}; get the model again")
     if "score.weight" in missing:
         nn.init.zeros_(score.weight)
+        setattr(model.config, MADE_HERE, True)
     return model, tokenizer
 
 
@@ -356,7 +356,11 @@ def _from_pretrained(
     trust_remote_code: bool = False,
     **options: object,
 ) -> tuple[PreTrainedModel, set[str]]:
-    """The model and the names of parameters that its files lack."""
+    """The model and the names of parameters that its files lack.
+
+    Raises:
+        ModelError: it cannot be loaded; its files have weights that it does not have.
+    """
     try:
         with quiet_transformers():
             model, info = auto_class.from_pretrained(  # type: ignore[attr-defined]
@@ -365,11 +369,57 @@ def _from_pretrained(
                 use_safetensors=True,
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are named below
                 **options,
             )
-    except _LIBRARY_ERRORS as error:
+    except LIBRARY_ERRORS as error:
         raise ModelError(f"cannot load {name!r} from {folder} ({_first_line(error)}); give {_FORMS}") from error
-    return model, set(info["missing_keys"])
+    for key, stored, needed in sorted(info["mismatched_keys"]):
+        raise ModelError(
+            f"the weight {key} of {name!r} is {list(stored)}, but a {type(model).__name__} of its config.json needs "
+            f"{list(needed)}; correct config.json, or get the model again"
+        )
+    missing = set(info["missing_keys"])
+    strange = [key for key in info["unexpected_keys"] if not _is_needless(key, model)]
+    if "score.weight" in missing:  # a classifier made on a language model leaves its output layer out
+        strange = [key for key in strange if not key.startswith(_outputs(model))]
+    # A model of another kind lacks some and has others; what it lacks is the clearer message.
+    if strange and not missing - {"score.weight"}:
+        raise ModelError(
+            f"the weights of {name!r} hold {_named(strange)}, which a {type(model).__name__} of its config.json does "
+            "not have, so they would be left out; correct config.json (a bias that it switches off, the number of "
+            "layers, the architecture), or remove them from the files"
+        )
+    if auto_class is AutoModelForSequenceClassification and not missing and _has_our_card(folder):
+        setattr(model.config, MADE_HERE, True)  # by a version that did not write it into the config
+    return model, missing
+
+
+def _has_our_card(folder: Path) -> bool:
+    card = folder / "README.md"
+    return card.is_file() and "\n- tunesmith\n" in card.read_text(encoding="utf-8", errors="replace")[:4096]
+
+
+def _is_needless(key: str, model: PreTrainedModel) -> bool:
+    """True for a tensor that older versions of the library stored though nothing is lost without it: causal masks,
+    frequencies, and the pooler of classifiers that read another token (RoBERTa).
+    """
+    is_buffer = any(f".{name}".endswith(f".{key}") for name, _ in model.named_buffers())
+    is_pooler = not model.can_generate() and "pooler" in key.split(".")
+    return is_buffer or is_pooler or key.endswith((".masked_bias", ".inv_freq", ".position_ids"))
+
+
+def _outputs(model: PreTrainedModel) -> tuple[str, ...]:
+    """The beginnings of the names that the output layer has in a language model with the trunk of `model`."""
+    language_model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model.config), None)
+    tied = getattr(language_model, "_tied_weights_keys", None) or ()
+    return ("lm_head.", *(f"{name.rpartition('.')[0]}." for name in tied))
+
+
+def _named(keys: Collection[str]) -> str:
+    """Some of `keys`, and how many there are."""
+    some = ", ".join(sorted(keys)[:3])
+    return some if len(keys) <= 3 else f"{some} and {len(keys) - 3} more"
 
 
 def _classifier_on(policy: PreTrainedModel, dtype: torch.dtype) -> Any:
@@ -380,6 +430,7 @@ def _classifier_on(policy: PreTrainedModel, dtype: torch.dtype) -> Any:
     cast_parameters(model, dtype)
     model.base_model.load_state_dict(policy.base_model.state_dict())
     nn.init.zeros_(model.score.weight)
+    setattr(model.config, MADE_HERE, True)
     return model
 
 
@@ -392,6 +443,34 @@ def _prepare(model: PreTrainedModel, device: str | torch.device, *, gradient_che
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
+
+
+def _check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Refuse a tokenizer with tokens for which the embedding of `model` has no row.
+
+    Special tokens that neither mark a role nor occur in the chat template are only named in a warning: Gemma 3 1B has
+    one for images, which no text holds.
+    """
+    weight: Any = getattr(model.get_input_embeddings(), "weight", None)
+    added = tokenizer.added_tokens_decoder
+    if weight is None or max(len(tokenizer) - 1, *added) < len(weight):
+        return
+    outside = {index: token for token, index in tokenizer.get_vocab().items() if index >= len(weight)}
+    named = {getattr(tokenizer, f"{role}_token") for role in ("bos", "eos", "pad", "unk", "sep", "cls", "mask")}
+    needed = {
+        index: token
+        for index, token in sorted(outside.items())
+        if index not in added or not added[index].special or token in named or token in str(tokenizer.chat_template)
+    }
+    some = ", ".join(f"{token!r} ({index})" for index, token in sorted((needed or outside).items())[:3])
+    what = f"the tokenizer of {name!r} has {len(tokenizer)} tokens and its embedding {len(weight)} rows; without a row"
+    if needed:
+        raise ModelError(
+            f"{what}: {some}. Take the tokenizer that belongs to the model, or give the tokens rows with "
+            "`model.resize_token_embeddings(len(tokenizer))` and save the model"
+        )
+    if outside:
+        _logger.warning("%s: %s. Text that holds one of them is refused", what, some)
 
 
 def _first_line(error: Exception) -> str:

@@ -1,16 +1,36 @@
 """The record of a loaded model, and changes that are made to it after loading."""
 
+import struct
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from tunesmith.core.errors import ModelError
+
+LIBRARY_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    SafetensorError,
+    StrictDataclassError,
+    TypeError,
+    ValueError,
+    struct.error,
+)
+"""Raised by the library for invalid values in a file of a model."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@ A reader that goes by the names of parts cannot see what a model does with them.
 Shape legend: T tokens, H hidden, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,31 +39,39 @@ def prove(model: PreTrainedModel, architecture: Architecture, compute: Compute) 
     ids_T, layers = ids_T.to(architecture.device), dict[str, torch.Tensor]()
     own, ours = _own_forward(model, ids_T), compute(ids_T, layers.__setitem__)
     theirs = own.logits if "logits" in own else own.last_hidden_state
-    if not bool(theirs.isfinite().all()) or _is_close(ours, theirs[0]):
+    if not bool(theirs.isfinite().all()) or is_close(ours, theirs[0]):
         return
     states = _own_forward(model, ids_T, output_hidden_states=True).hidden_states
     places = zip(layers, states[1:-1], strict=False)  # the last is after the norm
-    place = next((name for name, right in places if not _is_close(layers[name], right[0])), "the last layer")
+    place = next((name for name, right in places if not is_close(layers[name], right[0])), "the last layer")
     raise UnsupportedArchitecture(f"its numbers are others than its parts give, from {place} on")
 
 
 def _own_forward(model: PreTrainedModel, ids_T: torch.Tensor, **wanted: bool) -> Any:
-    """The output of `model` in evaluation mode; the modes of its modules stay as they are.
+    """The output of `model` in evaluation mode.
 
     It is computed by the method of its class: a `forward` that accelerate put on the model enters one autocast object,
     which stays on for good if it is entered again from within, and a proof may run within a call of the model.
     """
+    mask_T = torch.ones_like(ids_T)
+    given = {"attention_mask": mask_T[None], "use_cache": False, "return_dict": True, **wanted}
+    with in_evaluation_mode(model):
+        return type(model).forward(model, ids_T[None], **given)
+
+
+@contextmanager
+def in_evaluation_mode(model: PreTrainedModel) -> Iterator[None]:
+    """A block in which `model` is in evaluation mode; after it each module has the mode that it had."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        mask_T = torch.ones_like(ids_T)
-        given = {"attention_mask": mask_T[None], "use_cache": False, "return_dict": True, **wanted}
-        return type(model).forward(model, ids_T[None], **given)
+        yield
     finally:
         for module, is_training in modes.items():
             module.training = is_training
 
 
-def _is_close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    dtype = min(ours.dtype, theirs.dtype, key=lambda dtype: dtype.itemsize)
+def is_close(ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype | None = None) -> bool:
+    """True if both are one computation up to the rounding of `dtype`, by default the narrower one of both."""
+    dtype = dtype or min(ours.dtype, theirs.dtype, key=lambda dtype: dtype.itemsize)
     return bool((ours - theirs).double().norm() <= _ERROR[dtype] * theirs.double().norm())

@@ -15,7 +15,7 @@ from tunesmith.batch.pack import chunks
 from tunesmith.core.errors import RewardError
 from tunesmith.models.conversation import is_continued
 from tunesmith.models.heads import RewardModel
-from tunesmith.models.tokenizer import PreTrainedTokenizerBase, encode_pair_side, end_token_id, same_vocabulary
+from tunesmith.models.tokenizer import PreTrainedTokenizerBase, end_token_id, ending_ids, same_vocabulary
 from tunesmith.rewards.outcome import Logged, Outcome, Policy, Sample, SampleError, Scored
 from tunesmith.schema.records import plain_text
 
@@ -64,7 +64,7 @@ class ModelReward:
             policy_tokenizer is not None and policy_tokenizer.chat_template == model.tokenizer.chat_template
         )
         self._special = frozenset(model.tokenizer.all_special_ids)
-        self._end_ids = [end_token_id(model.tokenizer, is_conversational=is_turn) for is_turn in (False, True)]
+        self._endings = [_ending(model, is_conversational=is_turn) for is_turn in (False, True)]
         self._max_tokens = _max_tokens(model)
         self.begin: Callable[[Sequence[Sample], Mapping[str, object]], Future[Scored] | None] = _here
         """Begins a call that is made elsewhere, and returns its outcomes; None if this process must make it."""
@@ -111,19 +111,26 @@ class ModelReward:
         tokenizer = self.model.tokenizer
         if self.model.pools_last_token and (tokenizer.chat_template or not sample.prompt.is_conversational):
             prompt = replace(sample.prompt, token_ids=None)  # which may be another tokenizer's
-            return encode_pair_side(tokenizer, prompt, sample.completion.text)
+            return self.model.encode(prompt, sample.completion.text)
         content = sample.prompt.content
         separator = "" if isinstance(content, str) or is_continued(content) else "\n"
         text = plain_text(content) + separator + sample.completion.text
         return tuple(tokenizer(text)["input_ids"])  # type: ignore[arg-type]
 
     def _closed(self, sample: Sample) -> tuple[int, ...]:
-        ids, end_id = (
-            sample.prompt_token_ids + sample.completion.token_ids,
-            self._end_ids[sample.prompt.is_conversational],
-        )
-        is_ended = end_id is None or ids[-1] == end_id or ids[-1] in self._special
-        return ids if is_ended else (*ids, end_id)
+        ids = sample.prompt_token_ids + sample.completion.token_ids
+        end_id, tail = self._endings[sample.prompt.is_conversational]
+        if end_id is None or ids[-1] == end_id or ids[-1] in self._special:
+            return ids + tail
+        return (*ids, end_id, *tail)
+
+
+def _ending(model: RewardModel, *, is_conversational: bool) -> tuple[int | None, tuple[int, ...]]:
+    """The token that closes a completion where the model was trained, and the ids that it reads behind that."""
+    if is_conversational and not model.is_made_here:
+        return ending_ids(model.tokenizer)
+    is_closed = is_conversational or model.ends_text
+    return end_token_id(model.tokenizer, is_conversational=is_conversational) if is_closed else None, ()
 
 
 @contextmanager

@@ -128,6 +128,7 @@ class RewardTask:
             cast(Sequence[PreferenceLike] | None, inputs.pairs),
             cast(Sequence[PreferenceLike] | None, inputs.heldout_pairs),
             max_length=context_length(self.model.model),
+            encode=self.model.encode,
         )
         self.prompts = Groups(self.data.train_prompts[pair.prompt_id] for pair in self.data.train)
         section = cfg.reward_model

@@ -126,7 +126,8 @@ def evaluate_reward(
         )
     if pairs is not None and pairs != section.source:
         section = section.model_copy(update={"heldout_source": pairs})
-    sets = preference_sets(section, reward_model.tokenizer, seed, max_length=context_length(reward_model.model))
+    limit = context_length(reward_model.model)
+    sets = preference_sets(section, reward_model.tokenizer, seed, max_length=limit, encode=reward_model.encode)
     found = judge(
         reward_model,
         decided_pairs(sets.heldout, sets.heldout_prompts),

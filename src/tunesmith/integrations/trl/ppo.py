@@ -76,6 +76,7 @@ class SampledIdsReward(ModelReward):
             )
         size = args.local_rollout_forward_batch_size
         scorer = RewardModel(model, tokenizer)
+        scorer.pad_id = None  # TRL's PPO reads the logits itself
         super().__init__(scorer, "reward_model", policy_tokenizer=tokenizer, micro_batch_size=size)
         self._penalty = args.missing_eos_penalty or 0.0
 

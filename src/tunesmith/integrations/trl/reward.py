@@ -13,6 +13,7 @@ from trl.trainer import reward_trainer
 
 from tunesmith.config.sections import ModelSection
 from tunesmith.integrations.trl.model import LiveModels, PackedTrainer, objection, too_long, unwrapped
+from tunesmith.models.heads import last_tokens
 from tunesmith.models.language_model import TrunkDecoder
 from tunesmith.models.logprob import length_mask, trunk_states
 
@@ -72,10 +73,9 @@ def _logits(model: nn.Module, trunks: TrunkDecoder, inputs: dict[str, Any]) -> t
     decoder, pad_id = trunks.get(module.base_model), module.config.get_text_config().pad_token_id
     if decoder is None or pad_id is None or not hasattr(module, "score"):
         return f"{type(module).__name__} is no classifier on a trunk that the decoder computes"
-    index_S = torch.arange(ids_BS.shape[1], device=ids_BS.device)
-    last_B = (index_S * (ids_BS != pad_id)).argmax(-1)
-    lengths_B = mask_BS.sum(1)
-    if not torch.equal(mask_BS.bool(), length_mask(lengths_B, len(index_S))) or bool((last_B >= lengths_B).any()):
+    lengths_B, num_columns = mask_BS.sum(1), ids_BS.shape[1]
+    last_B = last_tokens(ids_BS, torch.full_like(lengths_B, num_columns), pad_id)
+    if not torch.equal(mask_BS.bool(), length_mask(lengths_B, num_columns)) or bool((last_B >= lengths_B).any()):
         return "its rows are not padded on the right"
     if reason := too_long(decoder, last_B + 1):
         return reason
