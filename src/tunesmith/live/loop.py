@@ -376,7 +376,8 @@ def build(cfg: LiveRecipe, folder: LiveFolder, stop: StopRequest, prompts: Itera
     learner = OnlineDPO(cfg.dpo, policy, reference, optimizer, controller, tokenizer, cfg.rollout.temperature)
     engine = engine_for(cfg.rollout, policy, tokenizer, lambda: learner.optimizer)  # a rollback replaces it
     offers = Offers(cfg, found, engine, reference, tokenizer)
-    memory = VoteMemory(tokenizer, context or 10**9, keeps_ties=cfg.dpo.ties != "drop")
+    cut = {one.content: one.token_ids for one in (*found.train, *found.heldout) if one.token_ids is not None}
+    memory = VoteMemory(tokenizer, context or 10**9, keeps_ties=cfg.dpo.ties != "drop", prompt_ids=cut)
     return Loop(cfg, learner, offers, memory, folder, Versions(cfg, learner, folder, identity), stop)
 
 

@@ -1,6 +1,6 @@
 """Votes as token ids: new ones, those learnt from, and those on held-out prompts."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tunesmith.core.errors import DataError
@@ -8,7 +8,7 @@ from tunesmith.core.log import get_logger
 from tunesmith.core.seeds import derive, permutation
 from tunesmith.data.answers import Answer, TokenLimit, encode_answer, fitting
 from tunesmith.models.tokenizer import PreTrainedTokenizerBase, encode_prompt
-from tunesmith.schema.records import Pair, Prompt
+from tunesmith.schema.records import Pair, Prompt, Text
 from tunesmith.store.records import Candidate, StoredVote
 
 _log = get_logger(__name__)
@@ -51,12 +51,14 @@ class VotedPair:
 class VoteMemory:
     """Votes to learn from, by vote id: `fresh` ones, those `learnt` before, and those on held-out prompts.
 
-    An answer has at most `max_tokens` tokens with its prompt.
+    An answer has at most `max_tokens` tokens with its prompt. `prompt_ids` are the ids of prompts that were cut by
+    tokens, by their text.
     """
 
     tokenizer: PreTrainedTokenizerBase
     max_tokens: int
     keeps_ties: bool = True
+    prompt_ids: Mapping[Text, tuple[int, ...]] = field(default_factory=dict[Text, tuple[int, ...]])
     fresh: dict[int, VotedPair] = field(default_factory=dict[int, VotedPair])
     learnt: dict[int, VotedPair] = field(default_factory=dict[int, VotedPair])
     heldout: dict[int, VotedPair] = field(default_factory=dict[int, VotedPair])
@@ -81,7 +83,8 @@ class VoteMemory:
             if vote.verdict not in LEARNABLE or vote.is_gold:
                 continue
             try:
-                pair = encode_vote(vote, self.tokenizer, self.max_tokens)
+                known = self.prompt_ids.get(vote.prompt) if isinstance(vote.prompt, str) else None
+                pair = encode_vote(vote, self.tokenizer, self.max_tokens, known)
             except DataError as error:
                 _log.warning("vote %d is left out: %s", vote.id, error)
                 continue
@@ -115,9 +118,13 @@ class VoteMemory:
         return [vote for vote in known if not vote.tie and vote.sources[0] == vote.sources[1]][-limit:]
 
 
-def encode_vote(vote: StoredVote, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> VotedPair:
-    """The vote with its sampled token ids, or text encoded where there are none. Raises DataError if it cannot be."""
-    prompt = Prompt(str(vote.item_id), vote.prompt)
+def encode_vote(
+    vote: StoredVote, tokenizer: PreTrainedTokenizerBase, max_tokens: int, prompt_ids: tuple[int, ...] | None = None
+) -> VotedPair:
+    """The vote with its sampled token ids, or text encoded where there are none; `prompt_ids` are the prompt's, if its
+    text does not say them. Raises DataError if it cannot be.
+    """
+    prompt = Prompt(str(vote.item_id), vote.prompt, token_ids=prompt_ids)
     return VotedPair(
         vote_id=vote.id,
         prompt=prompt,

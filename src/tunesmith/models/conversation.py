@@ -89,6 +89,7 @@ def turn_text(
     behind this prompt.
     """
     before = prompt_text(tokenizer, prompt, messages, continues=continues) if messages else ""
+    messages = _as_shown(messages, before) if continues else messages
     closing = closing_of(tokenizer)
     whole = _rendered(tokenizer, prompt, _joined(messages, answer, continues))
     content = answer[-1]["content"]
@@ -119,6 +120,8 @@ def turns_text(
         DataError: the template writes a turn, or the text before it, otherwise once more messages follow.
     """
     closing, continues = closing_of(tokenizer), is_continued(messages)
+    if continues:
+        messages = _as_shown(messages, prompt_text(tokenizer, prompt, messages, continues=True))
     whole = closing.cut(_rendered(tokenizer, prompt, _joined(messages, answer, continues)))
     spans: list[range] = []
     for place, message in enumerate(answer):
@@ -134,6 +137,14 @@ def turns_text(
             raise DataError(_unstable("the", *where))
         spans.append(range(len(opened), len(ended)))
     return whole, spans
+
+
+def _as_shown(messages: Sequence[Message], prompt: str) -> Sequence[Message]:
+    """`messages`, whose last one is continued; without the white space at its end if the `prompt`'s text lacks that."""
+    content = messages[-1]["content"]
+    shown = content.rstrip()
+    is_whole = prompt.endswith(content[len(shown) :])
+    return messages if is_whole else (*messages[:-1], {**messages[-1], "content": shown})
 
 
 def _joined(messages: Sequence[Message], answer: Sequence[Message], continues: bool) -> tuple[Message, ...]:
@@ -170,10 +181,12 @@ def _closing_in(tokenizer: PreTrainedTokenizerBase, text: str) -> Closing:
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, int]:
-    """The tokens that a template can write by name, and their ids: special and added ones."""
+    """The tokens that a template can write by name, and their ids: special and added ones, but for the unknown."""
     added = {str(token): index for index, token in tokenizer.added_tokens_decoder.items()}
     named = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
-    return {**added, **{str(token): index for token, index in named}}
+    both = {**added, **{str(token): index for token, index in named}}
+    unknown = None if tokenizer.unk_token == tokenizer.eos_token else tokenizer.unk_token
+    return {token: index for token, index in both.items() if token != unknown}
 
 
 def _opening(prompt: str, header: str) -> str:

@@ -39,7 +39,7 @@ from tunesmith.models.loaded import (
     quiet_transformers,
     unmask_padding_embedding,
 )
-from tunesmith.models.tokenizer import spare_pad_token, stop_at_turns
+from tunesmith.models.tokenizer import spare_pad_token, stop_at_ends
 
 _logger = get_logger(__name__)
 
@@ -80,7 +80,7 @@ def load_policy(
         adapter_folder.load_adapters(model, adapters, section.name)
         tokenizer = _tokenizer_beside(adapters, section, tokenizer)
     _check_vocabulary(model, tokenizer, section.name)
-    stop_at_turns(model, tokenizer)
+    stop_at_ends(model, tokenizer)
     return LoadedModel(model, tokenizer, section.name, dtype)
 
 

@@ -93,7 +93,8 @@ def encode_completed(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, complet
 
 def encode_pair_side(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: Text) -> tuple[int, ...]:
     """Token ids of a prompt and its completion as in `encode_completed`, as one sequence; of a text or conversation
-    without a prompt, those of itself.
+    without a prompt, those of itself. Several messages that a template writes otherwise than behind this prompt are the
+    prompt of the last of them.
 
     Raises:
         DataError: as in `encode_completed`.
@@ -101,7 +102,12 @@ def encode_pair_side(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, complet
     """
     if isinstance(prompt.content, str):
         return _ids_without_template(tokenizer, prompt, completion)
-    return encode_completed(tokenizer, prompt, completion).ids
+    try:
+        return encode_completed(tokenizer, prompt, completion).ids
+    except DataError:
+        if len(messages_of(completion)) == 1:
+            raise
+        return _last_turn(tokenizer, prompt, prompt.content, messages_of(completion)).ids
 
 
 def encode_as_others(
@@ -194,18 +200,27 @@ def text_after(before: str, whole: str) -> str:
     return whole[sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(before, whole, strict=False))) :]
 
 
-def byte_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The ids of tokens that stand for one byte each (SentencePiece's byte fallback); none in byte-level tokenizers.
+def open_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The ids of tokens whose text the tokens after them may change, however many of these there are.
 
-    Such a decoder takes neighbouring ones together: one that is no UTF-8 changes the text of those before it.
+    They stand for one byte each (SentencePiece's byte fallback). Such a decoder takes neighbouring ones together, also
+    across tokens that are no text: one that is no UTF-8 changes the text of those before it.
     """
-    names = [f"<0x{byte:02X}>" for byte in range(256)]
-    ids = (tokenizer.convert_tokens_to_ids(name) for name in names)
-    return frozenset(
-        index
-        for index, name in zip(ids, names, strict=True)
-        if isinstance(index, int) and tokenizer.convert_ids_to_tokens(index) == name
-    )
+
+    def known(names: Sequence[str]) -> list[int]:
+        pairs = ((tokenizer.convert_tokens_to_ids(name), name) for name in names)
+        ids = [(index, name) for index, name in pairs if isinstance(index, int)]
+        return [index for index, name in ids if tokenizer.convert_ids_to_tokens(index) == name]
+
+    if not known(["<0x0A>"]):
+        return frozenset()
+    return frozenset(known([f"<0x{byte:02X}>" for byte in range(256)])) | special_token_ids(tokenizer)
+
+
+def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The ids of tokens that are no text."""
+    added = (index for index, token in tokenizer.added_tokens_decoder.items() if token.special)
+    return frozenset((*added, *tokenizer.all_special_ids))
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -226,15 +241,16 @@ def end_token_id(tokenizer: PreTrainedTokenizerBase, *, is_conversational: bool)
     return _special_id(tokenizer.eos_token_id) if closing is None else closing
 
 
-def stop_at_turns(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Have generation stop at the token with which the chat template closes a turn, which training teaches.
+def stop_at_ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Have generation stop at the tokens with which trained completions end, of text and of conversations.
 
-    It joins the end-of-sequence ids of the model's generation config, with which the model is exported.
+    They join the end-of-sequence ids of the model's generation config, with which the model is exported.
     """
-    end_id = end_token_id(tokenizer, is_conversational=bool(tokenizer.chat_template))
     known = stop_token_ids(model, tokenizer)
-    if end_id is not None and end_id not in known and model.generation_config is not None:
-        model.generation_config.eos_token_id = [*known, end_id]
+    ends = (end_token_id(tokenizer, is_conversational=is_conversational) for is_conversational in (False, True))
+    missing = [index for index in dict.fromkeys(ends) if index is not None and index not in known]
+    if missing and model.generation_config is not None:
+        model.generation_config.eos_token_id = [*known, *missing]
 
 
 def same_vocabulary(first: PreTrainedTokenizerBase, second: PreTrainedTokenizerBase) -> bool:

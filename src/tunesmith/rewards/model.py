@@ -15,7 +15,13 @@ from tunesmith.batch.pack import chunks
 from tunesmith.core.errors import RewardError
 from tunesmith.models.conversation import is_continued
 from tunesmith.models.heads import RewardModel
-from tunesmith.models.tokenizer import PreTrainedTokenizerBase, end_token_id, ending_ids, same_vocabulary
+from tunesmith.models.tokenizer import (
+    PreTrainedTokenizerBase,
+    end_token_id,
+    ending_ids,
+    same_vocabulary,
+    special_token_ids,
+)
 from tunesmith.rewards.outcome import Logged, Outcome, Policy, Sample, SampleError, Scored
 from tunesmith.schema.records import plain_text
 
@@ -63,7 +69,7 @@ class ModelReward:
         self._same_template = (
             policy_tokenizer is not None and policy_tokenizer.chat_template == model.tokenizer.chat_template
         )
-        self._special = frozenset(model.tokenizer.all_special_ids)
+        self._special = special_token_ids(model.tokenizer)
         self._endings = [_ending(model, is_conversational=is_turn) for is_turn in (False, True)]
         self._max_tokens = _max_tokens(model)
         self.begin: Callable[[Sequence[Sample], Mapping[str, object]], Future[Scored] | None] = _here
@@ -120,7 +126,8 @@ class ModelReward:
     def _closed(self, sample: Sample) -> tuple[int, ...]:
         ids = sample.prompt_token_ids + sample.completion.token_ids
         end_id, tail = self._endings[sample.prompt.is_conversational]
-        if end_id is None or ids[-1] == end_id or ids[-1] in self._special:
+        was_stopped = sample.completion.finish_reason == "stop" and ids[-1] in self._special
+        if end_id is None or ids[-1] == end_id or was_stopped:
             return ids + tail
         return (*ids, end_id, *tail)
 

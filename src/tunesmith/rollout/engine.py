@@ -12,10 +12,11 @@ from tunesmith.core.errors import InputError
 from tunesmith.kernels.sample.torch_impl import SMALLEST_TEMPERATURE, TEMPERATURE_RULE
 from tunesmith.models.loaded import PreTrainedModel, PreTrainedTokenizerBase, context_length
 from tunesmith.models.tokenizer import (
-    byte_token_ids,
     decode,
     decode_marked,
     encode_prompt,
+    end_token_id,
+    open_token_ids,
     skipped_tokens,
     stop_token_ids,
 )
@@ -235,9 +236,12 @@ def make_request(
     prompt_ids = tuple(tuple(encode_prompt(tokenizer, prompt)) for prompt in prompts)
     context = context_length(model) or _UNKNOWN_CONTEXT
     check_prompt_lengths(prompts, [len(ids) for ids in prompt_ids], vocabulary_size, context, sampling.max_new_tokens)
-    own = (token for token in stop_token_ids(model, tokenizer) if token < vocabulary_size)  # others are never drawn
-    stop_ids = frozenset({*own, *sampling.stop_token_ids})
-    decoding = Decode(lambda ids: decode(tokenizer, ids), byte_token_ids(tokenizer))
+    own: set[int | None] = set(stop_token_ids(model, tokenizer))
+    if any(prompt.is_conversational for prompt in prompts):
+        own.add(end_token_id(tokenizer, is_conversational=True))
+    drawable = (token for token in own if token is not None and token < vocabulary_size)  # others are never drawn
+    stop_ids = frozenset({*drawable, *sampling.stop_token_ids})
+    decoding = Decode(lambda ids: decode(tokenizer, ids), open_token_ids(tokenizer))
     if sampling.stop_strings:
         marks = skipped_tokens(tokenizer)
         decoding = replace(decoding, marked_text=lambda ids: decode_marked(tokenizer, ids), marks=marks)

@@ -19,9 +19,8 @@ _CONTEXTS = (8, 64, 512)
 class Decode:
     """The text of some token ids, without special tokens: `text(ids)`.
 
-    The text of neighbouring `open_ids`, and of a token after them, is not settled until another token follows: they
-    stand for one byte each, and one that makes no character changes the text of those before it. `marked_text(ids)` is
-    the text with special tokens, which are `marks`.
+    The text of neighbouring `open_ids` is not settled until another token follows (`tokenizer.open_token_ids`).
+    `marked_text(ids)` is the text with special tokens, which are `marks`.
     """
 
     text: Callable[[list[int]], str]

@@ -213,7 +213,13 @@ class WorkerEngine:
             logps = tuple(weight_check.trained_logps(self._decoder).tolist()) if ahead else None
         self._open.append(load)
         keys = noise_keys(request.prompt_ids, n)
-        return Asked(request, replace(sampling, seed=request.seed), keys, load, logps)
+        return Asked(
+            request,
+            replace(sampling, seed=request.seed, stop_token_ids=tuple(sorted(request.limits.stop_ids))),
+            keys,
+            load,
+            logps,
+        )
 
     def draw(self, asked: Asked, **functions: Unpack[Functions]) -> list[Group]:
         """The groups of a request of `ask`; see `generate`."""
