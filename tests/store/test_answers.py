@@ -300,3 +300,61 @@ def test_a_vote_on_a_pair_shown_elsewhere_counts_for_the_limit(store: VoteStore,
     with pytest.raises(VoteConflictError, match="all the votes"):
         store.vote_on_pair(made, two, ann, "left", now=2.0)
     assert len(store.reader.votes_after(0)) == 1
+
+
+def test_a_vote_can_be_changed_at_any_time(
+    store: VoteStore, campaign: MakeCampaign, pairs: Pairs, ann: int, reader: VoteReader
+):
+    made = campaign()
+    store.add_items(made, pairs(1))
+    (shown,) = store.next_presentations(ann, made, 1, now=0.0)
+    assert store.vote(shown.token, ann, "left", now=1.0).undo_until is None
+    store.vote(shown.token, ann, "right", now=1e7)
+    assert [vote.verdict for vote in reader.votes_after(0)] == ["right"]
+    assert store.withdraw(shown.token, ann, now=2e7).verdict == "withdrawn"
+
+
+def test_an_undo_that_is_sent_again_undoes_no_later_vote(
+    store: VoteStore, shown: Presentation, ann: int, reader: VoteReader
+):
+    store.vote(shown.token, ann, "left", request_key="a", now=1.0)
+    first = store.withdraw(shown.token, ann, now=2.0, request_key="b")
+    store.vote(shown.token, ann, "right", request_key="c", now=3.0)
+    again = store.withdraw(shown.token, ann, now=4.0, request_key="b")
+    assert again.is_repeat and again.id == first.id
+    assert [vote.verdict for vote in reader.votes_after(0)] == ["right"]
+
+
+def test_what_a_rater_said_is_listed_as_they_saw_it(
+    store: VoteStore, campaign: MakeCampaign, pairs: Pairs, ann: int, rater: MakeRater, reader: VoteReader
+):
+    made = campaign()
+    store.add_items(made, [*pairs(3), NewItem("rank", tuple(map(Candidate, "xyz")), kind="ranking")])
+    shown = store.next_presentations(ann, made, 4, now=0.0)
+    one, two, three = (each for each in shown if each.kind == "pair")
+    (ranked,) = (each for each in shown if each.kind == "ranking")
+    store.vote(one.token, ann, "left", "first", now=1.0)
+    store.vote(one.token, ann, "right_much", "changed", now=2.0)
+    store.vote(two.token, ann, "skip", now=3.0)
+    store.rank(ranked.token, ann, [2, 1, 2], now=4.0, reason="y is short")
+    store.demonstrate(one.token, ann, "better", now=5.0)
+    store.vote_on_pair(made, NewItem("elsewhere", (Candidate("a"), Candidate("b"))), ann, "left", now=6.0)
+    said = {each.shown.token: each for each in reader.answered(ann, made)}
+    assert list(said) == [each.token for each in reversed(shown) if each is not three]
+    first = said[one.token]
+    assert (first.verdict, first.reason, first.written, first.shown.answers) == (
+        "right_much",
+        "changed",
+        "better",
+        one.answers,
+    )
+    assert said[two.token].verdict == "skip"
+    last = said[ranked.token]
+    assert (last.verdict, last.ranks, last.reason) == ("ranked", (2, 1, 2), "y is short")
+    newest = next(iter(said))
+    assert [each.shown.token for each in reader.answered(ann, made, 1)] == [newest]
+    assert [each.shown.token for each in reader.answered(ann, made, before=newest)] == list(said)[1:]
+    store.withdraw(two.token, ann, now=7.0)
+    assert two.token not in [each.shown.token for each in reader.answered(ann, made)]
+    assert reader.answered(rater("bob"), made) == []
+    assert [ranking.reason for ranking in reader.rankings_after(0)] == ["y is short"]

@@ -234,6 +234,6 @@ def test_the_vote_is_said_and_the_next_prompt_has_the_focus(serve, visit):
     press(page)
     page.get_by_role("button", name="A better", exact=False).first.focus()
     page.keyboard.press("Enter")
-    assert page.get_by_role("status").inner_text().startswith("Recorded: A is")
+    page.get_by_role("status").get_by_text("Recorded: A is").wait_for()
     assert page.evaluate("document.activeElement.id") == "prompt-title"
     assert page.locator("#prompt-title").is_visible()

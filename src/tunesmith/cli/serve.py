@@ -122,6 +122,10 @@ def _needing_web() -> Generator[None]:
         ) from None
 
 
+_FORMER_UNDO_S = 300.0
+"""The default of campaigns that were made when a vote could be changed for five minutes only."""
+
+
 def _adjusted(campaign: "CampaignSettings", options: ServeOptions) -> "CampaignSettings":
     """The campaign with what the flags say; what they do not say stays as it was at the last start."""
     given = {
@@ -131,13 +135,14 @@ def _adjusted(campaign: "CampaignSettings", options: ServeOptions) -> "CampaignS
         "max_votes_per_rater": options.max_votes,
         "lease_s": None if options.lease is None else 60 * options.lease,
         "answer_style": "raw" if options.raw else "markdown" if options.no_raw else None,
+        "undo_s": 0.0 if campaign.undo_s == _FORMER_UNDO_S else None,
     }
     return replace(campaign, **{name: value for name, value in given.items() if value is not None})
 
 
 def _text(path: Path) -> str:
     """The guidelines in a file."""
-    from tunesmith.web.messages import MAX_CHARACTERS  # longer texts are not rendered
+    from tunesmith.web.markdown import MAX_CHARACTERS  # longer texts are not rendered
 
     try:
         text = path.expanduser().read_text(encoding="utf-8")

@@ -187,6 +187,7 @@ def ranking_columns(ranking: StoredRanking) -> dict[str, object]:
         "prompt": plain_content(ranking.prompt),
         "completions": [plain_content(as_answer(ranking.prompt, answer.text)) for answer in ranking.candidates],
         "ranks": list(ranking.ranks),
+        "reason": ranking.reason,
         **_judged_by(ranking),
     }
 

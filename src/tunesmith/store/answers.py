@@ -14,6 +14,7 @@ from tunesmith.store.content import check_text
 from tunesmith.store.items import StoredAnswer, add_items, answers_of_items, candidate_ids, chunks, texts_of_items
 from tunesmith.store.queue import (
     GIVEN_ORDER,
+    SHOWN_ELSEWHERE,
     add_presentation,
     has_free_slot,
     new_presentation,
@@ -81,10 +82,11 @@ class Answering:
         content |= {"chosen_candidate_id": chosen, "rejected_candidate_id": rejected}
         return self._add(content, dwell_ms, request_key)
 
-    def rank(self, ranks: Sequence[int], dwell_ms: int | None, request_key: str | None) -> VoteReceipt:
+    def rank(self, ranks: Sequence[int], reason: str, dwell_ms: int | None, request_key: str | None) -> VoteReceipt:
         """Store a ranking, given for the answers from left to right. Ranks are stored without gaps."""
         if self._item.kind != "ranking":
             raise VoteError("these two answers are a pair; give a verdict")
+        check_text(reason, "the reason")
         num = len(self._order)
         if len(ranks) != num or not all(1 <= rank <= num for rank in ranks):
             raise VoteError(
@@ -94,20 +96,21 @@ class Answering:
         by_position = [0] * num
         for position, rank in zip(self._order, ranks, strict=True):
             by_position[position] = distinct.index(rank) + 1
-        content = {"verdict": "ranked", "reason": "", "ranks_json": tuple(by_position)}
+        content = {"verdict": "ranked", "reason": reason, "ranks_json": tuple(by_position)}
         return self._add(content, dwell_ms, request_key)
 
-    def withdraw(self) -> VoteReceipt:
+    def withdraw(self, request_key: str | None) -> VoteReceipt:
         """Undo the last vote or ranking, which opens the presentation again."""
         last = self._last(self._answers)
         if last is None:
             raise VoteError("there is no vote to undo")
-        if last.verdict == "withdrawn":
-            return self._receipt(last)
+        repeated = self._repeated(self._answers, last, {"verdict": "withdrawn"}, request_key)
+        if repeated is not None:
+            return repeated
         self._check_undo_time(last)
         if self._shown.state == "skipped":
             self._check_slot()
-        receipt = self._insert(self._answers, {"verdict": "withdrawn", "reason": ""}, last, None)
+        receipt = self._insert(self._answers, {"verdict": "withdrawn", "reason": ""}, last, request_key)
         self._set_state("open")
         return receipt
 
@@ -176,7 +179,7 @@ class Answering:
             revision=row.revision,
             verdict=getattr(row, "verdict", "written"),
             created_at=row.created_at,
-            undo_until=row.created_at + self._campaign.settings.undo_s,
+            undo_until=row.created_at + self._campaign.settings.undo_s if self._campaign.settings.undo_s else None,
             is_repeat=is_repeat,
         )
 
@@ -186,10 +189,9 @@ class Answering:
         return is_leased or self._shown.state == "done"
 
     def _check_undo_time(self, last: Any) -> None:
-        if self._now > last.created_at + self._campaign.settings.undo_s:
-            raise VoteConflictError(
-                f"a vote can be changed for {self._campaign.settings.undo_s:g} s, and this time is over"
-            )
+        undo_s = self._campaign.settings.undo_s
+        if undo_s and self._now > last.created_at + undo_s:
+            raise VoteConflictError(f"a vote can be changed for {undo_s:g} s, and this time is over")
 
     def _check_slot(self) -> None:
         is_free = has_free_slot(self._connection, self._item, self._shown.id, self._campaign, self._now)
@@ -223,7 +225,7 @@ def answering_pair(
             raise VoteConflictError("you have given all the votes that the campaign asks of one rater")
         until = now + settings.settings.lease_s
         add_presentation(connection, rng, 2, item_id=item_id, rater_id=rater_id, shown_at=now, lease_until=until)
-        connection.execute(update(presentations).where(*of_both).values(order_json=order))
+        connection.execute(update(presentations).where(*of_both).values(order_json=order, seed=SHOWN_ELSEWHERE))
         shown = connection.execute(theirs).one()
     # They may have seen it before, in another conversation, with the sides exchanged.
     return Answering(connection, shown.token, rater_id, now, is_mirrored=tuple(shown.order_json) != order)

@@ -34,7 +34,7 @@ def next_presentations(
         if item_id is None:
             break
         held.append(_show(connection, rng, item_id, rater_id, now + campaign.settings.lease_s, now))
-    return _load_presentations(connection, held[:count], campaign)
+    return load_presentations(connection, held[:count], campaign)
 
 
 def quota_left(connection: Connection, rater_id: int, campaign: Campaign, now: float) -> int:
@@ -64,6 +64,9 @@ def has_free_slot(connection: Connection, item: Any, presentation_id: int, campa
 
 GIVEN_ORDER = -1
 """The seed of a presentation whose order was not drawn here but comes with an imported vote."""
+
+SHOWN_ELSEWHERE = -2
+"""The seed of a presentation outside of the queue, in the arena, whose order was drawn there."""
 
 
 def knows_side() -> ColumnElement[bool]:
@@ -217,7 +220,7 @@ def _update(connection: Connection, ids: Sequence[int], **values: object) -> Non
     connection.execute(update(presentations).where(presentations.c.id.in_(ids)).values(**values))
 
 
-def _load_presentations(connection: Connection, ids: Sequence[int], campaign: Campaign) -> list[Presentation]:
+def load_presentations(connection: Connection, ids: Sequence[int], campaign: Campaign) -> list[Presentation]:
     """The presentations of these ids, in this order."""
     if not ids:
         return []

@@ -39,8 +39,9 @@ MARGIN_BETTER = 1.0
 class CampaignSettings:
     """Settings of a campaign.
 
-    `overlap` raters vote on each item. A presentation is leased to its rater for `lease_s`; a vote can be undone for
-    `undo_s`. `gold_share` is the share of presentations with a known answer. `max_votes_per_rater` 0: no limit.
+    `overlap` raters vote on each item. A presentation is leased to its rater for `lease_s`; a vote can be changed for
+    `undo_s`, with 0 at any time. `gold_share` is the share of presentations with a known answer. `max_votes_per_rater`
+    0: no limit.
     """
 
     name: str = "default"
@@ -48,7 +49,7 @@ class CampaignSettings:
     kind: ItemKind = "pair"
     overlap: int = 1
     lease_s: float = 600.0
-    undo_s: float = 300.0
+    undo_s: float = 0.0
     max_votes_per_rater: int = 0
     gold_share: float = 0.0
     answer_style: AnswerStyle = "markdown"
@@ -149,10 +150,26 @@ class Presentation:
 
 
 @dataclass(frozen=True, slots=True)
+class Answered:
+    """What a rater said of what they were shown: a verdict with its reason, and a better answer if they wrote one.
+
+    The verdict of a ranking is `ranked`, and `ranks[i]` the rank of the i-th answer shown.
+    """
+
+    shown: Presentation
+    verdict: str
+    ranks: tuple[int, ...]
+    reason: str
+    written: str
+    answered_at: float
+
+
+@dataclass(frozen=True, slots=True)
 class VoteReceipt:
     """Proof that a vote is on disk. `verdict` is `ranked` for a ranking and `written` for a written answer.
 
-    `is_repeat`: it was stored before (a retry, a double click). It can be undone or changed until `undo_until`.
+    `is_repeat`: it was stored before (a retry, a double click). It can be changed until `undo_until`, with None at any
+    time.
     """
 
     id: int
@@ -160,7 +177,7 @@ class VoteReceipt:
     revision: int
     verdict: str
     created_at: float
-    undo_until: float
+    undo_until: float | None
     is_repeat: bool = False
 
 
@@ -226,6 +243,7 @@ class StoredRanking(Stored):
     candidates: tuple[Candidate, ...]
     ranks: tuple[int, ...]
     is_gold: bool
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

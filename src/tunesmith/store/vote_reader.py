@@ -12,15 +12,17 @@ from tunesmith.store import campaigns, vote_stats
 from tunesmith.store.content import prompt_sha256
 from tunesmith.store.database import ReadOnlyDatabase, or_now
 from tunesmith.store.items import candidates_of_items
-from tunesmith.store.queue import knows_side
+from tunesmith.store.queue import SHOWN_ELSEWHERE, knows_side, load_presentations
 from tunesmith.store.records import (
     MARGIN_BETTER,
     MARGIN_MUCH,
+    Answered,
     Campaign,
     Candidate,
     Command,
     ExportRow,
     PreferenceName,
+    Presentation,
     Progress,
     Rater,
     Stored,
@@ -127,6 +129,29 @@ class VoteReader(ReadOnlyDatabase):
             lambda c: vote_stats.progress(c, rater_id, campaigns.campaign(c, campaign_id)), Progress(0, 0, 0, 0, 0)
         )
 
+    def answered(self, rater_id: int, campaign_id: int, count: int = 20, before: str = "") -> list[Answered]:
+        """The last `count` presentations on which a rater has voted, which they ranked or skipped, newest first; with
+        `before`, those shown before the presentation of that token. Conversations in the arena are not among them.
+        """
+
+        def read(connection: Connection) -> list[Answered]:
+            campaign = campaigns.campaign(connection, campaign_id)
+            theirs = (presentations.c.rater_id == rater_id, presentations.c.seed != SHOWN_ELSEWHERE)
+            is_answered = presentations.c.state.in_(("done", "skipped")), items.c.campaign_id == campaign_id
+            query = select(presentations.c.id, presentations.c.order_json).select_from(presentations.join(items))
+            query = query.where(*theirs, *is_answered).order_by(presentations.c.id.desc()).limit(count)
+            if before:
+                first = select(presentations.c.id).where(presentations.c.token == before, theirs[0]).scalar_subquery()
+                query = query.where(presentations.c.id < first)
+            rows = connection.execute(query).all()
+            ids = [row.id for row in rows]
+            shown = load_presentations(connection, ids, campaign)
+            last = [_last_of(connection, table, ids) for table in (votes, rankings, demonstrations)]
+            said = [[found.get(id) for found in last] for id in ids]
+            return [_answered(one, row.order_json, *its) for one, row, its in zip(shown, rows, said, strict=True)]
+
+        return self.read(read, [])
+
     def stats(self, campaign_id: int | None = None, now: float | None = None) -> vote_stats.VoteStats:
         """Counts, agreement, biases and gold accuracy of one campaign, or of all."""
         moment = or_now(now)
@@ -202,6 +227,25 @@ def _effective(
     return connection.execute(query.order_by(table.c.id).limit(limit)).all()
 
 
+def _last_of(connection: Connection, table: Table, presentation_ids: Sequence[int]) -> dict[int, Any]:
+    """The effective row of each of these presentations that has one."""
+    query = select(table).where(table.c.presentation_id.in_(presentation_ids)).order_by(table.c.revision)
+    return {row.presentation_id: row for row in connection.execute(query)}
+
+
+def _answered(shown: Presentation, order: Sequence[int], vote: Any, ranking: Any, demonstration: Any) -> Answered:
+    said = ranking if vote is None else vote
+    ranks = getattr(said, "ranks_json", None) or ()
+    return Answered(
+        shown=shown,
+        verdict=said.verdict,
+        ranks=tuple(ranks[index] for index in order) if ranks else (),
+        reason=said.reason,
+        written="" if demonstration is None else demonstration.text,
+        answered_at=said.created_at,
+    )
+
+
 def _common(row: Any) -> dict[str, Any]:
     """The fields that all records share."""
     return {field.name: getattr(row, field.name) for field in fields(Stored)}
@@ -228,7 +272,7 @@ def _stored_vote(row: Any, answers: Sequence[Candidate]) -> StoredVote:
 
 def _stored_ranking(row: Any, answers: Sequence[Candidate]) -> StoredRanking:
     ranks = row.ranks_json or ()
-    return StoredRanking(candidates=tuple(answers), ranks=ranks, is_gold=row.is_gold, **_common(row))
+    return StoredRanking(candidates=tuple(answers), ranks=ranks, is_gold=row.is_gold, reason=row.reason, **_common(row))
 
 
 def _export_row(vote: StoredVote) -> ExportRow:

@@ -228,9 +228,11 @@ class VoteStore(Closeable):
             )
         )
 
-    def withdraw(self, token: str, rater_id: int, now: float | None = None) -> VoteReceipt:
+    def withdraw(
+        self, token: str, rater_id: int, now: float | None = None, *, request_key: str | None = None
+    ) -> VoteReceipt:
         """Undo the vote or ranking, which opens the presentation again. Errors as in `vote`; VoteError if none."""
-        return self._answer(token, rater_id, now, lambda one: one.withdraw())
+        return self._answer(token, rater_id, now, lambda one: one.withdraw(request_key))
 
     def rank(
         self,
@@ -240,9 +242,11 @@ class VoteStore(Closeable):
         dwell_ms: int | None = None,
         request_key: str | None = None,
         now: float | None = None,
+        *,
+        reason: str = "",
     ) -> VoteReceipt:
         """As `vote`, for a ranking: `ranks[i]` is the rank (1 the best, ties allowed) of the i-th answer shown."""
-        return self._answer(token, rater_id, now, lambda one: one.rank(ranks, dwell_ms, request_key))
+        return self._answer(token, rater_id, now, lambda one: one.rank(ranks, reason, dwell_ms, request_key))
 
     def demonstrate(
         self, token: str, rater_id: int, text: str, request_key: str | None = None, now: float | None = None

@@ -6,7 +6,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 from tunesmith.schema.records import Text
-from tunesmith.store.records import ItemKind, Presentation, Progress, Role, Verdict
+from tunesmith.store.records import Answered, ItemKind, Presentation, Progress, Role, Verdict
 from tunesmith.web.markdown import safe_html
 
 MAX_PREFETCH = 20
@@ -71,6 +71,7 @@ class RankingRequest(Request):
     """`ranks[i]` is the rank of the i-th answer shown: 1 is the best, equal ranks are ties."""
 
     ranks: Annotated[list[Annotated[int, Field(ge=1, le=MAX_ANSWERS)]], Field(min_length=2, max_length=MAX_ANSWERS)]
+    reason: Annotated[str, Field(max_length=MAX_REASON)] = ""
     dwell_ms: Dwell | None = None
 
 
@@ -109,6 +110,31 @@ class PresentationReply(Reply):
             answers=[_passage(answer, is_markdown=is_markdown) for answer in shown.answers],
             lease_until=shown.lease_until,
             num_revisions=shown.num_revisions,
+        )
+
+
+class AnsweredReply(Reply):
+    """What the rater said of a presentation. `ranks`, of a ranking alone, are from left to right; `written` is the
+    better answer that they wrote.
+    """
+
+    presentation: PresentationReply
+    verdict: str
+    ranks: Sequence[int]
+    reason: str
+    written: str
+    answered_at: float
+
+    @classmethod
+    def of(cls, said: Answered) -> "AnsweredReply":
+        """The judgement with its texts rendered."""
+        return cls(
+            presentation=PresentationReply.of(said.shown),
+            verdict=said.verdict,
+            ranks=said.ranks,
+            reason=said.reason,
+            written=said.written,
+            answered_at=said.answered_at,
         )
 
 

@@ -16,6 +16,7 @@ from tunesmith.web.logins import bearer_of
 from tunesmith.web.markdown import html_of
 from tunesmith.web.messages import (
     MAX_PREFETCH,
+    AnsweredReply,
     CommandReply,
     DemonstrationRequest,
     GuidelinesReply,
@@ -52,7 +53,7 @@ _UNKNOWN = "this token is unknown, has expired or was used"
 
 
 def pages() -> APIRouter:
-    """The pages `/`, `/vote`, `/watch`, `/raters`, `/login` and `/join/{invite}`."""
+    """The pages `/`, `/vote`, `/votes`, `/watch`, `/raters`, `/login` and `/join/{invite}`."""
     routes = APIRouter(include_in_schema=False)
 
     @routes.get("/")
@@ -64,6 +65,10 @@ def pages() -> APIRouter:
     @routes.get("/vote")
     def vote(request: Request, services: ServicesOf) -> HTMLResponse:
         return page(request, "vote.html", guidelines=html_of(services.campaign().settings.guidelines))
+
+    @routes.get("/votes")
+    def answered(request: Request) -> HTMLResponse:
+        return page(request, "votes.html")
 
     @routes.get("/watch")
     def watch(request: Request, caller: Caller) -> HTMLResponse:
@@ -143,6 +148,19 @@ def votes() -> APIRouter:
         progress = services.votes.reader.progress(caller.id, campaign_id)
         return NextReply(presentations=[PresentationReply.of(one) for one in shown], progress=progress)
 
+    @routes.get("/votes")
+    def answered(
+        caller: Caller,
+        services: ServicesOf,
+        count: Annotated[int, Query(ge=1, le=MAX_PREFETCH)] = MAX_PREFETCH,
+        before: Annotated[str, Query(max_length=200)] = "",
+    ) -> list[AnsweredReply]:
+        """What the caller said, newest first: votes, rankings and skips, which the routes of their presentation change.
+        `before` is the token of the last presentation of the page before.
+        """
+        said = services.votes.reader.answered(caller.id, services.campaign().id, count, before)
+        return [AnsweredReply.of(one) for one in said]
+
     @routes.put(f"{one}/vote")
     def vote(
         token: PresentationToken, body: VoteRequest, caller: Caller, services: ServicesOf, key: RequestKey = None
@@ -151,16 +169,16 @@ def votes() -> APIRouter:
         return services.votes.vote(token, caller.id, body.verdict, body.reason, body.dwell_ms, key)
 
     @routes.delete(f"{one}/vote")
-    def withdraw(token: PresentationToken, caller: Caller, services: ServicesOf) -> VoteReceipt:
-        """Undo a vote or a ranking: the presentation is open again."""
-        return services.votes.withdraw(token, caller.id)
+    def withdraw(token: PresentationToken, caller: Caller, services: ServicesOf, key: RequestKey = None) -> VoteReceipt:
+        """Undo a vote or a ranking: the presentation is open again. A retry changes nothing."""
+        return services.votes.withdraw(token, caller.id, request_key=key)
 
     @routes.put(f"{one}/ranking")
     def rank(
         token: PresentationToken, body: RankingRequest, caller: Caller, services: ServicesOf, key: RequestKey = None
     ) -> VoteReceipt:
         """Rank the answers, or change the ranking."""
-        return services.votes.rank(token, caller.id, body.ranks, body.dwell_ms, key)
+        return services.votes.rank(token, caller.id, body.ranks, body.dwell_ms, key, reason=body.reason)
 
     @routes.put(f"{one}/demonstration")
     def demonstrate(

@@ -75,14 +75,16 @@ def page(request: HTTPConnection, template: str, *, status: int = 200, **context
     """
     services: Services = request.app.state.services
     caller: Rater | None = request.scope.get("user")
-    pages = [("/vote", "Vote"), ("/watch", "Watch")] if services.studio is None else []
+    pages = [("/vote", "Vote"), ("/votes", "My votes"), ("/watch", "Watch")] if services.studio is None else []
     if services.arena is not None:
         pages += [("/arena", "Arena"), ("/leaderboard", "Leaderboard")]
     if caller is not None and caller.is_admin:
         pages += [] if services.studio is None else [("/runs", "Runs")]
         pages += [("/raters", "Raters"), ("/data", "Data")]
-    given = {"caller": caller, "pages": pages, "here": request.scope["path"], "root": root_of(request), **context}
-    return HTMLResponse(services.templates.get_template(template).render(given), status)
+    # What a browser keeps is for this rater of this server.
+    who = "" if caller is None else f"{services.logins.sessions.cookie}.{caller.id}"
+    given = {"caller": caller, "who": who, "pages": pages, "here": request.scope["path"], "root": root_of(request)}
+    return HTMLResponse(services.templates.get_template(template).render({**given, **context}), status)
 
 
 def refusal(request: HTTPConnection, status: int, detail: str, headers: Mapping[str, str] | None = None) -> Response:

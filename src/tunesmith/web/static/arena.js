@@ -2,7 +2,7 @@
 // through the outbox, so it is sent once, also over a reload or a restart of the server.
 import { answer, passage, VERDICT_TEXTS } from "./answers.js";
 import { api, call, logIn, LoggedOut } from "./api.js";
-import { $, announce, controlOfKey, html, oncePerFrame } from "./dom.js";
+import { $, announce, controlOfKey, html, isComposing, oncePerFrame } from "./dom.js";
 import { Outbox } from "./outbox.js";
 
 // A key pressed twice must not vote on answers that have just appeared.
@@ -31,7 +31,7 @@ const outbox = new Outbox({
   },
   waiting(count) {
     $("unsent").hidden = count === 0;
-    $("unsent").textContent = count ? "The server cannot be reached. What you did is kept here and sent as soon as it answers." : "";
+    $("unsent").textContent = count ? "The server cannot be reached. What you did is kept here, also if this tab is closed, and sent as soon as it answers." : "";
   },
   loggedOut: logIn,
 });
@@ -212,17 +212,17 @@ document.addEventListener("click", ({ target }) => {
   if (verdict) vote(verdict);
 });
 document.addEventListener("keydown", (event) => {
-  if (event.ctrlKey || event.metaKey || event.altKey || event.repeat) return;
   if (event.target.matches("textarea, input:not([type=checkbox])")) {
+    if (isComposing(event)) return;
     if (event.target === $("message") && event.key === "Enter" && !event.shiftKey) {
       event.preventDefault();
-      send();
+      if (!event.repeat) send();
     } else if (event.key === "Escape" || (event.key === "Enter" && event.target === $("reason"))) {
       event.target.blur();
     }
     return;
   }
-  const control = controlOfKey(event.key.length === 1 ? event.key.toLowerCase() : event.key);
+  const control = controlOfKey(event);
   if (!control) return;
   event.preventDefault();
   if (control.matches("textarea, input")) control.focus();
@@ -242,4 +242,5 @@ async function showModels() {
 $("choice")?.addEventListener("toggle", showModels);
 $("models")?.addEventListener("change", () => conversation && fresh());
 open();
+await outbox.adopt();
 outbox.send();

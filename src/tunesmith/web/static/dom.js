@@ -47,8 +47,30 @@ export function oncePerFrame(draw) {
   };
 }
 
-/** The control that names this key in `aria-keyshortcuts`. Undo also works while the next pair is being fetched. */
-export function controlOfKey(key) {
+/** True while an input method composes a character: its Enter and Escape are no keys for the page. */
+export const isComposing = (event) => event.isComposing || event.keyCode === 229; // 229: Safari, after the composition
+
+/** The control that names the key of this event in `aria-keyshortcuts`; undefined if there is none.
+ *
+ * Keys are named by what they type, as is printed on them, or else by their place: letters of other scripts, and digits
+ * that need Shift (AZERTY). Undo also works while the next pair is being fetched.
+ */
+export function controlOfKey(event) {
+  if (event.ctrlKey || event.metaKey || event.altKey || event.repeat || isComposing(event)) return undefined;
+  const typed = event.key.length === 1 ? event.key.toLowerCase() : event.key;
+  return controlNamed(typed) ?? controlNamed(placeOf(event));
+}
+
+function controlNamed(key) {
+  if (!key) return undefined;
   const controls = document.querySelectorAll(`[aria-keyshortcuts="${CSS.escape(key)}"]`);
   return [...controls].find((control) => !control.closest("[hidden]:not(#table)"));
+}
+
+/** The letter or digit of an American keyboard at the place of this key; empty for other keys. */
+function placeOf(event) {
+  const [, letter, digit] = /^(?:Key([A-Z])|Digit([0-9]))$/.exec(event.code) ?? [];
+  const isNamed = event.key.length > 1 && event.key !== "Dead"; // Enter, F1
+  if (isNamed || (digit && event.shiftKey) || event.getModifierState("AltGraph")) return "";
+  return (letter ?? digit ?? "").toLowerCase();
 }

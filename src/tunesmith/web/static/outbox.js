@@ -1,20 +1,30 @@
 // Persistent queue of requests. They are stored before they are sent, in the order of the rater's actions, and retried
-// with the same idempotency key until the server has answered. A reload of the page resumes the queue.
-import { call, LoggedOut, newKey, Refused, Unreachable, url } from "./api.js";
+// with the same idempotency key until the server has answered. Each tab has a queue of its own in the browser's storage;
+// those of tabs that were closed are taken over by the next one.
+import { call, LoggedOut, newKey, Refused, Unreachable } from "./api.js";
+import { load, names, save } from "./storage.js";
 
-const STORE = `tunesmith.outbox ${url("")}`; // another server may have another prefix of the same host
+const QUEUES = "outbox.";
 const FIRST_WAIT_MS = 400;
 const LAST_WAIT_MS = 8_000;
 
 export class Outbox {
-  #requests = read();
+  #name = QUEUES + newKey();
+  #requests = [];
   #isSending = false;
+  #isKept = true; // over the end of the tab
+  #hasFailed = false;
   #wake = () => {};
 
   /** `on` has the callbacks `sent(request, answer)`, `refused(request, error)`, `waiting(count)`, `loggedOut()`. */
   constructor(on) {
     this.on = on;
+    // Held as long as the tab is open, so that no other takes this queue over.
+    navigator.locks?.request(this.#name, () => new Promise(() => {}));
     window.addEventListener("online", () => this.#wake());
+    window.addEventListener("beforeunload", (event) => {
+      if (this.#requests.length && (this.#hasFailed || !this.#isKept)) event.preventDefault();
+    });
   }
 
   get size() {
@@ -26,10 +36,25 @@ export class Outbox {
     return this.#requests.map((request) => request.path);
   }
 
-  add(method, path, body) {
-    this.#requests.push({ key: newKey(), method, path, body, tries: 0 });
-    write(this.#requests);
+  /** Send a request as soon as possible; `label` says what it does. */
+  add(method, path, body, label) {
+    this.#requests.push({ key: newKey(), method, path, body, label });
+    this.#store();
     this.send();
+  }
+
+  /** Take over what closed tabs have left. */
+  async adopt() {
+    for (const name of names(QUEUES).filter((one) => one !== this.#name)) {
+      const take = () => {
+        this.#requests = [...(load(name) ?? []), ...this.#requests];
+        this.#store();
+        save(name, null);
+      };
+      // Without locks another tab may send the same requests: their keys make that harmless.
+      if (navigator.locks) await navigator.locks.request(name, { ifAvailable: true }, (lock) => lock && take());
+      else take();
+    }
   }
 
   /** Send all requests, oldest first. Harmless while it is sending. */
@@ -42,7 +67,9 @@ export class Outbox {
         const isSent = await this.#sendFirst();
         if (isSent) {
           wait = FIRST_WAIT_MS;
+          this.#hasFailed = false;
         } else {
+          this.#hasFailed = true;
           this.on.waiting(this.#requests.length);
           await this.#sleep(wait);
           wait = Math.min(wait * 2, LAST_WAIT_MS);
@@ -51,6 +78,7 @@ export class Outbox {
       this.on.waiting(0);
     } catch (error) {
       if (!(error instanceof LoggedOut)) throw error;
+      this.#hasFailed = false; // what waits is sent after the login
       this.on.loggedOut();
     } finally {
       this.#isSending = false;
@@ -59,24 +87,26 @@ export class Outbox {
 
   async #sendFirst() {
     const request = this.#requests[0];
-    request.tries += 1;
-    write(this.#requests);
     try {
       const answer = await call(request.method, request.path, request.body, request.key);
-      this.#drop();
+      this.#drop(request);
       this.on.sent(request, answer);
     } catch (error) {
       if (error instanceof Unreachable) return false;
       if (!(error instanceof Refused)) throw error;
-      this.#drop();
+      this.#drop(request);
       this.on.refused(request, error);
     }
     return true;
   }
 
-  #drop() {
-    this.#requests.shift();
-    write(this.#requests);
+  #drop(request) {
+    this.#requests = this.#requests.filter((one) => one !== request);
+    this.#store();
+  }
+
+  #store() {
+    this.#isKept = save(this.#name, this.#requests.length ? this.#requests : null);
   }
 
   #sleep(ms) {
@@ -87,21 +117,5 @@ export class Outbox {
         resolve();
       };
     });
-  }
-}
-
-function read() {
-  try {
-    return JSON.parse(sessionStorage.getItem(STORE) || "[]");
-  } catch {
-    return [];
-  }
-}
-
-function write(requests) {
-  try {
-    sessionStorage.setItem(STORE, JSON.stringify(requests));
-  } catch {
-    // Storage is full or disabled: the requests are kept in memory only.
   }
 }

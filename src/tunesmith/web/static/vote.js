@@ -1,21 +1,24 @@
 // The vote page: shows queued presentations and sends votes, made by keys or buttons, through the outbox.
 import { answer, LETTERS, passage, sourceButton, VERDICT_TEXTS } from "./answers.js";
-import { logIn, LoggedOut, Refused } from "./api.js";
-import { $, announce, controlOfKey, html } from "./dom.js";
+import { call, logIn, LoggedOut, Refused } from "./api.js";
+import { $, announce, controlOfKey, html, isComposing } from "./dom.js";
 import { Outbox } from "./outbox.js";
 import { PresentationQueue } from "./presentations.js";
 import { Ranking } from "./ranking.js";
+import { draftOf, keepDraft, load, save } from "./storage.js";
 
 const POLL_MS = 2_000;
 const MAX_POLL_MS = 10_000;
 // A key pressed twice must not vote on the next pair, which has just appeared.
 const SETTLE_MS = 250;
+// Guidelines that were in sight for so long count as read.
+const READ_MS = 3_000;
 
 const ROLES = { user: "User", assistant: "Assistant", system: "System" };
 
 const main = $("content");
 const queue = new PresentationQueue();
-const history = [];
+const history = []; // what was answered here: the presentation and the body of its request
 const seen = { token: null, since: 0, ms: 0 };
 let ranking = null;
 let isRaw = false;
@@ -23,19 +26,26 @@ let pollMs = POLL_MS;
 let pollTimer = 0;
 let isFilling = false;
 let mustRefill = false;
+let isUndoing = false;
+let warned = null; // the presentation whose unsent answer was told
 
 const outbox = new Outbox({
   sent(request) {
-    if (request.path.endsWith("/demonstration")) announce("Your answer is stored.");
-    else if (request.method === "PUT") queue.settle(tokenOf(request.path));
+    const token = tokenOf(request.path);
+    if (request.path.endsWith("/demonstration")) {
+      announce("Your answer is stored.");
+    } else if (request.method === "PUT") {
+      queue.settle(token);
+      if (!outbox.paths.some((path) => tokenOf(path) === token)) announce(`Recorded: ${request.label}.`);
+    }
     refill();
   },
   refused(request, error) {
     const token = tokenOf(request.path);
-    // The retry of an undo whose response got lost is refused, because the undo is done.
-    if (request.method === "DELETE" && request.tries > 1) return;
     announce(`Not counted: ${error.message}`, true);
-    if (!request.path.endsWith("/demonstration")) {
+    if (request.path.endsWith("/demonstration")) {
+      keepDraft(token, { written: request.body.text });
+    } else {
       const wasShown = queue.current?.token === token;
       queue.drop(token);
       if (wasShown) show();
@@ -50,7 +60,7 @@ const outbox = new Outbox({
 function showUnsent(count) {
   $("unsent").hidden = count === 0;
   $("unsent").textContent = count
-    ? `The server cannot be reached. ${count === 1 ? "One action is" : `${count} actions are`} kept here and sent as soon as it answers.`
+    ? `The server cannot be reached. ${count === 1 ? "One action is" : `${count} actions are`} kept here, also if this tab is closed, and sent as soon as it answers.`
     : "";
 }
 
@@ -58,6 +68,7 @@ function showProgress(progress) {
   const votes = progress.num_votes === 1 ? "1 vote" : `${progress.num_votes} votes`;
   const limit = progress.max_votes ? ` of ${progress.max_votes}` : "";
   $("progress-text").textContent = `${votes}${limit} · ${progress.num_left} left`;
+  $("done").textContent = $("progress-text").textContent;
   $("done").max = Math.max(1, progress.num_votes + progress.num_left);
   $("done").value = progress.num_votes;
 }
@@ -104,9 +115,13 @@ function show() {
   seen.ms = 0;
   seen.since = performance.now();
   ranking = shown?.kind === "ranking" ? new Ranking(shown.answers.length) : null;
-  $("reason").value = "";
+  const draft = shown ? draftOf(shown.token) : {};
+  $("reason").value = draft.reason ?? "";
+  $("written").value = draft.written ?? "";
+  closeWriting();
   if (!shown) return;
   paint();
+  if (draft.written) announce("You have begun a better answer to this one: W opens it.");
   $("prompt").scrollTop = 0;
   window.scrollTo(0, 0);
   $("prompt-title").focus({ preventScroll: true });
@@ -165,20 +180,54 @@ function dwell() {
 }
 
 /** Queue a verdict or a ranking on the shown presentation, and show the next one at once. */
-function send(what, body) {
+function send(what, judged) {
+  if (!mayLeave(queue.current.token)) return;
   const presentation = queue.answer();
-  history.push(presentation);
+  const body = { ...judged, reason: $("reason").value.trim(), dwell_ms: dwell() };
+  const label = VERDICT_TEXTS[body.verdict ?? "ranked"];
+  keepDraft(presentation.token, { reason: "" });
+  history.push({ presentation, reason: body.reason });
   if (history.length > 50) history.shift();
-  outbox.add("PUT", `presentations/${presentation.token}/${what}`, body);
-  announce(`Recorded: ${VERDICT_TEXTS[body.verdict ?? "ranked"]}.`);
+  announce(`Saved here, waiting for the server: ${label}.`);
+  outbox.add("PUT", `presentations/${presentation.token}/${what}`, body, label);
   show();
   if (!queue.current) refill();
+}
+
+/** False, once, if an answer was written for this presentation and not sent: the next vote leaves it as a draft. */
+function mayLeave(token) {
+  if (!$("written").value.trim() || warned === token) return true;
+  warned = token;
+  openWriting();
+  $("written").blur();
+  announce("Your written answer is not sent: send it, or vote again to leave it as a draft.", true);
+  return false;
+}
+
+function openWriting() {
+  $("writing").hidden = false;
+  $("table").classList.add("writing");
+  document.querySelector('[data-act="write"]').setAttribute("aria-expanded", "true");
+  $("writing").scrollIntoView({ block: "nearest" });
+}
+
+function closeWriting() {
+  $("writing").hidden = true;
+  $("table").classList.remove("writing");
+  document.querySelector('[data-act="write"]').setAttribute("aria-expanded", "false");
 }
 
 function vote(verdict) {
   if (main.dataset.state !== "ready" || !queue.current) return;
   if (ranking && verdict !== "skip") return;
-  send("vote", { verdict, reason: $("reason").value.trim(), dwell_ms: dwell() });
+  send("vote", { verdict });
+}
+
+/** What was answered last: here, or before the page was loaded. */
+async function lastAnswered() {
+  if (history.length || outbox.size) return history.pop();
+  const [last] = await call("GET", "votes?count=1").catch(() => []);
+  return last;
 }
 
 const actions = {
@@ -187,7 +236,7 @@ const actions = {
     ranking.finish();
     paintRanks();
     if (!ranking.isComplete) return announce("Give every answer a place first.", true);
-    send("ranking", { ranks: ranking.ranks, dwell_ms: dwell() });
+    send("ranking", { ranks: ranking.ranks });
   },
   level() {
     ranking?.toggleTie();
@@ -197,27 +246,39 @@ const actions = {
     ranking?.back();
     paintRanks();
   },
-  undo() {
-    const presentation = history.pop();
-    if (!presentation) return announce("There is nothing to undo.");
-    outbox.add("DELETE", `presentations/${presentation.token}/vote`);
-    queue.takeBack(presentation);
+  async undo() {
+    if (isUndoing) return;
+    isUndoing = true;
+    const last = await lastAnswered();
+    isUndoing = false;
+    if (!last) return announce("There is nothing to undo.");
+    const { token } = last.presentation;
+    outbox.add("DELETE", `presentations/${token}/vote`);
+    keepDraft(token, { reason: last.reason });
+    queue.takeBack(last.presentation);
     show();
     announce("Undone: vote again.");
   },
   write() {
     if (!queue.current) return;
-    $("writing").dataset.token = queue.current.token;
-    $("written").value = "";
-    $("writing").showModal();
+    openWriting();
     $("written").focus();
+  },
+  "close-written"() {
+    closeWriting();
+    if ($("written").value.trim()) announce("Kept as a draft: W opens it again.");
+    document.querySelector('[data-act="write"]').focus();
   },
   "send-written"() {
     const text = $("written").value;
     if (!text.trim()) return $("written").focus();
-    outbox.add("PUT", `presentations/${$("writing").dataset.token}/demonstration`, { text });
-    $("writing").close();
-    announce("Your answer is on its way.");
+    const { token } = queue.current;
+    keepDraft(token, { written: "" });
+    $("written").value = "";
+    closeWriting();
+    document.querySelector('[data-act="write"]').focus();
+    announce("Your answer is saved here, waiting for the server.");
+    outbox.add("PUT", `presentations/${token}/demonstration`, { text });
   },
   raw() {
     isRaw = !isRaw;
@@ -240,21 +301,53 @@ document.addEventListener("click", (event) => {
   }
 });
 
-document.addEventListener("keydown", (event) => {
-  if (event.ctrlKey && event.key === "Enter" && $("writing").open) return actions["send-written"]();
-  if (event.ctrlKey || event.metaKey || event.altKey || event.repeat || document.querySelector("dialog[open]")) return;
-  if (event.target === $("reason")) {
-    if (event.key === "Enter" || event.key === "Escape") $("reason").blur();
-    return;
+/** Keys in a field are its text, but for those that leave it or send it. */
+function keyInField(event) {
+  if (isComposing(event)) return;
+  const isWritten = event.target === $("written");
+  if (event.key === "Escape") {
+    if (isWritten) actions["close-written"]();
+    else event.target.blur();
+  } else if (event.key === "Enter") {
+    if (!isWritten) event.target.blur();
+    else if (event.ctrlKey || event.metaKey) actions["send-written"]();
   }
+}
+
+document.addEventListener("keydown", (event) => {
+  if (event.target.matches("input, textarea")) return keyInField(event);
+  if (document.querySelector("dialog[open]")) return;
   const onButton = event.key === "Enter" && event.target.closest("button, a, summary");
   if (onButton) return;
-  const control = controlOfKey(event.key.length === 1 ? event.key.toLowerCase() : event.key);
+  const control = controlOfKey(event);
   if (!control) return;
   event.preventDefault();
   if (control === $("reason")) control.focus();
   else control.click();
 });
+
+for (const id of ["reason", "written"]) {
+  $(id).addEventListener("input", () => queue.current && keepDraft(queue.current.token, { [id]: $(id).value }));
+}
+
+/** Guidelines are open until they were read once; then they are as the rater left them. On a phone they say that they
+ * are new instead, since the answers would be below them. */
+function showGuidelines() {
+  const details = $("guidelines");
+  if (!details) return;
+  const text = details.querySelector(".passage").textContent;
+  const kept = load("guidelines");
+  const isNew = kept?.text !== text;
+  const isWide = window.matchMedia("(min-width: 621px)").matches;
+  details.open = isNew ? isWide : kept.isOpen;
+  $("guidelines-new").hidden = !isNew || isWide;
+  const reading = isNew && isWide ? setTimeout(() => save("guidelines", { text, isOpen: false }), READ_MS) : 0;
+  details.querySelector("summary").addEventListener("click", () => {
+    clearTimeout(reading);
+    $("guidelines-new").hidden = true;
+    save("guidelines", { text, isOpen: !details.open });
+  });
+}
 
 document.addEventListener("visibilitychange", () => {
   if (document.hidden) {
@@ -265,6 +358,8 @@ document.addEventListener("visibilitychange", () => {
   }
 });
 
+showGuidelines();
+await outbox.adopt();
 for (const path of outbox.paths) queue.markAnswered(tokenOf(path));
 outbox.send();
 refill();
