@@ -5,8 +5,12 @@ import unicodedata
 
 import pytest
 
-from page_parts import faults_of, press
+from arena_parts import make_loop
+from page_parts import faults_of, number, press, wait_until_sent
+from server_parts import Client, Server, pairs
 from tunesmith.store.records import Candidate, NewItem
+from tunesmith.store.votes import VoteStore
+from tunesmith.web.access import API
 
 pytestmark = pytest.mark.browser
 
@@ -128,3 +132,375 @@ def test_formulas_are_drawn_and_their_source_is_one_key_away(serve, visit):
     assert faults_of(page) == []
     page.get_by_role("button", name="Show formatted").first.click()
     assert page.locator(".answer math").count() == 2
+
+
+def offline(page) -> None:
+    """Requests that change something fail, as on a network that drops out."""
+    page.route(f"**{API}/presentations/**", lambda route: route.abort("connectionrefused"))
+
+
+def dispatch(page, key: str, code: str, **more) -> None:
+    """A key of another keyboard: what it types, and its place."""
+    page.wait_for_selector("main[data-state=ready]")
+    page.evaluate(
+        """([key, code, more]) => document.activeElement.dispatchEvent(
+            new KeyboardEvent("keydown", { key, code, bubbles: true, cancelable: true, ...more }))""",
+        [key, code, more],
+    )
+
+
+def test_a_vote_made_offline_outlives_its_tab(serve, visit, stored):
+    """The train enters a tunnel, the rater votes on, and closes the tab: the votes were gone, though `Recorded` was
+    shown. Reported: issue 45.17, HumanSignal/label-studio#6675
+    """
+    visit.expected = ("ERR_CONNECTION_REFUSED",)
+    server = serve(pairs(4))
+    context = visit.context(server)
+    page = visit.page(context, server)
+    first = number(page)
+    offline(page)
+    press(page, "1")
+    page.locator("#unsent").wait_for()
+    assert "Recorded" not in page.locator("#status").inner_text()
+    assert "Saved here" in page.locator("#status").inner_text()
+    dialogs = []
+    page.on("dialog", lambda dialog: (dialogs.append(dialog.type), dialog.accept()))
+    page.close(run_before_unload=True)
+    page.wait_for_event("close") if not page.is_closed() else None
+    assert dialogs == ["beforeunload"]
+    again = visit.page(context, server)
+    assert number(again) != first
+    wait_until_sent(again, 1)
+    again.get_by_text("Recorded: A is much better.").wait_for()
+    again.close()
+    visit.end(server)
+    assert [row.prompt for row in stored(server)] == [f"Prompt {first}"]
+
+
+def test_a_queue_belongs_to_its_rater(serve, visit, stored):
+    """Two raters share a computer: what one of them could not send must not be sent, and refused, as the other's.
+    Reported: issue 45.17
+    """
+    visit.expected = ("ERR_CONNECTION_REFUSED", "401")
+    server = serve(pairs(2), overlap=2)
+    context = visit.context(server)
+    page = visit.page(context, server)
+    offline(page)
+    press(page, "1")
+    page.locator("#unsent").wait_for()
+    page.close()
+    mine = context.cookies()
+    other = server.rater("bob", Client(server.url, mine[0]["value"]))
+    context.clear_cookies()
+    page = visit.page(context, server, f"{server.url}/login")
+    page.get_by_label("Token").fill(other.token)
+    page.get_by_role("button", name="Log in").click()
+    page.wait_for_url("**/vote")
+    page.wait_for_selector("main[data-state=ready]")
+    page.wait_for_load_state("networkidle")
+    assert page.locator("#progress-text").inner_text().startswith("0 votes")
+    page.close()
+    context.add_cookies(mine)
+    wait_until_sent(visit.page(context, server), 1)
+    visit.end(server)
+    assert [row.rater for row in stored(server)] != ["bob"] and len(stored(server)) == 1
+
+
+def test_the_reason_for_a_ranking_is_stored(serve, visit):
+    """Who ranks four answers says why: the words were thrown away. Reported: issue 45.17"""
+    answers_ = tuple(Candidate(text) for text in ("one", "two", "three"))
+    server = serve([NewItem("Prompt 1", answers_, kind="ranking")], kind="ranking")
+    page = visit.open(server)
+    press(page, "r")
+    page.keyboard.type("clear")
+    page.keyboard.press("Enter")
+    press(page, "1", "2", "3", "Enter")
+    wait_until_sent(page, 1)
+    visit.end(server)
+    with VoteStore.open(server.folder / "votes.db") as store:
+        assert [one.reason for one in store.reader.export_rankings()] == ["clear"]
+
+
+def test_what_is_typed_is_not_lost(serve, visit, stored):
+    """Half an answer is written, and Escape, a reload, an undo or a vote comes between: it was gone.
+    Reported: issue 45.17, argilla-io/argilla#3098
+    """
+    server = serve(pairs(3))
+    page = visit.open(server)
+    first = number(page)
+    press(page, "w")
+    page.keyboard.type("A better one")
+    page.keyboard.press("Escape")
+    page.get_by_text("Kept as a draft").wait_for()
+    assert page.locator("#writing").is_hidden()
+    press(page, "r")
+    page.keyboard.type("because")
+    page.reload()
+    press(page)
+    assert number(page) == first and page.locator("#reason").input_value() == "because"
+    press(page, "w")
+    assert page.locator("#written").input_value() == "A better one"
+    page.keyboard.press("Escape")
+    press(page, "2")
+    page.get_by_text("Your written answer is not sent").wait_for()
+    assert number(page) == first
+    press(page, "2")
+    wait_until_sent(page, 1)
+    press(page, "u")
+    page.get_by_text("Undone: vote again.").wait_for()
+    assert page.locator("#reason").input_value() == "because"
+    press(page, "w")
+    page.keyboard.press("Control+Enter")
+    page.get_by_text("Your answer is stored.").wait_for()
+    press(page, "2")
+    wait_until_sent(page, 1)
+    visit.end(server)
+    assert [row.reason for row in stored(server)] == ["because"]
+    with VoteStore.open(server.folder / "votes.db") as store:
+        assert [one.text for one in store.reader.export_demonstrations()] == ["A better one"]
+
+
+def test_the_answers_stay_in_sight_while_one_writes(serve, visit):
+    """Who writes a better answer reads the two while they do: the field lay over them. Reported: issue 45.22"""
+    long = "A long answer, line after line. " * 60
+    page = visit.open(serve([NewItem("Prompt 1", (Candidate(long + "x"), Candidate(long + "y")))]))
+    for width, height in ((1280, 900), (390, 844)):
+        page.set_viewport_size({"width": width, "height": height})
+        press(page, "w")
+        page.keyboard.type("So")
+        field = page.locator("#written").bounding_box()
+        for box in (page.locator(".answer").nth(side).bounding_box() for side in (0, 1)):
+            apart = box["y"] + box["height"] <= field["y"] or box["x"] + box["width"] <= field["x"]
+            assert apart and box["y"] >= 0 and box["y"] + 60 < height
+        assert field["y"] + 40 < page.locator(".verdicts").bounding_box()["y"]
+        assert faults_of(page) == []
+        page.keyboard.press("Escape")
+
+
+KEYBOARDS = {
+    "Russian": [("ы", "KeyS"), ("г", "KeyU"), ("1", "Digit1")],  # noqa: RUF001
+    "AZERTY": [("s", "KeyS"), ("u", "KeyU"), ("&", "Digit1")],
+    "Arabic": [("س", "KeyS"), ("ع", "KeyU"), ("١", "Digit1")],  # noqa: RUF001
+    "Greek, Caps Lock": [("Σ", "KeyS"), ("Θ", "KeyU"), ("1", "Digit1")],
+    "number block": [("s", "KeyS"), ("u", "KeyU"), ("1", "Numpad1")],
+    "virtual, without places": [("s", ""), ("u", ""), ("1", "")],
+}
+
+
+@pytest.mark.parametrize("keyboard", KEYBOARDS)
+def test_keys_work_on_every_keyboard(serve, visit, stored, keyboard):
+    """Raters type Russian, French or Arabic: no key did anything.
+    Reported: issue 45.21, anomalyco/opencode#6364, mastodon/mastodon#15348
+    """
+    server = serve(pairs(3))
+    page = visit.open(server)
+    first = number(page)
+    skip, undo, vote = KEYBOARDS[keyboard]
+    dispatch(page, *skip)
+    page.wait_for_function("one => !document.getElementById('prompt').innerText.includes(one)", arg=f"Prompt {first}")
+    dispatch(page, *undo)
+    page.get_by_text("Undone: vote again.").wait_for()
+    dispatch(page, *vote)
+    wait_until_sent(page, 1)
+    visit.end(server)
+    assert [(row.prompt, row.margin) for row in stored(server)] == [(f"Prompt {first}", 2)]
+
+
+def test_keys_that_type_other_signs_do_nothing(serve, visit):
+    """On a German keyboard `=` is Shift and the key of the 0, on an American one `!` that of the 1; AltGr and Ctrl make
+    other signs of letters. Reported: issue 45.21, getsentry/sentry#114714
+    """
+    page = visit.open(serve(pairs(2)))
+    first = number(page)
+    dispatch(page, "=", "Digit0", shiftKey=True)
+    dispatch(page, "!", "Digit1", shiftKey=True)
+    dispatch(page, "ſ", "KeyS", modifierAltGraph=True)  # noqa: RUF001
+    dispatch(page, "s", "KeyS", ctrlKey=True)
+    dispatch(page, "End", "Numpad1")
+    page.wait_for_timeout(400)
+    assert number(page) == first and page.locator("#status").inner_text() == ""
+
+
+def test_enter_of_an_input_method_sends_nothing(serve, visit):
+    """Japanese and Chinese are composed, and Enter takes a suggestion: it left the field of the reason.
+    Reported: issue 45.21, element-hq/element-web#23254
+    """
+    page = visit.open(serve(pairs(2)))
+    press(page, "r")
+    for more in ({"isComposing": True}, {"keyCode": 229}):
+        for key in ("Enter", "Escape"):
+            dispatch(page, key, key, **more)
+            assert page.evaluate("document.activeElement.id") == "reason"
+    press(page, "Enter", "w")
+    page.keyboard.type("日本")
+    for more in ({"isComposing": True}, {"keyCode": 229}):
+        dispatch(page, "Enter", "Enter", ctrlKey=True, **more)
+        dispatch(page, "Escape", "Escape", **more)
+    assert page.locator("#written").is_visible() and page.locator("#written").input_value() == "日本"
+
+
+def test_a_rater_pages_through_their_votes_and_changes_them(serve, visit, stored):
+    """The rater sees at the 40th pair what they misjudged at the third: a vote could not be changed after a reload or
+    five minutes. Reported: issue 45.22, hltcoe/turkle#188
+    """
+    ranking = NewItem("Prompt 99", tuple(Candidate(text) for text in ("one", "two", "three")), kind="ranking")
+    server = serve([*pairs(12), ranking])
+    page = visit.open(server)
+    for count in range(1, 14):
+        press(page)
+        if page.locator("#ranking-keys").is_visible():
+            press(page, "1", "2", "3", "Enter")
+        else:
+            press(page, "2")
+        wait_until_sent(page, count)
+    page.get_by_role("link", name="My votes").click()
+    page.locator("section.vote").nth(9).wait_for()
+    assert page.locator("section.vote").count() == 10
+    assert faults_of(page) == []
+    page.get_by_role("button", name="Older").click()
+    page.locator("section.vote").nth(3).wait_for(state="detached")
+    oldest = page.locator("section.vote").last
+    prompt = oldest.locator(".messages").inner_text()
+    answers_ = oldest.locator(".answer .passage").all_inner_texts()
+    assert oldest.get_by_role("button", name="A is better").get_attribute("aria-pressed") == "true"
+    oldest.get_by_role("button", name="B is much better").click()
+    page.get_by_text("Recorded: B is much better.").wait_for()
+    oldest.get_by_label("Reason").fill("second thoughts")
+    page.keyboard.press("Enter")
+    page.get_by_text("Recorded: the reason.").wait_for()
+    page.get_by_role("button", name="Newer").click()
+    page.locator("section.vote").nth(9).wait_for()
+    newest = page.locator("section.vote").filter(has=page.get_by_role("button", name="A is better")).first
+    withdrawn = newest.locator(".messages").inner_text()
+    newest.get_by_role("button", name="Withdraw").click()
+    page.get_by_text("Withdrawn: it comes back").wait_for()
+    (select,) = page.locator("section.vote select").all()[:1]
+    select.select_option("3")
+    page.get_by_text("Recorded: the ranking.").wait_for()
+    page.set_viewport_size({"width": 390, "height": 844})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390 and faults_of(page) == []
+    page.get_by_role("link", name="Vote", exact=True).first.click()
+    press(page)
+    assert page.locator("#prompt").inner_text() == withdrawn
+    visit.end(server)
+    rows = {row.prompt: row for row in stored(server)}
+    assert len(rows) == 11 and withdrawn not in rows
+    assert (rows[prompt].chosen, rows[prompt].margin, rows[prompt].reason) == (answers_[1], 2, "second thoughts")
+
+
+def test_undo_works_after_a_reload(serve, visit, stored):
+    """The page is loaded again, and U said that there is nothing to undo. Reported: issue 45.22"""
+    server = serve(pairs(2))
+    page = visit.open(server)
+    first = number(page)
+    press(page, "1")
+    wait_until_sent(page, 1)
+    page.reload()
+    press(page, "u")
+    page.get_by_text("Undone: vote again.").wait_for()
+    assert number(page) == first
+    press(page, "5")
+    wait_until_sent(page, 1)
+    visit.end(server)
+    assert [(row.prompt, row.margin) for row in stored(server)] == [(f"Prompt {first}", 2)]
+
+
+def test_the_pair_is_in_sight_on_a_phone(serve, visit):
+    """A phone showed the guidelines at each load, the answers below the fold, and no progress. Reported: issue 45.24"""
+    answers_ = (Candidate("One line.\n" * 30), Candidate("Another line.\n" * 30))
+    guidelines = "# Be fair\n\n" + "Read both answers to their end.\n\n" * 12
+    server = serve([NewItem("What is it? " * 20, answers_), *pairs(3)], guidelines=guidelines)
+    context = visit.context(server, width=390)
+    page = visit.page(context, server)
+    page.set_viewport_size({"width": 390, "height": 844})
+    for _ in range(2):
+        page.reload()
+        press(page)
+        keys = page.locator(".verdicts").bounding_box()["y"]
+        for side in (0, 1):
+            box = page.locator(".answer .passage").nth(side).bounding_box()
+            assert box["height"] > 60 and box["y"] + 60 < keys
+        assert page.locator("#guidelines .passage").is_hidden()
+        assert page.locator("progress").bounding_box()["width"] > 60
+        assert "4 left" in page.locator("#progress-text").inner_text()
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390 and faults_of(page) == []
+    assert page.locator("#guidelines-new").is_visible()
+    page.locator("#guidelines summary").click()
+    assert page.locator("#guidelines .passage").is_visible() and page.locator("#guidelines-new").is_hidden()
+
+
+@pytest.fixture
+def arena(serve, visit, tmp_path):
+    """The arena of a live loop, in a window that is logged in."""
+    server = serve.run(Server(make_loop(tmp_path / "arena"), prepare="arena_parts"))
+    return visit.page(visit.context(server), server, f"{server.url}/arena")
+
+
+def say(page, text: str) -> None:
+    page.locator("#message").fill(text)
+    page.keyboard.press("Enter")
+
+
+def test_a_conversation_goes_on_when_the_context_is_full(arena):
+    """After some turns the conversation is longer than the models can read: the page said `lower max_new_tokens`, and
+    nothing helped. Reported: issue 45.24, mckaywrigley/chatbot-ui#1396
+    """
+    for turn, text in enumerate(("one", "two")):
+        say(arena, text)
+        arena.locator(".turn").nth(turn).get_by_text(f"hears {text}").first.wait_for()
+        arena.wait_for_selector("main[data-state=voting]")
+    say(arena, "full")
+    arena.get_by_text("longer than a model's context; leave out its oldest turns").wait_for()
+    assert "max_new_tokens" not in arena.locator("main").inner_text()
+    assert faults_of(arena) == []
+    arena.get_by_role("button", name="Change the message").click()
+    arena.get_by_text("Stopped: your message is back").wait_for()
+    assert arena.locator("#message").input_value() == "full" and arena.locator(".turn").count() == 2
+    arena.locator("#message").press("Enter")
+    arena.get_by_role("button", name="Leave out the oldest turns").click()
+    arena.locator(".turn").nth(2).get_by_text("hears full").first.wait_for()
+    arena.get_by_role("heading", name="Turn 1, which the models do not read any more").wait_for()
+    assert faults_of(arena) == []
+
+
+def test_answers_can_be_stopped_and_copied(arena, tmp_path):
+    """A model writes on and on, and what it wrote is to go into a report. Reported: issue 45.24"""
+    say(arena, f"wait for {tmp_path / 'gate'}")
+    arena.get_by_text("Both are answering.").wait_for()
+    arena.get_by_role("button", name="Stop").click()
+    arena.get_by_text("Stopped: your message is back").wait_for()
+    assert arena.locator("#message").input_value().startswith("wait for")
+    (tmp_path / "gate").touch()
+    arena.locator("#message").fill("")
+    say(arena, "one")
+    arena.wait_for_selector("main[data-state=voting]")
+    arena.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    for side in (0, 1):
+        arena.get_by_role("button", name=f"Copy answer {'AB'[side]}").click()
+        arena.get_by_text("Copied.").wait_for()
+        shown = arena.locator(".answer .passage").nth(side).inner_text()
+        assert arena.evaluate("navigator.clipboard.readText()") == shown
+
+
+def test_answers_that_cannot_be_stored_are_not_called_the_same(arena):
+    """A model writes a NUL character: the page said that the answers are the same. Reported: issue 45.24"""
+    say(arena, "nul")
+    arena.get_by_text("NUL character").first.wait_for()
+    assert "the same" not in arena.locator("#status").inner_text()
+    say(arena, "same")
+    arena.get_by_text("The two answers are the same").wait_for()
+
+
+def test_enter_of_an_input_method_does_not_send_a_message(arena):
+    """Japanese is composed in the arena, and Enter takes a suggestion: half a message was sent.
+    Reported: issue 45.21, element-hq/element-web#23254
+    """
+    arena.locator("#message").fill("日本")
+    for more in ({"isComposing": True}, {"keyCode": 229}):
+        for key in ("Enter", "Escape"):
+            arena.locator("#message").dispatch_event("keydown", {"key": key, "code": key, **more})
+    arena.wait_for_timeout(300)
+    assert arena.locator(".turn").count() == 0 and arena.locator("#message").input_value() == "日本"
+    assert arena.evaluate("document.activeElement.id") == "message"
+    arena.reload()
+    assert arena.locator("#message").input_value() == "日本"

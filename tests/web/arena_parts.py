@@ -16,9 +16,11 @@ from tunesmith.web import drawing
 WORKER = r"""
 import json, os, sys, time
 NAMES = {"v000000": "ALPHA", "v000001": "BETA", "v000002": "GAMMA"}
-HOSTILE, parent = json.loads(sys.argv[1]), os.getppid()
+(HOSTILE, TOO_LONG), parent = json.loads(sys.argv[1]), os.getppid()
 for line in sys.stdin:
     request = json.loads(line)
+    if "stop" in request:
+        continue
     id, name, said = request["id"], os.path.basename(request["model"]["name"]), request["messages"][-1]["content"]
     name = NAMES.get(name, name.upper())
     def reply(**facts):
@@ -31,10 +33,14 @@ for line in sys.stdin:
     if said == "no model" and name == "GAMMA":
         reply(error="there is no model v000002", kind="model")
         continue
+    if said == "full" and len(request["messages"]) > 3:
+        reply(error=TOO_LONG, kind="prompt")
+        continue
     if said == "too long":
         reply(error="prompt 7 has 900 tokens", kind="prompt")
         continue
     text = f" {name} hears {said}"
+    text = f" {name}\x00" if said == "nul" else text
     text = " the same" if said == "same" else HOSTILE[name == "GAMMA"] if said == "hostile" else text
     for start in range(0, len(text), 6):
         reply(text=text[start : start + 6])
@@ -44,11 +50,12 @@ for line in sys.stdin:
     reply(answer={"text": text, "prompt": whole, "token_ids": [1, 2], "logps": [-1.0, -2.0]})
 """
 
+TOO_LONG = "the conversation is longer than a model's context; leave out its oldest turns"
 HOSTILE = ("<img src=x onerror=\"document.title='owned'\">", "</script><script>document.title='owned'</script>")
 
 
 def command() -> list[str]:
-    return [sys.executable, "-S", "-c", WORKER, json.dumps(HOSTILE)]
+    return [sys.executable, "-S", "-c", WORKER, json.dumps([HOSTILE, TOO_LONG])]
 
 
 drawing.command = command

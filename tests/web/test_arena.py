@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from app_parts import app_in
-from arena_parts import make_loop
+from arena_parts import TOO_LONG, make_loop
 from server_parts import Server
 from tunesmith.store.vote_watch import VoteWatch
 from tunesmith.web.access import API
@@ -269,3 +269,46 @@ def test_simulated_raters_talk_and_vote(tmp_path):
     assert 6 <= raters.num_votes == stats["num_votes"] <= 18
     server.stop()
     assert list(itertools.islice(server.folder.glob("arena/*.json"), 6)) != []
+
+
+def test_a_full_context_is_no_dead_end(parts, rob):
+    id = begin(rob)
+    for number, text in enumerate(("one", "two")):
+        say(rob, id, text, number)
+    (failed,) = say(rob, id, "full", 2)
+    assert failed == ("failed", {"detail": TOO_LONG})
+    path = f"{ARENA}/{id}/first"
+    assert rob.put(path, json={"number": 3}).status_code == 409
+    assert rob.put(path, json={"number": 1}).json()["first"] == 1
+    assert answers(rob, id)[-1][0] == "done"
+    assert rob.put(path, json={"number": 0}).status_code == 409  # answered
+    vote(rob, id, "left", 2)
+    (only,) = stored(parts)
+    turns = rob.get(f"{ARENA}/{id}").json()["turns"]
+    kept = turns[1]["answers"][turns[1]["kept"]]["text"]
+    assert only.prompt == f"two{kept}\nfull"
+
+
+def test_a_message_is_taken_back_while_it_is_answered(parts, rob, tmp_path):
+    id = begin(rob)
+    say(rob, id, "one")
+    body = {"number": 1, "text": f"wait for {tmp_path / 'gate'}"}
+    assert rob.post(f"{ARENA}/{id}/turns", json=body).status_code == 202
+    for _ in range(2):
+        assert len(rob.delete(f"{ARENA}/{id}/turns/1").json()["turns"]) == 1
+    assert rob.delete(f"{ARENA}/{id}/turns/0").status_code == 409  # answered
+    (tmp_path / "gate").touch()
+    assert say(rob, id, "two", 1)[-1][1]["turns"][1]["text"] == "two"
+
+
+def test_answers_that_cannot_be_stored_are_told_apart_from_equal_ones(parts, rob):
+    id = begin(rob)
+    turn = say(rob, id, "nul")[-1][1]["turns"][0]
+    assert not turn["can_vote"] and "NUL" in turn["obstacle"]
+    answer = vote(rob, id, "left")
+    assert answer.status_code == 422 and "NUL" in answer.json()["detail"]
+    turn = say(rob, id, "after it", 1)[-1][1]["turns"][1]
+    assert not turn["can_vote"] and "NUL" in turn["obstacle"]  # in the conversation that both answer
+    id = begin(rob)
+    turn = say(rob, id, "same")[-1][1]["turns"][0]
+    assert "the same" in turn["obstacle"]

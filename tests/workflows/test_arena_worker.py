@@ -56,9 +56,22 @@ def test_what_cannot_be_answered_costs_no_other_request(worker):
         worker, request(0, "x " * 20_000), request(1, "The film was"), request(2, "hi", model={"name": "no/such"})
     )
     assert found[0] == [{"id": 0, "error": found[0][0]["error"], "kind": "prompt"}]
-    assert "context" in found[0][0]["error"]
+    assert "longer than a model's context" in found[0][0]["error"]
     assert "answer" in found[1][-1]
     assert found[2][0]["kind"] == "model" and "no/such" in found[2][0]["error"]
+
+
+def test_a_request_that_was_stopped_is_not_drawn_further(worker):
+    made, replies = worker
+    made.stopped.add(1)
+    found = work(worker, request(0, "The film was"), request(1, "The cast was"))
+    assert "answer" in found[0][-1] and found[1] == []
+    pieces = []
+    made.reply = lambda reply: (pieces.append(reply), made.stopped.add(2))
+    work(worker, request(2, "The film was", sampling={"max_new_tokens": 200, "temperature": 1.0}))
+    made.reply = replies.append
+    assert len(pieces) == 1 and "text" in pieces[0]
+    assert "answer" in work(worker, request(3, "The film was"))[3][-1]  # the engine is as it was
 
 
 def test_a_model_with_a_template_reads_messages_and_few_models_are_kept(worker, tmp_path):

@@ -19,6 +19,10 @@ class InputError(TunesmithError, ValueError):
     exit_code = 2
 
 
+class ContextFullError(InputError):
+    """A prompt leaves too little of the model's context for the completion."""
+
+
 class ConfigError(InputError):
     """A recipe, config file or `--a.b value` override is wrong: unknown key, bad value, unreadable file.
 

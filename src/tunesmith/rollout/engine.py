@@ -8,7 +8,7 @@ from numbers import Real
 from typing import Protocol, TypedDict
 
 from tunesmith.batch.rollout import Completion, Group, SamplingParams
-from tunesmith.core.errors import InputError
+from tunesmith.core.errors import ContextFullError, InputError
 from tunesmith.kernels.sample.torch_impl import SMALLEST_TEMPERATURE, TEMPERATURE_RULE
 from tunesmith.models.loaded import PreTrainedModel, PreTrainedTokenizerBase, context_length
 from tunesmith.models.tokenizer import (
@@ -350,7 +350,7 @@ def check_prompt_lengths(
         if length == 0:
             raise InputError(f"prompt {prompt.id} is empty; give at least one token of text")
         if length + max_new_tokens > context_length:
-            raise InputError(
+            raise ContextFullError(
                 f"prompt {prompt.id} has {length} tokens and {max_new_tokens} are to be drawn, but the model's context "
                 f"holds {context_length}; shorten the prompt or lower max_new_tokens"
             )

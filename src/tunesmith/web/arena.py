@@ -20,11 +20,11 @@ from typing import Any
 from fastapi.exceptions import HTTPException
 
 from tunesmith.config.yaml_text import is_mapping
-from tunesmith.core.errors import RunError, StoreError, VoteConflictError, VoteError
+from tunesmith.core.errors import DataError, RunError, StoreError, VoteConflictError, VoteError
 from tunesmith.core.system import fsync
 from tunesmith.runs.listing import read_recipe
 from tunesmith.schema.records import Text
-from tunesmith.store.content import check_text, is_storable
+from tunesmith.store.content import check_content, check_text
 from tunesmith.store.database import Closeable
 from tunesmith.store.records import MODEL_SOURCE, Candidate, NewItem, Verdict
 from tunesmith.store.runs import RunReader
@@ -75,10 +75,19 @@ class Turn:
     token: str = ""
 
     @property
-    def can_vote(self) -> bool:
-        """True if the answers differ and can be stored."""
-        texts = [str(one["text"]) for one in self.answers]
-        return len({text.strip() for text in texts}) == 2 and all(map(is_storable, texts))
+    def obstacle(self) -> str:
+        """Why the two answers cannot be voted on; empty if they can."""
+        texts = [str(one["text"]).strip() for one in self.answers]
+        if len(texts) == 2 and texts[0] == texts[1]:
+            return "the two answers are the same, so there is nothing to compare"
+        try:
+            for text, letter in zip(texts, "AB", strict=False):
+                check_text(text, f"answer {letter}")
+            if self.answers:
+                check_content(_prompt(self), "the conversation before the answers")
+        except DataError as error:
+            return f"{str(error).removesuffix('; remove it')}, which no vote can be stored with"
+        return ""
 
     @property
     def is_revealed(self) -> bool:
@@ -88,18 +97,21 @@ class Turn:
 
 @dataclass(slots=True)
 class Conversation:
-    """A conversation of one rater; `names` are the only models that may answer, empty for all."""
+    """A conversation of one rater; `names` are the only models that may answer, empty for all. The models read it from
+    the turn `first` on.
+    """
 
     id: str
     rater_id: int
     names: list[str]
     turns: list[Turn] = field(default_factory=list[Turn])
+    first: int = 0
     drawings: list[Drawing] = field(default_factory=list[Drawing])
 
     def messages(self) -> list[dict[str, str]]:
-        """The conversation up to what the person said last."""
+        """What the models read of the conversation, up to what the person said last."""
         found: list[dict[str, str]] = []
-        for turn in self.turns[:-1]:
+        for turn in self.turns[self.first : -1]:
             found.append({"role": "user", "content": turn.text})
             found.append({"role": "assistant", "content": turn.answers[turn.kept]["text"]})
         return [*found, {"role": "user", "content": self.turns[-1].text}]
@@ -113,7 +125,8 @@ class Conversation:
         """The conversation of `to_json`."""
         facts: Json = json.loads(text)
         rows: list[Json] = [{**turn, "sides": [Contestant(**one) for one in turn["sides"]]} for turn in facts["turns"]]
-        return cls(facts["id"], facts["rater_id"], facts["names"], [Turn(**row) for row in rows])
+        turns = [Turn(**row) for row in rows]
+        return cls(facts["id"], facts["rater_id"], facts["names"], turns, facts.get("first", 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +203,35 @@ class Arena(Closeable):
             conversation.drawings = []
             self._save(conversation)
 
+    def take_back(self, conversation: Conversation, number: int) -> None:
+        """Remove turn `number`, the last, before it is answered, and end the drawing of its answers; a repeat changes
+        nothing. Raises VoteConflictError if it is answered, or not the last.
+        """
+        with self._lock:
+            turns = conversation.turns
+            if number == len(turns):
+                return
+            if number != len(turns) - 1 or turns[number].answers:
+                raise VoteConflictError("this message is answered already; reload the page")
+            self._drawer.stop(conversation.drawings)
+            conversation.drawings = []
+            turns.pop()
+            conversation.first = min(conversation.first, max(len(turns) - 1, 0))
+            self._save(conversation)
+
+    def begin_at(self, conversation: Conversation, number: int) -> None:
+        """Have the models read the conversation from turn `number` on. Raises VoteConflictError if there is no such
+        turn, or the last is answered: its answers are to the conversation as it was.
+        """
+        with self._lock:
+            turns = conversation.turns
+            if not turns or turns[-1].answers or not 0 <= number < len(turns):
+                raise VoteConflictError("the conversation is at another turn; reload the page")
+            self._drawer.stop(conversation.drawings)
+            conversation.drawings = []
+            conversation.first = number
+            self._save(conversation)
+
     def progress(self, conversation: Conversation) -> Progress:
         """The answers to the last turn as far as they are drawn; stored when both are whole. Begins to draw them, also
         again after an error was told, or in a new server.
@@ -245,8 +287,8 @@ class Arena(Closeable):
                     votes.vote(turn.token, conversation.rater_id, "skip")
             elif turn.is_revealed:
                 raise VoteConflictError("the models were revealed, so the vote stays as it is; it can be undone")
-            elif not turn.can_vote:
-                raise VoteError("the two answers are the same, so there is nothing to compare; go on")
+            elif turn.obstacle:
+                raise VoteError(f"{turn.obstacle}; go on")
             else:
                 item = NewItem(_prompt(turn), (_candidate(turn, 0), _candidate(turn, 1)))
                 who = conversation.rater_id

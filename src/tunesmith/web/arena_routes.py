@@ -35,6 +35,8 @@ RULES: tuple[Rule, ...] = (
     Rule(("POST",), f"{API}/arena", "rater"),
     Rule(("GET",), ONE, "rater"),
     Rule(("POST",), f"{ONE}/turns", "rater", max_body=8 * MAX_MESSAGE),
+    Rule(("DELETE",), f"{ONE}/turns/{{number}}", "rater"),
+    Rule(("PUT",), f"{ONE}/first", "rater"),
     Rule(("GET",), f"{ONE}/stream", "rater"),
     Rule(("PUT",), f"{ONE}/turns/{{number}}/vote", "rater"),
 )
@@ -57,24 +59,32 @@ class SayRequest(Request):
     text: Annotated[str, Field(min_length=1, max_length=MAX_MESSAGE)]
 
 
+class FirstRequest(Request):
+    """The turn from which on the models read the conversation, counted from 0."""
+
+    number: Annotated[int, Field(ge=0, lt=MAX_TURNS)]
+
+
 class TurnReply(Reply):
-    """A turn. `answers`, from left to right, are empty until both are whole; `names` until there was a vote. The
-    conversation goes on with the answer `kept`.
+    """A turn. `answers`, from left to right, are empty until both are whole; `names` until there was a vote. `obstacle`
+    says why there can be none. The conversation goes on with the answer `kept`.
     """
 
     text: str
     answers: list[PassageReply]
     can_vote: bool
+    obstacle: str
     verdict: str
     kept: int
     names: list[str]
 
 
 class ConversationReply(Reply):
-    """A conversation."""
+    """A conversation, which the models read from turn `first` on."""
 
     id: str
     turns: list[TurnReply]
+    first: int
 
 
 def routers(arena: Arena, votes: VoteWatch) -> list[APIRouter]:
@@ -129,6 +139,24 @@ def _conversations(arena: Arena) -> APIRouter:
         """Say something. The response is sent when it is on disk; a retry changes nothing. `stream` has the answers."""
         found = arena.get(conversation, caller.id)
         arena.say(found, body.number, body.text)
+        return reply(found, services)
+
+    @routes.delete("/{conversation}/turns/{number}")
+    def take_back(
+        conversation: ConversationId, number: Number, caller: Caller, services: ServicesOf
+    ) -> ConversationReply:
+        """Take back the last message, before it is answered: the answers are not drawn further."""
+        found = arena.get(conversation, caller.id)
+        arena.take_back(found, number)
+        return reply(found, services)
+
+    @routes.put("/{conversation}/first")
+    def begin_at(
+        conversation: ConversationId, body: FirstRequest, caller: Caller, services: ServicesOf
+    ) -> ConversationReply:
+        """Have the models read the conversation from a later turn on, while the last message is not answered."""
+        found = arena.get(conversation, caller.id)
+        arena.begin_at(found, body.number)
         return reply(found, services)
 
     @routes.put("/{conversation}/turns/{number}/vote")
@@ -186,11 +214,12 @@ def reply(conversation: Conversation, services: Services) -> ConversationReply:
         TurnReply(
             text=turn.text,
             answers=[one for answer in turn.answers for one in passages(answer["text"], is_markdown=is_markdown)],
-            can_vote=turn.can_vote and not turn.verdict,
+            can_vote=bool(turn.answers) and not turn.obstacle and not turn.verdict,
+            obstacle=turn.obstacle,
             verdict=turn.verdict,
             kept=turn.kept,
             names=[side.name for side in turn.sides] if turn.is_revealed else [],
         )
         for turn in conversation.turns
     ]
-    return ConversationReply(id=conversation.id, turns=turns)
+    return ConversationReply(id=conversation.id, turns=turns, first=conversation.first)

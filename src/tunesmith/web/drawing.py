@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,16 @@ class Drawer(Closeable):
                 drawing.error = "the process that draws answers has ended; try again"
         return drawing
 
+    def stop(self, drawings: Sequence[Drawing]) -> None:
+        """End drawings that nobody waits for. Those that are over are left alone."""
+        with self._lock:
+            for id in [id for id, (_, drawing) in self._open.items() if any(drawing is one for one in drawings)]:
+                process, _ = self._open.pop(id)
+                assert process.stdin is not None
+                with suppress(OSError):  # it has ended, and with it the drawing
+                    process.stdin.write(json.dumps({"stop": id}) + "\n")
+                    process.stdin.flush()
+
     def _running(self) -> subprocess.Popen[str]:
         if self._process is None or self._process.poll() is not None:
             try:
@@ -128,6 +139,8 @@ class Drawer(Closeable):
 
     def _note(self, reply: Json) -> None:
         with self._lock:
+            if reply["id"] not in self._open:  # it was stopped
+                return
             drawing = self._open[reply["id"]][1]
             if "text" in reply:
                 drawing.text += reply["text"]

@@ -83,8 +83,15 @@ def page(request: HTTPConnection, template: str, *, status: int = 200, **context
         pages += [("/raters", "Raters"), ("/data", "Data")]
     # What a browser keeps is for this rater of this server.
     who = "" if caller is None else f"{services.logins.sessions.cookie}.{caller.id}"
-    given = {"caller": caller, "who": who, "pages": pages, "here": request.scope["path"], "root": root_of(request)}
-    return HTMLResponse(services.templates.get_template(template).render({**given, **context}), status)
+    given = {
+        "who": who,
+        "caller": caller,
+        "pages": pages,
+        "here": request.scope["path"],
+        "root": root_of(request),
+        **context,
+    }
+    return HTMLResponse(services.templates.get_template(template).render(given), status)
 
 
 def refusal(request: HTTPConnection, status: int, detail: str, headers: Mapping[str, str] | None = None) -> Response:

@@ -4,7 +4,7 @@
 line. A request has an `id`, the `model` (a section of a recipe), the `messages` of the conversation, the `sampling`
 parameters, and `as_text`, which has a model with a chat template read text. Its replies are any number of `{"id",
 "text"}` with new text, then the `answer`, or an `error`, whose `kind` is `model` for one that cannot be loaded and
-`prompt` for a conversation that it cannot answer.
+`prompt` for a conversation that it cannot answer. `{"stop": id}` ends a request without an answer.
 """
 
 import json
@@ -14,13 +14,13 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
 from tunesmith.batch.rollout import Completion, SamplingParams
 from tunesmith.config.sections import ModelSection
-from tunesmith.core.errors import InputError, ModelError, TunesmithError
+from tunesmith.core.errors import ContextFullError, InputError, ModelError, TunesmithError
 from tunesmith.core.system import keep_freed_memory
 from tunesmith.models.load import load_policy
 from tunesmith.profiling.meter import available_gb
@@ -33,6 +33,12 @@ MAX_MODELS = 3
 
 IDLE_S = 600.0
 """Seconds without a request after which the process ends, and frees its memory. The server starts another."""
+
+TOO_LONG = (
+    "the conversation is longer than a model's context; leave out its oldest turns, change the message, or begin a new "
+    "conversation"
+)
+"""What a person is told in place of numbers of tokens, which they cannot set."""
 
 _WEIGHTS = ("*.safetensors", "*.gguf", "*.bin")
 _COPIES = 3.0
@@ -49,12 +55,19 @@ class Speaker:
     has_template: bool
 
 
+class _StoppedError(Exception):
+    """Nobody waits for what is drawn."""
+
+
 @dataclass(slots=True)
 class Worker:
-    """Answers requests; `reply` is called with each reply. The models used last are kept in `speakers`."""
+    """Answers requests; `reply` is called with each reply. The models used last are kept in `speakers`, the requests
+    that nobody waits for any more in `stopped`.
+    """
 
     reply: Callable[[Json], None]
     speakers: OrderedDict[str, Speaker]
+    stopped: set[int] = field(default_factory=set[int])
 
     def work(self, requests: "queue.SimpleQueue[Json | None]", idle_s: float = IDLE_S) -> None:
         """Answer requests until None comes, or nothing for `idle_s`.
@@ -70,6 +83,9 @@ class Worker:
 
     def answer(self, batch: Sequence[Json]) -> None:
         """Draw the answers to requests of one model with one set of sampling parameters."""
+        batch = [one for one in batch if one["id"] not in self.stopped]
+        if not batch:
+            return
         try:
             speaker = self.speaker(batch[0]["model"])
         except (TunesmithError, OSError, MemoryError) as error:
@@ -79,9 +95,12 @@ class Worker:
         prompts = [Prompt(str(one["id"]), prompt_of(one, speaker.has_template)) for one in batch]
         try:
             self._draw(speaker, prompts, batch)
+        except _StoppedError:
+            return
         except InputError as error:  # nothing was drawn
             if len(batch) == 1:
-                self.reply({"id": batch[0]["id"], "error": str(error), "kind": "prompt"})
+                reason = TOO_LONG if isinstance(error, ContextFullError) else str(error)
+                self.reply({"id": batch[0]["id"], "error": reason, "kind": "prompt"})
             else:
                 for one in batch:  # each alone, so that one that cannot be answered costs no other
                     self.answer([one])
@@ -103,6 +122,8 @@ class Worker:
     def _draw(self, speaker: Speaker, prompts: Sequence[Prompt], batch: Sequence[Json]) -> None:
         def on_text(index: int, _sample: int, text: str) -> None:
             self.reply({"id": batch[index]["id"], "text": text})
+            if all(one["id"] in self.stopped for one in batch):
+                raise _StoppedError
 
         groups = speaker.engine.generate(prompts, 1, SamplingParams(**batch[0]["sampling"]), on_text=on_text)
         for request, group in zip(batch, groups, strict=True):
@@ -159,7 +180,11 @@ def main(source: TextIO, target: TextIO) -> None:
 
     def read() -> None:
         for line in source:
-            requests.put(json.loads(line))
+            request = json.loads(line)
+            if "stop" in request:
+                worker.stopped.add(request["stop"])
+            else:
+                requests.put(request)
         requests.put(None)
 
     def reply(message: Json) -> None:
@@ -167,8 +192,9 @@ def main(source: TextIO, target: TextIO) -> None:
         target.flush()
 
     keep_freed_memory()
+    worker = Worker(reply, OrderedDict())
     threading.Thread(target=read, name="requests", daemon=True).start()
-    Worker(reply, OrderedDict()).work(requests)
+    worker.work(requests)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import { answer, passage, VERDICT_TEXTS } from "./answers.js";
 import { api, call, logIn, LoggedOut } from "./api.js";
 import { $, announce, controlOfKey, html, isComposing, oncePerFrame } from "./dom.js";
 import { Outbox } from "./outbox.js";
+import { draftOf, keepDraft } from "./storage.js";
 
 // A key pressed twice must not vote on answers that have just appeared.
 const SETTLE_MS = 250;
@@ -15,6 +16,7 @@ let conversation = null; // as the server sent it last
 let spoken = []; // the two answers while they are drawn
 let source = null; // the stream of answers
 let isBusy = false; // until the answers to the last message are whole, or an error ended them
+let isRaw = false;
 let shownAt = 0;
 let retryMs = MIN_RETRY_MS;
 
@@ -22,12 +24,15 @@ const outbox = new Outbox({
   sent(request, reply) {
     if (!reply || reply.id !== shownId()) return;
     receive(reply);
-    if (request.path.endsWith("/turns")) listen();
-    else announce(request.body.verdict === "skip" ? "Not counted." : `Recorded: ${VERDICT_TEXTS[request.body.verdict]}.`);
+    if (request.method === "DELETE") announce("Stopped: your message is back in its field.");
+    else if (/turns$|first$/.test(request.path)) listen();
+    else announce(request.body.verdict === "skip" ? "Not counted." : `Recorded: ${request.label}.`);
   },
   refused(request, error) {
-    if (request.body.text) $("message").value = request.body.text;
-    open().then(() => announce(`Not counted: ${error.message}`, true));
+    if (request.body?.text) write(request.body.text);
+    if (request.body?.reason) $("reason").value = request.body.reason;
+    // What was to be stopped is answered.
+    open().then(() => request.method === "DELETE" || announce(`Not counted: ${error.message}`, true));
   },
   waiting(count) {
     $("unsent").hidden = count === 0;
@@ -55,7 +60,10 @@ async function open() {
   paint();
   const last = conversation?.turns.at(-1);
   if (last && !last.answers.length) listen();
+  else if (last?.obstacle) announce(`${sentence(last.obstacle)} Go on.`);
 }
+
+const sentence = (words) => `${words[0].toUpperCase()}${words.slice(1)}.`;
 
 function wait() {
   retryMs = Math.min(2 * retryMs, MAX_RETRY_MS);
@@ -95,7 +103,7 @@ function listen() {
     stop();
     receive(JSON.parse(data));
     const last = conversation.turns.at(-1);
-    announce(last.can_vote ? "Which answer is better?" : "The two answers are the same: there is nothing to compare. Go on.");
+    announce(last.can_vote ? "Which answer is better?" : `${sentence(last.obstacle)} Go on.`);
     $("message").blur();
     document.querySelector(".turn:last-of-type h2")?.focus({ preventScroll: true });
   });
@@ -104,7 +112,8 @@ function listen() {
     stop();
     paint();
     announce(`No answer: ${JSON.parse(data).detail}.`, true);
-    $("retry").hidden = false;
+    $("remedies").hidden = false;
+    $("shorten").hidden = conversation.turns.length - 1 <= conversation.first;
   });
   mine.onerror = () => {
     if (source !== mine) return;
@@ -131,18 +140,23 @@ function paint() {
   $("why").hidden = !mayVote;
   for (const verdict of ["both_bad", "skip"]) document.querySelector(`[data-verdict="${verdict}"]`).hidden = !mayVote;
   $("undo").hidden = !last?.names.length || last.verdict === "skip";
-  $("retry").hidden = true;
+  $("remedies").hidden = true;
   $("send").disabled = isBusy;
+  $("send").hidden = isBusy;
+  $("stop").hidden = !isBusy;
   main.dataset.state = isBusy ? "busy" : mayVote ? "voting" : "ready";
   shownAt = performance.now();
   window.scrollTo(0, document.body.scrollHeight);
 }
 
 function turnElement(turn, place) {
-  const title = html("h2", { tabindex: -1, id: `turn-${place}` }, `Turn ${place + 1}`);
+  const isLeftOut = place < conversation.first;
+  const words = `Turn ${place + 1}${isLeftOut ? ", which the models do not read any more" : ""}`;
+  const title = html("h2", { tabindex: -1, id: `turn-${place}` }, words);
   const answers = turn.answers.length ? turn.answers : ["", ""].map((text) => ({ text, html: null }));
   const shown = answers.map((one, side) => {
-    const article = answer(one, side, false, `${place}-${side}`);
+    const article = answer(one, side, isRaw, `${place}-${side}`);
+    if (turn.answers.length) article.querySelector("header").append(copyButton(one.text, side));
     if (turn.names.length) article.querySelector("header").append(html("span", { class: "name" }, turn.names[side]));
     const goesOn = turn.verdict || place < conversation.turns.length - 1;
     article.classList.toggle("kept", Boolean(goesOn && turn.answers.length && turn.kept === side));
@@ -152,10 +166,57 @@ function turnElement(turn, place) {
   });
   return html(
     "section",
-    { class: "turn", "aria-labelledby": title.id },
+    { class: isLeftOut ? "turn left-out" : "turn", "aria-labelledby": title.id },
     html("div", { class: "card" }, title, passage({ text: turn.text, html: null }, true)),
     html("div", { class: "answers", "data-count": 2 }, ...shown),
   );
+}
+
+function copyButton(text, side) {
+  const button = html("button", { type: "button", class: "source", "aria-label": `Copy answer ${"AB"[side]}` }, "Copy");
+  button.addEventListener("click", async () => {
+    try {
+      await navigator.clipboard.writeText(text);
+      announce("Copied.");
+    } catch {
+      copyBySelection(text);
+    }
+  });
+  return button;
+}
+
+/** Without encryption browsers have no clipboard for pages. */
+function copyBySelection(text) {
+  const field = html("textarea", { class: "visually-hidden", "aria-hidden": "true" });
+  field.value = text;
+  document.body.append(field);
+  field.select();
+  announce(document.execCommand("copy") ? "Copied." : "This browser does not copy; press Show source and select the text.");
+  field.remove();
+}
+
+/** Put `text` into the field of the message, unless something else is typed there. */
+function write(text) {
+  if (!$("message").value.trim()) $("message").value = text;
+  keepDraft("arena", { message: $("message").value });
+}
+
+/** Take the last message back, which ends the drawing of its answers. */
+function takeBack() {
+  const number = conversation.turns.length - 1;
+  const { text } = conversation.turns[number];
+  stop();
+  paint();
+  write(text);
+  outbox.add("DELETE", `arena/${conversation.id}/turns/${number}`);
+  $("message").focus();
+}
+
+/** Have the models read the later half of what they read so far. */
+function shorten() {
+  const { first, turns, id } = conversation;
+  const number = Math.max(first + 1, Math.ceil((first + turns.length - 1) / 2));
+  outbox.add("PUT", `arena/${id}/first`, { number });
 }
 
 async function send() {
@@ -166,6 +227,7 @@ async function send() {
   try {
     if (!conversation) await begin();
     $("message").value = "";
+    keepDraft("arena", { message: "" });
     outbox.add("POST", `arena/${conversation.id}/turns`, { number: conversation.turns.length, text });
   } catch (error) {
     if (error instanceof LoggedOut) return logIn();
@@ -185,7 +247,8 @@ function vote(verdict) {
   if (main.dataset.state !== "voting" || performance.now() - shownAt < SETTLE_MS || outbox.size) return;
   const body = { verdict, reason: $("reason").value.trim(), dwell_ms: Math.round(Math.min(performance.now() - shownAt, 86_400_000)) };
   $("reason").value = "";
-  outbox.add("PUT", `arena/${conversation.id}/turns/${conversation.turns.length - 1}/vote`, body);
+  announce(`Saved here, waiting for the server: ${VERDICT_TEXTS[verdict]}.`);
+  outbox.add("PUT", `arena/${conversation.id}/turns/${conversation.turns.length - 1}/vote`, body, VERDICT_TEXTS[verdict]);
 }
 
 function fresh() {
@@ -201,15 +264,22 @@ $("say").addEventListener("submit", (event) => {
   event.preventDefault();
   send();
 });
-$("fresh").addEventListener("click", fresh);
+for (const id of ["fresh", "begin"]) $(id).addEventListener("click", fresh);
+for (const id of ["stop", "change"]) $(id).addEventListener("click", takeBack);
 $("retry").addEventListener("click", listen);
+$("shorten").addEventListener("click", shorten);
+$("message").addEventListener("input", () => keepDraft("arena", { message: $("message").value }));
+$("message").value = draftOf("arena").message ?? "";
 $("undo").addEventListener("click", () => {
   if (outbox.size) return;
   outbox.add("PUT", `arena/${conversation.id}/turns/${conversation.turns.length - 1}/vote`, { verdict: "skip" });
 });
 document.addEventListener("click", ({ target }) => {
-  const verdict = target.closest("button")?.dataset.verdict;
+  const { verdict, act } = target.closest("button")?.dataset ?? {};
   if (verdict) vote(verdict);
+  if (act !== "raw") return;
+  isRaw = !isRaw;
+  paint();
 });
 document.addEventListener("keydown", (event) => {
   if (event.target.matches("textarea, input:not([type=checkbox])")) {

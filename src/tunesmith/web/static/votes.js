@@ -57,7 +57,8 @@ function change(one, what, body, label) {
 /** A card with a prompt, its answers, and what the rater said of them. */
 function judgement(one, place) {
   const { presentation } = one;
-  const title = html("h2", { id: `vote-${place}` }, WHEN.format(new Date(one.answered_at * 1000)));
+  const number = (pages.length - 1) * PER_PAGE + place + 1;
+  const title = html("h2", { id: `vote-${place}` }, `${number} · ${WHEN.format(new Date(one.answered_at * 1000))}`);
   const answers = presentation.answers.map((text, index) => answer(text, index, isRaw, `${place}-${index}`));
   const withdraw = html("button", { type: "button" }, "Withdraw");
   withdraw.addEventListener("click", () => {
