@@ -90,7 +90,8 @@ def create_app(
         ],
     )
     app.state.services = services
-    for router in (routes.sessions(), routes.votes(), routes.administration(), *data_routes.routers(), routes.pages()):
+    own = (routes.sessions(), routes.votes(), routes.presentations(), routes.administration(), routes.pages())
+    for router in (*own, *data_routes.routers()):
         app.include_router(router)
     app.include_router(watch.router(access.API, lambda: watched))
     for router in () if arena is None else arena_routes.routers(arena, watched_votes):

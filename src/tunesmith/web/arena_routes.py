@@ -88,8 +88,9 @@ class ConversationReply(Reply):
 
 
 def routers(arena: Arena, votes: VoteWatch) -> list[APIRouter]:
-    """The routers of the pages, of conversations, and of the leaderboard of `votes`."""
-    return [_pages(Cached(Standings(votes), max_age_s=1.0)), _conversations(arena)]
+    """The routers of the pages, of conversations and their answers, and of the leaderboard of
+    `votes`."""
+    return [_pages(Cached(Standings(votes), max_age_s=1.0)), _conversations(arena), _answers(arena)]
 
 
 def _pages(board: Cached[list[Json]]) -> APIRouter:
@@ -158,6 +159,12 @@ def _conversations(arena: Arena) -> APIRouter:
         found = arena.get(conversation, caller.id)
         arena.begin_at(found, body.number)
         return reply(found, services)
+
+    return routes
+
+
+def _answers(arena: Arena) -> APIRouter:
+    routes = APIRouter(prefix=f"{API}/arena", tags=["arena"])
 
     @routes.put("/{conversation}/turns/{number}/vote")
     def vote(

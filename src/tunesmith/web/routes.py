@@ -134,9 +134,8 @@ def sessions() -> APIRouter:
 
 
 def votes() -> APIRouter:
-    """Voting: `next`, `progress`, `guidelines`, and the routes of one presentation, under `/api/v1`."""
+    """What a rater is asked and has said: `next`, `votes`, `progress`, `guidelines` under `/api/v1`."""
     routes = APIRouter(prefix=API, tags=["votes"])
-    one = "/presentations/{token}"
 
     @routes.get("/next")
     def show_next(
@@ -161,36 +160,6 @@ def votes() -> APIRouter:
         said = services.votes.reader.answered(caller.id, services.campaign().id, count, before)
         return [AnsweredReply.of(one) for one in said]
 
-    @routes.put(f"{one}/vote")
-    def vote(
-        token: PresentationToken, body: VoteRequest, caller: Caller, services: ServicesOf, key: RequestKey = None
-    ) -> VoteReceipt:
-        """Vote, or change the vote. The response is sent when the vote is on disk; a retry changes nothing."""
-        return services.votes.vote(token, caller.id, body.verdict, body.reason, body.dwell_ms, key)
-
-    @routes.delete(f"{one}/vote")
-    def withdraw(token: PresentationToken, caller: Caller, services: ServicesOf, key: RequestKey = None) -> VoteReceipt:
-        """Undo a vote or a ranking: the presentation is open again. A retry changes nothing."""
-        return services.votes.withdraw(token, caller.id, request_key=key)
-
-    @routes.put(f"{one}/ranking")
-    def rank(
-        token: PresentationToken, body: RankingRequest, caller: Caller, services: ServicesOf, key: RequestKey = None
-    ) -> VoteReceipt:
-        """Rank the answers, or change the ranking."""
-        return services.votes.rank(token, caller.id, body.ranks, body.dwell_ms, key, reason=body.reason)
-
-    @routes.put(f"{one}/demonstration")
-    def demonstrate(
-        token: PresentationToken,
-        body: DemonstrationRequest,
-        caller: Caller,
-        services: ServicesOf,
-        key: RequestKey = None,
-    ) -> VoteReceipt:
-        """Write a better answer, in addition to the vote."""
-        return services.votes.demonstrate(token, caller.id, body.text, key)
-
     @routes.get("/progress")
     def progress(caller: Caller, services: ServicesOf) -> Progress:
         """Counts of this rater and the campaign."""
@@ -201,6 +170,43 @@ def votes() -> APIRouter:
         """The campaign's guidelines for raters."""
         text = services.campaign().settings.guidelines
         return GuidelinesReply(text=text, html=html_of(text))
+
+    return routes
+
+
+def presentations() -> APIRouter:
+    """What a rater says of one presentation, and changes: `presentations/{token}/...` under `/api/v1`."""
+    routes = APIRouter(prefix=f"{API}/presentations/{{token}}", tags=["votes"])
+
+    @routes.put("/vote")
+    def vote(
+        token: PresentationToken, body: VoteRequest, caller: Caller, services: ServicesOf, key: RequestKey = None
+    ) -> VoteReceipt:
+        """Vote, or change the vote. The response is sent when the vote is on disk; a retry changes nothing."""
+        return services.votes.vote(token, caller.id, body.verdict, body.reason, body.dwell_ms, key)
+
+    @routes.delete("/vote")
+    def withdraw(token: PresentationToken, caller: Caller, services: ServicesOf, key: RequestKey = None) -> VoteReceipt:
+        """Undo a vote or a ranking: the presentation is open again. A retry changes nothing."""
+        return services.votes.withdraw(token, caller.id, request_key=key)
+
+    @routes.put("/ranking")
+    def rank(
+        token: PresentationToken, body: RankingRequest, caller: Caller, services: ServicesOf, key: RequestKey = None
+    ) -> VoteReceipt:
+        """Rank the answers, or change the ranking."""
+        return services.votes.rank(token, caller.id, body.ranks, body.dwell_ms, key, reason=body.reason)
+
+    @routes.put("/demonstration")
+    def demonstrate(
+        token: PresentationToken,
+        body: DemonstrationRequest,
+        caller: Caller,
+        services: ServicesOf,
+        key: RequestKey = None,
+    ) -> VoteReceipt:
+        """Write a better answer, in addition to the vote."""
+        return services.votes.demonstrate(token, caller.id, body.text, key)
 
     return routes
 
