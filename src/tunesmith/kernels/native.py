@@ -67,6 +67,8 @@ _COMPILERS = ("c++", "g++", "clang++")
 _SOURCES = Path(__file__).parent
 _TIMEOUT_S = 300
 _MESSAGE_LINES = 6
+_TRIES = 3
+_KILLED = ("signal terminated program", "due to signal")  # g++ and clang++, of a part of them that was killed
 _NO_TRITON = "Triton is not installed; pip install triton, which torch's builds for CUDA bring along"
 
 
@@ -354,13 +356,18 @@ def _build(source: Path, compiler: tuple[str, ...], path: Path) -> None:
 
 
 def _run(command: tuple[str, ...], complaint: str) -> str:
-    """Run the compiler and return what it prints."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S)
-    except subprocess.TimeoutExpired as error:
-        raise NativeUnavailableError(f"{command[0]} {complaint}: no end within {_TIMEOUT_S} s") from error
-    except OSError as error:
-        raise NativeUnavailableError(f"{command[0]} {complaint}: {error}") from error
+    """Run the compiler and return what it prints. One that is killed is run again: with torch's operations in place of
+    the kernels a run would have other bits.
+    """
+    for _ in range(_TRIES):
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S)
+        except subprocess.TimeoutExpired as error:
+            raise NativeUnavailableError(f"{command[0]} {complaint}: no end within {_TIMEOUT_S} s") from error
+        except OSError as error:
+            raise NativeUnavailableError(f"{command[0]} {complaint}: {error}") from error
+        if done.returncode >= 0 and not any(words in done.stderr for words in _KILLED):
+            break
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines()[:_MESSAGE_LINES] or [f"exit code {done.returncode}, no message"]
         raise NativeUnavailableError("\n  ".join([f"{command[0]} {complaint}:", *lines]))

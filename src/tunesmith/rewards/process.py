@@ -1,15 +1,12 @@
 """The program of a process that calls a reward function, or a reward model, for the training."""
 
-import ctypes
-import os
 import pickle
-import signal
 import sys
-from collections.abc import Mapping, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tunesmith.config.sections import RewardSource
+from tunesmith.core.child import serve
 from tunesmith.core.errors import RewardError
 from tunesmith.rewards.calling import CalledReward, FunctionReward
 from tunesmith.rewards.functions import function_of
@@ -18,20 +15,15 @@ from tunesmith.rewards.outcome import Policy, Sample, Scored
 if TYPE_CHECKING:
     from tunesmith.rewards.model import ModelReward
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
 
 def main() -> None:
-    """Answer the calls that arrive at the socket whose number is the first argument, until it is closed."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    connection = Connection(int(sys.argv[1]))
-    try:
-        reward = _loaded(*connection.recv())
-        while True:
-            connection.send(_answer(reward, *connection.recv()))
-    except (EOFError, ConnectionError):
-        os._exit(0)  # a thread of a call that hung would keep the process
+    """Answer calls with a reward, until the training closes the connection."""
+    serve(_prepared)
+
+
+def _prepared(setup: tuple[RewardSource, Any, int]) -> Callable[[Any], object]:
+    reward = _loaded(*setup)
+    return lambda call: _answer(reward, *call)
 
 
 def _loaded(section: RewardSource, loading: Any, num_threads: int) -> "ModelReward | CalledReward":

@@ -1,21 +1,16 @@
 """A reward in processes of its own: it runs beside this one, does not hold its interpreter lock, and can be killed."""
 
-import os
 import pickle
-import signal
-import socket
-import subprocess
-import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import pairwise
-from multiprocessing.connection import Connection
 
 import torch
 
 from tunesmith.config.sections import RewardSource
+from tunesmith.core.child import Child
 from tunesmith.core.errors import RewardError
 from tunesmith.core.log import get_logger
 from tunesmith.rewards.ahead import Portion, one_answer
@@ -28,8 +23,6 @@ _TRIES = 2
 """Processes that are given a call before its samples count as failed."""
 
 _GRACE_S = 10.0
-
-Call = tuple[Sequence[Sample], Mapping[str, object]]
 
 
 class Processes:
@@ -45,7 +38,8 @@ class Processes:
         limit_s = section.timeout_s
         self._limit_s = None if limit_s is None else limit_s + RETRY_S + _GRACE_S
         alone = section.model_copy(update={"workers": 0})
-        self._processes = [_Process((alone, loading, torch.get_num_threads())) for _ in range(self.count)]
+        setup, env = (alone, loading, torch.get_num_threads()), {"OMP_NUM_THREADS": "1"}
+        self._processes = [Child("tunesmith.rewards.process", setup, env) for _ in range(self.count)]
         self._threads = [Worker(f"{name}-{number}") for number in range(self.count)]
         self._num_calls = 0
         weakref.finalize(self, _end_all, self._processes)
@@ -56,11 +50,12 @@ class Processes:
         self._num_calls += 1
         return self._threads[number].submit(partial(self._called, self._processes[number], samples, extras))
 
-    def _called(self, process: "_Process", samples: Sequence[Sample], extras: Mapping[str, object]) -> Scored:
+    def _called(self, process: Child, samples: Sequence[Sample], extras: Mapping[str, object]) -> Scored:
         reason = ""
         for _ in range(_TRIES):
             try:
-                answer = process.answer((samples, extras), self._limit_s)
+                process.send((samples, extras))
+                answer: Scored | RewardError = process.receive(self._limit_s)
             except (EOFError, OSError):
                 reason = process.end()
                 if process.is_closed:
@@ -110,62 +105,6 @@ class ProcessReward(FunctionReward):
         return one_answer({part: result_of(future) for part, future in begun.items()})
 
 
-class _Process:
-    """A process that has loaded a reward; it is started by the first call, and again by the next after its end."""
-
-    def __init__(self, setup: object) -> None:
-        self._setup = setup
-        self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
-        self.is_closed = False
-        """True after `close`: nobody waits for an answer any more."""
-
-    def answer(self, call: Call, limit_s: float | None) -> Scored | RewardError:
-        """The answer to `call`. Raises EOFError or OSError if the process ends, or does not answer within the limit."""
-        connection = self._connected()
-        connection.send(call)
-        if not connection.poll(limit_s):
-            raise EOFError
-        return connection.recv()
-
-    def end(self) -> str:
-        """Kill the process; how it ended before, such as `was ended by SIGSEGV`."""
-        process, connection, self._process, self._connection = self._process, self._connection, None, None
-        if process is None or connection is None:
-            return "has not begun"
-        connection.close()
-        try:
-            code = process.wait(0.5)  # it closes its connection a little before its end
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            return "gave no answer in time"
-        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-
-    def close(self) -> None:
-        """Kill the process; the thread that waits for its answer, if there is one, sees it end."""
-        self.is_closed = True
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-
-    def _connected(self) -> Connection:
-        if self._connection is None:
-            ours, theirs = socket.socketpair()
-            with theirs:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "tunesmith.rewards.process", str(theirs.fileno())],
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=2,  # this process may print JSON
-                    start_new_session=True,  # Ctrl-C is for the training
-                    env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                )
-            self._connection = Connection(ours.detach())
-            self._connection.send(self._setup)
-        return self._connection
-
-
-def _end_all(processes: Sequence[_Process]) -> None:
+def _end_all(processes: Sequence[Child]) -> None:
     for process in processes:
         process.close()

@@ -4,21 +4,16 @@ Shape legend: B sequences, S positions of prompt and completion, T completion to
 """
 
 import contextlib
-import ctypes
 import os
-import signal
-import socket
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 from torch import nn
 
+from tunesmith.core.child import Child, serve
 from tunesmith.core.errors import InputError, ServerError
 from tunesmith.core.log import get_logger
 from tunesmith.core.trace import Trace, include, span, trace
@@ -30,7 +25,6 @@ _TRIES = 2
 """Processes that are given a pass before the run ends."""
 
 _ALIGNMENT = 64
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +82,33 @@ class CriticProcess:
             f"/proc/{os.getpid()}/fd/{self._file}",
             {name: (one.shape, one.dtype, one.requires_grad) for name, one in parameters.items()},
         )
-        shared, self._gradients = self._layout.mapped()
-        for name, parameter in parameters.items():
-            parameter.data = shared[name].copy_(parameter.data)
+        self._shared, self._gradients = self._layout.mapped()
+        self._parameters = parameters
+        self._share()
         self._trained = {name: one for name, one in parameters.items() if one.requires_grad}
-        self._skeleton = weights.pickled(critic, parameters)
-        self._process, self._connection = self._start()
+        setup = self._layout, weights.pickled(critic, parameters), torch.get_num_threads()
+        self._child = Child("tunesmith.trainers.critic", setup)
+        with contextlib.suppress(OSError):  # `answer` will find that it ended
+            self._child.start()
         self._asked = _Call(0, (), False)
-        weakref.finalize(self, _end, self.__dict__)
+        weakref.finalize(self, _end, self._child, self._file, os.getpid())
+
+    def _share(self) -> None:
+        """Have all parameters in the memory that both processes share: code may have given one another tensor.
+
+        Raises:
+            InputError: it has another shape or dtype now.
+        """
+        for name, parameter in self._parameters.items():
+            shared = self._shared[name]
+            if parameter.data_ptr() == shared.data_ptr():
+                continue
+            if parameter.shape != shared.shape or parameter.dtype != shared.dtype:
+                raise InputError(
+                    f"{name} of the critic became {parameter.dtype} of shape {tuple(parameter.shape)}; set "
+                    "ppo.critic_process to false to change it"
+                )
+            parameter.data = shared.copy_(parameter.data)
 
     def begin(
         self, ids_BS: torch.Tensor, lengths_B: torch.Tensor, prompt_lengths_B: torch.Tensor
@@ -110,6 +123,7 @@ class CriticProcess:
 
     def ask_values(self, inputs: Sequence[torch.Tensor], has_grad: bool) -> None:
         """Ask for values; with `has_grad` their gradients may be asked for."""
+        self._share()
         self._asked = _Call(self._asked.number + 1, [tensor.numpy() for tensor in inputs], has_grad)
         self._send()
 
@@ -126,19 +140,17 @@ class CriticProcess:
         """
         for left in reversed(range(_TRIES)):
             try:
-                found, work = self._connection.recv()
+                found, work = self._child.receive()
                 include(work)
                 return found
             except (EOFError, OSError):
-                code = self._process.wait()
-                if not left:
-                    raise ServerError(
-                        f"the critic's process ended twice in one pass, with code {code}; is there memory for a "
-                        "second process? Otherwise set ppo.critic_process to false"
-                    ) from None
-            get_logger(__name__).warning("the critic's process ended, with code %d; it is started again", code)
-            self._connection.close()
-            self._process, self._connection = self._start()
+                ended = self._child.end()
+            if not left:
+                raise ServerError(
+                    f"the critic's process {ended}, {_TRIES} times in one pass; is there memory for a second process? "
+                    "Otherwise set ppo.critic_process to false"
+                )
+            get_logger(__name__).warning("the critic's process %s; it is started again", ended)
             self._send()
 
     def gradients(self) -> list[torch.Tensor | None]:
@@ -148,22 +160,7 @@ class CriticProcess:
 
     def _send(self) -> None:
         with contextlib.suppress(OSError):  # `answer` will find that the process ended
-            self._connection.send(self._asked)
-
-    def _start(self) -> tuple["subprocess.Popen[bytes]", Connection]:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "tunesmith.trainers.critic", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # this process may print JSON
-                start_new_session=True,  # Ctrl-C is for the training
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            )
-        connection = Connection(ours.detach())
-        connection.send((self._layout, self._skeleton, torch.get_num_threads()))
-        return process, connection
+            self._child.send(self._asked)
 
 
 class _Begin(torch.autograd.Function):
@@ -194,26 +191,24 @@ class _Values(torch.autograd.Function):
         return None, torch.zeros(())
 
 
-def _end(state: Mapping[str, Any]) -> None:
-    state["_connection"].close()
-    state["_process"].kill()
-    state["_process"].wait()
-    os.close(state["_file"])
+def _end(child: Child, file: int, owner: int) -> None:
+    child.close()
+    if owner == os.getpid():
+        os.close(file)
 
 
 def main() -> None:
-    """Answer the calls that arrive at the socket whose number is the first argument, until it is closed."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    connection = Connection(int(sys.argv[1]))
-    layout, skeleton, num_threads = connection.recv()
+    """Answer calls with the critic, until the training closes the connection."""
+    serve(_prepared)
+
+
+def _prepared(setup: tuple[_Layout, bytes, int]) -> Callable[[_Call], object]:
+    layout, skeleton, num_threads = setup
     torch.set_num_threads(num_threads)
     shared, gradients = layout.mapped()
     parameters = {name: nn.Parameter(shared[name], one[-1]) for name, one in layout.parameters.items()}
     critic: Critic = weights.unpickled(skeleton, parameters)
-    passes = _Passes(critic, parameters, gradients)
-    with contextlib.suppress(EOFError, ConnectionError):
-        while True:
-            connection.send(passes.answer(connection.recv()))
+    return _Passes(critic, parameters, gradients).answer
 
 
 class _Passes:

@@ -5,7 +5,7 @@ import os
 import signal
 import socket
 import subprocess
-import sys
+import threading
 from functools import cache
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -13,8 +13,18 @@ from typing import Protocol
 
 from safetensors.torch import save
 
+from tunesmith.core import child
 from tunesmith.core.errors import ServerError
+from tunesmith.core.log import get_logger
 from tunesmith.rollout.workers.messages import Handle, Lost, Message, Reply, Setup, Tensors
+
+_log = get_logger(__name__)
+
+_TRIES = 3
+"""Processes that start workers which may end without having started one, before the run does."""
+
+_FORK_S = 300.0
+"""Seconds in which one has imported its libraries and forked."""
 
 
 class Transport(Protocol):
@@ -58,43 +68,61 @@ class Transport(Protocol):
 
 
 class Launcher:
-    """A process with all libraries loaded, which is forked for each worker; it ends with this one, and they with it."""
+    """A process with all libraries loaded, which is forked for each worker; it ends with this one, and they with it.
+
+    If it was killed, or hangs, it is started again; the engine then replaces the workers that ended with it.
+    """
 
     def __init__(self) -> None:
-        self._control, theirs = socket.socketpair()
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "tunesmith.rollout.workers.process", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )
-        theirs.close()
+        self._lock = threading.Lock()
+        self._running: tuple[subprocess.Popen[bytes], socket.socket] | None = None
 
-    @property
-    def has_ended(self) -> bool:
-        """True if it can fork no more workers."""
-        return self._process.poll() is not None
+    def begin(self) -> None:
+        """Start it: its imports take seconds, which pass meanwhile."""
+        with self._lock:
+            self._started()
 
     def fork(self, connection: Connection) -> int:
         """The id of a new worker's process, which has the other end of `connection`.
 
         Raises:
-            ServerError: the launcher ended.
+            ServerError: it ended several times, one after the other.
         """
+        ended = ""
+        with self._lock:
+            for _ in range(_TRIES):
+                try:
+                    socket.send_fds(self._started(), [b"x"], [connection.fileno()])
+                    answer = self._started().recv(8)
+                except OSError:
+                    answer = b""
+                if answer:
+                    return int.from_bytes(answer, "little")
+                ended = self._end()
+                _log.warning("the process that starts rollout workers %s; it is started again", ended)
+        raise ServerError(f"the process that starts rollout workers {ended}, {_TRIES} times; its messages are above")
+
+    def _started(self) -> socket.socket:
+        if self._running is None:
+            self._running = child.start("tunesmith.rollout.workers.process")
+            self._running[1].settimeout(_FORK_S)
+        return self._running[1]
+
+    def _end(self) -> str:
+        """How it ended; one that hangs is killed."""
+        assert self._running is not None
+        (process, control), self._running = self._running, None
+        control.close()
         try:
-            socket.send_fds(self._control, [b"x"], [connection.fileno()])
-            answer = self._control.recv(8)
-        except OSError:
-            answer = b""
-        if not answer:
-            raise ServerError("the process that starts rollout workers ended; its messages are above")
-        return int.from_bytes(answer, "little")
+            return child.how_it_ended(process.wait(0.5))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            return f"gave no answer for {_FORK_S:g} s"
 
 
 @cache
-def _launcher(owner: int, generation: int) -> Launcher:
+def _launcher(owner: int) -> Launcher:
     """The launcher of the process `owner`, which all its engines share."""
     return Launcher()
 
@@ -103,22 +131,19 @@ class LocalTransport:
     """Workers as processes of this machine. They end with this process, however that ends."""
 
     def __init__(self) -> None:
-        self._generation = 0
         self._owner = os.getpid()
         self._is_closed = False
         self._connections: dict[int, Connection] = {}
         self._pids: dict[int, int] = {}
         self._handles: dict[int, int] = {}  # of the processes: an id may be another process's later
         self._files: dict[str, int] = {}  # descriptors of published tensors, by path
-        _launcher(os.getpid(), 0)  # its imports take seconds, which pass meanwhile
+        _launcher(self._owner).begin()
 
     def start(self, worker: int, setup: Setup) -> None:
         """See `Transport`."""
-        while _launcher(os.getpid(), self._generation).has_ended:
-            self._generation += 1
         ours, theirs = Pipe()
         with theirs:
-            pid = _launcher(os.getpid(), self._generation).fork(theirs)
+            pid = _launcher(self._owner).fork(theirs)
         self._forget(worker)
         self._pids[worker], self._connections[worker] = pid, ours
         with contextlib.suppress(ProcessLookupError):  # it has ended already, which `receive` will find

@@ -1,6 +1,5 @@
 """The program of local workers: a process that loads the libraries once, and is forked for each worker."""
 
-import ctypes
 import os
 import signal
 import socket
@@ -10,9 +9,8 @@ from multiprocessing.connection import Connection
 
 from safetensors.torch import load_file
 
+from tunesmith.core.child import end_with_parent
 from tunesmith.rollout.workers.worker import Worker
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main() -> None:
@@ -36,7 +34,7 @@ def main() -> None:
 
 def _serve(connection: Connection) -> None:
     """Answer messages until the other side closes the connection, or this process's parent ends; never returns."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     status = 0
     try:
